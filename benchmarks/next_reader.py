@@ -39,7 +39,10 @@ def serve(threads: int) -> None:
         if case != (name, tokens):
             case, dtype = (name, tokens), getattr(torch, name)
             count = max(2, 200_000_000 // (40 * 128 * int(tokens) * dtype.itemsize))
-            q, k = (torch.randn(1, int(tokens), heads, 128).to(dtype).transpose(1, 2) for heads in (32, 8))
+            q, k = (
+                torch.randn(1, int(tokens), heads, 128).to(dtype).transpose(1, 2)
+                for heads in (32, 8)
+            )
             sets = [[x.clone() for x in (q, k, q, k)] for _ in range(min(count, 64))]
         q, k, *out = sets[calls % len(sets)]
         calls += 1
@@ -61,14 +64,17 @@ def child(threads: int, **environment: str) -> subprocess.Popen[str]:
 
 def call(process: subprocess.Popen[str], line: str) -> float:
     """Return the seconds of one call."""
-    assert process.stdin is not None and process.stdout is not None
+    if process.stdin is None or process.stdout is None:
+        raise ValueError("the process must have pipes")
     print(line, file=process.stdin, flush=True)
     return float(process.stdout.readline())
 
 
 def main() -> None:
     """Measure all cases and print or write the ratios."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--out")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)

@@ -66,7 +66,9 @@ LAZY: dict[tuple[str, str], str] = {
 
 # Modules that import by a computed name -> why, and why this respects the ranks.
 DYNAMIC: dict[str, str] = {
-    "integrations.transformers._graft": "the module of a model's rotary function, which a pickled "
+    "integrations._find": "the module from which a model's method imports, in that model's own "
+    "package",
+    "integrations._graft": "the module of a model's rotary function, which a pickled "
     "model names; it is never one of ours",
     "workbench.audit._targets": "the module that a user names, and transformers; neither is part of "
     "this library",

@@ -16,8 +16,8 @@ from transformers.models.llama import modeling_llama
 from helpers import noise
 from small_models import FAMILIES, TEXT, gradients, outputs, small_inputs, small_model
 from tightrope.integrations.transformers import patch, recognise, unpatch
-from tightrope.integrations.transformers._recognise import to_the_bit
-from tightrope.integrations.transformers._run import replacement
+from tightrope.integrations._recognise import to_the_bit
+from tightrope.integrations._run import replacement
 from tolerances import assert_same_bits, value
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -522,7 +522,7 @@ def test_compiled_and_eager_calls_of_a_replacement_have_the_same_bits(
     original = modeling_llama.apply_rotary_pos_emb
     candidate = recognise(original).candidate
     assert candidate is not None
-    ours = replacement(original, candidate, rounding=rounding)
+    ours = replacement(original, [candidate], rounding=rounding)
     q, k = (noise(2, heads, 5, 16).bfloat16().requires_grad_() for heads in (4, 2))
     cos, sin = (noise(1, 5, 16, seed=seed).bfloat16() for seed in (1, 2))
     runs = []

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from tightrope.integrations.transformers import patch, recognise
-from tightrope.integrations.transformers._run import replacement
+from tightrope.integrations._run import replacement
 from tolerances import assert_same_bits, value
 
 Function = Callable[..., Any]
@@ -89,7 +89,7 @@ def test_every_rotation_is_distinguished_from_the_others(
     assert (rotation.slice, rotation.sign) == ("last" if last else "first", sign)
     # The replacement equals the function, whether or not the two table entries of a pair are equal.
     generator = torch.Generator().manual_seed(0)
-    new = replacement(function, recognition.candidate)
+    new = replacement(function, [recognition.candidate])
     for table in tables(reading, generator):
         x = torch.randn(2, 3, 5, 16, generator=generator, requires_grad=True)
         weight = torch.randn(2, 3, 5, 16, generator=generator)
@@ -225,9 +225,8 @@ def test_a_model_with_such_a_function_keeps_it(function: Function) -> None:
     torch.manual_seed(0)
     before = model(x.clone())
     report = patch(model)
-    assert not report.replaced
-    assert [entry.name for entry in report.left] == [function.__name__]
-    assert type(model) is Attention
+    assert function.__name__ in [entry.name for entry in report.left]
+    assert {entry.name for entry in report.replaced} <= {"usual"}  # which some of them call
     torch.manual_seed(0)
     assert_same_bits(model(x.clone()), before)
 
@@ -255,7 +254,7 @@ def test_ignoring_unsqueeze_dim_is_known_only_where_it_is_right() -> None:
     recognition = recognise(ignoring_unsqueeze_dim)
     if recognition.candidate is not None:
         assert {shape[2] for shape in recognition.candidate.shapes} <= {2, -2}
-        new = replacement(ignoring_unsqueeze_dim, recognition.candidate)
+        new = replacement(ignoring_unsqueeze_dim, [recognition.candidate])
         q, table = torch.randn(2, 4, 4, 16), torch.randn(2, 4, 8).repeat(1, 1, 2)
         for got, want in zip(
             new(q, q, table, table), ignoring_unsqueeze_dim(q, q, table, table), strict=True
@@ -352,7 +351,7 @@ def test_works_under_other_defaults() -> None:
 def replaced(function: Function = usual) -> Function:
     recognition = recognise(function)
     assert recognition.candidate is not None, recognition.reason
-    return replacement(function, recognition.candidate)
+    return replacement(function, [recognition.candidate])
 
 
 def operands(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -512,7 +511,7 @@ def served(function: Function, **arguments: Any) -> bool:
     xs = [
         v.requires_grad_() for n, v in arguments.items() if n in recognition.candidate.call.rotated
     ]
-    got, want = replacement(original, recognition.candidate)(**arguments), function(**arguments)
+    got, want = replacement(original, [recognition.candidate])(**arguments), function(**arguments)
     weights = [torch.randn_like(y) for y in want]
     for g, w in zip(got, want, strict=True):
         assert_near(g, w)
@@ -579,7 +578,7 @@ def same_bits(function: Function, *arguments: torch.Tensor) -> None:
     candidate = recognise(function).candidate
     assert candidate is not None
     runs = []
-    for each in (function, replacement(function, candidate)):
+    for each in (function, replacement(function, [candidate])):
         leaves = [x.detach().requires_grad_() for x in arguments]
         ys = each(*leaves)
         ys = ys if isinstance(ys, tuple) else (ys,)
@@ -629,5 +628,5 @@ def test_complex_products_on_several_threads(threads: int) -> None:
     candidate = recognise(apply_rotary_emb).candidate
     assert candidate is not None
     q, k = normal(3, 257, 5, 128), normal(3, 257, 1, 128)
-    found = replacement(apply_rotary_emb, candidate)(q, k, table)
+    found = replacement(apply_rotary_emb, [candidate])(q, k, table)
     assert all(map(torch.equal, found, apply_rotary_emb(q, k, table)))

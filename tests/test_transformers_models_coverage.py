@@ -29,7 +29,7 @@ from benchmarks.transformers_coverage.comparing import (
     spoilt,
 )
 
-from tightrope.integrations.transformers import _graft
+from tightrope.integrations import _graft
 
 # Warnings of transformers models are not tested here.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -28,6 +28,11 @@ TABLE = {
         "of the largest output",
         "float32: the rotation differs in the last bit, and layers amplify the difference",
     ),
+    "angles read back": Tolerance(
+        5e-7,
+        "absolute, of a cosine or sine in float32",
+        "an angle up to pi is off by half a unit, 1.2e-7, and atan2, cosine and sine by a unit each",
+    ),
     "patched bfloat16 outputs": Tolerance(
         1.05,
         "of the error of the unpatched model against float64, root mean square",

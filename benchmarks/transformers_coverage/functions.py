@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightrope.forms import unwrapped, widen
 from tightrope.integrations.transformers import recognise
-from tightrope.integrations.transformers._candidate import Candidate
-from tightrope.integrations.transformers._find import global_names, looks_rotary
-from tightrope.integrations.transformers._graft import Swap, calling, replacement_of
-from tightrope.integrations.transformers._recognise import to_the_bit
+from tightrope.integrations._candidate import Candidate
+from tightrope.integrations._find import global_names, looks_rotary
+from tightrope.integrations._graft import Swap, calling, replacement_of
+from tightrope.integrations._recognise import to_the_bit
 
 from .catalogue import models_folder, rotary_names
 
@@ -90,7 +90,7 @@ def _one(module: ModuleType, name: str, function: str, swaps: dict[str, Swap]) -
     target = unwrapped(value) if owners else value
     recognition = to_the_bit(recognise(target, this))
     if recognition.candidate is not None:
-        swap = Swap(module.__name__, function, recognition.candidate)
+        swap = Swap(module.__name__, function, (recognition.candidate,))
         swaps[function] = swap
         replaced = replacement_of(swap)
         make = arguments(recognition.candidate, this)
@@ -102,7 +102,7 @@ def _one(module: ModuleType, name: str, function: str, swaps: dict[str, Swap]) -
         if isinstance(inner, FunctionType) and each != function:
             found = to_the_bit(recognise(inner))
             if found.candidate is not None:
-                swaps[each] = Swap(module.__name__, each, found.candidate)
+                swaps[each] = Swap(module.__name__, each, (found.candidate,))
     copied = calling(target, swaps.values()) if isinstance(target, FunctionType) else None
     if copied is not None and function in COMPOSED:
         compared = compare(target, copied, COMPOSED[function])

@@ -26,6 +26,7 @@ from ._rotation import (
     HALF as HALF,
     INTERLEAVED as INTERLEAVED,
     Rotation as Rotation,
+    both_entries as both_entries,
     candidates as candidates,
     entries as entries,
     plain as plain,

@@ -25,9 +25,9 @@ _NAMES = {
     "offset": re.compile(r"offset|start_pos|position_start|^past_len"),
     "seq_dim": re.compile(r"^seq(uence)?_(dim|axis)$"),
     "positions": re.compile(r"pos(ition)?|(^|_)ids$"),
-    "unsqueeze_dim": re.compile(r"dim$|axis$"),
+    "unsqueeze_dim": re.compile(r"(?<!unbind_)dim$|axis$"),
 }
-_TABLE = re.compile(r"cos|sin|freq|cis|position_emb")
+_TABLE = re.compile(r"cos|sin|freq|cis|rope|rotary|emb(ed(ding)?)?s?$|^angles?$|^theta$|^pe$")
 
 
 class Argument(NamedTuple):
@@ -192,6 +192,8 @@ def _arguments(
                 return None
             rotated += 1
         elif role == "unsqueeze_dim" and not form.takes_tables:
+            continue
+        elif role == "seq_dim" and form.takes_tables and optional:
             continue
         elif role in ("positions", "offset") and role not in form.roles:
             if form.takes_tables and optional:

@@ -71,7 +71,8 @@ def _fits(table: str, x: str) -> bool:
 ARRANGEMENTS = (
     *(Arrangement(x, "bsd") for x in ("bhsd", "bshd")),
     *(Arrangement(x, "sd") for x in ("bshd", "shd")),
-    *(Arrangement("bhsd", table) for table in ("b1sd", "sd", "11sd")),
+    *(Arrangement("bhsd", table) for table in ("b1sd", "sd", "11sd", "bhsd")),
+    *(Arrangement("bshd", table) for table in ("bs1d", "1s1d", "bshd")),
     *(Arrangement("bsd", table) for table in ("bsd", "sd")),
     *(Arrangement("hsd", table) for table in ("sd", "1sd")),
     *(Arrangement("bhsd", "1sd", None, True), Arrangement("bshd", "s1d", None, True)),

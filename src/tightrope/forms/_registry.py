@@ -73,13 +73,42 @@ def _sines_first(table: torch.Tensor) -> Tables:
     return cos, sin
 
 
+def _cosines_first(table: torch.Tensor) -> Tables:
+    cos, sin = table.chunk(2, dim=-1)
+    return cos, sin
+
+
 def _stacked(table: torch.Tensor) -> Tables:
     return table[0].transpose(0, 1), table[1].transpose(0, 1)
+
+
+def _pair(pair: Any) -> Tables:
+    if not isinstance(pair, (tuple, list)):
+        raise TypeError("a tuple (cos, sin) is needed")
+    cos, sin = pair
+    return cos, sin
+
+
+def _matrix(table: torch.Tensor) -> Tables:
+    """Rows (a, b) and (c, d) of any 2 x 2 matrix: u·a + v·b and u·c + v·d are full tables."""
+    if table.shape[-2:] != (2, 2):
+        raise ValueError("2 x 2 matrices are needed")
+    (a, b), (c, d) = (row.unbind(-1) for row in table.unbind(-2))
+    return torch.stack((a, d), -1).flatten(-2), torch.stack((-b, c), -1).flatten(-2)
+
+
+def _angles(angles: torch.Tensor) -> Tables:
+    if not angles.is_floating_point():
+        raise TypeError("angles must be floating-point numbers")
+    return angles.cos(), angles.sin()
 
 
 COS_SIN = Form("cosines and sines", ("cos", "sin"), ("cos", "sin"), lambda cos, sin: (cos, sin))
 _COMPLEX = "torch.complex(cos, sin)"
 _SINES_FIRST = "torch.cat((sin, cos), -1)"
+_COSINES_FIRST = "torch.cat((cos, sin), -1)"
+_ENTRIES = "cos[..., ::2], -sin[..., ::2], sin[..., 1::2], cos[..., 1::2]"
+_MATRIX = f"torch.stack(({_ENTRIES}), -1).unflatten(-1, (2, 2))"
 _STACKED = "torch.stack((cos.transpose(0, 1), sin.transpose(0, 1)))"
 _FLAT = (Arrangement("bshd", "1s1d"),)
 
@@ -96,7 +125,18 @@ FORMS: dict[str, Form] = {
             narrow=False,
             lanes=8,
         ),
+        Form("a tuple of cosines and sines", ("pair",), ("(cos, sin)",), _pair),
         Form("sin and cos in one table", ("sin_cos",), (_SINES_FIRST,), _sines_first),
+        Form("cos and sin in one table", ("cos_sin",), (_COSINES_FIRST,), _cosines_first),
+        Form(
+            *("a 2 x 2 matrix per pair", ("matrix",), (_MATRIX,), _matrix),
+            widths=("repeat",),
+        ),
+        Form(
+            *("angles", ("angles",), ("torch.atan2(sin, cos)",), _angles),
+            unit=True,
+            narrow=False,
+        ),
         Form(
             *("cos and sin stacked", ("stack",), (_STACKED,), _stacked),
             arrangements=_FLAT,

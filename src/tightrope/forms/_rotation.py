@@ -22,6 +22,7 @@ READINGS = {
     "second": "k + P of 2P",
     "even": "2k of 2P",
     "odd": "2k + 1 of 2P",
+    "even, odd": "2k of 2P cosines and 2k + 1 of 2P sines",
     "half": "k of P",
 }
 
@@ -53,7 +54,7 @@ class Rotation:
         """The key of WIDTHS for tables of this reading."""
         if self.reading == "half":
             return "half"
-        return "repeat" if self.reading in ("repeat", "even", "odd") else "cat"
+        return "repeat" if self.reading in ("repeat", "even", "odd", "even, odd") else "cat"
 
     @property
     def aligned(self) -> bool:
@@ -89,6 +90,7 @@ class Rotation:
                 "second": "cos/sin of full width (second half read)",
                 "even": "cos/sin of full width (even entries read)",
                 "odd": "cos/sin of full width (odd entries read)",
+                "even, odd": "cos/sin of full width (even entries of cos, odd ones of sin read)",
                 "half": "cos/sin of half width",
             }[self.reading]
         )
@@ -116,6 +118,14 @@ def entries(table: torch.Tensor, reading: str) -> tuple[torch.Tensor, torch.Tens
     return first, second
 
 
+def both_entries(
+    cos: torch.Tensor, sin: torch.Tensor, reading: str
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """:func:`entries` of the cosines and of the sines."""
+    of_cos, of_sin = ("even", "odd") if reading == "even, odd" else (reading, reading)
+    return entries(cos, of_cos), entries(sin, of_sin)
+
+
 def plain(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation
 ) -> torch.Tensor:
@@ -125,8 +135,7 @@ def plain(
     start = rotation.start(channels, width)
     part = x[..., start : start + 2 * count]
     u, v = split_pairs(part, rotation.pairs == INTERLEAVED)
-    c_u, c_v = entries(cos, rotation.reading)
-    s_u, s_v = entries(sin, rotation.reading)
+    (c_u, c_v), (s_u, s_v) = both_entries(cos, sin, rotation.reading)
     if rotation.sign < 0:
         s_u, s_v = -s_u, -s_v
     turned = join_pairs(u * c_u - v * s_u, v * c_v + u * s_v, rotation.out == INTERLEAVED)

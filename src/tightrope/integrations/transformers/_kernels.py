@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..._errors import sentence
-from ._recognise import recognise
-from ._run import replacement
+from .._recognise import recognise
+from .._run import replacement
 
 LAYER = "rotary_pos_emb"
 DEVICES = ("cpu", "cuda")
@@ -30,7 +30,7 @@ def serve(cls: type) -> bool:
         original = cls.forward.__get__(module)  # type: ignore[attr-defined]
         recognition = recognise(original)
         candidate = recognition.candidate
-        _served[cls] = original if candidate is None else replacement(original, candidate)
+        _served[cls] = original if candidate is None else replacement(original, [candidate])
     return True
 
 

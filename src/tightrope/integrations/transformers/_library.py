@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from ...forms import unwrapped
-from . import _exact, _find, _graft
-from ._classes import base_of
-from ._find import Found
-from ._recognise import Recognition, recognise, recognise_method, to_the_bit
-from ._run import replacement
-from ._summary import Entry, Report, entry_of
+from .. import _exact, _find, _graft
+from .._classes import base_of
+from .._find import Found
+from .._recognise import Recognition, recognise, recognise_method, to_the_bit
+from .._run import replacement
+from .._summary import Entry, Report, entry_of
 
 _MODELING = re.compile(r"^transformers\.models\.\w+(\.\w+)*\.modeling_\w+$")
 
@@ -122,7 +122,7 @@ def _patch_module(module: ModuleType) -> None:
     wide = exact and bool(swaps) and all(recognition for _, _, recognition in swaps)
     for holder, found, recognition in swaps:
         if recognition.candidate is not None:
-            new = replacement(found.value, recognition.candidate, wide, _state.rounding)
+            new = replacement(found.value, [recognition.candidate], wide, _state.rounding)
             member = staticmethod(new) if isinstance(found.value, staticmethod) else new
             _set(holder, found.name.rsplit(".", 1)[-1], member)
         if found.module == module.__name__:

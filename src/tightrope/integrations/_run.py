@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ...channels import join_pairs
-from ...forms import COS_SIN, HALF, Rotation, entries, signature
-from ...functional.tables import Tables, rotate_by
-from ...ops import route, schema
-from ...ops.run import run_packed
+from ..channels import join_pairs
+from ..forms import COS_SIN, HALF, Rotation, both_entries, signature
+from ..functional.tables import Tables, rotate_by
+from ..ops import route, schema
+from ..ops.run import run_packed
 from ._candidate import Bits, Candidate
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -24,33 +24,35 @@ _GRAIN = 32768
 
 
 def replacement(
-    original: Any, candidate: Candidate, narrow: bool = False, rounding: str = "model"
+    original: Any,
+    candidates: Sequence[Candidate],
+    narrow: bool = False,
+    rounding: str = "model",
 ) -> Callable[..., Any]:
     """Make a function with the signature of the original that calls the fused operator.
 
     Args:
         original: the function, called for every kind of call that recognition did not try.
-        candidate: what the original was recognised as.
+        candidates: what the original was recognised as, one for each combination of constants.
         narrow: whether results have the dtype of x even if the original promotes: with exact
             angles, tables are float32 where the model's had the dtype of x.
         rounding: "model" for the bits of the original, which then also runs every call whose bits
             the operator cannot equal; "once" for the most exact results.
     """
-    call = _Call(original, candidate, narrow, rounding)
-    bind, short, long = call.bind, call.short, call.long
+    calls = [_Call(original, candidate, narrow, rounding) for candidate in candidates]
 
     def apply(*args: Any, **kwargs: Any) -> Any:
-        values = bind(args, kwargs)
-        if values is None:
-            return original(*args, **kwargs)
-        result = short(values)
-        if result is not None:
-            return result
-        result = long(values)
-        return original(*args, **kwargs) if result is None else result
+        for call in calls:
+            values = call.bind(args, kwargs)
+            if values is not None:
+                result = call.short(values)
+                if result is None:
+                    result = call.long(values)
+                return original(*args, **kwargs) if result is None else result
+        return original(*args, **kwargs)
 
     functools.update_wrapper(apply, original if callable(original) else original.__func__)
-    apply.__signature__ = call.signature  # type: ignore[attr-defined]
+    apply.__signature__ = calls[0].signature  # type: ignore[attr-defined]
     apply._tightrope_original = original  # type: ignore[attr-defined]
     return apply
 
@@ -67,6 +69,7 @@ class _Call:
         self.keeps = candidate.keeps_dtype or narrow
         self.names = [p.name for p in parameters]
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        self.expected = self.defaults | dict(candidate.constants)
         self.rotated, self.tables = candidate.call.rotated, candidate.call.tables
         self.unsqueeze_dim = candidate.call.parameter("unsqueeze_dim")
         self.positions = candidate.call.parameter("positions")
@@ -106,7 +109,8 @@ class _Call:
         if len(args) > len(self.names) or len(values) != len(self.names):
             return None
         for name in self.others:
-            if values[name] is not self.defaults.get(name, _PLAIN):
+            # Identical, so that True is not taken for 1 and tensors are never compared.
+            if values[name] is not self.expected.get(name, _PLAIN):
                 return None
         return values
 
@@ -308,14 +312,11 @@ def _arranged(
     """Tables for :func:`tightrope.functional.apply_rotary_pos_emb`, and their format."""
     if rotation.sign < 0:
         sin = -sin
+    found = both_entries(cos, sin, rotation.reading)
     if rotation.reading not in ("cat", "repeat"):
-        first, second = (entries(table, rotation.reading)[0] for table in (cos, sin))
-        return first, second, "half"
+        return found[0][0], found[1][0], "half"
     if not rotation.aligned:
-        cos, sin = (
-            join_pairs(*entries(table, rotation.reading), rotation.pairs != HALF)
-            for table in (cos, sin)
-        )
+        cos, sin = (join_pairs(*each, rotation.pairs != HALF) for each in found)
     return cos, sin, "full"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copyreg
 import dis
 import importlib
+import inspect
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,10 +20,22 @@ from typing import Any
 
 import torch
 
+from ..forms import signature, unwrapped
 from ._candidate import Candidate
 from ._classes import MARK, Graft
 from ._exact import members_of
-from ._find import PREFIX, is_near, methods, neighbours, original_of
+from ._find import (
+    INNER,
+    PREFIX,
+    codes,
+    imported,
+    inner_functions,
+    is_near,
+    layers,
+    methods,
+    neighbours,
+    original_of,
+)
 from ._run import replacement
 
 
@@ -31,23 +44,30 @@ class Swap:
     """One replacement as plain data, so that patched models can be pickled.
 
     Attributes:
-        module, name: the Python module and the name in it; "Class.method" for a method.
-        candidate, narrow, rounding: see :func:`._run.replacement`.
+        module, name: the Python module and the name in it: "Class.method" for a method,
+            "Class.method.<locals>.function" for a function in its body.
+        candidates, narrow, rounding: see :func:`._run.replacement`.
     """
 
     module: str
     name: str
-    candidate: Candidate
+    candidates: tuple[Candidate, ...]
     narrow: bool = False
     rounding: str = "model"
 
     def original(self) -> Any:
         """The unpatched object with this name."""
         value: Any = sys.modules.get(self.module) or importlib.import_module(self.module)
-        *owners, last = self.name.split(".")
+        outer, inner, name = self.name.partition(INNER)
+        *owners, last = outer.split(".")
         for owner in owners:
             value = getattr(value, owner)
-        return original_of(vars(value)[last])
+        found = original_of(vars(value)[last])
+        if not inner:
+            return found
+        outermost: Any = unwrapped(found)
+        every = (f for layer in layers(outermost) for f in inner_functions(layer))
+        return next(f for f in every if f.__name__ == name)
 
 
 @dataclass(frozen=True)
@@ -64,14 +84,15 @@ class Recipe:
 
 
 _replacements: dict[Swap, Any] = {}
-_classes: dict[tuple[type, Recipe], type] = {}
+# The class, and the globals through which its copies were found: (namespace, name, value).
+_classes: dict[tuple[type, Recipe], tuple[type, list[tuple[dict[str, Any], str, Any]]]] = {}
 
 
 def replacement_of(swap: Swap) -> Any:
     """The replacement function of a swap, cached so that models share compiled code."""
     if swap not in _replacements:
         _replacements[swap] = replacement(
-            swap.original(), swap.candidate, swap.narrow, swap.rounding
+            swap.original(), swap.candidates, swap.narrow, swap.rounding
         )
     return _replacements[swap]
 
@@ -79,9 +100,10 @@ def replacement_of(swap: Swap) -> Any:
 def grafted(base: type, recipe: Recipe) -> type:
     """The subclass for modules of a patched model; the base itself if nothing in it changes."""
     key = base, recipe
-    if key not in _classes:
-        _classes[key] = _make(base, recipe)
-    return _classes[key]
+    known = _classes.get(key)
+    if known is None or any(names.get(name) is not value for names, name, value in known[1]):
+        known = _classes[key] = _make(base, recipe)
+    return known[0]
 
 
 def calling(function: FunctionType, swaps: Iterable[Swap]) -> FunctionType | None:
@@ -103,7 +125,7 @@ def apply(module: torch.nn.Module, cls: type) -> None:
     module.__class__ = cls
 
 
-def _make(base: type, recipe: Recipe) -> type:
+def _make(base: type, recipe: Recipe) -> tuple[type, list[tuple[dict[str, Any], str, Any]]]:
     originals = {id(swap.original()): swap for swap in recipe.swaps}
     copier = _Copier({key: replacement_of(swap) for key, swap in originals.items()})
     members: dict[str, Any] = {}
@@ -121,7 +143,7 @@ def _make(base: type, recipe: Recipe) -> type:
     if recipe.angles:
         members |= members_of(base)
     if not members:
-        return base
+        return base, copier.read
     members |= {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -129,7 +151,7 @@ def _make(base: type, recipe: Recipe) -> type:
         "__reduce_ex__": _reduce_ex,
         MARK: Graft(base, recipe),
     }
-    return type(base)(base.__name__, (base,), members)
+    return type(base)(base.__name__, (base,), members), copier.read
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
@@ -152,6 +174,8 @@ class _Copier:
     def __init__(self, replacements: dict[int, Any]) -> None:
         self._replacements = replacements
         self._copies: dict[int, FunctionType | None] = {}
+        # The globals that copies found other copies and replacements under.
+        self.read: list[tuple[dict[str, Any], str, Any]] = []
 
     def copy(self, function: FunctionType) -> FunctionType | None:
         """A copy that calls the replacements, or None if it reaches none."""
@@ -170,6 +194,20 @@ class _Copier:
                 new = self.copy(value)
             if new is not None:
                 names[name] = _alias(function.__globals__, name, new)
+                self.read.append((function.__globals__, name, function.__globals__[name]))
+        imports: dict[str, str] = {}
+        for name, module, value in imported(function):
+            new = self._replacements.get(id(value))
+            if new is None and is_near(value, function):
+                new = self.copy(value)
+            if new is not None:
+                imports[name] = _alias(vars(module), name, new)
+        stubs: dict[int, CodeType] = {}
+        for each in inner_functions(function):
+            new = self._replacements.get(id(each))
+            if new is not None:
+                alias = _alias(function.__globals__, each.__name__, new)
+                stubs[id(each.__code__)] = _stub(each, alias)
         cells = list(function.__closure__ or ())
         inner = {}
         for i, cell in enumerate(cells):
@@ -182,10 +220,10 @@ class _Copier:
                 if new is not None:
                     inner[id(value)] = new
                     cells[i] = CellType(new)
-        if not names and not inner:
+        if not names and not imports and not stubs and not inner:
             return None
         copied = FunctionType(
-            _renamed(function.__code__, names),
+            _renamed(function.__code__, names, imports, stubs),
             function.__globals__,
             function.__name__,
             function.__defaults__,
@@ -213,27 +251,48 @@ def _alias(names: dict[str, Any], name: str, value: Any) -> str:
         number += 1
 
 
-def _renamed(code: CodeType, names: dict[str, str]) -> CodeType:
-    """A copy of a code object with some globals renamed."""
-    if not names:
-        return code
-    mine = {
-        str(step.argval)
-        for step in dis.get_instructions(code)
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in names
-    }
-    shared = {
-        str(step.argval)
-        for step in dis.get_instructions(code)
-        if step.argval in mine
-        and step.opname not in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_CONST")
-        and step.opcode in dis.hasname
-    }
-    if shared:
-        raise NameError(f"{code.co_name} reads {sorted(shared)} as a global and as an attribute")
+def _stub(function: FunctionType, alias: str) -> CodeType:
+    """The code of a function with the same parameters that calls the global ``alias``."""
+    seen = signature(function)
+    parameters = [] if seen is None else list(seen.parameters.values())
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
+    text = str(inspect.Signature(bare))
+    given = [f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in bare]
+    source = f"def {function.__name__}{text}: return {alias}({', '.join(given)})"
+    made = compile(source, "<tightrope>", "exec")
+    return next(code for code in codes(made) if code is not made)
+
+
+def _renamed(
+    code: CodeType, names: dict[str, str], imports: dict[str, str], stubs: dict[int, CodeType]
+) -> CodeType:
+    """A copy of a code object with some globals and imports renamed, and inner functions replaced.
+
+    Args:
+        names: the new names of globals.
+        imports: the new names in ``from module import name``.
+        stubs: id of the code of an inner function -> its new code.
+    """
+    if id(code) in stubs:
+        return stubs[id(code)]
+    steps = list(dis.get_instructions(code))
+    mine = _read_names(steps, names, ("LOAD_GLOBAL", "LOAD_NAME"))
+    mine |= _read_names(steps, imports, ("IMPORT_FROM",))
     return code.replace(
-        co_names=tuple(names[n] if n in mine else n for n in code.co_names),
+        co_names=tuple(mine.get(name, name) for name in code.co_names),
         co_consts=tuple(
-            _renamed(c, names) if isinstance(c, CodeType) else c for c in code.co_consts
+            _renamed(c, names, imports, stubs) if isinstance(c, CodeType) else c
+            for c in code.co_consts
         ),
     )
+
+
+def _read_names(
+    steps: list[dis.Instruction], names: dict[str, str], by: tuple[str, ...]
+) -> dict[str, str]:
+    """The names that these instructions read, with their new names."""
+    mine = {str(s.argval): names[s.argval] for s in steps if s.opname in by and s.argval in names}
+    for step in steps:
+        if step.opname not in by and step.opcode in dis.hasname and step.argval in mine:
+            raise NameError(f"{step.argval} is read by {by[0]} and by {step.opname}")
+    return mine

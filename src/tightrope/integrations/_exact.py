@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from ... import angles as exact_angles, positions as positions_
-from ...config import LayerSpecs
-from ...forms import WIDTHS, signature, widen
-from ...frequencies import Given
-from ...spec import RopeSpec
+from .. import angles as exact_angles, positions as positions_
+from ..config import LayerSpecs
+from ..forms import WIDTHS, signature, widen
+from ..frequencies import Given
+from ..spec import RopeSpec
 from ._classes import base_of
 from ._summary import Entry
 

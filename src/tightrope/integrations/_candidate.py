@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ...forms import Call, Rotation
+from ..forms import Call, Rotation
 
 # The end of the description of a rotation whose bits are those of the function.
 TO_THE_BIT = "to the bit"
@@ -59,6 +59,7 @@ class Candidate:
         trailing: whether tensors after the second may be None; they are then left out of the result.
         bits: (dtype of x, dtype of the tables, choices) for each pair of dtypes for which the
             operator can equal the original bit for bit, with these choices.
+        constants: keyword arguments that select this rotation among several of the function.
     """
 
     call: Call
@@ -71,6 +72,7 @@ class Candidate:
     ignored: frozenset[str] = frozenset()
     trailing: bool = False
     bits: tuple[tuple[torch.dtype, torch.dtype, Bits], ...] = ()
+    constants: tuple[tuple[str, Any], ...] = ()
 
     def bits_of(
         self, dtype: torch.dtype, table_dtype: torch.dtype, needs_grad: bool

@@ -6,13 +6,14 @@ import copy
 import functools
 import itertools
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ...forms import (
+from ..forms import (
     Arrangement,
     Call,
     Rotation,
@@ -24,7 +25,8 @@ from ...forms import (
 from ._candidate import Bits, Candidate
 from ._run import fused
 
-BATCH, HEADS, TOKENS, CHANNELS = 2, 3, 5, 16
+# No two tables of different shapes have equally many entries, so a view cannot take one for the other.
+BATCH, HEADS, TOKENS, CHANNELS = 3, 2, 5, 16
 
 # Bound for float32 inputs; a wrong candidate is off by as much as the values themselves.
 _CLOSE = 2e-5
@@ -49,7 +51,9 @@ class _Unlike(Exception):
     """The function matches no candidate; the message is the reason."""
 
 
-def recognise(function: Any, owner: object = None) -> Recognition:
+def recognise(
+    function: Any, owner: object = None, constants: Sequence[tuple[str, Any]] = ()
+) -> Recognition:
     """Recognise which rotation a function computes, by calling it on random tensors.
 
     The function is compared with every pairing, output order, slice, sign and reading of cos/sin, at
@@ -59,6 +63,8 @@ def recognise(function: Any, owner: object = None) -> Recognition:
     Args:
         function: a rotary function or method, or a module whose forward is one.
         owner: the object to pass as self to a method.
+        constants: keyword arguments that every call passes, as (name, value), if the function computes
+            several rotations: it is then recognised only with these.
 
     Returns:
         The one candidate that matches everywhere, or None and the reason.
@@ -74,7 +80,12 @@ def recognise(function: Any, owner: object = None) -> Recognition:
     seen = signature(function)
     if seen is None:
         return Recognition(None, "its signature cannot be read")
-    calls = [c for c in calls_of(function, method=owner is not None) if c.form.takes_tables]
+    given = dict(constants)
+    calls = [
+        call
+        for call in calls_of(function, method=owner is not None)
+        if call.form.takes_tables and not given.keys() & {each.name for each in call.arguments}
+    ]
     if not calls:
         names = ", ".join(seen.parameters)
         return Recognition(
@@ -87,10 +98,12 @@ def recognise(function: Any, owner: object = None) -> Recognition:
         torch.device("cpu"),
         torch.inference_mode(False),
         torch.no_grad(),
+        warnings.catch_warnings(),
     ):
+        warnings.simplefilter("ignore")
         for call in calls:
             try:
-                found.extend(_explain(_Caller(function, call, owner)))
+                found.extend(_explain(_Caller(function, call, owner, given)))
             except _Unlike as unlike:
                 reasons.append(str(unlike))
     if len(found) == 1:
@@ -146,8 +159,14 @@ _RANK = (
 class _Caller:
     """A function and one way to call it."""
 
-    def __init__(self, function: Callable[..., Any], call: Call, owner: object) -> None:
-        self.function, self.call, self.owner = function, call, owner
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        call: Call,
+        owner: object,
+        constants: Mapping[str, Any],
+    ) -> None:
+        self.function, self.call, self.owner, self.constants = function, call, owner, constants
         self.unsqueeze_dim = call.parameter("unsqueeze_dim")
         self.positions = call.parameter("positions")
 
@@ -195,7 +214,8 @@ class _Probe:
         for name in caller.call.rotated:
             x = torch.randn([size[letter] for letter in shape.x])
             self.xs[name] = (x * scale).to(dtype)
-            size["h"] = 1  # one head for all tensors but the first
+            if "h" not in shape.table:
+                size["h"] = 1  # one head for all tensors but the first
         size |= {"h": HEADS, "d": width}
         sizes = [size[letter] for letter in shape.table][-2 if caller.positions else 0 :]
         cos, sin = torch.randn(sizes), torch.randn(sizes)
@@ -219,7 +239,7 @@ class _Probe:
             shape = next(iter(arguments.values())).shape
             arguments = {name: x.flatten(2) for name, x in arguments.items()}
             owner = _StandIn(owner, *shape[-2:])
-        arguments |= caller.call.build(self.cos, self.sin)
+        arguments |= caller.call.build(self.cos, self.sin) | dict(caller.constants)
         if caller.unsqueeze_dim:
             arguments[caller.unsqueeze_dim] = self.shape.unsqueeze_dim
         if caller.positions:
@@ -376,6 +396,7 @@ def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -
         alone=_alone(make(), rotation),
         trailing=_trailing(make(), rotation),
         bits=_all_bits(caller, shapes[0], rotation),
+        constants=tuple(caller.constants.items()),
     )
 
 

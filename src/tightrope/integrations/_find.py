@@ -1,0 +1,324 @@
+"""Find the rotary functions that the methods of a class call, directly or through helpers."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from ..forms import calls_of, signature, unwrapped
+from ._libraries import is_helper
+
+#: Prefix of the names under which replacements are stored, next to the originals.
+PREFIX = "_tightrope_"
+
+# Between the name of a function and that of a function defined in its body, as in ``__qualname__``.
+INNER = ".<locals>."
+
+_NAME = re.compile(r"apply.*(rot|rope)")
+
+#: Keyword arguments that a call passes as constants.
+Constants = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A rotary function and where it is defined.
+
+    Attributes:
+        module, name: the Python module and the name in it: "Class.method" for a method,
+            "Class.method.<locals>.function" for a function in its body.
+        value: the object with that name: a function, a static method, or a module that wraps a
+            function.
+        method: whether it takes self.
+        likely: whether its name or parameters suggest a rotary function; others are tried too, but not
+            reported if they are not recognised.
+        constants: the keyword arguments that its callers pass as constants, one entry per combination.
+    """
+
+    module: str
+    name: str
+    value: Any
+    method: bool = False
+    likely: bool = True
+    constants: tuple[Constants, ...] = ((),)
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and those nested in it: comprehensions, lambdas, inner functions."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes(constant)
+
+
+@lru_cache(maxsize=4096)
+def global_names(code: CodeType) -> frozenset[str]:
+    """The globals that a code object and those nested in it read."""
+    return frozenset(
+        str(step.argval)
+        for each in codes(code)
+        for step in dis.get_instructions(each)
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    )
+
+
+def layers(function: FunctionType) -> Iterator[FunctionType]:
+    """Yield a function and the functions that its decorators hold in closures."""
+    seen: set[int] = set()
+    pending = [function]
+    while pending:
+        each = pending.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        for cell in each.__closure__ or ():
+            try:
+                inner = cell.cell_contents
+            except ValueError:
+                continue
+            if isinstance(inner, FunctionType):
+                pending.append(inner)
+
+
+def methods(cls: type) -> Iterator[tuple[type, str, Any, FunctionType]]:
+    """Yield (defining class, name, attribute, plain function) of each method, in MRO order.
+
+    Methods of classes of torch, Python's builtins and this library are left out.
+    """
+    seen: set[str] = set()
+    for owner in cls.__mro__:
+        if owner.__module__.partition(".")[0] in _FOREIGN:
+            continue
+        for name, value in vars(owner).items():
+            function = unwrapped(value)
+            if name not in seen and isinstance(function, FunctionType):
+                seen.add(name)
+                yield owner, name, value, function
+
+
+def looks_rotary(name: str, value: Any) -> bool:
+    """Return True if the name or the parameters of a function suggest a rotary function."""
+    if not _is_function(name, value):
+        return False
+    if _NAME.search(name):
+        return True
+    seen = signature(value)
+    names = [] if seen is None else list(seen.parameters)
+    tables = {n for n in names if "cos" in n or "sin" in n}
+    return any("cos" in n for n in tables) and len(tables) > 1 and len(names) > len(tables)
+
+
+def may_rotate(name: str, value: Any) -> bool:
+    """Return True if a function could take tensors and tables by the names of its parameters."""
+    if not _is_function(name, value):
+        return False
+    return any(call.form.takes_tables for call in calls_of(value))
+
+
+def _is_function(name: str, value: Any) -> bool:
+    return (
+        not name.startswith(PREFIX)
+        and not isinstance(value, type)
+        and isinstance(unwrapped(value), FunctionType)
+    )
+
+
+def is_rotary_method(name: str, value: Any) -> bool:
+    """Return True if the name of a member of a class suggests a rotary method."""
+    return bool(_NAME.search(name)) and isinstance(unwrapped(value), FunctionType)
+
+
+def original_of(value: Any) -> Any:
+    """The value of a global before ``patch(None)`` replaced it."""
+    inner = value.__func__ if isinstance(value, staticmethod) else value
+    return getattr(inner, "_tightrope_original", value)
+
+
+def neighbours(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of the globals that a function reads."""
+    for name in sorted(global_names(function.__code__)):
+        if name in function.__globals__:
+            yield name, original_of(function.__globals__[name])
+
+
+_inner: dict[int, FunctionType] = {}
+
+
+def inner_functions(function: FunctionType) -> Iterator[FunctionType]:
+    """Yield the functions in the body of a function that read no variable of it.
+
+    Each is the same object at every call, without default values.
+    """
+    for code in codes(function.__code__):
+        if code is function.__code__ or code.co_freevars or not code.co_name.isidentifier():
+            continue
+        if id(code) not in _inner:
+            made = FunctionType(code, function.__globals__, code.co_name)
+            made.__module__ = function.__module__
+            made.__qualname__ = f"{function.__qualname__}{INNER}{code.co_name}"
+            _inner[id(code)] = made
+        yield _inner[id(code)]
+
+
+def imported(function: FunctionType) -> Iterator[tuple[str, ModuleType, Any]]:
+    """Yield (name, module, value) of what ``from module import name`` in a body imports.
+
+    Only modules of the function's own package count.
+    """
+    home = function.__globals__.get("__package__") or ""
+    for code in codes(function.__code__):
+        steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+        module: Any = None
+        for i, step in enumerate(steps):
+            if step.opname == "IMPORT_NAME":
+                level = steps[i - 2].argval if i > 1 else 0
+                module = _imported_module(str(step.argval), level, home)
+            elif step.opname == "IMPORT_FROM" and module is not None:
+                name = str(step.argval)
+                if name in vars(module):
+                    yield name, module, original_of(vars(module)[name])
+
+
+def _imported_module(name: str, level: object, home: str) -> ModuleType | None:
+    try:
+        dots = "." * level if isinstance(level, int) else ""
+        full = importlib.util.resolve_name(dots + name, home)
+        if full.partition(".")[0] != home.partition(".")[0]:
+            return None
+        return sys.modules.get(full) or importlib.import_module(full)
+    except ImportError:
+        return None
+
+
+def is_near(value: Any, function: FunctionType) -> bool:
+    """Return True if a helper is model code, so that it may be copied together with its caller."""
+    return isinstance(value, FunctionType) and (
+        value.__module__ == function.__module__ or is_helper(value.__module__, function.__module__)
+    )
+
+
+@lru_cache(maxsize=256)
+def _calls_in(module: str) -> tuple[tuple[str, Constants], ...]:
+    """(Name of the callee, its constant keyword arguments) of each call in a module's source."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, SyntaxError, TypeError):
+        return ()
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        callee = getattr(node.func, "id", getattr(node.func, "attr", None))
+        given = [(k.arg, k.value.value) for k in node.keywords if isinstance(k.value, ast.Constant)]
+        if callee is not None:
+            found.append((callee, tuple(sorted((k, v) for k, v in given if k is not None))))
+    return tuple(dict.fromkeys(found))
+
+
+def constants_of(name: str, value: Any, module: str) -> tuple[Constants, ...]:
+    """The combinations of constants with which the code of a module calls a function.
+
+    Parameters with a role, such as the dimension at which tables are unsqueezed, do not count.
+    """
+    seen = signature(value)
+    roles = {each.name for call in calls_of(value) for each in call.arguments}
+    optional = {
+        p.name
+        for p in ([] if seen is None else seen.parameters.values())
+        if isinstance(p.default, (bool, int, str)) and p.name not in roles
+    }
+    found = [
+        tuple((k, v) for k, v in constants if k in optional)
+        for callee, constants in _calls_in(module)
+        if callee == name
+    ]
+    return tuple(dict.fromkeys(found)) or ((),)
+
+
+def processors(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, object) of the attributes of a module that are plain objects with ``__call__``."""
+    for name, value in vars(module).items():
+        cls = type(value)
+        if (
+            "__call__" in {n for each in cls.__mro__[:-1] for n in vars(each)}
+            and not isinstance(value, (torch.nn.Module, type, torch.Tensor))
+            and cls.__module__.partition(".")[0] not in _FOREIGN
+            and isinstance(cls.__call__, FunctionType)
+        ):
+            yield name, value
+
+
+# Packages whose classes hold no model code.
+_FOREIGN = ("torch", "builtins", "functools", "tightrope")
+
+
+def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
+    """Yield the rotary functions that the methods of a class reach.
+
+    Args:
+        cls: a subclass of Module, or the class of a processor.
+        accepts: returns True if a function is recognised. If not, the functions it calls are
+            searched too.
+    """
+    seen: set[int] = set()
+    pending: list[FunctionType] = []
+    for owner, name, value, function in methods(cls):
+        value = original_of(value)
+        if is_rotary_method(name, value):
+            found = Found(
+                owner.__module__,
+                f"{owner.__qualname__}.{name}",
+                value,
+                not isinstance(value, staticmethod),
+            )
+            yield found
+            if accepts(found):
+                continue
+        pending.append(function)
+    while pending:
+        function = pending.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        for layer in layers(function):
+            seen.add(id(layer))
+            for name, value in _reached(layer):
+                likely = looks_rotary(name, value)
+                if likely or may_rotate(name, value):
+                    constants = constants_of(name, value, layer.__module__)
+                    if (key := hash((id(value), constants))) in seen:
+                        continue
+                    seen.add(key)
+                    plain = unwrapped(value)
+                    if isinstance(value, torch.nn.Module):  # a function wrapped by kernels
+                        home, name = layer.__module__, name
+                    else:
+                        home = plain.__module__
+                        name = plain.__qualname__ if INNER in plain.__qualname__ else plain.__name__
+                    found = Found(home, name, value, likely=likely, constants=constants)
+                    yield found
+                    if not accepts(found) and isinstance(plain, FunctionType):
+                        pending.append(plain)
+                elif id(value) not in seen and is_near(value, layer):
+                    pending.append(value)
+
+
+def _reached(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of the globals, imports and inner functions of a function."""
+    yield from neighbours(function)
+    for name, _module, value in imported(function):
+        yield name, value
+    for inner in inner_functions(function):
+        yield inner.__name__, inner

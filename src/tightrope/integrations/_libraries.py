@@ -1,0 +1,17 @@
+"""What is special to each library whose models are patched."""
+
+from __future__ import annotations
+
+#: Package -> prefixes of the modules that hold model code; a package that is not listed holds nothing else.
+MODEL_CODE = {
+    "transformers": ("transformers.models.",),
+    "diffusers": ("diffusers.models.",),
+}
+
+
+def is_helper(module: str | None, caller: str | None) -> bool:
+    """Return True if a function of a module is model code of the same package as its caller."""
+    package = (module or "").partition(".")[0]
+    if not package or package != (caller or "").partition(".")[0]:
+        return False
+    return any((module or "").startswith(each) for each in MODEL_CODE.get(package, (package,)))

@@ -1,0 +1,182 @@
+"""``patch`` and ``unpatch``: replace the rotary functions of a model in one call, and restore them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .._errors import bad_type, bad_value, public
+from ..forms import unwrapped
+from . import _exact, _find, _graft
+from ._candidate import Candidate
+from ._classes import base_of
+from ._find import Found
+from ._recognise import Recognition, recognise, recognise_method, to_the_bit
+from ._run import ROUNDINGS
+from ._summary import Entry, Report, entry_of
+
+ANGLES = ("model", "exact")
+
+
+# The attribute in which a module stores its processors: name -> (the copy in use, the original).
+PROCESSORS = "_tightrope_processors"
+
+
+@public("patch")
+def patch(model: torch.nn.Module, *, angles: str = "model", rounding: str = "model") -> Report:
+    """Replace the rotary functions of a model with the fused operator.
+
+    Every rotary function that the methods of the model's modules call is tested numerically (see
+    :func:`recognise`) and replaced if it is recognised: functions, methods, functions inside a
+    method's body, and those of processors, which are plain objects that modules call. Other functions
+    are left unchanged and listed in the report. Other models are not affected.
+
+    Args:
+        model: any Module, of any library, on any device including meta.
+        angles: "model" keeps the cosines and sines that the model makes. "exact" uses this library's,
+            which are exact at any position and computed in float32 (float64 for a float64 model);
+            only for modules that make them as those of transformers do.
+        rounding: "model" keeps every bit of results and gradients: each function's own roundings are
+            found by comparing bits, and calls whose bits cannot be equalled run the original. "once"
+            rounds results only when they are stored, which is more exact. With exact angles, which
+            change bits anyway, results always round once.
+
+    Returns:
+        A report with one entry per function (and combination of constants with which the model calls
+        it) and, with exact angles, one per class that makes cosines and sines.
+
+    Raises:
+        TypeError: model is not a Module.
+        ValueError: an unknown value of angles or rounding.
+
+    >>> import torch
+    >>> def turn(x, cos, sin):
+    ...     u, v = x.chunk(2, -1)
+    ...     return x * cos + torch.cat((-v, u), -1) * sin
+    >>> class Attention(torch.nn.Module):
+    ...     def forward(self, q, k, cos, sin):
+    ...         return turn(q, cos, sin) @ turn(k, cos, sin).mT
+    >>> model = Attention()
+    >>> [entry.name for entry in patch(model).replaced]
+    ['turn']
+    >>> unpatch(model)
+    """
+    check(model, angles, rounding)
+    if angles == "exact":
+        rounding = "once"
+    found = _found(model)
+    if rounding == "model":
+        found = [(each, to_the_bit(recognition)) for each, recognition in found]
+    # Return float32 tables only if every function that reads them is replaced: a function that is
+    # left, or was not found, may rely on the dtype.
+    wide = angles == "exact" and bool(found) and all(recognition for _, recognition in found)
+    candidates: dict[tuple[str, str], tuple[Candidate, ...]] = {}
+    for each, recognition in found:
+        if recognition.candidate is not None:
+            key = each.module, each.name
+            candidates[key] = (*candidates.get(key, ()), recognition.candidate)
+    swaps = tuple(_graft.Swap(*key, several, wide, rounding) for key, several in candidates.items())
+    report = Report([entry_of(each.module, each.name, recognition) for each, recognition in found])
+    lines: list[Entry] = []
+    unpatch(model)  # angles are read from the original modules
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        made = None
+        if angles == "exact" and _exact.makes_angles(type(module)):
+            made, reason = _exact.read(module, wide)
+            lines.append(_exact.entry(module, made, reason))
+        recipe = _graft.Recipe(swaps, angles=made is not None)
+        _graft.apply(module, _graft.grafted(type(module), recipe))
+        _replace_processors(module, _graft.Recipe(swaps), copies)
+        if made is not None:
+            _exact.keep(module, made, by_library=False)
+    if angles == "exact" and not lines:
+        cls, reason = type(model), f"none of its modules {_exact.NO_ANGLES}"
+        lines.append(Entry(cls.__module__, cls.__qualname__, None, False, reason))
+    report.entries.extend(dict.fromkeys(lines))
+    return report
+
+
+@public("unpatch")
+def unpatch(model: torch.nn.Module) -> None:
+    """Undo :func:`patch`: the model computes what it did before, bit for bit.
+
+    Args:
+        model: a patched model.
+
+    Raises:
+        TypeError: model is not a Module.
+    """
+    check(model)
+    for module in model.modules():
+        _graft.apply(module, base_of(type(module)))
+        _exact.forget(module)
+        for name, (mine, original) in vars(module).pop(PROCESSORS, {}).items():
+            if vars(module).get(name) is mine:
+                vars(module)[name] = original
+
+
+def check(model: object, angles: str = "model", rounding: str = "model") -> None:
+    """Raise an error for invalid arguments of :func:`patch`."""
+    if not isinstance(model, torch.nn.Module):
+        raise bad_type(f"model must be a torch.nn.Module but got {model!r}")
+    if angles not in ANGLES:
+        raise bad_value(f"angles must be one of {', '.join(ANGLES)} but got {angles!r}")
+    if rounding not in ROUNDINGS:
+        raise bad_value(f"rounding must be one of {', '.join(ROUNDINGS)} but got {rounding!r}")
+
+
+def _replace_processors(
+    module: torch.nn.Module, recipe: _graft.Recipe, copies: dict[int, Any]
+) -> None:
+    """Give a module copies of its processors that call the replacements.
+
+    Processors can be shared, also between models, so the originals stay as they are.
+    """
+    for name, original in list(_find.processors(module)):
+        cls = _graft.grafted(type(original), recipe)
+        if cls is type(original):
+            continue
+        if id(original) not in copies:
+            copies[id(original)] = copy.copy(original)
+            copies[id(original)].__class__ = cls
+        vars(module).setdefault(PROCESSORS, {})[name] = copies[id(original)], original
+        vars(module)[name] = copies[id(original)]
+
+
+def _classes(model: torch.nn.Module) -> Iterator[type]:
+    """Yield the original classes of a model's modules and of their processors."""
+    for module in model.modules():
+        yield base_of(type(module))
+        for _name, value in _find.processors(module):
+            yield base_of(type(value))
+
+
+def _found(model: torch.nn.Module) -> list[tuple[Found, Recognition]]:
+    """The rotary functions of a model, each combination of constants once, with their recognition."""
+    results: dict[tuple[str, str, _find.Constants], tuple[Found, Recognition]] = {}
+    for cls in dict.fromkeys(_classes(model)):
+
+        def accepts(found: Found, cls: type = cls) -> bool:
+            recognised = []
+            for constants in found.constants:
+                key = found.module, found.name, constants
+                if key not in results:
+                    if found.method:
+                        recognition = recognise_method(unwrapped(found.value), cls)
+                    else:
+                        recognition = recognise(_callable(found.value), constants=constants)
+                    results[key] = found, recognition
+                recognised.append(results[key][1].candidate is not None)
+            return all(recognised)
+
+        for found in _find.rotary(cls, accepts):
+            accepts(found)
+    return [each for each in results.values() if each[0].likely or each[1]]
+
+
+def _callable(value: Any) -> Any:
+    return value.__func__ if isinstance(value, staticmethod) else value
