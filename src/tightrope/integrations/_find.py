@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import dis
-import importlib
+import importlib.util
 import inspect
 import re
 import sys
@@ -177,25 +177,26 @@ def imported(function: FunctionType) -> Iterator[tuple[str, ModuleType, Any]]:
 
     Only modules of the function's own package count.
     """
-    home = function.__globals__.get("__package__") or ""
+    names = function.__globals__
     for code in codes(function.__code__):
         steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
         module: Any = None
         for i, step in enumerate(steps):
             if step.opname == "IMPORT_NAME":
                 level = steps[i - 2].argval if i > 1 else 0
-                module = _imported_module(str(step.argval), level, home)
+                module = _imported_module(str(step.argval), level, names)
             elif step.opname == "IMPORT_FROM" and module is not None:
                 name = str(step.argval)
                 if name in vars(module):
                     yield name, module, original_of(vars(module)[name])
 
 
-def _imported_module(name: str, level: object, home: str) -> ModuleType | None:
+def _imported_module(name: str, level: object, names: dict[str, Any]) -> ModuleType | None:
+    """The module of an import in a body of a module with these names; None if not of its package."""
     try:
         dots = "." * level if isinstance(level, int) else ""
-        full = importlib.util.resolve_name(dots + name, home)
-        if full.partition(".")[0] != home.partition(".")[0]:
+        full = importlib.util.resolve_name(dots + name, names.get("__package__") or "")
+        if full.partition(".")[0] != str(names.get("__name__")).partition(".")[0]:
             return None
         return sys.modules.get(full) or importlib.import_module(full)
     except ImportError:
@@ -235,12 +236,12 @@ def constants_of(name: str, value: Any, module: str) -> tuple[Constants, ...]:
     seen = signature(value)
     roles = {each.name for call in calls_of(value) for each in call.arguments}
     optional = {
-        p.name
+        p.name: p.default
         for p in ([] if seen is None else seen.parameters.values())
         if isinstance(p.default, (bool, int, str)) and p.name not in roles
     }
     found = [
-        tuple((k, v) for k, v in constants if k in optional)
+        tuple((k, v) for k, v in constants if k in optional and v is not optional[k])
         for callee, constants in _calls_in(module)
         if callee == name
     ]

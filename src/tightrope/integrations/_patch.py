@@ -69,17 +69,19 @@ def patch(model: torch.nn.Module, *, angles: str = "model", rounding: str = "mod
         rounding = "once"
     found = _found(model)
     if rounding == "model":
-        found = [(each, to_the_bit(recognition)) for each, recognition in found]
+        found = [(each, constants, to_the_bit(result)) for each, constants, result in found]
     # Return float32 tables only if every function that reads them is replaced: a function that is
     # left, or was not found, may rely on the dtype.
-    wide = angles == "exact" and bool(found) and all(recognition for _, recognition in found)
+    wide = angles == "exact" and bool(found) and all(result for *_, result in found)
     candidates: dict[tuple[str, str], tuple[Candidate, ...]] = {}
-    for each, recognition in found:
-        if recognition.candidate is not None:
+    for each, _, result in found:
+        if result.candidate is not None:
             key = each.module, each.name
-            candidates[key] = (*candidates.get(key, ()), recognition.candidate)
+            candidates[key] = (*candidates.get(key, ()), result.candidate)
     swaps = tuple(_graft.Swap(*key, several, wide, rounding) for key, several in candidates.items())
-    report = Report([entry_of(each.module, each.name, recognition) for each, recognition in found])
+    report = Report(
+        [entry_of(each.module, each.name, result, constants) for each, constants, result in found]
+    )
     lines: list[Entry] = []
     unpatch(model)  # angles are read from the original modules
     copies: dict[int, Any] = {}
@@ -155,9 +157,9 @@ def _classes(model: torch.nn.Module) -> Iterator[type]:
             yield base_of(type(value))
 
 
-def _found(model: torch.nn.Module) -> list[tuple[Found, Recognition]]:
-    """The rotary functions of a model, each combination of constants once, with their recognition."""
-    results: dict[tuple[str, str, _find.Constants], tuple[Found, Recognition]] = {}
+def _found(model: torch.nn.Module) -> list[tuple[Found, _find.Constants, Recognition]]:
+    """The rotary functions of a model, each with each combination of constants, and their recognition."""
+    results: dict[tuple[str, str, _find.Constants], tuple[Found, _find.Constants, Recognition]] = {}
     for cls in dict.fromkeys(_classes(model)):
 
         def accepts(found: Found, cls: type = cls) -> bool:
@@ -169,13 +171,13 @@ def _found(model: torch.nn.Module) -> list[tuple[Found, Recognition]]:
                         recognition = recognise_method(unwrapped(found.value), cls)
                     else:
                         recognition = recognise(_callable(found.value), constants=constants)
-                    results[key] = found, recognition
-                recognised.append(results[key][1].candidate is not None)
+                    results[key] = found, constants, recognition
+                recognised.append(results[key][2].candidate is not None)
             return all(recognised)
 
         for found in _find.rotary(cls, accepts):
             accepts(found)
-    return [each for each in results.values() if each[0].likely or each[1]]
+    return [each for each in results.values() if each[0].likely or each[2]]
 
 
 def _callable(value: Any) -> Any:

@@ -269,7 +269,10 @@ class _Probe:
         self, which: int, rotation: Rotation, dtype: torch.dtype, bits: Bits
     ) -> torch.Tensor | None:
         """Rotate one of the xs by the operator; None if the operator refuses these tensors."""
-        x, cos, sin = list(self.xs.values())[which], self.cos, self.sin
+        x, form = list(self.xs.values())[which], self.caller.call.form
+        # The tables as the replacement will read them: the cosines of angles have other bits.
+        assert form.read is not None
+        cos, sin = form.read(*form.built(self.cos, self.sin))
         if (place := self.shape.place) is not None:
             cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
         return fused(x, cos, sin, rotation, dtype, bits, which)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -39,9 +39,13 @@ class Entry:
         return f"{verb:8} {self.module.rsplit('.', 1)[-1]}.{self.name}: {recognised}{self.reason}"
 
 
-def entry_of(module: str, name: str, recognition: Recognition) -> Entry:
-    """The report entry of a function that was tested."""
+def entry_of(
+    module: str, name: str, recognition: Recognition, constants: Sequence[tuple[str, Any]] = ()
+) -> Entry:
+    """The report entry of a function that was tested with constant keyword arguments."""
     candidate = recognition.candidate
+    if constants:
+        name += f"({', '.join(f'{key}={value!r}' for key, value in constants)})"
     recognised = None if candidate is None else str(candidate)
     return Entry(module, name, recognised, candidate is not None, recognition.reason)
 

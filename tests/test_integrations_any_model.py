@@ -1,0 +1,332 @@
+"""`tightrope.integrations.patch` on models that are written as libraries other than transformers write them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import any_models
+from any_models import Attention, ByHalves, Model, Processor, WithImport, WithInner
+from tightrope.integrations import patch, recognise, unpatch
+from tightrope.integrations import _run
+from tightrope.integrations._run import replacement
+
+KINDS: dict[str, tuple[type[Processor], str]] = {
+    "processor": (Processor, "turn"),
+    "constant": (ByHalves, "turn(by_halves=True)"),
+    "function in a body": (WithInner, "WithInner.__call__.<locals>.rotated"),
+    "import in a body": (WithImport, "turn"),
+}
+
+
+class Spy(TorchDispatchMode):
+    """Count calls of the operator."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func.overloadpacket is torch.ops.tightrope.rotate
+        return func(*args, **(kwargs or {}))
+
+
+def results(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """The output and the gradients of the input and of all parameters."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 7, 32, generator=generator).to(dtype).requires_grad_()
+    y = model(x)
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+
+
+def assert_equal(xs: list[torch.Tensor], ys: list[torch.Tensor]) -> None:
+    for x, y in zip(xs, ys, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_keep_their_bits(kind: str, dtype: torch.dtype) -> None:
+    cls, name = KINDS[kind]
+    torch.manual_seed(0)
+    model = Model(cls(), cls()).to(dtype)
+    before = results(model, dtype)
+    report = patch(model)
+    assert name in [entry.name for entry in report.replaced], str(report)
+    with Spy() as spy:
+        assert_equal(results(model, dtype), before)
+    assert spy.calls >= 4  # two layers, forward and backward
+    unpatch(model)
+    with Spy() as spy:
+        assert_equal(results(model, dtype), before)
+    assert spy.calls == 0
+
+
+def test_a_fault_would_be_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above can fail: a result that is 1 % too large is noticed."""
+    cls, _ = KINDS[kind]
+    model = Model(cls(), cls())
+    before = results(model)
+    patch(model)
+    right = _run.fused
+    monkeypatch.setattr(
+        _run, "fused", lambda *args: None if (y := right(*args)) is None else 1.01 * y
+    )
+    with pytest.raises(AssertionError):
+        assert_equal(results(model), before)
+    unpatch(model)
+
+
+def test_processors_are_shared_with_models_that_are_not_patched(kind: str) -> None:
+    processor = KINDS[kind][0]()
+    one, other = Model(processor, processor), Model(processor, processor)
+    patch(one)
+    assert one.layers[0].processor is one.layers[1].processor is not processor
+    assert isinstance(one.layers[0].processor, KINDS[kind][0])
+    assert other.layers[0].processor is processor
+    with Spy() as spy:
+        results(other)
+    assert spy.calls == 0
+    unpatch(one)
+    assert one.layers[0].processor is processor
+
+
+def test_two_models_with_different_options(kind: str) -> None:
+    cls = KINDS[kind][0]
+    one, other = Model(cls()), Model(cls())
+    other.load_state_dict(one.state_dict())
+    keys = list(one.state_dict())
+    before = results(one)
+    patch(one, rounding="model")
+    patch(other, rounding="once")
+    assert_equal(results(one), before)
+    for x, y in zip(results(other), before, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    assert list(one.state_dict()) == keys
+    unpatch(one)
+    patch(one, rounding="once")
+    assert_equal(results(one), results(other))
+
+
+def test_a_processor_that_the_user_sets_later_stays(kind: str) -> None:
+    model = Model(KINDS[kind][0]())
+    patch(model)
+    mine = Processor()
+    model.layers[0].processor = mine
+    unpatch(model)
+    assert model.layers[0].processor is mine
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_and_pickles(kind: str, how: Callable[[Model], Model]) -> None:
+    model = Model(KINDS[kind][0]())
+    before = results(model)
+    patch(model)
+    again = how(model)
+    with Spy() as spy:
+        assert_equal(results(again), before)
+    assert spy.calls
+    unpatch(again)
+    assert_equal(results(again), before)
+    assert type(again.layers[0].processor) is KINDS[kind][0]
+
+
+def test_hooks_stay(kind: str) -> None:
+    model = Model(KINDS[kind][0]())
+    seen: list[str] = []
+    model.layers[0].register_forward_hook(lambda *_: seen.append("hook"))
+    patch(model)
+    results(model)
+    unpatch(model)
+    results(model)
+    assert seen == ["hook", "hook"]
+
+
+def test_a_wrapped_forward_calls_the_replacement() -> None:
+    """Offloading libraries keep the old forward in an attribute and call it from a new one."""
+
+    class Direct(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            heads = x.unflatten(-1, (2, 16)).transpose(1, 2)
+            return any_models.turn(heads, any_models.tables(x.shape[1]))
+
+    from any_models import tables, turn
+
+    class Named(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return TURN(x.unflatten(-1, (2, 16)).transpose(1, 2), TABLES(x.shape[1]))
+
+    global TURN, TABLES
+    TURN, TABLES = turn, tables
+    model: Any = Named()
+    model._old_forward = model.forward
+    model.forward = lambda x: model._old_forward(x)
+    x = torch.randn(2, 7, 32)
+    before = model(x)
+    assert patch(model).replaced
+    with Spy() as spy:
+        assert torch.equal(model(x), before)
+    assert spy.calls
+    unpatch(model)
+    with Spy() as spy:
+        assert torch.equal(model(x), before)
+    assert not spy.calls
+    assert not patch(Direct()).replaced  # an attribute of a module is not a global name
+
+
+TURN: Any = None
+TABLES: Any = None
+
+
+def test_threads_patch_their_own_models() -> None:
+    models = [Model(cls()) for cls, _ in KINDS.values() for _ in range(2)]
+    before = [results(model) for model in models]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(patch, models))
+        after = list(pool.map(results, models))
+    for xs, ys in zip(after, before, strict=True):
+        assert_equal(xs, ys)
+
+
+def test_a_model_compiles(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    torch._dynamo.reset()
+    model = Model(KINDS[kind][0]())
+    before = results(model)
+    patch(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert_equal(results(compiled), before)  # type: ignore[arg-type]
+
+
+def test_a_function_is_recognised_for_each_combination_of_constants() -> None:
+    found = [
+        recognise(any_models.turn, constants=constants).candidate
+        for constants in ((), (("by_halves", True),), (("axis_of_heads", 2),))
+    ]
+    assert [each is not None and each.rotation.pairs for each in found] == [
+        "interleaved", "half", "interleaved",
+    ]  # fmt: skip
+    new = replacement(any_models.turn, [each for each in found if each is not None])
+    x, tables = torch.randn(2, 3, 7, 16), any_models.tables(7)
+    for options in ({}, {"by_halves": True}, {"axis_of_heads": 2}, {"by_halves": 1}):
+        given = x.transpose(1, 2) if "axis_of_heads" in options else x
+        assert torch.equal(new(given, tables, **options), any_models.turn(given, tables, **options))
+
+
+def test_the_report_lists_the_constants() -> None:
+    report = patch(Model(Processor(), ByHalves()))
+    assert [entry.name for entry in report] == ["turn", "turn(by_halves=True)"]
+
+
+# --- readings of tables ------------------------------------------------------------------------------
+
+
+def of_matrices(x: Any, rope: Any) -> Any:
+    pairs = x.float().unflatten(-1, (-1, 1, 2))
+    return (rope[..., 0] * pairs[..., 0] + rope[..., 1] * pairs[..., 1]).flatten(-2).type_as(x)
+
+
+def of_angles(t: Any, freqs: Any) -> Any:
+    return (t * freqs.cos() + halved(t) * freqs.sin()).to(t.dtype)
+
+
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return any_models.halves(x)
+
+
+def of_even_and_odd(x: Any, cos: Any, sin: Any) -> Any:
+    u, v = x[..., ::2], x[..., 1::2]
+    c, s = cos[..., ::2], sin[..., 1::2]
+    return torch.stack((u * c - v * s, u * s + v * c), -1).flatten(-2).to(x.dtype)
+
+
+def of_cosines_first(x: Any, cos_sin: Any) -> Any:
+    cos, sin = cos_sin.chunk(2, -1)
+    return x * cos + any_models.swap(x) * sin
+
+
+READINGS: dict[str, tuple[Callable[..., Any], str, Callable[[torch.Tensor], tuple[Any, ...]]]] = {
+    "matrices": (
+        of_matrices,
+        "a 2 x 2 matrix per pair",
+        lambda a: (torch.stack((a.cos(), -a.sin(), a.sin(), a.cos()), -1).unflatten(-1, (2, 2)),),
+    ),
+    "angles": (of_angles, "angles", lambda a: (torch.cat((a, a), -1),)),
+    "even and odd": (
+        of_even_and_odd,
+        "even entries of cos, odd ones of sin read",
+        lambda a: (a.cos().repeat_interleave(2, -1), a.sin().repeat_interleave(2, -1)),
+    ),
+    "cosines first": (
+        of_cosines_first,
+        "cos and sin in one table",
+        lambda a: (
+            torch.cat((a.cos().repeat_interleave(2, -1), a.sin().repeat_interleave(2, -1)), -1),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_readings_of_tables(name: str, dtype: torch.dtype) -> None:
+    """Equal bits where recognition says so; strides of a sum over matrices are not the operator's."""
+    function, described, tables = READINGS[name]
+    found = recognise(function).candidate
+    assert found is not None
+    assert described in str(found)
+    assert bool(found.bits) == (name != "matrices")
+    given = tables(torch.arange(7.0)[:, None] * 0.5 ** torch.arange(8))
+    x = torch.randn(2, 3, 7, 16).to(dtype).requires_grad_()
+    want = function(x, *given)
+    weights = torch.randn(want.shape).to(want.dtype)
+    (wanted,) = torch.autograd.grad(want, x, weights)
+    exact = found.bits_of(dtype, torch.float32, needs_grad=True) is not None
+    with Spy() as spy:
+        y = replacement(function, [found])(x, *given)
+        (got,) = torch.autograd.grad(y, x, weights)
+    assert spy.calls == 2 * exact
+    assert torch.equal(y, want)
+    assert torch.equal(got, wanted)
+    with Spy() as spy:
+        y = replacement(function, [found], rounding="once")(x, *given)
+        (got,) = torch.autograd.grad(y, x, weights)
+    assert spy.calls == 2
+    near = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(y, want, rtol=near, atol=4 * near)
+    torch.testing.assert_close(got, wanted, rtol=near, atol=4 * near)
+
+
+def test_matrices_need_not_be_rotations() -> None:
+    found = recognise(of_matrices).candidate
+    assert found is not None
+    x, rope = torch.randn(2, 3, 7, 16), torch.randn(7, 8, 2, 2)
+    with Spy() as spy:
+        y = replacement(of_matrices, [found], rounding="once")(x, rope)
+    assert spy.calls
+    torch.testing.assert_close(y, of_matrices(x, rope))
+
+
+def test_other_tensors_go_to_the_original() -> None:
+    found = recognise(of_matrices).candidate
+    assert found is not None
+    new, x = replacement(of_matrices, [found]), torch.randn(2, 3, 7, 16)
+    with Spy() as spy, pytest.raises((RuntimeError, IndexError)):
+        new(x, torch.randn(7, 8, 3, 2)[..., :1])
+    assert not spy.calls
+
+
+def test_a_patched_module_class_is_the_same_class() -> None:
+    model = Model(Processor())
+    patch(model)
+    assert isinstance(model.layers[0], Attention)
+    assert type(model.layers[0].processor).__name__ == "Processor"
