@@ -4,7 +4,7 @@
 
 Two processes, one with TIGHTROPE_STREAM_BYTES=0 and one with the default, take turns at every call. Each
 case rotates q (32 heads) and k (8 heads) of 128 channels with `out=`, all memory out of the caches, and is
-followed by nothing, by a sum of the results, or by causal attention. The printed number is the median
+followed by nothing, by a sum of the results, or by causal attention. The printed numbers are the median
 time with streaming stores divided by the median without, for each of three runs.
 """
 
@@ -13,61 +13,49 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import subprocess
-import sys
 import time
-from typing import Any
+from pathlib import Path
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.children import Child, ratios, serve
+from tightrope import RopeSpec
+from tightrope.functional import rotate_qk
 
 TOKENS = (128, 512, 2048, 8192)
 READERS = ("nothing", "sum", "attention")
-RUNS, SECONDS, MOST = 3, 1.5, 21  # seconds of a case and run; most rounds of it
+SECONDS, MOST = 1.5, 21  # seconds of a case and run; most rounds of it
 
 
-def serve(threads: int) -> None:
-    """Time one call for each line on standard input: "dtype tokens reader"."""
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
+class Cases:
+    """The tensors of the case that was asked last, and a function that times one call."""
 
-    from tightrope import RopeSpec
-    from tightrope.functional import rotate_qk
+    def __init__(self) -> None:
+        self.spec, self.case, self.calls = RopeSpec(128), "", 0
+        self.sets: list[list[torch.Tensor]] = []
 
-    torch.set_num_threads(threads)
-    spec, case, sets, calls = RopeSpec(128), None, [], 0
-    for line in sys.stdin:
-        name, tokens, reader = line.split()
-        if case != (name, tokens):
-            case, dtype = (name, tokens), getattr(torch, name)
-            count = max(2, 200_000_000 // (40 * 128 * int(tokens) * dtype.itemsize))
+    def __call__(self, line: str) -> float:
+        """Return the seconds of one call; a line is "dtype tokens reader"."""
+        case, _, reader = line.rpartition(" ")
+        if case != self.case:
+            self.case, (name, tokens) = case, case.split()
+            dtype = getattr(torch, name)
             q, k = (
                 torch.randn(1, int(tokens), heads, 128).to(dtype).transpose(1, 2)
                 for heads in (32, 8)
             )
-            sets = [[x.clone() for x in (q, k, q, k)] for _ in range(min(count, 64))]
-        q, k, *out = sets[calls % len(sets)]
-        calls += 1
+            count = max(2, 200_000_000 // ((q.numel() + k.numel()) * dtype.itemsize))
+            self.sets = [[x.clone() for x in (q, k, q, k)] for _ in range(min(count, 64))]
+        q, k, *out = self.sets[self.calls % len(self.sets)]
+        self.calls += 1
         start = time.perf_counter()
-        q, k = rotate_qk(q, k, spec, out=(out[0], out[1]))
+        q, k = rotate_qk(q, k, self.spec, out=(out[0], out[1]))
         if reader == "sum":
             q.sum(), k.sum()
         elif reader == "attention":
             scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
-        print(time.perf_counter() - start, flush=True)
-
-
-def child(threads: int, **environment: str) -> subprocess.Popen[str]:
-    """Start a process that serves calls."""
-    command = [sys.executable, "-m", "benchmarks.next_reader", "--serve", "--threads", str(threads)]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=os.environ | environment, **pipes)
-
-
-def call(process: subprocess.Popen[str], line: str) -> float:
-    """Return the seconds of one call."""
-    if process.stdin is None or process.stdout is None:
-        raise ValueError("the process must have pipes")
-    print(line, file=process.stdin, flush=True)
-    return float(process.stdout.readline())
+        return time.perf_counter() - start
 
 
 def main() -> None:
@@ -80,27 +68,22 @@ def main() -> None:
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        return serve(options.threads)
-    both = child(options.threads, TIGHTROPE_STREAM_BYTES="0"), child(options.threads)
+        torch.set_num_threads(options.threads)
+        return serve(Cases())
+    threads = ("--threads", str(options.threads))
+    both = [Child("benchmarks.next_reader", *threads, **each) for each in ({"TIGHTROPE_STREAM_BYTES": "0"}, {})]  # fmt: skip
     found = {}
     for dtype in ("float32", "bfloat16"):
         for tokens in TOKENS:
             for reader in READERS:
                 line = f"{dtype} {tokens} {reader}"
-                slowest = max(call(process, line) for process in both)
-                rounds = max(1, min(MOST, int(SECONDS / (2 * slowest))))
-                ratios = []
-                for _ in range(RUNS):
-                    times = [[call(process, line) for process in both] for _ in range(rounds)]
-                    off, on = (statistics.median(column) for column in zip(*times, strict=True))
-                    ratios.append(round(on / off, 3))
-                found[line] = sorted(ratios)
+                found[line] = ratios(both, line, SECONDS, MOST)
                 print(line, *found[line], flush=True)
-    for process in both:
-        process.terminate()
+    for child in both:
+        child.end()
     if options.out:
-        with open(options.out, "w") as file:
-            json.dump({"threads": options.threads, "streaming / ordinary": found}, file, indent=1)
+        made = {"threads": options.threads, "streaming / ordinary": found}
+        Path(options.out).write_text(json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

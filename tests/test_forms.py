@@ -11,8 +11,8 @@ import torch
 
 from tightrope import forms
 from tightrope.forms import ARRANGEMENTS, FORMS, Arrangement, Form, calls_of, parse, usual_calls
-from tightrope.integrations.transformers import patch, recognise, unpatch
 from tightrope.integrations._run import replacement
+from tightrope.integrations.transformers import patch, recognise, unpatch
 from tightrope.workbench.audit import audit
 from tolerances import value
 

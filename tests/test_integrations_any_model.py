@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import any_models
 from any_models import Attention, ByHalves, Model, Processor, WithImport, WithInner
-from tightrope.integrations import patch, recognise, unpatch
-from tightrope.integrations import _run
+from tightrope.integrations import _run, patch, recognise, unpatch
 from tightrope.integrations._run import replacement
 
 KINDS: dict[str, tuple[type[Processor], str]] = {

@@ -15,9 +15,9 @@ from transformers.models.llama import modeling_llama
 
 from helpers import noise
 from small_models import FAMILIES, TEXT, gradients, outputs, small_inputs, small_model
-from tightrope.integrations.transformers import patch, recognise, unpatch
 from tightrope.integrations._recognise import to_the_bit
 from tightrope.integrations._run import replacement
+from tightrope.integrations.transformers import patch, recognise, unpatch
 from tolerances import assert_same_bits, value
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tightrope.integrations.transformers import patch, recognise
 from tightrope.integrations._run import replacement
+from tightrope.integrations.transformers import patch, recognise
 from tolerances import assert_same_bits, value
 
 Function = Callable[..., Any]

@@ -16,11 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightrope.forms import unwrapped, widen
-from tightrope.integrations.transformers import recognise
 from tightrope.integrations._candidate import Candidate
 from tightrope.integrations._find import global_names, looks_rotary
 from tightrope.integrations._graft import Swap, calling, replacement_of
 from tightrope.integrations._recognise import to_the_bit
+from tightrope.integrations.transformers import recognise
 
 from .catalogue import models_folder, rotary_names
 

@@ -55,6 +55,10 @@ class Form:
         space = {"torch": torch, "cos": cos, "sin": sin}
         return tuple(eval(text, dict(space)) for text in self.build)
 
+    def read_back(self, cos: torch.Tensor, sin: torch.Tensor) -> Tables:
+        """The cosines and sines that :attr:`read` finds in the arguments built from these."""
+        return (cos, sin) if self.read is None else self.read(*self.built(cos, sin))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _named, (self.name,)
 

@@ -271,8 +271,7 @@ class _Probe:
         """Rotate one of the xs by the operator; None if the operator refuses these tensors."""
         x, form = list(self.xs.values())[which], self.caller.call.form
         # The tables as the replacement will read them: the cosines of angles have other bits.
-        assert form.read is not None
-        cos, sin = form.read(*form.built(self.cos, self.sin))
+        cos, sin = form.read_back(self.cos, self.sin)
         if (place := self.shape.place) is not None:
             cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
         return fused(x, cos, sin, rotation, dtype, bits, which)

@@ -1,0 +1,204 @@
+"""Measure one block of a video and of an image model, before and after ``patch``.
+
+    python -m benchmarks.blocks [--only REGEX] [--out FILE] [--plot FILE]
+
+Needs diffusers. Two processes, one with the model as it is and one with the patched model, take turns. Each
+case is a block of real width (Wan 1.3B: 12 heads of 128 channels; Flux: 24 heads) with random weights. The
+numbers are medians of one run: seconds of the block and of its rotations alone, and the peak of resident
+memory beyond the memory before the call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.children import Child, serve
+from tightrope.integrations import _graft, patch
+from tightrope.integrations._classes import MARK
+
+TOKENS = (4096, 16384)
+ROUNDS = {4096: 5, 16384: 3}
+TEXT = 512  # tokens of the text
+
+
+def wan(tokens: int, dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, Any], Any]:
+    """A block, its arguments, and the arguments of one rotation."""
+    from diffusers.models.transformers import transformer_wan as wan
+
+    block = wan.WanTransformerBlock(1536, 8960, 12, cross_attn_norm=True).to(dtype)
+    frames = tokens // 1024
+    rope = wan.WanRotaryPosEmbed(128, (1, 2, 2), 1024)
+    tables = rope(torch.empty(1, 16, frames, 64, 64))
+    arguments = {
+        "hidden_states": torch.randn(1, tokens, 1536).to(dtype),
+        "encoder_hidden_states": torch.randn(1, TEXT, 1536).to(dtype),
+        "temb": torch.randn(1, 6, 1536).to(dtype),
+        "rotary_emb": tables,
+    }
+    return block, arguments, (torch.randn(1, tokens, 12, 128).to(dtype), *tables)
+
+
+def flux(tokens: int, dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, Any], Any]:
+    """A block, its arguments, and the arguments of one rotation."""
+    from diffusers.models.transformers import transformer_flux as flux
+
+    block = flux.FluxTransformerBlock(3072, 24, 128).to(dtype)
+    side = int((tokens - TEXT) ** 0.5)
+    image = torch.stack(torch.meshgrid(torch.arange(1), torch.arange(side), torch.arange(side), indexing="ij"), -1)  # fmt: skip
+    ids = torch.cat((torch.zeros(TEXT, 3), image.reshape(-1, 3).float()))
+    tables = flux.FluxPosEmbed(10000, [16, 56, 56])(ids)
+    arguments = {
+        "hidden_states": torch.randn(1, side * side, 3072).to(dtype),
+        "encoder_hidden_states": torch.randn(1, TEXT, 3072).to(dtype),
+        "temb": torch.randn(1, 3072).to(dtype),
+        "image_rotary_emb": tables,
+    }
+    return block, arguments, (torch.randn(1, len(ids), 24, 128).to(dtype), tables)
+
+
+MODELS: dict[str, Callable[[int, torch.dtype], tuple[torch.nn.Module, dict[str, Any], Any]]] = {
+    "Wan": wan,
+    "Flux": flux,
+}
+
+
+def resident(name: str = "VmRSS") -> int:
+    """Resident memory of this process in bytes, now or (VmHWM) at its peak."""
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith(name)))
+
+
+class Block:
+    """The block that was asked last, and a function that measures one call."""
+
+    def __init__(self, patched: bool) -> None:
+        self.patched, self.case = patched, ""
+        self.block: Any = None
+
+    def __call__(self, line: str) -> dict[str, float]:
+        """Measure one call; a line is "model dtype tokens work"."""
+        case, _, work = line.rpartition(" ")
+        if case != self.case:
+            self.case, (name, dtype, tokens) = case, case.split()
+            torch.manual_seed(0)
+            made = MODELS[name](int(tokens), getattr(torch, dtype))
+            self.block, self.arguments, self.rotated = made
+            patch(self.block)
+            graft = next(
+                vars(type(p))[MARK]
+                for m in self.block.modules()
+                for p in vars(m).values()
+                if MARK in vars(type(p))
+            )
+            (swap,) = graft.recipe.swaps
+            self.rotate = _graft.replacement_of(swap) if self.patched else swap.original()
+            self.options = dict(swap.candidates[0].constants)
+            if not self.patched:
+                from tightrope.integrations import unpatch
+
+                unpatch(self.block)
+        train = work == "train"
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident()
+        seconds = self._timed(lambda: self.block(**self.arguments), train)
+        peak = resident("VmHWM") - before
+        x, *tables = self.rotated
+        x = x.requires_grad_(train)
+        alone = self._timed(lambda: self.rotate(x, *tables, **self.options), train)
+        return {"block": seconds, "rotations": 2 * alone, "peak": float(peak)}
+
+    def _timed(self, call: Callable[[], Any], train: bool) -> float:
+        start = time.perf_counter()
+        with torch.set_grad_enabled(train):
+            result = call()
+            if train:
+                results = result if isinstance(result, tuple) else (result,)
+                torch.autograd.backward(results, [torch.ones_like(y) for y in results])
+        return time.perf_counter() - start
+
+
+def plot(found: dict[str, Any], path: str) -> None:
+    """Draw the time and the memory of each case after patching, relative to before."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(found)
+    figure, axes = plt.subplots(1, 3, figsize=(13, 0.36 * len(names) + 1.5), sharey=True)
+    for axis, (key, title) in zip(
+        axes, (("block", "time of the block"), ("rotations", "time of its rotations"), ("peak", "peak memory"))
+    ):  # fmt: skip
+        values = [found[name]["after"][key] / found[name]["before"][key] for name in names]
+        axis.barh(names, values, color="#4269d0")
+        axis.axvline(1, color="0.6")
+        axis.set_title(f"{title}, after / before")
+        for i, value in enumerate(values):
+            axis.text(value, i, f" {value:.2f}", va="center", fontsize=8)
+    axes[0].invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Measure all cases; print or write the numbers."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="cases whose names match, such as 'Wan.*4096'")
+    parser.add_argument("--out")
+    parser.add_argument("--plot")
+    parser.add_argument("--serve", choices=("before", "after"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        return serve(Block(options.serve == "after"))
+    children = {name: Child("benchmarks.blocks", name) for name in ("before", "after")}
+    found: dict[str, Any] = {}
+    for tokens in TOKENS:
+        for model in MODELS:
+            for dtype in ("float32", "bfloat16"):
+                for work in ("forward", "train"):
+                    line = f"{model} {dtype} {tokens} {work}"
+                    if not re.search(options.only, line):
+                        continue
+                    answers: dict[str, list[dict[str, float]]] = {name: [] for name in children}
+                    for turn in range(ROUNDS[tokens] + 1):
+                        for name, child in children.items():
+                            answer = child.ask(line)
+                            if turn:  # the first call warms up
+                                answers[name].append(answer)
+                    found[line] = {
+                        name: {key: statistics.median(a[key] for a in each) for key in each[0]}
+                        for name, each in answers.items()
+                    }
+                    before, after = found[line]["before"], found[line]["after"]
+                    shares = [100 * each["rotations"] / each["block"] for each in (before, after)]
+                    print(
+                        f"{line}: block {before['block']:.3g} -> {after['block']:.3g} s, rotations "
+                        f"{shares[0]:.1f} -> {shares[1]:.1f} % of it, peak "
+                        f"{before['peak'] / 2**20:.0f} -> {after['peak'] / 2**20:.0f} MB",
+                        flush=True,
+                    )
+    for child in children.values():
+        child.end()
+    if options.out:
+        machine = {"cores": os.cpu_count(), "torch": torch.__version__}
+        Path(options.out).write_text(
+            json.dumps({"machine": machine, "cases": found}, indent=1) + "\n"
+        )
+    if options.plot:
+        plot(found, options.plot)
+
+
+if __name__ == "__main__":
+    main()
