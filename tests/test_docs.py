@@ -5,7 +5,9 @@ names of an earlier one. Blocks that must not run are fenced as ```text or ```co
 """
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -22,11 +24,13 @@ def blocks(text: str) -> list[tuple[int, str]]:
 
 def run(text: str, name: str) -> int:
     """Run a page and return its number of blocks; a traceback shows the line of the page."""
-    namespace: dict[str, object] = {"__name__": "__main__"}
+    script = ModuleType("__main__")
     found = blocks(text)
-    for line, source in found:
-        code = compile("\n" * (line - 1) + source, name, "exec")
-        exec(code, namespace)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "__main__", script)
+        for line, source in found:
+            code = compile("\n" * (line - 1) + source, name, "exec")
+            exec(code, vars(script))
     return len(found)
 
 

@@ -329,3 +329,47 @@ def test_a_patched_module_class_is_the_same_class() -> None:
     patch(model)
     assert isinstance(model.layers[0], Attention)
     assert type(model.layers[0].processor).__name__ == "Processor"
+
+
+def make_local() -> tuple[Callable[..., Any], torch.nn.Module]:
+    def local(x: Any, freqs: Any) -> Any:
+        return any_models.turn(x, freqs)
+
+    class Local(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return LOCAL(x.unflatten(-1, (2, 16)).transpose(1, 2), any_models.tables(x.shape[1]))
+
+    return local, Local()
+
+
+LOCAL: Any = None
+
+
+def test_a_function_under_another_name_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    local, model = make_local()
+    monkeypatch.setitem(globals(), "LOCAL", local)
+    x = torch.randn(2, 7, 32)
+    before = model(x)
+    assert [entry.name for entry in patch(model).replaced] == ["LOCAL"]
+    with Spy() as spy:
+        assert torch.equal(model(x), before)
+    assert spy.calls
+    unpatch(model)
+
+
+def test_a_function_that_no_module_has_is_left() -> None:
+    names: dict[str, Any] = {"__name__": "nowhere", "turn": any_models.swap, "nn": torch.nn}
+    text = """
+def rotated(x, cos, sin):
+    return x * cos + turn(x) * sin
+class Attention(nn.Module):
+    def forward(self, x, cos, sin):
+        return rotated(x, cos, sin)
+"""
+    exec(text, names)
+    model = names["Attention"]()
+    report = patch(model)
+    (left,) = report.left
+    assert left.reason.startswith("it is not what its module has under its name")
+    tables = any_models.tables(7)
+    assert model(torch.randn(2, 7, 16), *tables).shape == (2, 7, 16)

@@ -303,17 +303,22 @@ def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
                         continue
                     seen.add(key)
                     plain = unwrapped(value)
-                    if isinstance(value, torch.nn.Module):  # a function wrapped by kernels
-                        home, name = layer.__module__, name
-                    else:
-                        home = plain.__module__
-                        name = plain.__qualname__ if INNER in plain.__qualname__ else plain.__name__
+                    home = layer.__module__
+                    if _inner.get(id(getattr(plain, "__code__", None))) is value:
+                        name = plain.__qualname__
+                    elif _has(plain.__module__, plain.__name__, value):
+                        home, name = plain.__module__, plain.__name__
                     found = Found(home, name, value, likely=likely, constants=constants)
                     yield found
                     if not accepts(found) and isinstance(plain, FunctionType):
                         pending.append(plain)
                 elif id(value) not in seen and is_near(value, layer):
                     pending.append(value)
+
+
+def _has(module: str, name: str, value: Any) -> bool:
+    """Return whether a module has a value under a name, patched or not."""
+    return original_of(getattr(sys.modules.get(module), name, None)) is value
 
 
 def _reached(function: FunctionType) -> Iterator[tuple[str, Any]]:

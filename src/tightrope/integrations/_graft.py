@@ -27,6 +27,7 @@ from ._exact import members_of
 from ._find import (
     INNER,
     PREFIX,
+    Found,
     codes,
     imported,
     inner_functions,
@@ -68,6 +69,14 @@ class Swap:
         outermost: Any = unwrapped(found)
         every = (f for layer in layers(outermost) for f in inner_functions(layer))
         return next(f for f in every if f.__name__ == name)
+
+
+def can_be_found(found: Found) -> bool:
+    """Return whether the module and the name of a function lead back to it, as a swap needs."""
+    try:
+        return Swap(found.module, found.name, ()).original() is found.value
+    except (AttributeError, ImportError, KeyError, StopIteration):
+        return False
 
 
 @dataclass(frozen=True)

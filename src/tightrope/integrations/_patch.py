@@ -19,6 +19,7 @@ from ._run import ROUNDINGS
 from ._summary import Entry, Report, entry_of
 
 ANGLES = ("model", "exact")
+_LOST = "it is not what its module has under its name, so a pickled model could not find it"
 
 
 # The attribute in which a module stores its processors: name -> (the copy in use, the original).
@@ -171,6 +172,8 @@ def _found(model: torch.nn.Module) -> list[tuple[Found, _find.Constants, Recogni
                         recognition = recognise_method(unwrapped(found.value), cls)
                     else:
                         recognition = recognise(_callable(found.value), constants=constants)
+                    if recognition and not _graft.can_be_found(found):
+                        recognition = Recognition(None, _LOST)
                     results[key] = found, constants, recognition
                 recognised.append(results[key][2].candidate is not None)
             return all(recognised)
