@@ -85,6 +85,7 @@ def test_a_fault_would_be_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     unpatch(model)
 
 
+@pytest.mark.one_in(2)
 def test_processors_are_shared_with_models_that_are_not_patched(kind: str) -> None:
     processor = KINDS[kind][0]()
     one, other = Model(processor, processor), Model(processor, processor)
@@ -99,6 +100,7 @@ def test_processors_are_shared_with_models_that_are_not_patched(kind: str) -> No
     assert one.layers[0].processor is processor
 
 
+@pytest.mark.one_in(4)
 def test_two_models_with_different_options(kind: str) -> None:
     cls = KINDS[kind][0]
     one, other = Model(cls()), Model(cls())
@@ -116,6 +118,7 @@ def test_two_models_with_different_options(kind: str) -> None:
     assert_equal(results(one), results(other))
 
 
+@pytest.mark.one_in(4)
 def test_a_processor_that_the_user_sets_later_stays(kind: str) -> None:
     model = Model(KINDS[kind][0]())
     patch(model)
@@ -125,6 +128,7 @@ def test_a_processor_that_the_user_sets_later_stays(kind: str) -> None:
     assert model.layers[0].processor is mine
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_and_pickles(kind: str, how: Callable[[Model], Model]) -> None:
     model = Model(KINDS[kind][0]())
@@ -139,6 +143,7 @@ def test_copies_and_pickles(kind: str, how: Callable[[Model], Model]) -> None:
     assert type(again.layers[0].processor) is KINDS[kind][0]
 
 
+@pytest.mark.one_in(4)
 def test_hooks_stay(kind: str) -> None:
     model = Model(KINDS[kind][0]())
     seen: list[str] = []
@@ -196,6 +201,7 @@ def test_threads_patch_their_own_models() -> None:
         assert_equal(xs, ys)
 
 
+@pytest.mark.one_in(2)
 def test_a_model_compiles(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
     torch._dynamo.reset()
