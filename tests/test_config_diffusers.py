@@ -445,7 +445,7 @@ def test_the_published_code_rotates_as_the_spec(name: str) -> None:
     x = torch.randn(1, TOKENS, HEADS, spec.head_dim, generator=torch.Generator().manual_seed(2))
     where = positions.multi_axis(ids.T.contiguous()) if spec.axes is not None else ids[:, 0]
     got = rotate(x.transpose(1, 2), spec, where).transpose(1, 2)
-    assert_near(got, apply(name, x, tables).contiguous(), "diffusers' angles")
+    assert_near(got, apply(name, x, tables).contiguous(), "published image angles")
 
 
 def test_a_model_reads_as_its_file() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from .._errors import bad_type, public
 from ..spec import RopeSpec
-from . import diffusers, files, formats, keys
+from . import diffusers, files, formats, keys, timm
 from .families import FAMILIES, SECTIONS, Family
 from .reading import read
 from .source import Source, fail
@@ -76,6 +76,8 @@ def source_of(config: object, section: str | None = None) -> Source:
     values = _load(config)
     if diffusers.recognised(values):
         source = diffusers.translated(values)
+    elif timm.recognised(values):
+        source = timm.translated(values)
     elif formats.is_gguf(values):
         source = formats.gguf(values)
     elif formats.is_meta(values):
@@ -124,6 +126,7 @@ def sections(config: object) -> tuple[str, ...]:
         recognised(values)
         for recognised in (
             diffusers.recognised,
+            timm.recognised,
             formats.is_gguf,
             formats.is_meta,
             formats.is_megatron,
