@@ -163,6 +163,15 @@ def test_a_configuration_gives_its_spec_and_each_field_its_source(
     assert inspect_config(tmp_path).parts[0].spec == made.spec
 
 
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_a_file_with_every_argument_of_its_class_is_read(name: str) -> None:
+    arguments = inspect.signature(getattr(diffusers, name)).parameters.values()
+    config = {each.name: each.default for each in arguments}
+    assert RopeSpec.from_config({**config, **config_of(name)}) == RopeSpec.from_config(
+        config_of(name)
+    )
+
+
 # --- the published code ---------------------------------------------------------------------------
 
 
@@ -460,7 +469,7 @@ def test_a_model_reads_as_its_file() -> None:
 
 
 def refused(config: dict[str, Any], text: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=rf"^\[from_config\] .*{re.escape(text)}"):
+    with pytest.raises((ValueError, TypeError), match=rf"^\[\w+\] .*{re.escape(text)}"):
         RopeSpec.from_config(config)
 
 
@@ -481,6 +490,12 @@ def test_a_class_without_a_spec_is_refused_by_name(name: str) -> None:
         ("FluxTransformer2DModel", {"axes_dim_rope": [2]}, "must be known but got axes_dim_rope"),
         ("FluxTransformer2DModel", {"rope_scaling": {}}, "must be known but got rope_scaling"),
         ("FluxTransformer2DModel", {"axes_dims_rope": 8}, "axes_dims_rope must be a list but"),
+        ("FluxTransformer2DModel", {"axes_dims_rope": []}, "the sum of axes_dims_rope must be at le"),
+        (
+            "HiDreamImageTransformer2DModel", {"axes_dims_rope": [2 * 10**9]},
+            "the sum of axes_dims_rope must be at most 65536",
+        ),
+        ("HiDreamImageTransformer2DModel", {"axes_dims_rope": [128, 128]}, "rotary_dim"),
         ("FluxTransformer2DModel", {"axes_dims_rope": [3]}, "axes_dims_rope must hold even numbers"),
         ("FluxTransformer2DModel", {"axes_dims_rope": ["8"]}, "axes_dims_rope must be an int but"),
         ("FluxTransformer2DModel", {"axes_dims_rope": [16, 56]}, "must sum to 64 pairs, half"),

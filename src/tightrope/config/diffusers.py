@@ -296,6 +296,7 @@ def _sizes(
     if not isinstance(widths, list | tuple):
         raise bad_type(f"{key} must be a list but got {widths!r}")
     whole([(key, width) for width in widths])
+    whole([(f"the sum of {key}", sum(widths))], _WIDEST)
     if any(width % 2 for width in widths):
         fail(f"{key} must hold even numbers but got {list(widths)}")
     return tuple(width // 2 for width in widths), source
