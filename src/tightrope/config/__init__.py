@@ -13,7 +13,7 @@ from typing import Any
 
 from .._errors import bad_type, public
 from ..spec import RopeSpec
-from . import files, formats, keys
+from . import diffusers, files, formats, keys, timm
 from .families import FAMILIES, SECTIONS, Family
 from .reading import read
 from .source import Source, fail
@@ -74,7 +74,11 @@ def source_of(config: object, section: str | None = None) -> Source:
     Internal to the library.
     """
     values = _load(config)
-    if formats.is_gguf(values):
+    if diffusers.recognised(values):
+        source = diffusers.translated(values)
+    elif timm.recognised(values):
+        source = timm.translated(values)
+    elif formats.is_gguf(values):
         source = formats.gguf(values)
     elif formats.is_meta(values):
         source = formats.meta(values)
@@ -93,6 +97,10 @@ def _load(config: object) -> Mapping[str, Any]:
         return config
     if isinstance(config, str | os.PathLike):
         return files.load(Path(config))
+    inner = getattr(config, "config", None)
+    if isinstance(inner, Mapping) and hasattr(config, "register_to_config"):
+        # A model of diffusers: its config does not name the class.
+        return {**inner, diffusers.CLASS: type(config).__name__}
     to_dict = getattr(config, "to_dict", None)
     values = to_dict() if callable(to_dict) else getattr(config, "__dict__", None)
     if isinstance(config, type) or not isinstance(values, Mapping):
@@ -114,7 +122,16 @@ def sections(config: object) -> tuple[str, ...]:
     ('',)
     """
     values = _load(config)
-    if formats.is_gguf(values) or formats.is_meta(values) or formats.is_megatron(values):
+    if any(
+        recognised(values)
+        for recognised in (
+            diffusers.recognised,
+            timm.recognised,
+            formats.is_gguf,
+            formats.is_meta,
+            formats.is_megatron,
+        )
+    ):
         return ("",)
     values, spelled = _hoisted(values)
     nested = dict(_nested(values, values.get("model_type"), ""))

@@ -207,8 +207,11 @@ def axes_of(source: Source, part: Part, rotary_dim: int) -> tuple[Axes | None, s
     if not isinstance(section[1], list | tuple):
         raise bad_type(f"{section[0]} must be a list but got {section[1]!r}")
     sizes = tuple(whole([(section[0], size) for size in section[1]]) and section[1])
-    if sum(sizes) > max(_MOST_PAIRS, pairs):
+    blocks = kind == "unequal blocks"
+    if sum(sizes) > max(_MOST_PAIRS, pairs) or (blocks and sum(sizes) != pairs):
         fail(f"{section[0]} must sum to {pairs} pairs, half of rotary_dim, but got {list(sizes)}")
+    if blocks:
+        return Axes.blocks(sizes), section[0]
     if kind == "rows and columns, then time":
         if len(sizes) != 3 or sizes[0] != sizes[1]:
             fail(

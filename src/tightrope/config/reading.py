@@ -180,7 +180,7 @@ def _read_outside(source: Source) -> set[str]:
 
 def _unknown_outside(source: Source) -> list[str]:
     known = _read_outside(source)
-    unknown = []
+    unknown = [key for key in source.unread if _looks_like_rope(str(key))]
     for key, value in source.values.items():
         if not isinstance(key, str) or key in known or value is None or key.endswith("_config"):
             continue

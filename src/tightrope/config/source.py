@@ -34,6 +34,8 @@ class Source:
         spelled: path in ``values`` -> the name in the user's file, if it differs.
         prefix: the prefix of every path: ``text_config.`` for a nested section.
         seen: the keys of the user's file.
+        unread: the keys of the user's file that were not translated, for a format in which every
+            key of ``values`` was.
     """
 
     values: Mapping[str, Any]
@@ -42,6 +44,7 @@ class Source:
     spelled: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
     seen: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     def shown(self, path: str) -> str:
         """The name of a path in the user's file."""

@@ -163,8 +163,8 @@ class RopeSpec:
     ) -> Any:
         """Read the spec from a model configuration, without guessing or assuming defaults.
 
-        Reads transformers (v4 and v5, files and objects), Meta's ``params.json``, GGUF metadata, and
-        the key names of vLLM and Megatron. :func:`tightrope.config.provenance` shows which key gave
+        Reads transformers (v4 and v5, files and objects), Meta's ``params.json``, GGUF metadata,
+        transformers of diffusers, models of timm, and the key names of vLLM and Megatron. :func:`tightrope.config.provenance` shows which key gave
         which field.
 
         Args:

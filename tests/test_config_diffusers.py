@@ -1,0 +1,522 @@
+"""Check the readings of configurations of diffusers against diffusers itself.
+
+The published code rotates random heads, with the tables of its own module; `rotate` with the spec of
+the same configuration must rotate them alike. A class without a spec is refused by name.
+"""
+
+import ast
+import importlib
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tightrope import RopeSpec, positions
+from tightrope.axes import Axes
+from tightrope.config import provenance
+from tightrope.config.diffusers import TRANSFORMERS
+from tightrope.frequencies import LongRoPE
+from tightrope.functional import rotate
+from tightrope.workbench.inspect import inspect as inspect_config
+from tolerances import assert_near
+
+diffusers = pytest.importorskip("diffusers")
+FRAMES, ROWS, COLUMNS = 3, 4, 5
+TOKENS = FRAMES * ROWS * COLUMNS
+HEADS = 2
+
+# --- the configurations ---------------------------------------------------------------------------
+
+HEAD = {"attention_head_dim": 128, "num_attention_heads": 24}
+DIMS = {**HEAD, "axes_dims_rope": [16, 56, 56]}
+AXES = {**HEAD, "rope_axes_dim": [16, 56, 56], "rope_theta": 256.0, "patch_size": 1}
+JOY = {"hidden_size": 3072, "num_attention_heads": 24, "rope_dim_list": [16, 56, 56], "theta": 256}
+LUMINA = {"dim": 3840, "n_heads": 30, "axes_dims": [32, 48, 48], "axes_lens": [1024, 512, 512]}
+WAN = {**HEAD, "rope_max_seq_len": 64, "patch_size": [1, 2, 2]}
+COGVIDEO = {"attention_head_dim": 64, "use_rotary_positional_embeddings": True}
+SU = {"type": "su", "short_factor": [1.0 + i / 64 for i in range(48)], "long_factor": [2.0] * 48}
+
+VIDEO = Axes.blocks((8, 28, 28))
+THIRDS = Axes.blocks((22, 21, 21))
+
+
+def pairs(head_dim: int, axes: Axes | None, **more: Any) -> RopeSpec:
+    return RopeSpec(head_dim, interleaved=True, axes=axes, **more)
+
+
+# Class -> its configuration and the spec of it; None where only the numbers are compared.
+CONFIGS: dict[str, tuple[dict[str, Any], RopeSpec | None]] = {
+    "AceStepTransformer1DModel": ({"head_dim": 128, "rope_theta": 1e6}, RopeSpec(128, 1e6)),
+    "BriaFibo2Transformer2DModel": (
+        {**LUMINA, "dim": 3584, "n_heads": 28, "rope_theta": 256.0},
+        pairs(128, Axes.blocks((16, 24, 24)), base=256.0),
+    ),
+    "BriaFiboTransformer2DModel": (
+        {**DIMS, "rope_theta": 10000, "time_theta": 10000}, pairs(128, VIDEO),
+    ),
+    "BriaTransformer2DModel": ({**DIMS, "rope_theta": 500}, pairs(128, VIDEO, base=500.0)),
+    "ChromaTransformer2DModel": (DIMS, pairs(128, VIDEO)),
+    "CogVideoXTransformer3DModel": (COGVIDEO, pairs(64, Axes.blocks((8, 12, 12)))),
+    "CogView4Transformer2DModel": (
+        {**HEAD, "rope_axes_dim": [256, 256], "patch_size": 2},
+        RopeSpec(128, axes=Axes.blocks((32, 32))),
+    ),
+    "ConsisIDTransformer3DModel": (COGVIDEO, pairs(64, Axes.blocks((8, 12, 12)))),
+    "CosmosTransformer3DModel": ({**HEAD, "rope_scale": [2.0, 1.0, 3.0]}, None),
+    "EasyAnimateTransformer3DModel": (
+        {"attention_head_dim": 64, "patch_size": 1}, pairs(64, Axes.blocks((8, 12, 12))),
+    ),
+    "Flux2Transformer2DModel": (
+        {**HEAD, "axes_dims_rope": [32, 32, 32, 32], "rope_theta": 2000},
+        pairs(128, Axes.blocks((16, 16, 16, 16)), base=2000.0),
+    ),
+    "Flux3Transformer2DModel": (
+        {**HEAD, "axes_dims_rope": [32, 32, 32, 32], "rope_theta": 10000},
+        pairs(128, Axes.blocks((16, 16, 16, 16))),
+    ),
+    "FluxTransformer2DModel": (HEAD, pairs(128, VIDEO)),
+    "GlmImageTransformer2DModel": (
+        {**HEAD, "patch_size": 2}, RopeSpec(128, axes=Axes.blocks((32, 32)))
+    ),
+    "HiDreamImageTransformer2DModel": (
+        {**HEAD, "axes_dims_rope": [32, 32]}, pairs(128, Axes.blocks((16, 16)), rotary_dim=64)
+    ),
+    "HunyuanDiT2DModel": ({"attention_head_dim": 88}, pairs(88, Axes.blocks((22, 22)))),
+    "HunyuanImageTransformer2DModel": (
+        {**AXES, "rope_axes_dim": [64, 64], "patch_size": [1, 1]},
+        pairs(128, Axes.blocks((32, 32)), base=256.0),
+    ),
+    "HunyuanVideo15Transformer3DModel": (AXES, pairs(128, VIDEO, base=256.0)),
+    "HunyuanVideoTransformer3DModel": (AXES, pairs(128, VIDEO, base=256.0)),
+    "JoyImageEditTransformer3DModel": (
+        {**JOY, "rope_type": "rope"}, pairs(128, VIDEO, base=256.0)
+    ),
+    "Krea2Transformer2DModel": ({**DIMS, "rope_theta": 1e3}, pairs(128, VIDEO, base=1e3)),
+    "LongCatImageTransformer2DModel": (DIMS, pairs(128, VIDEO)),
+    "Lumina2Transformer2DModel": (
+        {"hidden_size": 2304, "num_attention_heads": 24, "axes_dim_rope": [32, 32, 32],
+         "axes_lens": [300, 512, 512]},
+        pairs(96, Axes.blocks((16, 16, 16))),
+    ),
+    "MiniMaxMusic3Transformer1DModel": (
+        {"attention_head_dim": 64, "rotary_dim": 32}, RopeSpec(64, rotary_dim=32)
+    ),
+    "MotifVideoTransformer3DModel": (AXES, pairs(128, VIDEO, base=256.0)),
+    "NucleusMoEImageTransformer2DModel": (DIMS, pairs(128, VIDEO)),
+    "OmniGenTransformer2DModel": (
+        {"hidden_size": 3072, "num_attention_heads": 32, "rope_base": 10000, "rope_scaling": SU,
+         "max_position_embeddings": 131072, "original_max_position_embeddings": 4096},
+        RopeSpec(96, scaling=LongRoPE(
+            SU["short_factor"], SU["long_factor"], 4096, factor=32.0  # type: ignore[arg-type]
+        )),
+    ),
+    "OvisImageTransformer2DModel": (DIMS, pairs(128, VIDEO)),
+    "PRXTransformer2DModel": (
+        {"hidden_size": 1792, "num_heads": 28, "theta": 10000, "axes_dim": None},
+        pairs(64, Axes.blocks((16, 16))),
+    ),
+    "QwenImage21Transformer2DModel": (DIMS, pairs(128, VIDEO)),
+    "QwenImageTransformer2DModel": ({**DIMS, "use_layer3d_rope": False}, pairs(128, VIDEO)),
+    "SanaVideoTransformer3DModel": (
+        {**WAN, "attention_head_dim": 112}, pairs(112, Axes.blocks((20, 18, 18)))
+    ),
+    "SkyReelsV2Transformer3DModel": (WAN, pairs(128, THIRDS)),
+    "StableAudioDiTModel": ({"attention_head_dim": 64}, RopeSpec(64, rotary_dim=32)),
+    "WanAnimateTransformer3DModel": (WAN, pairs(128, THIRDS)),
+    "WanTransformer3DModel": (WAN, pairs(128, THIRDS)),
+    "WanVACETransformer3DModel": (WAN, pairs(128, THIRDS)),
+    "ZImageTransformer2DModel": (
+        {**LUMINA, "rope_theta": 256.0}, pairs(128, Axes.blocks((16, 24, 24)), base=256.0),
+    ),
+}  # fmt: skip
+
+SUPPORTED = [name for name, facts in TRANSFORMERS.items() if facts.refused is None]
+REFUSED = [name for name, facts in TRANSFORMERS.items() if facts.refused is not None]
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return {"_class_name": name, "_diffusers_version": "0.42.1", **CONFIGS[name][0]}
+
+
+def test_each_supported_class_has_a_case() -> None:
+    assert sorted(CONFIGS) == sorted(SUPPORTED)
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_a_configuration_gives_its_spec_and_each_field_its_source(
+    name: str, tmp_path: Path
+) -> None:
+    config, wanted = config_of(name), CONFIGS[name][1]
+    made = provenance(config)
+    assert made.name == f"_class_name {name!r}"
+    assert all(row.source for row in made.rows)
+    assert isinstance(made.spec, RopeSpec)
+    assert wanted is None or made.spec == wanted
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert RopeSpec.from_config(tmp_path) == made.spec
+    assert inspect_config(tmp_path).parts[0].spec == made.spec
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_a_file_with_every_argument_of_its_class_is_read(name: str) -> None:
+    arguments = inspect.signature(getattr(diffusers, name)).parameters.values()
+    config = {each.name: each.default for each in arguments}
+    assert RopeSpec.from_config({**config, **config_of(name)}) == RopeSpec.from_config(
+        config_of(name)
+    )
+
+
+# --- the published code ---------------------------------------------------------------------------
+
+
+def module_of(name: str) -> Any:
+    file = TRANSFORMERS[name].source.split(": ")[0]
+    folder = "diffusers.models" if file == "embeddings" else "diffusers.models.transformers"
+    return importlib.import_module(f"{folder}.{file}")
+
+
+def grid(count: int) -> torch.Tensor:
+    """Return the coordinates of the tokens of a video, or of an image: (tokens, axes)."""
+    sizes = (FRAMES, ROWS, COLUMNS) if count == 3 else (FRAMES * ROWS, COLUMNS)
+    axes = torch.meshgrid(*(torch.arange(size) for size in sizes), indexing="ij")
+    return torch.stack([axis.flatten() for axis in axes], -1)
+
+
+def by_ids(count: int, *, batched: bool = False, dtype: torch.dtype = torch.int64) -> Any:
+    """Tables of a module that takes ids."""
+
+    def made(module: Any, make: Any, config: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+        del module
+        ids = torch.randint(0, 64, (TOKENS, count), generator=torch.Generator().manual_seed(1))
+        theta = config.get("rope_theta", config.get("theta", 10000))
+        widths = next(
+            (config[key] for key in ("axes_dims_rope", "axes_dims", "axes_dim_rope")
+             if config.get(key)),
+            None,
+        )  # fmt: skip
+        options: dict[str, Any] = {"theta": theta}
+        names = inspect.signature(make).parameters
+        default = {"PRXEmbedND": [32, 32]}.get(make.__name__, [16, 56, 56])
+        options["axes_dims" if "axes_dims" in names else "axes_dim"] = widths or default
+        if "axes_lens" in names:
+            options["axes_lens"] = config["axes_lens"]
+        if "dim" in names:
+            options["dim"] = 64
+        if make.__name__ == "Lumina2RotaryPosEmbed":
+            return make(**options)._get_freqs_cis(ids[None]), ids
+        given = (ids[None] if batched else ids).to(dtype)
+        return make(**options)(given), ids
+
+    return made
+
+
+def by_latents(count: int = 3, **fixed: Any) -> Any:
+    """Tables of a module that takes latents, for their grid."""
+
+    def made(module: Any, make: Any, config: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+        del module
+        ids = grid(count)
+        patch = config.get("patch_size", 1)
+        sizes = (ids.max(0).values + 1).tolist()
+        scale = patch if isinstance(patch, list) else [1, patch, patch][-count:]
+        latents = torch.zeros(1, 1, *(size * each for size, each in zip(sizes, scale, strict=True)))
+        values = {
+            "attention_head_dim": config.get("attention_head_dim"), "patch_size": patch,
+            "patch_size_t": 1, "rope_dim": config.get("rope_axes_dim"), "max_seq_len": 64,
+            "dim": config.get("attention_head_dim"), "rope_axes_dim": config.get("rope_axes_dim"),
+            "hidden_size": config.get("attention_head_dim"),
+            "rope_scale": config.get("rope_scale"), "theta": config.get("rope_theta", 10000.0),
+            **fixed,
+        }  # fmt: skip
+        names = inspect.signature(make).parameters
+        tables = make(**{key: value for key, value in values.items() if key in names})(latents)
+        return tables, ids
+
+    return made
+
+
+def cogview(module: Any, make: Any, config: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+    # It stretches the coordinates of the grid over the lengths of its tables.
+    tables, ids = by_latents(2)(module, make, config)
+    return tables, ids * torch.tensor(config["rope_axes_dim"]) // (ids.max(0).values + 1)
+
+
+def easy(module: Any, make: Any, config: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+    made = make(1, config["attention_head_dim"])
+    (top, left), (bottom, right) = made.get_resize_crop_region_for_grid((ROWS, COLUMNS), 90, 60)
+    tables = made(torch.zeros(1, 1, FRAMES, ROWS, COLUMNS))
+    ids = grid(3).double()
+    for axis, first, end, size in ((1, top, bottom, ROWS), (2, left, right, COLUMNS)):
+        ids[:, axis] = torch.linspace(first, end * (size - 1) / size, size)[grid(3)[:, axis]]
+    return tables, ids
+
+
+def joy(module: Any, make: Any, config: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+    owner = type("Owner", (), {key: config[key] for key in JOY})()
+    tables, _ = module.JoyImageEditTransformer3DModel.get_rotary_pos_embed(
+        owner, [FRAMES, ROWS, COLUMNS]
+    )
+    return tables, grid(3)
+
+
+def video(module: Any, make: Any, config: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+    # Crop coordinates of whole numbers per cell, so that ids are integers.
+    tables = make(config["attention_head_dim"], ((0, 0), (ROWS, COLUMNS)), (ROWS, COLUMNS), FRAMES)
+    return tables, grid(3)
+
+
+def columns_first(module: Any, make: Any, config: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+    height = FRAMES * ROWS
+    tables = make(config["attention_head_dim"], ((0, 0), (height, COLUMNS)), (height, COLUMNS))
+    return tables, grid(2).flip(-1)
+
+
+def qwen(module: Any, make: Any, config: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+    made = make(theta=10000, axes_dim=config["axes_dims_rope"], scale_rope=False)
+    tables = made([(FRAMES, ROWS, COLUMNS)], device=torch.device("cpu"), max_txt_seq_len=3)[0]
+    return tables, grid(3)
+
+
+def qwen21(module: Any, make: Any, config: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+    made = make(theta=10000, axes_dim=config["axes_dims_rope"])
+    tables = made([(1, 3, 4)], torch.arange(TOKENS) // 12 == 0, torch.device("cpu"))
+    frame = torch.cat((torch.zeros(12), 4 + torch.arange(TOKENS - 12)))
+    rows, columns = frame.clone(), frame.clone()
+    rows[:12] = torch.arange(-2, 1).repeat_interleave(4)
+    columns[:12] = torch.arange(-2, 2).repeat(3)
+    return tables, torch.stack((frame, rows, columns), -1).long()
+
+
+def line(*arguments: Any, module_first: bool = False, **options: Any) -> Any:
+    """Tables of consecutive positions."""
+
+    def made(module: Any, make: Any, config: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+        del module
+        given = [config.get(one, one) if isinstance(one, str) else one for one in arguments]
+        tables = (
+            make(*given)(TOKENS, torch.device("cpu")) if module_first else make(*given, **options)
+        )
+        return tables, torch.arange(TOKENS)[:, None]
+
+    return made
+
+
+def omnigen(module: Any, make: Any, config: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+    made = make(96, 131072, 4096, 10000, config["rope_scaling"])
+    return made(torch.zeros(1), torch.arange(TOKENS)[None]), torch.arange(TOKENS)[:, None]
+
+
+CPU = torch.device("cpu")
+# Class -> the tables of its code, and the coordinates they are for.
+TABLES: dict[str, Callable[[Any, Any, dict[str, Any]], tuple[Any, torch.Tensor]]] = {
+    "AceStepTransformer1DModel": line(TOKENS, "head_dim", "rope_theta", CPU, torch.float32),
+    "CogVideoXTransformer3DModel": video,
+    "CogView4Transformer2DModel": cogview,
+    "ConsisIDTransformer3DModel": video,
+    "CosmosTransformer3DModel": by_latents(patch_size=(1, 1, 1)),
+    "EasyAnimateTransformer3DModel": easy,
+    "Flux2Transformer2DModel": by_ids(4),
+    "Flux3Transformer2DModel": by_ids(4),
+    "GlmImageTransformer2DModel": by_latents(2),
+    "HiDreamImageTransformer2DModel": by_ids(2, batched=True, dtype=torch.float64),
+    "HunyuanDiT2DModel": columns_first,
+    "HunyuanImageTransformer2DModel": by_latents(2),
+    "HunyuanVideo15Transformer3DModel": by_latents(),
+    "HunyuanVideoTransformer3DModel": by_latents(),
+    "JoyImageEditTransformer3DModel": joy,
+    "MiniMaxMusic3Transformer1DModel": line("rotary_dim", module_first=True),
+    "MotifVideoTransformer3DModel": by_latents(),
+    "NucleusMoEImageTransformer2DModel": qwen,
+    "OmniGenTransformer2DModel": omnigen,
+    "PRXTransformer2DModel": by_ids(2, batched=True, dtype=torch.float64),
+    "QwenImage21Transformer2DModel": qwen21,
+    "QwenImageTransformer2DModel": qwen,
+    "SanaVideoTransformer3DModel": by_latents(),
+    "SkyReelsV2Transformer3DModel": by_latents(),
+    "StableAudioDiTModel": line(
+        32, TOKENS, use_real=True, repeat_interleave_real=False
+    ),
+    "WanAnimateTransformer3DModel": by_latents(),
+    "WanTransformer3DModel": by_latents(),
+    "WanVACETransformer3DModel": by_latents(),
+}  # fmt: skip
+
+# Class -> the code that applies the tables, if not embeddings: apply_rotary_emb as its file calls it.
+# "file: function" of the functions nested in a processor, and of those of a module.
+APPLIES = {
+    "BriaFibo2Transformer2DModel": "transformer_bria_fibo2: apply_rotary_emb",
+    "HiDreamImageTransformer2DModel": "transformer_hidream_image: apply_rope",
+    "JoyImageEditTransformer3DModel": "transformer_joyimage: _apply_rotary_emb",
+    "MiniMaxMusic3Transformer1DModel": "transformer_minimax_music3: _apply_partial_rotary_emb",
+    "NucleusMoEImageTransformer2DModel": "transformer_nucleusmoe_image: _apply_rotary_emb_nucleus",
+    "PRXTransformer2DModel": "transformer_prx: apply_rope",
+    "QwenImage21Transformer2DModel": "transformer_qwenimage21: apply_rotary_emb_qwen",
+    "QwenImageTransformer2DModel": "transformer_qwenimage: apply_rotary_emb_qwen",
+    "SanaVideoTransformer3DModel": "transformer_sana_video: apply_rotary_emb",
+    "SkyReelsV2Transformer3DModel": "transformer_skyreels_v2: apply_rotary_emb",
+    "WanAnimateTransformer3DModel": "transformer_wan_animate: apply_rotary_emb",
+    "WanTransformer3DModel": "transformer_wan: apply_rotary_emb",
+    "WanVACETransformer3DModel": "transformer_wan: apply_rotary_emb",
+    "ZImageTransformer2DModel": "transformer_z_image: apply_rotary_emb",
+}
+# Classes whose processors are in attention_processor.py.
+PROCESSORS = {
+    "CogVideoXTransformer3DModel": "CogVideoXAttnProcessor2_0",
+    "ConsisIDTransformer3DModel": "CogVideoXAttnProcessor2_0",
+    "HunyuanDiT2DModel": "HunyuanAttnProcessor2_0",
+    "StableAudioDiTModel": "StableAudioAttnProcessor2_0",
+}
+
+
+def keywords_of(name: str) -> dict[str, Any]:
+    """Return the constant arguments with which a file calls embeddings.apply_rotary_emb."""
+    processor = PROCESSORS.get(name)
+    if processor is None:
+        # Chroma uses the attention of Flux.
+        module = module_of(name.replace("ChromaT", "FluxT"))
+        tree = ast.parse(inspect.getsource(module))
+    else:
+        module = importlib.import_module("diffusers.models.attention_processor")
+        tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(module, processor))))
+    calls = [
+        {each.arg: ast.literal_eval(each.value) for each in node.keywords}
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name) and node.func.id == "apply_rotary_emb"
+    ]  # fmt: skip
+    assert calls, name
+    assert all(call == calls[0] for call in calls), (name, calls)
+    return calls[0]
+
+
+def function_of(file: str, name: str) -> Callable[..., Any]:
+    """Return a function of a module of diffusers, or one nested in a processor."""
+    module = importlib.import_module(f"diffusers.models.transformers.{file}")
+    if hasattr(module, name):
+        return getattr(module, name)  # type: ignore[no-any-return]
+    nodes = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    ]
+    assert nodes, (file, name)
+    namespace = dict(vars(module))
+    exec(compile(ast.Module([nodes[0]], []), file, "exec"), namespace)
+    return namespace[name]  # type: ignore[no-any-return]
+
+
+def apply(name: str, x: torch.Tensor, tables: Any) -> torch.Tensor:
+    """Rotate (1, tokens, heads, dim) with the published code."""
+    code = APPLIES.get(name)
+    if code is None:
+        embeddings = importlib.import_module("diffusers.models.embeddings")
+        options = keywords_of(name)
+        if name == "Lumina2Transformer2DModel":
+            return embeddings.apply_rotary_emb(x, tables, **options)  # type: ignore[no-any-return]
+        still = x[..., tables[0].shape[-1] :]
+        x = x[..., : tables[0].shape[-1]]
+        if options.get("sequence_dim", 2) == 2:
+            y = embeddings.apply_rotary_emb(x.transpose(1, 2), tables, **options).transpose(1, 2)
+        else:
+            y = embeddings.apply_rotary_emb(x, tables, **options)
+        return torch.cat((y, still), -1)
+    function = function_of(*code.split(": "))
+    if name == "HiDreamImageTransformer2DModel":
+        first, second = x.chunk(2, -1)  # as its processor does, for tables of half the width
+        return torch.cat((function(first, first, tables)[0], second), -1)
+    if name == "JoyImageEditTransformer3DModel":
+        return function(x, x, tables)[0]  # type: ignore[no-any-return]
+    if name == "PRXTransformer2DModel":
+        return function(x.transpose(1, 2), tables).transpose(1, 2)  # type: ignore[no-any-return]
+    if "qwen" in code or "nucleus" in code:
+        return function(x, tables, use_real=False)  # type: ignore[no-any-return]
+    if name == "MiniMaxMusic3Transformer1DModel" or "z_image" in code or "fibo2" in code:
+        return function(x, tables if isinstance(tables, tuple) else tables[None])  # type: ignore[no-any-return]
+    return function(x, *tables)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:.*FluxPosEmbed:FutureWarning")  # Chroma's own import
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_the_published_code_rotates_as_the_spec(name: str) -> None:
+    config = config_of(name)
+    spec = RopeSpec.from_config(config)
+    assert isinstance(spec, RopeSpec)
+    module = module_of(name)
+    source = TRANSFORMERS[name].source.split(": ")[1]
+    make = getattr(module, source.split(".")[0])
+    tables, ids = TABLES.get(name, by_ids(3))(module, make, config)
+    x = torch.randn(1, TOKENS, HEADS, spec.head_dim, generator=torch.Generator().manual_seed(2))
+    where = positions.multi_axis(ids.T.contiguous()) if spec.axes is not None else ids[:, 0]
+    got = rotate(x.transpose(1, 2), spec, where).transpose(1, 2)
+    assert_near(got, apply(name, x, tables).contiguous(), "published image angles")
+
+
+def test_a_model_reads_as_its_file() -> None:
+    model = diffusers.FluxTransformer2DModel(
+        num_layers=0, num_single_layers=0, attention_head_dim=16, num_attention_heads=1,
+        joint_attention_dim=8, pooled_projection_dim=8, axes_dims_rope=[4, 6, 6],
+    )  # fmt: skip
+    assert RopeSpec.from_config(model) == pairs(16, Axes.blocks((2, 3, 3)))
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+def refused(config: dict[str, Any], text: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=rf"^\[\w+\] .*{re.escape(text)}"):
+        RopeSpec.from_config(config)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_class_without_a_spec_is_refused_by_name(name: str) -> None:
+    assert hasattr(diffusers, name)
+    refused({"_class_name": name, **DIMS}, f"_class_name {name!r} has no spec: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "text"),
+    [
+        ("UNet2DConditionModel", {}, "'UNet2DConditionModel' has no spec: the table"),
+        (None, {}, "_class_name None has no spec: the table"),
+        ("Flux2Transformer2DModel", {"rope_theta": None}, "must come with rope_theta but has"),
+        ("ChromaTransformer2DModel", {"axes_dims_rope": None}, "must come with axes_dims_rope"),
+        ("FluxTransformer2DModel", {"rope_theta": 500}, "must be known but got rope_theta"),
+        ("FluxTransformer2DModel", {"axes_dim_rope": [2]}, "must be known but got axes_dim_rope"),
+        ("FluxTransformer2DModel", {"rope_scaling": {}}, "must be known but got rope_scaling"),
+        ("FluxTransformer2DModel", {"axes_dims_rope": 8}, "axes_dims_rope must be a list but"),
+        ("FluxTransformer2DModel", {"axes_dims_rope": []}, "the sum of axes_dims_rope must be at le"),
+        (
+            "HiDreamImageTransformer2DModel", {"axes_dims_rope": [2 * 10**9]},
+            "the sum of axes_dims_rope must be at most 65536",
+        ),
+        ("HiDreamImageTransformer2DModel", {"axes_dims_rope": [128, 128]}, "rotary_dim"),
+        ("FluxTransformer2DModel", {"axes_dims_rope": [3]}, "axes_dims_rope must hold even numbers"),
+        ("FluxTransformer2DModel", {"axes_dims_rope": ["8"]}, "axes_dims_rope must be an int but"),
+        ("FluxTransformer2DModel", {"axes_dims_rope": [16, 56]}, "must sum to 64 pairs, half"),
+        ("WanTransformer3DModel", {"attention_head_dim": "128"}, "must be an int but got '128'"),
+        (
+            "CogVideoXTransformer3DModel", {"use_rotary_positional_embeddings": False},
+            "has no RoPE: use_rotary_positional_embeddings is False",
+        ),
+        ("CosmosTransformer3DModel", {"rope_scale": [1.0]}, "rope_scale must be a list of numbers"),
+        ("CosmosTransformer3DModel", {"rope_scale": [1, 0, 1]}, "rope_scale must be a list of num"),
+        ("CosmosTransformer3DModel", {"attention_head_dim": 6}, "at least two pairs but got [1, 1"),
+        ("CosmosTransformer3DModel", {"attention_head_dim": 10**9}, "must be at most 65536 but got"),
+    ],
+)  # fmt: skip
+def test_a_gap_or_a_wrong_key_is_refused(
+    name: str | None, changed: dict[str, Any], text: str
+) -> None:
+    given = CONFIGS[str(name)][0] if str(name) in CONFIGS else DIMS
+    refused({"_class_name": name, **given, **changed}, text)
+
+
+def test_a_section_is_refused() -> None:
+    with pytest.raises(ValueError, match="section must be None for _class_name 'WanTransformer3D"):
+        RopeSpec.from_config(config_of("WanTransformer3DModel"), section="text_config")
