@@ -149,10 +149,11 @@ _RANDOM = "two equal calls give different results"
 _REFUSES = "it raises an error for some dtypes of x and cos/sin"
 _DTYPES = "the dtype of its results is neither that of x nor the one that x and cos/sin promote to"
 _VALUES = "it matches a known rotation on some inputs but not on all"
+_CONTAINER = "it returns neither one tensor for one tensor nor a tuple for several"
 _GRADIENTS = "its gradients are not those of the rotation it computes"
 _RANK = (
     _NO_CALL, _NO_MATCH, _UNEVEN, _AMBIGUOUS, _WRITES, _RANDOM, _REFUSES, _DTYPES, _VALUES,
-    _GRADIENTS,
+    _CONTAINER, _GRADIENTS,
 )  # fmt: skip
 
 
@@ -222,6 +223,7 @@ class _Probe:
         if caller.call.form.unit:
             cos, sin = cos.cos(), cos.sin()
         self.cos, self.sin = cos.to(table_dtype), sin.to(table_dtype)
+        self.container: type | None = None  # of the result of the last run
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors that the function is called with."""
@@ -246,6 +248,7 @@ class _Probe:
             arguments[caller.positions] = torch.arange(self.cos.shape[-2])[None]
         selves = () if owner is None else (owner,)
         result = caller.function(*selves, **arguments)
+        self.container = type(result)
         results = list(result) if isinstance(result, (tuple, list)) else [result]
         return [y.unflatten(-1, shape[-2:]) for y in results] if flat else results
 
@@ -387,6 +390,7 @@ def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -
                 raise _Unlike(_RANDOM)
     make = functools.partial(_Probe, caller, shapes[0], width)
     _check_strides(make(), rotation)
+    _check_container(make())
     _check_gradients(make(), rotation)
     return replace(
         candidate,
@@ -474,6 +478,13 @@ def _check_strides(probe: _Probe, rotation: Rotation) -> None:
     strided = {name: _permuted(x) for name, x in probe.xs.items()}
     if not probe.agrees(probe.run(strided), rotation):
         raise _Unlike(_VALUES)
+
+
+def _check_container(probe: _Probe) -> None:
+    """Refuse other containers than those that the replacement returns."""
+    probe.run()
+    if probe.container is not (tuple if len(probe.xs) > 1 else torch.Tensor):
+        raise _Unlike(_CONTAINER)
 
 
 def _check_gradients(probe: _Probe, rotation: Rotation) -> None:
