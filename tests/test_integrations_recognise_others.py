@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from tightrope.integrations import recognise
@@ -86,3 +87,48 @@ def test_a_list_of_results_is_refused() -> None:
     recognised(lambda q, k, cos, sin: tuple(pair(q, k, cos, sin)))
     assert "tuple" in refused(several)
     assert "tuple" in refused(pair)
+
+
+# --- angles, and tables that are cast to the dtype of x ---------------------------------------------
+
+
+def by_angles(t: Any, freqs: Any, adjacent_pairs: bool = False, mscale: float = 1.0) -> Any:
+    width = freqs.shape[-1]
+    part, rest = t[..., :width], t[..., width:]
+    cos, sin = ((each(freqs) * mscale).to(t.dtype) for each in (torch.cos, torch.sin))
+    turned = (adjacent if adjacent_pairs else halves)(part)
+    return torch.cat((part * cos + turned * sin, rest), -1)
+
+
+@pytest.mark.parametrize("adjacent_pairs", [False, True])
+@pytest.mark.parametrize("dtype", [F32, B16])
+def test_angles_whose_cosines_are_cast(dtype: torch.dtype, adjacent_pairs: bool) -> None:
+    candidate = recognised(by_angles, adjacent_pairs=adjacent_pairs)
+    assert candidate.call.form.name == "angles"
+    assert candidate.rotation.pairs == ("interleaved" if adjacent_pairs else "half")
+    x, angles = torch.randn(2, 3, 7, 24).to(dtype), 9 * torch.rand(2, 1, 7, 16)
+    assert_replaced(by_angles, candidate, {"t": x}, freqs=angles, adjacent_pairs=adjacent_pairs)
+
+
+def test_tables_that_are_cast() -> None:
+    def cast(x: Any, cos: Any, sin: Any) -> Any:
+        cos, sin = cos.unsqueeze(-2).to(x.dtype), sin.unsqueeze(-2).to(x.dtype)
+        u, v = x.chunk(2, -1)
+        return torch.cat((u * cos - v * sin, v * cos + u * sin), -1)
+
+    candidate = recognised(cast)
+    bits = candidate.bits_of(B16, F32, needs_grad=True)
+    assert bits is not None and bits.cast
+    x, angle = torch.randn(2, 7, 3, 16).to(B16), 9 * torch.rand(7, 8)
+    assert_replaced(cast, candidate, {"x": x}, cos=angle.cos(), sin=angle.sin())
+
+
+def test_angles_that_are_changed_before_their_cosines_are_refused() -> None:
+    def twice(t: Any, freqs: Any) -> Any:
+        return t * freqs.cos() + halves(t) * (2 * freqs).sin()
+
+    def rounded(t: Any, freqs: Any) -> Any:
+        return by_angles(t, freqs.to(B16).to(freqs.dtype))
+
+    assert "no known rotation" in refused(twice)
+    assert refused(rounded)
