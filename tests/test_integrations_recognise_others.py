@@ -132,3 +132,52 @@ def test_angles_that_are_changed_before_their_cosines_are_refused() -> None:
 
     assert "no known rotation" in refused(twice)
     assert refused(rounded)
+
+
+# --- functions that slice their tables ----------------------------------------------------------
+
+
+def last_rows(t: Any, freqs: Any, scale: float = 1) -> Any:
+    """Takes tables of rank three; of other tables it slices another dimension than the tokens."""
+    freqs = freqs[:, -t.shape[-2] :]
+    freqs = freqs[:, None] if t.ndim == 4 and freqs.ndim == 3 else freqs
+    return by_angles(t.float(), freqs, True, scale).type(t.dtype)
+
+
+def test_ranks_at_which_some_layouts_match_nothing_run_the_original() -> None:
+    candidate = recognised(last_rows)
+    assert candidate.tokens == "suffix"
+    assert {key[:2] for key in candidate.shapes} >= {(4, 3), (3, 3)}
+    assert (4, 4) not in {key[:2] for key in candidate.shapes}
+    x, angles = torch.randn(2, 3, 7, 24), 9 * torch.rand(2, 9, 16)
+    assert_replaced(last_rows, candidate, {"t": x}, freqs=angles)
+    full = 9 * torch.rand(2, 3, 1, 16)
+    new = replacement(last_rows, [candidate])
+    assert_same_bits(new(x[:, :, :1], full), last_rows(x[:, :, :1], full))
+
+
+def test_a_function_that_slices_the_heads_of_every_table_is_refused() -> None:
+    def sliced(t: Any, freqs: Any) -> Any:
+        if freqs.ndim != 4:
+            raise ValueError("tables of rank four are needed")
+        return by_angles(t, freqs[:, -t.shape[-2] :])
+
+    def first(t: Any, freqs: Any) -> Any:
+        return by_angles(t, freqs[..., :1, :])
+
+    assert refused(sliced)
+    assert refused(first)
+
+
+def test_the_dimension_of_tokens_is_no_table() -> None:
+    def turn(
+        freqs: Any, t: Any, scale: float = 1.0, seq_dim: int = -2, freqs_seq_dim: Any = None
+    ) -> Any:
+        if freqs_seq_dim is not None or freqs.ndim == 2:
+            freqs = freqs.narrow(freqs_seq_dim or 0, 0, t.shape[seq_dim])
+        return by_angles(t, freqs, True, scale)
+
+    candidate = recognised(turn)
+    assert candidate.call.tables == ("freqs",)
+    x, angles = torch.randn(2, 3, 7, 24), 9 * torch.rand(7, 16)
+    assert_replaced(turn, candidate, {"t": x}, freqs=angles)
