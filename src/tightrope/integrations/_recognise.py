@@ -225,6 +225,13 @@ class _Probe:
         self.cos, self.sin = cos.to(table_dtype), sin.to(table_dtype)
         self.container: type | None = None  # of the result of the last run
 
+    def copied(self) -> _Probe:
+        """The same probe for a function that may write to its arguments."""
+        made = copy.copy(self)
+        made.xs = {name: x.clone() for name, x in self.xs.items()}
+        made.cos, made.sin = self.cos.clone(), self.sin.clone()
+        return made
+
     def tensors(self) -> list[torch.Tensor]:
         """All tensors that the function is called with."""
         return [*self.xs.values(), self.cos, self.sin]
@@ -349,8 +356,11 @@ def _explain(caller: _Caller) -> list[Candidate]:
     if not partial:
         alive = list(dict.fromkeys(replace(r, slice="whole") for r in alive))
     keys = frozenset(_key(shape) for shape in verified if not shape.broadcasts)
-    if not alive or keys & refused:
+    if not alive or (keys and keys <= refused):
         raise _Unlike(_UNEVEN)
+    # Calls with ranks of which some layouts match nothing run the original.
+    keys -= refused
+    verified = [shape for shape in verified if shape.broadcasts or _key(shape) in keys]
     if len({key[:3] for key in keys}) != len(keys):
         raise _Unlike(_AMBIGUOUS)
     seen = frozenset(shape.table for shape in verified if shape.broadcasts)
@@ -365,15 +375,17 @@ def _at(
     matches: dict[int, list[Rotation]] = {}
     for width in (CHANNELS, CHANNELS // 2, CHANNELS // 4):
         probe = _Probe(caller, shape, width)
-        given = copy.copy(probe)
-        given.xs = {name: x.clone() for name, x in probe.xs.items()}
-        given.cos, given.sin = probe.cos.clone(), probe.sin.clone()
-        if (ys := given.tried()) is not None:
+        if (ys := probe.copied().tried()) is not None:
             matches[width] = [
                 rotation
                 for rotation in (candidates() if alive is None else alive)
                 if rotation.fits(CHANNELS, width) and probe.agrees(ys, rotation)
             ]
+        if matches.get(width):
+            # A function can take a layout for another one, and slice the heads as if they were tokens.
+            single = _Probe(caller, shape, width, tokens=1)
+            ys = single.copied().tried() or []
+            matches[width] = [each for each in matches[width] if single.agrees(ys, each)]
     return matches
 
 
