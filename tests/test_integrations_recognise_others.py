@@ -11,6 +11,7 @@ import torch
 
 from tightrope.integrations import recognise
 from tightrope.integrations._candidate import Candidate
+from tightrope.integrations._find import constants_of
 from tightrope.integrations._recognise import to_the_bit
 from tightrope.integrations._run import replacement
 from tolerances import assert_same_bits
@@ -181,3 +182,30 @@ def test_the_dimension_of_tokens_is_no_table() -> None:
     assert candidate.call.tables == ("freqs",)
     x, angles = torch.randn(2, 3, 7, 24), 9 * torch.rand(7, 16)
     assert_replaced(turn, candidate, {"t": x}, freqs=angles)
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def test_a_flag_that_is_passed_as_a_variable_is_tried_with_both_values() -> None:
+    def flagged(x: Any, emb: Any, half: bool = False, scale: float = 2.5, mode: str = "all") -> Any:
+        sin, cos = emb.chunk(2, -1)
+        return x * cos + (halves if half else adjacent)(x) * sin
+
+    def calls(x: Any, emb: Any, half: Any, flag: Any) -> Any:
+        flagged(x, emb, half)
+        flagged(x, emb, True, scale=flag, mode="some")
+        return flagged(x, emb, half=False)
+
+    combinations = constants_of("flagged", flagged, calls.__module__)
+    assert set(combinations) == {(), (("half", True),), (("half", True), ("mode", "some"))}
+    x, emb = torch.randn(2, 3, 7, 16), torch.randn(7, 32)
+    candidates = [recognised(flagged, **dict(each)) for each in ((), (("half", True),))]
+    assert [each.rotation.pairs for each in candidates] == ["interleaved", "half"]
+    for half, candidate in zip((False, True), candidates):
+        # An equal number counts as the default value, also if it is another object.
+        assert_replaced(flagged, candidate, {"x": x}, emb=emb, half=half, scale=float("2.5"))
+        counted = Calls(flagged)
+        replacement(counted, [candidate])(x, emb, half, 2.0)
+        replacement(counted, [candidate])(x, emb, int(half))
+        assert counted.count == 2

@@ -109,8 +109,7 @@ class _Call:
         if len(args) > len(self.names) or len(values) != len(self.names):
             return None
         for name in self.others:
-            # Identical, so that True is not taken for 1 and tensors are never compared.
-            if values[name] is not self.expected.get(name, _PLAIN):
+            if not _same(values[name], self.expected.get(name, _PLAIN)):
                 return None
         return values
 
@@ -241,6 +240,14 @@ class _Call:
         if xs[1] is None:
             return ys[0] if candidate.alone == "one" else (ys[0], None)
         return tuple(ys)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two arguments are the same, where True is not 1; tensors are not compared."""
+    if one is other:
+        return True
+    # Zeros may differ in sign.
+    return type(one) is type(other) and type(one) in (int, float, str) and one == other != 0
 
 
 def _kind(x: Any) -> tuple[torch.Size, torch.dtype, torch.device] | None:
