@@ -434,23 +434,32 @@ def _all_bits(
     for dtype, table_dtype in (*dtypes, (f64, f64), (f64, f32)):
         width = 32 if rotation.reading == "half" else 64
         # Results may have other strides if channels pass through.
-        every = []
-        for each in (width,) if rotation.slice == "whole" else (width, width // 2):
-            probe = _Probe(
-                caller, shape, each, tokens=67, channels=64, dtype=dtype, table_dtype=table_dtype
-            )
-            every.append(_bits(probe, rotation))
-        if every[0] is not None and every.count(every[0]) == len(every):
-            found.append((dtype, table_dtype, every[0]))
-        elif dtype == table_dtype == f32:
+        widths = (width,) if rotation.slice == "whole" else (width, width // 2)
+        sizes: dict[str, Any] = {
+            "tokens": 67,
+            "channels": 64,
+            "dtype": dtype,
+            "table_dtype": table_dtype,
+        }
+        probes = [_Probe(caller, shape, each, **sizes) for each in widths]
+        for cast in (False, True) if dtype != table_dtype else (False,):
+            tried = [_bits(probe, rotation, cast) for probe in probes]
+            every = [bits for bits in tried if bits is not None]
+            learns = all(bits.tables for bits in every)
+            alike = {bits._replace(tables=learns) for bits in every}
+            if len(every) == len(tried) and len(alike) == 1:
+                found.append((dtype, table_dtype, alike.pop()))
+                break
+        if not found:
             # If float32 differs, equal bits in 16-bit dtypes prove nothing: the more precise
             # arithmetic of the operator changes too few 16-bit results for a probe to notice.
             return ()
     return tuple(found)
 
 
-def _bits(probe: _Probe, rotation: Rotation) -> Bits | None:
+def _bits(probe: _Probe, rotation: Rotation, cast: bool) -> Bits | None:
     """The choices with which the operator equals a function on one probe; None if none does."""
+    probe = probe.copied()
     xs = [_permuted(x).requires_grad_() for x in probe.xs.values()]
     probe.xs = dict(zip(probe.xs, xs))
     tables = [probe.cos.requires_grad_(), probe.sin.requires_grad_()]
@@ -464,9 +473,8 @@ def _bits(probe: _Probe, rotation: Rotation) -> Bits | None:
         dense = tuple(
             (y.is_contiguous(), g is not None and g.is_contiguous()) for y, g in zip(ys, wanted)
         )
-        casts = (False, True) if probe.cos.dtype != xs[0].dtype else (False,)
-        for cast, *pair in itertools.product(casts, _ROUNDINGS, _ROUNDINGS):
-            bits = Bits((pair[0], pair[1]), dense, cast=cast)
+        for pair in itertools.product(_ROUNDINGS, _ROUNDINGS):
+            bits = Bits(pair, dense, cast=cast)
             mine = [probe.fused(i, rotation, ys[0].dtype, bits) for i in range(count)]
             if not _equal(mine, ys) or not all(map(_alike, mine, ys)):
                 continue
