@@ -119,7 +119,8 @@ def test_tables_that_are_cast() -> None:
 
     candidate = recognised(cast)
     bits = candidate.bits_of(B16, F32, needs_grad=True)
-    assert bits is not None and bits.cast
+    assert bits is not None
+    assert bits.cast
     x, angle = torch.randn(2, 7, 3, 16).to(B16), 9 * torch.rand(7, 8)
     assert_replaced(cast, candidate, {"x": x}, cos=angle.cos(), sin=angle.sin())
 
@@ -209,3 +210,33 @@ def test_a_flag_that_is_passed_as_a_variable_is_tried_with_both_values() -> None
         replacement(counted, [candidate])(x, emb, half, 2.0)
         replacement(counted, [candidate])(x, emb, int(half))
         assert counted.count == 2
+
+
+# --- tokens in the first dimension ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F32, B16])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_tables_of_tokens_in_the_first_dimension(dtype: torch.dtype, contiguous: bool) -> None:
+    candidate = recognised(by_angles)
+    assert "s11d" in candidate.ones
+    x = torch.randn(7, 2, 3, 24).to(dtype)
+    if not contiguous:
+        x = x.transpose(0, 2).contiguous().transpose(0, 2)
+    angles = 9 * torch.rand(7, 1, 1, 16)
+    assert_replaced(by_angles, candidate, {"t": x}, freqs=angles)
+    assert_replaced(by_angles, candidate, {"t": x[:, :1]}, freqs=angles)
+    assert_replaced(by_angles, candidate, {"t": x[:, :, :1]}, freqs=angles)
+
+
+def test_functions_that_use_other_rows_with_tokens_in_the_first_dimension() -> None:
+    def rows(x: Any, cos: Any, sin: Any) -> Any:
+        if cos.dim() == 4 and cos.shape[1:3] == (1, 1):
+            cos, sin = cos.flip(0), sin.flip(0)
+        return x * cos + halves(x) * sin
+
+    candidate = recognised(rows)
+    assert "s11d" not in candidate.ones
+    x, angle = torch.randn(7, 2, 3, 16), torch.rand(7, 1, 1, 16)
+    new = replacement(rows, [candidate])
+    assert_same_bits(new(x, angle.cos(), angle.sin()), rows(x, angle.cos(), angle.sin()))

@@ -337,7 +337,7 @@ def _explain(caller: _Caller) -> list[Candidate]:
     partial = ran = False
     for shape in caller.arrangements():
         known = {_key(each)[:3] for each in verified if not each.broadcasts}
-        if shape.broadcasts and _key(shape)[:3] in known:
+        if shape.broadcasts and len(shape.table) == 3 and _key(shape)[:3] in known:
             continue
         matches = _at(caller, shape, alive)
         ran |= bool(matches)
@@ -411,14 +411,21 @@ def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -
     _check_strides(make(), rotation)
     _check_container(make())
     _check_gradients(make(), rotation)
+    bits = _all_bits(caller, shapes[0], rotation)
+    ones = set(candidate.ones)
+    for shape in shapes:
+        # Gradients of tables sum in another order, so calls that need them run the original.
+        if shape.table == "s11d" and not _alike_bits(_all_bits(caller, shape, rotation), bits):
+            ones.discard(shape.table)
     return replace(
         candidate,
+        ones=frozenset(ones),
         ignored=_ignored(make),
         keeps_dtype=_keeps_dtype(make, rotation),
         tokens=_uneven_tokens(make, rotation),
         alone=_alone(make(), rotation),
         trailing=_trailing(make(), rotation),
-        bits=_all_bits(caller, shapes[0], rotation),
+        bits=bits,
         constants=tuple(caller.constants.items()),
     )
 
@@ -455,6 +462,18 @@ def _all_bits(
             # arithmetic of the operator changes too few 16-bit results for a probe to notice.
             return ()
     return tuple(found)
+
+
+_AllBits = tuple[tuple[torch.dtype, torch.dtype, Bits], ...]
+
+
+def _alike_bits(one: _AllBits, other: _AllBits) -> bool:
+    """Return whether two results of :func:`_all_bits` agree, except about the tables."""
+    kept = [
+        [(x, table, bits._replace(tables=True, cast=False)) for x, table, bits in each]
+        for each in (one, other)
+    ]
+    return kept[0] == kept[1]
 
 
 def _bits(probe: _Probe, rotation: Rotation, cast: bool) -> Bits | None:

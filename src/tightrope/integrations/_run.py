@@ -13,7 +13,7 @@ from ..forms import COS_SIN, HALF, Rotation, both_entries, signature
 from ..functional.tables import Tables, rotate_by
 from ..ops import route, schema
 from ..ops.run import run_packed
-from ._candidate import Bits, Candidate
+from ._candidate import Bits, Candidate, tokens_first
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -95,6 +95,8 @@ class _Call:
         """Return whether the equality of bits that recognition found also holds for this call."""
         if learned and (cos.dim() != x.dim() or cos.shape[0] != x.shape[0]):
             return False  # the sum over rows would have another order
+        if learned and tokens_first(x.shape, cos.shape):
+            return False
         lanes = self.candidate.call.form.lanes
         if lanes == 1 or route.mode() == "compiled":
             return True
@@ -363,6 +365,7 @@ def fused(
     # The heads dimension is just before the sequence dimension, or just after it.
     behind = cos.shape[-2] == 1 and x.shape[-2] != 1
     heads = dims - 2 if behind else dims - 3
+    layout = "sbhd" if tokens_first(x.shape, cos.shape) else None
     count, channels = rotation.pairs_of(cos.shape[-1]), x.shape[-1]
     start = rotation.start(channels, cos.shape[-1])
     cos, sin, tables = _arranged(cos, sin, rotation)
@@ -374,6 +377,7 @@ def fused(
                 *(cos, sin, heads, rotation.pairs != HALF, tables, start),
                 rounding=bits.rounding,
                 dense=bits.strides(which),
+                layout=layout,
             ),
         )
     except (TypeError, ValueError):
