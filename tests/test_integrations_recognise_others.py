@@ -240,3 +240,32 @@ def test_functions_that_use_other_rows_with_tokens_in_the_first_dimension() -> N
     x, angle = torch.randn(7, 2, 3, 16), torch.rand(7, 1, 1, 16)
     new = replacement(rows, [candidate])
     assert_same_bits(new(x, angle.cos(), angle.sin()), rows(x, angle.cos(), angle.sin()))
+
+
+# --- a tuple of sines and cosines -------------------------------------------------------------------
+
+
+def test_a_tuple_of_sines_and_cosines() -> None:
+    def turn(q: Any, k: Any, rope: Any) -> Any:
+        sin, cos = rope
+        wide = [each.to(sin.dtype) for each in (q, k)]
+        rows = sin.shape[-2]
+        ys = []
+        for x, each in zip((q, k), wide):
+            if each.shape[-2] < rows:
+                raise ValueError("too few tokens")
+            front, back = each.split([each.shape[-2] - rows, rows], -2)
+            ys.append(torch.cat((front, back * cos + halves(back) * sin), -2).to(x.dtype))
+        return tuple(ys)
+
+    def swapped(q: Any, k: Any, rope: Any) -> Any:
+        sin, _cos = rope
+        return tuple(x * sin + halves(x) * sin for x in (q, k))
+
+    candidate = recognised(turn)
+    assert candidate.call.form.name == "a tuple of sines and cosines"
+    assert candidate.tokens == "prefix"
+    q, k = torch.randn(2, 3, 9, 16), torch.randn(2, 3, 9, 16)
+    angle = torch.rand(7, 16)
+    assert_replaced(turn, candidate, {"q": q, "k": k}, rope=(angle.sin(), angle.cos()))
+    assert refused(swapped)

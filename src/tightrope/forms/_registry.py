@@ -89,6 +89,11 @@ def _pair(pair: Any) -> Tables:
     return cos, sin
 
 
+def _reversed_pair(pair: Any) -> Tables:
+    sin, cos = _pair(pair)
+    return cos, sin
+
+
 def _matrix(table: torch.Tensor) -> Tables:
     """Rows (a, b) and (c, d) of any 2 x 2 matrix: u·a + v·b and u·c + v·d are full tables."""
     if table.shape[-2:] != (2, 2):
@@ -126,6 +131,7 @@ FORMS: dict[str, Form] = {
             lanes=8,
         ),
         Form("a tuple of cosines and sines", ("pair",), ("(cos, sin)",), _pair),
+        Form("a tuple of sines and cosines", ("reversed_pair",), ("(sin, cos)",), _reversed_pair),
         Form("sin and cos in one table", ("sin_cos",), (_SINES_FIRST,), _sines_first),
         Form("cos and sin in one table", ("cos_sin",), (_COSINES_FIRST,), _cosines_first),
         Form(
