@@ -101,6 +101,9 @@ def test_placed_tables_broadcast(arrangement: Arrangement) -> None:
 
 # --- calls suggested by a signature --------------------------------------------------------------------
 
+# The roles of one argument that holds the whole table.
+_ONE_TABLE = ("cis", "pair", "reversed_pair", "sin_cos", "cos_sin", "matrix", "angles")
+
 SUGGESTED: dict[str, tuple[str, list[str]]] = {
     "llama": (
         "q, k, cos, sin, unsqueeze_dim=1",
@@ -109,7 +112,7 @@ SUGGESTED: dict[str, tuple[str, list[str]]] = {
     "gptj": ("tensor, sin, cos", ["x, sin, cos", "x, cos, sin"]),
     "meta": (
         "xq, xk, freqs_cis",
-        [f"q, k, {role}" for role in ("cis", "pair", "sin_cos", "cos_sin", "matrix", "angles")],
+        [f"q, k, {role}" for role in _ONE_TABLE],
     ),
     "ids that are not read": ("x, cos, sin, position_ids=None", ["x, cos, sin", "x, sin, cos"]),
     "rows": (
@@ -140,7 +143,7 @@ def test_calls_that_names_suggest(name: str) -> None:
 
 def test_a_method_may_have_heads_still_flat() -> None:
     found = calls_of(taking("self, x, position_embeddings"), method=True)
-    assert [call.form.flat for call in found] == [False] * 6 + [True]
+    assert [call.form.flat for call in found] == [False] * len(_ONE_TABLE) + [True]
     assert all(call.method and call.rotated == ("x",) for call in found)
 
 

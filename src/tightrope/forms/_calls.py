@@ -23,7 +23,7 @@ _NAMES = {
     "q": re.compile(r"^(x?q|q_|query|queries)(_states|_layer|_heads?)?$"),
     "k": re.compile(r"^(x?k|k_|key|keys)(_states|_layer|_heads?)?$"),
     "offset": re.compile(r"offset|start_pos|position_start|^past_len"),
-    "seq_dim": re.compile(r"^seq(uence)?_(dim|axis)$"),
+    "seq_dim": re.compile(r"(^|_)seq(uence)?_(dim|axis)$"),
     "positions": re.compile(r"pos(ition)?|(^|_)ids$"),
     "unsqueeze_dim": re.compile(r"(?<!unbind_)dim$|axis$"),
 }
@@ -152,7 +152,9 @@ def _bound(form: Form, parameters: Sequence[inspect.Parameter], method: bool) ->
     tables = [
         each.name
         for each in parameters
-        if _TABLE.search(each.name) and (each.default is None or each.default is each.empty)
+        if _TABLE.search(each.name)
+        and each.default in (None, each.empty)
+        and not (each.default is None and _role(each) == "seq_dim")
     ]
     if form.flat > method or len(tables) != (len(form.roles) if form.takes_tables else 0):
         return

@@ -41,8 +41,9 @@ class Arrangement:
     Attributes:
         x, table: the dimensions by letter.
         unsqueeze_dim: the dimension at which the function unsqueezes tables, if that is an argument.
-        broadcasts: whether tables of rank three broadcast against x of rank four without unsqueezing.
-            A call with such tables does not show whether the function can unsqueeze other tables.
+        broadcasts: whether tables with an axis of size 1 in another place than usual broadcast against
+            x of rank four without unsqueezing. A call with such tables does not show whether the
+            function can unsqueeze other tables.
     """
 
     x: str
@@ -76,6 +77,7 @@ ARRANGEMENTS = (
     *(Arrangement("bsd", table) for table in ("bsd", "sd")),
     *(Arrangement("hsd", table) for table in ("sd", "1sd")),
     *(Arrangement("bhsd", "1sd", None, True), Arrangement("bshd", "s1d", None, True)),
+    Arrangement("sbhd", "s11d", None, True),
     *(Arrangement("bhsd", "bsd", dim) for dim in (1, -3)),
     *(Arrangement("bshd", "bsd", dim) for dim in (2, -2)),
     *(Arrangement("bhsd", "1sd", 1), Arrangement("bshd", "1sd", 2), Arrangement("shd", "sd", 1)),

@@ -55,10 +55,6 @@ class Form:
         space = {"torch": torch, "cos": cos, "sin": sin}
         return tuple(eval(text, dict(space)) for text in self.build)
 
-    def read_back(self, cos: torch.Tensor, sin: torch.Tensor) -> Tables:
-        """The cosines and sines that :attr:`read` finds in the arguments built from these."""
-        return (cos, sin) if self.read is None else self.read(*self.built(cos, sin))
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _named, (self.name,)
 
@@ -90,6 +86,11 @@ def _pair(pair: Any) -> Tables:
     if not isinstance(pair, (tuple, list)):
         raise TypeError("a tuple (cos, sin) is needed")
     cos, sin = pair
+    return cos, sin
+
+
+def _reversed_pair(pair: Any) -> Tables:
+    sin, cos = _pair(pair)
     return cos, sin
 
 
@@ -130,6 +131,7 @@ FORMS: dict[str, Form] = {
             lanes=8,
         ),
         Form("a tuple of cosines and sines", ("pair",), ("(cos, sin)",), _pair),
+        Form("a tuple of sines and cosines", ("reversed_pair",), ("(sin, cos)",), _reversed_pair),
         Form("sin and cos in one table", ("sin_cos",), (_SINES_FIRST,), _sines_first),
         Form("cos and sin in one table", ("cos_sin",), (_COSINES_FIRST,), _cosines_first),
         Form(

@@ -272,6 +272,7 @@ class Tables(NamedTuple):
     Attributes:
         dense: whether results are contiguous, rather than strided like q and k; and whether the
             gradients of q and k are, rather than strided like the gradients of the results.
+        layout: the layout of q if unsqueeze_dim cannot tell it; the tables then have its rank.
     """
 
     cos: torch.Tensor
@@ -284,6 +285,7 @@ class Tables(NamedTuple):
     position_ids: torch.Tensor | None = None
     rounding: RoundingLike = "once"
     dense: tuple[bool, bool] = (False, False)
+    layout: str | None = None
 
 
 def rotate_by(
@@ -305,14 +307,12 @@ def _build(
     backend: str | None,
 ) -> list[Call]:
     """Check the arguments against each other and build the call."""
-    cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids, rounding, dense = (
-        given
-    )
+    cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids, rounding = given[:9]
     check_flag("interleaved", interleaved)
     check_flag("inverse", inverse)
     hint = "; pass ids as position_ids="
     unsqueeze_dim = integer("unsqueeze_dim", unsqueeze_dim, hint)
-    layout = _layout(q, unsqueeze_dim)
+    layout = BY_NAME[given.layout] if given.layout else _layout(q, unsqueeze_dim)
     shape = shape_of("q", q, layout)
     if k is not None:
         shape_of("k", k, layout)
@@ -348,7 +348,7 @@ def _build(
     forward, back = rounding_of(rounding)
     options = schema.Options(
         layout.code, start, interleaved, direction, ids is None, source,
-        rounding=forward, back=back, dense=dense[0], dense_back=dense[1],
+        rounding=forward, back=back, dense=given.dense[0], dense_back=given.dense[1],
     )  # fmt: skip
     if backend is not None:
         check_backend(backend, q)

@@ -23,16 +23,25 @@ class Bits(NamedTuple):
             strides. If empty, (False, False) for every tensor.
         gradients: whether the gradients of q and k have the bits of the original too.
         tables: whether the gradients of the tables do.
+        cast: whether the tables are rounded to the dtype of x before the rotation.
     """
 
     rounding: tuple[str, str] = ("once", "once")
     dense: tuple[tuple[bool, bool], ...] = ()
     gradients: bool = True
     tables: bool = True
+    cast: bool = False
 
     def strides(self, which: int) -> tuple[bool, bool]:
         """Return ``dense`` of one tensor."""
         return self.dense[which] if self.dense else (False, False)
+
+
+def tokens_first(x: torch.Size, table: torch.Size) -> bool:
+    """Return whether tables fit only x of the layout (seq, batch, heads, dim)."""
+    return (
+        len(x) == len(table) == 4 and table[1:3] == (1, 1) and table[0] == x[0] and 1 not in x[:3]
+    )
 
 
 @dataclass(frozen=True)
@@ -45,9 +54,9 @@ class Candidate:
         shapes: the ranks that were tried and match: (rank of x, rank of the tables, the value of
             unsqueeze_dim or None, the dimension at which the tables are unsqueezed, counted from the
             end, or None).
-        ones: the tables of rank three that broadcast against x of rank four without unsqueezing:
-            "1sd" for x (batch, heads, seq, dim), "s1d" for (batch, seq, heads, dim). Only these two
-            exact shapes were tried.
+        ones: the tables that broadcast against x of rank four without unsqueezing and were tried only
+            in this exact shape: "1sd" for x (batch, heads, seq, dim), "s1d" for (batch, seq, heads,
+            dim), "s11d" for (seq, batch, heads, dim).
         tokens: what happens if x and the tables differ in the number of tokens: "same", an error;
             "prefix", the last tokens rotate and the leading ones pass through; "suffix", the last
             rows of the tables are used.
@@ -89,6 +98,10 @@ class Candidate:
         Raises:
             LookupError: these shapes were not tried.
         """
+        if tokens_first(x, table):
+            if "s11d" in self.ones and given is None:
+                return None
+            raise LookupError("shapes that were not tried")
         for dims, table_dims, value, place in self.shapes:
             if (len(x), len(table), given) == (dims, table_dims, value):
                 return place

@@ -6,6 +6,7 @@ import ast
 import dis
 import importlib.util
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -210,9 +211,13 @@ def is_near(value: Any, function: FunctionType) -> bool:
     )
 
 
+# In place of the value of an argument that is no constant.
+_VARIABLE = object()
+
+
 @lru_cache(maxsize=256)
-def _calls_in(module: str) -> tuple[tuple[str, Constants], ...]:
-    """(Name of the callee, its constant keyword arguments) of each call in a module's source."""
+def _calls_in(module: str) -> tuple[tuple[str, tuple[Any, ...], Constants], ...]:
+    """(Name of the callee, positional arguments, keyword arguments) of each call in a module's source."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, SyntaxError, TypeError):
@@ -222,30 +227,45 @@ def _calls_in(module: str) -> tuple[tuple[str, Constants], ...]:
         if not isinstance(node, ast.Call):
             continue
         callee = getattr(node.func, "id", getattr(node.func, "attr", None))
-        given = [(k.arg, k.value.value) for k in node.keywords if isinstance(k.value, ast.Constant)]
         if callee is not None:
-            found.append((callee, tuple(sorted((k, v) for k, v in given if k is not None))))
+            known = itertools.takewhile(lambda each: not isinstance(each, ast.Starred), node.args)
+            named = [(k.arg, _value(k.value)) for k in node.keywords if k.arg is not None]
+            found.append((callee, tuple(map(_value, known)), tuple(named)))
     return tuple(dict.fromkeys(found))
+
+
+def _value(node: ast.expr) -> Any:
+    return node.value if isinstance(node, ast.Constant) else _VARIABLE
 
 
 def constants_of(name: str, value: Any, module: str) -> tuple[Constants, ...]:
     """The combinations of constants with which the code of a module calls a function.
 
-    Parameters with a role, such as the dimension at which tables are unsqueezed, do not count.
+    A flag that is passed as a variable counts with both values. Values equal to the default, and
+    parameters with a role, such as the dimension at which tables are unsqueezed, do not count.
     """
     seen = signature(value)
+    parameters = [] if seen is None else list(seen.parameters.values())
     roles = {each.name for call in calls_of(value) for each in call.arguments}
     optional = {
         p.name: p.default
-        for p in ([] if seen is None else seen.parameters.values())
+        for p in parameters
         if isinstance(p.default, (bool, int, str)) and p.name not in roles
     }
-    found = [
-        tuple((k, v) for k, v in constants if k in optional and v is not optional[k])
-        for callee, constants in _calls_in(module)
-        if callee == name
-    ]
-    return tuple(dict.fromkeys(found)) or ((),)
+    found: dict[Constants, None] = {}
+    for callee, positional, named in _calls_in(module):
+        if callee != name:
+            continue
+        given = dict(zip([p.name for p in parameters], positional)) | dict(named)
+        several: list[list[Constants]] = []
+        for key, default in optional.items():
+            passed = [given.get(key, default)]
+            if passed == [_VARIABLE]:
+                passed = [False, True] if isinstance(default, bool) else [default]
+            several.append([() if each is default else ((key, each),) for each in passed])
+        for each in itertools.product(*several):
+            found[tuple(itertools.chain.from_iterable(each))] = None
+    return tuple(found) or ((),)
 
 
 def processors(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

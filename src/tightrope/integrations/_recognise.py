@@ -149,10 +149,11 @@ _RANDOM = "two equal calls give different results"
 _REFUSES = "it raises an error for some dtypes of x and cos/sin"
 _DTYPES = "the dtype of its results is neither that of x nor the one that x and cos/sin promote to"
 _VALUES = "it matches a known rotation on some inputs but not on all"
+_CONTAINER = "it returns neither one tensor for one tensor nor a tuple for several"
 _GRADIENTS = "its gradients are not those of the rotation it computes"
 _RANK = (
     _NO_CALL, _NO_MATCH, _UNEVEN, _AMBIGUOUS, _WRITES, _RANDOM, _REFUSES, _DTYPES, _VALUES,
-    _GRADIENTS,
+    _CONTAINER, _GRADIENTS,
 )  # fmt: skip
 
 
@@ -222,6 +223,14 @@ class _Probe:
         if caller.call.form.unit:
             cos, sin = cos.cos(), cos.sin()
         self.cos, self.sin = cos.to(table_dtype), sin.to(table_dtype)
+        self.container: type | None = None  # of the result of the last run
+
+    def copied(self) -> _Probe:
+        """The same probe for a function that may write to its arguments."""
+        made = copy.copy(self)
+        made.xs = {name: x.clone() for name, x in self.xs.items()}
+        made.cos, made.sin = self.cos.clone(), self.sin.clone()
+        return made
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors that the function is called with."""
@@ -246,6 +255,7 @@ class _Probe:
             arguments[caller.positions] = torch.arange(self.cos.shape[-2])[None]
         selves = () if owner is None else (owner,)
         result = caller.function(*selves, **arguments)
+        self.container = type(result)
         results = list(result) if isinstance(result, (tuple, list)) else [result]
         return [y.unflatten(-1, shape[-2:]) for y in results] if flat else results
 
@@ -268,10 +278,15 @@ class _Probe:
     def fused(
         self, which: int, rotation: Rotation, dtype: torch.dtype, bits: Bits
     ) -> torch.Tensor | None:
-        """Rotate one of the xs by the operator; None if the operator refuses these tensors."""
-        x, form = list(self.xs.values())[which], self.caller.call.form
-        # The tables as the replacement will read them: the cosines of angles have other bits.
-        cos, sin = form.read_back(self.cos, self.sin)
+        """Rotate one of the xs by the operator; None if the operator refuses these tensors.
+
+        The tables are read from the arguments, as in a replacement: angles do not keep their bits.
+        """
+        x, call = list(self.xs.values())[which], self.caller.call
+        tables = call.read(call.build(self.cos, self.sin))
+        if tables is None:
+            return None
+        cos, sin = tables
         if (place := self.shape.place) is not None:
             cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
         return fused(x, cos, sin, rotation, dtype, bits, which)
@@ -322,7 +337,7 @@ def _explain(caller: _Caller) -> list[Candidate]:
     partial = ran = False
     for shape in caller.arrangements():
         known = {_key(each)[:3] for each in verified if not each.broadcasts}
-        if shape.broadcasts and _key(shape)[:3] in known:
+        if shape.broadcasts and len(shape.table) == 3 and _key(shape)[:3] in known:
             continue
         matches = _at(caller, shape, alive)
         ran |= bool(matches)
@@ -341,8 +356,11 @@ def _explain(caller: _Caller) -> list[Candidate]:
     if not partial:
         alive = list(dict.fromkeys(replace(r, slice="whole") for r in alive))
     keys = frozenset(_key(shape) for shape in verified if not shape.broadcasts)
-    if not alive or keys & refused:
+    if not alive or (keys and keys <= refused):
         raise _Unlike(_UNEVEN)
+    # Calls with ranks of which some layouts match nothing run the original.
+    keys -= refused
+    verified = [shape for shape in verified if shape.broadcasts or _key(shape) in keys]
     if len({key[:3] for key in keys}) != len(keys):
         raise _Unlike(_AMBIGUOUS)
     seen = frozenset(shape.table for shape in verified if shape.broadcasts)
@@ -357,15 +375,17 @@ def _at(
     matches: dict[int, list[Rotation]] = {}
     for width in (CHANNELS, CHANNELS // 2, CHANNELS // 4):
         probe = _Probe(caller, shape, width)
-        given = copy.copy(probe)
-        given.xs = {name: x.clone() for name, x in probe.xs.items()}
-        given.cos, given.sin = probe.cos.clone(), probe.sin.clone()
-        if (ys := given.tried()) is not None:
+        if (ys := probe.copied().tried()) is not None:
             matches[width] = [
                 rotation
                 for rotation in (candidates() if alive is None else alive)
                 if rotation.fits(CHANNELS, width) and probe.agrees(ys, rotation)
             ]
+        if matches.get(width):
+            # A function can take a layout for another one, and slice the heads as if they were tokens.
+            single = _Probe(caller, shape, width, tokens=1)
+            ys = single.copied().tried() or []
+            matches[width] = [each for each in matches[width] if single.agrees(ys, each)]
     return matches
 
 
@@ -389,15 +409,23 @@ def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -
                 raise _Unlike(_RANDOM)
     make = functools.partial(_Probe, caller, shapes[0], width)
     _check_strides(make(), rotation)
+    _check_container(make())
     _check_gradients(make(), rotation)
+    bits = _all_bits(caller, shapes[0], rotation)
+    ones = set(candidate.ones)
+    for shape in shapes:
+        # Gradients of tables sum in another order, so calls that need them run the original.
+        if shape.table == "s11d" and not _alike_bits(_all_bits(caller, shape, rotation), bits):
+            ones.discard(shape.table)
     return replace(
         candidate,
+        ones=frozenset(ones),
         ignored=_ignored(make),
         keeps_dtype=_keeps_dtype(make, rotation),
         tokens=_uneven_tokens(make, rotation),
         alone=_alone(make(), rotation),
         trailing=_trailing(make(), rotation),
-        bits=_all_bits(caller, shapes[0], rotation),
+        bits=bits,
         constants=tuple(caller.constants.items()),
     )
 
@@ -413,23 +441,44 @@ def _all_bits(
     for dtype, table_dtype in (*dtypes, (f64, f64), (f64, f32)):
         width = 32 if rotation.reading == "half" else 64
         # Results may have other strides if channels pass through.
-        every = []
-        for each in (width,) if rotation.slice == "whole" else (width, width // 2):
-            probe = _Probe(
-                caller, shape, each, tokens=67, channels=64, dtype=dtype, table_dtype=table_dtype
-            )
-            every.append(_bits(probe, rotation))
-        if every[0] is not None and every.count(every[0]) == len(every):
-            found.append((dtype, table_dtype, every[0]))
-        elif dtype == table_dtype == f32:
+        widths = (width,) if rotation.slice == "whole" else (width, width // 2)
+        sizes: dict[str, Any] = {
+            "tokens": 67,
+            "channels": 64,
+            "dtype": dtype,
+            "table_dtype": table_dtype,
+        }
+        probes = [_Probe(caller, shape, each, **sizes) for each in widths]
+        for cast in (False, True) if dtype != table_dtype else (False,):
+            tried = [_bits(probe, rotation, cast) for probe in probes]
+            every = [bits for bits in tried if bits is not None]
+            learns = all(bits.tables for bits in every)
+            alike = {bits._replace(tables=learns) for bits in every}
+            if len(every) == len(tried) and len(alike) == 1:
+                found.append((dtype, table_dtype, alike.pop()))
+                break
+        if not found:
             # If float32 differs, equal bits in 16-bit dtypes prove nothing: the more precise
             # arithmetic of the operator changes too few 16-bit results for a probe to notice.
             return ()
     return tuple(found)
 
 
-def _bits(probe: _Probe, rotation: Rotation) -> Bits | None:
+_AllBits = tuple[tuple[torch.dtype, torch.dtype, Bits], ...]
+
+
+def _alike_bits(one: _AllBits, other: _AllBits) -> bool:
+    """Return whether two results of :func:`_all_bits` agree, except about the tables."""
+    kept = [
+        [(x, table, bits._replace(tables=True, cast=False)) for x, table, bits in each]
+        for each in (one, other)
+    ]
+    return kept[0] == kept[1]
+
+
+def _bits(probe: _Probe, rotation: Rotation, cast: bool) -> Bits | None:
     """The choices with which the operator equals a function on one probe; None if none does."""
+    probe = probe.copied()
     xs = [_permuted(x).requires_grad_() for x in probe.xs.values()]
     probe.xs = dict(zip(probe.xs, xs))
     tables = [probe.cos.requires_grad_(), probe.sin.requires_grad_()]
@@ -444,7 +493,7 @@ def _bits(probe: _Probe, rotation: Rotation) -> Bits | None:
             (y.is_contiguous(), g is not None and g.is_contiguous()) for y, g in zip(ys, wanted)
         )
         for pair in itertools.product(_ROUNDINGS, _ROUNDINGS):
-            bits = Bits(pair, dense)
+            bits = Bits(pair, dense, cast=cast)
             mine = [probe.fused(i, rotation, ys[0].dtype, bits) for i in range(count)]
             if not _equal(mine, ys) or not all(map(_alike, mine, ys)):
                 continue
@@ -476,6 +525,13 @@ def _check_strides(probe: _Probe, rotation: Rotation) -> None:
     strided = {name: _permuted(x) for name, x in probe.xs.items()}
     if not probe.agrees(probe.run(strided), rotation):
         raise _Unlike(_VALUES)
+
+
+def _check_container(probe: _Probe) -> None:
+    """Refuse other containers than those that the replacement returns."""
+    probe.run()
+    if probe.container is not (tuple if len(probe.xs) > 1 else torch.Tensor):
+        raise _Unlike(_CONTAINER)
 
 
 def _check_gradients(probe: _Probe, rotation: Rotation) -> None:

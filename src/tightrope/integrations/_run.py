@@ -13,7 +13,7 @@ from ..forms import COS_SIN, HALF, Rotation, both_entries, signature
 from ..functional.tables import Tables, rotate_by
 from ..ops import route, schema
 from ..ops.run import run_packed
-from ._candidate import Bits, Candidate
+from ._candidate import Bits, Candidate, tokens_first
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -95,6 +95,8 @@ class _Call:
         """Return whether the equality of bits that recognition found also holds for this call."""
         if learned and (cos.dim() != x.dim() or cos.shape[0] != x.shape[0]):
             return False  # the sum over rows would have another order
+        if learned and tokens_first(x.shape, cos.shape):
+            return False
         lanes = self.candidate.call.form.lanes
         if lanes == 1 or route.mode() == "compiled":
             return True
@@ -109,8 +111,7 @@ class _Call:
         if len(args) > len(self.names) or len(values) != len(self.names):
             return None
         for name in self.others:
-            # Identical, so that True is not taken for 1 and tensors are never compared.
-            if values[name] is not self.expected.get(name, _PLAIN):
+            if not _same(values[name], self.expected.get(name, _PLAIN)):
                 return None
         return values
 
@@ -169,7 +170,7 @@ class _Call:
             if 0 in other:
                 return None
         bits = self.bits_of(dtype, table_dtype, needs_grad=True)
-        if bits is None:
+        if bits is None or (bits.cast and table_dtype != dtype):
             return None
         dense = bits.strides(0)
         if k is not None and bits.strides(1) != dense:
@@ -241,6 +242,14 @@ class _Call:
         if xs[1] is None:
             return ys[0] if candidate.alone == "one" else (ys[0], None)
         return tuple(ys)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two arguments are the same, where True is not 1; tensors are not compared."""
+    if one is other:
+        return True
+    # Zeros may differ in sign.
+    return type(one) is type(other) and type(one) in (int, float, str) and one == other != 0
 
 
 def _kind(x: Any) -> tuple[torch.Size, torch.dtype, torch.device] | None:
@@ -334,7 +343,7 @@ def fused(
     Args:
         cos, sin: tables that broadcast against x.
         dtype: the dtype of the result.
-        bits: where to round, and the strides of the results.
+        bits: where to round, whether to round the tables too, and the strides of the results.
         which: the number of x among the tensors of its call.
     """
     dims = x.dim()
@@ -349,11 +358,14 @@ def fused(
         or cos.dim() > dims
     ):
         return None
+    if bits.cast:
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     while cos.dim() < dims:
         cos, sin = cos[None], sin[None]
     # The heads dimension is just before the sequence dimension, or just after it.
     behind = cos.shape[-2] == 1 and x.shape[-2] != 1
     heads = dims - 2 if behind else dims - 3
+    layout = "sbhd" if tokens_first(x.shape, cos.shape) else None
     count, channels = rotation.pairs_of(cos.shape[-1]), x.shape[-1]
     start = rotation.start(channels, cos.shape[-1])
     cos, sin, tables = _arranged(cos, sin, rotation)
@@ -365,6 +377,7 @@ def fused(
                 *(cos, sin, heads, rotation.pairs != HALF, tables, start),
                 rounding=bits.rounding,
                 dense=bits.strides(which),
+                layout=layout,
             ),
         )
     except (TypeError, ValueError):

@@ -1,0 +1,271 @@
+"""Test `recognise` on the structures of rotary functions of libraries other than transformers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tightrope.integrations import recognise
+from tightrope.integrations._candidate import Candidate
+from tightrope.integrations._find import constants_of
+from tightrope.integrations._recognise import to_the_bit
+from tightrope.integrations._run import replacement
+from tolerances import assert_same_bits
+
+Function = Callable[..., Any]
+F32, B16 = torch.float32, torch.bfloat16
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+def adjacent(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+def recognised(function: Function, **constants: Any) -> Candidate:
+    """The candidate of a function; fails unless its bits can be equalled."""
+    recognition = to_the_bit(recognise(function, constants=tuple(constants.items())))
+    assert recognition.candidate is not None, recognition.reason
+    return recognition.candidate
+
+
+def refused(function: Function, **constants: Any) -> str:
+    """The reason for which a function is refused."""
+    recognition = to_the_bit(recognise(function, constants=tuple(constants.items())))
+    assert recognition.candidate is None, str(recognition.candidate)
+    return recognition.reason
+
+
+class Calls:
+    """Wraps a function and counts its calls."""
+
+    def __init__(self, function: Function) -> None:
+        self.function, self.count = function, 0
+        self.__signature__ = inspect.signature(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return self.function(*args, **kwargs)
+
+
+def assert_replaced(
+    function: Function, candidate: Candidate, xs: dict[str, torch.Tensor], **others: Any
+) -> None:
+    """Assert equal bits of results and gradients, and that the operator computed them."""
+    original = Calls(function)
+    new = replacement(original, [candidate])
+    runs = []
+    for each in (function, new):
+        leaves = {name: x.detach().requires_grad_() for name, x in xs.items()}
+        result = each(**leaves, **others)
+        ys = result if isinstance(result, tuple) else (result,)
+        weights = [torch.linspace(-1, 2, y.numel()).view(y.shape).to(y.dtype) for y in ys]
+        runs.append([*ys, *torch.autograd.grad(ys, list(leaves.values()), weights)])
+    assert original.count == 0
+    for got, wanted in zip(*reversed(runs)):
+        assert_same_bits(got, wanted)
+        assert got.stride() == wanted.stride()
+
+
+def test_a_list_of_results_is_refused() -> None:
+    def one(x: Any, cos: Any, sin: Any) -> Any:
+        return x * cos + halves(x) * sin
+
+    def several(x: Any, cos: Any, sin: Any) -> Any:
+        return [one(each, cos, sin) for each in ([x] if isinstance(x, torch.Tensor) else x)]
+
+    def pair(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return [one(q, cos, sin), one(k, cos, sin)]
+
+    recognised(one)
+    recognised(lambda q, k, cos, sin: tuple(pair(q, k, cos, sin)))
+    assert "tuple" in refused(several)
+    assert "tuple" in refused(pair)
+
+
+# --- angles, and tables that are cast to the dtype of x ---------------------------------------------
+
+
+def by_angles(t: Any, freqs: Any, adjacent_pairs: bool = False, mscale: float = 1.0) -> Any:
+    width = freqs.shape[-1]
+    part, rest = t[..., :width], t[..., width:]
+    cos, sin = ((each(freqs) * mscale).to(t.dtype) for each in (torch.cos, torch.sin))
+    turned = (adjacent if adjacent_pairs else halves)(part)
+    return torch.cat((part * cos + turned * sin, rest), -1)
+
+
+@pytest.mark.parametrize("adjacent_pairs", [False, True])
+@pytest.mark.parametrize("dtype", [F32, B16])
+def test_angles_whose_cosines_are_cast(dtype: torch.dtype, adjacent_pairs: bool) -> None:
+    candidate = recognised(by_angles, adjacent_pairs=adjacent_pairs)
+    assert candidate.call.form.name == "angles"
+    assert candidate.rotation.pairs == ("interleaved" if adjacent_pairs else "half")
+    x, angles = torch.randn(2, 3, 7, 24).to(dtype), 9 * torch.rand(2, 1, 7, 16)
+    assert_replaced(by_angles, candidate, {"t": x}, freqs=angles, adjacent_pairs=adjacent_pairs)
+
+
+def test_tables_that_are_cast() -> None:
+    def cast(x: Any, cos: Any, sin: Any) -> Any:
+        cos, sin = cos.unsqueeze(-2).to(x.dtype), sin.unsqueeze(-2).to(x.dtype)
+        u, v = x.chunk(2, -1)
+        return torch.cat((u * cos - v * sin, v * cos + u * sin), -1)
+
+    candidate = recognised(cast)
+    bits = candidate.bits_of(B16, F32, needs_grad=True)
+    assert bits is not None
+    assert bits.cast
+    x, angle = torch.randn(2, 7, 3, 16).to(B16), 9 * torch.rand(7, 8)
+    assert_replaced(cast, candidate, {"x": x}, cos=angle.cos(), sin=angle.sin())
+
+
+def test_angles_that_are_changed_before_their_cosines_are_refused() -> None:
+    def twice(t: Any, freqs: Any) -> Any:
+        return t * freqs.cos() + halves(t) * (2 * freqs).sin()
+
+    def rounded(t: Any, freqs: Any) -> Any:
+        return by_angles(t, freqs.to(B16).to(freqs.dtype))
+
+    assert "no known rotation" in refused(twice)
+    assert refused(rounded)
+
+
+# --- functions that slice their tables ----------------------------------------------------------
+
+
+def last_rows(t: Any, freqs: Any, scale: float = 1) -> Any:
+    """Takes tables of rank three; of other tables it slices another dimension than the tokens."""
+    freqs = freqs[:, -t.shape[-2] :]
+    freqs = freqs[:, None] if t.ndim == 4 and freqs.ndim == 3 else freqs
+    return by_angles(t.float(), freqs, True, scale).type(t.dtype)
+
+
+def test_ranks_at_which_some_layouts_match_nothing_run_the_original() -> None:
+    candidate = recognised(last_rows)
+    assert candidate.tokens == "suffix"
+    assert {key[:2] for key in candidate.shapes} >= {(4, 3), (3, 3)}
+    assert (4, 4) not in {key[:2] for key in candidate.shapes}
+    x, angles = torch.randn(2, 3, 7, 24), 9 * torch.rand(2, 9, 16)
+    assert_replaced(last_rows, candidate, {"t": x}, freqs=angles)
+    full = 9 * torch.rand(2, 3, 1, 16)
+    new = replacement(last_rows, [candidate])
+    assert_same_bits(new(x[:, :, :1], full), last_rows(x[:, :, :1], full))
+
+
+def test_a_function_that_slices_the_heads_of_every_table_is_refused() -> None:
+    def sliced(t: Any, freqs: Any) -> Any:
+        if freqs.ndim != 4:
+            raise ValueError("tables of rank four are needed")
+        return by_angles(t, freqs[:, -t.shape[-2] :])
+
+    def first(t: Any, freqs: Any) -> Any:
+        return by_angles(t, freqs[..., :1, :])
+
+    assert refused(sliced)
+    assert refused(first)
+
+
+def test_the_dimension_of_tokens_is_no_table() -> None:
+    def turn(
+        freqs: Any, t: Any, scale: float = 1.0, seq_dim: int = -2, freqs_seq_dim: Any = None
+    ) -> Any:
+        if freqs_seq_dim is not None or freqs.ndim == 2:
+            freqs = freqs.narrow(freqs_seq_dim or 0, 0, t.shape[seq_dim])
+        return by_angles(t, freqs, True, scale)
+
+    candidate = recognised(turn)
+    assert candidate.call.tables == ("freqs",)
+    x, angles = torch.randn(2, 3, 7, 24), 9 * torch.rand(7, 16)
+    assert_replaced(turn, candidate, {"t": x}, freqs=angles)
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def test_a_flag_that_is_passed_as_a_variable_is_tried_with_both_values() -> None:
+    def flagged(x: Any, emb: Any, half: bool = False, scale: float = 2.5, mode: str = "all") -> Any:
+        sin, cos = emb.chunk(2, -1)
+        return x * cos + (halves if half else adjacent)(x) * sin
+
+    def calls(x: Any, emb: Any, half: Any, flag: Any) -> Any:
+        flagged(x, emb, half)
+        flagged(x, emb, True, scale=flag, mode="some")
+        return flagged(x, emb, half=False)
+
+    combinations = constants_of("flagged", flagged, calls.__module__)
+    assert set(combinations) == {(), (("half", True),), (("half", True), ("mode", "some"))}
+    x, emb = torch.randn(2, 3, 7, 16), torch.randn(7, 32)
+    candidates = [recognised(flagged, **dict(each)) for each in ((), (("half", True),))]
+    assert [each.rotation.pairs for each in candidates] == ["interleaved", "half"]
+    for half, candidate in zip((False, True), candidates):
+        # An equal number counts as the default value, also if it is another object.
+        assert_replaced(flagged, candidate, {"x": x}, emb=emb, half=half, scale=float("2.5"))
+        counted = Calls(flagged)
+        replacement(counted, [candidate])(x, emb, half, 2.0)
+        replacement(counted, [candidate])(x, emb, int(half))
+        assert counted.count == 2
+
+
+# --- tokens in the first dimension ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F32, B16])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_tables_of_tokens_in_the_first_dimension(dtype: torch.dtype, contiguous: bool) -> None:
+    candidate = recognised(by_angles)
+    assert "s11d" in candidate.ones
+    x = torch.randn(7, 2, 3, 24).to(dtype)
+    if not contiguous:
+        x = x.transpose(0, 2).contiguous().transpose(0, 2)
+    angles = 9 * torch.rand(7, 1, 1, 16)
+    assert_replaced(by_angles, candidate, {"t": x}, freqs=angles)
+    assert_replaced(by_angles, candidate, {"t": x[:, :1]}, freqs=angles)
+    assert_replaced(by_angles, candidate, {"t": x[:, :, :1]}, freqs=angles)
+
+
+def test_functions_that_use_other_rows_with_tokens_in_the_first_dimension() -> None:
+    def rows(x: Any, cos: Any, sin: Any) -> Any:
+        if cos.dim() == 4 and cos.shape[1:3] == (1, 1):
+            cos, sin = cos.flip(0), sin.flip(0)
+        return x * cos + halves(x) * sin
+
+    candidate = recognised(rows)
+    assert "s11d" not in candidate.ones
+    x, angle = torch.randn(7, 2, 3, 16), torch.rand(7, 1, 1, 16)
+    new = replacement(rows, [candidate])
+    assert_same_bits(new(x, angle.cos(), angle.sin()), rows(x, angle.cos(), angle.sin()))
+
+
+# --- a tuple of sines and cosines -------------------------------------------------------------------
+
+
+def test_a_tuple_of_sines_and_cosines() -> None:
+    def turn(q: Any, k: Any, rope: Any) -> Any:
+        sin, cos = rope
+        wide = [each.to(sin.dtype) for each in (q, k)]
+        rows = sin.shape[-2]
+        ys = []
+        for x, each in zip((q, k), wide):
+            if each.shape[-2] < rows:
+                raise ValueError("too few tokens")
+            front, back = each.split([each.shape[-2] - rows, rows], -2)
+            ys.append(torch.cat((front, back * cos + halves(back) * sin), -2).to(x.dtype))
+        return tuple(ys)
+
+    def swapped(q: Any, k: Any, rope: Any) -> Any:
+        sin, _cos = rope
+        return tuple(x * sin + halves(x) * sin for x in (q, k))
+
+    candidate = recognised(turn)
+    assert candidate.call.form.name == "a tuple of sines and cosines"
+    assert candidate.tokens == "prefix"
+    q, k = torch.randn(2, 3, 9, 16), torch.randn(2, 3, 9, 16)
+    angle = torch.rand(7, 16)
+    assert_replaced(turn, candidate, {"q": q, "k": k}, rope=(angle.sin(), angle.cos()))
+    assert refused(swapped)
