@@ -221,10 +221,17 @@ def _calls_in(module: str) -> tuple[tuple[str, Constants], ...]:
         if not isinstance(node, ast.Call):
             continue
         callee = getattr(node.func, "id", getattr(node.func, "attr", None))
-        given = [(k.arg, k.value.value) for k in node.keywords if isinstance(k.value, ast.Constant)]
+        given = [(k.arg, *_constant(k.value)) for k in node.keywords if k.arg is not None]
         if callee is not None:
-            found.append((callee, tuple(sorted((k, v) for k, v in given if k is not None))))
+            found.append((callee, tuple(sorted(each for each in given if len(each) > 1))))
     return tuple(dict.fromkeys(found))
+
+
+def _constant(node: ast.expr) -> tuple[Any, ...]:
+    """The value of a literal number, text, True, False or None, in a tuple; an empty one for others."""
+    negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
+    inner = node.operand if isinstance(node, ast.UnaryOp) and negative else node
+    return (ast.literal_eval(node),) if isinstance(inner, ast.Constant) else ()
 
 
 def constants_of(name: str, value: Any, module: str) -> tuple[Constants, ...]:
