@@ -269,10 +269,17 @@ class _Probe:
         self, which: int, rotation: Rotation, dtype: torch.dtype, bits: Bits
     ) -> torch.Tensor | None:
         """Rotate one of the xs by the operator; None if the operator refuses these tensors."""
-        x, cos, sin = list(self.xs.values())[which], self.cos, self.sin
+        x, (cos, sin) = list(self.xs.values())[which], self.tables()
         if (place := self.shape.place) is not None:
             cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
         return fused(x, cos, sin, rotation, dtype, bits, which)
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cosines and sines as the function can compute them from its arguments."""
+        form = self.caller.call.form
+        if form.unit and form.read is not None:
+            return form.read(*form.built(self.cos, self.sin))
+        return self.cos, self.sin
 
     def agrees(
         self,
@@ -441,8 +448,9 @@ def _bits(probe: _Probe, rotation: Rotation) -> Bits | None:
         dense = tuple(
             (y.is_contiguous(), g is not None and g.is_contiguous()) for y, g in zip(ys, wanted)
         )
-        for pair in itertools.product(_ROUNDINGS, _ROUNDINGS):
-            bits = Bits(pair, dense)
+        casts = (False, True) if probe.cos.dtype != xs[0].dtype else (False,)
+        for cast, *pair in itertools.product(casts, _ROUNDINGS, _ROUNDINGS):
+            bits = Bits((pair[0], pair[1]), dense, cast=cast)
             mine = [probe.fused(i, rotation, ys[0].dtype, bits) for i in range(count)]
             if not _equal(mine, ys) or not all(map(_alike, mine, ys)):
                 continue

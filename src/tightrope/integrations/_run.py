@@ -169,7 +169,7 @@ class _Call:
             if 0 in other:
                 return None
         bits = self.bits_of(dtype, table_dtype, needs_grad=True)
-        if bits is None:
+        if bits is None or bits.cast:
             return None
         dense = bits.strides(0)
         if k is not None and bits.strides(1) != dense:
@@ -349,6 +349,8 @@ def fused(
         or cos.dim() > dims
     ):
         return None
+    if bits.cast:
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     while cos.dim() < dims:
         cos, sin = cos[None], sin[None]
     # The heads dimension is just before the sequence dimension, or just after it.

@@ -1,0 +1,1 @@
+"""Coverage of a library by `patch`: `python -m benchmarks.coverage --help`."""
