@@ -54,7 +54,7 @@ LIBRARIES = {
     "diffusers": Library(
         name="diffusers",
         folder="models",
-        rotary=r"apply.*(rot|rope)(?!.*mrope)|^rope_apply$|^_rotate_axis$|^_apply_ucpe_transform$",
+        rotary=r"apply(?!.*mrope).*(rot|rope)|^rope_apply$|^_rotate_axis$|^_apply_ucpe_transform$",
         base="ModelMixin",
         all_of="transformers",
         bodies=(

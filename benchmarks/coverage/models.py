@@ -27,9 +27,9 @@ from ..transformers_coverage.models import sentence
 from .building import build
 from .catalogue import Library, Rotary, model_classes, rotary
 
-# Inputs without gradients: positions and times, from which models make angles and modulations, and
+# Inputs without gradients: masks, positions and times, from which models make angles and modulations, and
 # angles.
-FIXED = re.compile(r"_ids|time|rotary|size|coords|indices|lens|length")
+FIXED = re.compile(r"_ids|mask|time|rotary|size|coords|indices|lens|length")
 
 
 def run(model: torch.nn.Module, inputs: dict[str, Any], functions: tuple[Rotary, ...]) -> Run:
