@@ -414,8 +414,20 @@ def _all_bits(
     f32, f64, narrow = torch.float32, torch.float64, (torch.bfloat16, torch.float16)
     dtypes = ((f32, f32), *itertools.product((f32, *narrow), narrow), *((x, f32) for x in narrow))
     found = []
+    if not caller.call.form.narrow:
+        dtypes = (*dtypes, *((x, f64) for x in (f32, *narrow)))
+    # Results of 16 bits cannot show whether arithmetic is in float64, but those of a float32 x can: the
+    # dtypes of the tables for which they are, and for which they are not.
+    shown: dict[torch.dtype, bool] = {}
     # The operator reads float64 tables in full only for a float64 x.
     for dtype, table_dtype in (*dtypes, (f64, f64), (f64, f32)):
+        if dtype in narrow and table_dtype == f64 and f64 not in shown:
+            continue
+        casts = ["", "tables"] if dtype != table_dtype else [""]
+        if dtype == f32:
+            casts.append("float64")
+        elif dtype in narrow and shown.get(table_dtype):
+            casts = ["float64"]
         width = 32 if rotation.reading == "half" else 64
         # Results may have other strides if channels pass through.
         every = []
@@ -423,9 +435,11 @@ def _all_bits(
             probe = _Probe(
                 caller, shape, each, tokens=67, channels=64, dtype=dtype, table_dtype=table_dtype
             )
-            every.append(_bits(probe, rotation))
+            every.append(_bits(probe, rotation, casts))
         if every[0] is not None and every.count(every[0]) == len(every):
             found.append((dtype, table_dtype, every[0]))
+            if dtype == f32:
+                shown[table_dtype] = every[0].cast == "float64"
         elif dtype == table_dtype == f32:
             # If float32 differs, equal bits in 16-bit dtypes prove nothing: the more precise
             # arithmetic of the operator changes too few 16-bit results for a probe to notice.
@@ -433,8 +447,11 @@ def _all_bits(
     return tuple(found)
 
 
-def _bits(probe: _Probe, rotation: Rotation) -> Bits | None:
-    """The choices with which the operator equals a function on one probe; None if none does."""
+def _bits(probe: _Probe, rotation: Rotation, casts: Sequence[str]) -> Bits | None:
+    """The choices with which the operator equals a function on one probe; None if none does.
+
+    ``casts`` are the values of ``Bits.cast`` to try.
+    """
     xs = [_permuted(x).requires_grad_() for x in probe.xs.values()]
     probe.xs = dict(zip(probe.xs, xs))
     tables = [probe.cos.requires_grad_(), probe.sin.requires_grad_()]
@@ -448,7 +465,6 @@ def _bits(probe: _Probe, rotation: Rotation) -> Bits | None:
         dense = tuple(
             (y.is_contiguous(), g is not None and g.is_contiguous()) for y, g in zip(ys, wanted)
         )
-        casts = (False, True) if probe.cos.dtype != xs[0].dtype else (False,)
         for cast, *pair in itertools.product(casts, _ROUNDINGS, _ROUNDINGS):
             bits = Bits((pair[0], pair[1]), dense, cast=cast)
             mine = [probe.fused(i, rotation, ys[0].dtype, bits) for i in range(count)]
