@@ -7,11 +7,16 @@ Lists in the arguments of a class are tuples. A tensor is a text or an object:
 - "polar 2 3": complex numbers of absolute value 1;
 - "float32 1.0 2 3": one number everywhere, of this dtype;
 - {"int64": [1, 2]}: these numbers.
+
+{"new": "Cache", "arguments": [2]} is an object of a class next to the model's. "frozen" lists
+parameters without gradients; with "*" the inputs have none either, for models without a backward pass.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,8 +43,22 @@ def build(library: Library, name: str, file: str) -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(0)
     model = model_class(library, name, file)(**_tupled(entry["config"])).float().eval()
     reweigh(model, 1.0)
+    for pattern in entry.get("frozen", ()):
+        for path, parameter in model.named_parameters():
+            if fnmatch(path, pattern):
+                parameter.requires_grad_(False)
     generator = torch.Generator().manual_seed(3)
-    return model, {key: _made(value, generator) for key, value in entry["inputs"].items()}
+    return model, {
+        key: _new(model, value)
+        if isinstance(value, dict) and "new" in value
+        else _made(value, generator)
+        for key, value in entry["inputs"].items()
+    }
+
+
+def _new(model: Any, value: dict[str, Any]) -> Any:
+    """An object of a class in the module of the model's class."""
+    return vars(sys.modules[type(model).__module__])[value["new"]](*value["arguments"])
 
 
 def _tupled(value: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from tightrope.forms import unwrapped
@@ -105,7 +105,8 @@ class Rotary:
         for part in outer.split("."):
             owner, value = value, vars(value)[part]
         if inner:
-            every = (f for layer in layers(unwrapped(value)) for f in inner_functions(layer))
+            outermost: Any = unwrapped(value)
+            every = (f for layer in layers(outermost) for f in inner_functions(layer))
             return next(f for f in every if f.__name__ == last), None
         is_method = isinstance(owner, type) and not isinstance(value, staticmethod)
         return value, owner if is_method else None
@@ -156,7 +157,9 @@ def _functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Funct
 def rotary(library: Library) -> tuple[Rotary, ...]:
     """Every rotary function of a library."""
     return tuple(
-        Rotary(library, file, name, min(n.lineno for n in (node, *node.decorator_list)))
+        Rotary(
+            library, file, name, min([node.lineno, *(each.lineno for each in node.decorator_list)])
+        )
         for file, tree in sources(library).items()
         for name, node in _functions(tree)
         if re.search(library.rotary, node.name) or (file, name) in library.bodies
@@ -174,6 +177,11 @@ def model_classes(library: Library) -> dict[str, str]:
         and any(library.base in ast.unparse(base) for base in node.bases)
         and (file.startswith(f"{library.all_of}/") or file in rotating)
     }
+
+
+def mentions(library: Library, file: str) -> bool:
+    """Return whether a file mentions rotary embeddings at all."""
+    return bool(re.search(r"rotary|rope", ast.unparse(sources(library)[file]), re.IGNORECASE))
 
 
 def model_class(library: Library, name: str, file: str) -> type[Any]:

@@ -50,7 +50,12 @@ def run(library: Library) -> list[dict[str, Any]]:
 
 
 def _rows(each: Rotary) -> Iterator[dict[str, Any]]:
-    blank = {"file": each.file, "function": each.name, "constants": {}, "recognised": None}
+    blank: dict[str, Any] = {
+        "file": each.file,
+        "function": each.name,
+        "constants": {},
+        "recognised": None,
+    }
     if (each.file, each.name) in each.library.bodies:
         yield {**blank, "status": "left", "reason": BODY}
         return

@@ -24,8 +24,10 @@ from tightrope.integrations import Entry, _graft, patch, unpatch
 
 from ..transformers_coverage.comparing import Run, counting, difference, spoilt, tensors
 from ..transformers_coverage.models import sentence
-from .building import build
-from .catalogue import Library, Rotary, model_classes, rotary
+from .building import build, sizes
+from .catalogue import Library, Rotary, mentions, model_classes, rotary
+
+Leaves = dict[str, torch.Tensor]
 
 # Inputs without gradients: masks, positions and times, from which models make angles and modulations, and
 # angles.
@@ -36,9 +38,9 @@ def run(model: torch.nn.Module, inputs: dict[str, Any], functions: tuple[Rotary,
     """Run forward and backward; the loss is the sum of all outputs, times fixed random weights."""
     result = Run({}, {})
     given = copy.deepcopy(inputs)
-    leaves = dict(model.named_parameters())
+    leaves: Leaves = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, value in given.items():
-        if not FIXED.search(name):
+        if leaves and not FIXED.search(name):
             leaves |= {path: x.requires_grad_() for path, x in tensors(value, f"input.{name}")}
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
@@ -55,7 +57,7 @@ def run(model: torch.nn.Module, inputs: dict[str, Any], functions: tuple[Rotary,
             weight = torch.randn(value.shape, generator=generator)
             loss = loss + (value.float() * weight).sum() / max(1.0, value.numel() ** 0.5)
     if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     found = {name: leaf.grad for name, leaf in leaves.items()}
     result.gradients = {n: grad.clone() for n, grad in found.items() if grad is not None}
     model.zero_grad(set_to_none=True)
@@ -96,7 +98,10 @@ def row(library: Library, name: str, file: str) -> dict[str, Any]:
     out: dict[str, Any] = {
         "model": name, "file": file, "status": "not built", "reason": "", "bfloat16": "",
         "calls": {}, "replaced": [], "left": [],
+        "frozen": sizes(library.name).get(name, {}).get("frozen", []),
     }  # fmt: skip
+    if not mentions(library, file):
+        return {**out, "status": "not exercised", "reason": "its file does not rotate"}
     functions = rotary(library)
     try:
         model, inputs = build(library, name, file)
@@ -163,7 +168,9 @@ def name_of(entry: Entry) -> str:
     return f"{entry.module.rpartition('.')[2]}.{entry.name}"
 
 
-def rows(library: Library, only: str = "", without: Container[str] = ()) -> Iterator[dict[str, Any]]:
+def rows(
+    library: Library, only: str = "", without: Container[str] = ()
+) -> Iterator[dict[str, Any]]:
     """Yield the row of each model class whose name matches `only`, except those in `without`."""
     from tqdm import tqdm
 

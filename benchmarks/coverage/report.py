@@ -53,11 +53,14 @@ def section(data: dict[str, Any]) -> str:
 def _function(row: Row) -> list[str]:
     constants = ", ".join(f"{k}={v!r}" for k, v in row["constants"].items())
     name = f"`{row['file']}`: `{row['function']}`" + (f" with `{constants}`" if constants else "")
-    text = row["recognised"] if row["status"] == "equal" else f"**{row['status']}**: {row['reason']}"
+    text = (
+        row["recognised"] if row["status"] == "equal" else f"**{row['status']}**: {row['reason']}"
+    )
     return [name, str(text)]
 
 
 def _model(row: Row) -> list[str]:
     status = row["status"] + (f": {row['reason']}" if row["reason"] else "")
     left = [*row["left"], *(f"{n} of {c} calls" for n, c in row.get("given_back", {}).items())]
+    left += [f"{name} without gradients" for name in row["frozen"]]
     return [row["model"], status, row["bfloat16"], "; ".join(left)]
