@@ -630,3 +630,30 @@ def test_complex_products_on_several_threads(threads: int) -> None:
     q, k = normal(3, 257, 5, 128), normal(3, 257, 1, 128)
     found = replacement(apply_rotary_emb, [candidate])(q, k, table)
     assert all(map(torch.equal, found, apply_rotary_emb(q, k, table)))
+
+
+def _in_float64(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    wide = x.double()
+    u, v = wide.chunk(2, -1)
+    return (wide * cos + torch.cat((-v, u), -1) * sin).to(x.dtype)
+
+
+def _tables_cast_to_x(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    u, v = x.chunk(2, -1)
+    return x * cos.to(x.dtype) + torch.cat((-v, u), -1) * sin.to(x.dtype)
+
+
+def _by_angles(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    return _tables_cast_to_x(x, freqs.cos(), freqs.sin())
+
+
+@pytest.mark.parametrize(
+    ("function", "cast"),
+    [(_in_float64, "float64"), (_tables_cast_to_x, "tables"), (_by_angles, "tables")],
+)
+def test_casts_of_arguments_are_found(function: Any, cast: str) -> None:
+    candidate = recognise(function).candidate
+    assert candidate is not None
+    bits = candidate.bits_of(torch.bfloat16, torch.float32, True)
+    assert bits is not None
+    assert bits.cast == cast

@@ -123,10 +123,11 @@ def test_two_angles_per_pair_and_learned_tables_are_served(
     assert models.row(types[name])["status"] == "equal"
 
 
-def test_arithmetic_in_float64_is_left(types: dict[str, ModelType]) -> None:
+def test_arithmetic_in_float64_is_served(types: dict[str, ModelType]) -> None:
     row = models.row(types["musicflamingo"])
-    assert row["status"] == "not exercised"
-    assert row["left"][0].endswith("not to the bit; rounding='once' replaces it")
+    assert row["status"] == "equal", row
+    assert row["bfloat16"] == "equal"
+    assert not row["left"]
 
 
 def test_a_type_without_rotation_is_not_equal(types: dict[str, ModelType]) -> None:

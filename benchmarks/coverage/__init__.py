@@ -1,1 +1,1 @@
-"""Tests of the rotary functions of whole libraries."""
+"""Coverage of a library by `patch`: `python -m benchmarks.coverage --help`."""

@@ -193,7 +193,7 @@ def _run(function: Any, values: dict[str, Any]) -> tuple[list[torch.Tensor], lis
         t.requires_grad_()
         for n, t in zip([n for n in names if isinstance(values.get(n), torch.Tensor)], tensors)
         if t.is_floating_point()
-        and not any(word in n for word in ("cos", "sin", "freq", "position"))
+        and not any(word in n for word in ("cos", "sin", "freq", "rope", "position"))
     ]
     result = function(**values) if owner is None else function(owner, **values)
     ys = [y for y in (result if isinstance(result, tuple) else (result,)) if y is not None]

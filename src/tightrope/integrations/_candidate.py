@@ -23,14 +23,15 @@ class Bits(NamedTuple):
             strides. If empty, (False, False) for every tensor.
         gradients: whether the gradients of q and k have the bits of the original too.
         tables: whether the gradients of the tables do.
-        cast: whether the tables are rounded to the dtype of x before the rotation.
+        cast: "tables" if the tables are cast to the dtype of x first; "float64" if x and the tables are
+            cast to float64 first, and results to their dtype last; "" for neither.
     """
 
     rounding: tuple[str, str] = ("once", "once")
     dense: tuple[tuple[bool, bool], ...] = ()
     gradients: bool = True
     tables: bool = True
-    cast: bool = False
+    cast: str = ""
 
     def strides(self, which: int) -> tuple[bool, bool]:
         """Return ``dense`` of one tensor."""

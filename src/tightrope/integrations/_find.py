@@ -235,7 +235,10 @@ def _calls_in(module: str) -> tuple[tuple[str, tuple[Any, ...], Constants], ...]
 
 
 def _value(node: ast.expr) -> Any:
-    return node.value if isinstance(node, ast.Constant) else _VARIABLE
+    """The value of a literal number, text, True, False or None; _VARIABLE for anything else."""
+    negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
+    inner = node.operand if isinstance(node, ast.UnaryOp) and negative else node
+    return ast.literal_eval(node) if isinstance(inner, ast.Constant) else _VARIABLE
 
 
 def constants_of(name: str, value: Any, module: str) -> tuple[Constants, ...]:

@@ -437,8 +437,20 @@ def _all_bits(
     f32, f64, narrow = torch.float32, torch.float64, (torch.bfloat16, torch.float16)
     dtypes = ((f32, f32), *itertools.product((f32, *narrow), narrow), *((x, f32) for x in narrow))
     found = []
+    if not caller.call.form.narrow:
+        dtypes = (*dtypes, *((x, f64) for x in (f32, *narrow)))
+    # Results of 16 bits cannot show whether arithmetic is in float64, but those of a float32 x can: the
+    # dtypes of the tables for which they are, and for which they are not.
+    shown: dict[torch.dtype, bool] = {}
     # The operator reads float64 tables in full only for a float64 x.
     for dtype, table_dtype in (*dtypes, (f64, f64), (f64, f32)):
+        if dtype in narrow and table_dtype == f64 and f64 not in shown:
+            continue
+        casts = ["", "tables"] if dtype != table_dtype else [""]
+        if dtype == f32:
+            casts.append("float64")
+        elif dtype in narrow and shown.get(table_dtype):
+            casts = ["float64"]
         width = 32 if rotation.reading == "half" else 64
         # Results may have other strides if channels pass through.
         widths = (width,) if rotation.slice == "whole" else (width, width // 2)
@@ -449,13 +461,15 @@ def _all_bits(
             "table_dtype": table_dtype,
         }
         probes = [_Probe(caller, shape, each, **sizes) for each in widths]
-        for cast in (False, True) if dtype != table_dtype else (False,):
+        for cast in casts:
             tried = [_bits(probe, rotation, cast) for probe in probes]
             every = [bits for bits in tried if bits is not None]
             learns = all(bits.tables for bits in every)
             alike = {bits._replace(tables=learns) for bits in every}
             if len(every) == len(tried) and len(alike) == 1:
                 found.append((dtype, table_dtype, alike.pop()))
+                if dtype == f32:
+                    shown[table_dtype] = cast == "float64"
                 break
         if not found:
             # If float32 differs, equal bits in 16-bit dtypes prove nothing: the more precise
@@ -470,13 +484,13 @@ _AllBits = tuple[tuple[torch.dtype, torch.dtype, Bits], ...]
 def _alike_bits(one: _AllBits, other: _AllBits) -> bool:
     """Return whether two results of :func:`_all_bits` agree, except about the tables."""
     kept = [
-        [(x, table, bits._replace(tables=True, cast=False)) for x, table, bits in each]
+        [(x, table, bits._replace(tables=True, cast="")) for x, table, bits in each]
         for each in (one, other)
     ]
     return kept[0] == kept[1]
 
 
-def _bits(probe: _Probe, rotation: Rotation, cast: bool) -> Bits | None:
+def _bits(probe: _Probe, rotation: Rotation, cast: str) -> Bits | None:
     """The choices with which the operator equals a function on one probe; None if none does."""
     probe = probe.copied()
     xs = [_permuted(x).requires_grad_() for x in probe.xs.values()]

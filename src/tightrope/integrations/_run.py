@@ -170,7 +170,7 @@ class _Call:
             if 0 in other:
                 return None
         bits = self.bits_of(dtype, table_dtype, needs_grad=True)
-        if bits is None or (bits.cast and table_dtype != dtype):
+        if bits is None or bits.cast:
             return None
         dense = bits.strides(0)
         if k is not None and bits.strides(1) != dense:
@@ -358,8 +358,10 @@ def fused(
         or cos.dim() > dims
     ):
         return None
+    arithmetic = torch.float64 if bits.cast == "float64" else dtype
     if bits.cast:
-        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        wide = x.dtype if bits.cast == "tables" else arithmetic
+        cos, sin = cos.to(wide), sin.to(wide)
     while cos.dim() < dims:
         cos, sin = cos[None], sin[None]
     # The heads dimension is just before the sequence dimension, or just after it.
@@ -371,7 +373,7 @@ def fused(
     cos, sin, tables = _arranged(cos, sin, rotation)
     try:
         (y,) = rotate_by(
-            x.to(dtype),
+            x.to(arithmetic),
             None,
             Tables(
                 *(cos, sin, heads, rotation.pairs != HALF, tables, start),
@@ -382,6 +384,7 @@ def fused(
         )
     except (TypeError, ValueError):
         return None
+    y = y.to(dtype)
     return y if rotation.out == rotation.pairs else _reorder(y, start, count, rotation)
 
 
