@@ -549,14 +549,14 @@ def test_the_compiled_original_differs_as_documented(
     assert float((eager - compiled).abs().max()) <= unit
 
 
-def of_float64(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    u, v = x.double().chunk(2, -1)
-    y = x.double() * cos.double() + torch.cat((-v, u), -1) * sin.double()
-    return y.to(x.dtype)
+def of_scaled_tables(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    u, v = x.chunk(2, -1)
+    y = x * (3 * cos) + torch.cat((-v, u), -1) * (3 * sin)
+    return (y / 3).to(x.dtype)
 
 
-def test_a_function_of_more_precision_is_replaced_only_if_bits_may_change() -> None:
-    found = recognise(of_float64)
+def test_a_function_with_other_roundings_is_replaced_only_if_bits_may_change() -> None:
+    found = recognise(of_scaled_tables)
     assert found.candidate is not None
     assert str(found.candidate).endswith(", to rounding")
     refused = to_the_bit(found)
