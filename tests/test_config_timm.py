@@ -84,10 +84,16 @@ def test_a_config_of_another_program_is_not_taken_for_one_of_timm() -> None:
     assert RopeSpec.from_config(config) == RopeSpec(64, 500.0)
 
 
-@pytest.mark.parametrize("name", READ)
-def test_a_model_of_timm_rotates_as_the_spec(name: str) -> None:
+@pytest.mark.slow
+def test_models_of_timm_rotate_as_the_specs() -> None:
+    """All architectures, where timm is installed: its import needs torchvision, which has no CPU build."""
     timm = pytest.importorskip("timm")
     layers = pytest.importorskip("timm.layers.pos_embed_sincos")
+    for name in READ:
+        compare(name, timm, layers)
+
+
+def compare(name: str, timm: Any, layers: Any) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)
     module, attention = model.rope, model.blocks[0].attn

@@ -453,7 +453,10 @@ NONE = "none of its modules makes cosines and sines from positions, so angles st
 
 
 @pytest.mark.parametrize("angles", ["model", "exact"])
-def test_a_model_without_a_module_that_makes_angles_is_listed(angles: str) -> None:
+def test_a_model_without_a_module_that_makes_angles_is_listed(
+    angles: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, modeling_gptj.__name__, modeling_gptj)
     model = small_model("GPT-J")
     report = patch(model, angles=angles)
     if angles == "model":
