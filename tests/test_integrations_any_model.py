@@ -191,6 +191,7 @@ TURN: Any = None
 TABLES: Any = None
 
 
+@pytest.mark.slow
 def test_threads_patch_their_own_models() -> None:
     models = [Model(cls()) for cls, _ in KINDS.values() for _ in range(2)]
     before = [results(model) for model in models]
@@ -201,7 +202,7 @@ def test_threads_patch_their_own_models() -> None:
         assert_equal(xs, ys)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_model_compiles(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
     torch._dynamo.reset()
@@ -222,7 +223,8 @@ def test_a_function_is_recognised_for_each_combination_of_constants() -> None:
     ]  # fmt: skip
     new = replacement(any_models.turn, [each for each in found if each is not None])
     x, tables = torch.randn(2, 3, 7, 16), any_models.tables(7)
-    for options in ({}, {"by_halves": True}, {"axis_of_heads": 2}, {"by_halves": 1}):
+    axis = int("2")  # equal to a constant, not the same object in every Python
+    for options in ({}, {"by_halves": True}, {"axis_of_heads": axis}, {"by_halves": 1}):
         given = x.transpose(1, 2) if "axis_of_heads" in options else x
         assert torch.equal(new(given, tables, **options), any_models.turn(given, tables, **options))
 
@@ -281,6 +283,7 @@ READINGS: dict[str, tuple[Callable[..., Any], str, Callable[[torch.Tensor], tupl
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", READINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_readings_of_tables(name: str, dtype: torch.dtype) -> None:

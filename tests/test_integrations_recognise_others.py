@@ -101,6 +101,7 @@ def by_angles(t: Any, freqs: Any, adjacent_pairs: bool = False, mscale: float = 
     return torch.cat((part * cos + turned * sin, rest), -1)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("adjacent_pairs", [False, True])
 @pytest.mark.parametrize("dtype", [F32, B16])
 def test_angles_whose_cosines_are_cast(dtype: torch.dtype, adjacent_pairs: bool) -> None:
@@ -171,6 +172,7 @@ def test_a_function_that_slices_the_heads_of_every_table_is_refused() -> None:
     assert refused(first)
 
 
+@pytest.mark.slow
 def test_the_dimension_of_tokens_is_no_table() -> None:
     def turn(
         freqs: Any, t: Any, scale: float = 1.0, seq_dim: int = -2, freqs_seq_dim: Any = None
@@ -215,6 +217,7 @@ def test_a_flag_that_is_passed_as_a_variable_is_tried_with_both_values() -> None
 # --- tokens in the first dimension ------------------------------------------------------------------
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [F32, B16])
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_tables_of_tokens_in_the_first_dimension(dtype: torch.dtype, contiguous: bool) -> None:

@@ -57,7 +57,7 @@ def types() -> dict[str, ModelType]:
     return {each.name: each for each in catalogue()}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ODD)
 def test_patched_models_are_equal_and_their_rotations_were_served(
     name: str, types: dict[str, ModelType]
@@ -123,6 +123,7 @@ def test_two_angles_per_pair_and_learned_tables_are_served(
     assert models.row(types[name])["status"] == "equal"
 
 
+@pytest.mark.slow
 def test_arithmetic_in_float64_is_served(types: dict[str, ModelType]) -> None:
     row = models.row(types["musicflamingo"])
     assert row["status"] == "equal", row

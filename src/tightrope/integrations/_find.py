@@ -193,15 +193,17 @@ def imported(function: FunctionType) -> Iterator[tuple[str, ModuleType, Any]]:
 
 
 def _imported_module(name: str, level: object, names: dict[str, Any]) -> ModuleType | None:
-    """The module of an import in a body of a module with these names; None if not of its package."""
+    """The module of an import in a body of a module with these names.
+
+    None if it belongs to another package or is not imported yet: looking for functions must not run code.
+    """
+    dots = "." * level if isinstance(level, int) else ""
     try:
-        dots = "." * level if isinstance(level, int) else ""
         full = importlib.util.resolve_name(dots + name, names.get("__package__") or "")
-        if full.partition(".")[0] != str(names.get("__name__")).partition(".")[0]:
-            return None
-        return sys.modules.get(full) or importlib.import_module(full)
     except ImportError:
         return None
+    same = full.partition(".")[0] == str(names.get("__name__")).partition(".")[0]
+    return sys.modules.get(full) if same else None
 
 
 def is_near(value: Any, function: FunctionType) -> bool:

@@ -95,7 +95,6 @@ def recognise(
     reasons: list[str] = []
     with (
         torch.random.fork_rng(devices=[]),
-        torch.device("cpu"),
         torch.inference_mode(False),
         torch.no_grad(),
         warnings.catch_warnings(),
@@ -213,13 +212,13 @@ class _Probe:
         self.caller, self.shape = caller, shape
         self.xs: dict[str, torch.Tensor] = {}
         for name in caller.call.rotated:
-            x = torch.randn([size[letter] for letter in shape.x])
+            x = torch.randn([size[letter] for letter in shape.x], device="cpu")
             self.xs[name] = (x * scale).to(dtype)
             if "h" not in shape.table:
                 size["h"] = 1  # one head for all tensors but the first
         size |= {"h": HEADS, "d": width}
         sizes = [size[letter] for letter in shape.table][-2 if caller.positions else 0 :]
-        cos, sin = torch.randn(sizes), torch.randn(sizes)
+        cos, sin = (torch.randn(sizes, device="cpu") for _ in range(2))
         if caller.call.form.unit:
             cos, sin = cos.cos(), cos.sin()
         self.cos, self.sin = cos.to(table_dtype), sin.to(table_dtype)
@@ -252,9 +251,10 @@ class _Probe:
         if caller.unsqueeze_dim:
             arguments[caller.unsqueeze_dim] = self.shape.unsqueeze_dim
         if caller.positions:
-            arguments[caller.positions] = torch.arange(self.cos.shape[-2])[None]
+            arguments[caller.positions] = torch.arange(self.cos.shape[-2], device="cpu")[None]
         selves = () if owner is None else (owner,)
-        result = caller.function(*selves, **arguments)
+        with torch.device("cpu"):  # for tensors that the function makes
+            result = caller.function(*selves, **arguments)
         self.container = type(result)
         results = list(result) if isinstance(result, (tuple, list)) else [result]
         return [y.unflatten(-1, shape[-2:]) for y in results] if flat else results
@@ -501,7 +501,7 @@ def _bits(probe: _Probe, rotation: Rotation, cast: str) -> Bits | None:
         ys = [y for y in probe.tried() or [] if y is not None]
         if len(ys) != count:
             return None
-        grads = [_permuted(torch.randn(y.shape).to(y.dtype)) for y in ys]
+        grads = [_permuted(torch.randn(y.shape, device="cpu").to(y.dtype)) for y in ys]
         wanted = torch.autograd.grad(ys, [*xs, *tables], grads, allow_unused=True)
         dense = tuple(
             (y.is_contiguous(), g is not None and g.is_contiguous()) for y, g in zip(ys, wanted)
@@ -553,7 +553,7 @@ def _check_gradients(probe: _Probe, rotation: Rotation) -> None:
     with torch.enable_grad():
         ys = [y for y in probe.run() if y is not None]
         wanted = [probe.expected(x, rotation) for x in leaves]
-        weights = [torch.randn(y.shape) for y in wanted]
+        weights = [torch.randn(y.shape, device="cpu") for y in wanted]
         try:
             got = torch.autograd.grad(ys, leaves, weights, allow_unused=True)
         except RuntimeError as error:
@@ -596,7 +596,7 @@ def _ignored(make: _Make) -> frozenset[str]:
     for name in () if seen is None else seen.parameters:
         if name in known or "position" not in name:
             continue
-        probe, ids = make(), torch.randint(0, TOKENS, (BATCH, TOKENS))
+        probe, ids = make(), torch.randint(0, TOKENS, (BATCH, TOKENS), device="cpu")
         with_ids = probe.tried({name: ids})
         if with_ids is not None and _equal(probe.run(), with_ids):
             ignored.add(name)

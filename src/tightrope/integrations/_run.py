@@ -252,6 +252,11 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and type(one) in (int, float, str) and one == other != 0
 
 
+def _is_same(x: Any, y: Any) -> bool:
+    """Return whether two arguments are identical or equal constants; True is not 1."""
+    return x is y or (type(x) is type(y) and type(x) in (bool, int, str) and bool(x == y))
+
+
 def _kind(x: Any) -> tuple[torch.Size, torch.dtype, torch.device] | None:
     return (x.shape, x.dtype, x.device) if type(x) in _PLAIN else None
 
