@@ -1,4 +1,4 @@
-"""Processes that take turns: each measures a case when it is asked, so that medians are interleaved."""
+"""Processes that take turns: each measures one case per request, so that medians are interleaved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is special to each library whose models are patched."""
+"""The part of each library that holds the code of its models."""
 
 from __future__ import annotations
 

@@ -53,16 +53,10 @@ def patch(model: torch.nn.Module, *, angles: str = "model", rounding: str = "mod
         TypeError: model is not a Module.
         ValueError: an unknown value of angles or rounding.
 
-    >>> import torch
-    >>> def turn(x, cos, sin):
-    ...     u, v = x.chunk(2, -1)
-    ...     return x * cos + torch.cat((-v, u), -1) * sin
-    >>> class Attention(torch.nn.Module):
-    ...     def forward(self, q, k, cos, sin):
-    ...         return turn(q, cos, sin) @ turn(k, cos, sin).mT
-    >>> model = Attention()
+    >>> from transformers import GPTNeoXConfig, GPTNeoXModel
+    >>> model = GPTNeoXModel(GPTNeoXConfig(hidden_size=128, num_hidden_layers=1, vocab_size=9))
     >>> [entry.name for entry in patch(model).replaced]
-    ['turn']
+    ['apply_rotary_pos_emb']
     >>> unpatch(model)
     """
     check(model, angles, rounding)
