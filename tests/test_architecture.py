@@ -66,8 +66,6 @@ LAZY: dict[tuple[str, str], str] = {
 
 # Modules that import by a computed name -> why, and why this respects the ranks.
 DYNAMIC: dict[str, str] = {
-    "integrations._find": "the module from which a model's method imports, in that model's own "
-    "package",
     "integrations._graft": "the module of a model's rotary function, which a pickled "
     "model names; it is never one of ours",
     "workbench.audit._targets": "the module that a user names, and transformers; neither is part of "
