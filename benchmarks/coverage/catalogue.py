@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tightrope.forms import unwrapped
-from tightrope.integrations._find import INNER, Constants, constants_of, inner_functions, layers
+from tightrope.integrations._find import INNER, Constants, constants_of
+from tightrope.integrations._graft import Swap
 
 from ..transformers_coverage.comparing import Place
 
@@ -99,17 +99,14 @@ class Rotary:
 
     def found(self) -> tuple[Any, type | None]:
         """The function, and the class whose method it is."""
-        outer, inner, last = self.name.partition(INNER)
-        owner: Any = None
-        value: Any = self.module
-        for part in outer.split("."):
-            owner, value = value, vars(value)[part]
-        if inner:
-            outermost: Any = unwrapped(value)
-            every = (f for layer in layers(outermost) for f in inner_functions(layer))
-            return next(f for f in every if f.__name__ == last), None
-        is_method = isinstance(owner, type) and not isinstance(value, staticmethod)
-        return value, owner if is_method else None
+        value = Swap(self.module.__name__, self.name, ()).original()
+        *owners, _last = self.name.split(".")
+        if not owners or INNER in self.name or isinstance(value, staticmethod):
+            return value, None
+        owner: Any = self.module
+        for each in owners:
+            owner = vars(owner)[each]
+        return value, owner
 
     def constants(self, value: Any) -> tuple[Constants, ...]:
         """The constants with which the files of the library that define or import it call it."""

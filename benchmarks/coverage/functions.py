@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from tightrope.forms import unwrapped
@@ -76,10 +75,7 @@ def _one(each: Rotary, value: Any, owner: type | None, constants: Constants) -> 
     if candidate is None:
         return {"status": "left", "reason": to_the_bit(found).reason}
     replaced = replacement_of(Swap(each.module.__name__, each.name, (candidate,)))
-    # Tables that the function unsqueezes show the layout of x.
-    placed = frozenset(shape for shape in candidate.shapes if shape[3] is not None)
-    shaped = replace(candidate, shapes=placed or candidate.shapes)
-    make = arguments(shaped, None if owner is None else object())
+    make = arguments(candidate, None if owner is None else object())
 
     def with_constants(dtype: Any) -> dict[str, Any]:
         return make(dtype) | dict(constants)

@@ -115,10 +115,10 @@ def arguments(candidate: Candidate, owner: object = None) -> Make:
     """Return a function that makes arguments for a candidate: random x, and cos/sin of angles as in a model."""
     call, rotation = candidate.call, candidate.rotation
     unsqueeze_dim, positions = call.parameter("unsqueeze_dim"), call.parameter("positions")
-    # Prefer x of rank four, tables of rank three, and ranks that tell the layout of x.
+    # Prefer x of rank four, tables that are unsqueezed, which tell the layout of x, and tables of rank three.
     dims, table, given, place = max(
         candidate.shapes,
-        key=lambda s: (s[0], s[1] == 3, -(s[2] or 0), s[3] is not None, s[1]),
+        key=lambda s: (s[0], s[3] is not None, s[1] == 3, -(s[2] or 0), s[1]),
     )
 
     def make(dtype: torch.dtype) -> dict[str, Any]:
