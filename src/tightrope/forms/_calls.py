@@ -27,6 +27,8 @@ _NAMES = {
     "positions": re.compile(r"pos(ition)?|(^|_)ids$"),
     "unsqueeze_dim": re.compile(r"(?<!unbind_)dim$|axis$"),
 }
+# Names of parameters that never take a tensor to rotate.
+_OTHER = re.compile(r"config|mask|cache|past_key")
 _TABLE = re.compile(r"cos|sin|freq|cis|rope|rotary|emb(ed(ding)?)?s?$|^angles?$|^theta$|^pe$")
 
 
@@ -183,6 +185,10 @@ def _arguments(
             # default, is tried as a tensor.
             open_to_any = form.takes_tables and each.default in (None, each.empty)
             named = role == "k" or (role == "q" and not optional)
+            if _OTHER.search(each.name):
+                open_to_any = named = False
+                if not optional:
+                    return None
             if rotated == 0 and not optional:
                 role = "x"
             elif rotated and (open_to_any or named):

@@ -178,18 +178,25 @@ def imported(function: FunctionType) -> Iterator[tuple[str, ModuleType, Any]]:
 
     Only modules of the function's own package count.
     """
-    names = function.__globals__
-    for code in codes(function.__code__):
-        steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
-        module: Any = None
+    for source, level, name in _imports(function.__code__):
+        module = _imported_module(source, level, function.__globals__)
+        if module is not None and name in vars(module):
+            yield name, module, original_of(vars(module)[name])
+
+
+@lru_cache(maxsize=4096)
+def _imports(code: CodeType) -> tuple[tuple[str, object, str], ...]:
+    """(Module, level, name) of each ``from module import name`` in a code object and those nested in it."""
+    found = []
+    for each in codes(code):
+        steps = [step for step in dis.get_instructions(each) if step.opname != "EXTENDED_ARG"]
+        source: tuple[str, object] = "", 0
         for i, step in enumerate(steps):
             if step.opname == "IMPORT_NAME":
-                level = steps[i - 2].argval if i > 1 else 0
-                module = _imported_module(str(step.argval), level, names)
-            elif step.opname == "IMPORT_FROM" and module is not None:
-                name = str(step.argval)
-                if name in vars(module):
-                    yield name, module, original_of(vars(module)[name])
+                source = str(step.argval), steps[i - 2].argval if i > 1 else 0
+            elif step.opname == "IMPORT_FROM":
+                found.append((*source, str(step.argval)))
+    return tuple(found)
 
 
 def _imported_module(name: str, level: object, names: dict[str, Any]) -> ModuleType | None:

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -291,6 +291,10 @@ class _Probe:
             cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
         return fused(x, cos, sin, rotation, dtype, bits, which)
 
+    def could_be(self, ys: Sequence[object]) -> bool:
+        """Return True if ``ys`` have the kinds and shapes of rotated xs."""
+        return len(ys) == len(self.xs) and all(map(_could_be, ys, self.xs.values()))
+
     def agrees(
         self,
         ys: list[torch.Tensor | None],
@@ -311,8 +315,12 @@ class _Probe:
 _Make = Callable[..., _Probe]
 
 
+def _could_be(y: object, x: torch.Tensor) -> TypeGuard[torch.Tensor]:
+    return isinstance(y, torch.Tensor) and y.shape == x.shape and y.is_floating_point()
+
+
 def _agrees(y: object, expected: torch.Tensor, bound: float = _CLOSE) -> bool:
-    if not isinstance(y, torch.Tensor) or y.shape != expected.shape or not y.is_floating_point():
+    if not _could_be(y, expected):
         return False
     scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
     return bool(((y.double() - expected).abs() <= bound * scale).all())
@@ -368,6 +376,12 @@ def _explain(caller: _Caller) -> list[Candidate]:
     return [_confirm(caller, candidate, verified) for candidate in made]
 
 
+@functools.lru_cache
+def _fitting(width: int) -> tuple[Rotation, ...]:
+    """Every rotation of CHANNELS channels by tables of a width."""
+    return tuple(each for each in candidates() if each.fits(CHANNELS, width))
+
+
 def _at(
     caller: _Caller, shape: Arrangement, alive: list[Rotation] | None
 ) -> dict[int, list[Rotation]]:
@@ -376,9 +390,10 @@ def _at(
     for width in (CHANNELS, CHANNELS // 2, CHANNELS // 4):
         probe = _Probe(caller, shape, width)
         if (ys := probe.copied().tried()) is not None:
+            fitting = _fitting(width) if alive is None else alive
             matches[width] = [
                 rotation
-                for rotation in (candidates() if alive is None else alive)
+                for rotation in (fitting if probe.could_be(ys) else ())
                 if rotation.fits(CHANNELS, width) and probe.agrees(ys, rotation)
             ]
         if matches.get(width):
