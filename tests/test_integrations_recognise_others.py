@@ -272,3 +272,90 @@ def test_a_tuple_of_sines_and_cosines() -> None:
     angle = torch.rand(7, 16)
     assert_replaced(turn, candidate, {"q": q, "k": k}, rope=(angle.sin(), angle.cos()))
     assert refused(swapped)
+
+
+# --- 2 x 2 matrices: strides, dtypes, roundings -------------------------------------------------
+
+
+def by_matrices(q: Any, k: Any, freqs_cis: Any) -> Any:
+    """Sums of products in which the matrices come first, so that they decide the strides of results."""
+
+    def one(x: Any) -> Any:
+        pairs = x.float().reshape(*x.shape[:-1], -1, 1, 2)
+        y = freqs_cis[..., 0] * pairs[..., 0] + freqs_cis[..., 1] * pairs[..., 1]
+        return y.reshape(x.shape).type_as(x)
+
+    return one(q), one(k)
+
+
+def matrices(angles: torch.Tensor) -> torch.Tensor:
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((cos, -sin, sin, cos), -1).unflatten(-1, (2, 2))
+
+
+@pytest.mark.parametrize("dtype", [F32, B16])
+def test_results_whose_strides_follow_the_tables(dtype: torch.dtype) -> None:
+    candidate = recognised(by_matrices)
+    table = matrices(9 * torch.rand(2, 1, 7, 8))
+    q, k = torch.randn(2, 3, 7, 16).to(dtype), torch.randn(2, 4, 7, 16).to(dtype)
+    transposed = {
+        n: x.transpose(1, 2).contiguous().transpose(1, 2) for n, x in (("q", q), ("k", k))
+    }
+    assert_replaced(by_matrices, candidate, {"q": q, "k": k}, freqs_cis=table)
+    assert_replaced(by_matrices, candidate, transposed, freqs_cis=table)
+    # With tokens outermost, the strides of the original's results are neither.
+    original = Calls(by_matrices)
+    outer = [x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (q, k)]
+    replacement(original, [candidate])(*outer, table)
+    assert original.count == 1
+
+
+def to_bfloat16(x: Any, rope: Any) -> Any:
+    pairs = x.float().reshape(*x.shape[:-1], -1, 1, 2)
+    return (rope * pairs).sum(-1).reshape(x.shape).to(B16)
+
+
+@pytest.mark.parametrize("dtype", [F32, B16])
+def test_results_of_one_dtype(dtype: torch.dtype) -> None:
+    candidate = recognised(to_bfloat16)
+    assert candidate.dtype == B16
+    x, table = torch.randn(2, 3, 7, 16).to(dtype), matrices(9 * torch.rand(7, 8))
+    assert_replaced(to_bfloat16, candidate, {"x": x}, rope=table)
+    # Results of 16 bits show nothing of the arithmetic with a float64 x.
+    original = Calls(to_bfloat16)
+    replacement(original, [candidate])(x.double(), table)
+    assert original.count == 1
+
+
+@pytest.mark.parametrize("result", [F32, B16])
+def test_a_multiply_add_that_rounds_once_is_not_to_the_bit(result: torch.dtype) -> None:
+    def fused(x: Any, rope: Any) -> Any:
+        u, v = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        ys = [torch.addcmul(rope[..., i, 0] * u, rope[..., i, 1], v) for i in range(2)]
+        return torch.stack(ys, -1).flatten(-2).to(result if result == B16 else x.dtype)
+
+    a, b, c = torch.randn(3, 4096)
+    if torch.equal(torch.addcmul(a, b, c), a + b * c):
+        pytest.skip("torch does not fuse multiply-adds on this processor")
+    assert "not to the bit" in refused(fused)
+
+
+# --- tables with one row for each token and head --------------------------------------------------
+
+
+def per_head(x: Any, freqs_cos: Any, freqs_sin: Any) -> Any:
+    u, v = x[..., ::2].float(), x[..., 1::2].float()
+    ys = u * freqs_cos - v * freqs_sin, u * freqs_sin + v * freqs_cos
+    return torch.stack([y.to(x.dtype) for y in ys], -1).flatten(-2)
+
+
+def test_tables_with_a_row_for_each_head() -> None:
+    candidate = recognised(per_head)
+    x, angles = torch.randn(2, 7, 3, 16), 9 * torch.rand(7, 3, 8)
+    tables = {"freqs_cos": angles.cos(), "freqs_sin": angles.sin()}
+    assert_replaced(per_head, candidate, {"x": x}, **tables)
+    # Gradients of learned tables sum over the batch in another order.
+    original = Calls(per_head)
+    learned = {name: table.clone().requires_grad_() for name, table in tables.items()}
+    replacement(original, [candidate])(x, **learned)
+    assert original.count == 1

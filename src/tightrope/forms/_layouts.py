@@ -77,7 +77,7 @@ ARRANGEMENTS = (
     *(Arrangement("bsd", table) for table in ("bsd", "sd")),
     *(Arrangement("hsd", table) for table in ("sd", "1sd")),
     *(Arrangement("bhsd", "1sd", None, True), Arrangement("bshd", "s1d", None, True)),
-    Arrangement("sbhd", "s11d", None, True),
+    *(Arrangement("bshd", "shd", None, True), Arrangement("sbhd", "s11d", None, True)),
     *(Arrangement("bhsd", "bsd", dim) for dim in (1, -3)),
     *(Arrangement("bshd", "bsd", dim) for dim in (2, -2)),
     *(Arrangement("bhsd", "1sd", 1), Arrangement("bshd", "1sd", 2), Arrangement("shd", "sd", 1)),

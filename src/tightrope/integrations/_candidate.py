@@ -25,6 +25,8 @@ class Bits(NamedTuple):
         tables: whether the gradients of the tables do.
         cast: "tables" if the tables are cast to the dtype of x first; "float64" if x and the tables are
             cast to float64 first, and results to their dtype last; "" for neither.
+        by_batch: whether the choices hold only if sequences lie one after the other in memory; else for
+            any strides of x.
     """
 
     rounding: tuple[str, str] = ("once", "once")
@@ -32,6 +34,7 @@ class Bits(NamedTuple):
     gradients: bool = True
     tables: bool = True
     cast: str = ""
+    by_batch: bool = False
 
     def strides(self, which: int) -> tuple[bool, bool]:
         """Return ``dense`` of one tensor."""
@@ -56,13 +59,13 @@ class Candidate:
             unsqueeze_dim or None, the dimension at which the tables are unsqueezed, counted from the
             end, or None).
         ones: the tables that broadcast against x of rank four without unsqueezing and were tried only
-            in this exact shape: "1sd" for x (batch, heads, seq, dim), "s1d" for (batch, seq, heads,
-            dim), "s11d" for (seq, batch, heads, dim).
+            in this exact shape: "1sd" for x (batch, heads, seq, dim), "s1d" and, with a row for each
+            head, "shd" for (batch, seq, heads, dim), "s11d" for (seq, batch, heads, dim).
         tokens: what happens if x and the tables differ in the number of tokens: "same", an error;
             "prefix", the last tokens rotate and the leading ones pass through; "suffix", the last
             rows of the tables are used.
-        keeps_dtype: whether results have the dtype of x; otherwise the promoted dtype of x and the
-            tables.
+        dtype: the dtype of results: "x", that of x; "promoted", the one that x and the tables promote
+            to; or one dtype, whatever the arguments have.
         alone: the result if the second tensor is None: "pair" for (y, None), "one" for y; None for
             any other outcome, or if the function does not take exactly two tensors.
         ignored: parameters that do not affect the result.
@@ -77,7 +80,7 @@ class Candidate:
     shapes: frozenset[tuple[int, int, int | None, int | None]]
     ones: frozenset[str] = frozenset()
     tokens: str = "same"
-    keeps_dtype: bool = False
+    dtype: str | torch.dtype = "promoted"
     alone: str | None = None
     ignored: frozenset[str] = frozenset()
     trailing: bool = False
@@ -92,6 +95,12 @@ class Candidate:
             if (x, table) == (dtype, table_dtype):
                 return None if needs_grad and not bits.gradients else bits
         return None
+
+    def result_dtype(self, x: torch.dtype, table: torch.dtype) -> torch.dtype:
+        """The dtype of results for a dtype of x and one of the tables."""
+        if isinstance(self.dtype, torch.dtype):
+            return self.dtype
+        return x if self.dtype == "x" else torch.promote_types(x, table)
 
     def place(self, x: torch.Size, table: torch.Size, given: int | None) -> int | None:
         """The dimension at which a call unsqueezes its tables, counted from the end; None for none.
@@ -111,6 +120,8 @@ class Candidate:
                 return None
             if "s1d" in self.ones and table[:2] == (x[1], 1):
                 return None
+            if "shd" in self.ones and table[:2] == x[1:3]:
+                return None
         raise LookupError("shapes that were not tried")
 
     def __str__(self) -> str:
@@ -126,7 +137,8 @@ class Candidate:
             words.append("extra leading tokens pass through")
         elif self.tokens == "suffix":
             words.append("last rows of cos/sin if x is shorter")
-        words.append("result in dtype of x" if self.keeps_dtype else "result in promoted dtype")
+        kinds = {"x": "dtype of x", "promoted": "promoted dtype"}
+        words.append(f"result in {kinds.get(str(self.dtype), str(self.dtype)[6:])}")
         words.append(TO_THE_BIT if self.bits else "to rounding")
         return ", ".join(words)
 

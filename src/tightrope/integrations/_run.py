@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,7 +67,8 @@ class _Call:
             raise TypeError("the function must have a signature that can be read")
         parameters = [p for p in seen.parameters.values() if p.kind is not p.VAR_KEYWORD]
         self.signature, self.candidate, self.once = seen, candidate, rounding == "once"
-        self.keeps = candidate.keeps_dtype or narrow
+        if narrow and candidate.dtype == "promoted":
+            self.candidate = candidate = replace(candidate, dtype="x")
         self.names = [p.name for p in parameters]
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self.expected = self.defaults | dict(candidate.constants)
@@ -148,7 +150,7 @@ class _Call:
             return None
         if len(shape) != 4 or device != table_device or 0 in shape:
             return None
-        if not self.keeps and torch.promote_types(dtype, table_dtype) != dtype:
+        if self.candidate.result_dtype(dtype, table_dtype) != dtype:
             return None
         if dtype not in _FLOATING or table_dtype not in _FLOATING or device.type == "meta":
             return None
@@ -170,7 +172,7 @@ class _Call:
             if 0 in other:
                 return None
         bits = self.bits_of(dtype, table_dtype, needs_grad=True)
-        if bits is None or bits.cast:
+        if bits is None or bits.cast or bits.by_batch:
             return None
         dense = bits.strides(0)
         if k is not None and bits.strides(1) != dense:
@@ -223,12 +225,14 @@ class _Call:
             return None
         if place is not None:
             cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
-        dtype = first.dtype if self.keeps else torch.promote_types(first.dtype, cos.dtype)
+        dtype = candidate.result_dtype(first.dtype, cos.dtype)
         grad = torch.is_grad_enabled()
         learned = grad and (cos.requires_grad or sin.requires_grad)
         learns = learned or (grad and any(x.requires_grad for x in present))
         bits = self.bits_of(first.dtype, cos.dtype, learns)
         if bits is None or (learned and not bits.tables):
+            return None
+        if bits.by_batch and not all(map(_is_by_batch, present)):
             return None
         if not self.once and not self._has_bits(first, cos, learned):
             return None
@@ -263,6 +267,11 @@ def _kind(x: Any) -> tuple[torch.Size, torch.dtype, torch.device] | None:
 
 def _are_tensors(xs: list[Any]) -> bool:
     return all(isinstance(x, torch.Tensor) for x in xs)
+
+
+def _is_by_batch(x: torch.Tensor) -> bool:
+    """Return whether the sequences of x lie one after the other in memory."""
+    return x.shape[0] == 1 or x.stride(0) >= max(x.stride())
 
 
 def _placed_shape(table: torch.Size, place: int | None, dims: int) -> list[int] | None:
@@ -363,7 +372,8 @@ def fused(
         or cos.dim() > dims
     ):
         return None
-    arithmetic = torch.float64 if bits.cast == "float64" else dtype
+    wider = torch.promote_types(x.dtype, dtype)
+    arithmetic = torch.float64 if bits.cast == "float64" else wider
     if bits.cast:
         wide = x.dtype if bits.cast == "tables" else arithmetic
         cos, sin = cos.to(wide), sin.to(wide)
