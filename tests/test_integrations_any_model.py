@@ -287,18 +287,18 @@ READINGS: dict[str, tuple[Callable[..., Any], str, Callable[[torch.Tensor], tupl
 @pytest.mark.parametrize("name", READINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_readings_of_tables(name: str, dtype: torch.dtype) -> None:
-    """Equal bits where recognition says so; strides of a sum over matrices are not the operator's."""
     function, described, tables = READINGS[name]
     found = recognise(function).candidate
     assert found is not None
     assert described in str(found)
-    assert bool(found.bits) == (name != "matrices")
     given = tables(torch.arange(7.0)[:, None] * 0.5 ** torch.arange(8))
     x = torch.randn(2, 3, 7, 16).to(dtype).requires_grad_()
     want = function(x, *given)
     weights = torch.randn(want.shape).to(want.dtype)
     (wanted,) = torch.autograd.grad(want, x, weights)
+    # Where bfloat16 promotes, sums of gradients round to bfloat16 and products do not.
     exact = found.bits_of(dtype, torch.float32, needs_grad=True) is not None
+    assert exact or (name, dtype) == ("cosines first", torch.bfloat16)
     with Spy() as spy:
         y = replacement(function, [found])(x, *given)
         (got,) = torch.autograd.grad(y, x, weights)

@@ -27,6 +27,8 @@ from ._run import fused
 
 # No two tables of different shapes have equally many entries, so a view cannot take one for the other.
 BATCH, HEADS, TOKENS, CHANNELS = 3, 2, 5, 16
+# The number of heads of all tensors but the first.
+KEY_HEADS = 4
 
 # Bound for float32 inputs; a wrong candidate is off by as much as the values themselves.
 _CLOSE = 2e-5
@@ -204,7 +206,6 @@ class _Probe:
         *,
         tokens: int = TOKENS,
         channels: int = CHANNELS,
-        key_heads: int = 1,
         scale: float = 1.0,
         dtype: torch.dtype = torch.float32,
         table_dtype: torch.dtype = torch.float32,
@@ -216,7 +217,7 @@ class _Probe:
             x = torch.randn([size[letter] for letter in shape.x], device="cpu")
             self.xs[name] = (x * scale).to(dtype)
             if "h" not in shape.table:
-                size["h"] = key_heads  # of all tensors but the first
+                size["h"] = KEY_HEADS
         size |= {"h": HEADS, "d": width}
         sizes = [size[letter] for letter in shape.table][-2 if caller.positions else 0 :]
         cos, sin = (torch.randn(sizes, device="cpu") for _ in range(2))
@@ -482,13 +483,9 @@ def _all_bits(
             "dtype": dtype,
             "table_dtype": table_dtype,
         }
-        # With one head, strides by batch are those of a contiguous tensor.
-        probes = {
-            by_batch: [_Probe(caller, shape, each, **sizes, key_heads=heads) for each in widths]
-            for by_batch, heads in ((False, 1), (True, HEADS))
-        }
-        for cast, by_batch in itertools.product(casts, probes):
-            tried = [_bits(probe, rotation, cast, by_batch) for probe in probes[by_batch]]
+        probes = [_Probe(caller, shape, each, **sizes) for each in widths]
+        for cast, by_batch in itertools.product(casts, (False, True)):
+            tried = [_bits(probe, rotation, cast, by_batch) for probe in probes]
             every = [bits for bits in tried if bits is not None]
             learns = all(bits.tables for bits in every)
             alike = {bits._replace(tables=learns) for bits in every}
@@ -610,8 +607,8 @@ def _dtype(make: _Make, rotation: Rotation) -> str | torch.dtype:
             raise _Unlike(_REFUSES)
         kinds = {y.dtype for y in ys if y is not None}
         promoted = torch.promote_types(dtype, table_dtype)
-        fixed = {each: each for each in (b16, f16, f32)}
-        rules: dict[str | torch.dtype, torch.dtype] = {"x": dtype, "promoted": promoted, **fixed}
+        rules: dict[str | torch.dtype, torch.dtype] = {"x": dtype, "promoted": promoted}
+        rules |= {each: each for each in (b16, f16, f32)}
         found.append({rule: kind for rule, kind in rules.items() if kinds == {kind}})
         bound = max(_COARSE.get(each, _CLOSE) for each in (dtype, table_dtype))
         if not probe.agrees(ys, rotation, bound):
