@@ -541,10 +541,33 @@ def test_tables_of_three_dimensions_with_a_row_for_each_head(batch: int) -> None
     assert served(in_two_dimensions, q=q, k=q.clone(), cos=table, sin=table.flip(1))
 
 
-def test_keys_that_are_not_all_rotated_go_to_the_original() -> None:
-    q, k, table = normal(1, 3, 5, 16), normal(1, 3, 7, 16), normal(1, 5, 8).repeat_interleave(2, -1)
-    arguments = {"q": q, "k": k, "cos": table, "sin": table.flip(1), "num_k_exclude_rope": 2}
-    assert not served(in_two_dimensions, **arguments)
+@pytest.mark.parametrize("excluded", [0, 2])
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_keys_that_are_not_all_rotated_and_longer_ones(excluded: int, times: int) -> None:
+    def repeated(q: Any, k: Any, cos: Any, sin: Any, num_k_exclude_rope: int = 0) -> Any:
+        end = k.shape[-2] - num_k_exclude_rope
+        longer = [table.repeat(1, 1, end // q.shape[-2], 1) for table in (cos, sin)]
+        turned = in_two_dimensions(k[..., :end, :], k[..., :end, :], *longer)[1]
+        whole = torch.cat((turned, k[..., end:, :]), -2)
+        return in_two_dimensions(q, q, cos, sin)[0], whole
+
+    q, k = normal(1, 3, 5, 16), normal(1, 3, 5 * times + excluded, 16)
+    cos, sin = (normal(1, 5, 8).roll(n, 1).repeat_interleave(2, -1) for n in (0, 1))
+    arguments = {"q": q, "k": k, "cos": cos, "sin": sin, "num_k_exclude_rope": excluded}
+    assert served(repeated, **arguments)
+    if times == 1:
+        assert served(in_two_dimensions, **arguments)
+
+
+def test_keys_that_no_whole_number_of_tables_fits_go_to_the_original() -> None:
+    def cut(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        longer = [table.repeat(1, 1, 9, 1)[..., : k.shape[-2], :] for table in (cos, sin)]
+        return in_two_dimensions(q, q, cos, sin)[0], in_two_dimensions(k, k, *longer)[1]
+
+    table = normal(1, 5, 8).repeat_interleave(2, -1)
+    tables = {"cos": table, "sin": table.flip(1)}
+    assert served(cut, q=normal(1, 3, 5, 16), k=normal(1, 3, 10, 16), **tables)
+    assert not served(cut, q=normal(1, 3, 5, 16), k=normal(1, 3, 12, 16), **tables)
 
 
 @pytest.mark.parametrize(("heads", "tokens"), [(3, 5), (5, 5), (4, 1)])

@@ -66,6 +66,9 @@ class Candidate:
             rows of the tables are used.
         dtype: the dtype of results: "x", that of x; "promoted", the one that x and the tables promote
             to; or one dtype, whatever the arguments have.
+        excluded: the parameter that is the number of tokens at the end of k that pass through.
+        repeats: whether a k with several times as many tokens as q takes the tables several times, one
+            after the other.
         alone: the result if the second tensor is None: "pair" for (y, None), "one" for y; None for
             any other outcome, or if the function does not take exactly two tensors.
         ignored: parameters that do not affect the result.
@@ -81,6 +84,8 @@ class Candidate:
     ones: frozenset[str] = frozenset()
     tokens: str = "same"
     dtype: str | torch.dtype = "promoted"
+    excluded: str | None = None
+    repeats: bool = False
     alone: str | None = None
     ignored: frozenset[str] = frozenset()
     trailing: bool = False
@@ -137,6 +142,10 @@ class Candidate:
             words.append("extra leading tokens pass through")
         elif self.tokens == "suffix":
             words.append("last rows of cos/sin if x is shorter")
+        if self.excluded:
+            words.append(f"the last {self.excluded} keys pass through")
+        if self.repeats:
+            words.append("cos/sin repeated for more keys")
         kinds = {"x": "dtype of x", "promoted": "promoted dtype"}
         words.append(f"result in {kinds.get(str(self.dtype), str(self.dtype)[6:])}")
         words.append(TO_THE_BIT if self.bits else "to rounding")

@@ -7,7 +7,7 @@ import functools
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -444,6 +444,8 @@ def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -
         ignored=_ignored(make),
         dtype=dtype,
         tokens=_uneven_tokens(make, rotation),
+        excluded=_excluded(make, rotation),
+        repeats=_repeats(make, rotation),
         alone=_alone(make(), rotation),
         trailing=_trailing(make(), rotation),
         bits=bits,
@@ -650,6 +652,40 @@ def _uneven_tokens(make: _Make, rotation: Rotation) -> str:
         ):
             return kind
     return "same"
+
+
+def _excluded(make: _Make, rotation: Rotation) -> str | None:
+    """``Candidate.excluded``: the parameter that is the number of keys at the end that pass through."""
+    seen = signature(make().caller.function)
+    for name, parameter in ({} if seen is None else seen.parameters).items():
+        if "exclude" not in name or type(parameter.default) is not int:
+            continue
+        for probe, key, y in _longer_key(make, TOKENS + 2, {name: 2}):
+            turned = probe.expected(key[..., :TOKENS, :], rotation)
+            if _agrees(y, torch.cat((turned, key[..., TOKENS:, :].double()), dim=-2)):
+                return name
+    return None
+
+
+def _repeats(make: _Make, rotation: Rotation) -> bool:
+    """``Candidate.repeats``: whether a longer k takes the tables several times."""
+    for probe, key, y in _longer_key(make, 3 * TOKENS):
+        turned = [probe.expected(each, rotation) for each in key.split(TOKENS, dim=-2)]
+        return _agrees(y, torch.cat(turned, dim=-2))
+    return False
+
+
+def _longer_key(
+    make: _Make, tokens: int, given: Mapping[str, Any] | None = None
+) -> Iterator[tuple[_Probe, torch.Tensor, torch.Tensor | None]]:
+    """Yield a probe, k with another number of tokens and what becomes of it, if the call succeeds."""
+    probe = make()
+    if len(probe.xs) == 2 and probe.shape.x[-2] == "s":
+        name = list(probe.xs)[1]
+        key = make(tokens=tokens).xs[name]
+        ys = probe.tried({name: key, **(given or {})}) or []
+        if len(ys) == 2:
+            yield probe, key, ys[1]
 
 
 def _unevenly(probe: _Probe, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:

@@ -76,7 +76,9 @@ class _Call:
         self.unsqueeze_dim = candidate.call.parameter("unsqueeze_dim")
         self.positions = candidate.call.parameter("positions")
         known = {*self.rotated, *self.tables, self.unsqueeze_dim, self.positions}
-        known |= candidate.ignored | set(self.names[: int(candidate.call.method)])
+        known |= (
+            candidate.ignored | {candidate.excluded} | set(self.names[: int(candidate.call.method)])
+        )
         self.others = [name for name in self.names if name not in known]
         self.plan = functools.lru_cache(maxsize=256)(self._plan)
         self.straight = (
@@ -112,14 +114,21 @@ class _Call:
         values = {**self.defaults, **dict(zip(self.names, args)), **kwargs}
         if len(args) > len(self.names) or len(values) != len(self.names):
             return None
+        if self.candidate.excluded and type(values[self.candidate.excluded]) is not int:
+            return None
         for name in self.others:
             if not _same(values[name], self.expected.get(name, _PLAIN)):
                 return None
         return values
 
+    def excluded(self, values: Mapping[str, Any]) -> int:
+        """The number of keys at the end that pass through."""
+        name = self.candidate.excluded
+        return int(values[name]) if name else 0
+
     def short(self, values: Mapping[str, Any]) -> Any:
         """Call the operator by the cached plan for this kind of call; None if `long` must run."""
-        if not self.straight or route.mode() != "eager":
+        if not self.straight or route.mode() != "eager" or self.excluded(values):
             return None
         q = values[self.rotated[0]]
         k = values[self.rotated[1]] if len(self.rotated) > 1 else None
@@ -236,7 +245,7 @@ class _Call:
             return None
         if not self.once and not self._has_bits(first, cos, learned):
             return None
-        ys = _turn(present, cos, sin, candidate, dtype, bits)
+        ys = _turn(present, cos, sin, candidate, dtype, bits, self.excluded(values))
         if ys is None:
             return None
         if flat:
@@ -302,13 +311,23 @@ def _turn(
     candidate: Candidate,
     dtype: torch.dtype,
     bits: Bits,
+    excluded: int,
 ) -> list[torch.Tensor] | None:
     """Rotate all xs by tables that broadcast against each; None if the original must run."""
     ys = []
     for which, x in enumerate(xs):
-        c, s, passed = cos, sin, None
+        c, s, passed, last = cos, sin, None, None
+        if which and excluded:
+            end = x.shape[-2] - excluded
+            x, last = x[..., :end, :], x[..., end:, :]
+        rows = cos.shape[-2]
+        if which and candidate.repeats and x.shape[-2] > rows == xs[0].shape[-2]:
+            times, rest = divmod(x.shape[-2], rows)
+            if rest:
+                return None
+            c, s = (torch.cat([table] * times, dim=-2) for table in (cos, sin))
         if candidate.tokens != "same":
-            tokens, rows = x.shape[-2], cos.shape[-2]
+            tokens = x.shape[-2]
             if candidate.tokens == "prefix" and tokens > rows:
                 passed, x = x[..., : tokens - rows, :], x[..., tokens - rows :, :]
             elif candidate.tokens == "suffix" and tokens < rows:
@@ -316,7 +335,9 @@ def _turn(
         y = fused(x, c, s, candidate.rotation, dtype, bits, which)
         if y is None:
             return None
-        ys.append(y if passed is None else torch.cat((passed.to(dtype), y), dim=-2))
+        if passed is not None:
+            y = torch.cat((passed.to(dtype), y), dim=-2)
+        ys.append(y if last is None else torch.cat((y, last), dim=-2))
     return ys
 
 
