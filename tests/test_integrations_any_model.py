@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,6 +154,37 @@ def test_hooks_stay(kind: str) -> None:
     unpatch(model)
     results(model)
     assert seen == ["hook", "hook"]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_a_model_that_accelerate_offloads(
+    kind: str, place: str, patched_first: bool, tmp_path: Path
+) -> None:
+    """Both orders: the hooks move the weights around each call, and the replacements stay."""
+    from accelerate import cpu_offload, disk_offload
+
+    device = torch.device("cpu")
+    model = Model(KINDS[kind][0]())
+    x = torch.randn(2, 7, 32)
+    before = model(x).detach()
+    if patched_first:
+        patch(model)
+    if place == "cpu":
+        cpu_offload(model, execution_device=device)
+    else:
+        disk_offload(model, str(tmp_path), execution_device=device)
+    if not patched_first:
+        patch(model)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    with torch.no_grad(), Spy() as spy:
+        assert torch.equal(model(x), before)
+    assert spy.calls
+    unpatch(model)
+    with torch.no_grad(), Spy() as spy:
+        assert torch.equal(model(x), before)
+    assert not spy.calls
 
 
 def test_a_wrapped_forward_calls_the_replacement() -> None:
