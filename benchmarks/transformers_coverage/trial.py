@@ -11,7 +11,7 @@ import torch
 from tightrope.integrations.transformers import Entry, patch, unpatch
 
 from . import families
-from .building import small_config, small_model
+from .building import part_of, small_config, small_model
 from .catalogue import ModelType, called_names, models_folder
 from .comparing import Run, difference, fault, run
 from .inputs import Maker
@@ -36,7 +36,7 @@ class Ready:
 
     def run(self) -> Run:
         """Run forward and backward."""
-        return run(self.model, self.inputs, self.model.get_submodule(self.part))
+        return run(self.model, self.inputs, part_of(self.model, self.part))
 
 
 def prepare(model_type: ModelType) -> tuple[Ready, Run]:
@@ -44,7 +44,7 @@ def prepare(model_type: ModelType) -> tuple[Ready, Run]:
     family = families.of(model_type)
     classes = model_type.model_classes()
     if family.model:
-        classes = [c for c in classes if c.__name__ == family.model] or classes
+        classes = [getattr(model_type.module, family.model)]
     if not classes:
         raise LookupError(f"no model class takes a {model_type.config_class.__name__}")
     failure: Exception | None = None
