@@ -12,7 +12,7 @@ from tightrope.integrations.transformers import Entry, patch, unpatch
 
 from . import families
 from .building import part_of, small_config, small_model
-from .catalogue import ModelType, called_names, models_folder
+from .catalogue import ROTARY, ModelType, used_names
 from .comparing import Run, difference, fault, run
 from .inputs import Maker
 
@@ -64,6 +64,16 @@ def prepare(model_type: ModelType) -> tuple[Ready, Run]:
     raise failure
 
 
+def why_none(model: Any) -> str:
+    """The reason why a model in which no rotary function ran cannot rotate; empty if it might."""
+    names = used_names(model)
+    if not any(ROTARY.match(name) for name in names):
+        return "no method of its modules reaches a rotary function"
+    if not names & {"cos", "polar"}:
+        return "no method of its modules computes a cosine to rotate by"
+    return ""
+
+
 def trial(model_type: ModelType) -> dict[str, Any]:
     """The entries of the row that depend on the run."""
     ready, before = prepare(model_type)
@@ -82,11 +92,9 @@ def trial(model_type: ModelType) -> dict[str, Any]:
         spoilt = difference(before, ready.run())
     out["fault"] = [significant(spoilt.output), significant(spoilt.gradient)]
     if not own:
-        unused = not called_names(models_folder() / model_type.file)
-        reason = (
-            "its file defines a rotation but never calls it" if unused else "no rotary function ran"
-        )
-        return {**out, "status": "not exercised", "reason": reason}
+        if reason := why_none(ready.model):
+            return {**out, "status": "does not rotate", "reason": reason}
+        return {**out, "status": "not exercised", "reason": "no rotary function ran"}
     if spoilt.none:
         return {**out, "status": "not exercised", "reason": "no output depends on the rotation"}
     found = patched(ready, before, own)
