@@ -30,6 +30,8 @@ class Family:
         patches: the layout of pixels that come with a grid, see `Maker.images`.
         part: the part or method of the model to call, if the whole has no forward, is badly conditioned or
             not differentiable.
+        whole: the type of the model that `part` is taken from, for a configuration that no class takes alone;
+            the settings are those of this model.
         attention: the attention implementation.
         gain: a factor on the random weights.
         grids: the patches of each image, as (time, rows, columns).
@@ -41,6 +43,7 @@ class Family:
     model: str = ""
     patches: str = "flat"
     part: str = ""
+    whole: str = ""
     attention: str = "eager"
     gain: float = 1.0
     grids: tuple[tuple[int, int, int], ...] = GRIDS
@@ -132,6 +135,14 @@ def molecules(maker: Any) -> dict[str, Any]:
             atom_to_token=residue,
         ),
     }
+
+
+def one_image(maker: Any) -> dict[str, Any]:
+    """A batch of one image: in training, larger batches of a model that learns its table run the original.
+
+    The gradient of the table would be summed over the images in another order.
+    """
+    return {"pixel_values": maker.normal(1, 3, 32, 32)}
 
 
 def wide_images(maker: Any) -> dict[str, Any]:
@@ -535,6 +546,36 @@ FAMILIES: dict[str, Family] = {
         },
         molecules,
     ),
+    "gemma4_unified_audio": Family(
+        {"audio_config": {"output_proj_dims": 64}},
+        inputs=lambda m: {"inputs_embeds": m.normal(2, 6, m.config.audio_config.output_proj_dims)},
+        part="model.embed_audio", whole="gemma4_unified",
+    ),
+    "gemma4_unified_vision": Family(
+        {"vision_config": {"patch_size": 4, "mm_embed_dim": 64, "output_proj_dims": 64}},
+        inputs=lambda m: {
+            "pixel_values": m.normal(2, 18, 3 * m.config.vision_config.model_patch_size**2),
+            "image_position_ids": places(),
+        },
+        part="model.embed_vision", whole="gemma4_unified",
+    ),
+    "idefics_perciever": Family(
+        {"use_resampler": True}, lambda m: {"context": m.normal(2, 16, 64)},
+        part="perceiver_resampler", whole="idefics",
+    ),
+    "sapiens2_head": Family(
+        {
+            "num_key_value_heads_per_layer": [4, 2],
+            "head_config": {
+                "upsample_out_channels": [32], "upsample_kernel_sizes": [4], "conv_out_channels": [],
+                "conv_kernel_sizes": [],
+            },
+        },
+        lambda m: {"hidden_states": m.normal(2, 64, 4, 4)},
+        model="Sapiens2ForSemanticSegmentation", part="decode_head", whole="sapiens2",
+    ),
+    "mlcd": Family(inputs=one_image),
+    "mlcd_vision_model": Family(inputs=one_image),
     "t5_gemma_module": Family(T5GEMMA, model="T5GemmaEncoder"),
 }  # fmt: skip
 

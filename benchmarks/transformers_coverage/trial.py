@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class Ready:
 def prepare(model_type: ModelType) -> tuple[Ready, Run]:
     """Build a small model of the type with inputs, and run it once."""
     family = families.of(model_type)
+    if family.whole:
+        model_type = replace(model_type, name=family.whole)
     classes = model_type.model_classes()
     if family.model:
         classes = [getattr(model_type.module, family.model)]
@@ -54,8 +56,10 @@ def prepare(model_type: ModelType) -> tuple[Ready, Run]:
             config = small_config(model_type.config_class, family.config, grouped)
             model = small_model(model_class, config, family.attention, family.gain)
             inputs = Maker(model, config, family)()
-            same = model_class is classes[0]
-            ready = Ready(model, inputs, family.part, "" if same else instead)
+            part = family.part
+            if family.whole:
+                model, part = part_of(model, part), ""
+            ready = Ready(model, inputs, part, "" if model_class is classes[0] else instead)
             return ready, ready.run()
         except Exception as error:  # noqa: BLE001 - the next class may work
             if model_class is classes[0]:
