@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import re
 from typing import Any
 
@@ -253,6 +254,19 @@ DROPOUTS = (
 LARGEST = 20_000_000  # parameters of a small model
 
 
+def build(model_class: type[Any], config: Any, attention: str) -> Any:
+    """A model; classes of transformers that are parts of models, not models, have no `_from_config`."""
+    if hasattr(model_class, "_from_config"):
+        return model_class._from_config(config, attn_implementation=attention)
+    config._attn_implementation = attention
+    return model_class(config)
+
+
+def part_of(model: Any, path: str) -> Any:
+    """A part or a method of a model, by its path; the model itself if the path is empty."""
+    return operator.attrgetter(path)(model) if path else model
+
+
 def small_model(
     model_class: type[Any], config: Any, attention: str = "eager", gain: float = 1.0
 ) -> Any:
@@ -260,7 +274,7 @@ def small_model(
     with torch.device("meta"):
         size, name = 0, ""
         try:
-            probe = model_class._from_config(config, attn_implementation=attention)
+            probe = build(model_class, config, attention)
         except (NotImplementedError, RuntimeError):
             probe = None
         if probe is not None:
@@ -272,7 +286,7 @@ def small_model(
             f"the small configuration still has {size:,} parameters, {name} {tuple(largest.shape)}"
         )
     torch.manual_seed(0)
-    model = model_class._from_config(config, attn_implementation=attention).float().eval()
+    model = build(model_class, config, attention).float().eval()
     reweigh(model, gain)
     return model
 

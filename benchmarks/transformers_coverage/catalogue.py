@@ -100,17 +100,6 @@ def rotary_names(path: Path) -> tuple[str, ...]:
     return tuple(found)
 
 
-@cache
-def called_names(path: Path) -> frozenset[str]:
-    """Names of the rotary functions of a file that the file itself calls."""
-    names = {name.rpartition(".")[2] for name in rotary_names(path)}
-    calls = [
-        n.func for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Call)
-    ]
-    called = {getattr(f, "id", None) or getattr(f, "attr", "") for f in calls}
-    return frozenset(names & called)
-
-
 def catalogue() -> list[ModelType]:
     """Every model type whose folder has a modeling file with a rotary function."""
     from transformers.models.auto.configuration_auto import (
@@ -152,6 +141,37 @@ def rotary_codes(module: ModuleType) -> dict[CodeType, str]:
         if value is not None:
             found[value.__code__] = name
     return found
+
+
+def used_names(model: Any) -> frozenset[str]:
+    """Every name in the methods of a model's modules and in the functions they call.
+
+    Methods and functions of transformers count, those of torch do not.
+    """
+    classes = {k for module in model.modules() for k in type(module).__mro__ if _is_theirs(k)}
+    values = [value for k in classes for value in vars(k).values()]
+    codes: set[CodeType] = set()
+    names: set[str] = set()
+    while values:
+        value = values.pop()
+        for held in ("fget", "__func__", "__wrapped__"):
+            if (inner := getattr(value, held, None)) is not None:
+                values.append(inner)
+        if not isinstance(value, FunctionType) or not _is_theirs(value) or value.__code__ in codes:
+            continue
+        names.add(value.__name__)
+        todo = [value.__code__]
+        while todo:
+            code = todo.pop()
+            codes.add(code)
+            names.update(code.co_names)
+            values += [value.__globals__.get(name) for name in code.co_names]
+            todo += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return frozenset(names)
+
+
+def _is_theirs(value: Any) -> bool:
+    return (value.__module__ or "").startswith("transformers.")
 
 
 def _held(value: Any) -> FunctionType | None:

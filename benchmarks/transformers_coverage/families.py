@@ -25,9 +25,13 @@ class Family:
             the whole part.
         inputs: makes some of the inputs; its argument is the `Maker` of the others.
         without: inputs to leave out.
-        model: the name of the class to build.
+        model: the name of the class to build; for a configuration that no model class states, the class
+            whose constructor takes it.
         patches: the layout of pixels that come with a grid, see `Maker.images`.
-        part: the part of the model to call, if the whole is badly conditioned or not differentiable.
+        part: the part or method of the model to call, if the whole has no forward, is badly conditioned or
+            not differentiable.
+        whole: the type of the model that `part` is taken from, for a configuration that no class takes alone;
+            the settings are those of this model.
         attention: the attention implementation.
         gain: a factor on the random weights.
         grids: the patches of each image, as (time, rows, columns).
@@ -39,6 +43,7 @@ class Family:
     model: str = ""
     patches: str = "flat"
     part: str = ""
+    whole: str = ""
     attention: str = "eager"
     gain: float = 1.0
     grids: tuple[tuple[int, int, int], ...] = GRIDS
@@ -104,6 +109,50 @@ def music(maker: Any) -> dict[str, Any]:
     return {"input_ids": ids}
 
 
+def molecules(maker: Any) -> dict[str, Any]:
+    """Two chains of six residues, with two atoms each."""
+    from transformers.models.esmfold2.modeling_esmfold2 import EsmFold2AtomInputs
+
+    index = torch.arange(6).expand(2, -1)
+    one = torch.zeros_like(index)
+    residue = index.repeat_interleave(2, dim=1)
+    return {
+        "input_ids": maker.ids(6),
+        "token_index": index,
+        "residue_index": index,
+        **dict.fromkeys(("asym_id", "sym_id", "entity_id", "mol_type"), one),
+        "res_type": index + 2,
+        "token_bonds": maker.normal(2, 6, 6, 1),
+        "attention_mask": one == 0,
+        "num_loops": 1,
+        "atom_inputs": EsmFold2AtomInputs(
+            ref_pos=maker.normal(2, 12, 3),
+            ref_charge=maker.normal(2, 12),
+            atom_attention_mask=residue >= 0,
+            ref_element=residue + 6,
+            ref_atom_name_chars=torch.arange(4).expand(2, 12, 4),
+            ref_space_uid=residue,
+            atom_to_token=residue,
+        ),
+    }
+
+
+def one_image(maker: Any) -> dict[str, Any]:
+    """A batch of one image: in training, larger batches of a model that learns its table run the original.
+
+    The gradient of the table would be summed over the images in another order.
+    """
+    return {"pixel_values": maker.normal(1, 3, 32, 32)}
+
+
+def wide_images(maker: Any) -> dict[str, Any]:
+    """Images of two tiles and a preview, and token ids with the 14 placeholders of each image."""
+    ids = maker.ids(24)
+    ids[:, 4:18] = maker.config.image_token_id
+    sizes = torch.tensor([[32, 64]] * 2)
+    return {"input_ids": ids, "pixel_values": maker.normal(2, 3, 3, 32, 32), "image_sizes": sizes}
+
+
 def pixel_videos(maker: Any) -> dict[str, Any]:
     """Two videos of six frames."""
     return {"pixel_values_videos": maker.normal(2, 6, 3, 32, 32)}
@@ -118,6 +167,54 @@ def codec_rows(maker: Any) -> dict[str, Any]:
 def speech_rows(maker: Any) -> dict[str, Any]:
     """Speech frames with the width that the model projects."""
     return {"input_features": maker.normal(2, 24, maker.config.feature_projection_input_dim)}
+
+
+def audio_rows(maker: Any) -> dict[str, Any]:
+    """Features of two clips of 64 and 40 frames, one after the other."""
+    bins = maker.config.num_mel_bins
+    return {"input_features": maker.normal(bins, 104), "feature_lens": torch.tensor([64, 40])}
+
+
+def speech(maker: Any) -> dict[str, Any]:
+    """Codes, and the voice and mel spectrogram to imitate."""
+    return {
+        "code": maker.ids(10, 60)[:1] % 60,
+        "conditioning": maker.normal(1, 16),
+        "reference_mel": maker.normal(1, 20, 16),
+        "num_steps": 3,
+    }
+
+
+def points(maker: Any) -> dict[str, Any]:
+    """Two marked points of one object."""
+    return {
+        "input_points": maker.normal(1, 1, 2, 2),
+        "input_labels": torch.tensor([[[1, 0]]]),
+        "input_boxes": None,
+        "input_masks": None,
+    }
+
+
+def masks(maker: Any) -> dict[str, Any]:
+    """Features of one image, in three sizes, and the embedded prompts of one object."""
+    return {
+        "image_embeddings": maker.normal(1, WIDTH, 4, 4),
+        "image_positional_embeddings": maker.normal(1, WIDTH, 4, 4),
+        "sparse_prompt_embeddings": maker.normal(1, 1, 2, WIDTH),
+        "dense_prompt_embeddings": maker.normal(1, WIDTH, 4, 4),
+        "multimask_output": True,
+        "high_resolution_features": [maker.normal(1, 8, 16, 16), maker.normal(1, 16, 8, 8)],
+    }
+
+
+def boxes(maker: Any) -> dict[str, Any]:
+    """Three boxes on the features of each of two images."""
+    return {
+        "box_embeddings": maker.normal(2, 3, 4).sigmoid(),
+        "box_mask": torch.ones(2, 3, dtype=torch.bool),
+        "box_labels": torch.ones(2, 3, dtype=torch.long),
+        "img_feats": [maker.normal(2, WIDTH, 4, 4)],
+    }
 
 
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
@@ -157,6 +254,14 @@ PE_ENCODER = {
     "video_config": {"vision_config": VIT},
 }
 CODEC = {"encoder_hidden_size": 4, "quantization_dim": 128}
+BIGVGAN = {"mel_dim": 16, "upsample_initial_channel": 64}
+DIT = {
+    "enc_channels": (16, 16, 16, 16, 48), "enc_dim": 16, "enc_emb_dim": 16, "emb_dim": 16, "mel_dim": 16,
+    "num_embeds": 64, "block_size": 8,
+}  # fmt: skip
+TOKEN2WAV = {"bigvgan_config": BIGVGAN, "dit_config": DIT}
+TALKER = {"shared_expert_intermediate_size": 48}
+ATOMS = {"num_uid_rope_pairs": 2}
 INDEXER = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
     "indexer_compress_ratio": 2,
@@ -221,7 +326,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_omni_thinker": Family(OMNI_START),
     "qwen3_omni_moe_thinker": Family(OMNI_START, without=AUDIO),
     "qwen3_omni_moe_talker_text": Family(
-        {"shared_expert_intermediate_size": 48}, without=("input_ids",)
+        TALKER, without=("input_ids",)
     ),
     "qwen4_exp_text": Family(
         INDEXER
@@ -250,7 +355,14 @@ FAMILIES: dict[str, Family] = {
             "pixel_attention_mask": torch.ones(2, 1, dtype=torch.bool),
         }
     ),
-    "granite4_vision": Family({"downsample_rate": "1/2", "deepstack_layer_map": [(-1, 0)]}),
+    "granite4_vision": Family(
+        {
+            "downsample_rate": "1/2",
+            "deepstack_layer_map": [(-1, 0)],
+            "image_grid_pinpoints": [[32, 64]],
+        },
+        wide_images,
+    ),
     "csm": Family(without=("input_values",)),
     "molmo2": Family(without=("pixel_values",)),
     "molmo2_vision": Family(
@@ -322,8 +434,7 @@ FAMILIES: dict[str, Family] = {
         {**MEMORY, "memory_attention_rope_k_sizes": [4, 4]}, pooled_memory, part="memory_attention"
     ),
     "qwen2_5_omni_dit": Family(
-        {"enc_channels": (16, 16, 16, 16, 48), "enc_dim": 16, "enc_emb_dim": 16, "emb_dim": 16,
-         "mel_dim": 16, "num_embeds": 64, "block_size": 8},
+        DIT,
         inputs=lambda m: {
             "hidden_states": m.normal(1, 20, 16),
             "condition_vector": m.normal(1, 20, 16),
@@ -345,6 +456,127 @@ FAMILIES: dict[str, Family] = {
     ),
     "unlimited_ocr": Family({"vision_config": OCR}),
     "unlimited_ocr_vision": Family(OCR),
+    "unlimited_ocr_vision_encoder": Family(inputs=lambda m: {"patch_embeds": m.normal(2, 64, 4, 4)}),
+    "blt_local_encoder": Family(
+        inputs=lambda m: {
+            "input_ids": m.ids(14), "num_patches": 5, "patch_ids": (torch.arange(14) // 3).expand(2, -1),
+        }
+    ),
+    "blt_local_decoder": Family(
+        inputs=lambda m: {"inputs_embeds": m.normal(2, 14, 64), "patch_embeds": m.normal(2, 5, 64)},
+        without=("input_ids",),
+    ),
+    "chameleon_vqgan": Family(VQ, part="encode"),
+    "emu3_vqgan": Family({**VQ, "hidden_size": 32}, part="encode"),
+    "glm_image_vqmodel": Family(
+        inputs=lambda m: {"hidden_states": m.normal(2, m.config.latent_channels, 4, 4)}, part="encode"
+    ),
+    "dots3_note_audio_encoder": Family(
+        inputs=lambda _: {"chunk_sample_lengths": torch.tensor([64 * 160, 48 * 160])}
+    ),
+    "gemma3n_audio": Family(
+        inputs=lambda m: {
+            "audio_mel": m.normal(2, 64, m.config.input_feat_size),
+            "audio_mel_mask": torch.zeros(2, 64, dtype=torch.bool),
+        }
+    ),
+    "gemma4_audio": Family(
+        inputs=lambda m: {
+            "input_features": m.normal(2, 64, 128), "attention_mask": torch.ones(2, 64, dtype=torch.bool),
+        }
+    ),
+    "idefics_vision": Family(model="IdeficsVisionTransformer"),
+    "molmo2_adapter": Family(
+        inputs=lambda m: {
+            "image_features": m.normal(2, 16, 64 * len(m.config.vision_feature_layer)),
+            "pooled_patches_idx": torch.arange(32).view(8, 4),
+        }
+    ),
+    "phi4_multimodal_audio": Family(
+        {"ext_pw_out_channel": 64, "depthwise_separable_out_channel": 64, "nemo_conv_channels": 64},
+        inputs=lambda m: {
+            "hidden_states": m.normal(2, 64, m.config.input_size),
+            "mask": torch.ones(2, 64, dtype=torch.bool),
+        }
+    ),
+    "qwen2_5_omni": Family(
+        {"thinker_config": OMNI_START, "token2wav_config": TOKEN2WAV}, part="thinker"
+    ),
+    "qwen2_5_omni_audio_encoder": Family(inputs=audio_rows),
+    "qwen2_5_omni_bigvgan": Family(
+        BIGVGAN, lambda m: {"mel_spectrogram": m.normal(1, 16, 20)}
+    ),
+    "qwen2_5_omni_token2wav": Family(TOKEN2WAV, speech),
+    "qwen3_omni_moe": Family(
+        {"thinker_config": OMNI_START, "talker_config": {"text_config": TALKER, "spatial_merge_size": 2}},
+        without=AUDIO, part="thinker",
+    ),
+    "qwen3_omni_moe_audio_encoder": Family(inputs=audio_rows),
+    "edgetam_video_mask_decoder": Family(inputs=masks, model="EdgeTamVideoMaskDecoder"),
+    "edgetam_video_prompt_encoder": Family(inputs=points, model="EdgeTamVideoPromptEncoder"),
+    "sam2_video_mask_decoder": Family(inputs=masks, model="Sam2VideoMaskDecoder"),
+    "sam2_video_prompt_encoder": Family(inputs=points, model="Sam2VideoPromptEncoder"),
+    "sam3_tracker_video_mask_decoder": Family(inputs=masks, model="Sam3TrackerVideoMaskDecoder"),
+    "sam3_tracker_video_prompt_encoder": Family(inputs=points, model="Sam3TrackerVideoPromptEncoder"),
+    "sam3_geometry_encoder": Family(inputs=boxes, model="Sam3GeometryEncoder"),
+    "sam3_detr_encoder": Family(
+        inputs=lambda m: {
+            "vision_features": [m.normal(2, 64, 4, 4)], "text_features": m.normal(2, 5, 64),
+            "vision_pos_embeds": [m.normal(2, 64, 4, 4)],
+        }
+    ),
+    "sam3_detr_decoder": Family(
+        inputs=lambda m: {
+            "vision_features": m.normal(2, 16, 64), "text_features": m.normal(2, 5, 64),
+            "vision_pos_encoding": m.normal(2, 16, 64), "spatial_shapes": torch.tensor([[4, 4]]),
+        }
+    ),
+    "sam3_mask_decoder": Family(
+        inputs=lambda m: {
+            "decoder_queries": m.normal(2, 5, 64),
+            "backbone_features": [m.normal(2, 64, n, n) for n in (16, 8, 4)],
+            "encoder_hidden_states": m.normal(2, 16, 64),
+        }
+    ),
+    "esmfold2": Family(
+        {
+            "single_inputs_size": 131, "atom_encoder": ATOMS,
+            "structure_head": {"diffusion_module": {"atom_encoder": ATOMS}},
+            "esmc_config": {"vocab_size": 256},
+        },
+        molecules,
+    ),
+    "gemma4_unified_audio": Family(
+        {"audio_config": {"output_proj_dims": 64}},
+        inputs=lambda m: {"inputs_embeds": m.normal(2, 6, m.config.audio_config.output_proj_dims)},
+        part="model.embed_audio", whole="gemma4_unified",
+    ),
+    "gemma4_unified_vision": Family(
+        {"vision_config": {"patch_size": 4, "mm_embed_dim": 64, "output_proj_dims": 64}},
+        inputs=lambda m: {
+            "pixel_values": m.normal(2, 18, 3 * m.config.vision_config.model_patch_size**2),
+            "image_position_ids": places(),
+        },
+        part="model.embed_vision", whole="gemma4_unified",
+    ),
+    "idefics_perciever": Family(
+        {"use_resampler": True}, lambda m: {"context": m.normal(2, 16, 64)},
+        part="perceiver_resampler", whole="idefics",
+    ),
+    "sapiens2_head": Family(
+        {
+            "num_key_value_heads_per_layer": [4, 2],
+            "head_config": {
+                "upsample_out_channels": [32], "upsample_kernel_sizes": [4], "conv_out_channels": [],
+                "conv_kernel_sizes": [],
+            },
+        },
+        lambda m: {"hidden_states": m.normal(2, 64, 4, 4)},
+        model="Sapiens2ForSemanticSegmentation", part="decode_head", whole="sapiens2",
+    ),
+    "mlcd": Family(inputs=one_image),
+    "mlcd_vision_model": Family(inputs=one_image),
+    "t5_gemma_module": Family(T5GEMMA, model="T5GemmaEncoder"),
 }  # fmt: skip
 
 

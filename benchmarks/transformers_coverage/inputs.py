@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .building import SPECIAL, WIDTH
+from .building import SPECIAL, WIDTH, part_of
 from .families import Family
 
 BATCH = 2
@@ -24,10 +24,10 @@ class Maker:
 
     def __init__(self, model: Any, config: Any, family: Family) -> None:
         self.whole = model
-        self.model = model.get_submodule(family.part)
+        self.model = part_of(model, family.part)
         self.config = config
         self.family = family
-        parameters = inspect.signature(self.model.forward).parameters
+        parameters = inspect.signature(getattr(self.model, "forward", self.model)).parameters
         self.names = [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD]
         self.required = [
             n

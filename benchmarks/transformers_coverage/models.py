@@ -8,7 +8,9 @@ The status of a row is:
   per cent in these functions is detected;
 - different: a bit changes, `unpatch` did not restore the model, or two runs of the original differ;
 - not exercised: the model ran, but did not test the replacement, for the given reason;
-- not built: no small model of the type could be built or run, for the given reason.
+- not built: no small model of the type could be built or run, for the given reason;
+- does not rotate: the model ran no rotary function, and no code of its modules can reach one, or none
+  computes a cosine to rotate by. For example a vision tower whose text model, in the same file, rotates.
 """
 
 from __future__ import annotations

@@ -100,11 +100,13 @@ def _functions(rows: list[Row]) -> list[str]:
 def _models(rows: list[Row]) -> list[str]:
     counts = Counter(row["status"] for row in rows)
     equal = [row for row in rows if row["status"] == "equal"]
+    still = counts["does not rotate"]
     lines = [
         "## Models",
         "",
         f"{len(rows)} model types, a small random model of each, in float32 and in bfloat16, forward and "
-        "backward before and after `patch(model)`:",
+        f"backward before and after `patch(model)`. {still} types do not rotate; of the other "
+        f"{len(rows) - still}, {len(equal)} are equal:",
         "",
         *table(
             ["", "types", ""],
@@ -154,6 +156,8 @@ STATUSES = {
     "different": "a bit changes",
     "not exercised": "it ran, but did not test the replacement",
     "not built": "no small model of it could be built or run",
+    "does not rotate": "it ran, and no method of its modules, nor a function that they call, names a rotary "
+    "function, or none names a cosine to rotate by",
 }
 
 

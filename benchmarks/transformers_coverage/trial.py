@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ import torch
 from tightrope.integrations.transformers import Entry, patch, unpatch
 
 from . import families
-from .building import small_config, small_model
-from .catalogue import ModelType, called_names, models_folder
+from .building import part_of, small_config, small_model
+from .catalogue import ROTARY, ModelType, used_names
 from .comparing import Run, difference, fault, run
 from .inputs import Maker
 
@@ -36,15 +36,17 @@ class Ready:
 
     def run(self) -> Run:
         """Run forward and backward."""
-        return run(self.model, self.inputs, self.model.get_submodule(self.part))
+        return run(self.model, self.inputs, part_of(self.model, self.part))
 
 
 def prepare(model_type: ModelType) -> tuple[Ready, Run]:
     """Build a small model of the type with inputs, and run it once."""
     family = families.of(model_type)
+    if family.whole:
+        model_type = replace(model_type, name=family.whole)
     classes = model_type.model_classes()
     if family.model:
-        classes = [c for c in classes if c.__name__ == family.model] or classes
+        classes = [getattr(model_type.module, family.model)]
     if not classes:
         raise LookupError(f"no model class takes a {model_type.config_class.__name__}")
     failure: Exception | None = None
@@ -54,14 +56,26 @@ def prepare(model_type: ModelType) -> tuple[Ready, Run]:
             config = small_config(model_type.config_class, family.config, grouped)
             model = small_model(model_class, config, family.attention, family.gain)
             inputs = Maker(model, config, family)()
-            same = model_class is classes[0]
-            ready = Ready(model, inputs, family.part, "" if same else instead)
+            part = family.part
+            if family.whole:
+                model, part = part_of(model, part), ""
+            ready = Ready(model, inputs, part, "" if model_class is classes[0] else instead)
             return ready, ready.run()
         except Exception as error:  # noqa: BLE001 - the next class may work
             if model_class is classes[0]:
                 failure = error
                 instead = f"{model_class.__name__}: {type(error).__name__}: {str(error)[:200]}"
     raise failure
+
+
+def why_none(model: Any) -> str:
+    """The reason why a model in which no rotary function ran cannot rotate; empty if it might."""
+    names = used_names(model)
+    if not any(ROTARY.match(name) for name in names):
+        return "no method of its modules reaches a rotary function"
+    if not names & {"cos", "polar"}:
+        return "no method of its modules computes a cosine to rotate by"
+    return ""
 
 
 def trial(model_type: ModelType) -> dict[str, Any]:
@@ -82,11 +96,9 @@ def trial(model_type: ModelType) -> dict[str, Any]:
         spoilt = difference(before, ready.run())
     out["fault"] = [significant(spoilt.output), significant(spoilt.gradient)]
     if not own:
-        unused = not called_names(models_folder() / model_type.file)
-        reason = (
-            "its file defines a rotation but never calls it" if unused else "no rotary function ran"
-        )
-        return {**out, "status": "not exercised", "reason": reason}
+        if reason := why_none(ready.model):
+            return {**out, "status": "does not rotate", "reason": reason}
+        return {**out, "status": "not exercised", "reason": "no rotary function ran"}
     if spoilt.none:
         return {**out, "status": "not exercised", "reason": "no output depends on the rotation"}
     found = patched(ready, before, own)
