@@ -6,6 +6,8 @@ Needs diffusers. Two processes, one with the model as it is and one with the pat
 case is a block of real width (Wan 1.3B: 12 heads of 128 channels; Flux: 24 heads) with random weights. The
 numbers are medians of one run: seconds of the block and of its rotations alone, and the peak of resident
 memory beyond the memory before the call.
+
+Also: the error of the cosines that diffusers makes, by the dtype of its angles and of the positions.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from typing import Any
 import torch
 
 from benchmarks.children import Child, serve
+from tightrope import RopeSpec
+from tightrope.functional import rotate
 from tightrope.integrations import _graft, patch
 from tightrope.integrations._classes import MARK
 
 TOKENS = (4096, 16384)
-ROUNDS = {4096: 5, 16384: 3}
+ROUNDS = {4096: 5, 16384: 1}
 TEXT = 512  # tokens of the text
 
 
@@ -127,6 +131,38 @@ class Block:
         return time.perf_counter() - start
 
 
+def angles(positions: int = 16384, width: int = 56) -> dict[str, dict[str, float]]:
+    """Errors of the cosines that diffusers makes, and its time for them, relative to float64.
+
+    The reference is the exact cosine. Diffusers computes angles in float64 on a CPU and on CUDA, in float32
+    on devices without it; pipelines may hold positions in bfloat16.
+    """
+    from diffusers.models.embeddings import get_1d_rotary_pos_embed
+
+    first_channels = torch.tensor([1.0, 0.0], dtype=torch.float64).repeat(positions, width // 2)
+    exact = rotate(first_channels[None], RopeSpec(width, interleaved=True), layout="bsd")[0, :, ::2]
+    whole = torch.arange(positions, dtype=torch.float32)
+    cases = {
+        "float64": (whole, torch.float64),
+        "float32": (whole, torch.float32),
+        "float64 of positions in bfloat16": (whole.bfloat16().float(), torch.float64),
+    }
+    found: dict[str, dict[str, float]] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(7):
+        for name, (ids, dtype) in cases.items():
+            start = time.perf_counter()
+            cos, _sin = get_1d_rotary_pos_embed(width, ids, use_real=True, freqs_dtype=dtype)
+            seconds[name].append(time.perf_counter() - start)
+            error = (cos[:, ::2].double() - exact).abs().amax(-1)
+            wrong = (error > 1e-3).nonzero()
+            first = int(wrong[0]) if len(wrong) else -1
+            found[name] = {"error": float(error.max()), "first position off by 0.001": first}
+    for name, each in seconds.items():
+        found[name]["time"] = statistics.median(each) / statistics.median(seconds["float64"])
+    return found
+
+
 def plot(found: dict[str, Any], path: str) -> None:
     """Draw the time and the memory of each case after patching, relative to before."""
     import matplotlib
@@ -191,10 +227,12 @@ def main() -> None:
                     )
     for child in children.values():
         child.end()
+    made = angles()
+    print(json.dumps(made, indent=1))
     if options.out:
         machine = {"cores": os.cpu_count(), "torch": torch.__version__}
         Path(options.out).write_text(
-            json.dumps({"machine": machine, "cases": found}, indent=1) + "\n"
+            json.dumps({"machine": machine, "cases": found, "angles": made}, indent=1) + "\n"
         )
     if options.plot:
         plot(found, options.plot)

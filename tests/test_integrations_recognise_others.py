@@ -359,3 +359,62 @@ def test_tables_with_a_row_for_each_head() -> None:
     learned = {name: table.clone().requires_grad_() for name, table in tables.items()}
     replacement(original, [candidate])(x, **learned)
     assert original.count == 1
+
+
+def test_channels_before_tokens() -> None:
+    def turn(hidden: Any, freqs: Any) -> Any:
+        z = torch.view_as_complex(hidden.permute(0, 1, 3, 2).float().unflatten(3, (-1, 2)))
+        return torch.view_as_real(z * freqs).flatten(3, 4).permute(0, 1, 3, 2).type_as(hidden)
+
+    candidate = recognised(turn)
+    assert "(batch, heads, dim, seq)" in str(candidate)
+    angles = 9 * torch.rand(1, 1, 7, 16)
+    freqs = torch.polar(torch.ones_like(angles), angles)
+    for dtype in (F32, B16):
+        x = torch.randn(2, 3, 7, 32).to(dtype).mT
+        assert_replaced(turn, candidate, {"hidden": x}, freqs=freqs)
+
+
+# --- tables of the axes of a grid ---------------------------------------------------------------
+
+
+def on_grids(x: Any, grid_sizes: Any, freqs: Any) -> Any:
+    """Rotate each sequence by the tables of its grid, in float64; tokens after the grid pass through."""
+    heads, pairs = x.size(2), x.size(3) // 2
+    axes = freqs.split([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3], dim=1)
+    ys = []
+    for row, (t, h, w) in enumerate(grid_sizes.tolist()):
+        count = t * h * w
+        z = torch.view_as_complex(x[row, :count].double().reshape(count, heads, -1, 2))
+        views = (t, 1, 1, -1), (1, h, 1, -1), (1, 1, w, -1)
+        table = [a[:n].view(v).expand(t, h, w, -1) for a, n, v in zip(axes, (t, h, w), views)]
+        y = torch.view_as_real(z * torch.cat(table, -1).reshape(count, 1, -1)).flatten(2)
+        ys.append(torch.cat([y, x[row, count:]]))
+    return torch.stack(ys).float()
+
+
+@pytest.mark.parametrize("dtype", [F32, B16])
+@pytest.mark.parametrize("grids", [[(2, 3, 4)], [(2, 3, 4), (2, 3, 4)], [(2, 3, 4), (4, 1, 6)]])
+def test_tables_of_the_axes_of_a_grid(
+    dtype: torch.dtype, grids: list[tuple[int, int, int]]
+) -> None:
+    candidate = recognised(on_grids)
+    assert "grids" in str(candidate)
+    angles = torch.arange(9.0, dtype=torch.float64)[:, None] * 0.7 ** torch.arange(8)
+    freqs = torch.polar(torch.ones_like(angles), angles)
+    x, sizes = torch.randn(len(grids), 24, 3, 16).to(dtype), torch.tensor(grids)
+    assert_replaced(on_grids, candidate, {"x": x}, grid_sizes=sizes, freqs=freqs)
+    # Tokens without a place in the grid are the original's.
+    original = Calls(on_grids)
+    longer = torch.cat((x, x[:, :1]), 1)
+    assert_same_bits(
+        replacement(original, [candidate])(longer, sizes, freqs), on_grids(longer, sizes, freqs)
+    )
+    assert original.count == 1
+
+
+def test_other_orders_of_a_grid_are_refused() -> None:
+    def swapped(x: Any, grid_sizes: Any, freqs: Any) -> Any:
+        return on_grids(x, grid_sizes[:, [0, 2, 1]], freqs)
+
+    assert refused(swapped)

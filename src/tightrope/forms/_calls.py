@@ -30,6 +30,7 @@ _NAMES = {
 # Names of parameters that never take a tensor to rotate.
 _OTHER = re.compile(r"config|mask|cache|past_key")
 _TABLE = re.compile(r"cos|sin|freq|cis|rope|rotary|emb(ed(ding)?)?s?$|^angles?$|^theta$|^pe$")
+_GRIDS = re.compile(r"^grid_(sizes?|thw)$")
 
 
 class Argument(NamedTuple):
@@ -154,10 +155,12 @@ def _bound(form: Form, parameters: Sequence[inspect.Parameter], method: bool) ->
     tables = [
         each.name
         for each in parameters
-        if _TABLE.search(each.name)
+        if (_TABLE.search(each.name) or (_GRIDS.search(each.name) and each.default is each.empty))
         and each.default in (None, each.empty)
         and not (each.default is None and _role(each) == "seq_dim")
     ]
+    if form.takes_tables and form.grids != any(map(_GRIDS.search, tables)):
+        return
     if form.flat > method or len(tables) != (len(form.roles) if form.takes_tables else 0):
         return
     orders = [tables]
@@ -268,7 +271,7 @@ def parse(text: str) -> Call:
     sound = len(set(names)) == len(names)
     if arrow:
         sound &= "x" in names and "".join(result.split()) == "cos,sin"
-    usable = [form for form in FORMS.values() if not form.flat]
+    usable = [form for form in FORMS.values() if not form.flat and not form.grids]
     for form in usable:
         unrotated = {"seq_dim"}
         if form.takes_tables or "positions" in form.roles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ class Form:
             is a multiple of this, as torch rounds complex products differently at the end of a
             vector.
         flat: whether x is (batch, seq, heads * dim); only a method knows how to split it.
+        grids: whether the tables of tokens are put together from those of the axes of a grid, so that
+            ``build`` can express only such tables. It takes the nearest in three rows or more.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Form:
     unit: bool = False
     lanes: int = 1
     flat: bool = False
+    grids: bool = False
 
     @property
     def takes_tables(self) -> bool:
@@ -52,7 +56,7 @@ class Form:
 
     def built(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[Any, ...]:
         """The arguments that hold given cosines and sines; :attr:`read` is the inverse."""
-        space = {"torch": torch, "cos": cos, "sin": sin}
+        space = {"torch": torch, "cos": cos, "sin": sin, "of_grids": _of_grids}
         return tuple(eval(text, dict(space)) for text in self.build)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -108,6 +112,54 @@ def _angles(angles: torch.Tensor) -> Tables:
     return angles.cos(), angles.sin()
 
 
+def _on_grids(table: torch.Tensor, grids: torch.Tensor) -> Tables:
+    """Tables of tokens on grids (batch, 3) from one complex table, whose columns three axes share.
+
+    A token at (t, h, w) has the entries of row t in the columns of the first axis, and so on.
+    """
+    sizes = [tuple(each) for each in grids.tolist()]
+    if len({t * h * w for t, h, w in sizes}) > 1:
+        raise ValueError("grids of different numbers of tokens")
+    parts = table.split(_columns(table.shape[-1]), dim=1)
+    made = {}
+    for size in dict.fromkeys(sizes):
+        views = [[-1 if i == axis else 1 for i in range(3)] for axis in range(3)]
+        rows = [
+            part[: size[axis]].reshape(*views[axis], part.shape[-1]).expand(*size, -1)
+            for axis, part in enumerate(parts)
+        ]
+        made[size] = torch.view_as_real(torch.cat(rows, -1).flatten(0, 2))
+    if len(made) == 1:
+        every = made[sizes[0]].expand(len(sizes), *made[sizes[0]].shape)
+    else:
+        every = torch.stack([made[size] for size in sizes])
+    cos, sin = every[:, :, None].unbind(-1)
+    return cos, sin
+
+
+def _of_grids(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of :func:`_on_grids`, from tables (batch, tokens, 1, pairs).
+
+    Grids of 6 n tokens are (n, 2, 3). Others are lines, along the first axis in the first row, along the
+    second in the second, and so on.
+    """
+    batch, tokens, _, pairs = cos.shape
+    lines = [[tokens if i == row % 3 else 1 for i in range(3)] for row in range(batch)]
+    sizes = [[tokens // 6, 2, 3]] * batch if tokens and tokens % 6 == 0 else lines
+    table = torch.complex(cos, sin)[:, :, 0]
+    parts = []
+    for axis, part in enumerate(table.split(_columns(pairs), dim=-1)):
+        row = max(range(min(batch, 3)), key=lambda row: sizes[row][axis])
+        step = max(1, math.prod(sizes[row][axis + 1 :]))
+        rows = part[row, ::step][: sizes[row][axis]]
+        parts.append(torch.nn.functional.pad(rows, (0, 0, 0, max(1, tokens) - len(rows))))
+    return torch.cat(parts, -1), torch.tensor(sizes)
+
+
+def _columns(pairs: int) -> list[int]:
+    return [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+
+
 COS_SIN = Form("cosines and sines", ("cos", "sin"), ("cos", "sin"), lambda cos, sin: (cos, sin))
 _COMPLEX = "torch.complex(cos, sin)"
 _SINES_FIRST = "torch.cat((sin, cos), -1)"
@@ -147,6 +199,14 @@ FORMS: dict[str, Form] = {
             *("cos and sin stacked", ("stack",), (_STACKED,), _stacked),
             arrangements=_FLAT,
             flat=True,
+        ),
+        Form(
+            *("one complex table for grids", ("axes", "grids")),
+            *(("of_grids(cos, sin)[0]", "of_grids(cos, sin)[1]"), _on_grids),
+            arrangements=(Arrangement("bshd", "bs1d"),),
+            widths=("half",),
+            narrow=False,
+            grids=True,
         ),
         Form("an offset", ("offset",)),
         Form("no positions", ()),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..forms import Call, Rotation
+from ..forms import COS_SIN, Call, Rotation
 
 # The end of the description of a rotation whose bits are those of the function.
 TO_THE_BIT = "to the bit"
@@ -75,6 +75,7 @@ class Candidate:
         trailing: whether tensors after the second may be None; they are then left out of the result.
         bits: (dtype of x, dtype of the tables, choices) for each pair of dtypes for which the
             operator can equal the original bit for bit, with these choices.
+        channels_first: whether the last two dimensions of x are (dim, seq) instead of (seq, dim).
         constants: keyword arguments that select this rotation among several of the function.
     """
 
@@ -90,6 +91,7 @@ class Candidate:
     ignored: frozenset[str] = frozenset()
     trailing: bool = False
     bits: tuple[tuple[torch.dtype, torch.dtype, Bits], ...] = ()
+    channels_first: bool = False
     constants: tuple[tuple[str, Any], ...] = ()
 
     def bits_of(
@@ -131,7 +133,7 @@ class Candidate:
 
     def __str__(self) -> str:
         words = [str(self.rotation)]
-        if len(self.call.form.roles) == 1:
+        if self.call.form is not COS_SIN:
             words.append(self.call.form.name)
         *first, last = self.call.rotated
         words.append(f"{', '.join(first)} and {last}" if first else "one tensor")
@@ -154,6 +156,8 @@ class Candidate:
     def _layout(self) -> str:
         if unsqueeze_dim := self.call.parameter("unsqueeze_dim"):
             return f"heads axis by {unsqueeze_dim}"
+        if self.channels_first:
+            return "(batch, heads, dim, seq)"
         places = {place for *_, place in self.shapes if place is not None}
         if places == {-3}:
             return "(batch, heads, seq, dim)"

@@ -102,9 +102,9 @@ def recognise(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        for call in calls:
+        for call, channels_first in itertools.product(calls, (False, True)):
             try:
-                found.extend(_explain(_Caller(function, call, owner, given)))
+                found.extend(_explain(_Caller(function, call, owner, given, channels_first)))
             except _Unlike as unlike:
                 reasons.append(str(unlike))
     if len(found) == 1:
@@ -159,7 +159,11 @@ _RANK = (
 
 
 class _Caller:
-    """A function and one way to call it."""
+    """A function and one way to call it.
+
+    With ``channels_first``, the last two dimensions of x are exchanged before a call, and those of the
+    results after it.
+    """
 
     def __init__(
         self,
@@ -167,8 +171,10 @@ class _Caller:
         call: Call,
         owner: object,
         constants: Mapping[str, Any],
+        channels_first: bool = False,
     ) -> None:
         self.function, self.call, self.owner, self.constants = function, call, owner, constants
+        self.channels_first = channels_first
         self.unsqueeze_dim = call.parameter("unsqueeze_dim")
         self.positions = call.parameter("positions")
 
@@ -176,6 +182,8 @@ class _Caller:
         """The layouts of x and tables to try; those with ``broadcasts`` come last."""
         by_parameter = self.unsqueeze_dim is not None
         every = self.call.form.arrangements
+        if self.channels_first:
+            every = tuple(e for e in every if e.x == "bhsd" and not (e.place or e.broadcasts))
         fitting = [each for each in every if (each.unsqueeze_dim is not None) == by_parameter]
         if self.positions:
             # The function indexes tables (rows, width) by position, so no axis of size 1 is needed.
@@ -223,6 +231,8 @@ class _Probe:
         cos, sin = (torch.randn(sizes, device="cpu") for _ in range(2))
         if caller.call.form.unit:
             cos, sin = cos.cos(), cos.sin()
+        if (form := caller.call.form).grids and form.read is not None:
+            cos, sin = form.read(*form.built(cos, sin))
         self.cos, self.sin = cos.to(table_dtype), sin.to(table_dtype)
         self.container: type | None = None  # of the result of the last run
 
@@ -250,6 +260,9 @@ class _Probe:
             arguments = {name: x.flatten(2) for name, x in arguments.items()}
             owner = _StandIn(owner, *shape[-2:])
         arguments |= caller.call.build(self.cos, self.sin) | dict(caller.constants)
+        if caller.channels_first:
+            turned = {n: arguments[n].mT for n in caller.call.rotated if arguments[n] is not None}
+            arguments |= turned
         if caller.unsqueeze_dim:
             arguments[caller.unsqueeze_dim] = self.shape.unsqueeze_dim
         if caller.positions:
@@ -259,6 +272,8 @@ class _Probe:
             result = caller.function(*selves, **arguments)
         self.container = type(result)
         results = list(result) if isinstance(result, (tuple, list)) else [result]
+        if caller.channels_first:
+            return [None if y is None else y.mT for y in results]
         return [y.unflatten(-1, shape[-2:]) for y in results] if flat else results
 
     def tried(self, other: Mapping[str, Any] | None = None) -> list[torch.Tensor | None] | None:
@@ -411,7 +426,8 @@ def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -
     """Check a candidate at further sizes, dtypes, strides and gradients; fill in its options."""
     rotation = candidate.rotation
     width = CHANNELS // 2 if rotation.reading == "half" else CHANNELS
-    for tokens, channels, scale in ((1, 16, 1.0), (5, 8, 100.0), (67, 64, 1.0), (0, 16, 1.0)):
+    sizes_of = ((1, 16, 1.0), (5, 8, 100.0), (67, 64, 1.0), (12, 16, 1.0), (0, 16, 1.0))
+    for tokens, channels, scale in sizes_of:
         for shape in shapes if tokens == 1 else shapes[:1]:
             sizes: dict[str, Any] = {"tokens": tokens, "channels": channels, "scale": scale}
             probe = _Probe(caller, shape, channels * width // CHANNELS, **sizes)
@@ -449,6 +465,7 @@ def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -
         alone=_alone(make(), rotation),
         trailing=_trailing(make(), rotation),
         bits=bits,
+        channels_first=caller.channels_first,
         constants=tuple(caller.constants.items()),
     )
 
@@ -461,7 +478,7 @@ def _all_bits(
     dtypes = ((f32, f32), *itertools.product((f32, *narrow), narrow), *((x, f32) for x in narrow))
     found = []
     if not caller.call.form.narrow:
-        dtypes = (*dtypes, *((x, f64) for x in (f32, *narrow)))
+        dtypes = tuple((x, table) for x in (f32, *narrow) for table in (f32, f64))
     # Results of 16 bits cannot show whether arithmetic is in float64, but those of a float32 x can: the
     # dtypes of the tables for which they are, and for which they are not.
     shown: dict[torch.dtype, bool] = {}

@@ -85,6 +85,7 @@ class _Call:
             candidate.call.form is COS_SIN
             and self.positions is None
             and len(self.rotated) <= 2
+            and not candidate.channels_first
             and candidate.rotation.pairs == candidate.rotation.out
             and _source(candidate.rotation) is not None
         )
@@ -214,6 +215,11 @@ class _Call:
             return None
         if any(x.dim() != first.dim() or x.dtype != first.dtype for x in present):
             return None
+        if candidate.channels_first:
+            if first.dim() != 4:
+                return None
+            present = [x.mT for x in present]
+            first = present[0]
         given = values[self.unsqueeze_dim] if self.unsqueeze_dim else None
         cos, sin = given_tables
         if self.positions:
@@ -250,6 +256,8 @@ class _Call:
             return None
         if flat:
             ys = [y.flatten(-2) for y in ys]
+        if candidate.channels_first:
+            ys = [y.mT for y in ys]
         if len(xs) == 1:
             return ys[0]
         if xs[1] is None:

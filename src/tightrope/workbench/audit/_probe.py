@@ -112,7 +112,7 @@ class _Verdict(NamedTuple):
 
 def _calls(fn: Callable[..., Any]) -> list[Call]:
     """Return calls to try: those that the argument names suggest, then the usual ones."""
-    found = calls_of(fn)
+    found = [call for call in calls_of(fn) if not call.form.grids]
     # If argument names tell cos from sin, the swapped order is not tried: it could hide a fault.
     stated = {call.form for call in found if call.names_its_form}
     named = [call for call in found if call.names_its_form or call.form not in stated]
