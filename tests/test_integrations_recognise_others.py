@@ -418,3 +418,61 @@ def test_other_orders_of_a_grid_are_refused() -> None:
         return on_grids(x, grid_sizes[:, [0, 2, 1]], freqs)
 
     assert refused(swapped)
+
+
+# --- functions that make their tables from positions ------------------------------------------------
+
+
+def of_positions(x: Any, pos: Any) -> Any:
+    """Adjacent pairs, by tables that tile: each pair has two angles."""
+    pairs = x.shape[-1] // 2
+    omega = 1.0 / 10000 ** (torch.arange(pairs, dtype=x.dtype, device=x.device) / pairs)
+    angles = pos.unsqueeze(-1) * omega
+    return x * angles.cos().repeat(1, 1, 1, 2) + adjacent(x) * angles.sin().repeat(1, 1, 1, 2)
+
+
+def of_positions_by_halves(t: Any, position_ids: Any) -> Any:
+    """Halves; heads after tokens; arithmetic in the dtype of x."""
+    omega = 100.0 ** -torch.linspace(0, 1, t.shape[-1] // 2)
+    angles = (position_ids[:, None] * torch.cat((omega, omega)))[:, None]
+    return t * angles.cos().to(t.dtype) + halves(t) * angles.sin().to(t.dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, B16])
+@pytest.mark.parametrize("function", [of_positions, of_positions_by_halves])
+def test_tables_that_a_function_makes_are_read_off_its_results(
+    function: Function, dtype: torch.dtype
+) -> None:
+    candidate = recognised(function)
+    behind = function is of_positions_by_halves
+    assert candidate.rotation.pairs == ("half" if behind else "interleaved")
+    name, positions = list(inspect.signature(function).parameters)
+    x, ids = torch.randn(2, 6, 5, 16).to(dtype), torch.randint(0, 999, (6 if behind else 5,))
+    original = Calls(function)
+    new = replacement(original, [candidate])
+    runs = []
+    for each in (function, new):
+        leaf = x.clone().requires_grad_()
+        y = each(**{name: leaf, positions: ids})
+        (grad,) = torch.autograd.grad(y, leaf, torch.linspace(-1, 2, y.numel()).view(y.shape).to(y))
+        runs.append((y, grad))
+    for got, wanted in zip(*reversed(runs)):
+        assert_same_bits(got, wanted)
+        assert got.stride() == wanted.stride()
+    assert original.count == 2  # once for ones in the first channels of pairs, once for the others
+
+
+def test_positions_of_each_row_go_to_the_original() -> None:
+    candidate = recognised(of_positions)
+    original = Calls(of_positions)
+    x, ids = torch.randn(2, 3, 5, 16), torch.randint(0, 99, (2, 3, 5))
+    y = replacement(original, [candidate])(x, ids)
+    assert original.count == 1
+    assert_same_bits(y, of_positions(x, ids))
+
+
+def test_a_function_of_positions_that_is_no_rotation_of_pairs_is_refused() -> None:
+    assert refused(lambda x, pos: of_positions(x, pos) + 1)
+    assert refused(lambda x, pos: of_positions(x.square(), pos))
+    assert refused(lambda x, pos: of_positions(x + x.roll(1, 1), pos))
+    assert refused(lambda x, pos: of_positions(x, pos) * torch.rand(()))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import tightrope
+from tightrope.integrations._run import tables_inside
 
 from .catalogue import rotary_codes
 
@@ -87,7 +88,9 @@ def counting(places: dict[Place, str], calls: Counter[str]) -> Iterator[None]:
             code = frame.f_code
             name = places.get(place(code))
             if name is not None:
-                calls[name] += 1
+                # Calls that only read tables off a function do not count.
+                caller = frame.f_back and frame.f_back.f_code
+                calls[name] += caller is not tables_inside.__code__
             elif code.co_filename.startswith(OURS):
                 calls["tightrope"] += 1
 

@@ -83,6 +83,11 @@ class Call:
         return next((each.name for each in self.arguments if each.role == role), None)
 
     @cached_property
+    def makes_its_tables(self) -> bool:
+        """True if the call passes one x and positions, from which the function makes its tables."""
+        return self.form.name == "positions" and len(self.rotated) == 1
+
+    @cached_property
     def names_its_form(self) -> bool:
         """True if the name of each table parameter, where known, contains its role."""
         names = {each.role: each.name for each in self.arguments}

@@ -60,7 +60,9 @@ class Candidate:
             end, or None).
         ones: the tables that broadcast against x of rank four without unsqueezing and were tried only
             in this exact shape: "1sd" for x (batch, heads, seq, dim), "s1d" and, with a row for each
-            head, "shd" for (batch, seq, heads, dim), "s11d" for (seq, batch, heads, dim).
+            head, "shd" for (batch, seq, heads, dim), "s11d" for (seq, batch, heads, dim). "11sd" or "1s1d":
+            the function makes its tables itself, for x (batch, heads, seq, dim) or (batch, seq, heads,
+            dim).
         tokens: what happens if x and the tables differ in the number of tokens: "same", an error;
             "prefix", the last tokens rotate and the leading ones pass through; "suffix", the last
             rows of the tables are used.
@@ -119,6 +121,8 @@ class Candidate:
             if "s11d" in self.ones and given is None:
                 return None
             raise LookupError("shapes that were not tried")
+        if len(x) == len(table) == 4 and self.ones & {"11sd", "1s1d"}:
+            return None
         for dims, table_dims, value, place in self.shapes:
             if (len(x), len(table), given) == (dims, table_dims, value):
                 return place
@@ -133,13 +137,14 @@ class Candidate:
 
     def __str__(self) -> str:
         words = [str(self.rotation)]
-        if self.call.form is not COS_SIN:
+        if self.call.form is not COS_SIN and self.call.form.takes_tables:
             words.append(self.call.form.name)
         *first, last = self.call.rotated
         words.append(f"{', '.join(first)} and {last}" if first else "one tensor")
         words.append(self._layout())
         if positions := self.call.parameter("positions"):
-            words.append(f"cos/sin indexed by {positions}")
+            made = "made from" if self.call.makes_its_tables else "indexed by"
+            words.append(f"cos/sin {made} {positions}")
         if self.tokens == "prefix":
             words.append("extra leading tokens pass through")
         elif self.tokens == "suffix":
@@ -158,6 +163,9 @@ class Candidate:
             return f"heads axis by {unsqueeze_dim}"
         if self.channels_first:
             return "(batch, heads, dim, seq)"
+        if self.call.makes_its_tables:
+            behind = "1s1d" in self.ones
+            return "(batch, seq, heads, dim)" if behind else "(batch, heads, seq, dim)"
         places = {place for *_, place in self.shapes if place is not None}
         if places == {-3}:
             return "(batch, heads, seq, dim)"

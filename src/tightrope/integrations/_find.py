@@ -122,10 +122,10 @@ def looks_rotary(name: str, value: Any) -> bool:
 
 
 def may_rotate(name: str, value: Any) -> bool:
-    """Return True if a function could take tensors and tables by the names of its parameters."""
+    """Return True if a function could take tensors and tables, or positions, by its parameters' names."""
     if not _is_function(name, value):
         return False
-    return any(call.form.takes_tables for call in calls_of(value))
+    return any(call.form.takes_tables or call.makes_its_tables for call in calls_of(value))
 
 
 def _is_function(name: str, value: Any) -> bool:

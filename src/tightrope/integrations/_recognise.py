@@ -14,6 +14,8 @@ from typing import Any, TypeGuard
 import torch
 
 from ..forms import (
+    HALF,
+    INTERLEAVED,
     Arrangement,
     Call,
     Rotation,
@@ -23,7 +25,7 @@ from ..forms import (
     signature,
 )
 from ._candidate import Bits, Candidate
-from ._run import fused
+from ._run import fused, tables_inside
 
 # No two tables of different shapes have equally many entries, so a view cannot take one for the other.
 BATCH, HEADS, TOKENS, CHANNELS = 3, 2, 5, 16
@@ -83,12 +85,15 @@ def recognise(
     if seen is None:
         return Recognition(None, "its signature cannot be read")
     given = dict(constants)
-    calls = [
-        call
-        for call in calls_of(function, method=owner is not None)
-        if call.form.takes_tables and not given.keys() & {each.name for each in call.arguments}
-    ]
-    if not calls:
+    ways: list[dict[str, Any]] = []
+    for call in calls_of(function, method=owner is not None):
+        if given.keys() & {each.name for each in call.arguments}:
+            continue
+        if call.form.takes_tables:
+            ways += [{"call": call, "channels_first": first} for first in (False, True)]
+        elif call.makes_its_tables:
+            ways += [{"call": call, "inside": pairs} for pairs in (HALF, INTERLEAVED)]
+    if not ways:
         names = ", ".join(seen.parameters)
         return Recognition(
             None, f"its arguments ({names}) are not those of a rotation by given cos/sin"
@@ -102,9 +107,9 @@ def recognise(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        for call, channels_first in itertools.product(calls, (False, True)):
+        for way in ways:
             try:
-                found.extend(_explain(_Caller(function, call, owner, given, channels_first)))
+                found.extend(_explain(_Caller(function, owner=owner, constants=given, **way)))
             except _Unlike as unlike:
                 reasons.append(str(unlike))
     if len(found) == 1:
@@ -161,8 +166,10 @@ _RANK = (
 class _Caller:
     """A function and one way to call it.
 
-    With ``channels_first``, the last two dimensions of x are exchanged before a call, and those of the
-    results after it.
+    Attributes:
+        channels_first: whether to exchange the last two dimensions of x before a call, and those of the
+            results after it.
+        inside: the pairing by which to read tables off the results, if the function makes them itself.
     """
 
     def __init__(
@@ -172,14 +179,24 @@ class _Caller:
         owner: object,
         constants: Mapping[str, Any],
         channels_first: bool = False,
+        inside: str | None = None,
     ) -> None:
         self.function, self.call, self.owner, self.constants = function, call, owner, constants
-        self.channels_first = channels_first
+        self.channels_first, self.inside = channels_first, inside
         self.unsqueeze_dim = call.parameter("unsqueeze_dim")
-        self.positions = call.parameter("positions")
+        self.positions = None if inside else call.parameter("positions")
+
+    def fitting(self, width: int) -> tuple[Rotation, ...]:
+        """The rotations to compare with, for tables of a width."""
+        if self.inside is None:
+            return _fitting(width)
+        reading = "cat" if self.inside == HALF else "repeat"
+        return (Rotation(self.inside, self.inside, reading, "first", 1),)
 
     def arrangements(self) -> list[Arrangement]:
         """The layouts of x and tables to try; those with ``broadcasts`` come last."""
+        if self.inside:
+            return [Arrangement(x, t, None, True) for x, t in (("bhsd", "11sd"), ("bshd", "1s1d"))]
         by_parameter = self.unsqueeze_dim is not None
         every = self.call.form.arrangements
         if self.channels_first:
@@ -234,7 +251,33 @@ class _Probe:
         if (form := caller.call.form).grids and form.read is not None:
             cos, sin = form.read(*form.built(cos, sin))
         self.cos, self.sin = cos.to(table_dtype), sin.to(table_dtype)
+        self.ids = torch.randint(0, 50, (tokens,), device="cpu")
+        if caller.inside:
+            self.cos, self.sin = self.tables()
         self.container: type | None = None  # of the result of the last run
+
+    def angles(self) -> dict[str, Any]:
+        """The arguments from which the tables follow."""
+        call = self.caller.call
+        if self.caller.inside:
+            return {str(call.parameter("positions")): self.ids}
+        return call.build(self.cos, self.sin)
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, read as in a replacement: angles do not keep their bits."""
+        caller, given = self.caller, self.angles()
+        if not caller.inside:
+            found = caller.call.read(given)
+        else:
+            (x,) = self.xs.values()
+            behind = self.shape.x == "bshd"
+            selves = () if caller.owner is None else (caller.owner,)
+            made = functools.partial(caller.function, *selves)
+            given |= {caller.call.rotated[0]: x, **caller.constants}
+            found = tables_inside(made, given, caller.call.rotated[0], caller.inside, behind)
+        if found is None:
+            raise ValueError("the function gives no tables")
+        return found
 
     def copied(self) -> _Probe:
         """The same probe for a function that may write to its arguments."""
@@ -259,7 +302,7 @@ class _Probe:
             shape = next(iter(arguments.values())).shape
             arguments = {name: x.flatten(2) for name, x in arguments.items()}
             owner = _StandIn(owner, *shape[-2:])
-        arguments |= caller.call.build(self.cos, self.sin) | dict(caller.constants)
+        arguments |= self.angles() | dict(caller.constants)
         if caller.channels_first:
             turned = {n: arguments[n].mT for n in caller.call.rotated if arguments[n] is not None}
             arguments |= turned
@@ -295,15 +338,9 @@ class _Probe:
     def fused(
         self, which: int, rotation: Rotation, dtype: torch.dtype, bits: Bits
     ) -> torch.Tensor | None:
-        """Rotate one of the xs by the operator; None if the operator refuses these tensors.
-
-        The tables are read from the arguments, as in a replacement: angles do not keep their bits.
-        """
-        x, call = list(self.xs.values())[which], self.caller.call
-        tables = call.read(call.build(self.cos, self.sin))
-        if tables is None:
-            return None
-        cos, sin = tables
+        """Rotate one of the xs by the operator; None if the operator refuses these tensors."""
+        x = list(self.xs.values())[which]
+        cos, sin = self.tables()
         if (place := self.shape.place) is not None:
             cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
         return fused(x, cos, sin, rotation, dtype, bits, which)
@@ -405,10 +442,13 @@ def _at(
 ) -> dict[int, list[Rotation]]:
     """For each width of tables that the function accepts: the rotations that match it."""
     matches: dict[int, list[Rotation]] = {}
-    for width in (CHANNELS, CHANNELS // 2, CHANNELS // 4):
-        probe = _Probe(caller, shape, width)
+    for width in (CHANNELS,) if caller.inside else (CHANNELS, CHANNELS // 2, CHANNELS // 4):
+        try:
+            probe = _Probe(caller, shape, width)
+        except Exception:  # noqa: BLE001  # a function that makes its tables can raise anything
+            continue
         if (ys := probe.copied().tried()) is not None:
-            fitting = _fitting(width) if alive is None else alive
+            fitting = caller.fitting(width) if alive is None else alive
             matches[width] = [
                 rotation
                 for rotation in (fitting if probe.could_be(ys) else ())
@@ -503,6 +543,8 @@ def _all_bits(
             "table_dtype": table_dtype,
         }
         probes = [_Probe(caller, shape, each, **sizes) for each in widths]
+        if caller.inside and probes[0].cos.dtype != table_dtype:
+            continue
         for cast, by_batch in itertools.product(casts, (False, True)):
             tried = [_bits(probe, rotation, cast, by_batch) for probe in probes]
             every = [bits for bits in tried if bits is not None]

@@ -58,6 +58,33 @@ def replacement(
     return apply
 
 
+def tables_inside(
+    function: Any, values: Mapping[str, Any], name: str, pairs: str, behind: bool
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Read the tables that a function makes off its results for ones and zeros.
+
+    Args:
+        function: rotates the argument ``name`` of ``values``, which is (batch, heads, seq, dim), or
+            (batch, seq, heads, dim) if ``behind``.
+        pairs: the pairing.
+
+    Returns:
+        Cosines and sines for one batch row and head, with an entry for each channel; None if they depend
+        on the row or the head.
+    """
+    x = values[name]
+    one = x.detach().new_zeros((1, x.shape[1], 1, x.shape[3]) if behind else (1, 1, *x.shape[2:]))
+    dim, first = one.shape[-1], torch.arange(one.shape[-1], device=one.device)
+    first = first < dim // 2 if pairs == HALF else first % 2 == 0
+    with torch.no_grad():
+        # u = 1 and v = 0 give (cos, sin); u = 0 and v = 1 give (-sin, cos).
+        left = function(**{**values, name: one + first.to(one.dtype)})
+        right = function(**{**values, name: one + (~first).to(one.dtype)})
+    if not isinstance(left, torch.Tensor) or left.shape != one.shape:
+        return None
+    return torch.where(first, left, right), torch.where(first, -right, left)
+
+
 class _Call:
     """One replacement: its signature, and a short and a general path through it."""
 
@@ -74,7 +101,9 @@ class _Call:
         self.expected = self.defaults | dict(candidate.constants)
         self.rotated, self.tables = candidate.call.rotated, candidate.call.tables
         self.unsqueeze_dim = candidate.call.parameter("unsqueeze_dim")
-        self.positions = candidate.call.parameter("positions")
+        self.original = original
+        self.inside = candidate.call.makes_its_tables
+        self.positions = None if self.inside else candidate.call.parameter("positions")
         known = {*self.rotated, *self.tables, self.unsqueeze_dim, self.positions}
         known |= (
             candidate.ignored | {candidate.excluded} | set(self.names[: int(candidate.call.method)])
@@ -121,6 +150,20 @@ class _Call:
             if not _same(values[name], self.expected.get(name, _PLAIN)):
                 return None
         return values
+
+    def read(self, values: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The cosines and sines of a call; None if they do not follow from its arguments."""
+        if not self.inside:
+            return self.candidate.call.read(values)
+        (name,) = self.rotated
+        ids = values[str(self.candidate.call.parameter("positions"))]
+        x = values[name]
+        if not isinstance(x, torch.Tensor) or x.dim() != 4 or not isinstance(ids, torch.Tensor):
+            return None
+        if ids.dim() != 1 or ids.requires_grad:
+            return None
+        behind = "1s1d" in self.candidate.ones
+        return tables_inside(self.original, values, name, self.candidate.rotation.pairs, behind)
 
     def excluded(self, values: Mapping[str, Any]) -> int:
         """The number of keys at the end that pass through."""
@@ -206,7 +249,7 @@ class _Call:
         flat = candidate.call.form.flat
         xs = [values[name] for name in self.rotated]
         present = [x for x in xs if x is not None]
-        first, given_tables = xs[0], candidate.call.read(values)
+        first, given_tables = xs[0], self.read(values)
         if first is None or given_tables is None or not _are_tensors(present):
             return None
         if len(xs) > 1 and xs[1] is None and candidate.alone is None:
