@@ -148,6 +148,20 @@ def test_ctrl_c_keeps_the_results_so_far() -> None:
     assert 1 <= len(numbers["results"]) < len(SUITES["short"])
 
 
+def test_other_tokens_leave_the_caches_as_the_name_says() -> None:
+    for case in [each for suite in SUITES.values() for each in suite]:
+        sized = command._sized(case, 1, 77)
+        assert (sized.cold, sized.tokens) == (case.cold, 1 if case.tokens == 1 else 77)
+
+
+@pytest.mark.parametrize(
+    "fault", ["it failed: x", "its result is off: x", "its results have wrong"]
+)
+def test_a_fault_matters_more_than_a_case_that_does_not_apply(fault: str) -> None:
+    results = [{"absent": {"peer": each}} for each in ("no", fault, "no again")]
+    assert _bench._absent(results, []) == {"peer": fault}
+
+
 def test_absent_contenders_are_named() -> None:
     results = [
         {"absent": {"jax jit": "jax is not installed", "copy_": "not selected", "peer": "no"}},

@@ -15,7 +15,7 @@ from ..workbench.text import duration
 from ._tables import titled
 
 # If a contender was absent for several reasons, one that begins with one of these is reported.
-_FAULTS = ("its result is off", "it failed")
+_FAULTS = ("its result is off", "its results have", "it failed")
 
 # Names that are too long for a column heading -> their short forms.
 _SHORT = {

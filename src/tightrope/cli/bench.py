@@ -140,7 +140,7 @@ def _sized(case: Case, threads: int | None, tokens: int | None) -> Case:
     if tokens is None or case.tokens == 1:
         return case
     name = case.name.replace(str(case.tokens), str(tokens))
-    return replace(case, tokens=tokens, name=name, cold=tokens >= 1024)
+    return replace(case, tokens=tokens, name=name)
 
 
 def _measure_all(
