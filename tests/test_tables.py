@@ -227,6 +227,11 @@ def test_transforms() -> None:
         torch.vmap(function, in_dims=(None, 0, 0))(x[0], cos, sin),
         torch.stack([function(x[0], c, s) for c, s in zip(cos, sin, strict=True)]),
     )
+    for mapped in ((None, 0, None), (None, None, 0), (0, 0, None)):
+        given = [t if dim == 0 else t[0] for t, dim in zip((x, cos, sin), mapped)]
+        rows = [[t[i] if dim == 0 else t for t, dim in zip(given, mapped)] for i in range(4)]
+        got = torch.vmap(function, in_dims=mapped)(*given)
+        assert torch.equal(got, torch.stack([function(*row) for row in rows]))
     grads = torch.func.grad(lambda *a: function(*a).pow(3).sum(), argnums=(0, 1, 2))
     got = grads(x[0], cos[0], sin[0])
     leaves = [t[0].clone().requires_grad_() for t in (x, cos, sin)]

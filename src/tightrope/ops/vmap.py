@@ -51,11 +51,17 @@ def _rotate(
     def each(tensors: tuple[Any, ...], own: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
         return tuple(_in_rows(t, dim, size, rows, axis) for t, dim in zip(tensors, own))
 
+    primary = _in_rows(call.primary, dims.primary, size, rows, axis)
+    secondary = _in_rows(call.secondary, dims.secondary, size, rows, axis)
+    if secondary is not None and primary.shape != secondary.shape:  # only one of them is mapped
+        primary, secondary = (
+            table.contiguous() for table in torch.broadcast_tensors(primary, secondary)
+        )
     gates = parts.gates if options.gate == schema.SLOPE else each(parts.gates, mapped.gates, 0)
     packed = pack(
         call._replace(
-            primary=_in_rows(call.primary, dims.primary, size, rows, axis),
-            secondary=_in_rows(call.secondary, dims.secondary, size, rows, axis),
+            primary=primary,
+            secondary=secondary,
             positions=_in_rows(call.positions, dims.positions, size, rows, 1),
             options=options._replace(layout=BY_NAME["bhsd"].code),
             extras=parts._replace(

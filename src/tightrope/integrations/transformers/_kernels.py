@@ -99,7 +99,7 @@ def mapping() -> dict[str, Any]:
 def register() -> None:
     """Register this library as the kernel for rotations in transformers, in every mode.
 
-    Afterwards ``model.kernelize()`` and ``from_pretrained(..., use_kernels=True)`` use this library's
+    Afterwards ``model.set_use_kernels(True)`` and ``from_pretrained(..., use_kernels=True)`` use this library's
     rotation, for inference and training, on CPU and CUDA. Nothing is downloaded. ``kernels`` replaces
     functions for the whole process, so all models of a family change together; :func:`patch` changes
     one model only.
