@@ -49,7 +49,7 @@ test-all: $(READY)
 oldest:
 	mkdir -p build
 	sed -e 's/^torch==.*/torch==2.10.0/' -e '/^triton==/d' constraints.txt > build/oldest.txt
-	$(MAKE) test-all VENV=.venv-oldest CONSTRAINTS=build/oldest.txt
+	$(MAKE) test-all VENV=.venv-oldest-$(notdir $(PYTHON)) CONSTRAINTS=build/oldest.txt
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -66,7 +66,7 @@ wheel: $(READY)
 	@ls dist
 
 clean:
-	rm -rf $(VENV) .venv-oldest build dist site src/*.egg-info src/tightrope/_native.*
+	rm -rf $(VENV) .venv-oldest* build dist site src/*.egg-info src/tightrope/_native.*
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
