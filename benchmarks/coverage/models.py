@@ -27,8 +27,8 @@ from tightrope.integrations import Entry, _graft, patch, unpatch
 
 from ..transformers_coverage.comparing import Run, counting, difference, spoilt, tensors
 from ..transformers_coverage.models import sentence
-from .building import build, sizes
-from .catalogue import Library, Rotary, mentions, model_classes, rotary
+from .building import build
+from .catalogue import Library, Rotary, mentions, model_classes, rotary, sizes
 
 Leaves = dict[str, torch.Tensor]
 
@@ -101,9 +101,9 @@ def row(library: Library, name: str, file: str) -> dict[str, Any]:
     out: dict[str, Any] = {
         "model": name, "file": file, "status": "not built", "reason": "", "bfloat16": "",
         "calls": {}, "replaced": [], "left": [],
-        "frozen": sizes(library.name).get(name, {}).get("frozen", []),
+        "frozen": sizes(library).get(name, {}).get("frozen", []),
     }  # fmt: skip
-    if not mentions(library, file):
+    if library.base and not mentions(library, file):
         return {**out, "status": "not exercised", "reason": "its file does not rotate"}
     functions = rotary(library)
     try:
@@ -114,9 +114,12 @@ def row(library: Library, name: str, file: str) -> dict[str, Any]:
     out["calls"] = {name: count for name, count in before.calls.items() if name != "tightrope"}
     if not out["calls"]:
         return {**out, "status": "not exercised", "reason": "no rotary function ran"}
-    out |= compared(model, inputs, before, functions)
+    try:
+        out |= compared(model, inputs, before, functions)
+    except Exception as error:  # noqa: BLE001 - an error of `patch` or of the patched model
+        return {**out, "status": "different", "reason": sentence(error)}
     if out["status"] == "equal":
-        model, inputs = model.to(torch.bfloat16), narrowed(inputs)
+        model, inputs = model._apply(narrowed), narrowed(inputs)
         try:
             before = run(model, inputs, functions)
         except Exception as error:  # noqa: BLE001 - the model itself refuses bfloat16

@@ -60,7 +60,7 @@ def sentence(error: BaseException) -> str:
     # Some messages have a title first and the cause in the last line.
     lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
     text = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") else lines[0]
-    return f"{type(error).__name__}: {text[:200]}"
+    return re.sub(r" \(/[^)]*\)", "", f"{type(error).__name__}: {text[:200]}")
 
 
 def work(pipe: Any) -> None:
