@@ -49,26 +49,26 @@ def main(arguments: list[str] | None = None) -> None:
         if (name == "diffusers") is (options.library == "diffusers"):
             data.append(measured(library, old.get(name, {}), options))
             path.write_text(json.dumps([*data], indent=1) + "\n", encoding="utf-8")
-    between_marks(options.page, options.library, report.page(data))
+    between_marks(options.page, options.library, report.section(data))
     print(report.summary(data))
 
 
 def measured(library: Library, data: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """The results of one library: the old ones, with those parts that were run again."""
     logging.getLogger(library.name).setLevel(logging.ERROR)
-    stand_ins.install(library.stand_ins)
     try:
         version = metadata.version(library.name)
     except metadata.PackageNotFoundError:
-        return {"library": library.name, "absent": library.absent}
+        return {"library": library.name, "version": library.absent}
     data = {**data, "library": library.name, "version": version, "torch": torch.__version__}
     both = options.functions == options.models
-    if options.functions or both:
-        data["functions"] = functions.run(library)
-    if options.models or both:
-        held = {row["model"]: row for row in data.get("models", []) if options.only}
-        held |= {row["model"]: row for row in models.rows(library, options.only)}
-        data["models"] = [held[name] for name in sorted(held)]
+    with stand_ins.installed(library.stand_ins.split()):
+        if options.functions or both:
+            data["functions"] = functions.run(library)
+        if options.models or both:
+            held = {row["model"]: row for row in data.get("models", []) if options.only}
+            held |= {row["model"]: row for row in models.rows(library, options.only)}
+            data["models"] = [held[name] for name in sorted(held)]
     return data
 
 

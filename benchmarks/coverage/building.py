@@ -16,7 +16,7 @@ parameters without gradients; with "*" the inputs have none either, for models w
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from fnmatch import fnmatch
 from typing import Any
 
@@ -61,11 +61,13 @@ def _made(value: Any, generator: torch.Generator | None = None) -> Any:
             ((kind, numbers),) = value.items()
             if isinstance(getattr(torch, kind, None), torch.dtype):
                 return torch.tensor(numbers, dtype=getattr(torch, kind))
-        made = {int(k) if k.isdigit() else k: _made(v, generator) for k, v in value.items()}
+        made = {
+            int(k) if k.isdigit() and generator else k: _made(v, generator)
+            for k, v in value.items()
+        }
         if "new" not in made:
             return made
-        home, _, name = made.pop("new").rpartition(".")
-        return getattr(importlib.import_module(home), name)(**made)
+        return pkgutil.resolve_name(made.pop("new"))(**made)
     if isinstance(value, list):
         made = [_made(each, generator) for each in value]
         plain = all(isinstance(each, int) for each in value)

@@ -19,6 +19,7 @@ from tightrope.forms import unwrapped
 from tightrope.integrations._find import INNER, Constants, codes, constants_of, neighbours
 from tightrope.integrations._graft import Swap
 
+from ..transformers_coverage.catalogue import named_functions
 from ..transformers_coverage.comparing import Place
 
 
@@ -37,7 +38,7 @@ class Library:
         all_of: a folder in `folder` whose every model class is listed. Of other folders, those in
             files with rotary functions are.
         bodies: methods that rotate in their own body: (file, name).
-        stand_ins: packages that its files import and that need not be installed.
+        stand_ins: packages that its files import and that need not be installed, separated by spaces.
         absent: the reason why it cannot be measured if it is not there.
     """
 
@@ -49,7 +50,7 @@ class Library:
     base: str = ""
     all_of: str = ""
     bodies: tuple[tuple[str, str], ...] = ()
-    stand_ins: tuple[str, ...] = ()
+    stand_ins: str = ""
     absent: str = "absent: neither installed nor unpacked in the folder"
 
     @property
@@ -87,18 +88,32 @@ LIBRARIES = {
                 ("transformers/transformer_ideogram4", "Ideogram4AttnProcessor.__call__"),
             ),
         ),
-        Library("timm", stand_ins=("torchvision",)),
-        Library("litgpt", stand_ins=("lightning", "lightning_utilities", "psutil")),
+        Library("timm", stand_ins="torchvision"),
+        Library("litgpt", stand_ins="lightning lightning_utilities psutil"),
         Library("x-transformers"),
         Library("rotary-embedding-torch", rotary=r"apply\w*rot|rotate_queries"),
-        Library("torchtune", rotary=r"RotaryPositionalEmbeddings\.forward|RoPE\.forward", stand_ins=("torchao", "torchdata", "datasets", "hf_transfer", "omegaconf", "sentencepiece", "tiktoken", "blobfile")),
-        Library("torchtitan", folder="models", stand_ins=("spmd_types", "tyro", "torchdata", "datasets", "fla")),
+        Library(
+            "torchtune",
+            rotary=r"RotaryPositionalEmbeddings\.forward|RoPE\.forward",
+            stand_ins="torchao torchdata datasets hf_transfer omegaconf sentencepiece tiktoken blobfile",
+        ),
+        Library(
+            "torchtitan",
+            folder="models",
+            rotary=r"(Complex|CosSin)RoPE\.apply|\bapply_rope$",
+            stand_ins="spmd_types tyro torchdata datasets fla",
+        ),
         Library("megatron-core", package="megatron", folder="core"),
-        Library("nanotron", folder="models", rotary=r"apply\w*rot|RotaryEmbedding\.forward", stand_ins=("flash_attn", "dacite", "nanotron.logging", "nanotron.models.base")),
-        Library("gpt-oss"),
-        Library("sam3", stand_ins=("iopath", "ftfy", "torchvision", "pycocotools", "psutil")),
-        Library("mistral_inference", stand_ins=("xformers", "simple_parsing")),
-        Library("llama_models", stand_ins=("fairscale", "torchvision")),
+        Library(
+            "nanotron",
+            folder="models",
+            rotary=r"apply\w*rot|RotaryEmbedding\.forward",
+            stand_ins="flash_attn dacite nanotron.logging nanotron.models.base",
+        ),
+        Library("gpt-oss", rotary=r"apply\w*rot|\._rotate$"),
+        Library("sam3", stand_ins="iopath ftfy torchvision pycocotools psutil"),
+        Library("mistral_inference", stand_ins="xformers simple_parsing"),
+        Library("llama_models", stand_ins="fairscale torchvision"),
         Library(
             "dinov3",
             rotary=r"apply\w*rope|rope_apply",
@@ -200,17 +215,6 @@ def module(library: Library, file: str) -> ModuleType:
     return importlib.import_module(f"{library.home}.{file.replace('/', '.')}")
 
 
-def _functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.ClassDef):
-            yield from _functions(child, f"{prefix}{child.name}.")
-        elif isinstance(child, ast.FunctionDef):
-            yield f"{prefix}{child.name}", child
-            yield from _functions(child, f"{prefix}{child.name}{INNER}")
-        else:
-            yield from _functions(child, prefix)
-
-
 @cache
 def rotary(library: Library) -> tuple[Rotary, ...]:
     """Every rotary function of a library."""
@@ -219,7 +223,7 @@ def rotary(library: Library) -> tuple[Rotary, ...]:
             library, file, name, min([node.lineno, *(each.lineno for each in node.decorator_list)])
         )
         for file, tree in sources(library).items()
-        for name, node in _functions(tree)
+        for name, node in named_functions(tree)
         if re.search(library.rotary, name) or (file, name) in library.bodies
     )
 

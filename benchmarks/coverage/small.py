@@ -1,11 +1,67 @@
-"""Small attention modules around the RotaryEmbedding of rotary-embedding-torch, which has no models."""
+"""Small models whose sizes a table cannot give: attention around a RotaryEmbedding, and configured models."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+from .stand_ins import Anything
+
+
+def torchtitan(family: str, layers: int) -> Any:
+    """The debug model of a family of torchtitan, with this many layers and attention that runs on a CPU."""
+    attention = importlib.import_module("torchtitan.models.common.attention")
+    home = importlib.import_module(f"torchtitan.models.{family}")
+    config = vars(home)[f"{family}_configs"]["debugmodel"]("flex")
+    config.layers = config.layers[:layers]
+    for layer in config.layers:
+        layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
+    model = config.build()
+    model.init_states()
+    return model
+
+
+def z_image_controlnet(controlnet: Any, transformer: Any) -> Any:
+    """A control network of Z-Image with the parts that it shares with a transformer."""
+    controlnet.gradient_checkpointing = False  # its forward reads this, but its class lacks it
+    return type(controlnet).from_transformer(controlnet, transformer)
+
+
+class Megatron(torch.nn.Module):
+    """A GPTModel of Megatron Core on the CPU, in a process group of one process."""
+
+    def __init__(self, vocabulary: int, tokens: int, **config: Any) -> None:
+        super().__init__()
+        if not torch.distributed.is_initialized():
+            store = torch.distributed.HashStore()
+            torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            importlib.import_module("megatron.core.parallel_state").initialize_model_parallel()
+        transformer = importlib.import_module("megatron.core.transformer.transformer_config")
+        home = "megatron.core.models.gpt"
+        layer = importlib.import_module(f"{home}.gpt_layer_specs").get_gpt_layer_local_spec()
+        self.model = importlib.import_module(f"{home}.gpt_model").GPTModel(
+            transformer.TransformerConfig(use_cpu_initialization=True, **config),
+            layer,
+            vocabulary,
+            tokens,
+            position_embedding_type="rope",
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the scores of the next token."""
+        count = tokens.shape[1]
+        mask = torch.ones(1, 1, count, count, dtype=torch.bool).triu(1)
+        parallel = importlib.import_module("megatron.core.tensor_parallel")
+        with (
+            mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+            mock.patch.object(parallel, "get_cuda_rng_tracker", Anything()),  # dropout is off
+        ):
+            scores: torch.Tensor = self.model(tokens, torch.arange(count)[None], mask)
+        return scores
 
 
 class Attention(torch.nn.Module):
@@ -20,7 +76,9 @@ class Attention(torch.nn.Module):
         """Return the attention's result, in the shape of x."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
         q, k = self.rotated(q.movedim(-2, 1), k.movedim(-2, 1))
-        y = scaled_dot_product_attention(q.flatten(2, -2), k.flatten(2, -2), v.movedim(-2, 1).flatten(2, -2))
+        y = scaled_dot_product_attention(
+            q.flatten(2, -2), k.flatten(2, -2), v.movedim(-2, 1).flatten(2, -2)
+        )
         return y.transpose(1, 2).reshape(x.shape)
 
     def rotated(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

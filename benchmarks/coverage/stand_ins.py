@@ -6,6 +6,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -27,8 +28,8 @@ class Anything:
         return vars(self).setdefault(name, Anything())
 
     def __call__(self, first: Any = None, *_: Any, **__: Any) -> Any:
-        """Return the first argument if it is a function, as a decorator does, or a tensor."""
-        return first if callable(first) or isinstance(first, torch.Tensor) else self
+        """Return the first argument if it is a function, as a decorator does."""
+        return first if callable(first) else self
 
     def __mro_entries__(self, _: Any) -> tuple[type, ...]:
         return (Base,)
@@ -102,10 +103,19 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Do nothing: a stand-in has no code."""
 
 
-def install(names: Sequence[str]) -> None:
-    """From now on, import stand-ins for those of these packages that are not installed.
+@contextmanager
+def installed(names: Sequence[str]) -> Iterator[None]:
+    """Import stand-ins for those of these packages that are not installed.
 
     "package.module" is replaced by a stand-in even if it exists.
     """
-    sys.meta_path.append(Finder(names))
-    sys.meta_path.insert(0, Finder([name for name in names if "." in name]))
+    last, first = Finder(names), Finder([name for name in names if "." in name])
+    sys.meta_path.append(last)
+    sys.meta_path.insert(0, first)
+    try:
+        yield
+    finally:
+        for finder in (first, last):
+            sys.meta_path.remove(finder)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, _Module)]:
+            del sys.modules[name]

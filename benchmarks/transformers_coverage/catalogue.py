@@ -7,11 +7,14 @@ import importlib
 import importlib.util
 import inspect
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+from tightrope.integrations._find import INNER
 
 # Names of functions and methods that rotate queries or keys. Not `rotate_half` and the like, which are
 # helpers of such functions.
@@ -82,22 +85,28 @@ def models_folder() -> Path:
     return Path(spec.origin).parent / "models"
 
 
+def named_functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield the functions of a syntax tree: "Class.method", "outer.<locals>.inner" for one in a body."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef):
+            yield from named_functions(child, f"{prefix}{child.name}.")
+        elif isinstance(child, ast.FunctionDef):
+            yield f"{prefix}{child.name}", child
+            yield from named_functions(child, f"{prefix}{child.name}{INNER}")
+        else:
+            yield from named_functions(child, prefix)
+
+
 @cache
 def rotary_names(path: Path) -> tuple[str, ...]:
     """Names of the rotary functions and methods of a file, `Class.method` for methods."""
-    found: list[str] = []
-
-    def visit(node: ast.AST, prefix: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.ClassDef):
-                visit(child, f"{prefix}{child.name}.")
-            elif isinstance(child, ast.FunctionDef) and ROTARY.match(child.name):
-                found.append(prefix + child.name)
-
     text = path.read_text(encoding="utf-8")
-    if "rotary" in text or "rotate_" in text:
-        visit(ast.parse(text), "")
-    return tuple(found)
+    tree = ast.parse(text if "rotary" in text or "rotate_" in text else "")
+    return tuple(
+        name
+        for name, node in named_functions(tree)
+        if ROTARY.match(node.name) and INNER not in name
+    )
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,9 +15,11 @@ from typing import Any
 import torch
 
 import tightrope
+from tightrope.integrations import Entry, Report, _graft
 
 from .catalogue import rotary_codes
 
+CONTAINERS = (dict, list, tuple, torch.Tensor)
 OURS = str(Path(tightrope.__file__).parent)
 # Relative size of the planted fault in the results of rotary functions.
 FAULT = 1e-2
@@ -46,6 +47,11 @@ class Difference:
         """True if every output and gradient is equal; False for NaN."""
         return self.output == self.gradient == 0
 
+    @property
+    def numbers(self) -> list[float]:
+        """Both differences, rounded to three significant digits."""
+        return [float(f"{value:.3g}") for value in (self.output, self.gradient)]
+
 
 def tensors(value: Any, name: str = "output") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every floating-point tensor of a model's output with its path."""
@@ -58,6 +64,22 @@ def tensors(value: Any, name: str = "output") -> Iterator[tuple[str, torch.Tenso
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
             yield from tensors(item, f"{name}.{i}")
+
+
+def mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """A copy of nested arguments with every tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: mapped(change, each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(change, each) for each in value)
+    return value
+
+
+def narrowed(x: torch.Tensor) -> torch.Tensor:
+    """The tensor in bfloat16 if it holds real floating-point numbers."""
+    return x.to(torch.bfloat16) if x.is_floating_point() else x
 
 
 def rotary_modules(model: torch.nn.Module) -> list[ModuleType]:
@@ -109,17 +131,27 @@ def places_of(model: torch.nn.Module) -> dict[Place, str]:
 
 
 def run(
-    model: torch.nn.Module, inputs: dict[str, Any], call: Callable[..., Any] | None = None
+    model: torch.nn.Module,
+    inputs: dict[str, Any],
+    call: Callable[..., Any] | None = None,
+    places: dict[Place, str] | None = None,
+    leaves: dict[str, torch.Tensor] | None = None,
 ) -> Run:
-    """Run forward and backward; the loss is the sum of all outputs, times fixed random weights."""
+    """Run forward and backward; the loss is the sum of all outputs, times fixed random weights.
+
+    Args:
+        call: the part of the model to call; the model if None.
+        places: the functions whose calls are counted; those of the model's files if None.
+        leaves: the tensors whose gradients are compared; the parameters if None.
+    """
     result = Run({}, {})
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
-    with counting(places_of(model), result.calls):
+    with counting(places_of(model) if places is None else places, result.calls):
         out = (call or model)(**inputs)
     generator = torch.Generator().manual_seed(2)
     loss = torch.zeros(())
-    for name, value in tensors(out):
+    for name, value in tensors(out if isinstance(out, CONTAINERS) else vars(out)):
         if name in result.outputs:
             continue
         result.outputs[name] = value.detach().clone()
@@ -130,11 +162,86 @@ def run(
             loss = loss + (kept * weight).sum() / max(1.0, value.numel() ** 0.5)
     if loss.requires_grad:
         loss.backward()
-    result.gradients = {
-        n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None
-    }
+    named = model.named_parameters() if leaves is None else leaves.items()
+    result.gradients = {n: x.grad.detach().clone() for n, x in named if x.grad is not None}
     model.zero_grad(set_to_none=True)
     return result
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model under test.
+
+    Attributes:
+        inputs: the arguments that `again` uses.
+        again: runs the model.
+        own: names of the rotary functions whose calls count.
+        patch, unpatch: of the library's kind of models.
+        name_of: the name under which the calls of an entry of a report are counted.
+    """
+
+    model: torch.nn.Module
+    inputs: dict[str, Any]
+    again: Callable[[], Run]
+    own: list[str]
+    patch: Callable[[torch.nn.Module], Report]
+    unpatch: Callable[[torch.nn.Module], None]
+    name_of: Callable[[Entry], str]
+
+    def row(self, before: Run) -> dict[str, Any]:
+        """Entries of a row: the check in float32, and if that is equal, in bfloat16."""
+        out = self.checked(before)
+        if out["status"] != "equal":
+            return out
+        self.model._apply(narrowed)
+        self.inputs.update(mapped(narrowed, self.inputs))
+        try:
+            before = self.again()
+        except Exception as error:  # noqa: BLE001 - the model itself refuses bfloat16
+            return {**out, "bfloat16": f"the model does not run in bfloat16: {error!s:.100}"}
+        found = self.checked(before)
+        if found["status"] == "different":
+            return {**out, **found, "reason": f"in bfloat16: {found['reason']}"}
+        return {**out, "bfloat16": found["reason"] or "equal"}
+
+    def checked(self, before: Run) -> dict[str, Any]:
+        """Check that `patch` changes no bit, that a fault would, and that `unpatch` undoes it."""
+        again = difference(before, self.again())
+        if not again.none:
+            reason = f"not deterministic by itself: {again.where}"
+            return {"status": "different", "reason": reason}
+        with faulty():
+            self.patch(self.model)
+        wrong = difference(before, self.again())
+        self.unpatch(self.model)
+        report = self.patch(self.model)
+        after = self.again()
+        self.unpatch(self.model)
+        out: dict[str, Any] = {
+            "fault": wrong.numbers,
+            "replaced": [self.name_of(e) for e in report.replaced],
+            "left": [f"{self.name_of(e)}: {e.reason}" for e in report.left],
+            # Calls that still reached an original: it was left, or its replacement called it.
+            "given_back": {n: c for n, c in after.calls.items() if n != "tightrope"},
+        }
+        change, undone = difference(before, after), difference(before, self.again())
+        for each, words in ((change, "at"), (undone, "after unpatch, at")):
+            if not each.none:
+                out["differences"] = each.numbers
+                return {**out, "status": "different", "reason": f"{words} {each.where}"}
+        reason = self.unused(before, after, out["replaced"])
+        if not reason and wrong.none:
+            reason = "no output depends on the rotation"
+        return {**out, "status": "not exercised" if reason else "equal", "reason": reason}
+
+    def unused(self, before: Run, after: Run, replaced: list[str]) -> str:
+        """The reason why a run of the patched model shows nothing; empty if it does."""
+        fewer = any(after.calls[name] < before.calls[name] for name in self.own)
+        if fewer and after.calls["tightrope"]:
+            return ""
+        names = {name.partition("(")[0] for name in replaced}
+        back = ", ".join(name for name in self.own if name in names)
+        return f"the original served every call: {back}" if back else "nothing was replaced"
 
 
 def relative(before: torch.Tensor, after: torch.Tensor) -> float:
@@ -185,23 +292,12 @@ def spoilt(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def fault(model: torch.nn.Module) -> Iterator[None]:
-    """Plant a small error in every rotary function of the model's files."""
-    undo: list[tuple[Any, str, Any]] = []
-    for module in rotary_modules(model):
-        for name in rotary_codes(module).values():
-            owner: Any = module
-            *path, last = name.split(".")
-            for part in path:
-                owner = getattr(owner, part)
-            held = inspect.getattr_static(owner, last)
-            undo.append((owner, last, held))
-            if isinstance(held, staticmethod):
-                setattr(owner, last, staticmethod(spoilt(held.__func__)))
-            else:
-                setattr(owner, last, spoilt(held))
+def faulty() -> Iterator[None]:
+    """Plant a small error in every replacement of the models that are patched inside."""
+    real, classes = _graft.replacement_of, _graft._classes
+    _graft.replacement_of = lambda swap: spoilt(real(swap))
+    _graft._classes = {}
     try:
         yield
     finally:
-        for owner, last, held in reversed(undo):
-            setattr(owner, last, held)
+        _graft.replacement_of, _graft._classes = real, classes
