@@ -22,11 +22,11 @@ import torch
 from tightrope.forms import unwrapped
 from tightrope.integrations import Recognition, recognise
 from tightrope.integrations._find import Constants
-from tightrope.integrations._graft import Swap, replacement_of
+from tightrope.integrations._graft import Swap
 from tightrope.integrations._recognise import recognise_method, to_the_bit
 
 from ..transformers_coverage import functions
-from ..transformers_coverage.functions import arguments, compare
+from ..transformers_coverage.functions import measured
 from ..transformers_coverage.models import sentence
 from .catalogue import Library, Rotary, rotary
 
@@ -72,17 +72,14 @@ def _one(each: Rotary, value: Any, owner: type | None, constants: Constants) -> 
     found: Recognition = to_the_bit(
         recognise(plain, constants=constants) if owner is None else recognise_method(plain, owner)
     )
-    candidate = found.candidate
-    if candidate is None:
+    if found.candidate is None:
         return {"status": "left", "reason": found.reason}
-    replaced = replacement_of(Swap(each.module.__name__, each.name, (candidate,)))
-    make = arguments(candidate, None if owner is None else object())
-
-    def with_constants(*dtypes: Any) -> dict[str, Any]:
-        return make(*dtypes) | dict(constants)
-
+    swap = Swap(each.module.__name__, each.name, (found.candidate,))
     try:
-        row = compare(plain, replaced, with_constants, candidate.call.rotated, PAIRS)
+        return measured(swap, plain, None if owner is None else object(), PAIRS)
     except Exception as error:  # noqa: BLE001 - third-party code can raise anything
-        row = {"status": "different", "reason": sentence(error)}
-    return row | {"recognised": str(candidate)}
+        return {
+            "status": "different",
+            "reason": sentence(error),
+            "recognised": str(found.candidate),
+        }

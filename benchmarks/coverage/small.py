@@ -25,6 +25,14 @@ def torchtitan(family: str, layers: int) -> Any:
     return model
 
 
+def gpt_oss(config: Any) -> Any:
+    """A Transformer of gpt-oss; its attention sinks, which it leaves uninitialised, are zeros."""
+    model = importlib.import_module("gpt_oss.torch.model").Transformer(config)
+    for block in model.block:
+        torch.nn.init.zeros_(block.attn.sinks)
+    return model
+
+
 def z_image_controlnet(controlnet: Any, transformer: Any) -> Any:
     """A control network of Z-Image with the parts that it shares with a transformer."""
     controlnet.gradient_checkpointing = False  # its forward reads this, but its class lacks it

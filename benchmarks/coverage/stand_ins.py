@@ -20,7 +20,7 @@ class Base:
 
 
 class Anything:
-    """A class, a value, a function whose result nobody needs, or a decorator that changes nothing."""
+    """A class, a value, a function whose result is not used, or a decorator that changes nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -59,10 +59,6 @@ def _linear(inputs: int, outputs: int, bias: bool = True, **_: Any) -> torch.nn.
     return torch.nn.Linear(inputs, outputs, bias)
 
 
-def _embedding(count: int, width: int, **_: Any) -> torch.nn.Module:
-    return torch.nn.Embedding(count, width)
-
-
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
     """Attend in the layout (batch, seq, heads, dim)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -75,7 +71,7 @@ REAL: dict[str, dict[str, Any]] = {
     "fairscale.nn.model_parallel.layers": {
         "ColumnParallelLinear": _linear,
         "RowParallelLinear": _linear,
-        "VocabParallelEmbedding": _embedding,
+        "VocabParallelEmbedding": lambda n, width, **_: torch.nn.Embedding(n, width),
     },
     "xformers.ops.fmha": {"memory_efficient_attention": _attention},
 }

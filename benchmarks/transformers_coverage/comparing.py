@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -82,19 +81,8 @@ def narrowed(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.bfloat16) if x.is_floating_point() else x
 
 
-def rotary_modules(model: torch.nn.Module) -> list[ModuleType]:
-    """The modeling modules of transformers that define the model's parts."""
-    names = {k.__module__ for m in model.modules() for k in type(m).__mro__}
-    return [sys.modules[n] for n in sorted(names) if n.startswith("transformers.models.")]
-
-
 # The place of a function: file, first line, name. Copies of the function have the same place.
 Place = tuple[str, int, str]
-
-
-def place(code: CodeType) -> Place:
-    """The file, first line and name of a code object."""
-    return code.co_filename, code.co_firstlineno, code.co_name
 
 
 @contextmanager
@@ -107,7 +95,7 @@ def counting(places: dict[Place, str], calls: Counter[str]) -> Iterator[None]:
     def note(frame: Any, event: str, _: Any) -> None:
         if event == "call":
             code = frame.f_code
-            name = places.get(place(code))
+            name = places.get((code.co_filename, code.co_firstlineno, code.co_name))
             if name is not None:
                 calls[name] += 1
             elif code.co_filename.startswith(OURS):
@@ -123,10 +111,12 @@ def counting(places: dict[Place, str], calls: Counter[str]) -> Iterator[None]:
 def places_of(model: torch.nn.Module) -> dict[Place, str]:
     """Place -> name of the rotary functions in every modeling file that defines parts of the model."""
     places: dict[Place, str] = {}
-    for module in rotary_modules(model):
-        short = module.__name__.removeprefix("transformers.models.").rpartition(".")[0]
-        for code, name in rotary_codes(module).items():
-            places.setdefault(place(code), f"{short}.{name}")
+    start = "transformers.models."
+    names = {k.__module__ for m in model.modules() for k in type(m).__mro__}
+    for home in sorted(name for name in names if name.startswith(start)):
+        for code, name in rotary_codes(sys.modules[home]).items():
+            place = code.co_filename, code.co_firstlineno, code.co_name
+            places.setdefault(place, f"{home.removeprefix(start).rpartition('.')[0]}.{name}")
     return places
 
 

@@ -81,23 +81,30 @@ def _row(name: str, function: str, status: str, **more: Any) -> dict[str, Any]:
     return {"file": name, "function": function, "status": status, "recognised": None, **more}
 
 
+def measured(
+    swap: Swap, original: Any, this: object, pairs: Sequence[Pair] = PAIRS
+) -> dict[str, Any]:
+    """Entries of a row: a function compared with its replacement.
+
+    Args:
+        this: the object whose method it is, if it is one.
+        pairs: see :func:`compare`.
+    """
+    (candidate,) = swap.candidates
+    make, rotated = arguments(candidate, this), candidate.call.rotated
+    found = compare(original, replacement_of(swap), make, rotated, pairs)
+    return found | {"recognised": str(candidate)}
+
+
 def _one(module: ModuleType, name: str, function: str, swaps: dict[str, Swap]) -> dict[str, Any]:
-    *owners, last = function.split(".")
-    holder: Any = module
-    for owner in owners:
-        holder = getattr(holder, owner)
-    value = vars(holder)[last]
-    method = bool(owners) and not isinstance(value, staticmethod)
+    value = Swap(module.__name__, function, ()).original()
+    method = "." in function and not isinstance(value, staticmethod)
     this = SimpleNamespace(num_heads=HEADS, head_size=CHANNELS) if method else None
-    target = unwrapped(value) if owners else value
+    target = unwrapped(value) if "." in function else value
     recognition = to_the_bit(recognise(target, this))
     if recognition.candidate is not None:
-        swap = Swap(module.__name__, function, (recognition.candidate,))
-        swaps[function] = swap
-        replaced = replacement_of(swap)
-        make = arguments(recognition.candidate, this)
-        compared = compare(target, replaced, make, recognition.candidate.call.rotated)
-        return _row(name, function, **compared, recognised=str(recognition.candidate))
+        swaps[function] = Swap(module.__name__, function, (recognition.candidate,))
+        return _row(name, function, **measured(swaps[function], target, this))
     # A function that only delegates: the functions it calls are replaced.
     for each in (n for n in names(module, Path(module.__file__ or "")) if n not in swaps):
         inner = getattr(module, each, None)
@@ -149,7 +156,7 @@ def arguments(candidate: Candidate, owner: object = None) -> Make:
             values[positions] = torch.arange(TOKENS).flip(0)[None]
         if owner is not None:
             values["self"] = owner
-        return values
+        return values | dict(candidate.constants)
 
     return make
 

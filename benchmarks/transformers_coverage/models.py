@@ -16,7 +16,6 @@ from __future__ import annotations
 import multiprocessing
 import re
 import sys
-import traceback
 import warnings
 from collections.abc import Container, Iterator
 from typing import Any
@@ -41,7 +40,7 @@ def blank(model_type: ModelType) -> dict[str, Any]:
     }
 
 
-def row(model_type: ModelType, trace: bool = False) -> dict[str, Any]:
+def row(model_type: ModelType) -> dict[str, Any]:
     """The row of one type; errors become its reason."""
     from .trial import trial
 
@@ -50,8 +49,6 @@ def row(model_type: ModelType, trace: bool = False) -> dict[str, Any]:
         out.update(trial(model_type))
     except Exception as error:  # noqa: BLE001 - recorded as the reason; the run continues
         out["reason"] = sentence(error)
-        if trace:
-            out["trace"] = traceback.format_exc()
     return out
 
 
