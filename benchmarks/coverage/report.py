@@ -97,6 +97,6 @@ def _model(row: Row) -> list[str]:
     # Only functions of which the model called the original say something about it.
     back = {n: c for n, c in row.get("given_back", {}).items() if n not in row["passing"]}
     left = [each for each in row["left"] if re.split(r"[:(]", each)[0] in back]
-    left += [f"{c} calls of {n}" for n, c in back.items()]
+    left += [f"{c} call{'s' * (c > 1)} of {n}" for n, c in back.items()]
     left += [f"{name} without gradients" for name in row["frozen"]]
     return [*row["of"], row["model"], status, row["bfloat16"], "; ".join(left)]
