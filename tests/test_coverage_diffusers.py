@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.coverage import functions, models, report
-from benchmarks.coverage.building import sizes
-from benchmarks.coverage.catalogue import LIBRARIES, model_classes, rotary
+from benchmarks.coverage.catalogue import LIBRARIES, model_classes, rotary, sizes
+from benchmarks.transformers_coverage.comparing import faulty
 
 from tightrope.integrations import patch
 
@@ -22,9 +22,10 @@ pytest.importorskip("diffusers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS: dict[str, Any] = json.loads(
+ALL: list[dict[str, Any]] = json.loads(
     (ROOT / "benchmarks/results/coverage-diffusers.json").read_text(encoding="utf-8")
 )
+RESULTS = ALL[0]
 DIFFUSERS = LIBRARIES["diffusers"]
 same_version = pytest.mark.skipif(
     metadata.version("diffusers") != RESULTS["version"],
@@ -52,7 +53,7 @@ def test_a_model_that_the_replacement_would_change_is_reported_as_different(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def wrong(model: torch.nn.Module) -> Any:
-        with models.faulty():
+        with faulty():
             return patch(model)
 
     monkeypatch.setattr(models, "patch", wrong)
@@ -65,7 +66,7 @@ def test_a_model_that_the_replacement_would_change_is_reported_as_different(
 def test_a_model_that_cannot_be_built_is_listed_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sizes("diffusers"), "WanTransformer3DModel", {"config": {"no": 1}})
+    monkeypatch.setitem(sizes(DIFFUSERS), "WanTransformer3DModel", {"config": {"no": 1}})
     row = models.row(DIFFUSERS, "WanTransformer3DModel", "transformers/transformer_wan")
     assert row["status"] == "not built"
     assert row["reason"].startswith("TypeError")
@@ -76,7 +77,7 @@ def test_the_committed_rows_are_those_of_the_catalogue() -> None:
     assert {row["model"] for row in RESULTS["models"]} == model_classes(DIFFUSERS).keys()
     found = {(each.file, each.name) for each in rotary(DIFFUSERS)}
     assert {(row["file"], row["function"]) for row in RESULTS["functions"]} == found
-    assert set(sizes("diffusers")) <= model_classes(DIFFUSERS).keys()
+    assert set(sizes(DIFFUSERS)) <= model_classes(DIFFUSERS).keys()
 
 
 def test_committed_rows_differ_nowhere_and_others_have_a_reason() -> None:
@@ -88,7 +89,7 @@ def test_committed_rows_differ_nowhere_and_others_have_a_reason() -> None:
 
 def test_every_function_and_model_is_on_the_page() -> None:
     page = (ROOT / "docs/coverage.md").read_text(encoding="utf-8")
-    assert report.section(RESULTS).strip() in page
+    assert report.section(ALL).strip() in page
     for row in RESULTS["models"]:
         assert re.search(rf"^\| {row['model']} \|", page, re.MULTILINE)
 
@@ -97,6 +98,6 @@ def test_every_function_and_model_is_on_the_page() -> None:
 def test_a_function_in_a_body_and_one_with_constants_are_equal() -> None:
     wanted = ("WanAttnProcessor.__call__.<locals>.apply_rotary_emb", "apply_rotary_emb_qwen")
     chosen = {each.name: each for each in rotary(DIFFUSERS) if each.name in wanted}
-    rows = [row for each in chosen.values() for row in functions._rows(each)]
+    rows = [row for each in chosen.values() for row in functions.rows(each)]
     assert len(rows) >= 2
     assert {row["status"] for row in rows} == {"equal"}, rows

@@ -3,9 +3,11 @@ equal it in values and gradients?
 
 The status of a row is:
 
-- equal: recognised, and no bit of a result or gradient changes, in float32 and in bfloat16;
-- delegates: it only calls functions in its body that are equal;
+- equal: recognised, and no bit of a result or gradient changes, in float32, in bfloat16, and in bfloat16 by
+  float32 tables;
+- delegates: it only calls functions that are equal;
 - left: not recognised, for the given reason;
+- not loaded: its file cannot be imported, or does not define it, for the given reason;
 - different: a bit changes.
 """
 
@@ -15,69 +17,69 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from tightrope.forms import unwrapped
 from tightrope.integrations import Recognition, recognise
-from tightrope.integrations._find import INNER, Constants
-from tightrope.integrations._graft import Swap, replacement_of
+from tightrope.integrations._find import Constants
+from tightrope.integrations._graft import Swap
 from tightrope.integrations._recognise import recognise_method, to_the_bit
 
-from ..transformers_coverage.functions import arguments, compare
+from ..transformers_coverage import functions
+from ..transformers_coverage.functions import measured
 from ..transformers_coverage.models import sentence
 from .catalogue import Library, Rotary, rotary
 
+PAIRS = (*functions.PAIRS, (torch.bfloat16, torch.float32))
 BODY = "it rotates in the body of a method that does more than rotate"
 
 
-def rows(library: Library) -> Iterator[dict[str, Any]]:
-    """Yield a row for each rotary function and combination of constants."""
+def run(library: Library) -> list[dict[str, Any]]:
+    """A row for each rotary function and combination of constants."""
     from tqdm import tqdm
 
-    for each in tqdm(rotary(library), file=sys.stderr, mininterval=5, unit="function"):
-        found = list(_rows(each))
-        yield from found
+    progress = tqdm(rotary(library), file=sys.stderr, mininterval=5, unit="function")
+    found = [(each, row) for each in progress for row in rows(each)]
+    equal = {each.code: each.last for each, row in found if row["status"] == "equal"}
+    for each, row in found:
+        if row["status"] == "left" and row["reason"] != BODY:
+            names = ", ".join(dict.fromkeys(equal[code] for code in each.called() if code in equal))
+            if names:
+                row |= {"status": "delegates", "reason": f"calls {names}, which is replaced"}
+    return [row for _, row in found]
 
 
-def run(library: Library) -> list[dict[str, Any]]:
-    """All rows. A function that is left delegates if every function in its body is equal."""
-    found = list(rows(library))
-    for row in found:
-        inner = [r for r in found if r["function"].startswith(row["function"] + INNER)]
-        if row["status"] == "left" and any(r["status"] == "equal" for r in inner):
-            names = ", ".join(r["function"].rpartition(".")[2] for r in inner)
-            row |= {"status": "delegates", "reason": f"calls {names}, which is replaced"}
-    return found
-
-
-def _rows(each: Rotary) -> Iterator[dict[str, Any]]:
+def rows(each: Rotary) -> Iterator[dict[str, Any]]:
+    """Yield the row of a rotary function with each combination of constants."""
     blank: dict[str, Any] = {
-        "file": each.file,
-        "function": each.name,
-        "constants": {},
-        "recognised": None,
-    }
+        "file": each.file, "function": each.name, "constants": {}, "recognised": None,
+    }  # fmt: skip
     if (each.file, each.name) in each.library.bodies:
         yield {**blank, "status": "left", "reason": BODY}
         return
     try:
         value, owner = each.found()
-        for constants in each.constants(value):
-            yield blank | {"constants": dict(constants)} | _one(each, value, owner, constants)
+        several = each.constants(value)
     except Exception as error:  # noqa: BLE001 - recorded as the reason
-        yield {**blank, "status": "left", "reason": sentence(error)}
+        yield {**blank, "status": "not loaded", "reason": sentence(error)}
+        return
+    for constants in several:
+        yield blank | {"constants": dict(constants)} | _one(each, value, owner, constants)
 
 
 def _one(each: Rotary, value: Any, owner: type | None, constants: Constants) -> dict[str, Any]:
     plain = unwrapped(value)
-    found: Recognition = (
+    found: Recognition = to_the_bit(
         recognise(plain, constants=constants) if owner is None else recognise_method(plain, owner)
     )
-    candidate = to_the_bit(found).candidate
-    if candidate is None:
-        return {"status": "left", "reason": to_the_bit(found).reason}
-    replaced = replacement_of(Swap(each.module.__name__, each.name, (candidate,)))
-    make = arguments(candidate, None if owner is None else object())
-
-    def with_constants(dtype: Any) -> dict[str, Any]:
-        return make(dtype) | dict(constants)
-
-    return compare(plain, replaced, with_constants) | {"recognised": str(candidate)}
+    if found.candidate is None:
+        return {"status": "left", "reason": found.reason}
+    swap = Swap(each.module.__name__, each.name, (found.candidate,))
+    try:
+        return measured(swap, plain, None if owner is None else object(), PAIRS)
+    except Exception as error:  # noqa: BLE001 - third-party code can raise anything
+        return {
+            "status": "different",
+            "reason": sentence(error),
+            "recognised": str(found.candidate),
+        }

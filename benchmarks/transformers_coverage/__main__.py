@@ -29,22 +29,15 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--functions", action="store_true", help="run only the functions")
     parser.add_argument("--models", action="store_true", help="run only the models")
-    parser.add_argument(
-        "--only",
-        default="",
-        help="regular expression for folders (functions) or model types (models)",
-    )
-    parser.add_argument(
-        "--missing", action="store_true", help="skip model types that the file already has"
-    )
+    parser.add_argument("--only", default="", help="regular expression for folders or model types")
+    parser.add_argument("--missing", action="store_true", help="skip types that the file has")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file to update")
     parser.add_argument("--page", type=Path, default=PAGE, help="the Markdown page to write")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    data: dict[str, Any] = (
-        json.loads(options.results.read_text()) if options.results.exists() else {}
-    )
+    path: Path = options.results
+    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     both = options.functions == options.models
     import transformers
 
@@ -52,14 +45,14 @@ def main(arguments: list[str] | None = None) -> None:
     if options.functions or both:
         torch.set_num_threads(1)
         data["functions"] = merged(data.get("functions", []), functions.run(options.only), "file")
-        write(data, options.results)
+        write(data, path)
     if options.models or both:
         held = {row["model_type"] for row in data.get("models", []) if options.missing}
         # Written after each model, so that an interrupted run can continue with --missing.
         for row in models.run(options.only, held):
             data["models"] = merged(data.get("models", []), [row], "model_type")
-            write(data, options.results)
-    write(data, options.results)
+            write(data, path)
+    write(data, path)
     options.page.write_text(report.page(data), encoding="utf-8")
     print(report.summary(data))
 

@@ -7,11 +7,15 @@ import importlib
 import importlib.util
 import inspect
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+from tightrope.forms import unwrapped
+from tightrope.integrations._find import INNER, layers
 
 # Names of functions and methods that rotate queries or keys. Not `rotate_half` and the like, which are
 # helpers of such functions.
@@ -82,22 +86,28 @@ def models_folder() -> Path:
     return Path(spec.origin).parent / "models"
 
 
+def named_functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield the functions of a syntax tree: "Class.method", "f.<locals>.g" for one in a body."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef):
+            yield from named_functions(child, f"{prefix}{child.name}.")
+        elif isinstance(child, ast.FunctionDef):
+            yield f"{prefix}{child.name}", child
+            yield from named_functions(child, f"{prefix}{child.name}{INNER}")
+        else:
+            yield from named_functions(child, prefix)
+
+
 @cache
 def rotary_names(path: Path) -> tuple[str, ...]:
     """Names of the rotary functions and methods of a file, `Class.method` for methods."""
-    found: list[str] = []
-
-    def visit(node: ast.AST, prefix: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.ClassDef):
-                visit(child, f"{prefix}{child.name}.")
-            elif isinstance(child, ast.FunctionDef) and ROTARY.match(child.name):
-                found.append(prefix + child.name)
-
     text = path.read_text(encoding="utf-8")
-    if "rotary" in text or "rotate_" in text:
-        visit(ast.parse(text), "")
-    return tuple(found)
+    tree = ast.parse(text if "rotary" in text or "rotate_" in text else "")
+    return tuple(
+        name
+        for name, node in named_functions(tree)
+        if ROTARY.match(node.name) and INNER not in name
+    )
 
 
 def catalogue() -> list[ModelType]:
@@ -124,22 +134,14 @@ def catalogue() -> list[ModelType]:
 
 
 def rotary_codes(module: ModuleType) -> dict[CodeType, str]:
-    """The code object of each rotary function of a module, with its name."""
-    if module.__file__ is None:
-        return {}
+    """The code object of each rotary function of a module, with its name; not of decorators around it."""
     found = {}
-    for name in rotary_names(Path(module.__file__)):
+    for name in rotary_names(Path(module.__file__)) if module.__file__ else ():
         value: Any = module
         for part in name.split("."):
             value = inspect.getattr_static(value, part)
-        if isinstance(value, (staticmethod, classmethod)):
-            value = value.__func__
-        value = inspect.unwrap(value)
-        # A decorator of transformers may have wrapped the function in a module.
-        if not isinstance(value, FunctionType):
-            value = _held(value)
-        if value is not None:
-            found[value.__code__] = name
+        *_, function = layers(unwrapped(value))  # type: ignore[arg-type]
+        found[function.__code__] = name
     return found
 
 
@@ -172,9 +174,3 @@ def used_names(model: Any) -> frozenset[str]:
 
 def _is_theirs(value: Any) -> bool:
     return (value.__module__ or "").startswith("transformers.")
-
-
-def _held(value: Any) -> FunctionType | None:
-    closure = getattr(getattr(type(value), "forward", None), "__closure__", None) or ()
-    functions = [c.cell_contents for c in closure if isinstance(c.cell_contents, FunctionType)]
-    return functions[0] if functions else None

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 
 import tightrope
+from tightrope.integrations import Entry, Report, _graft
 from tightrope.integrations._run import tables_inside
 
 from .catalogue import rotary_codes
 
+CONTAINERS = (dict, list, tuple, torch.Tensor)
 OURS = str(Path(tightrope.__file__).parent)
 # Relative size of the planted fault in the results of rotary functions.
 FAULT = 1e-2
@@ -47,6 +47,11 @@ class Difference:
         """True if every output and gradient is equal; False for NaN."""
         return self.output == self.gradient == 0
 
+    @property
+    def numbers(self) -> list[float]:
+        """Both differences, rounded to three significant digits."""
+        return [float(f"{value:.3g}") for value in (self.output, self.gradient)]
+
 
 def tensors(value: Any, name: str = "output") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every floating-point tensor of a model's output with its path."""
@@ -61,19 +66,24 @@ def tensors(value: Any, name: str = "output") -> Iterator[tuple[str, torch.Tenso
             yield from tensors(item, f"{name}.{i}")
 
 
-def rotary_modules(model: torch.nn.Module) -> list[ModuleType]:
-    """The modeling modules of transformers that define the model's parts."""
-    names = {k.__module__ for m in model.modules() for k in type(m).__mro__}
-    return [sys.modules[n] for n in sorted(names) if n.startswith("transformers.models.")]
+def mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """A copy of nested arguments with every tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: mapped(change, each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(change, each) for each in value)
+    return value
+
+
+def narrowed(x: torch.Tensor) -> torch.Tensor:
+    """The tensor in bfloat16 if it holds real floating-point numbers."""
+    return x.to(torch.bfloat16) if x.is_floating_point() else x
 
 
 # The place of a function: file, first line, name. Copies of the function have the same place.
 Place = tuple[str, int, str]
-
-
-def place(code: CodeType) -> Place:
-    """The file, first line and name of a code object."""
-    return code.co_filename, code.co_firstlineno, code.co_name
 
 
 @contextmanager
@@ -86,7 +96,7 @@ def counting(places: dict[Place, str], calls: Counter[str]) -> Iterator[None]:
     def note(frame: Any, event: str, _: Any) -> None:
         if event == "call":
             code = frame.f_code
-            name = places.get(place(code))
+            name = places.get((code.co_filename, code.co_firstlineno, code.co_name))
             if name is not None:
                 # Calls that only read tables off a function do not count.
                 caller = frame.f_back and frame.f_back.f_code
@@ -104,25 +114,37 @@ def counting(places: dict[Place, str], calls: Counter[str]) -> Iterator[None]:
 def places_of(model: torch.nn.Module) -> dict[Place, str]:
     """Place -> name of the rotary functions in every modeling file that defines parts of the model."""
     places: dict[Place, str] = {}
-    for module in rotary_modules(model):
-        short = module.__name__.removeprefix("transformers.models.").rpartition(".")[0]
-        for code, name in rotary_codes(module).items():
-            places.setdefault(place(code), f"{short}.{name}")
+    start = "transformers.models."
+    names = {k.__module__ for m in model.modules() for k in type(m).__mro__}
+    for home in sorted(name for name in names if name.startswith(start)):
+        for code, name in rotary_codes(sys.modules[home]).items():
+            place = code.co_filename, code.co_firstlineno, code.co_name
+            places.setdefault(place, f"{home.removeprefix(start).rpartition('.')[0]}.{name}")
     return places
 
 
 def run(
-    model: torch.nn.Module, inputs: dict[str, Any], call: Callable[..., Any] | None = None
+    model: torch.nn.Module,
+    inputs: dict[str, Any],
+    call: Callable[..., Any] | None = None,
+    places: dict[Place, str] | None = None,
+    leaves: dict[str, torch.Tensor] | None = None,
 ) -> Run:
-    """Run forward and backward; the loss is the sum of all outputs, times fixed random weights."""
+    """Run forward and backward; the loss is the sum of all outputs, times fixed random weights.
+
+    Args:
+        call: the part of the model to call; the model if None.
+        places: the functions whose calls are counted; those of the model's files if None.
+        leaves: the tensors whose gradients are compared; the parameters if None.
+    """
     result = Run({}, {})
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
-    with counting(places_of(model), result.calls):
+    with counting(places_of(model) if places is None else places, result.calls):
         out = (call or model)(**inputs)
     generator = torch.Generator().manual_seed(2)
     loss = torch.zeros(())
-    for name, value in tensors(out):
+    for name, value in tensors(out if isinstance(out, CONTAINERS) else vars(out)):
         if name in result.outputs:
             continue
         result.outputs[name] = value.detach().clone()
@@ -133,11 +155,86 @@ def run(
             loss = loss + (kept * weight).sum() / max(1.0, value.numel() ** 0.5)
     if loss.requires_grad:
         loss.backward()
-    result.gradients = {
-        n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None
-    }
+    named = model.named_parameters() if leaves is None else leaves.items()
+    result.gradients = {n: x.grad.detach().clone() for n, x in named if x.grad is not None}
     model.zero_grad(set_to_none=True)
     return result
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model under test.
+
+    Attributes:
+        inputs: the arguments that `again` uses.
+        again: runs the model.
+        own: names of the rotary functions whose calls count.
+        patch, unpatch: of the library's kind of models.
+        name_of: the name under which the calls of an entry of a report are counted.
+    """
+
+    model: torch.nn.Module
+    inputs: dict[str, Any]
+    again: Callable[[], Run]
+    own: list[str]
+    patch: Callable[[torch.nn.Module], Report]
+    unpatch: Callable[[torch.nn.Module], None]
+    name_of: Callable[[Entry], str]
+
+    def row(self, before: Run) -> dict[str, Any]:
+        """Entries of a row: the check in float32, and if that is equal, in bfloat16."""
+        out = self.checked(before)
+        if out["status"] != "equal":
+            return out
+        self.model._apply(narrowed)
+        self.inputs.update(mapped(narrowed, self.inputs))
+        try:
+            before = self.again()
+        except Exception as error:  # noqa: BLE001 - the model itself refuses bfloat16
+            return {**out, "bfloat16": f"the model does not run in bfloat16: {error!s:.100}"}
+        found = self.checked(before)
+        if found["status"] == "different":
+            return {**out, **found, "reason": f"in bfloat16: {found['reason']}"}
+        return {**out, "bfloat16": found["reason"] or "equal"}
+
+    def checked(self, before: Run) -> dict[str, Any]:
+        """Check that `patch` changes no bit, that a fault would, and that `unpatch` undoes it."""
+        again = difference(before, self.again())
+        if not again.none:
+            reason = f"not deterministic by itself: {again.where}"
+            return {"status": "different", "reason": reason}
+        with faulty():
+            self.patch(self.model)
+        wrong = difference(before, self.again())
+        self.unpatch(self.model)
+        report = self.patch(self.model)
+        after = self.again()
+        self.unpatch(self.model)
+        out: dict[str, Any] = {
+            "fault": wrong.numbers,
+            "replaced": [self.name_of(e) for e in report.replaced],
+            "left": [f"{self.name_of(e)}: {e.reason}" for e in report.left],
+            # Calls that still reached an original: it was left, or its replacement called it.
+            "given_back": {n: c for n, c in after.calls.items() if n != "tightrope"},
+        }
+        change, undone = difference(before, after), difference(before, self.again())
+        for each, words in ((change, "at"), (undone, "after unpatch, at")):
+            if not each.none:
+                out["differences"] = each.numbers
+                return {**out, "status": "different", "reason": f"{words} {each.where}"}
+        reason = self.unused(before, after, out["replaced"])
+        if not reason and wrong.none:
+            reason = "no output depends on the rotation"
+        return {**out, "status": "not exercised" if reason else "equal", "reason": reason}
+
+    def unused(self, before: Run, after: Run, replaced: list[str]) -> str:
+        """The reason why a run of the patched model shows nothing; empty if it does."""
+        fewer = any(after.calls[name] < before.calls[name] for name in self.own)
+        if fewer and after.calls["tightrope"]:
+            return ""
+        names = {name.partition("(")[0] for name in replaced}
+        back = ", ".join(name for name in self.own if name in names)
+        return f"the original served every call: {back}" if back else "nothing was replaced"
 
 
 def relative(before: torch.Tensor, after: torch.Tensor) -> float:
@@ -188,23 +285,12 @@ def spoilt(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def fault(model: torch.nn.Module) -> Iterator[None]:
-    """Plant a small error in every rotary function of the model's files."""
-    undo: list[tuple[Any, str, Any]] = []
-    for module in rotary_modules(model):
-        for name in rotary_codes(module).values():
-            owner: Any = module
-            *path, last = name.split(".")
-            for part in path:
-                owner = getattr(owner, part)
-            held = inspect.getattr_static(owner, last)
-            undo.append((owner, last, held))
-            if isinstance(held, staticmethod):
-                setattr(owner, last, staticmethod(spoilt(held.__func__)))
-            else:
-                setattr(owner, last, spoilt(held))
+def faulty() -> Iterator[None]:
+    """Plant a small error in every replacement of the models that are patched inside."""
+    real, classes = _graft.replacement_of, _graft._classes
+    _graft.replacement_of = lambda swap: spoilt(real(swap))
+    _graft._classes = {}
     try:
         yield
     finally:
-        for owner, last, held in reversed(undo):
-            setattr(owner, last, held)
+        _graft.replacement_of, _graft._classes = real, classes

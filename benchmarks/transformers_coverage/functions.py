@@ -4,10 +4,9 @@ equal it in values and gradients?"""
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -25,7 +24,10 @@ from tightrope.integrations.transformers import recognise
 from .catalogue import models_folder, rotary_names
 
 ROWS, HEADS, TOKENS, CHANNELS = 2, 4, 11, 16
-Make = Callable[[torch.dtype], dict[str, Any]]
+Make = Callable[[torch.dtype, torch.dtype], dict[str, Any]]
+# Dtypes of x and of the tables.
+Pair = tuple[torch.dtype, torch.dtype]
+PAIRS: tuple[Pair, ...] = ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16))
 
 
 def files() -> list[Path]:
@@ -79,23 +81,30 @@ def _row(name: str, function: str, status: str, **more: Any) -> dict[str, Any]:
     return {"file": name, "function": function, "status": status, "recognised": None, **more}
 
 
+def measured(
+    swap: Swap, original: Any, this: object, pairs: Sequence[Pair] = PAIRS
+) -> dict[str, Any]:
+    """Entries of a row: a function compared with its replacement.
+
+    Args:
+        this: the object whose method it is, if it is one.
+        pairs: see :func:`compare`.
+    """
+    (candidate,) = swap.candidates
+    make, rotated = arguments(candidate, this), candidate.call.rotated
+    found = compare(original, replacement_of(swap), make, rotated, pairs)
+    return found | {"recognised": str(candidate)}
+
+
 def _one(module: ModuleType, name: str, function: str, swaps: dict[str, Swap]) -> dict[str, Any]:
-    *owners, last = function.split(".")
-    holder: Any = module
-    for owner in owners:
-        holder = getattr(holder, owner)
-    value = vars(holder)[last]
-    method = bool(owners) and not isinstance(value, staticmethod)
+    value = Swap(module.__name__, function, ()).original()
+    method = "." in function and not isinstance(value, staticmethod)
     this = SimpleNamespace(num_heads=HEADS, head_size=CHANNELS) if method else None
-    target = unwrapped(value) if owners else value
+    target = unwrapped(value) if "." in function else value
     recognition = to_the_bit(recognise(target, this))
     if recognition.candidate is not None:
-        swap = Swap(module.__name__, function, (recognition.candidate,))
-        swaps[function] = swap
-        replaced = replacement_of(swap)
-        make = arguments(recognition.candidate, this)
-        compared = compare(target, replaced, make)
-        return _row(name, function, **compared, recognised=str(recognition.candidate))
+        swaps[function] = Swap(module.__name__, function, (recognition.candidate,))
+        return _row(name, function, **measured(swaps[function], target, this))
     # A function that only delegates: the functions it calls are replaced.
     for each in (n for n in names(module, Path(module.__file__ or "")) if n not in swaps):
         inner = getattr(module, each, None)
@@ -105,7 +114,7 @@ def _one(module: ModuleType, name: str, function: str, swaps: dict[str, Swap]) -
                 swaps[each] = Swap(module.__name__, each, (found.candidate,))
     copied = calling(target, swaps.values()) if isinstance(target, FunctionType) else None
     if copied is not None and function in COMPOSED:
-        compared = compare(target, copied, COMPOSED[function])
+        compared = compare(target, copied, COMPOSED[function], ("x",))
         reached = ", ".join(each for each in swaps if each in global_names(target.__code__))
         return _row(name, function, **compared | {"reason": f"calls {reached}, which is replaced"})
     return _row(name, function, "left", reason=recognition.reason)
@@ -121,7 +130,7 @@ def arguments(candidate: Candidate, owner: object = None) -> Make:
         key=lambda s: (s[0], s[3] is not None, s[1] == 3, -(s[2] or 0), s[1]),
     )
 
-    def make(dtype: torch.dtype) -> dict[str, Any]:
+    def make(dtype: torch.dtype, table_dtype: torch.dtype) -> dict[str, Any]:
         torch.manual_seed(0)
         behind = place == -2 or call.form.flat
         middle = (TOKENS, HEADS) if behind else (HEADS, TOKENS)
@@ -130,7 +139,7 @@ def arguments(candidate: Candidate, owner: object = None) -> Make:
         pairs = CHANNELS // 2
         angle = torch.arange(1, TOKENS + 1)[:, None] * 10.0 ** -torch.linspace(0, 3, pairs)
         full = widen(angle, rotation.width)
-        cos, sin = full.cos().to(dtype), full.sin().to(dtype)
+        cos, sin = full.cos().to(table_dtype), full.sin().to(table_dtype)
         shape = {2: (), 3: (1,), 4: (1, 1)}[table]
         if positions is None:
             cos, sin = cos.expand(*shape, *cos.shape), sin.expand(*shape, *sin.shape)
@@ -147,19 +156,19 @@ def arguments(candidate: Candidate, owner: object = None) -> Make:
             values[positions] = torch.arange(TOKENS).flip(0)[None]
         if owner is not None:
             values["self"] = owner
-        return values
+        return values | dict(candidate.constants)
 
     return make
 
 
-def _multidimensional(dtype: torch.dtype) -> dict[str, Any]:
+def _multidimensional(dtype: torch.dtype, table_dtype: torch.dtype) -> dict[str, Any]:
     torch.manual_seed(0)
     angle = torch.rand(ROWS, TOKENS, CHANNELS // 4)
     table = torch.cat((angle, angle, 2 * angle, 2 * angle), -1)
     return {
         "x": torch.randn(ROWS, TOKENS, HEADS, CHANNELS, dtype=dtype),
-        "cos": table.cos().to(dtype),
-        "sin": table.sin().to(dtype),
+        "cos": table.cos().to(table_dtype),
+        "sin": table.sin().to(table_dtype),
         "position_ids": torch.zeros(ROWS, TOKENS, 2, dtype=torch.int64),
     }
 
@@ -168,35 +177,41 @@ def _multidimensional(dtype: torch.dtype) -> dict[str, Any]:
 COMPOSED: dict[str, Make] = {"apply_multidimensional_rope": _multidimensional}
 
 
-def compare(original: Any, replaced: Any, make: Make) -> dict[str, Any]:
-    """Count the elements of results and gradients whose values differ, in float32 and bfloat16."""
+def compare(
+    original: Any, replaced: Any, make: Make, rotated: Sequence[str], pairs: Sequence[Pair] = PAIRS
+) -> dict[str, Any]:
+    """Count the elements of results and gradients whose values differ, for each pair of dtypes.
+
+    Args:
+        make: makes the arguments for a dtype of x and one of the tables.
+        rotated: the names of the arguments that need gradients.
+        pairs: dtypes of x and of the tables. In the first two, the operator must serve the calls.
+    """
     found: dict[str, Any] = {}
-    with _Spy() as spy:
-        for dtype in (torch.float32, torch.bfloat16):
-            theirs, ours = (_run(function, make(dtype)) for function in (original, replaced))
-            found[str(dtype)[6:]] = [_differing(*both) for both in zip(theirs, ours)]
-    equal = spy.calls > 3 and not any(map(any, found.values()))
+    served = []
+    for pair in pairs:
+        with _Spy() as spy:
+            theirs, ours = (_run(each, make(*pair), rotated) for each in (original, replaced))
+        served.append(spy.calls > 1)
+        key = " by ".join(dict.fromkeys(str(dtype)[6:] for dtype in pair))
+        found[key] = [_differing(*both) for both in zip(theirs, ours)]
+    equal = all(served[:2]) and not any(map(any, found.values()))
     return {
         "status": "equal" if equal else "different",
         "reason": "equal to the bit"
         if equal
         else "differs, or bypasses the operator: see the numbers",
-        "operator_calls": spy.calls,
+        "served": sum(served),
         **found,
     }
 
 
-def _run(function: Any, values: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    owner = values.pop("self", None)
-    names = list(inspect.signature(getattr(function, "forward", function)).parameters)
-    tensors = [values[n] for n in names if isinstance(values.get(n), torch.Tensor)]
-    leaves = [
-        t.requires_grad_()
-        for n, t in zip([n for n in names if isinstance(values.get(n), torch.Tensor)], tensors)
-        if t.is_floating_point()
-        and not any(word in n for word in ("cos", "sin", "freq", "rope", "position"))
-    ]
-    result = function(**values) if owner is None else function(owner, **values)
+def _run(
+    function: Any, values: dict[str, Any], rotated: Sequence[str]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    owner = () if (this := values.pop("self", None)) is None else (this,)
+    leaves = [values[name].requires_grad_() for name in rotated]
+    result = function(*owner, **values)
     ys = [y for y in (result if isinstance(result, tuple) else (result,)) if y is not None]
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in ys]

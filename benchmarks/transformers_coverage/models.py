@@ -18,7 +18,6 @@ from __future__ import annotations
 import multiprocessing
 import re
 import sys
-import traceback
 import warnings
 from collections.abc import Container, Iterator
 from typing import Any
@@ -43,7 +42,7 @@ def blank(model_type: ModelType) -> dict[str, Any]:
     }
 
 
-def row(model_type: ModelType, trace: bool = False) -> dict[str, Any]:
+def row(model_type: ModelType) -> dict[str, Any]:
     """The row of one type; errors become its reason."""
     from .trial import trial
 
@@ -52,8 +51,6 @@ def row(model_type: ModelType, trace: bool = False) -> dict[str, Any]:
         out.update(trial(model_type))
     except Exception as error:  # noqa: BLE001 - recorded as the reason; the run continues
         out["reason"] = sentence(error)
-        if trace:
-            out["trace"] = traceback.format_exc()
     return out
 
 
@@ -62,7 +59,7 @@ def sentence(error: BaseException) -> str:
     # Some messages have a title first and the cause in the last line.
     lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
     text = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") else lines[0]
-    return f"{type(error).__name__}: {text[:200]}"
+    return re.sub(r" \(/[^)]*\)", "", f"{type(error).__name__}: {text[:200]}")
 
 
 def work(pipe: Any) -> None:

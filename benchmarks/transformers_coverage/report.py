@@ -12,18 +12,13 @@ Row = dict[str, Any]
 
 def file_status(rows: list[Row]) -> dict[str, str]:
     """Status of each file: different if any function is; equal if all are, partly if some, else left."""
-    by_file: dict[str, list[str]] = {}
+    by_file: dict[str, set[str]] = {}
     for row in rows:
-        by_file.setdefault(row["file"], []).append(row["status"])
-    result = {}
-    for file, statuses in by_file.items():
-        if "different" in statuses:
-            result[file] = "different"
-        elif set(statuses) == {"equal"}:
-            result[file] = "equal"
-        else:
-            result[file] = "partly" if "equal" in statuses else "left"
-    return result
+        by_file.setdefault(row["file"], set()).add(row["status"])
+    return {
+        file: "different" if "different" in found else found.pop() if len(found) == 1 else "partly"
+        for file, found in by_file.items()
+    }
 
 
 def summary(data: dict[str, Any]) -> str:

@@ -6,14 +6,12 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from tightrope.integrations.transformers import Entry, patch, unpatch
 
 from . import families
 from .building import part_of, small_config, small_model
 from .catalogue import ROTARY, ModelType, used_names
-from .comparing import Run, difference, fault, run
+from .comparing import Run, Subject, run
 from .inputs import Maker
 
 
@@ -85,79 +83,15 @@ def trial(model_type: ModelType) -> dict[str, Any]:
     own = [n for n in before.calls if n.startswith(model_type.folder.replace("/", ".") + ".")]
     if ready.instead_of:
         out["instead_of"] = ready.instead_of
-    again = difference(before, ready.run())
-    if not again.none:
-        return {
-            **out,
-            "status": "different",
-            "reason": f"not deterministic by itself: {again.where}",
-        }
-    with fault(ready.model):
-        spoilt = difference(before, ready.run())
-    out["fault"] = [significant(spoilt.output), significant(spoilt.gradient)]
     if not own:
         if reason := why_none(ready.model):
             return {**out, "status": "does not rotate", "reason": reason}
         return {**out, "status": "not exercised", "reason": "no rotary function ran"}
-    if spoilt.none:
-        return {**out, "status": "not exercised", "reason": "no output depends on the rotation"}
-    found = patched(ready, before, own)
-    if found["status"] == "equal":
-        found |= in_bfloat16(ready, own)
-    return {**out, **found}
-
-
-def in_bfloat16(ready: Ready, own: list[str]) -> dict[str, Any]:
-    """Repeat the check in bfloat16 and return entries of the row.
-
-    "bfloat16" is "equal" or the reason why the check was not made. A difference gives a new status.
-    """
-    ready.model.to(torch.bfloat16)
-    for name, value in ready.inputs.items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            ready.inputs[name] = value.to(torch.bfloat16)
-    try:
-        before = ready.run()
-    except Exception as error:  # noqa: BLE001 - the model itself refuses bfloat16
-        return {"bfloat16": f"the model does not run in bfloat16: {str(error)[:100]}"}
-    found = patched(ready, before, own)
-    if found["status"] == "different":
-        return {**found, "reason": f"in bfloat16: {found['reason']}"}
-    return {"bfloat16": found["reason"] or "equal"}
-
-
-def patched(ready: Ready, before: Run, own: list[str]) -> dict[str, Any]:
-    """Check that patching changes no bit of outputs and gradients, and that `unpatch` undoes it."""
-    report = patch(ready.model)
-    out: dict[str, Any] = {
-        "replaced": [name_of(e) for e in report.replaced],
-        "left": [f"{name_of(e)}: {e.reason}" for e in report.left],
-    }
-    after = ready.run()
-    change = difference(before, after)
-    # Calls that still reached an original: it was left, or its replacement called it.
-    out["given_back"] = {n: c for n, c in after.calls.items() if n != "tightrope"}
-    unpatch(ready.model)
-    undone = difference(before, ready.run())
-    served = [n for n in own if after.calls[n] < before.calls[n]]
-    if not change.none:
-        out["differences"] = [significant(change.output), significant(change.gradient)]
-        return {**out, "status": "different", "reason": f"at {change.where}"}
-    if not undone.none:
-        return {**out, "status": "different", "reason": f"after unpatch, at {undone.where}"}
-    if not served or not after.calls["tightrope"]:
-        back = ", ".join(n for n in own if n in out["replaced"])
-        reason = f"the original served every call: {back}" if back else "nothing was replaced"
-        return {**out, "status": "not exercised", "reason": reason}
-    return {**out, "status": "equal", "reason": ""}
+    subject = Subject(ready.model, ready.inputs, ready.run, own, patch, unpatch, name_of)
+    return {**out, **subject.row(before)}
 
 
 def name_of(entry: Entry) -> str:
     """`folder.function`, the name under which calls are counted."""
     folder = entry.module.removeprefix("transformers.models.").rpartition(".")[0]
     return f"{folder}.{entry.name}"
-
-
-def significant(value: float) -> float:
-    """Round a difference to three significant digits."""
-    return float(f"{value:.3g}")
