@@ -414,3 +414,31 @@ class Attention(nn.Module):
     assert left.reason.startswith("it is not what its module has under its name")
     tables = any_models.tables(7)
     assert model(torch.randn(2, 7, 16), *tables).shape == (2, 7, 16)
+
+
+class Registered(torch.nn.Module):
+    """Keeps its rotary function in an attribute of the same name, and passes 1.0 for 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = staticmethod(scaled)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cos, sin = any_models.tables(x.shape[1])
+        heads = x.unflatten(-1, (2, 16)).transpose(1, 2)
+        return scaled(heads, cos, sin, scale=1.0)
+
+
+def scaled(x: Any, cos: Any, sin: Any, scale: float = 1) -> Any:
+    return x * cos * scale + any_models.swap(x) * sin * scale
+
+
+def test_an_attribute_with_the_name_of_a_function_and_a_number_of_another_type() -> None:
+    model, x = Registered(), torch.randn(2, 7, 32)
+    before = model(x)
+    assert [entry.name for entry in patch(model).replaced] == ["scaled"]
+    with Spy() as spy:
+        assert torch.equal(model(x), before)
+    assert spy.calls
+    unpatch(model)
+    assert torch.equal(model(x), before)

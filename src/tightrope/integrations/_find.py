@@ -274,10 +274,16 @@ def constants_of(name: str, value: Any, module: str) -> tuple[Constants, ...]:
             passed = [given.get(key, default)]
             if passed == [_VARIABLE]:
                 passed = [False, True] if isinstance(default, bool) else [default]
-            several.append([() if each is default else ((key, each),) for each in passed])
+            several.append(
+                [() if _is_default(each, default) else ((key, each),) for each in passed]
+            )
         for each in itertools.product(*several):
             found[tuple(itertools.chain.from_iterable(each))] = None
     return tuple(found) or ((),)
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default or ({type(value), type(default)} <= {int, float} and value == default)
 
 
 def processors(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -231,8 +231,12 @@ class _Copier:
                     cells[i] = CellType(new)
         if not names and not imports and not stubs and not inner:
             return None
+        try:
+            code = _renamed(function.__code__, names, imports, stubs)
+        except NameError:  # an attribute has the name of a replaced function
+            return None
         copied = FunctionType(
-            _renamed(function.__code__, names, imports, stubs),
+            code,
             function.__globals__,
             function.__name__,
             function.__defaults__,

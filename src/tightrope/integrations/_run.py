@@ -309,16 +309,12 @@ class _Call:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two arguments are the same, where True is not 1; tensors are not compared."""
+    """Return whether two arguments are the same: 1 is 1.0, True is not; tensors are not compared."""
     if one is other:
         return True
+    kinds = {type(one), type(other)}
     # Zeros may differ in sign.
-    return type(one) is type(other) and type(one) in (int, float, str) and one == other != 0
-
-
-def _is_same(x: Any, y: Any) -> bool:
-    """Return whether two arguments are identical or equal constants; True is not 1."""
-    return x is y or (type(x) is type(y) and type(x) in (bool, int, str) and bool(x == y))
+    return (kinds <= {int, float} or kinds == {str}) and one == other != 0
 
 
 def _kind(x: Any) -> tuple[torch.Size, torch.dtype, torch.device] | None:
