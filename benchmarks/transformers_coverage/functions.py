@@ -128,12 +128,13 @@ def arguments(candidate: Candidate, owner: object = None) -> Make:
     dims, table, given, place = max(
         candidate.shapes,
         key=lambda s: (s[0], s[3] is not None, s[1] == 3, -(s[2] or 0), s[1]),
+        default=(4, 4, None, None),
     )
+    tokens_first = place == -2 or call.form.flat or call.form.grids or "1s1d" in candidate.ones
 
     def make(dtype: torch.dtype, table_dtype: torch.dtype) -> dict[str, Any]:
         torch.manual_seed(0)
-        behind = place == -2 or call.form.flat
-        middle = (TOKENS, HEADS) if behind else (HEADS, TOKENS)
+        middle = (TOKENS, HEADS) if tokens_first else (HEADS, TOKENS)
         lead = (ROWS, *middle) if dims == 4 else middle if place == -2 else (ROWS, TOKENS)
         xs = {name: torch.randn(*lead, CHANNELS, dtype=dtype) for name in call.rotated}
         pairs = CHANNELS // 2
@@ -145,7 +146,11 @@ def arguments(candidate: Candidate, owner: object = None) -> Make:
             cos, sin = cos.expand(*shape, *cos.shape), sin.expand(*shape, *sin.shape)
         if not call.form.narrow:
             cos, sin = cos.float(), sin.float()
-        values: dict[str, Any] = {**xs, **call.build(cos, sin)}
+        if call.form.grids:
+            cos, sin = (t[0, 0, :, None].expand(ROWS, -1, -1, -1) for t in (cos, sin))
+        values: dict[str, Any] = {**xs, **({} if call.makes_its_tables else call.build(cos, sin))}
+        if candidate.channels_first:
+            values |= {name: x.mT for name, x in xs.items()}
         if call.form.flat:
             values |= {name: x.flatten(2) for name, x in xs.items()}
             table_name = call.tables[0]
@@ -153,7 +158,8 @@ def arguments(candidate: Candidate, owner: object = None) -> Make:
         if unsqueeze_dim:
             values[unsqueeze_dim] = given
         if positions:
-            values[positions] = torch.arange(TOKENS).flip(0)[None]
+            ids = torch.arange(TOKENS).flip(0)
+            values[positions] = ids if call.makes_its_tables else ids[None]
         if owner is not None:
             values["self"] = owner
         return values | dict(candidate.constants)
