@@ -413,6 +413,12 @@ def test_tables_of_the_axes_of_a_grid(
     assert original.count == 1
 
 
+def test_a_grid_beyond_the_table_is_the_originals_error() -> None:
+    new = replacement(on_grids, [recognised(on_grids)])
+    with pytest.raises(RuntimeError, match="shape"):
+        new(torch.randn(1, 4, 3, 16), torch.tensor([[1, 4, 1]]), torch.randn(1, 8) + 0j)
+
+
 def test_other_orders_of_a_grid_are_refused() -> None:
     def swapped(x: Any, grid_sizes: Any, freqs: Any) -> Any:
         return on_grids(x, grid_sizes[:, [0, 2, 1]], freqs)

@@ -123,10 +123,10 @@ def _on_grids(table: torch.Tensor, grids: torch.Tensor) -> Tables:
     parts = table.split(_columns(table.shape[-1]), dim=1)
     made = {}
     for size in dict.fromkeys(sizes):
-        views = [[-1 if i == axis else 1 for i in range(3)] for axis in range(3)]
+        views = [[n if i == axis else 1 for i in range(3)] for axis, n in enumerate(size)]
         rows = [
-            part[: size[axis]].reshape(*views[axis], part.shape[-1]).expand(*size, -1)
-            for axis, part in enumerate(parts)
+            part[:n].reshape(*view, part.shape[-1]).expand(*size, -1)
+            for part, n, view in zip(parts, size, views)
         ]
         made[size] = torch.view_as_real(torch.cat(rows, -1).flatten(0, 2))
     if len(made) == 1:
