@@ -16,11 +16,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import re
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from tightrope import RopeSpec
 from tightrope.functional import rotate
 from tightrope.integrations import _graft, patch
 from tightrope.integrations._classes import MARK
+from tightrope.workbench.environment import read_environment
 
 TOKENS = (4096, 16384)
 ROUNDS = {4096: 2, 16384: 1}
@@ -245,7 +246,8 @@ def main() -> None:
     made = angles()
     print(json.dumps(made, indent=1))
     if options.out:
-        machine = {"cores": os.cpu_count(), "torch": torch.__version__}
+        here = asdict(read_environment())
+        machine = {key: here[key] for key in ("processor", "cores", "instruction_set", "torch")}
         Path(options.out).write_text(
             json.dumps({"machine": machine, "cases": found, "angles": made}, indent=1) + "\n"
         )
