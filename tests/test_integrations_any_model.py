@@ -49,6 +49,19 @@ def assert_equal(xs: list[torch.Tensor], ys: list[torch.Tensor]) -> None:
         assert torch.equal(x, y)
 
 
+def assert_served_until_unpatched(
+    model: torch.nn.Module, x: torch.Tensor, before: torch.Tensor
+) -> None:
+    """Assert that a patched model calls the operator until `unpatch`, and keeps its bits."""
+    with torch.no_grad(), Spy() as spy:
+        assert torch.equal(model(x), before)
+    assert spy.calls
+    unpatch(model)
+    with torch.no_grad(), Spy() as spy:
+        assert torch.equal(model(x), before)
+    assert not spy.calls
+
+
 @pytest.fixture(params=list(KINDS))
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -178,13 +191,7 @@ def test_a_model_that_accelerate_offloads(
     if not patched_first:
         patch(model)
     assert all(parameter.is_meta for parameter in model.parameters())
-    with torch.no_grad(), Spy() as spy:
-        assert torch.equal(model(x), before)
-    assert spy.calls
-    unpatch(model)
-    with torch.no_grad(), Spy() as spy:
-        assert torch.equal(model(x), before)
-    assert not spy.calls
+    assert_served_until_unpatched(model, x, before)
 
 
 def test_a_wrapped_forward_calls_the_replacement() -> None:
@@ -209,13 +216,7 @@ def test_a_wrapped_forward_calls_the_replacement() -> None:
     x = torch.randn(2, 7, 32)
     before = model(x)
     assert patch(model).replaced
-    with Spy() as spy:
-        assert torch.equal(model(x), before)
-    assert spy.calls
-    unpatch(model)
-    with Spy() as spy:
-        assert torch.equal(model(x), before)
-    assert not spy.calls
+    assert_served_until_unpatched(model, x, before)
     assert not patch(Direct()).replaced  # an attribute of a module is not a global name
 
 
@@ -437,8 +438,4 @@ def test_an_attribute_with_the_name_of_a_function_and_a_number_of_another_type()
     model, x = Registered(), torch.randn(2, 7, 32)
     before = model(x)
     assert [entry.name for entry in patch(model).replaced] == ["scaled"]
-    with Spy() as spy:
-        assert torch.equal(model(x), before)
-    assert spy.calls
-    unpatch(model)
-    assert torch.equal(model(x), before)
+    assert_served_until_unpatched(model, x, before)

@@ -477,6 +477,18 @@ def test_positions_of_each_row_go_to_the_original() -> None:
     assert_same_bits(y, of_positions(x, ids))
 
 
+def test_a_function_of_positions_that_raises_for_some_inputs_does_not_raise_here() -> None:
+    def choosy(x: Any, pos: Any, smallest: int, dtypes: tuple[Any, ...]) -> Any:
+        if x.shape[-2] < smallest or x.dtype not in dtypes:
+            raise AssertionError("not for these")
+        return of_positions(x, pos)
+
+    every = F32, B16, torch.float16, torch.float64
+    assert recognised(lambda x, pos: choosy(x, pos, 1, every))
+    assert refused(lambda x, pos: choosy(x, pos, 2, every))
+    assert refused(lambda x, pos: choosy(x, pos, 0, (F32,)))
+
+
 def test_a_function_of_positions_that_is_no_rotation_of_pairs_is_refused() -> None:
     assert refused(lambda x, pos: of_positions(x, pos) + 1)
     assert refused(lambda x, pos: of_positions(x.square(), pos))

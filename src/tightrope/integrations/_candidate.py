@@ -41,6 +41,15 @@ class Bits(NamedTuple):
         return self.dense[which] if self.dense else (False, False)
 
 
+def same(one: Any, other: Any) -> bool:
+    """Return whether two arguments are the same: 1 is 1.0, True is not; tensors are not compared."""
+    if one is other:
+        return True
+    kinds = {type(one), type(other)}
+    # Zeros may differ in sign.
+    return (kinds <= {int, float} or kinds == {str}) and one == other != 0
+
+
 def tokens_first(x: torch.Size, table: torch.Size) -> bool:
     """Return whether tables fit only x of the layout (seq, batch, heads, dim)."""
     return (

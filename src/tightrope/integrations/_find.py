@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..forms import calls_of, signature, unwrapped
+from ._candidate import same
 from ._libraries import is_helper
 
 #: Prefix of the names under which replacements are stored, next to the originals.
@@ -274,16 +275,10 @@ def constants_of(name: str, value: Any, module: str) -> tuple[Constants, ...]:
             passed = [given.get(key, default)]
             if passed == [_VARIABLE]:
                 passed = [False, True] if isinstance(default, bool) else [default]
-            several.append(
-                [() if _is_default(each, default) else ((key, each),) for each in passed]
-            )
+            several.append([() if same(each, default) else ((key, each),) for each in passed])
         for each in itertools.product(*several):
             found[tuple(itertools.chain.from_iterable(each))] = None
     return tuple(found) or ((),)
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    return value is default or ({type(value), type(default)} <= {int, float} and value == default)
 
 
 def processors(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -153,7 +153,10 @@ _AMBIGUOUS = "the axis at which it unsqueezes cos/sin is ambiguous"
 _WRITES = "it writes to its arguments"
 _RANDOM = "two equal calls give different results"
 _REFUSES = "it raises an error for some dtypes of x and cos/sin"
-_DTYPES = "the dtype of its results follows no rule"
+_DTYPES = (
+    "the dtype of its results is neither that of x, nor the one that x and cos/sin promote to, nor always "
+    "the same"
+)
 _VALUES = "it matches a known rotation on some inputs but not on all"
 _CONTAINER = "it returns neither one tensor for one tensor nor a tuple for several"
 _GRADIENTS = "its gradients are not those of the rotation it computes"
@@ -253,7 +256,13 @@ class _Probe:
         self.cos, self.sin = cos.to(table_dtype), sin.to(table_dtype)
         self.ids = torch.randint(0, 50, (tokens,), device="cpu")
         if caller.inside:
-            self.cos, self.sin = self.tables()
+            try:
+                tables = self.tables()
+            except Exception as error:  # third-party code can raise anything
+                raise _Unlike(_NO_CALL) from error
+            if tables is None:
+                raise _Unlike(_NO_MATCH)
+            self.cos, self.sin = tables
         self.container: type | None = None  # of the result of the last run
 
     def angles(self) -> dict[str, Any]:
@@ -263,21 +272,16 @@ class _Probe:
             return {str(call.parameter("positions")): self.ids}
         return call.build(self.cos, self.sin)
 
-    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Cosines and sines, read as in a replacement: angles do not keep their bits."""
         caller, given = self.caller, self.angles()
         if not caller.inside:
-            found = caller.call.read(given)
-        else:
-            (x,) = self.xs.values()
-            behind = self.shape.x == "bshd"
-            selves = () if caller.owner is None else (caller.owner,)
-            made = functools.partial(caller.function, *selves)
-            given |= {caller.call.rotated[0]: x, **caller.constants}
-            found = tables_inside(made, given, caller.call.rotated[0], caller.inside, behind)
-        if found is None:
-            raise ValueError("the function gives no tables")
-        return found
+            return caller.call.read(given)
+        (name,) = self.xs
+        selves = () if caller.owner is None else (caller.owner,)
+        made = functools.partial(caller.function, *selves)
+        given |= {**self.xs, **caller.constants}
+        return tables_inside(made, given, name, caller.inside, self.shape.x == "bshd")
 
     def copied(self) -> _Probe:
         """The same probe for a function that may write to its arguments."""
@@ -339,8 +343,10 @@ class _Probe:
         self, which: int, rotation: Rotation, dtype: torch.dtype, bits: Bits
     ) -> torch.Tensor | None:
         """Rotate one of the xs by the operator; None if the operator refuses these tensors."""
-        x = list(self.xs.values())[which]
-        cos, sin = self.tables()
+        x, tables = list(self.xs.values())[which], self.tables()
+        if tables is None:
+            return None
+        cos, sin = tables
         if (place := self.shape.place) is not None:
             cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
         return fused(x, cos, sin, rotation, dtype, bits, which)
@@ -445,7 +451,7 @@ def _at(
     for width in (CHANNELS,) if caller.inside else (CHANNELS, CHANNELS // 2, CHANNELS // 4):
         try:
             probe = _Probe(caller, shape, width)
-        except Exception:  # noqa: BLE001  # a function that makes its tables can raise anything
+        except _Unlike:  # a function that makes its tables gives none
             continue
         if (ys := probe.copied().tried()) is not None:
             fitting = caller.fitting(width) if alive is None else alive
@@ -470,7 +476,12 @@ def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -
     for tokens, channels, scale in sizes_of:
         for shape in shapes if tokens == 1 else shapes[:1]:
             sizes: dict[str, Any] = {"tokens": tokens, "channels": channels, "scale": scale}
-            probe = _Probe(caller, shape, channels * width // CHANNELS, **sizes)
+            try:
+                probe = _Probe(caller, shape, channels * width // CHANNELS, **sizes)
+            except _Unlike:
+                if tokens == 0:
+                    continue
+                raise
             before = [t.clone() for t in probe.tensors()]
             ys, again = probe.tried(), probe.tried()
             if tokens == 0 and (ys is None or again is None):

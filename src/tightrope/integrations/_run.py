@@ -14,7 +14,7 @@ from ..forms import COS_SIN, HALF, Rotation, both_entries, signature
 from ..functional.tables import Tables, rotate_by
 from ..ops import route, schema
 from ..ops.run import run_packed
-from ._candidate import Bits, Candidate, tokens_first
+from ._candidate import Bits, Candidate, same, tokens_first
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -147,7 +147,7 @@ class _Call:
         if self.candidate.excluded and type(values[self.candidate.excluded]) is not int:
             return None
         for name in self.others:
-            if not _same(values[name], self.expected.get(name, _PLAIN)):
+            if not same(values[name], self.expected.get(name, _PLAIN)):
                 return None
         return values
 
@@ -306,15 +306,6 @@ class _Call:
         if xs[1] is None:
             return ys[0] if candidate.alone == "one" else (ys[0], None)
         return tuple(ys)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Return whether two arguments are the same: 1 is 1.0, True is not; tensors are not compared."""
-    if one is other:
-        return True
-    kinds = {type(one), type(other)}
-    # Zeros may differ in sign.
-    return (kinds <= {int, float} or kinds == {str}) and one == other != 0
 
 
 def _kind(x: Any) -> tuple[torch.Size, torch.dtype, torch.device] | None:
