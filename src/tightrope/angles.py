@@ -112,7 +112,7 @@ def without_frequency(turns: torch.Tensor) -> torch.Tensor:
     return (turns == _NO_TURNS).any(0)[:, :, None]
 
 
-def phases(
+def phase_at(
     words: torch.Tensor,
     turns: torch.Tensor | None,
     positions: torch.Tensor | None,
@@ -180,7 +180,7 @@ def look_up(
     Args:
         table: floating ``[rows|1, heads|1, length, width]``.
         form: "cat", "repeat", "half" or "full": the format of the table.
-        positions, offset, add_index, tokens: as in :func:`phases`, with one axis of integers.
+        positions, offset, add_index, tokens: as in :func:`phase_at`, with one axis of integers.
 
     Returns:
         ``[rows|1, heads|1, tokens, pairs or channels]``; NaN where a position lies outside the table.

@@ -183,7 +183,7 @@ def _rotate_pairs(
 
 def _cos_sin(call: Call, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     words, turns, positions = call.primary, call.secondary, call.positions
-    phase = angles.phases(words, turns, positions, call.offset, call.options.add_index, tokens)
+    phase = angles.phase_at(words, turns, positions, call.offset, call.options.add_index, tokens)
     cos, sin = angles.cos_sin(phase, dtype)
     # `step` is an angle of zero that has a derivative. Rotating by it too makes cos and sin
     # differentiable: d(cos, sin)/dφ = (-sin, cos).

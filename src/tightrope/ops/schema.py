@@ -119,7 +119,7 @@ def options_of(packed: int) -> Options:
 #             the results: same shapes, dtype and device, any strides
 # primary, secondary
 #             the source of the angles: phase words and, if some |ω| >= π or frequencies are
-#             learned, turns (see tightrope.angles.phases); or tables of any floating dtype,
+#             learned, turns (see tightrope.angles.phase_at); or tables of any floating dtype,
 #             [rows|1, heads|1, length, width], indexed by position along length
 # positions   int32, int64, float32 or float64 [axes, rows|1, tokens|1]; None for zeros
 # offset      added to every position
