@@ -61,6 +61,14 @@ struct Problem {
   const int64_t* turns;
   int64_t axes, word_rows, word_heads;
 
+  // Phases of each token, if not null; those of phase words, if there are any, are added to them. In units
+  // of 2^-64 turn, or in int32 in units of 2^-32; the smallest number stands for NaN. [phase_rows|1,
+  // phase_heads|1, tokens, pairs]; the stride is 0 for a size of 1.
+  const void* phases;
+  bool phases_are_int32;
+  int64_t phase_rows, phase_heads;
+  Strides phase_stride;
+
   // Tables instead, if their data is not null: a position is then an index along `length`.
   Table cosine, sine;
   Dtype table_dtype;
@@ -87,9 +95,12 @@ using Loop = void (*)(const Problem&, int64_t begin, int64_t end);
 // Outputs of the gradients of angles, or null: sums over heads and pairs, [axes, rows, tokens], and
 // sums over the tokens of each run, [runs of all sequences, axes, word_heads, pairs]. The caller sets
 // both to zero. A sequence is the tokens that share phase words: those of one row, or of all rows.
+// Gradients of the phases of each token have their shape and the type of the arithmetic; then a sequence is
+// the tokens of one row of phases.
 struct AngleSums {
   double* by_position;
   double* by_frequency;
+  void* by_phase;
   int64_t sequence;  // tokens of a sequence
   int64_t run;       // tokens of a run
   int64_t runs;      // runs of a sequence

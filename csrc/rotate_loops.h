@@ -70,27 +70,36 @@ inline void turn_tile(const Problem& p, int64_t row, int64_t token, int64_t toke
       angles.sine[i] = rounded(typename A::Format{}, angles.sine[i]);
     }
   };
-  if (shared) take(0);
+  // Rotates `group` heads of an operand, or those that are left.
+  const auto turn_group = [&](const Operand& o, int64_t head, int64_t group, bool adjacent) {
+    const int64_t count = o.heads - head < group ? o.heads - head : group;
+    const int64_t token_bytes = o.in_stride.token * int64_t(sizeof(Stored));
+    const int64_t group_bytes = group * o.in_stride.head * int64_t(sizeof(Stored));
+    for (int64_t t = 0; t < tokens; ++t) {
+      const int64_t ahead = adjacent ? kAhead
+                            : t + 1 < tokens   ? token_bytes
+                                               : group_bytes - t * token_bytes;
+      const T *c = angles.cosine + t * width, *s = angles.sine + t * width;
+      turn_heads<A>(p, heads_of<Stored>(o, row, head, count, token + t, ahead), first, n,
+                    {c, s, c + other, s + other});
+    }
+  };
+  if (!shared) {
+    // All operands have the same number of heads.
+    for (int64_t head = 0; head < p.operand[0].heads; ++head) {
+      take(head);
+      for (int32_t index = 0; index < p.operands; ++index) turn_group(p.operand[index], head, 1, false);
+    }
+    return;
+  }
+  take(0);
   for (int32_t index = 0; index < p.operands; ++index) {
     const Operand& o = p.operand[index];
     // Adjacent heads are one run of memory. Other heads are separate streams: take as many as the cache
     // can hold, with the tokens of the tile as the inner loop.
     const bool adjacent = o.in_stride.head < o.in_stride.token;
-    const int64_t group = !shared ? 1 : adjacent ? o.heads : kStreams;
-    const int64_t token_bytes = o.in_stride.token * int64_t(sizeof(Stored));
-    const int64_t group_bytes = group * o.in_stride.head * int64_t(sizeof(Stored));
-    for (int64_t head = 0; head < o.heads; head += group) {
-      const int64_t count = o.heads - head < group ? o.heads - head : group;
-      if (!shared) take(head);
-      for (int64_t t = 0; t < tokens; ++t) {
-        const int64_t ahead = adjacent && shared ? kAhead
-                              : t + 1 < tokens   ? token_bytes
-                                                 : group_bytes - t * token_bytes;
-        const T *c = angles.cosine + t * width, *s = angles.sine + t * width;
-        turn_heads<A>(p, heads_of<Stored>(o, row, head, count, token + t, ahead), first, n,
-                      {c, s, c + other, s + other});
-      }
-    }
+    const int64_t group = adjacent ? o.heads : kStreams;
+    for (int64_t head = 0; head < o.heads; head += group) turn_group(o, head, group, adjacent);
   }
 }
 

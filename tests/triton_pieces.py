@@ -67,7 +67,7 @@ def evaluated(ptx: str, values: Array) -> tuple[Array, Array]:
     return np.concatenate(found[0]), np.concatenate(found[1])
 
 
-def phase_at() -> Array:
+def phases() -> Array:
     """Return random phases, and phases around each multiple of an eighth of a turn."""
     rng = np.random.default_rng(1)
     random = rng.integers(-(2**63), 2**63 - 1, 1 << 17, dtype="i8")

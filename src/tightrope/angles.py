@@ -147,6 +147,16 @@ def phase_at(
     return phase[0] if phase.shape[0] == 1 else phase.sum(0)
 
 
+def is_no_phase(phases: torch.Tensor) -> torch.Tensor:
+    """Return a mask of the phases that stand for NaN: the smallest number of their dtype."""
+    return phases == torch.iinfo(phases.dtype).min
+
+
+def widened(phases: torch.Tensor) -> torch.Tensor:
+    """Return phases in units of 2^-64 turn, int64; those in int32 are in units of 2^-32 turn."""
+    return phases if phases.dtype == torch.int64 else phases.to(torch.int64) << 32
+
+
 def cos_sin(phase: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosine and sine of phases, computed from angles of at most an eighth of a turn.
 

@@ -177,7 +177,8 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], needed: Sequence[
     if wants.gates:
         by_gate = _by_gates(call, inputs, outputs, grads, by_x)
     by_frequencies = [
-        None if by_frequency is None else by_frequency.to(t.dtype) for t in parts.frequencies
+        None if by_frequency is None else gradients.sum_to(by_frequency, t.shape).to(t.dtype)
+        for t in parts.frequencies
     ]
     by_q, by_k = (x if need else None for x, need in zip(by_x, (*needed, False)))
     extras = Extras(

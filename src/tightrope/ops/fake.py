@@ -9,7 +9,7 @@ import torch
 from . import gradients, schema
 from .call import tensors_of, unpack
 from .layouts import BY_CODE
-from .schema import TRANSPOSE, new_like, options_of, present
+from .schema import PHASES, TRANSPOSE, new_like, options_of, present
 
 
 def _rotate(*arguments: Any, **named: Any) -> list[torch.Tensor]:
@@ -54,13 +54,17 @@ def _angle_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of th
     by_frequencies: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_devices("angle_gradients", y, z, grad_y, grad_z, words, turns, positions)
-    layout = BY_CODE[options_of(options).layout]
+    unpacked = options_of(options)
+    layout = BY_CODE[unpacked.layout]
+    # The first dimension of phases is not that of axes but of rows.
     axes, *shape = words.shape
     rows = 1 if layout.row is None else y.shape[layout.row]
-    dtype = gradients.sum_dtype(words.device)
+    dtype = of_phases = gradients.sum_dtype(words.device)
+    if unpacked.source == PHASES:
+        of_phases = torch.float64 if y.dtype == torch.float64 else torch.float32
     return (
         words.new_empty((axes if by_positions else 0, rows, y.shape[layout.token]), dtype=dtype),
-        words.new_empty((axes if by_frequencies else 0, *shape), dtype=dtype),
+        words.new_empty((axes if by_frequencies else 0, *shape), dtype=of_phases),
     )
 
 

@@ -17,12 +17,12 @@ LAYOUTS = ("bhsd", "bshd", "sbhd", "thd", "bsd", "sd")
 
 FORWARD, TRANSPOSE, INVERSE = 0, 1, 2
 
-#: Sources of the angles: phase words, or tables whose second half repeats the first ("cat"), that hold
+#: Sources of the angles: phase words; or tables whose second half repeats the first ("cat"), that hold
 #: each value twice in a row ("repeat"), one value per pair ("half"), or one per channel ("full"), where
-#: those of a pair may differ.
-SOURCES = ("words", "cat", "repeat", "half", "full")
-WORDS, FULL = 0, 4
-TABLES = SOURCES[1:]
+#: those of a pair may differ; or the phases of each token, with or without phase words.
+SOURCES = ("words", "cat", "repeat", "half", "full", "phases")
+WORDS, FULL, PHASES = 0, 4, 5
+TABLES = SOURCES[1:PHASES]
 
 #: Kinds of P: none; given by the logarithms of its factors; or by slopes, whose products with the
 #: position are the logarithms.
@@ -51,7 +51,8 @@ class Options(NamedTuple):
             INVERSE, x = R(-φ)(y / P) / a, where f is the identity; a is the amplitude, φ the angle.
         add_index: whether to add the token index to the position.
         source: index into SOURCES.
-        learned: whether the extra tensors hold the frequencies of the phase words, for their gradient.
+        learned: whether the extra tensors hold the frequencies of the phase words, or zeros added to
+            the phases, for their gradient.
         act: code of f: an index into tightrope.activations.ACTS.
         gate: kind of P: NO_GATE, LOG or SLOPE.
         rounding: index into ROUNDINGS; ONCE if there is an act or a gate.
@@ -120,14 +121,17 @@ def options_of(packed: int) -> Options:
 # primary, secondary
 #             the source of the angles: phase words and, if some |ω| >= π or frequencies are
 #             learned, turns (see tightrope.angles.phase_at); or tables of any floating dtype,
-#             [rows|1, heads|1, length, width], indexed by position along length
+#             [rows|1, heads|1, length, width], indexed by position along length; or phases, int32 or
+#             int64 [rows|1, heads|1, tokens, pairs] (see tightrope.phases), and phase words whose
+#             angles are added to them, or None
 # positions   int32, int64, float32 or float64 [axes, rows|1, tokens|1]; None for zeros
 # offset      added to every position
 # options     see Options
 # amplitude   a, on the rotated channels only
 # extras      extra tensors in this order, each kind for q first and then for k:
 #             learned frequencies, from which the phase words were computed, floating
-#                 [axes, rows|1, heads|1, pairs] (if options.learned; one tensor for q and k)
+#                 [axes, rows|1, heads|1, pairs] (if options.learned; one tensor for q and k); with
+#                 phases, zeros through which their gradient flows, [rows|1, heads|1, tokens, pairs|1]
 #             weights of a norm, floating [heads|1, channels] (if act is a norm)
 #             gates, floating, any strides: LOG [rows|1, heads|1, tokens|1, channels|1] in every
 #                 layout; SLOPE [heads|1, channels|1], for positions of one axis
@@ -155,14 +159,15 @@ ROTATIONS = {
 
 # Gradients of the angles, in float64 (float32 on devices without float64): for positions,
 # [axes, rows, tokens], summed over heads and pairs; for frequencies, in the shape of the phase words,
-# summed over tokens and over the rows and heads that share them. A gradient that is not requested has
-# size 0 in its first dimension.
+# summed over tokens and over the rows and heads that share them; for phases, in their shape, float32
+# (float64 if y is), summed over the rows and heads that share them. A gradient that is not requested has
+# size 0 in its first dimension. There are no gradients for positions with phases.
 #
 # y, z        results of rotate: one or two
 # grad_y, grad_z
 #             their gradients
 # words … options
-#             the arguments of rotate
+#             the arguments of rotate, from primary on
 ANGLE_GRADIENTS = (
     "angle_gradients(Tensor y, Tensor? z, Tensor grad_y, Tensor? grad_z, Tensor words, "
     "Tensor? turns, Tensor? positions, SymInt offset, int options, bool by_positions, "

@@ -45,15 +45,17 @@ def _rotate(
 
     xs = [in_rows(x, dim) for x, dim in zip(call.xs(), (dims.q, dims.k))]
     rows = xs[0].shape[0] // size if size else 0
-    # Phase words and positions are [axes, rows, ...]; tables and gates are [rows, ...].
+    # Phase words and positions are [axes, rows, ...]; tables, phases and gates are [rows, ...].
     axis = 1 if options.source == schema.WORDS else 0
+    phases = options.source == schema.PHASES
 
     def each(tensors: tuple[Any, ...], own: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
         return tuple(_in_rows(t, dim, size, rows, axis) for t, dim in zip(tensors, own))
 
     primary = _in_rows(call.primary, dims.primary, size, rows, axis)
-    secondary = _in_rows(call.secondary, dims.secondary, size, rows, axis)
-    if secondary is not None and primary.shape != secondary.shape:  # only one of them is mapped
+    secondary = _in_rows(call.secondary, dims.secondary, size, rows, 1 if phases else axis)
+    # Tables or phase words and turns of which only one is mapped.
+    if secondary is not None and not phases and primary.shape != secondary.shape:
         primary, secondary = (
             table.contiguous() for table in torch.broadcast_tensors(primary, secondary)
         )
@@ -65,7 +67,7 @@ def _rotate(
             positions=_in_rows(call.positions, dims.positions, size, rows, 1),
             options=options._replace(layout=BY_NAME["bhsd"].code),
             extras=parts._replace(
-                frequencies=each(parts.frequencies, mapped.frequencies, 1),
+                frequencies=each(parts.frequencies, mapped.frequencies, 0 if phases else 1),
                 gates=gates,
                 inputs=tuple(in_rows(x, dim) for x, dim in zip(parts.inputs, mapped.inputs)),
             ),

@@ -46,6 +46,7 @@ class AngleSteps(NamedTuple):
         rows, heads: sizes of the phase words.
         length: number of positions in the tables.
         cos, sin: strides of the tables, with pairs as channels.
+        phase: strides of the phases, in elements, with pairs as channels.
     """
 
     rows: Any = None
@@ -53,6 +54,7 @@ class AngleSteps(NamedTuple):
     length: Any = None
     cos: Any = None
     sin: Any = None
+    phase: Any = None
 
 
 class Amplitude(NamedTuple):
@@ -156,6 +158,7 @@ class AngleKind(NamedTuple):
         ROWS, HEADS: whether each row and each head has its own angles.
         FULL: 0 if the channels of a pair share an entry of the tables, 1 if each has its own, 2 if
             each has its own and they exchange their sines, for the transpose.
+        PHASES: whether each token has phases, to which those of AXES axes of phase words are added.
     """
 
     TABLES: Any
@@ -166,6 +169,7 @@ class AngleKind(NamedTuple):
     ROWS: Any
     HEADS: Any
     FULL: Any
+    PHASES: Any
 
 
 class Kind(NamedTuple):
