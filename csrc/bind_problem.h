@@ -329,13 +329,16 @@ inline const Loops& loops() {
   return *found;
 }
 
-// Calls work(begin, end) for all items, on several threads if there is enough work.
+// Calls work(begin, end) for all items, on several threads if there are enough elements.
 template <class Work>
-void share(const Problem& p, int64_t items, int64_t tokens_per_item, const Work& work) {
-  const double per_item = heads_of(p) * double(tokens_per_item) * double(p.head_dim);
+void share(double per_item, int64_t items, const Work& work) {
   if (double(items) * per_item <= kElementsPerThread) return work(0, items);
   const int64_t grain = per_item >= kElementsPerThread ? 1 : kElementsPerThread / int64_t(per_item);
   torch::stable::parallel_for(0, items, grain, work);
+}
+template <class Work>
+void share(const Problem& p, int64_t items, int64_t tokens_per_item, const Work& work) {
+  share(heads_of(p) * double(tokens_per_item) * double(p.head_dim), items, work);
 }
 
 // Tokens of one row to process together: as many as have room for their angles, up to 16.

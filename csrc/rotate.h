@@ -169,6 +169,26 @@ struct GateSums {
 using GateLoop = void (*)(const Problem& p, const GateSums& sums, void* scratch, int64_t begin,
                           int64_t end);
 
+// Running sums of phase words, or of gradients (see phase_words and phase_sums in ops/schema.py). A work
+// item is up to kPhases pairs of one row and head, and up to `run` tokens.
+struct PhaseSums {
+  const void* in;  // angles or increments, or gradients, which are float or double
+  void* out;
+  Dtype dtype;  // of `in`
+  Strides in_stride, out_stride;
+  int64_t rows, heads, tokens, pairs, run;
+  const uint8_t* reset;  // whether a sum starts at a token, or null
+  int64_t reset_row, reset_token;
+  const void* start;  // the sums before the first token, or of gradients after the last; or null
+  Strides start_stride;
+  void* last;    // the sums at the other end, contiguous [rows, heads, pairs], or null
+  bool running;  // sums, not the phase words alone
+  bool wide;     // store 64-bit phase words, not their upper halves
+};
+constexpr int64_t kPhases = 32;
+
+using PhaseLoop = void (*)(const PhaseSums&, int64_t begin, int64_t end);
+
 // Bytes of a cache line.
 constexpr int64_t kLine = 64;
 // Bytes of the largest head whose results can be streamed.
@@ -200,6 +220,7 @@ struct Loops {
   StagesLoop stages;
   Exponentials exponentials;
   GateLoop add_gates;
+  PhaseLoop phase_words, phase_sums;
 };
 
 // Returns the loops for the instruction set in use (see dispatch.cpp); null if TIGHTROPE_CPU_ISA names

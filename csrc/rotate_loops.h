@@ -8,6 +8,7 @@
 #else
 #include "angle_sums.h"
 #include "gate_sums.h"
+#include "phase_sums.h"
 #endif
 #if defined(__AVX512F__)
 #include "heads_avx512.h"

@@ -21,7 +21,7 @@ from .frequencies import CONTEXT, TWO_PI, Frequencies
 _TURN = 2.0**-64  # one phase unit, in turns
 _FLOAT_TWO_PI = float(TWO_PI)
 _RADIANS = _FLOAT_TWO_PI * _TURN
-_NO_TURNS = -(2**63)  # marks a frequency that is NaN or too large; kernels use the same marker
+NO_TURNS = -(2**63)  # marks a frequency that is NaN or too large; kernels use the same marker
 
 
 def _parts(value: decimal.Decimal) -> tuple[float, float, float]:
@@ -104,12 +104,12 @@ def words_from(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     words = (torch.where(lost, 0.0, units).to(torch.int64) << 2) + fine.to(torch.int64)
     # int64 times a Python float would have the default dtype, which may be float16.
     turns = torch.round(scaled - words.to(torch.float64) * 2.0**-64)
-    return words, torch.where(lost, float(_NO_TURNS), turns).to(torch.int64)
+    return words, torch.where(lost, float(NO_TURNS), turns).to(torch.int64)
 
 
 def without_frequency(turns: torch.Tensor) -> torch.Tensor:
     """Return a mask of the pairs whose frequency is NaN or too large, ``[rows|1, heads|1, 1, pairs]``."""
-    return (turns == _NO_TURNS).any(0)[:, :, None]
+    return (turns == NO_TURNS).any(0)[:, :, None]
 
 
 def phase_at(

@@ -288,7 +288,7 @@ def _backward(ctx: Any, grads: Sequence[torch.Tensor | None], has_extras: bool) 
     return (*fixed, None, None, None, *((list(found.extras.flat()), None) if has_extras else ()))
 
 
-def _raw(operator: Any, instead: str, written: slice) -> Callable[..., Any]:
+def raw(operator: Any, instead: str, written: slice) -> Callable[..., Any]:
     """Make the Autograd kernel of a raw operator that has no gradient.
 
     Without this kernel, torch would silently use an identity gradient and not bump the versions of
@@ -334,5 +334,5 @@ def register() -> None:
         (schema.angle_gradients, again, slice(0)),
         (schema.gate_gradients, again, slice(0)),
     ):
-        kernel = _raw(operator, instead, written)
+        kernel = raw(operator, instead, written)
         library.impl(operator, kernel, "Autograd", with_keyset=True)

@@ -9,7 +9,7 @@ import torch
 
 from .. import angles
 from .._errors import bad_type, bad_value, describe
-from .._tracing import broadcasts
+from .._tracing import broadcasts, have_tangents, in_functorch
 from ..phases import Phases
 from . import gradients
 from .call import Call
@@ -53,7 +53,7 @@ def _added(call: Call, phases: Phases) -> Call:
     """Return the call with phases, which :func:`_check` accepts, in addition to its phase words."""
     _check(call, phases)
     words, positions = call.primary, call.positions
-    drift: torch.Tensor | None = phases.drift
+    drift = _carried(phases.drift)
     if call.options.learned or (positions is not None and positions.is_floating_point()):
         found, drift = _sum(call, phases)
         # A gate may still read the positions.
@@ -68,6 +68,14 @@ def _added(call: Call, phases: Phases) -> Call:
         options=call.options._replace(source=PHASES, learned=drift is not None),
         extras=call.extras._replace(frequencies=() if drift is None else (drift,)),
     )
+
+
+def _carried(drift: torch.Tensor) -> torch.Tensor | None:
+    """Return the zeros of phases if gradients may flow through them, else None."""
+    transformed = in_functorch()
+    if transformed or drift.requires_grad or have_tangents([drift], transformed):
+        return drift
+    return None
 
 
 def _sum(call: Call, phases: Phases) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -89,14 +97,15 @@ def _sum(call: Call, phases: Phases) -> tuple[torch.Tensor, torch.Tensor | None]
     if turns is not None:
         invalid = invalid | angles.without_frequency(turns)
     dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    steps = [] if phases.drift is None else [phases.drift.to(dtype)]
+    drift = _carried(phases.drift)
+    steps = [] if drift is None else [drift.to(dtype)]
     if lost is not None and positions is not None:
         steps.append(angles.position_angle(words, turns, positions, dtype))
     if call.extras.frequencies:
         where = gradients.places(call, tokens, words.device)
         steps.append(angles.frequency_angle(call.extras.frequencies[0], where, dtype))
-    drift = sum(steps[1:], steps[0]).expand(total.shape) if steps else None
-    return torch.where(invalid, least, total), drift
+    found = torch.where(invalid, least, total)
+    return found, sum(steps[1:], steps[0]).expand(total.shape) if steps else None
 
 
 def _check(call: Call, phases: Phases) -> None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from .._tracing import have_tangents, in_functorch
 from ..activations import NONE, RMSNorm, code_of
 from ..spec import PreparedRotation
 from . import gating
@@ -59,9 +60,9 @@ _KERNEL_WAY = Way(KERNEL, False, False, False)
 
 def route(call: Call) -> Way:
     """Choose the route of a call."""
-    compiling, transformed = torch.compiler.is_compiling(), _in_functorch()
+    compiling, transformed = torch.compiler.is_compiling(), in_functorch()
     needs_grad = torch.is_grad_enabled() and _any_wants_grad(call)
-    if call.backend == "reference" or _has_tangents(call, transformed):
+    if call.backend == "reference" or have_tangents(tensors_of(call.tensors()), transformed):
         found = DEFINITION
     elif compiling:
         # Inside torch.func.grad the compiler ignores gradient formulas registered from Python, but it can
@@ -119,7 +120,7 @@ def route_prepared(
         or not takes(q)  # otherwise the definition would run, which checks less than a kernel
         or q.dim() == 0
         or q.shape[-1] != rotation.channels.head_dim
-        or _in_functorch()
+        or in_functorch()
         or forward_ad._current_level >= 0
     ):
         return None
@@ -141,14 +142,14 @@ def mode() -> str:
     """
     if torch.compiler.is_compiling():
         return "compiled"
-    if _in_functorch():
+    if in_functorch():
         return "transformed"
     return "eager" if forward_ad._current_level < 0 else "forward"
 
 
 def is_differentiated() -> bool:
     """Return whether the running backward pass may itself be differentiated."""
-    return torch.is_grad_enabled() or _in_functorch()
+    return torch.is_grad_enabled() or in_functorch()
 
 
 def wanted(call: Call) -> list[str]:
@@ -219,28 +220,9 @@ def _options_with(options: int, act: int, gate: int) -> int:
     return options_of(options)._replace(act=act, gate=gate).pack()
 
 
-def _in_functorch() -> bool:
-    """Return whether a functorch transform (grad, vmap, ...) is active."""
-    # While compiling, `top` is never None, so `is not None` would always hold.
-    top = torch._C._functorch.peek_interpreter_stack()
-    return isinstance(top, torch._C._functorch.CInterpreter)
-
-
 def _functionalizes() -> bool:
     top = torch._C._functorch.peek_interpreter_stack()
     return top is not None and top.key() == torch._C._functorch.TransformType.Functionalize
-
-
-def _has_tangents(call: Call, transformed: bool) -> bool:
-    """Return whether the call may have forward-mode tangents; a registered operator would ignore them.
-
-    The forward-mode level is global to all threads, so outside transforms each tensor is inspected.
-    """
-    if forward_ad._current_level < 0:
-        return False
-    return transformed or any(
-        forward_ad.unpack_dual(t).tangent is not None for t in tensors_of(call.tensors())
-    )
 
 
 def _any_wants_grad(call: Call) -> bool:

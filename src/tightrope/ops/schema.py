@@ -185,8 +185,42 @@ GATE_GRADIENTS = (
     "Tensor? gate_k, Tensor? positions, SymInt offset, int options) -> Tensor[]"
 )
 
+# Phases from data: phase words of angles, or of increments and their running sums over tokens, in 64 bits
+# if `wide`, otherwise their upper 32, rounded to nearest. The smallest integer marks a phase that is NaN
+# (see tightrope.phases). The first result has the strides of `increments` if it has its shape.
+#
+# increments  floating [rows|1, heads, tokens, pairs], radians; any strides here and below
+# state       the sums before the first token, int64 [rows|1, heads, pairs]; None for 0
+# reset       bool [rows|1, tokens]: whether a new sum starts with a token; None for nowhere
+# running     whether to return running sums; if not, there are no state and reset
+#
+# `last` holds the sums after the last token, int64 [rows, heads, pairs]; if not `running`, its first
+# dimension has size 0.
+PHASE_WORDS = (
+    "phase_words(Tensor increments, Tensor? state, Tensor? reset, bool running, bool wide) "
+    "-> (Tensor words, Tensor last)"
+)
+
+# Zeros of stride 0 in the shapes of the results of phase_words, float32 (float64 for float64): each is the
+# differentiable part of a phase in radians. `state` holds such zeros.
+PHASE_DRIFT = (
+    "phase_drift(Tensor increments, Tensor? state, Tensor? reset, bool running) "
+    "-> (Tensor drift, Tensor last)"
+)
+
+# Gradients of running sums, added up in float64 from the last token to the first, up to each reset: for
+# increments, in the shape of `grad` with all rows, and for a state, [rows, heads, pairs].
+#
+# grad        gradient of each sum, float32 or float64 [rows|1, heads, tokens, pairs]; any strides
+# grad_last   gradient of `last`, [rows|1, heads, pairs], in the same dtype; None for 0
+PHASE_SUMS = (
+    "phase_sums(Tensor grad, Tensor? grad_last, Tensor? reset) "
+    "-> (Tensor by_increments, Tensor by_state)"
+)
+
 library = torch.library.Library("tightrope", "DEF")
-for _one in (*ROTATIONS.values(), ANGLE_GRADIENTS, GATE_GRADIENTS):
+_PHASES = (PHASE_WORDS, PHASE_DRIFT, PHASE_SUMS)
+for _one in (*ROTATIONS.values(), ANGLE_GRADIENTS, GATE_GRADIENTS, *_PHASES):
     library.define(_one, tags=(torch.Tag.pt2_compliant_tag,))
 
 rotate = torch.ops.tightrope.rotate.default
@@ -197,6 +231,9 @@ rotate_extras_ = torch.ops.tightrope.rotate_.extras
 rotate_extras_into = torch.ops.tightrope.rotate_into.extras
 angle_gradients = torch.ops.tightrope.angle_gradients.default
 gate_gradients = torch.ops.tightrope.gate_gradients.default
+phase_words = torch.ops.tightrope.phase_words.default
+phase_drift = torch.ops.tightrope.phase_drift.default
+phase_sums = torch.ops.tightrope.phase_sums.default
 
 
 class Plain(NamedTuple):
