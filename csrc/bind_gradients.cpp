@@ -20,7 +20,7 @@ std::tuple<Tensor, Tensor> angle_gradients(Tensor y, std::optional<Tensor> z, Te
     STD_TORCH_CHECK(grads.tensor[i]->is_cpu() && code_of(*grads.tensor[i]) == code_of(y),
                     "tightrope: gradients must have the dtype and device of results");
   const Arguments a{words, turns, positions, offset, Options(options), 1.0, nullptr, 0.0};
-  const bool phases = a.options.source == kPhases;
+  const bool phases = a.options.source == kGivenPhases;
   STD_TORCH_CHECK(a.options.source == kWords || phases, "tightrope: angle_gradients takes phase words or phases, not tables");
   STD_TORCH_CHECK(!phases || !by_positions, "tightrope: phases have no gradient by positions");
   STD_TORCH_CHECK(a.options.is_plain(), "tightrope: angle_gradients takes no act and no gate");

@@ -134,7 +134,7 @@ struct Arguments {
   double eps;
 };
 
-constexpr int64_t kWords = 0, kRepeat = 2, kHalf = 3, kFull = 4, kPhases = 5;  // codes of SOURCES
+constexpr int64_t kWords = 0, kRepeat = 2, kHalf = 3, kFull = 4, kGivenPhases = 5;  // codes of SOURCES
 
 inline Table table_of(const Tensor& x, const View& view) {
   auto at = [&](int d) { return view.size[d] == 1 ? int64_t(0) : view.stride[d]; };
@@ -283,7 +283,7 @@ inline Problem problem_of(const Operands& xs, const Operands& outs, const Argume
   Problem p = operands_of(xs, outs, options);
   if (options.source == kWords) {
     read_words(a, p);
-  } else if (options.source == kPhases) {
+  } else if (options.source == kGivenPhases) {
     read_phases(a, p);
   } else {
     read_tables(a, p);

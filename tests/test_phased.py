@@ -499,7 +499,7 @@ def test_errors() -> None:
         rotate_qk(x, k, spec, phases=given(2, 4, 6, 4))
     with refused(
         TypeError,
-        "[rotate] phases must be made by phases.given or phases.running but got a tensor",
+        "[rotate] phases must be made by phases.given or phases.running but got float32[2, 4, 6, 4].",
     ):
         rotate(x, spec, phases=torch.zeros(2, 4, 6, 4))  # type: ignore[arg-type]
     with refused(
