@@ -169,7 +169,7 @@ def test_half_a_turn_is_no_marker(define: bool) -> None:
     # Exactly half a turn, as the sum of two phase words.
     x = torch.tensor([1.0, 0.0]).reshape(1, 1, 2, 1)
     one = int(angles.words_from(x)[0][0, 0, 0, 0])
-    words, last = operator(x, torch.tensor([[[-(2**63) - one + TURN]]]).sub(0), None, True, True)
+    words, last = operator(x, torch.tensor([[[-(2**63) - one + TURN]]]), None, True, True)
     assert words.flatten().tolist() == [-(2**63) + 1] * 2
     assert last.item() == -(2**63) + 1
 
@@ -557,14 +557,15 @@ def test_invalid_states() -> None:
 
 
 def test_changed_increments_are_refused() -> None:
-    x = X.clone()
-    made = phases.running(x)
-    before = made.words(wide=False).clone()
-    x += 1
-    assert torch.equal(made.words(wide=False), before)
-    rule = "angles must not change in place while their phases are in use"
-    with refused(ValueError, f"[Phases] {rule}."):
-        made.words(wide=True)
+    for which in range(3):
+        given = [X.clone(), STATE.words.clone(), torch.zeros(1, 5, dtype=torch.bool)]
+        made = phases.running(given[0], STATE._replace(words=given[1]), given[2])
+        before = made.words(wide=False).clone()
+        given[which].fill_(1)
+        assert torch.equal(made.words(wide=False), before)
+        rule = "angles, state and reset must not change in place while their phases are in use"
+        with refused(ValueError, f"[Phases] {rule}."):
+            made.words(wide=True)
 
 
 @needs_kernel

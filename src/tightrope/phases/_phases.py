@@ -48,7 +48,7 @@ class Phases:
     drift: torch.Tensor
     state: PhaseState | None
     _arguments: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, bool]
-    _version: int | None
+    _versions: list[int] | None
     _words: dict[bool, torch.Tensor]
 
     @property
@@ -70,13 +70,15 @@ class Phases:
                 halves rounded to nearest, in units of 2^-32 turn.
 
         Raises:
-            ValueError: phase words of this width must be computed, but the angles have changed.
+            ValueError: phase words of this width must be computed, but the angles, the
+                state or the reset have changed.
         """
         if wide in self._words:
             return self._words[wide]
-        version = _version_of(self._arguments[0])
-        if version is not None and self._version is not None and version != self._version:
-            raise bad_value("angles must not change in place while their phases are in use")
+        versions = _versions_of(self._arguments)
+        if versions is not None and self._versions is not None and versions != self._versions:
+            rule = "angles, state and reset must not change in place while their phases are in use"
+            raise bad_value(rule)
         words, _ = _phase_words(*self._arguments, wide)
         if not _tracing.is_tracing():
             self._words[wide] = words
@@ -168,8 +170,7 @@ def _made(
     arguments = (increments.detach(), before, reset, running)
     words, last = _phase_words(*arguments, wide)
     sources = [increments] if drifts is None else [increments, drifts]
-    transformed = _tracing.in_functorch()
-    if transformed or _tracing.have_tangents(sources, transformed):
+    if _tracing.is_transformed() or _tracing.have_tangents(sources, transformed=False):
         make = _definition.differentiable_drift
     elif torch.is_grad_enabled() and any(x.requires_grad for x in sources):
         # By name, because ops imports this package.
@@ -178,15 +179,19 @@ def _made(
         make = _definition.phase_drift
     drift, drift_last = make(increments, drifts, reset, running)
     after = PhaseState(last, drift_last) if running else None
-    return Phases(drift, after, arguments, _version_of(increments), {wide: words})
+    return Phases(drift, after, arguments, _versions_of(arguments), {wide: words})
 
 
 def _phase_words(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ops.tightrope.phase_words.default(*arguments)  # type: ignore[no-any-return]
 
 
-def _version_of(x: torch.Tensor) -> int | None:
-    return None if _tracing.is_tracing() or x.is_inference() else x._version
+def _versions_of(arguments: tuple[object, ...]) -> list[int] | None:
+    """Return the version counters of tensors; None if they cannot be read."""
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    if _tracing.is_tracing() or any(x.is_inference() for x in tensors):
+        return None
+    return [x._version for x in tensors]
 
 
 def _check_angles(name: str, x: object) -> None:
