@@ -17,7 +17,7 @@ def is_tracing() -> bool:
     )
 
 
-def in_functorch() -> bool:
+def is_transformed() -> bool:
     """Return True if a functorch transform (grad, vmap, ...) is active."""
     # While compiling, `top` is never None, so `is not None` would always hold.
     top = torch._C._functorch.peek_interpreter_stack()

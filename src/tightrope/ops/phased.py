@@ -9,7 +9,7 @@ import torch
 
 from .. import angles
 from .._errors import bad_type, bad_value, describe
-from .._tracing import broadcasts, have_tangents, in_functorch
+from .._tracing import broadcasts, have_tangents, is_transformed
 from ..phases import Phases
 from . import gradients
 from .call import Call
@@ -72,7 +72,7 @@ def _added(call: Call, phases: Phases) -> Call:
 
 def _carried(drift: torch.Tensor) -> torch.Tensor | None:
     """Return the zeros of phases if gradients may flow through them, else None."""
-    transformed = in_functorch()
+    transformed = is_transformed()
     if transformed or drift.requires_grad or have_tangents([drift], transformed):
         return drift
     return None

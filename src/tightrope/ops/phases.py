@@ -12,7 +12,7 @@ from . import schema
 from .autograd import raw
 from .fake import check_devices
 from .route import is_differentiated
-from .vmap import in_rows
+from .vmap import into_rows
 
 
 def phase_words(
@@ -100,12 +100,12 @@ def _by_rows(operator: Any, count: int) -> Any:
         for x, dim in zip(tensors, dims):
             if x is not None and rows == 1:
                 rows = x.shape[0] if dim is None else x.movedim(dim, 0).shape[1]
-        merged = [in_rows(x, dim, size, rows, 0) for x, dim in zip(tensors, dims)]
+        merged = [into_rows(x, dim, size, rows, 0) for x, dim in zip(tensors, dims)]
         results = operator(*merged, *arguments[count:])
         # Without running sums `last` has no rows.
-        return tuple(
-            [y.unflatten(0, (size, y.shape[0] // size)) for y in results]
-        ), (0,) * len(results)
+        return tuple([y.unflatten(0, (size, y.shape[0] // size)) for y in results]), (0,) * len(
+            results
+        )
 
     return rule
 

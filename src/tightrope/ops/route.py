@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from .._tracing import have_tangents, in_functorch
+from .._tracing import have_tangents, is_transformed
 from ..activations import NONE, RMSNorm, code_of
 from ..spec import PreparedRotation
 from . import gating
@@ -60,9 +60,11 @@ _KERNEL_WAY = Way(KERNEL, False, False, False)
 
 def route(call: Call) -> Way:
     """Choose the route of a call."""
-    compiling, transformed = torch.compiler.is_compiling(), in_functorch()
+    compiling, transformed = torch.compiler.is_compiling(), is_transformed()
     needs_grad = torch.is_grad_enabled() and _any_wants_grad(call)
-    if call.backend == "reference" or have_tangents(tensors_of(call.tensors()), transformed):
+    if call.backend == "reference" or (
+        forward_ad._current_level >= 0 and have_tangents(tensors_of(call.tensors()), transformed)
+    ):
         found = DEFINITION
     elif compiling:
         # Inside torch.func.grad the compiler ignores gradient formulas registered from Python, but it can
@@ -120,7 +122,7 @@ def route_prepared(
         or not takes(q)  # otherwise the definition would run, which checks less than a kernel
         or q.dim() == 0
         or q.shape[-1] != rotation.channels.head_dim
-        or in_functorch()
+        or is_transformed()
         or forward_ad._current_level >= 0
     ):
         return None
@@ -142,14 +144,14 @@ def mode() -> str:
     """
     if torch.compiler.is_compiling():
         return "compiled"
-    if in_functorch():
+    if is_transformed():
         return "transformed"
     return "eager" if forward_ad._current_level < 0 else "forward"
 
 
 def is_differentiated() -> bool:
     """Return whether the running backward pass may itself be differentiated."""
-    return torch.is_grad_enabled() or in_functorch()
+    return torch.is_grad_enabled() or is_transformed()
 
 
 def wanted(call: Call) -> list[str]:

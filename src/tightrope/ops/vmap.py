@@ -15,7 +15,7 @@ def _to_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
-def in_rows(x: torch.Tensor | None, dim: int | None, size: int, rows: int, axis: int) -> Any:
+def into_rows(x: torch.Tensor | None, dim: int | None, size: int, rows: int, axis: int) -> Any:
     """Merge the mapped dimension of a tensor into its dimension `axis`, which has size `rows|1`.
 
     The result has `size * rows` there; a tensor that is not mapped and has size 1 there stays as it is.
@@ -50,10 +50,10 @@ def _rotate(
     phases = options.source == schema.PHASES
 
     def each(tensors: tuple[Any, ...], own: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
-        return tuple(in_rows(t, dim, size, rows, axis) for t, dim in zip(tensors, own))
+        return tuple(into_rows(t, dim, size, rows, axis) for t, dim in zip(tensors, own))
 
-    primary = in_rows(call.primary, dims.primary, size, rows, axis)
-    secondary = in_rows(call.secondary, dims.secondary, size, rows, 1 if phases else axis)
+    primary = into_rows(call.primary, dims.primary, size, rows, axis)
+    secondary = into_rows(call.secondary, dims.secondary, size, rows, 1 if phases else axis)
     # Tables or phase words and turns of which only one is mapped.
     if secondary is not None and not phases and primary.shape != secondary.shape:
         primary, secondary = (
@@ -64,7 +64,7 @@ def _rotate(
         call._replace(
             primary=primary,
             secondary=secondary,
-            positions=in_rows(call.positions, dims.positions, size, rows, 1),
+            positions=into_rows(call.positions, dims.positions, size, rows, 1),
             options=options._replace(layout=BY_NAME["bhsd"].code),
             extras=parts._replace(
                 frequencies=each(parts.frequencies, mapped.frequencies, 0 if phases else 1),

@@ -129,7 +129,9 @@ def phase_drift(
     rows, (_, heads, tokens, pairs) = rows_of(increments, state, reset), increments.shape
     dtype = value_dtype(increments)
     drift, last = (increments.new_zeros((), dtype=dtype) for _ in range(2))
-    return drift.expand(rows, heads, tokens, pairs), last.expand(rows, heads, pairs)
+    return drift.expand(rows, heads, tokens, pairs), last.expand(
+        rows if running else 0, heads, pairs
+    )
 
 
 def differentiable_drift(
@@ -143,7 +145,7 @@ def differentiable_drift(
     # An infinite or NaN angle minus itself is NaN.
     zero = (increments - increments.detach()).nan_to_num(0.0, 0.0, 0.0).to(wide)
     if not running:
-        return zero.to(dtype), zero.sum(2).to(dtype)
+        return zero.to(dtype), zero.new_empty((0, *zero.shape[1::2]), dtype=dtype)
     before = None if state is None else state.to(wide)
     sums = running_sum(zero, before, reset)
     return sums.to(dtype), last_of(sums, before).to(dtype)

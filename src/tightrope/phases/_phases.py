@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import _tracing
 from .._errors import bad_type, bad_value, check_dense, check_local, describe, public
 from .._tracing import broadcasts
-from ..ops import schema
 from ..positions._line import check_cu_seqlens
 from . import _definition
 
@@ -49,7 +48,7 @@ class Phases:
     drift: torch.Tensor
     state: PhaseState | None
     _arguments: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, bool]
-    _version: int | None
+    _versions: list[int] | None
     _words: dict[bool, torch.Tensor]
 
     @property
@@ -71,16 +70,19 @@ class Phases:
                 halves rounded to nearest, in units of 2^-32 turn.
 
         Raises:
-            ValueError: phase words of this width must be computed, but the angles have changed.
+            ValueError: phase words of this width must be computed, but the angles, the
+                state or the reset have changed.
         """
         if wide in self._words:
             return self._words[wide]
-        if _version_of(self._arguments[0]) != self._version:
-            raise bad_value("angles must not change in place while their phases are in use")
-        words, _ = schema.phase_words(*self._arguments, wide)
+        versions = _versions_of(self._arguments)
+        if versions is not None and self._versions is not None and versions != self._versions:
+            rule = "angles, state and reset must not change in place while their phases are in use"
+            raise bad_value(rule)
+        words, _ = _phase_words(*self._arguments, wide)
         if not _tracing.is_tracing():
             self._words[wide] = words
-        return words  # type: ignore[no-any-return]
+        return words
 
 
 @public("phases.given")
@@ -166,22 +168,30 @@ def _made(
     before, drifts = (None, None) if state is None else state
     wide = increments.dtype == torch.float64
     arguments = (increments.detach(), before, reset, running)
-    words, last = schema.phase_words(*arguments, wide)
+    words, last = _phase_words(*arguments, wide)
     sources = [increments] if drifts is None else [increments, drifts]
-    transformed = _tracing.in_functorch()
-    if transformed or _tracing.have_tangents(sources, transformed):
+    if _tracing.is_transformed() or _tracing.have_tangents(sources, transformed=False):
         make = _definition.differentiable_drift
-    elif torch.is_grad_enabled() and any([x.requires_grad for x in sources]):
-        make = schema.phase_drift
+    elif torch.is_grad_enabled() and any(x.requires_grad for x in sources):
+        # By name, because ops imports this package.
+        make = torch.ops.tightrope.phase_drift.default
     else:
         make = _definition.phase_drift
     drift, drift_last = make(increments, drifts, reset, running)
     after = PhaseState(last, drift_last) if running else None
-    return Phases(drift, after, arguments, _version_of(increments), {wide: words})
+    return Phases(drift, after, arguments, _versions_of(arguments), {wide: words})
 
 
-def _version_of(x: torch.Tensor) -> int | None:
-    return None if _tracing.is_tracing() or x.is_inference() else x._version
+def _phase_words(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ops.tightrope.phase_words.default(*arguments)  # type: ignore[no-any-return]
+
+
+def _versions_of(arguments: tuple[object, ...]) -> list[int] | None:
+    """Return the version counters of tensors; None if they cannot be read."""
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    if _tracing.is_tracing() or any(x.is_inference() for x in tensors):
+        return None
+    return [x._version for x in tensors]
 
 
 def _check_angles(name: str, x: object) -> None:
@@ -192,9 +202,7 @@ def _check_angles(name: str, x: object) -> None:
     check_dense(name, x)
     check_local(name, x)
     if x.dim() != 4:
-        raise bad_value(
-            f"{name} must have shape (rows|1, heads|1, tokens, pairs|1)", **{name: x}
-        )
+        raise bad_value(f"{name} must have shape (rows|1, heads|1, tokens, pairs|1)", **{name: x})
 
 
 def _starts(increments: torch.Tensor, reset: object) -> torch.Tensor:
@@ -229,9 +237,8 @@ def _check_state(increments: torch.Tensor, state: object) -> None:
     if not isinstance(state, PhaseState):
         raise bad_type(f"state must be None or the state of phases but got {describe(state)}")
     for name, x in zip(("words", "drift"), state):
-        if (
-            not isinstance(x, torch.Tensor)
-            or (x.dtype != torch.int64 if name == "words" else not x.is_floating_point())
+        if not isinstance(x, torch.Tensor) or (
+            x.dtype != torch.int64 if name == "words" else not x.is_floating_point()
         ):
             kind = "int64" if name == "words" else "floating"
             raise bad_type(f"{name} of state must be a tensor that is {kind}", **{name: x})
@@ -243,6 +250,8 @@ def _check_state(increments: torch.Tensor, state: object) -> None:
             )
         _, heads, _, pairs = increments.shape
         if x.dim() != 3 or x.shape[1] != heads or x.shape[2] != pairs:
-            raise bad_value(f"{name} of state must have shape (rows|1, {heads}, {pairs})", **{name: x})
+            raise bad_value(
+                f"{name} of state must have shape (rows|1, {heads}, {pairs})", **{name: x}
+            )
     if state.words.shape != state.drift.shape:
         raise bad_value("words and drift of state must share a shape", **state._asdict())
