@@ -16,13 +16,19 @@ constexpr uint64_t kGone = ~uint64_t(0);
 
 // Rounds to the nearest integer, ties to even, without a library call: SSE2 has no instruction for it.
 inline double nearest(double x) {
+#if defined(__SSE4_1__) || defined(__aarch64__)
+  return __builtin_rint(x);
+#else
   constexpr double kWhole = 4503599627370496.0;  // 2^52, from which on every double is an integer
   const double size = __builtin_fabs(x);
   const double whole = __builtin_copysign((size + kWhole) - kWhole, x);
   return size < kWhole ? whole : x;
+#endif
 }
 
-// Computes the phase words of n numbers, and masks of those that are NaN, infinite or too large.
+// Computes the phase words of n numbers, and masks of those that are NaN, infinite or too large. A number
+// that is a float has no lower part, and products with zero change nothing.
+template <bool floats>
 inline void words_of(const double* __restrict x, int64_t n, uint64_t* __restrict word,
                      uint64_t* __restrict gone) {
   // 1 / 2π, and its parts of 24, 24 and 53 bits.
@@ -35,9 +41,11 @@ inline void words_of(const double* __restrict x, int64_t n, uint64_t* __restrict
     const double scaled = x[i] * kTurns;
     const double fraction = (scaled - nearest(scaled)) * kMost;
     const double whole = nearest(fraction);
-    const double upper = double(float(x[i])), lower = x[i] - upper;
-    double error = (unfused(upper * kFirst) - scaled) + (unfused(upper * kSecond) + unfused(lower * kFirst));
-    error = error + (unfused(lower * kSecond) + unfused(x[i] * kThird));
+    const double upper = floats ? x[i] : double(float(x[i])), lower = floats ? 0.0 : x[i] - upper;
+    const double second = unfused(upper * kSecond), third = unfused(x[i] * kThird);
+    double error = unfused(upper * kFirst) - scaled;
+    error = error + (floats ? second : second + unfused(lower * kFirst));
+    error = error + (floats ? third : unfused(lower * kSecond) + third);
     const double rest = nearest(unfused(error * kTurn) + (fraction - whole) * 4.0);
     const double size = __builtin_fabs(scaled);
     units[i] = size < kMost ? whole : 0.0;
@@ -120,6 +128,19 @@ inline PhaseItem phase_item(const PhaseSums& p, int64_t item) {
           token, p.tokens - token < p.run ? p.tokens - token : p.run};
 }
 
+// Adds up the phase words of some tokens without a NaN or a reset, and stores the sums.
+template <class Stored, class Store>
+inline void add_clean(const PhaseSums& p, const uint64_t* __restrict word, uint64_t* __restrict sum, int64_t at,
+                      int64_t tokens, int64_t n, const Store& store) {
+  Stored* __restrict to = static_cast<Stored*>(p.out) + at;
+  for (int64_t t = 0; t < tokens; ++t, word += n, to += p.out_stride.token) {
+    for (int64_t k = 0; k < n; ++k) {
+      sum[k] += word[k];
+      to[k] = store(sum[k], 0);
+    }
+  }
+}
+
 inline bool restarts(const PhaseSums& p, int64_t row, int64_t token) {
   return p.reset != nullptr && p.reset[row * p.reset_row + token * p.reset_token];
 }
@@ -140,7 +161,26 @@ inline void add_words(const PhaseSums& p, PhaseItem i) {
   while (i.token < end) {
     const int64_t tokens = end - i.token < kEntries / n ? end - i.token : kEntries / n;
     load_angles(p, i.at(p.in_stride), tokens, n, x);
-    words_of(x, tokens * n, word, gone);
+    if (p.dtype == Dtype::kDouble) {
+      words_of<false>(x, tokens * n, word, gone);
+    } else {
+      words_of<true>(x, tokens * n, word, gone);
+    }
+    if (p.running && p.reset == nullptr && p.out_stride.channel == 1) {
+      uint64_t any = 0;
+      for (int64_t k = 0; k < n; ++k) any |= lost[k];
+      for (int64_t k = 0; k < tokens * n; ++k) any |= gone[k];
+      if (any == 0) {
+        const int64_t at = i.at(p.out_stride);
+        if (p.wide) {
+          add_clean<int64_t>(p, word, sum, at, tokens, n, [](uint64_t w, uint64_t g) { return stored(w, g); });
+        } else {
+          add_clean<int32_t>(p, word, sum, at, tokens, n, [](uint64_t w, uint64_t g) { return upper_half(w, g); });
+        }
+        i.token += tokens;
+        continue;
+      }
+    }
     for (int64_t t = 0; t < tokens; ++t, ++i.token) {
       uint64_t *__restrict w = word + t * n, *__restrict g = gone + t * n;
       if (p.running) {
