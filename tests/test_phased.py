@@ -21,6 +21,7 @@ from matrix import DISTINCT_SETS, both_pairings, every_backend, every_dtype, nee
 from tightrope import RopeSpec, phases, positions
 from tightrope.activations import RMSNorm
 from tightrope.backends import cpu
+from tightrope.backends.reference import compose
 from tightrope.frequencies import Given
 from tightrope.functional import polar_scan, rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.gates import Slope, XPos
@@ -32,25 +33,22 @@ COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++
 
 ROWS, HEADS, TOKENS, DIM, PAIRS = 2, 4, 40, 16, 6
 # [rows|1, heads|1, tokens, pairs|1]
-SHAPES = [
-    tuple(shape)
-    for shape in itertools.product((1, ROWS), (1, HEADS), (TOKENS,), (1, PAIRS))
-]
+SHAPES = [tuple(shape) for shape in itertools.product((1, ROWS), (1, HEADS), (TOKENS,), (1, PAIRS))]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 def spec_of(interleaved: bool = False, alone: bool = False) -> RopeSpec:
     rule = Given((0.0,) * PAIRS) if alone else None
-    return RopeSpec(
-        DIM, rotary_dim=2 * PAIRS, start=2, interleaved=interleaved, scaling=rule
-    )
+    return RopeSpec(DIM, rotary_dim=2 * PAIRS, start=2, interleaved=interleaved, scaling=rule)
 
 
 def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return noise(*shape, seed=seed, dtype=dtype).requires_grad_()
 
 
-def angles(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, seed: int = 9) -> torch.Tensor:
+def angles(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float64, seed: int = 9
+) -> torch.Tensor:
     return (30 * noise(*shape, seed=seed)).to(dtype)
 
 
@@ -97,7 +95,9 @@ def formula(
 
 
 # The entry of the tolerances for results beside torch's float64 functions at angles up to 100.
-NEAR = {dtype: f"table rotation, {dtype}" for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+NEAR = {
+    dtype: f"table rotation, {dtype}" for dtype in (torch.float32, torch.bfloat16, torch.float16)
+}
 NEAR[torch.float64] = "float64 ways"
 OMEGAS = oracle.frequencies(10000.0, 2 * PAIRS)
 THETA = torch.tensor([float(omega) for omega in OMEGAS], dtype=torch.float64)
@@ -198,9 +198,7 @@ def test_every_destination_and_the_inverse(shape: tuple[int, ...], backend: str)
 @every_backend
 def test_phases_of_queries_and_keys_with_fewer_heads(backend: str) -> None:
     q, k = noise(ROWS, HEADS, TOKENS, DIM), noise(ROWS, 2, TOKENS, DIM, seed=1)
-    for_q, for_k = (
-        phases.given(angles((ROWS, n, TOKENS, PAIRS), seed=n)) for n in (HEADS, 2)
-    )
+    for_q, for_k = (phases.given(angles((ROWS, n, TOKENS, PAIRS), seed=n)) for n in (HEADS, 2))
     got = rotate_qk(q, k, spec_of(), phases=(for_q, for_k), backend=backend)
     assert_same_bits(got[0], rotate(q, spec_of(), phases=for_q, backend=backend))
     assert_same_bits(got[1], rotate(k, spec_of(), phases=for_k, backend=backend))
@@ -236,9 +234,7 @@ def test_act_gates_and_rounding(backend: str) -> None:
         assert_near(got, turned * factor, "float32 ways")
         # Positions that are not integers are added to the phases first.
         at = torch.arange(TOKENS).double() + 3
-        assert_near(
-            rotate(x, spec_of(), at, phases=given, gate=gate, **call), got, "float32 ways"
-        )
+        assert_near(rotate(x, spec_of(), at, phases=given, gate=gate, **call), got, "float32 ways")
     for rounding in ("wide", "each"):
         one = rotate(x.bfloat16(), spec_of(), phases=given, rounding=rounding, **call)
         same = rotate(x.bfloat16(), spec_of(), phases=given, rounding=rounding, backend="reference")
@@ -280,9 +276,7 @@ def test_empty_tensors(sizes: tuple[int, int, int], backend: str) -> None:
 @every_backend
 @every_dtype
 @both_pairings
-def test_gradients_against_the_formula(
-    interleaved: bool, dtype: torch.dtype, backend: str
-) -> None:
+def test_gradients_against_the_formula(interleaved: bool, dtype: torch.dtype, backend: str) -> None:
     spec, at = spec_of(interleaved), torch.arange(TOKENS)[None]
     for i, shape in enumerate(SHAPES):
         x = leaf(ROWS, HEADS, TOKENS, DIM, seed=i, dtype=dtype)
@@ -362,7 +356,9 @@ def test_transforms(mapped: tuple[int | None, int | None]) -> None:
 
     got = torch.func.vmap(turned, in_dims=mapped)(xs, all_angles)
     for i in range(3):
-        one = turned(xs[i] if mapped[0] == 0 else xs, all_angles[i] if mapped[1] == 0 else all_angles)
+        one = turned(
+            xs[i] if mapped[0] == 0 else xs, all_angles[i] if mapped[1] == 0 else all_angles
+        )
         assert_same_bits(got[i], one)
     loss = lambda x, angle: (turned(x, angle) ** 3).sum()  # noqa: E731
     both = torch.func.grad(loss, argnums=(0, 1))(x, angle)
@@ -510,9 +506,7 @@ def test_errors() -> None:
         TypeError, "[rotate_qk] phases must be one value or a pair, for q and k, but got 3."
     ):
         rotate_qk(x, k, spec, phases=(None, None, None))  # type: ignore[arg-type]
-    with refused(
-        ValueError, "[rotate] phases must be None with a rotation made for stack 'vllm'."
-    ):
+    with refused(ValueError, "[rotate] phases must be None with a rotation made for stack 'vllm'."):
         rotate(x, spec.at(0, stack="vllm"), phases=given(1, 1, 6, 1))
     with refused(ValueError, "[rotate] phases are on meta but x is on cpu."):
         rotate(x, spec, phases=phases.given(torch.zeros(1, 1, 6, 4, device="meta")))
@@ -530,13 +524,9 @@ def test_the_raw_operator_refuses_phases_that_do_not_fit(backend: str) -> None:
         (own[:1].expand(3, 3, 5, 4), words), (own, words[..., :3]),
         (torch.zeros(2, 3, 5, 5, dtype=torch.int32), None),
     )  # fmt: skip
+    own_kernel = compose if backend == "reference" else rotate_raw
     for primary, secondary in wrong:
         with pytest.raises((RuntimeError, IndexError)):
-            if backend == "reference":
-                from tightrope.backends.reference import compose
-
-                compose(x, None, primary, secondary, None, 0, options, 1.0)
-            else:
-                rotate_raw(x, None, primary, secondary, None, 0, options, 1.0)
+            own_kernel(x, None, primary, secondary, None, 0, options, 1.0)
     at = positions.per_row(torch.tensor([1, 2]))
     assert rotate(x, RopeSpec(8), at, phases=phases.given(torch.zeros(1, 1, 5, 1))).shape == x.shape

@@ -62,7 +62,7 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
         phases: angles for each token, head and pair, added to those of the positions, made by
             :func:`tightrope.phases.given` or :func:`tightrope.phases.running`. To rotate by these
             angles alone, give the spec frequencies of zero:
-            ``RopeSpec(64, scaling=tightrope.frequencies.Given((0.0,) * 32))``.
+            ``RopeSpec(64, scaling=tightrope.frequencies.Proportional(0.0))``.
         act: the prologue f, applied to the whole head vector before the rotation: a name from
             :data:`tightrope.activations.ACTS`, such as "silu", or a
             :class:`tightrope.activations.RMSNorm`.
@@ -98,7 +98,13 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
     torch.Size([2, 8, 16, 64])
     """
     stages = stages_of(act, gate, 1)
-    bare = positions is None and inv_freq is None and phases is None and seq_len is None and out is None
+    bare = (
+        positions is None
+        and inv_freq is None
+        and phases is None
+        and seq_len is None
+        and out is None
+    )
     if bare and backend is None:
         found = run_prepared("new", spec, x, None, layout, inverse, stages, rounding)
         if found is not None:
@@ -199,7 +205,13 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
     >>> q, k = rotate_qk(q, k, RopeSpec(head_dim=64))
     """
     stages = stages_of(act, gate)
-    bare = positions is None and inv_freq is None and phases is None and seq_len is None and out is None
+    bare = (
+        positions is None
+        and inv_freq is None
+        and phases is None
+        and seq_len is None
+        and out is None
+    )
     if bare and backend is None:
         found = run_prepared("new", spec, q, k, layout, inverse, stages, rounding)
         if found is not None:

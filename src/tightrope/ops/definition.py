@@ -210,7 +210,11 @@ def _cos_sin_of_phases(
     call: Call, tokens: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     given, words = call.primary, call.secondary
-    if given.dim() != 4 or given.dtype not in (torch.int32, torch.int64) or given.shape[2] != tokens:
+    if (
+        given.dim() != 4
+        or given.dtype not in (torch.int32, torch.int64)
+        or given.shape[2] != tokens
+    ):
         raise RuntimeError(
             "tightrope::rotate: phases must be int32 or int64 [rows|1, heads|1, tokens, pairs]"
         )

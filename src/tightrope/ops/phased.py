@@ -38,15 +38,12 @@ def with_phases(calls: Sequence[Call], given: object) -> list[Call]:
     for one in both:
         if one is not None and not isinstance(one, Phases):
             raise bad_type(
-                "phases must be made by phases.given or phases.running but got "
-                f"{describe(one)}"
+                f"phases must be made by phases.given or phases.running but got {describe(one)}"
             )
     together = both[0] is both[1]
     if not together:
         calls = [call.only([i]) for call in calls for i in range(len(call.xs()))]
-    return [
-        call if own is None else _added(call, own) for call, own in zip(calls, both)
-    ]
+    return [call if own is None else _added(call, own) for call, own in zip(calls, both)]
 
 
 def _added(call: Call, phases: Phases) -> Call:
@@ -124,6 +121,4 @@ def _check(call: Call, phases: Phases) -> None:
                 **{name: x},
             )
     if phases.device != call.q.device:
-        raise bad_value(
-            f"phases are on {phases.device} but {call.names[0]} is on {call.q.device}"
-        )
+        raise bad_value(f"phases are on {phases.device} but {call.names[0]} is on {call.q.device}")

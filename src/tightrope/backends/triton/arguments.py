@@ -161,7 +161,8 @@ def source_of(
         require(positions.dtype in _POSITIONS, "positions must be int32, int64, float32 or float64")
         kind_of = _POSITIONS[positions.dtype]
         require(
-            options.source in (WORDS, PHASES) or kind_of == 1, "positions in a table must be integers"
+            options.source in (WORDS, PHASES) or kind_of == 1,
+            "positions in a table must be integers",
         )
         axis, row, token = broadcast_strides(positions)
         places = PositionSteps(axis, row, token, places.add_index)
