@@ -8,8 +8,8 @@ to change nothing.
 """
 
 from __future__ import annotations
-
 import __future__
+
 import ast
 import copy
 import inspect
@@ -418,7 +418,8 @@ class _Scan(ast.NodeTransformer):
             if not any(_could_rotate(node, turning) for node in every):
                 continue
             for whole in (True, False):
-                text, arguments = self._closed(kept, root, x, whole)
+                close = _Close(x, turning, kept, self._locals, whole)
+                text, arguments = close.text(kept, root)
                 if not text or text in self.refused:
                     continue
                 alias = self._accepts(text)
@@ -440,7 +441,8 @@ class _Scan(ast.NodeTransformer):
         self, root: ast.expr, x: str, lines: list[ast.Assign], made: dict[str, ast.Assign]
     ) -> list[ast.Assign]:
         """The lines that an expression in x needs: those that compute with x, or only with sizes."""
-        wanted, kept = _names(root), []
+        wanted = _names(root)
+        kept: list[ast.Assign] = []
         for line in reversed(lines):
             names = _targets(line) & wanted
             reached = [self._reach(name, made) for name in names]
@@ -449,54 +451,53 @@ class _Scan(ast.NodeTransformer):
                 wanted |= _names(line.value)
         return kept
 
-    def _closed(
-        self, lines: list[ast.Assign], root: ast.expr, x: str, whole: bool
-    ) -> tuple[str, list[ast.expr]]:
-        """The text of an expression in x with its lines, and its arguments; no text if they do not fit.
-
-        Args:
-            whole: whether tables are the largest expressions without x; else names and attributes.
-        """
-        inner = dict.fromkeys(
-            n.id
-            for line in lines
-            for n in ast.walk(line.targets[0])
-            if isinstance(n, ast.Name)
-        )
-        new = {x: "x"} | {name: f"t{i}" for i, name in enumerate(inner, 1)}
-        close = _Close(new, self._locals, whole)
-        body: list[ast.stmt] = [close.visit(copy.deepcopy(line)) for line in lines]
-        body.append(ast.Expr(close.visit(copy.deepcopy(root))))
-        if len(close.tables) not in (1, 2):
-            return "", []
-        order = sorted(close.tables, key=lambda text: ("cos" in text) - ("sin" in text), reverse=True)
-        for name, text in zip(("cos", "sin") if len(order) == 2 else ("freqs",), order):
-            close.tables[text][1].id = name
-        shared = close.globals & {*_PARAMETERS, *new.values()}
-        text = "; ".join(map(ast.unparse, body))
-        tables = [close.tables[each][0] for each in order]
-        return "" if shared else text, [ast.Name(x, ast.Load()), *tables]
-
 
 class _Close(ast.NodeTransformer):
-    """Rename x and the names that come along, and replace tables by parameters.
+    """Make an expression in x and its lines a function: rename them, and replace tables by parameters.
 
-    Attributes:
-        tables: the text of each table -> its expression, and the name in its place.
-        globals: the global names that are left.
+    Args:
+        x: the name that becomes x.
+        turning: the names of whose values x is a part, itself included.
+        lines: the lines.
+        local: the names of the body that are not global.
+        whole: whether tables are the largest expressions without x; else names and attributes.
     """
 
-    def __init__(self, new: dict[str, str], local: set[str], whole: bool) -> None:
-        self._new, self._local, self._whole = new, local, whole
-        self.tables: dict[str, tuple[ast.expr, ast.Name]] = {}
-        self.globals: set[str] = set()
+    def __init__(
+        self, x: str, turning: set[str], lines: list[ast.Assign], local: set[str], whole: bool
+    ) -> None:
+        targets = [n for line in lines for n in ast.walk(line.targets[0])]
+        inner = dict.fromkeys(n.id for n in targets if isinstance(n, ast.Name))
+        self._new = {x: "x"} | {name: f"t{i}" for i, name in enumerate(inner, 1)}
+        self._x, self._turning, self._whole = x, turning, whole
+        self._local, self._values = local, local - (inner.keys() - turning)
+        # The text of each table -> its expression, and the name in its place.
+        self._tables: dict[str, tuple[ast.expr, ast.Name]] = {}
+        self._globals: set[str] = set()
+
+    def text(self, lines: list[ast.Assign], root: ast.expr) -> tuple[str, list[ast.expr]]:
+        """The text of the function, and the arguments to call it with; no text if they do not fit."""
+        last = ast.Expr(self.visit(copy.deepcopy(root)))
+        body: list[ast.stmt] = [last]
+        for line in reversed(lines):
+            if {self._new[name] for name in _targets(line)} & {n for b in body for n in _names(b)}:
+                body.insert(0, self.visit(copy.deepcopy(line)))
+        texts = sorted(
+            self._tables, key=lambda text: ("cos" in text) - ("sin" in text), reverse=True
+        )
+        roles = {1: ("freqs",), 2: ("cos", "sin")}.get(len(texts), ())
+        if not roles or self._globals & {*_PARAMETERS, *self._new.values()}:
+            return "", []
+        for name, text in zip(roles, texts):
+            self._tables[text][1].id = name
+        tables = [self._tables[each][0] for each in texts]
+        return "; ".join(map(ast.unparse, body)), [ast.Name(self._x, ast.Load()), *tables]
 
     def visit(self, node: ast.AST) -> Any:
         """Rename, replace, or continue inside."""
         names = _names(node)
-        mine = names & self._local
-        if not mine:
-            self.globals |= names
+        if not names & self._local:
+            self._globals |= names
             return node
         if isinstance(node, ast.Name) and node.id in self._new:
             return ast.copy_location(ast.Name(self._new[node.id], node.ctx), node)
@@ -507,15 +508,16 @@ class _Close(ast.NodeTransformer):
             node, (ast.Tuple, ast.List, ast.Slice, ast.Starred)
         )
         fits = fits and (self._whole or isinstance(chain, ast.Name))
-        if not fits or mine & self._new.keys() or not _data(node) & self._local:
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                node.func.value = self.visit(node.func.value)
-                node.args = list(map(self.visit, node.args))
-                node.keywords = list(map(self.visit, node.keywords))
-                return node
-            return self.generic_visit(node)
-        table = node, ast.Name("", ast.Load())
-        return self.tables.setdefault(ast.unparse(node), table)[1]  # type: ignore[arg-type]
+        data = _data(node) & self._values
+        if fits and data and not data & self._turning:
+            table = node, ast.Name("", ast.Load())
+            return self._tables.setdefault(ast.unparse(node), table)[1]  # type: ignore[arg-type]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            node.func.value = self.visit(node.func.value)  # not a table, but its method
+            node.args = list(map(self.visit, node.args))
+            node.keywords = list(map(self.visit, node.keywords))
+            return node
+        return self.generic_visit(node)
 
 
 _changing: dict[int, tuple[FunctionType, bool]] = {}
@@ -525,7 +527,10 @@ def _changes_nothing(function: FunctionType) -> bool:
     """Return whether each line of a function is known to change nothing."""
     code = function.__code__
     if id(code) not in _changing:
-        _changing[id(code)] = function, False  # ends the recursion of functions that call each other
+        _changing[id(code)] = (
+            function,
+            False,
+        )  # ends the recursion of functions that call each other
         source = _source(function)
         if source is not None:
             scan = _Scan(function, lambda _: None)
