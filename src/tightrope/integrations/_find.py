@@ -352,11 +352,18 @@ def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
                     pending.append(value)
 
 
+# Most expressions that are tried in the body of one function.
+_TRIES = 32
+
+
 def _inline(function: FunctionType, accepts: Callable[[Found], bool]) -> list[Found]:
     """The expressions in the body of a function that are recognised."""
     found: list[Found] = []
+    tries = itertools.count()
 
     def tried(text: str) -> str | None:
+        if next(tries) >= _TRIES:
+            return None
         name = f"{function.__qualname__}{INLINE}{text}"
         value = function_of(function.__globals__, text)
         each = Found(function.__module__, name, value, likely=False)

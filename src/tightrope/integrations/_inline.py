@@ -11,6 +11,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import builtins
 import copy
 import inspect
 import tokenize
@@ -33,12 +34,17 @@ Accepts = Callable[[str], str | None]
 _TENSOR = frozenset(
     "add bfloat16 broadcast_to cat chunk clone complex concat concatenate contiguous cos dim double einsum "
     "expand expand_as flatten flip float half index_select movedim mul multiply narrow neg negative numel "
-    "outer permute polar ravel repeat repeat_interleave reshape roll select sin size split squeeze stack sub "
+    "permute polar ravel repeat repeat_interleave reshape roll select sin size split squeeze stack sub "
     "subtract swapaxes t tensor_split to transpose type type_as unbind unflatten unsqueeze view view_as "
     "view_as_complex view_as_real".split()
 )
-_FUNCTIONS = frozenset(id(getattr(torch, name)) for name in _TENSOR if hasattr(torch, name))
-_BUILTINS = frozenset(("float", "int", "len", "list", "max", "min", "slice", "tuple"))
+_FUNCTIONS = frozenset(
+    id(each)
+    for each in (
+        *(getattr(torch, name) for name in _TENSOR if hasattr(torch, name)),
+        *(float, int, len, list, max, min, slice, tuple),
+    )
+)
 # What tensors tell about themselves without their values.
 _SIZES = frozenset(("device", "dim", "dtype", "ndim", "numel", "shape", "size"))
 _SCOPES = (
@@ -73,7 +79,8 @@ def function_of(names: dict[str, Any], text: str) -> FunctionType:
         tree = ast.parse(f"def rotated({given}): pass")
         tree.body[0].body = body  # type: ignore[attr-defined]
         made = compile(ast.fix_missing_locations(tree), FILE, "exec", dont_inherit=True)
-        _functions[key] = FunctionType(_inside(made, "rotated"), names)
+        code = next(each for each in made.co_consts if isinstance(each, CodeType))
+        _functions.setdefault(key, FunctionType(code, names))
     return _functions[key]
 
 
@@ -106,8 +113,7 @@ def inlined(function: FunctionType, accepts: Accepts) -> CodeType | None:
     # Functions in the body stay the same objects.
     inner = iter(kept)
     consts = tuple(next(inner) if isinstance(each, CodeType) else each for each in code.co_consts)
-    named = {"co_qualname": old.co_qualname} if hasattr(old, "co_qualname") else {}
-    return code.replace(co_consts=consts, co_flags=old.co_flags, **named)
+    return code.replace(co_consts=consts)
 
 
 # --- source and code ------------------------------------------------------------------------------
@@ -166,16 +172,29 @@ def _parsed(source: str, code: CodeType) -> ast.FunctionDef:
 def _compiled(node: ast.FunctionDef, function: FunctionType) -> CodeType:
     """The code of a syntax tree in the place of a function."""
     code = function.__code__
-    owners = [part for part in function.__qualname__.split(".")[:-1] if part.isidentifier()]
-    owner, free = (owners or ["_"])[-1], ", ".join(code.co_freevars)
+    *around, _ = getattr(code, "co_qualname", function.__qualname__).split(".")
+    free = ", ".join(name for name in code.co_freevars if name != "__class__")
     # Calls of what a module imports compile to other instructions.
-    names = [name for name in code.co_names if _is_imported(name, function.__globals__)]
-    imports = f"import {', '.join(names)}\n" if names else ""
-    tree: Any = ast.parse(f"{imports}class {owner}:\n def outer({free}): pass")
-    tree.body[-1].body[0].body = [node]
+    imports = [name for name in code.co_names if _is_imported(name, function.__globals__)]
+    lines = [f"import {', '.join(imports)}"] if imports else []
+    levels: list[str] = []
+    for name, after in zip(around, [*around[1:], ""]):
+        if name != "<locals>":
+            head = f"def {name}({free})" if after == "<locals>" else f"class {name}"
+            lines.append(f"{' ' * len(levels)}{head}:")
+            levels.append(name)
+    tree: Any = ast.parse("\n".join([*lines, " " * len(levels) + "pass"]))
+    place = tree
+    for _ in levels:
+        place = place.body[-1]
+    place.body[-1] = node
     flags = code.co_flags & _FUTURE
-    made = compile(ast.fix_missing_locations(tree), code.co_filename, "exec", flags, True)
-    return _inside(_inside(_inside(made, owner), "outer"), code.co_name)
+    made: CodeType = compile(
+        ast.fix_missing_locations(tree), code.co_filename, "exec", flags, dont_inherit=True
+    )
+    for name in (*levels, code.co_name):
+        made = next(c for c in made.co_consts if isinstance(c, CodeType) and c.co_name == name)
+    return made
 
 
 def _is_imported(name: str, names: dict[str, Any]) -> bool:
@@ -185,15 +204,12 @@ def _is_imported(name: str, names: dict[str, Any]) -> bool:
     return isinstance(value, (ModuleType, type, FunctionType)) and not defined
 
 
-def _inside(code: CodeType, name: str) -> CodeType:
-    return next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
-
-
 def _same(one: CodeType, other: CodeType) -> bool:
     """Return whether two code objects do the same, whatever their lines."""
     fields = [
         *("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_exceptiontable"),
-        *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_name"),
+        *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_name", "co_flags"),
+        *("co_qualname", "co_firstlineno"),
     ]
     return all(
         getattr(one, field, None) == getattr(other, field, None) for field in fields
@@ -247,7 +263,7 @@ def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
 
 
 def _sweep(node: ast.FunctionDef, lines: list[ast.stmt]) -> None:
-    """Remove those of the given lines whose names nobody reads."""
+    """Remove those of the given lines whose names are not read."""
     if _names(node) & {"locals", "vars", "eval", "exec", "dir"}:
         return
     dead = lines
@@ -298,8 +314,11 @@ class _Scan(ast.NodeTransformer):
         used: the lines that came along with them.
     """
 
-    def __init__(self, function: FunctionType, accepts: Accepts) -> None:
+    def __init__(
+        self, function: FunctionType, accepts: Accepts, above: tuple[CodeType, ...] = ()
+    ) -> None:
         code = function.__code__
+        self._above = (*above, code)
         self._accepts, self._globals = accepts, function.__globals__
         self._locals = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
         self._own = set(code.co_varnames) - set(code.co_cellvars)
@@ -385,10 +404,9 @@ class _Scan(ast.NodeTransformer):
         if isinstance(node.func, ast.Attribute) and not self._is_module(node.func.value):
             return node.func.attr not in _TENSOR
         value = self._global(node.func)
-        if isinstance(value, FunctionType):
-            return not _changes_nothing(value)
-        builtin = isinstance(node.func, ast.Name) and value is None and node.func.id in _BUILTINS
-        return not builtin and id(value) not in _FUNCTIONS
+        if id(value) in _FUNCTIONS:
+            return False
+        return not isinstance(value, FunctionType) or not _changes_nothing(value, self._above)
 
     def _is_module(self, node: ast.expr) -> bool:
         return isinstance(self._global(node), ModuleType)
@@ -396,7 +414,7 @@ class _Scan(ast.NodeTransformer):
     def _global(self, node: ast.expr) -> Any:
         """The value of a global name or of an attribute of a global module; None if there is none."""
         if isinstance(node, ast.Name) and node.id not in self._locals:
-            return self._globals.get(node.id)
+            return self._globals.get(node.id, vars(builtins).get(node.id))
         if isinstance(node, ast.Attribute) and self._is_module(node.value):
             return getattr(self._global(node.value), node.attr, None)
         return None
@@ -520,19 +538,19 @@ class _Close(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-_changing: dict[int, tuple[FunctionType, bool]] = {}
+_changing: dict[int, tuple[CodeType, bool]] = {}
 
 
-def _changes_nothing(function: FunctionType) -> bool:
-    """Return whether each line of a function is known to change nothing."""
+def _changes_nothing(function: FunctionType, above: tuple[CodeType, ...]) -> bool:
+    """Return whether each line of a function is known to change nothing.
+
+    Args:
+        above: the code that calls it; functions that call each other are not known.
+    """
     code = function.__code__
     if id(code) not in _changing:
-        _changing[id(code)] = (
-            function,
-            False,
-        )  # ends the recursion of functions that call each other
-        source = _source(function)
-        if source is not None:
-            scan = _Scan(function, lambda _: None)
-            _changing[id(code)] = function, scan.changes_nothing(_parsed(source, code).body)
+        source = None if code in above else _source(function)
+        scan = _Scan(function, lambda _: None, above)
+        known = source is not None and scan.changes_nothing(_parsed(source, code).body)
+        _changing[id(code)] = code, known
     return _changing[id(code)][1]
