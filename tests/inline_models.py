@@ -209,6 +209,27 @@ class Processed(Base):
         return result
 
 
+class Branches(Base):
+    """Rotates in two branches, with the same names for the halves of both tensors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores."""
+        q, k = self.qk(x)
+        cos, sin = self.tables(x)
+        if x.shape[1] > 70:
+            return q * sin + rotate_half(q) * cos
+        if x.shape[1] > 5:
+            x1, x2 = q.chunk(2, -1)
+            turned = torch.cat((-x2, x1), -1)
+            out = q * cos + turned * sin
+            x1, x2 = k.chunk(2, -1)
+            turned = torch.cat((-x2, x1), -1)
+            other = k * cos + turned * sin
+        else:
+            out, other = q, k
+        return out @ other.mT
+
+
 # --- bodies that stay -----------------------------------------------------------------------------
 
 
@@ -335,6 +356,39 @@ class Called(Base):
     def spoil(self, q: torch.Tensor) -> None:
         """Change a tensor."""
         q.data[0] = 0
+
+
+class ReadLater(Base):
+    """Reads x after the sum too, so that its gradients are added in another order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores."""
+        q, k = self.qk(x)
+        cos, sin = self.tables(x)
+        turned = q * cos + rotate_half(q) * sin
+        return turned @ k.mT + q @ k.mT
+
+
+class HalfReadLater(Base):
+    """Reads the halves after the sum too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores."""
+        q, k = self.qk(x)
+        cos, sin = self.tables(x)
+        half = rotate_half(q)
+        q = q * cos + half * sin
+        return q @ k.mT + half @ k.mT
+
+
+class ReadBeside(Base):
+    """Reads x beside the sum."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores."""
+        q, k = self.qk(x)
+        cos, sin = self.tables(x)
+        return (q * cos + rotate_half(q) * sin) @ k.mT + 0.5 * q.mean()
 
 
 class Noted(Base):

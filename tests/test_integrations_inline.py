@@ -33,11 +33,19 @@ REPLACED: dict[str, tuple[list[str], int]] = {
     "Super": (["x * cos + rotate_half(x) * sin", "turn(by_halves=True)"], 2),
     "Decorated": (["Decorated.forward.<inline>.x * cos + rotate_half(x) * sin"], 1),
     "Function": (["attended.<inline>.x * cos + rotate_half(x) * sin"], 1),
+    "Branches": (
+        [
+            "t1, t2 = x.chunk(2, -1); t3 = torch.cat((-t2, t1), -1); x * cos + t3 * sin",
+            "x * sin + rotate_half(x) * cos",
+        ],
+        2,
+    ),
     "Processed": (["Processor.__call__.<inline>.x * cos + rotate_half(x) * sin"], 1),
 }
 STAY = [
     *("InPlace", "InPlaceOfViews", "Augmented", "Again", "Carried", "Conditional", "Deleted"),
-    *("Captured", "Called", "Noted", "Unlike", "with_closure"),
+    *("Captured", "Called", "ReadLater", "HalfReadLater", "ReadBeside", "Noted", "Unlike"),
+    "with_closure",
 ]
 
 
@@ -199,6 +207,9 @@ def test_bodies_in_which_lines_could_not_move_stay(stays: str) -> None:
         ("Captured", "nonlocal half\n            half = half * 2", "pass"),
         ("Captured", "change()\n        return", "return"),
         ("Called", "self.spoil(q)", ""),
+        ("ReadLater", " + q @ k.mT", ""),
+        ("HalfReadLater", " + half @ k.mT", ""),
+        ("ReadBeside", " + 0.5 * q.mean()", ""),
         ("Noted", "noted(q)", "rotate_half(q)"),
         ("Unlike", "q.flip(-1)", "rotate_half(q)"),
     ],

@@ -1,10 +1,10 @@
 """Rotations that are written in the body of a function that does more than rotate.
 
-An expression that could rotate becomes a function of x and its tables: the tensor x is a name in the
-expression, or one that it is computed from. Of the lines before it, those that compute with x come along,
-and what does not depend on x is a table, which the body goes on to compute. If the function is recognised,
-the body is compiled again with a call in place of the expression. Lines move only past lines that are known
-to change nothing.
+An expression that could rotate becomes a function of x and its tables. The tensor x is a name in the
+expression, or one that it is computed from. Of the lines before it, those that compute with x come along.
+Parts that do not depend on x are tables, which the body still computes. If the function is recognised, the
+body is compiled again with a call in place of the expression. Lines move only past lines that are known to
+change nothing, and only if their results are not read elsewhere.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import __future__
 
 import ast
 import builtins
+import contextlib
 import copy
 import inspect
 import tokenize
@@ -137,6 +138,10 @@ def _may_rotate(code: CodeType) -> bool:
 
 # Code without expressions that could rotate, by its id.
 _without: dict[int, CodeType] = {}
+_NO_SOURCE = (
+    *(OSError, SyntaxError, TypeError, LookupError, StopIteration, ValueError),
+    tokenize.TokenError,
+)
 _sources: dict[int, tuple[CodeType, str | None]] = {}
 
 
@@ -144,15 +149,10 @@ def _source(function: FunctionType) -> str | None:
     """The source of a function; None if there is none from which its code follows."""
     code = function.__code__
     if id(code) not in _sources:
-        source = None
-        try:
-            source = inspect.getsource(code)
-            made = _compiled(_parsed(source, code), function)
-            source = source if _same(made, code) else None
-        except (OSError, SyntaxError, TypeError, LookupError, StopIteration, ValueError):
-            source = None
-        except tokenize.TokenError:
-            source = None
+        source: str | None = None
+        with contextlib.suppress(*_NO_SOURCE):
+            text = inspect.getsource(code)
+            source = text if _same(_compiled(_parsed(text, code), function), code) else None
         _sources[id(code)] = code, source
     return _sources[id(code)][1]
 
@@ -262,23 +262,24 @@ def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
                     yield from _blocks(each)
 
 
+def _reads(node: ast.AST) -> list[str]:
+    """The names that a node reads or deletes, each as often as it does."""
+    found = [
+        each.id
+        for each in ast.walk(node)
+        if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Store)
+    ]
+    changed = [each.target for each in ast.walk(node) if isinstance(each, ast.AugAssign)]
+    return found + [name for each in changed for name in _names(each)]
+
+
 def _sweep(node: ast.FunctionDef, lines: list[ast.stmt]) -> None:
     """Remove those of the given lines whose names are not read."""
     if _names(node) & {"locals", "vars", "eval", "exec", "dir"}:
         return
     dead = lines
     while dead:
-        read = {
-            name.id
-            for name in ast.walk(node)
-            if isinstance(name, ast.Name) and not isinstance(name.ctx, ast.Store)
-        }
-        read |= {
-            name
-            for each in ast.walk(node)
-            if isinstance(each, ast.AugAssign)
-            for name in _names(each.target)
-        }
+        read = {*_reads(node)}
         dead = [line for line in lines if not _targets(line) & read]
         for each in ast.walk(node):
             for block in _blocks(each):
@@ -323,18 +324,25 @@ class _Scan(ast.NodeTransformer):
         self._locals = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
         self._own = set(code.co_varnames) - set(code.co_cellvars)
         self._lines: list[ast.Assign] = []
+        self._statement: ast.stmt = ast.Pass()
+        self._rest: list[ast.stmt] = []
         self._harms = 0  # of the current statement, except in the nodes around the current one
         self.refused: set[str] = set()
         self.calls = 0
         self.used: list[ast.stmt] = []
 
-    def block(self, statements: list[ast.stmt], lines: list[ast.Assign]) -> None:
+    def block(
+        self, statements: list[ast.stmt], lines: list[ast.Assign], after: Sequence[ast.stmt] = ()
+    ) -> None:
         """Replace expressions in a block.
 
         Args:
             lines: the assignments before it that may be repeated now: nothing has changed what they read.
+            after: the statements that follow it.
         """
-        for each in statements:
+        ends = isinstance(statements[-1], (ast.Return, ast.Raise))
+        for i, each in enumerate(statements, 1):
+            rest = [*statements[i:], *(() if ends else after)]
             if isinstance(each, _SCOPES):
                 lines.clear()
                 continue
@@ -346,10 +354,11 @@ class _Scan(ast.NodeTransformer):
             for name in _VALUES:
                 if isinstance(value := getattr(each, name, None), ast.expr):
                     self._lines = lines if branches or not inner else []
+                    self._statement, self._rest = each, rest
                     self._harms = sum(self._harms_in(value) for value in values)
                     setattr(each, name, self.visit(value))
             for block in inner:
-                self.block(block, list(lines) if branches and harmless else [])
+                self.block(block, list(lines) if branches and harmless else [], rest)
             if not harmless or inner:
                 lines.clear()
             elif targets := _targets(each):
@@ -435,6 +444,8 @@ class _Scan(ast.NodeTransformer):
             every = [node for each in (*kept, root) for node in ast.walk(each)]
             if not any(_could_rotate(node, turning) for node in every):
                 continue
+            if self._is_read_again(root, turning):
+                continue
             for whole in (True, False):
                 close = _Close(x, turning, kept, self._locals, whole)
                 text, arguments = close.text(kept, root)
@@ -446,6 +457,21 @@ class _Scan(ast.NodeTransformer):
                     return ast.Call(ast.Name(alias, ast.Load()), arguments, [])
                 self.refused.add(text)
         return None
+
+    def _is_read_again(self, root: ast.expr, names: set[str]) -> bool:
+        """Return whether one of these names is read beside an expression, or later.
+
+        The gradients of both uses would be added in another order, and have other bits.
+        """
+        counts = [_reads(node).count(name) for name in names for node in (self._statement, root)]
+        if counts[::2] != counts[1::2]:
+            return True
+        left = names - _targets(self._statement)
+        for line in self._rest:
+            if left & {*_reads(line)}:
+                return True
+            left -= _targets(line)
+        return False
 
     def _reach(self, name: str, made: dict[str, ast.Assign]) -> set[str]:
         """The local names of whose values a name is made, itself included; empty for sizes."""
