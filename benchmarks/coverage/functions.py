@@ -23,6 +23,7 @@ from tightrope.forms import unwrapped
 from tightrope.integrations import Recognition, recognise
 from tightrope.integrations._find import Constants
 from tightrope.integrations._graft import Swap
+from tightrope.integrations._inline import INLINE, function_of, inlined
 from tightrope.integrations._recognise import recognise_method, to_the_bit
 
 from ..transformers_coverage import functions
@@ -55,7 +56,7 @@ def rows(each: Rotary) -> Iterator[dict[str, Any]]:
         "file": each.file, "function": each.name, "constants": {}, "recognised": None,
     }  # fmt: skip
     if (each.file, each.name) in each.library.bodies:
-        yield {**blank, "status": "left", "reason": BODY}
+        yield from (blank | row for row in _inline(each))
         return
     try:
         value, owner = each.found()
@@ -65,6 +66,27 @@ def rows(each: Rotary) -> Iterator[dict[str, Any]]:
         return
     for constants in several:
         yield blank | {"constants": dict(constants)} | _one(each, value, owner, constants)
+
+
+def _inline(each: Rotary) -> list[dict[str, Any]]:
+    """Entries of a row for each rotation in the body of a function; one that has none is left."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def tried(text: str) -> str | None:
+        value = function_of(function.__globals__, text)
+        recognition = to_the_bit(recognise(value))
+        if recognition.candidate is not None and text not in found:
+            name = f"{each.name}{INLINE}{text}"
+            swap = Swap(each.module.__name__, name, (recognition.candidate,))
+            found[text] = {"inline": text, **measured(swap, value, None, PAIRS)}
+        return text if recognition else None
+
+    try:
+        function = unwrapped(each.found()[0])
+        inlined(function, tried)
+    except Exception as error:  # noqa: BLE001 - recorded as the reason
+        return [{"status": "not loaded", "reason": sentence(error)}]
+    return list(found.values()) or [{"status": "left", "reason": BODY}]
 
 
 def _one(each: Rotary, value: Any, owner: type | None, constants: Constants) -> dict[str, Any]:

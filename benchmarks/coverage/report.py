@@ -86,6 +86,7 @@ def _counts(data: Row) -> list[str]:
 def _function(row: Row) -> list[str]:
     constants = ", ".join(f"{k}={v!r}" for k, v in row["constants"].items())
     name = f"`{row['file']}`: `{row['function']}`" + (f" with `{constants}`" if constants else "")
+    name += f", in its body: `{row['inline']}`" if "inline" in row else ""
     text = (
         row["recognised"] if row["status"] == "equal" else f"**{row['status']}**: {row['reason']}"
     )

@@ -15,12 +15,16 @@ import torch
 
 import tightrope
 from tightrope.integrations import Entry, Report, _graft
+from tightrope.integrations._find import PREFIX
+from tightrope.integrations._inline import FILE, INLINE
 from tightrope.integrations._run import tables_inside
 
 from .catalogue import rotary_codes
 
 CONTAINERS = (dict, list, tuple, torch.Tensor)
 OURS = str(Path(tightrope.__file__).parent)
+# The beginning of the names of replacements of expressions in a body.
+REPLACED = f"{PREFIX}inline"
 # Relative size of the planted fault in the results of rotary functions.
 FAULT = 1e-2
 
@@ -90,12 +94,21 @@ Place = tuple[str, int, str]
 def counting(places: dict[Place, str], calls: Counter[str]) -> Iterator[None]:
     """Count calls of these functions and of their copies, and of all functions of tightrope as "tightrope".
 
-    A profiler counts them; nothing is replaced.
+    A profiler counts them; nothing is replaced. A copy of a function whose expressions are replaced counts
+    only when it runs the original of one.
     """
 
     def note(frame: Any, event: str, _: Any) -> None:
         if event == "call":
             code = frame.f_code
+            if code.co_filename == FILE:
+                # The original of an expression: its function is the first one above the replacement.
+                frame = frame.f_back
+                while frame.f_code.co_filename.startswith(OURS):
+                    frame = frame.f_back
+                code = frame.f_code
+            elif any(each.startswith(REPLACED) for each in code.co_names):
+                return  # the expressions in this body are replaced
             name = places.get((code.co_filename, code.co_firstlineno, code.co_name))
             if name is not None:
                 # Calls that only read tables off a function do not count.
@@ -232,7 +245,7 @@ class Subject:
         fewer = any(after.calls[name] < before.calls[name] for name in self.own)
         if fewer and after.calls["tightrope"]:
             return ""
-        names = {name.partition("(")[0] for name in replaced}
+        names = {name.partition("(")[0].partition(INLINE)[0] for name in replaced}
         back = ", ".join(name for name in self.own if name in names)
         return f"the original served every call: {back}" if back else "nothing was replaced"
 

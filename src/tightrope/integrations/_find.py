@@ -19,6 +19,7 @@ import torch
 
 from ..forms import calls_of, signature, unwrapped
 from ._candidate import same
+from ._inline import INLINE, function_of, inlined
 from ._libraries import is_helper
 
 #: Prefix of the names under which replacements are stored, next to the originals.
@@ -39,7 +40,8 @@ class Found:
 
     Attributes:
         module, name: the Python module and the name in it: "Class.method" for a method,
-            "Class.method.<locals>.function" for a function in its body.
+            "Class.method.<locals>.function" for a function in its body,
+            "Class.method.<inline>.text" for an expression in its body.
         value: the object with that name: a function, a static method, or a module that wraps a
             function.
         method: whether it takes self.
@@ -328,6 +330,7 @@ def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
         seen.add(id(function))
         for layer in layers(function):
             seen.add(id(layer))
+            yield from _inline(layer, accepts)
             for name, value in _reached(layer):
                 likely = looks_rotary(name, value)
                 if likely or may_rotate(name, value):
@@ -347,6 +350,30 @@ def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
                         pending.append(plain)
                 elif id(value) not in seen and is_near(value, layer):
                     pending.append(value)
+
+
+# Most expressions that are tried in the body of one function.
+_TRIES = 32
+
+
+def _inline(function: FunctionType, accepts: Callable[[Found], bool]) -> list[Found]:
+    """The expressions in the body of a function that are recognised."""
+    found: list[Found] = []
+    tries = itertools.count()
+
+    def tried(text: str) -> str | None:
+        if next(tries) >= _TRIES:
+            return None
+        name = f"{function.__qualname__}{INLINE}{text}"
+        value = function_of(function.__globals__, text)
+        each = Found(function.__module__, name, value, likely=False)
+        if not accepts(each):
+            return None
+        found.append(each)
+        return PREFIX
+
+    inlined(function, tried)
+    return found
 
 
 def _has(module: str, name: str, value: Any) -> bool:

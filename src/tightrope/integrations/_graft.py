@@ -37,6 +37,7 @@ from ._find import (
     neighbours,
     original_of,
 )
+from ._inline import INLINE, function_of, inlined
 from ._run import replacement
 
 
@@ -46,7 +47,8 @@ class Swap:
 
     Attributes:
         module, name: the Python module and the name in it: "Class.method" for a method,
-            "Class.method.<locals>.function" for a function in its body.
+            "Class.method.<locals>.function" for a function in its body,
+            "Class.method.<inline>.text" for an expression in its body.
         candidates, narrow, rounding: see :func:`._run.replacement`.
     """
 
@@ -59,6 +61,9 @@ class Swap:
     def original(self) -> Any:
         """The unpatched object with this name."""
         value: Any = sys.modules.get(self.module) or importlib.import_module(self.module)
+        _, inline, text = self.name.partition(INLINE)
+        if inline:
+            return function_of(vars(value), text)
         outer, inner, name = self.name.partition(INNER)
         *owners, last = outer.split(".")
         for owner in owners:
@@ -117,7 +122,7 @@ def grafted(base: type, recipe: Recipe) -> type:
 
 def calling(function: FunctionType, swaps: Iterable[Swap]) -> FunctionType | None:
     """A copy of a function that calls the replacements; None if it reaches none of them."""
-    return _Copier({id(swap.original()): replacement_of(swap) for swap in swaps}).copy(function)
+    return _Copier(swaps).copy(function)
 
 
 def apply(module: torch.nn.Module, cls: type) -> None:
@@ -136,7 +141,7 @@ def apply(module: torch.nn.Module, cls: type) -> None:
 
 def _make(base: type, recipe: Recipe) -> tuple[type, list[tuple[dict[str, Any], str, Any]]]:
     originals = {id(swap.original()): swap for swap in recipe.swaps}
-    copier = _Copier({key: replacement_of(swap) for key, swap in originals.items()})
+    copier = _Copier(recipe.swaps)
     members: dict[str, Any] = {}
     for _owner, name, attribute, function in methods(base):
         value = original_of(attribute)
@@ -180,8 +185,15 @@ def _remake(base: type, recipe: Recipe, *arguments: Any) -> Any:
 class _Copier:
     """Copy functions so that they call replacements; each function is copied once."""
 
-    def __init__(self, replacements: dict[int, Any]) -> None:
-        self._replacements = replacements
+    def __init__(self, swaps: Iterable[Swap]) -> None:
+        self._replacements: dict[int, Any] = {}
+        # (module, name of the function) -> the texts and the replacements of expressions in its body.
+        self._inline: dict[tuple[str, str], dict[str, Any]] = {}
+        for swap in swaps:
+            new = self._replacements[id(swap.original())] = replacement_of(swap)
+            outer, inline, text = swap.name.partition(INLINE)
+            if inline:
+                self._inline.setdefault((swap.module, outer), {})[text] = new
         self._copies: dict[int, FunctionType | None] = {}
         # The globals that copies found other copies and replacements under.
         self.read: list[tuple[dict[str, Any], str, Any]] = []
@@ -229,10 +241,11 @@ class _Copier:
                 if new is not None:
                     inner[id(value)] = new
                     cells[i] = CellType(new)
-        if not names and not imports and not stubs and not inner:
+        code = self._inlined(function)
+        if code is None and not names and not imports and not stubs and not inner:
             return None
         try:
-            code = _renamed(function.__code__, names, imports, stubs)
+            code = _renamed(code or function.__code__, names, imports, stubs)
         except NameError:  # an attribute has the name of a replaced function
             return None
         copied = FunctionType(
@@ -252,6 +265,16 @@ class _Copier:
         if id(wrapped) in inner:
             copied.__dict__["__wrapped__"] = inner[id(wrapped)]
         return copied
+
+    def _inlined(self, function: FunctionType) -> CodeType | None:
+        """The code of a function with calls in place of replaced expressions; None if it has none."""
+        mine = self._inline.get((function.__module__, function.__qualname__), {})
+
+        def accepts(text: str) -> str | None:
+            names = function.__globals__
+            return _alias(names, "inline", mine[text]) if text in mine else None
+
+        return inlined(function, accepts) if mine else None
 
 
 def _alias(names: dict[str, Any], name: str, value: Any) -> str:

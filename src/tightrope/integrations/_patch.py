@@ -14,6 +14,7 @@ from . import _exact, _find, _graft
 from ._candidate import Candidate
 from ._classes import base_of
 from ._find import Found
+from ._inline import INLINE
 from ._recognise import Recognition, recognise, recognise_method, to_the_bit
 from ._run import ROUNDINGS
 from ._summary import Entry, Report, entry_of
@@ -155,6 +156,8 @@ def _classes(model: torch.nn.Module) -> Iterator[type]:
 def _found(model: torch.nn.Module) -> list[tuple[Found, _find.Constants, Recognition]]:
     """The rotary functions of a model, each with each combination of constants, and their recognition."""
     results: dict[tuple[str, str, _find.Constants], tuple[Found, _find.Constants, Recognition]] = {}
+    # Equal expressions in several functions of a module are one function with several names.
+    inline: dict[int, Recognition] = {}
     for cls in dict.fromkeys(_classes(model)):
 
         def accepts(found: Found, cls: type = cls) -> bool:
@@ -164,8 +167,12 @@ def _found(model: torch.nn.Module) -> list[tuple[Found, _find.Constants, Recogni
                 if key not in results:
                     if found.method:
                         recognition = recognise_method(unwrapped(found.value), cls)
+                    elif id(found.value) in inline:
+                        recognition = inline[id(found.value)]
                     else:
                         recognition = recognise(_callable(found.value), constants=constants)
+                        if INLINE in found.name:
+                            inline[id(found.value)] = recognition
                     if recognition and not _graft.can_be_found(found):
                         recognition = Recognition(None, _LOST)
                     results[key] = found, constants, recognition
