@@ -98,15 +98,9 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
     torch.Size([2, 8, 16, 64])
     """
     stages = stages_of(act, gate, 1)
-    bare = (
-        positions is None
-        and inv_freq is None
-        and phases is None
-        and seq_len is None
-        and out is None
-    )
+    bare = positions is None and inv_freq is None and seq_len is None and out is None
     if bare and backend is None:
-        found = run_prepared("new", spec, x, None, layout, inverse, stages, rounding)
+        found = run_prepared("new", spec, x, None, layout, inverse, stages, rounding, phases)
         if found is not None:
             return found[0]
     request = Request(
@@ -153,9 +147,12 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
     True
     """
     stages = stages_of(act, gate, 1)
-    bare = positions is None and inv_freq is None and phases is None and seq_len is None
+    bare = positions is None and inv_freq is None and seq_len is None
     if bare and backend is None:
-        if run_prepared("in place", spec, x, None, layout, inverse, stages, rounding) is not None:
+        if (
+            run_prepared("in place", spec, x, None, layout, inverse, stages, rounding, phases)
+            is not None
+        ):
             return x
     request = Request(
         _X, x, None, spec, positions, layout, inverse, inv_freq, seq_len,
@@ -205,15 +202,9 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
     >>> q, k = rotate_qk(q, k, RopeSpec(head_dim=64))
     """
     stages = stages_of(act, gate)
-    bare = (
-        positions is None
-        and inv_freq is None
-        and phases is None
-        and seq_len is None
-        and out is None
-    )
+    bare = positions is None and inv_freq is None and seq_len is None and out is None
     if bare and backend is None:
-        found = run_prepared("new", spec, q, k, layout, inverse, stages, rounding)
+        found = run_prepared("new", spec, q, k, layout, inverse, stages, rounding, phases)
         if found is not None:
             return found[0], cast(_K, None if k is None else found[1])
     request = Request(
@@ -266,9 +257,12 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each option)
     >>> q, k = rotate_qk_(qkv[:, :, :8], qkv[:, :, 8:16], RopeSpec(head_dim=64), layout="bshd")
     """
     stages = stages_of(act, gate)
-    bare = positions is None and inv_freq is None and phases is None and seq_len is None
+    bare = positions is None and inv_freq is None and seq_len is None
     if bare and backend is None:
-        if run_prepared("in place", spec, q, k, layout, inverse, stages, rounding) is not None:
+        if (
+            run_prepared("in place", spec, q, k, layout, inverse, stages, rounding, phases)
+            is not None
+        ):
             return q, k
     request = Request(
         _QK, q, k, spec, positions, layout, inverse, inv_freq, seq_len,

@@ -9,7 +9,7 @@ import torch
 
 from .. import angles
 from .._errors import bad_type, bad_value, describe
-from .._tracing import broadcasts, have_tangents, is_transformed
+from .._tracing import broadcasts
 from ..phases import Phases
 from . import gradients
 from .call import Call
@@ -50,7 +50,7 @@ def _added(call: Call, phases: Phases) -> Call:
     """Return the call with phases, which :func:`_check` accepts, in addition to its phase words."""
     _check(call, phases)
     words, positions = call.primary, call.positions
-    drift = _carried(phases.drift)
+    drift = phases.drift
     if call.options.learned or (positions is not None and positions.is_floating_point()):
         found, drift = _sum(call, phases)
         # A gate may still read the positions.
@@ -65,14 +65,6 @@ def _added(call: Call, phases: Phases) -> Call:
         options=call.options._replace(source=PHASES, learned=drift is not None),
         extras=call.extras._replace(frequencies=() if drift is None else (drift,)),
     )
-
-
-def _carried(drift: torch.Tensor) -> torch.Tensor | None:
-    """Return the zeros of phases if gradients may flow through them, else None."""
-    transformed = is_transformed()
-    if transformed or drift.requires_grad or have_tangents([drift], transformed):
-        return drift
-    return None
 
 
 def _sum(call: Call, phases: Phases) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -94,8 +86,7 @@ def _sum(call: Call, phases: Phases) -> tuple[torch.Tensor, torch.Tensor | None]
     if turns is not None:
         invalid = invalid | angles.without_frequency(turns)
     dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    drift = _carried(phases.drift)
-    steps = [] if drift is None else [drift.to(dtype)]
+    steps = [] if phases.drift is None else [phases.drift.to(dtype)]
     if lost is not None and positions is not None:
         steps.append(angles.position_angle(words, turns, positions, dtype))
     if call.extras.frequencies:

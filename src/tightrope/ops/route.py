@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 
 from .._tracing import have_tangents, is_transformed
 from ..activations import NONE, RMSNorm, code_of
+from ..phases import Phases
 from ..spec import PreparedRotation
 from . import gating
 from .build import Stages
@@ -28,7 +29,7 @@ from .call import Call, tensors_of
 from .checks import RoundingLike
 from .layouts import BY_NAME
 from .registry import takes
-from .schema import NO_GATE, Packed, Plain, options_of
+from .schema import NO_GATE, PHASES, Packed, Plain, options_of
 
 DEFINITION, TRACED, AUTOGRAD, KERNEL = ROUTES = ("definition", "traced", "autograd", "kernel")
 
@@ -91,6 +92,7 @@ def route_prepared(
     inverse: bool,
     stages: Stages | None,
     rounding: RoundingLike | None = None,
+    phases: object = None,
 ) -> Packed | None:
     """Return the cached arguments of a prepared rotation if the kernel may be called directly.
 
@@ -132,7 +134,9 @@ def route_prepared(
         or (packed.positions is not None and packed.positions.requires_grad)
     ):
         return None
-    if stages is None:
+    if phases is not None:
+        packed = _with_phases(packed, phases, q)
+    if stages is None or packed is None:
         return packed
     return _with_stages(packed, q, k, rotation, layout, inverse, stages)
 
@@ -169,6 +173,28 @@ def _may_exceed_seq_len(rotation: PreparedRotation, q: torch.Tensor, layout: str
     """Return whether tokens may lie beyond the ``seq_len`` that the caller gave."""
     at = BY_NAME[layout].token
     return q.dim() <= at or rotation.passed(q.shape[at]) is not None
+
+
+def _with_phases(packed: Plain, phases: object, q: torch.Tensor) -> Plain | None:
+    """Add phases to packed arguments; None if the call must be built."""
+    positions, words = packed.positions, packed.primary
+    if (
+        type(phases) is not Phases
+        or phases.drift is not None
+        or packed.secondary is not None
+        or (positions is not None and positions.is_floating_point())
+    ):
+        return None
+    found = phases.words(q.dtype == torch.float64)
+    if found.shape[3] != words.shape[3] or found.device != q.device:
+        return None
+    options = _options_from_phases(packed.options)
+    return packed._replace(primary=found, secondary=words, options=options)
+
+
+@lru_cache(maxsize=1024)
+def _options_from_phases(options: int) -> int:
+    return options_of(options)._replace(source=PHASES).pack()
 
 
 def _with_stages(

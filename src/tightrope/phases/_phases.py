@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,15 +24,15 @@ class PhaseState(NamedTuple):
         words: int64 ``(rows, heads, pairs)``, in units of 2^-64 turn; the smallest integer stands
             for NaN.
         drift: zeros ``(rows, heads, pairs)``, float64 for float64 increments, otherwise float32.
-            Through them gradients flow to the increments of earlier calls.
+            Through them gradients flow to the increments of earlier calls. None without gradients.
     """
 
     words: torch.Tensor
-    drift: torch.Tensor
+    drift: torch.Tensor | None = None
 
     def detached(self) -> PhaseState:
         """Return the state without gradients to earlier calls, for truncated backpropagation."""
-        return PhaseState(self.words, self.drift.detach())
+        return PhaseState(self.words)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -41,11 +42,12 @@ class Phases:
     Attributes:
         drift: zeros of the shape of the phases, float64 for float64 angles, otherwise float32. Added
             to angles in radians, they carry gradients. They need memory only if gradients other
-            than those of ``backward`` may be taken, such as inside a functorch transform.
+            than those of ``backward`` may be taken, such as inside a functorch transform. None
+            without gradients.
         state: the state after the last token; None for given angles.
     """
 
-    drift: torch.Tensor
+    drift: torch.Tensor | None
     state: PhaseState | None
     _arguments: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, bool]
     _versions: list[int] | None
@@ -54,12 +56,12 @@ class Phases:
     @property
     def shape(self) -> torch.Size:
         """The sizes ``(rows, heads, tokens, pairs)``."""
-        return self.drift.shape
+        return next(iter(self._words.values())).shape
 
     @property
     def device(self) -> torch.device:
         """The device of the phases."""
-        return self.drift.device
+        return self._arguments[0].device
 
     @public()
     def words(self, wide: bool) -> torch.Tensor:
@@ -169,17 +171,24 @@ def _made(
     wide = increments.dtype == torch.float64
     arguments = (increments.detach(), before, reset, running)
     words, last = _phase_words(*arguments, wide)
-    sources = [increments] if drifts is None else [increments, drifts]
-    if _tracing.is_transformed() or _tracing.have_tangents(sources, transformed=False):
-        make = _definition.differentiable_drift
-    elif torch.is_grad_enabled() and any(x.requires_grad for x in sources):
-        # By name, because ops imports this package.
-        make = torch.ops.tightrope.phase_drift.default
-    else:
-        make = _definition.phase_drift
-    drift, drift_last = make(increments, drifts, reset, running)
+    drift = drift_last = None
+    make = _drift_of([increments] if drifts is None else [increments, drifts])
+    if make is not None:
+        if before is not None and drifts is None:
+            drifts = increments.new_zeros(()).expand(before.shape)
+        drift, drift_last = make(increments, drifts, reset, running)
     after = PhaseState(last, drift_last) if running else None
     return Phases(drift, after, arguments, _versions_of(arguments), {wide: words})
+
+
+def _drift_of(sources: Sequence[torch.Tensor]) -> Any:
+    """Return the function that makes the zeros for gradients; None if there are no gradients."""
+    if _tracing.is_transformed() or _tracing.have_tangents(sources, transformed=False):
+        return _definition.differentiable_drift
+    if torch.is_grad_enabled() and any(x.requires_grad for x in sources):
+        # By name, because ops imports this package.
+        return torch.ops.tightrope.phase_drift.default
+    return None
 
 
 def _phase_words(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,7 +245,7 @@ def _starts(increments: torch.Tensor, reset: object) -> torch.Tensor:
 def _check_state(increments: torch.Tensor, state: object) -> None:
     if not isinstance(state, PhaseState):
         raise bad_type(f"state must be None or the state of phases but got {describe(state)}")
-    for name, x in zip(("words", "drift"), state):
+    for name, x in zip(("words", "drift"), state if state.drift is not None else state[:1]):
         if not isinstance(x, torch.Tensor) or (
             x.dtype != torch.int64 if name == "words" else not x.is_floating_point()
         ):
@@ -253,5 +262,5 @@ def _check_state(increments: torch.Tensor, state: object) -> None:
             raise bad_value(
                 f"{name} of state must have shape (rows|1, {heads}, {pairs})", **{name: x}
             )
-    if state.words.shape != state.drift.shape:
+    if state.drift is not None and state.words.shape != state.drift.shape:
         raise bad_value("words and drift of state must share a shape", **state._asdict())
