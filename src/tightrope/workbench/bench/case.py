@@ -30,8 +30,8 @@ class Case:
         tables: format of given tables, rotary_dim wide and in the dtype of q; None to rotate by the
             angles of the spec.
         phases: angles for each token, head and pair, which are added to those of the positions:
-            "given", or "running", the sums of increments, whose cost counts. q and k have the same
-            number of heads.
+            "given", or "running", the sums of increments, whose cost counts. All heads share them
+            if q and k differ in the number of heads.
         compiled: whether contenders that compile our rotation or its definition take part.
         threads: number of threads of every contender; 0 for torch's current number.
         device: the device of q and k: "cpu" or "cuda".

@@ -57,15 +57,16 @@ def _tightrope(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) 
     if case.work == "backward":
         # The backward pass of a rotation is the rotation of the gradients by the opposite angles.
         given["inverse"] = True
-    if case.phases == "given":
-        given["phases"] = phases.given(factors.increments_of(case))
-    elif case.phases == "running":
+    if case.phases is not None:
         increments = factors.increments_of(case)
+        if case.phases == "running" or case.work == "training":
+            make = phases.running if case.phases == "running" else phases.given
 
-        def turned(q: torch.Tensor, k: torch.Tensor) -> QK:
-            return rotate_qk(q, k, *angles, phases=phases.running(increments), **given)
+            def turned(q: torch.Tensor, k: torch.Tensor) -> QK:
+                return rotate_qk(q, k, *angles, phases=make(increments), **given)
 
-        return functional(turned, case, q, k, [*tensors, increments])
+            return functional(turned, case, q, k, [*tensors, increments])
+        given["phases"] = phases.given(increments)
     if case.work != "in place":
         return functional(lambda q, k: new(q, k, *angles, **given), case, q, k, tensors)
     result = q.clone(), k.clone()
@@ -101,7 +102,8 @@ def _rotation(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -
 
 
 def _no_frequencies(case: Case) -> str | None:
-    return None if case.phases == "given" else "the case has no given phases"
+    per_head = case.phases == "given" and case.q_heads == case.k_heads
+    return None if per_head else "the case has no given phases per head"
 
 
 def _frequencies(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:

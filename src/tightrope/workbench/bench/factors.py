@@ -31,11 +31,12 @@ def increments_of(case: Case) -> torch.Tensor:
     """Return the angles of a case with phases, or their increments, in radians.
 
     Returns:
-        ``(rows, heads, tokens, pairs)`` in the dtype of the case, strided like q.
+        ``(rows, heads or 1, tokens, pairs)`` in the dtype of the case, strided like q.
     """
     generator = torch.Generator(case.device).manual_seed(3)
     pairs = (case.rotary_dim or case.head_dim) // 2
-    shape = case.rows, case.tokens, case.q_heads, pairs
+    heads = case.q_heads if case.q_heads == case.k_heads else 1
+    shape = case.rows, case.tokens, heads, pairs
     x = torch.randn(shape, generator=generator, device=case.device)
     return x.to(getattr(torch, case.dtype)).transpose(1, 2)
 
