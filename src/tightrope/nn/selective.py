@@ -170,15 +170,22 @@ class SelectiveRotary(torch.nn.Module):
         Raises:
             TypeError, ValueError: invalid arguments; the message names the argument.
         """
-        increments, recent, starts = self._increments(x, state, reset)
-        made = phases.running(increments, None if state is None else state.phases, starts)
+        increments, recent = self.increments(x, state, reset)
+        made = phases.running(increments, None if state is None else state.phases, reset)
         assert made.state is not None  # noqa: S101  (running sums have a state)
         return made, SelectiveState(made.state, recent)
 
-    def _increments(
-        self, x: torch.Tensor, state: SelectiveState | None, reset: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return increments, the recent inputs for the next call, and where sequences start."""
+    @public()
+    def increments(
+        self, x: torch.Tensor, state: SelectiveState | None = None, reset: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the increments of tokens in radians, and ``recent`` of the next state.
+
+        Args: see :meth:`forward`.
+
+        Returns:
+            ``(batch, num_heads, tokens, pairs)``, float64 for float64 x, otherwise float32.
+        """
         _check_input(x, self.weight if self.down is None else self.down)
         if state is not None and not isinstance(state, SelectiveState):
             raise bad_type(f"state must be None or a SelectiveState but got {describe(state)}")
@@ -204,7 +211,7 @@ class SelectiveRotary(torch.nn.Module):
         if self.gate_weight is not None and self.gate_bias is not None:
             opened = _invariant.linear(seen, self.gate_weight) / size + self.gate_bias.to(z)
             z = z * _invariant.sigmoid(opened).mT[..., None]
-        return z.to(dtype), recent, starts
+        return z.to(dtype), recent
 
     def _mixed(
         self, z: torch.Tensor, recent: torch.Tensor | None, starts: torch.Tensor | None
@@ -387,8 +394,8 @@ class SelectiveAttention(torch.nn.Module):
                 "reset must be None with a cache if form is 'softmax': start each sequence with a new "
                 "cache"
             )
-        own, state = self.rotary(x, cache and cache.rotary, reset)
         starts = None if reset is None else _starts(x[:, None], reset)
+        own, state = self.rotary(x, cache and cache.rotary, starts)
         q, k, v = (
             each(x).unflatten(-1, (self.num_heads, self.d_head)).transpose(1, 2)
             for each in (self.q_proj, self.k_proj, self.v_proj)
@@ -423,7 +430,9 @@ class SelectiveAttention(torch.nn.Module):
     ) -> tuple[torch.Tensor, PolarState]:
         decay = None
         if self.decay is not None:
-            decay = logsigmoid(self.decay(x).float()).mT[..., None] / 16.0
+            decay = self.decay(x)
+            decay = decay.to(torch.promote_types(decay.dtype, torch.float32))
+            decay = logsigmoid(decay).mT[..., None] / 16.0
         if starts is not None:
             if decay is None:
                 decay = torch.zeros(starts.shape, device=x.device)[:, None, :, None]
