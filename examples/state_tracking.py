@@ -32,7 +32,7 @@ from tightrope.nn import SelectiveAttention, SelectiveCache, SelectiveRotary, Se
 from tightrope.phases import Phases, PhaseState
 
 DIGITS, START = 5, 5  # the token before the first digit
-WIDTH, HEADS, HEAD_DIM = 32, 8, 8
+WIDTH, HEADS, HEAD_DIM = 32, 4, 4
 LONGEST_TRAINED, TOKENS_PER_STEP, PEAK_RATE = 64, 1024, 1e-2
 CHUNK = 2048
 KINDS = ("rope", "float32", "exact")

@@ -58,7 +58,7 @@ def tanh(x: torch.Tensor) -> torch.Tensor:
 
 def softplus(x: torch.Tensor) -> torch.Tensor:
     """Return log(1 + exp(x)) of a float64 tensor."""
-    return _differentiable(_softplus, torch.nn.functional.softplus, x)
+    return _differentiable(_softplus, lambda x: torch.logaddexp(x, torch.zeros_like(x)), x)
 
 
 def _softplus(x: torch.Tensor) -> torch.Tensor:
