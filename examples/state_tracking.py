@@ -8,8 +8,9 @@ running sums of angles from the data can: digit d turns the state by d / 5 of a 
 
 Three layers differ in their angles alone: positions ("rope"), running sums in float32 ("float32"), and
 running sums of phase words ("exact"). Each trains on sequences of up to 64 tokens. The program then prints
-their accuracy by length, the difference between a prefill and decoding token by token, and the errors of
-the sums themselves. `python -m benchmarks.state_tracking` draws the results.
+their accuracy by length, with the trained weights and each kind of sum; the difference between a prefill
+and decoding token by token; and the errors of the sums. `python -m benchmarks.state_tracking` draws the
+results.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ WIDTH, HEADS, HEAD_DIM = 32, 4, 4
 LONGEST_TRAINED, TOKENS_PER_STEP, PEAK_RATE = 64, 1024, 1e-2
 CHUNK = 2048
 KINDS = ("rope", "float32", "exact")
+ONE_BY_ONE = "float32, token by token"
 
 # 2π as an integer, in units of 2^-200.
 _UNIT = 200
@@ -52,7 +54,8 @@ class NoPhases(SelectiveRotary):
         self, x: Tensor, state: SelectiveState | None = None, reset: Tensor | None = None
     ) -> tuple[Phases, SelectiveState]:
         """See :class:`SelectiveRotary`."""
-        zero = phases.running(torch.zeros(1, 1, x.shape[1], 1), None, reset)
+        before = None if state is None else state.phases
+        zero = phases.running(torch.zeros(1, 1, x.shape[1], 1), before, reset)
         assert zero.state is not None
         return zero, SelectiveState(zero.state, x.new_zeros(0))
 
@@ -186,10 +189,10 @@ def sum_errors(model: Tracker, longest: int) -> dict[str, dict[int, float]]:
     exact = numpy.cumsum(numpy.array(each, dtype=object)[digits.numpy()])
     words = phases.running(torch.from_numpy(steps)[None, None, :, None]).words(True).flatten()
     one_by_one, at_once = numpy.cumsum(steps), torch.from_numpy(steps).cumsum(0)
-    found: dict[str, dict[int, float]] = {"float32": {}, "float32 at once": {}, "exact": {}}
+    found: dict[str, dict[int, float]] = {ONE_BY_ONE: {}, "float32": {}, "exact": {}}
     for n in (2**i for i in range(6, longest.bit_length())):
         angle = exact[n - 1] << (_UNIT - 60)
-        for name, value in (("float32", one_by_one[n - 1]), ("float32 at once", at_once[n - 1])):
+        for name, value in ((ONE_BY_ONE, one_by_one[n - 1]), ("float32", at_once[n - 1])):
             error = int(Fraction(float(value)) * 2**_UNIT) - angle
             found[name][n] = abs(error) / 2**_UNIT
         error = (int(words[n - 1]) * _TWO_PI >> 64) - angle
@@ -198,37 +201,44 @@ def sum_errors(model: Tracker, longest: int) -> dict[str, dict[int, float]]:
     return found
 
 
-def _show(name: str, right: dict[int, float]) -> None:
-    print(f"{name:36}", "  ".join(f"{n}: {one:.3f}" for n, one in right.items()), flush=True)
+def ways_of(model: Tracker) -> dict[str, Tracker]:
+    """Return the model with every way to add up its increments; a model of positions has one."""
+    if isinstance(model.attention.rotary, NoPhases):
+        return {"positions": model}
+    ways = {}
+    for name, kind in (("float32", "float32"), (ONE_BY_ONE, "float32"), ("exact", "exact")):
+        ways[name] = Tracker(kind)
+        ways[name].load_state_dict(model.state_dict())
+        rotary = ways[name].attention.rotary
+        if isinstance(rotary, FloatSums):
+            rotary.one_by_one = name == ONE_BY_ONE
+    return ways
 
 
 def run(seeds: int, steps: int, longest: int) -> dict[str, Any]:
     """Train and measure every layer, for several seeds; return results as JSON types."""
-    lengths = [2**i for i in range(6, longest.bit_length(), 3)]
-    lengths = sorted({*lengths, longest})
-    results: dict[str, Any] = {
-        "torch": torch.__version__, "seeds": seeds, "steps": steps, "kinds": {},
-    }  # fmt: skip
+    lengths = sorted({*(2**i for i in range(6, longest.bit_length(), 3)), longest})
+    kinds: dict[str, Any] = {}
     for kind in KINDS:
         runs = []
         for seed in range(seeds):
             start = time.perf_counter()
             model, losses = train(kind, seed, steps)
-            runs.append({"losses": losses, "accuracy": accuracy(model, lengths, seed)})
             took = time.perf_counter() - start
-            _show(f"{kind} seed {seed} loss {losses[-1]:.0e} ({took:.0f} s)", runs[-1]["accuracy"])
-            if isinstance(model.attention.rotary, FloatSums):
-                model.attention.rotary.one_by_one = True
-                runs[-1]["one by one"] = accuracy(model, lengths, seed)
-                model.attention.rotary.one_by_one = False
-                _show("  token by token", runs[-1]["one by one"])
-        results["kinds"][kind] = {"runs": runs, "drift": drift(model, min(longest, 4096))}
-        print(f"{kind:8} prefill against token by token: {results['kinds'][kind]['drift']}")
-    results["sums"] = sum_errors(model, min(32 * longest, 2**20))
-    for name, errors in results["sums"].items():
+            print(f"trained with {kind}, seed {seed}: loss {losses[-1]:.0e} ({took:.0f} s)")
+            right = {name: accuracy(one, lengths, seed) for name, one in ways_of(model).items()}
+            for name, each in right.items():
+                shown = "  ".join(f"{n}: {100 * value:.1f}%" for n, value in each.items())
+                print(f"    {name:24} {shown}", flush=True)
+            runs.append({"losses": losses, "accuracy": right})
+        kinds[kind] = {"runs": runs, "drift": drift(model, min(longest, 4096))}
+        print(f"prefill against token by token, {kind}: {kinds[kind]['drift']}")
+    sums = sum_errors(model, min(32 * longest, 2**20))
+    for name, errors in sums.items():
         n = max(errors)
         print(f"error of a sum of {n} increments, {name}: {errors[n]:.1e} radians")
-    return results
+    settings = {"torch": torch.__version__, "seeds": list(range(seeds)), "steps": steps}
+    return {**settings, "kinds": kinds, "sums": sums}
 
 
 def main(arguments: list[str] | None = None) -> None:

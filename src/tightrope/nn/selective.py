@@ -86,7 +86,7 @@ class SelectiveRotary(torch.nn.Module):
     """
 
     @public()
-    def __init__(
+    def __init__(  # noqa: PLR0913  (one argument for each option)
         self,
         d_model: int,
         num_heads: int,
@@ -125,11 +125,12 @@ class SelectiveRotary(torch.nn.Module):
         self.down = None if rank is None else parameter(rank, d_model)
         self.kernel = parameter(conv, heads * pairs) if conv else None
         self.temperature = parameter(pairs) if bound == "temperature" else None
+        of_heads = (num_heads, d_model), (num_heads,)
         self.step_weight, self.step_bias = (
-            (parameter(num_heads, d_model), parameter(num_heads)) if bound == "tanh" else (None, None)
+            parameter(*shape) if bound == "tanh" else None for shape in of_heads
         )
         self.gate_weight, self.gate_bias = (
-            (parameter(num_heads, d_model), parameter(num_heads)) if gate else (None, None)
+            parameter(*shape) if gate else None for shape in of_heads
         )
         self.reset_parameters()
 
@@ -146,14 +147,20 @@ class SelectiveRotary(torch.nn.Module):
         if self.temperature is not None:
             steps = torch.arange(self.pairs, dtype=torch.float64) / self.pairs
             self.temperature.copy_(self.base**-steps)
-        for weight, bias in ((self.step_weight, self.step_bias), (self.gate_weight, self.gate_bias)):
+        for weight, bias in (
+            (self.step_weight, self.step_bias),
+            (self.gate_weight, self.gate_bias),
+        ):
             if weight is not None and bias is not None:
                 weight.normal_(std=self.d_model**-0.5)
                 bias.zero_()
 
     @public()
     def forward(
-        self, x: torch.Tensor, state: SelectiveState | None = None, reset: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        state: SelectiveState | None = None,
+        reset: torch.Tensor | None = None,
     ) -> tuple[Phases, SelectiveState]:
         """Return the phases of tokens, and the state after the last one.
 
@@ -177,7 +184,10 @@ class SelectiveRotary(torch.nn.Module):
 
     @public()
     def increments(
-        self, x: torch.Tensor, state: SelectiveState | None = None, reset: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        state: SelectiveState | None = None,
+        reset: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the increments of tokens in radians, and ``recent`` of the next state.
 
@@ -336,7 +346,9 @@ class SelectiveAttention(torch.nn.Module):
         elif not isinstance(spec, RopeSpec) or spec.head_dim != d_head:
             raise bad_value(f"spec must be a RopeSpec with head_dim={d_head} but got {spec!r}")
         if spec.by_length:
-            raise bad_value("spec must have frequencies that do not depend on the length", spec=spec)
+            raise bad_value(
+                "spec must have frequencies that do not depend on the length", spec=spec
+            )
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         wanted = (d_model, num_heads, spec.rotary_dim // 2)
         if rotary is None:
@@ -395,7 +407,7 @@ class SelectiveAttention(torch.nn.Module):
                 "cache"
             )
         starts = None if reset is None else _starts(x[:, None], reset)
-        own, state = self.rotary(x, cache and cache.rotary, starts)
+        own, state = self.rotary(x, None if cache is None else cache.rotary, starts)
         q, k, v = (
             each(x).unflatten(-1, (self.num_heads, self.d_head)).transpose(1, 2)
             for each in (self.q_proj, self.k_proj, self.v_proj)
@@ -406,7 +418,7 @@ class SelectiveAttention(torch.nn.Module):
         if softmax:
             y, keys, v = self._softmax(q, k, v, own, cache, starts)
         else:
-            y, memory = self._scan(x, q, k, v, own, cache and cache.memory, starts)
+            y, memory = self._scan(x, q, k, v, own, None if cache is None else cache.memory, starts)
         y = y.transpose(1, 2).flatten(2)
         if self.output_gate is not None:
             y = y * silu(self.output_gate(x))
@@ -416,7 +428,7 @@ class SelectiveAttention(torch.nn.Module):
             cache.rotary, cache.memory = state, memory
             if softmax:
                 cache.kv.k, cache.kv.v = keys, v
-        return y
+        return y  # type: ignore[no-any-return]
 
     def _scan(
         self,
