@@ -62,7 +62,7 @@ def _sums(axes: Axes, sums: dict[str, dict[str, float]]) -> None:
         axes.plot([int(n) for n in errors], list(errors.values()), style, color=colour, label=name)
     axes.set(xscale="log", yscale="log", ylim=(1e-18, 1e2), xlabel="tokens", ylabel="radians")
     axes.set(title="Error of a running sum")
-    axes.legend(loc="center left", bbox_to_anchor=(0, 0.55))
+    axes.legend(loc="center left", bbox_to_anchor=(0, 0.33))
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

@@ -188,11 +188,14 @@ def sum_errors(model: Tracker, longest: int) -> dict[str, dict[int, float]]:
     each = [int(value * 2**60) for value in own.double().tolist()]  # exact: 60 bits below 1
     exact = numpy.cumsum(numpy.array(each, dtype=object)[digits.numpy()])
     words = phases.running(torch.from_numpy(steps)[None, None, :, None]).words(True).flatten()
-    one_by_one, at_once = numpy.cumsum(steps), torch.from_numpy(steps).cumsum(0)
+    one_by_one, in_chunks = numpy.cumsum(steps), [torch.zeros(1)]
+    for chunk in torch.from_numpy(steps).split(CHUNK):
+        in_chunks.append(in_chunks[-1][-1] + chunk.cumsum(0))
+    chunked = torch.cat(in_chunks[1:])
     found: dict[str, dict[int, float]] = {ONE_BY_ONE: {}, "float32": {}, "exact": {}}
     for n in (2**i for i in range(6, longest.bit_length())):
         angle = exact[n - 1] << (_UNIT - 60)
-        for name, value in ((ONE_BY_ONE, one_by_one[n - 1]), ("float32", at_once[n - 1])):
+        for name, value in ((ONE_BY_ONE, one_by_one[n - 1]), ("float32", chunked[n - 1])):
             error = int(Fraction(float(value)) * 2**_UNIT) - angle
             found[name][n] = abs(error) / 2**_UNIT
         error = (int(words[n - 1]) * _TWO_PI >> 64) - angle
@@ -230,7 +233,7 @@ def run(seeds: int, steps: int, longest: int) -> dict[str, Any]:
             for name, each in right.items():
                 shown = "  ".join(f"{n}: {100 * value:.1f}%" for n, value in each.items())
                 print(f"    {name:24} {shown}", flush=True)
-            runs.append({"losses": losses, "accuracy": right})
+            runs.append({"losses": [float(f"{x:.3g}") for x in losses], "accuracy": right})
         kinds[kind] = {"runs": runs, "drift": drift(model, min(longest, 4096))}
         print(f"prefill against token by token, {kind}: {kinds[kind]['drift']}")
     sums = sum_errors(model, min(32 * longest, 2**20))

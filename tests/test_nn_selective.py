@@ -320,6 +320,19 @@ def test_saving_copying_casting(form: str) -> None:
     assert module.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
 
 
+@every_form
+def test_autocast(form: str) -> None:
+    module = attention(torch.float32, form=form, qk_norm=True, decay=form == "scan")
+    x = noise(2, 13, D, dtype=torch.float32)
+    want, last = module(x), module.rotary(x)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        got, same = module(x), module.rotary(x)[1]
+        got.sum().backward()
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), want, rtol=0.1, atol=0.1)
+    assert_same_bits(same.phases.words, last.phases.words)
+
+
 def test_meta_device() -> None:
     for options in OPTIONS.values():
         own = SelectiveRotary(D, HEADS, HEAD // 2, device="meta", **options)

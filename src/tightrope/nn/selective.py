@@ -413,7 +413,9 @@ class SelectiveAttention(torch.nn.Module):
             for each in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            # Under autocast, weights and projections differ in dtype.
+            q = self.q_norm(q.to(self.q_norm.weight)).to(v)
+            k = self.k_norm(k.to(self.k_norm.weight)).to(v)
         memory, keys = None, k
         if softmax:
             y, keys, v = self._softmax(q, k, v, own, cache, starts)
