@@ -10,7 +10,7 @@ Three layers differ in their angles alone: positions ("rope"), running sums in f
 running sums of phase words ("exact"). Each trains on sequences of up to 64 tokens. The program then prints
 their accuracy by length, with the trained weights and each kind of sum; the difference between a prefill
 and decoding token by token; and the errors of the sums. `python -m benchmarks.state_tracking` draws the
-results.
+results. Needs numpy besides torch and tightrope.
 """
 
 from __future__ import annotations
