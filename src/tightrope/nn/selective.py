@@ -14,7 +14,7 @@ from ..frequencies import Given
 from ..functional.scan import PolarState
 from ..ops.checks import check_count, check_dtype, check_flag
 from ..phases import Phases, PhaseState
-from ..phases._phases import _starts
+from ..phases._phases import starts_of
 from ..spec import RopeSpec
 from . import _invariant
 from .polar import KVCache, _check_input
@@ -199,7 +199,7 @@ class SelectiveRotary(torch.nn.Module):
         _check_input(x, self.weight if self.down is None else self.down)
         if state is not None and not isinstance(state, SelectiveState):
             raise bad_type(f"state must be None or a SelectiveState but got {describe(state)}")
-        starts = None if reset is None else _starts(x[:, None], reset)
+        starts = None if reset is None else starts_of(x[:, None], reset)
         if starts is not None and starts.shape[0] not in (1, x.shape[0]):
             raise bad_value(f"reset must have 1 or {x.shape[0]} rows", reset=reset)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -406,7 +406,7 @@ class SelectiveAttention(torch.nn.Module):
                 "reset must be None with a cache if form is 'softmax': start each sequence with a new "
                 "cache"
             )
-        starts = None if reset is None else _starts(x[:, None], reset)
+        starts = None if reset is None else starts_of(x[:, None], reset)
         own, state = self.rotary(x, None if cache is None else cache.rotary, starts)
         q, k, v = (
             each(x).unflatten(-1, (self.num_heads, self.d_head)).transpose(1, 2)

@@ -154,7 +154,7 @@ def running(
     0.25
     """
     _check_angles("increments", increments)
-    starts = None if reset is None else _starts(increments, reset)
+    starts = None if reset is None else starts_of(increments, reset)
     if state is not None:
         _check_state(increments, state)
     rows = _definition.rows_of(increments, state and state.words, starts)
@@ -214,7 +214,7 @@ def _check_angles(name: str, x: object) -> None:
         raise bad_value(f"{name} must have shape (rows|1, heads|1, tokens, pairs|1)", **{name: x})
 
 
-def _starts(increments: torch.Tensor, reset: object) -> torch.Tensor:
+def starts_of(increments: torch.Tensor, reset: object) -> torch.Tensor:
     """Return the tokens that start a sum as bool ``[rows|1, tokens]``."""
     if not isinstance(reset, torch.Tensor):
         raise bad_type(f"reset must be None or a tensor but got {describe(reset)}")
