@@ -94,15 +94,17 @@ def test_registers_suffice_and_nothing_is_double() -> None:
     for name, by_target in found()["compiled"].items():
         for target, facts in by_target.items():
             assert facts["spills"] == 0, (name, target)
-            assert facts["float64"] == name.startswith(("running", "given")), (name, target)
+            double = name.startswith(("running", "given")) and name != "running, between"
+            assert facts["float64"] == double, (name, target)
     # Of 65,536 registers of a multiprocessor, 80 per thread leave room for six programs of 128
     # threads, and 128 for four.
     for name in ("bfloat16", "bfloat16 interleaved", "float32", "M-RoPE", "tables", "given"):
         assert found()["compiled"][name]["sm_90"]["registers"] <= 80, name
     for name in ("silu", "silu backward", "softmax", "rms_norm", "rms_norm backward", "slopes"):
         assert found()["compiled"][name]["sm_90"]["registers"] <= 128, name
-    for name in ("running", "running, chunks", "running, a token", "running, backward"):
-        assert found()["compiled"][name]["sm_90"]["registers"] <= 80, name
+    for name, by_target in found()["compiled"].items():
+        if name.startswith("running"):
+            assert by_target["sm_90"]["registers"] <= 80, name
 
 
 def test_no_fast_approximations_and_no_atomics() -> None:
@@ -125,9 +127,8 @@ def test_what_triggers_a_compilation() -> None:
     assert counts["unaligned"] == 3
     assert counts["one head"] == 4
     assert counts["another dtype"] == 5
-    # Several chunks take two launches.
     assert counts["running, one chunk"] == 6
-    assert counts["running, several chunks"] == 8
+    assert counts["running, several chunks"] == 9
 
 
 def evaluated() -> dict[str, Any]:

@@ -73,9 +73,7 @@ def assert_as_definition(found: Any, wanted: Any) -> None:
 
 
 def check_words(*arguments: Any) -> None:
-    assert_as_definition(
-        operators().phase_words(*arguments), definition.phase_words(*arguments)
-    )
+    assert_as_definition(operators().phase_words(*arguments), definition.phase_words(*arguments))
 
 
 # --- phase words ----------------------------------------------------------------------------------
@@ -160,7 +158,7 @@ def test_rows_are_shared(tokens: int) -> None:
 
 
 def test_one_token_takes_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk of tokens is added up in one launch; more tokens, and more pairs, take two at most."""
+    """A chunk of tokens is added up in one launch; more tokens take three."""
     from tightrope.backends.triton import blocks, phases
 
     launches = []
@@ -175,7 +173,7 @@ def test_one_token_takes_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     for tokens, pairs, running, wanted in (
         (1, PAIRS, True, [(6, 1, 1)]),
         (CHUNK, 17, True, [(6, 3, 1)]),
-        (CHUNK + 1, 3, True, [(6, 1, 1), (6, 1, 1)]),
+        (CHUNK + 1, 3, True, [(6, 1, 1), (6, 1, 1), (6, 1, 1)]),
         (CHUNK + 1, 3, False, [(6, 1, 1)]),
     ):
         x = angles(tokens, torch.float32, pairs=pairs)
@@ -253,13 +251,9 @@ def test_a_wrong_direct_call_is_refused(case: str) -> None:
     arguments, sentence = WRONG[case]
     for _ in range(2):
         with pytest.raises(RuntimeError, match=f"tightrope: .*{sentence}"):
-            operators().phase_words(
-                *arguments(angles(3, torch.float32), state_of(), resets(3))
-            )
+            operators().phase_words(*arguments(angles(3, torch.float32), state_of(), resets(3)))
 
 
 def test_gradients_of_16_bits_are_refused() -> None:
     with pytest.raises(RuntimeError, match="must be float32 or float64"):
         operators().phase_sums(angles(3, torch.float16), None, None)
-
-

@@ -216,11 +216,10 @@ def compiled() -> dict[str, Any]:
     for name, call in calls().items():
         asked.clear()
         call()
-        # Sums of several chunks take two launches.
-        for i, (kernel, values, aligned, blocks) in enumerate(asked):
+        # Sums of several chunks take three launches.
+        for part, (kernel, values, aligned, blocks) in zip(("", ", totals", ", between"), asked):
             source = launch.source_of(kernel, values, aligned)
-            found = {target: facts(target, source, blocks) for target in TARGETS}
-            result[name if i == len(asked) - 1 else f"{name}, chunks"] = found
+            result[name + part] = {target: facts(target, source, blocks) for target in TARGETS}
     return result
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...ops import phases as of_phases
 from ...ops.schema import Carrying, new_like, options_of, present
 from ..reference import rotate as definition
 from . import phases
@@ -60,10 +61,10 @@ def gate_gradients(*arguments: Any) -> list[torch.Tensor]:
 def phase_words(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement ``phase_words`` of the schema."""
     found = phases.phase_words(*arguments)
-    return definition.phase_words(*arguments) if found is None else found
+    return of_phases.phase_words(*arguments) if found is None else found
 
 
 def phase_sums(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement ``phase_sums`` of the schema."""
     found = phases.phase_sums(*arguments)
-    return definition.phase_sums(*arguments) if found is None else found
+    return of_phases.phase_sums(*arguments) if found is None else found

@@ -1,8 +1,8 @@
 """Phases from data: phase words of angles, their running sums over tokens, and the gradients of the sums.
 
 Each lane of a program walks over one chunk of tokens of one row and head, for all pairs of a block. A
-long sequence takes two launches. The first stores the sum of each chunk; the second starts each chunk
-from the sum of those before it.
+long sequence takes three launches: the sum of each chunk; the sums of these; and the results, for which
+each chunk starts from the sum of those before it.
 
 Phase words come from the same float64 operations as in the definition (words_from in
 tightrope/angles.py), and integers add up to the same bits in any order.
@@ -23,6 +23,12 @@ TURNS = tl.constexpr(0.15915494309189535)
 FIRST = tl.constexpr(0.15915493667125702)
 SECOND = tl.constexpr(6.4206382432985265e-09)
 THIRD = tl.constexpr(7.34273885092955e-17)
+
+# Kinds of sums.
+GIVEN = tl.constexpr(0)
+RUNNING = tl.constexpr(1)
+BACK = tl.constexpr(2)
+TOTALS = tl.constexpr(3)
 
 
 @triton.jit
@@ -69,26 +75,29 @@ def marked(word, lost, BITS: tl.constexpr):
 
 @triton.jit
 def add_tokens(
-    x, start, reset, before, out, last, totals, walk, x_steps, start_steps, reset_steps, out_steps,
-    RUNNING: tl.constexpr, BACK: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr,
+    x, start, reset, before, out, last, totals, restarts, walk, x_steps, start_steps, reset_steps,
+    out_steps, KIND: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Store the phases of a chunk of tokens, or the gradients of their increments.
+    """Store the phases of chunks of tokens, or the gradients of their increments, or sums of chunks.
 
     Args:
-        x: angles; with BACK, gradients.
-        start: the sum before the first token (with BACK, after the last), or None.
+        x: what to add up, see KIND.
+        start: the sum before the first token, or None.
         reset: where a new sum starts, or None.
-        before: sums of all chunks up to each one, [rows, heads, chunks, parts, pairs], or None if
-            there is one chunk. Phases have two parts: words, and how many are lost; gradients have one.
-        out: the results, or None to store only the totals.
-        last: the sum after the last token (with BACK, before the first), or None.
-        totals: the sum of each chunk since its last reset, like `before`, or None.
+        before: sums of all chunks up to each one, [rows, heads, chunks, parts, pairs]; None if there
+            is one chunk. Phases have two parts: phase words, and how many are lost; gradients have one.
+        out: the results, or None.
+        last: the sum after the last token, or None.
+        totals: the sum of each chunk since its last reset, like `before`, or None. That of the first
+            chunk includes `start`.
+        restarts: whether each chunk has a reset, [rows, chunks], or None.
         walk: Walk.
         x_steps, start_steps, reset_steps, out_steps: Steps.
-        RUNNING: whether to add up.
-        BACK: whether to add gradients from the last token to the first.
+        KIND: GIVEN for angles that are not added up, RUNNING for increments, BACK for gradients, which
+            are added from the last token to the first, or TOTALS for the totals of chunks.
     """
-    PARTS: tl.constexpr = 1 if BACK else 2
+    PARTS: tl.constexpr = 2 if KIND == RUNNING else 1
+    FLOAT: tl.constexpr = KIND == BACK or (KIND == TOTALS and x.dtype.element_ty == tl.float64)
     lane = tl.program_id(0).to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)[:, None]
     pair = tl.program_id(1).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)[None, :]
     mask = (lane < walk.lanes) & (pair < walk.pairs)
@@ -97,11 +106,12 @@ def add_tokens(
     head = lane - rest * walk.heads
     row = rest // walk.chunks
     chunk = rest - row * walk.chunks
+    # The place of a token is its distance from the token that is added first.
     place = chunk * walk.chunk
     token = place
     x_step = x_steps.token
     out_step = out_steps.token
-    if BACK:
+    if KIND == BACK:
         token = walk.tokens - 1 - place
         x_step = -x_step
         out_step = -out_step
@@ -109,71 +119,69 @@ def add_tokens(
     if out is not None:
         out += row * out_steps.row + head * out_steps.head + token * out_steps.token
         out += pair * out_steps.channel
-    at = (((row * walk.heads + head) * walk.chunks + chunk) * PARTS) * walk.pairs + pair
-    total = tl.full((BLOCK_L, BLOCK_P), 0, tl.float64 if BACK else tl.int64)
+    at = ((row * walk.heads + head) * walk.chunks + chunk) * (PARTS * walk.pairs) + pair
+    total = tl.full((BLOCK_L, BLOCK_P), 0, tl.float64 if FLOAT else tl.int64)
     lost = total != 0  # of phases
+    some = lane < 0  # resets
     if start is not None:
         start += row * start_steps.row + head * start_steps.head + pair * start_steps.channel
         total = tl.load(start, mask=mask & (chunk == 0), other=0).to(total.dtype)
-        if not BACK:
+        if KIND == RUNNING:
             lost = total == NO_TURNS
     if before is not None:
         later = mask & (chunk > 0)
         own = before + at - PARTS * walk.pairs
         total = tl.where(later, tl.load(own, mask=later, other=0), total)
-        if not BACK:
+        if KIND == RUNNING:
             lost = lost | (tl.load(own + walk.pairs, mask=later, other=0) != 0)
-    value = tl.load(x, mask=mask & (place < walk.tokens), other=0.0)
+    value = tl.load(x, mask=mask & (place < walk.tokens), other=0)
     for _ in range(walk.chunk):
-        there = mask & (place < walk.tokens)
         x += x_step
         # Load the next token now, so that it does not wait for the arithmetic of this one.
-        following = tl.load(x, mask=mask & (place + 1 < walk.tokens), other=0.0)
+        following = tl.load(x, mask=mask & (place + 1 < walk.tokens), other=0)
         if reset is not None:
-            if BACK:
-                # A sum ends with the token that a reset begins with.
-                new = tl.load(
-                    reset + row * reset_steps.row + (walk.tokens - place) * reset_steps.token,
-                    mask=(place > 0) & (place < walk.tokens),
-                    other=0,
-                )
-            else:
-                new = tl.load(
-                    reset + row * reset_steps.row + place * reset_steps.token,
-                    mask=place < walk.tokens,
-                    other=0,
-                )
+            # Backwards, a sum ends with the token that a reset begins with.
+            token = walk.tokens - place if KIND == BACK else place
+            new = tl.load(
+                reset + row * reset_steps.row + token * reset_steps.token,
+                mask=(place < walk.tokens) & (token < walk.tokens),
+                other=0,
+            )
             total = tl.where(new, 0, total)
             lost = lost & (new == 0)
-        if BACK:
-            total += value.to(tl.float64)
-            result = total
-        else:
+            some = some | new
+        if KIND == GIVEN or KIND == RUNNING:
             word, gone = words_of(value)
-            if RUNNING:
+            if KIND == RUNNING:
                 total += word
                 lost = lost | gone
                 word = total
                 gone = lost
             if out is not None:
                 result = marked(word, gone, out.dtype.element_ty.primitive_bitwidth)
+        else:
+            total += value.to(total.dtype)
+            result = total
         if out is not None:
-            tl.store(out, result.to(out.dtype.element_ty), mask=there)
+            tl.store(out, result.to(out.dtype.element_ty), mask=mask & (place < walk.tokens))
             out += out_step
         value = following
         place += 1
     if totals is not None:
         tl.store(totals + at, total, mask=mask)
-        if not BACK:
+        if KIND == RUNNING:
             tl.store(totals + at + walk.pairs, lost.to(tl.int64), mask=mask)
+    if restarts is not None:
+        here = (lane < walk.lanes) & (head + tl.program_id(1) == 0)
+        tl.store(restarts + row * walk.chunks + chunk, some, mask=here)
     if last is not None:
-        if BACK:
-            if reset is not None:
-                new = tl.load(reset + row * reset_steps.row)
-                total = tl.where(new, 0, total)
-            result = total
-        else:
+        if KIND == RUNNING:
             result = marked(total, lost, 64)
+        else:
+            result = total
+            if reset is not None:
+                # A state has no gradient beyond a reset at the first token.
+                result = tl.where(tl.load(reset + row * reset_steps.row), 0, total)
         at = (row * walk.heads + head) * walk.pairs + pair
         end = mask & (chunk == walk.chunks - 1)
         tl.store(last + at, result.to(last.dtype.element_ty), mask=end)
