@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+#: Phases in place of positions: angles for each token, in float32, "given" or the "running" sums of
+#: increments. Each head has its own if q and k have as many heads; otherwise all heads share them.
+PHASES = ("given", "running")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -20,7 +24,7 @@ class Case:
             them; if not, they are contiguous (batch, heads, seq, dim).
         interleaved, rotary_dim: as in :class:`tightrope.RopeSpec`; rotary_dim None means head_dim.
         positions: "0..n-1", "ids per row", "packed" (sequences in one row) or "M-RoPE" (three
-            coordinates, by sections).
+            coordinates, by sections); or one of :data:`PHASES`.
         act: prologue f, by its name in :data:`tightrope.activations.ACTS`; a norm has a weight for q
             and one for k.
         gate: epilogue P: "exp", a factor per head and channel, or "slope", which also depends on the
@@ -65,11 +69,20 @@ class Case:
         return self.rows * self.tokens * (self.q_heads + self.k_heads) * self.head_dim
 
     @property
+    def angle_heads(self) -> int:
+        """Number of heads of the phases."""
+        return self.q_heads if self.q_heads == self.k_heads else 1
+
+    @property
     def moved(self) -> int:
         """Bytes that must be read and written: each input once, each result once."""
         each = {"float64": 8, "float32": 4}.get(self.dtype, 2)
         passes = 2 if self.work != "training" else 4 if self.act is None else 5
-        return passes * self.elements * each
+        moved = passes * self.elements * each
+        if self.positions in PHASES:
+            pairs = (self.rotary_dim or self.head_dim) // 2
+            moved += (passes // 2) * self.rows * self.tokens * self.angle_heads * pairs * 4
+        return moved
 
 
 def in_both(case: Case) -> list[Case]:

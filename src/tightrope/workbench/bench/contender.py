@@ -11,9 +11,10 @@ import torch
 
 from ... import positions
 from ...axes import Axes
+from ...frequencies import Given
 from ...positions import PositionsLike
 from ...spec import RopeSpec
-from .case import Case
+from .case import PHASES, Case
 from .method import Call
 
 Value = TypeVar("Value")
@@ -62,8 +63,9 @@ class Contender:
 
 
 def spec_of(case: Case) -> RopeSpec:
-    """Return the spec of a case."""
+    """Return the spec of a case; its frequencies are 0 if the angles are those of phases."""
     axes = None
+    zeros = (0.0,) * ((case.rotary_dim or case.head_dim) // 2)
     if case.positions == "M-RoPE":
         pairs = (case.rotary_dim or case.head_dim) // 2
         side = pairs * 3 // 8  # 16, 24, 24 of 64, as in Qwen2-VL
@@ -73,16 +75,17 @@ def spec_of(case: Case) -> RopeSpec:
         rotary_dim=case.rotary_dim or case.head_dim,
         interleaved=case.interleaved,
         axes=axes,
+        scaling=Given(zeros) if case.positions in PHASES else None,
     )
 
 
 def positions_of(case: Case, ids: torch.Tensor) -> PositionsLike:
-    """Return the positions of a case; None for 0..n-1.
+    """Return the positions of a case; None for 0..n-1 and for phases.
 
     Args:
         ids: ``(rows, tokens)``, or ``(axes, rows, tokens)`` for M-RoPE.
     """
-    if case.positions == "0..n-1":
+    if case.positions in ("0..n-1", *PHASES):
         return None
     return positions.multi_axis(ids) if ids.dim() == 3 else ids
 
@@ -97,8 +100,11 @@ def angles_of(case: Case, ids: torch.Tensor) -> torch.Tensor:
 
 
 def tables_of(case: Case, ids: torch.Tensor, dtype: torch.dtype) -> QK:
-    """Return cos and sin as model files make them: in `dtype`, with an entry for each channel."""
-    angle = angles_of(case, ids.unsqueeze(-2))
+    """Return cos and sin as model files make them: in `dtype`, with an entry for each channel.
+
+    For phases, ids are the angles, ``(rows, heads|1, pairs, tokens)``.
+    """
+    angle = ids.mT if case.positions in PHASES else angles_of(case, ids.unsqueeze(-2))
     if case.interleaved:
         angle = angle.repeat_interleave(2, -1)
     else:

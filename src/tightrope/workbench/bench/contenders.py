@@ -8,15 +8,16 @@ contender does not apply to a case, its `why_not` returns the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ... import phases
 from ...functional import apply_rotary_pos_emb, apply_rotary_pos_emb_, rotate_qk, rotate_qk_
 from . import factors
-from .case import Case
+from .case import PHASES, Case
 from .contender import (
     QK,
     Contender,
@@ -54,11 +55,38 @@ def _tightrope(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) 
     if case.work == "backward":
         # The backward pass of a rotation is the rotation of the gradients by the opposite angles.
         given["inverse"] = True
+    if case.positions in PHASES:
+        make, leaves = _phases(case, ids)
+        new, in_place = _with(make, new), _with(make, in_place)
+        tensors += leaves
     if case.work != "in place":
         return functional(lambda q, k: new(q, k, *angles, **given), case, q, k, tensors)
     result = q.clone(), k.clone()
     in_place(*result, *angles, **given)
     return Made(lambda: in_place(q, k, *angles, **given), result)
+
+
+def _phases(
+    case: Case, ids: torch.Tensor
+) -> tuple[Callable[[], phases.Phases | None], list[torch.Tensor]]:
+    """Return a function that makes the phases of a case, if any, and the angles that it reads.
+
+    Given angles become phases once, except in training.
+    """
+    if case.positions not in PHASES:
+        return lambda: None, []
+    leaf = ids.mT.detach()
+    if case.positions == "running":
+        return lambda: phases.running(leaf), [leaf]
+    if case.work == "training":
+        return lambda: phases.given(leaf), [leaf]
+    made = phases.given(leaf)
+    return lambda: made, []
+
+
+def _with(make: Callable[[], Any], rotate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the rotation by phases that are made in each call."""
+    return lambda *xs, **named: rotate(*xs, phases=make(), **named)
 
 
 def _no_plain(case: Case) -> str | None:
@@ -99,12 +127,14 @@ def _ours_compiled(
     """Compile our function: the operator, or the definition for Inductor to fuse."""
     rope = spec_of(case).at(positions_of(case, ids), device=q.device)
     tensors = factors.tensors_of(case)
+    make, leaves = _phases(case, ids)
 
     def rotate(q: torch.Tensor, k: torch.Tensor) -> QK:
-        return rotate_qk(q, k, rope, backend=backend, **factors.arguments(case, tensors))
+        f_and_p = factors.arguments(case, tensors)
+        return rotate_qk(q, k, rope, backend=backend, phases=make(), **f_and_p)
 
     compiled = torch.compile(between(case, rotate), fullgraph=True)
-    return functional(compiled, case, q, k, tensors)
+    return functional(compiled, case, q, k, [*tensors, *leaves])
 
 
 # ---- floors: memory traffic alone -----------------------------------------------------------------
@@ -158,13 +188,27 @@ def _no_eager(case: Case) -> str | None:
 
 
 def _eager_function(
-    case: Case, ids: torch.Tensor, dtype: torch.dtype, tensors: Sequence[torch.Tensor]
+    case: Case, ids: torch.Tensor, dtype: torch.dtype, tensors: list[torch.Tensor]
 ) -> Callable[[torch.Tensor, torch.Tensor], QK]:
-    cos, sin = tables_of(case, ids, dtype)
+    """Return the rotation; if it makes its tables from ids in each call, add these to `tensors`."""
+    leaf = ids.detach()
     turned = _turned_neighbours if case.interleaved else rotate_half
     width = spec_of(case).rotary_dim
+    running = case.positions == "running"
+    if running or (case.positions in PHASES and case.work == "training"):
+        tensors.append(leaf)
 
-    def one(x: torch.Tensor, which: int) -> torch.Tensor:
+        def tables() -> QK:
+            angles = leaf.mT.cumsum(2).mT if running else leaf
+            return tables_of(case, angles, dtype)
+
+    else:
+        both = tables_of(case, leaf, dtype)
+
+        def tables() -> QK:
+            return both
+
+    def one(x: torch.Tensor, which: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         x = factors.before(case, tensors, which, x)
         head = x[..., :width]
         if case.rounding == "wide":
@@ -173,7 +217,11 @@ def _eager_function(
         y = y if width == x.shape[-1] else torch.cat((y, x[..., width:]), -1)
         return factors.after(case, tensors, which, ids, y)
 
-    return lambda q, k: (one(q, 0), one(k, 1))
+    def rotate(q: torch.Tensor, k: torch.Tensor) -> QK:
+        cos, sin = tables()
+        return one(q, 0, cos, sin), one(k, 1, cos, sin)
+
+    return rotate
 
 
 def _eager(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:

@@ -9,7 +9,7 @@ import torch
 
 from ... import gates
 from ...activations import RMSNorm
-from .case import Case
+from .case import PHASES, Case
 
 EPS = 1e-6
 
@@ -28,9 +28,11 @@ def is_alone(case: Case) -> bool:
 
 
 def alone(case: Case) -> str | None:
-    """Return why a contender without f and P cannot take part in a case; None if it can."""
+    """Return why a contender without f, P and phases cannot take part in a case; None if it can."""
     if case.work == "backward":
         return "it is measured only in forward and in training cases"
+    if case.positions in PHASES:
+        return "it takes positions, not phases"
     if case.neighbours:
         return "it is measured only without neighbouring operations"
     return None if is_alone(case) else "it has neither f nor P"

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ... import positions
+from ... import phases, positions
 from ...functional import rotate_qk
+from ...positions import PositionsLike
 from . import factors, method
-from .case import Case
+from .case import PHASES, Case
 from .contender import Contender, Made, between, cotangents, spec_of
 
 #: Largest error of an element, as a share of the largest channel of its head. Other libraries hold
@@ -33,7 +34,10 @@ _NAMES = ("q", "k", "the gradient of q", "the gradient of k")
 
 
 def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k and position ids of a case."""
+    """Return q, k and position ids of a case.
+
+    For phases, the ids are angles or increments, ``(rows, heads|1, pairs, tokens)``.
+    """
     generator = torch.Generator(case.device).manual_seed(0)
     dtype = getattr(torch, case.dtype)
 
@@ -51,6 +55,11 @@ def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ids = ids % (case.tokens // 3 + 1)
     elif case.positions == "M-RoPE":
         ids = torch.stack((ids, ids // 7, ids % 31))
+    elif case.positions in PHASES:
+        pairs = (case.rotary_dim or case.head_dim) // 2
+        shape = (case.rows, case.tokens, case.angle_heads, pairs)
+        angles = torch.rand(shape, generator=generator, device=case.device)
+        ids = (angles * (0.1 if case.positions == "running" else 100)).permute(0, 2, 3, 1)
     return make(case.q_heads), make(case.k_heads), ids
 
 
@@ -69,7 +78,8 @@ class Expected:
     """The expected results of a case, by the definition in float64, some tokens at a time."""
 
     def __init__(self, case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> None:
-        self._case, self._ids = case, ids
+        self._case = case
+        self._ids = ids.double().cumsum(-1) if case.positions == "running" else ids
         self._xs = q, k
         self._grads = cotangents(q, k) if case.work == "training" else ()
         self._kept = list(self._parts()) if case.elements <= KEPT else None
@@ -97,12 +107,15 @@ def expected(
     """Rotate q and k by the definition in float64.
 
     Args:
+        ids: ids of positions, or the angles of phases.
         grads: gradients of the rotated q and k; if given, the gradients of q and k are returned after
             the results.
     """
-    where = positions.multi_axis(ids) if ids.dim() == 3 else ids
     f_and_p = factors.arguments(case, [one.double() for one in factors.tensors_of(case)])
     f_and_p["inverse"] = case.work == "backward"
+    where: PositionsLike = positions.multi_axis(ids) if ids.dim() == 3 else ids
+    if case.positions in PHASES:
+        where, f_and_p["phases"] = None, phases.given(ids.mT)
     spec = spec_of(case)
     given = [grad.double() for grad in grads]
     a, b = (x.detach().double().requires_grad_(bool(given)) for x in (q, k))
