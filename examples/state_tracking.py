@@ -76,7 +76,7 @@ class FloatSums(SelectiveRotary):
         """See :class:`SelectiveRotary`."""
         increments, recent = self.increments(x, state, reset)
         before = torch.zeros_like(increments[:, :, :1])
-        if state is not None:
+        if state is not None and state.phases.drift is not None:
             before = state.phases.drift[:, :, None]
         if self.one_by_one:
             each = torch.cat((before, increments), 2).numpy()
@@ -164,9 +164,9 @@ def drift(model: Tracker, length: int) -> dict[str, float]:
     tokens, _ = sequences(2, length, torch.Generator().manual_seed(0))
     (whole, first), (parts, second) = (decode(model, tokens, n) for n in (length + 1, 1))
     one, other = (c.rotary.phases for c in (first, second) if c.rotary is not None)
-    # Exact sums are phase words; sums in float32 are radians.
+    # Exact sums are phase words; those in float32 are radians, in the place of drifts.
     turns = (one.words - other.words).abs() * 2.0**-64
-    if isinstance(model.attention.rotary, FloatSums):
+    if one.drift is not None and other.drift is not None:  # sums in float32
         turns = (one.drift - other.drift).abs() / (2 * math.pi)
     return {"turns": turns.max().item(), "scores": (whole - parts).abs().max().item()}
 

@@ -119,6 +119,25 @@ class Tiling(NamedTuple):
     tiles: Any
 
 
+class Walk(NamedTuple):
+    """The work that the programs of a sum over tokens divide among themselves.
+
+    Attributes:
+        lanes: chunks of all rows and heads together.
+        heads: heads per row.
+        chunks: chunks per row and head.
+        chunk: tokens per chunk; the last chunk may have fewer.
+        tokens, pairs: tokens and pairs per row and head.
+    """
+
+    lanes: Any
+    heads: Any
+    chunks: Any
+    chunk: Any
+    tokens: Any
+    pairs: Any
+
+
 class Head(NamedTuple):
     """Constants: the channels of a head, and the block sizes for them.
 

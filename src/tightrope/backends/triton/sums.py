@@ -92,6 +92,8 @@ def angle_sums(  # noqa: PLR0913, PLR0917  (its parameters are those of the sche
     if by_positions:
         by_position = y.new_empty((source.axes, source.heads, rows, tokens), dtype=each)
     if phases:
+        if not by_frequencies:
+            return _of_phases(None, source, rows, tokens, y)
         # A call may share phases among the heads but not phase words.
         source = replace(source, kind=source.kind._replace(HEADS=source.heads != 1))
     if by_frequencies:

@@ -23,7 +23,6 @@ from .contender import (
     QK,
     Contender,
     Made,
-    angles_of,
     between,
     functional,
     missing,
@@ -60,18 +59,21 @@ def _tightrope(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) 
     if case.phases is not None:
         increments = factors.increments_of(case)
         if case.phases == "running" or case.work == "training":
-            make = phases.running if case.phases == "running" else phases.given
 
             def turned(q: torch.Tensor, k: torch.Tensor) -> QK:
-                return rotate_qk(q, k, *angles, phases=make(increments), **given)
+                return rotate_qk(q, k, *angles, phases=_phases(case, increments), **given)
 
             return functional(turned, case, q, k, [*tensors, increments])
-        given["phases"] = phases.given(increments)
+        given["phases"] = _phases(case, increments)
     if case.work != "in place":
         return functional(lambda q, k: new(q, k, *angles, **given), case, q, k, tensors)
     result = q.clone(), k.clone()
     in_place(*result, *angles, **given)
     return Made(lambda: in_place(q, k, *angles, **given), result)
+
+
+def _phases(case: Case, increments: torch.Tensor) -> phases.Phases:
+    return (phases.running if case.phases == "running" else phases.given)(increments)
 
 
 def _no_plain(case: Case) -> str | None:
@@ -116,6 +118,12 @@ def _frequencies(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor
     return Made(functional(lambda q, k: rotate_qk(q, k, rope), case, q, k).call, None)
 
 
+def _all_tensors(case: Case) -> list[torch.Tensor]:
+    """Return the tensors of f and P, and the angles or increments of phases after them."""
+    more = [] if case.phases is None else [factors.increments_of(case)]
+    return [*factors.tensors_of(case), *more]
+
+
 def _no_compiled(case: Case) -> str | None:
     if case.work == "backward":
         return "training cases cover its backward pass"
@@ -127,10 +135,13 @@ def _ours_compiled(
 ) -> Made:
     """Compile our function: the operator, or the definition for Inductor to fuse."""
     rope = spec_of(case).at(positions_of(case, ids), device=q.device)
-    tensors = factors.tensors_of(case)
+    tensors = _all_tensors(case)
 
     def rotate(q: torch.Tensor, k: torch.Tensor) -> QK:
-        return rotate_qk(q, k, rope, backend=backend, **factors.arguments(case, tensors))
+        given = factors.arguments(case, tensors)
+        if case.phases is not None:
+            given["phases"] = _phases(case, tensors[-1])
+        return rotate_qk(q, k, rope, backend=backend, **given)
 
     compiled = torch.compile(between(case, rotate), fullgraph=True)
     return functional(compiled, case, q, k, tensors)
@@ -204,11 +215,10 @@ def _eager_function(
 
     if case.phases is None:
         return lambda q, k: (one(q, 0, cos, sin), one(k, 1, cos, sin))
-    own = angles_of(case, ids.unsqueeze(-2)).float()
 
     def both(q: torch.Tensor, k: torch.Tensor) -> QK:
         angle = tensors[-1].float()
-        angle = own + (angle.cumsum(2) if case.phases == "running" else angle)
+        angle = angle.cumsum(2) if case.phases == "running" else angle
         angle = angle.repeat_interleave(2, -1) if case.interleaved else torch.cat((angle,) * 2, -1)
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         return one(q, 0, cos, sin), one(k, 1, cos, sin)
@@ -216,20 +226,14 @@ def _eager_function(
     return both
 
 
-def _eager_tensors(case: Case) -> list[torch.Tensor]:
-    """Return the tensors of f and P, and the angles or increments of phases after them."""
-    more = [] if case.phases is None else [factors.increments_of(case)]
-    return [*factors.tensors_of(case), *more]
-
-
 def _eager(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
-    tensors = _eager_tensors(case)
+    tensors = _all_tensors(case)
     rotate = between(case, _eager_function(case, ids, q.dtype, tensors))
     return functional(rotate, case, q, k, tensors)
 
 
 def _compiled(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
-    tensors = _eager_tensors(case)
+    tensors = _all_tensors(case)
     rotate = between(case, _eager_function(case, ids, q.dtype, tensors))
     return functional(torch.compile(rotate, fullgraph=True), case, q, k, tensors)
 

@@ -35,8 +35,7 @@ def increments_of(case: Case) -> torch.Tensor:
     """
     generator = torch.Generator(case.device).manual_seed(3)
     pairs = (case.rotary_dim or case.head_dim) // 2
-    heads = case.q_heads if case.q_heads == case.k_heads else 1
-    shape = case.rows, case.tokens, heads, pairs
+    shape = case.rows, case.tokens, case.angle_heads, pairs
     x = torch.randn(shape, generator=generator, device=case.device)
     return x.to(getattr(torch, case.dtype)).transpose(1, 2)
 
