@@ -510,6 +510,13 @@ def test_errors() -> None:
         rotate(x, spec.at(0, stack="vllm"), phases=given(1, 1, 6, 1))
     with refused(ValueError, "[rotate] phases are on meta but x is on cpu."):
         rotate(x, spec, phases=phases.given(torch.zeros(1, 1, 6, 4, device="meta")))
+    learned = phases.given(torch.zeros(1, 1, 6, 4, requires_grad=True))
+    with refused(
+        ValueError,
+        "[rotate] a result written to out has no gradient, but positions, inv_freq or phases require "
+        "one; use torch.no_grad(), or omit out.",
+    ):
+        rotate(x, spec, phases=learned, out=torch.empty_like(x))
 
 
 @every_backend
