@@ -629,6 +629,24 @@ def test_copies_and_pickles(copied: Callable[[Any], Any], changes: int) -> None:
         copied(stale).words(wide=True)
 
 
+def test_words_made_in_inference_mode_are_not_kept_for_training() -> None:
+    """Autograd could not save them."""
+    made = phases.running(X, STATE)
+    with torch.inference_mode():
+        made.words(wide=True)
+    assert not made.words(wide=True).is_inference()
+
+
+def test_words_made_while_a_graph_is_captured_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory belongs to the graph, and only its replay fills it."""
+    made = phases.running(X, STATE)
+    with monkeypatch.context() as patched:
+        patched.setattr("tightrope._tracing.may_keep", lambda _: False)
+        within = made.words(wide=True)
+    assert made.words(wide=True) is not within
+    assert made.words(wide=True) is made.words(wide=True)
+
+
 @needs_kernel
 def test_raw_operators_refuse_what_does_not_fit() -> None:
     state, reset = STATE.words, torch.zeros(1, 5, dtype=torch.bool)

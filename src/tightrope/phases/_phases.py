@@ -81,8 +81,10 @@ class Phases:
             rule = "angles, state and reset must not change in place while their phases are in use"
             raise bad_value(rule)
         words, _ = _phase_words(*self._arguments, wide)
-        if not _tracing.is_tracing():
-            self._words[wide] = words
+        if _tracing.may_keep(words.device):
+            # Autograd cannot save inference tensors, so those made by another call are not kept.
+            if not words.is_inference() or self._words[not wide].is_inference():
+                self._words[wide] = words
         return words
 
     def _has_changed(self) -> bool:
