@@ -27,6 +27,7 @@ from tightrope.functional import polar_scan, rotate, rotate_, rotate_qk, rotate_
 from tightrope.gates import Slope, XPos
 from tightrope.ops.schema import PHASES, Options
 from tolerances import Result, assert_near, assert_rotated, assert_same_bits
+from triton_cases import DEVICE, kernels_in_place, needs_triton
 
 # Inductor's CPU code needs a C++ compiler.
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
@@ -510,6 +511,13 @@ def test_errors() -> None:
         rotate(x, spec.at(0, stack="vllm"), phases=given(1, 1, 6, 1))
     with refused(ValueError, "[rotate] phases are on meta but x is on cpu."):
         rotate(x, spec, phases=phases.given(torch.zeros(1, 1, 6, 4, device="meta")))
+    learned = phases.given(torch.zeros(1, 1, 6, 4, requires_grad=True))
+    with refused(
+        ValueError,
+        "[rotate] a result written to out has no gradient, but positions, inv_freq or phases require "
+        "one; use torch.no_grad(), or omit out.",
+    ):
+        rotate(x, spec, phases=learned, out=torch.empty_like(x))
 
 
 @every_backend
@@ -530,3 +538,33 @@ def test_the_raw_operator_refuses_phases_that_do_not_fit(backend: str) -> None:
             own_kernel(x, None, primary, secondary, None, 0, options, 1.0)
     at = positions.per_row(torch.tensor([1, 2]))
     assert rotate(x, RopeSpec(8), at, phases=phases.given(torch.zeros(1, 1, 5, 1))).shape == x.shape
+
+
+# --- Triton ---------------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("per_head", [False, True], ids=["shared ω", "ω per head"])
+@every_shape
+def test_triton(shape: tuple[int, ...], per_head: bool, dtype: torch.dtype) -> None:
+    """Kernels and the definition agree, with their gradients, where an angle is NaN too."""
+    spec, generator = spec_of(), torch.Generator().manual_seed(0)
+    xs = [leaf(ROWS, HEADS, 5, DIM, seed=seed, dtype=dtype) for seed in range(2)]
+    given = angles((*shape[:2], 5, shape[3]))
+    given[0, 0, 3, 0] = torch.nan
+    inv_freq = torch.rand(HEADS, PAIRS, generator=generator) if per_head else None
+    inputs = [x.detach().to(DEVICE).requires_grad_() for x in (*xs, given)]
+    inv_freq = None if inv_freq is None else inv_freq.to(DEVICE)
+
+    def found(backend: str | None) -> list[torch.Tensor]:
+        q, k, angle = inputs
+        own = phases.given(angle)
+        ys = rotate_qk(q, k, spec, 5, inv_freq=inv_freq, phases=own, backend=backend)
+        loss = sum((y.nan_to_num() * torch.arange(DIM, device=DEVICE)).sum() for y in ys)
+        return [*ys, *torch.autograd.grad(loss, inputs)]
+
+    with kernels_in_place():
+        by_kernel = found(None)
+    for y, expected in zip(by_kernel, found("reference"), strict=True):
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4, equal_nan=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -575,6 +578,73 @@ def test_changed_increments_are_refused() -> None:
         rule = "angles, state and reset must not change in place while their phases are in use"
         with refused(ValueError, f"[Phases] {rule}."):
             made.words(wide=True)
+
+
+@pytest.mark.parametrize("how", ["inference", "compiled", "returned", "transform"])
+def test_a_change_that_cannot_be_noticed_changes_nothing(how: str) -> None:
+    """Without version counters, phase words of the other width come from the numbers as they were."""
+    expected = phases.running(X, STATE).words(wide=True)
+
+    def made(x: torch.Tensor) -> phases.Phases:
+        return phases.running(x, STATE)
+
+    def changed(x: torch.Tensor) -> torch.Tensor:
+        result = made(x)
+        x.fill_(1)
+        return result.words(wide=True)
+
+    if how == "inference":
+        with torch.inference_mode():
+            found = changed(X.clone())
+    elif how == "compiled":
+        found = torch.compile(changed, backend="aot_eager", fullgraph=True)(X.clone())
+    elif how == "returned":
+        given = X.clone()
+        result = torch.compile(made, backend="aot_eager", fullgraph=True)(given)
+        given.fill_(1)
+        found = result.words(wide=True)
+    else:
+        found = torch.func.vmap(changed)(X.clone()[None])[0]
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("changes", [0, 1, 2])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_copies_and_pickles(copied: Callable[[Any], Any], changes: int) -> None:
+    x = X.clone()
+    for _ in range(changes):
+        x.mul_(2)
+    made = phases.running(x, STATE)
+    twin = copied(made)
+    for wide in (False, True):
+        assert torch.equal(twin.words(wide), made.words(wide))
+    stale = phases.running(x, STATE)
+    x.fill_(1)
+    with refused(
+        ValueError,
+        "[Phases] angles, state and reset must not change in place while their phases are in use.",
+    ):
+        copied(stale).words(wide=True)
+
+
+def test_words_made_in_inference_mode_are_not_kept_for_training() -> None:
+    """Autograd could not save them."""
+    made = phases.running(X, STATE)
+    with torch.inference_mode():
+        made.words(wide=True)
+    assert not made.words(wide=True).is_inference()
+
+
+def test_words_made_while_a_graph_is_captured_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory belongs to the graph, and only its replay fills it."""
+    made = phases.running(X, STATE)
+    with monkeypatch.context() as patched:
+        patched.setattr("tightrope._tracing.may_keep", lambda _: False)
+        within = made.words(wide=True)
+    assert made.words(wide=True) is not within
+    assert made.words(wide=True) is made.words(wide=True)
 
 
 @needs_kernel

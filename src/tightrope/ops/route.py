@@ -163,7 +163,8 @@ def wanted(call: Call) -> list[str]:
     names = []
     angles = (call.primary, call.secondary, call.positions, *call.extras.frequencies)
     if any_requires_grad(angles):
-        names.append("positions or inv_freq")
+        phased = call.options.source == PHASES
+        names.append("positions, inv_freq or phases" if phased else "positions or inv_freq")
     if any_requires_grad((*call.extras.weights, *call.extras.gates)):
         names.append("act or gate")
     return names

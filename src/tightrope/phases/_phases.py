@@ -77,14 +77,30 @@ class Phases:
         """
         if wide in self._words:
             return self._words[wide]
-        versions = _versions_of(self._arguments)
-        if versions is not None and self._versions is not None and versions != self._versions:
+        if self._has_changed():
             rule = "angles, state and reset must not change in place while their phases are in use"
             raise bad_value(rule)
         words, _ = _phase_words(*self._arguments, wide)
-        if not _tracing.is_tracing():
-            self._words[wide] = words
+        if _tracing.may_keep(words.device):
+            # Autograd cannot save inference tensors, so those made by another call are not kept.
+            if not words.is_inference() or self._words[not wide].is_inference():
+                self._words[wide] = words
         return words
+
+    def _has_changed(self) -> bool:
+        """Return whether a tensor that further phase words would be computed from has changed."""
+        versions = None if self._versions is None else _versions_of(self._arguments)
+        return versions is not None and versions != self._versions
+
+    # The tensors of a copy have version counters of their own.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_versions": [] if self._has_changed() else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if state["_versions"] is None:
+            self.__dict__["_versions"] = _versions_of(self._arguments)
 
 
 @public("phases.given")
@@ -170,6 +186,7 @@ def _made(
     before, drifts = (None, None) if state is None else state
     wide = increments.dtype == torch.float64
     arguments = (increments.detach(), before, reset, running)
+    versions = _versions_of(arguments)
     words, last = _phase_words(*arguments, wide)
     drift = drift_last = None
     make = _drift_of([increments] if drifts is None else [increments, drifts])
@@ -178,7 +195,15 @@ def _made(
             drifts = increments.new_zeros(()).expand(before.shape)
         drift, drift_last = make(increments, drifts, reset, running)
     after = PhaseState(last, drift_last) if running else None
-    return Phases(drift, after, arguments, _versions_of(arguments), {wide: words})
+    if versions is None:
+        # A later change could not be noticed. A compiler removes copies that nothing reads.
+        arguments = (
+            arguments[0].clone(),
+            None if before is None else before.clone(),
+            None if reset is None else reset.clone(),
+            running,
+        )
+    return Phases(drift, after, arguments, versions, {wide: words})
 
 
 def _drift_of(sources: Sequence[torch.Tensor]) -> Any:
