@@ -665,3 +665,14 @@ def test_raw_operators_refuse_what_does_not_fit() -> None:
     ):
         with pytest.raises(RuntimeError, match="tightrope"):
             call()
+
+
+@pytest.mark.parametrize("reset", [[3], [0, 3], [3, 4]])
+def test_a_large_gradient_in_one_sequence_leaves_the_others(reset: list[int]) -> None:
+    grad = torch.ones(1, 1, 6, 1, dtype=torch.float64)
+    grad[0, 0, 4:] = 1e20
+    starts = torch.zeros(1, 6, dtype=torch.bool)
+    starts[0, reset] = True
+    got, _ = _definition.phase_sums(grad, None, starts)
+    assert got.flatten().tolist()[:3] == [3.0, 2.0, 1.0]
+    assert_same_bits(got, schema.phase_sums(grad, None, starts)[0])

@@ -9,8 +9,8 @@ import torch
 
 from .. import angles
 from .._errors import bad_type, bad_value, describe
-from .._tracing import broadcasts
-from ..phases import Phases
+from .._tracing import broadcasts, have_tangents, is_transformed
+from ..phases import Phases, _definition
 from . import gradients
 from .call import Call
 from .schema import PHASES
@@ -71,29 +71,33 @@ def _sum(call: Call, phases: Phases) -> tuple[torch.Tensor, torch.Tensor | None]
     """Add the angles of positions to phases in plain torch, which has gradients by both.
 
     Returns:
-        Phases in int64, and the zeros through which gradients flow, or None.
+        Phases as the rotation of the call reads them, and the zeros through which gradients flow, or None.
     """
     words, turns, positions, options = call.primary, call.secondary, call.positions, call.options
     tokens = call.q.shape[call.layout().token]
     own = angles.phase_at(words, turns, positions, call.offset, options.add_index, tokens)
     given = phases.words(True)
-    total, least = given + own, torch.iinfo(torch.int64).min
-    total = torch.where(total == least, least + 1, total)
-    invalid = given == least
+    invalid = angles.is_no_phase(given)
     lost = None if positions is None else angles.is_lost(positions)
     if lost is not None:
         invalid = invalid | lost.any(0)[:, None, :, None]
     if turns is not None:
         invalid = invalid | angles.without_frequency(turns)
-    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    wide = call.q.dtype == torch.float64
+    found = _definition.marked(given + own, invalid, wide)
+    dtype = torch.float64 if wide else torch.float32
     steps = [] if phases.drift is None else [phases.drift.to(dtype)]
-    if lost is not None and positions is not None:
+    if positions is not None and lost is not None and _has_gradient(positions):
         steps.append(angles.position_angle(words, turns, positions, dtype))
-    if call.extras.frequencies:
+    if call.extras.frequencies and _has_gradient(call.extras.frequencies[0]):
         where = gradients.places(call, tokens, words.device)
         steps.append(angles.frequency_angle(call.extras.frequencies[0], where, dtype))
-    found = torch.where(invalid, least, total)
-    return found, sum(steps[1:], steps[0]).expand(total.shape) if steps else None
+    return found, sum(steps[1:], steps[0]).expand(found.shape) if steps else None
+
+
+def _has_gradient(x: torch.Tensor) -> bool:
+    transformed = is_transformed()
+    return x.requires_grad or transformed or have_tangents([x], transformed)
 
 
 def _check(call: Call, phases: Phases) -> None:

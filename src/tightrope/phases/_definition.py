@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
 from .. import angles
 
@@ -45,22 +46,17 @@ def running_sum(
     before = 0 if start is None else start[:, :, None]
     if reset is None:
         return values.cumsum(2) + before
-    bad = None
-    if values.is_floating_point():
-        # The sum over all tokens must not carry a NaN beyond a reset.
-        bad = ~values.isfinite()
-        values = values.masked_fill(bad, 0.0)
-    tokens = values.shape[2]
-    first = torch.where(reset, torch.arange(tokens, device=values.device), -1)
-    if tokens:
-        first = first.cummax(1).values
-    first = first[:, None, :, None]
-    total = values.cumsum(2).expand(rows_of(values, start, reset), -1, -1, -1)
-    earlier = (total - values).gather(2, first.clamp(min=0).expand(total.shape))
-    sums = torch.where(first >= 0, total - earlier, total + before)
-    if bad is None:
-        return sums
-    return sums.masked_fill(running_sum(bad.to(torch.int64), None, reset) != 0, torch.nan)
+    # In each step a sum takes in as many earlier tokens as it holds, unless a reset is among its own.
+    # Differences of two sums would lose what is small beside an earlier sequence.
+    sums = values.expand(rows_of(values, start, reset), -1, -1, -1)
+    closed, held = reset[:, None, :, None], 1
+    while held < values.shape[2]:
+        shift = (0, 0, held, 0)
+        earlier = pad(sums[:, :, :-held], shift)
+        sums = sums + torch.where(closed, 0, earlier)
+        closed = closed | pad(closed[:, :, :-held], shift)
+        held *= 2
+    return torch.where(closed, sums, sums + before)
 
 
 def last_of(sums: torch.Tensor, start: torch.Tensor | None) -> torch.Tensor:
@@ -82,15 +78,15 @@ def phase_words(
     words, turns = angles.words_from(increments)
     lost = turns == angles.NO_TURNS
     if not running:
-        return _marked(words, lost, wide), words.new_empty((0, words.shape[1], words.shape[3]))
+        return marked(words, lost, wide), words.new_empty((0, words.shape[1], words.shape[3]))
     # As integers: torch has no running sum of bools.
     losses, before = lost.to(torch.int64), None if state is None else (state == _MARKER).long()
     sums, lost = running_sum(words, state, reset), running_sum(losses, before, reset) != 0
-    last = _marked(last_of(sums, state), last_of(lost, before) != 0, True)
-    return _marked(sums, lost, wide), last
+    last = marked(last_of(sums, state), last_of(lost, before) != 0, True)
+    return marked(sums, lost, wide), last
 
 
-def _marked(words: torch.Tensor, lost: torch.Tensor, wide: bool) -> torch.Tensor:
+def marked(words: torch.Tensor, lost: torch.Tensor, wide: bool) -> torch.Tensor:
     """Mark lost phases, and round the others to their upper 32 bits unless ``wide``.
 
     The phase that equals the marker, half a turn, moves up by one unit.

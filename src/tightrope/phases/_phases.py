@@ -56,7 +56,7 @@ class Phases:
     @property
     def shape(self) -> torch.Size:
         """The sizes ``(rows, heads, tokens, pairs)``."""
-        return next(iter(self._words.values())).shape
+        return self._words[self._arguments[0].dtype == torch.float64].shape
 
     @property
     def device(self) -> torch.device:
