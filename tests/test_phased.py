@@ -301,6 +301,7 @@ def in_place(x: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
     return rotate_(x * 1, *arguments, **named)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("function", [rotate, in_place])
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("shape", [(2, 2, 3, 2), (1, 2, 3, 1), (2, 1, 3, 2), (1, 1, 3, 1)], ids=str)
@@ -544,6 +545,7 @@ def test_the_raw_operator_refuses_phases_that_do_not_fit(backend: str) -> None:
 
 
 @needs_triton
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("per_head", [False, True], ids=["shared ω", "ω per head"])
 @every_shape
