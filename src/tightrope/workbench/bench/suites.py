@@ -94,7 +94,7 @@ _ROUNDINGS = _in_both(
 
 # Compared with frequencies per head, and with eager code that forms the angles in float32.
 _PHASES = _in_both(
-    Case(f"phases 2048, {name}", k_heads=32, phases=kind, work=work)
+    Case(f"phases 2048, k 32 heads, {name}", k_heads=32, phases=kind, work=work)
     for name, kind, work in (
         ("given", "given", "in place"),
         ("running", "running", "out of place"),
