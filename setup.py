@@ -164,6 +164,7 @@ def build_library() -> Path:
     units = {
         "bind_torch.cpp": torch_flags,
         "bind_gradients.cpp": torch_flags,
+        "bind_phases.cpp": torch_flags,
         "dispatch.cpp": ["-O3"],
         "stretched.cpp": ["-O3"],
         "large_results.cpp": ["-O2"],

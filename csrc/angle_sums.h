@@ -165,8 +165,43 @@ inline void add_token(const Problem& p, const AngleSums& sums, int64_t run, int6
   }
 }
 
+// Writes the gradients of the phases of one token of one row of phases: sums over the rows and heads that
+// share them.
+template <class F>
+inline void add_phases(const Problem& p, const AngleSums& sums, int64_t item) {
+  using T = typename F::Value;
+  const int64_t phase_row = item / p.tokens, token = item - phase_row * p.tokens;
+  const int64_t row = p.phase_rows == 1 ? 0 : phase_row, last = p.phase_rows == 1 ? p.rows : row + 1;
+  const bool shared = p.phase_heads == 1;
+  const double sign = p.conjugate ? -1.0 : 1.0;
+  alignas(64) T sum[kAngles];
+  alignas(64) double total[kAngles];
+  for (int64_t first = 0; first < p.pairs; first += kAngles) {
+    const int64_t n = p.pairs - first < kAngles ? p.pairs - first : kAngles;
+    for (int64_t head = 0; head < p.phase_heads; ++head) {
+      for (int64_t k = 0; k < n; ++k) sum[k] = 0, total[k] = 0;
+      int64_t together = 0;
+      for (int64_t r = row; r < last; ++r) {
+        for (int32_t index = 0; index < p.operands; ++index) {
+          const int64_t end = shared ? p.operand[index].heads : head + 1;
+          for (int64_t h = shared ? 0 : head; h < end; ++h) {
+            add_head<F>(p, p.operand[index], r, h, token, first, n, sum);
+            if (++together == kHeadsTogether) flush(sum, total, n), together = 0;
+          }
+        }
+      }
+      T* __restrict to = static_cast<T*>(sums.by_phase) + ((phase_row * p.phase_heads + head) * p.tokens + token) * p.pairs + first;
+      for (int64_t k = 0; k < n; ++k) to[k] = T(sign * (total[k] + double(sum[k])));
+    }
+  }
+}
+
 template <class F>
 void add_angles(const Problem& p, const AngleSums& sums, int64_t begin, int64_t end) {
+  if (sums.by_phase != nullptr) {
+    for (int64_t item = begin; item < end; ++item) add_phases<F>(p, sums, item);
+    return;
+  }
   for (int64_t run = begin; run < end; ++run) {
     const int64_t sequence = run / sums.runs;
     const int64_t from = (run - sequence * sums.runs) * sums.run;

@@ -83,6 +83,8 @@ inline int64_t word_at(const Problem& p, int64_t axis, int64_t row, int64_t head
 inline bool phases(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t first,
                    int64_t n, uint64_t* __restrict phase) {
   bool found = true;
+  if (p.axes == 0)
+    for (int64_t k = 0; k < n; ++k) phase[k] = 0;
   for (int64_t axis = 0; axis < p.axes; ++axis) {
     const Split s = position_at(p, axis, row, token);
     found = found && !s.lost;
@@ -103,6 +105,37 @@ inline bool phases(const Problem& p, int64_t row, int64_t head, int64_t token, i
     }
   }
   return found;
+}
+
+// Phases of one token and head, from the caller.
+struct PhaseRow {
+  const void* data;
+  int64_t step;  // from pair to pair
+};
+inline PhaseRow phase_row(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t first) {
+  const Strides& s = p.phase_stride;
+  const int64_t at = row * s.row + head * s.head + token * s.token + first * s.channel;
+  return {static_cast<const char*>(p.phases) + at * (p.phases_are_int32 ? 4 : 8), s.channel};
+}
+
+// Adds the caller's phases to those of n pairs; returns whether one of them is NaN.
+template <class P, class Bits>
+inline bool add_phases(const PhaseRow& from, int64_t n, uint64_t* __restrict phase) {
+  const P* __restrict given = static_cast<const P*>(from.data);
+  P least = 0;
+  if (from.step == 1) {
+    for (int64_t k = 0; k < n; ++k) {
+      phase[k] += uint64_t(Bits(given[k])) << (64 - 8 * sizeof(P));
+      least = given[k] < least ? given[k] : least;
+    }
+  } else {
+    for (int64_t k = 0; k < n; ++k) {
+      const P one = given[k * from.step];
+      phase[k] += uint64_t(Bits(one)) << (64 - 8 * sizeof(P));
+      least = one < least ? one : least;
+    }
+  }
+  return least == P(Bits(1) << (8 * sizeof(P) - 1));
 }
 
 // Converts the remainder of a phase after its nearest quarter turn to radians in [-π/4, π/4]. In float,
@@ -220,6 +253,14 @@ inline void lose(const Problem& p, int64_t row, int64_t head, int64_t first, int
   }
 }
 
+// Writes NaN for each pair whose phase is NaN.
+template <class P, class T>
+inline void lose(const PhaseRow& from, P nan, int64_t n, bool twos, T* __restrict c, T* __restrict s) {
+  const P* given = static_cast<const P*>(from.data);
+  for (int64_t k = 0; k < n; ++k)
+    if (given[k * from.step] == nan) c[slot(twos, k, n)] = s[slot(twos, k, n)] = T(__builtin_nan(""));
+}
+
 // Cosines and sines of one token, and after them those of the second channels of the pairs if tables
 // hold them; returns false if its position is lost or lies outside the table.
 template <class T>
@@ -241,6 +282,17 @@ inline bool angles_of(const Problem& p, int64_t row, int64_t head, int64_t token
   }
   alignas(64) uint64_t phase[kAngles];
   if (!phases(p, row, head, token, first, n, phase)) return false;
+  PhaseRow given = {nullptr, 0};
+  bool gone = false;
+  if (p.phases != nullptr) {
+    given = phase_row(p, row, head, token, first);
+    // The phases of the next head, while these are computed; past the end this is harmless.
+    const int64_t ahead = p.phase_stride.head * (p.phases_are_int32 ? 4 : 8);
+    for (int64_t byte = 0; byte < n * (p.phases_are_int32 ? 4 : 8); byte += kLine)
+      __builtin_prefetch(static_cast<const char*>(given.data) + ahead + byte);
+    gone = p.phases_are_int32 ? add_phases<int32_t, uint32_t>(given, n, phase)
+                              : add_phases<int64_t, uint64_t>(given, n, phase);
+  }
   const bool twos = in_twos(p);
   if (!twos) {
     cos_sin(phase, n, p.conjugate, amplitude, c, s);
@@ -254,6 +306,12 @@ inline bool angles_of(const Problem& p, int64_t row, int64_t head, int64_t token
     cos_sin(sorted, n, p.conjugate, amplitude, c, s);
   }
   if (p.turns != nullptr) lose(p, row, head, first, n, twos, c, s);
+  if (!gone) return true;
+  if (p.phases_are_int32) {
+    lose<int32_t>(given, INT32_MIN, n, twos, c, s);
+  } else {
+    lose<int64_t>(given, INT64_MIN, n, twos, c, s);
+  }
   return true;
 }
 

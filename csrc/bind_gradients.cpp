@@ -20,10 +20,22 @@ std::tuple<Tensor, Tensor> angle_gradients(Tensor y, std::optional<Tensor> z, Te
     STD_TORCH_CHECK(grads.tensor[i]->is_cpu() && code_of(*grads.tensor[i]) == code_of(y),
                     "tightrope: gradients must have the dtype and device of results");
   const Arguments a{words, turns, positions, offset, Options(options), 1.0, nullptr, 0.0};
-  STD_TORCH_CHECK(a.options.source == kWords, "tightrope: angle_gradients takes phase words, not tables");
+  const bool phases = a.options.source == kGivenPhases;
+  STD_TORCH_CHECK(a.options.source == kWords || phases, "tightrope: angle_gradients takes phase words or phases, not tables");
+  STD_TORCH_CHECK(!phases || !by_positions, "tightrope: phases have no gradient by positions");
   STD_TORCH_CHECK(a.options.is_plain(), "tightrope: angle_gradients takes no act and no gate");
   Problem p = problem_of(ys, grads, a);
   const bool empty = is_empty(p) || p.pairs == 0;
+  if (phases) {
+    Tensor of_phases = zeros(words, {by_frequencies ? p.phase_rows : 0, p.phase_heads, p.tokens, p.pairs}, value_type(p));
+    if (!empty && by_frequencies) {
+      const AngleSums sums{nullptr, nullptr, of_phases.mutable_data_ptr(), p.tokens, 1, p.tokens};
+      const AngleLoop loop = loops().add_angles;
+      share(p, p.phase_rows * p.tokens, p.rows / p.phase_rows,
+            [&](int64_t begin, int64_t end) { loop(p, sums, begin, end); });
+    }
+    return {zeros(words, {0, p.rows, p.tokens}), of_phases};
+  }
   const int64_t sequences = p.word_rows;
   const int64_t sequence = empty ? 0 : sequences == 1 ? p.rows * p.tokens : p.tokens;
   const int64_t run = run_of_tokens(sequence);
@@ -37,7 +49,7 @@ std::tuple<Tensor, Tensor> angle_gradients(Tensor y, std::optional<Tensor> z, Te
   const AngleSums sums{
       by_positions ? static_cast<double*>(of_positions.mutable_data_ptr()) : nullptr,
       by_frequencies ? static_cast<double*>(of_runs.mutable_data_ptr()) : nullptr,
-      sequence, run, runs};
+      nullptr, sequence, run, runs};
   const AngleLoop loop = loops().add_angles;
   share(p, sequences * runs, run < sequence ? run : sequence,
         [&](int64_t begin, int64_t end) { loop(p, sums, begin, end); });

@@ -134,7 +134,7 @@ struct Arguments {
   double eps;
 };
 
-constexpr int64_t kWords = 0, kRepeat = 2, kHalf = 3, kFull = 4;  // codes of SOURCES
+constexpr int64_t kWords = 0, kRepeat = 2, kHalf = 3, kFull = 4, kGivenPhases = 5;  // codes of SOURCES
 
 inline Table table_of(const Tensor& x, const View& view) {
   auto at = [&](int d) { return view.size[d] == 1 ? int64_t(0) : view.stride[d]; };
@@ -166,16 +166,45 @@ inline void read_tables(const Arguments& a, Problem& p) {
   STD_TORCH_CHECK(!full || a.options.direction != kInverse, "tightrope: full tables have no inverse");
 }
 
-inline void read_words(const Arguments& a, Problem& p) {
-  const View w(a.primary);
-  STD_TORCH_CHECK(w.dims == 4 && w.size[0] >= 1 && is_words(a.primary),
+inline void read_words(const Tensor& words, Problem& p) {
+  const View w(words);
+  STD_TORCH_CHECK(w.dims == 4 && w.size[0] >= 1 && is_words(words),
                   "tightrope: phase words must be contiguous int64 [axes, rows|1, heads|1, pairs]");
-  p.words = static_cast<const int64_t*>(a.primary.const_data_ptr());
+  p.words = static_cast<const int64_t*>(words.const_data_ptr());
   p.axes = w.size[0], p.word_rows = w.size[1], p.word_heads = w.size[2], p.pairs = w.size[3];
+}
+
+inline void read_words(const Arguments& a, Problem& p) {
+  read_words(a.primary, p);
   if (!a.secondary.has_value()) return;
   STD_TORCH_CHECK(is_words(*a.secondary) && a.secondary->numel() == a.primary.numel(),
                   "tightrope: turns must have the shape of words");
   p.turns = static_cast<const int64_t*>(a.secondary->const_data_ptr());
+}
+
+inline void read_phases(const Arguments& a, Problem& p) {
+  const View given(a.primary);
+  const int32_t code = code_of(a.primary);
+  p.phases_are_int32 = code == aoti_torch_dtype_int32();
+  STD_TORCH_CHECK(given.dims == 4 && a.primary.is_cpu() && (p.phases_are_int32 || code == aoti_torch_dtype_int64()) &&
+                      given.size[2] == p.tokens,
+                  "tightrope: phases must be int32 or int64 [rows|1, heads|1, tokens, pairs]");
+  p.word_rows = p.word_heads = 1;
+  if (a.secondary.has_value()) {
+    read_words(*a.secondary, p);
+    STD_TORCH_CHECK(p.pairs == given.size[3], "tightrope: phases must have the pairs of the phase words");
+  }
+  p.phases = a.primary.const_data_ptr();
+  // Empty phases have a null pointer, which elsewhere means that there are none.
+  if (p.phases == nullptr) p.phases = &p;
+  p.pairs = given.size[3];
+  p.phase_rows = given.size[0], p.phase_heads = given.size[1];
+  auto at = [&](int d) { return given.size[d] == 1 ? int64_t(0) : given.stride[d]; };
+  p.phase_stride = {at(0), at(1), given.stride[2], given.stride[3]};
+  STD_TORCH_CHECK(p.phase_rows == 1 || p.phase_rows == p.rows, "tightrope: phases must have 1 row or those of q");
+  for (int32_t i = 0; i < p.operands; ++i)
+    STD_TORCH_CHECK(p.phase_heads == 1 || p.phase_heads == p.operand[i].heads,
+                    "tightrope: phases must have 1 head or those of q and k");
 }
 
 inline void read_positions(const std::optional<Tensor>& positions, int64_t offset, bool add_index,
@@ -254,6 +283,8 @@ inline Problem problem_of(const Operands& xs, const Operands& outs, const Argume
   Problem p = operands_of(xs, outs, options);
   if (options.source == kWords) {
     read_words(a, p);
+  } else if (options.source == kGivenPhases) {
+    read_phases(a, p);
   } else {
     read_tables(a, p);
   }
@@ -265,7 +296,7 @@ inline Problem problem_of(const Operands& xs, const Operands& outs, const Argume
                     "tightrope: angles must have 1 head or those of q and k");
   STD_TORCH_CHECK(p.start <= p.head_dim && p.pairs <= (p.head_dim - p.start) / 2,
                   "tightrope: rotated channels lie outside the head");
-  p.angles_per_head = p.word_heads != 1;
+  p.angles_per_head = p.word_heads != 1 || p.phase_heads > 1;
   read_positions(a.positions, a.offset, options.add_index, p);
   p.interleaved = options.interleaved;
   p.conjugate = options.direction != kForward;
@@ -298,13 +329,16 @@ inline const Loops& loops() {
   return *found;
 }
 
-// Calls work(begin, end) for all items, on several threads if there is enough work.
+// Calls work(begin, end) for all items, on several threads if there are enough elements.
 template <class Work>
-void share(const Problem& p, int64_t items, int64_t tokens_per_item, const Work& work) {
-  const double per_item = heads_of(p) * double(tokens_per_item) * double(p.head_dim);
+void share(double per_item, int64_t items, const Work& work) {
   if (double(items) * per_item <= kElementsPerThread) return work(0, items);
   const int64_t grain = per_item >= kElementsPerThread ? 1 : kElementsPerThread / int64_t(per_item);
   torch::stable::parallel_for(0, items, grain, work);
+}
+template <class Work>
+void share(const Problem& p, int64_t items, int64_t tokens_per_item, const Work& work) {
+  share(heads_of(p) * double(tokens_per_item) * double(p.head_dim), items, work);
 }
 
 // Tokens of one row to process together: as many as have room for their angles, up to 16.

@@ -18,10 +18,13 @@ namespace tightrope {
   void angle_loop(const Problem&, const AngleSums&, int64_t, int64_t);          \
   void stages_loop(const Problem&, const Stages&, void*, int64_t, int64_t);       \
   void exponentials(Dtype, void*, int64_t);                                     \
-  void gate_loop(const Problem&, const GateSums&, void*, int64_t, int64_t);
+  void gate_loop(const Problem&, const GateSums&, void*, int64_t, int64_t);     \
+  void phase_words_loop(const PhaseSums&, int64_t, int64_t);                    \
+  void phase_sums_loop(const PhaseSums&, int64_t, int64_t);
 
 #define TIGHTROPE_LOOPS_OF(isa) \
-  { isa::loop, isa::angle_loop, isa::stages_loop, isa::exponentials, isa::gate_loop }
+  { isa::loop, isa::angle_loop, isa::stages_loop, isa::exponentials, isa::gate_loop, \
+    isa::phase_words_loop, isa::phase_sums_loop }
 
 namespace baseline {
 TIGHTROPE_LOOPS
@@ -69,7 +72,7 @@ const InstructionSet kSets[] = {
 #if defined(TIGHTROPE_AVX512BF16)
     {"avx512bf16",
      {avx512bf16::loop, avx512::angle_loop, avx512::stages_loop, avx512::exponentials,
-      avx512::gate_loop},
+      avx512::gate_loop, avx512::phase_words_loop, avx512::phase_sums_loop},
      has_avx512bf16},
 #endif
     {"avx512", TIGHTROPE_LOOPS_OF(avx512), has_avx512},

@@ -61,6 +61,14 @@ struct Problem {
   const int64_t* turns;
   int64_t axes, word_rows, word_heads;
 
+  // Phases of each token, if not null; those of phase words, if there are any, are added to them. In units
+  // of 2^-64 turn, or in int32 in units of 2^-32; the smallest number stands for NaN. [phase_rows|1,
+  // phase_heads|1, tokens, pairs]; the stride is 0 for a size of 1.
+  const void* phases;
+  bool phases_are_int32;
+  int64_t phase_rows, phase_heads;
+  Strides phase_stride;
+
   // Tables instead, if their data is not null: a position is then an index along `length`.
   Table cosine, sine;
   Dtype table_dtype;
@@ -87,9 +95,12 @@ using Loop = void (*)(const Problem&, int64_t begin, int64_t end);
 // Outputs of the gradients of angles, or null: sums over heads and pairs, [axes, rows, tokens], and
 // sums over the tokens of each run, [runs of all sequences, axes, word_heads, pairs]. The caller sets
 // both to zero. A sequence is the tokens that share phase words: those of one row, or of all rows.
+// Gradients of the phases of each token have their shape and the type of the arithmetic; then a sequence is
+// the tokens of one row of phases.
 struct AngleSums {
   double* by_position;
   double* by_frequency;
+  void* by_phase;
   int64_t sequence;  // tokens of a sequence
   int64_t run;       // tokens of a run
   int64_t runs;      // runs of a sequence
@@ -158,6 +169,26 @@ struct GateSums {
 using GateLoop = void (*)(const Problem& p, const GateSums& sums, void* scratch, int64_t begin,
                           int64_t end);
 
+// Running sums of phase words, or of gradients (see phase_words and phase_sums in ops/schema.py). A work
+// item is up to kPhases pairs of one row and head, and up to `run` tokens.
+struct PhaseSums {
+  const void* in;  // angles or increments, or gradients, which are float or double
+  void* out;
+  Dtype dtype;  // of `in`
+  Strides in_stride, out_stride;
+  int64_t rows, heads, tokens, pairs, run;
+  const uint8_t* reset;  // whether a sum starts at a token, or null
+  int64_t reset_row, reset_token;
+  const void* start;  // the sums before the first token, or of gradients after the last; or null
+  Strides start_stride;
+  void* last;    // the sums at the other end, contiguous [rows, heads, pairs], or null
+  bool running;  // sums, not the phase words alone
+  bool wide;     // store 64-bit phase words, not their upper halves
+};
+constexpr int64_t kPhases = 32;
+
+using PhaseLoop = void (*)(const PhaseSums&, int64_t begin, int64_t end);
+
 // Bytes of a cache line.
 constexpr int64_t kLine = 64;
 // Bytes of the largest head whose results can be streamed.
@@ -189,6 +220,7 @@ struct Loops {
   StagesLoop stages;
   Exponentials exponentials;
   GateLoop add_gates;
+  PhaseLoop phase_words, phase_sums;
 };
 
 // Returns the loops for the instruction set in use (see dispatch.cpp); null if TIGHTROPE_CPU_ISA names

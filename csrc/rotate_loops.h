@@ -8,6 +8,7 @@
 #else
 #include "angle_sums.h"
 #include "gate_sums.h"
+#include "phase_sums.h"
 #endif
 #if defined(__AVX512F__)
 #include "heads_avx512.h"
@@ -53,37 +54,62 @@ inline Heads<Stored> heads_of(const Operand& o, int64_t row, int64_t head, int64
           i.head, j.head, i.channel, j.channel, count, ahead, o.streams};
 }
 
+// Computes the cosines and sines of a tile for one head, or for all heads if they share them.
+template <class A>
+inline void take_angles(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t tokens, int64_t first,
+                        int64_t n, Angles<typename A::Value>& angles) {
+  fill(p, row, head, token, tokens, first, n, angles);
+  // Tables have the dtype that the caller chose.
+  if (!p.narrow || p.cosine.data != nullptr) return;
+  for (int64_t i = 0; i < tokens * row_width(p, n); ++i) {
+    angles.cosine[i] = rounded(typename A::Format{}, angles.cosine[i]);
+    angles.sine[i] = rounded(typename A::Format{}, angles.sine[i]);
+  }
+}
+
+// A tile whose heads have angles of their own. All operands have the same heads, and share their angles.
+template <class A>
+inline void turn_apart(const Problem& p, int64_t row, int64_t token, int64_t tokens, int64_t first, int64_t n) {
+  using Stored = typename A::Stored;
+  using T = typename A::Value;
+  Angles<T> angles;
+  const int64_t width = row_width(p, n), other = width - n;
+  for (int64_t head = 0; head < p.operand[0].heads; ++head) {
+    take_angles<A>(p, row, head, token, tokens, first, n, angles);
+    for (int32_t index = 0; index < p.operands; ++index) {
+      const Operand& o = p.operand[index];
+      const int64_t token_bytes = o.in_stride.token * int64_t(sizeof(Stored));
+      const int64_t head_bytes = o.in_stride.head * int64_t(sizeof(Stored));
+      for (int64_t t = 0; t < tokens; ++t) {
+        const int64_t ahead = t + 1 < tokens ? token_bytes : head_bytes - t * token_bytes;
+        const T *c = angles.cosine + t * width, *s = angles.sine + t * width;
+        turn_heads<A>(p, heads_of<Stored>(o, row, head, 1, token + t, ahead), first, n, {c, s, c + other, s + other});
+      }
+    }
+  }
+}
+
+// A tile whose heads share their angles.
 template <class A>
 inline void turn_tile(const Problem& p, int64_t row, int64_t token, int64_t tokens, int64_t first,
                       int64_t n) {
   using Stored = typename A::Stored;
   using T = typename A::Value;
   Angles<T> angles;
-  const bool shared = !p.angles_per_head;
   const int64_t width = row_width(p, n), other = width - n;
-  const auto take = [&](int64_t head) {
-    fill(p, row, head, token, tokens, first, n, angles);
-    // Tables have the dtype that the caller chose.
-    if (!p.narrow || p.cosine.data != nullptr) return;
-    for (int64_t i = 0; i < tokens * width; ++i) {
-      angles.cosine[i] = rounded(typename A::Format{}, angles.cosine[i]);
-      angles.sine[i] = rounded(typename A::Format{}, angles.sine[i]);
-    }
-  };
-  if (shared) take(0);
+  take_angles<A>(p, row, 0, token, tokens, first, n, angles);
   for (int32_t index = 0; index < p.operands; ++index) {
     const Operand& o = p.operand[index];
     // Adjacent heads are one run of memory. Other heads are separate streams: take as many as the cache
     // can hold, with the tokens of the tile as the inner loop.
     const bool adjacent = o.in_stride.head < o.in_stride.token;
-    const int64_t group = !shared ? 1 : adjacent ? o.heads : kStreams;
+    const int64_t group = adjacent ? o.heads : kStreams;
     const int64_t token_bytes = o.in_stride.token * int64_t(sizeof(Stored));
     const int64_t group_bytes = group * o.in_stride.head * int64_t(sizeof(Stored));
     for (int64_t head = 0; head < o.heads; head += group) {
       const int64_t count = o.heads - head < group ? o.heads - head : group;
-      if (!shared) take(head);
       for (int64_t t = 0; t < tokens; ++t) {
-        const int64_t ahead = adjacent && shared ? kAhead
+        const int64_t ahead = adjacent           ? kAhead
                               : t + 1 < tokens   ? token_bytes
                                                  : group_bytes - t * token_bytes;
         const T *c = angles.cosine + t * width, *s = angles.sine + t * width;
@@ -106,7 +132,11 @@ void turn(const Problem& p, int64_t begin, int64_t end) {
     int64_t first = 0;
     do {
       const int64_t n = p.pairs - first < most ? p.pairs - first : most;
-      turn_tile<A>(p, row, token, tokens, first, n);
+      if (p.angles_per_head) {
+        turn_apart<A>(p, row, token, tokens, first, n);
+      } else {
+        turn_tile<A>(p, row, token, tokens, first, n);
+      }
       first += n;
     } while (first < p.pairs);
   }

@@ -167,8 +167,16 @@ class Threads:
     def _fused(self, words: list[str], operands: list[str], on: Array) -> None:
         kind = words[-1]
         if words[0] == "fma":
+            a, b, c = (self._value(x, kind) for x in operands[1:4])
+            if kind == "f64":
+                # numpy rounds the product too, which must therefore be exact.
+                product = a * b
+                exact = product == a.astype("g") * b.astype("g")
+                assert exact[np.isfinite(product)].all(), (words, operands)
+                self._set(operands[0], product + c, on)
+                return
             assert words[1:] == ["rn", "f32"], words
-            self._set(operands[0], fma(*(self._value(x, kind) for x in operands[1:4])), on)
+            self._set(operands[0], fma(a, b, c), on)
             return
         a, b = (self._value(x, kind) for x in operands[1:3])
         if "wide" in words:

@@ -48,7 +48,7 @@ def from_definition(
         ids: positions [axes, rows, tokens].
     """
     tokens = ids.shape[2] if tokens is None else tokens
-    phase = angles.phases(words, turns, ids, offset, add_index, tokens)
+    phase = angles.phase_at(words, turns, ids, offset, add_index, tokens)
     cos, sin = angles.cos_sin(phase, dtype)
     return cos[:, 0], sin[:, 0]
 

@@ -98,6 +98,8 @@ class Draw(random.Random):
 
 def numbers(count: int, dtype: torch.dtype, draw: Draw, low: int = -(2**62)) -> torch.Tensor:
     generator = torch.Generator().manual_seed(draw.getrandbits(32))
+    if dtype == torch.uint8:
+        return torch.randint(0, 2, (count,), generator=generator, dtype=dtype)
     if not dtype.is_floating_point:
         low = max(low, torch.iinfo(dtype).min)
         return torch.randint(low, -low, (count,), generator=generator, dtype=dtype)
@@ -310,6 +312,27 @@ def gate_gradients(draw: Draw) -> Call:
     return schema.gate_gradients, arguments, []
 
 
+def phases(draw: Draw) -> Call:
+    """Draw a call of phase_words or phase_sums, whose tensors are alike."""
+    sizes = [draw.size() for _ in range(4)]
+    if draw.sometimes(0.2):
+        sizes[draw.randrange(4)] = draw.choice((0, 40, 70))
+    rows, heads, tokens, pairs = sizes
+    back, running = draw.sometimes(0.4), draw.sometimes(0.8)
+    dtype = draw.choice(DTYPES[:2]) if back else draw.choice(DTYPES)
+    x = draw.tensor(draw.sizes([draw.choice((1, rows)), heads, tokens, pairs]), dtype)
+    own = [draw.choice((1, rows)), heads, pairs]
+    kind = dtype if back else torch.int64
+    start = draw.tensor(draw.sizes(own), kind) if running and draw.sometimes(0.5) else None
+    reset = None
+    if running and draw.sometimes(0.5):
+        reset = draw.tensor(draw.sizes([draw.choice((1, rows)), tokens]), torch.uint8)
+        reset = reset.view(torch.bool) if draw.sometimes(0.7) else reset
+    if back:
+        return schema.phase_sums, [x, start, reset], []
+    return schema.phase_words, [x, start, reset, running, draw.sometimes(0.5)], []
+
+
 # --- properties of each call ----------------------------------------------------------------------
 
 
@@ -450,7 +473,7 @@ def test_calls_that_are_refused(name: str) -> None:
         call[0](*call[1])
 
 
-@pytest.mark.parametrize("of", [rotation, angle_gradients, gate_gradients])
+@pytest.mark.parametrize("of", [rotation, angle_gradients, gate_gradients, phases])
 def test_drawn_calls(of: Callable[[Draw], Call]) -> None:
     taken, refused = 0, 0
     for seed in range(200):

@@ -93,6 +93,7 @@ def name(request: pytest.FixtureRequest) -> str:
 # --- what is replaced -----------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_keep_their_bits_and_strides(name: str, dtype: torch.dtype) -> None:
     model = made(name).to(dtype)
@@ -116,6 +117,7 @@ def test_results_keep_their_bits_and_strides(name: str, dtype: torch.dtype) -> N
     assert type(model) is type(made(name))
 
 
+@pytest.mark.one_in(3)
 def test_a_fault_would_be_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail: a table that is 1 % too large is noticed."""
     model = made(name)
@@ -307,7 +309,7 @@ def test_functions_in_the_body_stay_the_same() -> None:
     assert kept[0] == kept[1]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_and_pickles(name: str, how: Callable[[Any], Any]) -> None:
     model = made(name)

@@ -24,6 +24,7 @@ from tightrope.ops.schema import (
     FORWARD,
     FULL,
     LOG,
+    PHASES,
     ROUNDINGS,
     SLOPE,
     TRANSPOSE,
@@ -32,7 +33,18 @@ from tightrope.ops.schema import (
     options_of,
 )
 from tolerances import Result, assert_near, assert_rotated, assert_same_bits, value
-from triton_cases import AXES, DEVICE, HAS_GPU, Made, allowed, make, needs_triton, noise, words
+from triton_cases import (
+    AXES,
+    DEVICE,
+    HAS_GPU,
+    Made,
+    allowed,
+    make,
+    needs_triton,
+    noise,
+    phases,
+    words,
+)
 
 pytestmark = needs_triton
 
@@ -139,7 +151,7 @@ def test_the_cases_cover_what_they_should() -> None:
         assert {str(case[name]) for case in CASES} == {str(v) for v in values}
     for a, b in (("dtype", "act"), ("positions", "gate"), ("layout", "strides")):
         both = {(str(case[a]), str(case[b])) for case in CASES}
-        wanted = len(AXES[a]) * len(AXES[b]) - 2 * ((a, b) == ("positions", "gate"))
+        wanted = len(AXES[a]) * len(AXES[b]) - 3 * ((a, b) == ("positions", "gate"))
         assert len(both) == wanted
 
 
@@ -230,6 +242,17 @@ def test_nan_and_infinity_give_nan() -> None:
     turns[..., 1] = -(2**63)
     (y,) = operators().rotate(x, None, words(1, 1, 1, 3), turns, None, 0, Options().pack(), 1.0)
     assert y.isnan().any(2)[0, 0].tolist() == [False, True, False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_phases_that_stand_for_nan_give_nan(dtype: torch.dtype) -> None:
+    x = torch.ones(2, 3, 4, 8, device=DEVICE)
+    given = phases((2, 1, 4, 3), dtype)
+    given[1, 0, 2, 1] = torch.iinfo(dtype).min
+    for secondary in (None, words(1, 1, 3, 3)):
+        options = Options(source=PHASES, add_index=secondary is not None).pack()
+        (y,) = operators().rotate(x, None, given, secondary, None, 0, options, 1.0)
+        assert y.isnan().nonzero().tolist() == [[1, h, 2, c] for h in range(3) for c in (1, 4)]
 
 
 def test_rows_outside_a_table_become_nan() -> None:
@@ -472,16 +495,10 @@ def moduli_of(
     The sums run over the same dimensions as the gradients.
     """
     axes, rows, heads, pairs = primary.shape
-    first, second = oracle.channels(2 * pairs, options.start, options.interleaved)
-    layout = BY_CODE[options.layout]
     omega = (primary.double() * (2 * math.pi * 2.0**-64)).abs()[:, :, :, None]
     by_position: Any = 0.0
     by_frequency: Any = 0.0
-    for y, grad in zip(ys, grads, strict=True):
-        y, grad = layout.to_bhsd(y), layout.to_bhsd(grad)
-        products = (y[..., first] * grad[..., second]).abs() + (
-            y[..., second] * grad[..., first]
-        ).abs()
+    for products in products_of(ys, grads, pairs, options):
         tokens = products.shape[2]
         place = torch.zeros(axes, 1, 1, dtype=torch.float64) if ids is None else ids.double()
         place = (place + offset + (torch.arange(tokens) if options.add_index else 0)).abs()
@@ -492,6 +509,45 @@ def moduli_of(
         dims = [3, *([1] if rows == 1 else []), *([2] if heads == 1 else [])]
         by_frequency = by_frequency + full.sum(dims).reshape(primary.shape)
     return by_position, by_frequency
+
+
+def products_of(
+    ys: list[torch.Tensor], grads: list[torch.Tensor], pairs: int, options: Options
+) -> Iterator[torch.Tensor]:
+    """Yield |u·dv| + |v·du| for each pair (u, v), ``[rows, heads, tokens, pairs]``, for q and k."""
+    first, second = oracle.channels(2 * pairs, options.start, options.interleaved)
+    layout = BY_CODE[options.layout]
+    for y, grad in zip(ys, grads, strict=True):
+        y, grad = layout.to_bhsd(y).abs(), layout.to_bhsd(grad).abs()
+        yield y[..., first] * grad[..., second] + y[..., second] * grad[..., first]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("dtype", AXES["dtype"])
+@pytest.mark.parametrize("angles", AXES["angles"])
+def test_sums_by_phases(angles: str, dtype: torch.dtype) -> None:
+    """Gradients of phases have their shape, and sum over the rows and heads that share them."""
+    for at, interleaved, direction in (("phases", True, 0), ("phases alone", False, 1)):
+        case = {**PLAIN, "dtype": dtype, "angles": angles, "positions": at}
+        case |= {"interleaved": interleaved, "direction": direction, "strides": "transposed"}
+        made = make({**case, "channels": (24, 4, 12)})
+        primary, secondary, ids, offset, options, *_ = made.arguments
+        grads = [noise(*x.shape, seed=9 + i).to(dtype).to(DEVICE) for i, x in enumerate(made.xs)]
+        arguments = (made.q, made.k, *grads, primary, secondary, ids, offset, options, False)
+        nothing, got = operators().angle_gradients(*arguments, True)
+        wide, doubles = made.wide(), [grad.double().cpu() for grad in grads]
+        call = Call(wide.q, wide.k, *wide.arguments[:4], options_of(options), 1.0)
+        _, want = gradients.by_angles(call, wide.xs, doubles, False, True)
+        moduli = 0.0
+        for products in products_of(wide.xs, doubles, primary.shape[-1], options_of(options)):
+            over = [dim for dim in (0, 1) if primary.shape[dim] == 1]
+            moduli = moduli + (products.sum(over, keepdim=True) if over else products)
+        entry = "angle sums, float64" if dtype == torch.float64 else "angle sums, float32"
+        assert nothing.shape == (0, made.q.shape[0], made.q.shape[2])
+        assert got.shape == want.shape == primary.shape
+        assert got.dtype == (dtype if dtype == torch.float64 else torch.float32)
+        assert bool(((got.cpu().double() - want).abs() <= value(entry) * moduli).all())
+        assert operators().angle_gradients(*arguments, False)[1].shape == (0, *primary.shape[1:])
 
 
 @pytest.mark.one_in(3)
@@ -645,7 +701,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "turns": (
         lambda x, w: (x, None, w, w[..., :1], None, 0, Options().pack(), 1.0),
-        "words must be contiguous",
+        "turns must have the shape",
     ),
     "layout": (
         lambda x, w: (x[0], None, w, None, None, 0, Options().pack(), 1.0),
@@ -719,6 +775,23 @@ WRONG: dict[str, tuple[Any, str]] = {
             1.0,
         ),
         "positions must be int32",
+    ),
+    "phases": (
+        lambda x, w: (x, None, w, None, None, 0, Options(source=PHASES).pack(), 1.0),
+        "phases must be int32 or int64",
+    ),
+    "pairs of phases": (
+        lambda x, w: (
+            x,
+            None,
+            phases((1, 1, 3, 2), torch.int32),
+            w,
+            None,
+            0,
+            Options(source=PHASES).pack(),
+            1.0,
+        ),
+        "phases must have the pairs",
     ),
     "sines": (
         lambda x, _: (x, None, x, None, None, 0, Options(source=3).pack(), 1.0),

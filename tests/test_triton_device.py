@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tightrope import RopeSpec, gates, positions
+from tightrope import RopeSpec, gates, phases, positions
 from tightrope.activations import RMSNorm
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.workbench.bench.method import captured
@@ -70,6 +70,41 @@ def test_gradients(act: str | None, dtype: torch.dtype) -> None:
 
     for got, want in zip(run(False), run(True), strict=True):
         assert_close(got, want, dtype)
+
+
+def test_phases() -> None:
+    """Phases have the same bits in one call, in two and token by token; gradients are those of the sums."""
+    n, cut, given = (1000, 300, 32) if HAS_GPU else (7, 3, 8)
+    spec = RopeSpec(2 * given)
+    x = noise(2, n, 6, 2 * given, seed=1).float().transpose(1, 2)
+    start = noise(2, n, 6, given, seed=2).float().transpose(1, 2)
+    reset = torch.zeros(n, dtype=torch.bool, device=DEVICE)
+    reset[cut + 1] = True
+    whole = phases.running(start, reset=reset)
+    for wide in (False, True):
+        found, state = [], None
+        for at in (slice(0, cut), slice(cut, n - 2), slice(n - 2, n - 1), slice(n - 1, n)):
+            part = phases.running(start[:, :, at], state, reset[at])
+            found.append(part.words(wide))
+            state = part.state
+        assert torch.equal(torch.cat(found, 2), whole.words(wide))
+    assert whole.state is not None
+    assert torch.equal(state.words, whole.state.words)
+
+    def run(wide: bool) -> list[torch.Tensor]:
+        leaf = (start.double() if wide else start).clone().requires_grad_()
+        leaves = leaf, (x.double() if wide else x).clone().requires_grad_()
+        named: Any = {"phases": phases.running(leaf, reset=reset)}
+        named["backend"] = "reference" if wide else None
+        if wide:
+            total = leaf.cumsum(2)
+            before = (total - leaf)[:, :, cut + 1 : cut + 2] * reset.cumsum(0)[:, None]
+            named["phases"] = phases.given(total - before)
+        y = rotate(leaves[1], spec, 7, **named)
+        return [y, *torch.autograd.grad(y, leaves, noise(*y.shape, seed=3).to(y.dtype))]
+
+    for got, want in zip(run(False), run(True), strict=True):
+        assert_close(got, want)
 
 
 def test_memory() -> None:

@@ -479,7 +479,7 @@ def assert_same_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
     """Assert the same dtype, shape and bits, including signs of zeros and NaN payloads."""
     assert got.dtype == wanted.dtype
     assert got.shape == wanted.shape
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
     a, b = (x.detach().contiguous().view(integers) for x in (got, wanted))
     differ = a != b
     assert not differ.any(), (

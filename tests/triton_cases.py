@@ -18,7 +18,7 @@ import torch
 
 from tightrope.activations import ACTS, RMS_NORM
 from tightrope.angles import words_from
-from tightrope.ops.schema import LOG, SLOPE, SOURCES, TRANSPOSE, Options
+from tightrope.ops.schema import LOG, PHASES, SLOPE, SOURCES, TRANSPOSE, Options
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 HAS_GPU = torch.cuda.is_available()
@@ -46,7 +46,7 @@ def kernels_in_place() -> Iterator[None]:
     if HAS_GPU:
         yield
         return
-    from tightrope.backends.triton import blocks, operators, registration, rotation
+    from tightrope.backends.triton import blocks, operators, phases, registration, rotation
 
     library, programs = torch.library.Library("tightrope", "IMPL"), blocks.PROGRAMS
     with warnings.catch_warnings():
@@ -56,11 +56,13 @@ def kernels_in_place() -> Iterator[None]:
     # The interpreter runs programs sequentially, so use one program per tile.
     blocks.PROGRAMS = 1
     rotation._plans.clear()
+    phases._plans.clear()
     try:
         yield
     finally:
         blocks.PROGRAMS = programs
         rotation._plans.clear()
+        phases._plans.clear()
         library._destroy()
 
 
@@ -86,6 +88,8 @@ AXES: dict[str, Sequence[Any]] = {
         "fractional",
         "axes",
         "tables",
+        "phases",
+        "phases alone",
     ),
     "angles": ("shared", "per row", "per head"),
     "act": ACTS,
@@ -104,7 +108,7 @@ def allowed(case: Mapping[str, Any]) -> bool:
     no_rows, no_heads = layout in ("thd", "sd"), layout in ("bsd", "sd")
     if case.get("direction") == 2 and case.get("act", "none") != "none":
         return False
-    if case.get("gate") == SLOPE and case.get("positions") in ("axes", "tables"):
+    if case.get("gate") == SLOPE and case.get("positions") in ("axes", "tables", "phases alone"):
         return False
     if no_rows and (
         case.get("angles") == "per row" or case.get("positions") in ("ids per row", "per row")
@@ -164,16 +168,23 @@ def words(axes: int, rows: int, heads: int, pairs: int, seed: int = 5) -> torch.
     return words_from(omegas)[0].to(DEVICE)
 
 
+def phases(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 7) -> torch.Tensor:
+    """Return random phases, none of which stands for NaN."""
+    generator, most = torch.Generator().manual_seed(seed), torch.iinfo(dtype).max
+    return torch.randint(-most, most, shape, generator=generator, dtype=dtype).to(DEVICE)
+
+
 def strided(x: torch.Tensor, kind: str) -> torch.Tensor:
     """Return the same values with other strides."""
+    empty = float("nan") if x.is_floating_point() else -1
     if kind == "transposed" and x.dim() > 2:
         return x.transpose(0, 1).contiguous().transpose(0, 1)
     if kind == "gaps":
-        wider = x.new_full((*x.shape[:-1], x.shape[-1] + 3), float("nan"))
+        wider = x.new_full((*x.shape[:-1], x.shape[-1] + 3), empty)
         wider[..., 1:-2] = x
         return wider[..., 1:-2]
     if kind == "channel step":
-        wider = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"))
+        wider = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), empty)
         wider[..., ::2] = x
         return wider[..., ::2]
     return x.contiguous()
@@ -243,6 +254,17 @@ def make(case: Mapping[str, Any]) -> Made:
         table_dtype = torch.float32 if case["amplitude"] == 1.0 else dtype
         primary, secondary = (t.to(table_dtype).to(DEVICE) for t in (angle.cos(), angle.sin()))
         ids, add_index = torch.tensor([3, 0, 15, 15, 2, 1, 4]).reshape(1, 1, TOKENS), False
+    elif at in ("phases", "phases alone"):
+        source, offset = PHASES, 1000 if at == "phases" else 0
+        # Phases and phase words may have rows and heads independently.
+        secondary = words(1, 1, 1, width // 2) if case["amplitude"] == 1.0 else primary
+        secondary = secondary if at == "phases" else None
+        shape = (angle_rows, angle_heads, TOKENS, width // 2)
+        kind = torch.int64 if dtype == torch.float64 or case["interleaved"] else torch.int32
+        primary = strided(phases(shape, kind), case["strides"])
+        add_index = at == "phases"
+        if at == "phases" and case["interleaved"]:
+            ids, add_index = 100 * noise(1, rows, TOKENS, seed=4).float(), False
     act = ACTS.index(case["act"])
     options = Options(
         layout=("bhsd", "bshd", "sbhd", "thd", "bsd", "sd").index(layout),

@@ -2,7 +2,7 @@
 
 The script has a process of its own, because Triton chooses compiler or interpreter at import.
 It prints JSON: errors of cosine, sine, exp and sigmoid against float64, and exp of infinities, NaN
-and -0.
+and -0; and how many phase words differ from those of the definition.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import sys
 from typing import Any
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ptx import Array, Threads
+from tightrope.angles import NO_TURNS, words_from
 from tightrope.backends.triton import blocks, launch
 from tightrope.backends.triton.kernels.angles import cos_sin
 from tightrope.backends.triton.kernels.elementary import exp, sigmoid
+from tightrope.backends.triton.kernels.phases import words_of
 
 THREADS, EACH = 128, 4
 SIZE = THREADS * EACH
@@ -44,11 +47,22 @@ def elementary_of(xs, exps, sigmoids, SIZE: tl.constexpr):
     tl.store(sigmoids + i, sigmoid(x))
 
 
-def ptx_of(kernel: Any, pointer: str) -> str:
+@triton.jit
+def words_of_angles(angles, words, lost, SIZE: tl.constexpr):
+    """Store phase words of angles, and 1 for those that are lost."""
+    i = tl.arange(0, SIZE)
+    word, gone = words_of(tl.load(angles + i))
+    tl.store(words + i, word)
+    tl.store(lost + i, gone.to(tl.int64))
+
+
+def ptx_of(kernel: Any, pointer: str, result: str = "*fp32") -> str:
     names = kernel.arg_names
-    types = dict(zip(names, (pointer, "*fp32", "*fp32", "constexpr")))
+    types = dict(zip(names, (pointer, result, result, "constexpr")))
+    # If one thread had several elements, those of different sizes would go through shared memory.
+    aligned = (0, 1, 2) if result == "*fp32" else ()
     source = ASTSource(
-        kernel, types, {(3,): SIZE}, {(i,): [["tt.divisibility", 16]] for i in range(3)}
+        kernel, types, {(3,): SIZE}, {(i,): [["tt.divisibility", 16]] for i in aligned}
     )
     target = GPUTarget("cuda", 90, 32)
     options = launch.options_of(blocks.Blocks(SIZE, 4, 1, SIZE), target)
@@ -56,11 +70,11 @@ def ptx_of(kernel: Any, pointer: str) -> str:
     return ptx
 
 
-def evaluated(ptx: str, values: Array) -> tuple[Array, Array]:
+def evaluated(ptx: str, values: Array, result: str = "f4") -> tuple[Array, Array]:
     """Return both results of a kernel for values whose number is a multiple of SIZE."""
     found = [], []
     for at in range(0, len(values), SIZE):
-        tensors = [values[at : at + SIZE].copy(), np.zeros(SIZE, "f4"), np.zeros(SIZE, "f4")]
+        tensors = [values[at : at + SIZE].copy(), np.zeros(SIZE, result), np.zeros(SIZE, result)]
         Threads(ptx, tensors, THREADS)
         for into, made in zip(found, tensors[1:]):
             into.append(made)
@@ -119,6 +133,29 @@ def elementary() -> dict[str, Any]:
     }
 
 
+def words() -> dict[str, dict[str, int]]:
+    rng = np.random.default_rng(3)
+    half = np.pi * np.arange(1, 1 << 12)
+    every = np.concatenate(
+        (
+            rng.standard_normal(1 << 13) * 10.0 ** rng.uniform(-20, 22, 1 << 13),
+            half,
+            np.nextafter(half, 0),
+            [0.0, -0.0, np.inf, -np.inf, np.nan, 1e30, 3.9e38, 1e308],
+        )
+    )
+    every = np.resize(every, -(-len(every) // SIZE) * SIZE)
+    found = {}
+    for name, kind in (("fp32", "f4"), ("fp64", "f8")):
+        with np.errstate(over="ignore"):
+            given = every.astype(kind)
+        word, lost = evaluated(ptx_of(words_of_angles, f"*{name}", "*i64"), given, "i8")
+        want, turns = (x.numpy() for x in words_from(torch.from_numpy(given)))
+        wrong = (word != want) | (lost != (turns == NO_TURNS))
+        found[name] = {"angles": len(given), "wrong": int(wrong.sum())}
+    return found
+
+
 if __name__ == "__main__":
-    print(json.dumps({"angles": angles(), "elementary": elementary()}))
+    print(json.dumps({"angles": angles(), "elementary": elementary(), "words": words()}))
     sys.exit(0)

@@ -23,8 +23,8 @@ from triton.backends.compiler import GPUTarget
 
 from tightrope.activations import ACTS
 from tightrope.angles import words_from
-from tightrope.backends.triton import launch, operators, rotation, sums
-from tightrope.ops.schema import LOG, SLOPE, Options
+from tightrope.backends.triton import launch, operators, phases, rotation, sums
+from tightrope.ops.schema import LOG, PHASES, SLOPE, Options
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -68,11 +68,20 @@ def calls() -> dict[str, Any]:
     gate = torch.empty(2, 1, 64, 128)
     rms = ACTS.index("rms_norm")
     weights = torch.empty(1, 128), torch.empty(1, 128)
+    own = torch.empty(2, 64, 1, 64, dtype=torch.int32).transpose(1, 2)
+    of_heads = torch.empty(2, 64, 8, 64, dtype=torch.int32).transpose(1, 2)
+    angles = torch.empty(2, 300, 8, 64).transpose(1, 2)
+    state, reset = torch.zeros(2, 8, 64, dtype=torch.int64), torch.zeros(1, 300, dtype=torch.bool)
+    by_phases = Options(source=PHASES).pack()
     return {
         "bfloat16": into(q, k, *call(Options())),
         "bfloat16 interleaved": into(q, k, *call(Options(interleaved=True))),
         "float32": into(f, g, *call(Options())),
         "float32 interleaved": into(f, g, *call(Options(interleaved=True))),
+        "phases": into(q, k, own, words(64), None, 3, by_phases, 1.0),
+        "phases of each head": into(
+            heads(8, torch.bfloat16), k, of_heads, words(64), None, 3, by_phases, 1.0
+        ),
         "M-RoPE": into(q, k, *call(Options(add_index=False), axes=3)),
         "tables": into(q, k, table, table, None, 0, Options(source=1).pack(), 1.0),
         "unaligned": into(q[..., 1:], None, words(63), None, None, 0, Options().pack(), 1.0),
@@ -105,6 +114,15 @@ def calls() -> dict[str, Any]:
             True,
             False,
         ),
+        "by phases": lambda: operators.angle_gradients(
+            q, k, q, k, own, words(64), None, 3, by_phases, False, True
+        ),
+        "running": lambda: phases.phase_words(angles, state, reset, True, False),
+        "running, a token": lambda: phases.phase_words(
+            angles[:, :, :1].double(), state, None, True, True
+        ),
+        "given": lambda: phases.phase_words(angles.bfloat16(), None, None, False, False),
+        "running, backward": lambda: phases.phase_sums(angles, None, reset),
         "gates": lambda: operators.gate_gradients(
             q,
             None,
@@ -198,9 +216,10 @@ def compiled() -> dict[str, Any]:
     for name, call in calls().items():
         asked.clear()
         call()
-        kernel, values, aligned, blocks = asked[-1]
-        source = launch.source_of(kernel, values, aligned)
-        result[name] = {target: facts(target, source, blocks) for target in TARGETS}
+        # Sums of several chunks take three launches.
+        for part, (kernel, values, aligned, blocks) in zip(("", ", totals", ", between"), asked):
+            source = launch.source_of(kernel, values, aligned)
+            result[name + part] = {target: facts(target, source, blocks) for target in TARGETS}
     return result
 
 
@@ -265,6 +284,15 @@ def counted() -> dict[str, int]:
     count("one head")
     rotate(torch.empty(1, 4, 5, 128))
     count("another dtype")
+    state = torch.zeros(2, 4, 16, dtype=torch.int64)
+    for rows, length, pairs in ((1, 1, 16), (2, 5, 16), (2, 16, 15), (1, 128, 9)):
+        given = torch.empty(rows, length, 4, pairs).transpose(1, 2)
+        phases.phase_words(given, state[:rows, :, :pairs], None, True, False)
+    count("running, one chunk")
+    for rows, length, step in ((1, 129, 1), (2, 5000, 1), (2, 4096, 2)):
+        given = torch.empty(rows, length, 4, 16 * step).transpose(1, 2)[..., ::step]
+        phases.phase_words(given, state[:rows], None, True, False)
+    count("running, several chunks")
     return counts
 
 
@@ -274,10 +302,11 @@ def main() -> int:
     torch.accelerator.current_device_index = lambda: None
     torch.accelerator.device_index = lambda _: contextlib.nullcontext()
     real = launch.launcher
-    rotation.launcher = sums.launcher = note
+    rotation.launcher = sums.launcher = phases.launcher = note
     found = {"compiled": compiled()}
-    rotation.launcher = sums.launcher = real
+    rotation.launcher = sums.launcher = phases.launcher = real
     rotation._plans.clear()
+    phases._plans.clear()
     print(json.dumps({**found, "counted": counted()}))
     return 0
 

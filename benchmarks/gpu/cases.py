@@ -49,6 +49,10 @@ CASES = (
     *_both("neighbours", neighbours=True),
     replace(_PREFILL, name="packed 32k", positions="packed"),
     replace(_PREFILL, name="M-RoPE 32k", positions="M-RoPE"),
+    replace(_PREFILL, name="phases 32k", phases="given"),
+    *_both("running phases", phases="running"),
+    *_both("running phases, per head", phases="running", q_heads=16, k_heads=16),
+    replace(_DECODE, name="running phases, decode 32", rows=32, phases="running"),
     replace(_PREFILL, name="softmax 32k", act="softmax"),
     replace(_PREFILL, name="slope gate 32k", gate="slope"),
     replace(_PREFILL, name="exp gate 32k", gate="exp"),
@@ -61,9 +65,13 @@ COPIES = 40
 
 
 def small(case: Case, tokens: int = 5) -> Case:
-    """Return a tiny case: at most 2 rows and `tokens` tokens, 2 query heads, 1 key head, 16 channels."""
+    """Return a tiny case: at most 2 rows and `tokens` tokens, 2 query heads, 16 channels.
+
+    It has 1 key head, or 2 if the case has as many key heads as query heads.
+    """
     rows, tokens = min(case.rows, 2), min(case.tokens, tokens)
-    return replace(case, rows=rows, tokens=tokens, q_heads=2, k_heads=1, head_dim=16)
+    k_heads = 2 if case.k_heads == case.q_heads else 1
+    return replace(case, rows=rows, tokens=tokens, q_heads=2, k_heads=k_heads, head_dim=16)
 
 
 def sized(case: Case) -> Case:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tightrope import RopeSpec
+from tightrope import RopeSpec, phases
+from tightrope.frequencies import Proportional
 from tightrope.functional import rotate_qk, rotate_qk_
 from tightrope.workbench.bench import CONTENDERS, Case, measure
 from tightrope.workbench.environment import read_environment
@@ -51,11 +52,18 @@ def _calls(device: str) -> dict[str, Callable[[], Any]]:
     ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
     spec = RopeSpec(128)
     prepared, leaf = spec.at(ids, device=device), q.clone().requires_grad_()
+    alone = RopeSpec(128, scaling=Proportional(0.0)).at(0, device=device)
+    step = torch.rand(1, 1, 1, 64, device=device)
+    state = phases.running(step).state
     return {
         "rotate_qk_, prepared": lambda: rotate_qk_(q, k, prepared),
         "rotate_qk, prepared": lambda: rotate_qk(q, k, prepared),
         "rotate_qk_, an offset": lambda: rotate_qk_(q, k, spec, 7),
         "rotate_qk, prepared, with gradients": lambda: rotate_qk(leaf, k, prepared),
+        "phases.running": lambda: phases.running(step, state),
+        "rotate_qk_, running phases": lambda: rotate_qk_(
+            q, k, alone, phases=phases.running(step, state)
+        ),
     }
 
 

@@ -14,6 +14,7 @@ from . import (  # noqa: E402
     functional as functional,
     gates as gates,
     nn as nn,
+    phases as phases,
     positions as positions,
     stacks as stacks,
 )

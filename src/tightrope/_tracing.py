@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch.autograd import forward_ad
 
 
 def is_tracing() -> bool:
@@ -12,6 +15,23 @@ def is_tracing() -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+def is_transformed() -> bool:
+    """Return True if a functorch transform (grad, vmap, ...) is active."""
+    # While compiling, `top` is never None, so `is not None` would always hold.
+    top = torch._C._functorch.peek_interpreter_stack()
+    return isinstance(top, torch._C._functorch.CInterpreter)
+
+
+def have_tangents(tensors: Iterable[torch.Tensor], transformed: bool) -> bool:
+    """Return True if tensors may have forward-mode tangents; a registered operator would ignore them.
+
+    The forward-mode level is global to all threads, so outside transforms each tensor is inspected.
+    """
+    if forward_ad._current_level < 0:
+        return False
+    return transformed or any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def broadcasts(own: int, size: int) -> bool:

@@ -21,7 +21,7 @@ from .frequencies import CONTEXT, TWO_PI, Frequencies
 _TURN = 2.0**-64  # one phase unit, in turns
 _FLOAT_TWO_PI = float(TWO_PI)
 _RADIANS = _FLOAT_TWO_PI * _TURN
-_NO_TURNS = -(2**63)  # marks a frequency that is NaN or too large; kernels use the same marker
+NO_TURNS = -(2**63)  # marks a frequency that is NaN or too large; kernels use the same marker
 
 
 def _parts(value: decimal.Decimal) -> tuple[float, float, float]:
@@ -104,15 +104,15 @@ def words_from(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     words = (torch.where(lost, 0.0, units).to(torch.int64) << 2) + fine.to(torch.int64)
     # int64 times a Python float would have the default dtype, which may be float16.
     turns = torch.round(scaled - words.to(torch.float64) * 2.0**-64)
-    return words, torch.where(lost, float(_NO_TURNS), turns).to(torch.int64)
+    return words, torch.where(lost, float(NO_TURNS), turns).to(torch.int64)
 
 
 def without_frequency(turns: torch.Tensor) -> torch.Tensor:
     """Return a mask of the pairs whose frequency is NaN or too large, ``[rows|1, heads|1, 1, pairs]``."""
-    return (turns == _NO_TURNS).any(0)[:, :, None]
+    return (turns == NO_TURNS).any(0)[:, :, None]
 
 
-def phases(
+def phase_at(
     words: torch.Tensor,
     turns: torch.Tensor | None,
     positions: torch.Tensor | None,
@@ -145,6 +145,16 @@ def phases(
         if turns is not None:
             phase = phase + 2 * (fine * turns[:, :, :, None])
     return phase[0] if phase.shape[0] == 1 else phase.sum(0)
+
+
+def is_no_phase(phases: torch.Tensor) -> torch.Tensor:
+    """Return a mask of the phases that stand for NaN: the smallest number of their dtype."""
+    return phases == torch.iinfo(phases.dtype).min
+
+
+def widened(phases: torch.Tensor) -> torch.Tensor:
+    """Return phases in units of 2^-64 turn, int64; those in int32 are in units of 2^-32 turn."""
+    return phases if phases.dtype == torch.int64 else phases.to(torch.int64) << 32
 
 
 def cos_sin(phase: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,7 +190,7 @@ def look_up(
     Args:
         table: floating ``[rows|1, heads|1, length, width]``.
         form: "cat", "repeat", "half" or "full": the format of the table.
-        positions, offset, add_index, tokens: as in :func:`phases`, with one axis of integers.
+        positions, offset, add_index, tokens: as in :func:`phase_at`, with one axis of integers.
 
     Returns:
         ``[rows|1, heads|1, tokens, pairs or channels]``; NaN where a position lies outside the table.

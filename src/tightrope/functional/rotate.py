@@ -11,7 +11,9 @@ from ..activations import Act, ActLike
 from ..gates import Gate
 from ..ops.build import Request, build, stages_of
 from ..ops.checks import RoundingLike
+from ..ops.phased import PhasesLike
 from ..ops.run import run, run_prepared
+from ..phases import Phases
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
 
@@ -33,6 +35,7 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
     *,
     layout: str = "bhsd",
     inv_freq: torch.Tensor | None = None,
+    phases: Phases | None = None,
     seq_len: SeqLen = None,
     act: Act = None,
     gate: Gate | None = None,
@@ -56,6 +59,10 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
             pairs)``; fixed or learned. Each call converts them to phase words on the device; see
             docs/numerics.md.
         seq_len: length of the sequences, for rules that depend on it; see :meth:`RopeSpec.at`.
+        phases: angles for each token, head and pair, added to those of the positions, made by
+            :func:`tightrope.phases.given` or :func:`tightrope.phases.running`. To rotate by these
+            angles alone, give the spec frequencies of zero:
+            ``RopeSpec(64, scaling=tightrope.frequencies.Proportional(0.0))``.
         act: the prologue f, applied to the whole head vector before the rotation: a name from
             :data:`tightrope.activations.ACTS`, such as "silu", or a
             :class:`tightrope.activations.RMSNorm`.
@@ -75,8 +82,8 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
     Returns:
         ``out`` if given, else a new tensor of the shape, dtype and (if x is dense) strides of x.
         Channels outside the slice do not rotate; without act and gate they are copied.
-        Differentiable with respect to x, floating positions, inv_freq and the tensors of act and
-        gate, to any order.
+        Differentiable with respect to x, floating positions, inv_freq, the angles of phases and the
+        tensors of act and gate, to any order.
 
     Raises:
         TypeError, ValueError: invalid arguments; the message names the argument.
@@ -93,12 +100,13 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
     stages = stages_of(act, gate, 1)
     bare = positions is None and inv_freq is None and seq_len is None and out is None
     if bare and backend is None:
-        found = run_prepared("new", spec, x, None, layout, inverse, stages, rounding)
+        found = run_prepared("new", spec, x, None, layout, inverse, stages, rounding, phases)
         if found is not None:
             return found[0]
     request = Request(
         _X, x, None, spec, positions, layout, inverse, inv_freq, seq_len,
-        stages, "new" if out is None else "out", () if out is None else (out,), backend, rounding=rounding,
+        stages, "new" if out is None else "out", () if out is None else (out,), backend,
+        rounding=rounding, phases=phases,
     )  # fmt: skip
     (y,) = run(build(request))
     return y
@@ -112,6 +120,7 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
     *,
     layout: str = "bhsd",
     inv_freq: torch.Tensor | None = None,
+    phases: Phases | None = None,
     seq_len: SeqLen = None,
     act: Act = None,
     gate: Gate | None = None,
@@ -140,11 +149,15 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
     stages = stages_of(act, gate, 1)
     bare = positions is None and inv_freq is None and seq_len is None
     if bare and backend is None:
-        if run_prepared("in place", spec, x, None, layout, inverse, stages, rounding) is not None:
+        if (
+            run_prepared("in place", spec, x, None, layout, inverse, stages, rounding, phases)
+            is not None
+        ):
             return x
     request = Request(
         _X, x, None, spec, positions, layout, inverse, inv_freq, seq_len,
-        stages, "in place", (), backend, rounding=rounding,
+        stages, "in place", (), backend,
+        rounding=rounding, phases=phases,
     )  # fmt: skip
     run(build(request))
     return x
@@ -159,6 +172,7 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
     *,
     layout: str = "bhsd",
     inv_freq: torch.Tensor | None = None,
+    phases: PhasesLike = None,
     seq_len: SeqLen = None,
     act: ActLike = None,
     gate: GateLike = None,
@@ -174,6 +188,7 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
             (GQA, MQA). k may be None.
         spec, positions, layout, inv_freq, seq_len, inverse, rounding, backend: see :func:`rotate`. With
             frequencies per head, q and k must have the same number of heads.
+        phases: see :func:`rotate`; or a pair, one for q and one for k, which takes two launches.
         act, gate: see :func:`rotate`; or a pair, one for q and one for k. Given as one gate for
             both, xPos is inverted for k. If q and k have different kinds of act or gate, this takes
             two launches.
@@ -189,12 +204,13 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
     stages = stages_of(act, gate)
     bare = positions is None and inv_freq is None and seq_len is None and out is None
     if bare and backend is None:
-        found = run_prepared("new", spec, q, k, layout, inverse, stages, rounding)
+        found = run_prepared("new", spec, q, k, layout, inverse, stages, rounding, phases)
         if found is not None:
             return found[0], cast(_K, None if k is None else found[1])
     request = Request(
         _QK, q, k, spec, positions, layout, inverse, inv_freq, seq_len,
-        stages, "new" if out is None else "out", () if out is None else _outs(out), backend, rounding=rounding,
+        stages, "new" if out is None else "out", () if out is None else _outs(out), backend,
+        rounding=rounding, phases=phases,
     )  # fmt: skip
     ys = run(build(request))
     return ys[0], cast(_K, None if k is None else ys[1])
@@ -219,6 +235,7 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each option)
     *,
     layout: str = "bhsd",
     inv_freq: torch.Tensor | None = None,
+    phases: PhasesLike = None,
     seq_len: SeqLen = None,
     act: ActLike = None,
     gate: GateLike = None,
@@ -242,11 +259,15 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each option)
     stages = stages_of(act, gate)
     bare = positions is None and inv_freq is None and seq_len is None
     if bare and backend is None:
-        if run_prepared("in place", spec, q, k, layout, inverse, stages, rounding) is not None:
+        if (
+            run_prepared("in place", spec, q, k, layout, inverse, stages, rounding, phases)
+            is not None
+        ):
             return q, k
     request = Request(
         _QK, q, k, spec, positions, layout, inverse, inv_freq, seq_len,
-        stages, "in place", (), backend, rounding=rounding,
+        stages, "in place", (), backend,
+        rounding=rounding, phases=phases,
     )  # fmt: skip
     run(build(request))
     return q, k

@@ -35,6 +35,7 @@ from .._tracing import broadcasts, is_readable
 from ..gates import Gate
 from ..ops.build import Request, build, stages_of
 from ..ops.checks import Place, layout_named, prepare
+from ..ops.phased import PhasesLike
 from ..ops.route import mode
 from ..ops.run import run
 from ..positions import PositionsLike
@@ -70,6 +71,7 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
     positions: PositionsLike = None,
     *,
     gate: Gate | tuple[Gate | None, Gate | None] | None = None,
+    phases: PhasesLike = None,
     state: PolarState | None = None,
     form: str = "chunked",
     chunk: int = 128,
@@ -95,6 +97,8 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
             floating tensor ``()``, ``(kv_heads|1, channels|1)`` or ``(batch|1, kv_heads|1, tokens|1,
             channels|1)``, in this order for every layout. −∞ erases everything before the token.
         gate: a gate of :mod:`tightrope.gates` for q and k, or a pair, one for each.
+        phases: angles for each token, added to those of the positions, see :func:`rotate_qk`; they
+            have a state of their own, ``phases.state``.
         state: the state returned by the call on the preceding tokens; None to start a sequence.
         form: "chunked" for training; "step", token by token, for decoding; "quadratic", the
             definition, with memory quadratic in the number of tokens.
@@ -105,7 +109,7 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
     Returns:
         The outputs, shaped like q with the channels of v, in the dtype of q; and the state after the
         last token, float32 (float64 for float64). Differentiable with respect to q, k, v, log_decay,
-        the tensors of gates and the state. ``torch.autocast`` does not change these results, nor the
+        the tensors of gates, the angles of phases and the state. ``torch.autocast`` does not change these results, nor the
         gradients if ``backward`` is called outside it: inputs may have 16 bits, the memory never does.
 
     Raises:
@@ -149,7 +153,9 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
     if isinstance(spec, PreparedRotation) and spec.stack is not None:
         raise bad_value(f"spec must have exact angles but was made for stack {spec.stack.name!r}")
     stages = stages_of(None, gate)
-    request = Request(_QK, q, k, spec, positions, layout, seq_len=seq_len, stages=stages)
+    request = Request(
+        _QK, q, k, spec, positions, layout, seq_len=seq_len, stages=stages, phases=phases
+    )
     q, k = run(build(request))
     given_q, given_k = order.to_bhsd(given_q), order.to_bhsd(given_k)
     v = values_of(given_q, given_k, v, order.to_bhsd)

@@ -182,7 +182,7 @@ def build_freqs_cis(
     # Like torch's factory functions, respect torch.set_default_device.
     device = torch.empty(0).device if device is None else device
     rotation = RopeSpec(d, base).at(None, device)
-    phase = angles.phases(rotation.words, rotation.turns, None, 0, True, seq_len)
+    phase = angles.phase_at(rotation.words, rotation.turns, None, 0, True, seq_len)
     cos, sin = angles.cos_sin(phase, dtype)
     return cos[0, 0], sin[0, 0]
 

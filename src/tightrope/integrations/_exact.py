@@ -74,7 +74,7 @@ class Angles:
         prepared = spec.at(
             _positions(spec, position_ids), device=position_ids.device, seq_len=lengths
         )
-        phase = exact_angles.phases(
+        phase = exact_angles.phase_at(
             prepared.words,
             prepared.turns,
             prepared.ids,

@@ -9,3 +9,9 @@ from .polar import (
     PolarRoPEHead as PolarRoPEHead,
 )
 from .rotary import RotaryPositionalEmbedding as RotaryPositionalEmbedding
+from .selective import (
+    SelectiveAttention as SelectiveAttention,
+    SelectiveCache as SelectiveCache,
+    SelectiveRotary as SelectiveRotary,
+    SelectiveState as SelectiveState,
+)

@@ -167,7 +167,7 @@ class RotaryPositionalEmbedding(torch.nn.Module):
         if self._seen == 0:
             return None
         rotation = self.spec.at(None, self._seen_on)
-        phase = angles.phases(rotation.words, rotation.turns, None, 0, True, self._seen)
+        phase = angles.phase_at(rotation.words, rotation.turns, None, 0, True, self._seen)
         table = angles.cos_sin(phase, torch.float32)[which]
         if self.spec.interleaved:
             return table.repeat_interleave(2, dim=-1)

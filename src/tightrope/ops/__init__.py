@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import autograd, fake, vmap
+from . import autograd, fake, phases, vmap
 
 
 def register() -> None:
@@ -10,3 +10,4 @@ def register() -> None:
     fake.register()
     autograd.register()
     vmap.register()
+    phases.register()

@@ -177,7 +177,8 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], needed: Sequence[
     if wants.gates:
         by_gate = _by_gates(call, inputs, outputs, grads, by_x)
     by_frequencies = [
-        None if by_frequency is None else by_frequency.to(t.dtype) for t in parts.frequencies
+        None if by_frequency is None else gradients.sum_to(by_frequency, t.shape).to(t.dtype)
+        for t in parts.frequencies
     ]
     by_q, by_k = (x if need else None for x, need in zip(by_x, (*needed, False)))
     extras = Extras(
@@ -287,7 +288,7 @@ def _backward(ctx: Any, grads: Sequence[torch.Tensor | None], has_extras: bool) 
     return (*fixed, None, None, None, *((list(found.extras.flat()), None) if has_extras else ()))
 
 
-def _raw(operator: Any, instead: str, written: slice) -> Callable[..., Any]:
+def raw(operator: Any, instead: str, written: slice) -> Callable[..., Any]:
     """Make the Autograd kernel of a raw operator that has no gradient.
 
     Without this kernel, torch would silently use an identity gradient and not bump the versions of
@@ -333,5 +334,5 @@ def register() -> None:
         (schema.angle_gradients, again, slice(0)),
         (schema.gate_gradients, again, slice(0)),
     ):
-        kernel = _raw(operator, instead, written)
+        kernel = raw(operator, instead, written)
         library.impl(operator, kernel, "Autograd", with_keyset=True)

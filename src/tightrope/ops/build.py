@@ -14,7 +14,7 @@ from ..gates import Gate
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
 from ..stacks import Stack
-from . import gating, learned, schema
+from . import gating, learned, phased, schema
 from .call import Call, Extras, pack
 from .checks import (
     Place,
@@ -25,6 +25,7 @@ from .checks import (
     prepare,
     rounding_of,
 )
+from .phased import PhasesLike
 from .registry import BACKENDS
 
 
@@ -68,6 +69,8 @@ class Request(NamedTuple):
         wider: whether the tensors may have more channels than the spec; the extra ones are copied.
         rounding: None for the rounding of the stack that the rotation was made for, or "once" if
             there is none.
+        phases: angles for each token, added to those of the positions: one
+            :class:`tightrope.phases.Phases`, or a pair for q and k.
     """
 
     names: Sequence[str]
@@ -85,13 +88,14 @@ class Request(NamedTuple):
     backend: str | None = None
     wider: bool = False
     rounding: RoundingLike | None = None
+    phases: PhasesLike = None
 
 
 def build(request: Request) -> list[Call]:
     """Check all arguments against each other and build the calls.
 
     Returns:
-        One call, or one for each tensor if q and k differ in the kind of f or P.
+        One call, or one for each tensor if q and k differ in the kind of f or P, or in their phases.
     """
     layout = layout_named(request.layout)
     check_flag("inverse", request.inverse)
@@ -101,6 +105,8 @@ def build(request: Request) -> list[Call]:
     rotation = prepare(place, request.spec, request.positions, request.seq_len, request.wider)
     call = _call(request, place, rotation)
     calls = [call] if request.stages is None else _add_stages(call, request.stages, rotation)
+    if request.phases is not None:
+        calls = phased.with_phases(calls, request.phases)
     if request.verb == "out":
         check_outs(names, xs, request.outs)
     if request.backend is not None:
@@ -152,7 +158,11 @@ def _call_by_stack(
     request: Request, place: Place, rotation: PreparedRotation, stack: Stack
 ) -> Call:
     """Build the call of a rotation by the tables of another library."""
-    for name, value in (("act and gate", request.stages), ("inv_freq", request.inv_freq)):
+    for name, value in (
+        ("act and gate", request.stages),
+        ("inv_freq", request.inv_freq),
+        ("phases", request.phases),
+    ):
         if value is not None:
             raise bad_value(f"{name} must be None with a rotation made for stack {stack.name!r}")
     channels, layout, q = rotation.channels, place.layout, request.q

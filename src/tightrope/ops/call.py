@@ -19,6 +19,7 @@ from .schema import (
     FORWARD,
     INVERSE,
     NO_GATE,
+    PHASES,
     TRANSPOSE,
     WORDS,
     Options,
@@ -43,7 +44,8 @@ class Extras(NamedTuple):
     holds one tensor for both.
 
     Attributes:
-        frequencies: learned frequencies, from which the phase words were computed.
+        frequencies: learned frequencies, from which the phase words were computed; or zeros that are
+            added to phases, for their gradient.
         weights: RMSNorm weights.
         gates: logarithms or slopes of P.
         inputs: q and k of the forward call; the transpose of an activation needs them.
@@ -89,7 +91,8 @@ class Call(NamedTuple):
 
     Attributes:
         q, k: the tensors to rotate; k may be None.
-        primary, secondary: the source of the angles: phase words and turns, or cosine and sine tables.
+        primary, secondary: the source of the angles: phase words and turns; cosine and sine tables; or
+            phases and phase words.
         positions: int32, int64, float32 or float64 ``[axes, rows|1, tokens|1]``, or None for zeros.
         offset: added to every position.
         options: layout, channels, direction and the kinds of f and P.
@@ -131,7 +134,7 @@ class Call(NamedTuple):
 
     def keeps_inputs(self) -> bool:
         """Return whether the backward pass may need q and k as they were before the call."""
-        return not self.is_plain() or self.options.source != WORDS
+        return not self.is_plain() or self.options.source not in (WORDS, PHASES)
 
     def on(self, xs: Sequence[torch.Tensor]) -> Call:
         """Return this call with these tensors as q and k."""

@@ -23,6 +23,7 @@ from .schema import (
     INVERSE,
     LOG,
     ONCE,
+    PHASES,
     ROUNDINGS,
     SLOPE,
     SOURCES,
@@ -47,7 +48,7 @@ def define(call: Call) -> list[torch.Tensor]:
     _check(call, views, inputs)
     dtype = torch.float64 if views[0].dtype == torch.float64 else torch.float32
     tokens = views[0].shape[-2]
-    if options.source == WORDS:
+    if options.source in (WORDS, PHASES):
         c, s = _cos_sin(call, tokens, dtype)
     elif call.secondary is None:
         raise RuntimeError("tightrope::rotate: a table of cosines must come with a table of sines")
@@ -62,7 +63,7 @@ def define(call: Call) -> list[torch.Tensor]:
     if call.amplitude != 1.0:
         factor = scale(options.direction, call.amplitude)
         c, s = c * factor, s * factor
-    if options.source == WORDS and options.narrow:
+    if options.source in (WORDS, PHASES) and options.narrow:
         c, s = (table.to(views[0].dtype).to(dtype) for table in (c, s))
     table = _table(c, s, options)
     ys, by_weights = [], []
@@ -182,8 +183,10 @@ def _rotate_pairs(
 
 
 def _cos_sin(call: Call, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    if call.options.source == PHASES:
+        return _cos_sin_of_phases(call, tokens, dtype)
     words, turns, positions = call.primary, call.secondary, call.positions
-    phase = angles.phases(words, turns, positions, call.offset, call.options.add_index, tokens)
+    phase = angles.phase_at(words, turns, positions, call.offset, call.options.add_index, tokens)
     cos, sin = angles.cos_sin(phase, dtype)
     # `step` is an angle of zero that has a derivative. Rotating by it too makes cos and sin
     # differentiable: d(cos, sin)/dφ = (-sin, cos).
@@ -200,7 +203,38 @@ def _cos_sin(call: Call, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor,
         where = gradients.places(call, tokens, words.device)
         by_frequency = angles.frequency_angle(call.extras.frequencies[0], where, dtype)
         step = by_frequency if step is None else step + by_frequency
-    if step is None:
-        return cos, sin
+    return (cos, sin) if step is None else _turned(cos, sin, step)
+
+
+def _cos_sin_of_phases(
+    call: Call, tokens: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    given, words = call.primary, call.secondary
+    if (
+        given.dim() != 4
+        or given.dtype not in (torch.int32, torch.int64)
+        or given.shape[2] != tokens
+    ):
+        raise RuntimeError(
+            "tightrope::rotate: phases must be int32 or int64 [rows|1, heads|1, tokens, pairs]"
+        )
+    if words is not None and words.shape[-1] != given.shape[-1]:
+        raise RuntimeError("tightrope::rotate: phases must have the pairs of the phase words")
+    invalid = angles.is_no_phase(given)
+    phase = angles.widened(given)
+    if words is not None:
+        phase = phase + angles.phase_at(
+            words, None, call.positions, call.offset, call.options.add_index, tokens
+        )
+    cos, sin = angles.cos_sin(phase, dtype)
+    cos, sin = torch.where(invalid, torch.nan, cos), torch.where(invalid, torch.nan, sin)
+    drift = call.extras.frequencies
+    return _turned(cos, sin, drift[0].to(dtype)) if drift else (cos, sin)
+
+
+def _turned(
+    cos: torch.Tensor, sin: torch.Tensor, step: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines turned by a further angle."""
     step_cos, step_sin = torch.cos(step), torch.sin(step)
     return cos * step_cos - sin * step_sin, sin * step_cos + cos * step_sin

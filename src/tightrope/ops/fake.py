@@ -9,12 +9,12 @@ import torch
 from . import gradients, schema
 from .call import tensors_of, unpack
 from .layouts import BY_CODE
-from .schema import TRANSPOSE, new_like, options_of, present
+from .schema import PHASES, TRANSPOSE, new_like, options_of, present
 
 
 def _rotate(*arguments: Any, **named: Any) -> list[torch.Tensor]:
     call = unpack(*arguments, **named)
-    _check_devices("rotate", *call.tensors())
+    check_devices("rotate", *call.tensors())
     outs = [new_like(x, call.options) for x in call.xs()]
     if call.options.direction == TRANSPOSE:
         dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
@@ -22,7 +22,7 @@ def _rotate(*arguments: Any, **named: Any) -> list[torch.Tensor]:
     return outs
 
 
-def _check_devices(operator: str, *arguments: object) -> None:
+def check_devices(operator: str, *arguments: object) -> None:
     """Refuse mixed devices: one meta tensor suffices for the dispatcher to call a fake kernel."""
     devices = {x.device for x in tensors_of(arguments)}
     if len(devices) > 1:
@@ -33,11 +33,11 @@ def _check_devices(operator: str, *arguments: object) -> None:
 
 
 def _in_place(*arguments: object, **named: object) -> None:
-    _check_devices("rotate_", *arguments)
+    check_devices("rotate_", *arguments)
 
 
 def _into(*arguments: object, **named: object) -> None:
-    _check_devices("rotate_into", *arguments)
+    check_devices("rotate_into", *arguments)
 
 
 def _angle_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
@@ -53,14 +53,18 @@ def _angle_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of th
     by_positions: bool,
     by_frequencies: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_devices("angle_gradients", y, z, grad_y, grad_z, words, turns, positions)
-    layout = BY_CODE[options_of(options).layout]
+    check_devices("angle_gradients", y, z, grad_y, grad_z, words, turns, positions)
+    unpacked = options_of(options)
+    layout = BY_CODE[unpacked.layout]
+    # The first dimension of phases is not that of axes but of rows.
     axes, *shape = words.shape
     rows = 1 if layout.row is None else y.shape[layout.row]
-    dtype = gradients.sum_dtype(words.device)
+    dtype = of_phases = gradients.sum_dtype(words.device)
+    if unpacked.source == PHASES:
+        of_phases = torch.float64 if y.dtype == torch.float64 else torch.float32
     return (
         words.new_empty((axes if by_positions else 0, rows, y.shape[layout.token]), dtype=dtype),
-        words.new_empty((axes if by_frequencies else 0, *shape), dtype=dtype),
+        words.new_empty((axes if by_frequencies else 0, *shape), dtype=of_phases),
     )
 
 
@@ -75,7 +79,7 @@ def _gate_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the
     offset: int,
     options: int,
 ) -> list[torch.Tensor]:
-    _check_devices("gate_gradients", y, z, grad_y, grad_z, gate_q, gate_k, positions)
+    check_devices("gate_gradients", y, z, grad_y, grad_z, gate_q, gate_k, positions)
     dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
     return [g.new_empty(g.shape, dtype=dtype) for g in present(gate_q, gate_k)]
 

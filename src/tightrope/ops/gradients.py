@@ -27,7 +27,7 @@ from ..activations import NONE, apply
 from ..channels import join_pairs, split_pairs
 from .call import Call
 from .layouts import BY_CODE
-from .schema import EACH, FORWARD, FULL, INVERSE, LOG, SLOPE, SOURCES, Options, scale
+from .schema import EACH, FORWARD, FULL, INVERSE, LOG, PHASES, SLOPE, SOURCES, Options, scale
 
 
 def by_angles(
@@ -40,15 +40,17 @@ def by_angles(
     """Gradients of positions, ``[axes, rows, tokens]``, and of frequencies, in the shape of the phase words.
 
     Args:
-        call: the call to differentiate, with phase words. The result is differentiable with respect
-            to its learned frequencies.
+        call: the call to differentiate, with phase words or phases. The result is differentiable with
+            respect to its learned frequencies.
         outputs, grads: results of the rotation and their gradients.
         by_positions, by_frequencies: whether to compute each gradient; one that is not computed has
             size 0 in dimension 0.
 
     Returns:
-        Both gradients in the dtype of :func:`sum_dtype`.
+        Both gradients in the dtype of :func:`sum_dtype`; those of phases as the schema states.
     """
+    if call.options.source == PHASES:
+        return _by_phases(call, outputs, grads, by_frequencies)
     words, turns, options, layout = call.primary, call.secondary, call.options, call.layout()
     learned = call.extras.frequencies
     axes, rows, heads, pairs = words.shape
@@ -83,6 +85,30 @@ def by_angles(
     return of_positions, of_frequencies
 
 
+def _by_phases(
+    call: Call,
+    outputs: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    wanted: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of phases, in their shape; the gradient of positions is empty."""
+    phases, options = call.primary, call.options
+    rows, heads, tokens, pairs = phases.shape
+    x = call.layout().to_bhsd(outputs[0])
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = sum_dtype(phases.device)
+    total = phases.new_zeros((rows if wanted else 0, heads, tokens, pairs), dtype=wide)
+    for output, grad in zip(outputs, grads) if wanted else ():
+        y, z = _pairs(output, pairs, options, dtype)
+        dy, dz = _pairs(grad, pairs, options, dtype)
+        by_angle = (y * dz - z * dy).to(wide)
+        over = [dim for dim, size in ((0, rows), (1, heads)) if size == 1]
+        total = total + (by_angle.sum(over, keepdim=True) if over else by_angle)
+    if options.direction != FORWARD:
+        total = -total
+    return phases.new_zeros((0, x.shape[0], tokens), dtype=wide), total.to(dtype)
+
+
 def sum_dtype(device: torch.device) -> torch.dtype:
     """Return the widest floating dtype of a device."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -95,8 +121,8 @@ def places(call: Call, tokens: int, device: torch.device) -> torch.Tensor:
 
 
 def sum_to(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Sum ``[axes, rows, tokens]`` to a shape that broadcasts to it."""
-    dims = [dim for dim in (1, 2) if shape[dim] == 1 and x.shape[dim] != 1]
+    """Sum a tensor to a shape that broadcasts to its own."""
+    dims = [dim for dim, size in enumerate(shape) if size == 1 and x.shape[dim] != 1]
     return _sum(x, dims).reshape(shape) if dims else x
 
 

@@ -19,7 +19,9 @@ from typing import NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from .._tracing import have_tangents, is_transformed
 from ..activations import NONE, RMSNorm, code_of
+from ..phases import Phases
 from ..spec import PreparedRotation
 from . import gating
 from .build import Stages
@@ -27,7 +29,7 @@ from .call import Call, tensors_of
 from .checks import RoundingLike
 from .layouts import BY_NAME
 from .registry import takes
-from .schema import NO_GATE, Packed, Plain, options_of
+from .schema import NO_GATE, PHASES, Packed, Plain, options_of
 
 DEFINITION, TRACED, AUTOGRAD, KERNEL = ROUTES = ("definition", "traced", "autograd", "kernel")
 
@@ -59,9 +61,11 @@ _KERNEL_WAY = Way(KERNEL, False, False, False)
 
 def route(call: Call) -> Way:
     """Choose the route of a call."""
-    compiling, transformed = torch.compiler.is_compiling(), _in_functorch()
+    compiling, transformed = torch.compiler.is_compiling(), is_transformed()
     needs_grad = torch.is_grad_enabled() and _any_wants_grad(call)
-    if call.backend == "reference" or _has_tangents(call, transformed):
+    if call.backend == "reference" or (
+        forward_ad._current_level >= 0 and have_tangents(tensors_of(call.tensors()), transformed)
+    ):
         found = DEFINITION
     elif compiling:
         # Inside torch.func.grad the compiler ignores gradient formulas registered from Python, but it can
@@ -88,6 +92,7 @@ def route_prepared(
     inverse: bool,
     stages: Stages | None,
     rounding: RoundingLike | None = None,
+    phases: object = None,
 ) -> Packed | None:
     """Return the cached arguments of a prepared rotation if the kernel may be called directly.
 
@@ -119,7 +124,7 @@ def route_prepared(
         or not takes(q)  # otherwise the definition would run, which checks less than a kernel
         or q.dim() == 0
         or q.shape[-1] != rotation.channels.head_dim
-        or _in_functorch()
+        or is_transformed()
         or forward_ad._current_level >= 0
     ):
         return None
@@ -129,7 +134,9 @@ def route_prepared(
         or (packed.positions is not None and packed.positions.requires_grad)
     ):
         return None
-    if stages is None:
+    if phases is not None:
+        packed = _with_phases(packed, phases, q)
+    if stages is None or packed is None:
         return packed
     return _with_stages(packed, q, k, rotation, layout, inverse, stages)
 
@@ -141,14 +148,14 @@ def mode() -> str:
     """
     if torch.compiler.is_compiling():
         return "compiled"
-    if _in_functorch():
+    if is_transformed():
         return "transformed"
     return "eager" if forward_ad._current_level < 0 else "forward"
 
 
 def is_differentiated() -> bool:
     """Return whether the running backward pass may itself be differentiated."""
-    return torch.is_grad_enabled() or _in_functorch()
+    return torch.is_grad_enabled() or is_transformed()
 
 
 def wanted(call: Call) -> list[str]:
@@ -156,7 +163,8 @@ def wanted(call: Call) -> list[str]:
     names = []
     angles = (call.primary, call.secondary, call.positions, *call.extras.frequencies)
     if any_requires_grad(angles):
-        names.append("positions or inv_freq")
+        phased = call.options.source == PHASES
+        names.append("positions, inv_freq or phases" if phased else "positions or inv_freq")
     if any_requires_grad((*call.extras.weights, *call.extras.gates)):
         names.append("act or gate")
     return names
@@ -166,6 +174,28 @@ def _may_exceed_seq_len(rotation: PreparedRotation, q: torch.Tensor, layout: str
     """Return whether tokens may lie beyond the ``seq_len`` that the caller gave."""
     at = BY_NAME[layout].token
     return q.dim() <= at or rotation.passed(q.shape[at]) is not None
+
+
+def _with_phases(packed: Plain, phases: object, q: torch.Tensor) -> Plain | None:
+    """Add phases to packed arguments; None if the call must be built."""
+    positions, words = packed.positions, packed.primary
+    if (
+        type(phases) is not Phases
+        or phases.drift is not None
+        or packed.secondary is not None
+        or (positions is not None and positions.is_floating_point())
+    ):
+        return None
+    found = phases.words(q.dtype == torch.float64)
+    if found.shape[3] != words.shape[3] or found.device != q.device:
+        return None
+    options = _options_from_phases(packed.options)
+    return packed._replace(primary=found, secondary=words, options=options)
+
+
+@lru_cache(maxsize=1024)
+def _options_from_phases(options: int) -> int:
+    return options_of(options)._replace(source=PHASES).pack()
 
 
 def _with_stages(
@@ -219,28 +249,9 @@ def _options_with(options: int, act: int, gate: int) -> int:
     return options_of(options)._replace(act=act, gate=gate).pack()
 
 
-def _in_functorch() -> bool:
-    """Return whether a functorch transform (grad, vmap, ...) is active."""
-    # While compiling, `top` is never None, so `is not None` would always hold.
-    top = torch._C._functorch.peek_interpreter_stack()
-    return isinstance(top, torch._C._functorch.CInterpreter)
-
-
 def _functionalizes() -> bool:
     top = torch._C._functorch.peek_interpreter_stack()
     return top is not None and top.key() == torch._C._functorch.TransformType.Functionalize
-
-
-def _has_tangents(call: Call, transformed: bool) -> bool:
-    """Return whether the call may have forward-mode tangents; a registered operator would ignore them.
-
-    The forward-mode level is global to all threads, so outside transforms each tensor is inspected.
-    """
-    if forward_ad._current_level < 0:
-        return False
-    return transformed or any(
-        forward_ad.unpack_dual(t).tangent is not None for t in tensors_of(call.tensors())
-    )
 
 
 def _any_wants_grad(call: Call) -> bool:

@@ -51,7 +51,7 @@ def run(calls: Sequence[Call]) -> Results:
     return [_run(call, way)[0] for call, way in zip(calls, ways)]
 
 
-def run_prepared(
+def run_prepared(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a decoded token time)
     verb: str,
     rotation: object,
     q: torch.Tensor,
@@ -60,6 +60,7 @@ def run_prepared(
     inverse: bool,
     stages: Stages | None,
     rounding: RoundingLike | None = None,
+    phases: object = None,
 ) -> Results | None:
     """Call the kernel directly for a prepared rotation that was used before.
 
@@ -70,7 +71,7 @@ def run_prepared(
         The rotated tensors; None if the kernel refuses the call, or if it must be built in full and
         go through :func:`run`.
     """
-    packed = route_prepared(rotation, q, k, layout, inverse, stages, rounding)
+    packed = route_prepared(rotation, q, k, layout, inverse, stages, rounding, phases)
     if packed is None:
         return None
     try:

@@ -17,12 +17,12 @@ LAYOUTS = ("bhsd", "bshd", "sbhd", "thd", "bsd", "sd")
 
 FORWARD, TRANSPOSE, INVERSE = 0, 1, 2
 
-#: Sources of the angles: phase words, or tables whose second half repeats the first ("cat"), that hold
+#: Sources of the angles: phase words; or tables whose second half repeats the first ("cat"), that hold
 #: each value twice in a row ("repeat"), one value per pair ("half"), or one per channel ("full"), where
-#: those of a pair may differ.
-SOURCES = ("words", "cat", "repeat", "half", "full")
-WORDS, FULL = 0, 4
-TABLES = SOURCES[1:]
+#: those of a pair may differ; or the phases of each token, with or without phase words.
+SOURCES = ("words", "cat", "repeat", "half", "full", "phases")
+WORDS, FULL, PHASES = 0, 4, 5
+TABLES = SOURCES[1:PHASES]
 
 #: Kinds of P: none; given by the logarithms of its factors; or by slopes, whose products with the
 #: position are the logarithms.
@@ -51,7 +51,8 @@ class Options(NamedTuple):
             INVERSE, x = R(-φ)(y / P) / a, where f is the identity; a is the amplitude, φ the angle.
         add_index: whether to add the token index to the position.
         source: index into SOURCES.
-        learned: whether the extra tensors hold the frequencies of the phase words, for their gradient.
+        learned: whether the extra tensors hold the frequencies of the phase words, or zeros added to
+            the phases, for their gradient.
         act: code of f: an index into tightrope.activations.ACTS.
         gate: kind of P: NO_GATE, LOG or SLOPE.
         rounding: index into ROUNDINGS; ONCE if there is an act or a gate.
@@ -119,15 +120,18 @@ def options_of(packed: int) -> Options:
 #             the results: same shapes, dtype and device, any strides
 # primary, secondary
 #             the source of the angles: phase words and, if some |ω| >= π or frequencies are
-#             learned, turns (see tightrope.angles.phases); or tables of any floating dtype,
-#             [rows|1, heads|1, length, width], indexed by position along length
+#             learned, turns (see tightrope.angles.phase_at); or tables of any floating dtype,
+#             [rows|1, heads|1, length, width], indexed by position along length; or phases, int32 or
+#             int64 [rows|1, heads|1, tokens, pairs] (see tightrope.phases), and phase words whose
+#             angles are added to them, or None
 # positions   int32, int64, float32 or float64 [axes, rows|1, tokens|1]; None for zeros
 # offset      added to every position
 # options     see Options
 # amplitude   a, on the rotated channels only
 # extras      extra tensors in this order, each kind for q first and then for k:
 #             learned frequencies, from which the phase words were computed, floating
-#                 [axes, rows|1, heads|1, pairs] (if options.learned; one tensor for q and k)
+#                 [axes, rows|1, heads|1, pairs] (if options.learned; one tensor for q and k); with
+#                 phases, zeros through which their gradient flows, [rows|1, heads|1, tokens, pairs|1]
 #             weights of a norm, floating [heads|1, channels] (if act is a norm)
 #             gates, floating, any strides: LOG [rows|1, heads|1, tokens|1, channels|1] in every
 #                 layout; SLOPE [heads|1, channels|1], for positions of one axis
@@ -155,14 +159,15 @@ ROTATIONS = {
 
 # Gradients of the angles, in float64 (float32 on devices without float64): for positions,
 # [axes, rows, tokens], summed over heads and pairs; for frequencies, in the shape of the phase words,
-# summed over tokens and over the rows and heads that share them. A gradient that is not requested has
-# size 0 in its first dimension.
+# summed over tokens and over the rows and heads that share them; for phases, in their shape, float32
+# (float64 if y is), summed over the rows and heads that share them. A gradient that is not requested has
+# size 0 in its first dimension. There are no gradients for positions with phases.
 #
 # y, z        results of rotate: one or two
 # grad_y, grad_z
 #             their gradients
 # words … options
-#             the arguments of rotate
+#             the arguments of rotate, from primary on
 ANGLE_GRADIENTS = (
     "angle_gradients(Tensor y, Tensor? z, Tensor grad_y, Tensor? grad_z, Tensor words, "
     "Tensor? turns, Tensor? positions, SymInt offset, int options, bool by_positions, "
@@ -180,8 +185,42 @@ GATE_GRADIENTS = (
     "Tensor? gate_k, Tensor? positions, SymInt offset, int options) -> Tensor[]"
 )
 
+# Phases from data: phase words of angles, or of increments and their running sums over tokens, in 64 bits
+# if `wide`, otherwise their upper 32, rounded to nearest. The smallest integer marks a phase that is NaN
+# (see tightrope.phases). The first result has the strides of `increments` if it has its shape.
+#
+# increments  floating [rows|1, heads, tokens, pairs], radians; any strides here and below
+# state       the sums before the first token, int64 [rows|1, heads, pairs]; None for 0
+# reset       bool [rows|1, tokens]: whether a new sum starts with a token; None for nowhere
+# running     whether to return running sums; if not, there are no state and reset
+#
+# `last` holds the sums after the last token, int64 [rows, heads, pairs]; if not `running`, its first
+# dimension has size 0.
+PHASE_WORDS = (
+    "phase_words(Tensor increments, Tensor? state, Tensor? reset, bool running, bool wide) "
+    "-> (Tensor words, Tensor last)"
+)
+
+# Zeros of stride 0 in the shapes of the results of phase_words, float32 (float64 for float64): each is the
+# differentiable part of a phase in radians. `state` holds such zeros.
+PHASE_DRIFT = (
+    "phase_drift(Tensor increments, Tensor? state, Tensor? reset, bool running) "
+    "-> (Tensor drift, Tensor last)"
+)
+
+# Gradients of running sums, added up in float64 from the last token to the first, up to each reset: for
+# increments, in the shape of `grad` with all rows, and for a state, [rows, heads, pairs].
+#
+# grad        gradient of each sum, float32 or float64 [rows|1, heads, tokens, pairs]; any strides
+# grad_last   gradient of `last`, [rows|1, heads, pairs], in the same dtype; None for 0
+PHASE_SUMS = (
+    "phase_sums(Tensor grad, Tensor? grad_last, Tensor? reset) "
+    "-> (Tensor by_increments, Tensor by_state)"
+)
+
 library = torch.library.Library("tightrope", "DEF")
-for _one in (*ROTATIONS.values(), ANGLE_GRADIENTS, GATE_GRADIENTS):
+_PHASES = (PHASE_WORDS, PHASE_DRIFT, PHASE_SUMS)
+for _one in (*ROTATIONS.values(), ANGLE_GRADIENTS, GATE_GRADIENTS, *_PHASES):
     library.define(_one, tags=(torch.Tag.pt2_compliant_tag,))
 
 rotate = torch.ops.tightrope.rotate.default
@@ -192,6 +231,9 @@ rotate_extras_ = torch.ops.tightrope.rotate_.extras
 rotate_extras_into = torch.ops.tightrope.rotate_into.extras
 angle_gradients = torch.ops.tightrope.angle_gradients.default
 gate_gradients = torch.ops.tightrope.gate_gradients.default
+phase_words = torch.ops.tightrope.phase_words.default
+phase_drift = torch.ops.tightrope.phase_drift.default
+phase_sums = torch.ops.tightrope.phase_sums.default
 
 
 class Plain(NamedTuple):

@@ -15,7 +15,7 @@ def _to_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
-def _in_rows(x: torch.Tensor | None, dim: int | None, size: int, rows: int, axis: int) -> Any:
+def into_rows(x: torch.Tensor | None, dim: int | None, size: int, rows: int, axis: int) -> Any:
     """Merge the mapped dimension of a tensor into its dimension `axis`, which has size `rows|1`.
 
     The result has `size * rows` there; a tensor that is not mapped and has size 1 there stays as it is.
@@ -40,20 +40,22 @@ def _rotate(
         return _one_by_one(size, call, dims)
     layout = call.layout()
 
-    def in_rows(x: torch.Tensor, dim: int | None) -> torch.Tensor:
+    def as_rows(x: torch.Tensor, dim: int | None) -> torch.Tensor:
         return layout.to_bhsd(_to_front(x, dim, size)).flatten(0, 1)
 
-    xs = [in_rows(x, dim) for x, dim in zip(call.xs(), (dims.q, dims.k))]
+    xs = [as_rows(x, dim) for x, dim in zip(call.xs(), (dims.q, dims.k))]
     rows = xs[0].shape[0] // size if size else 0
-    # Phase words and positions are [axes, rows, ...]; tables and gates are [rows, ...].
+    # Phase words and positions are [axes, rows, ...]; tables, phases and gates are [rows, ...].
     axis = 1 if options.source == schema.WORDS else 0
+    phases = options.source == schema.PHASES
 
     def each(tensors: tuple[Any, ...], own: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
-        return tuple(_in_rows(t, dim, size, rows, axis) for t, dim in zip(tensors, own))
+        return tuple(into_rows(t, dim, size, rows, axis) for t, dim in zip(tensors, own))
 
-    primary = _in_rows(call.primary, dims.primary, size, rows, axis)
-    secondary = _in_rows(call.secondary, dims.secondary, size, rows, axis)
-    if secondary is not None and primary.shape != secondary.shape:  # only one of them is mapped
+    primary = into_rows(call.primary, dims.primary, size, rows, axis)
+    secondary = into_rows(call.secondary, dims.secondary, size, rows, 1 if phases else axis)
+    # Tables or phase words and turns of which only one is mapped.
+    if secondary is not None and not phases and primary.shape != secondary.shape:
         primary, secondary = (
             table.contiguous() for table in torch.broadcast_tensors(primary, secondary)
         )
@@ -62,12 +64,12 @@ def _rotate(
         call._replace(
             primary=primary,
             secondary=secondary,
-            positions=_in_rows(call.positions, dims.positions, size, rows, 1),
+            positions=into_rows(call.positions, dims.positions, size, rows, 1),
             options=options._replace(layout=BY_NAME["bhsd"].code),
             extras=parts._replace(
-                frequencies=each(parts.frequencies, mapped.frequencies, 1),
+                frequencies=each(parts.frequencies, mapped.frequencies, 0 if phases else 1),
                 gates=gates,
-                inputs=tuple(in_rows(x, dim) for x, dim in zip(parts.inputs, mapped.inputs)),
+                inputs=tuple(as_rows(x, dim) for x, dim in zip(parts.inputs, mapped.inputs)),
             ),
         )
     )

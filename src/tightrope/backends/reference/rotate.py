@@ -10,6 +10,7 @@ from ...ops import gradients, schema
 from ...ops.call import Call, unpack
 from ...ops.definition import define
 from ...ops.memory import shares_memory
+from ...ops.phases import phase_drift, phase_sums, phase_words
 from ...ops.schema import library, new_like, options_of, present
 
 #: Device types that this backend serves; empty for all.
@@ -110,6 +111,9 @@ def register() -> None:
         (schema.rotate_extras_into, rotate_into),
         (schema.angle_gradients, angle_gradients),
         (schema.gate_gradients, gate_gradients),
+        (schema.phase_words, phase_words),
+        (schema.phase_drift, phase_drift),
+        (schema.phase_sums, phase_sums),
     ):
         library.impl(operator, kernel, "CompositeExplicitAutograd")
     # is_grads_batched and vectorised jacobians use torch's legacy vmap, which ignores registered vmap rules.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...ops.layouts import BY_CODE
-from ...ops.schema import FORWARD, INVERSE, ROUNDINGS, SOURCES, WORDS, Options, scale
+from ...ops.schema import FORWARD, INVERSE, PHASES, ROUNDINGS, SOURCES, WORDS, Options, scale
 from . import blocks as shapes
 from .groups import Amplitude, AngleKind, AngleSteps, Head, PositionSteps, Steps
 from .views import ACCESS, View, broadcast_strides, is_aligned, vector_of, view_of
@@ -31,7 +31,7 @@ class Source:
         positions: strides of the positions.
         steps: sizes and strides of the phase words or tables.
         kind: compile-time constants for the phase words or tables, and for the positions.
-        pairs, rows, heads: sizes of the phase words or tables.
+        pairs, rows, heads: sizes of the phase words, tables or phases.
         axes: number of position axes.
     """
 
@@ -93,22 +93,28 @@ def source_of(
     vector = full = 0
     require(options.source < len(SOURCES), "the source must be known")
     require(max(options.rounding, options.back) < len(ROUNDINGS), "the rounding must be known")
+    own_rows = own_heads = 1  # of the phases of each token
     if options.source == WORDS:
-        for words in (primary, secondary):
-            require(
-                words is None
-                or (
-                    words.dim() == 4
-                    and words.dtype == torch.int64
-                    and words.is_contiguous()
-                    and words.device == device
-                    and words.shape == primary.shape
-                ),
-                "phase words must be contiguous int64 [axes, rows|1, heads|1, pairs]",
-            )
-        axes, rows, heads, pairs = primary.shape
-        require(axes >= 1, "phase words must have an axis")
+        axes, rows, heads, pairs = _words(primary, device)
+        require(
+            secondary is None or _words(secondary, device) == primary.shape,
+            "turns must have the shape of phase words",
+        )
         steps = AngleSteps(rows=rows, heads=heads)
+    elif options.source == PHASES:
+        require(
+            primary.dim() == 4
+            and primary.dtype in (torch.int32, torch.int64)
+            and primary.device == device
+            and primary.shape[2] == views[0].tokens,
+            "phases must be int32 or int64 [rows|1, heads|1, tokens, pairs]",
+        )
+        own_rows, own_heads, _, pairs = primary.shape
+        axes, rows, heads = 0, 1, 1
+        if secondary is not None:
+            axes, rows, heads, width = _words(secondary, device)
+            require(width == pairs, "phases must have the pairs of the phase words")
+        steps = AngleSteps(rows=rows, heads=heads, phase=Steps(*broadcast_strides(primary)))
     else:
         if secondary is None:
             raise RuntimeError("tightrope: cosines must come with sines")
@@ -134,9 +140,9 @@ def source_of(
         vector = vector_of((primary, secondary), both)
         cos, sin = [steps_of(found, vector or 1) for found in both]
         steps = AngleSteps(length=length, cos=cos, sin=sin)
-    require(rows in (1, views[0].rows), "angles must have 1 row or those of q")
+    require({rows, own_rows} <= {1, views[0].rows}, "angles must have 1 row or those of q")
     require(
-        all(heads in (1, view.heads) for view in views),
+        all({heads, own_heads} <= {1, view.heads} for view in views),
         "angles must have 1 head or those of q and k",
     )
     require(options.start + 2 * pairs <= views[0].channels, "rotated channels lie outside the head")
@@ -154,21 +160,39 @@ def source_of(
         )
         require(positions.dtype in _POSITIONS, "positions must be int32, int64, float32 or float64")
         kind_of = _POSITIONS[positions.dtype]
-        require(options.source == WORDS or kind_of == 1, "positions in a table must be integers")
+        require(
+            options.source in (WORDS, PHASES) or kind_of == 1,
+            "positions in a table must be integers",
+        )
         axis, row, token = broadcast_strides(positions)
         places = PositionSteps(axis, row, token, places.add_index)
-    is_words = options.source == WORDS
     angles = AngleKind(
-        TABLES=not is_words,
+        TABLES=options.source not in (WORDS, PHASES),
         TABLE_VECTOR=vector,
         AXES=axes,
         POSITIONS=kind_of,
-        TURNS=is_words and secondary is not None,
+        TURNS=options.source == WORDS and secondary is not None,
         ROWS=rows != 1,
-        HEADS=heads != 1,
+        HEADS=max(heads, own_heads) != 1,
         FULL=full,
+        PHASES=options.source == PHASES,
     )
+    if options.source == PHASES:
+        rows, heads = own_rows, own_heads
     return Source(places, steps, angles, pairs, rows, heads, axes)
+
+
+def _words(words: torch.Tensor, device: torch.device) -> torch.Size:
+    """Check phase words or turns and return their shape."""
+    require(
+        words.dim() == 4
+        and words.dtype == torch.int64
+        and words.is_contiguous()
+        and words.device == device,
+        "phase words must be contiguous int64 [axes, rows|1, heads|1, pairs]",
+    )
+    require(words.shape[0] >= 1, "phase words must have an axis")
+    return words.shape
 
 
 def steps_of(strides: Sequence[int], unit: int = 1) -> Steps:

@@ -57,6 +57,12 @@ APART = {2: Blocks(256, 4, 1, 1024), 4: Blocks(256, 4, 1, 1024), 8: Blocks(128, 
 # Sums over heads hold two values per pair.
 SUMS = {2: Blocks(1024, 4, 1, 4096), 4: Blocks(512, 4, 1, 4096), 8: Blocks(256, 4, 1, 2048)}
 
+#: A sum over tokens: chunks times (padded) pairs of a program.
+WALKS = Blocks(256, 4, 1, 512)
+
+#: Tokens of a chunk of such a sum, and of a chunk of phases that are not added up.
+CHUNK, APIECE = 128, 8
+
 #: With fewer tiles than this, the heads of a tile are divided among several programs.
 PROGRAMS = 512
 

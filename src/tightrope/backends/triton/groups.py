@@ -46,6 +46,7 @@ class AngleSteps(NamedTuple):
         rows, heads: sizes of the phase words.
         length: number of positions in the tables.
         cos, sin: strides of the tables, with pairs as channels.
+        phase: strides of the phases, in elements, with pairs as channels.
     """
 
     rows: Any = None
@@ -53,6 +54,7 @@ class AngleSteps(NamedTuple):
     length: Any = None
     cos: Any = None
     sin: Any = None
+    phase: Any = None
 
 
 class Amplitude(NamedTuple):
@@ -117,6 +119,25 @@ class Tiling(NamedTuple):
     tiles: Any
 
 
+class Walk(NamedTuple):
+    """The work that the programs of a sum over tokens divide among themselves.
+
+    Attributes:
+        lanes: chunks of all rows and heads together.
+        heads: heads per row.
+        chunks: chunks per row and head.
+        chunk: tokens per chunk; the last chunk may have fewer.
+        tokens, pairs: tokens and pairs per row and head.
+    """
+
+    lanes: Any
+    heads: Any
+    chunks: Any
+    chunk: Any
+    tokens: Any
+    pairs: Any
+
+
 class Head(NamedTuple):
     """Constants: the channels of a head, and the block sizes for them.
 
@@ -156,6 +177,7 @@ class AngleKind(NamedTuple):
         ROWS, HEADS: whether each row and each head has its own angles.
         FULL: 0 if the channels of a pair share an entry of the tables, 1 if each has its own, 2 if
             each has its own and they exchange their sines, for the transpose.
+        PHASES: whether each token has phases, to which those of AXES axes of phase words are added.
     """
 
     TABLES: Any
@@ -166,6 +188,7 @@ class AngleKind(NamedTuple):
     ROWS: Any
     HEADS: Any
     FULL: Any
+    PHASES: Any
 
 
 class Kind(NamedTuple):

@@ -27,6 +27,7 @@ _TYPES = {
     torch.float16: "*fp16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.bool: "*i1",
 }
 
 # Compiled kernels by everything that they are specialised on; one entry per compilation.

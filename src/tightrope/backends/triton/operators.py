@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from ...ops import phases as of_phases
 from ...ops.schema import Carrying, new_like, options_of, present
 from ..reference import rotate as definition
+from . import phases
 from .arguments import require
 from .rotation import GIVEN, IN_PLACE, NEW, run
 from .sums import angle_sums, gate_sums
@@ -54,3 +56,15 @@ def gate_gradients(*arguments: Any) -> list[torch.Tensor]:
     """Implement ``gate_gradients`` of the schema."""
     found = gate_sums(*arguments)
     return definition.gate_gradients(*arguments) if found is None else found
+
+
+def phase_words(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Implement ``phase_words`` of the schema."""
+    found = phases.phase_words(*arguments)
+    return of_phases.phase_words(*arguments) if found is None else found
+
+
+def phase_sums(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Implement ``phase_sums`` of the schema."""
+    found = phases.phase_sums(*arguments)
+    return of_phases.phase_sums(*arguments) if found is None else found

@@ -272,7 +272,7 @@ def _plan(
     every = [*views, *out_views]
     element = q.element_size()
     unit = unit_of(every, element, aligned)
-    heavy = options.act != NONE or options.gate != NO_GATE or source.heads != 1
+    heavy = options.act != NONE or options.gate != NO_GATE or source.kind.HEADS
     held = 0
     if rest:
         behind = head_dim - options.start - 2 * source.pairs

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ...ops.schema import FORWARD, SLOPE, WORDS, Options, options_of, present
+from ...ops.schema import FORWARD, PHASES, SLOPE, WORDS, Options, options_of, present
 from . import blocks as shapes, kernels
 from .arguments import Source, head_of, require, source_of, unit_of, views_of
 from .groups import Tiling
@@ -66,7 +67,12 @@ def angle_sums(  # noqa: PLR0913, PLR0917  (its parameters are those of the sche
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Compute ``angle_gradients`` of :mod:`tightrope.ops.schema`; None if the definition must do it."""
     options = options_of(packed)
-    require(options.source == WORDS, "angle_gradients takes phase words, not tables")
+    phases = options.source == PHASES
+    require(
+        options.source == WORDS or phases,
+        "angle_gradients takes phase words or phases, not tables",
+    )
+    require(not phases or not by_positions, "phases have no gradient by positions")
     ys, grads = present(y, z), present(grad_y, grad_z)
     views, grad_views = _views(ys, grads, options)
     source = source_of(words, turns, positions, options, views, y.device)
@@ -85,8 +91,15 @@ def angle_sums(  # noqa: PLR0913, PLR0917  (its parameters are those of the sche
     by_position = by_frequency = None
     if by_positions:
         by_position = y.new_empty((source.axes, source.heads, rows, tokens), dtype=each)
+    if phases:
+        if not by_frequencies:
+            return _of_phases(None, source, rows, tokens, y)
+        # A call may share phases among the heads but not phase words.
+        source = replace(source, kind=source.kind._replace(HEADS=source.heads != 1))
     if by_frequencies:
-        shape = (rows, tiles, source.axes, source.heads, source.pairs)
+        shape: tuple[int, ...] = (rows, tiles, source.axes, source.heads, source.pairs)
+        if phases:
+            shape = rows, source.heads, tokens, source.pairs
         by_frequency = y.new_empty(shape, dtype=each)
     every = [*views, *grad_views]
     aligned = all(map(starts_aligned, [*ys, *grads]))
@@ -117,7 +130,22 @@ def angle_sums(  # noqa: PLR0913, PLR0917  (its parameters are those of the sche
     grid = (rows * tiles, source.heads, 1)
     large = frozenset(("y", "z", "grad_y", "grad_z") if aligned else ())
     _run(kernels.add_angles, grid, tensors, values, large, blocks, y.device)
+    if phases:
+        return _of_phases(by_frequency, source, rows, tokens, y)
     return _added(by_position, by_frequency, source, rows, tokens, y.device)
+
+
+def _of_phases(
+    found: torch.Tensor | None, source: Source, rows: int, tokens: int, y: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum the gradients of phases over the rows that share them."""
+    none = torch.empty((0, rows, tokens), dtype=torch.float64, device=y.device)
+    if found is None:
+        dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
+        return none, y.new_empty((0, source.heads, tokens, source.pairs), dtype=dtype)
+    if source.rows != rows:
+        found = found.sum(0, keepdim=True, dtype=torch.float64).to(found.dtype)
+    return none, found
 
 
 def _added(

@@ -29,6 +29,9 @@ class Case:
             code also rounds as "wide"; otherwise as "each".
         tables: format of given tables, rotary_dim wide and in the dtype of q; None to rotate by the
             angles of the spec.
+        phases: angles for each token, head and pair in place of those of the positions: "given", or
+            "running", the sums of increments, whose cost counts. All heads share them if q and k
+            differ in the number of heads.
         compiled: whether contenders that compile our rotation or its definition take part.
         threads: number of threads of every contender; 0 for torch's current number.
         device: the device of q and k: "cpu" or "cuda".
@@ -53,6 +56,7 @@ class Case:
     gate: str | None = None
     rounding: str = "once"
     tables: str | None = None
+    phases: str | None = None
     compiled: bool = False
     threads: int = 0
     device: str = "cpu"
@@ -69,7 +73,17 @@ class Case:
         """Bytes that must be read and written: each input once, each result once."""
         each = {"float64": 8, "float32": 4}.get(self.dtype, 2)
         passes = 2 if self.work != "training" else 4 if self.act is None else 5
-        return passes * self.elements * each
+        moved = passes * self.elements * each
+        if self.phases is not None:
+            # As int32 in each direction.
+            pairs = (self.rotary_dim or self.head_dim) // 2
+            moved += (passes // 2) * self.rows * self.tokens * self.angle_heads * pairs * 4
+        return moved
+
+    @property
+    def angle_heads(self) -> int:
+        """Number of heads of the phases."""
+        return self.q_heads if self.q_heads == self.k_heads else 1
 
 
 def in_both(case: Case) -> list[Case]:

@@ -11,6 +11,7 @@ import torch
 
 from ... import positions
 from ...axes import Axes
+from ...frequencies import Proportional
 from ...positions import PositionsLike
 from ...spec import RopeSpec
 from .case import Case
@@ -62,7 +63,7 @@ class Contender:
 
 
 def spec_of(case: Case) -> RopeSpec:
-    """Return the spec of a case."""
+    """Return the spec of a case; its frequencies are 0 if the angles are those of phases."""
     axes = None
     if case.positions == "M-RoPE":
         pairs = (case.rotary_dim or case.head_dim) // 2
@@ -73,6 +74,7 @@ def spec_of(case: Case) -> RopeSpec:
         rotary_dim=case.rotary_dim or case.head_dim,
         interleaved=case.interleaved,
         axes=axes,
+        scaling=None if case.phases is None else Proportional(0.0),
     )
 
 

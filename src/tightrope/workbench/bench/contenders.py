@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ... import phases
+from ...frequencies import Given
 from ...functional import apply_rotary_pos_emb, apply_rotary_pos_emb_, rotate_qk, rotate_qk_
 from . import factors
 from .case import Case
@@ -54,11 +56,24 @@ def _tightrope(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) 
     if case.work == "backward":
         # The backward pass of a rotation is the rotation of the gradients by the opposite angles.
         given["inverse"] = True
+    if case.phases is not None:
+        increments = factors.increments_of(case)
+        if case.phases == "running" or case.work == "training":
+
+            def turned(q: torch.Tensor, k: torch.Tensor) -> QK:
+                return rotate_qk(q, k, *angles, phases=_phases(case, increments), **given)
+
+            return functional(turned, case, q, k, [*tensors, increments])
+        given["phases"] = _phases(case, increments)
     if case.work != "in place":
         return functional(lambda q, k: new(q, k, *angles, **given), case, q, k, tensors)
     result = q.clone(), k.clone()
     in_place(*result, *angles, **given)
     return Made(lambda: in_place(q, k, *angles, **given), result)
+
+
+def _phases(case: Case, increments: torch.Tensor) -> phases.Phases:
+    return (phases.running if case.phases == "running" else phases.given)(increments)
 
 
 def _no_plain(case: Case) -> str | None:
@@ -73,6 +88,7 @@ def _plain(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> M
 
 def _no_rotation(case: Case) -> str | None:
     usual = factors.is_alone(case) and case.rounding == "once" and case.tables in (None, "cat")
+    usual = usual and case.phases is None
     return "the case is the plain rotation" if usual else None
 
 
@@ -82,9 +98,30 @@ def _rotation(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -
     If the case has tables, they are "cat", or "repeat" for interleaved pairs.
     """
     tables = None if case.tables is None else "repeat" if case.interleaved else "cat"
-    plain = replace(case, act=None, gate=None, rounding="once", tables=tables)
+    plain = replace(case, act=None, gate=None, rounding="once", tables=tables, phases=None)
     made = _tightrope(plain, q, k, ids)
     return Made(made.call, None)
+
+
+def _no_frequencies(case: Case) -> str | None:
+    per_head = case.phases == "given" and case.q_heads == case.k_heads
+    return None if per_head else "the case has no given phases per head"
+
+
+def _frequencies(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
+    """Rotate by a frequency for each head and pair, to show the cost of phases."""
+    pairs = (case.rotary_dim or case.head_dim) // 2
+    rule = Given.of(torch.rand(case.q_heads, pairs))
+    rope = replace(spec_of(case), scaling=rule).at(positions_of(case, ids), device=q.device)
+    if case.work == "in place":
+        return Made(lambda: rotate_qk_(q, k, rope), None)
+    return Made(functional(lambda q, k: rotate_qk(q, k, rope), case, q, k).call, None)
+
+
+def _all_tensors(case: Case) -> list[torch.Tensor]:
+    """Return the tensors of f and P, and the angles or increments of phases after them."""
+    more = [] if case.phases is None else [factors.increments_of(case)]
+    return [*factors.tensors_of(case), *more]
 
 
 def _no_compiled(case: Case) -> str | None:
@@ -98,10 +135,13 @@ def _ours_compiled(
 ) -> Made:
     """Compile our function: the operator, or the definition for Inductor to fuse."""
     rope = spec_of(case).at(positions_of(case, ids), device=q.device)
-    tensors = factors.tensors_of(case)
+    tensors = _all_tensors(case)
 
     def rotate(q: torch.Tensor, k: torch.Tensor) -> QK:
-        return rotate_qk(q, k, rope, backend=backend, **factors.arguments(case, tensors))
+        given = factors.arguments(case, tensors)
+        if case.phases is not None:
+            given["phases"] = _phases(case, tensors[-1])
+        return rotate_qk(q, k, rope, backend=backend, **given)
 
     compiled = torch.compile(between(case, rotate), fullgraph=True)
     return functional(compiled, case, q, k, tensors)
@@ -164,7 +204,7 @@ def _eager_function(
     turned = _turned_neighbours if case.interleaved else rotate_half
     width = spec_of(case).rotary_dim
 
-    def one(x: torch.Tensor, which: int) -> torch.Tensor:
+    def one(x: torch.Tensor, which: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         x = factors.before(case, tensors, which, x)
         head = x[..., :width]
         if case.rounding == "wide":
@@ -173,17 +213,27 @@ def _eager_function(
         y = y if width == x.shape[-1] else torch.cat((y, x[..., width:]), -1)
         return factors.after(case, tensors, which, ids, y)
 
-    return lambda q, k: (one(q, 0), one(k, 1))
+    if case.phases is None:
+        return lambda q, k: (one(q, 0, cos, sin), one(k, 1, cos, sin))
+
+    def both(q: torch.Tensor, k: torch.Tensor) -> QK:
+        angle = tensors[-1].float()
+        angle = angle.cumsum(2) if case.phases == "running" else angle
+        angle = angle.repeat_interleave(2, -1) if case.interleaved else torch.cat((angle,) * 2, -1)
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        return one(q, 0, cos, sin), one(k, 1, cos, sin)
+
+    return both
 
 
 def _eager(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
-    tensors = factors.tensors_of(case)
+    tensors = _all_tensors(case)
     rotate = between(case, _eager_function(case, ids, q.dtype, tensors))
     return functional(rotate, case, q, k, tensors)
 
 
 def _compiled(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
-    tensors = factors.tensors_of(case)
+    tensors = _all_tensors(case)
     rotate = between(case, _eager_function(case, ids, q.dtype, tensors))
     return functional(torch.compile(rotate, fullgraph=True), case, q, k, tensors)
 
@@ -233,6 +283,7 @@ CONTENDERS = (
     Contender("copy_", _no_copy, _copy),
     Contender("0..n-1", _no_plain, _plain),
     Contender("rotation", _no_rotation, _rotation),
+    Contender("inv_freq per head", _no_frequencies, _frequencies),
     Contender("tightrope, compiled", _no_compiled, _ours_compiled),
     Contender(
         "definition, compiled",

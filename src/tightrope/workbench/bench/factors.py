@@ -27,12 +27,27 @@ def is_alone(case: Case) -> bool:
     return case.act is None and case.gate is None
 
 
+def increments_of(case: Case) -> torch.Tensor:
+    """Return the angles of a case with phases, or their increments, in radians.
+
+    Returns:
+        ``(rows, heads or 1, tokens, pairs)`` in the dtype of the case, strided like q.
+    """
+    generator = torch.Generator(case.device).manual_seed(3)
+    pairs = (case.rotary_dim or case.head_dim) // 2
+    shape = case.rows, case.tokens, case.angle_heads, pairs
+    x = torch.randn(shape, generator=generator, device=case.device)
+    return x.to(getattr(torch, case.dtype)).transpose(1, 2)
+
+
 def alone(case: Case) -> str | None:
     """Return why a contender without f and P cannot take part in a case; None if it can."""
     if case.work == "backward":
         return "it is measured only in forward and in training cases"
     if case.neighbours:
         return "it is measured only without neighbouring operations"
+    if case.phases is not None:
+        return "it takes no phases"
     return None if is_alone(case) else "it has neither f nor P"
 
 

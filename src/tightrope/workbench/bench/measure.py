@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ... import positions
+from ... import phases, positions
 from ...functional import rotate_qk
 from . import factors, method
 from .case import Case
@@ -84,7 +84,7 @@ class Expected:
             part = slice(start, start + step)
             q, k = (x[:, :, part] for x in self._xs)
             grads = [grad[:, :, part] for grad in self._grads]
-            yield Part(part, expected(self._case, q, k, self._ids[..., part], grads))
+            yield Part(part, expected(self._case, q, k, self._ids[..., part], grads, part))
 
 
 def expected(
@@ -93,16 +93,22 @@ def expected(
     k: torch.Tensor,
     ids: torch.Tensor,
     grads: Iterable[torch.Tensor] = (),
+    tokens: slice = slice(None),
 ) -> tuple[torch.Tensor, ...]:
     """Rotate q and k by the definition in float64.
 
     Args:
         grads: gradients of the rotated q and k; if given, the gradients of q and k are returned after
             the results.
+        tokens: the tokens of the case that q and k hold.
     """
     where = positions.multi_axis(ids) if ids.dim() == 3 else ids
     f_and_p = factors.arguments(case, [one.double() for one in factors.tensors_of(case)])
     f_and_p["inverse"] = case.work == "backward"
+    if case.phases is not None:
+        angle = factors.increments_of(case).double()
+        angle = angle.cumsum(2) if case.phases == "running" else angle
+        f_and_p["phases"] = phases.given(angle[:, :, tokens])
     spec = spec_of(case)
     given = [grad.double() for grad in grads]
     a, b = (x.detach().double().requires_grad_(bool(given)) for x in (q, k))

@@ -114,6 +114,8 @@ def no_jax(case: Case) -> str | None:
     """Return why jax cannot take part in a case; None if it can."""
     if case.device != "cpu" or case.work == "backward":
         return "it is measured only on the CPU, in forward and in training cases"
+    if case.phases is not None:
+        return "it takes no phases"
     if case.threads not in (0, cores()):
         fixed = f"its number of threads is fixed when it starts: here {cores()}"
         return missing("jax") or fixed

@@ -92,11 +92,22 @@ _ROUNDINGS = _in_both(
     )
 )
 
+# Compared with frequencies per head, and with eager code that forms the angles in float32.
+_PHASES = _in_both(
+    Case(f"phases 2048, k 32 heads, {name}", k_heads=32, phases=kind, work=work)
+    for name, kind, work in (
+        ("given", "given", "in place"),
+        ("running", "running", "out of place"),
+        ("running, training", "running", "training"),
+    )
+)
+
 #: For the README, and for comparing the library before and after a change.
 FULL = (
     *_ROTATION,
     *_WITH,
     *_ROUNDINGS,
+    *_PHASES,
     Case("prefill 2048, cold, fp16", dtype="float16"),
     Case("prefill 2048, warm, fp16", dtype="float16", cold=False),
     Case("prefill 2048, cold, fp64", dtype="float64"),

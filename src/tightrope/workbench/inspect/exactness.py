@@ -131,7 +131,7 @@ def errors_at(
     for first in range(0, flat.shape[-1], _TOGETHER):
         some = slice(first, first + _TOGETHER)
         part = None if more is None else more[..., some]
-        phase = angles.phases(flat[..., some], part, ids, 0, False, len(positions))[0, 0]
+        phase = angles.phase_at(flat[..., some], part, ids, 0, False, len(positions))[0, 0]
         exact = angles.cos_sin(phase, torch.float64)
         made = {WORDS: angles.cos_sin(phase, torch.float32)}
         for name, way in _WAYS.items():

@@ -293,7 +293,7 @@ def _phases(curve: _Curve, positions: torch.Tensor, context: int) -> torch.Tenso
     ids = positions.expand(words.shape[0], 1, -1)
     flat = words.flatten(2)[:, :, None, :]
     more = None if turns is None else turns.flatten(2)[:, :, None, :]
-    return angles.phases(flat, more, ids, 0, False, len(positions))[0, 0]
+    return angles.phase_at(flat, more, ids, 0, False, len(positions))[0, 0]
 
 
 def _scores(curve: _Curve, distances: torch.Tensor) -> torch.Tensor:

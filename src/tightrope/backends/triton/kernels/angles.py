@@ -16,6 +16,7 @@ from .heads import widen
 
 # Globals that kernels read must be tl.constexpr.
 NO_TURNS = tl.constexpr(-(2**63))  # a frequency that is NaN or too large (tightrope/angles.py)
+NO_PHASE = tl.constexpr(-(2**31))  # a phase in int32 that is NaN; in int64, NO_TURNS
 EIGHTH = tl.constexpr(2**61)  # of a turn
 HALF_RANGE = tl.constexpr(2.0**63)
 LARGEST = tl.constexpr(2.0**62)  # positions must be smaller
@@ -114,21 +115,36 @@ def cos_sin(phase, WIDE: tl.constexpr):
 
 @triton.jit
 def from_words(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
-    """Cosines and sines from phase words; NaN where a position or frequency is invalid."""
+    """Cosines and sines from phase words and phases; NaN where a position, frequency or phase is invalid."""
     # A variable, because before Triton 3.8 a field of a group is a number and not a constexpr.
     AXES: tl.constexpr = ANGLES.AXES
     steps = angles.steps
     pair = tl.arange(0, HEAD.BLOCK_P)[None, :]
     there = pair < HEAD.PAIRS
     gone = (tile.token < 0)[:, None]
+    words = angles.primary
+    word_head = head
+    if ANGLES.PHASES:
+        words = angles.secondary
+        # Phase words may be shared by the heads where phases are not.
+        word_head = tl.minimum(head, steps.heads - 1)
+        of = steps.phase
+        start = (tile.row * of.row + tile.token * of.token)[:, None] + head * of.head
+        given = tl.load(angles.primary + start + pair * of.channel, mask=there, other=0)
+        phase = given.to(tl.int64)
+        if given.dtype.primitive_bitwidth == 32:
+            gone = gone | (phase == NO_PHASE)
+            phase = phase << 32
+        else:
+            gone = gone | (phase == NO_TURNS)
     for axis in tl.static_range(AXES):
         whole, fraction, lost = position_of(
             angles.positions, axis, tile.row, tile.token, ANGLES.POSITIONS
         )
-        at = axis * steps.rows * steps.heads * HEAD.PAIRS + head * HEAD.PAIRS + pair
+        at = axis * steps.rows * steps.heads * HEAD.PAIRS + word_head * HEAD.PAIRS + pair
         if ANGLES.ROWS:
             at = at + (tile.row * steps.heads * HEAD.PAIRS)[:, None]
-        word = tl.load(angles.primary + at, mask=there, other=0)
+        word = tl.load(words + at, mask=there, other=0)
         part = whole[:, None] * word
         if ANGLES.POSITIONS == 2:
             part += 2 * high_product(fraction[:, None], word)
@@ -138,12 +154,12 @@ def from_words(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
             gone = gone | (turn == NO_TURNS)
             if ANGLES.POSITIONS == 2:
                 part += 2 * (fraction[:, None] * turn)
-        if axis == 0:
+        if axis == 0 and not ANGLES.PHASES:
             phase = part
         else:
             phase += part
     c, s = cos_sin(phase, HEAD.WIDE)
-    if ANGLES.TURNS or ANGLES.POSITIONS == 2:
+    if ANGLES.TURNS or ANGLES.POSITIONS == 2 or ANGLES.PHASES:
         nan = float("nan")
         c = tl.where(gone, nan, c)
         s = tl.where(gone, nan, s)

@@ -70,7 +70,8 @@ def add_angles(
     Args:
         primary, secondary: phase words and turns.
         by_position: [axes, heads of phase words, rows, tokens], or None.
-        by_frequency: [rows, tiles, axes, heads of phase words, pairs], or None.
+        by_frequency: [rows, tiles, axes, heads of phase words, pairs], or None; with phases, their
+            gradient, [rows, heads of phases, tokens, pairs].
         tiling, position_steps, angle_steps: Tiling, PositionSteps and AngleSteps.
         y_steps, grad_y_steps, z_steps, grad_z_steps: Steps.
         HEAD, ANGLES: Head and AngleKind.
@@ -103,8 +104,12 @@ def add_angles(
         )
     total = (high + low) * sign
     pair = tl.arange(0, BLOCK_P)[None, :]
+    if ANGLES.PHASES:
+        to = (at_row * tl.num_programs(1) + own) * tiling.tokens + tile.token
+        to = to[:, None] * PAIRS + pair
+        tl.store(by_frequency + to, total, mask=inside[:, None] & (pair < PAIRS))
     # Padded pairs have sums of 0, but their phase words would lie out of bounds.
-    for axis in tl.static_range(AXES):
+    for axis in tl.static_range(0 if ANGLES.PHASES else AXES):
         at = (axis * word_rows * word_heads + own) * PAIRS + pair
         if ANGLES.ROWS:
             at = at + at_row * word_heads * PAIRS

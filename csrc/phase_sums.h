@@ -1,0 +1,239 @@
+// Phase words of given angles and increments, their running sums over tokens, and the gradients of the sums.
+//
+// Phase words come from the same float64 operations as in the definition (words_from in angles.py), and
+// integers add up to the same bits in any order. Gradients add up in double, from the last token to the
+// first.
+#pragma once
+
+#include "angles.h"
+
+namespace tightrope {
+namespace TIGHTROPE_ISA {
+namespace {
+
+constexpr int64_t kEntries = 512;  // phase words that are computed at a time
+constexpr uint64_t kGone = ~uint64_t(0);
+
+// Rounds to the nearest integer, ties to even, without a library call: SSE2 has no instruction for it.
+inline double nearest(double x) {
+#if defined(__SSE4_1__) || defined(__aarch64__)
+  return __builtin_rint(x);
+#else
+  constexpr double kWhole = 4503599627370496.0;  // 2^52, from which on every double is an integer
+  const double size = __builtin_fabs(x);
+  const double whole = __builtin_copysign((size + kWhole) - kWhole, x);
+  return size < kWhole ? whole : x;
+#endif
+}
+
+// Computes the phase words of n numbers, and masks of those that are NaN, infinite or too large. A number
+// that is a float has no lower part, and products with zero change nothing.
+template <bool floats>
+inline void words_of(const double* __restrict x, int64_t n, uint64_t* __restrict word,
+                     uint64_t* __restrict gone) {
+  // 1 / 2π, and its parts of 24, 24 and 53 bits.
+  constexpr double kTurns = 0x1.45f306dc9c883p-3;
+  constexpr double kFirst = 0x1.45f306p-3, kSecond = 0x1.b9391p-28, kThird = 0x1.529fc2757d1f5p-54;
+  constexpr double kMost = 4611686018427387904.0;  // 2^62
+  constexpr double kExact = 1125899906842624.0;    // 2^50
+  alignas(64) double units[kEntries], fine[kEntries];
+  for (int64_t i = 0; i < n; ++i) {
+    const double scaled = x[i] * kTurns;
+    const double fraction = (scaled - nearest(scaled)) * kMost;
+    const double whole = nearest(fraction);
+    const double upper = floats ? x[i] : double(float(x[i])), lower = floats ? 0.0 : x[i] - upper;
+    const double second = unfused(upper * kSecond), third = unfused(x[i] * kThird);
+    double error = unfused(upper * kFirst) - scaled;
+    error = error + (floats ? second : second + unfused(lower * kFirst));
+    error = error + (floats ? third : unfused(lower * kSecond) + third);
+    const double rest = nearest(unfused(error * kTurn) + (fraction - whole) * 4.0);
+    const double size = __builtin_fabs(scaled);
+    units[i] = size < kMost ? whole : 0.0;
+    fine[i] = size < kExact ? rest : 0.0;
+    gone[i] = size < kMost ? 0 : kGone;
+  }
+  // Apart, because AVX2 has no vector conversion to int64, and would otherwise compute nothing in vectors.
+  for (int64_t i = 0; i < n; ++i) word[i] = (uint64_t(int64_t(units[i])) << 2) + uint64_t(int64_t(fine[i]));
+}
+
+template <class F>
+inline void load_angles(const PhaseSums& p, const void* in, int64_t at, int64_t tokens, int64_t n,
+                        double* __restrict to) {
+  const typename F::Stored* from = static_cast<const typename F::Stored*>(in) + at;
+  const int64_t token = p.in_stride.token, pair = p.in_stride.channel;
+  if (pair == 1 && token == n) n *= tokens, tokens = 1;
+  for (int64_t t = 0; t < tokens; ++t, from += token, to += n) {
+    if (pair == 1) {
+      for (int64_t k = 0; k < n; ++k) to[k] = double(F::load(from[k]));
+    } else {
+      for (int64_t k = 0; k < n; ++k) to[k] = double(F::load(from[k * pair]));
+    }
+  }
+}
+inline void load_angles(const PhaseSums& p, int64_t at, int64_t tokens, int64_t n, double* to) {
+  switch (p.dtype) {
+    case Dtype::kFloat: return load_angles<Float>(p, p.in, at, tokens, n, to);
+    case Dtype::kDouble: return load_angles<Double>(p, p.in, at, tokens, n, to);
+    case Dtype::kBFloat16: return load_angles<BFloat16>(p, p.in, at, tokens, n, to);
+    case Dtype::kHalf: return load_angles<Half>(p, p.in, at, tokens, n, to);
+  }
+}
+
+// The smallest integer marks a phase that is NaN, so a phase of half a turn moves up by one unit.
+inline int64_t stored(uint64_t phase, uint64_t gone) {
+  constexpr uint64_t kMarker = uint64_t(1) << 63;
+  return int64_t(gone ? kMarker : phase + (phase == kMarker));
+}
+inline int32_t upper_half(uint64_t phase, uint64_t gone) {
+  constexpr uint32_t kMarker = uint32_t(1) << 31;
+  const uint32_t rounded = uint32_t((phase + (uint64_t(1) << 31)) >> 32);
+  return int32_t(gone ? kMarker : rounded + (rounded == kMarker));
+}
+
+inline void store_phases(const PhaseSums& p, const uint64_t* __restrict phase, const uint64_t* __restrict gone,
+                         int64_t at, int64_t n) {
+  const int64_t pair = p.out_stride.channel;
+  if (p.wide) {
+    int64_t* __restrict to = static_cast<int64_t*>(p.out) + at;
+    if (pair == 1) {
+      for (int64_t k = 0; k < n; ++k) to[k] = stored(phase[k], gone[k]);
+    } else {
+      for (int64_t k = 0; k < n; ++k) to[k * pair] = stored(phase[k], gone[k]);
+    }
+  } else {
+    int32_t* __restrict to = static_cast<int32_t*>(p.out) + at;
+    if (pair == 1) {
+      for (int64_t k = 0; k < n; ++k) to[k] = upper_half(phase[k], gone[k]);
+    } else {
+      for (int64_t k = 0; k < n; ++k) to[k * pair] = upper_half(phase[k], gone[k]);
+    }
+  }
+}
+
+// Some pairs of one row and head, for a run of tokens.
+struct PhaseItem {
+  int64_t row, head, pair, pairs, token, tokens;
+
+  int64_t at(const Strides& s) const {
+    return row * s.row + head * s.head + token * s.token + pair * s.channel;
+  }
+};
+
+inline PhaseItem phase_item(const PhaseSums& p, int64_t item) {
+  const int64_t blocks = (p.pairs + kPhases - 1) / kPhases, runs = (p.tokens + p.run - 1) / p.run;
+  const int64_t run = runs == 0 ? 0 : item % runs, rest = runs == 0 ? item : item / runs;
+  const int64_t pair = rest % blocks * kPhases, token = run * p.run;
+  return {rest / blocks / p.heads, rest / blocks % p.heads,
+          pair, p.pairs - pair < kPhases ? p.pairs - pair : kPhases,
+          token, p.tokens - token < p.run ? p.tokens - token : p.run};
+}
+
+// Adds up the phase words of some tokens without a NaN or a reset, and stores the sums.
+template <class Stored, class Store>
+inline void add_clean(const PhaseSums& p, const uint64_t* __restrict word, uint64_t* __restrict sum, int64_t at,
+                      int64_t tokens, int64_t n, const Store& store) {
+  Stored* __restrict to = static_cast<Stored*>(p.out) + at;
+  for (int64_t t = 0; t < tokens; ++t, word += n, to += p.out_stride.token) {
+    for (int64_t k = 0; k < n; ++k) {
+      sum[k] += word[k];
+      to[k] = store(sum[k], 0);
+    }
+  }
+}
+
+inline bool restarts(const PhaseSums& p, int64_t row, int64_t token) {
+  return p.reset != nullptr && p.reset[row * p.reset_row + token * p.reset_token];
+}
+
+inline void add_words(const PhaseSums& p, PhaseItem i) {
+  alignas(64) double x[kEntries];
+  alignas(64) uint64_t word[kEntries], gone[kEntries];
+  alignas(64) uint64_t sum[kPhases] = {}, lost[kPhases] = {};
+  const int64_t n = i.pairs, last = (i.row * p.heads + i.head) * p.pairs + i.pair;
+  if (p.start != nullptr) {
+    const int64_t* start = static_cast<const int64_t*>(p.start) + i.at(p.start_stride);
+    for (int64_t k = 0; k < n; ++k) {
+      sum[k] = uint64_t(start[k * p.start_stride.channel]);
+      lost[k] = sum[k] == uint64_t(1) << 63 ? kGone : 0;
+    }
+  }
+  const int64_t end = i.token + i.tokens;
+  while (i.token < end) {
+    const int64_t tokens = end - i.token < kEntries / n ? end - i.token : kEntries / n;
+    load_angles(p, i.at(p.in_stride), tokens, n, x);
+    if (p.dtype == Dtype::kDouble) {
+      words_of<false>(x, tokens * n, word, gone);
+    } else {
+      words_of<true>(x, tokens * n, word, gone);
+    }
+    if (p.running && p.reset == nullptr && p.out_stride.channel == 1) {
+      uint64_t any = 0;
+      for (int64_t k = 0; k < n; ++k) any |= lost[k];
+      for (int64_t k = 0; k < tokens * n; ++k) any |= gone[k];
+      if (any == 0) {
+        const int64_t at = i.at(p.out_stride);
+        if (p.wide) {
+          add_clean<int64_t>(p, word, sum, at, tokens, n, [](uint64_t w, uint64_t g) { return stored(w, g); });
+        } else {
+          add_clean<int32_t>(p, word, sum, at, tokens, n, [](uint64_t w, uint64_t g) { return upper_half(w, g); });
+        }
+        i.token += tokens;
+        continue;
+      }
+    }
+    for (int64_t t = 0; t < tokens; ++t, ++i.token) {
+      uint64_t *__restrict w = word + t * n, *__restrict g = gone + t * n;
+      if (p.running) {
+        if (restarts(p, i.row, i.token)) memset(sum, 0, sizeof(sum)), memset(lost, 0, sizeof(lost));
+        for (int64_t k = 0; k < n; ++k) {
+          w[k] = sum[k] += w[k];
+          g[k] = lost[k] |= g[k];
+        }
+      }
+      store_phases(p, w, g, i.at(p.out_stride), n);
+    }
+  }
+  if (!p.running) return;
+  for (int64_t k = 0; k < n; ++k) static_cast<int64_t*>(p.last)[last + k] = stored(sum[k], lost[k]);
+}
+
+template <class T>
+inline void add_back(const PhaseSums& p, PhaseItem i) {
+  alignas(64) double sum[kPhases] = {};
+  const int64_t n = i.pairs, last = (i.row * p.heads + i.head) * p.pairs + i.pair;
+  if (p.start != nullptr) {
+    const T* start = static_cast<const T*>(p.start) + i.at(p.start_stride);
+    for (int64_t k = 0; k < n; ++k) sum[k] = double(start[k * p.start_stride.channel]);
+  }
+  const int64_t step = p.in_stride.channel, to_step = p.out_stride.channel;
+  for (i.token = p.tokens - 1; i.token >= 0; --i.token) {
+    const T* __restrict grad = static_cast<const T*>(p.in) + i.at(p.in_stride);
+    T* __restrict to = static_cast<T*>(p.out) + i.at(p.out_stride);
+    if (step == 1 && to_step == 1) {
+      for (int64_t k = 0; k < n; ++k) to[k] = T(sum[k] += double(grad[k]));
+    } else {
+      for (int64_t k = 0; k < n; ++k) to[k * to_step] = T(sum[k] += double(grad[k * step]));
+    }
+    if (restarts(p, i.row, i.token)) memset(sum, 0, sizeof(sum));
+  }
+  for (int64_t k = 0; k < n; ++k) static_cast<T*>(p.last)[last + k] = T(sum[k]);
+}
+
+}  // namespace
+
+void phase_words_loop(const PhaseSums& p, int64_t begin, int64_t end) {
+  for (int64_t item = begin; item < end; ++item) add_words(p, phase_item(p, item));
+}
+
+void phase_sums_loop(const PhaseSums& p, int64_t begin, int64_t end) {
+  for (int64_t item = begin; item < end; ++item) {
+    if (p.dtype == Dtype::kDouble) {
+      add_back<double>(p, phase_item(p, item));
+    } else {
+      add_back<float>(p, phase_item(p, item));
+    }
+  }
+}
+
+}  // namespace TIGHTROPE_ISA
+}  // namespace tightrope

@@ -1,0 +1,572 @@
+"""Rotation by phases: angles for each token, in addition to those of the positions (`phases=`).
+
+How phases are made and accumulated is tested in test_phases.
+"""
+
+import itertools
+import math
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+
+import oracle
+import tolerances
+from helpers import noise, refused
+from matrix import DISTINCT_SETS, both_pairings, every_backend, every_dtype, needs_kernel
+from tightrope import RopeSpec, phases, positions
+from tightrope.activations import RMSNorm
+from tightrope.backends import cpu
+from tightrope.backends.reference import compose
+from tightrope.frequencies import Given
+from tightrope.functional import polar_scan, rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.gates import Slope, XPos
+from tightrope.ops.schema import PHASES, Options
+from tolerances import Result, assert_near, assert_rotated, assert_same_bits
+from triton_cases import DEVICE, kernels_in_place, needs_triton
+
+# Inductor's CPU code needs a C++ compiler.
+COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+ROWS, HEADS, TOKENS, DIM, PAIRS = 2, 4, 40, 16, 6
+# [rows|1, heads|1, tokens, pairs|1]
+SHAPES = [tuple(shape) for shape in itertools.product((1, ROWS), (1, HEADS), (TOKENS,), (1, PAIRS))]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def spec_of(interleaved: bool = False, alone: bool = False) -> RopeSpec:
+    rule = Given((0.0,) * PAIRS) if alone else None
+    return RopeSpec(DIM, rotary_dim=2 * PAIRS, start=2, interleaved=interleaved, scaling=rule)
+
+
+def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return noise(*shape, seed=seed, dtype=dtype).requires_grad_()
+
+
+def angles(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float64, seed: int = 9
+) -> torch.Tensor:
+    return (30 * noise(*shape, seed=seed)).to(dtype)
+
+
+# --- truth ----------------------------------------------------------------------------------------
+
+
+def exact(
+    x: torch.Tensor, angle: torch.Tensor, first: int, omegas: Any, interleaved: bool
+) -> torch.Tensor:
+    """Rotate x (rows, heads, tokens, channels) by angle + position · ω, without rounding.
+
+    Args:
+        angle: the given angles, which broadcast to (rows, heads, tokens, pairs).
+        first: the position of the first token.
+    """
+    full = angle.double().expand(*x.shape[:3], len(omegas))
+    values = [
+        oracle.cos_sin_at((value, first + token), (oracle.MP.mpf(1), omega))
+        for plane in full.flatten(0, 1).tolist()
+        for token, pairs in enumerate(plane)
+        for value, omega in zip(pairs, omegas, strict=True)
+    ]
+    cos, sin = torch.tensor(values, dtype=torch.float64).reshape(*full.shape, 2).unbind(-1)
+    u, v = oracle.channels(2 * len(omegas), 2, interleaved)
+    y = x.double().clone()
+    a, b = x.double()[..., u], x.double()[..., v]
+    y[..., u], y[..., v] = a * cos - b * sin, a * sin + b * cos
+    return y
+
+
+def formula(
+    x: torch.Tensor, angle: torch.Tensor, theta: torch.Tensor, at: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
+    """Rotate x with torch's float64 functions, differentiably; at is (rows, tokens)."""
+    x, full = x.double(), angle.double() + at.double()[:, None, :, None] * theta.double()
+    u, v = oracle.channels(2 * theta.shape[-1], 2, interleaved)
+    rest = [channel for channel in range(x.shape[-1]) if channel not in (*u, *v)]
+    cos, sin = full.cos(), full.sin()
+    y = torch.cat(
+        (x[..., u] * cos - x[..., v] * sin, x[..., u] * sin + x[..., v] * cos, x[..., rest]), -1
+    )
+    order = [*u, *v, *rest]
+    return y[..., [order.index(channel) for channel in range(x.shape[-1])]]
+
+
+# The entry of the tolerances for results beside torch's float64 functions at angles up to 100.
+NEAR = {
+    dtype: f"table rotation, {dtype}" for dtype in (torch.float32, torch.bfloat16, torch.float16)
+}
+NEAR[torch.float64] = "float64 ways"
+OMEGAS = oracle.frequencies(10000.0, 2 * PAIRS)
+THETA = torch.tensor([float(omega) for omega in OMEGAS], dtype=torch.float64)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@every_backend
+@every_dtype
+@both_pairings
+def test_values(interleaved: bool, dtype: torch.dtype, backend: str) -> None:
+    spec, cases = spec_of(interleaved), []
+    for i, shape in enumerate(SHAPES[:: 1 if dtype == torch.float32 else 3]):
+        x, angle = noise(ROWS, HEADS, TOKENS, DIM, seed=i, dtype=dtype), angles(shape)
+        got = rotate(x, spec, 1000 * i, phases=phases.given(angle), backend=backend)
+        want = exact(x, angle, 1000 * i, OMEGAS, interleaved)
+        lengths = oracle.pair_lengths(x, 2 * PAIRS, start=2, interleaved=interleaved)
+        cases.append(Result(got, want, lengths, 1000 * i + TOKENS + 200))
+    assert_rotated(cases)
+
+
+@every_backend
+def test_phases_alone(backend: str) -> None:
+    """With frequencies of zero, only the phases turn, whatever the positions."""
+    spec, angle = spec_of(alone=True), angles((ROWS, HEADS, TOKENS, PAIRS))
+    x = noise(ROWS, HEADS, TOKENS, DIM)
+    got = rotate(x, spec, 10**9, phases=phases.given(angle), backend=backend)
+    assert_near(got, exact(x, angle, 0, (0,) * PAIRS, False), "float64 ways")
+    zero = phases.given(torch.zeros(1, 1, TOKENS, 1))
+    assert torch.equal(rotate(x, spec, phases=zero, backend=backend), x)
+    plain = rotate(x, spec_of(), 7, backend=backend)
+    assert_same_bits(rotate(x, spec_of(), 7, phases=zero, backend=backend), plain)
+
+
+@every_backend
+@both_pairings
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_whole_turn_of_the_angles_of_positions(
+    dtype: torch.dtype, interleaved: bool, backend: str
+) -> None:
+    """Angles p · ω, given as phases, equal the rotation at position p."""
+    spec, x = spec_of(interleaved), noise(ROWS, HEADS, TOKENS, DIM, dtype=dtype)
+    at = torch.arange(TOKENS, dtype=torch.float64)
+    given = phases.given((at[:, None] * THETA)[None, None])
+    got = rotate(x, spec_of(interleaved, alone=True), phases=given, backend=backend)
+    want = rotate(x, spec, backend=backend)
+    bound = tolerances.value(NEAR[dtype])
+    torch.testing.assert_close(got, want, rtol=bound, atol=bound)
+
+
+@every_backend
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd", "thd", "bsd", "sd"])
+def test_layouts_and_strides_keep_the_bits(layout: str, backend: str) -> None:
+    """Phases have the same shape in every layout; their strides do not matter."""
+    rows = 1 if layout in ("thd", "sd") else ROWS
+    heads = 1 if layout in ("bsd", "sd") else HEADS
+    angle = angles((rows, heads, TOKENS, PAIRS), torch.float32)
+    x = noise(rows, heads, TOKENS, DIM, dtype=torch.float32)
+    want = rotate(x, spec_of(), 5, phases=phases.given(angle), backend=backend)
+    sizes = {"b": 0, "h": 1, "s": 2, "t": 2, "d": 3}
+    kept = [sizes[letter] for letter in layout]
+    view = x.permute(*kept, *[dim for dim in range(4) if dim not in kept]).flatten(len(kept) - 1)
+    whole = want.permute(*kept, *[dim for dim in range(4) if dim not in kept])
+    for own in (
+        angle,
+        angle.transpose(1, 2).contiguous().transpose(1, 2),
+        torch.stack((angle, angle), -1)[..., 0],
+    ):
+        got = rotate(view, spec_of(), 5, layout=layout, phases=phases.given(own), backend=backend)
+        assert_same_bits(got, whole.reshape(got.shape))
+
+
+@every_backend
+@every_shape
+def test_every_destination_and_the_inverse(shape: tuple[int, ...], backend: str) -> None:
+    x, y = (noise(ROWS, HEADS, TOKENS, DIM, seed=i, dtype=torch.float32) for i in (0, 1))
+    given, call = phases.given(angles(shape)), {"backend": backend}
+    want = rotate(x, spec_of(), 3, phases=given, **call)
+    other = rotate(y, spec_of(), 3, phases=given, **call)
+    z = x.clone()
+    assert rotate_(z, spec_of(), 3, phases=given, **call) is z
+    assert_same_bits(z, want)
+    out = torch.empty_like(x)
+    assert rotate(x, spec_of(), 3, phases=given, out=out, **call) is out
+    assert_same_bits(out, want)
+    for both in (
+        rotate_qk(x, y, spec_of(), 3, phases=given, **call),
+        rotate_qk_(x.clone(), y.clone(), spec_of(), 3, phases=given, **call),
+        rotate_qk(x, y, spec_of().at(3), phases=(given, phases.given(angles(shape))), **call),
+    ):
+        assert_same_bits(both[0], want)
+        assert_same_bits(both[1], other)
+    back = rotate(want, spec_of(), 3, phases=given, inverse=True, **call)
+    assert_near(back, x, "float32 ways")
+
+
+@every_backend
+def test_phases_of_queries_and_keys_with_fewer_heads(backend: str) -> None:
+    q, k = noise(ROWS, HEADS, TOKENS, DIM), noise(ROWS, 2, TOKENS, DIM, seed=1)
+    for_q, for_k = (phases.given(angles((ROWS, n, TOKENS, PAIRS), seed=n)) for n in (HEADS, 2))
+    got = rotate_qk(q, k, spec_of(), phases=(for_q, for_k), backend=backend)
+    assert_same_bits(got[0], rotate(q, spec_of(), phases=for_q, backend=backend))
+    assert_same_bits(got[1], rotate(k, spec_of(), phases=for_k, backend=backend))
+    only = rotate_qk(q, k, spec_of(), phases=(for_q, None), backend=backend)
+    assert_same_bits(only[0], got[0])
+    assert_same_bits(only[1], rotate(k, spec_of(), backend=backend))
+    shared = phases.given(angles((ROWS, 1, TOKENS, PAIRS)))
+    both = rotate_qk(q, k, spec_of(), phases=shared, backend=backend)
+    assert_same_bits(both[0], rotate(q, spec_of(), phases=shared, backend=backend))
+    assert_same_bits(both[1], rotate(k, spec_of(), phases=shared, backend=backend))
+    assert rotate_qk(q, None, spec_of(), phases=shared, backend=backend)[1] is None
+
+
+@every_backend
+def test_act_gates_and_rounding(backend: str) -> None:
+    """Phases change the angles only: f, P and the rounding act as without them."""
+    x = noise(ROWS, HEADS, TOKENS, DIM, dtype=torch.float32)
+    angle = angles((ROWS, HEADS, TOKENS, PAIRS))
+    given, call = phases.given(angle), {"backend": backend}
+    turned = rotate(torch.nn.functional.silu(x), spec_of(), phases=given, **call)
+    assert_near(rotate(x, spec_of(), phases=given, act="silu", **call), turned, "float32 ways")
+    normed = torch.nn.functional.rms_norm(x, (DIM,), eps=1e-6)
+    act = RMSNorm(torch.ones(DIM), 1e-6)
+    assert_near(
+        rotate(x, spec_of(), phases=given, act=act, **call),
+        rotate(normed, spec_of(), phases=given, **call),
+        "float32 ways",
+    )
+    turned = rotate(x, spec_of(), 3, phases=given, **call)
+    for gate in (Slope(torch.full((HEADS, 1), -0.01)), XPos(2 * PAIRS, 512.0)):
+        factor = rotate(torch.ones_like(x), spec_of(alone=True), 3, gate=gate, **call)
+        got = rotate(x, spec_of(), 3, phases=given, gate=gate, **call)
+        assert_near(got, turned * factor, "float32 ways")
+        # Positions that are not integers are added to the phases first.
+        at = torch.arange(TOKENS).double() + 3
+        assert_near(rotate(x, spec_of(), at, phases=given, gate=gate, **call), got, "float32 ways")
+    for rounding in ("wide", "each"):
+        one = rotate(x.bfloat16(), spec_of(), phases=given, rounding=rounding, **call)
+        same = rotate(x.bfloat16(), spec_of(), phases=given, rounding=rounding, backend="reference")
+        assert_same_bits(one, same)
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf, 1e30])
+def test_an_angle_that_is_no_number_makes_its_pair_nan(
+    lost: float, dtype: torch.dtype, backend: str
+) -> None:
+    x, angle = noise(ROWS, HEADS, TOKENS, DIM, dtype=dtype), angles((ROWS, 1, TOKENS, PAIRS))
+    clean = rotate(x, spec_of(), phases=phases.given(angle), backend=backend)
+    angle[1, 0, 3, 4] = lost
+    got = rotate(x, spec_of(), phases=phases.given(angle), backend=backend)
+    gone = torch.zeros_like(got, dtype=torch.bool)
+    gone[1, :, 3, 2 + 4] = gone[1, :, 3, 2 + 4 + PAIRS] = True
+    assert got[gone].isnan().all()
+    assert_same_bits(got[~gone], clean[~gone])
+
+
+@every_backend
+@pytest.mark.parametrize("sizes", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
+def test_empty_tensors(sizes: tuple[int, int, int], backend: str) -> None:
+    rows, heads, tokens = sizes
+    x = leaf(rows, heads, tokens, DIM)
+    angle = leaf(rows, heads, tokens, PAIRS)
+    y = rotate(x, spec_of(), phases=phases.given(angle), backend=backend)
+    y.sum().backward()
+    assert y.shape == x.shape
+    assert angle.grad is not None
+    assert angle.grad.shape == angle.shape
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+@every_backend
+@every_dtype
+@both_pairings
+def test_gradients_against_the_formula(interleaved: bool, dtype: torch.dtype, backend: str) -> None:
+    spec, at = spec_of(interleaved), torch.arange(TOKENS)[None]
+    for i, shape in enumerate(SHAPES):
+        x = leaf(ROWS, HEADS, TOKENS, DIM, seed=i, dtype=dtype)
+        angle = angles(shape).requires_grad_()
+        cotangent = noise(*x.shape, seed=50, dtype=dtype)
+        y = rotate(x, spec, phases=phases.given(angle), backend=backend)
+        by_x, by_angle = torch.autograd.grad(y, (x, angle), cotangent)
+        wide, own = x.detach().double().requires_grad_(), angle.detach().requires_grad_()
+        full = formula(wide, own, THETA, at, interleaved)
+        want_x, want = torch.autograd.grad(full, (wide, own), cotangent.double())
+        bound = tolerances.value(NEAR[dtype])
+        torch.testing.assert_close(by_x.double(), want_x, rtol=bound, atol=bound)
+        u, v = oracle.channels(2 * PAIRS, 2, interleaved)
+        dy, out = cotangent.double(), full.detach()
+        scale = torch.hypot(out[..., u], out[..., v]) * torch.hypot(dy[..., u], dy[..., v])
+        scale = scale.sum_to_size(shape)
+        tolerances.assert_angle_gradient(by_angle, want, scale, dtype)
+
+
+def in_place(x: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+    return rotate_(x * 1, *arguments, **named)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("function", [rotate, in_place])
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("shape", [(2, 2, 3, 2), (1, 2, 3, 1), (2, 1, 3, 2), (1, 1, 3, 1)], ids=str)
+def test_gradcheck(
+    shape: tuple[int, ...], inverse: bool, function: Callable[..., torch.Tensor]
+) -> None:
+    spec = RopeSpec(5, rotary_dim=4, start=1)
+
+    def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+        return function(x, spec, 2, phases=phases.given(angle), inverse=inverse)
+
+    inputs = leaf(2, 2, 3, 5), leaf(*shape, seed=1)
+    assert gradcheck(turned, inputs, check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(turned, inputs)
+
+
+def test_gradcheck_with_positions_frequencies_gate_and_norm() -> None:
+    """Everything that has a gradient has it together with phases."""
+    spec = RopeSpec(4)
+    rows, tokens = 2, 3
+    norm, slope = leaf(4, seed=5), leaf(2, 1, seed=6)
+
+    def turned(
+        x: torch.Tensor, angle: torch.Tensor, at: torch.Tensor, theta: torch.Tensor
+    ) -> torch.Tensor:
+        return rotate(x, spec, at, inv_freq=theta, phases=phases.given(angle))
+
+    inputs = (
+        leaf(rows, 2, tokens, 4), leaf(rows, 2, tokens, 2, seed=1), leaf(rows, tokens, seed=2),
+        leaf(2, 2, seed=3),
+    )  # fmt: skip
+    assert gradcheck(turned, inputs, check_forward_ad=True)
+    assert gradgradcheck(turned, inputs)
+
+    def staged(
+        x: torch.Tensor, angle: torch.Tensor, norm: torch.Tensor, slope: torch.Tensor
+    ) -> torch.Tensor:
+        act, gate = RMSNorm(norm, 1e-3), Slope(slope)
+        return rotate(x, spec, 2, act=act, gate=gate, phases=phases.given(angle))
+
+    inputs = leaf(rows, 2, tokens, 4), leaf(rows, 2, tokens, 2, seed=1), norm, slope
+    assert gradcheck(staged, inputs)
+    assert gradgradcheck(staged, inputs)
+
+
+@pytest.mark.parametrize("mapped", [(0, None), (None, 0), (0, 0)])
+def test_transforms(mapped: tuple[int | None, int | None]) -> None:
+    spec, x, angle = RopeSpec(4), noise(3, 2, 5, 4), noise(3, 1, 5, 2, seed=1)
+    xs = x[:, None] if mapped[0] == 0 else x[:1]
+    all_angles = angle[:, None] if mapped[1] == 0 else angle[:1]
+
+    def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+        return rotate(x, spec, 2, phases=phases.given(angle))
+
+    got = torch.func.vmap(turned, in_dims=mapped)(xs, all_angles)
+    for i in range(3):
+        one = turned(
+            xs[i] if mapped[0] == 0 else xs, all_angles[i] if mapped[1] == 0 else all_angles
+        )
+        assert_same_bits(got[i], one)
+    loss = lambda x, angle: (turned(x, angle) ** 3).sum()  # noqa: E731
+    both = torch.func.grad(loss, argnums=(0, 1))(x, angle)
+    inputs = x.clone().requires_grad_(), angle.clone().requires_grad_()
+    for got_, want in zip(both, torch.autograd.grad(loss(*inputs), inputs), strict=True):
+        assert_near(got_, want, "float64 ways")
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(angle, torch.ones_like(angle))
+        tangent = forward_ad.unpack_dual(turned(x, dual)).tangent
+    angle_ = angle.clone().requires_grad_()
+    cotangent = noise(*x.shape, seed=4)
+    (by,) = torch.autograd.grad(turned(x, angle_), angle_, cotangent)
+    assert_near((tangent * cotangent).sum(), by.sum(), "float64 ways")
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    torch._dynamo.reset()
+    spec = RopeSpec(8)
+
+    def step(x: torch.Tensor, increments: torch.Tensor) -> torch.Tensor:
+        return rotate(x * 2, spec, 3, phases=phases.running(increments)) + 1
+
+    compiled = torch.compile(step, fullgraph=True)
+    for tokens in (5, 9):
+        x, increments = leaf(2, 3, tokens, 8), leaf(2, 3, tokens, 4, seed=1)
+        one = torch.autograd.grad(compiled(x, increments).square().sum(), (x, increments))
+        other = torch.autograd.grad(step(x, increments).square().sum(), (x, increments))
+        for a, b in zip(one, other, strict=True):
+            assert_near(a, b, "float64 ways")
+
+
+def test_meta() -> None:
+    x = torch.empty(ROWS, HEADS, TOKENS, DIM, device="meta")
+    angle = torch.empty(ROWS, HEADS, TOKENS, PAIRS, device="meta", requires_grad=True)
+    y = rotate(x, spec_of(), phases=phases.given(angle))
+    assert y.shape == x.shape
+    assert y.requires_grad
+
+
+# --- machines -------------------------------------------------------------------------------------
+
+
+@needs_kernel
+@both_pairings
+@every_dtype
+def test_every_instruction_set_and_number_of_threads(dtype: torch.dtype, interleaved: bool) -> None:
+    """One set of bits on every instruction set with fused multiply-adds, with any number of threads."""
+    before, threads = cpu.instruction_set(), torch.get_num_threads()
+    x = leaf(1, 8, 300, 70, dtype=dtype)
+    spec = RopeSpec(70, rotary_dim=66, start=3, interleaved=interleaved)
+    angle = angles((1, 8, 300, 33), torch.float32).requires_grad_()
+    found = []
+    assert before is not None
+    try:
+        fused = [name for name in DISTINCT_SETS if name != "baseline"] or DISTINCT_SETS
+        for name, count in itertools.product(fused, (1, 3)):
+            cpu.use_instruction_set(name)
+            torch.set_num_threads(count)
+            y = rotate(x, spec, 9, phases=phases.given(angle))
+            found.append((y.detach(), *torch.autograd.grad(y, (x, angle), x.detach())))
+    finally:
+        cpu.use_instruction_set(before)
+        torch.set_num_threads(threads)
+    for one in found[1:]:
+        for got, want in zip(one, found[0], strict=True):
+            assert_same_bits(got, want)
+
+
+# --- polar attention ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_polar_scan(dtype: torch.dtype) -> None:
+    q, k, v = (noise(2, 4, 12, 8, seed=i, dtype=dtype) for i in range(3))
+    spec, decay = RopeSpec(8, interleaved=True), torch.full((4, 1), -0.1)
+    own = phases.given(angles((2, 4, 12, 4)))
+    got, _ = polar_scan(q, k, v, spec, decay, phases=own)
+    none = RopeSpec(8, interleaved=True, scaling=Given((0.0,) * 4))
+    turned = rotate_qk(q.double(), k.double(), spec, phases=own)
+    want, _ = polar_scan(*turned, v.double(), none, decay)
+    bound = tolerances.value(NEAR[dtype])
+    torch.testing.assert_close(got.double(), want, rtol=4 * bound, atol=4 * bound)
+
+
+def test_polar_scan_in_chunks_equals_the_whole() -> None:
+    """Both states together continue a sequence, and gradients flow through both."""
+    q, k, v = (leaf(1, 2, 12, 8, seed=i) for i in range(3))
+    increments = leaf(1, 2, 12, 4, seed=3)
+    spec = RopeSpec(8, scaling=Given((0.0,) * 4))
+    whole, _ = polar_scan(q, k, v, spec, -0.1, phases=phases.running(increments))
+    state = turned = None
+    parts = []
+    for i in range(0, 12, 5):
+        some = [t[:, :, i : i + 5] for t in (q, k, v, increments)]
+        own = phases.running(some[3], turned)
+        out, state = polar_scan(*some[:3], spec, -0.1, phases=own, state=state)
+        turned = own.state
+        parts.append(out)
+    assert_near(torch.cat(parts, 2), whole, "float64 ways")
+    inputs = q, k, v, increments
+    cotangent = noise(*whole.shape, seed=9)
+    for a, b in zip(
+        torch.autograd.grad(whole, inputs, cotangent),
+        torch.autograd.grad(torch.cat(parts, 2), inputs, cotangent),
+        strict=True,
+    ):
+        assert_near(a, b, "float64 ways")
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def test_errors() -> None:
+    x, k = noise(2, 4, 6, 8), noise(2, 2, 6, 8)
+    spec = RopeSpec(8)
+
+    def given(*shape: int) -> phases.Phases:
+        return phases.given(torch.zeros(shape))
+
+    for shape in ((3, 4, 6, 4), (2, 3, 6, 4), (2, 4, 5, 4), (2, 4, 1, 4), (2, 4, 6, 3)):
+        with refused(
+            ValueError,
+            "[rotate] phases must have shape (2|1, 4|1, 6, 4|1) for x, in this order for every "
+            f"layout, but got {shape} (x: float64[2, 4, 6, 8]).",
+        ):
+            rotate(x, spec, phases=given(*shape))
+    with refused(
+        ValueError,
+        "[rotate_qk] phases must have shape (2|1, 2|1, 6, 4|1) for k, in this order for every layout, "
+        "but got (2, 4, 6, 4); give a pair, one for q and one for k (k: float64[2, 2, 6, 8]).",
+    ):
+        rotate_qk(x, k, spec, phases=given(2, 4, 6, 4))
+    with refused(
+        TypeError,
+        "[rotate] phases must be made by phases.given or phases.running but got float32[2, 4, 6, 4].",
+    ):
+        rotate(x, spec, phases=torch.zeros(2, 4, 6, 4))  # type: ignore[arg-type]
+    with refused(
+        TypeError, "[rotate_] phases must be a single value for one tensor but got a pair."
+    ):
+        rotate_(x, spec, phases=(given(1, 1, 6, 1), None))  # type: ignore[arg-type]
+    with refused(
+        TypeError, "[rotate_qk] phases must be one value or a pair, for q and k, but got 3."
+    ):
+        rotate_qk(x, k, spec, phases=(None, None, None))  # type: ignore[arg-type]
+    with refused(ValueError, "[rotate] phases must be None with a rotation made for stack 'vllm'."):
+        rotate(x, spec.at(0, stack="vllm"), phases=given(1, 1, 6, 1))
+    with refused(ValueError, "[rotate] phases are on meta but x is on cpu."):
+        rotate(x, spec, phases=phases.given(torch.zeros(1, 1, 6, 4, device="meta")))
+    learned = phases.given(torch.zeros(1, 1, 6, 4, requires_grad=True))
+    with refused(
+        ValueError,
+        "[rotate] a result written to out has no gradient, but positions, inv_freq or phases require "
+        "one; use torch.no_grad(), or omit out.",
+    ):
+        rotate(x, spec, phases=learned, out=torch.empty_like(x))
+
+
+@every_backend
+def test_the_raw_operator_refuses_phases_that_do_not_fit(backend: str) -> None:
+    x, own = noise(2, 3, 5, 8), torch.zeros(2, 3, 5, 4, dtype=torch.int32)
+    words = torch.zeros(1, 1, 1, 4, dtype=torch.int64)
+    options = Options(source=PHASES).pack()
+    rotate_raw = torch.ops.tightrope.rotate
+    assert torch.equal(rotate_raw(x, None, own, words, None, 0, options, 1.0)[0], x)
+    wrong = (
+        (own.float(), words), (own[0], words), (own[:, :, :4], words), (own[:, :2], words),
+        (own[:1].expand(3, 3, 5, 4), words), (own, words[..., :3]),
+        (torch.zeros(2, 3, 5, 5, dtype=torch.int32), None),
+    )  # fmt: skip
+    own_kernel = compose if backend == "reference" else rotate_raw
+    for primary, secondary in wrong:
+        with pytest.raises((RuntimeError, IndexError)):
+            own_kernel(x, None, primary, secondary, None, 0, options, 1.0)
+    at = positions.per_row(torch.tensor([1, 2]))
+    assert rotate(x, RopeSpec(8), at, phases=phases.given(torch.zeros(1, 1, 5, 1))).shape == x.shape
+
+
+# --- Triton ---------------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("per_head", [False, True], ids=["shared ω", "ω per head"])
+@every_shape
+def test_triton(shape: tuple[int, ...], per_head: bool, dtype: torch.dtype) -> None:
+    """Kernels and the definition agree, with their gradients, where an angle is NaN too."""
+    spec, generator = spec_of(), torch.Generator().manual_seed(0)
+    xs = [leaf(ROWS, HEADS, 5, DIM, seed=seed, dtype=dtype) for seed in range(2)]
+    given = angles((*shape[:2], 5, shape[3]))
+    given[0, 0, 3, 0] = torch.nan
+    inv_freq = torch.rand(HEADS, PAIRS, generator=generator) if per_head else None
+    inputs = [x.detach().to(DEVICE).requires_grad_() for x in (*xs, given)]
+    inv_freq = None if inv_freq is None else inv_freq.to(DEVICE)
+
+    def found(backend: str | None) -> list[torch.Tensor]:
+        q, k, angle = inputs
+        own = phases.given(angle)
+        ys = rotate_qk(q, k, spec, 5, inv_freq=inv_freq, phases=own, backend=backend)
+        loss = sum((y.nan_to_num() * torch.arange(DIM, device=DEVICE)).sum() for y in ys)
+        return [*ys, *torch.autograd.grad(loss, inputs)]
+
+    with kernels_in_place():
+        by_kernel = found(None)
+    for y, expected in zip(by_kernel, found("reference"), strict=True):
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
