@@ -57,6 +57,10 @@ def tokens_first(x: torch.Size, table: torch.Size) -> bool:
     )
 
 
+# The key, in :attr:`Candidate.shapes`, of an x of six dimensions whose tables vary along one of them.
+FOLDED = (6, 6, None, None)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A rotary function as it was recognised: how to call it and what it computes.

@@ -24,7 +24,7 @@ from ..forms import (
     plain,
     signature,
 )
-from ._candidate import Bits, Candidate
+from ._candidate import FOLDED, Bits, Candidate
 from ._run import fused, tables_inside
 
 # No two tables of different shapes have equally many entries, so a view cannot take one for the other.
@@ -505,8 +505,10 @@ def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -
             _all_bits(caller, shape, rotation, dtype), bits
         ):
             ones.discard(shape.table)
+    folded = frozenset([FOLDED] if _folds(make(), candidate, rotation, dtype, bits) else ())
     return replace(
         candidate,
+        shapes=candidate.shapes | folded,
         ones=frozenset(ones),
         ignored=_ignored(make),
         dtype=dtype,
@@ -519,6 +521,36 @@ def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -
         channels_first=caller.channels_first,
         constants=tuple(caller.constants.items()),
     )
+
+
+def _folds(
+    probe: _Probe,
+    candidate: Candidate,
+    rotation: Rotation,
+    result: str | torch.dtype,
+    bits: tuple[tuple[torch.dtype, torch.dtype, Bits], ...],
+) -> bool:
+    """Return whether x may have six dimensions, with tables of six that vary along one of them."""
+    call = candidate.call
+    usual = (4, 4, None, None) in candidate.shapes and not (probe.caller.inside or call.form.flat)
+    if not bits or not usual or len(call.rotated) != 1 or probe.caller.channels_first:
+        return False
+    made, sizes = replace(candidate, dtype=result), (2, 3, 4, 5, 2)
+    width = probe.cos.shape[-1]
+    for (dtype, table_dtype, choices), along in itertools.product(bits, (1, 2, 3)):
+        probe = copy.copy(probe)
+        x = torch.randn((*sizes, CHANNELS), device="cpu").to(dtype)
+        shape = [size if dim == along else 1 for dim, size in enumerate(sizes)]
+        probe.cos, probe.sin = torch.randn((2, *shape, width), device="cpu").to(table_dtype)
+        probe.xs = {name: x for name in probe.xs}
+        (y,) = probe.tried() or [None]
+        dtype = made.result_dtype(dtype, table_dtype)
+        mine = fused(x, probe.cos, probe.sin, rotation, dtype, choices, 0)
+        if not isinstance(y, torch.Tensor) or mine is None or not _equal([y], [mine]):
+            return False
+        if y.stride() != mine.stride():
+            return False
+    return True
 
 
 def _all_bits(
