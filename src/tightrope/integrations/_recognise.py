@@ -24,7 +24,7 @@ from ..forms import (
     plain,
     signature,
 )
-from ._candidate import FOLDED, Bits, Candidate
+from ._candidate import Bits, Candidate
 from ._run import fused, tables_inside
 
 # No two tables of different shapes have equally many entries, so a view cannot take one for the other.
@@ -505,10 +505,8 @@ def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -
             _all_bits(caller, shape, rotation, dtype), bits
         ):
             ones.discard(shape.table)
-    folded = frozenset([FOLDED] if _folds(make(), candidate, rotation, dtype, bits) else ())
     return replace(
         candidate,
-        shapes=candidate.shapes | folded,
         ones=frozenset(ones),
         ignored=_ignored(make),
         dtype=dtype,
@@ -520,6 +518,7 @@ def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -
         bits=bits,
         channels_first=caller.channels_first,
         constants=tuple(caller.constants.items()),
+        folds=_folds(make(), candidate, rotation, dtype, bits),
     )
 
 
