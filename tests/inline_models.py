@@ -209,6 +209,44 @@ class Processed(Base):
         return result
 
 
+class Axes(Base):
+    """Rotates six dimensions along two of them, by tables whose shape is a list, as the decoder of LTX-2."""
+
+    def turn(self, x: torch.Tensor, angle: torch.Tensor, axis: int) -> torch.Tensor:
+        """Rotate x by angles (tokens, pairs) along an axis."""
+        pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+        even, odd = pairs[..., 0].float(), pairs[..., 1].float()
+        shape = [1, 1, 1, 1, 1, angle.shape[-1]]
+        shape[axis] = angle.shape[0]
+        cos, sin = angle.cos().reshape(shape), angle.sin().reshape(shape)
+        turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
+        return turned.reshape(x.shape).to(x.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores."""
+        q, k = self.qk(x)
+        angle = self.angle[:, :8].float()
+        q = self.turn(q[:, :, :, None, None], angle[: x.shape[1]], 2)
+        return self.turn(q, angle[:2], 1).flatten(2, 4) @ k.mT
+
+
+class ListOfSizes(Base):
+    """Changes a list that other lines have read under another name."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores."""
+        q, k = self.qk(x)
+        cos, sin = self.tables(x)
+        sizes = [8, 2]
+        other = sizes
+        half = other[0]
+        u, v = q[..., :half], q[..., half:]
+        sizes[0] = 4
+        other[1] = half
+        q = q * cos + torch.cat((-v, u), -1) * sin
+        return q @ k.mT * sizes[0] * other[1]
+
+
 class Branches(Base):
     """Rotates in two branches, with the same names for the halves of both tensors."""
 

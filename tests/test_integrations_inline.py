@@ -33,6 +33,7 @@ REPLACED: dict[str, tuple[list[str], int]] = {
     "Super": (["x * cos + rotate_half(x) * sin", "turn(by_halves=True)"], 2),
     "Decorated": (["Decorated.forward.<inline>.x * cos + rotate_half(x) * sin"], 1),
     "Function": (["attended.<inline>.x * cos + rotate_half(x) * sin"], 1),
+    "Axes": (["t4.reshape(x.shape).to(x.dtype)"], 2),
     "Branches": (
         [
             "t1, t2 = x.chunk(2, -1); t3 = torch.cat((-t2, t1), -1); x * cos + t3 * sin",
@@ -163,6 +164,26 @@ def test_calls_with_other_bits_run_the_original() -> None:
     assert before.dtype == torch.float64
     # float64 tables of a float32 x are among those whose bits the operator cannot equal.
     assert spy.calls in (0, 2)
+
+
+def test_a_list_that_changes_after_it_was_read() -> None:
+    model = made("ListOfSizes")
+    before = results(model)
+    patch(model)
+    assert_equal(results(model), before)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_six_dimensions_that_were_not_tried_run_the_original(learned: bool) -> None:
+    """Tables that vary along two of six dimensions, and learned ones."""
+    model = made("Axes")
+    x = torch.randn(2, 3, 4, 1, 2, 16)
+    angle = torch.randn(3 if learned else 1, 8).requires_grad_(learned)
+    before = model.turn(x, angle, 1)
+    assert patch(model).replaced
+    with Spy() as spy:
+        assert torch.equal(model.turn(x, angle, 1), before)
+    assert spy.calls == 0
 
 
 def test_learned_tables_keep_their_gradients() -> None:

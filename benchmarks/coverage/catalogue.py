@@ -84,6 +84,10 @@ LIBRARIES = {
             all_of="transformers",
             bodies=(
                 ("autoencoders/autoencoder_kl_minimax_h3", "MiniMaxH3VideoAttnProcessor.__call__"),
+                (
+                    "autoencoders/ltx2_diffusion_decoder",
+                    "LTX2VideoVaeRotaryPosEmbed3D._rotate_axis",
+                ),
                 ("transformers/transformer_cosmos3", "Cosmos3AttnProcessor.__call__"),
                 ("transformers/transformer_ideogram4", "Ideogram4AttnProcessor.__call__"),
             ),

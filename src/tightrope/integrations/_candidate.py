@@ -88,6 +88,7 @@ class Candidate:
             operator can equal the original bit for bit, with these choices.
         channels_first: whether the last two dimensions of x are (dim, seq) instead of (seq, dim).
         constants: keyword arguments that select this rotation among several of the function.
+        folds: whether x may have six dimensions, and tables of six that vary along one of them.
     """
 
     call: Call
@@ -104,6 +105,7 @@ class Candidate:
     bits: tuple[tuple[torch.dtype, torch.dtype, Bits], ...] = ()
     channels_first: bool = False
     constants: tuple[tuple[str, Any], ...] = ()
+    folds: bool = False
 
     def bits_of(
         self, dtype: torch.dtype, table_dtype: torch.dtype, needs_grad: bool
@@ -131,6 +133,8 @@ class Candidate:
                 return None
             raise LookupError("shapes that were not tried")
         if len(x) == len(table) == 4 and self.ones & {"11sd", "1s1d"}:
+            return None
+        if self.folds and len(x) == len(table) == 6 and given is None:
             return None
         for dims, table_dims, value, place in self.shapes:
             if (len(x), len(table), given) == (dims, table_dims, value):

@@ -251,6 +251,17 @@ def _targets(line: ast.stmt) -> set[str]:
     return names if len(names) == len(parts) else set()
 
 
+def _without_names(lines: list[ast.Assign], name: str) -> list[ast.Assign]:
+    """The lines that neither read nor assign a name, nor one that may be made of it."""
+    names, kept = {name}, []
+    for line in lines:
+        if _names(line) & names:
+            names |= _targets(line)
+        else:
+            kept.append(line)
+    return kept
+
+
 def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
     """Yield the lists of statements in a statement."""
     for _, value in ast.iter_fields(node):
@@ -361,6 +372,8 @@ class _Scan(ast.NodeTransformer):
                 self.block(block, list(lines) if branches and harmless else [], rest)
             if not harmless or inner:
                 lines.clear()
+            elif changed := self._changed_list(each, lines):
+                lines[:] = _without_names(lines, changed)
             elif targets := _targets(each):
                 lines[:] = [line for line in lines if not targets & _names(line)]
                 moves = isinstance(each, ast.Assign) and len(each.targets) == 1
@@ -369,6 +382,17 @@ class _Scan(ast.NodeTransformer):
                     lines.append(each)
             elif not isinstance(each, (ast.Return, ast.Expr, ast.Assert, ast.Raise, ast.Pass)):
                 lines.clear()
+
+    def _changed_list(self, line: ast.stmt, lines: list[ast.Assign]) -> str | None:
+        """The name of the list whose entry a line assigns, if these lines made it; else None."""
+        if not isinstance(line, ast.Assign) or len(line.targets) != 1:
+            return None
+        target = line.targets[0]
+        if not isinstance(target, ast.Subscript) or not isinstance(target.value, ast.Name):
+            return None
+        name = target.value.id
+        made = any(_targets(each) == {name} and isinstance(each.value, ast.List) for each in lines)
+        return name if made and self._is_harmless(target.slice) else None
 
     def changes_nothing(self, statements: list[ast.stmt]) -> bool:
         """Return whether no line of a block changes anything but the names of this function."""

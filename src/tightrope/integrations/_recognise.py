@@ -518,7 +518,38 @@ def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -
         bits=bits,
         channels_first=caller.channels_first,
         constants=tuple(caller.constants.items()),
+        folds=_folds(make(), candidate, rotation, dtype, bits),
     )
+
+
+def _folds(
+    probe: _Probe,
+    candidate: Candidate,
+    rotation: Rotation,
+    result: str | torch.dtype,
+    bits: tuple[tuple[torch.dtype, torch.dtype, Bits], ...],
+) -> bool:
+    """Return whether x may have six dimensions, with tables of six that vary along one of them."""
+    call = candidate.call
+    usual = (4, 4, None, None) in candidate.shapes and not (probe.caller.inside or call.form.flat)
+    if not bits or not usual or len(call.rotated) != 1 or probe.caller.channels_first:
+        return False
+    made, sizes = replace(candidate, dtype=result), (2, 3, 4, 5, 2)
+    width = probe.cos.shape[-1]
+    for (dtype, table_dtype, choices), along in itertools.product(bits, (1, 2, 3)):
+        probe = copy.copy(probe)
+        x = torch.randn((*sizes, CHANNELS), device="cpu").to(dtype)
+        shape = [size if dim == along else 1 for dim, size in enumerate(sizes)]
+        probe.cos, probe.sin = torch.randn((2, *shape, width), device="cpu").to(table_dtype)
+        probe.xs = dict.fromkeys(probe.xs, x)
+        dtype = made.result_dtype(dtype, table_dtype)
+        mine = fused(x, probe.cos, probe.sin, rotation, dtype, choices, 0)
+        ys = probe.tried() or []
+        if mine is None or len(ys) != 1 or not isinstance(y := ys[0], torch.Tensor):
+            return False
+        if not torch.equal(y, mine) or y.stride() != mine.stride():
+            return False
+    return True
 
 
 def _all_bits(

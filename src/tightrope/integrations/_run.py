@@ -288,7 +288,7 @@ class _Call:
         learned = grad and (cos.requires_grad or sin.requires_grad)
         learns = learned or (grad and any(x.requires_grad for x in present))
         bits = self.bits_of(first.dtype, cos.dtype, learns)
-        if bits is None or (learned and not bits.tables):
+        if bits is None or (learned and (not bits.tables or first.dim() > 4)):
             return None
         if bits.by_batch and not all(map(_is_by_batch, present)):
             return None
@@ -420,6 +420,8 @@ def fused(
         which: the number of x among the tensors of its call.
     """
     dims = x.dim()
+    if dims > 4 and cos.dim() == dims:
+        return _folded(x, cos, sin, rotation, dtype, bits, which)
     if (
         type(x) not in _PLAIN
         or type(cos) not in _PLAIN
@@ -460,6 +462,33 @@ def fused(
         return None
     y = y.to(dtype)
     return y if rotation.out == rotation.pairs else _reorder(y, start, count, rotation)
+
+
+def _folded(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    rotation: Rotation,
+    dtype: torch.dtype,
+    bits: Bits,
+    which: int,
+) -> torch.Tensor | None:
+    """Rotate an x of more than four dimensions whose tables vary along one; see :func:`fused`.
+
+    The dimensions before it become the batch, those between it and the channels the heads.
+    """
+    along = [dim for dim, size in enumerate(cos.shape[:-1]) if size != 1]
+    if len(along) != 1 or cos.shape[along[0]] != x.shape[along[0]]:
+        return None
+    (at,) = along
+    width = (1, cos.shape[at], 1, cos.shape[-1])
+    tables = cos.reshape(width), sin.reshape(width)
+    before, heads = x.shape[:at].numel(), x.shape[at + 1 : -1].numel()
+    # With one token, tables vary along no dimension that tells heads from tokens.
+    y = fused(
+        x.reshape(before, x.shape[at], heads, x.shape[-1]), *tables, rotation, dtype, bits, which
+    )
+    return None if y is None else y.reshape(x.shape)
 
 
 def _reorder(y: torch.Tensor, start: int, count: int, rotation: Rotation) -> torch.Tensor:
