@@ -226,7 +226,9 @@ def test_a_model_with_such_a_function_keeps_it(function: Function) -> None:
     before = model(x.clone())
     report = patch(model)
     assert function.__name__ in [entry.name for entry in report.left]
-    assert {entry.name for entry in report.replaced} <= {"usual"}  # which some of them call
+    # What some of them call, and expressions in their bodies that are a rotation by themselves.
+    replaced = {entry.name for entry in report.replaced if ".<inline>." not in entry.name}
+    assert replaced <= {"usual"}
     torch.manual_seed(0)
     assert_same_bits(model(x.clone()), before)
 
