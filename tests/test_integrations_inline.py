@@ -237,6 +237,7 @@ def test_bodies_in_which_lines_could_not_move_stay(stays: str) -> None:
         ("Unlike", "q.flip(-1)", "rotate_half(q)"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_each_refusal_has_its_reason(stays: str, reason: str, instead: str) -> None:
     """The same code without the reason is replaced, unless another reason is left."""
     source = inspect.getsource(getattr(inline_models, stays))
@@ -358,6 +359,7 @@ def test_a_swap_finds_its_function_again() -> None:
 
 
 @pytest.mark.one_in(4)
+@pytest.mark.one_in(3)
 def test_two_models_with_different_options(name: str) -> None:
     one, other, third = made(name), made(name), made(name)
     before = results(one)
@@ -387,6 +389,7 @@ def test_processors_are_shared_with_models_that_are_not_patched() -> None:
 
 
 @pytest.mark.one_in(4)
+@pytest.mark.one_in(3)
 def test_a_model_compiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
     torch._dynamo.reset()

@@ -347,6 +347,7 @@ def test_meta_device() -> None:
 
 
 @every_form
+@pytest.mark.one_in(2)
 def test_compiled(form: str) -> None:
     torch._dynamo.reset()
     options = {"bound": "tanh", "gate": True, "conv": 2}
