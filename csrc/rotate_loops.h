@@ -109,9 +109,9 @@ inline void turn_tile(const Problem& p, int64_t row, int64_t token, int64_t toke
     for (int64_t head = 0; head < o.heads; head += group) {
       const int64_t count = o.heads - head < group ? o.heads - head : group;
       for (int64_t t = 0; t < tokens; ++t) {
-        const int64_t ahead = adjacent           ? kAhead
-                              : t + 1 < tokens   ? token_bytes
-                                                 : group_bytes - t * token_bytes;
+        const int64_t ahead = adjacent         ? kAhead
+                              : t + 1 < tokens ? token_bytes
+                                               : group_bytes - t * token_bytes;
         const T *c = angles.cosine + t * width, *s = angles.sine + t * width;
         turn_heads<A>(p, heads_of<Stored>(o, row, head, count, token + t, ahead), first, n,
                       {c, s, c + other, s + other});

@@ -109,8 +109,9 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
     Returns:
         The outputs, shaped like q with the channels of v, in the dtype of q; and the state after the
         last token, float32 (float64 for float64). Differentiable with respect to q, k, v, log_decay,
-        the tensors of gates, the angles of phases and the state. ``torch.autocast`` does not change these results, nor the
-        gradients if ``backward`` is called outside it: inputs may have 16 bits, the memory never does.
+        the tensors of gates, the angles of phases and the state. ``torch.autocast`` does not change
+        these results, nor the gradients if ``backward`` is called outside it: inputs may have 16 bits,
+        the memory never does.
 
     Raises:
         TypeError, ValueError: invalid arguments; the message names the argument.

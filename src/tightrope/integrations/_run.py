@@ -420,8 +420,10 @@ def fused(
         which: the number of x among the tensors of its call.
     """
     dims = x.dim()
-    if dims > 4 and cos.dim() == dims:
-        return _folded(x, cos, sin, rotation, dtype, bits, which)
+    if dims > 4:
+        folded = _folded(x, cos, sin)
+        y = None if folded is None else fused(*folded, rotation, dtype, bits, which)
+        return None if y is None else y.reshape(x.shape)
     if (
         type(x) not in _PLAIN
         or type(cos) not in _PLAIN
@@ -465,30 +467,21 @@ def fused(
 
 
 def _folded(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    rotation: Rotation,
-    dtype: torch.dtype,
-    bits: Bits,
-    which: int,
-) -> torch.Tensor | None:
-    """Rotate an x of more than four dimensions whose tables vary along one; see :func:`fused`.
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Fold an x of more than four dimensions, and tables that vary along one of them, to four.
 
-    The dimensions before it become the batch, those between it and the channels the heads.
+    The dimensions before that one become the batch, those between it and the channels the heads. None if
+    there is no such dimension.
     """
     along = [dim for dim, size in enumerate(cos.shape[:-1]) if size != 1]
-    if len(along) != 1 or cos.shape[along[0]] != x.shape[along[0]]:
+    if cos.dim() != x.dim() or len(along) != 1 or cos.shape[along[0]] != x.shape[along[0]]:
         return None
     (at,) = along
-    width = (1, cos.shape[at], 1, cos.shape[-1])
-    tables = cos.reshape(width), sin.reshape(width)
     before, heads = x.shape[:at].numel(), x.shape[at + 1 : -1].numel()
-    # With one token, tables vary along no dimension that tells heads from tokens.
-    y = fused(
-        x.reshape(before, x.shape[at], heads, x.shape[-1]), *tables, rotation, dtype, bits, which
-    )
-    return None if y is None else y.reshape(x.shape)
+    width = (1, cos.shape[at], 1, cos.shape[-1])
+    shape = (before, x.shape[at], heads, x.shape[-1])
+    return x.reshape(shape), cos.reshape(width), sin.reshape(width)
 
 
 def _reorder(y: torch.Tensor, start: int, count: int, rotation: Rotation) -> torch.Tensor:

@@ -69,12 +69,7 @@ def by_angles(
     where = where[:, :, None, :, None].expand(axes, -1, -1, -1, -1)
     # One axis at a time limits peak memory to the size of x.
     for output, grad in zip(outputs, grads):
-        dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
-        y, z = _pairs(output, pairs, options, dtype)
-        dy, dz = _pairs(grad, pairs, options, dtype)
-        by_angle = (y * dz - z * dy).to(wide)
-        if options.direction != FORWARD:
-            by_angle = -by_angle
+        by_angle = _by_angle(output, grad, pairs, options)
         if by_positions:
             found = [_sum(by_angle * omega[axis], [1, 3]) for axis in range(axes)]
             of_positions = of_positions + torch.stack(found)
@@ -92,21 +87,23 @@ def _by_phases(
     wanted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of phases, in their shape; the gradient of positions is empty."""
-    phases, options = call.primary, call.options
-    rows, heads, tokens, pairs = phases.shape
-    x = call.layout().to_bhsd(outputs[0])
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    phases, x = call.primary, call.layout().to_bhsd(outputs[0])
     wide = sum_dtype(phases.device)
-    total = phases.new_zeros((rows if wanted else 0, heads, tokens, pairs), dtype=wide)
+    total = phases.new_zeros((phases.shape[0] if wanted else 0, *phases.shape[1:]), dtype=wide)
     for output, grad in zip(outputs, grads) if wanted else ():
-        y, z = _pairs(output, pairs, options, dtype)
-        dy, dz = _pairs(grad, pairs, options, dtype)
-        by_angle = (y * dz - z * dy).to(wide)
-        over = [dim for dim, size in ((0, rows), (1, heads)) if size == 1]
-        total = total + (by_angle.sum(over, keepdim=True) if over else by_angle)
-    if options.direction != FORWARD:
-        total = -total
-    return phases.new_zeros((0, x.shape[0], tokens), dtype=wide), total.to(dtype)
+        by_angle = _by_angle(output, grad, phases.shape[-1], call.options)
+        total = total + sum_to(by_angle, phases.shape)
+    return phases.new_zeros((0, x.shape[0], x.shape[2]), dtype=wide), total.to(_wide(x))
+
+
+def _by_angle(
+    output: torch.Tensor, grad: torch.Tensor, pairs: int, options: Options
+) -> torch.Tensor:
+    """Gradient of each angle of one result, ``[rows, heads, tokens, pairs]``, in :func:`sum_dtype`."""
+    y, z = _pairs(output, pairs, options, _wide(output))
+    dy, dz = _pairs(grad, pairs, options, _wide(output))
+    by_angle = (y * dz - z * dy).to(sum_dtype(output.device))
+    return by_angle if options.direction == FORWARD else -by_angle
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

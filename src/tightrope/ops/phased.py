@@ -40,8 +40,7 @@ def with_phases(calls: Sequence[Call], given: object) -> list[Call]:
             raise bad_type(
                 f"phases must be made by phases.given or phases.running but got {describe(one)}"
             )
-    together = both[0] is both[1]
-    if not together:
+    if both[0] is not both[1]:
         calls = [call.only([i]) for call in calls for i in range(len(call.xs()))]
     return [call if own is None else _added(call, own) for call, own in zip(calls, both)]
 
@@ -50,14 +49,13 @@ def _added(call: Call, phases: Phases) -> Call:
     """Return the call with phases, which :func:`_check` accepts, in addition to its phase words."""
     _check(call, phases)
     words, positions = call.primary, call.positions
-    drift = phases.drift
     if call.options.learned or (positions is not None and positions.is_floating_point()):
         found, drift = _sum(call, phases)
         # A gate may still read the positions.
         positions = None if positions is None else positions.detach()
         words = torch.zeros_like(words[:, :1, :1])
     else:
-        found = phases.words(call.q.dtype == torch.float64)
+        found, drift = phases.words(call.q.dtype == torch.float64), phases.drift
     return call._replace(
         primary=found.expand(-1, -1, -1, words.shape[-1]),
         secondary=words,

@@ -8,7 +8,7 @@ import torch
 
 from ..phases import _definition
 from ..phases._definition import empty_as, phase_drift as phase_drift, rows_of, value_dtype
-from . import schema
+from . import gradients, schema
 from .autograd import raw
 from .fake import check_devices
 from .route import is_differentiated
@@ -62,7 +62,7 @@ def _fake_sums(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     increments, state, reset, ctx.running = inputs
     ctx.shape, ctx.dtype = increments.shape, increments.dtype
-    ctx.state = None if state is None else (state.shape[0], state.dtype)
+    ctx.state = None if state is None else (state.shape, state.dtype)
     ctx.save_for_backward(reset)
     ctx.set_materialize_grads(False)
 
@@ -79,16 +79,11 @@ def _backward(
         grad = grad_last.new_zeros(()).expand(grad_last.shape[0], *ctx.shape[1:])
     add = _definition.phase_sums if is_differentiated() else schema.phase_sums
     by_increments, by_state = add(grad, grad_last, reset)
-    found = _of_rows(by_increments, ctx.shape[0]).to(ctx.dtype)
+    found = gradients.sum_to(by_increments, ctx.shape).to(ctx.dtype)
     if ctx.state is None:
         return found, None, None, None
-    rows, dtype = ctx.state
-    return found, _of_rows(by_state, rows).to(dtype), None, None
-
-
-def _of_rows(grad: torch.Tensor, rows: int) -> torch.Tensor:
-    """Sum a gradient over the rows that share an entry."""
-    return grad.sum(0, keepdim=True) if rows == 1 and grad.shape[0] != 1 else grad
+    shape, dtype = ctx.state
+    return found, gradients.sum_to(by_state, shape).to(dtype), None, None
 
 
 def _by_rows(operator: Any, count: int) -> Any:
