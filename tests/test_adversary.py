@@ -272,23 +272,6 @@ def test_the_advice_for_ragged_tensors_works() -> None:
     assert_same_bits(turned, torch.cat([rotate(row, SPEC, layout="thd") for row in rows]))
 
 
-def test_the_advice_for_distributed_tensors(tmp_path: Path) -> None:
-    if not torch.distributed.is_available():
-        pytest.skip("this torch is built without torch.distributed")
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        x = distribute_tensor(X, init_device_mesh("cpu", (1,)), [Shard(1)])
-        text = "[rotate] x must be a local tensor but got a DTensor; rotate x.to_local(), with"
-        with pytest.raises(TypeError, match=re.escape(text)):
-            rotate(x, SPEC)
-        assert_same_bits(rotate(x.to_local(), SPEC), rotate(X, SPEC))
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 64,

@@ -25,6 +25,7 @@ RANKS: dict[str, tuple[int, int]] = {
     "_errors": (0, 0),
     "_tracing": (0, 0),
     "_memo": (0, 0),
+    "_parts": (0, 0),
     "ops.schema": (0, 0),
     "ops.registry": (0, 0),
     "channels": (0, 1),

@@ -235,14 +235,13 @@ def test_shards_are_refused(sharded: torch.Tensor) -> None:
     by_length = RopeSpec(8, scaling=DynamicNTK(4.0, 4))
     calls |= {
         "[rotate] positions": lambda: rotate(X, SPEC, ids),
-        "[at] positions": lambda: SPEC.at(ids),
-        "[per_row] offsets": lambda: positions.per_row(ids),
+        "[rotate_] positions": lambda: rotate_(X.clone(), SPEC.at(ids)),
         "[packed] cu_seqlens": lambda: positions.packed(ids),
         "[left_padded] attention_mask": lambda: positions.left_padded(ids[None]),
         "[left_padded] lengths": lambda: positions.left_padded(lengths=ids, total=5),
-        "[multi_axis] ids": lambda: positions.multi_axis(ids[None]),
+        "[explicit] positions": lambda: positions.explicit(positions.per_row(ids), 5),
+        "[shard] positions": lambda: positions.shard(positions.multi_axis(ids[None]), 0, 1),
         "[concatenate] positions": lambda: positions.concatenate([ids]),
-        "[Positions] ids": lambda: positions.Positions(ids[None, None], add_index=False),
         "[seq_len] lengths": lambda: rotate(X, by_length, seq_len=ids[:1]),
         "[rerotate] positions": lambda: rerotate(X, SPEC, SPEC, 0, ids),
         "[apply_rotary_pos_emb] position_ids": lambda: apply_rotary_pos_emb(

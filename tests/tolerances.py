@@ -48,6 +48,12 @@ TABLE = {
         "absolute and relative, of a rotated channel, at positions below 2^8",
         "angles in float32 are off by 2^-23 of up to 256 radians, 3e-5, times a pair of up to 3",
     ),
+    # --- DTensors ---
+    "gradient added up over ranks": Tolerance(
+        1e-12,
+        "of the largest gradient, float64",
+        "up to 4 ranks add their sums of up to 624 terms in another order; each rounds by 1e-16",
+    ),
     # --- conformance vectors ---
     "conformance": Tolerance(
         2.5,

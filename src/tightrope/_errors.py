@@ -230,8 +230,13 @@ def check_dense(name: str, x: torch.Tensor, nested: str = "") -> None:
         raise bad_type(f"{name} must be a dense tensor but got one that is {kind}")
 
 
-def check_local(name: str, x: torch.Tensor) -> None:
+def is_dtensor(x: object) -> bool:
+    """Return True for a DTensor, without importing its module, which is large."""
+    return type(x).__name__ == "DTensor"
+
+
+def check_local(name: str, x: object) -> None:
     """Raise a TypeError for a DTensor: kernels would read beyond the memory of its local shard."""
-    if type(x).__name__ == "DTensor":
+    if is_dtensor(x):
         rule = "must be a local tensor but got a DTensor; pass its to_local() or full_tensor()"
         raise bad_type(f"{name} {rule}")

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 
 from ._errors import bad_type, bad_value, check_dense, check_local, describe, public
+from ._parts import Take
 from ._tracing import broadcasts
 
 #: Names of all prologues f. The index of a name is its code in the operator's schema.
@@ -112,6 +113,12 @@ class RMSNorm:
             )
         full = full.to(dtype)
         return full + 1.0 if self.unit_offset else full
+
+    def cut(self, take: Take) -> RMSNorm:
+        """Return the norm for a part of the heads; see :meth:`tightrope.gates.Gate.cut`."""
+        if self.weight is None:
+            return self
+        return replace(self, weight=take("weight of RMSNorm", self.weight, ("head", None)))
 
 
 #: One f: None, a name, or a norm.

@@ -30,6 +30,7 @@ from ._errors import (
     one_or,
     public,
 )
+from ._parts import Take
 from ._tracing import broadcasts, is_readable, is_tracing, may_keep
 from .channels import Channels as Channels
 
@@ -86,6 +87,17 @@ class Gate:
         """Return the gate to use for keys if the caller gave one gate for both queries and keys."""
         return self
 
+    def cut(self, take: Take) -> Gate:  # noqa: ARG002
+        """Return the gate for a part of the rows, heads and tokens, for DTensors.
+
+        Args:
+            take: see :data:`tightrope._parts.Take`.
+        """
+        raise bad_type(
+            f"gate must be one of tightrope.gates with DTensors but got a {type(self).__name__}; rotate "
+            "to_local() and convert the result with DTensor.from_local"
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Scalar(Gate):
@@ -127,6 +139,12 @@ class Scalar(Gate):
         """See :meth:`Gate.log_on`."""
         return onto(self._log(x.dtype, x.device), x.device)
 
+    def cut(self, take: Take) -> Gate:
+        """See :meth:`Gate.cut`."""
+        if not isinstance(self.value, torch.Tensor):
+            return self
+        return replace(self, value=take("value of the gate Scalar", self.value, ()))
+
     def _log(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the logarithm on the device of ``value`` if it is a tensor, else on ``device``."""
         inside = _compute_dtype(dtype)
@@ -165,6 +183,10 @@ class Exp(Gate):
     ) -> torch.Tensor:
         """See :meth:`Gate.log_factor`."""
         return _rows("gamma", self.gamma, self.tied, channels, dtype)
+
+    def cut(self, take: Take) -> Gate:
+        """See :meth:`Gate.cut`."""
+        return replace(self, gamma=take("gamma of the gate Exp", self.gamma, ("head", None)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,6 +228,10 @@ class Slope(Gate):
         rows = self.slope if self.slope.dim() == 2 else self.slope[None]
         return _widened("slope", rows, self.tied, channels, dtype)
 
+    def cut(self, take: Take) -> Gate:
+        """See :meth:`Gate.cut`."""
+        return replace(self, slope=take("slope of the gate Slope", self.slope, ("head", None)))
+
 
 @dataclass(frozen=True, eq=False)
 class Given(Gate):
@@ -243,6 +269,11 @@ class Given(Gate):
         """See :meth:`Gate.log_factor`."""
         log = self.log if self.log.dim() == 4 else self.log[None]
         return _widened("log", log, self.tied, channels, dtype).transpose(1, 2)
+
+    def cut(self, take: Take) -> Gate:
+        """See :meth:`Gate.cut`."""
+        axes = ("row", "token", "head", None)
+        return replace(self, log=take("log of the gate Given", self.log, axes))
 
 
 @dataclass(frozen=True)
@@ -287,6 +318,10 @@ class XPos(Gate):
         """Return the inverse gate."""
         # Dynamo ignores lru_cache and warns about each use.
         return _reversed(self) if is_tracing() else _opposite(self)
+
+    def cut(self, take: Take) -> Gate:  # noqa: ARG002
+        """See :meth:`Gate.cut`."""
+        return self
 
     @public("XPos")
     def log_factor(

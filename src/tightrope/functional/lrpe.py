@@ -7,13 +7,22 @@ from functools import lru_cache
 import torch
 
 from .. import positions
-from .._errors import bad_type, bad_value, check_dense, check_local, describe, integer, public
+from .._errors import (
+    bad_type,
+    bad_value,
+    check_dense,
+    check_local,
+    describe,
+    integer,
+    is_dtensor,
+    public,
+)
 from .._tracing import broadcasts
 from ..activations import ACTS, SOFTMAX, Act
 from ..channels import Channels
-from ..ops.build import Request, build, stages_of
+from ..ops.build import Request, stages_of
 from ..ops.checks import check_floating
-from ..ops.run import run
+from ..ops.sharded import check_gradient, divides, perform
 from ..positions import Positions, PositionsLike
 from ..spec import RopeSpec
 
@@ -116,7 +125,7 @@ def lrpe_rotate_1d_(
     spec, where, angles = _arguments(x, theta, offset, start, rotary_dim, theta_axis)
     layout, stages = _LAYOUTS[x.dim()], stages_of(act, None, 1)
     request = Request(("x",), x, None, spec, where, layout, inv_freq=angles, stages=stages)
-    run(build(request._replace(verb="in place")))
+    perform(request._replace(verb="in place"))
     return x
 
 
@@ -125,7 +134,7 @@ def _rotated(
 ) -> torch.Tensor:
     layout, stages = _LAYOUTS[x.dim()], stages_of(act, None, 1)
     request = Request(("x",), x, None, spec, where, layout, inv_freq=angles, stages=stages)
-    (y,) = run(build(request))
+    (y,) = perform(request)
     return y
 
 
@@ -135,7 +144,7 @@ def _check(x: torch.Tensor, act: Act, dim: int | None, offset: object) -> bool:
     Returns:
         True for a softmax over the tokens, which the kernels do not compute.
     """
-    check_floating("x", x)
+    check_floating("x", x, sharded=True)
     if x.dim() not in _LAYOUTS:
         raise bad_value(
             "x must have shape (batch, tokens, heads, channels) or (batch, tokens, channels)", x=x
@@ -160,6 +169,12 @@ def _check(x: torch.Tensor, act: Act, dim: int | None, offset: object) -> bool:
         raise bad_value(
             "offset must be 0 for a softmax over the tokens, which needs all of them in one call, "
             f"but got {describe(offset)}"
+        )
+    if is_dtensor(x) and divides(x, 1):
+        raise bad_value(
+            "x must not be sharded along tokens for a softmax over the tokens, which needs all of them; "
+            "call x.redistribute",
+            x=x,
         )
     return True
 
@@ -222,7 +237,10 @@ def _expand_theta(
     if not isinstance(theta, torch.Tensor) or not theta.is_floating_point():
         raise bad_type(f"theta must be a floating tensor but got {describe(theta)}")
     check_dense("theta", theta)
-    check_local("theta", theta)
+    if not is_dtensor(x):
+        check_local("theta", theta)
+    elif not is_dtensor(theta):
+        check_gradient("theta", theta, "x")
     if theta.device != x.device:
         raise bad_value(f"theta is on {theta.device} but x is on {x.device}")
     count = 1 if heads is None else heads
@@ -247,7 +265,8 @@ def _expand_theta(
     if by_head:
         return wide.reshape(-1, 1).expand(-1, pairs)
     wide = wide if theta.dim() == 2 else wide[None]
-    return torch.nn.functional.pad(wide, (0, pairs - wide.shape[1]))
+    missing = pairs - wide.shape[1]
+    return torch.nn.functional.pad(wide, (0, missing)) if missing else wide
 
 
 def _meanings(shape: torch.Size, heads: int, pairs: int) -> tuple[bool, bool]:

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 
 from .. import positions as positions_
-from .._errors import bad_type, bad_value, public
-from ..ops.build import Request, build
+from .._errors import bad_type, bad_value, is_dtensor, public
+from ..ops.build import Request
 from ..ops.checks import Place, check_rotation, layout_named, shape_of
 from ..ops.layouts import Layout
-from ..ops.run import run
+from ..ops.sharded import perform
 from ..positions import Positions, PositionsLike
 from ..spec import Memo, PreparedRotation, RopeSpec, SeqLen
 
@@ -73,7 +73,7 @@ def rerotate(  # noqa: PLR0913  (one argument for each option)
     request = Request(("k",), k, None, _prepared(k, move, layout_named(layout)), layout=layout)
     if out is not None:
         request = request._replace(verb="out", outs=(out,))
-    (y,) = run(build(request._replace(backend=backend)))
+    (y,) = perform(request._replace(backend=backend))
     return y
 
 
@@ -103,7 +103,7 @@ def rerotate_(  # noqa: PLR0913  (one argument for each option)
     """
     move = _Move(from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len)
     request = Request(("k",), k, None, _prepared(k, move, layout_named(layout)), layout=layout)
-    run(build(request._replace(verb="in place", backend=backend)))
+    perform(request._replace(verb="in place", backend=backend))
     return k
 
 
@@ -121,14 +121,14 @@ class _Move(NamedTuple):
 def _prepared(k: torch.Tensor, move: _Move, layout: Layout) -> PreparedRotation:
     """Prepare the rotation by the difference between the new and the old angles."""
     from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len = move
-    tokens = shape_of("k", k, layout)[layout.token]
+    place = Place(("k",), (k,), layout, sharded=is_dtensor(k))
+    tokens = shape_of("k", k, layout, place.sharded)[layout.token]
     _check_specs(from_spec, to_spec)
     old = positions_.as_positions(positions)
     stays = new_positions is None or new_positions is positions
     new = old if stays else positions_.as_positions(new_positions)
     before = from_spec.on(old, k.device, from_seq_len).for_tokens(tokens)
     after = to_spec.on(new, k.device, to_seq_len).for_tokens(tokens)
-    place = Place(("k",), (k,), layout)
     check_rotation(place, before, ("from_spec", "positions", "from_seq_len"))
     where = "positions" if stays else "new_positions"
     check_rotation(place, after, ("to_spec", where, "to_seq_len"))

@@ -9,10 +9,11 @@ import torch
 from .._errors import bad_type, bad_value, describe, public
 from ..activations import Act, ActLike
 from ..gates import Gate
-from ..ops.build import Request, build, stages_of
+from ..ops.build import Request, stages_of
 from ..ops.checks import RoundingLike
 from ..ops.phased import PhasesLike
-from ..ops.run import run, run_prepared
+from ..ops.run import run_prepared
+from ..ops.sharded import perform
 from ..phases import Phases
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
@@ -108,7 +109,7 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
         stages, "new" if out is None else "out", () if out is None else (out,), backend,
         rounding=rounding, phases=phases,
     )  # fmt: skip
-    (y,) = run(build(request))
+    (y,) = perform(request)
     return y
 
 
@@ -159,7 +160,7 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
         stages, "in place", (), backend,
         rounding=rounding, phases=phases,
     )  # fmt: skip
-    run(build(request))
+    perform(request)
     return x
 
 
@@ -212,7 +213,7 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
         stages, "new" if out is None else "out", () if out is None else _outs(out), backend,
         rounding=rounding, phases=phases,
     )  # fmt: skip
-    ys = run(build(request))
+    ys = perform(request)
     return ys[0], cast(_K, None if k is None else ys[1])
 
 
@@ -269,7 +270,7 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each option)
         stages, "in place", (), backend,
         rounding=rounding, phases=phases,
     )  # fmt: skip
-    run(build(request))
+    perform(request)
     return q, k
 
 
@@ -320,7 +321,7 @@ def rotary_pos_embedding(
     # All leading dimensions share the positions, so any of them can act as rows and heads.
     layout = {0: "sd", 1: "bsd"}.get(len(lead), "bhsd")
     x = input_.flatten(0, len(lead) - 2) if len(lead) > 2 else input_
-    (y,) = run(build(Request(("input_",), x, None, spec, position_ids, layout, rounding=rounding)))
+    (y,) = perform(Request(("input_",), x, None, spec, position_ids, layout, rounding=rounding))
     return y.reshape(input_.shape)
 
 
@@ -344,5 +345,5 @@ def rotate_first(
     tensor([1., 1., 1., 1.])
     """
     request = Request(_X, x, None, spec, positions, layout, inverse, wider=True, rounding=rounding)
-    (y,) = run(build(request))
+    (y,) = perform(request)
     return y

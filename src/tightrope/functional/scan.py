@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -29,10 +29,12 @@ from .._errors import (
     check_local,
     describe,
     integer,
+    is_dtensor,
     public,
 )
 from .._tracing import broadcasts, is_readable
 from ..gates import Gate
+from ..ops import sharded
 from ..ops.build import Request, build, stages_of
 from ..ops.checks import Place, layout_named, prepare
 from ..ops.phased import PhasesLike
@@ -137,7 +139,7 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
         raise bad_value(f"layout must be one of bhsd, bshd, sbhd but got {layout!r}")
     if not isinstance(k, torch.Tensor):
         raise bad_type(f"k must be a tensor but got {describe(k)}")
-    check_state(state)
+    check_state(state, sharded=is_dtensor(k))
     if state is not None and isinstance(spec, RopeSpec):
         if spec.by_length and seq_len is None:
             raise bad_value(
@@ -146,23 +148,80 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
                 spec=spec,
             )
         positions = state.tokens if positions is None else positions
-    given_q, given_k = q, k
-    if isinstance(q, torch.Tensor) and q.dtype in (torch.bfloat16, torch.float16):
-        # Rounding rotated queries and keys to 16 bits would spoil sums with cancellation.
-        spec = prepare(Place(_QK, (q, k), order), spec, positions, seq_len)
-        q, k, positions, seq_len = q.float(), k.float(), None, None
     if isinstance(spec, PreparedRotation) and spec.stack is not None:
         raise bad_value(f"spec must have exact angles but was made for stack {spec.stack.name!r}")
-    stages = stages_of(None, gate)
     request = Request(
-        _QK, q, k, spec, positions, layout, seq_len=seq_len, stages=stages, phases=phases
-    )
-    q, k = run(build(request))
-    given_q, given_k = order.to_bhsd(given_q), order.to_bhsd(given_k)
-    v = values_of(given_q, given_k, v, order.to_bhsd)
-    q, k = order.to_bhsd(q), order.to_bhsd(k)
-    out, state = scanned(q, k, v, log_decay, state, form, chunk)
+        _QK, q, k, spec, positions, layout,
+        seq_len=seq_len, stages=stages_of(None, gate), phases=phases,
+    )  # fmt: skip
+    if is_dtensor(q) or is_dtensor(k):
+        return _scan_shards(request, v, log_decay, state, form, chunk)
+    return _scan(request, v, log_decay, state, form, chunk)
+
+
+def _scan(
+    request: Request,
+    v: torch.Tensor,
+    log_decay: torch.Tensor | float | None,
+    state: PolarState | None,
+    form: str,
+    chunk: int,
+) -> tuple[torch.Tensor, PolarState]:
+    """Rotate the q and k of a request and scan them; other arguments as in :func:`polar_scan`."""
+    q, k, order = request.q, cast(torch.Tensor, request.k), layout_named(request.layout)
+    if isinstance(q, torch.Tensor) and q.dtype in (torch.bfloat16, torch.float16):
+        # Rounding rotated queries and keys to 16 bits would spoil sums with cancellation.
+        place = Place(_QK, (q, k), order)
+        spec = prepare(place, request.spec, request.positions, request.seq_len)
+        wide = request._replace(q=q.float(), k=k.float(), spec=spec)
+        request = wide._replace(positions=None, seq_len=None)
+    turned_q, turned_k = (order.to_bhsd(x) for x in run(build(request)))
+    v = values_of(order.to_bhsd(q), order.to_bhsd(k), v, order.to_bhsd)
+    out, state = scanned(turned_q, turned_k, v, log_decay, state, form, chunk)
     return order.from_bhsd(out), state
+
+
+def _scan_shards(
+    request: Request,
+    v: torch.Tensor,
+    log_decay: torch.Tensor | float | None,
+    state: PolarState | None,
+    form: str,
+    chunk: int,
+) -> tuple[torch.Tensor, PolarState]:
+    """Scan DTensors: each process scans its own rows and heads; arguments as in :func:`_scan`."""
+    q, k, order = request.q, cast(torch.Tensor, request.k), layout_named(request.layout)
+    parts = sharded.parts_of((*_QK, "v"), (q, k, v), order)
+    own, others = parts[0], parts[1:]
+    for part, x in zip(parts, (q, k, v)):
+        if part.by != own.by or "token" in part.by:
+            raise bad_value(
+                f"{part.name} must be sharded like q, along rows and heads only, because a scan needs all "
+                f"tokens of a head; call {part.name}.redistribute",
+                **{part.name: x},
+            )
+    heads, kv_heads = own.spans["head"], others[0].spans["head"]
+    group = heads.whole // max(kv_heads.whole, 1)
+    if any(one != group * other for one, other in zip(heads, kv_heads)):
+        raise bad_value(
+            "q and k must be sharded such that each process has the heads of k that its heads of q "
+            f"share, but it has heads {heads.start} to {heads.start + heads.size} of q and "
+            f"{kv_heads.start} to {kv_heads.start + kv_heads.size} of k",
+            q=q,
+            k=k,
+        )
+    take = others[0].take
+    if isinstance(log_decay, torch.Tensor):
+        axes = ("row", "head", "token", None) if log_decay.dim() == 4 else ("head", None)
+        log_decay = take("log_decay", log_decay, axes)
+    if state is not None:
+        memory = take("the memory of state", state.memory, ("row", "head", None, None))
+        state = state._replace(memory=memory)
+    local = sharded.local_request(request, Place(_QK, (q, k), order, sharded=True), parts[:2])
+    out, after = _scan(local, sharded.to_local(v), log_decay, state, form, chunk)
+    kept = others[0].whole(after.memory, {"row": 0, "head": 1})
+    out = own.whole(out, {"row": order.row, "head": order.head})
+    return out, after._replace(memory=kept)
 
 
 def quadratic(
@@ -398,8 +457,8 @@ _AUTOCAST = frozenset(
 )
 
 
-def check_state(state: object) -> None:
-    """Raise a TypeError unless the argument is None or a state."""
+def check_state(state: object, sharded: bool = False) -> None:
+    """Raise a TypeError unless the argument is None or a state; of a DTensor only if ``sharded``."""
     if state is None:
         return
     if (
@@ -410,7 +469,9 @@ def check_state(state: object) -> None:
         raise bad_type(
             f"state must be None or a state returned by {OPERATION} but got {describe(state)}"
         )
-    _check_plain("the memory of state", state.memory)
+    check_dense("the memory of state", state.memory)
+    if not sharded:
+        check_local("the memory of state", state.memory)
 
 
 def _check_plain(name: str, x: torch.Tensor) -> None:

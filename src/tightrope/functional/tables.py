@@ -15,12 +15,13 @@ from .._errors import (
     check_local,
     describe,
     integer,
+    is_dtensor,
     one_or,
     public,
 )
 from .._memo import TensorMemo
 from .._tracing import broadcasts, is_readable
-from ..ops import schema
+from ..ops import schema, sharded
 from ..ops.build import check_backend
 from ..ops.call import Call, Extras
 from ..ops.checks import (
@@ -226,7 +227,7 @@ def _broadcast(
         x, cos and sin, each with four dimensions, and the shape of the result.
     """
     for name, value in (("x", x), ("cos", cos), ("sin", sin)):
-        check_floating(name, value)
+        check_floating(name, value, sharded=is_dtensor(x))
     width = x.shape[-1] if x.dim() else 1
     if width % 2:
         raise bad_value(f"x must have an even last dimension but got {width}", x=x)
@@ -296,7 +297,34 @@ def rotate_by(
     backend: str | None = None,
 ) -> Sequence[torch.Tensor]:
     """Rotate q and k by tables; all public functions of this module that rotate call this one."""
+    if is_dtensor(q) or is_dtensor(k):
+        return _rotate_shards(q, k, given, verb, backend)
     return run(_build(q, k, given, verb, backend))
+
+
+def _rotate_shards(
+    q: torch.Tensor, k: torch.Tensor | None, given: Tables, verb: str, backend: str | None
+) -> Sequence[torch.Tensor]:
+    """Rotate DTensors: the local tensors of this process, by its part of the tables."""
+    layout = BY_NAME[given.layout] if given.layout else _layout(q, given.unsqueeze_dim)
+    xs = schema.present(q, k)
+    parts = sharded.parts_of(("q", "k")[: len(xs)], xs, layout)
+    ids, take = given.position_ids, parts[0].take
+    axes: list[str | None] = [None] * layout.dims
+    for axis, dim in (("row", layout.row), ("head", layout.head)):
+        if dim is not None:
+            axes[dim] = axis
+    if ids is None:
+        axes[layout.token] = "token"  # with ids, tables have rows for positions instead
+    if isinstance(given.cos, torch.Tensor) and given.cos.dim() < layout.dims:
+        del axes[given.unsqueeze_dim]
+    local = given._replace(
+        cos=take("cos", given.cos, axes),
+        sin=take("sin", given.sin, axes),
+        position_ids=None if ids is None else take("position_ids", ids, ("row", "token")),
+    )
+    q, k = schema.pair([sharded.to_local(x) for x in xs])
+    return sharded.run_local(_build(q, k, local, verb, backend), xs)
 
 
 def _build(

@@ -140,6 +140,10 @@ class Call(NamedTuple):
         """Return this call with these tensors as q and k."""
         return self._replace(q=xs[0], k=xs[1] if len(xs) > 1 else None)
 
+    def copied(self) -> Call:
+        """Return this call on copies of q and k, which are about to be overwritten."""
+        return self.on([x.clone() for x in self.xs()])
+
     def only(self, which: Sequence[int]) -> Call:
         """Return this call for only the given operands: q (0), k (1)."""
         xs, outs = self.xs(), self.outs

@@ -44,11 +44,14 @@ class Place(NamedTuple):
         names: their names in error messages.
         xs: the tensors.
         layout: the order of their dimensions.
+        sharded: whether the tensors are DTensors; positions may then be one too, or those of one part
+            of the tokens.
     """
 
     names: Sequence[str]
     xs: Sequence[torch.Tensor]
     layout: Layout
+    sharded: bool = False
 
 
 def prepare(
@@ -66,15 +69,15 @@ def prepare(
     Returns:
         A rotation that fits the shapes of the tensors and is on their device.
     """
-    names, xs, layout = place
+    names, xs, layout, sharded = place
     x = xs[0]
-    shape = shape_of(names[0], x, layout)
+    shape = shape_of(names[0], x, layout, sharded)
     rotation = _rotation(names[0], x, spec, positions, seq_len).for_tokens(shape[layout.token])
     width = rotation.channels.head_dim
     if shape[-1] != width and not (wider and shape[-1] > width):
         raise _wrong_width(names[0], x, width)
     for name, other in zip(names[1:], xs[1:]):
-        other_shape = shape_of(name, other, layout)
+        other_shape = shape_of(name, other, layout, sharded)
         if other_shape[-1] != shape[-1]:
             raise _wrong_width(name, other, width)
         check_partner(names[0], name, x, other, layout)
@@ -92,18 +95,23 @@ def check_rotation(
     Args:
         arguments: names of the spec, positions and sequence lengths in error messages.
     """
-    names, xs, layout = place
+    names, xs, layout, sharded = place
     spec, positions, seq_len = arguments
     x = xs[0]
+    tokens = x.shape[layout.token]
+    if sharded and rotation.part is not None:
+        tokens //= rotation.part[1]
     if rotation.ids is not None:
-        _check_fit(names[0], x, rotation.ids, rotation.add_index, layout, positions)
+        if not sharded:
+            check_local(positions, rotation.ids)
+        _check_fit(names[0], x, rotation, tokens, layout, positions)
     heads = rotation.words.shape[2]
     if heads != 1:
         check_heads(spec, heads, names, xs, layout)
     if rotation.rows != 1:
         _check_rows(names[0], x, rotation.rows, layout, seq_len)
     if rotation.limit is not None:
-        rotation.check_passed(x.shape[layout.token], seq_len)
+        rotation.check_passed(tokens, seq_len)
 
 
 def _check_rows(name: str, x: torch.Tensor, rows: int, layout: Layout, seq_len: str) -> None:
@@ -145,7 +153,7 @@ def _rotation(
             )
         return spec
     if isinstance(spec, RopeSpec):
-        return spec.on(as_positions(positions), x.device, seq_len)
+        return spec.on(as_positions(positions, sharded=True), x.device, seq_len)
     raise bad_type(
         f"spec must be a RopeSpec or a prepared rotation (RopeSpec.at) but got {type(spec).__name__}"
     )
@@ -186,17 +194,13 @@ _IF_NESTED = (
 )
 
 
-def check_floating(name: str, x: object) -> None:
-    """Refuse anything but a dense local tensor of a supported dtype."""
+def check_floating(name: str, x: object, sharded: bool = False) -> None:
+    """Refuse anything but a dense tensor of a supported dtype; a DTensor too, unless ``sharded``."""
     if not isinstance(x, torch.Tensor):
         raise bad_type(f"{name} must be a tensor but got {describe(x)}")
     check_dense(name, x, _IF_NESTED)
-    if type(x).__name__ == "DTensor":
-        raise bad_type(
-            f"{name} must be a local tensor but got a DTensor; rotate {name}.to_local(), with the "
-            "positions of this rank's tokens if tokens are sharded (positions.shard), and convert "
-            "the result with DTensor.from_local"
-        )
+    if not sharded:
+        check_local(name, x)
     if x.dtype not in DTYPES:
         raise bad_type(
             f"{name} must be float32, float64, bfloat16 or float16 but got "
@@ -205,9 +209,13 @@ def check_floating(name: str, x: object) -> None:
         )
 
 
-def shape_of(name: str, x: torch.Tensor, layout: Layout) -> torch.Size:
-    """Check the dtype and rank of a tensor for a layout and return its shape."""
-    check_floating(name, x)
+def shape_of(name: str, x: torch.Tensor, layout: Layout, sharded: bool = False) -> torch.Size:
+    """Check the dtype and rank of a tensor for a layout and return its shape.
+
+    Args:
+        sharded: whether x may be a DTensor.
+    """
+    check_floating(name, x, sharded)
     shape = x.shape
     if len(shape) != layout.dims:
         fits = ", ".join(repr(key) for key, other in BY_NAME.items() if other.dims == len(shape))
@@ -278,13 +286,13 @@ def check_heads(
 def _check_fit(
     name: str,
     x: torch.Tensor,
-    ids: torch.Tensor,
-    add_index: bool,
+    rotation: PreparedRotation,
+    tokens: int,
     layout: Layout,
     positions: str,
 ) -> None:
-    tokens = x.shape[layout.token]
-    if not add_index and ids.shape[2] != tokens:
+    ids: torch.Tensor = rotation.ids  # type: ignore[assignment]
+    if not rotation.add_index and ids.shape[2] != tokens:
         raise bad_value(
             f"{positions} must hold one position for each of {tokens} tokens but got "
             f"{ids.shape[2]} (layout {layout.name!r} has its tokens in dimension "
@@ -301,9 +309,16 @@ def _check_fit(
 
 
 def check_outs(
-    names: Sequence[str], xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+    names: Sequence[str],
+    xs: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    sharded: bool = False,
 ) -> None:
-    """Refuse ``out`` tensors that do not match the tensors to rotate."""
+    """Refuse ``out`` tensors that do not match the tensors to rotate.
+
+    Args:
+        sharded: whether all of them are DTensors.
+    """
     if len(outs) != len(xs):
         raise bad_value(
             f"out must hold one tensor for each of {', '.join(names)} but got {len(outs)}"
@@ -311,7 +326,8 @@ def check_outs(
     for name, x, out in zip(names, xs, outs, strict=True):
         if not isinstance(out, torch.Tensor):
             raise bad_type(f"out must be a tensor for {name} but got {describe(out)}")
-        check_local("out", out)
+        if not sharded:
+            check_local("out", out)
         if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
             devices = f" but is on {out.device}, not {x.device}" if out.device != x.device else ""
             raise bad_value(

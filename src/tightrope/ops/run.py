@@ -158,14 +158,14 @@ def _in_place_by_autograd(call: Call, way: Way) -> Results:
     """`InPlace.apply` for each tensor, if only q, k and norm weights require grad; otherwise, and under
     transforms, `OutOfPlace.apply` on copies, written back."""
     if way.transformed:
-        return _overwrite(call.xs(), _new_by_autograd(_copied(call), way))
+        return _overwrite(call.xs(), _new_by_autograd(call.copied(), way))
     _check_in_place([call], True)
     # The backward pass may read the arguments, and k is rotated after q has changed.
     call = memory.copied_before(call, call.xs())
     others = (call.primary, call.secondary, call.positions, *call.extras.frequencies)
     if any_requires_grad((*others, *call.extras.gates)):
         # Gradients of angles, tables and gates need the values that an in-place rotation overwrites.
-        return _overwrite(call.xs(), _new_by_autograd(_copied(call), way))
+        return _overwrite(call.xs(), _new_by_autograd(call.copied(), way))
     # Autograd does not allow one function to return two views, so q and k are separate calls.
     for i, x in enumerate(call.xs()):
         one = call.only([i])
@@ -181,16 +181,16 @@ def _in_place_by_definition(call: Call, way: Way) -> Results:
     if way.sees_memory():
         _check_in_place([call], way.needs_grad)
     # Gradients of angles need the values that the results overwrite.
-    return _overwrite(call.xs(), define(_copied(call)))
+    return _overwrite(call.xs(), define(call.copied()))
 
 
 def _in_place_traced(call: Call, way: Way) -> Results:
     """The registered operator in place; if a tensor requires grad, and under transforms, the one for
     new tensors, written back."""
     if way.transformed:
-        return _overwrite(call.xs(), _new_traced(_copied(call), way))
+        return _overwrite(call.xs(), _new_traced(call.copied(), way))
     if way.needs_grad:
-        before = _copied(call) if call.keeps_inputs() else call
+        before = call.copied() if call.keeps_inputs() else call
         return _overwrite(call.xs(), _new_traced(before, way))
     packed = pack(call)
     IN_PLACE.for_(packed)(call.q, call.k, *packed)
@@ -269,11 +269,6 @@ def _launch_in_place(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) ->
         memory.refuse_frozen(present(q, k))
     _launch(IN_PLACE, q, k, packed)
     torch.autograd.graph.increment_version(q if k is None else (q, k))
-
-
-def _copied(call: Call) -> Call:
-    """Return the call on copies of q and k, which are about to be overwritten."""
-    return call.on([x.clone() for x in call.xs()])
 
 
 def _overwrite(xs: Results, ys: Results) -> Results:

@@ -34,18 +34,21 @@ class Positions:
         offset: added to every position.
         add_index: whether to add the token index to every position.
         packed: whether rows are known to hold several sequences, each with its own length.
+        part: for the tokens of one process, made by :func:`tightrope.positions.shard`: its rank and the
+            number of ranks; None for whole rows.
     """
 
     ids: torch.Tensor | None = None
     offset: int = 0
     add_index: bool = True
     packed: bool = field(default=False, repr=False)
+    part: tuple[int, int] | None = field(default=None, repr=False)
 
     @public("Positions")
     def __post_init__(self) -> None:
         if self.ids is None:
             return
-        check_dtype(self.ids, "ids")
+        check_dtype(self.ids, "ids", sharded=True)
         if self.ids.dim() != 3 or (self.add_index and self.ids.shape[2] != 1):
             shape = (
                 "(axes, rows, 1) with add_index=True" if self.add_index else "(axes, rows, tokens)"
@@ -61,14 +64,21 @@ class Positions:
 PositionsLike: TypeAlias = "Positions | torch.Tensor | int | None"
 
 
-def as_positions(positions: PositionsLike) -> Positions:
-    """Convert positions like :func:`canonical`; errors name the function that the user called."""
+def as_positions(positions: PositionsLike, sharded: bool = False) -> Positions:
+    """Convert positions like :func:`canonical`; errors name the function that the user called.
+
+    Args:
+        positions: see :func:`canonical`.
+        sharded: whether ids may be a DTensor.
+    """
     if positions is None:
         return ZERO
     if isinstance(positions, Positions):
+        if not sharded:
+            check_local("positions", positions.ids)
         return positions
     if isinstance(positions, torch.Tensor):
-        check_dtype(positions)
+        check_dtype(positions, sharded=sharded)
         if positions.dim() == 1:
             return Positions(positions[None, None], add_index=False)
         if positions.dim() == 2:
@@ -144,14 +154,15 @@ def check_axes(where: Positions, axes: int) -> None:
 ZERO = Positions()
 
 
-def check_dtype(ids: object, name: str = "positions") -> None:
+def check_dtype(ids: object, name: str = "positions", sharded: bool = False) -> None:
     if not isinstance(ids, torch.Tensor):
         raise bad_type(f"{name} must be a tensor but got {describe(ids)}")
     if ids.dtype not in DTYPES:
         # bfloat16 cannot count past 256, nor float16 past 2048; a bool tensor is probably a mask.
         raise bad_type(f"{name} must be int32, int64, float32 or float64", **{name: ids})
     check_dense(name, ids)
-    check_local(name, ids)
+    if not sharded:
+        check_local(name, ids)
 
 
 def check_integers(name: str, values: object) -> None:

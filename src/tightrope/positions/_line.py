@@ -29,7 +29,7 @@ def per_row(offsets: torch.Tensor) -> Positions:
     >>> per_row(torch.tensor([0, 100])).ids.shape
     torch.Size([1, 2, 1])
     """
-    check_dtype(offsets, "offsets")
+    check_dtype(offsets, "offsets", sharded=True)
     if offsets.dim() != 1:
         raise bad_value("offsets must have shape (rows,)", offsets=offsets)
     return Positions(offsets[None, :, None], add_index=True)

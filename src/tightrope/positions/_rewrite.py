@@ -39,7 +39,7 @@ def explicit(
     ids = widened(ids) + where.offset
     if where.add_index:
         ids = ids + torch.arange(tokens, device=ids.device)
-    return Positions(ids, add_index=False, packed=where.packed)
+    return Positions(ids, add_index=False, packed=where.packed, part=where.part)
 
 
 @public("concatenate")
@@ -136,13 +136,14 @@ def shard(
     if kind not in ("contiguous", "zigzag"):
         raise bad_value(f"kind must be 'contiguous' or 'zigzag' but got {kind!r}")
     tokens = _tokens_of(where, tokens)
+    part = (rank, size) if size != 1 else None
     if cu_seqlens is not None:
         if kind != "zigzag":
             raise bad_value(
                 "cu_seqlens must be None for kind 'contiguous', which cuts the whole row",
                 cu_seqlens=cu_seqlens,
             )
-        return _taken(where, _packed_zigzag(cu_seqlens, tokens, rank, size))
+        return _taken(where, _packed_zigzag(cu_seqlens, tokens, rank, size), part)
     chunks = size if kind == "contiguous" else 2 * size
     if tokens % chunks:
         raise bad_value(
@@ -155,24 +156,25 @@ def shard(
         own = ids.narrow(2, first, length)
         if kind == "zigzag":
             own = torch.cat((own, ids.narrow(2, last, length)), 2)
-        return Positions(own, where.offset, add_index=False, packed=where.packed)
+        return Positions(own, where.offset, add_index=False, packed=where.packed, part=part)
     if kind == "contiguous":
-        return Positions(ids, where.offset + first)
+        return Positions(ids, where.offset + first, part=part)
     halves = (
         torch.arange(begin, begin + length, device=device if ids is None else ids.device)
         for begin in (first, last)
     )
-    return _taken(where, torch.cat(tuple(halves)))
+    return _taken(where, torch.cat(tuple(halves)), part)
 
 
-def _taken(where: Positions, index: torch.Tensor) -> Positions:
-    """Return the positions of the tokens at the given indices."""
+def _taken(where: Positions, index: torch.Tensor, part: tuple[int, int] | None) -> Positions:
+    """Return the positions of the tokens at the given indices, those of one part."""
     if where.ids is None:
-        return Positions(index[None, None], where.offset, add_index=False)
-    if where.add_index:
-        return Positions(widened(where.ids) + index, where.offset, add_index=False)
-    ids = where.ids.index_select(2, index)
-    return Positions(ids, where.offset, add_index=False, packed=where.packed)
+        ids = index[None, None]
+    elif where.add_index:
+        ids = widened(where.ids) + index
+    else:
+        ids = where.ids.index_select(2, index)
+    return Positions(ids, where.offset, add_index=False, packed=where.packed, part=part)
 
 
 def _packed_zigzag(cu_seqlens: torch.Tensor, tokens: int, rank: int, size: int) -> torch.Tensor:

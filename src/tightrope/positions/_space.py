@@ -26,7 +26,7 @@ def multi_axis(ids: torch.Tensor) -> Positions:
     >>> multi_axis(torch.zeros(2, 9, dtype=torch.int64)).ids.shape
     torch.Size([2, 1, 9])
     """
-    check_dtype(ids, "ids")
+    check_dtype(ids, "ids", sharded=True)
     if ids.dim() not in (2, 3):
         raise bad_value("ids must have shape (axes, tokens) or (axes, rows, tokens)", ids=ids)
     return Positions(ids if ids.dim() == 3 else ids[:, None], add_index=False)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import positions as positions_
-from .._errors import bad_value
+from .._errors import bad_value, is_dtensor
+from .._parts import Span, Take
 from .._tracing import is_readable, is_tracing
 from ..channels import Channels
 from ..positions import Positions
@@ -45,6 +46,11 @@ class Snapshot(NamedTuple):
         return bits is not None and torch.equal(bits, self.bits)
 
 
+# Parts that one rotation keeps: q and k may have different heads, and a rotation that lives long sees
+# several numbers of tokens.
+_MOST_PARTS = 16
+
+
 @dataclass(eq=False)
 class Memo:
     """Facts about one prepared rotation, cached by its calls. Rotated tensors are never cached.
@@ -57,6 +63,7 @@ class Memo:
             tokens and the ids that they were made for.
         fitted: the number of tokens and the ids of the last successful length check.
         tables: cosines and sines of a stack, by number of tokens and dtype of the rotated tensors.
+        parts: the rotations of parts of the rows, heads and tokens; see :meth:`PreparedRotation.cut`.
     """
 
     packed: dict[tuple[str, bool, Any], Any] = field(default_factory=dict)
@@ -68,6 +75,7 @@ class Memo:
     tables: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
     )
+    parts: dict[tuple[Span, Span, Span], PreparedRotation] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +104,7 @@ class PreparedRotation:
         stack: the library whose arithmetic makes the tables of this rotation, which it uses instead of
             ``words``; None for exact angles.
         stack_length: the ``seq_len`` that the caller gave for the stack.
+        part: see :class:`tightrope.positions.Positions`.
     """
 
     channels: Channels
@@ -114,11 +123,12 @@ class PreparedRotation:
     limit: Limit | None = None
     stack: Stack | None = None
     stack_length: int | None = None
+    part: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         # dataclasses.replace would pass on the cache of another value.
         memo = self.memo
-        if memo.packed or memo.for_tokens or memo.gate_logs or memo.fitted or memo.tables:
+        if any(vars(memo).values()):
             object.__setattr__(self, "memo", Memo())
 
     @property
@@ -165,6 +175,56 @@ class PreparedRotation:
             made_from=self.made_from,
             snapshot=None if self.ids is None else Snapshot.of(self.ids),
         )
+
+    def cut(self, rows: Span, heads: Span, tokens: Span, take: Take) -> PreparedRotation:
+        """Return the rotation for a part of the rows, heads and tokens.
+
+        Args:
+            rows, heads, tokens: the part, of tensors that this rotation fits (see
+                :func:`tightrope.ops.checks.prepare`).
+            take: see :data:`tightrope._parts.Take`.
+        """
+        ids = self.ids
+        keeps = not is_tracing() and (ids is None or not ids.requires_grad)
+        key = rows, heads, tokens
+        if keeps and key in self.memo.parts:
+            return self.memo.parts[key]
+        length = self.stack_length
+        if self.stack is not None and length is None:
+            length = self._longest(tokens.whole)
+        whole = self.part is None and not self.add_index
+        if ids is not None:
+            ids = take("positions", ids, (None, "row", "token" if whole else None))
+        axes = (None, "row", "head", None)
+        made = PreparedRotation(
+            self.channels,
+            take("spec", self.words, axes),
+            None if self.turns is None else take("spec", self.turns, axes),
+            ids,
+            self.offset + (tokens.start if self.add_index and self.part is None else 0),
+            self.add_index,
+            self.device,
+            Memo(),
+            self.amplitude_hex,
+            self.rows if self.rows == 1 else rows.size,
+            made_from=self.made_from,
+            stack=self.stack,
+            stack_length=length,
+        )
+        if keeps:
+            if len(self.memo.parts) >= _MOST_PARTS:
+                self.memo.parts.clear()
+            self.memo.parts[key] = made
+        return made
+
+    def _longest(self, tokens: int) -> int | None:
+        """Return the largest position plus 1; None without tokens, or if the ids are not whole."""
+        if self.ids is None:
+            return max(0, self.offset + tokens)
+        if self.ids.numel() == 0:
+            return None
+        ends = _lengths.ends(self.ids, self.offset + (tokens if self.add_index else 1))
+        return max(ends) if isinstance(ends, tuple) else int(ends.max())
 
     def tables(self, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines of :attr:`stack`, ``(rows|1, 1, tokens, pairs)``.
@@ -257,6 +317,7 @@ def prepare(
     awaits = snapshot = limit = lengths = None
     own = seq_len is None
     if tables.by_length and own:
+        _check_whole(where)
         if ids is None or where.add_index:
             awaits = tables
         else:
@@ -287,7 +348,18 @@ def prepare(
         made_from,
         snapshot=snapshot,
         limit=limit,
+        part=where.part,
     )
+
+
+def _check_whole(where: Positions) -> None:
+    """Refuse positions that do not tell the length of the whole sequence."""
+    if where.part is not None or is_dtensor(where.ids):
+        raise bad_value(
+            "seq_len must be given with the positions of one rank's tokens, as the frequencies depend on "
+            "the length of the whole sequence",
+            **({} if where.ids is None else {"positions": where.ids}),
+        )
 
 
 def _ids_on(where: Positions, tables: Tables, device: torch.device) -> torch.Tensor | None:
@@ -330,6 +402,8 @@ def prepare_for_stack(
     ids = _ids_on(where, tables, device)
     if ids is not None and ids.requires_grad:
         raise bad_value("positions must not require a gradient with a stack", positions=ids)
+    if seq_len is None and tables.by_length:
+        _check_whole(where)
     words, turns = tables.words(None, device)
     limit = None if seq_len is None else _lengths.limit((seq_len,), where)
     return PreparedRotation(
@@ -346,6 +420,7 @@ def prepare_for_stack(
         limit=limit,
         stack=stack,
         stack_length=seq_len,
+        part=where.part,
     )
 
 

@@ -341,7 +341,7 @@ class RopeSpec:
 
         >>> rope = RopeSpec(64).at(5)
         """
-        where = positions_.as_positions(positions)
+        where = positions_.as_positions(positions, sharded=True)
         if device is None:
             target = torch.device("cpu") if where.ids is None else where.ids.device
         else:
