@@ -1,0 +1,241 @@
+"""Llama of transformers, patched, with sharded heads and sharded tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from tightrope import functional
+from tightrope.integrations.transformers import patch
+
+from .harness import Group, scenario
+
+HEAD_DIM, TOKENS, VOCABULARY = 16, 24, 64
+START = 1_000_000  # the first position: here the model's own angles are off by up to 0.06
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of this library's operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "tightrope":
+            self.seen.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Layer:
+    """The tensors that the rotation of one attention layer reads and writes, with gradients.
+
+    Attributes:
+        before, after: queries and keys, (batch, heads, tokens, channels), before and after it.
+        tables: cosines and sines.
+    """
+
+    def __init__(self, attention: nn.Module) -> None:
+        self.before: list[torch.Tensor] = []
+        self.after: list[torch.Tensor] = []
+        self.tables: tuple[torch.Tensor, ...] = ()
+        attention.register_forward_pre_hook(self._enter, with_kwargs=True)
+        for projection in (attention.q_proj, attention.k_proj):
+            projection.register_forward_hook(self._projected)
+        attention.seen = self
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self.tables = tuple(local(table) for table in kwargs["position_embeddings"])
+
+    def _projected(self, module: nn.Module, args: Any, y: torch.Tensor) -> torch.Tensor:
+        y.retain_grad()
+        self.before.append(y)
+        return y
+
+    def heads(self, which: str) -> list[torch.Tensor]:
+        """Return queries and keys, or their gradients, before the rotation, with heads apart."""
+        found = [y if which == "values" else y.grad for y in self.before]
+        return [local(y).detach().unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for y in found]
+
+
+def attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any):
+    """Attend as usual, and record the rotated queries and keys."""
+    query.retain_grad()
+    key.retain_grad()
+    module.seen.after += [query, key]
+    return sdpa_attention_forward(module, query, key, *args, **options)
+
+
+AttentionInterface.register("recorded", attend)
+AttentionMaskInterface.register("recorded", sdpa_mask)
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this process holds."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def float64_tables() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cosines and sines of the model's positions, computed in float64."""
+    rates = 10000.0 ** -(torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
+    angles = torch.arange(START, START + TOKENS, dtype=torch.float64)[:, None] * rates.repeat(2)
+    return angles.cos(), angles.sin()
+
+
+def small_llama(size: int) -> LlamaForCausalLM:
+    """Make a random model with two query heads and one key head for each process.
+
+    The normed embeddings are ±1 and the weights of the first queries and keys are multiples of
+    2^-8, so their products are exact sums: the first rotation reads the same bits on any number of
+    processes.
+    """
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2 * size,
+        num_key_value_heads=size, head_dim=HEAD_DIM, vocab_size=VOCABULARY, rms_norm_eps=0.0,
+        attn_implementation="recorded",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    first = model.model.layers[0].self_attn
+    with torch.no_grad():
+        model.model.embed_tokens.weight.sign_()
+        for weight in (first.q_proj.weight, first.k_proj.weight):
+            weight.copy_(torch.randint(-64, 65, weight.shape) / 256)
+    return model
+
+
+def train(model: nn.Module) -> tuple[torch.Tensor, list[Layer], set[str]]:
+    """Run the model forward and backward; return logits, recorded layers and operators."""
+    layers = [Layer(layer.self_attn) for layer in model.model.layers]
+    ids = torch.randint(0, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(START, START + TOKENS)[None]
+    with Operators() as operators:
+        logits = local(model(ids, position_ids=positions, use_cache=False).logits)
+        nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten()).backward()
+    return logits.detach(), layers, operators.seen
+
+
+def compare(group: Group, plan: dict[str, ParallelStyle], order: str, exact: bool = False) -> None:
+    """Compare a patched and sharded model with the original on one process."""
+    whole, sharded = small_llama(group.size), small_llama(group.size)
+    if order == "patch first":
+        patch(sharded, angles="exact" if exact else "model")
+    parallelize_module(sharded, group.mesh, plan)
+    if order == "shard first":
+        patch(sharded, angles="exact" if exact else "model")
+    if exact:
+        patch(whole, angles="exact")
+    want, whole_layers, _ = train(whole)
+    got, layers, operators = train(sharded)
+    assert operators, "the operator did not run"
+
+    for index, (one, all_) in enumerate(zip(layers, whole_layers)):
+        check_rotation(group, one, exact)
+        if exact:
+            for table, expected in zip(one.tables, float64_tables()):
+                assert (table - expected).abs().max() < 1.2e-7
+        if index == 0:  # its inputs have the same bits; see `small_llama`
+            for mine, full in zip(one.after, all_.after):
+                assert torch.equal(mine, full.chunk(group.size, 1)[group.rank])
+    # Products with sharded weights are summed over processes, so in another order.
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    reference = dict(whole.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        grad = parameter.grad
+        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        torch.testing.assert_close(grad, reference[name].grad, rtol=1e-4, atol=1e-6)
+
+
+def check_rotation(group: Group, layer: Layer, exact: bool) -> None:
+    """Check results and gradients of a rotation: the heads of all processes, rotated by one."""
+    q, k = (group.gather(x, 1).requires_grad_() for x in layer.heads("values"))
+    grads = [group.gather(y.grad, 1) for y in layer.after]
+    # Exact angles round a rotation once; the model's own code rounds each product.
+    rotate = functional.apply_rotary_pos_emb if exact else apply_rotary_pos_emb
+    rotated = rotate(q, k, *layer.tables)
+    back = torch.autograd.grad(rotated, (q, k), grads)
+    for mine, full in zip(layer.after, rotated):
+        assert torch.equal(mine, full.chunk(group.size, 1)[group.rank])
+    for mine, full in zip(layer.heads("grads"), back):
+        assert torch.equal(mine, full.chunk(group.size, 1)[group.rank])
+
+
+def tensor_parallel() -> dict[str, ParallelStyle]:
+    """Shard heads and hidden channels of each layer."""
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    columns += ("mlp.gate_proj", "mlp.up_proj")
+    plan: dict[str, ParallelStyle] = {}
+    for layer in ("model.layers.0", "model.layers.1"):
+        plan |= {f"{layer}.{name}": ColwiseParallel() for name in columns}
+        plan |= {
+            f"{layer}.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")
+        }
+    return plan
+
+
+def sequence_parallel() -> dict[str, ParallelStyle]:
+    """Shard heads in attention, and tokens outside of it."""
+    tokens = {"output_layouts": Shard(1), "use_local_output": False}
+    plan = tensor_parallel()
+    plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), **tokens)
+    plan["model.norm"] = SequenceParallel()
+    plan["lm_head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    for layer in ("model.layers.0", "model.layers.1"):
+        plan[f"{layer}.input_layernorm"] = SequenceParallel()
+        plan[f"{layer}.post_attention_layernorm"] = SequenceParallel()
+        plan[f"{layer}.self_attn"] = PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Shard(1)},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        )
+        plan[f"{layer}.mlp"] = PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate()
+        )
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            plan[f"{layer}.{name}"] = RowwiseParallel(**tokens)
+    return plan
+
+
+@scenario()
+def tensor_parallel_after_patch(group: Group) -> None:
+    """Patch, then shard."""
+    compare(group, tensor_parallel(), "patch first")
+
+
+@scenario()
+def tensor_parallel_before_patch(group: Group) -> None:
+    """Shard, then patch."""
+    compare(group, tensor_parallel(), "shard first")
+
+
+@scenario()
+def tensor_parallel_with_exact_angles(group: Group) -> None:
+    """Exact angles instead of the model's own."""
+    compare(group, tensor_parallel(), "patch first", exact=True)
+
+
+@scenario()
+def sequence_parallel_after_patch(group: Group) -> None:
+    """Tokens are sharded outside of attention."""
+    compare(group, sequence_parallel(), "patch first")
+
+
+@scenario()
+def sequence_parallel_with_exact_angles(group: Group) -> None:
+    """The module that makes the tables gets a DTensor."""
+    compare(group, sequence_parallel(), "shard first", exact=True)
