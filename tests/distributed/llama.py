@@ -60,10 +60,10 @@ class Layer:
             projection.register_forward_hook(self._projected)
         attention.seen = self
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _enter(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
         self.tables = tuple(local(table) for table in kwargs["position_embeddings"])
 
-    def _projected(self, module: nn.Module, args: Any, y: torch.Tensor) -> torch.Tensor:
+    def _projected(self, _module: nn.Module, _args: Any, y: torch.Tensor) -> torch.Tensor:
         y.retain_grad()
         self.before.append(y)
         return y
