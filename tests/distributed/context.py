@@ -20,10 +20,15 @@ from torch.distributed.tensor.experimental._context_parallel._attention import (
     _templated_ring_attention_backward,
 )
 
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.models.llama.modeling_llama import repeat_kv
+
 from tightrope import RopeSpec, positions
 from tightrope.functional import rotate, rotate_qk
+from tightrope.integrations.transformers import patch
 
 from .harness import Group, scenario
+from .llama import VOCABULARY, small_llama
 
 SPEC = RopeSpec(16)
 TOKENS = 48
@@ -47,6 +52,16 @@ class Ring(torch.autograd.Function):
         return _templated_ring_attention_backward(
             dist.group.WORLD, 2, op, grad, "grad_out", *ctx.saved_tensors, True, dropout_p=0.0
         )
+
+
+def attend(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any):
+    """Attend by `Ring`, as an attention function of transformers."""
+    k, v = (repeat_kv(x, module.num_key_value_groups) for x in (k, v))
+    return Ring.apply(q, k, v).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("ring", attend)
+AttentionMaskInterface.register("ring", lambda *_, **__: None)
 
 
 def compare(group: Group, kind: str) -> None:
@@ -110,3 +125,28 @@ def context_parallel_packed(group: Group) -> None:
     where = positions.packed(cu_seqlens)
     shard = positions.shard(where, group.rank, group.size, kind="zigzag", cu_seqlens=cu_seqlens)
     assert torch.equal(rotate(x[:, :, order], SPEC, shard), rotate(x, SPEC, where)[:, :, order])
+
+
+@scenario()
+def context_parallel_llama(group: Group) -> None:
+    """A patched Llama: torch shards tokens, labels and positions in zig-zag."""
+    whole, model = small_llama(group.size, "sdpa"), small_llama(group.size, "ring")
+    for each in (whole, model):
+        patch(each, angles="exact")
+    ids = torch.randint(0, VOCABULARY, (2, TOKENS))
+    labels, where = ids.roll(-1, 1), torch.arange(TOKENS).repeat(2, 1)
+    want = whole(ids, position_ids=where).logits
+    torch.nn.functional.cross_entropy(want.flatten(0, 1), labels.flatten()).backward()
+    want = want.detach()
+
+    buffers = [ids, labels, where, want]
+    _cp_options.enable_load_balance = True
+    with context_parallel(group.mesh, buffers=buffers, buffer_seq_dims=[1] * 4):
+        shard = positions.shard(None, group.rank, group.size, kind="zigzag", tokens=TOKENS)
+        assert torch.equal(where[:1], shard.ids[0])
+        logits = model(ids, position_ids=where, use_cache=False).logits
+        torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-5)
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    for mine, full in zip(model.parameters(), whole.parameters()):
+        dist.all_reduce(mine.grad)
+        torch.testing.assert_close(mine.grad / group.size, full.grad, rtol=1e-4, atol=1e-6)

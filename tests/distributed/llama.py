@@ -98,7 +98,7 @@ def float64_tables() -> tuple[torch.Tensor, torch.Tensor]:
     return angles.cos(), angles.sin()
 
 
-def small_llama(size: int) -> LlamaForCausalLM:
+def small_llama(size: int, attention: str = "recorded") -> LlamaForCausalLM:
     """Make a random model with two query heads and one key head for each process.
 
     The normed embeddings are ±1 and the weights of the first queries and keys are multiples of
@@ -108,7 +108,7 @@ def small_llama(size: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2 * size,
         num_key_value_heads=size, head_dim=HEAD_DIM, vocab_size=VOCABULARY, rms_norm_eps=0.0,
-        attn_implementation="recorded",
+        attn_implementation=attention,
     )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
