@@ -19,7 +19,6 @@ from torch.distributed.tensor.experimental._attention import (
 from torch.distributed.tensor.experimental._context_parallel._attention import (
     _templated_ring_attention_backward,
 )
-
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.llama.modeling_llama import repeat_kv
 
