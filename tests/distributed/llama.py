@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -263,3 +265,23 @@ def sharded_llama_with_exact_angles(group: Group) -> None:
     for mine, full in zip(model.parameters(), whole.parameters()):
         # All processes have the same rows, so their mean is exact.
         assert torch.equal(full_grad(mine), full.grad.float())
+
+
+@scenario()
+def tensor_parallel_of_transformers(group: Group) -> None:
+    """transformers shards the model as it loads it."""
+    whole = small_llama(group.size)
+    if group.rank == 0:
+        whole.save_pretrained(group.folder)
+    dist.barrier()
+    model = LlamaForCausalLM.from_pretrained(
+        group.folder,
+        attn_implementation="recorded",
+        distributed_config=DistributedConfig(tp_size=group.size),
+    )
+    patch(model)
+    want, _ = train(whole, patched=False)
+    got, layers = train(model)
+    for layer in layers:
+        check_rotation(group, layer, exact=False)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
