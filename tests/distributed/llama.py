@@ -23,6 +23,7 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.utils import logging
 
 from tightrope import functional
 from tightrope.integrations.transformers import patch
@@ -82,6 +83,7 @@ def attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any
     return sdpa_attention_forward(module, query, key, *args, **options)
 
 
+logging.disable_progress_bar()
 AttentionInterface.register("recorded", attend)
 AttentionMaskInterface.register("recorded", sdpa_mask)
 
