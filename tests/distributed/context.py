@@ -6,6 +6,7 @@ CPU it does not replace `scaled_dot_product_attention`, so `Ring` calls the same
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -129,9 +130,10 @@ def context_parallel_packed(group: Group) -> None:
 @scenario()
 def context_parallel_llama(group: Group) -> None:
     """A patched Llama: torch shards tokens, labels and positions in zig-zag."""
-    whole, model = small_llama(group.size, "sdpa"), small_llama(group.size, "ring")
-    for each in (whole, model):
-        patch(each, angles="exact")
+    whole = small_llama(group.size, "sdpa")
+    patch(whole, angles="exact")
+    model = copy.deepcopy(whole)
+    model.set_attn_implementation("ring")
     ids = torch.randint(0, VOCABULARY, (2, TOKENS))
     labels, where = ids.roll(-1, 1), torch.arange(TOKENS).repeat(2, 1)
     want = whole(ids, position_ids=where).logits

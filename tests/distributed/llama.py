@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -138,16 +139,20 @@ def train(model: nn.Module, patched: bool = True) -> tuple[torch.Tensor, list[La
     return logits.detach(), layers
 
 
-def compare(group: Group, plan: dict[str, ParallelStyle], order: str, exact: bool = False) -> None:
-    """Compare a patched and sharded model with the original on one process."""
-    whole, sharded = small_llama(group.size), small_llama(group.size)
-    if order == "patch first":
-        patch(sharded, angles="exact" if exact else "model")
-    parallelize_module(sharded, group.mesh, plan)
-    if order == "shard first":
-        patch(sharded, angles="exact" if exact else "model")
+def compare(
+    group: Group, plan: dict[str, ParallelStyle], patch_first: bool, exact: bool = False
+) -> None:
+    """Compare a patched and sharded model with one process: the original, or with exact angles."""
+    whole = small_llama(group.size)
+    sharded = copy.deepcopy(whole)
+    angles = "exact" if exact else "model"
     if exact:
-        patch(whole, angles="exact")
+        patch(whole, angles=angles)
+    if patch_first:
+        patch(sharded, angles=angles)
+    parallelize_module(sharded, group.mesh, plan)
+    if not patch_first:
+        patch(sharded, angles=angles)
     want, whole_layers = train(whole, patched=exact)
     got, layers = train(sharded)
 
@@ -222,39 +227,33 @@ def sequence_parallel() -> dict[str, ParallelStyle]:
 @scenario()
 def tensor_parallel_after_patch(group: Group) -> None:
     """Patch, then shard."""
-    compare(group, tensor_parallel(), "patch first")
+    compare(group, tensor_parallel(), patch_first=True)
 
 
 @scenario()
 def tensor_parallel_before_patch(group: Group) -> None:
-    """Shard, then patch."""
-    compare(group, tensor_parallel(), "shard first")
-
-
-@scenario()
-def tensor_parallel_with_exact_angles(group: Group) -> None:
-    """Exact angles instead of the model's own."""
-    compare(group, tensor_parallel(), "patch first", exact=True)
+    """Shard, then patch, with exact angles."""
+    compare(group, tensor_parallel(), patch_first=False, exact=True)
 
 
 @scenario()
 def sequence_parallel_after_patch(group: Group) -> None:
     """Tokens are sharded outside of attention."""
-    compare(group, sequence_parallel(), "patch first")
+    compare(group, sequence_parallel(), patch_first=True)
 
 
 @scenario()
 def sequence_parallel_with_exact_angles(group: Group) -> None:
     """The module that makes the tables gets a DTensor."""
-    compare(group, sequence_parallel(), "shard first", exact=True)
+    compare(group, sequence_parallel(), patch_first=True, exact=True)
 
 
 @scenario()
 def sharded_llama_with_exact_angles(group: Group) -> None:
     """FSDP in bfloat16: layers that cast their inputs would round the tables, so they do not."""
-    whole, model = small_llama(group.size), small_llama(group.size)
-    for each in (whole, model):
-        patch(each, angles="exact")
+    whole = small_llama(group.size)
+    patch(whole, angles="exact")
+    model = copy.deepcopy(whole)  # a copy stays patched
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=group.mesh, mp_policy=policy)
