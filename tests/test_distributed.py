@@ -1,0 +1,18 @@
+"""Scenarios on two processes equal one process: see tests/distributed.
+
+On four: `python tests/distributed --processes 4`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from distributed import harness
+
+
+def test_two_processes_equal_one(subtests: pytest.Subtests) -> None:
+    outcomes = harness.run(2)
+    assert len(outcomes) >= 5
+    for name, error in outcomes.items():
+        with subtests.test(name):
+            assert error is None, error
