@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 #: The modules that define scenarios.
-MODULES = ("llama", "context", "training")
+MODULES = ("llama", "context", "training", "sharded")
 
 # A process that waits longer than this for another one fails.
 PATIENCE = timedelta(seconds=30)
