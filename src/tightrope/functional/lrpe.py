@@ -52,7 +52,8 @@ def lrpe_rotate_1d(
 
     Args:
         x: float32, float64, bfloat16 or float16 ``(batch, tokens, heads, channels)``, or ``(batch,
-            tokens, channels)`` without heads. Any strides.
+            tokens, channels)`` without heads. Any strides. A DTensor may be sharded along all but its
+            channels; see docs/distributed.md.
         theta: radians per position, of any floating dtype, on the device of x; may require grad.
             ``(heads|1, E)`` or ``(E,)`` with E <= R: pairs from E on do not rotate. ``(heads,)`` or
             ``(heads, 1)``: one θ for all pairs of a head.

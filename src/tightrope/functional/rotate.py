@@ -49,7 +49,9 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
 
     Args:
         x: float32, float64, bfloat16 or float16, in the given ``layout``. Any strides are read
-            without a copy; fastest if the channels of a head are contiguous.
+            without a copy; fastest if the channels of a head are contiguous. A DTensor may be sharded
+            along rows, heads or tokens; the other arguments then describe the whole tensor, and nothing
+            is communicated: see docs/distributed.md.
         spec: the rotation; or one prepared by :meth:`RopeSpec.at`, which includes its positions.
         positions: None for 0..n-1; an int offset; ids ``(tokens,)`` or ``(rows, tokens)`` of int32,
             int64, float32 or float64; or a :class:`tightrope.positions.Positions`.
@@ -81,7 +83,8 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
         backend: None to choose the fastest; "cpu", "triton" or "reference" to force one.
 
     Returns:
-        ``out`` if given, else a new tensor of the shape, dtype and (if x is dense) strides of x.
+        ``out`` if given, else a new tensor of the shape, dtype and (if x is dense) strides of x; for
+        a DTensor, one that is placed like it.
         Channels outside the slice do not rotate; without act and gate they are copied.
         Differentiable with respect to x, floating positions, inv_freq, the angles of phases and the
         tensors of act and gate, to any order.

@@ -91,7 +91,8 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
     commutes with the rotation; if it is also the same for all tokens, scores depend only on the distance.
 
     Args:
-        q, k: see :func:`rotate_qk`; the number of heads of q is a multiple of that of k.
+        q, k: see :func:`rotate_qk`; the number of heads of q is a multiple of that of k. DTensors may
+            be sharded along rows and heads, v like k.
         v: like k, with any number of channels per head.
         spec, positions, seq_len: see :func:`rotate`. If spec is a :class:`RopeSpec`, positions
             continue from ``state`` by default; a prepared rotation has its own.

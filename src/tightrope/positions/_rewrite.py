@@ -119,7 +119,8 @@ def shard(
 
     Returns:
         Positions of ``tokens / size`` tokens. A contiguous shard of 0..n-1, of an offset or of
-        offsets per row only changes the offset, and allocates nothing.
+        offsets per row only changes the offset, and allocates nothing. Rules that depend on the length
+        then need ``seq_len``. A rotation of DTensors checks that the rank is that of the process.
 
     Source: Llama 3 (arXiv 2407.21783), section 3.3.2; packed sequences: TransformerEngine's context
     parallelism.
