@@ -977,3 +977,26 @@ def test_what_a_prepared_rotation_takes_does_not_depend_on_its_past() -> None:
         with pytest.raises(ValueError, match="x must have 4 dimensions"):
             rotate(torch.tensor(1.0), rope)
         rotate(x, rope)
+
+
+def test_a_cast_of_the_ids_of_a_rotation_is_refused() -> None:
+    """FSDP2 casts the floating tensors of dataclasses that are inputs of a module with mixed precision."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    def cast(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda t: t.to(dtype) if t.is_floating_point() else t
+
+    fractional = RopeSpec(8).at(torch.tensor([0.5, 1.5, 2.5]))
+    x = torch.randn(1, 2, 3, 8)
+    for dtype in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        message = (
+            "[PreparedRotation] ids must be int32, int64, float32 or float64; a wrapper of the model, such "
+            f"as one for mixed precision, may have cast them (ids: {name}[1, 1, 3])."
+        )
+        with refused(TypeError, message):
+            _apply_to_tensors(cast(dtype), fractional)
+    whole = RopeSpec(8).at(torch.tensor([0, 1, 2]))
+    for rope, dtype in ((whole, torch.bfloat16), (fractional, torch.float32)):
+        again: Any = _apply_to_tensors(cast(dtype), rope)
+        assert torch.equal(rotate(x, again), rotate(x, rope))

@@ -290,7 +290,9 @@ def _fresh(module: torch.nn.Module) -> torch.nn.Module:
         raise _Unserved(
             "its frequencies are on the meta device or not float32, and no config gives them"
         )
-    return copy.deepcopy(module).cpu()
+    made = copy.deepcopy(module).cpu()
+    vars(made).pop("forward", None)  # a wrapper, which may call the original module
+    return made
 
 
 def _unchanged(module: torch.nn.Module, fresh: torch.nn.Module) -> bool:
@@ -483,7 +485,7 @@ def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kept: Kept | None = getattr(self, KEPT)
+        kept: Kept | None = getattr(self, KEPT, None)  # a wrapper may call it after unpatch
         if kept is None or not kept.hold(self):
             return original(self, *args, **kwargs)
         made = kept.angles

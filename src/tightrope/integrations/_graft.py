@@ -15,12 +15,13 @@ import inspect
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
 
 from ..forms import signature, unwrapped
+from . import _bound
 from ._candidate import Candidate
 from ._classes import MARK, Graft
 from ._exact import members_of
@@ -126,16 +127,11 @@ def calling(function: FunctionType, swaps: Iterable[Swap]) -> FunctionType | Non
 
 
 def apply(module: torch.nn.Module, cls: type) -> None:
-    """Change the class of a module and rebind the bound methods that its attributes hold."""
+    """Change the class of a module and the bound methods that its attributes hold, also in wrappers."""
     old = type(module)
     if old is cls:
         return
-    for name, value in vars(module).items():
-        if not isinstance(value, MethodType) or value.__self__ is not module:
-            continue
-        function = value.__func__
-        if getattr(old, function.__name__, None) is function:
-            vars(module)[name] = getattr(cls, function.__name__).__get__(module)
+    _bound.rebind(module, old, cls)
     module.__class__ = cls
 
 

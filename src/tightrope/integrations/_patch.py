@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from .._errors import bad_type, bad_value, public
 from ..forms import unwrapped
-from . import _exact, _find, _graft
+from . import _bound, _exact, _find, _graft
 from ._candidate import Candidate
 from ._classes import base_of
 from ._find import Found
@@ -21,6 +21,7 @@ from ._summary import Entry, Report, entry_of
 
 ANGLES = ("model", "exact")
 _LOST = "it is not what its module has under its name, so a pickled model could not find it"
+_UNREACHED = "which patch does not see call it; call patch before you replace it"
 
 
 # The attribute in which a module stores its processors: name -> (the copy in use, the original).
@@ -35,6 +36,10 @@ def patch(model: torch.nn.Module, *, angles: str = "model", rounding: str = "mod
     :func:`recognise`) and replaced if it is recognised: functions, methods, functions inside a
     method's body, and those of processors, which are plain objects that modules call. Other functions
     are left unchanged and listed in the report. Other models are not affected.
+
+    A module whose ``forward`` was replaced by a wrapper is patched if the wrapper can be seen to call the
+    old one: a closure, a partial function, an object or an attribute holds it. Other such modules are
+    left and listed.
 
     Args:
         model: any Module, of any library, on any device including meta.
@@ -63,25 +68,23 @@ def patch(model: torch.nn.Module, *, angles: str = "model", rounding: str = "mod
     check(model, angles, rounding)
     if angles == "exact":
         rounding = "once"
-    found = _found(model)
-    if rounding == "model":
-        found = [(each, constants, to_the_bit(result)) for each, constants, result in found]
+    unpatch(model)  # angles are read from the original modules
+    found = _found(model.modules(), rounding)
+    left = _left(model, _swaps(found, rounding), angles)
+    if left:
+        found = _found((module for module in model.modules() if module not in left), rounding)
     # Return float32 tables only if every function that reads them is replaced: a function that is
     # left, or was not found, may rely on the dtype.
-    wide = angles == "exact" and bool(found) and all(result for *_, result in found)
-    candidates: dict[tuple[str, str], tuple[Candidate, ...]] = {}
-    for each, _, result in found:
-        if result.candidate is not None:
-            key = each.module, each.name
-            candidates[key] = (*candidates.get(key, ()), result.candidate)
-    swaps = tuple(_graft.Swap(*key, several, wide, rounding) for key, several in candidates.items())
+    wide = angles == "exact" and bool(found) and not left and all(result for *_, result in found)
+    swaps = _swaps(found, rounding, wide)
     report = Report(
         [entry_of(each.module, each.name, result, constants) for each, constants, result in found]
     )
     lines: list[Entry] = []
-    unpatch(model)  # angles are read from the original modules
     copies: dict[int, Any] = {}
     for module in model.modules():
+        if module in left:
+            continue
         made = None
         if angles == "exact" and _exact.makes_angles(type(module)):
             made, reason = _exact.read(module, wide)
@@ -91,10 +94,10 @@ def patch(model: torch.nn.Module, *, angles: str = "model", rounding: str = "mod
         _replace_processors(module, _graft.Recipe(swaps), copies)
         if made is not None:
             _exact.keep(module, made, by_library=False)
-    if angles == "exact" and not lines:
+    if angles == "exact" and not lines and not any(_exact.makes_angles(type(m)) for m in left):
         cls, reason = type(model), f"none of its modules {_exact.NO_ANGLES}"
         lines.append(Entry(cls.__module__, cls.__qualname__, None, False, reason))
-    report.entries.extend(dict.fromkeys(lines))
+    report.entries.extend(dict.fromkeys([*lines, *left.values()]))
     return report
 
 
@@ -145,20 +148,61 @@ def _replace_processors(
         vars(module)[name] = copies[id(original)]
 
 
-def _classes(model: torch.nn.Module) -> Iterator[type]:
-    """Yield the original classes of a model's modules and of their processors."""
+def _left(
+    model: torch.nn.Module, swaps: tuple[_graft.Swap, ...], angles: str
+) -> dict[torch.nn.Module, Entry]:
+    """The modules that would be changed but whose method was replaced by a function that may not call it."""
+    recipe = _graft.Recipe(swaps)
+    left = {}
     for module in model.modules():
+        hidden = dict(_bound.hidden(module))
+        if not hidden:
+            continue
+        cls = type(module)
+        grafted = _graft.grafted(cls, recipe)
+        members = set(vars(grafted)) if grafted is not cls else set()
+        used = [type(value) for _name, value in _find.processors(module)]
+        if (
+            members
+            or (angles == "exact" and _exact.makes_angles(cls))
+            or any(_graft.grafted(each, recipe) is not each for each in used)
+        ):
+            members.add("forward")
+        for name, value in hidden.items():
+            if name in members:
+                reason = f"its {name} was replaced by {_bound.name_of(value)}, {_UNREACHED}"
+                left[module] = Entry(cls.__module__, cls.__qualname__, None, False, reason)
+    return left
+
+
+def _swaps(
+    found: list[tuple[Found, _find.Constants, Recognition]], rounding: str, wide: bool = False
+) -> tuple[_graft.Swap, ...]:
+    """The replacements of the functions that are recognised."""
+    candidates: dict[tuple[str, str], tuple[Candidate, ...]] = {}
+    for each, _, result in found:
+        if result.candidate is not None:
+            key = each.module, each.name
+            candidates[key] = (*candidates.get(key, ()), result.candidate)
+    return tuple(_graft.Swap(*key, several, wide, rounding) for key, several in candidates.items())
+
+
+def _classes(modules: Iterable[torch.nn.Module]) -> Iterator[type]:
+    """Yield the original classes of modules and of their processors."""
+    for module in modules:
         yield base_of(type(module))
         for _name, value in _find.processors(module):
             yield base_of(type(value))
 
 
-def _found(model: torch.nn.Module) -> list[tuple[Found, _find.Constants, Recognition]]:
-    """The rotary functions of a model, each with each combination of constants, and their recognition."""
+def _found(
+    modules: Iterable[torch.nn.Module], rounding: str
+) -> list[tuple[Found, _find.Constants, Recognition]]:
+    """The rotary functions of modules, each with each combination of constants, and their recognition."""
     results: dict[tuple[str, str, _find.Constants], tuple[Found, _find.Constants, Recognition]] = {}
     # Equal expressions in several functions of a module are one function with several names.
     inline: dict[int, Recognition] = {}
-    for cls in dict.fromkeys(_classes(model)):
+    for cls in dict.fromkeys(_classes(modules)):
 
         def accepts(found: Found, cls: type = cls) -> bool:
             recognised = []
@@ -181,7 +225,10 @@ def _found(model: torch.nn.Module) -> list[tuple[Found, _find.Constants, Recogni
 
         for found in _find.rotary(cls, accepts):
             accepts(found)
-    return [each for each in results.values() if each[0].likely or each[2]]
+    every = [each for each in results.values() if each[0].likely or each[2]]
+    if rounding == "model":
+        every = [(each, constants, to_the_bit(result)) for each, constants, result in every]
+    return every
 
 
 def _callable(value: Any) -> Any:

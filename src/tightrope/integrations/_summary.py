@@ -16,6 +16,8 @@ _COMPILED = "compiled code keeps these bits; torch.compile of the originals roun
 class Entry:
     """The outcome for one rotary function, or for one class of modules that make cos/sin.
 
+    A class of which modules were left because a wrapper hides their ``forward`` has an entry too.
+
     If ``angles="exact"`` finds no such class, an entry says so: under the class name of the model, or for
     ``patch(None)`` under the name "angles", for each modeling file with a rotary function.
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import positions as positions_
-from .._errors import bad_value, is_dtensor
+from .._errors import bad_type, bad_value, is_dtensor, public
 from .._parts import Span, Take
 from .._tracing import is_readable, is_tracing
 from ..channels import Channels
@@ -125,7 +125,15 @@ class PreparedRotation:
     stack_length: int | None = None
     part: tuple[int, int] | None = None
 
+    @public("PreparedRotation")
     def __post_init__(self) -> None:
+        if self.ids is not None and self.ids.dtype not in positions_.DTYPES:
+            # FSDP2 casts floating tensors in dataclasses that are inputs of a module.
+            raise bad_type(
+                "ids must be int32, int64, float32 or float64; a wrapper of the model, such as one for "
+                "mixed precision, may have cast them",
+                ids=self.ids,
+            )
         # dataclasses.replace would pass on the cache of another value.
         memo = self.memo
         if any(vars(memo).values()):

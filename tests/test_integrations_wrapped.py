@@ -1,0 +1,358 @@
+"""`tightrope.integrations.patch` on modules whose methods were replaced by wrappers before."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+
+import any_models
+from any_models import Attention, Model, Processor
+from test_integrations_any_model import Spy, assert_served_until_unpatched
+from tightrope.integrations import patch, unpatch
+
+
+class Turning(torch.nn.Module):
+    """A module that calls a rotary function."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        heads = x.unflatten(-1, (2, 16)).transpose(1, 2)
+        return self.turned(heads, tables(x.shape[1]))
+
+    def turned(self, x: torch.Tensor, freqs: Any) -> Any:
+        return turn(x, freqs)
+
+
+turn, tables = any_models.turn, any_models.tables
+X = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(0))
+
+
+class Holder:
+    """A wrapper that is an object, as accelerate's for mixed precision."""
+
+    def __init__(self, old: Any) -> None:
+        self.old = old
+
+    def __call__(self, *args: Any) -> Any:
+        return self.old(*args)
+
+
+class Reference:
+    """Holds a method for a wrapper, as the hooks of diffusers do."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+def by_closure(module: Any) -> Any:
+    old = module.forward
+    return lambda *a, **k: old(*a, **k)
+
+
+def by_two_closures(module: Any) -> Any:
+    inner = by_closure(module)
+
+    @functools.wraps(module.forward)
+    def outer(*args: Any) -> Any:
+        return inner(*args)
+
+    return outer
+
+
+def by_default(module: Any) -> Any:
+    return lambda x, ids=None, old=module.forward: old(x) if ids is None else old(x, ids)
+
+
+def by_keyword(module: Any) -> Any:
+    return lambda *args, old=module.forward: old(*args)
+
+
+def by_global(module: Any) -> Any:
+    global OLD
+    OLD = module.forward
+    return lambda *args: OLD(*args)
+
+
+OLD: Any = None
+
+
+def by_partial(module: Any) -> Any:
+    return functools.partial(module.forward)
+
+
+def by_argument_of_partial(module: Any) -> Any:
+    def call(old: Any, *args: Any, other: Any) -> Any:
+        return old(*args) if other is None else other(*args)
+
+    return functools.partial(call, module.forward, other=module.forward)
+
+
+def by_attribute(module: Any) -> Any:
+    module.mine = module.forward
+    return functools.update_wrapper(
+        functools.partial(lambda self, *args: self.mine(*args), module), module.forward
+    )
+
+
+def by_attribute_with_wrapper(module: Any) -> Any:
+    module.mine = by_closure(module)
+    return MethodType(lambda self, *args: self.mine(*args), module)
+
+
+def by_object(module: Any) -> Any:
+    return Holder(module.forward)
+
+
+def by_object_in_closure(module: Any) -> Any:
+    reference = Reference(Reference(functools.partial(module.forward)))
+    return lambda *args: reference.inner.inner(*args)
+
+
+def by_bound_function(module: Any) -> Any:
+    old = module.forward
+    return MethodType(lambda _self, *args: old(*args), module)
+
+
+def by_no_grad(module: Any) -> Any:
+    return torch.no_grad()(module.forward)
+
+
+def by_compiler(module: Any) -> Any:
+    return torch.compile(module.forward, backend="eager")
+
+
+def by_accelerate(module: Any) -> Any:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    return add_hook_to_module(module, ModelHook()).forward
+
+
+def by_diffusers(module: Any) -> Any:
+    from diffusers.hooks.hooks import HookRegistry, ModelHook
+
+    class Hook(ModelHook):  # type: ignore[misc]
+        def new_forward(self, _module: Any, *args: Any) -> Any:
+            return self.fn_ref.original_forward(*args)
+
+    registry = HookRegistry.check_if_exists_or_initialize(module)
+    registry.register_hook(Hook(), "one")
+    registry.register_hook(ModelHook(), "two")
+    return module.forward
+
+
+FOLLOWED = [
+    by_closure,
+    by_two_closures,
+    by_default,
+    by_keyword,
+    by_global,
+    by_partial,
+    by_argument_of_partial,
+    by_attribute,
+    by_attribute_with_wrapper,
+    by_object,
+    by_object_in_closure,
+    by_bound_function,
+    by_no_grad,
+    by_compiler,
+    by_accelerate,
+    by_diffusers,
+]
+
+
+@pytest.mark.parametrize("wrap", FOLLOWED)
+def test_wrappers_that_call_the_old_forward_are_served(wrap: Callable[[Any], Any]) -> None:
+    model, other = torch.nn.Sequential(Turning()), torch.nn.Sequential(Turning())
+    for each in (other, model):
+        each[0].forward = wrap(each[0])
+    wrapper = vars(model[0])["forward"]
+    before = model(X)
+    report = patch(model)
+    assert report.replaced, str(report)
+    assert not report.left, str(report)
+    assert vars(model[0])["forward"] is wrapper
+    if wrap is not by_global:  # which all models share
+        with torch.no_grad(), Spy() as spy:
+            other(X)
+        assert not spy.calls
+    patch(model)
+    assert_served_until_unpatched(model, X, before)
+    assert vars(model[0])["forward"] is wrapper
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("wrap", FOLLOWED)
+def test_wrappers_made_after_patch_are_undone(wrap: Callable[[Any], Any]) -> None:
+    model: Any = Turning()
+    before = model(X)
+    patch(model)
+    model.forward = wrap(model)
+    assert_served_until_unpatched(model, X, before)
+
+
+def instead(self: Any, x: torch.Tensor) -> Any:
+    return x + 1
+
+
+def of_the_class(self: Any, x: torch.Tensor) -> Any:
+    return Turning.forward(self, x)
+
+
+def hiding(module: Any) -> Any:
+    return MethodType(instead, module)
+
+
+def hiding_by_lambda(module: Any) -> Any:
+    return lambda x: x + 1
+
+
+def hiding_with_its_name(module: Any) -> Any:
+    return functools.wraps(module.forward)(lambda x: x + 1)
+
+
+def by_class(module: Any) -> Any:
+    return MethodType(of_the_class, module)
+
+
+def by_list(module: Any) -> Any:
+    several = [module.forward]
+    return lambda *args: several[0](*args)
+
+
+def by_other_module(module: Any) -> Any:
+    return Turning().forward
+
+
+def by_plain_function(module: Any) -> Any:
+    return MethodType(functools.partial(module.forward.__func__), module)
+
+
+def by_helper(module: Any) -> Any:
+    return functools.partial(instead, module)
+
+
+HIDING = [
+    hiding,
+    hiding_by_lambda,
+    hiding_with_its_name,
+    by_class,
+    by_list,
+    by_other_module,
+    by_plain_function,
+    by_helper,
+]
+
+
+@pytest.mark.parametrize("wrap", HIDING)
+def test_a_module_whose_forward_may_not_be_called_is_left(wrap: Callable[[Any], Any]) -> None:
+    model = torch.nn.Sequential(Turning())
+    model[0].forward = wrap(model[0])
+    before = model(X)
+    report = patch(model)
+    assert not report.replaced
+    [entry] = report.left
+    assert entry.name == "Turning"
+    assert "its forward was replaced by " in entry.reason
+    assert entry.reason.endswith(
+        ", which patch does not see call it; call patch before you replace it"
+    )
+    with Spy() as spy:
+        assert torch.equal(model(X), before)
+    assert not spy.calls
+    assert type(model[0]) is Turning
+
+
+def test_other_modules_are_patched() -> None:
+    """The report lists the function as replaced, and the one module that does not call it as left."""
+    model = torch.nn.Sequential(Turning(), Turning(), Turning())
+    hidden: Any = model[1]
+    hidden.forward = MethodType(instead, hidden)
+    report = patch(model)
+    assert [entry.name for entry in report.replaced] == ["turn"]
+    assert [entry.reason for entry in report.left] == [
+        "its forward was replaced by instead, which patch does not see call it; "
+        "call patch before you replace it"
+    ]
+    assert type(model[1]) is Turning
+    assert type(model[0]) is type(model[2]) is not Turning
+
+
+def test_another_method_that_is_hidden() -> None:
+    model: Any = Turning()
+    model.turned = lambda x, _freqs: x
+    [entry] = patch(model)
+    assert not entry.replaced
+    assert "its turned was replaced by " in entry.reason
+    model = Turning()
+    model.extra_repr = lambda: ""  # no rotation
+    assert not patch(model).left
+
+
+def test_processors_of_a_module_whose_forward_is_hidden() -> None:
+    model: Any = Model(Processor(), Processor())
+    model.layers[0].forward = hiding_by_lambda(model.layers[0])
+    report = patch(model)
+    assert [entry.name for entry in report.left] == ["Attention"]
+    assert type(model.layers[0].processor) is Processor
+    assert type(model.layers[1].processor) is not Processor
+    model.layers[1].forward = by_closure(model.layers[1])
+    assert type(model.layers[1]) is Attention
+    assert "turn" in [entry.name for entry in patch(model).replaced]
+
+
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=9,
+    )
+    return transformers.LlamaModel(config).eval()
+
+
+FAR = torch.tensor([[99_991]])
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("wrap", FOLLOWED)
+def test_exact_angles_through_wrappers(wrap: Callable[[Any], Any]) -> None:
+    plain = llama()
+    patch(plain, angles="exact")
+    want = plain.rotary_emb(torch.zeros(1), FAR)
+    model = llama()
+    model.rotary_emb.forward = wrap(model.rotary_emb)
+    before = model.rotary_emb(torch.zeros(1), FAR)
+    assert not patch(model, angles="exact").left
+    for got, mine, old in zip(model.rotary_emb(torch.zeros(1), FAR), want, before, strict=True):
+        assert torch.equal(got, mine)
+        assert not torch.equal(got, old)
+    unpatch(model)
+    for got, old in zip(model.rotary_emb(torch.zeros(1), FAR), before, strict=True):
+        assert torch.equal(got, old)
+
+
+def test_angles_that_a_wrapper_hides_are_left() -> None:
+    model = llama()
+    tables = model.rotary_emb(torch.zeros(1), FAR)
+    model.rotary_emb.forward = lambda *_: tables
+    report = patch(model, angles="exact")
+    assert [entry.name for entry in report.left] == ["LlamaRotaryEmbedding"]
+    assert model.rotary_emb(torch.zeros(1), FAR) is tables
+
+
+def test_a_wrapper_that_unpatch_cannot_reach_runs_the_original() -> None:
+    model = llama()
+    before = model.rotary_emb(torch.zeros(1), FAR)
+    patch(model, angles="exact")
+    model.rotary_emb.forward = by_list(model.rotary_emb)
+    unpatch(model)
+    for got, old in zip(model.rotary_emb(torch.zeros(1), FAR), before, strict=True):
+        assert torch.equal(got, old)
