@@ -355,10 +355,6 @@ PACKED: dict[str, positions.PositionsLike] = {
     "a share": positions.shard(
         positions.packed(torch.tensor([0, 1, 2]), torch.tensor([30, 600])), 0, 1
     ),
-    "a zigzag share": positions.shard(
-        positions.packed(torch.tensor([0, 4, 8]), torch.tensor([30, 600])),
-        1, 2, kind="zigzag", cu_seqlens=torch.tensor([0, 4, 8]),
-    ),
     "ids": torch.cat((torch.arange(5), torch.arange(120))),
     "ids, two tokens first": torch.cat((torch.arange(2), torch.arange(120))),
     "ids, backwards": torch.arange(120).flip(0),
@@ -390,6 +386,28 @@ def test_packed_sequences(name: str) -> None:
     assert_same_bits(
         rotate(x, RopeSpec(8, scaling=DynamicNTK(2.0, 9999)), where, layout="thd"), plain
     )
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("ids", [None, 30, torch.arange(8) + 600], ids=["none", "offset", "ids"])
+def test_the_positions_of_one_rank_do_not_tell_the_length(
+    kind: str, ids: positions.PositionsLike
+) -> None:
+    spec, x = RopeSpec(8, scaling=DynamicNTK(2.0, 100)), torch.randn(1, 1, 4, 8)
+    where = positions.explicit(positions.shard(ids, 1, 2, kind=kind, tokens=8), 4)
+    text = (
+        "seq_len must be given with the positions of one rank's tokens, as the frequencies depend on "
+        "the length of the whole sequence (positions: int64[1, 1, 4])."
+    )
+    with refused(ValueError, f"[rotate] {text}"):
+        rotate(x, spec, where)
+    with refused(ValueError, f"[at] {text}"):
+        spec.at(where, stack="transformers")
+    own = rotate(x, spec, where, seq_len=700)
+    each = where.ids.flatten().tolist()
+    for token, at in enumerate(each):
+        alone = rotate(x[:, :, token : token + 1], spec, at, seq_len=700)
+        assert_same_bits(own[:, :, token : token + 1], alone)
 
 
 def test_one_sequence_is_no_pack() -> None:
