@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 from collections.abc import Iterator
@@ -25,6 +26,20 @@ def _process_settings() -> Iterator[None]:
     torch.set_default_dtype(dtype)
     if torch.get_default_device() != device:
         torch.set_default_device(None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Spare the garbage collector the modules and tests, which live until the process ends.
+
+    Their million objects would otherwise be visited again and again, during collection and tests.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture
