@@ -15,7 +15,7 @@ from benchmarks.coverage.catalogue import LIBRARIES, model_classes, sizes
 from benchmarks.coverage.stand_ins import installed
 
 # Warnings of the libraries' models are not tested here.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("recognised_once")]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/coverage-others.json"

@@ -31,7 +31,7 @@ from benchmarks.transformers_coverage.comparing import (
 from tightrope.integrations import _graft, patch, unpatch
 
 # Warnings of transformers models are not tested here.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("recognised_once")]
 
 # One type for each feature: plain heads, partial channels, three axes and images, latent attention,
 # complex tables, a method, rows and columns, audio, a sliding window, partial width, …
