@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import random
 from collections.abc import Iterator
 
@@ -11,6 +12,9 @@ import pytest
 import torch
 
 from tightrope.backends import cpu
+
+# Inductor would compile and run a program to see that the compiler knows the processor's instructions.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 @pytest.fixture(autouse=True)
