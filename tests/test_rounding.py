@@ -332,6 +332,7 @@ def test_functions_of_other_libraries(name: str, dtype: torch.dtype) -> None:
 # --- gradients, transforms, the compiler -----------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @every_backend
 @both_pairings
 @pytest.mark.parametrize("rounding", ["once", "wide", "each"])
@@ -392,6 +393,7 @@ def test_transforms_keep_the_rounding(interleaved: bool, rounding: Any) -> None:
     assert_same_bits(torch.func.jvp(rotation, (q,), (grad,))[0], want)
 
 
+@pytest.mark.one_in(6)
 @both_pairings
 @pytest.mark.parametrize("rounding", ["wide", "each", ("wide", "each")])
 def test_compiled_code_keeps_the_bits(
