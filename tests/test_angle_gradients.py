@@ -185,7 +185,6 @@ def test_every_dtype_and_pairing(dtype: torch.dtype, interleaved: bool, operator
         check(make(dtype=dtype, pairs=pairs, interleaved=interleaved, at=torch.float64), operator)
 
 
-@pytest.mark.one_in(3)
 @every_operator
 @both_pairings
 @pytest.mark.parametrize("strides", list(itertools.product(STRIDES, STRIDES)), ids=" and ".join)

@@ -66,7 +66,6 @@ def test_each_model_gives_the_expected_spec(model: Model) -> None:
     assert model.config == before, "the caller's configuration changed"
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("model", MODELS, ids=by_name)
 def test_a_file_reads_as_its_keys(model: Model, tmp_path: Path) -> None:
     name = "params.json" if model.form == "meta" else "config.json"
@@ -75,7 +74,6 @@ def test_a_file_reads_as_its_keys(model: Model, tmp_path: Path) -> None:
     assert read(str(tmp_path / name), **model.options) == model.wanted
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("model", MODELS, ids=by_name)
 def test_every_field_has_a_source(model: Model) -> None:
     sourced = provenance(model.config, **model.options)
@@ -210,7 +208,6 @@ def check_a_change(model: Model, path: tuple[str, ...], name: str | None) -> Non
     assert tolerated(model, path), f"{path} -> {name} gave {got}, not {model.wanted}"
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("model", MODELS, ids=by_name)
 def test_no_dropped_key_turns_into_a_default(model: Model) -> None:
     for path in paths(model.config):
@@ -238,7 +235,6 @@ def test_junk_is_refused_in_a_sentence(data: st.DataObject) -> None:
             raise
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("model", MODELS, ids=by_name)
 def test_frequencies_are_never_made_up(model: Model) -> None:
     """Configurations without a base are read only for families whose code has a constant base."""

@@ -72,7 +72,6 @@ def test_frequencies_and_phase_words(case: dict[str, Any]) -> None:
     assert found.attention_scaling == case["attention_scaling"]
 
 
-@pytest.mark.one_in(3)
 @every_backend
 @pytest.mark.parametrize("case", DESCRIBED["stacks"], ids=name_of)
 def test_stacks(case: dict[str, Any], backend: str) -> None:

@@ -384,7 +384,7 @@ def test_an_offset_that_is_a_fraction_has_a_gradient() -> None:
 # --- gradients ------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(3)
 @every_act
 @every_theta
 def test_gradcheck(kind: str, act: str, dim: int | None) -> None:

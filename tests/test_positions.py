@@ -476,7 +476,6 @@ def test_every_kind_gives_its_positions(name: str) -> None:
     assert resolve(canonical(kind.where), rows, kind.tokens) == kind.wanted
 
 
-@pytest.mark.one_in(3)
 @every_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", KINDS)

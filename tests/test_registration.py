@@ -497,7 +497,6 @@ def test_one_graph_for_all_lengths_with_learned_frequencies(in_place: bool) -> N
     assert graphs_for(function, calls, dynamic=True) == 1
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_compiled_gradients(in_place: bool) -> None:
     def function(x, p):
