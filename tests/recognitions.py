@@ -22,7 +22,10 @@ from tightrope.integrations.transformers import _library
 USERS = (_recognise, _patch, _library)
 
 # Values of these types stay what they are, so it is enough to compare them.
-_FIXED = (BuiltinFunctionType, ModuleType, type, torch.dtype, str, bool, int, float, type(None))
+_FIXED = (
+    *(BuiltinFunctionType, ModuleType, type, torch.dtype, torch.autocast),
+    *(str, bool, int, float, type(None)),
+)
 
 # The code that recognises. A test that replaces a part of it gets no earlier result, and leaves none.
 _CODE = {
@@ -62,6 +65,9 @@ def _read(value: Any, into: dict[int, Any]) -> None:
         return
     if isinstance(value, FunctionType):
         into[id(value)] = value
+        if vars(value).keys() - {"__wrapped__"}:
+            raise _Unknown
+        _read(vars(value).get("__wrapped__"), into)
         for part in (value.__code__, value.__defaults__, value.__kwdefaults__):
             into[id(part)] = part
         for cell in value.__closure__ or ():
@@ -79,7 +85,7 @@ def _read(value: Any, into: dict[int, Any]) -> None:
 
 
 def _key(function: Any, constants: Any) -> Any:
-    if not isinstance(function, FunctionType) or vars(function) or _replaced():
+    if not isinstance(function, FunctionType) or _replaced():
         raise _Unknown
     if _get_current_function_mode() or _get_current_dispatch_mode():
         raise _Unknown

@@ -45,7 +45,11 @@ def test_functions_of_today_are_those_committed(library: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "name"), [("x-transformers", "TransformerWrapper"), (HERE[1], "Attention")]
+    ("library", "name"),
+    [
+        ("x-transformers", "TransformerWrapper"),
+        pytest.param(HERE[1], "Attention", marks=pytest.mark.slow),
+    ],
 )
 def test_models_of_today_are_those_committed(library: str, name: str) -> None:
     (then,) = (row for row in committed(library)["models"] if row["model"] == name)
