@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import os
 import random
 from collections.abc import Iterator
 
@@ -10,6 +12,9 @@ import pytest
 import torch
 
 from tightrope.backends import cpu
+
+# Inductor would compile and run a program to see that the compiler knows the processor's instructions.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +30,31 @@ def _process_settings() -> Iterator[None]:
     torch.set_default_dtype(dtype)
     if torch.get_default_device() != device:
         torch.set_default_device(None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Spare the garbage collector the modules and tests, which live until the process ends.
+
+    Their million objects would otherwise be visited again and again, during collection and tests.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.fixture
+def recognised_once() -> Iterator[None]:
+    """Share the recognition of a function by `patch` with earlier tests; see recognitions.py."""
+    import recognitions
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in recognitions.USERS:
+            patch.setattr(module, "recognise", recognitions.once)
+        yield
 
 
 @pytest.fixture

@@ -386,14 +386,12 @@ def test_heavy_imports_are_seen() -> None:
     assert heavy == set(HEAVY)
 
 
-def test_a_lighter_namesake_is_not_heavy() -> None:
-    assert cost_of("sys.modules['rich_text'] = sys") == (set(), set())
-
-
-def test_a_touched_device_is_seen() -> None:
+def test_a_touched_device_is_seen_and_a_lighter_namesake_is_not_heavy() -> None:
     # The last statement fakes an initialised device on a machine without one.
-    statement = "torch.cuda.is_available(); torch.accelerator.device_count(); "
-    _, asked = cost_of(statement + "torch.cuda._initialized = True")
+    statement = "sys.modules['rich_text'] = sys; "
+    statement += "torch.cuda.is_available(); torch.accelerator.device_count(); "
+    heavy, asked = cost_of(statement + "torch.cuda._initialized = True")
+    assert heavy == set()
     assert {"is_available", "device_count", "is_initialized"} <= asked
 
 

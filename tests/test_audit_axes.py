@@ -58,15 +58,18 @@ def test_coordinates_that_are_exchanged_are_found(tmp_path: Path) -> None:
         "# fn is the audited function",
         "from test_audit_axes import SPECS, of\nfn = of(SPECS['sections in turn'])",
     )
-    there = tmp_path / "shows.py"
-    there.write_text(program, encoding="utf-8")
-    path = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\n"
-    there.write_text(path + program, encoding="utf-8")
-    done = subprocess.run([sys.executable, str(there)], capture_output=True, text=True, check=False)
+    (tmp_path / "wrong.py").write_text(program, encoding="utf-8")
+    right = program.replace("sections in turn", "sections")
+    (tmp_path / "right.py").write_text(right, encoding="utf-8")
+    # One process runs both programs: the right one ends, then the wrong one fails.
+    both = (
+        f"import runpy, sys; sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\n"
+        "runpy.run_path(sys.argv[1]); print('right'); runpy.run_path(sys.argv[2]); print('wrong')"
+    )
+    command = [sys.executable, "-c", both, str(tmp_path / "right.py"), str(tmp_path / "wrong.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["right"], done.stdout + done.stderr
     assert "AssertionError" in done.stderr
-    there.write_text(path + program.replace("sections in turn", "sections"), encoding="utf-8")
-    done = subprocess.run([sys.executable, str(there)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_wrong_frequencies_of_text_are_found_before_axes() -> None:

@@ -63,12 +63,6 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return app.run()
 
 
-def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a new process, as a user does."""
-    command = [sys.executable, "-m", "tightrope.cli", "audit", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.usefixtures("folder")
 def test_nothing_found_is_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -163,13 +157,17 @@ def test_a_function_that_raises_is_a_finding(
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_function_that_crashes_is_a_finding() -> None:
-    done = apart("audited_rope:crashes", "--json")
-    assert done.returncode == 1
-    (finding,) = Report.from_dict(json.loads(done.stdout)).findings
+def test_a_function_that_crashes_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Without an option a function runs in a process of its own.
+    monkeypatch.setattr(sys, "argv", ["tightrope", "audit", "audited_rope:crashes", "--json"])
+    assert app.run() == 1
+    out, err = capfd.readouterr()
+    (finding,) = Report.from_dict(json.loads(out)).findings
     assert finding.code == "crashes"
     assert finding.sentence == "The audit process was ended by signal 6."
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in err
 
 
 @pytest.mark.usefixtures("folder")

@@ -19,7 +19,7 @@ from tightrope.integrations import patch
 pytest.importorskip("diffusers")
 
 # Warnings of the library's models are not tested here.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("recognised_once")]
 
 ROOT = Path(__file__).resolve().parent.parent
 ALL: list[dict[str, Any]] = json.loads(

@@ -15,7 +15,7 @@ from benchmarks.coverage.catalogue import LIBRARIES, model_classes, sizes
 from benchmarks.coverage.stand_ins import installed
 
 # Warnings of the libraries' models are not tested here.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("recognised_once")]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/coverage-others.json"
@@ -45,7 +45,11 @@ def test_functions_of_today_are_those_committed(library: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "name"), [("x-transformers", "TransformerWrapper"), (HERE[1], "Attention")]
+    ("library", "name"),
+    [
+        ("x-transformers", "TransformerWrapper"),
+        pytest.param(HERE[1], "Attention", marks=pytest.mark.slow),
+    ],
 )
 def test_models_of_today_are_those_committed(library: str, name: str) -> None:
     (then,) = (row for row in committed(library)["models"] if row["model"] == name)

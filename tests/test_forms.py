@@ -286,6 +286,7 @@ class Attention(torch.nn.Module):
 apply_rotary: Function = apply_rotary_of_a_dictionary
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NEW)
 def test_a_new_form_is_one_entry(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     form, function, pairing = NEW[name]

@@ -170,6 +170,7 @@ def test_the_table_is_long_enough() -> None:
     assert {case.values[4]["rope_type"] for case in TABLE} == set(ROPE_INIT_FUNCTIONS)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rule, head_dim, rotary_dim, base, section, length", TABLE)
 def test_rule(
     rule: Rule,

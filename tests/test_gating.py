@@ -81,6 +81,7 @@ def only_the_fast_path(monkeypatch):
     return switch
 
 
+@pytest.mark.one_in(3)
 @needs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", SPECS)

@@ -36,6 +36,7 @@ SPECS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("layout, shape", LAYOUT_SHAPES.items(), ids=LAYOUT_SHAPES)
@@ -45,6 +46,7 @@ def test_by_x(layout: str, shape: tuple[int, ...], spec: RopeSpec, inverse: bool
     assert gradgradcheck(lambda x: rotate(x, spec, 7, layout=layout, inverse=inverse), (x,))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("at", ["ids", "ids per row", "per row"])

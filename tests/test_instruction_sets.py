@@ -58,7 +58,7 @@ def test_the_baseline_is_always_there() -> None:
     assert cpu.instruction_set() in SETS
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", SETS)
 def test_the_environment_forces_a_set(name: str) -> None:
     program = "from tightrope.backends import cpu; print(cpu.instruction_set())"

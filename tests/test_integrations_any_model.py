@@ -18,6 +18,8 @@ from any_models import Attention, ByHalves, Model, Processor, WithImport, WithIn
 from tightrope.integrations import _run, patch, recognise, unpatch
 from tightrope.integrations._run import replacement
 
+pytestmark = pytest.mark.usefixtures("recognised_once")
+
 KINDS: dict[str, tuple[type[Processor], str]] = {
     "processor": (Processor, "turn"),
     "constant": (ByHalves, "turn(by_halves=True)"),

@@ -22,6 +22,8 @@ from inline_models import Base, Halves, Processed
 from tightrope.integrations import _inline, _run, patch, unpatch
 from tightrope.integrations._graft import Swap
 
+pytestmark = pytest.mark.usefixtures("recognised_once")
+
 # Class -> (the lines that are replaced, calls of the operator in one forward pass).
 REPLACED: dict[str, tuple[list[str], int]] = {
     "Halves": (["Halves.forward.<inline>.x * cos + rotate_half(x) * sin"], 2),

@@ -315,6 +315,7 @@ def to_bfloat16(x: Any, rope: Any) -> Any:
     return (rope * pairs).sum(-1).reshape(x.shape).to(B16)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [F32, B16])
 def test_results_of_one_dtype(dtype: torch.dtype) -> None:
     candidate = recognised(to_bfloat16)
@@ -327,6 +328,7 @@ def test_results_of_one_dtype(dtype: torch.dtype) -> None:
     assert original.count == 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("result", [F32, B16])
 def test_a_multiply_add_that_rounds_once_is_not_to_the_bit(result: torch.dtype) -> None:
     def fused(x: Any, rope: Any) -> Any:

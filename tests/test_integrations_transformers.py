@@ -20,7 +20,10 @@ from tightrope.integrations._run import replacement
 from tightrope.integrations.transformers import patch, recognise, unpatch
 from tolerances import assert_same_bits, value
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("recognised_once"),
+]
 
 
 def assert_outputs(got: torch.Tensor, want: torch.Tensor, name: str = "patched outputs") -> None:

@@ -17,6 +17,8 @@ from test_integrations_transformers import assert_calls_operator, assert_outputs
 from tightrope.integrations.transformers import Report, patch, unpatch
 from tolerances import assert_same_bits
 
+pytestmark = pytest.mark.usefixtures("recognised_once")
+
 LATE = "transformers.models.stablelm.modeling_stablelm"
 
 

@@ -28,7 +28,7 @@ from tolerances import assert_same_bits, value
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
-    pytest.mark.usefixtures("clean"),
+    pytest.mark.usefixtures("clean", "recognised_once"),
 ]
 
 X, SHORT, LONG = torch.zeros(1), torch.arange(24)[None], torch.arange(96)[None]

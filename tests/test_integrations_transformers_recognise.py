@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from recognitions import once
 from tightrope.integrations._run import replacement
 from tightrope.integrations.transformers import patch, recognise
 from tolerances import assert_same_bits, value
@@ -351,7 +352,7 @@ def test_works_under_other_defaults() -> None:
 
 
 def replaced(function: Function = usual) -> Function:
-    recognition = recognise(function)
+    recognition = once(function)
     assert recognition.candidate is not None, recognition.reason
     return replacement(function, [recognition.candidate])
 
@@ -508,7 +509,7 @@ def served(function: Function, **arguments: Any) -> bool:
         asked.append(1)
         return function(*args, **kwargs)
 
-    recognition = recognise(function)
+    recognition = once(function)
     assert recognition.candidate is not None, recognition.reason
     xs = [
         v.requires_grad_() for n, v in arguments.items() if n in recognition.candidate.call.rotated
@@ -543,16 +544,17 @@ def test_tables_of_three_dimensions_with_a_row_for_each_head(batch: int) -> None
     assert served(in_two_dimensions, q=q, k=q.clone(), cos=table, sin=table.flip(1))
 
 
+def repeated(q: Any, k: Any, cos: Any, sin: Any, num_k_exclude_rope: int = 0) -> Any:
+    end = k.shape[-2] - num_k_exclude_rope
+    longer = [table.repeat(1, 1, end // q.shape[-2], 1) for table in (cos, sin)]
+    turned = in_two_dimensions(k[..., :end, :], k[..., :end, :], *longer)[1]
+    whole = torch.cat((turned, k[..., end:, :]), -2)
+    return in_two_dimensions(q, q, cos, sin)[0], whole
+
+
 @pytest.mark.parametrize("excluded", [0, 2])
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_keys_that_are_not_all_rotated_and_longer_ones(excluded: int, times: int) -> None:
-    def repeated(q: Any, k: Any, cos: Any, sin: Any, num_k_exclude_rope: int = 0) -> Any:
-        end = k.shape[-2] - num_k_exclude_rope
-        longer = [table.repeat(1, 1, end // q.shape[-2], 1) for table in (cos, sin)]
-        turned = in_two_dimensions(k[..., :end, :], k[..., :end, :], *longer)[1]
-        whole = torch.cat((turned, k[..., end:, :]), -2)
-        return in_two_dimensions(q, q, cos, sin)[0], whole
-
     q, k = normal(1, 3, 5, 16), normal(1, 3, 5 * times + excluded, 16)
     cos, sin = (normal(1, 5, 8).roll(n, 1).repeat_interleave(2, -1) for n in (0, 1))
     arguments = {"q": q, "k": k, "cos": cos, "sin": sin, "num_k_exclude_rope": excluded}

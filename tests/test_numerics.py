@@ -74,6 +74,7 @@ def assert_untouched(x: torch.Tensor, y: torch.Tensor, spec: RopeSpec) -> None:
 # --- positions ------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @every_dtype
 @every_backend
 @both_pairings

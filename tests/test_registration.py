@@ -485,6 +485,7 @@ def test_one_graph_for_all_lengths_and_offsets(where: str, in_place: bool) -> No
     assert graphs_for(function, calls, dynamic=True) == 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_one_graph_for_all_lengths_with_learned_frequencies(in_place: bool) -> None:
     call = rotate_qk_ if in_place else rotate_qk
@@ -496,7 +497,8 @@ def test_one_graph_for_all_lengths_with_learned_frequencies(in_place: bool) -> N
     assert graphs_for(function, calls, dynamic=True) == 1
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+# test_phased compiles gradients of rotations into new tensors.
+@pytest.mark.parametrize("in_place", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_gradients(in_place: bool) -> None:
     def function(x, p):
         return (rotate_(x * 1, SPEC, p) if in_place else rotate(x, SPEC, p)).sin()

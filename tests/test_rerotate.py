@@ -198,6 +198,7 @@ def assert_ways(
 # --- against the truth ----------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(4)
 @every_backend
 @both_pairings
 @every_dtype
@@ -288,6 +289,7 @@ STAYS: dict[str, positions.PositionsLike] = {
 }
 
 
+@pytest.mark.one_in(4)
 @every_backend
 @every_dtype
 @pytest.mark.parametrize("name", STAYS)

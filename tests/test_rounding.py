@@ -333,9 +333,17 @@ def test_functions_of_other_libraries(name: str, dtype: torch.dtype) -> None:
 
 
 @every_backend
-@both_pairings
-@pytest.mark.parametrize("rounding", ["once", "wide", "each"])
-def test_gradients_of_full_tables(backend: str, interleaved: bool, rounding: str) -> None:
+@pytest.mark.parametrize(
+    ("rounding", "interleaved"),
+    [
+        *(("once", False), ("wide", True), ("each", True)),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("once", True), ("wide", False), ("each", False))
+        ),
+    ],
+)
+def test_gradients_of_full_tables(backend: str, rounding: str, interleaved: bool) -> None:
     """First and second derivatives with respect to x and tables equal finite differences."""
     q = noise(2, 3, TOKENS, 6, seed=1).double().requires_grad_()
     tables = [table.double().requires_grad_() for table in tables_for(6, torch.float64)]
@@ -392,6 +400,7 @@ def test_transforms_keep_the_rounding(interleaved: bool, rounding: Any) -> None:
     assert_same_bits(torch.func.jvp(rotation, (q,), (grad,))[0], want)
 
 
+@pytest.mark.one_in(3)
 @both_pairings
 @pytest.mark.parametrize("rounding", ["wide", "each", ("wide", "each")])
 def test_compiled_code_keeps_the_bits(

@@ -31,7 +31,7 @@ from benchmarks.transformers_coverage.comparing import (
 from tightrope.integrations import _graft, patch, unpatch
 
 # Warnings of transformers models are not tested here.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("recognised_once")]
 
 # One type for each feature: plain heads, partial channels, three axes and images, latent attention,
 # complex tables, a method, rows and columns, audio, a sliding window, partial width, …
@@ -56,8 +56,13 @@ def types() -> dict[str, ModelType]:
     return {each.name: each for each in catalogue()}
 
 
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("name", ODD)
+# The fast run covers methods and functions that are reached in other ways in the tests below.
+FAST = ("dinov3_vit", "gptj")
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in FAST else pytest.param(each, marks=pytest.mark.slow) for each in ODD]
+)
 def test_patched_models_are_equal_and_their_rotations_were_served(
     name: str, types: dict[str, ModelType]
 ) -> None:

@@ -652,6 +652,7 @@ def test_calls_that_run_the_definition() -> None:
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rounding", [0, 1, 2])
