@@ -9,9 +9,15 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from helpers import noise
+from helpers import noise, refused
 from tightrope import backends
-from tightrope.functional import apply_rotary_pos_emb, apply_rotary_pos_emb_
+from tightrope.functional import (
+    apply_rotary_pos_emb,
+    apply_rotary_pos_emb_,
+    build_freqs_cis,
+    rotary_apply,
+    rotary_embedding,
+)
 from tightrope.ops import schema
 from tolerances import assert_near
 
@@ -457,3 +463,52 @@ def test_start_errors(start: object, error: type[Exception], message: str) -> No
     q, table = noise(2, 4, 5, 12), noise(5, 8)
     with pytest.raises(error, match=re.escape(f"[apply_rotary_pos_emb] {message}")):
         apply_rotary_pos_emb(q, None, table, table, start=start)  # type: ignore[arg-type]
+
+
+# --- the signature that is proposed for torch.nn.functional ---------------------------------------
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_embedding(interleaved: bool, dtype: torch.dtype) -> None:
+    x, (cos, sin) = noise(2, 3, 5, 12, dtype=dtype), build_freqs_cis(40, 12, dtype=torch.float64)
+    ids = torch.tensor([[0, 7, 7, 39, 2], [5, 6, 7, 8, 9]])
+    want = turned(x, cos[ids][:, None], sin[ids][:, None], interleaved)
+    got = rotary_embedding(x, cos, sin, ids, interleaved=interleaved)
+    assert got.dtype == dtype
+    assert_near(got.double(), want, f"table rotation, {dtype}")
+    for shape in ((5, 6), (2, 1, 5, 6), (1, 3, 1, 6)):
+        c, s = noise(*shape, seed=1), noise(*shape, seed=2)
+        got = rotary_embedding(x, c, s, interleaved=interleaved)
+        assert_near(got.double(), turned(x, c, s, interleaved), f"table rotation, {dtype}")
+        other = rotary_apply(x, c, s, interleaved=interleaved)
+        assert torch.equal(got, other)
+    assert rotary_embedding(x[0, 0], cos[:5], sin[:5]).shape == (5, 12)
+
+
+def test_rotary_embedding_has_gradients() -> None:
+    ids = torch.tensor([[1, 0, 1]])
+    leaves = [noise(1, 2, 3, 4), noise(2, 2, seed=1), noise(2, 2, seed=2)]
+    leaves = [x.requires_grad_() for x in leaves]
+    assert gradcheck(lambda *xs: rotary_embedding(*xs, ids), leaves)
+    assert gradgradcheck(lambda *xs: rotary_embedding(*xs, ids), leaves)
+
+
+def test_rotary_embedding_refuses() -> None:
+    x, (cos, sin), ids = noise(2, 3, 5, 12), build_freqs_cis(9, 12), torch.zeros(2, 5, dtype=int)
+    for call, kind, text in (
+        (
+            lambda: rotary_embedding(x[0], cos, sin, ids), ValueError,
+            "x must have shape (batch, heads, seq, d) with an even d (x: float64[3, 5, 12]).",
+        ),
+        (
+            lambda: rotary_embedding(x, cos, sin[:, :5], ids), ValueError,
+            "sin must have shape (n, 6) with position_ids (x: float64[2, 3, 5, 12], sin: float32[9, 5]).",
+        ),
+        (
+            lambda: rotary_embedding(x, cos, sin, ids + 9), IndexError,
+            "position_ids must lie in [0, 9), the rows of cos and sin, but go from 9 to 9.",
+        ),
+    ):  # fmt: skip
+        with refused(kind, f"[rotary_embedding] {text}"):
+            call()

@@ -19,4 +19,5 @@ from .tables import (
     apply_rotary_pos_emb_ as apply_rotary_pos_emb_,
     build_freqs_cis as build_freqs_cis,
     rotary_apply as rotary_apply,
+    rotary_embedding as rotary_embedding,
 )

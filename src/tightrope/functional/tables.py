@@ -190,14 +190,21 @@ def build_freqs_cis(
 
 @public("rotary_apply")
 def rotary_apply(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, rounding: RoundingLike = "once"
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = True,
+    rounding: RoundingLike = "once",
 ) -> torch.Tensor:
-    """Rotate channel pairs (0, 1), (2, 3), … by tables that broadcast against x.
+    """Rotate by tables that broadcast against x.
 
     Args:
         x: floating ``(..., d)``, d even: ``(batch, heads, seq, d)`` usually.
         cos, sin: floating, of the same shape, which broadcasts against ``(..., d / 2)``, such as
             ``(seq, d / 2)`` or ``(1, 1, seq, d / 2)``.
+        interleaved: pair channels (0, 1), (2, 3), … if true, and the first half with the second if
+            false.
         rounding: see :func:`apply_rotary_pos_emb`.
 
     Returns:
@@ -214,8 +221,55 @@ def rotary_apply(
     torch.Size([2, 8, 16, 64])
     """
     x, cos, sin, shape = _broadcast(x, cos, sin)
-    (y,) = rotate_by(x, None, Tables(cos, sin, interleaved=True, tables="half", rounding=rounding))
+    given = Tables(cos, sin, interleaved=interleaved, tables="half", rounding=rounding)
+    (y,) = rotate_by(x, None, given)
     return y.reshape(shape)
+
+
+@public("rotary_embedding")
+def rotary_embedding(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    *,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """Rotate by tables, with the signature that is proposed for ``torch.nn.functional``.
+
+    Args:
+        x: floating ``(batch, heads, seq, d)``, d even; without ``position_ids`` with any leading
+            dimensions.
+        cos, sin: floating, one entry for each pair: ``(n, d / 2)`` with ``position_ids``; otherwise
+            of a shape that broadcasts against ``(…, seq, d / 2)``.
+        position_ids: the table row of each token, int32 or int64 ``(batch, seq)``.
+        interleaved: see :func:`rotary_apply`.
+
+    Returns:
+        A new tensor of the dtype of x. Differentiable with respect to x, cos and sin.
+
+    Raises:
+        IndexError: ids outside the tables, on the CPU; see :func:`apply_rotary_pos_emb`.
+        TypeError, ValueError: invalid tensors; the message names them.
+
+    Source: PyTorch pull request 187286, not merged as of November 2026.
+
+    >>> x, (cos, sin) = torch.randn(2, 8, 16, 64), build_freqs_cis(100, 64)
+    >>> rotary_embedding(x, cos, sin, torch.arange(16).expand(2, -1) + 50).shape
+    torch.Size([2, 8, 16, 64])
+    """
+    if position_ids is None:
+        return rotary_apply(x, cos, sin, interleaved=interleaved)
+    check_floating("x", x, sharded=True)
+    if x.dim() != 4 or x.shape[3] % 2:
+        raise bad_value("x must have shape (batch, heads, seq, d) with an even d", x=x)
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_floating(name, table, sharded=is_dtensor(x))
+        if table.dim() != 2 or table.shape[1] != x.shape[3] // 2:
+            rule = f"{name} must have shape (n, {x.shape[3] // 2}) with position_ids"
+            raise bad_value(rule, x=x, **{name: table})
+    given = Tables(cos, sin, 1, interleaved, "half", position_ids=position_ids)
+    return rotate_by(x, None, given)[0]
 
 
 def _broadcast(
