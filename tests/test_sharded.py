@@ -544,6 +544,67 @@ def test_one_token() -> None:
                 assert_same_bits(y.to_local(), share(wanted, mesh, [Shard(2)]))
 
 
+@pytest.mark.parametrize("by", [("token",), ("token", "token")], ids=["one", "two"])
+def test_shards_of_positions_are_rewritten(by: By) -> None:
+    """Axes, further shards and further rows do not hide whose tokens the positions are of."""
+    x, axes = noise(2, 6, 16, 16), RopeSpec(16, scaling=Given((((0.5,) * 8,), ((0.1,) * 8,))))
+    wanted = rotate(x, axes, positions.text(3, axes=2)), rotate(x, SPEC, 3)
+    for number in range(RANKS):
+        with rank(number, (4,) if len(by) == 1 else (2, 2)) as mesh:
+            where = positions.shard(3, number, RANKS, tokens=16)
+            again = positions.shard(where, 0, 1, tokens=4)
+            half = positions.shard(3, number // 2, 2, tokens=16)
+            nested = positions.shard(half, number % 2, 2, tokens=8)
+            row = positions.Positions(torch.zeros(1, 1, 1), where.offset, part=where.part)
+            rows = positions.concatenate([row, row], along="rows")
+            placements = placements_of(BHSD, by)
+            given = place(x, mesh, placements)
+            found = [rotate(given, axes, positions.text(where, axes=2))]
+            found += [rotate(given, SPEC, each) for each in (again, nested, rows)]
+            for one, whole in zip(found, (wanted[0], *[wanted[1]] * 3)):
+                assert_same_bits(one.to_local(), share(whole, mesh, placements))
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+def test_rerotate_positions_of_one_rank(kind: str) -> None:
+    x, other = noise(3, 6, 16, 16), RopeSpec(16, 5e5, 12, 2)
+    wanted = rerotate(x, SPEC, other), rerotate(x, SPEC, SPEC, IDS[:, :1] + torch.arange(16), 3)
+    if kind == "zigzag":
+        x, *wanted = (zigzag(each, 2) for each in (x, *wanted))  # type: ignore[assignment]
+    for number in range(RANKS):
+        with rank(number, (RANKS,)) as mesh:
+
+            def own(where: Any, number: int = number) -> Any:
+                return positions.shard(where, number, RANKS, kind=kind, tokens=16)
+
+            given = place(x, mesh, [Shard(2)])
+            ids = IDS[:, :1] + torch.arange(16)
+            found = (
+                rerotate(given, SPEC, other, own(None)),
+                rerotate(given, SPEC, SPEC, own(ids), own(3)),
+            )
+            for one, whole in zip(found, wanted):
+                assert_same_bits(one.to_local(), share(whole, mesh, [Shard(2)]))
+            with refused(
+                ValueError,
+                "[rerotate] positions and new_positions must be those of the tokens of the same rank.",
+            ):
+                rerotate(given, SPEC, SPEC, None, own(3))
+
+
+def test_ids_of_a_stack() -> None:
+    """Their tables are cached, so a change of the ids is refused, also of their local tensor."""
+    x = noise(3, 6, 13, 16).float()
+    wanted = rotate(x, RopeSpec(16).at(IDS, stack="vllm"))
+    with rank(1, (RANKS,)) as mesh:
+        ids = place(IDS, mesh, [Shard(1)])
+        given, spec = place(x, mesh, [Shard(2)]), RopeSpec(16).at(ids, stack="vllm")
+        assert_same_bits(rotate(given, spec).to_local(), share(wanted, mesh, [Shard(2)]))
+        ids.to_local().add_(3)
+        with pytest.raises(ValueError, match="positions must not change"):
+            rotate(given, spec)
+
+
 # --- destinations, layouts of memory, torch's modes -----------------------------------------------
 
 
@@ -772,6 +833,7 @@ def refusals(mesh: Any) -> dict[str, tuple[Callable[[], object], type[Exception]
         ),
         "a local weight that learns": (
             lambda: rotate(q, SPEC, act=RMSNorm(weight)), TypeError,
+    from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
             "[rotate] weight of RMSNorm must be a DTensor because x is one and weight of RMSNorm requires "
             "grad: its gradient is summed over the mesh; make it one with distribute_tensor.",
         ),
@@ -791,6 +853,25 @@ def refusals(mesh: Any) -> dict[str, tuple[Callable[[], object], type[Exception]
             "RMSNorm: float64[3, 16]).",
         ),
         "another gate": (
+    part_of_16 = positions.shard(None, 1, 4, tokens=16)
+    zeros = positions.per_row(torch.zeros(1, dtype=torch.int64))
+    rows_of_ranks = [positions.shard(zeros, r, 4, tokens=16) for r in range(2)]
+    fractional = IDS.double().requires_grad_()
+    alone = DTensor.from_local(
+        noise(1, 16), mesh, [Replicate(), Shard(0)], shape=(1, 16), stride=(16, 1)
+    )
+    too_few = DTensor.from_local(
+        noise(1, 16), mesh, [Replicate(), Shard(0)], shape=(6, 16), stride=(16, 1)
+    )
+    reordered = DTensor(
+        noise(3, 6, 3, 16),
+        type(q._spec)(
+            mesh, (Shard(2), Shard(2)),
+            tensor_meta=type(q._spec.tensor_meta)(torch.Size((3, 6, 12, 16)), (1152, 192, 16, 1), Q.dtype),
+            shard_order=(ShardOrderEntry(2, (1, 0)),),
+        ),
+        requires_grad=False,
+    )  # fmt: skip
             lambda: rotate(q, SPEC, gate=gates.Gate()), TypeError,
             "[rotate] gate must be one of tightrope.gates with DTensors but got a Gate; rotate "
             "to_local() and convert the result with DTensor.from_local.",
@@ -849,3 +930,16 @@ def test_a_process_outside_the_mesh() -> None:
         x = DTensor.from_local(Q, half, [Replicate()], shape=Q.shape, stride=Q.stride())
         with refused(ValueError, "[rotate] x must be on a device mesh that contains this process."):
             rotate(x, SPEC)
+        "positions of a rank of fewer tokens": (
+            lambda: rotate(place(noise(3, 6, 24, 16), mesh, [Shard(2)] * 2), SPEC, part_of_16), ValueError,
+            "[rotate] positions must be those of a part of 24 tokens, like the whole x, but are those of a "
+            "part of 16.",
+        ),
+        "rows of two ranks": (
+            lambda: positions.concatenate(rows_of_ranks, along="rows"), ValueError,
+            "[concatenate] parts must all be positions of the tokens of one rank, or all of whole rows.",
+        ),
+        "a shard of other tokens": (
+            lambda: positions.shard(part_of_16, 0, 2, tokens=16), ValueError,
+            "[shard] tokens must be 4, the number of tokens of the rank, but got 16.",
+        ),

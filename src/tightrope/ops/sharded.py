@@ -371,14 +371,18 @@ def cut(rotation: PreparedRotation, part: Part) -> PreparedRotation:
     """Return the rotation of a part of the rows, heads and tokens."""
     if rotation.part is not None:
         rank, size = part.place(TOKEN)
-        if rotation.part != (rank, size):
-            its_rank, its_size = rotation.part
+        its_rank, its_size, its_whole = rotation.part
+        if (its_rank, its_size) != (rank, size):
             raise bad_value(
                 f"positions are those of rank {its_rank} of {its_size}, but this process holds part "
                 f"{rank} of {size} of the tokens of {part.name}"
             )
-    elif not any(part.by) and not is_dtensor(rotation.ids):
-        return rotation
+        whole = part.spans[TOKEN].whole
+        if its_whole != whole:
+            raise bad_value(
+                f"positions must be those of a part of {whole} tokens, like the whole {part.name}, but are "
+                f"those of a part of {its_whole}"
+            )
     if part.differs:
         part.take(
             "spec", rotation.words, _WORDS

@@ -123,7 +123,7 @@ class PreparedRotation:
     limit: Limit | None = None
     stack: Stack | None = None
     stack_length: int | None = None
-    part: tuple[int, int] | None = None
+    part: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         # dataclasses.replace would pass on the cache of another value.
