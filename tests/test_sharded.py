@@ -811,6 +811,23 @@ def refusals(mesh: Any) -> dict[str, tuple[Callable[[], object], type[Exception]
             lambda: rotate(q, SPEC, put(IDS, Replicate(), Shard(1))), ValueError,
             "[rotate] positions must be replicated, or sharded like x; call its method redistribute.",
         ),
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_for_several_lengths(
+    dynamic: bool | None, fresh_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    compiled = torch.compile(
+        lambda x: rotate(x, SPEC, 3), backend="aot_eager", fullgraph=True, dynamic=dynamic
+    )
+    with rank(1, (RANKS,)) as mesh:
+        for tokens in (12, 16, 21):
+            x = noise(3, 6, tokens, 16)
+            for dim in (0, 2):
+                y = compiled(place(x, mesh, [Shard(dim)]))
+                assert y.shape == x.shape
+                assert_same_bits(y.to_local(), share(rotate(x, SPEC, 3), mesh, [Shard(dim)]))
+
+
         "another rank's positions": (
             lambda: rotate(q, SPEC, part), ValueError,
             "[rotate] positions are those of rank 1 of 4, but this process holds part 0 of 2 of the "

@@ -461,3 +461,9 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None]:
         return grad.redistribute(placements=ctx.placements).to_local(), None
+    order: list[int] = []  # by stride; Dynamo cannot sort symbols
+    for dim in reversed(range(len(shape))):
+        at = len(order)
+        while at and local.stride(order[at - 1]) > local.stride(dim):
+            at -= 1
+        order.insert(at, dim)
