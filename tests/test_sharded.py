@@ -678,6 +678,81 @@ def test_k_on_all_processes() -> None:
     assert q.shape == Q.shape
 
 
+def test_what_is_kept_for_the_backward_pass_must_not_change() -> None:
+    """It is local tensors, whose versions torch does not count when DTensors change."""
+
+    def scanned(t: Tensors) -> Any:
+        return flat(polar_scan(t["x"], t["x"], t["x"], SPEC, t["decay"], form="step"))[1]
+
+    shared, owned = [Replicate()], [Shard(1)]
+    given: dict[str, tuple[torch.Tensor, list[Any]]] = {
+        "x": (Q, owned), "ids": (IDS, shared), "w": (noise(16), shared), "log": (noise(13, 6, 16), owned),
+        "decay": (-noise(6, 1).abs(), [Shard(0)]), **{key: (x, shared) for key, x in cos_sin(13, 8).items()},
+    }  # fmt: skip
+    learned = gates.Exp
+    calls: list[tuple[str, Callable[[Tensors], Any]]] = [
+        ("x", lambda t: rotate(t["x"], SPEC, act="silu")),
+        ("ids", lambda t: rotate(t["x"], SPEC, t["ids"])),
+        ("ids", lambda t: rotate_(t["x"] * 1, SPEC, t["ids"])),
+        ("w", lambda t: rotate(t["x"], SPEC, act=RMSNorm(t["w"]))),
+        ("log", lambda t: rotate(t["x"], SPEC, gate=gates.Given(t["log"]))),
+        ("cos", lambda t: apply_rotary_pos_emb(t["x"], None, t["cos"], t["sin"], tables="half")[0]),
+        ("y", lambda t: rotate(t["x"], SPEC, gate=learned(t["w"].requires_grad_()))),
+        ("x", scanned),
+        ("decay", scanned),
+        ("y", scanned),
+    ]
+    with rank(1, (RANKS,)) as mesh:
+        for name, call in calls:
+            tensors = {key: place(x, mesh, own) for key, (x, own) in given.items()}
+            leaf = tensors["x"].requires_grad_()
+            tensors["x"] = leaf * 1
+            y = call(tensors)
+            total = y.to_local().sum()
+            with torch.no_grad():
+                (y if name == "y" else tensors[name]).mul_(0)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(total, leaf)
+        # A rotation alone keeps neither its input nor its result.
+        leaf = place(Q, mesh, owned).requires_grad_()
+        x = leaf * 1
+        y = rotate(x, SPEC)
+        x.mul_(2)
+        y.mul_(2)
+        torch.autograd.grad(y.to_local().sum(), leaf)
+
+
+def test_ids_that_start_to_require_grad() -> None:
+    """The part of a prepared rotation that was kept before has no gradient."""
+    with rank(1, (RANKS,)) as mesh:
+        ids, x = place(IDS.double()[None], mesh, [Replicate()]), place(Q, mesh, [Shard(1)])
+        prepared = SPEC.at(positions.Positions(ids, add_index=False))
+        assert not rotate(x, prepared).requires_grad
+        ids.requires_grad_()
+        (grad,) = torch.autograd.grad(rotate(x, prepared).to_local().sum(), ids)
+        assert bool(grad.to_local().any())
+
+
+def test_in_place_memory_under_autograd() -> None:
+    with rank(1, (RANKS,)) as mesh:
+        x = place(Q, mesh, [Shard(1)]).requires_grad_() * 1
+        with pytest.raises(ValueError, match="q and k must not share memory"):
+            rotate_qk_(x, x, SPEC)
+
+
+def test_results_are_on_the_callers_mesh() -> None:
+    """A mesh of an earlier process group may be equal to it."""
+    for _ in range(2):
+        torch.distributed.init_process_group("fake", rank=1, world_size=RANKS, store=FakeStore())
+        try:
+            mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("again",))
+            x = place(noise(2, 4, 5, 16), mesh, [Shard(1)])
+            for y in (*flat(polar_scan(x, x, x, SPEC)), rotate(x, SPEC)):
+                assert y.device_mesh is mesh
+        finally:
+            torch.distributed.destroy_process_group()
+
+
 def test_second_derivatives() -> None:
     def gradient_of_norm(x: Any) -> Any:
         y = rotate(x, SPEC, 3, act="silu")

@@ -219,8 +219,10 @@ def _scan_shards(
         state = state._replace(memory=memory)
     local = sharded.local_request(request, Place(_QK, (q, k), order, sharded=True), parts[:2])
     out, after = _scan(local, sharded.to_local(v), log_decay, state, form, chunk)
-    kept = others[0].whole(after.memory, {"row": 0, "head": 1})
-    out = own.whole(out, {"row": order.row, "head": order.head})
+    mesh = v.device_mesh  # type: ignore[attr-defined]
+    watched = [] if own.watched is None else [*own.watched, q, k, v]
+    kept = others[0].whole(after.memory, mesh, {"row": 0, "head": 1}, watched, kept=True)
+    out = own.whole(out, mesh, {"row": order.row, "head": order.head}, watched)
     return out, after._replace(memory=kept)
 
 

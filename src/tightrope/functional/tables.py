@@ -324,7 +324,7 @@ def _rotate_shards(
         position_ids=None if ids is None else take("position_ids", ids, ("row", "token")),
     )
     q, k = schema.pair([sharded.to_local(x) for x in xs])
-    return sharded.run_local(_build(q, k, local, verb, backend), xs)
+    return sharded.run_local(_build(q, k, local, verb, backend), xs, parts[0].watched)
 
 
 def _build(

@@ -12,20 +12,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from .._errors import Refusal, bad_type, bad_value, is_dtensor, one_or
 from .._parts import Span
-from ..activations import RMSNorm
+from .._tracing import have_tangents
+from ..activations import NONE, RMSNorm
 from ..spec import PreparedRotation
 from . import checks, memory
 from .build import Request, Stages, build
 from .call import Call
 from .checks import Place, layout_named
 from .layouts import Layout
-from .route import route
+from .route import any_requires_grad, route
 from .run import Results, run, run_prepared
 from .schema import present
 
@@ -46,6 +47,8 @@ class Part(NamedTuple):
             it replicates.
         spans: for each axis, the part that this process holds.
         differs: whether q and k of the call are divided by different dimensions of the mesh.
+        watched: for calls that autograd may record, the DTensors that the backward pass may read; see
+            `_FromLocal`.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Part(NamedTuple):
     by: tuple[str | None, ...]
     spans: dict[str, Span]
     differs: bool = False
+    watched: list[Any] | None = None
 
     def take(self, name: str, x: torch.Tensor, axes: Sequence[str | None]) -> torch.Tensor:
         """Return the part of an argument that belongs to this part, as a local tensor.
@@ -91,13 +95,21 @@ class Part(NamedTuple):
                 local = local.narrow(dim, begin, span.size)
         return local
 
-    def whole(self, local: torch.Tensor, dims: dict[str, int | None]) -> torch.Tensor:
+    def whole(
+        self,
+        local: torch.Tensor,
+        mesh: Any,
+        dims: dict[str, int | None],
+        watched: Sequence[Any] = (),
+        kept: bool = False,
+    ) -> torch.Tensor:
         """Return the DTensor of which this part is a local tensor.
 
         Args:
             local: the local tensor.
             dims: the dimension of each axis that may be divided.
         """
+            watched, kept: see `_FromLocal`.
         from torch.distributed.tensor import Replicate, Shard
 
         placements = [Replicate() if by is None else Shard(dims[by]) for by in self.by]  # type: ignore[arg-type]
@@ -105,7 +117,7 @@ class Part(NamedTuple):
         for axis, dim in dims.items():
             if dim is not None:
                 shape[dim] = self.spans[axis].whole
-        return _from_local(local, self.mesh, placements, torch.Size(shape))
+        return _from_local(local, mesh, placements, torch.Size(shape), watched, kept)
 
     def place(self, axis: str) -> tuple[int, int]:
         """Return the index of this part of an axis, and the number of parts."""
@@ -123,6 +135,8 @@ class Part(NamedTuple):
         if x.device_mesh != self.mesh:
             raise bad_value(f"{name} must be on the device mesh of {self.name}")
         learns = x.requires_grad and torch.is_grad_enabled()
+        if self.watched is not None:
+            self.watched.append(x)
         if learns and self.differs:
             raise bad_value(
                 f"{name} must not require grad, because q and k are sharded differently along heads; "
@@ -182,10 +196,12 @@ def perform(request: Request) -> Results:
         )  # fmt: skip
         if found is not None:
             return _placed(request.verb, found, xs, ())
-    return run_local(build(request), xs, outs)
+    return run_local(build(request), xs, parts[0].watched, outs)
 
 
-def run_local(calls: Sequence[Call], xs: Sequence[Any], outs: Sequence[Any] = ()) -> Results:
+def run_local(
+    calls: Sequence[Call], xs: Sequence[Any], watched: list[Any] | None, outs: Sequence[Any] = ()
+) -> Results:
     """Run calls on the local tensors of DTensors.
 
     Args:
@@ -200,14 +216,19 @@ def run_local(calls: Sequence[Call], xs: Sequence[Any], outs: Sequence[Any] = ()
     if verb != "in place" or not (
         torch.compiler.is_compiling() or any(route(call).needs_grad for call in calls)
     ):
-        return _placed(verb, run(calls), xs, outs)
+        ys = run(calls)
+        if watched is not None and verb == "new" and any(y.requires_grad for y in ys):
+            learn = any(map(_learns_angles, calls))
+            reads = learn or any(call.options.act != NONE for call in calls)
+            return [_like(y, x, [*watched, *(xs if reads else ())], learn) for x, y in zip(xs, ys)]
+        return _placed(verb, ys, xs, outs)
+        watched: see :class:`Part`.
     # Autograd and compilers see a change of a DTensor, but not one of its local tensor.
     memory.check_in_place_grad([name for call in calls for name in call.names], xs)
     # Autograd does not notice either that the change below overwrites inputs which it has saved.
     copies = [call.copied() if call.keeps_inputs() else call for call in calls]
-    ys = _placed("new", run([call._replace(verb="new") for call in copies]), xs, ())
-    for x, y in zip(xs, ys, strict=True):
-        x.copy_(y)
+    for x, y in zip(xs, run([call._replace(verb="new") for call in copies]), strict=True):
+        x.copy_(_like(y, x, watched or ()))
     return xs
 
 
@@ -224,6 +245,12 @@ def parts_of(names: Sequence[str], xs: Sequence[Any], layout: Layout) -> list[Pa
     """Return the parts of DTensors that are rotated by the same angles.
 
     Raises:
+def _learns_angles(call: Call) -> bool:
+    """Return whether the backward pass may read the inputs and results, for angles, tables or gates."""
+    angles = (call.primary, call.secondary, call.positions, *call.extras.frequencies)
+    return any_requires_grad((*angles, *call.extras.gates))
+
+
         TypeError: one of them is a local tensor.
         ValueError: placements that do not let each process rotate its shard alone.
     """
@@ -246,9 +273,13 @@ def parts_of(names: Sequence[str], xs: Sequence[Any], layout: Layout) -> list[Pa
                 f"{first.name} and {other.name} must be sharded alike along rows and tokens but are placed "
                 f"as {xs[0].placements} and {x.placements}; rotate them one by one"
             )
-    if all(part.by == first.by for part in parts):
+    differs = any(part.by != first.by for part in parts)
+    watched: list[Any] | None = None
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        watched = []
+    if not differs and watched is None:
         return parts
-    return [part._replace(differs=True) for part in parts]
+    return [part._replace(differs=differs, watched=watched) for part in parts]
 
 
 def _part_of(name: str, x: Any, layout: Layout) -> Part:
@@ -361,6 +392,10 @@ def _kept(request: Request, part: Part) -> PreparedRotation | None:
         return None
     if rotation.words.shape[2] != 1 or rotation.limit is not None or rotation.is_stale:
         return None
+    else:
+        whole = cast(PreparedRotation, request.spec)
+    if first.watched is not None and is_dtensor(whole.ids):
+        first.watched.append(whole.ids)
     if request.positions is not None or request.seq_len is not None:
         return None
     spans = part.spans
@@ -396,6 +431,8 @@ def _placed_alike(one: Any, other: Any) -> bool:
         is_dtensor(one)
         and one.device_mesh == other.device_mesh
         and one.placements == other.placements
+    if rotation.ids is not None and rotation.ids.requires_grad:
+        return None
     )
 
 
@@ -424,19 +461,27 @@ def local_of(x: Any) -> torch.Tensor:
     return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local  # type: ignore[no-any-return]
 
 
-def _like(local: torch.Tensor, x: Any) -> torch.Tensor:
-    """Return the DTensor of a local result that has the shape of x and is placed like it."""
+def _like(
+    local: torch.Tensor, x: Any, watched: Sequence[Any] = (), kept: bool = False
+) -> torch.Tensor:
+    """Return the DTensor of a local result that has the shape of x and is placed like it.
+
+    Args:
+        watched, kept: see `_FromLocal`.
+    """
     if torch.compiler.is_compiling() or local.stride() != x._local_tensor.stride():
-        return _from_local(local, x.device_mesh, x.placements, x.shape)
+        return _from_local(local, x.device_mesh, x.placements, x.shape, watched, kept)
     # DTensor.from_local would derive this specification again, which takes most of its time.
-    spec = copy(x._spec)
-    if local.requires_grad:
-        return _FromLocal.apply(local, spec)  # type: ignore[no-any-return, no-untyped-call]
-    return type(x)(local, spec, requires_grad=False)  # type: ignore[no-any-return]
+    return _of_spec(local, copy(x._spec), watched, kept)
 
 
 def _from_local(
-    local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: torch.Size
+    local: torch.Tensor,
+    mesh: Any,
+    placements: Sequence[Any],
+    shape: torch.Size,
+    watched: Sequence[Any] = (),
+    kept: bool = False,
 ) -> torch.Tensor:
     """Return the DTensor of a local tensor that may be divided unevenly, with its order of dimensions."""
     from torch.distributed.tensor import DTensor
@@ -445,25 +490,39 @@ def _from_local(
     for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):
         stride[dim] = step
         step *= max(shape[dim], 1)
-    return DTensor.from_local(local, mesh, placements, shape=shape, stride=tuple(stride))
+    if torch.compiler.is_compiling():
+        return DTensor.from_local(local, mesh, placements, shape=shape, stride=tuple(stride))
+    plain = DTensor.from_local(local.detach(), mesh, placements, shape=shape, stride=tuple(stride))
+    return _of_spec(local, plain._spec, watched, kept)
+
+
+def _of_spec(local: torch.Tensor, spec: Any, watched: Sequence[Any], kept: bool) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    if local.requires_grad:
+        return _FromLocal.apply(local, spec, tuple(watched), kept)  # type: ignore[no-any-return, no-untyped-call]
+    return DTensor(local, spec, requires_grad=False)
 
 
 class _FromLocal(torch.autograd.Function):
-    """`DTensor.from_local` for a known specification."""
+    """`DTensor.from_local` for a known specification.
+
+    The backward pass of a call reads local tensors, whose version counters do not count changes of their
+    DTensors. So this function saves these DTensors: ``watched``, and the result if it is ``kept``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, local: torch.Tensor, spec: Any, watched: tuple[Any, ...], kept: bool
+    ) -> torch.Tensor:
         from torch.distributed.tensor import DTensor
 
         ctx.placements = spec.placements
-        return DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
+        y = DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
+        ctx.save_for_backward(*watched, *((y,) if kept else ()))
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None]:
-        return grad.redistribute(placements=ctx.placements).to_local(), None
-    order: list[int] = []  # by stride; Dynamo cannot sort symbols
-    for dim in reversed(range(len(shape))):
-        at = len(order)
-        while at and local.stride(order[at - 1]) > local.stride(dim):
-            at -= 1
-        order.insert(at, dim)
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None, None]:
+        ctx.saved_tensors  # noqa: B018  (reading them compares their versions)
+        return grad.redistribute(placements=ctx.placements).to_local(), None, None, None
