@@ -811,11 +811,29 @@ def test_compiled(learns: bool, fresh_compiler: None, monkeypatch: pytest.Monkey
                 assert_near(other.to_local(), one.to_local(), "gradient added up over ranks")
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_for_several_lengths(
+    dynamic: bool | None, fresh_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    compiled = torch.compile(
+        lambda x: rotate(x, SPEC, 3), backend="aot_eager", fullgraph=True, dynamic=dynamic
+    )
+    with rank(1, (RANKS,)) as mesh:
+        for tokens in (12, 16, 21):
+            x = noise(3, 6, tokens, 16)
+            for dim in (0, 2):
+                y = compiled(place(x, mesh, [Shard(dim)]))
+                assert y.shape == x.shape
+                assert_same_bits(y.to_local(), share(rotate(x, SPEC, 3), mesh, [Shard(dim)]))
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 
 def refusals(mesh: Any) -> dict[str, tuple[Callable[[], object], type[Exception], str]]:
     """Return calls that must be refused on rank 1 of (2, 2), and their messages."""
+    from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
     from torch.distributed.tensor.placement_types import _StridedShard
 
     def put(x: torch.Tensor, *placements: Any) -> Any:
@@ -835,6 +853,25 @@ def refusals(mesh: Any) -> dict[str, tuple[Callable[[], object], type[Exception]
     about = "(x: float64[3, 6, 13, 16])"
     spec = RopeSpec(16, scaling=DynamicNTK(4.0, 4))
     part = positions.shard(None, 1, 4, tokens=52)
+    part_of_16 = positions.shard(None, 1, 4, tokens=16)
+    zeros = positions.per_row(torch.zeros(1, dtype=torch.int64))
+    rows_of_ranks = [positions.shard(zeros, r, 4, tokens=16) for r in range(2)]
+    fractional = IDS.double().requires_grad_()
+    alone = DTensor.from_local(
+        noise(1, 16), mesh, [Replicate(), Shard(0)], shape=(1, 16), stride=(16, 1)
+    )
+    too_few = DTensor.from_local(
+        noise(1, 16), mesh, [Replicate(), Shard(0)], shape=(6, 16), stride=(16, 1)
+    )
+    reordered = DTensor(
+        noise(3, 6, 3, 16),
+        type(q._spec)(
+            mesh, (Shard(2), Shard(2)),
+            tensor_meta=type(q._spec.tensor_meta)(torch.Size((3, 6, 12, 16)), (1152, 192, 16, 1), Q.dtype),
+            shard_order=(ShardOrderEntry(2, (1, 0)),),
+        ),
+        requires_grad=False,
+    )  # fmt: skip
     scan = "must be sharded like q, along rows and heads only, because a scan needs all tokens of a head"
     zero = put(torch.zeros(3, 13, 13), Replicate(), Shard(1))
     return {
@@ -886,23 +923,6 @@ def refusals(mesh: Any) -> dict[str, tuple[Callable[[], object], type[Exception]
             lambda: rotate(q, SPEC, put(IDS, Replicate(), Shard(1))), ValueError,
             "[rotate] positions must be replicated, or sharded like x; call its method redistribute.",
         ),
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_compiled_for_several_lengths(
-    dynamic: bool | None, fresh_compiler: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
-    compiled = torch.compile(
-        lambda x: rotate(x, SPEC, 3), backend="aot_eager", fullgraph=True, dynamic=dynamic
-    )
-    with rank(1, (RANKS,)) as mesh:
-        for tokens in (12, 16, 21):
-            x = noise(3, 6, tokens, 16)
-            for dim in (0, 2):
-                y = compiled(place(x, mesh, [Shard(dim)]))
-                assert y.shape == x.shape
-                assert_same_bits(y.to_local(), share(rotate(x, SPEC, 3), mesh, [Shard(dim)]))
-
-
         "another rank's positions": (
             lambda: rotate(q, SPEC, part), ValueError,
             "[rotate] positions are those of rank 1 of 4, but this process holds part 0 of 2 of the "
@@ -912,6 +932,19 @@ def test_compiled_for_several_lengths(
             lambda: rotate(whole, SPEC, part), ValueError,
             "[rotate] positions are those of rank 1 of 4, but this process holds part 0 of 1 of the "
             "tokens of x.",
+        ),
+        "positions of a rank of fewer tokens": (
+            lambda: rotate(place(noise(3, 6, 24, 16), mesh, [Shard(2)] * 2), SPEC, part_of_16), ValueError,
+            "[rotate] positions must be those of a part of 24 tokens, like the whole x, but are those of a "
+            "part of 16.",
+        ),
+        "rows of two ranks": (
+            lambda: positions.concatenate(rows_of_ranks, along="rows"), ValueError,
+            "[concatenate] parts must all be positions of the tokens of one rank, or all of whole rows.",
+        ),
+        "a shard of other tokens": (
+            lambda: positions.shard(part_of_16, 0, 2, tokens=16), ValueError,
+            "[shard] tokens must be 4, the number of tokens of the rank, but got 16.",
         ),
         "a length that one rank cannot know": (
             lambda: rotate(q, spec, part), ValueError,
@@ -925,7 +958,6 @@ def test_compiled_for_several_lengths(
         ),
         "a local weight that learns": (
             lambda: rotate(q, SPEC, act=RMSNorm(weight)), TypeError,
-    from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
             "[rotate] weight of RMSNorm must be a DTensor because x is one and weight of RMSNorm requires "
             "grad: its gradient is summed over the mesh; make it one with distribute_tensor.",
         ),
@@ -944,26 +976,46 @@ def test_compiled_for_several_lengths(
             "[rotate] weight of RMSNorm must have 1 or 6 heads, like the whole x, but got 3 (weight of "
             "RMSNorm: float64[3, 16]).",
         ),
-        "another gate": (
-    part_of_16 = positions.shard(None, 1, 4, tokens=16)
-    zeros = positions.per_row(torch.zeros(1, dtype=torch.int64))
-    rows_of_ranks = [positions.shard(zeros, r, 4, tokens=16) for r in range(2)]
-    fractional = IDS.double().requires_grad_()
-    alone = DTensor.from_local(
-        noise(1, 16), mesh, [Replicate(), Shard(0)], shape=(1, 16), stride=(16, 1)
-    )
-    too_few = DTensor.from_local(
-        noise(1, 16), mesh, [Replicate(), Shard(0)], shape=(6, 16), stride=(16, 1)
-    )
-    reordered = DTensor(
-        noise(3, 6, 3, 16),
-        type(q._spec)(
-            mesh, (Shard(2), Shard(2)),
-            tensor_meta=type(q._spec.tensor_meta)(torch.Size((3, 6, 12, 16)), (1152, 192, 16, 1), Q.dtype),
-            shard_order=(ShardOrderEntry(2, (1, 0)),),
+        "a weight of one head on one process": (
+            lambda: rotate(q, SPEC, act=RMSNorm(alone)), ValueError,
+            "[rotate] weight of RMSNorm must be replicated, or sharded like x; call its "
+            "method redistribute.",
         ),
-        requires_grad=False,
-    )  # fmt: skip
+        "a weight that holds too little": (
+            lambda: rotate(q, SPEC, act=RMSNorm(too_few)), ValueError,
+            "[rotate] weight of RMSNorm must be divided as by torch.chunk, so that this process holds [3, "
+            "16], but it holds [1, 16]; give its whole shape to DTensor.from_local (weight of RMSNorm: "
+            "float64[6, 16]).",
+        ),
+        "another order of division": (
+            lambda: rotate(reordered, SPEC), ValueError,
+            "[rotate] x must be divided by the dimensions of its mesh in their order, but they divide "
+            "dimension 2 in the order (1, 0); call x.redistribute.",
+        ),
+        "local positions that learn, next to whole queries": (
+            lambda: rotate_qk(whole, put(K, Replicate(), Shard(1)), SPEC, fractional), TypeError,
+            "[rotate_qk] positions must be a DTensor because q is one and positions requires grad: its "
+            "gradient is summed over the mesh; make it one with distribute_tensor.",
+        ),
+        "out that requires grad": (
+            lambda: rotate(whole, SPEC, out=put(Q, Replicate(), Replicate()).requires_grad_()), ValueError,
+            "[rotate] out must not require grad, because a result written to it has none; use "
+            "torch.no_grad(), or omit out (out: float64[3, 6, 13, 16]).",
+        ),
+        "no tables": (
+            lambda: apply_rotary_pos_emb(q, None, None, None), TypeError,  # type: ignore[arg-type]
+            "[apply_rotary_pos_emb] cos must be a tensor but got None.",
+        ),
+        "ids in the place of unsqueeze_dim": (
+            lambda: apply_rotary_pos_emb(q, None, *cos_sin(13, 16).values(), IDS), TypeError,  # type: ignore[arg-type]
+            "[apply_rotary_pos_emb] unsqueeze_dim must be an int but got int64[3, 13]; pass ids as "
+            "position_ids=.",
+        ),
+        "a scan of values with other heads": (
+            lambda: polar_scan(whole, whole, put(K, Replicate(), Replicate()), SPEC), ValueError,
+            "[polar_scan] v must have the 6 heads of k but got 3 (v: float64[3, 3, 13, 16]).",
+        ),
+        "another gate": (
             lambda: rotate(q, SPEC, gate=gates.Gate()), TypeError,
             "[rotate] gate must be one of tightrope.gates with DTensors but got a Gate; rotate "
             "to_local() and convert the result with DTensor.from_local.",
@@ -1022,16 +1074,15 @@ def test_a_process_outside_the_mesh() -> None:
         x = DTensor.from_local(Q, half, [Replicate()], shape=Q.shape, stride=Q.stride())
         with refused(ValueError, "[rotate] x must be on a device mesh that contains this process."):
             rotate(x, SPEC)
-        "positions of a rank of fewer tokens": (
-            lambda: rotate(place(noise(3, 6, 24, 16), mesh, [Shard(2)] * 2), SPEC, part_of_16), ValueError,
-            "[rotate] positions must be those of a part of 24 tokens, like the whole x, but are those of a "
-            "part of 16.",
-        ),
-        "rows of two ranks": (
-            lambda: positions.concatenate(rows_of_ranks, along="rows"), ValueError,
-            "[concatenate] parts must all be positions of the tokens of one rank, or all of whole rows.",
-        ),
-        "a shard of other tokens": (
-            lambda: positions.shard(part_of_16, 0, 2, tokens=16), ValueError,
-            "[shard] tokens must be 4, the number of tokens of the rank, but got 16.",
-        ),
+
+
+def test_a_local_weight_with_a_tangent() -> None:
+    """DTensors have no tangents, so that of the result would be lost."""
+    weight = noise(16)
+    with rank(1, (RANKS,)) as mesh, torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(weight, weight)
+        with refused(
+            TypeError,
+            "[rotate] weight of RMSNorm must not have a tangent because x is a DTensor, which has none.",
+        ):
+            rotate(place(Q, mesh, [Shard(1)]), SPEC, act=RMSNorm(dual))

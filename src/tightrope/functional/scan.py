@@ -200,7 +200,9 @@ def _scan_shards(
                 f"tokens of a head; call {part.name}.redistribute",
                 **{part.name: x},
             )
-    heads, kv_heads = own.spans["head"], others[0].spans["head"]
+    heads, kv_heads, v_heads = (part.spans["head"] for part in parts)
+    if v_heads != kv_heads:
+        raise bad_value(f"v must have the {kv_heads.whole} heads of k but got {v_heads.whole}", v=v)
     group = heads.whole // max(kv_heads.whole, 1)
     if any(one != group * other for one, other in zip(heads, kv_heads)):
         raise bad_value(

@@ -107,9 +107,10 @@ class Part(NamedTuple):
 
         Args:
             local: the local tensor.
+            mesh: the caller's device mesh; :attr:`mesh` may be an equal one of an earlier process group.
             dims: the dimension of each axis that may be divided.
-        """
             watched, kept: see `_FromLocal`.
+        """
         from torch.distributed.tensor import Replicate, Shard
 
         placements = [Replicate() if by is None else Shard(dims[by]) for by in self.by]  # type: ignore[arg-type]
@@ -134,9 +135,9 @@ class Part(NamedTuple):
         """Return the local tensor of a DTensor, and the part that it is of each dimension."""
         if x.device_mesh != self.mesh:
             raise bad_value(f"{name} must be on the device mesh of {self.name}")
-        learns = x.requires_grad and torch.is_grad_enabled()
         if self.watched is not None:
             self.watched.append(x)
+        learns = x.requires_grad and torch.is_grad_enabled()
         if learns and self.differs:
             raise bad_value(
                 f"{name} must not require grad, because q and k are sharded differently along heads; "
@@ -144,8 +145,13 @@ class Part(NamedTuple):
             )
         spans, divided = _spans(name, self.mesh, self.coordinate, x.placements, x.shape)
         for by, dim in zip(self.by, divided):
-            if dim is not None and (by is None or axes[dim] != by):
+            if dim is None:
+                continue
+            # Only one process would hold a size of 1, which all must broadcast.
+            alone = by is not None and x.shape[dim] == 1 != self.spans[by].whole
+            if by is None or axes[dim] != by or alone:
                 raise self._not_alike(name)
+        _check_held(name, x, [span.size for span in spans])
         if not learns:
             return local_of(x), spans
         from torch.distributed.tensor import Partial
@@ -174,6 +180,10 @@ def check_gradient(name: str, x: torch.Tensor, sharded: str) -> None:
         raise bad_type(
             f"{name} must be a DTensor because {sharded} is one and {name} requires grad: its gradient is "
             f"summed over the mesh; make it one with distribute_tensor"
+        )
+    if have_tangents((x,), transformed=False):
+        raise bad_type(
+            f"{name} must not have a tangent because {sharded} is a DTensor, which has none"
         )
 
 
@@ -207,6 +217,7 @@ def run_local(
     Args:
         calls: the calls, on local tensors.
         xs: the DTensors to rotate.
+        watched: see :class:`Part`.
         outs: the DTensors of the caller, for the verb "out".
 
     Returns:
@@ -222,14 +233,22 @@ def run_local(
             reads = learn or any(call.options.act != NONE for call in calls)
             return [_like(y, x, [*watched, *(xs if reads else ())], learn) for x, y in zip(xs, ys)]
         return _placed(verb, ys, xs, outs)
-        watched: see :class:`Part`.
     # Autograd and compilers see a change of a DTensor, but not one of its local tensor.
-    memory.check_in_place_grad([name for call in calls for name in call.names], xs)
+    names = [name for call in calls for name in call.names]
+    if not torch.compiler.is_compiling():
+        memory.check_in_place(names, [local_of(x) for x in xs])
+    memory.check_in_place_grad(names, xs)
     # Autograd does not notice either that the change below overwrites inputs which it has saved.
     copies = [call.copied() if call.keeps_inputs() else call for call in calls]
     for x, y in zip(xs, run([call._replace(verb="new") for call in copies]), strict=True):
         x.copy_(_like(y, x, watched or ()))
     return xs
+
+
+def _learns_angles(call: Call) -> bool:
+    """Return whether the backward pass may read the inputs and results, for angles, tables or gates."""
+    angles = (call.primary, call.secondary, call.positions, *call.extras.frequencies)
+    return any_requires_grad((*angles, *call.extras.gates))
 
 
 def _placed(verb: str, ys: Results, xs: Sequence[Any], outs: Sequence[Any]) -> Results:
@@ -245,12 +264,6 @@ def parts_of(names: Sequence[str], xs: Sequence[Any], layout: Layout) -> list[Pa
     """Return the parts of DTensors that are rotated by the same angles.
 
     Raises:
-def _learns_angles(call: Call) -> bool:
-    """Return whether the backward pass may read the inputs and results, for angles, tables or gates."""
-    angles = (call.primary, call.secondary, call.positions, *call.extras.frequencies)
-    return any_requires_grad((*angles, *call.extras.gates))
-
-
         TypeError: one of them is a local tensor.
         ValueError: placements that do not let each process rotate its shard alone.
     """
@@ -286,14 +299,27 @@ def _part_of(name: str, x: Any, layout: Layout) -> Part:
     mesh = x.device_mesh
     make = _made_part if torch.compiler.is_compiling() else _cached_part
     part, held = make(name, mesh, mesh.get_coordinate(), x.placements, x.shape, layout)
+    _check_held(name, x, held)
+    return part
+
+
+def _check_held(name: str, x: Any, held: Sequence[int]) -> None:
     own = local_of(x).shape
-    if own != held:
+    if own != tuple(held):
         raise bad_value(
             f"{name} must be divided as by torch.chunk, so that this process holds {list(held)}, but it "
             f"holds {list(own)}; give its whole shape to DTensor.from_local",
             **{name: x},
         )
-    return part
+    if x.device_mesh.ndim == 1 or torch.compiler.is_compiling():
+        return
+    for entry in getattr(x._spec, "shard_order", None) or ():
+        if tuple(entry.mesh_dims) != tuple(sorted(entry.mesh_dims)):
+            raise bad_value(
+                f"{name} must be divided by the dimensions of its mesh in their order, but they divide "
+                f"dimension {entry.tensor_dim} in the order {tuple(entry.mesh_dims)}; call "
+                f"{name}.redistribute"
+            )
 
 
 def _made_part(
@@ -366,13 +392,24 @@ def local_request(request: Request, place: Place, parts: Sequence[Part]) -> Requ
             place, request.spec, request.positions, request.seq_len, request.wider
         )
         rotation = cut(whole, first)
+    else:
+        whole = cast(PreparedRotation, request.spec)
+    if first.watched is not None and is_dtensor(whole.ids):
+        first.watched.append(whole.ids)
     inv_freq, outs = request.inv_freq, request.outs
     if isinstance(inv_freq, torch.Tensor):
         inv_freq = first.take("inv_freq", inv_freq, (None, HEAD, None))
     if request.verb == "out":
         checks.check_outs(place.names, xs, outs, sharded=True)
-    if not all(_placed_alike(out, x) for out, x in zip(outs, xs)):
-        raise bad_value(f"out must be a DTensor that is placed like {first.name}")
+    for out, x in zip(outs, xs):
+        if not _placed_alike(out, x):
+            raise bad_value(f"out must be a DTensor that is placed like {first.name}")
+        if out.requires_grad and torch.is_grad_enabled():
+            raise bad_value(
+                "out must not require grad, because a result written to it has none; use "
+                "torch.no_grad(), or omit out",
+                out=out,
+            )
     return request._replace(
         q=to_local(xs[0]),
         k=to_local(xs[1]) if len(xs) > 1 else None,
@@ -392,11 +429,9 @@ def _kept(request: Request, part: Part) -> PreparedRotation | None:
         return None
     if rotation.words.shape[2] != 1 or rotation.limit is not None or rotation.is_stale:
         return None
-    else:
-        whole = cast(PreparedRotation, request.spec)
-    if first.watched is not None and is_dtensor(whole.ids):
-        first.watched.append(whole.ids)
     if request.positions is not None or request.seq_len is not None:
+        return None
+    if rotation.ids is not None and rotation.ids.requires_grad:
         return None
     spans = part.spans
     return rotation.memo.parts.get((spans[ROW], spans[HEAD], spans[TOKEN]))
@@ -422,6 +457,10 @@ def cut(rotation: PreparedRotation, part: Part) -> PreparedRotation:
         part.take(
             "spec", rotation.words, _WORDS
         )  # refuses angles per head, of which no part is kept
+    if rotation.part is None and not any(part.by) and not is_dtensor(rotation.ids):
+        if rotation.ids is not None:
+            check_gradient("positions", rotation.ids, part.name)
+        return rotation
     spans = part.spans
     return rotation.cut(spans[ROW], spans[HEAD], spans[TOKEN], part.take)
 
@@ -431,8 +470,6 @@ def _placed_alike(one: Any, other: Any) -> bool:
         is_dtensor(one)
         and one.device_mesh == other.device_mesh
         and one.placements == other.placements
-    if rotation.ids is not None and rotation.ids.requires_grad:
-        return None
     )
 
 
@@ -486,8 +523,14 @@ def _from_local(
     """Return the DTensor of a local tensor that may be divided unevenly, with its order of dimensions."""
     from torch.distributed.tensor import DTensor
 
+    order: list[int] = []  # by stride; Dynamo cannot sort symbols
+    for dim in reversed(range(len(shape))):
+        at = len(order)
+        while at and local.stride(order[at - 1]) > local.stride(dim):
+            at -= 1
+        order.insert(at, dim)
     stride, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):
+    for dim in order:
         stride[dim] = step
         step *= max(shape[dim], 1)
     if torch.compiler.is_compiling():
