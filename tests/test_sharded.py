@@ -544,6 +544,67 @@ def test_one_token() -> None:
                 assert_same_bits(y.to_local(), share(wanted, mesh, [Shard(2)]))
 
 
+@pytest.mark.parametrize("by", [("token",), ("token", "token")], ids=["one", "two"])
+def test_shards_of_positions_are_rewritten(by: By) -> None:
+    """Axes, further shards and further rows do not hide whose tokens the positions are of."""
+    x, axes = noise(2, 6, 16, 16), RopeSpec(16, scaling=Given((((0.5,) * 8,), ((0.1,) * 8,))))
+    wanted = rotate(x, axes, positions.text(3, axes=2)), rotate(x, SPEC, 3)
+    for number in range(RANKS):
+        with rank(number, (4,) if len(by) == 1 else (2, 2)) as mesh:
+            where = positions.shard(3, number, RANKS, tokens=16)
+            again = positions.shard(where, 0, 1, tokens=4)
+            half = positions.shard(3, number // 2, 2, tokens=16)
+            nested = positions.shard(half, number % 2, 2, tokens=8)
+            row = positions.Positions(torch.zeros(1, 1, 1), where.offset, part=where.part)
+            rows = positions.concatenate([row, row], along="rows")
+            placements = placements_of(BHSD, by)
+            given = place(x, mesh, placements)
+            found = [rotate(given, axes, positions.text(where, axes=2))]
+            found += [rotate(given, SPEC, each) for each in (again, nested, rows)]
+            for one, whole in zip(found, (wanted[0], *[wanted[1]] * 3)):
+                assert_same_bits(one.to_local(), share(whole, mesh, placements))
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+def test_rerotate_positions_of_one_rank(kind: str) -> None:
+    x, other = noise(3, 6, 16, 16), RopeSpec(16, 5e5, 12, 2)
+    wanted = rerotate(x, SPEC, other), rerotate(x, SPEC, SPEC, IDS[:, :1] + torch.arange(16), 3)
+    if kind == "zigzag":
+        x, *wanted = (zigzag(each, 2) for each in (x, *wanted))  # type: ignore[assignment]
+    for number in range(RANKS):
+        with rank(number, (RANKS,)) as mesh:
+
+            def own(where: Any, number: int = number) -> Any:
+                return positions.shard(where, number, RANKS, kind=kind, tokens=16)
+
+            given = place(x, mesh, [Shard(2)])
+            ids = IDS[:, :1] + torch.arange(16)
+            found = (
+                rerotate(given, SPEC, other, own(None)),
+                rerotate(given, SPEC, SPEC, own(ids), own(3)),
+            )
+            for one, whole in zip(found, wanted):
+                assert_same_bits(one.to_local(), share(whole, mesh, [Shard(2)]))
+            with refused(
+                ValueError,
+                "[rerotate] positions and new_positions must be those of the tokens of the same rank.",
+            ):
+                rerotate(given, SPEC, SPEC, None, own(3))
+
+
+def test_ids_of_a_stack() -> None:
+    """Their tables are cached, so a change of the ids is refused, also of their local tensor."""
+    x = noise(3, 6, 13, 16).float()
+    wanted = rotate(x, RopeSpec(16).at(IDS, stack="vllm"))
+    with rank(1, (RANKS,)) as mesh:
+        ids = place(IDS, mesh, [Shard(1)])
+        given, spec = place(x, mesh, [Shard(2)]), RopeSpec(16).at(ids, stack="vllm")
+        assert_same_bits(rotate(given, spec).to_local(), share(wanted, mesh, [Shard(2)]))
+        ids.to_local().add_(3)
+        with pytest.raises(ValueError, match="positions must not change"):
+            rotate(given, spec)
+
+
 # --- destinations, layouts of memory, torch's modes -----------------------------------------------
 
 
@@ -617,6 +678,81 @@ def test_k_on_all_processes() -> None:
     assert q.shape == Q.shape
 
 
+def test_what_is_kept_for_the_backward_pass_must_not_change() -> None:
+    """It is local tensors, whose versions torch does not count when DTensors change."""
+
+    def scanned(t: Tensors) -> Any:
+        return flat(polar_scan(t["x"], t["x"], t["x"], SPEC, t["decay"], form="step"))[1]
+
+    shared, owned = [Replicate()], [Shard(1)]
+    given: dict[str, tuple[torch.Tensor, list[Any]]] = {
+        "x": (Q, owned), "ids": (IDS, shared), "w": (noise(16), shared), "log": (noise(13, 6, 16), owned),
+        "decay": (-noise(6, 1).abs(), [Shard(0)]), **{key: (x, shared) for key, x in cos_sin(13, 8).items()},
+    }  # fmt: skip
+    learned = gates.Exp
+    calls: list[tuple[str, Callable[[Tensors], Any]]] = [
+        ("x", lambda t: rotate(t["x"], SPEC, act="silu")),
+        ("ids", lambda t: rotate(t["x"], SPEC, t["ids"])),
+        ("ids", lambda t: rotate_(t["x"] * 1, SPEC, t["ids"])),
+        ("w", lambda t: rotate(t["x"], SPEC, act=RMSNorm(t["w"]))),
+        ("log", lambda t: rotate(t["x"], SPEC, gate=gates.Given(t["log"]))),
+        ("cos", lambda t: apply_rotary_pos_emb(t["x"], None, t["cos"], t["sin"], tables="half")[0]),
+        ("y", lambda t: rotate(t["x"], SPEC, gate=learned(t["w"].requires_grad_()))),
+        ("x", scanned),
+        ("decay", scanned),
+        ("y", scanned),
+    ]
+    with rank(1, (RANKS,)) as mesh:
+        for name, call in calls:
+            tensors = {key: place(x, mesh, own) for key, (x, own) in given.items()}
+            leaf = tensors["x"].requires_grad_()
+            tensors["x"] = leaf * 1
+            y = call(tensors)
+            total = y.to_local().sum()
+            with torch.no_grad():
+                (y if name == "y" else tensors[name]).mul_(0)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(total, leaf)
+        # A rotation alone keeps neither its input nor its result.
+        leaf = place(Q, mesh, owned).requires_grad_()
+        x = leaf * 1
+        y = rotate(x, SPEC)
+        x.mul_(2)
+        y.mul_(2)
+        torch.autograd.grad(y.to_local().sum(), leaf)
+
+
+def test_ids_that_start_to_require_grad() -> None:
+    """The part of a prepared rotation that was kept before has no gradient."""
+    with rank(1, (RANKS,)) as mesh:
+        ids, x = place(IDS.double()[None], mesh, [Replicate()]), place(Q, mesh, [Shard(1)])
+        prepared = SPEC.at(positions.Positions(ids, add_index=False))
+        assert not rotate(x, prepared).requires_grad
+        ids.requires_grad_()
+        (grad,) = torch.autograd.grad(rotate(x, prepared).to_local().sum(), ids)
+        assert bool(grad.to_local().any())
+
+
+def test_in_place_memory_under_autograd() -> None:
+    with rank(1, (RANKS,)) as mesh:
+        x = place(Q, mesh, [Shard(1)]).requires_grad_() * 1
+        with pytest.raises(ValueError, match="q and k must not share memory"):
+            rotate_qk_(x, x, SPEC)
+
+
+def test_results_are_on_the_callers_mesh() -> None:
+    """A mesh of an earlier process group may be equal to it."""
+    for _ in range(2):
+        torch.distributed.init_process_group("fake", rank=1, world_size=RANKS, store=FakeStore())
+        try:
+            mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("again",))
+            x = place(noise(2, 4, 5, 16), mesh, [Shard(1)])
+            for y in (*flat(polar_scan(x, x, x, SPEC)), rotate(x, SPEC)):
+                assert y.device_mesh is mesh
+        finally:
+            torch.distributed.destroy_process_group()
+
+
 def test_second_derivatives() -> None:
     def gradient_of_norm(x: Any) -> Any:
         y = rotate(x, SPEC, 3, act="silu")
@@ -675,11 +811,29 @@ def test_compiled(learns: bool, fresh_compiler: None, monkeypatch: pytest.Monkey
                 assert_near(other.to_local(), one.to_local(), "gradient added up over ranks")
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_for_several_lengths(
+    dynamic: bool | None, fresh_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    compiled = torch.compile(
+        lambda x: rotate(x, SPEC, 3), backend="aot_eager", fullgraph=True, dynamic=dynamic
+    )
+    with rank(1, (RANKS,)) as mesh:
+        for tokens in (12, 16, 21):
+            x = noise(3, 6, tokens, 16)
+            for dim in (0, 2):
+                y = compiled(place(x, mesh, [Shard(dim)]))
+                assert y.shape == x.shape
+                assert_same_bits(y.to_local(), share(rotate(x, SPEC, 3), mesh, [Shard(dim)]))
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 
 def refusals(mesh: Any) -> dict[str, tuple[Callable[[], object], type[Exception], str]]:
     """Return calls that must be refused on rank 1 of (2, 2), and their messages."""
+    from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
     from torch.distributed.tensor.placement_types import _StridedShard
 
     def put(x: torch.Tensor, *placements: Any) -> Any:
@@ -699,6 +853,25 @@ def refusals(mesh: Any) -> dict[str, tuple[Callable[[], object], type[Exception]
     about = "(x: float64[3, 6, 13, 16])"
     spec = RopeSpec(16, scaling=DynamicNTK(4.0, 4))
     part = positions.shard(None, 1, 4, tokens=52)
+    part_of_16 = positions.shard(None, 1, 4, tokens=16)
+    zeros = positions.per_row(torch.zeros(1, dtype=torch.int64))
+    rows_of_ranks = [positions.shard(zeros, r, 4, tokens=16) for r in range(2)]
+    fractional = IDS.double().requires_grad_()
+    alone = DTensor.from_local(
+        noise(1, 16), mesh, [Replicate(), Shard(0)], shape=(1, 16), stride=(16, 1)
+    )
+    too_few = DTensor.from_local(
+        noise(1, 16), mesh, [Replicate(), Shard(0)], shape=(6, 16), stride=(16, 1)
+    )
+    reordered = DTensor(
+        noise(3, 6, 3, 16),
+        type(q._spec)(
+            mesh, (Shard(2), Shard(2)),
+            tensor_meta=type(q._spec.tensor_meta)(torch.Size((3, 6, 12, 16)), (1152, 192, 16, 1), Q.dtype),
+            shard_order=(ShardOrderEntry(2, (1, 0)),),
+        ),
+        requires_grad=False,
+    )  # fmt: skip
     scan = "must be sharded like q, along rows and heads only, because a scan needs all tokens of a head"
     zero = put(torch.zeros(3, 13, 13), Replicate(), Shard(1))
     return {
@@ -760,6 +933,19 @@ def refusals(mesh: Any) -> dict[str, tuple[Callable[[], object], type[Exception]
             "[rotate] positions are those of rank 1 of 4, but this process holds part 0 of 1 of the "
             "tokens of x.",
         ),
+        "positions of a rank of fewer tokens": (
+            lambda: rotate(place(noise(3, 6, 24, 16), mesh, [Shard(2)] * 2), SPEC, part_of_16), ValueError,
+            "[rotate] positions must be those of a part of 24 tokens, like the whole x, but are those of a "
+            "part of 16.",
+        ),
+        "rows of two ranks": (
+            lambda: positions.concatenate(rows_of_ranks, along="rows"), ValueError,
+            "[concatenate] parts must all be positions of the tokens of one rank, or all of whole rows.",
+        ),
+        "a shard of other tokens": (
+            lambda: positions.shard(part_of_16, 0, 2, tokens=16), ValueError,
+            "[shard] tokens must be 4, the number of tokens of the rank, but got 16.",
+        ),
         "a length that one rank cannot know": (
             lambda: rotate(q, spec, part), ValueError,
             "[rotate] seq_len must be given with the positions of one rank's tokens, as the frequencies "
@@ -789,6 +975,45 @@ def refusals(mesh: Any) -> dict[str, tuple[Callable[[], object], type[Exception]
             lambda: rotate(q, SPEC, act=RMSNorm(noise(3, 16))), ValueError,
             "[rotate] weight of RMSNorm must have 1 or 6 heads, like the whole x, but got 3 (weight of "
             "RMSNorm: float64[3, 16]).",
+        ),
+        "a weight of one head on one process": (
+            lambda: rotate(q, SPEC, act=RMSNorm(alone)), ValueError,
+            "[rotate] weight of RMSNorm must be replicated, or sharded like x; call its "
+            "method redistribute.",
+        ),
+        "a weight that holds too little": (
+            lambda: rotate(q, SPEC, act=RMSNorm(too_few)), ValueError,
+            "[rotate] weight of RMSNorm must be divided as by torch.chunk, so that this process holds [3, "
+            "16], but it holds [1, 16]; give its whole shape to DTensor.from_local (weight of RMSNorm: "
+            "float64[6, 16]).",
+        ),
+        "another order of division": (
+            lambda: rotate(reordered, SPEC), ValueError,
+            "[rotate] x must be divided by the dimensions of its mesh in their order, but they divide "
+            "dimension 2 in the order (1, 0); call x.redistribute.",
+        ),
+        "local positions that learn, next to whole queries": (
+            lambda: rotate_qk(whole, put(K, Replicate(), Shard(1)), SPEC, fractional), TypeError,
+            "[rotate_qk] positions must be a DTensor because q is one and positions requires grad: its "
+            "gradient is summed over the mesh; make it one with distribute_tensor.",
+        ),
+        "out that requires grad": (
+            lambda: rotate(whole, SPEC, out=put(Q, Replicate(), Replicate()).requires_grad_()), ValueError,
+            "[rotate] out must not require grad, because a result written to it has none; use "
+            "torch.no_grad(), or omit out (out: float64[3, 6, 13, 16]).",
+        ),
+        "no tables": (
+            lambda: apply_rotary_pos_emb(q, None, None, None), TypeError,  # type: ignore[arg-type]
+            "[apply_rotary_pos_emb] cos must be a tensor but got None.",
+        ),
+        "ids in the place of unsqueeze_dim": (
+            lambda: apply_rotary_pos_emb(q, None, *cos_sin(13, 16).values(), IDS), TypeError,  # type: ignore[arg-type]
+            "[apply_rotary_pos_emb] unsqueeze_dim must be an int but got int64[3, 13]; pass ids as "
+            "position_ids=.",
+        ),
+        "a scan of values with other heads": (
+            lambda: polar_scan(whole, whole, put(K, Replicate(), Replicate()), SPEC), ValueError,
+            "[polar_scan] v must have the 6 heads of k but got 3 (v: float64[3, 3, 13, 16]).",
         ),
         "another gate": (
             lambda: rotate(q, SPEC, gate=gates.Gate()), TypeError,
@@ -849,3 +1074,15 @@ def test_a_process_outside_the_mesh() -> None:
         x = DTensor.from_local(Q, half, [Replicate()], shape=Q.shape, stride=Q.stride())
         with refused(ValueError, "[rotate] x must be on a device mesh that contains this process."):
             rotate(x, SPEC)
+
+
+def test_a_local_weight_with_a_tangent() -> None:
+    """DTensors have no tangents, so that of the result would be lost."""
+    weight = noise(16)
+    with rank(1, (RANKS,)) as mesh, torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(weight, weight)
+        with refused(
+            TypeError,
+            "[rotate] weight of RMSNorm must not have a tangent because x is a DTensor, which has none.",
+        ):
+            rotate(place(Q, mesh, [Shard(1)]), SPEC, act=RMSNorm(dual))

@@ -127,11 +127,16 @@ def _prepared(k: torch.Tensor, move: _Move, layout: Layout) -> PreparedRotation:
     old = positions_.as_positions(positions)
     stays = new_positions is None or new_positions is positions
     new = old if stays else positions_.as_positions(new_positions)
+    part = old.part if place.sharded else None
+    if place.sharded and new.part != part:
+        raise bad_value("positions and new_positions must be those of the tokens of the same rank")
     before = from_spec.on(old, k.device, from_seq_len).for_tokens(tokens)
     after = to_spec.on(new, k.device, to_seq_len).for_tokens(tokens)
     check_rotation(place, before, ("from_spec", "positions", "from_seq_len"))
     where = "positions" if stays else "new_positions"
     check_rotation(place, after, ("to_spec", where, "to_seq_len"))
+    if part is not None:
+        tokens //= part[1]
     amplitude = (after.amplitude / before.amplitude).hex()
     still = stays and from_seq_len is None and to_seq_len is None
     same = after.words is before.words or (
@@ -144,7 +149,7 @@ def _prepared(k: torch.Tensor, move: _Move, layout: Layout) -> PreparedRotation:
         words, turns = _side_by_side(after, before)
         ids, offset = _difference(_explicit(after, tokens), _explicit(before, tokens)), 0
     return PreparedRotation(
-        to_spec.channels, words, turns, ids, offset, False, k.device, Memo(), amplitude
+        to_spec.channels, words, turns, ids, offset, False, k.device, Memo(), amplitude, part=part
     )
 
 

@@ -201,7 +201,9 @@ def _scan_shards(
                 f"tokens of a head; call {part.name}.redistribute",
                 **{part.name: x},
             )
-    heads, kv_heads = own.spans["head"], others[0].spans["head"]
+    heads, kv_heads, v_heads = (part.spans["head"] for part in parts)
+    if v_heads != kv_heads:
+        raise bad_value(f"v must have the {kv_heads.whole} heads of k but got {v_heads.whole}", v=v)
     group = heads.whole // max(kv_heads.whole, 1)
     if any(one != group * other for one, other in zip(heads, kv_heads)):
         raise bad_value(
@@ -220,8 +222,10 @@ def _scan_shards(
         state = state._replace(memory=memory)
     local = sharded.local_request(request, Place(_QK, (q, k), order, sharded=True), parts[:2])
     out, after = _scan(local, sharded.to_local(v), log_decay, state, form, chunk)
-    kept = others[0].whole(after.memory, {"row": 0, "head": 1})
-    out = own.whole(out, {"row": order.row, "head": order.head})
+    mesh = v.device_mesh  # type: ignore[attr-defined]
+    watched = [] if own.watched is None else [*own.watched, q, k, v]
+    kept = others[0].whole(after.memory, mesh, {"row": 0, "head": 1}, watched, kept=True)
+    out = own.whole(out, mesh, {"row": order.row, "head": order.head}, watched)
     return out, after._replace(memory=kept)
 
 

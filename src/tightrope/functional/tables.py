@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -317,6 +317,8 @@ def _broadcast(
     return to_4d(x, True), to_4d(cos, False), to_4d(sin, False), shape
 
 
+_IDS_HINT = "; pass ids as position_ids="
+
 # (Rank of q, its heads dimension) -> layout.
 _LAYOUTS = {(4, 1): "bhsd", (4, 2): "bshd", (3, 1): "thd", (3, 0): "bsd"}
 
@@ -360,10 +362,16 @@ def _rotate_shards(
     q: torch.Tensor, k: torch.Tensor | None, given: Tables, verb: str, backend: str | None
 ) -> Sequence[torch.Tensor]:
     """Rotate DTensors: the local tensors of this process, by its part of the tables."""
+    given = given._replace(unsqueeze_dim=integer("unsqueeze_dim", given.unsqueeze_dim, _IDS_HINT))
     layout = BY_NAME[given.layout] if given.layout else _layout(q, given.unsqueeze_dim)
     xs = schema.present(q, k)
     parts = sharded.parts_of(("q", "k")[: len(xs)], xs, layout)
-    ids, take = given.position_ids, parts[0].take
+    ids = given.position_ids
+
+    def take(name: str, x: Any, axes: Sequence[str | None]) -> Any:
+        # Anything but a tensor is refused with the local tensors, below.
+        return parts[0].take(name, x, axes) if isinstance(x, torch.Tensor) else x
+
     axes: list[str | None] = [None] * layout.dims
     for axis, dim in (("row", layout.row), ("head", layout.head)):
         if dim is not None:
@@ -375,10 +383,10 @@ def _rotate_shards(
     local = given._replace(
         cos=take("cos", given.cos, axes),
         sin=take("sin", given.sin, axes),
-        position_ids=None if ids is None else take("position_ids", ids, ("row", "token")),
+        position_ids=take("position_ids", ids, ("row", "token")),
     )
     q, k = schema.pair([sharded.to_local(x) for x in xs])
-    return sharded.run_local(_build(q, k, local, verb, backend), xs)
+    return sharded.run_local(_build(q, k, local, verb, backend), xs, parts[0].watched)
 
 
 def _build(
@@ -392,8 +400,7 @@ def _build(
     cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids, rounding = given[:9]
     check_flag("interleaved", interleaved)
     check_flag("inverse", inverse)
-    hint = "; pass ids as position_ids="
-    unsqueeze_dim = integer("unsqueeze_dim", unsqueeze_dim, hint)
+    unsqueeze_dim = integer("unsqueeze_dim", unsqueeze_dim, _IDS_HINT)
     layout = BY_NAME[given.layout] if given.layout else _layout(q, unsqueeze_dim)
     shape = shape_of("q", q, layout)
     if k is not None:

@@ -12,20 +12,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from .._errors import Refusal, bad_type, bad_value, is_dtensor, one_or
 from .._parts import Span
-from ..activations import RMSNorm
+from .._tracing import have_tangents
+from ..activations import NONE, RMSNorm
 from ..spec import PreparedRotation
 from . import checks, memory
 from .build import Request, Stages, build
 from .call import Call
 from .checks import Place, layout_named
 from .layouts import Layout
-from .route import route
+from .route import any_requires_grad, route
 from .run import Results, run, run_prepared
 from .schema import present
 
@@ -46,6 +47,8 @@ class Part(NamedTuple):
             it replicates.
         spans: for each axis, the part that this process holds.
         differs: whether q and k of the call are divided by different dimensions of the mesh.
+        watched: for calls that autograd may record, the DTensors that the backward pass may read; see
+            `_FromLocal`.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Part(NamedTuple):
     by: tuple[str | None, ...]
     spans: dict[str, Span]
     differs: bool = False
+    watched: list[Any] | None = None
 
     def take(self, name: str, x: torch.Tensor, axes: Sequence[str | None]) -> torch.Tensor:
         """Return the part of an argument that belongs to this part, as a local tensor.
@@ -91,12 +95,21 @@ class Part(NamedTuple):
                 local = local.narrow(dim, begin, span.size)
         return local
 
-    def whole(self, local: torch.Tensor, dims: dict[str, int | None]) -> torch.Tensor:
+    def whole(
+        self,
+        local: torch.Tensor,
+        mesh: Any,
+        dims: dict[str, int | None],
+        watched: Sequence[Any] = (),
+        kept: bool = False,
+    ) -> torch.Tensor:
         """Return the DTensor of which this part is a local tensor.
 
         Args:
             local: the local tensor.
+            mesh: the caller's device mesh; :attr:`mesh` may be an equal one of an earlier process group.
             dims: the dimension of each axis that may be divided.
+            watched, kept: see `_FromLocal`.
         """
         from torch.distributed.tensor import Replicate, Shard
 
@@ -105,7 +118,7 @@ class Part(NamedTuple):
         for axis, dim in dims.items():
             if dim is not None:
                 shape[dim] = self.spans[axis].whole
-        return _from_local(local, self.mesh, placements, torch.Size(shape))
+        return _from_local(local, mesh, placements, torch.Size(shape), watched, kept)
 
     def place(self, axis: str) -> tuple[int, int]:
         """Return the index of this part of an axis, and the number of parts."""
@@ -122,6 +135,8 @@ class Part(NamedTuple):
         """Return the local tensor of a DTensor, and the part that it is of each dimension."""
         if x.device_mesh != self.mesh:
             raise bad_value(f"{name} must be on the device mesh of {self.name}")
+        if self.watched is not None:
+            self.watched.append(x)
         learns = x.requires_grad and torch.is_grad_enabled()
         if learns and self.differs:
             raise bad_value(
@@ -130,8 +145,13 @@ class Part(NamedTuple):
             )
         spans, divided = _spans(name, self.mesh, self.coordinate, x.placements, x.shape)
         for by, dim in zip(self.by, divided):
-            if dim is not None and (by is None or axes[dim] != by):
+            if dim is None:
+                continue
+            # Only one process would hold a size of 1, which all must broadcast.
+            alone = by is not None and x.shape[dim] == 1 != self.spans[by].whole
+            if by is None or axes[dim] != by or alone:
                 raise self._not_alike(name)
+        _check_held(name, x, [span.size for span in spans])
         if not learns:
             return local_of(x), spans
         from torch.distributed.tensor import Partial
@@ -161,6 +181,10 @@ def check_gradient(name: str, x: torch.Tensor, sharded: str) -> None:
             f"{name} must be a DTensor because {sharded} is one and {name} requires grad: its gradient is "
             f"summed over the mesh; make it one with distribute_tensor"
         )
+    if have_tangents((x,), transformed=False):
+        raise bad_type(
+            f"{name} must not have a tangent because {sharded} is a DTensor, which has none"
+        )
 
 
 def perform(request: Request) -> Results:
@@ -169,7 +193,9 @@ def perform(request: Request) -> Results:
     Returns:
         The rotated tensors, in the order of q and k.
     """
-    if not is_dtensor(request.q) and not is_dtensor(request.k):
+    q, k = request.q, request.k
+    # The type of most tensors, compared first because that takes half the time of `is_dtensor`.
+    if (type(q) is torch.Tensor or not is_dtensor(q)) and (k is None or not is_dtensor(k)):
         return run(build(request))
     layout, xs = layout_named(request.layout), present(request.q, request.k)
     names = request.names[: len(xs)]
@@ -182,15 +208,18 @@ def perform(request: Request) -> Results:
         )  # fmt: skip
         if found is not None:
             return _placed(request.verb, found, xs, ())
-    return run_local(build(request), xs, outs)
+    return run_local(build(request), xs, parts[0].watched, outs)
 
 
-def run_local(calls: Sequence[Call], xs: Sequence[Any], outs: Sequence[Any] = ()) -> Results:
+def run_local(
+    calls: Sequence[Call], xs: Sequence[Any], watched: list[Any] | None, outs: Sequence[Any] = ()
+) -> Results:
     """Run calls on the local tensors of DTensors.
 
     Args:
         calls: the calls, on local tensors.
         xs: the DTensors to rotate.
+        watched: see :class:`Part`.
         outs: the DTensors of the caller, for the verb "out".
 
     Returns:
@@ -200,15 +229,28 @@ def run_local(calls: Sequence[Call], xs: Sequence[Any], outs: Sequence[Any] = ()
     if verb != "in place" or not (
         torch.compiler.is_compiling() or any(route(call).needs_grad for call in calls)
     ):
-        return _placed(verb, run(calls), xs, outs)
+        ys = run(calls)
+        if watched is not None and verb == "new" and any(y.requires_grad for y in ys):
+            learn = any(map(_learns_angles, calls))
+            reads = learn or any(call.options.act != NONE for call in calls)
+            return [_like(y, x, [*watched, *(xs if reads else ())], learn) for x, y in zip(xs, ys)]
+        return _placed(verb, ys, xs, outs)
     # Autograd and compilers see a change of a DTensor, but not one of its local tensor.
-    memory.check_in_place_grad([name for call in calls for name in call.names], xs)
+    names = [name for call in calls for name in call.names]
+    if not torch.compiler.is_compiling():
+        memory.check_in_place(names, [local_of(x) for x in xs])
+    memory.check_in_place_grad(names, xs)
     # Autograd does not notice either that the change below overwrites inputs which it has saved.
     copies = [call.copied() if call.keeps_inputs() else call for call in calls]
-    ys = _placed("new", run([call._replace(verb="new") for call in copies]), xs, ())
-    for x, y in zip(xs, ys, strict=True):
-        x.copy_(y)
+    for x, y in zip(xs, run([call._replace(verb="new") for call in copies]), strict=True):
+        x.copy_(_like(y, x, watched or ()))
     return xs
+
+
+def _learns_angles(call: Call) -> bool:
+    """Return whether the backward pass may read the inputs and results, for angles, tables or gates."""
+    angles = (call.primary, call.secondary, call.positions, *call.extras.frequencies)
+    return any_requires_grad((*angles, *call.extras.gates))
 
 
 def _placed(verb: str, ys: Results, xs: Sequence[Any], outs: Sequence[Any]) -> Results:
@@ -246,23 +288,40 @@ def parts_of(names: Sequence[str], xs: Sequence[Any], layout: Layout) -> list[Pa
                 f"{first.name} and {other.name} must be sharded alike along rows and tokens but are placed "
                 f"as {xs[0].placements} and {x.placements}; rotate them one by one"
             )
-    if all(part.by == first.by for part in parts):
+    differs = any(part.by != first.by for part in parts)
+    watched: list[Any] | None = None
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        watched = []
+    if not differs and watched is None:
         return parts
-    return [part._replace(differs=True) for part in parts]
+    return [part._replace(differs=differs, watched=watched) for part in parts]
 
 
 def _part_of(name: str, x: Any, layout: Layout) -> Part:
     mesh = x.device_mesh
     make = _made_part if torch.compiler.is_compiling() else _cached_part
     part, held = make(name, mesh, mesh.get_coordinate(), x.placements, x.shape, layout)
+    _check_held(name, x, held)
+    return part
+
+
+def _check_held(name: str, x: Any, held: Sequence[int]) -> None:
     own = local_of(x).shape
-    if own != held:
+    if own != tuple(held):
         raise bad_value(
             f"{name} must be divided as by torch.chunk, so that this process holds {list(held)}, but it "
             f"holds {list(own)}; give its whole shape to DTensor.from_local",
             **{name: x},
         )
-    return part
+    if x.device_mesh.ndim == 1 or torch.compiler.is_compiling():
+        return
+    for entry in getattr(x._spec, "shard_order", None) or ():
+        if tuple(entry.mesh_dims) != tuple(sorted(entry.mesh_dims)):
+            raise bad_value(
+                f"{name} must be divided by the dimensions of its mesh in their order, but they divide "
+                f"dimension {entry.tensor_dim} in the order {tuple(entry.mesh_dims)}; call "
+                f"{name}.redistribute"
+            )
 
 
 def _made_part(
@@ -335,13 +394,24 @@ def local_request(request: Request, place: Place, parts: Sequence[Part]) -> Requ
             place, request.spec, request.positions, request.seq_len, request.wider
         )
         rotation = cut(whole, first)
+    else:
+        whole = cast(PreparedRotation, request.spec)
+    if first.watched is not None and is_dtensor(whole.ids):
+        first.watched.append(whole.ids)
     inv_freq, outs = request.inv_freq, request.outs
     if isinstance(inv_freq, torch.Tensor):
         inv_freq = first.take("inv_freq", inv_freq, (None, HEAD, None))
     if request.verb == "out":
         checks.check_outs(place.names, xs, outs, sharded=True)
-    if not all(_placed_alike(out, x) for out, x in zip(outs, xs)):
-        raise bad_value(f"out must be a DTensor that is placed like {first.name}")
+    for out, x in zip(outs, xs):
+        if not _placed_alike(out, x):
+            raise bad_value(f"out must be a DTensor that is placed like {first.name}")
+        if out.requires_grad and torch.is_grad_enabled():
+            raise bad_value(
+                "out must not require grad, because a result written to it has none; use "
+                "torch.no_grad(), or omit out",
+                out=out,
+            )
     return request._replace(
         q=to_local(xs[0]),
         k=to_local(xs[1]) if len(xs) > 1 else None,
@@ -363,6 +433,8 @@ def _kept(request: Request, part: Part) -> PreparedRotation | None:
         return None
     if request.positions is not None or request.seq_len is not None:
         return None
+    if rotation.ids is not None and rotation.ids.requires_grad:
+        return None
     spans = part.spans
     return rotation.memo.parts.get((spans[ROW], spans[HEAD], spans[TOKEN]))
 
@@ -371,18 +443,25 @@ def cut(rotation: PreparedRotation, part: Part) -> PreparedRotation:
     """Return the rotation of a part of the rows, heads and tokens."""
     if rotation.part is not None:
         rank, size = part.place(TOKEN)
-        if rotation.part != (rank, size):
-            its_rank, its_size = rotation.part
+        its_rank, its_size, its_whole = rotation.part
+        if (its_rank, its_size) != (rank, size):
             raise bad_value(
                 f"positions are those of rank {its_rank} of {its_size}, but this process holds part "
                 f"{rank} of {size} of the tokens of {part.name}"
             )
-    elif not any(part.by) and not is_dtensor(rotation.ids):
-        return rotation
+        whole = part.spans[TOKEN].whole
+        if its_whole != whole:
+            raise bad_value(
+                f"positions must be those of a part of {whole} tokens, like the whole {part.name}, but are "
+                f"those of a part of {its_whole}"
+            )
     if part.differs:
-        part.take(
-            "spec", rotation.words, _WORDS
-        )  # refuses angles per head, of which no part is kept
+        # Refuses angles per head, of which no part is kept.
+        part.take("spec", rotation.words, _WORDS)
+    if rotation.part is None and not any(part.by) and not is_dtensor(rotation.ids):
+        if rotation.ids is not None:
+            check_gradient("positions", rotation.ids, part.name)
+        return rotation
     spans = part.spans
     return rotation.cut(spans[ROW], spans[HEAD], spans[TOKEN], part.take)
 
@@ -420,40 +499,76 @@ def local_of(x: Any) -> torch.Tensor:
     return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local  # type: ignore[no-any-return]
 
 
-def _like(local: torch.Tensor, x: Any) -> torch.Tensor:
-    """Return the DTensor of a local result that has the shape of x and is placed like it."""
+def _like(
+    local: torch.Tensor, x: Any, watched: Sequence[Any] = (), kept: bool = False
+) -> torch.Tensor:
+    """Return the DTensor of a local result that has the shape of x and is placed like it.
+
+    Args:
+        watched, kept: see `_FromLocal`.
+    """
     if torch.compiler.is_compiling() or local.stride() != x._local_tensor.stride():
-        return _from_local(local, x.device_mesh, x.placements, x.shape)
+        return _from_local(local, x.device_mesh, x.placements, x.shape, watched, kept)
     # DTensor.from_local would derive this specification again, which takes most of its time.
-    spec = copy(x._spec)
-    if local.requires_grad:
-        return _FromLocal.apply(local, spec)  # type: ignore[no-any-return, no-untyped-call]
-    return type(x)(local, spec, requires_grad=False)  # type: ignore[no-any-return]
+    return _of_spec(local, copy(x._spec), watched, kept)
 
 
 def _from_local(
-    local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: torch.Size
+    local: torch.Tensor,
+    mesh: Any,
+    placements: Sequence[Any],
+    shape: torch.Size,
+    watched: Sequence[Any] = (),
+    kept: bool = False,
 ) -> torch.Tensor:
     """Return the DTensor of a local tensor that may be divided unevenly, with its order of dimensions."""
     from torch.distributed.tensor import DTensor
 
+    order: list[int] = []  # by stride; Dynamo cannot sort symbols
+    for dim in reversed(range(len(shape))):
+        at = len(order)
+        while at and local.stride(order[at - 1]) > local.stride(dim):
+            at -= 1
+        order.insert(at, dim)
     stride, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):
+    for dim in order:
         stride[dim] = step
         step *= max(shape[dim], 1)
-    return DTensor.from_local(local, mesh, placements, shape=shape, stride=tuple(stride))
+    if torch.compiler.is_compiling():
+        return DTensor.from_local(local, mesh, placements, shape=shape, stride=tuple(stride))
+    plain = DTensor.from_local(local.detach(), mesh, placements, shape=shape, stride=tuple(stride))
+    return _of_spec(local, plain._spec, watched, kept)
+
+
+def _of_spec(local: torch.Tensor, spec: Any, watched: Sequence[Any], kept: bool) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    if local.requires_grad:
+        return _FromLocal.apply(local, spec, tuple(watched), kept)  # type: ignore[no-any-return, no-untyped-call]
+    return DTensor(local, spec, requires_grad=False)
 
 
 class _FromLocal(torch.autograd.Function):
-    """`DTensor.from_local` for a known specification."""
+    """`DTensor.from_local` for a known specification.
+
+    The backward pass of a call reads local tensors, whose version counters do not count changes of their
+    DTensors. So this function saves these DTensors: ``watched``, and the result if it is ``kept``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, local: torch.Tensor, spec: Any, watched: tuple[Any, ...], kept: bool
+    ) -> torch.Tensor:
         from torch.distributed.tensor import DTensor
 
         ctx.placements = spec.placements
-        return DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
+        y = DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
+        ctx.save_for_backward(*watched, *((y,) if kept else ()))
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None]:
-        return grad.redistribute(placements=ctx.placements).to_local(), None
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None, None]:
+        ctx.saved_tensors  # noqa: B018  (reading them compares their versions)
+        if grad.placements != ctx.placements:
+            grad = grad.redistribute(placements=ctx.placements)
+        return grad.to_local(), None, None, None

@@ -34,15 +34,15 @@ class Positions:
         offset: added to every position.
         add_index: whether to add the token index to every position.
         packed: whether rows are known to hold several sequences, each with its own length.
-        part: for the tokens of one process, made by :func:`tightrope.positions.shard`: its rank and the
-            number of ranks; None for whole rows.
+        part: for the tokens of one process, made by :func:`tightrope.positions.shard`: its rank, the
+            number of ranks, and the number of tokens of the whole; None for whole rows.
     """
 
     ids: torch.Tensor | None = None
     offset: int = 0
     add_index: bool = True
     packed: bool = field(default=False, repr=False)
-    part: tuple[int, int] | None = field(default=None, repr=False)
+    part: tuple[int, int, int] | None = field(default=None, repr=False)
 
     @public("Positions")
     def __post_init__(self) -> None:

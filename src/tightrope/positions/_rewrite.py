@@ -89,8 +89,14 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
     if any(ids.dtype != first.dtype for ids in tensors):
         floating = any(ids.is_floating_point() for ids in tensors)
         tensors = [ids.to(torch.float64 if floating else torch.int64) for ids in tensors]
+    part = converted[0].part if along == "rows" else None
+    if along == "rows" and any(where.part != part for where in converted):
+        raise bad_value(
+            "parts must all be positions of the tokens of one rank, or all of whole rows"
+        )
     ids = torch.cat(tensors, 2 if along == "tokens" else 1)
-    return Positions(ids, add_index=add_index, packed=any(where.packed for where in converted))
+    packed = any(where.packed for where in converted)
+    return Positions(ids, add_index=add_index, packed=packed, part=part)
 
 
 @public("shard")
@@ -137,7 +143,12 @@ def shard(
     if kind not in ("contiguous", "zigzag"):
         raise bad_value(f"kind must be 'contiguous' or 'zigzag' but got {kind!r}")
     tokens = _tokens_of(where, tokens)
-    part = (rank, size) if size != 1 else None
+    outer_rank, outer_size, whole = where.part or (0, 1, tokens)
+    if tokens * outer_size != whole:
+        raise bad_value(
+            f"tokens must be {whole // outer_size}, the number of tokens of the rank, but got {tokens}"
+        )
+    part = (outer_rank * size + rank, outer_size * size, whole) if outer_size * size != 1 else None
     if cu_seqlens is not None:
         if kind != "zigzag":
             raise bad_value(
@@ -167,7 +178,7 @@ def shard(
     return _taken(where, torch.cat(tuple(halves)), part)
 
 
-def _taken(where: Positions, index: torch.Tensor, part: tuple[int, int] | None) -> Positions:
+def _taken(where: Positions, index: torch.Tensor, part: tuple[int, int, int] | None) -> Positions:
     """Return the positions of the tokens at the given indices, those of one part."""
     if where.ids is None:
         ids = index[None, None]

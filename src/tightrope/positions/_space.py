@@ -61,7 +61,8 @@ def text(
         ids = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
     if ids.shape[0] != 1:
         raise bad_value(f"positions must have 1 axis but got {ids.shape[0]}", positions=ids)
-    return Positions(ids.expand(axes, -1, -1), where.offset, where.add_index, where.packed)
+    ids = ids.expand(axes, -1, -1)
+    return Positions(ids, where.offset, where.add_index, where.packed, where.part)
 
 
 @public("grid")

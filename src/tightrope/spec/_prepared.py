@@ -123,7 +123,7 @@ class PreparedRotation:
     limit: Limit | None = None
     stack: Stack | None = None
     stack_length: int | None = None
-    part: tuple[int, int] | None = None
+    part: tuple[int, int, int] | None = None
 
     @public("PreparedRotation")
     def __post_init__(self) -> None:
@@ -195,8 +195,9 @@ class PreparedRotation:
         ids = self.ids
         keeps = not is_tracing() and (ids is None or not ids.requires_grad)
         key = rows, heads, tokens
-        if keeps and key in self.memo.parts:
-            return self.memo.parts[key]
+        kept = self.memo.parts.get(key) if keeps else None  # another thread may clear them
+        if kept is not None:
+            return kept
         length = self.stack_length
         if self.stack is not None and length is None:
             length = self._longest(tokens.whole)
@@ -229,7 +230,7 @@ class PreparedRotation:
         """Return the largest position plus 1; None without tokens, or if the ids are not whole."""
         if self.ids is None:
             return max(0, self.offset + tokens)
-        if self.ids.numel() == 0:
+        if self.ids.numel() == 0 or is_dtensor(self.ids):
             return None
         ends = _lengths.ends(self.ids, self.offset + (tokens if self.add_index else 1))
         return max(ends) if isinstance(ends, tuple) else int(ends.max())
@@ -437,6 +438,8 @@ _OF_WIDTH = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 def _bits(ids: torch.Tensor | None) -> torch.Tensor | None:
     """View ids as integers, so that NaN equals NaN; None if they cannot be read."""
+    if is_dtensor(ids):
+        ids = ids._local_tensor  # type: ignore[union-attr]
     if type(ids) not in (torch.Tensor, torch.nn.Parameter) or not is_readable(ids):  # type: ignore[arg-type]
         return None
     bits = ids.detach()  # type: ignore[union-attr]
