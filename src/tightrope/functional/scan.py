@@ -221,7 +221,7 @@ def _scan_shards(
         memory = take("the memory of state", state.memory, ("row", "head", None, None))
         state = state._replace(memory=memory)
     local = sharded.local_request(request, Place(_QK, (q, k), order, sharded=True), parts[:2])
-    out, after = _scan(local, sharded.to_local(v), log_decay, state, form, chunk)
+    out, after = _scan(local, sharded.to_local(v)[0], log_decay, state, form, chunk)
     mesh = v.device_mesh  # type: ignore[attr-defined]
     watched = [] if own.watched is None else [*own.watched, q, k, v]
     kept = others[0].whole(after.memory, mesh, {"row": 0, "head": 1}, watched, kept=True)

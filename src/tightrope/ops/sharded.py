@@ -10,7 +10,6 @@ share is summed between them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +27,7 @@ from .checks import Place, layout_named
 from .layouts import Layout
 from .route import any_requires_grad, route
 from .run import Results, run, run_prepared
-from .schema import present
+from .schema import pair, present
 
 ROW, HEAD, TOKEN = "row", "head", "token"
 
@@ -118,7 +117,10 @@ class Part(NamedTuple):
         for axis, dim in dims.items():
             if dim is not None:
                 shape[dim] = self.spans[axis].whole
-        return _from_local(local, mesh, placements, torch.Size(shape), watched, kept)
+        if torch.compiler.is_compiling():
+            return _from_local(local, mesh, placements, torch.Size(shape))
+        made = _from_local(local.detach(), mesh, placements, torch.Size(shape))
+        return _of_specs([local], [made._spec], watched, kept)[0]  # type: ignore[attr-defined]
 
     def place(self, axis: str) -> tuple[int, int]:
         """Return the index of this part of an axis, and the number of parts."""
@@ -199,7 +201,7 @@ def perform(request: Request) -> Results:
         return run(build(request))
     layout, xs = layout_named(request.layout), present(request.q, request.k)
     names = request.names[: len(xs)]
-    parts, outs = parts_of(names, xs, layout), request.outs
+    parts, outs = parts_of(names, xs, layout, _may_learn(request)), request.outs
     request = local_request(request, Place(names, xs, layout, sharded=True), parts)
     if request.inv_freq is None and request.backend is None and request.verb != "out":
         found = run_prepared(
@@ -209,6 +211,19 @@ def perform(request: Request) -> Results:
         if found is not None:
             return _placed(request.verb, found, xs, ())
     return run_local(build(request), xs, parts[0].watched, outs)
+
+
+def _may_learn(request: Request) -> bool:
+    """Return whether autograd may record a call; False only if it is certain not to."""
+    if request.inv_freq is not None or request.stages is not None:
+        return True
+    if type(request.spec) is PreparedRotation:
+        ids = request.spec.ids
+        if ids is not None and ids.requires_grad:
+            return True
+    elif request.positions is not None and type(request.positions) is not int:
+        return True
+    return request.q.requires_grad or (request.k is not None and request.k.requires_grad)
 
 
 def run_local(
@@ -233,7 +248,7 @@ def run_local(
         if watched is not None and verb == "new" and any(y.requires_grad for y in ys):
             learn = any(map(_learns_angles, calls))
             reads = learn or any(call.options.act != NONE for call in calls)
-            return [_like(y, x, [*watched, *(xs if reads else ())], learn) for x, y in zip(xs, ys)]
+            return _dtensors(ys, xs, [*watched, *(xs if reads else ())], learn)
         return _placed(verb, ys, xs, outs)
     # Autograd and compilers see a change of a DTensor, but not one of its local tensor.
     names = [name for call in calls for name in call.names]
@@ -242,8 +257,9 @@ def run_local(
     memory.check_in_place_grad(names, xs)
     # Autograd does not notice either that the change below overwrites inputs which it has saved.
     copies = [call.copied() if call.keeps_inputs() else call for call in calls]
-    for x, y in zip(xs, run([call._replace(verb="new") for call in copies]), strict=True):
-        x.copy_(_like(y, x, watched or ()))
+    ys = _dtensors(run([call._replace(verb="new") for call in copies]), xs, watched or ())
+    for x, y in zip(xs, ys):
+        x.copy_(y)
     return xs
 
 
@@ -256,14 +272,19 @@ def _learns_angles(call: Call) -> bool:
 def _placed(verb: str, ys: Results, xs: Sequence[Any], outs: Sequence[Any]) -> Results:
     """Return the DTensors of local results."""
     if verb == "new":
-        return [_like(y, x) for x, y in zip(xs, ys, strict=True)]
+        return _dtensors(ys, xs)
     written = outs if verb == "out" else xs
     torch.autograd.graph.increment_version(written)
     return written
 
 
-def parts_of(names: Sequence[str], xs: Sequence[Any], layout: Layout) -> list[Part]:
+def parts_of(
+    names: Sequence[str], xs: Sequence[Any], layout: Layout, may_learn: bool = True
+) -> list[Part]:
     """Return the parts of DTensors that are rotated by the same angles.
+
+    Args:
+        may_learn: whether autograd may record the call, where gradients are enabled.
 
     Raises:
         TypeError: one of them is a local tensor.
@@ -290,7 +311,7 @@ def parts_of(names: Sequence[str], xs: Sequence[Any], layout: Layout) -> list[Pa
             )
     differs = any(part.by != first.by for part in parts)
     watched: list[Any] | None = None
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if may_learn and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         watched = []
     if not differs and watched is None:
         return parts
@@ -412,9 +433,10 @@ def local_request(request: Request, place: Place, parts: Sequence[Part]) -> Requ
                 "torch.no_grad(), or omit out",
                 out=out,
             )
+    q, k = pair(to_local(*xs))
     return request._replace(
-        q=to_local(xs[0]),
-        k=to_local(xs[1]) if len(xs) > 1 else None,
+        q=q,
+        k=k,
         spec=rotation,
         positions=None,
         seq_len=None,
@@ -485,9 +507,13 @@ def cut_stages(stages: Stages, parts: Sequence[Part]) -> Stages:
     return Stages((acts[0], acts[-1]), (gates[0], gates[-1]))
 
 
-def to_local(x: Any) -> torch.Tensor:
-    """Return the local tensor of a DTensor; its gradient is placed like the DTensor."""
-    return x.to_local() if x.requires_grad and torch.is_grad_enabled() else local_of(x)
+def to_local(*xs: Any) -> Sequence[torch.Tensor]:
+    """Return the local tensors of DTensors; the gradient of each is placed like the DTensor."""
+    if not torch.is_grad_enabled() or not any_requires_grad(xs):
+        return [local_of(x) for x in xs]
+    if torch.compiler.is_compiling():
+        return [x.to_local() for x in xs]
+    return _ToLocal.apply(*xs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def local_of(x: Any) -> torch.Tensor:
@@ -499,27 +525,29 @@ def local_of(x: Any) -> torch.Tensor:
     return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local  # type: ignore[no-any-return]
 
 
-def _like(
-    local: torch.Tensor, x: Any, watched: Sequence[Any] = (), kept: bool = False
-) -> torch.Tensor:
-    """Return the DTensor of a local result that has the shape of x and is placed like it.
+def _dtensors(
+    ys: Sequence[torch.Tensor], xs: Sequence[Any], watched: Sequence[Any] = (), kept: bool = False
+) -> list[torch.Tensor]:
+    """Return the DTensors of local results, each with the shape and the placements of its x.
 
     Args:
         watched, kept: see `_FromLocal`.
     """
-    if torch.compiler.is_compiling() or local.stride() != x._local_tensor.stride():
-        return _from_local(local, x.device_mesh, x.placements, x.shape, watched, kept)
-    # DTensor.from_local would derive this specification again, which takes most of its time.
-    return _of_spec(local, copy(x._spec), watched, kept)
+    if torch.compiler.is_compiling():
+        return [_from_local(y, x.device_mesh, x.placements, x.shape) for y, x in zip(ys, xs)]
+    specs = [_spec_of(y, x._spec, x._local_tensor.stride()) for y, x in zip(ys, xs, strict=True)]
+    return _of_specs(ys, specs, watched, kept)
+
+
+def _spec_of(local: torch.Tensor, spec: Any, strides: tuple[int, ...]) -> Any:
+    """Return the specification of a DTensor, given that of one whose local tensor has these strides."""
+    if local.stride() == strides:
+        return spec  # DTensor.from_local would derive it again, which takes most of its time
+    return _from_local(local.detach(), spec.mesh, spec.placements, spec.shape)._spec  # type: ignore[attr-defined]
 
 
 def _from_local(
-    local: torch.Tensor,
-    mesh: Any,
-    placements: Sequence[Any],
-    shape: torch.Size,
-    watched: Sequence[Any] = (),
-    kept: bool = False,
+    local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: torch.Size
 ) -> torch.Tensor:
     """Return the DTensor of a local tensor that may be divided unevenly, with its order of dimensions."""
     from torch.distributed.tensor import DTensor
@@ -534,41 +562,72 @@ def _from_local(
     for dim in order:
         stride[dim] = step
         step *= max(shape[dim], 1)
-    if torch.compiler.is_compiling():
-        return DTensor.from_local(local, mesh, placements, shape=shape, stride=tuple(stride))
-    plain = DTensor.from_local(local.detach(), mesh, placements, shape=shape, stride=tuple(stride))
-    return _of_spec(local, plain._spec, watched, kept)
+    return DTensor.from_local(local, mesh, placements, shape=shape, stride=tuple(stride))
 
 
-def _of_spec(local: torch.Tensor, spec: Any, watched: Sequence[Any], kept: bool) -> torch.Tensor:
+def _of_specs(
+    ys: Sequence[torch.Tensor],
+    specs: Sequence[Any],
+    watched: Sequence[Any] = (),
+    kept: bool = False,
+) -> list[torch.Tensor]:
     from torch.distributed.tensor import DTensor
 
-    if local.requires_grad:
-        return _FromLocal.apply(local, spec, tuple(watched), kept)  # type: ignore[no-any-return, no-untyped-call]
-    return DTensor(local, spec, requires_grad=False)
+    if any_requires_grad(ys):
+        return list(_FromLocal.apply(tuple(specs), tuple(watched), kept, *ys))  # type: ignore[no-untyped-call]
+    return [DTensor(y, spec, requires_grad=False) for y, spec in zip(ys, specs)]
 
 
 class _FromLocal(torch.autograd.Function):
-    """`DTensor.from_local` for a known specification.
+    """`DTensor.from_local` for known specifications.
 
     The backward pass of a call reads local tensors, whose version counters do not count changes of their
-    DTensors. So this function saves these DTensors: ``watched``, and the result if it is ``kept``.
+    DTensors. So this function saves these DTensors: ``watched``, and the results if they are ``kept``.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, local: torch.Tensor, spec: Any, watched: tuple[Any, ...], kept: bool
-    ) -> torch.Tensor:
+        ctx: Any, specs: tuple[Any, ...], watched: tuple[Any, ...], kept: bool, *ys: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         from torch.distributed.tensor import DTensor
 
-        ctx.placements = spec.placements
-        y = DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
-        ctx.save_for_backward(*watched, *((y,) if kept else ()))
-        return y
+        ctx.specs = specs
+        ctx.set_materialize_grads(False)
+        found = tuple(
+            [DTensor(y.view_as(y), s, requires_grad=y.requires_grad) for y, s in zip(ys, specs)]
+        )
+        ctx.mark_non_differentiable(*[y for y in found if not y.requires_grad])
+        ctx.save_for_backward(*watched, *(found if kept else ()))
+        return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         ctx.saved_tensors  # noqa: B018  (reading them compares their versions)
-        if grad.placements != ctx.placements:
-            grad = grad.redistribute(placements=ctx.placements)
-        return grad.to_local(), None, None, None
+        found: list[torch.Tensor | None] = []
+        for grad, spec in zip(grads, ctx.specs):
+            if grad is not None and grad.placements != spec.placements:
+                grad = grad.redistribute(placements=spec.placements)
+            found.append(None if grad is None else to_local(grad)[0])
+        return None, None, None, *found
+
+
+class _ToLocal(torch.autograd.Function):
+    """`DTensor.to_local` of several DTensors; its backward pass can be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, *xs: Any) -> tuple[torch.Tensor, ...]:
+        ctx.places = [(x._spec, x._local_tensor.stride()) for x in xs]
+        ctx.set_materialize_grads(False)
+        locals_ = [local_of(x) for x in xs]
+        found = tuple([local.view_as(local) for local in locals_])
+        ctx.mark_non_differentiable(*[y for y, x in zip(found, xs) if not x.requires_grad])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tuple(
+            [
+                None if grad is None else _of_specs([grad], [_spec_of(grad, *place)])[0]
+                for grad, place in zip(grads, ctx.places)
+            ]
+        )

@@ -136,7 +136,8 @@ class PreparedRotation:
             )
         # dataclasses.replace would pass on the cache of another value.
         memo = self.memo
-        if any(vars(memo).values()):
+        used = memo.packed or memo.for_tokens or memo.gate_logs or memo.fitted or memo.tables
+        if used or memo.parts:
             object.__setattr__(self, "memo", Memo())
 
     @property
