@@ -386,6 +386,7 @@ def results_of(case: Case) -> Sequence[str]:
     return case.results or list(case.sharded)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CASES)
 def test_results(name: str) -> None:
     case = CASES[name]
@@ -431,6 +432,7 @@ def check_results(
 LEARNED = [name for name, case in CASES.items() if case.learns]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", LEARNED)
 def test_gradients(name: str) -> None:
     case = CASES[name]
@@ -778,6 +780,7 @@ def test_a_gradient_that_is_placed_differently() -> None:
         assert_same_bits(grad.to_local(), share(rotate(Q, SPEC, 3, inverse=True), mesh, [Shard(1)]))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("learns", [False, True])
 def test_compiled(learns: bool, fresh_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled call is one graph, and rotates as in eager code, also in place."""
@@ -811,6 +814,7 @@ def test_compiled(learns: bool, fresh_compiler: None, monkeypatch: pytest.Monkey
                 assert_near(other.to_local(), one.to_local(), "gradient added up over ranks")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled_for_several_lengths(
     dynamic: bool | None, fresh_compiler: None, monkeypatch: pytest.MonkeyPatch
