@@ -17,7 +17,7 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
 
 # Name of a class -> the rule that its module computes. A class that is not here has no exact angles.
 _RULES: dict[str, Callable[[Any], Rule]] = {
-    "RotaryEmbedding": lambda module: Linear(1.0),
+    "RotaryEmbedding": lambda _: Linear(1.0),
     "LinearScalingRotaryEmbedding": lambda module: Linear(module.scaling_factors[0]),
     "DynamicNTKAlphaRotaryEmbedding": lambda module: NTK(module.scaling_alpha),
     # vLLM scales once, for the longest context.
@@ -129,10 +129,10 @@ def register(exact: bool = False) -> list[str]:
     registry: dict[str, type] = custom_op.op_registry_oot
     base, replaced = package.RotaryEmbedding, []
     forwards = [name for name in dir(base) if name.startswith("forward")]
-    cls: Any
-    for name, cls in sorted(vars(package).items()):
-        if not (isinstance(cls, type) and issubclass(cls, base)):
+    for name, found in sorted(vars(package).items()):
+        if not (isinstance(found, type) and issubclass(found, base)):
             continue
+        cls: Any = found
         if any(getattr(cls, each) is not getattr(base, each) for each in forwards):
             continue
         if not issubclass(registry.get(name, _Rotated), _Rotated):
