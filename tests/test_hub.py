@@ -95,6 +95,7 @@ def problems_of_layers(tree: ast.Module) -> list[str]:
     return problems
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", build.BACKENDS)
 def test_a_build_follows_the_rules(out: Path, backend: str) -> None:
     folder = out / "build" / f"torch-{backend}"

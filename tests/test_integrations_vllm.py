@@ -214,6 +214,7 @@ def test_a_rule_that_is_unknown_reads_the_table() -> None:
         assert_same_bits(one, other)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("method", ["forward_native", "forward_cuda"])
 def test_a_compiled_module_is_one_graph(exact: bool, method: str) -> None:
