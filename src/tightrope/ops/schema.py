@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from .._namespace import NAMESPACE, operators
+
 #: Layouts, each an order of the dimensions of q and k; the index is the layout's code.
 LAYOUTS = ("bhsd", "bshd", "sbhd", "thd", "bsd", "sd")
 
@@ -218,22 +220,22 @@ PHASE_SUMS = (
     "-> (Tensor by_increments, Tensor by_state)"
 )
 
-library = torch.library.Library("tightrope", "DEF")
+library = torch.library.Library(NAMESPACE, "DEF")
 _PHASES = (PHASE_WORDS, PHASE_DRIFT, PHASE_SUMS)
 for _one in (*ROTATIONS.values(), ANGLE_GRADIENTS, GATE_GRADIENTS, *_PHASES):
     library.define(_one, tags=(torch.Tag.pt2_compliant_tag,))
 
-rotate = torch.ops.tightrope.rotate.default
-rotate_ = torch.ops.tightrope.rotate_.default
-rotate_into = torch.ops.tightrope.rotate_into.default
-rotate_extras = torch.ops.tightrope.rotate.extras
-rotate_extras_ = torch.ops.tightrope.rotate_.extras
-rotate_extras_into = torch.ops.tightrope.rotate_into.extras
-angle_gradients = torch.ops.tightrope.angle_gradients.default
-gate_gradients = torch.ops.tightrope.gate_gradients.default
-phase_words = torch.ops.tightrope.phase_words.default
-phase_drift = torch.ops.tightrope.phase_drift.default
-phase_sums = torch.ops.tightrope.phase_sums.default
+rotate = operators.rotate.default
+rotate_ = operators.rotate_.default
+rotate_into = operators.rotate_into.default
+rotate_extras = operators.rotate.extras
+rotate_extras_ = operators.rotate_.extras
+rotate_extras_into = operators.rotate_into.extras
+angle_gradients = operators.angle_gradients.default
+gate_gradients = operators.gate_gradients.default
+phase_words = operators.phase_words.default
+phase_drift = operators.phase_drift.default
+phase_sums = operators.phase_sums.default
 
 
 class Plain(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 
 from .. import _tracing
 from .._errors import bad_type, bad_value, check_dense, check_local, describe, public
+from .._namespace import operators
 from .._tracing import broadcasts
 from ..positions._line import check_cu_seqlens
 from . import _definition
@@ -212,12 +213,12 @@ def _drift_of(sources: Sequence[torch.Tensor]) -> Any:
         return _definition.differentiable_drift
     if torch.is_grad_enabled() and any(x.requires_grad for x in sources):
         # By name, because ops imports this package.
-        return torch.ops.tightrope.phase_drift.default
+        return operators.phase_drift.default
     return None
 
 
 def _phase_words(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.ops.tightrope.phase_words.default(*arguments)  # type: ignore[no-any-return]
+    return operators.phase_words.default(*arguments)  # type: ignore[no-any-return]
 
 
 def _versions_of(arguments: tuple[object, ...]) -> list[int] | None:

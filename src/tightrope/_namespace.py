@@ -1,0 +1,10 @@
+"""The namespace of the operators in ``torch.ops``; hub/build.py gives each build another one."""
+
+from __future__ import annotations
+
+import torch
+
+NAMESPACE = "tightrope"
+
+#: The operators, which ``ops.schema`` defines.
+operators = getattr(torch.ops, NAMESPACE)
