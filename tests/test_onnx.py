@@ -1,0 +1,333 @@
+"""Models with our operators, exported to ONNX and run by ONNX Runtime, against exact results.
+
+Each graph has many calls, because an export takes seconds whatever it exports. Every graph has a dynamic
+number of rows and tokens, and runs with two of each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import oracle
+from helpers import noise, refused
+from tightrope import Axes, RopeSpec, gates, phases, positions
+from tightrope.activations import RMSNorm
+from tightrope.frequencies import DynamicNTK, YaRN
+from tightrope.functional import (
+    apply_rotary_pos_emb,
+    lrpe_rotate_1d,
+    rotate,
+    rotate_,
+    rotate_qk_,
+)
+from tolerances import Result, assert_near, assert_rotated, assert_same_bits, value
+
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from tightrope.integrations import onnx  # noqa: E402  (only if the runtime is there)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:# The axis name:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning"),
+]
+
+LAYOUTS = ("bhsd", "bshd", "sbhd", "thd", "bsd", "sd")
+ROWS, TOKENS = torch.export.Dim("rows"), torch.export.Dim("tokens")
+LENGTH, FAR, HEADS = 4096, 2**31 - 1, 16
+Function = Callable[..., Sequence[torch.Tensor]]
+
+
+class Model(torch.nn.Module):
+    """A model that calls a function with its inputs and its parameter."""
+
+    def __init__(self, call: Function) -> None:
+        super().__init__()
+        self.call = call
+        self.weight = torch.nn.Parameter(noise(HEADS, 32, seed=5, dtype=torch.float32))
+
+    def forward(self, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self.call(self.weight, *inputs)
+
+
+def shapes_of(inputs: Sequence[torch.Tensor]) -> Any:
+    """Return the dynamic dimensions of inputs ``[2, …, 5, …]``: the sizes 2 are rows and 5 are tokens."""
+    dims = {2: ROWS, 5: TOKENS}
+    return (tuple({i: dims[n] for i, n in enumerate(x.shape) if n in dims} for x in inputs),)
+
+
+def exported(
+    call: Function, inputs: Sequence[torch.Tensor], opset: int | None = None, dynamic: bool = True
+) -> Any:
+    """Export by torch's own function."""
+    return torch.onnx.export(
+        Model(call).eval(),
+        tuple(inputs),
+        dynamo=True,
+        verbose=False,
+        opset_version=opset,
+        dynamic_shapes=shapes_of(inputs) if dynamic else None,
+    )
+
+
+def session_of(program: Any) -> Callable[..., list[torch.Tensor]]:
+    """Return a function that runs an exported program in ONNX Runtime."""
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+
+    def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        feeds = {i.name: x.numpy() for i, x in zip(session.get_inputs(), inputs, strict=True)}
+        return [torch.from_numpy(y) for y in session.run(None, feeds)]
+
+    return run
+
+
+def nodes(program: Any, kind: str = "RotaryEmbedding") -> int:
+    return sum(node.op_type == kind for node in program.model.graph)
+
+
+# --- rotations ------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    spec: RopeSpec
+    layout: str = "bhsd"
+    at: str | int | None = None  # "ids" and "rows" are inputs
+    dtype: torch.dtype = torch.float32
+    inverse: bool = False
+    in_place: bool = False
+
+    def given(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that this case rotates, from ``[rows, heads, tokens, channels]``."""
+        x = x.to(self.dtype)
+        return {
+            "bhsd": lambda: x,
+            "bshd": lambda: x.transpose(1, 2),
+            "sbhd": lambda: x.permute(2, 0, 1, 3),
+            "thd": lambda: x[0].transpose(0, 1),
+            "bsd": lambda: x[:, 0],
+            "sd": lambda: x[0, 0],
+        }[self.layout]()
+
+    def rotate(self, x: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        at = {"ids": ids, "rows": rows}.get(self.at, self.at)  # type: ignore[arg-type]
+        x = self.given(x)
+        options = {"layout": self.layout, "inverse": self.inverse}
+        if self.in_place:
+            y = rotate_(x.clone(), self.spec, at, **options)
+        else:
+            y = rotate(x, self.spec, at, **options)
+        # NumPy has no bfloat16; float32 and float64 hold every result.
+        return y if self.dtype == torch.float64 else y.float()
+
+    def result(
+        self, y: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor
+    ) -> Result:
+        """Return a result with its exact value."""
+        tokens = torch.arange(x.shape[2])
+        at = {"ids": ids, "rows": rows, None: tokens}.get(self.at)  # type: ignore[call-overload]
+        at = tokens + self.at if at is None else at
+        x, spec = self.given(x).contiguous(), self.spec
+        kind = {"start": spec.start, "interleaved": spec.interleaved}
+        omegas = oracle.frequencies(spec.base, spec.rotary_dim)
+        options = {"layout": self.layout, "inverse": self.inverse, **kind}
+        exact = oracle.rotate(x, at, omegas, **options)
+        lengths = oracle.pair_lengths(x, spec.rotary_dim, **kind)
+        return Result(y.to(self.dtype), exact, lengths, float(at.max()))
+
+
+HALF, PAIRED = RopeSpec(32), RopeSpec(32, interleaved=True)
+PREFIX = RopeSpec(32, rotary_dim=16)
+MIDDLE = RopeSpec(32, rotary_dim=16, start=8, interleaved=True)
+LAST = RopeSpec(32, start=16)
+
+CASES = {
+    "half": Case(HALF),
+    "interleaved, ids of rows": Case(PAIRED, "bshd", "rows"),
+    "prefix": Case(PREFIX, "sbhd", "ids"),
+    "middle": Case(MIDDLE, "thd", 1000),
+    "last, inverse": Case(LAST, "bsd", "rows", inverse=True),
+    "one head": Case(HALF, "sd", "ids", inverse=True),
+    "float16": Case(HALF, "bhsd", "rows", torch.float16),
+    "bfloat16": Case(MIDDLE, "bshd", "ids", torch.bfloat16),
+    "float64": Case(PREFIX, "bhsd", "rows", torch.float64),
+    "in place": Case(MIDDLE, "bhsd", 7, in_place=True),
+}
+EVERY = {
+    f"{layout}, {at}, {spec.start}, {spec.rotary_dim}, {spec.interleaved}": Case(spec, layout, at)
+    for (layout, at), spec in itertools.product(
+        zip(LAYOUTS, (None, 3, "ids") * 2),
+        (
+            RopeSpec(32, rotary_dim=width, start=start, interleaved=interleaved)
+            for start, width in ((0, 32), (0, 16), (8, 16), (16, 16))
+            for interleaved in (False, True)
+        ),
+    )
+}
+
+
+def inputs_of(rows: int, tokens: int, reach: int) -> tuple[torch.Tensor, ...]:
+    """Return x, ids of tokens and ids of rows and tokens, below ``reach``."""
+    generator = torch.Generator().manual_seed(rows)
+    x = noise(rows, HEADS, tokens, 32, seed=rows, dtype=torch.float32)
+    ids = torch.randint(0, reach, (tokens,), generator=generator)
+    return x, ids, torch.randint(0, reach, (rows, tokens), generator=generator)
+
+
+def check_rotations(run: Callable[..., list[torch.Tensor]], cases: Any, reach: int) -> None:
+    by_dtype: dict[torch.dtype, list[Result]] = {}
+    for size in ((3, 7), (1, 11)):
+        inputs = inputs_of(*size, reach)
+        for case, y in zip(cases.values(), run(*inputs), strict=True):
+            by_dtype.setdefault(case.dtype, []).append(case.result(y, *inputs))
+    for results in by_dtype.values():
+        assert_rotated(results)
+
+
+def rotations(cases: dict[str, Case]) -> Function:
+    return lambda weight, *inputs: [case.rotate(*inputs) for case in cases.values()]
+
+
+# Every layout with some slices, and every slice with some layouts.
+SOME = dict(list(EVERY.items())[::5])
+
+# Those that `make test` exports as plain torch, which takes a second for each call.
+FEW = {name: CASES[name] for name in ("float16", "bfloat16", "in place")}
+
+
+@pytest.mark.parametrize("names", [tuple(FEW), pytest.param(tuple(CASES), marks=pytest.mark.slow)])
+def test_plain_torch_by_default(names: tuple[str, ...]) -> None:
+    cases = {name: CASES[name] for name in names}
+    program = exported(rotations(cases), inputs_of(2, 5, FAR))
+    assert nodes(program) == 0
+    check_rotations(session_of(program), cases, FAR)
+
+
+def test_one_node_for_each_tensor() -> None:
+    with onnx.rotary_nodes(length=LENGTH):
+        program = exported(rotations(CASES), inputs_of(2, 5, LENGTH), 23)
+    # The operator of ONNX has no float64.
+    assert nodes(program) == len(CASES) - 1
+    assert nodes(program, "Cos") == 1, "only float64 computes cosines"
+    run = session_of(program)
+    check_rotations(run, CASES, LENGTH)
+    x, ids, rows = inputs_of(2, 5, LENGTH)
+    ids[1], ids[2], rows[1, 3] = LENGTH, -1, LENGTH + 5
+    _, paired, prefix, *_ = run(x, ids, rows)
+    assert paired.isnan().nonzero()[:, :2].unique(dim=0).tolist() == [[1, 3]]
+    assert prefix[..., :16].isnan().nonzero()[:, 0].unique().tolist() == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [None, LENGTH])
+def test_nodes_of_every_layout_and_slice(length: int | None) -> None:
+    every = EVERY if length else SOME
+    with onnx.rotary_nodes(length=length):
+        program = exported(rotations(every), inputs_of(2, 5, LENGTH), 23)
+    assert nodes(program) == len(every)
+    check_rotations(session_of(program), every, LENGTH if length else FAR)
+
+
+@pytest.mark.slow
+def test_plain_torch_of_every_layout_and_slice() -> None:
+    program = exported(rotations(SOME), inputs_of(2, 5, 9))
+    check_rotations(session_of(program), SOME, FAR)
+
+
+@pytest.mark.slow
+def test_static_sizes_need_no_length() -> None:
+    names = ("half", "middle", "in place")
+    cases = {name: CASES[name] for name in names}
+    with onnx.rotary_nodes():
+        program = exported(rotations(cases), inputs_of(3, 7, 9), 23, dynamic=False)
+    assert nodes(program) == len(names)
+    assert nodes(program, "Cos") == nodes(program, "Where") == 0
+    x, ids, rows = inputs_of(3, 7, 9)
+    (y, *_) = session_of(program)(x, ids, rows)
+    assert_rotated([cases["half"].result(y, x, ids, rows)])
+
+
+# --- everything else that the operator can do -----------------------------------------------------
+
+AXES = RopeSpec(32, axes=Axes.sections((4, 6, 6)))
+SCALED = RopeSpec(32, scaling=YaRN(factor=4.0, original_max_position=32))
+BY_LENGTH = RopeSpec(32, scaling=DynamicNTK(factor=2.0, original_max_position=8))
+
+
+def others(
+    w: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, axes: torch.Tensor, at: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return results of x ``[rows, heads, tokens, 32]`` that ONNX computes by a node, then the others.
+
+    Args:
+        w: a parameter ``[heads, 32]``.
+        x: float32 or float64.
+        ids: int64 ``[rows, tokens]``.
+        axes: int64 ``[3, rows, tokens]``.
+        at: float64 ``[rows, tokens]``, fractional positions.
+    """
+    w = w.to(x.dtype)
+    angles = x[..., :16]
+    tables = [torch.cat((f(at[..., None] * w[0, :16]),) * 2, -1).to(x.dtype) for f in TABLES]
+    q, k = rotate_qk_(x.clone(), x[:, :2].clone(), HALF, ids, gate=gates.Exp(-w[:1].abs()))
+    by_node = {
+        "q in place": q,
+        "k in place": k,
+        "silu": rotate(x, PAIRED, ids, act="silu"),
+        "norm": rotate(x, MIDDLE, ids, act=RMSNorm(w[0])),
+        "slope": rotate(x, HALF, ids, gate=gates.Slope(-w.abs() / 64)),
+        "undone": rotate(x, SCALED, ids, gate=gates.Exp(-w.abs()), inverse=True),
+        "axes": rotate(x, AXES, positions.multi_axis(axes)),
+        "learned": rotate(x, HALF, ids, inv_freq=w[0, :16].abs()),
+        "fractional": rotate(x, PAIRED, at),
+        "given": rotate(x, HALF, ids, phases=phases.given(angles[:, :1])),
+        "running": rotate(x, HALF, phases=phases.running(angles[:, :1])),
+        "cat": apply_rotary_pos_emb(x, None, *tables)[0],
+        "scaled": rotate(x, SCALED, 5),
+        "rows of lengths": rotate(x, BY_LENGTH, seq_len=ids.amax(1) + 1),
+    }
+    plain = {
+        "heads": rotate(x, HALF, ids, inv_freq=w[:, :16].abs()),
+        "lrpe": lrpe_rotate_1d(x.transpose(1, 2), w[:, :16], act="sigmoid"),
+        "full": apply_rotary_pos_emb(x, None, *tables, tables="full")[0],
+        "wide": rotate(x, HALF, ids, rounding="wide"),
+    }
+    return {**by_node, **plain}
+
+
+PLAIN, TABLES = ("heads", "lrpe", "full", "wide"), (torch.cos, torch.sin)
+
+
+def inputs_of_others(rows: int, tokens: int) -> tuple[torch.Tensor, ...]:
+    x, _, ids = inputs_of(rows, tokens, 20)
+    return x, ids, torch.stack((ids, ids + 3, ids // 2)), ids.double() + 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [None, 64, "no nodes"])
+def test_everything_else(length: Any) -> None:
+    def call(weight: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        return list(others(weight, *inputs).values())
+
+    if length == "no nodes":
+        program = exported(call, inputs_of_others(2, 5))
+        assert nodes(program) == 0
+    else:
+        with onnx.rotary_nodes(length):
+            program = exported(call, inputs_of_others(2, 5), 23)
+    run = session_of(program)
+    weight = Model(call).weight.detach()
+    for size in ((3, 7), (1, 11)):
+        x, *rest = inputs_of_others(*size)
+        exact = others(weight, x.double(), *rest)
+        if length != "no nodes":
+            assert nodes(program) == len(exact) - len(PLAIN)
+        for (name, want), y in zip(exact.items(), run(x, *rest), strict=True):
+            error = (y.double() - want).abs() / want.abs().amax(-1, keepdim=True)
+            assert error.max() <= value("f and P, float32"), name
