@@ -7,7 +7,6 @@ number of rows and tokens, and runs with two of each.
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -197,11 +196,10 @@ def rotations(cases: dict[str, Case]) -> Function:
 # Every layout with some slices, and every slice with some layouts.
 SOME = dict(list(EVERY.items())[::5])
 
-# Those that `make test` exports as plain torch, which takes a second for each call.
-FEW = {name: CASES[name] for name in ("float16", "bfloat16", "in place")}
+ALL = pytest.param(tuple(CASES), marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("names", [tuple(FEW), pytest.param(tuple(CASES), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [("float16", "bfloat16", "in place"), ALL])
 def test_plain_torch_by_default(names: tuple[str, ...]) -> None:
     cases = {name: CASES[name] for name in names}
     program = exported(rotations(cases), inputs_of(2, 5, FAR))
@@ -209,19 +207,21 @@ def test_plain_torch_by_default(names: tuple[str, ...]) -> None:
     check_rotations(session_of(program), cases, FAR)
 
 
-def test_one_node_for_each_tensor() -> None:
+@pytest.mark.parametrize("names", [("prefix", "float16", "bfloat16", "in place"), ALL])
+def test_one_node_for_each_tensor(names: tuple[str, ...]) -> None:
+    cases = {name: CASES[name] for name in names}
     with onnx.rotary_nodes(length=LENGTH):
-        program = exported(rotations(CASES), inputs_of(2, 5, LENGTH), 23)
-    # The operator of ONNX has no float64.
-    assert nodes(program) == len(CASES) - 1
-    assert nodes(program, "Cos") == 1, "only float64 computes cosines"
+        program = exported(rotations(cases), inputs_of(2, 5, LENGTH), 23)
+    # The operator of ONNX has no float64, and tables need no cosines.
+    plain = int("float64" in cases)
+    assert (nodes(program), nodes(program, "Cos")) == (len(cases) - plain, plain)
     run = session_of(program)
-    check_rotations(run, CASES, LENGTH)
+    check_rotations(run, cases, LENGTH)
     x, ids, rows = inputs_of(2, 5, LENGTH)
     ids[1], ids[2], rows[1, 3] = LENGTH, -1, LENGTH + 5
-    _, paired, prefix, *_ = run(x, ids, rows)
-    assert paired.isnan().nonzero()[:, :2].unique(dim=0).tolist() == [[1, 3]]
-    assert prefix[..., :16].isnan().nonzero()[:, 0].unique().tolist() == [1, 2]
+    found = dict(zip(cases, run(x, ids, rows)))
+    assert found["prefix"][..., :16].isnan().nonzero()[:, 0].unique().tolist() == [1, 2]
+    assert found["float16"].isnan().nonzero()[:, [0, 2]].unique(dim=0).tolist() == [[1, 3]]
 
 
 @pytest.mark.slow
@@ -275,25 +275,26 @@ def others(
     w = w.to(x.dtype)
     angles = x[..., :16]
     tables = [torch.cat((f(at[..., None] * w[0, :16]),) * 2, -1).to(x.dtype) for f in TABLES]
+    far = at * 1e5
     q, k = rotate_qk_(x.clone(), x[:, :2].clone(), HALF, ids, gate=gates.Exp(-w[:1].abs()))
     by_node = {
         "q in place": q,
         "k in place": k,
         "silu": rotate(x, PAIRED, ids, act="silu"),
         "norm": rotate(x, MIDDLE, ids, act=RMSNorm(w[0])),
-        "slope": rotate(x, HALF, ids, gate=gates.Slope(-w.abs() / 64)),
+        "slope": rotate(-x, HALF, ids, gate=gates.Slope(-w.abs() / 64)),
         "undone": rotate(x, SCALED, ids, gate=gates.Exp(-w.abs()), inverse=True),
         "axes": rotate(x, AXES, positions.multi_axis(axes)),
-        "learned": rotate(x, HALF, ids, inv_freq=w[0, :16].abs()),
-        "fractional": rotate(x, PAIRED, at),
+        "learned": rotate(x, HALF, far.long(), inv_freq=w[0, :16].abs()),
+        "fractional": rotate(x, PAIRED, far),
         "given": rotate(x, HALF, ids, phases=phases.given(angles[:, :1])),
         "running": rotate(x, HALF, phases=phases.running(angles[:, :1])),
         "cat": apply_rotary_pos_emb(x, None, *tables)[0],
         "scaled": rotate(x, SCALED, 5),
-        "rows of lengths": rotate(x, BY_LENGTH, seq_len=ids.amax(1) + 1),
+        "length": rotate(x, BY_LENGTH, seq_len=ids.max() + 9),
     }
     plain = {
-        "heads": rotate(x, HALF, ids, inv_freq=w[:, :16].abs()),
+        "heads": rotate(x, HALF, far.long(), inv_freq=w[:, :16].abs()),
         "lrpe": lrpe_rotate_1d(x.transpose(1, 2), w[:, :16], act="sigmoid"),
         "full": apply_rotary_pos_emb(x, None, *tables, tables="full")[0],
         "wide": rotate(x, HALF, ids, rounding="wide"),
@@ -331,3 +332,100 @@ def test_everything_else(length: Any) -> None:
         for (name, want), y in zip(exact.items(), run(x, *rest), strict=True):
             error = (y.double() - want).abs() / want.abs().amax(-1, keepdim=True)
             assert error.max() <= value("f and P, float32"), name
+
+
+# --- what surrounds the calls ---------------------------------------------------------------------
+
+
+def test_errors() -> None:
+    rule = "opset_version must be at least 23, the first with RotaryEmbedding, but got 22"
+    with refused(ValueError, f"[onnx.export] {rule}."):
+        onnx.export(Model(rotations(CASES)), opset_version=22)
+    with refused(ValueError, "[onnx.rotary_nodes] length must not be negative but got -1."):
+        onnx.rotary_nodes(-1)
+    with refused(TypeError, "[onnx.rotary_nodes] length must be an int but got 1.5."):
+        onnx.rotary_nodes(1.5)  # type: ignore[arg-type]
+
+
+def test_without_onnxscript(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    text = "[onnx.export] onnxscript must be installed, as by pip install 'tightrope[onnx]'."
+    with refused(NotImplementedError, text):
+        onnx.export(Model(rotations(CASES)))
+
+
+def targets(graph: torch.fx.Graph) -> set[str]:
+    return {str(node.target) for node in graph.nodes if node.op == "call_function"}
+
+
+def test_only_exports_to_onnx_are_lowered() -> None:
+    """torch.export and torch.compile keep the operator, also after a block and inside of one."""
+    model, inputs = Model(rotations({"": CASES["half"]})).eval(), inputs_of(2, 5, 9)
+    dynamic = shapes_of(inputs)
+    before = torch.export.export(model, inputs, dynamic_shapes=dynamic)
+    assert "tightrope.rotate.default" in targets(before.graph)
+    with onnx.plain_torch():
+        plain = torch.export.export(model, inputs, dynamic_shapes=dynamic)
+        seen = []
+
+        def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+            seen.append(targets(module.graph))
+            return module
+
+        torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+        # Eager calls run the kernel.
+        assert_same_bits(model(*inputs)[0], before.module()(*inputs)[0])
+    assert not any("tightrope" in name for name in targets(plain.graph))
+    assert any("tightrope" in name for name in seen[0])
+    after = torch.export.export(model, inputs, dynamic_shapes=dynamic)
+    assert str(after.graph) == str(before.graph)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [onnx.plain_torch, onnx.rotary_nodes])
+def test_an_exported_program(block: Any) -> None:
+    """A program that was exported in a block can be converted outside of it."""
+    cases, inputs = {"in place": CASES["in place"]}, inputs_of(2, 5, 9)
+    with block():
+        program = torch.export.export(
+            Model(rotations(cases)).eval(), inputs, dynamic_shapes=shapes_of(inputs)
+        )
+    made = torch.onnx.export(program, dynamo=True, verbose=False, opset_version=23)
+    assert nodes(made) == (block is onnx.rotary_nodes)
+    check_rotations(session_of(made), cases, FAR)
+
+
+@pytest.mark.slow
+def test_layers_share_their_tables() -> None:
+    def call(weight: torch.Tensor, x: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
+        for _ in range(3):
+            x = rotate(x, RopeSpec(32), ids) * weight[0]
+        return [x]
+
+    inputs = inputs_of(2, 5, 9)[:2]
+    program = onnx.export(
+        Model(call).eval(), inputs, length=2**14, verbose=False, dynamic_shapes=shapes_of(inputs)
+    )
+    assert nodes(program) == 3
+    size = sum(tensor.const_value.nbytes for tensor in program.model.graph.initializers.values())
+    assert size < 1.1 * 2 * 2**14 * 16 * 4
+
+
+@pytest.mark.slow
+def test_a_patched_model() -> None:
+    transformers = pytest.importorskip("transformers")
+    from tightrope.integrations import patch
+
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, attn_implementation="eager",
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    x = torch.arange(14).reshape(2, 7)
+    want = model(x, use_cache=False).logits
+    assert patch(model).replaced
+    call = lambda weight, x: [model(x, use_cache=False).logits]  # noqa: E731, ARG005
+    program = onnx.export(Model(call).eval(), (x,), verbose=False)
+    assert nodes(program) == 4
+    (y,) = session_of(program)(x)
+    assert_near(y, want, "exact angles outputs")
