@@ -33,11 +33,6 @@ pytest.importorskip("onnxscript")
 
 from tightrope.integrations import onnx  # noqa: E402  (only if the runtime is there)
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:# The axis name:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning"),
-]
-
 LAYOUTS = ("bhsd", "bshd", "sbhd", "thd", "bsd", "sd")
 ROWS, TOKENS = torch.export.Dim("rows"), torch.export.Dim("tokens")
 LENGTH, FAR, HEADS = 4096, 2**31 - 1, 16
@@ -190,7 +185,7 @@ def check_rotations(run: Callable[..., list[torch.Tensor]], cases: Any, reach: i
 
 
 def rotations(cases: dict[str, Case]) -> Function:
-    return lambda weight, *inputs: [case.rotate(*inputs) for case in cases.values()]
+    return lambda _, *inputs: [case.rotate(*inputs) for case in cases.values()]
 
 
 # Every layout with some slices, and every slice with some layouts.
@@ -424,7 +419,7 @@ def test_a_patched_model() -> None:
     x = torch.arange(14).reshape(2, 7)
     want = model(x, use_cache=False).logits
     assert patch(model).replaced
-    call = lambda weight, x: [model(x, use_cache=False).logits]  # noqa: E731, ARG005
+    call = lambda _, x: [model(x, use_cache=False).logits]  # noqa: E731
     program = onnx.export(Model(call).eval(), (x,), verbose=False)
     assert nodes(program) == 4
     (y,) = session_of(program)(x)

@@ -6,7 +6,7 @@ The first rule that matches decides:
   may have, a forward-mode tangent; the call is compiled inside a functorch transform, or exported to
   a runtime that lacks the operators; a transform other than functionalize is active and the call has
   f or P;
-* TRACED: compile, export, functionalize;
+* TRACED: compile, other exports, functionalize;
 * AUTOGRAD: other functorch transforms; eager code in which a tensor requires grad;
 * KERNEL: everything else.
 """
