@@ -26,7 +26,7 @@ from tightrope.functional import (
     rotate_,
     rotate_qk_,
 )
-from tolerances import Result, assert_near, assert_rotated, assert_same_bits, value
+from tolerances import Result, assert_rotated, assert_same_bits, value
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -404,23 +404,3 @@ def test_layers_share_their_tables() -> None:
     assert nodes(program) == 3
     size = sum(tensor.const_value.nbytes for tensor in program.model.graph.initializers.values())
     assert size < 1.1 * 2 * 2**14 * 16 * 4
-
-
-@pytest.mark.slow
-def test_a_patched_model() -> None:
-    transformers = pytest.importorskip("transformers")
-    from tightrope.integrations import patch
-
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, attn_implementation="eager",
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
-    x = torch.arange(14).reshape(2, 7)
-    want = model(x, use_cache=False).logits
-    assert patch(model).replaced
-    call = lambda _, x: [model(x, use_cache=False).logits]  # noqa: E731
-    program = onnx.export(Model(call).eval(), (x,), verbose=False)
-    assert nodes(program) == 4
-    (y,) = session_of(program)(x)
-    assert_near(y, want, "exact angles outputs")

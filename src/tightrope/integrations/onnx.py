@@ -48,8 +48,7 @@ def export(
         ValueError: a version before 23; see also :func:`rotary_nodes`.
         NotImplementedError: onnxscript, which torch needs, is not installed.
 
-    >>> from tightrope.nn import RotaryPosEmbedding
-    >>> export(None, opset_version=20)
+    >>> export(torch.nn.Identity(), opset_version=20)
     Traceback (most recent call last):
     ValueError: [onnx.export] opset_version must be at least 23, the first with RotaryEmbedding, but got 20.
     """
