@@ -92,7 +92,7 @@ def nodes(program: Any, kind: str = "RotaryEmbedding") -> int:
 class Case(NamedTuple):
     spec: RopeSpec
     layout: str = "bhsd"
-    at: str | int | None = None  # "ids" and "rows" are inputs
+    at: Any = None  # "ids" and "rows" are inputs
     dtype: torch.dtype = torch.float32
     inverse: bool = False
     in_place: bool = False
@@ -110,7 +110,7 @@ class Case(NamedTuple):
         }[self.layout]()
 
     def rotate(self, x: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        at = {"ids": ids, "rows": rows}.get(self.at, self.at)  # type: ignore[arg-type]
+        at = {"ids": ids, "rows": rows}.get(self.at, self.at)
         x = self.given(x)
         options = {"layout": self.layout, "inverse": self.inverse}
         if self.in_place:
@@ -125,7 +125,7 @@ class Case(NamedTuple):
     ) -> Result:
         """Return a result with its exact value."""
         tokens = torch.arange(x.shape[2])
-        at = {"ids": ids, "rows": rows, None: tokens}.get(self.at)  # type: ignore[call-overload]
+        at = {"ids": ids, "rows": rows, None: tokens}.get(self.at)
         at = tokens + self.at if at is None else at
         x, spec = self.given(x).contiguous(), self.spec
         kind = {"start": spec.start, "interleaved": spec.interleaved}
@@ -238,14 +238,22 @@ def test_plain_torch_of_every_layout_and_slice() -> None:
 @pytest.mark.slow
 def test_static_sizes_need_no_length() -> None:
     names = ("half", "middle", "in place")
-    cases = {name: CASES[name] for name in names}
+    fixed = positions.Positions(None, 3, add_index=False)
+    cases = {name: CASES[name] for name in names} | {"one position": Case(HALF, at=fixed)}
     with onnx.rotary_nodes():
         program = exported(rotations(cases), inputs_of(3, 7, 9), 23, dynamic=False)
-    assert nodes(program) == len(names)
+    assert nodes(program) == len(cases)
     assert nodes(program, "Cos") == nodes(program, "Where") == 0
     x, ids, rows = inputs_of(3, 7, 9)
-    (y, *_) = session_of(program)(x, ids, rows)
-    assert_rotated([cases["half"].result(y, x, ids, rows)])
+    y, *_, fourth = session_of(program)(x, ids, rows)
+    cases["one position"] = Case(HALF, at="ids")
+    threes = torch.full((7,), 3)
+    assert_rotated(
+        [
+            cases["half"].result(y, x, ids, rows),
+            cases["one position"].result(fourth, x, threes, rows),
+        ]
+    )
 
 
 # --- everything else that the operator can do -----------------------------------------------------

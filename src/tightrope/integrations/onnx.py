@@ -201,14 +201,16 @@ class _Nodes:
     def _table(self, call: Call, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the exact cosines and sines of each token, ``[tokens + 1, pairs]``; the last row is NaN."""
         with _disable_current_modes():
-            words, positions = call.primary, call.positions
-            at = None if positions is None else positions.tolist()
-            key = repr((words.tolist(), at, tokens, call[5:8]))
+            options, tensors = call.options, (call.primary, call.secondary, call.positions)
+            values = [None if t is None else t.tolist() for t in tensors]
+            numbers = call.offset, options.add_index, options.direction, call.amplitude, tokens
+            key = repr((values, numbers))
             if key not in self._tables:
-                found = _signed(cos_sin(call, tokens, torch.float64), call.options)
-                lost = torch.full_like(found[0][0, 0, :1], torch.nan)
-                cos, sin = (torch.cat((t[0, 0], lost)).to(torch.float32) for t in found)
-                self._tables[key] = cos, sin
+                found = _signed(cos_sin(call, tokens, torch.float64), options)
+                # Without token indices all tokens may have one position.
+                cos, sin = (t[0, 0].expand(tokens, -1).to(torch.float32) for t in found)
+                lost = cos.new_full((1, cos.shape[1]), torch.nan)
+                self._tables[key] = torch.cat((cos, lost)), torch.cat((sin, lost))
         return self._tables[key]
 
 
