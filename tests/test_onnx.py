@@ -399,6 +399,16 @@ def test_an_exported_program(block: Any) -> None:
 
 
 @pytest.mark.slow
+def test_more_tokens_than_positions() -> None:
+    """Packed sequences: ONNX Runtime's node refuses ids if its tables have fewer rows than tokens."""
+    cases, inputs = {"half": Case(HALF, at="ids")}, inputs_of(2, 5, 4)
+    with onnx.rotary_nodes(length=4):
+        program = exported(rotations(cases), inputs, 23)
+    assert nodes(program) == 1
+    check_rotations(session_of(program), cases, 4)
+
+
+@pytest.mark.slow
 def test_layers_share_their_tables() -> None:
     def call(weight: torch.Tensor, x: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
         for _ in range(3):

@@ -180,14 +180,17 @@ class _Nodes:
         at = (at if positions is None else positions.to(torch.int64)) + call.offset
         if options.add_index:
             at = at + torch.arange(tokens, device=words.device)
-        # Positions outside of the tables read a last row, of NaN. Not every kernel of ONNX Runtime
-        # checks them.
+        # Positions outside of the tables read a last row, of NaN.
         at = torch.where((at >= 0) & (at < self._length), at, self._length)
         options = options._replace(add_index=True)
         alone = call._replace(positions=None, secondary=None, offset=0, options=options)
         cos, sin = self._table(alone, self._length)
         if at.shape[0] == 1:
-            return _Caches(cos, sin, at[0])
+            # Not as the ids of the node: ONNX Runtime refuses tables with fewer rows than tokens.
+            rows = at[0].flatten()
+            return _Caches(
+                *[t.index_select(0, rows).unflatten(0, at.shape[1:]) for t in (cos, sin)]
+            )
         with _disable_current_modes():
             axes = words[:, 0, 0] != 0
             if (axes.sum(0) > 1).any():
