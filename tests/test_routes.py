@@ -20,6 +20,7 @@ from helpers import noise
 from tightrope import RopeSpec, gates
 from tightrope.activations import RMSNorm
 from tightrope.functional import rotate, rotate_
+from tightrope.integrations import onnx
 from tightrope.ops import run as running
 from tightrope.ops.call import VERBS
 from tightrope.ops.route import AUTOGRAD, DEFINITION, KERNEL, ROUTES, TRACED
@@ -104,6 +105,11 @@ def exported(call: Call, x: torch.Tensor) -> torch.Tensor:
     return torch.export.export(Module(), (x,)).module()(x)
 
 
+def exported_to_onnx(call: Call, x: torch.Tensor) -> torch.Tensor:
+    with onnx.plain_torch():
+        return exported(call, x)
+
+
 def mapped(call: Call, x: torch.Tensor) -> torch.Tensor:
     return torch.vmap(call)(x[None])[0]
 
@@ -126,6 +132,7 @@ MODES: dict[str, tuple[str, Callable[[Call, torch.Tensor], torch.Tensor]]] = {
     "compiled": (TRACED, compiled),
     "compiled with grad": (TRACED, lambda call, x: compiled(call, x.requires_grad_()).detach()),
     "exported": (TRACED, exported),
+    "exported to ONNX": (DEFINITION, exported_to_onnx),
     "functionalize": (TRACED, lambda call, x: torch.func.functionalize(call)(x)),
 }
 # Modes in which `out` is refused, because a gradient would be lost.

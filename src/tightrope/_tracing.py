@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+
+#: How exported code rotates, in place of the definition's own arithmetic; the last one counts. None stands
+#: for that arithmetic. Set by the blocks of :mod:`tightrope.integrations.onnx`.
+lowerings: list[Any] = []
 
 
 def is_tracing() -> bool:
@@ -15,6 +20,26 @@ def is_tracing() -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+def needs_plain() -> bool:
+    """Return True while code is exported for a runtime that lacks the operators, such as ONNX Runtime.
+
+    The compiler treats the result as a constant, False.
+    """
+    if torch.compiler.is_dynamo_compiling() or not torch.compiler.is_exporting():
+        return False
+    return bool(lowerings) or torch.onnx.is_in_onnx_export()
+
+
+def exact_factor(number: float, x: torch.Tensor) -> float | torch.Tensor:
+    """Return a number as a factor of x that keeps its digits.
+
+    torch's export to ONNX rounds Python numbers to float32 also in float64 graphs, but no tensors.
+    """
+    if x.dtype == torch.float64 and needs_plain():
+        return torch.tensor(number, dtype=torch.float64, device=x.device)
+    return number
 
 
 def is_transformed() -> bool:

@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import torch
 
+from ._tracing import exact_factor
 from .frequencies import CONTEXT, TWO_PI, Frequencies
 
 _TURN = 2.0**-64  # one phase unit, in turns
@@ -166,7 +167,8 @@ def cos_sin(phase: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
     """
     quarter = (phase + 2**61) >> 62
     remainder = phase - (quarter << 62)
-    angle = remainder.to(dtype) * _RADIANS
+    angle = remainder.to(dtype)
+    angle = angle * exact_factor(_RADIANS, angle)
     cos, sin = torch.cos(angle), torch.sin(angle)
     swap = (quarter & 1).bool()
     negative_cos = ((quarter + 1) & 2).bool()

@@ -6,13 +6,14 @@ against it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from .. import activations, angles
-from .._tracing import broadcasts
+from .._tracing import broadcasts, exact_factor, lowerings, needs_plain
 from ..channels import join_pairs, split_pairs
 from . import gradients
 from .call import Call
@@ -32,6 +33,9 @@ from .schema import (
     scale,
 )
 
+# Rotates a tensor [rows, heads, tokens, channels]; the result has its dtype.
+Turn: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
 
 def define(call: Call) -> list[torch.Tensor]:
     """Compute the operator with ordinary torch functions.
@@ -48,6 +52,55 @@ def define(call: Call) -> list[torch.Tensor]:
     _check(call, views, inputs)
     dtype = torch.float64 if views[0].dtype == torch.float64 else torch.float32
     tokens = views[0].shape[-2]
+    lowering = lowerings[-1] if needs_plain() and lowerings else None
+    turn = (lowering or turn_by)(call, tokens, dtype)
+    ys, by_weights = [], []
+    for i, view in enumerate(views):
+        x = view if call.is_plain() else view.to(dtype)
+        weight = parts.weights[i] if parts.weights else None
+        gate = gradients.gate_factor(call, i, tokens, dtype) if parts.gates else None
+        if options.direction == FORWARD:
+            if options.act != activations.NONE:
+                x = activations.apply(options.act, x, weight, call.eps)
+            y = turn(x)
+            if gate is not None:
+                y = y * gate
+        else:
+            if gate is not None:
+                x = x * gate
+            y = turn(x)
+            if options.act != activations.NONE:
+                inside = inputs[i].to(dtype)
+                if weight is not None:
+                    by_weights.append(activations.by_weight(inside, y, weight.shape[0], call.eps))
+                y = activations.transpose(options.act, inside, y, weight, call.eps)
+        ys.append(layout.from_bhsd(y.to(view.dtype)))
+    return ys + by_weights
+
+
+def turn_by(call: Call, tokens: int, dtype: torch.dtype) -> Turn:
+    """Return the function that rotates a view ``[rows, heads, tokens, channels]`` of a call.
+
+    Args:
+        call: the call.
+        tokens: the number of tokens.
+        dtype: float32 or float64, of the arithmetic.
+    """
+    c, s = cos_sin(call, tokens, dtype)
+    return partial(
+        _rotate_slice, table=_table(c, s, call.options), options=call.options, dtype=dtype
+    )
+
+
+def cos_sin(call: Call, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines of a call times its amplitude, ``[rows|1, heads|1, tokens, pairs]``.
+
+    Args:
+        call: the call; tables of the source "full" hold channels in place of pairs.
+        tokens: the number of tokens.
+        dtype: float32 or float64, of the results.
+    """
+    options = call.options
     if options.source in (WORDS, PHASES):
         c, s = _cos_sin(call, tokens, dtype)
     elif call.secondary is None:
@@ -61,33 +114,11 @@ def define(call: Call) -> list[torch.Tensor]:
             for table in (call.primary, call.secondary)
         )
     if call.amplitude != 1.0:
-        factor = scale(options.direction, call.amplitude)
+        factor = exact_factor(scale(options.direction, call.amplitude), c)
         c, s = c * factor, s * factor
     if options.source in (WORDS, PHASES) and options.narrow:
-        c, s = (table.to(views[0].dtype).to(dtype) for table in (c, s))
-    table = _table(c, s, options)
-    ys, by_weights = [], []
-    for i, view in enumerate(views):
-        x = view if call.is_plain() else view.to(dtype)
-        weight = parts.weights[i] if parts.weights else None
-        gate = gradients.gate_factor(call, i, tokens, dtype) if parts.gates else None
-        if options.direction == FORWARD:
-            if options.act != activations.NONE:
-                x = activations.apply(options.act, x, weight, call.eps)
-            y = _rotate_slice(x, table, options, dtype)
-            if gate is not None:
-                y = y * gate
-        else:
-            if gate is not None:
-                x = x * gate
-            y = _rotate_slice(x, table, options, dtype)
-            if options.act != activations.NONE:
-                inside = inputs[i].to(dtype)
-                if weight is not None:
-                    by_weights.append(activations.by_weight(inside, y, weight.shape[0], call.eps))
-                y = activations.transpose(options.act, inside, y, weight, call.eps)
-        ys.append(layout.from_bhsd(y.to(view.dtype)))
-    return ys + by_weights
+        c, s = (table.to(call.q.dtype).to(dtype) for table in (c, s))
+    return c, s
 
 
 def _check(call: Call, views: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
@@ -188,16 +219,19 @@ def _cos_sin(call: Call, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor,
     words, turns, positions = call.primary, call.secondary, call.positions
     phase = angles.phase_at(words, turns, positions, call.offset, call.options.add_index, tokens)
     cos, sin = angles.cos_sin(phase, dtype)
-    # `step` is an angle of zero that has a derivative. Rotating by it too makes cos and sin
-    # differentiable: d(cos, sin)/dφ = (-sin, cos).
-    step = None
+    lost = angles.is_lost(positions)
     if turns is not None:
         invalid = angles.without_frequency(turns)
         cos, sin = torch.where(invalid, torch.nan, cos), torch.where(invalid, torch.nan, sin)
-    lost = angles.is_lost(positions)
-    if positions is not None and lost is not None:
+    if lost is not None:
         invalid = lost.any(0)[:, None, :, None]
         cos, sin = torch.where(invalid, torch.nan, cos), torch.where(invalid, torch.nan, sin)
+    if needs_plain():
+        return cos, sin  # runtimes compute no derivatives
+    # `step` is an angle of zero that has a derivative. Rotating by it too makes cos and sin
+    # differentiable: d(cos, sin)/dφ = (-sin, cos).
+    step = None
+    if positions is not None and lost is not None:
         step = angles.position_angle(words, turns, positions, dtype)
     if call.extras.frequencies:
         where = gradients.places(call, tokens, words.device)

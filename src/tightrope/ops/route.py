@@ -3,9 +3,10 @@
 The first rule that matches decides:
 
 * DEFINITION (plain torch): the caller forces the reference; a tensor has, or in a functorch transform
-  may have, a forward-mode tangent; the call is compiled inside a functorch transform; a transform
-  other than functionalize is active and the call has f or P;
-* TRACED: compile, export, functionalize;
+  may have, a forward-mode tangent; the call is compiled inside a functorch transform, or exported to
+  a runtime that lacks the operators; a transform other than functionalize is active and the call has
+  f or P;
+* TRACED: compile, other exports, functionalize;
 * AUTOGRAD: other functorch transforms; eager code in which a tensor requires grad;
 * KERNEL: everything else.
 """
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from .._tracing import have_tangents, is_transformed
+from .._tracing import have_tangents, is_transformed, needs_plain
 from ..activations import NONE, RMSNorm, code_of
 from ..phases import Phases
 from ..spec import PreparedRotation
@@ -70,7 +71,7 @@ def route(call: Call) -> Way:
     elif compiling:
         # Inside torch.func.grad the compiler ignores gradient formulas registered from Python, but it can
         # trace and fuse plain torch.
-        found = DEFINITION if transformed else TRACED
+        found = DEFINITION if transformed or needs_plain() else TRACED
     elif transformed:
         if _functionalizes():
             found = TRACED

@@ -211,6 +211,8 @@ def _drift_of(sources: Sequence[torch.Tensor]) -> Any:
     """Return the function that makes the zeros for gradients; None if there are no gradients."""
     if _tracing.is_transformed() or _tracing.have_tangents(sources, transformed=False):
         return _definition.differentiable_drift
+    if _tracing.needs_plain():
+        return None
     if torch.is_grad_enabled() and any(x.requires_grad for x in sources):
         # By name, because ops imports this package.
         return operators.phase_drift.default
@@ -218,6 +220,8 @@ def _drift_of(sources: Sequence[torch.Tensor]) -> Any:
 
 
 def _phase_words(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if _tracing.needs_plain():
+        return _definition.phase_words(*arguments)
     return operators.phase_words.default(*arguments)  # type: ignore[no-any-return]
 
 

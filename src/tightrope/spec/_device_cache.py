@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from .._tracing import is_tracing, may_keep
+from .._tracing import is_tracing, may_keep, needs_plain
 
 T = TypeVar("T")
 
@@ -35,14 +35,14 @@ class DeviceCache:
         """Return the cached value, or make it.
 
         Under fake tensors and functorch transforms the value is always made anew; Dynamo reads the
-        cache.
+        cache, and so does an export for a runtime that lacks the operators, which needs the values.
 
         Args:
             device: device of the value.
             key: see :data:`Key`.
             make: called with device and key to make the value.
         """
-        if not is_tracing() or torch.compiler.is_dynamo_compiling():
+        if not is_tracing() or torch.compiler.is_dynamo_compiling() or needs_plain():
             kept: T | None = self._kept.get((device, key))
             if kept is not None:
                 return kept

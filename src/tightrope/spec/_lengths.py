@@ -45,7 +45,8 @@ def read(seq_len: int | Sequence[int] | torch.Tensor) -> Lengths:
         lengths = seq_len.detach().reshape(-1)
         readable = is_readable(seq_len)
         if not readable or lengths.is_floating_point():
-            lengths = lengths.to(torch.float64).nan_to_num(0.0).clamp(0, _LONGEST).ceil()
+            lengths = lengths.to(torch.float64).nan_to_num(0.0, _LONGEST, 0.0)
+            lengths = lengths.clamp(0, _LONGEST).ceil()
         return _known(lengths.to(torch.int64).tolist()) if readable else lengths
     return tuple(map(length, _each(seq_len)))
 

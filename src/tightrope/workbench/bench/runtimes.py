@@ -45,7 +45,8 @@ def onnxruntime(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor)
         # With the heads after the tokens, the operator takes them flattened, and their number as an attribute.
         return _laid_out(case, x).flatten(2) if case.strided else x
 
-    angle = angles_of(case, torch.arange(int(ids.max()) + 1))
+    # It refuses tables with fewer rows than tokens.
+    angle = angles_of(case, torch.arange(max(int(ids.max()) + 1, ids.shape[-1])))
     inputs = {
         "q": as_passed(q),
         "k": as_passed(k),
