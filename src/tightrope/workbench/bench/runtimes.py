@@ -62,7 +62,7 @@ def onnxruntime(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor)
         torch.float16: TensorProto.FLOAT16,
         torch.int64: TensorProto.INT64,
     }
-    declared = (
+    given, returned = (
         [helper.make_tensor_value_info(name, types[x.dtype], x.shape) for name, x in part.items()]
         for part in (inputs, outputs)
     )
@@ -78,7 +78,7 @@ def onnxruntime(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor)
         for x, rotated, heads in (("q", "y", case.q_heads), ("k", "z", case.k_heads))
     ]
     model = helper.make_model_gen_version(
-        helper.make_graph(nodes, "rotation", *declared),
+        helper.make_graph(nodes, "rotation", given, returned),
         opset_imports=[helper.make_opsetid("", 23)],
     )
     options = onnxruntime.SessionOptions()
