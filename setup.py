@@ -15,8 +15,10 @@ Environment:
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -99,6 +101,12 @@ def find_torch() -> tuple[list[str], list[str], str]:
     return include_paths(), library_paths(), str(torch.__version__)
 
 
+def schemas() -> str:
+    """Return the schemas of the operators as strings of C++, separated by commas."""
+    defined = runpy.run_path(str(ROOT / "src" / "tightrope" / "ops" / "schema.py"))
+    return ", ".join(map(json.dumps, defined["SCHEMAS"]))
+
+
 def run_compiler(command: list[str]) -> str:
     """Run the compiler, print its warnings and return its stdout."""
     try:
@@ -165,6 +173,7 @@ def build_library() -> Path:
         "bind_torch.cpp": torch_flags,
         "bind_gradients.cpp": torch_flags,
         "bind_phases.cpp": torch_flags,
+        "bind_schemas.cpp": [*torch_flags, f"-DTIGHTROPE_SCHEMAS={schemas()}"],
         "dispatch.cpp": ["-O3"],
         "stretched.cpp": ["-O3"],
         "large_results.cpp": ["-O2"],

@@ -218,10 +218,16 @@ PHASE_SUMS = (
     "-> (Tensor by_increments, Tensor by_state)"
 )
 
-library = torch.library.Library("tightrope", "DEF")
 _PHASES = (PHASE_WORDS, PHASE_DRIFT, PHASE_SUMS)
-for _one in (*ROTATIONS.values(), ANGLE_GRADIENTS, GATE_GRADIENTS, *_PHASES):
-    library.define(_one, tags=(torch.Tag.pt2_compliant_tag,))
+
+#: All schemas. setup.py also compiles them into the native library, for processes without Python.
+SCHEMAS = (*ROTATIONS.values(), ANGLE_GRADIENTS, GATE_GRADIENTS, *_PHASES)
+
+library = torch.library.Library("tightrope", "DEF")
+# The process may have loaded the native library before this module.
+if not hasattr(torch.ops.tightrope, "rotate"):
+    for _one in SCHEMAS:
+        library.define(_one, tags=(torch.Tag.pt2_compliant_tag,))
 
 rotate = torch.ops.tightrope.rotate.default
 rotate_ = torch.ops.tightrope.rotate_.default
