@@ -194,7 +194,9 @@ def build_library() -> Path:
     def compile_unit(source: str) -> Path:
         command = [*compiler, *COMMON_FLAGS, *units[source], "-c", str(CSRC / source)]
         text = (CSRC / source).read_bytes()
-        key = digest(version, torch_version, shlex.join(command), text, *headers)
+        # Objects do not depend on the folder of the source, see COMMON_FLAGS.
+        where = shlex.join(command).replace(str(ROOT), ".")
+        key = digest(version, torch_version, where, text, *headers)
         return produce(Path(source).stem, key, ".o", command)
 
     # Start with the last unit, the largest instruction set, which takes longest.
@@ -249,11 +251,10 @@ class build_native(Command):
             # Remove the library of an earlier build, which may not match the source.
             target.unlink(missing_ok=True)
             say(
-                f"tightrope is built without its fused CPU kernel: {reason}. Everything works, but runs "
-                "slower, on the plain torch definition. For the fused kernel, install torch, "
-                "setuptools and a C++17 compiler (g++ or clang++), then install tightrope again "
-                "without build isolation: pip install --no-build-isolation --no-cache-dir "
-                "--force-reinstall --no-deps followed by tightrope or the path of this folder."
+                "tightrope is built without its fused CPU kernel and runs on plain torch, which is "
+                f"slower, because {reason}. To build the kernel, install torch, setuptools and a C++17 "
+                "compiler, and repeat `pip install` with these options: --no-build-isolation "
+                "--no-cache-dir --force-reinstall --no-deps"
             )
             return
         target.parent.mkdir(parents=True, exist_ok=True)
