@@ -252,8 +252,8 @@ class build_native(Command):
             target.unlink(missing_ok=True)
             say(
                 "tightrope is built without its fused CPU kernel and runs on plain torch, which is "
-                f"slower, because {reason}. To build the kernel, install torch, setuptools and a C++17 "
-                "compiler, and repeat `pip install` with these options: --no-build-isolation "
+                f"slower, because {reason}. To build the kernel, install torch, setuptools and a "
+                "C++17 compiler, and repeat `pip install` with these options: --no-build-isolation "
                 "--no-cache-dir --force-reinstall --no-deps"
             )
             return

@@ -11,6 +11,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tightrope, m) {
     // setup.py passes the schemas of ops/schema.py.
     for (const char* schema : {TIGHTROPE_SCHEMAS}) m.def(schema);
   } catch (const std::exception&) {
-    // They are defined already: by Python, which did not load this library, or by a copy of this library.
+    // They are defined already: by Python, which did not load this library, or by a copy of it.
   }
 }

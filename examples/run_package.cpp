@@ -2,8 +2,8 @@
 //
 //   run_package LIBRARY PACKAGE TOKENS FIRST RESULTS
 //
-// LIBRARY is tightrope's native library. The model of PACKAGE takes q, k and the position of the first
-// token of each row. RESULTS receives the bytes of its results.
+// LIBRARY is tightrope's native library. The model of PACKAGE takes q, k and the position of the
+// first token of each row. RESULTS receives the bytes of its results.
 #include <ATen/ops/arange.h>
 #include <ATen/ops/tensor.h>
 #include <dlfcn.h>

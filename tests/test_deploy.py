@@ -1,4 +1,4 @@
-"""Deployment: exported programs and packages, with and without tightrope's Python; the source archive."""
+"""Deployment: exported programs and packages in processes without tightrope; the source archive."""
 
 import os
 import shutil
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
+import oracle
 import tightrope
 from helpers import noise
 from tightrope import RopeSpec, positions
@@ -18,6 +19,7 @@ from tightrope.activations import RMSNorm
 from tightrope.backends import cpu
 from tightrope.functional import rotate, rotate_, rotate_qk
 from tightrope.ops import schema
+from tolerances import assert_rotations, assert_same_bits
 
 ROOT = Path(__file__).resolve().parent.parent
 SPEC = RopeSpec(16, base=500_000.0, rotary_dim=12)
@@ -42,7 +44,8 @@ class Model(torch.nn.Module):
         rows = positions.per_row(first)
         new_q, new_k = rotate_qk(q, k, SPEC, rows, layout="bshd")
         normed, _ = rotate_qk(q, k, SPEC, rows, layout="bshd", act=RMSNorm(self.weight))
-        last = rotate_(k * 2, SPEC, first.max().item(), layout="bshd")
+        start = first.max().item()
+        last = rotate_(k * 2, SPEC, start, layout="bshd", seq_len=start + k.shape[1])
         return new_q, new_k, normed, last
 
 
@@ -68,10 +71,9 @@ def export() -> torch.export.ExportedProgram:
     )
 
 
-def assert_same_bits(got, wanted) -> None:
-    assert len(got) == len(wanted)
+def assert_results(got, wanted) -> None:
     for a, b in zip(got, wanted, strict=True):
-        assert torch.equal(a, b)
+        assert_same_bits(a, b)
 
 
 def run_alone(folder: Path, script: str) -> None:
@@ -89,13 +91,13 @@ def run_alone(folder: Path, script: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# ---- torch.export -----------------------------------------------------------------------------------
+# ---- torch.export --------------------------------------------------------------------------------
 
 
 def test_export_with_a_dynamic_offset_and_dynamic_tokens() -> None:
     class Offset(torch.nn.Module):
         def forward(self, x: torch.Tensor, offset: int) -> torch.Tensor:
-            return rotate_(x * 1, SPEC, offset)
+            return rotate_(x, SPEC, offset) * 2
 
     dynamic = torch.export.Dim.DYNAMIC
     program = torch.export.export(
@@ -103,12 +105,14 @@ def test_export_with_a_dynamic_offset_and_dynamic_tokens() -> None:
     ).module()
     for tokens, first in CASES:
         x = noise(1, 2, tokens, 16)
-        assert torch.equal(program(x, first), rotate(x, SPEC, first))
+        wanted = rotate(x, SPEC, first)
+        assert torch.equal(program(x, first), wanted * 2)
+        assert torch.equal(x, wanted)
 
 
 @needs_library
 def test_an_exported_program_needs_only_the_library(tmp_path: Path) -> None:
-    """A process with only the library runs a saved program; importing tightrope later is possible."""
+    """A process with only the library runs a saved program, and may import tightrope later."""
     torch.export.save(export(), tmp_path / "model.pt2")
     torch.save([inputs(*case) for case in CASES], tmp_path / "inputs.pt")
     run_alone(
@@ -117,7 +121,8 @@ def test_an_exported_program_needs_only_the_library(tmp_path: Path) -> None:
 torch.ops.load_library(LIBRARY)
 program = torch.export.load("model.pt2").module()
 results = [program(*one) for one in torch.load("inputs.pt")]
-schemas = [str(one) for one in torch._C._jit_get_all_schemas() if one.name.startswith("tightrope::")]
+named = (one for one in torch._C._jit_get_all_schemas() if one.name.startswith("tightrope::"))
+schemas = list(map(str, named))
 assert "tightrope" not in sys.modules
 torch.save((results, schemas), "results.pt")
 
@@ -132,13 +137,13 @@ assert torch.equal(torch.compile(rotate, backend="eager", fullgraph=True)(x, spe
     )
     results, schemas = torch.load(tmp_path / "results.pt")
     for got, case in zip(results, CASES, strict=True):
-        assert_same_bits(got, MODEL(*inputs(*case)))
+        assert_results(got, MODEL(*inputs(*case)))
     named = (one for one in torch._C._jit_get_all_schemas() if one.name.startswith("tightrope::"))
     assert sorted(schemas) == sorted(map(str, named))
     assert len(schemas) == len(schema.SCHEMAS)
 
 
-# ---- AOTInductor ------------------------------------------------------------------------------------
+# ---- AOTInductor ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +164,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_a_package_in_a_process_with_tightrope(package: Path) -> None:
     model = torch._inductor.aoti_load_package(str(package))
     for case in CASES:
-        assert_same_bits(model(*inputs(*case)), MODEL(*inputs(*case)))
+        assert_results(model(*inputs(*case)), MODEL(*inputs(*case)))
 
 
 @pytest.mark.slow
@@ -177,7 +182,37 @@ assert "tightrope" not in sys.modules
 """,
     )
     for got, case in zip(torch.load(tmp_path / "results.pt"), CASES, strict=True):
-        assert_same_bits(got, MODEL(*inputs(*case)))
+        assert_results(got, MODEL(*inputs(*case)))
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_package_of_the_definition_needs_only_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Definition(torch.nn.Module):
+        def forward(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+            rows = positions.per_row(first)
+            return rotate(x, SPEC, rows, layout="bshd", backend="reference")
+
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    x, _, first = inputs(9, 3)
+    shapes = {"x": {1: torch.export.Dim("tokens", min=1, max=4096)}, "first": None}
+    program = torch.export.export(Definition(), (x, first), dynamic_shapes=shapes)
+    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    x, _, first = inputs(31, 1_000_003)
+    torch.save((x, first), tmp_path / "inputs.pt")
+    run_alone(
+        tmp_path,
+        """
+y = torch._inductor.aoti_load_package("model.pt2")(*torch.load("inputs.pt"))
+assert "tightrope" not in sys.modules and not hasattr(torch.ops.tightrope, "rotate")
+torch.save(y, "result.pt")
+""",
+    )
+    wanted = rotate(x, SPEC, positions.per_row(first), layout="bshd")
+    got, lengths = torch.load(tmp_path / "result.pt"), oracle.pair_lengths(x, SPEC.rotary_dim)
+    assert_rotations(got, wanted, lengths, 2, 1e6)
 
 
 @pytest.mark.slow
@@ -211,7 +246,7 @@ def test_a_package_in_a_program_without_python(package: Path, tmp_path: Path) ->
     assert "TIGHTROPE_CPU_ISA names an instruction set" in done.stderr
 
 
-# ---- the source archive -----------------------------------------------------------------------------
+# ---- the source archive --------------------------------------------------------------------------
 
 
 def pip_wheel(source: Path, *options: str, **environment: str) -> tuple[str, str]:
@@ -236,7 +271,7 @@ def pip_wheel(source: Path, *options: str, **environment: str) -> tuple[str, str
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make the source archive of this checkout, in a copy, because setuptools writes into the folder."""
+    """Make the source archive, in a copy of this checkout, because setuptools writes into it."""
     folder = tmp_path_factory.mktemp("archive")
     made = shutil.ignore_patterns(
         ".git", ".venv*", ".*_cache", "build", "dist", "site", "_native.*"

@@ -72,7 +72,7 @@ def is_ready() -> bool:
 
 
 def library_path() -> Path | None:
-    """Return the path of the native library, for programs that load it without Python; None if it is not built.
+    """Return the path of the native library, for programs without Python; None if it is not built.
 
     >>> path = library_path()
     """
