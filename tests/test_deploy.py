@@ -1,11 +1,14 @@
 """Deployment: exported programs and packages in processes without tightrope; the source archive."""
 
+import ast
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -141,6 +144,15 @@ assert torch.equal(torch.compile(rotate, backend="eager", fullgraph=True)(x, spe
     named = (one for one in torch._C._jit_get_all_schemas() if one.name.startswith("tightrope::"))
     assert sorted(schemas) == sorted(map(str, named))
     assert len(schemas) == len(schema.SCHEMAS)
+
+
+def test_setup_passes_the_schemas_to_the_compiler() -> None:
+    found = importlib.util.spec_from_file_location("tightrope_setup", ROOT / "setup.py")
+    setup = importlib.util.module_from_spec(found)
+    with mock.patch("setuptools.setup"):
+        found.loader.exec_module(setup)
+    for _ in range(2):
+        assert ast.literal_eval(f"({setup.schemas()})") == schema.SCHEMAS
 
 
 # ---- AOTInductor ---------------------------------------------------------------------------------

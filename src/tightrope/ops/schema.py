@@ -223,8 +223,8 @@ _PHASES = (PHASE_WORDS, PHASE_DRIFT, PHASE_SUMS)
 #: All schemas. setup.py also compiles them into the native library, for processes without Python.
 SCHEMAS = (*ROTATIONS.values(), ANGLE_GRADIENTS, GATE_GRADIENTS, *_PHASES)
 
-library = torch.library.Library("tightrope", "DEF")
-# The process may have loaded the native library before this module.
+# The process may have loaded the native library before; and setup.py may run this file once more.
+library = torch.library.Library("tightrope", "FRAGMENT")
 if not hasattr(torch.ops.tightrope, "rotate"):
     for _one in SCHEMAS:
         library.define(_one, tags=(torch.Tag.pt2_compliant_tag,))
