@@ -30,7 +30,7 @@ COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None
 
 # Raised where Inductor copies an exported program.
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
-needs_library = pytest.mark.skipif(cpu.library_path() is None, reason="no native library")
+needs_library = pytest.mark.skipif(cpu.why_not() is not None, reason=str(cpu.why_not()))
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
