@@ -15,8 +15,10 @@ Environment:
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -25,7 +27,9 @@ import sysconfig
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import ClassVar
+from unittest.mock import patch
 
 from setuptools import Command, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -99,6 +103,19 @@ def find_torch() -> tuple[list[str], list[str], str]:
     return include_paths(), library_paths(), str(torch.__version__)
 
 
+def schemas() -> str:
+    """Return the schemas of the operators as strings of C++, separated by commas."""
+    package = ROOT / "src" / "tightrope"
+    # Empty packages, because the file imports another one by a relative name, but not the library.
+    empty = {name: ModuleType(name) for name in ("tightrope", "tightrope.ops")}
+    empty["tightrope"].__path__ = [str(package)]
+    with patch.dict(sys.modules, empty):
+        sys.modules.pop("tightrope._namespace", None)
+        path = str(package / "ops" / "schema.py")
+        defined = runpy.run_path(path, run_name="tightrope.ops.schema")
+    return ", ".join(map(json.dumps, defined["SCHEMAS"]))
+
+
 def run_compiler(command: list[str]) -> str:
     """Run the compiler, print its warnings and return its stdout."""
     try:
@@ -165,6 +182,7 @@ def build_library() -> Path:
         "bind_torch.cpp": torch_flags,
         "bind_gradients.cpp": torch_flags,
         "bind_phases.cpp": torch_flags,
+        "bind_schemas.cpp": [*torch_flags, f"-DTIGHTROPE_SCHEMAS={schemas()}"],
         "dispatch.cpp": ["-O3"],
         "stretched.cpp": ["-O3"],
         "large_results.cpp": ["-O2"],
@@ -185,7 +203,9 @@ def build_library() -> Path:
     def compile_unit(source: str) -> Path:
         command = [*compiler, *COMMON_FLAGS, *units[source], "-c", str(CSRC / source)]
         text = (CSRC / source).read_bytes()
-        key = digest(version, torch_version, shlex.join(command), text, *headers)
+        # Objects do not depend on the folder of the source, see COMMON_FLAGS.
+        where = shlex.join(command).replace(str(ROOT), ".")
+        key = digest(version, torch_version, where, text, *headers)
         return produce(Path(source).stem, key, ".o", command)
 
     # Start with the last unit, the largest instruction set, which takes longest.
@@ -240,11 +260,10 @@ class build_native(Command):
             # Remove the library of an earlier build, which may not match the source.
             target.unlink(missing_ok=True)
             say(
-                f"tightrope is built without its fused CPU kernel: {reason}. Everything works, but runs "
-                "slower, on the plain torch definition. For the fused kernel, install torch, "
-                "setuptools and a C++17 compiler (g++ or clang++), then install tightrope again "
-                "without build isolation: pip install --no-build-isolation --no-cache-dir "
-                "--force-reinstall --no-deps followed by tightrope or the path of this folder."
+                "tightrope is built without its fused CPU kernel and runs on plain torch, which is "
+                f"slower, because {reason}. To build the kernel, install torch, setuptools and a "
+                "C++17 compiler, and repeat `pip install` with these options: --no-build-isolation "
+                "--no-cache-dir --force-reinstall --no-deps"
             )
             return
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -490,6 +490,34 @@ def test_one_graph_for_all_lengths(rule: str, dynamic: bool | None, kind: str) -
     assert len(graphs) == (1 if dynamic or "row" in kind or "tensor" in kind else 2)
 
 
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", ["offset", "an offset that is read", "seq_len", "tokens"])
+@every_rule
+def test_an_exported_program_takes_all_lengths(rule: str, kind: str, strict: bool) -> None:
+    short = DynamicNTK(2.0, 100) if rule == "dynamic" else LongRoPE(SHORT, LONG, 100, factor=4.0)
+    spec = spec_of(short)
+
+    class Turn(torch.nn.Module):
+        def forward(self, x: torch.Tensor, number: Any) -> torch.Tensor:
+            if kind == "seq_len":
+                return rotate(x, spec, -2, seq_len=number)
+            return rotate(x, spec, number.item() if isinstance(number, torch.Tensor) else number)
+
+    def number(value: int) -> Any:
+        return torch.tensor(value) if kind == "an offset that is read" else value
+
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = {"x": {2: dynamic}, "number": None if "read" in kind else dynamic}
+    call = (torch.randn(2, 1, 5, 12), number(7))
+    program = torch.export.export(Turn(), call, dynamic_shapes=shapes, strict=strict).module()
+    for tokens, value in ((5, 7), (5, 500), (200, 300)) if kind != "seq_len" else ((5, 300),):
+        x = torch.randn(2, 1, tokens, 12)
+        lengths = oracle.pair_lengths(x, 8, start=2)
+        got, wanted = program(x, number(value)), Turn()(x, number(value))
+        assert_rotations(got, wanted, lengths, 2, 1000.0)
+
+
 def test_unequal_factors_take_a_graph_for_short_and_one_for_long_rows() -> None:
     short = LongRoPE(SHORT, LONG, 100, short_mscale=1.25, long_mscale=1.5)
     spec = spec_of(short)

@@ -220,10 +220,16 @@ PHASE_SUMS = (
     "-> (Tensor by_increments, Tensor by_state)"
 )
 
-library = torch.library.Library(NAMESPACE, "DEF")
 _PHASES = (PHASE_WORDS, PHASE_DRIFT, PHASE_SUMS)
-for _one in (*ROTATIONS.values(), ANGLE_GRADIENTS, GATE_GRADIENTS, *_PHASES):
-    library.define(_one, tags=(torch.Tag.pt2_compliant_tag,))
+
+#: All schemas. setup.py also compiles them into the native library, for processes without Python.
+SCHEMAS = (*ROTATIONS.values(), ANGLE_GRADIENTS, GATE_GRADIENTS, *_PHASES)
+
+# The process may have loaded the native library before; and setup.py may run this file once more.
+library = torch.library.Library(NAMESPACE, "FRAGMENT")
+if not hasattr(operators, "rotate"):
+    for _one in SCHEMAS:
+        library.define(_one, tags=(torch.Tag.pt2_compliant_tag,))
 
 rotate = operators.rotate.default
 rotate_ = operators.rotate_.default

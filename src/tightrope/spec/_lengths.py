@@ -62,7 +62,9 @@ def check(seq_len: SeqLen) -> None:
     seq_len = _traced(seq_len)
     if isinstance(seq_len, torch.Tensor):
         _check_tensor(seq_len)
-    elif seq_len is not None and not (torch.compiler.is_compiling() and type(seq_len) is int):
+    elif seq_len is not None and not (
+        torch.compiler.is_compiling() and type(seq_len) in (int, torch.SymInt)
+    ):
         # Not for an int while compiling: checking its value would add a guard to the graph.
         for value in _each(seq_len):
             length(value)

@@ -82,8 +82,10 @@ class Tables:
             _lengths.check(seq_len)
             return None
         has_one_amplitude = self._beyond.amplitude_hex == self.amplitude_hex
-        if torch.compiler.is_compiling() and isinstance(seq_len, int) and has_one_amplitude:
-            seq_len = torch.full((1,), seq_len, dtype=torch.int64, device=device)
+        # Export passes torch.SymInt, which Dynamo presents as int.
+        if torch.compiler.is_compiling() and isinstance(seq_len, (int, torch.SymInt)):
+            if has_one_amplitude:
+                seq_len = torch.full((1,), seq_len, dtype=torch.int64, device=device)
         return _lengths.read(seq_len)
 
     def words(self, lengths: Lengths | None, device: torch.device) -> Table:

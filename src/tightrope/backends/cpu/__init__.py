@@ -7,6 +7,7 @@ from .native import (
     instruction_set as instruction_set,
     instruction_sets as instruction_sets,
     is_ready as is_ready,
+    library_path as library_path,
     register as register,
     use_instruction_set as use_instruction_set,
     why_not as why_not,

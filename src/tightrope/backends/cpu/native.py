@@ -38,6 +38,8 @@ def register() -> None:
     if not _PATH.exists():
         _missing = f"the native library is not built; {_HOW}"
     else:
+        # It tells csrc/bind_schemas.cpp that the operators are defined.
+        os.environ["TIGHTROPE_DEFINED"] = "1"
         try:
             torch.ops.load_library(str(_PATH))
         except OSError as error:
@@ -46,6 +48,8 @@ def register() -> None:
             _library, _missing = _open(), None
             phase_words.stretched_natively = _stretched
             return
+        finally:
+            del os.environ["TIGHTROPE_DEFINED"]
     warnings.warn(f"tightrope runs on plain torch, which is slower: {_missing}", stacklevel=2)
 
 
@@ -65,6 +69,14 @@ def why_not(x: torch.Tensor | None = None) -> str | None:
 def is_ready() -> bool:
     """Return whether the kernels are registered."""
     return _missing is None
+
+
+def library_path() -> Path | None:
+    """Return the path of the native library, for programs without Python; None if it is not built.
+
+    >>> path = library_path()
+    """
+    return _PATH if _PATH.exists() else None
 
 
 def instruction_set() -> str | None:
