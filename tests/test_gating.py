@@ -76,7 +76,7 @@ def only_the_fast_path(monkeypatch):
 
     def switch() -> None:
         # From sys.modules, as a function of the same name hides the module.
-        monkeypatch.setattr(sys.modules["tightrope.functional.rotate"], "build", refused)
+        monkeypatch.setattr(sys.modules["tightrope.functional.rotate"], "perform", refused)
 
     return switch
 
