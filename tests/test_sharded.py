@@ -1090,3 +1090,22 @@ def test_a_local_weight_with_a_tangent() -> None:
             "[rotate] weight of RMSNorm must not have a tangent because x is a DTensor, which has none.",
         ):
             rotate(place(Q, mesh, [Shard(1)]), SPEC, act=RMSNorm(dual))
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_q_or_k_alone_learns(backend: str | None) -> None:
+    """A result requires grad only if its tensor, or an argument of both, does."""
+    for learns in ((True, False), (False, True)):
+        q, k = (x.clone().requires_grad_(own) for x, own in zip((Q, K), learns))
+        wanted = rotate_qk(q, k, SPEC, 3, backend=backend)
+        with rank(1, (RANKS,)) as mesh:
+            own = [place(x.detach(), mesh, [Shard(1)]) for x in (q, k)]
+            for x, learn in zip(own, learns):
+                x.requires_grad_(learn)
+            found = rotate_qk(*own, SPEC, 3, backend=backend)
+            for y, whole, x, learn in zip(found, wanted, own, learns):
+                assert y.requires_grad == whole.requires_grad == learn
+                assert_same_bits(y.to_local().detach(), share(whole, mesh, [Shard(1)]).detach())
+                if learn:
+                    (grad,) = torch.autograd.grad(y.to_local().sum(), x)
+                    assert grad.placements == (Shard(1),)

@@ -221,6 +221,8 @@ def _scan_shards(
         memory = take("the memory of state", state.memory, ("row", "head", None, None))
         state = state._replace(memory=memory)
     local = sharded.local_request(request, Place(_QK, (q, k), order, sharded=True), parts[:2])
+    own_q, own_k = sharded.to_local(q, k)
+    local = local._replace(q=own_q, k=own_k)
     out, after = _scan(local, sharded.to_local(v)[0], log_decay, state, form, chunk)
     mesh = v.device_mesh  # type: ignore[attr-defined]
     watched = [] if own.watched is None else [*own.watched, q, k, v]

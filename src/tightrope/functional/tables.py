@@ -385,7 +385,7 @@ def _rotate_shards(
         sin=take("sin", given.sin, axes),
         position_ids=take("position_ids", ids, ("row", "token")),
     )
-    q, k = schema.pair(sharded.to_local(*xs))
+    q, k = schema.pair([sharded.local_of(x) for x in xs])
     return sharded.run_local(_build(q, k, local, verb, backend), xs, parts[0].watched)
 
 

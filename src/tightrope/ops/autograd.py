@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from .._errors import is_dtensor
+from .._tracing import is_transformed
 from ..activations import NONE
 from . import gradients, schema
 from .call import Call, Extras, pack, tensors_of, unpack
@@ -44,14 +46,18 @@ class OutOfPlace(torch.autograd.Function):
     def forward(template: Template, *tensors: Any) -> Any:
         call = template.filled(tensors)
         packed = pack(call)
-        return tuple(NEW.for_(packed)(call.q, call.k, *packed))
+        if is_transformed():
+            return tuple(NEW.for_(packed)(call.q, call.k, *packed))
+        # The operator's own gradient formula would only cost time here.
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(NEW.for_(packed)(call.q, call.k, *packed))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         template, *tensors = inputs
         # Under vmap requires_grad of a tensor is unreliable, but needs_input_grad is not.
         needs = ctx.needs_input_grad[1:]
-        wants = _save(ctx, template.filled(tensors), template.filled(needs), output)
+        wants = save(ctx, template.filled(tensors), template.filled(needs), output)
         if not wants.any_but_x():
             idle = [y for y, needed in zip(output, needs) if not needed]
             ctx.mark_non_differentiable(*idle)
@@ -60,7 +66,7 @@ class OutOfPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        return (None, *_gradients(ctx, grads, ctx.needs_input_grad[1:3]).tensors())
+        return (None, *gradients_of(ctx, grads, ctx.needs_input_grad[1:3]).tensors())
 
 
 # Torch reads the signature in each call, which takes a fifth of its time unless it is written down.
@@ -77,12 +83,12 @@ class InPlace(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             IN_PLACE.for_(packed)(x, None, *packed)
         ctx.mark_dirty(x)
-        _save(ctx, call, template.filled(ctx.needs_input_grad[2:]), ())
+        save(ctx, call, template.filled(ctx.needs_input_grad[2:]), ())
         return x
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        found = _gradients(ctx, [grad], [ctx.needs_input_grad[1], False])
+        found = gradients_of(ctx, [grad], [ctx.needs_input_grad[1], False])
         # Returned for x only: a gradient of its copy as well would count twice.
         return (None, found.q, *found._replace(q=None).tensors())
 
@@ -109,11 +115,18 @@ class _Wants(NamedTuple):
         return self.angles() or self.tables or any(self.weights) or self.gates
 
 
-def _save(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]) -> _Wants:
+def save(
+    ctx: Any,
+    call: Call,
+    needs: Call,
+    outputs: Sequence[torch.Tensor],
+    watched: Sequence[torch.Tensor] = (),
+) -> _Wants:
     """Save the tensors that the backward pass reads; q, k and the results only if a gradient needs them.
 
     Args:
         needs: the call with a bool in place of each tensor: whether that tensor needs a gradient.
+        watched: tensors that must not change before the backward pass.
     """
     options, of = call.options, needs.extras
     wants = _Wants(
@@ -132,18 +145,28 @@ def _save(ctx: Any, call: Call, needs: Call, outputs: Sequence[torch.Tensor]) ->
         call = call._replace(q=None, k=None)
     tensors = call.tensors()
     ctx.wants, ctx.template, ctx.count = wants, Template.of(call), len(tensors)
-    ctx.save_for_backward(*tensors, *(outputs if from_outputs else ()))
+    ctx.results = len(outputs) if from_outputs else 0
+    ctx.save_for_backward(*tensors, *(outputs if from_outputs else ()), *watched)
     return wants
 
 
-def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> Call:
+def gradients_of(
+    ctx: Any,
+    grads: Sequence[torch.Tensor | None],
+    needed: Sequence[bool],
+    to_local: Callable[[Any], torch.Tensor] | None = None,
+) -> Call:
     """Compute the gradient of each tensor of a call; return the call with gradients in place of tensors.
 
     Args:
         grads: gradient of each result.
         needed: whether q and k need a gradient.
+        to_local: converts saved tensors that are DTensors.
     """
-    saved = ctx.saved_tensors  # read once: checkpointing allows no second read
+    # Read once: checkpointing allows no second read.
+    saved = ctx.saved_tensors[: ctx.count + ctx.results]
+    if to_local is not None:
+        saved = [to_local(t) if is_dtensor(t) else t for t in saved]
     call: Call = ctx.template.filled(saved[: ctx.count])
     inputs, outputs = call.xs() if call.q is not None else [], saved[ctx.count :]
     options, parts, wants = call.options, call.extras, ctx.wants
@@ -283,11 +306,11 @@ def _by_gates(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
     call = unpack(*inputs)
     needs = [isinstance(t, torch.Tensor) and t.requires_grad for t in call.tensors()]
-    _save(ctx, call, call.with_tensors(needs), output)
+    save(ctx, call, call.with_tensors(needs), output)
 
 
 def _backward(ctx: Any, grads: Sequence[torch.Tensor | None], has_extras: bool) -> tuple[Any, ...]:
-    found = _gradients(ctx, grads, ctx.needs_input_grad[:2])
+    found = gradients_of(ctx, grads, ctx.needs_input_grad[:2])
     fixed = (found.q, found.k, found.primary, found.secondary, found.positions)
     # The first three None are for offset, options and amplitude, the last one is for eps.
     return (*fixed, None, None, None, *((list(found.extras.flat()), None) if has_extras else ()))

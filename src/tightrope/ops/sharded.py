@@ -21,15 +21,19 @@ from .._tracing import have_tangents
 from ..activations import NONE, RMSNorm
 from ..spec import PreparedRotation
 from . import checks, memory
+from .autograd import Template, gradients_of, save
 from .build import Request, Stages, build
-from .call import Call
+from .call import Call, pack
 from .checks import Place, layout_named
 from .layouts import Layout
-from .route import any_requires_grad, route
+from .route import AUTOGRAD, KERNEL, any_requires_grad, route
 from .run import Results, run, run_prepared
-from .schema import pair, present
+from .schema import NEW, pair, present
 
 ROW, HEAD, TOKEN = "row", "head", "token"
+
+# The types of most q and k; to look here takes half the time of `is_dtensor`.
+_LOCAL = (torch.Tensor, type(None))
 
 _NO_AXIS = Span(0, 1, 1)
 _WORDS = (None, ROW, HEAD, None)
@@ -196,14 +200,19 @@ def perform(request: Request) -> Results:
         The rotated tensors, in the order of q and k.
     """
     q, k = request.q, request.k
-    # The type of most tensors, compared first because that takes half the time of `is_dtensor`.
-    if (type(q) is torch.Tensor or not is_dtensor(q)) and (k is None or not is_dtensor(k)):
+    if (type(q) in _LOCAL or not is_dtensor(q)) and (type(k) in _LOCAL or not is_dtensor(k)):
         return run(build(request))
     layout, xs = layout_named(request.layout), present(request.q, request.k)
     names = request.names[: len(xs)]
     parts, outs = parts_of(names, xs, layout, _may_learn(request)), request.outs
     request = local_request(request, Place(names, xs, layout, sharded=True), parts)
-    if request.inv_freq is None and request.backend is None and request.verb != "out":
+    records = torch.is_grad_enabled() and any_requires_grad(xs)
+    if (
+        not records
+        and request.inv_freq is None
+        and request.backend is None
+        and request.verb != "out"
+    ):
         found = run_prepared(
             request.verb, request.spec, request.q, request.k, layout.name,
             request.inverse, request.stages, request.rounding,
@@ -241,26 +250,55 @@ def run_local(
         DTensors: new ones, ``xs`` or ``outs``.
     """
     verb = calls[0].verb
-    if verb != "in place" or not (
-        torch.compiler.is_compiling() or any(route(call).needs_grad for call in calls)
+    whole = _on(calls, xs)
+    if verb == "new":
+        return [y for call, own in zip(calls, whole) for y in _new(call, own, watched or ())]
+    if verb == "out" or not (
+        torch.compiler.is_compiling() or any(route(call).needs_grad for call in whole)
     ):
-        ys = run(calls)
-        if watched is not None and verb == "new" and any(y.requires_grad for y in ys):
-            learn = any(map(_learns_angles, calls))
-            reads = learn or any(call.options.act != NONE for call in calls)
-            return _dtensors(ys, xs, [*watched, *(xs if reads else ())], learn)
-        return _placed(verb, ys, xs, outs)
+        return _placed(verb, run(calls), xs, outs)
     # Autograd and compilers see a change of a DTensor, but not one of its local tensor.
     names = [name for call in calls for name in call.names]
     if not torch.compiler.is_compiling():
         memory.check_in_place(names, [local_of(x) for x in xs])
     memory.check_in_place_grad(names, xs)
-    # Autograd does not notice either that the change below overwrites inputs which it has saved.
-    copies = [call.copied() if call.keeps_inputs() else call for call in calls]
-    ys = _dtensors(run([call._replace(verb="new") for call in copies]), xs, watched or ())
-    for x, y in zip(xs, ys):
+    # The backward pass may read the inputs, which are overwritten below.
+    copies = [own.copied() if own.keeps_inputs() else own for own in whole]
+    locals_ = [call.on([local_of(x) for x in own.xs()]) for call, own in zip(calls, copies)]
+    ys = [y for call, own in zip(locals_, copies) for y in _new(call, own, watched or ())]
+    for x, y in zip(xs, ys, strict=True):
         x.copy_(y)
     return xs
+
+
+def _on(calls: Sequence[Call], xs: Sequence[Any]) -> list[Call]:
+    """Return the calls with DTensors as q and k."""
+    rest = list(xs)
+    found = []
+    for call in calls:
+        own, rest = rest[: len(call.xs())], rest[len(call.xs()) :]
+        found.append(call.on(own))
+    return found
+
+
+def _new(call: Call, whole: Call, watched: Sequence[Any]) -> Results:
+    """Rotate into new DTensors.
+
+    Args:
+        call: the call on local tensors, outside of autograd.
+        whole: the same call on DTensors.
+        watched: see :class:`Part`.
+    """
+    xs, way = whole.xs(), route(whole)
+    if way.route == KERNEL:
+        return _placed("new", run([call._replace(verb="new")]), xs, ())
+    if way.route == AUTOGRAD:
+        arguments = whole.tensors()
+        return _OutOfPlace.apply(Template.of(whole), tuple(watched), *arguments)  # type: ignore[no-any-return, no-untyped-call]
+    ys = run([call._replace(verb="new").on(to_local(*xs))])
+    learn = _learns_angles(call)
+    reads = learn or call.options.act != NONE
+    return _dtensors(ys, xs, [*watched, *(xs if reads else ())], learn)
 
 
 def _learns_angles(call: Call) -> bool:
@@ -402,7 +440,7 @@ def _spans(
 
 
 def local_request(request: Request, place: Place, parts: Sequence[Part]) -> Request:
-    """Return the request of this process, with local tensors."""
+    """Return the request of this process, with local tensors; q and k are outside of autograd."""
     first, xs = parts[0], place.xs
     if request.phases is not None:
         raise bad_type(
@@ -433,7 +471,7 @@ def local_request(request: Request, place: Place, parts: Sequence[Part]) -> Requ
                 "torch.no_grad(), or omit out",
                 out=out,
             )
-    q, k = pair(to_local(*xs))
+    q, k = pair([local_of(x) for x in xs])
     return request._replace(
         q=q,
         k=k,
@@ -576,6 +614,44 @@ def _of_specs(
     if any_requires_grad(ys):
         return list(_FromLocal.apply(tuple(specs), tuple(watched), kept, *ys))  # type: ignore[no-untyped-call]
     return [DTensor(y, spec, requires_grad=False) for y, spec in zip(ys, specs)]
+
+
+class _OutOfPlace(torch.autograd.Function):
+    """:class:`.autograd.OutOfPlace` of DTensors, which converts them on its way.
+
+    The backward pass of a call reads local tensors, whose version counters do not count changes of their
+    DTensors. So this function saves DTensors: q, k and results where they are read, and ``watched``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, template: Template, watched: tuple[Any, ...], *tensors: Any) -> Any:
+        whole = template.filled(tensors)
+        xs: Sequence[Any] = whole.xs()
+        packed = pack(whole)
+        with torch._C._AutoDispatchBelowAutograd():
+            ys = NEW.for_(packed)(*pair([local_of(x) for x in xs]), *packed)
+        found = tuple(_dtensors(ys, xs))
+        needs = ctx.needs_input_grad[2:]
+        wants = save(ctx, whole, template.filled(needs), found, watched)
+        if not wants.any_but_x():
+            ctx.mark_non_differentiable(*[y for y, needed in zip(found, needs) if not needed])
+        ctx.set_materialize_grads(False)
+        ctx.specs = [(x._spec, x._local_tensor.stride()) for x in xs]
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        locals_ = []
+        for grad, (spec, _) in zip(grads, ctx.specs):
+            if grad is not None and grad.placements != spec.placements:
+                grad = grad.redistribute(placements=spec.placements)
+            locals_.append(None if grad is None else to_local(grad)[0])
+        found = gradients_of(ctx, locals_, ctx.needs_input_grad[2:4], lambda x: to_local(x)[0])
+        by_x = [
+            None if grad is None else _of_specs([grad], [_spec_of(grad, *place)])[0]
+            for grad, place in zip((found.q, found.k), ctx.specs)
+        ]
+        return None, None, *found._replace(q=by_x[0], k=by_x[1] if by_x[1:] else None).tensors()
 
 
 class _FromLocal(torch.autograd.Function):

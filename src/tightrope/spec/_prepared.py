@@ -125,15 +125,9 @@ class PreparedRotation:
     stack_length: int | None = None
     part: tuple[int, int, int] | None = None
 
-    @public("PreparedRotation")
     def __post_init__(self) -> None:
         if self.ids is not None and self.ids.dtype not in positions_.DTYPES:
-            # FSDP2 casts floating tensors in dataclasses that are inputs of a module.
-            raise bad_type(
-                "ids must be int32, int64, float32 or float64; a wrapper of the model, such as one for "
-                "mixed precision, may have cast them",
-                ids=self.ids,
-            )
+            _refuse_dtype(self.ids)
         # dataclasses.replace would pass on the cache of another value.
         memo = self.memo
         used = memo.packed or memo.for_tokens or memo.gate_logs or memo.fitted or memo.tables
@@ -304,6 +298,16 @@ class PreparedRotation:
         if self.snapshot is None or is_tracing():
             return False
         return not self.snapshot.is_of(self.ids)
+
+
+@public("PreparedRotation")
+def _refuse_dtype(ids: torch.Tensor) -> None:
+    # FSDP2 casts floating tensors in dataclasses that are inputs of a module.
+    raise bad_type(
+        "ids must be int32, int64, float32 or float64; a wrapper of the model, such as one for mixed "
+        "precision, may have cast them",
+        ids=ids,
+    )
 
 
 def prepare(
