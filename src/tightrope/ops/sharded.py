@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -250,7 +250,9 @@ def run_local(
         DTensors: new ones, ``xs`` or ``outs``.
     """
     verb = calls[0].verb
-    whole = _on(calls, xs)
+    # One call for all tensors, or one for each.
+    each = [xs] if len(calls) == 1 else [[x] for x in xs]
+    whole = [call.on(own) for call, own in zip(calls, each, strict=True)]
     if verb == "new":
         return [y for call, own in zip(calls, whole) for y in _new(call, own, watched or ())]
     if verb == "out" or not (
@@ -271,16 +273,6 @@ def run_local(
     return xs
 
 
-def _on(calls: Sequence[Call], xs: Sequence[Any]) -> list[Call]:
-    """Return the calls with DTensors as q and k."""
-    rest = list(xs)
-    found = []
-    for call in calls:
-        own, rest = rest[: len(call.xs())], rest[len(call.xs()) :]
-        found.append(call.on(own))
-    return found
-
-
 def _new(call: Call, whole: Call, watched: Sequence[Any]) -> Results:
     """Rotate into new DTensors.
 
@@ -291,7 +283,7 @@ def _new(call: Call, whole: Call, watched: Sequence[Any]) -> Results:
     """
     xs, way = whole.xs(), route(whole)
     if way.route == KERNEL:
-        return _placed("new", run([call._replace(verb="new")]), xs, ())
+        return _dtensors(run([call._replace(verb="new")]), xs)
     if way.route == AUTOGRAD:
         arguments = whole.tensors()
         return _OutOfPlace.apply(Template.of(whole), tuple(watched), *arguments)  # type: ignore[no-any-return, no-untyped-call]
@@ -636,22 +628,15 @@ class _OutOfPlace(torch.autograd.Function):
         if not wants.any_but_x():
             ctx.mark_non_differentiable(*[y for y, needed in zip(found, needs) if not needed])
         ctx.set_materialize_grads(False)
-        ctx.specs = [(x._spec, x._local_tensor.stride()) for x in xs]
+        ctx.places = _places(xs)
         return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        locals_ = []
-        for grad, (spec, _) in zip(grads, ctx.specs):
-            if grad is not None and grad.placements != spec.placements:
-                grad = grad.redistribute(placements=spec.placements)
-            locals_.append(None if grad is None else to_local(grad)[0])
+        locals_ = _local_gradients(grads, [spec for spec, _ in ctx.places])
         found = gradients_of(ctx, locals_, ctx.needs_input_grad[2:4], lambda x: to_local(x)[0])
-        by_x = [
-            None if grad is None else _of_specs([grad], [_spec_of(grad, *place)])[0]
-            for grad, place in zip((found.q, found.k), ctx.specs)
-        ]
-        return None, None, *found._replace(q=by_x[0], k=by_x[1] if by_x[1:] else None).tensors()
+        q, k = pair(_placed_gradients((found.q, found.k), ctx.places))  # type: ignore[arg-type]
+        return None, None, *found._replace(q=q, k=k).tensors()
 
 
 class _FromLocal(torch.autograd.Function):
@@ -679,12 +664,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         ctx.saved_tensors  # noqa: B018  (reading them compares their versions)
-        found: list[torch.Tensor | None] = []
-        for grad, spec in zip(grads, ctx.specs):
-            if grad is not None and grad.placements != spec.placements:
-                grad = grad.redistribute(placements=spec.placements)
-            found.append(None if grad is None else to_local(grad)[0])
-        return None, None, None, *found
+        return None, None, None, *_local_gradients(grads, ctx.specs)
 
 
 class _ToLocal(torch.autograd.Function):
@@ -692,7 +672,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *xs: Any) -> tuple[torch.Tensor, ...]:
-        ctx.places = [(x._spec, x._local_tensor.stride()) for x in xs]
+        ctx.places = _places(xs)
         ctx.set_materialize_grads(False)
         locals_ = [local_of(x) for x in xs]
         found = tuple([local.view_as(local) for local in locals_])
@@ -701,9 +681,32 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return tuple(
-            [
-                None if grad is None else _of_specs([grad], [_spec_of(grad, *place)])[0]
-                for grad, place in zip(grads, ctx.places)
-            ]
-        )
+        return tuple(_placed_gradients(grads, ctx.places))
+
+
+# For gradients: the specification of a DTensor, and the strides of its local tensor.
+_GradientPlace: TypeAlias = tuple[Any, tuple[int, ...]]
+
+
+def _places(xs: Sequence[Any]) -> list[_GradientPlace]:
+    return [(x._spec, x._local_tensor.stride()) for x in xs]
+
+
+def _placed_gradients(
+    grads: Sequence[torch.Tensor | None], places: Sequence[_GradientPlace]
+) -> list[torch.Tensor | None]:
+    """Return the DTensors of local gradients, placed like the DTensors that they belong to."""
+    return [
+        None if grad is None else _of_specs([grad], [_spec_of(grad, *place)])[0]
+        for grad, place in zip(grads, places)
+    ]
+
+
+def _local_gradients(grads: Sequence[Any], specs: Sequence[Any]) -> list[torch.Tensor | None]:
+    """Return the local tensors of gradients, which autograd may have placed unlike the results."""
+    found: list[torch.Tensor | None] = []
+    for grad, spec in zip(grads, specs):
+        if grad is not None and grad.placements != spec.placements:
+            grad = grad.redistribute(placements=spec.placements)
+        found.append(None if grad is None else to_local(grad)[0])
+    return found
