@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
+from helpers import Output
 from tightrope.backends import cpu
 
 # Inductor would compile and run a program to see that the compiler knows the processor's instructions.
@@ -63,6 +70,34 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture(scope="session")
+def output_of(tmp_path_factory: pytest.TempPathFactory) -> Output:
+    """Return a function that runs a script in this folder, and returns the JSON that it prints last.
+
+    Each script runs once with the same arguments, also if the tests run in several processes. It runs
+    without the interpreter.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers of this run
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+
+    def run(name: str, *arguments: str) -> dict[str, Any]:
+        printed = folder / "-".join((name, *arguments))
+        with FileLock(f"{printed}.lock"):
+            if not printed.exists():
+                command = [sys.executable, str(Path(__file__).with_name(name)), *arguments]
+                done = subprocess.run(
+                    command, capture_output=True, text=True, check=False, env=environment
+                )
+                assert done.returncode == 0, done.stderr
+                printed.write_text(done.stdout.splitlines()[-1], encoding="utf-8")
+        result: dict[str, Any] = json.loads(printed.read_text(encoding="utf-8"))
+        return result
+
+    return run
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

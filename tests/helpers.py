@@ -1,12 +1,17 @@
-"""Helpers for many test files: random tensors, and exact matching of error messages."""
+"""Helpers for many test files: random tensors, exact matching of error messages, and a type."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
 
 import pytest
 import torch
+
+#: The fixture `output_of`, which runs a script, given its name and arguments.
+Output: TypeAlias = Callable[..., dict[str, Any]]
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -6,53 +6,16 @@ For sm_90, the accuracy of compiled functions and the number of compilations are
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 import tolerances
+from helpers import Output
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
-
-
-Output = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture(scope="session")
-def output_of(tmp_path_factory: pytest.TempPathFactory) -> Output:
-    """Return a function that runs a script in this folder, and returns the JSON that it prints last.
-
-    Each script runs once with the same arguments, also if the tests run in several processes. It runs
-    without the interpreter.
-    """
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # of all workers of this run
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-
-    def run(name: str, *arguments: str) -> dict[str, Any]:
-        printed = folder / "-".join((name, *arguments))
-        with FileLock(f"{printed}.lock"):
-            if not printed.exists():
-                command = [sys.executable, str(Path(__file__).with_name(name)), *arguments]
-                done = subprocess.run(
-                    command, capture_output=True, text=True, check=False, env=environment
-                )
-                assert done.returncode == 0, done.stderr
-                printed.write_text(done.stdout.splitlines()[-1], encoding="utf-8")
-        result: dict[str, Any] = json.loads(printed.read_text(encoding="utf-8"))
-        return result
-
-    return run
 
 
 @pytest.fixture

@@ -1,60 +1,172 @@
-"""The launch of a compiled kernel, without a GPU."""
+"""The launches of the compiled kernels, recorded by a stub of NVIDIA's driver; no GPU is needed.
+
+Triton's own launcher passes the arguments; see triton_launches. They are compared with the tensors and
+groups that the same calls pass to the interpreter, whose results other tests check.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+import struct
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
-import torch
 
-from triton_cases import needs_triton
+from helpers import Output
+
+COMPILES = (
+    shutil.which(os.environ.get("CC", "cc")) is not None
+    and Path(sysconfig.get_paths()["include"], "Python.h").exists()
+)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed"
+    ),
+    pytest.mark.skipif(
+        not COMPILES, reason="Triton's launcher needs a C compiler and Python's headers"
+    ),
+]
+
+Facts = dict[str, Any]
+WAYS = ("first", "again", "observed")
 
 
-@needs_triton
-def test_a_launch_passes_the_same_arguments_as_tritons_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without hooks, a launch is made directly; with hooks, by Triton's own runner."""
-    import triton
-    from triton.compiler import CompiledKernel
-    from triton.runtime import driver
+@pytest.fixture(params=["some", pytest.param("every", marks=pytest.mark.slow)])
+def found(request: pytest.FixtureRequest, output_of: Output) -> Facts:
+    """Launches of calls of every kernel: in the fast run of some calls, in the slow run of all."""
+    return output_of("triton_launches.py", *([request.param] if request.param == "some" else []))
 
-    from tightrope.backends.triton import launch
 
-    class Driver:
-        get_current_device = staticmethod(lambda: 3)
-        get_current_stream = staticmethod(lambda index: f"stream of {index}")
+def every_launch(found: Facts) -> Iterator[tuple[str, Facts, Facts]]:
+    """Yield a name, the launch that is meant and the one that was made."""
+    for name, call in [*found["calls"].items(), *found["errors"].items()]:
+        for way in WAYS:
+            meant, made = call[way]["meant"], call[way]["made"]
+            assert len(meant) == len(made), (name, way)
+            for each in zip(meant, made):
+                yield f"{name}, {way}", *each
 
-    calls = []
 
-    class Found(CompiledKernel):
-        run = staticmethod(lambda *arguments: calls.append(arguments))  # type: ignore[assignment]
-        function, packed_metadata, module = "function", "packed", None
+def value_of(found: Facts, call: str, way: str, parameter: str) -> Any:
+    """Return the value that arrived for a parameter in the only launch of a call."""
+    (meant,), (made,) = (found["calls"][call][way][which] for which in ("meant", "made"))
+    return made["values"][meant["names"].index(parameter)]
 
-        def __init__(self) -> None:
-            pass
 
-        def __del__(self) -> None:
-            pass
+def test_every_parameter_arrives(found: Facts) -> None:
+    """Addresses, integers and fractions are those that are meant, in the order of the machine code.
 
-        def _init_handles(self) -> None:
-            pass
+    A call is made three times: it compiles; it reuses its plan; a hook observes its launches.
+    """
+    kernels = set()
+    for name, meant, made in every_launch(found):
+        kernels.add(made["kernel"])
+        count = len(meant["values"])
+        pairs = dict(zip(meant["names"], zip(meant["values"], made["values"])))
+        assert {k: v for k, v in pairs.items() if v[0] != v[1]} == {}, name
+        assert made["types"][:count] == list(meant["types"]), name
+        # Memory that Triton would allocate for a kernel; none of these needs any.
+        assert made["types"][count:] in (["*"], ["*", "*"]), name
+        assert set(made["values"][count:]) == {0}, name
+    assert kernels == {"rotate", "add_angles", "add_gates", "add_tokens"}
 
-        def launch_metadata(self, *_: object) -> str:
-            return "metadata"
 
-    monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", Driver())
-    found, grid, device = Found(), (5, 2, 1), torch.device("cuda", 3)
-    found[grid](1, None, 2.5)
-    launch.runner(found, grid, device)(1, None, 2.5)
-    usual, short = calls
-    at = usual.index("metadata")
-    assert usual[:at] == short[:at] == (5, 2, 1, "stream of 3", "function", "packed")
-    assert usual[-3:] == short[-3:] == (1, None, 2.5)
-    assert len(usual) == len(short)
-    assert short[at:-3] == (None, None, None)
-    hook = triton.knobs.runtime.launch_enter_hook
-    if hook is not None:
-        hook.add(print)
-        launch.runner(found, grid, device)(1, None, 2.5)
-        hook.remove(print)
-        assert calls.pop()[at] == "metadata"
-    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", print)
-    launch.runner(found, grid, device)(1, None, 2.5)
-    assert calls.pop()[at] == "metadata"
+def test_every_program_runs_where_it_is_meant_to(found: Facts) -> None:
+    """Kernel, grid, threads, shared memory, device and stream are those that are meant."""
+    devices = set()
+    for name, meant, made in every_launch(found):
+        for key in ("kernel", "grid", "block", "device"):
+            assert made[key] == meant[key], (name, key)
+        assert made["block"] == [made["threads"], 1, 1], name
+        assert made["shared"][0] == made["shared"][1], name
+        assert made["attributes"] == 0, name
+        assert made["stream"] == {0: 0, 1: 0x7F12_3456_7890, 2: 2}[made["device"]], name
+        devices.add(made["device"])
+    assert devices == {0, 1, 2}
+
+
+def test_kernels_rely_only_on_the_alignment_that_tensors_have(found: Facts) -> None:
+    seen = set()
+    for name, meant, made in every_launch(found):
+        divisors = [16 if aligned else 1 for aligned in meant["aligned"]]
+        assert made["divisors"] == divisors, name
+        assert made["divisible"], name
+        seen.add((made["kernel"], divisors[0]))
+    assert {("rotate", 1), ("rotate", 16)} <= seen
+
+
+def test_a_second_call_compiles_and_looks_up_nothing(found: Facts) -> None:
+    """It compiles and loads no kernel, and only Triton's own runner looks up the device."""
+    for name, call in found["calls"].items():
+        launches = len(call["first"]["made"])
+        assert launches > 0 or name == "in place, empty"
+        compiled, loaded, _ = call["first"]["counts"]
+        assert compiled == loaded
+        assert call["again"]["counts"] == [0, 0, 0], name
+        assert call["observed"]["counts"] == [0, 0, launches], name
+        assert call["hooked"] == [made["kernel"] for made in call["observed"]["made"]], name
+
+
+def test_other_values_compile_nothing(found: Facts) -> None:
+    for name in ("far", "before", "short", "empty"):
+        assert found["calls"][f"in place, {name}"]["first"]["counts"] == [0, 0, 0], name
+    assert found["calls"]["in place"]["first"]["counts"][:2] == [1, 1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_large_and_negative_integers_and_fractions_arrive_whole(way: str, found: Facts) -> None:
+    def rounded(x: float) -> float:
+        return float(struct.unpack("<f", struct.pack("<f", x))[0])
+
+    for name, offset, amplitude in (
+        ("far", 2**40 + 7, 1.37),
+        ("before", -(2**33) - 1, 0.1),
+        ("short", -1, 1e-40),
+    ):
+        assert value_of(found, f"in place, {name}", way, "offset") == offset
+        for part in ("cosine", "sine"):
+            value = value_of(found, f"in place, {name}", way, f"amplitude.{part}")
+            assert value == rounded(amplitude)
+    assert value_of(found, "in place, float64", way, "offset") == 2**62
+    (bits,) = struct.unpack("<q", struct.pack("<d", 1.37))
+    assert value_of(found, "in place, float64", way, "amplitude.sine") == bits
+
+
+def test_no_parameter_takes_the_place_of_another(found: Facts) -> None:
+    """Every kernel is launched with different values for all parameters, with and without a hook.
+
+    A grid of no programs is not launched.
+    """
+    assert found["distinct"]
+    for kernel in found["distinct"]:
+        count = len(kernel["values"])
+        assert len(set(kernel["values"])) == count
+        assert len(kernel["made"]) == 2
+        for made in kernel["made"]:
+            assert made["values"] == kernel["values"] + [0] * (len(made["values"]) - count)
+            assert made["types"][:count] == kernel["types"]
+            assert made["grid"] == [7, 5, 3]
+
+
+def test_after_an_error_of_the_driver_the_next_call_works(found: Facts) -> None:
+    """The error is raised, the device of the caller stays current, and no compilation is lost.
+
+    `every_launch` also compares the launches of these next calls.
+    """
+    for name, code in (("load", 2), ("launch", 700), ("observed launch", 700)):
+        error = found["errors"][name]
+        assert error["message"] == f"Triton Error [CUDA]: error {code}"
+        assert error["left"] == {}
+        assert error["current"] == 0
+        assert error["first"]["counts"][:2] == [0, int(name == "load")]
+        assert len(error["first"]["made"]) == 1
+
+
+def test_a_function_as_launch_hook_is_called(found: Facts) -> None:
+    """A function in place of a chain of hooks, before or after a launch, is called once."""
+    assert found["hooked"] == {"launch_enter_hook": 1, "launch_exit_hook": 1}
