@@ -113,9 +113,11 @@ def test_a_second_call_compiles_and_looks_up_nothing(found: Facts) -> None:
 
 
 def test_other_values_compile_nothing(found: Facts) -> None:
-    for name in ("far", "before", "short", "empty"):
-        assert found["calls"][f"in place, {name}"]["first"]["counts"] == [0, 0, 0], name
-    assert found["calls"]["in place"]["first"]["counts"][:2] == [1, 1]
+    names = [f"in place, {how}" for how in ("far", "before", "short", "empty")]
+    for name in (*names, "frequencies, parts", "gates, parts"):
+        assert found["calls"][name]["first"]["counts"] == [0, 0, 0], name
+    for name in ("in place", "frequencies", "gates"):
+        assert found["calls"][name]["first"]["counts"][:2] == [1, 1], name
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -161,10 +163,11 @@ def test_after_an_error_of_the_driver_the_next_call_works(found: Facts) -> None:
     for name, code in (("load", 2), ("launch", 700), ("observed launch", 700)):
         error = found["errors"][name]
         assert error["message"] == f"Triton Error [CUDA]: error {code}"
-        assert error["left"] == {}
+        assert error["left"] == 0
         assert error["current"] == 0
-        assert error["first"]["counts"][:2] == [0, int(name == "load")]
-        assert len(error["first"]["made"]) == 1
+        assert len(error["next"]) == 1
+        assert error["next"] == error["first"]["made"]
+        assert error["first"]["counts"][:2] == [0, 0]
 
 
 def test_a_function_as_launch_hook_is_called(found: Facts) -> None:

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from tightrope.backends.triton import launch, operators, phases, rotation, sums
 from tightrope.backends.triton.groups import Carries
-from tightrope.ops.schema import Options
+from tightrope.ops.schema import LOG, Options
 from triton_without_gpu import calls, heads, words
 
 # With the argument "some" only these are called, besides those of `more`.
@@ -177,7 +177,8 @@ def _library(folder: Path) -> ctypes.CDLL:
     compiler = os.environ.get("CC", "cc")
     subprocess.run([compiler, *options, str(source), "-o", str(made)], check=True)
     (folder / "libcuda.so").symlink_to(made)  # for the linker, before Triton 3.6
-    return ctypes.CDLL(str(made), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(made))
+    return ctypes.CDLL(made.name)
 
 
 def declared_by(ptx: str) -> list[tuple[str, int]]:
@@ -223,15 +224,16 @@ def meant(kernel: Any, arguments: Any) -> list[tuple[str, str, Any]]:
 
 
 def more() -> dict[str, Callable[[], Any]]:
-    """Return calls in place, into given memory and with other values, by name.
+    """Return calls in place, into given memory, of parts of tensors, and with other values, by name.
 
-    The first compiles a kernel, for calls in place, and the last another, for float64.
+    Only two compile kernels: "in place" and "in place, float64".
     """
     q, k = heads(32, torch.bfloat16), heads(8, torch.bfloat16)
     out = torch.empty_like(q.contiguous())
     longer = torch.empty(3, 1000, 4, 128, dtype=torch.bfloat16).transpose(1, 2)
     other = torch.empty(3, 9, 2, 128, dtype=torch.bfloat16).transpose(1, 2)
     wide = heads(3, torch.float64)
+    gate = torch.empty(1, 33, 1, 128)
     of_words, packed = words(64), Options().pack()
 
     def rotate_(q: Any, k: Any, offset: int, amplitude: float) -> Any:
@@ -248,6 +250,12 @@ def more() -> dict[str, Callable[[], Any]]:
         "in place, before": rotate_(longer, other.new_empty(3, 2, 1000, 128), -(2**33) - 1, 0.1),
         "in place, short": rotate_(other[:, :, :1], other[:, :, 1:2], -1, 1e-40),
         "in place, empty": rotate_(q[:, :, :0], k[:, :, :0], 1, 1.0),
+        "frequencies, parts": lambda: operators.angle_gradients(
+            q[:1], k[1:], q[1:], k[:1], of_words, None, None, -3, packed, False, True
+        ),
+        "gates, parts": lambda: operators.gate_gradients(
+            q[1:], None, q[:1], None, gate[:, 1:], None, None, 0, Options(gate=LOG).pack()
+        ),
         "in place, float64": rotate_(wide, None, 2**62, 1.37),
     }
 
@@ -385,12 +393,11 @@ def errors(stub: Stub, call: Callable[[], Any]) -> dict[str, Any]:
                 made_by(call, 2, stub.launches)
             except RuntimeError as caught:
                 message = str(caught)
-        left = dict(stub.failing)
-        stub.failing.clear()
         result[name] = {
             "message": message,
-            "left": left,
+            "left": len(stub.failing),
             "current": stub.current(),
+            "next": made_by(call, 2, stub.launches),
             **launched(stub, call, 2),
         }
     return result
