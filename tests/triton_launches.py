@@ -12,6 +12,7 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -65,7 +66,12 @@ LAUNCH = ctypes.CFUNCTYPE(
 
 
 class Gpu(TorchFunctionMode):
-    """Tensors are on the CPU but say that they are on a GPU; those that functions make are kept."""
+    """Lets tensors of the CPU say that they are on a GPU, and names those that functions make.
+
+    Attributes:
+        index: the index of the GPU.
+        made: names of the tensors by address, in the order in which they were made.
+    """
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -89,14 +95,14 @@ class Gpu(TorchFunctionMode):
 
 
 class Stub:
-    """The driver, and what torch says of the GPUs.
+    """The stub of the driver, and the current device and streams that torch reports.
 
     Attributes:
         launches: facts about each launch, in order.
         loads, compilations: numbers of modules that were loaded and of kernels that were compiled.
         lookups: how often Triton looked up the current device; its own runner does in every launch.
-        failing: the error that the next call of a function of the driver returns.
-        streams: the current stream of each device.
+        failing: errors that the next calls of functions of the driver return, by function.
+        streams: the current stream of each device; for torch 0 is the default one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -174,11 +180,11 @@ def _library(folder: Path) -> ctypes.CDLL:
     made = folder / "libcuda.so.1"
     source = Path(__file__).with_name("triton_stub.c")
     options = ("-shared", "-fPIC", "-w", f"-Wl,-soname,{made.name}", f"-I{include}")
-    compiler = os.environ.get("CC", "cc")
+    compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"
     subprocess.run([compiler, *options, str(source), "-o", str(made)], check=True)
     (folder / "libcuda.so").symlink_to(made)  # for the linker, before Triton 3.6
     ctypes.CDLL(str(made))
-    return ctypes.CDLL(made.name)
+    return ctypes.CDLL(made.name)  # the stub, unless another driver was loaded before
 
 
 def declared_by(ptx: str) -> list[tuple[str, int]]:
@@ -192,7 +198,7 @@ def declared_by(ptx: str) -> list[tuple[str, int]]:
 
 
 def divisors_of(ttir: str) -> list[int]:
-    """Return the number by which each parameter is divisible, as the compiler was told."""
+    """Return the number by which the compiler assumes each parameter to be divisible."""
     signature = next(line for line in ttir.splitlines() if "tt.func public" in line)
     found = [
         re.search(r"tt\.divisibility = (\d+)", each) for each in re.split(r"[(,] ?(?=%)", signature)
@@ -306,7 +312,7 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def observed(hook: Callable[[Any], None]) -> Iterator[None]:
-    """Call a function before each launch, so that Triton's own runner makes the launches."""
+    """Call a function before each launch: then Triton's own runner makes the launches."""
     runtime = triton.knobs.runtime
     if runtime.launch_enter_hook is None:  # Triton 3.4
         with mock.patch.object(runtime, "launch_enter_hook", hook):
