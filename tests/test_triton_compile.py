@@ -137,9 +137,10 @@ def test_registers_suffice_and_nothing_is_double(compiled: dict[str, Any]) -> No
         assert compiled[name]["sm_90"]["registers"] <= 80, name
     for name in ("silu", "silu backward", "softmax", "rms_norm", "rms_norm backward", "slopes"):
         assert compiled[name]["sm_90"]["registers"] <= 128, name
+    # Sums over tokens have few programs, and hold what they load ahead.
     for name, by_target in compiled.items():
         if name.startswith("running"):
-            assert by_target["sm_90"]["registers"] <= 80, name
+            assert by_target["sm_90"]["registers"] <= 144, name
 
 
 def test_no_fast_approximations_and_no_atomics(compiled: dict[str, Any]) -> None:

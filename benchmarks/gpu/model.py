@@ -290,12 +290,13 @@ def model(cases: Iterable[Case]) -> Iterator[tuple[str, Result]]:
                 known[key] = modelled(launch)
             found.append(known[key])
         checked(case, found)
-        copied = case.moved / COPY
         lower, higher = (sum(one[name] for one in found) for name in ("lower", "higher"))
+        # A short call takes the latency of one program, as a copy of its size does.
+        short = all(one["programs"] <= PROCESSORS * one["resident"] for one in found)
         yield case.name, {
             "bytes": case.moved,
             "tokens": case.rows * case.tokens,
-            "share": [copied / higher, copied / lower],
+            "share": None if short else [case.moved / COPY / t for t in (higher, lower)],
             "seconds": [lower, higher],
             "launches": found,
         }
@@ -311,9 +312,7 @@ def rows(cases: dict[str, Result]) -> Iterator[list[str]]:
 
         threads = 32 * sum(sum(part["instructions"].values()) for part in parts)
         angles = 32 * sum(part["sources"].get("angles.py", 0) for part in parts)
-        low, high = one["share"]
-        # A short call is bound by the latency of one program, as a copy of its size is.
-        short = all(part["programs"] <= PROCESSORS * part["resident"] for part in parts)
+        share = one["share"] and "–".join(f"{100 * value:.0f}" for value in one["share"])
         yield [
             name,
             ", ".join(dict.fromkeys(f"{part['registers']}" for part in parts)),
@@ -322,7 +321,7 @@ def rows(cases: dict[str, Result]) -> Iterator[list[str]]:
             f"{threads / one['bytes'] * 16:.1f}",
             f"{angles / one['bytes'] * 16:.1f}",
             *(f"{100 * total(what) / total('memory'):.0f} %" for what in ("arithmetic", "latency")),
-            "–" if short else f"{100 * low:.0f}–{100 * high:.0f} %",
+            f"{share} %" if share else "–",
         ]
 
 

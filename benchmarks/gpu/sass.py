@@ -315,8 +315,10 @@ class Program:
     def _write(self, name: str, value: Array, on: Array, clock: int) -> None:
         """Write a register or a flag where `on` is true."""
         old = self._known.get(name)
-        if value is not None and (on is None or not on.all()):
-            value = None if on is None or old is None else np.where(on, value, old)
+        if on is None:
+            value = None
+        elif value is not None and old is not None:  # else other threads do not use it
+            value = np.where(on, value, old)
         self._known[name] = value if on is None or on.any() else old
         self._ready[name] = clock
 
@@ -340,14 +342,16 @@ class Program:
         return one.to
 
     def _access(self, one: Instruction, on: Array) -> None:
+        # A load whose predicate depends on data counts as one that happens.
+        on = self._live if on is None else self._live & on
+        if not on.any():
+            return
         text = next(x for x in one.operands if x.startswith("desc"))
         found = re.search(r"\]\[(R\d+\.64)(?:\+(-?0x[0-9a-f]+))?\]$", text)
         base = None if found is None else self._value(found[1])
         if found is None or base is None:
             raise RuntimeError(f"[Program] the address at {one.at:#x} must be known: {text}.")
         at = base + np.array([int(found[2] or "0", 16)], np.int64).astype(np.uint64)
-        # A load whose predicate depends on data counts as one that happens.
-        on = self._live if on is None else self._live & on
         at = np.broadcast_to(at, on.shape)[on]
         self.accesses.append(Access(one.opcode.startswith("STG"), _size(one.opcode), at))
 
@@ -390,6 +394,13 @@ class Program:
             return _word(0), ()
         if name in ("LDC", "S2R", "MOV", "R2UR", "S2UR"):
             return self._value(values[0] + (".64" if "64" in parts else "")), ()
+        if name == "P2R":  # the flags of a mask, as bits
+            bits = [i for i in range(7) if int(values[-1], 0) >> i & 1]
+            kept = [self._flag(f"P{i}") for i in bits]
+            if any(flag is None for flag in kept):
+                return nothing
+            both = zip(bits, kept)
+            return sum((f.astype(np.uint64) << np.uint64(i) for i, f in both), _word(0)), ()
         if name == "HFMA2":  # a constant of two float16
             halves = [np.float16(x).view(np.uint16) for x in values[-2:]]
             return _word(int(halves[0]) << 16 | int(halves[1])), ()
