@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu import cases, model, report, sass
 from benchmarks.pages import table
+
 from triton_cases import needs_triton
 
+ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu-h200-model.json"
 
 # Three times, half of the threads load 16 bytes in each step of a loop, whose length is a parameter.
@@ -250,7 +251,9 @@ def test_every_case(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command("--out", str(out))
     found = json.loads(out.read_text())["cases"]
-    assert set(found) == {case.name for case in (*cases.SHARES, *cases.CASES) if not case.neighbours}
+    assert set(found) == {
+        case.name for case in (*cases.SHARES, *cases.CASES) if not case.neighbours
+    }
     for case in cases.SHARES:
         assert found[case.name]["share"][0] > report.SHARE
     for one in found.values():

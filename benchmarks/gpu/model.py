@@ -56,7 +56,7 @@ Result = dict[str, Any]
 
 
 class Launch(NamedTuple):
-    """What a call passes to `launch.launcher`, and the arguments of the launch."""
+    """A call of `launch.launcher`, and the arguments of its launch."""
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -216,8 +216,8 @@ def checked(case: Case, launches: Iterable[Result]) -> None:
         RuntimeError: they access fewer or more bytes.
     """
     each = getattr(torch, case.dtype).itemsize * case.rows * case.tokens * case.head_dim
-    wanted = {name: each * case.q_heads for name in ("q", "out_q", "input_q", "y", "grad_y")}
-    wanted |= {name: each * case.k_heads for name in ("k", "out_k", "input_k", "z", "grad_z")}
+    wanted = dict.fromkeys(("q", "out_q", "input_q", "y", "grad_y"), each * case.q_heads)
+    wanted |= dict.fromkeys(("k", "out_k", "input_k", "z", "grad_z"), each * case.k_heads)
     total = 0
     for one in launches:
         if one["kernel"] not in ("rotate", "add_angles"):
@@ -260,7 +260,7 @@ def without_gpu() -> None:
     rotation.launcher = sums.launcher = phases.launcher = _recorder
     rotation._check_memory = lambda *_: None  # all addresses are 0
     torch.accelerator.current_device_index = lambda: None  # type: ignore[assignment]
-    torch.accelerator.device_index = lambda _: contextlib.nullcontext()  # type: ignore
+    torch.accelerator.device_index = lambda _: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch.Generator = _Generator  # type: ignore[misc]
     _kept.append(torch.library.Library("tightrope", "IMPL"))
     with warnings.catch_warnings():
@@ -293,13 +293,16 @@ def model(cases: Iterable[Case]) -> Iterator[tuple[str, Result]]:
         lower, higher = (sum(one[name] for one in found) for name in ("lower", "higher"))
         # A short call takes the latency of one program, as a copy of its size does.
         short = all(one["programs"] <= PROCESSORS * one["resident"] for one in found)
-        yield case.name, {
-            "bytes": case.moved,
-            "tokens": case.rows * case.tokens,
-            "share": None if short else [case.moved / COPY / t for t in (higher, lower)],
-            "seconds": [lower, higher],
-            "launches": found,
-        }
+        yield (
+            case.name,
+            {
+                "bytes": case.moved,
+                "tokens": case.rows * case.tokens,
+                "share": None if short else [case.moved / COPY / t for t in (higher, lower)],
+                "seconds": [lower, higher],
+                "launches": found,
+            },
+        )
 
 
 def rows(cases: dict[str, Result]) -> Iterator[list[str]]:

@@ -418,7 +418,9 @@ class Program:
             return v[0] if flags[0].all() else v[1], ()
         if any(x is None for x in v):
             return nothing
-        carried = sum((flag.astype(np.uint64) for flag in flags), _word(0)) if "X" in parts else _word(0)
+        carried = (
+            sum((flag.astype(np.uint64) for flag in flags), _word(0)) if "X" in parts else _word(0)
+        )
         if name in ("IADD3", "VIADD"):
             total = sum(v, carried)
             over = total >> np.uint64(32)
@@ -475,7 +477,9 @@ class Program:
         if name == "I2F" and "RP" in parts:
             near = v[0].astype(np.float32)
             up = np.nextafter(near, np.float32(np.inf))
-            return np.where(near.astype(np.float64) < v[0], up, near).view(np.uint32).astype(np.uint64), ()
+            return np.where(near.astype(np.float64) < v[0], up, near).view(np.uint32).astype(
+                np.uint64
+            ), ()
         if name == "MUFU" and parts == ["RCP"]:
             one = np.float32(1) / v[0].astype(np.uint32).view(np.float32)
             return one.view(np.uint32).astype(np.uint64), ()

@@ -84,12 +84,12 @@ def _add(
     news = ()
     for i in tl.static_range(COUNT):
         there = place + i < walk.tokens
-        values = values + (tl.load(x + i * x_step, mask=mask & there, other=0),)
+        values += (tl.load(x + i * x_step, mask=mask & there, other=0),)
         if reset is not None:
             # Backwards, a sum ends with the token that a reset begins with.
             token = walk.tokens - place - i if KIND == BACK else place + i
             at = reset + row * reset_steps.row + token * reset_steps.token
-            news = news + (tl.load(at, mask=there & (token < walk.tokens), other=0),)
+            news += (tl.load(at, mask=there & (token < walk.tokens), other=0),)
     for i in tl.static_range(COUNT):
         if reset is not None:
             total = tl.where(news[i], 0, total)
