@@ -252,9 +252,9 @@ def test_every_case(tmp_path: Path) -> None:
     command("--out", str(out))
     found = json.loads(out.read_text())["cases"]
     assert set(found) == {
-        case.name for case in (*cases.SHARES, *cases.CASES) if not case.neighbours
+        case.name for case in (*model.BUDGETS, *cases.CASES) if not case.neighbours
     }
-    for case in cases.SHARES:
+    for case in model.BUDGETS:
         assert found[case.name]["share"][0] > report.SHARE
     for one in found.values():
         assert all(part["spills"] == 0 for part in one["launches"])
