@@ -140,7 +140,7 @@ def test_registers_suffice_and_nothing_is_double(compiled: dict[str, Any]) -> No
     # Sums over tokens have few programs, and hold what they load ahead.
     for name, by_target in compiled.items():
         if name.startswith(("running", "given")):
-            assert by_target["sm_90"]["registers"] <= 168, name
+            assert by_target["sm_90"]["registers"] <= 192, name
 
 
 def test_no_fast_approximations_and_no_atomics(compiled: dict[str, Any]) -> None:
