@@ -107,6 +107,17 @@ def test_phases() -> None:
         assert_close(got, want)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
+@pytest.mark.parametrize("make", [gates.Exp, gates.Slope])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_factor_beyond_float32_is_infinite(make: Any, dtype: torch.dtype) -> None:
+    x = torch.ones(1, 2, 3, 64, device=DEVICE)
+    gate = make(torch.full((2, 64), 100.0, dtype=dtype, device=DEVICE))
+    got, want = (rotate(x, SPEC, 1, gate=gate, backend=name) for name in (None, "reference"))
+    assert torch.isinf(want).all()
+    assert torch.equal(got, want)
+
+
 def test_memory() -> None:
     """Views of a projection get the same bits in place, into `out` and token by token."""
     qkv = noise(2, 1000 if HAS_GPU else 5, 12, 64, seed=1).bfloat16()

@@ -11,9 +11,7 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,16 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.gpu.sass import disassembled, in_flight, read, usage_of
+
 from tightrope.activations import ACTS
 from tightrope.angles import words_from
 from tightrope.backends.triton import launch, operators, phases, rotation, sums
 from tightrope.ops.schema import LOG, PHASES, SLOPE, Options
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 # With the argument "some", these are compiled for AMD, and LEFT_OUT for no target.
 ON_AMD = ("bfloat16", "M-RoPE", "tables", "log gate", "rms_norm backward", "positions", "running")
@@ -147,48 +148,6 @@ def calls() -> dict[str, Any]:
     }
 
 
-def in_flight(sass: str) -> int:
-    """Return the bytes that a thread loads before it uses the first of them, in the loop over heads.
-
-    If there are several such loops, this is the least number; without a loop it is 0.
-
-    Args:
-        sass: the machine code, as NVIDIA's disassembler writes it.
-    """
-    code = [
-        (int(at, 16), text)
-        for at, text in re.findall(r"^\s*/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass, re.MULTILINE)
-    ]
-    places = {at: i for i, (at, _) in enumerate(code)}
-    found = []
-    for i, (at, text) in enumerate(code):
-        back = re.search(r"\bBRA (?:`\()?0x([0-9a-f]+)", text)
-        if back is None or int(back[1], 16) >= at:
-            continue
-        waiting: set[int] = set()
-        asked_for = 0
-        for _, inside in code[places[int(back[1], 16)] : i]:
-            load = re.search(r"LDG\.E\S*?\.128\S* R(\d+), ", inside)
-            operands = inside.split(",", 1)[1] if "," in inside and "STG" not in inside else inside
-            if waiting & {int(register) for register in re.findall(r"\bR(\d+)\b", operands)}:
-                break
-            if load is not None:
-                waiting |= set(range(int(load[1]), int(load[1]) + 4))
-                asked_for += 16
-        if waiting:
-            found.append(asked_for)
-    return min(found, default=0)
-
-
-def disassembled(cubin: bytes, *options: str) -> str:
-    """Return the output of NVIDIA's disassembler for machine code."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(CUOBJDUMP), *options, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 def facts(target: str, source: Any, blocks: Any, count: bool) -> dict[str, Any]:
     """Return facts about the machine code of a kernel; count the bytes in flight if asked to."""
     goal = TARGETS[target]
@@ -199,19 +158,17 @@ def facts(target: str, source: Any, blocks: Any, count: bool) -> dict[str, Any]:
         wide = len(re.findall(r"(?:load|store)_dwordx4", code))
         return {"wide": wide, "spills": sum(spills), "float64": "_f64" in code}
     ptx = kernel.asm["ptx"]
-    usage = disassembled(kernel.asm["cubin"], "-res-usage")
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
-    assert found is not None, usage
-    registers, stack, local = map(int, found.groups())
+    cubin = kernel.asm["cubin"]
+    usage = usage_of(cubin)
     every = re.findall(r"(?:ld|st)\.global\S*", ptx)
-    flying = {"in flight": in_flight(disassembled(kernel.asm["cubin"], "-sass"))} if count else {}
+    flying = {"in flight": in_flight(read(disassembled(cubin)))} if count else {}
     return flying | {
         "loads": len([x for x in every if x.startswith("ld")]),
         "stores": len([x for x in every if x.startswith("st")]),
         "wide loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
         "wide stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
-        "registers": registers,
-        "spills": stack + local,
+        "registers": usage.registers,
+        "spills": usage.spills,
         "float64": ".f64" in ptx,
         "approximations": sorted(
             set(re.findall(r"(?:sin|cos|ex2|lg2|rsqrt|rcp|div|sqrt)\.approx", ptx))

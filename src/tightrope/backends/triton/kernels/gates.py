@@ -55,18 +55,22 @@ def factor(
         if KIND.GATE == SLOPE:
             value = value * gate.high + value * gate.low
         y = tl.exp(value)
-    else:
+    elif KIND.GATE == SLOPE or value.dtype == tl.float64:
         first = value.to(tl.float32)
-        rest = first * 0.0
         if value.dtype == tl.float64:
             rest = (value - first.to(tl.float64)).to(tl.float32)
         if KIND.GATE == SLOPE:
             # The exponent, slope times position, needs more digits than float32 has.
             product = first * gate.high
-            rest = tl.fma(first, gate.high, -product) + tl.fma(first, gate.low, rest * gate.high)
+            lower = first * gate.low
+            if value.dtype == tl.float64:
+                lower = tl.fma(first, gate.low, rest * gate.high)
+            rest = tl.fma(first, gate.high, -product) + lower
             first = product
         y = of.exp(first)
         # Outside the range of exp no correction is needed, and infinities would give NaN.
         rest = tl.where(tl.abs(first) < 150.0, rest, 0.0)
-        y = tl.fma(y, rest, y)
+        y = tl.where(y < float("inf"), tl.fma(y, rest, y), y)
+    else:
+        y = of.exp(value.to(tl.float32))
     return y

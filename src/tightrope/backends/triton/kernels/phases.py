@@ -74,6 +74,47 @@ def marked(word, lost, BITS: tl.constexpr):
 
 
 @triton.jit
+def _add(
+    x, out, place, total, lost, some, reset, row, walk, steps, mask, KIND: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """Add up the next `COUNT` tokens of each lane and store their results; return what has changed."""
+    x_step, out_step, reset_steps = steps
+    values = ()
+    news = ()
+    for i in tl.static_range(COUNT):
+        there = place + i < walk.tokens
+        values += (tl.load(x + i * x_step, mask=mask & there, other=0),)
+        if reset is not None:
+            # Backwards, a sum ends with the token that a reset begins with.
+            token = walk.tokens - place - i if KIND == BACK else place + i
+            at = reset + row * reset_steps.row + token * reset_steps.token
+            news += (tl.load(at, mask=there & (token < walk.tokens), other=0),)
+    for i in tl.static_range(COUNT):
+        if reset is not None:
+            total = tl.where(news[i], 0, total)
+            lost = lost & (news[i] == 0)
+            some = some | news[i]
+        if KIND == GIVEN or KIND == RUNNING:
+            word, gone = words_of(values[i])
+            if KIND == RUNNING:
+                total += word
+                lost = lost | gone
+                word = total
+                gone = lost
+            if out is not None:
+                result = marked(word, gone, out.dtype.element_ty.primitive_bitwidth)
+        else:
+            total += values[i].to(total.dtype)
+            result = total
+        if out is not None:
+            there = mask & (place + i < walk.tokens)
+            tl.store(out, result.to(out.dtype.element_ty), mask=there)
+            out += out_step
+    return x + COUNT * x_step, out, place + COUNT, total, lost, some
+
+
+@triton.jit
 def add_tokens(
     x, start, reset, before, out, last, totals, restarts, walk, x_steps, start_steps, reset_steps,
     out_steps, KIND: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -134,39 +175,16 @@ def add_tokens(
         total = tl.where(later, tl.load(own, mask=later, other=0), total)
         if KIND == RUNNING:
             lost = lost | (tl.load(own + walk.pairs, mask=later, other=0) != 0)
-    value = tl.load(x, mask=mask & (place < walk.tokens), other=0)
-    for _ in range(walk.chunk):
-        x += x_step
-        # Load the next token now, so that it does not wait for the arithmetic of this one.
-        following = tl.load(x, mask=mask & (place + 1 < walk.tokens), other=0)
-        if reset is not None:
-            # Backwards, a sum ends with the token that a reset begins with.
-            token = walk.tokens - place if KIND == BACK else place
-            new = tl.load(
-                reset + row * reset_steps.row + token * reset_steps.token,
-                mask=(place < walk.tokens) & (token < walk.tokens),
-                other=0,
-            )
-            total = tl.where(new, 0, total)
-            lost = lost & (new == 0)
-            some = some | new
-        if KIND == GIVEN or KIND == RUNNING:
-            word, gone = words_of(value)
-            if KIND == RUNNING:
-                total += word
-                lost = lost | gone
-                word = total
-                gone = lost
-            if out is not None:
-                result = marked(word, gone, out.dtype.element_ty.primitive_bitwidth)
-        else:
-            total += value.to(total.dtype)
-            result = total
-        if out is not None:
-            tl.store(out, result.to(out.dtype.element_ty), mask=mask & (place < walk.tokens))
-            out += out_step
-        value = following
-        place += 1
+    # The loads of eight tokens come first, so that they do not wait for each other.
+    steps = (x_step, out_step, reset_steps)
+    for _ in range(walk.chunk // 8):
+        x, out, place, total, lost, some = _add(
+            x, out, place, total, lost, some, reset, row, walk, steps, mask, KIND, 8
+        )  # fmt: skip
+    for _ in range(walk.chunk % 8):
+        x, out, place, total, lost, some = _add(
+            x, out, place, total, lost, some, reset, row, walk, steps, mask, KIND, 1
+        )  # fmt: skip
     if totals is not None:
         tl.store(totals + at, total, mask=mask)
         if KIND == RUNNING:
