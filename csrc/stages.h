@@ -222,7 +222,9 @@ TIGHTROPE_LOOP void by_slope(const double* __restrict slope, double position, fl
     const double log = slope[k] * position;
     const float high = float(log), low = float(log - double(high));
     const float e = exponential(high);
-    out[k] = log != log ? __builtin_nanf("") : choose(magnitude(high) < 200.0f, fma_(e, low, e), e);
+    // Where e is 0 or infinite, no correction is needed, and `low` may be infinite or NaN.
+    const bool corrected = magnitude(high) < 200.0f && e <= 3.40282347e38f;
+    out[k] = log != log ? __builtin_nanf("") : choose(corrected, fma_(e, low, e), e);
   }
 }
 TIGHTROPE_LOOP void by_slope(const double* __restrict slope, double position, double* __restrict out,

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from matrix import needs_kernel
 from tightrope import RopeSpec, gates
 from tightrope.activations import RMSNorm
+from tightrope.backends import cpu
 from tightrope.functional import rotate, rotate_qk, rotate_qk_
 from tolerances import assert_same_bits
 
@@ -166,6 +167,21 @@ def test_calls_that_take_the_slow_path() -> None:
         y, _ = rotate_qk(q, k, prepared, gate=gates.XPos(centre=3.0))
         (by_ids,) = torch.autograd.grad(y.square().sum(), moving)
         assert by_ids.abs().sum() > 0
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [1, 20])
+@pytest.mark.parametrize("slope", [50.0, -50.0, 1e30, -1e30])
+def test_a_factor_beyond_float32_is_infinite_and_one_below_it_zero(slope, heads, dtype) -> None:
+    x = torch.ones(1, heads, 4, 64, dtype=dtype)
+    gate = gates.Slope(torch.full((heads, 64), slope))
+    for name in cpu.instruction_sets():
+        cpu.use_instruction_set(name)
+        got = rotate(x, RopeSpec(64), gate=gate)
+        want = rotate(x, RopeSpec(64), gate=gate, backend="reference")
+        assert not torch.isfinite(want[:, :, 2:]).any() if slope > 0 else not want[:, :, 3:].any()
+        assert torch.equal(got[:, :, 2:], want[:, :, 2:]), name
 
 
 def test_a_gate_of_positions_compiles_without_a_warning() -> None:
