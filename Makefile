@@ -59,7 +59,7 @@ check: $(READY)
 	$(BIN)/python tests/prose.py
 	$(BIN)/python -m pytest --doctest-modules src/tightrope tests/test_docs.py \
 		--ignore src/tightrope/integrations/torchtitan.py  # needs torchtitan
-	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 wheel: $(READY)
 	rm -rf dist
