@@ -4,6 +4,7 @@
 #   make test     the tests, except slow ones, which rarely fail if the others pass
 #   make test-all the tests, including the slow ones
 #   make check    formatting, lint, types, wording, spelling, documentation and the code in it
+#   make site     build the documentation, and serve it until Ctrl-C
 #   make wheel    dist/tightrope-*.whl
 #   make oldest   the tests with the oldest supported torch (downloads gigabytes of CUDA)
 #   make clean    remove what the other targets made, except the results in tightrope-demo/
@@ -25,7 +26,7 @@ READY := $(VENV)/ready.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all oldest check wheel clean
+.PHONY: help demo test test-all oldest check site wheel clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -60,6 +61,9 @@ check: $(READY)
 	$(BIN)/python -m pytest --doctest-modules src/tightrope tests/test_docs.py \
 		--ignore src/tightrope/integrations/torchtitan.py  # needs torchtitan
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
+
+site: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 wheel: $(READY)
 	rm -rf dist

@@ -1,7 +1,8 @@
 """Every Python block of README.md and docs/*.md runs.
 
 The ```python blocks of one page run in order and in one namespace, so that a later block may use
-names of an earlier one. Blocks that must not run are fenced as ```text or ```console.
+names of an earlier one. Those of README.md run one by one, as people paste them. Blocks that must
+not run are fenced as ```text or ```console.
 """
 
 import re
@@ -34,9 +35,8 @@ def run(text: str, name: str) -> int:
     return len(found)
 
 
-PAGES = [
-    page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if page.is_file()
-]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -48,9 +48,32 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     RULES.update(before)
 
 
+@pytest.mark.parametrize("source", [source for _, source in blocks(README)])
+def test_a_block_of_the_readme_runs_alone(source: str) -> None:
+    assert run(f"```python\n{source}```\n", "README.md") == 1
+
+
 def test_the_first_pages_show_code() -> None:
-    for name in ("README.md", "docs/index.md"):
-        assert blocks((ROOT / name).read_text(encoding="utf-8")), name
+    assert blocks(README)
+    assert blocks((ROOT / "docs/index.md").read_text(encoding="utf-8"))
+
+
+def test_the_readme_stays_short_and_starts_with_what_a_visitor_does() -> None:
+    assert len(README.split()) <= 1300
+    first_screen = "\n".join(README.splitlines()[:60])
+    for command in ("make demo", "make test", "pip install", "```python"):
+        assert command in first_screen
+
+
+def test_links_of_the_readme_lead_to_files_and_headings() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)#?([^)]*)\)", README)
+    assert len(links) > 20
+    for file, anchor in links:
+        assert (ROOT / file).is_file(), file
+        if anchor:
+            headings = re.findall(r"^#+ (.*)", (ROOT / file).read_text(encoding="utf-8"), re.M)
+            slugs = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in headings]
+            assert anchor in slugs, (file, anchor)
 
 
 def test_blocks_share_a_namespace() -> None:

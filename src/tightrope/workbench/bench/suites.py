@@ -102,7 +102,7 @@ _PHASES = _in_both(
     )
 )
 
-#: For the README, and for comparing the library before and after a change.
+#: For docs/benchmarks.md, and for comparing the library before and after a change.
 FULL = (
     *_ROTATION,
     *_WITH,
