@@ -42,6 +42,8 @@ class Docstrings(griffe.Extension):
                 if item.is_class and name[0] != "_" and member.docstring:
                     public[member.path] = member, f"{public[item.path][1]}.{name}"
         for item, _ in public.values():
+            if item.docstring is None and item.is_attribute:
+                item.docstring = _comment(item)
             if item.docstring is not None:
                 item.docstring.value = _rewritten(item.docstring.value, item, public)
 
@@ -58,6 +60,15 @@ def _public(module: griffe.Module) -> Iterator[tuple[Any, str]]:
             found = module.members[name] = griffe.Alias(name, found.members[name], parent=module)
         if not found.is_module:
             yield (found.final_target if found.is_alias else found), f"{module.path}.{name}"
+
+
+def _comment(item: Any) -> griffe.Docstring | None:
+    """Return the comment "#: ..." above a variable as its docstring."""
+    lines = item.lines_collection[item.filepath][: item.lineno - 1]
+    found: list[str] = []
+    while lines and lines[-1].startswith("#: "):
+        found.insert(0, lines.pop()[3:])
+    return griffe.Docstring("\n".join(found), parent=item) if found else None
 
 
 def _rewritten(text: str, item: Any, public: dict[str, tuple[Any, str]]) -> str:

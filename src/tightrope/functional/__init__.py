@@ -23,6 +23,7 @@ from .tables import (
 )
 
 __all__ = [
+    "GateLike",
     "PolarState",
     "apply_rotary_pos_emb",
     "apply_rotary_pos_emb_",

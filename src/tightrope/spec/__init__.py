@@ -11,4 +11,4 @@ from ._lengths import SeqLen as SeqLen
 from ._prepared import Memo as Memo, PreparedRotation as PreparedRotation
 from ._rope import VERSION as VERSION, RopeSpec as RopeSpec
 
-__all__ = ["PreparedRotation", "RopeSpec"]
+__all__ = ["PreparedRotation", "RopeSpec", "SeqLen"]
