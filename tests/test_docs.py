@@ -1,12 +1,16 @@
-"""Every Python block of README.md and docs/*.md runs.
+"""Every Python block of README.md and docs/*.md runs, and the API reference has every public name.
 
 The ```python blocks of one page run in order and in one namespace, so that a later block may use
 names of an earlier one. Those of README.md run one by one, as people paste them. Blocks that must
 not run are fenced as ```text or ```console.
 """
 
+import ast
 import re
+import subprocess
 import sys
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -88,3 +92,49 @@ def test_a_wrong_block_fails_at_its_line() -> None:
 
 def test_other_fences_do_not_run() -> None:
     assert blocks("```text\nnot python\n```\n```console\n$ make\n```\n") == []
+
+
+# --- the API reference ---
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the site, built from docs/."""
+    pytest.importorskip("mkdocstrings_handlers.python")
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    return out
+
+
+def public_names() -> Iterator[str]:
+    """Yield the paths of the names in every ``__all__``, without those of modules."""
+    source = ROOT / "src"
+    found: dict[str, list[str]] = {}
+    for file in sorted(source.rglob("*.py")):
+        module = ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                found[module] = ast.literal_eval(node.value)
+    for module, names in found.items():
+        for name in names:
+            path = f"{module}.{name}"
+            if path not in found and name != "__version__":
+                yield path
+
+
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    # Four lines, then "name domain:role priority uri title" for each, compressed.
+    inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    known = {line.partition(" ")[0] for line in zlib.decompress(inventory).decode().splitlines()}
+    names = set(public_names())
+    assert {"tightrope.RopeSpec", "tightrope.nn.KVCache", "tightrope.workbench.audit.audit"} < names
+    assert names - known == set()
+
+
+def test_the_reference_shows_no_markup_of_docstrings(site: Path) -> None:
+    for page in (site / "api").rglob("*.html"):
+        text = re.sub(r"<[^>]*>", "", page.read_text(encoding="utf-8"))
+        assert (
+            re.findall(r".*(?::(?:func|class|meth|mod|data|attr):|&gt;&gt;&gt;|``).*", text) == []
+        )

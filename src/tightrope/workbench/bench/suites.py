@@ -113,4 +113,5 @@ FULL = (
     Case("prefill 2048, cold, fp64", dtype="float64"),
 )
 
+#: The cases of `tightrope bench` and of `tightrope bench --suite full`.
 SUITES = {"short": SHORT, "full": FULL}
