@@ -224,7 +224,7 @@ def phase_word():
         dial(140, 204, 84, (word * unit, BLUE)),
         text(214, 222, "0", 14, MUTED, "end"), text(146, 140, "2⁶²", 14, MUTED),
         text(64, 198, "2⁶³", 14, MUTED), text(134, 266, "3 · 2⁶²", 14, MUTED, "end"),
-        text(140, 340, "positions 0 to 8; at 8 it wraps", 14, MUTED, "middle"),
+        text(140, 340, "positions 0 to 8: it wraps at 8", 14, MUTED, "middle"),
         text(x, 84, f"pair {pair} turns by {float(omega):.9f} radians = {word * unit:.9f} turn per position"),
         text(x, 116, "phase word", 15, BLUE, font="bold"),
         text(x + 108, 116, f"{word:#018x}", 17, BLUE, font="mono"),
@@ -270,7 +270,7 @@ def phase_word():
 # fmt: off
 ROUTES = [
     ("definition", GOLD, "define", '• backend="reference"\n• forward mode\n• compiling inside a\n   functorch transform\n'
-     "• exporting to a runtime\n   without the operators\n• a transform of a call\n   with f or P"),
+     "• exporting to a runtime\n   without the operators\n• a transform other than\n   functionalize, of a\n   call with f or P"),
     ("traced", GREEN, "the registered\noperator", "• compile\n• other exports\n• functionalize"),
     ("autograd", RED, "OutOfPlace.apply", "• other functorch\n   transforms\n• eager code in which\n"
      "   an input requires\n   a gradient"),
@@ -286,31 +286,31 @@ def routes():
         text(42, 134, "1  Build", 17, font="bold"),
         text(134, 123, "all arguments are checked against each other,\nonce, and become a Call"),
         text(654, 134, "ops/build.py", 14, MUTED, "end", "mono"),
-        box(28, 186, 804, 272),
+        box(28, 186, 804, 292),
         text(42, 215, "2  Route", 17, font="bold"),
         text(134, 215, "the first that applies decides"),
         text(654, 215, "ops/route.py", 14, MUTED, "end", "mono"),
-        box(28, 470, 804, 102),
-        text(42, 497, "3  Run", 17, font="bold"),
-        text(345, 497, "results in new tensors"),
-        text(654, 497, "ops/run.py", 14, MUTED, "end", "mono"),
+        box(28, 490, 804, 102),
+        text(42, 517, "3  Run", 17, font="bold"),
+        text(345, 517, "results in new tensors"),
+        text(654, 517, "ops/run.py", 14, MUTED, "end", "mono"),
         path("M318 49H727V228", BLUE, arrow=True, dashed=True),
         text(332, 41, "a prepared rotation that was used before skips the first step", 15, BLUE),
-        box(28, 604, 196, 104, "plain torch:\nthe definition\nof the operator", GOLD),
-        box(240, 604, 592, 104),
-        text(254, 632, "tightrope::rotate", 17, font="bold mono"),
-        text(818, 632, "the PyTorch dispatcher chooses the backend", 15, MUTED, "end"),
-        box(254, 650, 176, 42, "cpu (C++)", MUTED), box(448, 650, 176, 42, "triton (GPUs)", MUTED),
-        box(642, 650, 176, 42, "reference (definition)", MUTED),
+        box(28, 624, 196, 104, "plain torch:\nthe definition\nof the operator", GOLD),
+        box(240, 624, 592, 104),
+        text(254, 652, "tightrope::rotate", 17, font="bold mono"),
+        text(818, 652, "the PyTorch dispatcher chooses the backend", 15, MUTED, "end"),
+        box(254, 670, 176, 42, "cpu (C++)", MUTED), box(448, 670, 176, 42, "triton (GPUs)", MUTED),
+        box(642, 670, 176, 42, "reference (definition)", MUTED),
     ]
     for i, (name, colour, does, when) in enumerate(ROUTES):
         x = 42 + 198 * i
         parts += [
             box(x, 232, 182, 38, name, colour, 17, fill=colour, font="bold"),
             text(x + 4, 294, when),
-            arrow(x + 91, 304 + 20 * when.count("\n"), 506, colour),
-            box(x, 510, 182, 50, does, colour, font="" if " " in does else "mono"),
-            arrow(x + 91, 560, 600, colour),
+            arrow(x + 91, 304 + 20 * when.count("\n"), 526, colour),
+            box(x, 530, 182, 50, does, colour, font="" if " " in does else "mono"),
+            arrow(x + 91, 580, 620, colour),
         ]
         if i:
             parts.append(path(f"M{x - 16} 251H{x - 2}", arrow=True))
@@ -319,7 +319,7 @@ def routes():
         "definition, traced, autograd, kernel. A prepared rotation that was used before skips the first step. "
         "All routes but the definition run the operator, for which the dispatcher chooses a backend."
     )
-    return card(860, 736, "The life of a call and its four routes", about, parts)
+    return card(860, 756, "The life of a call and its four routes", about, parts)
 
 
 # --- patch ----------------------------------------------------------------------------------------
