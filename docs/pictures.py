@@ -173,7 +173,7 @@ def error_by_position():
         "The position, from 1 to 2^31, and the largest error of a cosine over 64 pairs and up to 256 "
         "consecutive positions, both logarithmic. Tightrope stays below 10^-7. The float32 tables of "
         f"transformers are off by {million['float32']:.2f} at position 1,000,000, and by 2 from 33 million "
-        "on. After module.to(torch.bfloat16) they are off by 0.001 at position 1 and by 2 from 2,048 on."
+        "on. After module.to(torch.bfloat16) they are off by 0.001 at position 1, by nearly 2 from 2,048 on."
     )
     return card(800, 662, "The error of Tightrope's cosines does not grow with the position", about, parts)  # fmt: skip
 
