@@ -256,7 +256,7 @@ def cases(explore: dict[str, Any]) -> Iterator[dict[str, str]]:
     yield from explore["models"].values()
     draw = random.Random(0)
     for rule in explore["rules"]:
-        for _ in range(6):
+        for _ in range(4):
             trained = draw.choice((512, 4096, 5000, 32768))
             low = round(draw.uniform(0.5, 3), 3)
             yield {

@@ -207,7 +207,8 @@
   function effectOf(c, omega, before, ratio) {
     if (omega === before) return "kept";
     const blends = c.rule === "yarn" || c.rule === "llama3";
-    return blends && omega !== divide(before, exactly(c.factor)) ? "blended" : ratio < 1 ? "faster" : "slower";
+    if (blends && omega !== divide(before, exactly(c.factor))) return "blended";
+    return ratio < 1 ? "faster" : "slower";
   }
 
   // ---- Choices: names, limits, models -------------------------------------------------------
@@ -228,7 +229,8 @@
     const digits = text.trim().replace(/[,_ ]/g, "");
     const number = digits === "" ? NaN : Number(digits);
     if (!Number.isInteger(number) || number < least || number > most) {
-      throw new Invalid(`must be a whole number from ${grouped(least)} to ${grouped(most)} but is “${text.slice(0, 30)}”.`);
+      const range = `from ${grouped(least)} to ${grouped(most)}`;
+      throw new Invalid(`must be a whole number ${range} but is “${text.slice(0, 30)}”.`);
     }
     return number;
   }
@@ -244,7 +246,8 @@
     const numbers = text.split(/[\s,]+/).filter(Boolean).map((item) => real(item, 1e-6, 1e9));
     if (numbers.length === 1 && pairs) return Array(pairs).fill(numbers[0]);
     if (numbers.length !== pairs && pairs) {
-      throw new Invalid(`must be one number, or ${pairs} numbers, one for each pair, but there are ${numbers.length}.`);
+      const wanted = `one number, or ${pairs} numbers, one for each pair`;
+      throw new Invalid(`must be ${wanted}, but there are ${numbers.length}.`);
     }
     return numbers;
   }
@@ -325,7 +328,9 @@
       }
     }
     for (const [low, high] of [["beta_slow", "beta_fast"], ["low_freq_factor", "high_freq_factor"]]) {
-      if (values[low] > values[high]) wrong[high] = `${high} must be at least ${low}, ${values[low]}, but is ${values[high]}.`;
+      if (values[low] > values[high]) {
+        wrong[high] = `${high} must be at least ${low}, ${values[low]}, but is ${values[high]}.`;
+      }
     }
     return { values, wrong };
   }
@@ -333,14 +338,15 @@
   /** The fragment of the address: the model, and the choices that differ from it. */
   function toHash(texts) {
     const usual = choicesOf(texts.model);
-    const changed = Object.keys(texts).filter((name) => name === "model" || texts[name] !== usual[name]);
-    return `#${new URLSearchParams(changed.map((name) => [name, texts[name]]))}`;
+    const changed = Object.entries(texts).filter(
+      ([name, text]) => name === "model" || text !== usual[name]);
+    return `#${new URLSearchParams(changed)}`;
   }
 
   /** The choices in a fragment; null if it holds none, for example the anchor of a heading. */
   function fromHash(hash) {
-    const given = Object.fromEntries(new URLSearchParams(hash.slice(1)));
     if (!hash.includes("=")) return null;
+    const given = Object.fromEntries(new URLSearchParams(hash.slice(1)));
     const texts = choicesOf(Object.hasOwn(MODELS, given.model) ? given.model : Object.keys(MODELS)[0]);
     for (const name in FIELDS) texts[name] = given[name] ?? texts[name];
     if (Object.hasOwn(RULES, given.rule)) texts.rule = given.rule;
@@ -375,7 +381,8 @@
     element.append(...children);
     return element;
   }
-  const html = (name, attributes, ...children) => made(document.createElement(name), attributes, ...children);
+  const html = (name, attributes, ...children) =>
+    made(document.createElement(name), attributes, ...children);
   const svg = (name, attributes, ...children) =>
     made(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, ...children);
 
@@ -406,21 +413,24 @@
   const marker = (kind, x, y) =>
     svg("path", { d: SHAPES[kind], class: `explore-${kind}`, transform: `translate(${x},${y})` });
 
-  /** Empty axes. `x` and `y` have a title, the ends and ticks: [place, text]. Returns the picture and two scales. */
+  /** A picture with empty axes, and its scales. `x` and `y` have a title, ends, and ticks [place, text]. */
   function axes(width, label, x, y) {
     const [left, right, top, bottom, height] = [56, 12, 12, 46, 320];
     const scale = (from, to, [low, high]) => (value) => from + ((value - low) / (high - low)) * (to - from);
     const atX = scale(left, width - right, x.ends);
     const atY = scale(height - bottom, top, y.ends);
+    const middle = { "text-anchor": "middle" };
     const text = (words, px, py, more) => svg("text", { x: px, y: py, ...more }, words);
-    const picture = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label },
+    const picture = svg("svg",
+      { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label },
       ...y.ticks.flatMap(([place, words]) => [
         svg("line", { x1: left, x2: width - right, y1: atY(place), y2: atY(place), class: "explore-grid" }),
         text(words, left - 6, atY(place) + 4, { "text-anchor": "end" }),
       ]),
-      ...x.ticks.map(([place, words]) => text(words, atX(place), height - bottom + 18, { "text-anchor": "middle" })),
-      text(x.title, (left + width - right) / 2, height - 6, { "text-anchor": "middle" }),
-      text(y.title, 0, 0, { "text-anchor": "middle", transform: `translate(12,${(top + height - bottom) / 2}) rotate(-90)` }));
+      ...x.ticks.map(([place, words]) => text(words, atX(place), height - bottom + 18, middle)),
+      text(x.title, (left + width - right) / 2, height - 6, middle),
+      text(y.title, 0, 0,
+        { ...middle, transform: `translate(12,${(top + height - bottom) / 2}) rotate(-90)` }));
     return { picture, atX, atY, ends: [left, width - right, top, height - bottom] };
   }
 
@@ -434,23 +444,28 @@
 
   const powers = (low, high, every) =>
     [...Array(high - low + 1).keys()].map((i) => low + i).filter((power) => power % every === 0);
-  const tenTo = (power) => `10${[...String(power)].map((digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit] ?? "⁻").join("")}`;
+  const raised = (digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit] ?? "⁻";
+  const tenTo = (power) => `10${[...String(power)].map(raised).join("")}`;
+  const tens = (low, high, every) => powers(low, high, every).map((power) => [power, tenTo(power)]);
 
   function wavelengths(width, c, pairs) {
     const all = pairs.flatMap((pair) => [pair.before, pair.after]).filter(Number.isFinite);
-    const ends = [Math.floor(Math.log10(Math.min(...all))), Math.ceil(Math.log10(Math.max(...all, c.length)))];
+    const low = Math.floor(Math.log10(Math.min(...all)));
+    const high = Math.ceil(Math.log10(Math.max(...all, c.length, c.original_max_position)));
     const last = Math.max(pairs.length - 1, 1);
     const every = Math.max(Math.ceil(last / 8 / 4) * 4, 1);
     const chart = axes(width, "Wavelength of each pair before and after scaling",
-      { title: "pair", ends: [-0.5, last + 0.5], ticks: powers(0, last, every).map((k) => [k, String(k)]) },
-      { title: "positions per turn", ends, ticks: powers(...ends, ends[1] - ends[0] > 9 ? 2 : 1).map((power) => [power, tenTo(power)]) });
+      { title: "pair", ends: [-0.5, last + 0.5], ticks: powers(0, last, every).map((k) => [k, k]) },
+      { title: "positions per turn", ends: [low, high], ticks: tens(low, high, high - low > 9 ? 2 : 1) });
     across(chart, Math.log10(c.original_max_position), "training length", "start");
     if (c.length !== c.original_max_position) across(chart, Math.log10(c.length), "sequence length", "start");
     pairs.forEach((pair, k) => {
       const [x, before] = [chart.atX(k), chart.atY(Math.log10(pair.before))];
       const after = pair.after === Infinity ? chart.ends[2] : chart.atY(Math.log10(pair.after));
       if (pair.effect !== "kept") {
-        chart.picture.append(svg("line", { x1: x, x2: x, y1: before, y2: after, class: "explore-grid" }), marker("before", x, before));
+        chart.picture.append(
+          svg("line", { x1: x, x2: x, y1: before, y2: after, class: "explore-grid" }),
+          marker("before", x, before));
       }
       chart.picture.append(marker(pair.effect, x, after));
     });
@@ -459,45 +474,49 @@
 
   function errorCurves(width, c, found) {
     const chart = axes(width, "Largest error of a cosine or sine up to each position",
-      { title: "position", ends: [0, Math.log10(LAST)], ticks: powers(0, 9, 1).map((power) => [power, tenTo(power)]) },
-      { title: "largest error", ends: [-8, 0.5], ticks: powers(-8, 0, 2).map((power) => [power, tenTo(power)]) });
+      { title: "position", ends: [0, Math.log10(LAST)], ticks: tens(0, 9, 1) },
+      { title: "largest error", ends: [-8, 0.5], ticks: tens(-8, 0, 2) });
     across(chart, Math.log10(1.2e-7), "phase words: guaranteed", "end");
     across(chart, -9 * Math.log10(2), "rounding to bfloat16", "end");
     const x = chart.atX(Math.log10(Math.max(c.position, 1)));
-    chart.picture.append(svg("line", { x1: x, x2: x, y1: chart.ends[2], y2: chart.ends[3], class: "explore-mark" }));
+    const [top, bottom] = chart.ends.slice(2);
+    chart.picture.append(svg("line", { x1: x, x2: x, y1: top, y2: bottom, class: "explore-mark" }));
     Object.values(found).forEach((points, way) => {
       const places = points.map(([position, error]) => {
         const y = Math.log10(Math.max(error, 1e-8));
         return `${chart.atX(Math.log10(position)).toFixed(1)},${chart.atY(y).toFixed(1)}`;
       });
-      chart.picture.append(svg("polyline", { points: places.join(" "), class: `explore-way explore-way-${way}` }));
+      const line = { points: places.join(" "), class: `explore-way explore-way-${way}` };
+      chart.picture.append(svg("polyline", line));
     });
     return chart.picture;
   }
 
   /** Names of markers or lines, each with a sample of it. */
-  const legend = (entries) => html("ul", { class: "explore-legend" }, ...entries.map(([sample, words]) =>
-    html("li", {}, svg("svg", { width: 24, height: 12, viewBox: "-12 -6 24 12", "aria-hidden": "true" }, sample), words)));
-
-  const EFFECTS = {
-    before: "before scaling", kept: "kept", blended: "blended", slower: "slower", faster: "faster",
-  };
+  function legend(entries) {
+    const small = { width: 24, height: 12, viewBox: "-12 -6 24 12", "aria-hidden": "true" };
+    return html("ul", { class: "explore-legend" },
+      ...entries.map(([sample, words]) => html("li", {}, svg("svg", small, sample), ` ${words}`)));
+  }
 
   function effect(pair) {
     if (pair.effect === "kept") return "kept";
     if (pair.ratio === Infinity) return "stopped";
-    const words = pair.ratio < 1 ? `× ${+(1 / pair.ratio).toPrecision(4)}` : `÷ ${+pair.ratio.toPrecision(4)}`;
-    return pair.effect === "blended" ? `blended, ${words}` : words;
+    const factor = +Math.max(pair.ratio, 1 / pair.ratio).toPrecision(4);
+    return `${pair.effect === "blended" ? "blended, " : ""}${pair.ratio < 1 ? "×" : "÷"} ${factor}`;
   }
+
+  const EFFECTS = ["kept", "blended", "slower", "faster"];
 
   /** Sentences about the scaling. */
   function summary(c, pairs) {
     const count = (kind) => pairs.filter((pair) => pair.effect === kind).length;
-    const kinds = ["kept", "blended", "slower", "faster"].filter(count);
+    const kinds = EFFECTS.filter(count);
     const counts = kinds.map((kind) => `${count(kind)} ${count(kind) > 1 ? "are" : "is"} ${kind}`);
+    const first = kinds.length > 1 ? `Of ${pairs.length} pairs ${counts.join(", ")}.` : `All pairs are ${kinds[0]}.`;
     const never = pairs.filter((pair) => pair.before > c.original_max_position).length;
-    return `Of ${pairs.length} pairs ${counts.join(", ")}. Without scaling, ${never} of them do not ` +
-      `complete a turn within the training length of ${grouped(c.original_max_position)}.`;
+    return `${first} Without scaling, ${never} of ${pairs.length} do not complete a turn within the ` +
+      `training length of ${grouped(c.original_max_position)}.`;
   }
 
   function start(host) {
@@ -506,16 +525,18 @@
     const inputs = {};
     const labelled = (name, label, input) => {
       inputs[name] = input;
-      input.addEventListener("input", () => change(name, input.type === "checkbox" ? String(input.checked) : input.value));
-      return html("p", { id: `explore-field-${name}` }, html("label", { for: `explore-input-${name}` }, label), input,
+      input.addEventListener("input", () =>
+        change(name, input.type === "checkbox" ? String(input.checked) : input.value));
+      return html("p", { id: `explore-field-${name}` },
+        html("label", { for: `explore-input-${name}` }, label), input,
         html("span", { id: `explore-wrong-${name}`, class: "explore-wrong", role: "alert" }));
     };
-    const select = (name, label, names) => labelled(name, label,
-      html("select", { id: `explore-input-${name}` }, ...Object.entries(names).map(([value, words]) => html("option", { value }, words))));
-    const names = (table, words) => Object.fromEntries(Object.keys(table).map((name) => [name, words(name)]));
+    const select = (name, label, options) => labelled(name, label,
+      html("select", { id: `explore-input-${name}` },
+        ...options.map(([value, words]) => html("option", { value }, words))));
     host.replaceChildren(
-      select("model", "Start from the model", names(MODELS, (name) => name)),
-      select("rule", "Frequency rule", names(RULES, (name) => RULES[name][0])),
+      select("model", "Start from the model", Object.keys(MODELS).map((name) => [name, name])),
+      select("rule", "Frequency rule", Object.entries(RULES).map(([name, [words]]) => [name, words])),
       ...Object.keys(FIELDS).map((name) => {
         const id = { id: `explore-input-${name}`, "aria-describedby": `explore-wrong-${name}` };
         const text = { autocomplete: "off", spellcheck: "false" };
@@ -550,40 +571,55 @@
         }
       }
       const stale = Object.keys(wrong).length > 0;
-      document.querySelectorAll(".explore-result").forEach((part) => part.classList.toggle("explore-stale", stale));
+      for (const part of document.querySelectorAll(".explore-result")) {
+        part.classList.toggle("explore-stale", stale);
+      }
       at("link").href = toHash(texts);
-      at("state").textContent = !stale ? "" : drawn
-        ? "The results below are those of the last valid choices." : "There are no results until all choices are valid.";
+      at("state").textContent = !stale ? ""
+        : drawn ? "The results below are those of the last valid choices."
+        : "There are no results until all choices are valid.";
       if (stale) return;
       const pairs = pairsOf(c);
       const rotation = python(c);
-      if (rotation !== curvesFor) found = curves(pairs.map((pair) => pair.omega), pairs.map((pair) => pair.word));
+      if (rotation !== curvesFor) {
+        found = curves(pairs.map((pair) => pair.omega), pairs.map((pair) => pair.word));
+      }
       curvesFor = rotation;
       drawn = { c, pairs };
       at("summary").textContent = summary(c, pairs);
       at("python").textContent = rotation;
-      const kinds = Object.keys(EFFECTS).filter((kind) => kind === "before" || pairs.some((pair) => pair.effect === kind));
+      const ways = Object.keys(WAYS);
+      const kinds = EFFECTS.filter((kind) => pairs.some((pair) => pair.effect === kind));
+      const samples = kinds.map((kind) => [marker(kind, 0, 0), kind]);
+      if (kinds.join() !== "kept") samples.unshift([marker("before", 0, 0), "before scaling"]);
       at("wavelengths-table").replaceChildren(
-        legend(kinds.map((kind) => [marker(kind, 0, 0), EFFECTS[kind]])),
-        table("Wavelengths of all pairs", ["pair", "unscaled", "scaled", "scaling", "turns in the sequence"],
-          pairs.map((pair, k) => [String(k), length(pair.before), length(pair.after), effect(pair), length(c.length / pair.after)])));
-      at("errors-legend").replaceChildren(legend(Object.keys(WAYS).map((way, index) =>
-        [svg("line", { x1: -12, x2: 12, y1: 0, y2: 0, class: `explore-way explore-way-${index}` }), way])));
+        legend(samples),
+        table("Wavelengths of all pairs",
+          ["pair", "unscaled", "scaled", "scaling", "turns in the sequence"],
+          pairs.map((pair, k) => [
+            k, length(pair.before), length(pair.after), effect(pair), length(c.length / pair.after),
+          ])));
       at("angles").replaceChildren(table(`Angles at position ${grouped(c.position)}`,
-        ["pair", "phase word of the frequency", "angle, turns", "cosine", "sine", ...Object.keys(WAYS).map((way) => `error, ${way}`)],
-        pairs.map((pair, k) => [String(k), String(pair.word), (Number(pair.phase) / 2 ** 64).toFixed(12),
-          pair.cos.toFixed(12), pair.sin.toFixed(12), ...pair.errors.map(small)])));
-      const worst = Object.keys(WAYS).map((way, index) => `${small(Math.max(...pairs.map((pair) => pair.errors[index])))} with ${way}`);
-      at("position").textContent = `At position ${grouped(c.position)} the largest error of a cosine or sine is ${worst.join(", ")}.`;
+        ["pair", "phase word of the frequency", "angle, turns", "cosine", "sine",
+          ...ways.map((way) => `error, ${way}`)],
+        pairs.map((pair, k) => [
+          k, pair.word, (Number(pair.phase) / 2 ** 64).toFixed(12),
+          pair.cos.toFixed(12), pair.sin.toFixed(12), ...pair.errors.map(small),
+        ])));
+      const worst = ways.map(
+        (way, index) => `${small(Math.max(...pairs.map((pair) => pair.errors[index])))} with ${way}`);
+      at("position").textContent = `At position ${grouped(c.position)} the largest error of a cosine ` +
+        `or sine is ${worst.join(", ")}.`;
+      at("errors-legend").replaceChildren(legend(ways.map((way, index) =>
+        [svg("line", { x1: -12, x2: 12, class: `explore-way explore-way-${index}` }), way])));
       draw();
     }
 
     function draw() {
       if (!drawn) return;
-      for (const [name, picture, result] of [["wavelengths", wavelengths, drawn.pairs], ["errors", errorCurves, found]]) {
-        const width = Math.max(at(name).clientWidth, 240);
-        at(name).replaceChildren(picture(width, drawn.c, result));
-      }
+      const width = Math.max(at("errors").clientWidth, 240);
+      at("wavelengths").replaceChildren(wavelengths(width, drawn.c, drawn.pairs));
+      at("errors").replaceChildren(errorCurves(width, drawn.c, found));
     }
 
     addEventListener("resize", draw);
