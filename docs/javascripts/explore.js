@@ -206,6 +206,7 @@
 
   function effectOf(c, omega, before, ratio) {
     if (omega === before) return "kept";
+    if (!omega) return "stopped";
     const blends = c.rule === "yarn" || c.rule === "llama3";
     if (blends && omega !== divide(before, exactly(c.factor))) return "blended";
     return ratio < 1 ? "faster" : "slower";
@@ -408,6 +409,7 @@
     blended: "M0,-4.5L4.5,0L0,4.5L-4.5,0Z",
     slower: "M-3,-3H3V3H-3Z",
     faster: "M0,-4L4,3H-4Z",
+    stopped: "M-3,-3L3,3M-3,3L3,-3",
     before: "M-3,0a3,3 0 1,0 6,0a3,3 0 1,0 -6,0",
   };
   const marker = (kind, x, y) =>
@@ -500,13 +502,12 @@
   }
 
   function effect(pair) {
-    if (pair.effect === "kept") return "kept";
-    if (pair.ratio === Infinity) return "stopped";
+    if (pair.effect === "kept" || pair.effect === "stopped") return pair.effect;
     const factor = +Math.max(pair.ratio, 1 / pair.ratio).toPrecision(4);
     return `${pair.effect === "blended" ? "blended, " : ""}${pair.ratio < 1 ? "×" : "÷"} ${factor}`;
   }
 
-  const EFFECTS = ["kept", "blended", "slower", "faster"];
+  const EFFECTS = ["kept", "blended", "slower", "faster", "stopped"];
 
   /** Sentences about the scaling. */
   function summary(c, pairs) {
