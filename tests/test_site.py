@@ -100,6 +100,9 @@ class Visit:
     smallest: dict[int, float] = field(default_factory=dict)
 
 
+# Each page would read the index of the search again, which takes half of the time.
+NO_SEARCH = "Worker = class extends EventTarget { postMessage() {} }"
+
 # The width of the page, its smallest text in pixels, its links and its ids.
 LOOK = """() => {
     const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -120,8 +123,7 @@ def visits(context: Any, folder: Path, site: str) -> dict[str, Visit]:
     """Load every page once. The keys are addresses."""
     found = {}
     with context.new_page() as page:
-        # Each page would read the index of the search again, which takes half of the time.
-        page.add_init_script("Worker = class extends EventTarget { postMessage() {} }")
+        page.add_init_script(NO_SEARCH)
         visit = Visit()
         page.on("request", lambda request: visit.requests.append(request.url))
         page.on("pageerror", lambda error: visit.problems.append(str(error)))
@@ -273,6 +275,7 @@ def cases(explore: dict[str, Any]) -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def explore(page: Any, site: str) -> Any:
+    page.add_init_script(NO_SEARCH)
     page.goto(f"{site}explore/")
     page.locator("#explore-angles tbody tr").first.wait_for()
     return page
@@ -412,33 +415,33 @@ def test_explore_keeps_the_choices_in_the_address(explore: Any) -> None:
     assert "frequencies.Linear(factor=3)" in explore.locator("#explore-python").inner_text()
 
 
-@pytest.mark.parametrize(
-    ("rule", "label", "text", "sentence"),
-    [
-        ("default", "Base", "1", "Base must be a number above 1 and at most 1000000000000000000 but is “1”."),
-        ("default", "Base", "", "Base must be a number above 1 and at most 1000000000000000000 but is “”."),
-        ("default", "Rotary dim", "63", "Rotary dim must be even but is 63: channels turn in pairs."),
-        ("default", "Position", "-1", "Position must be a whole number from 0 to 2,147,483,647 but is “-1”."),
-        ("default", "Sequence length", "1.5", "Sequence length must be a whole number from 1 to 2,147,483,647 but is “1.5”."),
-        ("yarn", "beta_fast", "0.5", "beta_fast must be at least beta_slow, 1, but is 0.5."),
-        ("longrope", "short_factor", "1 2", "short_factor must be one number, or 64 numbers, one for each pair, but there are 2."),
-    ],
-)  # fmt: skip
-def test_explore_explains_invalid_input(
-    explore: Any, rule: str, label: str, text: str, sentence: str
-) -> None:
+# Rule, label of a field, its text, and the sentence.
+INVALID = [
+    ("default", "Base", "1", "Base must be a number above 1 and at most 1,000,000,000,000 but is “1”."),
+    ("default", "Base", "", "Base must be a number above 1 and at most 1,000,000,000,000 but is “”."),
+    ("default", "Rotary dim", "63", "Rotary dim must be even but is 63: channels turn in pairs."),
+    ("default", "Position", "-1", "Position must be a whole number from 0 to 2,147,483,647 but is “-1”."),
+    ("default", "Sequence length", "1.5", "Sequence length must be a whole number from 1 to 2,147,483,647 but is “1.5”."),
+    ("yarn", "beta_fast", "0.5", "beta_fast must be at least beta_slow, 1, but is 0.5."),
+    ("longrope", "short_factor", "1 2", "short_factor must be one number, or 64 numbers, one for each pair, but there are 2."),
+]  # fmt: skip
+
+
+def test_explore_explains_invalid_input(explore: Any) -> None:
     problems: list[str] = []
     explore.on("pageerror", lambda error: problems.append(str(error)))
-    explore.get_by_label("Frequency rule").select_option(rule)
-    field = explore.get_by_label(label, exact=True)
-    valid = field.input_value()
-    python = explore.locator("#explore-python").inner_text()
-    field.fill(text)
-    assert field.get_attribute("aria-invalid") == "true"
-    assert explore.get_by_role("alert").filter(has_text="must").all_inner_texts() == [sentence]
-    assert explore.locator("#explore-python").inner_text() == python
-    field.fill(valid)
-    assert explore.get_by_role("alert").filter(has_text="must").count() == 0
+    sentences = explore.get_by_role("alert").filter(has_text="must")
+    for rule, label, text, sentence in INVALID:
+        explore.get_by_label("Frequency rule").select_option(rule)
+        field = explore.get_by_label(label, exact=True)
+        valid = field.input_value()
+        python = explore.locator("#explore-python").inner_text()
+        field.fill(text)
+        assert field.get_attribute("aria-invalid") == "true"
+        assert sentences.all_inner_texts() == [sentence]
+        assert explore.locator("#explore-python").inner_text() == python
+        field.fill(valid)
+        assert sentences.count() == 0
     assert problems == []
 
 

@@ -220,7 +220,7 @@
   function real(text, least, most, open) {
     const number = text.trim() === "" ? NaN : Number(text);
     if (!(open ? number > least : number >= least) || !(number <= most)) {
-      const range = `${open ? "above" : "from"} ${least} ${open ? "and at most" : "to"} ${most}`;
+      const range = `${open ? "above" : "from"} ${least} ${open ? "and at most" : "to"} ${grouped(most)}`;
       throw new Invalid(`must be a number ${range} but is “${text.slice(0, 30)}”.`);
     }
     return number;
@@ -256,7 +256,7 @@
   // Each field: its label, a function that checks its text, and its value where a model has none.
   const factor = (text) => real(text, 1e-6, 1e9);
   const FIELDS = {
-    base: ["Base", (text) => real(text, 1, 1e18, true), 10000],
+    base: ["Base", (text) => real(text, 1, 1e12, true), 10000],
     rotary_dim: ["Rotary dim", (text) => even(text, 2, 512), 128],
     original_max_position: ["Training length", (text) => whole(text, 1, LAST), 4096],
     length: ["Sequence length", (text) => whole(text, 1, LAST), 4096],
