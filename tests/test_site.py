@@ -232,7 +232,7 @@ def test_dark_mode_switches_and_stays(page: Any, site: str) -> None:
 
 # ---- docs/explore.md -----------------------------------------------------------------------------
 
-POSITIONS = (0, 1, 4095, 10**6, 2**31 - 1)
+POSITIONS = (0, 1, 257, 4095, 10**6, 2**31 - 1)
 
 # Words, wavelengths and angles of choices, at each position.
 COMPUTE = """([choices, positions]) => {
