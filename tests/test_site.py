@@ -77,7 +77,7 @@ def browser() -> Iterator[Any]:
 def context(browser: Any) -> Iterator[Any]:
     allowed = ["clipboard-read", "clipboard-write"]
     with browser.new_context(color_scheme="light", permissions=allowed) as context:
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(30_000)
         yield context
 
 
@@ -140,7 +140,8 @@ def visits(context: Any, folder: Path, site: str) -> dict[str, Visit]:
                 visit.widths[width], visit.smallest[width], visit.links, visit.ids = seen
                 if SCREENSHOTS:
                     shot = name.replace("/", "-").replace(".", "home")
-                    page.screenshot(path=f"{SCREENSHOTS}/{shot}-{width}.png", full_page=True)
+                    file = f"{SCREENSHOTS}/{shot}-{width}.png"
+                    page.screenshot(path=file, full_page=True, animations="disabled")
     return found
 
 
@@ -190,12 +191,10 @@ def test_pages_fit_the_window_and_text_is_readable(visits: dict[str, Visit], wid
 def test_search_finds_a_function_in_the_reference(page: Any, site: str) -> None:
     page.goto(site)
     page.get_by_placeholder("Search").fill("rotate_qk_")
-    results = page.locator(".md-search-result__item > a")
-    results.first.wait_for()
-    links = [link.get_attribute("href") for link in results.all()[:5]]
-    reference = [link for link in links if "/api" in link or "/reference" in link]
-    assert reference, links
-    page.goto(reference[0])
+    first = """[...document.querySelectorAll(".md-search-result__item > a")].slice(0, 5)
+        .map((a) => a.href).find((href) => /[/](api|reference)/.test(href))"""
+    link = page.wait_for_function(first).json_value()
+    page.goto(link)
     assert "rotate_qk_" in page.locator("article").inner_text()
 
 
