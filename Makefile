@@ -35,9 +35,9 @@ demo: $(READY)
 	$(BIN)/tightrope demo $(ARGS)
 
 # One thread per process: more would only compete for the cores. Tests of threading set their own
-# number of threads. tests/test_docs.py runs the code blocks of the documents, in `make check`.
+# number of threads. tests/test_docs.py and tests/test_site.py test the documents, in `make check`.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
-	--ignore=tests/test_docs.py
+	--ignore=tests/test_docs.py --ignore=tests/test_site.py
 
 test: $(READY)
 	$(PYTEST) -m 'not slow' $(ARGS)
@@ -52,15 +52,16 @@ oldest:
 	sed -e 's/^torch==.*/torch==2.10.0/' -e '/^triton==/d' constraints.txt > build/oldest.txt
 	$(MAKE) test-all VENV=.venv-oldest-$(notdir $(PYTHON)) CONSTRAINTS=build/oldest.txt
 
+# With --quiet, mkdocs does not count warnings, and dead links pass --strict.
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/codespell . .ci/*
 	$(BIN)/python tests/prose.py
-	$(BIN)/python -m pytest --doctest-modules src/tightrope tests/test_docs.py \
+	$(BIN)/python -m pytest --doctest-modules src/tightrope tests/test_docs.py tests/test_site.py \
 		--ignore src/tightrope/integrations/torchtitan.py  # needs torchtitan
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
 
 site: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -352,10 +352,10 @@ def test_two_results_side_by_side() -> None:
 
 
 def test_tables_escape_markdown() -> None:
-    assert pages.table(["a", "b"], [["x|y", "<z>\n"]]) == [
+    assert pages.table(["a", "b"], [["x|y", "<z> `<z>`\n"]]) == [
         "| a | b |",
         "|---|---|",
-        "| x\\|y | &lt;z>  |",
+        "| x\\|y | &lt;z> `<z>`  |",
     ]
 
 
