@@ -275,11 +275,11 @@
 
   // tests/test_site.py compares these with the configurations of the repositories named here.
   const MODELS = {
-    "Llama 2 7B": { repository: "meta-llama/Llama-2-7b-hf" },
     "Llama 3.1 8B": {
       repository: "meta-llama/Llama-3.1-8B", rule: "llama3", base: 500000,
       original_max_position: 8192, length: 131072,
     },
+    "Llama 2 7B": { repository: "meta-llama/Llama-2-7b-hf" },
     "Mistral 7B v0.3": {
       repository: "mistralai/Mistral-7B-Instruct-v0.3", base: 1000000,
       original_max_position: 32768, length: 32768,
