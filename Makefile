@@ -4,6 +4,7 @@
 #   make test     the tests, except slow ones, which rarely fail if the others pass
 #   make test-all the tests, including the slow ones
 #   make check    formatting, lint, types, wording, spelling, documentation and the code in it
+#   make site     build the documentation, and serve it until Ctrl-C
 #   make wheel    dist/tightrope-*.whl
 #   make oldest   the tests with the oldest supported torch (downloads gigabytes of CUDA)
 #   make clean    remove what the other targets made, except the results in tightrope-demo/
@@ -25,7 +26,7 @@ READY := $(VENV)/ready.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all oldest check wheel clean
+.PHONY: help demo test test-all oldest check site wheel clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -34,9 +35,9 @@ demo: $(READY)
 	$(BIN)/tightrope demo $(ARGS)
 
 # One thread per process: more would only compete for the cores. Tests of threading set their own
-# number of threads. tests/test_docs.py runs the code blocks of the documents, in `make check`.
+# number of threads. tests/test_docs.py and tests/test_site.py test the documents, in `make check`.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
-	--ignore=tests/test_docs.py
+	--ignore=tests/test_docs.py --ignore=tests/test_site.py
 
 test: $(READY)
 	$(PYTEST) -m 'not slow' $(ARGS)
@@ -51,15 +52,19 @@ oldest:
 	sed -e 's/^torch==.*/torch==2.10.0/' -e '/^triton==/d' constraints.txt > build/oldest.txt
 	$(MAKE) test-all VENV=.venv-oldest-$(notdir $(PYTHON)) CONSTRAINTS=build/oldest.txt
 
+# With --quiet, mkdocs does not count warnings, and dead links pass --strict.
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/codespell . .ci/*
 	$(BIN)/python tests/prose.py
-	$(BIN)/python -m pytest --doctest-modules src/tightrope tests/test_docs.py \
+	$(BIN)/python -m pytest --doctest-modules src/tightrope tests/test_docs.py tests/test_site.py \
 		--ignore src/tightrope/integrations/torchtitan.py  # needs torchtitan
-	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
+
+site: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 wheel: $(READY)
 	rm -rf dist

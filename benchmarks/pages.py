@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -16,7 +17,8 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+    text = text.replace("|", "\\|").replace("\n", " ")
+    return re.sub("(`[^`]*`)|<", lambda found: found[1] or "&lt;", text)  # code is literal
 
 
 def between_marks(page: Path, name: str, text: str) -> None:

@@ -1,9 +1,9 @@
 """Make a Markdown table of the results of `tightrope bench --out RESULTS.json`.
 
-    python -m benchmarks.report RESULTS.json [--readme README.md] [--png PICTURE.png]
+    python -m benchmarks.report RESULTS.json [--page PAGE.md] [--png PICTURE.png]
     python -m benchmarks.report RESULTS.json --before OLDER.json
 
-With `--readme`, the table replaces the text between `<!-- benchmark table -->` and
+With `--page`, the table replaces the text between `<!-- benchmark table -->` and
 `<!-- end of benchmark table -->` in that file. With `--before`, two result files are compared by their ratios
 to `neg_` and `clone`, because seconds measured on different days cannot be compared.
 """
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("results", type=Path)
     parser.add_argument("--only", default="", help="regular expression for the names of cases")
     parser.add_argument(
-        "--readme", type=Path, help="file in which to replace the table between the marks"
+        "--page", type=Path, help="file in which to replace the table between the marks"
     )
     parser.add_argument("--png", type=Path, help="picture file to draw")
     parser.add_argument("--before", type=Path, help="file of older results to compare with")
@@ -108,9 +108,9 @@ def main(arguments: list[str] | None = None) -> int:
         draw(options.png, data["results"], where(data).partition("; ")[2])
     if options.before:
         print(changes(json.loads(options.before.read_text()), data))
-    elif options.readme:
+    elif options.page:
         try:
-            between_marks(options.readme, MARK, ratios(data))
+            between_marks(options.page, MARK, ratios(data))
         except ValueError as error:
             print(error, file=sys.stderr)
             return 2

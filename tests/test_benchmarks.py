@@ -322,11 +322,11 @@ def test_from_run_to_table(tmp_path: Path, capsys) -> None:
     assert CliRunner().invoke(app, ["bench", *arguments]).exit_code == 0
     data = json.loads(out.read_text())
     assert {"processor", "torch", "commit", "date"} <= set(data["machine"])
-    page = tmp_path / "README.md"
+    page = tmp_path / "page.md"
     marks = f"<!-- {report.MARK} -->", f"<!-- end of {report.MARK} -->"
     page.write_text(f"before\n{marks[0]}\nold\n{marks[1]}\nafter\n")
     picture = tmp_path / "picture.png"
-    assert report.main([str(out), "--readme", str(page), "--png", str(picture)]) == 0
+    assert report.main([str(out), "--page", str(page), "--png", str(picture)]) == 0
     text = page.read_text()
     assert "| prefill 3, in place, fp32 |" in text
     assert "old" not in text
@@ -334,7 +334,7 @@ def test_from_run_to_table(tmp_path: Path, capsys) -> None:
     assert text.endswith("after\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
     page.write_text("no marks")
-    assert report.main([str(out), "--readme", str(page)]) == 2
+    assert report.main([str(out), "--page", str(page)]) == 2
     assert report.main([str(out), "--only", "interleaved"]) == 0
     output = capsys.readouterr().out
     assert "interleaved" in output
@@ -352,10 +352,10 @@ def test_two_results_side_by_side() -> None:
 
 
 def test_tables_escape_markdown() -> None:
-    assert pages.table(["a", "b"], [["x|y", "<z>\n"]]) == [
+    assert pages.table(["a", "b"], [["x|y", "<z> `<z>`\n"]]) == [
         "| a | b |",
         "|---|---|",
-        "| x\\|y | &lt;z>  |",
+        "| x\\|y | &lt;z> `<z>`  |",
     ]
 
 

@@ -1,11 +1,16 @@
-"""Every Python block of README.md and docs/*.md runs.
+"""Every Python block of README.md and docs/*.md runs, and the API reference has every public name.
 
 The ```python blocks of one page run in order and in one namespace, so that a later block may use
-names of an earlier one. Blocks that must not run are fenced as ```text or ```console.
+names of an earlier one. Those of README.md run one by one, as people paste them. Blocks that must
+not run are fenced as ```text or ```console.
 """
 
+import ast
 import re
+import subprocess
 import sys
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -34,9 +39,8 @@ def run(text: str, name: str) -> int:
     return len(found)
 
 
-PAGES = [
-    page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if page.is_file()
-]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -48,9 +52,32 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     RULES.update(before)
 
 
+@pytest.mark.parametrize("source", [source for _, source in blocks(README)])
+def test_a_block_of_the_readme_runs_alone(source: str) -> None:
+    assert run(f"```python\n{source}```\n", "README.md") == 1
+
+
 def test_the_first_pages_show_code() -> None:
-    for name in ("README.md", "docs/index.md"):
-        assert blocks((ROOT / name).read_text(encoding="utf-8")), name
+    assert blocks(README)
+    assert blocks((ROOT / "docs/index.md").read_text(encoding="utf-8"))
+
+
+def test_the_readme_stays_short_and_starts_with_what_a_visitor_does() -> None:
+    assert len(README.split()) <= 1300
+    first_screen = "\n".join(README.splitlines()[:60])
+    for command in ("make demo", "make test", "pip install", "```python"):
+        assert command in first_screen
+
+
+def test_links_of_the_readme_lead_to_files_and_headings() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)#?([^)]*)\)", README)
+    assert len(links) > 20
+    for file, anchor in links:
+        assert (ROOT / file).is_file(), file
+        if anchor:
+            headings = re.findall(r"^#+ (.*)", (ROOT / file).read_text(encoding="utf-8"), re.M)
+            slugs = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in headings]
+            assert anchor in slugs, (file, anchor)
 
 
 def test_blocks_share_a_namespace() -> None:
@@ -65,3 +92,49 @@ def test_a_wrong_block_fails_at_its_line() -> None:
 
 def test_other_fences_do_not_run() -> None:
     assert blocks("```text\nnot python\n```\n```console\n$ make\n```\n") == []
+
+
+# --- the API reference ---
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the site, built from docs/."""
+    pytest.importorskip("mkdocstrings_handlers.python")
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    return out
+
+
+def public_names() -> Iterator[str]:
+    """Yield the paths of the names in every ``__all__``, without those of modules."""
+    source = ROOT / "src"
+    found: dict[str, list[str]] = {}
+    for file in sorted(source.rglob("*.py")):
+        module = ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                found[module] = ast.literal_eval(node.value)
+    for module, names in found.items():
+        for name in names:
+            path = f"{module}.{name}"
+            if path not in found and name != "__version__":
+                yield path
+
+
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    # Four lines, then "name domain:role priority uri title" for each, compressed.
+    inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    known = {line.partition(" ")[0] for line in zlib.decompress(inventory).decode().splitlines()}
+    names = set(public_names())
+    assert {"tightrope.RopeSpec", "tightrope.nn.KVCache", "tightrope.workbench.audit.audit"} < names
+    assert names - known == set()
+
+
+def test_the_reference_shows_no_markup_of_docstrings(site: Path) -> None:
+    for page in (site / "api").rglob("*.html"):
+        text = re.sub(r"<[^>]*>", "", page.read_text(encoding="utf-8"))
+        assert (
+            re.findall(r".*(?::(?:func|class|meth|mod|data|attr):|&gt;&gt;&gt;|``).*", text) == []
+        )

@@ -27,3 +27,18 @@ try:
 except _NotFound:
     # Imported from a checkout that is on the path but not installed.
     __version__ = "0+uninstalled"
+
+__all__ = [
+    "Axes",
+    "RopeSpec",
+    "__version__",
+    "backends",
+    "frequencies",
+    "functional",
+    "gates",
+    "nn",
+    "phases",
+    "positions",
+    "stacks",
+    "which",
+]

@@ -20,6 +20,8 @@ from ._errors import bad_type, bad_value, check_dense, check_local, describe, pu
 from ._parts import Take
 from ._tracing import broadcasts
 
+__all__ = ["ACTS", "Act", "ActLike", "RMSNorm"]
+
 #: Names of all prologues f. The index of a name is its code in the operator's schema.
 ACTS = (
     *("none", "relu", "sigmoid", "silu", "gelu", "elu", "relu2", "softplus", "exp", "leaky_relu"),

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from ._errors import bad_type, bad_value, integer, public
 
+__all__ = ["Axes"]
+
 
 @dataclass(frozen=True, repr=False)
 class Axes:

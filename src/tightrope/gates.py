@@ -34,6 +34,8 @@ from ._parts import Take
 from ._tracing import broadcasts, is_readable, is_tracing, may_keep
 from .channels import Channels as Channels
 
+__all__ = ["Exp", "Gate", "Given", "Scalar", "Slope", "XPos"]
+
 
 class Gate:
     """Base class of all gates.

@@ -36,6 +36,8 @@ from .frequencies import (
 )
 from .positions import Positions, PositionsLike, as_positions, check_axes
 
+__all__ = ["Stack", "get", "names"]
+
 
 class Spec(Protocol):
     """The fields of :class:`tightrope.RopeSpec` that determine frequencies and angles."""

@@ -9,6 +9,8 @@ import torch
 from ..ops.registry import Backend, add
 from . import cpu, reference, triton
 
+__all__ = ["backends", "which"]
+
 #: Every backend by name, in order of preference. A backend module defines ``DEVICES``,
 #: ``register()`` and the functions of :class:`tightrope.ops.registry.Backend`.
 BY_NAME: dict[str, ModuleType] = {"cpu": cpu, "triton": triton, "reference": reference}

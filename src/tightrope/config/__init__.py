@@ -19,6 +19,8 @@ from .reading import read
 from .source import Source, fail
 from .specs import LayerSpecs as LayerSpecs, Provenance as Provenance
 
+__all__ = ["LayerSpecs", "Provenance", "from_config", "provenance", "sections"]
+
 
 @public("from_config")
 def from_config(

@@ -34,3 +34,16 @@ from ._rule import (
     Rule as Rule,
     length as length,
 )
+
+__all__ = [
+    "NTK",
+    "DynamicNTK",
+    "Frequencies",
+    "Given",
+    "Linear",
+    "Llama3",
+    "LongRoPE",
+    "Proportional",
+    "Rule",
+    "YaRN",
+]

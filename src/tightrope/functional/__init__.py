@@ -21,3 +21,23 @@ from .tables import (
     rotary_apply as rotary_apply,
     rotary_embedding as rotary_embedding,
 )
+
+__all__ = [
+    "GateLike",
+    "PolarState",
+    "apply_rotary_pos_emb",
+    "apply_rotary_pos_emb_",
+    "build_freqs_cis",
+    "lrpe_rotate_1d",
+    "lrpe_rotate_1d_",
+    "polar_scan",
+    "rerotate",
+    "rerotate_",
+    "rotary_apply",
+    "rotary_embedding",
+    "rotary_pos_embedding",
+    "rotate",
+    "rotate_",
+    "rotate_qk",
+    "rotate_qk_",
+]

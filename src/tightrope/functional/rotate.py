@@ -18,7 +18,7 @@ from ..phases import Phases
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
 
-# One gate for queries and keys, or one for each.
+#: One gate for queries and keys, or one for each.
 GateLike: TypeAlias = Gate | tuple[Gate | None, Gate | None] | None
 
 # The type of k: a tensor or None; the function returns the same type.

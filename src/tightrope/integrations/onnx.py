@@ -20,6 +20,8 @@ from ..ops.call import Call
 from ..ops.definition import Turn, cos_sin, turn_by
 from ..ops.schema import FORWARD, FULL, ONCE, WORDS, Options
 
+__all__ = ["export", "plain_torch", "rotary_nodes"]
+
 # The first version of ONNX's operators that has RotaryEmbedding.
 _OPSET = 23
 

@@ -22,6 +22,8 @@ from ..frequencies import Llama3, YaRN
 from ..functional import apply_rotary_pos_emb, rotate_qk
 from ..spec import RopeSpec
 
+__all__ = ["complex_rope", "cos_sin_rope"]
+
 
 def _spec(config: Any, interleaved: bool) -> RopeSpec:
     """Return the frequencies that a config of torchtitan describes; neither rule scales the result."""

@@ -13,6 +13,8 @@ from ..frequencies import NTK, Linear, Llama3, Proportional, Rule, YaRN
 from ..functional import apply_rotary_pos_emb, apply_rotary_pos_emb_, rotate_qk, rotate_qk_
 from ..spec import RopeSpec
 
+__all__ = ["register"]
+
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
 # Name of a class -> the rule that its module computes. A class that is not here has no exact angles.

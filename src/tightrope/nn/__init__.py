@@ -15,3 +15,15 @@ from .selective import (
     SelectiveRotary as SelectiveRotary,
     SelectiveState as SelectiveState,
 )
+
+__all__ = [
+    "KVCache",
+    "LrpeRotate1d",
+    "PolarRoPEAttention",
+    "PolarRoPEHead",
+    "RotaryPositionalEmbedding",
+    "SelectiveAttention",
+    "SelectiveCache",
+    "SelectiveRotary",
+    "SelectiveState",
+]

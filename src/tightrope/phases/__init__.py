@@ -17,3 +17,5 @@ from ._phases import (
     given as given,
     running as running,
 )
+
+__all__ = ["PhaseState", "Phases", "given", "running"]

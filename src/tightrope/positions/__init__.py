@@ -32,3 +32,19 @@ from ._space import (
     multi_axis as multi_axis,
     text as text,
 )
+
+__all__ = [
+    "Positions",
+    "PositionsLike",
+    "concatenate",
+    "explicit",
+    "grid",
+    "left_padded",
+    "mrope",
+    "mrope_next",
+    "multi_axis",
+    "packed",
+    "per_row",
+    "shard",
+    "text",
+]

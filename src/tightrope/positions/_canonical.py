@@ -61,6 +61,7 @@ class Positions:
         return 1 if self.ids is None else self.ids.shape[0]
 
 
+#: The type of ``positions=``: an int is an offset, a tensor holds ids, None is 0..n-1.
 PositionsLike: TypeAlias = "Positions | torch.Tensor | int | None"
 
 

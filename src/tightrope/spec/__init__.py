@@ -10,3 +10,5 @@ from __future__ import annotations
 from ._lengths import SeqLen as SeqLen
 from ._prepared import Memo as Memo, PreparedRotation as PreparedRotation
 from ._rope import VERSION as VERSION, RopeSpec as RopeSpec
+
+__all__ = ["PreparedRotation", "RopeSpec", "SeqLen"]

@@ -19,6 +19,7 @@ from ..angles import is_lost
 from ..frequencies import Rule, length
 from ..positions import Positions
 
+#: The type of ``seq_len=``: one length, or one for each row.
 SeqLen: TypeAlias = "int | Sequence[int] | torch.Tensor | None"
 
 # One int per row, or one for all rows; or a tensor ``(rows,)`` or ``(1,)`` that cannot be read.

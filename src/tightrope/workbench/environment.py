@@ -16,6 +16,8 @@ import torch
 from .. import __version__, backends, which
 from ..backends import cpu
 
+__all__ = ["Environment", "read_environment"]
+
 #: Optional libraries whose versions are reported.
 PACKAGES = (
     "transformers", "triton", "rotary-embedding-torch", "onnxruntime", "jax", "safetensors", "gguf",

@@ -12,3 +12,5 @@ from .native import (
     use_instruction_set as use_instruction_set,
     why_not as why_not,
 )
+
+__all__ = ["instruction_set", "instruction_sets", "library_path", "use_instruction_set"]

@@ -13,3 +13,16 @@ from ._report import (
     Report as Report,
     verdict as verdict,
 )
+
+__all__ = [
+    "SEVERITIES",
+    "AngleError",
+    "Check",
+    "Comparison",
+    "Difference",
+    "Finding",
+    "Report",
+    "audit",
+    "compare",
+    "verdict",
+]

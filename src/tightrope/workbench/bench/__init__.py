@@ -21,3 +21,5 @@ from .contender import (
 from .contenders import CONTENDERS as CONTENDERS
 from .measure import measure as measure
 from .suites import SUITES as SUITES
+
+__all__ = ["CONTENDERS", "SUITES", "Case", "Contender", "measure"]

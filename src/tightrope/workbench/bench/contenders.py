@@ -276,6 +276,7 @@ def _rotary_embedding_torch(
     return functional(lambda q, k: (rotate(q), rotate(k)), case, q, k)
 
 
+#: The implementations that take turns, this library first, then single passes over the same memory.
 CONTENDERS = (
     Contender("tightrope", _always, _tightrope),
     Contender("neg_", _no_neg, _neg),

@@ -102,7 +102,7 @@ _PHASES = _in_both(
     )
 )
 
-#: For the README, and for comparing the library before and after a change.
+#: For docs/benchmarks.md, and for comparing the library before and after a change.
 FULL = (
     *_ROTATION,
     *_WITH,
@@ -113,4 +113,5 @@ FULL = (
     Case("prefill 2048, cold, fp64", dtype="float64"),
 )
 
+#: The cases of `tightrope bench` and of `tightrope bench --suite full`.
 SUITES = {"short": SHORT, "full": FULL}

@@ -7,3 +7,5 @@ from .detect import Detection as Detection, Evidence as Evidence, detect as dete
 from .model import Stated as Stated
 from .run import Conversion as Conversion, convert as convert
 from .verify import Verified as Verified
+
+__all__ = ["Conversion", "Detection", "Evidence", "Stated", "Verified", "convert", "detect"]

@@ -17,3 +17,17 @@ from .notes import Note as Note
 from .pairs import PairRow as PairRow
 from .report import Inspection as Inspection, PartReport as PartReport, inspect as inspect
 from .subject import Field as Field, Part as Part
+
+__all__ = [
+    "Comparison",
+    "Exactness",
+    "Field",
+    "Inspection",
+    "Method",
+    "Note",
+    "PairRow",
+    "Part",
+    "PartReport",
+    "compare",
+    "inspect",
+]

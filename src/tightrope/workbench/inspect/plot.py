@@ -17,6 +17,8 @@ from .exactness import EXACT, FLOAT32, FREQUENCIES, POSITIONS, ROUNDINGS, WORDS,
 from .pairs import PairRow, pairs_of
 from .report import Inspection
 
+__all__ = ["draw"]
+
 _NO_CONTEXT = 131072
 _MOST_CURVES = 6
 _BINS = 140
