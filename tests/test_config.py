@@ -868,3 +868,42 @@ def test_import_of_the_package_leaves_the_reader_alone() -> None:
 def test_axes_are_those_of_the_positions() -> None:
     assert read(QWEN2_VL).axes == Axes.sections((16, 24, 24))
     assert read(QWEN2_VL, section="").axes == Axes.sections((16, 24, 24))
+
+
+def converted(folder: Path, config: dict[str, Any], record: str) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "tightrope_convert.json").write_text(record, encoding="utf-8")
+    return folder
+
+
+def test_a_converted_folder_has_the_pairing_of_its_record(tmp_path: Path) -> None:
+    """Otherwise a converted checkpoint would be rotated with the pairing that it had before."""
+    from transformers import AutoConfig
+
+    folder = converted(tmp_path / "a", LLAMA, '{"pairing": "interleaved"}')
+    for config in (folder, str(folder), folder / "config.json", AutoConfig.from_pretrained(folder)):
+        assert RopeSpec.from_config(config).interleaved
+        assert not RopeSpec.from_config(config, interleaved=False).interleaved
+    row = next(row for row in provenance(folder).rows if row.field == "interleaved")
+    assert row.source == "the conversion record tightrope_convert.json"
+    (folder / "other.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    assert not RopeSpec.from_config(folder / "other.json").interleaved
+    assert not RopeSpec.from_config(LLAMA).interleaved
+
+
+def test_a_record_of_several_sections_or_no_pairing_is_an_error(tmp_path: Path) -> None:
+    parts = {"text_config": {"hidden_size": 32, "num_attention_heads": 4, "rope_theta": 1e4}}
+    parts["vision_config"] = {"hidden_size": 32, "num_heads": 4}
+    sections = {"model_type": "qwen2_5_vl", **parts}
+    folder = converted(tmp_path / "a", sections, '{"pairing": "interleaved"}')
+    sentence = (
+        "[from_config] interleaved must be given, as tightrope_convert.json states the pairing of the weights "
+        "but not which of text_config, vision_config it means."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        RopeSpec.from_config(folder, section="text_config")
+    folder = converted(tmp_path / "b", LLAMA, '{"pairing": "sideways"}')
+    sentence = "tightrope_convert.json must state 'half' or 'interleaved' but states 'sideways'"
+    with pytest.raises(ValueError, match=sentence):
+        RopeSpec.from_config(folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ def provenance(
     axes         None     one coordinate per position
     """
     source = source_of(config, section)
+    if interleaved is None:
+        source = replace(source, recorded=_recorded(config))
     return read(source, layer_type=layer_type, strict=strict, interleaved=interleaved)
 
 
@@ -91,6 +94,26 @@ def source_of(config: object, section: str | None = None) -> Source:
     if section is not None:
         fail(f"section must be None for {source.name}, which has no sections, but got {section!r}")
     return source
+
+
+def _recorded(config: object) -> bool | None:
+    """The pairing in the conversion record beside a configuration, or None.
+
+    A configuration of transformers names the folder that it was loaded from.
+    """
+    where = config
+    if not isinstance(config, str | os.PathLike | Mapping):
+        where = getattr(config, "name_or_path", None)
+    if not isinstance(where, str | os.PathLike) or not os.fspath(where):
+        return None
+    found = files.recorded_pairing(Path(where))
+    if found is not None and len(sections(config)) > 1:
+        shown = ", ".join(name or "the outer level" for name in sections(config))
+        fail(
+            f"interleaved must be given, as {files.RECORD} states the pairing of the weights but not which "
+            f"of {shown} it means"
+        )
+    return found
 
 
 def _load(config: object) -> Mapping[str, Any]:

@@ -15,6 +15,8 @@ from . import gguf_file
 from .source import fail
 
 NAMES = ("config.json", "params.json")
+#: The file in which `tightrope convert` records the pairing of a converted folder.
+RECORD = "tightrope_convert.json"
 
 _ELSEWHERE = (
     "for a model that is not on this machine, pass its config object: "
@@ -55,6 +57,24 @@ def load(path: Path) -> Mapping[str, Any]:
             f"and has {path.stat().st_size:,} bytes"
         )
     return _json(path)
+
+
+@public("from_config")
+def recorded_pairing(path: Path) -> bool | None:
+    """Return whether the conversion record in a folder, or beside its configuration, states "interleaved".
+
+    None if there is no record.
+
+    Raises:
+        ValueError: the record is not one.
+    """
+    record = (path if path.is_dir() else path.parent) / RECORD
+    if not (path.is_dir() or path.name in NAMES) or not record.is_file():
+        return None
+    pairing = _json(record).get("pairing")
+    if pairing not in ("half", "interleaved"):
+        fail(f"{RECORD} must state 'half' or 'interleaved' but states {pairing!r}")
+    return bool(pairing == "interleaved")
 
 
 def url_in(path: Path) -> str | None:

@@ -6,6 +6,7 @@ from .._errors import bad_type
 from ..axes import Axes
 from ..frequencies import Rule
 from . import keys
+from .files import RECORD
 from .scaling import Fact, claimed_by
 from .source import Found, Part, Source, agreed, fail, whole
 
@@ -139,11 +140,13 @@ def _head_dim(source: Source, part: Part) -> tuple[int, str]:
 
 
 def pairing_of(source: Source, interleaved: bool | None) -> tuple[bool, str]:
-    """The pairing and its source: the argument, a key, or the family, in this order."""
+    """The pairing and its source: the argument, a conversion record, a key, or the family, in this order."""
     if interleaved is not None:
         if not isinstance(interleaved, bool):
             raise bad_type(f"interleaved must be a bool or None but got {interleaved!r}")
         return interleaved, "the argument interleaved"
+    if source.recorded is not None:
+        return source.recorded, f"the conversion record {RECORD}"
     found = []
     for key, neighbours in keys.PAIRING.items():
         for path, value in source.outer([key]):

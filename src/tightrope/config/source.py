@@ -36,6 +36,7 @@ class Source:
         seen: the keys of the user's file.
         unread: the keys of the user's file that were not translated, for a format in which every
             key of ``values`` was.
+        recorded: the pairing in the conversion record beside the file, if there is one.
     """
 
     values: Mapping[str, Any]
@@ -45,6 +46,7 @@ class Source:
     prefix: str = ""
     seen: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    recorded: bool | None = None
 
     def shown(self, path: str) -> str:
         """The name of a path in the user's file."""

@@ -169,13 +169,15 @@ class RopeSpec:
 
         Args:
             config: a mapping, a config object, or the path of a JSON file, of a GGUF file, or of a
-                folder with a ``config.json`` or ``params.json``.
+                folder with a ``config.json`` or ``params.json``. If `tightrope convert` wrote that folder,
+                or the folder from which transformers loaded a config object, the pairing is that of
+                its conversion record.
             layer_type: the type of layer to read, if layers differ; by default all types.
             section: the part of a nested configuration to read, such as ``"text_config"``, if several
                 have RoPE; ``""`` is the outer level.
             strict: if true, an unknown key about RoPE is an error; if false, a warning.
             interleaved: the pairing, if neither the config nor its family determines it; overrides
-                both.
+                both, and a conversion record.
 
         Returns:
             The spec. If layers differ, a :class:`tightrope.config.LayerSpecs`: a mapping from layer type

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...config.files import url_in
+from ...config.files import RECORD as RECORD, url_in
 from ._fail import fail, shown
 from .safetensors_file import read_safetensors
 from .tensors import Weights, each
@@ -35,7 +35,6 @@ _OTHER_WEIGHTS = (
 WEIGHT_SUFFIXES = (".safetensors", *TORCH_SUFFIXES, *_OTHER_WEIGHTS)
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.[a-z]+$")
 _RANK = re.compile(r"consolidated\.\d+\.pth$")
-RECORD = "tightrope_convert.json"
 
 
 @dataclass(frozen=True)
