@@ -25,7 +25,7 @@ constexpr bool kTwins<BFloat16> = true;
 // Whether loops use the conversion instructions of half precision.
 template <class F>
 constexpr bool kConverts = false;
-#if defined(__F16C__)
+#if defined(TIGHTROPE_CONVERTS)
 template <>
 constexpr bool kConverts<Half> = true;
 #endif
@@ -52,9 +52,9 @@ inline void turn_twins(const Twin* u, const Twin* v, Twin* y, Twin* z, const Row
   }
 }
 
-#if defined(__F16C__)
 // Half precision through the conversion instructions, with the same bits as Half::load and Half::store,
 // which process the remaining elements.
+#if defined(__F16C__)
 constexpr int64_t kLanes = 8;
 using Lanes = __m256;
 using HalfLanes = __m128i;
@@ -63,6 +63,7 @@ inline void write(uint16_t* p, HalfLanes x) { _mm_storeu_si128((__m128i*)p, x); 
 inline Lanes widen(HalfLanes x) { return _mm256_cvtph_ps(x); }
 inline HalfLanes narrow(Lanes x) { return _mm256_cvtps_ph(x, 0); }
 inline Lanes read(const float* p) { return _mm256_loadu_ps(p); }
+inline void write(float* p, Lanes x) { _mm256_storeu_ps(p, x); }
 inline void read_pairs(const uint16_t* p, HalfLanes* u, HalfLanes* v) {
   const __m256i words = _mm256_loadu_si256((const __m256i*)p);
   // Gather the lower halves of the words, 4 in each 128-bit lane, then join the lanes.
@@ -77,7 +78,24 @@ inline void write_pairs(uint16_t* p, HalfLanes u, HalfLanes v) {
   write(p, _mm_unpacklo_epi16(u, v));
   write(p + 8, _mm_unpackhi_epi16(u, v));
 }
+#elif defined(__aarch64__)
+constexpr int64_t kLanes = 4;
+using Lanes = float32x4_t;
+using HalfLanes = uint16x4_t;
+inline HalfLanes read(const uint16_t* p) { return vld1_u16(p); }
+inline void write(uint16_t* p, HalfLanes x) { vst1_u16(p, x); }
+inline Lanes widen(HalfLanes x) { return vcvt_f32_f16(vreinterpret_f16_u16(x)); }
+inline HalfLanes narrow(Lanes x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
+inline Lanes read(const float* p) { return vld1q_f32(p); }
+inline void write(float* p, Lanes x) { vst1q_f32(p, x); }
+inline void read_pairs(const uint16_t* p, HalfLanes* u, HalfLanes* v) {
+  const uint16x4x2_t both = vld2_u16(p);
+  *u = both.val[0], *v = both.val[1];
+}
+inline void write_pairs(uint16_t* p, HalfLanes u, HalfLanes v) { vst2_u16(p, {{u, v}}); }
+#endif
 
+#if defined(TIGHTROPE_CONVERTS)
 // Rotates as many pairs as fill registers; returns their number.
 template <class A, bool interleaved>
 inline int64_t turn_lanes(const uint16_t* u, const uint16_t* v, uint16_t* y, uint16_t* z,
