@@ -32,7 +32,7 @@ constexpr bool kConverts<Half> = true;
 
 // Rotates one pair.
 template <class A, class Stored, class T>
-inline void turn_pair(const Stored* u, const Stored* v, Stored* y, Stored* z, const Row<T>& r, int64_t k) {
+inline void turn_pair(const Stored* u, const Stored* v, Stored* y, Stored* z, Row<T> r, int64_t k) {
   using F = typename A::Format;
   const T a = F::load(*u), b = F::load(*v);
   *y = F::store(A::u(a, b, r.c[k], r.s[k]));
@@ -40,8 +40,8 @@ inline void turn_pair(const Stored* u, const Stored* v, Stored* y, Stored* z, co
 }
 
 template <class A>
-inline void turn_twins(const Twin* u, const Twin* v, Twin* y, Twin* z, const Row<float>& r,
-                       const Row<float>& d, int64_t n) {
+inline void turn_twins(const Twin* u, const Twin* v, Twin* y, Twin* z, Row<float> r,
+                       Row<float> d, int64_t n) {
   const Row<float> r2 = A::apart ? Row<float>{r.c2, r.s2, 0, 0} : r;
   const Row<float> d2 = A::apart ? Row<float>{d.c2, d.s2, 0, 0} : d;
   TIGHTROPE_INDEPENDENT
@@ -99,7 +99,7 @@ inline void write_pairs(uint16_t* p, HalfLanes u, HalfLanes v) { vst2_u16(p, {{u
 // Rotates as many pairs as fill registers; returns their number.
 template <class A, bool interleaved>
 inline int64_t turn_lanes(const uint16_t* u, const uint16_t* v, uint16_t* y, uint16_t* z,
-                          const Row<float>& r, int64_t n) {
+                          Row<float> r, int64_t n) {
   int64_t k = 0;
   for (; k + kLanes <= n; k += kLanes) {
     HalfLanes first, second;
@@ -127,7 +127,7 @@ inline int64_t turn_lanes(Arguments...) { return 0; }
 
 // Rotates pairs (u[k], v[k]) that are contiguous in k.
 template <class A, class Stored, class T>
-inline void turn_halves(const Stored* u, const Stored* v, Stored* y, Stored* z, const Row<T>& r, int64_t n) {
+inline void turn_halves(const Stored* u, const Stored* v, Stored* y, Stored* z, Row<T> r, int64_t n) {
   if constexpr (kTwins<typename A::Format>) {
     const int64_t first = (n + 1) / 2;
     const Row<T> odds = {r.c + first, r.s + first, r.c2 + first, r.s2 + first};
@@ -143,7 +143,7 @@ inline void turn_halves(const Stored* u, const Stored* v, Stored* y, Stored* z, 
 
 // Rotates pairs (x[2k], x[2k + 1]).
 template <class A, class Stored, class T>
-inline void turn_neighbours(const Stored* x, Stored* y, const Row<T>& r, int64_t n) {
+inline void turn_neighbours(const Stored* x, Stored* y, Row<T> r, int64_t n) {
   int64_t k = 0;
   if constexpr (kTwins<typename A::Format>) {
     const Twin* p = (const Twin*)x;
@@ -164,7 +164,7 @@ inline void turn_neighbours(const Stored* x, Stored* y, const Row<T>& r, int64_t
 // Rotates pairs at any channel stride: correct, not fast.
 template <class A, class Stored, class T>
 inline void turn_strided(const Stored* x, int64_t x_channel, Stored* y, int64_t y_channel, int64_t pair,
-                         int64_t other, const Row<T>& r, int64_t n, bool twos) {
+                         int64_t other, Row<T> r, int64_t n, bool twos) {
   for (int64_t k = 0; k < n; ++k) {
     const int64_t u = k * pair, v = u + other;
     turn_pair<A>(x + u * x_channel, x + v * x_channel, y + u * y_channel, y + v * y_channel, r,
