@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from tightrope.backends import cpu
+
 Results = dict[str, list[torch.Tensor]]
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "aarch64"
@@ -30,7 +32,14 @@ def missing() -> str | None:
     needed = {"qemu-aarch64": "qemu-user", COMPILER: "g++-aarch64-linux-gnu"}
     needed |= {"apt-get": "apt", "dpkg-deb": "dpkg"}
     lacking = [package for command, package in needed.items() if not shutil.which(command)]
-    return f"needs Debian and: apt-get install {' '.join(lacking)}" if lacking else None
+    if lacking:
+        return f"needs Debian and: apt-get install {' '.join(lacking)}"
+    return None if "avx2" in cpu.instruction_sets() else "needs the CPU kernel and AVX2 here"
+
+
+def prepared() -> bool:
+    """Return whether everything is there that would be downloaded."""
+    return (FOLDER / "system").exists() and (FOLDER / "packages").exists()
 
 
 def execute(*command: object, **more: str) -> None:
