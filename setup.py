@@ -38,7 +38,7 @@ from setuptools.command.build import build
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 # Object files are named by a hash of all their inputs, so builds can share this folder.
-OBJECTS = ROOT / "build" / "native"
+OBJECTS = ROOT / "build" / "native" / sysconfig.get_platform()
 LIBRARY = "_native.dylib" if sys.platform == "darwin" else "_native.so"
 JOBS = 2
 

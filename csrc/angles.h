@@ -140,19 +140,19 @@ inline bool add_phases(const PhaseRow& from, int64_t n, uint64_t* __restrict pha
 
 // Converts the remainder of a phase after its nearest quarter turn to radians in [-π/4, π/4]. In float,
 // the 48 leading bits enter as two exact numbers, so only the constant and the sum round.
-inline void radians(uint64_t remainder, float* angle) {
+TIGHTROPE_INLINE void radians(uint64_t remainder, float* angle) {
   const int32_t high = int32_t(uint32_t(remainder >> 32)) >> 8;
   const int32_t low = int32_t(uint32_t(remainder >> 16) & 0xFFFFFFu);
   const float lower = fma_(float(high), -1.04216075e-14f, float(low) * 2.23223584e-14f);
   *angle = fma_(float(high), 3.74507039e-07f, lower);
 }
-inline void radians(uint64_t remainder, double* angle) {
+TIGHTROPE_INLINE void radians(uint64_t remainder, double* angle) {
   *angle = double(int64_t(remainder)) * kRadians;
 }
 
 // Minimax polynomials on [-π/4, π/4]. Their errors for sine and cosine, before rounding, are 9.2e-9 and
 // 7e-10 in float, 9e-18 and 4e-19 in double.
-inline void polynomials(float x, float* cosine, float* sine) {
+TIGHTROPE_INLINE void polynomials(float x, float* cosine, float* sine) {
   const float z = x * x;
   float s = fma_(z, -1.95878657e-4f, 8.33274815e-3f);
   s = fma_(z, s, -1.66666647e-1f);
@@ -161,7 +161,7 @@ inline void polynomials(float x, float* cosine, float* sine) {
   c = fma_(z, c, 4.16666647e-2f);
   *cosine = fma_(z * z, c, fma_(z, -0.5f, 1.0f));
 }
-inline void polynomials(double x, double* cosine, double* sine) {
+TIGHTROPE_INLINE void polynomials(double x, double* cosine, double* sine) {
   const double z = x * x;
   double s = fma_(z, 1.59181152632659752e-10, -2.50511316502351815e-8);
   s = fma_(z, s, 2.75573161016178744e-6);

@@ -7,6 +7,13 @@
 
 #if defined(__F16C__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+// Whether vectors have instructions that convert half precision.
+#if defined(__F16C__) || defined(__aarch64__)
+#define TIGHTROPE_CONVERTS
 #endif
 
 #include "rotate.h"
@@ -29,6 +36,8 @@ inline double fma_(double a, double b, double c) { return a * b + c; }
 
 #if defined(__F16C__)
 inline __m256 fma_(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
+#elif defined(__aarch64__)
+inline float32x4_t fma_(float32x4_t a, float32x4_t b, float32x4_t c) { return vfmaq_f32(c, a, b); }
 #endif
 #if defined(__AVX512F__)
 inline __m128 fma_(__m128 a, __m128 b, __m128 c) { return _mm_fmadd_ps(a, b, c); }
@@ -85,6 +94,11 @@ struct BFloat16 {
 struct Half {
   using Stored = uint16_t;
   using Value = float;
+#if defined(__aarch64__)
+  // Instructions convert, to the same bits as below.
+  static inline Value load(Stored x) { return bits<__fp16>(x); }
+  static inline Stored store(Value x) { return bits<Stored>(__fp16(x)); }
+#else
   static inline Value load(Stored x) {
     const uint32_t sign = uint32_t(x & 0x8000u) << 16;
     const uint32_t magnitude = x & 0x7FFFu;
@@ -106,6 +120,7 @@ struct Half {
     r = magnitude > 0x7F800000u ? nan : r;
     return Stored(r | sign);
   }
+#endif
 };
 
 // ---- pairs ---------------------------------------------------------------------------------------
@@ -120,6 +135,8 @@ template <class F>
 inline typename F::Value rounded(F, typename F::Value x) { return F::load(F::store(x)); }
 #if defined(__F16C__)
 inline __m256 rounded(Half, __m256 x) { return _mm256_cvtph_ps(_mm256_cvtps_ph(x, 0)); }
+#elif defined(__aarch64__)
+inline float32x4_t rounded(Half, float32x4_t x) { return vcvt_f32_f16(vcvt_f16_f32(x)); }
 #endif
 #if defined(__AVX512F__)
 inline __m128 rounded(Half, __m128 x) { return _mm_cvtph_ps(_mm_cvtps_ph(x, 0)); }

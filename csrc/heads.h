@@ -25,14 +25,14 @@ constexpr bool kTwins<BFloat16> = true;
 // Whether loops use the conversion instructions of half precision.
 template <class F>
 constexpr bool kConverts = false;
-#if defined(__F16C__)
+#if defined(TIGHTROPE_CONVERTS)
 template <>
 constexpr bool kConverts<Half> = true;
 #endif
 
 // Rotates one pair.
 template <class A, class Stored, class T>
-inline void turn_pair(const Stored* u, const Stored* v, Stored* y, Stored* z, const Row<T>& r, int64_t k) {
+inline void turn_pair(const Stored* u, const Stored* v, Stored* y, Stored* z, Row<T> r, int64_t k) {
   using F = typename A::Format;
   const T a = F::load(*u), b = F::load(*v);
   *y = F::store(A::u(a, b, r.c[k], r.s[k]));
@@ -40,8 +40,8 @@ inline void turn_pair(const Stored* u, const Stored* v, Stored* y, Stored* z, co
 }
 
 template <class A>
-inline void turn_twins(const Twin* u, const Twin* v, Twin* y, Twin* z, const Row<float>& r,
-                       const Row<float>& d, int64_t n) {
+inline void turn_twins(const Twin* u, const Twin* v, Twin* y, Twin* z, Row<float> r,
+                       Row<float> d, int64_t n) {
   const Row<float> r2 = A::apart ? Row<float>{r.c2, r.s2, 0, 0} : r;
   const Row<float> d2 = A::apart ? Row<float>{d.c2, d.s2, 0, 0} : d;
   TIGHTROPE_INDEPENDENT
@@ -52,9 +52,9 @@ inline void turn_twins(const Twin* u, const Twin* v, Twin* y, Twin* z, const Row
   }
 }
 
-#if defined(__F16C__)
 // Half precision through the conversion instructions, with the same bits as Half::load and Half::store,
 // which process the remaining elements.
+#if defined(__F16C__)
 constexpr int64_t kLanes = 8;
 using Lanes = __m256;
 using HalfLanes = __m128i;
@@ -63,6 +63,7 @@ inline void write(uint16_t* p, HalfLanes x) { _mm_storeu_si128((__m128i*)p, x); 
 inline Lanes widen(HalfLanes x) { return _mm256_cvtph_ps(x); }
 inline HalfLanes narrow(Lanes x) { return _mm256_cvtps_ph(x, 0); }
 inline Lanes read(const float* p) { return _mm256_loadu_ps(p); }
+inline void write(float* p, Lanes x) { _mm256_storeu_ps(p, x); }
 inline void read_pairs(const uint16_t* p, HalfLanes* u, HalfLanes* v) {
   const __m256i words = _mm256_loadu_si256((const __m256i*)p);
   // Gather the lower halves of the words, 4 in each 128-bit lane, then join the lanes.
@@ -77,11 +78,28 @@ inline void write_pairs(uint16_t* p, HalfLanes u, HalfLanes v) {
   write(p, _mm_unpacklo_epi16(u, v));
   write(p + 8, _mm_unpackhi_epi16(u, v));
 }
+#elif defined(__aarch64__)
+constexpr int64_t kLanes = 4;
+using Lanes = float32x4_t;
+using HalfLanes = uint16x4_t;
+inline HalfLanes read(const uint16_t* p) { return vld1_u16(p); }
+inline void write(uint16_t* p, HalfLanes x) { vst1_u16(p, x); }
+inline Lanes widen(HalfLanes x) { return vcvt_f32_f16(vreinterpret_f16_u16(x)); }
+inline HalfLanes narrow(Lanes x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
+inline Lanes read(const float* p) { return vld1q_f32(p); }
+inline void write(float* p, Lanes x) { vst1q_f32(p, x); }
+inline void read_pairs(const uint16_t* p, HalfLanes* u, HalfLanes* v) {
+  const uint16x4x2_t both = vld2_u16(p);
+  *u = both.val[0], *v = both.val[1];
+}
+inline void write_pairs(uint16_t* p, HalfLanes u, HalfLanes v) { vst2_u16(p, {{u, v}}); }
+#endif
 
+#if defined(TIGHTROPE_CONVERTS)
 // Rotates as many pairs as fill registers; returns their number.
 template <class A, bool interleaved>
 inline int64_t turn_lanes(const uint16_t* u, const uint16_t* v, uint16_t* y, uint16_t* z,
-                          const Row<float>& r, int64_t n) {
+                          Row<float> r, int64_t n) {
   int64_t k = 0;
   for (; k + kLanes <= n; k += kLanes) {
     HalfLanes first, second;
@@ -109,7 +127,7 @@ inline int64_t turn_lanes(Arguments...) { return 0; }
 
 // Rotates pairs (u[k], v[k]) that are contiguous in k.
 template <class A, class Stored, class T>
-inline void turn_halves(const Stored* u, const Stored* v, Stored* y, Stored* z, const Row<T>& r, int64_t n) {
+inline void turn_halves(const Stored* u, const Stored* v, Stored* y, Stored* z, Row<T> r, int64_t n) {
   if constexpr (kTwins<typename A::Format>) {
     const int64_t first = (n + 1) / 2;
     const Row<T> odds = {r.c + first, r.s + first, r.c2 + first, r.s2 + first};
@@ -125,7 +143,7 @@ inline void turn_halves(const Stored* u, const Stored* v, Stored* y, Stored* z, 
 
 // Rotates pairs (x[2k], x[2k + 1]).
 template <class A, class Stored, class T>
-inline void turn_neighbours(const Stored* x, Stored* y, const Row<T>& r, int64_t n) {
+inline void turn_neighbours(const Stored* x, Stored* y, Row<T> r, int64_t n) {
   int64_t k = 0;
   if constexpr (kTwins<typename A::Format>) {
     const Twin* p = (const Twin*)x;
@@ -146,7 +164,7 @@ inline void turn_neighbours(const Stored* x, Stored* y, const Row<T>& r, int64_t
 // Rotates pairs at any channel stride: correct, not fast.
 template <class A, class Stored, class T>
 inline void turn_strided(const Stored* x, int64_t x_channel, Stored* y, int64_t y_channel, int64_t pair,
-                         int64_t other, const Row<T>& r, int64_t n, bool twos) {
+                         int64_t other, Row<T> r, int64_t n, bool twos) {
   for (int64_t k = 0; k < n; ++k) {
     const int64_t u = k * pair, v = u + other;
     turn_pair<A>(x + u * x_channel, x + v * x_channel, y + u * y_channel, y + v * y_channel, r,

@@ -65,6 +65,7 @@ namespace {
 
 // From how many bytes on results are streamed; 0 if never.
 int64_t stream_from() {
+#if defined(__SSE2__)
   const char* chosen = getenv("TIGHTROPE_STREAM_BYTES");
   if (chosen != nullptr && *chosen != 0) return strtoll(chosen, nullptr, 10);
   int64_t largest = 0;
@@ -78,6 +79,9 @@ int64_t stream_from() {
     if (bytes > largest) largest = bytes;
   }
   return largest / 2;
+#else
+  return 0;  // streams.h knows no instruction that stores past the caches
+#endif
 }
 
 }  // namespace

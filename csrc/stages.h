@@ -42,12 +42,12 @@ inline void narrow_row(const typename F::Value* __restrict in, typename F::Store
     for (int64_t k = 0; k < n; ++k) out[k * step] = F::store(in[k]);
   }
 }
-#if defined(__F16C__)
+#if defined(TIGHTROPE_CONVERTS)
 template <>
 inline void widen_row<Half>(const uint16_t* in, int64_t step, float* __restrict out, int64_t n) {
   int64_t k = 0;
   if (step == 1)
-    for (; k + kLanes <= n; k += kLanes) _mm256_storeu_ps(out + k, widen(read(in + k)));
+    for (; k + kLanes <= n; k += kLanes) write(out + k, widen(read(in + k)));
   for (; k < n; ++k) out[k] = Half::load(in[k * step]);
 }
 template <>
@@ -332,7 +332,7 @@ template <class F>
 struct Converts {
   static constexpr bool kWell = true;
 };
-#if defined(__F16C__)
+#if defined(TIGHTROPE_CONVERTS)
 template <>
 struct Converts<Half> {
   static constexpr bool kWell = false;
