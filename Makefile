@@ -4,13 +4,14 @@
 #   make test     the tests, except slow ones, which rarely fail if the others pass
 #   make test-all the tests, including the slow ones
 #   make check    formatting, lint, types, wording, spelling, documentation and the code in it
+#   make harden   a search for faults of memory, races and leaks (ARGS='--minutes 60' or --quick)
 #   make wheel    dist/tightrope-*.whl
 #   make oldest   the tests with the oldest supported torch (downloads gigabytes of CUDA)
 #   make clean    remove what the other targets made, except the results in tightrope-demo/
 #
 #   PYTHON=python3.12   the Python that creates .venv (3.10 or later)
 #   WORKERS=4           number of test processes
-#   ARGS='-k half'      more arguments for pytest (make test, test-all, oldest) or the demo
+#   ARGS='-k half'      more arguments for pytest (make test, test-all, oldest), the demo or harden
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -25,7 +26,7 @@ READY := $(VENV)/ready.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all oldest check wheel clean
+.PHONY: help demo test test-all oldest check harden wheel clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -60,6 +61,9 @@ check: $(READY)
 	$(BIN)/python -m pytest --doctest-modules src/tightrope tests/test_docs.py \
 		--ignore src/tightrope/integrations/torchtitan.py  # needs torchtitan
 	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+
+harden: $(READY)
+	$(BIN)/python tests/hardening $(ARGS)
 
 wheel: $(READY)
 	rm -rf dist
