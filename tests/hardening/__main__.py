@@ -81,6 +81,17 @@ def tested(files: str, one_in: int, **more: str) -> int:
     return int(re.findall(r"(\d+) passed", output)[-1])
 
 
+def must_fail(why: str, code: str, **more: str) -> None:
+    """Check that a sanitizer reports a fault that is there."""
+    try:
+        run("-c", code, **more)
+    except RuntimeError as error:
+        if why in str(error):
+            return
+        raise
+    raise RuntimeError(f"no report of a planted fault: {why}")
+
+
 # --- stages: each returns the number of cases -----------------------------------------------------
 
 
@@ -96,6 +107,10 @@ def addresses(quick: bool) -> int:
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
+    # 64 numbers are written to the memory of one.
+    call = "import torch; from tightrope.backends.cpu import native; native._stretched("
+    call += "bytes(48), 0, [0, 0], 0, 0, torch.ones(1, dtype=torch.int64).expand(2, 32))"
+    must_fail("heap-buffer-overflow", call, **more)
     if quick:
         return tested("hostile", 3, **more)  # runs on every instruction set
     there = run("-c", "from tightrope.backends import cpu; print(*cpu.instruction_sets())", **more)
@@ -127,16 +142,10 @@ def races(quick: bool) -> int:
         "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:exitcode=66",
         "OMP_NUM_THREADS": "3",
     }
-    # The first call must fail: its shares overlap.
+    # With TIGHTROPE_RACE, shares overlap.
     call = "import torch; from tightrope import RopeSpec, functional; "
     call += "functional.rotate(torch.randn(2, 4, 33, 64), RopeSpec(64))"
-    try:
-        run("-c", call, TIGHTROPE_RACE="1", **more)
-    except RuntimeError as error:
-        if "data race" not in str(error):
-            raise
-    else:
-        raise RuntimeError("ThreadSanitizer does not report a race that is there")
+    must_fail("data race", call, TIGHTROPE_RACE="1", **more)
     return tested(THREADED, 4, **more)
 
 
