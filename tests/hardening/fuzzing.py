@@ -89,7 +89,7 @@ def fuzz(chosen: argparse.Namespace, test: Callable[[bytes], None], seeds: list[
             (kept / f"seed-{number}").write_bytes(seed)
         flags = [
             *(f"-max_total_time={chosen.seconds}", "-max_len=20000", "-len_control=0", "-timeout=20"),
-            *("-rss_limit_mb=4096", f"-artifact_prefix={kept.parent}/{kept.name}-", "-print_final_stats=1"),
+            *("-rss_limit_mb=0", f"-artifact_prefix={kept.parent}/{kept.name}-", "-print_final_stats=1"),
         ]  # fmt: skip
         atheris.Setup([sys.argv[0], *flags, str(kept)], test)
         atheris.Fuzz()
