@@ -5,13 +5,14 @@
 #   make test-all the tests, including the slow ones
 #   make check    formatting, lint, types, wording, spelling, documentation and the code in it
 #   make site     build the documentation, and serve it until Ctrl-C
+#   make harden   a search for faults of memory, races and leaks (ARGS='--minutes 60' or --quick)
 #   make wheel    dist/tightrope-*.whl
 #   make oldest   the tests with the oldest supported torch (downloads gigabytes of CUDA)
 #   make clean    remove what the other targets made, except the results in tightrope-demo/
 #
 #   PYTHON=python3.12   the Python that creates .venv (3.10 or later)
 #   WORKERS=4           number of test processes
-#   ARGS='-k half'      more arguments for pytest (make test, test-all, oldest) or the demo
+#   ARGS='-k half'      more arguments for pytest (make test, test-all, oldest), the demo or harden
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -26,7 +27,7 @@ READY := $(VENV)/ready.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all oldest check site wheel clean
+.PHONY: help demo test test-all oldest check harden site wheel clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -65,6 +66,9 @@ check: $(READY)
 
 site: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+harden: $(READY)
+	$(BIN)/python tests/hardening $(ARGS)
 
 wheel: $(READY)
 	rm -rf dist

@@ -10,6 +10,7 @@ and continues without the library; the package then runs on the plain torch defi
 Environment:
     TIGHTROPE_NATIVE   0: do not build the library.  1: fail if it cannot be built.
     CXX                the compiler; by default the first found of c++, g++, clang++.
+    TIGHTROPE_CXXFLAGS more flags to compile and to link with, for example of a sanitizer.
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ from setuptools.command.build import build
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
-# Object files are named by a hash of all their inputs, so builds can share this folder.
-OBJECTS = ROOT / "build" / "native" / sysconfig.get_platform()
+MORE_FLAGS = shlex.split(os.environ.get("TIGHTROPE_CXXFLAGS", ""))
+# Object files are named by a hash of all their inputs, so builds for one platform and with the same flags can
+# share this folder.
+_NAMES = ["native", *(flag.split("=")[-1] for flag in MORE_FLAGS[:1])]
+OBJECTS = ROOT / "build" / "-".join(_NAMES) / sysconfig.get_platform()
 LIBRARY = "_native.dylib" if sys.platform == "darwin" else "_native.so"
 JOBS = 2
 
@@ -201,7 +205,7 @@ def build_library() -> Path:
     headers = [p.read_bytes() for p in sorted(CSRC.glob("*")) if p.suffix != ".cpp"]
 
     def compile_unit(source: str) -> Path:
-        command = [*compiler, *COMMON_FLAGS, *units[source], "-c", str(CSRC / source)]
+        command = [*compiler, *COMMON_FLAGS, *units[source], *MORE_FLAGS, "-c", str(CSRC / source)]
         text = (CSRC / source).read_bytes()
         # Objects do not depend on the folder of the source, see COMMON_FLAGS.
         where = shlex.join(command).replace(str(ROOT), ".")
@@ -217,6 +221,7 @@ def build_library() -> Path:
     link += [f"-L{folder}" for folder in libraries] + ["-ltorch_cpu"]
     if sys.platform == "linux":
         link += ["-Wl,--no-undefined"]
+    link += MORE_FLAGS
     return produce("_native", digest(version, shlex.join(link)), Path(LIBRARY).suffix, link)
 
 

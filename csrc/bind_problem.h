@@ -28,8 +28,12 @@ constexpr Layout kLayouts[] = {
 
 constexpr int64_t kForward = 0, kInverse = 2;
 
-// With fewer elements than this per thread, one thread finishes before a second one wakes.
-constexpr int64_t kElementsPerThread = 1 << 16;
+// With fewer elements than this per thread, one thread finishes before a second one wakes. The search for
+// races (tests/hardening) sets it to 1, to divide every call.
+#if !defined(TIGHTROPE_ELEMENTS_PER_THREAD)
+#define TIGHTROPE_ELEMENTS_PER_THREAD (1 << 16)
+#endif
+constexpr int64_t kElementsPerThread = TIGHTROPE_ELEMENTS_PER_THREAD;
 
 // Upper limit for strides, in elements: more than any memory holds. torch accepts any stride for a
 // dimension of size 1 and for an empty tensor, so without a limit address arithmetic could overflow.

@@ -52,11 +52,19 @@ struct InstructionSet {
 };
 
 #if defined(__x86_64__)
+// Clang before version 17 does not know its name.
+bool has_f16c() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+}
+
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+}
+
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && has_avx2();
 }
 
 // Conversions to bfloat16; GCC 10 does not know their name.
@@ -76,11 +84,7 @@ const InstructionSet kSets[] = {
      has_avx512bf16},
 #endif
     {"avx512", TIGHTROPE_LOOPS_OF(avx512), has_avx512},
-    {"avx2", TIGHTROPE_LOOPS_OF(avx2),
-     [] {
-       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-              __builtin_cpu_supports("f16c");
-     }},
+    {"avx2", TIGHTROPE_LOOPS_OF(avx2), has_avx2},
 #endif
     {"baseline", TIGHTROPE_LOOPS_OF(baseline), [] { return true; }},
 };

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,7 @@ from convert_cases import (
     write,
 )
 from tightrope.workbench import place
-from tightrope.workbench.convert import Stated, convert, detect, rewrite
+from tightrope.workbench.convert import Stated, convert, detect, rewrite, torch_file
 from tightrope.workbench.convert.marking import marked
 from tolerances import TABLE
 
@@ -591,13 +592,66 @@ def test_pickles_do_not_run(tmp_path: Path) -> None:
 def test_no_error_suggests_loading_a_pickle_that_runs_code(
     tmp_path: Path, pickled: bytes, why: str
 ) -> None:
-    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
-        for name, data in (("data.pkl", pickled), ("version", b"3\n"), ("byteorder", b"little")):
-            archive.writestr(f"a/{name}", data)
+    path = zipped(tmp_path / "a.pt", pickled)
     with refused(why) as error:
-        convert(tmp_path / "a.pt", tmp_path / "b.pt", to="half", stated=Stated(config=LLAMA))
+        convert(path, tmp_path / "b.pt", to="half", stated=Stated(config=LLAMA))
     for advice in ("False", "trust", "safe_globals", "torch.load", "Re-running"):
         assert advice not in str(error.value)
+
+
+def zipped(path: Path, pickled: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in (("data.pkl", pickled), ("version", b"3\n"), ("byteorder", b"little")):
+            archive.writestr(f"a/{name}", data)
+    return path
+
+
+def shared(levels: int) -> list[Any]:
+    """Nest lists of which each names the next one four times."""
+    made: list[Any] = [torch.ones(1)]
+    for _ in range(levels):
+        made = [made] * 4
+    return made
+
+
+@pytest.mark.parametrize("kind", ["in itself", "deep", "shared"])
+def test_endless_nesting_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(torch_file, "_MOST", 5_000)  # the real limit takes seconds
+    path, endless = tmp_path / "a.pt", shared(20)
+    if kind == "deep":  # too deep for torch.save
+        zipped(path, b"\x80\x02}(X\x01\x00\x00\x00a" + b"]" * 10_000 + b"a" * 9_999 + b"u.")
+    else:
+        if kind == "in itself":
+            endless.append(endless)
+            endless[:-1] = []
+        torch.save({**llama_tensors(), "endless": endless}, path)
+    with refused("must hold at most 5,000 tensors, in at most 100 mappings and lists within"):
+        detect(path, stated=Stated(config=LLAMA))
+
+
+def test_sparse_tensors_are_refused(tmp_path: Path) -> None:
+    torch.save({**llama_tensors(), "sparse": torch.eye(3).to_sparse()}, tmp_path / "a.pt")
+    with refused("must hold dense tensors but sparse is sparse_coo"):
+        detect(tmp_path / "a.pt", stated=Stated(config=LLAMA))
+
+
+@pytest.mark.parametrize("field, why", [(24, "ends at byte"), (42, "begins at byte")])
+def test_records_outside_the_file_are_refused(tmp_path: Path, field: int, why: str) -> None:
+    """A size or an offset of 64 bits, which Python cannot seek to, is one sentence as well."""
+    path = zipped(tmp_path / "a.pt", b"\x80\x02}.")
+    made = bytearray(path.read_bytes())
+    entry, end = made.index(b"PK\x01\x02"), made.rindex(b"PK\x05\x06")
+    name, extra = struct.unpack_from("<2H", made, entry + 28)
+    more = struct.pack("<2HQ", 1, 8, 2**64 - 1)
+    struct.pack_into("<I", made, end + 12, struct.unpack_from("<I", made, end + 12)[0] + len(more))
+    struct.pack_into("<I", made, entry + field, 2**32 - 1)
+    struct.pack_into("<H", made, entry + 30, extra + len(more))
+    made[entry + 46 + name + extra : entry + 46 + name + extra] = more
+    path.write_bytes(made)
+    with refused(f"a/data.pkl {why} 18446744073709551"):
+        detect(path, stated=Stated(config=LLAMA))
 
 
 # --- which files ----------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from tolerances import assert_same_bits
 
 pytestmark = needs_kernel
 
+# Indices of the sources that are tables.
+TABLES = [schema.SOURCES.index(name) for name in schema.TABLES]
 # Sizes larger than any memory; torch still makes empty or expanded tensors of these sizes.
 HUGE = (2**50, 2**62, 2**63 - 1)
 # Strides of dimensions of size 1 or 0, which are never used.
@@ -160,6 +162,17 @@ def angle_sizes(draw: Draw, rows: int, heads: Sequence[int]) -> list[int]:
     return [draw.choice((1, rows)), draw.choice((1, alike))]
 
 
+def given_phases(
+    draw: Draw, rows: int, heads: Sequence[int], tokens: int, pairs: int, axes: int
+) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """Draw phases, phase words or None, and the number of axes that their positions must have."""
+    sizes = draw.sizes([*angle_sizes(draw, rows, heads), tokens, pairs])
+    given = draw.tensor(sizes, draw.choice((torch.int32, torch.int64)))
+    if draw.sometimes(0.5):
+        return given, None, 0
+    return given, draw.words(draw.sizes([axes, *angle_sizes(draw, rows, heads), pairs])), axes
+
+
 def positions_of(
     draw: Draw, axes: int, rows: int, tokens: int, add_index: bool, tables: bool
 ) -> torch.Tensor | None:
@@ -187,19 +200,23 @@ def rotation(draw: Draw) -> Call:
     dtype = draw.choice(DTYPES)
     source = draw.randrange(len(schema.SOURCES))
     act = draw.choice((NONE, NONE, draw.randrange(len(ACTS)), RMS_NORM))
-    gate = draw.choice((schema.NO_GATE, schema.LOG, schema.SLOPE))
+    gate = draw.choice((schema.NO_GATE, schema.NO_GATE, schema.LOG, schema.SLOPE))
+    plain = act == NONE and gate == schema.NO_GATE
     direction = draw.choice((schema.FORWARD, schema.TRANSPOSE))
     if act == NONE and draw.sometimes(0.3):
         direction = schema.INVERSE
     add_index, learned = draw.sometimes(0.7), draw.sometimes(0.2)
     options = schema.Options(
-        layout, start, draw.sometimes(0.5), direction, add_index, source, learned, act, gate
+        *(layout, start, draw.sometimes(0.5), direction, add_index, source, learned, act, gate),
+        rounding=draw.randrange(len(schema.ROUNDINGS)) if plain else schema.ONCE,
+        narrow=draw.sometimes(0.3),
+        dense=draw.sometimes(0.3),
     )
 
     def values(*sizes: int) -> torch.Tensor:
         return draw.tensor(draw.sizes(sizes), draw.choice(DTYPES))
 
-    axes = 1 if source or gate == schema.SLOPE else draw.choice((1, 2))
+    axes = 1 if source in TABLES or gate == schema.SLOPE else draw.choice((1, 2))
     angles = angle_sizes(draw, rows, heads)
     if pairs == 0 and source == schema.WORDS and gate != schema.SLOPE and draw.sometimes(0.3):
         axes = draw.choice(HUGE)
@@ -207,6 +224,8 @@ def rotation(draw: Draw) -> Call:
         sizes = draw.sizes([axes, *angles, pairs])
         turns = draw.words(sizes) if draw.sometimes(0.3) else None
         primary, secondary = draw.words(sizes), turns
+    elif source == schema.PHASES:
+        primary, secondary, axes = given_phases(draw, rows, heads, tokens, pairs, axes)
     else:
         width = pairs if source == schema.SOURCES.index("half") else 2 * pairs
         sizes = draw.sizes([*angles, draw.choice((0, 1, 9)), width])
@@ -215,7 +234,7 @@ def rotation(draw: Draw) -> Call:
     end: list[Any] = [
         primary,
         secondary,
-        positions_of(draw, axes, rows, tokens, add_index, source != schema.WORDS),
+        positions_of(draw, axes, rows, tokens, add_index, source in TABLES),
         offset_of(draw),
         packed(draw, options),
         draw.choice((1.0, 0.5)),
@@ -270,16 +289,21 @@ def angle_gradients(draw: Draw) -> Call:
     if pairs == 0 and draw.sometimes(0.3):
         axes = draw.choice(HUGE)
     sizes = draw.sizes([axes, *angle_sizes(draw, rows, heads), pairs])
-    turns = draw.words(sizes) if draw.sometimes(0.3) else None
-    options = schema.Options(layout, start, draw.sometimes(0.5), draw.choice((0, 2)), add_index)
+    words, turns = draw.words(sizes), draw.words(sizes) if draw.sometimes(0.3) else None
+    source = draw.choice((schema.WORDS, schema.WORDS, schema.PHASES))
+    if source == schema.PHASES:
+        words, turns, axes = given_phases(draw, rows, heads, tokens, pairs, axes)
+    options = schema.Options(
+        layout, start, draw.sometimes(0.5), draw.choice((0, 2)), add_index, source
+    )
     arguments = [
         *results(draw, layout, (rows, tokens, head_dim), heads),
-        draw.words(sizes),
+        words,
         turns,
         positions_of(draw, axes, rows, tokens, add_index, False),
         offset_of(draw),
         packed(draw, options),
-        draw.sometimes(0.5),
+        draw.sometimes(0.1 if source == schema.PHASES else 0.5),
         draw.sometimes(0.5),
     ]
     return schema.angle_gradients, arguments, []

@@ -29,6 +29,8 @@ _DAMAGED = (
 )  # fmt: skip
 # Keys of training state, whose tensors match the unconverted weights.
 _OPTIMISERS = ("optimizer", "optimizer_state", "optimizer_state_dict", "optimizer_states", "optim")
+# Real checkpoints nest a few mappings. A damaged one may nest without end, or name its tensors again and again.
+_DEEPEST, _MOST = 100, 1_000_000
 
 
 def read_torch(path: Path) -> Weights:
@@ -58,7 +60,11 @@ def read_torch(path: Path) -> Weights:
         )
     starts = {record.start: record for record in records.values()}
     entries = []
-    for name, tensor in _tensors(loaded, ""):
+    for name, tensor in _tensors(loaded, path):
+        if tensor.layout is not torch.strided:
+            fail(
+                f"{path} must hold dense tensors but {name} is {str(tensor.layout).removeprefix('torch.')}"
+            )
         offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if offset is None:
             continue  # the file holds no data for it
@@ -101,22 +107,30 @@ def _entry(name: str, tensor: torch.Tensor, path: Path, record: Record) -> Entry
     return Entry(name, dtype, tuple(tensor.shape), path, first, numel * size, contiguous)
 
 
-def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(loaded: Any, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor in nested mappings and lists, with its path of keys."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-        return
-    if isinstance(value, Mapping):
-        items = list(value.items())
-    elif isinstance(value, list | tuple):
-        items = list(enumerate(value))
-    else:
-        return
-    for key, inner in items:
-        yield from _tensors(inner, f"{name}.{key}" if name else str(key))
+    count, rest = 0, [("", loaded, 0)]
+    while rest:
+        name, value, depth = rest.pop()
+        count += 1
+        if depth > _DEEPEST or count + len(rest) > _MOST:
+            fail(
+                f"{path} must hold at most {_MOST:,} tensors, in at most {_DEEPEST} mappings and lists within "
+                f"each other"
+            )
+        if isinstance(value, torch.Tensor):
+            yield name, value
+            continue
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        rest += [
+            (f"{name}.{key}" if name else str(key), inner, depth + 1)
+            for key, inner in items
+            if isinstance(inner, torch.Tensor | Mapping | list | tuple)
+        ][::-1]
 
 
 def _records(path: Path) -> tuple[dict[str, Record], bytes]:
+    size = path.stat().st_size
     with open(path, "rb") as stream:
         if stream.read(4) != b"PK\x03\x04":
             fail(
@@ -125,17 +139,17 @@ def _records(path: Path) -> tuple[dict[str, Record], bytes]:
             )
         try:
             with zipfile.ZipFile(stream) as archive:
-                names = [info.filename for info in archive.infolist()]
-                if any(name.endswith("/constants.pkl") for name in names):
-                    fail(f"{path} is a TorchScript archive: save its state_dict instead")
-                central = _central_checksums(stream, archive.start_dir, len(names))
+                infos, comment = archive.infolist(), archive.comment
+                scripted = any(info.filename.endswith("/constants.pkl") for info in infos)
                 records = {}
-                for info, at in zip(archive.infolist(), central, strict=True):
-                    record = _record(stream, info, at)
-                    records[record.name] = record
-                comment = archive.comment
-        except (zipfile.BadZipFile, struct.error, NotImplementedError) as error:
+                if not scripted:
+                    central = _central_checksums(stream, archive.start_dir, len(infos))
+                    for info, at in zip(infos, central, strict=True):
+                        records[info.filename] = _record(stream, info, at, size)
+        except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError) as error:
             fail(f"{path} must be a valid torch checkpoint but is not: {error}")
+    if scripted:
+        fail(f"{path} is a TorchScript archive: save its state_dict instead")
     return records, comment
 
 
@@ -152,12 +166,12 @@ def _central_checksums(stream: Any, start: int, count: int) -> list[int]:
     return found
 
 
-def _record(stream: Any, info: zipfile.ZipInfo, central: int) -> Record:
+def _record(stream: Any, info: zipfile.ZipInfo, central: int, size: int) -> Record:
     if info.compress_type != zipfile.ZIP_STORED:
         raise zipfile.BadZipFile(f"{info.filename} is compressed")
-    if info.header_offset < 0:
+    if not 0 <= info.header_offset <= size:
         raise zipfile.BadZipFile(
-            f"{info.filename} begins at byte {info.header_offset}, before the start of the file"
+            f"{info.filename} begins at byte {info.header_offset}, outside the file"
         )
     stream.seek(info.header_offset)
     magic, flags, crc, name, extra = struct.unpack("<4s2xH6xI8x2H", stream.read(30))
@@ -165,6 +179,8 @@ def _record(stream: Any, info: zipfile.ZipInfo, central: int) -> Record:
         raise zipfile.BadZipFile(f"{info.filename} has no header")
     start = info.header_offset + 30 + name + extra
     stop = start + info.file_size
+    if stop > size:
+        raise zipfile.BadZipFile(f"{info.filename} ends at byte {stop}, outside the file")
     where = [central]
     if flags & 8:
         stream.seek(stop)

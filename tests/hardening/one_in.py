@@ -1,0 +1,12 @@
+"""A plugin of pytest that runs one in TIGHTROPE_ONE_IN tests, chosen by their names."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from typing import Any
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    n = int(os.environ.get("TIGHTROPE_ONE_IN", "1"))
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % n == 0]
