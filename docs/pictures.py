@@ -351,7 +351,7 @@ def patch():
         *layer(28, INK, "eager torch", RED),
         *layer(468, MUTED, "fused operator, the same bits", BLUE),
         box(28, 486, 804, 92), text(44, 512, "print(report)", 14, MUTED, font="mono"),
-        text(44, 537, "1 replaced, 0 left\nreplaced modeling_llama.apply_rotary_pos_emb: rotate_half on all channels, …, to the bit",
+        text(44, 537, "1 replaced, 0 left\nreplaced modeling_llama.apply_rotary_pos_emb (same bits): rotate_half on all channels, …",
              14, font="mono"),
     ]
     about = (

@@ -1,6 +1,7 @@
 """Prologues and epilogues (f and P), forward and backward, compared with float64 formulas."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -513,6 +514,9 @@ ERRORS = {
     "[rotate] act must be given as RMSNorm(weight), or RMSNorm() without": lambda: rotate(
         X, RopeSpec(8), act="rms_norm"
     ),
+    "[rotate] act must be given as RMSNorm(weight), or RMSNorm() without a weight, but got 'rmsnorm'": (
+        lambda: rotate(X, RopeSpec(8), act="rmsnorm")
+    ),
     "[rotate] act must be a single value for one tensor but got a pair": lambda: rotate(
         X, RopeSpec(8), act=("silu", None)
     ),
@@ -547,6 +551,15 @@ ERRORS = {
         X, RopeSpec(8), gate=gates.Exp(torch.zeros(8, requires_grad=True)), out=torch.empty_like(X)
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "call", [lambda module: rotate(X, RopeSpec(8), act=module), RMSNorm], ids=["act", "weight"]
+)
+def test_a_module_in_place_of_a_norm(call: Callable[[torch.nn.Module], object]) -> None:
+    hint = r"but got RMSNorm\(.*\); pass the module's weight: RMSNorm\(module.weight, eps=...\)\.$"
+    with pytest.raises(TypeError, match=hint):
+        call(torch.nn.RMSNorm(8))
 
 
 @pytest.mark.parametrize("text", ERRORS)

@@ -365,8 +365,38 @@ def test_without_the_extra() -> None:
     assert done.stdout == ""
     assert done.stderr.splitlines()[-1] == (
         "The tightrope command needs typer, rich. "
-        'Install with `python -m pip install "tightrope[cli]"`.'
+        'Install with `python -m pip install "tightrope[cli]"`, or in a clone of the repository with '
+        "`pip install --no-build-isolation '.[cli]'`."
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("--help", 0),
+        ("info", 0),
+        ("bench --list", 0),
+        ("demo", 2),
+        ("bench --plot x.png", 2),
+        ("inspect spec.json --plot x.png", 2),
+    ],
+)
+def test_only_pictures_need_matplotlib(tmp_path: Path, arguments: str, code: int) -> None:
+    (tmp_path / "spec.json").write_text(json.dumps(RopeSpec(128).to_dict()), encoding="utf-8")
+    script = (
+        "import sys; sys.modules['matplotlib'] = sys.modules['safetensors'] = None;"
+        "from tightrope.cli import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", script, *arguments.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["spec.json"]
+    if code:
+        assert done.stderr == (
+            "Error: The tightrope command needs matplotlib. Install with `python -m pip install "
+            '"tightrope[cli]"`, or in a clone of the repository with '
+            "`pip install --no-build-isolation '.[cli]'`. Only pictures need it.\n"
+        )
 
 
 @pytest.mark.slow

@@ -144,6 +144,12 @@ CASES = {
         "[rotate] x must have head_dim 16 in its last dimension but got 8 "
         "(x: float32[2, 3, 5, 8]).",
     ),
+    "head_dim of a part": (
+        lambda: rotate(X, RopeSpec(4)),
+        ValueError,
+        "[rotate] x must have head_dim 4 in its last dimension but got 8; to rotate 4 of 8 channels, "
+        "make RopeSpec(8, rotary_dim=4) (x: float32[2, 3, 5, 8]).",
+    ),
     "no spec": (
         lambda: rotate(X, 8),
         TypeError,

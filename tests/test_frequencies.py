@@ -87,6 +87,22 @@ def test_frequencies_are_values() -> None:
         one.attention_scaling = 2.0  # type: ignore[misc]
 
 
+def test_a_repr_is_one_short_line() -> None:
+    made = YaRN(4.0, 4096).frequencies(128, 10000.0)
+    first, *_, last = made.inv_freq.tolist()
+    assert repr(made) == (
+        f"Frequencies(64 pairs: inv_freq=[{first}, …, {last}], "
+        f"attention_scaling={made.attention_scaling})"
+    )
+    one = Frequencies(frequencies.default(4, 10000.0).exact, shape=(2, 1))
+    shown = "Frequencies(2 pairs of shape (2, 1): inv_freq=[1.0, 0.01], attention_scaling=1.0)"
+    assert repr(one) == shown
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert repr(frequencies.default(0, 10000.0)) == (
+        "Frequencies(0 pairs: inv_freq=[], attention_scaling=1.0)"
+    )
+
+
 @pytest.mark.parametrize("rule", [None, YaRN(4.0, 4096), DynamicNTK(2.0, 4096)])
 def test_the_callers_decimal_context_does_not_matter(rule: Rule | None) -> None:
     """The context's precision, rounding and traps affect no frequency and no softmax scale."""

@@ -141,9 +141,26 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
     assert command.main(["--report", str(out)]) == 0
     assert capsys.readouterr().out.strip() in printed
     monkeypatch.setattr(command, "_has_gpu", lambda: False)
-    assert command.main(["--out", str(tmp_path / "none.json")]) == command.NO_GPU
+    assert command.main(["--out", str(tmp_path / "none.json")]) == command.UNABLE
     with pytest.raises(SystemExit):
         command.main(["--only", "("])
+
+
+def test_packages_that_are_missing_are_one_line() -> None:
+    script = (
+        f"import sys; sys.modules.update(dict.fromkeys({list(command.NEEDS)}));"
+        "from benchmarks.gpu.__main__ import main; sys.exit(main())"
+    )
+
+    def done(*arguments: str) -> tuple[int, str]:
+        line = [sys.executable, "-c", script, *arguments]
+        ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+        return ended.returncode, ended.stderr
+
+    assert done("--help") == (0, "")
+    packages = "it needs packages: python -m pip install pytest"
+    assert done() == (2, f"{packages} pytest-xdist hypothesis mpmath\n")
+    assert done("--report", "none.json") == (2, f"{packages}\n")
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ import inline_models
 from inline_models import Base, Halves, Processed
 from tightrope.integrations import _inline, _run, patch, unpatch
 from tightrope.integrations._graft import Swap
+from tightrope.integrations._inline import INLINE
 
 pytestmark = pytest.mark.usefixtures("recognised_once")
 
@@ -251,6 +252,27 @@ def test_each_refusal_has_its_reason(stays: str, reason: str, instead: str) -> N
         report = patch(model)
         assert len(report.replaced) == wanted, str(report)
         assert_equal(results(model), before)
+
+
+@pytest.mark.parametrize(("line", "listed"), [("x.tanh()", 1), ("x * x + x", 2)])
+def test_a_function_whose_only_rotation_is_replaced_is_listed_once(line: str, listed: int) -> None:
+    """With products and sums beside the expression, the function is listed too."""
+    text = f"""
+        def apply_rotary(x, cos, sin):
+            x = {line}
+            return (x * cos + rotate_half(x) * sin).clamp(-1, 1)
+
+
+        class Model(Base):
+            def forward(self, x, cos, sin):
+                return apply_rotary(x, cos, sin)
+    """
+    report = patch(of_source(inspect.cleandoc(text) + "\n", "Model")())
+    whole = [entry for entry in report if INLINE not in entry.name]
+    assert [entry.replaced for entry in report if INLINE in entry.name] == [True], str(report)
+    assert [(entry.name, entry.replaced) for entry in whole] == [("apply_rotary", False)][
+        2 - listed :
+    ]
 
 
 HEAD = "import torch\nfrom inline_models import Base, noted, rotate_half\n\n\n"

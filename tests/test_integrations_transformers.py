@@ -509,7 +509,11 @@ def test_report_reads_well(llama: Any) -> None:
     assert entry.replaced
     assert "rotate_half on all channels" in str(entry.recognised)
     assert str(entry.recognised).endswith(", to the bit")
-    first, _, last = str(report).splitlines()
+    first, line, last = str(report).splitlines()
+    assert line.startswith(
+        "replaced modeling_llama.apply_rotary_pos_emb (same bits): rotate_half on all"
+    )
+    assert "to the bit" not in line
     assert first == "1 replaced, 0 left"
     assert last.startswith("compiled code keeps these bits; torch.compile of the originals rounds")
     assert report.to_dict()["entries"][0]["name"] == "apply_rotary_pos_emb"
@@ -616,3 +620,11 @@ def test_exact_angles_are_those_that_the_model_has_now(
     report = patch(llama, angles="exact")
     assert not report.left
     assert_outputs(llama(**inputs).logits, before)
+    stated = {"inv_freq": "default, rope_theta 10000", "config": "linear, factor 4"}.get(what)
+    notes = [
+        f"note: the configuration states {stated}; LlamaRotaryEmbedding holds other frequencies, which "
+        "are used. Build the model from the configuration to use those."
+    ]
+    assert report.notes == report.to_dict()["notes"] == (notes if stated else [])
+    assert all(note in str(report).splitlines() for note in report.notes)
+    assert not patch(llama).notes

@@ -652,29 +652,34 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "pairs": (
         lambda: rotate(X, SPEC, inv_freq=torch.ones(4)),
         ValueError,
-        "[rotate] inv_freq must have shape (3,) or (heads, 3) (inv_freq: float32[4]).",
+        "[rotate] inv_freq must have shape (pairs,) or (heads, pairs), here (3,) or (heads, 3), "
+        "but got (4,) (inv_freq: float32[4]).",
     ),
     "a number": (
         lambda: rotate(X, SPEC, inv_freq=torch.ones(())),
         ValueError,
-        "[rotate] inv_freq must have shape (3,) or (heads, 3) (inv_freq: float32[]).",
+        "[rotate] inv_freq must have shape (pairs,) or (heads, pairs), here (3,) or (heads, 3), "
+        "but got () (inv_freq: float32[]).",
     ),
     "three dimensions for one axis": (
         lambda: rotate(X, SPEC, inv_freq=torch.ones(1, 4, 3)),
         ValueError,
-        "[rotate] inv_freq must have shape (3,) or (heads, 3) (inv_freq: float32[1, 4, 3]).",
+        "[rotate] inv_freq must have shape (pairs,) or (heads, pairs), here (3,) or (heads, 3), "
+        "but got (1, 4, 3) (inv_freq: float32[1, 4, 3]).",
     ),
     "two dimensions for two axes": (
         lambda: rotate(X, PLANE, positions.Positions(torch.zeros(2, 1, 5), add_index=False),
                        inv_freq=torch.ones(2, 4)),
         ValueError,
-        "[rotate] inv_freq must have shape (2, heads or 1, 4) (inv_freq: float32[2, 4]).",
+        "[rotate] inv_freq must have shape (axes, heads or 1, pairs), here (2, heads or 1, 4), "
+        "but got (2, 4) (inv_freq: float32[2, 4]).",
     ),
     "another number of axes": (
         lambda: rotate(X, PLANE, positions.Positions(torch.zeros(2, 1, 5), add_index=False),
                        inv_freq=torch.ones(3, 1, 4)),
         ValueError,
-        "[rotate] inv_freq must have shape (2, heads or 1, 4) (inv_freq: float32[3, 1, 4]).",
+        "[rotate] inv_freq must have shape (axes, heads or 1, pairs), here (2, heads or 1, 4), "
+        "but got (3, 1, 4) (inv_freq: float32[3, 1, 4]).",
     ),
     "heads": (
         lambda: rotate(X, SPEC, inv_freq=torch.ones(3, 3)),

@@ -30,16 +30,26 @@ import sys
 import tempfile
 import time
 from datetime import datetime, timezone
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .plugin import Options, read_units, write
+if TYPE_CHECKING:
+    from .plugin import Options
 
 ROOT = Path(__file__).parents[2]
 HERE = "benchmarks/gpu"
 
-#: Exit codes: all results are right; something is wrong; there is no GPU.
-FINE, WRONG, NO_GPU = 0, 1, 2
+#: Exit codes: all results are right; something is wrong; there is no GPU, or a package is missing.
+FINE, WRONG, UNABLE = 0, 1, 2
+
+#: The packages that the tests need: name of the module -> name to install.
+NEEDS = {
+    "pytest": "pytest",
+    "xdist": "pytest-xdist",
+    "hypothesis": "hypothesis",
+    "mpmath": "mpmath",
+}
 
 #: Seconds that a phase's last unit may run beyond the deadline, and seconds reserved for the report.
 GRACE, SPARE = 20.0, 10.0
@@ -157,6 +167,11 @@ def _pattern(text: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run all phases, write the results, print the tables; return the exit code."""
     options = parsed(arguments)
+    needed = ("pytest",) if options.report else tuple(NEEDS)
+    missing = [NEEDS[name] for name in needed if find_spec(name) is None]
+    if missing:
+        print(f"it needs packages: python -m pip install {' '.join(missing)}", file=sys.stderr)
+        return UNABLE
     if options.report:
         from .report import written
 
@@ -164,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
         return FINE
     if not options.dry_run and not _has_gpu():
         print("torch finds no GPU: run on a machine with one, or pass --dry-run", file=sys.stderr)
-        return NO_GPU
+        return UNABLE
     for each in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as folder:
@@ -172,6 +187,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace, folder: Path) -> int:
+    from .plugin import Options, read_units, write
+
     start = time.time()
     against = options.against or ("^(?!.*compiled)" if options.dry_run else "")
     jobs = options.jobs or (1 if options.dry_run else max(1, min(8, (os.cpu_count() or 1) - 2)))

@@ -68,7 +68,9 @@ class RMSNorm:
         weight = self.weight
         if weight is not None:
             if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
-                raise bad_type(f"weight must be a floating tensor but got {describe(weight)}")
+                raise bad_type(
+                    f"weight must be a floating tensor but got {describe(weight)}{_hint(weight)}"
+                )
             check_dense("weight", weight)
             if weight.dim() not in (1, 2):
                 raise bad_value(
@@ -155,13 +157,19 @@ def _one(act: object) -> Act:
     if not isinstance(act, str):
         raise bad_type(
             f"act must be None, one of {names}, an RMSNorm, or a pair of them for q and k, but got "
-            f"{describe(act)}"
+            f"{describe(act)}{_hint(act)}"
         )
-    if act == ACTS[RMS_NORM]:
+    if act in (ACTS[RMS_NORM], "rmsnorm"):
         raise bad_value(
             f"act must be given as RMSNorm(weight), or RMSNorm() without a weight, but got {act!r}"
         )
     raise bad_value(f"act must be one of {names} but got {act!r}")
+
+
+def _hint(given: object) -> str:
+    """The call for a module in place of a norm or its weight."""
+    a_module = isinstance(given, torch.nn.Module)
+    return "; pass the module's weight: RMSNorm(module.weight, eps=...)" if a_module else ""
 
 
 def code_of(act: Act) -> int:

@@ -8,8 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ..workbench.bench import CONTENDERS, FLOORS, Case, floor_of
-from ..workbench.bench.picture import copies
+from ..workbench.bench import CONTENDERS, FLOORS, Case, copies, floor_of
 from ..workbench.environment import Environment
 from ..workbench.text import duration
 from ._tables import titled

@@ -3,11 +3,13 @@
 import errno
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import NoReturn
 
 import typer
 
 from ..workbench.text import printable
+from . import without
 from ._console import make_console
 
 #: Exit codes, the same for every command. CLOSED is a shell's code for a process that wrote to a closed
@@ -23,6 +25,12 @@ def stop(text: str, code: int = MISTAKE) -> NoReturn:
     line = printable(" ".join(text.split()))
     make_console(stderr=True).print(f"Error: {line}", markup=False, soft_wrap=True)
     raise typer.Exit(code)
+
+
+def check_can_draw() -> None:
+    """Stop if matplotlib is missing; call it before long work that ends with a picture."""
+    if find_spec("matplotlib") is None:
+        stop(f"{without('matplotlib')} Only pictures need it.")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from ..workbench.place import write_whole
 from . import _bench as report
 from ._console import Ticker, make_console
 from ._interrupt import Interrupt
-from ._mistakes import FINDING, as_mistakes, stop
+from ._mistakes import FINDING, as_mistakes, check_can_draw, stop
 
 # The default contenders: the eager expression, also compiled, and other libraries.
 _AGAINST = "^(eager|compiled eager|transformers|rotary-embedding-torch|onnxruntime|jax jit)$"
@@ -103,6 +103,8 @@ def bench(
     if listing:
         report.print_list(console, cases, wanted)
         return
+    if plot is not None:
+        check_can_draw()
     here = read_environment()
     for place in (out, plot):
         if place is not None and not place.absolute().parent.is_dir():

@@ -14,13 +14,12 @@ from rich.console import Console
 from ..examples.train_bytes import Attention, NoTextError, Size, load_text
 from ..workbench.bench import Case
 from ..workbench.demo import Results, polar, race, rotations, write_sample
-from ..workbench.demo.picture import draw
 from ..workbench.demo.race import MakeAttention
 from ..workbench.environment import read_environment
 from . import _demo as report
 from ._console import Ticker, make_console
 from ._interrupt import Interrupt
-from ._mistakes import FINDING, as_mistakes, stop
+from ._mistakes import FINDING, as_mistakes, check_can_draw, stop
 
 _SECONDS = 75.0
 _POLAR_SHARE = 0.48
@@ -101,6 +100,7 @@ def demo(
     """
     if seconds is not None and not math.isfinite(seconds):
         stop(f"--seconds must be a finite number but got {seconds}.")
+    check_can_draw()
     console = make_console()
     with as_mistakes():
         out.mkdir(parents=True, exist_ok=True)
@@ -225,6 +225,8 @@ def _contest(
 
 
 def _write(console: Console, results: Results, out: Path) -> None:
+    from ..workbench.demo.picture import draw
+
     picture, numbers = out / "demo.png", out / "demo.json"
     with as_mistakes():
         results.write_json(numbers)

@@ -12,7 +12,7 @@ from ..workbench.inspect import Comparison, Inspection, compare, inspect as look
 from ..workbench.text import printable
 from . import _inspection as report
 from ._console import make_console
-from ._mistakes import FINDING, as_mistakes, stop
+from ._mistakes import FINDING, as_mistakes, check_can_draw, stop
 
 # Keyword arguments in the library's error sentences -> command-line options.
 _SPELLED = {
@@ -119,6 +119,7 @@ def inspect(
 
 
 def _draw(path: Path, found: list[Inspection]) -> None:
+    check_can_draw()
     from ..workbench.inspect.plot import draw
 
     draw(path, found)

@@ -56,6 +56,17 @@ class Frequencies:
         )
         return flat if self.shape is None else flat.reshape(self.shape)
 
+    def __repr__(self) -> str:
+        # Without the 60 digits of each pair.
+        count, ends = len(self.exact), [f"{float(omega)!r}" for omega in self.exact]
+        shown = ", ".join(ends if count < 3 else (ends[0], "…", ends[-1]))
+        noun = "pair" if count == 1 else "pairs"
+        shape = "" if self.shape is None else f" of shape {self.shape}"
+        return (
+            f"Frequencies({count} {noun}{shape}: inv_freq=[{shown}], "
+            f"attention_scaling={self.attention_scaling})"
+        )
+
 
 RULES: dict[str, type[Rule]] = {}
 """The class of each rule, by all its names."""

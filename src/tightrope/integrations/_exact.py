@@ -205,24 +205,20 @@ def read(module: torch.nn.Module, wide: bool) -> tuple[Angles | None, str]:
         wide: see :class:`Angles`.
     """
     try:
-        with (
-            torch.device("cpu"),
-            torch.no_grad(),
-            torch.random.fork_rng(devices=[]),
-            _float32_by_default(),
-        ):
+        with _as_for_probes():
             return _read(module, wide), "equal to those of the module at all positions tried"
     except _Unserved as unserved:
         return None, str(unserved)
 
 
 @contextmanager
-def _float32_by_default() -> Iterator[None]:
-    """Set the default dtype to float32; inside from_pretrained it is the dtype of the model."""
+def _as_for_probes() -> Iterator[None]:
+    """Make tensors on the CPU, without gradients, in float32: inside from_pretrained it is the model's dtype."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        yield
+        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            yield
     finally:
         torch.set_default_dtype(default)
 
@@ -274,18 +270,9 @@ def is_probing() -> bool:
 
 def _fresh(module: torch.nn.Module) -> torch.nn.Module:
     """A float32 equivalent of a module: made from its config if that gives its buffers, else a copy."""
-    cls = base_of(type(module))
-    config = getattr(module, "config", None)
-    if config is not None:
-        _busy.now = True
-        try:
-            made: torch.nn.Module = cls(config)
-            if _unchanged(module, made):
-                return made
-        except Exception:  # noqa: BLE001
-            pass
-        finally:
-            _busy.now = False
+    made = _rebuilt(module)
+    if made is not None and _unchanged(module, made):
+        return made
     if any(t.device.type == "meta" or t.dtype != torch.float32 for t in module.buffers()):
         raise _Unserved(
             "its frequencies are on the meta device or not float32, and no config gives them"
@@ -295,8 +282,61 @@ def _fresh(module: torch.nn.Module) -> torch.nn.Module:
     return made
 
 
+def _rebuilt(module: torch.nn.Module) -> torch.nn.Module | None:
+    """A module of the same class made from the config that the module has now; None if that fails."""
+    config = getattr(module, "config", None)
+    if config is None:
+        return None
+    _busy.now = True
+    try:
+        made: torch.nn.Module = base_of(type(module))(config)
+        return made
+    except Exception:  # noqa: BLE001
+        return None
+    finally:
+        _busy.now = False
+
+
+def note(module: torch.nn.Module) -> str | None:
+    """A line of the report for a module that holds other frequencies than its config states, else None."""
+    with _as_for_probes():
+        fresh = _rebuilt(module)
+        if fresh is None or (
+            _has_buffers_of(module, fresh)
+            and getattr(module, "rope_type", None) == getattr(fresh, "rope_type", None)
+        ):
+            return None
+    name, stated = base_of(type(module)).__name__, _stated(getattr(module, "config", None))
+    return (
+        f"note: the configuration states {stated}; {name} holds other frequencies, which are used. Build "
+        "the model from the configuration to use those."
+    )
+
+
+def _stated(config: Any) -> str:
+    """The rule of a configuration in words: "yarn, factor 4"."""
+    whole = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    whole = whole if isinstance(whole, dict) else {}
+    parts = [each for each in whole.values() if isinstance(each, dict)] or [whole]
+    words = []
+    for part in parts:
+        name = part.get("rope_type", part.get("type", "default"))
+        numbers = [
+            f"{key} {part[key]:g}"
+            for key in ("factor", "rope_theta")
+            if isinstance(part.get(key), (int, float))
+        ]
+        words.append(", ".join([str(name), *numbers[:1]]))
+    return " and ".join(dict.fromkeys(words))
+
+
 def _unchanged(module: torch.nn.Module, fresh: torch.nn.Module) -> bool:
-    """Return True if a module's buffers are those that its config gives, up to the rounding of a cast.
+    """Return True if a module's buffers and attributes are those that its config gives."""
+    return _has_buffers_of(module, fresh) and _read_at_calls(module) == _read_at_calls(fresh)
+
+
+def _has_buffers_of(module: torch.nn.Module, fresh: torch.nn.Module) -> bool:
+    """Return True if a module's buffers are those of another, up to the rounding of a cast.
 
     Users may scale frequencies after construction. If frequencies depend on the length, the buffer
     holds those of the last call, and ``original_inv_freq`` the initial ones.
@@ -312,7 +352,7 @@ def _unchanged(module: torch.nn.Module, fresh: torch.nn.Module) -> bool:
             now.detach().cpu().float(), began.cpu().float(), rtol=_CAST, atol=_CAST_TINY
         ):
             return False
-    return _read_at_calls(module) == _read_at_calls(fresh)
+    return True
 
 
 def _layer_types(module: torch.nn.Module) -> list[str | None]:

@@ -117,6 +117,12 @@ def inlined(function: FunctionType, accepts: Accepts) -> CodeType | None:
     return code.replace(co_consts=consts)
 
 
+def rotates_elsewhere(function: FunctionType, accepts: Accepts) -> bool:
+    """Return whether a function may rotate outside its accepted expressions; arguments as in :func:`inlined`."""
+    code = inlined(function, accepts)
+    return code is None or _may_rotate(code)
+
+
 # --- source and code ------------------------------------------------------------------------------
 
 

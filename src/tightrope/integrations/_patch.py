@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from . import _bound, _exact, _find, _graft
 from ._candidate import Candidate
 from ._classes import base_of
 from ._find import Found
-from ._inline import INLINE
+from ._inline import INLINE, rotates_elsewhere
 from ._recognise import Recognition, recognise, recognise_method, to_the_bit
 from ._run import ROUNDINGS
 from ._summary import Entry, Report, entry_of
@@ -39,7 +40,7 @@ def patch(model: torch.nn.Module, *, angles: str = "model", rounding: str = "mod
 
     A module whose ``forward`` was replaced by a wrapper is patched if the wrapper can be seen to call the
     old one: a closure, a partial function, an object or an attribute holds it. Other such modules are
-    left and listed.
+    left and listed. ``unpatch(model)`` undoes the patch; to see its report again, call ``patch`` again.
 
     Args:
         model: any Module, of any library, on any device including meta.
@@ -77,8 +78,13 @@ def patch(model: torch.nn.Module, *, angles: str = "model", rounding: str = "mod
     # left, or was not found, may rely on the dtype.
     wide = angles == "exact" and bool(found) and not left and all(result for *_, result in found)
     swaps = _swaps(found, rounding, wide)
+    replaced = {(each.module, each.name) for each, _, result in found if result}
     report = Report(
-        [entry_of(each.module, each.name, result, constants) for each, constants, result in found]
+        [
+            entry_of(each.module, each.name, result, constants)
+            for each, constants, result in found
+            if result or not _only_inline(each, replaced)
+        ]
     )
     lines: list[Entry] = []
     copies: dict[int, Any] = {}
@@ -89,6 +95,8 @@ def patch(model: torch.nn.Module, *, angles: str = "model", rounding: str = "mod
         if angles == "exact" and _exact.makes_angles(type(module)):
             made, reason = _exact.read(module, wide)
             lines.append(_exact.entry(module, made, reason))
+            if made is not None and (note := _exact.note(module)) and note not in report.notes:
+                report.notes.append(note)
         recipe = _graft.Recipe(swaps, angles=made is not None)
         _graft.apply(module, _graft.grafted(type(module), recipe))
         _replace_processors(module, _graft.Recipe(swaps), copies)
@@ -128,6 +136,17 @@ def check(model: object, angles: str = "model", rounding: str = "model") -> None
         raise bad_value(f"angles must be one of {', '.join(ANGLES)} but got {angles!r}")
     if rounding not in ROUNDINGS:
         raise bad_value(f"rounding must be one of {', '.join(ROUNDINGS)} but got {rounding!r}")
+
+
+def _only_inline(found: Found, replaced: set[tuple[str, str]]) -> bool:
+    """Return whether all rotations of a function are replaced expressions, which have entries of their own."""
+    plain = unwrapped(found.value)
+    if not isinstance(plain, FunctionType):
+        return False
+    start = f"{plain.__qualname__}{INLINE}"
+    return any(name.startswith(start) for _, name in replaced) and not rotates_elsewhere(
+        plain, lambda text: "_" if (plain.__module__, start + text) in replaced else None
+    )
 
 
 def _replace_processors(

@@ -38,7 +38,12 @@ class Entry:
     def __str__(self) -> str:
         verb = "replaced" if self.replaced else "left"
         recognised = f"{self.recognised}; " if self.recognised else ""
-        return f"{verb:8} {self.module.rsplit('.', 1)[-1]}.{self.name}: {recognised}{self.reason}"
+        same = ""
+        if recognised.endswith(f", {TO_THE_BIT}; "):
+            recognised = f"{str(self.recognised).removesuffix(f', {TO_THE_BIT}')}; "
+            same = " (same bits)"
+        where = f"{self.module.rsplit('.', 1)[-1]}.{self.name}"
+        return f"{verb:8} {where}{same}: {recognised}{self.reason}"
 
 
 def entry_of(
@@ -54,9 +59,15 @@ def entry_of(
 
 @dataclass
 class Report:
-    """The entries of a patch: one per rotary function and per class that makes cos/sin."""
+    """The entries of a patch: one per rotary function and per class that makes cos/sin.
+
+    Attributes:
+        entries: the entries, in order.
+        notes: lines about modules whose exact angles are not those that the model's configuration states.
+    """
 
     entries: list[Entry] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def replaced(self) -> list[Entry]:
@@ -70,7 +81,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, for JSON."""
-        return {"entries": [asdict(entry) for entry in self.entries]}
+        return {"entries": [asdict(entry) for entry in self.entries], "notes": list(self.notes)}
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
@@ -83,4 +94,6 @@ class Report:
             return "no rotary function found"
         counts = f"{len(self.replaced)} replaced, {len(self.left)} left"
         exact = any(str(entry.recognised).endswith(TO_THE_BIT) for entry in self.replaced)
-        return "\n".join([counts, *map(str, self.entries), *([_COMPILED] if exact else [])])
+        return "\n".join(
+            [counts, *map(str, self.entries), *self.notes, *([_COMPILED] if exact else [])]
+        )

@@ -75,7 +75,13 @@ def prepare(
     rotation = _rotation(names[0], x, spec, positions, seq_len).for_tokens(shape[layout.token])
     width = rotation.channels.head_dim
     if shape[-1] != width and not (wider and shape[-1] > width):
-        raise _wrong_width(names[0], x, width)
+        hint = ""
+        if shape[-1] > width:
+            part, whole = rotation.channels.rotary_dim, shape[-1]
+            hint = (
+                f"; to rotate {part} of {whole} channels, make RopeSpec({whole}, rotary_dim={part})"
+            )
+        raise _wrong_width(names[0], x, width, hint)
     for name, other in zip(names[1:], xs[1:]):
         other_shape = shape_of(name, other, layout, sharded)
         if other_shape[-1] != shape[-1]:
@@ -227,9 +233,9 @@ def shape_of(name: str, x: torch.Tensor, layout: Layout, sharded: bool = False) 
     return shape
 
 
-def _wrong_width(name: str, x: torch.Tensor, width: int) -> Refusal:
+def _wrong_width(name: str, x: torch.Tensor, width: int, hint: str = "") -> Refusal:
     return bad_value(
-        f"{name} must have head_dim {width} in its last dimension but got {x.shape[-1]}",
+        f"{name} must have head_dim {width} in its last dimension but got {x.shape[-1]}{hint}",
         **{name: x},
     )
 

@@ -19,10 +19,13 @@ def with_frequencies(call: Call, inv_freq: torch.Tensor, pairs: int) -> Call:
     dims = inv_freq.dim()
     fits = dims in (1, 2) if axes == 1 else dims == 3 and inv_freq.shape[0] == axes
     if not fits or inv_freq.shape[-1] != pairs:
-        shapes = (
-            f"({pairs},) or (heads, {pairs})" if axes == 1 else f"({axes}, heads or 1, {pairs})"
+        if axes == 1:
+            shapes = f"(pairs,) or (heads, pairs), here ({pairs},) or (heads, {pairs}),"
+        else:
+            shapes = f"(axes, heads or 1, pairs), here ({axes}, heads or 1, {pairs}),"
+        raise bad_value(
+            f"inv_freq must have shape {shapes} but got {tuple(inv_freq.shape)}", inv_freq=inv_freq
         )
-        raise bad_value(f"inv_freq must have shape {shapes}", inv_freq=inv_freq)
     if inv_freq.device != call.q.device:
         raise bad_value(
             f"inv_freq is on {inv_freq.device} but {call.names[0]} is on {call.q.device}"

@@ -16,6 +16,8 @@ def patch(
 ) -> Report:
     """Replace the rotary functions of a transformers model, or of all, with the fused operator.
 
+    ``unpatch(model)`` undoes the patch; to see its report again, call ``patch`` again.
+
     Args:
         model: the model; see :func:`tightrope.integrations.patch`. None patches all models: every modeling
             file that is already imported or will be. Exact angles then apply only to models made after

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from matplotlib.ticker import LogLocator, NullLocator
 
 from ..figures import BLUE, COLOURS, INK, MUTED, new_figure, save, styled
-from .contender import FLOORS, floor_of
+from .contender import FLOORS, copies
 
 _OTHERS = (*COLOURS[1:], INK, MUTED)
 _MARKERS = "s^Dv<>P"
-
-
-def copies(result: Mapping[str, Any], name: str) -> float | None:
-    """Return a contender's median time relative to `neg_` or `clone`; None if it was absent.
-
-    Args:
-        result: see :func:`tightrope.workbench.bench.measure`.
-    """
-    seconds: Mapping[str, Sequence[float]] = result["seconds"]
-    if name not in seconds or not any(floor in seconds for floor in FLOORS):
-        return None
-    pairs = zip(seconds[name], floor_of(seconds), strict=True)
-    return median(taken / touched for taken, touched in pairs)
 
 
 def draw(path: Path, results: Sequence[Mapping[str, Any]], caption: str) -> None:
