@@ -53,7 +53,8 @@ def test_the_whole_output(
         "model.layers.{0-1}.self_attn.o_proj.weight  (2)",
         "model.gguf: other weights, which are not converted",
         "scores of 2 layers differ by ",
-        "interleaved=True",
+        "note        no key of model_type 'llama' states the pairing: rotate the result by "
+        f'RopeSpec.from_config("{out}", interleaved=True), which pairs neighbours',
         ", 5 files",
     ):
         assert text in output, output
@@ -115,7 +116,8 @@ def test_all_that_can_be_said(
         (["convert", "{model}", "{out}", "--to", "half"], "is already half"),
         (["convert", "{model}", "{out}", "--to", "half", "--heads", "x"], "--heads"),
         (["detect", "{gone}"], "the checkpoint must exist but"),
-        (["detect", "{model}", "--naming", "x"], "naming must be one of"),
+        (["detect", "{model}", "--naming", "x"], "Error: naming must be one of"),
+        (["detect", "{model}", "--naming", "gpt_neox"], "other names with --naming, one of llama,"),
     ],
 )
 def test_a_mistake_is_one_line(

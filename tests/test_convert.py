@@ -769,8 +769,13 @@ def test_the_way_back_takes_the_record_away_and_no_other(tmp_path: Path) -> None
     # The user overrides the record, so this is not the way back.
     done = convert(tmp_path / "b", tmp_path / "c", to="interleaved", stated=again)
     assert "tightrope_convert.json" in done.files
+    call = f'RopeSpec.from_config("{tmp_path / "c"}", interleaved=True)'
+    assert done.notes[0].endswith(f"rotate the result by {call}, which pairs neighbours")
     assert (tmp_path / "c" / "tightrope_convert.json").exists()
     done = convert(tmp_path / "b", tmp_path / "d", to="half")
+    assert done.notes == ()  # the family's own pairing
+    other = Stated(source="interleaved")
+    assert convert(tmp_path / "b", tmp_path / "e", to="half", stated=other).notes == ()
     assert "tightrope_convert.json" not in done.files
     assert set(done.files) == set(contents(tmp_path / "d")) == set(contents(source))
     # A result without a record replaces one with a record.
@@ -1003,6 +1008,8 @@ def test_both_pairings_of_the_same_weights_are_detected(
 ) -> None:
     weights = trained(interleaved, width=width)
     source = write(tmp_path / "a", weights, {**TRAINED, "head_dim": width})
+    with pytest.raises(ValueError, match=r"^\[detect\] the checkpoint must exist"):
+        detect(tmp_path / "gone")
     found = detect(source)
     name, other = ("interleaved", "half") if interleaved else ("half", "interleaved")
     assert (found.pairing, found.stated) == (name, "half")

@@ -159,19 +159,26 @@ CASES = {
         lambda: rotate(X, SPEC, ids(4)),
         ValueError,
         "[rotate] positions must hold one position for each of 5 tokens but got 4 (layout 'bhsd' "
-        "has its tokens in dimension 2) (x: float32[2, 3, 5, 8], positions: int64[1, 1, 4]).",
+        "has its tokens in dimension 2) (x: float32[2, 3, 5, 8], positions: int64[4]).",
     ),
     "ids for another layout": (
         lambda: rotate(X, SPEC, ids(5), layout="bshd"),
         ValueError,
         "[rotate] positions must hold one position for each of 3 tokens but got 5 (layout 'bshd' "
-        "has its tokens in dimension 1) (x: float32[2, 3, 5, 8], positions: int64[1, 1, 5]).",
+        "has its tokens in dimension 1) (x: float32[2, 3, 5, 8], positions: int64[5]).",
     ),
     "one id for many tokens": (
         lambda: rotate(X, SPEC, ids(1)),
         ValueError,
         "[rotate] positions must hold one position for each of 5 tokens but got 1 (layout 'bhsd' "
-        "has its tokens in dimension 2) (x: float32[2, 3, 5, 8], positions: int64[1, 1, 1]).",
+        "has its tokens in dimension 2) (x: float32[2, 3, 5, 8], positions: int64[1]).",
+    ),
+    "one offset per row as ids": (
+        lambda: rotate(X, SPEC, ids(2)),
+        ValueError,
+        "[rotate] positions must hold one position for each of 5 tokens but got 2 (layout 'bhsd' "
+        "has its tokens in dimension 2); for one offset per row pass positions.per_row(…) "
+        "(x: float32[2, 3, 5, 8], positions: int64[2]).",
     ),
     "rows of ids": (
         lambda: rotate(X, SPEC, ids(3, 5)),
@@ -214,8 +221,8 @@ CASES = {
     "ids of rank 0": (
         lambda: rotate(X, SPEC, torch.tensor(3)),
         ValueError,
-        "[rotate] positions must have shape (tokens,) or (rows, tokens); pass one offset as an int "
-        "(positions: int64[]).",
+        "[rotate] positions must have shape (tokens,) or (rows, tokens); pass one offset as an int, "
+        "or a tensor x of one as positions.per_row(x[None]) (positions: int64[]).",
     ),
     "ids of rank 3": (
         lambda: rotate(X, SPEC, ids(3, 2, 5)),
@@ -248,6 +255,12 @@ CASES = {
         lambda: positions.per_row(ids(2, 5)),
         ValueError,
         "[per_row] offsets must have shape (rows,) (offsets: int64[2, 5]).",
+    ),
+    "offset of rank 0": (
+        lambda: positions.per_row(torch.tensor(7)),
+        ValueError,
+        "[per_row] offsets must have shape (rows,); one offset for all rows has shape (1,) "
+        "(offsets: int64[]).",
     ),
     "offsets that are not a tensor": (
         lambda: positions.per_row([1, 2]),
@@ -285,7 +298,21 @@ CASES = {
         lambda: rotate_qk(X, X[:, :, :4], SPEC),
         ValueError,
         "[rotate_qk] q and k must have the same number of tokens but got 5 and 4; rotate them one "
-        "by one (q: float32[2, 3, 5, 8], k: float32[2, 3, 4, 8]).",
+        "by one, or pass layout='bshd' if their tokens are in dimension 1 "
+        "(q: float32[2, 3, 5, 8], k: float32[2, 3, 4, 8]).",
+    ),
+    "layout of q and k": (
+        lambda: rotate_qk(X, X[:, :, :4], SPEC.at(0), layout="bhsd"),
+        ValueError,
+        "[rotate_qk] q and k must have the same number of tokens but got 5 and 4; rotate them one "
+        "by one, or pass layout='bshd' if their tokens are in dimension 1 "
+        "(q: float32[2, 3, 5, 8], k: float32[2, 3, 4, 8]).",
+    ),
+    "tokens of q and k, other heads": (
+        lambda: rotate_qk(X, X[:, :1, :4], SPEC),
+        ValueError,
+        "[rotate_qk] q and k must have the same number of tokens but got 5 and 4; rotate them one "
+        "by one (q: float32[2, 3, 5, 8], k: float32[2, 1, 4, 8]).",
     ),
     "rows of q and k": (
         lambda: rotate_qk_(X, X[:1], SPEC),

@@ -154,7 +154,7 @@ ERRORS = {
         lambda: rotate_qk(X, None, SPEC, out=(None, 3)),
         TypeError,
         "[rotate_qk] out must be a pair of tensors for q and k, with None for a k that is None, but got "
-        "(None, 3).",
+        "None for q; pass torch.empty_like(q).",
     ),
     "grad": (
         lambda: rotate(X.clone().requires_grad_(), SPEC, out=X.clone()),

@@ -6,6 +6,7 @@ Each kind is compared with positions that an independent loop computes number by
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -784,11 +785,15 @@ def test_dtypes_that_cannot_count_are_refused(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape, hint", [((), "; pass one offset as an int"), ((2, 3, 4), "; see positions.multi_axis")]
+    "shape, hint",
+    [
+        ((), "; pass one offset as an int, or a tensor x of one as positions.per_row(x[None])"),
+        ((2, 3, 4), "; see positions.multi_axis"),
+    ],
 )
 def test_ids_of_another_rank_are_refused(shape: tuple[int, ...], hint: str) -> None:
     sizes = ", ".join(map(str, shape))
-    rule = rf"positions must have shape \(tokens,\) or \(rows, tokens\){hint}"
+    rule = rf"positions must have shape \(tokens,\) or \(rows, tokens\){re.escape(hint)}"
     with pytest.raises(ValueError, match=rf"^\[rotate\] {rule} \(positions: int64\[{sizes}\]\)\.$"):
         rotate(torch.zeros(1, 1, 3, 8), RopeSpec(8), torch.zeros(shape, dtype=torch.int64))
 

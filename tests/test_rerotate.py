@@ -519,7 +519,14 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a prepared rotation": (
         lambda: rerotate(K, SPEC.at(5), SPEC, 0),  # type: ignore[arg-type]
         TypeError,
-        "[rerotate] from_spec must be a RopeSpec but got PreparedRotation.",
+        "[rerotate] from_spec must be a RopeSpec but got PreparedRotation; pass the spec that "
+        "it was made from, and its positions as positions=.",
+    ),
+    "a new prepared rotation": (
+        lambda: rerotate(K, SPEC, SPEC.at(5), 0),  # type: ignore[arg-type]
+        TypeError,
+        "[rerotate] to_spec must be a RopeSpec but got PreparedRotation; pass the spec that it was "
+        "made from, and its positions as new_positions=.",
     ),
     "not a spec": (
         lambda: rerotate_(K, SPEC, 5, 0),  # type: ignore[arg-type]
@@ -548,20 +555,20 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: rerotate(K, SPEC, SPEC, torch.arange(3), 0),
         ValueError,
         "[rerotate] positions must hold one position for each of 4 tokens but got 3 (layout 'bhsd' "
-        "has its tokens in dimension 2) (k: float32[2, 3, 4, 16], positions: int64[1, 1, 3]).",
+        "has its tokens in dimension 2) (k: float32[2, 3, 4, 16], positions: int64[3]).",
     ),
     "too few positions, staying": (
         lambda: rerotate(K, SPEC, SPEC, torch.arange(3)),
         ValueError,
         "[rerotate] positions must hold one position for each of 4 tokens but got 3 (layout 'bhsd' "
-        "has its tokens in dimension 2) (k: float32[2, 3, 4, 16], positions: int64[1, 1, 3]).",
+        "has its tokens in dimension 2) (k: float32[2, 3, 4, 16], positions: int64[3]).",
     ),
     "too few new positions": (
         lambda: rerotate_(K, SPEC, spec_of(YARN), 0, torch.arange(3)),
         ValueError,
         "[rerotate_] new_positions must hold one position for each of 4 tokens but got 3 (layout "
         "'bhsd' has its tokens in dimension 2) (k: float32[2, 3, 4, 16], new_positions: "
-        "int64[1, 1, 3]).",
+        "int64[3]).",
     ),
     "other rows": (
         lambda: rerotate(K, SPEC, SPEC, 0, positions.per_row(torch.arange(3))),

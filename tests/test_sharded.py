@@ -921,7 +921,7 @@ def refusals(mesh: Any) -> dict[str, tuple[Callable[[], object], type[Exception]
         "ids": (
             lambda: rotate(q, SPEC, torch.arange(12)), ValueError,
             "[rotate] positions must hold one position for each of 13 tokens but got 12 (layout 'bhsd' "
-            "has its tokens in dimension 2) (x: float64[3, 6, 13, 16], positions: int64[1, 1, 12]).",
+            "has its tokens in dimension 2) (x: float64[3, 6, 13, 16], positions: int64[12]).",
         ),
         "ids, divided differently": (
             lambda: rotate(q, SPEC, put(IDS, Replicate(), Shard(1))), ValueError,

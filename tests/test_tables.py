@@ -356,7 +356,8 @@ ERRORS = {
         lambda: apply_rotary_pos_emb(X, X[:, :, :4], C, C),
         ValueError,
         "[apply_rotary_pos_emb] q and k must have the same number of tokens but got 5 and 4; rotate "
-        "them one by one (q: float32[2, 3, 5, 8], k: float32[2, 3, 4, 8]).",
+        "them one by one, or pass layout='bshd' if their tokens are in dimension 1 "
+        "(q: float32[2, 3, 5, 8], k: float32[2, 3, 4, 8]).",
     ),
     "k of another width": (
         lambda: apply_rotary_pos_emb(X, torch.zeros(2, 3, 5, 16), C, C),

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..workbench.convert import Stated
+from ..workbench.convert.naming import NAMINGS
 
 Checkpoint = Annotated[
     Path,
@@ -35,7 +36,7 @@ Source = Annotated[
 ]
 Naming = Annotated[
     str | None,
-    typer.Option("--naming", help="Naming scheme of the projections: llama, meta, gpt_neox, …"),
+    typer.Option("--naming", help=f"Naming scheme of the projections: {', '.join(NAMINGS)}."),
 ]
 Prefix = Annotated[
     str | None, typer.Option("--prefix", help="Name prefix of the layers, if they have several.")

@@ -283,10 +283,10 @@ def print_comparison(console: Console, found: Comparison) -> None:
             console.print(Padding(Text(line, style=style), (0, 0, 0, 2), expand=False))
     console.print()
     for dtype, (results, gradients) in found.shares.items():
-        parts = [f"{results:.2g} of results"]
+        parts = [f"{100 * results:.3g} % of results"]
         if gradients is not None:
-            parts.append(f"{gradients:.2g} of gradients")
-        console.print(Text(f"  {dtype:<9} differing: {', '.join(parts)}", style="dim"))
+            parts.append(f"{100 * gradients:.3g} % of gradients")
+        console.print(Text(f"  {dtype:<9} {' and '.join(parts)} differ", style="dim"))
     for line in found.snippet.splitlines():
         console.print(f"    {line}".rstrip(), markup=False, soft_wrap=True)
     style = "green" if found.ok else "bold"

@@ -47,7 +47,7 @@ def convert(
 ) -> None:
     """Rewrite query and key projections for the other pairing of channels.
 
-    All other tensors keep their bytes, and converting back gives the same weight files.
+    Only channels move: names and shapes of tensors stay. All other tensors keep their bytes, and converting back gives the same weight files.
 
     The checkpoint is only read, and OUT appears only once it is complete.
 

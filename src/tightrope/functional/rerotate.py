@@ -156,7 +156,11 @@ def _prepared(k: torch.Tensor, move: _Move, layout: Layout) -> PreparedRotation:
 def _check_specs(from_spec: RopeSpec, to_spec: RopeSpec) -> None:
     for name, spec in (("from_spec", from_spec), ("to_spec", to_spec)):
         if not isinstance(spec, RopeSpec):
-            raise bad_type(f"{name} must be a RopeSpec but got {type(spec).__name__}")
+            hint = ""
+            if isinstance(spec, PreparedRotation):
+                where = "positions" if name == "from_spec" else "new_positions"
+                hint = f"; pass the spec that it was made from, and its positions as {where}="
+            raise bad_type(f"{name} must be a RopeSpec but got {type(spec).__name__}{hint}")
     for field in ("head_dim", "start", "rotary_dim", "interleaved"):
         one, other = getattr(from_spec, field), getattr(to_spec, field)
         if one != other:

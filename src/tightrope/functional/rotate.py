@@ -223,9 +223,11 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
 def _outs(out: object) -> list[torch.Tensor]:
     """Check ``out=`` and return its tensors, q first."""
     if not isinstance(out, (tuple, list)) or (len(out) and out[0] is None):
+        first = isinstance(out, (tuple, list))
+        found = "None for q; pass torch.empty_like(q)" if first else describe(out)
         raise bad_type(
             "out must be a pair of tensors for q and k, with None for a k that is None, but got "
-            f"{describe(out)}"
+            f"{found}"
         )
     return [x for x in out if x is not None]
 

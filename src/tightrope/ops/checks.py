@@ -259,7 +259,8 @@ def check_partner(
         if dim is not None and q.shape[dim] != k.shape[dim]:
             rule = f"{q_name} and {k_name} must have the same number of {axis}"
             found = f" but got {q.shape[dim]} and {k.shape[dim]}"
-            raise bad_value(rule + found + alone, **about)
+            other_way = _swapped(q, k, layout) if axis == "tokens" else ""
+            raise bad_value(rule + found + alone + other_way, **about)
     if q.shape[-1] != k.shape[-1]:
         rule = f"{q_name} and {k_name} must have the same number of channels"
         found = f" but got {q.shape[-1]} and {k.shape[-1]}"
@@ -267,6 +268,18 @@ def check_partner(
     rule = f"{q_name} and {k_name} must share dtype and device"
     found = f" but got {q.dtype} on {q.device} and {k.dtype} on {k.device}"
     raise bad_value(rule + found + alone, **about)
+
+
+def _swapped(q: torch.Tensor, k: torch.Tensor, layout: Layout) -> str:
+    """Name the layout with heads and tokens exchanged, if q and k agree in it."""
+    head = layout.head
+    if head is None or layout.row is None or q.shape[head] != k.shape[head]:
+        return ""
+    return "".join(
+        f", or pass layout={name!r} if their tokens are in dimension {head}"
+        for name, other in BY_NAME.items()
+        if (other.dims, other.row, other.token) == (layout.dims, layout.row, head)
+    )
 
 
 def check_heads(
@@ -289,6 +302,13 @@ def check_heads(
             )
 
 
+def _as_passed(ids: torch.Tensor) -> torch.Tensor:
+    """Return ids without the dimensions of size 1 that precede those of the caller's tensor."""
+    while ids.dim() > 1 and ids.shape[0] == 1:
+        ids = ids[0]
+    return ids
+
+
 def _check_fit(
     name: str,
     x: torch.Tensor,
@@ -298,14 +318,17 @@ def _check_fit(
     positions: str,
 ) -> None:
     ids: torch.Tensor = rotation.ids  # type: ignore[assignment]
+    rows = 1 if layout.row is None else x.shape[layout.row]
     if not rotation.add_index and ids.shape[2] != tokens:
+        hint = ""
+        if ids.shape[1] == 1 and ids.shape[2] == rows:
+            hint = "; for one offset per row pass positions.per_row(…)"
         raise bad_value(
             f"{positions} must hold one position for each of {tokens} tokens but got "
             f"{ids.shape[2]} (layout {layout.name!r} has its tokens in dimension "
-            f"{layout.token})",
-            **{name: x, positions: ids},
+            f"{layout.token}){hint}",
+            **{name: x, positions: _as_passed(ids)},
         )
-    rows = 1 if layout.row is None else x.shape[layout.row]
     if not broadcasts(ids.shape[1], rows):
         raise bad_value(
             f"{positions} must have {one_or(rows, 'row')} but got {ids.shape[1]}"

@@ -85,7 +85,9 @@ def as_positions(positions: PositionsLike, sharded: bool = False) -> Positions:
         if positions.dim() == 2:
             return Positions(positions[None], add_index=False)
         hint = (
-            "; pass one offset as an int" if positions.dim() == 0 else "; see positions.multi_axis"
+            "; pass one offset as an int, or a tensor x of one as positions.per_row(x[None])"
+            if positions.dim() == 0
+            else "; see positions.multi_axis"
         )
         raise bad_value(
             f"positions must have shape (tokens,) or (rows, tokens){hint}", positions=positions

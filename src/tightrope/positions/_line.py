@@ -31,7 +31,8 @@ def per_row(offsets: torch.Tensor) -> Positions:
     """
     check_dtype(offsets, "offsets", sharded=True)
     if offsets.dim() != 1:
-        raise bad_value("offsets must have shape (rows,)", offsets=offsets)
+        hint = "; one offset for all rows has shape (1,)" if offsets.dim() == 0 else ""
+        raise bad_value(f"offsets must have shape (rows,){hint}", offsets=offsets)
     return Positions(offsets[None, :, None], add_index=True)
 
 

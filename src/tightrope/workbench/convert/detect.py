@@ -88,7 +88,7 @@ class Detection:
         return self.pairing is not None and self.stated is not None and self.pairing != self.stated
 
 
-@public("convert")
+@public("detect")
 def detect(
     checkpoint: str | os.PathLike[str],
     *,

@@ -66,6 +66,8 @@ class Model:
         naming: the naming scheme of the projections.
         prefix: the name prefix of the layers; None to take it from the names.
         heads, kv_heads: numbers of heads; None to take them from the shapes.
+        native: the pairing that the configuration's family has without any statement of the user or a
+            record; None if unknown.
         mark: the key of the configuration by which the family's own code chooses the pairing, if any.
         at: the keys that lead to the section of the configuration that was read.
         block: the number of rows that share one scale, in checkpoints quantised by blocks.
@@ -87,6 +89,7 @@ class Model:
     index_heads: int | None = None
     index_dim: int | None = None
     name: str = ""
+    native: bool | None = None
 
     def of(self, layer: int) -> RopeSpec | None:
         """Return the spec of a layer, or None for a layer without RoPE."""
@@ -284,7 +287,14 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
         _size(None, "", values, ("index_n_heads",)),
         _size(None, "", values, ("index_head_dim",)),
         source.name,
+        _native(source) if given is not None else interleaved,
     )
+
+
+def _native(source: Source) -> bool | None:
+    """Return the pairing of a family whose code has only one."""
+    family = source.family
+    return None if family is None or family.pairing_key is not None else family.interleaved
 
 
 def _provenance(

@@ -88,7 +88,8 @@ def make_plan(checkpoint: Checkpoint, model: Model) -> Plan:
         modules = ", ".join(model.naming.modules)
         fail(
             f"the checkpoint must hold projections called …{wanted}{{{modules}}} but holds "
-            f"{shown([entry.name for entry in entries]) or 'no tensor'}; choose other names with --naming"
+            f"{shown([entry.name for entry in entries]) or 'no tensor'}; choose other names with --naming, "
+            f"one of {', '.join(NAMINGS)}"
         )
     matches = _chosen(matches, model)
     rows = {

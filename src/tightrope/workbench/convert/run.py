@@ -191,15 +191,15 @@ def _conversion(
     mark = model.mark if found.folder is not None and "config.json" in files else None
     to = pairing_name(interleaved)
     notes = []
-    if mark is None:
+    if mark is None and model.native != interleaved:
         other = "neighbours" if interleaved else "channel i with i + rotary_dim / 2"
+        call = f"RopeSpec(…, interleaved={interleaved})"
+        if found.folder is not None and {"config.json", "params.json"} & set(files):
+            call = f'RopeSpec.from_config("{target}", interleaved={interleaved})'
         lacks = "the result has no config.json to state the pairing"
         if model.mark is None:
             lacks = f"no key of {model.name} states the pairing"
-        notes.append(
-            f"{lacks}: load the result with a rotary function that pairs {other} "
-            f"(interleaved={interleaved})"
-        )
+        notes.append(f"{lacks}: rotate the result by {call}, which pairs {other}")
     if plan.still:
         notes.append(f"layers without RoPE stay as they are: {', '.join(map(str, plan.still))}")
     return Conversion(
