@@ -514,6 +514,7 @@ def test_report_reads_well(llama: Any) -> None:
         "replaced modeling_llama.apply_rotary_pos_emb (same bits): rotate_half on all"
     )
     assert "to the bit" not in line
+    assert "same bits" not in str(patch(llama, rounding="once"))
     assert first == "1 replaced, 0 left"
     assert last.startswith("compiled code keeps these bits; torch.compile of the originals rounds")
     assert report.to_dict()["entries"][0]["name"] == "apply_rotary_pos_emb"

@@ -9,8 +9,8 @@ from typing import NoReturn
 import typer
 
 from ..workbench.text import printable
-from . import without
 from ._console import make_console
+from ._missing import without
 
 #: Exit codes, the same for every command. CLOSED is a shell's code for a process that wrote to a closed
 #: pipe (`| head -1`).

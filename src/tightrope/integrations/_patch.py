@@ -81,7 +81,7 @@ def patch(model: torch.nn.Module, *, angles: str = "model", rounding: str = "mod
     replaced = {(each.module, each.name) for each, _, result in found if result}
     report = Report(
         [
-            entry_of(each.module, each.name, result, constants)
+            entry_of(each.module, each.name, result, rounding, constants)
             for each, constants, result in found
             if result or not _only_inline(each, replaced)
         ]

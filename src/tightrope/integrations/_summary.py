@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ._candidate import TO_THE_BIT
@@ -47,10 +47,16 @@ class Entry:
 
 
 def entry_of(
-    module: str, name: str, recognition: Recognition, constants: Sequence[tuple[str, Any]] = ()
+    module: str,
+    name: str,
+    recognition: Recognition,
+    rounding: str,
+    constants: Sequence[tuple[str, Any]] = (),
 ) -> Entry:
     """The report entry of a function that was tested with constant keyword arguments."""
     candidate = recognition.candidate
+    if candidate is not None and rounding == "once":
+        candidate = replace(candidate, bits=())  # results round less often than those of the model
     if constants:
         name += f"({', '.join(f'{key}={value!r}' for key, value in constants)})"
     recognised = None if candidate is None else str(candidate)

@@ -126,7 +126,7 @@ def _patch_module(module: ModuleType) -> None:
             member = staticmethod(new) if isinstance(found.value, staticmethod) else new
             _set(holder, found.name.rsplit(".", 1)[-1], member)
         if found.module == module.__name__:
-            _note(entry_of(found.module, found.name, recognition))
+            _note(entry_of(found.module, found.name, recognition, _state.rounding))
     if exact:
         classes = [
             value
