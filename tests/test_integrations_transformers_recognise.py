@@ -226,7 +226,9 @@ def test_a_model_with_such_a_function_keeps_it(function: Function) -> None:
     torch.manual_seed(0)
     before = model(x.clone())
     report = patch(model)
-    assert function.__name__ in [entry.name for entry in report.left]
+    # A function of which every rotation is a replaced expression has no entry of its own.
+    within = any(entry.name.startswith(f"{function.__name__}.<inline>") for entry in report)
+    assert within or function.__name__ in [entry.name for entry in report.left]
     # What some of them call, and expressions in their bodies that are a rotation by themselves.
     replaced = {entry.name for entry in report.replaced if ".<inline>." not in entry.name}
     assert replaced <= {"usual"}
