@@ -70,6 +70,19 @@ def test_the_table(measured: tuple[dict[str, Any], str, Path]) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("for_each_core", "warned"), [(0.4, False), (1.5, True)])
+def test_a_busy_machine_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, for_each_core: float, warned: bool
+) -> None:
+    load = for_each_core * read_environment().cores
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    out = tmp_path / "bench.json"
+    code, output, _ = run("bench", *SMALL, "--only", "decode", "--out", out, width=200)
+    assert code == 0
+    assert ("This machine was busy" in output) == warned
+    assert json.loads(out.read_text())["load"] == pytest.approx(load, abs=0.01)
+
+
 def test_a_median_of_runs_is_taken_run_by_run() -> None:
     result = {"seconds": {"clone": [1.0, 2.0, 4.0], "tightrope": [3.0, 2.0, 4.0], "odd": []}}
     assert copies(result, "tightrope") == 1.0

@@ -16,6 +16,9 @@ from ._tables import titled
 # If a contender was absent for several reasons, one that begins with one of these is reported.
 _FAULTS = ("its result is off", "its results have", "it failed")
 
+# Above this average number of running processes for each core, a warning is printed.
+BUSY = 0.5
+
 # Names that are too long for a column heading -> their short forms.
 _SHORT = {
     "compiled eager": "compiled",
@@ -75,6 +78,12 @@ def print_results(
     console.print(Text(where(here, results[0]["case"]["threads"])))
     if here.why_not_faster is not None:
         console.print(Text(here.why_not_faster))
+    load = document["load"]
+    if load is not None and load > BUSY * here.cores:
+        console.print(
+            f"This machine was busy: on average {load:.1f} processes ran on its {here.cores} cores in the minute "
+            "before the measurement. Ratios may be wrong; repeat it when the machine is idle."
+        )
     console.print()
     names: dict[str, None] = {}
     for result in results:

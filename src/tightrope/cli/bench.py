@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -109,8 +110,9 @@ def bench(
     for place in (out, plot):
         if place is not None and not place.absolute().parent.is_dir():
             stop(f"{place.parent}: there is no such folder.")
+    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
     results, stopped = _measure_all(cases, wanted, runs, rounds, as_json)
-    document = _document(here, results, runs, rounds, stopped)
+    document = _document(here, load, results, runs, rounds, stopped)
     with as_mistakes():
         text = json.dumps(document, indent=2, allow_nan=False)
         if out is not None:
@@ -163,12 +165,18 @@ def _measure_all(
 
 
 def _document(
-    here: Environment, results: list[dict[str, Any]], runs: int, rounds: int, stopped: bool
+    here: Environment,
+    load: float | None,
+    results: list[dict[str, Any]],
+    runs: int,
+    rounds: int,
+    stopped: bool,
 ) -> dict[str, Any]:
     for result in results:
         result["copies"] = report.copies_of(result)
     return {
         "machine": dataclasses.asdict(here),
+        "load": load,
         "runs": runs,
         "rounds": rounds,
         "interrupted": stopped,
