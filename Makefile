@@ -7,12 +7,12 @@
 #   make site     build the documentation, and serve it until Ctrl-C
 #   make harden   a search for faults of memory, races and leaks (ARGS='--minutes 60' or --quick)
 #   make wheel    dist/tightrope-*.whl
-#   make oldest   the tests with the oldest supported torch (downloads gigabytes of CUDA)
+#   make versions the tests with many versions of Python and torch (downloads gigabytes of CUDA)
 #   make clean    remove what the other targets made, except the results in tightrope-demo/
 #
 #   PYTHON=python3.12   the Python that creates .venv (3.10 or later)
 #   WORKERS=4           number of test processes
-#   ARGS='-k half'      more arguments for pytest (make test, test-all, oldest), the demo or harden
+#   ARGS='-k half'      more arguments for pytest (make test, test-all), versions, the demo or harden
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -27,7 +27,7 @@ READY := $(VENV)/ready.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all oldest check harden site wheel clean
+.PHONY: help demo test test-all versions check harden site wheel clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -46,12 +46,11 @@ test: $(READY)
 test-all: $(READY)
 	$(PYTEST) $(ARGS)
 
-# Run this before a release and after a change to code that torch.compile traces; also with
-# PYTHON=python3.10.
-oldest:
-	mkdir -p build
-	sed -e 's/^torch==.*/torch==2.10.0/' -e '/^triton==/d' constraints.txt > build/oldest.txt
-	$(MAKE) test-all VENV=.venv-oldest-$(notdir $(PYTHON)) CONSTRAINTS=build/oldest.txt
+# Run this before a release, and after a change to code that torch.compile traces or that calls torch from C++:
+# with ARGS='--python 3.10 --torch 2.10' for the versions versions.
+versions: wheel
+	$(PIP) install --quiet -c $(CONSTRAINTS) uv
+	$(BIN)/python tests/versions $(ARGS)
 
 # With --quiet, mkdocs does not count warnings, and dead links pass --strict.
 check: $(READY)
@@ -76,7 +75,7 @@ wheel: $(READY)
 	@ls dist
 
 clean:
-	rm -rf $(VENV) .venv-oldest* build dist site src/*.egg-info src/tightrope/_native.*
+	rm -rf $(VENV) build dist site src/*.egg-info src/tightrope/_native.*
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -1,0 +1,177 @@
+"""Run the tests with many versions of Python and torch: `make versions`, or `python tests/versions`.
+
+For each pair, uv makes an environment in build/versions, with this checkout's wheel and the tools of
+constraints.txt, runs the fast tests there, and removes it. The Pythons are those that uv finds, or may
+download; torch comes from the package index, with several gigabytes of CUDA for some versions. A pair takes
+about eight minutes on two cores. After each pair the numbers go into benchmarks/results/versions.json and
+the table of docs/versions.md, so the command can be stopped, and run again for other pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from benchmarks import pages  # noqa: E402
+
+from tightrope.workbench import environment  # noqa: E402
+
+PAGE = ROOT / "docs" / "versions.md"
+RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
+MARK = "tested versions"
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+TORCHES = ("2.10", "2.11", "2.12", "2.13")
+# Tests of the checkout's tools, which run with the pinned versions only.
+ELSEWHERE = ("docs", "site", "prose", "architecture", "build")
+
+Result = dict[str, Any]
+
+
+def uv(*arguments: str) -> str:
+    """Run uv and return its output; raise CalledProcessError with its errors if it fails."""
+    command = [shutil.which("uv") or str(Path(sys.executable).with_name("uv")), *arguments]
+    return subprocess.run(command, check=True, text=True, capture_output=True).stdout
+
+
+def constraints(folder: Path) -> Path:
+    """Write the pins of all tools, without those of torch and of the Triton that belongs to it."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if not re.match(r"(torch|triton)==", line)]
+    path = folder / "constraints.txt"
+    path.write_text("\n".join(kept) + "\n", encoding="utf-8")
+    return path
+
+
+def run(python: str, torch: str, wheel: Path, arguments: list[str]) -> Result:
+    """Run the tests with one pair, and return their counts, or the reason why they did not run."""
+    folder = ROOT / "build" / "versions" / f"python{python}-torch{torch}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    own = folder / "venv" / "bin" / "python"
+    begin = time.monotonic()
+    try:
+        uv("venv", "--quiet", "--seed", "--python", python, str(folder / "venv"))
+        pins = ["--constraints", str(constraints(folder))]
+        packages = [
+            f"torch=={torch}.*",
+            f"tightrope[cli,dev] @ {wheel.as_uri()}",
+            "setuptools",
+            "wheel",
+        ]
+        uv("pip", "install", "--quiet", "--python", str(own), *pins, *packages)
+        show = "import platform, torch; print(platform.python_version(), torch.__version__)"
+        versions = subprocess.run(
+            [own, "-c", show], check=True, text=True, capture_output=True
+        ).stdout.split()
+    except subprocess.CalledProcessError as error:
+        return {"not_run": error.stderr.strip().splitlines()[-1]}
+    log = folder / "log.txt"
+    ignored = [f"--ignore=tests/test_{name}.py" for name in ELSEWHERE]
+    command = [
+        own,
+        "-m",
+        "pytest",
+        "-n",
+        "2",
+        "--dist",
+        "worksteal",
+        "-m",
+        "not slow",
+        "-p",
+        "no:cacheprovider",
+    ]
+    with log.open("w") as out:
+        subprocess.run(
+            [*command, *ignored, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    shutil.rmtree(folder / "venv")
+    last = log.read_text(encoding="utf-8", errors="replace").rstrip().rpartition("\n")[2]
+    found = {
+        word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|skipped|error)", last)
+    }
+    if not found:
+        return {"not_run": f"pytest ended early: {last[:200]}"}
+    counts = {word: found.get(word, 0) for word in ("passed", "skipped")}
+    counts["failed"] = found.get("failed", 0) + found.get("error", 0)
+    return {
+        "python": versions[0],
+        "torch": versions[1],
+        **counts,
+        "seconds": round(time.monotonic() - begin),
+    }
+
+
+def table(pairs: dict[str, Result]) -> str:
+    """Return the page's table: a row for each Python, a column for each torch."""
+    keys = [key.split() for key in pairs]
+    rows, columns = (sorted(set(part), key=_number) for part in zip(*keys, strict=True))
+    lines = pages.table(
+        ["Python", *(f"torch {torch}" for torch in columns)],
+        [
+            [python, *(_cell(pairs.get(f"{python} {torch}")) for torch in columns)]
+            for python in rows
+        ],
+    )
+    return "\n".join(lines)
+
+
+def _number(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
+def _cell(result: Result | None) -> str:
+    if result is None:
+        return ""
+    if "not_run" in result:
+        return "not run"
+    failed = f", {result['failed']} failed" if result["failed"] else ""
+    return f"{result['passed']:,} passed{failed}"
+
+
+def main(arguments: list[str]) -> int:
+    """Run the pairs, and return 1 if a test failed or a pair could not be run."""
+    parser = argparse.ArgumentParser(prog="python tests/versions", description=__doc__)
+    parser.add_argument("--python", default=",".join(PYTHONS), help="versions, separated by commas")
+    parser.add_argument("--torch", default=",".join(TORCHES), help="versions, separated by commas")
+    parser.add_argument(
+        "--wheel", type=Path, help="the wheel to test; default: the only one in dist/"
+    )
+    parser.add_argument("--table", action="store_true", help="only write the table again")
+    options, for_pytest = parser.parse_known_args(arguments)
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    good = True
+    if not options.table:
+        wheel = options.wheel or next(iter(sorted((ROOT / "dist").glob("*.whl"))))
+        pairs = results.setdefault("pairs", {})
+        for python, torch in product(options.python.split(","), options.torch.split(",")):
+            result = run(python, torch, wheel.resolve(), for_pytest)
+            print(f"Python {python}, torch {torch}: {result}", flush=True)
+            good = good and not result.get("failed", 1)
+            if not for_pytest:  # a part of the tests is no result
+                pairs[f"{python} {torch}"] = result
+                results["processor"] = environment.processor()
+                RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if not for_pytest:
+        pages.between_marks(PAGE, MARK, table(results["pairs"]))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
