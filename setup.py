@@ -190,6 +190,7 @@ def build_library() -> Path:
         "dispatch.cpp": ["-O3"],
         "stretched.cpp": ["-O3"],
         "large_results.cpp": ["-O2"],
+        "older_systems.cpp": ["-O2"],
     }
     for source, flags in ISA_FLAGS.get(machine, ISA_FLAGS_ELSEWHERE).items():
         if source in OPTIONAL:
