@@ -370,6 +370,7 @@ def test_without_the_extra() -> None:
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [

@@ -44,12 +44,9 @@ def test_functions_of_today_are_those_committed(library: str) -> None:
     assert list(map(told, functions.run(LIBRARIES[library]))) == list(map(told, then))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("library", "name"),
-    [
-        ("x-transformers", "TransformerWrapper"),
-        pytest.param(HERE[1], "Attention", marks=pytest.mark.slow),
-    ],
+    ("library", "name"), [("x-transformers", "TransformerWrapper"), (HERE[1], "Attention")]
 )
 def test_models_of_today_are_those_committed(library: str, name: str) -> None:
     (then,) = (row for row in committed(library)["models"] if row["model"] == name)

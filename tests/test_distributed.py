@@ -10,6 +10,7 @@ import pytest
 from distributed import harness
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(subtests: pytest.Subtests) -> None:
     outcomes = harness.run(2)
     assert len(outcomes) >= 5

@@ -222,6 +222,7 @@ def command(*arguments: str) -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_one_case(tmp_path: Path) -> None:
     """The main case accesses its bytes once; what the compiler chose may differ between versions."""
     out, page = tmp_path / "out.json", tmp_path / "page.md"

@@ -58,6 +58,7 @@ def run(program: str, **environment: str) -> Any:
 
 @needs_kernel
 @on_request
+@pytest.mark.slow
 def test_only_large_results_ask_for_huge_pages() -> None:
     """Results and gradients of 51 MB lie in huge pages, results of 1 MB do not; the bits are the same."""
     (small, large, gradient), sums = run(PROGRAM)

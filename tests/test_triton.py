@@ -918,7 +918,7 @@ def test_a_norm_whose_sum_overflows_is_that_of_the_definition() -> None:
             assert_near(one, other, "float32 ways")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "of each head"])
 def test_sums_by_weights_in_parts(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of norm weights agree for one launch and several, and for heads divided or not."""

@@ -83,6 +83,7 @@ def test_it_cannot_be_forced_on_the_cpu() -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_switched_off_it_registers_nothing() -> None:
     code = (
         "import tightrope, torch, sys\n"

@@ -46,9 +46,9 @@ def uv(*arguments: str) -> str:
 
 
 def constraints(folder: Path) -> Path:
-    """Write the pins of all tools, without those of torch and of the Triton that belongs to it."""
+    """Write the pins of all tools, without torch and what each torch chooses: Triton, setuptools."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if not re.match(r"(torch|triton)==", line)]
+    kept = [line for line in lines if not re.match(r"(torch|triton|setuptools)==", line)]
     path = folder / "constraints.txt"
     path.write_text("\n".join(kept) + "\n", encoding="utf-8")
     return path
