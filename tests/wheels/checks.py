@@ -1,7 +1,8 @@
-"""What a wheel for Linux must be like. Each function returns the faults that it finds, in words."""
+"""Checks of a wheel for Linux. Each function returns the faults that it finds, in words."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -46,7 +47,8 @@ def of_versions(versions: set[str]) -> list[str]:
 def of_library(path: Path, machine: str) -> list[str]:
     """Check the processor, the symbol versions and the needed libraries of a shared library."""
     command = ["readelf", "--wide", "--file-header", "--dynamic", "--version-info", str(path)]
-    done = subprocess.run(command, check=True, text=True, capture_output=True, env={"LC_ALL": "C"})
+    english = {**os.environ, "LC_ALL": "C"}
+    done = subprocess.run(command, check=True, text=True, capture_output=True, env=english)
     allowed = {TORCH, LOADERS[machine], *LIBRARIES}
     needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", done.stdout))
     faults = [f"it needs {name}" for name in sorted(needed - allowed)]
