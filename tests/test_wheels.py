@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tightrope.backends import cpu
-from wheels import checks
+from wheels import __main__ as release, checks
 
 NAMES = [
     "_tightrope_command.py",
@@ -96,6 +96,15 @@ def test_the_report_of_auditwheel() -> None:
     assert checks.of_report({**good, "sym_tag": "linux_aarch64"}) != []
     for libraries in ({}, {"libtorch_cpu.so": None, "libz.so.1": None}):
         assert len(checks.of_report({**good, "external_libs": libraries})) == 1
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release.shutil, "which", lambda _: None)
+    monkeypatch.setattr(release, "HERE", "aarch64")
+    with pytest.raises(
+        LookupError, match="^needs x86_64-linux-gnu-g.*install g..-x86-64-linux-gnu$"
+    ):
+        release.environment("x86_64")
 
 
 COMPILER = shutil.which("g++")

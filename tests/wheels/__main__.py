@@ -19,7 +19,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,7 +80,8 @@ def environment(machine: str) -> dict[str, str]:
         return more
     compiler = f"{machine}-linux-gnu-g++"
     if shutil.which(compiler) is None:
-        raise LookupError(f"needs {compiler}, on Debian: apt-get install g++-{machine}-linux-gnu")
+        package = f"g++-{machine.replace('_', '-')}-linux-gnu"
+        raise LookupError(f"needs {compiler}, on Debian: apt-get install {package}")
     stub = FOLDER / machine / "torch"
     torch_stub(compiler, stub)
     return {**more, "CXX": f"{compiler} -L{stub}"}
@@ -144,8 +144,7 @@ def source_archive(wheel: Path, more: dict[str, str], options: list[str]) -> Pat
     archive = hook("build_sdist", ROOT, FOLDER / "sdist", {})
     unpacked = FOLDER / "unpacked"
     shutil.rmtree(unpacked, ignore_errors=True)
-    with tarfile.open(archive) as files:
-        files.extractall(unpacked, filter="data")
+    shutil.unpack_archive(archive, unpacked)
     source = unpacked / archive.name.removesuffix(".tar.gz")
     # Object files are found by the contents of their sources, so only changed ones are compiled.
     shutil.copytree(ROOT / "build" / "native", source / "build" / "native")
