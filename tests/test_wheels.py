@@ -102,7 +102,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(release.shutil, "which", lambda _: None)
     monkeypatch.setattr(release, "HERE", "aarch64")
     with pytest.raises(
-        LookupError, match="^needs x86_64-linux-gnu-g.*install g..-x86-64-linux-gnu$"
+        LookupError, match=r"^needs x86_64-linux-gnu-g.*install g..-x86-64-linux-gnu$"
     ):
         release.environment("x86_64")
 
