@@ -31,8 +31,8 @@ double own_pow(double x, double y) { return first_pow(x, y); }
 extern "C" HIDDEN char own_single_threaded asm("__libc_single_threaded");
 char own_single_threaded = 0;
 
-// GCC 11.
-[[noreturn]] HIDDEN void own_throw() asm("_ZSt28__throw_bad_array_new_lengthv");
+// GCC 11. Weak, for those who link a static C++ library, which has it.
+[[noreturn]] __attribute__((weak)) HIDDEN void own_throw() asm("_ZSt28__throw_bad_array_new_lengthv");
 void own_throw() { throw std::bad_array_new_length(); }
 
 // GCC 9.
