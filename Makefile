@@ -5,6 +5,7 @@
 #   make test-all the tests, including the slow ones
 #   make check    formatting, lint, types, wording, spelling, documentation and the code in it
 #   make site     build the documentation, and serve it until Ctrl-C
+#   make coverage which lines and branches of src/tightrope all tests run (half an hour; ARGS as for test)
 #   make harden   a search for faults of memory, races and leaks (ARGS='--minutes 60' or --quick)
 #   make wheel    dist/tightrope-*.whl
 #   make wheels   the wheels of a release for Linux, checked, in dist/: docs/release.md
@@ -28,7 +29,7 @@ READY := $(VENV)/ready.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all versions check harden site wheel wheels clean
+.PHONY: help demo test test-all versions check coverage harden site wheel wheels clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -47,8 +48,17 @@ test: $(READY)
 test-all: $(READY)
 	$(PYTEST) $(ARGS)
 
-# Run this before a release, and after a change to code that torch.compile traces or that calls torch from C++:
-# with ARGS='--python 3.10 --torch 2.10' for the versions versions.
+# A failed test does not stop the report.
+coverage: $(READY)
+	rm -rf build/coverage
+	mkdir -p build/coverage
+	-OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n $(WORKERS) --dist worksteal \
+		--ignore=tests/test_docs.py --ignore=tests/test_site.py $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+# Run this before a release. After a change to code that torch.compile traces, that calls torch from C++ or to a
+# kernel for Triton, run the oldest pair: ARGS='--python 3.10 --torch 2.10'.
 versions: wheel
 	$(PIP) install --quiet -c $(CONSTRAINTS) uv
 	$(BIN)/python tests/versions $(ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib import metadata
 from typing import Any, TypeAlias
 
 import pytest
@@ -23,3 +24,12 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
 def refused(kind: type[Exception], text: str) -> AbstractContextManager[object]:
     """Expect an error of this type with exactly this text."""
     return pytest.raises(kind, match=f"^{re.escape(text)}$")
+
+
+def version_of(package: str) -> tuple[int, ...]:
+    """Return the major and minor version of an installed package; (0, 0) without it."""
+    try:
+        parts = metadata.version(package).split(".")
+    except metadata.PackageNotFoundError:
+        return 0, 0
+    return int(parts[0]), int(parts[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -22,8 +23,10 @@ import tightrope
 from tightrope import RopeSpec
 from tightrope.cli import app
 from tightrope.cli._console import Ticker
+from tightrope.cli._interrupt import Interrupt
 from tightrope.examples import train_bytes
 from tightrope.examples.train_bytes import Attention, ByteTransformer, Size
+from tightrope.workbench import environment
 from tightrope.workbench.demo import polar
 from tightrope.workbench.demo.rotations import EagerAttention, is_steady, seconds
 from tightrope.workbench.text import duration
@@ -308,12 +311,61 @@ def test_info_names_every_backend() -> None:
         assert f"backend {name}" in output
 
 
+def test_info_of_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, a processor without a name, no git, no library, and a slow backend."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(environment, "PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setattr(environment, "which", lambda _: ("reference", "the reason"))
+    monkeypatch.setattr(environment.cpu, "instruction_set", lambda: None)
+    monkeypatch.setattr(environment, "Path", lambda _: Path("nowhere/a/b/c/d"))
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    found = environment.read_environment()
+    assert found.gpus == ["GPU 0", "GPU 1"]
+    assert found.why_no_gpu is found.commit is None
+    assert found.processor == platform.machine()
+    assert found.cores == os.cpu_count()
+    monkeypatch.setattr("tightrope.cli.info.read_environment", lambda: found)
+    output = " ".join(CliRunner().invoke(app.app, ["info"]).output.split())
+    assert "gpu GPU 0, GPU 1" in output
+    assert "the native library is not loaded" in output
+    assert "why not faster the reason" in output
+    assert "not installed no-such-package" in output
+
+
+def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for cuda, words in (("13.0", "torch finds no GPU"), (None, "torch was built for the CPU")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.version, "hip", None)
+        assert words in (environment.read_environment().why_no_gpu or "")
+
+
+def test_a_commit_that_git_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert environment.read_environment().commit is None
+
+
 # --- the command line itself ----------------------------------------------------------------------
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_here(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"tightrope {tightrope.__version__}\n"
+
+
+def test_version_of_source_that_is_not_installed() -> None:
+    code = (
+        "import importlib.metadata as metadata\n"
+        "def version(name): raise metadata.PackageNotFoundError(name)\n"
+        "metadata.version = version\n"
+        "import tightrope\n"
+        "print(tightrope.__version__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "0+uninstalled\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["demo", "--help"], ["info", "--help"]])
@@ -424,6 +476,25 @@ def test_version_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"tightrope {tightrope.__version__}\n")
     assert {"torch", "numpy", "typer", "rich", "tightrope"}.isdisjoint(done.stderr.split())
+
+
+def test_ctrl_c_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app, "run", stopped)
+    assert tightrope.cli.main() == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
+
+
+def test_the_second_ctrl_c_interrupts_a_loop() -> None:
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")

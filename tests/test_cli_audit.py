@@ -30,6 +30,12 @@ print("imported")
 good = planted_faults.rope()
 bad = planted_faults.rope(sign=-1.0)
 made = planted_faults.rope
+dict = dict
+QUICK = []
+
+
+def fails():
+    raise RuntimeError("no luck")
 
 
 def crashes(x, positions):
@@ -135,6 +141,24 @@ def test_the_declared_rotation(
 @pytest.mark.usefixtures("folder")
 def test_a_factory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call(monkeypatch, "audited_rope:made", "--make", *QUICK) == 0
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("audited_rope:fails", "must return a function to audit but raised RuntimeError: no luck"),
+        ("audited_rope:dict", "must return a callable but returned dict"),
+        ("audited_rope:nothing", "module 'audited_rope' must define 'nothing' but does not"),
+        ("audited_rope:QUICK", "audited_rope:QUICK must be callable but is list"),
+        ("no_such_module:fn", "module 'no_such_module' must be importable from"),
+    ],
+)
+def test_what_makes_no_function_is_refused(
+    target: str, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, target, "--make", *QUICK) == 2
+    assert words in " ".join(capfd.readouterr().err.split())
 
 
 @pytest.mark.usefixtures("folder")

@@ -84,6 +84,19 @@ def test_json_and_dry_run(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_dry_run_in_words_with_many_other_tensors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    others = {f"{letter}.weight": torch.zeros(2) for letter in "abcdefghijklmn"}
+    source = write(tmp_path / "model", llama_tensors() | others)
+    out = tmp_path / "out"
+    assert run_here(monkeypatch, "convert", source, out, "--to", "interleaved", "--dry-run") == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "more lines; --json names all 21" in output
+    assert output.endswith("out would be written")
+    assert not out.exists()
+
+
 def test_all_that_can_be_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -220,6 +220,26 @@ def test_one_node_for_each_tensor(names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
+def test_a_number_of_heads_that_is_not_known() -> None:
+    def call(_: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+        return [rotate(x, PREFIX)]
+
+    with onnx.rotary_nodes(length=LENGTH):
+        program = torch.onnx.export(
+            Model(call).eval(),
+            (noise(2, 4, 7, PREFIX.head_dim, dtype=torch.float32),),
+            dynamo=True,
+            verbose=False,
+            opset_version=23,
+            dynamic_shapes=(({1: torch.export.Dim("heads")},),),
+        )
+    assert nodes(program) == 1
+    x, _, rows = inputs_of(2, 7, LENGTH)
+    (y,) = session_of(program)(x)
+    assert_rotated([Case(PREFIX, at="ids").result(y, x, torch.arange(7), rows)])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [None, LENGTH])
 def test_nodes_of_every_layout_and_slice(length: int | None) -> None:
     every = EVERY if length else SOME

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -426,6 +427,14 @@ def test_acts_over_their_whole_range(
         if direction and act in ("silu", "gelu"):
             bound = bound + value("triton slope")
         assert bool((error <= bound).all()), REACH[(error > bound).nonzero()[:5, 0]]
+
+
+@pytest.mark.parametrize("positions", ["offset", "fractional", "ids per row"])
+def test_gates_in_float64(positions: str) -> None:
+    """Without an activation; with one, the definition computes float64."""
+    for gate, direction, shape in product((LOG, SLOPE), (0, 1, 2), ("full", "heads")):
+        case = {"gate": gate, "positions": positions, "direction": direction, "gate shape": shape}
+        check(make(PLAIN | {"dtype": torch.float64} | case))
 
 
 def test_codes_are_those_of_the_schema() -> None:

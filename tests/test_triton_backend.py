@@ -67,6 +67,18 @@ def test_an_old_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registration.why_not(torch.zeros(1)) == "the tensor is on cpu"
 
 
+@needs_triton
+def test_a_build_of_triton_with_another_package_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", unknown)
+    monkeypatch.setattr(triton, "__version__", "3.2.0+rocm")
+    assert registration.why_not() == "triton 3.2.0+rocm is older than 3.4; pip install -U triton"
+
+
 def test_which_mentions_triton_only_where_it_could_run() -> None:
     name, reason = tightrope.which(torch.zeros(1, device="meta"))
     assert name == "reference"

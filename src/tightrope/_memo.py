@@ -16,14 +16,10 @@ class TensorMemo:
     """Cached facts about tensors, such as whether a table holds each entry twice.
 
     A view is identified by its base, shape, strides and offset, so the same view made again is found.
-
-    Args:
-        trusts_inference: whether to assume that inference tensors, which have no version counter, never
-            change; if false, facts about them are computed on each call.
+    Inference tensors have no version counter; they are assumed never to change.
     """
 
-    def __init__(self, trusts_inference: bool) -> None:
-        self._trusts = trusts_inference
+    def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, dict[Hashable, Any]]] = {}
 
     def knows(self, x: torch.Tensor, key: Hashable) -> bool:
@@ -31,7 +27,7 @@ class TensorMemo:
         known = self._known.get(id(x))
         if known is None or known[0]() is not x or key not in known[2]:
             return False
-        return (x.is_inference() and self._trusts) or known[1] == x._version
+        return x.is_inference() or known[1] == x._version
 
     def find(
         self, x: torch.Tensor, key: Hashable, compute: Callable[..., Any], *arguments: Any
@@ -43,12 +39,7 @@ class TensorMemo:
         """
         base = x._base
         owner = x if base is None else base
-        if not owner.is_inference():
-            version = owner._version
-        elif self._trusts:
-            version = 0
-        else:
-            return compute(*arguments)
+        version = 0 if owner.is_inference() else owner._version
         if base is not None:
             key = key, x.shape, x.stride(), x.storage_offset()
         known = self._known.get(id(owner))

@@ -45,10 +45,13 @@ def uv(*arguments: str) -> str:
     return subprocess.run(command, check=True, text=True, capture_output=True).stdout
 
 
-def constraints(folder: Path) -> Path:
+def constraints(folder: Path, torch: str) -> Path:
     """Write the pins of all tools, without torch and what each torch chooses: Triton, setuptools."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if not re.match(r"(torch|triton|setuptools)==", line)]
+    if _number(torch) < [2, 12]:
+        # It brings Triton 3.6, whose interpreter fails with NumPy from 2.4 on.
+        kept = [line for line in kept if not line.startswith("numpy==")] + ["numpy<2.4"]
     path = folder / "constraints.txt"
     path.write_text("\n".join(kept) + "\n", encoding="utf-8")
     return path
@@ -63,7 +66,7 @@ def run(python: str, torch: str, wheel: Path, arguments: list[str]) -> Result:
     begin = time.monotonic()
     try:
         uv("venv", "--quiet", "--seed", "--python", python, str(folder / "venv"))
-        pins = ["--constraints", str(constraints(folder))]
+        pins = ["--constraints", str(constraints(folder, torch))]
         packages = [
             f"torch=={torch}.*",
             f"tightrope[cli,dev] @ {wheel.as_uri()}",

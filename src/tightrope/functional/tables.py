@@ -536,7 +536,7 @@ def _check_fit(
 
 
 # The layers of a model share their tables, so each table is checked only once.
-_checked = TensorMemo(trusts_inference=True)
+_checked = TensorMemo()
 
 
 def _check_duplicates(name: str, table: torch.Tensor, tables: str) -> None:

@@ -235,7 +235,7 @@ def _signed(
 def _turned(x: torch.Tensor, caches: _Caches, options: Options) -> torch.Tensor:
     """Rotate ``[rows, heads, tokens, channels]`` by a node; the result has the dtype of x."""
     cos, sin, ids = caches
-    (rows, _, tokens, channels), width = x.shape, 2 * cos.shape[-1]
+    (rows, heads, tokens, channels), width = x.shape, 2 * cos.shape[-1]
     if ids is None:
         cos, sin = (t.expand(rows, tokens, -1) for t in (cos, sin))
     else:
@@ -244,13 +244,16 @@ def _turned(x: torch.Tensor, caches: _Caches, options: Options) -> torch.Tensor:
     start, last = options.start, channels
     if (last - start) % 2:
         last = start + width
+    part = last - start != width
     y = torch.onnx.ops.rotary_embedding(
         x[..., start:last].to(torch.float32),
         cos,
         sin,
         ids,
         interleaved=options.interleaved,
-        rotary_embedding_dim=0 if last - start == width else width,
+        # ONNX Runtime before 1.24 wants both numbers with a part of the channels.
+        num_heads=heads if part and type(heads) is int else 0,
+        rotary_embedding_dim=width if part else 0,
     ).to(x.dtype)
     if (start, last) == (0, channels):
         return y

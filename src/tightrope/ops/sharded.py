@@ -351,7 +351,10 @@ def parts_of(
 def _part_of(name: str, x: Any, layout: Layout) -> Part:
     mesh = x.device_mesh
     make = _made_part if torch.compiler.is_compiling() else _cached_part
-    part, held = make(name, mesh, mesh.get_coordinate(), x.placements, x.shape, layout)
+    coordinate = mesh.get_coordinate()
+    if coordinate is not None:  # a list before torch 2.11
+        coordinate = tuple(coordinate)
+    part, held = make(name, mesh, coordinate, x.placements, x.shape, layout)
     _check_held(name, x, held)
     return part
 

@@ -211,5 +211,5 @@ def from_tables(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
 def _entries(at, found, mask, WIDE: tl.constexpr):
     """Load entries of a table; NaN where the position lies outside it."""
     # Padding must not be NaN, because sums over a head include it.
-    value = tl.where(found[:, None], tl.load(at, mask=mask, other=0.0), float("nan"))
-    return widen(value, WIDE)
+    value = widen(tl.load(at, mask=mask, other=0.0), WIDE)
+    return tl.where(found[:, None], value, float("nan"))

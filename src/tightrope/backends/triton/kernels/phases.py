@@ -109,9 +109,8 @@ def _add(
             result = total
         if out is not None:
             there = mask & (place + i < walk.tokens)
-            tl.store(out, result.to(out.dtype.element_ty), mask=there)
-            out += out_step
-    return x + COUNT * x_step, out, place + COUNT, total, lost, some
+            tl.store(out + i * out_step, result.to(out.dtype.element_ty), mask=there)
+    return total, lost, some
 
 
 @triton.jit
@@ -178,13 +177,21 @@ def add_tokens(
     # The loads of eight tokens come first, so that they do not wait for each other.
     steps = (x_step, out_step, reset_steps)
     for _ in range(walk.chunk // 8):
-        x, out, place, total, lost, some = _add(
+        total, lost, some = _add(
             x, out, place, total, lost, some, reset, row, walk, steps, mask, KIND, 8
-        )  # fmt: skip
+        )
+        x += 8 * x_step
+        place += 8
+        if out is not None:
+            out += 8 * out_step
     for _ in range(walk.chunk % 8):
-        x, out, place, total, lost, some = _add(
+        total, lost, some = _add(
             x, out, place, total, lost, some, reset, row, walk, steps, mask, KIND, 1
-        )  # fmt: skip
+        )
+        x += x_step
+        place += 1
+        if out is not None:
+            out += out_step
     if totals is not None:
         tl.store(totals + at, total, mask=mask)
         if KIND == RUNNING:
