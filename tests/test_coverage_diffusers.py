@@ -33,7 +33,7 @@ same_version = pytest.mark.skipif(
 )
 
 # A function with constants, and one in a body.
-FAST = ("FluxTransformer2DModel", "WanTransformer3DModel")
+FAST = ("WanTransformer3DModel",)
 EQUAL = [row["model"] for row in RESULTS["models"] if row["status"] == "equal"]
 
 

@@ -541,6 +541,7 @@ def test_compiled_and_eager_calls_of_a_replacement_have_the_same_bits(
     assert all(map(torch.equal, runs[0], runs[1])) == (rounding == "model")
 
 
+@pytest.mark.slow
 def test_the_compiled_original_differs_as_documented(
     monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
 ) -> None:

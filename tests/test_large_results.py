@@ -108,6 +108,7 @@ print(json.dumps(sums))
 """
 
 
+@pytest.mark.slow
 @needs_kernel
 def test_streamed_results_have_the_same_bits() -> None:
     """Streaming every result that can be streamed equals streaming none, with each instruction set."""

@@ -512,6 +512,7 @@ def test_compiled_gradients(in_place: bool) -> None:
         assert_near(a, b, "float32 ways")
 
 
+@pytest.mark.slow
 def test_compiled_between_a_projection_and_attention() -> None:
     weight = noise(16, 6 * 8).requires_grad_()
 

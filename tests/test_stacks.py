@@ -185,13 +185,8 @@ def test_several_axes(dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        each if each == torch.bfloat16 else pytest.param(each, marks=pytest.mark.slow)
-        for each in LOW
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", LOW)
 def test_a_compiled_model(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """In one compiled graph tables stay float32, and nothing but the result is rounded.
 

@@ -57,7 +57,7 @@ def constraints(folder: Path, torch: str) -> Path:
     return path
 
 
-def run(python: str, torch: str, wheel: Path, arguments: list[str]) -> Result:
+def run(python: str, torch: str, wheel: Path, one_in: int, arguments: list[str]) -> Result:
     """Run the tests with one pair, and return their counts, or the reason why they did not run."""
     folder = ROOT / "build" / "versions" / f"python{python}-torch{torch}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -94,12 +94,19 @@ def run(python: str, torch: str, wheel: Path, arguments: list[str]) -> Result:
         "not slow",
         "-p",
         "no:cacheprovider",
+        "-p",
+        "one_in",
     ]
+    chosen = {
+        "PYTHONPATH": str(ROOT / "tests" / "hardening"),  # one_in
+        "TIGHTROPE_ONE_IN": str(one_in),
+        "TIGHTROPE_ONE_IN_SEED": f"{python} {torch}",
+    }
     with log.open("w") as out:
         subprocess.run(
             [*command, *ignored, *arguments],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **chosen},
             stdout=out,
             stderr=subprocess.STDOUT,
             check=False,
@@ -116,6 +123,8 @@ def run(python: str, torch: str, wheel: Path, arguments: list[str]) -> Result:
     return {
         "python": versions[0],
         "torch": versions[1],
+        "commit": environment.commit(),
+        "one_in": one_in,
         **counts,
         "seconds": round(time.monotonic() - begin),
     }
@@ -145,7 +154,8 @@ def _cell(result: Result | None) -> str:
     if "not_run" in result:
         return "not run"
     failed = f", {result['failed']} failed" if result["failed"] else ""
-    return f"{result['passed']:,} passed{failed}"
+    share = f" (1 in {result['one_in']})" if result["one_in"] > 1 else ""
+    return f"{result['passed']:,} passed{failed}{share}"
 
 
 def main(arguments: list[str]) -> int:
@@ -156,6 +166,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--wheel", type=Path, help="the wheel to test; default: the only one in dist/"
     )
+    parser.add_argument("--one-in", type=int, default=1, help="run one in so many tests")
     parser.add_argument("--table", action="store_true", help="only write the table again")
     options, for_pytest = parser.parse_known_args(arguments)
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
@@ -164,10 +175,12 @@ def main(arguments: list[str]) -> int:
         wheel = options.wheel or next(iter(sorted((ROOT / "dist").glob("*.whl"))))
         pairs = results.setdefault("pairs", {})
         for python, torch in product(options.python.split(","), options.torch.split(",")):
-            result = run(python, torch, wheel.resolve(), for_pytest)
+            result = run(python, torch, wheel.resolve(), options.one_in, for_pytest)
             print(f"Python {python}, torch {torch}: {result}", flush=True)
             good = good and not result.get("failed", 1)
-            if not for_pytest:  # a part of the tests is no result
+            # Chosen tests are no result, and part of the tests is less than all.
+            before = pairs.get(f"{python} {torch}", {})
+            if not for_pytest and options.one_in <= before.get("one_in", options.one_in):
                 pairs[f"{python} {torch}"] = result
                 results["processor"] = environment.processor()
                 RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

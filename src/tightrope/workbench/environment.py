@@ -62,7 +62,7 @@ def read_environment() -> Environment:
     return Environment(
         date=date.today().isoformat(),
         tightrope=__version__,
-        commit=_commit(),
+        commit=commit(),
         torch=torch.__version__,
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
@@ -99,7 +99,7 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Return `git describe --dirty` of the checkout with this file; None without one, or if git fails."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
