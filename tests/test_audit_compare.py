@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tightrope import Axes, RopeSpec
+from tightrope import Axes, RopeSpec, functional
 from tightrope.cli.app import app
 from tightrope.frequencies import Linear, YaRN
 from tightrope.workbench.audit import Comparison, compare
@@ -105,6 +105,76 @@ def test_planted_differences_are_named_first(name: str) -> None:
             assert evidence in found.differences[0].evidence
         assert any(part for share in found.shares.values() for part in share)
         assert Comparison.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+@pytest.mark.parametrize("shift", [1.0, -1.0, 5.0, 100.0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sign": -1.0},
+        {"base": 5e5, "interleaved": True},
+        {"angle": torch.float64, "frequency": torch.float64},
+        {"table": torch.bfloat16},
+    ],
+    ids=str,
+)
+def test_an_offset_alone_is_the_only_difference(shift: float, options: dict[str, Any]) -> None:
+    """Later steps are compared at the same angles: an offset does not make them differ."""
+    for a, b, ahead in ((shift, 0.0, shift), (0.0, shift, -shift), (shift, 2.0, shift - 2.0)):
+        found = compare(rope(shift=a, **options), rope(shift=b, **options), head_dim=DIM)
+        assert found.codes == ("positions",), found
+        assert f"{ahead:+.0f} positions" in found.differences[0].evidence
+        assert all(one == other for one, other in found.facts.values())
+
+
+def test_an_offset_of_exact_rotations() -> None:
+    """Some pairs are so slow that their turn by one position cannot be measured at position 0."""
+    spec = RopeSpec(32, base=500_000.0)
+    found = compare(
+        lambda x, positions: functional.rotate(x, spec, positions),
+        lambda x, positions: functional.rotate(x, spec, positions + 1),
+        head_dim=32,
+    )
+    assert found.codes == ("positions",), found
+
+
+def test_offsets_that_are_equal_are_no_difference() -> None:
+    assert compare(rope(shift=1.0), rope(shift=1.0), head_dim=DIM).ok
+    found = compare(rope(shift=1.0), rope(shift=1.0, base=5e5), head_dim=DIM)
+    assert found.codes == ("frequencies",), found
+
+
+@pytest.mark.parametrize("shift", [0.5, -0.25])
+def test_an_offset_by_a_fraction(shift: float) -> None:
+    """No call removes it, so angles and the last bits of frequencies are not compared."""
+    found = compare(rope(shift=shift), rope(), head_dim=DIM)
+    assert found.codes == ("positions",), found
+    assert f"{shift:+.4g} positions" in found.differences[0].evidence
+    assert found.facts["angles"] == ("not compared", "not compared")
+    found = compare(rope(shift=shift, base=5e5), rope(), head_dim=DIM)
+    assert found.codes == ("positions", "frequencies"), found
+
+
+OFFSET_AND: dict[str, tuple[dict[str, Any], str]] = {
+    "base": ({"base": 500000.0}, "frequencies"),
+    "one pair": ({"slowed": 7}, "frequencies"),
+    "frequencies in bfloat16": ({"frequency": torch.bfloat16}, "frequency-dtype"),
+    "attention factor": ({"factor": 1.2}, "attention-factor"),
+    "positions in bfloat16": ({"position": torch.bfloat16}, "position-dtype"),
+    "positions in the dtype of x": ({"position": "x"}, "position-dtype"),
+    "tables in bfloat16": ({"table": torch.bfloat16}, "table-dtype"),
+    "roundings": ({"rounding": "wide"}, "rounding"),
+}
+
+
+@pytest.mark.parametrize("name", OFFSET_AND)
+def test_an_offset_hides_no_other_difference(name: str) -> None:
+    options, code = OFFSET_AND[name]
+    alone = compare(rope(**options), rope(), head_dim=DIM)
+    found = compare(rope(shift=1.0, **options), rope(), head_dim=DIM)
+    assert found.codes == ("positions", *alone.codes), found
+    assert found.codes[1] == code
 
 
 def test_equal_functions_agree() -> None:

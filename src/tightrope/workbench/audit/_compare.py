@@ -1,8 +1,8 @@
 """Compare two rotary functions: whether they agree to the bit, and if not, where they part.
 
-Each function is measured by itself, in the order in which a rotation is computed: channels, frequencies,
-angles, tables, roundings. The first step that differs is where the two part; later steps are compared
-too, because each is measured with the function's own earlier ones.
+Each function is measured by itself, in the order in which a rotation is computed: channels, positions,
+frequencies, angles, tables, roundings. The first step that differs is where the two part; later steps are
+compared too, because each is measured with the function's own earlier ones.
 """
 
 from __future__ import annotations
@@ -218,7 +218,14 @@ def _compare_channels(a: Profile, b: Profile, facts: _Facts, add: _Add) -> None:
     signs = [1.0 if float(p.omegas.sum()) >= 0 else -1.0 for p in (a, b)]
     if signs[0] != signs[1]:
         add("sign", "The functions rotate in opposite directions.", "angles have opposite signs")
-    if len(a.lines) == len(b.lines):
+    if a.shift != b.shift:
+        add(
+            "positions",
+            "Positions count from different numbers.",
+            f"position 0 is rotated as position {a.shift} should be by the first, and as position "
+            f"{b.shift} by the second, a difference of {a.shift - b.shift:+d} positions",
+        )
+    elif len(a.lines) == len(b.lines):
         gap = wrapped(a.starts * signs[0] - b.starts * signs[1])
         if float(gap.abs().max()) > 1e-4:
             k = int(gap.abs().argmax())
@@ -233,12 +240,13 @@ def _compare_channels(a: Profile, b: Profile, facts: _Facts, add: _Add) -> None:
 
 def _compare_frequencies(a: Profile, b: Profile, facts: _Facts, add: _Add) -> None:
     first, second = a.omegas.abs(), b.omegas.abs()
-    reach = min(a.reach, b.reach) - 1
     gap = (first - second).abs()
     # Two angles at the last tested position that differ by less than this are equal but for the cosine.
-    limit = max(a.noise, b.noise) / max(reach, 1)
+    limit = torch.full_like(gap, max(p.noise / p.farthest for p in (a, b)))
+    if _starts_differ(a, b):
+        limit = max(p.least / p.farthest for p in (a, b)) + 2.0**-22 * torch.maximum(first, second)
     kinds = [_precision(p.omegas.abs(), q.omegas.abs(), limit) for p, q in ((a, b), (b, a))]
-    if float(gap.max()) > limit:
+    if bool((gap > limit).any()):
         relative = gap / torch.maximum(first, second).clamp(min=1e-300)
         k = int(relative.argmax())
         evidence = (
@@ -263,7 +271,15 @@ def _compare_frequencies(a: Profile, b: Profile, facts: _Facts, add: _Add) -> No
         )
 
 
-def _precision(own: torch.Tensor, other: torch.Tensor, limit: float) -> str:
+def _starts_differ(a: Profile, b: Profile) -> bool:
+    """True if angles at position 0 differ and no whole number of positions explains it.
+
+    All angles of the two are then rounded from different values.
+    """
+    return not torch.allclose(a.starts, b.starts, rtol=0, atol=1e-4)
+
+
+def _precision(own: torch.Tensor, other: torch.Tensor, limit: torch.Tensor) -> str:
     """Return the dtype that frequencies are rounded to: 16 bits only if they are the other ones rounded."""
 
     def is_rounded(dtype: torch.dtype) -> bool:
@@ -281,8 +297,11 @@ def _compare_angles(
 ) -> tuple[list[int], list[torch.Tensor]]:
     """Compare angles at odd positions; return these positions and each function's float32 tables there."""
     reach = min(a.reach, b.reach)
-    odd = [p for p in ODD if p < reach]
+    odd = [p for p in ODD if max(a.shift, b.shift) <= p < reach]
     seen = [p.tables(odd) for p in (a, b)]
+    if _starts_differ(a, b):
+        facts["angles"] = "not compared", "not compared"
+        return odd, seen
     names = [angles_of(p, odd, table) for p, table in zip((a, b), seen, strict=True)]
     facts["angles"] = names[0], names[1]
     if names[0] != names[1]:

@@ -274,6 +274,18 @@ def lines_of(shape: Shape) -> tuple[Line, ...]:
     return tuple(Line(slope, first) for slope, first in zip(slopes, intercepts(), strict=True))
 
 
+def shift_of(lines: Sequence[Line], tolerance: float = _ANGLE) -> int:
+    """Return the whole number of positions that all pairs are ahead of their frequencies; 0 if there is none."""
+    candidates = [round(line.intercept / line.slope) for line in lines if abs(line.slope) > 1e-6]
+    for shift in (0, *candidates):
+        if all(
+            agrees(line.intercept, shift * line.slope, max(tolerance, 0.02 * abs(line.slope)))
+            for line in lines
+        ):
+            return shift
+    return 0
+
+
 def agrees(a: float, b: float, tolerance: float = _ANGLE) -> bool:
     """True if two angles are equal within a tolerance, modulo a turn."""
     return abs(wrapped(a - b)) <= tolerance

@@ -10,7 +10,7 @@ import torch
 
 from ..._errors import bad_value
 from ._guard import CallFailed
-from ._impulse import Line, Shape, lines_of, measure_shape, responses
+from ._impulse import Line, Shape, lines_of, measure_shape, responses, shift_of
 from ._subject import Subject
 
 # Integers up to 2^24 are exact in float32, and so is their product with a frequency if they are powers of
@@ -37,6 +37,9 @@ class Profile:
         amplitude: the factor on the rotated channels.
         table: the narrowest dtype that holds its cosines and sines for float32 x.
         reach: the first position that the function does not accept, or that is not tested.
+        shift: the function rotates position p − shift as position p should be rotated. All later
+            measurements are made at p − shift, so an offset does not affect them.
+        farthest: the largest position from which the frequencies were measured.
     """
 
     subject: Subject
@@ -46,6 +49,8 @@ class Profile:
     amplitude: float
     table: torch.dtype
     reach: int
+    shift: int = 0
+    farthest: int = 3
 
     @property
     def noise(self) -> float:
@@ -53,14 +58,26 @@ class Profile:
         return _UNITS * torch.finfo(self.table).eps
 
     @property
+    def least(self) -> float:
+        """The smallest angle at position 0 that can be measured, in radians."""
+        return max(1e-4, 2 * self.noise)
+
+    @property
     def starts(self) -> torch.Tensor:
-        """The angle of each pair at position 0, in radians; 0 if the measurement cannot tell it from 0."""
-        start = torch.tensor([line.intercept for line in self.lines], dtype=torch.float64)
-        return torch.where(start.abs() < max(1e-4, 2 * self.noise), 0.0, start)
+        """The angle of each pair where position 0 should be, in radians; 0 if it is too small to measure."""
+        start = torch.tensor(
+            [line.intercept - self.shift * line.slope for line in self.lines], dtype=torch.float64
+        )
+        start = wrapped(start)
+        return torch.where(start.abs() < self.least, 0.0, start)
+
+    def given(self, positions: Sequence[int]) -> list[int]:
+        """Return the positions to pass to the function for these positions."""
+        return [position - self.shift for position in positions]
 
     def tables(self, positions: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return cosines and sines, float64 ``[2, positions, pairs]``."""
-        return responses(self.subject, self.shape, positions, dtype)
+        return responses(self.subject, self.shape, self.given(positions), dtype)
 
 
 def profile_of(subject: Subject, name: str) -> Profile:
@@ -81,11 +98,18 @@ def profile_of(subject: Subject, name: str) -> Profile:
     )
     table = next(narrow, torch.float32)
     found = Profile(subject, shape, lines, slopes, float(amplitudes.median()), table, reach)
+    shift = shift_of(lines, 2 * found.noise)
+    if abs(shift) < reach // 2:
+        found.shift = shift
+        found.reach += min(shift, 0)
+        powers = [p for p in powers if shift <= p < found.reach] or [2]
+    seen = found.tables(powers)
     for p, angle in zip(powers, torch.atan2(seen[1], seen[0]), strict=True):
         rest = wrapped(angle - found.starts - found.omegas * p)
         if float(rest.abs().max()) > 0.5:
             break
         found.omegas = found.omegas + rest / p
+        found.farthest = p
     return found
 
 
@@ -107,30 +131,40 @@ def wrapped(angle: torch.Tensor) -> torch.Tensor:
     return angle - 2 * math.pi * torch.round(angle / (2 * math.pi))
 
 
-# How positions, frequencies and their product may be rounded: name -> function of (position, frequency).
-_ANGLES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "float32": lambda p, w: (p.float() * w.float()).double(),
-    "more exact than float32": lambda p, w: p * w,
-    "float32, of positions in bfloat16": lambda p, w: (p.bfloat16().float() * w.float()).double(),
-    "float32, of positions in float16": lambda p, w: (p.half().float() * w.float()).double(),
-    "bfloat16": lambda p, w: (p.float() * w.float()).bfloat16().double(),
-    "bfloat16, of positions in bfloat16": lambda p, w: (p.bfloat16() * w.bfloat16()).double(),
-    "float16": lambda p, w: (p.float() * w.float()).half().double(),
-}
+def _float32(p: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return p.float() * w.float()
+
+
+# How positions, frequencies and their product may be rounded: name -> (dtype of positions, function of
+# position and frequency).
+_ANGLES: dict[str, tuple[torch.dtype, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    "float32": (torch.float64, _float32),
+    "more exact than float32": (torch.float64, lambda p, w: p * w),
+    "float32, of positions in bfloat16": (torch.bfloat16, _float32),
+    "float32, of positions in float16": (torch.float16, _float32),
+    "bfloat16": (torch.float64, lambda p, w: _float32(p, w).bfloat16()),
+    "bfloat16, of positions in bfloat16": (
+        torch.bfloat16, lambda p, w: p.bfloat16() * w.bfloat16(),
+    ),
+    "float16": (torch.float64, lambda p, w: _float32(p, w).half()),
+}  # fmt: skip
 
 
 def angles_of(profile: Profile, odd: Sequence[int], seen: torch.Tensor) -> str:
     """Return the name of the arithmetic that gives the angles at odd positions."""
     where = torch.tensor(odd, dtype=torch.float64)[:, None]
     best, found = math.inf, "unknown"
-    for name, compute in _ANGLES.items():
-        angle = compute(where, profile.omegas) + profile.starts
-        wanted = profile.amplitude * torch.stack((angle.cos(), angle.sin()))
-        error = float((wanted - seen).abs().nan_to_num(math.inf).max())
-        # Another arithmetic must fit clearly better than one named before it.
-        if error < 0.5 * best:
-            best, found = error, name
-    return found if best < max(1e-3, 2 * profile.noise) else "unknown"
+    # A function with an offset adds it before positions are rounded, or after it.
+    for after in (0, profile.shift):
+        for name, (dtype, compute) in _ANGLES.items():
+            rounded = (where - after).to(dtype).double() + after
+            angle = compute(rounded, profile.omegas).double() + profile.starts
+            wanted = profile.amplitude * torch.stack((angle.cos(), angle.sin()))
+            error = float((wanted - seen).abs().nan_to_num(math.inf).max())
+            # Another arithmetic must fit clearly better than one named before it.
+            if error < 0.5 * best:
+                best, found = error, name
+    return found if best < max(5e-3, 2 * profile.noise) else "unknown"
 
 
 def _roundings(
@@ -196,7 +230,7 @@ def arithmetic_of(
     subject, shape = profile.subject, profile.shape
     x = subject.random(1, 1, len(positions), dtype=dtype, seed=3).requires_grad_()
     out = subject.random(1, 1, len(positions), dtype=dtype, seed=4)
-    y = subject.rotate(x * 1.0, positions)
+    y = subject.rotate(x * 1.0, profile.given(positions))
     back = None
     if y.requires_grad:
         (back,) = torch.autograd.grad(y, x, out)
