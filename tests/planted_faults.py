@@ -377,6 +377,22 @@ def turned_at_0() -> Fn:
     return fn
 
 
+def jumping(start: int, by: int) -> Fn:
+    """Return a rotation that shifts the positions from `start` on."""
+    return rope(where=lambda p: torch.where(p >= start, p + by, p))
+
+
+def decoding(start: int = 0, by: int = 0) -> Fn:
+    """Return a rotation by an offset, which it shifts from `start` on."""
+    plain = rope()
+
+    def fn(x: torch.Tensor, offset: int) -> torch.Tensor:
+        first = offset + by if offset >= start else offset
+        return plain(x, torch.arange(first, first + x.shape[2])[None])  # type: ignore[no-any-return]
+
+    return fn
+
+
 def drifting() -> Fn:
     """Return a rotation by positions that grow slightly too fast."""
     omega = inv_freq()
@@ -547,6 +563,12 @@ FAULTS: dict[str, Fault] = {
     "a cosine left out": Fault("not-a-rotation", lengths_differ),
     "turned at position 0": Fault("phase", turned_at_0),
     "positions that drift": Fault("far-angles", drifting),
+    "positions behind from 1 on": Fault("position-jump", lambda: jumping(1, -1)),
+    "positions ahead from 5,000 on": Fault("position-jump", lambda: jumping(5000, 3), spec=SPEC),
+    "decoding a position behind": Fault("position-jump", lambda: decoding(1, -1), decoding),
+    "decoding a position behind, declared": Fault(
+        "position-jump", lambda: decoding(1, -1), decoding, spec=SPEC
+    ),
     # gradients
     "raises where grad is required": Fault("gradient-raises", only_inference),
     "no gradient": Fault("gradient-missing", lambda: detached("all")),

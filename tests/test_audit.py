@@ -87,6 +87,59 @@ def test_the_faults_are_many_and_have_many_names() -> None:
     assert len({fault.code for fault in planted.FAULTS.values()}) >= 35
 
 
+def unusual(positions: Callable[[torch.Tensor], torch.Tensor]) -> planted.Fn:
+    """Return a rotation whose frequencies follow no known rule."""
+    omega = 1 / (1 + torch.arange(32.0)) ** 2
+
+    def fn(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        angle = planted.angles(positions(where), omega)[:, None]
+        return planted.turn(x.float(), angle.cos(), angle.sin()).to(x.dtype)
+
+    return fn
+
+
+JUMPS: dict[str, tuple[Callable[[], planted.Fn], str]] = {
+    "decoding": (
+        lambda: planted.decoding(1, -1), "From offset 1 on, positions are off by -1."
+    ),
+    "decoding ahead": (
+        lambda: planted.decoding(300, 2), "From offset 300 on, positions are off by +2."
+    ),
+    "from 1": (lambda: planted.jumping(1, -1), "From position 1 on, positions are off by -1."),
+    "from 2": (lambda: planted.jumping(2, 1), "From position 2 on, positions are off by +1."),
+    "far": (
+        lambda: planted.jumping(300_000, 1), "From position 300,000 on, positions are off by +1."
+    ),
+    "by many": (lambda: planted.jumping(1, -90), "From position 1 on, positions are off by -90."),
+    "unknown frequencies": (
+        lambda: unusual(lambda p: torch.where(p > 0, p - 1, p)),
+        "From position 1 on, positions are off by -1.",
+    ),
+    "unknown frequencies, far": (
+        lambda: unusual(lambda p: torch.where(p > 30_000, p - 1, p)),
+        "From position 30,001 on, positions are off by -1.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JUMPS)
+def test_positions_that_are_off_from_some_position_on(name: str) -> None:
+    """Position 0 is right, so this is no offset of all positions, and no table that ends."""
+    make, sentence = JUMPS[name]
+    report = audit(make())
+    assert report.codes == ("position-jump",), str(report)
+    assert report.findings[0].sentence == sentence
+
+
+@pytest.mark.parametrize("shift", [1, -1, 100])
+def test_an_offset_of_all_positions(shift: int) -> None:
+    report = audit(planted.rope(shift=shift))
+    assert report.codes == ("position-offset",), str(report)
+    (finding,) = (each for each in report.findings if each.code == "position-offset")
+    assert finding.severity == "warning"
+    assert finding.sentence.startswith(f"Positions are off by {shift:+d}: ")
+
+
 # --- real packages ----------------------------------------------------------------------------------
 
 

@@ -10,7 +10,17 @@ import torch
 
 from ._guard import CallFailed
 from ._identify import identify
-from ._impulse import NEAR, Line, MeasuredPair, Shape, agrees, lines_of, matrices, measure_shape
+from ._impulse import (
+    NEAR,
+    Line,
+    MeasuredPair,
+    Shape,
+    agrees,
+    lines_of,
+    matrices,
+    measure_shape,
+    shift_of,
+)
 from ._log import Log
 from ._memory import add_does_nothing, add_not_finite
 
@@ -263,12 +273,13 @@ def _direction(log: Log, shape: Shape) -> None:
             "position; RoPE turns the first channel towards the second. Either direction works, but the two cannot be mixed",
             angle_body(log, pair=both, position=1, wanted=f"{slope:.9g}"),
         )
-    shifts = [line.intercept / line.slope for line in lines if abs(line.slope) > 1e-3]
-    if not shifts or all(agrees(line.intercept, 0.0, 1e-3) for line in lines):
+    if all(agrees(line.intercept, 0.0, 1e-3) for line in lines):
         return
-    shift = median(shifts)
-    whole = round(shift)
-    if whole and all(abs(each - whole) < 0.02 for each in shifts):
+    if all(agrees(each.angle_first[0], 0.0, 1e-3) for each in shape.pairs):
+        # Position 0 itself is right: the check of angles finds where the others begin to be wrong.
+        log.shift = 0
+        return
+    if whole := shift_of(lines):
         log.shift = whole
         log.add(
             "position-offset",
