@@ -138,6 +138,9 @@ def test_an_offset_of_all_positions(shift: int) -> None:
     (finding,) = (each for each in report.findings if each.code == "position-offset")
     assert finding.severity == "warning"
     assert finding.sentence.startswith(f"Positions are off by {shift:+d}: ")
+    assert finding.evidence.endswith(
+        "harmless if q and all keys go through this function, wrong with keys that other code cached"
+    )
 
 
 # --- real packages ----------------------------------------------------------------------------------

@@ -286,8 +286,8 @@ def _direction(log: Log, shape: Shape) -> None:
             "warning",
             f"Positions are off by {whole:+d}: position 0 is rotated as position {whole} should be.",
             f"channels {pair.first} and {pair.second}: {log.lines[0].intercept:+.4f} rad at position "
-            f"0, and {log.lines[0].slope:.4f} rad per position; scores do not change unless other "
-            "code counts from 0",
+            f"0, and {log.lines[0].slope:.4f} rad per position; harmless if q and all keys go through "
+            "this function, wrong with keys that other code cached",
             angle_body(log, pair=both, position=0, wanted="0.0"),
         )
     else:
