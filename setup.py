@@ -187,6 +187,7 @@ def build_library() -> Path:
         "bind_torch.cpp": torch_flags,
         "bind_gradients.cpp": torch_flags,
         "bind_phases.cpp": torch_flags,
+        "bind_cosines.cpp": torch_flags,
         "bind_schemas.cpp": [*torch_flags, f"-DTIGHTROPE_SCHEMAS={schemas()}"],
         "dispatch.cpp": ["-O3"],
         "stretched.cpp": ["-O3"],

@@ -438,4 +438,4 @@ def test_only_the_binding_includes_torch() -> None:
     aware = {path.name for path in folder.iterdir() if "<torch/" in path.read_text()}
     assert aware == {"bind_problem.h", "bind_schemas.cpp"}
     units = {path.name for path in folder.glob("*.cpp") if '"bind_' in path.read_text()}
-    assert units == {"bind_gradients.cpp", "bind_phases.cpp", "bind_torch.cpp"}
+    assert units == {"bind_cosines.cpp", "bind_gradients.cpp", "bind_phases.cpp", "bind_torch.cpp"}

@@ -20,12 +20,14 @@ from helpers import noise
 from tightrope import RopeSpec, positions
 from tightrope.activations import RMSNorm
 from tightrope.backends import cpu
+from tightrope.frequencies import Linear
 from tightrope.functional import rotate, rotate_, rotate_qk
 from tightrope.ops import schema
 from tolerances import assert_rotations, assert_same_bits
 
 ROOT = Path(__file__).resolve().parent.parent
 SPEC = RopeSpec(16, base=500_000.0, rotary_dim=12)
+SCALED = RopeSpec(16, base=500_000.0, rotary_dim=12, scaling=Linear(3.0))
 COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 # Raised where Inductor copies an exported program.
@@ -35,7 +37,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
 class Model(torch.nn.Module):
-    """Rotates by offsets of rows, by an offset, in place and after a norm: three operators."""
+    """Rotates by offsets of rows, by an offset, in place, after a norm and by another library's tables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +51,10 @@ class Model(torch.nn.Module):
         normed, _ = rotate_qk(q, k, SPEC, rows, layout="bshd", act=RMSNorm(self.weight))
         start = first.max().item()
         last = rotate_(k * 2, SPEC, start, layout="bshd", seq_len=start + k.shape[1])
-        return new_q, new_k, normed, last
+        ids = first[:, None] + torch.arange(q.shape[1])
+        serving = rotate(q, SCALED.at(ids, stack="vllm-native"), layout="bshd")
+        complexes = rotate(q, SPEC.at(ids, stack="meta"), layout="bshd")
+        return new_q, new_k, normed, last, serving, complexes
 
 
 MODEL = Model().eval().requires_grad_(False)

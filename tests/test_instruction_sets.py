@@ -137,6 +137,17 @@ def test_sets_agree(dtype: torch.dtype, interleaved: bool) -> None:
         assert_rotations(result, results[0], lengths, 2, 2.0**31)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", SETS)
+def test_opposite_angles_have_the_same_size(name: str, dtype: torch.dtype) -> None:
+    """So an inverse has the bits of negated positions."""
+    cpu.use_instruction_set(name)
+    spec, ids = RopeSpec(64, base=100.0), torch.arange(1, 2000)
+    x = torch.randn(1, 1, 1999, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    inverse = rotate(x, spec, ids, inverse=True, backend="cpu")
+    assert torch.equal(inverse, rotate(x, spec, -ids, backend="cpu"))
+
+
 @pytest.mark.parametrize("act", ["sin", "cos"])
 @pytest.mark.parametrize("name", SETS)
 def test_sines_of_every_size_lose_no_digits(name: str, act: str) -> None:

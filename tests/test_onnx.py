@@ -26,7 +26,7 @@ from tightrope.functional import (
     rotate_,
     rotate_qk_,
 )
-from tolerances import Result, assert_rotated, assert_same_bits, value
+from tolerances import Result, assert_near, assert_rotated, assert_same_bits, value
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -358,6 +358,19 @@ def test_everything_else(length: Any) -> None:
 
 
 # --- what surrounds the calls ---------------------------------------------------------------------
+
+
+def test_the_frequencies_of_a_stack_are_constants() -> None:
+    """They are those of torch; only cosines are computed by ONNX Runtime."""
+    spec = RopeSpec(32, 50000.0, scaling=YaRN(4.0, original_max_position=32))
+
+    def call(_: torch.Tensor, x: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
+        return [rotate(x, spec.at(ids, stack=name)) for name in ("transformers", "vllm-native")]
+
+    program = exported(call, [x for at, x in enumerate(inputs_of(2, 5, 9)) if at != 1])
+    x, _, rows = inputs_of(3, 7, 100_000)
+    for got, want in zip(session_of(program)(x, rows), call(x, x, rows), strict=True):
+        assert_near(got, want, "float32 ways")
 
 
 def test_errors() -> None:

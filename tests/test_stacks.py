@@ -372,22 +372,93 @@ def test_rules_by_length() -> None:
     )
 
 
-def test_compiled_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rotation prepared outside compiled code gives the bits of eager code.
-
-    If it is prepared inside, fewer than 1 % of the values differ.
-    """
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
-    q = qk(torch.bfloat16)[0].detach()
-    rope = SPEC.at(FAR, stack="vllm-native")
-    want = rotate(q, rope)
-    assert_same_bits(torch.compile(lambda x: rotate(x, rope), fullgraph=True)(q), want)
-    # Cosines of compiled code may differ in the last bit, which the cast to bfloat16 rarely shows.
-    inside = torch.compile(
-        lambda x, ids: rotate(x, SPEC.at(ids, stack="vllm-native")), fullgraph=True
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("name", ["vllm-native", "meta", "transformers"])
+def test_compiled_calls(name: str) -> None:
+    """Compiled code has the bits of eager code, wherever the rotation is prepared."""
+    rule = Llama3(8.0, 1.0, 4.0, 8192)
+    spec, stack = RopeSpec(DIM, 50000.0, scaling=rule), stacks.get(name)
+    if name == "transformers":
+        stack = stack.cast(torch.bfloat16)
+    ids = FAR * 31
+    rope = spec.at(ids, stack=stack)
+    outside = torch.compile(lambda x: rotate(x, rope), fullgraph=True)
+    inside = torch.compile(lambda x, at: rotate(x, spec.at(at, stack=stack)), fullgraph=True)
+    made = torch.compile(
+        lambda x, n: rotate(
+            x, RopeSpec(DIM, 50000.0, scaling=Llama3(8.0, 1.0, 4.0, 8192)).at(n, stack=name)
+        ),
+        fullgraph=True,
+        dynamic=True,
     )
-    assert float((inside(q, FAR) != want).float().mean()) < 0.01
-    torch._dynamo.reset()
+    for dtype in LOW:
+        q = qk(dtype)[0].detach()
+        want = rotate(q, spec.at(ids, stack=stack))
+        assert_same_bits(outside(q), want)
+        assert_same_bits(inside(q, ids), want)
+        for offset in (3, 100_001):
+            assert_same_bits(made(q, offset), rotate(q, spec.at(offset, stack=name)))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_compiled_calls_of_several_axes_and_gradients() -> None:
+    spec = RopeSpec(DIM, 50000.0, axes=Axes.sections((8, 12, 12)))
+    where = torch.stack((FAR, FAR // 7, NEAR.expand_as(FAR)))
+    x = qk(torch.float32)[0]
+
+    def loss(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        rope = spec.at(positions.multi_axis(ids), stack="diffusers-float64")
+        return rotate(x, rope).square().sin()
+
+    found = []
+    for each in (loss, torch.compile(loss, fullgraph=True, dynamic=True)):
+        y = each(x, where)
+        found.append((y, *torch.autograd.grad(y.sum(), x)))
+    (y, dx), (y_compiled, dx_compiled) = found
+    # Inductor computes the sine of the loss itself.
+    torch.testing.assert_close(y_compiled, y, rtol=0, atol=1e-6)
+    torch.testing.assert_close(dx_compiled, dx, rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_compiled_rules_by_length() -> None:
+    """The length of an offset is known while compiling; that of ids must be given."""
+    spec = RopeSpec(DIM, scaling=DynamicNTK(2.0, 40))
+    q = qk(torch.float32)[0].detach()
+    compiled = torch.compile(
+        lambda x, n: rotate(x, spec.at(n, stack="transformers")), fullgraph=True, dynamic=True
+    )
+    for offset in (0, 3, 4, 1000):  # up to the original length, and beyond it
+        assert_same_bits(compiled(q, offset), rotate(q, spec.at(offset, stack="transformers")))
+    given = torch.compile(
+        lambda x, at: rotate(x, spec.at(at, seq_len=5000, stack="transformers")), fullgraph=True
+    )
+    assert_same_bits(given(q, FAR), rotate(q, spec.at(FAR, seq_len=5000, stack="transformers")))
+    with pytest.raises(Exception, match="seq_len must be given in compiled code"):
+        torch.compile(lambda x, at: rotate(x, spec.at(at, stack="transformers")), fullgraph=True)(
+            q, FAR
+        )
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_calls(strict: bool) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return rotate(x, SPEC.at(ids, stack="vllm-native"))
+
+    tokens = torch.export.Dim("tokens")
+    x = qk(torch.float32)[0].detach()
+    program = torch.export.export(
+        Model(), (x, FAR), dynamic_shapes={"x": {2: tokens}, "ids": {1: tokens}}, strict=strict
+    ).module()
+    for count in (TOKENS, 11):
+        part, ids = x[:, :, :count], FAR[:, :count] + 90_000
+        assert_same_bits(program(part, ids), rotate(part, SPEC.at(ids, stack="vllm-native")))
 
 
 def test_stack_values() -> None:

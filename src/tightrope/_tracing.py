@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+
+T = TypeVar("T")
+
+# A value, or its class and fields. Dynamo cannot pass a value that was made inside the compiled function
+# to a function whose result it treats as a constant, but it can pass a class and fields.
+Constant: TypeAlias = "T | tuple[type[T], tuple[Any, ...]]"
 
 #: How exported code rotates, in place of the definition's own arithmetic; the last one counts. None stands
 #: for that arithmetic. Set by the blocks of :mod:`tightrope.integrations.onnx`.
@@ -30,6 +36,18 @@ def needs_plain() -> bool:
     if torch.compiler.is_dynamo_compiling() or not torch.compiler.is_exporting():
         return False
     return bool(lowerings) or torch.onnx.is_in_onnx_export()
+
+
+def value_of(constant: Constant[T]) -> T:
+    """Return the value of a constant.
+
+    >>> value_of((complex, (1, 2)))
+    (1+2j)
+    """
+    if isinstance(constant, tuple):
+        kind, fields = constant
+        return kind(*fields)
+    return constant
 
 
 def exact_factor(number: float, x: torch.Tensor) -> float | torch.Tensor:

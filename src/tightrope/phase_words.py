@@ -7,16 +7,15 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from . import frequencies
+from ._tracing import Constant, value_of
 from .angles import words_of
 from .axes import Axes
 from .frequencies import CONTEXT, TWO_PI, Frequencies, Rule
-
-T = TypeVar("T")
 
 #: Computes phase words of a rule that is ``ntk_by_length``; see ``tightrope_stretched`` in
 #: csrc/stretched.cpp. Arguments: the rule's constants, its original length, the lengths of the rows, the
@@ -51,11 +50,6 @@ class HostWords(NamedTuple):
     amplitude_hex: str
 
 
-# A value, or its class and fields. Dynamo cannot pass a value that was made inside the compiled function
-# to a function whose result it treats as a constant, but it can pass a class and fields.
-Constant: TypeAlias = "T | tuple[type[T], tuple[Any, ...]]"
-
-
 def made(
     rule: Constant[Rule | None],
     rotary_dim: int,
@@ -69,21 +63,14 @@ def made(
         rule, rotary_dim, base, axes: see :class:`tightrope.RopeSpec`.
         regime: see :meth:`tightrope.frequencies.Rule.regime`.
     """
-    return _cached(_value_of(rule), rotary_dim, base, _value_of(axes), regime)
+    return _cached(value_of(rule), rotary_dim, base, value_of(axes), regime)
 
 
 def inv_freq(rule: Constant[Rule | None], dim: int, base: float) -> list[float]:
     """Return one row of a rule's frequencies, for lengths up to its ``original_max_position``."""
-    rule = _value_of(rule)
+    rule = value_of(rule)
     row = frequencies.default(dim, base) if rule is None else rule.frequencies(dim, base)
     return [float(omega) for omega in row.exact]
-
-
-def _value_of(constant: Constant[T]) -> T:
-    if isinstance(constant, tuple):
-        kind, fields = constant
-        return kind(*fields)
-    return constant
 
 
 # A spec may be made inside a compiled function; its phase words are constants there, since Dynamo

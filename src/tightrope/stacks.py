@@ -15,13 +15,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ._errors import bad_type, bad_value, public, unsupported
+from ._namespace import operators
+from ._tracing import Constant, needs_plain, value_of
 from .axes import Axes
 from .frequencies import (
     DynamicNTK,
@@ -50,6 +54,8 @@ class Spec(Protocol):
     def scaling(self) -> Rule | None: ...
     @property
     def axes(self) -> Axes | None: ...
+    @property
+    def constants(self) -> tuple[Constant[Rule | None], Constant[Axes | None], int, float]: ...
 
 
 class Row(NamedTuple):
@@ -319,6 +325,85 @@ def _fixed(formula: Formula, **only: object) -> Formula:
     return checked
 
 
+def _row_of(
+    formula: Formula,
+    rule: Rule | None,
+    axes: Axes | None,
+    rotary_dim: int,
+    base: float,
+    seq_len: int | None,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype],
+) -> Row:
+    """Return the frequencies of a spec, one for each pair.
+
+    Args:
+        formula: the stack's formula for the rule.
+        rule, axes, rotary_dim, base: see :class:`tightrope.RopeSpec`.
+        seq_len, device: see :class:`Problem`.
+        dtypes: the dtype to compute in; None, or the dtype to which frequencies are then rounded; and
+            that of the result.
+    """
+    dtype, rounded, kept = dtypes
+
+    def row_of(dim: int) -> Row:
+        if dim == 0:
+            return Row(torch.zeros(0, dtype=dtype, device=device))
+        return formula(Problem(rule, dim, base, seq_len, dtype, device))
+
+    if axes is None:
+        found = row_of(rotary_dim)
+    else:
+        rows = {dim: row_of(dim) for _, _, dim in axes.pairs}
+        found = next(iter(rows.values()), row_of(0))
+        picked = [rows[dim].inv_freq[k] for _, k, dim in axes.pairs]
+        found = found._replace(inv_freq=torch.stack(picked) if picked else found.inv_freq)
+    return (
+        found if rounded is None else found._replace(inv_freq=found.inv_freq.to(rounded).to(kept))
+    )
+
+
+def _constant_row(
+    formula: Formula, rule: Constant[Rule | None], axes: Constant[Axes | None], *arguments: Any
+) -> tuple[Any, ...]:
+    """Return the fields of :func:`_row_of`, frequencies as numbers, computed now and not in the graph."""
+    with _disable_current_modes():  # that of fake tensors, in an export
+        row = _row_of(formula, value_of(rule), value_of(axes), *arguments)
+        return row.inv_freq.tolist(), *row[1:]
+
+
+# torch.compiler.assume_constant_result sets the same attribute, but imports Dynamo.
+_constant_row._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def cos_sin(
+    at: torch.Tensor, inv_freq: torch.Tensor, divisor: Any, multiplier: Any, polar: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines; see ``cos_sin`` in :mod:`tightrope.ops.schema`."""
+    if divisor is not None:
+        at = at / divisor
+    if multiplier is not None:
+        at = at * multiplier
+    angle = at * inv_freq
+    if not polar:
+        return angle.cos(), angle.sin()
+    cos, sin = torch.view_as_real(torch.polar(torch.ones_like(angle), angle)).unbind(-1)
+    return cos.clone(), sin.clone()
+
+
+def _length_of(where: Positions, tokens: int, ids: torch.Tensor) -> int | None:
+    """Return the largest position plus 1; None without positions."""
+    if where.ids is None:
+        return max(0, where.offset + (tokens if where.add_index else 1))
+    if torch.compiler.is_compiling():
+        raise bad_value(
+            "seq_len must be given in compiled code, as the frequencies of this stack depend on the "
+            "largest position",
+            positions=where.ids,
+        )
+    return math.ceil(ids.max()) + 1 if ids.numel() else None
+
+
 #: How a stack was verified. RUN: the library's own code, run on the CPU, gave the same bits.
 #: GIVEN_TABLES: it gave the same bits when this module used the library's cosines and sines, which
 #: may differ from those computed here in the last bit. READ: the code was only read, because it
@@ -489,23 +574,24 @@ class Stack:
         ids = ids.to(device) + where.offset
         if where.add_index:
             ids = ids + torch.arange(tokens, device=device)
-        if seq_len is None and spec.scaling is not None and spec.scaling.by_length and ids.numel():
-            seq_len = math.ceil(ids.max()) + 1
+        if seq_len is None and spec.scaling is not None and spec.scaling.by_length:
+            seq_len = _length_of(where, tokens, ids)
         row = self._row(spec, seq_len, device)
         at = ids.to(row.inv_freq.dtype)
-        if row.divisor is not None:
-            at = at / row.divisor
-        if row.multiplier is not None:
-            at = at * row.multiplier
         if spec.axes is not None:
-            at = at[[axis for axis, _, _ in spec.axes.pairs]].movedim(0, -1)
+            at = at[[axis for axis, _, _ in spec.axes.pairs]].movedim(0, -1).contiguous()
         else:
             at = at[0, :, :, None]
-        angle = at * row.inv_freq.to(device)
-        if self.polar:
-            cos, sin = torch.view_as_real(torch.polar(torch.ones_like(angle), angle)).unbind(-1)
+        inv_freq, divisor, multiplier = row.inv_freq.to(device), row.divisor, row.multiplier
+        if torch.compiler.is_compiling() and not needs_plain():
+            # Inductor's own cosines have other bits, and it drops roundings to 16 bits in between.
+            numbers = [
+                None if each is None else torch.tensor(each, dtype=torch.float64)
+                for each in (divisor, multiplier)
+            ]
+            cos, sin = operators.cos_sin.default(at, inv_freq, *numbers, self.polar)
         else:
-            cos, sin = angle.cos(), angle.sin()
+            cos, sin = cos_sin(at, inv_freq, divisor, multiplier, self.polar)
         if row.attention_scaling != 1.0:
             cos, sin = cos * row.attention_scaling, sin * row.attention_scaling
         kept = self.table_dtype or dtype
@@ -514,23 +600,20 @@ class Stack:
     def _row(self, spec: Spec, seq_len: int | None, device: torch.device) -> Row:
         rule, formula = spec.scaling, self._formula(spec.scaling)
         where = torch.device("cpu") if self.on_cpu else device
-
-        def row_of(dim: int) -> Row:
-            if dim == 0:
-                return Row(torch.zeros(0, dtype=self.dtype, device=where))
-            return formula(Problem(rule, dim, spec.base, seq_len, self.dtype, where))
-
-        if spec.axes is None:
-            found = row_of(spec.rotary_dim)
-        else:
-            rows = {dim: row_of(dim) for _, _, dim in spec.axes.pairs}
-            found = next(iter(rows.values()), row_of(0))
-            picked = [rows[dim].inv_freq[k] for _, k, dim in spec.axes.pairs]
-            found = found._replace(inv_freq=torch.stack(picked) if picked else found.inv_freq)
-        if self.cast_to is not None and self.casts != "tables":
-            kept = self.cast_to if "positions" in self.casts else self.dtype
-            found = found._replace(inv_freq=found.inv_freq.to(self.cast_to).to(kept))
-        return found
+        rounded = None if self.casts == "tables" else self.cast_to
+        kept = self.dtype if rounded is None or "positions" not in self.casts else rounded
+        dtypes = self.dtype, rounded, kept
+        if not torch.compiler.is_compiling():
+            return _row_of(
+                formula, rule, spec.axes, spec.rotary_dim, spec.base, seq_len, where, dtypes
+            )
+        if rule is None or not rule.by_length:
+            seq_len = None
+        elif seq_len is not None:
+            # NTK by length needs another graph for each length; other rules for two regimes of lengths.
+            seq_len = operator.index(seq_len) if rule.ntk_by_length else rule.regime(seq_len)
+        numbers, *others = _constant_row(formula, *spec.constants, seq_len, where, dtypes)
+        return Row(torch.tensor(numbers, dtype=kept, device=where), *others)
 
     def _formula(self, rule: Rule | None) -> Formula:
         if isinstance(rule, Given):

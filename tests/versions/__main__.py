@@ -123,7 +123,6 @@ def run(python: str, torch: str, wheel: Path, one_in: int, arguments: list[str])
     return {
         "python": versions[0],
         "torch": versions[1],
-        "commit": environment.commit(),
         "one_in": one_in,
         **counts,
         "seconds": round(time.monotonic() - begin),
@@ -170,7 +169,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--table", action="store_true", help="only write the table again")
     options, for_pytest = parser.parse_known_args(arguments)
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    good = True
+    good, commit = True, environment.commit()  # before this command changes a file
     if not options.table:
         wheel = options.wheel or next(iter(sorted((ROOT / "dist").glob("*.whl"))))
         pairs = results.setdefault("pairs", {})
@@ -181,7 +180,7 @@ def main(arguments: list[str]) -> int:
             # Chosen tests are no result, and part of the tests is less than all.
             before = pairs.get(f"{python} {torch}", {})
             if not for_pytest and options.one_in <= before.get("one_in", options.one_in):
-                pairs[f"{python} {torch}"] = result
+                pairs[f"{python} {torch}"] = {**result, "commit": commit}
                 results["processor"] = environment.processor()
                 RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if not for_pytest:

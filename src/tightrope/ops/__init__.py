@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import autograd, fake, phases, vmap
+from . import autograd, cosines, fake, phases, vmap
 
 
 def register() -> None:
@@ -11,3 +11,4 @@ def register() -> None:
     autograd.register()
     vmap.register()
     phases.register()
+    cosines.register()

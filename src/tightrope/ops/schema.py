@@ -220,10 +220,23 @@ PHASE_SUMS = (
     "-> (Tensor by_increments, Tensor by_state)"
 )
 
+# Cosines and sines by the arithmetic of another library (see tightrope.stacks), for compiled code. All
+# steps are torch's own, so the bits are those of eager code.
+#
+# positions   floating [rows|1, tokens, pairs|1], contiguous
+# inv_freq    [pairs], in the same dtype
+# divisor, multiplier
+#             scalars that positions are divided or multiplied by first
+# polar       whether torch.polar computes them
+COS_SIN = (
+    "cos_sin(Tensor positions, Tensor inv_freq, Tensor? divisor, Tensor? multiplier, bool polar) "
+    "-> (Tensor cos, Tensor sin)"
+)
+
 _PHASES = (PHASE_WORDS, PHASE_DRIFT, PHASE_SUMS)
 
 #: All schemas. setup.py also compiles them into the native library, for processes without Python.
-SCHEMAS = (*ROTATIONS.values(), ANGLE_GRADIENTS, GATE_GRADIENTS, *_PHASES)
+SCHEMAS = (*ROTATIONS.values(), ANGLE_GRADIENTS, GATE_GRADIENTS, *_PHASES, COS_SIN)
 
 # The process may have loaded the native library before; and setup.py may run this file once more.
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -242,6 +255,7 @@ gate_gradients = operators.gate_gradients.default
 phase_words = operators.phase_words.default
 phase_drift = operators.phase_drift.default
 phase_sums = operators.phase_sums.default
+cos_sin = operators.cos_sin.default
 
 
 class Plain(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 
 from .. import phase_words, positions as positions_
 from .._errors import as_real, bad_type, bad_value, public
+from .._tracing import Constant
 from ..axes import Axes
 from ..channels import Channels
 from ..frequencies import Frequencies, Given, Rule, length as checked_length
@@ -219,6 +220,11 @@ class RopeSpec:
     def amplitude(self) -> float:
         """The factor on the rotated channels within the original length."""
         return float.fromhex(self._words.amplitude_hex)
+
+    @property
+    def constants(self) -> tuple[Constant[Rule | None], Constant[Axes | None], int, float]:
+        """The rule, the axes, ``rotary_dim`` and the base, for functions that Dynamo runs while compiling."""
+        return self._words.constants
 
     @property
     def _words(self) -> Tables:

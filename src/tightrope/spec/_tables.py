@@ -6,14 +6,14 @@ tensors, and ``_unread`` serves lengths whose values cannot be read. This module
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from .. import phase_words
 from .._errors import bad_value, public, unsupported
-from .._tracing import is_tracing
+from .._tracing import Constant, is_tracing
 from ..axes import Axes
 from ..frequencies import Rule
 from ..phase_words import HostWords, Table
@@ -42,7 +42,7 @@ class Tables:
         self._rotary_dim = rotary_dim
         self._base_hex = base.hex()
         self._axes = axes
-        self._constants: tuple[Any, Any] = rule, axes
+        self._constants: tuple[Constant[Rule | None], Constant[Axes | None]] = rule, axes
         if torch.compiler.is_dynamo_compiling():
             # Dynamo keeps phase words as constants. It cannot pass objects that were made inside the
             # compiled function (in torch 2.11, any frozen dataclass) to the function that computes a
@@ -66,6 +66,12 @@ class Tables:
         self._kept = DeviceCache()
         if not is_tracing():
             self._of_regime(_CPU)
+
+    @property
+    def constants(self) -> tuple[Constant[Rule | None], Constant[Axes | None], int, float]:
+        """The rule, the axes, ``rotary_dim`` and the base, for functions that Dynamo runs while compiling."""
+        # With dynamic shapes, Dynamo takes int attributes for symbols.
+        return *self._constants, operator.index(self._rotary_dim), float.fromhex(self._base_hex)
 
     def read(self, seq_len: SeqLen, device: torch.device) -> Lengths | None:
         """Normalise ``seq_len``; None if the rule ignores it.
@@ -148,8 +154,8 @@ class Tables:
             return self._within
         if regime == self._first:
             return self._beyond
-        rule, axes = self._constants
-        return phase_words.made(rule, self._rotary_dim, float.fromhex(self._base_hex), axes, regime)
+        rule, axes, rotary_dim, base = self.constants
+        return phase_words.made(rule, rotary_dim, base, axes, regime)
 
     def _of_regime(self, device: torch.device, regime: int | None = None) -> Table:
         """Return phase words and whole turns for lengths of one regime, ``[axes, 1, heads|1, pairs]``.
@@ -183,9 +189,8 @@ class Tables:
     def _make_unread(self, device: torch.device, _: str) -> UnreadLengths:
         if device.type != "cpu":
             return self._unread(_CPU).on(device)
-        rule, base = self._constants[0], float.fromhex(self._base_hex)
-        # Dynamo treats an int attribute as a constant only after arithmetic, hence + 0.
-        dims = {self._rotary_dim + 0}
+        rule, _axes, rotary_dim, base = self.constants
+        dims = {rotary_dim}
         if self._axes is not None:
             dims = {dim for _, _, dim in self._axes.pairs}
         rows = {

@@ -12,6 +12,7 @@ from ...ops.definition import define
 from ...ops.memory import shares_memory
 from ...ops.phases import phase_drift, phase_sums, phase_words
 from ...ops.schema import library, new_like, options_of, present
+from ...stacks import cos_sin
 
 #: Device types that this backend serves; empty for all.
 DEVICES: tuple[str, ...] = ()
@@ -114,6 +115,7 @@ def register() -> None:
         (schema.phase_words, phase_words),
         (schema.phase_drift, phase_drift),
         (schema.phase_sums, phase_sums),
+        (schema.cos_sin, cos_sin),
     ):
         library.impl(operator, kernel, "CompositeExplicitAutograd")
     # is_grads_batched and vectorised jacobians use torch's legacy vmap, which ignores registered vmap rules.

@@ -1,0 +1,36 @@
+// Cosines and sines by the arithmetic of another library, for compiled code. All steps are torch's own, as in
+// `cos_sin` of stacks.py, so that a process without Python gets the same bits.
+#include <array>
+#include <optional>
+#include <tuple>
+
+#include "bind_problem.h"
+
+namespace tightrope::binding {
+namespace {
+
+template <class... Arguments>
+Tensor by_torch(const char* name, const char* overload, const Arguments&... arguments) {
+  std::array<StableIValue, sizeof...(Arguments)> stack{torch::stable::detail::from(arguments)...};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+std::tuple<Tensor, Tensor> cos_sin(Tensor at, Tensor inv_freq, std::optional<Tensor> divisor,
+                                   std::optional<Tensor> multiplier, bool polar) {
+  if (divisor.has_value()) at = by_torch("aten::div", "Tensor", at, *divisor);
+  if (multiplier.has_value()) at = by_torch("aten::mul", "Tensor", at, *multiplier);
+  const Tensor angle = by_torch("aten::mul", "Tensor", at, inv_freq);
+  if (!polar) return {by_torch("aten::cos", "", angle), by_torch("aten::sin", "", angle)};
+  Tensor one = torch::stable::empty_like(angle);
+  torch::stable::fill_(one, 1.0);
+  const Tensor both = by_torch("aten::view_as_real", "", by_torch("aten::polar", "", one, angle));
+  const auto part = [&](int64_t i) { return torch::stable::clone(by_torch("aten::select", "int", both, int64_t(-1), i)); };
+  return {part(0), part(1)};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(tightrope, CPU, m) { m.impl("cos_sin", TORCH_BOX(&cos_sin)); }
+
+}  // namespace tightrope::binding
