@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -47,7 +48,9 @@ def test_the_whole_output(
     assert run_here(monkeypatch, *arguments) == 0
     output, progress = capsys.readouterr()
     for text in (
-        "half (stated by model_type 'llama') to interleaved",
+        "half (assumed from model_type 'llama') to interleaved",
+        ", provided that the checkpoint was half, as assumed from model_type 'llama'",
+        "warning     the weights do not show their pairing: half is only assumed from model_type 'llama'",
         "model.layers.{0-1}.self_attn.q_proj.weight  (2)",
         "model.layers.{0-1}.self_attn.k_norm.weight  (2)",
         "model.layers.{0-1}.self_attn.o_proj.weight  (2)",
@@ -58,9 +61,31 @@ def test_the_whole_output(
         ", 5 files",
     ):
         assert text in output, output
+    assert "model_type 'llama': 8 of 8 channels from 0 on\n" in re.sub(" +\n", "\n", output)
     assert "\x1b" not in output + progress
     assert "convert 100%" in progress
     assert (out / "model.safetensors.index.json").exists()
+
+
+def test_verification_states_its_premise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Permutations of weights that were half do not change scores under a wrong `--from` either."""
+    monkeypatch.setenv("COLUMNS", "300")
+    source = write(tmp_path / "a", trained(interleaved=False), TRAINED)
+    there, back = tmp_path / "b", tmp_path / "c"
+    arguments = ["convert", source, there, "--to", "half", "--from", "interleaved", "--verify"]
+    assert run_here(monkeypatch, *arguments) == 0
+    output = capsys.readouterr().out
+    assert (
+        ", provided that the checkpoint was interleaved, as stated by the user (--from)" in output
+    )
+    assert (
+        "warning     the weights show half, not interleaved (by chance at most once in " in output
+    )
+    arguments = ["convert", there, back, "--to", "interleaved", "--from", "half", "--dry-run"]
+    assert run_here(monkeypatch, *arguments) == 0
+    assert "verified" not in capsys.readouterr().out
 
 
 def test_json_and_dry_run(
@@ -212,7 +237,9 @@ def test_detect(
     assert run_here(monkeypatch, "detect", source) == code
     output = capsys.readouterr().out
     assert about in output
-    assert "half (model_type 'llama')" in output
+    assert "half (assumed from model_type 'llama')" in output
+    advice = "compare the loss on a text under both pairings"
+    assert (advice in " ".join(output.split())) == (interleaved is None)
     assert run_here(monkeypatch, "detect", source, "--json") == code
     document = json.loads(capsys.readouterr().out)
     names = {None: None, False: "half", True: "interleaved"}

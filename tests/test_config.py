@@ -398,7 +398,7 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     "no width": (
         {"model_type": "llama", "rope_theta": 1e4, "hidden_size": 64}, {}, ValueError,
         "[from_config] the config must give the width of a head, by one of head_dim, kv_channels, "
-        "head_size, or by hidden_size and num_attention_heads, but has only the keys hidden_size, "
+        "head_size, or by hidden_size and num_attention_heads, but its keys are hidden_size, "
         "model_type, rope_theta.",
     ),
     "a width that does not divide": (
@@ -516,9 +516,14 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "GGUF without frequencies": (
         {k: v for k, v in GGUF.items() if not k.endswith("freq_base")}, {}, ValueError,
-        "[from_config] the config must give the base of the frequencies, by one of rope_theta, "
-        "rotary_emb_base, rotary_base, rope_base, but has only the keys general.architecture, "
+        "[from_config] the config must give the base of the frequencies: add one of rope_theta, "
+        "rotary_emb_base, rotary_base, rope_base to its keys, which are general.architecture, "
         "qwen2.attention.head_count, qwen2.context_length, qwen2.embedding_length.",
+    ),
+    "no base among many keys": (
+        {"model_type": "llama", "hidden_size": 64, **dict.fromkeys("abcdefghij")}, {}, ValueError,
+        "[from_config] the config must give the base of the frequencies: add one of rope_theta, "
+        "rotary_emb_base, rotary_base, rope_base to its keys, which are a, b, c, d, e, f, g, h and 4 more.",
     ),
     "GGUF of an unknown architecture": (
         {k.replace("qwen2", "zebra"): v.replace("qwen2", "zebra") if isinstance(v, str) else v

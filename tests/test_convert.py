@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import struct
 import zipfile
 from collections.abc import Callable
@@ -524,7 +525,7 @@ def test_a_checkpoint_without_configuration(tmp_path: Path) -> None:
 
 def test_paired_so_already(tmp_path: Path) -> None:
     source = write(tmp_path / "a", llama_tensors())
-    with refused("is already half .stated by model_type 'llama'."):
+    with refused("is already half .assumed from model_type 'llama'."):
         convert(source, tmp_path / "b", to="half")
     convert(source, tmp_path / "b", to="interleaved")
     with refused("is already interleaved .stated by the conversion record tightrope_convert.json."):
@@ -537,9 +538,47 @@ def test_paired_so_already(tmp_path: Path) -> None:
 
 def test_weights_that_contradict_their_configuration(tmp_path: Path) -> None:
     source = write(tmp_path / "a", trained(interleaved=True), TRAINED)
-    with refused("is half .stated by model_type 'llama'. but its weights show interleaved"):
+    with refused("is half .assumed from model_type 'llama'. but its weights show interleaved"):
         convert(source, tmp_path / "b", to="interleaved")
-    convert(source, tmp_path / "b", to="interleaved", stated=Stated(source="half"))
+    done = convert(source, tmp_path / "b", to="interleaved", stated=Stated(source="half"))
+    assert not done.assumed
+    (warning,) = done.warnings
+    assert re.fullmatch(
+        r"the weights show interleaved, not half \(by chance at most once in \S+ cases\)", warning
+    )
+
+
+def test_weights_that_show_their_pairing_or_do_not(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", trained(interleaved=False), TRAINED)
+    done = convert(source, tmp_path / "b", to="interleaved")
+    assert (done.assumed, done.source_from) == (True, "model_type 'llama'")
+    assert done.warnings == ()
+    back = convert(tmp_path / "b", tmp_path / "c", to="half")
+    assert (back.assumed, back.warnings) == (False, ())
+    source = write(tmp_path / "d", llama_tensors())
+    assert convert(source, tmp_path / "e", to="interleaved", dry_run=True).warnings == (
+        "the weights do not show their pairing: half is only assumed from model_type 'llama'",
+    )
+    given = Stated(source="half")
+    assert convert(source, tmp_path / "e", to="interleaved", stated=given).warnings == (
+        "the weights do not show their pairing: half is only stated by the user (--from)",
+    )
+
+
+@pytest.mark.parametrize("key", [None, "rope_interleave"])
+def test_a_pairing_is_stated_by_a_key_or_assumed(tmp_path: Path, key: str | None) -> None:
+    config = {
+        "model_type": "deepseek_v3", "qk_nope_head_dim": 4, "qk_rope_head_dim": 8, "v_head_dim": 4,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 16, "rope_theta": 1e4,
+    }  # fmt: skip
+    tensors = {
+        "model.layers.0.self_attn.q_proj.weight": torch.randn(24, 16),
+        "model.layers.0.self_attn.kv_a_proj_with_mqa.weight": torch.randn(20, 16),
+    }
+    source = write(tmp_path / "a", tensors, config | ({} if key is None else {key: True}))
+    found = detect(source)
+    who = "model_type 'deepseek_v3'" if key is None else "the key rope_interleave"
+    assert (found.stated, found.assumed, found.who) == ("interleaved", key is None, who)
 
 
 def test_training_state_is_refused(tmp_path: Path) -> None:

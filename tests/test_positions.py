@@ -948,7 +948,13 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: left_padded(lengths=ENDS, total=4),
         ValueError,
-        "[left_padded] lengths must lie between 0 and total, 4, but go from 0 to 5.",
+        "[left_padded] lengths must lie between 0 and total, 4, but go from 0 to 5; total is the length "
+        "of whole rows: for a chunk that starts at slot s, call positions.per_row(s - padding).",
+    ),
+    (
+        lambda: left_padded(lengths=ENDS - 6, total=4),
+        ValueError,
+        "[left_padded] lengths must lie between 0 and total, 4, but go from -6 to -1.",
     ),
     (
         lambda: left_padded(lengths=ENDS[None], total=5),

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import typer
 
+from ..config.files import ELSEWHERE
 from ..workbench.text import printable
 from ._console import make_console
 from ._missing import without
@@ -47,7 +48,8 @@ def as_mistakes(spelled: Mapping[str, str] | None = None) -> Iterator[None]:
     except OSError as error:
         about = f"{error.filename}: " if error.filename is not None else ""
         code = FINDING if error.errno in _MACHINE else MISTAKE
-        stop(f"{about}{error.strerror or error}.", code)
+        text = str(error.strerror or error).removesuffix(ELSEWHERE)  # advice for Python callers
+        stop(f"{about}{text}.", code)
     except MemoryError:
         stop("there is not enough memory.", FINDING)
     except (ValueError, TypeError, NotImplementedError) as error:

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from ..workbench.convert import Conversion, convert as convert_checkpoint
+from ..workbench.convert._fail import basis
 from . import _checkpoint as option
 from ._console import Ticker, make_console
 from ._mistakes import as_mistakes
@@ -89,10 +90,11 @@ def convert(
 
 
 def _show(console: Console, done: Conversion) -> None:
+    whence = basis(done.source_from, done.assumed)
     rows = [
         ("checkpoint", f"{done.checkpoint}, {size(done.nbytes)} of weights"),
         ("model", done.model),
-        ("pairing", f"{done.source} (stated by {done.source_from}) to {done.to}"),
+        ("pairing", f"{done.source} ({whence}) to {done.to}"),
     ]
     rows += _named("changed", done.changed, None)
     rows += _named("left", done.left, _MOST_LEFT)
@@ -105,9 +107,11 @@ def _show(console: Console, done: Conversion) -> None:
             (
                 "verified",
                 f"scores of {proof.layers} layers differ by {proof.difference:.1e} of the largest "
-                f"score (with the old pairing by {proof.unswitched:.2g})",
+                f"score (with the old pairing by {proof.unswitched:.2g}), provided that the checkpoint was "
+                f"{done.source}, as {whence}",
             )
         )
+    rows += [("warning", warning) for warning in done.warnings]
     rows += [("note", note) for note in done.notes]
     rows.append(("written" if done.written else "dry run", _end(done)))
     console.print(facts(rows))

@@ -6,6 +6,7 @@ import json
 import typer
 
 from ..workbench.convert import Detection, detect as detect_pairing
+from ..workbench.convert._fail import basis
 from . import _checkpoint as option
 from ._console import Ticker, make_console
 from ._mistakes import as_mistakes
@@ -64,8 +65,10 @@ def detect(
 
 def _rows(found: Detection) -> list[tuple[str, str]]:
     rows = [("model", found.model)]
-    stated = "no pairing" if found.stated is None else found.stated
-    rows.append(("files", f"{stated} ({found.who})"))
+    stated = f"no pairing ({found.who})"
+    if found.stated is not None:
+        stated = f"{found.stated} ({basis(found.who, found.assumed)})"
+    rows.append(("files", stated))
     if found.pairing is None:
         rows.append(("weights", "no difference beyond chance: they do not show the pairing"))
     else:
@@ -77,6 +80,13 @@ def _rows(found: Detection) -> list[tuple[str, str]]:
         )
         for n, each in enumerate(found.evidence)
     ]
+    if found.pairing is None:
+        rows.append(
+            (
+                "next",
+                "compare the loss on a text under both pairings: docs/convert.md, 'Which pairing is it?'",
+            )
+        )
     if found.contradicts:
         rows.append(("warning", "the weights contradict the files"))
     return rows

@@ -18,8 +18,9 @@ NAMES = ("config.json", "params.json")
 #: The file in which `tightrope convert` records the pairing of a converted folder.
 RECORD = "tightrope_convert.json"
 
-_ELSEWHERE = (
-    "for a model that is not on this machine, pass its config object: "
+# The commands leave this out of their messages.
+ELSEWHERE = (
+    "; for a model that is not on this machine, pass its config object: "
     "transformers.AutoConfig.from_pretrained(name)"
 )
 
@@ -43,9 +44,7 @@ def load(path: Path) -> Mapping[str, Any]:
         url = url_in(path)
         if url is not None:
             fail(f"a configuration {url}")
-        raise FileNotFoundError(
-            errno.ENOENT, f"{os.strerror(errno.ENOENT)}; {_ELSEWHERE}", str(path)
-        )
+        raise FileNotFoundError(errno.ENOENT, f"{os.strerror(errno.ENOENT)}{ELSEWHERE}", str(path))
     with path.open("rb") as file:
         if file.read(len(gguf_file.MAGIC)) == gguf_file.MAGIC:
             return gguf_file.read(path)

@@ -25,9 +25,15 @@ def base_of(source: Source, part: Part) -> tuple[float, str]:
     ways = ", ".join(part.base if part.base and part.base != keys.BASE else keys.BASE)
     inside = sorted(path for path, value in part.entries.values() if value is not None)
     fail(
-        f"the config must give the base of the frequencies, by one of {ways}, but has only the keys "
-        f"{', '.join([*sorted(source.seen), *inside])}"
+        f"the config must give the base of the frequencies: add one of {ways} to its keys, which are "
+        f"{_some([*sorted(source.seen), *inside])}"
     )
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    """Join the first names and count the rest: configurations have dozens of keys."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def slice_of(
@@ -131,8 +137,8 @@ def _head_dim(source: Source, part: Part) -> tuple[int, str]:
     if hidden is None or count is None:
         fail(
             f"the config must give the width of a head, by one of {', '.join(keys.HEAD_DIM)}, or by "
-            f"{widths[0]} and {keys.HEADS[0]}, but has only the keys "
-            f"{', '.join(sorted(source.seen))}"
+            f"{widths[0]} and {keys.HEADS[0]}, but its keys are "
+            f"{_some(sorted(source.seen))}"
         )
     if hidden[1] % count[1]:
         fail(f"{hidden[0]} must be a multiple of {count[0]} but got {hidden[1]!r} and {count[1]!r}")

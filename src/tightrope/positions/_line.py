@@ -104,7 +104,9 @@ def left_padded(
     mask padding.
 
     Args:
-        attention_mask: bool, or integers 0 and 1, ``(rows, tokens)``; true for real tokens.
+        attention_mask: bool, or integers 0 and 1, ``(rows, tokens)``; true for real tokens. It must
+            cover whole rows: from a part such as ``mask[:, 4:]``, positions would start at 0 again. For
+            a chunk that starts at slot ``s``, pass ``per_row(s - padding)``, with the padding of each row.
         lengths: int32 or int64 ``(rows,)``: number of real tokens of each row. This needs no tensor
             with one entry per token.
         total: length of the padded rows; only with ``lengths``.
@@ -136,8 +138,13 @@ def left_padded(
         if lengths.numel() and is_readable(lengths):
             low, high = (int(end) for end in torch.aminmax(lengths))
             if low < 0 or high > total:
+                hint = (
+                    "; total is the length of whole rows: for a chunk that starts at slot s, call "
+                    "positions.per_row(s - padding)"
+                )
                 raise bad_value(
                     f"lengths must lie between 0 and total, {total}, but go from {low} to {high}"
+                    f"{hint if high > total else ''}"
                 )
         return per_row(lengths - total)
     mask = attention_mask

@@ -18,6 +18,11 @@ def shown(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
+def basis(who: str, assumed: bool) -> str:
+    """Return where a pairing comes from: stated by a key, a record or the user, or assumed from the family."""
+    return f"{'assumed from' if assumed else 'stated by'} {who}"
+
+
 def pairing_name(interleaved: bool) -> str:
     """Return the name of a pairing on the command line."""
     return "interleaved" if interleaved else "half"

@@ -72,6 +72,7 @@ class Detection:
         stated: the pairing stated by the user, a conversion record, the configuration or its family.
         who: the source of that statement.
         model: the model in one line.
+        assumed: whether ``stated`` is only the pairing of the family's code, which no file states.
     """
 
     pairing: str | None
@@ -81,6 +82,7 @@ class Detection:
     stated: str | None
     who: str
     model: str
+    assumed: bool = False
 
     @property
     def contradicts(self) -> bool:
@@ -157,6 +159,7 @@ def weigh(
         None if model.interleaved is None else pairing_name(model.interleaved),
         model.who,
         describe(model),
+        model.assumed,
     )
 
 

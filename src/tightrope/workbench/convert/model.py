@@ -19,7 +19,7 @@ from ...config.files import url_in
 from ...config.source import Source
 from ...config.specs import LayerSpecs
 from ...spec import RopeSpec
-from ._fail import fail, pairing_name, shown
+from ._fail import fail, shown
 from .checkpoint import RECORD, Checkpoint, load_json, open_checkpoint
 from .naming import FAMILY_NAMING, NAMINGS, PACKINGS, Naming
 
@@ -63,6 +63,7 @@ class Model:
         specs: one spec for all layers, or one per layer.
         interleaved: the pairing of the checkpoint; None if nothing states it.
         who: the source of the pairing, for messages.
+        assumed: whether the pairing is that of the family's code, which no file and no user states.
         naming: the naming scheme of the projections.
         prefix: the name prefix of the layers; None to take it from the names.
         heads, kv_heads: numbers of heads; None to take them from the shapes.
@@ -90,6 +91,7 @@ class Model:
     index_dim: int | None = None
     name: str = ""
     native: bool | None = None
+    assumed: bool = False
 
     def of(self, layer: int) -> RopeSpec | None:
         """Return the spec of a layer, or None for a layer without RoPE."""
@@ -121,9 +123,9 @@ def read_model(checkpoint: Checkpoint, stated: Stated, *, pairing: bool = True) 
         model = replace(model, specs=_sliced(model.specs, stated))
     recorded = _recorded(checkpoint) if given is None else None
     if recorded is not None:
-        model = replace(model, interleaved=recorded[0], who=recorded[1])
+        model = replace(model, interleaved=recorded[0], who=recorded[1], assumed=False)
     if given is not None:
-        model = replace(model, interleaved=given, who="the user (--from)")
+        model = replace(model, interleaved=given, who="the user (--from)", assumed=False)
     if model.interleaved is None and pairing:
         fail(
             f"the pairing of the checkpoint must be known, and {model.who} does not state it: pass --from "
@@ -258,11 +260,13 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
     if refused is not None:
         fail(refused)
     silent = source.family is None and given is None and _key_of(source) is None
-    spec = _provenance(found, stated, False if silent else given, strict=given is None).spec
+    read = _provenance(found, stated, False if silent else given, strict=given is None)
+    spec = read.spec
     if spec is None:
         fail(f"{source.name} has no RoPE")
     first = spec if isinstance(spec, RopeSpec) else next(each for each in spec.values() if each)
     interleaved = None if silent else first.interleaved
+    who, assumed = _origin(read, source, silent)
     if stated.head_dim is not None and stated.head_dim != first.head_dim:
         fail(f"--head-dim is {stated.head_dim} but the configuration states {first.head_dim}")
     values = source.values
@@ -276,7 +280,7 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
     return Model(
         spec,
         interleaved,
-        source.name,
+        who,
         naming,
         stated.prefix,
         heads,
@@ -288,7 +292,19 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
         _size(None, "", values, ("index_head_dim",)),
         source.name,
         _native(source) if given is not None else interleaved,
+        assumed,
     )
+
+
+def _origin(read: reader.Provenance, source: Source, silent: bool) -> tuple[str, bool]:
+    """Return the source of the pairing, and whether it is only the family's code."""
+    origin = next(row.source for row in read.rows if row.field == "interleaved")
+    if silent:
+        return source.name, False
+    if origin.startswith(f"{source.name} ("):
+        return source.name, True
+    key = _key_of(source)
+    return f"the key {origin}" if key is not None and origin.endswith(key) else origin, False
 
 
 def _native(source: Source) -> bool | None:
@@ -393,12 +409,11 @@ def _block(found: object, values: Mapping[str, Any]) -> int | None:
 
 
 def describe(model: Model) -> str:
-    """Describe a model in one line: its name, slice and pairing."""
+    """Describe a model in one line: its name and slice. The pairing is that of a checkpoint, not a model."""
     specs = [model.specs] if isinstance(model.specs, RopeSpec) else list(model.specs.values())
     widths = dict.fromkeys(
         f"{spec.rotary_dim} of {spec.head_dim} channels from {spec.start} on"
         for spec in specs
         if spec
     )
-    pairing = "unknown" if model.interleaved is None else pairing_name(model.interleaved)
-    return f"{model.name}: {shown(list(widths))}, {pairing}"
+    return f"{model.name}: {shown(list(widths))}"

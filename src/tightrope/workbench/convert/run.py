@@ -13,7 +13,7 @@ from typing import IO
 from ... import __version__
 from ..._errors import public
 from ..place import placed_file, placed_folder
-from ._fail import fail, pairing_name
+from ._fail import basis, fail, pairing_name
 from .checkpoint import RECORD, Checkpoint, load_json, open_checkpoint
 from .detect import weigh
 from .marking import marked
@@ -49,6 +49,8 @@ class Conversion:
         verified: the result of the verification; None without ``verify`` and with ``dry_run``.
         notes: advice for using the result.
         written: whether the result was written.
+        assumed: whether ``source`` is only the pairing of the family's code, which no file states.
+        warnings: doubts about ``source``: the weights show the other pairing, or none.
     """
 
     checkpoint: str
@@ -67,6 +69,8 @@ class Conversion:
     verified: Verified | None = None
     notes: tuple[str, ...] = field(default=())
     written: bool = False
+    assumed: bool = False
+    warnings: tuple[str, ...] = ()
 
 
 @public("convert")
@@ -98,7 +102,9 @@ def convert(
         stated: facts that the checkpoint's configuration does not state.
         force: replace an older result.
         dry_run: report what would change and write nothing.
-        verify: check on random activations that scores are unchanged, before ``out`` appears.
+        verify: check on random activations that scores are unchanged, before ``out`` appears. This
+            shows that the rows moved as they should if the checkpoint had the pairing ``source``, not
+            that it had.
         report: called with the fraction done and a short text.
 
     Returns:
@@ -118,14 +124,15 @@ def convert(
     target = Path(out)
     _check_apart(found, target)
     if model.interleaved == interleaved:
-        fail(f"the checkpoint is already {to} (stated by {model.who}); --from overrides that")
+        fail(
+            f"the checkpoint is already {to} ({basis(model.who, model.assumed)}); --from overrides that"
+        )
     plan = make_plan(found, model)
     given = stated is not None and stated.source is not None
-    if not given:
-        _check_weights(plan, model)
+    warnings = _check_weights(plan, model, given)
     files = _result_files(found, model, to)
     check_target(target, folder=found.folder is not None, force=force, writes={*files, RECORD})
-    made = _conversion(found, target, model, plan, interleaved, files)
+    made = replace(_conversion(found, target, model, plan, interleaved, files), warnings=warnings)
     if dry_run:
         return made
     work = _Work(found, model, plan, interleaved, verify, report or (lambda *_: None))
@@ -140,14 +147,21 @@ def convert(
     return replace(made, verified=proof, written=True)
 
 
-def _check_weights(plan: Plan, model: Model) -> None:
-    """Refuse a checkpoint whose weights contradict its files."""
+def _check_weights(plan: Plan, model: Model, given: bool) -> tuple[str, ...]:
+    """Return doubts about the stated pairing; refuse weights that contradict what no user stated."""
     found = weigh(plan, model, layers=_LOOKED_AT)
-    if found.contradicts:
-        fail(
-            f"the checkpoint is {found.stated} (stated by {found.who}) but its weights show {found.pairing} "
-            f"(by chance at most once in {1.0 / max(found.chance, 1e-99):.0e} cases): pass --from"
-        )
+    whence = basis(found.who, found.assumed)
+    if found.pairing is None:
+        return (f"the weights do not show their pairing: {found.stated} is only {whence}",)
+    if not found.contradicts:
+        return ()
+    odds = f"by chance at most once in {1.0 / max(found.chance, 1e-99):.0e} cases"
+    if given:
+        return (f"the weights show {found.pairing}, not {found.stated} ({odds})",)
+    fail(
+        f"the checkpoint is {found.stated} ({whence}) but its weights show {found.pairing} ({odds}): pass "
+        "--from"
+    )
 
 
 def _check_apart(found: Checkpoint, target: Path) -> None:
@@ -217,6 +231,7 @@ def _conversion(
         found.nbytes,
         mark,
         notes=tuple(notes),
+        assumed=model.assumed,
     )
 
 
