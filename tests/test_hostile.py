@@ -147,7 +147,7 @@ def problem(draw: Draw) -> tuple[int, list[int], list[int], int, int, int]:
     heads = [draw.size() if "h" in name else 1 for _ in range(draw.choice((1, 2)))]
     if draw.sometimes(0.1):
         heads[-1] = 0
-    if draw.sometimes(0.05):
+    if "b" in name and draw.sometimes(0.05):
         rows = 0
     if draw.sometimes(0.05):
         tokens = 0
