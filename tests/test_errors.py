@@ -233,7 +233,8 @@ CASES = {
     "axes of ids": (
         lambda: rotate(X, SPEC, positions.multi_axis(ids(3, 5))),
         ValueError,
-        "[rotate] positions must have 1 axis for this spec but got 3 (positions: int64[3, 1, 5]).",
+        "[rotate] positions must have 1 axis for this spec but got 3; pass axes= to RopeSpec, such as "
+        "Axes.blocks(…) for 3 coordinates (positions: int64[3, 1, 5]).",
     ),
     "bool offset": (
         lambda: rotate(X, SPEC, True),

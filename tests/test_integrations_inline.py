@@ -94,6 +94,13 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def test_the_report_of_an_expression_names_the_tensor_whose_channels_rotate() -> None:
+    """Around the expression, x may be a slice of the channels of a head."""
+    (entry,) = patch(Halves()).replaced
+    assert entry.recognised is not None
+    assert entry.recognised.startswith("rotate_half on all channels of x, cos/sin of full width")
+
+
 # --- what is replaced -----------------------------------------------------------------------------
 
 

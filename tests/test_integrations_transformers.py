@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.models.llama import modeling_llama
 
 from helpers import noise
 from small_models import FAMILIES, TEXT, gradients, outputs, small_inputs, small_model
+from tightrope import integrations
 from tightrope.integrations._recognise import to_the_bit
 from tightrope.integrations._run import replacement
 from tightrope.integrations.transformers import patch, recognise, unpatch
@@ -599,6 +601,20 @@ def test_errors(arguments: Any, error: type[Exception], message: str) -> None:
             TypeError, match=r"\[unpatch\] model must be a torch.nn.Module but got 3"
         ):
             unpatch(first)
+
+
+@pytest.mark.parametrize("arguments", [(), (None,)])
+def test_patch_of_any_library_without_a_model_names_the_call_for_all_models(
+    arguments: tuple[None, ...],
+) -> None:
+    for function in (integrations.patch, integrations.unpatch):
+        name = function.__name__
+        message = (
+            f"[{name}] model must be a torch.nn.Module but got None; to {name} all models of "
+            f"transformers, call tightrope.integrations.transformers.{name}()."
+        )
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+            function(*arguments)
 
 
 def test_settings_are_those_of_the_family() -> None:

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,8 @@ from tolerances import assert_near, assert_same_bits
 
 # Inductor's CPU code needs a C++ compiler.
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+NARROW = r"\[inv_freq\] frequencies should be float32"
 
 SPEC = RopeSpec(8, rotary_dim=6, start=1)
 PLANE = RopeSpec(8, axes=Axes.blocks((2, 2)))
@@ -206,6 +209,7 @@ def test_the_own_frequencies_of_a_spec_within_the_bound(base: float) -> None:
     assert bool((difference <= 2 * tolerances.value("float32 rotation") * lengths).all())
 
 
+@pytest.mark.filterwarnings(f"ignore:{NARROW}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_frequencies_are_taken_as_the_numbers_that_they_are(dtype: torch.dtype) -> None:
     theta = noise(3, seed=1, dtype=dtype)
@@ -217,6 +221,53 @@ def test_narrow_frequencies_are_taken_as_the_numbers_that_they_are(dtype: torch.
     rotate(x, SPEC, 7, inv_freq=theta).sum().backward()
     assert theta.grad is not None
     assert theta.grad.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share"), [(torch.bfloat16, "0.4"), (torch.float16, "0.05")], ids=str
+)
+def test_16_bit_frequencies_warn_at_the_line_of_the_caller(dtype: torch.dtype, share: str) -> None:
+    theta, x = noise(3, seed=1, dtype=dtype), noise(1, 2, 5, 8)
+    for call in (
+        lambda: rotate(x, SPEC, inv_freq=theta),
+        lambda: rotate_(x, SPEC, inv_freq=theta),
+        lambda: rotate_qk(x, x, SPEC, inv_freq=theta),
+        lambda: rotate_qk_(x, x.clone(), SPEC, inv_freq=theta, act="silu"),
+    ):
+        with pytest.warns(UserWarning, match=NARROW) as caught:
+            call()
+        (warning,) = caught
+        assert str(warning.message) == (
+            f"[inv_freq] frequencies should be float32 but are {str(dtype)[6:]}, which rounds them by up "
+            f"to {share} %, an error that the position multiplies; keep the parameter in float32 when you "
+            "cast the model, or pass inv_freq.float() if these values are right."
+        )
+        assert warning.filename == __file__
+        assert warning.lineno == call.__code__.co_firstlineno  # type: ignore[attr-defined]
+
+
+def test_16_bit_frequencies_warn_once_and_wider_ones_never() -> None:
+    x = noise(1, 2, 5, 8, dtype=torch.bfloat16)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for dtype in (torch.float32, torch.float64):
+            rotate(x, SPEC, inv_freq=noise(3, dtype=dtype))
+        rotate(x, SPEC, inv_freq=noise(3, dtype=torch.bfloat16).float())
+        assert not caught
+        for seed in range(3):
+            rotate(x, SPEC, inv_freq=noise(3, seed=seed, dtype=torch.bfloat16))
+    assert len(caught) == 1
+
+
+def test_compiled_code_does_not_warn_of_16_bit_frequencies() -> None:
+    """A warning would break the graph; warnings are errors here."""
+    x, theta = noise(1, 2, 5, 8), noise(3, seed=1, dtype=torch.bfloat16)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def turned(x: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
+        return rotate(x, SPEC, inv_freq=theta)
+
+    assert_same_bits(turned(x, theta), rotate(x, SPEC, inv_freq=theta.float()))
 
 
 @every_backend

@@ -496,6 +496,13 @@ def test_errors() -> None:
     ):
         rotate_qk(x, k, spec, phases=given(2, 4, 6, 4))
     with refused(
+        ValueError,
+        "[rotate] phases must have shape (2|1, 4|1, 6, 0|1) for x, in this order for every layout, but "
+        "got (2, 4, 6, 4); a spec with rotary_dim=0 rotates no pair: pass scaling=Proportional(0.0) "
+        "instead (x: float64[2, 4, 6, 8]).",
+    ):
+        rotate(x, RopeSpec(8, rotary_dim=0), phases=given(2, 4, 6, 4))
+    with refused(
         TypeError,
         "[rotate] phases must be made by phases.given or phases.running but got float32[2, 4, 6, 4].",
     ):

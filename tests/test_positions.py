@@ -1209,7 +1209,8 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: RopeSpec(8).at(grid(2, 2)),
         ValueError,
-        "[at] positions must have 1 axis for this spec but got 2 (positions: int64[2, 1, 4]).",
+        "[at] positions must have 1 axis for this spec but got 2; pass axes= to RopeSpec, such as "
+        "Axes.blocks(…) for 2 coordinates (positions: int64[2, 1, 4]).",
     ),
 ]
 

@@ -811,7 +811,10 @@ def test_interleaved_that_is_not_a_bool(value: object) -> None:
 
 
 def test_positions_of_another_number_of_axes() -> None:
-    rule = "positions must have 1 axis for this spec but got 2 (positions: int64[2, 1, 9])."
+    rule = (
+        "positions must have 1 axis for this spec but got 2; pass axes= to RopeSpec, such as "
+        "Axes.blocks(…) for 2 coordinates (positions: int64[2, 1, 9])."
+    )
     with refused(ValueError, f"[at] {rule}"):
         RopeSpec(8).at(positions.multi_axis(torch.zeros(2, 9, dtype=torch.int64)))
 
@@ -878,7 +881,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no version": (
         lambda: RopeSpec.from_dict({"head_dim": 8}),
         ValueError,
-        "[from_dict] version must be 1 but got None.",
+        "[from_dict] version must be 1 but got None; pass the result of to_dict.",
     ),
     "an unknown key": (
         lambda: RopeSpec.from_dict({"version": 1, "head_dim": 8, "rope_theta": 1e4}),

@@ -489,7 +489,8 @@ def test_errors() -> None:
     calls: list[tuple[type[Exception], str, Callable[[], object]]] = [
         (ValueError, r"\[at\] stack must be one of transformers, .* but got 'vlm'", lambda: SPEC.at(0, stack="vlm")),
         (ValueError, r"\[stacks.get\] stack must be one of .* but got 3", lambda: get(3)),  # type: ignore[arg-type]
-        (ValueError, r"\[rotate\] act and gate must be None with a rotation made for stack 'vllm'",
+        (ValueError, r"\[rotate\] act and gate must be None with a rotation made for stack 'vllm'; normalise or activate "
+         r"first, then rotate, then multiply by the gate\.",
          lambda: rotate(q, rope, act="silu")),
         (ValueError, r"\[rotate\] inv_freq must be None with a rotation made for stack 'vllm'",
          lambda: rotate(q, rope, inv_freq=torch.ones(32))),

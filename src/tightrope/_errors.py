@@ -13,6 +13,7 @@ import functools
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -131,6 +132,15 @@ def sentence(operation: str, rule: str, **about: object) -> str:
         rule, about: as in :func:`bad_value`.
     """
     return _named(operation, _rule_with_facts(rule, about))
+
+
+def outside() -> int:
+    """Return the stack level of the first caller outside this package, for ``warnings.warn``."""
+    frame, level = sys._getframe(1), 1
+    package = __name__.partition(".")[0]
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _rule_with_facts(rule: str, about: dict[str, object]) -> str:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 import warnings
 from collections.abc import Iterable, Mapping
 
-from .._errors import sentence
+from .._errors import outside, sentence
 from ..frequencies import LONGEST, NTK, RULES, YaRN
 from ..spec import RopeSpec
 from . import keys
@@ -200,16 +199,7 @@ def _complain(unknown: list[str], strict: bool) -> None:
     )
     if strict:
         fail(text)
-    warnings.warn(sentence(OPERATION, text), UserWarning, stacklevel=_outside())
-
-
-def _outside() -> int:
-    """The stack level of the first caller outside this package."""
-    frame, level = sys._getframe(1), 1
-    package = __name__.partition(".")[0]
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
-        frame, level = frame.f_back, level + 1
-    return level
+    warnings.warn(sentence(OPERATION, text), UserWarning, stacklevel=outside())
 
 
 def _unknown_inside(part: Part) -> list[str]:

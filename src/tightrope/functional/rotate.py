@@ -60,7 +60,7 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
         inv_freq: frequencies that replace the spec's, in radians per position: floating
             ``(pairs,)`` or ``(heads, pairs)``, or for a spec of several axes ``(axes, heads or 1,
             pairs)``; fixed or learned. Each call converts them to phase words on the device; see
-            docs/numerics.md.
+            docs/numerics.md. Outside of compiled code, 16-bit frequencies raise a warning, once per line.
         seq_len: length of the sequences, for rules that depend on it; see :meth:`RopeSpec.at`.
         phases: angles for each token, head and pair, added to those of the positions, made by
             :func:`tightrope.phases.given` or :func:`tightrope.phases.running`. To rotate by these

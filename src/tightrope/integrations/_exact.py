@@ -107,7 +107,7 @@ KEPT = "_tightrope_angles"
 
 
 class _Library:
-    """State of ``patch(None)``.
+    """State of ``patch()``.
 
     Attributes:
         serves: whether ``patch(None, angles="exact")`` is active.
@@ -131,7 +131,7 @@ class Kept:
         config: the config of the module, or None.
         of_module, of_config: attribute values of the module and of its config; see _OF_MODULE and
             _OF_CONFIG.
-        by_library: whether ``patch(None)`` made them; ``unpatch(None)`` then ends them.
+        by_library: whether ``patch()`` made them; ``unpatch()`` then ends them.
     """
 
     angles: Angles

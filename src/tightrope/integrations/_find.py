@@ -145,7 +145,7 @@ def is_rotary_method(name: str, value: Any) -> bool:
 
 
 def original_of(value: Any) -> Any:
-    """The value of a global before ``patch(None)`` replaced it."""
+    """The value of a global before ``patch()`` replaced it."""
     inner = value.__func__ if isinstance(value, staticmethod) else value
     return getattr(inner, "_tightrope_original", value)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._errors import bad_type, bad_value, public
+from .._errors import OPERATION, bad_type, bad_value, public
 from ..forms import unwrapped
 from . import _bound, _exact, _find, _graft
 from ._candidate import Candidate
@@ -23,14 +23,22 @@ from ._summary import Entry, Report, entry_of
 ANGLES = ("model", "exact")
 _LOST = "it is not what its module has under its name, so a pickled model could not find it"
 _UNREACHED = "which patch does not see call it; call patch before you replace it"
+_ALL_MODELS = (
+    f"; to {OPERATION} all models of transformers, call "
+    f"tightrope.integrations.transformers.{OPERATION}()"
+)
 
+# The default of `model`: a call without a model raises our error, which names the call for all models.
+_NEEDED: Any = None
 
 # The attribute in which a module stores its processors: name -> (the copy in use, the original).
 PROCESSORS = "_tightrope_processors"
 
 
 @public("patch")
-def patch(model: torch.nn.Module, *, angles: str = "model", rounding: str = "model") -> Report:
+def patch(
+    model: torch.nn.Module = _NEEDED, *, angles: str = "model", rounding: str = "model"
+) -> Report:
     """Replace the rotary functions of a model with the fused operator.
 
     Every rotary function that the methods of the model's modules call is tested numerically (see
@@ -43,7 +51,8 @@ def patch(model: torch.nn.Module, *, angles: str = "model", rounding: str = "mod
     left and listed. ``unpatch(model)`` undoes the patch; to see its report again, call ``patch`` again.
 
     Args:
-        model: any Module, of any library, on any device including meta.
+        model: any Module, of any library, on any device including meta. It is required; for all models of
+            transformers at once, call :func:`tightrope.integrations.transformers.patch` without one.
         angles: "model" keeps the cosines and sines that the model makes. "exact" uses this library's,
             which are exact at any position and computed in float32 (float64 for a float64 model);
             only for modules that make them as those of transformers do.
@@ -110,11 +119,11 @@ def patch(model: torch.nn.Module, *, angles: str = "model", rounding: str = "mod
 
 
 @public("unpatch")
-def unpatch(model: torch.nn.Module) -> None:
+def unpatch(model: torch.nn.Module = _NEEDED) -> None:
     """Undo :func:`patch`: the model computes what it did before, bit for bit.
 
     Args:
-        model: a patched model.
+        model: a patched model; required.
 
     Raises:
         TypeError: model is not a Module.
@@ -131,7 +140,8 @@ def unpatch(model: torch.nn.Module) -> None:
 def check(model: object, angles: str = "model", rounding: str = "model") -> None:
     """Raise an error for invalid arguments of :func:`patch`."""
     if not isinstance(model, torch.nn.Module):
-        raise bad_type(f"model must be a torch.nn.Module but got {model!r}")
+        hint = "" if model is not None else _ALL_MODELS
+        raise bad_type(f"model must be a torch.nn.Module but got {model!r}{hint}")
     if angles not in ANGLES:
         raise bad_value(f"angles must be one of {', '.join(ANGLES)} but got {angles!r}")
     if rounding not in ROUNDINGS:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ._candidate import TO_THE_BIT
+from ._inline import INLINE
 from ._recognise import Recognition
 
 _COMPILED = "compiled code keeps these bits; torch.compile of the originals rounds less often, so its results differ"
@@ -19,7 +20,7 @@ class Entry:
     A class of which modules were left because a wrapper hides their ``forward`` has an entry too.
 
     If ``angles="exact"`` finds no such class, an entry says so: under the class name of the model, or for
-    ``patch(None)`` under the name "angles", for each modeling file with a rotary function.
+    ``patch()`` under the name "angles", for each modeling file with a rotary function.
 
     Attributes:
         module: the Python module that defines the function or class.
@@ -60,6 +61,8 @@ def entry_of(
     if constants:
         name += f"({', '.join(f'{key}={value!r}' for key, value in constants)})"
     recognised = None if candidate is None else str(candidate)
+    if recognised is not None and INLINE in name:  # x may be a slice of the channels
+        recognised = recognised.replace("all channels", "all channels of x", 1)
     return Entry(module, name, recognised, candidate is not None, recognition.reason)
 
 

@@ -31,7 +31,8 @@ class RotaryPositionalEmbedding(torch.nn.Module):
 
     Args:
         dim: number of channels that rotate; even.
-        max_seq_len: stored, but not a limit: longer sequences work as well.
+        max_seq_len: only for code that was written for a module with tables, and passes or reads this
+            length. It changes no result and limits nothing: sequences of any length work.
         base: base of the frequencies.
         interleaved: pair channels (0, 1), (2, 3), … instead of i with i + dim / 2.
         rounding: see :func:`tightrope.functional.rotate`.

@@ -158,13 +158,15 @@ def _call_by_stack(
     request: Request, place: Place, rotation: PreparedRotation, stack: Stack
 ) -> Call:
     """Build the call of a rotation by the tables of another library."""
-    for name, value in (
-        ("act and gate", request.stages),
-        ("inv_freq", request.inv_freq),
-        ("phases", request.phases),
+    apart = "; normalise or activate first, then rotate, then multiply by the gate"
+    for name, value, hint in (
+        ("act and gate", request.stages, apart),
+        ("inv_freq", request.inv_freq, ""),
+        ("phases", request.phases, ""),
     ):
         if value is not None:
-            raise bad_value(f"{name} must be None with a rotation made for stack {stack.name!r}")
+            rule = f"{name} must be None with a rotation made for stack {stack.name!r}{hint}"
+            raise bad_value(rule)
     channels, layout, q = rotation.channels, place.layout, request.q
     cos, sin = rotation.tables(q.shape[layout.token], q.dtype)
     rounding, back = rounding_of(stack.rounding if request.rounding is None else request.rounding)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from .. import angles
-from .._errors import bad_value, check_local
+from .._errors import bad_value, check_local, outside, sentence
 from .call import Call
 from .checks import check_floating, check_heads
+
+_NARROW = torch.bfloat16, torch.float16
 
 
 def with_frequencies(call: Call, inv_freq: torch.Tensor, pairs: int) -> Call:
@@ -30,6 +34,8 @@ def with_frequencies(call: Call, inv_freq: torch.Tensor, pairs: int) -> Call:
         raise bad_value(
             f"inv_freq is on {inv_freq.device} but {call.names[0]} is on {call.q.device}"
         )
+    if inv_freq.dtype in _NARROW and not torch.compiler.is_compiling():
+        _warn_of_rounding(inv_freq)
     full = inv_freq.reshape(axes, 1, 1 if dims == 1 else inv_freq.shape[-2], pairs)
     check_heads("inv_freq", full.shape[2], call.names, call.xs(), call.layout())
     words, turns = angles.words_from(full.detach())
@@ -40,3 +46,14 @@ def with_frequencies(call: Call, inv_freq: torch.Tensor, pairs: int) -> Call:
         options=call.options._replace(learned=True),
         extras=call.extras._replace(frequencies=(full,)),
     )
+
+
+def _warn_of_rounding(inv_freq: torch.Tensor) -> None:
+    """Warn of 16-bit frequencies: usually a cast of the whole model rounded the parameter."""
+    rule = (
+        f"frequencies should be float32 but are {str(inv_freq.dtype).removeprefix('torch.')}, which rounds "
+        f"them by up to {50 * torch.finfo(inv_freq.dtype).eps:.1g} %, an error that the position "
+        "multiplies; keep the parameter in float32 when you cast the model, or pass inv_freq.float() if "
+        "these values are right"
+    )
+    warnings.warn(sentence("inv_freq", rule), UserWarning, stacklevel=outside())

@@ -106,11 +106,14 @@ def _check(call: Call, phases: Phases) -> None:
         own = [1 if dim is None else x.shape[dim] for dim in (layout.row, layout.head)]
         fits = broadcasts(rows, own[0]) and broadcasts(heads, own[1]) and broadcasts(pairs, words)
         if not fits or tokens != x.shape[layout.token]:
-            alone = "; give a pair, one for q and one for k" if len(call.names) > 1 else ""
+            if words == 0:
+                hint = "; a spec with rotary_dim=0 rotates no pair: pass scaling=Proportional(0.0) instead"
+            else:
+                hint = "; give a pair, one for q and one for k" if len(call.names) > 1 else ""
             raise bad_value(
                 f"phases must have shape ({own[0]}|1, {own[1]}|1, {x.shape[layout.token]}, "
                 f"{words}|1) for {name}, in this order for every layout, but got "
-                f"{tuple(phases.shape)}{alone}",
+                f"{tuple(phases.shape)}{hint}",
                 **{name: x},
             )
     if phases.device != call.q.device:

@@ -144,7 +144,7 @@ def check_axes(where: Positions, axes: int) -> None:
     if where.axes == axes:
         return
     rule = f"positions must have {axes} {'axis' if axes == 1 else 'axes'} for this spec but got "
-    hint = ""
+    hint = f"; pass axes= to RopeSpec, such as Axes.blocks(…) for {where.axes} coordinates"
     if axes > 1:
         hint = (
             f"; call positions.multi_axis with ids ({axes}, tokens) or ({axes}, rows, tokens), or "

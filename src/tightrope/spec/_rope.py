@@ -142,7 +142,8 @@ class RopeSpec:
         values = _dictionary("a spec", saved)
         version = values.pop("version", None)
         if version != VERSION or isinstance(version, bool):
-            raise bad_value(f"version must be {VERSION} but got {version!r}")
+            hint = "; pass the result of to_dict" if version is None else ""
+            raise bad_value(f"version must be {VERSION} but got {version!r}{hint}")
         _check_keys("a spec", values, [each.name for each in fields(cls)], ["head_dim"])
         if values.get("scaling") is not None:
             values["scaling"] = Rule.from_dict(_dictionary("scaling", values["scaling"]))

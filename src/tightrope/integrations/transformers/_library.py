@@ -1,4 +1,4 @@
-"""``patch(None)``: rebind rotary functions in every modeling file, already imported or not."""
+"""``patch()``: rebind rotary functions in every modeling file, already imported or not."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def patch(
     ``unpatch(model)`` undoes the patch; to see its report again, call ``patch`` again.
 
     Args:
-        model: the model; see :func:`tightrope.integrations.patch`. None patches all models: every modeling
+        model: the model; see :func:`tightrope.integrations.patch`. Without one, all models: every modeling
             file that is already imported or will be. Exact angles then apply only to models made after
             this call.
         angles: "model" or "exact"; see :func:`tightrope.integrations.patch`.
@@ -27,7 +27,7 @@ def patch(
 
     Returns:
         A report with one entry per function and, with exact angles, one per class that makes
-        cosines and sines. With model None it grows as files are imported.
+        cosines and sines. Without a model it grows as files are imported.
 
     Raises:
         TypeError: model is not a Module.
@@ -50,7 +50,7 @@ def unpatch(model: torch.nn.Module | None = None) -> None:
     """Undo :func:`patch`: the model computes what it did before, bit for bit.
 
     Args:
-        model: a patched model; None undoes ``patch(None)``, but not the patches of single models.
+        model: a patched model; without one, ``patch()`` is undone, but not the patches of single models.
 
     Raises:
         TypeError: model is not a Module.
