@@ -360,6 +360,7 @@ def test_everything_else(length: Any) -> None:
 # --- what surrounds the calls ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_frequencies_of_a_stack_are_constants() -> None:
     """They are those of torch; only cosines are computed by ONNX Runtime."""
     spec = RopeSpec(32, 50000.0, scaling=YaRN(4.0, original_max_position=32))

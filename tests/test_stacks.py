@@ -378,7 +378,13 @@ def compiler(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> None:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("name", ["vllm-native", "meta", "transformers"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vllm-native",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("meta", "transformers")),
+    ],
+)
 def test_compiled_calls(name: str) -> None:
     """Compiled code has the bits of eager code, wherever the rotation is prepared."""
     rule = Llama3(8.0, 1.0, 4.0, 8192)
@@ -405,6 +411,7 @@ def test_compiled_calls(name: str) -> None:
             assert_same_bits(made(q, offset), rotate(q, spec.at(offset, stack=name)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_compiled_calls_of_several_axes_and_gradients() -> None:
     spec = RopeSpec(DIM, 50000.0, axes=Axes.sections((8, 12, 12)))
@@ -425,6 +432,7 @@ def test_compiled_calls_of_several_axes_and_gradients() -> None:
     torch.testing.assert_close(dx_compiled, dx, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_compiled_rules_by_length() -> None:
     """The length of an offset is known while compiling; that of ids must be given."""
@@ -445,7 +453,7 @@ def test_compiled_rules_by_length() -> None:
         )
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exported_calls(strict: bool) -> None:
     class Model(torch.nn.Module):
         def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
