@@ -501,6 +501,41 @@ def test_a_table_that_ends_is_a_note() -> None:
     assert "IndexError: position outside the table" in note.evidence
 
 
+def by_index(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return planted.turn(x, *(table[positions][:, None].to(x) for table in TABLES))
+
+
+ANGLES = torch.arange(8192.0)[:, None] * planted.inv_freq()
+TABLES = ANGLES.cos(), ANGLES.sin()
+
+
+def test_no_tokens_have_positions_of_an_integer_type() -> None:
+    """Tables that are indexed by positions accept an x with no tokens."""
+    report = audit(by_index, longest=4096)
+    assert report.ok, str(report)
+    assert not any(each.code == "shapes" for each in report.findings), str(report)
+
+
+def test_a_function_that_refuses_no_tokens_has_a_note() -> None:
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return by_index(x, positions.clamp(max=int(positions.max())))
+
+    report = audit(fn, longest=4096)
+    assert report.ok, str(report)
+    (note,) = (each for each in report.findings if each.code == "shapes")
+    assert note.severity == "note"
+    assert note.sentence == "An x with no tokens is refused."
+    assert note.evidence.startswith("RuntimeError: max(): ")
+    assert note.snippet.endswith(
+        f"x = torch.randn(2, 3, 0, {planted.DIM})\n"
+        "where = torch.zeros(2, 0, dtype=torch.int64)\n"
+        "assert rotate(x.clone(), where).shape == x.shape\n"
+    )
+    with pytest.raises(RuntimeError, match=r"^max\(\): "):
+        run(note.snippet, fn)
+    run(note.snippet, by_index)
+
+
 def test_float16_is_an_option() -> None:
     fn = planted.rope(by_x="p_type")
     report = audit(fn, dtypes=[torch.float32, torch.float16])
