@@ -501,6 +501,46 @@ def test_a_table_that_ends_is_a_note() -> None:
     assert "IndexError: position outside the table" in note.evidence
 
 
+def cut(dim: int) -> planted.Fn:
+    """Return a rotation of the first channels by tables of the caller, with each value twice."""
+
+    def fn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        u, v = x[..., :dim].chunk(2, -1)
+        y = x[..., :dim] * cos + torch.cat((-v, u), -1) * sin
+        return torch.cat((y, x[..., dim:]), -1)
+
+    return fn
+
+
+@pytest.mark.parametrize(("rotated", "meant"), [(16, 32), (32, 16), (24, 32), (6, 12)])
+def test_another_slice_than_the_declared_one_with_tables_of_the_caller(
+    rotated: int, meant: int
+) -> None:
+    """Tables for the declared slice do not fit this function, so the audit makes others."""
+    report = audit(cut(rotated), spec=RopeSpec(32, rotary_dim=meant), **ONLY_FLOAT32)
+    assert report.codes == ("slice",), str(report)
+    finding = report.findings[0]
+    assert (
+        finding.sentence == f"Channels 0 to {rotated - 1} rotate; 0 to {meant - 1} were declared."
+    )
+    # The program has tables for the declared slice, which this function cannot use.
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        run(finding.snippet, cut(rotated))
+    run(finding.snippet, cut(meant))
+
+
+def test_a_slice_is_found_without_a_spec() -> None:
+    report = audit(cut(16), head_dim=32, **ONLY_FLOAT32)
+    assert report.codes == (), str(report)
+    assert report.facts["channels"] == "0 to 15 of 32"
+
+
+def test_a_wrong_sign_with_tables_of_the_caller() -> None:
+    """No other slice conceals it."""
+    report = audit(planted.with_tables(both_plus=True), spec=RopeSpec(64), **ONLY_FLOAT32)
+    assert report.codes == ("sign-missing",), str(report)
+
+
 def by_index(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return planted.turn(x, *(table[positions][:, None].to(x) for table in TABLES))
 

@@ -10,6 +10,7 @@ import torch
 from ..._errors import bad_type, bad_value
 from ...frequencies import Given
 from ...spec import RopeSpec
+from ._adapter import rates
 from ._impulse import Shape
 from ._log import Log
 from ._rotation import angle_body, omegas_of
@@ -137,6 +138,8 @@ def _pairing(log: Log, spec: RopeSpec, shape: Shape) -> bool:
         "y = rotate(x, torch.tensor([[1]]))[0, 0, 0]\n"
         f"assert float(y[{u + step}].abs()) > 1e-3, y.nonzero().flatten()  # the partner of channel {u}"
     )
+    # The corrected function takes tables for the declared slice.
+    declared = replace(log.subject, inv_freq=rates(spec.rotary_dim, spec.base), space={})
     if shape.interleaved is not None and shape.interleaved != spec.interleaved:
         names = {True: "interleaved", False: "half"}
         log.add(
@@ -146,6 +149,7 @@ def _pairing(log: Log, spec: RopeSpec, shape: Shape) -> bool:
             f"channel {pairs[0][0]} turns with channel {pairs[0][1]}, not with {u + step}; weights "
             "made for one pairing give fluent nonsense with the other",
             body,
+            declared,
         )
         return False
     log.add(
@@ -155,6 +159,7 @@ def _pairing(log: Log, spec: RopeSpec, shape: Shape) -> bool:
         f"{spec.start + spec.rotary_dim - 1} were declared.",
         f"{len(pairs)} pairs turn, the first being channels {pairs[0][0]} and {pairs[0][1]}",
         body,
+        declared,
     )
     return False
 
