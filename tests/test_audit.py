@@ -20,7 +20,7 @@ from torch import nn
 import oracle
 import planted_faults as planted
 import tolerances
-from tightrope import RopeSpec, functional
+from tightrope import Axes, RopeSpec, functional
 from tightrope.frequencies import DynamicNTK, Linear, Llama3, YaRN
 from tightrope.nn import RotaryPositionalEmbedding
 from tightrope.workbench.audit import Report, audit
@@ -510,6 +510,47 @@ def cut(dim: int) -> planted.Fn:
         return torch.cat((y, x[..., dim:]), -1)
 
     return fn
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({}, "base"),
+        ({"scaling": YaRN(4.0, 4096)}, "base and scaling"),
+        ({"axes": Axes.sections((4, 4))}, "base and axes"),
+        ({"scaling": Linear(4.0), "axes": Axes.sections((4, 4))}, "base, scaling and axes"),
+    ],
+)
+def test_what_tables_of_the_caller_leave_unchecked_is_a_note(
+    fields: dict[str, Any], what: str
+) -> None:
+    report = audit(cut(16), spec=RopeSpec(32, 5e5, rotary_dim=16, **fields), **ONLY_FLOAT32)
+    assert report.ok, str(report)
+    (note,) = report.findings
+    assert (note.code, note.severity) == ("frequencies-unchecked", "note")
+    wanted = "The caller provides cosines and sines, so the audit did not check the declared "
+    assert note.sentence == f"{wanted}{what}."
+    assert note.evidence == "audit a function of (x, positions) that makes them"
+    outcomes = {check.name: check.outcome for check in report.checks}
+    assert outcomes["frequencies are as declared"] == "skipped: the caller provides them"
+
+
+def test_a_factor_in_the_function_is_that_of_the_declared_scaling() -> None:
+    spec = RopeSpec(32, scaling=YaRN(4.0, 4096))
+
+    def fn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return cut(32)(x, cos, sin) * spec.amplitude  # type: ignore[no-any-return]
+
+    assert audit(fn, form="x, cos, sin", spec=spec, **ONLY_FLOAT32).ok
+
+
+def test_without_a_declaration_nothing_is_left_unchecked() -> None:
+    assert audit(cut(32), head_dim=32, **ONLY_FLOAT32).findings == ()
+
+
+def test_frequencies_that_were_checked_have_no_note() -> None:
+    report = audit(planted.rope(), spec=RopeSpec(64), longest=4096)
+    assert not any(each.code == "frequencies-unchecked" for each in report.findings)
 
 
 @pytest.mark.parametrize(("rotated", "meant"), [(16, 32), (32, 16), (24, 32), (6, 12)])

@@ -116,6 +116,19 @@ def check_declared(log: Log) -> bool:
     return False
 
 
+def add_unchecked(log: Log, spec: RopeSpec) -> None:
+    """Add the note that tables of the caller leave a part of the declared spec unchecked."""
+    log.skip("frequencies are as declared", "the caller provides them")
+    parts = ["base", *(name for name in ("scaling", "axes") if getattr(spec, name) is not None)]
+    what = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+    log.add(
+        "frequencies-unchecked",
+        "note",
+        f"The caller provides cosines and sines, so the audit did not check the declared {what}.",
+        "audit a function of (x, positions) that makes them",
+    )
+
+
 def _pairing(log: Log, spec: RopeSpec, shape: Shape) -> bool:
     pairs = [(pair.first, pair.second) for pair in shape.pairs]
     step = 1 if spec.interleaved else spec.rotary_dim // 2
