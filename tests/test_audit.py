@@ -20,7 +20,7 @@ from torch import nn
 import oracle
 import planted_faults as planted
 import tolerances
-from tightrope import RopeSpec, functional
+from tightrope import Axes, RopeSpec, functional
 from tightrope.frequencies import DynamicNTK, Linear, Llama3, YaRN
 from tightrope.nn import RotaryPositionalEmbedding
 from tightrope.workbench.audit import Report, audit
@@ -499,6 +499,122 @@ def test_a_table_that_ends_is_a_note() -> None:
     (note,) = (each for each in report.findings if each.code == "table-end-refused")
     assert note.sentence == "Positions from 5,000 on are refused."
     assert "IndexError: position outside the table" in note.evidence
+
+
+def cut(dim: int) -> planted.Fn:
+    """Return a rotation of the first channels by tables of the caller, with each value twice."""
+
+    def fn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        u, v = x[..., :dim].chunk(2, -1)
+        y = x[..., :dim] * cos + torch.cat((-v, u), -1) * sin
+        return torch.cat((y, x[..., dim:]), -1)
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({}, "base"),
+        ({"scaling": YaRN(4.0, 4096)}, "base and scaling"),
+        ({"axes": Axes.sections((4, 4))}, "base and axes"),
+        ({"scaling": Linear(4.0), "axes": Axes.sections((4, 4))}, "base, scaling and axes"),
+    ],
+)
+def test_what_tables_of_the_caller_leave_unchecked_is_a_note(
+    fields: dict[str, Any], what: str
+) -> None:
+    report = audit(cut(16), spec=RopeSpec(32, 5e5, rotary_dim=16, **fields), **ONLY_FLOAT32)
+    assert report.ok, str(report)
+    (note,) = report.findings
+    assert (note.code, note.severity) == ("frequencies-unchecked", "note")
+    wanted = "The caller provides cosines and sines, so the audit did not check the declared "
+    assert note.sentence == f"{wanted}{what}."
+    assert note.evidence == "audit a function of (x, positions) that makes them"
+    outcomes = {check.name: check.outcome for check in report.checks}
+    assert outcomes["frequencies are as declared"] == "skipped: the caller provides them"
+
+
+def test_a_factor_in_the_function_is_that_of_the_declared_scaling() -> None:
+    spec = RopeSpec(32, scaling=YaRN(4.0, 4096))
+
+    def fn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return cut(32)(x, cos, sin) * spec.amplitude  # type: ignore[no-any-return]
+
+    assert audit(fn, form="x, cos, sin", spec=spec, **ONLY_FLOAT32).ok
+
+
+def test_without_a_declaration_nothing_is_left_unchecked() -> None:
+    assert audit(cut(32), head_dim=32, **ONLY_FLOAT32).findings == ()
+
+
+def test_frequencies_that_were_checked_have_no_note() -> None:
+    report = audit(planted.rope(), spec=RopeSpec(64), longest=4096)
+    assert not any(each.code == "frequencies-unchecked" for each in report.findings)
+
+
+@pytest.mark.parametrize(("rotated", "meant"), [(16, 32), (32, 16), (24, 32), (6, 12)])
+def test_another_slice_than_the_declared_one_with_tables_of_the_caller(
+    rotated: int, meant: int
+) -> None:
+    """Tables for the declared slice do not fit this function, so the audit makes others."""
+    report = audit(cut(rotated), spec=RopeSpec(32, rotary_dim=meant), **ONLY_FLOAT32)
+    assert report.codes == ("slice",), str(report)
+    finding = report.findings[0]
+    assert (
+        finding.sentence == f"Channels 0 to {rotated - 1} rotate; 0 to {meant - 1} were declared."
+    )
+    # The program has tables for the declared slice, which this function cannot use.
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        run(finding.snippet, cut(rotated))
+    run(finding.snippet, cut(meant))
+
+
+def test_a_slice_is_found_without_a_spec() -> None:
+    report = audit(cut(16), head_dim=32, **ONLY_FLOAT32)
+    assert report.codes == (), str(report)
+    assert report.facts["channels"] == "0 to 15 of 32"
+
+
+def test_a_wrong_sign_with_tables_of_the_caller() -> None:
+    """No other slice conceals it."""
+    report = audit(planted.with_tables(both_plus=True), spec=RopeSpec(64), **ONLY_FLOAT32)
+    assert report.codes == ("sign-missing",), str(report)
+
+
+def by_index(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return planted.turn(x, *(table[positions][:, None].to(x) for table in TABLES))
+
+
+ANGLES = torch.arange(8192.0)[:, None] * planted.inv_freq()
+TABLES = ANGLES.cos(), ANGLES.sin()
+
+
+def test_no_tokens_have_positions_of_an_integer_type() -> None:
+    """Tables that are indexed by positions accept an x with no tokens."""
+    report = audit(by_index, longest=4096)
+    assert report.ok, str(report)
+    assert not any(each.code == "shapes" for each in report.findings), str(report)
+
+
+def test_a_function_that_refuses_no_tokens_has_a_note() -> None:
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return by_index(x, positions.clamp(max=int(positions.max())))
+
+    report = audit(fn, longest=4096)
+    assert report.ok, str(report)
+    (note,) = (each for each in report.findings if each.code == "shapes")
+    assert note.severity == "note"
+    assert note.sentence == "An x with no tokens is refused."
+    assert note.evidence.startswith("RuntimeError: max(): ")
+    assert note.snippet.endswith(
+        f"x = torch.randn(2, 3, 0, {planted.DIM})\n"
+        "where = torch.zeros(2, 0, dtype=torch.int64)\n"
+        "assert rotate(x.clone(), where).shape == x.shape\n"
+    )
+    with pytest.raises(RuntimeError, match=r"^max\(\): "):
+        run(note.snippet, fn)
+    run(note.snippet, by_index)
 
 
 def test_float16_is_an_option() -> None:

@@ -48,6 +48,9 @@ def hangs(x, positions):
 
 def raises(x, positions):
     raise RuntimeError("[bold]no luck[/bold]")
+
+
+apply = planted_faults.with_tables()
 """
 QUICK = ["--only-float32", "--longest", "4096"]
 
@@ -166,6 +169,25 @@ def test_notes_can_fail_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     far = ["audited_rope:good", "--only-float32"]
     assert call(monkeypatch, *far) == 0
     assert call(monkeypatch, *far, "--fail-on", "note") == 1
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_base_that_was_not_checked_is_a_note(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["audited_rope:apply", *QUICK, "--head-dim", "64", "--base", "500000"]
+    sentence = (
+        "The caller provides cosines and sines, so the audit did not check the declared base."
+    )
+    assert call(monkeypatch, *options) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"note frequencies-unchecked {sentence}" in out
+    assert "not checked: frequencies are as declared (the caller provides them)" in out
+    assert call(monkeypatch, *options, "--json") == 0
+    (note,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (note["code"], note["severity"]) == ("frequencies-unchecked", "note")
+    assert note["sentence"] == sentence
+    assert call(monkeypatch, *options, "--fail-on", "note") == 1
 
 
 @pytest.mark.usefixtures("folder")

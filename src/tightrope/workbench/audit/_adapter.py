@@ -33,6 +33,11 @@ _ROW_IDS = "torch.arange(positions.numel(), device=positions.device).reshape(pos
 _LEFT_OUT = ("more", "unsqueeze_dim")
 
 
+def rates(rotary_dim: int, base: float) -> str:
+    """Return the expression for the frequencies of the tables that the audit makes."""
+    return f"{base!r} ** (-torch.arange(0, {rotary_dim}, 2, dtype=torch.float64) / {rotary_dim})"
+
+
 @dataclass(frozen=True)
 class Adapter(Call):
     """One way to call a function, including layouts and shapes of the arguments.

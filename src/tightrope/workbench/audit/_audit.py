@@ -210,5 +210,7 @@ def _check_all(log: Log, meant: RopeSpec | None) -> None:
             _angles.check_angles(log, model)
             _angles.check_type_history(log, model)
         _rotation.check_relative(log)
+    if meant is not None and log.subject.call.form.takes_tables:
+        _declared.add_unchecked(log, meant)
     _rotation.check_keys(log)
     _gradients.check_gradients(log)

@@ -10,6 +10,7 @@ import torch
 from ..._errors import bad_type, bad_value
 from ...frequencies import Given
 from ...spec import RopeSpec
+from ._adapter import rates
 from ._impulse import Shape
 from ._log import Log
 from ._rotation import angle_body, omegas_of
@@ -115,6 +116,19 @@ def check_declared(log: Log) -> bool:
     return False
 
 
+def add_unchecked(log: Log, spec: RopeSpec) -> None:
+    """Add the note that tables of the caller leave a part of the declared spec unchecked."""
+    log.skip("frequencies are as declared", "the caller provides them")
+    parts = ["base", *(name for name in ("scaling", "axes") if getattr(spec, name) is not None)]
+    what = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+    log.add(
+        "frequencies-unchecked",
+        "note",
+        f"The caller provides cosines and sines, so the audit did not check the declared {what}.",
+        "audit a function of (x, positions) that makes them",
+    )
+
+
 def _pairing(log: Log, spec: RopeSpec, shape: Shape) -> bool:
     pairs = [(pair.first, pair.second) for pair in shape.pairs]
     step = 1 if spec.interleaved else spec.rotary_dim // 2
@@ -137,6 +151,8 @@ def _pairing(log: Log, spec: RopeSpec, shape: Shape) -> bool:
         "y = rotate(x, torch.tensor([[1]]))[0, 0, 0]\n"
         f"assert float(y[{u + step}].abs()) > 1e-3, y.nonzero().flatten()  # the partner of channel {u}"
     )
+    # The corrected function takes tables for the declared slice.
+    declared = replace(log.subject, inv_freq=rates(spec.rotary_dim, spec.base), space={})
     if shape.interleaved is not None and shape.interleaved != spec.interleaved:
         names = {True: "interleaved", False: "half"}
         log.add(
@@ -146,6 +162,7 @@ def _pairing(log: Log, spec: RopeSpec, shape: Shape) -> bool:
             f"channel {pairs[0][0]} turns with channel {pairs[0][1]}, not with {u + step}; weights "
             "made for one pairing give fluent nonsense with the other",
             body,
+            declared,
         )
         return False
     log.add(
@@ -155,6 +172,7 @@ def _pairing(log: Log, spec: RopeSpec, shape: Shape) -> bool:
         f"{spec.start + spec.rotary_dim - 1} were declared.",
         f"{len(pairs)} pairs turn, the first being channels {pairs[0][0]} and {pairs[0][1]}",
         body,
+        declared,
     )
     return False
 

@@ -290,6 +290,12 @@ def _shapes(log: Log) -> None:
             "        alone = rotate(one, where[:1])[0, 0]\n"
             "        assert torch.allclose(y[row, head], alone, atol=1e-5), (row, head)"
         )
+        if not tokens:
+            body = (
+                f"x = torch.randn({rows}, {subject.heads(heads)}, 0, {subject.head_dim})\n"
+                f"where = torch.zeros({rows}, 0, dtype=torch.int64)\n"
+                "assert rotate(x.clone(), where).shape == x.shape"
+            )
         try:
             y = subject.rotate(x.clone(), list(range(tokens))).detach()
             wanted = (

@@ -49,12 +49,22 @@ class Log:
     progress: Callable[[str], None] | None = None
 
     def add(
-        self, code: str, severity: str, sentence: str, evidence: str, body: str | None = None
+        self,
+        code: str,
+        severity: str,
+        sentence: str,
+        evidence: str,
+        body: str | None = None,
+        subject: Subject | None = None,
     ) -> None:
-        """Add a finding, once per code, with the body of its snippet if there is one."""
+        """Add a finding, once per code, with the body of its snippet if there is one.
+
+        Args:
+            subject: the subject of the snippet, if it is another one.
+        """
         if any(finding.code == code for finding in self.findings):
             return
-        text = "" if body is None else snippet(self.subject, body)
+        text = "" if body is None else snippet(subject or self.subject, body)
         self.findings.append(Finding(code, severity, sentence, evidence, text))
 
     def found(self, *codes: str) -> bool:

@@ -12,7 +12,8 @@ from torch import nn
 
 from ..._errors import bad_value
 from ...forms import LAYOUTS, TABLE_SHAPES, WIDTHS, Call, calls_of, entries, parse, usual_calls
-from ._adapter import Adapter
+from ...spec import RopeSpec
+from ._adapter import Adapter, rates
 from ._guard import CallFailed, Guard
 from ._subject import Subject, fresh
 
@@ -56,7 +57,7 @@ def find_call(
     guard: Guard,
     hints: Hints,
     *,
-    inv_freq: Callable[[int], str],
+    spec: RopeSpec | None,
     header: str | None,
     make: Callable[[], Callable[..., Any]] | None,
     device: str,
@@ -68,7 +69,8 @@ def find_call(
 
     Args:
         hints: the user's options.
-        inv_freq: returns the expression for the tables' frequencies, given the head dimension.
+        spec: the intended rotation, if known. The tables that the audit makes have its base and, unless
+            the function takes only others, its number of channels.
         axes: the number of coordinates of a position, if the function takes positions.
 
     Raises:
@@ -82,14 +84,23 @@ def find_call(
         if (adapter := Adapter.of(call, axes)) is not None
     ]
     dims = _dims_of(fn) if head_dim is None else [head_dim]
+    base = 10000.0 if spec is None else spec.base
+    sizes = [(dim, dim if spec is None else spec.rotary_dim, calls) for dim in dims]
+    if head_dim is not None:
+        # If no tables of that size give a rotation, the function may rotate another slice: one whose
+        # tables are as wide as those tried, in another format, or a usual one.
+        with_tables = [call for call in calls if call.form.takes_tables and call.names_its_form]
+        first = sizes[0][1]
+        widths = {head_dim, 2 * first, first // 2, *range(8, head_dim, 8)} - {first}
+        # Tables for one pair may have one entry, which fits any slice.
+        sizes += [(head_dim, width, with_tables) for width in sorted(widths) if width > 2]
     # A function that rotates nothing can still be audited: that is a finding.
     second_best: Subject | None = None
     tried: dict[str, str] = {}
-    for dim in dims:
-        for call in itertools.chain.from_iterable(_variants(c, layout, tables) for c in calls):
-            subject = Subject(
-                fresh(fn, make), call, dim, guard, inv_freq(dim), header, make, device
-            )
+    for dim, width, some in sizes:
+        for call in itertools.chain.from_iterable(_variants(c, layout, tables) for c in some):
+            inv_freq = rates(width, base)
+            subject = Subject(fresh(fn, make), call, dim, guard, inv_freq, header, make, device)
             try:
                 verdict = _fits(subject)
             except CallFailed as error:

@@ -137,7 +137,9 @@ class Subject:
 
     def ids(self, positions: torch.Tensor | Sequence[int], rows: int) -> torch.Tensor:
         """Return positions as the adapter takes them: ``(rows, tokens)``, on the device."""
-        ids = torch.as_tensor(positions)
+        ids = positions
+        if not isinstance(ids, torch.Tensor):
+            ids = torch.tensor(ids, dtype=torch.int64)  # an empty list would give float32
         if ids.ndim == 1:
             ids = ids[None].repeat(rows, 1)
         return ids.to(self.device)

@@ -86,16 +86,11 @@ def subject_of(
         form, layout = target.form, layout or target.layout
     head_dim = head_dim or target.head_dim or (None if spec is None else spec.head_dim)
 
-    def inv_freq(dim: int) -> str:
-        width = dim if spec is None else spec.rotary_dim
-        base = 10000.0 if spec is None else spec.base
-        return f"{base!r} ** (-torch.arange(0, {width}, 2, dtype=torch.float64) / {width})"
-
     return find_call(
         target.fn,
         guard,
         Hints(form, layout, tables, head_dim),
-        inv_freq=inv_freq,
+        spec=spec,
         header=target.header,
         make=target.make,
         device=device,
