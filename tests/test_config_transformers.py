@@ -266,7 +266,7 @@ def test_the_text_of_a_model_of_defaults_is_audited_with_its_spec() -> None:
             "rotates a part of each head, so the config must give one of partial_rotary_factor",
         ),
         ("glm4_moe", "hidden_size must be a multiple of num_attention_heads but got 4096 and 96"),
-        ("clvp_encoder", "the config must give the base of the frequencies, by one of rope_theta"),
+        ("clvp_encoder", "the config must give the base of the frequencies: add one of rope_theta"),
         ("granitemoehybrid", "has RoPE only if position_embedding_type selects it"),
     ],
 )
