@@ -140,7 +140,7 @@ inline bool add_phases(const PhaseRow& from, int64_t n, uint64_t* __restrict pha
 
 // Converts the remainder of a phase after its nearest quarter turn to radians in [-π/4, π/4]. In float,
 // the 48 leading bits enter as two exact numbers, so only the constant and the sum round. Without fused
-// multiply-adds they are summed in double: otherwise opposite phases would get angles of different size.
+// multiply-adds it is a product in double, since opposite phases must get angles of the same size.
 TIGHTROPE_INLINE void radians(uint64_t remainder, float* angle) {
 #if defined(__FMA__) || defined(__aarch64__)
   const int32_t high = int32_t(uint32_t(remainder >> 32)) >> 8;
@@ -148,9 +148,7 @@ TIGHTROPE_INLINE void radians(uint64_t remainder, float* angle) {
   const float lower = fma_(float(high), -1.04216075e-14f, float(low) * 2.23223584e-14f);
   *angle = fma_(float(high), 3.74507039e-07f, lower);
 #else
-  const int32_t high = int32_t(uint32_t(remainder >> 32));
-  const int32_t low = int32_t(uint32_t(remainder >> 8) & 0xFFFFFFu);
-  *angle = float((double(high) * 4294967296.0 + double(low) * 256.0) * kRadians);
+  *angle = float(double(int64_t(remainder)) * kRadians);
 #endif
 }
 TIGHTROPE_INLINE void radians(uint64_t remainder, double* angle) {

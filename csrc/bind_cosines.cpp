@@ -17,15 +17,22 @@ Tensor by_torch(const char* name, const char* overload, const Arguments&... argu
 }
 
 std::tuple<Tensor, Tensor> cos_sin(Tensor at, Tensor inv_freq, std::optional<Tensor> divisor,
-                                   std::optional<Tensor> multiplier, bool polar) {
+                                   std::optional<Tensor> multiplier, std::optional<Tensor> factor,
+                                   bool polar) {
+  STD_TORCH_CHECK(at.is_contiguous(), "tightrope::cos_sin: positions must be contiguous");
   if (divisor.has_value()) at = by_torch("aten::div", "Tensor", at, *divisor);
   if (multiplier.has_value()) at = by_torch("aten::mul", "Tensor", at, *multiplier);
   const Tensor angle = by_torch("aten::mul", "Tensor", at, inv_freq);
-  if (!polar) return {by_torch("aten::cos", "", angle), by_torch("aten::sin", "", angle)};
+  const auto result = [&](const Tensor& x) {
+    return factor.has_value() ? by_torch("aten::mul", "Tensor", x, *factor) : x;
+  };
+  if (!polar) return {result(by_torch("aten::cos", "", angle)), result(by_torch("aten::sin", "", angle))};
   Tensor one = torch::stable::empty_like(angle);
   torch::stable::fill_(one, 1.0);
   const Tensor both = by_torch("aten::view_as_real", "", by_torch("aten::polar", "", one, angle));
-  const auto part = [&](int64_t i) { return torch::stable::clone(by_torch("aten::select", "int", both, int64_t(-1), i)); };
+  const auto part = [&](int64_t i) {
+    return result(torch::stable::clone(by_torch("aten::select", "int", both, int64_t(-1), i)));
+  };
   return {part(0), part(1)};
 }
 

@@ -487,6 +487,11 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
         }, {}, ValueError,
         "[from_config] each layer type must have a rope section but the config has none for b.",
     ),
+    "a layer type with a line break and a code for a terminal": (
+        {**LLAMA, "layer_types": ["a", "b\n\x1b[1m"], "rope_parameters": {"a": {"rope_type": "default"}}},
+        {}, ValueError,
+        r"[from_config] each layer type must have a rope section but the config has none for b\n\x1b[1m.",
+    ),
     "a section of the config that is not there": (
         QWEN2_VL, {"section": "audio_config"}, ValueError,
         "[from_config] section must be one of the config's sections but got 'audio_config'; the "

@@ -459,15 +459,6 @@ def graphs_for(function, calls, *, dynamic: bool | None = None) -> int:
 LENGTHS = ((5, 2), (6, 3), (7, 4), (9, 100), (13, 100_000), (4, 5))
 
 
-def test_as_many_tokens_as_pairs_need_no_graph_of_their_own() -> None:
-    """Dynamo takes equal sizes of a first call for sizes that are always equal."""
-    spec = RopeSpec(22)
-    rotation = spec.at(3)
-    calls = [(noise(1, 2, tokens, 22), noise(1, 3, tokens, 22)) for tokens in (11, 17, 30)]
-    for one in (lambda q, k: rotate_qk(q, k, spec), lambda q, k: rotate_qk(q, k, rotation)):
-        assert graphs_for(one, calls, dynamic=True) == 1
-
-
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("where", ["offset", "ids", "per row", "prepared"])

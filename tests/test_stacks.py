@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from helpers import noise
 from matrix import every_backend
@@ -26,7 +27,7 @@ from tightrope.frequencies import (
     YaRN,
 )
 from tightrope.functional import rotate, rotate_, rotate_qk
-from tolerances import assert_same_bits
+from tolerances import assert_near, assert_same_bits
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 DIM, TOKENS = 64, 37
@@ -409,6 +410,8 @@ def test_compiled_calls(name: str) -> None:
         assert_same_bits(inside(q, ids), want)
         for offset in (3, 100_001):
             assert_same_bits(made(q, offset), rotate(q, spec.at(offset, stack=name)))
+    transposed = ids.t().contiguous().t()
+    assert_same_bits(inside(q, transposed), want)
 
 
 @pytest.mark.slow
@@ -443,6 +446,18 @@ def test_compiled_rules_by_length() -> None:
     )
     for offset in (0, 3, 4, 1000):  # up to the original length, and beyond it
         assert_same_bits(compiled(q, offset), rotate(q, spec.at(offset, stack="transformers")))
+    long = RopeSpec(DIM, scaling=LongRoPE(tuple(SHORT), tuple(LONG), 64, factor=4.0))
+    counter = CompileCounterWithBackend("aot_eager")
+    longer = torch.compile(
+        lambda x, n: rotate(x, long.at(NEAR, seq_len=n, stack="transformers")),
+        fullgraph=True,
+        dynamic=True,
+        backend=counter,
+    )
+    for length in (40, 50, 300, 400, 500):
+        rope = long.at(NEAR, seq_len=length, stack="transformers")
+        assert_same_bits(longer(q, length), rotate(q, rope))
+    assert counter.frame_count == 2
     given = torch.compile(
         lambda x, at: rotate(x, spec.at(at, seq_len=5000, stack="transformers")), fullgraph=True
     )
@@ -451,6 +466,49 @@ def test_compiled_rules_by_length() -> None:
         torch.compile(lambda x, at: rotate(x, spec.at(at, stack="transformers")), fullgraph=True)(
             q, FAR
         )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+def test_roundings_between_are_kept() -> None:
+    """Tables whose frequencies, positions, cosines and products with a factor are bfloat16."""
+    cast = stacks.get("transformer-engine").cast(torch.bfloat16)
+    rules = {**cast.rules, YaRN: stacks.get("transformers").rules[YaRN]}
+    stack = dataclasses.replace(cast, rules=rules)
+    for rule in (Linear(3.0), YaRN(4.0, 64)):
+        spec = RopeSpec(32, 50000.0, scaling=rule)
+        compiled = torch.compile(lambda ids: stack.tables(spec, ids), fullgraph=True, dynamic=True)  # noqa: B023
+        for got, want in zip(compiled(FAR), stack.tables(spec, FAR), strict=True):
+            assert_same_bits(got, want)
+        with torch.device("meta"):
+            compiled(FAR)
+
+
+def test_the_operator_of_compiled_code() -> None:
+    from tightrope.ops import schema
+
+    at, inv_freq = noise(2, 7, 1, dtype=torch.float32) * 100, noise(5, dtype=torch.float32)
+    number = torch.tensor(1.7, dtype=torch.float64)
+    for polar, x in ((False, at), (True, at), (False, at.expand(2, 7, 5).contiguous())):
+        arguments = (x, inv_freq, None, number, number, polar)
+        torch.library.opcheck(schema.cos_sin, arguments)
+        want = (x * 1.7 * inv_freq).double()
+        for got, exact in zip(schema.cos_sin(*arguments), (want.cos(), want.sin()), strict=True):
+            assert_near(got, (1.7 * exact).float(), "float32 ways")
+    with pytest.raises(RuntimeError, match="positions must be contiguous"):
+        schema.cos_sin(at.transpose(0, 1), inv_freq, None, None, None, False)
+    with pytest.raises(RuntimeError, match="the raw operator has no gradient"):
+        schema.cos_sin(at.clone().requires_grad_(), inv_freq, None, None, None, False)
+
+
+def test_an_offset_is_the_length_that_its_ids_are() -> None:
+    spec = RopeSpec(DIM, scaling=DynamicNTK(2.0, 4))
+    for name, offset in (("vllm-native", 3), ("transformers", 3), ("transformers", -2)):
+        stack = stacks.get(name)
+        made = stack.tables(spec, offset, tokens=5), stack.tables(spec, torch.arange(5) + offset)
+        for got, want in zip(*made, strict=True):
+            assert_same_bits(got, want)
+    assert stacks.get("transformers").tables(spec, None, tokens=0)[0].shape == (1, 1, 0, DIM // 2)
 
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -150,6 +150,8 @@ def _rule_with_facts(rule: str, about: dict[str, object]) -> str:
 
 def _named(operation: str, text: str) -> str:
     text = text.replace(OPERATION, operation).replace(OUT_OF_PLACE, operation.removesuffix("_"))
+    if not text.isprintable():  # names from a file may hold line breaks, or codes for a terminal
+        text = "".join([c if c.isprintable() else repr(c)[1:-1] for c in text])
     return f"[{operation}] {text}"
 
 

@@ -377,7 +377,12 @@ _constant_row._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def cos_sin(
-    at: torch.Tensor, inv_freq: torch.Tensor, divisor: Any, multiplier: Any, polar: bool
+    at: torch.Tensor,
+    inv_freq: torch.Tensor,
+    divisor: Any,
+    multiplier: Any,
+    factor: Any,
+    polar: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines; see ``cos_sin`` in :mod:`tightrope.ops.schema`."""
     if divisor is not None:
@@ -385,24 +390,28 @@ def cos_sin(
     if multiplier is not None:
         at = at * multiplier
     angle = at * inv_freq
-    if not polar:
-        return angle.cos(), angle.sin()
-    cos, sin = torch.view_as_real(torch.polar(torch.ones_like(angle), angle)).unbind(-1)
-    return cos.clone(), sin.clone()
+    if polar:
+        cos, sin = torch.view_as_real(torch.polar(torch.ones_like(angle), angle)).unbind(-1)
+    else:
+        cos, sin = angle.cos(), angle.sin()
+    return (cos, sin) if factor is None else (cos * factor, sin * factor)
 
 
 def _length_of(where: Positions, tokens: int, ids: torch.Tensor) -> int | None:
     """Return the largest position plus 1; None without positions."""
     if where.ids is None:
-        return max(0, where.offset + (tokens if where.add_index else 1))
+        count = tokens if where.add_index else 1
+        return where.offset + count if count else None
     if torch.compiler.is_compiling():
         raise bad_value(
             "seq_len must be given in compiled code, as the frequencies of this stack depend on the "
-            "largest position",
-            positions=where.ids,
+            "largest position"
         )
     return math.ceil(ids.max()) + 1 if ids.numel() else None
 
+
+# These formulas use the length only to choose one of two regimes.
+_BY_REGIME = (_longrope, _longrope_with_mscales)
 
 #: How a stack was verified. RUN: the library's own code, run on the CPU, gave the same bits.
 #: GIVEN_TABLES: it gave the same bits when this module used the library's cosines and sines, which
@@ -579,21 +588,20 @@ class Stack:
         row = self._row(spec, seq_len, device)
         at = ids.to(row.inv_freq.dtype)
         if spec.axes is not None:
-            at = at[[axis for axis, _, _ in spec.axes.pairs]].movedim(0, -1).contiguous()
+            at = at[[axis for axis, _, _ in spec.axes.pairs]].movedim(0, -1)
         else:
             at = at[0, :, :, None]
-        inv_freq, divisor, multiplier = row.inv_freq.to(device), row.divisor, row.multiplier
+        inv_freq, scaling = row.inv_freq.to(device), row.attention_scaling
+        numbers = row.divisor, row.multiplier, None if scaling == 1.0 else scaling
         if torch.compiler.is_compiling() and not needs_plain():
             # Inductor's own cosines have other bits, and it drops roundings to 16 bits in between.
-            numbers = [
-                None if each is None else torch.tensor(each, dtype=torch.float64)
-                for each in (divisor, multiplier)
+            scalars = [
+                None if each is None else torch.tensor(each, dtype=torch.float64, device="cpu")
+                for each in numbers
             ]
-            cos, sin = operators.cos_sin.default(at, inv_freq, *numbers, self.polar)
+            cos, sin = operators.cos_sin.default(at.contiguous(), inv_freq, *scalars, self.polar)
         else:
-            cos, sin = cos_sin(at, inv_freq, divisor, multiplier, self.polar)
-        if row.attention_scaling != 1.0:
-            cos, sin = cos * row.attention_scaling, sin * row.attention_scaling
+            cos, sin = cos_sin(at, inv_freq, *numbers, self.polar)
         kept = self.table_dtype or dtype
         return cos[:, None].to(kept), sin[:, None].to(kept)
 
@@ -609,9 +617,10 @@ class Stack:
             )
         if rule is None or not rule.by_length:
             seq_len = None
-        elif seq_len is not None:
-            # NTK by length needs another graph for each length; other rules for two regimes of lengths.
-            seq_len = operator.index(seq_len) if rule.ntk_by_length else rule.regime(seq_len)
+        elif formula in _BY_REGIME:
+            seq_len = rule.regime(seq_len)
+        if seq_len is not None:
+            seq_len = operator.index(seq_len)  # NTK by length needs another graph for each length
         numbers, *others = _constant_row(formula, *spec.constants, seq_len, where, dtypes)
         return Row(torch.tensor(numbers, dtype=kept, device=where), *others)
 

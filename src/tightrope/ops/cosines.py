@@ -1,4 +1,4 @@
-"""The operator for other libraries' cosines and sines: its fake kernel and vmap rule."""
+"""The operator for other libraries' cosines and sines: definition, fake kernel and vmap rule."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ from typing import Any
 
 import torch
 
+from .. import stacks
 from . import schema
 from .autograd import raw
 from .fake import check_devices
+
+
+def cos_sin(at: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Implement ``cos_sin``; see :mod:`tightrope.ops.schema`."""
+    if not at.is_contiguous():
+        raise RuntimeError("tightrope::cos_sin: positions must be contiguous")
+    cos, sin = stacks.cos_sin(at, *others)
+    return cos.contiguous(), sin.contiguous()
 
 
 def _fake(
@@ -16,6 +25,7 @@ def _fake(
     inv_freq: torch.Tensor,
     divisor: torch.Tensor | None,
     multiplier: torch.Tensor | None,
+    factor: torch.Tensor | None,
     polar: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_devices("cos_sin", at, inv_freq)

@@ -226,11 +226,13 @@ PHASE_SUMS = (
 # positions   floating [rows|1, tokens, pairs|1], contiguous
 # inv_freq    [pairs], in the same dtype
 # divisor, multiplier
-#             scalars that positions are divided or multiplied by first
+#             scalars that positions are divided or multiplied by first; float64 on the CPU, so that torch
+#             computes with them as with Python numbers
+# factor      a scalar like these, on the results
 # polar       whether torch.polar computes them
 COS_SIN = (
-    "cos_sin(Tensor positions, Tensor inv_freq, Tensor? divisor, Tensor? multiplier, bool polar) "
-    "-> (Tensor cos, Tensor sin)"
+    "cos_sin(Tensor positions, Tensor inv_freq, Tensor? divisor, Tensor? multiplier, Tensor? factor, "
+    "bool polar) -> (Tensor cos, Tensor sin)"
 )
 
 _PHASES = (PHASE_WORDS, PHASE_DRIFT, PHASE_SUMS)

@@ -53,24 +53,8 @@ class DeviceCache:
                 for each in list(self._kept):  # a copy: other threads may add
                     if isinstance(each[1], int):
                         self._kept.pop(each, None)
-            _mark_static(made)
             self._kept[device, key] = made
         return made
-
-
-def _mark_static(value: Any) -> None:
-    """Tell Dynamo that the sizes of these tensors never change, as ``torch._dynamo.mark_static`` does.
-
-    With dynamic shapes it would otherwise expect a number of tokens that equals the number of pairs in the
-    first call to equal it always. That function imports Dynamo.
-    """
-    if isinstance(value, torch.Tensor):
-        value._dynamo_static_indices = set(range(value.dim()))  # type: ignore[attr-defined]
-        value._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
-        _mark_static(value._base)
-    elif isinstance(value, (tuple, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            _mark_static(each)
 
 
 def outside_inference() -> AbstractContextManager[object]:

@@ -8,11 +8,11 @@ import torch
 
 from ...ops import gradients, schema
 from ...ops.call import Call, unpack
+from ...ops.cosines import cos_sin
 from ...ops.definition import define
 from ...ops.memory import shares_memory
 from ...ops.phases import phase_drift, phase_sums, phase_words
 from ...ops.schema import library, new_like, options_of, present
-from ...stacks import cos_sin
 
 #: Device types that this backend serves; empty for all.
 DEVICES: tuple[str, ...] = ()
