@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable
 from typing import Any, TypeAlias, TypeVar
 
@@ -10,9 +11,10 @@ from torch.autograd import forward_ad
 
 T = TypeVar("T")
 
-# A value, or its class and fields. Dynamo cannot pass a value that was made inside the compiled function
-# to a function whose result it treats as a constant, but it can pass a class and fields.
-Constant: TypeAlias = "T | tuple[type[T], tuple[Any, ...]]"
+# A value in a form that Dynamo can pass to a function whose result it treats as a constant, which takes
+# strings and tuples, but before torch 2.12 no frozen dataclass: its pickle in hexadecimal digits, or, for a
+# value that was made inside the compiled function, its class and fields. None stands for itself.
+Constant: TypeAlias = "T | str | tuple[type[T], tuple[Any, ...]]"
 
 #: How exported code rotates, in place of the definition's own arithmetic; the last one counts. None stands
 #: for that arithmetic. Set by the blocks of :mod:`tightrope.integrations.onnx`.
@@ -38,12 +40,25 @@ def needs_plain() -> bool:
     return bool(lowerings) or torch.onnx.is_in_onnx_export()
 
 
+def as_constant(value: T) -> Constant[T]:
+    """Return a value as a constant, or the value itself if it cannot be pickled; not while compiling."""
+    if value is None:
+        return value
+    try:
+        return pickle.dumps(value).hex()
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return value  # its class was made in a function
+
+
 def value_of(constant: Constant[T]) -> T:
     """Return the value of a constant.
 
-    >>> value_of((complex, (1, 2)))
-    (1+2j)
+    >>> value_of(as_constant(1 + 2j)), value_of((complex, (1, 2)))
+    ((1+2j), (1+2j))
     """
+    if isinstance(constant, str):
+        value: T = pickle.loads(bytes.fromhex(constant))  # from as_constant
+        return value
     if isinstance(constant, tuple):
         kind, fields = constant
         return kind(*fields)

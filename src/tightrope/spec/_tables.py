@@ -13,7 +13,7 @@ import torch
 
 from .. import phase_words
 from .._errors import bad_value, public, unsupported
-from .._tracing import Constant, is_tracing
+from .._tracing import Constant, as_constant, is_tracing
 from ..axes import Axes
 from ..frequencies import Rule
 from ..phase_words import HostWords, Table
@@ -42,15 +42,14 @@ class Tables:
         self._rotary_dim = rotary_dim
         self._base_hex = base.hex()
         self._axes = axes
-        self._constants: tuple[Constant[Rule | None], Constant[Axes | None]] = rule, axes
+        self._constants: tuple[Constant[Rule | None], Constant[Axes | None]]
         if torch.compiler.is_dynamo_compiling():
-            # Dynamo keeps phase words as constants. It cannot pass objects that were made inside the
-            # compiled function (in torch 2.11, any frozen dataclass) to the function that computes a
-            # constant, so classes and fields are passed.
             self._constants = (
                 None if rule is None else (type(rule), rule._values()),
                 None if axes is None else (Axes, (axes.count, axes.pairs)),
             )
+        else:
+            self._constants = as_constant(rule), as_constant(axes)
         # Phase words on the host: within the original length, and of the regime just above it.
         self._within = phase_words.made(
             self._constants[0], rotary_dim, base, self._constants[1], None
