@@ -3,8 +3,9 @@
 For each pair, uv makes an environment in build/versions, with this checkout's wheel and the tools of
 constraints.txt, runs the fast tests there, and removes it. The Pythons are those that uv finds, or may
 download; torch comes from the package index, with several gigabytes of CUDA for some versions. A pair takes
-about eight minutes on two cores. After each pair the numbers go into benchmarks/results/versions.json and
-the table of docs/versions.md, so the command can be stopped, and run again for other pairs.
+about eight minutes on two cores; with `--one-in 10` it takes about two, and other pairs run other tests.
+After each pair the numbers go into benchmarks/results/versions.json and the table of docs/versions.md, so
+the command can be stopped, and run again for other pairs. A part of the tests does not replace all of them.
 """
 
 from __future__ import annotations
