@@ -88,14 +88,24 @@ TIGHTROPE_LOOP T sum(const T* __restrict a, int64_t n) {
   for (int l = 0; k + l < n; ++l) lane[l] += a[k + l];
   return sum_lanes(lane);
 }
+// The larger of a value and the largest so far; NaN if either is NaN.
+template <class T>
+TIGHTROPE_INLINE T larger(T a, T top) {
+  return a > top || a != a ? a : top;
+}
 // Returns the maximum, or NaN if any value is NaN.
 template <class T>
 TIGHTROPE_LOOP T largest(const T* __restrict a, int64_t n) {
-  T top = a[0];
-  for (int64_t k = 1; k < n; ++k) top = a[k] > top || a[k] != a[k] ? a[k] : top;
-  return top;
+  alignas(64) T lane[kSumLanes];
+  for (int l = 0; l < kSumLanes; ++l) lane[l] = a[0];
+  int64_t k = 0;
+  for (; k + kSumLanes <= n; k += kSumLanes)
+    for (int l = 0; l < kSumLanes; ++l) lane[l] = larger(a[k + l], lane[l]);
+  for (int l = 0; k + l < n; ++l) lane[l] = larger(a[k + l], lane[l]);
+  for (int width = kSumLanes / 2; width > 0; width /= 2)
+    for (int l = 0; l < width; ++l) lane[l] = larger(lane[l + width], lane[l]);
+  return lane[0];
 }
-
 
 template <class T>
 inline T inverse_rms(const T* x, int64_t n, double eps) {

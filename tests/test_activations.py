@@ -129,6 +129,20 @@ def test_no_number_stays_none() -> None:
         assert bool(y[0, 0, 1].isfinite().all()), name
 
 
+@every_dtype
+@pytest.mark.parametrize("head_dim", [2, 30, 64, 130])
+def test_softmax_finds_its_largest_value_in_every_channel(
+    dtype: torch.dtype, head_dim: int
+) -> None:
+    """Without the maximum, e^200 overflows in float32. A NaN in any channel makes its head NaN."""
+    spec = RopeSpec(head_dim, rotary_dim=2)
+    one_each = torch.eye(head_dim, dtype=dtype)[None, :, None]
+    y = rotate(200 * one_each, spec, act="softmax")
+    torch.testing.assert_close(y, one_each, rtol=0, atol=1e-80)  # e^-200 in float64
+    y = rotate(one_each.where(one_each == 0, torch.nan), spec, act="softmax")
+    assert bool(y.isnan().all())
+
+
 @every_backend
 @every_dtype
 @pytest.mark.parametrize("unit_offset", [False, True])
