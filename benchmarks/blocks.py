@@ -246,11 +246,8 @@ def main() -> None:
     made = angles()
     print(json.dumps(made, indent=1))
     if options.out:
-        here = asdict(read_environment())
-        machine = {key: here[key] for key in ("processor", "cores", "instruction_set", "torch")}
-        Path(options.out).write_text(
-            json.dumps({"machine": machine, "cases": found, "angles": made}, indent=1) + "\n"
-        )
+        results = {"machine": asdict(read_environment()), "cases": found, "angles": made}
+        Path(options.out).write_text(json.dumps(results, indent=1) + "\n")
     if options.plot:
         plot(found, options.plot)
 

@@ -1,6 +1,6 @@
 """Measure what streaming stores do to a rotation and to whatever reads its results next.
 
-    python -m benchmarks.next_reader [--threads N] [--out FILE]
+    python -m benchmarks.next_reader [--threads N ...] [--out FILE]
 
 Two processes, one with TIGHTROPE_STREAM_BYTES=0 and one with the default, take turns at every call. Each
 case rotates q (32 heads) and k (8 heads) of 128 channels with `out=`, all memory out of the caches, and is
@@ -14,7 +14,9 @@ import argparse
 import json
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -22,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.children import Child, ratios, serve
 from tightrope import RopeSpec
 from tightrope.functional import rotate_qk
+from tightrope.workbench.environment import read_environment
 
 TOKENS = (128, 512, 2048, 8192)
 READERS = ("nothing", "sum", "attention")
@@ -63,27 +66,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count() or 1])
     parser.add_argument("--out")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        torch.set_num_threads(options.threads)
+        torch.set_num_threads(options.threads[0])
         return serve(Cases())
-    threads = ("--threads", str(options.threads))
-    both = [Child("benchmarks.next_reader", *threads, **each) for each in ({"TIGHTROPE_STREAM_BYTES": "0"}, {})]  # fmt: skip
+    results: dict[str, Any] = {"machine": asdict(read_environment())}
+    results["streaming_over_ordinary"] = {f"{n} threads": measured(n) for n in options.threads}
+    if options.out:
+        Path(options.out).write_text(json.dumps(results, indent=1) + "\n")
+
+
+def measured(threads: int) -> dict[str, list[float]]:
+    """Measure and print all cases with a number of threads."""
+    switches = ("--threads", str(threads))
+    both = [Child("benchmarks.next_reader", *switches, **each) for each in ({"TIGHTROPE_STREAM_BYTES": "0"}, {})]  # fmt: skip
     found = {}
     for dtype in ("float32", "bfloat16"):
         for tokens in TOKENS:
             for reader in READERS:
                 line = f"{dtype} {tokens} {reader}"
                 found[line] = ratios(both, line, SECONDS, MOST)
-                print(line, *found[line], flush=True)
+                print(threads, line, *found[line], flush=True)
     for child in both:
         child.end()
-    if options.out:
-        made = {"threads": options.threads, "streaming / ordinary": found}
-        Path(options.out).write_text(json.dumps(made, indent=1) + "\n")
+    return found
 
 
 if __name__ == "__main__":
