@@ -62,7 +62,7 @@ def run(*command: object, source: Path = ROOT / "src", **more: str) -> str:
         env=environment, cwd=ROOT, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     if done.returncode != 0:
-        raise RuntimeError(done.stdout[-6000:])
+        raise RuntimeError(f"{done.stdout[-6000:]}\nexit code {done.returncode}")
     return done.stdout
 
 
@@ -139,7 +139,7 @@ def races(quick: bool) -> int:
     more = {
         "source": build("races", own),
         "LD_PRELOAD": f"{library}:{gcc_file('libstdc++.so.6')}",
-        "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:exitcode=66",
+        "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:exitcode=66:allocator_may_return_null=1",
         "OMP_NUM_THREADS": "3",
     }
     # With TIGHTROPE_RACE, shares overlap.
