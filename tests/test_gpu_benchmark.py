@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -161,6 +163,18 @@ def test_packages_that_are_missing_are_one_line() -> None:
     packages = "it needs packages: python -m pip install pytest"
     assert done() == (2, f"{packages} pytest-xdist hypothesis mpmath\n")
     assert done("--report", "none.json") == (2, f"{packages}\n")
+
+
+def test_the_tables_need_no_installed_package(tmp_path: Path) -> None:
+    """On a machine with a GPU only torch is installed; the end of a run must not fail there."""
+    out = tmp_path / "out.json"
+    out.write_text(json.dumps({"dry": True, "date": "", "units": [], "seconds": 0, "pytest": []}))
+    # -S and PYTHONPATH: without the links to packages that are installed in place.
+    line = [sys.executable, "-S", "-m", "benchmarks.gpu", "--report", str(out)]
+    where = {**os.environ, "PYTHONPATH": str(Path(torch.__file__).parents[1])}
+    ended = subprocess.run(line, cwd=ROOT, env=where, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "A dry run: times mean nothing." in ended.stdout
 
 
 @pytest.mark.slow

@@ -167,6 +167,7 @@ def _pattern(text: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run all phases, write the results, print the tables; return the exit code."""
     options = parsed(arguments)
+    sys.path.insert(0, str(ROOT / "src"))  # the package need not be installed
     needed = ("pytest",) if options.report else tuple(NEEDS)
     missing = [NEEDS[name] for name in needed if find_spec(name) is None]
     if missing:
