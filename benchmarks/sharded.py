@@ -85,9 +85,8 @@ def main() -> None:
         low, *_, high = case["more"]
         print(f"{case['call']}{gradient}: {case['local']} + {low} to {high} µs")
     if options.out:
-        environment = asdict(read_environment())
-        del environment["installed_at"]  # a path of this machine
-        text = json.dumps({"environment": environment, "microseconds": found}, indent=1)
+        results = {"environment": asdict(read_environment()), "microseconds": found}
+        text = json.dumps(results, indent=1)
         options.out.write_text(text + "\n")
 
 

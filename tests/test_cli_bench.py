@@ -187,6 +187,11 @@ def test_absent_contenders_are_named() -> None:
 # --- info -----------------------------------------------------------------------------------------
 
 
+def test_results_name_no_folder_of_this_machine(measured: tuple[Any, str, Path]) -> None:
+    """They are published; `info`, for a bug report, says where the package is."""
+    assert str(Path(tightrope.__file__).parent) not in json.dumps(measured[0])
+
+
 @pytest.mark.parametrize("width", [80, 200])
 def test_info_in_words(width: int) -> None:
     code, output, error = run("info", width=width)

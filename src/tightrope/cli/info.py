@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,6 +11,9 @@ from ..workbench.environment import Environment, read_environment
 from ._console import make_console
 from ._mistakes import FINDING, stop
 from ._tables import facts
+
+# Not in `Environment`: files of results store that, and need no path of a machine.
+INSTALLED_AT = Path(__file__).parents[1]
 
 
 def info(
@@ -36,7 +40,8 @@ def info(
     if require is not None and require not in found.backends:
         stop(f"--require must be one of {', '.join(found.backends)} but got {require!r}.")
     if as_json:
-        text = json.dumps(dataclasses.asdict(found), indent=2, allow_nan=False)
+        everything = {**dataclasses.asdict(found), "installed_at": str(INSTALLED_AT)}
+        text = json.dumps(everything, indent=2, allow_nan=False)
         console.print(text, markup=False, soft_wrap=True)
     else:
         console.print(facts(_rows(found)))
@@ -47,7 +52,7 @@ def info(
 def _rows(found: Environment) -> list[tuple[str, str]]:
     sets = ", ".join(found.instruction_sets)
     rows = [
-        ("tightrope", f"{found.tightrope} in {found.installed_at}"),
+        ("tightrope", f"{found.tightrope} in {INSTALLED_AT}"),
         ("torch", found.torch),
         ("python", f"{found.python} on {found.system}"),
         ("processor", f"{found.processor}, {found.cores} cores"),

@@ -53,7 +53,6 @@ class Environment:
     why_no_gpu: str | None
     packages: dict[str, str | None]
     """Versions of the libraries in `PACKAGES`; None if one is not installed."""
-    installed_at: str
 
 
 def read_environment() -> Environment:
@@ -77,7 +76,6 @@ def read_environment() -> Environment:
         gpus=_gpus(),
         why_no_gpu=_why_no_gpu(),
         packages={name: _version(name) for name in PACKAGES},
-        installed_at=str(Path(__file__).parents[1]),
     )
 
 
