@@ -75,8 +75,6 @@ def bench(
 
     Caches are flushed before each call, except in decode and warm cases.
 
-    With --tokens, caches are flushed in all cases of 1024 tokens or more.
-
     A contender with wrong results is not timed.
 
     Takes a few minutes; Ctrl-C stops early and keeps the results so far.
