@@ -92,7 +92,7 @@ def _inline(each: Rotary) -> list[dict[str, Any]]:
 def _one(each: Rotary, value: Any, owner: type | None, constants: Constants) -> dict[str, Any]:
     plain = unwrapped(value)
     found: Recognition = to_the_bit(
-        recognise(plain, constants=constants) if owner is None else recognise_method(plain, owner)
+        recognise(plain, constants=constants) if owner is None else recognise_method(plain)
     )
     if found.candidate is None:
         return {"status": "left", "reason": found.reason}

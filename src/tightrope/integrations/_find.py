@@ -216,11 +216,17 @@ def _imported_module(name: str, level: object, names: dict[str, Any]) -> ModuleT
     return sys.modules.get(full) if same else None
 
 
+def is_compiled(value: Any) -> bool:
+    """Return True if torch.compile made a function."""
+    return hasattr(value, "_torchdynamo_orig_callable")
+
+
 def is_near(value: Any, function: FunctionType) -> bool:
     """Return True if a helper is model code, so that it may be copied together with its caller."""
-    return isinstance(value, FunctionType) and (
-        value.__module__ == function.__module__ or is_helper(value.__module__, function.__module__)
-    )
+    if not isinstance(value, FunctionType) or is_compiled(value):
+        return False
+    near = value.__module__ == function.__module__
+    return near or is_helper(value.__module__, function.__module__)
 
 
 # In place of the value of an argument that is no constant.
@@ -347,7 +353,8 @@ def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
                     found = Found(home, name, value, likely=likely, constants=constants)
                     yield found
                     if not accepts(found) and isinstance(plain, FunctionType):
-                        pending.append(plain)
+                        if not is_compiled(value):
+                            pending.append(plain)
                 elif id(value) not in seen and is_near(value, layer):
                     pending.append(value)
 

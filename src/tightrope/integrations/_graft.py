@@ -13,7 +13,8 @@ import dis
 import importlib
 import inspect
 import sys
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -39,6 +40,7 @@ from ._find import (
     original_of,
 )
 from ._inline import INLINE, function_of, inlined
+from ._recognise import recognise, recognise_method
 from ._run import replacement
 
 
@@ -99,17 +101,18 @@ class Recipe:
 
 
 _replacements: dict[Swap, Any] = {}
-# The class, and the globals through which its copies were found: (namespace, name, value).
-_classes: dict[tuple[type, Recipe], tuple[type, list[tuple[dict[str, Any], str, Any]]]] = {}
+# The class, and the globals and members from which it was made: (namespace, name, value).
+_classes: dict[tuple[type, Recipe], tuple[type, list[tuple[Mapping[str, Any], str, Any]]]] = {}
 
 
 def replacement_of(swap: Swap) -> Any:
     """The replacement function of a swap, cached so that models share compiled code."""
-    if swap not in _replacements:
-        _replacements[swap] = replacement(
-            swap.original(), swap.candidates, swap.narrow, swap.rounding
-        )
-    return _replacements[swap]
+    original, known = swap.original(), _replacements.get(swap)
+    # A notebook may define the function again.
+    if known is None or known._tightrope_original is not original:
+        known = replacement(original, swap.candidates, swap.narrow, swap.rounding)
+        _replacements[swap] = known
+    return known
 
 
 def grafted(base: type, recipe: Recipe) -> type:
@@ -135,13 +138,14 @@ def apply(module: torch.nn.Module, cls: type) -> None:
     module.__class__ = cls
 
 
-def _make(base: type, recipe: Recipe) -> tuple[type, list[tuple[dict[str, Any], str, Any]]]:
+def _make(base: type, recipe: Recipe) -> tuple[type, list[tuple[Mapping[str, Any], str, Any]]]:
     originals = {id(swap.original()): swap for swap in recipe.swaps}
     copier = _Copier(recipe.swaps)
     members: dict[str, Any] = {}
-    for _owner, name, attribute, function in methods(base):
+    for owner, name, attribute, function in methods(base):
         value = original_of(attribute)
         swap = originals.get(id(value))
+        copier.read.append((vars(owner), name, attribute))
         if swap is not None:
             new = replacement_of(swap)
             members[name] = staticmethod(new) if isinstance(value, staticmethod) else new
@@ -174,8 +178,35 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
 
 
 def _remake(base: type, recipe: Recipe, *arguments: Any) -> Any:
-    cls = grafted(base, recipe)
+    changed = [swap for swap in recipe.swaps if not _is_as_pickled(swap)]
+    if changed:
+        names = ", ".join(f"{swap.module}.{swap.name}" for swap in changed)
+        warnings.warn(
+            f"{base.__qualname__} is loaded without its patch, because {names} changed since it was "
+            "pickled; call tightrope.integrations.patch(model)",
+            stacklevel=2,
+        )
+    cls = base if changed else grafted(base, recipe)
     return cls.__new__(cls, *arguments)
+
+
+def _is_as_pickled(swap: Swap) -> bool:
+    """Return whether the original is here and is still recognised as what its replacement computes."""
+    try:
+        original = swap.original()
+    except (AttributeError, ImportError, KeyError, StopIteration):
+        return False
+    known = _replacements.get(swap)
+    if known is not None and known._tightrope_original is original:
+        return True
+    plain = original.__func__ if isinstance(original, staticmethod) else original
+    found = [
+        recognise_method(unwrapped(plain))
+        if candidate.call.method
+        else recognise(plain, constants=candidate.constants)
+        for candidate in swap.candidates
+    ]
+    return tuple(each.candidate for each in found) == swap.candidates
 
 
 class _Copier:
@@ -192,7 +223,7 @@ class _Copier:
                 self._inline.setdefault((swap.module, outer), {})[text] = new
         self._copies: dict[int, FunctionType | None] = {}
         # The globals that copies found other copies and replacements under.
-        self.read: list[tuple[dict[str, Any], str, Any]] = []
+        self.read: list[tuple[Mapping[str, Any], str, Any]] = []
 
     def copy(self, function: FunctionType) -> FunctionType | None:
         """A copy that calls the replacements, or None if it reaches none."""

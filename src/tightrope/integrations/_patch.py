@@ -233,13 +233,13 @@ def _found(
     inline: dict[int, Recognition] = {}
     for cls in dict.fromkeys(_classes(modules)):
 
-        def accepts(found: Found, cls: type = cls) -> bool:
+        def accepts(found: Found) -> bool:
             recognised = []
             for constants in found.constants:
                 key = found.module, found.name, constants
                 if key not in results:
                     if found.method:
-                        recognition = recognise_method(unwrapped(found.value), cls)
+                        recognition = recognise_method(unwrapped(found.value))
                     elif id(found.value) in inline:
                         recognition = inline[id(found.value)]
                     else:

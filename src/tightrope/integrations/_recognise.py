@@ -23,14 +23,17 @@ from ..forms import (
     candidates,
     plain,
     signature,
+    unwrapped,
 )
 from ._candidate import Bits, Candidate
 from ._run import fused, tables_inside
+from ._state import State
 
 # No two tables of different shapes have equally many entries, so a view cannot take one for the other.
 BATCH, HEADS, TOKENS, CHANNELS = 3, 2, 5, 16
 # The number of heads of all tensors but the first.
 KEY_HEADS = 4
+_SIZES = {"rows": BATCH, "heads": HEADS, "tokens": TOKENS, "channels": CHANNELS}
 
 # Bound for float32 inputs; a wrong candidate is off by as much as the values themselves.
 _CLOSE = 2e-5
@@ -100,6 +103,9 @@ def recognise(
         )
     found: list[Candidate] = []
     reasons: list[str] = []
+    state = State(function)
+    if state.compiled:
+        return Recognition(None, _COMPILED)
     with (
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
@@ -108,10 +114,18 @@ def recognise(
     ):
         warnings.simplefilter("ignore")
         for way in ways:
+            mine = _Unknown() if owner is _Unknown else owner
             try:
-                found.extend(_explain(_Caller(function, owner=owner, constants=given, **way)))
+                explained = _explain(_Caller(function, owner=mine, constants=given, **way))
             except _Unlike as unlike:
+                explained = []
                 reasons.append(str(unlike))
+            if type(mine) is _Unknown and mine.is_read:
+                explained = []
+                reasons.append(_READS)
+            found += explained
+    if state.restore() and found:
+        return Recognition(None, _KEEPS)
     if len(found) == 1:
         return Recognition(found[0], "matches exactly one known rotation")
     if found:
@@ -132,21 +146,42 @@ def to_the_bit(recognition: Recognition) -> Recognition:
     )
 
 
-def recognise_method(function: Any, cls: type) -> Recognition:
-    """Recognise which rotation a method computes for every object of a class.
+def recognise_method(function: Any) -> Recognition:
+    """Recognise which rotation a method computes for every object of its class and of subclasses.
 
-    All objects share one replacement, so the method is called on an object without instance
-    attributes. If x is (batch, seq, heads * dim), the object gets the number and the size of heads.
-    A method that reads other instance attributes is not recognised.
+    All objects share one replacement, so a method that reads attributes of its object is not recognised.
+    Only the number and the size of heads may be read, if x is (batch, seq, heads * dim).
     """
-    owner = torch.nn.Module.__new__(cls) if issubclass(cls, torch.nn.Module) else object()
-    tried = recognise(function, owner)
-    if tried.reason != _NO_CALL:
-        return tried
-    return replace(tried, reason=f"{_NO_CALL}, on an object without instance attributes")
+    tried = recognise(function, _Unknown)
+    if tried and {"type", "super", "vars"} & set(unwrapped(function).__code__.co_names):
+        return Recognition(None, _READS)
+    return tried
+
+
+class _Unknown:
+    """An object of which nothing is known, as the self of a method; it notes that the method reads it."""
+
+    __slots__ = ("is_read",)
+
+    def __init__(self) -> None:
+        self.is_read = False
+
+    def __getattr__(self, name: str) -> Any:
+        self.is_read = True
+        raise AttributeError(name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # isinstance() reads it
+        self.is_read = True
+        return _Unknown
 
 
 _NO_CALL = "it does not run on tensors of any usual shape"
+_READS = "it reads attributes of its object, which may differ between objects"
+_KEEPS = "it keeps state between calls"
+_COMPILED = (
+    "torch.compile made it or a function that it calls, so its bits are not those of eager code"
+)
 _NO_MATCH = "it matches no known rotation"
 _UNEVEN = "it matches a known rotation at some shapes or widths and none at others"
 _AMBIGUOUS = "the axis at which it unsqueezes cos/sin is ambiguous"
@@ -161,7 +196,7 @@ _VALUES = "it matches a known rotation on some inputs but not on all"
 _CONTAINER = "it returns neither one tensor for one tensor nor a tuple for several"
 _GRADIENTS = "its gradients are not those of the rotation it computes"
 _RANK = (
-    _NO_CALL, _NO_MATCH, _UNEVEN, _AMBIGUOUS, _WRITES, _RANDOM, _REFUSES, _DTYPES, _VALUES,
+    _NO_CALL, _READS, _NO_MATCH, _UNEVEN, _AMBIGUOUS, _WRITES, _RANDOM, _REFUSES, _DTYPES, _VALUES,
     _CONTAINER, _GRADIENTS,
 )  # fmt: skip
 
@@ -214,6 +249,8 @@ class _Caller:
 class _StandIn:
     """The owner of a method, with the head count and head size of a probe."""
 
+    __slots__ = ("_channels", "_heads", "_owner")
+
     def __init__(self, owner: object, heads: int, channels: int) -> None:
         self._owner, self._heads, self._channels = owner, heads, channels
 
@@ -232,13 +269,14 @@ class _Probe:
         shape: Arrangement,
         width: int,
         *,
-        tokens: int = TOKENS,
-        channels: int = CHANNELS,
         scale: float = 1.0,
         dtype: torch.dtype = torch.float32,
         table_dtype: torch.dtype = torch.float32,
+        **sizes: int,
     ) -> None:
-        size = {"b": BATCH, "h": HEADS, "s": tokens, "1": 1, "d": channels}
+        """Draw the tensors; ``sizes`` replace those of rows, heads, tokens and channels."""
+        rows, heads, tokens, channels = ({**_SIZES, **sizes}[name] for name in _SIZES)
+        size = {"b": rows, "h": heads, "s": tokens, "1": 1, "d": channels}
         self.caller, self.shape = caller, shape
         self.xs: dict[str, torch.Tensor] = {}
         for name in caller.call.rotated:
@@ -246,9 +284,9 @@ class _Probe:
             self.xs[name] = (x * scale).to(dtype)
             if "h" not in shape.table:
                 size["h"] = KEY_HEADS
-        size |= {"h": HEADS, "d": width}
-        sizes = [size[letter] for letter in shape.table][-2 if caller.positions else 0 :]
-        cos, sin = (torch.randn(sizes, device="cpu") for _ in range(2))
+        size |= {"h": heads, "d": width}
+        table = [size[letter] for letter in shape.table][-2 if caller.positions else 0 :]
+        cos, sin = (torch.randn(table, device="cpu") for _ in range(2))
         if caller.call.form.unit:
             cos, sin = cos.cos(), cos.sin()
         if (form := caller.call.form).grids and form.read is not None:
@@ -472,10 +510,17 @@ def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -
     """Check a candidate at further sizes, dtypes, strides and gradients; fill in its options."""
     rotation = candidate.rotation
     width = CHANNELS // 2 if rotation.reading == "half" else CHANNELS
-    sizes_of = ((1, 16, 1.0), (5, 8, 100.0), (67, 64, 1.0), (12, 16, 1.0), (0, 16, 1.0))
-    for tokens, channels, scale in sizes_of:
+    several: tuple[dict[str, Any], ...] = (
+        {"tokens": 1, "channels": 16},
+        {"tokens": 5, "channels": 8, "scale": 100.0},
+        {"tokens": 67, "channels": 64},
+        {"tokens": 12, "channels": 16, "rows": 1, "scale": 5000.0},
+        {"tokens": 300, "channels": 128, "rows": 1, "heads": 24},
+        {"tokens": 0, "channels": 16},
+    )
+    for sizes in several:
+        tokens, channels = sizes["tokens"], sizes["channels"]
         for shape in shapes if tokens == 1 else shapes[:1]:
-            sizes: dict[str, Any] = {"tokens": tokens, "channels": channels, "scale": scale}
             try:
                 probe = _Probe(caller, shape, channels * width // CHANNELS, **sizes)
             except _Unlike:
@@ -496,6 +541,7 @@ def _confirm(caller: _Caller, candidate: Candidate, shapes: list[Arrangement]) -
     _check_strides(make(), rotation)
     _check_container(make())
     _check_gradients(make(), rotation)
+    _check_nan(make(), rotation)
     dtype = _dtype(make, rotation)
     bits = _all_bits(caller, shapes[0], rotation, dtype)
     ones = set(candidate.ones)
@@ -670,6 +716,15 @@ def _check_strides(probe: _Probe, rotation: Rotation) -> None:
     strided = {name: _permuted(x) for name, x in probe.xs.items()}
     if not probe.agrees(probe.run(strided), rotation):
         raise _Unlike(_VALUES)
+
+
+def _check_nan(probe: _Probe, rotation: Rotation) -> None:
+    """Refuse a function that replaces numbers that are not finite, which hides faults of a model."""
+    for x in probe.xs.values():
+        x[..., 0], x[..., 1] = torch.nan, torch.inf
+    for y, x in zip(probe.run(), probe.xs.values()):
+        if y is None or not torch.equal(y.isnan(), probe.expected(x, rotation).isnan()):
+            raise _Unlike(_VALUES)
 
 
 def _check_container(probe: _Probe) -> None:

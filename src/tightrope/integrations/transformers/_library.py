@@ -117,7 +117,7 @@ def _patch_module(module: ModuleType) -> None:
                     found = Found(
                         module.__name__, f"{value.__qualname__}.{method}", member, not static
                     )
-                    swaps.append((value, found, _recognised(function, None if static else value)))
+                    swaps.append((value, found, _recognised(function, not static)))
     exact = _state.angles == "exact"
     wide = exact and bool(swaps) and all(recognition for _, _, recognition in swaps)
     for holder, found, recognition in swaps:
@@ -144,9 +144,9 @@ def _patch_module(module: ModuleType) -> None:
             )
 
 
-def _recognised(function: Any, cls: type | None = None) -> Recognition:
+def _recognised(function: Any, method: bool = False) -> Recognition:
     if id(function) not in _state.results:
-        tried = recognise(function) if cls is None else recognise_method(function, cls)
+        tried = recognise_method(function) if method else recognise(function)
         if _state.rounding == "model":
             tried = to_the_bit(tried)
         _state.results[id(function)] = function, tried

@@ -1,0 +1,117 @@
+"""The state that a function keeps in globals, so that trying it leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from ..forms import unwrapped
+from ._find import global_names, is_compiled, is_near, layers
+
+# In place of a value that was not there.
+_ABSENT = object()
+
+
+class State:
+    """All that a function can change and reads again: globals, containers in them, attributes of classes.
+
+    The functions that it calls in its own module count too.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self._names: list[tuple[Any, dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        #: Whether torch.compile made the function, or one that it calls.
+        self.compiled = False
+        if isinstance(function, torch.nn.Module):
+            self._keep(function)
+        for each in self._reached(function):
+            names = global_names(each.__code__)
+            held = {name: each.__globals__.get(name, _ABSENT) for name in names}
+            self._names.append((each.__globals__, held))
+            cells = [_content(cell) for cell in each.__closure__ or ()]
+            for value in (each, *held.values(), *cells):
+                self._keep(value)
+
+    def restore(self) -> bool:
+        """Undo the changes since; return whether there were any."""
+        changed = False
+        for names, held in self._names:
+            for name in [name for name in held if names.get(name, _ABSENT) is not held[name]]:
+                changed = True
+                if held[name] is _ABSENT:
+                    del names[name]
+                else:
+                    names[name] = held[name]
+        for container, before in self._containers:
+            changed |= _restored(container, before)
+        return changed
+
+    def _reached(self, function: Any) -> Iterator[FunctionType]:
+        seen: set[int] = set()
+        pending: list[Any] = [unwrapped(function)]
+        while pending:
+            value = pending.pop()
+            self.compiled |= is_compiled(value)
+            if not isinstance(value, FunctionType) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            for each in layers(value):
+                yield each
+                near = (each.__globals__.get(name) for name in global_names(each.__code__))
+                pending += [o for o in near if is_near(o, each) or is_compiled(o)]
+
+    def _keep(self, value: Any) -> None:
+        if isinstance(value, (dict, list, set)):
+            self._containers.append((value, value.copy()))
+        elif isinstance(value, (FunctionType, torch.nn.Module)):
+            self._keep(vars(value))
+        elif isinstance(value, type) and value.__module__.partition(".")[0] not in _FOREIGN:
+            self._containers.append((value, dict(vars(value))))
+
+
+# Packages whose classes keep no state of a rotary function.
+_FOREIGN = ("torch", "builtins", "typing", "collections", "math", "numpy")
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _restored(container: Any, before: Any) -> bool:
+    """Give a container its former entries; return whether it had others."""
+    if isinstance(container, type):
+        now = vars(container)
+        names = [n for n in now if now[n] is not before.get(n, _ABSENT) and n not in _OWN]
+        for name in names:
+            if name in before:
+                setattr(container, name, before[name])
+            else:
+                delattr(container, name)
+        return bool(names)
+    if len(container) == len(before) and _alike(container, before):
+        return False
+    container.clear()
+    if isinstance(container, list):
+        container.extend(before)
+    else:
+        container.update(before)
+    return True
+
+
+# Entries of a class that Python itself adds.
+_OWN = ("__annotations__", "__abstractmethods__", "_abc_impl", "__weakref__", "__dict__")
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, MutableMapping):
+        return all(key in other and other[key] is value for key, value in one.items())
+    if isinstance(one, list):
+        return all(a is b for a, b in zip(one, other, strict=True))
+    return {id(value) for value in one} == {id(value) for value in other}
