@@ -384,6 +384,27 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
         {**LLAMA, "partial_rotary_factor": "half"}, {}, ValueError,
         "[from_config] partial_rotary_factor must be above 0 and at most 1 but got 'half'.",
     ),
+    "a fraction of nothing": (
+        {**LLAMA, "model_type": "phi3", "partial_rotary_factor": 0.01}, {}, ValueError,
+        "[from_config] partial_rotary_factor must give at least 2 of 128 channels but got 0.01.",
+    ),
+    "a fraction of latent attention that is text": (
+        {**LLAMA, "model_type": "deepseek_v3", "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+         "partial_rotary_factor": "half"}, {}, ValueError,
+        "[from_config] partial_rotary_factor must be above 0 and at most 1 but got 'half'.",
+    ),
+    "a fraction that the family's code does not read": (
+        {**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, {}, ValueError,
+        "[from_config] rotary_dim must be 128, as the code of model_type 'llama' rotates all channels of a "
+        "head, but got 64 from rope_parameters.partial_rotary_factor = 0.5 of 128; for other code, which "
+        "rotates a part, leave out model_type and pass interleaved=False.",
+    ),
+    "a width that the family's code does not read": (
+        {**LLAMA, "model_type": "cohere", "rotary_dim": 32, "head_dim": 128}, {}, ValueError,
+        "[from_config] rotary_dim must be 128, as the code of model_type 'cohere' rotates all channels of a "
+        "head, but got 32 from rotary_dim; for other code, which rotates a part, leave out model_type and "
+        "pass interleaved=True.",
+    ),
     "a missing fraction": (
         {**LLAMA, "model_type": "phi"}, {}, ValueError,
         "[from_config] model_type 'phi' rotates a part of each head, so the config must give one of "
@@ -651,6 +672,13 @@ def test_the_argument_overrules_family_and_key() -> None:
     assert read({**LLAMA, "rope_interleaved": True}, interleaved=True).interleaved
 
 
+def test_a_part_of_the_channels_without_a_family_that_rotates_all() -> None:
+    config = {**LLAMA, "partial_rotary_factor": 0.5}
+    del config["model_type"]
+    assert read(config, interleaved=False).rotary_dim == 64
+    assert read({**LLAMA, "partial_rotary_factor": 1.0}).rotary_dim == 128
+
+
 def test_a_key_decides_where_the_family_lets_it() -> None:
     config = {
         "model_type": "deepseek_v3", "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
@@ -862,7 +890,7 @@ def test_provenance_names_the_users_own_keys() -> None:
 def test_families_are_complete() -> None:
     for name, family in families.FAMILIES.items():
         assert family.source.strip() or family.refused, name
-        assert family.fraction in ("optional", "required")
+        assert family.fraction in ("none", "optional", "required")
         assert family.head_dim in ("derived", "required")
         assert family.start in ("first", "nope", "last")
     assert not families.GGUF_NEIGHBOURS & families.GGUF_HALVES

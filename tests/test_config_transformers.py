@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from model_configs import MODELS, Model
 from tightrope import RopeSpec
@@ -273,3 +274,69 @@ def test_the_text_of_a_model_of_defaults_is_audited_with_its_spec() -> None:
 def test_defaults_that_leave_a_gap_are_refused_by_the_name_of_the_key(name: str, text: str) -> None:
     with pytest.raises(ValueError, match=rf"^\[from_config\] .*{re.escape(text)}"):
         RopeSpec.from_config(transformers.CONFIG_MAPPING[name]())
+
+
+# --- a part of the channels -----------------------------------------------------------------------
+
+# Heads of 128 channels: the sections of each family fit them, or half of them where a part rotates.
+SIZES = {
+    "hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2,
+    "vocab_size": 9, "intermediate_size": 64, "pad_token_id": 0, "max_position_embeddings": 256,
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"position_embedding_type": "rope"},
+    "esm": {"position_embedding_type": "rotary"},
+    "gemma4_text": {"global_head_dim": 128},
+}
+LAYERED = {"gemma3_text", "gemma3n_text", "gemma4_text", "laguna", "modernbert", "olmo3"}
+# Of these the test cannot make the module that has the tables.
+WITHOUT_TABLES = {"roformer", "dinov3_vit", "llama4_vision_model", "qwen2_vl_vision"}
+# All but latent attention, whose slice other keys give, and those that need rotary_dim or a section.
+BUILT = [
+    name
+    for name in PUBLISHED
+    if name in transformers.CONFIG_MAPPING and FAMILIES[name].start == "first"
+    and name not in ("qwen2_vl", "qwen2_5_vl", "glm4v", "gptj", "codegen")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "yarn"])
+@pytest.mark.parametrize("name", BUILT)
+def test_a_part_rotates_only_where_the_code_rotates_a_part(name: str, kind: str) -> None:
+    sizes = {**SIZES, **OWN.get(name, {})}
+    if name != "falcon":  # its class computes it
+        sizes["head_dim"] = 128
+    rule: dict[str, Any] = {"rope_type": kind}
+    if kind != "default":
+        rule |= {"factor": 2.0, "original_max_position_embeddings": 64}
+    section: dict[str, Any] = {"rope_theta": 1e4, "partial_rotary_factor": 0.5, **rule}
+    if name in LAYERED:
+        section = {"full_attention": section, "sliding_attention": section}
+    forms: list[Any] = [
+        {"model_type": name, **sizes, "rope_parameters": section},
+        {"model_type": name, **sizes, "rope_theta": 1e4, "partial_rotary_factor": 0.5, "rope_scaling": rule},
+    ]  # fmt: skip
+    own: set[int] = set()
+    try:
+        config = transformers.AutoConfig.for_model(name, **sizes, rope_parameters=section)
+        module = rotary_module(config)
+        forms += [config, config.to_dict()]
+        buffers = dict(module.named_buffers()) if module is not None else {}
+        own = {2 * x.numel() for key, x in buffers.items() if "inv_freq" in key}
+    except (StrictDataclassError, ValueError, AttributeError, KeyError):
+        pass  # the family does not have this kind of scaling, or its sizes have other names
+    found = set()
+    for form in forms:
+        try:
+            specs = specs_of(RopeSpec.from_config(form))
+        except ValueError:
+            continue
+        found |= {spec.rotary_dim for spec in specs if spec is not None}
+    assert own or kind != "default" or name in WITHOUT_TABLES
+    if FAMILIES[name].fraction != "none":
+        assert found <= {64}
+        assert own <= {64}
+    else:
+        # With scaling, the code makes tables of a part that its rotary function cannot apply.
+        assert not found
+        assert kind != "default" or FAMILIES[name].axes is not None or own <= {128}

@@ -23,7 +23,8 @@ class Family:
         pairing_key: the key by which this family's code lets a configuration choose the pairing.
         base: a constant of the code, for families whose configurations have no key for it.
         fraction: ``"optional"``: without a key all channels rotate. ``"required"``: the family
-            rotates a part by default, so a configuration must give the part.
+            rotates a part by default, so a configuration must give the part. ``"none"``: all
+            channels rotate; the code ignores a key for a part, or fails with one.
         head_dim: ``"derived"``: without a key it is hidden size / heads. ``"required"``: the family
             has another default, so a configuration must give head_dim.
         hidden: the key of the width that is divided among the heads, if not ``hidden_size``.
@@ -54,19 +55,20 @@ class Family:
 
 
 def _half(folder: str, function: str = "apply_rotary_pos_emb", **facts: object) -> Family:
-    return Family(False, f"{folder}: {function}", **facts)  # type: ignore[arg-type]
+    return Family(False, f"{folder}: {function}", **{"fraction": "none", **facts})  # type: ignore[arg-type]
 
 
 def _pairs(folder: str, function: str = "apply_rotary_pos_emb", **facts: object) -> Family:
-    return Family(True, f"{folder}: {function}", **facts)  # type: ignore[arg-type]
+    return Family(True, f"{folder}: {function}", **{"fraction": "none", **facts})  # type: ignore[arg-type]
 
 
 def _none(why: str) -> Family:
     return Family(False, "", refused=why)
 
 
-# For families that by default rotate only a part of the channels, or whose default head_dim is not
-# hidden size / heads.
+# For families that rotate a part of the channels if a key says so, or by default; or whose default
+# head_dim is not hidden size / heads.
+_ANY_PART = {"fraction": "optional"}
 _PART = {"fraction": "required"}
 _HEAD = {"head_dim": "required"}
 
@@ -121,8 +123,8 @@ FAMILIES: dict[str, Family] = {
     "olmo": _half("olmo"),
     "olmo2": _half("olmo2"),
     "olmoe": _half("olmoe"),
-    "phi3": _half("phi3"),
-    "phi4_multimodal": _half("phi4_multimodal"),
+    "phi3": _half("phi3", **_ANY_PART),
+    "phi4_multimodal": _half("phi4_multimodal", **_ANY_PART),
     "phimoe": _half("phimoe"),
     "qwen2": _half("qwen2"),
     "qwen2_moe": _half("qwen2_moe"),
@@ -153,7 +155,10 @@ FAMILIES: dict[str, Family] = {
     "helium": _pairs("helium", **_HEAD),
     "moonshine": _pairs("moonshine", **_PART),
     "roformer": Family(
-        True, "roformer: RoFormerSelfAttention.apply_rotary_position_embeddings", base=10000.0
+        True,
+        "roformer: RoFormerSelfAttention.apply_rotary_position_embeddings",
+        base=10000.0,
+        fraction="none",
     ),
     # --- latent attention: the rotated slice comes after channels without RoPE ---
     "deepseek_v2": _pairs("deepseek_v2", "apply_rotary_emb", start="nope"),

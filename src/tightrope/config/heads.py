@@ -49,14 +49,16 @@ def slice_of(
     found: list[Found] = list(whole(source.outer(keys.ROTARY_DIM))) + list(rope)
     claimed = claimed_by(rule)
     for path, fraction in _fractions(source, part, claimed):
-        if (
-            isinstance(fraction, bool)
-            or not isinstance(fraction, int | float)
-            or not 0 < fraction <= 1
-        ):
-            fail(f"{path} must be above 0 and at most 1 but got {fraction!r}")
+        if int(head_dim * fraction) < 2:
+            fail(f"{path} must give at least 2 of {head_dim} channels but got {fraction!r}")
         found.append((f"{path} = {fraction!r} of {head_dim}", int(head_dim * fraction)))
     got = agreed("rotary_dim", found)
+    if got is not None and family is not None and family.fraction == "none" and got[1] < head_dim:
+        fail(
+            f"rotary_dim must be {head_dim}, as the code of {source.name} rotates all channels of a head, but "
+            f"got {got[1]} from {got[0]}; for other code, which rotates a part, leave out model_type and pass "
+            f"interleaved={family.interleaved}"
+        )
     if got is None:
         needed = family is not None and family.fraction == "required"
         if needed and not claimed & {*keys.FRACTION}:
@@ -78,7 +80,12 @@ def slice_of(
 
 def _fractions(source: Source, part: Part, claimed: set[str]) -> list[Found]:
     free = [key for key in keys.FRACTION if key not in claimed]
-    return part.inner(free) + source.outer(free)
+    found = part.inner(free) + source.outer(free)
+    for path, fraction in found:
+        number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+        if not number or not 0 < fraction <= 1:
+            fail(f"{path} must be above 0 and at most 1 but got {fraction!r}")
+    return found
 
 
 def _latent_slice(
