@@ -269,6 +269,11 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["broken.json"],
         "broken.json must be a configuration but reading it raised JSONDecodeError",
     ),
+    "two values": (
+        ["twice.json"],
+        "twice.json must be a configuration but reading it raised TwoValues: each key must have one value but "
+        "rope_theta is 1.0 and 2.0",
+    ),
     "list": (["list.json"], "list.json must have a model_type that is a string but has none"),
     "no head_dim": (["audited_rope:good", "--base", "10"], "need --head-dim as well"),
     "both": (["audited_rope:good", "--meant", "x", "--base", "1"], "--meant gives the whole spec"),
@@ -302,6 +307,7 @@ def test_wrong_use_is_2_and_one_line(
 ) -> None:
     (folder / "broken.json").write_text('{"model_type": ', encoding="utf-8")
     (folder / "list.json").write_text("[]", encoding="utf-8")
+    (folder / "twice.json").write_text('{"rope_theta": 1.0, "rope_theta": 2.0}', encoding="utf-8")
     (folder / "binary.json").write_bytes(b"\xff\xfe\x00")
     (folder / "binary.gguf").write_bytes(b"\xff\xfe\x00")
     arguments, words = WRONG[name]

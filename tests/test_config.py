@@ -617,6 +617,17 @@ def test_a_file_must_hold_an_object(tmp_path: Path) -> None:
         read(tmp_path / "absent.json")
 
 
+def test_a_key_of_a_file_must_have_one_value(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    text = json.dumps(LLAMA)[:-1] + ', "rope_theta": 1e4, "vocab_size": 9, "vocab_size": 9}'
+    file.write_text(text, encoding="utf-8")
+    sentence = f"[from_config] in {file} each key must have one value but rope_theta is 500000.0 and 10000.0."
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        read(file)
+    file.write_text(text.replace("1e4", "500000.0"), encoding="utf-8")
+    assert read(file) == read(LLAMA)
+
+
 # --- keys that are accepted or ignored --------------------------------------------------------------------------
 
 

@@ -835,6 +835,14 @@ def test_marking_changes_as_little_as_it_can() -> None:
     assert json.loads(marked("{}", (), "is_neox_style", True)) == {"is_neox_style": False}
 
 
+def test_a_key_of_the_configuration_must_have_one_value(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", llama_tensors())
+    text = json.dumps(LLAMA)[:-1] + ', "num_attention_heads": 2}'
+    (source / "config.json").write_text(text, encoding="utf-8")
+    with refused("each key must have one value but num_attention_heads is 4 and 2"):
+        convert(source, tmp_path / "b", to="interleaved")
+
+
 # --- the path of the result -----------------------------------------------------------------------
 
 

@@ -93,9 +93,27 @@ def _inside(folder: Path) -> Path:
     return there[0]
 
 
+class TwoValues(ValueError):
+    """A key of a JSON object has two values, of which Python would keep the last."""
+
+
+def single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dict of the pairs of a JSON object; an error if a key has two values."""
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values and values[key] != value:
+            raise TwoValues(
+                f"each key must have one value but {key} is {values[key]!r} and {value!r}"
+            )
+        values[key] = value
+    return values
+
+
 def _json(path: Path) -> Mapping[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=single)
+    except TwoValues as error:
+        fail(f"in {path} {error}")
     except UnicodeDecodeError:
         fail(f"{path} must hold JSON but is not UTF-8 text")
     except json.JSONDecodeError as error:

@@ -21,6 +21,7 @@ from torch import nn
 from ... import stacks
 from ..._errors import Refusal, bad_type, bad_value
 from ...config import LayerSpecs, from_config
+from ...config.files import single
 from ...forms import calls_of
 from ...spec import RopeSpec
 from ._guard import Guard, describe_error
@@ -283,7 +284,7 @@ def _types() -> set[str]:
 
 
 def _from_file(library: Any, file: Path) -> Any:
-    values = json.loads(file.read_text(encoding="utf-8"))
+    values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=single)
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise bad_value(f"{file} must have a model_type that is a string but has none")
     return library.AutoConfig.for_model(values.pop("model_type"), **values)

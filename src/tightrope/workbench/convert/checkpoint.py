@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...config.files import RECORD as RECORD, url_in
+from ...config.files import RECORD as RECORD, TwoValues, single, url_in
 from ._fail import fail, shown
 from .safetensors_file import read_safetensors
 from .tensors import Weights, each
@@ -248,7 +248,9 @@ def _unindexed(folder: Path, names: list[Path]) -> list[str]:
 def load_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=single)
+    except TwoValues as error:
+        fail(f"in {path} {error}")
     except (ValueError, RecursionError) as error:
         fail(f"{path} must be JSON but is not: {error}")
     if not isinstance(values, dict):
