@@ -414,7 +414,7 @@ def test_quantised_formats_are_named(tmp_path: Path, name: str, kind: str) -> No
 
 def test_other_formats_are_refused(tmp_path: Path) -> None:
     tensors = quantised(llama_tensors(bias=False), secret=torch.ones(4))
-    with refused("in an unknown format"):
+    with refused("q_proj.secret must be a weight, a bias"):
         convert(write(tmp_path / "a", tensors), tmp_path / "b", to="interleaved")
     tensors = llama_tensors(bias=False)
     tensors["model.layers.0.self_attn.q_proj.weight"] = torch.ones(32, 32, dtype=torch.int8)
@@ -422,6 +422,17 @@ def test_other_formats_are_refused(tmp_path: Path) -> None:
         r"must have a floating-point dtype but is I8\[32, 32\]: convert the checkpoint before"
     ):
         convert(write(tmp_path / "b", tensors), tmp_path / "c", to="interleaved")
+
+
+@pytest.mark.parametrize("name", ["lora_bias.weight", "weight_g", "ia3_l"])
+def test_parts_of_a_projection_that_no_quantisation_made(tmp_path: Path, name: str) -> None:
+    tensors = quantised(llama_tensors(bias=False), **{name: torch.ones(32, 1)})
+    text = (
+        f"[convert] model.layers.0.self_attn.q_proj.{name} must be a weight, a bias, a scale or part of a LoRA "
+        "adapter but is none that convert knows: merge it into the weight of q_proj, or remove it."
+    )
+    with refused(f"^{re.escape(text)}$"):
+        convert(write(tmp_path / "a", tensors), tmp_path / "b", to="interleaved")
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -163,10 +163,14 @@ def _change(match: _Match, spec: RopeSpec, model: Model, rows: int, ranks: int) 
     scale = _SCALE.fullmatch(suffix) is not None
     if not scale and not _ROWS.fullmatch(suffix):
         kind = "bitsandbytes 4-bit" if "quant_state" in suffix else _QUANTISED.get(suffix)
-        what = f"quantised by {kind}" if kind else "in an unknown format"
+        if kind is None:
+            fail(
+                f"{entry.name} must be a weight, a bias, a scale or part of a LoRA adapter but is none that "
+                f"convert knows: merge it into the weight of {match.module}, or remove it"
+            )
         fail(
-            f"{match.module} of layer {match.layer} is {what} ({entry.name}): convert the checkpoint "
-            "before it is quantised"
+            f"{match.module} of layer {match.layer} is quantised by {kind} ({entry.name}): convert the "
+            "checkpoint before it is quantised"
         )
     if scale and entry.numel == 1:
         return None
