@@ -137,6 +137,9 @@ def test_indexers_that_do_not_fit(tmp_path: Path, case: str) -> None:
         ("norm_k", ""),
         ("ln_q", ""),
         ("k_ln", ""),
+        ("q_rms", ""),
+        ("norm.query_norm", ""),
+        ("norm.key_norm", ""),
     ],
 )
 def test_norms_that_the_naming_does_not_list_are_refused(
@@ -156,3 +159,18 @@ def test_norms_that_the_naming_does_not_list_are_refused(
         with pytest.raises(ValueError, match=re.escape("is a norm of queries or keys by its name")):
             detect(source, stated=stated)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("own", ["k_cache_scale", "k_scale", "attn.key_scale", "q_scale.weight"])
+def test_scales_of_channels_are_refused_and_of_tensors_stay(tmp_path: Path, own: str) -> None:
+    tensors = llama_tensors(bias=False)
+    there = f"model.layers.1.self_attn.{own}"
+    source = write(tmp_path / "source", tensors | {there: torch.rand(16)})
+    text = (
+        f"[convert] {there} scales channels of queries or keys by its name and shape, which is not supported: "
+        "fold it into the projection, or remove it."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        convert(source, tmp_path / "out", to="interleaved")
+    source = write(tmp_path / "other", tensors | {there: torch.rand(1)})
+    assert there in convert(source, tmp_path / "out", to="interleaved").left

@@ -107,7 +107,7 @@ def make_plan(checkpoint: Checkpoint, model: Model) -> Plan:
         change = _change(match, spec, model, rows.get(match.group_module, 0), checkpoint.ranks)
         if change is not None:
             changes.append(change)
-    _check_norms(entries, matches, model.naming)
+    _check_norms(entries, matches, model)
     _check_complete(matches)
     _check_shared(changes, entries)
     if not changes:
@@ -351,25 +351,36 @@ def _check_blocks(match: _Match, spec: RopeSpec, model: Model, rows: int, ranks:
 # --- all tensors ----------------------------------------------------------------------------------
 
 
-# Names of norms of queries or keys. Norms of a latent (q_a_layernorm) come before the projection and do
-# not match.
-_NORM = re.compile(
-    r"(?:q|k|query|key)_?(?:layer)?_?norm|(?:layer)?_?norm_?(?:q|k|query|key)|(?:q|k)_ln|ln_(?:q|k)"
-)
+# Names of norms and scales of queries or keys. Norms of a latent (q_a_layernorm) come before the projection
+# and do not match.
+_SIDE = r"(?:q|k|qk|query|key)"
+_KIND = r"(?:(?:layer|rms)?_?norm|rms|ln)"
+_NORM = re.compile(rf"{_SIDE}_?{_KIND}|{_KIND}_?{_SIDE}")
+_CHANNEL_SCALE = re.compile(rf"{_SIDE}_?(?:cache_?)?scales?")
 
 
-def _check_norms(entries: list[Entry], matches: list[_Match], naming: Naming) -> None:
-    """Refuse norms of queries and keys that the naming does not list: their channels would stay."""
+def _check_norms(entries: list[Entry], matches: list[_Match], model: Model) -> None:
+    """Refuse norms and scales of queries or keys that the naming does not list: their channels would stay."""
+    naming = model.naming
     ours = {id(match.entry) for match in matches}
-    groups = {match.prefix + match.group for match in matches}
-    # Norms inside an inner module that the naming does not list, such as DeepSeek's indexer, are not checked.
+    groups = {match.prefix + match.group: match.layer for match in matches}
     for entry in entries:
         group = next((group for group in groups if entry.name.startswith(group)), None)
-        if group is None or id(entry) in ours:
+        if group is None or id(entry) in ours or entry.numel < 2:
             continue
-        module = entry.name[len(group) :].split(".")[0]
-        if _NORM.fullmatch(module.lower()) is None or entry.numel < 2:
+        path = entry.name[len(group) :].split(".")
+        if path[0] == "indexer":
+            continue  # it has channels of its own, and stays where the naming does not list it
+        spec = model.of(groups[group])
+        fits = spec is not None and entry.numel % spec.head_dim == 0
+        if fits and any(_CHANNEL_SCALE.fullmatch(part.lower()) for part in path):
+            fail(
+                f"{entry.name} scales channels of queries or keys by its name and shape, which is not "
+                f"supported: fold it into the projection, or remove it"
+            )
+        if not any(_NORM.fullmatch(part.lower()) for part in path):
             continue
+        module = path[0]
         knowing = [
             name
             for name, other in NAMINGS.items()
