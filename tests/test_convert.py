@@ -244,6 +244,120 @@ def test_tensors_that_several_ranks_share(tmp_path: Path) -> None:
         convert(source, tmp_path / "other", to="half")
 
 
+# --- every layer ----------------------------------------------------------------------------------
+
+FOUR = {**LLAMA, "num_hidden_layers": 4}
+Tensors = dict[str, torch.Tensor]
+
+
+def fused(tensors: Tensors, layer: int, name: str = "self_attn.qkv_proj") -> Tensors:
+    """Return the tensors with one layer's projections as one tensor."""
+    place_ = f"model.layers.{layer}."
+    parts = [tensors[f"{place_}self_attn.{part}_proj.weight"] for part in "qkv"]
+    kept = {
+        key: x for key, x in tensors.items() if not re.match(rf"{place_}self_attn\.[qkv]_", key)
+    }
+    return {**kept, f"{place_}{name}.weight": torch.cat(parts)}
+
+
+def without(tensors: Tensors, pattern: str) -> Tensors:
+    """Return the tensors whose names do not match."""
+    return {name: tensor for name, tensor in tensors.items() if not re.search(pattern, name)}
+
+
+LACKING: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "projections of another name": (
+        lambda tensors: fused(tensors, 1),
+        "model.layers.1: rename or split model.layers.1.self_attn.qkv_proj.weight.",
+    ),
+    "attention of another name": (
+        lambda tensors: without(fused(fused(tensors, 0, "attn.to_qkv"), 3), "o_proj"),
+        "model.layers.0, model.layers.3: rename or split model.layers.0.attn.to_qkv.weight, "
+        "model.layers.3.self_attn.qkv_proj.weight.",
+    ),
+    "no projections": (
+        lambda tensors: without(tensors, r"layers\.2\.self_attn\.[qkv]_"),
+        "model.layers.2: pass the whole checkpoint.",
+    ),
+    "no attention": (
+        lambda tensors: without(tensors, r"layers\.2\.self_attn"),
+        "model.layers.2: pass the whole checkpoint.",
+    ),
+    "no first and no last layer": (
+        lambda tensors: without(tensors, r"layers\.[03]"),
+        "model.layers.0, model.layers.3: pass the whole checkpoint.",
+    ),
+}
+
+
+def four() -> Tensors:
+    tensors = llama_tensors(FOUR, bias=False)
+    mlps = {f"model.layers.{n}.mlp.up_proj.weight": torch.randn(8, 32) for n in range(4)}
+    return tensors | mlps
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("case", LACKING)
+def test_every_layer_must_have_its_projections(tmp_path: Path, case: str, shards: int) -> None:
+    """Otherwise the result would have layers of both pairings."""
+    change, end = LACKING[case]
+    source = write(tmp_path / "a", change(four()), FOUR, shards=shards)
+    text = f"[convert] every layer must have projections called q_proj or k_proj but there are none in {end}"
+    with refused(f"^{re.escape(text)}$"):
+        convert(source, tmp_path / "b", to="interleaved", verify=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_side_part_does_not_hide_a_missing_layer(tmp_path: Path) -> None:
+    side = {
+        name.replace("model.layers.0", "mtp.layers.0"): x
+        for name, x in four().items()
+        if ".0." in name
+    }
+    source = write(tmp_path / "a", without(four(), r"layers\.3") | side, FOUR)
+    with refused("there are none in model.layers.3: pass the whole checkpoint"):
+        convert(source, tmp_path / "b", to="interleaved")
+
+
+def test_a_file_may_hold_some_layers_but_no_gap(tmp_path: Path) -> None:
+    stated, out = Stated(config=FOUR), tmp_path / "out.safetensors"
+    file, shard = tmp_path / "a.safetensors", tmp_path / "model-00001-of-00002.safetensors"
+    save_file(without(four(), r"layers\.[03]"), file)
+    assert len(convert(file, out, to="interleaved", stated=stated).changed) == 8
+    for path in (file, shard):
+        save_file(without(four(), r"layers\.2"), path)
+    with refused("but there are none in model.layers.2: pass the whole checkpoint"):
+        convert(file, out, to="interleaved", stated=stated, force=True)
+    convert(shard, out, to="interleaved", stated=stated, force=True)
+    save_file(fused(four(), 2), shard)
+    with refused("rename or split model.layers.2.self_attn.qkv_proj.weight"):
+        convert(shard, out, to="interleaved", stated=stated, force=True)
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        ("linear_attention", "linear_attn.in_proj_qkvz.weight"),
+        ("linear_attention", "self_attn.qkv_proj.weight"),
+        (None, "linear_attn.q_proj.weight"),
+        (None, "cross_attn.q_proj.weight"),
+        (None, "mamba.in_proj.weight"),
+        (None, "conv.in_proj.weight"),
+    ],
+)
+def test_layers_without_attention_may_lack_projections(
+    tmp_path: Path, kind: str | None, name: str
+) -> None:
+    config: dict[str, Any] = dict(FOUR)
+    if kind is not None:
+        config["layer_types"] = ["full_attention", kind, "full_attention", "full_attention"]
+    tensors = without(four(), r"layers\.1\.self_attn") | {
+        f"model.layers.1.{name}": torch.randn(64, 32)
+    }
+    done = convert(write(tmp_path / "a", tensors, config), tmp_path / "b", to="interleaved")
+    assert len(done.changed) == 12
+
+
 # --- nothing else moves ---------------------------------------------------------------------------
 
 

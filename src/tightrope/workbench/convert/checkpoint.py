@@ -66,6 +66,11 @@ class Checkpoint:
         return self.folder or self.path.parent
 
     @property
+    def is_shard(self) -> bool:
+        """True for one shard of several, without the others."""
+        return self.folder is None and _SHARD.search(self.path.name) is not None
+
+    @property
     def nbytes(self) -> int:
         """The size of its files of weights in bytes."""
         return sum(weights.path.stat().st_size for weights in self.files)

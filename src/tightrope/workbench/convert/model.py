@@ -23,6 +23,9 @@ from ._fail import fail, shown
 from .checkpoint import RECORD, Checkpoint, load_json, open_checkpoint
 from .naming import FAMILY_NAMING, NAMINGS, PACKINGS, Naming
 
+_LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+_LAYER_TYPES = ("layer_types", "layers_block_type")
+_MOST_LAYERS = 65536
 _KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_query_groups", "n_head_kv")
 
 
@@ -75,6 +78,8 @@ class Model:
         index_heads, index_dim: number of heads of a sparse indexer, and channels of each; None if not
             stated.
         name: the kind of configuration, for messages.
+        layers: the number of layers; None if not stated.
+        kinds: the type of each layer, if the configuration lists them.
     """
 
     specs: RopeSpec | LayerSpecs
@@ -92,6 +97,16 @@ class Model:
     name: str = ""
     native: bool | None = None
     assumed: bool = False
+    layers: int | None = None
+    kinds: tuple[str, ...] = ()
+
+    def attends(self, layer: int) -> RopeSpec | None:
+        """Return the spec of a layer that must have attention; None if it may have none, or no RoPE."""
+        if self.kinds[layer : layer + 1] and self.kinds[layer] in keys.LAYERS_WITHOUT_ATTENTION:
+            return None
+        if isinstance(self.specs, RopeSpec):
+            return self.specs
+        return self.of(layer) if layer < len(self.specs.layers or ()) else None
 
     def of(self, layer: int) -> RopeSpec | None:
         """Return the spec of a layer, or None for a layer without RoPE."""
@@ -293,7 +308,15 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
         source.name,
         _native(source) if given is not None else interleaved,
         assumed,
+        min(_size(None, "", values, _LAYERS) or 0, _MOST_LAYERS) or None,
+        _kinds(values),
     )
+
+
+def _kinds(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the type of each layer if the configuration lists them."""
+    listed = next((values[key] for key in _LAYER_TYPES if values.get(key)), ())
+    return tuple(map(str, listed)) if isinstance(listed, list | tuple) else ()
 
 
 def _origin(read: reader.Provenance, source: Source, silent: bool) -> tuple[str, bool]:

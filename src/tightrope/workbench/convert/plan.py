@@ -75,8 +75,11 @@ class _Match:
         return f"{self.prefix}{self.group}{self.module}"
 
 
-def make_plan(checkpoint: Checkpoint, model: Model) -> Plan:
+def make_plan(checkpoint: Checkpoint, model: Model, *, every_layer: bool = False) -> Plan:
     """Find the projections of a checkpoint, and which of their rows rotate.
+
+    Args:
+        every_layer: whether layers without projections that should have them are an error.
 
     Raises:
         ValueError: names, shapes or formats do not fit the model.
@@ -109,6 +112,8 @@ def make_plan(checkpoint: Checkpoint, model: Model) -> Plan:
             changes.append(change)
     _check_norms(entries, matches, model)
     _check_complete(matches)
+    if every_layer:
+        _check_layers(entries, matches, model, checkpoint)
     _check_shared(changes, entries)
     if not changes:
         fail("the checkpoint must hold a projection that rotates but holds none")
@@ -416,6 +421,66 @@ def _check_complete(matches: list[_Match]) -> None:
                 continue
             other = "keys" if role.endswith("q") or role == "q gate" else "queries"
             fail(f"{group[:-1]} has {'queries' if other == 'keys' else 'keys'} but no {other}")
+
+
+# Names of projections of queries, keys or both; and of modules whose projections have no RoPE.
+_PROJECTION = re.compile(
+    r"(?:to_|c_|linear_|w)?(?:q|k|qk|qkv|query|key|query_key|query_key_value)(?:_?(?:proj|lin|linear))?|c_attn"
+)
+_WITHOUT_ROPE = re.compile(r"cross|linear_?att|mamba|ssm|conv")
+_MAIN_ROLES = ("q", "q gate", "k", "kv a", "qkv")
+
+
+def _check_layers(
+    entries: list[Entry], matches: list[_Match], model: Model, checkpoint: Checkpoint
+) -> None:
+    """Refuse a checkpoint in which layers lack the projections that the others have.
+
+    A layer may lack them if it has tensors that no layer with attention has, such as those of a
+    convolution, and in a shard. No layer may have projections of other names instead.
+    """
+    if any("lora_" in match.suffix for match in matches):
+        return  # an adapter may be for some layers
+    known = {(match.prefix, match.layer) for match in matches if match.role in _MAIN_ROLES}
+    prefixes = list(dict.fromkeys(match.prefix for match in matches))
+    main = [prefix for prefix in prefixes if not prefix.endswith(SIDE_PARTS)]
+    stem, _, attention = model.naming.layer.partition(r"(\d+)\.")
+    place = re.compile(rf"({'|'.join(map(re.escape, prefixes))}){stem}(\d+)\.")
+    layers: dict[tuple[str, int], dict[str, Entry]] = {}
+    for entry in entries:
+        if at := place.match(entry.name):
+            layers.setdefault((at[1], int(at[2])), {})[entry.name[at.end() :]] = entry
+    usual = {(prefix, rest) for prefix, layer in known for rest in layers[prefix, layer]}
+    for prefix in prefixes:
+        numbers = [layer for where, layer in known if where == prefix] or [0]
+        whole = checkpoint.folder is not None and main == [prefix] and model.prefix is None
+        every = range(model.layers) if whole and model.layers else range(min(numbers), max(numbers))
+        for layer in every:
+            layers.setdefault((prefix, layer), {})
+    lacking, found = [], []
+    for (prefix, layer), tensors in sorted(layers.items()):
+        spec = model.attends(layer)
+        if (prefix, layer) in known or spec is None:
+            continue
+        like = [one.name for rest, one in tensors.items() if _is_projection(rest, one, spec)]
+        gone = all((prefix, rest) in usual or re.match(attention, rest) for rest in tensors)
+        if like or (gone and not checkpoint.is_shard):
+            lacking.append(f"{prefix}{stem}{layer}".replace("\\", ""))
+            found += like
+    if lacking:
+        wanted = [name for name, role in model.naming.modules.items() if role in _MAIN_ROLES]
+        fail(
+            f"every layer must have projections called {' or '.join(wanted)} but there are none in "
+            f"{shown(lacking)}: "
+            + (f"rename or split {shown(found)}" if found else "pass the whole checkpoint")
+        )
+
+
+def _is_projection(rest: str, entry: Entry, spec: RopeSpec) -> bool:
+    """True if a tensor of a layer is a projection of queries or keys by its name and shape."""
+    if len(entry.shape) != 2 or entry.shape[0] % spec.head_dim or _WITHOUT_ROPE.search(rest):
+        return False
+    return any(_PROJECTION.fullmatch(part.lower()) for part in rest.split("."))
 
 
 def _check_shared(changes: list[Change], entries: list[Entry]) -> None:

@@ -112,7 +112,7 @@ def convert(
 
     Raises:
         ValueError: the checkpoint is of an unknown kind, damaged, quantised, or partly outside its folder;
-            its pairing is unknown, contradicted by its weights, or already ``to``; ``out`` exists; or
+            a layer lacks the projections that others have; its pairing is unknown, contradicted by its weights, or already ``to``; ``out`` exists; or
             scores differ. ``out`` stays as it was.
         OSError: files cannot be read or written; partial output is removed.
     """
@@ -127,7 +127,7 @@ def convert(
         fail(
             f"the checkpoint is already {to} ({basis(model.who, model.assumed)}); --from overrides that"
         )
-    plan = make_plan(found, model)
+    plan = make_plan(found, model, every_layer=True)
     given = stated is not None and stated.source is not None
     warnings = _check_weights(plan, model, given)
     files = _result_files(found, model, to)
