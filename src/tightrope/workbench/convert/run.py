@@ -112,8 +112,8 @@ def convert(
 
     Raises:
         ValueError: the checkpoint is of an unknown kind, damaged, quantised, or partly outside its folder;
-            a layer lacks the projections that others have; its pairing is unknown, contradicted by its weights, or already ``to``; ``out`` exists; or
-            scores differ. ``out`` stays as it was.
+            a layer lacks the projections that others have; its pairing is unknown, contradicted by its
+            weights, or already ``to``; ``out`` exists; or scores differ. ``out`` stays as it was.
         OSError: files cannot be read or written; partial output is removed.
     """
     if to not in ("half", "interleaved"):
