@@ -169,6 +169,11 @@ def test_packed_int32_offsets_do_not_overflow() -> None:
     assert resolve(where, 1, 3) == [[[top, top + 1, top + 2]]]
 
 
+def test_left_padded_int32_lengths_do_not_overflow() -> None:
+    where = left_padded(lengths=torch.tensor([1, 3], dtype=torch.int32), total=2**33)
+    assert where.ids.flatten().tolist() == [1 - 2**33, 3 - 2**33]
+
+
 def test_tokens_past_an_unreadable_end_continue() -> None:
     # A graph cannot compare `total` with the end of cu_seqlens. An eager call on the CPU raises an
     # error if they differ.
@@ -912,6 +917,18 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         lambda: packed(ENDS, torch.tensor([True, False])),
         TypeError,
         "[packed] offsets must be int32, int64, float32 or float64 (offsets: bool[2]).",
+    ),
+    (
+        lambda: packed(ENDS, per_row(ENDS[1:])),  # type: ignore[arg-type]
+        TypeError,
+        "[packed] offsets must be None, an int or a tensor with one offset for each sequence "
+        "but got a Positions; pass the tensor itself.",
+    ),
+    (
+        lambda: packed(ENDS, True),
+        TypeError,
+        "[packed] offsets must be None, an int or a tensor with one offset for each sequence "
+        "but got a bool.",
     ),
     (
         lambda: left_padded(),
