@@ -21,6 +21,7 @@ from .._tracing import broadcasts
 from ..positions import PositionsLike, as_positions
 from ..spec import PreparedRotation, RopeSpec, SeqLen
 from .layouts import BY_NAME, Layout
+from .memory import check_not_negated
 from .schema import ROUNDINGS
 
 #: One of ROUNDINGS, or a pair of them: forward and backward.
@@ -355,6 +356,8 @@ def check_outs(
     for name, x, out in zip(names, xs, outs, strict=True):
         if not isinstance(out, torch.Tensor):
             raise bad_type(f"out must be a tensor for {name} but got {describe(out)}")
+        check_dense("out", out)
+        check_not_negated("out", out)
         if not sharded:
             check_local("out", out)
         if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
