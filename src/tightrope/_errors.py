@@ -233,12 +233,12 @@ def check_dense(name: str, x: torch.Tensor, nested: str = "") -> None:
     Args:
         name: name of the tensor in the error.
         x: the tensor.
-        nested: advice for nested tensors; ``{name}`` in it is replaced by the name.
+        nested: advice for a nested tensor.
     """
     if x.is_nested or x.layout is not torch.strided:
         kind = str(x.layout).removeprefix("torch.")
         if x.is_nested:
-            kind = "nested" + nested.format(name=name)
+            kind = "nested" + nested
         raise bad_type(f"{name} must be a dense tensor but got one that is {kind}")
 
 

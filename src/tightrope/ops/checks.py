@@ -195,17 +195,32 @@ def check_count(name: str, value: object) -> None:
         raise bad_value(f"{name} must be positive but got {value}")
 
 
-_IF_NESTED = (
-    "; if its layout is jagged, rotate {name}.values() with positions.packed({name}.offsets()) and "
-    "layout='thd'"
-)
+# The layout of the values of a jagged tensor, by their number of dimensions and the one of tokens.
+_OF_JAGGED = {
+    (3, 0): ("values()", "thd"),
+    (3, 1): ("values().transpose(0, 1)", "thd"),
+    (2, 0): ("values()", "sd"),
+}
+
+
+def _if_nested(name: str, x: torch.Tensor) -> str:
+    """Name the call that rotates a nested tensor, if there is one."""
+    if x.layout is not torch.jagged or x.lengths() is not None:  # type: ignore[operator]
+        return ""
+    found = _OF_JAGGED.get((x.dim() - 1, x._ragged_idx - 1))  # type: ignore[attr-defined]
+    if found is None:
+        return ""
+    values, layout = found
+    return (
+        f"; rotate {name}.{values} with positions.packed({name}.offsets()) and layout={layout!r}"
+    )
 
 
 def check_floating(name: str, x: object, sharded: bool = False) -> None:
     """Refuse anything but a dense tensor of a supported dtype; a DTensor too, unless ``sharded``."""
     if not isinstance(x, torch.Tensor):
         raise bad_type(f"{name} must be a tensor but got {describe(x)}")
-    check_dense(name, x, _IF_NESTED)
+    check_dense(name, x, _if_nested(name, x) if x.is_nested else "")
     if not sharded:
         check_local(name, x)
     if x.dtype not in DTYPES:
