@@ -560,6 +560,8 @@ def test_as_many_numbers_as_heads_are_one_for_each() -> None:
         (TypeError, "offset must be an int but got 1.5", {"offset": 1.5}),
         (TypeError, "offset must be an int but got True", {"offset": True}),
         (TypeError, "offset must be an int but got None", {"offset": None}),
+        (ValueError, "offset must have 1 axis but got 2 (offset: int64[2, 1, 5])",
+         {"offset": positions.multi_axis(torch.zeros(2, 5, dtype=torch.int64))}),
         (ValueError, "an offset must fit in 64 bits but got", {"offset": 2**63}),
         (TypeError, "offset must be int32, int64, float32 or float64 (offset: bool[2])",
          {"offset": torch.zeros(2, dtype=torch.bool)}),

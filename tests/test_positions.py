@@ -1084,12 +1084,37 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: mrope_next([(2, 2, 4, -1.0)]),
         ValueError,
-        "[mrope_next] time_step must be finite and not negative but got -1.0.",
+        "[mrope_next] time_step must not be negative, and t · time_step below 2^63, but got -1.0.",
     ),
     (
         lambda: mrope([(2, 2, 4, math.nan)]),
         ValueError,
-        "[mrope] time_step must be finite and not negative but got nan.",
+        "[mrope] time_step must not be negative, and t · time_step below 2^63, but got nan.",
+    ),
+    (
+        lambda: mrope([(2, 1, 1, 1e39)]),
+        ValueError,
+        "[mrope] time_step must not be negative, and t · time_step below 2^63, but got 1e+39.",
+    ),
+    (
+        lambda: mrope([2], start=2**63),
+        ValueError,
+        "[mrope] start must fit in 64 bits but got 9223372036854775808.",
+    ),
+    (
+        lambda: mrope([(1, 1, 2), 3], start=2**63 - 5),
+        ValueError,
+        "[mrope] the position after the last must fit in 64 bits but got 9223372036854775808.",
+    ),
+    (
+        lambda: grid(2, start=2**70),
+        ValueError,
+        "[grid] start must fit in 64 bits but got 1180591620717411303424.",
+    ),
+    (
+        lambda: grid(2, step=-(2**70), start=0.5),
+        ValueError,
+        "[grid] step must fit in 64 bits but got -1180591620717411303424.",
     ),
     (
         lambda: mrope([2], next_from="time"),
@@ -1151,6 +1176,11 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         lambda: shard(None, 2, 2, tokens=8),
         ValueError,
         "[shard] rank must lie in [0, 2) for size 2 but got 2.",
+    ),
+    (
+        lambda: shard(None, 0, 0, tokens=8),
+        ValueError,
+        "[shard] size must be at least 1 but got 0.",
     ),
     (
         lambda: shard(None, 0, 2, tokens=8, kind="striped"),

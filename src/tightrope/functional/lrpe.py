@@ -209,6 +209,8 @@ _cached_spec = lru_cache(maxsize=64)(_spec)
 
 def _positions(x: torch.Tensor, offset: int | torch.Tensor | Positions) -> PositionsLike:
     if isinstance(offset, Positions):
+        if offset.axes != 1:
+            raise bad_value(f"offset must have 1 axis but got {offset.axes}", offset=offset.ids)
         return offset
     if not isinstance(offset, torch.Tensor):
         return integer("offset", offset)

@@ -80,7 +80,8 @@ def prepare(
         if shape[-1] > width:
             part, whole = rotation.channels.rotary_dim, shape[-1]
             hint = (
-                f"; to rotate {part} of {whole} channels, make RopeSpec({whole}, rotary_dim={part})"
+                f"; to rotate {part} of {whole} channels, make the spec with head_dim={whole} and "
+                f"rotary_dim={part}"
             )
         raise _wrong_width(names[0], x, width, hint)
     for name, other in zip(names[1:], xs[1:]):
@@ -211,9 +212,7 @@ def _if_nested(name: str, x: torch.Tensor) -> str:
     if found is None:
         return ""
     values, layout = found
-    return (
-        f"; rotate {name}.{values} with positions.packed({name}.offsets()) and layout={layout!r}"
-    )
+    return f"; rotate {name}.{values} with positions.packed({name}.offsets()) and layout={layout!r}"
 
 
 def check_floating(name: str, x: object, sharded: bool = False) -> None:
