@@ -160,6 +160,7 @@ def test_against_the_truth(act: str, dim: int | None, dtype: torch.dtype) -> Non
     assert missed <= total * (1 - tolerances.value("16-bit share"))
 
 
+@pytest.mark.filterwarnings("ignore:.theta. frequencies should be float32")
 @every_theta
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_theta_is_the_number_that_it_is(kind: str, dtype: torch.dtype) -> None:
@@ -587,6 +588,21 @@ def test_a_softmax_over_the_tokens_is_refused_in_place() -> None:
     )):  # fmt: skip
         lrpe_rotate_1d_(x, torch.zeros(8), act="softmax", dim=1)
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("call", [lrpe_rotate_1d, lrpe_rotate_1d_])
+def test_16_bit_angles_warn_at_the_line_of_the_caller(call: Any) -> None:
+    theta, x = noise(8, dtype=torch.bfloat16), noise(2, 5, 4, 16)
+    with pytest.warns(UserWarning) as caught:
+        call(x, theta)
+    (warning,) = caught
+    assert str(warning.message) == (
+        "[theta] frequencies should be float32 but are bfloat16, which rounds them by up to 0.4 %, an "
+        "error that the position multiplies; keep the parameter in float32 when you cast the model, or "
+        "pass theta.float() if these values are right."
+    )
+    assert warning.filename == __file__
+    call(x, theta.float())
 
 
 def test_every_act_of_the_operator_is_tested() -> None:

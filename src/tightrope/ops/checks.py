@@ -206,7 +206,7 @@ _OF_JAGGED = {
 
 def _if_nested(name: str, x: torch.Tensor) -> str:
     """Name the call that rotates a nested tensor, if there is one."""
-    if x.layout is not torch.jagged or x.lengths() is not None:  # type: ignore[operator]
+    if x.layout is not torch.jagged or x.lengths() is not None:  # type: ignore[attr-defined]
         return ""
     found = _OF_JAGGED.get((x.dim() - 1, x._ragged_idx - 1))  # type: ignore[attr-defined]
     if found is None:
