@@ -593,7 +593,7 @@ def test_a_softmax_over_the_tokens_is_refused_in_place() -> None:
 @pytest.mark.parametrize("call", [lrpe_rotate_1d, lrpe_rotate_1d_])
 def test_16_bit_angles_warn_at_the_line_of_the_caller(call: Any) -> None:
     theta, x = noise(8, dtype=torch.bfloat16), noise(2, 5, 4, 16)
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="theta") as caught:
         call(x, theta)
     (warning,) = caught
     assert str(warning.message) == (
