@@ -16,6 +16,7 @@ from tightrope.frequencies import DynamicNTK, LongRoPE
 from tightrope.functional import (
     apply_rotary_pos_emb,
     apply_rotary_pos_emb_,
+    lrpe_rotate_1d,
     polar_scan,
     rerotate,
     rotary_pos_embedding,
@@ -232,6 +233,11 @@ SENTENCES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         TypeError,
         "[rotate_] x must be a dense tensor but got one that is nested; rotate x.values() with "
         "positions.packed(x.offsets()) and layout='sd'.",
+    ),
+    "ragged, of a function without layouts": (
+        lambda: lrpe_rotate_1d(RAGGED, torch.ones(4)),
+        TypeError,
+        "[lrpe_rotate_1d] x must be a dense tensor but got one that is nested.",
     ),
     "ragged, of another order": (
         lambda: rotate(RAGGED.transpose(1, 2), SPEC, layout="bsd"),

@@ -219,7 +219,7 @@ def check_floating(name: str, x: object, sharded: bool = False) -> None:
     """Refuse anything but a dense tensor of a supported dtype; a DTensor too, unless ``sharded``."""
     if not isinstance(x, torch.Tensor):
         raise bad_type(f"{name} must be a tensor but got {describe(x)}")
-    check_dense(name, x, _if_nested(name, x) if x.is_nested else "")
+    check_dense(name, x)
     if not sharded:
         check_local(name, x)
     if x.dtype not in DTYPES:
@@ -236,6 +236,8 @@ def shape_of(name: str, x: torch.Tensor, layout: Layout, sharded: bool = False) 
     Args:
         sharded: whether x may be a DTensor.
     """
+    if isinstance(x, torch.Tensor) and x.is_nested:
+        check_dense(name, x, _if_nested(name, x))
     check_floating(name, x, sharded)
     shape = x.shape
     if len(shape) != layout.dims:
