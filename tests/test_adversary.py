@@ -16,6 +16,7 @@ from tightrope.frequencies import DynamicNTK, LongRoPE
 from tightrope.functional import (
     apply_rotary_pos_emb,
     apply_rotary_pos_emb_,
+    lrpe_rotate_1d,
     polar_scan,
     rerotate,
     rotary_pos_embedding,
@@ -224,14 +225,31 @@ SENTENCES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "ragged": (
         lambda: rotate(RAGGED, SPEC, layout="bsd"),
         TypeError,
-        "[rotate] x must be a dense tensor but got one that is nested; if its layout is jagged, "
-        "rotate x.values() with positions.packed(x.offsets()) and layout='thd'.",
+        "[rotate] x must be a dense tensor but got one that is nested; rotate x.values() with "
+        "positions.packed(x.offsets()) and layout='sd'.",
     ),
     "ragged, in place": (
         lambda: rotate_(RAGGED, SPEC, layout="bsd"),
         TypeError,
-        "[rotate_] x must be a dense tensor but got one that is nested; if its layout is jagged, "
-        "rotate x.values() with positions.packed(x.offsets()) and layout='thd'.",
+        "[rotate_] x must be a dense tensor but got one that is nested; rotate x.values() with "
+        "positions.packed(x.offsets()) and layout='sd'.",
+    ),
+    "ragged, of a function without layouts": (
+        lambda: lrpe_rotate_1d(RAGGED, torch.ones(4)),
+        TypeError,
+        "[lrpe_rotate_1d] x must be a dense tensor but got one that is nested.",
+    ),
+    "ragged, of another order": (
+        lambda: rotate(RAGGED.transpose(1, 2), SPEC, layout="bsd"),
+        TypeError,
+        "[rotate] x must be a dense tensor but got one that is nested.",
+    ),
+    "ragged, with holes": (
+        lambda: rotate(
+            torch.nested.narrow(X[0], 1, IDS[:3], IDS[:3], layout=torch.jagged), SPEC, layout="bsd"
+        ),
+        TypeError,
+        "[rotate] x must be a dense tensor but got one that is nested.",
     ),
     "sparse ids": (
         lambda: rotate(X, SPEC, IDS.to_sparse()),
@@ -265,11 +283,19 @@ def test_sentence(name: str) -> None:
         call()
 
 
-def test_the_advice_for_ragged_tensors_works() -> None:
-    rows = [torch.randn(3, 2, 8), torch.randn(5, 2, 8)]
+@pytest.mark.parametrize("shape, transposed", [((8,), False), ((2, 8), False), ((2, 8), True)])
+def test_the_advice_for_ragged_tensors_works(shape: tuple[int, ...], transposed: bool) -> None:
+    rows = [torch.randn(3, *shape), torch.randn(5, *shape)]
     ragged = torch.nested.nested_tensor(rows, layout=torch.jagged)
-    turned = rotate(ragged.values(), SPEC, positions.packed(ragged.offsets()), layout="thd")
-    assert_same_bits(turned, torch.cat([rotate(row, SPEC, layout="thd") for row in rows]))
+    if transposed:
+        ragged = ragged.transpose(1, 2)
+    with pytest.raises(TypeError) as caught:
+        rotate(ragged, SPEC)
+    advice = re.fullmatch(r".*; rotate (x.*) with (.*) and layout='(\w+)'\.", str(caught.value))
+    values, where, layout = advice.groups()  # type: ignore[union-attr]
+    here = {"x": ragged, "positions": positions}
+    turned = rotate(eval(values, here), SPEC, eval(where, here), layout=layout)
+    assert_same_bits(turned, torch.cat([rotate(row, SPEC, layout=layout) for row in rows]))
 
 
 LLAMA = {

@@ -303,3 +303,8 @@ def test_negated_views() -> None:
     ):
         rotate_(x, SPEC, 3)
     assert torch.equal(x, before)
+    q = before.clone()
+    for spec in (SPEC, SPEC.at(), SPEC.at()):
+        with pytest.raises(ValueError, match=r"\[rotate_qk_\] k must not be a negated view"):
+            rotate_qk_(q, x, spec)
+        assert torch.equal(q, before)

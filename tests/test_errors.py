@@ -1,6 +1,7 @@
 """Error sentences for invalid specs, positions, tensors and layouts."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -148,7 +149,7 @@ CASES = {
         lambda: rotate(X, RopeSpec(4)),
         ValueError,
         "[rotate] x must have head_dim 4 in its last dimension but got 8; to rotate 4 of 8 channels, "
-        "make RopeSpec(8, rotary_dim=4) (x: float32[2, 3, 5, 8]).",
+        "make the spec with head_dim=8 and rotary_dim=4 (x: float32[2, 3, 5, 8]).",
     ),
     "no spec": (
         lambda: rotate(X, 8),
@@ -396,6 +397,14 @@ CASES = {
         "[RotaryPositionalEmbedding] seq_dim must name a dimension of x other than the last but "
         "got 4 (x: float32[2, 3, 5, 8]).",
     ),
+    **{
+        f"seq_dim {value!r}": (
+            partial(nn.RotaryPositionalEmbedding(8), X, value),
+            TypeError,
+            f"[RotaryPositionalEmbedding] seq_dim must be an int but got {value!r}.",
+        )
+        for value in ("a", None, 1.5, True)
+    },
     "seq_dim of the channels": (
         lambda: nn.RotaryPositionalEmbedding(8)(X, seq_dim=-1),
         ValueError,

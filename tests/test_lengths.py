@@ -1116,6 +1116,26 @@ def test_checks_do_not_wait_for_a_device(rule: str) -> None:
         rotate(torch.empty(2, 1, 4, 12, device="meta"), rope)
 
 
+class Ids(torch.Tensor):
+    """A subclass that holds its own data."""
+
+
+@every_rule
+def test_ids_of_a_subclass_are_compared_with_the_length(rule: str) -> None:
+    spec, x = spec_of(rule), torch.randn(1, 1, 3, 12)
+    ids = torch.tensor([9, 10, 11]).as_subclass(Ids)
+    text = f"seq_len must be at least 12, the largest position plus 1, but got 3; {BEYOND}"
+    with refused(ValueError, f"[rotate] {text} (positions: int64[1, 1, 3])."):
+        rotate(x, spec, ids, seq_len=3)
+    with refused(ValueError, f"[at] {text} (positions: int64[1, 1, 3])."):
+        spec.at(ids, seq_len=3)
+    rope = spec.at(positions.per_row(ids[:1]), seq_len=12)
+    assert_same_bits(rotate(x, rope), rotate(x, spec, 9, seq_len=12))
+    ids += 1
+    with pytest.raises(ValueError, match="seq_len must be at least 13"):
+        rotate(x, rope)
+
+
 def test_frequencies_of_a_shorter_sequence_on_purpose() -> None:
     spec, x = spec_of("dynamic"), torch.randn(1, 1, 3, 12)
     kept = spec_of(Given.of(spec.frequencies(6000).inv_freq))

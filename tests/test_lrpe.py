@@ -160,6 +160,7 @@ def test_against_the_truth(act: str, dim: int | None, dtype: torch.dtype) -> Non
     assert missed <= total * (1 - tolerances.value("16-bit share"))
 
 
+@pytest.mark.filterwarnings("ignore:.theta. frequencies should be float32")
 @every_theta
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_theta_is_the_number_that_it_is(kind: str, dtype: torch.dtype) -> None:
@@ -560,6 +561,8 @@ def test_as_many_numbers_as_heads_are_one_for_each() -> None:
         (TypeError, "offset must be an int but got 1.5", {"offset": 1.5}),
         (TypeError, "offset must be an int but got True", {"offset": True}),
         (TypeError, "offset must be an int but got None", {"offset": None}),
+        (ValueError, "offset must have 1 axis but got 2 (offset: int64[2, 1, 5])",
+         {"offset": positions.multi_axis(torch.zeros(2, 5, dtype=torch.int64))}),
         (ValueError, "an offset must fit in 64 bits but got", {"offset": 2**63}),
         (TypeError, "offset must be int32, int64, float32 or float64 (offset: bool[2])",
          {"offset": torch.zeros(2, dtype=torch.bool)}),
@@ -585,6 +588,21 @@ def test_a_softmax_over_the_tokens_is_refused_in_place() -> None:
     )):  # fmt: skip
         lrpe_rotate_1d_(x, torch.zeros(8), act="softmax", dim=1)
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("call", [lrpe_rotate_1d, lrpe_rotate_1d_])
+def test_16_bit_angles_warn_at_the_line_of_the_caller(call: Any) -> None:
+    theta, x = noise(8, dtype=torch.bfloat16), noise(2, 5, 4, 16)
+    with pytest.warns(UserWarning, match="theta") as caught:
+        call(x, theta)
+    (warning,) = caught
+    assert str(warning.message) == (
+        "[theta] frequencies should be float32 but are bfloat16, which rounds them by up to 0.4 %, an "
+        "error that the position multiplies; keep the parameter in float32 when you cast the model, or "
+        "pass theta.float() if these values are right."
+    )
+    assert warning.filename == __file__
+    call(x, theta.float())
 
 
 def test_every_act_of_the_operator_is_tested() -> None:

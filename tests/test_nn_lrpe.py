@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+import warnings
 from functools import partial
 from typing import Any
 
@@ -125,6 +126,17 @@ def test_frozen_and_of_another_dtype() -> None:
     assert not module.theta.requires_grad
     assert module.theta.dtype == torch.float64
     assert not module(noise(2, 5, 3, 12)).requires_grad
+
+
+def test_a_cast_to_16_bits_warns_once_for_each_line() -> None:
+    module, x = LrpeRotate1d(8, 2).to(torch.bfloat16), noise(1, 3, 2, 8, dtype=torch.bfloat16)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            module(x)
+    (warning,) = caught
+    assert str(warning.message).startswith("[theta] frequencies should be float32 but are bfloat16")
+    assert warning.filename == __file__
 
 
 def test_it_learns_the_angles_that_it_is_shown() -> None:

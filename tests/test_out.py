@@ -156,6 +156,11 @@ ERRORS = {
         "[rotate_qk] out must be a pair of tensors for q and k, with None for a k that is None, but got "
         "None for q; pass torch.empty_like(q).",
     ),
+    "sparse": (
+        lambda: rotate(X, SPEC, out=X.to_sparse()),
+        TypeError,
+        "[rotate] out must be a dense tensor but got one that is sparse_coo.",
+    ),
     "grad": (
         lambda: rotate(X.clone().requires_grad_(), SPEC, out=X.clone()),
         ValueError,
@@ -197,3 +202,20 @@ def test_partial_overlap_is_refused_unchanged() -> None:
         with pytest.raises(ValueError, match=r"\[rotate\] out must not overlap"):
             rotate(buffer[:, :, :5], SPEC, out=buffer[:, :, 3:8], backend=backend)
     assert torch.equal(buffer, before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_negated_views_are_refused_before_anything_is_written(backend: str | None) -> None:
+    x, out = noise(2, 3, 5, 12), torch.full((2, 3, 5, 12), 7.0)
+    negated = torch.complex(x, x).conj().imag
+    before = negated.clone()
+    text = (
+        "out must not be a negated view (such as the imaginary part of a conjugate); call "
+        "out.resolve_neg() first (out: float32[2, 3, 5, 12])."
+    )
+    with helpers.refused(ValueError, f"[rotate] {text}"):
+        rotate(x, SPEC, out=negated, backend=backend)
+    with helpers.refused(ValueError, f"[rotate_qk] {text}"):
+        rotate_qk(x, x.clone(), SPEC, out=(out, negated), backend=backend)
+    assert (out == 7.0).all()
+    assert torch.equal(negated, before)

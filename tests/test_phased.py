@@ -347,6 +347,28 @@ def test_gradcheck_with_positions_frequencies_gate_and_norm() -> None:
     assert gradgradcheck(staged, inputs)
 
 
+@pytest.mark.parametrize("phased", [True, False])
+def test_gates_by_fractional_positions_in_transforms(phased: bool) -> None:
+    """The tangent and the gradient of positions pass through the gate in every transform."""
+    x, gate = noise(1, 1, 3, 4), Slope(torch.full((4,), 0.5, dtype=torch.float64))
+    given = phases.given(torch.zeros(1, 1, 3, 2, dtype=torch.float64)) if phased else None
+
+    def turned(at: torch.Tensor) -> torch.Tensor:
+        return rotate(x, RopeSpec(4), at, phases=given, gate=gate)
+
+    def of_batch(at: torch.Tensor) -> torch.Tensor:
+        return torch.func.vmap(turned)(at[None])[0]
+
+    at = noise(3, seed=1)
+    want = torch.func.jacrev(turned)(at)
+    for transform in (torch.func.jacfwd, torch.func.jacrev):
+        for function in (turned, of_batch):
+            assert_near(transform(function)(at), want, "float64 ways")
+    twice = torch.func.jacfwd(torch.func.jacrev(turned))(at)
+    assert_near(torch.func.jacrev(torch.func.jacfwd(turned))(at), twice, "float64 ways")
+    assert_near(torch.func.jacfwd(torch.func.jacfwd(turned))(at), twice, "float64 ways")
+
+
 @pytest.mark.parametrize("mapped", [(0, None), (None, 0), (0, 0)])
 def test_transforms(mapped: tuple[int | None, int | None]) -> None:
     spec, x, angle = RopeSpec(4), noise(3, 2, 5, 4), noise(3, 1, 5, 2, seed=1)

@@ -169,6 +169,11 @@ def test_packed_int32_offsets_do_not_overflow() -> None:
     assert resolve(where, 1, 3) == [[[top, top + 1, top + 2]]]
 
 
+def test_left_padded_int32_lengths_do_not_overflow() -> None:
+    where = left_padded(lengths=torch.tensor([1, 3], dtype=torch.int32), total=2**33)
+    assert where.ids.flatten().tolist() == [1 - 2**33, 3 - 2**33]
+
+
 def test_tokens_past_an_unreadable_end_continue() -> None:
     # A graph cannot compare `total` with the end of cu_seqlens. An eager call on the CPU raises an
     # error if they differ.
@@ -914,6 +919,18 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         "[packed] offsets must be int32, int64, float32 or float64 (offsets: bool[2]).",
     ),
     (
+        lambda: packed(ENDS, per_row(ENDS[1:])),  # type: ignore[arg-type]
+        TypeError,
+        "[packed] offsets must be None, an int or a tensor with one offset for each sequence "
+        "but got a Positions; pass the tensor itself.",
+    ),
+    (
+        lambda: packed(ENDS, True),
+        TypeError,
+        "[packed] offsets must be None, an int or a tensor with one offset for each sequence "
+        "but got a bool.",
+    ),
+    (
         lambda: left_padded(),
         ValueError,
         "[left_padded] either attention_mask, or lengths and total, must be given but got none.",
@@ -1067,12 +1084,37 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: mrope_next([(2, 2, 4, -1.0)]),
         ValueError,
-        "[mrope_next] time_step must be finite and not negative but got -1.0.",
+        "[mrope_next] time_step must not be negative, and t · time_step below 2^63, but got -1.0.",
     ),
     (
         lambda: mrope([(2, 2, 4, math.nan)]),
         ValueError,
-        "[mrope] time_step must be finite and not negative but got nan.",
+        "[mrope] time_step must not be negative, and t · time_step below 2^63, but got nan.",
+    ),
+    (
+        lambda: mrope([(2, 1, 1, 1e39)]),
+        ValueError,
+        "[mrope] time_step must not be negative, and t · time_step below 2^63, but got 1e+39.",
+    ),
+    (
+        lambda: mrope([2], start=2**63),
+        ValueError,
+        "[mrope] start must fit in 64 bits but got 9223372036854775808.",
+    ),
+    (
+        lambda: mrope([(1, 1, 2), 3], start=2**63 - 5),
+        ValueError,
+        "[mrope] the position after the last must fit in 64 bits but got 9223372036854775808.",
+    ),
+    (
+        lambda: grid(2, start=2**70),
+        ValueError,
+        "[grid] start must fit in 64 bits but got 1180591620717411303424.",
+    ),
+    (
+        lambda: grid(2, step=-(2**70), start=0.5),
+        ValueError,
+        "[grid] step must fit in 64 bits but got -1180591620717411303424.",
     ),
     (
         lambda: mrope([2], next_from="time"),
@@ -1134,6 +1176,11 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         lambda: shard(None, 2, 2, tokens=8),
         ValueError,
         "[shard] rank must lie in [0, 2) for size 2 but got 2.",
+    ),
+    (
+        lambda: shard(None, 0, 0, tokens=8),
+        ValueError,
+        "[shard] size must be at least 1 but got 0.",
     ),
     (
         lambda: shard(None, 0, 2, tokens=8, kind="striped"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -539,6 +541,56 @@ def test_stack_values() -> None:
     assert repr(cast) == (
         "<Stack 'transformers'.cast(torch.float16): transformers, eager, as in Llama>"
     )
+
+
+@pytest.mark.parametrize("name", stacks.names())
+def test_stacks_are_pickled_by_name(name: str) -> None:
+    stack = stacks.get(name)
+    assert pickle.loads(pickle.dumps(stack)) is stack
+    if stack.casts:
+        cast = stack.cast(torch.bfloat16)
+        other = pickle.loads(pickle.dumps(cast))
+        assert other == cast
+        assert other.rules is stack.rules
+
+
+def test_other_stacks_are_pickled_by_value() -> None:
+    """A stack of the user is not confused with that of the library of the same name."""
+    own = dataclasses.replace(stacks.get("transformers"), rules={Linear: stacks._linear})
+    for copied in (pickle.loads(pickle.dumps(own)), copy.deepcopy(own)):
+        assert copied == own
+        assert copied.rules == {Linear: stacks._linear}
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_pickled_rotation(used: bool) -> None:
+    x, rope = qk(torch.bfloat16)[0].detach(), SPEC.at(FAR, stack="meta")
+    if used:
+        rotate(x, rope)
+    assert_same_bits(rotate(x, pickle.loads(pickle.dumps(rope))), rotate(x, rope))
+
+
+@pytest.mark.parametrize("name", stacks.names())
+def test_a_rotation_first_used_in_inference_mode(name: str) -> None:
+    x, rope = qk(torch.float32)[0].detach(), SPEC.at(FAR, stack=name)
+    with torch.inference_mode():
+        want = rotate(x, rope)
+    got = rotate(x.requires_grad_(), rope)
+    got.sum().backward()
+    assert_same_bits(got.detach(), want)
+
+
+@pytest.mark.parametrize("where", [3, FAR, positions.per_row(torch.tensor([2, 5]))])
+@pytest.mark.parametrize("name", ["transformers", "meta", "diffusers-float64"])
+def test_another_default_device(name: str, where: Any) -> None:
+    x = qk(torch.float32)[0].detach()
+    want = rotate(x, SPEC.at(where, stack=name))
+    with torch.device("meta"):
+        assert_same_bits(rotate(x, SPEC.at(where, device="cpu", stack=name)), want)
+        axes = RopeSpec(DIM, axes=Axes.blocks((DIM // 4, DIM // 4))).at(
+            positions.text(where, axes=2, device="cpu"), device="cpu", stack=name
+        )
+        assert rotate(x, axes).device.type == "cpu"
 
 
 # --- errors -------------------------------------------------------------------------------

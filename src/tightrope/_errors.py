@@ -135,10 +135,16 @@ def sentence(operation: str, rule: str, **about: object) -> str:
 
 
 def outside() -> int:
-    """Return the stack level of the first caller outside this package, for ``warnings.warn``."""
+    """Return the stack level of the first caller outside this package, for ``warnings.warn``.
+
+    The calls of modules pass through torch, which does not count as a caller.
+    """
     frame, level = sys._getframe(1), 1
     package = __name__.partition(".")[0]
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
+    while frame.f_back is not None:
+        name = frame.f_globals["__name__"]
+        if name.partition(".")[0] != package and name != "torch.nn.modules.module":
+            break
         frame, level = frame.f_back, level + 1
     return level
 
@@ -233,12 +239,12 @@ def check_dense(name: str, x: torch.Tensor, nested: str = "") -> None:
     Args:
         name: name of the tensor in the error.
         x: the tensor.
-        nested: advice for nested tensors; ``{name}`` in it is replaced by the name.
+        nested: advice for a nested tensor.
     """
     if x.is_nested or x.layout is not torch.strided:
         kind = str(x.layout).removeprefix("torch.")
         if x.is_nested:
-            kind = "nested" + nested.format(name=name)
+            kind = "nested" + nested
         raise bad_type(f"{name} must be a dense tensor but got one that is {kind}")
 
 

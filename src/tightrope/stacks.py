@@ -463,6 +463,16 @@ class Stack:
         cast = "" if self.cast_to is None else f".cast({self.cast_to})"
         return f"<Stack {self.name!r}{cast}: {self.about}>"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # By name: most formulas are functions made in a function, which cannot be pickled.
+        known = _BY_NAME.get(self.name)
+        if known is not None and self.rules is known.rules:
+            if self == known:
+                return get, (self.name,)
+            if self.cast_to is not None and self == known.cast(self.cast_to):
+                return _cast, (self.name, self.cast_to)
+        return super().__reduce_ex__(protocol)
+
     @public("cast")
     def cast(self, dtype: torch.dtype) -> Stack:
         """Return the stack of a model that was cast to a dtype, as by ``model.to(dtype)``.
@@ -579,8 +589,10 @@ class Stack:
         device: torch.device,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return :meth:`tables` for checked arguments; errors name the function that was called."""
-        ids = torch.zeros(1, 1, 1, dtype=torch.int64) if where.ids is None else where.ids.detach()
-        ids = ids.to(device) + where.offset
+        ids = where.ids
+        if ids is None:
+            ids = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
+        ids = ids.detach().to(device) + where.offset
         if where.add_index:
             ids = ids + torch.arange(tokens, device=device)
         if seq_len is None and spec.scaling is not None and spec.scaling.by_length:
@@ -853,6 +865,10 @@ def get(name: str) -> Stack:
     ('wide', 'wide')
     """
     return named(name)
+
+
+def _cast(name: str, dtype: torch.dtype) -> Stack:
+    return get(name).cast(dtype)
 
 
 def named(stack: object) -> Stack:

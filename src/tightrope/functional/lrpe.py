@@ -22,6 +22,7 @@ from ..activations import ACTS, SOFTMAX, Act
 from ..channels import Channels
 from ..ops.build import Request, stages_of
 from ..ops.checks import check_floating
+from ..ops.learned import warn_of_rounding
 from ..ops.sharded import check_gradient, divides, perform
 from ..positions import Positions, PositionsLike
 from ..spec import RopeSpec
@@ -55,6 +56,7 @@ def lrpe_rotate_1d(
             tokens, channels)`` without heads. Any strides. A DTensor may be sharded along all but its
             channels; see docs/distributed.md.
         theta: radians per position, of any floating dtype, on the device of x; may require grad.
+            Outside of compiled code, 16 bits raise a warning, once per line.
             ``(heads|1, E)`` or ``(E,)`` with E <= R: pairs from E on do not rotate. ``(heads,)`` or
             ``(heads, 1)``: one θ for all pairs of a head.
         offset: position of the first token: an int, one for each row of the batch ``(batch,)``, or a
@@ -209,6 +211,8 @@ _cached_spec = lru_cache(maxsize=64)(_spec)
 
 def _positions(x: torch.Tensor, offset: int | torch.Tensor | Positions) -> PositionsLike:
     if isinstance(offset, Positions):
+        if offset.axes != 1:
+            raise bad_value(f"offset must have 1 axis but got {offset.axes}", offset=offset.ids)
         return offset
     if not isinstance(offset, torch.Tensor):
         return integer("offset", offset)
@@ -261,6 +265,7 @@ def _expand_theta(
         by_head = heads is not None
     if not by_head and not by_pair:
         raise bad_value(_shape_rule(count, pairs, theta_axis), x=x, theta=theta)
+    warn_of_rounding("theta", theta)
     # Widen before expanding: the gradient of a shared number is then one sum in float64.
     wide = theta.to(torch.float64)
     if by_head:

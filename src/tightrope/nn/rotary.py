@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import angles, functional
-from .._errors import bad_type, bad_value, class_of, describe, public, sentence
+from .._errors import bad_type, bad_value, class_of, describe, integer, public, sentence
 from ..ops.checks import RoundingLike, rounding_of
 from ..positions import PositionsLike
 from ..spec import RopeSpec
@@ -96,11 +96,11 @@ class RotaryPositionalEmbedding(torch.nn.Module):
 
         Raises:
             ValueError: an invalid ``seq_dim``, too few channels, or ids that do not fit.
-            TypeError: a tensor or ids of an unsupported dtype.
+            TypeError: a tensor or ids of an unsupported dtype, or a ``seq_dim`` that is not an int.
         """
         if not isinstance(x, torch.Tensor):
             raise bad_type(f"x must be a tensor but got {describe(x)}")
-        dims = x.dim()
+        dims, seq_dim = x.dim(), integer("seq_dim", seq_dim)
         if not -dims <= seq_dim < dims or seq_dim % dims == dims - 1:
             raise bad_value(
                 f"seq_dim must name a dimension of x other than the last but got {seq_dim}", x=x

@@ -21,6 +21,7 @@ from .._tracing import broadcasts
 from ..positions import PositionsLike, as_positions
 from ..spec import PreparedRotation, RopeSpec, SeqLen
 from .layouts import BY_NAME, Layout
+from .memory import check_not_negated
 from .schema import ROUNDINGS
 
 #: One of ROUNDINGS, or a pair of them: forward and backward.
@@ -79,7 +80,8 @@ def prepare(
         if shape[-1] > width:
             part, whole = rotation.channels.rotary_dim, shape[-1]
             hint = (
-                f"; to rotate {part} of {whole} channels, make RopeSpec({whole}, rotary_dim={part})"
+                f"; to rotate {part} of {whole} channels, make the spec with head_dim={whole} and "
+                f"rotary_dim={part}"
             )
         raise _wrong_width(names[0], x, width, hint)
     for name, other in zip(names[1:], xs[1:]):
@@ -194,17 +196,30 @@ def check_count(name: str, value: object) -> None:
         raise bad_value(f"{name} must be positive but got {value}")
 
 
-_IF_NESTED = (
-    "; if its layout is jagged, rotate {name}.values() with positions.packed({name}.offsets()) and "
-    "layout='thd'"
-)
+# The layout of the values of a jagged tensor, by their number of dimensions and the one of tokens.
+_OF_JAGGED = {
+    (3, 0): ("values()", "thd"),
+    (3, 1): ("values().transpose(0, 1)", "thd"),
+    (2, 0): ("values()", "sd"),
+}
+
+
+def _if_nested(name: str, x: torch.Tensor) -> str:
+    """Name the call that rotates a nested tensor, if there is one."""
+    if x.layout is not torch.jagged or x.lengths() is not None:  # type: ignore[attr-defined]
+        return ""
+    found = _OF_JAGGED.get((x.dim() - 1, x._ragged_idx - 1))  # type: ignore[attr-defined]
+    if found is None:
+        return ""
+    values, layout = found
+    return f"; rotate {name}.{values} with positions.packed({name}.offsets()) and layout={layout!r}"
 
 
 def check_floating(name: str, x: object, sharded: bool = False) -> None:
     """Refuse anything but a dense tensor of a supported dtype; a DTensor too, unless ``sharded``."""
     if not isinstance(x, torch.Tensor):
         raise bad_type(f"{name} must be a tensor but got {describe(x)}")
-    check_dense(name, x, _IF_NESTED)
+    check_dense(name, x)
     if not sharded:
         check_local(name, x)
     if x.dtype not in DTYPES:
@@ -221,6 +236,8 @@ def shape_of(name: str, x: torch.Tensor, layout: Layout, sharded: bool = False) 
     Args:
         sharded: whether x may be a DTensor.
     """
+    if isinstance(x, torch.Tensor) and x.is_nested:
+        check_dense(name, x, _if_nested(name, x))
     check_floating(name, x, sharded)
     shape = x.shape
     if len(shape) != layout.dims:
@@ -355,6 +372,8 @@ def check_outs(
     for name, x, out in zip(names, xs, outs, strict=True):
         if not isinstance(out, torch.Tensor):
             raise bad_type(f"out must be a tensor for {name} but got {describe(out)}")
+        check_dense("out", out)
+        check_not_negated("out", out)
         if not sharded:
             check_local("out", out)
         if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:

@@ -34,8 +34,7 @@ def with_frequencies(call: Call, inv_freq: torch.Tensor, pairs: int) -> Call:
         raise bad_value(
             f"inv_freq is on {inv_freq.device} but {call.names[0]} is on {call.q.device}"
         )
-    if inv_freq.dtype in _NARROW and not torch.compiler.is_compiling():
-        _warn_of_rounding(inv_freq)
+    warn_of_rounding("inv_freq", inv_freq)
     full = inv_freq.reshape(axes, 1, 1 if dims == 1 else inv_freq.shape[-2], pairs)
     check_heads("inv_freq", full.shape[2], call.names, call.xs(), call.layout())
     words, turns = angles.words_from(full.detach())
@@ -48,12 +47,15 @@ def with_frequencies(call: Call, inv_freq: torch.Tensor, pairs: int) -> Call:
     )
 
 
-def _warn_of_rounding(inv_freq: torch.Tensor) -> None:
+def warn_of_rounding(name: str, frequencies: torch.Tensor) -> None:
     """Warn of 16-bit frequencies: usually a cast of the whole model rounded the parameter."""
+    dtype = frequencies.dtype
+    if dtype not in _NARROW or torch.compiler.is_compiling():
+        return
     rule = (
-        f"frequencies should be float32 but are {str(inv_freq.dtype).removeprefix('torch.')}, which rounds "
-        f"them by up to {50 * torch.finfo(inv_freq.dtype).eps:.1g} %, an error that the position "
-        "multiplies; keep the parameter in float32 when you cast the model, or pass inv_freq.float() if "
+        f"frequencies should be float32 but are {str(dtype).removeprefix('torch.')}, which rounds "
+        f"them by up to {50 * torch.finfo(dtype).eps:.1g} %, an error that the position "
+        f"multiplies; keep the parameter in float32 when you cast the model, or pass {name}.float() if "
         "these values are right"
     )
-    warnings.warn(sentence("inv_freq", rule), UserWarning, stacklevel=outside())
+    warnings.warn(sentence(name, rule), UserWarning, stacklevel=outside())

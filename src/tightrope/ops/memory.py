@@ -19,12 +19,7 @@ def check_in_place(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
     """
     for name, x in zip(names, xs, strict=True):
         _check_not_frozen(name, x)
-        if x.is_neg():
-            raise bad_value(
-                f"{name} must not be a negated view (such as the imaginary part of a conjugate); call "
-                f"{name}.resolve_neg() first",
-                **{name: x},
-            )
+        check_not_negated(name, x)
         if may_overlap_itself(x):
             raise bad_value(
                 f"{name} must not overlap itself in memory (an expanded tensor?); rotate a "
@@ -35,6 +30,16 @@ def check_in_place(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
         raise bad_value(
             f"{names[0]} and {names[1]} must not share memory; rotate one of them out of place",
             **dict(zip(names, xs, strict=True)),
+        )
+
+
+def check_not_negated(name: str, x: torch.Tensor) -> None:
+    """Refuse a tensor that torch would resolve to a copy, and write that."""
+    if not torch.compiler.is_compiling() and x.is_neg():
+        raise bad_value(
+            f"{name} must not be a negated view (such as the imaginary part of a conjugate); call "
+            f"{name}.resolve_neg() first",
+            **{name: x},
         )
 
 

@@ -13,7 +13,7 @@ from .._tracing import broadcasts, have_tangents, is_transformed
 from ..phases import Phases, _definition
 from . import gradients
 from .call import Call
-from .schema import PHASES
+from .schema import PHASES, SLOPE
 
 #: Phases for queries and keys, or one for each.
 PhasesLike: TypeAlias = Phases | tuple[Phases | None, Phases | None] | None
@@ -51,8 +51,9 @@ def _added(call: Call, phases: Phases) -> Call:
     words, positions = call.primary, call.positions
     if call.options.learned or (positions is not None and positions.is_floating_point()):
         found, drift = _sum(call, phases)
-        # A gate may still read the positions.
-        positions = None if positions is None else positions.detach()
+        # A Slope still reads the positions, with their tangents.
+        if positions is not None and call.options.gate != SLOPE:
+            positions = positions.detach()
         words = torch.zeros_like(words[:, :1, :1])
     else:
         found, drift = phases.words(call.q.dtype == torch.float64), phases.drift

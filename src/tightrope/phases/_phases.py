@@ -136,9 +136,10 @@ def running(
     """Return the phases of tokens as running sums of increments, each token's own included.
 
     The phase of token t is the sum of increments 0 … t, modulo one turn. Each increment becomes a phase
-    word as in :func:`given`, off by at most one unit of 2^-64 turn (below 2^50 turns), and integers
-    add up exactly. So a phase is off by at most t + 1 units, and has the same bits for every way to
-    divide the tokens between calls. (If a state is exactly half a turn, it moves up by one unit.)
+    word as in :func:`given`, off by at most one unit of 2^-64 turn below 2^32 turns, and by at most
+    2^-96 of itself from there to 2^50 turns; integers add up exactly. So for increments below 2^32
+    turns a phase is off by at most t + 1 units. It has the same bits for every way to divide the
+    tokens between calls. (If a state is exactly half a turn, it moves up by one unit.)
 
     Args:
         increments: radians, like ``angles`` of :func:`given`. One that is NaN, infinite or too large

@@ -100,9 +100,7 @@ def as_positions(positions: PositionsLike, sharded: bool = False) -> Positions:
             "positions must be None, an int offset, a tensor of ids or a Positions but got "
             f"{type(positions).__name__}"
         )
-    # While compiling, the offset is a 64-bit symbol, and a comparison would add a guard.
-    if not torch.compiler.is_compiling() and not -(2**63) <= offset < 2**63:
-        raise bad_value(f"an offset must fit in 64 bits but got {offset}")
+    check_fits("an offset", offset)
     return Positions(offset=offset)
 
 
@@ -181,10 +179,18 @@ def count(name: str, value: object) -> int:
     return number
 
 
+def check_fits(name: str, value: int) -> None:
+    # While compiling, the value is a 64-bit symbol, and a comparison would add a guard.
+    if not torch.compiler.is_compiling() and not -(2**63) <= value < 2**63:
+        raise bad_value(f"{name} must fit in 64 bits but got {value}")
+
+
 def number(name: str, value: object) -> int | float:
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
         return float(value)
-    return integer(name, value, kind="an int or a float")
+    found = integer(name, value, kind="an int or a float")
+    check_fits(name, found)
+    return found
 
 
 def is_readable(values: torch.Tensor) -> bool:

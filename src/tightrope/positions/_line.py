@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from .._errors import bad_type, bad_value, check_local, describe, public
+from .._errors import as_integer, bad_type, bad_value, check_local, describe, public
 from ._canonical import (
     Positions,
     as_positions,
@@ -73,6 +73,12 @@ def packed(
     starts = cu_seqlens[:-1]
     several = starts.shape[0] > 1
     if not isinstance(offsets, torch.Tensor):
+        if offsets is not None and as_integer(offsets) is None:
+            hint = "; pass the tensor itself" if isinstance(offsets, Positions) else ""
+            raise bad_type(
+                "offsets must be None, an int or a tensor with one offset for each sequence but got a "
+                f"{type(offsets).__name__}{hint}"
+            )
         ids = tokens - starts.index_select(0, sequence)
         offset = as_positions(offsets).offset
         return Positions(ids[None, None], offset, add_index=False, packed=several)
@@ -146,7 +152,7 @@ def left_padded(
                     f"lengths must lie between 0 and total, {total}, but go from {low} to {high}"
                     f"{hint if high > total else ''}"
                 )
-        return per_row(lengths - total)
+        return per_row(widened(lengths) - total)
     mask = attention_mask
     if not isinstance(mask, torch.Tensor) or mask.is_floating_point() or mask.is_complex():
         raise bad_type(f"attention_mask must be bool or integers but got {describe(mask)}")

@@ -138,6 +138,8 @@ def shard(
     """
     where = as_positions(positions)
     size, rank = count("size", size), integer("rank", rank)
+    if size < 1:
+        raise bad_value(f"size must be at least 1 but got {size}")
     if not 0 <= rank < size:
         raise bad_value(f"rank must lie in [0, {size}) for size {size} but got {rank}")
     if kind not in ("contiguous", "zigzag"):

@@ -10,7 +10,15 @@ from typing import TypeAlias
 import torch
 
 from .._errors import bad_type, bad_value, integer, public
-from ._canonical import Positions, PositionsLike, as_positions, check_dtype, count, number
+from ._canonical import (
+    Positions,
+    PositionsLike,
+    as_positions,
+    check_dtype,
+    check_fits,
+    count,
+    number,
+)
 
 _Number: TypeAlias = "int | float"
 
@@ -228,6 +236,7 @@ def _walk(
     if next_from not in ("all", "space"):
         raise bad_value(f"next_from must be 'all' or 'space' but got {next_from!r}")
     begin = integer("start", start)
+    check_fits("start", begin)
     largest = begin - 1
     kinds = "ints and tuples (t, h, w) or (t, h, w, time_step)"
     if isinstance(segments, str) or not isinstance(segments, Iterable):
@@ -245,14 +254,17 @@ def _walk(
             if min(sizes) < 1:
                 raise bad_value(f"t, h and w must be positive but got {tuple(segment)}")
             time_step = number("time_step", segment[3]) if len(segment) == 4 else 1.0
-            if not 0 <= time_step < math.inf:
-                raise bad_value(f"time_step must be finite and not negative but got {time_step}")
+            if not 0 <= time_step * sizes[0] < 2.0**63:
+                raise bad_value(
+                    f"time_step must not be negative, and t · time_step below 2^63, but got {time_step}"
+                )
             space = max(sizes[1:])
             last = max(int(_float32((sizes[0] - 1) * _float32(time_step))), space - 1)
             advance = last + 1 if next_from == "all" else space
         placed.append((begin, sizes, time_step))
         largest = max(largest, begin + last)
         begin += advance
+    check_fits("the position after the last", largest + 1)
     return placed, largest + 1
 
 

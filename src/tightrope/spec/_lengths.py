@@ -112,13 +112,13 @@ def limit(lengths: Lengths | None, where: Positions) -> Limit | None:
     """Return the limit to check positions against, or None.
 
     None means that the lengths are not given or cannot be read, that a trace is running, or that the
-    ids are a tensor subclass or not on the CPU.
+    ids are not on the CPU or wrap other tensors.
     """
     if not isinstance(lengths, tuple) or not lengths or is_tracing():
         return None
     ids = where.ids
     if ids is not None and not (
-        type(ids) in (torch.Tensor, torch.nn.Parameter) and is_readable(ids)
+        type(ids).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and is_readable(ids)
     ):
         return None
     return Limit(lengths, ids)

@@ -15,6 +15,7 @@ from ..channels import Channels
 from ..positions import Positions
 from ..stacks import Stack
 from . import _lengths
+from ._device_cache import outside_inference
 from ._lengths import Limit, SeqLen
 from ._tables import Tables
 
@@ -240,14 +241,15 @@ class PreparedRotation:
         kept = None if is_tracing() else self.memo.tables.get((tokens, dtype))
         if kept is None:
             where = Positions(self.ids, self.offset, self.add_index)
-            kept = self.stack.tables_at(  # type: ignore[union-attr]
-                self.made_from,  # type: ignore[arg-type]
-                where,
-                tokens,
-                self.stack_length,
-                dtype,
-                self.device,
-            )
+            with outside_inference():
+                kept = self.stack.tables_at(  # type: ignore[union-attr]
+                    self.made_from,  # type: ignore[arg-type]
+                    where,
+                    tokens,
+                    self.stack_length,
+                    dtype,
+                    self.device,
+                )
             if not is_tracing():
                 # Tables of the last number of tokens only: decoding makes one pair of tables per token.
                 self.memo.tables = {

@@ -321,10 +321,10 @@ class RopeSpec:
                 whole. Re-rotate keys that were cached under another length with
                 :func:`tightrope.functional.rerotate` before queries of this length attend to them;
                 see docs/rerotate.md. ``seq_len`` must be at least the row's length. This is not checked
-                if positions or lengths are on a GPU or traced, as that would synchronise: such
-                rows get the frequencies of the given length. To use the frequencies of a shorter
-                sequence on purpose, make them a rule:
-                ``Given.of(spec.frequencies(seq_len).inv_freq)``.
+                if positions or lengths are on a GPU or traced, as that would synchronise, or if
+                positions are a tensor subclass that wraps other tensors: such rows get the frequencies
+                of the given length. To use the frequencies of a shorter sequence on purpose, make them
+                a rule: ``Given.of(spec.frequencies(seq_len).inv_freq)``.
             stack: the library whose bits the rotation must equal, by its name in
                 :func:`tightrope.stacks.names` or as a :class:`tightrope.stacks.Stack`. Frequencies
                 and tables are computed in that library's arithmetic, and results are rounded where
