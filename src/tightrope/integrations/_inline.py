@@ -57,6 +57,9 @@ _HARMLESS = (
     *(ast.UnaryOp, ast.BinOp, ast.Compare, ast.Starred, ast.keyword, ast.expr_context),
     *(ast.operator, ast.unaryop, ast.cmpop),
 )
+_LOOPS = ast.For, ast.AsyncFor, ast.While
+_JUMPS = ast.Break, ast.Continue
+_TRIES = ast.Try, getattr(ast, "TryStar", ast.Try)  # any line may be their last
 _VALUES = ("value", "test", "exc", "msg", "iter", "subject")
 _PARAMETERS = ("x", "freqs", "cos", "sin")
 _FUTURE = 0
@@ -279,6 +282,18 @@ def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
                     yield from _blocks(each)
 
 
+def _maybe(lines: list[ast.stmt]) -> ast.stmt:
+    """A statement that may run these lines, or not."""
+    return ast.If(ast.Constant(True), lines, [])
+
+
+def _head(loop: ast.For | ast.AsyncFor | ast.While) -> ast.stmt:
+    """A statement that reads and assigns what a loop does before each iteration but the first."""
+    if isinstance(loop, ast.While):
+        return ast.Expr(loop.test)
+    return ast.Assign([loop.target], ast.Constant(None))
+
+
 def _reads(node: ast.AST) -> list[str]:
     """The names that a node reads or deletes, each as often as it does."""
     found = [
@@ -360,7 +375,12 @@ class _Scan(ast.NodeTransformer):
         ends = isinstance(statements[-1], (ast.Return, ast.Raise))
         for i, each in enumerate(statements, 1):
             rest = [*statements[i:], *(() if ends else after)]
-            if isinstance(each, _SCOPES):
+            if any(isinstance(n, _JUMPS) for line in statements[i:] for n in ast.walk(line)):
+                rest = [_maybe(rest)]
+            beyond = rest
+            if isinstance(each, _LOOPS):
+                rest = [_maybe([*each.orelse, *rest]), _head(each), *each.body]
+            if isinstance(each, (*_SCOPES, *_TRIES)):
                 lines.clear()
                 continue
             branches = isinstance(each, ast.If)
@@ -375,7 +395,8 @@ class _Scan(ast.NodeTransformer):
                     self._harms = sum(self._harms_in(value) for value in values)
                     setattr(each, name, self.visit(value))
             for block in inner:
-                self.block(block, list(lines) if branches and harmless else [], rest)
+                follows = beyond if block is getattr(each, "orelse", None) else rest
+                self.block(block, list(lines) if branches and harmless else [], follows)
             if not harmless or inner:
                 lines.clear()
             elif changed := self._changed_list(each, lines):
@@ -491,8 +512,11 @@ class _Scan(ast.NodeTransformer):
     def _is_read_again(self, root: ast.expr, names: set[str]) -> bool:
         """Return whether one of these names is read beside an expression, or later.
 
-        The gradients of both uses would be added in another order, and have other bits.
+        The gradients of both uses would be added in another order, and have other bits. Functions in
+        the body may read what they capture at any time.
         """
+        if not names <= self._own:
+            return True
         counts = [_reads(node).count(name) for name in names for node in (self._statement, root)]
         if counts[::2] != counts[1::2]:
             return True
