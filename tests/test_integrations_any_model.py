@@ -144,6 +144,51 @@ def test_a_processor_that_the_user_sets_later_stays(kind: str) -> None:
     assert model.layers[0].processor is mine
 
 
+@pytest.mark.parametrize("how", [lambda model: model, copy.deepcopy])
+@pytest.mark.parametrize("undo", [patch, unpatch])
+def test_what_is_set_on_a_processor_stays(how: Callable[[Model], Model], undo: Any) -> None:
+    """In this model only, and for all modules that share the processor."""
+    processor: Any = Processor()
+    processor.scale, processor.old = 1.0, None
+    model, other = Model(processor, processor), Model(processor)
+    patch(model)
+    model = how(model)
+    seen: Any = model.layers[0].processor
+    seen.scale, seen.new = 0.5, 2.0
+    del seen.old
+    undo(model)
+    mine: Any = model.layers[0].processor
+    assert model.layers[1].processor is mine
+    assert vars(mine) == {"scale": 0.5, "new": 2.0}
+    assert (type(mine) is Processor) == (undo is unpatch)
+    assert other.layers[0].processor is processor
+    assert vars(processor) == {"scale": 1.0, "old": None}
+    unpatch(model)
+    assert type(model.layers[0].processor) is Processor
+    assert vars(model.layers[0].processor) == {"scale": 0.5, "new": 2.0}
+
+
+def test_what_is_set_on_the_original_processor_is_used_by_the_next_patch() -> None:
+    processor: Any = Processor()
+    model = Model(processor)
+    patch(model)
+    processor.scale = 0.5
+    patch(model)
+    mine: Any = model.layers[0].processor
+    assert mine.scale == 0.5
+
+
+def test_a_processor_of_a_patched_model_can_be_given_to_another() -> None:
+    one, other = Model(Processor()), Model(Processor())
+    patch(one)
+    other.layers[0].processor = one.layers[0].processor
+    before = results(other)
+    unpatch(one)
+    assert "turn" in [entry.name for entry in patch(other).replaced]
+    assert_equal(results(other), before)
+    unpatch(other)
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_and_pickles(kind: str, how: Callable[[Model], Model]) -> None:

@@ -31,7 +31,8 @@ _ALL_MODELS = (
 # The default of `model`: a call without a model raises our error, which names the call for all models.
 _NEEDED: Any = None
 
-# The attribute in which a module stores its processors: name -> (the copy in use, the original).
+# The attribute in which a module stores its processors: name -> (the copy in use, the original, the
+# attributes that both had).
 PROCESSORS = "_tightrope_processors"
 
 
@@ -132,9 +133,14 @@ def unpatch(model: torch.nn.Module = _NEEDED) -> None:
     for module in model.modules():
         _graft.apply(module, base_of(type(module)))
         _exact.forget(module)
-        for name, (mine, original) in vars(module).pop(PROCESSORS, {}).items():
-            if vars(module).get(name) is mine:
+        for name, (mine, original, before) in vars(module).pop(PROCESSORS, {}).items():
+            if vars(module).get(name) is not mine:
+                continue
+            now = vars(mine)
+            if now.keys() == before.keys() and all(now[key] is before[key] for key in now):
                 vars(module)[name] = original
+            else:  # other models may share the original
+                mine.__class__ = base_of(type(mine))
 
 
 def check(model: object, angles: str = "model", rounding: str = "model") -> None:
@@ -173,8 +179,9 @@ def _replace_processors(
         if id(original) not in copies:
             copies[id(original)] = copy.copy(original)
             copies[id(original)].__class__ = cls
-        vars(module).setdefault(PROCESSORS, {})[name] = copies[id(original)], original
-        vars(module)[name] = copies[id(original)]
+        mine = copies[id(original)]
+        vars(module).setdefault(PROCESSORS, {})[name] = mine, original, dict(vars(mine))
+        vars(module)[name] = mine
 
 
 def _left(
