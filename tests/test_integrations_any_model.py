@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -486,3 +487,74 @@ def test_an_attribute_with_the_name_of_a_function_and_a_number_of_another_type()
     before = model(x)
     assert [entry.name for entry in patch(model).replaced] == ["scaled"]
     assert_served_until_unpatched(model, x, before)
+
+
+class Listed(torch.nn.Module):
+    """Keeps a list of its subclasses, which have to name themselves."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, *, key: str) -> None:
+        super().__init_subclass__()
+        Listed.known[key] = cls
+
+
+class Turns(Listed, key="turns"):
+    """Has a processor, which keeps a list of its subclasses too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.processor: Any = Slotted()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        heads = x.unflatten(-1, (2, 16)).transpose(1, 2)
+        return self.processor(turn(heads, any_models.tables(x.shape[1])))
+
+
+class Slotted:
+    """A processor without ``__dict__``."""
+
+    __slots__ = ("scale", "unset")
+    known: ClassVar[list[type]] = []
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+    def __init_subclass__(cls) -> None:
+        Slotted.known.append(cls)
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return turn(x, any_models.tables(x.shape[2])) * self.scale
+
+
+turn = any_models.turn
+
+
+@pytest.mark.parametrize(
+    "how", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_classes_that_list_their_subclasses(how: Callable[[Any], Any]) -> None:
+    model, x = Turns(), torch.randn(2, 7, 32)
+    before = model(x)
+    assert patch(model).replaced
+    model = how(model)
+    assert (Listed.known, Slotted.known) == ({"turns": Turns}, [])
+    assert type(model).__mro__[1:] == Turns.__mro__
+    assert type(model.processor).__mro__[1:] == Slotted.__mro__
+    assert not hasattr(model.processor, "__dict__")
+    patch(model)
+    model.processor.scale = 2
+    assert_served_until_unpatched(model, x, before)
+    assert (type(model), type(model.processor)) == (Turns, Slotted)
+    assert type(model.processor.scale) is int
+    assert (Listed.known, Slotted.known) == ({"turns": Turns}, [])
+
+
+def test_a_class_derived_from_a_generated_one_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Listed, "known", {})
+    model = Turns()
+    patch(model)
+    derived = types.new_class("derived", (type(model),), {"key": "derived"})
+    assert Listed.known == {"derived": derived}
+    with pytest.raises(TypeError, match="key"):
+        types.new_class("derived", (type(model),))

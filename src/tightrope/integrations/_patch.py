@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import Any
@@ -136,7 +137,7 @@ def unpatch(model: torch.nn.Module = _NEEDED) -> None:
         for name, (mine, original, before) in vars(module).pop(PROCESSORS, {}).items():
             if vars(module).get(name) is not mine:
                 continue
-            now = vars(mine)
+            now = _state(mine)
             if now.keys() == before.keys() and all(now[key] is before[key] for key in now):
                 vars(module)[name] = original
             else:  # other models may share the original
@@ -180,8 +181,15 @@ def _replace_processors(
             copies[id(original)] = copy.copy(original)
             copies[id(original)].__class__ = cls
         mine = copies[id(original)]
-        vars(module).setdefault(PROCESSORS, {})[name] = mine, original, dict(vars(mine))
+        vars(module).setdefault(PROCESSORS, {})[name] = mine, original, _state(mine)
         vars(module)[name] = mine
+
+
+def _state(value: Any) -> dict[str, Any]:
+    """The attributes of an object, also those in slots."""
+    slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return found | getattr(value, "__dict__", {})
 
 
 def _left(
