@@ -196,9 +196,10 @@ def _derived(base: type, members: dict[str, Any]) -> type:
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
     """Pickle as an object of the base class; loading makes the subclass again."""
-    graft: Graft = vars(type(self))[MARK]
-    made = super(type(self), self).__reduce_ex__(protocol)
-    if isinstance(made, str) or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+    cls: Any = next(each for each in type(self).__mro__ if MARK in vars(each))
+    graft: Graft = vars(cls)[MARK]
+    made = super(cls, self).__reduce_ex__(protocol)
+    if cls is not type(self) or isinstance(made, str) or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
         return made
     return (_remake, (graft.base, graft.recipe, *made[1][1:]), *made[2:])
 
