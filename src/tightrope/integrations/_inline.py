@@ -46,6 +46,10 @@ _FUNCTIONS = frozenset(
         *(float, int, len, list, max, min, slice, tuple),
     )
 )
+# Methods that may return the tensor itself.
+_CASTS = frozenset("bfloat16 contiguous double expand_as float half to type type_as".split())
+# Methods that use the shape or dtype of another tensor.
+_LIKES = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as"))
 # What tensors tell about themselves without their values.
 _SIZES = frozenset(("device", "dim", "dtype", "ndim", "numel", "shape", "size"))
 _SCOPES = (
@@ -103,6 +107,7 @@ def inlined(function: FunctionType, accepts: Accepts) -> CodeType | None:
         return None
     node = _parsed(source, old)
     scan = _Scan(function, accepts)
+    scan.same = _same_tensors(node)
     scan.block(node.body, [])
     if not scan.calls:
         if not scan.refused:
@@ -241,13 +246,35 @@ def _names(node: ast.AST) -> set[str]:
     return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
-def _data(node: ast.AST) -> set[str]:
-    """The names of whose values a node depends, not only of their shapes and dtypes."""
+def _data(node: ast.AST, likes: bool = True) -> set[str]:
+    """The names of whose values a node depends, not only of their shapes and dtypes.
+
+    Args:
+        likes: whether ``y`` in ``x.type_as(y)`` counts.
+    """
     if isinstance(node, ast.Attribute) and node.attr in _SIZES:
         return set()
     if isinstance(node, ast.Name):
-        return {node.id}
-    return {name for child in ast.iter_child_nodes(node) for name in _data(child)}
+        return {node.id} if isinstance(node.ctx, ast.Load) else set()
+    like = isinstance(node, ast.Call) and getattr(node.func, "attr", None) in _LIKES and not likes
+    parts = [node.func] if isinstance(node, ast.Call) and like else ast.iter_child_nodes(node)
+    return {name for part in parts for name in _data(part, likes)}
+
+
+def _same_tensors(node: ast.AST) -> list[set[str]]:
+    """Sets of names that may be one tensor, after any of the assignments in a node."""
+    found: list[set[str]] = []
+    for line in ast.walk(node):
+        value = line.value if isinstance(line, ast.Assign) else None
+        while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+            value = value.func.value if value.func.attr in _CASTS else None
+        if isinstance(line, ast.Assign) and isinstance(value, ast.Name):
+            names = {value.id, *_targets(line)}
+            for each in [each for each in found if each & names]:
+                names |= each
+                found.remove(each)
+            found.append(names)
+    return found
 
 
 def _targets(line: ast.stmt) -> set[str]:
@@ -345,6 +372,7 @@ class _Scan(ast.NodeTransformer):
         calls: the number of expressions replaced.
         refused: the texts that were not accepted.
         used: the lines that came along with them.
+        same: sets of names that may be one tensor.
     """
 
     def __init__(
@@ -358,6 +386,7 @@ class _Scan(ast.NodeTransformer):
         self._lines: list[ast.Assign] = []
         self._statement: ast.stmt = ast.Pass()
         self._rest: list[ast.stmt] = []
+        self.same: list[set[str]] = []
         self._harms = 0  # of the current statement, except in the nodes around the current one
         self.refused: set[str] = set()
         self.calls = 0
@@ -520,11 +549,16 @@ class _Scan(ast.NodeTransformer):
         counts = [_reads(node).count(name) for name in names for node in (self._statement, root)]
         if counts[::2] != counts[1::2]:
             return True
+        others = {name for each in self.same if each & names for name in each - names}
+        if others & _data(self._statement, likes=False):
+            return True
         left = names - _targets(self._statement)
+        others -= _targets(self._statement)
         for line in self._rest:
-            if left & {*_reads(line)}:
+            if left & {*_reads(line)} or others & _data(line, likes=False):
                 return True
             left -= _targets(line)
+            others -= _targets(line)
         return False
 
     def _reach(self, name: str, made: dict[str, ast.Assign]) -> set[str]:
