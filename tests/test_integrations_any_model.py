@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -142,6 +143,51 @@ def test_a_processor_that_the_user_sets_later_stays(kind: str) -> None:
     model.layers[0].processor = mine
     unpatch(model)
     assert model.layers[0].processor is mine
+
+
+@pytest.mark.parametrize("how", [lambda model: model, copy.deepcopy])
+@pytest.mark.parametrize("undo", [patch, unpatch])
+def test_what_is_set_on_a_processor_stays(how: Callable[[Model], Model], undo: Any) -> None:
+    """In this model only, and for all modules that share the processor."""
+    processor: Any = Processor()
+    processor.scale, processor.old = 1.0, None
+    model, other = Model(processor, processor), Model(processor)
+    patch(model)
+    model = how(model)
+    seen: Any = model.layers[0].processor
+    seen.scale, seen.new = 0.5, 2.0
+    del seen.old
+    undo(model)
+    mine: Any = model.layers[0].processor
+    assert model.layers[1].processor is mine
+    assert vars(mine) == {"scale": 0.5, "new": 2.0}
+    assert (type(mine) is Processor) == (undo is unpatch)
+    assert other.layers[0].processor is processor
+    assert vars(processor) == {"scale": 1.0, "old": None}
+    unpatch(model)
+    assert type(model.layers[0].processor) is Processor
+    assert vars(model.layers[0].processor) == {"scale": 0.5, "new": 2.0}
+
+
+def test_what_is_set_on_the_original_processor_is_used_by_the_next_patch() -> None:
+    processor: Any = Processor()
+    model = Model(processor)
+    patch(model)
+    processor.scale = 0.5
+    patch(model)
+    mine: Any = model.layers[0].processor
+    assert mine.scale == 0.5
+
+
+def test_a_processor_of_a_patched_model_can_be_given_to_another() -> None:
+    one, other = Model(Processor()), Model(Processor())
+    patch(one)
+    other.layers[0].processor = one.layers[0].processor
+    before = results(other)
+    unpatch(one)
+    assert "turn" in [entry.name for entry in patch(other).replaced]
+    assert_equal(results(other), before)
+    unpatch(other)
 
 
 @pytest.mark.one_in(2)
@@ -441,3 +487,74 @@ def test_an_attribute_with_the_name_of_a_function_and_a_number_of_another_type()
     before = model(x)
     assert [entry.name for entry in patch(model).replaced] == ["scaled"]
     assert_served_until_unpatched(model, x, before)
+
+
+class Listed(torch.nn.Module):
+    """Keeps a list of its subclasses, which have to name themselves."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, *, key: str) -> None:
+        super().__init_subclass__()
+        Listed.known[key] = cls
+
+
+class Turns(Listed, key="turns"):
+    """Has a processor, which keeps a list of its subclasses too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.processor: Any = Slotted()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        heads = x.unflatten(-1, (2, 16)).transpose(1, 2)
+        return self.processor(turn(heads, any_models.tables(x.shape[1])))
+
+
+class Slotted:
+    """A processor without ``__dict__``."""
+
+    __slots__ = ("scale", "unset")
+    known: ClassVar[list[type]] = []
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+    def __init_subclass__(cls) -> None:
+        Slotted.known.append(cls)
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return turn(x, any_models.tables(x.shape[2])) * self.scale
+
+
+turn = any_models.turn
+
+
+@pytest.mark.parametrize(
+    "how", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_classes_that_list_their_subclasses(how: Callable[[Any], Any]) -> None:
+    model, x = Turns(), torch.randn(2, 7, 32)
+    before = model(x)
+    assert patch(model).replaced
+    model = how(model)
+    assert (Listed.known, Slotted.known) == ({"turns": Turns}, [])
+    assert type(model).__mro__[1:] == Turns.__mro__
+    assert type(model.processor).__mro__[1:] == Slotted.__mro__
+    assert not hasattr(model.processor, "__dict__")
+    patch(model)
+    model.processor.scale = 2
+    assert_served_until_unpatched(model, x, before)
+    assert (type(model), type(model.processor)) == (Turns, Slotted)
+    assert type(model.processor.scale) is int
+    assert (Listed.known, Slotted.known) == ({"turns": Turns}, [])
+
+
+def test_a_class_derived_from_a_generated_one_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Listed, "known", {})
+    model = Turns()
+    patch(model)
+    derived = types.new_class("derived", (type(model),), {"key": "derived"})
+    assert Listed.known == {"derived": derived}
+    with pytest.raises(TypeError, match="key"):
+        types.new_class("derived", (type(model),))

@@ -282,6 +282,52 @@ def test_a_function_whose_only_rotation_is_replaced_is_listed_once(line: str, li
     ]
 
 
+TURNED = "q * cos + rotate_half(q) * sin"
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        (f"for _ in range(2):\n    k = k + ({TURNED})", 0),
+        (f"for q in (q, k):\n    k = k + ({TURNED})", 1),
+        (f"for _ in range(2):\n    q = q * 2\n    k = k + ({TURNED})", 0),
+        (f"for _ in range(2):\n    p = q * 2\n    k = k + ({TURNED.replace('q', 'p')})", 1),
+        (f"for _ in range(1):\n    q = k * 2\n    k = k + ({TURNED})\nk = k + q", 0),
+        (f"for i in range(2):\n    k = k + ({TURNED})\n    if i: continue\n    q = k * 1", 0),
+        (
+            f"for i in range(2):\n    if not i:\n        k = k + ({TURNED})\n        continue\n    q = k * 1",
+            0,
+        ),
+        (f"for _ in range(2):\n    for _ in range(1):\n        k = k + ({TURNED})", 0),
+        (f"for _ in ():\n    pass\nelse:\n    k = k + ({TURNED})", 1),
+        (f"for _ in (1,):\n    k = k + ({TURNED})\n    q = k * 1\nelse:\n    k = k + q", 1),
+        (f"while ({TURNED}).sum() + k.sum() < 0:\n    k = k + 100", 0),
+        (f"def later():\n    return q * 2\nk = k + ({TURNED})\nk = k + later()", 0),
+        (f"later = lambda: q * 2\nk = k + ({TURNED})\nk = k + later()", 0),
+        (f"try:\n    k = k + ({TURNED})\nfinally:\n    k = k + q", 0),
+        (f"p = q\nk = k + ({TURNED})\nk = k + p", 0),
+        (f"p = q.float()\nk = k + ({TURNED.replace('q', 'p')})\nk = k + q", 0),
+        (f"p = q.float()\nk = ({TURNED.replace('q', 'p')}) @ q.mT", 0),
+        (f"p = q.float()\nif k.ndim:\n    o = p.to(k)\nk = k + ({TURNED})\nk = k + o", 0),
+        (f"p = q.float()\nq = ({TURNED.replace('q', 'p')})\nk = k + q", 1),
+        (f"p = q.float()\nk = ({TURNED.replace('q', 'p')}).to(q.dtype)\nk = k.view(q.shape)", 1),
+        (f"p = q.float()\nk = ({TURNED.replace('q', 'p')}).type_as(q)", 1),
+        (f"with torch.enable_grad():\n    k = k + ({TURNED})", 1),
+    ],
+)
+def test_a_tensor_that_is_read_again_elsewhere(body: str, wanted: int) -> None:
+    """In the next iteration of a loop, in a function, after an exception, or under another name."""
+    lines = ["q, k = self.qk(x)", "cos, sin = self.tables(x)", *body.splitlines(), "return k"]
+    text = "class Model(Base):\n    def forward(self, x):\n" + "".join(
+        f"        {line}\n" for line in lines
+    )
+    model = of_source(text, "Model")()
+    before = results(model)
+    report = patch(model)
+    assert len(report.replaced) == wanted, str(report)
+    assert_equal(results(model), before)
+
+
 HEAD = "import torch\nfrom inline_models import Base, noted, rotate_half\n\n\n"
 _numbers = itertools.count()
 

@@ -8,7 +8,7 @@ import inspect
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,8 @@ from ._summary import Entry
 # Probe positions, and the float32 error that the original may have: relative to the angle, and absolute.
 _SMALL = (3, 1, 7, 2, 12, 40)
 _ANGLE, _VALUE = 6e-7, 4e-6
+# Sequence lengths at which modules may raise an error: some have a table with a row per position.
+_FARTHER = 2**13, 2**15, 2**17, 2**20
 # Relative and absolute error of a cast of frequencies to bfloat16 or float16.
 _CAST, _CAST_TINY = 2**-8, 2**-24
 
@@ -251,12 +253,22 @@ def _read(module: torch.nn.Module, wide: bool) -> Angles:
             )
     if kept is None:
         raise _Unserved("it has no layer types")
+    if _learns(module):
+        raise _Unserved("it has learned tensors, to which exact angles would give no gradients")
     return Angles(
         tuple((t, spec) for t, spec, _ in found),
         kept[0],
         tuple((t, factor) for t, _, factor in found),
         kept[1],
         wide,
+    )
+
+
+def _learns(module: torch.nn.Module) -> bool:
+    """Return True if a module has parameters, or holds tensors that need gradients."""
+    others = [*module.buffers(), *vars(module).values()]
+    return any(True for _ in module.parameters()) or any(
+        isinstance(each, torch.Tensor) and each.requires_grad for each in others
     )
 
 
@@ -404,15 +416,14 @@ def _width(
     probe: torch.nn.Module, spec: RopeSpec, factor: float, layer_type: str | None
 ) -> tuple[str, frozenset[int]]:
     """Call a module to find the width of its tables and the ranks of position_ids that it takes."""
-    far = _far(probe)
     rows = torch.tensor([_SMALL, [p * 9 + 1 for p in _SMALL]])
     sets = [rows, rows[:, :1], torch.stack((rows[0], rows[0]))]
-    sets += [torch.tensor([[n - 2, n - 1], [n - 1, n - 1]]) for n in far]
-    sets += [torch.tensor([[n, n + 5], [n + 5, 3]])[:, :1] for n in far]
+    sets += _around(_far(probe))
+    farther = _around(_FARTHER)
     ranks, widths = set(), set(WIDTHS)
     for rank in (2, 3):
         tried = []
-        for ids in sets:
+        for i, ids in enumerate([*sets, *farther]):
             # If frequencies depend on the length, all rows must have the same length: the module uses
             # the longest for all rows, this library the length of each row.
             ids = ids if spec.by_length is False else ids[:1].expand(2, -1)
@@ -421,10 +432,12 @@ def _width(
                     break
                 ids = torch.stack([ids // (axis + 1) + axis for axis in range(spec.axis_count)])
             try:
-                theirs = _call(probe, ids, layer_type)
+                theirs = [_call(probe, ids, layer_type, training) for training in (False, True)]
             except Exception:  # noqa: BLE001
-                break
-            tried.append((ids, theirs))
+                if i < len(sets):
+                    break
+                continue
+            tried += [(ids, each) for each in theirs]
         else:
             good = {
                 width
@@ -450,6 +463,12 @@ def _width(
     return widths.pop(), frozenset(ranks)
 
 
+def _around(lengths: Iterable[int]) -> list[torch.Tensor]:
+    """Positions at which sequences of these lengths end and go on."""
+    ends = [torch.tensor([[n - 2, n - 1], [n - 1, n - 1]]) for n in lengths]
+    return ends + [torch.tensor([[n, n + 5], [n + 5, 3]])[:, :1] for n in lengths]
+
+
 def _far(probe: torch.nn.Module) -> list[int]:
     """Sequence lengths around which a scaling rule may change its frequencies."""
     config = getattr(probe, "config", None)
@@ -463,9 +482,10 @@ def _far(probe: torch.nn.Module) -> list[int]:
     return sorted(n for n in lengths if 8 < n < 2**21)
 
 
-def _call(probe: torch.nn.Module, ids: torch.Tensor, layer_type: str | None) -> Any:
+def _call(probe: torch.nn.Module, ids: torch.Tensor, layer_type: str | None, training: bool) -> Any:
     extra = {} if layer_type is None else {"layer_type": layer_type}
-    fresh = copy.deepcopy(probe)  # some modules store the longest length seen
+    # Some modules store the longest length seen.
+    fresh = copy.deepcopy(probe).train(training)
     return fresh(torch.zeros(1, 1, 1, 1), ids, **extra)
 
 
@@ -501,6 +521,7 @@ def members_of(base: Any) -> dict[str, Any]:
     return {
         "forward": _forward_of(base.forward),
         "__init__": _initialiser_of(base),
+        "_load_from_state_dict": _loader_of(base),
         KEPT: None,
     }
 
@@ -514,6 +535,22 @@ def _initialiser_of(base: Any) -> Callable[..., None]:
         base.__init__(self, *args, **kwargs)
 
     return __init__
+
+
+def _loader_of(base: Any) -> Callable[..., None]:
+    """Load a state as a base class does; if buffers get other values, angles are removed."""
+
+    @functools.wraps(base._load_from_state_dict)
+    def _load_from_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
+        before = [(name, each, each.clone()) for name, each in self.named_buffers(recurse=False)]
+        base._load_from_state_dict(self, *args, **kwargs)
+        for name, old, values in before:
+            new = getattr(self, name)
+            unknown = old.is_meta or new.is_meta
+            if new is not old if unknown else not torch.equal(new.to(values), values):
+                forget(self)
+
+    return _load_from_state_dict
 
 
 def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ original under a name of its own. All other globals are still shared with the or
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import dis
 import importlib
@@ -16,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -165,14 +166,40 @@ def _make(base: type, recipe: Recipe) -> tuple[type, list[tuple[Mapping[str, Any
         "__reduce_ex__": _reduce_ex,
         MARK: Graft(base, recipe),
     }
-    return type(base)(base.__name__, (base,), members), copier.read
+    return _derived(base, members), copier.read
+
+
+class _Silent:
+    """Comes before a base whose ``__init_subclass__`` shall not run."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None: ...
+
+
+class _SilentSlots:
+    """Like _Silent, for objects without ``__dict__``."""
+
+    __slots__ = ()
+    __init_subclass__ = _Silent.__init_subclass__
+
+
+def _derived(base: type, members: dict[str, Any]) -> type:
+    """A subclass whose base does not learn of it: ``__init_subclass__`` may register it under its name."""
+    make, silent = type(base), _Silent if base.__dictoffset__ else _SilentSlots
+    members |= {} if base.__dictoffset__ else {"__slots__": ()}
+    if isinstance(base.__init_subclass__, MethodType):
+        with contextlib.suppress(TypeError):  # their objects may differ in layout
+            made: type = make(base.__name__, (silent, base), members)
+            made.__bases__ = (base,)
+            return made
+    return make(base.__name__, (base,), members)
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
     """Pickle as an object of the base class; loading makes the subclass again."""
-    graft: Graft = vars(type(self))[MARK]
-    made = super(type(self), self).__reduce_ex__(protocol)
-    if isinstance(made, str) or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+    cls: Any = next(each for each in type(self).__mro__ if MARK in vars(each))
+    graft: Graft = vars(cls)[MARK]
+    made = super(cls, self).__reduce_ex__(protocol)
+    if cls is not type(self) or isinstance(made, str) or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
         return made
     return (_remake, (graft.base, graft.recipe, *made[1][1:]), *made[2:])
 

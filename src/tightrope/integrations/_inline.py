@@ -46,6 +46,10 @@ _FUNCTIONS = frozenset(
         *(float, int, len, list, max, min, slice, tuple),
     )
 )
+# Methods that may return the tensor itself.
+_CASTS = frozenset("bfloat16 contiguous double expand_as float half to type type_as".split())
+# Methods that use the shape or dtype of another tensor.
+_LIKES = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as"))
 # What tensors tell about themselves without their values.
 _SIZES = frozenset(("device", "dim", "dtype", "ndim", "numel", "shape", "size"))
 _SCOPES = (
@@ -57,6 +61,9 @@ _HARMLESS = (
     *(ast.UnaryOp, ast.BinOp, ast.Compare, ast.Starred, ast.keyword, ast.expr_context),
     *(ast.operator, ast.unaryop, ast.cmpop),
 )
+_LOOPS = ast.For, ast.AsyncFor, ast.While
+_JUMPS = ast.Break, ast.Continue
+_TRIES = ast.Try, getattr(ast, "TryStar", ast.Try)  # any line may be their last
 _VALUES = ("value", "test", "exc", "msg", "iter", "subject")
 _PARAMETERS = ("x", "freqs", "cos", "sin")
 _FUTURE = 0
@@ -100,6 +107,7 @@ def inlined(function: FunctionType, accepts: Accepts) -> CodeType | None:
         return None
     node = _parsed(source, old)
     scan = _Scan(function, accepts)
+    scan.same = _same_tensors(node)
     scan.block(node.body, [])
     if not scan.calls:
         if not scan.refused:
@@ -238,13 +246,35 @@ def _names(node: ast.AST) -> set[str]:
     return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
-def _data(node: ast.AST) -> set[str]:
-    """The names of whose values a node depends, not only of their shapes and dtypes."""
+def _data(node: ast.AST, likes: bool = True) -> set[str]:
+    """The names of whose values a node depends, not only of their shapes and dtypes.
+
+    Args:
+        likes: whether ``y`` in ``x.type_as(y)`` counts.
+    """
     if isinstance(node, ast.Attribute) and node.attr in _SIZES:
         return set()
     if isinstance(node, ast.Name):
-        return {node.id}
-    return {name for child in ast.iter_child_nodes(node) for name in _data(child)}
+        return {node.id} if isinstance(node.ctx, ast.Load) else set()
+    like = isinstance(node, ast.Call) and getattr(node.func, "attr", None) in _LIKES and not likes
+    parts = [node.func] if isinstance(node, ast.Call) and like else ast.iter_child_nodes(node)
+    return {name for part in parts for name in _data(part, likes)}
+
+
+def _same_tensors(node: ast.AST) -> list[set[str]]:
+    """Sets of names that may be one tensor, after any of the assignments in a node."""
+    found: list[set[str]] = []
+    for line in ast.walk(node):
+        value = line.value if isinstance(line, ast.Assign) else None
+        while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+            value = value.func.value if value.func.attr in _CASTS else None
+        if isinstance(line, ast.Assign) and isinstance(value, ast.Name):
+            names = {value.id, *_targets(line)}
+            for each in [each for each in found if each & names]:
+                names |= each
+                found.remove(each)
+            found.append(names)
+    return found
 
 
 def _targets(line: ast.stmt) -> set[str]:
@@ -277,6 +307,18 @@ def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
             for each in value:
                 if isinstance(each, (ast.ExceptHandler, ast.match_case)):
                     yield from _blocks(each)
+
+
+def _maybe(lines: list[ast.stmt]) -> ast.stmt:
+    """A statement that may run these lines, or not."""
+    return ast.If(ast.Constant(True), lines, [])
+
+
+def _head(loop: ast.For | ast.AsyncFor | ast.While) -> ast.stmt:
+    """A statement that reads and assigns what a loop does before each iteration but the first."""
+    if isinstance(loop, ast.While):
+        return ast.Expr(loop.test)
+    return ast.Assign([loop.target], ast.Constant(None))
 
 
 def _reads(node: ast.AST) -> list[str]:
@@ -330,6 +372,7 @@ class _Scan(ast.NodeTransformer):
         calls: the number of expressions replaced.
         refused: the texts that were not accepted.
         used: the lines that came along with them.
+        same: sets of names that may be one tensor.
     """
 
     def __init__(
@@ -343,6 +386,7 @@ class _Scan(ast.NodeTransformer):
         self._lines: list[ast.Assign] = []
         self._statement: ast.stmt = ast.Pass()
         self._rest: list[ast.stmt] = []
+        self.same: list[set[str]] = []
         self._harms = 0  # of the current statement, except in the nodes around the current one
         self.refused: set[str] = set()
         self.calls = 0
@@ -360,7 +404,12 @@ class _Scan(ast.NodeTransformer):
         ends = isinstance(statements[-1], (ast.Return, ast.Raise))
         for i, each in enumerate(statements, 1):
             rest = [*statements[i:], *(() if ends else after)]
-            if isinstance(each, _SCOPES):
+            if any(isinstance(n, _JUMPS) for line in statements[i:] for n in ast.walk(line)):
+                rest = [_maybe(rest)]
+            beyond = rest
+            if isinstance(each, _LOOPS):
+                rest = [_maybe([*each.orelse, *rest]), _head(each), *each.body]
+            if isinstance(each, (*_SCOPES, *_TRIES)):
                 lines.clear()
                 continue
             branches = isinstance(each, ast.If)
@@ -375,7 +424,8 @@ class _Scan(ast.NodeTransformer):
                     self._harms = sum(self._harms_in(value) for value in values)
                     setattr(each, name, self.visit(value))
             for block in inner:
-                self.block(block, list(lines) if branches and harmless else [], rest)
+                follows = beyond if block is getattr(each, "orelse", None) else rest
+                self.block(block, list(lines) if branches and harmless else [], follows)
             if not harmless or inner:
                 lines.clear()
             elif changed := self._changed_list(each, lines):
@@ -491,16 +541,24 @@ class _Scan(ast.NodeTransformer):
     def _is_read_again(self, root: ast.expr, names: set[str]) -> bool:
         """Return whether one of these names is read beside an expression, or later.
 
-        The gradients of both uses would be added in another order, and have other bits.
+        The gradients of both uses would be added in another order, and have other bits. Functions in
+        the body may read what they capture at any time.
         """
+        if not names <= self._own:
+            return True
         counts = [_reads(node).count(name) for name in names for node in (self._statement, root)]
         if counts[::2] != counts[1::2]:
             return True
+        others = {name for each in self.same if each & names for name in each - names}
+        if others & _data(self._statement, likes=False):
+            return True
         left = names - _targets(self._statement)
+        others -= _targets(self._statement)
         for line in self._rest:
-            if left & {*_reads(line)}:
+            if left & {*_reads(line)} or others & _data(line, likes=False):
                 return True
             left -= _targets(line)
+            others -= _targets(line)
         return False
 
     def _reach(self, name: str, made: dict[str, ast.Assign]) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import Any
@@ -13,7 +14,7 @@ from .._errors import OPERATION, bad_type, bad_value, public
 from ..forms import unwrapped
 from . import _bound, _exact, _find, _graft
 from ._candidate import Candidate
-from ._classes import base_of
+from ._classes import MARK, base_of, core_of, derived, graft_of
 from ._find import Found
 from ._inline import INLINE, rotates_elsewhere
 from ._recognise import Recognition, recognise, recognise_method, to_the_bit
@@ -31,7 +32,8 @@ _ALL_MODELS = (
 # The default of `model`: a call without a model raises our error, which names the call for all models.
 _NEEDED: Any = None
 
-# The attribute in which a module stores its processors: name -> (the copy in use, the original).
+# The attribute in which a module stores its processors: name -> (the copy in use, the original, the
+# attributes that both had).
 PROCESSORS = "_tightrope_processors"
 
 
@@ -78,7 +80,7 @@ def patch(
     check(model, angles, rounding)
     if angles == "exact":
         rounding = "once"
-    unpatch(model)  # angles are read from the original modules
+    _undo(model)  # angles are read from the original modules
     found = _found(model.modules(), rounding)
     left = _left(model, _swaps(found, rounding), angles)
     if left:
@@ -97,6 +99,7 @@ def patch(
     )
     lines: list[Entry] = []
     copies: dict[int, Any] = {}
+    made_classes: dict[tuple[type, type], type] = {}
     for module in model.modules():
         if module in left:
             continue
@@ -107,7 +110,8 @@ def patch(
             if made is not None and (note := _exact.note(module)) and note not in report.notes:
                 report.notes.append(note)
         recipe = _graft.Recipe(swaps, angles=made is not None)
-        _graft.apply(module, _graft.grafted(type(module), recipe))
+        cls = type(module)
+        _graft.apply(module, derived(cls, _graft.grafted(core_of(cls), recipe), made_classes))
         _replace_processors(module, _graft.Recipe(swaps), copies)
         if made is not None:
             _exact.keep(module, made, by_library=False)
@@ -129,12 +133,29 @@ def unpatch(model: torch.nn.Module = _NEEDED) -> None:
         TypeError: model is not a Module.
     """
     check(model)
+    _undo(model)
+
+
+def _undo(model: torch.nn.Module) -> None:
     for module in model.modules():
-        _graft.apply(module, base_of(type(module)))
+        cls = core_of(type(module))
+        if hasattr(cls, MARK) and graft_of(cls) is None:
+            raise bad_value(
+                f"model must have the classes that patch gave it but {cls.__qualname__} is derived from a "
+                "class that patch made; unpatch the model before you derive from its classes"
+            )
+    made: dict[tuple[type, type], type] = {}
+    for module in model.modules():
+        _graft.apply(module, derived(type(module), base_of(type(module)), made))
         _exact.forget(module)
-        for name, (mine, original) in vars(module).pop(PROCESSORS, {}).items():
-            if vars(module).get(name) is mine:
+        for name, (mine, original, before) in vars(module).pop(PROCESSORS, {}).items():
+            if vars(module).get(name) is not mine:
+                continue
+            now = _state(mine)
+            if now.keys() == before.keys() and all(now[key] is before[key] for key in now):
                 vars(module)[name] = original
+            else:  # other models may share the original
+                mine.__class__ = base_of(type(mine))
 
 
 def check(model: object, angles: str = "model", rounding: str = "model") -> None:
@@ -173,8 +194,16 @@ def _replace_processors(
         if id(original) not in copies:
             copies[id(original)] = copy.copy(original)
             copies[id(original)].__class__ = cls
-        vars(module).setdefault(PROCESSORS, {})[name] = copies[id(original)], original
-        vars(module)[name] = copies[id(original)]
+        mine = copies[id(original)]
+        vars(module).setdefault(PROCESSORS, {})[name] = mine, original, _state(mine)
+        vars(module)[name] = mine
+
+
+def _state(value: Any) -> dict[str, Any]:
+    """The attributes of an object, also those in slots."""
+    slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return found | getattr(value, "__dict__", {})
 
 
 def _left(
@@ -187,7 +216,7 @@ def _left(
         hidden = dict(_bound.hidden(module))
         if not hidden:
             continue
-        cls = type(module)
+        cls = core_of(type(module))
         grafted = _graft.grafted(cls, recipe)
         members = set(vars(grafted)) if grafted is not cls else set()
         used = [type(value) for _name, value in _find.processors(module)]
