@@ -14,12 +14,11 @@ import torch
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from tightrope.integrations import _candidate, _patch, _recognise, _run
+from tightrope.integrations import _candidate, _recognise, _run
 from tightrope.integrations._recognise import Recognition, recognise
-from tightrope.integrations.transformers import _library
 
-# The modules that call `recognise` by this name.
-USERS = (_recognise, _patch, _library)
+# The modules that call `recognise` by this name for `patch`.
+USERS = (_recognise,)
 
 # Values of these types stay what they are, so it is enough to compare them.
 _FIXED = (

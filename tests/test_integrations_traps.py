@@ -65,10 +65,16 @@ def that_refuses_long(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
     return usual(x, cos, sin)
 
 
+def that_refuses_nan(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    if x.isnan().any():
+        raise ValueError("x must not have NaN")
+    return usual(x, cos, sin)
+
+
 @pytest.mark.parametrize(
     "function",
     [unless_one_row, unless_long, unless_many_heads, unless_wide, unless_large, unless_nan,
-     that_refuses_long],
+     that_refuses_long, that_refuses_nan],
 )  # fmt: skip
 def test_a_function_that_rotates_some_tensors_only_is_left(function: Function) -> None:
     assert recognise(usual)

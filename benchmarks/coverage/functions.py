@@ -24,7 +24,7 @@ from tightrope.integrations import Recognition, recognise
 from tightrope.integrations._find import Constants
 from tightrope.integrations._graft import Swap
 from tightrope.integrations._inline import INLINE, function_of, inlined
-from tightrope.integrations._recognise import recognise_method, to_the_bit
+from tightrope.integrations._recognise import recognise_member, to_the_bit
 
 from ..transformers_coverage import functions
 from ..transformers_coverage.functions import measured
@@ -91,9 +91,7 @@ def _inline(each: Rotary) -> list[dict[str, Any]]:
 
 def _one(each: Rotary, value: Any, owner: type | None, constants: Constants) -> dict[str, Any]:
     plain = unwrapped(value)
-    found: Recognition = to_the_bit(
-        recognise(plain, constants=constants) if owner is None else recognise_method(plain)
-    )
+    found: Recognition = to_the_bit(recognise_member(plain, owner is not None, constants))
     if found.candidate is None:
         return {"status": "left", "reason": found.reason}
     swap = Swap(each.module.__name__, each.name, (found.candidate,))

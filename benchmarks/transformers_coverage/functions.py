@@ -18,7 +18,7 @@ from tightrope.forms import unwrapped, widen
 from tightrope.integrations._candidate import Candidate
 from tightrope.integrations._find import global_names, looks_rotary
 from tightrope.integrations._graft import Swap, calling, replacement_of
-from tightrope.integrations._recognise import to_the_bit
+from tightrope.integrations._recognise import recognise_member, to_the_bit
 from tightrope.integrations.transformers import recognise
 
 from .catalogue import models_folder, rotary_names
@@ -101,7 +101,7 @@ def _one(module: ModuleType, name: str, function: str, swaps: dict[str, Swap]) -
     method = "." in function and not isinstance(value, staticmethod)
     this = SimpleNamespace(num_heads=HEADS, head_size=CHANNELS) if method else None
     target = unwrapped(value) if "." in function else value
-    recognition = to_the_bit(recognise(target, this))
+    recognition = to_the_bit(recognise_member(target, method))
     if recognition.candidate is not None:
         swaps[function] = Swap(module.__name__, function, (recognition.candidate,))
         return _row(name, function, **measured(swaps[function], target, this))

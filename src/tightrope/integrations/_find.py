@@ -352,9 +352,9 @@ def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
                         home, name = plain.__module__, plain.__name__
                     found = Found(home, name, value, likely=likely, constants=constants)
                     yield found
-                    if not accepts(found) and isinstance(plain, FunctionType):
-                        if not is_compiled(value):
-                            pending.append(plain)
+                    left = not accepts(found) and not is_compiled(value)
+                    if left and isinstance(plain, FunctionType):
+                        pending.append(plain)
                 elif id(value) not in seen and is_near(value, layer):
                     pending.append(value)
 

@@ -41,7 +41,7 @@ from ._find import (
     original_of,
 )
 from ._inline import INLINE, function_of, inlined
-from ._recognise import recognise, recognise_method
+from ._recognise import recognise_member
 from ._run import replacement
 
 
@@ -226,11 +226,8 @@ def _is_as_pickled(swap: Swap) -> bool:
     known = _replacements.get(swap)
     if known is not None and known._tightrope_original is original:
         return True
-    plain = original.__func__ if isinstance(original, staticmethod) else original
     found = [
-        recognise_method(unwrapped(plain))
-        if candidate.call.method
-        else recognise(plain, constants=candidate.constants)
+        recognise_member(original, candidate.call.method, candidate.constants)
         for candidate in swap.candidates
     ]
     return tuple(each.candidate for each in found) == swap.candidates

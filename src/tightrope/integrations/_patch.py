@@ -17,7 +17,7 @@ from ._candidate import Candidate
 from ._classes import MARK, base_of, core_of, derived, graft_of
 from ._find import Found
 from ._inline import INLINE, rotates_elsewhere
-from ._recognise import Recognition, recognise, recognise_method, to_the_bit
+from ._recognise import Recognition, recognise_member, to_the_bit
 from ._run import ROUNDINGS
 from ._summary import Entry, Report, entry_of
 
@@ -267,12 +267,10 @@ def _found(
             for constants in found.constants:
                 key = found.module, found.name, constants
                 if key not in results:
-                    if found.method:
-                        recognition = recognise_method(unwrapped(found.value))
-                    elif id(found.value) in inline:
+                    if id(found.value) in inline:
                         recognition = inline[id(found.value)]
                     else:
-                        recognition = recognise(_callable(found.value), constants=constants)
+                        recognition = recognise_member(found.value, found.method, constants)
                         if INLINE in found.name:
                             inline[id(found.value)] = recognition
                     if recognition and not _graft.can_be_found(found):
@@ -287,7 +285,3 @@ def _found(
     if rounding == "model":
         every = [(each, constants, to_the_bit(result)) for each, constants, result in every]
     return every
-
-
-def _callable(value: Any) -> Any:
-    return value.__func__ if isinstance(value, staticmethod) else value

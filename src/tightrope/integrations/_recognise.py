@@ -146,14 +146,21 @@ def to_the_bit(recognition: Recognition) -> Recognition:
     )
 
 
-def recognise_method(function: Any) -> Recognition:
-    """Recognise which rotation a method computes for every object of its class and of subclasses.
+def recognise_member(
+    value: Any, method: bool, constants: Sequence[tuple[str, Any]] = ()
+) -> Recognition:
+    """Recognise what `patch` finds in a module or a class: a function, a static method or a method.
 
-    All objects share one replacement, so a method that reads attributes of its object is not recognised.
-    Only the number and the size of heads may be read, if x is (batch, seq, heads * dim).
+    All objects of a class and of its subclasses share one replacement, so a method that reads attributes
+    of its object is not recognised. Only the number and the size of heads may be read, if x is
+    (batch, seq, heads * dim).
     """
-    tried = recognise(function, _Unknown)
-    if tried and {"type", "super", "vars"} & set(unwrapped(function).__code__.co_names):
+    if not method:
+        plain = value.__func__ if isinstance(value, staticmethod) else value
+        return recognise(plain, constants=constants)
+    function = unwrapped(value)
+    tried = recognise(function, _Unknown, constants)
+    if tried and {"type", "super", "vars"} & set(function.__code__.co_names):
         return Recognition(None, _READS)
     return tried
 
@@ -722,7 +729,8 @@ def _check_nan(probe: _Probe, rotation: Rotation) -> None:
     """Refuse a function that replaces numbers that are not finite, which hides faults of a model."""
     for x in probe.xs.values():
         x[..., 0], x[..., 1] = torch.nan, torch.inf
-    for y, x in zip(probe.run(), probe.xs.values()):
+    ys = probe.tried() or [None] * len(probe.xs)
+    for y, x in zip(ys, probe.xs.values()):
         if y is None or not torch.equal(y.isnan(), probe.expected(x, rotation).isnan()):
             raise _Unlike(_VALUES)
 

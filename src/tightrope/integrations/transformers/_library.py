@@ -19,7 +19,7 @@ from ...forms import unwrapped
 from .. import _exact, _find, _graft
 from .._classes import base_of
 from .._find import Found
-from .._recognise import Recognition, recognise, recognise_method, to_the_bit
+from .._recognise import Recognition, recognise_member, to_the_bit
 from .._run import replacement
 from .._summary import Entry, Report, entry_of
 
@@ -146,7 +146,7 @@ def _patch_module(module: ModuleType) -> None:
 
 def _recognised(function: Any, method: bool = False) -> Recognition:
     if id(function) not in _state.results:
-        tried = recognise_method(function) if method else recognise(function)
+        tried = recognise_member(function, method)
         if _state.rounding == "model":
             tried = to_the_bit(tried)
         _state.results[id(function)] = function, tried
