@@ -29,6 +29,7 @@ from tightrope.frequencies import (
     YaRN,
 )
 from tightrope.functional import rotate, rotate_, rotate_qk
+from tightrope.ops import cosines, schema
 from tolerances import assert_near, assert_same_bits
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
@@ -653,3 +654,36 @@ def test_no_stack_field_is_forgotten() -> None:
     for name, value in other.items():
         assert dataclasses.replace(stack, **{name: value}) != stack
     assert set(frequencies.RULES.values()) >= {rule for rule in stack.rules if rule is not None}
+
+
+# --- the raw operator -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("polar", [False, True])
+@pytest.mark.parametrize("scalars", [(), (0, 1), (2,), (0, 1, 2)])
+def test_the_operator_has_the_bits_of_its_definition(scalars: tuple[int, ...], polar: bool) -> None:
+    """In C++, for graphs without Python, and in Python, for other devices; also under vmap."""
+    at, inv_freq = noise(3, 2, TOKENS, 1).abs() * 1000, noise(DIM // 2, seed=1).abs()
+    values = [2.5, 1.7, 0.9]
+    given = [
+        torch.tensor(v, dtype=torch.float64) if i in scalars else None for i, v in enumerate(values)
+    ]
+    wanted = [stacks.cos_sin(each, inv_freq, *given, polar) for each in at]
+    for each, both in zip(at, wanted, strict=True):
+        for made in (schema.cos_sin, cosines.cos_sin):
+            for got, want in zip(made(each, inv_freq, *given, polar), both, strict=True):
+                assert got.is_contiguous()
+                assert_same_bits(got, want.contiguous())
+    # Mapped over a dimension that is not the first, so that it must be moved.
+    mapped = torch.vmap(lambda each: schema.cos_sin(each, inv_freq, *given, polar), in_dims=1)
+    for got, want in zip(mapped(at.transpose(0, 1)), zip(*wanted, strict=True), strict=True):
+        assert_same_bits(got, torch.stack(want))
+
+
+def test_the_operator_refuses_what_no_caller_passes() -> None:
+    at, inv_freq = noise(2, TOKENS, 1), noise(2, DIM // 2)
+    with pytest.raises(RuntimeError, match="only positions may be batched"):
+        torch.vmap(lambda each: schema.cos_sin(at, each, None, None, None, False))(inv_freq)
+    for made in (schema.cos_sin, cosines.cos_sin):
+        with pytest.raises(RuntimeError, match="positions must be contiguous"):
+            made(at.transpose(0, 1), inv_freq[0], None, None, None, False)
