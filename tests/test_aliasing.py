@@ -308,3 +308,18 @@ def test_negated_views() -> None:
         with pytest.raises(ValueError, match=r"\[rotate_qk_\] k must not be a negated view"):
             rotate_qk_(q, x, spec)
         assert torch.equal(q, before)
+
+
+def test_raw_operators_refuse_negated_views_before_they_write() -> None:
+    if helpers.version_of("torch") < (2, 12):
+        pytest.skip("older torch writes the resolved tensor back")
+    q, table = noise(2, 3, 5, 8), noise(1, 1, 5, 8)
+    call = (table, None, None, 0, 0, 1.0)
+    before = q.clone()
+    for k in (noise(2, 3, 5, 8), None):
+        first = torch.complex(q, q).conj().imag
+        with pytest.raises(RuntimeError, match="q and k must not be negated views"):
+            torch.ops.tightrope.rotate_(first, k, *call)
+    with pytest.raises(RuntimeError, match="q and k must not be negated views"):
+        torch.ops.tightrope.rotate_(q, torch.complex(q, q).conj().imag, *call)
+    assert torch.equal(q, before)

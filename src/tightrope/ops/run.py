@@ -267,8 +267,6 @@ def _launch(operator: Operator, q: torch.Tensor, k: torch.Tensor | None, packed:
 def _launch_in_place(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> None:
     if q.is_inference() or (k is not None and k.is_inference()):
         memory.refuse_frozen(present(q, k))
-    if k is not None and k.is_neg():
-        memory.check_not_negated("k", k)  # before q changes
     _launch(IN_PLACE, q, k, packed)
     torch.autograd.graph.increment_version(q if k is None else (q, k))
 

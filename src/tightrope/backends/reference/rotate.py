@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -101,6 +102,21 @@ def gate_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the 
     return gradients.by_gates(call, call.xs(), present(grad_y, grad_z), present(gate_q, gate_k))
 
 
+def _unless_negated(operator: Any) -> Callable[..., None]:
+    """Make the kernel of an in-place operator for arguments of which some are negated views.
+
+    torch resolves such views before other kernels. From 2.12 on, it fails at a negated q or k, but at
+    a k after q was written.
+    """
+
+    def kernel(q: torch.Tensor, k: torch.Tensor | None, *others: Any) -> None:
+        if q.is_neg() or (k is not None and k.is_neg()):
+            raise RuntimeError(f"[{operator.name()}] q and k must not be negated views")
+        operator(q, k, *torch.utils._pytree.tree_map_only(torch.Tensor, torch.resolve_neg, others))
+
+    return kernel
+
+
 def register() -> None:
     """Register the definition for every device that has no other kernel; called once, at import."""
     for operator, kernel in (
@@ -126,3 +142,6 @@ def register() -> None:
         (schema.gate_gradients, gate_gradients),
     ):
         library.impl(operator, kernel, "Batched")
+    if torch.__version__ >= (2, 12):  # type: ignore[operator]
+        for operator in (schema.rotate_, schema.rotate_extras_):
+            library.impl(operator, _unless_negated(operator), "Negative")
