@@ -77,7 +77,7 @@ def browser() -> Iterator[Any]:
 def context(browser: Any) -> Iterator[Any]:
     allowed = ["clipboard-read", "clipboard-write"]
     with browser.new_context(color_scheme="light", permissions=allowed) as context:
-        context.set_default_timeout(30_000)
+        context.set_default_timeout(120_000)
         yield context
 
 

@@ -546,8 +546,13 @@ def _loader_of(base: Any) -> Callable[..., None]:
         base._load_from_state_dict(self, *args, **kwargs)
         for name, old, values in before:
             new = getattr(self, name)
-            unknown = old.is_meta or new.is_meta
-            if new is not old if unknown else not torch.equal(new.to(values), values):
+            if old.is_meta or new.is_meta:
+                changed = new is not old
+            else:  # memory that to_empty left may hold NaN, which differs from itself
+                changed = new.shape != values.shape or not torch.allclose(
+                    new.to(values), values, rtol=0, atol=0, equal_nan=True
+                )
+            if changed:
                 forget(self)
 
     return _load_from_state_dict
