@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import pickle
 import sys
+import types
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import ops
 
 from tightrope.integrations import patch, recognise, unpatch
 
@@ -140,6 +143,42 @@ class WithOtherHelper(WithHelper):
         return -rotate_half(x)
 
 
+class WithStaticHelper(Method):
+    @staticmethod
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return rotate_half(x)
+
+    def both(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return x * cos + self.turned(x) * sin
+
+    def apply_rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return self.both(x, cos, sin).type(x.dtype)
+
+
+class Inheriting(WithStaticHelper):
+    """Calls its parent's method, which calls a helper that this class overrides."""
+
+    def turned(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return rotate_half(x) * self.factor
+
+
+class WithReadingHelper(WithHelper):
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        return rotate_half(x) * self.factor
+
+    def apply_rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return x * cos + self.turned(x) * sin
+
+
+class WithCountingHelper(WithHelper):
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        TABLES["calls"] = TABLES.get("calls", 0) + 1
+        return rotate_half(x)
+
+    def apply_rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return x * cos + self.turned(x) * sin
+
+
 class WithOtherFactor(WithType):
     other_factor = 3.0
 
@@ -147,20 +186,45 @@ class WithOtherFactor(WithType):
 def methods() -> list[torch.nn.Module]:
     made: list[Any] = [WithDefault(), WithGetattr(), WithProperty(), WithType(), WithIsinstance()]
     made[0].factor, made[1].double, made[2]._sign = 2.0, True, -1.0
-    return [*made, WithHelper(), WithOtherHelper(), WithOtherFactor()]
+    made += [WithHelper(), WithOtherHelper(), WithOtherFactor(), WithStaticHelper(), Inheriting()]
+    made += [WithReadingHelper(), WithCountingHelper()]
+    made[-1].factor = made[-2].factor = made[-3].factor = 2.0
+    return made
 
 
 def test_methods_that_depend_on_their_object_keep_their_results() -> None:
     x, model = noise(2, 3, 9, 16), torch.nn.ModuleList([*methods(), Method()])
     before = [module(x) for module in model]
+    TABLES.clear()
     report = patch(model)
+    assert not TABLES
     for module, wanted in zip(model, before, strict=True):
         assert torch.equal(module(x), wanted), (module, report)
-    whole = [entry.name for entry in report.replaced if "<inline>" not in entry.name]
-    assert whole == ["Method.apply_rope"]
+    assert TABLES.pop("calls") == 1
+    whole = {entry.name for entry in report.replaced if "<inline>" not in entry.name}
+    assert whole == {f"{name}.apply_rope" for name in ("Method", "WithHelper", "WithStaticHelper")}
     assert {entry.reason for entry in report.left} == {
-        "it reads attributes of its object, which may differ between objects"
+        "it reads attributes of its object, which may differ between objects",
+        "it keeps state between calls",
     }
+
+
+def test_an_object_that_hides_the_helper_of_a_method() -> None:
+    x, model = noise(2, 3, 9, 16), torch.nn.ModuleList([WithHelper(), WithHelper()])
+    model[1].turned = lambda x: -rotate_half(x)
+    before = [module(x) for module in model]
+    report = patch(model)
+    assert [torch.equal(module(x), y) for module, y in zip(model, before)] == [True, True]
+    assert [entry.name for entry in report.replaced] == ["WithHelper.apply_rope"]
+    assert "its turned was replaced" in report.left[0].reason
+
+
+def test_a_method_with_a_helper_is_pickled() -> None:
+    x, model = noise(2, 3, 9, 16), WithStaticHelper()
+    assert patch(model).replaced
+    loaded = pickle.loads(pickle.dumps(model))
+    assert type(loaded) is type(model)
+    assert torch.equal(loaded(x), model(x))
 
 
 # --- code that changes after patch ----------------------------------------------------------------
@@ -286,13 +350,37 @@ def with_a_counter(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
     return usual(x, cos, sin)
 
 
+class Recent(OrderedDict[Any, Any]):
+    """A dict whose ``copy`` raises an error."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+
+RECENT, COUNTS = Recent(2), Counter[str]()
+
+
+def with_a_cache(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    RECENT[x.dtype] = x.dtype
+    return usual(x, cos, sin)
+
+
+def with_a_counting_dict(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    COUNTS["calls"] += 1
+    return usual(x, cos, sin)
+
+
 @pytest.mark.parametrize(
     "function",
-    [with_a_table, with_a_list, with_a_class, with_an_attribute, with_a_counter],
-)
+    [with_a_table, with_a_list, with_a_class, with_an_attribute, with_a_counter,
+     with_a_cache, with_a_counting_dict],
+)  # fmt: skip
 def test_recognition_leaves_no_state(function: Any) -> None:
     assert not recognise(function)
     assert (TABLES, SEEN, Registry.dtype, CALLS) == ({}, [], None, 0)
+    assert not RECENT
+    assert not COUNTS
     assert not vars(with_an_attribute)
 
 
@@ -318,3 +406,36 @@ def test_a_compiled_function_is_neither_called_nor_replaced() -> None:
 
 
 compiled_rope: Any = None
+
+
+class LazyModule(types.ModuleType):
+    """Imports what it names when it is first read, as transformers does; here that is not installed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(name)
+
+
+lazy = LazyModule("lazy")
+
+
+def with_a_lazy_module(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    if x.is_cuda:
+        y: torch.Tensor = lazy.rope(x, cos, sin)
+        return y
+    return usual(x, cos, sin)
+
+
+def with_torch_ops(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    if x.is_cuda:
+        y: torch.Tensor = ops.a_library.rope(x, cos, sin)
+        return y
+    return usual(x, cos, sin)
+
+
+disabled: Any = torch.compiler.disable(usual)
+
+
+@pytest.mark.parametrize("function", [with_a_lazy_module, with_torch_ops, disabled])
+def test_what_a_function_names_is_not_read(function: Any) -> None:
+    """Reading it may import it, and torch.ops has every attribute."""
+    assert recognise(function)

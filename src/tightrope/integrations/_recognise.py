@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from types import FunctionType, MethodType
+from typing import Any, TypeGuard, cast
 
 import torch
 
@@ -26,6 +28,7 @@ from ..forms import (
     unwrapped,
 )
 from ._candidate import Bits, Candidate
+from ._find import global_names, helpers
 from ._run import fused, tables_inside
 from ._state import State
 
@@ -69,7 +72,7 @@ def recognise(
 
     Args:
         function: a rotary function or method, or a module whose forward is one.
-        owner: the object to pass as self to a method.
+        owner: the object to pass as self to a method; an _Unknown stands for any object of a class.
         constants: keyword arguments that every call passes, as (name, value), if the function computes
             several rotations: it is then recognised only with these.
 
@@ -103,7 +106,7 @@ def recognise(
         )
     found: list[Candidate] = []
     reasons: list[str] = []
-    state = State(function)
+    state = State(function, *(owner.helpers(function) if type(owner) is _Unknown else ()))
     if state.compiled:
         return Recognition(None, _COMPILED)
     with (
@@ -114,7 +117,7 @@ def recognise(
     ):
         warnings.simplefilter("ignore")
         for way in ways:
-            mine = _Unknown() if owner is _Unknown else owner
+            mine = _Unknown(owner.its_class) if type(owner) is _Unknown else owner
             try:
                 explained = _explain(_Caller(function, owner=mine, constants=given, **way))
             except _Unlike as unlike:
@@ -147,33 +150,58 @@ def to_the_bit(recognition: Recognition) -> Recognition:
 
 
 def recognise_member(
-    value: Any, method: bool, constants: Sequence[tuple[str, Any]] = ()
+    value: Any,
+    method: bool,
+    constants: Sequence[tuple[str, Any]] = (),
+    owner: type | None = None,
 ) -> Recognition:
     """Recognise what `patch` finds in a module or a class: a function, a static method or a method.
 
-    All objects of a class and of its subclasses share one replacement, so a method that reads attributes
-    of its object is not recognised. Only the number and the size of heads may be read, if x is
-    (batch, seq, heads * dim).
+    All objects of a class share one replacement, so a method that reads attributes of its object is not
+    recognised. Only the number and the size of heads may be read, if x is (batch, seq, heads * dim).
+
+    Args:
+        value, method: the function, and whether it takes self.
+        constants: see :func:`recognise`.
+        owner: the class that defines a method, if the method may call other methods of that class. A subclass
+            that overrides one of these must not use the replacement.
     """
     if not method:
         plain = value.__func__ if isinstance(value, staticmethod) else value
         return recognise(plain, constants=constants)
-    function = unwrapped(value)
-    tried = recognise(function, _Unknown, constants)
-    if tried and {"type", "super", "vars"} & set(function.__code__.co_names):
+    function, unknown = cast(FunctionType, unwrapped(value)), _Unknown(owner)
+    tried = recognise(function, unknown, constants)
+    if tried and any(
+        {"type", "super", "vars"} & global_names(each.__code__)
+        for each in (function, *unknown.helpers(function))
+    ):
         return Recognition(None, _READS)
     return tried
 
 
 class _Unknown:
-    """An object of which nothing is known, as the self of a method; it notes that the method reads it."""
+    """The self of a method: an object of which only the methods are known. It notes that it is read.
 
-    __slots__ = ("is_read",)
+    Attributes:
+        its_class: the class whose methods it has, or None.
+        is_read: whether anything else was read.
+    """
 
-    def __init__(self) -> None:
-        self.is_read = False
+    __slots__ = ("is_read", "its_class")
+
+    def __init__(self, its_class: type | None) -> None:
+        self.its_class, self.is_read = its_class, False
+
+    def helpers(self, function: FunctionType) -> Iterable[FunctionType]:
+        """The methods that a method of the class may call."""
+        return () if self.its_class is None else helpers(self.its_class, function).values()
 
     def __getattr__(self, name: str) -> Any:
+        value = inspect.getattr_static(self.its_class, name, None)
+        if isinstance(value, staticmethod):
+            return value.__func__
+        if isinstance(value, FunctionType):
+            return MethodType(value, self)
         self.is_read = True
         raise AttributeError(name)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from types import FunctionType
 from typing import Any
 
@@ -16,19 +16,21 @@ _ABSENT = object()
 
 
 class State:
-    """All that a function can change and reads again: globals, containers in them, attributes of classes.
+    """The globals that a function names, with the dicts, lists, sets, classes and functions in them.
 
-    The functions that it calls in its own module count too.
+    The functions that it calls in its own module count too. Containers in containers, attributes of other
+    objects and the values of tensors do not.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, *functions: Any) -> None:
         self._names: list[tuple[Any, dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
         #: Whether torch.compile made the function, or one that it calls.
         self.compiled = False
-        if isinstance(function, torch.nn.Module):
-            self._keep(function)
-        for each in self._reached(function):
+        for each in functions:
+            if isinstance(each, torch.nn.Module):
+                self._keep(each)
+        for each in self._reached(functions):
             names = global_names(each.__code__)
             held = {name: each.__globals__.get(name, _ABSENT) for name in names}
             self._names.append((each.__globals__, held))
@@ -37,7 +39,7 @@ class State:
                 self._keep(value)
 
     def restore(self) -> bool:
-        """Undo the changes since; return whether there were any."""
+        """Undo the changes since, also those of other threads; return whether there were any."""
         changed = False
         for names, held in self._names:
             for name in [name for name in held if names.get(name, _ABSENT) is not held[name]]:
@@ -50,9 +52,9 @@ class State:
             changed |= _restored(container, before)
         return changed
 
-    def _reached(self, function: Any) -> Iterator[FunctionType]:
+    def _reached(self, functions: Iterable[Any]) -> Iterator[FunctionType]:
         seen: set[int] = set()
-        pending: list[Any] = [unwrapped(function)]
+        pending: list[Any] = [unwrapped(each) for each in functions]
         while pending:
             value = pending.pop()
             self.compiled |= is_compiled(value)
@@ -65,8 +67,9 @@ class State:
                 pending += [o for o in near if is_near(o, each) or is_compiled(o)]
 
     def _keep(self, value: Any) -> None:
-        if isinstance(value, (dict, list, set)):
-            self._containers.append((value, value.copy()))
+        kind = next((kind for kind in (dict, list, set) if isinstance(value, kind)), None)
+        if kind is not None:  # value.copy() of a subclass may need arguments
+            self._containers.append((value, kind(value)))
         elif isinstance(value, (FunctionType, torch.nn.Module)):
             self._keep(vars(value))
         elif isinstance(value, type) and value.__module__.partition(".")[0] not in _FOREIGN:
@@ -97,10 +100,16 @@ def _restored(container: Any, before: Any) -> bool:
         return bool(names)
     if len(container) == len(before) and _alike(container, before):
         return False
-    container.clear()
-    if isinstance(container, list):
-        container.extend(before)
+    if isinstance(container, dict):
+        for key in [key for key in container if key not in before]:
+            del container[key]
+        for key, value in before.items():
+            if container.get(key, _ABSENT) is not value:
+                container[key] = value
+    elif isinstance(container, list):
+        container[:] = before
     else:
+        container.clear()
         container.update(before)
     return True
 
