@@ -115,3 +115,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         drawn = random.Random(name).sample(range(len(found)), math.ceil(len(found) / n))
         for index in set(range(len(found))) - set(drawn):
             found[index].add_marker("slow")
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from any_models import halves
 from tightrope.integrations import patch, unpatch
@@ -76,11 +79,59 @@ class ClampedFar(Angles):
         return super().angle(position_ids.clamp(max=600_000))
 
 
+class ByLengthOfIds(Angles):
+    """Dynamic NTK by the number of positions in a row."""
+
+    def angle(self, position_ids: torch.Tensor) -> torch.Tensor:
+        return super().angle(position_ids) * (0.5 if position_ids.shape[-1] > 4096 else 1)
+
+
+class ByLengthOfX(Angles):
+    dim = -2
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return super().forward(x, position_ids * (2 if x.shape[self.dim] > 256 else 1))
+
+
+class ByLengthOfOtherLayout(ByLengthOfX):
+    dim = 1
+
+
 class OfRows(Angles):
     """Has a table with a row for each position up to a limit."""
 
     def angle(self, position_ids: torch.Tensor) -> torch.Tensor:
         return (torch.arange(6000.0)[:, None] * self.inv_freq)[position_ids]
+
+
+class Growing(Angles):
+    """Makes a table with a row for each position up to the largest."""
+
+    largest = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", frequencies().repeat_interleave(8) / 10)
+        self.table = torch.zeros(0, 128)
+
+    def angle(self, position_ids: torch.Tensor) -> torch.Tensor:
+        rows = int(position_ids.max()) + 1
+        if rows > len(self.table):
+            Growing.largest = max(Growing.largest, rows)
+            self.table = torch.arange(float(rows))[:, None] * self.inv_freq
+        return self.table[position_ids]
+
+
+class OfChild(Angles):
+    """A child has the frequencies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child.register_buffer("inv_freq", frequencies())
+        del self.inv_freq
+
+    def __getattr__(self, name: str) -> Any:
+        return self.child.inv_freq if name == "inv_freq" else super().__getattr__(name)
 
 
 class Model(torch.nn.Module):
@@ -98,9 +149,10 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return x * cos + halves(x) * sin
 
 
-def is_exact(module: Any) -> bool:
+def is_exact(module: Any, inv_freq: torch.Tensor | None = None) -> bool:
+    inv_freq = frequencies().double() if inv_freq is None else inv_freq
     cos, _ = module(X, FAR)
-    want = (FAR.double()[..., None] * frequencies().double()).cos().repeat(1, 1, 2)
+    want = (FAR.double()[..., None] * inv_freq).cos().repeat(1, 1, 2)
     return bool(torch.allclose(cos.double(), want, rtol=0, atol=1e-6))
 
 
@@ -127,6 +179,9 @@ def test_exact_angles_are_served(cls: type[Angles]) -> None:
         (RaisesInTraining, "the module raises an error for the positions tried"),
         (Clamped, "the cosines and sines differ from those of the module"),
         (ClampedFar, "the cosines and sines differ from those of the module"),
+        (ByLengthOfIds, "the cosines and sines differ from those of the module"),
+        (ByLengthOfX, "the cosines and sines differ from those of the module"),
+        (ByLengthOfOtherLayout, "the cosines and sines differ from those of the module"),
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
@@ -157,3 +212,67 @@ def test_loaded_frequencies_take_effect() -> None:
     model.load_state_dict(other.state_dict(), assign=True)
     for got, want in zip(model.angles(X, FAR), other.angles(X, FAR), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("cls", [Angles, OfChild])
+@pytest.mark.parametrize("how", ["in place", "copied"])
+def test_loaded_frequencies_take_effect_however_they_come(cls: type[Angles], how: str) -> None:
+    """torch.distributed.checkpoint loads in place, before load_state_dict; a child has no loader of ours."""
+    model, other = Model(cls()), Model(cls())
+    other.angles.inv_freq.copy_(frequencies(5e5))
+    assert [entry.name for entry in patch(model, angles="exact").replaced][1:] == [cls.__name__]
+    state = model.state_dict() if how == "in place" else other.state_dict()
+    for name, loaded in other.state_dict().items():
+        state[name].copy_(loaded)
+    model.load_state_dict(state)
+    for got, want in zip(model.angles(X, FAR), other.angles(X, FAR), strict=True):
+        assert torch.equal(got, want)
+
+
+class WithConfig(LlamaRotaryEmbedding):
+    """Keeps its frequencies in checkpoints, as modules of older versions do."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("inv_freq", self.inv_freq, persistent=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["assign", "to_empty"])
+def test_a_model_that_was_patched_on_the_meta_device_keeps_exact_angles(
+    how: str, dtype: torch.dtype
+) -> None:
+    """Its config gives the frequencies, and the checkpoint has the same ones."""
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1)
+    state = {name: each.to(dtype) for name, each in WithConfig(config).state_dict().items()}
+    assert "inv_freq" in state
+    with torch.device("meta"):
+        model = Model(WithConfig(config))
+    assert len(patch(model, angles="exact").replaced) == 2
+    if how == "to_empty":
+        model.to_empty(device="cpu")
+        for each in model.buffers():
+            each.fill_(torch.nan)
+    model.angles.load_state_dict(state, assign=how == "assign")
+    assert is_exact(model.angles, 1e4 ** -(torch.arange(0, 32, 2).double() / 32))
+
+
+def test_a_table_grows_as_far_as_it_must() -> None:
+    """Tables of a million rows take gigabytes for each layer."""
+    report = patch(Model(Growing()), angles="exact")
+    assert [entry.name for entry in report.replaced] == ["rotated", "Growing"], report
+    assert 8192 <= Growing.largest <= 2**15
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_frequencies_in_a_distributed_tensor(factor: float, one_process: None) -> None:
+    model = Model(Angles())
+    assert patch(model, angles="exact").replaced
+    mesh = init_device_mesh("cpu", (1,))
+    state = {
+        name: distribute_tensor(each * factor, mesh) for name, each in model.state_dict().items()
+    }
+    model.load_state_dict(state, assign=True)
+    assert isinstance(model.angles.inv_freq, DTensor)
+    model.angles.inv_freq = model.angles.inv_freq.to_local()
+    assert is_exact(model.angles) == (factor == 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,16 +42,12 @@ X = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
-def fully_shard(tmp_path: Any) -> Iterator[Callable[[Any], Any]]:
-    from torch import distributed
+def fully_shard(one_process: None) -> Callable[[Any], Any]:
+    from torch.distributed import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    mesh = distributed.init_device_mesh("cpu", (1,))
-    yield lambda module: fully_shard(module, mesh=mesh)
-    distributed.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    return lambda module: fully_shard(module, mesh=mesh)
 
 
 def parametrized(module: Any, name: str = "weight") -> Any:

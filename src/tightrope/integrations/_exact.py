@@ -8,9 +8,9 @@ import inspect
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,8 +26,12 @@ from ._summary import Entry
 # Probe positions, and the float32 error that the original may have: relative to the angle, and absolute.
 _SMALL = (3, 1, 7, 2, 12, 40)
 _ANGLE, _VALUE = 6e-7, 4e-6
-# Sequence lengths at which modules may raise an error: some have a table with a row per position.
+# Lengths at which modules may raise an error: some have a table with a row per position. The first are
+# those of whole rows, the others those of sequences of which a row has a few positions.
+_LONG = 300, 2**13 + 1
 _FARTHER = 2**13, 2**15, 2**17, 2**20
+# A module that holds more numbers than this after a call has made such a table, and is tried no farther.
+_TABLE = 2**20
 # Relative and absolute error of a cast of frequencies to bfloat16 or float16.
 _CAST, _CAST_TINY = 2**-8, 2**-24
 
@@ -53,6 +57,7 @@ class Angles:
         factors: the factor on the tables of each layer type, beyond the amplitude of its spec.
         ranks: the ranks of position_ids that agreed in the probes: 2, or 3 with coordinates first.
         wide: whether tables for a 16-bit x are float32 too, instead of having the dtype of x.
+        state: the ``state_dict`` from which the module made these angles.
     """
 
     specs: tuple[tuple[str | None, RopeSpec], ...]
@@ -60,6 +65,35 @@ class Angles:
     factors: tuple[tuple[str | None, float], ...]
     ranks: frozenset[int]
     wide: bool = False
+    state: tuple[tuple[str, torch.Tensor], ...] = field(default=(), compare=False, repr=False)
+
+    def are_of(self, state_dict: Mapping[str, Any], prefix: str) -> bool:
+        """Return True if no tensor of a module in a state dict differs from that in ``state``.
+
+        A 16-bit tensor may be its rounding.
+        """
+        names = [name for name, _ in self.state]
+        for name, mine in self.state:
+            loaded = state_dict.get(prefix + name)
+            # Where frequencies depend on the length, inv_freq holds those of the last call.
+            last = any(spec.by_length for _, spec in self.specs) and (
+                name.endswith("inv_freq") and f"original_{name}" in names
+            )
+            if last or not isinstance(loaded, torch.Tensor) or loaded.is_meta:
+                continue
+            if hasattr(loaded, "to_local"):  # a DTensor; that of a part has another shape
+                loaded = loaded.to_local()
+            rounding = (0.0, 0.0)
+            if loaded.is_floating_point():
+                rounding = (_CAST, _CAST_TINY) if loaded.element_size() < 4 else (_ANGLE, 0.0)
+            try:
+                if loaded.shape != mine.shape or not torch.allclose(
+                    loaded.detach().to(mine), mine, *rounding, equal_nan=True
+                ):
+                    return False
+            except Exception:  # noqa: BLE001
+                return False  # of another kind, or without values
+        return True
 
     def tables(
         self, position_ids: torch.Tensor, layer_type: str | None, dtype: torch.dtype
@@ -219,7 +253,12 @@ def _as_for_probes() -> Iterator[None]:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with (
+            torch.device("cpu"),
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.random.fork_rng(devices=[]),
+        ):
             yield
     finally:
         torch.set_default_dtype(default)
@@ -230,6 +269,8 @@ def _read(module: torch.nn.Module, wide: bool) -> Angles:
     if _names(cls) is None:
         raise _Unserved(f"its forward takes ({', '.join(_parameters(cls))}), not (x, position_ids)")
     probe = _fresh(module)
+    if _learns(module):
+        raise _Unserved("it has learned tensors, to which exact angles would give no gradients")
     types = _layer_types(module)
     found: list[tuple[str | None, RopeSpec, float]] = []
     kept: tuple[str, frozenset[int]] | None = None
@@ -253,23 +294,27 @@ def _read(module: torch.nn.Module, wide: bool) -> Angles:
             )
     if kept is None:
         raise _Unserved("it has no layer types")
-    if _learns(module):
-        raise _Unserved("it has learned tensors, to which exact angles would give no gradients")
+    state = {name: each for name, each in probe.state_dict().items() if torch.is_tensor(each)}
     return Angles(
         tuple((t, spec) for t, spec, _ in found),
         kept[0],
         tuple((t, factor) for t, _, factor in found),
         kept[1],
         wide,
+        tuple((name, each.detach().clone()) for name, each in state.items()),
     )
 
 
 def _learns(module: torch.nn.Module) -> bool:
     """Return True if a module has parameters, or holds tensors that need gradients."""
+    parameters = any(True for _ in module.parameters())
+    return parameters or any(each.requires_grad for each in _tensors(module))
+
+
+def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The buffers of a module, and the tensors in its attributes."""
     others = [*module.buffers(), *vars(module).values()]
-    return any(True for _ in module.parameters()) or any(
-        isinstance(each, torch.Tensor) and each.requires_grad for each in others
-    )
+    return [each for each in others if isinstance(each, torch.Tensor)]
 
 
 _busy = threading.local()
@@ -416,51 +461,71 @@ def _width(
     probe: torch.nn.Module, spec: RopeSpec, factor: float, layer_type: str | None
 ) -> tuple[str, frozenset[int]]:
     """Call a module to find the width of its tables and the ranks of position_ids that it takes."""
-    rows = torch.tensor([_SMALL, [p * 9 + 1 for p in _SMALL]])
-    sets = [rows, rows[:, :1], torch.stack((rows[0], rows[0]))]
-    sets += _around(_far(probe))
-    farther = _around(_FARTHER)
     ranks, widths = set(), set(WIDTHS)
-    for rank in (2, 3):
-        tried = []
-        for i, ids in enumerate([*sets, *farther]):
-            # If frequencies depend on the length, all rows must have the same length: the module uses
-            # the longest for all rows, this library the length of each row.
-            ids = ids if spec.by_length is False else ids[:1].expand(2, -1)
-            if rank == 3:
-                if spec.axes is None:
-                    break
-                ids = torch.stack([ids // (axis + 1) + axis for axis in range(spec.axis_count)])
-            try:
-                theirs = [_call(probe, ids, layer_type, training) for training in (False, True)]
-            except Exception:  # noqa: BLE001
-                if i < len(sets):
-                    break
-                continue
-            tried += [(ids, each) for each in theirs]
-        else:
-            good = {
-                width
-                for width in WIDTHS
-                if all(
-                    _same(
-                        theirs,
-                        ids,
-                        Angles(((layer_type, spec),), width, ((layer_type, factor),), frozenset()),
-                        layer_type,
-                    )
-                    for ids, theirs in tried
+    for rank in (2, 3) if spec.axes is not None else (2,):
+        tried = _tables_of(probe, spec, layer_type, rank)
+        if tried is None:
+            continue
+        good = {
+            width
+            for width in WIDTHS
+            if all(
+                _same(
+                    theirs,
+                    ids,
+                    Angles(((layer_type, spec),), width, ((layer_type, factor),), frozenset()),
+                    layer_type,
                 )
-            }
-            if not good:
-                raise _Unserved("the cosines and sines differ from those of the module")
-            ranks.add(rank)
-            widths &= good
+                for ids, theirs in tried
+            )
+        }
+        if not good:
+            raise _Unserved("the cosines and sines differ from those of the module")
+        ranks.add(rank)
+        widths &= good
     if not ranks:
         raise _Unserved("the module raises an error for the positions tried")
     if len(widths) != 1:
         raise _Unserved("the width of the module's tables is ambiguous")
     return widths.pop(), frozenset(ranks)
+
+
+def _tables_of(
+    probe: torch.nn.Module, spec: RopeSpec, layer_type: str | None, rank: int
+) -> list[tuple[torch.Tensor, Any]] | None:
+    """Pairs of positions and what a module returns for them; None if it raises an error for near ones."""
+    rows = torch.tensor([_SMALL, [p * 9 + 1 for p in _SMALL]])
+    one = torch.zeros(1, 1, 1, 1)
+    near = [rows, rows[:, :1], torch.stack((rows[0], rows[0])), *_around(_far(probe))]
+    calls = [(ids, one) for ids in near]
+    for n in _LONG:  # x counts its tokens in one of these dimensions
+        calls += [(torch.arange(n)[None], one.expand(1, n, 1, 1))]
+        calls += [(torch.arange(n)[None], one.expand(1, 1, n, 1))]
+    calls += [(ids, one) for n in _FARTHER for ids in _around([n])]
+    tried: list[tuple[torch.Tensor, Any]] = []
+    for i, (ids, x) in enumerate(calls):
+        # If frequencies depend on the length, all rows must have the same length: the module uses
+        # the longest for all rows, this library the length of each row.
+        ids = ids if spec.by_length is False else ids[:1].expand(2, -1)
+        if rank == 3:
+            ids = torch.stack([ids // (axis + 1) + axis for axis in range(spec.axis_count)])
+        held = 0
+        for training in (False, True):
+            fresh = copy.deepcopy(probe).train(
+                training
+            )  # some modules store the longest length seen
+            try:
+                tried.append(
+                    (ids, fresh(x, ids, **({"layer_type": layer_type} if layer_type else {})))
+                )
+            except Exception:  # noqa: BLE001
+                if i < len(near):
+                    return None
+                continue
+            held = sum(each.numel() for each in _tensors(fresh))
+        if i >= len(near) and held > _TABLE:
+            break
+    return tried
 
 
 def _around(lengths: Iterable[int]) -> list[torch.Tensor]:
@@ -480,13 +545,6 @@ def _far(probe: torch.nn.Module) -> list[int]:
             if isinstance(values.get(key), int):
                 lengths |= {values[key], 2 * values[key]}
     return sorted(n for n in lengths if 8 < n < 2**21)
-
-
-def _call(probe: torch.nn.Module, ids: torch.Tensor, layer_type: str | None, training: bool) -> Any:
-    extra = {} if layer_type is None else {"layer_type": layer_type}
-    # Some modules store the longest length seen.
-    fresh = copy.deepcopy(probe).train(training)
-    return fresh(torch.zeros(1, 1, 1, 1), ids, **extra)
 
 
 def _same(theirs: Any, ids: torch.Tensor, ours: Angles, layer_type: str | None) -> bool:
@@ -538,22 +596,19 @@ def _initialiser_of(base: Any) -> Callable[..., None]:
 
 
 def _loader_of(base: Any) -> Callable[..., None]:
-    """Load a state as a base class does; if buffers get other values, angles are removed."""
+    """Load a state as a base class does; if it has other frequencies, angles are removed.
+
+    The tensors of the module tell nothing: they may be empty before, or already loaded in place.
+    """
 
     @functools.wraps(base._load_from_state_dict)
-    def _load_from_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
-        before = [(name, each, each.clone()) for name, each in self.named_buffers(recurse=False)]
-        base._load_from_state_dict(self, *args, **kwargs)
-        for name, old, values in before:
-            new = getattr(self, name)
-            if old.is_meta or new.is_meta:
-                changed = new is not old
-            else:  # memory that to_empty left may hold NaN, which differs from itself
-                changed = new.shape != values.shape or not torch.allclose(
-                    new.to(values), values, rtol=0, atol=0, equal_nan=True
-                )
-            if changed:
-                forget(self)
+    def _load_from_state_dict(
+        self: Any, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        base._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
+        kept: Kept | None = vars(self).get(KEPT)
+        if kept is not None and not kept.angles.are_of(state_dict, prefix):
+            forget(self)
 
     return _load_from_state_dict
 

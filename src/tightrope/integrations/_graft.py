@@ -221,8 +221,8 @@ def _remake(base: type, recipe: Recipe, *arguments: Any) -> Any:
     if changed:
         names = ", ".join(f"{swap.module}.{swap.name}" for swap in changed)
         warnings.warn(
-            f"{base.__qualname__} is loaded without its patch, because {names} changed since it was "
-            "pickled; call tightrope.integrations.patch(model)",
+            f"this {base.__qualname__} is loaded or copied without its patch, because {names} is not the code "
+            "that the patch replaced; call tightrope.integrations.patch(model)",
             stacklevel=2,
         )
     cls = base if changed else grafted(base, recipe)

@@ -265,16 +265,32 @@ def _same_tensors(node: ast.AST) -> list[set[str]]:
     """Sets of names that may be one tensor, after any of the assignments in a node."""
     found: list[set[str]] = []
     for line in ast.walk(node):
-        value = line.value if isinstance(line, ast.Assign) else None
-        while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-            value = value.func.value if value.func.attr in _CASTS else None
-        if isinstance(line, ast.Assign) and isinstance(value, ast.Name):
-            names = {value.id, *_targets(line)}
-            for each in [each for each in found if each & names]:
-                names |= each
-                found.remove(each)
-            found.append(names)
+        if not isinstance(line, (ast.Assign, ast.AnnAssign, ast.NamedExpr)):
+            continue
+        for target in line.targets if isinstance(line, ast.Assign) else [line.target]:
+            pairs = [(target, line.value)]
+            if isinstance(target, ast.Tuple) and isinstance(line.value, ast.Tuple):
+                pairs = list(zip(target.elts, line.value.elts))
+            for name, value in pairs:
+                names = _may_be(name) | _may_be(value)
+                for each in [each for each in found if each & names]:
+                    names |= each
+                    found.remove(each)
+                found.append(names)
     return found
+
+
+def _may_be(node: ast.expr | None) -> set[str]:
+    """The names whose tensor an expression may return as it is."""
+    if isinstance(node, ast.Name):
+        return {node.id}
+    if isinstance(node, ast.IfExp):
+        return _may_be(node.body) | _may_be(node.orelse)
+    if isinstance(node, ast.NamedExpr):
+        return _may_be(node.target) | _may_be(node.value)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return _may_be(node.func.value) if node.func.attr in _CASTS else set()
+    return set()
 
 
 def _targets(line: ast.stmt) -> set[str]:

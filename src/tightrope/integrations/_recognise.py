@@ -11,9 +11,10 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..forms import (
     HALF,
@@ -113,6 +114,8 @@ def recognise(
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        _disable_current_modes(),  # as while a model is loaded under FakeTensorMode
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
@@ -169,7 +172,8 @@ def recognise_member(
     if not method:
         plain = value.__func__ if isinstance(value, staticmethod) else value
         return recognise(plain, constants=constants)
-    function, unknown = cast(FunctionType, unwrapped(value)), _Unknown(owner)
+    function: Any = unwrapped(value)
+    unknown = _Unknown(owner)
     tried = recognise(function, unknown, constants)
     if tried and any(
         {"type", "super", "vars"} & global_names(each.__code__)
@@ -227,7 +231,10 @@ _DTYPES = (
     "the dtype of its results is neither that of x, nor the one that x and cos/sin promote to, nor always "
     "the same"
 )
-_VALUES = "it matches a known rotation on some inputs but not on all"
+_VALUES = (
+    "it matches a known rotation on some inputs but not on all that were tried, such as 300 tokens, 128 "
+    "channels, large values, NaN and infinity"
+)
 _CONTAINER = "it returns neither one tensor for one tensor nor a tuple for several"
 _GRADIENTS = "its gradients are not those of the rotation it computes"
 _RANK = (
