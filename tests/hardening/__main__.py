@@ -163,12 +163,16 @@ def unwritten(quick: bool) -> int:
 def fuzzed(script: str, seconds: int, **more: str) -> int:
     """Run a fuzzer; return the number of executions."""
     guided = importlib.util.find_spec("atheris") is not None and seconds > 60
-    flags = ["--seconds", str(seconds), "--corpus", str(OUT / script), *["--guided"] * guided]
-    output = run(HERE / f"fuzz_{script}.py", *flags, **more)
-    print("\n".join(re.findall(r"^#\d+\s+DONE.*|^\{.*", output, re.M)))
-    return int(
-        re.findall(r'number_of_executed_units: (\d+)|"executions": (\d+)', output)[-1][guided ^ 1]
-    )
+    executions = 0
+    # A guided process grows by a gigabyte per minute, and then waits for memory until inputs time out.
+    rounds = -(-seconds // 300)
+    for _ in range(rounds):
+        flags = ["--seconds", str(seconds // rounds), "--corpus", str(OUT / script)]
+        output = run(HERE / f"fuzz_{script}.py", *flags, *["--guided"] * guided, **more)
+        print("\n".join(re.findall(r"^#\d+\s+DONE.*|^\{.*", output, re.M)))
+        counts = re.findall(r'number_of_executed_units: (\d+)|"executions": (\d+)', output)
+        executions += int(counts[-1][guided ^ 1])
+    return executions
 
 
 def calls(quick: bool, seconds: int) -> int:
