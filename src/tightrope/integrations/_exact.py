@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import re
 import threading
 import warnings
@@ -497,35 +498,42 @@ def _tables_of(
     rows = torch.tensor([_SMALL, [p * 9 + 1 for p in _SMALL]])
     one = torch.zeros(1, 1, 1, 1)
     near = [rows, rows[:, :1], torch.stack((rows[0], rows[0])), *_around(_far(probe))]
-    calls = [(ids, one) for ids in near]
+    calls = [(ids, [one]) for ids in near]
     for n in _LONG:  # x counts its tokens in one of these dimensions
-        calls += [(torch.arange(n)[None], one.expand(1, n, 1, 1))]
-        calls += [(torch.arange(n)[None], one.expand(1, 1, n, 1))]
-    calls += [(ids, one) for n in _FARTHER for ids in _around([n])]
+        calls.append((torch.arange(n)[None], [one.expand(1, n, 1, 1), one.expand(1, 1, n, 1)]))
+    calls += [(ids, [one]) for n in _FARTHER for ids in _around([n])]
     tried: list[tuple[torch.Tensor, Any]] = []
-    for i, (ids, x) in enumerate(calls):
+    for i, (ids, xs) in enumerate(calls):
         # If frequencies depend on the length, all rows must have the same length: the module uses
         # the longest for all rows, this library the length of each row.
         ids = ids if spec.by_length is False else ids[:1].expand(2, -1)
         if rank == 3:
             ids = torch.stack([ids // (axis + 1) + axis for axis in range(spec.axis_count)])
         held = 0
-        for training in (False, True):
-            fresh = copy.deepcopy(probe).train(
-                training
-            )  # some modules store the longest length seen
+        found: list[Any] = []
+        for x, training in itertools.product(xs, (False, True)):
+            fresh = copy.deepcopy(probe)  # some modules store the longest length seen
+            fresh.train(training)
             try:
-                tried.append(
-                    (ids, fresh(x, ids, **({"layer_type": layer_type} if layer_type else {})))
-                )
+                theirs = fresh(x, ids, **({} if layer_type is None else {"layer_type": layer_type}))
             except Exception:  # noqa: BLE001
                 if i < len(near):
                     return None
                 continue
+            if not any(_are_equal(theirs, each) for each in found):
+                found.append(theirs)
             held = sum(each.numel() for each in _tensors(fresh))
+        tried += [(ids, each) for each in found]
         if i >= len(near) and held > _TABLE:
             break
     return tried
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return True if two results are tuples of equal tensors."""
+    if not isinstance(one, tuple) or not isinstance(other, tuple) or len(one) != len(other):
+        return False
+    return all(map(torch.is_tensor, one + other)) and all(map(torch.equal, one, other))
 
 
 def _around(lengths: Iterable[int]) -> list[torch.Tensor]:
