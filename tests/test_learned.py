@@ -22,6 +22,7 @@ from tightrope import RopeSpec, angles, positions
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK, Given
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.nn import LrpeRotate1d
 from tightrope.ops import autograd, learned, schema
 from tolerances import assert_near, assert_same_bits
 
@@ -244,6 +245,26 @@ def test_16_bit_frequencies_warn_at_the_line_of_the_caller(dtype: torch.dtype, s
         )
         assert warning.filename == __file__
         assert warning.lineno == call.__code__.co_firstlineno  # type: ignore[attr-defined]
+
+
+def test_the_warning_is_at_the_line_that_calls_torch() -> None:
+    """torch's own modules count as no caller, and code without a name as one."""
+    x = noise(1, 2, 5, 8)
+    module = LrpeRotate1d(8, 2).to(torch.bfloat16)
+    layers = torch.nn.Sequential(torch.nn.Sequential(module))
+    for call in (
+        lambda: layers(noise(1, 3, 2, 8)),
+        lambda: checkpoint(rotate, x, SPEC, inv_freq=noise(3).bfloat16(), use_reentrant=False),
+    ):
+        with pytest.warns(UserWarning, match="frequencies should be float32") as caught:
+            call()
+        assert [(one.filename, one.lineno) for one in caught] == [
+            (__file__, call.__code__.co_firstlineno)  # type: ignore[attr-defined]
+        ]
+    code = compile("rotate(x, spec, inv_freq=theta)", "<nameless>", "exec")
+    with pytest.warns(UserWarning, match=NARROW) as caught:
+        exec(code, {"rotate": rotate, "x": x, "spec": SPEC, "theta": noise(3).bfloat16()})
+    assert [one.filename for one in caught] == ["<nameless>"]
 
 
 def test_16_bit_frequencies_warn_once_and_wider_ones_never() -> None:

@@ -137,13 +137,13 @@ def sentence(operation: str, rule: str, **about: object) -> str:
 def outside() -> int:
     """Return the stack level of the first caller outside this package, for ``warnings.warn``.
 
-    The calls of modules pass through torch, which does not count as a caller.
+    Modules and checkpoints are called by torch, which does not count as a caller. Code without a
+    module name, as ``exec`` and ``timeit`` run it, does.
     """
     frame, level = sys._getframe(1), 1
-    package = __name__.partition(".")[0]
+    packages = __name__.partition(".")[0], "torch"
     while frame.f_back is not None:
-        name = frame.f_globals["__name__"]
-        if name.partition(".")[0] != package and name != "torch.nn.modules.module":
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in packages:
             break
         frame, level = frame.f_back, level + 1
     return level
