@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -737,6 +737,20 @@ def test_made_in_a_compiled_function(name: str, dynamic: bool) -> None:
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     assert_same_bits(compiled(x, *g), function(x, *g))
+
+
+@pytest.mark.parametrize("steps", [(1.5, 0.29, 0.7), (2, 3, 5)], ids=["floats", "ints"])
+def test_a_time_step_may_be_an_argument_of_a_compiled_function(steps: Sequence[float]) -> None:
+    """From its second value on, the compiler passes a symbol in place of the number."""
+    torch._dynamo.reset()
+
+    def ids(x: torch.Tensor, step: float) -> torch.Tensor:
+        return x + mrope([(101, 1, 1, step), 1]).ids + mrope_next([(101, 1, 1, step)])
+
+    compiled = torch.compile(ids, fullgraph=True, backend="aot_eager")
+    x = torch.zeros(1, dtype=torch.int64)
+    for step in steps:
+        assert torch.equal(compiled(x, step), ids(x, step))
 
 
 @pytest.mark.parametrize("name", MADE)

@@ -296,4 +296,6 @@ def _spans(span: object, axes: int) -> list[tuple[float, float]]:
 
 
 def _float32(value: float) -> float:
-    return float(struct.unpack("f", struct.pack("f", value))[0])
+    # While compiling, an argument of the function is a symbol; its digits make it a constant.
+    constant = float.fromhex(float(value).hex())
+    return float(struct.unpack("f", struct.pack("f", constant))[0])
