@@ -225,7 +225,9 @@ def test_narrow_frequencies_are_taken_as_the_numbers_that_they_are(dtype: torch.
 
 
 @pytest.mark.parametrize(
-    ("dtype", "share"), [(torch.bfloat16, "0.4"), (torch.float16, "0.05")], ids=str
+    ("dtype", "share"),
+    [(torch.bfloat16, "0.4 %"), (torch.float16, "0.05 % (more below 6e-05)")],
+    ids=str,
 )
 def test_16_bit_frequencies_warn_at_the_line_of_the_caller(dtype: torch.dtype, share: str) -> None:
     theta, x = noise(3, seed=1, dtype=dtype), noise(1, 2, 5, 8)
@@ -240,7 +242,7 @@ def test_16_bit_frequencies_warn_at_the_line_of_the_caller(dtype: torch.dtype, s
         (warning,) = caught
         assert str(warning.message) == (
             f"[inv_freq] frequencies should be float32 but are {str(dtype)[6:]}, which rounds them by up "
-            f"to {share} %, an error that the position multiplies; keep the parameter in float32 when you "
+            f"to {share}, an error that the position multiplies; keep the parameter in float32 when you "
             "cast the model, or pass inv_freq.float() if these values are right."
         )
         assert warning.filename == __file__

@@ -52,9 +52,11 @@ def warn_of_rounding(name: str, frequencies: torch.Tensor) -> None:
     dtype = frequencies.dtype
     if dtype not in _NARROW or torch.compiler.is_compiling():
         return
+    least = torch.finfo(dtype).smallest_normal
+    more = f" (more below {least:.0e})" if dtype == torch.float16 else ""
     rule = (
         f"frequencies should be float32 but are {str(dtype).removeprefix('torch.')}, which rounds "
-        f"them by up to {50 * torch.finfo(dtype).eps:.1g} %, an error that the position "
+        f"them by up to {50 * torch.finfo(dtype).eps:.1g} %{more}, an error that the position "
         f"multiplies; keep the parameter in float32 when you cast the model, or pass {name}.float() if "
         "these values are right"
     )
