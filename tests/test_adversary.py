@@ -225,14 +225,21 @@ SENTENCES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "ragged": (
         lambda: rotate(RAGGED, SPEC, layout="bsd"),
         TypeError,
-        "[rotate] x must be a dense tensor but got one that is nested; rotate x.values() with "
-        "positions.packed(x.offsets()) and layout='sd'.",
+        "[rotate] x must be a dense tensor but got one that is nested; call "
+        "tightrope.functional.rotate on x.values() with positions.packed(x.offsets()) and layout='sd'.",
     ),
     "ragged, in place": (
         lambda: rotate_(RAGGED, SPEC, layout="bsd"),
         TypeError,
-        "[rotate_] x must be a dense tensor but got one that is nested; rotate x.values() with "
-        "positions.packed(x.offsets()) and layout='sd'.",
+        "[rotate_] x must be a dense tensor but got one that is nested; call "
+        "tightrope.functional.rotate on x.values() with positions.packed(x.offsets()) and layout='sd'.",
+    ),
+    "ragged, of a function that takes no layout": (
+        lambda: apply_rotary_pos_emb(RAGGED.unsqueeze(2).transpose(1, 2), None, *COS),
+        TypeError,
+        "[apply_rotary_pos_emb] q must be a dense tensor but got one that is nested; call "
+        "tightrope.functional.rotate on q.values().transpose(0, 1) with positions.packed(q.offsets()) and "
+        "layout='thd'.",
     ),
     "ragged, of a function without layouts": (
         lambda: lrpe_rotate_1d(RAGGED, torch.ones(4)),
@@ -291,7 +298,8 @@ def test_the_advice_for_ragged_tensors_works(shape: tuple[int, ...], transposed:
         ragged = ragged.transpose(1, 2)
     with pytest.raises(TypeError) as caught:
         rotate(ragged, SPEC)
-    advice = re.fullmatch(r".*; rotate (x.*) with (.*) and layout='(\w+)'\.", str(caught.value))
+    call = r".*; call tightrope.functional.rotate on (x.*) with (.*) and layout='(\w+)'\."
+    advice = re.fullmatch(call, str(caught.value))
     values, where, layout = advice.groups()  # type: ignore[union-attr]
     here = {"x": ragged, "positions": positions}
     turned = rotate(eval(values, here), SPEC, eval(where, here), layout=layout)

@@ -212,7 +212,10 @@ def _if_nested(name: str, x: torch.Tensor) -> str:
     if found is None:
         return ""
     values, layout = found
-    return f"; rotate {name}.{values} with positions.packed({name}.offsets()) and layout={layout!r}"
+    return (
+        f"; call tightrope.functional.rotate on {name}.{values} with positions.packed({name}.offsets()) "
+        f"and layout={layout!r}"
+    )
 
 
 def check_floating(name: str, x: object, sharded: bool = False) -> None:
