@@ -397,13 +397,13 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
         {**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, {}, ValueError,
         "[from_config] rotary_dim must be 128, as the code of model_type 'llama' rotates all channels of a "
         "head, but got 64 from rope_parameters.partial_rotary_factor = 0.5 of 128; for other code, which "
-        "rotates a part, leave out model_type and pass interleaved=False.",
+        "rotates a part, pass a dict without model_type (config.to_dict()) and interleaved=False.",
     ),
     "a width that the family's code does not read": (
         {**LLAMA, "model_type": "cohere", "rotary_dim": 32, "head_dim": 128}, {}, ValueError,
         "[from_config] rotary_dim must be 128, as the code of model_type 'cohere' rotates all channels of a "
-        "head, but got 32 from rotary_dim; for other code, which rotates a part, leave out model_type and "
-        "pass interleaved=True.",
+        "head, but got 32 from rotary_dim; for other code, which rotates a part, pass a dict without "
+        "model_type (config.to_dict()) and interleaved=True.",
     ),
     "a missing fraction": (
         {**LLAMA, "model_type": "phi"}, {}, ValueError,
@@ -624,7 +624,8 @@ def test_a_key_of_a_file_must_have_one_value(tmp_path: Path) -> None:
     sentence = f"[from_config] in {file} each key must have one value but rope_theta is 500000.0 and 10000.0."
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         read(file)
-    file.write_text(text.replace("1e4", "500000.0"), encoding="utf-8")
+    text = text.replace("1e4", "500000.0")[:-1] + ', "x": NaN, "x": NaN}'
+    file.write_text(text, encoding="utf-8")
     assert read(file) == read(LLAMA)
 
 

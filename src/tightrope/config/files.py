@@ -101,7 +101,8 @@ def single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a dict of the pairs of a JSON object; an error if a key has two values."""
     values: dict[str, Any] = {}
     for key, value in pairs:
-        if key in values and values[key] != value:
+        # json has a single NaN object, which does not equal itself.
+        if key in values and values[key] is not value and values[key] != value:
             raise TwoValues(
                 f"each key must have one value but {key} is {values[key]!r} and {value!r}"
             )

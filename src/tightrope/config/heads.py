@@ -56,8 +56,8 @@ def slice_of(
     if got is not None and family is not None and family.fraction == "none" and got[1] < head_dim:
         fail(
             f"rotary_dim must be {head_dim}, as the code of {source.name} rotates all channels of a head, but "
-            f"got {got[1]} from {got[0]}; for other code, which rotates a part, leave out model_type and pass "
-            f"interleaved={family.interleaved}"
+            f"got {got[1]} from {got[0]}; for other code, which rotates a part, pass a dict without model_type "
+            f"(config.to_dict()) and interleaved={family.interleaved}"
         )
     if got is None:
         needed = family is not None and family.fraction == "required"
