@@ -561,6 +561,8 @@ def test_other_stacks_are_pickled_by_value() -> None:
     for copied in (pickle.loads(pickle.dumps(own)), copy.deepcopy(own)):
         assert copied == own
         assert copied.rules == {Linear: stacks._linear}
+    uncast = dataclasses.replace(stacks.get("meta"), cast_to=torch.bfloat16)
+    assert copy.deepcopy(uncast) == uncast
 
 
 @pytest.mark.parametrize("used", [False, True])

@@ -469,7 +469,7 @@ class Stack:
         if known is not None and self.rules is known.rules:
             if self == known:
                 return get, (self.name,)
-            if self.cast_to is not None and self == known.cast(self.cast_to):
+            if known.casts and self.cast_to is not None and self == known.cast(self.cast_to):
                 return _cast, (self.name, self.cast_to)
         return super().__reduce_ex__(protocol)
 
