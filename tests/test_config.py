@@ -405,6 +405,18 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
         "head, but got 32 from rotary_dim; for other code, which rotates a part, pass a dict without "
         "model_type (config.to_dict()) and interleaved=True.",
     ),
+    "a fraction that no code of the hub reads": (
+        {**LLAMA, "model_type": "internlm2", "partial_rotary_factor": 0.5}, {}, ValueError,
+        "[from_config] rotary_dim must be 128, as the code of model_type 'internlm2' rotates all channels of "
+        "a head, but got 64 from partial_rotary_factor = 0.5 of 128; for other code, which rotates a part, "
+        "pass a dict without model_type (config.to_dict()) and interleaved=False.",
+    ),
+    "a width that no code of the hub reads": (
+        {**LLAMA, "model_type": "minicpm", "rotary_dim": 32, "head_dim": 128}, {}, ValueError,
+        "[from_config] rotary_dim must be 128, as the code of model_type 'minicpm' rotates all channels of a "
+        "head, but got 32 from rotary_dim; for other code, which rotates a part, pass a dict without "
+        "model_type (config.to_dict()) and interleaved=False.",
+    ),
     "a missing fraction": (
         {**LLAMA, "model_type": "phi"}, {}, ValueError,
         "[from_config] model_type 'phi' rotates a part of each head, so the config must give one of "

@@ -106,14 +106,18 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": _half("granitemoehybrid", needs_position_type=True),
     "hunyuan_v1_dense": _half("hunyuan_v1_dense"),
     "hunyuan_v1_moe": _half("hunyuan_v1_moe"),
-    "internlm2": Family(False, "modeling_internlm2.py in the hub repository: rotate_half"),
+    "internlm2": Family(
+        False, "modeling_internlm2.py in the hub repository: rotate_half", fraction="none"
+    ),
     "jetmoe": _half("jetmoe"),
     "jina_embeddings_v3": _half("jina_embeddings_v3"),
     "lfm2": _half("lfm2"),
     "lfm2_moe": _half("lfm2_moe"),
     "llama": _half("llama"),
     "mimi": _half("mimi"),
-    "minicpm": Family(False, "modeling_minicpm.py in the hub repository: rotate_half"),
+    "minicpm": Family(
+        False, "modeling_minicpm.py in the hub repository: rotate_half", fraction="none"
+    ),
     "ministral": _half("ministral"),
     "ministral3": _half("ministral3"),
     "mistral": _half("mistral"),
