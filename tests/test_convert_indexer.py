@@ -167,8 +167,8 @@ def test_scales_of_channels_are_refused_and_of_tensors_stay(tmp_path: Path, own:
     there = f"model.layers.1.self_attn.{own}"
     source = write(tmp_path / "source", tensors | {there: torch.rand(16)})
     text = (
-        f"[convert] {there} scales channels of queries or keys by its name and shape, which is not supported: "
-        "fold it into the projection, or remove it."
+        f"[convert] {there} may scale channels of queries or keys, by its name and size, which is not "
+        "supported: fold it into the projection, or remove it if the model can do without."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         convert(source, tmp_path / "out", to="interleaved")

@@ -380,8 +380,8 @@ def _check_norms(entries: list[Entry], matches: list[_Match], model: Model) -> N
         fits = spec is not None and entry.numel % spec.head_dim == 0
         if fits and any(_CHANNEL_SCALE.fullmatch(part.lower()) for part in path):
             fail(
-                f"{entry.name} scales channels of queries or keys by its name and shape, which is not "
-                f"supported: fold it into the projection, or remove it"
+                f"{entry.name} may scale channels of queries or keys, by its name and size, which is not "
+                f"supported: fold it into the projection, or remove it if the model can do without"
             )
         if not any(_NORM.fullmatch(part.lower()) for part in path):
             continue
