@@ -265,6 +265,13 @@ def without(tensors: Tensors, pattern: str) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if not re.search(pattern, name)}
 
 
+def odd(name: str) -> Tensors:
+    """Return a tensor of another name than the tensors of other layers have."""
+    return {f"model.layers.2.{name}.weight": torch.randn(64, 32)}
+
+
+SAY = "say so in layer_types of the configuration ('none' for such a layer)"
+UNLESS = f"if it has no attention, {SAY}; if it has, pass the whole checkpoint"
 LACKING: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "projections of another name": (
         lambda tensors: fused(tensors, 1),
@@ -279,13 +286,26 @@ LACKING: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
         lambda tensors: without(tensors, r"layers\.2\.self_attn\.[qkv]_"),
         "model.layers.2: pass the whole checkpoint.",
     ),
+    "only a projection of another name": (
+        lambda tensors: without(tensors, r"layers\.2\.self_attn") | odd("self_attn.mixed"),
+        "model.layers.2: rename or split model.layers.2.self_attn.mixed.weight; if they are no projections of "
+        f"attention, {SAY}.",
+    ),
     "no attention": (
         lambda tensors: without(tensors, r"layers\.2\.self_attn"),
-        "model.layers.2: pass the whole checkpoint.",
+        f"model.layers.2: {UNLESS}.",
+    ),
+    "no attention, and experts": (
+        lambda tensors: without(tensors, r"layers\.2\.self_attn") | odd("mlp.experts.0.up_proj"),
+        f"model.layers.2: {UNLESS}.",
     ),
     "no first and no last layer": (
         lambda tensors: without(tensors, r"layers\.[03]"),
-        "model.layers.0, model.layers.3: pass the whole checkpoint.",
+        "model.layers.0, model.layers.3: pass the whole checkpoint; the configuration states 4 layers.",
+    ),
+    "no layer, and one without attention": (
+        lambda tensors: without(tensors, r"layers\.(0|2\.self_attn)"),
+        "model.layers.0: pass the whole checkpoint; the configuration states 4 layers.",
     ),
 }
 
@@ -306,6 +326,41 @@ def test_every_layer_must_have_its_projections(tmp_path: Path, case: str, shards
     with refused(f"^{re.escape(text)}$"):
         convert(source, tmp_path / "b", to="interleaved", verify=True)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("attn.proj_q.weight", "attn.proj_k.weight"),
+        ("attention.query_projection.weight",),
+        ("attn.q_weight", "attn.k_weight"),
+        ("attn.in_proj_weight",),
+        ("attn.queries.weight",),
+    ],
+    ids="".join,
+)
+def test_projections_of_unknown_names_are_no_other_kind_of_layer(
+    tmp_path: Path, names: tuple[str, ...], shard: bool
+) -> None:
+    """Left as they are, they would give a layer of the other pairing."""
+    named = {f"model.layers.1.{name}": torch.randn(64, 32) for name in names}
+    tensors = without(four(), r"layers\.1\.self_attn") | named
+    source = write(tmp_path / "a", tensors, FOUR)
+    if shard:
+        (source / "model.safetensors").rename(source / "model-00001-of-00002.safetensors")
+        source = source / "model-00001-of-00002.safetensors"
+    with refused(
+        re.escape(f"in model.layers.1: rename or split {', '.join(sorted(named))}.") + "$"
+    ):
+        convert(source, tmp_path / "b.safetensors" if shard else tmp_path / "b", to="interleaved")
+
+
+def test_a_shard_may_hold_a_part_of_a_layer(tmp_path: Path) -> None:
+    shard = tmp_path / "model-00002-of-00003.safetensors"
+    save_file(without(four(), r"layers\.(0|1\.self_attn\.[qkv]|2.*(v|o)_proj|3)"), shard)
+    done = convert(shard, tmp_path / "out", to="interleaved", stated=Stated(config=FOUR))
+    assert len(done.changed) == 4
 
 
 def test_a_side_part_does_not_hide_a_missing_layer(tmp_path: Path) -> None:
@@ -337,6 +392,10 @@ def test_a_file_may_hold_some_layers_but_no_gap(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind, name",
     [
+        ("none", "mlp.gate.weight"),
+        ("mlp", "mlp.gate.weight"),
+        ("no_op", "mlp.gate.weight"),
+        ("identity", "mlp.gate.weight"),
         ("linear_attention", "linear_attn.in_proj_qkvz.weight"),
         ("linear_attention", "self_attn.qkv_proj.weight"),
         (None, "linear_attn.q_proj.weight"),
@@ -355,6 +414,19 @@ def test_layers_without_attention_may_lack_projections(
         f"model.layers.1.{name}": torch.randn(64, 32)
     }
     done = convert(write(tmp_path / "a", tensors, config), tmp_path / "b", to="interleaved")
+    assert len(done.changed) == 12
+
+
+@pytest.mark.parametrize("key", ["no_op", "replace_with_linear"])
+def test_blocks_of_the_configuration_may_have_no_attention(tmp_path: Path, key: str) -> None:
+    """Models pruned by search (Nemotron-NAS) list their layers as block_configs."""
+    config = {**FOUR, "model_type": "nemotron-nas", "num_key_value_heads": None}
+    config["block_configs"] = [{"attention": {key: layer == 1}} for layer in range(4)]
+    tensors = without(four(), r"layers\.1\.self_attn")
+    tensors["model.layers.1.self_attn.linear_attn.weight"] = torch.randn(32, 32)
+    source = write(tmp_path / "a", tensors, config)
+    stated = Stated(source="half", naming="llama")
+    done = convert(source, tmp_path / "b", to="interleaved", stated=stated)
     assert len(done.changed) == 12
 
 

@@ -110,4 +110,6 @@ ONLY_LONGER = frozenset({"linear", "ntk", "yarn", "llama3"})
 # HunYuan writes YaRN's parameters next to the alpha of its static NTK scaling but does not read them.
 INERT_BESIDE_ALPHA = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
 # Layer types without attention, which have no rope section.
-LAYERS_WITHOUT_ATTENTION = frozenset({"conv", "linear_attention", "mamba", "recurrent"})
+LAYERS_WITHOUT_ATTENTION = frozenset(
+    {"conv", "identity", "linear_attention", "mamba", "mlp", "no_op", "none", "recurrent"}
+)

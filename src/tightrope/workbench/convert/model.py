@@ -315,8 +315,19 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
 
 def _kinds(values: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the type of each layer if the configuration lists them."""
-    listed = next((values[key] for key in _LAYER_TYPES if values.get(key)), ())
+    listed = next((values[key] for key in _LAYER_TYPES if values.get(key)), None)
+    if listed is None and isinstance(blocks := values.get("block_configs"), list):
+        # Nemotron-NAS
+        return tuple("none" if _pruned(block) else "attention" for block in blocks)
     return tuple(map(str, listed)) if isinstance(listed, list | tuple) else ()
+
+
+def _pruned(block: object) -> bool:
+    """True if a block of a configuration has no attention, or a linear layer in its place."""
+    attention = block.get("attention") if isinstance(block, Mapping) else None
+    return isinstance(attention, Mapping) and bool(
+        attention.get("no_op") or attention.get("replace_with_linear")
+    )
 
 
 def _origin(read: reader.Provenance, source: Source, silent: bool) -> tuple[str, bool]:

@@ -423,11 +423,15 @@ def _check_complete(matches: list[_Match]) -> None:
             fail(f"{group[:-1]} has {'queries' if other == 'keys' else 'keys'} but no {other}")
 
 
-# Names of projections of queries, keys or both; and of modules whose projections have no RoPE.
+# Names of projections of queries, keys or both; of modules whose projections have no RoPE; of modules
+# with attention; and of those that layers with and without attention have.
 _PROJECTION = re.compile(
-    r"(?:to_|c_|linear_|w)?(?:q|k|qk|qkv|query|key|query_key|query_key_value)(?:_?(?:proj|lin|linear))?|c_attn"
+    r"(?:to_|c_|linear_|proj_|w)?(?:q|k|qk|qkv|query|queries|key|keys|query_key|query_key_value)"
+    r"(?:_?(?:proj|projection|lin|linear|weight))?|c_attn|in_proj_weight"
 )
 _WITHOUT_ROPE = re.compile(r"cross|linear_?att|mamba|ssm|conv")
+_ATTENTION = re.compile(r"attn|attention")
+_IN_ANY = re.compile(r"norm|(?:^|[._])ln(?:[._]|$)|mlp|ffn|feed_?forward|moe|expert")
 _MAIN_ROLES = ("q", "q gate", "k", "kv a", "qkv")
 
 
@@ -436,15 +440,16 @@ def _check_layers(
 ) -> None:
     """Refuse a checkpoint in which layers lack the projections that the others have.
 
-    A layer may lack them if it has tensors that no layer with attention has, such as those of a
-    convolution, and in a shard. No layer may have projections of other names instead.
+    A layer may lack them if the configuration says so; if it has tensors of another kind, such as those
+    of a convolution, and none of attention; and in a shard. No layer may have projections of other
+    names instead.
     """
     if any("lora_" in match.suffix for match in matches):
         return  # an adapter may be for some layers
     known = {(match.prefix, match.layer) for match in matches if match.role in _MAIN_ROLES}
     prefixes = list(dict.fromkeys(match.prefix for match in matches))
     main = [prefix for prefix in prefixes if not prefix.endswith(SIDE_PARTS)]
-    stem, _, attention = model.naming.layer.partition(r"(\d+)\.")
+    stem = model.naming.layer.partition(r"(\d+)\.")[0]
     place = re.compile(rf"({'|'.join(map(re.escape, prefixes))}){stem}(\d+)\.")
     layers: dict[tuple[str, int], dict[str, Entry]] = {}
     for entry in entries:
@@ -457,23 +462,48 @@ def _check_layers(
         every = range(model.layers) if whole and model.layers else range(min(numbers), max(numbers))
         for layer in every:
             layers.setdefault((prefix, layer), {})
-    lacking, found = [], []
+    lacking: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for (prefix, layer), tensors in sorted(layers.items()):
         spec = model.attends(layer)
         if (prefix, layer) in known or spec is None:
             continue
-        like = [one.name for rest, one in tensors.items() if _is_projection(rest, one, spec)]
-        gone = all((prefix, rest) in usual or re.match(attention, rest) for rest in tensors)
-        if like or (gone and not checkpoint.is_shard):
-            lacking.append(f"{prefix}{stem}{layer}".replace("\\", ""))
-            found += like
-    if lacking:
-        wanted = [name for name, role in model.naming.modules.items() if role in _MAIN_ROLES]
-        fail(
-            f"every layer must have projections called {' or '.join(wanted)} but there are none in "
-            f"{shown(lacking)}: "
-            + (f"rename or split {shown(found)}" if found else "pass the whole checkpoint")
-        )
+        own = [rest for rest in tensors if (prefix, rest) not in usual]
+        like = [rest for rest, one in tensors.items() if _is_projection(rest, one, spec)]
+        if like:
+            why = "other names"
+        elif checkpoint.is_shard:
+            continue
+        elif like := [rest for rest in own if _in_attention(rest)]:
+            why = "other tensors"
+        elif not tensors:
+            why = "no tensors"
+        elif any(map(_in_attention, tensors)):
+            why = "a part"
+        elif all(_IN_ANY.search(rest.lower()) for rest in own):
+            why = "no attention"
+        else:
+            continue
+        lacking.setdefault(why, []).append(f"{prefix}{stem}{layer}".replace("\\", ""))
+        found.setdefault(why, []).extend(tensors[rest].name for rest in like)
+    known_count = checkpoint.folder is not None and model.layers
+    count = f"; the configuration states {model.layers} layers" if known_count else ""
+    rename = {why: f"rename or split {shown(names)}" for why, names in found.items()}
+    none = "say so in layer_types of the configuration ('none' for such a layer)"
+    advice = {
+        "other names": rename.get("other names"),
+        "other tensors": f"{rename.get('other tensors')}; if they are no projections of attention, {none}",
+        "a part": "pass the whole checkpoint",
+        "no tensors": f"pass the whole checkpoint{count}",
+        "no attention": f"if it has no attention, {none}; if it has, pass the whole checkpoint",
+    }
+    for why, what in advice.items():
+        if why in lacking:
+            wanted = [name for name, role in model.naming.modules.items() if role in _MAIN_ROLES]
+            fail(
+                f"every layer must have projections called {' or '.join(wanted)} but there are none in "
+                f"{shown(lacking[why])}: {what}"
+            )
 
 
 def _is_projection(rest: str, entry: Entry, spec: RopeSpec) -> bool:
@@ -481,6 +511,14 @@ def _is_projection(rest: str, entry: Entry, spec: RopeSpec) -> bool:
     if len(entry.shape) != 2 or entry.shape[0] % spec.head_dim or _WITHOUT_ROPE.search(rest):
         return False
     return any(_PROJECTION.fullmatch(part.lower()) for part in rest.split("."))
+
+
+def _in_attention(rest: str) -> bool:
+    """True if a tensor of a layer lies in a module of attention with RoPE by its name."""
+    return any(
+        _ATTENTION.search(part) and not (_WITHOUT_ROPE.search(part) or _IN_ANY.search(part))
+        for part in rest.lower().split(".")
+    )
 
 
 def _check_shared(changes: list[Change], entries: list[Entry]) -> None:
