@@ -271,16 +271,17 @@ def odd(name: str) -> Tensors:
 
 
 SAY = "say so in layer_types of the configuration ('none' for such a layer)"
+ELSE = f"if they are no projections of attention, {SAY}"
 UNLESS = f"if it has no attention, {SAY}; if it has, pass the whole checkpoint"
 LACKING: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "projections of another name": (
         lambda tensors: fused(tensors, 1),
-        "model.layers.1: rename or split model.layers.1.self_attn.qkv_proj.weight.",
+        f"model.layers.1: rename or split model.layers.1.self_attn.qkv_proj.weight; {ELSE}.",
     ),
     "attention of another name": (
         lambda tensors: without(fused(fused(tensors, 0, "attn.to_qkv"), 3), "o_proj"),
         "model.layers.0, model.layers.3: rename or split model.layers.0.attn.to_qkv.weight, "
-        "model.layers.3.self_attn.qkv_proj.weight.",
+        f"model.layers.3.self_attn.qkv_proj.weight; {ELSE}.",
     ),
     "no projections": (
         lambda tensors: without(tensors, r"layers\.2\.self_attn\.[qkv]_"),
@@ -288,8 +289,7 @@ LACKING: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "only a projection of another name": (
         lambda tensors: without(tensors, r"layers\.2\.self_attn") | odd("self_attn.mixed"),
-        "model.layers.2: rename or split model.layers.2.self_attn.mixed.weight; if they are no projections of "
-        f"attention, {SAY}.",
+        f"model.layers.2: rename or split model.layers.2.self_attn.mixed.weight; {ELSE}.",
     ),
     "no attention": (
         lambda tensors: without(tensors, r"layers\.2\.self_attn"),
@@ -350,9 +350,8 @@ def test_projections_of_unknown_names_are_no_other_kind_of_layer(
     if shard:
         (source / "model.safetensors").rename(source / "model-00001-of-00002.safetensors")
         source = source / "model-00001-of-00002.safetensors"
-    with refused(
-        re.escape(f"in model.layers.1: rename or split {', '.join(sorted(named))}.") + "$"
-    ):
+    wanted = f"in model.layers.1: rename or split {', '.join(sorted(named))}; {ELSE}."
+    with refused(re.escape(wanted) + "$"):
         convert(source, tmp_path / "b.safetensors" if shard else tmp_path / "b", to="interleaved")
 
 
@@ -396,6 +395,7 @@ def test_a_file_may_hold_some_layers_but_no_gap(tmp_path: Path) -> None:
         ("mlp", "mlp.gate.weight"),
         ("no_op", "mlp.gate.weight"),
         ("identity", "mlp.gate.weight"),
+        ("none", "memory.keys.weight"),
         ("linear_attention", "linear_attn.in_proj_qkvz.weight"),
         ("linear_attention", "self_attn.qkv_proj.weight"),
         (None, "linear_attn.q_proj.weight"),

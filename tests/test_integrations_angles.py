@@ -134,6 +134,43 @@ class OfChild(Angles):
         return self.child.inv_freq if name == "inv_freq" else super().__getattr__(name)
 
 
+class OfOldState(Angles):
+    """Has its frequencies under another name in its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", self.inv_freq, persistent=False)
+        self.register_buffer("old_freq", frequencies())
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self.inv_freq.copy_(state_dict[prefix + "old_freq"])
+
+
+class OfHook(Angles):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", self.inv_freq, persistent=False)
+        self.register_buffer("old_freq", frequencies())
+        self.register_load_state_dict_pre_hook(OfHook.read)
+
+    def read(self, state_dict: Any, prefix: str, *_: Any) -> None:
+        self.inv_freq.copy_(state_dict[prefix + "old_freq"])
+
+
+class OfExtraState(Angles):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", self.inv_freq, persistent=False)
+
+    def get_extra_state(self) -> list[float]:
+        found: list[float] = self.inv_freq.tolist()
+        return found
+
+    def set_extra_state(self, state: list[float]) -> None:
+        self.inv_freq.copy_(torch.tensor(state))
+
+
 class Model(torch.nn.Module):
     """Rotates by the tables of a module."""
 
@@ -214,16 +251,20 @@ def test_loaded_frequencies_take_effect() -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("cls", [Angles, OfChild])
+@pytest.mark.parametrize("cls", [Angles, OfChild, OfOldState, OfHook, OfExtraState])
 @pytest.mark.parametrize("how", ["in place", "copied"])
 def test_loaded_frequencies_take_effect_however_they_come(cls: type[Angles], how: str) -> None:
     """torch.distributed.checkpoint loads in place, before load_state_dict; a child has no loader of ours."""
     model, other = Model(cls()), Model(cls())
-    other.angles.inv_freq.copy_(frequencies(5e5))
+    for each in other.buffers():
+        each.copy_(frequencies(5e5))
     assert [entry.name for entry in patch(model, angles="exact").replaced][1:] == [cls.__name__]
     state = model.state_dict() if how == "in place" else other.state_dict()
     for name, loaded in other.state_dict().items():
-        state[name].copy_(loaded)
+        if isinstance(loaded, torch.Tensor):
+            state[name].copy_(loaded)
+        else:
+            state[name] = loaded
     model.load_state_dict(state)
     for got, want in zip(model.angles(X, FAR), other.angles(X, FAR), strict=True):
         assert torch.equal(got, want)

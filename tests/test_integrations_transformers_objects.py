@@ -535,7 +535,7 @@ class Attention(torch.nn.Module):
 
 
 class HalfAttention(Attention):
-    """Rotate by a method that calls another one."""
+    """Rotate by a method that calls another one, which a subclass may define again."""
 
     def apply_rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return x * torch.cat((cos, cos), -1) + self._half(x) * torch.cat((sin, sin), -1)
@@ -550,12 +550,11 @@ def test_a_method_that_reads_its_object_is_left() -> None:
     model = torch.nn.ModuleList([Attention(False), Attention(True), HalfAttention(False)])
     want = [each.apply_rotary(x, angle.cos(), angle.sin()) for each in model]
     report = patch(model)
-    expression, method = report.replaced
-    assert method.name == "HalfAttention.apply_rotary"
+    (expression,) = report.replaced
     assert expression.name.startswith("Attention.apply_rotary.<inline>.t1 = torch.stack("), report
     assert [entry.reason for entry in report.left] == [
         "it reads attributes of its object, which may differ between objects"
-    ]
+    ] * 2
     for each, expected in zip(model, want, strict=True):
         assert_outputs(each.apply_rotary(x, angle.cos(), angle.sin()), expected)
 

@@ -33,6 +33,8 @@ _LONG = 300, 2**13 + 1
 _FARTHER = 2**13, 2**15, 2**17, 2**20
 # A module that holds more numbers than this after a call has made such a table, and is tried no farther.
 _TABLE = 2**20
+# A buffer of so many numbers may be frequencies.
+_SMALL_BUFFER = 2**12
 # Relative and absolute error of a cast of frequencies to bfloat16 or float16.
 _CAST, _CAST_TINY = 2**-8, 2**-24
 
@@ -58,7 +60,8 @@ class Angles:
         factors: the factor on the tables of each layer type, beyond the amplitude of its spec.
         ranks: the ranks of position_ids that agreed in the probes: 2, or 3 with coordinates first.
         wide: whether tables for a 16-bit x are float32 too, instead of having the dtype of x.
-        state: the ``state_dict`` from which the module made these angles.
+        state: the tensors from which the module made these angles: its ``state_dict``, and small buffers that
+            are not in it.
     """
 
     specs: tuple[tuple[str | None, RopeSpec], ...]
@@ -68,32 +71,22 @@ class Angles:
     wide: bool = False
     state: tuple[tuple[str, torch.Tensor], ...] = field(default=(), compare=False, repr=False)
 
-    def are_of(self, state_dict: Mapping[str, Any], prefix: str) -> bool:
-        """Return True if no tensor of a module in a state dict differs from that in ``state``.
+    def are_of(self, tensors: Mapping[str, Any]) -> bool:
+        """Return True if none of these tensors differs from that of its name in ``state``.
 
         A 16-bit tensor may be its rounding.
         """
         names = [name for name, _ in self.state]
         for name, mine in self.state:
-            loaded = state_dict.get(prefix + name)
+            loaded = tensors.get(name)
             # Where frequencies depend on the length, inv_freq holds those of the last call.
             last = any(spec.by_length for _, spec in self.specs) and (
                 name.endswith("inv_freq") and f"original_{name}" in names
             )
             if last or not isinstance(loaded, torch.Tensor) or loaded.is_meta:
                 continue
-            if hasattr(loaded, "to_local"):  # a DTensor; that of a part has another shape
-                loaded = loaded.to_local()
-            rounding = (0.0, 0.0)
-            if loaded.is_floating_point():
-                rounding = (_CAST, _CAST_TINY) if loaded.element_size() < 4 else (_ANGLE, 0.0)
-            try:
-                if loaded.shape != mine.shape or not torch.allclose(
-                    loaded.detach().to(mine), mine, *rounding, equal_nan=True
-                ):
-                    return False
-            except Exception:  # noqa: BLE001
-                return False  # of another kind, or without values
+            if loaded.shape == mine.shape and not _are_close(loaded.detach(), mine):
+                return False
         return True
 
     def tables(
@@ -127,6 +120,17 @@ class Angles:
         )
         target = wide if self.wide else dtype
         return cos.to(target), sin.to(target)
+
+
+def _are_close(loaded: torch.Tensor, mine: torch.Tensor) -> bool:
+    if hasattr(loaded, "to_local"):  # a DTensor; that of a part has another shape
+        loaded = loaded.to_local()
+    narrow = loaded.element_size() < 4
+    rounding = (_CAST, _CAST_TINY) if narrow else (_ANGLE, 0.0)
+    try:
+        return loaded.shape == mine.shape and torch.allclose(loaded.to(mine), mine, *rounding)
+    except Exception:  # noqa: BLE001
+        return False  # of another kind, or without values
 
 
 def _positions(spec: RopeSpec, position_ids: torch.Tensor) -> Any:
@@ -295,14 +299,15 @@ def _read(module: torch.nn.Module, wide: bool) -> Angles:
             )
     if kept is None:
         raise _Unserved("it has no layer types")
-    state = {name: each for name, each in probe.state_dict().items() if torch.is_tensor(each)}
+    state = {name: each for name, each in probe.named_buffers() if each.numel() <= _SMALL_BUFFER}
+    state |= {name: each for name, each in probe.state_dict().items() if torch.is_tensor(each)}
     return Angles(
         tuple((t, spec) for t, spec, _ in found),
         kept[0],
         tuple((t, factor) for t, _, factor in found),
         kept[1],
         wide,
-        tuple((name, each.detach().clone()) for name, each in state.items()),
+        tuple((n, each.detach().clone()) for n, each in state.items() if each.is_floating_point()),
     )
 
 
@@ -604,21 +609,43 @@ def _initialiser_of(base: Any) -> Callable[..., None]:
 
 
 def _loader_of(base: Any) -> Callable[..., None]:
-    """Load a state as a base class does; if it has other frequencies, angles are removed.
+    """Load a state as a base class does; if it has or makes other frequencies, angles are removed.
 
-    The tensors of the module tell nothing: they may be empty before, or already loaded in place.
+    A buffer may have had them before, if they were loaded in place, so the state is compared too. A buffer that
+    loading does not change may be empty memory.
     """
 
     @functools.wraps(base._load_from_state_dict)
     def _load_from_state_dict(
         self: Any, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
+        before = {name: (each, each.clone()) for name, each in self.named_buffers()}
         base._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
         kept: Kept | None = vars(self).get(KEPT)
-        if kept is not None and not kept.angles.are_of(state_dict, prefix):
+        if kept is None:
+            return
+        loaded = {
+            name.removeprefix(prefix): each
+            for name, each in state_dict.items()
+            if name.startswith(prefix)
+        }
+        changed = {
+            name: each
+            for name, each in self.named_buffers()
+            if name not in loaded and not (name in before and _is_as_before(each, *before[name]))
+        }
+        if not (kept.angles.are_of(loaded) and kept.angles.are_of(changed)):
             forget(self)
 
     return _load_from_state_dict
+
+
+def _is_as_before(now: torch.Tensor, old: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return True if a buffer is the same tensor with the same values, NaN included."""
+    try:
+        return now is old and (now.is_meta or torch.allclose(now, values, 0.0, 0.0, equal_nan=True))
+    except Exception:  # noqa: BLE001
+        return False  # it has no values, as in FakeTensorMode
 
 
 def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:

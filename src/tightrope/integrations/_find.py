@@ -48,7 +48,6 @@ class Found:
         likely: whether its name or parameters suggest a rotary function; others are tried too, but not
             reported if they are not recognised.
         constants: the keyword arguments that its callers pass as constants, one entry per combination.
-        owner: the class that defines a method.
     """
 
     module: str
@@ -57,7 +56,6 @@ class Found:
     method: bool = False
     likely: bool = True
     constants: tuple[Constants, ...] = ((),)
-    owner: type | None = None
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
@@ -112,24 +110,6 @@ def methods(cls: type) -> Iterator[tuple[type, str, Any, FunctionType]]:
             if name not in seen and isinstance(function, FunctionType):
                 seen.add(name)
                 yield owner, name, value, function
-
-
-def helpers(cls: type, function: FunctionType) -> dict[str, FunctionType]:
-    """The methods of a class that a method may call on its object, also through one another."""
-    every = {name: inner for _owner, name, _value, inner in methods(cls)}
-    found: dict[str, FunctionType] = {}
-    pending = [function]
-    while pending:
-        for name in {name for code in codes(pending.pop().__code__) for name in code.co_names}:
-            if name in every and name not in found:
-                found[name] = every[name]
-                pending.append(every[name])
-    return found
-
-
-def inherits_whole(cls: type, owner: type, function: FunctionType) -> bool:
-    """Return True if a class overrides none of the methods that an inherited method may call."""
-    return helpers(cls, function) == helpers(owner, function)
 
 
 def looks_rotary(name: str, value: Any) -> bool:
@@ -341,13 +321,12 @@ def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
     pending: list[FunctionType] = []
     for owner, name, value, function in methods(cls):
         value = original_of(value)
-        if is_rotary_method(name, value) and inherits_whole(cls, owner, function):
+        if is_rotary_method(name, value):
             found = Found(
                 owner.__module__,
                 f"{owner.__qualname__}.{name}",
                 value,
                 not isinstance(value, staticmethod),
-                owner=owner,
             )
             yield found
             if accepts(found):

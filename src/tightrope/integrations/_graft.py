@@ -32,9 +32,7 @@ from ._find import (
     PREFIX,
     Found,
     codes,
-    helpers,
     imported,
-    inherits_whole,
     inner_functions,
     is_near,
     layers,
@@ -64,22 +62,17 @@ class Swap:
     narrow: bool = False
     rounding: str = "model"
 
-    def owner(self) -> Any:
-        """The module or the class in which the function is defined."""
-        value: Any = sys.modules.get(self.module) or importlib.import_module(self.module)
-        if INLINE not in self.name:
-            for name in self.name.partition(INNER)[0].split(".")[:-1]:
-                value = getattr(value, name)
-        return value
-
     def original(self) -> Any:
         """The unpatched object with this name."""
-        owner = self.owner()
+        value: Any = sys.modules.get(self.module) or importlib.import_module(self.module)
         _, inline, text = self.name.partition(INLINE)
         if inline:
-            return function_of(vars(owner), text)
+            return function_of(vars(value), text)
         outer, inner, name = self.name.partition(INNER)
-        found = original_of(vars(owner)[outer.rpartition(".")[2]])
+        *owners, last = outer.split(".")
+        for owner in owners:
+            value = getattr(value, owner)
+        found = original_of(vars(value)[last])
         if not inner:
             return found
         outermost: Any = unwrapped(found)
@@ -150,23 +143,18 @@ def _make(base: type, recipe: Recipe) -> tuple[type, list[tuple[Mapping[str, Any
     originals = {id(swap.original()): swap for swap in recipe.swaps}
     copier = _Copier(recipe.swaps)
     members: dict[str, Any] = {}
-    called: set[str] = set()
     for owner, name, attribute, function in methods(base):
         value = original_of(attribute)
         swap = originals.get(id(value))
         copier.read.append((vars(owner), name, attribute))
-        if swap is not None and inherits_whole(base, owner, function):
+        if swap is not None:
             new = replacement_of(swap)
-            # An attribute of an object that hides one of them is then noticed.
-            called |= helpers(base, function).keys()
             members[name] = staticmethod(new) if isinstance(value, staticmethod) else new
             continue
         copied = copier.copy(function)
         if copied is not None:
             kind = type(value) if isinstance(value, (staticmethod, classmethod)) else None
             members[name] = copied if kind is None else kind(copied)
-    for name in called - members.keys():
-        members[name] = inspect.getattr_static(base, name)
     if recipe.angles:
         members |= members_of(base)
     if not members:
@@ -239,7 +227,7 @@ def _is_as_pickled(swap: Swap) -> bool:
     if known is not None and known._tightrope_original is original:
         return True
     found = [
-        recognise_member(original, candidate.call.method, candidate.constants, swap.owner())
+        recognise_member(original, candidate.call.method, candidate.constants)
         for candidate in swap.candidates
     ]
     return tuple(each.candidate for each in found) == swap.candidates

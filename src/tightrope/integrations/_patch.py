@@ -270,9 +270,7 @@ def _found(
                     if id(found.value) in inline:
                         recognition = inline[id(found.value)]
                     else:
-                        recognition = recognise_member(
-                            found.value, found.method, constants, found.owner
-                        )
+                        recognition = recognise_member(found.value, found.method, constants)
                         if INLINE in found.name:
                             inline[id(found.value)] = recognition
                     if recognition and not _graft.can_be_found(found):

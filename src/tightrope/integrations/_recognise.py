@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import FunctionType, MethodType
 from typing import Any, TypeGuard
 
 import torch
@@ -29,7 +27,7 @@ from ..forms import (
     unwrapped,
 )
 from ._candidate import Bits, Candidate
-from ._find import global_names, helpers
+from ._find import global_names
 from ._run import fused, tables_inside
 from ._state import State
 
@@ -73,7 +71,7 @@ def recognise(
 
     Args:
         function: a rotary function or method, or a module whose forward is one.
-        owner: the object to pass as self to a method; an _Unknown stands for any object of a class.
+        owner: the object to pass as self to a method.
         constants: keyword arguments that every call passes, as (name, value), if the function computes
             several rotations: it is then recognised only with these.
 
@@ -107,7 +105,7 @@ def recognise(
         )
     found: list[Candidate] = []
     reasons: list[str] = []
-    state = State(function, *(owner.helpers(function) if type(owner) is _Unknown else ()))
+    state = State(function)
     if state.compiled:
         return Recognition(None, _COMPILED)
     with (
@@ -120,7 +118,7 @@ def recognise(
     ):
         warnings.simplefilter("ignore")
         for way in ways:
-            mine = _Unknown(owner.its_class) if type(owner) is _Unknown else owner
+            mine = _Unknown() if owner is _Unknown else owner
             try:
                 explained = _explain(_Caller(function, owner=mine, constants=given, **way))
             except _Unlike as unlike:
@@ -153,59 +151,36 @@ def to_the_bit(recognition: Recognition) -> Recognition:
 
 
 def recognise_member(
-    value: Any,
-    method: bool,
-    constants: Sequence[tuple[str, Any]] = (),
-    owner: type | None = None,
+    value: Any, method: bool, constants: Sequence[tuple[str, Any]] = ()
 ) -> Recognition:
     """Recognise what `patch` finds in a module or a class: a function, a static method or a method.
 
-    All objects of a class share one replacement, so a method that reads attributes of its object is not
-    recognised. Only the number and the size of heads may be read, if x is (batch, seq, heads * dim).
-
-    Args:
-        value, method: the function, and whether it takes self.
-        constants: see :func:`recognise`.
-        owner: the class that defines a method, if the method may call other methods of that class. A subclass
-            that overrides one of these must not use the replacement.
+    All objects of a class and of its subclasses share one replacement, so a method that reads attributes
+    of its object, other methods included, is not recognised. Only the number and the size of heads may be
+    read, if x is (batch, seq, heads * dim).
     """
     if not method:
         plain = value.__func__ if isinstance(value, staticmethod) else value
         return recognise(plain, constants=constants)
-    function: Any = unwrapped(value)
-    unknown = _Unknown(owner)
-    tried = recognise(function, unknown, constants)
-    if tried and any(
-        {"type", "super", "vars"} & global_names(each.__code__)
-        for each in (function, *unknown.helpers(function))
-    ):
+    tried = recognise(unwrapped(value), _Unknown, constants)
+    if tried and any(_READERS & global_names(each.__code__) for each in State(value).functions):
         return Recognition(None, _READS)
     return tried
 
 
+# Builtins by which a function can read its object without asking it for an attribute.
+_READERS = {"type", "super", "vars"}
+
+
 class _Unknown:
-    """The self of a method: an object of which only the methods are known. It notes that it is read.
+    """An object of which nothing is known, as the self of a method; it notes that the method reads it."""
 
-    Attributes:
-        its_class: the class whose methods it has, or None.
-        is_read: whether anything else was read.
-    """
+    __slots__ = ("is_read",)
 
-    __slots__ = ("is_read", "its_class")
-
-    def __init__(self, its_class: type | None) -> None:
-        self.its_class, self.is_read = its_class, False
-
-    def helpers(self, function: FunctionType) -> Iterable[FunctionType]:
-        """The methods that a method of the class may call."""
-        return () if self.its_class is None else helpers(self.its_class, function).values()
+    def __init__(self) -> None:
+        self.is_read = False
 
     def __getattr__(self, name: str) -> Any:
-        value = inspect.getattr_static(self.its_class, name, None)
-        if isinstance(value, staticmethod):
-            return value.__func__
-        if isinstance(value, FunctionType):
-            return MethodType(value, self)
         self.is_read = True
         raise AttributeError(name)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -22,15 +22,16 @@ class State:
     objects and the values of tensors do not.
     """
 
-    def __init__(self, *functions: Any) -> None:
+    def __init__(self, function: Any) -> None:
         self._names: list[tuple[Any, dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
         #: Whether torch.compile made the function, or one that it calls.
         self.compiled = False
-        for each in functions:
-            if isinstance(each, torch.nn.Module):
-                self._keep(each)
-        for each in self._reached(functions):
+        if isinstance(function, torch.nn.Module):
+            self._keep(function)
+        #: The function, those in its decorators, and the helpers that they call.
+        self.functions = list(self._reached(function))
+        for each in self.functions:
             names = global_names(each.__code__)
             held = {name: each.__globals__.get(name, _ABSENT) for name in names}
             self._names.append((each.__globals__, held))
@@ -52,9 +53,9 @@ class State:
             changed |= _restored(container, before)
         return changed
 
-    def _reached(self, functions: Iterable[Any]) -> Iterator[FunctionType]:
+    def _reached(self, function: Any) -> Iterator[FunctionType]:
         seen: set[int] = set()
-        pending: list[Any] = [unwrapped(each) for each in functions]
+        pending: list[Any] = [unwrapped(function)]
         while pending:
             value = pending.pop()
             self.compiled |= is_compiled(value)
@@ -67,9 +68,9 @@ class State:
                 pending += [o for o in near if is_near(o, each) or is_compiled(o)]
 
     def _keep(self, value: Any) -> None:
-        kind = next((kind for kind in (dict, list, set) if isinstance(value, kind)), None)
-        if kind is not None:  # value.copy() of a subclass may need arguments
-            self._containers.append((value, kind(value)))
+        entries = _stored(value)
+        if entries is not None:
+            self._containers.append((value, entries))
         elif isinstance(value, (FunctionType, torch.nn.Module)):
             self._keep(vars(value))
         elif isinstance(value, type) and value.__module__.partition(".")[0] not in _FOREIGN:
@@ -98,13 +99,14 @@ def _restored(container: Any, before: Any) -> bool:
             else:
                 delattr(container, name)
         return bool(names)
-    if len(container) == len(before) and _alike(container, before):
+    now = _stored(container)
+    if len(now) == len(before) and _alike(now, before):
         return False
     if isinstance(container, dict):
-        for key in [key for key in container if key not in before]:
+        for key in now.keys() - before.keys():
             del container[key]
         for key, value in before.items():
-            if container.get(key, _ABSENT) is not value:
+            if now.get(key, _ABSENT) is not value:
                 container[key] = value
     elif isinstance(container, list):
         container[:] = before
@@ -114,12 +116,24 @@ def _restored(container: Any, before: Any) -> bool:
     return True
 
 
+def _stored(container: Any) -> Any:
+    """What a dict, list or set stores, or None for anything else.
+
+    Methods of a subclass may return something else, and import modules to make it.
+    """
+    if isinstance(container, dict):
+        return dict(dict.items(container))
+    if isinstance(container, list):
+        return list(list.__iter__(container))
+    return set(set.__iter__(container)) if isinstance(container, set) else None
+
+
 # Entries of a class that Python itself adds.
 _OWN = ("__annotations__", "__abstractmethods__", "_abc_impl", "__weakref__", "__dict__")
 
 
 def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, MutableMapping):
+    if isinstance(one, dict):
         return all(key in other and other[key] is value for key, value in one.items())
     if isinstance(one, list):
         return all(a is b for a, b in zip(one, other, strict=True))

@@ -488,11 +488,11 @@ def _check_layers(
         found.setdefault(why, []).extend(tensors[rest].name for rest in like)
     known_count = checkpoint.folder is not None and model.layers
     count = f"; the configuration states {model.layers} layers" if known_count else ""
-    rename = {why: f"rename or split {shown(names)}" for why, names in found.items()}
     none = "say so in layer_types of the configuration ('none' for such a layer)"
+    rename = "rename or split {}; if they are no projections of attention, " + none
     advice = {
-        "other names": rename.get("other names"),
-        "other tensors": f"{rename.get('other tensors')}; if they are no projections of attention, {none}",
+        "other names": rename,
+        "other tensors": rename,
         "a part": "pass the whole checkpoint",
         "no tensors": f"pass the whole checkpoint{count}",
         "no attention": f"if it has no attention, {none}; if it has, pass the whole checkpoint",
@@ -502,7 +502,7 @@ def _check_layers(
             wanted = [name for name, role in model.naming.modules.items() if role in _MAIN_ROLES]
             fail(
                 f"every layer must have projections called {' or '.join(wanted)} but there are none in "
-                f"{shown(lacking[why])}: {what}"
+                f"{shown(lacking[why])}: {what.format(shown(found[why]))}"
             )
 
 
@@ -510,7 +510,8 @@ def _is_projection(rest: str, entry: Entry, spec: RopeSpec) -> bool:
     """True if a tensor of a layer is a projection of queries or keys by its name and shape."""
     if len(entry.shape) != 2 or entry.shape[0] % spec.head_dim or _WITHOUT_ROPE.search(rest):
         return False
-    return any(_PROJECTION.fullmatch(part.lower()) for part in rest.split("."))
+    parts = rest.lower().split(".")
+    return any(map(_PROJECTION.fullmatch, parts)) and not any(map(_IN_ANY.search, parts))
 
 
 def _in_attention(rest: str) -> bool:
