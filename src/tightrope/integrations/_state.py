@@ -117,7 +117,7 @@ def _restored(container: Any, before: Any) -> bool:
 
 
 def _stored(container: Any) -> Any:
-    """What a dict, list or set stores, or None for anything else.
+    """Return what a dict, list or set stores, or None for anything else.
 
     Methods of a subclass may return something else, and import modules to make it.
     """
