@@ -337,6 +337,7 @@ def test_every_layer_must_have_its_projections(tmp_path: Path, case: str, shards
         ("attn.q_weight", "attn.k_weight"),
         ("attn.in_proj_weight",),
         ("attn.queries.weight",),
+        ("attn_mlp.q_proj.weight", "attn_mlp.k_proj.weight"),
     ],
     ids="".join,
 )

@@ -171,10 +171,45 @@ class OfExtraState(Angles):
         self.inv_freq.copy_(torch.tensor(state))
 
 
+class OfScaledState(Angles):
+    """Divides the frequencies that it loads."""
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        self.inv_freq.div_(2)
+
+
+class OfTables(Angles):
+    """Has tables of another size when they are loaded."""
+
+    def __init__(self, rows: int = 300, scale: float = 1.0) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", self.inv_freq, persistent=False)
+        self.register_buffer("rows", torch.arange(float(rows))[:, None] * self.inv_freq * scale)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        self.rows = torch.empty_like(state_dict[prefix + "rows"])
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def angle(self, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.rows[position_ids]
+
+
+class ClampedToTable(Angles):
+    """Makes a large table at once, and clamps positions to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.arange(2.0**17)[:, None] * self.inv_freq
+
+    def angle(self, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.rows[position_ids.clamp(max=len(self.rows) - 1)]
+
+
 class Model(torch.nn.Module):
     """Rotates by the tables of a module."""
 
-    def __init__(self, angles: Angles) -> None:
+    def __init__(self, angles: Any) -> None:
         super().__init__()
         self.angles = angles
 
@@ -216,6 +251,7 @@ def test_exact_angles_are_served(cls: type[Angles]) -> None:
         (RaisesInTraining, "the module raises an error for the positions tried"),
         (Clamped, "the cosines and sines differ from those of the module"),
         (ClampedFar, "the cosines and sines differ from those of the module"),
+        (ClampedToTable, "the cosines and sines differ from those of the module"),
         (ByLengthOfIds, "the cosines and sines differ from those of the module"),
         (ByLengthOfX, "the cosines and sines differ from those of the module"),
         (ByLengthOfOtherLayout, "the cosines and sines differ from those of the module"),
@@ -317,3 +353,54 @@ def test_frequencies_in_a_distributed_tensor(factor: float, one_process: None) -
     assert isinstance(model.angles.inv_freq, DTensor)
     model.angles.inv_freq = model.angles.inv_freq.to_local()
     assert is_exact(model.angles) == (factor == 1.0)
+
+
+class OfInteger(LlamaRotaryEmbedding):
+    """Computes its frequencies from an integer that it keeps in its state."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("base", torch.tensor(10_000))
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        self.inv_freq = frequencies(float(self.base))
+        return super().forward(x, position_ids)
+
+
+def test_an_integer_that_is_loaded_takes_effect() -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1)
+    model, other = Model(OfInteger(config)), Model(OfInteger(config))
+    assert len(patch(model, angles="exact").replaced) == 2
+    other.angles.base.fill_(500_000)
+    model.load_state_dict(other.state_dict())
+    for got, want in zip(model.angles(X, FAR), other.angles(X, FAR), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_frequencies_that_loading_changes_take_effect() -> None:
+    model, other = Model(OfScaledState()), Model(OfScaledState())
+    assert len(patch(model, angles="exact").replaced) == 2
+    for each in (model, other):
+        each.load_state_dict(Model(Angles()).state_dict())
+    for got, want in zip(model.angles(X, FAR), other.angles(X, FAR), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_tables_of_another_size_take_effect() -> None:
+    model, other, near = Model(OfTables(6000)), Model(OfTables(8000, 0.25)), torch.tensor([[5999]])
+    assert len(patch(model, angles="exact").replaced) == 2
+    model.load_state_dict(other.state_dict())
+    for got, want in zip(model.angles(X, near), other.angles(X, near), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_cast_model_that_loads_its_own_values_keeps_exact_angles() -> None:
+    """In any dtype, as they are read from and saved to files. Tensors that the module does not take do not count."""
+    model = Model(Angles())
+    assert len(patch(model, angles="exact").replaced) == 2
+    for dtype in (torch.bfloat16, torch.float16):
+        state = {name: each.to(dtype).float() for name, each in model.state_dict().items()}
+        state["angles.other"] = torch.ones(3)
+        model.load_state_dict(state, strict=False)
+        assert is_exact(model.angles)
+        model.load_state_dict({"angles.inv_freq": frequencies().double()})

@@ -161,11 +161,17 @@ class WithOtherFactorInHelper(WithTypeInHelper):
     other_factor = 3.0
 
 
+def checked(x: torch.Tensor) -> torch.Tensor:
+    if not issubclass(type(x), torch.Tensor):
+        raise TypeError
+    return x
+
+
 class WithCast(Method):
-    """``x.type`` is no look at the object."""
+    """Neither ``x.type`` nor ``type(x)`` in a helper is a look at the object."""
 
     def apply_rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return (x * cos + rotate_half(x) * sin).type(x.dtype)
+        return (checked(x) * cos + rotate_half(x) * sin).type(x.dtype)
 
 
 class WithOtherFactor(WithType):
@@ -423,6 +429,24 @@ def with_torch_ops(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
 
 
 disabled: Any = torch.compiler.disable(usual)
+
+
+class Compiled:
+    @torch.compile
+    def turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return usual(x, cos, sin)
+
+
+turn = Compiled().turn
+
+
+def with_a_compiled_method(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = turn(x, cos, sin)
+    return y
+
+
+def test_a_function_that_calls_a_compiled_method() -> None:
+    assert recognise(with_a_compiled_method).reason.startswith("torch.compile made it")
 
 
 @pytest.mark.parametrize("function", [with_a_lazy_module, with_torch_ops, disabled])

@@ -31,10 +31,10 @@ _ANGLE, _VALUE = 6e-7, 4e-6
 # those of whole rows, the others those of sequences of which a row has a few positions.
 _LONG = 300, 2**13 + 1
 _FARTHER = 2**13, 2**15, 2**17, 2**20
-# A module that holds more numbers than this after a call has made such a table, and is tried no farther.
+# A module that holds so many numbers more after a call has made such a table, and is tried no farther.
 _TABLE = 2**20
-# A buffer of so many numbers may be frequencies.
-_SMALL_BUFFER = 2**12
+# The number of values of a buffer by which a change is noticed.
+_SAMPLE = 2**12
 # Relative and absolute error of a cast of frequencies to bfloat16 or float16.
 _CAST, _CAST_TINY = 2**-8, 2**-24
 
@@ -51,6 +51,39 @@ NO_ANGLES = "makes cosines and sines from positions, so angles stay as they are"
 
 
 @dataclass(frozen=True)
+class _Buffer:
+    """The name, the shape and some values of a buffer."""
+
+    name: str
+    shape: torch.Size
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, name: str, buffer: torch.Tensor) -> _Buffer:
+        return cls(name, buffer.shape, _some_of(buffer).clone())
+
+    def has_values_of(self, other: torch.Tensor) -> bool:
+        """Return True if a buffer has these values, or their roundings to 16 bits."""
+        if hasattr(other, "to_local"):  # a DTensor; that of a part has another shape
+            other = other.to_local()
+        try:
+            found = _some_of(other).to(self.values)
+            if other.shape != self.shape or not found.is_floating_point():
+                return other.shape == self.shape and torch.equal(found, self.values)
+            return torch.allclose(found, self.values, _ANGLE, 0.0) or any(
+                torch.equal(found, self.values.to(dtype).to(found.dtype))
+                for dtype in (torch.bfloat16, torch.float16)
+            )
+        except Exception:  # noqa: BLE001
+            return False  # of another kind, or without values
+
+
+def _some_of(buffer: torch.Tensor) -> torch.Tensor:
+    """About _SAMPLE of the values of a buffer, in all of its columns."""
+    return buffer.detach().reshape(-1)[:: buffer.numel() // _SAMPLE | 1]
+
+
+@dataclass(frozen=True)
 class Angles:
     """The cosines and sines that a module makes, as plain data that pickles with the model.
 
@@ -60,8 +93,7 @@ class Angles:
         factors: the factor on the tables of each layer type, beyond the amplitude of its spec.
         ranks: the ranks of position_ids that agreed in the probes: 2, or 3 with coordinates first.
         wide: whether tables for a 16-bit x are float32 too, instead of having the dtype of x.
-        state: the tensors from which the module made these angles: its ``state_dict``, and small buffers that
-            are not in it.
+        buffers: the buffers from which the module made these angles.
     """
 
     specs: tuple[tuple[str | None, RopeSpec], ...]
@@ -69,23 +101,17 @@ class Angles:
     factors: tuple[tuple[str | None, float], ...]
     ranks: frozenset[int]
     wide: bool = False
-    state: tuple[tuple[str, torch.Tensor], ...] = field(default=(), compare=False, repr=False)
+    buffers: tuple[_Buffer, ...] = field(default=(), compare=False, repr=False)
 
-    def are_of(self, tensors: Mapping[str, Any]) -> bool:
-        """Return True if none of these tensors differs from that of its name in ``state``.
-
-        A 16-bit tensor may be its rounding.
-        """
-        names = [name for name, _ in self.state]
-        for name, mine in self.state:
-            loaded = tensors.get(name)
+    def are_of(self, buffers: Mapping[str, torch.Tensor]) -> bool:
+        """Return True if all of these buffers have the values that they had when the angles were read."""
+        known = {each.name: each for each in self.buffers}
+        for name, now in buffers.items():
             # Where frequencies depend on the length, inv_freq holds those of the last call.
-            last = any(spec.by_length for _, spec in self.specs) and (
-                name.endswith("inv_freq") and f"original_{name}" in names
-            )
-            if last or not isinstance(loaded, torch.Tensor) or loaded.is_meta:
+            last = name.endswith("inv_freq") and f"original_{name}" in known
+            if last and any(spec.by_length for _, spec in self.specs):
                 continue
-            if loaded.shape == mine.shape and not _are_close(loaded.detach(), mine):
+            if not now.is_meta and not (name in known and known[name].has_values_of(now)):
                 return False
         return True
 
@@ -120,17 +146,6 @@ class Angles:
         )
         target = wide if self.wide else dtype
         return cos.to(target), sin.to(target)
-
-
-def _are_close(loaded: torch.Tensor, mine: torch.Tensor) -> bool:
-    if hasattr(loaded, "to_local"):  # a DTensor; that of a part has another shape
-        loaded = loaded.to_local()
-    narrow = loaded.element_size() < 4
-    rounding = (_CAST, _CAST_TINY) if narrow else (_ANGLE, 0.0)
-    try:
-        return loaded.shape == mine.shape and torch.allclose(loaded.to(mine), mine, *rounding)
-    except Exception:  # noqa: BLE001
-        return False  # of another kind, or without values
 
 
 def _positions(spec: RopeSpec, position_ids: torch.Tensor) -> Any:
@@ -299,15 +314,13 @@ def _read(module: torch.nn.Module, wide: bool) -> Angles:
             )
     if kept is None:
         raise _Unserved("it has no layer types")
-    state = {name: each for name, each in probe.named_buffers() if each.numel() <= _SMALL_BUFFER}
-    state |= {name: each for name, each in probe.state_dict().items() if torch.is_tensor(each)}
     return Angles(
         tuple((t, spec) for t, spec, _ in found),
         kept[0],
         tuple((t, factor) for t, _, factor in found),
         kept[1],
         wide,
-        tuple((n, each.detach().clone()) for n, each in state.items() if each.is_floating_point()),
+        tuple(_Buffer.of(name, each) for name, each in probe.named_buffers()),
     )
 
 
@@ -527,7 +540,7 @@ def _tables_of(
                 continue
             if not any(_are_equal(theirs, each) for each in found):
                 found.append(theirs)
-            held = sum(each.numel() for each in _tensors(fresh))
+            held = sum(t.numel() for t in _tensors(fresh)) - sum(t.numel() for t in _tensors(probe))
         tried += [(ids, each) for each in found]
         if i >= len(near) and held > _TABLE:
             break
@@ -609,11 +622,7 @@ def _initialiser_of(base: Any) -> Callable[..., None]:
 
 
 def _loader_of(base: Any) -> Callable[..., None]:
-    """Load a state as a base class does; if it has or makes other frequencies, angles are removed.
-
-    A buffer may have had them before, if they were loaded in place, so the state is compared too. A buffer that
-    loading does not change may be empty memory.
-    """
+    """Load a state as a base class does; if it has or makes other frequencies, angles are removed."""
 
     @functools.wraps(base._load_from_state_dict)
     def _load_from_state_dict(
@@ -624,17 +633,16 @@ def _loader_of(base: Any) -> Callable[..., None]:
         kept: Kept | None = vars(self).get(KEPT)
         if kept is None:
             return
-        loaded = {
-            name.removeprefix(prefix): each
-            for name, each in state_dict.items()
-            if name.startswith(prefix)
-        }
-        changed = {
-            name: each
-            for name, each in self.named_buffers()
-            if name not in loaded and not (name in before and _is_as_before(each, *before[name]))
-        }
-        if not (kept.angles.are_of(loaded) and kept.angles.are_of(changed)):
+        loaded: dict[str, Any] = {}
+        for name, now in self.named_buffers():
+            given = state_dict.get(prefix + name)
+            if "." in name:  # a child loads its state later
+                if given is not None:
+                    loaded[name] = given
+            # If loading does not change a buffer, it may have been loaded in place before, or be empty memory.
+            elif given is not None or name not in before or not _is_as_before(now, *before[name]):
+                loaded[name] = now
+        if not kept.angles.are_of(loaded):
             forget(self)
 
     return _load_from_state_dict

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -75,6 +75,22 @@ def global_names(code: CodeType) -> frozenset[str]:
         for step in dis.get_instructions(each)
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     )
+
+
+def passes_on(function: FunctionType, place: int) -> bool:
+    """Return True if a function does anything with a parameter but read its attributes."""
+    code = function.__code__
+    if place >= code.co_argcount or code.co_varnames[place] in code.co_cellvars:
+        return True
+    name = code.co_varnames[place]
+    steps = [s for s in dis.get_instructions(code) if s.opname not in ("EXTENDED_ARG", "CACHE")]
+    for step, following in itertools.pairwise(steps):
+        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        if "LOAD_FAST" not in step.opname or name not in names:
+            continue
+        if name in names[:-1] or following.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            return True
+    return False
 
 
 def layers(function: FunctionType) -> Iterator[FunctionType]:
@@ -218,6 +234,7 @@ def _imported_module(name: str, level: object, names: dict[str, Any]) -> ModuleT
 
 def is_compiled(value: Any) -> bool:
     """Return True if torch.compile made a function or a module."""
+    value = value.__func__ if isinstance(value, MethodType) else value
     # hasattr would import what a lazy module names.
     held = vars(value) if isinstance(value, (FunctionType, torch.nn.Module)) else {}
     # torch.compiler.disable leaves the same attribute.

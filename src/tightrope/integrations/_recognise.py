@@ -27,7 +27,7 @@ from ..forms import (
     unwrapped,
 )
 from ._candidate import Bits, Candidate
-from ._find import global_names
+from ._find import global_names, passes_on
 from ._run import fused, tables_inside
 from ._state import State
 
@@ -162,8 +162,10 @@ def recognise_member(
     if not method:
         plain = value.__func__ if isinstance(value, staticmethod) else value
         return recognise(plain, constants=constants)
-    tried = recognise(unwrapped(value), _Unknown, constants)
-    if tried and any(_READERS & global_names(each.__code__) for each in State(value).functions):
+    function: Any = unwrapped(value)
+    tried = recognise(function, _Unknown, constants)
+    readers = State(function).functions if passes_on(function, 0) else [function]
+    if tried and any(_READERS & global_names(each.__code__) for each in readers):
         return Recognition(None, _READS)
     return tried
 

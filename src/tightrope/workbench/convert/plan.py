@@ -431,7 +431,8 @@ _PROJECTION = re.compile(
 )
 _WITHOUT_ROPE = re.compile(r"cross|linear_?att|mamba|ssm|conv")
 _ATTENTION = re.compile(r"attn|attention")
-_IN_ANY = re.compile(r"norm|(?:^|[._])ln(?:[._]|$)|mlp|ffn|feed_?forward|moe|expert")
+_IN_NORM = re.compile(r"norm|(?:^|[._])ln(?:[._]|$)")
+_IN_ANY = re.compile(_IN_NORM.pattern + "|mlp|ffn|feed_?forward|moe|expert")
 _MAIN_ROLES = ("q", "q gate", "k", "kv a", "qkv")
 
 
@@ -511,13 +512,14 @@ def _is_projection(rest: str, entry: Entry, spec: RopeSpec) -> bool:
     if len(entry.shape) != 2 or entry.shape[0] % spec.head_dim or _WITHOUT_ROPE.search(rest):
         return False
     parts = rest.lower().split(".")
-    return any(map(_PROJECTION.fullmatch, parts)) and not any(map(_IN_ANY.search, parts))
+    inner = any(_IN_ANY.search(part) and not _ATTENTION.search(part) for part in parts)
+    return any(map(_PROJECTION.fullmatch, parts)) and not inner
 
 
 def _in_attention(rest: str) -> bool:
     """True if a tensor of a layer lies in a module of attention with RoPE by its name."""
     return any(
-        _ATTENTION.search(part) and not (_WITHOUT_ROPE.search(part) or _IN_ANY.search(part))
+        _ATTENTION.search(part) and not (_WITHOUT_ROPE.search(part) or _IN_NORM.search(part))
         for part in rest.lower().split(".")
     )
 
