@@ -288,9 +288,9 @@ def _read(module: torch.nn.Module, wide: bool) -> Angles:
     cls = base_of(type(module))
     if _names(cls) is None:
         raise _Unserved(f"its forward takes ({', '.join(_parameters(cls))}), not (x, position_ids)")
-    probe = _fresh(module)
     if _learns(module):
         raise _Unserved("it has learned tensors, to which exact angles would give no gradients")
+    probe = _fresh(module)
     types = _layer_types(module)
     found: list[tuple[str | None, RopeSpec, float]] = []
     kept: tuple[str, frozenset[int]] | None = None

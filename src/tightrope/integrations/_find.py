@@ -77,12 +77,12 @@ def global_names(code: CodeType) -> frozenset[str]:
     )
 
 
-def passes_on(function: FunctionType, place: int) -> bool:
-    """Return True if a function does anything with a parameter but read its attributes."""
-    code = function.__code__
-    if place >= code.co_argcount or code.co_varnames[place] in code.co_cellvars:
+def passes_on(method: FunctionType) -> bool:
+    """Return True if a method does anything with its object but read attributes."""
+    code = method.__code__
+    if not code.co_argcount or code.co_varnames[0] in code.co_cellvars:
         return True
-    name = code.co_varnames[place]
+    name = code.co_varnames[0]
     steps = [s for s in dis.get_instructions(code) if s.opname not in ("EXTENDED_ARG", "CACHE")]
     for step, following in itertools.pairwise(steps):
         names = step.argval if isinstance(step.argval, tuple) else (step.argval,)

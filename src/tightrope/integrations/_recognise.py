@@ -164,7 +164,7 @@ def recognise_member(
         return recognise(plain, constants=constants)
     function: Any = unwrapped(value)
     tried = recognise(function, _Unknown, constants)
-    readers = State(function).functions if passes_on(function, 0) else [function]
+    readers = State(function).functions if passes_on(function) else [function]
     if tried and any(_READERS & global_names(each.__code__) for each in readers):
         return Recognition(None, _READS)
     return tried
