@@ -4,10 +4,11 @@
     python tests/hardening --minutes 60    everything, with fuzzers that run for so many minutes in all
 
 The quick part builds the kernel with AddressSanitizer and runs a few tests of each instruction set, mutated
-calls and files, and a short soak. The long part adds UndefinedBehaviorSanitizer, ThreadSanitizer,
-half of all tests with memory filled with NaN, coverage-guided fuzzing and ten million calls. It needs gcc; for guided fuzzing also clang and the package
-atheris, without which inputs are mutated at random. The last lines are a table; the exit code is 1 if a
-stage has a finding. Inputs that fuzzing kept, and findings, are in build/hardening/.
+calls and files, and a short soak. The long part adds UndefinedBehaviorSanitizer, ThreadSanitizer, half of all
+tests with memory filled with NaN, coverage-guided fuzzing and ten million calls. It needs gcc; for guided
+fuzzing also clang and the package atheris, without which inputs are mutated at random. The last lines are a
+table; the exit code is 1 if a stage has a finding. Inputs that fuzzing kept, and findings, are in
+build/hardening/.
 """
 
 from __future__ import annotations
