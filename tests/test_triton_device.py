@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from tightrope import RopeSpec, gates, phases, positions
+from tightrope import RopeSpec, frequencies, gates, phases, positions
 from tightrope.activations import RMSNorm
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.spec import _lengths, _prepared
 from tightrope.workbench.bench.method import captured
 from tolerances import value
 from triton_cases import DEVICE, HAS_GPU, needs_triton, noise as noise_on_cpu, on_this_device
@@ -171,6 +172,38 @@ def test_graph(work: str) -> None:
         found = (grads,) if back else inside if work == "in place" else outs
         for got, other in zip(found, want, strict=False):
             assert_close(got, other)
+
+
+BY_LENGTH = {
+    "dynamic NTK": frequencies.DynamicNTK(2.0, original_max_position=6),
+    "LongRoPE": frequencies.LongRoPE([1.0] * 32, [3.0] * 32, 6, factor=1.0),
+}
+
+
+@pytest.mark.parametrize("given", ["ids", "per row", "lengths"])
+@pytest.mark.parametrize("rule", BY_LENGTH)
+def test_graph_of_lengths(rule: str, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured CUDA graph has the frequencies of the lengths that are on the device at each replay."""
+    if not HAS_GPU:
+        for module in (_prepared, _lengths):  # as on a GPU
+            monkeypatch.setattr(module, "is_readable", lambda _: False)
+    spec = RopeSpec(64, scaling=BY_LENGTH[rule])
+    x = noise(3, 4, 4, 64, seed=1).float()
+    y, ids = torch.empty_like(x), torch.arange(4, device=DEVICE).repeat(3, 1)
+    lengths = torch.full((3,), 4, device=DEVICE)
+    where = positions.per_row(ids[:, 0]) if given == "per row" else ids
+    rope = spec.at(where, seq_len=lengths if given == "lengths" else None)
+    replay = (
+        captured(lambda: rotate(x, rope, out=y), 1) if HAS_GPU else lambda: rotate(x, rope, out=y)
+    )
+    for starts in ([0, 0, 0], [0, 2, 3], [5, 100, 1]):
+        own = torch.tensor(starts)[:, None] + torch.arange(4)
+        ids.copy_(own)
+        lengths.copy_(own[:, -1] + 1)
+        replay()
+        rows = zip(x.double().cpu(), own, strict=True)
+        want = [rotate(row[None], spec, one, backend="reference") for row, one in rows]
+        assert_close(y, torch.cat(want).to(DEVICE))
 
 
 def test_streams() -> None:

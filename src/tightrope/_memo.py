@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ._tracing import outside_modes
+
 # Maximum number of cached tensors: several times the number of tables that one model uses.
 _MOST = 64
 
@@ -49,5 +51,6 @@ class TensorMemo:
             known = self._known[id(owner)] = weakref.ref(owner), version, {}
         facts = known[2]
         if key not in facts:
-            facts[key] = compute(*arguments)
+            with outside_modes():
+                facts[key] = compute(*arguments)
         return facts[key]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 T = TypeVar("T")
 
@@ -21,13 +23,47 @@ Constant: TypeAlias = "T | str | tuple[type[T], tuple[Any, ...]]"
 lowerings: list[Any] = []
 
 
+# The dispatch modes under which tensors have no data of their own: fake tensors, proxies and
+# functionalization.
+_TRACING_MODES = tuple(torch._C._TorchDispatchModeKey.__members__.values())
+
+
 def is_tracing() -> bool:
-    """Return True under torch.compile, a dispatch mode such as fake tensors, or a functorch transform."""
+    """Return True if tensors may be stand-ins: under torch.compile, fake tensors, proxies,
+    functionalization or a functorch transform.
+
+    Dispatch modes that only watch real tensors (FLOP counters, selective activation checkpointing,
+    memory trackers) are not tracing.
+    """
     return (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        or (torch._C._len_torch_dispatch_stack() > 0 and _has_tracing_mode())
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+def _has_tracing_mode() -> bool:
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING_MODES)
+
+
+def outside_modes() -> AbstractContextManager[object]:
+    """Return a context outside of inference mode and of watching dispatch modes; no change while tracing.
+
+    Use it for all work whose result is cached. Autograd can then save the result, and a dispatch mode
+    sees the same operators whether or not there is one in the cache: selective activation
+    checkpointing repeats a forward pass operator by operator.
+    """
+    if is_tracing():
+        return nullcontext()
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return _outside_watchers()
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+@contextmanager
+def _outside_watchers() -> Iterator[None]:
+    with _disable_current_modes(), torch.inference_mode(False):
+        yield
 
 
 def needs_plain() -> bool:
@@ -105,12 +141,20 @@ def broadcasts(own: int, size: int) -> bool:
 
 
 def is_readable(values: torch.Tensor) -> bool:
-    """Return True if reading the values needs no device synchronisation and breaks no graph."""
-    return values.device.type == "cpu" and not is_tracing()
+    """Return True if reading the values needs no device synchronisation and breaks no graph.
+
+    False for tensors that handle operators themselves, such as fake tensors and DTensors.
+    """
+    return (
+        values.device.type == "cpu"
+        and not is_tracing()
+        and type(values).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    )
 
 
 def may_keep(device: torch.device) -> bool:
-    """Return True if a tensor made now may be cached: not while tracing or capturing a CUDA graph."""
+    """Return True if tensors may be cached, and cached ones that depend on a device's data be used: not
+    while tracing or capturing a CUDA graph, which repeats what it captured without Python."""
     if is_tracing():
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -31,7 +30,7 @@ from ._errors import (
     public,
 )
 from ._parts import Take
-from ._tracing import broadcasts, is_readable, is_tracing, may_keep
+from ._tracing import broadcasts, is_readable, is_tracing, may_keep, outside_modes
 from .channels import Channels as Channels
 
 __all__ = ["Exp", "Gate", "Given", "Scalar", "Slope", "XPos"]
@@ -382,7 +381,7 @@ def _rates(
     key = smoothing, channels, inside, device
     found = None if is_tracing() else _kept.get(key)
     if found is None:
-        with nullcontext() if is_tracing() else torch.inference_mode(False):
+        with outside_modes():
             k = torch.arange(channels.pairs, dtype=torch.float64, device="cpu")
             zeta = (2 * k / max(channels.rotary_dim, 1) + smoothing) / (1 + smoothing)
             found = channels.spread(zeta.log()).to(device, inside)

@@ -104,7 +104,7 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
     stages = stages_of(act, gate, 1)
     bare = positions is None and inv_freq is None and seq_len is None and out is None
     if bare and backend is None:
-        found = run_prepared("new", spec, x, None, layout, inverse, stages, rounding, phases)
+        found = run_prepared(_X, "new", spec, x, None, layout, inverse, stages, rounding, phases)
         if found is not None:
             return found[0]
     request = Request(
@@ -154,7 +154,7 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
     bare = positions is None and inv_freq is None and seq_len is None
     if bare and backend is None:
         if (
-            run_prepared("in place", spec, x, None, layout, inverse, stages, rounding, phases)
+            run_prepared(_X, "in place", spec, x, None, layout, inverse, stages, rounding, phases)
             is not None
         ):
             return x
@@ -208,7 +208,7 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
     stages = stages_of(act, gate)
     bare = positions is None and inv_freq is None and seq_len is None and out is None
     if bare and backend is None:
-        found = run_prepared("new", spec, q, k, layout, inverse, stages, rounding, phases)
+        found = run_prepared(_QK, "new", spec, q, k, layout, inverse, stages, rounding, phases)
         if found is not None:
             return found[0], cast(_K, None if k is None else found[1])
     request = Request(
@@ -266,7 +266,7 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each option)
     bare = positions is None and inv_freq is None and seq_len is None
     if bare and backend is None:
         if (
-            run_prepared("in place", spec, q, k, layout, inverse, stages, rounding, phases)
+            run_prepared(_QK, "in place", spec, q, k, layout, inverse, stages, rounding, phases)
             is not None
         ):
             return q, k

@@ -285,11 +285,13 @@ class PolarRoPEAttention(torch.nn.Module):
         fused = Stages((None, None), gates) if any(gates) else None
         # In place is safe: the projections are used nowhere else.
         verb = "new" if torch.is_grad_enabled() else "in place"
-        done = None if where is not None else run_prepared(verb, rope, q, k, "bhsd", False, fused)
+        done, names = None, ("q", "k")
+        if where is None:
+            done = run_prepared(names, verb, rope, q, k, "bhsd", False, fused)
         if done is not None:
             q, k = done
         else:
-            request = Request(("q", "k"), q, k, rope, where, stages=fused, verb=verb)
+            request = Request(names, q, k, rope, where, stages=fused, verb=verb)
             q, k = run(build(request))
         if cache is not None:
             k, v = self._with_cached(cache, k, v)

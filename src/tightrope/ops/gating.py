@@ -8,11 +8,11 @@ import torch
 
 from .. import gates as gates_
 from .._errors import bad_value
-from .._tracing import may_keep
+from .._tracing import may_keep, outside_modes
 from ..channels import Channels
 from ..gates import Gate, Slope, XPos
 from ..positions import Positions, explicit
-from ..spec import PreparedRotation
+from ..spec import PreparedRotation, Snapshot
 from .layouts import BY_NAME
 from .schema import LOG, NO_GATE, SLOPE
 
@@ -109,22 +109,18 @@ def _ready(
 def _cached_log(
     gate: XPos, channels: Channels, tokens: int, x: torch.Tensor, rotation: PreparedRotation
 ) -> torch.Tensor:
-    """Return the logarithm of an xPos gate; unless ids are on a GPU, all layers share a cache."""
+    """Return the logarithm of an xPos gate; unless ids are on a device, all layers share a cache."""
     ids, key = rotation.ids, (gate, x.dtype)
-    if ids is not None and not ids.is_cpu:
-        # Comparing ids on a device would synchronise, and a CUDA graph must read them on each replay.
-        return gate.log_on(x, channels, _token_positions(rotation, tokens, x.device))
     found = rotation.memo.gate_logs.get(key)
     if found is not None:
-        log, old_tokens, old_ids = found
-        # The ids may have been overwritten since.
-        if old_tokens == tokens and (
-            ids is None or (old_ids is not None and torch.equal(ids, old_ids))
-        ):
+        log, old_tokens, seen = found
+        if old_tokens == tokens and seen.is_of(ids):
             return log
-    log = gate.log_on(x, channels, _token_positions(rotation, tokens, x.device))
-    if may_keep(x.device):
-        rotation.memo.gate_logs[key] = log, tokens, None if ids is None else ids.clone()
+    seen = Snapshot.of(ids)
+    with outside_modes():
+        log = gate.log_on(x, channels, _token_positions(rotation, tokens, x.device))
+    if seen.known and may_keep(x.device):
+        rotation.memo.gate_logs[key] = log, tokens, seen
     return log
 
 

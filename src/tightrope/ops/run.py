@@ -12,12 +12,14 @@ import torch
 
 from .._errors import bad_value
 from ..activations import NONE
+from ..spec import PreparedRotation, RopeSpec
 from . import memory
 from .autograd import InPlace, OutOfPlace, Template
-from .build import Stages
+from .build import Request, Stages, build
 from .call import Call, pack, unpack
 from .checks import RoundingLike
 from .definition import define
+from .phased import PhasesLike
 from .route import (
     AUTOGRAD,
     DEFINITION,
@@ -52,24 +54,25 @@ def run(calls: Sequence[Call]) -> Results:
 
 
 def run_prepared(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a decoded token time)
+    names: Sequence[str],
     verb: str,
-    rotation: object,
+    rotation: RopeSpec | PreparedRotation,
     q: torch.Tensor,
     k: torch.Tensor | None,
     layout: str,
     inverse: bool,
     stages: Stages | None,
     rounding: RoundingLike | None = None,
-    phases: object = None,
+    phases: PhasesLike = None,
 ) -> Results | None:
     """Call the kernel directly for a prepared rotation that was used before.
 
     Args:
+        names: names of q and k in error messages.
         verb: "new" or "in place".
 
     Returns:
-        The rotated tensors; None if the kernel refuses the call, or if it must be built in full and
-        go through :func:`run`.
+        The rotated tensors; None if the call must be built in full and go through :func:`run`.
     """
     packed = route_prepared(rotation, q, k, layout, inverse, stages, rounding, phases)
     if packed is None:
@@ -79,7 +82,17 @@ def run_prepared(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a 
             return _launch(NEW, q, k, packed)
         _launch_in_place(q, k, packed)
     except RuntimeError:
-        return None
+        # Kernels refuse invalid arguments before they write: the checks raise the readable error. Any
+        # other error may have come after the kernel wrote, so the call must not run again.
+        calls = build(
+            Request(
+                names, q, k, rotation, None, layout, inverse,
+                stages=stages, verb=verb, rounding=rounding, phases=phases,
+            )
+        )  # fmt: skip
+        if verb == "in place":
+            _check_in_place(calls, False)
+        raise
     return present(q, k)
 
 

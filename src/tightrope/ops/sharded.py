@@ -214,7 +214,7 @@ def perform(request: Request) -> Results:
         and request.verb != "out"
     ):
         found = run_prepared(
-            request.verb, request.spec, request.q, request.k, layout.name,
+            names, request.verb, request.spec, request.q, request.k, layout.name,
             request.inverse, request.stages, request.rounding,
         )  # fmt: skip
         if found is not None:

@@ -8,7 +8,6 @@ from typing import TypeAlias
 
 import torch
 
-from .. import _tracing
 from .._errors import (
     as_integer,
     bad_type,
@@ -191,11 +190,6 @@ def number(name: str, value: object) -> int | float:
     found = integer(name, value, kind="an int or a float")
     check_fits(name, found)
     return found
-
-
-def is_readable(values: torch.Tensor) -> bool:
-    """Return True if reading values neither synchronises nor breaks a graph; False for tensor subclasses."""
-    return type(values) in (torch.Tensor, torch.nn.Parameter) and _tracing.is_readable(values)
 
 
 def widened(ids: torch.Tensor) -> torch.Tensor:

@@ -7,13 +7,13 @@ import itertools
 import torch
 
 from .._errors import as_integer, bad_type, bad_value, check_local, describe, public
+from .._tracing import is_readable
 from ._canonical import (
     Positions,
     as_positions,
     check_dtype,
     check_integers,
     count,
-    is_readable,
     widened,
 )
 

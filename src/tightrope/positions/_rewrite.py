@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from .._errors import bad_type, bad_value, describe, integer, public
-from ._canonical import Positions, PositionsLike, as_positions, count, is_readable, widened
+from .._tracing import is_readable
+from ._canonical import Positions, PositionsLike, as_positions, count, widened
 from ._line import check_cu_seqlens, sequences
 
 

@@ -8,7 +8,11 @@ From the bottom up: ``_lengths`` (lengths of sequences), ``_device_cache`` (tens
 from __future__ import annotations
 
 from ._lengths import SeqLen as SeqLen
-from ._prepared import Memo as Memo, PreparedRotation as PreparedRotation
+from ._prepared import (
+    Memo as Memo,
+    PreparedRotation as PreparedRotation,
+    Snapshot as Snapshot,
+)
 from ._rope import VERSION as VERSION, RopeSpec as RopeSpec
 
 __all__ = ["PreparedRotation", "RopeSpec", "SeqLen"]

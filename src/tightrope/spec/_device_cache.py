@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from .._tracing import is_tracing, may_keep, needs_plain
+from .._tracing import is_tracing, may_keep, needs_plain, outside_modes
 
 T = TypeVar("T")
 
@@ -46,7 +45,7 @@ class DeviceCache:
             kept: T | None = self._kept.get((device, key))
             if kept is not None:
                 return kept
-        with outside_inference():
+        with outside_modes():
             made = make(device, key)
         if may_keep(device):
             if len(self._kept) >= _MOST:
@@ -55,10 +54,3 @@ class DeviceCache:
                         self._kept.pop(each, None)
             self._kept[device, key] = made
         return made
-
-
-def outside_inference() -> AbstractContextManager[object]:
-    """Return a context that leaves inference mode, so that autograd can save tensors made in it."""
-    if is_tracing() or not torch.is_inference_mode_enabled():
-        return nullcontext()
-    return torch.inference_mode(False)

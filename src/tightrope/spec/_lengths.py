@@ -117,11 +117,7 @@ def limit(lengths: Lengths | None, where: Positions) -> Limit | None:
     if not isinstance(lengths, tuple) or not lengths or is_tracing():
         return None
     ids = where.ids
-    if ids is not None and not (
-        type(ids).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and is_readable(ids)
-    ):
-        return None
-    return Limit(lengths, ids)
+    return Limit(lengths, ids) if ids is None or is_readable(ids) else None
 
 
 def passed(

@@ -10,41 +10,41 @@ import torch
 from .. import positions as positions_
 from .._errors import bad_type, bad_value, is_dtensor, public
 from .._parts import Span, Take
-from .._tracing import is_readable, is_tracing
+from .._tracing import is_readable, is_tracing, may_keep, outside_modes
 from ..channels import Channels
 from ..positions import Positions
 from ..stacks import Stack
 from . import _lengths
-from ._device_cache import outside_inference
 from ._lengths import Limit, SeqLen
 from ._tables import Tables
 
 
 class Snapshot(NamedTuple):
-    """The state of ids when values were read from them, to detect later changes.
+    """The values that ids or lengths had when something was computed from them.
 
     Attributes:
-        version: their version counter; None if they have none.
-        bits: a copy of their bits if they can be read, since numpy writes do not bump the version
-            counter; else None.
+        bits: a copy of their bits; None if there are no ids, or if they cannot be read.
+        known: whether a later change will be noticed. On a device none is: comparing would synchronise,
+            and version counters miss what numpy and CUDA graphs write.
     """
 
-    version: int | None
     bits: torch.Tensor | None
+    known: bool
 
     @classmethod
     def of(cls, ids: torch.Tensor | None) -> Snapshot:
-        """Record the ids as they are now."""
-        bits = _bits(ids)
-        return cls(_version(ids), None if bits is None else bits.clone())
+        """Record the values as they are now."""
+        with outside_modes():
+            bits = _bits(ids)
+            return cls(None if bits is None else bits.clone(), ids is None or bits is not None)
 
     def is_of(self, ids: torch.Tensor | None) -> bool:
-        """Return True if no change of the ids can be detected."""
+        """Return True if the values certainly have not changed."""
         if self.bits is None:
-            return _version(ids) == self.version
-        # Compare bits only: ids of a copied rotation have version counters of their own.
-        bits = _bits(ids)
-        return bits is not None and torch.equal(bits, self.bits)
+            return self.known
+        with outside_modes():
+            bits = _bits(ids)
+            return bits is not None and torch.equal(bits, self.bits)
 
 
 # Parts that one rotation keeps: q and k may have different heads, and a rotation that lives long sees
@@ -56,27 +56,33 @@ _MOST_PARTS = 16
 class Memo:
     """Facts about one prepared rotation, cached by its calls. Rotated tensors are never cached.
 
+    All tensors in it are made in :func:`tightrope._tracing.outside_modes`, none while tracing or capturing
+    a CUDA graph, and none from values that may change unnoticed. Copies of a rotation start with an empty
+    memo.
+
     Attributes:
         packed: the arguments of the operator, by layout, direction and rounding.
-        for_tokens: the number of tokens of the last call and the rotation for it, if phase words
-            depend on that number.
+        for_tokens: the number of tokens of the last call, its ids and the rotation for it, if phase
+            words depend on that number.
         gate_logs: the logarithms of gates without tensors, by gate and dtype, with the number of
             tokens and the ids that they were made for.
         fitted: the number of tokens and the ids of the last successful length check.
-        tables: cosines and sines of a stack, by number of tokens and dtype of the rotated tensors.
+        tables: cosines and sines of a stack, by number of tokens and dtype of the rotated tensors,
+            with the ids that they were made for.
         parts: the rotations of parts of the rows, heads and tokens; see :meth:`PreparedRotation.cut`.
     """
 
     packed: dict[tuple[str, bool, Any], Any] = field(default_factory=dict)
-    for_tokens: tuple[int, PreparedRotation] | None = None
-    gate_logs: dict[Any, tuple[torch.Tensor, int, torch.Tensor | None]] = field(
-        default_factory=dict
-    )
+    for_tokens: tuple[int, Snapshot, PreparedRotation] | None = None
+    gate_logs: dict[Any, tuple[torch.Tensor, int, Snapshot]] = field(default_factory=dict)
     fitted: tuple[int, Snapshot] | None = None
-    tables: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(
+    tables: dict[tuple[int, torch.dtype], tuple[Snapshot, torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
     )
     parts: dict[tuple[Span, Span, Span], PreparedRotation] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[type[Memo], tuple[()]]:
+        return Memo, ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,11 +102,14 @@ class PreparedRotation:
             float into a symbol.
         rows: number of rows that have lengths of their own; 1 if all rows share one length.
         awaits: the source of phase words if they depend on the number of tokens, which is not known
-            yet; else None. See :meth:`for_tokens`.
+            yet, or on values that cannot be read, which may change before the call; else None. See
+            :meth:`for_tokens`.
+        lengths: the tensor of lengths that the caller gave, if it cannot be read and the frequencies
+            depend on it.
         made_from: the spec, or None if there is not exactly one; for comparisons and for
             :attr:`stack`.
         snapshot: the state of the ids when they were prepared, if row lengths or the tables of a
-            stack depend on their values; else None.
+            stack depend on their values and they can be read; else None.
         limit: the lengths that the caller stated, if positions can be compared with them.
         stack: the library whose arithmetic makes the tables of this rotation, which it uses instead of
             ``words``; None for exact angles.
@@ -125,6 +134,7 @@ class PreparedRotation:
     stack: Stack | None = None
     stack_length: int | None = None
     part: tuple[int, int, int] | None = None
+    lengths: torch.Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.ids is not None and self.ids.dtype not in positions_.DTYPES:
@@ -148,21 +158,26 @@ class PreparedRotation:
         """
         if self.awaits is None:
             return self
-        tracing, before = is_tracing(), self.memo.for_tokens
-        if not tracing and before is not None and before[0] == tokens and not before[1].is_stale:
-            return before[1]
-        made = self._of_tokens(self.awaits, tokens)
-        if not tracing:
+        source = self.ids if self.lengths is None else self.lengths
+        before = None if is_tracing() else self.memo.for_tokens
+        if before is not None and before[0] == tokens and before[1].is_of(source):
+            return before[2]
+        seen = Snapshot.of(source)
+        with outside_modes():
+            made = self._of_tokens(self.awaits, tokens)
+        if seen.known and may_keep(self.device):
             # Keep only the last one: all layers of a decoding step share it, and the next step has
             # another length.
-            self.memo.for_tokens = tokens, made
+            self.memo.for_tokens = tokens, seen, made
         return made
 
     def _of_tokens(self, tables: Tables, tokens: int) -> PreparedRotation:
-        if self.ids is None:
+        if self.lengths is not None:
+            lengths = tables.read(self.lengths, self.device)
+        elif self.ids is None:
             lengths = tables.read(max(0, self.offset + tokens), self.device)
         else:
-            lengths = _lengths.ends(self.ids, self.offset + tokens)
+            lengths = _lengths.ends(self.ids, self.offset + (tokens if self.add_index else 1))
         words, turns = tables.words(lengths, self.device)
         # Not dataclasses.replace, which takes as long as computing the phase words of a new length.
         return PreparedRotation(
@@ -177,7 +192,6 @@ class PreparedRotation:
             tables.amplitude(lengths),
             self.rows,
             made_from=self.made_from,
-            snapshot=None if self.ids is None else Snapshot.of(self.ids),
         )
 
     def cut(self, rows: Span, heads: Span, tokens: Span, take: Take) -> PreparedRotation:
@@ -188,20 +202,35 @@ class PreparedRotation:
                 :func:`tightrope.ops.checks.prepare`).
             take: see :data:`tightrope._parts.Take`.
         """
-        ids = self.ids
-        keeps = not is_tracing() and (ids is None or not ids.requires_grad)
+        if not may_keep(self.device) or not self._has_lasting_parts:
+            return self._cut(rows, tokens, take)
         key = rows, heads, tokens
-        kept = self.memo.parts.get(key) if keeps else None  # another thread may clear them
-        if kept is not None:
-            return kept
-        length = self.stack_length
+        kept = self.memo.parts.get(key)  # another thread may clear them
+        if kept is None:
+            with outside_modes():
+                kept = self._cut(rows, tokens, take)
+            if len(self.memo.parts) >= _MOST_PARTS:
+                self.memo.parts.clear()
+            self.memo.parts[key] = kept
+        return kept
+
+    @property
+    def _has_lasting_parts(self) -> bool:
+        """True if nothing in a part depends on values of ids that may change undetected."""
+        ids = self.ids
+        if ids is None:
+            return True
+        return not ids.requires_grad and (self.stack is None or is_readable(ids))
+
+    def _cut(self, rows: Span, tokens: Span, take: Take) -> PreparedRotation:
+        ids, length = self.ids, self.stack_length
         if self.stack is not None and length is None:
             length = self._longest(tokens.whole)
         whole = self.part is None and not self.add_index
         if ids is not None:
             ids = take("positions", ids, (None, "row", "token" if whole else None))
         axes = (None, "row", "head", None)
-        made = PreparedRotation(
+        return PreparedRotation(
             self.channels,
             take("spec", self.words, axes),
             None if self.turns is None else take("spec", self.turns, axes),
@@ -216,11 +245,6 @@ class PreparedRotation:
             stack=self.stack,
             stack_length=length,
         )
-        if keeps:
-            if len(self.memo.parts) >= _MOST_PARTS:
-                self.memo.parts.clear()
-            self.memo.parts[key] = made
-        return made
 
     def _longest(self, tokens: int) -> int | None:
         """Return the largest position plus 1; None without tokens, or if the ids are not whole."""
@@ -238,25 +262,25 @@ class PreparedRotation:
             tokens: number of tokens per row.
             dtype: the dtype of the rotated tensors.
         """
-        kept = None if is_tracing() else self.memo.tables.get((tokens, dtype))
-        if kept is None:
-            where = Positions(self.ids, self.offset, self.add_index)
-            with outside_inference():
-                kept = self.stack.tables_at(  # type: ignore[union-attr]
-                    self.made_from,  # type: ignore[arg-type]
-                    where,
-                    tokens,
-                    self.stack_length,
-                    dtype,
-                    self.device,
-                )
-            if not is_tracing():
-                # Tables of the last number of tokens only: decoding makes one pair of tables per token.
-                self.memo.tables = {
-                    key: value for key, value in self.memo.tables.items() if key[0] == tokens
-                }
-                self.memo.tables[tokens, dtype] = kept
-        return kept
+        memo = self.memo
+        kept = None if is_tracing() else memo.tables.get((tokens, dtype))
+        if kept is not None and kept[0].is_of(self.ids):
+            return kept[1:]
+        seen, where = Snapshot.of(self.ids), Positions(self.ids, self.offset, self.add_index)
+        with outside_modes():
+            made = self.stack.tables_at(  # type: ignore[union-attr]
+                self.made_from,  # type: ignore[arg-type]
+                where,
+                tokens,
+                self.stack_length,
+                dtype,
+                self.device,
+            )
+        if seen.known and may_keep(self.device):
+            # Tables of the last number of tokens only: decoding makes one pair of tables per token.
+            memo.tables = {key: value for key, value in memo.tables.items() if key[0] == tokens}
+            memo.tables[tokens, dtype] = seen, *made
+        return made
 
     def passed(self, tokens: int) -> tuple[int | None, int, int] | None:
         """Find the first row that is longer than the caller stated: see :func:`_lengths.passed`.
@@ -269,9 +293,10 @@ class PreparedRotation:
         before = self.memo.fitted
         if before is not None and before[0] == tokens and before[1].is_of(self.limit.ids):
             return None
-        found = _lengths.passed(self.limit, self.offset, self.add_index, tokens)
         seen = Snapshot.of(self.limit.ids)
-        if found is None and (self.limit.ids is None or seen.version is not None):
+        with outside_modes():
+            found = _lengths.passed(self.limit, self.offset, self.add_index, tokens)
+        if found is None:
             self.memo.fitted = tokens, seen
         return found
 
@@ -330,23 +355,27 @@ def prepare(
         made_from: the spec itself.
     """
     ids = _ids_on(where, tables, device)
-    awaits = snapshot = limit = lengths = None
+    awaits = snapshot = limit = lengths = unread = None
     own = seq_len is None
     if tables.by_length and own:
         _check_whole(where)
         if ids is None or where.add_index:
             awaits = tables
         else:
-            snapshot = Snapshot.of(ids)
-            lengths = _lengths.of_ids(where, ids, tables.rule)  # type: ignore[arg-type]
+            snapshot = _if_readable(ids)
+            with outside_modes():
+                lengths = _lengths.of_ids(where, ids, tables.rule)  # type: ignore[arg-type]
     else:
         lengths = tables.read(seq_len, device)
+        unread = seq_len if isinstance(lengths, torch.Tensor) else None
     if not own:
         limit = _lengths.limit(lengths, where)
         if limit is not None and limit.ids is not None and ids is not where.ids:
             # The rotation uses a copy of the ids on the device, so later changes of the original do not
             # count.
             limit = limit._replace(ids=limit.ids.clone())
+    if isinstance(lengths, torch.Tensor) and not is_tracing():
+        awaits = tables
     words, turns = tables.words(lengths, device)
     amplitude_hex = tables.amplitude_hex if lengths is None else tables.amplitude(lengths)
     return PreparedRotation(
@@ -365,6 +394,7 @@ def prepare(
         snapshot=snapshot,
         limit=limit,
         part=where.part,
+        lengths=unread,  # type: ignore[arg-type]
     )
 
 
@@ -396,7 +426,8 @@ def _ids_on(where: Positions, tables: Tables, device: torch.device) -> torch.Ten
             "are, as no gradient can leave it",
             positions=ids,
         )
-    return ids.to(device)
+    with outside_modes():  # so that autograd can save the copy
+        return ids.to(device)
 
 
 def prepare_for_stack(
@@ -432,12 +463,18 @@ def prepare_for_stack(
         device,
         Memo(),
         made_from=made_from,
-        snapshot=None if ids is None else Snapshot.of(ids),
+        snapshot=_if_readable(ids),
         limit=limit,
         stack=stack,
         stack_length=seq_len,
         part=where.part,
     )
+
+
+def _if_readable(ids: torch.Tensor | None) -> Snapshot | None:
+    """Return the state of ids that can be read; those that cannot are not read before a call."""
+    seen = Snapshot.of(ids)
+    return seen if seen.bits is not None else None
 
 
 _OF_WIDTH = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -447,14 +484,7 @@ def _bits(ids: torch.Tensor | None) -> torch.Tensor | None:
     """View ids as integers, so that NaN equals NaN; None if they cannot be read."""
     if is_dtensor(ids):
         ids = ids._local_tensor  # type: ignore[union-attr]
-    if type(ids) not in (torch.Tensor, torch.nn.Parameter) or not is_readable(ids):  # type: ignore[arg-type]
+    if ids is None or not is_readable(ids):
         return None
-    bits = ids.detach()  # type: ignore[union-attr]
+    bits = ids.detach()
     return bits.view(_OF_WIDTH[bits.dtype]) if bits.dtype in _OF_WIDTH else bits
-
-
-def _version(ids: torch.Tensor | None) -> int | None:
-    """Return the version counter of ids; None if they have none or are being traced."""
-    if ids is None or is_tracing() or ids.is_inference():
-        return None
-    return ids._version

@@ -312,8 +312,9 @@ class RopeSpec:
         Args:
             positions: None for 0..n-1, an int offset, ids ``(tokens,)`` or ``(rows, tokens)``, or a
                 :class:`tightrope.positions.Positions`. Ids are not copied: do not change them. If
-                frequencies depend on the length, later calls raise an error if ids were changed,
-                also through numpy; on a GPU this relies on torch's version counter.
+                frequencies depend on the length, or with ``stack``, later calls raise an error if ids
+                on the CPU were changed, also through numpy; compiled code does not check this. Values
+                on a device are read in every call, so there changed ids give the results of new ones.
             device: device of the rotated tensors; by default that of the ids, else the CPU.
             seq_len: the length of each sequence, for rules that depend on it (DynamicNTK, LongRoPE):
                 an int, one int per row, or a tensor. The default is each row's largest position

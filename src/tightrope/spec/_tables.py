@@ -13,12 +13,12 @@ import torch
 
 from .. import phase_words
 from .._errors import bad_value, public, unsupported
-from .._tracing import Constant, as_constant, is_tracing
+from .._tracing import Constant, as_constant, is_tracing, outside_modes
 from ..axes import Axes
 from ..frequencies import Rule
 from ..phase_words import HostWords, Table
 from . import _lengths
-from ._device_cache import DeviceCache, outside_inference
+from ._device_cache import DeviceCache
 from ._lengths import Lengths, SeqLen
 from ._unread import UnreadLengths
 
@@ -97,7 +97,8 @@ class Tables:
         """Return phase words and turns for rows of given lengths; one row if all rows share them."""
         if lengths is None or self.rule is None:
             return self._of_regime(device)
-        return self._of_rows(self.rule, lengths, device)
+        with outside_modes():
+            return self._of_rows(self.rule, lengths, device)
 
     @public("seq_len")
     def _of_rows(self, rule: Rule, lengths: Lengths, device: torch.device) -> Table:
@@ -113,14 +114,12 @@ class Tables:
             return self._of_regime(device)
         if rule.ntk_by_length and len(lengths) > 1 and not is_tracing():
             if min(lengths) < max(lengths) > rule.original_max_position:
-                with outside_inference():
-                    return self._of_lengths(lengths, device)
+                return self._of_lengths(lengths, device)
         regimes = [rule.regime(length) for length in lengths]
         if len(set(regimes)) == 1:
             return self._of_regime(device, regimes[0])
         tables = {regime: self._of_regime(device, regime) for regime in set(regimes)}
-        with outside_inference():
-            return phase_words.joined([tables[regime] for regime in regimes])
+        return phase_words.joined([tables[regime] for regime in regimes])
 
     @public("RopeSpec")
     def amplitude(self, lengths: Lengths | None) -> str:

@@ -1,0 +1,465 @@
+"""Modes that only watch change nothing, and no cache holds what another mode could not use.
+
+A dispatch mode that counts FLOPs, tracks memory or checkpoints activations sees real tensors: all checks
+stay on, and nothing is made anew in each call. Evaluation in inference mode leaves nothing behind that
+training cannot use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+from helpers import noise, refused
+from tightrope import RopeSpec, _tracing, frequencies, phases, positions
+from tightrope.activations import RMSNorm
+from tightrope.frequencies import DynamicNTK, LongRoPE
+from tightrope.functional import (
+    apply_rotary_pos_emb,
+    lrpe_rotate_1d,
+    rotary_pos_embedding,
+    rotate,
+    rotate_qk,
+    rotate_qk_,
+)
+from tightrope.gates import Exp, Scalar, Slope, XPos
+from tightrope.spec import _lengths, _prepared
+
+LENGTH = 100
+X = noise(2, 3, LENGTH, 16, dtype=torch.float32)
+BY_LENGTH = {
+    "dynamic NTK": RopeSpec(16, scaling=DynamicNTK(2.0, original_max_position=64)),
+    "LongRoPE": RopeSpec(16, scaling=LongRoPE([1.0] * 8, [2.0] * 8, 64, factor=1.0)),
+}
+
+
+class Watcher(TorchDispatchMode):
+    """Lists the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def save_everything(*_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+@contextlib.contextmanager
+def selective_checkpointing() -> Iterator[None]:
+    with create_selective_checkpoint_contexts(save_everything)[0]:
+        yield
+
+
+WATCHING: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "FLOP counter": lambda: FlopCounterMode(display=False),
+    "selective checkpointing": selective_checkpointing,
+    "any other": Watcher,
+}
+
+
+@pytest.mark.parametrize("name", WATCHING)
+def test_a_watching_mode_is_not_tracing(name: str) -> None:
+    with WATCHING[name]():
+        assert not _tracing.is_tracing()
+        assert _tracing.is_readable(torch.zeros(2))
+
+
+def test_tracing_is_noticed() -> None:
+    found = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        found.append((_tracing.is_tracing(), _tracing.is_readable(x)))
+        return x + 1
+
+    with FakeTensorMode():
+        note(torch.zeros(2))
+    with FakeTensorMode(), Watcher():
+        note(torch.zeros(2))
+    with FunctionalTensorMode():
+        note(torch.zeros(2))
+    for mode in ("real", "fake", "symbolic"):
+        make_fx(note, tracing_mode=mode)(torch.zeros(2))
+    torch.func.vmap(note)(torch.zeros(2))
+    torch.func.functionalize(note)(torch.zeros(2))
+    assert found == [(True, False)] * 8
+
+
+def test_a_fake_tensor_is_not_readable_outside_of_its_mode() -> None:
+    with FakeTensorMode():
+        x = torch.zeros(2)
+    assert not _tracing.is_tracing()
+    assert not _tracing.is_readable(x)
+
+
+# --- checks stay on -------------------------------------------------------------------------------
+
+
+def changed_ids() -> Any:
+    ids = torch.arange(LENGTH)
+    prepared = BY_LENGTH["dynamic NTK"].at(ids)
+    rotate(X, prepared)
+    ids.add_(1000)
+    return rotate(X, prepared)
+
+
+def changed_ids_of_a_stack() -> Any:
+    ids = torch.arange(LENGTH)
+    prepared = RopeSpec(16).at(ids, stack="transformers")
+    rotate(X, prepared)
+    ids.add_(1000)
+    return rotate(X, prepared)
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "changed ids": changed_ids,
+    "changed ids of a stack": changed_ids_of_a_stack,
+    "beyond seq_len": lambda: rotate(X, BY_LENGTH["dynamic NTK"].at(0, seq_len=50)),
+    "ids beyond seq_len": lambda: rotate(X, BY_LENGTH["LongRoPE"], torch.arange(100), seq_len=50),
+    "positions start again": lambda: rotate(X, BY_LENGTH["LongRoPE"], torch.arange(100) % 90),
+    "mislabelled tables": lambda: apply_rotary_pos_emb(
+        X, None, *[noise(LENGTH, 8, dtype=torch.float32).repeat_interleave(2, 1)] * 2
+    ),
+    "ids outside the tables": lambda: apply_rotary_pos_emb(
+        X, None, torch.ones(9, 16), torch.ones(9, 16), position_ids=torch.arange(LENGTH)
+    ),
+    "packed lengths that do not add up": lambda: positions.packed(torch.tensor([0, 7, 5])),
+    "changed increments": lambda: changed_increments(),
+}
+
+
+def changed_increments() -> Any:
+    angles = noise(1, 1, LENGTH, 8, dtype=torch.float32)
+    given = phases.given(angles)
+    angles.add_(1)
+    return rotate(X.double(), RopeSpec(16), phases=given)
+
+
+@pytest.mark.parametrize("mode", WATCHING)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_refused_under_a_watching_mode(name: str, mode: str) -> None:
+    with pytest.raises((ValueError, IndexError)) as without:
+        REFUSED[name]()
+    with WATCHING[mode](), refused(without.type, str(without.value)):
+        REFUSED[name]()
+
+
+# --- a watching mode sees the same operators in every call ------------------------------------------
+
+
+def norm(x: torch.Tensor) -> RMSNorm:
+    return RMSNorm(torch.ones(x.shape[-1]), 1e-6)
+
+
+IDS = torch.arange(LENGTH)
+COS, SIN = (function(noise(LENGTH, 8, dtype=torch.float32)) for function in (torch.cos, torch.sin))
+CALLS: dict[str, Callable[[], Callable[[torch.Tensor], Any]]] = {
+    "spec": lambda: lambda x: rotate(x, RopeSpec(16, base=77.0), 5),
+    "one spec": lambda: (lambda spec: lambda x: rotate(x, spec, IDS))(RopeSpec(16, base=78.0)),
+    "prepared": lambda: (lambda rope: lambda x: rotate(x, rope))(RopeSpec(16).at(IDS)),
+    "in place": lambda: (lambda rope: lambda x: rotate_qk_(x * 1, x * 2, rope))(RopeSpec(16).at(5)),
+    "turns": lambda: (lambda spec: lambda x: rotate(x, spec))(
+        RopeSpec(16, scaling=frequencies.Given.of(torch.linspace(9.0, 1.0, 8)))
+    ),
+    "norm": lambda: (lambda rope: lambda x: rotate(x, rope, act=norm(x)))(RopeSpec(16).at(5)),
+    "act and number": lambda: (
+        lambda rope: lambda x: rotate(x, rope, act="silu", gate=Scalar(2.0))
+    )(RopeSpec(16).at(5)),
+    "exp": lambda: (lambda rope: lambda x: rotate(x, rope, gate=Exp(torch.ones(16))))(
+        RopeSpec(16).at(5)
+    ),
+    "slope": lambda: (lambda rope: lambda x: rotate(x, rope, gate=Slope(torch.full((16,), 1e-3))))(
+        RopeSpec(16).at(5)
+    ),
+    "phases": lambda: (
+        lambda rope: lambda x: rotate(x, rope, phases=phases.running(x[:, :, :, :8]))
+    )(RopeSpec(16).at(0)),
+    "learned": lambda: lambda x: rotate(x, RopeSpec(16), inv_freq=torch.ones(8)),
+    "tables": lambda: (
+        lambda x: apply_rotary_pos_emb(x, None, torch.cat((COS, COS), 1), torch.cat((SIN, SIN), 1))
+    ),
+    "one pair of tables": lambda: (lambda c, s: lambda x: apply_rotary_pos_emb(x, None, c, s))(
+        torch.cat((COS, COS), 1), torch.cat((SIN, SIN), 1)
+    ),
+    "lrpe": lambda: lambda x: lrpe_rotate_1d(x.transpose(1, 2), torch.ones(8)),
+    "functional": lambda: rotary_pos_embedding,
+}
+for name, spec in BY_LENGTH.items():
+    CALLS |= {
+        f"{name}, offset": lambda spec=spec: lambda x: rotate(x, spec, 3),
+        f"{name}, prepared": lambda spec=spec: (lambda rope: lambda x: rotate(x, rope))(spec.at(3)),
+        f"{name}, ids": lambda spec=spec: (lambda rope: lambda x: rotate(x, rope))(spec.at(IDS)),
+        f"{name}, per row": lambda spec=spec: (lambda rope: lambda x: rotate(x, rope))(
+            spec.at(positions.per_row(torch.tensor([3, 70])))
+        ),
+        f"{name}, seq_len": lambda spec=spec: (lambda rope: lambda x: rotate(x, rope))(
+            spec.at(IDS, seq_len=[100, 200])
+        ),
+    }
+for stack in ("transformers", "meta"):
+    CALLS[stack] = lambda stack=stack: (lambda rope: lambda x: rotate(x, rope))(
+        RopeSpec(16, interleaved=stack == "meta").at(IDS, stack=stack)
+    )
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_watching_mode_sees_the_same_operators_in_every_call(name: str) -> None:
+    call = CALLS[name]()
+    seen = []
+    for _ in range(3):
+        with Watcher() as mode:
+            call(X.clone().requires_grad_())
+        seen.append(mode.seen)
+    assert seen[1] == seen[0]
+    assert seen[2] == seen[0]
+    assert any("tightrope" in one for one in seen[0])
+
+
+# torch itself refuses to save a tensor that then changes in place.
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "in place"])
+def test_selective_checkpointing_gives_the_same_results_and_gradients(name: str) -> None:
+    """In the backward pass it repeats the forward pass, and takes each saved result by its number."""
+    call, changed = CALLS[name](), 0.5 + noise(2, 3, LENGTH, 16, seed=1, dtype=torch.float32)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        made = call(x * changed)
+        y = made[0] if isinstance(made, tuple) else made
+        return y.sin() * y
+
+    def context() -> Any:
+        return create_selective_checkpoint_contexts(save_everything)
+
+    expected = X.clone().requires_grad_()
+    loss = layer(expected)
+    loss.sum().backward()
+    call = CALLS[name]()  # with nothing kept
+    x = X.clone().requires_grad_()
+    again = checkpoint(layer, x, use_reentrant=False, context_fn=context)
+    again.sum().backward()
+    assert torch.equal(again, loss)
+    assert torch.equal(x.grad, expected.grad)  # type: ignore[arg-type]
+
+
+def test_phase_words_are_made_once_under_a_watching_mode() -> None:
+    spec = RopeSpec(16, base=79.0)
+    device = torch.device("meta")
+    x = torch.empty(2, 3, LENGTH, 16, device=device)
+    with Watcher() as mode:
+        rotate(x, spec, 5)
+        rotate(x, spec, 5)
+    assert not [name for name in mode.seen if "copy" in name or "tensor" in name]
+    (words, _), (again, _) = spec.words_for(None, device), spec.words_for(None, device)
+    assert words is again
+
+
+# --- errors of a mode -------------------------------------------------------------------------------
+
+
+class Fails(TorchDispatchMode):
+    """Raises an error after its n-th rotation, as a hook of a tool may do."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error, self.rotations = error, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if str(func).startswith("tightrope.rotate"):
+            self.rotations += 1
+            raise self.error
+        return result
+
+
+ROTATIONS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+    "rotate": lambda x, spec: rotate(x, spec),
+    "rotate_qk_": lambda x, spec: rotate_qk_(x, x.clone(), spec),
+    "rotate_qk_, norm": lambda x, spec: rotate_qk_(x, x.clone(), spec, act=norm(x)),
+    "rotate_qk": lambda x, spec: rotate_qk(x, x.clone(), spec),
+    "out": lambda x, spec: rotate(x, spec, out=torch.empty_like(x)),
+    "tables": lambda x, _: apply_rotary_pos_emb(x, None, COS, SIN, tables="half"),
+}
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+@pytest.mark.parametrize("used", [False, True], ids=["first", "used"])
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("a hook failed"), RuntimeError("tightrope: a hook failed"), ValueError("other")],
+    ids=["RuntimeError", "our prefix", "ValueError"],
+)
+def test_an_error_after_the_kernel_wrote_reaches_the_caller(
+    error: Exception, used: bool, name: str
+) -> None:
+    prepared, call = RopeSpec(16).at(7), ROTATIONS[name]
+    if used:
+        call(X.clone(), prepared)
+    x, once = X.clone(), X.clone()
+    call(once, prepared)
+    with Fails(error) as mode, refused(type(error), str(error)):
+        call(x, prepared)
+    assert mode.rotations == 1
+    assert torch.equal(x, once), "x was rotated again"
+
+
+# --- evaluation before training ---------------------------------------------------------------------
+
+
+def preparations(device: str) -> dict[str, Callable[[], Any]]:
+    """Return ways to prepare a rotation of two rows."""
+    ids = torch.zeros(2, LENGTH, dtype=torch.int64, device=device) + torch.arange(
+        LENGTH, device=device
+    )
+    lengths, halves = torch.tensor([100, 200]).to(device), ids / 2
+    rows = torch.tensor([0, 3]).to(device)
+    found: dict[str, Callable[[], Any]] = {
+        "ids": lambda: RopeSpec(16).at(ids, device),
+        "fractional": lambda: RopeSpec(16).at(halves, device),
+        "stack": lambda: RopeSpec(16).at(ids, device, stack="transformers"),
+    }
+    for name, spec in BY_LENGTH.items():
+        found |= {
+            f"{name}, offset": lambda spec=spec: spec.at(3, device),
+            f"{name}, ids": lambda spec=spec: spec.at(ids, device),
+            f"{name}, per row": lambda spec=spec: spec.at(positions.per_row(rows), device),
+            f"{name}, lengths": lambda spec=spec: spec.at(ids, device, seq_len=lengths),
+        }
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("name", "gate"),
+    [
+        (name, gate)
+        for name in preparations("cpu")
+        for gate in (None, XPos(centre=3))
+        if gate is None or name != "stack"  # a stack takes no gate
+    ],
+)
+def test_evaluation_before_training(name: str, gate: Any, device: str) -> None:
+    prepare = preparations(device)[name]
+    x = X.to(device)
+    for prepares_in_evaluation in (False, True):
+        with torch.inference_mode(prepares_in_evaluation):
+            rope = prepare()
+        with torch.inference_mode():
+            for _ in range(2):
+                rotate(x, rope, gate=gate)
+        trained = x.clone().requires_grad_()
+        y = rotate(trained, rope, gate=gate)
+        y.sum().backward()
+        if device == "cpu":
+            assert torch.equal(y, rotate(x, prepare(), gate=gate))
+        for one in tensors_of(rope):
+            assert not one.is_inference()
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return all tensors that a rotation holds, at any depth."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for one in value.values() for t in tensors_of(one)]
+    if isinstance(value, (list, tuple)):
+        return [t for one in value for t in tensors_of(one)]
+    if isinstance(value, (_prepared.PreparedRotation, _prepared.Memo)):
+        return tensors_of(vars(value))
+    return []
+
+
+# --- values that cannot be read -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat tensors of the CPU as if they were on a GPU, where reading would synchronise."""
+    for module in (_prepared, _lengths):
+        monkeypatch.setattr(module, "is_readable", lambda _: False)
+
+
+def by_value(name: str, ids: torch.Tensor, lengths: torch.Tensor) -> Any:
+    spec = BY_LENGTH["dynamic NTK" if "NTK" in name else "LongRoPE"]
+    if "stack" in name:
+        return RopeSpec(16).at(ids, stack="transformers")
+    if "per row" in name:
+        return spec.at(positions.per_row(ids[:, 0]))
+    return spec.at(ids, seq_len=lengths if "lengths" in name else None)
+
+
+VALUES = [f"{rule}, {kind}" for rule in BY_LENGTH for kind in ("ids", "per row", "lengths")] + [
+    "stack"
+]
+
+
+@pytest.mark.usefixtures("unreadable")
+@pytest.mark.parametrize("inference", [False, True], ids=["tensor", "inference tensor"])
+@pytest.mark.parametrize("name", VALUES)
+def test_values_on_a_device_are_those_of_each_call(name: str, inference: bool) -> None:
+    """Inference tensors have no version counter, and a CUDA graph that is replayed bumps none."""
+    with torch.inference_mode(inference):
+        ids = torch.arange(LENGTH).repeat(2, 1)
+        lengths = torch.tensor([50, 60])
+        rope = by_value(name, ids, lengths)
+        rotate(X, rope)
+        for _ in range(2):
+            ids.data.numpy()[:] += 37  # no version counter counts this
+            lengths.data.numpy()[:] += 41
+            fresh = by_value(name, ids.clone(), lengths.clone())
+            assert torch.equal(rotate(X, rope), rotate(X, fresh))
+
+
+@pytest.mark.usefixtures("unreadable")
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+@pytest.mark.parametrize("name", VALUES)
+def test_a_copy_of_a_rotation_is_not_taken_for_a_changed_one(
+    name: str, copied: Callable[[Any], Any]
+) -> None:
+    ids, lengths = torch.arange(LENGTH).repeat(2, 1), torch.tensor([150, 160])
+    ids.add_(1)  # its version counter is 1, that of a copy is 0
+    rope = by_value(name, ids, lengths)
+    expected = rotate(X, rope)
+    other = copied(rope)
+    assert torch.equal(rotate(X, other), expected)
+    other.ids.add_(1)
+    fresh = by_value(name, other.ids[0].clone(), lengths)
+    assert torch.equal(rotate(X, other), rotate(X, fresh))
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_nothing_is_kept_while_a_graph_is_captured(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA graph repeats what it captured without Python, in memory that it owns."""
+    ids, lengths = torch.arange(LENGTH).repeat(2, 1), torch.tensor([150, 160])
+    rope = by_value(name, ids, lengths)
+    monkeypatch.setattr(_prepared, "may_keep", lambda _: False)
+    expected = rotate(X, rope)
+    rope = by_value(name, ids, lengths)
+    assert torch.equal(rotate(X, rope), expected)
+    assert (rope.memo.for_tokens, rope.memo.tables, rope.memo.parts) == (None, {}, {})
