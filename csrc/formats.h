@@ -94,18 +94,25 @@ struct BFloat16 {
 struct Half {
   using Stored = uint16_t;
   using Value = float;
-#if defined(__aarch64__)
-  // Instructions convert, to the same bits as below.
+  // None of these takes or makes a subnormal float, so all keep the subnormal numbers of half precision
+  // where the processor flushes those of float.
+#if defined(__F16C__)
+  static inline Value load(Stored x) { return _cvtsh_ss(x); }
+  static inline Stored store(Value x) { return _cvtss_sh(x, 0); }
+#elif defined(__aarch64__)
   static inline Value load(Stored x) { return bits<__fp16>(x); }
   static inline Stored store(Value x) { return bits<Stored>(__fp16(x)); }
 #else
+  // The same bits as those of the instructions.
   static inline Value load(Stored x) {
     const uint32_t sign = uint32_t(x & 0x8000u) << 16;
     const uint32_t magnitude = x & 0x7FFFu;
-    // Multiplying by 2^112 moves the exponent and normalises subnormals, exactly.
-    const float scaled = bits<float>(magnitude << 13) * 5.192296858534828e33f;
+    const uint32_t normal = (magnitude << 13) + 0x38000000u;
+    const uint32_t small = bits<uint32_t>(float(int32_t(magnitude)) * 5.9604644775390625e-8f);  // 2^-24
     const uint32_t special = (magnitude << 13) | 0x7F800000u;
-    return bits<float>((magnitude >= 0x7C00u ? special : bits<uint32_t>(scaled)) | sign);
+    uint32_t r = magnitude < 0x400u ? small : normal;
+    r = magnitude >= 0x7C00u ? special : r;
+    return bits<float>(r | sign);
   }
   static inline Stored store(Value x) {
     const uint32_t u = bits<uint32_t>(x);
