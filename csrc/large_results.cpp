@@ -24,6 +24,22 @@ bool read_line(const char* name, char (&line)[size]) {
   return read;
 }
 
+#if defined(__linux__)
+// Whether the system has given any page to [begin, end), which begins with a page; true if it does not tell.
+bool has_any_page(uintptr_t begin, uintptr_t end) {
+  static const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
+  constexpr uintptr_t kAtOnce = 2048;
+  unsigned char resident[kAtOnce];
+  for (; begin < end; begin += kAtOnce * page) {
+    const uintptr_t left = (end - begin + page - 1) / page, count = left < kAtOnce ? left : kAtOnce;
+    if (mincore(reinterpret_cast<void*>(begin), count * page, resident) != 0) return true;
+    for (uintptr_t i = 0; i < count; ++i)
+      if (resident[i] & 1) return true;
+  }
+  return false;
+}
+#endif
+
 }  // namespace
 
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
@@ -52,7 +68,10 @@ void ask_for_huge_pages(void* data, int64_t bytes) {
   const uintptr_t from = reinterpret_cast<uintptr_t>(data);
   const uintptr_t begin = (from + kPage - 1) & ~(kPage - 1);
   const uintptr_t end = (from + uintptr_t(bytes)) & ~(kPage - 1);
-  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  // Memory that has pages already belongs to the heap of an allocator, where the advice would outlive the
+  // tensor.
+  if (end <= begin || has_any_page(begin, end)) return;
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 
 #else
@@ -95,8 +114,7 @@ bool has_pages(const void* data, int64_t bytes) {
 #if defined(__linux__)
   const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
   const uintptr_t middle = (reinterpret_cast<uintptr_t>(data) + uintptr_t(bytes) / 2) / page * page;
-  unsigned char resident = 1;
-  return mincore(reinterpret_cast<void*>(middle), 1, &resident) != 0 || (resident & 1);
+  return has_any_page(middle, middle + 1);
 #else
   (void)data, (void)bytes;
   return true;

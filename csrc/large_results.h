@@ -13,9 +13,9 @@
 
 namespace tightrope {
 
-// Asks for huge pages for the part of this memory that they can hold. It has no effect on small blocks,
-// on systems that do not grant huge pages on request, or if TIGHTROPE_HUGE_PAGES is 0; a refusal has
-// none either.
+// Asks for huge pages for the part of this memory that they can hold. It has no effect on small blocks, on
+// memory that has pages already, on systems that do not grant huge pages on request, or if
+// TIGHTROPE_HUGE_PAGES is 0; a refusal has none either.
 void ask_for_huge_pages(void* data, int64_t bytes);
 
 // Whether results of this size are too large for the caches: half of the largest one, because the inputs

@@ -70,6 +70,41 @@ def test_only_large_results_ask_for_huge_pages() -> None:
     assert same == sums
 
 
+# Prints how many areas of memory have the advice to use huge pages: before a result, while it lives and
+# after it, for a result in memory that another tensor has used before.
+REUSED = """
+import json, sys, torch
+from tightrope import RopeSpec
+from tightrope.functional import rotate
+
+def advised():
+    lines = open("/proc/self/smaps").read().splitlines()
+    return sum(line.startswith("VmFlags") and "hg" in line.split() for line in lines)
+
+x, seen = torch.ones(1, 4, 50_000, 64), []
+rotate(x[:, :, :8], RopeSpec(64))
+other = torch.ones(2, 4, 50_000, 64)
+del other  # its memory stays in the heap
+seen.append(advised())
+y = rotate(x, RopeSpec(64))
+seen.append(advised())
+del y
+seen.append(advised())
+print(json.dumps(seen))
+"""
+
+
+@needs_kernel
+@on_request
+def test_the_advice_does_not_outlive_a_result() -> None:
+    """It is given for blocks that glibc returns with the result, and not for memory of a heap."""
+    none, own, after = run(REUSED)
+    assert (none, after) == (0, 0)
+    assert own == 1
+    heap = {"MALLOC_MMAP_THRESHOLD_": str(2**33), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
+    assert run(REUSED, **heap) == [0, 0, 0]
+
+
 # Prints a hash of results, of results in the caller's tensors and of gradients, for each instruction set.
 STREAMED = """
 import hashlib, itertools, json, torch
