@@ -20,6 +20,7 @@ std::tuple<Tensor, Tensor> cos_sin(Tensor at, Tensor inv_freq, std::optional<Ten
                                    std::optional<Tensor> multiplier, std::optional<Tensor> factor,
                                    bool polar) {
   STD_TORCH_CHECK(at.is_contiguous(), "tightrope::cos_sin: positions must be contiguous");
+  for (const Tensor* read : {&at, &inv_freq}) View{*read};  // refuses freed storage
   if (divisor.has_value()) at = by_torch("aten::div", "Tensor", at, *divisor);
   if (multiplier.has_value()) at = by_torch("aten::mul", "Tensor", at, *multiplier);
   const Tensor angle = by_torch("aten::mul", "Tensor", at, inv_freq);

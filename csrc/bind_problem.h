@@ -41,7 +41,13 @@ constexpr int64_t kFar = int64_t(1) << 52;
 
 // Sizes and strides of one tensor, fetched once: every access through the stable ABI is a call.
 struct View {
-  explicit View(const Tensor& x) : dims(x.dim()), size(x.sizes().data()), stride(x.strides().data()) {}
+  explicit View(const Tensor& x) : dims(x.dim()), size(x.sizes().data()), stride(x.strides().data()) {
+    // Storage may have been freed, for example that of parameter shards between layers.
+    int64_t bytes = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(x.get(), &bytes));
+    STD_TORCH_CHECK(bytes != 0 || x.numel() == 0, "tightrope: tensors must have their memory, but the storage "
+                                                  "of one is empty (freed by a wrapper of the model?)");
+  }
 
   int64_t size_at(int d) const { return d < 0 ? 1 : size[d]; }
   int64_t stride_at(int d) const { return d < 0 ? 0 : std::min(stride[d], kFar); }
@@ -181,6 +187,7 @@ inline void read_words(const Tensor& words, Problem& p) {
 inline void read_words(const Arguments& a, Problem& p) {
   read_words(a.primary, p);
   if (!a.secondary.has_value()) return;
+  const View turns(*a.secondary);
   STD_TORCH_CHECK(is_words(*a.secondary) && a.secondary->numel() == a.primary.numel(),
                   "tightrope: turns must have the shape of words");
   p.turns = static_cast<const int64_t*>(a.secondary->const_data_ptr());

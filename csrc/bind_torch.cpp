@@ -64,10 +64,6 @@ Arguments arguments_of(const Tensor& primary, const std::optional<Tensor>& secon
   const int64_t count = int64_t(extras.size());
   STD_TORCH_CHECK(count == int64_t(what.learned) + operands * each && (norm || eps == 0),
                   "tightrope: extras and eps must match the options");
-  // Storage may have been freed, for example that of parameter shards between layers.
-  for (int64_t i = what.learned; i < count; ++i)
-    STD_TORCH_CHECK(extras[i].numel() == 0 || extras[i].const_data_ptr() != nullptr,
-                    "tightrope: extra tensors must have memory");
   const Tensor* first = count == 0 ? nullptr : extras.data() + what.learned;
   return {primary, secondary, positions, offset, what, amplitude, first, eps};
 }

@@ -497,6 +497,57 @@ def test_calls_that_are_refused(name: str) -> None:
         call[0](*call[1])
 
 
+def cosines(draw: Draw) -> Call:
+    rows, tokens, pairs = (draw.choice((1, 2, 5)) for _ in range(3))
+    at, inv_freq = torch.ones(rows, tokens, draw.choice((1, pairs))), torch.ones(pairs)
+    return schema.cos_sin, [at, inv_freq, None, None, None, draw.sometimes(0.5)], []
+
+
+def freed(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose storage was freed; its address is 0, or a small number if it has an offset."""
+    copy = memory_of(x).clone().as_strided(x.shape, x.stride(), x.storage_offset())
+    copy.untyped_storage().resize_(0)
+    return copy
+
+
+def replaced(arguments: list[Any], old: torch.Tensor, new: torch.Tensor) -> list[Any]:
+    lists = [replaced(one, old, new) if isinstance(one, list) else one for one in arguments]
+    return [new if one is old else one for one in lists]
+
+
+def unread_by(operator: Callable[..., Any], arguments: list[Any]) -> torch.Tensor | None:
+    """Return the tensor of a call that its kernel does not read, if there is one."""
+    if operator is schema.gate_gradients:  # only slopes are multiplied by positions
+        return arguments[6] if schema.options_of(arguments[8]).gate == schema.LOG else None
+    if operator in (schema.rotate_extras, schema.rotate_extras_, schema.rotate_extras_into):
+        *_, options, _, extras, _ = arguments
+        return extras[0] if schema.options_of(options).learned else None  # only autograd reads it
+    return None
+
+
+@pytest.mark.parametrize("of", [rotation, angle_gradients, gate_gradients, phases, cosines])
+def test_freed_storage_is_refused(of: Callable[[Draw], Call]) -> None:
+    tried = 0
+    for seed in range(60):
+        try:
+            operator, arguments, _ = of(Draw(seed))
+            operator(*[tame(one) for one in arguments])
+        except RuntimeError:
+            continue
+        others = tensors_of(arguments)
+        if any(x.numel() == 0 for x in others) or any(x.numel() > FEW for x in others):
+            continue
+        unread = unread_by(operator, arguments)
+        for x in [one for one in others if one is not unread]:
+            kept = {id(one): memory_of(one).clone() for one in others}
+            with pytest.raises(RuntimeError, match="tensors must have their memory"):
+                operator(*replaced(arguments, x, freed(x)))
+            for one in others:
+                assert_same_bits(memory_of(one), kept[id(one)])
+            tried += 1
+    assert tried > 40
+
+
 @pytest.mark.parametrize("of", [rotation, angle_gradients, gate_gradients, phases])
 def test_drawn_calls(of: Callable[[Draw], Call]) -> None:
     taken, refused = 0, 0

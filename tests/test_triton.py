@@ -6,7 +6,7 @@ They run under Triton's interpreter, or compiled where there is a GPU; see trito
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -862,6 +862,49 @@ def test_a_wrong_direct_call_is_refused(case: str) -> None:
     arguments, sentence = WRONG[case]
     with pytest.raises(RuntimeError, match=sentence):
         operators().rotate(*arguments(x, words(1, 1, 1, 4)))
+
+
+def freed(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like x whose storage was freed, as FSDP frees that of parameters."""
+    copy = x.clone()
+    copy.untyped_storage().resize_(0)
+    return copy
+
+
+READ: dict[str, Callable[[], list[Any]]] = {
+    "words": lambda: [
+        words(1, 1, 1, 4),
+        words(1, 1, 1, 4),
+        torch.ones(1, 2, 3, dtype=torch.int64, device=DEVICE),
+        0,
+        Options(add_index=False),
+    ],
+    "tables": lambda: [torch.ones(1, 1, 3, 4, device=DEVICE)] * 2 + [None, 0, Options(source=3)],
+    "phases": lambda: [words(1, 1, 3, 4), words(1, 1, 1, 4), None, 0, Options(source=PHASES)],
+    "weight": lambda: [
+        *(words(1, 1, 1, 4), None, None, 0, Options(act=RMS_NORM)),
+        torch.ones(1, 8, device=DEVICE),
+    ],
+    "slope": lambda: [
+        *(words(1, 1, 1, 4), None, None, 0, Options(gate=SLOPE)),
+        torch.ones(1, 8, device=DEVICE),
+    ],
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_freed_storage_is_refused(case: str) -> None:
+    x = noise(2, 2, 3, 8, seed=1).float().to(DEVICE)
+    primary, secondary, where, offset, options, *extras = READ[case]()
+    given = [x, None, primary, secondary, where, offset, options.pack(), 1.0, extras, 1e-6]
+    operators().rotate(*given)
+    for at in range(5):
+        if given[at] is not None:
+            with pytest.raises(RuntimeError, match="tensors must have their memory"):
+                operators().rotate(*given[:at], freed(given[at]), *given[at + 1 :])
+    for one in extras:
+        with pytest.raises(RuntimeError, match="tensors must have their memory"):
+            operators().rotate(*given[:8], [freed(one)], 1e-6)
 
 
 def test_overlapping_memory_is_refused() -> None:

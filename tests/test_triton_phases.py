@@ -254,6 +254,15 @@ def test_a_wrong_direct_call_is_refused(case: str) -> None:
             operators().phase_words(*arguments(angles(3, torch.float32), state_of(), resets(3)))
 
 
+def test_freed_storage_is_refused() -> None:
+    given = [angles(3, torch.float32), state_of(), resets(3)]
+    for at, one in enumerate(given):
+        copy = one.clone()
+        copy.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="tensors must have their memory"):
+            operators().phase_words(*given[:at], copy, *given[at + 1 :], True, True)
+
+
 def test_gradients_of_16_bits_are_refused() -> None:
     with pytest.raises(RuntimeError, match="must be float32 or float64"):
         operators().phase_sums(angles(3, torch.float16), None, None)

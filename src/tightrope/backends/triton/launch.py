@@ -16,6 +16,7 @@ import torch
 from . import kernels
 from .blocks import Blocks
 from .groups import CONSTANTS
+from .views import address
 
 #: Arguments of a kernel in the order of its parameters: dtypes in place of tensors, numbers, groups, None.
 Values: TypeAlias = Sequence[Any]
@@ -192,4 +193,7 @@ def _members(values: Values) -> Iterator[Any]:
 
 def handle_of(x: torch.Tensor | None) -> Any:
     """Return a tensor's address, which is cheaper to pass than the tensor; the interpreter needs the tensor."""
-    return x if x is None or INTERPRETED else x.data_ptr()
+    if x is None:
+        return None
+    at = address(x)
+    return x if INTERPRETED else at

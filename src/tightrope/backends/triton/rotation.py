@@ -16,7 +16,7 @@ from .arguments import amplitudes_of, head_of, require, source_of, unit_of, view
 from .extras import Read, read
 from .groups import AngleKind, Carries, Extent, Kind, OperandSteps
 from .launch import INTERPRETED, flat, handle_of, launcher
-from .views import ACCESS, has_unit_channels, starts_aligned
+from .views import ACCESS, address, has_unit_channels, starts_aligned
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -88,16 +88,16 @@ def run(
     if whose != NEW and any(is_written(t, outs) for t in extras):
         extras = [t.clone() if is_written(t, outs) else t for t in extras]
         given = given._replace(extras=extras)
-    q_at = where = q.data_ptr()
+    q_at = where = address(q)
     k_at = key_of_k = None
     if k is not None:
-        k_at = k.data_ptr()
+        k_at = address(k)
         where |= k_at
         key_of_k = (k.shape, k.stride(), k.dtype, k.get_device())
     if whose == GIVEN:
         for out in outs:
-            where |= out.data_ptr()
-    words_at = primary.data_ptr()
+            where |= address(out)
+    words_at = address(primary)
     key = (
         options, q.shape, q.stride(), q.dtype, index, where % ACCESS, whose, amplitude, eps, key_of_k,
         primary.shape, primary.stride(), primary.dtype, words_at % ACCESS, primary.get_device(),
@@ -211,7 +211,7 @@ def _summed(options: Options, parts: Extras) -> Sequence[torch.Tensor]:
 
 def _key(x: torch.Tensor) -> tuple[Any, ...]:
     """Return the properties of a tensor that a plan depends on."""
-    return x.shape, x.stride(), x.dtype, x.data_ptr() % ACCESS, x.get_device()
+    return x.shape, x.stride(), x.dtype, address(x) % ACCESS, x.get_device()
 
 
 def _two(found: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:

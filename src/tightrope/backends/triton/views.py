@@ -71,6 +71,17 @@ def is_aligned(views: Iterable[View], element: int) -> bool:
     )
 
 
+def address(x: torch.Tensor) -> int:
+    """Return the address of a tensor; refuse one whose storage was freed."""
+    at = x.data_ptr()
+    if at == 0 and x.numel():
+        raise RuntimeError(
+            "tightrope: tensors must have their memory, but the storage of one is empty (freed by a "
+            "wrapper of the model?)"
+        )
+    return at
+
+
 def starts_aligned(x: torch.Tensor) -> bool:
     """Return whether a tensor begins at a multiple of 16 bytes."""
     return x.data_ptr() % ACCESS == 0
