@@ -20,7 +20,7 @@ BACKENDS = [
         name,
         marks=pytest.mark.skipif(reason is not None, reason=f"no such backend here: {reason}"),
     )
-    for name, reason in tightrope.backends().items()
+    for name, reason in tightrope.backends.why_not().items()
     if not BY_NAME[name].DEVICES or "cpu" in BY_NAME[name].DEVICES
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -31,5 +31,5 @@ both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["half
 
 # For guarantees of the kernel that torch's own functions do not give, such as reproducible bits.
 needs_kernel = pytest.mark.skipif(
-    tightrope.backends()["cpu"] is not None, reason="no native library"
+    tightrope.backends.why_not()["cpu"] is not None, reason="no native library"
 )

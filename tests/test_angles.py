@@ -129,7 +129,7 @@ def test_integer_positions(base: float, dim: int) -> None:
     near = ids.abs() <= 2**20
     for dtype in DTYPES:
         results = [from_definition(rotation.words, rotation.turns, rotation.ids, dtype)]
-        for backend, missing in tightrope.backends().items():
+        for backend, missing in tightrope.backends.why_not().items():
             if missing is None:
                 results.append(from_rotation(spec, ids, (1, len(ids)), dtype, backend))
         for got in results:
@@ -200,7 +200,7 @@ def test_fractional_positions(base: float, position_dtype: torch.dtype) -> None:
     assert (rotation.turns is not None) == any(omega > oracle.MP.pi for omega in omegas)
     for dtype in DTYPES:
         results = [from_definition(rotation.words, rotation.turns, rotation.ids, dtype)]
-        for backend, missing in tightrope.backends().items():
+        for backend, missing in tightrope.backends.why_not().items():
             if missing is None:
                 results.append(from_rotation(spec, ids, (1, len(ids)), dtype, backend))
         for got in results:

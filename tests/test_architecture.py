@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -241,6 +242,32 @@ def test_documents_name_every_group(page: str) -> None:
     assert len(rows) == 7
 
 
+# Prints the modules that are imported, and those that their packages do not have under their names.
+HIDDEN = """
+import importlib, json, pkgutil, sys, tightrope
+found, hidden = [], []
+for each in pkgutil.walk_packages(tightrope.__path__, "tightrope."):
+    if each.name.endswith((".__main__", "._native")):
+        continue
+    try:
+        module = importlib.import_module(each.name)
+    except ImportError:  # of a library that is not installed
+        continue
+    found.append(each.name)
+    package, _, name = each.name.rpartition(".")
+    if getattr(sys.modules[package], name) is not module:
+        hidden.append(each.name)
+print(json.dumps([found, hidden]))
+"""
+
+
+def test_no_function_hides_a_module() -> None:
+    """``import tightrope.backends.cpu as cpu`` works, as does every other module under its name."""
+    found, hidden = last_line_of(HIDDEN)
+    assert {"tightrope.backends.cpu", "tightrope.functional.tables"} <= set(found)
+    assert hidden == []
+
+
 def test_every_exception_has_a_reason() -> None:
     assert all(reason.strip() for reason in [*LAZY.values(), *DYNAMIC.values()])
 
@@ -361,16 +388,18 @@ print(json.dumps([sorted(set(sys.modules) - before), asked]))
 """
 
 
-def cost_of(statement: str) -> tuple[set[str], set[str]]:
-    """Return the heavy packages that a statement imports, and the device functions it calls."""
+def last_line_of(program: str) -> Any:
+    """Run a program in a new process and return its last line, which is JSON."""
     done = subprocess.run(
-        [sys.executable, "-c", PROBE.replace("{statement}", statement)],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    added, asked = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def cost_of(statement: str) -> tuple[set[str], set[str]]:
+    """Return the heavy packages that a statement imports, and the device functions it calls."""
+    added, asked = last_line_of(PROBE.replace("{statement}", statement))
     heavy = {name for name in HEAVY if any(f"{m}.".startswith(f"{name}.") for m in added)}
     return heavy, set(asked)
 

@@ -12,7 +12,7 @@ from tightrope import RopeSpec
 from tightrope.backends import BY_NAME, cpu
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 
-HAS_CPU = tightrope.backends()["cpu"] is None
+HAS_CPU = tightrope.backends.why_not()["cpu"] is None
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -29,9 +29,9 @@ def test_every_backend_offers_the_contract_and_no_more() -> None:
     for name, backend in BY_NAME.items():
         assert callable(backend.register), name
         assert callable(backend.why_not), name
-    assert list(BY_NAME) == list(tightrope.backends())
+    assert list(BY_NAME) == list(tightrope.backends.why_not())
     assert list(BY_NAME)[-1] == "reference"
-    assert tightrope.backends()["reference"] is None
+    assert tightrope.backends.why_not()["reference"] is None
 
 
 def test_which() -> None:
@@ -46,7 +46,7 @@ def test_which() -> None:
 @pytest.mark.parametrize("backend", [None, "cpu", "reference"])
 def test_a_forced_backend_runs(backend: str | None) -> None:
     if backend == "cpu" and not HAS_CPU:
-        pytest.skip(f"cpu: {tightrope.backends()['cpu']}")
+        pytest.skip(f"cpu: {tightrope.backends.why_not()['cpu']}")
     spec = RopeSpec(8)
     x, k = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8)
     y = rotate(x, spec, 3, backend=backend)

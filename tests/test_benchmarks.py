@@ -19,7 +19,7 @@ from matrix import needs_kernel
 from tightrope.backends import cpu
 from tightrope.cli.app import app
 from tightrope.workbench.bench import CONTENDERS, SUITES, Case, Made, measure, method, runtimes
-from tightrope.workbench.bench.measure import (
+from tightrope.workbench.bench._measure import (
     Expected,
     WrongError,
     check,

@@ -1290,7 +1290,7 @@ def test_random_weights_and_few_heads_tell_nothing(tmp_path: Path) -> None:
 
 
 def test_chance_is_a_bound(tmp_path: Path) -> None:
-    from tightrope.workbench.convert.detect import _weigh
+    from tightrope.workbench.convert._detect import _weigh
 
     generator = torch.Generator().manual_seed(0)
     for heads, width in ((16, 8), (96, 32)):

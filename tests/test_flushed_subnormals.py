@@ -16,12 +16,12 @@ import torch
 
 from tightrope import RopeSpec
 from tightrope.activations import RMSNorm
-from tightrope.backends import backends, cpu
+from tightrope.backends import cpu, why_not
 from tightrope.frequencies import Given
 from tightrope.functional import apply_rotary_pos_emb, rotate
 from tightrope.gates import Scalar
 
-pytestmark = pytest.mark.skipif(backends()["cpu"] is not None, reason="no native library")
+pytestmark = pytest.mark.skipif(why_not()["cpu"] is not None, reason="no native library")
 
 SETS = cpu.instruction_sets()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

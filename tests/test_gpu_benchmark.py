@@ -22,7 +22,7 @@ from benchmarks.gpu import __main__ as command, cases, contenders, peers, report
 from benchmarks.gpu.plugin import Options, read_units
 
 from tightrope.workbench.bench import Made, measure
-from tightrope.workbench.bench.measure import Expected, WrongError, check, inputs
+from tightrope.workbench.bench._measure import Expected, WrongError, check, inputs
 from triton_cases import kernels_in_place, needs_triton
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,7 +19,7 @@ from tightrope.functional import rotate, rotate_
 from tolerances import assert_rotations
 
 TESTS = Path(__file__).resolve().parent
-MISSING = tightrope.backends()["cpu"]
+MISSING = tightrope.backends.why_not()["cpu"]
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"no native library: {MISSING}")
 
 SETS = cpu.instruction_sets()

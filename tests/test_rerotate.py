@@ -485,7 +485,7 @@ def test_one_graph_for_all_offsets(change: Callable[..., torch.Tensor], after: R
 
 def test_a_shift_makes_no_positions() -> None:
     """From one offset to another, a pair turns by the same angle in all tokens: no ids are needed."""
-    from tightrope.functional.rerotate import _Move, _prepared
+    from tightrope.functional._rerotate import _Move, _prepared
     from tightrope.ops.layouts import BY_NAME
 
     k, spec = torch.randn(1, 2, TOKENS, 16), spec_of()

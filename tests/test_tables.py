@@ -10,7 +10,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from helpers import noise, refused
-from tightrope import backends
+from tightrope.backends import why_not
 from tightrope.functional import (
     apply_rotary_pos_emb,
     apply_rotary_pos_emb_,
@@ -21,7 +21,7 @@ from tightrope.functional import (
 from tightrope.ops import schema
 from tolerances import assert_near
 
-HAS_CPU = backends()["cpu"] is None
+HAS_CPU = why_not()["cpu"] is None
 BACKENDS = ["reference", None]
 FORMS = ("cat", "repeat", "half")
 

@@ -48,7 +48,7 @@ def test_every_operator_has_a_kernel_for_gpus() -> None:
 
 def test_reasons_why_the_backend_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_GPU:
-        reason = tightrope.backends()["triton"]
+        reason = tightrope.backends.why_not()["triton"]
         assert reason is not None
         assert reason.startswith("torch sees no GPU" if HAS_TRITON else "triton is not installed")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from tightrope.workbench.bench import CONTENDERS, Case
-from tightrope.workbench.bench.measure import inputs
+from tightrope.workbench.bench._measure import inputs
 
 from ..pages import between_marks, table
 from .cases import CASES, SHARES

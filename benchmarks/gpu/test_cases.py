@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tightrope.workbench.bench import FLOORS, Case, Contender, measure
-from tightrope.workbench.bench.measure import Expected, check, inputs
+from tightrope.workbench.bench._measure import Expected, check, inputs
 
 from .cases import CASES, sized, small
 from .contenders import CONTENDERS, OURS

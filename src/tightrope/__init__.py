@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError as _NotFound, version as _version
 
-from . import backends as _backends, ops as _ops
+from . import backends as backends, ops as _ops
 
 _ops.register()
-_backends.register()
+backends.register()
 
 from . import (  # noqa: E402
     frequencies as frequencies,
@@ -19,7 +19,7 @@ from . import (  # noqa: E402
     stacks as stacks,
 )
 from .axes import Axes as Axes  # noqa: E402
-from .backends import backends as backends, which as which  # noqa: E402
+from .backends import which as which  # noqa: E402
 from .spec import RopeSpec as RopeSpec  # noqa: E402
 
 try:

@@ -44,7 +44,7 @@ def check_error() -> None:
 
 def main(folder: str) -> None:
     assert Path(tightrope.__file__).is_relative_to(folder), tightrope.__file__
-    reason = tightrope.backends()["cpu"]
+    reason = tightrope.backends.why_not()["cpu"]
     assert reason is None, f"the kernel cannot be used: {reason}"
     sets = cpu.instruction_sets()
     for dtype, interleaved, instructions in itertools.product(

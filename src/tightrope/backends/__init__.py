@@ -9,7 +9,7 @@ import torch
 from ..ops.registry import Backend, add
 from . import cpu, reference, triton
 
-__all__ = ["backends", "which"]
+__all__ = ["which", "why_not"]
 
 #: Every backend by name, in order of preference. A backend module defines ``DEVICES``,
 #: ``register()`` and the functions of :class:`tightrope.ops.registry.Backend`.
@@ -24,13 +24,10 @@ def register() -> None:
         add(name, Backend(backend.why_not, backend.DEVICES, backend.is_ready))
 
 
-def backends() -> dict[str, str | None]:
-    """Return which backends are available.
+def why_not() -> dict[str, str | None]:
+    """Return for each backend why it cannot run here, or None if it can.
 
-    Returns:
-        For each backend, None if it is usable, otherwise the reason why it is not.
-
-    >>> backends()["reference"] is None
+    >>> why_not()["reference"] is None
     True
     """
     return {name: backend.why_not() for name, backend in BY_NAME.items()}

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..workbench.inspect import Comparison, Inspection, PairRow, PartReport
-from ..workbench.inspect.compare import LOST, NOTICED, Difference, PartComparison
+from ..workbench.inspect._compare import LOST, NOTICED, Difference, PartComparison
 from ..workbench.inspect.exactness import EXACT, FLOAT32, MEANING, WORDS
 from ..workbench.text import printable
 from ._tables import facts, titled

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .lrpe import lrpe_rotate_1d as lrpe_rotate_1d, lrpe_rotate_1d_ as lrpe_rotate_1d_
-from .rerotate import rerotate as rerotate, rerotate_ as rerotate_
-from .rotate import (
+from ._rerotate import rerotate as rerotate, rerotate_ as rerotate_
+from ._rotate import (
     GateLike as GateLike,
     rotary_pos_embedding as rotary_pos_embedding,
     rotate as rotate,
@@ -13,6 +12,7 @@ from .rotate import (
     rotate_qk as rotate_qk,
     rotate_qk_ as rotate_qk_,
 )
+from .lrpe import lrpe_rotate_1d as lrpe_rotate_1d, lrpe_rotate_1d_ as lrpe_rotate_1d_
 from .scan import PolarState as PolarState, polar_scan as polar_scan
 from .tables import (
     apply_rotary_pos_emb as apply_rotary_pos_emb,

@@ -65,7 +65,7 @@ def read_environment() -> Environment:
         torch=torch.__version__,
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
-        backends=dict(backends()),
+        backends=backends.why_not(),
         runs=runs,
         why_not_faster=why_not_faster,
         instruction_set=cpu.instruction_set(),

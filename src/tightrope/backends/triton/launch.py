@@ -36,7 +36,7 @@ compiled: dict[tuple[Any, ...], Any] = {}
 
 
 #: Whether Triton's interpreter runs the kernels, on tensors of any device.
-INTERPRETED = not hasattr(kernels.rotate, "cache_key")
+INTERPRETED = not hasattr(kernels.rotate.rotate, "cache_key")
 
 
 def signature_of(kernel: Any, values: Values) -> tuple[Any, ...]:

@@ -336,7 +336,7 @@ def _plan(
             types[f"partial_{name}"] = torch.float32
             each = view.heads if own_sums else parts_of_heads
             partials.append((at_once, each, head_dim))
-    kernel = kernels.rotate
+    kernel = kernels.rotate.rotate
     values["carries"] = Carries(**types, first_tile=0 if at_once < tiles else None)
     arguments_ = [values.get(name) for name in kernel.arg_names]
     launches = []

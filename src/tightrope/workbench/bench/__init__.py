@@ -11,6 +11,7 @@ The method is described in :mod:`tightrope.workbench.bench.method`.
 from __future__ import annotations
 
 from . import method as method, runtimes as runtimes
+from ._measure import measure as measure
 from .case import Case as Case, in_both as in_both
 from .contender import (
     FLOORS as FLOORS,
@@ -20,7 +21,6 @@ from .contender import (
     floor_of as floor_of,
 )
 from .contenders import CONTENDERS as CONTENDERS
-from .measure import measure as measure
 from .suites import SUITES as SUITES
 
 __all__ = ["CONTENDERS", "SUITES", "Case", "Contender", "measure"]

@@ -3,7 +3,7 @@
 :func:`convert` is `tightrope convert`; :func:`detect` is `tightrope detect`.
 """
 
-from .detect import Detection as Detection, Evidence as Evidence, detect as detect
+from ._detect import Detection as Detection, Evidence as Evidence, detect as detect
 from .model import Stated as Stated
 from .run import Conversion as Conversion, convert as convert
 from .verify import Verified as Verified

@@ -13,9 +13,9 @@ from typing import IO
 from ... import __version__
 from ..._errors import public
 from ..place import placed_file, placed_folder
+from ._detect import weigh
 from ._fail import basis, fail, pairing_name
 from .checkpoint import RECORD, Checkpoint, load_json, open_checkpoint
-from .detect import weigh
 from .marking import marked
 from .model import Model, Stated, describe, read_model
 from .plan import Plan, make_plan

@@ -11,7 +11,7 @@ Pictures: :mod:`tightrope.workbench.inspect.plot`, which needs matplotlib.
 
 from __future__ import annotations
 
-from .compare import Comparison as Comparison, compare as compare
+from ._compare import Comparison as Comparison, compare as compare
 from .exactness import Exactness as Exactness, Method as Method
 from .notes import Note as Note
 from .pairs import PairRow as PairRow

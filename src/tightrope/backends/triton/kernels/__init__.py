@@ -6,6 +6,6 @@ in either order within a process.
 
 from __future__ import annotations
 
+from . import rotate as rotate
 from .phases import add_tokens as add_tokens
-from .rotate import rotate as rotate
 from .sums import add_angles as add_angles, add_gates as add_gates
