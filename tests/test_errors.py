@@ -274,6 +274,41 @@ CASES = {
         ValueError,
         "[multi_axis] ids must have shape (axes, tokens) or (axes, rows, tokens) (ids: int64[5]).",
     ),
+    "Positions with a fractional offset": (
+        lambda: positions.Positions(offset=1.5),
+        TypeError,
+        "[Positions] offset must be an int but got 1.5; give fractions and tensors as ids.",
+    ),
+    "Positions with a tensor as offset": (
+        lambda: positions.Positions(offset=torch.tensor(3)),
+        TypeError,
+        "[Positions] offset must be an int but got int64[]; give fractions and tensors as ids.",
+    ),
+    "Positions with a bool as offset": (
+        lambda: positions.Positions(offset=True),
+        TypeError,
+        "[Positions] offset must be an int but got True; give fractions and tensors as ids.",
+    ),
+    "Positions with a huge offset": (
+        lambda: positions.Positions(offset=2**64),
+        ValueError,
+        "[Positions] offset must fit in 64 bits but got 18446744073709551616.",
+    ),
+    "Positions with a huge negative offset": (
+        lambda: positions.Positions(offset=-(2**63) - 1),
+        ValueError,
+        "[Positions] offset must fit in 64 bits but got -9223372036854775809.",
+    ),
+    "a shard beyond 64 bits": (
+        lambda: positions.shard(2**63 - 2, rank=1, size=2, tokens=8),
+        ValueError,
+        "[Positions] offset must fit in 64 bits but got 9223372036854775810.",
+    ),
+    "Positions with a string as add_index": (
+        lambda: positions.Positions(add_index="no"),
+        TypeError,
+        "[Positions] add_index must be a bool but got 'no'.",
+    ),
     "Positions of rank 2": (
         lambda: positions.Positions(ids(2, 5), add_index=False),
         ValueError,
@@ -444,7 +479,7 @@ def test_bad_input_loses_nothing() -> None:
 
 def test_a_forced_backend_that_cannot_run_raises_with_the_reason() -> None:
     x = torch.zeros(2, 3, 5, 8, device="meta")
-    missing = backends()["cpu"]
+    missing = backends.why_not()["cpu"]
     reason = "the tensor is on meta" if missing is None else missing
     with pytest.raises(
         NotImplementedError,

@@ -322,6 +322,23 @@ def test_layouts_and_positions(backend: str, layout: str) -> None:
             assert torch.allclose(back.float(), q.float(), atol=0.05)
 
 
+@pytest.mark.parametrize("name", stacks.names())
+def test_ids_of_32_bits_that_become_larger(name: str) -> None:
+    """Offsets and token indices are added in 64 bits: positions from 2^31 on are not negative."""
+    x, wide = noise(2, 2, 6, 16, dtype=torch.float32), torch.tensor([2**31 - 3, 7])
+
+    def rotated(starts: torch.Tensor, offset: int | None) -> torch.Tensor:
+        where = positions.per_row(starts)
+        if offset is not None:
+            where = positions.Positions(
+                starts[None, :, None].expand(-1, -1, 6), offset, add_index=False
+            )
+        return rotate(x, RopeSpec(16).at(where, stack=name))
+
+    for offset in (None, 2**31 - 5, -(2**31)):
+        assert_same_bits(rotated(wide.int(), offset), rotated(wide, offset))
+
+
 def test_rounding_can_be_overridden() -> None:
     """`rounding=` of a call replaces that of the stack."""
     q = qk(torch.bfloat16)[0].detach()

@@ -38,7 +38,7 @@ from .frequencies import (
     YaRN,
     length as checked_length,
 )
-from .positions import Positions, PositionsLike, as_positions, check_axes
+from .positions import Positions, PositionsLike, as_positions, check_axes, widened
 
 __all__ = ["Stack", "get", "names"]
 
@@ -592,7 +592,7 @@ class Stack:
         ids = where.ids
         if ids is None:
             ids = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
-        ids = ids.detach().to(device) + where.offset
+        ids = widened(ids.detach().to(device)) + where.offset
         if where.add_index:
             ids = ids + torch.arange(tokens, device=device)
         if seq_len is None and spec.scaling is not None and spec.scaling.by_length:

@@ -21,6 +21,7 @@ from ._canonical import (
     as_positions as as_positions,
     canonical as canonical,
     check_axes as check_axes,
+    widened as widened,
 )
 from ._line import left_padded as left_padded, packed as packed, per_row as per_row
 from ._rewrite import concatenate as concatenate, explicit as explicit, shard as shard

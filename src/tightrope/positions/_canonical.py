@@ -45,6 +45,10 @@ class Positions:
 
     @public("Positions")
     def __post_init__(self) -> None:
+        offset = integer("offset", self.offset, "; give fractions and tensors as ids")
+        check_fits("offset", offset)
+        if not isinstance(self.add_index, bool):
+            raise bad_type(f"add_index must be a bool but got {describe(self.add_index)}")
         if self.ids is None:
             return
         check_dtype(self.ids, "ids", sharded=True)
@@ -151,9 +155,6 @@ def check_axes(where: Positions, axes: int) -> None:
     raise bad_value(f"{rule}{where.axes}{hint}", positions=found)
 
 
-ZERO = Positions()
-
-
 def check_dtype(ids: object, name: str = "positions", sharded: bool = False) -> None:
     if not isinstance(ids, torch.Tensor):
         raise bad_type(f"{name} must be a tensor but got {describe(ids)}")
@@ -195,3 +196,6 @@ def number(name: str, value: object) -> int | float:
 def widened(ids: torch.Tensor) -> torch.Tensor:
     """Convert ids to 64 bits, so that adding to them does not overflow or lose digits."""
     return ids.to(torch.float64 if ids.is_floating_point() else torch.int64)
+
+
+ZERO = Positions()
