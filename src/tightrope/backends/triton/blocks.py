@@ -1,8 +1,9 @@
 """Block sizes of the kernels.
 
 The sizes depend only on the kind of call and are not autotuned: nothing is timed at run time, and a call
-has the same programs on every GPU, which fixes the order of its sums. The sizes are not measured yet, but
-derived from a rule: 16 bytes per load and thread, two loads in flight.
+is divided into the same tiles on every GPU. The order of a sum within a tile is that of the threads, which
+the compiler arranges by strides and alignment. The sizes are not measured yet, but derived from a rule: 16
+bytes per load and thread, two loads in flight.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 from ...ops.schema import ROTATIONS, library
 
 #: Device types that this backend serves, and the dispatch key of each.
-DEVICES = {"cuda": "CUDA", "xpu": "XPU"}
+DEVICES = {"cuda": "CUDA"}
 
 #: The oldest version of Triton that the kernels support.
 OLDEST = (3, 4)
