@@ -152,7 +152,7 @@ def test_a_prepared_rotation_takes_the_fast_path(
 
     prepared = SPEC.at(where, device=DEVICE)
     rotate_qk(Q, K, prepared, gate=gate)
-    monkeypatch.setattr(sys.modules["tightrope.functional.rotate"], "perform", checked)
+    monkeypatch.setattr(sys.modules["tightrope.functional._rotate"], "perform", checked)
     with Copies() as mode:
         rotate_qk(Q, K, prepared, gate=gate)
         rotate_qk_(Q, K, prepared, gate=gate)

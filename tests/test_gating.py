@@ -77,7 +77,7 @@ def only_the_fast_path(monkeypatch):
 
     def switch() -> None:
         # From sys.modules, as a function of the same name hides the module.
-        monkeypatch.setattr(sys.modules["tightrope.functional.rotate"], "perform", refused)
+        monkeypatch.setattr(sys.modules["tightrope.functional._rotate"], "perform", refused)
 
     return switch
 

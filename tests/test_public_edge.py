@@ -112,7 +112,7 @@ def test_signature_and_docstring_stay() -> None:
     assert double.__name__ == "double"
     assert double.__doc__ == "Twice x."
     assert list(inspect.signature(functional.rotate_).parameters)[:3] == ["x", "spec", "positions"]
-    assert functional.rotate_.__module__ == "tightrope.functional.rotate"
+    assert functional.rotate_.__module__ == "tightrope.functional._rotate"
     assert (positions.packed.__doc__ or "").startswith("Return positions of sequences packed")
 
 

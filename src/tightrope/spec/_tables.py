@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -65,6 +66,10 @@ class Tables:
         self._kept = DeviceCache()
         if not is_tracing():
             self._of_regime(_CPU)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Phase words and device tables are derived; a copy computes its own.
+        return Tables, (self.rule, self._rotary_dim, float.fromhex(self._base_hex), self._axes)
 
     @property
     def constants(self) -> tuple[Constant[Rule | None], Constant[Axes | None], int, float]:
