@@ -611,6 +611,24 @@ def test_other_formats_are_refused(tmp_path: Path) -> None:
         convert(write(tmp_path / "b", tensors), tmp_path / "c", to="interleaved")
 
 
+def test_a_norm_that_is_stored_with_the_projection_stays(tmp_path: Path) -> None:
+    """Transformer Engine's layers hold the norm before a projection under its name."""
+    name = "decoder.layers.0.self_attention.linear_qkv"
+    tensors = {
+        f"{name}.weight": torch.randn(64, 32),
+        f"{name}.layer_norm_weight": torch.randn(32),
+        f"{name}.layer_norm_bias": torch.randn(32),
+        f"{name}._extra_state": torch.zeros(5, dtype=torch.uint8),
+    }
+    config = {
+        "rotary_base": 10000, "rotary_percent": 1.0, "kv_channels": 8, "hidden_size": 32, "num_attention_heads": 4,
+        "num_query_groups": 2,
+    }  # fmt: skip
+    source = write(tmp_path / "source", tensors, config)
+    done = convert(source, tmp_path / "out", to="interleaved", stated=Stated(source="half"))
+    assert done.changed == (f"{name}.weight",)
+
+
 @pytest.mark.parametrize("name", ["lora_bias.weight", "weight_g", "ia3_l"])
 def test_parts_of_a_projection_that_no_quantisation_made(tmp_path: Path, name: str) -> None:
     tensors = quantised(llama_tensors(bias=False), **{name: torch.ones(32, 1)})

@@ -19,7 +19,10 @@ _ROWS = re.compile(
     r"(?:base_layer\.)?(?:weight|bias)|lora_B(?:\.\w+)?(?:\.weight)?|"
     r"lora_magnitude_vector(?:\.\w+)?(?:\.weight)?"
 )
-_STAYS = re.compile(r"lora_A(?:\.\w+)?(?:\.weight)?|input_scale|activation_scale")
+_STAYS = re.compile(
+    r"lora_A(?:\.\w+)?(?:\.weight)?|input_scale|activation_scale|"
+    r"layer_norm_(?:weight|bias)|_extra_state"  # Transformer Engine: the norm before the projection
+)
 _SCALE = re.compile(r"weight_scale(?:_inv)?")
 _QUANTISED = {
     "qweight": "GPTQ or AWQ",
