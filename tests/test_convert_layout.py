@@ -537,6 +537,21 @@ def test_gates_in_tensors_of_their_own(tmp_path: Path, name: str) -> None:
     assert done.changed == (f"{QKV}.weight",)
 
 
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("output_gate_type", "silu"), ("linear_attn_output_gate", True), ("mlp_gated_output", True),
+        ("moe_router_gate_heads", 4), ("gate_multiplier", 2), ("attn_output_gate", False),
+        ("attention_output_gate", None), ("attn_gate", "none"), ("use_head_wise_attn_gate", 0),
+    ],
+)  # fmt: skip
+def test_keys_that_announce_no_gates_of_the_attention(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    source = write(tmp_path / "source", {f"{QKV}.weight": fresh(ROWS, 32)}, {**PHI3, key: value})
+    assert convert(source, tmp_path / "out", to="interleaved").written
+
+
 def test_a_part_of_a_checkpoint_may_lack_the_gates(tmp_path: Path) -> None:
     config, place = {**LLAMA, "gating": True}, "model.layers.0.self_attn"
     shard = tmp_path / "model-00001-of-00002.safetensors"
