@@ -611,6 +611,24 @@ def test_other_formats_are_refused(tmp_path: Path) -> None:
         convert(write(tmp_path / "b", tensors), tmp_path / "c", to="interleaved")
 
 
+def test_a_norm_that_is_stored_with_the_projection_stays(tmp_path: Path) -> None:
+    """Transformer Engine's layers hold the norm before a projection under its name."""
+    name = "decoder.layers.0.self_attention.linear_qkv"
+    tensors = {
+        f"{name}.weight": torch.randn(64, 32),
+        f"{name}.layer_norm_weight": torch.randn(32),
+        f"{name}.layer_norm_bias": torch.randn(32),
+        f"{name}._extra_state": torch.zeros(5, dtype=torch.uint8),
+    }
+    config = {
+        "rotary_base": 10000, "rotary_percent": 1.0, "kv_channels": 8, "hidden_size": 32, "num_attention_heads": 4,
+        "num_query_groups": 2,
+    }  # fmt: skip
+    source = write(tmp_path / "source", tensors, config)
+    done = convert(source, tmp_path / "out", to="interleaved", stated=Stated(source="half"))
+    assert done.changed == (f"{name}.weight",)
+
+
 @pytest.mark.parametrize("name", ["lora_bias.weight", "weight_g", "ia3_l"])
 def test_parts_of_a_projection_that_no_quantisation_made(tmp_path: Path, name: str) -> None:
     tensors = quantised(llama_tensors(bias=False), **{name: torch.ones(32, 1)})
@@ -653,11 +671,14 @@ K0 = "model.layers.0.self_attn.k_proj.weight"
 REFUSED: dict[str, tuple[Any, str]] = {
     "no keys": (drop(K0), "model.layers.0.self_attn has queries but no keys"),
     "no queries": (drop(Q0), "model.layers.0.self_attn has keys but no queries"),
-    "heads of the wrong number": (tensor(Q0, (40, 32)), r"must have 4 heads of 8 rows but is F32\[40, 32\]"),
-    "no whole heads": (tensor(Q0, (30, 32)), "must have whole heads of 8 rows"),
+    "heads of the wrong number": (
+        tensor(Q0, (40, 32)),
+        "must have 4 heads of 8 = 32 rows but has 40: 5 heads or heads of 10 rows would explain it",
+    ),
+    "no whole heads": (tensor(Q0, (30, 32)), "must have 4 heads of 8 = 32 rows but has 30[.]$"),
     "a norm of the wrong size": (
         tensor("model.layers.0.self_attn.q_norm.weight", (12,)),
-        "must have whole heads of 8 rows",
+        "must have 8 elements, or 4 heads of 8 = 32, but has 12[.]$",
     ),
     "no rows": (tensor(Q0, (0, 32)), "must have rows but is"),
     "two towers": (
@@ -718,6 +739,11 @@ def test_a_checkpoint_without_configuration(tmp_path: Path) -> None:
     ):
         convert(source, tmp_path / "b", to="interleaved", stated=stated)
     stated = Stated(head_dim=8, naming="llama", source="half")
+    with refused(
+        "the number of query heads in model.layers.0.self_attn.q_.* must be known: pass --heads[.]$"
+    ):
+        convert(source, tmp_path / "b", to="interleaved", stated=stated)
+    stated = Stated(head_dim=8, naming="llama", source="half", heads=4)
     assert len(convert(source, tmp_path / "b", to="interleaved", stated=stated).changed) == 12
 
 
@@ -1336,7 +1362,7 @@ def test_fused_projections_are_read(tmp_path: Path) -> None:
             parts += [q[64 * n : 64 * n + 64], k[32 * n : 32 * n + 32], torch.randn(32, 64)]
         fused[f"layers.{layer}.attention.query_key_value.weight"] = torch.cat(parts)
     save_file(fused, tmp_path / "a.safetensors")
-    stated = Stated(head_dim=32, heads=8, naming="gpt_neox")
+    stated = Stated(head_dim=32, heads=8, kv_heads=4, naming="gpt_neox")
     found = detect(tmp_path / "a.safetensors", stated=stated)
     assert (found.pairing, found.stated) == ("interleaved", None)
 

@@ -9,6 +9,7 @@ row that was forgotten, or taken from the wrong head, is detected.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,8 @@ import torch
 
 from tightrope import RopeSpec
 from tightrope.config.families import FAMILIES
-from tightrope.workbench.convert import convert
-from tightrope.workbench.convert.naming import FAMILY_NAMING
+from tightrope.workbench.convert import Stated, convert
+from tightrope.workbench.convert.naming import FAMILY_NAMING, KEY_HEADS_OPTIONAL, NAMINGS
 from tolerances import TABLE
 
 transformers = pytest.importorskip("transformers")
@@ -116,10 +117,10 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-def small(family: str) -> Any:
-    """Return a configuration for a small model of a family."""
+def small(family: str, **own: Any) -> Any:
+    """Return a configuration for a small model of a family, with these keys besides."""
     kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
-    sizes = {**SIZES, **OWN.get(family, {})}
+    sizes = {**SIZES, **OWN.get(family, {}), **own}
     return kind(**{key: value for key, value in sizes.items() if value is not ...})
 
 
@@ -183,7 +184,7 @@ def check(before: torch.Tensor, after: torch.Tensor, forgotten: torch.Tensor) ->
     assert (before - after).abs().max() <= TABLE["channels reordered"].value * wrong
 
 
-# Families without a (small) model in transformers; their packings are tested elsewhere.
+# Families without a (small) model in transformers; the packings among them are tested below.
 ELSEWHERE = {"meta", "megatron", "internlm2", "kimi_k2", "minicpm", "solar", "mllama_text_model"}
 ELSEWHERE |= {"qwen2_vl", "qwen2_5_vl"}  # their text models are tested
 
@@ -191,8 +192,18 @@ ELSEWHERE |= {"qwen2_vl", "qwen2_5_vl"}  # their text models are tested
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", sorted(FAMILY_NAMING.keys() - ELSEWHERE))
 def test_a_converted_model_computes_the_same(family: str, tmp_path: Path) -> None:
+    check_conversion(family, tmp_path)
+
+
+@pytest.mark.parametrize("own", [{"multi_query": True}, {"multi_query": False}], ids=str)
+def test_the_older_falcons(own: dict[str, Any], tmp_path: Path) -> None:
+    """One key head for all queries, or one for each, and no number of them in the configuration."""
+    check_conversion("falcon", tmp_path, new_decoder_architecture=False, num_kv_heads=..., **own)
+
+
+def check_conversion(family: str, tmp_path: Path, **own: Any) -> None:
     torch.manual_seed(1)
-    model = transformers.AutoModel.from_config(small(family)).eval()
+    model = transformers.AutoModel.from_config(small(family, **own)).eval()
     for name, parameter in model.named_parameters():
         # Fresh norms are ones and fresh biases zeros, which would hide a wrong order.
         if "norm" in name:
@@ -270,3 +281,125 @@ def test_a_family_with_a_key_for_it_needs_no_switch(tmp_path: Path) -> None:
     convert(tmp_path / "out", tmp_path / "back", to="interleaved")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "source" / name).read_bytes()
+
+
+def test_families_whose_key_heads_are_optional() -> None:
+    assert KEY_HEADS_OPTIONAL <= FAMILY_NAMING.keys()
+    for family in sorted(KEY_HEADS_OPTIONAL - ELSEWHERE):
+        config = small(family, num_key_value_heads=..., num_attention_heads=8)
+        assert getattr(config, "num_key_value_heads", 8) == 8, family
+
+
+# --- fused projections of code outside transformers -------------------------------------------------
+
+HEADS, GROUPS, WIDTH, COLUMNS = 6, 3, 8, 20
+
+
+def grouped(qkv: torch.Tensor, groups: int) -> list[torch.Tensor]:
+    """InternLM2 and Megatron: for each group, its queries, then one key, then one value."""
+    every = qkv.view(len(qkv), groups, HEADS // groups + 2, WIDTH)
+    return [every[:, :, :-2].flatten(1, 2), every[:, :, -2], every[:, :, -1]]
+
+
+def heads_of_three(qkv: torch.Tensor, groups: int) -> list[torch.Tensor]:
+    """Megatron before groups, and ChatGLM without them: a query, a key and a value of each head."""
+    assert groups == HEADS
+    return list(qkv.view(len(qkv), HEADS, 3 * WIDTH).chunk(3, -1))
+
+
+def blocks(qkv: torch.Tensor, groups: int) -> list[torch.Tensor]:
+    """ChatGLM: all queries, all keys, all values; Megatron did so before version 1."""
+    parts = qkv.split([HEADS * WIDTH, groups * WIDTH, groups * WIDTH], -1)
+    return [part.view(len(qkv), -1, WIDTH) for part in parts]
+
+
+MEGATRON: dict[str, Any] = {
+    "rotary_base": 10000, "rotary_percent": 1.0, "hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS,
+    "rotary_interleaved": False,
+}  # fmt: skip
+PLAIN = {"head_dim": WIDTH, "num_attention_heads": HEADS, "rope_theta": 1e4}
+REFERENCES: dict[str, tuple[str, str, Any, int, dict[str, Any], Stated]] = {
+    "internlm2": (
+        "internlm2", "layers.0.attention.wqkv", grouped, GROUPS,
+        {**PLAIN, "model_type": "internlm2", "num_key_value_heads": GROUPS}, Stated(),
+    ),
+    "internlm2 without groups": (
+        "internlm2", "layers.0.attention.wqkv", grouped, HEADS, {**PLAIN, "model_type": "internlm2"}, Stated(),
+    ),
+    "megatron": (
+        "megatron", "layers.0.self_attention.linear_qkv", grouped, GROUPS, {**MEGATRON, "num_query_groups": GROUPS},
+        Stated(),
+    ),
+    "megatron, in parallel": (
+        "megatron", "layers.0.self_attention.linear_qkv", grouped, GROUPS,
+        {**MEGATRON, "num_query_groups": GROUPS, "tensor_model_parallel_size": 3}, Stated(),
+    ),
+    "megatron without groups": (
+        "megatron", "layers.0.self_attention.query_key_value", heads_of_three, HEADS, MEGATRON, Stated(),
+    ),
+    "nemo, legacy": (
+        "megatron", "layers.0.self_attention.query_key_value", blocks, HEADS,
+        {**MEGATRON, "megatron_legacy": True}, Stated(packing="blocks"),
+    ),
+    "chatglm": (
+        "chatglm", "encoder.layers.0.self_attention.query_key_value", blocks, GROUPS,
+        {**PLAIN, "multi_query_attention": True, "multi_query_group_num": GROUPS},
+        Stated(naming="chatglm", source="interleaved", rotary_dim=WIDTH // 2),
+    ),
+    "chatglm without groups": (
+        "chatglm", "encoder.layers.0.self_attention.query_key_value", heads_of_three, HEADS,
+        {**PLAIN, "multi_query_attention": False, "multi_query_group_num": 1},
+        Stated(naming="chatglm", source="interleaved", rotary_dim=WIDTH // 2, packing="grouped"),
+    ),
+    "falcon before transformers": (
+        "falcon", "h.0.self_attention.query_key_value", grouped, 1,
+        {**PLAIN, "model_type": "RefinedWebModel", "multi_query": True}, Stated(naming="falcon", source="half"),
+    ),
+}  # fmt: skip
+
+
+def rotated(x: torch.Tensor, width: int, neighbours: bool) -> torch.Tensor:
+    """Rotate the first ``width`` channels of ``(tokens, heads, channels)`` as complex numbers."""
+    pairs = x[..., :width].double().unflatten(-1, (-1, 2) if neighbours else (2, -1))
+    re_, im = pairs.unbind(-1 if neighbours else -2)
+    angles = torch.arange(len(x)).outer(10000.0 ** (-torch.arange(0, width, 2).double() / width))
+    turned = torch.complex(re_, im) * torch.polar(torch.ones(()).double(), angles)[:, None]
+    made = torch.stack((turned.real, turned.imag), -1 if neighbours else -2).flatten(-2)
+    return torch.cat((made, x[..., width:]), -1)
+
+
+def attended(
+    qkv: torch.Tensor, split: Any, groups: int, width: int, neighbours: bool
+) -> torch.Tensor:
+    q, k, v = split(qkv, groups)
+    q, k = (rotated(x, width, neighbours) for x in (q, k))
+    k, v = (x.repeat_interleave(HEADS // groups, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / WIDTH**0.5
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+@pytest.mark.parametrize("case", REFERENCES)
+def test_a_converted_fused_projection_computes_the_same(case: str, tmp_path: Path) -> None:
+    naming, module, split, groups, config, stated = REFERENCES[case]
+    assert NAMINGS[naming].packing is not None
+    generator = torch.Generator().manual_seed(5)
+    rows = (HEADS + 2 * groups) * WIDTH
+    before = {
+        f"{module}.weight": torch.randn(rows, COLUMNS, generator=generator, dtype=torch.float64),
+        f"{module}.bias": torch.randn(rows, generator=generator, dtype=torch.float64),
+    }
+    safetensors_torch.save_file(before, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    source = stated.source == "interleaved"
+    to = "half" if source else "interleaved"
+    out = tmp_path / "out.safetensors"
+    done = convert(tmp_path / "model.safetensors", out, to=to, stated=stated, verify=True)
+    assert len(done.changed) == 2
+    after = safetensors_torch.load_file(out)
+    x = torch.randn(11, COLUMNS, generator=generator, dtype=torch.float64)
+
+    def output(tensors: dict[str, torch.Tensor], neighbours: bool) -> torch.Tensor:
+        qkv = x @ tensors[f"{module}.weight"].T + tensors[f"{module}.bias"]
+        return attended(qkv, split, groups, stated.rotary_dim or WIDTH, neighbours)
+
+    check(output(before, source), output(after, not source), output(after, source))

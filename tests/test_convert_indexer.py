@@ -90,17 +90,24 @@ def test_a_proof_looks_at_the_indexer_too(tmp_path: Path) -> None:
 INDEXERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = {
     "another number of heads": (
         {"index_n_heads": 2}, {},
-        "model.layers.0.self_attn.indexer.wq_b.weight must have 2 heads of the indexer of 14 rows but is",
+        "model.layers.0.self_attn.indexer.wq_b.weight must have 2 heads of 14 = 28 rows but has 42: 3 heads "
+        "would explain it[.]$",
     ),
     "no whole heads": (
         {"index_head_dim": 16},
         {"indexer.wk.weight": (16, 24), "indexer.k_norm.weight": (16,), "indexer.k_norm.bias": (16,)},
-        "wq_b.weight must have whole heads of 16 rows but is",
+        "wq_b.weight must have 3 heads of 16 = 48 rows but has 42: heads of 14 rows would explain it[.]$",
     ),
-    "two keys": ({}, {"indexer.wk.weight": (28, 24)}, "must have the 14 rows of one key head but is"),
+    "two keys": (
+        {}, {"indexer.wk.weight": (28, 24)},
+        "must have 1 head of 14 = 14 rows but has 28: 2 heads or heads of 28 rows would explain it[.]$",
+    ),
     "narrow heads": (
         {"index_head_dim": 6}, {},
         "the heads of .* must have 8 rotated rows but have 6 .index_head_dim.",
+    ),
+    "number not stated": (
+        {"index_n_heads": None}, {}, "index_n_heads must be known for .*: pass a configuration with it as --config",
     ),
     "size not stated": (
         {"index_head_dim": None}, {}, "index_head_dim must be known for .*: pass a configuration with it as --config",

@@ -170,11 +170,11 @@ def _projections(roles: dict[str, list[Change]], model: Model) -> list[tuple[str
     """Return (kind, sizes of rotated channels ``[samples, rotary_dim]``) for products and for queries."""
     if "qkv" in roles:
         fused = _weight(roles["qkv"])
-        if fused is None or model.heads is None:
+        if fused is None:
             return []
         every = _logs(fused)
         # `every` has the query and key heads, but no value heads, in the order of the fused tensor.
-        heads = min(model.heads, len(every) - 1)
+        heads = model.heads_of(fused.layer) or 0
         kv_heads = len(every) - heads
         rows = PACKINGS[model.naming.packing or ""].rows(heads, kv_heads)
         order = {head: n for n, head in enumerate(sorted([*rows[0], *rows[1]]))}

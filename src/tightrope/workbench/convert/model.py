@@ -7,8 +7,8 @@ lack. Nothing is guessed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ...config.files import url_in
 from ...config.source import Source
 from ...config.specs import LayerSpecs
 from ...spec import RopeSpec
+from . import layout
 from ._fail import fail, shown
 from .checkpoint import RECORD, Checkpoint, load_json, open_checkpoint
 from .naming import FAMILY_NAMING, NAMINGS, PACKINGS, Naming
@@ -26,7 +27,6 @@ from .naming import FAMILY_NAMING, NAMINGS, PACKINGS, Naming
 _LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 _LAYER_TYPES = ("layer_types", "layers_block_type")
 _MOST_LAYERS = 65536
-_KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_query_groups", "n_head_kv")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ class Model:
         assumed: whether the pairing is that of the family's code, which no file and no user states.
         naming: the naming scheme of the projections.
         prefix: the name prefix of the layers; None to take it from the names.
-        heads, kv_heads: numbers of heads; None to take them from the shapes.
+        heads, kv_heads: numbers of heads, one for all layers or one per layer; None if not stated.
+        latent: the number of rows of ``kv a`` that do not rotate; None if not stated.
+        gates: keys of the configuration that announce gates of the attention, and their values.
         native: the pairing that the configuration's family has without any statement of the user or a
             record; None if unknown.
         mark: the key of the configuration by which the family's own code chooses the pairing, if any.
@@ -87,8 +89,10 @@ class Model:
     who: str
     naming: Naming
     prefix: str | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
+    heads: layout.Count = None
+    kv_heads: layout.Count = None
+    latent: int | None = None
+    gates: Mapping[str, object] = field(default_factory=dict)
     mark: str | None = None
     at: tuple[str, ...] = ()
     block: int | None = None
@@ -107,6 +111,14 @@ class Model:
         if isinstance(self.specs, RopeSpec):
             return self.specs
         return self.of(layer) if layer < len(self.specs.layers or ()) else None
+
+    def heads_of(self, layer: int) -> int | None:
+        """Return the number of query heads of a layer."""
+        return layout.of_layer(self.heads, layer)
+
+    def kv_heads_of(self, layer: int) -> int | None:
+        """Return the number of key heads of a layer."""
+        return layout.of_layer(self.kv_heads, layer)
 
     def of(self, layer: int) -> RopeSpec | None:
         """Return the spec of a layer, or None for a layer without RoPE."""
@@ -136,6 +148,8 @@ def read_model(checkpoint: Checkpoint, stated: Stated, *, pairing: bool = True) 
         if not isinstance(model.specs, RopeSpec):
             fail("rotary_dim and start must not be given if layers have different specs")
         model = replace(model, specs=_sliced(model.specs, stated))
+    for weights in checkpoint.files:
+        layout.check_version(weights.version, model.naming, packed=stated.packing is not None)
     recorded = _recorded(checkpoint) if given is None else None
     if recorded is not None:
         model = replace(model, interleaved=recorded[0], who=recorded[1], assumed=False)
@@ -230,7 +244,8 @@ def _from_flags(stated: Stated) -> Model:
         )
     spec = RopeSpec(stated.head_dim, rotary_dim=stated.rotary_dim, start=stated.start or 0)  # type: ignore[arg-type]
     return Model(
-        spec, None, "the command line", _naming(stated, None), stated.prefix, stated.heads, stated.kv_heads,
+        spec, None, "the command line", _naming(stated, None), stated.prefix,
+        *layout.counts({}, None, None, stated.heads, stated.kv_heads),
         name="a checkpoint without configuration",
     )  # fmt: skip
 
@@ -277,19 +292,23 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
     silent = source.family is None and given is None and _key_of(source) is None
     read = _provenance(found, stated, False if silent else given, strict=given is None)
     spec = read.spec
-    if spec is None:
+    every = spec.values() if isinstance(spec, LayerSpecs) else [spec]
+    specs = [each for each in every if each is not None]
+    if spec is None or not specs:
         fail(f"{source.name} has no RoPE")
-    first = spec if isinstance(spec, RopeSpec) else next(each for each in spec.values() if each)
+    first = specs[0]
     interleaved = None if silent else first.interleaved
     who, assumed = _origin(read, source, silent)
     if stated.head_dim is not None and stated.head_dim != first.head_dim:
         fail(f"--head-dim is {stated.head_dim} but the configuration states {first.head_dim}")
     values = source.values
-    heads = _size(stated.heads, "--heads", values, keys.HEADS)
-    kv_heads = _size(stated.kv_heads, "--kv-heads", _attention(values), _KV_HEADS)
-    if values.get("model_type") == "falcon" and stated.kv_heads is None:
-        kv_heads = _falcon(values, heads, kv_heads)
-    naming = _naming(stated, _family(source))
+    family = _family(source)
+    layers = min(layout.size(values, _LAYERS) or 0, _MOST_LAYERS) or None
+    facts = layout.flattened(values, found)
+    heads, kv_heads = layout.counts(facts, family, layers, stated.heads, stated.kv_heads)
+    naming = _naming(stated, family)
+    widths = tuple(each.head_dim for each in specs)
+    layout.check(facts, naming, widths, heads, kv_heads, packed=stated.packing is not None)
     if stated.naming is None:
         _check_indexer(values, naming, source.name)
     return Model(
@@ -300,15 +319,17 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
         stated.prefix,
         heads,
         kv_heads,
+        layout.size(values, ("kv_lora_rank",)) if "kv a" in naming.modules.values() else None,
+        layout.gates(facts, naming),
         None if source.family is None else source.family.pairing_key,
         tuple(source.prefix.split(".")[:-1]),
         _block(found, values),
-        _size(None, "", values, ("index_n_heads",)),
-        _size(None, "", values, ("index_head_dim",)),
+        layout.size(values, ("index_n_heads",)),
+        layout.size(values, ("index_head_dim",)),
         source.name,
         _native(source) if given is not None else interleaved,
         assumed,
-        min(_size(None, "", values, _LAYERS) or 0, _MOST_LAYERS) or None,
+        layers,
         _kinds(values),
     )
 
@@ -388,30 +409,6 @@ def _family(source: Source) -> str | None:
     return own if isinstance(own, str) else None
 
 
-def _attention(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner = values.get("attn_config")
-    if isinstance(inner, Mapping) and inner.get("kv_n_heads") is not None:
-        return {**values, "n_kv_heads": inner["kv_n_heads"]}
-    return values
-
-
-def _size(
-    given: int | None, flag: str, values: Mapping[str, Any], names: Iterable[str]
-) -> int | None:
-    for name in names:
-        value = values.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            fail(f"{name} must be a whole number above 0 but got {value!r}")
-        if given is not None and given != value:
-            fail(f"{flag} is {given} but the configuration states {name} = {value}")
-        return value
-    if given is not None and given < 1:
-        fail(f"{flag} must be above 0 but got {given}")
-    return given
-
-
 def _check_indexer(values: Mapping[str, Any], naming: Naming, who: str) -> None:
     """Refuse a configuration whose stated pairing of the sparse indexer differs from the family's code."""
     for key in ("indexer_rope_interleave", "index_rope_interleave"):
@@ -424,13 +421,6 @@ def _check_indexer(values: Mapping[str, Any], naming: Naming, who: str) -> None:
             f"{'neighbours' if moves else 'halves'}: --naming glm_moe_dsa converts the indexer along "
             "with the attention, --naming deepseek leaves it as it is"
         )
-
-
-def _falcon(values: Mapping[str, Any], heads: int | None, kv_heads: int | None) -> int | None:
-    """Return Falcon's number of key heads; only its newer architecture reads it from the configuration."""
-    if values.get("new_decoder_architecture"):
-        return kv_heads or heads
-    return 1 if values.get("multi_query", True) else heads
 
 
 def _block(found: object, values: Mapping[str, Any]) -> int | None:

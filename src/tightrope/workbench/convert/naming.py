@@ -158,5 +158,14 @@ FAMILY_NAMING: dict[str, str] = {
     family: naming for naming, families in _BY_NAMING.items() for family in families.split()
 }
 
+# Families whose code has as many key heads as query heads if the configuration does not state another
+# number. The code of all others has a constant of its own.
+KEY_HEADS_OPTIONAL = frozenset(
+    """apertus arcee codegen cohere cohere2 deepseek_v2 diffllama esm eurobert flex_olmo gpt_neox gptj
+    granite granitemoe granitemoehybrid granitemoeshared hunyuan_v1_dense hunyuan_v1_moe internlm2 llama
+    longcat_flash megatron meta modernbert olmo olmo2 olmo3 olmoe persimmon phi phi3
+    roformer""".split()
+)
+
 # Prefixes of side parts (multi-token prediction), whose layers have the geometry of the main layers.
 SIDE_PARTS = ("mtp.",)

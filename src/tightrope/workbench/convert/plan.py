@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...spec import RopeSpec
 from ._fail import fail, shown
 from .checkpoint import Checkpoint
 from .model import Model
-from .naming import NAMINGS, PACKINGS, SIDE_PARTS, Naming
+from .naming import NAMINGS, SIDE_PARTS, Naming
 from .rewrite import Change
+from .rows import ROLES, Part
 from .tensors import FLOATS, Entry, each
 
 # Suffixes after a module's name: tensors with its rows, tensors that stay, scales, quantised formats.
@@ -19,7 +19,10 @@ _ROWS = re.compile(
     r"(?:base_layer\.)?(?:weight|bias)|lora_B(?:\.\w+)?(?:\.weight)?|"
     r"lora_magnitude_vector(?:\.\w+)?(?:\.weight)?"
 )
-_STAYS = re.compile(r"lora_A(?:\.\w+)?(?:\.weight)?|input_scale|activation_scale")
+_STAYS = re.compile(
+    r"lora_A(?:\.\w+)?(?:\.weight)?|input_scale|activation_scale|"
+    r"layer_norm_(?:weight|bias)|_extra_state"  # Transformer Engine: the norm before the projection
+)
 _SCALE = re.compile(r"weight_scale(?:_inv)?")
 _QUANTISED = {
     "qweight": "GPTQ or AWQ",
@@ -85,6 +88,7 @@ def make_plan(checkpoint: Checkpoint, model: Model, *, every_layer: bool = False
         ValueError: names, shapes or formats do not fit the model.
     """
     entries = list(each(checkpoint.files))
+    _check_gated(entries)
     matches = _matches(entries, model.naming)
     if not matches:
         wanted = model.naming.layer.replace("\\", "").replace("(d+)", "N")
@@ -95,6 +99,7 @@ def make_plan(checkpoint: Checkpoint, model: Model, *, every_layer: bool = False
             f"one of {', '.join(NAMINGS)}"
         )
     matches = _chosen(matches, model)
+    _check_gates(entries, matches, model, checkpoint)
     rows = {
         match.group_module: match.entry.shape[0]
         for match in matches
@@ -120,6 +125,46 @@ def make_plan(checkpoint: Checkpoint, model: Model, *, every_layer: bool = False
     named = {id(change.entry) for change in changes}
     left = tuple(entry.name for entry in entries if id(entry) not in named)
     return Plan(tuple(changes), left, tuple(sorted(still)))
+
+
+# Modules with gates beside queries, keys and values; and those with gates alone.
+_GATED = re.compile(r"(?:\w+_)?(?:qgkv|qkvg)(?:_\w+)?")
+_GATES = re.compile(r"(?:\w+_)?gates?(?:_\w+)?|g_proj")
+
+
+def _check_gated(entries: list[Entry]) -> None:
+    """Refuse a projection that holds gates by its name."""
+    for entry in entries:
+        parts = entry.name.split(".")
+        if any(map(_GATED.fullmatch, parts)) and not _WITHOUT_ROPE.search(entry.name):
+            fail(
+                f"{entry.name} holds gates beside queries, keys and values by its name, which is not "
+                f"supported: split it"
+            )
+
+
+def _check_gates(
+    entries: list[Entry], matches: list[_Match], model: Model, checkpoint: Checkpoint
+) -> None:
+    """Refuse a configuration that announces gates, unless tensors of their own hold them.
+
+    Gates among the rows of separate queries would show in their number, so a part of a checkpoint may lack
+    those tensors.
+    """
+    fused = any(match.role == "qkv" for match in matches)
+    partial = checkpoint.is_shard or any("lora_" in match.suffix for match in matches)
+    if not model.gates or (partial and not fused):
+        return
+    groups = tuple({match.prefix + match.group for match in matches})
+    for entry in entries:
+        if entry.name.startswith(groups) and any(map(_GATES.fullmatch, entry.name.split("."))):
+            return
+    key, value = next(iter(model.gates.items()))
+    where = next((m.module for m in matches if m.role in ("q", "q gate", "qkv")), matches[0].module)
+    fail(
+        f"{key} is {value!r}, but no tensor holds the gates of the attention alone: gates among the rows of "
+        f"{where} are not supported{'' if fused else ', except those of --naming qwen3_next'}"
+    )
 
 
 def _matches(entries: list[Entry], naming: Naming) -> list[_Match]:
@@ -180,7 +225,7 @@ def _change(match: _Match, spec: RopeSpec, model: Model, rows: int, ranks: int) 
     if scale and entry.numel == 1:
         return None
     if scale and len(entry.shape) == 2 and entry.shape[1] != 1:
-        _check_blocks(match, spec, model, rows, ranks)
+        _check_blocks(match.role, Part(entry, spec, model, match.layer, rows, ranks))
         return None
     if entry.dtype not in FLOATS:
         fail(
@@ -199,157 +244,26 @@ def _change(match: _Match, spec: RopeSpec, model: Model, rows: int, ranks: int) 
         fail(
             f"each row of {entry.name} must be a whole number of bytes but it is {entry.describe()}"
         )
-    starts = _ROLES[match.role](entry, spec, model, units, ranks)
+    starts = ROLES[match.role](Part(entry, spec, model, match.layer, units, ranks))
     return Change(
         entry, match.role, match.layer, units, starts, spec.rotary_dim,
         match.group_module,
     )  # fmt: skip
 
 
-def _count(
-    entry: Entry, rows: int, width: int, wanted: int | None, ranks: int, what: str, spec: RopeSpec
-) -> int:
-    """Return the number of heads of a projection by its shape, checked against the model."""
-    count, rest = divmod(rows, width)
-    if rest or not count:
-        fail(
-            f"{entry.name} must have whole heads of {width} rows but is {entry.describe()} "
-            f"(head_dim {spec.head_dim})"
-        )
-    if wanted is not None:
-        wanted = max(wanted // ranks, 1)
-        if count != wanted:
-            fail(
-                f"{entry.name} must have {wanted} {what} of {width} rows but is {entry.describe()}"
-            )
-    return count
-
-
-def _query(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int) -> tuple[int, ...]:
-    count = _count(entry, rows, spec.head_dim, model.heads, ranks, "heads", spec)
-    return tuple(head * spec.head_dim + spec.start for head in range(count))
-
-
-def _gated(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int) -> tuple[int, ...]:
-    count = _count(entry, rows, 2 * spec.head_dim, model.heads, ranks, "heads with gates", spec)
-    return tuple(head * 2 * spec.head_dim + spec.start for head in range(count))
-
-
-def _key(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int) -> tuple[int, ...]:
-    count = _count(entry, rows, spec.head_dim, model.kv_heads, ranks, "key heads", spec)
-    return tuple(head * spec.head_dim + spec.start for head in range(count))
-
-
-def _fused(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int) -> tuple[int, ...]:
-    total = _count(entry, rows, spec.head_dim, None, 1, "", spec)
-    heads = model.heads
-    if heads is None:
-        fail(f"the number of query heads in {entry.name} must be known: pass --heads")
-    heads = max(heads // ranks, 1)
-    kv_heads, rest = divmod(total - heads, 2)
-    if rest or kv_heads < 1 or heads % kv_heads:
-        fail(
-            f"{entry.name} must hold {heads} query heads and as many key as value heads of "
-            f"{spec.head_dim} rows but is {entry.describe()}"
-        )
-    if model.kv_heads is not None and kv_heads != max(model.kv_heads // ranks, 1):
-        fail(
-            f"{entry.name} must hold {model.kv_heads} key heads but its shape {entry.describe()} means "
-            f"{kv_heads}"
-        )
-    packing = model.naming.packing
-    if packing is None:
-        fail(f"the packing of {entry.name} must be known: pass --packing")
-    if packing == "quarters" and (heads % 4 or kv_heads != heads):
-        fail(
-            f"to be packed in quarters, {entry.name} must hold as many key as query heads, a multiple of "
-            f"4, but holds {heads} query and {kv_heads} key heads"
-        )
-    q, k = PACKINGS[packing].rows(heads, kv_heads)
-    return tuple(head * spec.head_dim + spec.start for head in sorted([*q, *k]))
-
-
-def _latent(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int) -> tuple[int, ...]:
-    del model, ranks
-    if rows < spec.rotary_dim:
-        fail(f"{entry.name} must end in {spec.rotary_dim} rotated rows but is {entry.describe()}")
-    return (rows - spec.rotary_dim,)
-
-
-def _query_norm(
-    entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int
-) -> tuple[int, ...]:
-    # One weight for all heads, or one per head: OLMo 2 and Cohere have the latter.
-    if rows == spec.head_dim:
-        return (spec.start,)
-    return _query(entry, spec, model, rows, ranks)
-
-
-def _key_norm(entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int) -> tuple[int, ...]:
-    if rows == spec.head_dim:
-        return (spec.start,)
-    return _key(entry, spec, model, rows, ranks)
-
-
-def _index_dim(entry: Entry, spec: RopeSpec, model: Model) -> int:
-    if model.index_dim is None:
-        fail(
-            f"index_head_dim must be known for {entry.name}: pass a configuration with it as --config"
-        )
-    if model.index_dim < spec.rotary_dim:
-        fail(
-            f"the heads of {entry.name} must have {spec.rotary_dim} rotated rows but have "
-            f"{model.index_dim} (index_head_dim)"
-        )
-    return model.index_dim
-
-
-def _index_query(
-    entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int
-) -> tuple[int, ...]:
-    width = _index_dim(entry, spec, model)
-    own = replace(spec, head_dim=width, start=0, scaling=None, axes=None)
-    count = _count(entry, rows, width, model.index_heads, ranks, "heads of the indexer", own)
-    return tuple(head * width for head in range(count))
-
-
-def _index_key(
-    entry: Entry, spec: RopeSpec, model: Model, rows: int, ranks: int
-) -> tuple[int, ...]:
-    del ranks  # every rank has the single key head
-    width = _index_dim(entry, spec, model)
-    if rows != width:
-        fail(f"{entry.name} must have the {width} rows of one key head but is {entry.describe()}")
-    return (0,)
-
-
-_ROLES: dict[str, Callable[[Entry, RopeSpec, Model, int, int], tuple[int, ...]]] = {
-    "q": _query,
-    "q gate": _gated,
-    "k": _key,
-    "qkv": _fused,
-    "kv a": _latent,
-    "q norm": _query_norm,
-    "k norm": _key_norm,
-    "index q": _index_query,
-    "index k": _index_key,
-    "index k norm": _index_key,
-}
-
-
-def _check_blocks(match: _Match, spec: RopeSpec, model: Model, rows: int, ranks: int) -> None:
+def _check_blocks(role: str, part: Part) -> None:
     """Refuse scales by block where a head's rotated rows lie in several blocks."""
-    block = model.block
-    if block is None or -(-rows // block) != match.entry.shape[0]:
+    block, entry, width = part.model.block, part.entry, part.spec.rotary_dim
+    if block is None or -(-part.rows // block) != entry.shape[0]:
         fail(
-            f"{match.entry.name} holds scales by block, and the configuration states no block size that "
-            f"fits {match.entry.describe()} (quantization_config.weight_block_size)"
+            f"{entry.name} holds scales by block, and the configuration states no block size that fits "
+            f"{entry.describe()} (quantization_config.weight_block_size)"
         )
-    for start in _ROLES[match.role](match.entry, spec, model, rows, ranks):
-        if start // block != (start + spec.rotary_dim - 1) // block:
+    for start in ROLES[role](part):
+        if start // block != (start + width - 1) // block:
             fail(
-                f"{match.entry.name} scales blocks of {block} rows, and the {spec.rotary_dim} rotated rows "
-                f"of a head lie in several blocks: convert the checkpoint before it is quantised"
+                f"{entry.name} scales blocks of {block} rows, and the {width} rotated rows of a head lie in "
+                f"several blocks: convert the checkpoint before it is quantised"
             )
 
 

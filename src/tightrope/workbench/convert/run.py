@@ -112,7 +112,8 @@ def convert(
 
     Raises:
         ValueError: the checkpoint is of an unknown kind, damaged, quantised, or partly outside its folder;
-            a layer lacks the projections that others have; its pairing is unknown, contradicted by its
+            a layer lacks the projections that others have; a projection has another number of rows than the
+            stated heads, or a layout that is not supported; its pairing is unknown, contradicted by its
             weights, or already ``to``; ``out`` exists; or scores differ. ``out`` stays as it was.
         OSError: files cannot be read or written; partial output is removed.
     """

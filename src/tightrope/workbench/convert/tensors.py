@@ -71,6 +71,7 @@ class Weights:
         kind: ``"safetensors"`` or ``"torch"``.
         records: the zip records of a torch file; their checksums change with their bytes.
         paired: the conversion record inside the file, if any.
+        version: Megatron's version of the format, if a torch file states one.
     """
 
     path: Path
@@ -78,6 +79,7 @@ class Weights:
     records: tuple[Record, ...] = ()
     kind: str = "safetensors"
     paired: Paired | None = None
+    version: object = None
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,10 @@ def read_torch(path: Path) -> Weights:
         if entry.offset + entry.nbytes > record.stop:
             fail(f"{path} must be a valid torch checkpoint, but {name} is larger than its record")
         entries.append(entry)
-    return Weights(path, tuple(entries), tuple(records.values()), "torch", of_comment(comment))
+    version = loaded.get("checkpoint_version")
+    return Weights(
+        path, tuple(entries), tuple(records.values()), "torch", of_comment(comment), version
+    )
 
 
 def _why_refused(text: str) -> str:

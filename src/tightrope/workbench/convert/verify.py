@@ -127,7 +127,7 @@ def _heads(
     width = spec.head_dim
     if "qkv" in roles:
         every = _project(roles["qkv"], copies, seed).unflatten(-1, (-1, width))
-        heads = model.heads or 1
+        heads = model.heads_of(roles["qkv"][0].layer) or 0
         kv_heads = (every.shape[1] - heads) // 2
         rows = PACKINGS[model.naming.packing or ""].rows(heads, kv_heads)
         q, k = every[:, rows[0]], every[:, rows[1]]
