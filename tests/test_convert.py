@@ -664,7 +664,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         tensor("vision.layers.0.self_attn.q_proj.weight", (32, 32)),
         "several prefixes, 'model.', 'vision.': choose with --prefix",
     ),
-    "a family that is not known": (put(model_type="mystery"), "the names of the projections of mystery are not known"),
+    "a family that is not known": (put(model_type="mystery", rotary_dim=8), "the names of the projections of mystery are not known"),
     "keys as values": (put(attention_k_eq_v=True), "uses its keys as values"),
     "no RoPE": (put(model_type="gpt2"), "has no spec: it adds learned positions"),
     "heads that are no number": (put(num_attention_heads="4"), "num_attention_heads must be an int"),

@@ -115,6 +115,8 @@ FAMILIES: dict[str, Family] = {
     "lfm2_moe": _half("lfm2_moe"),
     "llama": _half("llama"),
     "mimi": _half("mimi"),
+    # MiniMax-Text-01 gives rotary_dim = 64 of 128: its own code and vLLM's rotate 64, transformers' all.
+    "minimax": _half("minimax"),
     "minicpm": Family(
         False, "modeling_minicpm.py in the hub repository: rotate_half", fraction="none"
     ),
@@ -123,6 +125,9 @@ FAMILIES: dict[str, Family] = {
     "mistral": _half("mistral"),
     "mixtral": _half("mixtral"),
     "mllama_text_model": _half("mllama"),
+    "nemotron-nas": Family(
+        False, "modeling_decilm.py in the hub repository: rotate_half", fraction="none"
+    ),
     "nomic_bert": _half("nomic_bert"),
     "olmo": _half("olmo"),
     "olmo2": _half("olmo2"),
@@ -165,6 +170,7 @@ FAMILIES: dict[str, Family] = {
         fraction="none",
     ),
     # --- latent attention: the rotated slice comes after channels without RoPE ---
+    "axk1": _pairs("axk1", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
     "deepseek_v2": _pairs("deepseek_v2", "apply_rotary_emb", start="nope"),
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _pairs("deepseek_v32", "apply_rotary_pos_emb_interleave", start="nope"),
@@ -172,19 +178,25 @@ FAMILIES: dict[str, Family] = {
         True, "modeling_deepseek.py in the hub repository: apply_rotary_pos_emb", start="nope"
     ),
     "longcat_flash": _pairs("longcat_flash", "apply_rotary_pos_emb_interleave", start="nope"),
+    "glm4_moe_lite": _pairs("glm4_moe_lite", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
     "glm_moe_dsa": _pairs("glm_moe_dsa", "apply_rotary_pos_emb_interleave", start="nope"),
     "minicpm3": _half("minicpm3", start="nope"),
     "mistral4": _pairs("mistral4", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
     "youtu": _pairs("youtu", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
-    "deepseek_v4": _pairs("deepseek_v4", start="last", **_PART, **_HEAD),
+    "deepseek_v4": _pairs(
+        "deepseek_v4", start="last", layers="main and compress", **_PART, **_HEAD
+    ),
     # --- layers that differ ---
+    "afmoe": _half("afmoe", layers="sliding only", **_HEAD),
     "cohere2": _pairs("cohere2", layers="sliding only"),
     "exaone4": _half("exaone4", layers="sliding only, if windows"),
+    "exaone_moe": _half("exaone_moe", layers="sliding only, if windows"),
     "gemma3_text": _half("gemma3", layers="local base", **_HEAD),
     "gemma3n_text": _half("gemma3n", layers="local base", **_HEAD),
     "gemma4_text": _half("gemma4", layers="wide where full", **_HEAD),
     "laguna": _half("laguna", **_PART, **_HEAD),
     "llama4_text": _pairs("llama4", "apply_rotary_emb", layers="no_rope_layers", **_HEAD),
+    "muse_glimmer_text": _half("muse_glimmer", layers="layer_rope_theta", **_HEAD),
     "modernbert": _half("modernbert", layers="global and local base"),
     "olmo3": _half("olmo3", layers="scaled where full"),
     "smollm3": _half("smollm3", layers="no_rope_layers"),
@@ -205,6 +217,7 @@ FAMILIES: dict[str, Family] = {
     ),
     # --- several axes: images ---
     "dinov3_vit": _half("dinov3_vit", axes="blocks", scaling="turns"),
+    "eomt_dinov3": _half("eomt_dinov3", axes="blocks", scaling="turns"),
     "glm4v_vision": _half("glm4v", "apply_rotary_pos_emb_vision", **_VISION),
     "llama4_vision_model": _pairs("llama4", "vision_apply_rotary_emb", axes="blocks"),
     "pixtral": _half("pixtral", axes="strided"),
@@ -250,6 +263,7 @@ SECTIONS: dict[tuple[str, str], str] = {
     ("mllama", "vision_config"): "mllama_vision_model",
     ("glm4v", "text_config"): "glm4v_text",
     ("glm4v", "vision_config"): "glm4v_vision",
+    ("muse_glimmer", "text_config"): "muse_glimmer_text",
     ("qwen2_vl", "text_config"): "qwen2_vl_text",
     ("qwen2_vl", "vision_config"): "qwen2_vl_vision",
     ("qwen2_5_vl", "text_config"): "qwen2_5_vl_text",
@@ -261,18 +275,24 @@ SECTIONS: dict[tuple[str, str], str] = {
 }
 
 # GGUF: llama.cpp chooses the pairing by architecture (`llama_model_rope_type`). It differs from
-# transformers where the converter permutes weights.
+# transformers where the converter permutes weights. These tables and those of formats.py were compared with
+# its src/llama-model.cpp and src/models of October 2026.
 GGUF_NEIGHBOURS = frozenset(
-    """llama llama4 deci baichuan starcoder internlm2 minicpm xverse command-r cohere2 olmo arctic
-    deepseek deepseek2 plm chatglm glm4 granite granitemoe granitehybrid chameleon bailingmoe neo-bert
-    smollm3 arcee ernie4_5 ernie4_5-moe mistral3""".split()
+    """llama llama4 deci baichuan internlm2 minicpm xverse command-r cohere2 olmo arctic deepseek deepseek2
+    deepseek32 plm chatglm glm4 glm-dsa granite granitemoe granitehybrid chameleon bailingmoe neo-bert
+    smollm3 arcee ernie4_5 ernie4_5-moe mistral3 mistral4 muse-glimmer""".split()
 )
 GGUF_HALVES = frozenset(
     """falcon falcon-h1 grok dbrx jina-bert-v3 modern-bert nomic-bert nomic-bert-moe stablelm bitnet
     qwen qwen2 dream qwen2moe qwen3 qwen3moe olmo2 olmoe phi2 phi3 phimoe plamo plamo2 gemma gemma2
-    gemma3 gemma3n gemma4 gemma-embedding starcoder2 openelm gptneox codeshell orion nemotron exaone
-    exaone4 minicpm3 bailingmoe2 dots1 hunyuan-moe hunyuan-dense gpt-oss lfm2 lfm2moe smallthinker
-    seed_oss apertus minimax-m2 qwen3next glm4moe afmoe""".split()
+    gemma3 gemma3n gemma-embedding starcoder2 openelm gptneox codeshell orion nemotron exaone
+    exaone4 exaone-moe minicpm3 bailingmoe2 dots1 hunyuan-moe hunyuan-dense gpt-oss lfm2 lfm2moe
+    smallthinker seed_oss apertus minimax-m2 qwen3next glm4moe afmoe""".split()
 )
 GGUF_SECTIONS = frozenset({"qwen2vl", "paddleocr"})
 GGUF_INTERLEAVED_SECTIONS = frozenset({"qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"})
+# llama.cpp rotates nothing in these, even if their files have keys about RoPE.
+GGUF_WITHOUT_ROPE = frozenset(
+    """clip gpt2 gptj mpt refact bloom mamba mamba2 jamba jina-bert-v2 starcoder t5 t5encoder jais rwkv6
+    rwkv6qwen2 rwkv7 arwkv7 wavtokenizer-dec nemotron_h nemotron_h_moe kimi-linear kimi-k3 glm5-next""".split()
+)
