@@ -226,12 +226,16 @@ def test_arguments_of_the_wrong_kind() -> None:
     )
     refused(
         ZEBRA,
-        "rotary_dim must be an int or None but got 64.0.",
+        "the argument rotary_dim must be an int but got 64.0.",
         TypeError,
         **{**ANSWERS, "rotary_dim": 64.0},
     )
-    refused(ZEBRA, "rotary_dim must be at least 1 but got 0.", **{**ANSWERS, "rotary_dim": 0})
-    refused(ZEBRA, "start must be at least 0 but got -1.", **ANSWERS, start=-1)
+    refused(
+        ZEBRA,
+        "the argument rotary_dim must be at least 1 but got 0.",
+        **{**ANSWERS, "rotary_dim": 0},
+    )
+    refused(ZEBRA, "the argument start must be at least 0 but got -1.", **ANSWERS, start=-1)
 
 
 # --- types of layers ------------------------------------------------------------------------------
@@ -401,7 +405,7 @@ def test_deepseek_v4_has_a_section_for_layers_that_compress() -> None:
     )
     refused(
         {**V4_FLAT, "compress_ratios": [0, 8]},
-        "compress_ratios must hold 0, 4, 128 only but has 8.",
+        "compress_ratios must hold 0, 4 and 128 only but got [0, 8].",
     )
     lacking = {key: value for key, value in V4_FLAT.items() if key != "compress_rope_theta"}
     refused(
@@ -410,18 +414,49 @@ def test_deepseek_v4_has_a_section_for_layers_that_compress() -> None:
     )
 
 
+MUSE: dict[str, Any] = {
+    "model_type": "muse_glimmer_text", "head_dim": 128, "rope_theta": 1e4, "layer_rope_theta": [1e4, 0, 10000, 0],
+}  # fmt: skip
+LATENT = {"qk_nope_head_dim": 96, "qk_rope_head_dim": 32}
+
+
 def test_a_base_for_each_layer() -> None:
-    muse = {
-        "model_type": "muse_glimmer_text", "head_dim": 128, "rope_theta": 1e4, "layer_rope_theta": [1e4, 0, 10000, 0],
-    }  # fmt: skip
-    specs = read(muse)
+    specs = read(MUSE)
     assert specs == {"rope": RopeSpec(128), "no_rope": None}
     assert specs.layers == ("rope", "no_rope", "rope", "no_rope")
     text = "base must have one value but got rope_theta = 10000.0 and layer_rope_theta[2] = 500.0."
-    refused({**muse, "layer_rope_theta": [1e4, 0, 500.0]}, text)
+    refused({**MUSE, "layer_rope_theta": [1e4, 0, 500.0]}, text)
     refused(
-        {**muse, "layer_rope_theta": 0}, "layer_rope_theta must be a list but got 0.", TypeError
+        {**MUSE, "layer_rope_theta": 0}, "layer_rope_theta must be a list but got 0.", TypeError
     )
+
+
+JUNK = ["x", "", [], [1], [[]], {}, {"a": 1}, -1, 0, 1.5, True, float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=repr)
+def test_junk_in_these_is_refused_in_a_sentence(junk: object) -> None:
+    for config in (V4_FLAT, {**MISTRAL, "yarn": SCALED}, MUSE, {**ZEBRA, **LATENT}):
+        for key, value in config.items():
+            inner = [{**value, name: junk} for name in value] if isinstance(value, dict) else []
+            for changed in (junk, *inner):
+                for stated in ({}, ANSWERS):
+                    try:
+                        RopeSpec.from_config({**config, key: changed}, **stated)
+                    except (ValueError, TypeError) as error:
+                        if not str(error).startswith("["):
+                            raise
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=repr)
+def test_junk_in_an_argument_is_refused_in_a_sentence(junk: Any) -> None:
+    for name in ("rotary_dim", "start", "rope_layers"):
+        for config in (ZEBRA, LLAMA, {**ZEBRA, **LATENT}):
+            try:
+                RopeSpec.from_config(config, **{**ANSWERS, name: junk})
+            except (ValueError, TypeError) as error:
+                if not str(error).startswith("["):
+                    raise
 
 
 def test_minimaxs_rotary_dim_is_not_read_by_transformers() -> None:

@@ -23,6 +23,16 @@ from .specs import LayerSpecs as LayerSpecs, Provenance as Provenance
 __all__ = ["LayerSpecs", "Provenance", "from_config", "provenance", "sections"]
 
 
+# Formats other than that of transformers: how each is recognised, and translated.
+_FORMATS = (
+    (diffusers.recognised, diffusers.translated),
+    (timm.recognised, timm.translated),
+    (formats.is_gguf, formats.gguf),
+    (formats.is_meta, formats.meta),
+    (formats.is_megatron, formats.megatron),
+)
+
+
 @public("from_config")
 def from_config(
     config: object,
@@ -89,21 +99,15 @@ def source_of(config: object, section: str | None = None) -> Source:
     Internal to the library.
     """
     values = _load(config)
-    if diffusers.recognised(values):
-        source = diffusers.translated(values)
-    elif timm.recognised(values):
-        source = timm.translated(values)
-    elif formats.is_gguf(values):
-        source = formats.gguf(values)
-    elif formats.is_meta(values):
-        source = formats.meta(values)
-    elif formats.is_megatron(values):
-        source = formats.megatron(values)
-    else:
-        return _section(values, section)
-    if section is not None:
-        fail(f"section must be None for {source.name}, which has no sections, but got {section!r}")
-    return source
+    for recognised, translated in _FORMATS:
+        if recognised(values):
+            source = translated(values)
+            if section is not None:
+                fail(
+                    f"section must be None for {source.name}, which has no sections, but got {section!r}"
+                )
+            return source
+    return _section(values, section)
 
 
 def _recorded(config: object) -> bool | None:
@@ -157,16 +161,7 @@ def sections(config: object) -> tuple[str, ...]:
     ('',)
     """
     values = _load(config)
-    if any(
-        recognised(values)
-        for recognised in (
-            diffusers.recognised,
-            timm.recognised,
-            formats.is_gguf,
-            formats.is_meta,
-            formats.is_megatron,
-        )
-    ):
+    if any(recognised(values) for recognised, _ in _FORMATS):
         return ("",)
     values, spelled = _hoisted(values)
     nested = dict(_nested(values, values.get("model_type"), ""))
@@ -193,11 +188,7 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
         return outer
     if len(found) == 1:
         # The keys of the outer level that describe no part of the model could still be about this one.
-        outside = {
-            key: value
-            for key, value in values.items()
-            if not (str(key).endswith("_config") and isinstance(value, Mapping))
-        }
+        outside = {key: values[key] for key in values if not str(key).endswith("_config")}
         return replace(nested[found[0]], unread=outside)
     shown = ", ".join(repr(name) if name else "'' (the outer level)" for name in found)
     fail(

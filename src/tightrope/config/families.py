@@ -62,6 +62,13 @@ def _pairs(folder: str, function: str = "apply_rotary_pos_emb", **facts: object)
     return Family(True, f"{folder}: {function}", **{"fraction": "none", **facts})  # type: ignore[arg-type]
 
 
+def _hub(file: str, interleaved: bool = False, **facts: object) -> Family:
+    """A family whose code is in its repositories."""
+    name = "apply_rotary_pos_emb" if interleaved else "rotate_half"
+    source = f"modeling_{file}.py in the hub repository: {name}"
+    return Family(interleaved, source, **facts)  # type: ignore[arg-type]
+
+
 def _none(why: str) -> Family:
     return Family(False, "", refused=why)
 
@@ -83,65 +90,32 @@ _QWEN2_VL: dict[str, Any] = {"axes": "sections", "sections": (16, 24, 24)}
 _QWEN3_VL: dict[str, Any] = {"axes": "interleaved sections", "sections": (24, 20, 20)}
 _QWEN3_5: dict[str, Any] = {"axes": "interleaved sections", "sections": (11, 11, 10)}
 
+# All channels, half pairing, all layers; the folder has the name of the model type. (MiniMax-Text-01 gives
+# rotary_dim = 64 of 128: its own code rotates 64, transformers' all, so its file is refused.)
+_PLAIN = tuple(
+    """apertus arcee bitnet cwm dbrx diffllama dots1 eurobert falcon falcon_h1 flex_olmo granite granitemoe
+    granitemoeshared hunyuan_v1_dense hunyuan_v1_moe jetmoe jina_embeddings_v3 lfm2 lfm2_moe llama mimi
+    minimax ministral ministral3 mistral mixtral nomic_bert olmo olmo2 olmoe phimoe qwen2 qwen2_moe
+    qwen3_moe starcoder2""".split()
+)
+
 FAMILIES: dict[str, Family] = {
     # --- all channels, half pairing ---
-    "apertus": _half("apertus"),
-    "arcee": _half("arcee"),
-    "bitnet": _half("bitnet"),
-    "cwm": _half("cwm"),
-    "dbrx": _half("dbrx"),
-    "diffllama": _half("diffllama"),
-    "dots1": _half("dots1"),
+    **{name: _half(name) for name in _PLAIN},
     "emu3_text_model": _half("emu3"),
-    "eurobert": _half("eurobert"),
-    "falcon": _half("falcon"),
-    "falcon_h1": _half("falcon_h1"),
-    "flex_olmo": _half("flex_olmo"),
     "gemma": _half("gemma", **_HEAD),
     "gemma2": _half("gemma2", **_HEAD),
     "gpt_oss": _half("gpt_oss", **_HEAD),
-    "granite": _half("granite"),
-    "granitemoe": _half("granitemoe"),
-    "granitemoeshared": _half("granitemoeshared"),
     "granitemoehybrid": _half("granitemoehybrid", needs_position_type=True),
-    "hunyuan_v1_dense": _half("hunyuan_v1_dense"),
-    "hunyuan_v1_moe": _half("hunyuan_v1_moe"),
-    "internlm2": Family(
-        False, "modeling_internlm2.py in the hub repository: rotate_half", fraction="none"
-    ),
-    "jetmoe": _half("jetmoe"),
-    "jina_embeddings_v3": _half("jina_embeddings_v3"),
-    "lfm2": _half("lfm2"),
-    "lfm2_moe": _half("lfm2_moe"),
-    "llama": _half("llama"),
-    "mimi": _half("mimi"),
-    # MiniMax-Text-01 gives rotary_dim = 64 of 128: its own code and vLLM's rotate 64, transformers' all.
-    "minimax": _half("minimax"),
-    "minicpm": Family(
-        False, "modeling_minicpm.py in the hub repository: rotate_half", fraction="none"
-    ),
-    "ministral": _half("ministral"),
-    "ministral3": _half("ministral3"),
-    "mistral": _half("mistral"),
-    "mixtral": _half("mixtral"),
+    "internlm2": _hub("internlm2", fraction="none"),
+    "minicpm": _hub("minicpm", fraction="none"),
     "mllama_text_model": _half("mllama"),
-    "nemotron-nas": Family(
-        False, "modeling_decilm.py in the hub repository: rotate_half", fraction="none"
-    ),
-    "nomic_bert": _half("nomic_bert"),
-    "olmo": _half("olmo"),
-    "olmo2": _half("olmo2"),
-    "olmoe": _half("olmoe"),
+    "nemotron-nas": _hub("decilm", fraction="none"),
     "phi3": _half("phi3", **_ANY_PART),
     "phi4_multimodal": _half("phi4_multimodal", **_ANY_PART),
-    "phimoe": _half("phimoe"),
-    "qwen2": _half("qwen2"),
-    "qwen2_moe": _half("qwen2_moe"),
     "qwen3": _half("qwen3", **_HEAD),
-    "qwen3_moe": _half("qwen3_moe"),
     "seed_oss": _half("seed_oss", **_HEAD),
-    "solar": Family(False, "modeling_solar.py in the hub repository: rotate_half"),
-    "starcoder2": _half("starcoder2"),
+    "solar": _hub("solar"),
     # --- some channels, half pairing ---
     "bamba": _half("bamba", **_PART),
     "glm4_moe": _half("glm4_moe", **_PART),
@@ -174,9 +148,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": _pairs("deepseek_v2", "apply_rotary_emb", start="nope"),
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _pairs("deepseek_v32", "apply_rotary_pos_emb_interleave", start="nope"),
-    "kimi_k2": Family(
-        True, "modeling_deepseek.py in the hub repository: apply_rotary_pos_emb", start="nope"
-    ),
+    "kimi_k2": _hub("deepseek", True, start="nope"),
     "longcat_flash": _pairs("longcat_flash", "apply_rotary_pos_emb_interleave", start="nope"),
     "glm4_moe_lite": _pairs("glm4_moe_lite", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
     "glm_moe_dsa": _pairs("glm_moe_dsa", "apply_rotary_pos_emb_interleave", start="nope"),
@@ -261,17 +233,11 @@ SECTIONS: dict[tuple[str, str], str] = {
     ("gemma3", "text_config"): "gemma3_text",
     ("mllama", "text_config"): "mllama_text_model",
     ("mllama", "vision_config"): "mllama_vision_model",
-    ("glm4v", "text_config"): "glm4v_text",
-    ("glm4v", "vision_config"): "glm4v_vision",
     ("muse_glimmer", "text_config"): "muse_glimmer_text",
-    ("qwen2_vl", "text_config"): "qwen2_vl_text",
-    ("qwen2_vl", "vision_config"): "qwen2_vl_vision",
-    ("qwen2_5_vl", "text_config"): "qwen2_5_vl_text",
-    ("qwen2_5_vl", "vision_config"): "qwen2_5_vl_vision",
-    ("qwen3_vl", "text_config"): "qwen3_vl_text",
-    ("qwen3_vl", "vision_config"): "qwen3_vl_vision",
-    ("qwen3_vl_moe", "text_config"): "qwen3_vl_moe_text",
-    ("qwen3_vl_moe", "vision_config"): "qwen3_vl_moe_vision",
+} | {
+    (name, f"{part}_config"): f"{name}_{part}"
+    for name in ("glm4v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+    for part in ("text", "vision")
 }
 
 # GGUF: llama.cpp chooses the pairing by architecture (`llama_model_rope_type`). It differs from

@@ -147,18 +147,17 @@ _GGUF_TENSORS = {
 }
 # How layers differ; llama.cpp decides this in its code, by architecture, and no file lists it.
 _GGUF_LAYERS = {
-    "afmoe": "no_rope_layers",
-    "cohere2": "sliding only",
-    "exaone-moe": "sliding only",
+    **dict.fromkeys(("afmoe", "llama4", "smollm3"), "no_rope_layers"),  # every fourth
+    **dict.fromkeys(("cohere2", "exaone-moe", "muse-glimmer"), "sliding only"),
     "exaone4": "sliding only, if windows",
-    "llama4": "no_rope_layers",
-    "muse-glimmer": "sliding only",
-    "smollm3": "no_rope_layers",
 }
-# The same for models whose files give a window.
+# The same for models whose files give a window; smallthinker has no RoPE in the first layer, the fifth, ….
 _GGUF_WINDOWED = {"olmo2": "scaled where full", "smallthinker": "no_rope_layers"}
-# Every fourth layer has no RoPE (in smallthinker, the first, the fifth, …).
-_GGUF_EVERY_FOURTH = frozenset({"afmoe", "llama4", "smollm3"})
+_GGUF_REFUSED = {
+    **dict.fromkeys(GGUF_WITHOUT_ROPE, "llama.cpp rotates none of its layers"),
+    "baichuan": "llama.cpp rotates only its 7B, which has 32 layers",
+    "gemma4": "its layers differ in the width of a head",
+}
 # `rope.scaling.finetuned` is their switch for RoPE.
 _GGUF_SWITCHED = frozenset({"granite", "granitemoe", "granitehybrid"})
 # Latent attention: the channels without RoPE come first.
@@ -232,6 +231,8 @@ def gguf(values: Mapping[str, Any]) -> Source:
         del outer["num_attention_heads"]
     if section.get("factor") == 0:
         del section["factor"]  # llama.cpp writes 0 for "no scaling"
+    if arch in _GGUF_SWITCHED and section.get("finetuned") is False:
+        fail(f"the config has no RoPE: {spelled['rope_scaling.finetuned']} is False")
     _scaling(values, arch, section, spelled, take)
     sizes = values.get(f"{arch}.rope.dimension_sections")
     read.add(f"{arch}.rope.dimension_sections")
@@ -246,13 +247,11 @@ def gguf(values: Mapping[str, Any]) -> Source:
             fail("rope_freqs.weight must not come with rope.scaling but the metadata has both")
         section = {"rope_type": "given", "inv_freq": _divided(outer, arch, list(factors))}
         spelled["rope_scaling.rope_type"] = spelled["rope_scaling.inv_freq"] = "rope_freqs.weight"
-    if arch in _GGUF_SWITCHED and section.get("finetuned") is False:
-        fail(f"the config has no RoPE: {spelled['rope_scaling.finetuned']} is False")
     outer |= {key: values[key] for key in keys.LAYER_TYPES if key in values}
     if arch == "exaone4" and outer.get("num_hidden_layers") not in (None, 64):
         outer.setdefault("sliding_window", None)  # only the large model has windows
     family = _gguf_family(arch, outer)
-    if family is not None and arch in _GGUF_EVERY_FOURTH:
+    if family is not None and _GGUF_LAYERS.get(arch) == "no_rope_layers":
         outer["no_rope_layer_interval"] = 4
         spelled["no_rope_layer_interval"] = f"constant of llama.cpp for {arch}"
     if section:
@@ -277,12 +276,9 @@ def gguf(values: Mapping[str, Any]) -> Source:
 
 def _gguf_family(arch: str, outer: Mapping[str, Any]) -> Family | None:
     window = outer.get("sliding_window")
-    if arch in GGUF_WITHOUT_ROPE:
-        return Family(False, "", refused="llama.cpp rotates none of its layers")
-    if arch == "gemma4":
-        return Family(False, "", refused="its layers differ in the width of a head")
-    if arch == "baichuan" and outer.get("num_hidden_layers") != 32:
-        return Family(False, "", refused="llama.cpp rotates only its 7B, which has 32 layers")
+    refused = _GGUF_REFUSED.get(arch)
+    if refused is not None and (arch != "baichuan" or outer.get("num_hidden_layers") != 32):
+        return Family(False, "", refused=refused)
     if arch == "llama4" and window == 0:
         return None  # llama.cpp leaves out one layer at most, by the number of layers
     if arch in GGUF_NEIGHBOURS or arch in GGUF_HALVES:

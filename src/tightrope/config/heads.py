@@ -82,15 +82,9 @@ def slice_of(
     ]
 
 
-def _argument(name: str, value: object, least: int) -> list[Found]:
+def _argument(name: str, value: int | None, least: int) -> list[Found]:
     """An argument of from_config as if it were a key; empty for None."""
-    if value is None:
-        return []
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise bad_type(f"{name} must be an int or None but got {value!r}")
-    if value < least:
-        fail(f"{name} must be at least {least} but got {value}")
-    return [(f"the argument {name}", value)]
+    return [] if value is None else whole([(f"the argument {name}", value)], least=least)
 
 
 def _start(found: tuple[int, str], stated: Stated, settled: bool) -> tuple[int, str]:

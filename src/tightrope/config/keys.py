@@ -29,16 +29,10 @@ MAX_POSITION = tuple(
 )
 ORIGINAL_MAX_POSITION = ("original_max_position_embeddings",)
 # Spelling -> the value that means interleaved.
-PAIRING = {
-    "rope_interleaved": True,
-    "rope_interleave": True,
-    "rotary_interleaved": True,
-    "rotary_emb_interleaved": True,
-    "rope_traditional": True,
-    "is_neox_style": False,
-    "rope_is_neox_style": False,
-    "use_neox_rotary_style": False,
-}
+PAIRING = dict.fromkeys(
+    """rope_interleaved rope_interleave rotary_interleaved rotary_emb_interleaved rope_traditional""".split(),
+    True,
+) | dict.fromkeys("is_neox_style rope_is_neox_style use_neox_rotary_style".split(), False)
 LAYER_TYPES = ("layer_types", "layers_block_type")
 # Keys that show that a configuration describes a model, with layers, and not only a rotation.
 LAYERS = (
@@ -119,35 +113,29 @@ def holds_rotation(value: object) -> bool:
 # Keys that do not affect the rotation -> why. Any other key that could be about it and is not read is an error:
 # if misspelt keys were ignored, defaults would apply silently.
 INERT_OUTSIDE: dict[str, str] = {
-    "apply_rope_fusion": "which kernel runs",
-    "attention_rope_fusion": "which kernel runs",
-    "axes_lens": "the length of the tables",
-    "compress": "the width of convolutions",
-    "compress_rate_csa": "the number of tokens of a compressed entry",
-    "compress_rate_hca": "the number of tokens of a compressed entry",
-    "compress_rates": "the number of tokens of a compressed entry",
-    "cross_attention_frequency": "which layers have cross-attention",
-    "dual_chunk_attention_config": "the positions of distant tokens, not their frequencies",
-    "freq_dim": "the width of the embedding of the time step",
-    "fused_rope": "which kernel runs",
-    "fused_single_qkv_rope": "which kernel runs",
-    "index_rope_interleave": "pairing inside an indexer, which is a separate attention",
-    "index_topk_freq": "which layers choose keys anew",
-    "indexer_compress_ratio": "the number of tokens of an entry of the indexer",
-    "indexer_rope_interleave": "pairing inside an indexer, which is a separate attention",
-    "interleave_moe_layer_step": "which layers have experts",
-    "label2id": "the names of the classes of a classifier",
-    "llama_4_scaling": "a temperature of the attention, by position, which scales rotated queries",
-    "moe_layer_freq": "which layers have experts",
-    "moe_routed_scaling_factor": "the weight of experts",
-    "moe_router_scaling_factor": "the weight of experts",
-    "mtp_loss_scaling_factor": "the weight of a loss",
-    "rotary_value": "whether values rotate too, by the same angles",
-    "routed_scaling_factor": "the weight of experts",
-    "router_scaling_factor": "the weight of experts",
-    "use_rope_bias": "a bias of the attention",
-    "use_rotary_position_embeddings": "an older spelling of position_embedding_type",
-    "rope_finetuned": "whether the model was trained with the scaling",
+    name: why
+    for why, names in {
+        "which kernel runs": "apply_rope_fusion attention_rope_fusion fused_rope fused_single_qkv_rope",
+        "the length of the tables": "axes_lens",
+        "the width of convolutions": "compress",
+        "the number of tokens of a compressed entry": "compress_rate_csa compress_rate_hca compress_rates",
+        "which layers have cross-attention": "cross_attention_frequency",
+        "the positions of distant tokens, not their frequencies": "dual_chunk_attention_config",
+        "the width of the embedding of the time step": "freq_dim",
+        "pairing inside an indexer, which is a separate attention": "index_rope_interleave indexer_rope_interleave",
+        "which layers choose keys anew": "index_topk_freq",
+        "the number of tokens of an entry of the indexer": "indexer_compress_ratio",
+        "which layers have experts": "interleave_moe_layer_step moe_layer_freq",
+        "the names of the classes of a classifier": "label2id",
+        "a temperature of the attention, by position, which scales rotated queries": "llama_4_scaling",
+        "the weight of experts": "moe_routed_scaling_factor moe_router_scaling_factor routed_scaling_factor router_scaling_factor",
+        "the weight of a loss": "mtp_loss_scaling_factor",
+        "whether values rotate too, by the same angles": "rotary_value",
+        "a bias of the attention": "use_rope_bias",
+        "an older spelling of position_embedding_type": "use_rotary_position_embeddings",
+        "whether the model was trained with the scaling": "rope_finetuned",
+    }.items()
+    for name in names.split()
 }
 # The same for keys that do not affect the rotation if they have this value.
 INERT_OUTSIDE_VALUES: dict[tuple[str, object], str] = {

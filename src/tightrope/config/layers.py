@@ -83,7 +83,9 @@ _ARGUMENT = "the argument rope_layers"
 
 
 def _rotates(name: str, stated: Stated) -> bool:
-    return isinstance(stated.rope_layers, Collection) and name in stated.rope_layers
+    given = stated.rope_layers
+    named = isinstance(given, Collection) and not isinstance(given, str)
+    return given == "all" or (named and name in given)  # type: ignore[operator]
 
 
 def _with_attention(layers: tuple[str, ...] | None) -> list[str]:
@@ -98,7 +100,8 @@ def _check_stated(source: Source, stated: Stated, parts: list[Part], types: list
     given = stated.rope_layers
     if given is None:
         return
-    if (isinstance(given, str) and given != "all") or not isinstance(given, Collection):
+    named = isinstance(given, Collection) and all(isinstance(name, str) for name in given)
+    if given != "all" and (isinstance(given, str) or not named):
         raise bad_type(
             f"rope_layers must be 'all', a collection of layer types or None but got {given!r}"
         )
@@ -173,7 +176,8 @@ def _head_dim_of(source: Source, name: str, layers: tuple[str, ...] | None) -> F
     return agreed("head_dim", found)
 
 
-Layers = tuple[list[Part], "tuple[str, ...] | None"]
+Listed = tuple[str, ...] | None
+Layers = tuple[list[Part], Listed]
 
 
 def _need(source: Source, key: str) -> None:
@@ -233,46 +237,40 @@ def _only_nested(source: Source, flat: Entries, layers: tuple[str, ...] | None) 
 
 
 # compress_ratios of DeepSeek's own files -> layer type.
-_RATIOS = {
-    0: "sliding_attention",
-    4: "compressed_sparse_attention",
-    128: "heavily_compressed_attention",
-}
+_RATIOS = {0: "sliding", 4: "compressed_sparse", 128: "heavily_compressed"}
 
 
 def _main_and_compress(
-    source: Source,
-    flat: Entries,
-    nested: dict[str, Entries | None],
-    layers: tuple[str, ...] | None,
+    source: Source, flat: Entries, nested: Mapping[str, Entries | None], listed: Listed
 ) -> Layers:
     # DeepSeek V4: layers with a sliding window only use the section "main"; those that also attend to
     # compressed entries use "compress". In a flat section, all but the base is that of "compress".
-    main, compress = nested.get("main"), nested.get("compress")
-    if nested and (main is None or compress is None or len(nested) > 2):
-        fail(
-            f"{source.name} must have the rope sections main and compress but has "
-            f"{', '.join(sorted(nested))}"
-        )
-    if main is None or compress is None:
+    if nested and nested.keys() != {"main", "compress"}:
+        has = ", ".join(sorted(nested))
+        fail(f"{source.name} must have the rope sections main and compress but has {has}")
+    if not nested:
         _need(source, "compress_rope_theta")
-        main = {key: found for key, found in flat.items() if key in (*keys.BASE, *keys.FRACTION)}
-        compress = {key: found for key, found in flat.items() if key not in keys.BASE}
-        if any(compress.get(key, ("", None))[1] == "yarn" for key in keys.TYPE):
-            compress.setdefault("attention_factor", (f"constant of the code of {source.name}", 1.0))
+        scaled = {key: found for key, found in flat.items() if key not in keys.BASE}
+        if any(scaled.get(key, ("", None))[1] == "yarn" for key in keys.TYPE):
+            scaled.setdefault("attention_factor", (f"constant of the code of {source.name}", 1.0))
+        own = {key: found for key, found in flat.items() if key in (*keys.BASE, *keys.FRACTION)}
+        nested = {"main": own, "compress": scaled}
     ratios = source.values.get("compress_ratios")
-    if layers is None and isinstance(ratios, list | tuple):
-        for ratio in ratios:
-            if ratio not in _RATIOS:
-                fail(
-                    f"{source.shown('compress_ratios')} must hold {', '.join(map(str, _RATIOS))} only but "
-                    f"has {ratio!r}"
-                )
-        layers = tuple(_RATIOS[ratio] for ratio in ratios)[: source.values.get("num_hidden_layers")]
+    if listed is None and isinstance(ratios, list | tuple):
+        if not all(isinstance(ratio, int) and ratio in _RATIOS for ratio in ratios):
+            fail(f"{source.shown('compress_ratios')} must hold 0, 4 and 128 only but got {ratios}")
+        count = source.values.get(
+            "num_hidden_layers"
+        )  # the ratios also list layers that only predict
+        kept = ratios[: count if isinstance(count, int) else None]
+        listed = tuple(f"{_RATIOS[ratio]}_attention" for ratio in kept)
+    main, compress = nested["main"] or {}, nested["compress"] or {}
     return [
-        Part(name, compress if ratio else main, ("compress_rope_theta",) if ratio else keys.BASE)
+        Part(f"{name}_attention", compress, ("compress_rope_theta",))
+        if ratio
+        else Part(f"{name}_attention", main)
         for ratio, name in _RATIOS.items()
-    ], layers
+    ], listed
 
 
 def _thetas(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:

@@ -120,13 +120,13 @@ def agreed(what: str, found: list[Found]) -> Found | None:
     return first
 
 
-def whole(found: list[Found], most: int | None = None) -> list[Found]:
-    """Return ``found`` unchanged; an error if a value is not an int from 1 to ``most``."""
+def whole(found: list[Found], most: int | None = None, least: int = 1) -> list[Found]:
+    """Return ``found`` unchanged; an error if a value is not an int from ``least`` to ``most``."""
     for path, value in found:
         if isinstance(value, bool) or not isinstance(value, int):
             raise bad_type(f"{path} must be an int but got {value!r}")
-        if value < 1:
-            fail(f"{path} must be at least 1 but got {value}")
+        if value < least:
+            fail(f"{path} must be at least {least} but got {value}")
         if most is not None and value > most:
             fail(f"{path} must be at most {most} but got {value}")
     return found
