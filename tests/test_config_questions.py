@@ -545,6 +545,12 @@ def test_yarn_of_architectures_with_latent_attention() -> None:
     assert made.scaling == YaRN(8, 8192, mscale=1, mscale_all_dim=1)
 
 
+def test_yarn_of_grok_begins_elsewhere() -> None:
+    assert read(gguf("grok", **GGUF_YARN)).scaling == YaRN(8, 8192, beta_fast=8)
+    made = read(gguf("grok", **GGUF_YARN, rope__scaling__yarn_beta_fast=16.0))
+    assert made.scaling == YaRN(8, 8192, beta_fast=16)
+
+
 GGUF_REFUSED = {
     "baichuan 13B": (
         gguf("baichuan", 40),

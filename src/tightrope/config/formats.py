@@ -318,6 +318,9 @@ def _scaling(
     if kind == "longrope" and "attn_factor" in section:
         section["attention_factor"] = section.pop("attn_factor")
         spelled["rope_scaling.attention_factor"] = f"{arch}.rope.scaling.attn_factor"
+    if kind == "yarn" and arch == "grok" and "beta_fast" not in section:
+        section["beta_fast"] = 8.0
+        spelled["rope_scaling.beta_fast"] = "constant of llama.cpp for grok"
     holder: dict[str, Any] = {}
     share = take("rope.scaling.yarn_log_multiplier", holder, "mscale_all_dim", "")
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
