@@ -167,7 +167,10 @@ def test_the_pairing_can_be_said(tmp_path: Path) -> None:
     code, _, error = run(path)
     assert code == 2
     assert "pass --half if channel i" in error
-    assert json.loads(run(path, "--interleaved", "--json")[1])["configs"][0]["parts"][0]["spec"][
+    assert error.endswith("(to name some of them, add layer_types to the config).\n")
+    assert "--rotary-dim=128 if all 128 channels" in error
+    stated = ("--interleaved", "--rotary-dim=128", "--rope-layers=all")
+    assert json.loads(run(path, *stated, "--json")[1])["configs"][0]["parts"][0]["spec"][
         "interleaved"
     ]
 

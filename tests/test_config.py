@@ -128,7 +128,7 @@ ABSENCE: dict[str, str] = {
     "use_rope_scaling": "no scaling",
     "rotary_seq_len_interpolation_factor": "no scaling",
     "rotary_percent": "all channels",
-    "rotary_dim": "all channels, for vLLM and families that rotate them all",
+    "rotary_dim": "all channels, for families that rotate them all",
     "partial_rotary_factor": "all channels, in Phi-3; families with another default require it",
     "multi_latent_attention": "inferred from qk_pos_emb_head_dim",
     "beta_fast": "the paper's 32",
@@ -361,7 +361,7 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     "an unknown type": (
         {**LLAMA, "rope_scaling": {"rope_type": "magic"}}, {}, ValueError,
         "[from_config] rope_scaling.rope_type must be one of axial, deepseek_yarn, default, dynamic, "
-        "given, linear, llama3, longrope, mrope, none, ntk, proportional, su, yarn but got 'magic'.",
+        "given, linear, llama3, longrope, mrope, none, proportional, su, yarn but got 'magic'.",
     ),
     "a rule without its parameters": (
         {**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, {}, ValueError,
@@ -397,25 +397,26 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
         {**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, {}, ValueError,
         "[from_config] rotary_dim must be 128, as the code of model_type 'llama' rotates all channels of a "
         "head, but got 64 from rope_parameters.partial_rotary_factor = 0.5 of 128; for other code, which "
-        "rotates a part, pass a dict without model_type (config.to_dict()) and interleaved=False.",
+        "rotates a part, pass a dict without model_type (config.to_dict()), interleaved=False and "
+        "rope_layers='all'.",
     ),
     "a width that the family's code does not read": (
         {**LLAMA, "model_type": "cohere", "rotary_dim": 32, "head_dim": 128}, {}, ValueError,
         "[from_config] rotary_dim must be 128, as the code of model_type 'cohere' rotates all channels of a "
         "head, but got 32 from rotary_dim; for other code, which rotates a part, pass a dict without "
-        "model_type (config.to_dict()) and interleaved=True.",
+        "model_type (config.to_dict()), interleaved=True and rope_layers='all'.",
     ),
     "a fraction that no code of the hub reads": (
         {**LLAMA, "model_type": "internlm2", "partial_rotary_factor": 0.5}, {}, ValueError,
         "[from_config] rotary_dim must be 128, as the code of model_type 'internlm2' rotates all channels of "
         "a head, but got 64 from partial_rotary_factor = 0.5 of 128; for other code, which rotates a part, "
-        "pass a dict without model_type (config.to_dict()) and interleaved=False.",
+        "pass a dict without model_type (config.to_dict()), interleaved=False and rope_layers='all'.",
     ),
     "a width that no code of the hub reads": (
         {**LLAMA, "model_type": "minicpm", "rotary_dim": 32, "head_dim": 128}, {}, ValueError,
         "[from_config] rotary_dim must be 128, as the code of model_type 'minicpm' rotates all channels of a "
         "head, but got 32 from rotary_dim; for other code, which rotates a part, pass a dict without "
-        "model_type (config.to_dict()) and interleaved=False.",
+        "model_type (config.to_dict()), interleaved=False and rope_layers='all'.",
     ),
     "a missing fraction": (
         {**LLAMA, "model_type": "phi"}, {}, ValueError,
@@ -440,15 +441,22 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "an unknown family": (
         {**LLAMA, "model_type": "zebra"}, {}, ValueError,
-        "[from_config] the config must give the pairing of channels, as the table of families does not "
-        "contain model_type 'zebra'; pass interleaved=False if channel i is paired with i + rotary_dim / 2, "
-        "as in Llama, or interleaved=True if adjacent channels are paired, as in GPT-J.",
+        "[from_config] the config must give the pairing of channels, the channels that rotate and the layers "
+        "that rotate, as the table of families does not contain model_type 'zebra'; pass interleaved=False if "
+        "channel i is paired with i + rotary_dim / 2, as in Llama, or interleaved=True if adjacent channels are "
+        "paired, as in GPT-J; rotary_dim=128 if all 128 channels of a head rotate, or the number that do, with "
+        "start if they are not the first; rope_layers='all' if all layers with attention rotate (to name some of "
+        "them, add layer_types to the config); for code like Llama's: RopeSpec.from_config(config, "
+        "interleaved=False, rotary_dim=128, rope_layers='all').",
     ),
     "no family": (
         {k: v for k, v in LLAMA.items() if k != "model_type"}, {}, ValueError,
-        "[from_config] the config must give the pairing of channels, as the table of families does not "
-        "contain a config without model_type; pass interleaved=False if channel i is paired with i + "
-        "rotary_dim / 2, as in Llama, or interleaved=True if adjacent channels are paired, as in GPT-J.",
+        "[from_config] the config must give the pairing of channels and the channels that rotate, as the table "
+        "of families does not contain a config without model_type; pass interleaved=False if channel i is "
+        "paired with i + rotary_dim / 2, as in Llama, or interleaved=True if adjacent channels are paired, as in "
+        "GPT-J; rotary_dim=128 if all 128 channels of a head rotate, or the number that do, with start if they "
+        "are not the first; for code like Llama's: RopeSpec.from_config(config, interleaved=False, "
+        "rotary_dim=128).",
     ),
     "a pairing that is not the family's": (
         {**LLAMA, "rope_interleaved": True}, {}, ValueError,
@@ -566,9 +574,13 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     "GGUF of an unknown architecture": (
         {k.replace("qwen2", "zebra"): v.replace("qwen2", "zebra") if isinstance(v, str) else v
          for k, v in GGUF.items()}, {}, ValueError,
-        "[from_config] the config must give the pairing of channels, as the table of families does not "
-        "contain GGUF architecture 'zebra'; pass interleaved=False if channel i is paired with i + "
-        "rotary_dim / 2, as in Llama, or interleaved=True if adjacent channels are paired, as in GPT-J.",
+        "[from_config] the config must give the pairing of channels, the channels that rotate and the layers "
+        "that rotate, as the table of families does not contain GGUF architecture 'zebra'; pass "
+        "interleaved=False if channel i is paired with i + rotary_dim / 2, as in Llama, or interleaved=True if "
+        "adjacent channels are paired, as in GPT-J; rotary_dim=128 if all 128 channels of a head rotate, or the "
+        "number that do, with start if they are not the first; rope_layers='all' if all layers with attention "
+        "rotate (to name some of them, add layer_types to the config); for code like Llama's: "
+        "RopeSpec.from_config(config, interleaved=False, rotary_dim=128, rope_layers='all').",
     ),
     "GGUF with an unknown key": (
         {**GGUF, "qwen2.rope.magic": 1}, {}, ValueError,
@@ -584,7 +596,8 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
         {k: v for k, v in MEGATRON.items() if k != "rotary_interleaved"}, {}, ValueError,
         "[from_config] the config must give the pairing of channels, as the table of families does not "
         "contain Megatron's arguments; pass interleaved=False if channel i is paired with i + rotary_dim / 2, "
-        "as in Llama, or interleaved=True if adjacent channels are paired, as in GPT-J.",
+        "as in Llama, or interleaved=True if adjacent channels are paired, as in GPT-J; for code like Llama's: "
+        "RopeSpec.from_config(config, interleaved=False).",
     ),
     "Megatron with two scalings": (
         {**MEGATRON, "use_rope_scaling": True, "rope_scaling_factor": 8.0,
@@ -692,7 +705,8 @@ def test_words_that_only_contain_rope_are_no_keys_about_it() -> None:
 
 def test_the_argument_overrules_family_and_key() -> None:
     assert read(LLAMA, interleaved=True) == RopeSpec(128, 5e5, interleaved=True)
-    assert read({**LLAMA, "model_type": "zebra"}, interleaved=False) == RopeSpec(128, 5e5)
+    stated: dict[str, Any] = {"interleaved": False, "rotary_dim": 128, "rope_layers": "all"}
+    assert read({**LLAMA, "model_type": "zebra"}, **stated) == RopeSpec(128, 5e5)
     assert read({**LLAMA, "rope_interleaved": True}, interleaved=True).interleaved
 
 

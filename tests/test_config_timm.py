@@ -80,7 +80,8 @@ def test_arguments_that_do_not_change_the_rotation_are_ignored() -> None:
 
 
 def test_a_config_of_another_program_is_not_taken_for_one_of_timm() -> None:
-    config = {"architecture": "mine", "head_dim": 64, "rope_theta": 500.0, "is_neox_style": True}
+    config = {"architecture": "mine", "head_dim": 64, "rope_theta": 500.0}
+    config |= {"rotary_dim": 64, "is_neox_style": True}
     assert RopeSpec.from_config(config) == RopeSpec(64, 500.0)
 
 

@@ -1,15 +1,16 @@
 """Check the table of families and `from_config` against transformers itself.
 
 The rotary functions of transformers pair channels as in the table. Its configuration objects give
-the same specs as dictionaries with the same keys. Its rotary modules, built from these objects,
-have the frequencies of the specs. Sections that only its modeling code states equal those in the
-table.
+the same specs as dictionaries with the same keys. Its rotary modules, built from these objects and from
+those of defaults, have the frequencies of the specs. Small models rotate the layers that have a spec, by its
+angles. Sections that only its modeling code states equal those in the table.
 """
 
 import ast
 import functools
 import importlib
 import inspect
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from huggingface_hub.errors import StrictDataclassError
 from model_configs import MODELS, Model
 from tightrope import RopeSpec
 from tightrope.axes import Axes
-from tightrope.config import LayerSpecs
+from tightrope.config import LayerSpecs, sections, source_of
 from tightrope.config.families import FAMILIES
 from tightrope.workbench.audit._targets import from_model
 
@@ -276,6 +277,146 @@ def test_defaults_that_leave_a_gap_are_refused_by_the_name_of_the_key(name: str,
         RopeSpec.from_config(transformers.CONFIG_MAPPING[name]())
 
 
+# --- configurations of defaults --------------------------------------------------------------------
+
+# Their modules have no frequencies, or compute them in each call.
+WITHOUT_INV_FREQ = {"codegen", "gptj", "roformer"}
+
+
+def default_of(name: str) -> Any:
+    """Return the configuration of a class's defaults; None for the few that have none."""
+    try:
+        return transformers.CONFIG_MAPPING[name]()
+    except (ValueError, StrictDataclassError):
+        return None
+
+
+def rotary_modules(config: Any) -> list[torch.nn.Module]:
+    """Return the rotary modules of the configuration's modeling file that have frequencies of it."""
+    made = []
+    for name, kind in vars(modeling(config)).items():
+        if (
+            inspect.isclass(kind)
+            and "RotaryEmbedding" in name
+            and kind.__module__ == modeling(config).__name__
+        ):
+            try:
+                made.append(kind(config))
+            except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError):
+                continue  # of another part of the model
+    return [one for one in made if any("inv_freq" in name for name, _ in one.named_buffers())]
+
+
+def has_frequencies(module: torch.nn.Module, layer: str | None, spec: RopeSpec) -> bool:
+    """Return True if a module has the frequencies of a spec, for one coordinate or for each of two."""
+    wanted = torch.tensor([float(omega) for omega in spec.frequencies().exact], dtype=torch.float64)
+    turns = (
+        math.tau if "Dinov3" in type(module).__name__ or "DINO" in type(module).__name__ else 1.0
+    )
+    buffers = {name: x for name, x in module.named_buffers() if name.endswith("inv_freq")}
+    own = [
+        x for name, x in buffers.items() if layer is not None and name.startswith(f"{layer}_inv")
+    ]
+    for found in own or buffers.values():
+        omega = (found.double().flatten() * turns).sort().values
+        if spec.axes is not None and 2 * omega.numel() == wanted.numel():
+            omega = omega.repeat_interleave(2)  # two coordinates share the frequencies
+        if omega.shape == wanted.shape and torch.allclose(
+            omega, wanted.sort().values, rtol=1e-5, atol=0
+        ):
+            return True
+    return False
+
+
+@pytest.mark.slow
+def test_the_frequencies_of_all_defaults_are_those_of_the_published_modules() -> None:
+    compared = 0
+    for name in transformers.CONFIG_MAPPING:
+        config = default_of(name)
+        if config is None or name in WITHOUT_INV_FREQ:
+            continue
+        parts = sections(config)
+        for section in parts:
+            try:
+                specs = RopeSpec.from_config(config, section=section if len(parts) > 1 else None)
+            except (ValueError, TypeError):
+                continue
+            inner = config
+            for key in source_of(config, section if len(parts) > 1 else None).prefix.split("."):
+                inner = getattr(inner, key) if key else inner
+            modules = rotary_modules(inner)
+            layers = set(getattr(inner, "layer_types", None) or ())
+            for layer, spec in dict(
+                specs if isinstance(specs, LayerSpecs) else {None: specs}
+            ).items():
+                used = not layers or layer not in FULL_OR_SLIDING or layer in layers
+                if spec is not None and modules and used:
+                    assert any(
+                        has_frequencies(each, SECTION_OF.get(layer, layer), spec)
+                        for each in modules
+                    ), (name, layer)
+                    compared += 1
+    assert compared > 150
+
+
+FULL_OR_SLIDING = ("full_attention", "sliding_attention")
+# DeepSeek V4's modules have buffers by section.
+SECTION_OF = {"compressed_sparse_attention": "compress", "heavily_compressed_attention": "compress"}
+
+# --- layers ---------------------------------------------------------------------------------------
+
+TINY: dict[str, Any] = {
+    "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 8,
+    "vocab_size": 9, "intermediate_size": 16, "moe_intermediate_size": 16, "num_experts": 2, "num_local_experts": 2,
+    "num_experts_per_tok": 1, "sliding_window": 4, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+TINY_OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {
+        "num_key_value_heads": 1, "q_lora_rank": 8, "o_lora_rank": 4, "o_groups": 2, "index_n_heads": 2, "index_topk": 2,
+        "index_head_dim": 32, "partial_rotary_factor": 0.5, "n_routed_experts": 2, "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    },
+    "llama4_text": {"intermediate_size_mlp": 16, "attention_chunk_size": 16},
+}  # fmt: skip
+BY_LAYER = [
+    name for name, family in FAMILIES.items() if family.layers is not None and name not in ("gemma3n_text", "gemma4_text")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_LAYER)
+def test_small_models_rotate_the_layers_that_have_a_spec(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = transformers.CONFIG_MAPPING[name](**{**TINY, **TINY_OWN.get(name, {})})
+    specs = RopeSpec.from_config(config)
+    function = FAMILIES[name].source.split(": ")[1]
+    real = getattr(modeling(config), function)
+    layer: list[int] = []
+    tables: dict[int, torch.Tensor] = {}
+
+    def spy(*arguments: Any, **named: Any) -> Any:
+        bound = inspect.signature(real).bind(*arguments, **named).arguments
+        made = bound["cos"] if "cos" in bound else bound["freqs_cis"].real
+        tables.setdefault(layer[-1], made[0])
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(modeling(config), function, spy)
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
+    for n, module in enumerate(model.layers):
+        module.register_forward_pre_hook(lambda *_, n=n: layer.append(n))
+    with torch.no_grad():
+        model(input_ids=torch.arange(1, 9)[None])
+    for n in range(config.num_hidden_layers):
+        spec = specs.of(n) if isinstance(specs, LayerSpecs) else specs
+        assert (spec is not None) == (n in tables)
+        if spec is not None:
+            omega = torch.tensor([float(one) for one in spec.frequencies().exact])
+            found = tables[n][3].sort().values  # of position 3
+            wanted = (3 * omega).cos().repeat(found.numel() // omega.numel()).sort().values
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
 # --- a part of the channels -----------------------------------------------------------------------
 
 # Heads of 128 channels: the sections of each family fit them, or half of them where a part rotates.
@@ -290,7 +431,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 LAYERED = {"gemma3_text", "gemma3n_text", "gemma4_text", "laguna", "modernbert", "olmo3"}
 # Of these the test cannot make the module that has the tables.
-WITHOUT_TABLES = {"roformer", "dinov3_vit", "llama4_vision_model", "qwen2_vl_vision"}
+WITHOUT_TABLES = {"roformer", "dinov3_vit", "eomt_dinov3", "llama4_vision_model", "qwen2_vl_vision"}
 # All but latent attention, whose slice other keys give, and those that need rotary_dim or a section.
 BUILT = [
     name

@@ -431,6 +431,17 @@ def test_blocks_of_the_configuration_may_have_no_attention(tmp_path: Path, key: 
     assert len(done.changed) == 12
 
 
+def test_the_slice_of_an_unknown_family_is_a_flag(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", llama_tensors(), {**LLAMA, "model_type": "mystery"})
+    stated = Stated(source="half", naming="llama", rotary_dim=8)
+    convert(source, tmp_path / "b", to="interleaved", stated=stated)
+    known = write(tmp_path / "c", llama_tensors())
+    convert(known, tmp_path / "d", to="interleaved")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("b", "d"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 # --- nothing else moves ---------------------------------------------------------------------------
 
 
@@ -685,7 +696,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         tensor("vision.layers.0.self_attn.q_proj.weight", (32, 32)),
         "several prefixes, 'model.', 'vision.': choose with --prefix",
     ),
-    "a family that is not known": (put(model_type="mystery"), "the names of the projections of mystery are not known"),
+    "channels that no key gives": (put(model_type="mystery"), "pass --rotary-dim=8 if all 8 channels of a head rotate"),
+    "a family that is not known": (put(model_type="mystery", rotary_dim=8), "the names of the projections of mystery are not known"),
     "keys as values": (put(attention_k_eq_v=True), "uses its keys as values"),
     "no RoPE": (put(model_type="gpt2"), "has no spec: it adds learned positions"),
     "heads that are no number": (put(num_attention_heads="4"), "num_attention_heads must be an int"),

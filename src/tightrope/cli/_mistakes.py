@@ -1,6 +1,7 @@
 """User errors as one line without a traceback, and exit codes that scripts can use."""
 
 import errno
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -53,7 +54,8 @@ def as_mistakes(spelled: Mapping[str, str] | None = None) -> Iterator[None]:
     except MemoryError:
         stop("there is not enough memory.", FINDING)
     except (ValueError, TypeError, NotImplementedError) as error:
-        text = str(error)
+        # The options are named before the Python call at the end of a sentence.
+        text = re.sub(r"; for code like Llama's: RopeSpec\.from_config\(.*\)", "", str(error))
         for argument, option in (spelled or {}).items():
             text = text.replace(argument, option)
         stop(text)

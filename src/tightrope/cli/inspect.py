@@ -19,6 +19,9 @@ _SPELLED = {
     "interleaved=False": "--half",
     "interleaved=True": "--interleaved",
     "strict=False": "--lenient",
+    "rotary_dim=": "--rotary-dim=",
+    "start=": "--start=",
+    "rope_layers=": "--rope-layers=",
 }
 
 
@@ -53,6 +56,23 @@ def inspect(
             "--interleaved/--half",
             show_default=False,
             help="The pairing, where the configuration does not state it.",
+        ),
+    ] = None,
+    rotary_dim: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of channels that rotate, where the configuration does not state it."
+        ),
+    ] = None,
+    start: Annotated[
+        int | None, typer.Option(help="First channel that rotates; by default 0.")
+    ] = None,
+    rope_layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="all|TYPES",
+            help="Layers that rotate, where the configuration does not state it: all, or their types, "
+            "separated by commas.",
         ),
     ] = None,
     lenient: Annotated[
@@ -92,7 +112,8 @@ def inspect(
         warnings.simplefilter("always", UserWarning)
         options: dict[str, Any] = {
             "context": context, "section": section, "layer_type": layer_type,
-            "strict": not lenient, "interleaved": interleaved,
+            "strict": not lenient, "interleaved": interleaved, "rotary_dim": rotary_dim, "start": start,
+            "rope_layers": rope_layers if rope_layers in (None, "all") else rope_layers.split(","),
         }  # fmt: skip
         found = [look_at(path, **options) for path in configs]
         for each in found:

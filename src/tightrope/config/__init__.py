@@ -7,7 +7,7 @@ that gave each field. docs/config.md lists the supported and the refused configu
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,20 @@ from ..spec import RopeSpec
 from . import diffusers, files, formats, keys, timm
 from .families import FAMILIES, SECTIONS, Family
 from .reading import read
-from .source import Source, fail
+from .source import Source, Stated, fail
 from .specs import LayerSpecs as LayerSpecs, Provenance as Provenance
 
 __all__ = ["LayerSpecs", "Provenance", "from_config", "provenance", "sections"]
+
+
+# Formats other than that of transformers: how each is recognised, and translated.
+_FORMATS = (
+    (diffusers.recognised, diffusers.translated),
+    (timm.recognised, timm.translated),
+    (formats.is_gguf, formats.gguf),
+    (formats.is_meta, formats.meta),
+    (formats.is_megatron, formats.megatron),
+)
 
 
 @public("from_config")
@@ -31,11 +41,13 @@ def from_config(
     section: str | None = None,
     strict: bool = True,
     interleaved: bool | None = None,
+    rotary_dim: int | None = None,
+    start: int | None = None,
+    rope_layers: str | Collection[str] | None = None,
 ) -> RopeSpec | LayerSpecs | None:
     """See :meth:`tightrope.RopeSpec.from_config`."""
-    return provenance(
-        config, layer_type=layer_type, section=section, strict=strict, interleaved=interleaved
-    ).spec
+    stated = Stated(layer_type, section, strict, interleaved, rotary_dim, start, rope_layers)
+    return _read(config, stated).spec
 
 
 @public("from_config")
@@ -46,6 +58,9 @@ def provenance(
     section: str | None = None,
     strict: bool = True,
     interleaved: bool | None = None,
+    rotary_dim: int | None = None,
+    start: int | None = None,
+    rope_layers: str | Collection[str] | None = None,
 ) -> Provenance:
     """Read a configuration like :meth:`tightrope.RopeSpec.from_config`, with the source of each field.
 
@@ -66,10 +81,15 @@ def provenance(
     scaling      None     no key gives one
     axes         None     one coordinate per position
     """
-    source = source_of(config, section)
-    if interleaved is None:
+    stated = Stated(layer_type, section, strict, interleaved, rotary_dim, start, rope_layers)
+    return _read(config, stated)
+
+
+def _read(config: object, stated: Stated) -> Provenance:
+    source = source_of(config, stated.section)
+    if stated.interleaved is None:
         source = replace(source, recorded=_recorded(config))
-    return read(source, layer_type=layer_type, strict=strict, interleaved=interleaved)
+    return read(source, stated)
 
 
 @public("from_config")
@@ -79,21 +99,15 @@ def source_of(config: object, section: str | None = None) -> Source:
     Internal to the library.
     """
     values = _load(config)
-    if diffusers.recognised(values):
-        source = diffusers.translated(values)
-    elif timm.recognised(values):
-        source = timm.translated(values)
-    elif formats.is_gguf(values):
-        source = formats.gguf(values)
-    elif formats.is_meta(values):
-        source = formats.meta(values)
-    elif formats.is_megatron(values):
-        source = formats.megatron(values)
-    else:
-        return _section(values, section)
-    if section is not None:
-        fail(f"section must be None for {source.name}, which has no sections, but got {section!r}")
-    return source
+    for recognised, translated in _FORMATS:
+        if recognised(values):
+            source = translated(values)
+            if section is not None:
+                fail(
+                    f"section must be None for {source.name}, which has no sections, but got {section!r}"
+                )
+            return source
+    return _section(values, section)
 
 
 def _recorded(config: object) -> bool | None:
@@ -147,16 +161,7 @@ def sections(config: object) -> tuple[str, ...]:
     ('',)
     """
     values = _load(config)
-    if any(
-        recognised(values)
-        for recognised in (
-            diffusers.recognised,
-            timm.recognised,
-            formats.is_gguf,
-            formats.is_meta,
-            formats.is_megatron,
-        )
-    ):
+    if any(recognised(values) for recognised, _ in _FORMATS):
         return ("",)
     values, spelled = _hoisted(values)
     nested = dict(_nested(values, values.get("model_type"), ""))
@@ -182,7 +187,9 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
     if not found or found == [""]:
         return outer
     if len(found) == 1:
-        return nested[found[0]]
+        # The keys of the outer level that describe no part of the model could still be about this one.
+        outside = {key: values[key] for key in values if not str(key).endswith("_config")}
+        return replace(nested[found[0]], unread=outside)
     shown = ", ".join(repr(name) if name else "'' (the outer level)" for name in found)
     fail(
         f"section must name one part of the config, as RoPE is in {shown}; for example "
@@ -225,7 +232,10 @@ def _source(
     family: Family | None = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     name = "a config without model_type" if model_type is None else f"model_type {model_type!r}"
     seen = tuple(f"{prefix}{key}" for key in values)
-    return Source(values, family, name, spelled or {}, prefix, seen)
+    # A mapping without layers, such as vLLM's arguments, describes one rotation.
+    layered = any(key in keys.LAYERS for key in values)
+    knows = frozenset({"start"} if layered else {"start", "layers"})
+    return Source(values, family, name, spelled or {}, prefix, seen, knows=knows)
 
 
 def _has_frequencies(values: Mapping[str, Any]) -> bool:
@@ -250,4 +260,6 @@ def _hoisted(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, st
     base = inner.get("rope_theta")
     if base is None or "rope_theta" in values:
         return values, {}
-    return {**values, "rope_theta": base}, {"rope_theta": "attn_config.rope_theta"}
+    rest = {key: value for key, value in inner.items() if key != "rope_theta"}
+    moved = {**values, "attn_config": rest, "rope_theta": base}
+    return moved, {"rope_theta": "attn_config.rope_theta"}

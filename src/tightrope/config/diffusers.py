@@ -34,8 +34,8 @@ class Transformer:
         split: the rule by which the code divides a head among coordinates, if no key does.
         rotary: the key of rotary_dim; or a fraction of the head; or ``"widths"``, their sum.
         keys: other keys with the meaning that they have in transformers.
-        inert: keys that look like keys about RoPE but do not affect the rotation: a table's length,
-            the choice of coordinates, the time step of the diffusion.
+        inert: keys that could be about the rotation but do not affect it: a table's length, the choice of
+            coordinates, the time step of the diffusion, what the class does not use.
         switch: a key that must be True, as the model has no RoPE otherwise.
         refused: why no spec can express this class; None for all others.
     """
@@ -81,6 +81,7 @@ _LUMINA: dict[str, Any] = {"head": ("dim", "n_heads"), "widths": "axes_dims", "b
 _COGVIDEO: dict[str, Any] = {
     "split": "quarter for time",
     "switch": "use_rotary_positional_embeddings",
+    "inert": ("freq_shift",),
 }
 _BY_HEAD = "its heads differ in their frequencies"
 _BY_BLOCK = "it pairs channels by halves within each of three blocks of a head"
@@ -129,7 +130,8 @@ TRANSFORMERS: dict[str, Transformer] = {
         "transformer_longcat_image: LongCatImagePosEmbed", **_DIMS
     ),
     "Lumina2Transformer2DModel": _pairs(
-        "transformer_lumina2: Lumina2RotaryPosEmbed", head=_HIDDEN, widths="axes_dim_rope"
+        "transformer_lumina2: Lumina2RotaryPosEmbed", head=_HIDDEN, widths="axes_dim_rope",
+        inert=("scaling_factor",),
     ),
     "MotifVideoTransformer3DModel": _pairs(
         "transformer_motif_video: MotifVideoRotaryPosEmbed", **_AXES
@@ -152,10 +154,12 @@ TRANSFORMERS: dict[str, Transformer] = {
     ),
     "ConsisIDTransformer3DModel": _pairs("embeddings: get_3d_rotary_pos_embed", **_COGVIDEO),
     "CosmosTransformer3DModel": _half(
-        "transformer_cosmos: CosmosRotaryPosEmbed", split="thirds", keys=("rope_scale",)
+        "transformer_cosmos: CosmosRotaryPosEmbed", split="thirds", keys=("rope_scale",),
+        inert=("extra_pos_embed_type",),
     ),
     "EasyAnimateTransformer3DModel": _pairs(
-        "transformer_easyanimate: EasyAnimateRotaryPosEmbed", split="quarter for time"
+        "transformer_easyanimate: EasyAnimateRotaryPosEmbed", split="quarter for time",
+        inert=("freq_shift", "time_position_encoding_type"),
     ),
     "GlmImageTransformer2DModel": _half(
         "transformer_glm_image: GlmImageRotaryPosEmbed", split="halves"
@@ -182,6 +186,7 @@ TRANSFORMERS: dict[str, Transformer] = {
     "OmniGenTransformer2DModel": _half(
         "transformer_omnigen: OmniGenSuScaledRotaryEmbedding", head=_HIDDEN, base="rope_base",
         keys=("rope_scaling", "max_position_embeddings", "original_max_position_embeddings"),
+        inert=("downscale_freq_shift",),
     ),
     "StableAudioDiTModel": _half("embeddings: get_1d_rotary_pos_embed", rotary=0.5),
     # --- no RoPE, or none that a spec can express ---
@@ -279,7 +284,9 @@ def translated(values: Mapping[str, Any]) -> Source:
         base=None if isinstance(facts.base, str) else facts.base,
         axes=None if sizes is None else "sections" if scale is not None else "unequal blocks",
     )
-    unread = tuple(key for key in values if key not in read and key not in facts.inert)
+    unread = {
+        key: value for key, value in values.items() if key not in read and key not in facts.inert
+    }
     return Source(outer, family, name, spelled, seen=tuple(values), unread=unread)
 
 

@@ -62,6 +62,13 @@ def _pairs(folder: str, function: str = "apply_rotary_pos_emb", **facts: object)
     return Family(True, f"{folder}: {function}", **{"fraction": "none", **facts})  # type: ignore[arg-type]
 
 
+def _hub(file: str, interleaved: bool = False, **facts: object) -> Family:
+    """A family whose code is in its repositories."""
+    name = "apply_rotary_pos_emb" if interleaved else "rotate_half"
+    source = f"modeling_{file}.py in the hub repository: {name}"
+    return Family(interleaved, source, **facts)  # type: ignore[arg-type]
+
+
 def _none(why: str) -> Family:
     return Family(False, "", refused=why)
 
@@ -83,60 +90,32 @@ _QWEN2_VL: dict[str, Any] = {"axes": "sections", "sections": (16, 24, 24)}
 _QWEN3_VL: dict[str, Any] = {"axes": "interleaved sections", "sections": (24, 20, 20)}
 _QWEN3_5: dict[str, Any] = {"axes": "interleaved sections", "sections": (11, 11, 10)}
 
+# All channels, half pairing, all layers; the folder has the name of the model type. (MiniMax-Text-01 gives
+# rotary_dim = 64 of 128: its own code rotates 64, transformers' all, so its file is refused.)
+_PLAIN = tuple(
+    """apertus arcee bitnet cwm dbrx diffllama dots1 eurobert falcon falcon_h1 flex_olmo granite granitemoe
+    granitemoeshared hunyuan_v1_dense hunyuan_v1_moe jetmoe jina_embeddings_v3 lfm2 lfm2_moe llama mimi
+    minimax ministral ministral3 mistral mixtral nomic_bert olmo olmo2 olmoe phimoe qwen2 qwen2_moe
+    qwen3_moe starcoder2""".split()
+)
+
 FAMILIES: dict[str, Family] = {
     # --- all channels, half pairing ---
-    "apertus": _half("apertus"),
-    "arcee": _half("arcee"),
-    "bitnet": _half("bitnet"),
-    "cwm": _half("cwm"),
-    "dbrx": _half("dbrx"),
-    "diffllama": _half("diffllama"),
-    "dots1": _half("dots1"),
+    **{name: _half(name) for name in _PLAIN},
     "emu3_text_model": _half("emu3"),
-    "eurobert": _half("eurobert"),
-    "falcon": _half("falcon"),
-    "falcon_h1": _half("falcon_h1"),
-    "flex_olmo": _half("flex_olmo"),
     "gemma": _half("gemma", **_HEAD),
     "gemma2": _half("gemma2", **_HEAD),
     "gpt_oss": _half("gpt_oss", **_HEAD),
-    "granite": _half("granite"),
-    "granitemoe": _half("granitemoe"),
-    "granitemoeshared": _half("granitemoeshared"),
     "granitemoehybrid": _half("granitemoehybrid", needs_position_type=True),
-    "hunyuan_v1_dense": _half("hunyuan_v1_dense"),
-    "hunyuan_v1_moe": _half("hunyuan_v1_moe"),
-    "internlm2": Family(
-        False, "modeling_internlm2.py in the hub repository: rotate_half", fraction="none"
-    ),
-    "jetmoe": _half("jetmoe"),
-    "jina_embeddings_v3": _half("jina_embeddings_v3"),
-    "lfm2": _half("lfm2"),
-    "lfm2_moe": _half("lfm2_moe"),
-    "llama": _half("llama"),
-    "mimi": _half("mimi"),
-    "minicpm": Family(
-        False, "modeling_minicpm.py in the hub repository: rotate_half", fraction="none"
-    ),
-    "ministral": _half("ministral"),
-    "ministral3": _half("ministral3"),
-    "mistral": _half("mistral"),
-    "mixtral": _half("mixtral"),
+    "internlm2": _hub("internlm2", fraction="none"),
+    "minicpm": _hub("minicpm", fraction="none"),
     "mllama_text_model": _half("mllama"),
-    "nomic_bert": _half("nomic_bert"),
-    "olmo": _half("olmo"),
-    "olmo2": _half("olmo2"),
-    "olmoe": _half("olmoe"),
+    "nemotron-nas": _hub("decilm", fraction="none"),
     "phi3": _half("phi3", **_ANY_PART),
     "phi4_multimodal": _half("phi4_multimodal", **_ANY_PART),
-    "phimoe": _half("phimoe"),
-    "qwen2": _half("qwen2"),
-    "qwen2_moe": _half("qwen2_moe"),
     "qwen3": _half("qwen3", **_HEAD),
-    "qwen3_moe": _half("qwen3_moe"),
     "seed_oss": _half("seed_oss", **_HEAD),
-    "solar": Family(False, "modeling_solar.py in the hub repository: rotate_half"),
-    "starcoder2": _half("starcoder2"),
+    "solar": _hub("solar"),
     # --- some channels, half pairing ---
     "bamba": _half("bamba", **_PART),
     "glm4_moe": _half("glm4_moe", **_PART),
@@ -165,26 +144,31 @@ FAMILIES: dict[str, Family] = {
         fraction="none",
     ),
     # --- latent attention: the rotated slice comes after channels without RoPE ---
+    "axk1": _pairs("axk1", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
     "deepseek_v2": _pairs("deepseek_v2", "apply_rotary_emb", start="nope"),
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _pairs("deepseek_v32", "apply_rotary_pos_emb_interleave", start="nope"),
-    "kimi_k2": Family(
-        True, "modeling_deepseek.py in the hub repository: apply_rotary_pos_emb", start="nope"
-    ),
+    "kimi_k2": _hub("deepseek", True, start="nope"),
     "longcat_flash": _pairs("longcat_flash", "apply_rotary_pos_emb_interleave", start="nope"),
+    "glm4_moe_lite": _pairs("glm4_moe_lite", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
     "glm_moe_dsa": _pairs("glm_moe_dsa", "apply_rotary_pos_emb_interleave", start="nope"),
     "minicpm3": _half("minicpm3", start="nope"),
     "mistral4": _pairs("mistral4", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
     "youtu": _pairs("youtu", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
-    "deepseek_v4": _pairs("deepseek_v4", start="last", **_PART, **_HEAD),
+    "deepseek_v4": _pairs(
+        "deepseek_v4", start="last", layers="main and compress", **_PART, **_HEAD
+    ),
     # --- layers that differ ---
+    "afmoe": _half("afmoe", layers="sliding only", **_HEAD),
     "cohere2": _pairs("cohere2", layers="sliding only"),
     "exaone4": _half("exaone4", layers="sliding only, if windows"),
+    "exaone_moe": _half("exaone_moe", layers="sliding only, if windows"),
     "gemma3_text": _half("gemma3", layers="local base", **_HEAD),
     "gemma3n_text": _half("gemma3n", layers="local base", **_HEAD),
     "gemma4_text": _half("gemma4", layers="wide where full", **_HEAD),
     "laguna": _half("laguna", **_PART, **_HEAD),
     "llama4_text": _pairs("llama4", "apply_rotary_emb", layers="no_rope_layers", **_HEAD),
+    "muse_glimmer_text": _half("muse_glimmer", layers="layer_rope_theta", **_HEAD),
     "modernbert": _half("modernbert", layers="global and local base"),
     "olmo3": _half("olmo3", layers="scaled where full"),
     "smollm3": _half("smollm3", layers="no_rope_layers"),
@@ -205,6 +189,7 @@ FAMILIES: dict[str, Family] = {
     ),
     # --- several axes: images ---
     "dinov3_vit": _half("dinov3_vit", axes="blocks", scaling="turns"),
+    "eomt_dinov3": _half("eomt_dinov3", axes="blocks", scaling="turns"),
     "glm4v_vision": _half("glm4v", "apply_rotary_pos_emb_vision", **_VISION),
     "llama4_vision_model": _pairs("llama4", "vision_apply_rotary_emb", axes="blocks"),
     "pixtral": _half("pixtral", axes="strided"),
@@ -248,31 +233,32 @@ SECTIONS: dict[tuple[str, str], str] = {
     ("gemma3", "text_config"): "gemma3_text",
     ("mllama", "text_config"): "mllama_text_model",
     ("mllama", "vision_config"): "mllama_vision_model",
-    ("glm4v", "text_config"): "glm4v_text",
-    ("glm4v", "vision_config"): "glm4v_vision",
-    ("qwen2_vl", "text_config"): "qwen2_vl_text",
-    ("qwen2_vl", "vision_config"): "qwen2_vl_vision",
-    ("qwen2_5_vl", "text_config"): "qwen2_5_vl_text",
-    ("qwen2_5_vl", "vision_config"): "qwen2_5_vl_vision",
-    ("qwen3_vl", "text_config"): "qwen3_vl_text",
-    ("qwen3_vl", "vision_config"): "qwen3_vl_vision",
-    ("qwen3_vl_moe", "text_config"): "qwen3_vl_moe_text",
-    ("qwen3_vl_moe", "vision_config"): "qwen3_vl_moe_vision",
+    ("muse_glimmer", "text_config"): "muse_glimmer_text",
+} | {
+    (name, f"{part}_config"): f"{name}_{part}"
+    for name in ("glm4v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+    for part in ("text", "vision")
 }
 
 # GGUF: llama.cpp chooses the pairing by architecture (`llama_model_rope_type`). It differs from
-# transformers where the converter permutes weights.
+# transformers where the converter permutes weights. These tables and those of formats.py were compared with
+# its src/llama-model.cpp and src/models of October 2026.
 GGUF_NEIGHBOURS = frozenset(
-    """llama llama4 deci baichuan starcoder internlm2 minicpm xverse command-r cohere2 olmo arctic
-    deepseek deepseek2 plm chatglm glm4 granite granitemoe granitehybrid chameleon bailingmoe neo-bert
-    smollm3 arcee ernie4_5 ernie4_5-moe mistral3""".split()
+    """llama llama4 deci baichuan internlm2 minicpm xverse command-r cohere2 olmo arctic deepseek deepseek2
+    deepseek32 plm chatglm glm4 glm-dsa granite granitemoe granitehybrid chameleon bailingmoe neo-bert
+    smollm3 arcee ernie4_5 ernie4_5-moe mistral3 mistral4 muse-glimmer""".split()
 )
 GGUF_HALVES = frozenset(
     """falcon falcon-h1 grok dbrx jina-bert-v3 modern-bert nomic-bert nomic-bert-moe stablelm bitnet
     qwen qwen2 dream qwen2moe qwen3 qwen3moe olmo2 olmoe phi2 phi3 phimoe plamo plamo2 gemma gemma2
-    gemma3 gemma3n gemma4 gemma-embedding starcoder2 openelm gptneox codeshell orion nemotron exaone
-    exaone4 minicpm3 bailingmoe2 dots1 hunyuan-moe hunyuan-dense gpt-oss lfm2 lfm2moe smallthinker
-    seed_oss apertus minimax-m2 qwen3next glm4moe afmoe""".split()
+    gemma3 gemma3n gemma-embedding starcoder2 openelm gptneox codeshell orion nemotron exaone
+    exaone4 exaone-moe minicpm3 bailingmoe2 dots1 hunyuan-moe hunyuan-dense gpt-oss lfm2 lfm2moe
+    smallthinker seed_oss apertus minimax-m2 qwen3next glm4moe afmoe""".split()
 )
 GGUF_SECTIONS = frozenset({"qwen2vl", "paddleocr"})
 GGUF_INTERLEAVED_SECTIONS = frozenset({"qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"})
+# llama.cpp rotates nothing in these, even if their files have keys about RoPE.
+GGUF_WITHOUT_ROPE = frozenset(
+    """clip gpt2 gptj mpt refact bloom mamba mamba2 jamba jina-bert-v2 starcoder t5 t5encoder jais rwkv6
+    rwkv6qwen2 rwkv7 arwkv7 wavtokenizer-dec nemotron_h nemotron_h_moe kimi-linear kimi-k3 glm5-next""".split()
+)

@@ -10,11 +10,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from .._errors import bad_type
+from . import keys
 from .families import (
     GGUF_HALVES,
     GGUF_INTERLEAVED_SECTIONS,
     GGUF_NEIGHBOURS,
     GGUF_SECTIONS,
+    GGUF_WITHOUT_ROPE,
     Family,
 )
 from .scaling import given_by_factors
@@ -31,24 +34,31 @@ _META_SCALING = {
     "original_max_position_embeddings": 8192,
 }
 _META_SCALING_4 = {**_META_SCALING, "factor": 16.0, "high_freq_factor": 1.0}
+# Keys that are translated or, like the last two of Mistral's, describe other parts of the model.
+_META_OWN = frozenset(
+    """use_scaled_rope rope_scaling_factor rope_high_freq_factor yarn vision_encoder multimodal""".split()
+)
+# Mistral's `yarn`: its key -> the name in transformers (vLLM: transformers_utils/configs/mistral.py).
+_MISTRAL_YARN = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta": "beta_fast",
+    "alpha": "beta_slow",
+}
 # (dim, n_layers) of Llama 3.2 1B and 3B: Meta's code scales them by 8, their hub configurations by 32.
 _META_AMBIGUOUS = ((2048, 16), (3072, 28))
 
 
 def is_meta(values: Mapping[str, Any]) -> bool:
     """Return True for Meta's ``params.json`` (Mistral's has the same names and pairing)."""
-    return "model_type" not in values and "dim" in values and "n_heads" in values
+    return values.get("model_type") is None and "dim" in values and "n_heads" in values
 
 
 def meta(values: Mapping[str, Any]) -> Source:
     """Read Meta's ``params.json``: pairs are interleaved; ``use_scaled_rope`` replaces a rope section."""
     fourth = "moe_args" in values or "nope_layer_interval" in values
     family = Family(True, _META, layers="no_rope_layers" if fourth else None)
-    outer = {
-        key: value
-        for key, value in values.items()
-        if key not in ("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor")
-    }
+    outer = {key: value for key, value in values.items() if key not in _META_OWN}
     spelled = {"no_rope_layer_interval": "nope_layer_interval", "num_hidden_layers": "n_layers"}
     if fourth and values.get("nope_layer_interval") is not None:
         outer["no_rope_layer_interval"] = outer.pop("nope_layer_interval")
@@ -57,6 +67,11 @@ def meta(values: Mapping[str, Any]) -> Source:
     scaled = values.get("use_scaled_rope")
     if scaled is not None and not isinstance(scaled, bool):
         fail(f"use_scaled_rope must be true or false but got {scaled!r}")
+    yarn = values.get("yarn")
+    if yarn:
+        if scaled:
+            fail("only one kind of scaling can apply but got use_scaled_rope and yarn")
+        outer["rope_scaling"] = _mistral_yarn(yarn, spelled, latent="qk_nope_head_dim" in values)
     if scaled:
         outer["rope_scaling"] = section = dict[str, Any](rope_type="llama3")
         section |= _META_SCALING_4 if fourth else _META_SCALING
@@ -76,6 +91,28 @@ def meta(values: Mapping[str, Any]) -> Source:
                 "code scales them by 8, their hub configurations by 32"
             )
     return Source(outer, family, "Meta's params.json", spelled, seen=tuple(values))
+
+
+def _mistral_yarn(yarn: Any, spelled: dict[str, str], latent: bool) -> dict[str, Any]:
+    """Read ``yarn`` of Mistral's ``params.json``."""
+    if not isinstance(yarn, Mapping):
+        raise bad_type(f"yarn must be a mapping but got {yarn!r}")
+    section: dict[str, Any] = {"rope_type": "yarn"}
+    spelled["rope_scaling.rope_type"] = "yarn"
+    for key, value in yarn.items():
+        name = _MISTRAL_YARN.get(key, f"yarn.{key}")  # a key of another name is reported as unknown
+        section[name], spelled[f"rope_scaling.{name}"] = value, f"yarn.{key}"
+    scale = section.pop("yarn.apply_scale", None)
+    if not isinstance(scale, bool):
+        fail(f"yarn.apply_scale must be true or false but got {scale!r}")
+    if scale and latent:
+        fail(
+            "yarn.apply_scale must be false with latent attention, where it could mean two factors"
+        )
+    if not scale:
+        section["attention_factor"] = 1.0
+        spelled["rope_scaling.attention_factor"] = "yarn.apply_scale"
+    return section
 
 
 # --- GGUF metadata --------------------------------------------------------------------------------
@@ -108,45 +145,35 @@ _GGUF_TENSORS = {
     "rope_factors_short.weight": "short_factor",
     "rope_factors_long.weight": "long_factor",
 }
-# How layers differ; llama.cpp decides this in its code, by architecture.
+# How layers differ; llama.cpp decides this in its code, by architecture, and no file lists it.
 _GGUF_LAYERS = {
-    "cohere2": "sliding only",
+    **dict.fromkeys(("afmoe", "llama4", "smollm3"), "no_rope_layers"),  # every fourth
+    **dict.fromkeys(("cohere2", "exaone-moe", "muse-glimmer"), "sliding only"),
     "exaone4": "sliding only, if windows",
-    "llama4": "no_rope_layers",
-    "smollm3": "no_rope_layers",
 }
+# The same for models whose files give a window; smallthinker has no RoPE in the first layer, the fifth, ….
+_GGUF_WINDOWED = {"olmo2": "scaled where full", "smallthinker": "no_rope_layers"}
+_GGUF_REFUSED = {
+    **dict.fromkeys(GGUF_WITHOUT_ROPE, "llama.cpp rotates none of its layers"),
+    "baichuan": "llama.cpp rotates only its 7B, which has 32 layers",
+    "gemma4": "its layers differ in the width of a head",
+}
+# `rope.scaling.finetuned` is their switch for RoPE.
+_GGUF_SWITCHED = frozenset({"granite", "granitemoe", "granitehybrid"})
 # Latent attention: the channels without RoPE come first.
-_GGUF_LATENT = frozenset({"deepseek2", "minicpm3", "plm"})
+_GGUF_LATENT = frozenset({"deepseek2", "deepseek32", "glm-dsa", "minicpm3", "mistral4", "plm"})
+# Their converter stores mscale_all_dim / 10.
+_GGUF_TENTH = frozenset({"deepseek2", "deepseek32", "mistral4"})
 # Architectures that rotate a part of a head (_GGUF_PART), or whose head_dim is not hidden size / heads
 # (_GGUF_HEAD). Their files always have the key for this number; a file without the key is damaged.
 _GGUF_PART = frozenset(
-    {
-        "chatglm",
-        "glm4",
-        "glm4moe",
-        "gptneox",
-        "minimax-m2",
-        "nemotron",
-        "phi2",
-        "qwen3next",
-        "stablelm",
-    }
+    "chatglm glm4 glm4moe gptneox minimax-m2 nemotron phi2 qwen3next stablelm".split()
 )
 _GGUF_HEAD = frozenset(
-    {
-        "gemma",
-        "gemma2",
-        "gemma3",
-        "gemma3n",
-        "gpt-oss",
-        "qwen3",
-        "qwen3moe",
-        "qwen3next",
-        "seed_oss",
-    }
+    "gemma gemma2 gemma3 gemma3n gpt-oss qwen3 qwen3moe qwen3next seed_oss".split()
 )
 # Layers with a sliding window have their own base, by default 10000.
-_GGUF_LOCAL_BASE = frozenset({"gemma3", "gemma3n"})
+_GGUF_LOCAL_BASE = frozenset({"gemma3", "gemma3n", "gemma-embedding", "modern-bert"})
 
 
 def is_gguf(values: Mapping[str, Any]) -> bool:
@@ -204,6 +231,8 @@ def gguf(values: Mapping[str, Any]) -> Source:
         del outer["num_attention_heads"]
     if section.get("factor") == 0:
         del section["factor"]  # llama.cpp writes 0 for "no scaling"
+    if arch in _GGUF_SWITCHED and section.get("finetuned") is False:
+        fail(f"the config has no RoPE: {spelled['rope_scaling.finetuned']} is False")
     _scaling(values, arch, section, spelled, take)
     sizes = values.get(f"{arch}.rope.dimension_sections")
     read.add(f"{arch}.rope.dimension_sections")
@@ -218,7 +247,13 @@ def gguf(values: Mapping[str, Any]) -> Source:
             fail("rope_freqs.weight must not come with rope.scaling but the metadata has both")
         section = {"rope_type": "given", "inv_freq": _divided(outer, arch, list(factors))}
         spelled["rope_scaling.rope_type"] = spelled["rope_scaling.inv_freq"] = "rope_freqs.weight"
-    family = _gguf_family(arch)
+    outer |= {key: values[key] for key in keys.LAYER_TYPES if key in values}
+    if arch == "exaone4" and outer.get("num_hidden_layers") not in (None, 64):
+        outer.setdefault("sliding_window", None)  # only the large model has windows
+    family = _gguf_family(arch, outer)
+    if family is not None and _GGUF_LAYERS.get(arch) == "no_rope_layers":
+        outer["no_rope_layer_interval"] = 4
+        spelled["no_rope_layer_interval"] = f"constant of llama.cpp for {arch}"
     if section:
         outer["rope_scaling"] = section
     local = _local(values, arch, outer, spelled, read)
@@ -234,19 +269,24 @@ def gguf(values: Mapping[str, Any]) -> Source:
             spelled[f"rope_parameters.full_attention.{key}"] = spelled.get(
                 f"rope_scaling.{key}", spelled.get(key, key)
             )
-    for key, value in values.items():
-        if ".rope." in str(key) and key not in read:
-            outer[key] = value  # to be reported as unknown
-    return Source(outer, family, f"GGUF architecture {arch!r}", spelled, seen=tuple(values))
+    unread = {key: value for key, value in values.items() if key not in read}
+    name = f"GGUF architecture {arch!r}"
+    return Source(outer, family, name, spelled, seen=tuple(values), unread=unread)
 
 
-def _gguf_family(arch: str) -> Family | None:
+def _gguf_family(arch: str, outer: Mapping[str, Any]) -> Family | None:
+    window = outer.get("sliding_window")
+    refused = _GGUF_REFUSED.get(arch)
+    if refused is not None and (arch != "baichuan" or outer.get("num_hidden_layers") != 32):
+        return Family(False, "", refused=refused)
+    if arch == "llama4" and window == 0:
+        return None  # llama.cpp leaves out one layer at most, by the number of layers
     if arch in GGUF_NEIGHBOURS or arch in GGUF_HALVES:
         return Family(
             arch in GGUF_NEIGHBOURS,
             _GGUF_CODE,
             start="last" if arch in _GGUF_LATENT else "first",
-            layers=_GGUF_LAYERS.get(arch),
+            layers=_GGUF_LAYERS.get(arch) or (_GGUF_WINDOWED.get(arch) if window else None),
             fraction="required" if arch in _GGUF_LATENT | _GGUF_PART else "optional",
             head_dim="required" if arch in _GGUF_HEAD else "derived",
         )
@@ -278,17 +318,18 @@ def _scaling(
     if kind == "longrope" and "attn_factor" in section:
         section["attention_factor"] = section.pop("attn_factor")
         spelled["rope_scaling.attention_factor"] = f"{arch}.rope.scaling.attn_factor"
+    if kind == "yarn" and arch == "grok" and "beta_fast" not in section:
+        section["beta_fast"] = 8.0
+        spelled["rope_scaling.beta_fast"] = "constant of llama.cpp for grok"
     holder: dict[str, Any] = {}
     share = take("rope.scaling.yarn_log_multiplier", holder, "mscale_all_dim", "")
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
         fail(f"{arch}.rope.scaling.yarn_log_multiplier must be a number but got {share!r}")
     if share is not None and kind == "yarn":
         key = f"{arch}.rope.scaling.yarn_log_multiplier"
-        # DeepSeek's converter stores mscale_all_dim / 10. DeepSeek's mscale equals mscale_all_dim, so
-        # they cancel on the rotated channels. Other converters store mscale_all_dim, and mscale is 1.
-        latent = arch == "deepseek2"
-        section["mscale_all_dim"] = 10 * share if latent else share
-        section["mscale"] = section["mscale_all_dim"] if latent else 1.0
+        # DeepSeek's mscale equals mscale_all_dim, so they cancel on the rotated channels; elsewhere mscale is 1.
+        section["mscale_all_dim"] = 10 * share if arch in _GGUF_TENTH else share
+        section["mscale"] = section["mscale_all_dim"] if arch == "deepseek2" else 1.0
         spelled["rope_scaling.mscale"] = spelled["rope_scaling.mscale_all_dim"] = key
 
 
@@ -305,7 +346,7 @@ def _local(
     outer: dict[str, Any],
     spelled: dict[str, str],
     read: set[str],
-) -> float | None:
+) -> Any:
     """The base of layers with a sliding window; None if all layers share one base."""
     key = f"{arch}.rope.freq_base_swa"
     read.add(key)
@@ -313,8 +354,12 @@ def _local(
     path = "rope_parameters.sliding_attention.rope_theta"
     if base is not None:
         spelled[path] = key
-        return float(base)
-    if arch in _GGUF_LOCAL_BASE and outer.get("rope_theta") is not None:
+        return base
+    if (
+        arch in _GGUF_LOCAL_BASE
+        and outer.get("rope_theta") is not None
+        and outer.get("sliding_window") != 0
+    ):
         spelled[path] = f"constant of llama.cpp for {arch}"
         return 10000.0
     return None
@@ -343,12 +388,7 @@ _MEGATRON_YARN = {
     "mscale_all_dim": "mscale_all_dim",
 }
 _MEGATRON_YARN_DENSE = {
-    "yarn_rotary_scaling_factor": "factor",
-    "yarn_original_max_position_embeddings": "original_max_position_embeddings",
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-    "yarn_mscale": "mscale",
-    "yarn_mscale_all_dim": "mscale_all_dim",
+    **{f"yarn_{key}": name for key, name in _MEGATRON_YARN.items()},
     "yarn_correction_range_round_to_int": "truncate",
 }
 
@@ -411,7 +451,8 @@ def megatron(values: Mapping[str, Any]) -> Source:
             section,
             "rope_scaling.",
         )
-    for key in ("rope_scaling_factor", *_MEGATRON_YARN_DENSE):
+    unused = {*_MEGATRON_YARN, *_MEGATRON_YARN_DENSE, "rope_scaling_factor"}
+    for key in unused - {"original_max_position_embeddings"}:
         outer.pop(key, None)  # always present; they do nothing if their switch is off
     ratio = outer.pop("rotary_seq_len_interpolation_factor", None)
     if ratio is not None:
@@ -423,4 +464,7 @@ def megatron(values: Mapping[str, Any]) -> Source:
         fail(f"only one kind of scaling can apply but got {' and '.join(kinds)}")
     if section:
         outer["rope_scaling"] = section
-    return Source(outer, family, "Megatron's arguments", spelled, seen=tuple(values))
+    # Layers without RoPE need no_rope_freq, which is an unknown key here; rotary_percent is 1 by default.
+    knows = frozenset({"layers", "slice", "start"})
+    name = "Megatron's arguments"
+    return Source(outer, family, name, spelled, seen=tuple(values), knows=knows)

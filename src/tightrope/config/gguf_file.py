@@ -20,19 +20,7 @@ MAGIC = b"GGUF"
 FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 # GGUF's number of a value type -> its struct format.
-_PLAIN = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_PLAIN = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
 # GGUF's number of a tensor type that stores factors -> its struct format.
 _FACTOR_TYPES = {0: "f", 1: "e"}

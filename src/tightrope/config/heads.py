@@ -8,7 +8,7 @@ from ..frequencies import Rule
 from . import keys
 from .files import RECORD
 from .scaling import Fact, claimed_by
-from .source import Found, Part, Source, agreed, fail, whole
+from .source import Found, Part, Source, Stated, agreed, fail, whole
 
 # Limit on mrope_section, so that a wrong number raises an error before it takes memory and time.
 _MOST_PAIRS = 32768
@@ -37,27 +37,30 @@ def _some(names: list[str], most: int = 8) -> str:
 
 
 def slice_of(
-    source: Source, part: Part, rule: type[Rule] | None
+    source: Source, part: Part, rule: type[Rule] | None, stated: Stated
 ) -> tuple[tuple[int, int, int], list[Fact]]:
     """(head_dim, rotary_dim, start) and their sources."""
     family = source.family
     rope, nope = whole(source.outer(keys.ROPE_DIM)), whole(source.outer(keys.NOPE_DIM))
+    argument = _argument("rotary_dim", stated.rotary_dim, 1)
     last = family is not None and family.start == "last"
     if not last and (rope or nope or (family is not None and family.start == "nope")):
-        return _latent_slice(source, part, rope, nope)
-    head_dim, head_from = _head_dim(source, part)
+        return _latent_slice(source, part, rope, nope, stated)
+    head_dim, head_from = head_dim_of(source, part)
     found: list[Found] = list(whole(source.outer(keys.ROTARY_DIM))) + list(rope)
     claimed = claimed_by(rule)
     for path, fraction in _fractions(source, part, claimed):
         if int(head_dim * fraction) < 2:
             fail(f"{path} must give at least 2 of {head_dim} channels but got {fraction!r}")
         found.append((f"{path} = {fraction!r} of {head_dim}", int(head_dim * fraction)))
-    got = agreed("rotary_dim", found)
+    if not found and family is not None and family.fraction == "optional":
+        found = [("all of head_dim", head_dim)]
+    got = agreed("rotary_dim", found + argument)
     if got is not None and family is not None and family.fraction == "none" and got[1] < head_dim:
         fail(
             f"rotary_dim must be {head_dim}, as the code of {source.name} rotates all channels of a head, but "
             f"got {got[1]} from {got[0]}; for other code, which rotates a part, pass a dict without model_type "
-            f"(config.to_dict()) and interleaved={family.interleaved}"
+            f"(config.to_dict()), interleaved={family.interleaved} and rope_layers='all'"
         )
     if got is None:
         needed = family is not None and family.fraction == "required"
@@ -68,14 +71,30 @@ def slice_of(
             )
         got = ("all of head_dim", head_dim)
     rotary_dim, rotary_from = got[1], got[0]
-    start, start_from = (0, "from the first channel")
+    start = (0, "from the first channel")
     if last:
-        start, start_from = head_dim - rotary_dim, f"{source.name} rotates the last channels"
-    return (head_dim, rotary_dim, start), [
+        start = (head_dim - rotary_dim, f"{source.name} rotates the last channels")
+    start = _start(start, stated, settled=family is not None)
+    return (head_dim, rotary_dim, start[0]), [
         ("head_dim", head_dim, head_from),
         ("rotary_dim", rotary_dim, rotary_from),
-        ("start", start, start_from),
+        ("start", *start),
     ]
+
+
+def _argument(name: str, value: int | None, least: int) -> list[Found]:
+    """An argument of from_config as if it were a key; empty for None."""
+    return [] if value is None else whole([(f"the argument {name}", value)], least=least)
+
+
+def _start(found: tuple[int, str], stated: Stated, settled: bool) -> tuple[int, str]:
+    """The first channel that rotates; an argument must agree if keys or the family settle it."""
+    for path, given in _argument("start", stated.start, 0):
+        if not settled:
+            return given, path
+        if given != found[0]:
+            fail(f"start must be {found[0]} ({found[1]}) but got {given}")
+    return found
 
 
 def _fractions(source: Source, part: Part, claimed: set[str]) -> list[Found]:
@@ -89,7 +108,7 @@ def _fractions(source: Source, part: Part, claimed: set[str]) -> list[Found]:
 
 
 def _latent_slice(
-    source: Source, part: Part, rope: list[Found], nope: list[Found]
+    source: Source, part: Part, rope: list[Found], nope: list[Found], stated: Stated
 ) -> tuple[tuple[int, int, int], list[Fact]]:
     """The slice of latent attention: it comes after the channels without RoPE."""
     if not rope or not nope:
@@ -109,7 +128,8 @@ def _latent_slice(
                 f"head_dim must have one value but got {path} = {value!r} and {nope[0][0]} + "
                 f"{rope[0][0]} = {total}"
             )
-    agreed("rotary_dim", [rope[0], *whole(source.outer(keys.ROTARY_DIM))])
+    argument = _argument("rotary_dim", stated.rotary_dim, 1)
+    agreed("rotary_dim", [rope[0], *whole(source.outer(keys.ROTARY_DIM)), *argument])
     for path, fraction in _fractions(source, part, set()):
         if fraction != 1 and int(total * fraction) != width:
             fail(
@@ -118,11 +138,12 @@ def _latent_slice(
     return (total, width, start), [
         ("head_dim", total, f"{nope[0][0]} + {rope[0][0]}"),
         ("rotary_dim", width, rope[0][0]),
-        ("start", start, nope[0][0]),
+        ("start", *_start((start, nope[0][0]), stated, settled=True)),
     ]
 
 
-def _head_dim(source: Source, part: Part) -> tuple[int, str]:
+def head_dim_of(source: Source, part: Part) -> tuple[int, str]:
+    """The width of a head and its source."""
     if part.head_dim is not None:
         whole([part.head_dim])
         return part.head_dim[1], part.head_dim[0]
@@ -160,29 +181,30 @@ def pairing_of(source: Source, interleaved: bool | None) -> tuple[bool, str]:
         return interleaved, "the argument interleaved"
     if source.recorded is not None:
         return source.recorded, f"the conversion record {RECORD}"
+    got = stated_pairing(source)
+    family = source.family
+    if got is None and family is not None:
+        return family.interleaved, f"{source.name} ({family.source})"
+    if got is None:
+        fail("the config must give the pairing of channels")  # questions.py has asked for it
+    free = family is None or family.pairing_key is not None
+    if not free and family is not None and got[1] != family.interleaved:
+        fail(
+            f"interleaved must have one value but got {got[1]} from {got[0]} and "
+            f"{family.interleaved} from {source.name}; pass interleaved={got[1]} if the key is right"
+        )
+    return got[1], got[0]
+
+
+def stated_pairing(source: Source) -> Found | None:
+    """The key that gives the pairing, and whether it is interleaved; None without such a key."""
     found = []
     for key, neighbours in keys.PAIRING.items():
         for path, value in source.outer([key]):
             if not isinstance(value, bool):
                 raise bad_type(f"{path} must be a bool but got {value!r}")
             found.append((path, value == neighbours))
-    got = agreed("interleaved", found)
-    family = source.family
-    if got is not None:
-        free = family is None or family.pairing_key is not None
-        if not free and family is not None and got[1] != family.interleaved:
-            fail(
-                f"interleaved must have one value but got {got[1]} from {got[0]} and "
-                f"{family.interleaved} from {source.name}; pass interleaved={got[1]} if the key is right"
-            )
-        return got[1], got[0]
-    if family is None:
-        fail(
-            f"the config must give the pairing of channels, as the table of families does not contain "
-            f"{source.name}; pass interleaved=False if channel i is paired with i + rotary_dim / 2, as in "
-            f"Llama, or interleaved=True if adjacent channels are paired, as in GPT-J"
-        )
-    return family.interleaved, f"{source.name} ({family.source})"
+    return agreed("interleaved", found)
 
 
 def axes_of(source: Source, part: Part, rotary_dim: int) -> tuple[Axes | None, str]:
@@ -207,6 +229,8 @@ def axes_of(source: Source, part: Part, rotary_dim: int) -> tuple[Axes | None, s
     if section is None and family is not None and family.sections is not None:
         section = f"constant of the code of {source.name}", list(family.sections)
     if kind is None and section is None:
+        if flag is not None:
+            fail(f"{flag[0]} must come with mrope_section but the config has none")
         return None, "one coordinate per position"
     if section is None:
         fail(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from .._errors import bad_type
 from . import keys
-from .source import Entries, Found, Part, Source, agreed, fail
+from .source import Entries, Found, Part, Source, Stated, agreed, fail
 
 _MOST_LAYERS = 65536
 
@@ -50,41 +50,104 @@ def _merged(one: Entries, other: Entries) -> Entries:
     return merged
 
 
-def parts_of(source: Source) -> tuple[list[Part], tuple[str, ...] | None]:
+def parts_of(source: Source, stated: Stated) -> tuple[list[Part], tuple[str, ...] | None]:
     """The layer types of a configuration, and the type of each layer if it lists them."""
     flat, nested = _sections(source)
     layers = _listed(source)
-    if nested:
-        return _nested_parts(source, nested, layers), layers
     kind = source.family.layers if source.family is not None else None
-    if kind is None:
-        return [Part(None, flat)], layers
-    return _LAYERS[kind](source, flat, layers)
+    if kind == "main and compress":
+        parts, layers = _main_and_compress(source, flat, nested, layers)
+    elif nested:
+        if kind in _ONE_SECTION:
+            fail(f"{source.name} must have one rope section but has one for {', '.join(nested)}")
+        parts = _nested_parts(source, nested, layers, stated)
+    elif kind is not None:
+        parts, layers = _LAYERS[kind](source, flat, layers)
+    elif source.family is None and stated.rope_layers not in (None, "all"):
+        types = _with_attention(layers)
+        parts = [Part(name, flat, rope=_rotates(name, stated), why=_ARGUMENT) for name in types]
+    else:
+        parts = [Part(None, flat)]
+    named = [part.name for part in parts if part.name is not None]
+    missing = [name for name in _with_attention(layers) if name not in named]
+    if named and missing:
+        fail(
+            f"{source.name} must have layers of types {', '.join(named)} only, but layer_types has "
+            f"{', '.join(missing)}"
+        )
+    _check_stated(source, stated, parts, named or _with_attention(layers))
+    return parts, layers
+
+
+_ARGUMENT = "the argument rope_layers"
+
+
+def _rotates(name: str, stated: Stated) -> bool:
+    given = stated.rope_layers
+    named = isinstance(given, Collection) and not isinstance(given, str)
+    return given == "all" or (named and name in given)  # type: ignore[operator]
+
+
+def _with_attention(layers: tuple[str, ...] | None) -> list[str]:
+    """The layer types with attention, each once."""
+    return [
+        name for name in dict.fromkeys(layers or ()) if name not in keys.LAYERS_WITHOUT_ATTENTION
+    ]
+
+
+def _check_stated(source: Source, stated: Stated, parts: list[Part], types: list[str]) -> None:
+    """Raise an error if the argument rope_layers is not one, or contradicts the layers as they were read."""
+    given = stated.rope_layers
+    if given is None:
+        return
+    named = isinstance(given, Collection) and all(isinstance(name, str) for name in given)
+    if given != "all" and (isinstance(given, str) or not named):
+        raise bad_type(
+            f"rope_layers must be 'all', a collection of layer types or None but got {given!r}"
+        )
+    chosen = set(types if given == "all" else given)
+    if not chosen <= set(types):
+        fail(
+            f"rope_layers must be 'all' or types of layers in the config but got "
+            f"{sorted(chosen - set(types))}; the config has {', '.join(types) or 'no layer_types'}"
+        )
+    rotating = [name for name in types if all(part.rope for part in parts if part.name == name)]
+    if chosen != set(rotating):
+        fail(f"rope_layers must be {rotating} for {source.name} but got {given!r}")
 
 
 def _listed(source: Source) -> tuple[str, ...] | None:
     """The type of each layer if the configuration lists them, else None."""
-    listed = source.values.get("layer_types")
-    if not isinstance(listed, list | tuple):
-        return None
-    for name in listed:
-        if not isinstance(name, str):
-            path = source.shown("layer_types")
-            raise bad_type(f"{path} must hold strings but got {name!r}")
-    return tuple(listed)
+    for key in keys.LAYER_TYPES:
+        listed = source.values.get(key)
+        if not isinstance(listed, list | tuple):
+            continue
+        for name in listed:
+            if not isinstance(name, str):
+                raise bad_type(f"{source.shown(key)} must hold strings but got {name!r}")
+        return tuple(listed)
+    return None
 
 
 def _nested_parts(
-    source: Source, nested: dict[str, Entries | None], layers: tuple[str, ...] | None
+    source: Source,
+    nested: dict[str, Entries | None],
+    layers: tuple[str, ...] | None,
+    stated: Stated,
 ) -> list[Part]:
-    missing = sorted(set(layers or ()) - nested.keys() - keys.LAYERS_WITHOUT_ATTENTION)
-    # In DeepSeek V4 no section has the name of a layer type.
-    if missing and not nested.keys().isdisjoint(layers or ()):
+    still: list[str] = []
+    missing = sorted({*_with_attention(layers)} - nested.keys())
+    if source.family is None and stated.rope_layers is not None:
+        still = [name for name in missing if not _rotates(name, stated)]
+    if missing != still:
+        advice = ""
+        if source.family is None:
+            advice = "; if they do not rotate, pass rope_layers, a list of the types that do"
         fail(
             f"each layer type must have a rope section but the config has none for "
-            f"{', '.join(missing)}"
+            f"{', '.join(missing)}{advice}"
         )
-    parts = []
+    parts = [Part(name, {}, rope=False, why=_ARGUMENT) for name in still]
     for name, entries in nested.items():
         if entries is None:
             parts.append(Part(name, {}, rope=False))
@@ -113,7 +176,8 @@ def _head_dim_of(source: Source, name: str, layers: tuple[str, ...] | None) -> F
     return agreed("head_dim", found)
 
 
-Layers = tuple[list[Part], "tuple[str, ...] | None"]
+Listed = tuple[str, ...] | None
+Layers = tuple[list[Part], Listed]
 
 
 def _need(source: Source, key: str) -> None:
@@ -153,7 +217,8 @@ def _scaled_where_full(source: Source, flat: Entries, layers: tuple[str, ...] | 
 
 
 def _sliding_only(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
-    del source
+    for key in ("sliding_window_pattern", "global_attn_every_n_layers"):
+        layers = layers or _by_interval(source, key, "full_attention", "sliding_attention")
     return [Part("sliding_attention", flat), Part("full_attention", {}, rope=False)], layers
 
 
@@ -171,6 +236,55 @@ def _only_nested(source: Source, flat: Entries, layers: tuple[str, ...] | None) 
     )
 
 
+# compress_ratios of DeepSeek's own files -> layer type.
+_RATIOS = {0: "sliding", 4: "compressed_sparse", 128: "heavily_compressed"}
+
+
+def _main_and_compress(
+    source: Source, flat: Entries, nested: Mapping[str, Entries | None], listed: Listed
+) -> Layers:
+    # DeepSeek V4: layers with a sliding window only use the section "main"; those that also attend to
+    # compressed entries use "compress". In a flat section, all but the base is that of "compress".
+    if nested and nested.keys() != {"main", "compress"}:
+        has = ", ".join(sorted(nested))
+        fail(f"{source.name} must have the rope sections main and compress but has {has}")
+    if not nested:
+        _need(source, "compress_rope_theta")
+        scaled = {key: found for key, found in flat.items() if key not in keys.BASE}
+        if any(scaled.get(key, ("", None))[1] == "yarn" for key in keys.TYPE):
+            scaled.setdefault("attention_factor", (f"constant of the code of {source.name}", 1.0))
+        own = {key: found for key, found in flat.items() if key in (*keys.BASE, *keys.FRACTION)}
+        nested = {"main": own, "compress": scaled}
+    ratios = source.values.get("compress_ratios")
+    if listed is None and isinstance(ratios, list | tuple):
+        if not all(isinstance(ratio, int) and ratio in _RATIOS for ratio in ratios):
+            fail(f"{source.shown('compress_ratios')} must hold 0, 4 and 128 only but got {ratios}")
+        count = source.values.get(
+            "num_hidden_layers"
+        )  # the ratios also list layers that only predict
+        kept = ratios[: count if isinstance(count, int) else None]
+        listed = tuple(f"{_RATIOS[ratio]}_attention" for ratio in kept)
+    main, compress = nested["main"] or {}, nested["compress"] or {}
+    return [
+        Part(f"{name}_attention", compress, ("compress_rope_theta",))
+        if ratio
+        else Part(f"{name}_attention", main)
+        for ratio, name in _RATIOS.items()
+    ], listed
+
+
+def _thetas(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
+    # Muse Glimmer: a base for each layer, 0 for those without RoPE; all others must have the model's base.
+    del layers
+    _need(source, "layer_rope_theta")
+    path, thetas = source.shown("layer_rope_theta"), source.values["layer_rope_theta"]
+    if not isinstance(thetas, list | tuple):
+        raise bad_type(f"{path} must be a list but got {thetas!r}")
+    found = Part(None, flat).inner(keys.BASE) + source.outer(keys.BASE)
+    agreed("base", found + [(f"{path}[{n}]", theta) for n, theta in enumerate(thetas) if theta])
+    return _rope_and_no_rope(flat, tuple("rope" if theta else "no_rope" for theta in thetas))
+
+
 def _by_number(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
     # Llama 4, SmolLM3: a list with 1 for each layer with RoPE and 0 for the others; or an interval n,
     # and every n-th layer has no RoPE.
@@ -182,6 +296,10 @@ def _by_number(source: Source, flat: Entries, layers: tuple[str, ...] | None) ->
         layers = tuple("rope" if flag else "no_rope" for flag in rotates)
     else:
         layers = _by_interval(source, "no_rope_layer_interval", "no_rope", "rope")
+    return _rope_and_no_rope(flat, layers)
+
+
+def _rope_and_no_rope(flat: Entries, layers: tuple[str, ...] | None) -> Layers:
     if layers is not None and "no_rope" not in layers:
         return [Part(None, flat)], layers
     return [Part("rope", flat), Part("no_rope", {}, rope=False)], layers
@@ -204,5 +322,10 @@ _LAYERS: dict[str, Callable[[Source, Entries, tuple[str, ...] | None], Layers]] 
     "sliding only": _sliding_only,
     "sliding only, if windows": _sliding_only_if,
     "no_rope_layers": _by_number,
+    "layer_rope_theta": _thetas,
     "wide where full": _only_nested,
 }
+# Rules of families whose code reads one rope section for all layers.
+_ONE_SECTION = frozenset(
+    {"sliding only", "sliding only, if windows", "no_rope_layers", "layer_rope_theta"}
+)

@@ -8,52 +8,50 @@ rule needs no change here.
 from __future__ import annotations
 
 import dataclasses
-import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from .._errors import outside, sentence
-from ..frequencies import LONGEST, NTK, RULES, YaRN
+from ..frequencies import LONGEST, NTK, YaRN
 from ..spec import RopeSpec
 from . import keys
 from .heads import axes_of, base_of, pairing_of, slice_of
 from .layers import parts_of
+from .questions import answered, questions, sentence_of
 from .scaling import Fact, claimed_by, kind_of_rule, scaling_of
-from .source import OPERATION, Found, Part, Source, fail, whole
+from .source import OPERATION, Found, Part, Source, Stated, fail, whole
 from .specs import LayerSpecs, Provenance, Row
 
 # Far above the head width of any model. A larger one is an error, before its frequencies are computed.
 _WIDEST = 65536
 
 
-def read(
-    source: Source,
-    *,
-    layer_type: str | None = None,
-    strict: bool = True,
-    interleaved: bool | None = None,
-) -> Provenance:
+def read(source: Source, stated: Stated) -> Provenance:
     """Read specs and their provenance from a configuration with the key names of transformers."""
     _refuse_without_rope(source)
     unknown = _unknown_outside(source)
-    parts, layers = parts_of(source)
+    parts, layers = parts_of(source, stated)
     made: dict[str | None, RopeSpec | None] = {}
     rows: list[Row] = []
     for part in parts:
         if part.rope:
             unknown += [path for path in _unknown_inside(part) if path not in unknown]
     if unknown:
-        _complain(unknown, strict)
+        _complain(unknown, stated.strict)
+    asked = questions(source, parts, layers, stated)
+    if asked:
+        read(source, answered(stated, asked))  # first, an error that no answer would mend
+        fail(sentence_of(source, stated, asked))
     context = _context(source, parts)
     for part in parts:
         if not part.rope:
             made[part.name] = None
-            rows.append(Row(part.name, "no RoPE", None, source.name))
+            rows.append(Row(part.name, "no RoPE", None, part.why or source.name))
             continue
-        spec, facts = _one(source, part, interleaved)
+        spec, facts = _one(source, part, stated)
         made[part.name] = spec
         rows += [Row(part.name, *fact) for fact in facts]
-    chosen = _choose(made, rows, layers, layer_type)
+    chosen = _choose(made, rows, layers, stated.layer_type)
     return dataclasses.replace(chosen, name=source.name, context=context)
 
 
@@ -76,19 +74,15 @@ def _choose(
     uniform = len(set(specs)) == 1
     if layer_type is not None:
         names = {name for name in made if name is not None} | set(layers or ())
-        if layer_type not in names:
+        if layer_type not in names or layer_type in keys.LAYERS_WITHOUT_ATTENTION - made.keys():
+            names -= keys.LAYERS_WITHOUT_ATTENTION - made.keys()
             has = ", ".join(sorted(names)) if names else "one type only, without a name"
+            why = ", which has no attention" if layer_type in (layers or ()) else ""
             fail(
-                f"layer_type must be one of the config's layer types but got {layer_type!r}; the config has {has}"
+                f"layer_type must be one of the config's layer types but got {layer_type!r}{why}; the config has {has}"
             )
-        if layer_type in made:
-            chosen = made[layer_type]
-            rows = [row for row in rows if row.layer == layer_type]
-        elif uniform:
-            chosen = specs[0]
-        else:
-            chosen = None  # a layer without attention, or with linear attention
-            rows = []
+        chosen = made[layer_type] if layer_type in made else specs[0]
+        rows = [row for row in rows if row.layer in (layer_type, None)]
         return Provenance(chosen, tuple(rows))
     if uniform and specs[0] is not None:
         first = next(iter(made))
@@ -98,14 +92,14 @@ def _choose(
     return Provenance(LayerSpecs(named, layers), tuple(rows))
 
 
-def _one(source: Source, part: Part, interleaved: bool | None) -> tuple[RopeSpec, list[Fact]]:
+def _one(source: Source, part: Part, stated: Stated) -> tuple[RopeSpec, list[Fact]]:
     rule = kind_of_rule(part)
     base, base_from = base_of(source, part)
-    slice_, facts = slice_of(source, part, rule)
+    slice_, facts = slice_of(source, part, rule, stated)
     head_dim, rotary_dim, start = slice_
     if head_dim > _WIDEST:
         fail(f"a head must have at most {_WIDEST} channels but got {head_dim} ({facts[0][2]})")
-    pairs, pairs_from = pairing_of(source, interleaved)
+    pairs, pairs_from = pairing_of(source, stated.interleaved)
     scaling, scaling_facts = scaling_of(source, part, rule)
     axes, axes_from = axes_of(source, part, rotary_dim)
     spec = RopeSpec(head_dim, base, rotary_dim, start, pairs, scaling, axes)
@@ -144,52 +138,50 @@ def _refuse_without_rope(source: Source) -> None:
         )
 
 
-_WORD = re.compile(r"[a-z0-9]+")
-
-
-def _looks_like_rope(key: str) -> bool:
-    """Return True if a key looks like one about RoPE, so that a misspelt key is not ignored."""
-    words = _WORD.findall(key.lower())
-    return any(word.startswith(("rope", "mrope", "rotary")) or word == "theta" for word in words)
-
-
-def _is_rope_section(value: object) -> bool:
-    """Return True if a value looks like a rope section under an unknown name."""
-    if not isinstance(value, Mapping):
-        return False
-    if "rope_type" in value or any(key in value for key in keys.BASE):
-        return True
-    return value.get("type") in RULES
-
-
 def _read_outside(source: Source) -> set[str]:
     """Keys of the outer level that are read in this configuration, or known not to affect the rotation."""
     known = {
         *keys.BASE, *keys.SECTION, *keys.FRACTION, *keys.ROTARY_DIM, *keys.PAIRING, *keys.ROPE_DIM,
-        *keys.SECTIONS, *keys.SECTIONS_INTERLEAVED, *keys.SWITCHES, *keys.INERT_OUTSIDE,
+        *keys.NOPE_DIM, *keys.SECTIONS, *keys.SECTIONS_INTERLEAVED, *keys.INERT_OUTSIDE,
+        *keys.ORIGINAL_MAX_POSITION, *keys.POSITION_TYPE,
     }  # fmt: skip
-    family = source.family
-    if family is None:
-        return known
-    known |= keys.READ_BY_LAYERS.get(family.layers or "", frozenset())
-    if family.start == "last":
-        known |= keys.READ_BY_LAYERS["last"]
-    return known
+    layers = source.family.layers if source.family is not None else None
+    return known | keys.READ_BY_LAYERS.get(layers or "", frozenset())
 
 
 def _unknown_outside(source: Source) -> list[str]:
     known = _read_outside(source)
-    unknown = [key for key in source.unread if _looks_like_rope(str(key))]
+    unknown = [
+        str(key)
+        for key, value in source.unread.items()
+        if _is_unknown(str(key), value, keys.INERT_OUTSIDE)
+    ]
     for key, value in source.values.items():
-        if not isinstance(key, str) or key in known or value is None or key.endswith("_config"):
+        if not isinstance(key, str) or (key.endswith("_config") and _is_part(value)):
             continue
         if key == "no_rope_layers" and isinstance(value, list | tuple) and all(value):
             continue  # a list of ones: every layer has RoPE
-        if key == "no_rope_layer_interval" and "no_rope_layers" not in source.values:
-            unknown.append(source.shown(key))
-        elif key != "no_rope_layer_interval" and (_looks_like_rope(key) or _is_rope_section(value)):
+        if key == "no_rope_layer_interval" and "no_rope_layers" in source.values:
+            continue
+        if _is_unknown(key, value, known):
             unknown.append(source.shown(key))
     return unknown
+
+
+def _is_part(value: object) -> bool:
+    """Return True if a nested mapping describes a part of a model, such as the vision tower."""
+    names = (*keys.LAYERS, *keys.HIDDEN, *keys.HEADS)
+    return isinstance(value, Mapping) and any(name in value for name in names)
+
+
+def _is_unknown(key: str, value: object, known: Container[str]) -> bool:
+    """Return True if a key, or one that its value holds, could be about the rotation and is not known."""
+    name = key.rpartition(".")[2]  # in GGUF, after the architecture
+    if value is None or name in known or (name, _plain(value)) in keys.INERT_OUTSIDE_VALUES:
+        return False
+    if name in keys.SWITCHES and value is True:
+        return False
+    return keys.about_rotation(key) or keys.holds_rotation(value)
 
 
 def _complain(unknown: list[str], strict: bool) -> None:

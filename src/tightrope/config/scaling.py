@@ -23,8 +23,14 @@ def kind_of_rule(part: Part) -> type[Rule] | None:
     """The class of the rule that a rope section names; None for no scaling."""
     given = part.inner(keys.TYPE)
     for path, name in given:
+        if name == "ntk":
+            fail(
+                f"{path} must name one rule but 'ntk' names two: if it multiplies the base by factor ** (d / (d - "
+                f"2)), with d = rotary_dim, make a RopeSpec with scaling=NTK(factor); if, as in vLLM, it "
+                f"divides frequency k by factor ** (2 * (k + 1) / d), one with scaling=Given(frequencies)"
+            )
         if not isinstance(name, str) or name not in keys.TYPES_WITHOUT_RULE | RULES.keys():
-            known = ", ".join(sorted({*keys.TYPES_WITHOUT_RULE, *RULES}))
+            known = ", ".join(sorted({*keys.TYPES_WITHOUT_RULE, *RULES} - {"ntk"}))
             fail(f"{path} must be one of {known} but got {name!r}")
     kinds = {RULES.get(name) for _, name in given}
     if len(kinds) > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -24,6 +24,19 @@ def fail(message: str) -> NoReturn:
 
 
 @dataclass(frozen=True)
+class Stated:
+    """The arguments of :meth:`tightrope.RopeSpec.from_config`; None for what the caller leaves to the file."""
+
+    layer_type: str | None = None
+    section: str | None = None
+    strict: bool = True
+    interleaved: bool | None = None
+    rotary_dim: int | None = None
+    start: int | None = None
+    rope_layers: str | Collection[str] | None = None
+
+
+@dataclass(frozen=True)
 class Source:
     """A configuration of any format, with its keys renamed as in transformers.
 
@@ -34,8 +47,10 @@ class Source:
         spelled: path in ``values`` -> the name in the user's file, if it differs.
         prefix: the prefix of every path: ``text_config.`` for a nested section.
         seen: the keys of the user's file.
-        unread: the keys of the user's file that were not translated, for a format in which every
-            key of ``values`` was.
+        unread: the keys of the user's file that were not translated, and their values, for a format
+            in which every key of ``values`` was.
+        knows: what the format determines even if the family is unknown: ``"slice"``, all channels
+            without a key for a part; ``"start"``, the first channel; ``"layers"``, all of them.
         recorded: the pairing in the conversion record beside the file, if there is one.
     """
 
@@ -45,7 +60,8 @@ class Source:
     spelled: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
     seen: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
+    unread: Mapping[str, Any] = field(default_factory=dict)
+    knows: frozenset[str] = frozenset()
     recorded: bool | None = None
 
     def shown(self, path: str) -> str:
@@ -71,6 +87,7 @@ class Part:
         base: the keys outside the rope section that may give its base.
         head_dim: its head width, if layers differ in it.
         rope: whether these layers have RoPE.
+        why: the source of that, if it is not the family.
     """
 
     name: str | None
@@ -78,6 +95,7 @@ class Part:
     base: tuple[str, ...] = keys.BASE
     head_dim: Found | None = None
     rope: bool = True
+    why: str = ""
 
     def inner(self, spellings: Iterable[str]) -> list[Found]:
         """(Path, value) for each of these spellings in the rope section; null counts as absent."""
@@ -102,13 +120,13 @@ def agreed(what: str, found: list[Found]) -> Found | None:
     return first
 
 
-def whole(found: list[Found], most: int | None = None) -> list[Found]:
-    """Return ``found`` unchanged; an error if a value is not an int from 1 to ``most``."""
+def whole(found: list[Found], most: int | None = None, least: int = 1) -> list[Found]:
+    """Return ``found`` unchanged; an error if a value is not an int from ``least`` to ``most``."""
     for path, value in found:
         if isinstance(value, bool) or not isinstance(value, int):
             raise bad_type(f"{path} must be an int but got {value!r}")
-        if value < 1:
-            fail(f"{path} must be at least 1 but got {value}")
+        if value < least:
+            fail(f"{path} must be at least {least} but got {value}")
         if most is not None and value > most:
             fail(f"{path} must be at most {most} but got {value}")
     return found

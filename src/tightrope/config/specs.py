@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 from .._errors import bad_value, public
 from ..spec import RopeSpec
+from .keys import LAYERS_WITHOUT_ATTENTION
 
 
 class LayerSpecs(Mapping[str, "RopeSpec | None"]):
-    """The specs of a model whose layers differ: layer type -> spec, None for layers without RoPE.
+    """The specs of a model whose layers differ: layer type -> spec, None if its attention does not rotate.
 
-    A mapping, equal to any other mapping with the same specs.
+    A mapping, equal to any other mapping with the same specs. Layer types without attention, such as
+    ``"conv"``, are not in it.
 
     Args:
         specs: layer type -> spec or None.
@@ -45,16 +47,22 @@ class LayerSpecs(Mapping[str, "RopeSpec | None"]):
 
     @public("LayerSpecs.of")
     def of(self, layer: int) -> RopeSpec | None:
-        """Return the spec of a layer by its number; None if the layer has no RoPE.
+        """Return the spec of a layer by its number; None if it has no attention, or none that rotates.
 
         Raises:
-            ValueError: the configuration does not list its layers, or the layer is not listed.
+            ValueError: the configuration does not list its layers, the layer is not listed, or its type
+                has no spec and is not known to be without attention.
         """
         if self.layers is None:
             raise bad_value("the config must list the type of each layer but does not")
         if not 0 <= layer < len(self.layers):
             raise bad_value(f"layer must lie in [0, {len(self.layers)}) but got {layer}")
-        return self._specs.get(self.layers[layer])
+        name = self.layers[layer]
+        if name not in self._specs and name not in LAYERS_WITHOUT_ATTENTION:
+            raise bad_value(
+                f"layer {layer} must be of a type with a spec, of {', '.join(self)}, but is {name!r}"
+            )
+        return self._specs.get(name)
 
 
 def _runs(layers: tuple[str, ...]) -> str:

@@ -103,7 +103,7 @@ def translated(values: Mapping[str, Any]) -> Source:
             f"{', '.join(sorted(changed))}"
         )
     origin = f"{name} ({family.source})"
-    unread = tuple(key for key in values if key != "architecture")
+    unread = {key: value for key, value in values.items() if key != "architecture"}
     return Source(
         {"head_dim": head_dim}, family, name, {"head_dim": origin}, "", tuple(values), unread
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -162,29 +162,42 @@ class RopeSpec:
         section: str | None = None,
         strict: bool = True,
         interleaved: bool | None = None,
+        rotary_dim: int | None = None,
+        start: int | None = None,
+        rope_layers: str | Collection[str] | None = None,
     ) -> Any:
         """Read the spec from a model configuration, without guessing or assuming defaults.
 
         Reads transformers (v4 and v5, files and objects), Meta's ``params.json``, GGUF metadata,
-        transformers of diffusers, models of timm, and the key names of vLLM and Megatron. :func:`tightrope.config.provenance` shows which key gave
-        which field.
+        transformers of diffusers, models of timm, and the key names of vLLM and Megatron.
+        :func:`tightrope.config.provenance` shows which key gave which field.
+
+        No configuration states everything: the pairing, the channels that rotate and the layers without
+        RoPE are often only in a model's code. For a family that is not in the table of families, one
+        error asks for all that is missing, and ends with a call that answers it.
 
         Args:
             config: a mapping, a config object, or the path of a JSON file, of a GGUF file, or of a
                 folder with a ``config.json`` or ``params.json``. If `tightrope convert` wrote that folder,
                 or the folder from which transformers loaded a config object, the pairing is that of
                 its conversion record.
-            layer_type: the type of layer to read, if layers differ; by default all types.
+            layer_type: the type of layer to read, if layers differ; by default all types. A type without
+                attention is an error.
             section: the part of a nested configuration to read, such as ``"text_config"``, if several
                 have RoPE; ``""`` is the outer level.
-            strict: if true, an unknown key about RoPE is an error; if false, a warning.
+            strict: if true, an unknown key that could be about the rotation is an error; if false, a
+                warning.
             interleaved: the pairing, if neither the config nor its family determines it; overrides
                 both, and a conversion record.
+            rotary_dim, start: the number of channels that rotate, and the first of them, 0 by default, if
+                neither the config nor its family determines them; must agree with both.
+            rope_layers: ``"all"`` if all layers with attention rotate, or the types of those that do, if
+                neither the config nor its family determines it; must agree with both.
 
         Returns:
             The spec. If layers differ, a :class:`tightrope.config.LayerSpecs`: a mapping from layer type
-            to spec, or to None for layers without RoPE. With ``layer_type``, the spec of that type, or
-            None if it has no RoPE.
+            to spec, or to None for layers whose attention does not rotate. With ``layer_type``, the spec
+            of that type, or None if its attention does not rotate.
 
         Raises:
             OSError: the file is missing or cannot be read.
@@ -199,8 +212,9 @@ class RopeSpec:
         from .. import config as reader  # config imports spec, and few programs need it
 
         return reader.from_config(
-            config, layer_type=layer_type, section=section, strict=strict, interleaved=interleaved
-        )
+            config, layer_type=layer_type, section=section, strict=strict, interleaved=interleaved,
+            rotary_dim=rotary_dim, start=start, rope_layers=rope_layers,
+        )  # fmt: skip
 
     @property
     def channels(self) -> Channels:

@@ -371,17 +371,30 @@ def _native(source: Source) -> bool | None:
 def _provenance(
     found: object, stated: Stated, interleaved: bool | None, *, strict: bool
 ) -> reader.Provenance:
-    """Read a configuration; unknown keys about RoPE are errors unless the user gave the pairing."""
+    """Read a configuration; unknown keys about RoPE are errors unless the user gave the pairing.
+
+    For an unknown family, the flags give the slice. Its layers need no statement: layers without RoPE
+    compute the same if their channels are permuted too.
+    """
+    source = reader.source_of(found, stated.section)
+    asked: dict[str, Any] = {}
+    if source.family is None:
+        asked = {"rotary_dim": stated.rotary_dim, "start": stated.start, "rope_layers": "all"}
+        sections = [source.values.get(key) for key in keys.SECTION]
+        if any(isinstance(one, Mapping) and None in one.values() for one in sections):
+            del asked["rope_layers"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         try:
             return reader.provenance(
-                found, section=stated.section, strict=strict, interleaved=interleaved
+                found, section=stated.section, strict=strict, interleaved=interleaved, **asked
             )
         except ValueError as error:
             text = str(error).replace(
                 "strict=False ignores them with a warning", "--from ignores them"
             )
+            text = text.partition("; for code like Llama's")[0].removesuffix(".") + "."
+            text = text.replace("rotary_dim=", "--rotary-dim=").replace("start=", "--start=")
             raise ValueError(text) from None
 
 

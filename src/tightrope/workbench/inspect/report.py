@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +113,7 @@ class Inspection:
 
 
 @public("inspect")
-def inspect(
+def inspect(  # noqa: PLR0913  (one argument for each option)
     config: object,
     *,
     context: int | None = None,
@@ -120,6 +121,9 @@ def inspect(
     section: str | None = None,
     strict: bool = True,
     interleaved: bool | None = None,
+    rotary_dim: int | None = None,
+    start: int | None = None,
+    rope_layers: str | Collection[str] | None = None,
 ) -> Inspection:
     """Inspect a model's rotary embedding.
 
@@ -127,8 +131,8 @@ def inspect(
         config: any input of :meth:`tightrope.RopeSpec.from_config` (a mapping, an object, the path
             of a JSON or GGUF file, or of a folder), the JSON of a spec, or a spec.
         context: the context length; by default that of the configuration.
-        layer_type, section, strict, interleaved: as in :meth:`tightrope.RopeSpec.from_config`;
-            without a section, every section that rotates is read.
+        layer_type, section, strict, interleaved, rotary_dim, start, rope_layers: as in
+            :meth:`tightrope.RopeSpec.from_config`; without a section, every section that rotates is read.
 
     Raises:
         OSError: a file cannot be read.
@@ -144,8 +148,9 @@ def inspect(
     if context is not None:
         context = _length(context)
     subject = read(
-        config, layer_type=layer_type, section=section, strict=strict, interleaved=interleaved
-    )
+        config, layer_type=layer_type, section=section, strict=strict, interleaved=interleaved,
+        rotary_dim=rotary_dim, start=start, rope_layers=rope_layers,
+    )  # fmt: skip
     return Inspection(
         subject.name,
         subject.form,

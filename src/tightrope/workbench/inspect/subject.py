@@ -57,10 +57,9 @@ class Configuration:
 def read(
     config: object,
     *,
-    layer_type: str | None = None,
     section: str | None = None,
-    strict: bool = True,
     interleaved: bool | None = None,
+    **stated: Any,
 ) -> Configuration:
     """Read a configuration and split it into its parts.
 
@@ -69,8 +68,8 @@ def read(
             :meth:`tightrope.RopeSpec.to_dict`, as a mapping or in a file. If the configuration
             lies in a folder that `tightrope convert` wrote, and ``interleaved`` is None, the
             pairing is read from the conversion record.
-        layer_type, section, strict, interleaved: as in :meth:`tightrope.RopeSpec.from_config`.
-            Without a section, every part that rotates is read.
+        section, interleaved, stated: as in :meth:`tightrope.RopeSpec.from_config`. Without a section,
+            every part that rotates is read.
 
     Raises:
         OSError, ValueError, TypeError: as in :meth:`tightrope.RopeSpec.from_config`.
@@ -87,11 +86,7 @@ def read(
     if _is_saved_spec(config):
         spec = RopeSpec.from_dict(config)  # type: ignore[arg-type]
         return Configuration(str(name), "RopeSpec JSON", (_of_spec(spec, "the file"),))
-    options: dict[str, Any] = {
-        "layer_type": layer_type,
-        "strict": strict,
-        "interleaved": interleaved,
-    }
+    options: dict[str, Any] = {**stated, "interleaved": interleaved}
     rotating = reader.sections(config)
     if section is not None or len(rotating) == 1:
         if beside is not None:

@@ -1,0 +1,141 @@
+"""Test that no key that could be about the rotation passes unread, whatever its name begins with.
+
+The names were gathered from transformers, diffusers, vLLM, llama.cpp and real files, and sorted by hand into those
+that could be about the rotation and the others. Each is added to a configuration that has no use for it.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model_configs import MODELS, Model
+from tightrope import RopeSpec
+from tightrope.config import keys
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "rope_theta": 500000.0,
+    "max_position_embeddings": 8192, "layer_types": ["full_attention"],
+}  # fmt: skip
+GGUF = {
+    "general.architecture": "llama", "llama.embedding_length": 4096, "llama.attention.head_count": 32,
+    "llama.rope.freq_base": 500000.0,
+}  # fmt: skip
+SPEC = RopeSpec(128, 500000.0)
+
+
+def gathered(heading: str) -> list[str]:
+    text = (Path(__file__).parent / "data" / "config_names.txt").read_text(encoding="utf-8")
+    return text.partition(f"[{heading}]\n")[2].partition("\n\n")[0].split()
+
+
+ABOUT = gathered("could be about the rotation")
+OTHER = gathered("are not, or do not affect it")
+# Names that are read and have no effect on a model without scaling -> why.
+WITHOUT_EFFECT = {
+    "original_max_position_embeddings": "where scaling begins",
+    "position_embedding_type": "Llama's code does not read it",
+    "llama.rope.scaling.original_context_length": "where scaling begins",
+    "llama.rope.scaling.finetuned": "whether the model was trained with the scaling",
+    "llama.rope.scaling.yarn_log_multiplier": "a part of YaRN",
+}
+
+
+def planted(name: str, value: Any) -> object:
+    """Return the spec of a configuration with one more key, or the error."""
+    plain, base = (GGUF, "llama.") if name.startswith("llama.") else (LLAMA, "")
+    assert name.startswith(base)
+    try:
+        return RopeSpec.from_config({**plain, name: value})
+    except (ValueError, TypeError) as error:
+        if not str(error).startswith("["):
+            raise  # not one of the library's errors
+        return error
+
+
+def test_there_are_enough_names() -> None:
+    assert len(ABOUT) > 150
+    assert len(OTHER) > 4000
+    assert not set(ABOUT) & set(OTHER)
+
+
+@pytest.mark.parametrize("value", [3, 0.5, "x"])
+@pytest.mark.parametrize("name", ABOUT)
+def test_a_name_about_the_rotation_is_read_or_refused(name: str, value: object) -> None:
+    unscaled = RopeSpec(128, 500000.0, interleaved=name.startswith("llama."))
+    if name in WITHOUT_EFFECT:
+        assert value != 3 or planted(name, value) == unscaled
+    else:
+        assert planted(name, value) != unscaled
+
+
+def test_other_names_are_no_unknown_keys() -> None:
+    for name in {*OTHER} - {"general.architecture"}:  # which makes the mapping one of GGUF
+        for value in (3, {"x": 3}):
+            assert "known but got" not in str(planted(name, value)), name
+
+
+SPELLINGS = [
+    "yarn", "yarn_factor", "ntk_alpha", "use_dynamic_ntk", "longrope_scaling_factor", "swa_rope_theta",
+    "freq_base", "inv_freq", "logn", "nope_layers", "original_seq_len", "compress_theta", "my_theta",
+    "rope_tehta", "useRopeScaling", "partial_rotary_facter", "xpos_base", "swa_head_dim", "scaling_factor",
+    "neox", "interleaved", "no_rope_freq", "trained_seqlen",
+]  # fmt: skip
+
+
+def put(model: Model, key: str, value: object) -> dict[str, Any]:
+    """Add a key to the section of a configuration that is read."""
+    section = model.options.get("section")
+    if not section:
+        return {**model.config, key: value}
+    return {**model.config, section: {**model.config[section], key: value}}
+
+
+@pytest.mark.parametrize("key", SPELLINGS)
+def test_a_key_that_nobody_has_is_refused_in_every_real_file(key: str) -> None:
+    for model in MODELS:
+        if key == "yarn" and model.form == "meta":
+            continue  # Mistral's
+        with pytest.raises((ValueError, TypeError), match=rf"known but got .*{key}"):
+            RopeSpec.from_config(put(model, key, 3), **model.options)
+
+
+@pytest.mark.parametrize(
+    "value", [{"rope_theta": 1.0}, {"a": [{"b": {"yarn_factor": 2}}]}, {"type": "linear"}]
+)
+def test_a_section_of_an_unknown_name_is_refused_in_every_real_file(value: object) -> None:
+    for model in MODELS:
+        with pytest.raises(ValueError, match=r"known but got .*positions"):
+            RopeSpec.from_config(put(model, "positions", value), **model.options)
+
+
+@pytest.mark.parametrize(
+    "key", ["yarn_factor", "theta", "truncate", "interleaved", "sliding_window"]
+)
+def test_an_unknown_key_of_a_rope_section_is_refused(key: str) -> None:
+    for inside in ({}, {"rope_type": "linear", "factor": 2.0}):
+        with pytest.raises(ValueError, match=rf"(known but got|has only) rope_scaling\.{key}"):
+            RopeSpec.from_config({**LLAMA, "rope_scaling": {**inside, key: 3}})
+
+
+def test_an_unknown_key_can_be_a_warning() -> None:
+    text = r"known but got use_dynamic_ntk; strict=False ignores them with a warning\.$"
+    with pytest.warns(UserWarning, match=text):
+        assert RopeSpec.from_config({**LLAMA, "use_dynamic_ntk": True}, strict=False) == SPEC
+
+
+@pytest.mark.parametrize("key, value", keys.INERT_OUTSIDE_VALUES)
+def test_some_outer_keys_pass_with_one_value_only(key: str, value: object) -> None:
+    assert keys.INERT_OUTSIDE_VALUES[key, value].strip()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert planted(key, value) == SPEC
+    assert "known but got" in str(planted(key, True))
+
+
+@pytest.mark.parametrize("key", keys.SWITCHES)
+def test_a_switch_is_a_bool(key: str) -> None:
+    assert planted(key, True) == SPEC
+    assert str(planted(key, False)) == f"[from_config] the config has no RoPE: {key} is False."
+    assert "known but got" in str(planted(key, {"base": 10000, "type": "dynamic"}))  # InternLM 1
