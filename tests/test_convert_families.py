@@ -353,7 +353,7 @@ REFERENCES: dict[str, tuple[str, str, Any, int, dict[str, Any], Stated]] = {
     ),
     "falcon before transformers": (
         "falcon", "h.0.self_attention.query_key_value", grouped, 1,
-        {**PLAIN, "model_type": "RefinedWebModel", "multi_query": True}, Stated(naming="falcon", source="half"),
+        {**PLAIN, "model_type": "RefinedWebModel", "rotary_dim": 8, "multi_query": True}, Stated(naming="falcon", source="half"),
     ),
 }  # fmt: skip
 

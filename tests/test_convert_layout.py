@@ -133,7 +133,8 @@ def test_any_wrong_number_of_rows_is_refused_before_anything_is_written(
     least = 2 if suffix == "weight_scale" else 1
     got = data.draw(st.integers(least, 3 * total).filter(lambda rows: rows != total))
     config = {
-        "head_dim": width, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "rope_theta": 1e4,
+        "head_dim": width, "rotary_dim": width, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "rope_theta": 1e4,
     }  # fmt: skip
     naming = {"gated": "qwen3_next", "q": "llama", "k": "llama"}.get(packing, "gpt_neox")
     stated = Stated(config, source="half", naming=naming, packing=None if separate else packing)
