@@ -511,14 +511,16 @@ def test_report_reads_well(llama: Any) -> None:
     assert entry.replaced
     assert "rotate_half on all channels" in str(entry.recognised)
     assert str(entry.recognised).endswith(", to the bit")
-    first, line, last = str(report).splitlines()
+    first, line, _runs, _always, last = str(report).splitlines()
     assert line.startswith(
         "replaced modeling_llama.apply_rotary_pos_emb (same bits): rotate_half on all"
     )
     assert "to the bit" not in line
     assert "same bits" not in str(patch(llama, rounding="once"))
     assert first == "1 replaced, 0 left"
-    assert last.startswith("compiled code keeps these bits; torch.compile of the originals rounds")
+    assert last.startswith(
+        "compiled code has these bits too where the operator runs; torch.compile of"
+    )
     assert report.to_dict()["entries"][0]["name"] == "apply_rotary_pos_emb"
     assert len(report) == len(report.replaced) == 1
     assert str(patch(torch.nn.Linear(2, 2))) == "no rotary function found"

@@ -46,6 +46,9 @@ _NAME = re.compile(r"(Rotary|Rope|RoPE)\w*Emb")
 _OF_MODULE = re.compile(r"rope_type$|attention_scaling$")
 _OF_CONFIG = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings")
 
+# The dtypes of position_ids for which exact angles are served.
+_IDS = torch.int64, torch.int32
+
 # The reason in the report if a model or file has no module that makes angles.
 NO_ANGLES = "makes cosines and sines from positions, so angles stay as they are"
 
@@ -676,7 +679,7 @@ def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
             or not set(values) <= {*names, "layer_type"}
             or not isinstance(x, torch.Tensor)
             or not isinstance(ids, torch.Tensor)
-            or ids.dtype not in (torch.int64, torch.int32)
+            or ids.dtype not in _IDS
             or ids.dim() not in made.ranks
             or values["layer_type"] not in dict(made.specs)
             or not x.is_floating_point()
@@ -694,9 +697,18 @@ _WIDTH = {"cat": "full width", "repeat": "full width interleaved", "half": "half
 def entry(module: torch.nn.Module, made: Angles | None, reason: str) -> Entry:
     """The report entry of a module after :func:`read`."""
     cls = base_of(type(module))
-    recognised = None
+    recognised: str | None = None
+    runs: tuple[str, ...] = ()
     if made is not None:
         specs = "; ".join(str(spec) if t is None else f"{t}: {spec}" for t, spec in made.specs)
         dtype = "float32" if made.wide else "in dtype of x"
         recognised = f"cos/sin of {specs}, {_WIDTH[made.width]}, {dtype}"
-    return Entry(cls.__module__, cls.__qualname__, recognised, made is not None, reason)
+        ranks = " or ".join(map(str, sorted(made.ranks)))
+        dtypes = " nor ".join(str(each)[6:] for each in _IDS)
+        runs = (
+            f"position_ids of a rank other than {ranks}, or that are neither {dtypes}",
+            "x that is no floating-point tensor, and other arguments",
+            "calls after load_state_dict gave a buffer other values, or config, rope_type or "
+            "attention_scaling changed",
+        )
+    return Entry(cls.__module__, cls.__qualname__, recognised, made is not None, reason, runs)

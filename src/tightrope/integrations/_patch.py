@@ -46,7 +46,8 @@ def patch(
     Every rotary function that the methods of the model's modules call is tested numerically (see
     :func:`recognise`) and replaced if it is recognised: functions, methods, functions inside a
     method's body, and those of processors, which are plain objects that modules call. Other functions
-    are left unchanged and listed in the report. Other models are not affected.
+    are left unchanged and listed in the report. A replacement runs the operator, or the original
+    function in the calls that the report names. Other models are not affected.
 
     A module whose ``forward`` was replaced by a wrapper is patched if the wrapper can be seen to call the
     old one: a closure, a partial function, an object or an attribute holds it. Other such modules are
@@ -58,14 +59,15 @@ def patch(
         angles: "model" keeps the cosines and sines that the model makes. "exact" uses this library's,
             which are exact at any position and computed in float32 (float64 for a float64 model);
             only for modules that make them as those of transformers do.
-        rounding: "model" keeps every bit of results and gradients: each function's own roundings are
-            found by comparing bits, and calls whose bits cannot be equalled run the original. "once"
-            rounds results only when they are stored, which is more exact. With exact angles, which
-            change bits anyway, results always round once.
+        rounding: "model" keeps the bits of results and gradients: each function's own roundings are
+            found by comparing bits on the CPU, and calls whose bits were not found to be equal run the
+            original. "once" rounds results only when they are stored, which is more exact. With exact
+            angles, which change bits anyway, results always round once.
 
     Returns:
         A report with one entry per function (and combination of constants with which the model calls
-        it) and, with exact angles, one per class that makes cosines and sines.
+        it), with the calls in which the original still runs, and, with exact angles, one entry per class
+        that makes cosines and sines.
 
     Raises:
         TypeError: model is not a Module.
