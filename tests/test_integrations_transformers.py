@@ -497,7 +497,7 @@ def test_tables_are_wide_only_where_every_reader_is_known(known: bool) -> None:
     report = patch(model, angles="exact")
     assert any(entry.name == "LlamaRotaryEmbedding" for entry in report.replaced)
     cos, _ = model.rotary_emb(torch.zeros(1, dtype=torch.bfloat16), torch.arange(4)[None])
-    assert cos.dtype == (torch.float32 if known else torch.bfloat16)
+    assert cos.dtype == torch.bfloat16  # the body of Reader may rotate
 
 
 # --- the report and errors ------------------------------------------------------------------------
@@ -523,7 +523,7 @@ def test_report_reads_well(llama: Any) -> None:
     )
     assert report.to_dict()["entries"][0]["name"] == "apply_rotary_pos_emb"
     assert len(report) == len(report.replaced) == 1
-    assert str(patch(torch.nn.Linear(2, 2))) == "no rotary function found"
+    assert str(patch(torch.nn.Linear(2, 2))).startswith("no rotary function found: no method of")
 
 
 @pytest.mark.parametrize("rounding", ["model", "once"])

@@ -16,7 +16,7 @@ from . import _bound, _exact, _find, _graft
 from ._candidate import Candidate
 from ._classes import MARK, base_of, core_of, derived, graft_of
 from ._find import Found
-from ._inline import INLINE, rotates_elsewhere
+from ._inline import INLINE, could_rotate
 from ._recognise import Recognition, recognise_member, to_the_bit
 from ._run import ROUNDINGS
 from ._summary import Entry, Report, entry_of
@@ -177,8 +177,10 @@ def _only_inline(found: Found, replaced: set[tuple[str, str]]) -> bool:
     if not isinstance(plain, FunctionType):
         return False
     start = f"{plain.__qualname__}{INLINE}"
-    return any(name.startswith(start) for _, name in replaced) and not rotates_elsewhere(
-        plain, lambda text: "_" if (plain.__module__, start + text) in replaced else None
+    return any(name.startswith(start) for _, name in replaced) and not could_rotate(
+        plain,
+        lambda text: "_" if (plain.__module__, start + text) in replaced else None,
+        tables=True,
     )
 
 
@@ -262,6 +264,12 @@ def _found(
     results: dict[tuple[str, str, _find.Constants], tuple[Found, _find.Constants, Recognition]] = {}
     # Equal expressions in several functions of a module are one function with several names.
     inline: dict[int, Recognition] = {}
+    modules = list(modules)
+
+    def note(found: Found) -> None:
+        key = found.module, found.name, ((found.unseen, None),)
+        results[key] = found, (), Recognition(None, found.unseen)
+
     for cls in dict.fromkeys(_classes(modules)):
 
         def accepts(found: Found) -> bool:
@@ -282,7 +290,10 @@ def _found(
             return all(recognised)
 
         for found in _find.rotary(cls, accepts):
-            accepts(found)
+            (note if found.unseen else accepts)(found)
+    for module in modules:
+        for found in _find.attributes(module):
+            note(found)
     every = [each for each in results.values() if each[0].likely or each[2]]
     if rounding == "model":
         every = [(each, constants, to_the_bit(result)) for each, constants, result in every]

@@ -11,6 +11,7 @@ from ._inline import INLINE
 from ._recognise import Recognition
 from ._run import original_runs
 
+LOOKED_FOR = "adds two products with cos and sin, or takes a complex product apart"
 # The calls in which every replacement calls the original.
 _ALWAYS = (
     "every replacement also calls the original for shapes and arguments that were not compared, tensor subclasses, "
@@ -92,11 +93,17 @@ class Report:
 
     Attributes:
         entries: the entries, in order.
-        notes: lines about modules whose exact angles are not those that the model's configuration states.
+        notes: further lines, such as those about modules whose exact angles are not those that the model's
+            configuration states.
+        if_empty: the sentence for a report without entries; it says where functions were looked for.
     """
 
     entries: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    if_empty: str = (
+        "no rotary function found: no method of the model's modules, and no function that they are seen to "
+        f"call, {LOOKED_FOR}"
+    )
 
     @property
     def replaced(self) -> list[Entry]:
@@ -120,7 +127,7 @@ class Report:
 
     def __str__(self) -> str:
         if not self.entries:
-            return "no rotary function found"
+            return "\n".join([self.if_empty, *self.notes])
         counts = f"{len(self.replaced)} replaced, {len(self.left)} left"
         lines = [counts, *map(str, self.entries), *self.notes]
         if any(entry.original_runs for entry in self.replaced):
