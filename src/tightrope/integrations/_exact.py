@@ -50,7 +50,7 @@ _OF_CONFIG = ("rope_parameters", "max_position_embeddings", "original_max_positi
 _IDS = torch.int64, torch.int32
 
 # The reason in the report if a model or file has no module that makes angles.
-NO_ANGLES = "makes cosines and sines from positions, so angles stay as they are"
+NO_ANGLES = "takes (x, position_ids), as modules of transformers that make angles do, so angles stay as they are"
 
 
 @dataclass(frozen=True)
@@ -256,16 +256,11 @@ class _Unserved(Exception):
     """The module cannot use exact angles; the message is the reason."""
 
 
-def read(module: torch.nn.Module, wide: bool) -> tuple[Angles | None, str]:
-    """Recognise the angles of a module by calling it; (None, reason) if that fails.
-
-    Args:
-        module: the unpatched module.
-        wide: see :class:`Angles`.
-    """
+def read(module: torch.nn.Module) -> tuple[Angles | None, str]:
+    """Recognise the angles of a module by calling it, patched or not; (None, reason) if that fails."""
     try:
         with _as_for_probes():
-            return _read(module, wide), "equal to those of the module at all positions tried"
+            return _read(module), "equal to those of the module at all positions tried"
     except _Unserved as unserved:
         return None, str(unserved)
 
@@ -287,7 +282,7 @@ def _as_for_probes() -> Iterator[None]:
         torch.set_default_dtype(default)
 
 
-def _read(module: torch.nn.Module, wide: bool) -> Angles:
+def _read(module: torch.nn.Module) -> Angles:
     cls = base_of(type(module))
     if _names(cls) is None:
         raise _Unserved(f"its forward takes ({', '.join(_parameters(cls))}), not (x, position_ids)")
@@ -322,8 +317,7 @@ def _read(module: torch.nn.Module, wide: bool) -> Angles:
         kept[0],
         tuple((t, factor) for t, _, factor in found),
         kept[1],
-        wide,
-        tuple(_Buffer.of(name, each) for name, each in probe.named_buffers()),
+        buffers=tuple(_Buffer.of(name, each) for name, each in probe.named_buffers()),
     )
 
 
@@ -357,6 +351,7 @@ def _fresh(module: torch.nn.Module) -> torch.nn.Module:
             "its frequencies are on the meta device or not float32, and no config gives them"
         )
     made = copy.deepcopy(module).cpu()
+    forget(made)
     vars(made).pop("forward", None)  # a wrapper, which may call the original module
     return made
 

@@ -115,7 +115,7 @@ def methods(cls: type) -> Iterator[tuple[type, str, Any, FunctionType]]:
     """
     seen: set[str] = set()
     for owner in cls.__mro__:
-        if _is_foreign(owner.__module__):
+        if is_foreign(owner.__module__):
             continue
         for name, value in vars(owner).items():
             function = unwrapped(value)
@@ -401,7 +401,7 @@ def _unseen(function: FunctionType) -> Iterator[Found]:
     names = _every_name(function.__code__)
     tables = all(any(word in name for name in names) for word in ("cos", "sin"))
     for name, value in neighbours(function):
-        if isinstance(value, ModuleType) and not _is_foreign(value.__name__):
+        if isinstance(value, ModuleType) and not is_foreign(value.__name__):
             for each in sorted(names & vars(value).keys()):
                 if _may_turn(each, vars(value)[each], tables):
                     yield Found(value.__name__, each, vars(value)[each], unseen=UNSEEN)
@@ -423,12 +423,12 @@ def _may_turn(name: str, value: Any, tables: bool) -> bool:
         value = vars(type(value)).get("__call__")
     function: Any = unwrapped(value)
     if isinstance(function, FunctionType):
-        own = not _is_foreign(function.__module__)
+        own = not is_foreign(function.__module__)
         return own and any(could_rotate(each, tables=tables) for each in layers(function))
     return isinstance(function, BuiltinFunctionType) and bool(_TURNS.search(name))
 
 
-def _is_foreign(module: str | None) -> bool:
+def is_foreign(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _FOREIGN
 
 

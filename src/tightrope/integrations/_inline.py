@@ -135,6 +135,15 @@ def _scanned(function: FunctionType, accepts: Accepts) -> tuple[ast.FunctionDef,
     return node, scan
 
 
+def rewritten(function: FunctionType, accepts: Accepts) -> ast.FunctionDef | None:
+    """The syntax tree of a function with calls in place of accepted expressions; None without a source."""
+    if (scanned := _scanned(function, accepts)) is not None:
+        return scanned[0]
+    with contextlib.suppress(*_NO_SOURCE):
+        return _parsed(inspect.getsource(function.__code__), function.__code__)
+    return None
+
+
 def could_rotate(
     function: FunctionType, accepts: Accepts = lambda _: None, tables: bool = False
 ) -> bool:
@@ -152,8 +161,7 @@ def could_rotate(
     complex_ = "view_as_real" in names
     if not any(map(_may_rotate, own)) or not (named or tables or complex_):
         return False
-    scanned = _scanned(function, accepts)
-    node = scanned[0] if scanned else tree_of(function)
+    node = rewritten(function, accepts)
     others = {c.co_firstlineno for c in codes(code)} - {c.co_firstlineno for c in own}
     return node is None or any(_adds_products(each, named) for each in _walk(node, others))
 
@@ -176,13 +184,6 @@ def _words(node: ast.AST) -> Iterator[str]:
     for each in ast.walk(node):
         name = getattr(each, "id", None) or getattr(each, "attr", None) or ""
         yield from (word for word in _WORDS if word in name)
-
-
-def tree_of(function: FunctionType) -> ast.FunctionDef | None:
-    """The syntax tree of a function by its file; None if there is none."""
-    with contextlib.suppress(*_NO_SOURCE):
-        return _parsed(inspect.getsource(function.__code__), function.__code__)
-    return None
 
 
 def _walk(node: ast.AST, without: set[int]) -> Iterator[ast.AST]:

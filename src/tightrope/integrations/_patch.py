@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import copyreg
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -15,8 +16,9 @@ from ..forms import unwrapped
 from . import _bound, _exact, _find, _graft
 from ._candidate import Candidate
 from ._classes import MARK, base_of, core_of, derived, graft_of
-from ._find import Found
-from ._inline import INLINE, could_rotate
+from ._find import PREFIX, Found
+from ._inline import INLINE, Accepts, could_rotate
+from ._readers import Readers, innermost, members_of
 from ._recognise import Recognition, recognise_member, to_the_bit
 from ._run import ROUNDINGS
 from ._summary import Entry, Report, entry_of
@@ -58,7 +60,8 @@ def patch(
             transformers at once, call :func:`tightrope.integrations.transformers.patch` without one.
         angles: "model" keeps the cosines and sines that the model makes. "exact" uses this library's,
             which are exact at any position and computed in float32 (float64 for a float64 model);
-            only for modules that make them as those of transformers do.
+            only for modules that make them as those of transformers do, and only where no code that
+            reads them is seen that is not replaced.
         rounding: "model" keeps the bits of results and gradients: each function's own roundings are
             found by comparing bits on the CPU, and calls whose bits were not found to be equal run the
             original. "once" rounds results only when they are stored, which is more exact. With exact
@@ -71,7 +74,8 @@ def patch(
 
     Raises:
         TypeError: model is not a Module.
-        ValueError: an unknown value of angles or rounding.
+        ValueError: an unknown value of angles or rounding, or angles="exact" for a model in which other
+            code reads the cosines and sines; nothing is changed then.
 
     >>> from transformers import GPTNeoXConfig, GPTNeoXModel
     >>> model = GPTNeoXModel(GPTNeoXConfig(hidden_size=128, num_hidden_layers=1, vocab_size=9))
@@ -82,14 +86,24 @@ def patch(
     check(model, angles, rounding)
     if angles == "exact":
         rounding = "once"
-    _undo(model)  # angles are read from the original modules
     found = _found(model.modules(), rounding)
     left = _left(model, _swaps(found, rounding), angles)
     if left:
         found = _found((module for module in model.modules() if module not in left), rounding)
+    exact = {
+        module: _exact.read(module)
+        for module in model.modules()
+        if angles == "exact" and module not in left and _exact.makes_angles(base_of(type(module)))
+    }
+    makers = {base_of(type(module)) for module, (made, _) in exact.items() if made is not None}
     # Return float32 tables only if every function that reads them is replaced: a function that is
     # left, or was not found, may rely on the dtype.
-    wide = angles == "exact" and bool(found) and not left and all(result for *_, result in found)
+    wide = (
+        _are_known(_readers_of(model, makers, found), makers)
+        and not left
+        and all(result for *_, result in found)
+    )
+    _undo(model)
     swaps = _swaps(found, rounding, wide)
     replaced = {(each.module, each.name) for each, _, result in found if result}
     report = Report(
@@ -105,9 +119,9 @@ def patch(
     for module in model.modules():
         if module in left:
             continue
-        made = None
-        if angles == "exact" and _exact.makes_angles(type(module)):
-            made, reason = _exact.read(module, wide)
+        made, reason = exact.get(module, (None, ""))
+        if module in exact:
+            made = made and replace(made, wide=wide)
             lines.append(_exact.entry(module, made, reason))
             if made is not None and (note := _exact.note(module)) and note not in report.notes:
                 report.notes.append(note)
@@ -158,6 +172,36 @@ def _undo(model: torch.nn.Module) -> None:
                 vars(module)[name] = original
             else:  # other models may share the original
                 mine.__class__ = base_of(type(mine))
+
+
+def _readers_of(
+    model: torch.nn.Module,
+    makers: set[type],
+    found: list[tuple[Found, _find.Constants, Recognition]],
+) -> Readers:
+    """The code that reads the tables of modules of some classes."""
+    left = {(each.module, each.name) for each, _, result in found if not result}
+    done = [each for each, *_ in found if (each.module, each.name) not in left]
+    names = {(each.module, each.name) for each in done}
+    replaced = names | {innermost(each.value) for each in done}
+
+    def accepts(function: FunctionType) -> Accepts:
+        start = function.__module__, f"{function.__qualname__}{INLINE}"
+        return lambda text: PREFIX if (start[0], start[1] + text) in names else None
+
+    return Readers(_classes(model.modules()), members_of(model), makers, replaced, accepts)
+
+
+def _are_known(readers: Readers, makers: set[type]) -> bool:
+    """Return whether all code that reads tables is known to be replaced; raise an error if some is not."""
+    if not readers.found:
+        return bool(makers) and makers <= readers.seen and not readers.unread
+    names = ", ".join(sorted(cls.__name__ for cls in makers))
+    code = ", ".join(f"{name} ({text})" for name, text in sorted(readers.found.items()))
+    raise bad_value(
+        "angles must be 'model' but got 'exact' for a model in which code that is not replaced reads the cosines "
+        f"and sines of {names}: {code}; call patch(model), which keeps the model's own"
+    )
 
 
 def check(model: object, angles: str = "model", rounding: str = "model") -> None:
@@ -220,10 +264,10 @@ def _left(
         hidden = dict(_bound.hidden(module))
         if not hidden:
             continue
-        cls = core_of(type(module))
+        cls = base_of(type(module))
         grafted = _graft.grafted(cls, recipe)
         members = set(vars(grafted)) if grafted is not cls else set()
-        used = [type(value) for _name, value in _find.processors(module)]
+        used = [base_of(type(value)) for _name, value in _find.processors(module)]
         if (
             members
             or (angles == "exact" and _exact.makes_angles(cls))

@@ -89,6 +89,7 @@ def replacement(
             the operator cannot equal; "once" for the most exact results.
     """
     calls = [_Call(original, candidate, narrow, rounding) for candidate in candidates]
+    first = calls[0]
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         for call in calls:
@@ -97,13 +98,27 @@ def replacement(
                 result = call.short(values)
                 if result is None:
                     result = call.long(values)
-                return original(*args, **kwargs) if result is None else result
-        return original(*args, **kwargs)
+                if result is not None:
+                    return result
+                break
+        result = original(*args, **kwargs)
+        if first.narrowed:
+            return _in_dtype_of(
+                {**dict(zip(first.names, args)), **kwargs}[first.rotated[0]], result
+            )
+        return result
 
     functools.update_wrapper(apply, original if callable(original) else original.__func__)
     apply.__signature__ = calls[0].signature  # type: ignore[attr-defined]
     apply._tightrope_original = original  # type: ignore[attr-defined]
     return apply
+
+
+def _in_dtype_of(x: torch.Tensor, result: Any) -> Any:
+    """The results of an original, in the dtype of x; its tables may be wider than those of the model."""
+    if isinstance(result, tuple):
+        return tuple(_in_dtype_of(x, each) for each in result)
+    return None if result is None else result.to(x.dtype)
 
 
 def original_runs(candidate: Candidate, rounding: str) -> tuple[str, ...]:
@@ -194,7 +209,8 @@ class _Call:
             raise TypeError("the function must have a signature that can be read")
         parameters = [p for p in seen.parameters.values() if p.kind is not p.VAR_KEYWORD]
         self.signature, self.candidate, self.once = seen, candidate, rounding == "once"
-        if narrow and candidate.dtype == "promoted":
+        self.narrowed = narrow and candidate.dtype == "promoted"
+        if self.narrowed:
             self.candidate = candidate = replace(candidate, dtype="x")
         self.names = [p.name for p in parameters]
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}

@@ -9,7 +9,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -114,6 +114,7 @@ def _patch_module(module: ModuleType) -> None:
         f"function or method there {LOOKED_FOR}"
     )
     swaps: list[tuple[Any, Found, Recognition]] = []
+    elsewhere = False
     for name, value in sorted(vars(module).items()):
         if _find.looks_rotary(name, value):
             plain = unwrapped(value)
@@ -123,11 +124,11 @@ def _patch_module(module: ModuleType) -> None:
         elif getattr(value, "__module__", None) != module.__name__:
             continue
         elif isinstance(value, FunctionType):
-            _note_rotation(module, name, value)
+            elsewhere |= _note_rotation(module, name, value)
         elif isinstance(value, type):
             for method, member in vars(value).items():
                 if not _find.is_rotary_method(method, member):
-                    _note_rotation(module, f"{value.__qualname__}.{method}", member)
+                    elsewhere |= _note_rotation(module, f"{value.__qualname__}.{method}", member)
                 else:
                     static = isinstance(member, staticmethod)
                     function = unwrapped(member)
@@ -136,7 +137,8 @@ def _patch_module(module: ModuleType) -> None:
                     )
                     swaps.append((value, found, _recognised(function, not static)))
     exact = _state.angles == "exact"
-    wide = exact and bool(swaps) and all(recognition for _, _, recognition in swaps)
+    known = bool(swaps) and not elsewhere and all(recognition for _, _, recognition in swaps)
+    wide = exact and known
     for holder, found, recognition in swaps:
         if recognition.candidate is not None:
             new = replacement(found.value, [recognition.candidate], wide, _state.rounding)
@@ -161,12 +163,14 @@ def _patch_module(module: ModuleType) -> None:
             )
 
 
-def _note_rotation(module: ModuleType, name: str, member: Any) -> None:
-    """Note a function or method that rotates in its body, where nothing is replaced for all models."""
+def _note_rotation(module: ModuleType, name: str, member: Any) -> bool:
+    """Note a function or method that may rotate in its body, where nothing is replaced for all models."""
     function = unwrapped(member)
-    if isinstance(function, FunctionType) and could_rotate(function):
+    found = isinstance(function, FunctionType) and could_rotate(function)
+    if found:
         reason = f"{_find.BODY} for all models; patch(model) may replace it"
         _note(Entry(module.__name__, name, None, False, reason))
+    return found
 
 
 def _recognised(function: Any, method: bool = False) -> Recognition:
@@ -198,7 +202,8 @@ def _initialiser(cls: type, wide: bool, note: Callable[[Entry], None]) -> Callab
         old(self, *args, **kwargs)
         if _exact.is_probing() or base_of(type(self)) is not cls:
             return
-        made, reason = _exact.read(self, wide)
+        made, reason = _exact.read(self)
+        made = made and replace(made, wide=wide)
         note(_exact.entry(self, made, reason))
         if made is not None:
             _graft.apply(self, _graft.grafted(cls, _graft.Recipe(angles=True)))
