@@ -137,6 +137,27 @@ class Nested(Layer):
         return y
 
 
+class NestedWithArguments(Layer):
+    def forward(self, x: torch.Tensor, tables: Any = None, **_: Any) -> torch.Tensor:
+        def inner(t: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+            return t * s - c
+
+        y: torch.Tensor = self.project(inner(x, tables[0], s=tables[1]))
+        return y
+
+
+class Generated(Layer):
+    def parts(self, tables: Any) -> Any:
+        yield tables[0]
+        yield from tables[1:]
+
+    def forward(self, x: torch.Tensor, tables: Any = None, **_: Any) -> torch.Tensor:
+        for table in self.parts(tables):
+            x = x + table
+        y: torch.Tensor = self.project(x)
+        return y
+
+
 class OfKeywords(Layer):
     """Finds them among other keyword arguments."""
 
@@ -196,6 +217,16 @@ class Stored(Model):
         return y
 
 
+class Registered(Model):
+    """Keeps them as a buffer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tables = self.rotary(x, torch.arange(x.shape[1])[None])
+        self.register_buffer("cos", tables[0], persistent=False)
+        y: torch.Tensor = self.layers[0].project(super().forward(x) * self.cos)
+        return y
+
+
 class OfDict(Model):
     layer = Adds
 
@@ -240,12 +271,23 @@ READERS: dict[str, tuple[type[Model], str, str]] = {
     "adds": (with_layer(Adds), "Adds.forward", "x + tables[0]"),
     "method": (with_layer(Method), "Method.forward", "x.mul(tables[0])"),
     "nested": (with_layer(Nested), "Nested.forward", "t - cos"),
+    "nested with arguments": (
+        with_layer(NestedWithArguments),
+        "NestedWithArguments.forward",
+        "t * s",
+    ),
+    "generated": (with_layer(Generated), "Generated.forward", "x + table"),
     "of keywords": (with_layer(OfKeywords), "OfKeywords.forward", "x + kwargs['tables'][1]"),
     "passes keywords": (with_layer(PassesKeywords), "Adds.forward", "x + tables[0]"),
     "in an attribute": (with_layer(InAttribute), "spoiled", "x * cos"),
     "scripted": (with_layer(Scripted), "Scripted.forward", "scripted(x, tables[0], tables[1])"),
     "module of torch": (with_layer(Projected), "Projected.forward", "self.project(tables[0])"),
     "stored": (Stored, "Stored.later", "x + self.tables[1]"),
+    "registered": (
+        Registered,
+        "Registered.forward",
+        "self.register_buffer('cos', tables[0], persistent=False)",
+    ),
     "of a dict": (OfDict, "Adds.forward", "x + tables[0]"),
     "checkpointed": (Checkpointed, "Inline.forward", "x * cos"),
     "wrapped maker": (Wrapped, "Inline.forward", "x * cos"),

@@ -4,8 +4,8 @@ Exact tables differ from those of the module, also in dtype, and only replaced f
 They are followed from the calls of the modules that make them, through variables, containers, views, arguments
 and results. Code that computes with them, or gives them to something that cannot be followed, is a reader.
 
-An attribute stands for what any module of a class holds under its name. Tables that go another way, through a hook,
-``getattr`` or code outside the model, are not seen.
+An attribute stands for what any module of a class holds under its name. Tables that go another way, through a hook, a
+property, ``getattr`` or code outside the model, are not seen.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ._inline import Accepts, codes, rewritten
 
 # Methods of tensors, and functions of torch, whose results are tables again.
 _VIEWS = frozenset(
-    "bfloat16 broadcast_to cat chunk clone complex concat contiguous cpu cuda detach double dropout expand expand_as flatten "
-    "float gather half index_select movedim narrow permute ravel repeat repeat_interleave reshape reshape_as select "
+    "bfloat16 broadcast_to cat chunk clone complex concat contiguous cpu cuda detach double dropout expand expand_as "
+    "flatten float gather half index_select movedim narrow permute ravel repeat repeat_interleave reshape reshape_as select "
     "split squeeze stack t tensor_split to transpose type type_as unbind unflatten unsqueeze view view_as".split()
 )
 # Methods of containers, and builtins, that pass on what they are given.
@@ -283,6 +283,8 @@ class _Body:
             return False
         if isinstance(node, ast.NamedExpr):
             self._bind(node.target, node.value)
+        if isinstance(node, (ast.Yield, ast.YieldFrom)):
+            self.returns |= self._holds(node.value)
         if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
             for part in node.generators:
                 self._bind(part.target, part.iter)
@@ -309,10 +311,9 @@ class _Body:
         if name in _SHAPES or (name in _LIKES and isinstance(func, ast.Attribute)):
             return False
         may_be = self._callees(func)
-        if (
-            not may_be and args and (may_be := self._callees(args[0]))
-        ):  # such as checkpoint(layer, x)
-            args, given = args[1:], [i - 1 for i in given if i]
+        if not may_be and args:  # such as checkpoint(layer, x)
+            may_be = self._callees(args[0])
+            args, given = (args[1:], [i - 1 for i in given if i]) if may_be else (args, given)
         tables = False
         passed = bool(given or named) and not name.startswith(PREFIX)
         unknown = passed and not may_be
@@ -323,9 +324,11 @@ class _Body:
             elif isinstance(each, ast.FunctionDef):
                 place = f"{self._function.__qualname__}{INNER}{each.name}"
                 if (self._function.__module__, place) not in readers.replaced:
-                    self._tables |= {
-                        each.args.args[i].arg for i in given if i < len(each.args.args)
-                    }
+                    names = [parameter.arg for parameter in each.args.args]
+                    held = {names[i] for i in given if i < len(names)} | {str(k.arg) for k in named}
+                    if not held <= self._tables:
+                        self._tables |= held
+                        self._block(each.body)
             elif each not in readers.replaced and each not in _LISTS:
                 functions = [*called(each)] if isinstance(each, type) else [each]
                 for function in functions:
@@ -339,7 +342,8 @@ class _Body:
             readers.keys |= {str(each.arg) for each in named if each.arg}
             return True
         of_self = getattr(getattr(func, "value", None), "id", "") == self._self
-        if may_be or not of_self:
+        owners = readers.owners.get(self._function, ()) if of_self else ()
+        if may_be or not of_self or any(hasattr(cls, name) for cls in owners):
             self._note(node)  # else the attribute is None, or there is none
         return False
 
