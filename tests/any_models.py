@@ -26,6 +26,11 @@ def turn(x: Any, freqs: Any, by_halves: bool = False, axis_of_heads: int = 1) ->
     return (x.float() * cos + other.float() * sin).to(x.dtype)
 
 
+def spin(t: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    """Rotate, under names that do not tell."""
+    return t * c + halves(t) * s
+
+
 def tables(tokens: int, dim: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines, (tokens, dim), with the same entry for both channels of an adjacent pair."""
     angle = torch.arange(tokens)[:, None] * 0.5 ** torch.arange(dim // 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.coverage import functions, models, report
+import torch
+from benchmarks.coverage import __main__ as command, functions, models, report
 from benchmarks.coverage.catalogue import LIBRARIES, model_classes, sizes
 from benchmarks.coverage.stand_ins import installed
 
@@ -66,6 +68,17 @@ def test_rows_that_are_not_equal_have_a_reason_and_no_place_of_a_machine() -> No
         for row in [*each.get("functions", []), *each.get("models", [])]:
             assert row["status"] == "equal" or row["reason"], row
     assert "(/" not in RESULTS.read_text(encoding="utf-8")
+
+
+def test_the_number_of_threads_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of the run, and on the page; the committed numbers are of one thread."""
+    monkeypatch.setattr(functions, "run", lambda _: [])
+    torch.set_num_threads(2)
+    options = argparse.Namespace(functions=True, models=False, only="")
+    data = command.measured(LIBRARIES[HERE[0]], {"threads": 1}, options)
+    assert data["threads"] == 2
+    assert "on a CPU, with 2 threads of torch." in report.section([data])
+    assert {each["threads"] for each in DATA if "torch" in each} == {1}
 
 
 def test_page_is_written_from_the_numbers() -> None:

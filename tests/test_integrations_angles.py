@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from any_models import halves
+from test_integrations_report import calls_of
 from tightrope.integrations import patch, unpatch
 
 pytestmark = pytest.mark.usefixtures("recognised_once")
@@ -239,6 +241,30 @@ def test_exact_angles_are_served(cls: type[Angles]) -> None:
     assert model.angles.training
     assert not model.angles.child.training
     unpatch(model)
+
+
+def test_the_report_names_the_calls_in_which_the_module_runs() -> None:
+    model = Model(Angles())
+    model.angles.attention_scaling = 1.0
+    (entry,) = (each for each in patch(model, angles="exact") if each.name == "Angles")
+    assert entry.original_runs == (
+        "position_ids of a rank other than 2, or that are neither int64 nor int32",
+        "x that is no floating-point tensor, and other arguments",
+        "calls after load_state_dict gave a buffer other values, or config, rope_type or attention_scaling changed",
+    )
+
+    def runs(x: torch.Tensor, ids: torch.Tensor) -> bool:
+        with contextlib.suppress(RuntimeError):
+            return calls_of(Angles.forward, lambda: model.angles(x, ids)) > 0
+        return True  # its own error
+
+    assert not any(runs(x, ids) for x in (X, X.bfloat16()) for ids in (FAR, FAR.int()))
+    assert runs(X, FAR.short())
+    assert runs(X, FAR.float())
+    assert runs(X, FAR[None])
+    assert runs(X.int(), FAR)
+    model.angles.attention_scaling = 2.0
+    assert runs(X, FAR)
 
 
 @pytest.mark.parametrize(

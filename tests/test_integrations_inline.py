@@ -261,9 +261,11 @@ def test_each_refusal_has_its_reason(stays: str, reason: str, instead: str) -> N
         assert_equal(results(model), before)
 
 
-@pytest.mark.parametrize(("line", "listed"), [("x.tanh()", 1), ("x * x + x", 2)])
+@pytest.mark.parametrize(
+    ("line", "listed"), [("x.tanh()", 1), ("x * x + x", 1), ("x * cos - x * sin", 2)]
+)
 def test_a_function_whose_only_rotation_is_replaced_is_listed_once(line: str, listed: int) -> None:
-    """With products and sums beside the expression, the function is listed too."""
+    """With a sum of products beside the expression, the function is listed too."""
     text = f"""
         def apply_rotary(x, cos, sin):
             x = {line}

@@ -477,11 +477,8 @@ def test_a_module_with_changed_frequencies_is_left_or_exact(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_tables_are_wide_only_where_every_reader_is_known(known: bool) -> None:
-    """Exact tables for a bfloat16 x are float32 only if all functions that read them are replaced.
-
-    A function that is not replaced would return float32.
-    """
+def test_a_reader_that_is_not_replaced_is_refused(known: bool) -> None:
+    """Also beside functions that are replaced. Its results in bfloat16 would be float32."""
 
     class Reader(torch.nn.Module):
         def __init__(self, config: Any) -> None:
@@ -494,10 +491,11 @@ def test_tables_are_wide_only_where_every_reader_is_known(known: bool) -> None:
             return x * cos + x.roll(8, -1) * sin
 
     model = Reader(small_model("Llama").config)
-    report = patch(model, angles="exact")
-    assert any(entry.name == "LlamaRotaryEmbedding" for entry in report.replaced)
-    cos, _ = model.rotary_emb(torch.zeros(1, dtype=torch.bfloat16), torch.arange(4)[None])
-    assert cos.dtype == (torch.float32 if known else torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"cosines and sines of LlamaRotaryEmbedding: .*Reader\.forward"
+    ):
+        patch(model, angles="exact")
+    assert type(model.rotary_emb) is modeling_llama.LlamaRotaryEmbedding
 
 
 # --- the report and errors ------------------------------------------------------------------------
@@ -511,17 +509,19 @@ def test_report_reads_well(llama: Any) -> None:
     assert entry.replaced
     assert "rotate_half on all channels" in str(entry.recognised)
     assert str(entry.recognised).endswith(", to the bit")
-    first, line, last = str(report).splitlines()
+    first, line, _runs, _always, last = str(report).splitlines()
     assert line.startswith(
         "replaced modeling_llama.apply_rotary_pos_emb (same bits): rotate_half on all"
     )
     assert "to the bit" not in line
     assert "same bits" not in str(patch(llama, rounding="once"))
     assert first == "1 replaced, 0 left"
-    assert last.startswith("compiled code keeps these bits; torch.compile of the originals rounds")
+    assert last.startswith(
+        "compiled code has these bits too where the operator runs; torch.compile of"
+    )
     assert report.to_dict()["entries"][0]["name"] == "apply_rotary_pos_emb"
     assert len(report) == len(report.replaced) == 1
-    assert str(patch(torch.nn.Linear(2, 2))) == "no rotary function found"
+    assert str(patch(torch.nn.Linear(2, 2))).startswith("no rotary function found: no method of")
 
 
 @pytest.mark.parametrize("rounding", ["model", "once"])

@@ -449,7 +449,7 @@ def test_every_rule_is_served_whatever_the_default_dtype(name: str, default: tor
 
 # --- modules that are not served -----------------------------------------------------------------------------
 
-NONE = "none of its modules makes cosines and sines from positions, so angles stay as they are"
+NONE = "none of its modules takes (x, position_ids), as modules of transformers that make angles do, so angles stay as they are"
 
 
 @pytest.mark.parametrize("angles", ["model", "exact"])
@@ -480,7 +480,7 @@ def test_a_file_without_a_class_that_makes_angles_is_listed(
     assert [(e.name, e.reason) for e in report.left if e.module == here] == [
         (
             "angles",
-            "no class here makes cosines and sines from positions, so angles stay as they are",
+            "no class here takes (x, position_ids), as modules of transformers that make angles do, so angles stay as they are",
         )
     ]
     assert not [e for e in report if e.name == "angles" and "llama" in e.module]

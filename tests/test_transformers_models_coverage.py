@@ -263,6 +263,8 @@ def test_a_lost_process_is_a_row_and_the_run_goes_on(
     assert set(first) == {"llama", "llama4", "llama4_text", "llama4_vision_model"}
     assert set(first.values()) == {"the process ended with exit code -9"}
     assert "| llama | the process ended with exit code -9 |" in page.read_text()
+    assert json.loads(out.read_text())["threads"] == models.THREADS == torch.get_num_threads()
+    assert ", on a CPU, with 1 thread of torch; " in page.read_text()
     monkeypatch.setattr(Lost, "ask", lambda _, t: {**models.blank(t), "reason": "again"})
     # Types in the file run again, except with --missing.
     assert run("--only", "^(llama|gptj)$", "--missing") == {**first, "gptj": "again"}
@@ -302,7 +304,7 @@ def test_the_committed_models_are_those_of_the_catalogue(
 def test_every_type_is_on_the_page_with_its_numbers_or_its_reason(
     committed: list[dict[str, Any]],
 ) -> None:
-    page = report.page({"transformers": "5", "torch": "2", "models": committed})
+    page = report.page({"transformers": "5", "torch": "2", "threads": 1, "models": committed})
     words = set(page.replace(",", " ").split())
     assert {row["model_type"] for row in committed} <= words
     (gptj,) = [row for row in committed if row["model_type"] == "gptj"]
@@ -310,6 +312,7 @@ def test_every_type_is_on_the_page_with_its_numbers_or_its_reason(
     assert "| gptj | gptj |  |" in page
     assert "| jamba | no method of its modules reaches a rotary function |" in page
     changed = [{**gptj, "status": "different", "reason": "at lm_head | weight"}]
-    page = report.page({"transformers": "5", "torch": "2", "models": changed})
+    page = report.page({"transformers": "5", "torch": "2", "threads": 2, "models": changed})
     assert "| different | 1 |" in page
+    assert "with 2 threads of torch" in page
     assert "| gptj | at lm_head \\| weight |" in page

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..pages import between_marks
+from ..transformers_coverage.models import THREADS
 from . import functions, models, report, stand_ins
 from .catalogue import LIBRARIES, Library
 
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, default=PAGE, help="the Markdown page to update")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     if options.folder:
         sys.path.append(str(options.folder))
     path = options.results or FOLDER / f"coverage-{options.library}.json"
@@ -61,6 +62,7 @@ def measured(library: Library, data: dict[str, Any], options: argparse.Namespace
     except metadata.PackageNotFoundError:
         return {"library": library.name, "version": library.absent}
     data = {**data, "library": library.name, "version": version, "torch": torch.__version__}
+    data["threads"] = torch.get_num_threads()
     both = options.functions == options.models
     with stand_ins.installed(library.stand_ins.split()):
         if options.functions or both:

@@ -41,9 +41,10 @@ def main(arguments: list[str] | None = None) -> None:
     both = options.functions == options.models
     import transformers
 
+    torch.set_num_threads(models.THREADS)
     data |= {"transformers": transformers.__version__, "torch": torch.__version__}
+    data |= {"threads": torch.get_num_threads()}
     if options.functions or both:
-        torch.set_num_threads(1)
         data["functions"] = merged(data.get("functions", []), functions.run(options.only), "file")
         write(data, path)
     if options.models or both:

@@ -24,6 +24,8 @@ from typing import Any
 
 from .catalogue import ModelType, catalogue
 
+# Threads that torch computes on. With several, more complex products run the original.
+THREADS = 1
 # Time limit of one model in seconds; the slowest model takes a tenth of it on one core.
 SECONDS = 40
 
@@ -69,7 +71,7 @@ def work(pipe: Any) -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     types = {t.name: t for t in catalogue()}
     while (name := pipe.recv()) is not None:
         pipe.send(row(types[name]))

@@ -6,6 +6,8 @@ from collections import Counter
 from typing import Any
 
 from ..pages import table
+from . import inputs
+from .functions import CHANNELS, HEADS, ROWS, TOKENS
 
 Row = dict[str, Any]
 
@@ -45,8 +47,10 @@ def page(data: dict[str, Any]) -> str:
         "# Coverage of transformers",
         "",
         f"Written by `python -m benchmarks.transformers_coverage` with transformers "
-        f"{data['transformers']} and torch {data['torch']}; the numbers are in "
-        "`benchmarks/results/transformers-coverage.json`.",
+        f"{data['transformers']} and torch {data['torch']}, on a CPU, with "
+        f"{threads(data['threads'])}; the numbers are in `benchmarks/results/transformers-coverage.json`. "
+        "Tensors are small; what is different on several threads, for larger tensors and on GPUs is in "
+        "[Models of any library](models.md#threads-and-sizes).",
         "",
     ]
     if rows := data.get("functions"):
@@ -56,6 +60,11 @@ def page(data: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def threads(count: int) -> str:
+    """The number of threads in words."""
+    return f"{count} thread{'s' * (count != 1)} of torch"
+
+
 def _functions(rows: list[Row]) -> list[str]:
     files = file_status(rows)
     equal = sum(status == "equal" for status in files.values())
@@ -63,7 +72,8 @@ def _functions(rows: list[Row]) -> list[str]:
         "## Functions",
         "",
         f"{len(rows)} rotary functions and methods in {len(files)} modeling files, each called by itself, "
-        "the original against its replacement. In "
+        f"the original against its replacement, with {ROWS} rows of {TOKENS} tokens and {HEADS} heads of "
+        f"{CHANNELS} channels. In "
         f"{equal} files all of them are recognised and replaced, and no bit of a result or gradient changes, "
         "in float32 and in bfloat16.",
         "",
@@ -99,7 +109,8 @@ def _models(rows: list[Row]) -> list[str]:
     lines = [
         "## Models",
         "",
-        f"{len(rows)} model types, a small random model of each, in float32 and in bfloat16, forward and "
+        f"{len(rows)} model types, a small random model of each, with {inputs.BATCH} rows of "
+        f"{inputs.TOKENS} tokens, or a small image, video or sound, in float32 and in bfloat16, forward and "
         f"backward before and after `patch(model)`. {still} types do not rotate; of the other "
         f"{len(rows) - still}, {len(equal)} are equal:",
         "",
@@ -146,8 +157,8 @@ def _models(rows: list[Row]) -> list[str]:
 
 #: The meaning of each status of a model type; equal first.
 STATUSES = {
-    "equal": "no bit of an output or gradient changes, calls of its own rotary functions are served, a fault "
-    "of one per cent in them is detected, and `unpatch` restores the model",
+    "equal": "no bit of an output or gradient changes, the operator runs in calls of its own rotary functions, a "
+    "fault of one per cent in them is detected, and `unpatch` restores the model",
     "different": "a bit changes",
     "not exercised": "it ran, but did not test the replacement",
     "not built": "no small model of it could be built or run",

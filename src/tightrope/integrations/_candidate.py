@@ -108,9 +108,15 @@ class Candidate:
     folds: bool = False
 
     def bits_of(
-        self, dtype: torch.dtype, table_dtype: torch.dtype, needs_grad: bool
+        self, dtype: torch.dtype, table_dtype: torch.dtype, needs_grad: bool, once: bool = False
     ) -> Bits | None:
-        """The choices with which the operator equals the original bit for bit; None if none does."""
+        """The choices with which the operator equals the original bit for bit; None if none does.
+
+        Args:
+            once: whether results round once instead, whatever the bits of the original.
+        """
+        if once:
+            return Bits()
         for x, table, bits in self.bits:
             if (x, table) == (dtype, table_dtype):
                 return None if needs_grad and not bits.gradients else bits
@@ -147,6 +153,15 @@ class Candidate:
             if "shd" in self.ones and table[:2] == x[1:3]:
                 return None
         raise LookupError("shapes that were not tried")
+
+    def ranks(self) -> list[int]:
+        """The ranks of x that were tried; see :meth:`place`."""
+        tried = (
+            {dims for dims, *_ in self.shapes}
+            | {4 for _ in self.ones}
+            | ({6} if self.folds else set())
+        )
+        return sorted(rank - self.call.form.flat for rank in tried)
 
     def __str__(self) -> str:
         words = [str(self.rotation)]

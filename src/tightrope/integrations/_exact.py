@@ -46,8 +46,11 @@ _NAME = re.compile(r"(Rotary|Rope|RoPE)\w*Emb")
 _OF_MODULE = re.compile(r"rope_type$|attention_scaling$")
 _OF_CONFIG = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings")
 
+# The dtypes of position_ids for which exact angles are served.
+_IDS = torch.int64, torch.int32
+
 # The reason in the report if a model or file has no module that makes angles.
-NO_ANGLES = "makes cosines and sines from positions, so angles stay as they are"
+NO_ANGLES = "takes (x, position_ids), as modules of transformers that make angles do, so angles stay as they are"
 
 
 @dataclass(frozen=True)
@@ -253,16 +256,11 @@ class _Unserved(Exception):
     """The module cannot use exact angles; the message is the reason."""
 
 
-def read(module: torch.nn.Module, wide: bool) -> tuple[Angles | None, str]:
-    """Recognise the angles of a module by calling it; (None, reason) if that fails.
-
-    Args:
-        module: the unpatched module.
-        wide: see :class:`Angles`.
-    """
+def read(module: torch.nn.Module) -> tuple[Angles | None, str]:
+    """Recognise the angles of a module by calling it, patched or not; (None, reason) if that fails."""
     try:
         with _as_for_probes():
-            return _read(module, wide), "equal to those of the module at all positions tried"
+            return _read(module), "equal to those of the module at all positions tried"
     except _Unserved as unserved:
         return None, str(unserved)
 
@@ -284,7 +282,7 @@ def _as_for_probes() -> Iterator[None]:
         torch.set_default_dtype(default)
 
 
-def _read(module: torch.nn.Module, wide: bool) -> Angles:
+def _read(module: torch.nn.Module) -> Angles:
     cls = base_of(type(module))
     if _names(cls) is None:
         raise _Unserved(f"its forward takes ({', '.join(_parameters(cls))}), not (x, position_ids)")
@@ -319,8 +317,7 @@ def _read(module: torch.nn.Module, wide: bool) -> Angles:
         kept[0],
         tuple((t, factor) for t, _, factor in found),
         kept[1],
-        wide,
-        tuple(_Buffer.of(name, each) for name, each in probe.named_buffers()),
+        buffers=tuple(_Buffer.of(name, each) for name, each in probe.named_buffers()),
     )
 
 
@@ -354,6 +351,7 @@ def _fresh(module: torch.nn.Module) -> torch.nn.Module:
             "its frequencies are on the meta device or not float32, and no config gives them"
         )
     made = copy.deepcopy(module).cpu()
+    forget(made)
     vars(made).pop("forward", None)  # a wrapper, which may call the original module
     return made
 
@@ -676,7 +674,7 @@ def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
             or not set(values) <= {*names, "layer_type"}
             or not isinstance(x, torch.Tensor)
             or not isinstance(ids, torch.Tensor)
-            or ids.dtype not in (torch.int64, torch.int32)
+            or ids.dtype not in _IDS
             or ids.dim() not in made.ranks
             or values["layer_type"] not in dict(made.specs)
             or not x.is_floating_point()
@@ -694,9 +692,18 @@ _WIDTH = {"cat": "full width", "repeat": "full width interleaved", "half": "half
 def entry(module: torch.nn.Module, made: Angles | None, reason: str) -> Entry:
     """The report entry of a module after :func:`read`."""
     cls = base_of(type(module))
-    recognised = None
+    recognised: str | None = None
+    runs: tuple[str, ...] = ()
     if made is not None:
         specs = "; ".join(str(spec) if t is None else f"{t}: {spec}" for t, spec in made.specs)
         dtype = "float32" if made.wide else "in dtype of x"
         recognised = f"cos/sin of {specs}, {_WIDTH[made.width]}, {dtype}"
-    return Entry(cls.__module__, cls.__qualname__, recognised, made is not None, reason)
+        ranks = " or ".join(map(str, sorted(made.ranks)))
+        dtypes = " nor ".join(str(each)[6:] for each in _IDS)
+        runs = (
+            f"position_ids of a rank other than {ranks}, or that are neither {dtypes}",
+            "x that is no floating-point tensor, and other arguments",
+            "calls after load_state_dict gave a buffer other values, or config, rope_type or "
+            "attention_scaling changed",
+        )
+    return Entry(cls.__module__, cls.__qualname__, recognised, made is not None, reason, runs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dis
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -12,14 +13,15 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
 from ..forms import calls_of, signature, unwrapped
 from ._candidate import same
-from ._inline import INLINE, function_of, inlined
+from ._classes import base_of
+from ._inline import INLINE, codes as codes, could_rotate, function_of, inlined
 from ._libraries import is_helper
 
 #: Prefix of the names under which replacements are stored, next to the originals.
@@ -48,6 +50,7 @@ class Found:
         likely: whether its name or parameters suggest a rotary function; others are tried too, but not
             reported if they are not recognised.
         constants: the keyword arguments that its callers pass as constants, one entry per combination.
+        unseen: the reason why it cannot be tried, if it may rotate nevertheless.
     """
 
     module: str
@@ -56,14 +59,7 @@ class Found:
     method: bool = False
     likely: bool = True
     constants: tuple[Constants, ...] = ((),)
-
-
-def codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object and those nested in it: comprehensions, lambdas, inner functions."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from codes(constant)
+    unseen: str = ""
 
 
 @lru_cache(maxsize=4096)
@@ -119,7 +115,7 @@ def methods(cls: type) -> Iterator[tuple[type, str, Any, FunctionType]]:
     """
     seen: set[str] = set()
     for owner in cls.__mro__:
-        if owner.__module__.partition(".")[0] in _FOREIGN:
+        if is_foreign(owner.__module__):
             continue
         for name, value in vars(owner).items():
             function = unwrapped(value)
@@ -335,8 +331,11 @@ def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
             searched too.
     """
     seen: set[int] = set()
+    tried: set[int] = set()
     pending: list[FunctionType] = []
     for owner, name, value, function in methods(cls):
+        if name == "__init__":  # the functions that it reads are stored, not called
+            continue
         value = original_of(value)
         if is_rotary_method(name, value):
             found = Found(
@@ -345,6 +344,7 @@ def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
                 value,
                 not isinstance(value, staticmethod),
             )
+            tried.add(id(function))
             yield found
             if accepts(found):
                 continue
@@ -356,7 +356,8 @@ def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
         seen.add(id(function))
         for layer in layers(function):
             seen.add(id(layer))
-            yield from _inline(layer, accepts)
+            yield from _inline(layer, accepts, id(layer) in tried)
+            yield from _unseen(layer)
             for name, value in _reached(layer):
                 likely = looks_rotary(name, value)
                 if likely or may_rotate(name, value):
@@ -371,6 +372,8 @@ def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
                     elif _has(plain.__module__, plain.__name__, value):
                         home, name = plain.__module__, plain.__name__
                     found = Found(home, name, value, likely=likely, constants=constants)
+                    if likely and isinstance(plain, FunctionType):
+                        tried |= {id(each) for each in layers(plain)}
                     yield found
                     left = not accepts(found) and not is_compiled(value)
                     if left and isinstance(plain, FunctionType):
@@ -379,13 +382,75 @@ def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
                     pending.append(value)
 
 
+#: Reasons why functions that may rotate are neither tried nor replaced.
+BODY = "it may rotate in its body, in a form that patch does not replace"
+UNSEEN = "it may rotate, but patch replaces only Python functions of the model's code that are called by their name"
+_TURNS = re.compile(r"rot(ary|ate)|rope", re.IGNORECASE)
+
+
+def attributes(module: torch.nn.Module) -> Iterator[Found]:
+    """Yield the functions that may rotate in the attributes of a module."""
+    cls = base_of(type(module))
+    for name, value in vars(module).items():
+        if not isinstance(value, type) and _may_turn(name, value, False):
+            yield Found(cls.__module__, f"{cls.__qualname__}.{name}", value, unseen=UNSEEN)
+
+
+def _unseen(function: FunctionType) -> Iterator[Found]:
+    """Yield what a function names and may rotate with, although patch does not look into it."""
+    names = _every_name(function.__code__)
+    tables = all(any(word in name for name in names) for word in ("cos", "sin"))
+    for name, value in neighbours(function):
+        if isinstance(value, ModuleType) and not is_foreign(value.__name__):
+            for each in sorted(names & vars(value).keys()):
+                if _may_turn(each, vars(value)[each], tables):
+                    yield Found(value.__name__, each, vars(value)[each], unseen=UNSEEN)
+        elif not (is_near(value, function) or may_rotate(name, value) or looks_rotary(name, value)):
+            if _may_turn(name, value, tables):
+                yield Found(function.__module__, name, value, unseen=UNSEEN)
+
+
+def _may_turn(name: str, value: Any, tables: bool) -> bool:
+    """Return whether a value is called and may rotate; ``tables``: whether its caller names cos and sin."""
+    value = original_of(value)
+    if isinstance(value, functools.partial):
+        return _may_turn(name, value.func, tables)
+    if isinstance(value, torch.jit.ScriptFunction):
+        return all(word in str(value.code) for word in ("torch.mul", "cos", "sin"))
+    if isinstance(value, type):
+        value = value.forward if issubclass(value, torch.autograd.Function) else None
+    elif not isinstance(value, (torch.nn.Module, FunctionType, MethodType, BuiltinFunctionType)):
+        value = vars(type(value)).get("__call__")
+    function: Any = unwrapped(value)
+    if isinstance(function, FunctionType):
+        own = not is_foreign(function.__module__)
+        return own and any(could_rotate(each, tables=tables) for each in layers(function))
+    return isinstance(function, BuiltinFunctionType) and bool(_TURNS.search(name))
+
+
+def is_foreign(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _FOREIGN
+
+
+@lru_cache(maxsize=4096)
+def _every_name(code: CodeType) -> frozenset[str]:
+    """All names in a code object and those nested in it: of variables, globals and attributes."""
+    return frozenset(n for c in codes(code) for n in (*c.co_names, *c.co_varnames, *c.co_freevars))
+
+
 # Most expressions that are tried in the body of one function.
 _TRIES = 32
 
 
-def _inline(function: FunctionType, accepts: Callable[[Found], bool]) -> list[Found]:
-    """The expressions in the body of a function that are recognised."""
-    found: list[Found] = []
+def _inline(
+    function: FunctionType, accepts: Callable[[Found], bool], known: bool
+) -> Iterator[Found]:
+    """Yield the expressions in the body of a function that are recognised, and the function if it has others.
+
+    Args:
+        known: whether the function is in the report anyway.
+    """
+    found: dict[str, Found] = {}
     tries = itertools.count()
 
     def tried(text: str) -> str | None:
@@ -396,11 +461,13 @@ def _inline(function: FunctionType, accepts: Callable[[Found], bool]) -> list[Fo
         each = Found(function.__module__, name, value, likely=False)
         if not accepts(each):
             return None
-        found.append(each)
+        found[text] = each
         return PREFIX
 
     inlined(function, tried)
-    return found
+    yield from found.values()
+    if not known and could_rotate(function, lambda text: PREFIX if text in found else None):
+        yield Found(function.__module__, function.__qualname__, function, unseen=BODY)
 
 
 def _has(module: str, name: str, value: Any) -> bool:

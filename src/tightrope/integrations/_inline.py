@@ -101,18 +101,10 @@ def inlined(function: FunctionType, accepts: Accepts) -> CodeType | None:
             largest first; expressions in an accepted one are not tried.
     """
     old = function.__code__
-    tried = _may_rotate(old) and id(old) not in _without
-    source = _source(function) if tried else None
-    if source is None:
+    scanned = _scanned(function, accepts)
+    if scanned is None or not scanned[1].calls:
         return None
-    node = _parsed(source, old)
-    scan = _Scan(function, accepts)
-    scan.same = _same_tensors(node)
-    scan.block(node.body, [])
-    if not scan.calls:
-        if not scan.refused:
-            _without[id(old)] = old
-        return None
+    node, scan = scanned
     _sweep(node, scan.used)
     code = _compiled(node, function)
     kept = [each for each in old.co_consts if isinstance(each, CodeType)]
@@ -125,10 +117,89 @@ def inlined(function: FunctionType, accepts: Accepts) -> CodeType | None:
     return code.replace(co_consts=consts)
 
 
-def rotates_elsewhere(function: FunctionType, accepts: Accepts) -> bool:
-    """Return whether a function may rotate outside its accepted expressions; arguments as in :func:`inlined`."""
-    code = inlined(function, accepts)
-    return code is None or _may_rotate(code)
+def _scanned(function: FunctionType, accepts: Accepts) -> tuple[ast.FunctionDef, _Scan] | None:
+    """The syntax tree of a function with calls in place of accepted expressions, and what was replaced.
+
+    None where no expression can be: the source is not that of the code, or nothing in it could rotate.
+    """
+    old = function.__code__
+    source = _source(function) if _may_rotate(old) and id(old) not in _without else None
+    if source is None:
+        return None
+    node = _parsed(source, old)
+    scan = _Scan(function, accepts)
+    scan.same = _same_tensors(node)
+    scan.block(node.body, [])
+    if not scan.calls and not scan.refused:
+        _without[id(old)] = old
+    return node, scan
+
+
+def rewritten(function: FunctionType, accepts: Accepts) -> ast.FunctionDef | None:
+    """The syntax tree of a function with calls in place of accepted expressions; None without a source."""
+    if (scanned := _scanned(function, accepts)) is not None:
+        return scanned[0]
+    with contextlib.suppress(*_NO_SOURCE):
+        return _parsed(inspect.getsource(function.__code__), function.__code__)
+    return None
+
+
+def could_rotate(
+    function: FunctionType, accepts: Accepts = lambda _: None, tables: bool = False
+) -> bool:
+    """Return whether a body adds two products, one with cos and one with sin, or takes a complex product apart.
+
+    Args:
+        accepts: the expressions that do not count; see :func:`inlined`.
+        tables: whether any two products count if the body names neither, because its caller does.
+    """
+    code = function.__code__
+    # Functions in the body that read nothing of it are functions of their own.
+    own = [each for each in codes(code) if each is code or each.co_freevars]
+    names = {n for c in own for n in (*c.co_varnames, *c.co_names, *c.co_freevars, *c.co_cellvars)}
+    named = all(any(word in name for name in names) for word in _WORDS)
+    complex_ = "view_as_real" in names
+    if not any(map(_may_rotate, own)) or not (named or tables or complex_):
+        return False
+    node = rewritten(function, accepts)
+    others = {c.co_firstlineno for c in codes(code)} - {c.co_firstlineno for c in own}
+    return node is None or any(_adds_products(each, named) for each in _walk(node, others))
+
+
+# Parts of the names of tables; a rotation has one in each product.
+_WORDS = "cos", "sin"
+
+
+def _adds_products(node: ast.AST, named: bool) -> bool:
+    """Return whether a node adds two products, with cosines and sines if they are named, or complex ones."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, (ast.Add, ast.Sub)):
+        return _takes_apart(node)
+    one, other = ({*_words(each)} for each in (node.left, node.right))
+    crossed = any(a in one and b in other for a, b in (_WORDS, _WORDS[::-1]))
+    return _is_product(node.left) and _is_product(node.right) and (crossed or not named)
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    """Yield those of _WORDS that are in names of a node."""
+    for each in ast.walk(node):
+        name = getattr(each, "id", None) or getattr(each, "attr", None) or ""
+        yield from (word for word in _WORDS if word in name)
+
+
+def _walk(node: ast.AST, without: set[int]) -> Iterator[ast.AST]:
+    """Yield a node and those in it, except functions in it that begin at some lines."""
+    yield node
+    for each in ast.iter_child_nodes(node):
+        if not isinstance(each, ast.FunctionDef) or each.lineno not in without:
+            yield from _walk(each, without)
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and those nested in it: comprehensions, lambdas, inner functions."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes(constant)
 
 
 # --- source and code ------------------------------------------------------------------------------
@@ -362,18 +433,21 @@ def _sweep(node: ast.FunctionDef, lines: list[ast.stmt]) -> None:
         lines = [line for line in lines if line not in dead]
 
 
-def _is_product(node: ast.expr, names: set[str]) -> bool:
+def _is_product(node: ast.expr) -> bool:
     while isinstance(node, ast.UnaryOp):
         node = node.operand
-    return (
-        isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and bool(_data(node) & names)
-    )
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
 
 
 def _could_rotate(node: ast.AST, names: set[str]) -> bool:
     """Return whether a node adds two products with these names, or takes a complex product apart."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
-        return _is_product(node.left, names) and _is_product(node.right, names)
+        sides = node.left, node.right
+        return all(_is_product(each) and bool(_data(each) & names) for each in sides)
+    return _takes_apart(node)
+
+
+def _takes_apart(node: ast.AST) -> bool:
     named = isinstance(node, ast.Attribute) and node.attr == "view_as_real"
     return named or (isinstance(node, ast.Name) and node.id == "view_as_real")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import copyreg
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -15,8 +16,9 @@ from ..forms import unwrapped
 from . import _bound, _exact, _find, _graft
 from ._candidate import Candidate
 from ._classes import MARK, base_of, core_of, derived, graft_of
-from ._find import Found
-from ._inline import INLINE, rotates_elsewhere
+from ._find import PREFIX, Found
+from ._inline import INLINE, Accepts, could_rotate
+from ._readers import Readers, innermost, members_of
 from ._recognise import Recognition, recognise_member, to_the_bit
 from ._run import ROUNDINGS
 from ._summary import Entry, Report, entry_of
@@ -46,7 +48,8 @@ def patch(
     Every rotary function that the methods of the model's modules call is tested numerically (see
     :func:`recognise`) and replaced if it is recognised: functions, methods, functions inside a
     method's body, and those of processors, which are plain objects that modules call. Other functions
-    are left unchanged and listed in the report. Other models are not affected.
+    are left unchanged and listed in the report. A replacement runs the operator, or the original
+    function in the calls that the report names. Other models are not affected.
 
     A module whose ``forward`` was replaced by a wrapper is patched if the wrapper can be seen to call the
     old one: a closure, a partial function, an object or an attribute holds it. Other such modules are
@@ -57,19 +60,22 @@ def patch(
             transformers at once, call :func:`tightrope.integrations.transformers.patch` without one.
         angles: "model" keeps the cosines and sines that the model makes. "exact" uses this library's,
             which are exact at any position and computed in float32 (float64 for a float64 model);
-            only for modules that make them as those of transformers do.
-        rounding: "model" keeps every bit of results and gradients: each function's own roundings are
-            found by comparing bits, and calls whose bits cannot be equalled run the original. "once"
-            rounds results only when they are stored, which is more exact. With exact angles, which
-            change bits anyway, results always round once.
+            only for modules that make them as those of transformers do, and only where no code that
+            reads them is seen that is not replaced.
+        rounding: "model" keeps the bits of results and gradients: each function's own roundings are
+            found by comparing bits on the CPU, and calls whose bits were not found to be equal run the
+            original. "once" rounds results only when they are stored, which is more exact. With exact
+            angles, which change bits anyway, results always round once.
 
     Returns:
         A report with one entry per function (and combination of constants with which the model calls
-        it) and, with exact angles, one per class that makes cosines and sines.
+        it), with the calls in which the original still runs, and, with exact angles, one entry per class
+        that makes cosines and sines.
 
     Raises:
         TypeError: model is not a Module.
-        ValueError: an unknown value of angles or rounding.
+        ValueError: an unknown value of angles or rounding, or angles="exact" for a model in which other
+            code reads the cosines and sines; nothing is changed then.
 
     >>> from transformers import GPTNeoXConfig, GPTNeoXModel
     >>> model = GPTNeoXModel(GPTNeoXConfig(hidden_size=128, num_hidden_layers=1, vocab_size=9))
@@ -80,14 +86,24 @@ def patch(
     check(model, angles, rounding)
     if angles == "exact":
         rounding = "once"
-    _undo(model)  # angles are read from the original modules
     found = _found(model.modules(), rounding)
     left = _left(model, _swaps(found, rounding), angles)
     if left:
         found = _found((module for module in model.modules() if module not in left), rounding)
+    exact = {
+        module: _exact.read(module)
+        for module in model.modules()
+        if angles == "exact" and module not in left and _exact.makes_angles(base_of(type(module)))
+    }
+    makers = {base_of(type(module)) for module, (made, _) in exact.items() if made is not None}
     # Return float32 tables only if every function that reads them is replaced: a function that is
     # left, or was not found, may rely on the dtype.
-    wide = angles == "exact" and bool(found) and not left and all(result for *_, result in found)
+    wide = (
+        _are_known(_readers_of(model, makers, found), makers)
+        and not left
+        and all(result for *_, result in found)
+    )
+    _undo(model)
     swaps = _swaps(found, rounding, wide)
     replaced = {(each.module, each.name) for each, _, result in found if result}
     report = Report(
@@ -103,9 +119,9 @@ def patch(
     for module in model.modules():
         if module in left:
             continue
-        made = None
-        if angles == "exact" and _exact.makes_angles(type(module)):
-            made, reason = _exact.read(module, wide)
+        made, reason = exact.get(module, (None, ""))
+        if module in exact:
+            made = made and replace(made, wide=wide)
             lines.append(_exact.entry(module, made, reason))
             if made is not None and (note := _exact.note(module)) and note not in report.notes:
                 report.notes.append(note)
@@ -158,6 +174,36 @@ def _undo(model: torch.nn.Module) -> None:
                 mine.__class__ = base_of(type(mine))
 
 
+def _readers_of(
+    model: torch.nn.Module,
+    makers: set[type],
+    found: list[tuple[Found, _find.Constants, Recognition]],
+) -> Readers:
+    """The code that reads the tables of modules of some classes."""
+    left = {(each.module, each.name) for each, _, result in found if not result}
+    done = [each for each, *_ in found if (each.module, each.name) not in left]
+    names = {(each.module, each.name) for each in done}
+    replaced = names | {innermost(each.value) for each in done}
+
+    def accepts(function: FunctionType) -> Accepts:
+        start = function.__module__, f"{function.__qualname__}{INLINE}"
+        return lambda text: PREFIX if (start[0], start[1] + text) in names else None
+
+    return Readers(_classes(model.modules()), members_of(model), makers, replaced, accepts)
+
+
+def _are_known(readers: Readers, makers: set[type]) -> bool:
+    """Return whether all code that reads tables is known to be replaced; raise an error if some is not."""
+    if not readers.found:
+        return bool(makers) and makers <= readers.seen and not readers.unread
+    names = ", ".join(sorted(cls.__name__ for cls in makers))
+    code = ", ".join(f"{name} ({text})" for name, text in sorted(readers.found.items()))
+    raise bad_value(
+        "angles must be 'model' but got 'exact' for a model in which code that is not replaced reads the cosines "
+        f"and sines of {names}: {code}; call patch(model), which keeps the model's own"
+    )
+
+
 def check(model: object, angles: str = "model", rounding: str = "model") -> None:
     """Raise an error for invalid arguments of :func:`patch`."""
     if not isinstance(model, torch.nn.Module):
@@ -175,8 +221,10 @@ def _only_inline(found: Found, replaced: set[tuple[str, str]]) -> bool:
     if not isinstance(plain, FunctionType):
         return False
     start = f"{plain.__qualname__}{INLINE}"
-    return any(name.startswith(start) for _, name in replaced) and not rotates_elsewhere(
-        plain, lambda text: "_" if (plain.__module__, start + text) in replaced else None
+    return any(name.startswith(start) for _, name in replaced) and not could_rotate(
+        plain,
+        lambda text: "_" if (plain.__module__, start + text) in replaced else None,
+        tables=True,
     )
 
 
@@ -216,10 +264,10 @@ def _left(
         hidden = dict(_bound.hidden(module))
         if not hidden:
             continue
-        cls = core_of(type(module))
+        cls = base_of(type(module))
         grafted = _graft.grafted(cls, recipe)
         members = set(vars(grafted)) if grafted is not cls else set()
-        used = [type(value) for _name, value in _find.processors(module)]
+        used = [base_of(type(value)) for _name, value in _find.processors(module)]
         if (
             members
             or (angles == "exact" and _exact.makes_angles(cls))
@@ -260,6 +308,12 @@ def _found(
     results: dict[tuple[str, str, _find.Constants], tuple[Found, _find.Constants, Recognition]] = {}
     # Equal expressions in several functions of a module are one function with several names.
     inline: dict[int, Recognition] = {}
+    modules = list(modules)
+
+    def note(found: Found) -> None:
+        key = found.module, found.name, ((found.unseen, None),)
+        results[key] = found, (), Recognition(None, found.unseen)
+
     for cls in dict.fromkeys(_classes(modules)):
 
         def accepts(found: Found) -> bool:
@@ -280,7 +334,10 @@ def _found(
             return all(recognised)
 
         for found in _find.rotary(cls, accepts):
-            accepts(found)
+            (note if found.unseen else accepts)(found)
+    for module in modules:
+        for found in _find.attributes(module):
+            note(found)
     every = [each for each in results.values() if each[0].likely or each[2]]
     if rounding == "model":
         every = [(each, constants, to_the_bit(result)) for each, constants, result in every]

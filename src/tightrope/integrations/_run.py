@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +23,53 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 ROUNDINGS = ("model", "once")
 # Largest number of elements for which torch runs an elementwise operation on one thread.
 _GRAIN = 32768
+
+
+class _Limit(NamedTuple):
+    """A kind of call whose bits the operator cannot equal, although recognition found equal bits.
+
+    Attributes:
+        words: the description in the report.
+        applies: whether a call is of this kind: (rotated tensors, cosines, candidate) -> bool.
+    """
+
+    words: str
+    applies: Callable[[list[torch.Tensor], torch.Tensor, Candidate], bool]
+
+
+_BY_BATCH = _Limit(
+    "x whose rows do not lie one after the other in memory",
+    lambda xs, *_: not all(map(_is_by_batch, xs)),
+)
+# Calls for gradients of tables: of tables that vary along one of many dimensions, and of those whose sum over
+# rows would have another order.
+_FOLDED = _Limit(
+    "cos/sin that need gradients, for x of more than four dimensions",
+    lambda xs, *_: xs[0].dim() > 4,
+)
+_SHARED = _Limit(
+    "cos/sin that need gradients and that rows of x share",
+    lambda xs, cos, _: (
+        cos.dim() != xs[0].dim()
+        or cos.shape[0] != xs[0].shape[0]
+        or tokens_first(xs[0].shape, cos.shape)
+    ),
+)
+# Eager calls of functions that multiply complex numbers: torch rounds these products differently in the last,
+# incomplete vector of each thread.
+_COMPLEX = (
+    _Limit("in eager code, devices other than CPUs", lambda xs, *_: xs[0].device.type != "cpu"),
+    _Limit(
+        "in eager code, a number of rotated pairs that is no multiple of {lanes}",
+        lambda _, cos, candidate: bool(
+            candidate.rotation.pairs_of(cos.shape[-1]) % candidate.call.form.lanes
+        ),
+    ),
+    _Limit(
+        f"in eager code, several threads for more than {_GRAIN:,} elements of a tensor",
+        lambda xs, *_: torch.get_num_threads() > 1 and any(x.numel() > _GRAIN for x in xs),
+    ),
+)
 
 
 def replacement(
@@ -41,6 +89,7 @@ def replacement(
             the operator cannot equal; "once" for the most exact results.
     """
     calls = [_Call(original, candidate, narrow, rounding) for candidate in candidates]
+    first = calls[0]
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         for call in calls:
@@ -49,13 +98,79 @@ def replacement(
                 result = call.short(values)
                 if result is None:
                     result = call.long(values)
-                return original(*args, **kwargs) if result is None else result
-        return original(*args, **kwargs)
+                if result is not None:
+                    return result
+                break
+        result = original(*args, **kwargs)
+        if first.narrowed:
+            return _in_dtype_of(
+                {**dict(zip(first.names, args)), **kwargs}[first.rotated[0]], result
+            )
+        return result
 
     functools.update_wrapper(apply, original if callable(original) else original.__func__)
     apply.__signature__ = calls[0].signature  # type: ignore[attr-defined]
     apply._tightrope_original = original  # type: ignore[attr-defined]
     return apply
+
+
+def _in_dtype_of(x: torch.Tensor, result: Any) -> Any:
+    """The results of an original, in the dtype of x; its tables may be wider than those of the model."""
+    if isinstance(result, tuple):
+        return tuple(_in_dtype_of(x, each) for each in result)
+    return None if result is None else result.to(x.dtype)
+
+
+def original_runs(candidate: Candidate, rounding: str) -> tuple[str, ...]:
+    """Kinds of calls in which the replacement of a function calls the original, for the report.
+
+    Those in which every replacement does are left out.
+    """
+    once = rounding == "once"
+
+    def bits(x: torch.dtype, table: torch.dtype, needs_grad: bool = True) -> Bits | None:
+        return candidate.bits_of(x, table, needs_grad, once)
+
+    def fixed(x: torch.dtype, table: torch.dtype) -> bool:
+        found = bits(x, table)
+        return found is not None and not found.tables
+
+    trained = [pair for pair in _PAIRS if bits(*pair)]
+    learned = [pair for pair in trained if not fixed(*pair)]
+    found = [
+        f"x of a rank other than {_any_of([*map(str, candidate.ranks())])}",
+        *_pairs("{}", lambda x, table: not bits(x, table, False)),
+        *_pairs(
+            "with gradients, {}", lambda x, table: bits(x, table, False) and not bits(x, table)
+        ),
+    ]
+    if learned:
+        found += _pairs("cos/sin that need gradients, for {}", fixed)
+        found += [limit.words for limit in (_FOLDED,) * candidate.folds + (_SHARED,) * (not once)]
+    elif trained:
+        found.append("cos/sin that need gradients")
+    if any(each.by_batch for pair in _PAIRS if (each := bits(*pair, False))):
+        found.append(_BY_BATCH.words)
+    lanes = 1 if once else candidate.call.form.lanes
+    return (*found, *(limit.words.format(lanes=lanes) for limit in _COMPLEX if lanes > 1))
+
+
+_PAIRS = tuple(itertools.product(_FLOATING, _FLOATING))
+
+
+def _pairs(text: str, holds: Callable[[torch.dtype, torch.dtype], object]) -> list[str]:
+    """A text about the dtypes of x and of tables for which a condition holds; nothing if there are none."""
+    by_tables: dict[str, list[str]] = {}
+    for x in _FLOATING:
+        if tables := [str(table)[6:] for table in _FLOATING if holds(x, table)]:
+            by_tables.setdefault(_any_of(tables), []).append(str(x)[6:])
+    parts = [f"{_any_of(xs)} x by {tables} cos/sin" for tables, xs in by_tables.items()]
+    return [text.format(", and ".join(parts))] if parts else []
+
+
+def _any_of(names: list[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def tables_inside(
@@ -94,7 +209,8 @@ class _Call:
             raise TypeError("the function must have a signature that can be read")
         parameters = [p for p in seen.parameters.values() if p.kind is not p.VAR_KEYWORD]
         self.signature, self.candidate, self.once = seen, candidate, rounding == "once"
-        if narrow and candidate.dtype == "promoted":
+        self.narrowed = narrow and candidate.dtype == "promoted"
+        if self.narrowed:
             self.candidate = candidate = replace(candidate, dtype="x")
         self.names = [p.name for p in parameters]
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
@@ -119,25 +235,12 @@ class _Call:
             and _source(candidate.rotation) is not None
         )
 
-    def bits_of(
-        self, dtype: torch.dtype, table_dtype: torch.dtype, needs_grad: bool
-    ) -> Bits | None:
-        """The rounding and strides for a call; None if the original must run it."""
-        return Bits() if self.once else self.candidate.bits_of(dtype, table_dtype, needs_grad)
-
-    def _has_bits(self, x: torch.Tensor, cos: torch.Tensor, learned: bool) -> bool:
+    def _has_bits(self, xs: list[torch.Tensor], cos: torch.Tensor, learned: bool) -> bool:
         """Return whether the equality of bits that recognition found also holds for this call."""
-        if learned and (cos.dim() != x.dim() or cos.shape[0] != x.shape[0]):
-            return False  # the sum over rows would have another order
-        if learned and tokens_first(x.shape, cos.shape):
-            return False
-        lanes = self.candidate.call.form.lanes
-        if lanes == 1 or route.mode() == "compiled":
-            return True
-        # Torch rounds complex products differently in the last, incomplete vector of each thread.
-        alone = torch.get_num_threads() == 1 or x.numel() <= _GRAIN
-        pairs = self.candidate.rotation.pairs_of(cos.shape[-1])
-        return x.device.type == "cpu" and pairs % lanes == 0 and alone
+        limits = (_SHARED,) * learned
+        if self.candidate.call.form.lanes > 1 and route.mode() != "compiled":
+            limits += _COMPLEX
+        return not any(limit.applies(xs, cos, self.candidate) for limit in limits)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any] | None:
         """Arguments by name; None if recognition did not try one of them."""
@@ -224,7 +327,7 @@ class _Call:
                 return None
             if 0 in other:
                 return None
-        bits = self.bits_of(dtype, table_dtype, needs_grad=True)
+        bits = self.candidate.bits_of(dtype, table_dtype, True, self.once)
         if bits is None or bits.cast or bits.by_batch:
             return None
         dense = bits.strides(0)
@@ -287,12 +390,13 @@ class _Call:
         grad = torch.is_grad_enabled()
         learned = grad and (cos.requires_grad or sin.requires_grad)
         learns = learned or (grad and any(x.requires_grad for x in present))
-        bits = self.bits_of(first.dtype, cos.dtype, learns)
-        if bits is None or (learned and (not bits.tables or first.dim() > 4)):
+        bits = candidate.bits_of(first.dtype, cos.dtype, learns, self.once)
+        if bits is None or (learned and not bits.tables):
             return None
-        if bits.by_batch and not all(map(_is_by_batch, present)):
+        limits = (_FOLDED,) * learned + (_BY_BATCH,) * bits.by_batch
+        if any(limit.applies(present, cos, candidate) for limit in limits):
             return None
-        if not self.once and not self._has_bits(first, cos, learned):
+        if not self.once and not self._has_bits(present, cos, learned):
             return None
         ys = _turn(present, cos, sin, candidate, dtype, bits, self.excluded(values))
         if ys is None:

@@ -9,8 +9,21 @@ from typing import Any
 from ._candidate import TO_THE_BIT
 from ._inline import INLINE
 from ._recognise import Recognition
+from ._run import original_runs
 
-_COMPILED = "compiled code keeps these bits; torch.compile of the originals rounds less often, so its results differ"
+LOOKED_FOR = "adds two products with cos and sin, or takes a complex product apart"
+# The calls in which every replacement calls the original.
+_ALWAYS = (
+    "every replacement also calls the original for shapes and arguments that were not compared, tensor subclasses, "
+    "meta tensors, torch.func transforms and forward-mode differentiation"
+)
+_COMPILED = (
+    "compiled code has these bits too where the operator runs; torch.compile of the originals rounds less often, so "
+    "its results differ"
+)
+# The beginning of kinds of calls in which compiled code does not call the original.
+_EAGER = "in eager code"
+_OTHER_BITS = f'where a line says "{_EAGER}", compiled code runs the operator, with other bits'
 
 
 @dataclass(frozen=True)
@@ -26,8 +39,12 @@ class Entry:
         module: the Python module that defines the function or class.
         name: its name there: ``apply_rotary_pos_emb``, ``Attention._rotate``.
         recognised: a description of what it computes; None if it was not recognised.
-        replaced: whether this library serves its calls now.
+        replaced: whether a replacement takes its calls now.
         reason: why it was replaced or left.
+        original_runs: the kinds of calls, special to this function, in which its replacement calls the
+            original. All replacements do so for calls of kinds that were not compared, such as other
+            shapes and arguments, tensor subclasses, meta tensors, torch.func transforms and forward-mode
+            differentiation.
     """
 
     module: str
@@ -35,6 +52,7 @@ class Entry:
     recognised: str | None
     replaced: bool
     reason: str
+    original_runs: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         verb = "replaced" if self.replaced else "left"
@@ -44,7 +62,9 @@ class Entry:
             recognised = f"{str(self.recognised).removesuffix(f', {TO_THE_BIT}')}; "
             same = " (same bits)"
         where = f"{self.module.rsplit('.', 1)[-1]}.{self.name}"
-        return f"{verb:8} {where}{same}: {recognised}{self.reason}"
+        line = f"{verb:8} {where}{same}: {recognised}{self.reason}"
+        runs = "; ".join(self.original_runs)
+        return f"{line}\n{'':8} the original runs for {runs}" if runs else line
 
 
 def entry_of(
@@ -63,7 +83,8 @@ def entry_of(
     recognised = None if candidate is None else str(candidate)
     if recognised is not None and INLINE in name:  # x may be a slice of the channels
         recognised = recognised.replace("all channels", "all channels of x", 1)
-    return Entry(module, name, recognised, candidate is not None, recognition.reason)
+    runs = () if candidate is None else original_runs(candidate, rounding)
+    return Entry(module, name, recognised, candidate is not None, recognition.reason, runs)
 
 
 @dataclass
@@ -72,15 +93,21 @@ class Report:
 
     Attributes:
         entries: the entries, in order.
-        notes: lines about modules whose exact angles are not those that the model's configuration states.
+        notes: further lines, such as those about modules whose exact angles are not those that the model's
+            configuration states.
+        if_empty: the sentence for a report without entries; it says where functions were looked for.
     """
 
     entries: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    if_empty: str = (
+        "no rotary function found: no method of the model's modules, and no function that they are seen to "
+        f"call, {LOOKED_FOR}"
+    )
 
     @property
     def replaced(self) -> list[Entry]:
-        """The entries that this library serves now."""
+        """The entries whose calls go to a replacement, except for those in ``original_runs``."""
         return [entry for entry in self.entries if entry.replaced]
 
     @property
@@ -100,9 +127,13 @@ class Report:
 
     def __str__(self) -> str:
         if not self.entries:
-            return "no rotary function found"
+            return "\n".join([self.if_empty, *self.notes])
         counts = f"{len(self.replaced)} replaced, {len(self.left)} left"
-        exact = any(str(entry.recognised).endswith(TO_THE_BIT) for entry in self.replaced)
-        return "\n".join(
-            [counts, *map(str, self.entries), *self.notes, *([_COMPILED] if exact else [])]
-        )
+        lines = [counts, *map(str, self.entries), *self.notes]
+        if any(entry.original_runs for entry in self.replaced):
+            lines.append(_ALWAYS)
+        if any(str(entry.recognised).endswith(TO_THE_BIT) for entry in self.replaced):
+            lines.append(_COMPILED)
+        if any(run.startswith(_EAGER) for entry in self.replaced for run in entry.original_runs):
+            lines.append(_OTHER_BITS)
+        return "\n".join(lines)

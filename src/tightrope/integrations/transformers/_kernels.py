@@ -41,8 +41,8 @@ serve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class RotaryPosEmb(torch.nn.Module):
     """Rotate queries and keys by given cos/sin, for every function with this layer name.
 
-    Each function is tested as in :func:`patch`; its replacement has the same pairing, width and dtypes.
-    A function that is not recognised is called unchanged.
+    Each function is tested as in :func:`patch`; its replacement has the same pairing, width and dtypes, and
+    runs the original in the same calls. A function that is not recognised is called unchanged.
     """
 
     can_torch_compile = True
@@ -100,7 +100,8 @@ def register() -> None:
     """Register this library as the kernel for rotations in transformers, in every mode.
 
     Afterwards ``model.set_use_kernels(True)`` and ``from_pretrained(..., use_kernels=True)`` use this library's
-    rotation, for inference and training, on CPU and CUDA. Nothing is downloaded. ``kernels`` replaces
+    rotation, for inference and training, on CPU and CUDA, except in calls in which a replacement of
+    :func:`patch` runs the original. Nothing is downloaded. ``kernels`` replaces
     functions for the whole process, so all models of a family change together; :func:`patch` changes
     one model only.
 

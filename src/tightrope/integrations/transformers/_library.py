@@ -9,8 +9,8 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from types import ModuleType
+from dataclasses import dataclass, field, replace
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -19,10 +19,13 @@ from ...forms import unwrapped
 from .. import _exact, _find, _graft
 from .._classes import base_of
 from .._find import Found
+from .._inline import could_rotate
 from .._recognise import Recognition, recognise_member, to_the_bit
 from .._run import replacement
-from .._summary import Entry, Report, entry_of
+from .._summary import LOOKED_FOR, Entry, Report, entry_of
 
+_NO_FILE = "no modeling file of transformers is imported yet"
+_LATER = "modeling files of transformers that are imported later are patched then, and listed here"
 _MODELING = re.compile(r"^transformers\.models\.\w+(\.\w+)*\.modeling_\w+$")
 
 
@@ -35,6 +38,7 @@ class _State:
         angles, rounding: the arguments of :func:`patch`.
         undo: (holder, name, old value, new value) of each change.
         results: id of a function -> (the function, to keep the id valid; its recognition).
+        files: the number of files that were patched.
     """
 
     report: Report | None = None
@@ -42,6 +46,7 @@ class _State:
     rounding: str = "model"
     undo: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
     results: dict[int, tuple[Any, Recognition]] = field(default_factory=dict)
+    files: int = 0
 
 
 _state = _State()
@@ -77,7 +82,8 @@ def patch(angles: str, rounding: str) -> Report:
         if (_state.angles, _state.rounding) == (angles, rounding):
             return _state.report
         unpatch()
-    _state.report, _state.angles, _state.rounding = Report(), angles, rounding
+    _state.report = Report(notes=[_LATER], if_empty=_NO_FILE)
+    _state.angles, _state.rounding, _state.files = angles, rounding, 0
     _exact.library.serves = angles == "exact"
     sys.meta_path.insert(0, _finder)
     for name, module in sorted(sys.modules.items()):
@@ -102,16 +108,28 @@ def unpatch() -> None:
 def _patch_module(module: ModuleType) -> None:
     if _state.report is None:
         return
+    _state.files += 1
+    _state.report.if_empty = (
+        f"no rotary function found in {_state.files} modeling file{'s' * (_state.files > 1)} of transformers: no "
+        f"function or method there {LOOKED_FOR}"
+    )
     swaps: list[tuple[Any, Found, Recognition]] = []
+    elsewhere = False
     for name, value in sorted(vars(module).items()):
         if _find.looks_rotary(name, value):
             plain = unwrapped(value)
             home = module.__name__ if isinstance(value, torch.nn.Module) else plain.__module__
             where = Found(home, name, value)
             swaps.append((module, where, _recognised(value)))
-        elif isinstance(value, type) and value.__module__ == module.__name__:
+        elif getattr(value, "__module__", None) != module.__name__:
+            continue
+        elif isinstance(value, FunctionType):
+            elsewhere |= _note_rotation(module, name, value)
+        elif isinstance(value, type):
             for method, member in vars(value).items():
-                if _find.is_rotary_method(method, member):
+                if not _find.is_rotary_method(method, member):
+                    elsewhere |= _note_rotation(module, f"{value.__qualname__}.{method}", member)
+                else:
                     static = isinstance(member, staticmethod)
                     function = unwrapped(member)
                     found = Found(
@@ -119,7 +137,8 @@ def _patch_module(module: ModuleType) -> None:
                     )
                     swaps.append((value, found, _recognised(function, not static)))
     exact = _state.angles == "exact"
-    wide = exact and bool(swaps) and all(recognition for _, _, recognition in swaps)
+    known = bool(swaps) and not elsewhere and all(recognition for _, _, recognition in swaps)
+    wide = exact and known
     for holder, found, recognition in swaps:
         if recognition.candidate is not None:
             new = replacement(found.value, [recognition.candidate], wide, _state.rounding)
@@ -142,6 +161,16 @@ def _patch_module(module: ModuleType) -> None:
             _note(
                 Entry(module.__name__, "angles", None, False, f"no class here {_exact.NO_ANGLES}")
             )
+
+
+def _note_rotation(module: ModuleType, name: str, member: Any) -> bool:
+    """Note a function or method that may rotate in its body, where nothing is replaced for all models."""
+    function = unwrapped(member)
+    found = isinstance(function, FunctionType) and could_rotate(function)
+    if found:
+        reason = f"{_find.BODY} for all models; patch(model) may replace it"
+        _note(Entry(module.__name__, name, None, False, reason))
+    return found
 
 
 def _recognised(function: Any, method: bool = False) -> Recognition:
@@ -173,7 +202,8 @@ def _initialiser(cls: type, wide: bool, note: Callable[[Entry], None]) -> Callab
         old(self, *args, **kwargs)
         if _exact.is_probing() or base_of(type(self)) is not cls:
             return
-        made, reason = _exact.read(self, wide)
+        made, reason = _exact.read(self)
+        made = made and replace(made, wide=wide)
         note(_exact.entry(self, made, reason))
         if made is not None:
             _graft.apply(self, _graft.grafted(cls, _graft.Recipe(angles=True)))

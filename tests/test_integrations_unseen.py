@@ -1,0 +1,284 @@
+"""Rotations that `patch` cannot see or replace are in its report; without any, it says where it looked."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import any_models
+from any_models import halves, spin, turn
+from tightrope.integrations import Report, patch, transformers, unpatch
+
+pytestmark = pytest.mark.usefixtures("recognised_once")
+
+NOTHING = (
+    "no rotary function found: no method of the model's modules, and no function that they are seen to call, "
+    "adds two products with cos and sin, or takes a complex product apart"
+)
+UNSEEN = "it may rotate, but patch replaces only Python functions of the model's code that are called by their name"
+BODY = "it may rotate in its body, in a form that patch does not replace"
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return x * cos + halves(x) * sin
+
+
+scripted = torch.jit.script(rope)
+partial = functools.partial(rope)
+
+
+def closed(cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x * cos + halves(x) * sin
+
+    return inner
+
+
+class Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return x * cos + halves(x) * sin
+
+
+class Callable:
+    """A plain object that is called."""
+
+    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        y = x * cos + halves(x) * sin
+        return y + x
+
+
+called = Callable()
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        angle = torch.arange(8.0).repeat(2)
+        self.cos, self.sin = angle.cos(), angle.sin()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.turned(x, self.cos, self.sin)
+
+    def turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class InAttribute(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spinning = rope
+
+    def turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.spinning(x, cos, sin)
+        return y
+
+
+class InClosure(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spinning = closed(self.cos, self.sin)
+
+    def turned(self, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.spinning(x)
+        return y
+
+
+class InPartial(InAttribute):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spinning = partial
+
+
+class Scripted(Base):
+    def turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = scripted(x, cos, sin)
+        return y
+
+
+class OfModule(Base):
+    def turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = any_models.turn(x, (cos[None], sin[None]))
+        return y
+
+
+class OtherNames(Base):
+    def turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return spin(x, cos, sin)
+
+
+class Differentiated(Base):
+    def turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = Rope.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+        return y
+
+
+class OfObject(Base):
+    def turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return called(x, cos, sin)
+
+
+class InBody(Base):
+    def turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        y = x * cos + halves(x) * sin
+        return y + x  # x is read again, so the expression is not moved
+
+
+class InNested(Base):
+    def turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        def inner(t: torch.Tensor) -> torch.Tensor:
+            return t * cos + halves(t) * sin
+
+        return inner(x)
+
+
+class Complex(Base):
+    def turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        table = torch.complex(cos, sin)[:8]
+        y = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * table
+        return torch.view_as_real(y).flatten(-2) + x
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "reason"),
+    [
+        (InAttribute, "InAttribute.spinning", UNSEEN),
+        (InClosure, "InClosure.spinning", UNSEEN),
+        (InPartial, "InPartial.spinning", UNSEEN),
+        (Scripted, "scripted", UNSEEN),
+        (OfModule, "turn", UNSEEN),
+        (OtherNames, "spin", UNSEEN),
+        (Differentiated, "Rope", UNSEEN),
+        (OfObject, "called", UNSEEN),
+        (InBody, "InBody.turned", BODY),
+        (InNested, "InNested.turned", BODY),
+        (Complex, "Complex.turned", BODY),
+    ],
+)
+def test_rotations_that_cannot_be_replaced_are_listed(
+    cls: type[Base], name: str, reason: str
+) -> None:
+    model, x = cls(), torch.randn(2, 3, 5, 16)
+    before = model(x)
+    report = patch(model)
+    assert [(each.name, each.reason) for each in report.left] == [(name, reason)], str(report)
+    assert not report.replaced
+    assert str(report).startswith("0 replaced, 1 left\nleft     ")
+    assert torch.equal(model(x), before)
+
+
+class Both(Base):
+    """One rotation that is replaced, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spinning = rope
+
+    def turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.spinning(rope(x, cos, sin), cos, sin)
+        return y
+
+
+def test_they_are_listed_beside_those_that_are_replaced() -> None:
+    report = patch(Both())
+    assert [entry.name for entry in report.replaced] == ["rope"]
+    assert [entry.name for entry in report.left] == ["Both.spinning"]
+
+
+# --- models that do not rotate --------------------------------------------------------------------
+
+
+class Sinusoids(nn.Module):
+    """Absolute positions, added to x."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angle = torch.arange(x.shape[-2])[:, None] * torch.arange(8)
+        return x * 2 + torch.cat((angle.cos() * 0.5, angle.sin() * 0.5), -1)
+
+
+class Gates(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = x.sigmoid()
+        return gate * x + (1 - gate) * x.tanh() * x
+
+
+@pytest.mark.parametrize("cls", [Sinusoids, Gates, functools.partial(nn.Linear, 2, 2)])
+def test_a_model_that_does_not_rotate(cls: Any) -> None:
+    report = patch(cls())
+    assert len(report) == 0
+    assert str(report) == NOTHING
+    assert "no rotary function" not in str(patch(InBody()))
+
+
+# --- all models of transformers -------------------------------------------------------------------
+
+LLAMA, VIT = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "vit"))
+LATER = "modeling files of transformers that are imported later are patched then, and listed here"
+
+
+@pytest.fixture
+def no_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Hide all modeling files, as if none were imported; undo `patch()` afterwards."""
+    for name in list(sys.modules):
+        if ".modeling_" in name and name.startswith("transformers.models."):
+            monkeypatch.delitem(sys.modules, name)
+    yield
+    transformers.unpatch()
+
+
+@pytest.mark.usefixtures("no_files")
+def test_before_any_file_is_imported_the_report_says_that_they_are_patched_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    report = transformers.patch()
+    assert str(report) == f"no modeling file of transformers is imported yet\n{LATER}"
+    importlib.import_module(VIT)
+    first, last = str(report).splitlines()
+    assert re.fullmatch(
+        r"no rotary function found in \d+ modeling files? of transformers: no function or method there adds two "
+        "products with cos and sin, or takes a complex product apart",
+        first,
+    )
+    assert last == LATER
+    importlib.import_module(LLAMA)
+    lines = str(report).splitlines()
+    assert lines[0] == "1 replaced, 0 left"
+    assert lines[1].startswith("replaced modeling_llama.apply_rotary_pos_emb (same bits): ")
+    assert LATER in lines
+    for name in (LLAMA, VIT):
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.usefixtures("no_files")
+def test_rotations_in_bodies_of_a_file_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`patch()` without a model replaces no expressions."""
+    name = "transformers.models.inline.modeling_inline"
+    module: Any = type(sys)(name)
+    module.Attention = type("Attention", (InBody,), {"__module__": name, "turned": InBody.turned})
+    monkeypatch.setitem(sys.modules, name, module)
+    report = transformers.patch()
+    (entry,) = report.left
+    assert (entry.module, entry.name) == (name, "Attention.turned")
+    assert entry.reason == f"{BODY} for all models; patch(model) may replace it"
+
+
+def test_a_report_that_was_made_by_hand() -> None:
+    assert str(Report()) == NOTHING
+
+
+def test_unpatch_of_a_model_with_unseen_rotations() -> None:
+    model, x = Both(), torch.randn(2, 3, 5, 16)
+    before = model(x)
+    patch(model)
+    unpatch(model)
+    assert type(model) is Both
+    assert torch.equal(model(x), before)
+    assert turn is any_models.turn
