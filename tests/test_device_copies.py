@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tightrope import RopeSpec, frequencies, gates, positions
+from tightrope import RopeSpec, frequencies, gates, positions, stacks
 from tightrope.activations import RMSNorm
 from tightrope.functional import apply_rotary_pos_emb, rotate, rotate_qk, rotate_qk_
 from tightrope.gates import Exp, Given, Scalar, Slope, XPos
@@ -27,7 +27,7 @@ DEVICE = torch.device("meta")
 class Copies(TorchFunctionMode):
     """Records each torch function that copies data between host and device.
 
-    It is a torch function mode, because the library behaves differently under a dispatch mode.
+    It is a torch function mode, because dispatch modes do not see what is cached.
     """
 
     def __init__(self) -> None:
@@ -93,6 +93,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "tables": lambda: apply_rotary_pos_emb(Q, K, on_device(2, 6, 16), on_device(2, 6, 16)),
     "in place": lambda: rotate_qk_(Q, K, SPEC, 7, gate=XPOS),
 }
+for name in stacks.names():
+    at = SPEC.at(IDS, DEVICE, stack=name)
+    CALLS[f"{name}, ids"] = lambda at=at: rotate_qk(Q, K, at)
 for name, rule in {
     "dynamic NTK": frequencies.DynamicNTK(2.0, original_max_position=4),
     "LongRoPE": frequencies.LongRoPE([1.0] * 8, [2.0] * 8, 4, factor=1.0),

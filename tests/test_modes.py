@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,10 +36,12 @@ from tightrope.functional import (
     lrpe_rotate_1d,
     rotary_pos_embedding,
     rotate,
+    rotate_,
     rotate_qk,
     rotate_qk_,
 )
 from tightrope.gates import Exp, Scalar, Slope, XPos
+from tightrope.ops import gating
 from tightrope.spec import _lengths, _prepared
 
 LENGTH = 100
@@ -63,13 +66,21 @@ class Watcher(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def save_everything(*_: Any, **__: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE
+def saving(name: str) -> Callable[..., CheckpointPolicy]:
+    """Return a policy that saves the results of operators whose names contain this one."""
+
+    def policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        del args, kwargs
+        return (
+            CheckpointPolicy.MUST_SAVE if name in str(func) else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+
+    return policy
 
 
 @contextlib.contextmanager
 def selective_checkpointing() -> Iterator[None]:
-    with create_selective_checkpoint_contexts(save_everything)[0]:
+    with create_selective_checkpoint_contexts(saving(""))[0]:
         yield
 
 
@@ -102,9 +113,10 @@ def test_tracing_is_noticed() -> None:
         note(torch.zeros(2))
     for mode in ("real", "fake", "symbolic"):
         make_fx(note, tracing_mode=mode)(torch.zeros(2))
+    make_fx(note, pre_dispatch=True)(torch.zeros(2))
     torch.func.vmap(note)(torch.zeros(2))
     torch.func.functionalize(note)(torch.zeros(2))
-    assert found == [(True, False)] * 8
+    assert found == [(True, False)] * 9
 
 
 def test_a_fake_tensor_is_not_readable_outside_of_its_mode() -> None:
@@ -180,6 +192,16 @@ CALLS: dict[str, Callable[[], Callable[[torch.Tensor], Any]]] = {
     "one spec": lambda: (lambda spec: lambda x: rotate(x, spec, IDS))(RopeSpec(16, base=78.0)),
     "prepared": lambda: (lambda rope: lambda x: rotate(x, rope))(RopeSpec(16).at(IDS)),
     "in place": lambda: (lambda rope: lambda x: rotate_qk_(x * 1, x * 2, rope))(RopeSpec(16).at(5)),
+    "in place, act": lambda: (lambda rope: lambda x: rotate_(x * 1, rope, act="silu"))(
+        RopeSpec(16).at(5)
+    ),
+    "q and k": lambda: (lambda rope: lambda x: rotate_qk(x, x * 2, rope)[1])(RopeSpec(16).at(5)),
+    "xPos": lambda: (lambda rope: lambda x: rotate(x, rope, gate=XPos(4, 8.0)))(
+        RopeSpec(16).at(IDS)
+    ),
+    "norm and act": lambda: (
+        lambda rope: lambda x: rotate_qk(x, x * 2, rope, act=(norm(x), "silu"))[0]
+    )(RopeSpec(16).at(5)),
     "turns": lambda: (lambda spec: lambda x: rotate(x, spec))(
         RopeSpec(16, scaling=frequencies.Given.of(torch.linspace(9.0, 1.0, 8)))
     ),
@@ -203,7 +225,7 @@ CALLS: dict[str, Callable[[], Callable[[torch.Tensor], Any]]] = {
     "one pair of tables": lambda: (lambda c, s: lambda x: apply_rotary_pos_emb(x, None, c, s))(
         torch.cat((COS, COS), 1), torch.cat((SIN, SIN), 1)
     ),
-    "lrpe": lambda: lambda x: lrpe_rotate_1d(x.transpose(1, 2), torch.ones(8)),
+    "lrpe": lambda: lambda x: lrpe_rotate_1d(x.transpose(1, 2), torch.ones(8)).transpose(1, 2),
     "functional": lambda: rotary_pos_embedding,
 }
 for name, spec in BY_LENGTH.items():
@@ -215,7 +237,7 @@ for name, spec in BY_LENGTH.items():
             spec.at(positions.per_row(torch.tensor([3, 70])))
         ),
         f"{name}, seq_len": lambda spec=spec: (lambda rope: lambda x: rotate(x, rope))(
-            spec.at(IDS, seq_len=[100, 200])
+            spec.at(positions.per_row(torch.tensor([3, 70])), seq_len=[103, 200])
         ),
     }
 for stack in ("transformers", "meta"):
@@ -224,42 +246,96 @@ for stack in ("transformers", "meta"):
     )
 
 
+@pytest.mark.parametrize("learns", [True, False], ids=["grad", "no grad"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_watching_mode_sees_the_same_operators_in_every_call(name: str) -> None:
+def test_a_watching_mode_sees_the_same_operators_in_every_call(name: str, learns: bool) -> None:
     call = CALLS[name]()
     seen = []
     for _ in range(3):
         with Watcher() as mode:
-            call(X.clone().requires_grad_())
+            call(X.clone().requires_grad_(learns))
         seen.append(mode.seen)
     assert seen[1] == seen[0]
     assert seen[2] == seen[0]
     assert any("tightrope" in one for one in seen[0])
 
 
-# torch itself refuses to save a tensor that then changes in place.
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "in place"])
-def test_selective_checkpointing_gives_the_same_results_and_gradients(name: str) -> None:
-    """In the backward pass it repeats the forward pass, and takes each saved result by its number."""
-    call, changed = CALLS[name](), 0.5 + noise(2, 3, LENGTH, 16, seed=1, dtype=torch.float32)
+POLICIES = {"everything": "", "rotations": "tightrope", "the rest": "aten"}
 
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        made = call(x * changed)
+
+@pytest.mark.parametrize("learns", [True, False], ids=["grad", "no grad"])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        (name, policy)
+        for name in CALLS
+        for policy in POLICIES
+        # torch refuses to save a tensor that then changes in place.
+        if policy == "rotations" or "in place" not in name
+    ],
+)
+def test_selective_checkpointing_gives_the_same_results_and_gradients(
+    name: str, learns: bool, policy: str
+) -> None:
+    """In the backward pass it repeats the forward pass, and takes each saved result by its number."""
+    others = 0.5 + noise(2, 3, LENGTH, 16, seed=1, dtype=torch.float32)
+
+    def layer(call: Callable[..., Any], x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        made = call(x * others)
         y = made[0] if isinstance(made, tuple) else made
-        return y.sin() * y
+        return (w * y).sin() * y * (w * 2)
 
     def context() -> Any:
-        return create_selective_checkpoint_contexts(save_everything)
+        return create_selective_checkpoint_contexts(saving(POLICIES[policy]))
 
-    expected = X.clone().requires_grad_()
-    loss = layer(expected)
-    loss.sum().backward()
-    call = CALLS[name]()  # with nothing kept
-    x = X.clone().requires_grad_()
-    again = checkpoint(layer, x, use_reentrant=False, context_fn=context)
-    again.sum().backward()
-    assert torch.equal(again, loss)
-    assert torch.equal(x.grad, expected.grad)  # type: ignore[arg-type]
+    found = []
+    for checkpoints in (False, True):
+        x, w = X.clone().requires_grad_(learns), others.clone().requires_grad_()
+        arguments = CALLS[name](), x, w  # a call with nothing kept
+        if checkpoints:
+            loss = checkpoint(layer, *arguments, use_reentrant=False, context_fn=context)
+        else:
+            loss = layer(*arguments)
+        loss.sum().backward()
+        found.append((loss, w.grad, x.grad))
+    for one, other in zip(*found, strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+def test_results_written_to_out_are_there_in_a_repeated_pass() -> None:
+    """Selective checkpointing does not run an operator again whose result was saved."""
+    w = X.clone().requires_grad_()
+
+    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        out = torch.full_like(x, torch.nan)
+        return w * rotate(x, RopeSpec(16), 5, out=out) * w
+
+    def context() -> Any:
+        return create_selective_checkpoint_contexts(saving("tightrope"))
+
+    checkpoint(layer, X, w, use_reentrant=False, context_fn=context).sum().backward()
+    assert torch.equal(w.grad, 2 * w * rotate(X, RopeSpec(16), 5))  # type: ignore[arg-type]
+
+
+COMPILED: dict[str, Callable[[], Any]] = {
+    **{name: lambda spec=spec: spec.at(IDS) for name, spec in BY_LENGTH.items()},
+    "stack": lambda: RopeSpec(16).at(IDS, stack="transformers"),
+    "plain": lambda: RopeSpec(16).at(IDS),
+}
+
+
+@pytest.mark.parametrize("first", ["outside", "inside"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_code_under_a_watching_mode(name: str, first: str) -> None:
+    """Dynamo runs such code as it is; it must not compile what runs without the mode inside."""
+    torch.compiler.reset()
+    rope, gate = COMPILED[name](), None if name == "stack" else XPos(4, 8.0)
+    compiled = torch.compile(lambda x: rotate(x, rope, gate=gate), backend="aot_eager")
+    if first == "outside":
+        compiled(X)
+    for _ in range(2):
+        with FlopCounterMode(display=False):
+            assert torch.allclose(compiled(X), rotate(X, rope, gate=gate), atol=1e-6)
 
 
 def test_phase_words_are_made_once_under_a_watching_mode() -> None:
@@ -338,6 +414,7 @@ def preparations(device: str) -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {
         "ids": lambda: RopeSpec(16).at(ids, device),
         "fractional": lambda: RopeSpec(16).at(halves, device),
+        "ids of the CPU": lambda: RopeSpec(16).at(ids.cpu() if device == "cpu" else IDS, device),
         "stack": lambda: RopeSpec(16).at(ids, device, stack="transformers"),
     }
     for name, spec in BY_LENGTH.items():
@@ -363,10 +440,10 @@ def preparations(device: str) -> dict[str, Callable[[], Any]]:
 def test_evaluation_before_training(name: str, gate: Any, device: str) -> None:
     prepare = preparations(device)[name]
     x = X.to(device)
-    for prepares_in_evaluation in (False, True):
+    for prepares_in_evaluation, watch in itertools.product((False, True), (False, True)):
         with torch.inference_mode(prepares_in_evaluation):
             rope = prepare()
-        with torch.inference_mode():
+        with torch.inference_mode(), Watcher() if watch else contextlib.nullcontext():
             for _ in range(2):
                 rotate(x, rope, gate=gate)
         trained = x.clone().requires_grad_()
@@ -405,6 +482,8 @@ def by_value(name: str, ids: torch.Tensor, lengths: torch.Tensor) -> Any:
     spec = BY_LENGTH["dynamic NTK" if "NTK" in name else "LongRoPE"]
     if "stack" in name:
         return RopeSpec(16).at(ids, stack="transformers")
+    if name == "plain":
+        return RopeSpec(16).at(ids[0])
     if "per row" in name:
         return spec.at(positions.per_row(ids[:, 0]))
     return spec.at(ids, seq_len=lengths if "lengths" in name else None)
@@ -451,15 +530,34 @@ def test_a_copy_of_a_rotation_is_not_taken_for_a_changed_one(
     assert torch.equal(rotate(X, other), rotate(X, fresh))
 
 
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("readable", [True, False], ids=["readable", "unreadable"])
+@pytest.mark.parametrize("name", [*VALUES, "plain"])
 def test_nothing_is_kept_while_a_graph_is_captured(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, readable: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """A CUDA graph repeats what it captured without Python, in memory that it owns."""
+    if not readable:
+        request.getfixturevalue("unreadable")
     ids, lengths = torch.arange(LENGTH).repeat(2, 1), torch.tensor([150, 160])
     rope = by_value(name, ids, lengths)
-    monkeypatch.setattr(_prepared, "may_keep", lambda _: False)
-    expected = rotate(X, rope)
+    gate = None if name == "stack" else XPos(4, 8.0)
+    for module in (_prepared, gating):
+        monkeypatch.setattr(module, "may_keep", lambda _: False)
+    expected = rotate(X, rope, gate=gate)
     rope = by_value(name, ids, lengths)
-    assert torch.equal(rotate(X, rope), expected)
+    for _ in range(2):
+        assert torch.equal(rotate(X, rope, gate=gate), expected)
     assert (rope.memo.for_tokens, rope.memo.tables, rope.memo.parts) == (None, {}, {})
+    assert (rope.memo.gate_logs, rope.memo.row) == ({}, None)
+
+
+@pytest.mark.usefixtures("unreadable")
+def test_a_stack_by_length_needs_the_length_of_ids_on_a_device() -> None:
+    spec, ids = BY_LENGTH["dynamic NTK"], torch.arange(LENGTH)
+    text = (
+        "[at] seq_len must be given with positions on a device, as the frequencies of this stack depend on the "
+        "largest position (positions: int64[1, 1, 100])."
+    )
+    with refused(ValueError, text):
+        spec.at(ids, stack="transformers")
+    spec.at(ids, stack="transformers", seq_len=100)

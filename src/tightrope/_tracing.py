@@ -9,7 +9,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
 
 T = TypeVar("T")
 
@@ -26,6 +25,7 @@ lowerings: list[Any] = []
 # The dispatch modes under which tensors have no data of their own: fake tensors, proxies and
 # functionalization.
 _TRACING_MODES = tuple(torch._C._TorchDispatchModeKey.__members__.values())
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch  # of make_fx(pre_dispatch=True)
 
 
 def is_tracing() -> bool:
@@ -39,6 +39,7 @@ def is_tracing() -> bool:
         torch.compiler.is_compiling()
         or (torch._C._len_torch_dispatch_stack() > 0 and _has_tracing_mode())
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
     )
 
 
@@ -46,23 +47,42 @@ def _has_tracing_mode() -> bool:
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING_MODES)
 
 
-def outside_modes() -> AbstractContextManager[object]:
-    """Return a context outside of inference mode and of watching dispatch modes; no change while tracing.
+def is_repeated() -> bool:
+    """Return True under selective activation checkpointing.
 
-    Use it for all work whose result is cached. Autograd can then save the result, and a dispatch mode
-    sees the same operators whether or not there is one in the cache: selective activation
-    checkpointing repeats a forward pass operator by operator.
+    It saves the results of some operators, and does not run these again when it repeats a forward pass in
+    the backward pass.
     """
-    if is_tracing():
+    if torch.compiler.is_compiling():
+        return False
+    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    # By name: the classes are private, and other libraries derive theirs from them.
+    return any(base.__name__ in _REPEATING for mode in modes for base in type(mode).__mro__)
+
+
+_REPEATING = {"_CachingTorchDispatchMode", "_CachedTorchDispatchMode"}
+
+
+def outside_modes() -> AbstractContextManager[object]:
+    """Return a context outside of inference mode, in which dispatch modes see nothing; no change while
+    tracing.
+
+    Use it for all work whose result is cached, on tensors that do not handle operators themselves.
+    Autograd can then save the result, and a dispatch mode sees the same operators whether or not there is
+    one in the cache: selective activation checkpointing counts them.
+    """
+    if torch.compiler.is_compiling():
         return nullcontext()
-    if torch._C._len_torch_dispatch_stack() > 0:
-        return _outside_watchers()
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    watched = torch._C._len_torch_dispatch_stack() > 0
+    if not (watched or torch.is_inference_mode_enabled()) or is_tracing():
+        return nullcontext()
+    return _unseen() if watched else torch.inference_mode(False)
 
 
 @contextmanager
-def _outside_watchers() -> Iterator[None]:
-    with _disable_current_modes(), torch.inference_mode(False):
+def _unseen() -> Iterator[None]:
+    # The modes stay on their stack: without one, Dynamo would compile the code inside.
+    with torch.inference_mode(False), torch._C._DisableTorchDispatch():
         yield
 
 
@@ -153,8 +173,7 @@ def is_readable(values: torch.Tensor) -> bool:
 
 
 def may_keep(device: torch.device) -> bool:
-    """Return True if tensors may be cached, and cached ones that depend on a device's data be used: not
-    while tracing or capturing a CUDA graph, which repeats what it captured without Python."""
+    """Return True if a tensor made now may be cached: not while tracing or capturing a CUDA graph."""
     if is_tracing():
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()

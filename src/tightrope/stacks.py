@@ -587,23 +587,29 @@ class Stack:
         seq_len: int | None,
         dtype: torch.dtype,
         device: torch.device,
+        row: Row | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return :meth:`tables` for checked arguments; errors name the function that was called."""
+        """Return :meth:`tables` for checked arguments; errors name the function that was called.
+
+        Args:
+            row: the result of :meth:`row` for this device, if the caller has it.
+        """
         ids = where.ids
         if ids is None:
             ids = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
-        ids = widened(ids.detach().to(device)) + where.offset
+        ids = ids.detach().to(device)
+        ids = (ids if ids.is_floating_point() else widened(ids)) + where.offset
         if where.add_index:
             ids = ids + torch.arange(tokens, device=device)
         if seq_len is None and spec.scaling is not None and spec.scaling.by_length:
             seq_len = _length_of(where, tokens, ids)
-        row = self._row(spec, seq_len, device)
+        row = row or self.row(spec, seq_len, device)
         at = ids.to(row.inv_freq.dtype)
         if spec.axes is not None:
             at = at[[axis for axis, _, _ in spec.axes.pairs]].movedim(0, -1)
         else:
             at = at[0, :, :, None]
-        inv_freq, scaling = row.inv_freq.to(device), row.attention_scaling
+        inv_freq, scaling = row.inv_freq, row.attention_scaling
         numbers = row.divisor, row.multiplier, None if scaling == 1.0 else scaling
         if torch.compiler.is_compiling() and not needs_plain():
             # Inductor's own cosines have other bits, and it drops roundings to 16 bits in between.
@@ -616,6 +622,11 @@ class Stack:
             cos, sin = cos_sin(at, inv_freq, *numbers, self.polar)
         kept = self.table_dtype or dtype
         return cos[:, None].to(kept), sin[:, None].to(kept)
+
+    def row(self, spec: Spec, seq_len: int | None, device: torch.device) -> Row:
+        """Return the frequencies of a spec on a device, as the stack computes them."""
+        row = self._row(spec, seq_len, device)
+        return row._replace(inv_freq=row.inv_freq.to(device))
 
     def _row(self, spec: Spec, seq_len: int | None, device: torch.device) -> Row:
         rule, formula = spec.scaling, self._formula(spec.scaling)

@@ -113,13 +113,15 @@ def _cached_log(
     ids, key = rotation.ids, (gate, x.dtype)
     found = rotation.memo.gate_logs.get(key)
     if found is not None:
-        log, old_tokens, seen = found
-        if old_tokens == tokens and seen.is_of(ids):
+        log, old_tokens, before = found
+        if old_tokens == tokens and before.is_of(ids):
             return log
     seen = Snapshot.of(ids)
+    if seen is None:
+        return gate.log_on(x, channels, _token_positions(rotation, tokens, x.device))
     with outside_modes():
         log = gate.log_on(x, channels, _token_positions(rotation, tokens, x.device))
-    if seen.known and may_keep(x.device):
+    if may_keep(x.device):
         rotation.memo.gate_logs[key] = log, tokens, seen
     return log
 

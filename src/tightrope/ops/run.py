@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .._errors import bad_value
+from .._errors import Refusal, bad_value
+from .._tracing import is_repeated
 from ..activations import NONE
 from ..spec import PreparedRotation, RopeSpec
 from . import memory
@@ -81,17 +82,21 @@ def run_prepared(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a 
         if verb == "new":
             return _launch(NEW, q, k, packed)
         _launch_in_place(q, k, packed)
-    except RuntimeError:
+    except RuntimeError as error:
         # Kernels refuse invalid arguments before they write: the checks raise the readable error. Any
         # other error may have come after the kernel wrote, so the call must not run again.
-        calls = build(
-            Request(
-                names, q, k, rotation, None, layout, inverse,
-                stages=stages, verb=verb, rounding=rounding, phases=phases,
-            )
+        request = Request(
+            names, q, k, rotation, None, layout, inverse,
+            stages=stages, verb=verb, rounding=rounding, phases=phases,
         )  # fmt: skip
-        if verb == "in place":
-            _check_in_place(calls, False)
+        try:
+            calls = build(request)
+            if verb == "in place":
+                _check_in_place(calls, False)
+        except Refusal:
+            raise
+        except Exception:  # noqa: BLE001  (of a hook that fails once more)
+            raise error from None
         raise
     return present(q, k)
 
@@ -106,7 +111,22 @@ def run_packed(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> Resul
 def _run(call: Call, way: Way) -> Results:
     if call.verb == "out":
         _check_out_grad(call, way)
+    if call.verb != "new" and way.route in (KERNEL, AUTOGRAD) and is_repeated():
+        return _run_repeated(call, way)
     return TABLE[call.verb, way.route](call, way)
+
+
+def _run_repeated(call: Call, way: Way) -> Results:
+    """Write into the inputs or `out` by a copy, which selective checkpointing runs again.
+
+    It would not run the operator again if its result was saved: one that writes has none.
+    """
+    if call.verb == "in place":
+        _check_in_place([call], way.needs_grad)
+    else:
+        _check_out_memory([call])
+    before = call.copied() if call.keeps_inputs() else call
+    return _overwrite(call.outs or call.xs(), TABLE["new", way.route](before, way))
 
 
 def _separated(calls: Sequence[Call], ways: Sequence[Way]) -> Sequence[Call]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from .._errors import bad_type, bad_value, check_local, public
+from .._errors import Refusal, bad_type, bad_value, check_local, public
 from .._tracing import is_readable, is_tracing
 from ..angles import is_lost
 from ..frequencies import Rule, length
@@ -166,19 +166,31 @@ def of_ids(where: Positions, ids: torch.Tensor, rule: Rule) -> Lengths | None:
     if ids.shape[2] == 0:
         return None
     lengths = ends(ids, where.offset + 1)
-    if isinstance(lengths, tuple):
-        limit = rule.original_max_position
-        fits = max(lengths, default=0) <= limit
-        if not fits and not where.packed:
-            fits = ids.shape[2] == 1 or not any(
-                back and end > limit for back, end in zip(_starts_again(ids), lengths, strict=True)
-            )
-    else:
-        # Lengths that cannot be read may exceed the original length, so packed rows are refused.
-        fits = not where.packed
+    if not isinstance(lengths, tuple):
+        check_packed(where, ids, rule)
+        return lengths
+    limit = rule.original_max_position
+    fits = max(lengths, default=0) <= limit
+    if not fits and not where.packed:
+        fits = ids.shape[2] == 1 or not any(
+            back and end > limit for back, end in zip(_starts_again(ids), lengths, strict=True)
+        )
     if fits:
         return lengths
-    raise bad_value(
+    raise _has_no_length(ids, rule)
+
+
+def check_packed(where: Positions, ids: torch.Tensor, rule: Rule) -> None:
+    """Refuse packed rows whose ids cannot be read: they may exceed the original length.
+
+    Args: see :func:`of_ids`.
+    """
+    if where.packed and ids.shape[2]:
+        raise _has_no_length(ids, rule)
+
+
+def _has_no_length(ids: torch.Tensor, rule: Rule) -> Refusal:
+    return bad_value(
         "positions must not start again within a row (packed sequences?) because the frequencies of "
         f"{type(rule).__name__} depend on the length; pass one seq_len for all sequences, or rotate "
         "them separately",

@@ -13,38 +13,41 @@ from .._parts import Span, Take
 from .._tracing import is_readable, is_tracing, may_keep, outside_modes
 from ..channels import Channels
 from ..positions import Positions
-from ..stacks import Stack
+from ..stacks import Row, Stack
 from . import _lengths
-from ._lengths import Limit, SeqLen
+from ._lengths import Lengths, Limit, SeqLen
 from ._tables import Tables
 
 
 class Snapshot(NamedTuple):
-    """The values that ids or lengths had when something was computed from them.
+    """The values that ids or lengths had when something was computed from them, to notice changes.
 
     Attributes:
-        bits: a copy of their bits; None if there are no ids, or if they cannot be read.
-        known: whether a later change will be noticed. On a device none is: comparing would synchronise,
-            and version counters miss what numpy and CUDA graphs write.
+        bits: a copy of their bits; None without ids.
     """
 
     bits: torch.Tensor | None
-    known: bool
 
     @classmethod
-    def of(cls, ids: torch.Tensor | None) -> Snapshot:
-        """Record the values as they are now."""
+    def of(cls, ids: torch.Tensor | None) -> Snapshot | None:
+        """Record the values as they are now; None if changes could not be noticed.
+
+        On a device a comparison would synchronise, and version counters miss what numpy and CUDA graphs
+        write.
+        """
+        if ids is None:
+            return cls(None)
         with outside_modes():
             bits = _bits(ids)
-            return cls(None if bits is None else bits.clone(), ids is None or bits is not None)
+            return None if bits is None else cls(bits.clone())
 
     def is_of(self, ids: torch.Tensor | None) -> bool:
-        """Return True if the values certainly have not changed."""
-        if self.bits is None:
-            return self.known
+        """Return True if the values have not changed."""
+        if ids is None:
+            return True
         with outside_modes():
             bits = _bits(ids)
-            return bits is not None and torch.equal(bits, self.bits)
+            return bits is not None and self.bits is not None and torch.equal(bits, self.bits)
 
 
 # Parts that one rotation keeps: q and k may have different heads, and a rotation that lives long sees
@@ -57,8 +60,8 @@ class Memo:
     """Facts about one prepared rotation, cached by its calls. Rotated tensors are never cached.
 
     All tensors in it are made in :func:`tightrope._tracing.outside_modes`, none while tracing or capturing
-    a CUDA graph, and none from values that may change unnoticed. Copies of a rotation start with an empty
-    memo.
+    a CUDA graph, and none from values that may change unnoticed. Deep copies and pickles of a rotation
+    start with an empty memo.
 
     Attributes:
         packed: the arguments of the operator, by layout, direction and rounding.
@@ -69,6 +72,7 @@ class Memo:
         fitted: the number of tokens and the ids of the last successful length check.
         tables: cosines and sines of a stack, by number of tokens and dtype of the rotated tensors,
             with the ids that they were made for.
+        row: the frequencies of a stack, for tables that are made in every call.
         parts: the rotations of parts of the rows, heads and tokens; see :meth:`PreparedRotation.cut`.
     """
 
@@ -79,6 +83,7 @@ class Memo:
     tables: dict[tuple[int, torch.dtype], tuple[Snapshot, torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
     )
+    row: Row | None = None
     parts: dict[tuple[Span, Span, Span], PreparedRotation] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[type[Memo], tuple[()]]:
@@ -142,7 +147,7 @@ class PreparedRotation:
         # dataclasses.replace would pass on the cache of another value.
         memo = self.memo
         used = memo.packed or memo.for_tokens or memo.gate_logs or memo.fitted or memo.tables
-        if used or memo.parts:
+        if used or memo.row or memo.parts:
             object.__setattr__(self, "memo", Memo())
 
     @property
@@ -163,20 +168,23 @@ class PreparedRotation:
         if before is not None and before[0] == tokens and before[1].is_of(source):
             return before[2]
         seen = Snapshot.of(source)
+        if seen is None:
+            return self._of_tokens(self.awaits, tokens)
         with outside_modes():
             made = self._of_tokens(self.awaits, tokens)
-        if seen.known and may_keep(self.device):
+        if may_keep(self.device):
             # Keep only the last one: all layers of a decoding step share it, and the next step has
             # another length.
             self.memo.for_tokens = tokens, seen, made
         return made
 
     def _of_tokens(self, tables: Tables, tokens: int) -> PreparedRotation:
+        lengths: Lengths | None = None
         if self.lengths is not None:
             lengths = tables.read(self.lengths, self.device)
         elif self.ids is None:
             lengths = tables.read(max(0, self.offset + tokens), self.device)
-        else:
+        elif self.ids.shape[2]:
             lengths = _lengths.ends(self.ids, self.offset + (tokens if self.add_index else 1))
         words, turns = tables.words(lengths, self.device)
         # Not dataclasses.replace, which takes as long as computing the phase words of a new length.
@@ -224,7 +232,8 @@ class PreparedRotation:
 
     def _cut(self, rows: Span, tokens: Span, take: Take) -> PreparedRotation:
         ids, length = self.ids, self.stack_length
-        if self.stack is not None and length is None:
+        by_length: bool = getattr(self.made_from, "by_length", False)
+        if self.stack is not None and length is None and by_length:
             length = self._longest(tokens.whole)
         whole = self.part is None and not self.add_index
         if ids is not None:
@@ -266,21 +275,44 @@ class PreparedRotation:
         kept = None if is_tracing() else memo.tables.get((tokens, dtype))
         if kept is not None and kept[0].is_of(self.ids):
             return kept[1:]
-        seen, where = Snapshot.of(self.ids), Positions(self.ids, self.offset, self.add_index)
+        seen = Snapshot.of(self.ids)
+        if seen is None:
+            return self._tables_by(self._row(), tokens, dtype)
         with outside_modes():
-            made = self.stack.tables_at(  # type: ignore[union-attr]
-                self.made_from,  # type: ignore[arg-type]
-                where,
-                tokens,
-                self.stack_length,
-                dtype,
-                self.device,
-            )
-        if seen.known and may_keep(self.device):
+            made = self._tables_by(None, tokens, dtype)
+        if may_keep(self.device):
             # Tables of the last number of tokens only: decoding makes one pair of tables per token.
             memo.tables = {key: value for key, value in memo.tables.items() if key[0] == tokens}
             memo.tables[tokens, dtype] = seen, *made
         return made
+
+    def _tables_by(
+        self, row: Row | None, tokens: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        where = Positions(self.ids, self.offset, self.add_index)
+        return self.stack.tables_at(  # type: ignore[union-attr]
+            self.made_from,  # type: ignore[arg-type]
+            where,
+            tokens,
+            self.stack_length,
+            dtype,
+            self.device,
+            row,
+        )
+
+    def _row(self) -> Row | None:
+        """Return the frequencies of the stack on the device; None while tracing."""
+        row = self.memo.row
+        if row is None and not is_tracing():
+            with outside_modes():
+                row = self.stack.row(  # type: ignore[union-attr]
+                    self.made_from,  # type: ignore[arg-type]
+                    self.stack_length,
+                    self.device,
+                )
+            if may_keep(self.device):
+                self.memo.row = row
+        return None if is_tracing() else row
 
     def passed(self, tokens: int) -> tuple[int | None, int, int] | None:
         """Find the first row that is longer than the caller stated: see :func:`_lengths.passed`.
@@ -296,7 +328,7 @@ class PreparedRotation:
         seen = Snapshot.of(self.limit.ids)
         with outside_modes():
             found = _lengths.passed(self.limit, self.offset, self.add_index, tokens)
-        if found is None:
+        if found is None and seen is not None:
             self.memo.fitted = tokens, seen
         return found
 
@@ -362,20 +394,24 @@ def prepare(
         if ids is None or where.add_index:
             awaits = tables
         else:
-            snapshot = _if_readable(ids)
-            with outside_modes():
+            snapshot = Snapshot.of(ids)
+            if snapshot is not None or is_tracing():
                 lengths = _lengths.of_ids(where, ids, tables.rule)  # type: ignore[arg-type]
+            else:
+                _lengths.check_packed(where, ids, tables.rule)  # type: ignore[arg-type]
+                tables.amplitude(ids)
+                awaits = tables
     else:
         lengths = tables.read(seq_len, device)
-        unread = seq_len if isinstance(lengths, torch.Tensor) else None
+        if isinstance(lengths, torch.Tensor) and not is_tracing():
+            tables.amplitude(lengths)
+            awaits, unread, lengths = tables, seq_len, None
     if not own:
         limit = _lengths.limit(lengths, where)
         if limit is not None and limit.ids is not None and ids is not where.ids:
             # The rotation uses a copy of the ids on the device, so later changes of the original do not
             # count.
             limit = limit._replace(ids=limit.ids.clone())
-    if isinstance(lengths, torch.Tensor) and not is_tracing():
-        awaits = tables
     words, turns = tables.words(lengths, device)
     amplitude_hex = tables.amplitude_hex if lengths is None else tables.amplitude(lengths)
     return PreparedRotation(
@@ -449,8 +485,15 @@ def prepare_for_stack(
     ids = _ids_on(where, tables, device)
     if ids is not None and ids.requires_grad:
         raise bad_value("positions must not require a gradient with a stack", positions=ids)
+    snapshot = None if ids is None else Snapshot.of(ids)
     if seq_len is None and tables.by_length:
         _check_whole(where)
+        if ids is not None and snapshot is None and not is_tracing():
+            raise bad_value(
+                "seq_len must be given with positions on a device, as the frequencies of this stack depend "
+                "on the largest position",
+                positions=ids,
+            )
     words, turns = tables.words(None, device)
     limit = None if seq_len is None else _lengths.limit((seq_len,), where)
     return PreparedRotation(
@@ -463,18 +506,12 @@ def prepare_for_stack(
         device,
         Memo(),
         made_from=made_from,
-        snapshot=_if_readable(ids),
+        snapshot=snapshot,
         limit=limit,
         stack=stack,
         stack_length=seq_len,
         part=where.part,
     )
-
-
-def _if_readable(ids: torch.Tensor | None) -> Snapshot | None:
-    """Return the state of ids that can be read; those that cannot are not read before a call."""
-    seen = Snapshot.of(ids)
-    return seen if seen.bits is not None else None
 
 
 _OF_WIDTH = {torch.float32: torch.int32, torch.float64: torch.int64}

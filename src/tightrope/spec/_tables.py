@@ -102,6 +102,8 @@ class Tables:
         """Return phase words and turns for rows of given lengths; one row if all rows share them."""
         if lengths is None or self.rule is None:
             return self._of_regime(device)
+        if isinstance(lengths, torch.Tensor):
+            return self._of_rows(self.rule, lengths, device)
         with outside_modes():
             return self._of_rows(self.rule, lengths, device)
 
