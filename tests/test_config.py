@@ -130,7 +130,6 @@ ABSENCE: dict[str, str] = {
     "rotary_percent": "all channels",
     "rotary_dim": "all channels, for families that rotate them all",
     "partial_rotary_factor": "all channels, in Phi-3; families with another default require it",
-    "multi_latent_attention": "inferred from qk_pos_emb_head_dim",
     "beta_fast": "the paper's 32",
     "beta_slow": "the paper's 1",
     "truncate": "the paper's true",

@@ -1,4 +1,4 @@
-"""Test formats of other programs: every architecture of GGUF.
+"""Test formats of other programs: Megatron's arguments with their defaults, and every architecture of GGUF.
 
 Also the advice for families that rotate all channels, which must not lose a fact that only their code has.
 """
@@ -10,6 +10,7 @@ import pytest
 
 from tightrope import RopeSpec
 from tightrope.config import families
+from tightrope.frequencies import YaRN
 
 
 def read(config: object, **stated: Any) -> Any:
@@ -19,6 +20,66 @@ def read(config: object, **stated: Any) -> Any:
 def refused(config: object, text: str, kind: type[Exception] = ValueError, **stated: Any) -> None:
     with pytest.raises(kind, match=f"^{re.escape('[from_config] ' + text)}$"):
         RopeSpec.from_config(config, **stated)
+
+
+# --- Megatron ---------------------------------------------------------------------------------------
+
+# Arguments that Megatron-LM's parser sets in every run, with their defaults, and those of a dense model of 4096.
+DENSE: dict[str, Any] = {
+    "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "kv_channels": 128, "num_query_groups": 8,
+    "group_query_attention": True, "position_embedding_type": "rope", "use_rotary_position_embeddings": True,
+    "rotary_base": 500000, "rotary_percent": 1.0, "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": None, "use_rope_scaling": False, "rope_scaling_factor": 8.0,
+    "no_rope_freq": None, "rope_type": None, "apply_rope_fusion": True, "fused_single_qkv_rope": False,
+    "use_flashinfer_fused_rope": False, "multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": 32,
+    "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "rotary_scaling_factor": 1.0, "mscale": 1.0,
+    "mscale_all_dim": 0.0, "dsa_indexer_topk_freq": 1, "dsa_indexer_head_dim": None,
+    "dsa_indexer_rope_interleaved": False, "dsa_indexer_rotate_activation": True, "linear_attention_freq": None,
+    "linear_key_head_dim": 128, "window_attn_skip_freq": None, "moe_layer_freq": 1, "mamba_head_dim": 64,
+    "moe_router_topk_scaling_factor": None, "inference_batch_times_seqlen_threshold": -1, "rl_partial_rollouts": False,
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    **DENSE, "multi_latent_attention": True, "group_query_attention": False, "num_query_groups": None,
+    "rope_type": "rope", "kv_lora_rank": 512,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [None, "rope", "yarn"])
+def test_a_dense_dump_of_megatron_has_the_widths_of_latent_attention_too(kind: object) -> None:
+    assert read({**DENSE, "rope_type": kind}) == RopeSpec(128, 5e5)
+    narrow = {**DENSE, "rope_type": kind, "kv_channels": 64}  # not the default of qk_head_dim
+    assert read(narrow) == RopeSpec(64, 5e5)
+
+
+def test_latent_attention_of_megatron_is_what_its_switch_says() -> None:
+    assert read(LATENT) == RopeSpec(192, 5e5, 64, 128, interleaved=True)
+    yarn = {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": 40.0,
+        "original_max_position_embeddings": 4096,
+    }
+    scaling = YaRN(40, 4096, mscale=1, mscale_all_dim=0)
+    assert read({**LATENT, **yarn}) == RopeSpec(
+        192, 5e5, 64, 128, interleaved=True, scaling=scaling
+    )
+
+
+@pytest.mark.parametrize("key", ["qk_pos_emb_head_dim", "kv_lora_rank"])
+def test_without_its_switch_megatron_is_asked(key: str) -> None:
+    unused = ("multi_latent_attention", "qk_pos_emb_head_dim", "kv_lora_rank", "qk_head_dim")
+    config = {name: value for name, value in DENSE.items() if name not in unused}
+    assert read(config) == read({**config, key: None}) == RopeSpec(128, 5e5)
+    text = (
+        f"Megatron's arguments must come with multi_latent_attention, true or false, as they have {key}, which both "
+        f"kinds of attention may have."
+    )
+    for switch in ({}, {"multi_latent_attention": None}):
+        refused({**config, **switch, key: 64}, text)
+    refused(
+        {**DENSE, "multi_latent_attention": "x"},
+        "multi_latent_attention must be a bool but got 'x'.",
+        TypeError,
+    )
 
 
 # --- GGUF -------------------------------------------------------------------------------------------
