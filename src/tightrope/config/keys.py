@@ -87,7 +87,8 @@ _ABOUT = re.compile(
     | scaling_(?:factor|type)$ | (?:context|dynamic|len|length|linear)_scal | interpolation_factor
     | (?<![a-z])pos(?:ition(?:al)?)?_(?:[a-z]+_)?(?:2d|base|interpolation|kind|layers?|scal[a-z]*|temperature|type)(?![a-z])
     | ^position(?:al)?_(?:embedding|encoding)$
-    | (?<![a-z])(?:swa|local|global|sliding|full|pos)_(?:base$|[a-z_]*head_(?:dim|size)) | key_length[a-z_]*_swa
+    | (?<![a-z])(?:swa|local|global|sliding|windowed|full|pos)_(?:base$|[a-z_]*head_(?:dim|size))
+    | head_(?:dim|size)s?_per_layer | key_length[a-z_]*_swa
     """,
     re.VERBOSE,
 )

@@ -160,10 +160,13 @@ def _check_gates(
         if entry.name.startswith(groups) and any(map(_GATES.fullmatch, entry.name.split("."))):
             return
     key, value = next(iter(model.gates.items()))
+    advice = ""
+    if key == "attn_output_gate" and not fused:
+        advice = f": --naming qwen3_next knows those of {key}"
     where = next((m.module for m in matches if m.role in ("q", "q gate", "qkv")), matches[0].module)
     fail(
         f"{key} is {value!r}, but no tensor holds the gates of the attention alone: gates among the rows of "
-        f"{where} are not supported{'' if fused else ', except those of --naming qwen3_next'}"
+        f"{where} are not supported{advice}"
     )
 
 
