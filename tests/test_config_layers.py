@@ -64,6 +64,11 @@ def test_a_list_of_layers_that_all_rotate_answers_the_question_too() -> None:
     for listed in ({"no_rope_layers": [1] * 4}, {"layer_rope_theta": [5e5] * 4}):
         assert read({**ZEBRA, **listed}, interleaved=False, rotary_dim=128) == SPEC
         assert read({**ZEBRA, **listed}, **ANSWERS) == SPEC
+    for listed in (
+        {"no_rope_layers": []},
+        {"no_rope_layers": (1,) * 4, "no_rope_layer_interval": 4},
+    ):
+        assert read({**LLAMA, **listed}) == read({**ZEBRA, **listed}, **ANSWERS) == SPEC
     none = read({**ZEBRA, "no_rope_layers": [0] * 4}, interleaved=False, rotary_dim=128)
     assert none == {"no_rope": None}
 
@@ -110,6 +115,15 @@ def test_such_a_key_in_another_format_or_section_is_never_ignored() -> None:
 def test_other_unknown_keys_can_still_be_a_warning() -> None:
     with pytest.warns(UserWarning, match="known but got swa_rope_theta; strict=False ignores them"):
         assert read({**LLAMA, "swa_rope_theta": 1e4}, strict=False) == SPEC
+    section = {
+        "rope_type": "linear",
+        "factor": 2.0,
+        "short_factor": [1.0] * 64,
+    }  # of another rule, for each pair
+    with pytest.warns(
+        UserWarning, match=r"known but got rope_scaling\.short_factor; strict=False ignores them"
+    ):
+        assert read({**LLAMA, "rope_scaling": section}, strict=False).scaling.factor == 2
 
 
 @pytest.mark.parametrize("empty", [[], (), set(), frozenset(), {}, "", b"", b"all"], ids=repr)

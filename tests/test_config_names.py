@@ -81,7 +81,7 @@ SPELLINGS = [
     "yarn", "yarn_factor", "ntk_alpha", "use_dynamic_ntk", "longrope_scaling_factor", "swa_rope_theta",
     "freq_base", "inv_freq", "logn", "nope_layers", "original_seq_len", "compress_theta", "my_theta",
     "rope_tehta", "useRopeScaling", "partial_rotary_facter", "xpos_base", "swa_head_dim", "scaling_factor",
-    "neox", "interleaved", "no_rope_freq", "windowed_head_dim", "head_dim_per_layer", "trained_seqlen", "use_alibi", "position_encoding_2d", "max_wavelength",
+    "neox", "interleaved", "no_rope_freq", "window_head_dim", "head_dim_per_layer", "trained_seqlen", "use_alibi", "position_encoding_2d", "max_wavelength",
     "position_embedding_base", "interpolation_factor", "position_interpolation", "pos_emb_base", "local_base",
     "use_long_context", "linear_scaling", "context_scale", "no_pe_layers", "positional_embedding",
 ]  # fmt: skip
@@ -155,3 +155,8 @@ def test_a_switch_is_a_bool(key: str, on: bool) -> None:
     assert planted(key, on) == SPEC
     assert str(planted(key, not on)) == f"[from_config] the config has no RoPE: {key} is {not on}."
     assert "known but got" in str(planted(key, {"base": 10000, "type": "dynamic"}))  # InternLM 1
+
+
+def test_keys_of_experts_are_not_about_the_rotation() -> None:
+    for key in ("moe_layer_frequency", "expert_interleave_freq", "routed_scaling_factor"):
+        assert planted(key, 2) == SPEC

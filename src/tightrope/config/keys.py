@@ -87,13 +87,17 @@ _ABOUT = re.compile(
     | scaling_(?:factor|type)$ | (?:context|dynamic|len|length|linear)_scal | interpolation_factor
     | (?<![a-z])pos(?:ition(?:al)?)?_(?:[a-z]+_)?(?:2d|base|interpolation|kind|layers?|scal[a-z]*|temperature|type)(?![a-z])
     | ^position(?:al)?_(?:embedding|encoding)$
-    | (?<![a-z])(?:swa|local|global|sliding|windowed|full|pos)_(?:base$|[a-z_]*head_(?:dim|size))
+    | (?<![a-z])(?:swa|local|global|sliding|window(?:ed)?|full|pos)_(?:base$|[a-z_]*head_(?:dim|size))
     | head_(?:dim|size)s?_per_layer | key_length[a-z_]*_swa
     """,
     re.VERBOSE,
 )
 # Names of rope sections that no word above gives away; at another place they are misplaced.
 _ALONE = frozenset({"alpha", "base", "factor"})
+# Keys of rope sections that hold a parameter of a rule.
+_OF_RULES = frozenset(
+    key for rule in RULES.values() for spelled in rule.keys.values() for key in spelled
+)
 # Words of other parts: experts, losses, and the indexer of sparse attention, which has a rotation of its own.
 _ELSEWHERE = re.compile(
     r"(?:^|\.|dsa_)index(?:er)?[_.] | (?<![a-z])(?:moe|experts?|loss|routed|router)(?![a-z])",
@@ -112,14 +116,14 @@ def about_rotation(name: object) -> bool:
     [True, True, False, False]
     """
     key = str(name).lower()
-    owned = any(key in spelled for rule in RULES.values() for spelled in rule.keys.values())
     named = _ABOUT.search(key) is not None and _ELSEWHERE.search(key) is None
-    return owned or key in _ALONE or named
+    return key in _OF_RULES or key in _ALONE or named
 
 
 def about_layers(name: object, value: object) -> bool:
     """Return True if a key about the rotation may say which layers rotate, by its words or as a list."""
-    return isinstance(value, list | tuple) or _LAYERS.search(str(name).lower()) is not None
+    listed = isinstance(value, list | tuple) and name not in _OF_RULES
+    return listed or _LAYERS.search(str(name).lower()) is not None
 
 
 def holds_rotation(value: object) -> bool:

@@ -91,7 +91,8 @@ def rule_of(source: Source) -> str | None:
     if source.family is not None:
         return source.family.layers
     general = ("no_rope_layers", "layer_rope_theta")
-    return next((rule for rule in general if source.outer(keys.READ_BY_LAYERS[rule])), None)
+    stated = (rule for rule in general if any(map(source.values.get, keys.READ_BY_LAYERS[rule])))
+    return next(stated, None)
 
 
 _ARGUMENT = "the argument rope_layers"

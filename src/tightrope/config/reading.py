@@ -133,7 +133,10 @@ def _unknown_outside(source: Source) -> dict[str, bool]:
         inner = str(key).partition(".")[2] or str(key)  # in GGUF, after the architecture
         if _is_unknown(inner, value, keys.INERT_OUTSIDE.keys()):
             unknown[str(key)] = keys.about_layers(inner, value)
-    read = keys.READ_OUTSIDE | keys.READ_BY_LAYERS.get(rule_of(source) or "", frozenset())
+    read = {*keys.READ_OUTSIDE, *keys.READ_BY_LAYERS.get(rule_of(source) or "", ())}
+    listed = source.values.get("no_rope_layers")
+    if isinstance(listed, list | tuple) and all(listed):  # every layer has RoPE
+        read |= {"no_rope_layers", "no_rope_layer_interval"} if listed else {"no_rope_layers"}
     for key, value in source.values.items():
         if not isinstance(key, str) or (key.endswith("_config") and _is_part(value)):
             continue
