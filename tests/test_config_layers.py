@@ -215,6 +215,20 @@ def test_every_key_for_the_width_of_a_head_is_read_or_contradicts(key: str) -> N
         refused({**LLAMA, key: 256}, text)
 
 
+def test_settings_of_some_layers_give_no_width_to_the_others() -> None:
+    """Step 3.5 has the numbers of heads of its sliding layers in a section of their own."""
+    other = {"attention_other_setting": {"head_dim": 64, "num_attention_heads": 96}}
+    derived = "hidden_size / num_attention_heads = 4096 / 32 = 128"
+    for config, stated, first in (
+        (LLAMA, {}, derived), (ZEBRA, ANSWERS, derived),
+        ({**ZEBRA, "head_dim": 128}, ANSWERS, "head_dim = 128"), ({**ZEBRA, "d_head": 128}, ANSWERS, "d_head = 128"),
+    ):  # fmt: skip
+        text = f"head_dim must have one value but got {first} and attention_other_setting.head_dim = 64."
+        refused({**config, **other}, text, **stated)
+        other_width = {"attention_other_setting": {"head_dim": 128}}
+        assert read({**config, **other_width}, **stated) == SPEC
+
+
 def test_the_names_of_the_width_of_a_head_include_those_of_other_libraries() -> None:
     known = {*keys.HEAD_DIM, *keys.HEAD_DIM_ELSEWHERE}
     seen = "attention_head_dim d_head d_kv dim_head qk_head_dim key_channels attention_head_size head_width".split()

@@ -154,11 +154,11 @@ def head_dim_of(source: Source, part: Part) -> tuple[int, str]:
         return part.head_dim[1], part.head_dim[0]
     given = whole(source.outer(keys.HEAD_DIM), _WIDEST)
     others = whole(source.outer(keys.HEAD_DIM_ELSEWHERE), _WIDEST)
-    for name, inner in source.values.items():  # attention_other_setting of Step 3.5
+    found = given or (others if source.family is None else []) or _derived(source)
+    for name, inner in source.values.items():  # of some layers: attention_other_setting of Step 3.5
         settings = "attention" in str(name) and not str(name).endswith("_config")
         if settings and isinstance(inner, Mapping) and inner.get("head_dim") is not None:
             others += whole([(source.shown(f"{name}.head_dim"), inner["head_dim"])])
-    found = given or (others if source.family is None else []) or _derived(source)
     agreed("head_dim", found + others)
     return found[0][1], found[0][0]
 
