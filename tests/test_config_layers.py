@@ -107,7 +107,8 @@ def test_such_a_key_in_another_format_or_section_is_never_ignored() -> None:
         "rotary_percent": 1.0, "no_rope_freq": 4,
     }  # fmt: skip
     section = {**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "layers": [0, 1]}}
-    for config in (gguf, megatron, section):
+    inside = {**LLAMA, "attention": {"nope_every": 4}}
+    for config in (gguf, megatron, section, inside):
         with pytest.raises(ValueError, match="may say which layers rotate must be known but got"):
             RopeSpec.from_config(config, strict=False)
 

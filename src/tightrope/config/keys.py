@@ -121,9 +121,11 @@ def about_rotation(name: object) -> bool:
 
 
 def about_layers(name: object, value: object) -> bool:
-    """Return True if a key about the rotation may say which layers rotate, by its words or as a list."""
+    """Return True if a key about the rotation, or one inside it, may say which layers rotate: by its words or as a list."""
     listed = isinstance(value, list | tuple) and name not in _OF_RULES
-    return listed or _LAYERS.search(str(name).lower()) is not None
+    inner = value.items() if isinstance(value, Mapping) else ()
+    inside = any(about_layers(key, one) for key, one in inner if about_rotation(key))
+    return listed or inside or _LAYERS.search(str(name).lower()) is not None
 
 
 def holds_rotation(value: object) -> bool:

@@ -71,7 +71,7 @@ def _about_slice(source: Source, parts: list[Part], stated: Stated) -> list[Ques
     of_head = (
         f"from {skipped} on rotate, or the number that do"
         if start
-        else ("of a head rotate, or the number that do, with start if they are not the first")
+        else "of a head rotate, or the number that do, with start if they are not the first"
     )
     advice = f"rotary_dim={count} if all {count} channels {of_head}"
     if several:
