@@ -130,7 +130,6 @@ ABSENCE: dict[str, str] = {
     "rotary_percent": "all channels",
     "rotary_dim": "all channels, for families that rotate them all",
     "partial_rotary_factor": "all channels, in Phi-3; families with another default require it",
-    "multi_latent_attention": "inferred from qk_pos_emb_head_dim",
     "beta_fast": "the paper's 32",
     "beta_slow": "the paper's 1",
     "truncate": "the paper's true",
@@ -351,8 +350,8 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     ),
     "layers without RoPE in a family that has none": (
         {**LLAMA, "no_rope_layers": [1, 1, 0]}, {}, ValueError,
-        "[from_config] every key about RoPE must be known but got no_rope_layers; "
-        "strict=False ignores them with a warning.",
+        "[from_config] every key that may say which layers rotate must be known but got no_rope_layers; "
+        "pass a config without it only if it has no effect.",
     ),
     "a section without a type": (
         {**LLAMA, "rope_scaling": {"factor": 2.0}}, {}, ValueError,
@@ -397,26 +396,26 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
         {**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, {}, ValueError,
         "[from_config] rotary_dim must be 128, as the code of model_type 'llama' rotates all channels of a "
         "head, but got 64 from rope_parameters.partial_rotary_factor = 0.5 of 128; for other code, which "
-        "rotates a part, pass a dict without model_type (config.to_dict()), interleaved=False and "
+        "rotates a part, pass a config without its model_type, with interleaved=False and "
         "rope_layers='all'.",
     ),
     "a width that the family's code does not read": (
         {**LLAMA, "model_type": "cohere", "rotary_dim": 32, "head_dim": 128}, {}, ValueError,
         "[from_config] rotary_dim must be 128, as the code of model_type 'cohere' rotates all channels of a "
-        "head, but got 32 from rotary_dim; for other code, which rotates a part, pass a dict without "
-        "model_type (config.to_dict()), interleaved=True and rope_layers='all'.",
+        "head, but got 32 from rotary_dim; for other code, which rotates a part, pass a config without "
+        "its model_type, with interleaved=True and rope_layers='all'.",
     ),
     "a fraction that no code of the hub reads": (
         {**LLAMA, "model_type": "internlm2", "partial_rotary_factor": 0.5}, {}, ValueError,
         "[from_config] rotary_dim must be 128, as the code of model_type 'internlm2' rotates all channels of "
         "a head, but got 64 from partial_rotary_factor = 0.5 of 128; for other code, which rotates a part, "
-        "pass a dict without model_type (config.to_dict()), interleaved=False and rope_layers='all'.",
+        "pass a config without its model_type, with interleaved=False and rope_layers='all'.",
     ),
     "a width that no code of the hub reads": (
         {**LLAMA, "model_type": "minicpm", "rotary_dim": 32, "head_dim": 128}, {}, ValueError,
         "[from_config] rotary_dim must be 128, as the code of model_type 'minicpm' rotates all channels of a "
-        "head, but got 32 from rotary_dim; for other code, which rotates a part, pass a dict without "
-        "model_type (config.to_dict()), interleaved=False and rope_layers='all'.",
+        "head, but got 32 from rotary_dim; for other code, which rotates a part, pass a config without "
+        "its model_type, with interleaved=False and rope_layers='all'.",
     ),
     "a missing fraction": (
         {**LLAMA, "model_type": "phi"}, {}, ValueError,
@@ -686,11 +685,12 @@ def test_inert_keys_outside_pass_with_a_reason(key: str) -> None:
 @pytest.mark.parametrize("key, value", keys.INERT_VALUES)
 def test_some_keys_pass_with_one_value_only(key: str, value: object) -> None:
     assert keys.INERT_VALUES[key, value].strip()
-    wanted = RopeSpec(128, 5e5, scaling=YaRN(4, 8192))
-    assert read({**LLAMA, "rope_scaling": {**YARN, key: value}}) == wanted
+    section: dict[str, Any] = {"rope_type": "default"} if key == "factor" else YARN
+    wanted = RopeSpec(128, 5e5, scaling=None if key == "factor" else YaRN(4, 8192))
+    assert read({**LLAMA, "rope_scaling": {**section, key: value}}) == wanted
     other = {
         **LLAMA,
-        "rope_scaling": {**YARN, key: 3 if value == 1 and value is not True else False},
+        "rope_scaling": {**section, key: 3 if value == 1 and value is not True else False},
     }
     if key == "attn_factor":
         assert read(other) != wanted

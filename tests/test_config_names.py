@@ -32,13 +32,16 @@ def gathered(heading: str) -> list[str]:
 
 ABOUT = gathered("could be about the rotation")
 OTHER = gathered("are not, or do not affect it")
-# Names that are read and have no effect on a model without scaling -> why.
-WITHOUT_EFFECT = {
-    "original_max_position_embeddings": "where scaling begins",
-    "position_embedding_type": "Llama's code does not read it",
-    "llama.rope.scaling.original_context_length": "where scaling begins",
-    "llama.rope.scaling.finetuned": "whether the model was trained with the scaling",
-    "llama.rope.scaling.yarn_log_multiplier": "a part of YaRN",
+# Names that are read and have no effect on a model without scaling -> why, and the values that are no error.
+LENGTH, ANY = {3}, {3, 0.5, "x"}
+WITHOUT_EFFECT: dict[str, tuple[str, set[Any]]] = {
+    "initial_context_length": ("where scaling begins", LENGTH),
+    "max_trained_positions": ("where scaling begins", LENGTH),
+    "original_max_position_embeddings": ("where scaling begins", LENGTH),
+    "llama.rope.scaling.original_context_length": ("where scaling begins", LENGTH),
+    "position_embedding_type": ("Llama's code does not read it", ANY),
+    "llama.rope.scaling.finetuned": ("whether the model was trained with the scaling", ANY),
+    "llama.rope.scaling.yarn_log_multiplier": ("a part of YaRN", {3, 0.5}),
 }
 
 
@@ -64,23 +67,23 @@ def test_there_are_enough_names() -> None:
 @pytest.mark.parametrize("name", ABOUT)
 def test_a_name_about_the_rotation_is_read_or_refused(name: str, value: object) -> None:
     unscaled = RopeSpec(128, 500000.0, interleaved=name.startswith("llama."))
-    if name in WITHOUT_EFFECT:
-        assert value != 3 or planted(name, value) == unscaled
-    else:
-        assert planted(name, value) != unscaled
+    without_effect = value in WITHOUT_EFFECT.get(name, ("", set()))[1]
+    assert (planted(name, value) == unscaled) == without_effect
 
 
 def test_other_names_are_no_unknown_keys() -> None:
     for name in {*OTHER} - {"general.architecture"}:  # which makes the mapping one of GGUF
         for value in (3, {"x": 3}):
-            assert "known but got" not in str(planted(name, value)), name
+            assert "must be known" not in str(planted(name, value)), name
 
 
 SPELLINGS = [
     "yarn", "yarn_factor", "ntk_alpha", "use_dynamic_ntk", "longrope_scaling_factor", "swa_rope_theta",
     "freq_base", "inv_freq", "logn", "nope_layers", "original_seq_len", "compress_theta", "my_theta",
     "rope_tehta", "useRopeScaling", "partial_rotary_facter", "xpos_base", "swa_head_dim", "scaling_factor",
-    "neox", "interleaved", "no_rope_freq", "trained_seqlen",
+    "neox", "interleaved", "no_rope_freq", "window_head_dim", "head_dim_per_layer", "trained_seqlen", "use_alibi", "position_encoding_2d", "max_wavelength",
+    "position_embedding_base", "interpolation_factor", "position_interpolation", "pos_emb_base", "local_base",
+    "use_long_context", "linear_scaling", "context_scale", "no_pe_layers", "positional_embedding",
 ]  # fmt: skip
 
 
@@ -102,12 +105,24 @@ def test_a_key_that_nobody_has_is_refused_in_every_real_file(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [{"rope_theta": 1.0}, {"a": [{"b": {"yarn_factor": 2}}]}, {"type": "linear"}]
+    "value",
+    [
+        {"rope_theta": 1.0},
+        {"a": [{"b": {"yarn_factor": 2}}]},
+        {"type": "linear", "factor": 2},
+        {"base": 1e4},
+    ],
 )
 def test_a_section_of_an_unknown_name_is_refused_in_every_real_file(value: object) -> None:
     for model in MODELS:
         with pytest.raises(ValueError, match=r"known but got .*positions"):
             RopeSpec.from_config(put(model, "positions", value), **model.options)
+
+
+@pytest.mark.parametrize("value", [{"type": "linear"}, {"type": "linear", "hidden_size": 64}])
+def test_the_type_of_another_part_is_no_rope_section(value: object) -> None:
+    for model in MODELS:
+        assert RopeSpec.from_config(put(model, "projector", value), **model.options) == model.wanted
 
 
 @pytest.mark.parametrize(
@@ -134,8 +149,14 @@ def test_some_outer_keys_pass_with_one_value_only(key: str, value: object) -> No
     assert "known but got" in str(planted(key, True))
 
 
-@pytest.mark.parametrize("key", keys.SWITCHES)
-def test_a_switch_is_a_bool(key: str) -> None:
-    assert planted(key, True) == SPEC
-    assert str(planted(key, False)) == f"[from_config] the config has no RoPE: {key} is False."
+@pytest.mark.parametrize("key, on", keys.SWITCHES.items())
+def test_a_switch_is_a_bool(key: str, on: bool) -> None:
+    assert on is ("alibi" not in key)
+    assert planted(key, on) == SPEC
+    assert str(planted(key, not on)) == f"[from_config] the config has no RoPE: {key} is {not on}."
     assert "known but got" in str(planted(key, {"base": 10000, "type": "dynamic"}))  # InternLM 1
+
+
+def test_keys_of_experts_are_not_about_the_rotation() -> None:
+    for key in ("moe_layer_frequency", "expert_interleave_freq", "routed_scaling_factor"):
+        assert planted(key, 2) == SPEC

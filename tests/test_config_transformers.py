@@ -294,11 +294,15 @@ def default_of(name: str) -> Any:
 def rotary_modules(config: Any) -> list[torch.nn.Module]:
     """Return the rotary modules of the configuration's modeling file that have frequencies of it."""
     made = []
-    for name, kind in vars(modeling(config)).items():
+    try:
+        module = modeling(config)
+    except ModuleNotFoundError:
+        return []
+    for name, kind in vars(module).items():
         if (
             inspect.isclass(kind)
             and "RotaryEmbedding" in name
-            and kind.__module__ == modeling(config).__name__
+            and kind.__module__ == module.__name__
         ):
             try:
                 made.append(kind(config))
@@ -357,6 +361,71 @@ def test_the_frequencies_of_all_defaults_are_those_of_the_published_modules() ->
                     ), (name, layer)
                     compared += 1
     assert compared > 150
+
+
+# Types that are not in the table, and why their module does not show the answer "as Llama".
+NOT_AS_LLAMA = {
+    "internlm3": "transformers has no modeling file of it",
+    "iquestcoder": "transformers has no modeling file of it",
+    "minimax_m3_vl": "its code reads partial_rotary_factor, and not the rotary_dim that its configuration gives",
+    "minimax_m3_vl_text": "as for minimax_m3_vl",
+    "sapiens2": "its module computes its frequencies in each call",
+}
+
+
+def rotates_as(module: torch.nn.Module, layer: str | None, spec: RopeSpec) -> bool:
+    """Return True if a module has the frequencies of a spec, in order, their number and their scaling."""
+    buffers = dict(module.named_buffers())
+    own = [f"{layer}_inv_freq"] if f"{layer}_inv_freq" in buffers else []
+    every = [key for key in buffers if key.endswith("inv_freq") and "original" not in key]
+    made = spec.frequencies()
+    wanted = torch.tensor([float(omega) for omega in made.exact], dtype=torch.float64)
+    for key in own or every:
+        found = buffers[key].double()
+        scaling = getattr(module, key.removesuffix("inv_freq") + "attention_scaling", 1.0)
+        if 2 * found.numel() != spec.rotary_dim or not torch.allclose(found, wanted, 1e-5, 0):
+            return False
+        if scaling != pytest.approx(made.attention_scaling, rel=1e-6):
+            return False
+    return bool(own or every)
+
+
+def calls_of(config: Any, section: str | None) -> list[str]:
+    """Return the calls that a refusal advises for code like Llama's."""
+    try:
+        RopeSpec.from_config(config, section=section)
+    except (ValueError, TypeError) as error:
+        advice = str(error).partition("for code like Llama's: ")[2].removesuffix(".")
+        return advice.split(" and ") if advice else []
+    return []
+
+
+@pytest.mark.slow
+def test_the_calls_of_every_question_give_what_the_module_rotates() -> None:
+    """All model types of transformers that the table does not contain, all their sections, all layer types."""
+    compared, differ = 0, set()
+    for name in transformers.CONFIG_MAPPING:
+        config = default_of(name)
+        parts = sections(config) if config is not None else ()
+        for section in parts:
+            chosen = section if len(parts) > 1 else None
+            for call in calls_of(config, chosen):
+                made = eval(call, {"RopeSpec": RopeSpec, "config": config})
+                one = re.search(r"layer_type='(\w+)'", call)
+                specs = made if isinstance(made, LayerSpecs) else {one and one[1]: made}
+                inner = config
+                for key in source_of(config, chosen).prefix.split("."):
+                    inner = getattr(inner, key) if key else inner
+                layers = {None, "rope", *(getattr(inner, "layer_types", None) or ())}
+                modules = rotary_modules(inner)
+                for layer, spec in specs.items():
+                    if spec is None or layer not in layers:
+                        continue  # its module has no buffer for a type that no layer has
+                    compared += 1
+                    if not any(rotates_as(module, layer, spec) for module in modules):
+                        differ.add(name)
+    assert compared > 120
+    assert differ == NOT_AS_LLAMA.keys()
 
 
 FULL_OR_SLIDING = ("full_attention", "sliding_attention")
@@ -428,8 +497,17 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"position_embedding_type": "rope"},
     "esm": {"position_embedding_type": "rotary"},
     "gemma4_text": {"global_head_dim": 128},
+    "embedding_gemma2_text": {"global_head_dim": 128},
 }
-LAYERED = {"gemma3_text", "gemma3n_text", "gemma4_text", "laguna", "modernbert", "olmo3"}
+LAYERED = {
+    "embedding_gemma2_text",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "laguna",
+    "modernbert",
+    "olmo3",
+}
 # Of these the test cannot make the module that has the tables.
 WITHOUT_TABLES = {"roformer", "dinov3_vit", "eomt_dinov3", "llama4_vision_model", "qwen2_vl_vision"}
 # All but latent attention, whose slice other keys give, and those that need rotary_dim or a section.

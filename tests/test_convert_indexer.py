@@ -168,16 +168,54 @@ def test_norms_that_the_naming_does_not_list_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("own", ["k_cache_scale", "k_scale", "attn.key_scale", "q_scale.weight"])
-def test_scales_of_channels_are_refused_and_of_tensors_stay(tmp_path: Path, own: str) -> None:
+IN_ATTENTION = [
+    "k_cache_scale", "k_scale", "attn.key_scale", "q_scale.weight", "q_conv1d.weight", "k_conv.bias", "q_bias",
+    "query_bias", "gamma_q", "q_head_norm.weight", "qkv_bias", "k_gain", "qconv.weight", "key.weight", "inner.Q_shift",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "own", [f"self_attn.{one}" for one in IN_ATTENTION] + ["k_conv.weight", "q_head_norm.weight"]
+)
+def test_other_channels_of_queries_or_keys_are_refused_and_single_numbers_stay(
+    tmp_path: Path, own: str
+) -> None:
     tensors = llama_tensors(bias=False)
-    there = f"model.layers.1.self_attn.{own}"
-    source = write(tmp_path / "source", tensors | {there: torch.rand(16)})
+    there = f"model.layers.1.{own}"
+    shape = (16, 1, 4) if "conv" in own and "weight" in own else (16,)
+    source = write(tmp_path / "source", tensors | {there: torch.rand(shape)})
     text = (
-        f"[convert] {there} may scale channels of queries or keys, by its name and size, which is not "
-        "supported: fold it into the projection, or remove it if the model can do without."
+        f"[convert] {there} may hold channels of queries or keys, by its name and size, and convert does not move "
+        "them: merge it into the projection, remove it if the model can do without, or rename it if it holds none."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         convert(source, tmp_path / "out", to="interleaved")
+    with pytest.raises(ValueError, match=re.escape("may hold channels of queries or keys")):
+        detect(source)
     source = write(tmp_path / "other", tensors | {there: torch.rand(1)})
+    assert there in convert(source, tmp_path / "out", to="interleaved").left
+
+
+def test_a_norm_beside_the_attention_is_in_no_naming(tmp_path: Path) -> None:
+    there = "model.layers.1.q_layernorm.weight"
+    source = write(tmp_path / "source", llama_tensors(bias=False) | {there: torch.rand(8)})
+    text = (
+        f"[convert] {there} is a norm of queries or keys by its name, but the given or detected naming does not list "
+        "it."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        convert(source, tmp_path / "out", to="interleaved")
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        "self_attn.q_a_layernorm.weight", "self_attn.kv_a_layernorm.weight", "self_attn.k_b_proj.weight",
+        "self_attn.lambda_q1", "self_attn.rotary_emb.inv_freq", "encoder_attn.q_norm.weight", "mlp.key.weight",
+        "linear_attn.q_conv1d.weight", "self_attn.monkey.weight", "kronecker.weight",
+    ],
+)  # fmt: skip
+def test_channels_that_do_not_rotate_stay(tmp_path: Path, own: str) -> None:
+    there = f"model.layers.1.{own}"
+    source = write(tmp_path / "source", llama_tensors(bias=False) | {there: torch.rand(16)})
     assert there in convert(source, tmp_path / "out", to="interleaved").left

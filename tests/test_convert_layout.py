@@ -382,7 +382,6 @@ KINDS = (
     "every layer must have {} heads but {} is {}: list the number of each layer, as in "
     "num_key_value_heads_per_layer"
 )
-WIDTHS = "every layer must have heads of 8 channels but {} is {}"
 LATENT = "{} is {}: latent attention has no projection such as qkv_proj, so choose another naming"
 VALUES = "the values in {} must be as wide as the keys, 8 channels, but {} is {}"
 # The number of rows fits the stated heads in all of these.
@@ -448,12 +447,6 @@ STATED: dict[str, tuple[str, dict[str, Any], dict[str, Any], Stated, str]] = {
         QKV, PHI3, {"num_sliding_attention_heads": 8}, HALF,
         KINDS.format("4 query", "num_sliding_attention_heads", 8),
     ),
-    "widths of some layers": (
-        QKV, PHI3, {"swa_head_dim": 16}, HALF, WIDTHS.format("swa_head_dim", 16),
-    ),
-    "widths of every layer": (
-        QKV, PHI3, {"head_dim_per_layer": [16]}, HALF, WIDTHS.format("head_dim_per_layer", [16]),
-    ),
     "a setting of some layers": (
         QKV, PHI3, {"attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 2}}, HALF,
         KINDS.format("4 query", "attention_other_setting.num_attention_heads", 8),
@@ -466,8 +459,8 @@ STATED: dict[str, tuple[str, dict[str, Any], dict[str, Any], Stated, str]] = {
         KINDS.format("a stated number of key", "swa_num_key_value_heads", 2),
     ),
     "a width of one layer": (
-        QKV, PHI3, {"per_layer_config": {"0": {"head_dim": 16}}}, HALF,
-        WIDTHS.format("layer 0.head_dim", 16),
+        QKV, PHI3, {"block_configs": [{"attention": {"head_dim": 16}}]}, HALF,
+        "every layer must have heads of 8 channels but layer 0.head_dim is 16",
     ),
     "layers in a file of their own": (
         LINEAR_QKV, MEGATRON, {"heterogeneous_layers_config_path": "blocks.json"}, HALF,
@@ -507,6 +500,112 @@ def test_a_layout_is_refused_by_name_though_its_rows_fit(tmp_path: Path, case: s
     convert(source, tmp_path / "out", to=other(stated), stated=stated, verify=True)
 
 
+def test_dense_arguments_of_megatron_have_the_sizes_of_latent_attention_too(tmp_path: Path) -> None:
+    latent = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+    tensors, made = {f"{LINEAR_QKV}.weight": fresh(ROWS, 32)}, []
+    for name, more in (("plain", {}), ("full", {**latent, "multi_latent_attention": False})):
+        source = write(tmp_path / name, tensors, MEGATRON | more)
+        convert(source, tmp_path / f"{name} out", to="interleaved", stated=HALF, verify=True)
+        made.append(load_file(tmp_path / f"{name} out" / "model.safetensors"))
+        assert "8 of 8 channels from 0 on" in detect(source).model
+    (name,) = made[0].keys() | made[1].keys()
+    assert torch.equal(made[0][name], made[1][name])
+
+
+# --- errors about configurations name the options of the command --------------------------------------
+
+ZEBRA: dict[str, Any] = {**LLAMA, "model_type": "zebra"}
+WIDE = {**ZEBRA, "layer_types": ["a", "b"], "per_layer_config": {"0": {"head_dim": 16}}}
+NAMED = Stated(source="half", naming="llama", rotary_dim=8)
+OPTIONS: dict[str, tuple[dict[str, Any], Stated, str]] = {
+    "an unknown key": (
+        {**LLAMA, "swa_rope_theta": 5e5}, HALF,
+        "every key about RoPE must be known but got swa_rope_theta; pass --config, a file without them, if they do not "
+        "change which channels rotate",
+    ),
+    "widths of some layers": (
+        {**LLAMA, "swa_head_dim": 16}, HALF,
+        "every key about RoPE must be known but got swa_head_dim; pass --config, a file without them, if they do not "
+        "change which channels rotate",
+    ),
+    "a width of every layer": (
+        {**LLAMA, "head_dim_per_layer": [16, 8]}, HALF,
+        "every key that may say which layers rotate must be known but got head_dim_per_layer; pass a config without it "
+        "only if it has no effect",
+    ),
+    "a key of layers": (
+        {**LLAMA, "nope_layers": [1]}, HALF,
+        "every key that may say which layers rotate must be known but got nope_layers; pass a config without it only "
+        "if it has no effect",
+    ),
+    "a part": (
+        {**LLAMA, "partial_rotary_factor": 0.5}, HALF,
+        "rotary_dim must be 8, as the code of model_type 'llama' rotates all channels of a head, but got 4 from "
+        "partial_rotary_factor = 0.5 of 8; for other code, which rotates a part, pass a config without its model_type, "
+        "with --from half",
+    ),
+    "several sections": (
+        {"model_type": "zoo", "a_config": LLAMA, "b_config": LLAMA}, HALF,
+        "section must name one part of the config, as RoPE is in 'a_config', 'b_config'; for example "
+        "--section b_config",
+    ),
+    "a slice": (
+        ZEBRA, replace(NAMED, rotary_dim=None),
+        "the config must give the channels that rotate, as the table of families does not contain model_type 'zebra'; "
+        "pass --rotary-dim=8 if all 8 channels of a head rotate, or the number that do, with --start if they are not the first",
+    ),
+    "a slice after a start": (
+        ZEBRA, replace(NAMED, rotary_dim=None, start=4),
+        "the config must give the channels that rotate, as the table of families does not contain model_type 'zebra'; "
+        "pass --rotary-dim=4 if all 4 channels from 4 on rotate, or the number that do",
+    ),
+    "heads of two widths": (
+        {**WIDE, "rope_parameters": {"a": {"rope_theta": 1e4}, "b": {"rope_theta": 1e4}}}, NAMED,
+        "the config must give the channels that rotate, as the table of families does not contain model_type 'zebra'; "
+        "pass --config, a file with partial_rotary_factor, as heads have 16 channels in a and 8 channels in b",
+    ),
+    "a width of one layer": (
+        {**LLAMA, "per_layer_config": {"0": {"head_dim": 16}}}, HALF,
+        "head_dim must have one value but got per_layer_config.0.head_dim = 16 and hidden_size / num_attention_heads "
+        "= 32 / 4 = 8",
+    ),
+    "a pairing that the code does not read": (
+        {**LLAMA, "model_type": "glm", "partial_rotary_factor": 0.5, "head_dim": 8, "rope_interleaved": False},
+        Stated(),
+        "interleaved must have one value but got False from rope_interleaved and True from model_type 'glm'; pass "
+        "--from if the key is right",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_sentences_about_configurations_name_options(tmp_path: Path, case: str) -> None:
+    config, stated, text = OPTIONS[case]
+    source = write(tmp_path / "source", llama_tensors(), config)
+    sentence = f"^{re.escape(f'[from_config] {text}.')}$"
+    with pytest.raises(ValueError, match=sentence):
+        convert(source, tmp_path / "out", to="interleaved", stated=stated)
+    with pytest.raises(ValueError, match=sentence):
+        detect(source, stated=stated)
+
+
+def test_the_layers_that_a_configuration_lists_need_no_option(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    source = write(tmp_path / "source", tensors, {**ZEBRA, "no_rope_layers": [1, 0]})
+    done = convert(
+        source, tmp_path / "out", to="interleaved", stated=replace(NAMED, rotary_dim=8), verify=True
+    )
+    assert {name.split(".")[2] for name in done.changed} == {"0"}
+    text = "[convert] rotary_dim and start must not be given if layers have different specs."
+    source = write(
+        tmp_path / "other", tensors, {**LLAMA, "model_type": "smollm3", "no_rope_layers": [1, 0]}
+    )
+    for stated in (Stated(rotary_dim=4), Stated(start=4)):
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            convert(source, tmp_path / "no", to="interleaved", stated=stated)
+    assert convert(source, tmp_path / "no", to="interleaved", stated=Stated(rotary_dim=8)).written
+
+
 @pytest.mark.parametrize("naming", ["qwen3_next", "llama"])
 @pytest.mark.parametrize(
     "key", ["attn_output_gate", "elementwise_attn_output_gate", "headwise_attn_output_gate", "use_gated_attention"]
@@ -523,8 +622,11 @@ def test_gates_among_separate_queries(tmp_path: Path, key: str, naming: str) -> 
         source = write(tmp_path / "source", tensors, config)
         assert len(convert(source, tmp_path / "out", to="interleaved", stated=stated).changed) == 8
         return
-    text = gated(key, True, "q_proj", ", except those of --naming qwen3_next")
-    refused(tmp_path, tensors, config, text, stated)
+    # Only this key means the order of Qwen3-Next.
+    advice = (
+        ": --naming qwen3_next knows those of attn_output_gate" if key == "attn_output_gate" else ""
+    )
+    refused(tmp_path, tensors, config, gated(key, True, "q_proj", advice), stated)
 
 
 @pytest.mark.parametrize("name", ["g_proj", "gate_proj", "output_gate", "o_gate"])

@@ -174,7 +174,7 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
     values, spelled = _hoisted(values)
     nested = dict(_nested(values, values.get("model_type"), ""))
     if chosen is not None and chosen != "":
-        if chosen not in nested:
+        if chosen not in [*nested]:  # a list compares objects of any kind
             has = ", ".join(nested) or "none"
             fail(
                 f"section must be one of the config's sections but got {chosen!r}; the config has {has}"

@@ -161,6 +161,7 @@ FAMILIES: dict[str, Family] = {
     # --- layers that differ ---
     "afmoe": _half("afmoe", layers="sliding only", **_HEAD),
     "cohere2": _pairs("cohere2", layers="sliding only"),
+    "embedding_gemma2_text": _half("embedding_gemma2", layers="wide where full", **_HEAD),
     "exaone4": _half("exaone4", layers="sliding only, if windows"),
     "exaone_moe": _half("exaone_moe", layers="sliding only, if windows"),
     "gemma3_text": _half("gemma3", layers="local base", **_HEAD),

@@ -400,6 +400,7 @@ def is_megatron(values: Mapping[str, Any]) -> bool:
 
 def megatron(values: Mapping[str, Any]) -> Source:
     """Read Megatron's arguments: ``rotary_*``, ``kv_channels`` and its three kinds of scaling."""
+    name = "Megatron's arguments"
     outer = dict(values)
     outer.pop("model_type", None)  # not the model_type of transformers
     spelled: dict[str, str] = {}
@@ -412,7 +413,15 @@ def megatron(values: Mapping[str, Any]) -> Source:
                 into[name] = value
                 spelled[f"{prefix}{name}"] = key
 
-    latent = bool(values.get("multi_latent_attention")) or "qk_pos_emb_head_dim" in values
+    latent = values.get("multi_latent_attention")
+    either = [key for key in ("qk_pos_emb_head_dim", "kv_lora_rank") if values.get(key) is not None]
+    if latent is None and either:
+        fail(
+            f"{name} must come with multi_latent_attention, true or false, as they have {either[0]}, which both "
+            f"kinds of attention may have"
+        )
+    if not isinstance(latent, bool | None):
+        raise bad_type(f"multi_latent_attention must be a bool but got {latent!r}")
     family = None
     kinds = []
     scaled = [key for key in ("use_rope_scaling", "rope_scaling") if outer.pop(key, None) is True]
@@ -451,8 +460,8 @@ def megatron(values: Mapping[str, Any]) -> Source:
             section,
             "rope_scaling.",
         )
-    unused = {*_MEGATRON_YARN, *_MEGATRON_YARN_DENSE, "rope_scaling_factor"}
-    for key in unused - {"original_max_position_embeddings"}:
+    unused = {*_MEGATRON_LATENT, *_MEGATRON_YARN, *_MEGATRON_YARN_DENSE, "rope_scaling_factor"}
+    for key in unused:
         outer.pop(key, None)  # always present; they do nothing if their switch is off
     ratio = outer.pop("rotary_seq_len_interpolation_factor", None)
     if ratio is not None:
@@ -466,5 +475,4 @@ def megatron(values: Mapping[str, Any]) -> Source:
         outer["rope_scaling"] = section
     # Layers without RoPE need no_rope_freq, which is an unknown key here; rotary_percent is 1 by default.
     knows = frozenset({"layers", "slice", "start"})
-    name = "Megatron's arguments"
     return Source(outer, family, name, spelled, seen=tuple(values), knows=knows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from .._errors import bad_type
 from ..axes import Axes
 from ..frequencies import Rule
@@ -10,6 +12,8 @@ from .files import RECORD
 from .scaling import Fact, claimed_by
 from .source import Found, Part, Source, Stated, agreed, fail, whole
 
+# Far above the head width of any model: a larger one is an error before anything of its size is made.
+_WIDEST = 65536
 # Limit on mrope_section, so that a wrong number raises an error before it takes memory and time.
 _MOST_PAIRS = 32768
 
@@ -33,7 +37,7 @@ def base_of(source: Source, part: Part) -> tuple[float, str]:
 def _some(names: list[str], most: int = 8) -> str:
     """Join the first names and count the rest: configurations have dozens of keys."""
     more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+    return (", ".join(names[:most]) or "none") + (f" and {more} more" if more > 0 else "")
 
 
 def slice_of(
@@ -42,7 +46,7 @@ def slice_of(
     """(head_dim, rotary_dim, start) and their sources."""
     family = source.family
     rope, nope = whole(source.outer(keys.ROPE_DIM)), whole(source.outer(keys.NOPE_DIM))
-    argument = _argument("rotary_dim", stated.rotary_dim, 1)
+    chosen = argument("rotary_dim", stated.rotary_dim, 1)
     last = family is not None and family.start == "last"
     if not last and (rope or nope or (family is not None and family.start == "nope")):
         return _latent_slice(source, part, rope, nope, stated)
@@ -55,12 +59,17 @@ def slice_of(
         found.append((f"{path} = {fraction!r} of {head_dim}", int(head_dim * fraction)))
     if not found and family is not None and family.fraction == "optional":
         found = [("all of head_dim", head_dim)]
-    got = agreed("rotary_dim", found + argument)
+    got = agreed("rotary_dim", found + chosen)
     if got is not None and family is not None and family.fraction == "none" and got[1] < head_dim:
+        advice = "make a RopeSpec by hand"
+        if not (family.layers or family.axes or family.scaling or family.base):
+            advice = (
+                f"pass a config without its model_type, with interleaved={family.interleaved} and "
+                f"rope_layers='all'"
+            )
         fail(
             f"rotary_dim must be {head_dim}, as the code of {source.name} rotates all channels of a head, but "
-            f"got {got[1]} from {got[0]}; for other code, which rotates a part, pass a dict without model_type "
-            f"(config.to_dict()), interleaved={family.interleaved} and rope_layers='all'"
+            f"got {got[1]} from {got[0]}; for other code, which rotates a part, {advice}"
         )
     if got is None:
         needed = family is not None and family.fraction == "required"
@@ -82,14 +91,14 @@ def slice_of(
     ]
 
 
-def _argument(name: str, value: int | None, least: int) -> list[Found]:
+def argument(name: str, value: int | None, least: int) -> list[Found]:
     """An argument of from_config as if it were a key; empty for None."""
     return [] if value is None else whole([(f"the argument {name}", value)], least=least)
 
 
 def _start(found: tuple[int, str], stated: Stated, settled: bool) -> tuple[int, str]:
     """The first channel that rotates; an argument must agree if keys or the family settle it."""
-    for path, given in _argument("start", stated.start, 0):
+    for path, given in argument("start", stated.start, 0):
         if not settled:
             return given, path
         if given != found[0]:
@@ -119,37 +128,43 @@ def _latent_slice(
         )
     width, start = rope[0][1], nope[0][1]
     total = width + start
-    agreed(
-        "head_dim", [(f"{nope[0][0]} + {rope[0][0]}", total), *whole(source.outer(["qk_head_dim"]))]
-    )
-    for path, value in whole(source.outer(keys.HEAD_DIM)):
+    both = (f"{nope[0][0]} + {rope[0][0]}", total)
+    agreed("head_dim", whole([both], _WIDEST) + whole(source.outer(["qk_head_dim"])))
+    for path, value in whole(source.outer((*keys.HEAD_DIM, *keys.HEAD_DIM_ELSEWHERE))):
         if value not in (width, total):
-            fail(
-                f"head_dim must have one value but got {path} = {value!r} and {nope[0][0]} + "
-                f"{rope[0][0]} = {total}"
-            )
-    argument = _argument("rotary_dim", stated.rotary_dim, 1)
-    agreed("rotary_dim", [rope[0], *whole(source.outer(keys.ROTARY_DIM)), *argument])
+            agreed("head_dim", [(path, value), both])
+    chosen = argument("rotary_dim", stated.rotary_dim, 1)
+    agreed("rotary_dim", [rope[0], *whole(source.outer(keys.ROTARY_DIM)), *chosen])
     for path, fraction in _fractions(source, part, set()):
         if fraction != 1 and int(total * fraction) != width:
             fail(
                 f"rotary_dim must have one value but got {rope[0][0]} = {width} and {path} = {fraction!r}"
             )
     return (total, width, start), [
-        ("head_dim", total, f"{nope[0][0]} + {rope[0][0]}"),
+        ("head_dim", total, both[0]),
         ("rotary_dim", width, rope[0][0]),
         ("start", *_start((start, nope[0][0]), stated, settled=True)),
     ]
 
 
 def head_dim_of(source: Source, part: Part) -> tuple[int, str]:
-    """The width of a head and its source."""
+    """The width of a head and its source; an error if another key gives another width."""
     if part.head_dim is not None:
-        whole([part.head_dim])
+        whole([part.head_dim], _WIDEST)
         return part.head_dim[1], part.head_dim[0]
-    given = agreed("head_dim", whole(source.outer(keys.HEAD_DIM)))
-    if given is not None:
-        return given[1], given[0]
+    given = whole(source.outer(keys.HEAD_DIM), _WIDEST)
+    others = whole(source.outer(keys.HEAD_DIM_ELSEWHERE), _WIDEST)
+    found = given or (others if source.family is None else []) or _derived(source)
+    for name, inner in source.values.items():  # of some layers: attention_other_setting of Step 3.5
+        settings = "attention" in str(name) and not str(name).endswith("_config")
+        if settings and isinstance(inner, Mapping) and inner.get("head_dim") is not None:
+            others += whole([(source.shown(f"{name}.head_dim"), inner["head_dim"])])
+    agreed("head_dim", found + others)
+    return found[0][1], found[0][0]
+
+
+def _derived(source: Source) -> list[Found]:
+    """The width of a head that no key gives: hidden size / heads."""
     family = source.family
     if family is not None and family.head_dim == "required":
         fail(
@@ -157,11 +172,8 @@ def head_dim_of(source: Source, part: Part) -> tuple[int, str]:
             f"give {keys.HEAD_DIM[0]}"
         )
     widths = (family.hidden,) if family is not None and family.hidden else keys.HIDDEN
-    hidden, heads = (
-        agreed("hidden size", whole(source.outer(widths))),
-        whole(source.outer(keys.HEADS)),
-    )
-    count = agreed("the number of heads", heads)
+    hidden = agreed("hidden size", whole(source.outer(widths)))
+    count = agreed("the number of heads", whole(source.outer(keys.HEADS)))
     if hidden is None or count is None:
         fail(
             f"the config must give the width of a head, by one of {', '.join(keys.HEAD_DIM)}, or by "
@@ -170,7 +182,8 @@ def head_dim_of(source: Source, part: Part) -> tuple[int, str]:
         )
     if hidden[1] % count[1]:
         fail(f"{hidden[0]} must be a multiple of {count[0]} but got {hidden[1]!r} and {count[1]!r}")
-    return hidden[1] // count[1], f"{hidden[0]} / {count[0]} = {hidden[1]} / {count[1]}"
+    path = f"{hidden[0]} / {count[0]} = {hidden[1]} / {count[1]}"
+    return whole([(path, hidden[1] // count[1])], _WIDEST)
 
 
 def pairing_of(source: Source, interleaved: bool | None) -> tuple[bool, str]:

@@ -12,6 +12,13 @@ from ..frequencies import RULES
 BASE = ("rope_theta", "rotary_emb_base", "rotary_base", "rope_base")
 SECTION = ("rope_scaling", "rope_parameters")
 HEAD_DIM = ("head_dim", "kv_channels", "head_size")
+# The same in other programs: read for an unknown family; for the others they must agree with the width.
+HEAD_DIM_ELSEWHERE = tuple(
+    """attention_head_dim attention_head_size attn_head_dim attn_head_size d_head d_k d_kv d_qk decoder_attention_head_dim
+    decoder_head_dim dim_head dim_heads dim_per_head encoder_attention_head_dim encoder_head_dim head_channels
+    head_size_qk head_width hidden_per_head hidden_size_per_attention_head hidden_size_per_head key_channels
+    key_head_dim qk_channels qk_head_dim qk_head_size query_head_dim size_per_head""".split()
+)
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 HEADS = tuple(
     """num_attention_heads n_head n_heads num_heads encoder_num_attention_heads
@@ -27,23 +34,19 @@ MAX_POSITION = tuple(
     """max_position_embeddings n_positions max_position seq_length n_ctx max_sequence_length
     max_seq_len""".split()
 )
-ORIGINAL_MAX_POSITION = ("original_max_position_embeddings",)
+# Nomic's and gpt-oss's names, and that of transformers.
+ORIGINAL_MAX_POSITION = (
+    "original_max_position_embeddings", "max_trained_positions", "initial_context_length",
+)  # fmt: skip
 # Spelling -> the value that means interleaved.
 PAIRING = dict.fromkeys(
     """rope_interleaved rope_interleave rotary_interleaved rotary_emb_interleaved rope_traditional""".split(),
     True,
 ) | dict.fromkeys("is_neox_style rope_is_neox_style use_neox_rotary_style".split(), False)
 LAYER_TYPES = ("layer_types", "layers_block_type")
+LAYER_COUNT = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
 # Keys that show that a configuration describes a model, with layers, and not only a rotation.
-LAYERS = (
-    *LAYER_TYPES,
-    "num_hidden_layers",
-    "num_layers",
-    "n_layer",
-    "n_layers",
-    "depth",
-    "model_type",
-)
+LAYERS = (*LAYER_TYPES, *LAYER_COUNT, "model_type")
 POSITION_TYPE = ("position_embedding_type", "position_embedding")
 POSITION_TYPES_WITH_ROPE = frozenset({"rope", "rope_gptj", "rotary", "mrope", "yarn"})
 
@@ -65,37 +68,64 @@ INERT: dict[str, str] = {
 # Keys that do not affect the rotation if they have this value: (key, value) -> why.
 INERT_VALUES: dict[tuple[str, object], str] = {
     ("extrapolation_factor", 1): "weight of YaRN's ramp; 1 is the paper's",
+    ("factor", 1): "the ratio of the lengths; 1 is no scaling",
     ("attn_factor", 1): "multiplies the factor on the rotated channels",
     ("apply_yarn_scaling", True): "vLLM's switch for the factor on the channels; True is on",
 }
 
 # --- keys of the outer level that could be about the rotation ---
 
-# The words that make a name one that could be about the rotation, whatever the name begins with. A test runs this
-# over the names of all configurations of transformers, vLLM, llama.cpp and diffusers
-# (tests/data/config_names.txt).
+# The words that make a name one that could be about the rotation, whatever it begins with: parts of words, then
+# whole words, then pairs of words. A test runs this over the names of all configurations of transformers, diffusers,
+# vLLM, llama.cpp and Megatron (tests/data/config_names.txt).
 _ABOUT = re.compile(
     r"""
-    (?<!p)(?<!eu)rope(?!r) | rotar | (?<![a-z])rot(?![a-z]) | rotat | theta | yarn | ntk | mscale | (?<![a-z])freq
-    | (?<![a-z])(?:logn|nope|fope|xpos|original|trained|partial|compress|interleaved?|sections?|axes)(?![a-z])
-    | neox | seqlen | extrapolat | scaling_(?:factor|type)$ | pos[a-z]*_?(?:emb|enc)[a-z]*_type$
-    | (?<![a-z])(?:swa|local|global|sliding|full)_[a-z_]*head_(?:dim|size) | key_length[a-z_]*_swa
+    (?<!p)(?<!eu)rope(?!r) | rotar | rotat | theta | yarn | ntk | mscale | neox | seqlen | extrapolat | alibi
+    | wavelength | timescale | (?<![a-z])freq
+    | (?<![a-z])(?:rot|logn|nope|nopos|no_pos|pe|fope|xpos|orig|original|trained|partial|compress|interleaved?)(?![a-z])
+    | (?<![a-z])(?:sections?|axes|long_context)(?![a-z])
+    | scaling_(?:factor|type)$ | (?:context|dynamic|len|length|linear)_scal | interpolation_factor
+    | (?<![a-z])pos(?:ition(?:al)?)?_(?:[a-z]+_)?(?:2d|base|interpolation|kind|layers?|scal[a-z]*|temperature|type)(?![a-z])
+    | ^position(?:al)?_(?:embedding|encoding)$
+    | (?<![a-z])(?:swa|local|global|sliding|window(?:ed)?|full|pos)_(?:base$|[a-z_]*head_(?:dim|size))
+    | head_(?:dim|size)s?_per_layer | key_length[a-z_]*_swa
     """,
     re.VERBOSE,
 )
 # Names of rope sections that no word above gives away; at another place they are misplaced.
 _ALONE = frozenset({"alpha", "base", "factor"})
+# Keys of rope sections that hold a parameter of a rule.
+_OF_RULES = frozenset(
+    key for rule in RULES.values() for spelled in rule.keys.values() for key in spelled
+)
+# Words of other parts: experts, losses, and the indexer of sparse attention, which has a rotation of its own.
+_ELSEWHERE = re.compile(
+    r"(?:^|\.|dsa_)index(?:er)?[_.] | (?<![a-z])(?:moe|experts?|loss|routed|router)(?![a-z])",
+    re.VERBOSE,
+)
+# Words of keys that may say which layers rotate.
+_LAYERS = re.compile(
+    r"(?<![a-z])(?:every|interval|layers?|no_pe|no_pos|no_rope|nope|nopos|pattern|skip)(?![a-z])"
+)
 
 
 def about_rotation(name: object) -> bool:
     """Return True if a key, or a key of one format in another, could be about the rotation.
 
-    >>> [about_rotation(name) for name in ("ntk_alpha", "swa_rope_theta", "properties", "hidden_size")]
+    >>> [about_rotation(name) for name in ("ntk_alpha", "swa_rope_theta", "properties", "moe_layer_freq")]
     [True, True, False, False]
     """
     key = str(name).lower()
-    owned = any(key in spelled for rule in RULES.values() for spelled in rule.keys.values())
-    return owned or key in _ALONE or _ABOUT.search(key) is not None
+    named = _ABOUT.search(key) is not None and _ELSEWHERE.search(key) is None
+    return key in _OF_RULES or key in _ALONE or named
+
+
+def about_layers(name: object, value: object) -> bool:
+    """Return True if a key about the rotation, or one inside it, may say which layers rotate: by its words or as a list."""
+    listed = isinstance(value, list | tuple) and name not in _OF_RULES
+    inner = value.items() if isinstance(value, Mapping) else ()
+    inside = any(about_layers(key, one) for key, one in inner if about_rotation(key))
+    return listed or inside or _LAYERS.search(str(name).lower()) is not None
 
 
 def holds_rotation(value: object) -> bool:
@@ -104,9 +134,6 @@ def holds_rotation(value: object) -> bool:
         return any(holds_rotation(one) for one in value if isinstance(one, Mapping))
     if not isinstance(value, Mapping):
         return False
-    kind = value.get("type")
-    if isinstance(kind, str) and kind in RULES:
-        return True
     return any(about_rotation(key) or holds_rotation(inner) for key, inner in value.items())
 
 
@@ -115,21 +142,19 @@ def holds_rotation(value: object) -> bool:
 INERT_OUTSIDE: dict[str, str] = {
     name: why
     for why, names in {
-        "which kernel runs": "apply_rope_fusion attention_rope_fusion fused_rope fused_single_qkv_rope",
+        "which kernel runs": "apply_rope_fusion attention_rope_fusion fused_rope fused_single_qkv_rope use_flashinfer_fused_rope",
+        "how Megatron trains": "inference_batch_times_seqlen_threshold max_seqlen_per_dp_cp_rank "
+        "num_microbatches_with_partial_activation_checkpoints rl_partial_rollouts",
         "the length of the tables": "axes_lens",
         "the width of convolutions": "compress",
         "the number of tokens of a compressed entry": "compress_rate_csa compress_rate_hca compress_rates",
         "which layers have cross-attention": "cross_attention_frequency",
+        "which layers have linear attention": "linear_attention_freq",
+        "which layers have windows": "window_attn_skip_freq",
         "the positions of distant tokens, not their frequencies": "dual_chunk_attention_config",
         "the width of the embedding of the time step": "freq_dim",
-        "pairing inside an indexer, which is a separate attention": "index_rope_interleave indexer_rope_interleave",
-        "which layers choose keys anew": "index_topk_freq",
-        "the number of tokens of an entry of the indexer": "indexer_compress_ratio",
-        "which layers have experts": "interleave_moe_layer_step moe_layer_freq",
         "the names of the classes of a classifier": "label2id",
         "a temperature of the attention, by position, which scales rotated queries": "llama_4_scaling",
-        "the weight of experts": "moe_routed_scaling_factor moe_router_scaling_factor routed_scaling_factor router_scaling_factor",
-        "the weight of a loss": "mtp_loss_scaling_factor",
         "whether values rotate too, by the same angles": "rotary_value",
         "a bias of the attention": "use_rope_bias",
         "an older spelling of position_embedding_type": "use_rotary_position_embeddings",
@@ -143,13 +168,18 @@ INERT_OUTSIDE_VALUES: dict[tuple[str, object], str] = {
         "order_of_interleaved_layers",
         "local_attn_first",
     ): "which layers have windows: as layer_types",
-    ("use_dynamic_ntk", False): "the scaling is off",
-    ("use_logn_attn", False): "the scaling is off",
+    **dict.fromkeys((("use_dynamic_ntk", False), ("use_logn_attn", False)), "the scaling is off"),
+    ("use_long_context", False): "the scaling is off",
     ("use_mrope", False): "positions have one coordinate",
 }
-# Outer keys whose value False means that the model has no RoPE.
-SWITCHES = ("rotary", "use_rope", "use_rotary_embedding", "use_mem_rope")
-# Outer keys that only some families read, by their `Family.layers`.
+# Outer keys -> their value in a model that has RoPE.
+SWITCHES = {
+    **dict.fromkeys(
+        "rotary use_mem_rope use_rope use_rotary_embedding use_rotary_pos_emb".split(), True
+    ),
+    **dict.fromkeys(("alibi", "use_alibi"), False),
+}
+# Outer keys that only some rules for layers read, by the name of the rule (`Family.layers`).
 READ_BY_LAYERS: dict[str, frozenset[str]] = {
     "layer_rope_theta": frozenset({"layer_rope_theta"}),
     "local base": frozenset({"rope_local_base_freq"}),
@@ -158,6 +188,13 @@ READ_BY_LAYERS: dict[str, frozenset[str]] = {
     "no_rope_layers": frozenset({"no_rope_layers", "no_rope_layer_interval"}),
     "wide where full": frozenset({"global_head_dim"}),
 }
+# Outer keys that are always read, or known not to affect the rotation.
+READ_OUTSIDE = frozenset(
+    (
+        *BASE, *SECTION, *FRACTION, *ROTARY_DIM, *PAIRING, *ROPE_DIM, *NOPE_DIM, *SECTIONS, *SECTIONS_INTERLEAVED,
+        *ORIGINAL_MAX_POSITION, *POSITION_TYPE, *HEAD_DIM_ELSEWHERE, *INERT_OUTSIDE,
+    )
+)  # fmt: skip
 # Rules that begin to scale at the context length by default, as in transformers. For all others the
 # configuration must give the length, since the context length is often the one after scaling.
 SCALED_FROM_MAX_POSITION = frozenset({"dynamic", "yarn"})

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
-from .._errors import bad_type
+from .._errors import bad_type, describe
 from . import keys
-from .source import Entries, Found, Part, Source, Stated, agreed, fail
+from .heads import head_dim_of
+from .source import Entries, Found, Part, Source, Stated, agreed, fail, whole
 
+_T = TypeVar("_T")
 _MOST_LAYERS = 65536
+# The type of each layer, if the configuration lists them.
+Listed = tuple[str, ...] | None
+Layers = tuple[list[Part], Listed]
 
 
 def _sections(source: Source) -> tuple[Entries, dict[str, Entries | None]]:
     """The rope section, and the nested sections per layer type, if any."""
     flat: Entries = {}
     nested: dict[str, Entries | None] = {}
-    labels = _listed(source) or ()
+    labels = _types(source) or ()
     for name in keys.SECTION:
         section = source.values.get(name)
         if section is None:
@@ -50,45 +57,52 @@ def _merged(one: Entries, other: Entries) -> Entries:
     return merged
 
 
-def parts_of(source: Source, stated: Stated) -> tuple[list[Part], tuple[str, ...] | None]:
+def parts_of(source: Source, stated: Stated) -> tuple[list[Part], Listed]:
     """The layer types of a configuration, and the type of each layer if it lists them."""
     flat, nested = _sections(source)
-    layers = _listed(source)
-    kind = source.family.layers if source.family is not None else None
-    if kind == "main and compress":
+    layers = _types(source)
+    rule = rule_of(source)
+    if rule == "main and compress":
         parts, layers = _main_and_compress(source, flat, nested, layers)
     elif nested:
-        if kind in _ONE_SECTION:
+        if rule in _ONE_SECTION:
             fail(f"{source.name} must have one rope section but has one for {', '.join(nested)}")
         parts = _nested_parts(source, nested, layers, stated)
-    elif kind is not None:
-        parts, layers = _LAYERS[kind](source, flat, layers)
+    elif rule is not None:
+        parts, layers = _LAYERS[rule](source, flat, layers)
     elif source.family is None and stated.rope_layers not in (None, "all"):
-        types = _with_attention(layers)
+        types = with_attention(layers)
         parts = [Part(name, flat, rope=_rotates(name, stated), why=_ARGUMENT) for name in types]
     else:
         parts = [Part(None, flat)]
     named = [part.name for part in parts if part.name is not None]
-    missing = [name for name in _with_attention(layers) if name not in named]
+    missing = [name for name in with_attention(layers) if name not in named]
     if named and missing:
         fail(
             f"{source.name} must have layers of types {', '.join(named)} only, but layer_types has "
             f"{', '.join(missing)}"
         )
-    _check_stated(source, stated, parts, named or _with_attention(layers))
-    return parts, layers
+    _check_stated(source, stated, parts, named or with_attention(layers))
+    return _with_widths(source, parts, layers), layers
+
+
+def rule_of(source: Source) -> str | None:
+    """The name of the rule by which layers differ: the family's, or that of a key with one meaning in all code."""
+    if source.family is not None:
+        return source.family.layers
+    general = ("no_rope_layers", "layer_rope_theta")
+    stated = (rule for rule in general if any(map(source.values.get, keys.READ_BY_LAYERS[rule])))
+    return next(stated, None)
 
 
 _ARGUMENT = "the argument rope_layers"
 
 
 def _rotates(name: str, stated: Stated) -> bool:
-    given = stated.rope_layers
-    named = isinstance(given, Collection) and not isinstance(given, str)
-    return given == "all" or (named and name in given)  # type: ignore[operator]
+    return stated.rope_layers == "all" or name in (stated.rope_layers or ())
 
 
-def _with_attention(layers: tuple[str, ...] | None) -> list[str]:
+def with_attention(layers: Listed) -> list[str]:
     """The layer types with attention, each once."""
     return [
         name for name in dict.fromkeys(layers or ()) if name not in keys.LAYERS_WITHOUT_ATTENTION
@@ -96,47 +110,59 @@ def _with_attention(layers: tuple[str, ...] | None) -> list[str]:
 
 
 def _check_stated(source: Source, stated: Stated, parts: list[Part], types: list[str]) -> None:
-    """Raise an error if the argument rope_layers is not one, or contradicts the layers as they were read."""
+    """Raise an error if the argument rope_layers contradicts the layers as they were read."""
     given = stated.rope_layers
     if given is None:
         return
-    named = isinstance(given, Collection) and all(isinstance(name, str) for name in given)
-    if given != "all" and (isinstance(given, str) or not named):
-        raise bad_type(
-            f"rope_layers must be 'all', a collection of layer types or None but got {given!r}"
-        )
     chosen = set(types if given == "all" else given)
     if not chosen <= set(types):
         fail(
             f"rope_layers must be 'all' or types of layers in the config but got "
             f"{sorted(chosen - set(types))}; the config has {', '.join(types) or 'no layer_types'}"
         )
-    rotating = [name for name in types if all(part.rope for part in parts if part.name == name)]
+    still = [part.name for part in parts if not part.rope]
+    rotating = [name for name in types if name not in still]
     if chosen != set(rotating):
         fail(f"rope_layers must be {rotating} for {source.name} but got {given!r}")
 
 
-def _listed(source: Source) -> tuple[str, ...] | None:
+def _entries(source: Source, key: str, predicting: bool = False) -> list[object]:
+    """The entries of a list with one for each layer, and perhaps more for layers that only predict; [] if absent."""
+    listed = source.values.get(key)
+    if listed is None:
+        return []
+    path = source.shown(key)
+    if not isinstance(listed, list | tuple):
+        raise bad_type(f"{path} must be a list but got {listed!r}")
+    counts = [source.values.get(name) for name in (*keys.LAYER_COUNT, "num_nextn_predict_layers")]
+    *counted, more = [count if isinstance(count, int) else 0 for count in counts]
+    count = next(filter(None, counted), len(listed))
+    most = len(listed) if predicting and len(listed) > count else count + more
+    if len(listed) not in (0, count, most):
+        fail(f"{path} must have an entry for each of {count} layers but has {len(listed)}")
+    return list(listed[:count])
+
+
+def _types(source: Source) -> Listed:
     """The type of each layer if the configuration lists them, else None."""
     for key in keys.LAYER_TYPES:
-        listed = source.values.get(key)
-        if not isinstance(listed, list | tuple):
-            continue
+        listed = _entries(source, key)
         for name in listed:
             if not isinstance(name, str):
                 raise bad_type(f"{source.shown(key)} must hold strings but got {name!r}")
-        return tuple(listed)
+        if listed:
+            return tuple(map(str, listed))
     return None
 
 
 def _nested_parts(
     source: Source,
     nested: dict[str, Entries | None],
-    layers: tuple[str, ...] | None,
+    layers: Listed,
     stated: Stated,
 ) -> list[Part]:
     still: list[str] = []
-    missing = sorted({*_with_attention(layers)} - nested.keys())
+    missing = sorted({*with_attention(layers)} - nested.keys())
     if source.family is None and stated.rope_layers is not None:
         still = [name for name in missing if not _rotates(name, stated)]
     if missing != still:
@@ -154,30 +180,40 @@ def _nested_parts(
             continue
         # The outer base is for layer types without their own.
         has_base = any(entries.get(key, ("", None))[1] is not None for key in keys.BASE)
-        parts.append(
-            Part(name, entries, () if has_base else keys.BASE, _head_dim_of(source, name, layers))
-        )
+        parts.append(Part(name, entries, () if has_base else keys.BASE))
     return parts
 
 
-def _head_dim_of(source: Source, name: str, layers: tuple[str, ...] | None) -> Found | None:
-    """The head width of one layer type if it differs between layers (Gemma 4), else None."""
-    found = source.outer(["global_head_dim"]) if name == "full_attention" else []
-    per_layer = source.values.get("per_layer_config")
-    if isinstance(per_layer, Mapping) and layers is not None:
-        for index, overrides in per_layer.items():
-            if layers[int(index)] == name and isinstance(overrides, Mapping):
-                width = overrides.get("head_dim")
-                if width is not None:
-                    found.append((source.shown(f"per_layer_config.{index}.head_dim"), width))
-    wide = source.family is not None and source.family.layers == "wide where full"
-    if wide and name == "full_attention" and not found:
-        _need(source, "global_head_dim")
-    return agreed("head_dim", found)
-
-
-Listed = tuple[str, ...] | None
-Layers = tuple[list[Part], Listed]
+def _with_widths(source: Source, parts: list[Part], layers: Listed) -> list[Part]:
+    """The parts with the width of their heads, where the configuration states it for single layers (Gemma 4)."""
+    single = source.values.get("per_layer_config") or {}
+    if not isinstance(single, Mapping):
+        raise bad_type(f"{source.shown('per_layer_config')} must be a mapping but got {single!r}")
+    types = {str(layer).lstrip("0"): name for layer, name in enumerate(layers or ())}
+    own: list[tuple[str | None, Found]] = []
+    for number, inner in single.items():
+        layer = str(number).lstrip("0") if str(number).isdecimal() else None
+        if layers is not None and layer not in types:
+            last = len(layers) - 1
+            fail(
+                f"per_layer_config must be of layers 0 to {last} but has one of {describe(number)}"
+            )
+        if isinstance(inner, Mapping) and inner.get("head_dim") is not None:
+            path = source.shown(f"per_layer_config.{number}.head_dim")
+            own.append((types.get(layer or ""), (path, inner["head_dim"])))
+    made = []
+    for part in parts:
+        wide = rule_of(source) == "wide where full" and part.name == "full_attention"
+        found = source.outer(["global_head_dim"]) if wide else []
+        mine = [one for name, one in own if layers is None or part.name in (None, name)]
+        if wide and not found and not mine:
+            _need(source, "global_head_dim")
+        alike = [name for name in layers or () if part.name in (None, name)]
+        if own and part.rope and not found and len(mine) != len(alike):
+            width, path = head_dim_of(source, part)  # of the layers without their own
+            mine.append((path, width))
+        made.append(replace(part, head_dim=agreed("head_dim", found + mine)))
+    return made
 
 
 def _need(source: Source, key: str) -> None:
@@ -185,7 +221,7 @@ def _need(source: Source, key: str) -> None:
         fail(f"{source.name} has layers that differ, so the config must give {source.shown(key)}")
 
 
-def _local_base(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
+def _local_base(source: Source, flat: Entries, layers: Listed) -> Layers:
     # Gemma 3: scaling applies only to the layers with full attention.
     _need(source, "rope_local_base_freq")
     if layers is None:
@@ -198,7 +234,7 @@ def _local_base(source: Source, flat: Entries, layers: tuple[str, ...] | None) -
     ], layers
 
 
-def _two_bases(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
+def _two_bases(source: Source, flat: Entries, layers: Listed) -> Layers:
     # ModernBERT: sliding-window layers without their own base use the global one.
     for key in ("global_rope_theta", "local_rope_theta"):
         _need(source, key)
@@ -209,27 +245,27 @@ def _two_bases(source: Source, flat: Entries, layers: tuple[str, ...] | None) ->
     ], layers
 
 
-def _scaled_where_full(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
+def _scaled_where_full(source: Source, flat: Entries, layers: Listed) -> Layers:
     # OLMo 3: sliding-window layers use unscaled frequencies.
     del source
     unscaled = {key: found for key, found in flat.items() if key in keys.BASE}
     return [Part("full_attention", flat), Part("sliding_attention", unscaled)], layers
 
 
-def _sliding_only(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
+def _sliding_only(source: Source, flat: Entries, layers: Listed) -> Layers:
     for key in ("sliding_window_pattern", "global_attn_every_n_layers"):
         layers = layers or _by_interval(source, key, "full_attention", "sliding_attention")
     return [Part("sliding_attention", flat), Part("full_attention", {}, rope=False)], layers
 
 
-def _sliding_only_if(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
+def _sliding_only_if(source: Source, flat: Entries, layers: Listed) -> Layers:
     _need(source, "sliding_window")
     if source.values["sliding_window"] is None:
         return [Part(None, flat)], layers
     return _sliding_only(source, flat, layers)
 
 
-def _only_nested(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
+def _only_nested(source: Source, flat: Entries, layers: Listed) -> Layers:
     del flat, layers
     fail(
         f"{source.name} has layers that differ, so rope_parameters must have a section for each type"
@@ -255,15 +291,14 @@ def _main_and_compress(
             scaled.setdefault("attention_factor", (f"constant of the code of {source.name}", 1.0))
         own = {key: found for key, found in flat.items() if key in (*keys.BASE, *keys.FRACTION)}
         nested = {"main": own, "compress": scaled}
-    ratios = source.values.get("compress_ratios")
-    if listed is None and isinstance(ratios, list | tuple):
-        if not all(isinstance(ratio, int) and ratio in _RATIOS for ratio in ratios):
-            fail(f"{source.shown('compress_ratios')} must hold 0, 4 and 128 only but got {ratios}")
-        count = source.values.get(
-            "num_hidden_layers"
-        )  # the ratios also list layers that only predict
-        kept = ratios[: count if isinstance(count, int) else None]
-        listed = tuple(f"{_RATIOS[ratio]}_attention" for ratio in kept)
+    ratios = _entries(source, "compress_ratios", predicting=True)
+    if not all(isinstance(ratio, int) and ratio in _RATIOS for ratio in ratios):
+        fail(f"{source.shown('compress_ratios')} must hold 0, 4 and 128 only but got {ratios}")
+    stated = tuple(f"{_RATIOS[ratio]}_attention" for ratio in ratios)  # type: ignore[index]
+    listed = listed or stated or None
+    for layer, pair in enumerate(zip(listed or (), stated, strict=False)):
+        sources = (f"layer_types[{layer}]", f"compress_ratios[{layer}]")
+        agreed(f"layer {layer}", list(zip(sources, pair, strict=True)))
     main, compress = nested["main"] or {}, nested["compress"] or {}
     return [
         Part(f"{name}_attention", compress, ("compress_rope_theta",))
@@ -273,40 +308,40 @@ def _main_and_compress(
     ], listed
 
 
-def _thetas(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
+def _thetas(source: Source, flat: Entries, layers: Listed) -> Layers:
     # Muse Glimmer: a base for each layer, 0 for those without RoPE; all others must have the model's base.
     del layers
     _need(source, "layer_rope_theta")
-    path, thetas = source.shown("layer_rope_theta"), source.values["layer_rope_theta"]
-    if not isinstance(thetas, list | tuple):
-        raise bad_type(f"{path} must be a list but got {thetas!r}")
+    path, thetas = source.shown("layer_rope_theta"), _entries(source, "layer_rope_theta")
     found = Part(None, flat).inner(keys.BASE) + source.outer(keys.BASE)
     agreed("base", found + [(f"{path}[{n}]", theta) for n, theta in enumerate(thetas) if theta])
-    return _rope_and_no_rope(flat, tuple("rope" if theta else "no_rope" for theta in thetas))
+    return _rope_and_no_rope(flat, thetas)
 
 
-def _by_number(source: Source, flat: Entries, layers: tuple[str, ...] | None) -> Layers:
+def _by_number(source: Source, flat: Entries, layers: Listed) -> Layers:
     # Llama 4, SmolLM3: a list with 1 for each layer with RoPE and 0 for the others; or an interval n,
     # and every n-th layer has no RoPE.
-    rotates = source.values.get("no_rope_layers")
-    if rotates is not None and not isinstance(rotates, list | tuple):
-        path = source.shown("no_rope_layers")
-        raise bad_type(f"{path} must be a list but got {rotates!r}")
-    if rotates:
-        layers = tuple("rope" if flag else "no_rope" for flag in rotates)
-    else:
-        layers = _by_interval(source, "no_rope_layer_interval", "no_rope", "rope")
-    return _rope_and_no_rope(flat, layers)
+    del layers
+    flags = _entries(source, "no_rope_layers")
+    for flag in flags:
+        if not isinstance(flag, int) or flag not in (0, 1):
+            fail(f"{source.shown('no_rope_layers')} must hold 0 and 1 only but got {flag!r}")
+    whole(source.outer(["no_rope_layer_interval"]))
+    every = _by_interval(source, "no_rope_layer_interval", 0, 1)
+    return _rope_and_no_rope(flat, flags or every or ())
 
 
-def _rope_and_no_rope(flat: Entries, layers: tuple[str, ...] | None) -> Layers:
-    if layers is not None and "no_rope" not in layers:
-        return [Part(None, flat)], layers
-    return [Part("rope", flat), Part("no_rope", {}, rope=False)], layers
+def _rope_and_no_rope(flat: Entries, flags: Sequence[object]) -> Layers:
+    """The layers that rotate and the others, by a list that is true for the former, or without one."""
+    layers = tuple("rope" if flag else "no_rope" for flag in flags) or None
+    names = [name for name in ("rope", "no_rope") if layers is None or name in layers]
+    return [
+        Part(name, flat if name == "rope" else {}, rope=name == "rope") for name in names
+    ], layers
 
 
-def _by_interval(source: Source, key: str, every: str, others: str) -> tuple[str, ...] | None:
-    """The type of each layer if every n-th one differs; None without n or the number of layers."""
+def _by_interval(source: Source, key: str, every: _T, others: _T) -> tuple[_T, ...] | None:
+    """A value for each layer if that of every n-th one differs; None without n or the number of layers."""
     interval, count = source.values.get(key), source.values.get("num_hidden_layers")
     if not isinstance(interval, int) or not isinstance(count, int) or interval < 1:
         return None
@@ -315,7 +350,7 @@ def _by_interval(source: Source, key: str, every: str, others: str) -> tuple[str
     return tuple(others if (layer + 1) % interval else every for layer in range(count))
 
 
-_LAYERS: dict[str, Callable[[Source, Entries, tuple[str, ...] | None], Layers]] = {
+_LAYERS: dict[str, Callable[[Source, Entries, Listed], Layers]] = {
     "local base": _local_base,
     "global and local base": _two_bases,
     "scaled where full": _scaled_where_full,

@@ -16,14 +16,11 @@ from ..frequencies import LONGEST, NTK, YaRN
 from ..spec import RopeSpec
 from . import keys
 from .heads import axes_of, base_of, pairing_of, slice_of
-from .layers import parts_of
-from .questions import answered, questions, sentence_of
+from .layers import Listed, parts_of, rule_of, with_attention
+from .questions import questions, sentence_of
 from .scaling import Fact, claimed_by, kind_of_rule, scaling_of
 from .source import OPERATION, Found, Part, Source, Stated, fail, whole
 from .specs import LayerSpecs, Provenance, Row
-
-# Far above the head width of any model. A larger one is an error, before its frequencies are computed.
-_WIDEST = 65536
 
 
 def read(source: Source, stated: Stated) -> Provenance:
@@ -31,28 +28,36 @@ def read(source: Source, stated: Stated) -> Provenance:
     _refuse_without_rope(source)
     unknown = _unknown_outside(source)
     parts, layers = parts_of(source, stated)
-    made: dict[str | None, RopeSpec | None] = {}
-    rows: list[Row] = []
     for part in parts:
         if part.rope:
-            unknown += [path for path in _unknown_inside(part) if path not in unknown]
+            unknown |= _unknown_inside(part)
     if unknown:
         _complain(unknown, stated.strict)
-    asked = questions(source, parts, layers, stated)
-    if asked:
-        read(source, answered(stated, asked))  # first, an error that no answer would mend
-        fail(sentence_of(source, stated, asked))
     context = _context(source, parts)
+    if stated.layer_type is not None:
+        parts = _of_type(parts, layers, stated.layer_type)
+    asked, answers = questions(source, parts, layers, stated)
+    if asked:
+        for answer in answers:
+            read(source, answer)  # first, an error that no answer would mend
+        fail(sentence_of(source, asked, answers))
+    made: dict[str | None, RopeSpec | None] = {}
+    rows: list[Row] = []
     for part in parts:
         if not part.rope:
             made[part.name] = None
             rows.append(Row(part.name, "no RoPE", None, part.why or source.name))
             continue
-        spec, facts = _one(source, part, stated)
-        made[part.name] = spec
+        made[part.name], facts = _one(source, part, stated)
         rows += [Row(part.name, *fact) for fact in facts]
-    chosen = _choose(made, rows, layers, stated.layer_type)
-    return dataclasses.replace(chosen, name=source.name, context=context)
+    first = parts[0].name
+    spec = made[first]
+    if stated.layer_type is None and spec is not None and len(set(made.values())) == 1:
+        rows = [row._replace(layer=None) for row in rows if row.layer == first]
+    elif stated.layer_type is None:
+        named = {name: one for name, one in made.items() if name is not None}
+        return Provenance(LayerSpecs(named, layers), tuple(rows), source.name, context)
+    return Provenance(spec, tuple(rows), source.name, context)
 
 
 def _context(source: Source, parts: Iterable[Part]) -> Found | None:
@@ -64,32 +69,17 @@ def _context(source: Source, parts: Iterable[Part]) -> Found | None:
     return next(iter(whole([*given, *others], LONGEST)[: len(given)]), None)
 
 
-def _choose(
-    made: dict[str | None, RopeSpec | None],
-    rows: list[Row],
-    layers: tuple[str, ...] | None,
-    layer_type: str | None,
-) -> Provenance:
-    specs = list(made.values())
-    uniform = len(set(specs)) == 1
-    if layer_type is not None:
-        names = {name for name in made if name is not None} | set(layers or ())
-        if layer_type not in names or layer_type in keys.LAYERS_WITHOUT_ATTENTION - made.keys():
-            names -= keys.LAYERS_WITHOUT_ATTENTION - made.keys()
-            has = ", ".join(sorted(names)) if names else "one type only, without a name"
-            why = ", which has no attention" if layer_type in (layers or ()) else ""
-            fail(
-                f"layer_type must be one of the config's layer types but got {layer_type!r}{why}; the config has {has}"
-            )
-        chosen = made[layer_type] if layer_type in made else specs[0]
-        rows = [row for row in rows if row.layer in (layer_type, None)]
-        return Provenance(chosen, tuple(rows))
-    if uniform and specs[0] is not None:
-        first = next(iter(made))
-        kept = tuple(row._replace(layer=None) for row in rows if row.layer == first)
-        return Provenance(specs[0], kept)
-    named = {name: spec for name, spec in made.items() if name is not None}
-    return Provenance(LayerSpecs(named, layers), tuple(rows))
+def _of_type(parts: list[Part], layers: Listed, layer_type: str) -> list[Part]:
+    """The part of a layer type; an error if the configuration has no such type, or none with attention."""
+    named = [part.name for part in parts if part.name is not None]
+    types = sorted({*named, *with_attention(layers)})
+    if layer_type not in types:
+        has = ", ".join(types) if types else "one type only, without a name"
+        why = ", which has no attention" if layer_type in (layers or ()) else ""
+        fail(
+            f"layer_type must be one of the config's layer types but got {layer_type!r}{why}; the config has {has}"
+        )
+    return [part for part in parts if part.name in (layer_type, None)]
 
 
 def _one(source: Source, part: Part, stated: Stated) -> tuple[RopeSpec, list[Fact]]:
@@ -97,13 +87,13 @@ def _one(source: Source, part: Part, stated: Stated) -> tuple[RopeSpec, list[Fac
     base, base_from = base_of(source, part)
     slice_, facts = slice_of(source, part, rule, stated)
     head_dim, rotary_dim, start = slice_
-    if head_dim > _WIDEST:
-        fail(f"a head must have at most {_WIDEST} channels but got {head_dim} ({facts[0][2]})")
     pairs, pairs_from = pairing_of(source, stated.interleaved)
+    spec = RopeSpec(
+        head_dim, base, rotary_dim, start, pairs
+    )  # the slice must fit before axes are made
     scaling, scaling_facts = scaling_of(source, part, rule)
     axes, axes_from = axes_of(source, part, rotary_dim)
-    spec = RopeSpec(head_dim, base, rotary_dim, start, pairs, scaling, axes)
-    return spec, [
+    return dataclasses.replace(spec, scaling=scaling, axes=axes), [
         facts[0],
         ("base", spec.base, base_from),
         *facts[1:],
@@ -120,11 +110,9 @@ def _refuse_without_rope(source: Source) -> None:
     family = source.family
     if family is not None and family.refused is not None:
         fail(f"{source.name} has no spec: {family.refused}")
-    if source.values.get("alibi") is True:
-        fail(f"the config has no RoPE: {source.shown('alibi')} is True")
-    for key in keys.SWITCHES:
-        if source.values.get(key) is False:
-            fail(f"the config has no RoPE: {source.shown(key)} is False")
+    for key, on in keys.SWITCHES.items():
+        if source.values.get(key) is (not on):
+            fail(f"the config has no RoPE: {source.shown(key)} is {not on}")
     if family is not None and not family.needs_position_type:
         return  # its code ignores position_embedding_type, which is often a left-over
     given = source.outer(keys.POSITION_TYPE)
@@ -138,33 +126,22 @@ def _refuse_without_rope(source: Source) -> None:
         )
 
 
-def _read_outside(source: Source) -> set[str]:
-    """Keys of the outer level that are read in this configuration, or known not to affect the rotation."""
-    known = {
-        *keys.BASE, *keys.SECTION, *keys.FRACTION, *keys.ROTARY_DIM, *keys.PAIRING, *keys.ROPE_DIM,
-        *keys.NOPE_DIM, *keys.SECTIONS, *keys.SECTIONS_INTERLEAVED, *keys.INERT_OUTSIDE,
-        *keys.ORIGINAL_MAX_POSITION, *keys.POSITION_TYPE,
-    }  # fmt: skip
-    layers = source.family.layers if source.family is not None else None
-    return known | keys.READ_BY_LAYERS.get(layers or "", frozenset())
-
-
-def _unknown_outside(source: Source) -> list[str]:
-    known = _read_outside(source)
-    unknown = [
-        str(key)
-        for key, value in source.unread.items()
-        if _is_unknown(str(key), value, keys.INERT_OUTSIDE)
-    ]
+def _unknown_outside(source: Source) -> dict[str, bool]:
+    """Unknown keys of the outer level that could be about the rotation -> whether they may be about some layers."""
+    unknown = {}
+    for key, value in source.unread.items():
+        inner = str(key).partition(".")[2] or str(key)  # in GGUF, after the architecture
+        if _is_unknown(inner, value, keys.INERT_OUTSIDE.keys()):
+            unknown[str(key)] = keys.about_layers(inner, value)
+    read = {*keys.READ_OUTSIDE, *keys.READ_BY_LAYERS.get(rule_of(source) or "", ())}
+    listed = source.values.get("no_rope_layers")
+    if isinstance(listed, list | tuple) and all(listed):  # every layer has RoPE
+        read |= {"no_rope_layers", "no_rope_layer_interval"} if listed else {"no_rope_layers"}
     for key, value in source.values.items():
         if not isinstance(key, str) or (key.endswith("_config") and _is_part(value)):
             continue
-        if key == "no_rope_layers" and isinstance(value, list | tuple) and all(value):
-            continue  # a list of ones: every layer has RoPE
-        if key == "no_rope_layer_interval" and "no_rope_layers" in source.values:
-            continue
-        if _is_unknown(key, value, known):
-            unknown.append(source.shown(key))
+        if _is_unknown(key, value, read):
+            unknown[source.shown(key)] = keys.about_layers(key, value)
     return unknown
 
 
@@ -176,15 +153,21 @@ def _is_part(value: object) -> bool:
 
 def _is_unknown(key: str, value: object, known: Container[str]) -> bool:
     """Return True if a key, or one that its value holds, could be about the rotation and is not known."""
-    name = key.rpartition(".")[2]  # in GGUF, after the architecture
-    if value is None or name in known or (name, _plain(value)) in keys.INERT_OUTSIDE_VALUES:
+    name = key.rpartition(".")[2]
+    if value is None or name in known or value is keys.SWITCHES.get(name):
         return False
-    if name in keys.SWITCHES and value is True:
+    if (name, _plain(value)) in keys.INERT_OUTSIDE_VALUES:
         return False
     return keys.about_rotation(key) or keys.holds_rotation(value)
 
 
-def _complain(unknown: list[str], strict: bool) -> None:
+def _complain(unknown: Mapping[str, bool], strict: bool) -> None:
+    layered = [name for name, of_layers in unknown.items() if of_layers]
+    if layered:
+        fail(
+            f"every key that may say which layers rotate must be known but got {', '.join(layered)}; pass a config "
+            f"without it only if it has no effect"
+        )
     text = (
         f"every key about RoPE must be known but got {', '.join(unknown)}; strict=False ignores "
         f"them with a warning"
@@ -194,7 +177,8 @@ def _complain(unknown: list[str], strict: bool) -> None:
     warnings.warn(sentence(OPERATION, text), UserWarning, stacklevel=outside())
 
 
-def _unknown_inside(part: Part) -> list[str]:
+def _unknown_inside(part: Part) -> dict[str, bool]:
+    """The same for the keys of a rope section."""
     rule = kind_of_rule(part)
     known = {
         *keys.TYPE, *keys.BASE, *keys.FRACTION, *keys.SECTIONS, *keys.SECTIONS_INTERLEAVED,
@@ -203,14 +187,12 @@ def _unknown_inside(part: Part) -> list[str]:
     if rule is YaRN:
         known.add("attn_factor")
     if rule is NTK and "alpha" in part.entries:
-        known |= keys.INERT_BESIDE_ALPHA
-        if part.value("factor") not in (1, None):
-            known.discard("factor")
-    return [
-        path
+        known = (known | keys.INERT_BESIDE_ALPHA) - {"factor"}
+    return {
+        path: keys.about_layers(key, value)
         for key, (path, value) in part.entries.items()
         if key not in known and value is not None and (key, _plain(value)) not in keys.INERT_VALUES
-    ]
+    }
 
 
 def _plain(value: object) -> object:

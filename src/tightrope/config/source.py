@@ -35,6 +35,15 @@ class Stated:
     start: int | None = None
     rope_layers: str | Collection[str] | None = None
 
+    def __post_init__(self) -> None:
+        given = self.rope_layers
+        listed = isinstance(given, Collection) and not isinstance(given, str)
+        named = listed and given and all(isinstance(name, str) for name in given)
+        if not (given is None or named or (isinstance(given, str) and given == "all")):
+            raise bad_type(
+                f"rope_layers must be 'all', a collection of layer types that is not empty, or None but got {given!r}"
+            )
+
 
 @dataclass(frozen=True)
 class Source:

@@ -185,8 +185,8 @@ class RopeSpec:
                 attention is an error.
             section: the part of a nested configuration to read, such as ``"text_config"``, if several
                 have RoPE; ``""`` is the outer level.
-            strict: if true, an unknown key that could be about the rotation is an error; if false, a
-                warning.
+            strict: if true, an unknown key whose name has a word of the rotation is an error; if false, a
+                warning, unless the key may say which layers rotate.
             interleaved: the pairing, if neither the config nor its family determines it; overrides
                 both, and a conversion record.
             rotary_dim, start: the number of channels that rotate, and the first of them, 0 by default, if

@@ -6,8 +6,9 @@ lack. Nothing is guessed.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ... import config as reader
 from ...config import formats, keys
 from ...config.families import FAMILIES
 from ...config.files import url_in
+from ...config.layers import rule_of
 from ...config.source import Source
 from ...config.specs import LayerSpecs
 from ...spec import RopeSpec
@@ -145,8 +147,6 @@ def read_model(checkpoint: Checkpoint, stated: Stated, *, pairing: bool = True) 
     else:
         model = _from_config(found, stated, given)
     if stated.rotary_dim is not None or stated.start is not None:
-        if not isinstance(model.specs, RopeSpec):
-            fail("rotary_dim and start must not be given if layers have different specs")
         model = replace(model, specs=_sliced(model.specs, stated))
     for weights in checkpoint.files:
         layout.check_version(weights.version, model.naming, packed=stated.packing is not None)
@@ -250,7 +250,17 @@ def _from_flags(stated: Stated) -> Model:
     )  # fmt: skip
 
 
-def _sliced(spec: RopeSpec, stated: Stated) -> RopeSpec:
+def _sliced(spec: RopeSpec | LayerSpecs, stated: Stated) -> RopeSpec | LayerSpecs:
+    if isinstance(spec, LayerSpecs):
+        asked = (stated.rotary_dim, stated.start)
+        for one in filter(None, spec.values()):
+            # The flags have given the slice of a family that is not in the table.
+            if any(
+                want not in (None, got)
+                for want, got in zip(asked, (one.rotary_dim, one.start), strict=True)
+            ):
+                fail("rotary_dim and start must not be given if layers have different specs")
+        return spec
     start = spec.start if stated.start is None else stated.start
     rotary = stated.rotary_dim
     if rotary is None:
@@ -285,12 +295,14 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
         if path.is_dir():
             path = _config_of(path) or path / "config.json"
         found = load_json(path)
-    source = reader.source_of(found, stated.section)
+    with _with_options():
+        source = reader.source_of(found, stated.section)
     refused = _refused(source)
     if refused is not None:
         fail(refused)
     silent = source.family is None and given is None and _key_of(source) is None
-    read = _provenance(found, stated, False if silent else given, strict=given is None)
+    with _with_options():
+        read = _provenance(found, source, stated, False if silent else given)
     spec = read.spec
     every = spec.values() if isinstance(spec, LayerSpecs) else [spec]
     specs = [each for each in every if each is not None]
@@ -368,34 +380,50 @@ def _native(source: Source) -> bool | None:
     return None if family is None or family.pairing_key is not None else family.interleaved
 
 
+# Advice of the reader -> the same with the options of `tightrope convert`.
+_SPELLED = {
+    r"strict=False ignores them with a warning": "pass --config, a file without them, if they do not change "
+    "which channels rotate",
+    r"; for code like Llama's: .*": ".",
+    r"RopeSpec\.from_config\(config, section='(.*)'\)": r"--section \1",
+    r"interleaved=False and rope_layers='all'": "--from half",
+    r"interleaved=True and rope_layers='all'": "--from interleaved",
+    r"interleaved=(False|True) if the key": "--from if the key",
+    r"layer_type with the rotary_dim of its layers": "--config, a file with partial_rotary_factor",
+    r"\brotary_dim=": "--rotary-dim=",
+    r"\bstart=": "--start=",
+    r"with start if": "with --start if",
+}
+
+
+@contextmanager
+def _with_options() -> Iterator[None]:
+    """Name the options of the command in the reader's errors."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        for advice, option in _SPELLED.items():
+            text = re.sub(advice, option, text)
+        raise ValueError(text) from None
+
+
 def _provenance(
-    found: object, stated: Stated, interleaved: bool | None, *, strict: bool
+    found: object, source: Source, stated: Stated, interleaved: bool | None
 ) -> reader.Provenance:
-    """Read a configuration; unknown keys about RoPE are errors unless the user gave the pairing.
+    """Read a configuration with what the flags state.
 
     For an unknown family, the flags give the slice. Its layers need no statement: layers without RoPE
     compute the same if their channels are permuted too.
     """
-    source = reader.source_of(found, stated.section)
     asked: dict[str, Any] = {}
     if source.family is None:
         asked = {"rotary_dim": stated.rotary_dim, "start": stated.start, "rope_layers": "all"}
         sections = [source.values.get(key) for key in keys.SECTION]
-        if any(isinstance(one, Mapping) and None in one.values() for one in sections):
-            del asked["rope_layers"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        try:
-            return reader.provenance(
-                found, section=stated.section, strict=strict, interleaved=interleaved, **asked
-            )
-        except ValueError as error:
-            text = str(error).replace(
-                "strict=False ignores them with a warning", "--from ignores them"
-            )
-            text = text.partition("; for code like Llama's")[0].removesuffix(".") + "."
-            text = text.replace("rotary_dim=", "--rotary-dim=").replace("start=", "--start=")
-            raise ValueError(text) from None
+        nulls = any(isinstance(one, Mapping) and None in one.values() for one in sections)
+        if nulls or rule_of(source) is not None:
+            del asked["rope_layers"]  # the configuration states the layers
+    return reader.provenance(found, section=stated.section, interleaved=interleaved, **asked)
 
 
 def _refused(source: Source) -> str | None:

@@ -115,7 +115,7 @@ def make_plan(checkpoint: Checkpoint, model: Model, *, every_layer: bool = False
         change = _change(match, spec, model, rows.get(match.group_module, 0), checkpoint.ranks)
         if change is not None:
             changes.append(change)
-    _check_norms(entries, matches, model)
+    _check_others(entries, matches, model)
     _check_complete(matches)
     if every_layer:
         _check_layers(entries, matches, model, checkpoint)
@@ -160,10 +160,13 @@ def _check_gates(
         if entry.name.startswith(groups) and any(map(_GATES.fullmatch, entry.name.split("."))):
             return
     key, value = next(iter(model.gates.items()))
+    advice = ""
+    if key == "attn_output_gate" and not fused:
+        advice = f": --naming qwen3_next knows those of {key}"
     where = next((m.module for m in matches if m.role in ("q", "q gate", "qkv")), matches[0].module)
     fail(
         f"{key} is {value!r}, but no tensor holds the gates of the attention alone: gates among the rows of "
-        f"{where} are not supported{'' if fused else ', except those of --naming qwen3_next'}"
+        f"{where} are not supported{advice}"
     )
 
 
@@ -270,40 +273,47 @@ def _check_blocks(role: str, part: Part) -> None:
 # --- all tensors ----------------------------------------------------------------------------------
 
 
-# Names of norms and scales of queries or keys. Norms of a latent (q_a_layernorm) come before the projection
-# and do not match.
-_SIDE = r"(?:q|k|qk|query|key)"
+# Names of norms of queries or keys, and of other tensors that may hold their channels; those of a latent
+# (q_a_layernorm, k_b_proj) have channels that do not rotate.
+_SIDE = r"(?:q|k|qk|kv|qkv|query|queries|keys?)"
 _KIND = r"(?:(?:layer|rms)?_?norm|rms|ln)"
 _NORM = re.compile(rf"{_SIDE}_?{_KIND}|{_KIND}_?{_SIDE}")
-_CHANNEL_SCALE = re.compile(rf"{_SIDE}_?(?:cache_?)?scales?")
+_NAMED = re.compile(rf"(?:.*_)?{_SIDE}(?:(?:bias|conv|gain|gamma|scale).*|_(?![ab]_).*)?")
 
 
-def _check_norms(entries: list[Entry], matches: list[_Match], model: Model) -> None:
-    """Refuse norms and scales of queries or keys that the naming does not list: their channels would stay."""
+def _check_others(entries: list[Entry], matches: list[_Match], model: Model) -> None:
+    """Refuse channels of queries or keys that the naming does not list, as they would stay."""
     naming = model.naming
     ours = {id(match.entry) for match in matches}
     groups = {match.prefix + match.group: match.layer for match in matches}
+    places = groups | {
+        f"{m.prefix}{m.group.partition(f'.{m.layer}.')[0]}.{m.layer}.": m.layer for m in matches
+    }
     for entry in entries:
-        group = next((group for group in groups if entry.name.startswith(group)), None)
-        if group is None or id(entry) in ours or entry.numel < 2:
+        place = next((place for place in places if entry.name.startswith(place)), None)
+        if place is None or id(entry) in ours or entry.numel < 2:
             continue
-        path = entry.name[len(group) :].split(".")
+        path = entry.name[len(place) :].lower().split(".")
+        if place not in groups:
+            path = path[:1]  # other modules have queries and keys of their own
         if path[0] == "indexer":
             continue  # it has channels of its own, and stays where the naming does not list it
-        spec = model.of(groups[group])
-        fits = spec is not None and entry.numel % spec.head_dim == 0
-        if fits and any(_CHANNEL_SCALE.fullmatch(part.lower()) for part in path):
-            fail(
-                f"{entry.name} may scale channels of queries or keys, by its name and size, which is not "
-                f"supported: fold it into the projection, or remove it if the model can do without"
-            )
-        if not any(_NORM.fullmatch(part.lower()) for part in path):
+        if not any(map(_NORM.fullmatch, path)):
+            spec = model.of(places[place])
+            fits = spec is not None and entry.numel % spec.head_dim == 0
+            if fits and any(map(_NAMED.fullmatch, path)):
+                fail(
+                    f"{entry.name} may hold channels of queries or keys, by its name and size, and convert does "
+                    f"not move them: merge it into the projection, remove it if the model can do without, or "
+                    f"rename it if it holds none"
+                )
             continue
         module = path[0]
         knowing = [
             name
             for name, other in NAMINGS.items()
-            if other.layer == naming.layer
+            if place in groups
+            and other.layer == naming.layer
             and any(re.fullmatch(known, module) for known in other.modules)
         ]
         hint = f"; --naming {' or '.join(knowing)} does" if knowing else ""
