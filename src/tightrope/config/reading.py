@@ -88,9 +88,8 @@ def _one(source: Source, part: Part, stated: Stated) -> tuple[RopeSpec, list[Fac
     slice_, facts = slice_of(source, part, rule, stated)
     head_dim, rotary_dim, start = slice_
     pairs, pairs_from = pairing_of(source, stated.interleaved)
-    spec = RopeSpec(
-        head_dim, base, rotary_dim, start, pairs
-    )  # the slice must fit before axes are made
+    # The slice must fit before axes are made.
+    spec = RopeSpec(head_dim, base, rotary_dim, start, pairs)
     scaling, scaling_facts = scaling_of(source, part, rule)
     axes, axes_from = axes_of(source, part, rotary_dim)
     return dataclasses.replace(spec, scaling=scaling, axes=axes), [
