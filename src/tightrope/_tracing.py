@@ -26,6 +26,10 @@ lowerings: list[Any] = []
 # functionalization.
 _TRACING_MODES = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch  # of make_fx(pre_dispatch=True)
+_has_key = torch._C._dispatch_tls_is_dispatch_key_included
+_count_modes = torch._C._len_torch_dispatch_stack
+_interpreter = torch._C._functorch.peek_interpreter_stack  # of functorch
+_UNCHANGED = nullcontext()
 
 
 def is_tracing() -> bool:
@@ -37,9 +41,9 @@ def is_tracing() -> bool:
     """
     return (
         torch.compiler.is_compiling()
-        or (torch._C._len_torch_dispatch_stack() > 0 and _has_tracing_mode())
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+        or (_count_modes() > 0 and _has_tracing_mode())
+        or _interpreter() is not None
+        or _has_key(_PRE_DISPATCH)
     )
 
 
@@ -53,9 +57,9 @@ def is_repeated() -> bool:
     It saves the results of some operators, and does not run these again when it repeats a forward pass in
     the backward pass.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _count_modes() == 0:
         return False
-    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    modes = map(torch._C._get_dispatch_stack_at, range(_count_modes()))
     # By name: the classes are private, and other libraries derive theirs from them.
     return any(base.__name__ in _REPEATING for mode in modes for base in type(mode).__mro__)
 
@@ -72,10 +76,10 @@ def outside_modes() -> AbstractContextManager[object]:
     one in the cache: selective activation checkpointing counts them.
     """
     if torch.compiler.is_compiling():
-        return nullcontext()
-    watched = torch._C._len_torch_dispatch_stack() > 0
+        return _UNCHANGED
+    watched = _count_modes() > 0
     if not (watched or torch.is_inference_mode_enabled()) or is_tracing():
-        return nullcontext()
+        return _UNCHANGED
     return _unseen() if watched else torch.inference_mode(False)
 
 

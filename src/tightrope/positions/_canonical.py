@@ -45,7 +45,9 @@ class Positions:
 
     @public("Positions")
     def __post_init__(self) -> None:
-        offset = integer("offset", self.offset, "; give fractions and tensors as ids")
+        offset = self.offset
+        if type(offset) is not int:
+            offset = integer("offset", offset, "; give fractions and tensors as ids")
         check_fits("offset", offset)
         if not isinstance(self.add_index, bool):
             raise bad_type(f"add_index must be a bool but got {describe(self.add_index)}")

@@ -70,8 +70,8 @@ class Memo:
         gate_logs: the logarithms of gates without tensors, by gate and dtype, with the number of
             tokens and the ids that they were made for.
         fitted: the number of tokens and the ids of the last successful length check.
-        tables: cosines and sines of a stack, by number of tokens and dtype of the rotated tensors,
-            with the ids that they were made for.
+        tables: cosines and sines of a stack, by number of tokens and dtype of the rotated tensors, for
+            the ids of the rotation's snapshot.
         row: the frequencies of a stack, for tables that are made in every call.
         parts: the rotations of parts of the rows, heads and tokens; see :meth:`PreparedRotation.cut`.
     """
@@ -80,7 +80,7 @@ class Memo:
     for_tokens: tuple[int, Snapshot, PreparedRotation] | None = None
     gate_logs: dict[Any, tuple[torch.Tensor, int, Snapshot]] = field(default_factory=dict)
     fitted: tuple[int, Snapshot] | None = None
-    tables: dict[tuple[int, torch.dtype], tuple[Snapshot, torch.Tensor, torch.Tensor]] = field(
+    tables: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
     )
     row: Row | None = None
@@ -251,6 +251,7 @@ class PreparedRotation:
             self.amplitude_hex,
             self.rows if self.rows == 1 else rows.size,
             made_from=self.made_from,
+            snapshot=None if self.stack is None or ids is None else Snapshot.of(ids),
             stack=self.stack,
             stack_length=length,
         )
@@ -267,23 +268,24 @@ class PreparedRotation:
     def tables(self, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines of :attr:`stack`, ``(rows|1, 1, tokens, pairs)``.
 
+        Not for a rotation that is stale.
+
         Args:
             tokens: number of tokens per row.
             dtype: the dtype of the rotated tensors.
         """
+        if self.ids is not None and self.snapshot is None:
+            return self._tables_by(self._row(), tokens, dtype)
         memo = self.memo
         kept = None if is_tracing() else memo.tables.get((tokens, dtype))
-        if kept is not None and kept[0].is_of(self.ids):
-            return kept[1:]
-        seen = Snapshot.of(self.ids)
-        if seen is None:
-            return self._tables_by(self._row(), tokens, dtype)
+        if kept is not None:
+            return kept
         with outside_modes():
             made = self._tables_by(None, tokens, dtype)
         if may_keep(self.device):
             # Tables of the last number of tokens only: decoding makes one pair of tables per token.
             memo.tables = {key: value for key, value in memo.tables.items() if key[0] == tokens}
-            memo.tables[tokens, dtype] = seen, *made
+            memo.tables[tokens, dtype] = made
         return made
 
     def _tables_by(

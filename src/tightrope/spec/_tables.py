@@ -102,10 +102,7 @@ class Tables:
         """Return phase words and turns for rows of given lengths; one row if all rows share them."""
         if lengths is None or self.rule is None:
             return self._of_regime(device)
-        if isinstance(lengths, torch.Tensor):
-            return self._of_rows(self.rule, lengths, device)
-        with outside_modes():
-            return self._of_rows(self.rule, lengths, device)
+        return self._of_rows(self.rule, lengths, device)
 
     @public("seq_len")
     def _of_rows(self, rule: Rule, lengths: Lengths, device: torch.device) -> Table:
@@ -121,12 +118,14 @@ class Tables:
             return self._of_regime(device)
         if rule.ntk_by_length and len(lengths) > 1 and not is_tracing():
             if min(lengths) < max(lengths) > rule.original_max_position:
-                return self._of_lengths(lengths, device)
+                with outside_modes():
+                    return self._of_lengths(lengths, device)
         regimes = [rule.regime(length) for length in lengths]
         if len(set(regimes)) == 1:
             return self._of_regime(device, regimes[0])
         tables = {regime: self._of_regime(device, regime) for regime in set(regimes)}
-        return phase_words.joined([tables[regime] for regime in regimes])
+        with outside_modes():
+            return phase_words.joined([tables[regime] for regime in regimes])
 
     @public("RopeSpec")
     def amplitude(self, lengths: Lengths | None) -> str:
