@@ -535,7 +535,7 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
         ["bench", "--list"],
         ["bench", "--only", "decode 1.*fp32", "--against", "^eager$", "--rounds", "1", "--json"],
         ["demo", "--size", "tiny", "--steps", "1", "--out", "{folder}/demo"],
-        ["detect", "{folder}/model.safetensors", "--head-dim", "8", "--naming", "llama"],
+        ["detect", "{folder}/model.safetensors", "--heads=2", "--head-dim=8", "--naming=llama"],
         [
             *(
                 "convert",
@@ -544,7 +544,7 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
                 "--naming",
                 "llama",
             ),
-            *("--head-dim", "8", "--from", "half", "--to", "interleaved"),
+            *("--heads", "2", "--head-dim", "8", "--from", "half", "--to", "interleaved"),
         ],
     ],
     ids=" ".join,

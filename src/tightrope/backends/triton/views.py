@@ -72,9 +72,9 @@ def is_aligned(views: Iterable[View], element: int) -> bool:
 
 
 def address(x: torch.Tensor) -> int:
-    """Return the address of a tensor; refuse one whose storage was freed."""
+    """Return the address of a tensor, 0 on the meta device; refuse one whose storage was freed."""
     at = x.data_ptr()
-    if at == 0 and x.numel():
+    if at == 0 and x.numel() and not x.is_meta:
         raise RuntimeError(
             "tightrope: tensors must have their memory, but the storage of one is empty (freed by a "
             "wrapper of the model?)"
