@@ -104,7 +104,7 @@ class Scripted(Base):
         return y
 
 
-class OfModule(Base):
+class InModule(Base):
     def turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = any_models.turn(x, (cos[None], sin[None]))
         return y
@@ -154,7 +154,7 @@ class Complex(Base):
         (InClosure, "InClosure.spinning", UNSEEN),
         (InPartial, "InPartial.spinning", UNSEEN),
         (Scripted, "scripted", UNSEEN),
-        (OfModule, "turn", UNSEEN),
+        (InModule, "turn", UNSEEN),
         (OtherNames, "spin", UNSEEN),
         (Differentiated, "Rope", UNSEEN),
         (OfObject, "called", UNSEEN),

@@ -80,7 +80,7 @@ INERT_VALUES: dict[tuple[str, object], str] = {
 # vLLM, llama.cpp and Megatron (tests/data/config_names.txt).
 _ABOUT = re.compile(
     r"""
-    (?<!p)(?<!eu)rope(?!r) | rotar | rotat | theta | yarn | ntk | mscale | neox | seqlen | extrapolat | alibi
+    (?<!p)(?<!eu)rope(?!r) | rota[rt] | theta | yarn | ntk | mscale | neox | seqlen | extrapolat | alibi
     | wavelength | timescale | (?<![a-z])freq
     | (?<![a-z])(?:rot|logn|nope|nopos|no_pos|pe|fope|xpos|orig|original|trained|partial|compress|interleaved?)(?![a-z])
     | (?<![a-z])(?:sections?|axes|long_context)(?![a-z])
