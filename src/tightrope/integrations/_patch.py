@@ -99,7 +99,8 @@ def patch(
     # Return float32 tables only if every function that reads them is replaced: a function that is
     # left, or was not found, may rely on the dtype.
     wide = (
-        _are_known(_readers_of(model, makers, found), makers)
+        bool(makers)
+        and _are_known(_readers_of(model, makers, found), makers)
         and not left
         and all(result for *_, result in found)
     )
@@ -195,7 +196,7 @@ def _readers_of(
 def _are_known(readers: Readers, makers: set[type]) -> bool:
     """Return whether all code that reads tables is known to be replaced; raise an error if some is not."""
     if not readers.found:
-        return bool(makers) and makers <= readers.seen and not readers.unread
+        return makers <= readers.seen and not readers.unread
     names = ", ".join(sorted(cls.__name__ for cls in makers))
     code = ", ".join(f"{name} ({text})" for name, text in sorted(readers.found.items()))
     raise bad_value(

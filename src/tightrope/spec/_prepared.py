@@ -304,8 +304,10 @@ class PreparedRotation:
 
     def _row(self) -> Row | None:
         """Return the frequencies of the stack on the device; None while tracing."""
+        if is_tracing():
+            return None
         row = self.memo.row
-        if row is None and not is_tracing():
+        if row is None:
             with outside_modes():
                 row = self.stack.row(  # type: ignore[union-attr]
                     self.made_from,  # type: ignore[arg-type]
@@ -314,7 +316,7 @@ class PreparedRotation:
                 )
             if may_keep(self.device):
                 self.memo.row = row
-        return None if is_tracing() else row
+        return row
 
     def passed(self, tokens: int) -> tuple[int | None, int, int] | None:
         """Find the first row that is longer than the caller stated: see :func:`_lengths.passed`.
