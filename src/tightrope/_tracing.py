@@ -68,12 +68,11 @@ _REPEATING = {"_CachingTorchDispatchMode", "_CachedTorchDispatchMode"}
 
 
 def outside_modes() -> AbstractContextManager[object]:
-    """Return a context outside of inference mode, in which dispatch modes see nothing; no change while
-    tracing.
+    """Return a context outside of inference mode in which dispatch modes see nothing.
 
-    Use it for all work whose result is cached, on tensors that do not handle operators themselves.
-    Autograd can then save the result, and a dispatch mode sees the same operators whether or not there is
-    one in the cache: selective activation checkpointing counts them.
+    While tracing it changes nothing. Use it for all work whose result is cached, on tensors that do not
+    handle operators themselves. Autograd can then save the result, and a dispatch mode sees the same
+    operators whether or not there is one in the cache: selective activation checkpointing counts them.
     """
     if torch.compiler.is_compiling():
         return _UNCHANGED

@@ -117,9 +117,9 @@ def _run(call: Call, way: Way) -> Results:
 
 
 def _run_repeated(call: Call, way: Way) -> Results:
-    """Write into the inputs or `out` by a copy, which selective checkpointing runs again.
+    """Write into the inputs or `out` by a copy, which selective checkpointing always runs again.
 
-    It would not run the operator again if its result was saved: one that writes has none.
+    It may skip the operator in the repeated pass, and what the operator wrote in the first would be missing.
     """
     if call.verb == "in place":
         _check_in_place([call], way.needs_grad)

@@ -268,7 +268,7 @@ class PreparedRotation:
     def tables(self, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines of :attr:`stack`, ``(rows|1, 1, tokens, pairs)``.
 
-        Not for a rotation that is stale.
+        The rotation must not be stale: see :attr:`is_stale`.
 
         Args:
             tokens: number of tokens per row.
