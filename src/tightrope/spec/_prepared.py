@@ -268,7 +268,7 @@ class PreparedRotation:
     def tables(self, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines of :attr:`stack`, ``(rows|1, 1, tokens, pairs)``.
 
-        The rotation must not be stale: see :attr:`is_stale`.
+        If ids changed in place after the rotation was prepared, prepare it again first.
 
         Args:
             tokens: number of tokens per row.
