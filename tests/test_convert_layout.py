@@ -606,6 +606,12 @@ def test_the_layers_that_a_configuration_lists_need_no_option(tmp_path: Path) ->
     assert convert(source, tmp_path / "no", to="interleaved", stated=Stated(rotary_dim=8)).written
 
 
+def test_a_null_in_a_rope_section_asks_for_no_layers(tmp_path: Path) -> None:
+    config = {**ZEBRA, "rope_scaling": {"rope_type": "default", "factor": None}}
+    source = write(tmp_path / "source", llama_tensors(), config)
+    assert convert(source, tmp_path / "out", to="interleaved", stated=NAMED).written
+
+
 @pytest.mark.parametrize("naming", ["qwen3_next", "llama"])
 @pytest.mark.parametrize(
     "key", ["attn_output_gate", "elementwise_attn_output_gate", "headwise_attn_output_gate", "use_gated_attention"]

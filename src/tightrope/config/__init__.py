@@ -86,6 +86,8 @@ def provenance(
 
 
 def _read(config: object, stated: Stated) -> Provenance:
+    if isinstance(config, Source):  # of convert, which adds what it knows
+        return read(config, stated)
     source = source_of(config, stated.section)
     if stated.interleaved is None:
         source = replace(source, recorded=_recorded(config))

@@ -17,7 +17,6 @@ from ... import config as reader
 from ...config import formats, keys
 from ...config.families import FAMILIES
 from ...config.files import url_in
-from ...config.layers import rule_of
 from ...config.source import Source
 from ...config.specs import LayerSpecs
 from ...spec import RopeSpec
@@ -302,7 +301,7 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
         fail(refused)
     silent = source.family is None and given is None and _key_of(source) is None
     with _with_options():
-        read = _provenance(found, source, stated, False if silent else given)
+        read = _provenance(source, stated, False if silent else given)
     spec = read.spec
     every = spec.values() if isinstance(spec, LayerSpecs) else [spec]
     specs = [each for each in every if each is not None]
@@ -408,9 +407,7 @@ def _with_options() -> Iterator[None]:
         raise ValueError(text) from None
 
 
-def _provenance(
-    found: object, source: Source, stated: Stated, interleaved: bool | None
-) -> reader.Provenance:
+def _provenance(source: Source, stated: Stated, interleaved: bool | None) -> reader.Provenance:
     """Read a configuration with what the flags state.
 
     For an unknown family, the flags give the slice. Its layers need no statement: layers without RoPE
@@ -418,12 +415,9 @@ def _provenance(
     """
     asked: dict[str, Any] = {}
     if source.family is None:
-        asked = {"rotary_dim": stated.rotary_dim, "start": stated.start, "rope_layers": "all"}
-        sections = [source.values.get(key) for key in keys.SECTION]
-        nulls = any(isinstance(one, Mapping) and None in one.values() for one in sections)
-        if nulls or rule_of(source) is not None:
-            del asked["rope_layers"]  # the configuration states the layers
-    return reader.provenance(found, section=stated.section, interleaved=interleaved, **asked)
+        source = replace(source, knows=source.knows | {"layers"})
+        asked = {"rotary_dim": stated.rotary_dim, "start": stated.start}
+    return reader.provenance(source, interleaved=interleaved, **asked)
 
 
 def _refused(source: Source) -> str | None:
