@@ -100,19 +100,31 @@ def output_of(tmp_path_factory: pytest.TempPathFactory) -> Output:
     return run
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a path to leave out that does not exist: pytest would run the tests that have moved from it."""
+    for path in config.getoption("ignore") or []:
+        if not (config.invocation_params.dir / path).exists():
+            raise pytest.UsageError(f"--ignore={path}: there is no such file or folder")
+    for test in config.getoption("deselect") or []:
+        if not (config.rootpath / test.partition("::")[0]).exists():
+            raise pytest.UsageError(f"--deselect={test}: there is no such file")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For `@pytest.mark.one_in(n)`: keep one in n cases of a test, and mark the others as slow.
 
-    The kept cases are drawn with the name of the test as seed, so they are always the same.
+    The kept cases are drawn with the name of the test, without its file, as seed: they are always the
+    same, also after a file has moved.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("one_in"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, found in cases.items():
+    for test, found in cases.items():
         (n,) = found[0].get_closest_marker("one_in").args
         found.sort(key=lambda item: item.nodeid)
-        drawn = random.Random(name).sample(range(len(found)), math.ceil(len(found) / n))
+        seed = test.partition("::")[2]
+        drawn = random.Random(seed).sample(range(len(found)), math.ceil(len(found) / n))
         for index in set(range(len(found))) - set(drawn):
             found[index].add_marker("slow")
 

@@ -162,7 +162,10 @@ def choose(path):
 def source_files():
     for name in PYTHON:
         where = ROOT / "src/tightrope" / name
-        yield from sorted(where.rglob("*.py")) if where.is_dir() else [where]
+        files = sorted(where.rglob("*.py")) if where.is_dir() else [where]
+        if not files:
+            raise FileNotFoundError(f"{where} holds no source")
+        yield from files
     yield from (ROOT / "csrc" / name for name in LOOPS)
 
 

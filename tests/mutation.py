@@ -128,7 +128,9 @@ def in_child(source, isa, options, chosen):
 def run_tests(source, seconds, until, arguments, isa=None):
     """Run tests on a copy of src/ in a child process, and return the outcome."""
     files = sorted({nodeid.split("::")[0] for nodeid in seconds})
-    files = [name for name in files if (ROOT / name).exists()]
+    missing = [name for name in files if not (ROOT / name).exists()]
+    if missing:
+        raise FileNotFoundError(f"the map names tests that are gone: {missing}; trace them again")
     if not files:
         return {"outcome": "survived", "by": None, "tests": 0}
     note = source.parent / "note"
@@ -205,11 +207,20 @@ def read_results(path):
     return {(m["file"], m["before"], m["at"], m["after"]): m for m in map(json.loads, lines)}
 
 
+def check_nearest():
+    """Raise FileNotFoundError if a file that NEAREST lists does not exist."""
+    stems = {stem for stems in NEAREST.values() for stem in stems.split()}
+    missing = {stem for stem in stems if not (ROOT / f"tests/test_{stem}.py").exists()}
+    if missing:
+        raise FileNotFoundError(f"NEAREST lists tests that do not exist: {sorted(missing)}")
+
+
 def run(mutants, traced, results, arguments):
     """Run the mutants that have no result yet, and print how many had each outcome.
 
     Then run every test that failed for a mutant on the unchanged source, where it should pass.
     """
+    check_nearest()
     done = read_results(results)
     with results.open("a") as out:
         for mutant in mutants:

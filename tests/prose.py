@@ -92,7 +92,11 @@ def main():
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     counts, unused = collections.Counter(), set(EXCEPTIONS)
-    for name in sorted({*listed.split()} - UNCHECKED):
+    names = {*listed.split()}
+    if not names > UNCHECKED:
+        print(f"UNCHECKED names files that do not exist: {', '.join(sorted(UNCHECKED - names))}")
+        return 1
+    for name in sorted(names - UNCHECKED):
         if not name.endswith((".md", ".py", ".h", ".cpp")):
             continue
         for line, found, use in sorted(problems(name, (ROOT / name).read_text("utf-8"))):

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .plugin import Options
 
 ROOT = Path(__file__).parents[2]
+KERNEL_TESTS = "tests/test_triton*.py"
 HERE = "benchmarks/gpu"
 
 #: Exit codes: all results are right; something is wrong; there is no GPU, or a package is missing.
@@ -71,11 +72,11 @@ class Phase(NamedTuple):
 
 def phases() -> tuple[Phase, ...]:
     """Return the phases of a run, in order."""
-    triton = sorted(
-        path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/test_triton*.py")
-    )
+    found = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(KERNEL_TESTS))
     # The tests that only compile need no GPU.
-    triton = [path for path in triton if "compile" not in path]
+    triton = [path for path in found if "compile" not in path]
+    if len(triton) == len(found) or len(triton) < 3:
+        raise FileNotFoundError(f"{KERNEL_TESTS}: these are not the tests of the kernels: {found}")
     return (
         Phase((f"{HERE}/test_budgets.py",), True, 0.4),
         Phase(

@@ -29,14 +29,20 @@ def options() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def instrumented(guided: bool, *modules: str) -> Iterator[None]:
-    """Instrument these modules for coverage while they are imported."""
-    if not guided:
-        yield
-        return
-    import atheris
+    """Instrument these modules for coverage while they are imported.
 
-    with atheris.instrument_imports(include=list(modules)):
+    Raises:
+        RuntimeError: if one of them was not imported. A fuzzer would run blindly.
+    """
+    with contextlib.ExitStack() as stack:
+        if guided:
+            import atheris
+
+            stack.enter_context(atheris.instrument_imports(include=list(modules)))
         yield
+    missing = set(modules) - set(sys.modules)
+    if missing:
+        raise RuntimeError(f"not imported, so not instrumented: {', '.join(sorted(missing))}")
 
 
 class Bytes(random.Random):

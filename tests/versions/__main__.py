@@ -35,7 +35,7 @@ MARK = "tested versions"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TORCHES = ("2.10", "2.11", "2.12", "2.13")
 # Tests of the checkout's tools, which run with the pinned versions only.
-ELSEWHERE = ("docs", "site", "prose", "architecture", "build")
+ELSEWHERE = ("docs", "site", "prose", "architecture")
 
 Result = dict[str, Any]
 

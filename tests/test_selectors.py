@@ -1,0 +1,95 @@
+"""Lists and patterns that select tests and modules raise where they name something that is gone.
+
+Each of them would otherwise be content with less: fewer tests run, and none fails.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def collected(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only"]
+    return subprocess.run(
+        [*command, *arguments], cwd=cwd, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("option", ["--ignore=tests/test_x.py", "--deselect=tests/test_x.py::test"])
+def test_a_path_to_leave_out_must_exist(option: str) -> None:
+    done = collected(option, "tests/test_prose.py")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"{option}: there is no such file" in done.stderr
+    sound = option.replace("test_x", "test_selectors")
+    assert collected(sound, "tests/test_prose.py").returncode == 0
+
+
+CASES = """
+import pytest
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("n", range(40))
+def test_numbers(n): ...
+"""
+
+
+def test_the_file_of_a_test_does_not_change_the_cases_that_are_drawn(tmp_path: Path) -> None:
+    conftest = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
+    names = []
+    for file in ("test_a.py", "folder/test_b.py"):
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(CASES)
+        (tmp_path / "conftest.py").write_text(conftest)
+        (tmp_path / "pytest.ini").write_text(
+            f"[pytest]\npythonpath = {ROOT / 'tests'}\nmarkers =\n    slow: .\n    one_in(n): .\n"
+        )
+        done = collected("-m", "not slow", file, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        names.append([line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line])
+    assert names[0] == names[1]
+    assert len(names[0]) == 10
+
+
+def test_the_lists_of_the_mutants_name_tests_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mutation
+
+    mutation.check_nearest()
+    monkeypatch.setitem(mutation.NEAREST, "tightrope/x", "angles nowhere")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        mutation.check_nearest()
+
+
+def test_mutants_are_planted_in_sources_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mutants
+
+    assert len(list(mutants.source_files())) > 40
+    monkeypatch.setattr(mutants, "PYTHON", ["nowhere"])
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        list(mutants.source_files())
+
+
+def test_a_fuzzer_instruments_only_modules_that_are_imported() -> None:
+    from hardening import fuzzing
+
+    with fuzzing.instrumented(False, "json"):
+        pass
+    with (
+        pytest.raises(RuntimeError, match="nowhere"),
+        fuzzing.instrumented(False, "json", "nowhere"),
+    ):
+        pass
+
+
+def test_the_gpu_benchmark_needs_the_tests_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu import __main__ as gpu
+
+    monkeypatch.setattr(gpu, "KERNEL_TESTS", "tests/test_prose.py")
+    with pytest.raises(FileNotFoundError, match="not the tests of the kernels"):
+        gpu.phases()
