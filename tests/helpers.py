@@ -6,10 +6,14 @@ import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 import torch
+
+#: The folder of the checkout.
+ROOT = Path(__file__).resolve().parents[1]
 
 #: The fixture `output_of`, which runs a script, given its name and arguments.
 Output: TypeAlias = Callable[..., dict[str, Any]]

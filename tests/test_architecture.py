@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
-SOURCE = Path(__file__).resolve().parent.parent / "src" / "tightrope"
+from helpers import ROOT
+
+SOURCE = ROOT / "src" / "tightrope"
 
 # A module belongs to the group with the longest matching prefix. A group may import from groups of
 # lower rank and within itself; two groups of one rank never import each other. "*" matches one name,
@@ -232,7 +234,7 @@ def test_imports_go_down() -> None:
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
 def test_documents_name_every_group(page: str) -> None:
-    text = (SOURCE.parent.parent / page).read_text(encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if re.match(r"\| [0-6] \|", line)]
     named = {
         (int(row.split("|")[1]), name) for row in rows for name in re.findall(r"`([\w.*]+)`", row)
@@ -463,7 +465,7 @@ def test_only_the_binding_includes_torch() -> None:
     would keep one copy of each function in them, which could use instructions that the machine
     lacks.
     """
-    folder = SOURCE.parent.parent / "csrc"
+    folder = ROOT / "csrc"
     aware = {path.name for path in folder.iterdir() if "<torch/" in path.read_text()}
     assert aware == {"bind_problem.h", "bind_schemas.cpp"}
     units = {path.name for path in folder.glob("*.cpp") if '"bind_' in path.read_text()}

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import tightrope
+from helpers import ROOT
 from tightrope import RopeSpec
 from tightrope.cli import app
 from tightrope.cli._console import Ticker
@@ -31,7 +32,7 @@ from tightrope.workbench.demo import polar
 from tightrope.workbench.demo.rotations import EagerAttention, is_steady, seconds
 from tightrope.workbench.text import duration
 
-PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
+PYPROJECT = ROOT / "pyproject.toml"
 PNG = b"\x89PNG\r\n\x1a\n"
 COMMAND = [sys.executable, "-m", "tightrope.cli"]
 # The entry point of the installed `tightrope`.

@@ -17,11 +17,10 @@ import pytest
 import torch
 
 from convert_cases import LLAMA, TRAINED, contents, llama_tensors, trained, write
+from helpers import ROOT
 from tightrope.cli import app
 from tightrope.cli._names import grouped, size
 from tightrope.workbench.convert import rewrite
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture

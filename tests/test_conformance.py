@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 import oracle
+from helpers import ROOT
 from matrix import every_backend
 from tightrope import RopeSpec, positions, stacks
 from tightrope.functional import apply_rotary_pos_emb, rotate
 from tolerances import assert_same_bits, value
 
-ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "conformance"
 DESCRIBED: dict[str, Any] = json.loads((FOLDER / "vectors.json").read_text())
 EXACT, STACKS = (load_file(FOLDER / f"{kind}.safetensors") for kind in ("exact", "stacks"))

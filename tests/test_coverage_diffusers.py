@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from benchmarks.coverage import functions, models, report
 from benchmarks.coverage.catalogue import LIBRARIES, model_classes, rotary, sizes
 from benchmarks.transformers_coverage.comparing import faulty
 
+from helpers import ROOT
 from tightrope.integrations import patch
 
 pytest.importorskip("diffusers")
@@ -21,7 +21,6 @@ pytest.importorskip("diffusers")
 # Warnings of the library's models are not tested here.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("recognised_once")]
 
-ROOT = Path(__file__).resolve().parent.parent
 ALL: list[dict[str, Any]] = json.loads(
     (ROOT / "benchmarks/results/coverage-diffusers.json").read_text(encoding="utf-8")
 )

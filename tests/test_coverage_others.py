@@ -7,7 +7,6 @@ import importlib
 import json
 import sys
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +15,11 @@ from benchmarks.coverage import __main__ as command, functions, models, report
 from benchmarks.coverage.catalogue import LIBRARIES, model_classes, sizes
 from benchmarks.coverage.stand_ins import installed
 
+from helpers import ROOT
+
 # Warnings of the libraries' models are not tested here.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("recognised_once")]
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/coverage-others.json"
 DATA: list[dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))
 BY_NAME = {each["library"]: each for each in DATA}

@@ -16,7 +16,7 @@ from torch.utils import cpp_extension
 
 import oracle
 import tightrope
-from helpers import noise
+from helpers import ROOT, noise
 from tightrope import RopeSpec, positions
 from tightrope.activations import RMSNorm
 from tightrope.backends import cpu
@@ -25,7 +25,6 @@ from tightrope.functional import rotate, rotate_, rotate_qk
 from tightrope.ops import schema
 from tolerances import assert_rotations, assert_same_bits
 
-ROOT = Path(__file__).resolve().parent.parent
 SPEC = RopeSpec(16, base=500_000.0, rotary_dim=12)
 SCALED = RopeSpec(16, base=500_000.0, rotary_dim=12, scaling=Linear(3.0))
 COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)

@@ -16,9 +16,9 @@ from types import ModuleType
 
 import pytest
 
+from helpers import ROOT
 from tightrope.frequencies import RULES
 
-ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 

@@ -12,15 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks.gpu import cases, model, report, sass
 from benchmarks.pages import table
 
+from helpers import ROOT
 from triton_cases import needs_triton
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu-h200-model.json"
 
 # Three times, half of the threads load 16 bytes in each step of a loop, whose length is a parameter.

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import tightrope
+from helpers import ROOT
 from tightrope.functional import apply_rotary_pos_emb, rotate_qk
 from tolerances import assert_same_bits
 
-ROOT = Path(__file__).resolve().parent.parent
 COMMIT = "0123456789ab"
 
 

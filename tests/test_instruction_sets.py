@@ -12,13 +12,14 @@ import torch
 
 import tightrope
 import tolerances
+from helpers import ROOT
 from oracle import pair_lengths
 from tightrope import RopeSpec
 from tightrope.backends import cpu
 from tightrope.functional import rotate, rotate_
 from tolerances import assert_rotations
 
-TESTS = Path(__file__).resolve().parent
+TESTS = ROOT / "tests"
 MISSING = tightrope.backends.why_not()["cpu"]
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"no native library: {MISSING}")
 
@@ -45,7 +46,7 @@ def python(*arguments: str, isa: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
         env=environment,
-        cwd=TESTS.parent,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,

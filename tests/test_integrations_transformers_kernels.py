@@ -10,14 +10,14 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from helpers import ROOT
 from tightrope.integrations.transformers import register
 
-TESTS = Path(__file__).resolve().parent
-SOURCE = TESTS.parent / "src"
+TESTS = ROOT / "tests"
+SOURCE = ROOT / "src"
 
 needs_kernels = pytest.mark.skipif(
     importlib.util.find_spec("kernels") is None, reason="the kernels package is not installed"

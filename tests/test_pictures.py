@@ -3,7 +3,9 @@
 import runpy
 from pathlib import Path
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+from helpers import ROOT
+
+DOCS = ROOT / "docs"
 
 
 def test_the_pictures_are_up_to_date(tmp_path: Path) -> None:

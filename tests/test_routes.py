@@ -9,14 +9,13 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.autograd import forward_ad
 
-from helpers import noise
+from helpers import ROOT, noise
 from tightrope import RopeSpec, gates
 from tightrope.activations import RMSNorm
 from tightrope.functional import rotate, rotate_
@@ -26,7 +25,7 @@ from tightrope.ops.call import VERBS
 from tightrope.ops.route import AUTOGRAD, DEFINITION, KERNEL, ROUTES, TRACED
 from tolerances import assert_near
 
-DESIGN = Path(__file__).resolve().parent.parent / "docs" / "design.md"
+DESIGN = ROOT / "docs" / "design.md"
 SPEC = RopeSpec(8, rotary_dim=6, start=1, base=50.0)
 
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -275,7 +274,7 @@ def test_one_tensor_is_not_written_twice_where_there_are_no_addresses() -> None:
 
 def test_only_the_route_module_inspects_modes() -> None:
     """Only ops/route.py and _tracing.py refer to torch's transforms and forward mode."""
-    source = DESIGN.parent.parent / "src" / "tightrope"
+    source = ROOT / "src" / "tightrope"
     asks = re.compile(r"_functorch|forward_ad|CInterpreter")
     allowed = {"ops/route.py", "_tracing.py"}
     found = {

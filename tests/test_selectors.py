@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from helpers import ROOT
 
 
 def collected(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

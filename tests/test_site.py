@@ -23,12 +23,12 @@ from urllib.parse import unquote, urldefrag
 import pytest
 import torch
 
+from helpers import ROOT
 from model_configs import MODELS
 from tightrope import RopeSpec, angles
 
 playwright = pytest.importorskip("playwright.sync_api")
 
-ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )

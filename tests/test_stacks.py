@@ -7,14 +7,13 @@ import dataclasses
 import json
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from helpers import noise
+from helpers import ROOT, noise
 from matrix import every_backend
 from tightrope import Axes, RopeSpec, frequencies, functional, gates, positions, stacks
 from tightrope.frequencies import (
@@ -249,7 +248,7 @@ def test_stacks_that_claim_to_have_run_did() -> None:
 
     In the stored comparisons no result and no gradient differs.
     """
-    file = Path(__file__).parents[1] / "benchmarks" / "results" / "stacks.json"
+    file = ROOT / "benchmarks" / "results" / "stacks.json"
     stored = json.loads(file.read_text())
     here = {"transformers", "diffusers", "diffusers-float64"}  # the tests above
     ran = {name for name in stacks.names() if stacks.get(name).verified == stacks.RUN}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,8 @@ import torch
 from benchmarks.transformers_coverage import functions, report
 from benchmarks.transformers_coverage.catalogue import models_folder, rotary_names
 
-ROOT = Path(__file__).resolve().parent.parent
+from helpers import ROOT
+
 RESULTS = ROOT / "benchmarks" / "results" / "transformers-coverage.json"
 PAGE = ROOT / "docs" / "transformers-coverage.md"
 

@@ -28,6 +28,7 @@ from benchmarks.transformers_coverage.comparing import (
     spoilt,
 )
 
+from helpers import ROOT
 from tightrope.integrations import _graft, patch, unpatch
 
 # Warnings of transformers models are not tested here.
@@ -41,7 +42,7 @@ ODD = (
 )  # fmt: skip
 
 
-RESULTS = Path(__file__).resolve().parent.parent / "benchmarks/results/transformers-coverage.json"
+RESULTS = ROOT / "benchmarks" / "results" / "transformers-coverage.json"
 
 # The committed results are of the newest transformers, which does not support Python 3.10.
 COUNTED = json.loads(RESULTS.read_text(encoding="utf-8"))["transformers"]

@@ -6,12 +6,12 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import tightrope
+from helpers import ROOT
 from tightrope import RopeSpec
 from tightrope.activations import RMSNorm
 from tightrope.backends.reference import rotate as definition
@@ -23,8 +23,6 @@ from tolerances import assert_near
 from triton_cases import DEVICE, HAS_GPU, HAS_TRITON, needs_triton, noise, on_this_device
 
 __all__ = ["on_this_device"]
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
