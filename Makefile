@@ -61,7 +61,7 @@ coverage: $(READY)
 # kernel for Triton, run the oldest pair: ARGS='--python 3.10 --torch 2.10'.
 versions: wheel
 	$(PIP) install --quiet -c $(CONSTRAINTS) uv
-	$(BIN)/python tests/versions $(ARGS)
+	$(BIN)/python -m ci.versions $(ARGS)
 
 # With --quiet, mkdocs does not count warnings, and dead links pass --strict.
 check: $(READY)
@@ -69,7 +69,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/codespell . .ci/*
-	$(BIN)/python tests/prose.py
+	$(BIN)/python -m ci.prose
 	$(BIN)/python -m pytest --doctest-modules src/tightrope tests/test_docs.py tests/test_site.py \
 		--ignore src/tightrope/integrations/torchtitan.py  # needs torchtitan
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
@@ -78,7 +78,7 @@ site: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 harden: $(READY)
-	$(BIN)/python tests/hardening $(ARGS)
+	$(BIN)/python -m ci.hardening $(ARGS)
 
 wheel: $(READY)
 	rm -rf dist
@@ -87,7 +87,7 @@ wheel: $(READY)
 
 wheels: $(READY)
 	$(PIP) install --quiet -c $(CONSTRAINTS) auditwheel
-	$(BIN)/python tests/wheels $(ARGS)
+	$(BIN)/python -m ci.wheels $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist site src/*.egg-info src/tightrope/_native.*

@@ -29,7 +29,7 @@ constexpr Layout kLayouts[] = {
 constexpr int64_t kForward = 0, kInverse = 2;
 
 // With fewer elements than this per thread, one thread finishes before a second one wakes. The search for
-// races (tests/hardening) sets it to 1, to divide every call.
+// races (ci/hardening) sets it to 1, to divide every call.
 #if !defined(TIGHTROPE_ELEMENTS_PER_THREAD)
 #define TIGHTROPE_ELEMENTS_PER_THREAD (1 << 16)
 #endif

@@ -17,7 +17,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from helpers import Output
+from tests.support.helpers import ROOT, Output
 from tightrope.backends import cpu
 
 # Inductor would compile and run a program to see that the compiler knows the processor's instructions.
@@ -55,8 +55,8 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture
 def recognised_once() -> Iterator[None]:
-    """Share the recognition of a function by `patch` with earlier tests; see recognitions.py."""
-    import recognitions
+    """Share the recognition of a function by `patch` with earlier tests; see support/recognitions.py."""
+    from tests.support import recognitions
 
     with pytest.MonkeyPatch.context() as patch:
         for module in recognitions.USERS:
@@ -74,9 +74,9 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def output_of(tmp_path_factory: pytest.TempPathFactory) -> Output:
-    """Return a function that runs a script in this folder, and returns the JSON that it prints last.
+    """Return a function that runs a module, and returns the JSON that it prints last.
 
-    Each script runs once with the same arguments, also if the tests run in several processes. It runs
+    Each module runs once with the same arguments, also if the tests run in several processes. It runs
     without the interpreter.
     """
     folder = tmp_path_factory.getbasetemp()
@@ -88,9 +88,9 @@ def output_of(tmp_path_factory: pytest.TempPathFactory) -> Output:
         printed = folder / "-".join((name, *arguments))
         with FileLock(f"{printed}.lock"):
             if not printed.exists():
-                command = [sys.executable, str(Path(__file__).with_name(name)), *arguments]
+                command = [sys.executable, "-m", name, *arguments]
                 done = subprocess.run(
-                    command, capture_output=True, text=True, check=False, env=environment
+                    command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT
                 )
                 assert done.returncode == 0, done.stderr
                 printed.write_text(done.stdout.splitlines()[-1], encoding="utf-8")

@@ -1,13 +1,13 @@
-"""The CPU kernel has the same bits on aarch64, under an emulator: see tests/aarch64."""
+"""The CPU kernel has the same bits on aarch64, under an emulator: see ci/aarch64."""
 
 from __future__ import annotations
 
 import pytest
 
-from aarch64 import bits, emulator
+from ci.aarch64 import bits, emulator
 
 REASON = emulator.missing() or (
-    None if emulator.prepared() else "needs downloads: run `python tests/aarch64` once"
+    None if emulator.prepared() else "needs downloads: run `python -m ci.aarch64` once"
 )
 
 

@@ -8,10 +8,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import oracle_acts
-import tolerances
-from helpers import noise
-from matrix import both_pairings, every_backend, every_dtype, needs_kernel
+from tests.support import oracle_acts, tolerances
+from tests.support.helpers import noise
+from tests.support.matrix import both_pairings, every_backend, every_dtype, needs_kernel
 from tightrope import RopeSpec, gates
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.backends import reference

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, gates, positions
 from tightrope.frequencies import DynamicNTK, LongRoPE
 from tightrope.functional import (
@@ -24,7 +25,6 @@ from tightrope.functional import (
     rotate_,
 )
 from tightrope.nn import RotaryPositionalEmbedding
-from tolerances import assert_same_bits
 
 SPEC = RopeSpec(8)
 DYNAMIC = RopeSpec(8, scaling=DynamicNTK(2.0, 4))

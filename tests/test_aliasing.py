@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-import helpers
+from tests.support import helpers
 from tightrope import RopeSpec
 from tightrope.functional import (
     apply_rotary_pos_emb_,

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-import oracle
-from helpers import noise
-from matrix import DISTINCT_SETS, both_pairings, every_dtype, needs_kernel
+from tests.support import oracle
+from tests.support.helpers import noise
+from tests.support.matrix import DISTINCT_SETS, both_pairings, every_dtype, needs_kernel
+from tests.support.tolerances import assert_angle_sums, assert_same_bits
 from tightrope.backends import cpu
 from tightrope.backends.reference import rotate as definition
 from tightrope.ops import schema
-from tolerances import assert_angle_sums, assert_same_bits
 
 OPERATORS = {"operator": schema.angle_gradients, "definition": definition.angle_gradients}
 every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)

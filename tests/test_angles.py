@@ -9,10 +9,9 @@ import random
 import pytest
 import torch
 
-import oracle
 import tightrope
-import tolerances
-from matrix import BACKENDS
+from tests.support import oracle, tolerances
+from tests.support.matrix import BACKENDS
 from tightrope import RopeSpec, angles, frequencies, positions
 from tightrope.backends import reference
 from tightrope.functional import rotate

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from helpers import ROOT
+from tests.support.helpers import ROOT
 
 SOURCE = ROOT / "src" / "tightrope"
 

@@ -17,9 +17,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-import oracle
-import planted_faults as planted
-import tolerances
+from tests.support import oracle, planted_faults as planted, tolerances
 from tightrope import Axes, RopeSpec, functional
 from tightrope.frequencies import DynamicNTK, Linear, Llama3, YaRN
 from tightrope.nn import RotaryPositionalEmbedding
@@ -732,7 +730,7 @@ def test_the_function_itself_is_not_called() -> None:
 
 def test_a_function_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "some_rope.py").write_text(
-        "import torch\nfrom planted_faults import rope\n\nbad = rope(sign=-1.0)\nnumber = 3\n\n\n"
+        "import torch\nfrom tests.support.planted_faults import rope\n\nbad = rope(sign=-1.0)\nnumber = 3\n\n\n"
         "class Rope:\n    pass\n",
         encoding="utf-8",
     )
@@ -743,9 +741,9 @@ def test_a_function_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert report.codes == ("sign",)
     with pytest.raises(AssertionError):
         run(report.findings[0].snippet)
-    made = audit("planted_faults:rope", make=True, **ONLY_FLOAT32, longest=4096)
+    made = audit("tests.support.planted_faults:rope", make=True, **ONLY_FLOAT32, longest=4096)
     assert made.ok
-    assert made.target == "planted_faults:rope()"
+    assert made.target == "tests.support.planted_faults:rope()"
     with pytest.raises(
         TypeError, match=r"^\[audit\] some_rope:number must be callable but is int\.$"
     ):

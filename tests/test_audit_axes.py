@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.helpers import ROOT
 from tightrope import Axes, RopeSpec, positions
 from tightrope.frequencies import Given, YaRN
 from tightrope.functional import rotate
@@ -56,14 +57,14 @@ def test_coordinates_that_are_exchanged_are_found(tmp_path: Path) -> None:
     )
     program = finding.snippet.replace(
         "# fn is the audited function",
-        "from test_audit_axes import SPECS, of\nfn = of(SPECS['sections in turn'])",
+        f"from {__name__} import SPECS, of\nfn = of(SPECS['sections in turn'])",
     )
     (tmp_path / "wrong.py").write_text(program, encoding="utf-8")
     right = program.replace("sections in turn", "sections")
     (tmp_path / "right.py").write_text(right, encoding="utf-8")
     # One process runs both programs: the right one ends, then the wrong one fails.
     both = (
-        f"import runpy, sys; sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\n"
+        f"import runpy, sys; sys.path[:0] = {[str(ROOT), *sys.path]!r}\n"
         "runpy.run_path(sys.argv[1]); print('right'); runpy.run_path(sys.argv[2]); print('wrong')"
     )
     command = [sys.executable, "-c", both, str(tmp_path / "right.py"), str(tmp_path / "wrong.py")]

@@ -36,14 +36,14 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import (
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 
-import oracle
-from matrix import every_backend
+from tests.support import oracle
+from tests.support.matrix import every_backend
+from tests.support.tolerances import Result, assert_near, assert_rotated, value
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
 from tightrope.functional import rotate, rotate_qk
 from tightrope.positions import Positions
 from tightrope.spec import PreparedRotation
-from tolerances import Result, assert_near, assert_rotated, value
 
 # --- the assignments as data ----------------------------------------------------------------------
 

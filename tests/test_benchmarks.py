@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import pages, report
-from benchmarks.same_bits import __main__ as same_bits
 from typer.testing import CliRunner
 
-from matrix import needs_kernel
+from benchmarks import pages, report
+from ci.same_bits import __main__ as same_bits
+from tests.support.matrix import needs_kernel
 from tightrope.backends import cpu
 from tightrope.cli.app import app
 from tightrope.workbench.bench import CONTENDERS, SUITES, Case, Made, measure, method, runtimes

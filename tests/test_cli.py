@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import tightrope
-from helpers import ROOT
+from tests.support.helpers import ROOT
 from tightrope import RopeSpec
 from tightrope.cli import app
 from tightrope.cli._console import Ticker

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.support.helpers import ROOT
 from tightrope import RopeSpec
 from tightrope.cli import app
 from tightrope.cli.audit import print_report
@@ -24,7 +25,7 @@ import os
 import time
 
 import torch
-import planted_faults
+from tests.support import planted_faults
 
 print("imported")
 good = planted_faults.rope()
@@ -59,9 +60,8 @@ QUICK = ["--only-float32", "--longest", "4096"]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "audited_rope.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    here = str(Path(__file__).parent)
-    monkeypatch.setattr(sys, "path", [here, *sys.path])
-    monkeypatch.setenv("PYTHONPATH", f"{here}:{Path(app.__file__).parents[2]}")
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{Path(app.__file__).parents[2]}")
     sys.modules.pop("audited_rope", None)
     return tmp_path
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from convert_cases import LLAMA, TRAINED, contents, llama_tensors, trained, write
-from helpers import ROOT
+from tests.support.checkpoints import LLAMA, TRAINED, contents, llama_tensors, trained, write
+from tests.support.helpers import ROOT
 from tightrope.cli import app
 from tightrope.cli._names import grouped, size
 from tightrope.workbench.convert import rewrite
@@ -309,7 +309,7 @@ def test_ctrl_c_removes_written_files(source: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_soak_at_64_mb(tmp_path: Path) -> None:
     numbers = tmp_path / "soak.json"
-    command = [sys.executable, "-m", "benchmarks.convert_soak", "--bytes", "64e6", "--kills", "2"]
+    command = [sys.executable, "-m", "ci.hardening.convert_soak", "--bytes", "64e6", "--kills", "2"]
     done = subprocess.run(
         [*command, "--folder", str(tmp_path), "--json", str(numbers)],
         cwd=ROOT,

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from model_configs import MODELS, QWEN3_VL, REFUSED, Refused, llama3, v4
+from tests.support.model_configs import MODELS, QWEN3_VL, REFUSED, Refused, llama3, v4
 from tightrope import RopeSpec
 from tightrope.cli import app
 from tightrope.cli._console import make_console

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import noise
+from tests.support.helpers import noise
+from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec, gates
 from tightrope.activations import RMSNorm
 from tightrope.functional import (
@@ -24,7 +25,6 @@ from tightrope.functional import (
     rotate_qk_,
 )
 from tightrope.nn import LrpeRotate1d
-from tolerances import assert_near, assert_same_bits
 
 SPEC = RopeSpec(8)
 

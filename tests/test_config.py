@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from model_configs import MODELS, QWEN2_VL, REFUSED, Model, Refused
+from tests.support.model_configs import MODELS, QWEN2_VL, REFUSED, Model, Refused
 from tightrope import RopeSpec
 from tightrope.axes import Axes
 from tightrope.config import LayerSpecs, Provenance, families, keys, provenance

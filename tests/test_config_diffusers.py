@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import version_of
+from tests.support.helpers import version_of
+from tests.support.tolerances import assert_near
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
 from tightrope.config import provenance
@@ -25,7 +26,6 @@ from tightrope.config.diffusers import TRANSFORMERS
 from tightrope.frequencies import LongRoPE
 from tightrope.functional import rotate
 from tightrope.workbench.inspect import inspect as inspect_config
-from tolerances import assert_near
 
 diffusers = pytest.importorskip("diffusers")
 FRAMES, ROWS, COLUMNS = 3, 4, 5

@@ -5,12 +5,12 @@ that could be about the rotation and the others. Each is added to a configuratio
 """
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from model_configs import MODELS, Model
+from tests.support.helpers import ROOT
+from tests.support.model_configs import MODELS, Model
 from tightrope import RopeSpec
 from tightrope.config import keys
 
@@ -26,7 +26,7 @@ SPEC = RopeSpec(128, 500000.0)
 
 
 def gathered(heading: str) -> list[str]:
-    text = (Path(__file__).parent / "data" / "config_names.txt").read_text(encoding="utf-8")
+    text = (ROOT / "tests/support/data/config_names.txt").read_text(encoding="utf-8")
     return text.partition(f"[{heading}]\n")[2].partition("\n\n")[0].split()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import oracle_frequencies as truth
+from tests.support import oracle_frequencies as truth
 from tightrope import RopeSpec
 from tightrope.config import LayerSpecs, provenance
 from tightrope.frequencies import YaRN

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tolerances import assert_near
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
 from tightrope.config import provenance
 from tightrope.config.timm import ARCHITECTURES
 from tightrope.functional import rotate
 from tightrope.workbench.inspect import inspect as inspect_config
-from tolerances import assert_near
 
 READ = [name for name, (family, _) in ARCHITECTURES.items() if family.refused is None]
 TWO = Axes.blocks((16, 16))

@@ -22,7 +22,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from model_configs import MODELS, Model
+from tests.support.model_configs import MODELS, Model
 from tightrope import RopeSpec
 from tightrope.axes import Axes
 from tightrope.config import LayerSpecs, sections, source_of

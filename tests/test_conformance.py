@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import oracle
-from helpers import ROOT
-from matrix import every_backend
+from tests.support import oracle
+from tests.support.helpers import ROOT
+from tests.support.matrix import every_backend
+from tests.support.tolerances import assert_same_bits, value
 from tightrope import RopeSpec, positions, stacks
 from tightrope.functional import apply_rotary_pos_emb, rotate
-from tolerances import assert_same_bits, value
 
 FOLDER = ROOT / "conformance"
 DESCRIBED: dict[str, Any] = json.loads((FOLDER / "vectors.json").read_text())
@@ -120,7 +120,7 @@ def test_every_stack_and_every_rule_is_there() -> None:
 
 def test_the_command_writes_the_same_exact_vectors(tmp_path: Path) -> None:
     """Exact vectors are reproduced bit for bit; those of stacks up to the machine's cosines."""
-    from benchmarks import conformance
+    from conformance import generate as conformance
 
     conformance.write(tmp_path)
     exact = load_file(tmp_path / "exact.safetensors")

@@ -22,7 +22,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
-from convert_cases import (
+from tests.support.checkpoints import (
     LLAMA,
     TRAINED,
     contents,
@@ -31,10 +31,10 @@ from convert_cases import (
     trained,
     write,
 )
+from tests.support.tolerances import TABLE
 from tightrope.workbench import place
 from tightrope.workbench.convert import Stated, convert, detect, rewrite, torch_file
 from tightrope.workbench.convert.marking import marked
-from tolerances import TABLE
 
 
 def refused(match: str) -> Any:

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tolerances import TABLE
 from tightrope import RopeSpec
 from tightrope.config.families import FAMILIES
 from tightrope.workbench.convert import Stated, convert
 from tightrope.workbench.convert.naming import FAMILY_NAMING, KEY_HEADS_OPTIONAL, NAMINGS
-from tolerances import TABLE
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from convert_cases import interleaved_rows, llama_tensors, write
+from tests.support.checkpoints import interleaved_rows, llama_tensors, write
 from tightrope.workbench.convert import Stated, convert, detect
 
 PLACE = "model.layers.0.self_attn."

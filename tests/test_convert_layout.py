@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
-from convert_cases import LLAMA, interleaved_rows, llama_tensors, write
+from tests.support.checkpoints import LLAMA, interleaved_rows, llama_tensors, write
 from tightrope.workbench.convert import Stated, convert, detect
 
 Tensors = dict[str, torch.Tensor]

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+
 from benchmarks.coverage import functions, models, report
 from benchmarks.coverage.catalogue import LIBRARIES, model_classes, rotary, sizes
 from benchmarks.transformers_coverage.comparing import faulty
-
-from helpers import ROOT
+from tests.support.helpers import ROOT
 from tightrope.integrations import patch
 
 pytest.importorskip("diffusers")

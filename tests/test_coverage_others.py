@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+
 from benchmarks.coverage import __main__ as command, functions, models, report
 from benchmarks.coverage.catalogue import LIBRARIES, model_classes, sizes
 from benchmarks.coverage.stand_ins import installed
-
-from helpers import ROOT
+from tests.support.helpers import ROOT
 
 # Warnings of the libraries' models are not tested here.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("recognised_once")]

@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-import oracle
 import tightrope
-from helpers import ROOT, noise
+from tests.support import oracle
+from tests.support.helpers import ROOT, noise
+from tests.support.tolerances import assert_rotations, assert_same_bits
 from tightrope import RopeSpec, positions
 from tightrope.activations import RMSNorm
 from tightrope.backends import cpu
 from tightrope.frequencies import Linear
 from tightrope.functional import rotate, rotate_, rotate_qk
 from tightrope.ops import schema
-from tolerances import assert_rotations, assert_same_bits
 
 SPEC = RopeSpec(16, base=500_000.0, rotary_dim=12)
 SCALED = RopeSpec(16, base=500_000.0, rotary_dim=12, scaling=Linear(3.0))

@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-import pairwise
-import tolerances
-from helpers import noise
+from tests.support import pairwise, tolerances
+from tests.support.helpers import noise
 from tightrope import RopeSpec, gates, positions
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.axes import Axes

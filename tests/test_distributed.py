@@ -1,13 +1,13 @@
-"""Scenarios on two processes equal one process: see tests/distributed.
+"""Scenarios on two processes equal one process: see processes/.
 
-On four: `python tests/distributed --processes 4`.
+On four: `python -m tests.torch_modes.processes --processes 4`.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from distributed import harness
+from tests.torch_modes.processes import harness
 
 
 @pytest.mark.slow

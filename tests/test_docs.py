@@ -16,7 +16,7 @@ from types import ModuleType
 
 import pytest
 
-from helpers import ROOT
+from tests.support.helpers import ROOT
 from tightrope.frequencies import RULES
 
 FENCE = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)

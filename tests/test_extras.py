@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from matrix import needs_kernel
+from tests.support.matrix import needs_kernel
+from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec, gates, positions
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.frequencies import DynamicNTK
@@ -31,7 +32,6 @@ from tightrope.functional import (
     rotate_qk_,
 )
 from tightrope.ops import schema
-from tolerances import assert_near, assert_same_bits
 
 SPEC = RopeSpec(8)
 X = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tolerances import value
 from tightrope import forms
 from tightrope.forms import ARRANGEMENTS, FORMS, Arrangement, Form, calls_of, parse, usual_calls
 from tightrope.integrations._run import replacement
 from tightrope.integrations.transformers import patch, recognise, unpatch
 from tightrope.workbench.audit import audit
-from tolerances import value
 
 Function = Callable[..., Any]
 

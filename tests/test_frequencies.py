@@ -14,9 +14,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-import oracle
-import oracle_frequencies as truth
-from helpers import refused
+from tests.support import oracle, oracle_frequencies as truth
+from tests.support.helpers import refused
+from tests.support.tolerances import value
 from tightrope import angles, frequencies
 from tightrope.frequencies import (
     NTK,
@@ -32,7 +32,6 @@ from tightrope.frequencies import (
     YaRN,
     _rule,
 )
-from tolerances import value
 
 PROFILE = settings(
     derandomize=True,  # the same cases in CI and locally

@@ -16,10 +16,10 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-import oracle_frequencies as truth
+from tests.support import oracle_frequencies as truth
+from tests.support.tolerances import value
 from tightrope import RopeSpec
 from tightrope.frequencies import DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rule, YaRN
-from tolerances import value
 
 # transformers logs warnings about factors that do not fit lengths, for every configuration.
 logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from helpers import noise
+from tests.support.helpers import noise
+from tests.support.tolerances import assert_near
 from tightrope import RopeSpec, functional, positions
 from tightrope.functional import rotary_pos_embedding, rotate, rotate_, rotate_qk, rotate_qk_
-from tolerances import assert_near
 
 
 def turned(x: torch.Tensor, ids: torch.Tensor, interleaved: bool) -> torch.Tensor:

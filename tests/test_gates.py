@@ -6,11 +6,11 @@ import re
 import pytest
 import torch
 
-from helpers import noise
+from tests.support.helpers import noise
+from tests.support.tolerances import assert_near
 from tightrope import gates
 from tightrope._errors import public
 from tightrope.gates import Channels, Exp, Given, Scalar, Slope, XPos
-from tolerances import assert_near
 
 CHANNELS = Channels(8, 0, 8, True)
 HALF = Channels(8, 2, 4, False)

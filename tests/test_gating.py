@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from matrix import needs_kernel
+from tests.support.matrix import needs_kernel
+from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, gates
 from tightrope.activations import RMSNorm
 from tightrope.backends import cpu
 from tightrope.functional import rotate, rotate_qk, rotate_qk_
-from tolerances import assert_same_bits
 
 HEADS, KV_HEADS, WIDTH, TOKENS = 4, 2, 12, 3
 SPECS = {

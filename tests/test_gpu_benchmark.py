@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+
 from benchmarks.gpu import __main__ as command, cases, contenders, peers, report, test_cases
 from benchmarks.gpu.plugin import Options, read_units
-
-from helpers import ROOT
+from tests.support.helpers import ROOT
+from tests.support.triton.cases import kernels_in_place, needs_triton
 from tightrope.workbench.bench import Made, measure
 from tightrope.workbench.bench._measure import Expected, WrongError, check, inputs
-from triton_cases import kernels_in_place, needs_triton
 
 # --- units that fail ------------------------------------------------------------------------------
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from benchmarks.gpu import cases, model, report, sass
 from benchmarks.pages import table
-
-from helpers import ROOT
-from triton_cases import needs_triton
+from tests.support.helpers import ROOT
+from tests.support.triton.cases import needs_triton
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu-h200-model.json"
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-from helpers import noise
-from matrix import every_backend
+from tests.support.helpers import noise
+from tests.support.matrix import every_backend
+from tests.support.tolerances import assert_near, value
 from tightrope import RopeSpec, positions
 from tightrope.functional import (
     apply_rotary_pos_emb,
@@ -17,7 +18,6 @@ from tightrope.functional import (
     rotate_qk,
     rotate_qk_,
 )
-from tolerances import assert_near, value
 
 LAYOUT_SHAPES = {
     "bhsd": (2, 1, 3, 8),

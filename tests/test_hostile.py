@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from matrix import DISTINCT_SETS, DTYPES, needs_kernel
+from tests.support.matrix import DISTINCT_SETS, DTYPES, needs_kernel
+from tests.support.tolerances import assert_same_bits
 from tightrope.activations import ACTS, NONE, RMS_NORM
 from tightrope.backends import cpu
 from tightrope.ops import schema
-from tolerances import assert_same_bits
 
 pytestmark = needs_kernel
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import tightrope
-from helpers import ROOT
+from tests.support.helpers import ROOT
+from tests.support.tolerances import assert_same_bits
 from tightrope.functional import apply_rotary_pos_emb, rotate_qk
-from tolerances import assert_same_bits
 
 COMMIT = "0123456789ab"
 

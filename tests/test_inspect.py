@@ -13,10 +13,17 @@ import pytest
 import torch
 from mpmath import mp
 
-import convert_cases
-import oracle
-import oracle_frequencies as papers
-from model_configs import GEMMA3_LAYERS, LLAMA4_SCOUT, MODELS, QWEN3_VL, Model, llama3, v4
+from tests.support import checkpoints as convert_cases, oracle, oracle_frequencies as papers
+from tests.support.model_configs import (
+    GEMMA3_LAYERS,
+    LLAMA4_SCOUT,
+    MODELS,
+    QWEN3_VL,
+    Model,
+    llama3,
+    v4,
+)
+from tests.support.tolerances import value
 from tightrope import Axes, RopeSpec
 from tightrope.frequencies import (
     NTK,
@@ -45,7 +52,6 @@ from tightrope.workbench.inspect.exactness import (
     sample,
 )
 from tightrope.workbench.inspect.pairs import pairs_of
-from tolerances import value
 
 LLAMA31 = v4("llama", 4096, 32, 500000.0, max_position_embeddings=131072, rope_scaling=llama3(8.0))
 RULES: dict[str, tuple[Rule | None, Any]] = {

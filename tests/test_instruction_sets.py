@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import tightrope
-import tolerances
-from helpers import ROOT
-from oracle import pair_lengths
+from tests.support import tolerances
+from tests.support.helpers import ROOT
+from tests.support.oracle import pair_lengths
+from tests.support.tolerances import assert_rotations
 from tightrope import RopeSpec
 from tightrope.backends import cpu
 from tightrope.functional import rotate, rotate_
-from tolerances import assert_rotations
 
 TESTS = ROOT / "tests"
 MISSING = tightrope.backends.why_not()["cpu"]

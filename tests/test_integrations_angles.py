@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from any_models import halves
-from test_integrations_report import calls_of
+from tests.support.models.other_libraries import halves
+from tests.test_integrations_report import calls_of
 from tightrope.integrations import patch, unpatch
 
 pytestmark = pytest.mark.usefixtures("recognised_once")

@@ -14,8 +14,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import any_models
-from any_models import Attention, ByHalves, Model, Processor, WithImport, WithInner
+from tests.support.models import other_libraries as any_models
+from tests.support.models.other_libraries import (
+    Attention,
+    ByHalves,
+    Model,
+    Processor,
+    WithImport,
+    WithInner,
+)
 from tightrope.integrations import _run, patch, recognise, unpatch
 from tightrope.integrations._run import replacement
 
@@ -250,7 +257,7 @@ def test_a_wrapped_forward_calls_the_replacement() -> None:
             heads = x.unflatten(-1, (2, 16)).transpose(1, 2)
             return any_models.turn(heads, any_models.tables(x.shape[1]))
 
-    from any_models import tables, turn
+    from tests.support.models.other_libraries import tables, turn
 
     class Named(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> Any:

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import inline_models
-from inline_models import Base, Halves, Processed
+from tests.support.models import inline as inline_models
+from tests.support.models.inline import Base, Halves, Processed
 from tightrope.integrations import _inline, _run, patch, unpatch
 from tightrope.integrations._graft import Swap
 from tightrope.integrations._inline import INLINE

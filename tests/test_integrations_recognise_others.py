@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tolerances import assert_same_bits
 from tightrope.integrations import recognise
 from tightrope.integrations._candidate import Candidate
 from tightrope.integrations._find import constants_of
 from tightrope.integrations._recognise import to_the_bit
 from tightrope.integrations._run import replacement
-from tolerances import assert_same_bits
 
 Function = Callable[..., Any]
 F32, B16 = torch.float32, torch.bfloat16

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from any_models import halves
+from tests.support.models.other_libraries import halves
 from tightrope.integrations import _recognise, patch
 from tightrope.integrations._run import replacement
 from tightrope.integrations._summary import entry_of

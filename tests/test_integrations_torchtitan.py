@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope.functional import rotate_qk
-from tolerances import assert_near, assert_same_bits
 
 OURS = "tightrope.integrations.torchtitan"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

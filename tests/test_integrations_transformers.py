@@ -14,13 +14,20 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.models.llama import modeling_llama
 
-from helpers import noise
-from small_models import FAMILIES, TEXT, gradients, outputs, small_inputs, small_model
+from tests.support.helpers import noise
+from tests.support.models.of_transformers import (
+    FAMILIES,
+    TEXT,
+    gradients,
+    outputs,
+    small_inputs,
+    small_model,
+)
+from tests.support.tolerances import assert_same_bits, value
 from tightrope import integrations
 from tightrope.integrations._recognise import to_the_bit
 from tightrope.integrations._run import replacement
 from tightrope.integrations.transformers import patch, recognise, unpatch
-from tolerances import assert_same_bits, value
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),

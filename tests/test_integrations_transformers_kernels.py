@@ -13,10 +13,9 @@ import sys
 
 import pytest
 
-from helpers import ROOT
+from tests.support.helpers import ROOT
 from tightrope.integrations.transformers import register
 
-TESTS = ROOT / "tests"
 SOURCE = ROOT / "src"
 
 needs_kernels = pytest.mark.skipif(
@@ -32,8 +31,8 @@ check = import_utils.is_kernels_available.__wrapped__
 check.__defaults__ = ("0.17.0", check.__defaults__[1])
 assert import_utils.is_kernels_available()
 from kernels import Mode, kernelize, use_kernel_forward_from_hub, use_kernelized_func, use_kernel_mapping
-from small_models import gradients, outputs, small_inputs, small_model
-from test_integrations_transformers import assert_equal_runs
+from tests.support.models.of_transformers import gradients, outputs, small_inputs, small_model
+from tests.test_integrations_transformers import assert_equal_runs
 from tightrope.integrations.transformers import mapping, patch, register, unpatch
 from transformers.models.llama import modeling_llama as llama
 
@@ -46,7 +45,7 @@ def runs_operator(call):
 
 def run(code: str) -> None:
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(SOURCE), str(TESTS), *sys.path]),
+        "PYTHONPATH": os.pathsep.join([str(SOURCE), str(ROOT), *sys.path]),
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(

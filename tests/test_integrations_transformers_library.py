@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from small_models import outputs, small_inputs, small_model
-from test_integrations_transformers import assert_calls_operator, assert_outputs
+from tests.support.models.of_transformers import outputs, small_inputs, small_model
+from tests.support.tolerances import assert_same_bits
+from tests.test_integrations_transformers import assert_calls_operator, assert_outputs
 from tightrope.integrations.transformers import Report, patch, unpatch
-from tolerances import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("recognised_once")
 

@@ -20,11 +20,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.llama4 import modeling_llama4
 from transformers.models.phi3 import modeling_phi3
 
-import oracle
-from small_models import TEXT, small_inputs, small_model
-from test_integrations_transformers import assert_outputs
+from tests.support import oracle
+from tests.support.models.of_transformers import TEXT, small_inputs, small_model
+from tests.support.tolerances import assert_same_bits, value
+from tests.test_integrations_transformers import assert_outputs
 from tightrope.integrations.transformers import Entry, Report, patch, unpatch
-from tolerances import assert_same_bits, value
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),

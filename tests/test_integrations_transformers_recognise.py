@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from recognitions import once
+from tests.support.recognitions import once
+from tests.support.tolerances import assert_same_bits, value
 from tightrope.integrations._run import replacement
 from tightrope.integrations.transformers import patch, recognise
-from tolerances import assert_same_bits, value
 
 Function = Callable[..., Any]
 

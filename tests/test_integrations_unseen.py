@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-import any_models
-from any_models import halves, spin, turn
+from tests.support.models import other_libraries as any_models
+from tests.support.models.other_libraries import halves, spin, turn
 from tightrope.integrations import Report, patch, transformers, unpatch
 
 pytestmark = pytest.mark.usefixtures("recognised_once")

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope.functional import rotate_qk
 from tightrope.integrations import vllm as ours
-from tolerances import assert_near, assert_same_bits
 
 registry: dict[str, type] = {}
 

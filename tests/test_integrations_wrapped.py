@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-import any_models
-from any_models import Attention, Model, Processor
-from test_integrations_any_model import Spy, assert_served_until_unpatched
+from tests.support.models import other_libraries as any_models
+from tests.support.models.other_libraries import Attention, Model, Processor
+from tests.test_integrations_any_model import Spy, assert_served_until_unpatched
 from tightrope.integrations import patch, unpatch
 
 

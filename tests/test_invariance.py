@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-import oracle
-from helpers import noise
-from matrix import DTYPES, both_pairings, every_backend, every_dtype
+from tests.support import oracle
+from tests.support.helpers import noise
+from tests.support.matrix import DTYPES, both_pairings, every_backend, every_dtype
+from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, positions
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.ops.schema import Options
-from tolerances import assert_same_bits
 
 # Every remainder modulo 4, 8 and 16 (the numbers of pairs in a SIMD vector), with and without full vectors.
 PAIRS = [*range(1, 36), 48, 50, 63, 64, 125]

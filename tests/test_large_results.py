@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from matrix import needs_kernel
+from tests.support.matrix import needs_kernel
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 on_request = pytest.mark.skipif(

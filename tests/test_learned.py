@@ -14,17 +14,16 @@ import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
-import oracle
-import tolerances
-from helpers import noise
-from matrix import both_pairings, every_backend, every_dtype
+from tests.support import oracle, tolerances
+from tests.support.helpers import noise
+from tests.support.matrix import both_pairings, every_backend, every_dtype
+from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec, angles, positions
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK, Given
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.nn import LrpeRotate1d
 from tightrope.ops import autograd, learned, schema
-from tolerances import assert_near, assert_same_bits
 
 # Inductor's CPU code needs a C++ compiler.
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")

@@ -10,10 +10,16 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import oracle
-import oracle_frequencies as truth
-from helpers import refused
-from matrix import every_backend
+from tests.support import oracle, oracle_frequencies as truth
+from tests.support.helpers import refused
+from tests.support.matrix import every_backend
+from tests.support.tolerances import (
+    Result,
+    assert_near,
+    assert_rotated,
+    assert_rotations,
+    assert_same_bits,
+)
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK, Given, Linear, LongRoPE, Rule, YaRN
@@ -26,7 +32,6 @@ from tightrope.functional import (
     rotate_qk,
     rotate_qk_,
 )
-from tolerances import Result, assert_near, assert_rotated, assert_rotations, assert_same_bits
 
 TRAINED = 4096
 SHORT, LONG = (1.0, 1.05, 1.1, 2.0), (1.0, 3.0, 17.5, 64.0)

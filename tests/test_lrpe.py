@@ -12,15 +12,13 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck, gradgradcheck
 
-import oracle
-import oracle_lrpe as truth
-import tolerances
-from helpers import noise
-from matrix import every_dtype
+from tests.support import oracle, oracle_lrpe as truth, tolerances
+from tests.support.helpers import noise
+from tests.support.matrix import every_dtype
+from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import positions
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.functional import lrpe_rotate_1d, lrpe_rotate_1d_
-from tolerances import assert_near, assert_same_bits
 
 ROWS, TOKENS, HEADS, WIDTH = 2, 5, 3, 12
 PAIRS = WIDTH // 2

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from helpers import noise, refused
+from tests.support.helpers import noise, refused
 from tightrope import RopeSpec, _tracing, frequencies, phases, positions
 from tightrope.activations import RMSNorm
 from tightrope.frequencies import DynamicNTK, LongRoPE

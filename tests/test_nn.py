@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 import torch
 
-import helpers
+from tests.support import helpers
+from tests.support.tolerances import assert_near
 from tightrope import RopeSpec
 from tightrope.functional import rotate
 from tightrope.nn import RotaryPositionalEmbedding
-from tolerances import assert_near
 
 noise = partial(helpers.noise, dtype=torch.float32)
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import helpers
+from tests.support import helpers
+from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec
 from tightrope.activations import ACTS, RMS_NORM
 from tightrope.functional import lrpe_rotate_1d, rotate
 from tightrope.nn import LrpeRotate1d
-from tolerances import assert_near, assert_same_bits
 
 noise = partial(helpers.noise, dtype=torch.float32)
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import state_tracking as picture
 from torch.nn import functional as F
 
-import helpers
-from helpers import refused
+from benchmarks import state_tracking as picture
+from tests.support import helpers
+from tests.support.helpers import refused
+from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec, phases
 from tightrope.examples import state_tracking
 from tightrope.frequencies import DynamicNTK
 from tightrope.functional import rotate
 from tightrope.nn import SelectiveAttention, SelectiveCache, SelectiveRotary, _invariant
-from tolerances import assert_near, assert_same_bits
 
 F64, D, HEADS, HEAD = torch.float64, 16, 3, 6
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")

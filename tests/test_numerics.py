@@ -10,14 +10,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-import oracle
-import tolerances
-from matrix import both_pairings, every_backend, every_dtype
+from tests.support import oracle, tolerances
+from tests.support.matrix import both_pairings, every_backend, every_dtype
+from tests.support.tolerances import Result
 from tightrope import RopeSpec, positions
 from tightrope.backends import reference
 from tightrope.functional import rotate, rotate_, rotate_qk
 from tightrope.ops.schema import Options
-from tolerances import Result
 
 TOP = 2**31 - 1
 AROUND = {"0": -12, "8k": 8192 - 12, "131k": 131072 - 12, "1M": 2**20 - 12, "2^31": TOP - 24}

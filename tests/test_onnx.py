@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import oracle
-from helpers import noise, refused
+from tests.support import oracle
+from tests.support.helpers import noise, refused
+from tests.support.tolerances import Result, assert_near, assert_rotated, assert_same_bits, value
 from tightrope import Axes, RopeSpec, gates, phases, positions
 from tightrope.activations import RMSNorm
 from tightrope.frequencies import DynamicNTK, YaRN
@@ -26,7 +27,6 @@ from tightrope.functional import (
     rotate_,
     rotate_qk_,
 )
-from tolerances import Result, assert_near, assert_rotated, assert_same_bits, value
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-import helpers
+from tests.support import helpers
 from tightrope import RopeSpec
 from tightrope.functional import rotate, rotate_qk
 from tightrope.ops import schema

@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
 
-import oracle
-import oracle_frequencies as truth
+from tests.support import oracle, oracle_frequencies as truth
 from tightrope import RopeSpec, angles, phase_words, positions
 from tightrope.axes import Axes
 from tightrope.backends import cpu

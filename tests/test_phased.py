@@ -14,10 +14,17 @@ import pytest
 import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-import oracle
-import tolerances
-from helpers import noise, refused
-from matrix import DISTINCT_SETS, both_pairings, every_backend, every_dtype, needs_kernel
+from tests.support import oracle, tolerances
+from tests.support.helpers import noise, refused
+from tests.support.matrix import (
+    DISTINCT_SETS,
+    both_pairings,
+    every_backend,
+    every_dtype,
+    needs_kernel,
+)
+from tests.support.tolerances import Result, assert_near, assert_rotated, assert_same_bits
+from tests.support.triton.cases import DEVICE, kernels_in_place, needs_triton
 from tightrope import RopeSpec, phases, positions
 from tightrope.activations import RMSNorm
 from tightrope.backends import cpu
@@ -26,8 +33,6 @@ from tightrope.frequencies import Given
 from tightrope.functional import polar_scan, rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.gates import Slope, XPos
 from tightrope.ops.schema import PHASES, Options
-from tolerances import Result, assert_near, assert_rotated, assert_same_bits
-from triton_cases import DEVICE, kernels_in_place, needs_triton
 
 # Inductor's CPU code needs a C++ compiler.
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from helpers import noise, refused
-from matrix import DISTINCT_SETS, every_dtype, needs_kernel
-from oracle import MP
+from tests.support.helpers import noise, refused
+from tests.support.matrix import DISTINCT_SETS, every_dtype, needs_kernel
+from tests.support.oracle import MP
+from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import angles, phases, positions
 from tightrope.backends import cpu
 from tightrope.ops import schema
 from tightrope.phases import PhaseState, _definition
-from tolerances import assert_near, assert_same_bits
 
 TURN = 2**64
 MARKERS = {torch.int64: -(2**63), torch.int32: -(2**31)}

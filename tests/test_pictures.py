@@ -3,7 +3,7 @@
 import runpy
 from pathlib import Path
 
-from helpers import ROOT
+from tests.support.helpers import ROOT
 
 DOCS = ROOT / "docs"
 

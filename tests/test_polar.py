@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from helpers import noise
+from tests.support.helpers import noise
+from tests.support.tolerances import assert_near
 from tightrope import RopeSpec
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK, YaRN
@@ -20,7 +21,6 @@ from tightrope.functional import build_freqs_cis, rotary_apply, rotate
 from tightrope.gates import Given, XPos
 from tightrope.nn import KVCache, PolarRoPEAttention, PolarRoPEHead
 from tightrope.positions import multi_axis
-from tolerances import assert_near
 
 F64 = torch.float64
 

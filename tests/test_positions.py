@@ -17,7 +17,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from matrix import every_backend
+from tests.support.matrix import every_backend
+from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
 from tightrope.functional import rotate, rotate_qk_
@@ -36,7 +37,6 @@ from tightrope.positions import (
     shard,
     text,
 )
-from tolerances import assert_same_bits
 
 ALLOWED = [torch.int32, torch.int64, torch.float32, torch.float64]
 REFUSED = [torch.bool, torch.float16, torch.bfloat16, torch.int16, torch.uint8, torch.complex64]

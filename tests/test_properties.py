@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-import oracle
-import tolerances
+from tests.support import oracle, tolerances
 from tightrope import RopeSpec, positions
 from tightrope.functional import rotate, rotate_
 

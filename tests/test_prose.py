@@ -2,7 +2,7 @@
 
 import pytest
 
-import prose
+from ci import prose
 
 PLANTED = {
     '"""Whether it fits."""\n': (1, "Whether"),

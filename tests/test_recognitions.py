@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-import recognitions
-from recognitions import once
+from tests.support import recognitions
+from tests.support.recognitions import once
 from tightrope.integrations import _recognise, _run
 from tightrope.integrations._recognise import recognise
 

@@ -11,7 +11,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-import helpers
+from tests.support import helpers
+from tests.support.tolerances import assert_near
 from tightrope import RopeSpec, angles, gates, nn, positions
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.backends import reference
@@ -23,7 +24,6 @@ from tightrope.functional import (
     rotate_qk_,
 )
 from tightrope.ops import schema
-from tolerances import assert_near
 
 noise = partial(helpers.noise, dtype=torch.float32)
 

@@ -8,15 +8,21 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-import oracle
-import oracle_frequencies as truth
-from helpers import refused
-from matrix import both_pairings, every_backend, every_dtype
+from tests.support import oracle, oracle_frequencies as truth
+from tests.support.helpers import refused
+from tests.support.matrix import both_pairings, every_backend, every_dtype
+from tests.support.tolerances import (
+    ENOUGH,
+    Result,
+    assert_rotated,
+    assert_rotations,
+    assert_same_bits,
+    value,
+)
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK, Given, Linear, LongRoPE, YaRN
 from tightrope.functional import rerotate, rerotate_, rotate
-from tolerances import ENOUGH, Result, assert_rotated, assert_rotations, assert_same_bits, value
 
 MILLION = 1_000_000
 TRAINED = 4096

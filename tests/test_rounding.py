@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-import oracle_rounding as oracle
-from helpers import noise
-from matrix import both_pairings, every_backend, every_dtype, needs_kernel
+from tests.support import oracle_rounding as oracle
+from tests.support.helpers import noise
+from tests.support.matrix import both_pairings, every_backend, every_dtype, needs_kernel
+from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec
 from tightrope.backends import cpu
 from tightrope.functional import (
@@ -26,7 +27,6 @@ from tightrope.functional import (
 )
 from tightrope.gates import XPos
 from tightrope.nn import RotaryPositionalEmbedding
-from tolerances import assert_same_bits
 
 Function = Callable[..., Any]
 

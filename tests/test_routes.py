@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from helpers import ROOT, noise
+from tests.support.helpers import ROOT, noise
+from tests.support.tolerances import assert_near
 from tightrope import RopeSpec, gates
 from tightrope.activations import RMSNorm
 from tightrope.functional import rotate, rotate_
@@ -23,7 +24,6 @@ from tightrope.integrations import onnx
 from tightrope.ops import run as running
 from tightrope.ops.call import VERBS
 from tightrope.ops.route import AUTOGRAD, DEFINITION, KERNEL, ROUTES, TRACED
-from tolerances import assert_near
 
 DESIGN = ROOT / "docs" / "design.md"
 SPEC = RopeSpec(8, rotary_dim=6, start=1, base=50.0)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-import tolerances
-from helpers import noise
+from tests.support import tolerances
+from tests.support.helpers import noise
+from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec
 from tightrope.frequencies import DynamicNTK
 from tightrope.functional import polar_scan
 from tightrope.functional.scan import FORMS, PolarState
 from tightrope.gates import Exp
-from tolerances import assert_near, assert_same_bits
 
 SPEC = RopeSpec(8, interleaved=True)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ROOT
+from tests.support.helpers import ROOT
 
 
 def collected(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -48,7 +48,7 @@ def test_the_file_of_a_test_does_not_change_the_cases_that_are_drawn(tmp_path: P
         path.write_text(CASES)
         (tmp_path / "conftest.py").write_text(conftest)
         (tmp_path / "pytest.ini").write_text(
-            f"[pytest]\npythonpath = {ROOT / 'tests'}\nmarkers =\n    slow: .\n    one_in(n): .\n"
+            f"[pytest]\npythonpath = {ROOT}\nmarkers =\n    slow: .\n    one_in(n): .\n"
         )
         done = collected("-m", "not slow", file, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
@@ -58,7 +58,7 @@ def test_the_file_of_a_test_does_not_change_the_cases_that_are_drawn(tmp_path: P
 
 
 def test_the_lists_of_the_mutants_name_tests_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    import mutation
+    from ci.mutation import __main__ as mutation
 
     mutation.check_nearest()
     monkeypatch.setitem(mutation.NEAREST, "tightrope/x", "angles nowhere")
@@ -67,7 +67,7 @@ def test_the_lists_of_the_mutants_name_tests_that_exist(monkeypatch: pytest.Monk
 
 
 def test_mutants_are_planted_in_sources_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    import mutants
+    from ci.mutation import mutants
 
     assert len(list(mutants.source_files())) > 40
     monkeypatch.setattr(mutants, "PYTHON", ["nowhere"])
@@ -76,7 +76,7 @@ def test_mutants_are_planted_in_sources_that_exist(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_fuzzer_instruments_only_modules_that_are_imported() -> None:
-    from hardening import fuzzing
+    from ci.hardening import fuzzing
 
     with fuzzing.instrumented(False, "json"):
         pass

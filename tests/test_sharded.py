@@ -2,7 +2,7 @@
 
 A fake process group plays one rank of a mesh after the other in this process. Its collectives do nothing,
 so a gradient that several ranks share is left as each rank's contribution, and the tests add these up.
-`tests/distributed/sharded.py` runs calls on DTensors on real processes.
+`processes/sharded.py` runs calls on DTensors on real processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 # The only process group that plays any rank in one process; no public module has it.
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: TID251
 
-from helpers import noise, refused, version_of
+from tests.support.helpers import noise, refused, version_of
+from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec, gates, phases, positions
 from tightrope.activations import RMSNorm
 from tightrope.frequencies import DynamicNTK, Given
@@ -40,7 +41,6 @@ from tightrope.functional import (
     rotate_qk,
     rotate_qk_,
 )
-from tolerances import assert_near, assert_same_bits
 
 Tensors = Mapping[str, Any]
 #: Dimension of each axis of a tensor.

@@ -23,8 +23,8 @@ from urllib.parse import unquote, urldefrag
 import pytest
 import torch
 
-from helpers import ROOT
-from model_configs import MODELS
+from tests.support.helpers import ROOT
+from tests.support.model_configs import MODELS
 from tightrope import RopeSpec, angles
 
 playwright = pytest.importorskip("playwright.sync_api")

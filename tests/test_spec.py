@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-import oracle
-import oracle_frequencies as truth
-from helpers import refused
+from tests.support import oracle, oracle_frequencies as truth
+from tests.support.helpers import refused
+from tests.support.tolerances import value
 from tightrope import RopeSpec, angles, positions
 from tightrope.axes import Axes
 from tightrope.frequencies import (
@@ -35,7 +35,6 @@ from tightrope.functional import rotate, rotate_
 from tightrope.spec import PreparedRotation
 from tightrope.spec._device_cache import DeviceCache
 from tightrope.spec._tables import Tables
-from tolerances import value
 
 CPU = torch.device("cpu")
 

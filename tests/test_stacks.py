@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from helpers import ROOT, noise
-from matrix import every_backend
+from tests.support.helpers import ROOT, noise
+from tests.support.matrix import every_backend
+from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import Axes, RopeSpec, frequencies, functional, gates, positions, stacks
 from tightrope.frequencies import (
     NTK,
@@ -29,7 +30,6 @@ from tightrope.frequencies import (
 )
 from tightrope.functional import rotate, rotate_, rotate_qk
 from tightrope.ops import cosines, schema
-from tolerances import assert_near, assert_same_bits
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 DIM, TOKENS = 64, 37

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-import oracle_acts
-import tolerances
-from matrix import DISTINCT_SETS, needs_kernel
+from tests.support import oracle_acts, tolerances
+from tests.support.matrix import DISTINCT_SETS, needs_kernel
 from tightrope import RopeSpec, gates
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.backends import cpu

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from helpers import noise, refused
+from tests.support.helpers import noise, refused
+from tests.support.tolerances import assert_near
 from tightrope.backends import why_not
 from tightrope.functional import (
     apply_rotary_pos_emb,
@@ -19,7 +20,6 @@ from tightrope.functional import (
     rotary_embedding,
 )
 from tightrope.ops import schema
-from tolerances import assert_near
 
 HAS_CPU = why_not()["cpu"] is None
 BACKENDS = ["reference", None]

@@ -8,11 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-import oracle
-import oracle_frequencies
-import oracle_lrpe
-import tolerances
-from tolerances import Result
+from tests.support import oracle, oracle_frequencies, oracle_lrpe, tolerances
+from tests.support.tolerances import Result
 
 SIXTEEN = [torch.bfloat16, torch.float16]
 PLAIN = [torch.float32, torch.float64]

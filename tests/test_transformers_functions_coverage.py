@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+
 from benchmarks.transformers_coverage import functions, report
 from benchmarks.transformers_coverage.catalogue import models_folder, rotary_names
-
-from helpers import ROOT
+from tests.support.helpers import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "transformers-coverage.json"
 PAGE = ROOT / "docs" / "transformers-coverage.md"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from benchmarks.transformers_coverage import __main__ as command, models, report, trial
 from benchmarks.transformers_coverage.building import SPECIAL, sections, sized, small_config
 from benchmarks.transformers_coverage.catalogue import (
@@ -27,8 +28,7 @@ from benchmarks.transformers_coverage.comparing import (
     relative,
     spoilt,
 )
-
-from helpers import ROOT
+from tests.support.helpers import ROOT
 from tightrope.integrations import _graft, patch, unpatch
 
 # Warnings of transformers models are not tested here.

@@ -13,9 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-import oracle
-import oracle_rounding as rounded
-import pairwise
+from tests.support import oracle, oracle_rounding as rounded, pairwise
+from tests.support.tolerances import Result, assert_near, assert_rotated, assert_same_bits, value
+from tests.support.triton.cases import (
+    AXES,
+    DEVICE,
+    HAS_GPU,
+    Made,
+    allowed,
+    make,
+    needs_triton,
+    noise,
+    phases,
+    words,
+)
 from tightrope.activations import ACTS, RMS_NORM
 from tightrope.backends.reference import compose
 from tightrope.ops import gradients
@@ -32,19 +43,6 @@ from tightrope.ops.schema import (
     WORDS,
     Options,
     options_of,
-)
-from tolerances import Result, assert_near, assert_rotated, assert_same_bits, value
-from triton_cases import (
-    AXES,
-    DEVICE,
-    HAS_GPU,
-    Made,
-    allowed,
-    make,
-    needs_triton,
-    noise,
-    phases,
-    words,
 )
 
 pytestmark = needs_triton
@@ -348,7 +346,7 @@ def test_rows_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and indices equal Python's divmod, for rows of one token, of a tile and of more than 2^32 tokens."""
     if not HAS_GPU:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    from triton_rows import store_rows
+    from tests.support.triton.rows import store_rows
 
     block = 64
     sizes = [1, 2, 3, 63, 64, 65, 127, 128, 1000, 2**31 - 1, 2**31, 2**31 + 7, 2**32 + 1, 2**40]

@@ -11,7 +11,16 @@ import pytest
 import torch
 
 import tightrope
-from helpers import ROOT
+from tests.support.helpers import ROOT
+from tests.support.tolerances import assert_near
+from tests.support.triton.cases import (
+    DEVICE,
+    HAS_GPU,
+    HAS_TRITON,
+    needs_triton,
+    noise,
+    on_this_device,
+)
 from tightrope import RopeSpec
 from tightrope.activations import RMSNorm
 from tightrope.backends.reference import rotate as definition
@@ -19,8 +28,6 @@ from tightrope.backends.triton import registration
 from tightrope.functional import rotate, rotate_, rotate_qk
 from tightrope.ops import fake
 from tightrope.ops.schema import LOG, Options
-from tolerances import assert_near
-from triton_cases import DEVICE, HAS_GPU, HAS_TRITON, needs_triton, noise, on_this_device
 
 __all__ = ["on_this_device"]
 

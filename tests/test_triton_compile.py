@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import tolerances
-from helpers import Output, version_of
+from tests.support import tolerances
+from tests.support.helpers import Output, version_of
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -25,13 +25,13 @@ OLD = version_of("triton") < (3, 7)
 @pytest.fixture
 def some(output_of: Output) -> dict[str, Any]:
     """Facts about most kernels for sm_90 and some for gfx942, and the number of compilations."""
-    return output_of("triton_without_gpu.py", "some")
+    return output_of("tests.support.triton.compiled", "some")
 
 
 @pytest.fixture
 def every(output_of: Output) -> dict[str, Any]:
     """Facts about all kernels for both targets."""
-    return output_of("triton_without_gpu.py")
+    return output_of("tests.support.triton.compiled")
 
 
 @pytest.fixture(params=["some", pytest.param("every", marks=pytest.mark.slow)])
@@ -138,7 +138,7 @@ def test_what_triggers_a_compilation(some: dict[str, Any]) -> None:
 @pytest.fixture
 def evaluated(output_of: Output) -> dict[str, Any]:
     """Return errors of parts of the kernels, evaluated from their PTX for sm_90; see triton_pieces."""
-    return output_of("triton_pieces.py")
+    return output_of("tests.support.triton.pieces")
 
 
 def test_the_compiled_angles_are_exact(evaluated: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import Output
+from tests.support.helpers import Output
 
 COMPILERS = os.environ.get("CC"), "gcc", "clang"
 COMPILES = (
@@ -42,7 +42,9 @@ WAYS = ("first", "again", "observed")
 @pytest.fixture(params=["some", pytest.param("every", marks=pytest.mark.slow)])
 def found(request: pytest.FixtureRequest, output_of: Output) -> Facts:
     """Launches of calls of every kernel: in the fast run of some calls, in the slow run of all."""
-    return output_of("triton_launches.py", *([request.param] if request.param == "some" else []))
+    return output_of(
+        "tests.support.triton.launches", *([request.param] if request.param == "some" else [])
+    )
 
 
 def every_launch(found: Facts) -> Iterator[tuple[str, Facts, Facts]]:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tolerances import assert_near
+from tests.support.triton.cases import DEVICE, needs_triton, noise, strided
 from tightrope.ops import phases as definition
-from tolerances import assert_near
-from triton_cases import DEVICE, needs_triton, noise, strided
 
 # The interpreter's numpy warns of what the masks of the kernel discard.
 pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]

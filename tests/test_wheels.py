@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ci.wheels import __main__ as release, checks
 from tightrope.backends import cpu
-from wheels import __main__ as release, checks
 
 NAMES = [
     "_tightrope_command.py",

@@ -199,7 +199,7 @@ def record(request: Any) -> dict[str, Any]:
 @pytest.fixture
 def device() -> Iterator[str]:
     """Yield the type of the units' device: in a dry run the CPU, with interpreted kernels."""
-    from triton_cases import DEVICE, kernels_in_place  # in tests/, which is on the path
+    from tests.support.triton.cases import DEVICE, kernels_in_place
 
     with kernels_in_place():
         yield DEVICE.type

@@ -1,0 +1,39 @@
+"""Helpers for many test files: random tensors, exact matching of error messages, and a type."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+
+#: The folder of the checkout.
+ROOT = Path(__file__).resolve().parents[2]
+
+#: The fixture `output_of`, which runs a module, given its name and arguments.
+Output: TypeAlias = Callable[..., dict[str, Any]]
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Return normal random numbers; equal shapes and seeds give equal numbers in each dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def refused(kind: type[Exception], text: str) -> AbstractContextManager[object]:
+    """Expect an error of this type with exactly this text."""
+    return pytest.raises(kind, match=f"^{re.escape(text)}$")
+
+
+def version_of(package: str) -> tuple[int, ...]:
+    """Return the major and minor version of an installed package; (0, 0) without it."""
+    try:
+        parts = metadata.version(package).split(".")
+    except metadata.PackageNotFoundError:
+        return 0, 0
+    return int(parts[0]), int(parts[1])

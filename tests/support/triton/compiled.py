@@ -1,0 +1,283 @@
+"""Compile the Triton kernels without a GPU and count compilations: run by test_triton_compile.
+
+The script has a process of its own, because Triton chooses compiler or interpreter at import.
+It prints JSON. With the argument "some" it leaves out what differs from the rest only in known ways.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from benchmarks.gpu.sass import disassembled, in_flight, read, usage_of
+from tightrope.activations import ACTS
+from tightrope.angles import words_from
+from tightrope.backends.triton import launch, operators, phases, rotation, sums
+from tightrope.ops.schema import LOG, PHASES, SLOPE, Options
+
+TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
+
+# With the argument "some", these are compiled for AMD, and LEFT_OUT for no target.
+ON_AMD = ("bfloat16", "M-RoPE", "tables", "log gate", "rms_norm backward", "positions", "running")
+LEFT_OUT = ("bfloat16 interleaved", "slice")
+# Kernels whose loads are counted; to disassemble one takes 0.4 s.
+COUNTED = (
+    *("bfloat16", "bfloat16 interleaved", "float32", "float32 interleaved", "M-RoPE", "tables"),
+    *("phases", "silu", "silu backward", "softmax", "rms_norm", "rms_norm backward", "log gate"),
+    *("slopes", "frequencies", "positions"),
+)
+
+asked: list[tuple[Any, ...]] = []
+
+
+def note(kernel: Any, grid: Any, values: Any, aligned: Any, blocks: Any, device: Any) -> Any:
+    """Replace `launch.launcher`: record the arguments and launch nothing."""
+    asked.append((kernel, values, aligned, blocks))
+    return lambda *_: None
+
+
+def words(pairs: int, axes: int = 1, rows: int = 1, heads: int = 1) -> torch.Tensor:
+    return words_from(torch.rand(axes, rows, heads, pairs, dtype=torch.float64))[0]
+
+
+def heads(n: int, dtype: torch.dtype, width: int = 128) -> torch.Tensor:
+    """Return heads as a model passes them: a transposed view."""
+    return torch.empty(2, 64, n, width, dtype=dtype).transpose(1, 2)
+
+
+def calls() -> dict[str, Any]:
+    """Return the calls whose kernels are compiled, by name."""
+    q, k = heads(32, torch.bfloat16), heads(8, torch.bfloat16)
+    f, g = heads(32, torch.float32), heads(8, torch.float32)
+    ids = torch.zeros(3, 2, 64, dtype=torch.int64)
+    table = torch.empty(1, 1, 64, 128)
+
+    def into(q: torch.Tensor, k: torch.Tensor | None, *rest: Any) -> Any:
+        return lambda: operators.rotate(q, k, *rest)
+
+    def call(options: Options, *extras: torch.Tensor, axes: int = 1) -> tuple[Any, ...]:
+        at = None if options.add_index else ids[:axes]
+        return words(64, axes), None, at, 3, options.pack(), 1.0, list(extras), 1e-6
+
+    def apart(n: int) -> torch.Tensor:
+        return torch.empty(2, 64, n, 256, dtype=torch.bfloat16)[..., ::2].transpose(1, 2)
+
+    gelu = Options(act=ACTS.index("gelu"), gate=LOG, direction=1)
+    gate = torch.empty(2, 1, 64, 128)
+    rms = ACTS.index("rms_norm")
+    weights = torch.empty(1, 128), torch.empty(1, 128)
+    own = torch.empty(2, 64, 1, 64, dtype=torch.int32).transpose(1, 2)
+    of_heads = torch.empty(2, 64, 8, 64, dtype=torch.int32).transpose(1, 2)
+    angles = torch.empty(2, 300, 8, 64).transpose(1, 2)
+    state, reset = torch.zeros(2, 8, 64, dtype=torch.int64), torch.zeros(1, 300, dtype=torch.bool)
+    by_phases = Options(source=PHASES).pack()
+    return {
+        "bfloat16": into(q, k, *call(Options())),
+        "bfloat16 interleaved": into(q, k, *call(Options(interleaved=True))),
+        "float32": into(f, g, *call(Options())),
+        "float32 interleaved": into(f, g, *call(Options(interleaved=True))),
+        "phases": into(q, k, own, words(64), None, 3, by_phases, 1.0),
+        "phases of each head": into(
+            heads(8, torch.bfloat16), k, of_heads, words(64), None, 3, by_phases, 1.0
+        ),
+        "M-RoPE": into(q, k, *call(Options(add_index=False), axes=3)),
+        "tables": into(q, k, table, table, None, 0, Options(source=1).pack(), 1.0),
+        "unaligned": into(q[..., 1:], None, words(63), None, None, 0, Options().pack(), 1.0),
+        "apart": into(apart(32), apart(8), *call(gelu, gate, gate, apart(32), apart(8))),
+        "slice": into(q, k, words(16), None, None, 0, Options(start=32).pack(), 1.0),
+        "silu": into(q, k, *call(Options(act=ACTS.index("silu")))),
+        "silu backward": into(q, k, *call(Options(act=ACTS.index("silu"), direction=1), q, k)),
+        "softmax": into(q, k, *call(Options(act=ACTS.index("softmax")))),
+        "rms_norm": into(q, k, *call(Options(act=rms), *weights)),
+        "rms_norm backward": into(q, k, *call(Options(act=rms, direction=1), *weights, q, k)),
+        "log gate": into(
+            q,
+            k,
+            *call(Options(gate=LOG), torch.empty(2, 32, 64, 128), torch.empty(1, 8, 1, 128)),
+        ),
+        "slopes": into(q, k, *call(Options(gate=SLOPE), torch.empty(32, 128), torch.empty(8, 128))),
+        "frequencies": lambda: operators.angle_gradients(
+            q, k, q, k, words(64), None, None, 3, Options().pack(), False, True
+        ),
+        "positions": lambda: operators.angle_gradients(
+            q,
+            k,
+            q,
+            k,
+            words(64),
+            None,
+            ids[:1].float(),
+            3,
+            Options(add_index=False).pack(),
+            True,
+            False,
+        ),
+        "by phases": lambda: operators.angle_gradients(
+            q, k, q, k, own, words(64), None, 3, by_phases, False, True
+        ),
+        "running": lambda: phases.phase_words(angles, state, reset, True, False),
+        "running, a token": lambda: phases.phase_words(
+            angles[:, :, :1].double(), state, None, True, True
+        ),
+        "given": lambda: phases.phase_words(angles.bfloat16(), None, None, False, False),
+        "running, backward": lambda: phases.phase_sums(angles, None, reset),
+        "gates": lambda: operators.gate_gradients(
+            q,
+            None,
+            q,
+            None,
+            torch.empty(1, 32, 1, 128),
+            None,
+            None,
+            0,
+            Options(gate=LOG).pack(),
+        ),
+    }
+
+
+def facts(target: str, source: Any, blocks: Any, count: bool) -> dict[str, Any]:
+    """Return facts about the machine code of a kernel; count the bytes in flight if asked to."""
+    goal = TARGETS[target]
+    kernel = triton.compile(source, target=goal, options=launch.options_of(blocks, goal))
+    if target == "gfx942":
+        code = kernel.asm["amdgcn"]
+        spills = [int(n) for n in re.findall(r"\bvgpr_spill_count:\s*(\d+)", code)]
+        wide = len(re.findall(r"(?:load|store)_dwordx4", code))
+        return {"wide": wide, "spills": sum(spills), "float64": "_f64" in code}
+    ptx = kernel.asm["ptx"]
+    cubin = kernel.asm["cubin"]
+    usage = usage_of(cubin)
+    every = re.findall(r"(?:ld|st)\.global\S*", ptx)
+    flying = {"in flight": in_flight(read(disassembled(cubin)))} if count else {}
+    return flying | {
+        "loads": len([x for x in every if x.startswith("ld")]),
+        "stores": len([x for x in every if x.startswith("st")]),
+        "wide loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
+        "wide stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
+        "registers": usage.registers,
+        "spills": usage.spills,
+        "float64": ".f64" in ptx,
+        "approximations": sorted(
+            set(re.findall(r"(?:sin|cos|ex2|lg2|rsqrt|rcp|div|sqrt)\.approx", ptx))
+        ),
+        "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),
+    }
+
+
+def compiled(some: bool) -> dict[str, Any]:
+    """Return the facts about every kernel, by call and target."""
+    result: dict[str, Any] = {}
+    for name, call in calls().items():
+        if some and name in LEFT_OUT:
+            continue
+        targets = [each for each in TARGETS if each == "sm_90" or name in ON_AMD or not some]
+        asked.clear()
+        call()
+        # Sums of several chunks take three launches.
+        for part, (kernel, values, aligned, blocks) in zip(("", ", totals", ", between"), asked):
+            source = launch.source_of(kernel, values, aligned)
+            result[name + part] = {
+                target: facts(target, source, blocks, name in COUNTED) for target in targets
+            }
+    return result
+
+
+class Nothing:
+    """A compiled kernel that does nothing on any grid."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *_: None
+
+
+def counted() -> dict[str, int]:
+    """Return the total number of compilations that a GPU would need, after each group of calls."""
+    compilations: list[Any] = []
+
+    def compile_(source: Any, target: Any = None, options: Any = None) -> Any:
+        compilations.append(source)
+        return Nothing()
+
+    class Driver:
+        class active:
+            @staticmethod
+            def get_current_target() -> GPUTarget:
+                return TARGETS["sm_90"]
+
+    triton.compile, triton.runtime.driver = compile_, Driver
+    counts = {}
+
+    def count(name: str) -> None:
+        counts[name] = len(compilations)
+
+    def rotate(x: torch.Tensor, offset: int = 0, positions: torch.Tensor | None = None) -> None:
+        options = Options(add_index=positions is None or positions.shape[2] == 1).pack()
+        operators.rotate_(x, None, words_, None, positions, offset, options, 1.0)
+
+    words_ = words(64)
+    buffer = torch.empty(10_000, 4, 128, dtype=torch.bfloat16)
+    lengths = [*range(1, 300), *range(300, 10_001, 97), 10_000, 4096, 8192]
+    for length in lengths:
+        rotate(buffer[:length].transpose(0, 1)[None])
+    count("lengths of one layout")
+    for length in lengths:
+        rotate(torch.empty(1, 4, length, 128, dtype=torch.bfloat16))
+    count("lengths, contiguous")
+    for offset in (0, 1, 2, 16, 17, 4096, 2**31 - 1, 2**31, 2**40, -1, -(2**33)):
+        rotate(buffer[None, :, :7], offset)
+    count("offsets")
+    for rows in (1, 2, 16, 33):
+        rotate(torch.empty(rows, 4, 5, 128, dtype=torch.bfloat16), 3)
+    for n in (3, 5, 8, 32):
+        rotate(torch.empty(2, n, 5, 128, dtype=torch.bfloat16), 3)
+    count("rows and heads")
+    for length in (1, 16, 17, 1000):
+        rotate(
+            buffer[:length].transpose(0, 1)[None], 0, torch.zeros(1, 1, length, dtype=torch.int64)
+        )
+    count("ids")
+    wider = torch.empty(1, 4, 64, 136, dtype=torch.bfloat16)
+    for start in (1, 2, 3, 4, 5, 6, 7):
+        rotate(wider[..., start : start + 128])
+    count("unaligned")
+    rotate(torch.empty(1, 1, 5, 128, dtype=torch.bfloat16))
+    count("one head")
+    rotate(torch.empty(1, 4, 5, 128))
+    count("another dtype")
+    state = torch.zeros(2, 4, 16, dtype=torch.int64)
+    for rows, length, pairs in ((1, 1, 16), (2, 5, 16), (2, 16, 15), (1, 128, 9)):
+        given = torch.empty(rows, length, 4, pairs).transpose(1, 2)
+        phases.phase_words(given, state[:rows, :, :pairs], None, True, False)
+    count("running, one chunk")
+    for rows, length, step in ((1, 129, 1), (2, 5000, 1), (2, 4096, 2)):
+        given = torch.empty(rows, length, 4, 16 * step).transpose(1, 2)[..., ::step]
+        phases.phase_words(given, state[:rows], None, True, False)
+    count("running, several chunks")
+    return counts
+
+
+def main(some: bool) -> int:
+    # Triton 3.4 links AMD's code with a ROCm program; this script inspects the code before that step.
+    os.environ.setdefault("TRITON_HIP_LLD_PATH", shutil.which("true") or "")
+    torch.accelerator.current_device_index = lambda: None
+    torch.accelerator.device_index = lambda _: contextlib.nullcontext()
+    real = launch.launcher
+    rotation.launcher = sums.launcher = phases.launcher = note
+    found = {"compiled": compiled(some)}
+    rotation.launcher = sums.launcher = phases.launcher = real
+    rotation._plans.clear()
+    phases._plans.clear()
+    print(json.dumps({**found, "counted": counted()}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] == ["some"]))

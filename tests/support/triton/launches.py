@@ -1,0 +1,461 @@
+"""Launch the Triton kernels with a stub of NVIDIA's driver: run by test_triton_launch.
+
+The script has a process of its own, because Triton chooses compiler or interpreter at import, and
+because the stub, triton_stub.c, stands in for libcuda. Triton's own launcher passes the arguments.
+The script prints JSON. With the argument "some" it leaves out calls whose launches are like others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch.overrides import TorchFunctionMode
+
+from tests.support.triton.compiled import calls, heads, words
+from tightrope.backends.triton import launch, operators, phases, rotation, sums
+from tightrope.backends.triton.groups import Carries
+from tightrope.ops.schema import LOG, Options
+
+# With the argument "some" only these are called, besides those of `more`.
+SOME = (
+    *("bfloat16", "M-RoPE", "tables", "unaligned", "log gate", "rms_norm backward"),
+    *("frequencies", "positions", "gates", "running", "given"),
+)
+# These, one for each function that launches, are also called on a second device.
+ELSEWHERE = ("bfloat16", "rms_norm backward", "frequencies", "gates", "running")
+FORMATS = {"*": "<Q", "i": "<q", "f": "<f"}  # of parameters: addresses, integers, fractions
+OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    )
+
+
+LOAD = ctypes.CFUNCTYPE(ctypes.c_int)
+LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.POINTER(Config),
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)
+
+
+class Gpu(TorchFunctionMode):
+    """Lets tensors of the CPU say that they are on a GPU, and names those that functions make.
+
+    Attributes:
+        index: the index of the GPU.
+        made: names of the tensors by address, in the order in which they were made.
+    """
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.made: dict[int, str] = {}
+        self._kept: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.Tensor.get_device:
+            return self.index
+        if function == torch.Tensor.device.__get__:
+            return torch.device("cuda", self.index)
+        result = function(*args, **{k: v for k, v in (kwargs or {}).items() if k != "device"})
+        if isinstance(result, torch.Tensor):
+            self._kept.append(result)
+            if result.numel():
+                self.made.setdefault(result.data_ptr(), f"tensor {len(self._kept)}")
+        return result
+
+
+class Stub:
+    """The stub of the driver, and the current device and streams that torch reports.
+
+    Attributes:
+        launches: facts about each launch, in order.
+        loads, compilations: numbers of modules that were loaded and of kernels that were compiled.
+        lookups: how often Triton looked up the current device; its own runner does in every launch.
+        failing: errors that the next calls of functions of the driver return, by function.
+        streams: the current stream of each device; for torch 0 is the default one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.launches: list[dict[str, Any]] = []
+        self.loads = self.compilations = self.lookups = 0
+        self.failing: dict[str, int] = {}
+        self.streams = {0: 0, 1: 0x7F12_3456_7890, 2: 2}
+        self._callbacks = LOAD(self._load), LAUNCH(self._launch)
+        self.library = _library(folder)
+        self.library.observe(*self._callbacks)
+        self.library.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
+        self.use(0)
+
+    def use(self, device: int) -> None:
+        """Make a device current, as torch does."""
+        self.library.cuCtxSetCurrent(device + 1)
+
+    def current(self) -> int:
+        """Return the current device."""
+        context = ctypes.c_void_p()
+        self.library.cuCtxGetCurrent(ctypes.byref(context))
+        return (context.value or 0) - 1
+
+    def looked_up(self) -> int:
+        """Return the current device to Triton."""
+        self.lookups += 1
+        return self.current()
+
+    @contextlib.contextmanager
+    def using(self, device: int) -> Iterator[None]:
+        """Stand in for ``torch.accelerator.device_index``."""
+        before = self.current()
+        self.use(device)
+        try:
+            yield
+        finally:
+            self.use(before)
+
+    def _load(self) -> int:
+        self.loads += 1
+        return self.failing.pop("cuModuleLoadData", 0)
+
+    def _launch(self, config: Any, function: int, parameters: Any, context: int) -> int:
+        found = next(each for each in launch.compiled.values() if each.function == function)
+        declared = declared_by(found.asm["ptx"])
+        given = config.contents
+        values = [
+            struct.unpack(FORMATS[kind], ctypes.string_at(parameters[i], size))[0]
+            for i, (kind, size) in enumerate(declared)
+        ]
+        divisors = divisors_of(found.asm["ttir"])
+        threads = re.search(r"\.reqntid (\d+)", found.asm["ptx"])
+        self.launches.append(
+            {
+                "kernel": found.name,
+                "grid": list(given.grid),
+                "block": list(given.block),
+                "shared": [given.shared, found.metadata.shared],
+                "stream": given.stream or 0,
+                "device": context - 1,
+                "attributes": given.count,
+                "types": [kind for kind, _ in declared],
+                "values": values,
+                "threads": None if threads is None else int(threads[1]),
+                "divisors": divisors,
+                "divisible": all(by == 1 or value % by == 0 for value, by in zip(values, divisors)),
+            }
+        )
+        return self.failing.pop("cuLaunchKernelEx", 0)
+
+
+def _library(folder: Path) -> ctypes.CDLL:
+    """Compile the stub and load it; Triton's launcher then finds it by its name."""
+    include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    made = folder / "libcuda.so.1"
+    source = Path(__file__).with_name("driver_stub.c")
+    options = ("-shared", "-fPIC", "-w", f"-Wl,-soname,{made.name}", f"-I{include}")
+    compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"
+    subprocess.run([compiler, *options, str(source), "-o", str(made)], check=True)
+    (folder / "libcuda.so").symlink_to(made)  # for the linker, before Triton 3.6
+    ctypes.CDLL(str(made))
+    return ctypes.CDLL(made.name)  # the stub, unless another driver was loaded before
+
+
+def declared_by(ptx: str) -> list[tuple[str, int]]:
+    """Return the type ("*", "i" or "f") and the number of bytes of each parameter of a kernel."""
+    return [
+        ("*" if pointer else "f" if kind == "f" else "i", int(bits) // 8)
+        for kind, bits, pointer in re.findall(
+            r"\.param \.([a-z])(\d+)( \.ptr)?.* \w+_param_\d+", ptx
+        )
+    ]
+
+
+def divisors_of(ttir: str) -> list[int]:
+    """Return the number by which the compiler assumes each parameter to be divisible."""
+    signature = next(line for line in ttir.splitlines() if "tt.func public" in line)
+    found = [
+        re.search(r"tt\.divisibility = (\d+)", each) for each in re.split(r"[(,] ?(?=%)", signature)
+    ]
+    return [1 if divisor is None else int(divisor[1]) for divisor in found[1:]]
+
+
+def leaves(name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield name, type and value of each parameter that an argument of a kernel becomes."""
+    if isinstance(value, torch.Tensor):
+        yield name, "*", value.data_ptr()
+    elif isinstance(value, tuple):
+        for field, each in zip(value._fields, value, strict=True):
+            yield from leaves(f"{name}.{field}", each)
+    elif isinstance(value, float):
+        yield name, "f", struct.unpack("<f", struct.pack("<f", value))[0]
+    elif value is not None:
+        yield name, "i", value
+
+
+def meant(kernel: Any, arguments: Any) -> list[tuple[str, str, Any]]:
+    """Return name, type and value of each parameter of a kernel, given tensors and groups."""
+    return [
+        leaf
+        for parameter, value in zip(kernel.params, arguments, strict=True)
+        if not parameter.is_constexpr
+        for leaf in leaves(parameter.name, value)
+    ]
+
+
+def more() -> dict[str, Callable[[], Any]]:
+    """Return calls in place, into given memory, of parts of tensors, and with other values, by name.
+
+    Only two compile kernels: "in place" and "in place, float64".
+    """
+    q, k = heads(32, torch.bfloat16), heads(8, torch.bfloat16)
+    out = torch.empty_like(q.contiguous())
+    longer = torch.empty(3, 1000, 4, 128, dtype=torch.bfloat16).transpose(1, 2)
+    other = torch.empty(3, 9, 2, 128, dtype=torch.bfloat16).transpose(1, 2)
+    wide = heads(3, torch.float64)
+    gate = torch.empty(1, 33, 1, 128)
+    of_words, packed = words(64), Options().pack()
+
+    def rotate_(q: Any, k: Any, offset: int, amplitude: float) -> Any:
+        return lambda: operators.rotate_(
+            q, k, of_words, None, None, offset, packed, amplitude, [], 0.0
+        )
+
+    return {
+        "in place": rotate_(q, k, 3, 1.0),
+        "into": lambda: operators.rotate_into(
+            q, k, out, k.contiguous(), of_words, None, None, 5, packed, 1.37, [], 0.0
+        ),
+        "in place, far": rotate_(q, k, 2**40 + 7, 1.37),
+        "in place, before": rotate_(longer, other.new_empty(3, 2, 1000, 128), -(2**33) - 1, 0.1),
+        "in place, short": rotate_(other[:, :, :1], other[:, :, 1:2], -1, 1e-40),
+        "in place, empty": rotate_(q[:, :, :0], k[:, :, :0], 1, 1.0),
+        "frequencies, parts": lambda: operators.angle_gradients(
+            q[:1], k[1:], q[1:], k[:1], of_words, None, None, -3, packed, False, True
+        ),
+        "gates, parts": lambda: operators.gate_gradients(
+            q[1:], None, q[:1], None, gate[:, 1:], None, None, 0, Options(gate=LOG).pack()
+        ),
+        "in place, float64": rotate_(wide, None, 2**62, 1.37),
+    }
+
+
+@contextlib.contextmanager
+def as_interpreted(noted: list[dict[str, Any]]) -> Iterator[None]:
+    """Pass tensors and groups to a function that notes them, as they are passed to the interpreter.
+
+    Other tests show that the interpreter's results are right, so these arguments are what is meant.
+    """
+
+    def launcher(
+        kernel: Any, grid: Any, values: Any, aligned: Any, blocks: Any, device: Any
+    ) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            names, types, passed = zip(*meant(kernel, arguments))
+            noted.append(
+                {
+                    "kernel": kernel.__name__,
+                    "grid": list(grid),
+                    "block": [32 * blocks.warps, 1, 1],
+                    "device": device.index,
+                    "names": names,
+                    "types": types,
+                    "values": passed,
+                    "aligned": [name.rpartition(".")[2] in aligned for name in names],
+                }
+            )
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for module in (rotation, sums, phases):
+            stack.enter_context(mock.patch.object(module, "launcher", launcher))
+        for module in (launch, rotation, sums):
+            stack.enter_context(mock.patch.object(module, "INTERPRETED", True))
+        stack.enter_context(mock.patch.object(rotation, "_CARRIES_NOTHING", (Carries(),)))
+        forget()
+        yield
+        forget()
+
+
+def forget() -> None:
+    """Forget the plans of earlier calls."""
+    rotation._plans.clear()
+    phases._plans.clear()
+
+
+@contextlib.contextmanager
+def observed(hook: Callable[[Any], None]) -> Iterator[None]:
+    """Call a function before each launch: then Triton's own runner makes the launches."""
+    runtime = triton.knobs.runtime
+    if runtime.launch_enter_hook is None:  # Triton 3.4
+        with mock.patch.object(runtime, "launch_enter_hook", hook):
+            yield
+    else:
+        runtime.launch_enter_hook.add(hook)
+        yield
+        runtime.launch_enter_hook.remove(hook)
+
+
+def made_by(call: Callable[[], Any], index: int, launches: list[dict[str, Any]]) -> Any:
+    """Return the launches of a call; tensors that it makes have names in place of addresses."""
+    launches.clear()
+    with Gpu(index) as gpu:
+        call()
+    return [
+        {**one, "values": [gpu.made.get(value, value) for value in one["values"]]}
+        for one in launches
+    ]
+
+
+def launched(stub: Stub, call: Callable[[], Any], index: int) -> dict[str, Any]:
+    """Return the launches that a call means and those that it makes; each call is made thrice."""
+    noted: list[dict[str, Any]] = []
+    with as_interpreted(noted):
+        means = [made_by(call, index, noted) for _ in range(2)]
+    result: dict[str, Any] = {}
+    hooked: list[Any] = []
+    for way, meaning in zip(("first", "again", "observed"), (*means, means[1])):
+        before = stub.compilations, stub.loads, stub.lookups
+        with observed(hooked.append) if way == "observed" else contextlib.nullcontext():
+            made = made_by(call, index, stub.launches)
+        after = stub.compilations, stub.loads, stub.lookups
+        counts = [now - then for now, then in zip(after, before)]
+        result[way] = {"meant": meaning, "made": made, "counts": counts}
+    result["hooked"] = [each.get()["name"] for each in hooked]
+    return result
+
+
+def distinct(stub: Stub) -> list[dict[str, Any]]:
+    """Launch every compiled kernel with arguments all of which differ."""
+    result = []
+    for (name, device, types, *_), found in launch.compiled.items():
+        kinds = list(launch._members(types))
+        numbers = [
+            {"*": 16 * i + 2**46, "i": (-1) ** i * (2**40 + i), "f": i + 0.1, "c": None}[kind[0]]
+            for i, kind in enumerate(kinds)
+        ]
+        run = launch.runner(found, (7, 5, 3), device)
+        stub.use(device.index)
+        stub.launches.clear()
+        run(*numbers)
+        with observed(lambda _: None):
+            run(*numbers)
+        launch.runner(found, (7, 0, 3), device)(*numbers)  # no programs
+        meant_here = [leaf for number in numbers for leaf in leaves(name, number)]
+        result.append(
+            {
+                "kernel": name,
+                "types": [kind[0] for kind in kinds if kind != "constexpr"],
+                "values": [value for _, _, value in meant_here],
+                "made": list(stub.launches),
+            }
+        )
+    stub.use(0)
+    return result
+
+
+def errors(stub: Stub, call: Callable[[], Any]) -> dict[str, Any]:
+    """Return messages and numbers of launches of calls that the driver fails, and of the next ones.
+
+    The kernel is loaded for device 2 for the first time.
+    """
+    result = {}
+    for name, function, error in (
+        ("load", "cuModuleLoadData", OUT_OF_MEMORY),
+        ("launch", "cuLaunchKernelEx", ILLEGAL_ADDRESS),
+        ("observed launch", "cuLaunchKernelEx", ILLEGAL_ADDRESS),
+    ):
+        stub.failing[function] = error
+        message = ""
+        with observed(lambda _: None) if name[0] == "o" else contextlib.nullcontext():
+            try:
+                made_by(call, 2, stub.launches)
+            except RuntimeError as caught:
+                message = str(caught)
+        result[name] = {
+            "message": message,
+            "left": len(stub.failing),
+            "current": stub.current(),
+            "next": made_by(call, 2, stub.launches),
+            **launched(stub, call, 2),
+        }
+    return result
+
+
+def hooked(stub: Stub, call: Callable[[], Any]) -> dict[str, int]:
+    """Return how often a plain function in place of a chain of hooks is called, for each hook."""
+    result = {}
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        seen: list[Any] = []
+        with mock.patch.object(triton.knobs.runtime, name, seen.append):
+            made_by(call, 0, stub.launches)
+        result[name] = len(seen)
+    return result
+
+
+def pretend(stub: Stub, folder: str) -> None:
+    """Let torch tell Triton that there are GPUs, and let Triton choose its driver for them."""
+    torch.accelerator.current_device_index = stub.current
+    torch.accelerator.device_index = stub.using
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_device = stub.looked_up
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch._C._cuda_getCurrentRawStream = stub.streams.__getitem__
+    os.environ["TRITON_LIBCUDA_PATH"] = folder
+    with triton.knobs.cache.scope():
+        # What is linked with the stub is kept apart from the user's cache.
+        triton.knobs.cache.dir = folder
+        triton.runtime.driver.active  # noqa: B018
+
+
+def main(some: bool) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        stub = Stub(Path(folder))
+        pretend(stub, folder)
+
+        def compile_(*arguments: Any, **named: Any) -> Any:
+            stub.compilations += 1
+            return compile_as_usual(*arguments, **named)
+
+        compile_as_usual, triton.compile = triton.compile, compile_
+        every = calls()
+        names = SOME if some else tuple(every)
+        found = {name: launched(stub, every[name], 0) for name in names}
+        found |= {name: launched(stub, call, 0) for name, call in more().items()}
+        found |= {f"{name}, elsewhere": launched(stub, every[name], 1) for name in ELSEWHERE}
+        failed = errors(stub, every["bfloat16"])
+        plain = hooked(stub, every["bfloat16"])
+        result = {"calls": found, "errors": failed, "hooked": plain, "distinct": distinct(stub)}
+        print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] == ["some"]))
