@@ -162,7 +162,7 @@ def choose(path):
 def source_files():
     for name in PYTHON:
         where = ROOT / "src/tightrope" / name
-        files = sorted(where.rglob("*.py")) if where.is_dir() else [where]
+        files = [where] if where.is_file() else sorted(where.rglob("*.py"))
         if not files:
             raise FileNotFoundError(f"{where} holds no source")
         yield from files
