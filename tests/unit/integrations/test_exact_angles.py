@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.support.models.other_libraries import halves
-from tests.test_integrations_report import calls_of
+from tests.unit.integrations.test_report import calls_of
 from tightrope.integrations import patch, unpatch
 
 pytestmark = pytest.mark.usefixtures("recognised_once")

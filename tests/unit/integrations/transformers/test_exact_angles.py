@@ -23,7 +23,7 @@ from transformers.models.phi3 import modeling_phi3
 from tests.support import oracle
 from tests.support.models.of_transformers import TEXT, small_inputs, small_model
 from tests.support.tolerances import assert_same_bits, value
-from tests.test_integrations_transformers import assert_outputs
+from tests.unit.integrations.transformers.test_patch import assert_outputs
 from tightrope.integrations.transformers import Entry, Report, patch, unpatch
 
 pytestmark = [
