@@ -37,7 +37,7 @@ from safetensors.torch import save  # noqa: E402
 from tests import test_gguf_file  # noqa: E402
 from tests.support.checkpoints import LLAMA, llama_tensors, write  # noqa: E402
 from tests.support.model_configs import MODELS  # noqa: E402
-from tests.test_cli_inspect import damaged  # noqa: E402
+from tests.tools.cli.test_inspect import damaged  # noqa: E402
 
 # What the command line reports as one line (cli/_mistakes.py); of these, the library's own have one form.
 REPORTED, OWN = (
