@@ -38,9 +38,9 @@ demo: $(READY)
 	$(BIN)/tightrope demo $(ARGS)
 
 # One thread per process: more would only compete for the cores. Tests of threading set their own
-# number of threads. tests/test_docs.py and tests/test_site.py test the documents, in `make check`.
+# number of threads. tests/repository/test_docs.py and tests/repository/test_site.py test the documents, in `make check`.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
-	--ignore=tests/test_docs.py --ignore=tests/test_site.py
+	--ignore=tests/repository/test_docs.py --ignore=tests/repository/test_site.py
 
 test: $(READY)
 	$(PYTEST) -m 'not slow' $(ARGS)
@@ -53,7 +53,7 @@ coverage: $(READY)
 	rm -rf build/coverage
 	mkdir -p build/coverage
 	-OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n $(WORKERS) --dist worksteal \
-		--ignore=tests/test_docs.py --ignore=tests/test_site.py $(ARGS)
+		--ignore=tests/repository/test_docs.py --ignore=tests/repository/test_site.py $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
@@ -70,7 +70,7 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/codespell . .ci/*
 	$(BIN)/python -m ci.prose
-	$(BIN)/python -m pytest --doctest-modules src/tightrope tests/test_docs.py tests/test_site.py \
+	$(BIN)/python -m pytest --doctest-modules src/tightrope tests/repository/test_docs.py tests/repository/test_site.py \
 		--ignore src/tightrope/integrations/torchtitan.py  # needs torchtitan
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
 

@@ -4,7 +4,7 @@ It runs pytest over the files of this folder, in three phases:
 
     budgets   the speed budgets, most of them relative to a copy (one worker)
     checks    every case at small sizes; every contender of every case, compiled and compared; the
-              tests of the Triton backend, tests/test_triton*.py without test_triton_compile.py
+              tests of the Triton backend, tests/kernel/triton without test_machine_code.py
               (parallel workers)
     times     all contenders with right results, in turns; then other block shapes (one worker)
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .plugin import Options
 
 ROOT = Path(__file__).parents[2]
-KERNEL_TESTS = "tests/test_triton*.py"
+KERNEL_TESTS = "tests/kernel/triton/test_*.py"
 HERE = "benchmarks/gpu"
 
 #: Exit codes: all results are right; something is wrong; there is no GPU, or a package is missing.
@@ -74,7 +74,7 @@ def phases() -> tuple[Phase, ...]:
     """Return the phases of a run, in order."""
     found = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(KERNEL_TESTS))
     # The tests that only compile need no GPU.
-    triton = [path for path in found if "compile" not in path]
+    triton = [path for path in found if not path.endswith("test_machine_code.py")]
     if len(triton) == len(found) or len(triton) < 3:
         raise FileNotFoundError(f"{KERNEL_TESTS}: these are not the tests of the kernels: {found}")
     return (

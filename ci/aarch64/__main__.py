@@ -1,7 +1,7 @@
 """Build the CPU kernel for aarch64 and run it under an emulator: `python -m ci.aarch64`.
 
 First its results are compared with those of this machine's AVX2, bit for bit. Then tests run; other
-arguments are pytest's, such as `tests/test_tables.py -k bfloat16`. All is kept in build/aarch64.
+arguments are pytest's, such as `tests/unit/functional/test_tables.py -k bfloat16`. All is kept in build/aarch64.
 """
 
 import subprocess
@@ -10,10 +10,13 @@ import time
 
 from . import bits, emulator
 
-FILES = ("numerics", "conformance", "invariance", "tables", "gradients", "angle_gradients")
-FILES += ("activations", "gates", "phased", "instruction_sets")
+FILES = """
+    laws/test_numerics repository/test_conformance laws/test_invariance
+    unit/functional/test_tables torch_modes/test_autograd unit/ops/test_gradients
+    unit/test_activations unit/test_gates unit/ops/test_phased kernel/cpu/test_instruction_sets
+"""
 # Inductor compiles with the compiler of the machine that it runs on, and the emulator has none.
-WITHOUT = "tests/test_phased.py::test_compiled"
+WITHOUT = "tests/unit/ops/test_phased.py::test_compiled"
 
 
 def main(arguments: list[str]) -> int:
@@ -30,7 +33,7 @@ def main(arguments: list[str]) -> int:
     for name, family in families.items():
         print(f"{name}: {family}")
     print(f"compared in {time.monotonic() - begin:.0f} s", flush=True)
-    files = [f"tests/test_{name}.py" for name in FILES]
+    files = [f"tests/{name}.py" for name in FILES.split()]
     tests = arguments or ["-m", "not slow", "--deselect", WITHOUT, *files]
     done = subprocess.run(
         [emulator.PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],

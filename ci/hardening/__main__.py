@@ -30,12 +30,25 @@ HERE = ROOT / "ci" / "hardening"
 OUT = ROOT / "build" / "hardening"
 
 # The tests of the kernel; the others are about Python code or take long.
-KERNEL = """hostile activations aliasing angle_gradients angles derivatives gating gradients instruction_sets
-    invariance large_results learned lengths lrpe numerics out phase_words phased phases polar properties
-    rerotate rounding scan stages_properties stacks tables"""
+KERNEL = """
+    kernel/cpu/test_raw_operators unit/test_activations unit/ops/test_memory
+    unit/ops/test_gradients unit/test_angles laws/test_derivatives unit/ops/test_gating
+    torch_modes/test_autograd kernel/cpu/test_instruction_sets laws/test_invariance
+    kernel/cpu/test_large_results unit/ops/test_learned unit/spec/test_lengths
+    unit/functional/test_lrpe laws/test_numerics unit/functional/test_out unit/test_phase_words
+    unit/ops/test_phased unit/phases/test_phases unit/nn/test_polar laws/test_properties
+    unit/functional/test_rerotate unit/functional/test_rounding unit/functional/test_scan
+    laws/test_random_stages unit/test_stacks unit/functional/test_tables
+"""
 # Those that compare results of different numbers of threads, or draw many kinds of calls.
-THREADED = """hostile stages_properties activations angle_gradients gradients invariance learned phased phases
-    phase_words rounding lrpe tables gating numerics scan rerotate"""
+THREADED = """
+    kernel/cpu/test_raw_operators laws/test_random_stages unit/test_activations
+    unit/ops/test_gradients torch_modes/test_autograd laws/test_invariance unit/ops/test_learned
+    unit/ops/test_phased unit/phases/test_phases unit/test_phase_words
+    unit/functional/test_rounding unit/functional/test_lrpe unit/functional/test_tables
+    unit/ops/test_gating laws/test_numerics unit/functional/test_scan
+    unit/functional/test_rerotate
+"""
 
 
 class Skipped(Exception):
@@ -76,7 +89,7 @@ def build(name: str, flags: str, compiler: str = "g++") -> Path:
 
 def tested(files: str, one_in: int, *options: str, **more: str) -> int:
     """Run one in `one_in` of these tests; return how many ran."""
-    names = [f"tests/test_{name}.py" for name in files.split()]
+    names = [f"tests/{name}.py" for name in files.split()]
     options = (
         "-q",
         "-p",
@@ -122,7 +135,7 @@ def addresses(quick: bool) -> int:
     call += "bytes(48), 0, [0, 0], 0, 0, torch.ones(1, dtype=torch.int64).expand(2, 32))"
     must_fail("heap-buffer-overflow", call, **more)
     if quick:
-        return tested("hostile", 3, **more)  # runs on every instruction set
+        return tested("kernel/cpu/test_raw_operators", 3, **more)  # runs on every instruction set
     there = run("-c", "from tightrope.backends import cpu; print(*cpu.instruction_sets())", **more)
     return sum(tested(KERNEL, 4, TIGHTROPE_CPU_ISA=name, **more) for name in there.split())
 
@@ -166,11 +179,12 @@ def unwritten(quick: bool) -> int:
         "AssertionError",
         "import ci.hardening.filled, torch; assert not torch.empty(9).isnan().any()",
     )
-    names = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
-    documents = {"docs", "site"}
+    tests = ROOT / "tests"
+    names = {str(path.relative_to(tests).with_suffix("")) for path in tests.rglob("test_*.py")}
+    documents = {"repository/test_docs", "repository/test_site"}
     if not documents < names:
         raise RuntimeError(
-            "tests/test_*.py are not all tests: those of the documents are not there"
+            "tests/**/test_*.py are not all tests: those of the documents are not there"
         )
     chosen = " ".join(sorted(names - documents))
     # Deterministic algorithms, which fill memory, warn where torch has none.

@@ -1,6 +1,6 @@
 """Fuzzes the raw operators: the bytes choose sizes, strides, dtypes, options and extra tensors.
 
-Each input becomes a call of tests/test_hostile.py, whose random numbers are read from the bytes. The
+Each input becomes a call of tests/kernel/cpu/test_raw_operators.py, whose random numbers are read from the bytes. The
 call must fail before it writes, or give the result of the same call on contiguous copies and write nowhere
 else. The instrumented kernel adds the checks of AddressSanitizer.
 """

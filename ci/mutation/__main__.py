@@ -30,20 +30,54 @@ from .mutants import PYTHON, ROOT, build, changed, choose, source_files
 
 # From source files to the test files that run first; the first matching pattern counts.
 NEAREST = {
-    "tightrope/angles.py": "angles numerics",
-    "tightrope/frequencies": "frequencies phase_words spec",
-    "tightrope/positions": "positions positions_published axes",
-    "tightrope/ops/(autograd|gradients|learned)": "gradients learned angle_gradients rounding derivatives",
-    "tightrope/ops/(checks|memory)": "errors aliasing out hostile",
-    "tightrope/ops/gating": "gating gates",
-    "tightrope/ops/(vmap|fake|registry|schema)": "registration extras tables",
-    "tightrope/ops": "routes functional out tables rounding lengths",
-    "tightrope/backends": "numerics angles tables rounding",
-    "csrc/stretched": "phase_words",
-    "csrc/overlap": "aliasing hostile out",
-    "csrc/(angle_sums|gate_sums|bind_gradients)": "angle_gradients activations gating learned",
-    "csrc/(stages|acts|bind_stages)": "activations gating lrpe stages_properties",
-    "csrc": "numerics invariance tables rounding out gradients",
+    "tightrope/angles.py": """
+        unit/test_angles laws/test_numerics
+    """,
+    "tightrope/frequencies": """
+        unit/frequencies/test_rules unit/test_phase_words unit/spec/test_rope_spec
+    """,
+    "tightrope/positions": """
+        unit/positions/test_positions unit/positions/test_positions_of_transformers unit/test_axes
+    """,
+    "tightrope/ops/(autograd|gradients|learned)": """
+        torch_modes/test_autograd unit/ops/test_learned unit/ops/test_gradients
+        unit/functional/test_rounding laws/test_derivatives
+    """,
+    "tightrope/ops/(checks|memory)": """
+        unit/ops/test_checks unit/ops/test_memory unit/functional/test_out
+        kernel/cpu/test_raw_operators
+    """,
+    "tightrope/ops/gating": """
+        unit/ops/test_gating unit/test_gates
+    """,
+    "tightrope/ops/(vmap|fake|registry|schema)": """
+        torch_modes/test_registration unit/ops/test_extra_tensors unit/functional/test_tables
+    """,
+    "tightrope/ops": """
+        unit/ops/test_route unit/functional/test_rotate unit/functional/test_out
+        unit/functional/test_tables unit/functional/test_rounding unit/spec/test_lengths
+    """,
+    "tightrope/backends": """
+        laws/test_numerics unit/test_angles unit/functional/test_tables
+        unit/functional/test_rounding
+    """,
+    "csrc/stretched": """
+        unit/test_phase_words
+    """,
+    "csrc/overlap": """
+        unit/ops/test_memory kernel/cpu/test_raw_operators unit/functional/test_out
+    """,
+    "csrc/(angle_sums|gate_sums|bind_gradients)": """
+        unit/ops/test_gradients unit/test_activations unit/ops/test_gating unit/ops/test_learned
+    """,
+    "csrc/(stages|acts|bind_stages)": """
+        unit/test_activations unit/ops/test_gating unit/functional/test_lrpe
+        laws/test_random_stages
+    """,
+    "csrc": """
+        laws/test_numerics laws/test_invariance unit/functional/test_tables
+        unit/functional/test_rounding unit/functional/test_out torch_modes/test_autograd
+    """,
 }
 NOTICED = ("killed", "crash", "timeout")
 LIMIT = 240.0  # seconds for all tests of a mutant; each test has its own limit too
@@ -153,20 +187,25 @@ def run_tests(source, seconds, until, arguments, isa=None):
     return result
 
 
+def file_of(nodeid):
+    """Return the file of a test as NEAREST spells it: below tests/, without the suffix."""
+    return nodeid.split("::")[0].removeprefix("tests/").removesuffix(".py")
+
+
 def stages(mutant, traced):
     """Return two dictionaries {test: seconds}: the tests of the nearest files, and the others."""
     name, tests = mutant["file"], traced["tests"]
-    near = next(stems for pattern, stems in NEAREST.items() if re.search(pattern, name)).split()
+    near = next(files for pattern, files in NEAREST.items() if re.search(pattern, name)).split()
     if name.startswith("csrc"):
-        others = {stem for pattern, stems in NEAREST.items() for stem in stems.split()}
-        found = {n: s for n, (s, _) in tests.items() if Path(n.split("::")[0]).stem[5:] in others}
+        others = {file for files in NEAREST.values() for file in files.split()}
+        found = {n: s for n, (s, _) in tests.items() if file_of(n) in others}
     else:
         lines = traced["lines"]
         # A line that runs only at import is not traced: use the tests of its whole file.
         own = lines.get(f"{name}\t{mutant['before']}")
         wanted = {own} if own is not None else {lines[key] for key in lines if key.startswith(name)}
         found = {n: s for n, (s, ran) in tests.items() if not wanted.isdisjoint(ran)}
-    first = {n: s for n, s in found.items() if Path(n.split("::")[0]).stem[5:] in near}
+    first = {n: s for n, s in found.items() if file_of(n) in near}
     return first, {n: s for n, s in found.items() if n not in first}
 
 
@@ -209,8 +248,8 @@ def read_results(path):
 
 def check_nearest():
     """Raise FileNotFoundError if a file that NEAREST lists does not exist."""
-    stems = {stem for stems in NEAREST.values() for stem in stems.split()}
-    missing = {stem for stem in stems if not (ROOT / f"tests/test_{stem}.py").exists()}
+    files = {name for names in NEAREST.values() for name in names.split()}
+    missing = {name for name in files if not (ROOT / f"tests/{name}.py").exists()}
     if missing:
         raise FileNotFoundError(f"NEAREST lists tests that do not exist: {sorted(missing)}")
 

@@ -79,7 +79,7 @@ def run(python: str, torch: str, wheel: Path, one_in: int, arguments: list[str])
     except subprocess.CalledProcessError as error:
         return {"not_run": error.stderr.strip().splitlines()[-1]}
     log = folder / "log.txt"
-    ignored = [f"--ignore=tests/test_{name}.py" for name in ELSEWHERE]
+    ignored = [f"--ignore=tests/repository/test_{name}.py" for name in ELSEWHERE]
     command = [
         own,
         "-m",

@@ -273,7 +273,7 @@
   };
   const ALWAYS = ["base", "rotary_dim", "original_max_position", "length", "position"];
 
-  // tests/test_site.py compares these with the configurations of the repositories named here.
+  // tests/repository/test_site.py compares these with the configurations of the repositories named here.
   const MODELS = {
     "Llama 3.1 8B": {
       repository: "meta-llama/Llama-3.1-8B", rule: "llama3", base: 500000,

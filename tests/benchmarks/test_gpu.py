@@ -119,7 +119,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
     """A dry run of a few units works, from the command line to the tables."""
     phases = command.phases()
     assert [phase.alone for phase in phases] == [True, False, True]
-    assert "tests/test_triton_device.py" in phases[1].tests
+    assert "tests/kernel/triton/test_device.py" in phases[1].tests
     for path in (path.partition("::")[0] for phase in phases for path in phase.tests):
         assert (ROOT / path).is_file(), path
     few = command.Phase((phases[0].tests[0], f"{command.HERE}/test_cases.py"), True, 1.0)

@@ -1,6 +1,6 @@
 """The same row gives the same bits, whatever surrounds it and however it is computed.
 
-tests/test_instruction_sets.py runs this file again with each instruction set that is not in use here.
+tests/kernel/cpu/test_instruction_sets.py runs this file again with each instruction set that is not in use here.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """Rotations against the oracle, on every backend.
 
-tests/test_instruction_sets.py runs this file again with each instruction set that is not in use here.
+tests/kernel/cpu/test_instruction_sets.py runs this file again with each instruction set that is not in use here.
 """
 
 import itertools

@@ -23,11 +23,11 @@ def collected(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[
 
 @pytest.mark.parametrize("option", ["--ignore=tests/test_x.py", "--deselect=tests/test_x.py::test"])
 def test_a_path_to_leave_out_must_exist(option: str) -> None:
-    done = collected(option, "tests/test_prose.py")
+    done = collected(option, "tests/repository/test_prose.py")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert f"{option}: there is no such file" in done.stderr
     sound = option.replace("test_x", "test_selectors")
-    assert collected(sound, "tests/test_prose.py").returncode == 0
+    assert collected(sound, "tests/repository/test_prose.py").returncode == 0
 
 
 CASES = """
@@ -90,6 +90,6 @@ def test_a_fuzzer_instruments_only_modules_that_are_imported() -> None:
 def test_the_gpu_benchmark_needs_the_tests_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gpu import __main__ as gpu
 
-    monkeypatch.setattr(gpu, "KERNEL_TESTS", "tests/test_prose.py")
+    monkeypatch.setattr(gpu, "KERNEL_TESTS", "tests/repository/test_prose.py")
     with pytest.raises(FileNotFoundError, match="not the tests of the kernels"):
         gpu.phases()

@@ -43,7 +43,7 @@ def test_a_missing_license_is_found() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "tests/oracle.py",
+        "tests/support/oracle.py",
         "tightrope/test_nn.py",
         "tightrope/tests/nn.py",
         "tightrope/rotate.cpp",

@@ -2,7 +2,7 @@
 
 The class that a configuration names, ``_class_name``, determines the pairing, how pairs are divided
 among coordinates, and any constant of its code. A table, class -> :class:`Transformer`; each entry
-names the code that it was read from. `tests/test_config_diffusers.py` runs that code and compares
+names the code that it was read from. `tests/unit/config/test_diffusers.py` runs that code and compares
 its rotation with the spec.
 """
 

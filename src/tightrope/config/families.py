@@ -2,7 +2,7 @@
 
 A table, ``model_type`` -> :class:`Family`; each entry names the code that it was read from. Many
 configurations do not give the pairing of channels, the rotated slice or the layers without RoPE.
-`tests/test_config_transformers.py` runs the named functions of the installed transformers and compares their
+`tests/unit/config/test_families.py` runs the named functions of the installed transformers and compares their
 pairing with this table.
 """
 

@@ -77,7 +77,7 @@ INERT_VALUES: dict[tuple[str, object], str] = {
 
 # The words that make a name one that could be about the rotation, whatever it begins with: parts of words, then
 # whole words, then pairs of words. A test runs this over the names of all configurations of transformers, diffusers,
-# vLLM, llama.cpp and Megatron (tests/data/config_names.txt).
+# vLLM, llama.cpp and Megatron (tests/support/data/config_names.txt).
 _ABOUT = re.compile(
     r"""
     (?<!p)(?<!eu)rope(?!r) | rota[rt] | theta | yarn | ntk | mscale | neox | seqlen | extrapolat | alibi

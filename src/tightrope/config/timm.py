@@ -2,7 +2,7 @@
 
 Such a configuration names an ``architecture``, and only timm's code gives the rotation of each. A
 table, architecture -> facts; ``model_args`` that change one of them are an error.
-`tests/test_config_timm.py` compares the table with timm where it is installed.
+`tests/unit/config/test_timm.py` compares the table with timm where it is installed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run calls: a table with one short function for each verb (where results go) and route.
 
-docs/design.md shows the same table and tests/test_routes.py tests every cell. If q and k differ in
+docs/design.md shows the same table and tests/unit/ops/test_route.py tests every cell. If q and k differ in
 the kind of f or P, a public call becomes two calls, one for each.
 """
 

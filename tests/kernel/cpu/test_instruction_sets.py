@@ -89,12 +89,17 @@ def test_an_unknown_set_is_an_import_error(name: str) -> None:
 @pytest.mark.parametrize(
     "file",
     [
-        "test_numerics.py",
+        "laws/test_numerics.py",
         *(
-            pytest.param(f"test_{name}.py", marks=pytest.mark.slow)
+            pytest.param(f"{name}.py", marks=pytest.mark.slow)
             for name in (
-                "invariance", "tables", "out", "gradients", "angle_gradients", "aliasing",
-                "activations",
+                "laws/test_invariance",
+                "unit/functional/test_tables",
+                "unit/functional/test_out",
+                "torch_modes/test_autograd",
+                "unit/ops/test_gradients",
+                "unit/ops/test_memory",
+                "unit/test_activations",
             )
         ),
     ],

@@ -1,6 +1,6 @@
 """Properties on a device: gradients, memory, CUDA graphs, streams, torch.compile, large tensors.
 
-Without a GPU, Triton's interpreter runs the same tests at tiny sizes; see triton_cases.
+Without a GPU, Triton's interpreter runs the same tests at tiny sizes; see tests/support/triton/cases.py.
 """
 
 from __future__ import annotations

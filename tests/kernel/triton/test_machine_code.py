@@ -137,7 +137,7 @@ def test_what_triggers_a_compilation(some: dict[str, Any]) -> None:
 
 @pytest.fixture
 def evaluated(output_of: Output) -> dict[str, Any]:
-    """Return errors of parts of the kernels, evaluated from their PTX for sm_90; see triton_pieces."""
+    """Return errors of parts of the kernels, evaluated from their PTX for sm_90; see pieces.py in tests/support/triton."""
     return output_of("tests.support.triton.pieces")
 
 

@@ -1,6 +1,6 @@
 """The Triton kernel for phases from data: the bits of the definition, and its sums of gradients.
 
-It runs under Triton's interpreter, or compiled where there is a GPU; see triton_cases.
+It runs under Triton's interpreter, or compiled where there is a GPU; see tests/support/triton/cases.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Triton kernels against the oracle and the definition in float64.
 
-They run under Triton's interpreter, or compiled where there is a GPU; see triton_cases.
+They run under Triton's interpreter, or compiled where there is a GPU; see tests/support/triton/cases.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.support.models import other_libraries as any_models
+from tests.support.models import other_libraries
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ class Super(Base):
         return q @ k.mT
 
 
-any_turn = any_models.turn
+any_turn = other_libraries.turn
 
 
 def doubled(function: Callable[..., Any]) -> Callable[..., Any]:

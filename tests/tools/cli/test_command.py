@@ -386,7 +386,7 @@ def test_help_has_an_example(
         (["demo", "--steps", "0"], "--steps"),
         (["demo", "--seconds", "inf"], "--seconds must be a finite number but got inf"),
         (["demo", "--seconds", "soon"], "--seconds"),
-        (["demo", "--out", __file__], "test_cli.py"),
+        (["demo", "--out", __file__], "test_command.py"),
         (["demo", "--out", f"{__file__}/below"], "Not a directory"),
         (["demo", "--sped"], "--sped"),
         (["sing"], "sing"),

@@ -1,6 +1,6 @@
 """Conversion of checkpoints: the rows that move, the bytes that stay, and the errors.
 
-test_convert_families.py tests that converted models compute the same results; test_cli_convert.py
+test_families.py tests that converted models compute the same results; tests/tools/cli/test_convert.py
 tests the command line.
 """
 

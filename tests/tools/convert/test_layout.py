@@ -1,6 +1,6 @@
 """Conversion refuses projections whose rows are not those of the stated heads, before it writes anything.
 
-test_convert_families.py tests that the rows which move are those that the published code rotates.
+test_families.py tests that the rows which move are those that the published code rotates.
 """
 
 from __future__ import annotations

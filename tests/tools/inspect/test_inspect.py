@@ -13,7 +13,7 @@ import pytest
 import torch
 from mpmath import mp
 
-from tests.support import checkpoints as convert_cases, oracle, oracle_frequencies as papers
+from tests.support import checkpoints, oracle, oracle_frequencies as papers
 from tests.support.model_configs import (
     GEMMA3_LAYERS,
     LLAMA4_SCOUT,
@@ -300,7 +300,7 @@ def test_every_published_model_is_reported_whole(model: Model) -> None:
         assert RopeSpec.from_dict(written["spec"]) == part.spec
         assert len(written["pairs"]) == len(part.spec.frequencies().exact)
     # No published model gets a warning, with one exception. If a configuration states no context,
-    # tests/model_configs.py adds 8192, which may be shorter than the rule's original
+    # tests/support/model_configs.py adds 8192, which may be shorter than the rule's original
     # length or equal to it.
     for part in found.parts:
         codes = {note.code for note in part.notes if note.warning}
@@ -547,7 +547,7 @@ def test_the_record_of_a_conversion_states_the_pairing(
     tmp_path: Path, asked: str, single: bool
 ) -> None:
     """The conversion record decides the pairing; without it, the pairing of Llama is half."""
-    source = convert_cases.write(tmp_path / "a", convert_cases.llama_tensors())
+    source = checkpoints.write(tmp_path / "a", checkpoints.llama_tensors())
     there = tmp_path / "b"
     if single:
         there.mkdir()
@@ -570,7 +570,7 @@ def test_the_record_of_a_conversion_states_the_pairing(
 
 
 def test_records_beside_several_sections_and_records_that_disagree(tmp_path: Path) -> None:
-    source = convert_cases.write(tmp_path / "a", convert_cases.llama_tensors())
+    source = checkpoints.write(tmp_path / "a", checkpoints.llama_tensors())
     convert(source, tmp_path / "b", to="interleaved")
     sections = {
         "model_type": "qwen2_5_vl",

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.nn.utils import parametrize
 
-from tests.support.models import other_libraries as any_models
+from tests.support.models import other_libraries
 from tests.unit.integrations.test_patch import Spy, assert_served_until_unpatched
 from tightrope.integrations import patch, unpatch
 
 pytestmark = pytest.mark.usefixtures("recognised_once")
-turn = any_models.turn
+turn = other_libraries.turn
 
 
 class Turning(torch.nn.Module):
@@ -28,7 +28,7 @@ class Turning(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         heads = (x * self.weight + self.bias).unflatten(-1, (2, 16)).transpose(1, 2)
-        return turn(heads, any_models.tables(x.shape[1]))
+        return turn(heads, other_libraries.tables(x.shape[1]))
 
 
 class Doubled(torch.nn.Module):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.models import other_libraries as any_models
+from tests.support.models import other_libraries
 from tests.support.models.other_libraries import (
     Attention,
     ByHalves,
@@ -255,7 +255,7 @@ def test_a_wrapped_forward_calls_the_replacement() -> None:
     class Direct(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
             heads = x.unflatten(-1, (2, 16)).transpose(1, 2)
-            return any_models.turn(heads, any_models.tables(x.shape[1]))
+            return other_libraries.turn(heads, other_libraries.tables(x.shape[1]))
 
     from tests.support.models.other_libraries import tables, turn
 
@@ -303,18 +303,20 @@ def test_a_model_compiles(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_function_is_recognised_for_each_combination_of_constants() -> None:
     found = [
-        recognise(any_models.turn, constants=constants).candidate
+        recognise(other_libraries.turn, constants=constants).candidate
         for constants in ((), (("by_halves", True),), (("axis_of_heads", 2),))
     ]
     assert [each is not None and each.rotation.pairs for each in found] == [
         "interleaved", "half", "interleaved",
     ]  # fmt: skip
-    new = replacement(any_models.turn, [each for each in found if each is not None])
-    x, tables = torch.randn(2, 3, 7, 16), any_models.tables(7)
+    new = replacement(other_libraries.turn, [each for each in found if each is not None])
+    x, tables = torch.randn(2, 3, 7, 16), other_libraries.tables(7)
     axis = int("2")  # equal to a constant, not the same object in every Python
     for options in ({}, {"by_halves": True}, {"axis_of_heads": axis}, {"by_halves": 1}):
         given = x.transpose(1, 2) if "axis_of_heads" in options else x
-        assert torch.equal(new(given, tables, **options), any_models.turn(given, tables, **options))
+        assert torch.equal(
+            new(given, tables, **options), other_libraries.turn(given, tables, **options)
+        )
 
 
 def test_the_report_lists_the_constants() -> None:
@@ -335,7 +337,7 @@ def of_angles(t: Any, freqs: Any) -> Any:
 
 
 def halved(x: torch.Tensor) -> torch.Tensor:
-    return any_models.halves(x)
+    return other_libraries.halves(x)
 
 
 def of_even_and_odd(x: Any, cos: Any, sin: Any) -> Any:
@@ -346,7 +348,7 @@ def of_even_and_odd(x: Any, cos: Any, sin: Any) -> Any:
 
 def of_cosines_first(x: Any, cos_sin: Any) -> Any:
     cos, sin = cos_sin.chunk(2, -1)
-    return x * cos + any_models.swap(x) * sin
+    return x * cos + other_libraries.swap(x) * sin
 
 
 READINGS: dict[str, tuple[Callable[..., Any], str, Callable[[torch.Tensor], tuple[Any, ...]]]] = {
@@ -430,11 +432,13 @@ def test_a_patched_module_class_is_the_same_class() -> None:
 
 def make_local() -> tuple[Callable[..., Any], torch.nn.Module]:
     def local(x: Any, freqs: Any) -> Any:
-        return any_models.turn(x, freqs)
+        return other_libraries.turn(x, freqs)
 
     class Local(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
-            return LOCAL(x.unflatten(-1, (2, 16)).transpose(1, 2), any_models.tables(x.shape[1]))
+            return LOCAL(
+                x.unflatten(-1, (2, 16)).transpose(1, 2), other_libraries.tables(x.shape[1])
+            )
 
     return local, Local()
 
@@ -455,7 +459,7 @@ def test_a_function_under_another_name_is_found(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_function_that_no_module_has_is_left() -> None:
-    names: dict[str, Any] = {"__name__": "nowhere", "turn": any_models.swap, "nn": torch.nn}
+    names: dict[str, Any] = {"__name__": "nowhere", "turn": other_libraries.swap, "nn": torch.nn}
     text = """
 def rotated(x, cos, sin):
     return x * cos + turn(x) * sin
@@ -468,7 +472,7 @@ class Attention(nn.Module):
     report = patch(model)
     (left,) = report.left
     assert left.reason.startswith("it is not what its module has under its name")
-    tables = any_models.tables(7)
+    tables = other_libraries.tables(7)
     assert model(torch.randn(2, 7, 16), *tables).shape == (2, 7, 16)
 
 
@@ -480,13 +484,13 @@ class Registered(torch.nn.Module):
         self.scaled = staticmethod(scaled)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        cos, sin = any_models.tables(x.shape[1])
+        cos, sin = other_libraries.tables(x.shape[1])
         heads = x.unflatten(-1, (2, 16)).transpose(1, 2)
         return scaled(heads, cos, sin, scale=1.0)
 
 
 def scaled(x: Any, cos: Any, sin: Any, scale: float = 1) -> Any:
-    return x * cos * scale + any_models.swap(x) * sin * scale
+    return x * cos * scale + other_libraries.swap(x) * sin * scale
 
 
 def test_an_attribute_with_the_name_of_a_function_and_a_number_of_another_type() -> None:
@@ -515,7 +519,7 @@ class Turns(Listed, key="turns"):
 
     def forward(self, x: torch.Tensor) -> Any:
         heads = x.unflatten(-1, (2, 16)).transpose(1, 2)
-        return self.processor(turn(heads, any_models.tables(x.shape[1])))
+        return self.processor(turn(heads, other_libraries.tables(x.shape[1])))
 
 
 class Slotted:
@@ -531,10 +535,10 @@ class Slotted:
         Slotted.known.append(cls)
 
     def __call__(self, x: torch.Tensor) -> Any:
-        return turn(x, any_models.tables(x.shape[2])) * self.scale
+        return turn(x, other_libraries.tables(x.shape[2])) * self.scale
 
 
-turn = any_models.turn
+turn = other_libraries.turn
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.models import other_libraries as any_models
+from tests.support.models import other_libraries
 from tests.support.models.other_libraries import halves, spin, turn
 from tightrope.integrations import Report, patch, transformers, unpatch
 
@@ -106,7 +106,7 @@ class Scripted(Base):
 
 class InModule(Base):
     def turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = any_models.turn(x, (cos[None], sin[None]))
+        y: torch.Tensor = other_libraries.turn(x, (cos[None], sin[None]))
         return y
 
 
@@ -281,4 +281,4 @@ def test_unpatch_of_a_model_with_unseen_rotations() -> None:
     unpatch(model)
     assert type(model) is Both
     assert torch.equal(model(x), before)
-    assert turn is any_models.turn
+    assert turn is other_libraries.turn

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.models import other_libraries as any_models
+from tests.support.models import other_libraries
 from tests.support.models.other_libraries import Attention, Model, Processor
 from tests.unit.integrations.test_patch import Spy, assert_served_until_unpatched
 from tightrope.integrations import patch, unpatch
@@ -27,7 +27,7 @@ class Turning(torch.nn.Module):
         return turn(x, freqs)
 
 
-turn, tables = any_models.turn, any_models.tables
+turn, tables = other_libraries.turn, other_libraries.tables
 X = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(0))
 
 

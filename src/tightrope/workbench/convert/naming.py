@@ -2,7 +2,7 @@
 
 A name is ``<prefix><layer pattern><module>.<suffix>``, such as
 ``model.layers.0.self_attn.q_proj.weight``. Names and packings come from the modeling code of
-transformers 5.23. `tests/test_convert_families.py` checks most families against that code: a small model
+transformers 5.23. `tests/tools/convert/test_families.py` checks most families against that code: a small model
 gives the same hidden states once its weights are converted and its rotary function is switched.
 """
 
