@@ -34,10 +34,12 @@ with fuzzing.instrumented(chosen.guided, "tightrope.config", "tightrope.workbenc
 import torch  # noqa: E402
 from safetensors.torch import save  # noqa: E402
 
-from tests import test_gguf_file  # noqa: E402
+from tests.support import gguf as gguf_writer  # noqa: E402
 from tests.support.checkpoints import LLAMA, llama_tensors, write  # noqa: E402
-from tests.support.model_configs import MODELS  # noqa: E402
-from tests.tools.cli.test_inspect import damaged  # noqa: E402
+from tests.support.model_configs import (  # noqa: E402
+    MODELS,
+    damaged,
+)
 
 # What the command line reports as one line (cli/_mistakes.py); of these, the library's own have one form.
 REPORTED, OWN = (
@@ -136,7 +138,7 @@ def seeds() -> list[bytes]:
     """Write small files of every kind with their usual writers."""
     with zipfile.ZipFile(io.BytesIO(ARCHIVE)) as zipped:
         pickle = next(zipped.read(name) for name in zipped.namelist() if name.endswith("data.pkl"))
-    test_gguf_file.write(home / "seed.gguf", tokens=3, rope_freqs__weight=test_gguf_file.DIVISORS)
+    gguf_writer.write(home / "seed.gguf", tokens=3, rope_freqs__weight=gguf_writer.DIVISORS)
     start = (home / "seed.gguf").read_bytes()[: 2**14]  # without most scores of tokens
     write(home / "seed", TENSORS, ONE, shards=2)
     sharded = (home / "seed" / "model.safetensors.index.json").read_bytes()

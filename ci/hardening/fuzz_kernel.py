@@ -1,6 +1,6 @@
 """Fuzzes the raw operators: the bytes choose sizes, strides, dtypes, options and extra tensors.
 
-Each input becomes a call of tests/kernel/cpu/test_raw_operators.py, whose random numbers are read from the bytes. The
+Each input becomes a call of tests/support/raw_calls.py, whose random numbers are read from the bytes. The
 call must fail before it writes, or give the result of the same call on contiguous copies and write nowhere
 else. The instrumented kernel adds the checks of AddressSanitizer.
 """
@@ -14,16 +14,16 @@ from ci.hardening import fuzzing
 
 chosen = fuzzing.options()
 
-from tests import test_hostile  # noqa: E402
+from tests.support import raw_calls  # noqa: E402
 from tightrope.backends import cpu  # noqa: E402
 
 KINDS = (
-    *(test_hostile.rotation, test_hostile.rotation, test_hostile.rotation),
-    *(test_hostile.angle_gradients, test_hostile.gate_gradients, test_hostile.phases),
+    *(raw_calls.rotation, raw_calls.rotation, raw_calls.rotation),
+    *(raw_calls.angle_gradients, raw_calls.gate_gradients, raw_calls.phases),
 )
 
 
-class Draw(fuzzing.Bytes, test_hostile.Draw):
+class Draw(fuzzing.Bytes, raw_calls.Draw):
     """Draws a call from bytes."""
 
 
@@ -31,12 +31,12 @@ def test(data: bytes) -> None:
     draw = Draw(data)
     cpu.use_instruction_set(draw.choice(cpu.instruction_sets()))
     # Without a margin, a read just outside a tensor is one outside its memory.
-    test_hostile.MARGIN = draw.choice((0, 0, 64))
+    raw_calls.MARGIN = draw.choice((0, 0, 64))
     make = draw.choice(KINDS)
     with contextlib.suppress(RuntimeError):  # torch cannot make such a tensor
         call = make(draw)
     if "call" in locals():
-        test_hostile.holds(call)
+        raw_calls.holds(call)
 
 
 if __name__ == "__main__":

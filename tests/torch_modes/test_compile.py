@@ -1,280 +1,208 @@
-"""Prologue f and epilogue P in compiled calls: symbolic shapes, and gradients of in-place calls."""
+"""Compiled and exported calls: one graph for all lengths, gradients, calls in place, modules, specs made inside."""
 
-from __future__ import annotations
-
-import functools
 import os
 import shutil
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.support.helpers import noise
-from tests.support.tolerances import assert_near, assert_same_bits
-from tightrope import RopeSpec, gates
-from tightrope.activations import RMSNorm
+from tests.support import helpers
+from tests.support.tolerances import assert_near
+from tightrope import RopeSpec, nn, positions
 from tightrope.functional import (
-    apply_rotary_pos_emb_,
-    lrpe_rotate_1d,
-    polar_scan,
+    rotary_pos_embedding,
     rotate,
     rotate_,
     rotate_qk,
     rotate_qk_,
 )
-from tightrope.nn import LrpeRotate1d
 
-SPEC = RopeSpec(8)
-
-
-X = noise(2, 3, 5, 8)
-
-
+noise = partial(helpers.noise, dtype=torch.float32)
+SPEC = RopeSpec(8, rotary_dim=6, start=1)
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
+COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+BACKEND = "inductor" if COMPILER else "aot_eager"
 
 
-class Holder(torch.nn.Module):
-    """A module that calls a function with x and the module's parameter.
-
-    The compiler treats the sizes of a module's parameter as constants.
-    """
-
-    def __init__(self, call: Callable[..., torch.Tensor], *shape: int) -> None:
-        super().__init__()
-        self.call, self.values = call, torch.nn.Parameter(-noise(*shape, seed=1).abs())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.call(x, self.values)
+def graphs_for(function, calls, *, dynamic: bool | None = None) -> int:
+    counter = CompileCounterWithBackend(BACKEND)
+    compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=dynamic)
+    for call in calls:
+        fresh = [a.clone() if isinstance(a, torch.Tensor) else a for a in call]
+        expected, got = function(*call), compiled(*fresh)
+        for a, b in zip(expected, got, strict=True):
+            assert torch.equal(a, b)
+    return counter.frame_count
 
 
-PARAMETERS: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, ...]]] = {
-    "a weight of heads": (lambda x, w: rotate(x, SPEC, act=RMSNorm(w)), (3, 8)),
-    "a gate of heads": (lambda x, w: rotate(x, SPEC, gate=gates.Exp(w)), (3, 8)),
-    "a slope of heads": (lambda x, w: rotate(x, SPEC, gate=gates.Slope(w)), (3, 1)),
-    "a gate of tokens": (lambda x, w: rotate(x, SPEC, gate=gates.Given(w)), (5, 3, 8)),
-    "frequencies of heads": (lambda x, w: rotate(x, SPEC, inv_freq=w), (3, 4)),
-    "a decay of heads": (lambda x, w: polar_scan(x, x, x, SPEC, w)[0], (3, 8)),
-    "theta of heads and pairs": (lambda x, w: lrpe_rotate_1d(x.transpose(1, 2), w), (3, 4)),
-    "theta of heads": (lambda x, w: lrpe_rotate_1d(x.transpose(1, 2), w), (3,)),
-    "theta of heads and one": (lambda x, w: lrpe_rotate_1d(x.transpose(1, 2), w), (3, 1)),
-}
-
-
-@pytest.mark.one_in(9)
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_a_parameter_beside_symbols(name: str) -> None:
-    """Symbolic sizes of x work together with constant sizes of a parameter."""
-    call, shape = PARAMETERS[name]
-    module = Holder(call, *shape)
-    compiled = torch.compile(module, backend="aot_eager", dynamic=True, fullgraph=True)
-    both = [torch.autograd.grad(f(X).square().sum(), module.values) for f in (compiled, module)]
-    assert_near(both[0][0], both[1][0], "float64 ways")
-    rows = X[:1]
-    assert_near(compiled(rows), module(rows), "float64 ways")
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("per", ["head and pair", "pair", "head"])
-def test_the_module_beside_symbols(per: str) -> None:
-    module = LrpeRotate1d(8, 3, per=per, act="silu")
-    compiled = torch.compile(module, backend="aot_eager", dynamic=True, fullgraph=True)
-    for tokens in (5, 4):
-        x = X.transpose(1, 2)[:, :tokens]
-        assert_near(compiled(x, 3), module(x, 3), "float64 ways")
-
-
-IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
-    "nothing": lambda x, w: rotate_(x, SPEC, 7),  # noqa: ARG005
-    "an act": lambda x, w: rotate_(x, SPEC, 7, act="silu"),  # noqa: ARG005
-    "a norm": lambda x, w: rotate_(x, SPEC, 7, act=RMSNorm(w)),
-    "a gate": lambda x, w: rotate_(x, SPEC, 7, gate=gates.Slope(0.1 * w)),
-    "a gate that divides": lambda x, w: rotate_(x, SPEC, 7, gate=gates.Exp(w), inverse=True),
-    "a gate and frequencies": lambda x, w: rotate_(x, SPEC, gate=gates.Exp(w), inv_freq=w[:4]),
-    "frequencies": lambda x, w: rotate_(x, SPEC, inv_freq=w[:4]),
-    "tables": lambda x, w: apply_rotary_pos_emb_(
-        x, None, w[:4].expand(5, 4).cos(), w[:4].expand(5, 4).sin(), tables="half"
-    ),
-}
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_gradients_in_place(name: str) -> None:
-    """Compiled in-place calls save tensors for the backward pass before overwriting them."""
-
-    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        y = x * 1
-        IN_PLACE[name](y, w)
-        return y
-
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    found: list[Any] = []
-    for f in (compiled, run):
-        leaves = X.clone().requires_grad_(), noise(8, seed=1).requires_grad_()
-        found.append(torch.autograd.grad(f(*leaves).square()[0].sum(), leaves, allow_unused=True))
-    for one, other in zip(*found):
-        assert (one is None) == (other is None)
-        if one is not None:
-            assert_near(one, other, "float64 ways")
-
-
-# Options that differ for q and k, so that the rotation becomes two calls. `source` has q's shape.
-OF_K: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
-    "a weight": lambda source: {"act": ("silu", RMSNorm(source[0, 0, 0]))},
-    "a gate": lambda source: {"gate": (None, gates.Given(source.transpose(1, 2)))},
-    "a gate and positions": lambda source: {
-        "gate": (None, gates.Given(source.transpose(1, 2))),
-        "positions": source[:, 1, :, 0],
-    },
-    "a slope": lambda source: {"gate": (None, gates.Slope(source[0, :, 0]))},
-    "positions": lambda source: {"act": ("silu", None), "positions": source[:, 0, :, 0]},
-    "frequencies": lambda source: {"act": ("silu", None), "inv_freq": source[0, 0, 0, :4]},
-}
-
-
-def in_place(kind: str, source: torch.Tensor, *xs: torch.Tensor, **more: Any) -> Any:
-    """Rotate in place: the call writes q before it rotates k with options that read `source`."""
-    return rotate_qk_(*xs, SPEC, **OF_K[kind](source), **more)
-
-
-def into(kind: str, source: torch.Tensor, q: torch.Tensor, k: torch.Tensor, **more: Any) -> Any:
-    """Rotate k and a copy of q; with `out`, the result for the copy is written over q."""
-    outs = q, torch.empty_like(k)
-    return rotate_qk(q * 1, k, SPEC, out=outs, **OF_K[kind](source), **more)
-
-
-def out_of_place(kind: str, source: torch.Tensor, *xs: torch.Tensor, **more: Any) -> Any:
-    """Rotate into new tensors."""
-    return rotate_qk(*xs, SPEC, **OF_K[kind](source), **more)
-
-
-# Inductor's CPU code needs a C++ compiler.
-CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-every_kind_of_k = pytest.mark.parametrize("kind", OF_K)
-
-
-@pytest.mark.one_in(18)
-@pytest.mark.parametrize("source", ["a view", "an argument"])
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", *(["inductor"] if CXX else [])])
-@pytest.mark.parametrize("call", [in_place, into])
-@every_kind_of_k
-def test_extra_tensors_of_k_in_the_memory_of_q(
-    kind: str, call: Callable[..., Any], compiler: str, source: str
-) -> None:
-    """Compiled calls use the values that the tensors had before the call overwrote them."""
-    memory, k = X.float() / 4, X.float().flip(-1)
-    wanted = out_of_place(kind, memory, memory, k)
-
-    def of_a_view(_: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Any:
-        return call(kind, q, q, k)
-
-    def of_an_argument(s: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Any:
-        return call(kind, s.transpose(0, 1), q, k)
-
-    run = of_a_view if source == "a view" else of_an_argument
-    compiled = torch.compile(run, backend=compiler, fullgraph=True)
-    got = compiled(memory.transpose(0, 1), memory, k.clone())
-    for one, other in zip(got, wanted, strict=True):
-        assert_same_bits(one, other)
-    assert_same_bits(memory, wanted[0])
-
-
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("way", ["aot_eager", "eager", "vmap", "functionalize"])
-@every_kind_of_k
-def test_extra_tensors_of_k_in_the_memory_of_q_in_other_modes(kind: str, way: str) -> None:
-    """Calls under autograd or a transform use q's old values, or the backward pass raises an error.
-
-    Transforms hide data pointers, so the library cannot see which tensors share memory.
-    """
-    x, k = X / 4, X.flip(-1)
-    derived = way.endswith("eager")
-
-    def results(call: Callable[..., Any], x: torch.Tensor, k: torch.Tensor) -> tuple[Any, ...]:
-        q, k = x * 1, k * 1
-        q, k = call(kind, q, q, k)
-        return (q, k, q.square().sum() + k.sin().sum())
-
-    run = functools.partial(results, in_place)
-    if derived:
-        x, k = x.requires_grad_(), k.requires_grad_()
-    wanted = results(out_of_place, x, k)
-    if way == "aot_eager":
-        run = torch.compile(run, backend=way, fullgraph=True)
-    elif way == "functionalize":
-        run = torch.func.functionalize(run)
-    elif way == "vmap":
-        stacks = torch.stack([x, x / 2]), torch.stack([k, 2 * k])
-        wanted = tuple(map(torch.stack, zip(wanted, results(out_of_place, x / 2, 2 * k))))
-        x, k = stacks
-        run = torch.vmap(run)
-
-    def both() -> list[tuple[Any, ...]]:
-        ys = run(x, k), wanted
-        return [(*y, *torch.autograd.grad(y[2], (x, k))) if derived else y for y in ys]
-
-    if way == "aot_eager" and kind not in ("a weight", "a gate", "a slope"):
-        # q's backward pass also reads positions or frequencies, which the result has overwritten.
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            both()
-        return
-    for one, other in zip(*both(), strict=True):
-        assert_near(one, other, "float64 ways")
-
-
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-@pytest.mark.parametrize("call", [in_place, into])
-@every_kind_of_k
-def test_the_definition_with_extra_tensors_of_k_in_the_memory_of_q(
-    kind: str, call: Callable[..., Any], compiled: bool
-) -> None:
-    wanted = out_of_place(kind, X, X, X.flip(-1), backend="reference")
-
-    def run(q: torch.Tensor, k: torch.Tensor) -> Any:
-        return call(kind, q, q, k, backend="reference")
-
-    if compiled:
-        run = torch.compile(run, backend="aot_eager", fullgraph=True)
-    for one, other in zip(run(X.clone(), X.flip(-1)), wanted, strict=True):
-        assert_near(one, other, "float64 ways")
-
-
-DEFINED: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
-    "a spec": lambda x, rope: rotate(x, rope, backend="reference"),
-    "in place": lambda x, rope: rotate_(x * 1, rope, act="silu", backend="reference"),
-    "a batch": lambda x, rope: torch.vmap(lambda x: rotate(x[None], rope))(x),
-    "tables": lambda x, rope: apply_rotary_pos_emb_(  # noqa: ARG005
-        x * 1, None, x[0, 0, :, :2], x[0, 0, :, :2], tables="half", start=1, backend="reference"
-    )[0],
-}
+LENGTHS = ((5, 2), (6, 3), (7, 4), (9, 100), (13, 100_000), (4, 5))
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("name", DEFINED)
-@pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
-def test_the_definition_of_a_rotation_whose_ints_are_symbols(name: str, prepared: bool) -> None:
-    """The definition compiles with dynamic shapes, where integer fields of a spec are symbols."""
-    spec = RopeSpec(8, rotary_dim=4, start=1)
-    rope = spec.at(3) if prepared else spec
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("where", ["offset", "ids", "per row", "prepared"])
+def test_one_graph_for_all_lengths_and_offsets(where: str, in_place: bool) -> None:
+    call = rotate_qk_ if in_place else rotate_qk
 
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return DEFINED[name](x, rope)
+    def function(q, k, at):
+        if where == "per row":
+            at = positions.per_row(at)
+        if where == "prepared":
+            return call(q, k, SPEC.at(at))
+        return call(q, k, SPEC, at)
 
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
-    assert_near(compiled(X), run(X), "float64 ways")
+    calls = []
+    for tokens, offset in LENGTHS:
+        at = {
+            "ids": torch.arange(tokens) + offset,
+            "per row": torch.tensor([offset, 7]),
+        }.get(where, offset)
+        calls.append((noise(2, 3, tokens, 8), noise(2, 2, tokens, 8), at))
+    # torch.compile makes the first graph for the first length only, and the second for all lengths.
+    assert graphs_for(function, calls) <= 2
+    torch._dynamo.reset()
+    assert graphs_for(function, calls, dynamic=True) == 1
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("backend", [None, "reference"])
-def test_the_definition_by_positions_and_frequencies_that_learn(backend: str | None) -> None:
-    def loss(where: torch.Tensor, omega: torch.Tensor) -> torch.Tensor:
-        return rotate(X, SPEC, where, inv_freq=omega, backend=backend).square()[..., 0].sum()
+@pytest.mark.parametrize("in_place", [False, True])
+def test_one_graph_for_all_lengths_with_learned_frequencies(in_place: bool) -> None:
+    call = rotate_qk_ if in_place else rotate_qk
 
-    run = torch.func.grad(loss, (0, 1))
-    leaves = noise(5, seed=1), noise(4, seed=2)
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    for one, other in zip(compiled(*leaves), run(*leaves), strict=True):
-        assert_near(one, other, "float64 ways")
+    def function(q, k, theta):
+        return call(q, k, SPEC, 3, inv_freq=theta)
+
+    calls = [(noise(2, 3, tokens, 8), noise(2, 2, tokens, 8), noise(3)) for tokens, _ in LENGTHS]
+    assert graphs_for(function, calls, dynamic=True) == 1
+
+
+# test_phased compiles gradients of rotations into new tensors.
+@pytest.mark.parametrize("in_place", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_compiled_gradients(in_place: bool) -> None:
+    def function(x, p):
+        return (rotate_(x * 1, SPEC, p) if in_place else rotate(x, SPEC, p)).sin()
+
+    x, p = noise(2, 3, 5, 8).requires_grad_(), (100 * noise(2, 5)).requires_grad_()
+    expected = torch.autograd.grad(function(x, p).sum(), (x, p))
+    got = torch.autograd.grad(
+        torch.compile(function, fullgraph=True, backend=BACKEND)(x, p).sum(), (x, p)
+    )
+    for a, b in zip(expected, got, strict=True):
+        assert_near(a, b, "float32 ways")
+
+
+@pytest.mark.slow
+def test_compiled_between_a_projection_and_attention() -> None:
+    weight = noise(16, 6 * 8).requires_grad_()
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        qkv = (x @ weight).unflatten(-1, (6, 8))
+        q, k = qkv[:, :, :2].transpose(1, 2), qkv[:, :, 2:4].transpose(1, 2)
+        q, k = rotate_qk_(q, k, SPEC)
+        v = qkv[:, :, 4:].transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    x = noise(2, 5, 16)
+    compiled = torch.compile(function, fullgraph=True, backend=BACKEND)
+    torch.testing.assert_close(compiled(x, weight), function(x, weight))
+    (expected,) = torch.autograd.grad(function(x, weight).square().sum(), weight)
+    (got,) = torch.autograd.grad(compiled(x, weight).square().sum(), weight)
+    assert_near(got, expected, "float32 ways, through attention")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, weight), function(x, weight))
+
+
+def test_compiled_in_place_reaches_the_input() -> None:
+    x = noise(2, 3, 5, 8)
+    expected = rotate(x, SPEC, 3)
+    torch.compile(lambda x: rotate_(x, SPEC, 3), fullgraph=True, backend=BACKEND)(x)
+    assert torch.equal(x, expected)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rope = nn.RotaryPositionalEmbedding(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rope(x, seq_dim=1)
+
+
+def test_compiled_module_has_one_graph_and_leaves_the_module_alone() -> None:
+    model = Attention()
+    calls = [noise(2, tokens, 3, 8) for tokens, _ in LENGTHS]
+    counter = CompileCounterWithBackend(BACKEND)
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
+    got = [compiled(x) for x in calls]
+    assert counter.frame_count == 1
+    assert model.rope.max_seq_len_cached == 0
+    for x, y in zip(calls, got, strict=True):
+        assert torch.equal(y, model(x))
+
+
+def test_a_spec_may_be_made_while_compiling() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return rotate(x, RopeSpec(8, base=33.0), 9) + rotary_pos_embedding(x)
+
+    x = noise(2, 3, 5, 8)
+    assert torch.equal(torch.compile(function, fullgraph=True, backend=BACKEND)(x), function(x))
+
+
+def test_one_compiled_function_takes_any_spec() -> None:
+    specs = [RopeSpec(8, base=base) for base in (10.0, 1e4, 5e5)]
+    compiled = torch.compile(lambda x, spec: rotate(x, spec, 9), fullgraph=True, backend=BACKEND)
+    for spec in (*specs, *specs):
+        x = noise(1, 2, 5, 8)
+        assert torch.equal(compiled(x, spec), rotate(x, spec, 9))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict: bool) -> None:
+    model = Attention()
+    tokens = torch.export.Dim("tokens", min=2)
+    program = torch.export.export(
+        model, (noise(2, 5, 3, 8),), dynamic_shapes={"x": {1: tokens}}, strict=strict
+    )
+    for length in (5, 9, 31):
+        x = noise(2, length, 3, 8)
+        assert torch.equal(program.module()(x), model(x))
+    assert not program.state_dict
+
+
+def _out_of_place(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return rotate_qk(q * 2, k, SPEC, 9, backend="reference")
+
+
+def _in_place(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return rotate_qk_(q * 2, k.clone(), SPEC, 9, backend="reference")
+
+
+def _into(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    outs = torch.empty_like(q), torch.empty_like(k)
+    return rotate_qk(q * 2, k, SPEC, 9, backend="reference", out=outs)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("function", [_out_of_place, _in_place, _into])
+def test_the_definition_may_be_left_to_the_compiler(
+    function: Callable[..., tuple[torch.Tensor, ...]], dynamic: bool | None
+) -> None:
+    """`backend="reference"` lets a compiler fuse the definition with the operations around it."""
+
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(str(graph.graph))
+        return graph
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
+    for tokens in (5, 7, 9):
+        q, k = noise(2, 3, tokens, 8), noise(2, 2, tokens, 8)
+        for got, expected in zip(compiled(q, k), rotate_qk(q * 2, k, SPEC, 9), strict=True):
+            assert_near(got, expected, "float32 ways")
+    assert len(graphs) <= 2
+    assert "tightrope.rotate" not in graphs[0], "the graph contains an opaque operator"

@@ -1,27 +1,20 @@
-"""The operator's registration with PyTorch: opcheck, compile, export, vmap, fake and meta tensors."""
+"""The operator's registration with PyTorch: opcheck, the raw schema, fake and meta tensors."""
 
 import copy
-import os
-import shutil
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests.support import helpers
 from tests.support.tolerances import assert_near
-from tightrope import RopeSpec, angles, gates, nn, positions
+from tightrope import RopeSpec, angles, gates
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.backends import reference
 from tightrope.functional import (
-    rotary_pos_embedding,
     rotate,
     rotate_,
-    rotate_qk,
-    rotate_qk_,
 )
 from tightrope.ops import schema
 
@@ -439,158 +432,8 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
 
 
 # Inductor's CPU code needs a C++ compiler; without one the graphs are captured and run as they are.
-COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-BACKEND = "inductor" if COMPILER else "aot_eager"
 
-# ---- torch.compile ---------------------------------------------------------------------------------
-
-
-def graphs_for(function, calls, *, dynamic: bool | None = None) -> int:
-    counter = CompileCounterWithBackend(BACKEND)
-    compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=dynamic)
-    for call in calls:
-        fresh = [a.clone() if isinstance(a, torch.Tensor) else a for a in call]
-        expected, got = function(*call), compiled(*fresh)
-        for a, b in zip(expected, got, strict=True):
-            assert torch.equal(a, b)
-    return counter.frame_count
-
-
-LENGTHS = ((5, 2), (6, 3), (7, 4), (9, 100), (13, 100_000), (4, 5))
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("where", ["offset", "ids", "per row", "prepared"])
-def test_one_graph_for_all_lengths_and_offsets(where: str, in_place: bool) -> None:
-    call = rotate_qk_ if in_place else rotate_qk
-
-    def function(q, k, at):
-        if where == "per row":
-            at = positions.per_row(at)
-        if where == "prepared":
-            return call(q, k, SPEC.at(at))
-        return call(q, k, SPEC, at)
-
-    calls = []
-    for tokens, offset in LENGTHS:
-        at = {
-            "ids": torch.arange(tokens) + offset,
-            "per row": torch.tensor([offset, 7]),
-        }.get(where, offset)
-        calls.append((noise(2, 3, tokens, 8), noise(2, 2, tokens, 8), at))
-    # torch.compile makes the first graph for the first length only, and the second for all lengths.
-    assert graphs_for(function, calls) <= 2
-    torch._dynamo.reset()
-    assert graphs_for(function, calls, dynamic=True) == 1
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("in_place", [False, True])
-def test_one_graph_for_all_lengths_with_learned_frequencies(in_place: bool) -> None:
-    call = rotate_qk_ if in_place else rotate_qk
-
-    def function(q, k, theta):
-        return call(q, k, SPEC, 3, inv_freq=theta)
-
-    calls = [(noise(2, 3, tokens, 8), noise(2, 2, tokens, 8), noise(3)) for tokens, _ in LENGTHS]
-    assert graphs_for(function, calls, dynamic=True) == 1
-
-
-# test_phased compiles gradients of rotations into new tensors.
-@pytest.mark.parametrize("in_place", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_compiled_gradients(in_place: bool) -> None:
-    def function(x, p):
-        return (rotate_(x * 1, SPEC, p) if in_place else rotate(x, SPEC, p)).sin()
-
-    x, p = noise(2, 3, 5, 8).requires_grad_(), (100 * noise(2, 5)).requires_grad_()
-    expected = torch.autograd.grad(function(x, p).sum(), (x, p))
-    got = torch.autograd.grad(
-        torch.compile(function, fullgraph=True, backend=BACKEND)(x, p).sum(), (x, p)
-    )
-    for a, b in zip(expected, got, strict=True):
-        assert_near(a, b, "float32 ways")
-
-
-@pytest.mark.slow
-def test_compiled_between_a_projection_and_attention() -> None:
-    weight = noise(16, 6 * 8).requires_grad_()
-
-    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        qkv = (x @ weight).unflatten(-1, (6, 8))
-        q, k = qkv[:, :, :2].transpose(1, 2), qkv[:, :, 2:4].transpose(1, 2)
-        q, k = rotate_qk_(q, k, SPEC)
-        v = qkv[:, :, 4:].transpose(1, 2)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    x = noise(2, 5, 16)
-    compiled = torch.compile(function, fullgraph=True, backend=BACKEND)
-    torch.testing.assert_close(compiled(x, weight), function(x, weight))
-    (expected,) = torch.autograd.grad(function(x, weight).square().sum(), weight)
-    (got,) = torch.autograd.grad(compiled(x, weight).square().sum(), weight)
-    assert_near(got, expected, "float32 ways, through attention")
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x, weight), function(x, weight))
-
-
-def test_compiled_in_place_reaches_the_input() -> None:
-    x = noise(2, 3, 5, 8)
-    expected = rotate(x, SPEC, 3)
-    torch.compile(lambda x: rotate_(x, SPEC, 3), fullgraph=True, backend=BACKEND)(x)
-    assert torch.equal(x, expected)
-
-
-class Attention(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rope = nn.RotaryPositionalEmbedding(6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rope(x, seq_dim=1)
-
-
-def test_compiled_module_has_one_graph_and_leaves_the_module_alone() -> None:
-    model = Attention()
-    calls = [noise(2, tokens, 3, 8) for tokens, _ in LENGTHS]
-    counter = CompileCounterWithBackend(BACKEND)
-    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
-    got = [compiled(x) for x in calls]
-    assert counter.frame_count == 1
-    assert model.rope.max_seq_len_cached == 0
-    for x, y in zip(calls, got, strict=True):
-        assert torch.equal(y, model(x))
-
-
-def test_a_spec_may_be_made_while_compiling() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return rotate(x, RopeSpec(8, base=33.0), 9) + rotary_pos_embedding(x)
-
-    x = noise(2, 3, 5, 8)
-    assert torch.equal(torch.compile(function, fullgraph=True, backend=BACKEND)(x), function(x))
-
-
-def test_one_compiled_function_takes_any_spec() -> None:
-    specs = [RopeSpec(8, base=base) for base in (10.0, 1e4, 5e5)]
-    compiled = torch.compile(lambda x, spec: rotate(x, spec, 9), fullgraph=True, backend=BACKEND)
-    for spec in (*specs, *specs):
-        x = noise(1, 2, 5, 8)
-        assert torch.equal(compiled(x, spec), rotate(x, spec, 9))
-
-
-# ---- torch.export, fake and meta tensors -------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_export(strict: bool) -> None:
-    model = Attention()
-    tokens = torch.export.Dim("tokens", min=2)
-    program = torch.export.export(
-        model, (noise(2, 5, 3, 8),), dynamic_shapes={"x": {1: tokens}}, strict=strict
-    )
-    for length in (5, 9, 31):
-        x = noise(2, length, 3, 8)
-        assert torch.equal(program.module()(x), model(x))
-    assert not program.state_dict
+# ---- fake and meta tensors, vmap of raw operators ----------------------------------------------------
 
 
 def test_meta_tensors() -> None:
@@ -612,56 +455,6 @@ def test_fake_tensors_leave_nothing_behind() -> None:
     for one in (spec, made_inside):
         assert type(one.at().words) is torch.Tensor
         assert torch.equal(rotate(x, one, 3), rotate(x, copy.deepcopy(one), 3))
-
-
-# ---- vmap ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout, shape", {
-    "bhsd": (2, 3, 5, 8), "bshd": (2, 5, 3, 8), "sbhd": (5, 2, 3, 8), "thd": (5, 3, 8),
-    "bsd": (2, 5, 8), "sd": (5, 8),
-}.items())  # fmt: skip
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_vmap_over_x(layout: str, shape: tuple[int, ...], dim: int) -> None:
-    stack = noise(4, *shape).movedim(0, dim)
-    got = torch.vmap(lambda x: rotate(x, SPEC, 3, layout=layout), in_dims=dim)(stack)
-    parts = [rotate(x, SPEC, 3, layout=layout) for x in stack.unbind(dim)]
-    assert torch.equal(got, torch.stack(parts))
-
-
-def test_vmap_over_positions_and_both() -> None:
-    x, p = noise(4, 2, 3, 5, 8), torch.arange(20).reshape(4, 5)
-    rows = torch.arange(40).reshape(4, 2, 5)
-    for ids in (p, rows, rows.double() / 3):
-        both = torch.vmap(lambda x, p: rotate(x, SPEC, p))(x, ids)
-        assert torch.equal(both, torch.stack([rotate(a, SPEC, b) for a, b in zip(x, ids)]))
-        only = torch.vmap(lambda p: rotate(x[0], SPEC, p))(ids)
-        assert torch.equal(only, torch.stack([rotate(x[0], SPEC, b) for b in ids]))
-
-
-@pytest.mark.parametrize("dims", [(0, None), (None, 0), (0, 0), (1, 1), (-1, 2)])
-def test_vmap_over_learned_frequencies(dims: tuple[int | None, int | None]) -> None:
-    x, theta = noise(4, 2, 3, 5, 8), noise(4, 3, 3, dtype=torch.float64)
-    both = tuple(t[0] if dim is None else t.movedim(0, dim) for t, dim in zip((x, theta), dims))
-    got = torch.vmap(lambda x, t: rotate(x, SPEC, 3, inv_freq=t), in_dims=dims)(*both)
-    each = [
-        rotate(x[0 if dims[0] is None else i], SPEC, 3, inv_freq=theta[0 if dims[1] is None else i])
-        for i in range(4)
-    ]
-    assert torch.equal(got, torch.stack(each))
-
-
-def test_vmap_of_two_levels_and_of_gradients() -> None:
-    x = noise(2, 3, 2, 5, 8)
-    got = torch.vmap(torch.vmap(lambda x: rotate(x, SPEC, 3, layout="bsd")))(x)
-    assert torch.equal(got, rotate(x.flatten(0, 1), SPEC, 3).reshape(x.shape))
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return rotate(x, SPEC, 3, layout="bsd").pow(3).sum()
-
-    each = torch.vmap(torch.func.grad(loss))(x[0])
-    whole = torch.func.grad(lambda x: rotate(x, SPEC, 3).pow(3).sum())(x[0])
-    torch.testing.assert_close(each, whole)
 
 
 def test_vmap_in_place() -> None:
@@ -794,39 +587,3 @@ def test_a_spec_made_under_a_transform_keeps_no_wrapper() -> None:
         assert torch.equal(rotate(x, spec, 3), rotate(x, RopeSpec(8, base=5.0), 3))
         compiled = torch.compile(lambda x, s=spec: rotate(x, s), backend="aot_eager")
         assert torch.equal(compiled(x), rotate(x, spec))
-
-
-def _out_of_place(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return rotate_qk(q * 2, k, SPEC, 9, backend="reference")
-
-
-def _in_place(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return rotate_qk_(q * 2, k.clone(), SPEC, 9, backend="reference")
-
-
-def _into(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    outs = torch.empty_like(q), torch.empty_like(k)
-    return rotate_qk(q * 2, k, SPEC, 9, backend="reference", out=outs)
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("function", [_out_of_place, _in_place, _into])
-def test_the_definition_may_be_left_to_the_compiler(
-    function: Callable[..., tuple[torch.Tensor, ...]], dynamic: bool | None
-) -> None:
-    """`backend="reference"` lets a compiler fuse the definition with the operations around it."""
-
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
-        graphs.append(str(graph.graph))
-        return graph
-
-    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
-    for tokens in (5, 7, 9):
-        q, k = noise(2, 3, tokens, 8), noise(2, 2, tokens, 8)
-        for got, expected in zip(compiled(q, k), rotate_qk(q * 2, k, SPEC, 9), strict=True):
-            assert_near(got, expected, "float32 ways")
-    assert len(graphs) <= 2
-    assert "tightrope.rotate" not in graphs[0], "the graph contains an opaque operator"

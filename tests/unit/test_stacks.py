@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.support.helpers import ROOT, noise
+from tests.support.helpers import noise
 from tests.support.matrix import every_backend
 from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import Axes, RopeSpec, frequencies, functional, gates, positions, stacks
@@ -241,30 +240,6 @@ def test_diffusers(name: str, factor: float | None, dtype: torch.dtype) -> None:
         lambda q, k: rotate_qk(q, k, rope),
         dtype,
     )
-
-
-def test_stacks_that_claim_to_have_run_did() -> None:
-    """The stacks marked as run are those of the tests above and of the stored comparisons.
-
-    In the stored comparisons no result and no gradient differs.
-    """
-    file = ROOT / "benchmarks" / "results" / "stacks.json"
-    stored = json.loads(file.read_text())
-    here = {"transformers", "diffusers", "diffusers-float64"}  # the tests above
-    ran = {name for name in stacks.names() if stacks.get(name).verified == stacks.RUN}
-    assert ran == here | stored.keys()
-    for name, entry in stored.items():
-        assert entry["source"] == stacks.get(name).source
-        assert entry["cases"]
-        for counts in entry["cases"].values():
-            assert counts["numbers"] > 0
-            assert counts["results differ"] == counts["gradients differ"] == 0
-
-
-def test_the_page_lists_all_stacks() -> None:
-    from benchmarks.stacks import PAGE, table
-
-    assert table() in PAGE.read_text(encoding="utf-8")
 
 
 def test_litgpt_does_not_compute_yarn() -> None:

@@ -6,6 +6,7 @@ Without a GPU, Triton's interpreter runs the same tests at tiny sizes; see tests
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,13 +25,21 @@ from tightrope import RopeSpec, frequencies, gates, phases, positions
 from tightrope.activations import RMSNorm
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.spec import _lengths, _prepared
-from tightrope.workbench.bench.method import captured
 
 __all__ = ["on_this_device"]
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("on_this_device")]
 
 SPEC = RopeSpec(64)
+
+
+def captured(call: Callable[[], None]) -> Callable[[], None]:
+    """Capture a call in a CUDA graph, and return the function that replays it."""
+    call()  # outside the capture: it compiles the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
@@ -166,7 +175,7 @@ def test_graph(work: str) -> None:
         else:
             grads.copy_(torch.autograd.grad(rotate(leaf, SPEC, where), leaf, q)[0])
 
-    replay = captured(call, 1) if HAS_GPU else call
+    replay = captured(call) if HAS_GPU else call
     for base in (0, 5, 100_000, -7):
         at.copy_(base + torch.arange(3, device=DEVICE))
         for x, start in zip(inside, (q, k), strict=True):

@@ -13,6 +13,8 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
 )
 
+from tests.support.tolerances import value
+
 VOCABULARY, TOKENS = 96, 12
 TEXT = {
     "hidden_size": 64,
@@ -138,3 +140,29 @@ def gradients(
     return logits.detach(), {
         name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
     }
+
+
+def assert_outputs(got: torch.Tensor, want: torch.Tensor, name: str = "patched outputs") -> None:
+    """Assert that outputs are close, relative to the largest magnitude in `want`; NaN fails."""
+    assert got.shape == want.shape
+    off = ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
+    assert off <= value(name), off
+
+
+def assert_equal_runs(
+    got: tuple[torch.Tensor, dict[str, torch.Tensor]],
+    want: tuple[torch.Tensor, dict[str, torch.Tensor]],
+) -> None:
+    """Assert that outputs and gradients are equal, bit for bit except for the signs of zeros."""
+    assert got[0].dtype == want[0].dtype
+    assert torch.equal(got[0], want[0])
+    assert got[1].keys() == want[1].keys()
+    for name, gradient in want[1].items():
+        assert torch.equal(got[1][name], gradient), name
+
+
+def assert_calls_operator(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.no_grad():
+            outputs(model, given)
+    assert any(event.key == "tightrope::rotate" for event in profile.key_averages())

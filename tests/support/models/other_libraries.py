@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tightrope.integrations import unpatch
 
 
 def swap(x: torch.Tensor) -> torch.Tensor:
@@ -112,3 +117,39 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the scores of both layers."""
         return torch.stack([layer(x) for layer in self.layers]).sum(0)
+
+
+class Spy(TorchDispatchMode):
+    """Count calls of the operator."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func.overloadpacket is torch.ops.tightrope.rotate
+        return func(*args, **(kwargs or {}))
+
+
+def assert_served_until_unpatched(
+    model: torch.nn.Module, x: torch.Tensor, before: torch.Tensor
+) -> None:
+    """Assert that a patched model calls the operator until `unpatch`, and keeps its bits."""
+    with torch.no_grad(), Spy() as spy:
+        assert torch.equal(model(x), before)
+    assert spy.calls
+    unpatch(model)
+    with torch.no_grad(), Spy() as spy:
+        assert torch.equal(model(x), before)
+    assert not spy.calls
+
+
+def calls_of(function: Any, run: Callable[[], Any]) -> int:
+    """The number of calls of a Python function while another runs."""
+    found = []
+    sys.setprofile(
+        lambda frame, event, _: found.append(event == "call" and frame.f_code is function.__code__)
+    )
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return sum(found)

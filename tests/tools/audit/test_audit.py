@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
@@ -25,6 +26,7 @@ from tightrope.workbench.audit import Report, audit
 from tightrope.workbench.audit._exact import cos_sin
 from tightrope.workbench.audit._guard import Guard
 from tightrope.workbench.audit._identify import identify
+from tightrope.workbench.audit._targets import from_model
 
 # Code of a finding about a refused call -> the error that the finding's program raises.
 REFUSED = {
@@ -900,3 +902,11 @@ def test_a_program_runs_again_and_again() -> None:
                 with pytest.raises(AssertionError):
                     exec(finding.snippet, {"fn": fault.bad()})
                 exec(finding.snippet, {"fn": fault.good()})
+
+
+def test_the_text_of_a_model_of_defaults_is_audited_with_its_spec() -> None:
+    config = transformers.CONFIG_MAPPING["qwen2_vl"]()
+    target = from_model(config, None)
+    assert not target.unread
+    assert target.spec == RopeSpec.from_config(config, section="text_config")
+    assert target.spec.axes == Axes.sections((16, 24, 24))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
 import random
@@ -20,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from tests.support.model_configs import MODELS, QWEN3_VL, REFUSED, Refused, llama3, v4
+from tests.support.model_configs import MODELS, QWEN3_VL, REFUSED, Refused, damaged, llama3, v4
 from tightrope import RopeSpec
 from tightrope.cli import app
 from tightrope.cli._console import make_console
@@ -451,46 +450,6 @@ def test_a_file_does_not_steer_the_terminal(tmp_path: Path) -> None:
         for options in ([], ["--lenient", "--half"], ["--json"], [path]):
             _, output, error = run(path, *options)
             assert not set(evil) & set("\x1b\x07\u009b") & set(output + error), options
-
-
-# Values that a configuration may hold but programs do not expect.
-ODD: list[Any] = [
-    None, 0, -1, 1, 2, 3, -0.0, 1.5, 1e308, -1e308, 10**30, 2**63, 10**6, 65537, float("nan"),
-    float("inf"), True, False, "", "x", "1e4", [], [1], [[1]], [None], {}, {"a": 1}, "rope", "yarn",
-    "llama3", "dynamic", "longrope", "mrope", "default",
-]  # fmt: skip
-TELLING = ("rope", "rot", "head", "hidden", "max_pos", "layer", "factor", "model_type", "section")
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path, as keys and indices, of each value; lists only up to their fifth item."""
-    inner: list[tuple[Any, Any]] = []
-    if isinstance(value, dict):
-        inner = list(value.items())
-    elif isinstance(value, list):
-        inner = list(enumerate(value[:5]))
-    for key, part in inner:
-        yield (*path, key)
-        yield from places(part, (*path, key))
-
-
-def damaged(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """Return a copy of a configuration with one to three odd values or missing keys."""
-    config = copy.deepcopy(config)
-    for _ in range(rng.choice((1, 1, 2, 3))):
-        there = list(places(config))
-        if not there:
-            break
-        telling = [path for path in there if any(word in str(path) for word in TELLING)]
-        *above, last = rng.choice(telling if telling and rng.random() < 0.8 else there)
-        holder: Any = config
-        for key in above:
-            holder = holder[key]
-        if rng.random() < 0.15:
-            del holder[last]
-        else:
-            holder[last] = copy.deepcopy(rng.choice(ODD))
-    return config
 
 
 @pytest.mark.slow

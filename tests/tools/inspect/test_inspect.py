@@ -13,7 +13,7 @@ import pytest
 import torch
 from mpmath import mp
 
-from tests.support import checkpoints, oracle, oracle_frequencies as papers
+from tests.support import checkpoints, gguf, oracle, oracle_frequencies as papers
 from tests.support.model_configs import (
     GEMMA3_LAYERS,
     LLAMA4_SCOUT,
@@ -594,3 +594,27 @@ def test_records_beside_several_sections_and_records_that_disagree(tmp_path: Pat
         ValueError, match="must state 'half' or 'interleaved' but states 'sideways'"
     ):
         inspect(tmp_path / "b")
+
+
+FILES = {
+    "diffusers": {
+        "_class_name": "FluxTransformer2DModel",
+        "axes_dims_rope": [16, 56, 56],
+        "attention_head_dim": 128,
+    },
+    "timm": {"architecture": "vit_base_patch16_rope_224"},
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_configurations_of_other_libraries_are_read(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FILES[name]), encoding="utf-8")
+    (part,) = inspect(tmp_path).parts
+    assert part.spec == RopeSpec.from_config(tmp_path)
+
+
+def test_a_gguf_file_is_read(tmp_path: Path) -> None:
+    (part,) = inspect(gguf.write(tmp_path / "model.gguf")).parts
+    assert part.spec == RopeSpec(128, 5e5, interleaved=True)
+    assert part.part.context == ("llama.context_length", 131072)
+    assert {each.source for each in part.part.fields} >= {"llama.rope.freq_base"}

@@ -24,10 +24,8 @@ from huggingface_hub.errors import StrictDataclassError
 
 from tests.support.model_configs import MODELS, Model
 from tightrope import RopeSpec
-from tightrope.axes import Axes
 from tightrope.config import LayerSpecs, sections, source_of
 from tightrope.config.families import FAMILIES
-from tightrope.workbench.audit._targets import from_model
 
 PACKAGE = Path(transformers.__file__).parent / "models"
 
@@ -250,14 +248,6 @@ def test_a_configuration_of_defaults_is_read_as_its_code_reads_it(name: str) -> 
         found, omega = found.sort().values, omega.sort().values
     torch.testing.assert_close(found, omega, rtol=1e-6, atol=0.0)
     assert spec.axes is None or spec.axes.count == 3
-
-
-def test_the_text_of_a_model_of_defaults_is_audited_with_its_spec() -> None:
-    config = transformers.CONFIG_MAPPING["qwen2_vl"]()
-    target = from_model(config, None)
-    assert not target.unread
-    assert target.spec == RopeSpec.from_config(config, section="text_config")
-    assert target.spec.axes == Axes.sections((16, 24, 24))
 
 
 @pytest.mark.parametrize(

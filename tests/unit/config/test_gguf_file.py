@@ -11,35 +11,10 @@ import gguf
 import numpy as np
 import pytest
 
+from tests.support.gguf import DIVISORS, entry, head, listing, text, write
 from tightrope import RopeSpec
 from tightrope.config import gguf_file
 from tightrope.frequencies import Given, LongRoPE
-from tightrope.workbench.inspect import inspect
-
-# Divisors as llama.cpp's converter stores them for Llama 3.1: one per pair, in float32.
-DIVISORS = np.linspace(1.0, 8.0, 64, dtype=np.float32)
-
-
-def write(path: Path, arch: str = "llama", **more: Any) -> Path:
-    """Write a small model with the reference writer."""
-    writer = gguf.GGUFWriter(str(path), arch, endianess=more.pop("order", gguf.GGUFEndian.LITTLE))
-    writer.add_embedding_length(4096)
-    writer.add_head_count(32)
-    writer.add_context_length(131072)
-    writer.add_rope_dimension_count(128)
-    writer.add_rope_freq_base(500000.0)
-    writer.add_token_list([f"token {index}" for index in range(more.pop("tokens", 70000))])
-    writer.add_token_scores([0.0] * 70000)
-    writer.add_array("some.lists", ["one", "two"])
-    writer.add_bool("a.switch", True)
-    for name, values in more.items():
-        writer.add_tensor(name.replace("__", "."), values)
-    writer.add_tensor("blk.0.attn_q.weight", np.zeros((4, 4), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def test_metadata_is_read_and_long_lists_are_not(tmp_path: Path) -> None:
@@ -57,9 +32,6 @@ def test_metadata_is_read_and_long_lists_are_not(tmp_path: Path) -> None:
 def test_a_spec_from_a_file(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name)
     assert RopeSpec.from_config(path) == RopeSpec(128, 5e5, interleaved=True)
-    (part,) = inspect(path).parts
-    assert part.part.context == ("llama.context_length", 131072)
-    assert {each.source for each in part.part.fields} >= {"llama.rope.freq_base"}
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -95,22 +67,6 @@ def test_two_sets_of_divisors(tmp_path: Path) -> None:
 
 
 # --- invalid files --------------------------------------------------------------------------------
-
-
-def head(version: int = 3, tensors: int = 0, entries: int = 0) -> bytes:
-    return b"GGUF" + struct.pack("<IQQ", version, tensors, entries)
-
-
-def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value)) + value.encode()
-
-
-def entry(key: str, kind: int, payload: bytes) -> bytes:
-    return text(key) + struct.pack("<I", kind) + payload
-
-
-def listing(kind: int, count: int) -> bytes:
-    return struct.pack("<IQ", kind, count)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import other_libraries
 from tests.support.models.other_libraries import (
@@ -20,8 +19,10 @@ from tests.support.models.other_libraries import (
     ByHalves,
     Model,
     Processor,
+    Spy,
     WithImport,
     WithInner,
+    assert_served_until_unpatched,
 )
 from tightrope.integrations import _run, patch, recognise, unpatch
 from tightrope.integrations._run import replacement
@@ -36,16 +37,6 @@ KINDS: dict[str, tuple[type[Processor], str]] = {
 }
 
 
-class Spy(TorchDispatchMode):
-    """Count calls of the operator."""
-
-    calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += func.overloadpacket is torch.ops.tightrope.rotate
-        return func(*args, **(kwargs or {}))
-
-
 def results(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """The output and the gradients of the input and of all parameters."""
     generator = torch.Generator().manual_seed(1)
@@ -57,19 +48,6 @@ def results(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> list[
 def assert_equal(xs: list[torch.Tensor], ys: list[torch.Tensor]) -> None:
     for x, y in zip(xs, ys, strict=True):
         assert torch.equal(x, y)
-
-
-def assert_served_until_unpatched(
-    model: torch.nn.Module, x: torch.Tensor, before: torch.Tensor
-) -> None:
-    """Assert that a patched model calls the operator until `unpatch`, and keeps its bits."""
-    with torch.no_grad(), Spy() as spy:
-        assert torch.equal(model(x), before)
-    assert spy.calls
-    unpatch(model)
-    with torch.no_grad(), Spy() as spy:
-        assert torch.equal(model(x), before)
-    assert not spy.calls
 
 
 @pytest.fixture(params=list(KINDS))

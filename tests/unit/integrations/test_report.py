@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.models.other_libraries import halves
+from tests.support.models.other_libraries import calls_of, halves
 from tightrope.integrations import _recognise, patch
 from tightrope.integrations._run import replacement
 from tightrope.integrations._summary import entry_of
@@ -337,19 +336,6 @@ class Complex(torch.nn.Module):
         q, k = (each(x).unflatten(-1, (4, 16)) for each in (self.to_q, self.to_k))
         q, k = complex_pair(q, k, freqs_cis)
         return (q * k).sum(-1)
-
-
-def calls_of(function: Any, run: Callable[[], Any]) -> int:
-    """The number of calls of a Python function while another runs."""
-    found = []
-    sys.setprofile(
-        lambda frame, event, _: found.append(event == "call" and frame.f_code is function.__code__)
-    )
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return sum(found)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

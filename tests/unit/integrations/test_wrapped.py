@@ -11,8 +11,13 @@ import pytest
 import torch
 
 from tests.support.models import other_libraries
-from tests.support.models.other_libraries import Attention, Model, Processor
-from tests.unit.integrations.test_patch import Spy, assert_served_until_unpatched
+from tests.support.models.other_libraries import (
+    Attention,
+    Model,
+    Processor,
+    Spy,
+    assert_served_until_unpatched,
+)
 from tightrope.integrations import patch, unpatch
 
 

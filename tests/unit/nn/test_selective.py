@@ -1,26 +1,21 @@
 """SelectiveRotary and SelectiveAttention: formulas, gradients, decoding, packed sequences, saving."""
 
 import copy
-import itertools
-import json
 import math
 import os
 import pickle
 import shutil
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks import state_tracking as picture
 from tests.support import helpers
 from tests.support.helpers import refused
 from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec, phases
-from tightrope.examples import state_tracking
 from tightrope.frequencies import DynamicNTK
 from tightrope.functional import rotate
 from tightrope.nn import SelectiveAttention, SelectiveCache, SelectiveRotary, _invariant
@@ -445,34 +440,3 @@ def test_errors_of_calls() -> None:
 
 
 # --- the example ----------------------------------------------------------------------------------
-
-
-def test_the_example_runs_and_its_results_can_be_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "results.json"
-    state_tracking.main(["--quick", "--out", str(out)])
-    printed = capsys.readouterr().out
-    assert "token by token" in printed
-    found = json.loads(out.read_text())
-    assert found["kinds"]["exact"]["drift"]["turns"] == 0
-    assert found["kinds"]["float32"]["drift"]["turns"] > 0
-    assert all(error < 1e-12 for error in found["sums"]["exact"].values())
-    picture.main([str(out), "--png", str(tmp_path / "picture.png")])
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_float32_sums_one_by_one_are_those_of_decoding() -> None:
-    model = state_tracking.Tracker("float32")
-    own = model.attention.rotary
-    assert isinstance(own, state_tracking.FloatSums)
-    tokens, sums = state_tracking.sequences(2, 40, torch.Generator().manual_seed(0))
-    assert sums[0, -1] == tokens[0, 1:].sum() % 5
-    own.one_by_one = True
-    ends = []
-    for chunk in (1, 7, 41):
-        _, cache = state_tracking.decode(model, tokens, chunk)
-        assert cache.rotary is not None
-        ends.append(cache.rotary.phases.drift)
-    for one, other in itertools.pairwise(ends):
-        assert_same_bits(one, other)

@@ -21,9 +21,8 @@ from transformers.models.llama4 import modeling_llama4
 from transformers.models.phi3 import modeling_phi3
 
 from tests.support import oracle
-from tests.support.models.of_transformers import TEXT, small_inputs, small_model
+from tests.support.models.of_transformers import TEXT, assert_outputs, small_inputs, small_model
 from tests.support.tolerances import assert_same_bits, value
-from tests.unit.integrations.transformers.test_patch import assert_outputs
 from tightrope.integrations.transformers import Entry, Report, patch, unpatch
 
 pytestmark = [

@@ -32,7 +32,7 @@ check.__defaults__ = ("0.17.0", check.__defaults__[1])
 assert import_utils.is_kernels_available()
 from kernels import Mode, kernelize, use_kernel_forward_from_hub, use_kernelized_func, use_kernel_mapping
 from tests.support.models.of_transformers import gradients, outputs, small_inputs, small_model
-from tests.unit.integrations.transformers.test_patch import assert_equal_runs
+from tests.support.models.of_transformers import assert_equal_runs
 from tightrope.integrations.transformers import mapping, patch, register, unpatch
 from transformers.models.llama import modeling_llama as llama
 

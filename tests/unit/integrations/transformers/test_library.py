@@ -12,9 +12,14 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from tests.support.models.of_transformers import outputs, small_inputs, small_model
+from tests.support.models.of_transformers import (
+    assert_calls_operator,
+    assert_outputs,
+    outputs,
+    small_inputs,
+    small_model,
+)
 from tests.support.tolerances import assert_same_bits
-from tests.unit.integrations.transformers.test_patch import assert_calls_operator, assert_outputs
 from tightrope.integrations.transformers import Report, patch, unpatch
 
 pytestmark = pytest.mark.usefixtures("recognised_once")

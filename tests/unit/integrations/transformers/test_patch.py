@@ -18,6 +18,9 @@ from tests.support.helpers import noise
 from tests.support.models.of_transformers import (
     FAMILIES,
     TEXT,
+    assert_calls_operator,
+    assert_equal_runs,
+    assert_outputs,
     gradients,
     outputs,
     small_inputs,
@@ -33,25 +36,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
     pytest.mark.usefixtures("recognised_once"),
 ]
-
-
-def assert_outputs(got: torch.Tensor, want: torch.Tensor, name: str = "patched outputs") -> None:
-    """Assert that outputs are close, relative to the largest magnitude in `want`; NaN fails."""
-    assert got.shape == want.shape
-    off = ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
-    assert off <= value(name), off
-
-
-def assert_equal_runs(
-    got: tuple[torch.Tensor, dict[str, torch.Tensor]],
-    want: tuple[torch.Tensor, dict[str, torch.Tensor]],
-) -> None:
-    """Assert that outputs and gradients are equal, bit for bit except for the signs of zeros."""
-    assert got[0].dtype == want[0].dtype
-    assert torch.equal(got[0], want[0])
-    assert got[1].keys() == want[1].keys()
-    for name, gradient in want[1].items():
-        assert torch.equal(got[1][name], gradient), name
 
 
 @pytest.fixture
@@ -81,13 +65,6 @@ def test_not_one_bit_changes(family: str, dtype: torch.dtype) -> None:
     assert_calls_operator(model, given)
     unpatch(model)
     assert_equal_runs(gradients(model, given), before)
-
-
-def assert_calls_operator(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        with torch.no_grad():
-            outputs(model, given)
-    assert any(event.key == "tightrope::rotate" for event in profile.key_averages())
 
 
 @pytest.mark.one_in(3)

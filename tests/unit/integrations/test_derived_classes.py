@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from tests.support.models import other_libraries
-from tests.unit.integrations.test_patch import Spy, assert_served_until_unpatched
+from tests.support.models.other_libraries import Spy, assert_served_until_unpatched
 from tightrope.integrations import patch, unpatch
 
 pytestmark = pytest.mark.usefixtures("recognised_once")

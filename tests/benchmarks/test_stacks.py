@@ -1,0 +1,32 @@
+"""The stored comparisons with other stacks, and the table of docs/stacks.md."""
+
+from __future__ import annotations
+
+import json
+
+from tests.support.helpers import ROOT
+from tightrope import stacks
+
+
+def test_stacks_that_claim_to_have_run_did() -> None:
+    """The stacks marked as run are those of the tests above and of the stored comparisons.
+
+    In the stored comparisons no result and no gradient differs.
+    """
+    file = ROOT / "benchmarks" / "results" / "stacks.json"
+    stored = json.loads(file.read_text())
+    here = {"transformers", "diffusers", "diffusers-float64"}  # the tests above
+    ran = {name for name in stacks.names() if stacks.get(name).verified == stacks.RUN}
+    assert ran == here | stored.keys()
+    for name, entry in stored.items():
+        assert entry["source"] == stacks.get(name).source
+        assert entry["cases"]
+        for counts in entry["cases"].values():
+            assert counts["numbers"] > 0
+            assert counts["results differ"] == counts["gradients differ"] == 0
+
+
+def test_the_page_lists_all_stacks() -> None:
+    from benchmarks.stacks import PAGE, table
+
+    assert table() in PAGE.read_text(encoding="utf-8")

@@ -1,0 +1,61 @@
+"""The audit calls every form of a rotary function that patch replaces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models.forms import NEW, Function, along, by_one_table, by_rows
+from tightrope.forms import FORMS
+from tightrope.integrations.transformers import recognise
+from tightrope.workbench.audit import audit
+
+OPTIONS: dict[str, Any] = {"dtypes": [torch.float32], "longest": 2048}
+
+
+def with_wrong_sign(q: Any, k: Any, cos: Any, sin: Any, position_ids: Any) -> Any:
+    return by_rows(q, k, cos, sin, position_ids)[0], by_rows(q, k, cos, -sin, position_ids)[1]
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "layout", "pairing"),
+    [
+        (by_rows, "fn(q, k, cos, sin, positions)", "bhsd", "half"),
+        (by_one_table, "fn(x, sin_cos)", "bshd", "interleaved"),
+    ],
+)
+def test_the_audit_calls_every_function_that_patch_replaces(
+    function: Function, call: str, layout: str, pairing: str
+) -> None:
+    assert recognise(function)
+    report = audit(function, **OPTIONS)
+    assert report.ok, str(report)
+    assert (report.facts["called as"], report.facts["layout"]) == (call, layout)
+    assert report.facts["pairing"].startswith(pairing)
+
+
+def test_a_fault_in_such_a_function_is_found() -> None:
+    report = audit(with_wrong_sign, **OPTIONS)
+    assert "q-k" in report.codes, str(report)
+    (finding,) = (each for each in report.findings if each.code == "q-k")
+    with pytest.raises(AssertionError):
+        exec(compile(finding.snippet, "snippet", "exec"), {})
+    exec(compile(finding.snippet.replace("with_wrong_sign", "by_rows"), "snippet", "exec"), {})
+
+
+def test_another_axis_of_tokens_than_was_tried_is_audited() -> None:
+    assert audit(along, **OPTIONS).ok
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", NEW)
+def test_a_new_form_is_audited(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, function, pairing = NEW[name]
+    assert audit(function, **OPTIONS).codes == ("cannot-call",)
+    monkeypatch.setitem(FORMS, form.name, form)
+    report = audit(function, **OPTIONS)
+    assert report.ok, str(report)
+    assert report.facts["called as"] == f"fn(x, {form.roles[0]})"
+    assert report.facts["pairing"].startswith(pairing)
