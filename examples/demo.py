@@ -2,17 +2,17 @@
 
     python examples/demo.py
 
-Four models of train_bytes.py start from the same weights and see the same batches. Only the rotation
-of queries and keys differs:
+Four models of train_bytes.py start from the same weights and see the same batches. They differ only
+in the rotation of queries and keys:
 
 - tightrope:  `rotate_qk`
 - eager:      the usual expression in plain torch; its losses must be those of tightrope
 - wrong base: a mistake on purpose, to show how far it moves the losses
 - polar:      `rotate_qk` with a learned gate, so that scores fade with distance
 
-The demo then reads windows longer than those of training, times rotations alone, and draws
-tightrope-demo/tightrope-demo.png. It takes two to three minutes on two cores, needs matplotlib, and
-exits with 1 if tightrope and eager rotation differ. Copy from it freely.
+The demo then reads longer windows than in training, times rotations alone, and draws
+tightrope-demo/tightrope-demo.png. It takes two to three minutes on two cores, and exits with 1 if
+tightrope and eager rotation differ. It needs matplotlib. Copy from it freely.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class EagerAttention(Attention):
 
 
 class PolarAttention(Attention):
-    """Attention with gates exp(−rate · p) on queries and exp(rate · p) on keys; rates are learned."""
+    """Attention with gates exp(−rate · p) on queries and exp(rate · p) on keys; rates learn."""
 
     def __init__(self, size: Size) -> None:
         super().__init__(size)
@@ -190,17 +190,15 @@ def draw(results: Results, caption: str) -> Figure:
     figure.supxlabel(caption, fontsize=9, color=GREY)
     a, b, c, d = figure.subplots(2, 2).flat
     steps = range(1, len(losses["eager"]) + 1)
-    a.set(title="(a) Training: the two curves must coincide")
-    a.set(xlabel="step", ylabel="loss (nats per byte)")
+    a.set(title="(a) The two curves must coincide", xlabel="step", ylabel="loss (nats per byte)")
     a.plot(steps, losses["eager"], color=ORANGE, lw=5, label="eager rotation")
     a.plot(steps, losses["tightrope"], color=BLUE, lw=1.2, label="tightrope")
 
-    b.set(title="(b) Distance from the loss with eager rotation", yscale="log")
+    b.set(title=f"(b) Difference from eager (wrong base: {WRONG_BASE:g})", yscale="log")
     b.set(xlabel="step", ylabel="|difference| (nats per byte)", ylim=(5e-9, 1e2))
-    wrong = f"base {WRONG_BASE:g} instead of {BASE:g}, on purpose"
-    for name, color, label in (("wrong base", VERMILION, wrong), ("tightrope", BLUE, "tightrope")):
+    for name, color in (("wrong base", VERMILION), ("tightrope", BLUE)):
         shown = [max(each, 1e-8) for each in results.differences(name)]  # a log axis has no 0
-        b.plot(steps, shown, color=color, lw=1, label=label)
+        b.plot(steps, shown, color=color, lw=1, label=name)
     b.axhline(TOLERANCE, color="black", ls="--", lw=1, label=f"tolerance, {TOLERANCE:g}")
 
     c.set(title="(c) Rotations alone", xlabel="times as fast as eager (ratio of median times)")
@@ -215,9 +213,8 @@ def draw(results: Results, caption: str) -> Figure:
     d.set(title=f"(d) Reading {TIMES_LONGER} times the training length", xlabel="position (bytes)")
     d.set_ylabel("loss on other files (nats per byte)")
     for name, color, marker in (("tightrope", VERMILION, "s"), ("polar", BLUE, "o")):
-        # A point is the mean of a quarter of the training length.
-        means = torch.tensor(results.by_position[name]).view(-1, context // 4).mean(1)
-        middles = (torch.arange(len(means)) + 0.5) * (context // 4)
+        means = torch.tensor(results.by_position[name]).view(-1, context // 2).mean(1)
+        middles = (torch.arange(len(means)) + 0.5) * (context // 2)
         d.plot(middles, means, color=color, marker=marker, label=READ[name])
     d.axvspan(0, context, color=GREY, alpha=0.2, lw=0, label="training length")
     for axes in (a, b, c, d):
@@ -254,14 +251,13 @@ def summarize(results: Results) -> bool:
 
 def run(options: argparse.Namespace) -> int:
     """Train, evaluate, time and draw; return the exit code."""
-    size, tokens, windows = Size(3, 4, 32, context=64, batch=16), 2048, 128
+    size, tokens, windows = Size(3, 4, 32, context=64, batch=16), 2048, 256
     if options.quick:
         size, tokens, windows = Size(2, 2, 32, context=64, batch=4), 64, 16
     options.out.mkdir(parents=True, exist_ok=True)
     text = train_bytes.load_text()
     backend, reason = which(torch.empty(1, 1, 1, 64))
-    kernel = f"plain torch ({reason})" if reason else "its C++ kernel"
-    say(f"tightrope {__version__} runs {kernel}")
+    say(f"tightrope {__version__} runs", f"plain torch ({reason})" if reason else "its C++ kernel")
     say("1 of 3: training four models side by side; parts 2 and 3 then take about 20 s")
     trainers = train(size, text, options)
     say(f"2 of 3: reading windows of {TIMES_LONGER * size.context} bytes")
@@ -274,7 +270,7 @@ def run(options: argparse.Namespace) -> int:
     ]
     results = Results(size, {name: each.losses for name, each in trainers.items()}, read, timings)
     path, threads = options.out / "tightrope-demo.png", torch.get_num_threads()
-    draw(results, f"backend {backend}, {threads} threads, seed {options.seed}").savefig(path)
+    draw(results, f"backend {backend}, threads: {threads}, seed {options.seed}").savefig(path)
     agree = summarize(results)
     say(f"The picture: {path}")
     return 0 if agree else 1
@@ -294,8 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return run(options)
     except (OSError, train_bytes.NoTextError) as error:
-        say(f"The demo stopped: {error}")
-        return 1
+        sys.exit(f"The demo stopped: {error}")
     except KeyboardInterrupt:
         say("Stopped by Ctrl-C.")
         return 130
