@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from tightrope.workbench.bench import method
 from tightrope.workbench.environment import read_environment
+
+from .speed import method
 
 SHAPE = {
     "hidden_size": 2048,

@@ -11,15 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import pages, report
+from benchmarks import pages
 from benchmarks.same_bits import __main__ as same_bits
-from typer.testing import CliRunner
-
-from matrix import needs_kernel
-from tightrope.backends import cpu
-from tightrope.cli.app import app
-from tightrope.workbench.bench import CONTENDERS, SUITES, Case, Made, measure, method, runtimes
-from tightrope.workbench.bench._measure import (
+from benchmarks.speed import CONTENDERS, SUITES, Case, Made, measure, method, report, runtimes
+from benchmarks.speed._measure import (
     Expected,
     WrongError,
     check,
@@ -27,6 +22,11 @@ from tightrope.workbench.bench._measure import (
     inputs,
     mismatch,
 )
+from typer.testing import CliRunner
+
+from matrix import needs_kernel
+from tightrope.backends import cpu
+from tightrope.cli.app import app
 
 SMALL = {"tokens": 9, "q_heads": 4, "k_heads": 2, "head_dim": 16}
 VARIANTS = {

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.speed import CONTENDERS, SUITES
+from benchmarks.speed.picture import copies
 from typer.testing import CliRunner
 
 import tightrope
 from tightrope.cli import _bench, app, bench as command, info as info_command
-from tightrope.workbench.bench import CONTENDERS, SUITES
-from tightrope.workbench.bench.picture import copies
 from tightrope.workbench.environment import PACKAGES, read_environment
 
 SMALL = ["--tokens", "3", "--rounds", "1", "--against", "^eager$"]

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu import __main__ as command, cases, contenders, peers, report, test_cases
 from benchmarks.gpu.plugin import Options, read_units
+from benchmarks.speed import Made, measure
+from benchmarks.speed._measure import Expected, WrongError, check, inputs
 
-from tightrope.workbench.bench import Made, measure
-from tightrope.workbench.bench._measure import Expected, WrongError, check, inputs
 from triton_cases import kernels_in_place, needs_triton
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.speed.method import captured
 
 from tightrope import RopeSpec, frequencies, gates, phases, positions
 from tightrope.activations import RMSNorm
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.spec import _lengths, _prepared
-from tightrope.workbench.bench.method import captured
 from tolerances import value
 from triton_cases import DEVICE, HAS_GPU, needs_triton, noise as noise_on_cpu, on_this_device
 

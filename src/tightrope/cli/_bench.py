@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from benchmarks.speed import CONTENDERS, FLOORS, Case, copies, floor_of
 from rich.console import Console
 from rich.text import Text
 
-from ..workbench.bench import CONTENDERS, FLOORS, Case, copies, floor_of
 from ..workbench.environment import Environment
 from ..workbench.text import duration
 from ._tables import titled

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from benchmarks.speed import CONTENDERS, FLOORS, SUITES, Case, measure
 
-from ..workbench.bench import CONTENDERS, FLOORS, SUITES, Case, measure
 from ..workbench.environment import Environment, read_environment
 from ..workbench.place import write_whole
 from . import _bench as report
@@ -116,7 +116,7 @@ def bench(
         if out is not None:
             write_whole(out, (text + "\n").encode())
         if plot is not None and results:
-            from ..workbench.bench.picture import draw
+            from benchmarks.speed.picture import draw
 
             draw(plot, results, report.where(here, cases[0].threads))
     if as_json:

@@ -9,10 +9,10 @@ from statistics import median
 from typing import Annotated
 
 import typer
+from benchmarks.speed import Case
 from rich.console import Console
 
 from ..examples.train_bytes import Attention, NoTextError, Size, load_text
-from ..workbench.bench import Case
 from ..workbench.demo import Results, polar, race, rotations, write_sample
 from ..workbench.demo.race import MakeAttention
 from ..workbench.environment import read_environment
