@@ -66,7 +66,7 @@ STEPS: dict[str, Callable[[Any, torch.Tensor], None]] = {
 
 
 def seconds_of(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each call, with cold caches, by the method of `tightrope bench`."""
+    """Median seconds of each call, with cold caches, by the method of `benchmarks.speed`."""
     return method.medians(calls, cold=True, rounds=rounds, rng=random.Random(0))
 
 

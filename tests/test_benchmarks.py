@@ -13,7 +13,17 @@ import pytest
 import torch
 from benchmarks import pages
 from benchmarks.same_bits import __main__ as same_bits
-from benchmarks.speed import CONTENDERS, SUITES, Case, Made, measure, method, report, runtimes
+from benchmarks.speed import (
+    CONTENDERS,
+    SUITES,
+    Case,
+    Made,
+    __main__ as command,
+    measure,
+    method,
+    report,
+    runtimes,
+)
 from benchmarks.speed._measure import (
     Expected,
     WrongError,
@@ -22,11 +32,9 @@ from benchmarks.speed._measure import (
     inputs,
     mismatch,
 )
-from typer.testing import CliRunner
 
 from matrix import needs_kernel
 from tightrope.backends import cpu
-from tightrope.cli.app import app
 
 SMALL = {"tokens": 9, "q_heads": 4, "k_heads": 2, "head_dim": 16}
 VARIANTS = {
@@ -322,8 +330,9 @@ def test_from_run_to_table(tmp_path: Path, capsys) -> None:
     out = tmp_path / "results.json"
     arguments = ["--tokens", "3", "--only", "prefill 3.*fp32", "--rounds", "2", "--runs", "2"]
     arguments += ["--against", "^eager", "--out", str(out)]
-    assert CliRunner().invoke(app, ["bench", *arguments]).exit_code == 0
+    assert command.main(arguments) == 0
     data = json.loads(out.read_text())
+    capsys.readouterr()
     assert {"processor", "torch", "commit", "date"} <= set(data["machine"])
     page = tmp_path / "page.md"
     marks = f"<!-- {report.MARK} -->", f"<!-- end of {report.MARK} -->"

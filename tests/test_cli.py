@@ -428,9 +428,7 @@ def test_without_the_extra() -> None:
     [
         ("--help", 0),
         ("info", 0),
-        ("bench --list", 0),
         ("demo", 2),
-        ("bench --plot x.png", 2),
         ("inspect spec.json --plot x.png", 2),
     ],
 )
@@ -528,7 +526,7 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
     assert (process.returncode, error) == (130, "Interrupted.\n")
 
 
-@pytest.mark.one_in(13)
+@pytest.mark.one_in(11)
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX pipes")
 @pytest.mark.parametrize(
     "arguments",
@@ -541,8 +539,6 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
         ["audit", "llama", "--no-isolate"],
         ["info"],
         ["info", "--json"],
-        ["bench", "--list"],
-        ["bench", "--only", "decode 1.*fp32", "--against", "^eager$", "--rounds", "1", "--json"],
         ["demo", "--size", "tiny", "--steps", "1", "--out", "{folder}/demo"],
         ["detect", "{folder}/model.safetensors", "--heads=2", "--head-dim=8", "--naming=llama"],
         [

@@ -1,4 +1,4 @@
-"""Make a Markdown table of the results of `tightrope bench --out RESULTS.json`.
+"""Make a Markdown table of the results of `python -m benchmarks.speed --out RESULTS.json`.
 
     python -m benchmarks.speed.report RESULTS.json [--page PAGE.md] [--png PICTURE.png]
     python -m benchmarks.speed.report RESULTS.json --before OLDER.json

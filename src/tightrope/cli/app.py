@@ -32,10 +32,6 @@ app.command()(inspect)
 app.command()(audit)
 app.command()(convert)
 app.command()(detect)
-with suppress(ModuleNotFoundError):
-    from .bench import bench
-
-    app.command()(bench)
 app.command()(info)
 
 # UsageError is in click or in typer's own copy of it, depending on typer's version.
@@ -71,8 +67,6 @@ def _root(
     `tightrope convert CHECKPOINT OUT --to half`   rewrite a checkpoint for the other pairing
 
     `tightrope detect CHECKPOINT`   infer the pairing from a checkpoint's weights
-
-    `tightrope bench`   time rotations here and compare with installed libraries
 
     `tightrope info`   show versions, usable backends and hardware
     """

@@ -1,4 +1,4 @@
-"""The rotations of the demo, timed with the method of `tightrope bench`."""
+"""The rotations of the demo, timed with the method of `benchmarks.speed`."""
 
 from __future__ import annotations
 
