@@ -1,1 +1,1 @@
-"""Benchmarks for developers; `tightrope bench` itself is in `tightrope.workbench`."""
+"""Benchmarks for developers, run from a clone; `benchmarks.speed` times rotations on a CPU."""

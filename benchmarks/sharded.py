@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tightrope import RopeSpec
 from tightrope.functional import apply_rotary_pos_emb, rotate, rotate_qk, rotate_qk_
-from tightrope.workbench.bench.method import Call, medians
 from tightrope.workbench.environment import read_environment
+
+from .speed.method import Call, medians
 
 HEAD_DIM = 128
 

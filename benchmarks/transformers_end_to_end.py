@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from tightrope.workbench.bench import method
 from tightrope.workbench.environment import read_environment
+
+from .speed import method
 
 SHAPE = {
     "hidden_size": 2048,
@@ -65,7 +66,7 @@ STEPS: dict[str, Callable[[Any, torch.Tensor], None]] = {
 
 
 def seconds_of(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each call, with cold caches, by the method of `tightrope bench`."""
+    """Median seconds of each call, with cold caches, by the method of `benchmarks.speed`."""
     return method.medians(calls, cold=True, rounds=rounds, rng=random.Random(0))
 
 

@@ -28,13 +28,13 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 import torch
-import train_bytes
 from torch import Tensor
-from train_bytes import Attention, ByteTransformer, Size, Text, Trainer
 
+import train_bytes
 from tightrope import RopeSpec, __version__, which
 from tightrope.functional import rotate_qk
 from tightrope.gates import Slope
+from train_bytes import Attention, ByteTransformer, Size, Text, Trainer
 
 try:
     from matplotlib.figure import Figure  # without pyplot, it saves with Agg and needs no display

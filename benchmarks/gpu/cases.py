@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from tightrope.workbench.bench import Case
-
+from ..speed import Case
 from .plugin import OPTIONS
 
 _LONG = Case(

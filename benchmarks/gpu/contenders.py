@@ -1,4 +1,4 @@
-"""GPU kernels of other libraries, added to the contenders of `tightrope.workbench.bench`."""
+"""GPU kernels of other libraries, added to the contenders of `benchmarks.speed`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from tightrope.workbench.bench import CONTENDERS as SHARED, FLOORS, Case, Contender, Made
-from tightrope.workbench.bench.contender import Rotate, functional, spec_of, tables_of
-from tightrope.workbench.bench.factors import alone
-
+from ..speed import CONTENDERS as SHARED, FLOORS, Case, Contender, Made
+from ..speed.contender import Rotate, functional, spec_of, tables_of
+from ..speed.factors import alone
 from . import peers
 from .plugin import OPTIONS
 

@@ -27,10 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tightrope.workbench.bench import CONTENDERS, Case
-from tightrope.workbench.bench._measure import inputs
-
 from ..pages import between_marks, table
+from ..speed import CONTENDERS, Case
+from ..speed._measure import inputs
 from .cases import CASES, SHARES
 from .sass import LOAD, PIPES, Program, Usage, disassembled, in_flight, pipe_of, read, usage_of
 

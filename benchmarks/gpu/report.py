@@ -8,9 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tightrope.workbench.bench import Case, floor_of
-
-from ..report import span
+from ..speed import Case, floor_of
+from ..speed.report import span
 from .cases import CASES, SHARES
 from .contenders import CONTENDERS, OURS, RIVALS
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tightrope.workbench.bench import CONTENDERS, Case, measure
-
+from ..speed import CONTENDERS, Case, measure
 from .cases import CASES, sized
 from .plugin import OPTIONS
 

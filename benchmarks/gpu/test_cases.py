@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tightrope.workbench.bench import FLOORS, Case, Contender, measure
-from tightrope.workbench.bench._measure import Expected, check, inputs
-
+from ..speed import FLOORS, Case, Contender, measure
+from ..speed._measure import Expected, check, inputs
 from .cases import CASES, sized, small
 from .contenders import CONTENDERS, OURS
 from .plugin import OPTIONS, read_units

@@ -18,10 +18,10 @@ import torch
 
 from benchmarks.gpu import __main__ as command, cases, contenders, peers, report, test_cases
 from benchmarks.gpu.plugin import Options, read_units
+from benchmarks.speed import Made, measure
+from benchmarks.speed._measure import Expected, WrongError, check, inputs
 from tests.support.helpers import ROOT
 from tests.support.triton.cases import kernels_in_place, needs_triton
-from tightrope.workbench.bench import Made, measure
-from tightrope.workbench.bench._measure import Expected, WrongError, check, inputs
 
 # --- units that fail ------------------------------------------------------------------------------
 

@@ -11,15 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from matrix import needs_kernel
 
-from benchmarks import pages, report
-from ci.same_bits import __main__ as same_bits
-from tests.support.matrix import needs_kernel
-from tightrope.backends import cpu
-from tightrope.cli.app import app
-from tightrope.workbench.bench import CONTENDERS, SUITES, Case, Made, measure, method, runtimes
-from tightrope.workbench.bench._measure import (
+from benchmarks import pages
+from benchmarks.speed import (
+    CONTENDERS,
+    SUITES,
+    Case,
+    Made,
+    __main__ as command,
+    measure,
+    method,
+    report,
+    runtimes,
+)
+from benchmarks.speed._measure import (
     Expected,
     WrongError,
     check,
@@ -27,6 +33,9 @@ from tightrope.workbench.bench._measure import (
     inputs,
     mismatch,
 )
+from ci.same_bits import __main__ as same_bits
+from tests.support.matrix import needs_kernel
+from tightrope.backends import cpu
 
 SMALL = {"tokens": 9, "q_heads": 4, "k_heads": 2, "head_dim": 16}
 VARIANTS = {
@@ -322,8 +331,9 @@ def test_from_run_to_table(tmp_path: Path, capsys) -> None:
     out = tmp_path / "results.json"
     arguments = ["--tokens", "3", "--only", "prefill 3.*fp32", "--rounds", "2", "--runs", "2"]
     arguments += ["--against", "^eager", "--out", str(out)]
-    assert CliRunner().invoke(app, ["bench", *arguments]).exit_code == 0
+    assert command.main(arguments) == 0
     data = json.loads(out.read_text())
+    capsys.readouterr()
     assert {"processor", "torch", "commit", "date"} <= set(data["machine"])
     page = tmp_path / "page.md"
     marks = f"<!-- {report.MARK} -->", f"<!-- end of {report.MARK} -->"

@@ -442,6 +442,31 @@ def properties_of_named_tuples(source: str) -> list[str]:
     ]
 
 
+def imports_benchmarks(source: str) -> bool:
+    roots = {
+        name.partition(".")[0]
+        for node in ast.walk(ast.parse(source))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom) and not node.level
+            else []
+        )
+    }
+    return "benchmarks" in roots
+
+
+def test_the_package_imports_no_benchmarks() -> None:
+    """The benchmarks are in a clone alone; of the package only the demo needs them."""
+    demo = ("cli/demo.py", "workbench/demo/")
+    found = [path for path, source in read_files(SOURCE).items() if imports_benchmarks(source)]
+    assert [path for path in found if not path.startswith(demo)] == []
+    for planted in ("import benchmarks.speed", "def f():\n    from benchmarks import speed"):
+        assert imports_benchmarks(planted)
+    assert not imports_benchmarks("from .benchmarks import x\nimport benchmarks_")
+
+
 def test_no_named_tuple_that_is_traced_has_a_property() -> None:
     """No named tuple outside four folders has a property, which torch 2.10 cannot trace.
 

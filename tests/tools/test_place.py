@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.speed import __main__ as speed
 from tightrope import RopeSpec
 from tightrope.cli import app
 from tightrope.workbench.place import partial_path, placed_file, write_whole
 
-BENCH = ["bench", "--only", "decode 1.*fp32", "--against", "^eager$", "--rounds", "1"]
+SPEED = ["--only", "decode 1.*fp32", "--against", "^eager$", "--rounds", "1"]
 DEMO = ["demo", "--size", "tiny", "--steps", "1", "--seconds", "1"]
 
 
@@ -33,15 +34,13 @@ def full_disk(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize(
     "command, name",
     [
         (["inspect", "{spec}", "--plot"], "picture.png"),
         (["inspect", "{spec}", "--plot"], "picture.svg"),
-        ([*BENCH, "--out"], "numbers.json"),
-        ([*BENCH, "--plot"], "picture.pdf"),
         ([*DEMO, "--out"], "demo.json"),
     ],
 )
@@ -62,6 +61,25 @@ def test_a_full_disk_leaves_what_was_there(
         )
     assert result.exit_code == 1, result.output
     assert result.stderr.splitlines()[-1] == f"Error: {out}: File too large."
+    left_as_it_was(folder, name, older)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("option, name", [("--out", "numbers.json"), ("--plot", "picture.pdf")])
+def test_a_full_disk_and_the_benchmark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, name: str, older: bool
+) -> None:
+    out = tmp_path / name
+    if older:
+        out.write_text("older", encoding="utf-8")
+    with full_disk(500), pytest.raises(SystemExit, match=r"^1$"):
+        speed.main([*SPEED, option, str(out)])
+    assert capsys.readouterr().err.splitlines()[-1] == f"Error: {out}: File too large."
+    left_as_it_was(tmp_path, name, older)
+
+
+def left_as_it_was(folder: Path, name: str, older: bool) -> None:
     assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == (
         {name: "older"} if older else {}
     )

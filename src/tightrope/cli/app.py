@@ -12,9 +12,7 @@ from .. import __version__
 from ._console import make_console, settle_terminal
 from ._mistakes import CLOSED, FINDING, MISTAKE
 from .audit import audit
-from .bench import bench
 from .convert import convert
-from .demo import demo
 from .detect import detect
 from .info import info
 from .inspect import inspect
@@ -26,12 +24,14 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
+with suppress(ModuleNotFoundError):  # the demo measures with the benchmarks of a clone
+    from .demo import demo
+
+    app.command()(demo)
 app.command()(inspect)
 app.command()(audit)
 app.command()(convert)
 app.command()(detect)
-app.command()(bench)
 app.command()(info)
 
 # UsageError is in click or in typer's own copy of it, depending on typer's version.
@@ -67,8 +67,6 @@ def _root(
     `tightrope convert CHECKPOINT OUT --to half`   rewrite a checkpoint for the other pairing
 
     `tightrope detect CHECKPOINT`   infer the pairing from a checkpoint's weights
-
-    `tightrope bench`   time rotations here and compare with installed libraries
 
     `tightrope info`   show versions, usable backends and hardware
     """

@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from benchmarks.speed import Case
+
 from ..examples.train_bytes import Attention, NoTextError, Size, load_text
-from ..workbench.bench import Case
 from ..workbench.demo import Results, polar, race, rotations, write_sample
 from ..workbench.demo.race import MakeAttention
 from ..workbench.environment import read_environment

@@ -1,7 +1,7 @@
 """The computations of `tightrope demo`: training side by side, timings, and one picture.
 
 The model and its training are `examples/train_bytes.py`; rotations are timed by
-:mod:`tightrope.workbench.bench`.
+:mod:`benchmarks.speed`.
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.speed import method
+
 from ...examples.train_bytes import Size, Text
 from ...spec import RopeSpec
-from ..bench import method
 from ..environment import Environment
 from ..place import write_whole
 from .polar import PEAK_RATE as POLAR_RATE, Contest

@@ -1,4 +1,4 @@
-"""The rotations of the demo, timed with the method of `tightrope bench`."""
+"""The rotations of the demo, timed with the method of `benchmarks.speed`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.speed import CONTENDERS, FLOORS, Case, floor_of, in_both, measure
+from benchmarks.speed.contenders import rotate_half
+
 from ...examples.train_bytes import Attention, Size
-from ..bench import CONTENDERS, FLOORS, Case, floor_of, in_both, measure
-from ..bench.contenders import rotate_half
 
 Timing = dict[str, Any]
-"""Result of :func:`tightrope.workbench.bench.measure` for a case."""
+"""Result of :func:`benchmarks.speed.measure` for a case."""
 
 #: Runs of each case; their spread shows whether other processes used the cores.
 RUNS = 3

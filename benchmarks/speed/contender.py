@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ... import positions
-from ...axes import Axes
-from ...frequencies import Proportional
-from ...positions import PositionsLike
-from ...spec import RopeSpec
+from tightrope import positions
+from tightrope.axes import Axes
+from tightrope.frequencies import Proportional
+from tightrope.positions import PositionsLike
+from tightrope.spec import RopeSpec
+
 from .case import Case
 from .method import Call
 
@@ -37,7 +38,7 @@ def copies(result: Mapping[str, Any], name: str) -> float | None:
     """Return a contender's median time relative to `neg_` or `clone`; None if it was absent.
 
     Args:
-        result: see :func:`tightrope.workbench.bench.measure`.
+        result: see :func:`benchmarks.speed.measure`.
     """
     seconds: Mapping[str, Sequence[float]] = result["seconds"]
     if name not in seconds or not any(floor in seconds for floor in FLOORS):

@@ -1,7 +1,7 @@
-"""Make a Markdown table of the results of `tightrope bench --out RESULTS.json`.
+"""Make a Markdown table of the results of `python -m benchmarks.speed --out RESULTS.json`.
 
-    python -m benchmarks.report RESULTS.json [--page PAGE.md] [--png PICTURE.png]
-    python -m benchmarks.report RESULTS.json --before OLDER.json
+    python -m benchmarks.speed.report RESULTS.json [--page PAGE.md] [--png PICTURE.png]
+    python -m benchmarks.speed.report RESULTS.json --before OLDER.json
 
 With `--page`, the table replaces the text between `<!-- benchmark table -->` and
 `<!-- end of benchmark table -->` in that file. With `--before`, two result files are compared by their ratios
@@ -17,9 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tightrope.workbench.bench import FLOORS
-
-from .pages import between_marks, table
+from ..pages import between_marks, table
+from . import FLOORS
 
 MARK = "benchmark table"
 COLUMNS = (
@@ -86,7 +85,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line and write the outputs; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.report",
+        prog="python -m benchmarks.speed.report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -101,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     data = json.loads(options.results.read_text())
     data["results"] = [r for r in data["results"] if re.search(options.only, r["case"]["name"])]
     if options.png:
-        from tightrope.workbench.bench.picture import draw
+        from .picture import draw
 
         for result in data["results"]:
             result["seconds"] = {n: v for n, v in result["seconds"].items() if n in DRAWN}

@@ -1,11 +1,11 @@
 """Benchmark rotations against memory traffic and other installed libraries.
 
     import re
-    from tightrope.workbench.bench import CONTENDERS, SUITES, measure
+    from benchmarks.speed import CONTENDERS, SUITES, measure
 
     measure(SUITES["short"][0], CONTENDERS, runs=1, rounds=7, wanted=re.compile("neg_|^eager"))
 
-The method is described in :mod:`tightrope.workbench.bench.method`.
+The method is described in :mod:`benchmarks.speed.method`.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from ... import phases
-from ...frequencies import Given
-from ...functional import apply_rotary_pos_emb, apply_rotary_pos_emb_, rotate_qk, rotate_qk_
+from tightrope import phases
+from tightrope.frequencies import Given
+from tightrope.functional import apply_rotary_pos_emb, apply_rotary_pos_emb_, rotate_qk, rotate_qk_
+
 from . import factors
 from .case import Case
 from .contender import (

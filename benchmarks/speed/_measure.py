@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ... import phases, positions
-from ...functional import rotate_qk
+from tightrope import phases, positions
+from tightrope.functional import rotate_qk
+
 from . import factors, method
 from .case import Case
 from .contender import Contender, Made, between, cotangents, spec_of

@@ -1,4 +1,4 @@
-"""The suites of benchmark cases. `tightrope bench --suite NAME` runs one."""
+"""The suites of benchmark cases. `python -m benchmarks.speed --suite NAME` runs one."""
 
 from __future__ import annotations
 
@@ -113,5 +113,5 @@ FULL = (
     Case("prefill 2048, cold, fp64", dtype="float64"),
 )
 
-#: The cases of `tightrope bench` and of `tightrope bench --suite full`.
+#: The cases of `python -m benchmarks.speed` and of `--suite full`.
 SUITES = {"short": SHORT, "full": FULL}

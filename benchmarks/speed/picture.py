@@ -8,7 +8,8 @@ from typing import Any
 
 from matplotlib.ticker import LogLocator, NullLocator
 
-from ..figures import BLUE, COLOURS, INK, MUTED, new_figure, save, styled
+from tightrope.workbench.figures import BLUE, COLOURS, INK, MUTED, new_figure, save, styled
+
 from .contender import FLOORS, copies
 
 _OTHERS = (*COLOURS[1:], INK, MUTED)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from ... import gates
-from ...activations import RMSNorm
+from tightrope import gates
+from tightrope.activations import RMSNorm
+
 from .case import Case
 
 EPS = 1e-6
