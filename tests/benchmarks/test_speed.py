@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from matrix import needs_kernel
 
 from benchmarks import pages
 from benchmarks.speed import (

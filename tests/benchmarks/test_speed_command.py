@@ -20,10 +20,10 @@ import tightrope
 from benchmarks.speed import CONTENDERS, SUITES, __main__ as command, table
 from benchmarks.speed.interrupt import Interrupt
 from benchmarks.speed.picture import copies
+from tests.support.helpers import ROOT
 from tightrope.cli import app, info as info_command
 from tightrope.workbench.environment import PACKAGES, read_environment
 
-ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-m", "benchmarks.speed"]
 SMALL = ["--tokens", "3", "--rounds", "1", "--against", "^eager$"]
 
