@@ -30,7 +30,7 @@ from tightrope import RopeSpec
 from tightrope.functional import rotate
 from tightrope.integrations import _graft, patch
 from tightrope.integrations._classes import MARK
-from tightrope.workbench.environment import read_environment
+from tightrope.environment import read_environment
 
 TOKENS = 4096
 ROUNDS = 2

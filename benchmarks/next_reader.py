@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.children import Child, ratios, serve
 from tightrope import RopeSpec
 from tightrope.functional import rotate_qk
-from tightrope.workbench.environment import read_environment
+from tightrope.environment import read_environment
 
 TOKENS = (128, 512, 2048, 8192)
 READERS = ("nothing", "sum", "attention")

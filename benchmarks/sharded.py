@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tightrope import RopeSpec
 from tightrope.functional import apply_rotary_pos_emb, rotate, rotate_qk, rotate_qk_
-from tightrope.workbench.environment import read_environment
+from tightrope.environment import read_environment
 
 from .speed.method import Call, medians
 

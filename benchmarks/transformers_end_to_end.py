@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tightrope.workbench.environment import read_environment
+from tightrope.environment import read_environment
 
 from .speed import method
 

@@ -16,7 +16,7 @@ import torch
 from tightrope import RopeSpec, phases
 from tightrope.frequencies import Proportional
 from tightrope.functional import rotate_qk, rotate_qk_
-from tightrope.workbench.environment import read_environment
+from tightrope.environment import read_environment
 
 from ..speed import CONTENDERS, Case, measure
 from .cases import SHARES, sized

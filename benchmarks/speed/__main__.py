@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from tightrope.workbench.environment import Environment, read_environment
+from tightrope.environment import Environment, read_environment
 
 from . import CONTENDERS, FLOORS, SUITES, Case, measure, table
 from .interrupt import Interrupt

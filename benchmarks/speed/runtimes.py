@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tightrope.workbench.environment import cores
+from tightrope.environment import cores
 
 from .case import Case
 from .contender import Made, angles_of, cotangents, missing, spec_of, tables_of

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from tightrope.workbench.environment import Environment
+from tightrope.environment import Environment
 
 from .case import Case
 from .contender import FLOORS, copies, floor_of

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import pages
-from tightrope.workbench import environment
+from tightrope import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "versions.md"

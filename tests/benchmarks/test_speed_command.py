@@ -22,7 +22,7 @@ from benchmarks.speed.interrupt import Interrupt
 from benchmarks.speed.picture import copies
 from tests.support.helpers import ROOT
 from tightrope.cli import app, info as info_command
-from tightrope.workbench.environment import PACKAGES, read_environment
+from tightrope.environment import PACKAGES, read_environment
 
 COMMAND = [sys.executable, "-m", "benchmarks.speed"]
 SMALL = ["--tokens", "3", "--rounds", "1", "--against", "^eager$"]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..workbench.environment import Environment, read_environment
+from ..environment import Environment, read_environment
 from ._console import make_console
 from ._mistakes import FINDING, stop
 from ._tables import facts

@@ -27,7 +27,7 @@ from tightrope.cli._console import Ticker
 from tightrope.cli._interrupt import Interrupt
 from tightrope.examples import train_bytes
 from tightrope.examples.train_bytes import Attention, ByteTransformer, Size
-from tightrope.workbench import environment
+from tightrope import environment
 from tightrope.workbench.demo import polar
 from tightrope.workbench.demo.rotations import EagerAttention, is_steady, seconds
 from tightrope.workbench.text import duration

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from .. import __version__, backends, which
-from ..backends import cpu
+from . import __version__, backends, which
+from .backends import cpu
 
 __all__ = ["Environment", "read_environment"]
 
@@ -99,7 +99,7 @@ def cores() -> int:
 
 def commit() -> str | None:
     """Return `git describe --dirty` of the checkout with this file; None without one, or if git fails."""
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
     try:
