@@ -27,10 +27,10 @@ import torch
 
 from benchmarks.children import Child, serve
 from tightrope import RopeSpec
+from tightrope.environment import read_environment
 from tightrope.functional import rotate
 from tightrope.integrations import _graft, patch
 from tightrope.integrations._classes import MARK
-from tightrope.environment import read_environment
 
 TOKENS = 4096
 ROUNDS = 2

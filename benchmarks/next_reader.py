@@ -23,8 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.children import Child, ratios, serve
 from tightrope import RopeSpec
-from tightrope.functional import rotate_qk
 from tightrope.environment import read_environment
+from tightrope.functional import rotate_qk
 
 TOKENS = (128, 512, 2048, 8192)
 READERS = ("nothing", "sum", "attention")

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tightrope import RopeSpec
-from tightrope.functional import apply_rotary_pos_emb, rotate, rotate_qk, rotate_qk_
 from tightrope.environment import read_environment
+from tightrope.functional import apply_rotary_pos_emb, rotate, rotate_qk, rotate_qk_
 
 from .speed.method import Call, medians
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tightrope import RopeSpec, phases
+from tightrope.environment import read_environment
 from tightrope.frequencies import Proportional
 from tightrope.functional import rotate_qk, rotate_qk_
-from tightrope.environment import read_environment
 
 from ..speed import CONTENDERS, Case, measure
 from .cases import SHARES, sized

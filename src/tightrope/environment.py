@@ -18,6 +18,9 @@ from .backends import cpu
 
 __all__ = ["Environment", "read_environment"]
 
+#: Where the package is. It is not in `Environment`: files of results store that, and need no path.
+INSTALLED_AT = Path(__file__).parent
+
 #: Optional libraries whose versions are reported.
 PACKAGES = (
     "transformers", "triton", "rotary-embedding-torch", "onnxruntime", "jax", "safetensors", "gguf",
@@ -53,6 +56,35 @@ class Environment:
     why_no_gpu: str | None
     packages: dict[str, str | None]
     """Versions of the libraries in `PACKAGES`; None if one is not installed."""
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the facts as pairs of a name and a text, for a report to read."""
+        rows = [
+            ("tightrope", f"{self.tightrope} in {INSTALLED_AT}"),
+            ("torch", self.torch),
+            ("python", f"{self.python} on {self.system}"),
+            ("processor", f"{self.processor}, {self.cores} cores"),
+            ("threads", f"{self.threads} (torch's own pool)"),
+        ]
+        if self.instruction_set is None:
+            rows.append(("instruction set", "the native library is not loaded"))
+        else:
+            sets = ", ".join(self.instruction_sets)
+            rows.append(("instruction set", f"{self.instruction_set} (this processor: {sets})"))
+        rows.append(("gpu", ", ".join(self.gpus) or f"none: {self.why_no_gpu}"))
+        rows += [
+            (f"backend {name}", "usable" if reason is None else f"not usable: {reason}")
+            for name, reason in self.backends.items()
+        ]
+        rows.append(("runs on CPU tensors", self.runs))
+        if self.why_not_faster is not None:
+            rows.append(("why not faster", self.why_not_faster))
+        there = [f"{name} {version}" for name, version in self.packages.items() if version]
+        missing = [name for name, version in self.packages.items() if not version]
+        rows.append(("found", ", ".join(there) or "none"))
+        if missing:
+            rows.append(("not installed", ", ".join(missing)))
+        return rows
 
 
 def read_environment() -> Environment:

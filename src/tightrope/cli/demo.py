@@ -13,10 +13,10 @@ from rich.console import Console
 
 from benchmarks.speed import Case
 
+from ..environment import read_environment
 from ..examples.train_bytes import Attention, NoTextError, Size, load_text
 from ..workbench.demo import Results, polar, race, rotations, write_sample
 from ..workbench.demo.race import MakeAttention
-from ..environment import read_environment
 from . import _demo as report
 from ._console import Ticker, make_console
 from ._interrupt import Interrupt

@@ -21,13 +21,12 @@ from typer.testing import CliRunner
 
 import tightrope
 from tests.support.helpers import ROOT
-from tightrope import RopeSpec
+from tightrope import RopeSpec, environment
 from tightrope.cli import app
 from tightrope.cli._console import Ticker
 from tightrope.cli._interrupt import Interrupt
 from tightrope.examples import train_bytes
 from tightrope.examples.train_bytes import Attention, ByteTransformer, Size
-from tightrope import environment
 from tightrope.workbench.demo import polar
 from tightrope.workbench.demo.rotations import EagerAttention, is_steady, seconds
 from tightrope.workbench.text import duration
