@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-
 from tightrope.examples.state_tracking import ONE_BY_ONE
-from tightrope.workbench.figures import BLUE, GREEN, INK, MUTED, VERMILION, new_figure, save, styled
+
+from tightrope_tools.figures import BLUE, GREEN, INK, MUTED, VERMILION, new_figure, save, styled
 
 COLOURS = {"rope": MUTED, "float32": VERMILION, "exact": BLUE}
 KINDS = {"rope": "positions", "float32": "float32 sums", "exact": "phases.running"}

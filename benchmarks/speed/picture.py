@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.ticker import LogLocator, NullLocator
 
-from tightrope.workbench.figures import BLUE, COLOURS, INK, MUTED, new_figure, save, styled
+from tightrope_tools.figures import BLUE, COLOURS, INK, MUTED, new_figure, save, styled
 
 from .contender import FLOORS, copies
 

@@ -27,9 +27,9 @@ from ci.hardening import fuzzing
 
 chosen = fuzzing.options()
 
-with fuzzing.instrumented(chosen.guided, "tightrope.config", "tightrope.workbench"):
-    from tightrope.workbench.convert import Stated, convert, detect
-    from tightrope.workbench.inspect import inspect
+with fuzzing.instrumented(chosen.guided, "tightrope.config", "tightrope_tools"):
+    from tightrope_tools.convert import Stated, convert, detect
+    from tightrope_tools.inspect import inspect
 
 import torch  # noqa: E402
 from safetensors.torch import save  # noqa: E402

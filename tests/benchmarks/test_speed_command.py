@@ -14,26 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import tightrope
 from benchmarks.speed import CONTENDERS, SUITES, __main__ as command, table
 from benchmarks.speed.interrupt import Interrupt
 from benchmarks.speed.picture import copies
 from tests.support.helpers import ROOT
-from tightrope.cli import app, info as info_command
-from tightrope.environment import PACKAGES, read_environment
+from tightrope.environment import read_environment
 
 COMMAND = [sys.executable, "-m", "benchmarks.speed"]
 SMALL = ["--tokens", "3", "--rounds", "1", "--against", "^eager$"]
-
-
-def run(*arguments: object, width: int = 80) -> tuple[int, str, str]:
-    """Run one command; return its exit code, output and error stream."""
-    output = [str(argument) for argument in arguments]
-    result = CliRunner().invoke(app.app, output, env={"COLUMNS": str(width)})
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
 
 
 def speed(*arguments: object, width: int = 80) -> tuple[int, str, str]:
@@ -353,39 +343,3 @@ def test_the_second_ctrl_c_interrupts_a_loop() -> None:
 def test_results_name_no_folder_of_this_machine(measured: tuple[Any, str, Path]) -> None:
     """They are published; `info`, for a bug report, says where the package is."""
     assert str(Path(tightrope.__file__).parent) not in json.dumps(measured[0])
-
-
-@pytest.mark.parametrize("width", [80, 200])
-def test_info_in_words(width: int) -> None:
-    code, output, error = run("info", width=width)
-    assert (code, error) == (0, "")
-    assert max(map(len, output.splitlines())) <= width
-    for name in ("processor", "threads", "instruction set", "gpu", "found"):
-        assert f"\n{name}" in output
-
-
-def test_info_has_the_facts_for_a_bug_report() -> None:
-    found = json.loads(run("info", "--json")[1])
-    assert set(found["packages"]) == set(PACKAGES)
-    assert found["packages"]["rich"] is not None
-    assert found["cores"] >= 1
-    assert Path(found["installed_at"]) == Path(tightrope.__file__).parent
-    assert (found["why_no_gpu"] is None) == torch.cuda.is_available()
-
-
-@pytest.mark.parametrize("reason, code", [(None, 0), ("it is not built", 1)])
-def test_a_backend_can_be_required(
-    monkeypatch: pytest.MonkeyPatch, reason: str | None, code: int
-) -> None:
-    here = read_environment()
-    here.backends["cpu"] = reason
-    monkeypatch.setattr(info_command, "read_environment", lambda: here)
-    assert run("info", "--require", "cpu")[0] == code
-    assert run("info", "--require", "reference", "--json")[0] == 0
-
-
-def test_an_unknown_backend() -> None:
-    code, output, error = run("info", "--require", "abacus")
-    assert (code, output) == (2, "")
-    assert error.startswith("Error: --require must be one of ")
-    assert error.endswith("but got 'abacus'.\n")

@@ -128,7 +128,7 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     known = {line.partition(" ")[0] for line in zlib.decompress(inventory).decode().splitlines()}
     names = set(public_names())
-    assert {"tightrope.RopeSpec", "tightrope.nn.KVCache", "tightrope.workbench.audit.audit"} < names
+    assert {"tightrope.RopeSpec", "tightrope.nn.KVCache", "tightrope_tools.audit.audit"} < names
     assert names - known == set()
 
 

@@ -2,14 +2,16 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from tightrope.examples import state_tracking, train_bytes
+from tightrope.examples.train_bytes import ByteTransformer, Size
 
 from benchmarks import state_tracking as picture
 from tests.support.tolerances import assert_same_bits
-from tightrope.examples import state_tracking
 
 
 def test_the_example_runs_and_its_results_can_be_drawn(
@@ -41,3 +43,38 @@ def test_float32_sums_one_by_one_are_those_of_decoding() -> None:
         ends.append(cache.rotary.phases.drift)
     for one, other in itertools.pairwise(ends):
         assert_same_bits(one, other)
+
+
+def test_text_is_split_by_file(tmp_path: Path) -> None:
+    for index in range(40):
+        (tmp_path / f"file_{index}.py").write_bytes(bytes([index]) * 6000)
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "skipped.py").write_bytes(b"\xff" * 6000)
+    corpus = train_bytes.load_text(tmp_path)
+    train, validation = set(corpus.train.tolist()), set(corpus.validation.tolist())
+    assert corpus.files == 40
+    assert (len(train), len(validation)) == (36, 4)
+    assert train.isdisjoint(validation)
+    assert corpus.sha256 == train_bytes.load_text(tmp_path).sha256
+
+
+def test_the_example_runs_by_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = Size(layers=1, heads=2, head_dim=8, context=16, batch=2)
+    monkeypatch.setattr(train_bytes, "Size", lambda: small)
+    train_bytes.main(["--steps", "21", "--seed", "1"])
+    output = capsys.readouterr().out
+    first, last = (float(loss) for loss in re.findall(r"loss (\S+)", output))
+    assert last < first
+    assert "validation" in output
+    assert "\ndef " in output
+
+
+def test_the_example_decodes_as_it_reads() -> None:
+    torch.manual_seed(0)
+    model = ByteTransformer(Size(layers=2, heads=2, head_dim=8))
+    found = list(train_bytes.write(model, "abc", 5))
+    tokens = torch.tensor([[*b"abc", *(token for token, _ in found)]])
+    want = model(tokens)[0, 2:-1]
+    torch.testing.assert_close(torch.stack([logits for _, logits in found]), want)

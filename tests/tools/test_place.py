@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from benchmarks.speed import __main__ as speed
 from tightrope import RopeSpec
-from tightrope.cli import app
-from tightrope.workbench.place import partial_path, placed_file, write_whole
+from tightrope_tools.cli import app
+from tightrope_tools.place import partial_path, placed_file, write_whole
 
 SPEED = ["--only", "decode 1.*fp32", "--against", "^eager$", "--rounds", "1"]
 DEMO = ["demo", "--size", "tiny", "--steps", "1", "--seconds", "1"]
@@ -101,7 +101,7 @@ def test_devices_and_pipes_are_written_as_they_are(tmp_path: Path) -> None:
     write_whole(Path(os.devnull), b"x")
     assert not Path(os.devnull).is_file()
     script = (
-        "import sys; from pathlib import Path; from tightrope.workbench.place import write_whole\n"
+        "import sys; from pathlib import Path; from tightrope_tools.place import write_whole\n"
         "write_whole(Path('/dev/stdout'), b'x')"
     )
     with open(tmp_path / "words", "wb") as words:

@@ -22,11 +22,11 @@ from tests.support import oracle, planted_faults as planted, tolerances
 from tightrope import Axes, RopeSpec, functional
 from tightrope.frequencies import DynamicNTK, Linear, Llama3, YaRN
 from tightrope.nn import RotaryPositionalEmbedding
-from tightrope.workbench.audit import Report, audit
-from tightrope.workbench.audit._exact import cos_sin
-from tightrope.workbench.audit._guard import Guard
-from tightrope.workbench.audit._identify import identify
-from tightrope.workbench.audit._targets import from_model
+from tightrope_tools.audit import Report, audit
+from tightrope_tools.audit._exact import cos_sin
+from tightrope_tools.audit._guard import Guard
+from tightrope_tools.audit._identify import identify
+from tightrope_tools.audit._targets import from_model
 
 # Code of a finding about a refused call -> the error that the finding's program raises.
 REFUSED = {

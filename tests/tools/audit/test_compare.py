@@ -12,9 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 from tightrope import Axes, RopeSpec, functional
-from tightrope.cli.app import app
 from tightrope.frequencies import Linear, YaRN
-from tightrope.workbench.audit import Comparison, compare
+from tightrope_tools.audit import Comparison, compare
+from tightrope_tools.cli.app import app
 
 DIM = 64
 Rope = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

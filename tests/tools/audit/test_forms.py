@@ -10,7 +10,7 @@ import torch
 from tests.support.models.forms import NEW, Function, along, by_one_table, by_rows
 from tightrope.forms import FORMS
 from tightrope.integrations.transformers import recognise
-from tightrope.workbench.audit import audit
+from tightrope_tools.audit import audit
 
 OPTIONS: dict[str, Any] = {"dtypes": [torch.float32], "longest": 2048}
 

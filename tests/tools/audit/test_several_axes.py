@@ -15,7 +15,7 @@ from tests.support.helpers import ROOT
 from tightrope import Axes, RopeSpec, positions
 from tightrope.frequencies import Given, YaRN
 from tightrope.functional import rotate
-from tightrope.workbench.audit import audit
+from tightrope_tools.audit import audit
 
 Rope = Callable[..., torch.Tensor]
 SPECS = {

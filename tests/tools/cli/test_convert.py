@@ -18,9 +18,9 @@ import torch
 
 from tests.support.checkpoints import LLAMA, TRAINED, contents, llama_tensors, trained, write
 from tests.support.helpers import ROOT
-from tightrope.cli import app
-from tightrope.cli._names import grouped, size
-from tightrope.workbench.convert import rewrite
+from tightrope_tools.cli import app
+from tightrope_tools.cli._names import grouped, size
+from tightrope_tools.convert import rewrite
 
 
 @pytest.fixture
@@ -278,11 +278,11 @@ def test_ctrl_c_removes_written_files(source: Path, tmp_path: Path) -> None:
     script = (
         # Processes started in the background by a shell inherit an ignored SIGINT.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import sys, time; from tightrope.workbench.convert import rewrite\n"
+        "import sys, time; from tightrope_tools.convert import rewrite\n"
         "real = rewrite._Copy._write\n"
         "def slow(copy, data): real(copy, data); print('begun', flush=True); time.sleep(30)\n"
         "rewrite._Copy._write = slow\n"
-        "from tightrope.cli import main; sys.exit(main())"
+        "from tightrope_tools.cli import main; sys.exit(main())"
     )
     before = contents(source)
     arguments = ["convert", str(source), str(tmp_path / "out"), "--to", "interleaved", "--json"]

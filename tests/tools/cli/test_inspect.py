@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 
 from tests.support.model_configs import MODELS, QWEN3_VL, REFUSED, Refused, damaged, llama3, v4
 from tightrope import RopeSpec
-from tightrope.cli import app
-from tightrope.cli._console import make_console
-from tightrope.cli._mistakes import as_mistakes
 from tightrope.frequencies import YaRN
-from tightrope.workbench.convert import Stated, convert
+from tightrope_tools.cli import app
+from tightrope_tools.cli._console import make_console
+from tightrope_tools.cli._mistakes import as_mistakes
+from tightrope_tools.convert import Stated, convert
 
 LLAMA31 = v4("llama", 4096, 32, 500000.0, max_position_embeddings=131072, rope_scaling=llama3(8.0))
 LLAMA3 = v4("llama", 4096, 32, 500000.0, max_position_embeddings=8192)
@@ -489,8 +489,8 @@ def test_damaged_files_are_one_line_or_a_report(
 # Prints help, a table with bold text, and a progress bar.
 ON_A_TERMINAL = """
 import sys, time
-from tightrope.cli import app
-from tightrope.cli._console import Ticker, make_console
+from tightrope_tools.cli import app
+from tightrope_tools.cli._console import Ticker, make_console
 for arguments in (["inspect", "--help"], ["inspect", sys.argv[1]]):
     sys.argv[1:] = arguments
     app.run()

@@ -32,9 +32,9 @@ from tests.support.checkpoints import (
     write,
 )
 from tests.support.tolerances import TABLE
-from tightrope.workbench import place
-from tightrope.workbench.convert import Stated, convert, detect, rewrite, torch_file
-from tightrope.workbench.convert.marking import marked
+from tightrope_tools import place
+from tightrope_tools.convert import Stated, convert, detect, rewrite, torch_file
+from tightrope_tools.convert.marking import marked
 
 
 def refused(match: str) -> Any:
@@ -1328,7 +1328,7 @@ def test_random_weights_and_few_heads_tell_nothing(tmp_path: Path) -> None:
 
 
 def test_chance_is_a_bound(tmp_path: Path) -> None:
-    from tightrope.workbench.convert._detect import _weigh
+    from tightrope_tools.convert._detect import _weigh
 
     generator = torch.Generator().manual_seed(0)
     for heads, width in ((16, 8), (96, 32)):

@@ -21,8 +21,8 @@ import torch
 from tests.support.tolerances import TABLE
 from tightrope import RopeSpec
 from tightrope.config.families import FAMILIES
-from tightrope.workbench.convert import Stated, convert
-from tightrope.workbench.convert.naming import FAMILY_NAMING, KEY_HEADS_OPTIONAL, NAMINGS
+from tightrope_tools.convert import Stated, convert
+from tightrope_tools.convert.naming import FAMILY_NAMING, KEY_HEADS_OPTIONAL, NAMINGS
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")

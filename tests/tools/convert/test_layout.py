@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import LLAMA, interleaved_rows, llama_tensors, write
-from tightrope.workbench.convert import Stated, convert, detect
+from tightrope_tools.convert import Stated, convert, detect
 
 Tensors = dict[str, torch.Tensor]
 HALF = Stated(source="half")

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.checkpoints import interleaved_rows, llama_tensors, write
-from tightrope.workbench.convert import Stated, convert, detect
+from tightrope_tools.convert import Stated, convert, detect
 
 PLACE = "model.layers.0.self_attn."
 GLM5: dict[str, Any] = {

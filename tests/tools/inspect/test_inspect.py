@@ -36,9 +36,9 @@ from tightrope.frequencies import (
     Rule,
     YaRN,
 )
-from tightrope.workbench.convert import convert
-from tightrope.workbench.inspect import Inspection, PartReport, compare, inspect
-from tightrope.workbench.inspect.exactness import (
+from tightrope_tools.convert import convert
+from tightrope_tools.inspect import Inspection, PartReport, compare, inspect
+from tightrope_tools.inspect.exactness import (
     EXACT,
     FLOAT32,
     FREQUENCIES,
@@ -51,7 +51,7 @@ from tightrope.workbench.inspect.exactness import (
     exactness_of,
     sample,
 )
-from tightrope.workbench.inspect.pairs import pairs_of
+from tightrope_tools.inspect.pairs import pairs_of
 
 LLAMA31 = v4("llama", 4096, 32, 500000.0, max_position_embeddings=131072, rope_scaling=llama3(8.0))
 RULES: dict[str, tuple[Rule | None, Any]] = {

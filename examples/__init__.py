@@ -1,1 +1,0 @@
-"""Examples to copy. Each file runs by itself: `python examples/train_bytes.py`."""

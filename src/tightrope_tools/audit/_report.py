@@ -1,0 +1,127 @@
+"""The report of an audit: findings, checks, and measured facts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SEVERITIES = ("error", "warning", "note")
+"""From worst to mildest: wrong results; doubtful results; things to know."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding of an audit.
+
+    Attributes:
+        code: a stable short name, such as ``"position-dtype"``.
+        severity: ``"error"``, ``"warning"`` or ``"note"``.
+        sentence: the fault in one sentence.
+        evidence: the numbers behind it.
+        snippet: a program that raises an error until the fault is fixed; empty if there is nothing to
+            run. It is complete, except that ``fn`` must be added if it cannot be imported.
+    """
+
+    code: str
+    severity: str
+    sentence: str
+    evidence: str
+    snippet: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of an audit; its outcome is ``"passed"``, ``"found"`` or ``"skipped: REASON"``."""
+
+    name: str
+    outcome: str
+
+
+@dataclass(frozen=True)
+class AngleError:
+    """The absolute error of cosines and sines just below a position, against exact arithmetic.
+
+    An error is None if the function refused the call or the dtype was not tested.
+    """
+
+    position: int
+    float32: float | None
+    bfloat16: float | None
+    float32_angle: float
+    """Upper bound of the error of angles computed as float32 frequency times float32 position."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of :func:`tightrope_tools.audit.audit`.
+
+    Attributes:
+        target: name of the audited function.
+        facts: measured properties of the function; name -> value.
+        findings: the findings, worst first.
+        checks: all checks.
+        angle_errors: errors of cosines and sines at large positions.
+        preamble: the common part of all snippets: ``fn`` and its adapter.
+    """
+
+    target: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    checks: tuple[Check, ...] = ()
+    angle_errors: tuple[AngleError, ...] = ()
+    preamble: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """True if there are no errors and no warnings."""
+        return not any(finding.severity != "note" for finding in self.findings)
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The codes of the errors and warnings, worst first."""
+        return tuple(each.code for each in self.findings if each.severity != "note")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report in JSON types, with a format version."""
+        return {"version": 1, "ok": self.ok} | asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Report:
+        """Restore a report from :meth:`to_dict`."""
+        return cls(
+            target=saved["target"],
+            facts=saved["facts"],
+            findings=tuple(Finding(**each) for each in saved["findings"]),
+            checks=tuple(Check(**each) for each in saved["checks"]),
+            angle_errors=tuple(AngleError(**each) for each in saved["angle_errors"]),
+            preamble=saved["preamble"],
+        )
+
+    def __str__(self) -> str:
+        lines = [f"audit of {self.target}"]
+        lines += [f"  {name:<18} {value}" for name, value in self.facts.items()]
+        for finding in self.findings:
+            lines += ["", f"{finding.severity.upper()} {finding.code}: {finding.sentence}"]
+            lines.append(f"  {finding.evidence}")
+            lines += ["    " + line for line in finding.snippet.splitlines()]
+        lines += ["", verdict(self)]
+        return "\n".join(lines)
+
+
+def verdict(report: Report) -> str:
+    """Return one sentence with the numbers of findings by severity and of passed checks.
+
+    >>> verdict(Report("f", checks=(Check("norm", "passed"),)))
+    'No findings; 1 check passed.'
+    """
+    counts = {
+        severity: sum(finding.severity == severity for finding in report.findings)
+        for severity in SEVERITIES
+    }
+    found = ", ".join(
+        f"{count} {severity}{'s' if count > 1 else ''}"
+        for severity, count in counts.items()
+        if count
+    )
+    passed = sum(check.outcome == "passed" for check in report.checks)
+    return f"{found or 'No findings'}; {passed} check{'' if passed == 1 else 's'} passed."

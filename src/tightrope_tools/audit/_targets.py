@@ -1,0 +1,487 @@
+"""Resolve the target of an audit: a function, ``MODULE:FUNCTION``, a model of transformers, or a stack."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightrope import stacks
+from tightrope._errors import Refusal, bad_type, bad_value
+from tightrope.config import LayerSpecs, from_config
+from tightrope.config.files import single
+from tightrope.forms import calls_of
+from tightrope.spec import RopeSpec
+
+from ._guard import Guard, describe_error
+from ._probe import Hints, find_call
+from ._subject import Subject
+
+_NAME = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function to audit.
+
+    Attributes:
+        name: its name for the report.
+        fn: the function.
+        make: returns a new function; None if ``fn`` is copied instead.
+        header: source code that defines ``fn``; None if only the caller has it.
+        spec: the intended rotation, if known.
+        form, layout, head_dim: how to call it, if known.
+        unread: why a config gave no spec.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    make: Callable[[], Callable[..., Any]] | None = None
+    header: str | None = None
+    spec: RopeSpec | None = None
+    form: str | None = None
+    layout: str | None = None
+    head_dim: int | None = None
+    unread: str = ""
+
+
+_STACK = "stack:"
+
+
+def names_stack(target: object) -> bool:
+    """Return True for ``"stack:NAME"``."""
+    return isinstance(target, str) and target.startswith(_STACK)
+
+
+def subject_of(
+    target: Target,
+    given: Hints,
+    spec: RopeSpec | None,
+    guard: Guard,
+    device: str,
+    axes: int = 1,
+) -> Subject:
+    """Return the subject of a target, with the call that was found for it.
+
+    Args:
+        given: the user's options; the target and the spec fill in what they leave open.
+        spec: the intended rotation, if known. Functions that take tables get those of its base.
+        axes: see :func:`._probe.find_call`.
+
+    Raises:
+        NoCallFound, Hangs: see :func:`._probe.find_call`.
+    """
+    form, layout, tables, head_dim = given
+    if target.form is not None and form is None:
+        form, layout = target.form, layout or target.layout
+    head_dim = head_dim or target.head_dim or (None if spec is None else spec.head_dim)
+
+    return find_call(
+        target.fn,
+        guard,
+        Hints(form, layout, tables, head_dim),
+        spec=spec,
+        header=target.header,
+        make=target.make,
+        device=device,
+        axes=axes,
+    )
+
+
+def resolve(
+    target: object, *, make: bool, layer_type: str | None, spec: RopeSpec | None = None
+) -> Target:
+    """Resolve the ``target`` argument of an audit.
+
+    Args:
+        spec: the rotation of ``"stack:NAME"``; other targets do not use it.
+
+    Raises:
+        ValueError, TypeError: the target does not exist or cannot be called.
+    """
+    if isinstance(target, str) and names_stack(target):
+        return from_stack(target.removeprefix(_STACK), spec)
+    if isinstance(target, str) and _NAME.match(target):
+        found = from_name(target)
+    elif isinstance(target, str | Path):
+        return from_model(_config_of(str(target)), layer_type)
+    elif _is_config(target):
+        return from_model(target, layer_type)
+    elif isinstance(target, nn.Module) and _is_model(target):
+        return from_model(target.config, layer_type, target)
+    else:
+        found = from_object(target)
+    return _made(found) if make else _checked(found)
+
+
+def from_object(target: object) -> Target:
+    """Return the target of a callable object."""
+    if not callable(target):
+        raise bad_type(
+            "target must be a function, a module, 'MODULE:FUNCTION', a model or config of transformers, its "
+            f"file, or the name of a model type, but got {type(target).__name__}"
+        )
+    name = getattr(target, "__qualname__", None) or type(target).__qualname__
+    module = getattr(target, "__module__", None)
+    header = None
+    # A snippet can import the target only if its qualified name leads back to it.
+    if isinstance(module, str) and module != "__main__" and "<" not in name:
+        owner: object = sys.modules.get(module)
+        for part in name.split("."):
+            owner = getattr(owner, part, None)
+        if owner is target:
+            header = _import(module, name)
+    return Target(name, target, header=header)
+
+
+def from_stack(name: str, spec: RopeSpec | None) -> Target:
+    """Return a target that rotates with a stack's arithmetic, or with exact angles for "exact"."""
+    if spec is None:
+        raise bad_value(
+            f"{_STACK}{name} must have a spec: give spec= (--meant, or --base and --head-dim), or compare "
+            "it with a configuration"
+        )
+    stack = None if name == "exact" else stacks.named(name).name
+    where = "positions" if spec.axis_count == 1 else "multi_axis(positions)"
+    header = (
+        "import torch\nfrom tightrope import RopeSpec, functional\n"
+        "from tightrope.positions import multi_axis\n\n"
+        f"spec = RopeSpec.from_dict({spec.to_dict()!r})\n\n\n"
+        "def fn(x, positions):\n"
+        f"    return functional.rotate(x, spec.at({where}, stack={stack!r}))"
+    )
+    space: dict[str, Any] = {}
+    exec(header, space)  # the code that snippets show is the code that runs
+    form = "x, positions"
+    return Target(f"{_STACK}{name}", space["fn"], None, header, spec, form, "bhsd", spec.head_dim)
+
+
+def _import(module: str, name: str) -> str:
+    outer, _, rest = name.partition(".")
+    if rest:
+        return f"import torch\nfrom {module} import {outer}\n\nfn = {name}"
+    return f"import torch\nfrom {module} import {name} as fn"
+
+
+def from_name(target: str) -> Target:
+    """Import ``MODULE:FUNCTION`` from the current directory or the installed packages."""
+    module, _, name = target.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module)
+    except BaseException as error:  # a module may do anything while it is imported
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise bad_value(
+            f"module {module!r} must be importable from {here} but raised {describe_error(error)}"
+        ) from None
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise bad_value(f"module {module!r} must define {name!r} but does not") from None
+    if not callable(found):
+        raise bad_type(f"{target} must be callable but is {type(found).__name__}")
+    return Target(target, found, header=_import(module, name))
+
+
+def _made(target: Target) -> Target:
+    """Return the target with the function that its factory makes; each check gets a new one."""
+    header = None if target.header is None else _made_header(target.header)
+    try:
+        fn = target.fn()
+    except Exception as error:  # noqa: BLE001  # foreign code
+        raise bad_value(
+            f"{target.name}() must return a function to audit but raised {describe_error(error)}"
+        ) from None
+    if not callable(fn):
+        raise bad_type(f"{target.name}() must return a callable but returned {type(fn).__name__}")
+    return replace(target, name=f"{target.name}()", fn=fn, make=target.fn, header=header)
+
+
+def _made_header(header: str) -> str:
+    if header.endswith(" as fn"):
+        first = header.removesuffix(" as fn")
+        return f"{first}\n\nfn = {first.rsplit(' ', 1)[1]}()"
+    return header + "()"
+
+
+def _checked(target: Target) -> Target:
+    if inspect.isclass(target.fn):
+        raise bad_type(
+            f"{target.name} must be a function or an object but is a class: pass a function "
+            "without arguments that makes an instance, with make=True (--make)"
+        )
+    return target
+
+
+# --- models of transformers ------------------------------------------------------------------------
+
+
+def _is_config(target: object) -> bool:
+    return isinstance(getattr(target, "model_type", None), str) and callable(
+        getattr(target, "to_diff_dict", None)
+    )
+
+
+def _is_model(target: nn.Module) -> bool:
+    """True for a model of transformers, with a config and a rotary module among its parts."""
+    return _is_config(getattr(target, "config", None)) and any(
+        type(each).__name__.endswith("RotaryEmbedding") for each in [*target.modules()][1:]
+    )
+
+
+def _transformers() -> Any:
+    if importlib.util.find_spec("transformers") is None:
+        raise bad_value(
+            "to audit a model's configuration, transformers must be installed but is not"
+        )
+    return importlib.import_module("transformers")
+
+
+def _config_of(name: str) -> Any:
+    """Load the config of a file or folder, or the defaults of a model type."""
+    path = Path(name)
+    library = _transformers()
+    try:
+        if path.is_dir() or path.is_file():
+            file = path / "config.json" if path.is_dir() else path
+            if not file.is_file():
+                raise bad_value(f"{path} must hold a config.json but does not")
+            return _from_file(library, file)
+        if re.fullmatch(r"[A-Za-z][\w-]*", name) and name.replace("-", "_") in _types():
+            return library.AutoConfig.for_model(name)
+    except Exception as error:  # config classes raise many types of errors
+        if isinstance(error, Refusal):
+            raise
+        raise bad_value(
+            f"{name} must be a configuration but reading it raised {describe_error(error)}"
+        ) from None
+    raise bad_value(
+        "target must be MODULE:FUNCTION, the path of a config.json or its folder, or a model type "
+        f"of transformers, such as llama, but got {name!r}"
+    )
+
+
+def _types() -> set[str]:
+    names = importlib.import_module(
+        "transformers.models.auto.configuration_auto"
+    ).CONFIG_MAPPING_NAMES
+    return {each.replace("-", "_") for each in names}
+
+
+def _from_file(library: Any, file: Path) -> Any:
+    values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=single)
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise bad_value(f"{file} must have a model_type that is a string but has none")
+    return library.AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+class RotaryAndApply(nn.Module):
+    """A rotary module and an apply function as one function of q, k and positions."""
+
+    def __init__(
+        self, rotary: nn.Module, apply: Callable[..., Any], layer_type: str | None
+    ) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.apply_function = apply
+        self.layer_type = layer_type
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate q and k ``(rows, heads, tokens, channels)``."""
+        more = () if self.layer_type is None else (self.layer_type,)
+        cos, sin = self.rotary(q, positions, *more)
+        if one_at_a_time(self.apply_function):
+            return self.apply_function(q, cos, sin), self.apply_function(k, cos, sin)
+        return self.apply_function(q, k, cos, sin)  # type: ignore[no-any-return]
+
+
+def one_at_a_time(apply: Callable[..., Any]) -> bool:
+    """True if an apply function takes (x, cos, sin), like Gemma 3n's, not (q, k, cos, sin)."""
+    return not any("k" in call.roles for call in calls_of(apply))
+
+
+def from_model(config: Any, layer_type: str | None, model: nn.Module | None = None) -> Target:
+    """Return the target of a config: its rotary module and apply function in the installed transformers.
+
+    Args:
+        model: take the rotary module of this model, as it is, instead of building one from the config.
+    """
+    inner = _text_of(config)
+    spec, unread = _meant(config, layer_type)
+    try:
+        module, rotary, called = _parts(inner, spec)
+    except ValueError:
+        if unread is not None:
+            # The reason why the config was not read explains more than the missing rotary module.
+            raise unread from None
+        raise
+    apply = getattr(module, called)
+    name = module.__name__.rsplit(".", 1)[1].removeprefix("modeling_")
+    name = f"{name}: {rotary.__name__}, {called}"
+    types: list[str | None] = [None]
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        every = dict.fromkeys(getattr(inner, "layer_types", None) or ())
+        types = [layer_type] if layer_type is not None else [*every]
+    why = "it takes a layer_type, and the config lists none"
+    for chosen in types:
+        # First whole heads, then the slice alone, which is all that Phi and DeepSeek pass to the function.
+        for cut in (False, True):
+            make = _maker(inner, rotary, apply, chosen, model)
+            head_dim = None if spec is None else spec.rotary_dim if cut else spec.head_dim
+            try:
+                fn = make()
+                head_dim = head_dim or _width(fn)
+                _try(fn, head_dim)
+            except Exception as error:  # noqa: BLE001  # foreign code
+                why = describe_error(error)
+                continue
+            if spec is not None and (cut or spec.start):
+                head_dim = spec.rotary_dim
+                spec = replace(spec, head_dim=head_dim, start=0)
+            header = None
+            if model is None:
+                header = _model_header(inner, module, rotary.__name__, called, chosen)
+            reason = "" if unread is None else str(unread)
+            form = "q, k, positions"
+            return Target(name, fn, make, header, spec, form, "bhsd", head_dim, reason)
+    raise bad_value(
+        f"{rotary.__name__}, built from the config and called with (x, position_ids), must return cosines "
+        f"and sines that {called} takes but did not: {why}"
+    )
+
+
+def _maker(
+    config: Any,
+    rotary: Any,
+    apply: Callable[..., Any],
+    layer_type: str | None,
+    model: nn.Module | None,
+) -> Callable[[], RotaryAndApply]:
+    if model is None:
+        return lambda: RotaryAndApply(rotary(config), apply, layer_type)
+    own = next((each for each in model.modules() if isinstance(each, rotary)), None)
+    if own is None:
+        raise bad_value(f"the model must have a {rotary.__name__} but has none")
+    return lambda: RotaryAndApply(copy.deepcopy(own), apply, layer_type)
+
+
+def _width(fn: RotaryAndApply) -> int:
+    """Return how many channels the cosines from a model's rotary module have."""
+    more = () if fn.layer_type is None else (fn.layer_type,)
+    cos, _ = fn.rotary(torch.zeros(1, 1, 2, 8), torch.arange(2)[None], *more)
+    return int(cos.shape[-1])
+
+
+def _try(fn: Callable[..., Any], head_dim: int) -> None:
+    x = torch.zeros(1, 1, 2, head_dim)
+    fn(x, x.clone(), torch.arange(2)[None])
+
+
+def _text_of(config: Any) -> Any:
+    """Return the part of a config for the language model."""
+    try:
+        return config.get_text_config()
+    except (AttributeError, ValueError):
+        return config
+
+
+def _meant(config: Any, layer_type: str | None) -> tuple[RopeSpec | None, ValueError | None]:
+    """Return the spec of a config and None, or None and the error that explains why there is none."""
+    inner = _text_of(config)
+    try:
+        read = from_config(config.to_dict(), layer_type=layer_type, strict=False)
+    except ValueError as error:
+        if inner is not config:
+            # The config may have RoPE in several parts; the language model is audited.
+            return _meant(inner, layer_type)
+        if layer_type is not None:
+            raise
+        return None, error
+    if isinstance(read, LayerSpecs):
+        rotating = {name: spec for name, spec in read.items() if spec is not None}
+        if len(rotating) > 1:
+            names = ", ".join(rotating)
+            raise bad_value(f"layer_type must be one of {names}, as layers differ, but got None")
+        return next(iter(rotating.values())), None
+    if read is None:
+        what = "the config" if layer_type is None else f"layer type {layer_type!r}"
+        raise bad_value(f"{what} must have RoPE but has none")
+    return read, None
+
+
+def _parts(config: Any, spec: RopeSpec | None) -> tuple[Any, Any, str]:
+    """Return (module, rotary class, name of the apply function) of a model type."""
+    where = type(config).__module__.replace(".configuration_", ".modeling_")
+    try:
+        module = importlib.import_module(where)
+    except ImportError as error:
+        raise bad_value(
+            f"{config.model_type} must have a modeling file but importing it raised {describe_error(error)}"
+        ) from None
+    source = inspect.getsource(module)
+    classes = re.findall(r"self\.rotary_emb\s*=\s*(\w+)\(", source)
+    classes += [name for name in vars(module) if name.endswith("RotaryEmbedding")]
+    classes = [name for name in classes if "Vision" not in name and hasattr(module, name)]
+    functions = ["apply_rotary_pos_emb"]
+    if getattr(config, "rope_interleave", False) or (spec is not None and spec.interleaved):
+        functions.insert(0, "apply_rotary_pos_emb_interleave")
+    found = [name for name in functions if hasattr(module, name)]
+    if not classes or not found:
+        raise bad_value(
+            f"{config.model_type} must have a rotary module and apply_rotary_pos_emb in {where} but "
+            "does not: write a function of q, k and positions that computes the same, and audit that"
+        )
+    return module, getattr(module, classes[0]), found[0]
+
+
+def _model_header(config: Any, module: Any, rotary: str, name: str, layer_type: str | None) -> str:
+    result = f"{name}(q, k, cos, sin)"
+    if one_at_a_time(getattr(module, name)):
+        result = f"{name}(q, cos, sin), {name}(k, cos, sin)"
+    kind = type(config)
+    differing: Mapping[str, Any] = config.to_diff_dict()
+    keep = {k: v for k, v in differing.items() if k not in ("transformers_version", "model_type")}
+    try:
+        usual = kind().to_dict()
+    except Exception:  # noqa: BLE001  # some configs cannot be made without arguments
+        usual = {}
+    keep = {k: v for k, v in keep.items() if k not in usual or usual[k] != v}
+    # Keep only values that a snippet can write as literals.
+    keep = {k: v for k, v in keep.items() if _is_literal(v)}
+    arguments = "".join(f"    {key}={value!r},\n" for key, value in keep.items())
+    made = f"{kind.__name__}(\n{arguments})" if arguments else f"{kind.__name__}()"
+    more = "" if layer_type is None else f", {layer_type!r}"
+    return (
+        "import torch\n"
+        f"from {kind.__module__} import {kind.__name__}\n"
+        f"from {module.__name__} import {name}, {rotary}\n\n"
+        f"rotary = {rotary}({made})\n\n\n"
+        "def fn(q, k, positions):\n"
+        f"    cos, sin = rotary(q, positions{more})\n"
+        f"    return {result}"
+    )
+
+
+def _is_literal(value: object) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError):
+        return False

@@ -1,0 +1,62 @@
+"""The command-line arguments of `tightrope convert` and `tightrope detect`.
+
+Most of them state facts that the checkpoint's configuration may lack.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..convert import Stated
+from ..convert.naming import NAMINGS
+
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="A safetensors or torch file, an index of shards, or a folder with one of these.",
+    ),
+]
+Config = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        metavar="PATH",
+        help="The configuration; by default the one next to the weights.",
+    ),
+]
+Section = Annotated[
+    str | None,
+    typer.Option("--section", help="Part of a nested configuration, such as text_config."),
+]
+Source = Annotated[
+    str | None,
+    typer.Option("--from", metavar="half|interleaved", help="The pairing of the checkpoint."),
+]
+Naming = Annotated[
+    str | None,
+    typer.Option("--naming", help=f"Naming scheme of the projections: {', '.join(NAMINGS)}."),
+]
+Prefix = Annotated[
+    str | None, typer.Option("--prefix", help="Name prefix of the layers, if they have several.")
+]
+Packing = Annotated[
+    str | None,
+    typer.Option(
+        "--packing", metavar="blocks|grouped|quarters", help="Order of the heads in a fused qkv."
+    ),
+]
+Heads = Annotated[int | None, typer.Option("--heads", help="Number of query heads.")]
+KvHeads = Annotated[int | None, typer.Option("--kv-heads", help="Number of key heads.")]
+HeadDim = Annotated[int | None, typer.Option("--head-dim", help="Channels of one head.")]
+RotaryDim = Annotated[
+    int | None, typer.Option("--rotary-dim", help="Channels of a head that rotate.")
+]
+Start = Annotated[int | None, typer.Option("--start", help="First channel that rotates.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def collect(**options: object) -> Stated:
+    """Return the options as one object."""
+    return Stated(**options)  # type: ignore[arg-type]

@@ -1,0 +1,268 @@
+"""Compare two rotations: their fields, and their angles over a context."""
+
+from __future__ import annotations
+
+import dataclasses
+import decimal
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from tightrope._errors import bad_value, public
+from tightrope.frequencies import CONTEXT, TWO_PI
+
+from .report import Inspection, PartReport
+from .subject import Field
+
+# Radians: 0.01 shows in a bfloat16 cosine; at 1 a pair no longer encodes the position.
+NOTICED, LOST = 0.01, 1.0
+_NO_CONTEXT = 131072
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """The difference of the angles of two rotations, pair by pair, in radians.
+
+    Attributes:
+        context: the number of positions compared.
+        largest: the largest difference of any pair, at most π. For a pair whose difference exceeds
+            half a turn within the context: the value at the position nearest to its first half turn.
+        position, pair: where the largest difference is.
+        noticed, lost: the first positions with a difference of at least 0.01 and 1 radian; None if
+            there is no such position.
+    """
+
+    context: int
+    largest: float
+    position: int
+    pair: int
+    noticed: int | None
+    lost: int | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A field whose values in two configurations differ."""
+
+    field: str
+    one: Field
+    other: Field
+
+
+@dataclass(frozen=True)
+class PartComparison:
+    """The differences between a rotation of one model and a rotation of another.
+
+    Attributes:
+        one, other: the two rotations.
+        differences: fields whose values differ, even if no angle differs.
+        alike: whether both rotate equally, to the last bit, at the compared length, and multiply
+            the softmax scale equally.
+        disagreement: the difference of the angles; None if the numbers of pairs differ.
+        why: the reasons why they are not alike, as phrases; empty if they are alike.
+    """
+
+    one: PartReport
+    other: PartReport
+    differences: tuple[Difference, ...]
+    alike: bool
+    disagreement: Disagreement | None
+    why: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The differences between two models' rotations.
+
+    Attributes:
+        one, other: the two inspections.
+        parts: the comparisons of the matched parts.
+        unmatched: names of parts that only one of them has.
+    """
+
+    one: Inspection
+    other: Inspection
+    parts: tuple[PartComparison, ...]
+    unmatched: tuple[str, ...]
+
+    @property
+    def alike(self) -> bool:
+        """True if both rotate equally in all parts."""
+        return not self.unmatched and all(part.alike for part in self.parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison in JSON types."""
+        return {
+            "one": self.one.name,
+            "other": self.other.name,
+            "alike": self.alike,
+            "unmatched": list(self.unmatched),
+            "parts": [
+                {
+                    "one": part.one.name,
+                    "other": part.other.name,
+                    "alike": part.alike,
+                    "why": list(part.why),
+                    "differences": [
+                        {
+                            "field": each.field,
+                            "one": _shown(each.one.value),
+                            "one_source": each.one.source,
+                            "other": _shown(each.other.value),
+                            "other_source": each.other.source,
+                        }
+                        for each in part.differences
+                    ],
+                    "disagreement": part.disagreement and dataclasses.asdict(part.disagreement),
+                }
+                for part in self.parts
+            ],
+        }
+
+
+@public("compare")
+def compare(one: Inspection, other: Inspection) -> Comparison:
+    """Compare the rotations of two models.
+
+    Parts are matched by name; a model with a single part is compared with all parts of the other.
+    Angles are compared over the larger of the two contexts, or over 131,072 positions without any.
+
+    Raises:
+        ValueError: one of the models has no RoPE.
+
+    >>> from tightrope import RopeSpec
+    >>> from .report import inspect
+    >>> made = compare(inspect(RopeSpec(64), context=4096), inspect(RopeSpec(64, 5e5), context=4096))
+    >>> made.alike, made.parts[0].disagreement.lost
+    (False, 8)
+    """
+    if not one.parts or not other.parts:
+        empty = one if not one.parts else other
+        raise bad_value(f"both models must have RoPE but {empty.name} has none")
+    together, unmatched = _matched(one, other)
+    return Comparison(one, other, tuple(_parts(a, b) for a, b in together), unmatched)
+
+
+def _matched(
+    one: Inspection, other: Inspection
+) -> tuple[list[tuple[PartReport, PartReport]], tuple[str, ...]]:
+    if len(one.parts) == 1 or len(other.parts) == 1:
+        return [(a, b) for a in one.parts for b in other.parts], ()
+    names = [part.name for part in other.parts]
+    together = [
+        (part, other.parts[names.index(part.name)]) for part in one.parts if part.name in names
+    ]
+    both = {part.name for part, _ in together}
+    alone = [part.name for part in (*one.parts, *other.parts) if part.name not in both]
+    return together, tuple(alone)
+
+
+def _parts(one: PartReport, other: PartReport) -> PartComparison:
+    context = max(one.context or 0, other.context or 0) or _NO_CONTEXT
+    why = list(_unlike(one, other, context))
+    disagreement = None
+    mine, theirs = (part.spec.frequencies(context).exact for part in (one, other))
+    if len(mine) == len(theirs):
+        disagreement = _disagreement(mine, theirs, context)
+    return PartComparison(
+        one,
+        other,
+        tuple(_fields(one, other)),
+        alike=not why,
+        disagreement=disagreement,
+        why=tuple(why),
+    )
+
+
+def _unlike(one: PartReport, other: PartReport, context: int) -> Iterator[str]:
+    a, b = one.spec, other.spec
+    if a.rotary_dim != b.rotary_dim:
+        yield f"{a.rotary_dim} channels rotate in one and {b.rotary_dim} in the other"
+    elif (a.head_dim, a.start) != (b.head_dim, b.start):
+        yield "different channels rotate"
+    if a.interleaved != b.interleaved:
+        yield "the pairings differ: half and interleaved (tightrope convert changes that)"
+    if a.axes != b.axes:
+        yield "the coordinates of positions, or the pairs that they turn, differ"
+    mine, theirs = (spec.frequencies(context).exact for spec in (a, b))
+    if len(mine) == len(theirs) and mine != theirs:
+        count = sum(x != y for x, y in zip(mine, theirs, strict=True))
+        yield f"{count} of {len(mine)} pairs have different frequencies"
+    scales = [spec.attention_scaling(context) for spec in (a, b)]
+    if scales[0] != scales[1]:
+        yield f"rotated channels are scaled by {scales[0]:.6g} in one and {scales[1]:.6g} in the other"
+    if a.softmax_scaling != b.softmax_scaling:
+        yield (
+            f"the softmax scale is multiplied by {a.softmax_scaling:.6g} in one and "
+            f"{b.softmax_scaling:.6g} in the other"
+        )
+
+
+def _fields(one: PartReport, other: PartReport) -> Iterator[Difference]:
+    mine, theirs = _by_name(one), _by_name(other)
+    for name in [*mine, *(key for key in theirs if key not in mine)]:
+        a = mine.get(name, Field(name, None, ""))
+        b = theirs.get(name, Field(name, None, ""))
+        if _normal(a.value) != _normal(b.value):
+            yield Difference(name, a, b)
+
+
+def _by_name(part: PartReport) -> dict[str, Field]:
+    found = {each.name: each for each in part.part.fields}
+    if part.context is not None:
+        stated = part.part.context
+        source = stated[0] if stated is not None and stated[1] == part.context else "as requested"
+        found["context"] = Field("context", part.context, source)
+    return found
+
+
+def _normal(value: object) -> object:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    return tuple(map(_normal, value)) if isinstance(value, list | tuple) else value
+
+
+def _disagreement(
+    mine: tuple[Decimal, ...], theirs: tuple[Decimal, ...], context: int
+) -> Disagreement:
+    with decimal.localcontext(CONTEXT):
+        apart = [_modulo(x - y) for x, y in zip(mine, theirs, strict=True)]
+        found = [(*_furthest(difference, context), pair) for pair, difference in enumerate(apart)]
+        largest, position, pair = max(found, default=(Decimal(0), 0, 0), key=lambda each: each[0])
+        fastest = max(apart, default=Decimal(0))
+        return Disagreement(
+            context,
+            float(largest),
+            position,
+            pair,
+            _first(fastest, NOTICED, context),
+            _first(fastest, LOST, context),
+        )
+
+
+def _modulo(difference: Decimal) -> Decimal:
+    """Reduce an angle per position to [0, π]; whole turns vanish as positions are integers."""
+    turns = (difference / TWO_PI).to_integral_value(decimal.ROUND_HALF_EVEN)
+    return abs(difference - turns * TWO_PI)
+
+
+def _furthest(difference: Decimal, context: int) -> tuple[Decimal, int]:
+    """Return the largest angle that a difference in radians per position reaches in a context, and where."""
+    if difference == 0:
+        return Decimal(0), 0
+    half = int(TWO_PI / 2 / difference)
+    candidates = {min(position, context - 1) for position in (half, half + 1)}
+    return max((_modulo(difference * position), position) for position in candidates)
+
+
+def _first(fastest: Decimal, angle: float, context: int) -> int | None:
+    if fastest == 0:
+        return None
+    position = math.ceil(Decimal(angle) / fastest)
+    return position if position < context else None
+
+
+def _shown(value: object) -> object:
+    return value if value is None or isinstance(value, str | int | float) else repr(value)

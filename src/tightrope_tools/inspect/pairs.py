@@ -1,0 +1,120 @@
+"""The channel pairs of a spec: wavelengths, and the effect of scaling on them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from decimal import Decimal
+
+from tightrope.frequencies import CONTEXT, TWO_PI, Frequencies
+from tightrope.spec import RopeSpec
+
+
+@dataclass(frozen=True)
+class PairRow:
+    """Two channels that turn together.
+
+    Attributes:
+        index: number of its frequency, counted over all heads and axes with frequencies of their own.
+        channels: the two channels of a head.
+        axis: the coordinate that turns it; None if positions have one coordinate.
+        head: its head; None if all heads have the same frequencies.
+        inv_freq: radians per position, with scaling.
+        wavelength: positions per turn; infinite for a pair that does not turn.
+        unscaled: the wavelength without scaling.
+        slower: how many times slower it turns than without scaling; exactly 1.0 if unchanged.
+        turns: turns within the context; None if no length is known.
+        turns_trained: turns without scaling within the length of training; None if unknown.
+    """
+
+    index: int
+    channels: tuple[int, int]
+    axis: int | None
+    head: int | None
+    inv_freq: float
+    wavelength: float
+    unscaled: float
+    slower: float
+    turns: float | None
+    turns_trained: float | None
+
+    @property
+    def effect(self) -> str:
+        """The effect of scaling: ``kept``, ``÷ 8`` (slower), ``× 1.25`` (faster), ``stopped``, ``started``."""
+        if self.slower == 1.0:
+            return "kept"
+        if math.isinf(self.slower):
+            return "stopped"
+        if abs(self.slower) >= 1.0:
+            return f"÷ {self.slower:.4g}"
+        return f"× {1 / self.slower:.4g}" if self.slower else "started"
+
+
+def pairs_of(spec: RopeSpec, context: int | None, trained: int | None) -> tuple[PairRow, ...]:
+    """Return all pairs of a spec, at a context length.
+
+    >>> pairs = pairs_of(RopeSpec(4), context=8, trained=None)
+    >>> [round(pair.wavelength, 3) for pair in pairs]
+    [6.283, 628.319]
+    """
+    scaled = spec.frequencies(context)
+    row = _unscaled(spec).exact
+    count = max(len(row), 1)
+    heads = scaled.shape is not None
+    made = []
+    for index, omega in enumerate(scaled.exact):
+        pair, plain = index % count, row[index % count]
+        made.append(
+            PairRow(
+                index=index,
+                channels=_channels(spec, pair),
+                axis=_axis(spec, scaled, index),
+                head=index // count % _heads(scaled) if heads else None,
+                inv_freq=float(omega),
+                wavelength=_wavelength(omega),
+                unscaled=_wavelength(plain),
+                slower=_ratio(plain, omega),
+                turns=_turns(omega, context),
+                turns_trained=_turns(plain, trained),
+            )
+        )
+    return tuple(made)
+
+
+def _unscaled(spec: RopeSpec) -> Frequencies:
+    return spec.frequencies() if spec.scaling is None else replace(spec, scaling=None).frequencies()
+
+
+def _heads(frequencies: Frequencies) -> int:
+    shape = frequencies.shape
+    return 1 if shape is None else shape[-2]
+
+
+def _axis(spec: RopeSpec, frequencies: Frequencies, index: int) -> int | None:
+    if spec.axes is not None:
+        return spec.axes.pairs[index % len(spec.axes.pairs)][0]
+    shape = frequencies.shape
+    return index // (shape[1] * shape[2]) if shape is not None and len(shape) == 3 else None
+
+
+def _channels(spec: RopeSpec, pair: int) -> tuple[int, int]:
+    if spec.interleaved:
+        first = spec.start + 2 * pair
+        return first, first + 1
+    return spec.start + pair, spec.start + pair + spec.rotary_dim // 2
+
+
+def _wavelength(omega: Decimal) -> float:
+    return math.inf if omega == 0 else float(CONTEXT.divide(TWO_PI, abs(omega)))
+
+
+def _turns(omega: Decimal, length: int | None) -> float | None:
+    return None if length is None else float(CONTEXT.divide(abs(omega) * length, TWO_PI))
+
+
+def _ratio(plain: Decimal, omega: Decimal) -> float:
+    if plain == omega:
+        return 1.0
+    ratio = math.inf if omega == 0 else float(CONTEXT.divide(plain, omega))
+    # 1.0 means unchanged: a ratio that only rounds to 1 becomes the next float.
+    return math.nextafter(1.0, 2.0) if ratio == 1.0 else ratio

@@ -1,0 +1,206 @@
+"""The inspection report of one configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from tightrope._errors import bad_value, integer, public
+from tightrope.spec import RopeSpec
+
+from .exactness import EXACT, Exactness, exactness_of
+from .notes import Facts, Note, notes_on
+from .pairs import PairRow, pairs_of
+from .subject import Field, Part, read
+
+# Lengths up to which errors are reported, in addition to the context.
+_LENGTHS = (4096, 131072, 1048576)
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """The report on one rotation of a model.
+
+    Attributes:
+        part: the spec, and the sources of its fields.
+        context: the length for which frequencies, turns and scalings are given; None if neither the
+            caller nor a key states one.
+        trained: the scaling rule's original length, else the stated context, else ``context``.
+        pairs: all pairs of channels.
+        attention_scaling: factor on the rotated channels at the length ``context``.
+        softmax_scaling: factor on the model's softmax scale, apart from the rotation.
+        exactness: errors of cosines and sines, for several ways to compute angles.
+        notes: notes, warnings first.
+    """
+
+    part: Part
+    context: int | None
+    trained: int | None
+    pairs: tuple[PairRow, ...]
+    attention_scaling: float
+    softmax_scaling: float
+    exactness: Exactness
+    notes: tuple[Note, ...]
+
+    @property
+    def name(self) -> str:
+        return self.part.name
+
+    @property
+    @public("inspect")
+    def spec(self) -> RopeSpec:
+        if self.part.spec is None:
+            raise bad_value(f"{self.name} has no spec: {self.part.why_not}")
+        return self.part.spec
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report in JSON types; infinite values and NaN become null."""
+        return {
+            "name": self.name,
+            "layers": self.part.layers,
+            "spec": self.spec.to_dict(),
+            "fields": [
+                {"field": one.name, "value": _plain(one.value), "source": one.source}
+                for one in self.part.fields
+            ],
+            "context": self.context,
+            "context_source": self.part.context and self.part.context[0],
+            "trained": self.trained,
+            "attention_scaling": self.attention_scaling,
+            "softmax_scaling": self.softmax_scaling,
+            "pairs": [
+                {key: _plain(value) for key, value in dataclasses.asdict(pair).items()}
+                | {"effect": pair.effect if self.spec.scaling is not None else None}
+                for pair in self.pairs
+            ],
+            "exact_below": EXACT,
+            "exactness": dataclasses.asdict(self.exactness),
+            "notes": [dataclasses.asdict(note) for note in self.notes],
+        }
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The report on a model's rotary embedding.
+
+    Attributes:
+        name: path of the configuration, or the type of the object.
+        form: the kind of configuration, such as ``model_type 'llama'``.
+        parts: the rotations of the model.
+        without: parts that do not rotate or cannot be read; their ``why_not`` gives the reason.
+    """
+
+    name: str
+    form: str
+    parts: tuple[PartReport, ...]
+    without: tuple[Part, ...]
+
+    @property
+    def warnings(self) -> tuple[Note, ...]:
+        """The warnings of all parts."""
+        return tuple(note for part in self.parts for note in part.notes if note.warning)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report in JSON types."""
+        return {
+            "name": self.name,
+            "form": self.form,
+            "parts": [part.to_dict() for part in self.parts],
+            "without": [{"name": part.name, "why": part.why_not} for part in self.without],
+        }
+
+
+@public("inspect")
+def inspect(  # noqa: PLR0913  (one argument for each option)
+    config: object,
+    *,
+    context: int | None = None,
+    layer_type: str | None = None,
+    section: str | None = None,
+    strict: bool = True,
+    interleaved: bool | None = None,
+    rotary_dim: int | None = None,
+    start: int | None = None,
+    rope_layers: str | Collection[str] | None = None,
+) -> Inspection:
+    """Inspect a model's rotary embedding.
+
+    Args:
+        config: any input of :meth:`tightrope.RopeSpec.from_config` (a mapping, an object, the path
+            of a JSON or GGUF file, or of a folder), the JSON of a spec, or a spec.
+        context: the context length; by default that of the configuration.
+        layer_type, section, strict, interleaved, rotary_dim, start, rope_layers: as in
+            :meth:`tightrope.RopeSpec.from_config`; without a section, every section that rotates is read.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError, TypeError: as in :meth:`tightrope.RopeSpec.from_config`, or the context is out of
+            range.
+
+    >>> found = inspect(RopeSpec(128), context=4096)
+    >>> found.parts[0].pairs[0].turns > 651
+    True
+    >>> [note.code for note in found.parts[0].notes]
+    ['never-turn', '16-bit']
+    """
+    if context is not None:
+        context = _length(context)
+    subject = read(
+        config, layer_type=layer_type, section=section, strict=strict, interleaved=interleaved,
+        rotary_dim=rotary_dim, start=start, rope_layers=rope_layers,
+    )  # fmt: skip
+    return Inspection(
+        subject.name,
+        subject.form,
+        tuple(_report(part, context) for part in subject.parts if part.spec is not None),
+        tuple(part for part in subject.parts if part.spec is None),
+    )
+
+
+def _length(context: object) -> int:
+    length = integer("context", context, tensors=True)
+    if not 1 <= length <= EXACT:
+        raise bad_value(f"context must lie in [1, {EXACT}] but got {length}")
+    return length
+
+
+def _report(part: Part, context: int | None) -> PartReport:
+    spec = part.spec
+    if spec is None:
+        raise bad_value(f"{part.name} has no spec: {part.why_not}")
+    stated = None if part.context is None else part.context[1]
+    length = context if context is not None else stated
+    trained = getattr(spec.scaling, "original_max_position", None) or stated or context
+    pairs = pairs_of(spec, length, trained)
+    at = {*_LENGTHS, *(() if length is None else (length,))}
+    exactness = exactness_of(spec, at, length)
+    facts = Facts(spec, length, stated, trained, _is_windowed(part), pairs, exactness)
+    return PartReport(
+        part=part,
+        context=length,
+        trained=trained,
+        pairs=pairs,
+        attention_scaling=spec.attention_scaling(length),
+        softmax_scaling=spec.softmax_scaling,
+        exactness=exactness,
+        notes=notes_on(facts),
+    )
+
+
+def _is_windowed(part: Part) -> bool:
+    return any(word in part.name for word in ("sliding", "local", "chunked"))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, Field):
+        return list(value)
+    return repr(value)

@@ -1,0 +1,51 @@
+"""`python -m tightrope` and `read_environment`: this machine, others, and facts that nobody tells."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+from tightrope.cli import app
+from typer.testing import CliRunner
+
+from tightrope import environment
+
+
+def test_info_of_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, a processor without a name, no git, no library, and a slow backend."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(environment, "PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setattr(environment, "which", lambda _: ("reference", "the reason"))
+    monkeypatch.setattr(environment.cpu, "instruction_set", lambda: None)
+    monkeypatch.setattr(environment, "Path", lambda _: Path("nowhere/a/b/c/d"))
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    found = environment.read_environment()
+    assert found.gpus == ["GPU 0", "GPU 1"]
+    assert found.why_no_gpu is found.commit is None
+    assert found.processor == platform.machine()
+    assert found.cores == os.cpu_count()
+    monkeypatch.setattr("tightrope.cli.info.read_environment", lambda: found)
+    output = " ".join(CliRunner().invoke(app.app, ["info"]).output.split())
+    assert "gpu GPU 0, GPU 1" in output
+    assert "the native library is not loaded" in output
+    assert "why not faster the reason" in output
+    assert "not installed no-such-package" in output
+
+
+def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for cuda, words in (("13.0", "torch finds no GPU"), (None, "torch was built for the CPU")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.version, "hip", None)
+        assert words in (environment.read_environment().why_no_gpu or "")
+
+
+def test_a_commit_that_git_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert environment.read_environment().commit is None
