@@ -110,7 +110,7 @@ $(TOOLS): pyproject.toml setup.py constraints.txt
 	$(PIP) install --quiet -c $(CONSTRAINTS) setuptools wheel
 	$(BIN)/python setup.py --quiet build_native --inplace >/dev/null 2>&1 & \
 		TIGHTROPE_NATIVE=0 $(PIP) install --quiet -c $(CONSTRAINTS) --no-build-isolation \
-		-e '.[cli,dev]'; status=$$?; wait; exit $$status
+		-e '.[tools,dev]'; status=$$?; wait; exit $$status
 	@touch $@
 
 # The background build prints nothing, so run the build once more, visibly: it reuses all files that

@@ -68,7 +68,7 @@ def check_command_line() -> None:
     print(f"tightrope info, without the cli extra: exit status {done.returncode}\n{output.strip()}")
     assert done.returncode != 0, "tightrope info cannot work without the cli extra"
     assert "Traceback" not in output, "a missing extra must not cause a traceback"
-    assert "tightrope[cli]" in output, "the message must name the extra to install"
+    assert "tightrope[tools]" in output, "the message must name the extra to install"
 
 
 def main() -> None:

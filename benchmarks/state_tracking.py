@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from tightrope.examples.state_tracking import ONE_BY_ONE
 
+from examples.state_tracking import ONE_BY_ONE
 from tightrope_tools.figures import BLUE, GREEN, INK, MUTED, VERMILION, new_figure, save, styled
 
 COLOURS = {"rope": MUTED, "float32": VERMILION, "exact": BLUE}

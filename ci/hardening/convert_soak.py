@@ -36,7 +36,7 @@ MB = 1_000_000
 ALLOWED = 200 * MB
 ABOVE_IMPORTS = 64 * MB
 FAKE_TENSORS = 128 * MB  # modules that torch 2.10 imports to read a torch file without its data
-COMMAND = [sys.executable, "-m", "tightrope_tools.cli"]
+COMMAND = [sys.executable, "-m", "tightrope_tools"]
 MARKER = ".tightrope-partial"
 
 

@@ -67,7 +67,7 @@ def run(python: str, torch: str, wheel: Path, one_in: int, arguments: list[str])
         pins = ["--constraints", str(constraints(folder, torch))]
         packages = [
             f"torch=={torch}.*",
-            f"tightrope[cli,dev] @ {wheel.as_uri()}",
+            f"tightrope[tools,dev] @ {wheel.as_uri()}",
             "setuptools",
             "wheel",
         ]

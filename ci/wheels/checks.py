@@ -17,14 +17,17 @@ TORCH = "libtorch_cpu.so"
 LIBRARIES = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6"}
 LOADERS = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
 PROCESSORS = {"x86_64": "Advanced Micro Devices X86-64", "aarch64": "AArch64"}
-REQUIRED = {LIBRARY, "tightrope/__init__.py", "tightrope/py.typed", "_tightrope_command.py"}
+REQUIRED = {
+    *(LIBRARY, "tightrope/__init__.py", "tightrope/py.typed"),
+    *("tightrope_tools/command.py", "tightrope_tools/py.typed"),
+}
 
 
 def of_names(names: list[str]) -> list[str]:
     """Check the files of a wheel."""
     faults = [f"{name} is missing" for name in sorted(REQUIRED.difference(names))]
     metadata = r"tightrope-[^/]+\.dist-info/(METADATA|RECORD|WHEEL|\w+\.txt|licenses/LICENSE)"
-    allowed = re.compile(rf"tightrope/([a-z0-9_]+/)*[a-z0-9_]+\.py|{metadata}")
+    allowed = re.compile(rf"tightrope(_tools)?/([a-z0-9_]+/)*[a-z0-9_]+\.py|{metadata}")
     for name in names:
         if name not in REQUIRED and (not allowed.fullmatch(name) or re.search(r"\btest", name)):
             faults.append(f"{name} does not belong into a wheel")

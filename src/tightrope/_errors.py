@@ -137,11 +137,13 @@ def sentence(operation: str, rule: str, **about: object) -> str:
 def outside() -> int:
     """Return the stack level of the first caller outside this package, for ``warnings.warn``.
 
+    The tools are no such caller: they read a user's file as the library does.
     Modules and checkpoints are called by torch, which does not count as a caller. Code without a
     module name, as ``exec`` and ``timeit`` run it, does.
     """
     frame, level = sys._getframe(1), 1
-    packages = __name__.partition(".")[0], "torch"
+    package = __name__.partition(".")[0]
+    packages = package, f"{package}_tools", "torch"
     while frame.f_back is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in packages:
             break

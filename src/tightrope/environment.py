@@ -18,9 +18,6 @@ from .backends import cpu
 
 __all__ = ["Environment", "read_environment"]
 
-#: Where the package is. It is not in `Environment`: files of results store that, and need no path.
-INSTALLED_AT = Path(__file__).parent
-
 #: Optional libraries whose versions are reported.
 PACKAGES = (
     "transformers", "triton", "rotary-embedding-torch", "onnxruntime", "jax", "safetensors", "gguf",
@@ -59,8 +56,9 @@ class Environment:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the facts as pairs of a name and a text, for a report to read."""
+        # The folder is no field: files of results store the fields, and need no path of a machine.
         rows = [
-            ("tightrope", f"{self.tightrope} in {INSTALLED_AT}"),
+            ("tightrope", f"{self.tightrope} in {Path(__file__).parent}"),
             ("torch", self.torch),
             ("python", f"{self.python} on {self.system}"),
             ("processor", f"{self.processor}, {self.cores} cores"),

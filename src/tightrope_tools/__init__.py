@@ -1,1 +1,4 @@
-"""The computations behind the commands, for use from Python; they print nothing."""
+"""Tools that look at other people's files and functions: audit, inspect, convert, detect.
+
+The library `tightrope` never imports them. This file imports nothing, so that the command starts fast.
+"""

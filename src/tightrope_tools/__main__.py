@@ -1,8 +1,8 @@
-"""`python -m tightrope_tools.cli` is the same as the `tightrope` command."""
+"""`python -m tightrope_tools` is the same as the `tightrope` command."""
 
 import sys
 
-from . import main
+from .command import main
 
 if __name__ == "__main__":
     sys.exit(main())

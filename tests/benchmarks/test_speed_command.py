@@ -1,4 +1,4 @@
-"""`python -m benchmarks.speed` and `tightrope info` end to end: tables, JSON, pictures, exit codes."""
+"""`python -m benchmarks.speed` end to end: tables, JSON, pictures, exit codes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ import tightrope
 from benchmarks.speed import CONTENDERS, SUITES, __main__ as command, table
 from benchmarks.speed.interrupt import Interrupt
 from benchmarks.speed.picture import copies
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, full_disk, left_as_it_was
 from tightrope.environment import read_environment
 
 COMMAND = [sys.executable, "-m", "benchmarks.speed"]
+DECODE = ["--only", "decode 1.*fp32", "--against", "^eager$", "--rounds", "1"]
 SMALL = ["--tokens", "3", "--rounds", "1", "--against", "^eager$"]
 
 
@@ -343,3 +344,18 @@ def test_the_second_ctrl_c_interrupts_a_loop() -> None:
 def test_results_name_no_folder_of_this_machine(measured: tuple[Any, str, Path]) -> None:
     """They are published; `info`, for a bug report, says where the package is."""
     assert str(Path(tightrope.__file__).parent) not in json.dumps(measured[0])
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("option, name", [("--out", "numbers.json"), ("--plot", "picture.pdf")])
+def test_a_full_disk_and_the_benchmark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, name: str, older: bool
+) -> None:
+    out = tmp_path / name
+    if older:
+        out.write_text("older", encoding="utf-8")
+    with full_disk(500), pytest.raises(SystemExit, match=r"^1$"):
+        command.main([*DECODE, option, str(out)])
+    assert capsys.readouterr().err.splitlines()[-1] == f"Error: {out}: File too large."
+    left_as_it_was(tmp_path, name, older)

@@ -5,7 +5,6 @@ too. Both checks are also run on input that they must reject.
 """
 
 import ast
-import glob
 import json
 import re
 import subprocess
@@ -51,11 +50,10 @@ RANKS: dict[str, tuple[int, int]] = {
     "functional": (4, 0),
     "nn": (5, 0),
     "": (5, 1),  # tightrope/__init__.py: the public names
+    "environment": (6, 0),
     "forms": (6, 0),
-    "examples": (6, 0),
     "integrations": (6, 1),
-    "workbench": (6, 1),
-    "cli": (6, 2),
+    "__main__": (6, 1),
 }
 
 # Imports that go up, from inside a function only: (from, to) -> why there is no other way.
@@ -74,8 +72,6 @@ LAZY: dict[tuple[str, str], str] = {
 DYNAMIC: dict[str, str] = {
     "integrations._graft": "the module of a model's rotary function, which a pickled "
     "model names; it is never one of ours",
-    "workbench.audit._targets": "the module that a user names, and transformers; neither is part of "
-    "this library",
 }
 
 
@@ -84,9 +80,8 @@ DYNAMIC: dict[str, str] = {
 
 def read_files(folder: Path) -> dict[str, str]:
     """Return the Python files under a folder: path -> text."""
-    # Not rglob, which skips links such as examples/.
-    paths = sorted(glob.glob("**/*.py", root_dir=folder, recursive=True))
-    return {path: (folder / path).read_text(encoding="utf-8") for path in paths}
+    paths = sorted(folder.rglob("*.py"))
+    return {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in paths}
 
 
 def module_of(path: str) -> str:
@@ -287,7 +282,7 @@ SOUND = {
     "backends/reference/__init__.py": "from ...ops.schema import library",
     "backends/cpu/__init__.py": "from .. import reference\nfrom ... import angles",
     "functional.py": "from .backends import register",
-    "cli/__init__.py": "import tightrope\nfrom tightrope.backends import cpu",
+    "integrations/__init__.py": "import tightrope\nfrom tightrope.backends import cpu",
 }
 
 
@@ -442,40 +437,37 @@ def properties_of_named_tuples(source: str) -> list[str]:
     ]
 
 
-def imports_benchmarks(source: str) -> bool:
-    roots = {
-        name.partition(".")[0]
-        for node in ast.walk(ast.parse(source))
-        for name in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module or ""]
-            if isinstance(node, ast.ImportFrom) and not node.level
-            else []
-        )
-    }
-    return "benchmarks" in roots
+# Removes the tools, then imports every module of the library.
+ALONE = """
+import importlib, pkgutil, sys
+sys.modules["tightrope_tools"] = None
+import tightrope
+names = [each.name for each in pkgutil.walk_packages(tightrope.__path__, "tightrope.")]
+for name in names:
+    if not name.endswith((".__main__", "._native")):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.startswith("tightrope"):
+                raise
+import tightrope.__main__
+print(len(names))
+"""
 
 
-def test_the_package_imports_no_benchmarks() -> None:
-    """The benchmarks are in a clone alone; of the package only the demo needs them."""
-    demo = ("cli/demo.py", "workbench/demo/")
-    found = [path for path, source in read_files(SOURCE).items() if imports_benchmarks(source)]
-    assert [path for path in found if not path.startswith(demo)] == []
-    for planted in ("import benchmarks.speed", "def f():\n    from benchmarks import speed"):
-        assert imports_benchmarks(planted)
-    assert not imports_benchmarks("from .benchmarks import x\nimport benchmarks_")
+def test_the_library_works_without_the_tools() -> None:
+    assert last_line_of(ALONE) > 100
 
 
 def test_no_named_tuple_that_is_traced_has_a_property() -> None:
-    """No named tuple outside four folders has a property, which torch 2.10 cannot trace.
+    """No named tuple outside two folders has a property, which torch 2.10 cannot trace.
 
-    Code in these four folders is not traced.
+    Code in these two folders is not traced.
     """
     found = [
         f"{path}: {name}"
         for path, source in read_files(SOURCE).items()
-        if not path.startswith(("backends/", "workbench/", "cli/", "config/"))
+        if not path.startswith(("backends/", "config/"))
         for name in properties_of_named_tuples(source)
     ]
     assert found == []

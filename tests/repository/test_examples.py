@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tightrope.examples import state_tracking, train_bytes
-from tightrope.examples.train_bytes import ByteTransformer, Size
 
+import state_tracking
+import train_bytes
 from benchmarks import state_tracking as picture
 from tests.support.tolerances import assert_same_bits
+from train_bytes import ByteTransformer, Size
 
 
 def test_the_example_runs_and_its_results_can_be_drawn(

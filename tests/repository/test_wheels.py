@@ -13,17 +13,18 @@ from ci.wheels import __main__ as release, checks
 from tightrope.backends import cpu
 
 NAMES = [
-    "_tightrope_command.py",
+    "tightrope_tools/command.py",
+    "tightrope_tools/py.typed",
     "tightrope/__init__.py",
     "tightrope/_native.so",
     "tightrope/backends/cpu/native.py",
     "tightrope/py.typed",
-    "tightrope-0.2.0.dist-info/METADATA",
-    "tightrope-0.2.0.dist-info/RECORD",
-    "tightrope-0.2.0.dist-info/WHEEL",
-    "tightrope-0.2.0.dist-info/entry_points.txt",
-    "tightrope-0.2.0.dist-info/licenses/LICENSE",
-    "tightrope-0.2.0.dist-info/top_level.txt",
+    "tightrope-0.3.0.dist-info/METADATA",
+    "tightrope-0.3.0.dist-info/RECORD",
+    "tightrope-0.3.0.dist-info/WHEEL",
+    "tightrope-0.3.0.dist-info/entry_points.txt",
+    "tightrope-0.3.0.dist-info/licenses/LICENSE",
+    "tightrope-0.3.0.dist-info/top_level.txt",
 ]
 
 

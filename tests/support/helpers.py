@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -37,3 +38,21 @@ def version_of(package: str) -> tuple[int, ...]:
     except metadata.PackageNotFoundError:
         return 0, 0
     return int(parts[0]), int(parts[1])
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """Limit the size of files to `size` bytes, to simulate a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def left_as_it_was(folder: Path, name: str, older: bool) -> None:
+    """Assert that a folder is empty, or holds the older file alone."""
+    assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == (
+        {name: "older"} if older else {}
+    )

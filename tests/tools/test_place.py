@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.speed import __main__ as speed
+from tests.support.helpers import full_disk, left_as_it_was
 from tightrope import RopeSpec
 from tightrope_tools.cli import app
 from tightrope_tools.place import partial_path, placed_file, write_whole
-
-SPEED = ["--only", "decode 1.*fp32", "--against", "^eager$", "--rounds", "1"]
-DEMO = ["demo", "--size", "tiny", "--steps", "1", "--seconds", "1"]
-
-
-@contextmanager
-def full_disk(size: int) -> Iterator[None]:
-    """Limit the size of files to `size` bytes, to simulate a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.one_in(3)
@@ -41,7 +24,6 @@ def full_disk(size: int) -> Iterator[None]:
     [
         (["inspect", "{spec}", "--plot"], "picture.png"),
         (["inspect", "{spec}", "--plot"], "picture.svg"),
-        ([*DEMO, "--out"], "demo.json"),
     ],
 )
 def test_a_full_disk_leaves_what_was_there(
@@ -56,33 +38,10 @@ def test_a_full_disk_leaves_what_was_there(
         out.write_text("older", encoding="utf-8")
     arguments = [*(word.format(spec=spec) for word in command)]
     with full_disk(500):
-        result = CliRunner().invoke(
-            app.app, [*arguments, str(folder if "demo" in command else out)]
-        )
+        result = CliRunner().invoke(app.app, [*arguments, str(out)])
     assert result.exit_code == 1, result.output
     assert result.stderr.splitlines()[-1] == f"Error: {out}: File too large."
     left_as_it_was(folder, name, older)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("older", [False, True])
-@pytest.mark.parametrize("option, name", [("--out", "numbers.json"), ("--plot", "picture.pdf")])
-def test_a_full_disk_and_the_benchmark(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, name: str, older: bool
-) -> None:
-    out = tmp_path / name
-    if older:
-        out.write_text("older", encoding="utf-8")
-    with full_disk(500), pytest.raises(SystemExit, match=r"^1$"):
-        speed.main([*SPEED, option, str(out)])
-    assert capsys.readouterr().err.splitlines()[-1] == f"Error: {out}: File too large."
-    left_as_it_was(tmp_path, name, older)
-
-
-def left_as_it_was(folder: Path, name: str, older: bool) -> None:
-    assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == (
-        {name: "older"} if older else {}
-    )
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tightrope.cli import app
-from typer.testing import CliRunner
 
-from tightrope import environment
+from tightrope import __main__ as program, environment
 
 
 def test_info_of_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,12 +30,11 @@ def test_info_of_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.why_no_gpu is found.commit is None
     assert found.processor == platform.machine()
     assert found.cores == os.cpu_count()
-    monkeypatch.setattr("tightrope.cli.info.read_environment", lambda: found)
-    output = " ".join(CliRunner().invoke(app.app, ["info"]).output.split())
-    assert "gpu GPU 0, GPU 1" in output
-    assert "the native library is not loaded" in output
-    assert "why not faster the reason" in output
-    assert "not installed no-such-package" in output
+    rows = dict(found.rows())
+    assert rows["gpu"] == "GPU 0, GPU 1"
+    assert rows["instruction set"] == "the native library is not loaded"
+    assert rows["why not faster"] == "the reason"
+    assert rows["not installed"] == "no-such-package"
 
 
 def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,3 +48,33 @@ def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_commit_that_git_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert environment.read_environment().commit is None
+
+
+def test_the_module_prints_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tightrope"])
+    assert program.main() == 0
+    *lines, _, tools = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        name for name, _ in environment.read_environment().rows()
+    ]
+    assert "tightrope --help" in tools
+    monkeypatch.setitem(sys.modules, "typer", None)
+    assert program.main() == 0
+    assert "pip install 'tightrope[tools]'" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_module_takes_no_arguments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tightrope", "inspect"])
+    assert program.main() == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_program_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tightrope"], capture_output=True, text=True, check=True
+    )
+    assert f"torch {torch.__version__}" in " ".join(done.stdout.split())

@@ -36,7 +36,10 @@ from ._rule import (
 )
 
 __all__ = [
+    "CONTEXT",
+    "LONGEST",
     "NTK",
+    "TWO_PI",
     "DynamicNTK",
     "Frequencies",
     "Given",

@@ -16,8 +16,10 @@ import torch
 
 from .._errors import as_real, bad_type, bad_value, integer, public, unsupported
 
-# 64 bits are 20 digits; the other 40 are a margin for the rounding of up to thousands of products.
+#: The decimal arithmetic of rules, with 60 digits: 20 for the 64 bits of a phase word, and 40 as a
+#: margin for the rounding of up to thousands of products.
 CONTEXT = decimal.Context(prec=60)
+#: The turn in radians, 2π, to 80 digits.
 TWO_PI = Decimal(
     "6.28318530717958647692528676655900576839433879875021164194988918461563281257241799"
 )

@@ -3,13 +3,22 @@
 Most of them state facts that the checkpoint's configuration may lack.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..convert import Stated
-from ..convert.naming import NAMINGS
+if TYPE_CHECKING:
+    from ..convert import Stated
+
+#: The keys of ``convert.naming.NAMINGS``, here because help must not import torch.
+NAMINGS = (
+    "llama", "meta", "phi", "hunyuan", "stablelm", "phi3", "qwen3_next", "gpt_neox", "persimmon", "falcon",
+    "internlm2", "megatron", "chatglm", "gptj", "codegen", "dbrx", "modernbert", "deepseek", "glm_moe_dsa",
+    "longcat_flash", "bert", "moonshine",
+)  # fmt: skip
 
 Checkpoint = Annotated[
     Path,
@@ -59,4 +68,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 
 def collect(**options: object) -> Stated:
     """Return the options as one object."""
+    from ..convert import Stated
+
     return Stated(**options)  # type: ignore[arg-type]

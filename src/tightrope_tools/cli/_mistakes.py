@@ -1,19 +1,17 @@
 """User errors as one line without a traceback, and exit codes that scripts can use."""
 
+from __future__ import annotations
+
 import errno
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import NoReturn
 
 import typer
 
-from tightrope.config.files import ELSEWHERE
-
 from ..text import printable
 from ._console import make_console
-from ._missing import without
 
 #: Exit codes, the same for every command. CLOSED is a shell's code for a process that wrote to a closed
 #: pipe (`| head -1`).
@@ -30,12 +28,6 @@ def stop(text: str, code: int = MISTAKE) -> NoReturn:
     raise typer.Exit(code)
 
 
-def check_can_draw() -> None:
-    """Stop if matplotlib is missing; call it before long work that ends with a picture."""
-    if find_spec("matplotlib") is None:
-        stop(f"{without('matplotlib')} Only pictures need it.")
-
-
 @contextmanager
 def as_mistakes(spelled: Mapping[str, str] | None = None) -> Iterator[None]:
     """Report the library's and the file system's errors as one line, with exit code 2.
@@ -48,6 +40,8 @@ def as_mistakes(spelled: Mapping[str, str] | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        from tightrope.config.files import ELSEWHERE
+
         about = f"{error.filename}: " if error.filename is not None else ""
         code = FINDING if error.errno in _MACHINE else MISTAKE
         text = str(error.strerror or error).removesuffix(ELSEWHERE)  # advice for Python callers

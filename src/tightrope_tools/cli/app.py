@@ -1,15 +1,18 @@
 """The typer application: its commands, its help, and one-line errors with exit codes."""
 
+from __future__ import annotations
+
+import functools
 import io
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
-from tightrope import __version__
-
+from ..command import begin
 from ._console import make_console, settle_terminal
 from ._mistakes import CLOSED, FINDING, MISTAKE
 from .audit import audit
@@ -25,13 +28,23 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-with suppress(ModuleNotFoundError):  # the demo measures with the benchmarks of a clone
-    app.command()(demo)
-app.command()(inspect)
-app.command()(audit)
-app.command()(convert)
-app.command()(detect)
-app.command()(info)
+
+
+def _after_torch(command: Callable[..., None]) -> Callable[..., None]:
+    """Import torch first, which takes seconds; help is printed without it."""
+
+    @functools.wraps(command)
+    def call(*arguments: Any, **options: Any) -> None:
+        import tightrope  # noqa: F401
+
+        begin()
+        command(*arguments, **options)
+
+    return call
+
+
+for _command in (inspect, audit, convert, detect, info):
+    app.command()(_after_torch(_command))
 
 # UsageError is in click or in typer's own copy of it, depending on typer's version.
 _UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
@@ -39,6 +52,8 @@ _UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from tightrope import __version__
+
         make_console().print(f"tightrope {__version__}")
         raise typer.Exit
 

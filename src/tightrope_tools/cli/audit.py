@@ -1,5 +1,7 @@
 """`tightrope audit`: test a rotary function as a black box."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys
@@ -7,31 +9,22 @@ import tempfile
 from contextlib import redirect_stdout
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tightrope import RopeSpec
-from tightrope.config.files import load
-
-from ..audit import (
-    SEVERITIES,
-    Comparison,
-    Difference,
-    Finding,
-    Report,
-    audit as run_audit,
-    compare,
-    verdict,
-)
 from ._console import make_console
 from ._mistakes import as_mistakes, stop
 from ._tables import StackedTable, facts
+
+if TYPE_CHECKING:
+    from tightrope import RopeSpec
+
+    from ..audit import Comparison, Report
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 # The time limit of the whole child process: this many times --timeout, and at least this many seconds.
@@ -150,6 +143,8 @@ def audit(
 
     `tightrope audit ./Llama-3.1-8B --against stack:vllm`
     """
+    from ..audit import SEVERITIES, Comparison
+
     options: dict[str, Any] = {
         "form": form,
         "layout": layout,
@@ -190,6 +185,8 @@ def _declared(
     interleaved: bool | None,
 ) -> dict[str, Any] | None:
     """Return the declared spec as its dictionary, or None if no option declares one."""
+    from tightrope import RopeSpec
+
     given = {"base": base, "rotary_dim": rotary_dim, "interleaved": interleaved}
     given = {name: value for name, value in given.items() if value is not None}
     if meant is not None:
@@ -206,6 +203,9 @@ def _declared(
 
 
 def _read(path: Path) -> RopeSpec:
+    from tightrope import RopeSpec
+    from tightrope.config.files import load
+
     values = load(path)
     if values.keys() >= {"version", "head_dim"}:
         return RopeSpec.from_dict(values)
@@ -223,6 +223,12 @@ def here(target: str, options: dict[str, Any]) -> Report | Comparison:
     Raises:
         ValueError, TypeError: the target or an option cannot be used.
     """
+    import torch
+
+    from tightrope import RopeSpec
+
+    from ..audit import audit as run_audit, compare
+
     spec = options["spec"]
     chosen = options | {"spec": None if spec is None else RopeSpec.from_dict(spec)}
     # The function's module may print on import; keep that out of the JSON.
@@ -235,6 +241,8 @@ def here(target: str, options: dict[str, Any]) -> Report | Comparison:
 
 def _apart(target: str, options: dict[str, Any]) -> Report | Comparison:
     """Run the audit in a child process, which may crash."""
+    from ..audit import Comparison, Report
+
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "report.json"
         command = [sys.executable, "-c", _APART, str(out)]
@@ -260,6 +268,8 @@ def _apart(target: str, options: dict[str, Any]) -> Report | Comparison:
 
 
 def _lost(target: str, options: dict[str, Any], code: str, sentence: str) -> Report | Comparison:
+    from ..audit import Comparison, Difference, Finding, Report
+
     evidence = "run with --no-isolate under a debugger to see where"
     if "against" in options:
         return Comparison(
@@ -297,6 +307,8 @@ def print_comparison(console: Console, found: Comparison) -> None:
 
 def print_report(console: Console, report: Report) -> None:
     """Print the report as text, with programs that can be copied."""
+    from ..audit import verdict
+
     console.print(Text(f"audit of {report.target}", style="bold"))
     if report.facts:
         rows = facts(((name, str(value)) for name, value in report.facts.items()), "dim")

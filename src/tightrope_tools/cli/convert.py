@@ -1,20 +1,23 @@
 """`tightrope convert`: rewrite a checkpoint for the other pairing of channels."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from ..convert import Conversion, convert as convert_checkpoint
-from ..convert._fail import basis
 from . import _checkpoint as option
 from ._console import Ticker, make_console
 from ._mistakes import as_mistakes
 from ._names import grouped, size
 from ._tables import facts
+
+if TYPE_CHECKING:
+    from ..convert import Conversion
 
 _MOST_LEFT = 12
 
@@ -58,6 +61,8 @@ def convert(
 
     `tightrope convert llama-3-8b llama-3-8b-interleaved --to interleaved --verify`
     """
+    from ..convert import convert as convert_checkpoint
+
     console = make_console()
     with as_mistakes({"[convert] ": ""}), Ticker(make_console(stderr=True), "convert") as ticker:
         done = convert_checkpoint(
@@ -90,6 +95,8 @@ def convert(
 
 
 def _show(console: Console, done: Conversion) -> None:
+    from ..convert._fail import basis
+
     whence = basis(done.source_from, done.assumed)
     rows = [
         ("checkpoint", f"{done.checkpoint}, {size(done.nbytes)} of weights"),

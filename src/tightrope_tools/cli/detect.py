@@ -1,16 +1,20 @@
 """`tightrope detect`: detect the pairing of a checkpoint from its weights."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
+from typing import TYPE_CHECKING
 
 import typer
 
-from ..convert import Detection, detect as detect_pairing
-from ..convert._fail import basis
 from . import _checkpoint as option
 from ._console import Ticker, make_console
 from ._mistakes import as_mistakes
 from ._tables import facts
+
+if TYPE_CHECKING:
+    from ..convert import Detection
 
 
 def detect(
@@ -36,6 +40,8 @@ def detect(
 
     `tightrope detect llama-3-8b`
     """
+    from ..convert import detect as detect_pairing
+
     with as_mistakes({"[detect] ": ""}), Ticker(make_console(stderr=True), "detect") as ticker:
         found = detect_pairing(
             checkpoint,
@@ -64,6 +70,8 @@ def detect(
 
 
 def _rows(found: Detection) -> list[tuple[str, str]]:
+    from ..convert._fail import basis
+
     rows = [("model", found.model)]
     stated = f"no pairing ({found.who})"
     if found.stated is not None:

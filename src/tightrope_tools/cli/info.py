@@ -1,12 +1,13 @@
 """`tightrope info`: versions, backends, hardware."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from tightrope.environment import INSTALLED_AT, read_environment
 
 from ._console import make_console
 from ._mistakes import FINDING, stop
@@ -32,12 +33,18 @@ def info(
 
     `tightrope info --require cpu || echo 'plain torch runs'`
     """
+    import tightrope
+    from tightrope.environment import read_environment
+
     console = make_console()
     found = read_environment()
     if require is not None and require not in found.backends:
         stop(f"--require must be one of {', '.join(found.backends)} but got {require!r}.")
     if as_json:
-        everything = {**dataclasses.asdict(found), "installed_at": str(INSTALLED_AT)}
+        everything = {
+            **dataclasses.asdict(found),
+            "installed_at": str(Path(tightrope.__file__).parent),
+        }
         text = json.dumps(everything, indent=2, allow_nan=False)
         console.print(text, markup=False, soft_wrap=True)
     else:

@@ -1,18 +1,21 @@
 """`tightrope inspect`: show a model's rotary embedding, and how those of two models differ."""
 
+from __future__ import annotations
+
 import json
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from ..inspect import Comparison, Inspection, compare, inspect as look_at
 from ..text import printable
-from . import _inspection as report
 from ._console import make_console
-from ._mistakes import FINDING, as_mistakes, check_can_draw, stop
+from ._mistakes import FINDING, as_mistakes, stop
+
+if TYPE_CHECKING:
+    from ..inspect import Comparison, Inspection
 
 # Keyword arguments in the library's error sentences -> command-line options.
 _SPELLED = {
@@ -110,6 +113,9 @@ def inspect(
 
     `tightrope inspect model.gguf config.json --context 131072`
     """
+    from ..inspect import compare, inspect as look_at
+    from . import _inspection as report
+
     console = make_console()
     with warnings.catch_warnings(record=True) as caught, as_mistakes(_SPELLED):
         warnings.simplefilter("always", UserWarning)
@@ -143,7 +149,6 @@ def inspect(
 
 
 def _draw(path: Path, found: list[Inspection]) -> None:
-    check_can_draw()
     from ..inspect.plot import draw
 
     draw(path, found)

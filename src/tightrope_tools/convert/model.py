@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from tightrope import config as reader
-from tightrope.config import formats, keys
+from tightrope.config import LayerSpecs, formats, keys
 from tightrope.config.families import FAMILIES
 from tightrope.config.files import url_in
 from tightrope.config.source import Source
-from tightrope.config.specs import LayerSpecs
 from tightrope.spec import RopeSpec
 
 from . import layout

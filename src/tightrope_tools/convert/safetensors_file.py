@@ -27,7 +27,7 @@ def read_safetensors(path: Path) -> Weights:
     except ImportError:
         fail(
             "reading safetensors needs the package of that name: install it with "
-            '`python -m pip install "tightrope[cli]"`'
+            '`python -m pip install "tightrope[tools]"`'
         )
     with open(path, "rb") as stream:  # raises an OSError with the path if it cannot be read
         size = stream.read(8)

@@ -244,7 +244,7 @@ def test_ctrl_c_ends_both_processes_without_a_traceback() -> None:
     # Processes started in the background by a shell inherit an ignored SIGINT.
     script = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import sys; from tightrope_tools.cli import main; sys.exit(main())"
+        "import sys; from tightrope_tools.command import main; sys.exit(main())"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script, "audit", "slow_rope:f"],

@@ -1,4 +1,4 @@
-"""The command line: commands end to end, Ctrl-C, wrong options, and a missing `cli` extra."""
+"""The command line: commands end to end, Ctrl-C, wrong options, and a missing `tools` extra."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ from safetensors.torch import save_file
 import tightrope
 from tests.support.helpers import ROOT
 from tightrope import RopeSpec
-from tightrope_tools.cli import app
+from tightrope_tools import command
+from tightrope_tools.cli import _checkpoint as option, app
 from tightrope_tools.cli._console import Ticker
+from tightrope_tools.convert.naming import NAMINGS
 
+COMMANDS = ("inspect", "audit", "convert", "detect", "info")
 PYPROJECT = ROOT / "pyproject.toml"
 PNG = b"\x89PNG\r\n\x1a\n"
-COMMAND = [sys.executable, "-m", "tightrope_tools.cli"]
+COMMAND = [sys.executable, "-m", "tightrope_tools"]
 # The entry point of the installed `tightrope`.
 ENTRY = re.search(
     r'^tightrope = "(\w+(?:\.\w+)*):main"', PYPROJECT.read_text("utf-8"), re.MULTILINE
 )
 SCRIPT = f"import sys; from {ENTRY and ENTRY[1]} import main; sys.exit(main())"
-# A hidden option: a toy model and short timings, so that every part of the demo runs quickly.
 
 
 def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """Run the command line in this process, like the entry point, and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["tightrope", *arguments])
     return app.run()
-
-
-# --- demo -----------------------------------------------------------------------------------------
 
 
 def test_progress_off_a_terminal_is_a_few_plain_lines() -> None:
@@ -52,9 +51,6 @@ def test_progress_off_a_terminal_is_a_few_plain_lines() -> None:
     assert len(lines) == 11
     assert lines[0] == "work   0%  [0]"
     assert lines[-1] == "work 100%  [100]"
-
-
-# --- info -----------------------------------------------------------------------------------------
 
 
 # --- the command line itself ----------------------------------------------------------------------
@@ -77,26 +73,23 @@ def test_version_of_source_that_is_not_installed() -> None:
     assert done.stdout == "0+uninstalled\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["demo", "--help"], ["info", "--help"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], *([name, "--help"] for name in COMMANDS)])
 def test_help_has_an_example(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     assert run_here(monkeypatch, *arguments) == 0
     output = capsys.readouterr().out
     assert "Example" in output
-    assert f"tightrope {arguments[0] if arguments[1:] else 'demo'}" in output
-    assert "--size" not in output
+    assert f"tightrope {arguments[0] if arguments[1:] else 'inspect'}" in output
 
 
 @pytest.mark.parametrize(
     "arguments, about",
     [
-        (["demo", "--steps", "0"], "--steps"),
-        (["demo", "--seconds", "inf"], "--seconds must be a finite number but got inf"),
-        (["demo", "--seconds", "soon"], "--seconds"),
-        (["demo", "--out", __file__], "test_command.py"),
-        (["demo", "--out", f"{__file__}/below"], "Not a directory"),
-        (["demo", "--sped"], "--sped"),
+        (["inspect", "--context", "soon"], "--context"),
+        (["inspect", f"{__file__}/below"], "Not a directory"),
+        (["inspect", __file__, "--plot", str(ROOT)], "--plot"),
+        (["audit", "--sped"], "--sped"),
         (["sing"], "sing"),
     ],
 )
@@ -114,58 +107,22 @@ def test_a_wrong_option_is_one_line(
     assert error.count("\n") == 1
 
 
-def test_without_the_extra() -> None:
+@pytest.mark.parametrize("missing", [("typer", "rich"), ("matplotlib",), ("safetensors",)])
+def test_without_the_extra(missing: tuple[str, ...]) -> None:
     script = (
-        "import sys; sys.modules['typer'] = sys.modules['rich'] = None;"
-        "from tightrope_tools.cli import main; sys.exit(main())"
+        f"import sys; sys.modules.update(dict.fromkeys({missing!r}));"
+        "from tightrope_tools.command import main; sys.exit(main())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, "demo"], capture_output=True, text=True, check=False
+        [sys.executable, "-c", script, "info"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.splitlines()[-1] == (
-        "The tightrope command needs typer, rich. "
-        'Install with `python -m pip install "tightrope[cli]"`, or in a clone of the repository with '
-        "`pip install --no-build-isolation '.[cli]'`."
-    )
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        ("--help", 0),
-        ("info", 0),
-        ("demo", 2),
-        ("inspect spec.json --plot x.png", 2),
-    ],
-)
-def test_only_pictures_need_matplotlib(tmp_path: Path, arguments: str, code: int) -> None:
-    (tmp_path / "spec.json").write_text(json.dumps(RopeSpec(128).to_dict()), encoding="utf-8")
-    script = (
-        "import sys; sys.modules['matplotlib'] = sys.modules['safetensors'] = None;"
-        "from tightrope_tools.cli import main; sys.exit(main())"
-    )
-    command = [sys.executable, "-c", script, *arguments.split()]
-    # The demo imports the benchmarks of the clone.
-    paths = os.pathsep.join([str(PYPROJECT.parent), *sys.path])
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["spec.json"]
-    if code:
-        assert done.stderr == (
-            "Error: The tightrope command needs matplotlib. Install with `python -m pip install "
-            '"tightrope[cli]"`, or in a clone of the repository with '
-            "`pip install --no-build-isolation '.[cli]'`. Only pictures need it.\n"
-        )
+    assert done.stderr.splitlines() == [
+        f"The tightrope command needs {', '.join(missing)}. "
+        'Install with `python -m pip install "tightrope[tools]"`, or in a clone of the repository with '
+        "`pip install --no-build-isolation '.[tools]'`."
+    ]
 
 
 @pytest.mark.slow
@@ -182,6 +139,22 @@ def test_output_that_cannot_be_written_is_one_line(tmp_path: Path, arguments: li
         )
     assert done.returncode == 1
     assert done.stderr == "Error: the output could not be written: No space left on device.\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
+def test_help_imports_no_torch(arguments: list[str]) -> None:
+    script = (
+        "import atexit, sys; atexit.register(lambda: sys.stderr.write(' '.join(sys.modules)));"
+        f"sys.argv[1:] = {arguments!r}; {SCRIPT}"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
+    assert {"torch", "numpy", "tightrope", "matplotlib"}.isdisjoint(done.stderr.split())
+
+
+def test_the_names_in_help_are_those_of_the_table() -> None:
+    assert option.NAMINGS == tuple(NAMINGS)
 
 
 def test_version_imports_nothing_heavy() -> None:
@@ -201,7 +174,7 @@ def test_ctrl_c_is_one_line(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(app, "run", stopped)
-    assert tightrope_tools.cli.main() == 130
+    assert command.main() == 130
     assert capsys.readouterr().err == "Interrupted.\n"
 
 
@@ -240,7 +213,6 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
         ["audit", "llama", "--no-isolate"],
         ["info"],
         ["info", "--json"],
-        ["demo", "--size", "tiny", "--steps", "1", "--out", "{folder}/demo"],
         ["detect", "{folder}/model.safetensors", "--heads=2", "--head-dim=8", "--naming=llama"],
         [
             *(

@@ -282,7 +282,7 @@ def test_ctrl_c_removes_written_files(source: Path, tmp_path: Path) -> None:
         "real = rewrite._Copy._write\n"
         "def slow(copy, data): real(copy, data); print('begun', flush=True); time.sleep(30)\n"
         "rewrite._Copy._write = slow\n"
-        "from tightrope_tools.cli import main; sys.exit(main())"
+        "from tightrope_tools.command import main; sys.exit(main())"
     )
     before = contents(source)
     arguments = ["convert", str(source), str(tmp_path / "out"), "--to", "interleaved", "--json"]

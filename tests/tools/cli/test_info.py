@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tightrope.cli import app, info as info_command
 from typer.testing import CliRunner
 
 import tightrope
 from tightrope.environment import PACKAGES, read_environment
+from tightrope_tools.cli import app
 
 
 def test_info_as_json() -> None:
@@ -63,7 +63,7 @@ def test_a_backend_can_be_required(
 ) -> None:
     here = read_environment()
     here.backends["cpu"] = reason
-    monkeypatch.setattr(info_command, "read_environment", lambda: here)
+    monkeypatch.setattr("tightrope.environment.read_environment", lambda: here)
     assert run("info", "--require", "cpu")[0] == code
     assert run("info", "--require", "reference", "--json")[0] == 0
 

@@ -1,0 +1,122 @@
+"""Which folder of the repository may import what of it; ranks within the library are in test_architecture.py."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from pathlib import PurePath
+
+import pytest
+
+from tests.support.helpers import ROOT
+
+EXAMPLES = ("demo", "state_tracking", "train_bytes", "examples")
+OURS = (
+    "tightrope",
+    "tightrope_tools",
+    "benchmarks",
+    "tests",
+    "ci",
+    "conformance",
+    "hub",
+    *EXAMPLES,
+)
+
+# Folder -> the packages of this repository that its files may import. The longest folder counts.
+ALLOWED = {
+    "src/tightrope": "tightrope",
+    "src/tightrope_tools": "tightrope tightrope_tools",
+    "examples": f"tightrope {' '.join(EXAMPLES)}",
+    "hub": "tightrope",
+    "docs": "tightrope",
+    "conformance": "tightrope conformance tests.support",
+    "benchmarks": "tightrope benchmarks tests.support examples tightrope_tools.figures",
+    "tests": "tightrope tests.support tests.torch_modes.processes",
+    "tests/tools": "tightrope tightrope_tools tests.support",
+    "tests/benchmarks": "tightrope benchmarks tests.support",
+    "tests/repository": " ".join(OURS),
+    "ci": "tightrope tightrope_tools ci benchmarks.pages tests.support",
+}
+# (file, import) -> why.
+EXCEPTIONS = {
+    ("tests/kernel/cpu/test_aarch64.py", "ci.aarch64"): "it starts the emulator",
+    (
+        "tests/support/triton/compiled.py",
+        "benchmarks.gpu.sass",
+    ): "it reads machine code as the GPU's model does",
+}
+
+
+def imported(text: str, path: PurePath) -> Iterator[str]:
+    """Yield the dotted names that a file imports, relative ones in full."""
+    folder = path.parent.parts[1:] if path.parts[0] == "src" else path.parent.parts
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = folder[: len(folder) - (node.level - 1)] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def problems(path: PurePath, text: str) -> Iterator[tuple[str, str]]:
+    """Yield (file, import) for each import that the file's folder may not have."""
+    folder = max((f for f in ALLOWED if path.is_relative_to(f)), key=len, default=None)
+    if folder is None:
+        return
+    allowed = ALLOWED[folder].split()
+    for name in imported(text, path):
+        if name.split(".")[0] not in OURS:
+            continue
+        is_test = any(part.startswith("test_") for part in name.split(".")[:-1])
+        if is_test or not any(f"{name}.".startswith(f"{one}.") for one in allowed):
+            yield path.as_posix(), name
+
+
+def files() -> list[PurePath]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [PurePath(line) for line in listed.splitlines() if (ROOT / line).is_file()]
+
+
+def test_folders_import_what_they_may() -> None:
+    found = [each for path in files() for each in problems(path, (ROOT / path).read_text("utf-8"))]
+    listed = set()
+    for path, name in found:
+        known = [key for key in EXCEPTIONS if key[0] == path and name.startswith(key[1])]
+        assert known, f"{path} may not import {name}"
+        listed.update(known)
+    assert listed == set(EXCEPTIONS)
+
+
+def test_every_folder_with_python_has_a_rule() -> None:
+    without = {path.parts[0] for path in files() if not any(map(path.is_relative_to, ALLOWED))}
+    assert without <= {"setup.py", ".ci"}
+    assert all((ROOT / folder).is_dir() for folder in ALLOWED)
+
+
+@pytest.mark.parametrize(
+    "path, text",
+    [
+        ("src/tightrope/spec/a.py", "def f():\n    import tightrope_tools.audit"),
+        ("src/tightrope/a.py", "from benchmarks import speed"),
+        ("src/tightrope_tools/audit/a.py", "from examples import demo"),
+        ("examples/a.py", "from tightrope_tools.figures import save"),
+        ("benchmarks/speed/a.py", "from tightrope_tools.place import write_whole"),
+        ("tests/unit/ops/test_a.py", "from tightrope_tools.audit import audit"),
+        ("tests/laws/test_a.py", "from benchmarks.speed import measure"),
+        ("tests/unit/test_a.py", "from tests.unit.test_b import helper"),
+        ("tests/repository/test_a.py", "from tests.unit.test_b import helper"),
+        ("tests/tools/cli/test_a.py", "from benchmarks import pages"),
+    ],
+)
+def test_a_wrong_import_is_found(path: str, text: str) -> None:
+    assert list(problems(PurePath(path), text))
+
+
+def test_right_imports_pass() -> None:
+    relative = "from . import b\nfrom .. import angles\nfrom ..config import keys\nimport torch"
+    assert list(problems(PurePath("src/tightrope/spec/a.py"), relative)) == []
+    helpers = "from tests.support.helpers import noise\nfrom tests.support import oracle"
+    assert list(problems(PurePath("tests/laws/test_a.py"), helpers)) == []

@@ -1,0 +1,155 @@
+"""What the tools use of the library is public, or in a list that shrinks; and ranks among the tools."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+from tests.support.helpers import ROOT
+
+SOURCE = ROOT / "src" / "tightrope_tools"
+
+# Names of the library that are not public and that the tools use -> why neither a copy nor a public name is
+# better. The list may only shrink: a later issue replaces a part of it.
+ALLOWED = {
+    "_errors": (
+        "Refusal bad_type bad_value integer public",
+        "`forms.parse` raises the library's Refusal, which only its own `public` turns into an error",
+    ),
+    "angles": ("cos_sin phase_at", "users rotate; only `inspect` looks at single angles"),
+    "config": ("source_of", "the layout of a checkpoint is read from the same keys as the spec"),
+    "config.families": ("FAMILIES", "the table of families; Provenance could name the family"),
+    "config.files": (
+        "ELSEWHERE NAMES RECORD TwoValues load single url_in",
+        "the writer of a record of a conversion and its reader share the file's name and its checks",
+    ),
+    "config.formats": ("is_megatron is_meta", "Provenance could name the format"),
+    "config.keys": (
+        "HEADS HEAD_DIM LAYERS_WITHOUT_ATTENTION PAIRING",
+        "spellings of a key that the reader knows; Provenance could have the values",
+    ),
+    "config.source": ("Source", "the type that `source_of` returns"),
+    "forms": (
+        "Call LAYOUTS TABLE_SHAPES WIDTHS calls_of entries parse usual_calls",
+        "`audit` and `patch` try the same calls of unknown functions",
+    ),
+    "stacks": ("named", "`stacks.get` puts its own name into the sentence of an error"),
+}
+
+# A folder may import from those of lower rank; files beside them have rank 0.
+RANKS = {
+    "figures": 1,
+    "audit": 1,
+    "convert": 1,
+    "inspect": 2,
+    "cli": 3,
+    "command": 4,
+    "__main__": 5,
+}
+FILES = {path.relative_to(SOURCE): path.read_text("utf-8") for path in SOURCE.rglob("*.py")}
+
+
+def names_used(text: str) -> Iterator[str]:
+    """Yield each name of the library that a file imports, or takes from a module that it imports."""
+    tree = ast.parse(text)
+    modules: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "tightrope":
+                    modules[alias.asname or alias.name] = alias.name
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            if (node.module or "").split(".")[0] != "tightrope":
+                continue
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if is_module(name):
+                    modules[alias.asname or alias.name] = name
+                else:
+                    yield name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules:
+            name = f"{modules[ast.unparse(node.value)]}.{node.attr}"
+            if not is_module(name):
+                yield name
+
+
+def is_module(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def is_public(name: str) -> bool:
+    module, _, attribute = name.rpartition(".")
+    hidden = any(part.startswith("_") for part in module.split("."))
+    listed = attribute in getattr(importlib.import_module(module), "__all__", ())
+    return not hidden and (listed or attribute == "__file__")
+
+
+def test_the_tools_use_public_names_of_the_library_and_a_few_others() -> None:
+    used = {name for text in FILES.values() for name in names_used(text)}
+    allowed = {
+        f"tightrope.{module}.{name}"
+        for module, (names, _) in ALLOWED.items()
+        for name in names.split()
+    }
+    assert {name for name in used if not is_public(name)} == allowed
+    assert len(allowed) <= 32
+
+
+def test_private_names_are_seen() -> None:
+    planted = (
+        "import tightrope.angles\nfrom tightrope import RopeSpec, config as c\n"
+        "from tightrope._errors import public\n"
+        "def f():\n    c.source_of(tightrope.angles.cos_sin)\n    c.provenance\n"
+    )
+    found = set(names_used(planted))
+    assert {name for name in found if is_public(name)} == {
+        "tightrope.RopeSpec",
+        "tightrope.config.provenance",
+    }
+    assert {name for name in found if not is_public(name)} == {
+        "tightrope._errors.public",
+        "tightrope.angles.cos_sin",
+        "tightrope.config.source_of",
+    }
+
+
+def edges_of(path: Path, text: str) -> set[str]:
+    """Return the folders and files of the tools that a file imports."""
+    package = ("tightrope_tools", *path.parent.parts)
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - (node.level - 1)] if node.level else ()
+            target = [*base, *(node.module or "").split(".")]
+            targets = [[*target, alias.name] for alias in node.names]
+        elif isinstance(node, ast.Import):
+            targets = [alias.name.split(".") for alias in node.names]
+        else:
+            continue
+        for each in targets:
+            each = [part for part in each if part]
+            if each[0] == "tightrope_tools" and len(each) > 1:
+                found.add(each[1])
+    return found
+
+
+def test_imports_among_the_tools_go_down() -> None:
+    graph: dict[str, set[str]] = {}
+    for path, text in FILES.items():
+        here = path.parts[0].removesuffix(".py")
+        graph.setdefault(here, set()).update(edges_of(path, text) - {here})
+    for here, targets in graph.items():
+        for to in targets:
+            # The commands are started by `command`, which tells them when work begins.
+            assert RANKS.get(to, 0) < RANKS.get(here, 0) or (here, to) == ("cli", "command"), (
+                f"{here} imports {to}"
+            )
+    graph["cli"].discard("command")
+    TopologicalSorter(graph).prepare()
+    assert graph["cli"] >= {"audit", "convert", "inspect"}
