@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+from tests.support.helpers import ROOT
+
+EXAMPLES = ROOT / "examples"
 PNG = b"\x89PNG\r\n\x1a\n"
 QUICK = ["--quick", "--steps", "40"]
 # A number, with its exponent if it has one.
@@ -23,11 +25,10 @@ NUMBER = r"(?:\d+(?:\.\d+)?(?:e[-+]\d+)?)"
 
 
 @pytest.fixture
-def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def demo() -> ModuleType:
     """The module, imported as it is when Python starts the script."""
     pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import demo  # type: ignore[import-not-found]
+    import demo
 
     return demo
 

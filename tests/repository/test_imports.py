@@ -28,7 +28,7 @@ ALLOWED = {
     "src/tightrope": "tightrope",
     "src/tightrope_tools": "tightrope tightrope_tools",
     "examples": f"tightrope {' '.join(EXAMPLES)}",
-    "hub": "tightrope",
+    "hub": "tightrope hub",  # its files are copied into the package
     "docs": "tightrope",
     "conformance": "tightrope conformance tests.support",
     "benchmarks": "tightrope benchmarks tests.support examples tightrope_tools.figures",
