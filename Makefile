@@ -5,7 +5,7 @@
 #   make test-all the tests, including the slow ones
 #   make check    formatting, lint, types, wording, spelling, documentation and the code in it
 #   make site     build the documentation, and serve it until Ctrl-C
-#   make coverage which lines and branches of src/tightrope all tests run (half an hour; ARGS as for test)
+#   make coverage which lines and branches of src/ all tests run (half an hour; ARGS as for test)
 #   make harden   a search for faults of memory, races and leaks (ARGS='--minutes 60' or --quick)
 #   make wheel    dist/tightrope-*.whl
 #   make wheels   the wheels of a release for Linux, checked, in dist/: docs/release.md
@@ -24,6 +24,8 @@ VENV := .venv
 CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+BASE := $(VENV)/base.stamp
+DEMO := $(VENV)/demo.stamp
 TOOLS := $(VENV)/tools.stamp
 READY := $(VENV)/ready.stamp
 
@@ -34,8 +36,9 @@ READY := $(VENV)/ready.stamp
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
-demo: $(READY)
-	$(BIN)/tightrope demo $(ARGS)
+# It needs torch, the kernel and matplotlib, so it does not wait for the tools of the tests.
+demo: $(if $(wildcard $(READY)),$(READY),$(DEMO))
+	$(BIN)/python examples/demo.py $(ARGS)
 
 # One thread per process: more would only compete for the cores. Tests of threading set their own
 # number of threads. tests/repository/test_docs.py and tests/repository/test_site.py test the documents, in `make check`.
@@ -70,7 +73,7 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/codespell . .ci/*
 	$(BIN)/python -m ci.prose
-	$(BIN)/python -m pytest --doctest-modules src/tightrope tests/repository/test_docs.py tests/repository/test_site.py \
+	$(BIN)/python -m pytest --doctest-modules src/tightrope src/tightrope_tools tests/repository/test_docs.py tests/repository/test_site.py \
 		--ignore src/tightrope/integrations/torchtitan.py  # needs torchtitan
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
 
@@ -95,9 +98,8 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment. torch and the build tools come first: the package is built without isolation,
-# against this torch. The kernel compiles in the background while pip installs the rest; the next
-# rule installs the compiled library, or reports why there is none.
-$(TOOLS): pyproject.toml setup.py constraints.txt
+# against this torch.
+$(BASE): constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 		echo "tightrope needs Python 3.10 or later, but '$(PYTHON)' is older or missing. Choose one: make PYTHON=python3.12" >&2; \
 		exit 1; }
@@ -105,16 +107,30 @@ $(TOOLS): pyproject.toml setup.py constraints.txt
 		echo "'$(PYTHON)' cannot create environments: it lacks venv or ensurepip. On Debian and Ubuntu" >&2; \
 		echo "install the package python3-venv. Or choose another Python: make PYTHON=python3.12" >&2; \
 		exit 1; }
+	@echo "Setting up $(VENV): torch first, then packages, while the kernel compiles (4 to 6 minutes in all)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c $(CONSTRAINTS) torch
 	$(PIP) install --quiet -c $(CONSTRAINTS) setuptools wheel
-	$(BIN)/python setup.py --quiet build_native --inplace >/dev/null 2>&1 & \
-		TIGHTROPE_NATIVE=0 $(PIP) install --quiet -c $(CONSTRAINTS) --no-build-isolation \
-		-e '.[tools,dev]'; status=$$?; wait; exit $$status
 	@touch $@
 
-# The background build prints nothing, so run the build once more, visibly: it reuses all files that
-# are compiled already, and prints the reason if it fails.
+# The kernel compiles in the background while pip installs the rest. That prints nothing, so the rules
+# below run the build once more, visibly: it reuses all files that are compiled already, and prints the
+# reason if it fails.
+define install
+	$(BIN)/python setup.py --quiet build_native --inplace >/dev/null 2>&1 & \
+		TIGHTROPE_NATIVE=0 $(PIP) install --quiet -c $(CONSTRAINTS) --no-build-isolation \
+		$(1); status=$$?; wait; exit $$status
+endef
+
+$(DEMO): $(BASE) pyproject.toml setup.py $(wildcard csrc/*)
+	$(call install,-e . matplotlib)
+	$(BIN)/python setup.py --quiet build_native --inplace
+	@touch $@
+
+$(TOOLS): $(BASE) pyproject.toml setup.py
+	$(call install,-e '.[tools,dev]')
+	@touch $@
+
 $(READY): $(TOOLS) $(wildcard csrc/*)
 	$(BIN)/python setup.py --quiet build_native --inplace
 	@touch $@

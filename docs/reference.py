@@ -35,13 +35,19 @@ class Docstrings(griffe.Extension):
         loader.resolve_aliases(implicit=True, external=False)
         # Where an object is defined -> the object, and the shortest path by which users import it.
         public: dict[str, tuple[Any, str]] = {}
-        for item, path in _public(pkg):
+        # The docstrings of the tools link to the library too, which is loaded first.
+        loaded = [
+            module for module in loader.modules_collection.members.values() if module is not pkg
+        ]
+        for item, path in [pair for package in (*loaded, pkg) for pair in _public(package)]:
             known = public.get(item.path, (item, path))[1]
             public[item.path] = item, min(path, known, key=len)
             for name, member in item.members.items():
                 if item.is_class and name[0] != "_" and member.docstring:
                     public[member.path] = member, f"{public[item.path][1]}.{name}"
         for item, _ in public.values():
+            if item.package is not pkg:
+                continue
             if item.docstring is None and item.is_attribute:
                 item.docstring = _comment(item)
             if item.docstring is not None:

@@ -4,8 +4,8 @@
 
 The model is a causal transformer over bytes. It trains on text that comes with Python: the
 sources of the standard library. Positions enter only through the rotation in :class:`Attention`. The file
-needs only torch and tightrope; copy from it freely. `tightrope demo` trains the model twice, with this
-rotation and with eager rotation, to compare the two.
+needs only torch and tightrope; copy from it freely. demo.py trains the model with this rotation
+and with others, to compare them.
 """
 
 from __future__ import annotations

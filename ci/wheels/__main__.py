@@ -27,7 +27,7 @@ from . import checks
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "wheels"
-SMOKE = Path(__file__).with_name("smoke.py")
+SMOKE = Path(__file__).parents[1] / "smoke.py"
 HERE = platform.machine()
 MACHINES = tuple(checks.LOADERS)
 TORCH = Path(str(find_spec("torch").origin)).parents[1]
@@ -110,7 +110,7 @@ def run_here(wheel: Path) -> str:
         execute(python, "-c", "import sysconfig as s; print(s.get_path('purelib'))")[:-1]
     )
     (packages / "torch-of-the-builder.pth").write_text(f"{TORCH}\n")
-    return execute(python, SMOKE, packages)
+    return execute(python, SMOKE, wheel.name)
 
 
 def run_elsewhere(wheel: Path, machine: str) -> str:
@@ -127,7 +127,7 @@ def run_elsewhere(wheel: Path, machine: str) -> str:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(packages)
     paths = f"{packages}{os.pathsep}{emulator.FOLDER / 'packages'}"
-    return execute(emulator.PYTHON, SMOKE, packages, PYTHONPATH=paths, OMP_NUM_THREADS="1")
+    return execute(emulator.PYTHON, SMOKE, wheel.name, PYTHONPATH=paths, OMP_NUM_THREADS="1")
 
 
 def contents(wheel: Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Which folder of the repository may import what of it; ranks within the library are in test_architecture.py."""
+"""Imports among the folders of the repository; ranks within the library are in test_architecture.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tools use of the library is public, or in a list that shrinks; and ranks among the tools."""
+"""The public names of the library that the tools use, the private ones in a list that shrinks, and ranks."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""`python -m tightrope` and `read_environment`: this machine, others, and facts that nobody tells."""
+"""`python -m tightrope` and `read_environment`: this machine, others, and facts that are unknown."""
 
 from __future__ import annotations
 
