@@ -26,7 +26,7 @@ def test_a_path_to_leave_out_must_exist(option: str) -> None:
     done = collected(option, "tests/repository/test_prose.py")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert f"{option}: there is no such file" in done.stderr
-    sound = option.replace("test_x", "test_selectors")
+    sound = option.replace("tests/test_x", "tests/repository/test_selectors")
     assert collected(sound, "tests/repository/test_prose.py").returncode == 0
 
 

@@ -80,7 +80,7 @@ class WithImport(Processor):
     """A processor that imports the function in its body."""
 
     def __call__(self, attn: Any, x: torch.Tensor, freqs: Any) -> torch.Tensor:
-        from tests.support.models.other_libraries import turn
+        from other_libraries import turn
 
         return turn(attn.q(x), freqs) @ turn(attn.k(x), freqs).mT
 

@@ -87,7 +87,7 @@ def test_help_has_an_example(
     "arguments, about",
     [
         (["inspect", "--context", "soon"], "--context"),
-        (["inspect", f"{__file__}/below"], "Not a directory"),
+        (["inspect", f"{__file__}/below"], "No such file or directory"),
         (["inspect", __file__, "--plot", str(ROOT)], "--plot"),
         (["audit", "--sped"], "--sped"),
         (["sing"], "sing"),

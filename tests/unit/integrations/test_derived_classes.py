@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.nn.utils import parametrize
 
-from tests.support.models import other_libraries
-from tests.support.models.other_libraries import Spy, assert_served_until_unpatched
+import other_libraries
+from other_libraries import Spy, assert_served_until_unpatched
 from tightrope.integrations import patch, unpatch
 
 pytestmark = pytest.mark.usefixtures("recognised_once")

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tests.support.models.other_libraries import calls_of, halves
+from other_libraries import calls_of, halves
 from tightrope.integrations import patch, unpatch
 
 pytestmark = pytest.mark.usefixtures("recognised_once")

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.models import inline
-from tests.support.models.inline import Base, Halves, Processed
+import inline_models
+from inline_models import Base, Halves, Processed
 from tightrope.integrations import _inline, _run, patch, unpatch
 from tightrope.integrations._graft import Swap
 from tightrope.integrations._inline import INLINE
@@ -68,7 +68,7 @@ class Spy(TorchDispatchMode):
 
 def made(name: str) -> Any:
     torch.manual_seed(0)
-    return getattr(inline, name)()
+    return getattr(inline_models, name)()
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -250,7 +250,7 @@ def test_bodies_in_which_lines_could_not_move_stay(stays: str) -> None:
 @pytest.mark.one_in(3)
 def test_each_refusal_has_its_reason(stays: str, reason: str, instead: str) -> None:
     """The same code without the reason is replaced, unless another reason is left."""
-    source = inspect.getsource(getattr(inline, stays))
+    source = inspect.getsource(getattr(inline_models, stays))
     assert reason in source
     still = "pass" in instead or stays == "Captured"
     for text, wanted in ((source, 0), (source.replace(reason, instead), int(not still))):
@@ -335,7 +335,7 @@ def test_a_tensor_that_is_read_again_elsewhere(body: str, wanted: int) -> None:
     assert_equal(results(model), before)
 
 
-HEAD = "import torch\nfrom tests.support.models.inline import Base, noted, rotate_half\n\n\n"
+HEAD = "import torch\nfrom inline_models import Base, noted, rotate_half\n\n\n"
 _numbers = itertools.count()
 
 
@@ -396,7 +396,7 @@ def test_tracebacks_show_the_lines_of_the_file() -> None:
         with pytest.raises(RuntimeError) as caught:
             model(inputs())
         frames = traceback.extract_tb(caught.value.__traceback__)
-        return [(f.name, f.lineno, f.line) for f in frames if f.filename == inline.__file__]
+        return [(f.name, f.lineno, f.line) for f in frames if f.filename == inline_models.__file__]
 
     before = lines()
     assert patch(model).replaced
@@ -434,12 +434,12 @@ def test_copies_and_pickles(name: str, how: Callable[[Any], Any]) -> None:
 def test_a_swap_finds_its_function_again() -> None:
     text = "x * cos + rotate_half(x) * sin"
     first, second = (
-        Swap(inline.__name__, f"{name}.forward.<inline>.{text}", ()).original()
+        Swap(inline_models.__name__, f"{name}.forward.<inline>.{text}", ()).original()
         for name in ("Halves", "Super")
     )
     assert first is second
     x, cos, sin = torch.randn(3, 7, 16)
-    assert torch.equal(first(x, cos, sin), x * cos + inline.rotate_half(x) * sin)
+    assert torch.equal(first(x, cos, sin), x * cos + inline_models.rotate_half(x) * sin)
 
 
 @pytest.mark.one_in(4)
@@ -487,7 +487,7 @@ def test_a_model_compiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_one_head_and_one_token() -> None:
     """Sizes of 1 do not mix up the heads and the tokens."""
-    names = vars(inline)
+    names = vars(inline_models)
     turned = _inline.function_of(names, "x * cos + rotate_half(x) * sin")
     model = made("Halves")
     patch(model)

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.support.models import other_libraries
-from tests.support.models.other_libraries import (
+import other_libraries
+from other_libraries import (
     Attention,
     ByHalves,
     Model,
@@ -235,7 +235,7 @@ def test_a_wrapped_forward_calls_the_replacement() -> None:
             heads = x.unflatten(-1, (2, 16)).transpose(1, 2)
             return other_libraries.turn(heads, other_libraries.tables(x.shape[1]))
 
-    from tests.support.models.other_libraries import tables, turn
+    from other_libraries import tables, turn
 
     class Named(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> Any:

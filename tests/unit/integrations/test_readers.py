@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.models.other_libraries import halves
+from other_libraries import halves
 from tightrope.integrations import patch, unpatch
 
 pytestmark = pytest.mark.usefixtures("recognised_once")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.models.other_libraries import calls_of, halves
+from other_libraries import calls_of, halves
 from tightrope.integrations import _recognise, patch
 from tightrope.integrations._run import replacement
 from tightrope.integrations._summary import entry_of
@@ -353,9 +353,7 @@ def test_a_model_runs_the_original_only_where_its_report_says_so(threads: int, t
     assert THREADS in entry.original_runs
     first, line, runs, always, compiled, other = str(report).splitlines()
     assert first == "1 replaced, 0 left"
-    assert line.startswith(
-        "replaced test_integrations_report.complex_pair (same bits): adjacent pairs"
-    )
+    assert line.startswith("replaced test_report.complex_pair (same bits): adjacent pairs")
     assert runs == f"{'':9}the original runs for {'; '.join(entry.original_runs)}"
     assert always == (
         "every replacement also calls the original for shapes and arguments that were not compared, "

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.models import other_libraries
-from tests.support.models.other_libraries import halves, spin, turn
+import other_libraries
+from other_libraries import halves, spin, turn
 from tightrope.integrations import Report, patch, transformers, unpatch
 
 pytestmark = pytest.mark.usefixtures("recognised_once")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.models import other_libraries
-from tests.support.models.other_libraries import (
+import other_libraries
+from other_libraries import (
     Attention,
     Model,
     Processor,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.support.models import other_libraries
+import other_libraries
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
