@@ -47,12 +47,8 @@ PEAK_RATE = 2e-3  # of learning; twice that of train_bytes.py, as the models are
 BASE, WRONG_BASE = train_bytes.BASE, train_bytes.BASE / 2
 TOLERANCE = 1e-3  # nats per byte; rounding moves a loss by 1e-6 to 1e-4, more where training jumps
 TIMES_LONGER = 4
-BLUE, VERMILION, ORANGE, GREY = (
-    "#0072b2",
-    "#d55e00",
-    "#e69f00",
-    "#66717d",
-)  # for the colour-blind as well
+# Colours that colour-blind readers can tell apart.
+BLUE, VERMILION, ORANGE, GREY = "#0072b2", "#d55e00", "#e69f00", "#66717d"
 
 
 def eager_tables(head_dim: int, base: float, start: int, stop: int) -> tuple[Tensor, Tensor]:
