@@ -618,3 +618,10 @@ def test_a_gguf_file_is_read(tmp_path: Path) -> None:
     assert part.spec == RopeSpec(128, 5e5, interleaved=True)
     assert part.part.context == ("llama.context_length", 131072)
     assert {each.source for each in part.part.fields} >= {"llama.rope.freq_base"}
+
+
+def test_a_warning_points_at_the_line_of_the_caller() -> None:
+    config = {**MODELS[0].config, "rope_unknown": 1}
+    with pytest.warns(UserWarning, match="rope_unknown") as caught:
+        inspect(config, strict=False)
+    assert {Path(warning.filename).name for warning in caught} == {Path(__file__).name}
