@@ -28,6 +28,8 @@ BASE := $(VENV)/base.stamp
 DEMO := $(VENV)/demo.stamp
 TOOLS := $(VENV)/tools.stamp
 READY := $(VENV)/ready.stamp
+# A variable, because a comma would end an argument of `call`.
+EVERYTHING := .[tools,dev]
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -128,7 +130,7 @@ $(DEMO): $(BASE) pyproject.toml setup.py $(wildcard csrc/*)
 	@touch $@
 
 $(TOOLS): $(BASE) pyproject.toml setup.py
-	$(call install,-e '.[tools,dev]')
+	$(call install,-e '$(EVERYTHING)')
 	@touch $@
 
 $(READY): $(TOOLS) $(wildcard csrc/*)
