@@ -1,6 +1,6 @@
 """The launches of the compiled kernels, recorded by a stub of NVIDIA's driver; no GPU is needed.
 
-Triton's own launcher passes the arguments; see triton_launches. They are compared with the tensors and
+Triton's own launcher passes the arguments; see tests/support/triton/launches.py. They are compared with the tensors and
 groups that the same calls pass to the interpreter, whose results other tests check.
 """
 

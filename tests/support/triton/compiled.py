@@ -1,4 +1,4 @@
-"""Compile the Triton kernels without a GPU and count compilations: run by test_triton_compile.
+"""Compile the Triton kernels without a GPU and count compilations: run by tests/kernel/triton/test_machine_code.py.
 
 The script has a process of its own, because Triton chooses compiler or interpreter at import.
 It prints JSON. With the argument "some" it leaves out what differs from the rest only in known ways.

@@ -1,7 +1,7 @@
-"""Launch the Triton kernels with a stub of NVIDIA's driver: run by test_triton_launch.
+"""Launch the Triton kernels with a stub of NVIDIA's driver: run by tests/kernel/triton/test_launch.py.
 
 The script has a process of its own, because Triton chooses compiler or interpreter at import, and
-because the stub, triton_stub.c, stands in for libcuda. Triton's own launcher passes the arguments.
+because the stub, driver_stub.c, stands in for libcuda. Triton's own launcher passes the arguments.
 The script prints JSON. With the argument "some" it leaves out calls whose launches are like others.
 """
 

@@ -1,4 +1,4 @@
-"""Compile parts of the Triton kernels for sm_90 and evaluate their PTX: run by test_triton_compile.
+"""Compile parts of the Triton kernels for sm_90 and evaluate their PTX: run by tests/kernel/triton/test_machine_code.py.
 
 The script has a process of its own, because Triton chooses compiler or interpreter at import.
 It prints JSON: errors of cosine, sine, exp and sigmoid against float64, and exp of infinities, NaN

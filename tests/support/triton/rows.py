@@ -1,4 +1,4 @@
-"""A kernel that stores the row of each token; compiled or interpreted, as set when test_triton imports it."""
+"""A kernel that stores the row of each token; compiled or interpreted, as set when a test imports it."""
 
 from __future__ import annotations
 

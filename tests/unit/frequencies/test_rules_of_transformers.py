@@ -1,6 +1,6 @@
 """Frequency rules, compared with those of transformers.
 
-transformers computes in float32, so the tolerance is 1e-6 relative; test_frequencies.py checks more
+transformers computes in float32, so the tolerance is 1e-6 relative; test_rules.py checks more
 digits. Where transformers differs from the papers or contradicts itself, the test explains this and
 compares with the formula.
 """

@@ -1,6 +1,6 @@
 """Rotation by phases: angles for each token, in addition to those of the positions (`phases=`).
 
-How phases are made and accumulated is tested in test_phases.
+How phases are made and accumulated is tested in tests/unit/phases/test_phases.py.
 """
 
 import itertools
