@@ -4,7 +4,7 @@ It makes a checkpoint of many shards (a random Llama in bfloat16), then checks t
 
 1. has a memory peak, as the system reports it, of at most 1.5 times the largest tensor + 200 MB. For
    checkpoints below 1 GB, where torch itself needs far more than the largest tensor, the limit is
-   instead 64 MB above the peak of `convert --help`. With torch 2.10 a torch file of any size may
+   instead 64 MB above the peak of `tightrope info`. With torch 2.10 a torch file of any size may
    take 128 MB more, for modules that torch imports to read it;
 2. restores the original bytes when it converts back, for safetensors shards and for a torch file;
 3. loses nothing when it is killed (signal 9) at random moments: the checkpoint keeps its bytes, and
@@ -194,12 +194,12 @@ def soak(
     nbytes = sum(path.stat().st_size for path in source.iterdir())
     shards = len(list(source.glob("*.safetensors")))
     say(f"{nbytes / 1e9:.3f} GB in {shards} shards, largest tensor {largest / MB:.1f} MB")
-    _, baseline = run(["convert", "--help"])
+    _, baseline = run(["info"])
     seconds, peak = run(["convert", source, there, "--to", "interleaved"])
     allowed = int(1.5 * largest) + ALLOWED if size >= 1e9 else baseline + ABOVE_IMPORTS
     say(
         f"converted in {seconds:.1f} s, peak memory {peak / MB:.0f} MB of {allowed / MB:.0f} MB allowed "
-        f"({baseline / MB:.0f} MB for --help)"
+        f"({baseline / MB:.0f} MB for info)"
     )
     _, peak_back = run(["convert", there, back, "--to", "half", "--verify"])
     say(f"back with --verify: peak memory {peak_back / MB:.0f} MB")

@@ -96,7 +96,12 @@ def test_it_runs_on_plain_torch(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_ends_it_in_one_line(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    command = [sys.executable, str(EXAMPLES / "demo.py"), "--seconds", "100", "--out", tmp_path]
+    # Processes started in the background by a shell inherit an ignored SIGINT.
+    script = (
+        "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        f"sys.path.insert(0, {str(EXAMPLES)!r}); runpy.run_module('demo', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", script, "--seconds", "100", "--out", str(tmp_path)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None
