@@ -30,6 +30,7 @@ TOOLS := $(VENV)/tools.stamp
 READY := $(VENV)/ready.stamp
 # A variable, because a comma would end an argument of `call`.
 EVERYTHING := .[tools,dev]
+BUILD := $(BIN)/python setup.py --quiet build_native --inplace
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -119,14 +120,14 @@ $(BASE): constraints.txt
 # below run the build once more, visibly: it reuses all files that are compiled already, and prints the
 # reason if it fails.
 define install
-	$(BIN)/python setup.py --quiet build_native --inplace >/dev/null 2>&1 & \
+	$(BUILD) >/dev/null 2>&1 & \
 		TIGHTROPE_NATIVE=0 $(PIP) install --quiet -c $(CONSTRAINTS) --no-build-isolation \
 		$(1); status=$$?; wait; exit $$status
 endef
 
 $(DEMO): $(BASE) pyproject.toml setup.py $(wildcard csrc/*)
 	$(call install,-e . matplotlib)
-	$(BIN)/python setup.py --quiet build_native --inplace
+	$(BUILD)
 	@touch $@
 
 $(TOOLS): $(BASE) pyproject.toml setup.py
@@ -134,5 +135,5 @@ $(TOOLS): $(BASE) pyproject.toml setup.py
 	@touch $@
 
 $(READY): $(TOOLS) $(wildcard csrc/*)
-	$(BIN)/python setup.py --quiet build_native --inplace
+	$(BUILD)
 	@touch $@

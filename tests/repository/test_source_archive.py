@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.helpers import ROOT
-
-COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+from tests.support.matrix import needs_compiler
 
 
 def pip_wheel(source: Path, *options: str, **environment: str) -> tuple[str, str]:

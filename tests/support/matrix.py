@@ -1,4 +1,7 @@
-"""Parametrisations that several test files share: backends, dtypes, pairings."""
+"""Backends, dtypes, pairings and compilers: parametrisations and marks that several test files share."""
+
+import os
+import shutil
 
 import pytest
 import torch
@@ -33,3 +36,9 @@ both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["half
 needs_kernel = pytest.mark.skipif(
     tightrope.backends.why_not()["cpu"] is not None, reason="no native library"
 )
+
+# The compiler of C++ that Inductor calls for CPU code; None without one.
+INDUCTOR = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+# One that compiles programs and the library.
+COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.helpers import noise
+from tests.support.matrix import INDUCTOR
 from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec, gates
 from tightrope.activations import RMSNorm
@@ -150,14 +149,12 @@ def out_of_place(kind: str, source: torch.Tensor, *xs: torch.Tensor, **more: Any
     return rotate_qk(*xs, SPEC, **OF_K[kind](source), **more)
 
 
-# Inductor's CPU code needs a C++ compiler.
-CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 every_kind_of_k = pytest.mark.parametrize("kind", OF_K)
 
 
 @pytest.mark.one_in(18)
 @pytest.mark.parametrize("source", ["a view", "an argument"])
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", *(["inductor"] if CXX else [])])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", *(["inductor"] if INDUCTOR else [])])
 @pytest.mark.parametrize("call", [in_place, into])
 @every_kind_of_k
 def test_extra_tensors_of_k_in_the_memory_of_q(

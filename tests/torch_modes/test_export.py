@@ -3,7 +3,6 @@
 import ast
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from torch.utils import cpp_extension
 import tightrope
 from tests.support import oracle
 from tests.support.helpers import ROOT, noise
+from tests.support.matrix import COMPILER, needs_compiler, needs_kernel
 from tests.support.tolerances import assert_rotations, assert_same_bits
 from tightrope import RopeSpec, positions
 from tightrope.activations import RMSNorm
@@ -27,12 +27,9 @@ from tightrope.ops import schema
 
 SPEC = RopeSpec(16, base=500_000.0, rotary_dim=12)
 SCALED = RopeSpec(16, base=500_000.0, rotary_dim=12, scaling=Linear(3.0))
-COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 # Raised where Inductor copies an exported program.
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
-needs_library = pytest.mark.skipif(cpu.why_not() is not None, reason=str(cpu.why_not()))
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
 class Model(torch.nn.Module):
@@ -117,7 +114,7 @@ def test_export_with_a_dynamic_offset_and_dynamic_tokens() -> None:
         assert torch.equal(x, wanted)
 
 
-@needs_library
+@needs_kernel
 def test_an_exported_program_needs_only_the_library(tmp_path: Path) -> None:
     """A process with only the library runs a saved program, and may import tightrope later."""
     torch.export.save(export(), tmp_path / "model.pt2")
@@ -185,7 +182,7 @@ def test_a_package_in_a_process_with_tightrope(package: Path) -> None:
 
 @pytest.mark.slow
 @needs_compiler
-@needs_library
+@needs_kernel
 def test_a_package_needs_only_the_library(package: Path, tmp_path: Path) -> None:
     torch.save([inputs(*case) for case in CASES], tmp_path / "inputs.pt")
     run_alone(
@@ -233,7 +230,7 @@ torch.save(y, "result.pt")
 
 @pytest.mark.slow
 @needs_compiler
-@needs_library
+@needs_kernel
 def test_a_package_in_a_program_without_python(package: Path, tmp_path: Path) -> None:
     folders = cpp_extension.library_paths()
     command = [COMPILER, "-std=c++20", "-O0", str(ROOT / "examples" / "run_package.cpp")]

@@ -431,8 +431,6 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
         assert torch.equal(x, before), name
 
 
-# Inductor's CPU code needs a C++ compiler; without one the graphs are captured and run as they are.
-
 # ---- fake and meta tensors, vmap of raw operators ----------------------------------------------------
 
 

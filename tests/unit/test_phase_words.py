@@ -10,12 +10,11 @@ import torch
 from hypothesis import assume, given, settings, strategies as st
 
 from tests.support import oracle, oracle_frequencies as truth
+from tests.support.matrix import needs_kernel
 from tightrope import RopeSpec, angles, phase_words, positions
 from tightrope.axes import Axes
 from tightrope.backends import cpu
 from tightrope.frequencies import DynamicNTK, Frequencies, LongRoPE, Rule
-
-needs_library = pytest.mark.skipif(cpu.why_not() is not None, reason=str(cpu.why_not()))
 
 LONGEST = 2**31
 OWN = torch.tensor([[50005], [60000], [3]])
@@ -119,7 +118,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         monkeypatch.setattr(phase_words, name, never)
 
 
-@needs_library
+@needs_kernel
 @pytest.mark.parametrize(
     "call",
     [

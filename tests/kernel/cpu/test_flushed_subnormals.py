@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.matrix import needs_kernel
 from tightrope import RopeSpec
 from tightrope.activations import RMSNorm
-from tightrope.backends import cpu, why_not
+from tightrope.backends import cpu
 from tightrope.frequencies import Given
 from tightrope.functional import apply_rotary_pos_emb, rotate
 from tightrope.gates import Scalar
 
-pytestmark = pytest.mark.skipif(why_not()["cpu"] is not None, reason="no native library")
+pytestmark = needs_kernel
 
 SETS = cpu.instruction_sets()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import tightrope
 from tests.support.helpers import ROOT
-from tightrope import RopeSpec
+from tightrope import RopeSpec, __main__ as program
 from tightrope_tools import command
 from tightrope_tools.cli import _checkpoint as option, app
 from tightrope_tools.cli._console import Ticker
@@ -151,6 +151,13 @@ def test_help_imports_no_torch(arguments: list[str]) -> None:
     assert done.returncode == 0
     assert "Usage" in done.stdout
     assert {"torch", "numpy", "tightrope", "matplotlib"}.isdisjoint(done.stderr.split())
+
+
+def test_the_packages_that_are_needed_are_those_of_the_extra() -> None:
+    """The library and the command each have the list: neither may import the other to say what is missing."""
+    extra = re.search(r"^tools = \[(.*?)\]", PYPROJECT.read_text("utf-8"), re.MULTILINE)
+    assert extra is not None
+    assert command.NEEDS == program.TOOLS == tuple(re.findall(r'"(\w+)"', extra[1]))
 
 
 def test_the_names_in_help_are_those_of_the_table() -> None:

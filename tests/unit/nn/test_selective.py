@@ -2,9 +2,7 @@
 
 import copy
 import math
-import os
 import pickle
-import shutil
 from functools import partial
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch.nn import functional as F
 
 from tests.support import helpers
 from tests.support.helpers import refused
+from tests.support.matrix import INDUCTOR
 from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec, phases
 from tightrope.frequencies import DynamicNTK
@@ -21,7 +20,6 @@ from tightrope.functional import rotate
 from tightrope.nn import SelectiveAttention, SelectiveCache, SelectiveRotary, _invariant
 
 F64, D, HEADS, HEAD = torch.float64, 16, 3, 6
-COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 noise = partial(helpers.noise, dtype=F64)
 OPTIONS: dict[str, dict[str, Any]] = {
     "selective": {},
@@ -356,7 +354,7 @@ def test_compiled(form: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.skipif(INDUCTOR is None, reason="no C++ compiler")
 def test_compiled_phases_have_the_bits_of_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
     torch._dynamo.reset()

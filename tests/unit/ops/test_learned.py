@@ -2,9 +2,7 @@
 
 import itertools
 import math
-import os
 import re
-import shutil
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support import oracle, tolerances
 from tests.support.helpers import noise
-from tests.support.matrix import both_pairings, every_backend, every_dtype
+from tests.support.matrix import INDUCTOR, both_pairings, every_backend, every_dtype
 from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec, angles, positions
 from tightrope.axes import Axes
@@ -26,7 +24,6 @@ from tightrope.nn import LrpeRotate1d
 from tightrope.ops import autograd, learned, schema
 
 # Inductor's CPU code needs a C++ compiler.
-COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 
 NARROW = r"\[inv_freq\] frequencies should be float32"
 
@@ -496,7 +493,7 @@ def test_functorch(function: Callable[..., torch.Tensor]) -> None:
 
 @pytest.mark.one_in(12)
 @both_ways
-@pytest.mark.parametrize("backend", ["aot_eager", *(["inductor"] if COMPILER else [])])
+@pytest.mark.parametrize("backend", ["aot_eager", *(["inductor"] if INDUCTOR else [])])
 @every_shape
 def test_compiled(
     spec: RopeSpec, shape: tuple[int, ...], backend: str, function: Callable[..., torch.Tensor]

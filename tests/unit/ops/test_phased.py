@@ -5,8 +5,6 @@ How phases are made and accumulated is tested in tests/unit/phases/test_phases.p
 
 import itertools
 import math
-import os
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +16,7 @@ from tests.support import oracle, tolerances
 from tests.support.helpers import noise, refused
 from tests.support.matrix import (
     DISTINCT_SETS,
+    INDUCTOR,
     both_pairings,
     every_backend,
     every_dtype,
@@ -35,7 +34,6 @@ from tightrope.gates import Slope, XPos
 from tightrope.ops.schema import PHASES, Options
 
 # Inductor's CPU code needs a C++ compiler.
-COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 
 ROWS, HEADS, TOKENS, DIM, PAIRS = 2, 4, 40, 16, 6
 # [rows|1, heads|1, tokens, pairs|1]
@@ -403,7 +401,7 @@ def test_transforms(mapped: tuple[int | None, int | None]) -> None:
     assert_near((tangent * cotangent).sum(), by.sum(), "float64 ways")
 
 
-@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.skipif(INDUCTOR is None, reason="no C++ compiler")
 def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
     torch._dynamo.reset()
