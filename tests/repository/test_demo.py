@@ -44,13 +44,14 @@ def start(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def results(demo: ModuleType, **losses: list[float]) -> Any:
-    """Results with the given losses, and made-up numbers in the other places."""
+def results(demo: ModuleType, gradient: float = 0.0, **gaps: list[float]) -> Any:
+    """Results with the given differences, and made-up numbers in the other places."""
     size = demo.Size(1, 1, 2, context=4, batch=1)
     by_position = {name: [1.0] * 4 + [2.0] * 12 for name in demo.READ}
     timing = demo.Timing("float32, 1 token", "2 → 1 ms", 2.0)
-    usual = {"tightrope": [3.0], "eager": [3.0], "wrong base": [3.1], "polar": [3.0]}
-    return demo.Results(size, usual | losses, by_position, [timing])
+    losses = {name: [5.0, 4.0, 3.0] for name in demo.ATTENTIONS}
+    usual = {"tightrope": [0.0], "wrong base": [0.1]}
+    return demo.Results(size, losses, usual | gaps, gradient, by_position, [timing])
 
 
 # --- as a process ---------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ def test_it_runs_to_the_end(tmp_path: Path) -> None:
             assert len(re.findall(NUMBER, line)) >= numbers, line
             assert "nan" not in line
             assert "inf" not in line
-    assert "The two trainings agree" in summary
+    assert "The two rotations agree" in summary
     assert str(picture) in summary
 
 
@@ -90,7 +91,7 @@ def test_it_runs_on_plain_torch(tmp_path: Path) -> None:
     done = start("--quick", "--steps", "5", "--out", str(tmp_path), TIGHTROPE_NATIVE="0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "runs plain torch (cpu: the native library is switched off" in done.stdout
-    assert "The two trainings agree" in done.stdout
+    assert "The two rotations agree" in done.stdout
 
 
 @pytest.mark.slow
@@ -151,30 +152,33 @@ def test_a_wrong_rotation_is_noticed(
 ) -> None:
     monkeypatch.setattr(demo, "eager_rotate", fault)
     assert demo.main([*QUICK, "--out", str(tmp_path)]) == 1
-    assert "THE TWO TRAININGS DIFFER" in capsys.readouterr().out
+    assert "THE TWO ROTATIONS DIFFER" in capsys.readouterr().out
     assert (tmp_path / "tightrope-demo.png").exists()
 
 
 @pytest.mark.parametrize(
-    "ours, wrong, agree, sentence",
+    "ours, gradient, wrong, agree, sentence",
     [
-        (3.0005, 3.1, True, "a wrong base would have been noticed"),
-        (3.0005, 3.0, True, "in so few steps a wrong base would pass too"),
-        (3.002, 3.1, False, "THE TWO TRAININGS DIFFER"),
-        (math.nan, 3.1, False, "THE TWO TRAININGS DIFFER"),
+        (5e-6, 5e-6, 0.1, True, "a wrong base would have been noticed"),
+        (5e-6, 5e-6, 0.0, True, "in so few steps a wrong base would pass too"),
+        (2e-5, 0.0, 0.1, False, "THE TWO ROTATIONS DIFFER"),
+        (0.0, 2e-5, 0.1, False, "THE TWO ROTATIONS DIFFER"),
+        (math.nan, 0.0, 0.1, False, "THE TWO ROTATIONS DIFFER"),
+        (0.0, math.nan, 0.1, False, "THE TWO ROTATIONS DIFFER"),
     ],
 )
 def test_the_tolerance_decides(
     demo: ModuleType,
     ours: float,
+    gradient: float,
     wrong: float,
     agree: bool,
     sentence: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # The difference is in the first step, as a maximum ignores a NaN that comes later.
-    losses = {"tightrope": [3.0, ours], "eager": [3.0, 3.0], "wrong base": [3.0, wrong]}
-    assert demo.summarize(results(demo, **losses)) is agree
+    gaps = {"tightrope": [0.0, ours], "wrong base": [0.0, wrong]}
+    assert demo.summarize(results(demo, gradient, **gaps)) is agree
     assert sentence in capsys.readouterr().out
 
 
@@ -182,8 +186,8 @@ def test_the_tolerance_decides(
 
 
 def test_the_picture_has_four_panels(demo: ModuleType) -> None:
-    losses = {name: [5.0, 4.0, 3.0] for name in demo.ATTENTIONS}
-    figure = demo.draw(results(demo, **losses), "a caption")
+    gaps = {"tightrope": [0.0, 1e-7, 0.0], "wrong base": [0.1, 0.1, 0.1]}
+    figure = demo.draw(results(demo, **gaps), "a caption")
     assert [axes.get_title()[:3] for axes in figure.axes] == ["(a)", "(b)", "(c)", "(d)"]
     for axes in figure.axes:
         assert axes.get_xlabel()
@@ -204,7 +208,7 @@ def test_rotations_agree(demo: ModuleType, offset: int) -> None:
     ours = demo.Attention(size).rotate(q, k, offset)
     eager = demo.EagerAttention(size).rotate(q, k, offset)
     torch.testing.assert_close(ours, eager, rtol=0, atol=1e-5)
-    assert not torch.allclose(demo.ATTENTIONS["wrong base"](size).rotate(q, k, offset)[0], eager[0])
+    assert not torch.allclose(demo.READERS["wrong base"](size).rotate(q, k, offset)[0], eager[0])
 
 
 def test_polar_scores_fade_with_distance(demo: ModuleType) -> None:
@@ -222,7 +226,8 @@ def test_the_seed_decides_and_weights_are_the_same(demo: ModuleType) -> None:
 
     def losses(seed: int) -> dict[str, list[float]]:
         options = demo.argparse.Namespace(steps=3, seconds=1.0, seed=seed)
-        return {name: each.losses for name, each in demo.train(size, text, options).items()}
+        trainers, gaps, _ = demo.train(size, text, options)
+        return {name: each.losses for name, each in trainers.items()} | {"gaps": gaps["tightrope"]}
 
     first = losses(0)
     assert first == losses(0) != losses(1)
@@ -238,7 +243,35 @@ def test_the_seed_decides_and_weights_are_the_same(demo: ModuleType) -> None:
 def test_training_ends_when_its_seconds_are_over(demo: ModuleType) -> None:
     size, text = demo.Size(1, 2, 8, context=8, batch=2), demo.train_bytes.load_text()
     options = demo.argparse.Namespace(steps=None, seconds=0.3, seed=0)
-    assert len(demo.train(size, text, options)["eager"].losses) > 0
+    assert len(demo.train(size, text, options)[0]["eager"].losses) > 0
+
+
+def test_losses_and_gradients_at_the_same_weights(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers follow the weights as they train; a fault in the backward alone is in the gradient."""
+    size, text = demo.Size(2, 2, 32, context=64, batch=4), demo.train_bytes.load_text()
+    options = demo.argparse.Namespace(steps=40, seconds=1.0, seed=0)
+    _, gaps, gradient = demo.train(size, text, options)
+    assert max(gaps["tightrope"]) < 1e-5 < max(gaps["wrong base"])
+    assert gradient < 1e-6
+
+    class WrongBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return 1.1 * gradient
+
+    right = demo.eager_rotate
+    monkeypatch.setattr(
+        demo, "eager_rotate", lambda x, cos, sin: WrongBackward.apply(right(x, cos, sin))
+    )
+    _, gaps, gradient = demo.train(size, text, options)
+    assert max(gaps["tightrope"]) < 1e-5
+    assert gradient > demo.TOLERANCE
 
 
 @pytest.mark.parametrize("backward", [False, True])
