@@ -110,7 +110,7 @@ $(BASE): constraints.txt
 		echo "'$(PYTHON)' cannot create environments: it lacks venv or ensurepip. On Debian and Ubuntu" >&2; \
 		echo "install the package python3-venv. Or choose another Python: make PYTHON=python3.12" >&2; \
 		exit 1; }
-	@echo "Setting up $(VENV): torch first, then packages, while the kernel compiles (3 to 6 minutes in all)"
+	@echo "Setting up $(VENV): torch first, then packages, while the kernel compiles (2 to 6 minutes in all)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c $(CONSTRAINTS) torch
 	$(PIP) install --quiet -c $(CONSTRAINTS) setuptools wheel
