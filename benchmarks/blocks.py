@@ -108,8 +108,10 @@ class Block:
                 if MARK in vars(type(p))
             )
             (swap,) = graft.recipe.swaps
-            self.rotate = _graft.replacement_of(swap) if self.patched else swap.original()
-            self.options = dict(swap.candidates[0].constants)
+            self.rotate = (
+                _graft.replacement_of(swap, graft.recipe) if self.patched else swap.original()
+            )
+            self.options = dict(swap.constants[0])
             if not self.patched:
                 from tightrope.integrations import unpatch
 

@@ -3,6 +3,7 @@
 Two parts, stored in one JSON file and shown in one section of a page: every rotary function by
 itself, and small models before and after `patch`. Nothing is downloaded. `--library others` measures all other
 libraries that are installed or unpacked in a folder (`--folder`); packages that they only import have stand-ins.
+With OMP_WAIT_POLICY=PASSIVE in the environment, a run on a busy machine is several times faster.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from ..pages import between_marks
+from ..transformers_coverage.functions import SHAPES
 from ..transformers_coverage.models import THREADS
 from . import functions, models, report, stand_ins
 from .catalogue import LIBRARIES, Library
@@ -67,6 +69,7 @@ def measured(library: Library, data: dict[str, Any], options: argparse.Namespace
     with stand_ins.installed(library.stand_ins.split()):
         if options.functions or both:
             data["functions"] = functions.run(library)
+            data["shapes"] = SHAPES
         if options.models or both:
             held = {row["model"]: row for row in data.get("models", []) if options.only}
             held |= {row["model"]: row for row in models.rows(library, options.only)}

@@ -160,7 +160,7 @@ class Rotary:
 
     def found(self) -> tuple[Any, type | None]:
         """The function, and the class whose method it is."""
-        value = Swap(self.module.__name__, self.name, ()).original()
+        value = Swap(self.module.__name__, self.name).original()
         *owners, _last = self.name.split(".")
         if not owners or INNER in self.name or isinstance(value, staticmethod):
             return value, None

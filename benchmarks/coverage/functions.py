@@ -20,10 +20,8 @@ from typing import Any
 import torch
 
 from tightrope.forms import unwrapped
-from tightrope.integrations import Recognition, recognise
-from tightrope.integrations._find import Constants
-from tightrope.integrations._graft import Swap
-from tightrope.integrations._inline import INLINE, function_of, inlined
+from tightrope.integrations import Recognition
+from tightrope.integrations._find import BODY, Constants
 from tightrope.integrations._recognise import recognise_member, to_the_bit
 
 from ..transformers_coverage import functions
@@ -32,7 +30,6 @@ from ..transformers_coverage.models import sentence
 from .catalogue import Library, Rotary, rotary
 
 PAIRS = (*functions.PAIRS, (torch.bfloat16, torch.float32))
-BODY = "it rotates in the body of a method that does more than rotate"
 
 
 def run(library: Library) -> list[dict[str, Any]]:
@@ -56,7 +53,7 @@ def rows(each: Rotary) -> Iterator[dict[str, Any]]:
         "file": each.file, "function": each.name, "constants": {}, "recognised": None,
     }  # fmt: skip
     if (each.file, each.name) in each.library.bodies:
-        yield from (blank | row for row in _inline(each))
+        yield {**blank, "status": "left", "reason": BODY}
         return
     try:
         value, owner = each.found()
@@ -65,38 +62,16 @@ def rows(each: Rotary) -> Iterator[dict[str, Any]]:
         yield {**blank, "status": "not loaded", "reason": sentence(error)}
         return
     for constants in several:
-        yield blank | {"constants": dict(constants)} | _one(each, value, owner, constants)
+        yield blank | {"constants": dict(constants)} | _one(value, owner, constants)
 
 
-def _inline(each: Rotary) -> list[dict[str, Any]]:
-    """Entries of a row for each rotation in the body of a function; one that has none is left."""
-    found: dict[str, dict[str, Any]] = {}
-
-    def tried(text: str) -> str | None:
-        value = function_of(function.__globals__, text)
-        recognition = to_the_bit(recognise(value))
-        if recognition.candidate is not None and text not in found:
-            name = f"{each.name}{INLINE}{text}"
-            swap = Swap(each.module.__name__, name, (recognition.candidate,))
-            found[text] = {"inline": text, **measured(swap, value, None, PAIRS)}
-        return text if recognition else None
-
-    try:
-        function = unwrapped(each.found()[0])
-        inlined(function, tried)
-    except Exception as error:  # noqa: BLE001 - recorded as the reason
-        return [{"status": "not loaded", "reason": sentence(error)}]
-    return list(found.values()) or [{"status": "left", "reason": BODY}]
-
-
-def _one(each: Rotary, value: Any, owner: type | None, constants: Constants) -> dict[str, Any]:
+def _one(value: Any, owner: type | None, constants: Constants) -> dict[str, Any]:
     plain = unwrapped(value)
-    found: Recognition = to_the_bit(recognise_member(plain, owner is not None, constants))
+    found: Recognition = to_the_bit(recognise_member(plain, owner, constants))
     if found.candidate is None:
         return {"status": "left", "reason": found.reason}
-    swap = Swap(each.module.__name__, each.name, (found.candidate,))
     try:
-        return measured(swap, plain, None if owner is None else object(), PAIRS)
+        return measured(found.candidate, plain, owner is not None, PAIRS)
     except Exception as error:  # noqa: BLE001 - third-party code can raise anything
         return {
             "status": "different",

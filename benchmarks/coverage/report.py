@@ -7,8 +7,7 @@ from collections import Counter
 from typing import Any
 
 from ..pages import table
-from ..transformers_coverage.functions import CHANNELS, HEADS, ROWS, TOKENS
-from ..transformers_coverage.report import threads
+from ..transformers_coverage.report import divided, shapes, threads
 
 Row = dict[str, Any]
 SERVED = ("equal", "delegates")
@@ -38,22 +37,21 @@ def section(data: list[Row]) -> str:
         lines += [
             "",
             f"{known} of {len(rows)} rotary functions are replaced, and no bit of a result or "
-            f"gradient changes in calls with {ROWS} rows of {TOKENS} tokens and {HEADS} heads of {CHANNELS} "
-            "channels, in float32 and in bfloat16.",
+            f"gradient changes in calls with {shapes(first['shapes'], rows)}, in float32 and in bfloat16.",
             "",
             *table([*of, "function", "recognised as, or reason"], map(_function, rows)),
         ]
     if rows := _rows(data, "models"):
         ran = [row for row in rows if row["calls"]]
-        equal = sum(row["status"] == "equal" for row in ran)
+        equal = [row for row in ran if row["status"] == "equal"]
         rest = sorted(
             (row for row in rows if row not in ran), key=lambda r: (r["reason"], r["model"])
         )
         lines += [
             "",
-            f"Of {len(ran)} model classes in whose small model rotary functions run, {equal} are equal "
+            f"Of {len(ran)} model classes in whose small model rotary functions run, {len(equal)} are equal "
             "before and after `patch`: no bit of an output or gradient changes, a fault of one per "
-            "cent is detected, and `unpatch` restores the model.",
+            f"cent is detected, and `unpatch` restores the model.{divided(equal)}",
             "",
             *table([*of, "model", "status", "bfloat16", "left"], map(_model, ran)),
         ]
@@ -90,7 +88,6 @@ def _counts(data: Row) -> list[str]:
 def _function(row: Row) -> list[str]:
     constants = ", ".join(f"{k}={v!r}" for k, v in row["constants"].items())
     name = f"`{row['file']}`: `{row['function']}`" + (f" with `{constants}`" if constants else "")
-    name += f", in its body: `{row['inline']}`" if "inline" in row else ""
     text = (
         row["recognised"] if row["status"] == "equal" else f"**{row['status']}**: {row['reason']}"
     )

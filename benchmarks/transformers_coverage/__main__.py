@@ -46,6 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     data |= {"threads": torch.get_num_threads()}
     if options.functions or both:
         data["functions"] = merged(data.get("functions", []), functions.run(options.only), "file")
+        data["shapes"] = functions.SHAPES
         write(data, path)
     if options.models or both:
         held = {row["model_type"] for row in data.get("models", []) if options.missing}

@@ -32,18 +32,13 @@ GROUPED = re.compile(KEY_HEADS)
 SIZES: tuple[tuple[str, int | None], ...] = (
     (r".*(max|min)_(pixels|duration|length).*|num_feat_extract_layers|pooling_kernel_size", None),
     (KEY_HEADS, 2),
-    (r"(num_)?(attention_|encoder_attention_|decoder_attention_|encoder_|decoder_)?(n_)?heads?|n_heads?"
-     r"|.*num_attention_heads|.*_heads|n_head|num_heads", HEADS),
-    (r".*linear_num_(key|value)_heads", 2),
-    (r"(.*_)?(head_dim|head_size|qk_nope_head_dim|qk_rope_head_dim|v_head_dim|kv_channels|d_kv"
-     r"|attention_key_hidden_size|attention_head_dim)", HEAD),
+    (r".*_heads|(num_)?((en|de)coder_)?(attention_)?(n_)?heads?", HEADS),
+    (r"(.*_)?(head_dim|head_size|kv_channels|d_kv|attention_key_hidden_size)", HEAD),
     (r"rotary_dim", HEAD // 2),
     (r"q_lora_rank|o_lora_rank", 24),
     (r"kv_lora_rank", 32),
-    (r"(.*_)?(num_layers|num_hidden_layers|n_layers?|depth|num_encoder_layers|num_decoder_layers|layers"
-     r"|encoder_layers|decoder_layers|num_blocks|n_layer|encoder_num_layers|decoder_num_layers)",
-     LAYERS),
-    (r"(.*_)?vocab_size.*|.*_vocab(ulary)?_size.*|vocab_size", VOCABULARY),
+    (r"(.*_)?(layers|n_layer|depth|num_blocks)", LAYERS),
+    (r"(.*_)?vocab(ulary)?_size.*", VOCABULARY),
     (r"(.*_)?(n_routed_experts|num_experts|num_local_experts|moe_num_experts|n_experts)", 4),
     (r"(.*_)?(num_experts_per_tok(en)?|moe_k|moe_topk|top_k_experts|num_selected_experts|moe_top_k)", 2),
     (r"n_group|topk_group|n_groups|num_group|num_expert_group", 1),
@@ -51,11 +46,9 @@ SIZES: tuple[tuple[str, int | None], ...] = (
     (r"upsample_groups|lru_width|adapter_(input_size|in_dim|out_dim)", WIDTH),
     (r"num_filters|n_filters", 4),
     (r"first_k_dense_replace|.*num_dense_layers", 1),
-    (r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_ff|inner_dim|mlp_dim"
-     r"|encoder_ffn_dim|decoder_ffn_dim|expert_intermediate_size|moe_intermediate_size).*", 48),
-    (r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|embedding_dim|hidden_dim|model_dim|embed_size"
-     r"|projection_dim|output_dim|hidden_channels|embedding_size|dim|out_hidden_size|width"
-     r"|output_hidden_size|decoder_hidden_size|encoder_hidden_size|projection_size).*", WIDTH),
+    (r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_ff|inner_dim|mlp_dim).*", 48),
+    (r"(.*_)?(dim|hidden_size|d_model|n_embd|(embed|embedding|projection)_size|hidden_channels|width).*",
+     WIDTH),
     (r"(.*_)?(image_size|img_size)", 32),
     (r"(.*_)?(patch_size|spatial_patch_size)", 8),
     (r"(.*_)?max_position_embeddings.*|n_positions|max_seq_len|seq_length", 128),
@@ -237,20 +230,12 @@ def small_config(config_class: type[Any], overrides: dict[str, Any], grouped: bo
     arguments = Shrinker(grouped).arguments(config_class(), overrides)
     small = config_class(**arguments)
     for part in (small, *(v for v in vars(small).values() if hasattr(v, "to_dict"))):
-        for name in DROPOUTS:
-            if isinstance(getattr(part, name, None), float):
+        for name, value in vars(part).items():
+            if isinstance(value, float) and re.search("dropout|pdrop", name):
                 setattr(part, name, 0.0)
     return small
 
 
-DROPOUTS = (
-    "attention_dropout",
-    "hidden_dropout",
-    "dropout",
-    "resid_pdrop",
-    "attn_pdrop",
-    "embd_pdrop",
-)
 LARGEST = 20_000_000  # parameters of a small model
 
 

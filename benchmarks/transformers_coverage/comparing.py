@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +15,30 @@ import torch
 
 import tightrope
 from tightrope.integrations import Entry, Report, _graft
-from tightrope.integrations._find import PREFIX
-from tightrope.integrations._inline import FILE, INLINE
-from tightrope.integrations._run import tables_inside
+from tightrope.integrations._replace import tables_inside
 
 from .catalogue import rotary_codes
 
 CONTAINERS = (dict, list, tuple, torch.Tensor)
 OURS = str(Path(tightrope.__file__).parent)
-# The beginning of the names of replacements of expressions in a body.
-REPLACED = f"{PREFIX}inline"
 # Relative size of the planted fault in the results of rotary functions.
 FAULT = 1e-2
+# torch divides an elementwise operation on a CPU among threads above this number of elements.
+GRAIN = 32_768
 
 
 @dataclass
 class Run:
-    """The results of one forward and backward pass."""
+    """The results of one forward and backward pass.
+
+    `elements` is the number of elements in the largest tensor that each rotary function rotated. Channels that
+    pass through do not count, and a pair of channels counts as one where numbers are complex.
+    """
 
     outputs: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
     calls: Counter[str] = field(default_factory=Counter)
+    elements: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ def mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         return {key: mapped(change, each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(mapped(change, each) for each in value)
+    if is_dataclass(value):
+        return replace(value, **mapped(change, vars(value)))  # type: ignore[type-var]
     return value
 
 
@@ -86,29 +91,35 @@ def narrowed(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.bfloat16) if x.is_floating_point() else x
 
 
+def repeated(times: int, lengths: Container[int], x: torch.Tensor) -> torch.Tensor:
+    """The tensor with its rows several times, if there are as many rows as one of these numbers."""
+    return torch.cat([x] * times) if x.ndim and len(x) in lengths else x
+
+
 # The place of a function: file, first line, name. Copies of the function have the same place.
 Place = tuple[str, int, str]
 
 
 @contextmanager
-def counting(places: dict[Place, str], calls: Counter[str]) -> Iterator[None]:
+def counting(places: dict[Place, str], result: Run) -> Iterator[None]:
     """Count calls of these functions and of their copies, and of all functions of tightrope as "tightrope".
 
-    A profiler counts them; nothing is replaced. A copy of a function whose expressions are replaced counts
-    only when it runs the original of one.
+    A profiler counts them; nothing is replaced.
     """
 
-    def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call":
-            code = frame.f_code
-            if code.co_filename == FILE:
-                # The original of an expression: its function is the first one above the replacement.
-                frame = frame.f_back
-                while frame.f_code.co_filename.startswith(OURS):
-                    frame = frame.f_back
-                code = frame.f_code
-            elif any(each.startswith(REPLACED) for each in code.co_names):
-                return  # the expressions in this body are replaced
+    calls, elements = result.calls, result.elements
+
+    def note(frame: Any, event: str, value: Any) -> None:
+        code = frame.f_code
+        if event == "return":
+            name = places.get((code.co_filename, code.co_firstlineno, code.co_name))
+            if name is not None:
+                held = {k: x for k, x in frame.f_locals.items() if isinstance(x, torch.Tensor)}
+                size = max((x.numel() for _, x in tensors(value)), default=0)
+                size -= max((x.numel() for k, x in held.items() if k.endswith("_pass")), default=0)
+                size //= 1 + any(x.is_complex() for x in held.values())
+                elements[name] = max(size, elements.get(name, 0))
+        elif event == "call":
             name = places.get((code.co_filename, code.co_firstlineno, code.co_name))
             if name is not None:
                 # Calls that only read tables off a function do not count.
@@ -153,7 +164,7 @@ def run(
     result = Run({}, {})
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
-    with counting(places_of(model) if places is None else places, result.calls):
+    with counting(places_of(model) if places is None else places, result):
         out = (call or model)(**inputs)
     generator = torch.Generator().manual_seed(2)
     loss = torch.zeros(())
@@ -196,7 +207,8 @@ class Subject:
 
     def row(self, before: Run) -> dict[str, Any]:
         """Entries of a row: the check in float32, and if that is equal, in bfloat16."""
-        out = self.checked(before)
+        before = self.enlarged(before)
+        out = {"elements": self.largest(before), **self.checked(before)}
         if out["status"] != "equal":
             return out
         self.model._apply(narrowed)
@@ -209,6 +221,35 @@ class Subject:
         if found["status"] == "different":
             return {**out, **found, "reason": f"in bfloat16: {found['reason']}"}
         return {**out, "bfloat16": found["reason"] or "equal"}
+
+    def largest(self, run: Run) -> int:
+        """The size of the largest tensor that the functions returned."""
+        return max(run.elements.get(name, 0) for name in self.own)
+
+    def enlarged(self, before: Run) -> Run:
+        """Repeat the rows of the inputs until torch divides the rotated tensors among threads.
+
+        If the model does not take more rows, or differs from itself then, the inputs stay, and the old run is
+        returned.
+        """
+        if self.largest(before) > GRAIN:
+            return before
+        small, lengths = dict(self.inputs), set[int]()
+        mapped(lambda x: lengths.update(x.shape[:1]), small)
+        # Odd, so that two threads get different rows of two.
+        times = (GRAIN // max(1, self.largest(before)) + 1) | 1
+        # The rows are those of all tensors, or of the tensors of one length.
+        for alike in (lengths, *({n} for n in lengths)):
+            self.inputs.update(mapped(functools.partial(repeated, times, alike), small))
+            try:
+                found = self.again()
+                # Some sums of a model are not deterministic with more rows.
+                if self.largest(found) > GRAIN and difference(found, self.again()).none:
+                    return found
+            except Exception:  # noqa: BLE001 - the inputs do not fit together
+                continue
+        self.inputs.update(small)
+        return before
 
     def checked(self, before: Run) -> dict[str, Any]:
         """Check that `patch` changes no bit, that a fault would, and that `unpatch` undoes it."""
@@ -245,7 +286,7 @@ class Subject:
         fewer = any(after.calls[name] < before.calls[name] for name in self.own)
         if fewer and after.calls["tightrope"]:
             return ""
-        names = {name.partition("(")[0].partition(INLINE)[0] for name in replaced}
+        names = {name.partition("(")[0] for name in replaced}
         back = ", ".join(name for name in self.own if name in names)
         return f"the original served every call: {back}" if back else "nothing was replaced"
 
@@ -301,7 +342,7 @@ def spoilt(function: Callable[..., Any]) -> Callable[..., Any]:
 def faulty() -> Iterator[None]:
     """Plant a small error in every replacement of the models that are patched inside."""
     real, classes = _graft.replacement_of, _graft._classes
-    _graft.replacement_of = lambda swap: spoilt(real(swap))
+    _graft.replacement_of = lambda swap, recipe: spoilt(real(swap, recipe))
     _graft._classes = {}
     try:
         yield

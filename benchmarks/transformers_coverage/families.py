@@ -110,12 +110,12 @@ def music(maker: Any) -> dict[str, Any]:
 
 
 def molecules(maker: Any) -> dict[str, Any]:
-    """Two chains of six residues, with two atoms each."""
+    """Two chains of six residues, with 64 atoms each."""
     from transformers.models.esmfold2.modeling_esmfold2 import EsmFold2AtomInputs
 
     index = torch.arange(6).expand(2, -1)
     one = torch.zeros_like(index)
-    residue = index.repeat_interleave(2, dim=1)
+    residue = index.repeat_interleave(64, dim=1)
     return {
         "input_ids": maker.ids(6),
         "token_index": index,
@@ -126,11 +126,11 @@ def molecules(maker: Any) -> dict[str, Any]:
         "attention_mask": one == 0,
         "num_loops": 1,
         "atom_inputs": EsmFold2AtomInputs(
-            ref_pos=maker.normal(2, 12, 3),
-            ref_charge=maker.normal(2, 12),
+            ref_pos=maker.normal(2, 384, 3),
+            ref_charge=maker.normal(2, 384),
             atom_attention_mask=residue >= 0,
             ref_element=residue + 6,
-            ref_atom_name_chars=torch.arange(4).expand(2, 12, 4),
+            ref_atom_name_chars=torch.arange(4).expand(2, 384, 4),
             ref_space_uid=residue,
             atom_to_token=residue,
         ),
@@ -142,7 +142,7 @@ def one_image(maker: Any) -> dict[str, Any]:
 
     The gradient of the table would be summed over the images in another order.
     """
-    return {"pixel_values": maker.normal(1, 3, 32, 32)}
+    return {"pixel_values": maker.normal(1, 3, 184, 184)}
 
 
 def wide_images(maker: Any) -> dict[str, Any]:
@@ -230,8 +230,21 @@ CLVP = {"hidden_size": 128, "projection_dim": 128, "intermediate_size": 96}
 DOTS = {
     "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 24,
     "swa_kv_lora_rank": 32, "swa_head_dim": 32, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16,
-    "rope_parameters": None, "index_topk": 4, "index_head_dim": 16,
+    "rope_parameters": None, "index_topk": 4,
 }  # fmt: skip
+GRANITE_TILES = {
+    "downsample_rate": "1/2",
+    "deepstack_layer_map": [(-1, 0)],
+    "image_grid_pinpoints": [[32, 64]],
+}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": "rope"}
+KEYPOINTS = {"keypoint_decoder_dim": 65, "encoder_hidden_sizes": [8, 8, 8, 64]}
+STAGES = {
+    "stage_num_blocks": [1, 1, 1, 1],
+    "out_features": [16, 16, 32, 64],
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+}
 OMNI_START = {"vision_start_token_id": 230, "vision_end_token_id": 231}
 PROJECTED = {"out_hidden_size": 256, "projector_hidden_size": 64}
 T5GEMMA = {"dropout_rate": 0.0}
@@ -245,16 +258,18 @@ VIT = {
     "model_type": "vit", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
     "intermediate_size": 48, "image_size": 32, "patch_size": 8, "num_labels": 32,
 }  # fmt: skip
-MEMORY = {
-    "memory_attention_hidden_size": 64, "memory_attention_rope_feat_sizes": [6, 4],
-    "memory_attention_feed_forward_hidden_size": 48, "memory_attention_mlp_hidden_size": 48,
-}  # fmt: skip
+MEMORY = {"memory_attention_rope_feat_sizes": [24, 22]}
 PE_ENCODER = {
     "audio_config": {"dac_config": DAC},
     "video_config": {"vision_config": VIT},
 }
 CODEC = {"encoder_hidden_size": 4, "quantization_dim": 128}
-BIGVGAN = {"mel_dim": 16, "upsample_initial_channel": 64}
+BIGVGAN = {
+    "mel_dim": 16,
+    "upsample_initial_channel": 16,
+    "upsample_rates": (5, 3),
+    "upsample_kernel_sizes": (11, 7),
+}
 DIT = {
     "enc_channels": (16, 16, 16, 16, 48), "enc_dim": 16, "enc_emb_dim": 16, "emb_dim": 16, "mel_dim": 16,
     "num_embeds": 64, "block_size": 8,
@@ -271,13 +286,8 @@ FAMILIES: dict[str, Family] = {
     "jamba": Family({"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8}),
     "bamba": Family({**MAMBA, "attn_layer_indices": [1]}),
     "recurrent_gemma": Family({"num_hidden_layers": 3}),
-    "granitemoehybrid": Family(
-        {
-            **MAMBA,
-            "layer_types": ["linear_attention", "full_attention"],
-            "position_embedding_type": "rope",
-        }
-    ),
+    "falcon_h1": Family({**MAMBA, "mamba_d_ssm": 128}),
+    "granitemoehybrid": Family({**MAMBA, **HYBRID}),
     "chameleon": Family({"vocabulary_map": CODES, "vq_config": VQ}, without=("pixel_values",)),
     "emu3": Family(
         {"vocabulary_map": VISUAL, "vq_config": VQ}, without=("pixel_values", "image_sizes")
@@ -314,13 +324,14 @@ FAMILIES: dict[str, Family] = {
     "dots3_note_text": Family(DOTS),
     "dots3_note": Family({"text_config": DOTS}, without=AUDIO),
     "hunyuan_vl": Family(grids=((1, 4, 6), (1, 4, 6))),
-    "bailing_hybrid": Family({"num_expert_group": 1, "topk_group": 1}),
+    # Many channels, as the model's gradients of many rows are not deterministic on several threads.
+    "bailing_hybrid": Family({"qk_rope_head_dim": 80}, lambda m: {"input_ids": m.ids(60)}),
     "muse_glimmer": Family(PROJECTED),
     "muse_spark": Family({**PROJECTED, "audio_config": MUSE_AUDIO}),
     "mllama": Family({"vision_config": {"vision_output_dim": 128}}, inputs=tiles),
     "mllama_vision_model": Family(inputs=tiles),
     "lightglue": Family(
-        {"keypoint_detector_config": {"keypoint_decoder_dim": 65}},
+        {"keypoint_detector_config": KEYPOINTS},
         inputs=lambda m: {"pixel_values": m.normal(2, 2, 3, 64, 64)},
     ),
     "qwen2_5_omni_thinker": Family(OMNI_START),
@@ -331,8 +342,6 @@ FAMILIES: dict[str, Family] = {
     "qwen4_exp_text": Family(
         INDEXER
     ),
-    "t5gemma2_text": Family(T5GEMMA),
-    "t5gemma2_encoder": Family({"text_config": T5GEMMA}),
     "llama4_vision_model": Family({"intermediate_size": 256, "hidden_size": 64}),
     "llama4": Family({"vision_config": {"intermediate_size": 256}}),
     "gemma4_vision": Family(inputs=patches_with_places),
@@ -355,14 +364,7 @@ FAMILIES: dict[str, Family] = {
             "pixel_attention_mask": torch.ones(2, 1, dtype=torch.bool),
         }
     ),
-    "granite4_vision": Family(
-        {
-            "downsample_rate": "1/2",
-            "deepstack_layer_map": [(-1, 0)],
-            "image_grid_pinpoints": [[32, 64]],
-        },
-        wide_images,
-    ),
+    "granite4_vision": Family(GRANITE_TILES, wide_images),
     "csm": Family(without=("input_values",)),
     "molmo2": Family(without=("pixel_values",)),
     "molmo2_vision": Family(
@@ -389,16 +391,7 @@ FAMILIES: dict[str, Family] = {
          "use_mem_rope": True, "n_mamba_heads": 8, "mamba_d_state": 16, "chunk_size": 8}
     ),
     "beam": Family({"rope_parameters": {"full_attention": TEXT_ROPE, "sliding_attention": TEXT_ROPE}}),
-    "efficientloftr": Family(
-        {
-            "stage_num_blocks": [1, 1, 1, 1],
-            "out_features": [16, 16, 32, 64],
-            "hidden_size": 64,
-            "num_attention_heads": 8,
-        },
-        matched,
-        part="local_feature_transformer",
-    ),
+    "efficientloftr": Family(STAGES, matched, part="local_feature_transformer"),
     "vjepa2": Family({"crop_size": 32, "frames_per_clip": 4}),
     "pe_audio_video": Family(
         {"audio_video_config": PE_ENCODER}, lambda m: {**one_channel(m), **pixel_videos(m)}
@@ -406,8 +399,10 @@ FAMILIES: dict[str, Family] = {
     "musicflamingo": Family({"audio_config": {"max_source_positions": 32}}, music),
     "glmasr": Family({"audio_config": {"intermediate_size": 256}}),
     "moonshine_streaming": Family({"num_key_value_heads": 4}),
+    "t5gemma2_text": Family(T5GEMMA),
+    "t5gemma2_encoder": Family({"text_config": T5GEMMA}),
     "t5gemma2_decoder": Family(
-        T5GEMMA, inputs=lambda m: {"encoder_hidden_states": m.normal(2, 14, 64)}
+        T5GEMMA, lambda m: {"encoder_hidden_states": m.normal(2, 14, 64)}
     ),
     "voxtral_realtime_text": Family(inputs=lambda m: {"t_cond": m.normal(1, 1, 64)}),
     "voxtral_realtime": Family(inputs=lambda m: {"input_features": m.normal(2, 16, 112)}),
@@ -422,14 +417,11 @@ FAMILIES: dict[str, Family] = {
     "pe_audio_encoder": Family({"dac_config": DAC}, one_channel),
     "pe_video": Family({"video_config": {"vision_config": VIT}}, pixel_videos),
     "pe_video_encoder": Family({"vision_config": VIT}, pixel_videos),
-    "pe_audio_video_encoder": Family(
-        PE_ENCODER,
-        lambda m: {**one_channel(m), **pixel_videos(m)},
-    ),
+    "pe_audio_video_encoder": Family(PE_ENCODER, lambda m: {**one_channel(m), **pixel_videos(m)}),
     "neucodec": Family(CODEC, codec_rows, without=("input_features_mask", "padding_mask")),
     "xcodec2": Family(CODEC, codec_rows, without=("input_features_mask", "padding_mask")),
     "sam2_video": Family(MEMORY, memory, part="memory_attention"),
-    "sam3_tracker_video": Family({**MEMORY, "image_size": 48}, memory, part="memory_attention"),
+    "sam3_tracker_video": Family({**MEMORY, "image_size": 184}, memory, part="memory_attention"),
     "edgetam_video": Family(
         {**MEMORY, "memory_attention_rope_k_sizes": [4, 4]}, pooled_memory, part="memory_attention"
     ),
@@ -574,9 +566,10 @@ FAMILIES: dict[str, Family] = {
         lambda m: {"hidden_states": m.normal(2, 64, 4, 4)},
         model="Sapiens2ForSemanticSegmentation", part="decode_head", whole="sapiens2",
     ),
-    "mlcd": Family(inputs=one_image),
-    "mlcd_vision_model": Family(inputs=one_image),
+    "mlcd": Family({"image_size": 184}, one_image),
+    "mlcd_vision_model": Family({"image_size": 184}, one_image),
     "t5_gemma_module": Family(T5GEMMA, model="T5GemmaEncoder"),
+    "gemma3n_text": Family({"intermediate_size": 48}),
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -186,13 +187,10 @@ class Maker:
 
     def frames_first(self) -> bool:
         """Return True if features are (frames, bins)."""
-        name = self.config.model_type
-        return any(k in name for k in FRAMES_FIRST)
+        return bool(FRAMES_FIRST.search(self.config.model_type))
 
 
-FRAMES_FIRST = (
-    "lasr", "parakeet", "nemotron", "nemo_", "wav2vec2", "seamless", "gemma", "phi4", "fastspeech",
-)  # fmt: skip
+FRAMES_FIRST = re.compile("lasr|parakeet|nemotron|nemo_|wav2vec2|seamless|gemma|phi4|fastspeech")
 
 # (value in `mm_token_type_ids`, settings with the token id, method that makes features, its inputs).
 PLACEHOLDERS = (

@@ -16,6 +16,7 @@ The status of a row is:
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
 import sys
 import warnings
@@ -24,10 +25,10 @@ from typing import Any
 
 from .catalogue import ModelType, catalogue
 
-# Threads that torch computes on. With several, more complex products run the original.
-THREADS = 1
-# Time limit of one model in seconds; the slowest model takes a tenth of it on one core.
-SECONDS = 40
+# Threads that torch computes on.
+THREADS = 2
+# Time limit of one model in seconds.
+SECONDS = 200
 
 
 def blank(model_type: ModelType) -> dict[str, Any]:
@@ -89,6 +90,8 @@ class Worker:
         If the process ends or exceeds the time limit, the row is blank except for the reason.
         """
         if self.process is None:
+            # Threads that wait actively take a busy machine's cores from each other.
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             context = multiprocessing.get_context("spawn")
             self.pipe, other = context.Pipe()
             self.process = context.Process(target=work, args=(other,), daemon=True)

@@ -6,8 +6,7 @@ from collections import Counter
 from typing import Any
 
 from ..pages import table
-from . import inputs
-from .functions import CHANNELS, HEADS, ROWS, TOKENS
+from .comparing import GRAIN
 
 Row = dict[str, Any]
 
@@ -49,12 +48,12 @@ def page(data: dict[str, Any]) -> str:
         f"Written by `python -m benchmarks.transformers_coverage` with transformers "
         f"{data['transformers']} and torch {data['torch']}, on a CPU, with "
         f"{threads(data['threads'])}; the numbers are in `benchmarks/results/transformers-coverage.json`. "
-        "Tensors are small; what is different on several threads, for larger tensors and on GPUs is in "
+        "What is different on other numbers of threads and on GPUs is in "
         "[Models of any library](models.md#threads-and-sizes).",
         "",
     ]
     if rows := data.get("functions"):
-        lines += _functions(rows)
+        lines += _functions(rows, data["shapes"])
     if rows := data.get("models"):
         lines += _models(rows)
     return "\n".join(lines).rstrip() + "\n"
@@ -65,28 +64,40 @@ def threads(count: int) -> str:
     return f"{count} thread{'s' * (count != 1)} of torch"
 
 
-def _functions(rows: list[Row]) -> list[str]:
+def shapes(each: list[list[int]], rows: list[Row]) -> str:
+    """The shapes with which functions were called, and in how many functions the original served some."""
+    texts = " or ".join(" × ".join(map(str, shape)) for shape in each)
+    back = sum(min(row["served"]) < 2 for row in rows if row.get("served"))
+    words = f", some of which the original rotated in {back} functions" if back else ""
+    return f"tensors of {texts} (rows × tokens × heads × channels){words}"
+
+
+def divided(rows: list[Row]) -> str:
+    """A sentence on the rows whose tensors torch divides among threads; empty if sizes are not known."""
+    count = sum(row.get("elements", 0) > GRAIN for row in rows)
+    return (
+        f" In {count} of the {len(rows)}, the largest rotated tensor has more than {GRAIN:,} elements, or pairs "
+        "of channels where numbers are complex, so that torch divides operations on it among its threads."
+        if any("elements" in row for row in rows)
+        else ""
+    )
+
+
+def _functions(rows: list[Row], sizes: list[list[int]]) -> list[str]:
     files = file_status(rows)
     equal = sum(status == "equal" for status in files.values())
     lines = [
         "## Functions",
         "",
         f"{len(rows)} rotary functions and methods in {len(files)} modeling files, each called by itself, "
-        f"the original against its replacement, with {ROWS} rows of {TOKENS} tokens and {HEADS} heads of "
-        f"{CHANNELS} channels. In "
+        f"the original against its replacement, with {shapes(sizes, rows)}. In "
         f"{equal} files all of them are recognised and replaced, and no bit of a result or gradient changes, "
         "in float32 and in bfloat16.",
         "",
     ]
-    found = []
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["status"] == "equal":
-            groups.setdefault(row["recognised"] or row["reason"], []).append(row)
-    for text, group in sorted(groups.items(), key=lambda item: -len(item[1])):
-        found.append([text, str(len(group))])
+    found = Counter(r["recognised"] or r["reason"] for r in rows if r["status"] == "equal")
     lines += [
-        *table(["recognised as", "functions"], found),
+        *table(["recognised as", "functions"], ([text, str(n)] for text, n in found.most_common())),
         "",
         "Left unchanged:",
         "",
@@ -109,10 +120,10 @@ def _models(rows: list[Row]) -> list[str]:
     lines = [
         "## Models",
         "",
-        f"{len(rows)} model types, a small random model of each, with {inputs.BATCH} rows of "
-        f"{inputs.TOKENS} tokens, or a small image, video or sound, in float32 and in bfloat16, forward and "
+        f"{len(rows)} model types, a small random model of each, with rows of tokens or with small images, "
+        "videos or sounds, in float32 and in bfloat16, forward and "
         f"backward before and after `patch(model)`. {still} types do not rotate; of the other "
-        f"{len(rows) - still}, {len(equal)} are equal:",
+        f"{len(rows) - still}, {len(equal)} are equal.{divided(equal)}",
         "",
         *table(
             ["", "types", ""],

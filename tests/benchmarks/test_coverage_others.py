@@ -71,14 +71,13 @@ def test_rows_that_are_not_equal_have_a_reason_and_no_place_of_a_machine() -> No
 
 
 def test_the_number_of_threads_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is that of the run, and on the page; the committed numbers are of one thread."""
+    """It is that of the run, and on the page."""
     monkeypatch.setattr(functions, "run", lambda _: [])
     torch.set_num_threads(2)
     options = argparse.Namespace(functions=True, models=False, only="")
     data = command.measured(LIBRARIES[HERE[0]], {"threads": 1}, options)
     assert data["threads"] == 2
     assert "on a CPU, with 2 threads of torch." in report.section([data])
-    assert {each["threads"] for each in DATA if "torch" in each} == {1}
 
 
 def test_page_is_written_from_the_numbers() -> None:

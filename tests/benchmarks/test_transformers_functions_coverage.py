@@ -60,7 +60,7 @@ def plain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
     return x * cos + torch.cat((-x[..., 8:], x[..., :8]), -1) * sin
 
 
-def arguments(dtype: torch.dtype, table_dtype: torch.dtype) -> dict[str, Any]:
+def arguments(dtype: torch.dtype, table_dtype: torch.dtype, _: functions.Shape) -> dict[str, Any]:
     torch.manual_seed(0)
     return {
         "x": torch.randn(2, 4, 5, 16, dtype=dtype),

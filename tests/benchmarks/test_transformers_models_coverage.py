@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from collections import Counter
@@ -76,8 +77,14 @@ def test_patched_models_are_equal_and_their_rotations_were_served(
 def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
     """Change all replacements, and drop the cached classes."""
     real = _graft.replacement_of
+
+    def changed(*args: Any) -> Any:
+        made = real(*args)
+        other = change(made)
+        return functools.wraps(made)(lambda *a, **k: other(*a, **k))
+
     monkeypatch.setattr(_graft, "_classes", {})
-    monkeypatch.setattr(_graft, "replacement_of", lambda swap: change(real(swap)))
+    monkeypatch.setattr(_graft, "replacement_of", changed)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_vl", "dinov3_vit"])
@@ -265,7 +272,7 @@ def test_a_lost_process_is_a_row_and_the_run_goes_on(
     assert set(first.values()) == {"the process ended with exit code -9"}
     assert "| llama | the process ended with exit code -9 |" in page.read_text()
     assert json.loads(out.read_text())["threads"] == models.THREADS == torch.get_num_threads()
-    assert ", on a CPU, with 1 thread of torch; " in page.read_text()
+    assert ", on a CPU, with 2 threads of torch; " in page.read_text()
     monkeypatch.setattr(Lost, "ask", lambda _, t: {**models.blank(t), "reason": "again"})
     # Types in the file run again, except with --missing.
     assert run("--only", "^(llama|gptj)$", "--missing") == {**first, "gptj": "again"}

@@ -66,12 +66,18 @@ LAZY: dict[tuple[str, str], str] = {
         "ops.autograd",
         "ops.run",
     ): "the gradient of a rotation is a rotation, which runs like any other call",
+    (
+        "config.observed",
+        "integrations",
+    ): "integrations registers the function that runs a small model, and few configurations need it",
 }
 
 # Modules that import by a computed name -> why, and why this respects the ranks.
 DYNAMIC: dict[str, str] = {
     "integrations._graft": "the module of a model's rotary function, which a pickled "
     "model names; it is never one of ours",
+    "integrations._small_model": "the modeling file of a configuration class of transformers; it is never "
+    "one of ours",
 }
 
 

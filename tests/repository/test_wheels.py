@@ -18,6 +18,7 @@ NAMES = [
     "tightrope/__init__.py",
     "tightrope/_native.so",
     "tightrope/backends/cpu/native.py",
+    "tightrope/integrations/known.json",
     "tightrope/py.typed",
     "tightrope-0.3.0.dist-info/METADATA",
     "tightrope-0.3.0.dist-info/RECORD",
@@ -32,7 +33,9 @@ def test_a_good_wheel_has_no_fault() -> None:
     assert checks.of_names(NAMES) == []
 
 
-@pytest.mark.parametrize("name", ["tightrope/py.typed", "tightrope/_native.so"])
+@pytest.mark.parametrize(
+    "name", ["tightrope/py.typed", "tightrope/integrations/known.json", "tightrope/_native.so"]
+)
 def test_a_missing_file_is_found(name: str) -> None:
     assert checks.of_names([n for n in NAMES if n != name]) == [f"{name} is missing"]
 

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from tightrope.integrations import _candidate, _recognise, _run
+from tightrope.integrations import _bits, _candidate, _probe, _recognise, _replace
 from tightrope.integrations._recognise import Recognition, recognise
 
 # The modules that call `recognise` by this name for `patch`.
@@ -31,7 +31,15 @@ _CODE = {
     (name, attribute): value
     for name, module in list(sys.modules.items())
     if name.startswith(("tightrope.forms", "tightrope.ops", "tightrope.functional"))
-    or name in ("tightrope.channels", _recognise.__name__, _run.__name__, _candidate.__name__)
+    or name
+    in (
+        "tightrope.channels",
+        _recognise.__name__,
+        _probe.__name__,
+        _bits.__name__,
+        _replace.__name__,
+        _candidate.__name__,
+    )
     for attribute, value in vars(module).items()
     if isinstance(value, (FunctionType, type))
 }

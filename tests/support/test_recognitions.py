@@ -9,7 +9,7 @@ import torch
 
 from tests.support import recognitions
 from tests.support.recognitions import once
-from tightrope.integrations import _recognise, _run
+from tightrope.integrations import _recognise, _replace
 from tightrope.integrations._recognise import recognise
 
 
@@ -100,7 +100,7 @@ def test_what_could_change_unnoticed_is_recognised_again(asked: list[Any]) -> No
     assert len(asked) == 6
 
 
-@pytest.mark.parametrize(("module", "name"), [(_run, "fused"), (_recognise, "_bits")])
+@pytest.mark.parametrize(("module", "name"), [(_replace, "fused"), (_recognise, "bits_of")])
 def test_with_other_code_nothing_is_shared(
     module: Any, name: str, asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,9 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .._errors import bad_type, public
 from ..spec import RopeSpec
-from . import diffusers, files, formats, keys, timm
+from . import diffusers, files, formats, keys, observed, timm
 from .families import FAMILIES, SECTIONS, Family
 from .reading import read
 from .source import Source, Stated, fail
@@ -109,7 +111,21 @@ def source_of(config: object, section: str | None = None) -> Source:
                     f"section must be None for {source.name}, which has no sections, but got {section!r}"
                 )
             return source
-    return _section(values, section)
+    source = _section(values, section)
+    return replace(source, config=observed.object_of(_inner(config), source.prefix))
+
+
+def _inner(config: object) -> object:
+    """The configuration of a model; anything else unchanged."""
+    if not isinstance(config, torch.nn.Module) or hasattr(config, "register_to_config"):
+        return config  # diffusers' models are read with the name of their class
+    inner = getattr(config, "config", None)
+    if inner is None:
+        raise bad_type(
+            f"a model must have a config but {type(config).__name__} has none; pass the model of transformers or "
+            f"diffusers that it holds, or a config as a mapping, an object or a path"
+        )
+    return inner
 
 
 def _recorded(config: object) -> bool | None:
@@ -117,7 +133,7 @@ def _recorded(config: object) -> bool | None:
 
     A configuration of transformers names the folder that it was loaded from.
     """
-    where = config
+    where = config = _inner(config)
     if not isinstance(config, str | os.PathLike | Mapping):
         where = getattr(config, "name_or_path", None)
     if not isinstance(where, str | os.PathLike) or not os.fspath(where):
@@ -134,6 +150,7 @@ def _recorded(config: object) -> bool | None:
 
 def _load(config: object) -> Mapping[str, Any]:
     """The keys of a configuration given as a mapping, an object, a file or a folder."""
+    config = _inner(config)
     if isinstance(config, Mapping):
         return config
     if isinstance(config, str | os.PathLike):
@@ -145,7 +162,9 @@ def _load(config: object) -> Mapping[str, Any]:
     to_dict = getattr(config, "to_dict", None)
     values = to_dict() if callable(to_dict) else getattr(config, "__dict__", None)
     if isinstance(config, type) or not isinstance(values, Mapping):
-        raise bad_type(f"config must be a mapping, a config object or a path but got {config!r}")
+        raise bad_type(
+            f"config must be a mapping, a config object, a model or a path but got {config!r}"
+        )
     return values
 
 

@@ -46,7 +46,7 @@ def slice_of(
     """(head_dim, rotary_dim, start) and their sources."""
     family = source.family
     rope, nope = whole(source.outer(keys.ROPE_DIM)), whole(source.outer(keys.NOPE_DIM))
-    chosen = argument("rotary_dim", stated.rotary_dim, 1)
+    chosen = argument(stated, "rotary_dim", 1)
     last = family is not None and family.start == "last"
     if not last and (rope or nope or (family is not None and family.start == "nope")):
         return _latent_slice(source, part, rope, nope, stated)
@@ -91,14 +91,15 @@ def slice_of(
     ]
 
 
-def argument(name: str, value: int | None, least: int) -> list[Found]:
+def argument(stated: Stated, name: str, least: int) -> list[Found]:
     """An argument of from_config as if it were a key; empty for None."""
-    return [] if value is None else whole([(f"the argument {name}", value)], least=least)
+    value = getattr(stated, name)
+    return [] if value is None else whole([(stated.origin(name), value)], least=least)
 
 
 def _start(found: tuple[int, str], stated: Stated, settled: bool) -> tuple[int, str]:
     """The first channel that rotates; an argument must agree if keys or the family settle it."""
-    for path, given in argument("start", stated.start, 0):
+    for path, given in argument(stated, "start", 0):
         if not settled:
             return given, path
         if given != found[0]:
@@ -133,7 +134,7 @@ def _latent_slice(
     for path, value in whole(source.outer((*keys.HEAD_DIM, *keys.HEAD_DIM_ELSEWHERE))):
         if value not in (width, total):
             agreed("head_dim", [(path, value), both])
-    chosen = argument("rotary_dim", stated.rotary_dim, 1)
+    chosen = argument(stated, "rotary_dim", 1)
     agreed("rotary_dim", [rope[0], *whole(source.outer(keys.ROTARY_DIM)), *chosen])
     for path, fraction in _fractions(source, part, set()):
         if fraction != 1 and int(total * fraction) != width:
@@ -186,12 +187,13 @@ def _derived(source: Source) -> list[Found]:
     return whole([(path, hidden[1] // count[1])], _WIDEST)
 
 
-def pairing_of(source: Source, interleaved: bool | None) -> tuple[bool, str]:
+def pairing_of(source: Source, stated: Stated) -> tuple[bool, str]:
     """The pairing and its source: the argument, a conversion record, a key, or the family, in this order."""
+    interleaved = stated.interleaved
     if interleaved is not None:
         if not isinstance(interleaved, bool):
             raise bad_type(f"interleaved must be a bool or None but got {interleaved!r}")
-        return interleaved, "the argument interleaved"
+        return interleaved, stated.origin("interleaved")
     if source.recorded is not None:
         return source.recorded, f"the conversion record {RECORD}"
     got = stated_pairing(source)

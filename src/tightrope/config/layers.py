@@ -72,7 +72,10 @@ def parts_of(source: Source, stated: Stated) -> tuple[list[Part], Listed]:
         parts, layers = _LAYERS[rule](source, flat, layers)
     elif source.family is None and stated.rope_layers not in (None, "all"):
         types = with_attention(layers)
-        parts = [Part(name, flat, rope=_rotates(name, stated), why=_ARGUMENT) for name in types]
+        parts = [
+            Part(name, flat, rope=_rotates(name, stated), why=stated.origin("rope_layers"))
+            for name in types
+        ]
     else:
         parts = [Part(None, flat)]
     named = [part.name for part in parts if part.name is not None]
@@ -93,9 +96,6 @@ def rule_of(source: Source) -> str | None:
     general = ("no_rope_layers", "layer_rope_theta")
     stated = (rule for rule in general if any(map(source.values.get, keys.READ_BY_LAYERS[rule])))
     return next(stated, None)
-
-
-_ARGUMENT = "the argument rope_layers"
 
 
 def _rotates(name: str, stated: Stated) -> bool:
@@ -173,7 +173,7 @@ def _nested_parts(
             f"each layer type must have a rope section but the config has none for "
             f"{', '.join(missing)}{advice}"
         )
-    parts = [Part(name, {}, rope=False, why=_ARGUMENT) for name in still]
+    parts = [Part(name, {}, rope=False, why=stated.origin("rope_layers")) for name in still]
     for name, entries in nested.items():
         if entries is None:
             parts.append(Part(name, {}, rope=False))

@@ -64,7 +64,7 @@ def _about_slice(source: Source, parts: list[Part], stated: Stated) -> list[Ques
     if dims:
         advice = f"start=0 if the first {dims[0]} channels of a head rotate, or the first that does"
         return [("the first channel that rotates", advice, [{"start": 0}])]
-    start = argument("start", stated.start, 0)
+    start = argument(stated, "start", 0)
     skipped = start[0][1] if start else 0
     rest = {name: max((width - skipped) // 2 * 2, 2) for name, width in widths.items()}
     (count, *_) = rest.values()

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Mapping
 from .._errors import outside, sentence
 from ..frequencies import LONGEST, NTK, YaRN
 from ..spec import RopeSpec
-from . import keys
+from . import keys, observed
 from .heads import axes_of, base_of, pairing_of, slice_of
 from .layers import Listed, parts_of, rule_of, with_attention
 from .questions import questions, sentence_of
@@ -38,8 +38,14 @@ def read(source: Source, stated: Stated) -> Provenance:
         parts = _of_type(parts, layers, stated.layer_type)
     asked, answers = questions(source, parts, layers, stated)
     if asked:
-        for answer in answers:
-            read(source, answer)  # first, an error that no answer would mend
+        names = {name for *_, examples in asked for one in examples for name in one}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of unknown keys: each has had its warning
+            for answer in answers:
+                read(source, answer)  # first, an error that no answer would mend
+            found = observed.answer(source, stated, names, read)
+            if found is not None:
+                return read(source, found)
         fail(sentence_of(source, asked, answers))
     made: dict[str | None, RopeSpec | None] = {}
     rows: list[Row] = []
@@ -87,7 +93,7 @@ def _one(source: Source, part: Part, stated: Stated) -> tuple[RopeSpec, list[Fac
     base, base_from = base_of(source, part)
     slice_, facts = slice_of(source, part, rule, stated)
     head_dim, rotary_dim, start = slice_
-    pairs, pairs_from = pairing_of(source, stated.interleaved)
+    pairs, pairs_from = pairing_of(source, stated)
     # The slice must fit before axes are made.
     spec = RopeSpec(head_dim, base, rotary_dim, start, pairs)
     scaling, scaling_facts = scaling_of(source, part, rule)

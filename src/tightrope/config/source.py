@@ -34,6 +34,11 @@ class Stated:
     rotary_dim: int | None = None
     start: int | None = None
     rope_layers: str | Collection[str] | None = None
+    found: tuple[tuple[str, str], ...] = ()  # (argument that the caller did not give, its source)
+
+    def origin(self, name: str) -> str:
+        """The source of an argument."""
+        return dict(self.found).get(name, f"the argument {name}")
 
     def __post_init__(self) -> None:
         given = self.rope_layers
@@ -61,6 +66,7 @@ class Source:
         knows: what the format determines even if the family is unknown: ``"slice"``, all channels
             without a key for a part; ``"start"``, the first channel; ``"layers"``, all of them.
         recorded: the pairing in the conversion record beside the file, if there is one.
+        config: the configuration object, if its class is one of transformers' own.
     """
 
     values: Mapping[str, Any]
@@ -72,6 +78,7 @@ class Source:
     unread: Mapping[str, Any] = field(default_factory=dict)
     knows: frozenset[str] = frozenset()
     recorded: bool | None = None
+    config: object = None
 
     def shown(self, path: str) -> str:
         """The name of a path in the user's file."""

@@ -28,9 +28,8 @@ class Form:
         widths: how cos/sin may hold the entry of each pair, likeliest first.
         narrow: whether tables may have a 16-bit dtype.
         unit: whether cos² + sin² must be 1, because the form cannot express other values.
-        lanes: the operator's result is bitwise equal to the function's only if the number of pairs
-            is a multiple of this, as torch rounds complex products differently at the end of a
-            vector.
+        is_complex: whether the function multiplies complex numbers. torch rounds these products differently at
+            the end of a vector.
         flat: whether x is (batch, seq, heads * dim); only a method knows how to split it.
         grids: whether the tables of tokens are put together from those of the axes of a grid, so that
             ``build`` can express only such tables. It takes the nearest in three rows or more.
@@ -45,7 +44,7 @@ class Form:
     widths: tuple[str, ...] = tuple(WIDTHS)
     narrow: bool = True
     unit: bool = False
-    lanes: int = 1
+    is_complex: bool = False
     flat: bool = False
     grids: bool = False
 
@@ -180,7 +179,7 @@ FORMS: dict[str, Form] = {
             *("one complex table", ("cis",), (_COMPLEX,), _complex_parts),
             widths=("half",),
             narrow=False,
-            lanes=8,
+            is_complex=True,
         ),
         Form("a tuple of cosines and sines", ("pair",), ("(cos, sin)",), _pair),
         Form("a tuple of sines and cosines", ("reversed_pair",), ("(sin, cos)",), _reversed_pair),

@@ -36,7 +36,8 @@ class Rotation:
         out: the pairing in whose order the rotated channels are returned.
         reading: a key of READINGS.
         slice: the rotated channels: "first", "last", or "whole" if all channels must be rotated.
-        sign: 1, or −1 for a rotation by the negative angles.
+        sign: 1; −1 for a rotation by the negative angles; 0 if the entries of the sines for u, the first channel
+            of each pair, are those of −sin.
     """
 
     pairs: str
@@ -94,16 +95,18 @@ class Rotation:
                 "half": "cos/sin of half width",
             }[self.reading]
         )
-        if self.sign < 0:
-            words.append("negative angles")
+        if self.sign != 1:
+            words.append("negative angles" if self.sign else "sines of u negated")
         return ", ".join(words)
 
 
 def candidates() -> Iterator[Rotation]:
     """Yield every rotation that a function is compared with."""
     orders = (HALF, INTERLEAVED)
-    for values in product(orders, orders, READINGS, ("first", "last"), (1, -1)):
-        yield Rotation(*values)
+    for values in product(orders, orders, READINGS, ("first", "last"), (1, -1, 0)):
+        rotation = Rotation(*values)
+        if rotation.sign or rotation.aligned:
+            yield rotation
 
 
 def entries(table: torch.Tensor, reading: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,7 +139,7 @@ def plain(
     part = x[..., start : start + 2 * count]
     u, v = split_pairs(part, rotation.pairs == INTERLEAVED)
     (c_u, c_v), (s_u, s_v) = both_entries(cos, sin, rotation.reading)
-    if rotation.sign < 0:
-        s_u, s_v = -s_u, -s_v
+    s_u = s_u if rotation.sign > 0 else -s_u
+    s_v = -s_v if rotation.sign < 0 else s_v
     turned = join_pairs(u * c_u - v * s_u, v * c_v + u * s_v, rotation.out == INTERLEAVED)
     return torch.cat((x[..., :start], turned, x[..., start + 2 * count :]), dim=-1)

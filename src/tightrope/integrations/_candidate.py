@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 
-from ..forms import COS_SIN, Call, Rotation
+from ..forms import COS_SIN, FORMS, Argument, Call, Rotation
 
 # The end of the description of a rotation whose bits are those of the function.
 TO_THE_BIT = "to the bit"
@@ -36,9 +37,20 @@ class Bits(NamedTuple):
     cast: str = ""
     by_batch: bool = False
 
+    @classmethod
+    def of(cls, rounding: Sequence[str], dense: Sequence[Sequence[bool]], *others: Any) -> Bits:
+        """Make the choices from lists, as JSON has them."""
+        forward, backward = rounding
+        return cls((forward, backward), tuple((y, grad) for y, grad in dense), *others)
+
     def strides(self, which: int) -> tuple[bool, bool]:
         """Return ``dense`` of one tensor."""
         return self.dense[which] if self.dense else (False, False)
+
+
+def _dtype(name: str) -> Any:
+    """The dtype of a name such as "torch.float32"; other texts themselves."""
+    return getattr(torch, name.removeprefix("torch.")) if name.startswith("torch.") else name
 
 
 def same(one: Any, other: Any) -> bool:
@@ -88,7 +100,7 @@ class Candidate:
             operator can equal the original bit for bit, with these choices.
         channels_first: whether the last two dimensions of x are (dim, seq) instead of (seq, dim).
         constants: keyword arguments that select this rotation among several of the function.
-        folds: whether x may have six dimensions, and tables of six that vary along one of them.
+        calls: for a method, the methods of its class that it calls.
     """
 
     call: Call
@@ -105,18 +117,57 @@ class Candidate:
     bits: tuple[tuple[torch.dtype, torch.dtype, Bits], ...] = ()
     channels_first: bool = False
     constants: tuple[tuple[str, Any], ...] = ()
-    folds: bool = False
+    calls: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The candidate as plain data, for JSON; :meth:`from_dict` is the inverse."""
+        call = self.call
+        return {
+            **{each.name: getattr(self, each.name) for each in fields(self)},
+            "call": [call.form.name, call.arguments, call.method],
+            "rotation": astuple(self.rotation),
+            "shapes": sorted(self.shapes, key=str),
+            "ones": sorted(self.ones),
+            "ignored": sorted(self.ignored),
+            "dtype": str(self.dtype),
+            "bits": [(str(x), str(table), bits) for x, table, bits in self.bits],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Candidate:
+        """Make a candidate from :meth:`to_dict`."""
+        form, arguments, method = values["call"]
+        return cls(
+            **{
+                **values,
+                "call": Call(FORMS[form], tuple(Argument(*each) for each in arguments), method),
+                "rotation": Rotation(*values["rotation"]),
+                "shapes": frozenset(map(tuple, values["shapes"])),
+                "ones": frozenset(values["ones"]),
+                "ignored": frozenset(values["ignored"]),
+                "dtype": _dtype(values["dtype"]),
+                "bits": tuple(
+                    (_dtype(x), _dtype(table), Bits.of(*bits)) for x, table, bits in values["bits"]
+                ),
+                "constants": tuple(map(tuple, values["constants"])),
+                "calls": tuple(values["calls"]),
+            }
+        )
 
     def bits_of(
-        self, dtype: torch.dtype, table_dtype: torch.dtype, needs_grad: bool, once: bool = False
+        self,
+        dtype: torch.dtype,
+        table_dtype: torch.dtype,
+        needs_grad: bool,
+        rounding: str = "model",
     ) -> Bits | None:
         """The choices with which the operator equals the original bit for bit; None if none does.
 
         Args:
-            once: whether results round once instead, whatever the bits of the original.
+            rounding: another rounding than "model" is used whatever the bits of the original.
         """
-        if once:
-            return Bits()
+        if rounding != "model":
+            return Bits((rounding, rounding))
         for x, table, bits in self.bits:
             if (x, table) == (dtype, table_dtype):
                 return None if needs_grad and not bits.gradients else bits
@@ -140,8 +191,6 @@ class Candidate:
             raise LookupError("shapes that were not tried")
         if len(x) == len(table) == 4 and self.ones & {"11sd", "1s1d"}:
             return None
-        if self.folds and len(x) == len(table) == 6 and given is None:
-            return None
         for dims, table_dims, value, place in self.shapes:
             if (len(x), len(table), given) == (dims, table_dims, value):
                 return place
@@ -156,11 +205,7 @@ class Candidate:
 
     def ranks(self) -> list[int]:
         """The ranks of x that were tried; see :meth:`place`."""
-        tried = (
-            {dims for dims, *_ in self.shapes}
-            | {4 for _ in self.ones}
-            | ({6} if self.folds else set())
-        )
+        tried = {dims for dims, *_ in self.shapes} | {4 for _ in self.ones}
         return sorted(rank - self.call.form.flat for rank in tried)
 
     def __str__(self) -> str:

@@ -21,8 +21,8 @@ import torch
 from ..forms import calls_of, signature, unwrapped
 from ._candidate import same
 from ._classes import base_of
-from ._inline import INLINE, codes as codes, could_rotate, function_of, inlined
-from ._libraries import is_helper
+from ._code import all_names, codes, every_name, global_names, may_rotate_in_body
+from ._libraries import is_helper, is_model_code
 
 #: Prefix of the names under which replacements are stored, next to the originals.
 PREFIX = "_tightrope_"
@@ -42,14 +42,14 @@ class Found:
 
     Attributes:
         module, name: the Python module and the name in it: "Class.method" for a method,
-            "Class.method.<locals>.function" for a function in its body,
-            "Class.method.<inline>.text" for an expression in its body.
+            "Class.method.<locals>.function" for a function in its body.
         value: the object with that name: a function, a static method, or a module that wraps a
             function.
         method: whether it takes self.
         likely: whether its name or parameters suggest a rotary function; others are tried too, but not
             reported if they are not recognised.
         constants: the keyword arguments that its callers pass as constants, one entry per combination.
+        owner: the class that defines a method.
         unseen: the reason why it cannot be tried, if it may rotate nevertheless.
     """
 
@@ -59,18 +59,8 @@ class Found:
     method: bool = False
     likely: bool = True
     constants: tuple[Constants, ...] = ((),)
+    owner: type | None = None
     unseen: str = ""
-
-
-@lru_cache(maxsize=4096)
-def global_names(code: CodeType) -> frozenset[str]:
-    """The globals that a code object and those nested in it read."""
-    return frozenset(
-        str(step.argval)
-        for each in codes(code)
-        for step in dis.get_instructions(each)
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    )
 
 
 def passes_on(method: FunctionType) -> bool:
@@ -111,17 +101,31 @@ def layers(function: FunctionType) -> Iterator[FunctionType]:
 def methods(cls: type) -> Iterator[tuple[type, str, Any, FunctionType]]:
     """Yield (defining class, name, attribute, plain function) of each method, in MRO order.
 
-    Methods of classes of torch, Python's builtins and this library are left out.
+    Methods of classes that hold no model code, such as those of torch and ``PreTrainedModel``, are left out.
     """
     seen: set[str] = set()
     for owner in cls.__mro__:
-        if is_foreign(owner.__module__):
+        if is_foreign(owner.__module__) or not is_model_code(owner.__module__):
             continue
         for name, value in vars(owner).items():
             function = unwrapped(value)
             if name not in seen and isinstance(function, FunctionType):
                 seen.add(name)
                 yield owner, name, value, function
+
+
+def own_methods(function: FunctionType, cls: type | None) -> dict[str, Any]:
+    """The methods of a class that a method of it names, and those that these name: name -> static attribute."""
+    found: dict[str, Any] = {}
+    pending = [function]
+    while pending and cls is not None:
+        for name in sorted(all_names(pending.pop().__code__) - found.keys()):
+            value = inspect.getattr_static(cls, name, None)
+            plain = value.__func__ if isinstance(value, staticmethod) else value
+            if isinstance(plain, FunctionType) and not is_foreign(plain.__module__):
+                found[name] = value
+                pending.append(plain)
+    return found
 
 
 def looks_rotary(name: str, value: Any) -> bool:
@@ -138,9 +142,12 @@ def looks_rotary(name: str, value: Any) -> bool:
 
 def may_rotate(name: str, value: Any) -> bool:
     """Return True if a function could take tensors and tables, or positions, by its parameters' names."""
-    if not _is_function(name, value):
-        return False
-    return any(call.form.takes_tables or call.makes_its_tables for call in calls_of(value))
+    return _is_function(name, value) and _takes_angles(value)
+
+
+@lru_cache(maxsize=4096)
+def _takes_angles(function: Any) -> bool:
+    return any(call.form.takes_tables or call.makes_its_tables for call in calls_of(function))
 
 
 def _is_function(name: str, value: Any) -> bool:
@@ -156,17 +163,21 @@ def is_rotary_method(name: str, value: Any) -> bool:
     return bool(_NAME.search(name)) and isinstance(unwrapped(value), FunctionType)
 
 
-def original_of(value: Any) -> Any:
-    """The value of a global before ``patch()`` replaced it."""
-    inner = value.__func__ if isinstance(value, staticmethod) else value
-    return getattr(inner, "_tightrope_original", value)
-
-
 def neighbours(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the globals that a function reads."""
-    for name in sorted(global_names(function.__code__)):
-        if name in function.__globals__:
-            yield name, original_of(function.__globals__[name])
+    """Yield (name, value) of the globals that a function reads and that can be model code."""
+    names, held = function.__globals__, []
+    for name in all_names(function.__code__) & names.keys():
+        value = names[name]
+        if isinstance(value, ModuleType):
+            if not is_foreign(value.__name__):
+                held.append(name)
+        elif isinstance(value, torch.jit.ScriptFunction) or (
+            callable(value) and not is_foreign(getattr(value, "__module__", ""))
+        ):
+            held.append(name)
+    if held:  # among them may be names of attributes
+        read = global_names(function.__code__)
+        yield from ((name, names[name]) for name in sorted(held) if name in read)
 
 
 _inner: dict[int, FunctionType] = {}
@@ -196,14 +207,19 @@ def imported(function: FunctionType) -> Iterator[tuple[str, ModuleType, Any]]:
     for source, level, name in _imports(function.__code__):
         module = _imported_module(source, level, function.__globals__)
         if module is not None and name in vars(module):
-            yield name, module, original_of(vars(module)[name])
+            yield name, module, vars(module)[name]
+
+
+_IMPORT = dis.opmap["IMPORT_NAME"]
 
 
 @lru_cache(maxsize=4096)
 def _imports(code: CodeType) -> tuple[tuple[str, object, str], ...]:
     """(Module, level, name) of each ``from module import name`` in a code object and those nested in it."""
-    found = []
+    found: list[tuple[str, object, str]] = []
     for each in codes(code):
+        if _IMPORT not in each.co_code[::2]:
+            continue
         steps = [step for step in dis.get_instructions(each) if step.opname != "EXTENDED_ARG"]
         source: tuple[str, object] = "", 0
         for i, step in enumerate(steps):
@@ -336,13 +352,13 @@ def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
     for owner, name, value, function in methods(cls):
         if name == "__init__":  # the functions that it reads are stored, not called
             continue
-        value = original_of(value)
         if is_rotary_method(name, value):
             found = Found(
                 owner.__module__,
                 f"{owner.__qualname__}.{name}",
                 value,
                 not isinstance(value, staticmethod),
+                owner=owner,
             )
             tried.add(id(function))
             yield found
@@ -356,7 +372,9 @@ def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
         seen.add(id(function))
         for layer in layers(function):
             seen.add(id(layer))
-            yield from _inline(layer, accepts, id(layer) in tried)
+            if id(layer) not in tried and may_rotate_in_body(layer):
+                home, name = layer.__module__, layer.__qualname__
+                yield Found(home, name, layer, unseen=BODY)
             yield from _unseen(layer)
             for name, value in _reached(layer):
                 likely = looks_rotary(name, value)
@@ -398,7 +416,7 @@ def attributes(module: torch.nn.Module) -> Iterator[Found]:
 
 def _unseen(function: FunctionType) -> Iterator[Found]:
     """Yield what a function names and may rotate with, although patch does not look into it."""
-    names = _every_name(function.__code__)
+    names = every_name(function.__code__)
     tables = all(any(word in name for name in names) for word in ("cos", "sin"))
     for name, value in neighbours(function):
         if isinstance(value, ModuleType) and not is_foreign(value.__name__):
@@ -412,7 +430,6 @@ def _unseen(function: FunctionType) -> Iterator[Found]:
 
 def _may_turn(name: str, value: Any, tables: bool) -> bool:
     """Return whether a value is called and may rotate; ``tables``: whether its caller names cos and sin."""
-    value = original_of(value)
     if isinstance(value, functools.partial):
         return _may_turn(name, value.func, tables)
     if isinstance(value, torch.jit.ScriptFunction):
@@ -424,7 +441,7 @@ def _may_turn(name: str, value: Any, tables: bool) -> bool:
     function: Any = unwrapped(value)
     if isinstance(function, FunctionType):
         own = not is_foreign(function.__module__)
-        return own and any(could_rotate(each, tables=tables) for each in layers(function))
+        return own and any(may_rotate_in_body(each, tables) for each in layers(function))
     return isinstance(function, BuiltinFunctionType) and bool(_TURNS.search(name))
 
 
@@ -432,47 +449,8 @@ def is_foreign(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _FOREIGN
 
 
-@lru_cache(maxsize=4096)
-def _every_name(code: CodeType) -> frozenset[str]:
-    """All names in a code object and those nested in it: of variables, globals and attributes."""
-    return frozenset(n for c in codes(code) for n in (*c.co_names, *c.co_varnames, *c.co_freevars))
-
-
-# Most expressions that are tried in the body of one function.
-_TRIES = 32
-
-
-def _inline(
-    function: FunctionType, accepts: Callable[[Found], bool], known: bool
-) -> Iterator[Found]:
-    """Yield the expressions in the body of a function that are recognised, and the function if it has others.
-
-    Args:
-        known: whether the function is in the report anyway.
-    """
-    found: dict[str, Found] = {}
-    tries = itertools.count()
-
-    def tried(text: str) -> str | None:
-        if next(tries) >= _TRIES:
-            return None
-        name = f"{function.__qualname__}{INLINE}{text}"
-        value = function_of(function.__globals__, text)
-        each = Found(function.__module__, name, value, likely=False)
-        if not accepts(each):
-            return None
-        found[text] = each
-        return PREFIX
-
-    inlined(function, tried)
-    yield from found.values()
-    if not known and could_rotate(function, lambda text: PREFIX if text in found else None):
-        yield Found(function.__module__, function.__qualname__, function, unseen=BODY)
-
-
 def _has(module: str, name: str, value: Any) -> bool:
-    """Return whether a module has a value under a name, patched or not."""
-    return original_of(getattr(sys.modules.get(module), name, None)) is value
+    return getattr(sys.modules.get(module), name, None) is value
 
 
 def _reached(function: FunctionType) -> Iterator[tuple[str, Any]]:

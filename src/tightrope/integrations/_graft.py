@@ -4,6 +4,9 @@ Rotary functions are globals of a Python module that all models of a family shar
 them up by name. To change one model only, each class whose methods reach such a function gets a subclass
 with copies of these methods. The code of a copy names another global: the replacement, stored next to the
 original under a name of its own. All other globals are still shared with the original code.
+
+If other code replaces a rotary function later, the copies call the new one. If it replaces a method of
+which there is a copy, the copy raises an error, as it can no longer know what the method does.
 """
 
 from __future__ import annotations
@@ -11,108 +14,120 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import dis
+import functools
 import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from .._errors import sentence
 from ..forms import signature, unwrapped
-from . import _bound
-from ._candidate import Candidate
 from ._classes import MARK, Graft
-from ._exact import members_of
+from ._code import codes
 from ._find import (
     INNER,
     PREFIX,
+    Constants,
     Found,
-    codes,
     imported,
     inner_functions,
     is_near,
     layers,
     methods,
     neighbours,
-    original_of,
 )
-from ._inline import INLINE, function_of, inlined
-from ._recognise import recognise_member
-from ._run import replacement
+from ._recognise import recognise_member, to_the_bit
+from ._replace import replacement
+from ._tables import KEPT, members_of
 
 
-@dataclass(frozen=True)
-class Swap:
-    """One replacement as plain data, so that patched models can be pickled.
+class Swap(NamedTuple):
+    """One function to replace, as plain data, so that patched models can be pickled.
 
     Attributes:
         module, name: the Python module and the name in it: "Class.method" for a method,
-            "Class.method.<locals>.function" for a function in its body,
-            "Class.method.<inline>.text" for an expression in its body.
-        candidates, narrow, rounding: see :func:`._run.replacement`.
+            "Class.method.<locals>.function" for a function in its body.
+        constants: the keyword arguments with which it is recognised, one entry per combination.
     """
 
     module: str
     name: str
-    candidates: tuple[Candidate, ...]
-    narrow: bool = False
-    rounding: str = "model"
+    constants: tuple[Constants, ...] = ((),)
 
-    def original(self) -> Any:
-        """The unpatched object with this name."""
+    def found(self) -> tuple[Any, type | None]:
+        """The unpatched object with this name, and the class if it is a method that takes self."""
         value: Any = sys.modules.get(self.module) or importlib.import_module(self.module)
-        _, inline, text = self.name.partition(INLINE)
-        if inline:
-            return function_of(vars(value), text)
         outer, inner, name = self.name.partition(INNER)
         *owners, last = outer.split(".")
         for owner in owners:
             value = getattr(value, owner)
-        found = original_of(vars(value)[last])
+        found = vars(value)[last]
         if not inner:
-            return found
+            takes_self = isinstance(value, type) and not isinstance(found, staticmethod)
+            return found, value if takes_self else None
         outermost: Any = unwrapped(found)
         every = (f for layer in layers(outermost) for f in inner_functions(layer))
-        return next(f for f in every if f.__name__ == name)
+        return next(f for f in every if f.__name__ == name), None
+
+    def original(self) -> Any:
+        """The unpatched object with this name."""
+        return self.found()[0]
 
 
 def can_be_found(found: Found) -> bool:
     """Return whether the module and the name of a function lead back to it, as a swap needs."""
     try:
-        return Swap(found.module, found.name, ()).original() is found.value
+        return Swap(found.module, found.name).original() is found.value
     except (AttributeError, ImportError, KeyError, StopIteration):
         return False
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """The replacements in a class as plain data, so that patched models can be pickled.
 
     Attributes:
         swaps: the functions and methods to replace.
-        angles: whether forward returns the exact cosines and sines that an object stores.
+        rounding, narrow: see :func:`._replace.replacement`.
+        tables: whether forward returns the cosines and sines that :mod:`._tables` makes.
     """
 
     swaps: tuple[Swap, ...] = ()
-    angles: bool = False
+    rounding: str = "model"
+    narrow: bool = False
+    tables: bool = False
 
 
-_replacements: dict[Swap, Any] = {}
+_Read = list[tuple[Mapping[str, Any], str, Any]]
+# The replacement holds its original, so that no other object gets the same id.
+_replacements: dict[tuple[Swap, str, bool, int], Any] = {}
 # The class, and the globals and members from which it was made: (namespace, name, value).
-_classes: dict[tuple[type, Recipe], tuple[type, list[tuple[Mapping[str, Any], str, Any]]]] = {}
+_classes: dict[tuple[type, Recipe], tuple[type, _Read]] = {}
 
 
-def replacement_of(swap: Swap) -> Any:
-    """The replacement function of a swap, cached so that models share compiled code."""
-    original, known = swap.original(), _replacements.get(swap)
-    # A notebook may define the function again.
-    if known is None or known._tightrope_original is not original:
-        known = replacement(original, swap.candidates, swap.narrow, swap.rounding)
-        _replacements[swap] = known
+def replacement_of(swap: Swap, recipe: Recipe) -> Any:
+    """The replacement function of a swap, cached so that models share compiled code.
+
+    Raises:
+        LookupError: the function is not recognised.
+    """
+    original, owner = swap.found()
+    # A notebook may define the function again, and a tool may replace it for a while.
+    key = swap, recipe.rounding, recipe.narrow, id(original)
+    known = _replacements.get(key)
+    if known is None:
+        found = [recognise_member(original, owner, each) for each in swap.constants]
+        if recipe.rounding == "model":
+            found = [to_the_bit(each) for each in found]
+        candidates = [each.candidate for each in found if each.candidate is not None]
+        if len(candidates) < len(found):
+            raise LookupError(f"{swap.module}.{swap.name}")
+        known = replacement(original, candidates, recipe.narrow, recipe.rounding)
+        _replacements[key] = known
     return known
 
 
@@ -120,42 +135,62 @@ def grafted(base: type, recipe: Recipe) -> type:
     """The subclass for modules of a patched model; the base itself if nothing in it changes."""
     key = base, recipe
     known = _classes.get(key)
-    if known is None or any(names.get(name) is not value for names, name, value in known[1]):
+    if known is None or not _is_as_read(known[1]):
         known = _classes[key] = _make(base, recipe)
     return known[0]
 
 
-def calling(function: FunctionType, swaps: Iterable[Swap]) -> FunctionType | None:
+def copied(function: FunctionType, recipe: Recipe) -> FunctionType | None:
     """A copy of a function that calls the replacements; None if it reaches none of them."""
-    return _Copier(swaps).copy(function)
+    return _Copier(recipe, type(None)).copy(function)
 
 
 def apply(module: torch.nn.Module, cls: type) -> None:
-    """Change the class of a module and the bound methods that its attributes hold, also in wrappers."""
+    """Change the class of a module, and the bound methods that its attributes hold.
+
+    Hooks such as accelerate's keep the old ``forward`` in an attribute of the module and call it from there.
+    """
     old = type(module)
     if old is cls:
         return
-    _bound.rebind(module, old, cls)
+    names = [name for _owner, name, _attribute, _function in methods(old)]
+    for key, value in vars(module).items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            same = (name for name in names if getattr(old, name) is value.__func__)
+            if (name := next(same, None)) is not None:
+                vars(module)[key] = MethodType(getattr(cls, name), module)
     module.__class__ = cls
 
 
-def _make(base: type, recipe: Recipe) -> tuple[type, list[tuple[Mapping[str, Any], str, Any]]]:
-    originals = {id(swap.original()): swap for swap in recipe.swaps}
-    copier = _Copier(recipe.swaps)
+def hidden(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of the attributes that hide a method and are not known to call it."""
+    cls = type(module)
+    held = [v for v in vars(module).values() if isinstance(v, MethodType)]
+    kept = {v.__func__ for v in held if v.__self__ is module}
+    for _owner, name, _attribute, _function in methods(cls):
+        if name in vars(module) and getattr(cls, name) not in kept:
+            yield name, vars(module)[name]
+
+
+# --- the subclass ---------------------------------------------------------------------------------
+
+
+def _make(base: type, recipe: Recipe) -> tuple[type, _Read]:
+    copier = _Copier(recipe, base)
     members: dict[str, Any] = {}
     for owner, name, attribute, function in methods(base):
-        value = original_of(attribute)
-        swap = originals.get(id(value))
-        copier.read.append((vars(owner), name, attribute))
-        if swap is not None:
-            new = replacement_of(swap)
-            members[name] = staticmethod(new) if isinstance(value, staticmethod) else new
+        new = copier.replacements.get(id(attribute))
+        if new is not None:
+            copier.read.append((vars(owner), name, attribute))
+            site = copier.site(owner, name, attribute, new, new._tightrope_calls)
+            members[name] = staticmethod(site) if isinstance(attribute, staticmethod) else site
             continue
         copied = copier.copy(function)
         if copied is not None:
-            kind = type(value) if isinstance(value, (staticmethod, classmethod)) else None
+            copier.read.append((vars(owner), name, attribute))
+            kind = type(attribute) if isinstance(attribute, (staticmethod, classmethod)) else None
             members[name] = copied if kind is None else kind(copied)
-    if recipe.angles:
+    if recipe.tables:
         members |= members_of(base)
     if not members:
         return base, copier.read
@@ -167,6 +202,13 @@ def _make(base: type, recipe: Recipe) -> tuple[type, list[tuple[Mapping[str, Any
         MARK: Graft(base, recipe),
     }
     return _derived(base, members), copier.read
+
+
+def _is_as_read(read: _Read) -> bool:
+    for names, name, value in read:
+        if names.get(name) is not value:
+            return False
+    return True
 
 
 class _Silent:
@@ -194,6 +236,9 @@ def _derived(base: type, members: dict[str, Any]) -> type:
     return make(base.__name__, (base,), members)
 
 
+# --- pickles --------------------------------------------------------------------------------------
+
+
 def _reduce_ex(self: Any, protocol: Any) -> Any:
     """Pickle as an object of the base class; loading makes the subclass again."""
     cls: Any = next(each for each in type(self).__mro__ if MARK in vars(each))
@@ -201,53 +246,116 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
     made = super(cls, self).__reduce_ex__(protocol)
     if cls is not type(self) or isinstance(made, str) or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
         return made
-    return (_remake, (graft.base, graft.recipe, *made[1][1:]), *made[2:])
+    (swaps, *options), state = graft.recipe, made[2]
+    if isinstance(state, dict) and KEPT in state:
+        state = {**state, KEPT: state[KEPT].to_plain()}
+    functions = tuple(map(tuple, swaps))
+    return (new_patched, (graft.base, functions, *options, *made[1][1:]), state, *made[3:])
 
 
-def _remake(base: type, recipe: Recipe, *arguments: Any) -> Any:
-    changed = [swap for swap in recipe.swaps if not _is_as_pickled(swap)]
-    if changed:
-        names = ", ".join(f"{swap.module}.{swap.name}" for swap in changed)
+def new_patched(
+    base: type,
+    functions: tuple[tuple[Any, ...], ...],
+    rounding: str,
+    narrow: bool,
+    tables: bool,
+    *arguments: Any,
+) -> Any:
+    """Make an object of the patched subclass of a class, without data. Pickles of patched models call it.
+
+    The functions are recognised again. If one is not there or not recognised, the object is one of the base
+    class, and a warning names the function.
+
+    Args:
+        base: the class of the module.
+        functions: (module, name, constants) of each function to replace.
+        rounding, narrow, tables: how it is replaced.
+        arguments: those of ``base.__new__``.
+
+    >>> new_patched(torch.nn.Identity, (), "model", False, False).__class__
+    <class 'torch.nn.modules.linear.Identity'>
+    """
+    recipe = Recipe(tuple(Swap(*each) for each in functions), rounding, narrow, tables)
+    lost = []
+    for swap in recipe.swaps:
+        try:
+            replacement_of(swap, recipe)
+        except (AttributeError, ImportError, KeyError, LookupError, StopIteration):
+            lost.append(f"{swap.module}.{swap.name}")
+    if lost:
         warnings.warn(
-            f"this {base.__qualname__} is loaded or copied without its patch, because {names} is not the code "
-            "that the patch replaced; call tightrope.integrations.patch(model)",
+            f"this {base.__qualname__} is loaded or copied without its patch, because {', '.join(lost)} is not the "
+            "code that the patch replaced; call tightrope.integrations.patch(model)",
             stacklevel=2,
         )
-    cls = base if changed else grafted(base, recipe)
+    cls: Any = base if lost else grafted(base, recipe)
     return cls.__new__(cls, *arguments)
 
 
-def _is_as_pickled(swap: Swap) -> bool:
-    """Return whether the original is here and is still recognised as what its replacement computes."""
-    try:
-        original = swap.original()
-    except (AttributeError, ImportError, KeyError, StopIteration):
-        return False
-    known = _replacements.get(swap)
-    if known is not None and known._tightrope_original is original:
-        return True
-    found = [
-        recognise_member(original, candidate.call.method, candidate.constants)
-        for candidate in swap.candidates
-    ]
-    return tuple(each.candidate for each in found) == swap.candidates
+# Pickles name the public module.
+new_patched.__module__ = __package__
+
+
+# --- copies of methods ----------------------------------------------------------------------------
 
 
 class _Copier:
-    """Copy functions so that they call replacements; each function is copied once."""
+    """Copy functions so that they call replacements; each function is copied once.
 
-    def __init__(self, swaps: Iterable[Swap]) -> None:
-        self._replacements: dict[int, Any] = {}
-        # (module, name of the function) -> the texts and the replacements of expressions in its body.
-        self._inline: dict[tuple[str, str], dict[str, Any]] = {}
-        for swap in swaps:
-            new = self._replacements[id(swap.original())] = replacement_of(swap)
-            outer, inline, text = swap.name.partition(INLINE)
-            if inline:
-                self._inline.setdefault((swap.module, outer), {})[text] = new
+    Attributes:
+        replacements: id of an original -> its replacement.
+        read: (namespace, name, value) of what the copies replace and stand for.
+    """
+
+    def __init__(self, recipe: Recipe, base: type) -> None:
+        self.replacements = {id(s.original()): replacement_of(s, recipe) for s in recipe.swaps}
+        self.read: _Read = []
+        self._base = base
         self._copies: dict[int, FunctionType | None] = {}
-        # The globals that copies found other copies and replacements under.
-        self.read: list[tuple[Mapping[str, Any], str, Any]] = []
+
+    def site(
+        self,
+        holder: Any,
+        name: str,
+        original: Any,
+        new: Callable[..., Any],
+        calls: tuple[str, ...] = (),
+    ) -> Any:
+        """The function to call in place of another: its replacement, or the one that other code has put there since.
+
+        Args:
+            calls: the methods that a method calls; if its object has others, the original runs.
+        """
+        read, base, names = self.read, self._base, vars(holder)
+        for each in calls:
+            owner = next(cls for cls in base.__mro__ if each in vars(cls))
+            read.append((vars(owner), each, vars(owner)[each]))
+
+        def unchanged() -> bool:
+            return _is_as_read(read)
+
+        # Dynamo runs it while tracing and treats the result as a constant.
+        unchanged._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+        @functools.wraps(new)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if calls and not vars(args[0]).keys().isdisjoint(calls):
+                return original(*args, **kwargs)
+            if unchanged():
+                return new(*args, **kwargs)
+            now = names.get(name)
+            if now is not original:
+                return (now.__func__ if isinstance(now, staticmethod) else now)(*args, **kwargs)
+            changed = next(each for space, each, value in read if space.get(each) is not value)
+            raise RuntimeError(
+                sentence(
+                    "patch",
+                    f"{changed} was replaced after patch(model), and what patch made of {base.__qualname__} calls the "
+                    "old one; call patch(model) again",
+                )
+            )
+
+        return call
 
     def copy(self, function: FunctionType) -> FunctionType | None:
         """A copy that calls the replacements, or None if it reaches none."""
@@ -258,74 +366,73 @@ class _Copier:
             self._copies[id(function)] = self._copy(function)
         return self._copies[id(function)]
 
+    def _new(self, holder: Any, name: str, value: Any, function: FunctionType) -> Any:
+        """The function that a copy of a function calls in place of a value; None for the value itself."""
+        new = self.replacements.get(id(value))
+        if new is not None:
+            current = vars(holder)[name]
+            self.read.append((vars(holder), name, current))
+            return self.site(holder, name, current, new)
+        if is_near(value, function) and (copied := self.copy(value)) is not None:
+            self.read.append((vars(holder), name, vars(holder)[name]))
+            return copied
+        return None
+
     def _copy(self, function: FunctionType) -> FunctionType | None:
+        home: Any = sys.modules.get(function.__module__)
+        if home is None or vars(home) is not function.__globals__:
+            home = _Namespace(function.__globals__)
         names: dict[str, str] = {}
         for name, value in neighbours(function):
-            new = self._replacements.get(id(value))
-            if new is None and is_near(value, function):
-                new = self.copy(value)
-            if new is not None:
+            if (new := self._new(home, name, value, function)) is not None:
                 names[name] = _alias(function.__globals__, name, new)
-                self.read.append((function.__globals__, name, function.__globals__[name]))
         imports: dict[str, str] = {}
         for name, module, value in imported(function):
-            new = self._replacements.get(id(value))
-            if new is None and is_near(value, function):
-                new = self.copy(value)
-            if new is not None:
+            if (new := self._new(module, name, value, function)) is not None:
                 imports[name] = _alias(vars(module), name, new)
         stubs: dict[int, CodeType] = {}
         for each in inner_functions(function):
-            new = self._replacements.get(id(each))
-            if new is not None:
+            if (new := self.replacements.get(id(each))) is not None:
                 alias = _alias(function.__globals__, each.__name__, new)
                 stubs[id(each.__code__)] = _stub(each, alias)
-        cells = list(function.__closure__ or ())
-        inner = {}
-        for i, cell in enumerate(cells):
-            try:
-                value = cell.cell_contents
-            except ValueError:
-                continue
-            if isinstance(value, FunctionType):
-                new = self.copy(value)
-                if new is not None:
-                    inner[id(value)] = new
-                    cells[i] = CellType(new)
-        code = self._inlined(function)
-        if code is None and not names and not imports and not stubs and not inner:
+        cells, inner = self._cells(function)
+        if not names and not imports and not stubs and not inner:
             return None
         try:
-            code = _renamed(code or function.__code__, names, imports, stubs)
+            code = _renamed(function.__code__, names, imports, stubs)
         except NameError:  # an attribute has the name of a replaced function
             return None
+        closure = cells if function.__closure__ is not None else None
         copied = FunctionType(
-            code,
-            function.__globals__,
-            function.__name__,
-            function.__defaults__,
-            tuple(cells) if function.__closure__ is not None else None,
+            code, function.__globals__, function.__name__, function.__defaults__, closure
         )
         copied.__kwdefaults__ = function.__kwdefaults__
-        copied.__qualname__ = function.__qualname__
-        copied.__module__ = function.__module__
-        copied.__doc__ = function.__doc__
-        copied.__annotations__ = function.__annotations__
-        copied.__dict__.update(function.__dict__)
+        functools.update_wrapper(copied, function)
         wrapped = function.__dict__.get("__wrapped__")
-        if id(wrapped) in inner:
-            copied.__dict__["__wrapped__"] = inner[id(wrapped)]
+        copied.__dict__.pop("__wrapped__")
+        if wrapped is not None:
+            copied.__dict__["__wrapped__"] = inner.get(id(wrapped), wrapped)
         return copied
 
-    def _inlined(self, function: FunctionType) -> CodeType | None:
-        """The code of a function with calls in place of replaced expressions; None if it has none."""
-        mine = self._inline.get((function.__module__, function.__qualname__), {})
+    def _cells(
+        self, function: FunctionType
+    ) -> tuple[tuple[CellType, ...], dict[int, FunctionType]]:
+        """The closure of a copy, in which copies stand for the functions of decorators, and these copies."""
+        cells, inner = list(function.__closure__ or ()), {}
+        for i, cell in enumerate(cells):
+            with contextlib.suppress(ValueError):  # an empty cell
+                value = cell.cell_contents
+                if isinstance(value, FunctionType) and (new := self.copy(value)) is not None:
+                    inner[id(value)] = new
+                    cells[i] = CellType(new)
+        return tuple(cells), inner
 
-        def accepts(text: str) -> str | None:
-            names = function.__globals__
-            return _alias(names, "inline", mine[text]) if text in mine else None
 
-        return inlined(function, accepts) if mine else None
+class _Namespace:
+    """The globals of a function that are those of no imported module."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.__dict__ = names
 
 
 def _alias(names: dict[str, Any], name: str, value: Any) -> str:

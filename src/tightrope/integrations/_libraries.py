@@ -12,6 +12,11 @@ MODEL_CODE = {
 def is_helper(module: str | None, caller: str | None) -> bool:
     """Return True if a function of a module is model code of the same package as its caller."""
     package = (module or "").partition(".")[0]
-    if not package or package != (caller or "").partition(".")[0]:
-        return False
-    return any((module or "").startswith(each) for each in MODEL_CODE.get(package, (package,)))
+    same = bool(package) and package == (caller or "").partition(".")[0]
+    return same and is_model_code(module)
+
+
+def is_model_code(module: str | None) -> bool:
+    """Return True if a module may hold the code of models."""
+    name = module or ""
+    return name.startswith(MODEL_CODE.get(name.partition(".")[0], ("",)))

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import functools
+import inspect
+import warnings
+import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from types import FunctionType
 from typing import Any
 
 import torch
 
-from .._errors import OPERATION, bad_type, bad_value, public
-from ..forms import unwrapped
-from . import _bound, _exact, _find, _graft
-from ._candidate import Candidate
+from .. import stacks
+from .._errors import OPERATION, bad_type, bad_value, outside, public
+from . import _find, _graft, _tables
 from ._classes import MARK, base_of, core_of, derived, graft_of
-from ._find import PREFIX, Found
-from ._inline import INLINE, Accepts, could_rotate
-from ._readers import Readers, innermost, members_of
+from ._code import every_name
+from ._find import Constants, Found
+from ._probe import READS
 from ._recognise import Recognition, recognise_member, to_the_bit
-from ._run import ROUNDINGS
-from ._summary import Entry, Report, entry_of
+from ._report import Entry, Report, entry_of
 
-ANGLES = ("model", "exact")
+ANGLES, ROUNDINGS, STACKS = ("model", "exact"), ("model", "once"), ("vllm", "vllm-native", "sglang")
 _LOST = "it is not what its module has under its name, so a pickled model could not find it"
 _UNREACHED = "which patch does not see call it; call patch before you replace it"
 _ALL_MODELS = (
@@ -38,10 +38,16 @@ _NEEDED: Any = None
 # attributes that both had).
 PROCESSORS = "_tightrope_processors"
 
+_Results = list[tuple[Found, Constants, Recognition]]
+
 
 @public("patch")
 def patch(
-    model: torch.nn.Module = _NEEDED, *, angles: str = "model", rounding: str = "model"
+    model: torch.nn.Module = _NEEDED,
+    *,
+    angles: str = "model",
+    rounding: str = "model",
+    stack: str | None = None,
 ) -> Report:
     """Replace the rotary functions of a model with the fused operator.
 
@@ -51,91 +57,89 @@ def patch(
     are left unchanged and listed in the report. A replacement runs the operator, or the original
     function in the calls that the report names. Other models are not affected.
 
-    A module whose ``forward`` was replaced by a wrapper is patched if the wrapper can be seen to call the
-    old one: a closure, a partial function, an object or an attribute holds it. Other such modules are
-    left and listed. ``unpatch(model)`` undoes the patch; to see its report again, call ``patch`` again.
+    A module whose ``forward`` was replaced by a wrapper is patched if the module keeps the old ``forward``
+    in an attribute, as hooks of accelerate do. Other such modules are left and listed. ``unpatch(model)``
+    undoes the patch, and so does the end of a block ``with patch(model):``.
 
     Args:
         model: any Module, of any library, on any device including meta. It is required; for all models of
             transformers at once, call :func:`tightrope.integrations.transformers.patch` without one.
         angles: "model" keeps the cosines and sines that the model makes. "exact" uses this library's,
             which are exact at any position and computed in float32 (float64 for a float64 model);
-            only for modules that make them as those of transformers do, and only where no code that
-            reads them is seen that is not replaced.
+            only for modules that make them as those of transformers do.
         rounding: "model" keeps the bits of results and gradients: each function's own roundings are
             found by comparing bits on the CPU, and calls whose bits were not found to be equal run the
             original. "once" rounds results only when they are stored, which is more exact. With exact
             angles, which change bits anyway, results always round once.
+        stack: "vllm", "vllm-native" or "sglang": rotate as that server does, with its frequencies, tables
+            and roundings, forward and backward; see :mod:`tightrope.stacks`. For modules that make
+            cosines and sines as those of transformers do, from a configuration.
 
     Returns:
         A report with one entry per function (and combination of constants with which the model calls
-        it), with the calls in which the original still runs, and, with exact angles, one entry per class
-        that makes cosines and sines.
+        it), with the calls in which the original still runs, and, with exact angles or a stack, one entry
+        per class that makes cosines and sines.
 
     Raises:
         TypeError: model is not a Module.
-        ValueError: an unknown value of angles or rounding, or angles="exact" for a model in which other
-            code reads the cosines and sines; nothing is changed then.
+        ValueError: an unknown value of angles, rounding or stack; or exact angles or a stack for a model of
+            which a rotary function, or with a stack a module that makes tables, is not replaced. Nothing
+            is changed then.
 
     >>> from transformers import GPTNeoXConfig, GPTNeoXModel
     >>> model = GPTNeoXModel(GPTNeoXConfig(hidden_size=128, num_hidden_layers=1, vocab_size=9))
-    >>> [entry.name for entry in patch(model).replaced]
+    >>> with patch(model) as report:
+    ...     print([entry.name for entry in report.replaced])
     ['apply_rotary_pos_emb']
-    >>> unpatch(model)
     """
-    check(model, angles, rounding)
-    if angles == "exact":
-        rounding = "once"
+    check(model, angles, rounding, stack)
+    exchanged = angles == "exact" or stack is not None
+    if exchanged:
+        rounding = "once" if stack is None else stacks.get(stack).rounding[0]
     found = _found(model.modules(), rounding)
-    left = _left(model, _swaps(found, rounding), angles)
+    left = _left(model, _swaps(found), exchanged)
     if left:
         found = _found((module for module in model.modules() if module not in left), rounding)
-    exact = {
-        module: _exact.read(module)
-        for module in model.modules()
-        if angles == "exact" and module not in left and _exact.makes_angles(base_of(type(module)))
-    }
-    makers = {base_of(type(module)) for module, (made, _) in exact.items() if made is not None}
-    # Return float32 tables only if every function that reads them is replaced: a function that is
-    # left, or was not found, may rely on the dtype.
-    wide = (
-        bool(makers)
-        and _are_known(_readers_of(model, makers, found), makers)
-        and not left
-        and all(result for *_, result in found)
-    )
+    made: dict[torch.nn.Module, tuple[_tables.Made | None, str]] = {}
+    if exchanged:
+        makers = [m for m in model.modules() if _tables.makes_angles(base_of(type(m)))]
+        made = {module: _tables.read(module, stack) for module in makers if module not in left}
+        _check_consumers(model, found, made, stack)
     _undo(model)
-    swaps = _swaps(found, rounding, wide)
-    replaced = {(each.module, each.name) for each, _, result in found if result}
+    narrow = any(each is not None for each, _ in made.values())
+    swaps = _swaps(found)
     report = Report(
-        [
-            entry_of(each.module, each.name, result, rounding, constants)
-            for each, constants, result in found
-            if result or not _only_inline(each, replaced)
-        ]
+        [entry_of(f.module, f.name, result, rounding, constants) for f, constants, result in found],
+        _undo=functools.partial(_undo_if_alive, weakref.ref(model)),
     )
     lines: list[Entry] = []
     copies: dict[int, Any] = {}
     made_classes: dict[tuple[type, type], type] = {}
-    for module in model.modules():
+    for name, module in model.named_modules():
+        for buffer in _tables.nans(module):
+            report.notes.append(f"note: {name}.{buffer} holds NaN, and so will what it rotates")
         if module in left:
             continue
-        made, reason = exact.get(module, (None, ""))
-        if module in exact:
-            made = made and replace(made, wide=wide)
-            lines.append(_exact.entry(module, made, reason))
-            if made is not None and (note := _exact.note(module)) and note not in report.notes:
+        mine, reason = made.get(module, (None, ""))
+        if module in made:
+            lines.append(_tables.entry(module, mine, reason))
+            if mine is not None and (note := _tables.note(module)) and note not in report.notes:
                 report.notes.append(note)
-        recipe = _graft.Recipe(swaps, angles=made is not None)
+        recipe = _graft.Recipe(swaps, rounding, narrow, tables=mine is not None)
         cls = type(module)
         _graft.apply(module, derived(cls, _graft.grafted(core_of(cls), recipe), made_classes))
-        _replace_processors(module, _graft.Recipe(swaps), copies)
-        if made is not None:
-            _exact.keep(module, made, by_library=False)
-    if angles == "exact" and not lines and not any(_exact.makes_angles(type(m)) for m in left):
-        cls, reason = type(model), f"none of its modules {_exact.NO_ANGLES}"
+        _replace_processors(module, recipe._replace(tables=False), copies)
+        if mine is not None:
+            vars(module)[_tables.KEPT] = mine
+    if exchanged and not lines and not any(_tables.makes_angles(type(m)) for m in left):
+        cls, reason = type(model), f"none of its modules {_tables.NO_ANGLES}"
         lines.append(Entry(cls.__module__, cls.__qualname__, None, False, reason))
     report.entries.extend(dict.fromkeys([*lines, *left.values()]))
+    recipe = _graft.Recipe(swaps, rounding, narrow)
+    for swap in swaps:
+        counts = _graft.replacement_of(swap, recipe)._tightrope_counts
+        place = Entry(swap.module, swap.name, None, True, "").place
+        report._counts[place] = counts, tuple(counts)
     return report
 
 
@@ -153,6 +157,11 @@ def unpatch(model: torch.nn.Module = _NEEDED) -> None:
     _undo(model)
 
 
+def _undo_if_alive(model: weakref.ref[torch.nn.Module]) -> None:
+    if (alive := model()) is not None:
+        unpatch(alive)
+
+
 def _undo(model: torch.nn.Module) -> None:
     for module in model.modules():
         cls = core_of(type(module))
@@ -163,8 +172,16 @@ def _undo(model: torch.nn.Module) -> None:
             )
     made: dict[tuple[type, type], type] = {}
     for module in model.modules():
+        core = core_of(type(module))
+        for name, _value in _graft.hidden(module) if graft_of(core) is not None else ():
+            if name in vars(core):
+                warnings.warn(
+                    f"{core.__qualname__}.{name} was wrapped after patch(model), and the wrapper may still call the "
+                    "patched method; remove the wrapper before unpatch(model)",
+                    stacklevel=outside(),
+                )
         _graft.apply(module, derived(type(module), base_of(type(module)), made))
-        _exact.forget(module)
+        vars(module).pop(_tables.KEPT, None)
         for name, (mine, original, before) in vars(module).pop(PROCESSORS, {}).items():
             if vars(module).get(name) is not mine:
                 continue
@@ -175,58 +192,73 @@ def _undo(model: torch.nn.Module) -> None:
                 mine.__class__ = base_of(type(mine))
 
 
-def _readers_of(
-    model: torch.nn.Module,
-    makers: set[type],
-    found: list[tuple[Found, _find.Constants, Recognition]],
-) -> Readers:
-    """The code that reads the tables of modules of some classes."""
-    left = {(each.module, each.name) for each, _, result in found if not result}
-    done = [each for each, *_ in found if (each.module, each.name) not in left]
-    names = {(each.module, each.name) for each in done}
-    replaced = names | {innermost(each.value) for each in done}
-
-    def accepts(function: FunctionType) -> Accepts:
-        start = function.__module__, f"{function.__qualname__}{INLINE}"
-        return lambda text: PREFIX if (start[0], start[1] + text) in names else None
-
-    return Readers(_classes(model.modules()), members_of(model), makers, replaced, accepts)
-
-
-def _are_known(readers: Readers, makers: set[type]) -> bool:
-    """Return whether all code that reads tables is known to be replaced; raise an error if some is not."""
-    if not readers.found:
-        return makers <= readers.seen and not readers.unread
-    names = ", ".join(sorted(cls.__name__ for cls in makers))
-    code = ", ".join(f"{name} ({text})" for name, text in sorted(readers.found.items()))
-    raise bad_value(
-        "angles must be 'model' but got 'exact' for a model in which code that is not replaced reads the cosines "
-        f"and sines of {names}: {code}; call patch(model), which keeps the model's own"
-    )
-
-
-def check(model: object, angles: str = "model", rounding: str = "model") -> None:
+def check(
+    model: object, angles: str = "model", rounding: str = "model", stack: str | None = None
+) -> None:
     """Raise an error for invalid arguments of :func:`patch`."""
     if not isinstance(model, torch.nn.Module):
         hint = "" if model is not None else _ALL_MODELS
+        held = getattr(model, "__dict__", None) or {}
+        if names := [name for name in held if isinstance(held[name], torch.nn.Module)]:
+            first = "transformer" if "transformer" in names else names[0]
+            hint = f", whose modules are {', '.join(names)}; call {OPERATION}(pipeline.{first})"
+            model = type(model).__name__
+            raise bad_type(f"model must be a torch.nn.Module but got a {model}{hint}")
         raise bad_type(f"model must be a torch.nn.Module but got {model!r}{hint}")
     if angles not in ANGLES:
         raise bad_value(f"angles must be one of {', '.join(ANGLES)} but got {angles!r}")
     if rounding not in ROUNDINGS:
         raise bad_value(f"rounding must be one of {', '.join(ROUNDINGS)} but got {rounding!r}")
+    if stack is not None and stack not in STACKS:
+        raise bad_value(f"stack must be one of {', '.join(STACKS)} but got {stack!r}")
+    if stack is not None and (angles, rounding) != ("model", "model"):
+        raise bad_value(
+            f"angles and rounding must not be given with stack={stack!r}, which decides both"
+        )
 
 
-def _only_inline(found: Found, replaced: set[tuple[str, str]]) -> bool:
-    """Return whether all rotations of a function are replaced expressions, which have entries of their own."""
-    plain = unwrapped(found.value)
-    if not isinstance(plain, FunctionType):
-        return False
-    start = f"{plain.__qualname__}{INLINE}"
-    return any(name.startswith(start) for _, name in replaced) and not could_rotate(
-        plain,
-        lambda text: "_" if (plain.__module__, start + text) in replaced else None,
-        tables=True,
-    )
+def _check_consumers(
+    model: torch.nn.Module,
+    found: _Results,
+    made: dict[torch.nn.Module, tuple[_tables.Made | None, str]],
+    stack: str | None,
+) -> None:
+    """Refuse to exchange tables that code reads which is not replaced: it may rely on their values or dtype."""
+    option = "angles='exact'" if stack is None else f"stack={stack!r}"
+    if not any(each is not None for each, _ in made.values()):
+        reasons = [reason for _, reason in made.values()] or ["no module of it makes them"]
+        if stack is not None:
+            raise bad_value(
+                f"model must make cosines and sines that {option} can exchange but {reasons[0]}"
+            )
+        return
+    lost = [f"{each.name} ({result.reason})" for each, _, result in found if not result]
+    if stack is not None:
+        lost += [
+            f"{base_of(type(module)).__name__} ({reason})"
+            for module, (each, reason) in made.items()
+            if each is None and _tables.is_usual(base_of(type(module)))
+        ]
+    makers = {base_of(type(module)) for module, (each, _) in made.items() if each is not None}
+    homes = {cls.__module__.partition(".")[0] for cls in makers}
+    names = {
+        name
+        for module in model.modules()
+        for name, child in module.named_children()
+        if base_of(type(child)) in makers
+    }
+    for cls in dict.fromkeys(_classes(model.modules())):
+        if cls.__module__.partition(".")[0] not in homes:
+            lost += [
+                f"{cls.__qualname__}.{name} (which reads {', '.join(sorted(read))})"
+                for _owner, name, _value, function in _find.methods(cls)
+                if name != "__init__" and (read := names & every_name(function.__code__))
+            ]
+    if lost:
+        raise bad_value(
+            f"model must have no code that may read its cosines and sines and is not replaced, with {option}, but "
+            f"has {', '.join(lost)}; call patch(model), which keeps the model's own"
+        )
 
 
 def _replace_processors(
@@ -256,13 +288,13 @@ def _state(value: Any) -> dict[str, Any]:
 
 
 def _left(
-    model: torch.nn.Module, swaps: tuple[_graft.Swap, ...], angles: str
+    model: torch.nn.Module, swaps: tuple[_graft.Swap, ...], exchanged: bool
 ) -> dict[torch.nn.Module, Entry]:
     """The modules that would be changed but whose method was replaced by a function that may not call it."""
-    recipe = _graft.Recipe(swaps)
+    recipe = _graft.Recipe(swaps, "once")
     left = {}
     for module in model.modules():
-        hidden = dict(_bound.hidden(module))
+        hidden = dict(_graft.hidden(module))
         if not hidden:
             continue
         cls = base_of(type(module))
@@ -271,27 +303,27 @@ def _left(
         used = [base_of(type(value)) for _name, value in _find.processors(module)]
         if (
             members
-            or (angles == "exact" and _exact.makes_angles(cls))
+            or (exchanged and _tables.makes_angles(cls))
             or any(_graft.grafted(each, recipe) is not each for each in used)
         ):
             members.add("forward")
         for name, value in hidden.items():
             if name in members:
-                reason = f"its {name} was replaced by {_bound.name_of(value)}, {_UNREACHED}"
+                wrapper = getattr(getattr(value, "func", value), "__qualname__", None)
+                by = wrapper or type(value).__qualname__
+                reason = f"its {name} was replaced by {by}, {_UNREACHED}"
                 left[module] = Entry(cls.__module__, cls.__qualname__, None, False, reason)
     return left
 
 
-def _swaps(
-    found: list[tuple[Found, _find.Constants, Recognition]], rounding: str, wide: bool = False
-) -> tuple[_graft.Swap, ...]:
+def _swaps(found: _Results) -> tuple[_graft.Swap, ...]:
     """The replacements of the functions that are recognised."""
-    candidates: dict[tuple[str, str], tuple[Candidate, ...]] = {}
-    for each, _, result in found:
-        if result.candidate is not None:
+    known: dict[tuple[str, str], tuple[Constants, ...]] = {}
+    for each, constants, result in found:
+        if result:
             key = each.module, each.name
-            candidates[key] = (*candidates.get(key, ()), result.candidate)
-    return tuple(_graft.Swap(*key, several, wide, rounding) for key, several in candidates.items())
+            known[key] = (*known.get(key, ()), constants)
+    return tuple(_graft.Swap(*key, several) for key, several in known.items())
 
 
 def _classes(modules: Iterable[torch.nn.Module]) -> Iterator[type]:
@@ -302,38 +334,43 @@ def _classes(modules: Iterable[torch.nn.Module]) -> Iterator[type]:
             yield base_of(type(value))
 
 
-def _found(
-    modules: Iterable[torch.nn.Module], rounding: str
-) -> list[tuple[Found, _find.Constants, Recognition]]:
+def _differ(found: Found, calls: tuple[str, ...], modules: Iterable[torch.nn.Module]) -> bool:
+    """Return whether an object has other methods of these names than the class that defines a method."""
+    owner: Any = found.owner
+    if not calls:
+        return False
+    classes = [cls for cls in _classes(modules) if issubclass(cls, owner)]
+    get = inspect.getattr_static
+    return any(get(cls, name) is not get(owner, name) for cls in classes for name in calls) or any(
+        name in vars(module) for module in modules if isinstance(module, owner) for name in calls
+    )
+
+
+def _found(modules: Iterable[torch.nn.Module], rounding: str) -> _Results:
     """The rotary functions of modules, each with each combination of constants, and their recognition."""
-    results: dict[tuple[str, str, _find.Constants], tuple[Found, _find.Constants, Recognition]] = {}
-    # Equal expressions in several functions of a module are one function with several names.
-    inline: dict[int, Recognition] = {}
+    results: dict[tuple[str, str, Constants], tuple[Found, Constants, Recognition]] = {}
     modules = list(modules)
 
     def note(found: Found) -> None:
         key = found.module, found.name, ((found.unseen, None),)
         results[key] = found, (), Recognition(None, found.unseen)
 
+    def accepts(found: Found) -> bool:
+        recognised = []
+        for constants in found.constants:
+            key = found.module, found.name, constants
+            if key not in results:
+                owner = found.owner if found.method else None
+                recognition = recognise_member(found.value, owner, constants)
+                if recognition.candidate and _differ(found, recognition.candidate.calls, modules):
+                    recognition = Recognition(None, READS)
+                if recognition and not _graft.can_be_found(found):
+                    recognition = Recognition(None, _LOST)
+                results[key] = found, constants, recognition
+            recognised.append(results[key][2].candidate is not None)
+        return all(recognised)
+
     for cls in dict.fromkeys(_classes(modules)):
-
-        def accepts(found: Found) -> bool:
-            recognised = []
-            for constants in found.constants:
-                key = found.module, found.name, constants
-                if key not in results:
-                    if id(found.value) in inline:
-                        recognition = inline[id(found.value)]
-                    else:
-                        recognition = recognise_member(found.value, found.method, constants)
-                        if INLINE in found.name:
-                            inline[id(found.value)] = recognition
-                    if recognition and not _graft.can_be_found(found):
-                        recognition = Recognition(None, _LOST)
-                    results[key] = found, constants, recognition
-                recognised.append(results[key][2].candidate is not None)
-            return all(recognised)
-
         for found in _find.rotary(cls, accepts):
             (note if found.unseen else accepts)(found)
     for module in modules:

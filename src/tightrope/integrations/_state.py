@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..forms import unwrapped
-from ._find import global_names, is_compiled, is_near, layers
+from ._code import global_names
+from ._find import is_compiled, is_near, layers
 
 # In place of a value that was not there.
 _ABSENT = object()

@@ -174,11 +174,13 @@ class RopeSpec:
 
         No configuration states everything: the pairing, the channels that rotate and the layers without
         RoPE are often only in a model's code. For a family that is not in the table of families, one
-        error asks for all that is missing, and ends with a call that answers it.
+        error asks for all that is missing, and ends with a call that answers it. If ``config`` is an object of
+        one of transformers' own classes, a small random model of that class is run first, which takes a second or
+        so; the error comes only if that does not settle it.
 
         Args:
-            config: a mapping, a config object, or the path of a JSON file, of a GGUF file, or of a
-                folder with a ``config.json`` or ``params.json``. If `tightrope convert` wrote that folder,
+            config: a mapping, a config object, a model with a ``config``, or the path of a JSON file, of
+                a GGUF file, or of a folder with a ``config.json`` or ``params.json``. If `tightrope convert` wrote that folder,
                 or the folder from which transformers loaded a config object, the pairing is that of
                 its conversion record.
             layer_type: the type of layer to read, if layers differ; by default all types. A type without
@@ -203,7 +205,7 @@ class RopeSpec:
             OSError: the file is missing or cannot be read.
             ValueError: a field of the spec cannot be determined, keys conflict or are unknown, the
                 family has no RoPE or none that a spec can express, or the file is invalid.
-            TypeError: not a configuration, or values of the wrong type.
+            TypeError: not a configuration, a module without one, or values of the wrong type.
 
         >>> llama = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32}
         >>> RopeSpec.from_config(llama | {"rope_theta": 500000.0})

@@ -383,7 +383,7 @@ def rotates_as(module: torch.nn.Module, layer: str | None, spec: RopeSpec) -> bo
 def calls_of(config: Any, section: str | None) -> list[str]:
     """Return the calls that a refusal advises for code like Llama's."""
     try:
-        RopeSpec.from_config(config, section=section)
+        RopeSpec.from_config(config.to_dict(), section=section)
     except (ValueError, TypeError) as error:
         advice = str(error).partition("for code like Llama's: ")[2].removesuffix(".")
         return advice.split(" and ") if advice else []
@@ -418,7 +418,7 @@ def test_the_calls_of_every_question_give_what_the_module_rotates() -> None:
     assert differ == NOT_AS_LLAMA.keys()
 
 
-FULL_OR_SLIDING = ("full_attention", "sliding_attention")
+FULL_OR_SLIDING = ("full_attention", "sliding_attention", "hybrid_sliding")
 # DeepSeek V4's modules have buffers by section.
 SECTION_OF = {"compressed_sparse_attention": "compress", "heavily_compressed_attention": "compress"}
 

@@ -557,7 +557,7 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
         "[from_config] the config has no RoPE: use_mem_rope is False.",
     ),
     "something else": (5, {}, TypeError,
-        "[from_config] config must be a mapping, a config object or a path but got 5.",
+        "[from_config] config must be a mapping, a config object, a model or a path but got 5.",
     ),
     "GGUF without frequencies": (
         {k: v for k, v in GGUF.items() if not k.endswith("freq_base")}, {}, ValueError,

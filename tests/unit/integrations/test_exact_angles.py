@@ -172,14 +172,6 @@ class OfExtraState(Angles):
         self.inv_freq.copy_(torch.tensor(state))
 
 
-class OfScaledState(Angles):
-    """Divides the frequencies that it loads."""
-
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        super()._load_from_state_dict(*arguments)
-        self.inv_freq.div_(2)
-
-
 class OfTables(Angles):
     """Has tables of another size when they are loaded."""
 
@@ -249,7 +241,7 @@ def test_the_report_names_the_calls_in_which_the_module_runs() -> None:
     assert entry.original_runs == (
         "position_ids of a rank other than 2, or that are neither int64 nor int32",
         "x that is no floating-point tensor, and other arguments",
-        "calls after load_state_dict gave a buffer other values, or config, rope_type or attention_scaling changed",
+        "calls after config, rope_type or attention_scaling was assigned",
     )
 
     def runs(x: torch.Tensor, ids: torch.Tensor) -> bool:
@@ -294,39 +286,32 @@ def test_modules_that_compute_something_else_are_left(
     assert type(model.angles) is cls
 
 
-def test_loaded_frequencies_take_effect() -> None:
-    """The original runs if they are others, also from inside a larger model."""
-    model, other = Model(Angles()), Model(Angles())
-    patch(model, angles="exact")
-    model.load_state_dict(other.state_dict())
-    assert is_exact(model.angles)
-    other.angles.inv_freq.copy_(frequencies(5e5))
-    model.load_state_dict(other.state_dict())
-    for got, want in zip(model.angles(X, FAR), other.angles(X, FAR), strict=True):
-        assert torch.equal(got, want)
-    model.load_state_dict(Model(Angles()).state_dict(), assign=True)
-    assert patch(model, angles="exact").replaced
-    assert is_exact(model.angles)
-    model.load_state_dict(other.state_dict(), assign=True)
-    for got, want in zip(model.angles(X, FAR), other.angles(X, FAR), strict=True):
-        assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("cls", [Angles, OfChild, OfOldState, OfHook, OfExtraState])
-@pytest.mark.parametrize("how", ["in place", "copied"])
-def test_loaded_frequencies_take_effect_however_they_come(cls: type[Angles], how: str) -> None:
-    """torch.distributed.checkpoint loads in place, before load_state_dict; a child has no loader of ours."""
+@pytest.mark.parametrize("cls", [Angles, OfOldState, OfHook, OfExtraState])
+@pytest.mark.parametrize("how", ["loaded", "assigned", "in place"])
+def test_loaded_frequencies_take_effect(cls: type[Angles], how: str) -> None:
+    """torch.distributed.checkpoint loads in place, before load_state_dict."""
     model, other = Model(cls()), Model(cls())
+    assert [entry.name for entry in patch(model, angles="exact").replaced][1:] == [cls.__name__]
+    model.load_state_dict(other.state_dict(), assign=how == "assigned")
+    assert is_exact(model.angles)
     for each in other.buffers():
         each.copy_(frequencies(5e5))
-    assert [entry.name for entry in patch(model, angles="exact").replaced][1:] == [cls.__name__]
     state = model.state_dict() if how == "in place" else other.state_dict()
     for name, loaded in other.state_dict().items():
         if isinstance(loaded, torch.Tensor):
             state[name].copy_(loaded)
         else:
             state[name] = loaded
-    model.load_state_dict(state)
+    model.load_state_dict(state, assign=how == "assigned")
+    assert is_exact(model.angles, frequencies(5e5).double())
+
+
+def test_frequencies_that_children_load_are_their_own() -> None:
+    model, other = Model(OfChild()), Model(OfChild())
+    assert len(patch(model, angles="exact").replaced) == 2
+    other.angles.child.inv_freq.copy_(frequencies(5e5))
+    with pytest.warns(UserWarning, match="OfChild makes its own cosines and sines again"):
+        model.load_state_dict(other.state_dict())
     for got, want in zip(model.angles(X, FAR), other.angles(X, FAR), strict=True):
         assert torch.equal(got, want)
 
@@ -366,66 +351,31 @@ def test_a_table_grows_as_far_as_it_must() -> None:
     assert 8192 <= Growing.largest <= 2**15
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.5])
-def test_frequencies_in_a_distributed_tensor(factor: float, one_process: None) -> None:
+def test_frequencies_in_a_distributed_tensor_are_the_modules_own(one_process: None) -> None:
     model = Model(Angles())
     assert patch(model, angles="exact").replaced
     mesh = init_device_mesh("cpu", (1,))
-    state = {
-        name: distribute_tensor(each * factor, mesh) for name, each in model.state_dict().items()
-    }
-    model.load_state_dict(state, assign=True)
+    state = {name: distribute_tensor(each * 0.5, mesh) for name, each in model.state_dict().items()}
+    with pytest.warns(UserWarning, match="makes its own cosines and sines again"):
+        model.load_state_dict(state, assign=True)
     assert isinstance(model.angles.inv_freq, DTensor)
     model.angles.inv_freq = model.angles.inv_freq.to_local()
-    assert is_exact(model.angles) == (factor == 1.0)
+    assert not is_exact(model.angles)
 
 
-class OfInteger(LlamaRotaryEmbedding):
-    """Computes its frequencies from an integer that it keeps in its state."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.register_buffer("base", torch.tensor(10_000))
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        self.inv_freq = frequencies(float(self.base))
-        return super().forward(x, position_ids)
-
-
-def test_an_integer_that_is_loaded_takes_effect() -> None:
-    config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1)
-    model, other = Model(OfInteger(config)), Model(OfInteger(config))
-    assert len(patch(model, angles="exact").replaced) == 2
-    other.angles.base.fill_(500_000)
-    model.load_state_dict(other.state_dict())
-    for got, want in zip(model.angles(X, FAR), other.angles(X, FAR), strict=True):
-        assert torch.equal(got, want)
-
-
-def test_frequencies_that_loading_changes_take_effect() -> None:
-    model, other = Model(OfScaledState()), Model(OfScaledState())
-    assert len(patch(model, angles="exact").replaced) == 2
-    for each in (model, other):
-        each.load_state_dict(Model(Angles()).state_dict())
-    for got, want in zip(model.angles(X, FAR), other.angles(X, FAR), strict=True):
-        assert torch.equal(got, want)
+def test_frequencies_that_are_nan_are_named() -> None:
+    model = Model(Angles())
+    model.angles.inv_freq.fill_(torch.nan)
+    report = patch(model)
+    assert "note: angles.inv_freq holds NaN, and so will what it rotates" in report.notes
+    (entry,) = (each for each in patch(model, angles="exact") if each.name == "Angles")
+    assert entry.reason == "inv_freq holds NaN"
 
 
 def test_tables_of_another_size_take_effect() -> None:
     model, other, near = Model(OfTables(6000)), Model(OfTables(8000, 0.25)), torch.tensor([[5999]])
     assert len(patch(model, angles="exact").replaced) == 2
-    model.load_state_dict(other.state_dict())
+    with pytest.warns(UserWarning, match="makes its own cosines and sines again"):
+        model.load_state_dict(other.state_dict())
     for got, want in zip(model.angles(X, near), other.angles(X, near), strict=True):
         assert torch.equal(got, want)
-
-
-def test_a_cast_model_that_loads_its_own_values_keeps_exact_angles() -> None:
-    """In any dtype, as they are read from and saved to files. Tensors that the module does not take do not count."""
-    model = Model(Angles())
-    assert len(patch(model, angles="exact").replaced) == 2
-    for dtype in (torch.bfloat16, torch.float16):
-        state = {name: each.to(dtype).float() for name, each in model.state_dict().items()}
-        state["angles.other"] = torch.ones(3)
-        model.load_state_dict(state, strict=False)
-        assert is_exact(model.angles)
-        model.load_state_dict({"angles.inv_freq": frequencies().double()})

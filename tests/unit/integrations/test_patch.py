@@ -24,8 +24,8 @@ from other_libraries import (
     WithInner,
     assert_served_until_unpatched,
 )
-from tightrope.integrations import _run, patch, recognise, unpatch
-from tightrope.integrations._run import replacement
+from tightrope.integrations import _replace, patch, recognise, unpatch
+from tightrope.integrations._replace import replacement
 
 pytestmark = pytest.mark.usefixtures("recognised_once")
 
@@ -78,9 +78,9 @@ def test_a_fault_would_be_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     model = Model(cls(), cls())
     before = results(model)
     patch(model)
-    right = _run.fused
+    right = _replace.fused
     monkeypatch.setattr(
-        _run, "fused", lambda *args: None if (y := right(*args)) is None else 1.01 * y
+        _replace, "fused", lambda *args: None if (y := right(*args)) is None else 1.01 * y
     )
     with pytest.raises(AssertionError):
         assert_equal(results(model), before)
@@ -547,3 +547,21 @@ def test_a_class_derived_from_a_generated_one_is_listed(monkeypatch: pytest.Monk
     assert Listed.known == {"derived": derived}
     with pytest.raises(TypeError, match="key"):
         types.new_class("derived", (type(model),))
+
+
+class Pipeline:
+    """As a pipeline of diffusers: no module, with modules in its attributes."""
+
+    def __init__(self) -> None:
+        self.vae, self.transformer, self.name = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), "any"
+
+
+def test_the_error_for_a_pipeline_names_the_module_to_patch() -> None:
+    for function in (patch, unpatch):
+        name = function.__name__
+        with pytest.raises(
+            TypeError,
+            match=rf"\[{name}\] model must be a torch.nn.Module but got a Pipeline, whose modules are vae, transformer; "
+            rf"call {name}\(pipeline\.transformer\)\.",
+        ):
+            function(Pipeline())  # type: ignore[operator]

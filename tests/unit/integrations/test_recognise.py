@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.support.tolerances import assert_same_bits
-from tightrope.integrations import recognise
+from tightrope.integrations import patch, recognise, unpatch
 from tightrope.integrations._candidate import Candidate
 from tightrope.integrations._find import constants_of
 from tightrope.integrations._recognise import to_the_bit
-from tightrope.integrations._run import replacement
+from tightrope.integrations._replace import replacement
 
 Function = Callable[..., Any]
 F32, B16 = torch.float32, torch.bfloat16
@@ -496,3 +496,176 @@ def test_a_function_of_positions_that_is_no_rotation_of_pairs_is_refused() -> No
     assert refused(lambda x, pos: of_positions(x.square(), pos))
     assert refused(lambda x, pos: of_positions(x + x.roll(1, 1), pos))
     assert refused(lambda x, pos: of_positions(x, pos) * torch.rand(()))
+
+
+# --- signs ----------------------------------------------------------------------------------------
+
+
+def by_opposite_angles(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate as nanochat does, (batch, seq, heads, dim) by the negative angles."""
+    u, v = x.chunk(2, -1)
+    return torch.cat((u * cos + v * sin, u * (-sin) + v * cos), -1).to(x.dtype)
+
+
+def with_signs_in_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate by sines of which the first half is negated."""
+    u, v = x.chunk(2, -1)
+    return x * cos + torch.cat((v, u), -1) * sin
+
+
+def with_signs_in_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate as speechbrain does, by sines of which every second is negated."""
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return cos * x + sin * swapped
+
+
+@pytest.mark.parametrize(
+    ("function", "words", "width"),
+    [
+        (
+            by_opposite_angles,
+            "rotate_half on all channels, cos/sin of half width, negative angles",
+            8,
+        ),
+        (
+            with_signs_in_halves,
+            "rotate_half on all channels, cos/sin of full width, sines of u negated",
+            16,
+        ),
+        (
+            with_signs_in_pairs,
+            "adjacent pairs (GPT-J style) on all channels, cos/sin of full width, sines of u negated",
+            16,
+        ),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_signs_of_the_sines(function: Any, words: str, width: int, dtype: torch.dtype) -> None:
+    """The tables are noise: the two entries of a pair need not be equal."""
+    recognition = recognise(function)
+    assert recognition.candidate is not None, recognition.reason
+    assert str(recognition.candidate).startswith(words)
+    assert str(recognition.candidate).endswith("to the bit")
+    turned = replacement(function, [recognition.candidate])
+    leaves = [torch.randn(2, 5, 3, 16), *torch.randn(2, 1, 5, 1, width)]
+    xs = [leaf.to(dtype) for leaf in leaves]
+    xs[0].requires_grad_()
+    got, want = turned(*xs), function(*xs)
+    assert turned._tightrope_counts == [1, 0]  # type: ignore[attr-defined]
+    assert torch.equal(got, want)
+    weight = torch.randn_like(want)
+    for mine, theirs in zip(
+        torch.autograd.grad(got, xs[:1], weight),
+        torch.autograd.grad(want, xs[:1], weight),
+        strict=True,
+    ):
+        assert torch.equal(mine, theirs)
+
+
+# --- methods that call methods --------------------------------------------------------------------
+
+
+class OfMethods(torch.nn.Module):
+    """Rotates as OLMo 1 and LLaDA do: by a method that calls another method of its class."""
+
+    def rotate_half(self, x: torch.Tensor) -> torch.Tensor:
+        u, v = x.chunk(2, -1)
+        return torch.cat((-v, u), -1)
+
+    def apply_rotary_pos_emb(
+        self, pos_sin: torch.Tensor, pos_cos: torch.Tensor, t: torch.Tensor
+    ) -> torch.Tensor:
+        return ((t * pos_cos) + (self.rotate_half(t) * pos_sin)).to(t.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angle = torch.rand(x.shape[-2], 8, generator=torch.Generator().manual_seed(0)).repeat(1, 2)
+        return self.apply_rotary_pos_emb(angle.sin()[None, None], angle.cos()[None, None], x)
+
+
+class DefinedAgain(OfMethods):
+    def rotate_half(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class WithState(OfMethods):
+    sign = 1.0
+
+    def rotate_half(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sign * super().rotate_half(x)
+
+
+class ByStatic(OfMethods):
+    @staticmethod
+    def rotate_half(x: torch.Tensor) -> torch.Tensor:
+        u, v = x.chunk(2, -1)
+        return torch.cat((-v, u), -1)
+
+
+class ByTwo(OfMethods):
+    def halves(self, x: torch.Tensor) -> Any:
+        return x.chunk(2, -1)
+
+    def rotate_half(self, x: torch.Tensor) -> torch.Tensor:
+        u, v = self.halves(x)
+        return torch.cat((-v, u), -1)
+
+    def apply_rotary_pos_emb(
+        self, pos_sin: torch.Tensor, pos_cos: torch.Tensor, t: torch.Tensor
+    ) -> torch.Tensor:
+        return ((t * pos_cos) + (self.rotate_half(t) * pos_sin)).to(t.dtype)
+
+
+class Counting(OfMethods):
+    calls = 0
+
+    def rotate_half(self, x: torch.Tensor) -> torch.Tensor:
+        Counting.calls += 1
+        return super().rotate_half(x)
+
+
+X4 = torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "served"),
+    [
+        (lambda: [OfMethods()], True),
+        (lambda: [ByTwo()], True),
+        (lambda: [DefinedAgain()], False),
+        (lambda: [WithState()], False),
+        (
+            lambda: [ByStatic()],
+            False,
+        ),  # which a subclass has, so it is not the method that was tried
+        (lambda: [Counting()], False),
+        (lambda: [OfMethods(), DefinedAgain()], False),
+    ],
+)
+def test_methods_that_call_methods_of_their_class(make: Any, served: bool) -> None:
+    model = torch.nn.Sequential(*make())
+    want = model(X4)
+    report = patch(model)
+    assert bool(report.replaced) == served, str(report)
+    assert torch.equal(model(X4), want)
+    unpatch(model)
+    assert torch.equal(model(X4), want)
+
+
+def test_an_object_whose_method_is_replaced_runs_the_original() -> None:
+    model: Any = OfMethods()
+    model.rotate_half = lambda x: x
+    want = model(X4)
+    assert not patch(model).replaced
+    assert torch.equal(model(X4), want)
+    model = OfMethods()
+    assert patch(model).replaced
+    model.rotate_half = lambda x: x
+    assert torch.equal(model(X4), want)
+
+
+def test_a_class_whose_method_is_replaced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = OfMethods()
+    assert patch(model).replaced
+    monkeypatch.setattr(OfMethods, "rotate_half", lambda _self, x: x)
+    with pytest.raises(RuntimeError, match="rotate_half was replaced after patch"):
+        model(X4)

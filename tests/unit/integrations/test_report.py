@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 
 from other_libraries import calls_of, halves
 from tightrope.integrations import _recognise, patch
-from tightrope.integrations._run import replacement
-from tightrope.integrations._summary import entry_of
+from tightrope.integrations._replace import replacement
+from tightrope.integrations._report import entry_of
 
 pytestmark = pytest.mark.usefixtures("recognised_once")
 
@@ -113,32 +114,41 @@ def complex_table(rows: int, tokens: int, pairs: int) -> torch.Tensor:
 
 # --- threads, sizes, devices ----------------------------------------------------------------------
 
-THREADS = "in eager code, several threads for more than 32,768 elements of a tensor"
-PAIRS = "in eager code, a number of rotated pairs that is no multiple of 8"
+LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+THREADS = (
+    "in eager code, tensors of more than 32,768 pairs that the threads of torch divide into parts of which one is "
+    f"no multiple of {LANES} pairs"
+)
+PAIRS = f"in eager code, a number of rotated pairs that is no multiple of {LANES}"
 DEVICES = "in eager code, devices other than CPUs"
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("heads", "falls_back"),
-    [((4, 2), False), ((8, 2), False), ((9, 2), True), ((2, 9), True)],
-    ids=["few elements", "at the limit", "q above it", "k above it"],
+    ("tokens", "heads"),
+    [(128, (8, 2)), (457, (9, 2)), (457, (2, 9)), (514, (9, 2)), (700, (8, 8)), (1371, (3, 9))],
 )
-def test_large_complex_products_run_the_original_on_several_threads(
-    threads: int, heads: tuple[int, int], falls_back: bool
+def test_large_complex_products_keep_their_bits_on_several_threads(
+    threads: int, tokens: int, heads: tuple[int, int]
 ) -> None:
-    """32,768 elements are 2 rows of 128 tokens, 8 heads and 16 channels; results keep their bits."""
+    """The original runs where a thread's part does not end with a vector."""
     torch.set_num_threads(threads)
     counted = Counted(complex_pair)
-    q, k = (noise(2, 128, each, 16, seed=each) for each in heads)
-    assert counted.falls_back(q, k, complex_table(2, 128, 8)) == (falls_back and threads > 1)
+    q, k = (noise(1, tokens, each, 2 * LANES, seed=each) for each in heads)
+
+    def cuts(x: torch.Tensor) -> bool:
+        count = x.numel() // 2
+        parts = min(threads, math.ceil(count / 32768))
+        return parts > 1 and math.ceil(count / parts) % LANES > 0
+
+    assert counted.falls_back(q, k, complex_table(1, tokens, LANES)) == (cuts(q) or cuts(k))
     assert {THREADS, PAIRS, DEVICES} <= set(counted.entry.original_runs)
 
 
 def test_odd_numbers_of_complex_pairs_run_the_original() -> None:
     torch.set_num_threads(1)
     counted = Counted(complex_one)
-    for channels, falls_back in ((16, False), (24, True), (32, False)):
+    for channels, falls_back in ((2 * LANES, False), (3 * LANES, True), (4 * LANES, False)):
         x, table = noise(2, 5, 3, channels), complex_table(1, 5, channels // 2)[0]
         assert counted.falls_back(x, table) == falls_back
     assert {THREADS, PAIRS, DEVICES} <= set(counted.entry.original_runs)
@@ -273,21 +283,6 @@ def test_rows_that_do_not_lie_one_after_the_other() -> None:
     assert line == "x whose rows do not lie one after the other in memory"
 
 
-def test_learned_tables_of_six_dimensions() -> None:
-    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return x * cos + halves(x) * sin
-
-    counted = Counted(rotate)
-    x = noise(2, 3, 4, 5, 2, 16)
-    cos, sin = (torch.cat((t, t), -1)[0, None, :, None, None, None] for t in tables(1, 3, 8))
-    assert not counted.falls_back(x, cos, sin)
-    assert counted.falls_back(x, cos.requires_grad_(), sin)
-    assert counted.falls_back(x[0], cos.detach()[0], sin[0])
-    assert counted.entry.original_runs[0] == "x of a rank other than 3, 4 or 6"
-    line = "cos/sin that need gradients, for x of more than four dimensions"
-    assert line in counted.entry.original_runs
-
-
 class Subclass(torch.Tensor):
     pass
 
@@ -330,28 +325,29 @@ class Complex(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.to_q, self.to_k = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.to_q, self.to_k = (torch.nn.Linear(6 * LANES, 6 * LANES) for _ in range(2))
 
     def forward(self, x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
-        q, k = (each(x).unflatten(-1, (4, 16)) for each in (self.to_q, self.to_k))
+        q, k = (each(x).unflatten(-1, (3, 2 * LANES)) for each in (self.to_q, self.to_k))
         q, k = complex_pair(q, k, freqs_cis)
         return (q * k).sum(-1)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("tokens", [8, 600])
+@pytest.mark.parametrize("tokens", [8, 2049])
 def test_a_model_runs_the_original_only_where_its_report_says_so(threads: int, tokens: int) -> None:
     torch.set_num_threads(threads)
-    model, given = Complex(), (noise(1, tokens, 64), complex_table(1, tokens, 8))
+    model, given = Complex(), (noise(1, tokens, 6 * LANES), complex_table(1, tokens, LANES))
     before = model(*given)
     report = patch(model)
-    many = threads > 1 and tokens * 64 > 32768
-    ran = calls_of(complex_pair, lambda: model(*given))
-    assert ran == many
+    cut = threads > 1 and tokens > 8  # 2,049 x 3 vectors
+    assert calls_of(complex_pair, lambda: model(*given)) == cut
     assert torch.equal(model(*given), before)
+    counts = report.calls()["test_report.complex_pair"]
+    assert (counts.operator, counts.original) == ((0, 2) if cut else (2, 0))
     (entry,) = report.replaced
     assert THREADS in entry.original_runs
-    first, line, runs, always, compiled, other = str(report).splitlines()
+    first, line, runs, always, compiled, other, tried, calls = str(report).splitlines()
     assert first == "1 replaced, 0 left"
     assert line.startswith("replaced test_report.complex_pair (same bits): adjacent pairs")
     assert runs == f"{'':9}the original runs for {'; '.join(entry.original_runs)}"
@@ -367,16 +363,36 @@ def test_a_model_runs_the_original_only_where_its_report_says_so(threads: int, t
         other
         == 'where a line says "in eager code", compiled code runs the operator, with other bits'
     )
-    assert json.loads(json.dumps(report.to_dict()))["entries"][0]["original_runs"] == [
-        *entry.original_runs
-    ]
+    assert tried.startswith("functions were compared with the operator in eager code on the CPU, ")
+    assert calls == (
+        "calls of test_report.complex_pair: the operator served "
+        f"{counts.operator}, the original ran in {counts.original}"
+    )
+    saved = json.loads(json.dumps(report.to_dict()))
+    assert saved["entries"][0]["original_runs"] == [*entry.original_runs]
+    assert saved["calls"] == {
+        "test_report.complex_pair": {"operator": counts.operator, "original": counts.original}
+    }
+
+
+def test_calls_are_counted_from_the_patch_on() -> None:
+    model, given = Complex(), (noise(1, 8, 6 * LANES), complex_table(1, 8, LANES))
+    with patch(model) as first:
+        model(*given)
+        second = patch(model)
+        model(*given)
+        counts = [each.calls()["test_report.complex_pair"].operator for each in (first, second)]
+        assert counts == [2, 1]
+    assert calls_of(complex_pair, lambda: model(*given)) == 1
+    assert type(model) is Complex
 
 
 def test_compiled_code_never_runs_the_original_of_a_complex_product(fresh_compiler: None) -> None:
     torch.set_num_threads(2)
-    model, given = Complex(), (noise(1, 600, 64), complex_table(1, 600, 8))
-    patch(model)
+    model, given = Complex(), (noise(1, 2049, 6 * LANES), complex_table(1, 2049, LANES))
+    report = patch(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     compiled(*given)
     assert not calls_of(complex_pair, lambda: compiled(*given))
+    assert not report.calls()["test_report.complex_pair"].operator  # compiled calls are not counted
     assert calls_of(complex_pair, lambda: model(*given)) == 1

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import re
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +11,7 @@ from torch import nn
 
 import other_libraries
 from other_libraries import halves, spin, turn
-from tightrope.integrations import Report, patch, transformers, unpatch
+from tightrope.integrations import Report, patch, unpatch
 
 pytestmark = pytest.mark.usefixtures("recognised_once")
 
@@ -219,55 +215,6 @@ def test_a_model_that_does_not_rotate(cls: Any) -> None:
 
 
 # --- all models of transformers -------------------------------------------------------------------
-
-LLAMA, VIT = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "vit"))
-LATER = "modeling files of transformers that are imported later are patched then, and listed here"
-
-
-@pytest.fixture
-def no_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Hide all modeling files, as if none were imported; undo `patch()` afterwards."""
-    for name in list(sys.modules):
-        if ".modeling_" in name and name.startswith("transformers.models."):
-            monkeypatch.delitem(sys.modules, name)
-    yield
-    transformers.unpatch()
-
-
-@pytest.mark.usefixtures("no_files")
-def test_before_any_file_is_imported_the_report_says_that_they_are_patched_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    report = transformers.patch()
-    assert str(report) == f"no modeling file of transformers is imported yet\n{LATER}"
-    importlib.import_module(VIT)
-    first, last = str(report).splitlines()
-    assert re.fullmatch(
-        r"no rotary function found in \d+ modeling files? of transformers: no function or method there adds two "
-        "products with cos and sin, or takes a complex product apart",
-        first,
-    )
-    assert last == LATER
-    importlib.import_module(LLAMA)
-    lines = str(report).splitlines()
-    assert lines[0] == "1 replaced, 0 left"
-    assert lines[1].startswith("replaced modeling_llama.apply_rotary_pos_emb (same bits): ")
-    assert LATER in lines
-    for name in (LLAMA, VIT):
-        monkeypatch.delitem(sys.modules, name)
-
-
-@pytest.mark.usefixtures("no_files")
-def test_rotations_in_bodies_of_a_file_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`patch()` without a model replaces no expressions."""
-    name = "transformers.models.inline.modeling_inline"
-    module: Any = type(sys)(name)
-    module.Attention = type("Attention", (InBody,), {"__module__": name, "turned": InBody.turned})
-    monkeypatch.setitem(sys.modules, name, module)
-    report = transformers.patch()
-    (entry,) = report.left
-    assert (entry.module, entry.name) == (name, "Attention.turned")
-    assert entry.reason == f"{BODY} for all models; patch(model) may replace it"
 
 
 def test_a_report_that_was_made_by_hand() -> None:

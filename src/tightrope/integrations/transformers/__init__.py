@@ -4,7 +4,7 @@ See docs/transformers.md.
 """
 
 from .._recognise import Recognition as Recognition, recognise as recognise
-from .._summary import Entry as Entry, Report as Report
+from .._report import Entry as Entry, Report as Report
 from ._kernels import mapping as mapping, register as register
 from ._patch import patch as patch, unpatch as unpatch
 

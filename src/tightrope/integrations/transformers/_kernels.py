@@ -9,7 +9,7 @@ import torch
 
 from ..._errors import sentence
 from .._recognise import recognise
-from .._run import replacement
+from .._replace import replacement
 
 LAYER = "rotary_pos_emb"
 DEVICES = ("cpu", "cuda")

@@ -1,4 +1,4 @@
-"""``patch`` and ``unpatch`` of one model, or of all transformers models at once."""
+"""``patch`` and ``unpatch`` of one model, or of all models of transformers that are built later."""
 
 from __future__ import annotations
 
@@ -6,43 +6,50 @@ import torch
 
 from ..._errors import public
 from .. import _patch
-from .._summary import Report
+from .._report import Report
 from . import _library
 
 
 @public("patch")
 def patch(
-    model: torch.nn.Module | None = None, *, angles: str = "model", rounding: str = "model"
+    model: torch.nn.Module | None = None,
+    *,
+    angles: str = "model",
+    rounding: str = "model",
+    stack: str | None = None,
 ) -> Report:
-    """Replace the rotary functions of a transformers model, or of all, with the fused operator.
+    """Replace the rotary functions of a transformers model, or of all that are built later, with the fused operator.
 
-    ``unpatch(model)`` undoes the patch; to see its report again, call ``patch`` again.
+    Without a model, each model of transformers that is built after this call is patched as if it were given to
+    :func:`tightrope.integrations.patch`: also those that a trainer or a server builds in this process. Models that
+    exist already are not. ``unpatch()`` undoes this, for the models that were built meanwhile too.
 
     Args:
-        model: the model; see :func:`tightrope.integrations.patch`. Without one, all models: every modeling
-            file that is already imported or will be. Exact angles then apply only to models made after
-            this call.
-        angles: "model" or "exact"; see :func:`tightrope.integrations.patch`.
+        model: the model; see :func:`tightrope.integrations.patch`. Without one, all models that are built later.
+        angles: "model" or "exact"; see there.
         rounding: "model" or "once"; see there.
+        stack: "vllm", "vllm-native" or "sglang"; see there.
 
     Returns:
-        A report with one entry per function and, with exact angles, one per class that makes
-        cosines and sines. Without a model it grows as files are imported.
+        A report with one entry per function and, with exact angles or a stack, one per class that makes
+        cosines and sines. Without a model it grows as models are built; a model that cannot be patched as
+        required has an entry with the reason.
 
     Raises:
         TypeError: model is not a Module.
-        ValueError: an unknown value of angles or rounding.
+        ValueError: see :func:`tightrope.integrations.patch`; without a model, only an unknown value.
 
     >>> from transformers import LlamaConfig, LlamaModel
+    >>> report = patch()
     >>> model = LlamaModel(LlamaConfig(hidden_size=128, num_hidden_layers=1, vocab_size=9))
-    >>> [entry.name for entry in patch(model).replaced]
+    >>> [entry.name for entry in report.replaced]
     ['apply_rotary_pos_emb']
-    >>> unpatch(model)
+    >>> unpatch()
     """
     if model is not None:
-        return _patch.patch(model, angles=angles, rounding=rounding)
-    _patch.check(torch.nn.Identity(), angles, rounding)
-    return _library.patch(angles, "once" if angles == "exact" else rounding)
+        return _patch.patch(model, angles=angles, rounding=rounding, stack=stack)
+    _patch.check(torch.nn.Identity(), angles, rounding, stack)
+    return _library.patch({"angles": angles, "rounding": rounding, "stack": stack})
 
 
 @public("unpatch")

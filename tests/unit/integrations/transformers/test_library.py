@@ -1,15 +1,17 @@
-"""Test `patch()` without a model, which changes modeling files imported before or after it."""
+"""Test `patch()` without a model, which patches the models of transformers that are built later."""
 
 from __future__ import annotations
 
-import importlib
+import copy
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from tests.support.models.of_transformers import (
@@ -22,107 +24,88 @@ from tests.support.models.of_transformers import (
 from tests.support.tolerances import assert_same_bits
 from tightrope.integrations.transformers import Report, patch, unpatch
 
-pytestmark = pytest.mark.usefixtures("recognised_once")
-
-LATE = "transformers.models.stablelm.modeling_stablelm"
+pytestmark = pytest.mark.usefixtures("recognised_once", "undone")
 
 
 @pytest.fixture
-def only_llama(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Hide imported modeling files without "llama" in their names; undo `patch()` afterwards."""
-    for name in list(sys.modules):
-        if ".modeling_" in name and name.startswith("transformers.models.") and "llama" not in name:
-            monkeypatch.delitem(sys.modules, name)
+def undone() -> Iterator[None]:
     yield
     unpatch()
 
 
-@pytest.mark.usefixtures("only_llama")
-def test_models_made_before_and_after_are_served_and_undone() -> None:
-    function = modeling_llama.apply_rotary_pos_emb
+def test_models_made_afterwards_are_served_and_undone() -> None:
     before, given = small_model("Llama"), small_inputs("Llama")
+    hook = PreTrainedModel.post_init
     with torch.no_grad():
         want = outputs(before, given)
         report = patch()
-        assert modeling_llama.apply_rotary_pos_emb is not function
+        assert str(report).startswith("no model of transformers was built since patch()")
         after = small_model("Llama")
-        for model in (before, after):
-            assert_outputs(outputs(model, given), want)
-            assert_calls_operator(model, given)
-        assert "transformers.models.llama.modeling_llama" in {entry.module for entry in report}
+        assert type(before.model.layers[0].self_attn) is modeling_llama.LlamaAttention
+        assert_outputs(outputs(after, given), want)
+        assert_calls_operator(after, given)
+        assert [entry.name for entry in report.replaced] == ["apply_rotary_pos_emb"]
+        assert report.calls()["modeling_llama.apply_rotary_pos_emb"].operator > 0
         assert patch() is report
+        assert patch(rounding="once") is not report
         unpatch()
-        assert modeling_llama.apply_rotary_pos_emb is function
-        for model in (before, after):
-            assert_same_bits(outputs(model, given), want)
+        assert PreTrainedModel.post_init is hook
+        assert_same_bits(outputs(after, given), want)
+        assert type(after.model.layers[0].self_attn) is modeling_llama.LlamaAttention
         unpatch()
 
 
-@pytest.mark.usefixtures("only_llama")
-def test_files_imported_later_are_patched_and_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, LATE, raising=False)
-    report = patch()
-    assert LATE not in {entry.module for entry in report}
-    module = importlib.import_module(LATE)
-    assert [entry.replaced for entry in report if entry.module == LATE] == [True]
-    assert hasattr(module.apply_rotary_pos_emb, "__wrapped__")
+@pytest.mark.parametrize("stack", [None, "sglang"])
+def test_loaded_models(stack: str | None, tmp_path: Path) -> None:
+    """A trainer loads its reference model later, on the meta device first."""
+    small_model("Llama").save_pretrained(tmp_path)
+    angles = "exact" if stack is None else "model"
+    report = patch(angles=angles, stack=stack)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {entry.name for entry in report.replaced} == {
+        "apply_rotary_pos_emb",
+        "LlamaRotaryEmbedding",
+    }
+    cos, _ = model.model.rotary_emb(model.lm_head.weight, torch.tensor([[1_000_000]]))
+    assert cos.dtype == torch.float32
+    twin = copy.deepcopy(model)
     unpatch()
-    assert not hasattr(module.apply_rotary_pos_emb, "__wrapped__")
-    monkeypatch.delitem(sys.modules, LATE)
-    again = importlib.import_module(LATE)
-    assert not hasattr(again.apply_rotary_pos_emb, "__wrapped__")
+    assert type(model.model.rotary_emb) is modeling_llama.LlamaRotaryEmbedding
+    assert type(twin.model.rotary_emb) is not modeling_llama.LlamaRotaryEmbedding
 
 
-@pytest.mark.usefixtures("only_llama")
-def test_exact_angles_for_models_made_afterwards() -> None:
-    plain, given = small_model("Llama"), small_inputs("Llama")
-    with torch.no_grad():
-        want = outputs(plain, given)
-        report = patch(angles="exact")
-        model = small_model("Llama")
-        assert type(model.model.rotary_emb) is not modeling_llama.LlamaRotaryEmbedding
-        assert isinstance(model.model.rotary_emb, modeling_llama.LlamaRotaryEmbedding)
-        assert [e.replaced for e in report if e.name == "LlamaRotaryEmbedding"] == [True]
-        assert_outputs(outputs(model, given), want, "exact angles outputs")
-        model.to(torch.bfloat16)
-        cos, _ = model.model.rotary_emb(
-            torch.zeros(1, dtype=torch.bfloat16), torch.tensor([[1_000_000]])
-        )
-        assert cos.dtype == torch.float32
-        unpatch()
-        assert type(small_model("Llama").model.rotary_emb) is modeling_llama.LlamaRotaryEmbedding
+def test_a_model_that_cannot_be_patched_is_built_and_listed() -> None:
+    report = patch(stack="vllm")
+    BertModel(BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9))
+    assert [(entry.name, entry.replaced) for entry in report] == [("BertModel", False)]
+    assert "stack='vllm'" in report.entries[0].reason
 
 
-@pytest.mark.usefixtures("only_llama")
-def test_a_model_patched_by_itself_stays_when_the_library_is_undone() -> None:
+def test_a_model_patched_before_stays_patched() -> None:
     model, given = small_model("Llama"), small_inputs("Llama")
+    patch(model)
     patch()
-    report = patch(model)
-    assert len(report.replaced) == 1
-    # The replacements of a patched model are also globals of the modeling file; they must not be patched.
-    unpatch()
-    assert not any(entry.name.startswith("_tightrope") for entry in patch())
     unpatch()
     assert_calls_operator(model, given)
     unpatch(model)
 
 
-@pytest.mark.usefixtures("only_llama")
-def test_what_others_put_there_meanwhile_stays() -> None:
+def test_what_others_put_there_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PreTrainedModel.post_init
     patch()
-    ours: Any = modeling_llama.apply_rotary_pos_emb
-    original = ours.__wrapped__
+    ours: Any = PreTrainedModel.post_init
 
-    def theirs(*args: Any, **kwargs: Any) -> Any:
-        return ours(*args, **kwargs)
+    def theirs(self: Any, *args: Any) -> Any:
+        return ours(self, *args)
 
-    modeling_llama.apply_rotary_pos_emb = theirs
+    monkeypatch.setattr(PreTrainedModel, "post_init", theirs)
     unpatch()
-    assert modeling_llama.apply_rotary_pos_emb is theirs
-    modeling_llama.apply_rotary_pos_emb = original
+    assert PreTrainedModel.post_init is theirs
+    assert type(small_model("Llama").model.layers[0].self_attn) is modeling_llama.LlamaAttention
+    monkeypatch.setattr(PreTrainedModel, "post_init", original)
 
 
-def test_report_lists_what_is_left() -> None:
+def test_a_report_without_entries() -> None:
     report = Report()
     assert str(report).startswith("no rotary function found: no method of the model's modules")
     assert report.replaced == report.left == []

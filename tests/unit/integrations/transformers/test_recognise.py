@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from tests.support.recognitions import once
 from tests.support.tolerances import assert_same_bits, value
-from tightrope.integrations._run import replacement
+from tightrope.integrations._replace import replacement
 from tightrope.integrations.transformers import patch, recognise
 
 Function = Callable[..., Any]

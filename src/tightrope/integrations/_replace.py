@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..channels import join_pairs
 from ..forms import COS_SIN, HALF, Rotation, both_entries, signature
@@ -19,8 +21,8 @@ from ._candidate import Bits, Candidate, same, tokens_first
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_TRACED = (FakeTensor, FunctionalTensor)
 
-ROUNDINGS = ("model", "once")
 # Largest number of elements for which torch runs an elementwise operation on one thread.
 _GRAIN = 32768
 
@@ -41,12 +43,7 @@ _BY_BATCH = _Limit(
     "x whose rows do not lie one after the other in memory",
     lambda xs, *_: not all(map(_is_by_batch, xs)),
 )
-# Calls for gradients of tables: of tables that vary along one of many dimensions, and of those whose sum over
-# rows would have another order.
-_FOLDED = _Limit(
-    "cos/sin that need gradients, for x of more than four dimensions",
-    lambda xs, *_: xs[0].dim() > 4,
-)
+# Calls for gradients of tables whose sum over rows would have another order.
 _SHARED = _Limit(
     "cos/sin that need gradients and that rows of x share",
     lambda xs, cos, _: (
@@ -56,20 +53,30 @@ _SHARED = _Limit(
     ),
 )
 # Eager calls of functions that multiply complex numbers: torch rounds these products differently in the last,
-# incomplete vector of each thread.
+# incomplete vectors of each row and of each thread's part of a tensor.
+_LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 _COMPLEX = (
     _Limit("in eager code, devices other than CPUs", lambda xs, *_: xs[0].device.type != "cpu"),
     _Limit(
-        "in eager code, a number of rotated pairs that is no multiple of {lanes}",
-        lambda _, cos, candidate: bool(
-            candidate.rotation.pairs_of(cos.shape[-1]) % candidate.call.form.lanes
-        ),
+        f"in eager code, a number of rotated pairs that is no multiple of {_LANES}",
+        lambda _, cos, candidate: bool(candidate.rotation.pairs_of(cos.shape[-1]) % _LANES),
     ),
     _Limit(
-        f"in eager code, several threads for more than {_GRAIN:,} elements of a tensor",
-        lambda xs, *_: torch.get_num_threads() > 1 and any(x.numel() > _GRAIN for x in xs),
+        f"in eager code, tensors of more than {_GRAIN:,} pairs that the threads of torch divide into parts of "
+        f"which one is no multiple of {_LANES} pairs",
+        lambda xs, cos, candidate: any(
+            _part(x.numel() // x.shape[-1] * candidate.rotation.pairs_of(cos.shape[-1])) % _LANES
+            for x in xs
+            if x.numel()
+        ),
     ),
 )
+
+
+def _part(count: int) -> int:
+    """The number of elements of which each thread of torch computes a product of many; 0 for one thread."""
+    threads = min(torch.get_num_threads(), -(-count // _GRAIN))
+    return -(-count // threads) if threads > 1 else 0
 
 
 def replacement(
@@ -86,10 +93,15 @@ def replacement(
         narrow: whether results have the dtype of x even if the original promotes: with exact
             angles, tables are float32 where the model's had the dtype of x.
         rounding: "model" for the bits of the original, which then also runs every call whose bits
-            the operator cannot equal; "once" for the most exact results.
+            the operator cannot equal; else the rounding of all results and gradients; see
+            :func:`tightrope.functional.rotate`.
+
+    Returns:
+        The function. It counts its eager calls in ``_tightrope_counts``: those that the operator served,
+        and those in which the original ran.
     """
     calls = [_Call(original, candidate, narrow, rounding) for candidate in candidates]
-    first = calls[0]
+    first, counts = calls[0], [0, 0]
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         for call in calls:
@@ -99,8 +111,12 @@ def replacement(
                 if result is None:
                     result = call.long(values)
                 if result is not None:
+                    if not torch.compiler.is_compiling():
+                        counts[0] += 1
                     return result
                 break
+        if not torch.compiler.is_compiling():
+            counts[1] += 1
         result = original(*args, **kwargs)
         if first.narrowed:
             return _in_dtype_of(
@@ -111,6 +127,8 @@ def replacement(
     functools.update_wrapper(apply, original if callable(original) else original.__func__)
     apply.__signature__ = calls[0].signature  # type: ignore[attr-defined]
     apply._tightrope_original = original  # type: ignore[attr-defined]
+    apply._tightrope_counts = counts  # type: ignore[attr-defined]
+    apply._tightrope_calls = first.candidate.calls  # type: ignore[attr-defined]
     return apply
 
 
@@ -126,10 +144,10 @@ def original_runs(candidate: Candidate, rounding: str) -> tuple[str, ...]:
 
     Those in which every replacement does are left out.
     """
-    once = rounding == "once"
+    free = rounding != "model"
 
     def bits(x: torch.dtype, table: torch.dtype, needs_grad: bool = True) -> Bits | None:
-        return candidate.bits_of(x, table, needs_grad, once)
+        return candidate.bits_of(x, table, needs_grad, rounding)
 
     def fixed(x: torch.dtype, table: torch.dtype) -> bool:
         found = bits(x, table)
@@ -146,13 +164,13 @@ def original_runs(candidate: Candidate, rounding: str) -> tuple[str, ...]:
     ]
     if learned:
         found += _pairs("cos/sin that need gradients, for {}", fixed)
-        found += [limit.words for limit in (_FOLDED,) * candidate.folds + (_SHARED,) * (not once)]
+        found += [_SHARED.words] * (not free)
     elif trained:
         found.append("cos/sin that need gradients")
     if any(each.by_batch for pair in _PAIRS if (each := bits(*pair, False))):
         found.append(_BY_BATCH.words)
-    lanes = 1 if once else candidate.call.form.lanes
-    return (*found, *(limit.words.format(lanes=lanes) for limit in _COMPLEX if lanes > 1))
+    multiplies_complex = candidate.call.form.is_complex and not free
+    return (*found, *(limit.words for limit in _COMPLEX if multiplies_complex))
 
 
 _PAIRS = tuple(itertools.product(_FLOATING, _FLOATING))
@@ -208,7 +226,7 @@ class _Call:
         if seen is None:
             raise TypeError("the function must have a signature that can be read")
         parameters = [p for p in seen.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        self.signature, self.candidate, self.once = seen, candidate, rounding == "once"
+        self.signature, self.candidate, self.rounding = seen, candidate, rounding
         self.narrowed = narrow and candidate.dtype == "promoted"
         if self.narrowed:
             self.candidate = candidate = replace(candidate, dtype="x")
@@ -238,7 +256,7 @@ class _Call:
     def _has_bits(self, xs: list[torch.Tensor], cos: torch.Tensor, learned: bool) -> bool:
         """Return whether the equality of bits that recognition found also holds for this call."""
         limits = (_SHARED,) * learned
-        if self.candidate.call.form.lanes > 1 and route.mode() != "compiled":
+        if self.candidate.call.form.is_complex and route.mode() != "compiled":
             limits += _COMPLEX
         return not any(limit.applies(xs, cos, self.candidate) for limit in limits)
 
@@ -327,7 +345,7 @@ class _Call:
                 return None
             if 0 in other:
                 return None
-        bits = self.candidate.bits_of(dtype, table_dtype, True, self.once)
+        bits = self.candidate.bits_of(dtype, table_dtype, True, self.rounding)
         if bits is None or bits.cast or bits.by_batch:
             return None
         dense = bits.strides(0)
@@ -390,13 +408,12 @@ class _Call:
         grad = torch.is_grad_enabled()
         learned = grad and (cos.requires_grad or sin.requires_grad)
         learns = learned or (grad and any(x.requires_grad for x in present))
-        bits = candidate.bits_of(first.dtype, cos.dtype, learns, self.once)
+        bits = candidate.bits_of(first.dtype, cos.dtype, learns, self.rounding)
         if bits is None or (learned and not bits.tables):
             return None
-        limits = (_FOLDED,) * learned + (_BY_BATCH,) * bits.by_batch
-        if any(limit.applies(present, cos, candidate) for limit in limits):
+        if bits.by_batch and _BY_BATCH.applies(present, cos, candidate):
             return None
-        if not self.once and not self._has_bits(present, cos, learned):
+        if self.rounding == "model" and not self._has_bits(present, cos, learned):
             return None
         ys = _turn(present, cos, sin, candidate, dtype, bits, self.excluded(values))
         if ys is None:
@@ -414,6 +431,11 @@ class _Call:
 
 def _kind(x: Any) -> tuple[torch.Size, torch.dtype, torch.device] | None:
     return (x.shape, x.dtype, x.device) if type(x) in _PLAIN else None
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    """Return whether a tensor has no class of its own, except those of an export that is not strict."""
+    return type(x) in _PLAIN or (torch.compiler.is_exporting() and isinstance(x, _TRACED))
 
 
 def _are_tensors(xs: list[Any]) -> bool:
@@ -485,7 +507,7 @@ def _turn(
 
 def _source(rotation: Rotation) -> str | None:
     """The operator's format for the tables of a rotation; None if they must be rearranged."""
-    if rotation.sign < 0:
+    if rotation.sign != 1:
         return None
     if rotation.aligned:
         return "full"
@@ -499,6 +521,9 @@ def _arranged(
     if rotation.sign < 0:
         sin = -sin
     found = both_entries(cos, sin, rotation.reading)
+    if rotation.sign == 0:
+        u, v = found[1]
+        sin = join_pairs(-u, v, rotation.pairs != HALF)
     if rotation.reading not in ("cat", "repeat"):
         return found[0][0], found[1][0], "half"
     if not rotation.aligned:
@@ -524,13 +549,9 @@ def fused(
         which: the number of x among the tensors of its call.
     """
     dims = x.dim()
-    if dims > 4:
-        folded = _folded(x, cos, sin)
-        y = None if folded is None else fused(*folded, rotation, dtype, bits, which)
-        return None if y is None else y.reshape(x.shape)
     if (
-        type(x) not in _PLAIN
-        or type(cos) not in _PLAIN
+        not _is_plain(x)
+        or not _is_plain(cos)
         or x.dtype not in _FLOATING
         or cos.dtype not in _FLOATING
         or x.device.type == "meta"
@@ -568,24 +589,6 @@ def fused(
         return None
     y = y.to(dtype)
     return y if rotation.out == rotation.pairs else _reorder(y, start, count, rotation)
-
-
-def _folded(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Fold an x of more than four dimensions, and tables that vary along one of them, to four.
-
-    The dimensions before that one become the batch, those between it and the channels the heads. None if
-    there is no such dimension.
-    """
-    along = [dim for dim, size in enumerate(cos.shape[:-1]) if size != 1]
-    if cos.dim() != x.dim() or len(along) != 1 or cos.shape[along[0]] != x.shape[along[0]]:
-        return None
-    (at,) = along
-    before, heads = x.shape[:at].numel(), x.shape[at + 1 : -1].numel()
-    width = (1, cos.shape[at], 1, cos.shape[-1])
-    shape = (before, x.shape[at], heads, x.shape[-1])
-    return x.reshape(shape), cos.reshape(width), sin.reshape(width)
 
 
 def _reorder(y: torch.Tensor, start: int, count: int, rotation: Rotation) -> torch.Tensor:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ._candidate import TO_THE_BIT
-from ._inline import INLINE
-from ._recognise import Recognition
-from ._run import original_runs
+from ._recognise import TRIED, Recognition
+from ._replace import original_runs
 
-LOOKED_FOR = "adds two products with cos and sin, or takes a complex product apart"
 # The calls in which every replacement calls the original.
 _ALWAYS = (
     "every replacement also calls the original for shapes and arguments that were not compared, tensor subclasses, "
@@ -30,10 +28,8 @@ _OTHER_BITS = f'where a line says "{_EAGER}", compiled code runs the operator, w
 class Entry:
     """The outcome for one rotary function, or for one class of modules that make cos/sin.
 
-    A class of which modules were left because a wrapper hides their ``forward`` has an entry too.
-
-    If ``angles="exact"`` finds no such class, an entry says so: under the class name of the model, or for
-    ``patch()`` under the name "angles", for each modeling file with a rotary function.
+    A class of which modules were left because a wrapper hides their ``forward`` has an entry too. If no
+    module's cosines and sines can be exchanged, an entry under the class name of the model says so.
 
     Attributes:
         module: the Python module that defines the function or class.
@@ -61,10 +57,14 @@ class Entry:
         if recognised.endswith(f", {TO_THE_BIT}; "):
             recognised = f"{str(self.recognised).removesuffix(f', {TO_THE_BIT}')}; "
             same = " (same bits)"
-        where = f"{self.module.rsplit('.', 1)[-1]}.{self.name}"
-        line = f"{verb:8} {where}{same}: {recognised}{self.reason}"
+        line = f"{verb:8} {self.place}{same}: {recognised}{self.reason}"
         runs = "; ".join(self.original_runs)
         return f"{line}\n{'':8} the original runs for {runs}" if runs else line
+
+    @property
+    def place(self) -> str:
+        """The last part of the module's name and the name: ``modeling_llama.apply_rotary_pos_emb``."""
+        return f"{self.module.rsplit('.', 1)[-1]}.{self.name}"
 
 
 def entry_of(
@@ -76,24 +76,37 @@ def entry_of(
 ) -> Entry:
     """The report entry of a function that was tested with constant keyword arguments."""
     candidate = recognition.candidate
-    if candidate is not None and rounding == "once":
-        candidate = replace(candidate, bits=())  # results round less often than those of the model
+    if candidate is not None and rounding != "model":
+        candidate = replace(candidate, bits=())  # results round otherwise than those of the model
     if constants:
         name += f"({', '.join(f'{key}={value!r}' for key, value in constants)})"
     recognised = None if candidate is None else str(candidate)
-    if recognised is not None and INLINE in name:  # x may be a slice of the channels
-        recognised = recognised.replace("all channels", "all channels of x", 1)
     runs = () if candidate is None else original_runs(candidate, rounding)
     return Entry(module, name, recognised, candidate is not None, recognition.reason, runs)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The eager calls of a replaced function since ``patch``, in all models that share it.
+
+    Attributes:
+        operator: how many calls the operator served.
+        original: in how many calls the original ran.
+    """
+
+    operator: int
+    original: int
 
 
 @dataclass
 class Report:
     """The entries of a patch: one per rotary function and per class that makes cos/sin.
 
+    ``with patch(model) as report:`` undoes the patch at the end of the block.
+
     Attributes:
         entries: the entries, in order.
-        notes: further lines, such as those about modules whose exact angles are not those that the model's
+        notes: further lines, such as those about modules whose frequencies are not those that the model's
             configuration states.
         if_empty: the sentence for a report without entries; it says where functions were looked for.
     """
@@ -102,8 +115,14 @@ class Report:
     notes: list[str] = field(default_factory=list)
     if_empty: str = (
         "no rotary function found: no method of the model's modules, and no function that they are seen to "
-        f"call, {LOOKED_FOR}"
+        "call, adds two products with cos and sin, or takes a complex product apart"
     )
+    # Place of a function -> the counts of its replacement, and those at the time of the patch.
+    _counts: dict[str, tuple[list[int], tuple[int, ...]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    # Undoes the patch.
+    _undo: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
     @property
     def replaced(self) -> list[Entry]:
@@ -115,9 +134,36 @@ class Report:
         """The entries that were left unchanged."""
         return [entry for entry in self.entries if not entry.replaced]
 
+    def calls(self) -> dict[str, Calls]:
+        """Count the eager calls of each replaced function since ``patch``.
+
+        Models that share a function share its counts. Calls in compiled code are not counted.
+        """
+        return {
+            place: Calls(*(now - then for now, then in zip(counts, before)))
+            for place, (counts, before) in self._counts.items()
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, for JSON."""
-        return {"entries": [asdict(entry) for entry in self.entries], "notes": list(self.notes)}
+        return {
+            "entries": [asdict(entry) for entry in self.entries],
+            "notes": list(self.notes),
+            "calls": {place: asdict(calls) for place, calls in self.calls().items()},
+        }
+
+    def add(self, other: Report) -> None:
+        """Add the entries, notes and counts of another report that this one lacks."""
+        self.entries += [each for each in other.entries if each not in self.entries]
+        self.notes += [each for each in other.notes if each not in self.notes]
+        self._counts = {**other._counts, **self._counts}
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._undo is not None:
+            self._undo()
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
@@ -128,12 +174,20 @@ class Report:
     def __str__(self) -> str:
         if not self.entries:
             return "\n".join([self.if_empty, *self.notes])
-        counts = f"{len(self.replaced)} replaced, {len(self.left)} left"
-        lines = [counts, *map(str, self.entries), *self.notes]
+        lines = [f"{len(self.replaced)} replaced, {len(self.left)} left"]
+        lines += [*map(str, self.entries), *self.notes]
         if any(entry.original_runs for entry in self.replaced):
             lines.append(_ALWAYS)
         if any(str(entry.recognised).endswith(TO_THE_BIT) for entry in self.replaced):
             lines.append(_COMPILED)
         if any(run.startswith(_EAGER) for entry in self.replaced for run in entry.original_runs):
             lines.append(_OTHER_BITS)
+        if self.replaced:
+            lines.append(TRIED)
+        for place, calls in self.calls().items():
+            if calls.operator or calls.original:
+                lines.append(
+                    f"calls of {place}: the operator served {calls.operator:,}, the original ran in "
+                    f"{calls.original:,}"
+                )
         return "\n".join(lines)

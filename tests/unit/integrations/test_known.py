@@ -1,0 +1,120 @@
+"""The table of known rotary functions: it saves a search and decides nothing."""
+
+from __future__ import annotations
+
+import json
+import linecache
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.cohere import modeling_cohere
+from transformers.models.llama import modeling_llama
+
+from tightrope.integrations import _known, _recognise, recognise
+from tightrope.integrations._candidate import Candidate
+from tightrope.integrations._state import State
+
+
+@pytest.fixture(autouse=True)
+def own_table() -> Iterator[dict[str, Any]]:
+    """The table of the library, without what this process has recognised; restored afterwards."""
+    _known._entries.cache_clear()
+    yield _known._entries()
+    _known._entries.cache_clear()
+
+
+def key_of(function: FunctionType) -> str | None:
+    return _known.key_of(State(function).functions, (), False)
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """Return (−v, u) for the halves u and v."""
+    u, v = x.chunk(2, -1)  # a comment
+    return torch.cat((-v, u), -1)
+
+
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x."""
+    return x * cos + turned(x) * sin
+
+
+def calls_in(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The number of searches in a call."""
+    searches = []
+    search = _recognise._explain
+    monkeypatch.setattr(_recognise, "_explain", lambda caller: searches.append(1) or search(caller))
+    run()
+    monkeypatch.undo()
+    return len(searches)
+
+
+def test_every_entry_is_read_and_written_as_it_is(own_table: dict[str, Any]) -> None:
+    assert len(own_table) > 60
+    for key, held in own_table.items():
+        candidate = Candidate.from_dict(held)
+        assert Candidate.from_dict(json.loads(json.dumps(candidate.to_dict()))) == candidate
+        assert _known.lookup(key) == candidate
+
+
+@pytest.mark.parametrize("module", [modeling_llama, modeling_cohere])
+def test_functions_of_transformers_are_confirmed_without_a_search(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = module.apply_rotary_pos_emb
+    assert calls_in(lambda: recognise(function), monkeypatch) == 0
+    known = recognise(function)
+    monkeypatch.setattr(_known, "lookup", lambda _: None)
+    assert recognise(function) == known
+
+
+def test_a_function_is_searched_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert calls_in(lambda: recognise(apply_rotary), monkeypatch) > 0
+    assert calls_in(lambda: recognise(apply_rotary), monkeypatch) == 0
+
+
+@pytest.mark.parametrize("field", ["rotation", "bits", "shapes"])
+def test_a_wrong_entry_is_not_believed(field: str, own_table: dict[str, Any]) -> None:
+    right = recognise(apply_rotary).candidate
+    assert right is not None
+    key = key_of(apply_rotary)
+    assert key is not None
+    others = [each for each in right.bits if each[:2] != (torch.bfloat16, torch.bfloat16)]
+    (bits,) = (each[2] for each in right.bits if each not in others)
+    swapped = bits._replace(rounding=("wide", "wide"))
+    wrong = {
+        "rotation": {"rotation": replace(right.rotation, pairs="interleaved", out="interleaved")},
+        "bits": {"bits": ((torch.bfloat16, torch.bfloat16, swapped), *others)},
+        "shapes": {"shapes": frozenset({(3, 2, 7, None)}), "ones": frozenset()},
+    }[field]
+    own_table[key] = replace(right, **wrong)
+    assert recognise(apply_rotary).candidate == right
+    assert own_table[key] == right
+
+
+def test_the_source_decides_and_not_its_layout() -> None:
+    space: dict[str, Any] = {"torch": torch}
+
+    def made(name: str, source: str) -> FunctionType:
+        file = f"<{len(linecache.cache)}>"
+        linecache.cache[file] = len(source), None, source.splitlines(True), file
+        exec(compile(source, file, "exec"), space)
+        function = space[name]
+        assert isinstance(function, FunctionType)
+        function.__module__ = __name__
+        return function
+
+    first = made("f", "def f(x, cos, sin):\n    return x * cos + x * sin\n")
+    same = made(
+        "f", 'def f(x: int, cos,\n      sin) -> int:\n    "Text."\n    return x*cos + x*sin # no\n'
+    )
+    other = made("f", "def f(x, cos, sin):\n    return x * cos - x * sin\n")
+    keys = [_known.key_of([each], (), False) for each in (first, same, other)]
+    assert keys[0] == keys[1] != keys[2]
+    assert _known.key_of([first], (("a", 1),), False) != keys[0]
+    lost = FunctionType(compile("lambda x: x", "<nowhere>", "eval").co_consts[0], space)
+    assert _known.key_of([lost]) is None
+    assert _known.lookup(None) is None

@@ -1,0 +1,204 @@
+"""`patch(model, stack=…)`: a model of transformers rotates with the bits of a server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+from transformers.models.llama import modeling_llama
+
+from tests.support.models.of_transformers import outputs, small_inputs, small_model
+from tests.support.oracle_rounding import rotate
+from tests.support.tolerances import assert_same_bits
+from tightrope import RopeSpec
+from tightrope.functional import rotate_qk
+from tightrope.integrations import patch, unpatch
+
+pytestmark = pytest.mark.usefixtures("recognised_once")
+
+DIM, F32, BF16 = 16, torch.float32, torch.bfloat16
+IDS = torch.tensor([[0, 1, 5, 63, 900, 4095, 100_000]])
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 1e4},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    "yarn": YARN,
+    "llama3": LLAMA3,
+}
+
+
+# --- the arithmetic of the servers, written from their descriptions --------------------------------
+
+
+def frequencies(rope: dict[str, Any]) -> tuple[torch.Tensor, float, float]:
+    """(Radians per position, factor on the tables, divisor of positions), in float32 as vLLM and SGLang."""
+    base, kind = rope["rope_theta"], rope["rope_type"]
+    powers = base ** (torch.arange(0, DIM, 2, dtype=F32) / DIM)
+    inv = 1.0 / powers
+    if kind == "linear":
+        return inv, 1.0, rope["factor"]
+    if kind == "yarn":
+        length = rope["original_max_position_embeddings"]
+
+        def at(turns: float) -> float:
+            return DIM * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        low, high = max(math.floor(at(32)), 0), min(math.ceil(at(1)), DIM - 1)
+        ramp = ((torch.arange(DIM // 2, dtype=F32) - low) / (high - low)).clamp(0, 1)
+        mask = 1 - ramp
+        inv = 1.0 / (rope["factor"] * powers) * (1 - mask) + inv * mask
+        return inv, 0.1 * math.log(rope["factor"]) + 1.0, 1.0
+    if kind == "llama3":
+        length, low, high = 64, rope["low_freq_factor"], rope["high_freq_factor"]
+        wave = 2 * math.pi / inv
+        smooth = (length / wave - low) / (high - low)
+        new = torch.where(wave > length / low, inv / rope["factor"], inv)
+        blend = (1 - smooth) * new / rope["factor"] + smooth * new
+        middle = ~(wave > length / low) & ~(wave < length / high)
+        return torch.where(middle, blend, new), 1.0, 1.0
+    return inv, 1.0, 1.0
+
+
+def tables(rope: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines (1, 1, tokens, DIM) in the dtype of a server's cache."""
+    inv, factor, divisor = frequencies(rope)
+    angle = (IDS[0].to(F32) / divisor)[:, None] * inv
+    cos, sin = angle.cos() * factor, angle.sin() * factor
+    return tuple(torch.cat((t, t), -1).to(dtype)[None, None] for t in (cos, sin))  # type: ignore[return-value]
+
+
+def once(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Products and sums in more digits than float32 has, rounded to float32 and to the dtype of x."""
+    return rotate(x.double(), cos.double(), sin.double(), False, "wide").float().to(x.dtype)
+
+
+SERVERS: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
+    "vllm": (once, False),
+    "vllm-native": (lambda x, cos, sin: rotate(x, cos, sin, False, "each"), False),
+    "sglang": (once, True),
+}
+
+
+def rotated(model: Any, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Rotate q and k as the attention of a model does: by its tables and the function that it calls."""
+    tables_ = model.model.rotary_emb(xs[0], IDS)
+    function = modeling_llama.apply_rotary_pos_emb
+    names = model.model.layers[0].self_attn.forward.__func__.__code__.co_names
+    alias = next((name for name in names if name.startswith("_tightrope_")), None)
+    if alias is not None:
+        function = vars(modeling_llama)[alias]
+    return list(function(*xs, *tables_))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
+@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("stack", SERVERS)
+def test_the_bits_of_a_server(stack: str, name: str, dtype: torch.dtype) -> None:
+    turn, wide = SERVERS[stack]
+    model = small_model("Llama", rope_parameters=ROPES[name], head_dim=DIM).to(dtype)
+    report = patch(model, stack=stack)
+    assert not report.left, str(report)
+    generator = torch.Generator().manual_seed(0)
+    xs = [torch.randn(1, h, 7, DIM, generator=generator).to(dtype).requires_grad_() for h in (4, 2)]
+    weights = [torch.randn(x.shape, generator=generator).to(dtype) for x in xs]
+    cos, sin = tables(ROPES[name], F32 if wide else dtype)
+    got = rotated(model, xs)
+    grads = torch.autograd.grad(got, xs, weights)
+    for x, weight, y, grad in zip(xs, weights, got, grads, strict=True):
+        assert y.dtype == dtype
+        want, back = turn(x.detach(), cos, sin), turn(weight, cos, -sin)
+        if stack == "vllm-native" or dtype != F32:
+            assert_same_bits(y.detach(), want)
+            assert_same_bits(grad, back)
+        else:  # a fused multiply-add rounds one product of two less often than the oracle
+            assert float((y.detach() - want).abs().max()) <= 2**-21
+            assert float((grad - back).abs().max()) <= 2**-21
+
+
+@pytest.mark.parametrize("stack", SERVERS)
+def test_a_model_rotates_as_the_library_does_for_that_stack(stack: str) -> None:
+    model = small_model("Llama", rope_parameters=LLAMA3, head_dim=DIM).to(BF16)
+    spec = RopeSpec.from_config(model.config)
+    assert isinstance(spec, RopeSpec)
+    patch(model, stack=stack)
+    xs = [torch.randn(1, h, 7, DIM).to(BF16) for h in (4, 2)]
+    want = rotate_qk(*xs, spec.at(IDS, stack=stack))
+    for mine, theirs in zip(rotated(model, xs), want, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+def test_the_model_differs_from_its_own_and_is_restored() -> None:
+    model, given = small_model("Llama").to(BF16), small_inputs("Llama")
+    with torch.no_grad():
+        own = outputs(model, given)
+        with patch(model, stack="vllm") as report:
+            assert not torch.equal(outputs(model, given), own)
+            (tables_,) = (entry for entry in report if entry.name == "LlamaRotaryEmbedding")
+            assert str(tables_.recognised).endswith("in dtype of x, by the arithmetic of vllm")
+        assert_same_bits(outputs(model, given), own)
+
+
+def test_gradients_of_a_training_step() -> None:
+    """Every parameter gets a gradient, also through the rotation."""
+    model, given = small_model("Llama").to(BF16), small_inputs("Llama")
+    patch(model, stack="sglang")
+    outputs(model, given).float().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    unpatch(model)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rope", "reason"),
+    [
+        (
+            {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+            "its frequencies depend on the length, which stack 'vllm' fixes",
+        ),
+        (
+            {**YARN, "attention_factor": 2.0},
+            None,
+        ),
+    ],
+)
+def test_rules(rope: dict[str, Any], reason: str | None) -> None:
+    model = small_model("Llama", rope_parameters=rope, head_dim=DIM)
+    if reason is None:
+        assert patch(model, stack="vllm").replaced
+        return
+    with pytest.raises(ValueError, match=reason):
+        patch(model, stack="vllm")
+    assert type(model.model.rotary_emb) is modeling_llama.LlamaRotaryEmbedding
+
+
+def test_frequencies_that_the_configuration_does_not_give() -> None:
+    """A server computes them from the configuration, so it would not have those of the model."""
+    model = small_model("Llama")
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    with pytest.raises(ValueError, match="by its config: the cosines and sines differ"):
+        patch(model, stack="vllm")
+
+
+def test_other_stacks_and_options() -> None:
+    model = small_model("Llama")
+    with pytest.raises(ValueError, match="stack must be one of vllm, vllm-native, sglang but got"):
+        patch(model, stack="flashinfer")
+    with pytest.raises(ValueError, match="angles and rounding must not be given with stack='vllm'"):
+        patch(model, stack="vllm", rounding="once")
+    with pytest.raises(ValueError, match="no module of it makes them"):
+        patch(
+            BertModel(BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)),
+            stack="vllm",
+        )
