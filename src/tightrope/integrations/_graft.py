@@ -272,6 +272,7 @@ def new_patched(
         rounding, narrow, tables: how it is replaced.
         arguments: those of ``base.__new__``.
 
+    >>> import torch
     >>> new_patched(torch.nn.Identity, (), "model", False, False).__class__
     <class 'torch.nn.modules.linear.Identity'>
     """
