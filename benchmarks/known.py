@@ -43,8 +43,7 @@ def accepts(found: _find.Found) -> bool:
     if found.unseen:
         return False
     results = [
-        _recognise.recognise_member(found.value, found.owner if found.method else None, each)
-        for each in found.constants
+        _recognise.recognise_member(found.value, found.owner, each) for each in found.constants
     ]
     return all(results)
 

@@ -18,7 +18,7 @@ from tightrope.forms import unwrapped, widen
 from tightrope.integrations._candidate import Candidate
 from tightrope.integrations._code import global_names
 from tightrope.integrations._find import looks_rotary
-from tightrope.integrations._graft import Recipe, Swap, copied
+from tightrope.integrations._graft import Recipe, Swap, calling
 from tightrope.integrations._recognise import recognise_member, to_the_bit
 from tightrope.integrations._replace import replacement
 from tightrope.integrations.transformers import recognise
@@ -119,7 +119,7 @@ def _one(module: ModuleType, name: str, function: str, swaps: dict[str, Swap]) -
             if found.candidate is not None:
                 swaps[each] = Swap(module.__name__, each)
     recipe = Recipe(tuple(swaps.values()))
-    made = copied(target, recipe) if isinstance(target, FunctionType) else None
+    made = calling(target, recipe) if isinstance(target, FunctionType) else None
     if made is not None and function in COMPOSED:
         compared = compare(target, made, COMPOSED[function], ("x",))
         reached = ", ".join(each for each in swaps if each in global_names(target.__code__))

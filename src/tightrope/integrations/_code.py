@@ -8,7 +8,7 @@ import dis
 import inspect
 import textwrap
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from types import CodeType, FunctionType
 
@@ -44,9 +44,13 @@ def all_names(code: CodeType) -> frozenset[str]:
 @lru_cache(maxsize=4096)
 def every_name(code: CodeType) -> frozenset[str]:
     """All names in a code object and those nested in it: of variables, globals and attributes."""
+    return _names(codes(code))
+
+
+def _names(several: Iterable[CodeType]) -> frozenset[str]:
     return frozenset(
         name
-        for each in codes(code)
+        for each in several
         for name in (*each.co_names, *each.co_varnames, *each.co_freevars, *each.co_cellvars)
     )
 
@@ -75,7 +79,7 @@ def may_rotate_in_body(function: FunctionType, tables: bool = False) -> bool:
 @lru_cache(maxsize=4096)
 def _may_rotate(code: CodeType, tables: bool) -> bool:
     own = [each for each in codes(code) if each is code or each.co_freevars]
-    names = {n for c in own for n in (*c.co_varnames, *c.co_names, *c.co_freevars, *c.co_cellvars)}
+    names = _names(own)
     named = all(any(word in name for name in names) for word in _WORDS)
     complex_ = "view_as_real" in names
     if not (named or tables or complex_) or not any(complex_ or _multiplies(c) for c in own):

@@ -45,18 +45,16 @@ class Found:
             "Class.method.<locals>.function" for a function in its body.
         value: the object with that name: a function, a static method, or a module that wraps a
             function.
-        method: whether it takes self.
         likely: whether its name or parameters suggest a rotary function; others are tried too, but not
             reported if they are not recognised.
         constants: the keyword arguments that its callers pass as constants, one entry per combination.
-        owner: the class that defines a method.
+        owner: for a method that takes self, the class that defines it.
         unseen: the reason why it cannot be tried, if it may rotate nevertheless.
     """
 
     module: str
     name: str
     value: Any
-    method: bool = False
     likely: bool = True
     constants: tuple[Constants, ...] = ((),)
     owner: type | None = None
@@ -357,8 +355,7 @@ def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
                 owner.__module__,
                 f"{owner.__qualname__}.{name}",
                 value,
-                not isinstance(value, staticmethod),
-                owner=owner,
+                owner=None if isinstance(value, staticmethod) else owner,
             )
             tried.add(id(function))
             yield found

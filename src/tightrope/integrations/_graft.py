@@ -140,7 +140,7 @@ def grafted(base: type, recipe: Recipe) -> type:
     return known[0]
 
 
-def copied(function: FunctionType, recipe: Recipe) -> FunctionType | None:
+def calling(function: FunctionType, recipe: Recipe) -> FunctionType | None:
     """A copy of a function that calls the replacements; None if it reaches none of them."""
     return _Copier(recipe, type(None)).copy(function)
 

@@ -63,7 +63,7 @@ def patch(
 
     Args:
         model: any Module, of any library, on any device including meta. It is required; for all models of
-            transformers at once, call :func:`tightrope.integrations.transformers.patch` without one.
+            transformers that are built later, call :func:`tightrope.integrations.transformers.patch` without one.
         angles: "model" keeps the cosines and sines that the model makes. "exact" uses this library's,
             which are exact at any position and computed in float32 (float64 for a float64 model);
             only for modules that make them as those of transformers do.
@@ -97,7 +97,7 @@ def patch(
     if exchanged:
         rounding = "once" if stack is None else stacks.get(stack).rounding[0]
     found = _found(model.modules(), rounding)
-    left = _left(model, _swaps(found), exchanged)
+    left = _left(model, _graft.Recipe(_swaps(found), rounding), exchanged)
     if left:
         found = _found((module for module in model.modules() if module not in left), rounding)
     made: dict[torch.nn.Module, tuple[_tables.Made | None, str]] = {}
@@ -107,7 +107,7 @@ def patch(
         _check_consumers(model, found, made, stack)
     _undo(model)
     narrow = any(each is not None for each, _ in made.values())
-    swaps = _swaps(found)
+    recipe = _graft.Recipe(_swaps(found), rounding, narrow)
     report = Report(
         [entry_of(f.module, f.name, result, rounding, constants) for f, constants, result in found],
         _undo=functools.partial(_undo_if_alive, weakref.ref(model)),
@@ -115,9 +115,9 @@ def patch(
     lines: list[Entry] = []
     copies: dict[int, Any] = {}
     made_classes: dict[tuple[type, type], type] = {}
-    for name, module in model.named_modules():
-        for buffer in _tables.nans(module):
-            report.notes.append(f"note: {name}.{buffer} holds NaN, and so will what it rotates")
+    for name in _tables.nans(model):
+        report.notes.append(f"note: {name} holds NaN, and so will what it rotates")
+    for module in model.modules():
         if module in left:
             continue
         mine, reason = made.get(module, (None, ""))
@@ -125,18 +125,16 @@ def patch(
             lines.append(_tables.entry(module, mine, reason))
             if mine is not None and (note := _tables.note(module)) and note not in report.notes:
                 report.notes.append(note)
-        recipe = _graft.Recipe(swaps, rounding, narrow, tables=mine is not None)
-        cls = type(module)
-        _graft.apply(module, derived(cls, _graft.grafted(core_of(cls), recipe), made_classes))
-        _replace_processors(module, recipe._replace(tables=False), copies)
+        cls, own = type(module), recipe._replace(tables=mine is not None)
+        _graft.apply(module, derived(cls, _graft.grafted(core_of(cls), own), made_classes))
+        _replace_processors(module, recipe, copies)
         if mine is not None:
             vars(module)[_tables.KEPT] = mine
     if exchanged and not lines and not any(_tables.makes_angles(type(m)) for m in left):
         cls, reason = type(model), f"none of its modules {_tables.NO_ANGLES}"
         lines.append(Entry(cls.__module__, cls.__qualname__, None, False, reason))
     report.entries.extend(dict.fromkeys([*lines, *left.values()]))
-    recipe = _graft.Recipe(swaps, rounding, narrow)
-    for swap in swaps:
+    for swap in recipe.swaps:
         counts = _graft.replacement_of(swap, recipe)._tightrope_counts
         place = Entry(swap.module, swap.name, None, True, "").place
         report._counts[place] = counts, tuple(counts)
@@ -288,10 +286,9 @@ def _state(value: Any) -> dict[str, Any]:
 
 
 def _left(
-    model: torch.nn.Module, swaps: tuple[_graft.Swap, ...], exchanged: bool
+    model: torch.nn.Module, recipe: _graft.Recipe, exchanged: bool
 ) -> dict[torch.nn.Module, Entry]:
     """The modules that would be changed but whose method was replaced by a function that may not call it."""
-    recipe = _graft.Recipe(swaps, "once")
     left = {}
     for module in model.modules():
         hidden = dict(_graft.hidden(module))
@@ -360,8 +357,7 @@ def _found(modules: Iterable[torch.nn.Module], rounding: str) -> _Results:
         for constants in found.constants:
             key = found.module, found.name, constants
             if key not in results:
-                owner = found.owner if found.method else None
-                recognition = recognise_member(found.value, owner, constants)
+                recognition = recognise_member(found.value, found.owner, constants)
                 if recognition.candidate and _differ(found, recognition.candidate.calls, modules):
                     recognition = Recognition(None, READS)
                 if recognition and not _graft.can_be_found(found):

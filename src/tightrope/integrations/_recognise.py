@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import warnings
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, cast
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..forms import (
     HALF,
@@ -57,7 +56,7 @@ from ._probe import (
     key_of,
     permuted,
 )
-from ._state import State
+from ._state import State, undisturbed
 
 #: What functions are compared with, for the report.
 TRIED = (
@@ -132,15 +131,7 @@ def recognise(
     functions = [each for state in states for each in state.functions]
     key = _known.key_of(functions, constants, owner is not None) if functions else None
     known = _known.lookup(key)
-    with (
-        torch.random.fork_rng(devices=[]),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        _disable_current_modes(),  # as while a model is loaded under FakeTensorMode
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
+    with undisturbed():
         if known is not None and known.call in [way["call"] for way in ways]:
             mine = Unknown(own) if isinstance(owner, type) else owner
             if _is_confirmed(function, mine, known) and not getattr(mine, "is_read", False):
@@ -194,10 +185,13 @@ def recognise_member(
         return recognise(plain, constants=constants)
     function: Any = unwrapped(value)
     tried = recognise(function, owner, constants)
+    if tried.candidate is None:
+        return tried
+    called = (inspect.getattr_static(owner, name) for name in tried.candidate.calls)
     readers: list[FunctionType] = []
-    for each in [function, *map(unwrapped, own_methods(function, owner).values())]:
+    for each in [function, *map(unwrapped, called)]:
         readers += State(each).functions if passes_on(each) else [each]
-    if tried and any(_READERS & global_names(each.__code__) for each in readers):
+    if any(_READERS & global_names(each.__code__) for each in readers):
         return Recognition(None, READS)
     return tried
 

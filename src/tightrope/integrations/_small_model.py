@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..channels import join_pairs, split_pairs
 from ..config import LayerSpecs, observed
 from ..config.keys import HEADS, HIDDEN, LAYER_COUNT, LAYER_TYPES, LAYERS_WITHOUT_ATTENTION
 from ..spec import RopeSpec
+from ._state import undisturbed
 
 # No other dimension has this size. The first tokens are not compared: a convolution may mix them with padding.
 _TOKENS, _SKIPPED = 13, 5
@@ -80,7 +80,8 @@ def find(
         return None
     token = _running.set(True)
     try:
-        with _undisturbed():
+        with undisturbed(), _silenced():
+            torch.manual_seed(0)
             kind, small = _class_of(config), _small(config)
             return _answers(small, _ran(kind, small), specs_of), kind.__name__
     except Exception:  # noqa: BLE001  # third-party code can raise anything
@@ -90,24 +91,15 @@ def find(
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Change no state of the process, and log nothing; the caller ignores warnings."""
+def _silenced() -> Iterator[None]:
+    """Let transformers log nothing."""
     logger = logging.getLogger("transformers")
     level = logger.level
-    with (
-        torch.random.fork_rng(devices=[]),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.device("cpu"),
-        _disable_current_modes(),
-    ):
-        torch.manual_seed(0)
-        try:
-            logger.setLevel(logging.CRITICAL)
-            yield
-        finally:
-            logger.setLevel(level)
+    try:
+        logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 # --- the model ------------------------------------------------------------------------------------

@@ -1,16 +1,44 @@
-"""The state that a function keeps in globals, so that trying it leaves no trace."""
+"""Try functions without a trace: the state that they keep in globals, and that of torch."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..forms import unwrapped
 from ._code import global_names
 from ._find import is_compiled, is_near, layers
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Try code that is not ours: on the CPU, in float32, without gradients, modes and warnings.
+
+    Inside ``from_pretrained`` the default dtype is that of the model, and the device may be meta.
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.device("cpu"),
+            _disable_current_modes(),  # such as FakeTensorMode, in which a model may be loaded
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
 
 # In place of a value that was not there.
 _ABSENT = object()

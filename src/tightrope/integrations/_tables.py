@@ -14,7 +14,6 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from ..frequencies import Given
 from ..spec import RopeSpec
 from ._classes import base_of
 from ._report import Entry
+from ._state import undisturbed
 
 # Probe positions, and the float32 error that the original may have: relative to the angle, and absolute.
 _NEAR = (3, 1, 7, 2, 12, 40)
@@ -142,29 +142,10 @@ class _Unlike(Exception):
 def read(module: torch.nn.Module, stack: str | None = None) -> tuple[Made | None, str]:
     """Recognise the tables of a module by calling it, patched or not; (None, reason) if that fails."""
     try:
-        with as_for_probes():
+        with undisturbed():
             return _read(module, stack), "equal to those of the module at all positions tried"
     except _Unlike as unlike:
         return None, str(unlike)
-
-
-@contextmanager
-def as_for_probes() -> Iterator[None]:
-    """Make tensors on the CPU, without gradients, in float32: inside from_pretrained it is the model's dtype."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with (
-            torch.device("cpu"),
-            torch.no_grad(),
-            torch.autocast("cpu", enabled=False),
-            torch.random.fork_rng(devices=[]),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.set_default_dtype(default)
 
 
 def _read(module: torch.nn.Module, stack: str | None) -> Made:
@@ -213,10 +194,10 @@ def _held(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def nans(module: torch.nn.Module) -> list[str]:
-    """The names of the buffers with "inv_freq" in their names that hold NaN."""
+    """The names of the buffers of frequencies that hold NaN, in a module and in those in it."""
     return [
         name
-        for name, each in module.named_buffers(recurse=False)
+        for name, each in module.named_buffers()
         if name.endswith("inv_freq")
         and type(each) is torch.Tensor
         and not each.is_meta
@@ -274,7 +255,7 @@ def _has_state_of(
 
 def note(module: torch.nn.Module) -> str | None:
     """A line of the report for a module that holds other frequencies than its config states, else None."""
-    with as_for_probes():
+    with undisturbed():
         fresh = _rebuilt(module)
         if fresh is None or _has_state_of(module, fresh):
             return None
@@ -458,7 +439,7 @@ def _loader_of(base: Any) -> Callable[..., None]:
             return
         now = None
         if not any("." in name for name in names):  # children load their state later
-            with contextlib.suppress(Exception), as_for_probes():  # as of distributed tensors
+            with contextlib.suppress(Exception), undisturbed():  # as of distributed tensors
                 fresh = _rebuilt(self)
                 # After to_empty, other buffers have no values yet.
                 same = fresh is not None and _has_state_of(self, fresh, names)

@@ -368,6 +368,7 @@ def test_frequencies_that_are_nan_are_named() -> None:
     model.angles.inv_freq.fill_(torch.nan)
     report = patch(model)
     assert "note: angles.inv_freq holds NaN, and so will what it rotates" in report.notes
+    assert patch(model.angles).notes == ["note: inv_freq holds NaN, and so will what it rotates"]
     (entry,) = (each for each in patch(model, angles="exact") if each.name == "Angles")
     assert entry.reason == "inv_freq holds NaN"
 

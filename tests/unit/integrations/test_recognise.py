@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.tolerances import assert_same_bits
-from tightrope.integrations import patch, recognise, unpatch
+from tightrope.integrations import _known, patch, recognise, unpatch
 from tightrope.integrations._candidate import Candidate
 from tightrope.integrations._find import constants_of
 from tightrope.integrations._recognise import to_the_bit
@@ -560,6 +560,30 @@ def test_signs_of_the_sines(function: Any, words: str, width: int, dtype: torch.
         strict=True,
     ):
         assert torch.equal(mine, theirs)
+
+
+# --- while a model is loaded ----------------------------------------------------------------------
+
+
+def turned_by_angles(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    """Rotate by angles, whose cosines and sines in 16 bits lie beside the unit circle."""
+    u, v = t[..., ::2], t[..., 1::2]
+    return t * freqs.cos() + torch.stack((-v, u), -1).flatten(-2) * freqs.sin()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_another_default_dtype_and_device(dtype: torch.dtype) -> None:
+    """Inside `from_pretrained` the default dtype is that of the model, and the device may be meta."""
+    _known._entries.cache_clear()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            recognition = recognise(turned_by_angles)
+        assert torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert recognition == recognise(turned_by_angles)
+    assert recognition
 
 
 # --- methods that call methods --------------------------------------------------------------------
