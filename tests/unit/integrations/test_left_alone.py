@@ -285,13 +285,16 @@ def test_a_pickle_is_checked_against_the_code(
 
 
 @pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.autocast("cpu", torch.bfloat16)])
-def test_modes_in_which_a_model_is_patched_or_loaded(mode: Callable[[], Any]) -> None:
+def test_modes_in_which_a_model_is_patched_or_loaded(
+    mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, model = noise(2, 3, 9, 16), Method()
     before = model(x)
     with mode():
         assert patch(model).replaced
         again = copy.deepcopy(model)
-    integrations._graft._replacements.clear()
+    monkeypatch.setattr(integrations._graft, "_replacements", {})
+    monkeypatch.setattr(integrations._graft, "_classes", {})
     data = pickle.dumps(model)
     with mode():
         loaded = pickle.loads(data)
