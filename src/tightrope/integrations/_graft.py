@@ -19,7 +19,7 @@ import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ import torch
 
 from .._errors import sentence
 from ..forms import signature, unwrapped
+from ._candidate import Candidate
 from ._classes import MARK, Graft
 from ._code import codes
 from ._find import (
@@ -110,8 +111,12 @@ _replacements: dict[tuple[Swap, str, bool, int], Any] = {}
 _classes: dict[tuple[type, Recipe], tuple[type, _Read]] = {}
 
 
-def replacement_of(swap: Swap, recipe: Recipe) -> Any:
+def replacement_of(swap: Swap, recipe: Recipe, known: Sequence[Candidate] = ()) -> Any:
     """The replacement function of a swap, cached so that models share compiled code.
+
+    Args:
+        known: what the function was recognised as just now, for each entry of the constants; else it is
+            recognised here.
 
     Raises:
         LookupError: the function is not recognised.
@@ -119,17 +124,16 @@ def replacement_of(swap: Swap, recipe: Recipe) -> Any:
     original, owner = swap.found()
     # A notebook may define the function again, and a tool may replace it for a while.
     key = swap, recipe.rounding, recipe.narrow, id(original)
-    known = _replacements.get(key)
-    if known is None:
-        found = [recognise_member(original, owner, each) for each in swap.constants]
-        if recipe.rounding == "model":
-            found = [to_the_bit(each) for each in found]
-        candidates = [each.candidate for each in found if each.candidate is not None]
-        if len(candidates) < len(found):
-            raise LookupError(f"{swap.module}.{swap.name}")
-        known = replacement(original, candidates, recipe.narrow, recipe.rounding)
-        _replacements[key] = known
-    return known
+    if key not in _replacements:
+        if not known:
+            found = [recognise_member(original, owner, each) for each in swap.constants]
+            if recipe.rounding == "model":
+                found = [to_the_bit(each) for each in found]
+            known = [each.candidate for each in found if each.candidate is not None]
+            if len(known) < len(found):
+                raise LookupError(f"{swap.module}.{swap.name}")
+        _replacements[key] = replacement(original, known, recipe.narrow, recipe.rounding)
+    return _replacements[key]
 
 
 def grafted(base: type, recipe: Recipe) -> type:

@@ -16,6 +16,7 @@ import torch
 from .. import stacks
 from .._errors import OPERATION, bad_type, bad_value, outside, public
 from . import _find, _graft, _tables
+from ._candidate import Candidate
 from ._classes import MARK, base_of, core_of, derived, graft_of
 from ._code import every_name
 from ._find import Constants, Found
@@ -97,7 +98,7 @@ def patch(
     if exchanged:
         rounding = "once" if stack is None else stacks.get(stack).rounding[0]
     found = _found(model.modules(), rounding)
-    left = _left(model, _graft.Recipe(_swaps(found), rounding), exchanged)
+    left = _left(model, _recipe(found, rounding), exchanged)
     if left:
         found = _found((module for module in model.modules() if module not in left), rounding)
     made: dict[torch.nn.Module, tuple[_tables.Made | None, str]] = {}
@@ -107,7 +108,7 @@ def patch(
         _check_consumers(model, found, made, stack)
     _undo(model)
     narrow = any(each is not None for each, _ in made.values())
-    recipe = _graft.Recipe(_swaps(found), rounding, narrow)
+    recipe = _recipe(found, rounding, narrow)
     report = Report(
         [entry_of(f.module, f.name, result, rounding, constants) for f, constants, result in found],
         _undo=functools.partial(_undo_if_alive, weakref.ref(model)),
@@ -313,14 +314,19 @@ def _left(
     return left
 
 
-def _swaps(found: _Results) -> tuple[_graft.Swap, ...]:
-    """The replacements of the functions that are recognised."""
-    known: dict[tuple[str, str], tuple[Constants, ...]] = {}
+def _recipe(found: _Results, rounding: str, narrow: bool = False) -> _graft.Recipe:
+    """The recipe that replaces the functions that are recognised; it makes their replacements."""
+    known: dict[tuple[str, str], dict[Constants, Candidate]] = {}
     for each, constants, result in found:
-        if result:
-            key = each.module, each.name
-            known[key] = (*known.get(key, ()), constants)
-    return tuple(_graft.Swap(*key, several) for key, several in known.items())
+        if result.candidate is not None:
+            known.setdefault((each.module, each.name), {})[constants] = result.candidate
+    swaps = {
+        _graft.Swap(*key, tuple(several)): [*several.values()] for key, several in known.items()
+    }
+    recipe = _graft.Recipe(tuple(swaps), rounding, narrow)
+    for swap, candidates in swaps.items():
+        _graft.replacement_of(swap, recipe, candidates)
+    return recipe
 
 
 def _classes(modules: Iterable[torch.nn.Module]) -> Iterator[type]:
