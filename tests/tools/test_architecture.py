@@ -15,7 +15,7 @@ SOURCE = ROOT / "src" / "tightrope_tools"
 ALLOWED = {
     "_errors": (
         "Refusal bad_type bad_value integer public",
-        "`forms.parse` raises the library's Refusal, which only its own `public` turns into an error",
+        "one sentence for all errors, and none inside tightrope's own calls",
     ),
     "angles": ("cos_sin phase_at", "users rotate; only `inspect` looks at single angles"),
     "config": ("source_of", "the layout of a checkpoint is read from the same keys as the spec"),
@@ -31,7 +31,7 @@ ALLOWED = {
     ),
     "config.source": ("Source", "the type that `source_of` returns"),
     "forms": (
-        "Call LAYOUTS TABLE_SHAPES WIDTHS calls_of entries parse usual_calls",
+        "Argument Call FORMS WIDTHS calls_of entries signature widen",
         "`audit` and `patch` try the same calls of unknown functions",
     ),
     "stacks": ("named", "`stacks.get` puts its own name into the sentence of an error"),

@@ -8,15 +8,11 @@ from ._calls import (
     Argument as Argument,
     Call as Call,
     calls_of as calls_of,
-    parse as parse,
     signature as signature,
     unwrapped as unwrapped,
-    usual_calls as usual_calls,
 )
 from ._layouts import (
     ARRANGEMENTS as ARRANGEMENTS,
-    LAYOUTS as LAYOUTS,
-    TABLE_SHAPES as TABLE_SHAPES,
     WIDTHS as WIDTHS,
     Arrangement as Arrangement,
     widen as widen,

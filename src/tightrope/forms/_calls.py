@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from .._errors import bad_value
 from ._registry import FORMS, Form, Tables
 
 #: Roles of tensors that rotate: "x" for a single one, else "q" and "k"; "more" for those after the
@@ -239,54 +238,3 @@ def _role(parameter: inspect.Parameter) -> str | None:
     if role == "unsqueeze_dim" and type(parameter.default) is not int:
         return None
     return role
-
-
-# --- usual calls, if names suggest nothing --------------------------------------------------------
-
-_USUAL = {
-    1: ("x",),
-    2: ("x, positions", "x, positions -> cos, sin", "x, seq_dim"),
-    3: ("q, k, positions", "x, cos, sin", "q, k, cis"),
-    4: ("q, k, cos, sin",),
-}
-
-
-def usual_calls(function: Any) -> list[Call]:
-    """The usual ways to call a function, by its number of required parameters.
-
-    If the signature cannot be read or has ``*args``, all usual ways are returned.
-    """
-    seen = signature(function)
-    parameters = None if seen is None else list(seen.parameters.values())
-    if parameters is None or any(each.kind is each.VAR_POSITIONAL for each in parameters):
-        return [parse(text) for texts in _USUAL.values() for text in texts]
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [each for each in parameters if each.default is each.empty and each.kind in kinds]
-    return [parse(text) for text in _USUAL.get(len(needed), ())]
-
-
-def parse(text: str) -> Call:
-    """Parse a call: ``"x, positions"``, ``"q, k, cos, sin"``, ``"x, positions -> cos, sin"``.
-
-    Raises:
-        ValueError: the text is not a valid list of roles.
-    """
-    head, arrow, result = text.partition("->")
-    names = [name.strip() for name in head.split(",")]
-    sound = len(set(names)) == len(names)
-    if arrow:
-        sound &= "x" in names and "".join(result.split()) == "cos,sin"
-    usable = [form for form in FORMS.values() if not form.flat and not form.grids]
-    for form in usable:
-        unrotated = {"seq_dim"}
-        if form.takes_tables or "positions" in form.roles:
-            unrotated |= {"positions", "offset"}
-        rotated = set(names) - set(form.roles) - unrotated
-        fits = set(form.roles) <= set(names) and form.gives_tables == bool(arrow)
-        if sound and fits and rotated in ({"x"}, {"q"}, {"q", "k"}):
-            return Call(form, tuple(Argument(name) for name in names))
-    listed = ", ".join(dict.fromkeys(role for form in usable for role in form.roles))
-    raise bad_value(
-        f"form must list the arguments, each one of x, q, k, seq_dim, {listed}, as in 'x, positions' or "
-        f"'q, k, cos, sin', but got {text!r}"
-    )

@@ -11,27 +11,18 @@ from dataclasses import dataclass
 
 import torch
 
-#: Layouts of x, likeliest first.
-LAYOUTS = ("bhsd", "bshd", "bsd", "sbhd", "thd", "sd")
-
-#: Shapes of tables, each with the index that makes it from a ``bsd`` table.
-TABLE_SHAPES = {"bsd": "", "sd": "[0]", "b1sd": "[:, None]", "bs1d": "[:, :, None]"}
-
-#: How tables hold the entries of pairs, as an expression in a ``table`` with one entry per pair. Full
-#: width: "cat" repeats the whole table, "repeat" each entry. Half width: "half" has each entry once.
-WIDTHS = {
-    "cat": "torch.cat((table, table), -1)",
-    "repeat": "table.repeat_interleave(2, -1)",
-    "half": "table",
-}
-_WIDEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    name: eval(f"lambda table: {text}", {"torch": torch}) for name, text in WIDTHS.items()
+#: How tables with one entry per pair are widened. Full width: "cat" repeats the whole table, "repeat" each entry.
+#: Half width: "half" has each entry once.
+WIDTHS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cat": lambda table: torch.cat((table, table), -1),
+    "repeat": lambda table: table.repeat_interleave(2, -1),
+    "half": lambda table: table,
 }
 
 
 def widen(table: torch.Tensor, width: str) -> torch.Tensor:
     """Convert a table with one entry per pair to a width of WIDTHS."""
-    return _WIDEN[width](table)
+    return WIDTHS[width](table)
 
 
 @dataclass(frozen=True)

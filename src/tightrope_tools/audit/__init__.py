@@ -3,7 +3,7 @@
 The checks, the codes of findings and the limits of an audit are in docs/audit.md.
 """
 
-from ._audit import audit as audit
+from ._audit import assert_rope as assert_rope, audit as audit
 from ._compare import Comparison as Comparison, Difference as Difference, compare as compare
 from ._report import (
     SEVERITIES as SEVERITIES,
@@ -22,6 +22,7 @@ __all__ = [
     "Difference",
     "Finding",
     "Report",
+    "assert_rope",
     "audit",
     "compare",
     "verdict",

@@ -9,42 +9,39 @@ from decimal import Decimal
 
 import torch
 
-from ._declared import is_rounded
+from ._call import CallFailed
 from ._exact import cos_sin, decimals
-from ._guard import CallFailed
-from ._impulse import Line, responses, shift_of, wrapped
 from ._log import Log
+from ._profile import NARROW, ODD, SHORT, Profile, renewed, shift_of
 from ._report import AngleError
-from ._rotation import angle_body, direction, omegas_of
-from ._subject import Subject
+from ._rotation import is_rounded, pairs_of, signs_of
 
-FAR = (4096, 32768, 131072, 1_048_576)
-_BELOW = (1, 2, 3, 5, 7, 11, 14, 20)
-# Positions to test: 0, for functions that number tokens themselves, and some that bfloat16 (above
-# 256) or float16 (above 2048) cannot represent.
-_ODD = (0, 37, 255, 257, 301, 515, 1003, 2051, 4099, 9999)
-_PLACES = (
+_FAR = (4096, 32768, 131072, 1_048_576)
+_BELOW = (20, 14, 11, 7, 5, 3, 2, 1)
+_ENDS = (
     *("far-angles", "position-jump", "table-clamp", "table-identity"),
     *("table-nan", "table-wrap", "table-zero"),
 )
-_NO_TABLE = 131_072
+_ROUNDED = ("position-dtype", "frequency-dtype", "angle-dtype")
+_COUNTED = 131_072
 """The largest position to test if the function numbers tokens itself and takes no offset."""
-_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Model:
+class Expected:
     """The expected angles of the function.
 
     Attributes:
         omegas: frequency of each pair that turns, radians per position; negative if it turns backwards.
-        intercepts: angle of each such pair at position 0, radians.
+        starts: angle of each such pair at position 0, radians.
+        shift: the function rotates position p as position p + shift should be rotated.
         sure: whether the frequencies are known exactly, not only measured.
         longer: length of the call -> frequencies, if they depend on it; ``omegas`` are then those of short calls.
     """
 
     omegas: tuple[Decimal, ...]
-    intercepts: torch.Tensor
+    starts: torch.Tensor
+    shift: int
     sure: bool
     longer: Callable[[int], tuple[Decimal, ...]] | None = None
 
@@ -55,11 +52,16 @@ class Model:
     def table(self, positions: Sequence[int]) -> torch.Tensor:
         """Return cos and sin of the angles at the positions of one call, float64 ``[2, positions, pairs]``."""
         cos, sin = cos_sin(positions, self.at(max(*positions, 0) + 1))
-        turn_cos, turn_sin = self.intercepts.cos(), self.intercepts.sin()
+        turn_cos, turn_sin = self.starts.cos(), self.starts.sin()
         return torch.stack((cos * turn_cos - sin * turn_sin, sin * turn_cos + cos * turn_sin))
 
+    def bound(self, position: int) -> float:
+        """Bound the error of a cosine or sine if frequency and angle are each rounded once to float32."""
+        fastest = max(abs(float(omega)) for omega in self.omegas)
+        return min(2.0, (position + abs(self.shift)) * fastest * 2.0**-23 + 2.0**-22)
 
-def model_of(log: Log, declared: bool) -> Model | None:
+
+def expected_of(log: Log, profile: Profile, declared: bool) -> Expected | None:
     """Return the expected angles: of the declared spec, else of the identified rule, else as measured.
 
     Return None, and record the check as skipped, if no angle can be judged.
@@ -67,9 +69,8 @@ def model_of(log: Log, declared: bool) -> Model | None:
     Args:
         declared: whether the function has the frequencies of the declared spec.
     """
-    shape = log.shape
     name = "angles"
-    if shape is None or log.subject.call.form.takes_tables:
+    if log.subject.way.form.takes_tables:
         log.skip(name, "the caller provides them")
         return None
     if log.found("history") and not log.subject.renew:
@@ -77,273 +78,176 @@ def model_of(log: Log, declared: bool) -> Model | None:
         return None
     spec = log.spec if declared else (log.identity.spec if log.identity is not None else None)
     by_length = declared and spec is not None and spec.by_length
-    if any(finding.code == "length" for finding in log.findings) and not by_length:
+    if log.found("length") and not by_length:
         log.skip(name, "they depend on the length of the call, by an undeclared rule")
         return None
-    signs = [int(direction(line)) for line in log.lines]
-    intercepts = torch.tensor([line.intercept for line in log.lines], dtype=torch.float64)
-    if log.shift is not None:
-        # The measured intercepts are less exact: each is one float32 angle.
-        intercepts = torch.tensor([log.shift * line.slope for line in log.lines]).double()
-    elif float(intercepts.abs().max()) < 1e-3:
-        intercepts = torch.zeros_like(intercepts)
-    seen = omegas_of(log)
+    signs = [int(sign) for sign in signs_of(log, profile).tolist()]
+    # The measured angles at position 0 are less exact: each is one float32 angle.
+    starts = profile.starts + profile.shift * profile.omegas
+    if float(profile.firsts[0].abs().max()) <= 1e-3:
+        starts = torch.zeros_like(starts)
 
     def signed(exact: tuple[Decimal, ...]) -> tuple[Decimal, ...]:
-        moving = [omega for omega, measured in zip(exact, seen, strict=True) if measured]
-        return tuple(omega * sign for omega, sign in zip(moving, signs, strict=True))
+        slots = pairs_of(spec)  # type: ignore[arg-type]
+        turning = [omega for omega, pair in zip(exact, slots, strict=True) if pair in profile.pairs]
+        return tuple(omega * sign for omega, sign in zip(turning, signs, strict=True))
 
     loose = not declared and log.identity is not None and log.identity.loose
     if loose and spec is not None:
-        loose = not is_rounded(seen, spec.frequencies().inv_freq.tolist())
+        rates = signed(spec.frequencies().exact)
+        exact = torch.tensor([abs(float(rate)) for rate in rates], dtype=torch.float64)
+        loose = not is_rounded(profile.omegas.abs(), exact)
     if spec is None or loose:
-        return Model(decimals([line.slope for line in log.lines]), intercepts, False)
+        return Expected(decimals(profile.omegas), starts, profile.shift, False)
     longer = (lambda length: signed(spec.frequencies(length).exact)) if by_length else None
-    return Model(signed(spec.frequencies().exact), intercepts, True, longer)
+    return Expected(signed(spec.frequencies().exact), starts, profile.shift, True, longer)
 
 
-def measure(
-    subject: Subject, log: Log, positions: Sequence[int], dtype: torch.dtype = torch.float32
+def measured(
+    log: Log, profile: Profile, positions: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Measure cos and sin of the function, float64 ``[2, positions, pairs]``, divided by the amplitude.
+    """Measure cos and sin of the function, divided by the factor.
 
     Raises:
-        CallFailed, Hangs: as in :meth:`Subject.rotate`.
+        CallFailed: as in :meth:`Subject.rotate`.
     """
-    if log.shape is None:
-        raise CallFailed("its pairs of channels are unknown")
-    seen = responses(subject, log.shape, positions, dtype)
+    seen = profile.tables(positions, dtype)
     if log.found("amplitude-varies"):
         return seen / torch.hypot(seen[0], seen[1])
-    return seen / log.amplitude
+    return seen / profile.amplitude
 
 
-def bound_of(model: Model, position: int) -> float:
-    """Bound the error of a cosine or sine if frequency and angle are each rounded once to float32."""
-    fastest = max(abs(float(omega)) for omega in model.omegas)
-    return min(2.0, position * fastest * 2.0**-23 + 2.0**-22)
-
-
-def check_angles(log: Log, model: Model) -> None:
+def check_angles(log: Log, profile: Profile, expected: Expected) -> None:
     """Check whether angles were rounded to 16 bits, and up to which position they are right."""
+    if profile.table in NARROW:
+        log.add(
+            "table-dtype",
+            "warning",
+            f"Cosines and sines are rounded to {SHORT[profile.table]} although x is float32.",
+            f"every one that was measured is a {SHORT[profile.table]}; each is off by up to "
+            f"{torch.finfo(profile.table).eps / 2:.1g} of it",
+        )
     for dtype in log.dtypes:
-        name = str(dtype).removeprefix("torch.")
-        with log.check(f"angles below position 10,000, {name} x") as fresh:
-            _near(log, fresh, model, dtype)
-    if torch.float32 not in log.dtypes:
-        log.skip("angles at large positions", "float32 is not tested")
-        return
+        with log.check(f"angles below position 10,000, {SHORT[dtype]} x"):
+            _near(log, renewed(profile), expected, dtype)
     if log.found("amplitude-varies"):
-        log.skip("angles at large positions", "the amplitude varies, so results may vanish there")
+        log.skip("angles at large positions", "the factor varies, so results may vanish there")
         return
-    with log.check("angles at large positions") as fresh:
-        _far(log, fresh, model)
+    with log.check("angles at large positions"):
+        _far(log, renewed(profile), expected)
 
 
 def _most(log: Log) -> int:
-    counts = not log.subject.call.takes_ids and "offset" not in log.subject.call.roles
-    return min(log.longest, _NO_TABLE) if counts else log.longest
+    counts = not log.subject.way.takes_ids and "offset" not in log.subject.way.roles
+    return min(log.longest, _COUNTED) if counts else log.longest
 
 
 def _accepted(
-    log: Log, subject: Subject, positions: Sequence[int], dtype: torch.dtype
+    log: Log, profile: Profile, positions: Sequence[int], dtype: torch.dtype
 ) -> tuple[list[int], torch.Tensor]:
     """Return the positions before the first that the function refuses, and their cos and sin."""
-    if "offset" in subject.call.roles:
-        # One call goes over all tokens up to the last position: limit their number.
-        positions = [position for position in positions if position <= _NO_TABLE // 8]
     positions = [position for position in positions if position <= _most(log)]
     while positions:
         try:
-            return list(positions), measure(subject, log, positions, dtype)
+            return list(positions), measured(log, profile, positions, dtype)
         except CallFailed:
             positions = positions[:-1]
     raise CallFailed(f"it refuses x of {dtype}")
 
 
-def _near(log: Log, subject: Subject, model: Model, dtype: torch.dtype) -> None:
-    positions, seen = _accepted(log, subject, _ODD, dtype)
-    exact = model.table(positions)
-    step = torch.finfo(dtype).eps
-    slack = torch.tensor([0.6 * step + 3 * bound_of(model, p) + 1e-6 for p in positions])[:, None]
+def _near(log: Log, profile: Profile, expected: Expected, dtype: torch.dtype) -> None:
+    positions, seen = _accepted(log, profile, ODD, dtype)
+    exact = expected.table(positions)
+    step = max(torch.finfo(each).eps for each in (dtype, profile.table))
+    slack = torch.tensor([0.6 * step + 3 * expected.bound(p) + 1e-6 for p in positions])[:, None]
     error = (seen - exact).abs().nan_to_num(math.inf)
     if bool((error <= slack).all()):
         return
-    if dtype is torch.float32 and _is_table_type(log, subject, model, positions, seen, exact):
-        return
-    causes = []
-    if model.sure or dtype is not torch.float32:
-        causes = _rounding(model, positions, seen, 0.6 * step + 1e-4)
-    if not causes and dtype is torch.float32:
+    causes: list[tuple[str, str]] = []
+    if expected.sure or dtype != torch.float32:
+        causes = _rounding(profile, expected, positions, seen, max(0.6 * step + 1e-4, 1e-3))
+    if not causes and dtype == torch.float32:
         first = next(p for p, bad in zip(positions, (error > slack).any(2).any(0)) if bad)
-        _where_it_ends(log, subject, model, first + 1)
+        _where_it_ends(log, profile, expected, first + 1)
         return
-    if not causes and log.found(*_PLACES):
+    if not causes and log.found(*_ENDS):
         return
+    worst = positions[int(error.amax((0, 2)).argmax())]
     # Without a known cause, report only that angles are wrong.
     for code, fault in causes or [("far-angles", "Angles are wrong")]:
-        pair, position, wanted = _worst(log, model, positions, seen, exact)
-        size = float(error[:, positions.index(position)].max())
         log.add(
             code,
             "error",
-            f"{fault}{'' if dtype is torch.float32 else f', for {_short(dtype)} x'}.",
-            f"at position {position:,} a cosine or sine is off by {size:.3g}",
-            angle_body(
-                log,
-                pair=pair,
-                position=position,
-                wanted=wanted,
-                tolerance=3e-2 if size > 6e-2 else size / 2,
-                dtype=dtype,
-            ),
+            f"{fault}{'' if dtype == torch.float32 else f', for {SHORT[dtype]} x'}.",
+            f"at position {worst:,} a cosine or sine is off by {float(error.max()):.3g}",
         )
 
 
-def _is_table_type(
-    log: Log,
-    subject: Subject,
-    model: Model,
+def _rounding(
+    profile: Profile,
+    expected: Expected,
     positions: Sequence[int],
     seen: torch.Tensor,
-    exact: torch.Tensor,
-) -> bool:
-    """Report cosines and sines rounded to 16 bits, if that explains all errors; return whether it does."""
-    angle = torch.tensor([3 * bound_of(model, p) + 1e-6 for p in positions])[:, None]
-    for name, dtype in _TYPES.items():
-        step = 0.51 * torch.finfo(dtype).eps * torch.maximum(seen.abs(), exact.abs())
-        is_whole = (seen.to(dtype).double() - seen).abs() <= 1e-7
-        if bool(((seen - exact).abs() <= step + angle).all()) and bool(is_whole.all()):
-            error = (seen - exact).abs().amax((0, 2))
-            log.add(
-                "table-dtype",
-                "warning",
-                f"Cosines and sines are rounded to {name} although x is float32.",
-                f"they are off by up to {float(error.max()):.3g}, for example at position "
-                f"{positions[int(error.argmax())]}",
-                _TABLE_BODY.format(
-                    heads=subject.heads(2),
-                    dim=subject.head_dim,
-                    u=log.shape.pairs[0].first if log.shape else 0,
-                    count=len(positions),
-                    tokens=", ".join(map(str, positions)),
-                    dtype=name,
-                ),
-            )
-            return True
-    return False
-
-
-_TABLE_BODY = """
-x = torch.zeros(1, {heads}, {count}, {dim})
-x[..., {u}] = 1.0
-y = rotate(x, torch.tensor([[{tokens}]]))[0, 0]
-assert not torch.equal(y, y.to(torch.{dtype}).float()), "every cosine and sine is a {dtype}"
-"""
-
-
-def _worst(
-    log: Log, model: Model, positions: Sequence[int], seen: torch.Tensor, exact: torch.Tensor
-) -> tuple[tuple[int, int], int, str]:
-    """Return (channels, position, expression of the right angle) of an error.
-
-    It is the first clear error, else the largest.
-    """
-    error = (seen - exact).abs().nan_to_num(math.inf).amax(0)
-    clear = (error > 0.08).nonzero()
-    if len(clear):
-        row, column = (int(each) for each in clear[0])
-    else:
-        row, column = divmod(int(error.argmax()), error.shape[1])
-    pairs = log.shape.pairs if log.shape is not None else ()
-    pair = pairs[column]
-    omega = model.at(max(positions) + 1)[column]
-    wanted = f"{positions[row]} * {float(omega):.17g}"
-    if float(model.intercepts[column]):
-        wanted += f" + {float(model.intercepts[column]):.6g}"
-    return (pair.first, pair.second), positions[row], wanted
-
-
-def _rounding(
-    model: Model, positions: Sequence[int], seen: torch.Tensor, tolerance: float
+    tolerance: float,
 ) -> list[tuple[str, str]]:
     """Return (code, fault) of the steps that, rounded to 16 bits, explain the angles; [] if none do."""
-    omegas = torch.tensor([float(omega) for omega in model.omegas], dtype=torch.float64)
-    where = torch.tensor(list(positions), dtype=torch.float64)[:, None]
-    steps = (
-        ("position-dtype", "Positions are rounded to {}"),
-        ("frequency-dtype", "The frequencies are rounded to {}"),
-        ("angle-dtype", "Angles, position times frequency, are rounded to {}"),
+    exact = torch.tensor([float(omega) for omega in expected.omegas], dtype=torch.float64)
+    where = [position + profile.shift for position in positions]
+    found = profile.explain(exact, where, seen, tolerance, (torch.float64, *NARROW))
+    faults = (
+        "Positions are rounded to {}",
+        "The frequencies are rounded to {}",
+        "Angles, position times frequency, are rounded to {}",
     )
-    best: tuple[float, list[tuple[str, str]]] = (math.inf, [])
-    for name, dtype in _TYPES.items():
-        for mask in (1, 2, 4, 3, 5, 6, 7):
-            p = _cast(where, dtype) if mask & 1 else where
-            w = _cast(omegas, dtype) if mask & 2 else omegas
-            angle = p * w
-            if mask & 4:
-                angle = _cast(angle, dtype)
-            angle = angle + model.intercepts
-            error = float(
-                (torch.stack((angle.cos(), angle.sin())) - seen).abs().nan_to_num(2.0).max()
-            )
-            # A hypothesis with more roundings must fit much better than a simpler one.
-            if error <= max(tolerance, 1e-3) and error < 0.5 * best[0]:
-                chosen = [
-                    (code, fault.format(name))
-                    for bit, (code, fault) in enumerate(steps)
-                    if mask & (1 << bit)
-                ]
-                best = (error, chosen)
-    return best[1]
-
-
-def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return values.to(dtype).double()
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return [
+        (code, fault.format(SHORT[dtype]))
+        for code, fault, dtype in zip(_ROUNDED, faults, found or ())
+        if dtype in NARROW
+    ]
 
 
 # --- far away --------------------------------------------------------------------------------------
 
 
-def _far(log: Log, subject: Subject, model: Model) -> None:
+def _far(log: Log, profile: Profile, expected: Expected) -> None:
     """Fill the table of angle errors; find the cause of those above the float32 bound."""
     large: AngleError | None = None
     wrong_at: int | None = None
-    for position in FAR:
+    for position in _FAR:
         if position > _most(log):
             break
-        window = [position - below for below in _BELOW][::-1]
-        exact = model.table(window)
+        window = [position - below for below in _BELOW]
+        exact, bound = expected.table(window), expected.bound(position)
         try:
-            error = _error(measure(subject, log, window), exact)
+            error = _error(measured(log, profile, window), exact)
         except CallFailed as refusal:
-            _refused(log, subject, position, str(refusal))
-            log.angle_errors.append(AngleError(position, None, None, bound_of(model, position)))
+            last = _bisect(1, position - 1, lambda p: _is_taken(log, profile, p))
+            log.add(
+                *("table-end-refused", "note"),
+                f"Positions from {last + 1:,} on are refused.",
+                str(refusal),
+            )
+            log.angle_errors.append(AngleError(position, None, None, bound))
             break
         narrow: float | None = None
         if torch.bfloat16 in log.dtypes:
             try:
-                narrow = _error(measure(subject, log, window, torch.bfloat16), exact)
+                narrow = _error(measured(log, profile, window, torch.bfloat16), exact)
             except CallFailed:
                 narrow = None
-        bound = bound_of(model, position)
         found = AngleError(position, error, narrow, bound)
         log.angle_errors.append(found)
-        if error > 3 * bound + 1e-6:
+        if error > 3 * bound + 1e-6 + profile.noise * (profile.table in NARROW):
             wrong_at = wrong_at or position
-            if model.sure:
+            if expected.sure:
                 break
         if error > 1e-3:
             large = found
-    if log.found("position-dtype", "frequency-dtype", "angle-dtype", "table-dtype", *_PLACES):
+    if log.found(*_ROUNDED, "table-dtype", *_ENDS):
         return
     if wrong_at is not None:
-        _where_it_ends(log, subject, model, wrong_at)
-    elif large is not None and large.float32 is not None and model.sure:
+        _where_it_ends(log, profile, expected, wrong_at)
+    elif large is not None and large.float32 is not None and expected.sure:
         log.add(
             "angle-error",
             "note",
@@ -358,20 +262,9 @@ def _error(seen: torch.Tensor, exact: torch.Tensor) -> float:
     return float((seen - exact).abs().nan_to_num(math.inf).max())
 
 
-def _refused(log: Log, subject: Subject, position: int, why: str) -> None:
-    last = _bisect(1, position - 1, lambda p: _is_taken(log, subject, p))
-    log.add(
-        "table-end-refused",
-        "note",
-        f"Positions from {last + 1:,} on are refused.",
-        why,
-        None,
-    )
-
-
-def _is_taken(log: Log, subject: Subject, position: int) -> bool:
+def _is_taken(log: Log, profile: Profile, position: int) -> bool:
     try:
-        measure(subject, log, [position])
+        measured(log, profile, [position])
     except CallFailed:
         return False
     return True
@@ -388,122 +281,92 @@ def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _where_it_ends(log: Log, subject: Subject, model: Model, wrong: int) -> None:
+def _where_it_ends(log: Log, profile: Profile, expected: Expected, wrong: int) -> None:
     """Bisect for the last right position and report what the function does after it.
 
     If the frequencies were only measured, report nothing but a jump of positions: angles that differ from the
     expected ones in another way may be due to the measurement.
     """
 
+    def error(position: int) -> float:
+        return _error(measured(log, profile, [position]), expected.table([position]))
+
     def right(position: int) -> bool:
-        seen = measure(subject, log, [position])
-        return _error(seen, model.table([position])) <= 3 * bound_of(model, position) + 1e-4
+        return error(position) <= 3 * expected.bound(position) + max(1e-4, profile.noise)
 
-    def wrong_near(position: int) -> int | None:
-        return next((p for p in (position, position - 1, position - 2) if not right(p)), None)
-
-    bad = wrong_near(wrong - 1)
-    if bad is None:
-        bad = wrong - 1
+    before = (wrong - 1, wrong - 2, wrong - 3)
+    bad = next((p for p in before if p > 0 and not right(p)), wrong - 1)
     last = _bisect(0, bad, right)
-    first = last + 1
-    after = [first + 1, first + 7, bad]
-    name, sentence = _behaviour_after(log, subject, model, last, after)
-    if not model.sure and name != "position-jump":
-        return
-    # Some positions after the end come out almost right: show one with a clear error.
-    errors = {
-        p: _error(measure(subject, log, [p]), model.table([p])) for p in (first, first + 7, bad)
-    }
-    shown = next((p for p, size in errors.items() if size > 5e-2), bad)
-    pair, position, wanted = _worst(
-        log, model, [shown], measure(subject, log, [shown]), model.table([shown])
-    )
-    log.add(
-        name,
-        "error",
-        sentence,
-        f"right up to position {last:,}; at position {bad:,} a cosine or sine is off by {errors[bad]:.3g}",
-        angle_body(
-            log,
-            pair=pair,
-            position=position,
-            wanted=wanted,
-            tolerance=min(1e-2, float(f"{errors[shown] / 2:.1g}")),
-        ),
-    )
+    code, sentence = _behaviour_after(log, profile, expected, last, bad)
+    if expected.sure or code == "position-jump":
+        evidence = f"right up to position {last:,}; at position {bad:,} a cosine or sine is off by {error(bad):.3g}"
+        log.add(code, "error", sentence, evidence)
 
 
 def _behaviour_after(
-    log: Log, subject: Subject, model: Model, last: int, after: Sequence[int]
+    log: Log, profile: Profile, expected: Expected, last: int, bad: int
 ) -> tuple[str, str]:
+    """Return (code, sentence) of what the function does after the last right position."""
     size = last + 1
-    ones = torch.stack((torch.ones(1), torch.zeros(1)))[:, :, None].double()
+    after = [size + 1, size + 7, bad]
+    try:
+        seen = {p: measured(log, profile, [p]) for p in dict.fromkeys((size, *after))}
+    except CallFailed:
+        return "far-angles", f"Positions from about {size:,} on are rotated by wrong angles."
 
     def all_are(wanted: Callable[[int], torch.Tensor]) -> bool:
-        for position in after:
-            try:
-                seen = measure(subject, log, [position])
-            except CallFailed:
-                return False
-            if not _error(seen, wanted(position)) <= 3 * bound_of(model, position) + 1e-3:
-                return False
-        return True
-
-    if all_are(lambda _: ones.expand(2, 1, len(model.omegas))):
-        return "table-identity", f"Tokens at positions from {size:,} on are returned unrotated."
-    if all_are(lambda _: torch.zeros(2, 1, len(model.omegas)).double()):
-        return "table-zero", f"Tokens at positions from {size:,} on come back as zeros."
-    if all_are(lambda _: model.table([last])):
-        return "table-clamp", f"All positions from {size:,} on are rotated as position {last:,}."
-    if all_are(lambda position: model.table([position % size])):
-        return (
-            "table-wrap",
-            f"Positions start again at {size:,}: p is rotated as p modulo {size:,}.",
+        return all(
+            _error(seen[p], wanted(p)) <= 3 * expected.bound(p) + max(1e-3, profile.noise)
+            for p in after
         )
-    if any(not bool(measure(subject, log, [position]).isfinite().all()) for position in after):
+
+    none = torch.zeros(2, 1, len(expected.omegas), dtype=torch.float64)
+    ones = torch.stack((torch.ones_like(none[0]), none[1]))
+    known: dict[str, tuple[str, Callable[[int], torch.Tensor]]] = {
+        "table-identity": (
+            f"Tokens at positions from {size:,} on are returned unrotated.",
+            lambda _: ones,
+        ),
+        "table-zero": (f"Tokens at positions from {size:,} on come back as zeros.", lambda _: none),
+        "table-clamp": (
+            f"All positions from {size:,} on are rotated as position {last:,}.",
+            lambda _: expected.table([last]),
+        ),
+        "table-wrap": (
+            f"Positions start again at {size:,}: p is rotated as p modulo {size:,}.",
+            lambda p: expected.table([p % size]),
+        ),
+    }
+    for code, (sentence, wanted) in known.items():
+        if all_are(wanted):
+            return code, sentence
+    if any(not bool(each.isfinite().all()) for each in seen.values()):
         return "table-nan", f"Tokens at positions from {size:,} on come back as NaN."
-    if (jump := _jump(log, subject, model, size)) and all_are(
-        lambda position: model.table([position + jump])
-    ):
-        count = "offset" if "offset" in subject.call.roles else "position"
+    exact = expected.table([size])[:, 0]
+    ahead = torch.atan2(*seen[size][:, 0].flip(0)) - torch.atan2(*exact.flip(0))
+    rates = torch.tensor([float(omega) for omega in expected.at(size + 1)], dtype=torch.float64)
+    jump = shift_of(rates, ahead, 3 * expected.bound(size) + 1e-3)
+    if jump and all_are(lambda p: expected.table([p + jump])):
+        count = "offset" if "offset" in log.subject.way.roles else "position"
         return "position-jump", f"From {count} {size:,} on, positions are off by {jump:+d}."
     return "far-angles", f"Positions from about {size:,} on are rotated by wrong angles."
 
 
-def _jump(log: Log, subject: Subject, model: Model, position: int) -> int:
-    """Return by how many positions a position is rotated too far; 0 if no whole number explains its angles."""
-    seen, exact = measure(subject, log, [position])[:, 0], model.table([position])[:, 0]
-    angles = torch.atan2(seen[1], seen[0]) - torch.atan2(exact[1], exact[0])
-    slopes = [float(omega) for omega in model.at(position + 1)]
-    lines = [Line(slope, wrapped(angle)) for slope, angle in zip(slopes, angles.tolist())]
-    return shift_of(lines, 3 * bound_of(model, position) + 1e-3)
-
-
-def check_type_history(log: Log, model: Model) -> None:
+def check_type_history(log: Log, profile: Profile) -> None:
     """Check whether a call in bfloat16 makes later float32 results coarser, as a cached table would."""
     if torch.bfloat16 not in log.dtypes or log.found("history"):
         return
-    with log.check("results do not depend on the dtype of earlier calls") as subject:
-        near = [position for position in _ODD if position < 5000]
-        positions, alone = _accepted(log, log.subject.fresh(), near, torch.float32)
-        measure(subject, log, positions, torch.bfloat16)
-        after = measure(subject, log, positions)
-        if _error(after, alone) <= 1e-4:
-            return
-        pair, position, wanted = _worst(log, model, positions, after, alone)
-        first = (
-            f"x = torch.zeros(1, {subject.heads(2)}, {len(positions)}, {subject.head_dim})\n"
-            f"rotate(x.bfloat16(), torch.tensor([{positions}]))\n"
-            f"rotate(x, torch.tensor([{positions}]))\n"
-        )
-        log.add(
-            "history",
-            "error",
-            "The result of a call depends on earlier calls: float32 results are coarser after a "
-            "call in bfloat16.",
-            f"at position {position} a cosine or sine differs by {_error(after, alone):.3g} from that of "
-            "a function never called in bfloat16",
-            first
-            + angle_body(log, pair=pair, position=position, wanted=wanted, tolerance=1e-2).strip(),
-        )
+    with log.check("results do not depend on the dtype of earlier calls"):
+        near = [position for position in ODD if position < 5000]
+        positions, alone = _accepted(log, renewed(profile), near, torch.float32)
+        used = renewed(profile)
+        measured(log, used, positions, torch.bfloat16)
+        size = _error(measured(log, used, positions), alone)
+        if size > 1e-4:
+            log.add(
+                "history",
+                "error",
+                "The result of a call depends on earlier calls: float32 results are coarser after a "
+                "call in bfloat16.",
+                f"a cosine or sine differs by {size:.3g} from that of a function never called in bfloat16",
+            )

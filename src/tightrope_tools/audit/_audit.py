@@ -1,23 +1,21 @@
-"""The entry point of an audit and the order of its checks."""
+"""The entry points of an audit and the order of its checks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from tightrope._errors import bad_value, public
+from tightrope._errors import bad_type, bad_value, public
 from tightrope.frequencies import LONGEST
 from tightrope.spec import RopeSpec
 
-from . import _angles, _declared, _gradients, _inputs, _memory, _rotation
-from ._adapter import Adapter
-from ._guard import CallFailed, Guard, Hangs, check_limits, isolated
+from . import _angles, _behaviour, _rotation
+from ._call import CallFailed, Hints, NoCallFound, Subject, describe_error, undisturbed
 from ._log import Log
-from ._probe import Hints, NoCallFound, check_hints
 from ._report import Finding, Report
-from ._subject import Subject
-from ._targets import Target, resolve, subject_of
+from ._targets import resolve, subject_of
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _LONGEST = 2**20
@@ -36,15 +34,14 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     longest: int = _LONGEST,
     make: bool = False,
     layer_type: str | None = None,
-    timeout: float = 20.0,
     device: str = "cpu",
     progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Test a rotary function as a black box: identify its rotation and find its faults.
 
-    The audit calls the function with impulses and random vectors and does not read its source. An
-    exception in the function, or a call that does not return, becomes a finding. The function's
-    output to ``sys.stdout`` is dropped.
+    The audit calls the function with unit vectors and random vectors and does not read its source. An
+    exception in the function becomes a finding; a call that does not return does not return here either, while
+    the command ``tightrope audit`` ends it. The function's output to ``sys.stdout`` is dropped.
 
     Args:
         target: a function or module; a model of transformers; ``"MODULE:FUNCTION"``, imported from the current directory or an
@@ -70,7 +67,6 @@ def audit(  # noqa: PLR0913  (one argument for each option)
         make: whether the target is a factory without arguments. If so, each check gets a new function
             from it; if not, a deep copy of the target, which does not reset state kept outside the object.
         layer_type: the layer type of a model to audit, if its layers differ.
-        timeout: seconds after which one call counts as hanging.
         device: the device of the tensors passed to the function.
         progress: called with the name of each check before it starts; it must not print to
             ``sys.stdout``, which is redirected during the audit.
@@ -92,22 +88,77 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     ('sign',) geometric, base 10000
     """
     found = resolve(target, make=make, layer_type=layer_type, spec=spec)
-    spec = found.spec if spec is None else spec
-    _declared.check_spec(spec, head_dim)
+    declared = found.spec if spec is None else spec
+    check_options(declared, head_dim, device)
     hints = Hints(form, layout, tables, head_dim)
-    check_hints(hints)
+    hints.check()
     _check_extent(dtypes, longest)
-    check_limits(timeout, device)
-    with isolated(timeout) as guard:
-        return _run(
-            found,
-            guard,
-            spec,
-            hints,
-            dtypes=tuple(dtypes),
-            longest=longest,
-            device=device,
-            progress=progress,
+    with undisturbed():
+        try:
+            subject = subject_of(found, hints, declared, device)
+        except NoCallFound as error:
+            sentence = "No call was found that returns a rotated x of the same shape."
+            return Report(
+                found.name, {}, (Finding("cannot-call", "error", sentence, f"{error}", _STATE),)
+            )
+        log = Log(found.name, subject, declared, tuple(dtypes), longest, progress=progress)
+        log.facts.update(_facts(subject))
+        if declared is not None:
+            log.facts["declared"] = repr(declared)
+        elif found.unread:
+            log.facts["declared"] = f"nothing: {found.unread}"
+        try:
+            _check_all(log)
+        except CallFailed as error:
+            log.add("raises", "error", "A call that worked at first raised an error.", str(error))
+        return log.report()
+
+
+_STATE = "state form=, layout= and head_dim=, or audit a function of (x, positions) that calls it"
+
+
+@public("assert_rope")
+def assert_rope(function: object, spec: RopeSpec, **options: Any) -> None:
+    """Raise an AssertionError if a rotary function is not the rotation of a spec; for tests of one's own.
+
+    Args:
+        function: the function, as in :func:`audit`.
+        spec: the intended rotation.
+        options: further arguments of :func:`audit`, such as ``layout="bshd"`` or ``make=True``.
+
+    Raises:
+        AssertionError: the audit has errors or warnings; the message is its report.
+        ValueError, TypeError: as in :func:`audit`.
+
+    >>> from tightrope.functional import rotate
+    >>> spec = RopeSpec(64)
+    >>> assert_rope(lambda x, positions: rotate(x, spec, positions), spec)
+    """
+    report = audit(function, spec=spec, **options)
+    if not report.ok:
+        raise AssertionError(str(report))
+
+
+def check_options(spec: RopeSpec | None, head_dim: int | None, device: str) -> None:
+    """Refuse a spec with which no function can be compared, and a device that is not there."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise bad_value(
+            f"device {device!r} must be available but torch raised {describe_error(error)}"
+        ) from None
+    if spec is None:
+        return
+    if not isinstance(spec, RopeSpec):
+        raise bad_type(f"spec must be a RopeSpec or None but got {spec!r}")
+    if head_dim is not None and head_dim != spec.head_dim:
+        raise bad_value(
+            f"head_dim must be that of the spec, {spec.head_dim}, or None but got {head_dim}"
+        )
+    if len(spec.frequencies().inv_freq.shape) > 1:
+        raise bad_value(
+            "spec must have the same frequencies for all heads, as the audit measures one head, but "
+            f"got {spec!r}"
         )
 
 
@@ -123,95 +174,64 @@ def _check_extent(dtypes: Sequence[torch.dtype], longest: int) -> None:
         raise bad_value(f"longest must be at most {LONGEST} but got {longest}")
 
 
-def _run(
-    found: Target,
-    guard: Guard,
-    spec: RopeSpec | None,
-    hints: Hints,
-    *,
-    dtypes: tuple[torch.dtype, ...],
-    longest: int,
-    device: str,
-    progress: Callable[[str], None] | None,
-) -> Report:
-    log: Log | None = None
-    declared, axes = spec, 1 if spec is None else spec.axis_count
-    spec = None if spec is None else _declared.text_of(spec)
-    try:
-        subject = subject_of(found, hints, spec, guard, device, axes)
-        log = Log(found.name, subject, spec, dtypes, longest, progress=progress)
-        log.facts.update(_facts(subject.call, subject))
-        if spec is not None:
-            log.facts["declared"] = repr(declared)
-        elif found.unread:
-            log.facts["declared"] = f"nothing: {found.unread}"
-        _check_all(log, declared)
-    except NoCallFound as error:
-        return _not_called(found, error)
-    except Hangs:
-        finding = Finding(
-            "hangs",
-            "error",
-            f"A call did not return within {guard.seconds:g} s.",
-            f"call {guard.calls} of the audit"
-            + ("" if log is None or not log.doing else f", checking: {log.doing}"),
-        )
-        if log is None:
-            return Report(found.name, {}, (finding,), ())
-        log.findings.append(finding)
-    except CallFailed as error:
-        if log is None:
-            raise
-        log.add("raises", "error", "A call that worked at first raised an error.", str(error))
-    return log.report()
-
-
-def _facts(call: Adapter, subject: Subject) -> dict[str, str]:
-    facts = {"called as": f"fn({call})", "layout": call.layout, "head_dim": str(subject.head_dim)}
-    if call.form.takes_tables:
-        facts["tables"] = f"{call.width}, made by the audit"
-    elif call.form.gives_tables:
-        facts["tables"] = f"{call.width}, applied by the audit"
-    elif call.takes_positions:
-        facts["positions"] = "(tokens,)" if call.shared_positions else "(rows, tokens)"
-        if call.axes > 1:
-            facts["positions"] = f"({call.axes}, {facts['positions'][1:]}"
+def _facts(subject: Subject) -> dict[str, str]:
+    way = subject.way
+    facts = {"called as": f"fn({way})", "layout": way.layout, "head_dim": str(subject.head_dim)}
+    if way.form.takes_tables:
+        facts["tables"] = f"{way.width}, made by the audit"
+    elif way.form.gives_tables:
+        facts["tables"] = f"{way.width}, applied by the audit"
+    elif way.takes_positions:
+        facts["positions"] = "(tokens,)" if way.shared_positions else "(rows, tokens)"
+        if way.axes > 1:
+            facts["positions"] = f"({way.axes}, {facts['positions'][1:]}"
     else:
         facts["positions"] = (
-            "its own, from an offset" if "offset" in call.roles else "its own, 0 to n − 1"
+            "its own, from an offset" if "offset" in way.roles else "its own, 0 to n − 1"
         )
     return facts
 
 
-def _not_called(found: Target, error: NoCallFound) -> Report:
-    finding = Finding(
-        "cannot-call",
-        "error",
-        "No call was found that returns a rotated x of the same shape.",
-        f"{error.reasons}; specify form=, layout= and head_dim=",
-    )
-    return Report(found.name, {}, (finding,), ())
-
-
-def _check_all(log: Log, meant: RopeSpec | None) -> None:
+def _check_all(log: Log) -> None:
     # First, because state that calls leave in the function would falsify all other checks.
-    _memory.check_memory(log)
+    _behaviour.check_memory(log)
     if log.found("nondeterminism", "not-finite"):
         return
-    uses_positions = _memory.check_ids(log)
-    _memory.check_rows(log)
-    _inputs.check_inputs(log)
-    if uses_positions and _rotation.check_rotation(log):
-        declared = _declared.check_declared(log)
-        if declared and meant is not None:
-            _declared.check_axes(log, meant)
-        _declared.check_identity(log)
-        model = _angles.model_of(log, declared)
-        if model is not None:
-            _angles.check_angles(log, model)
-            _angles.check_type_history(log, model)
+    uses_positions = _behaviour.check_ids(log)
+    _behaviour.check_rows(log)
+    _behaviour.check_inputs(log)
+    spec = log.spec
+    if spec is not None and log.subject.way.form.takes_tables:
+        _add_unchecked(log, spec)
+    if not uses_positions or log.along_heads:
+        log.skip("it rotates pairs of channels", "tokens are not rotated by their positions")
+        return
+    sound = _rotation.check_rotation(log)
+    profile = log.profile
+    if profile is None or not profile.pairs:
+        return
+    if sound:
+        same = spec is not None and _rotation.check_declared(log, spec, profile)
+        if same and spec is not None:
+            _rotation.check_axes(log, spec, profile)
+        _rotation.check_identity(log, profile)
+        expected = _angles.expected_of(log, profile, same)
+        if expected is not None:
+            _angles.check_angles(log, profile, expected)
+            _angles.check_type_history(log, profile)
         _rotation.check_relative(log)
-    if meant is not None and log.subject.call.form.takes_tables:
-        _declared.add_unchecked(log, meant)
-    _rotation.check_keys(log)
-    _gradients.check_gradients(log)
+    _rotation.check_keys(log, profile)
+    _rotation.check_gradients(log)
+
+
+def _add_unchecked(log: Log, spec: RopeSpec) -> None:
+    """Add the note that tables of the caller leave a part of the declared spec unchecked."""
+    log.skip("frequencies are as declared", "the caller provides them")
+    parts = ["base", *(name for name in ("scaling", "axes") if getattr(spec, name) is not None)]
+    what = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+    log.add(
+        "frequencies-unchecked",
+        "note",
+        f"The caller provides cosines and sines, so the audit did not check the declared {what}.",
+        "the audit made its own",
+    )

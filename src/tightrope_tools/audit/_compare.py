@@ -8,9 +8,8 @@ compared too, because each is measured with the function's own earlier ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from textwrap import indent
 from typing import Any
 
 import torch
@@ -18,11 +17,18 @@ import torch
 from tightrope._errors import bad_value, public
 from tightrope.spec import RopeSpec
 
-from . import _declared
-from ._guard import CallFailed, Hangs, check_limits, isolated
-from ._probe import Hints, NoCallFound, check_hints
-from ._profile import ODD, SHORT, Profile, angles_of, arithmetic_of, profile_of, wrapped
-from ._subject import Subject
+from ._audit import check_options
+from ._call import CallFailed, Hints, NoCallFound, Subject, undisturbed
+from ._profile import (
+    NARROW,
+    ODD,
+    SHORT,
+    Profile,
+    arithmetic_of,
+    measure,
+    shares_of,
+    wrapped,
+)
 from ._targets import Target, names_stack, resolve, subject_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,7 +59,6 @@ class Comparison:
         differences: the steps that differ, in the order in which a rotation is computed.
         shares: dtype -> shares of the results and of the gradients that differ in a bit; None for
             gradients that a function does not have.
-        snippet: a program that raises an error while the functions differ; empty if they agree.
     """
 
     first: str
@@ -61,7 +66,6 @@ class Comparison:
     facts: dict[str, tuple[str, str]] = field(default_factory=dict)
     differences: tuple[Difference, ...] = ()
     shares: dict[str, tuple[float, float | None]] = field(default_factory=dict)
-    snippet: str = ""
 
     @property
     def ok(self) -> bool:
@@ -75,7 +79,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison in JSON types, with a format version."""
-        return {"version": 1, "ok": self.ok} | asdict(self)
+        return {"version": 2, "ok": self.ok} | asdict(self)
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Comparison:
@@ -86,7 +90,6 @@ class Comparison:
             facts={name: (values[0], values[1]) for name, values in saved["facts"].items()},
             differences=tuple(Difference(**each) for each in saved["differences"]),
             shares={name: (values[0], values[1]) for name, values in saved["shares"].items()},
-            snippet=saved["snippet"],
         )
 
 
@@ -102,7 +105,6 @@ def compare(  # noqa: PLR0913  (one argument for each option)
     head_dim: int | None = None,
     make: bool = False,
     layer_type: str | None = None,
-    timeout: float = 20.0,
     device: str = "cpu",
 ) -> Comparison:
     """Compare two rotary functions bit by bit, and name the steps in which they differ.
@@ -116,7 +118,6 @@ def compare(  # noqa: PLR0913  (one argument for each option)
             :func:`tightrope_tools.audit.audit`; the call of ``second`` is found by trying.
         head_dim: channels of one head, for both.
         layer_type: the layer type of models, if their layers differ.
-        timeout: seconds after which one call counts as hanging.
         device: the device of the tensors passed to the functions.
 
     Returns:
@@ -125,7 +126,7 @@ def compare(  # noqa: PLR0913  (one argument for each option)
 
     Raises:
         ValueError, TypeError: a target does not exist or is not callable, no call was found, a call
-            failed or did not return, or an option is wrong.
+            failed, or an option is wrong.
 
     >>> found = compare("stack:litgpt", "stack:diffusers", spec=RopeSpec(64))
     >>> found.ok, found.facts["rounding of gradients, bfloat16"]
@@ -133,31 +134,36 @@ def compare(  # noqa: PLR0913  (one argument for each option)
     """
     targets = _targets(first, second, spec, make, layer_type)
     spec = spec or targets[0].spec or targets[1].spec
-    _declared.check_spec(spec, head_dim)
+    check_options(spec, head_dim, device)
     hints = Hints(form, layout, tables, head_dim)
-    check_hints(hints)
-    check_limits(timeout, device)
-    axes = 1 if spec is None else spec.axis_count
-    with isolated(timeout) as guard:
-        subjects = []
+    hints.check()
+    profiles = []
+    with undisturbed():
         for target in targets:
             try:
-                subjects.append(subject_of(target, hints, spec, guard, device, axes))
+                subject = subject_of(target, hints, spec, device)
+                profiles.append(_profile_of(subject.fresh(), target.name))
             except NoCallFound as error:
+                reasons = str(error).rstrip(".")
                 raise bad_value(
                     f"{target.name} must return a rotated x of the same shape but no call was found that "
-                    f"does: {error.reasons.rstrip('.')}"
+                    f"does: {reasons}"
                 ) from None
-            except Hangs:
-                raise bad_value(f"{target.name} must return within {timeout:g} s") from None
+            except CallFailed as error:
+                raise bad_value(f"every call must succeed but one failed later: {error}") from None
             # The call of the second is found by trying.
-            hints = Hints(None, None, None, head_dim or targets[1].head_dim or subjects[0].head_dim)
+            hints = Hints(head_dim=head_dim or targets[1].head_dim or subject.head_dim)
         try:
-            return _compared(targets, *[subject.fresh() for subject in subjects])
+            return _compared(targets, *profiles)
         except CallFailed as error:
             raise bad_value(f"every call must succeed but one failed later: {error}") from None
-        except Hangs:
-            raise bad_value(f"every call must return within {timeout:g} s") from None
+
+
+def _profile_of(subject: Subject, name: str) -> Profile:
+    profile = measure(subject)
+    if not profile.pairs or profile.tangled:
+        raise bad_value(f"{name} must rotate pairs of channels but does not")
+    return profile
 
 
 def _targets(
@@ -178,8 +184,7 @@ def _targets(
 # --- two functions --------------------------------------------------------------------------
 
 
-def _compared(targets: Sequence[Target], one: Subject, other: Subject) -> Comparison:
-    a, b = profile_of(one, targets[0].name), profile_of(other, targets[1].name)
+def _compared(targets: list[Target], a: Profile, b: Profile) -> Comparison:
     found: list[Difference] = []
     facts: dict[str, tuple[str, str]] = {}
 
@@ -187,19 +192,18 @@ def _compared(targets: Sequence[Target], one: Subject, other: Subject) -> Compar
         found.append(Difference(code, sentence, evidence))
 
     _compare_channels(a, b, facts, add)
-    if len(a.shape.pairs) == len(b.shape.pairs):
+    if len(a.pairs) == len(b.pairs):
         _compare_frequencies(a, b, facts, add)
         odd, tables = _compare_angles(a, b, facts, add, {each.code for each in found})
         _compare_arithmetic(a, b, odd, tables, facts, add)
-    shares = _shares(a, b)
+    shares = shares_of(a, b, _DTYPES)
     if not found and any(part for share in shares.values() for part in share):
         add(
             "unexplained",
             "Results differ for a reason that the comparison does not know.",
             "channels, frequencies, angles, tables and roundings are the same",
         )
-    snippet = _snippet(one, other, shares) if found else ""
-    return Comparison(targets[0].name, targets[1].name, facts, tuple(found), shares, snippet)
+    return Comparison(targets[0].name, targets[1].name, facts, tuple(found), shares)
 
 
 _Add = Callable[[str, str, str], None]
@@ -207,14 +211,14 @@ _Facts = dict[str, tuple[str, str]]
 
 
 def _compare_channels(a: Profile, b: Profile, facts: _Facts, add: _Add) -> None:
-    facts["pairing"] = a.shape.pairing, b.shape.pairing
-    slices = [f"{p.shape.start} to {p.shape.start + p.shape.rotary_dim - 1}" for p in (a, b)]
+    facts["pairing"] = a.pairing, b.pairing
+    slices = [f"{p.start} to {p.start + p.rotary_dim - 1}" for p in (a, b)]
     facts["channels"] = slices[0], slices[1]
-    if a.shape.pairing != b.shape.pairing:
+    if a.pairing != b.pairing:
         add("pairing", "Channels are paired differently.", _either(facts["pairing"]))
     if slices[0] != slices[1]:
         add("slice", "Other channels rotate.", _either(facts["channels"]))
-    if a.shape.order != b.shape.order:
+    if a.order != b.order:
         add("channel-order", "Channels come out in different orders.", "of one function, reordered")
     signs = [1.0 if float(p.omegas.sum()) >= 0 else -1.0 for p in (a, b)]
     if signs[0] != signs[1]:
@@ -226,7 +230,7 @@ def _compare_channels(a: Profile, b: Profile, facts: _Facts, add: _Add) -> None:
             f"position 0 is rotated as position {a.shift} should be by the first, and as position "
             f"{b.shift} by the second, a difference of {a.shift - b.shift:+d} positions",
         )
-    elif len(a.lines) == len(b.lines):
+    elif len(a.pairs) == len(b.pairs):
         gap = wrapped(a.starts * signs[0] - b.starts * signs[1])
         if float(gap.abs().max()) > 1e-4:
             k = int(gap.abs().argmax())
@@ -286,7 +290,7 @@ def _precision(own: torch.Tensor, other: torch.Tensor, limit: torch.Tensor) -> s
     def is_rounded(dtype: torch.dtype) -> bool:
         return bool(((own.to(dtype).double() - own).abs() <= 2 * limit).all())
 
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in NARROW:
         step = torch.finfo(dtype).eps
         if is_rounded(dtype) and bool(((own - other).abs() <= step * other + limit).all()):
             return SHORT[dtype]
@@ -298,12 +302,12 @@ def _compare_angles(
 ) -> tuple[list[int], list[torch.Tensor]]:
     """Compare angles at odd positions; return these positions and each function's float32 tables there."""
     reach = min(a.reach, b.reach)
-    odd = [p for p in ODD if max(a.shift, b.shift) <= p < reach]
-    seen = [p.tables(odd) for p in (a, b)]
+    odd = [p for p in (*ODD[1:], 65537, 1_048_573) if max(a.shift, b.shift) <= p < reach]
+    seen = [p.tables(p.given(odd)) for p in (a, b)]
     if _starts_differ(a, b):
         facts["angles"] = "not compared", "not compared"
         return odd, seen
-    names = [angles_of(p, odd, table) for p, table in zip((a, b), seen, strict=True)]
+    names = [_angles_of(p, odd, table) for p, table in zip((a, b), seen, strict=True)]
     facts["angles"] = names[0], names[1]
     if names[0] != names[1]:
         gap = (seen[0] - seen[1]).abs().amax((0, 2))
@@ -325,6 +329,13 @@ def _compare_angles(
             f"{count} of {seen[0].numel()}, by up to {float((seen[0] - seen[1]).abs().max()):.3g}",
         )
     return odd, seen
+
+
+def _angles_of(profile: Profile, positions: list[int], seen: torch.Tensor) -> str:
+    tolerance = max(5e-3, 2 * profile.noise)
+    seen = seen / profile.amplitude
+    found = profile.explain(profile.omegas, positions, seen, tolerance)
+    return "unknown" if found is None else str(found)
 
 
 def _compare_arithmetic(
@@ -382,7 +393,7 @@ def _compare_dtype(
     """Report a function whose angles depend on the dtype of x, as when positions take that dtype."""
     if dtype == torch.float32:
         return
-    off = (p.tables(positions, dtype) - table).abs().amax((0, 2))
+    off = (p.tables(p.given(positions), dtype) - table).abs().amax((0, 2))
     if float(off.max()) > 2 * torch.finfo(dtype).eps * max(1.0, p.amplitude):
         worst = int(off.argmax())
         differ(
@@ -395,59 +406,3 @@ def _compare_dtype(
 
 def _either(values: tuple[str, str]) -> str:
     return f"the first: {values[0]}; the second: {values[1]}"
-
-
-def _shares(a: Profile, b: Profile) -> dict[str, tuple[float, float | None]]:
-    """Return the shares of results and of gradients that differ, for each dtype that a function accepts.
-
-    The shares are 1 and None if only one of them does.
-    """
-    reach = min(a.reach, b.reach)
-    generator = torch.Generator().manual_seed(5)
-    far = torch.randint(0, reach, (32,), generator=generator).tolist()
-    positions = [*range(min(96, reach)), *far]
-    found: dict[str, tuple[float, float | None]] = {}
-    for dtype in _DTYPES:
-        results = []
-        for subject in (a.subject, b.subject):
-            x, out = (
-                subject.laid_out(a.subject.random(1, 2, len(positions), dtype=dtype, seed=seed))
-                for seed in (8, 9)
-            )
-            x.requires_grad_()
-            try:
-                y = subject.rotate(x * 1.0, positions)
-            except CallFailed:
-                continue
-            by_x = torch.autograd.grad(y, x, out)[0] if y.requires_grad else None
-            results.append((y.detach(), by_x))
-        if len(results) < 2:
-            if results:
-                found[SHORT[dtype]] = (1.0, None)
-            continue
-        (y, by_x), (z, by_z) = results
-        gradients = None if by_x is None or by_z is None else _share(by_x, by_z)
-        found[SHORT[dtype]] = _share(y, z), gradients
-    return found
-
-
-def _share(one: torch.Tensor, other: torch.Tensor) -> float:
-    same = (one == other) | (one.isnan() & other.isnan())
-    return float((~same).double().mean()) if one.dtype == other.dtype else 1.0
-
-
-def _snippet(one: Subject, other: Subject, shares: dict[str, tuple[float, float | None]]) -> str:
-    """Return a program with both functions and their adapters that fails where they differ."""
-    parts = []
-    for name, subject in (("first", one), ("second", other)):
-        header = subject.header or f"import torch\n\n# fn is the {name} function"
-        body = indent(f"{header}\n\n{subject.source}\n\nreturn rotate", "    ")
-        parts.append(f"def make_{name}():\n{body}")
-    dtype = next((key for key, (share, _) in shares.items() if share), "")
-    of_gradients = next((key for key, (_, share) in shares.items() if share), "float32")
-    shape = f"1, {one.heads(2)}, 6, {one.head_dim}, dtype=torch.{dtype or of_gradients}"
-    where = "torch.tensor([[0, 1, 5, 100, 257, 1003]])"
-    result = "f(x, where)" if dtype else "torch.func.vjp(lambda x: f(x, where), x)[1](out)[0]"
-    check = f"x, out, where = torch.randn({shape}), torch.randn({shape}), {where}\n"
-    check += f"assert torch.equal(*[{result} for f in (make_first(), make_second())])"
-    return "\n\n\n".join(["import torch", *parts, check]) + "\n"

@@ -11,11 +11,11 @@ import torch
 
 from tightrope.spec import RopeSpec
 
-from ._guard import CallFailed
+from ._call import CallFailed, Subject
 from ._identify import Identity
-from ._impulse import Line, Shape
+from ._mends import mend_of
+from ._profile import Profile
 from ._report import SEVERITIES, AngleError, Check, Finding, Report
-from ._subject import Subject
 
 
 @dataclass
@@ -27,9 +27,10 @@ class Log:
         spec: the intended rotation; None if not declared.
         dtypes: the dtypes of x to test.
         longest: the largest position to test.
-        shape, lines, identity, amplitude, shift: measurements so far; with a shift, the function
-            rotates position p as position p + shift should be rotated.
-        doing: the current check.
+        limit: the first length of a call at which nearby tokens are rotated differently; None if there is none.
+        profile: the measured rotation, from which the findings about it are read.
+        identity: the frequency rule that explains the measured frequencies.
+        along_heads: whether the function takes the heads for tokens.
     """
 
     target: str
@@ -41,32 +42,19 @@ class Log:
     findings: list[Finding] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     angle_errors: list[AngleError] = field(default_factory=list)
-    shape: Shape | None = None
-    lines: tuple[Line, ...] = ()
+    limit: int | None = None
+    profile: Profile | None = None
     identity: Identity | None = None
-    amplitude: float = 1.0
-    shift: int | None = None
-    doing: str = ""
+    along_heads: bool = False
     progress: Callable[[str], None] | None = None
 
-    def add(
-        self,
-        code: str,
-        severity: str,
-        sentence: str,
-        evidence: str,
-        body: str | None = None,
-        subject: Subject | None = None,
-    ) -> None:
-        """Add a finding, once per code, with the body of its snippet if there is one.
-
-        Args:
-            subject: the subject of the snippet, if it is another one.
-        """
-        if any(finding.code == code for finding in self.findings):
+    def add(self, code: str, severity: str, sentence: str, evidence: str) -> None:
+        """Add a finding, once per code."""
+        if self.found(code):
             return
-        text = "" if body is None else snippet(subject or self.subject, body)
-        self.findings.append(Finding(code, severity, sentence, evidence, text))
+        spec = self.spec or (None if self.identity is None else self.identity.spec)
+        mend = mend_of(code, "spec" if spec is None else repr(spec))
+        self.findings.append(Finding(code, severity, sentence, evidence, mend))
 
     def found(self, *codes: str) -> bool:
         """True if there is a finding with one of these codes; without codes, if there is any error."""
@@ -79,13 +67,12 @@ class Log:
     def check(self, name: str) -> Iterator[Subject]:
         """Run a check on a fresh subject; record the outcome. Notes alone count as passed."""
         before = len(self.findings)
-        self.doing = name
         if self.progress is not None:
             self.progress(name)
         try:
             yield self.subject.fresh()
         except CallFailed as error:
-            self.checks.append(Check(name, f"skipped: {error}"))
+            self.skip(name, str(error))
             return
         found = self.findings[before:]
         worst = any(finding.severity != "note" for finding in found)
@@ -104,18 +91,4 @@ class Log:
             tuple(worst_first),
             tuple(self.checks),
             tuple(self.angle_errors),
-            preamble(self.subject),
         )
-
-
-def snippet(subject: Subject, body: str) -> str:
-    """Return a program: imports, the preamble, and the lines that show the fault."""
-    names = [name for name in ("copy", "math") if f"{name}." in body]
-    imports = "".join(f"import {name}\n" for name in names) + ("\n" if names else "")
-    return f"{imports}{preamble(subject)}\n\n\n{body.strip()}\n"
-
-
-def preamble(subject: Subject) -> str:
-    """Return the lines that define ``fn`` and its adapter."""
-    header = subject.header or "import torch\n\n# fn is the audited function"
-    return f"{header}\n\n\n{subject.source}"

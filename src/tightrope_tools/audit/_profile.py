@@ -1,29 +1,97 @@
-"""Measure the steps of one rotary function: channels, frequencies, angles, tables and roundings."""
+"""The profile of a rotary function: which channels turn together, by which angle, in which arithmetic.
+
+An x that is 1 in channel i and 0 elsewhere gives column i of the matrix that the function applies at a
+position. The matrices at a few positions give pairs, direction and factor. Then one x that is 1 in the first
+channel of each pair gives the cosines and sines of all pairs, at any position.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-from tightrope._errors import bad_value
+from ._call import CallFailed, Subject
 
-from ._guard import CallFailed
-from ._impulse import Line, Shape, lines_of, measure_shape, responses, shift_of
-from ._subject import Subject
-
+# Powers of two and 0, 3, 5: all dtypes represent them.
+NEAR = (0, 1, 2, 3, 4, 5, 8, 16, 64)
+_FAR = (512, 1024, 4096, 65536, 1_048_576)
 # Integers up to 2^24 are exact in float32, and so is their product with a frequency if they are powers of
-# two; the other positions show how positions and angles are rounded.
-_POWERS = tuple(2**n for n in range(21))
-ODD = (3, 37, 255, 257, 301, 515, 1003, 2051, 4099, 9999, 65537, 1_048_573)
+# two; other positions show how positions and angles are rounded.
+_POWERS = tuple(2**n for n in range(2, 21))
+#: Positions, some of which bfloat16 (above 256) or float16 (above 2048) cannot represent.
+ODD = (0, 3, 37, 255, 257, 301, 515, 1003, 2051, 4099, 9999)
 _REACHES = (2**20 + 1, 2**16 + 2, 10_000, 4096, 1024, 512, 257)
-_NO_TABLE = 2**12
-"""The largest position to test if the function numbers tokens itself."""
+_COUNTED = 2**12
+"""The largest position to measure if the function numbers tokens itself."""
 _UNITS = 5
 """Angles whose cosines and sines are equal but for their last bit differ by at most so many units of it."""
-SHORT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_ANGLE = 2e-4
+"""Tolerance of equal angles, in radians; float32 is off by 1e-7."""
+SHORT = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def wrapped(angle: torch.Tensor) -> torch.Tensor:
+    """Reduce angles to [-π, π]."""
+    return angle - 2 * math.pi * torch.round(angle / (2 * math.pi))
+
+
+def agree(a: torch.Tensor, b: torch.Tensor | float, tolerance: float = _ANGLE) -> torch.Tensor:
+    """Whether angles are equal within a tolerance, modulo a turn."""
+    return wrapped(a - b).abs() <= tolerance
+
+
+def matrices(
+    subject: Subject,
+    positions: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    keys: bool = False,
+) -> torch.Tensor:
+    """Measure the matrix at each position, float64 ``[positions, out, in]``.
+
+    Args:
+        keys: measure the function's k instead of its q.
+
+    Raises:
+        CallFailed: as in :meth:`Subject.rotate`.
+    """
+    dim, count = subject.head_dim, len(positions)
+    eye = torch.eye(dim, dtype=dtype)[:, None, None, :]
+    x = subject.laid_out(eye.expand(dim, subject.most_heads or 2, count, dim))
+    y = subject.rotate_qk(x.clone(), x, positions)[1] if keys else subject.rotate(x, positions)
+    return y[:, 0].detach().cpu().double().permute(1, 2, 0)
+
+
+class Pair(NamedTuple):
+    """Two channels that turn together, first < second."""
+
+    first: int
+    second: int
+
+
+class Angles(NamedTuple):
+    """The dtypes that reproduce a function's angles: of positions, of frequencies and of their product."""
+
+    positions: torch.dtype
+    frequencies: torch.dtype
+    product: torch.dtype
+
+    def __str__(self) -> str:
+        exact = self.product == torch.float64
+        name = "more exact than float32" if exact else SHORT[self.product]
+        if self.positions in NARROW:
+            name += f", of positions in {SHORT[self.positions]}"
+        return name
 
 
 @dataclass
@@ -32,24 +100,37 @@ class Profile:
 
     Attributes:
         subject: the function.
-        shape: its pairs of channels.
-        lines: the angle of each pair as a line in the position.
+        matrices: the matrix at each of the near positions, ``[positions, out, in]``.
+        pairs: the pairs of channels, ordered by their first channel.
+        alone: channels that change but mix with no other.
+        tangled: channels that mix with more than one other.
+        order: the output channel of each input channel at position 0; None if none moves.
+        firsts, seconds: the angle of each pair by position, ``[positions, pairs]``, measured on its first
+            and on its second channel; equal for a rotation.
+        lengths: the factors on the two channels, ``[2, positions, pairs]``.
         omegas: the frequency of each pair, signed, to about 1e-13 radians per position.
+        intercepts: the angle of each pair at position 0, from the angles at positions 2 and 3.
         amplitude: the factor on the rotated channels.
         table: the narrowest dtype that holds its cosines and sines for float32 x.
-        reach: the first position that the function does not accept, or that is not tested.
-        shift: the function rotates position p − shift as position p should be rotated. All later
-            measurements are made at p − shift, so an offset does not affect them.
+        reach: the first position that the function does not accept, or that is not measured.
+        shift: the function rotates position p - shift as position p should be rotated.
         farthest: the largest position from which the frequencies were measured.
     """
 
     subject: Subject
-    shape: Shape
-    lines: tuple[Line, ...]
+    matrices: torch.Tensor
+    pairs: tuple[Pair, ...]
+    alone: tuple[int, ...]
+    tangled: tuple[int, ...]
+    order: tuple[int, ...] | None
+    firsts: torch.Tensor
+    seconds: torch.Tensor
+    lengths: torch.Tensor
     omegas: torch.Tensor
-    amplitude: float
-    table: torch.dtype
-    reach: int
+    intercepts: torch.Tensor
+    amplitude: float = 1.0
+    table: torch.dtype = torch.float32
+    reach: int = NEAR[-1] + 1
     shift: int = 0
     farthest: int = 3
 
@@ -66,110 +147,317 @@ class Profile:
     @property
     def starts(self) -> torch.Tensor:
         """The angle of each pair where position 0 should be, in radians; 0 if it is too small to measure."""
-        start = torch.tensor(
-            [line.intercept - self.shift * line.slope for line in self.lines], dtype=torch.float64
-        )
-        start = wrapped(start)
+        start = wrapped(self.intercepts - self.shift * self.omegas)
         return torch.where(start.abs() < self.least, 0.0, start)
+
+    @property
+    def distances(self) -> set[int]:
+        """How far the channels of the pairs are apart."""
+        return {pair.second - pair.first for pair in self.pairs}
+
+    @property
+    def interleaved(self) -> bool | None:
+        """True for interleaved, False for half; None for neither, or for a single pair of neighbours."""
+        if self.distances == {1}:
+            return True if len(self.pairs) > 1 or self.rotary_dim > 2 else None
+        if len(self.distances) == 1 and self.rotary_dim == 2 * min(self.distances):
+            return False
+        return None
+
+    @property
+    def start(self) -> int:
+        """The first channel that turns."""
+        return min((pair.first for pair in self.pairs), default=0)
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of channels that the pairing spans; for half pairing with pairs that never turn."""
+        if not self.pairs:
+            return 0
+        if len(self.distances) == 1 and self.distances != {1}:
+            return 2 * min(self.distances)
+        return max(pair.second for pair in self.pairs) + 1 - self.start
+
+    @property
+    def pairing(self) -> str:
+        """The pairing as text."""
+        if not self.pairs:
+            return "none"
+        if self.interleaved is None:
+            neighbours = self.distances == {1}
+            return "one pair of neighbours" if neighbours else "neither half nor interleaved"
+        return "interleaved (2i, 2i + 1)" if self.interleaved else "half (i, i + rotary_dim / 2)"
+
+    @property
+    def slots(self) -> list[Pair]:
+        """All pairs of the slice, those that never turn included; needs a pairing."""
+        step, stride = (1, 2) if self.interleaved else (self.rotary_dim // 2, 1)
+        firsts = range(self.start, self.start + stride * (self.rotary_dim // 2), stride)
+        return [Pair(u, u + step) for u in firsts]
+
+    def comes_out(self, channel: int) -> int:
+        """Return the output channel of an input channel."""
+        return channel if self.order is None else self.order[channel]
 
     def given(self, positions: Sequence[int]) -> list[int]:
         """Return the positions to pass to the function for these positions."""
         return [position - self.shift for position in positions]
 
     def tables(self, positions: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return cosines and sines, float64 ``[2, positions, pairs]``."""
-        return responses(self.subject, self.shape, self.given(positions), dtype)
+        """Measure the cosine and sine of each pair, amplitude included, float64 ``[2, positions, pairs]``.
+
+        Raises:
+            CallFailed: as in :meth:`Subject.rotate`.
+        """
+        subject = self.subject
+        ends = [[self.comes_out(channel) for channel in each] for each in zip(*self.pairs)]
+        shape = (1, subject.most_heads or 2, len(positions), subject.head_dim)
+        x = torch.zeros(shape, dtype=dtype)
+        x[..., [pair.first for pair in self.pairs]] = 1.0
+        y = subject.rotate(subject.laid_out(x), list(positions))[0, 0].detach().cpu().double()
+        return torch.stack((y[:, ends[0]], y[:, ends[1]]))
+
+    def explain(
+        self,
+        omegas: torch.Tensor,
+        positions: Sequence[int],
+        seen: torch.Tensor,
+        tolerance: float,
+        frequencies: Sequence[torch.dtype] = (torch.float64,),
+    ) -> Angles | None:
+        """Find the arithmetic of the angles that gives measured cosines and sines; None if none does.
+
+        Args:
+            omegas: the exact frequencies of the pairs, signed.
+            positions: what the function was given, plus ``shift``.
+            seen: what :meth:`tables` measured there, divided by the amplitude.
+            tolerance: the largest difference of a cosine or sine.
+            frequencies: dtypes to which the function may round its frequencies.
+        """
+        where = torch.tensor(list(positions), dtype=torch.float64)[:, None]
+        best, found = math.inf, None
+        wide = (torch.float32, torch.float64)
+        # A function with an offset adds it before positions are rounded, or after it.
+        tried = (
+            (Angles(p, w, a), after)
+            for after in dict.fromkeys((0, self.shift))
+            for a in (*wide, *NARROW)
+            for w in frequencies
+            for p in (torch.float64, *NARROW)
+        )
+        for how, after in tried:
+            p = _cast(where - after, how.positions) + after
+            angle = p * _cast(omegas, how.frequencies)
+            if how.product != torch.float64:
+                angle = _cast(p.float() * _cast(omegas, how.frequencies).float(), how.product)
+            angle = angle.double() + self.starts
+            wanted = torch.stack((angle.cos(), angle.sin()))
+            error = float((wanted - seen).abs().nan_to_num(math.inf).max())
+            # Another arithmetic must fit clearly better than one named before it.
+            if error < 0.5 * best:
+                best, found = error, how
+        return found if best <= tolerance else None
 
 
-def profile_of(subject: Subject, name: str) -> Profile:
-    """Measure a function; the name is for its errors."""
-    shape = measure_shape(subject)
-    if not shape.pairs or shape.tangled:
-        raise bad_value(f"{name} must rotate pairs of channels but does not")
-    lines = lines_of(shape)
-    reach = _reach(subject, shape)
-    amplitudes = torch.tensor([pair.amplitude[:4] for pair in shape.pairs], dtype=torch.float64)
-    slopes = torch.tensor([line.slope for line in lines], dtype=torch.float64)
-    powers = [p for p in _POWERS if 64 <= p < reach] or [2]
-    seen = responses(subject, shape, powers)
-    narrow = (
-        each
-        for each in (torch.bfloat16, torch.float16)
-        if torch.equal(seen.to(each).double(), seen)
+def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return values.to(dtype).double()
+
+
+def measure(subject: Subject, limit: int | None = None) -> Profile:
+    """Measure the profile of a function.
+
+    Args:
+        limit: the first length of a call from which on the frequencies depend on the length; None if they
+            never do.
+
+    Raises:
+        CallFailed: a call fails even at the near positions.
+    """
+    near = matrices(subject, NEAR)
+    order = _order(near[0])
+    seen = near if order is None else near[:, order]
+    pairs, alone, tangled = _pairs(subject, seen, order)
+    u, v = ([pair[i] for pair in pairs] for i in (0, 1))
+    lengths = torch.stack(
+        (torch.hypot(seen[:, u, u], seen[:, u, v]), torch.hypot(seen[:, v, u], seen[:, v, v]))
     )
-    table = next(narrow, torch.float32)
-    found = Profile(subject, shape, lines, slopes, float(amplitudes.median()), table, reach)
-    shift = shift_of(lines, 2 * found.noise)
-    if abs(shift) < reach // 2:
-        found.shift = shift
-        found.reach += min(shift, 0)
-        powers = [p for p in powers if shift <= p < found.reach] or [2]
-    seen = found.tables(powers)
-    for p, angle in zip(powers, torch.atan2(seen[1], seen[0]), strict=True):
-        rest = wrapped(angle - found.starts - found.omegas * p)
-        if float(rest.abs().max()) > 0.5:
+    firsts = torch.atan2(-seen[:, u, v], seen[:, u, u])
+    seconds = torch.atan2(seen[:, v, u], seen[:, v, v])
+    zeros = torch.zeros(len(pairs), dtype=torch.float64)
+    profile = Profile(
+        subject, near, pairs, alone, tangled, order, firsts, seconds, lengths, zeros, zeros
+    )
+    if pairs and bool(near.isfinite().all()):
+        _measure_angles(profile, limit)
+    return profile
+
+
+def _measure_angles(profile: Profile, limit: int | None) -> None:
+    """Fill in the frequencies, from nearby positions to far ones, and what else the angles show."""
+    near = list(NEAR)
+    angles = profile.firsts
+    profile.amplitude = float(profile.lengths[:, :4].median())
+    profile.reach = _reach(profile)
+    # Which length below the limit is the last one with the same frequencies is not known.
+    last = profile.reach if limit is None else min(profile.reach, limit // 2)
+    powers = [p for p in _POWERS if 64 <= p < last] or [64]
+    seen = profile.tables(powers)
+    narrow = (each for each in NARROW if torch.equal(_cast(seen, each), seen))
+    profile.table = next(narrow, torch.float32)
+    profile.omegas = wrapped(angles[near.index(3)] - angles[near.index(2)])
+    profile.intercepts = wrapped(angles[near.index(2)] - 2 * profile.omegas)
+    _refine(profile, [4, 8, 16, 64], angles[[near.index(p) for p in (4, 8, 16, 64)]], 0.3)
+    profile.intercepts = wrapped(angles[near.index(2)] - 2 * profile.omegas)
+    shift = shift_of(profile.omegas, profile.intercepts, 2 * profile.noise)
+    # If position 0 is right, later positions are off: that is no offset.
+    if shift and abs(shift) < profile.reach // 2 and float(angles[0].abs().max()) > 1e-3:
+        profile.shift = shift
+        profile.reach += min(shift, 0)
+        powers = [p for p in powers if shift <= p < min(profile.reach, last)] or [64]
+        seen = profile.tables(profile.given(powers))
+    _refine(profile, powers, torch.atan2(seen[1], seen[0]), 0.5, profile.starts)
+
+
+def _refine(
+    profile: Profile,
+    positions: Sequence[int],
+    angles: torch.Tensor,
+    most: float,
+    starts: torch.Tensor | None = None,
+) -> None:
+    """Refine the frequencies by the angles at larger and larger positions, while all pairs agree."""
+    starts = profile.intercepts if starts is None else starts
+    for position, angle in zip(positions, angles):
+        rest = wrapped(angle - starts - profile.omegas * position)
+        if float(rest.abs().max()) > most:
             break
-        found.omegas = found.omegas + rest / p
-        found.farthest = p
-    return found
+        profile.omegas = profile.omegas + rest / position
+        profile.farthest = position
 
 
-def _reach(subject: Subject, shape: Shape) -> int:
-    most = max(_REACHES) if subject.call.takes_ids else _NO_TABLE
+def shift_of(omegas: torch.Tensor, starts: torch.Tensor, tolerance: float) -> int:
+    """Return the whole number of positions that all pairs are ahead of their frequencies; 0 if there is none."""
+    moving = omegas.abs() > 1e-6
+    shifts = (starts[moving] / omegas[moving]).round().long().tolist()
+    allowed = torch.clamp(0.02 * omegas.abs(), min=max(tolerance, _ANGLE))
+    for shift in dict.fromkeys((0, *shifts)):
+        if bool((wrapped(starts - shift * omegas).abs() <= allowed).all()):
+            return int(shift)
+    return 0
+
+
+def _reach(profile: Profile) -> int:
+    most = max(_REACHES) if profile.subject.way.takes_ids else _COUNTED
     for reach in _REACHES:
         if reach > most:
             continue
         try:
-            if bool(responses(subject, shape, [reach - 1]).isfinite().all()):
+            if bool(profile.tables([reach - 1]).isfinite().all()):
                 return reach
         except CallFailed:
             continue
-    return max(shape.positions) + 1
+    return NEAR[-1] + 1
 
 
-def wrapped(angle: torch.Tensor) -> torch.Tensor:
-    """Reduce angles to [-π, π]."""
-    return angle - 2 * math.pi * torch.round(angle / (2 * math.pi))
+def _order(start: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the permutation of channels at position 0; None if it is the identity or there is none."""
+    whole = start.round()
+    ones = whole.sum(0).eq(1).all() and whole.sum(1).eq(1).all() and whole.min() >= 0
+    if not ones or float((start - whole).abs().max()) > 1e-4:
+        return None
+    order = whole.argmax(0).tolist()
+    return None if order == sorted(order) else tuple(order)
 
 
-def _float32(p: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return p.float() * w.float()
+def _pairs(
+    subject: Subject, near: torch.Tensor, order: tuple[int, ...] | None
+) -> tuple[tuple[Pair, ...], tuple[int, ...], tuple[int, ...]]:
+    """The pairs of channels, those that change alone, and those that mix with several others."""
+    seen = torch.cat((near, _far(subject, order)))
+    dim = seen.shape[-1]
+    off = seen.abs() > 1e-9
+    off[:, range(dim), range(dim)] = False
+    mixes = off.any(0)
+    mixes |= mixes.T.clone()
+    partners = [mixes[i].nonzero().flatten().tolist() for i in range(dim)]
+    moved = ((seen.diagonal(dim1=1, dim2=2) - 1).abs() > 1e-6).any(0)
+    pairs, alone, tangled = [], [], []
+    for i, others in enumerate(partners):
+        if len(others) > 1 or (others and partners[others[0]] != [i]):
+            tangled.append(i)
+        elif others and others[0] > i:
+            pairs.append(Pair(i, others[0]))
+        elif not others and moved[i]:
+            alone.append(i)
+    return tuple(pairs), tuple(alone), tuple(tangled)
 
 
-# How positions, frequencies and their product may be rounded: name -> (dtype of positions, function of
-# position and frequency).
-_ANGLES: dict[str, tuple[torch.dtype, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
-    "float32": (torch.float64, _float32),
-    "more exact than float32": (torch.float64, lambda p, w: p * w),
-    "float32, of positions in bfloat16": (torch.bfloat16, _float32),
-    "float32, of positions in float16": (torch.float16, _float32),
-    "bfloat16": (torch.float64, lambda p, w: _float32(p, w).bfloat16()),
-    "bfloat16, of positions in bfloat16": (
-        torch.bfloat16, lambda p, w: p.bfloat16() * w.bfloat16(),
-    ),
-    "float16": (torch.float64, lambda p, w: _float32(p, w).half()),
-}  # fmt: skip
+def _far(subject: Subject, order: tuple[int, ...] | None) -> torch.Tensor:
+    """The matrices at far positions, where slow pairs have turned, as far as the function accepts them."""
+    found = [torch.empty(0, subject.head_dim, subject.head_dim, dtype=torch.float64)]
+    for position in _FAR:
+        if position > 512 and not subject.way.takes_ids:
+            break
+        try:
+            more = matrices(subject, [position])
+        except CallFailed:
+            break
+        if not bool(more.isfinite().all()):
+            break
+        found.append(more if order is None else more[:, order])
+    return torch.cat(found)
 
 
-def angles_of(profile: Profile, odd: Sequence[int], seen: torch.Tensor) -> str:
-    """Return the name of the arithmetic that gives the angles at odd positions."""
-    where = torch.tensor(odd, dtype=torch.float64)[:, None]
-    best, found = math.inf, "unknown"
-    # A function with an offset adds it before positions are rounded, or after it.
-    for after in (0, profile.shift):
-        for name, (dtype, compute) in _ANGLES.items():
-            rounded = (where - after).to(dtype).double() + after
-            angle = compute(rounded, profile.omegas).double() + profile.starts
-            wanted = profile.amplitude * torch.stack((angle.cos(), angle.sin()))
-            error = float((wanted - seen).abs().nan_to_num(math.inf).max())
-            # Another arithmetic must fit clearly better than one named before it.
-            if error < 0.5 * best:
-                best, found = error, name
-    return found if best < max(5e-3, 2 * profile.noise) else "unknown"
+# --- the arithmetic of one dtype --------------------------------------------------------------------
+
+
+class Arithmetic(NamedTuple):
+    """The arithmetic that reproduces the results of a function for one dtype of x.
+
+    Attributes:
+        table: the dtype of cosines and sines, or "unknown".
+        forward: the roundings that give the results; empty if no rounding does.
+        back: the roundings that give the gradients; None if there are no gradients.
+    """
+
+    table: str = "unknown"
+    forward: tuple[str, ...] = ()
+    back: tuple[str, ...] | None = ()
+
+
+def arithmetic_of(
+    profile: Profile, dtype: torch.dtype, positions: Sequence[int], tables: torch.Tensor
+) -> Arithmetic:
+    """Find the table dtype and the roundings that reproduce the function's results and gradients.
+
+    Args:
+        tables: its float32 cosines and sines at the positions.
+    """
+    subject = profile.subject
+    x = subject.random(1, 1, len(positions), dtype=dtype, seed=3).requires_grad_()
+    out = subject.random(1, 1, len(positions), dtype=dtype, seed=4)
+    y = subject.rotate(x * 1.0, profile.given(positions))
+    back = torch.autograd.grad(y, x, out)[0] if y.requires_grad else None
+    cos, sin = tables.float()
+    kinds = {SHORT[profile.table if dtype == torch.float32 else torch.float32]: (cos, sin)}
+    if dtype != torch.float32:
+        kinds = {SHORT[dtype]: (cos.to(dtype).float(), sin.to(dtype).float()), **kinds}
+    names = ("wide", "once") if dtype == torch.float32 else ("each", "wide", "once")
+    given, result = (t.detach().cpu()[0, 0] for t in (x, y))
+    for kind, (c, s) in kinds.items():
+        fits = _roundings(profile, given, result, c, s)
+        forward = tuple(name for name in names if fits[name])
+        if not forward:
+            continue
+        if back is None or profile.order is not None:
+            return Arithmetic(kind, forward, None if back is None else ())
+        fits = _roundings(profile, out.cpu()[0, 0], back.cpu()[0, 0], c, -s)
+        return Arithmetic(kind, forward, tuple(name for name in names if fits[name]))
+    return Arithmetic(back=None if back is None else ())
 
 
 def _roundings(
-    x: torch.Tensor, y: torch.Tensor, shape: Shape, cos: torch.Tensor, sin: torch.Tensor
+    profile: Profile, x: torch.Tensor, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> dict[str, bool]:
     """Return for each rounding whether it reproduces y from x, bit for bit.
 
@@ -178,8 +466,8 @@ def _roundings(
         y: the function's result, of the same shape and dtype.
         cos, sin: float32 ``(tokens, pairs)``.
     """
-    firsts, seconds = (list(each) for each in zip(*shape.channels, strict=True))
-    ends = [[shape.comes_out(c) for c in each] for each in (firsts, seconds)]
+    firsts, seconds = (list(each) for each in zip(*profile.pairs, strict=True))
+    ends = [[profile.comes_out(c) for c in each] for each in (firsts, seconds)]
     u, v = x[:, firsts].float(), x[:, seconds].float()
     dtype = x.dtype
 
@@ -205,49 +493,45 @@ def _roundings(
     }
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    """The arithmetic that reproduces the results of a function for one dtype.
+def shares_of(
+    a: Profile, b: Profile, dtypes: Sequence[torch.dtype]
+) -> dict[str, tuple[float, float | None]]:
+    """Return the shares of results and of gradients that differ, for each dtype that a function accepts.
 
-    Attributes:
-        table: the dtype of cosines and sines, or "unknown".
-        forward: the roundings that give the results; empty if no rounding does.
-        back: the roundings that give the gradients; None if there are no gradients.
+    The shares are 1 and None if only one of them does.
     """
+    reach = min(a.reach, b.reach)
+    far = torch.randint(0, reach, (32,), generator=torch.Generator().manual_seed(5)).tolist()
+    positions = [*range(min(96, reach)), *far]
+    found: dict[str, tuple[float, float | None]] = {}
+    for dtype in dtypes:
+        results = []
+        for subject in (a.subject, b.subject):
+            x, out = (
+                subject.laid_out(a.subject.random(1, 2, len(positions), dtype=dtype, seed=seed))
+                for seed in (8, 9)
+            )
+            x.requires_grad_()
+            try:
+                y = subject.rotate(x * 1.0, positions)
+            except CallFailed:
+                continue
+            by_x = torch.autograd.grad(y, x, out)[0] if y.requires_grad else None
+            results.append((y.detach(), by_x))
+        if len(results) == 2:
+            (y, by_x), (z, by_z) = results
+            gradients = None if by_x is None or by_z is None else _share(by_x, by_z)
+            found[SHORT[dtype]] = _share(y, z), gradients
+        elif results:
+            found[SHORT[dtype]] = (1.0, None)
+    return found
 
-    table: str = "unknown"
-    forward: tuple[str, ...] = ()
-    back: tuple[str, ...] | None = ()
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> float:
+    same = (one == other) | (one.isnan() & other.isnan())
+    return float((~same).double().mean()) if one.dtype == other.dtype else 1.0
 
 
-def arithmetic_of(
-    profile: Profile, dtype: torch.dtype, positions: Sequence[int], tables: torch.Tensor
-) -> Arithmetic:
-    """Find the table dtype and the roundings that reproduce the function's results and gradients.
-
-    Args:
-        tables: its float32 cosines and sines at the positions.
-    """
-    subject, shape = profile.subject, profile.shape
-    x = subject.random(1, 1, len(positions), dtype=dtype, seed=3).requires_grad_()
-    out = subject.random(1, 1, len(positions), dtype=dtype, seed=4)
-    y = subject.rotate(x * 1.0, profile.given(positions))
-    back = None
-    if y.requires_grad:
-        (back,) = torch.autograd.grad(y, x, out)
-    cos, sin = tables.float()
-    kinds = {SHORT[profile.table if dtype == torch.float32 else torch.float32]: (cos, sin)}
-    if dtype != torch.float32:
-        kinds = {SHORT[dtype]: (cos.to(dtype).float(), sin.to(dtype).float()), **kinds}
-    names = ("wide", "once") if dtype == torch.float32 else ("each", "wide", "once")
-    given, result = (t.detach().cpu()[0, 0] for t in (x, y))
-    for kind, (c, s) in kinds.items():
-        fits = _roundings(given, result, shape, c, s)
-        forward = tuple(name for name in names if fits[name])
-        if not forward:
-            continue
-        if back is None or shape.order is not None:
-            return Arithmetic(kind, forward, None if back is None else ())
-        fits = _roundings(out.cpu()[0, 0], back.cpu()[0, 0], shape, c, -s)
-        return Arithmetic(kind, forward, tuple(name for name in names if fits[name]))
-    return Arithmetic(back=None if back is None else ())
+def renewed(profile: Profile) -> Profile:
+    """Return the profile with a function that has not been called yet, if possible."""
+    return replace(profile, subject=profile.subject.fresh())

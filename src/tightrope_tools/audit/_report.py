@@ -18,15 +18,14 @@ class Finding:
         severity: ``"error"``, ``"warning"`` or ``"note"``.
         sentence: the fault in one sentence.
         evidence: the numbers behind it.
-        snippet: a program that raises an error until the fault is fixed; empty if there is nothing to
-            run. It is complete, except that ``fn`` must be added if it cannot be imported.
+        mend: what to call or to change.
     """
 
     code: str
     severity: str
     sentence: str
     evidence: str
-    snippet: str = ""
+    mend: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ class Report:
         findings: the findings, worst first.
         checks: all checks.
         angle_errors: errors of cosines and sines at large positions.
-        preamble: the common part of all snippets: ``fn`` and its adapter.
     """
 
     target: str
@@ -69,12 +67,11 @@ class Report:
     findings: tuple[Finding, ...] = ()
     checks: tuple[Check, ...] = ()
     angle_errors: tuple[AngleError, ...] = ()
-    preamble: str = ""
 
     @property
     def ok(self) -> bool:
         """True if there are no errors and no warnings."""
-        return not any(finding.severity != "note" for finding in self.findings)
+        return not self.codes
 
     @property
     def codes(self) -> tuple[str, ...]:
@@ -83,7 +80,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report in JSON types, with a format version."""
-        return {"version": 1, "ok": self.ok} | asdict(self)
+        return {"version": 2, "ok": self.ok} | asdict(self)
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Report:
@@ -94,7 +91,6 @@ class Report:
             findings=tuple(Finding(**each) for each in saved["findings"]),
             checks=tuple(Check(**each) for each in saved["checks"]),
             angle_errors=tuple(AngleError(**each) for each in saved["angle_errors"]),
-            preamble=saved["preamble"],
         )
 
     def __str__(self) -> str:
@@ -102,8 +98,7 @@ class Report:
         lines += [f"  {name:<18} {value}" for name, value in self.facts.items()]
         for finding in self.findings:
             lines += ["", f"{finding.severity.upper()} {finding.code}: {finding.sentence}"]
-            lines.append(f"  {finding.evidence}")
-            lines += ["    " + line for line in finding.snippet.splitlines()]
+            lines += [f"  {text}" for text in (finding.evidence, finding.mend) if text]
         lines += ["", verdict(self)]
         return "\n".join(lines)
 

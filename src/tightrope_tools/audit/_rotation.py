@@ -1,112 +1,84 @@
-"""Checks on impulse responses: rotation, pairing, direction, amplitude, frequencies."""
+"""Findings that are read from the profile: pairs, direction, factor, frequencies, keys and gradients."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median
 
 import torch
 
-from ._guard import CallFailed
+from tightrope.spec import RopeSpec
+
+from ._call import CallFailed, Subject
 from ._identify import identify
-from ._impulse import (
-    NEAR,
-    Line,
-    MeasuredPair,
-    Shape,
-    agrees,
-    lines_of,
-    matrices,
-    measure_shape,
-    shift_of,
-)
 from ._log import Log
-from ._memory import add_does_nothing, add_not_finite
+from ._profile import NEAR, Pair, Profile, agree, matrices, measure, wrapped
 
 _LOOSE = 8e-3
-"""Tolerance of amplitudes; bfloat16 tables change them by up to 4e-3."""
-# A rotation, even a scaled one, keeps equal lengths equal and right angles right.
-_KEEPS = """
-x = torch.zeros(1, {heads}, 1, {dim})
-x[..., {u}] = 1.0
-y = rotate(x, torch.tensor([[{position}]]))[0, 0, 0].double()
-x = torch.zeros(1, {heads}, 1, {dim})
-x[..., {v}] = 1.0
-z = rotate(x, torch.tensor([[{position}]]))[0, 0, 0].double()
-assert abs(y @ y - z @ z) < 1e-3 and abs(y @ z) < 1e-3, (y @ y, z @ z, y @ z)
-"""
-_ANGLE_BODY = """
-x = torch.zeros(1, {heads}, 1, {dim}, dtype=torch.{dtype})
-x[..., {u}] = 1.0
-y = rotate(x, torch.tensor([[{position}]]))[0, 0, 0].double()
-angle = math.atan2(y[{end}], y[{start}])  # of channels {u} and {v}
-wanted = {wanted}
-assert abs(math.remainder(angle - wanted, 2 * math.pi)) < {tolerance}, (angle, wanted)
-"""
-
-
-def angle_body(
-    log: Log,
-    *,
-    pair: tuple[int, int],
-    position: int,
-    wanted: str,
-    tolerance: float = 1e-3,
-    dtype: torch.dtype = torch.float32,
-) -> str:
-    """Return snippet lines that compare one angle with the expression ``wanted``."""
-    return _ANGLE_BODY.format(
-        heads=log.subject.heads(2),
-        dim=log.subject.head_dim,
-        dtype=str(dtype).removeprefix("torch."),
-        u=pair[0],
-        v=pair[1],
-        start=pair[0] if log.shape is None else log.shape.comes_out(pair[0]),
-        end=pair[1] if log.shape is None else log.shape.comes_out(pair[1]),
-        position=position,
-        wanted=wanted,
-        tolerance=tolerance,
-    )
+"""Tolerance of factors; bfloat16 tables change them by up to 4e-3."""
+_CLOSE = 1e-4
+"""Largest relative error of a frequency that counts as equal. float32 gives 1e-6."""
 
 
 def check_rotation(log: Log) -> bool:
-    """Measure the channel pairs and report their faults; return whether angles can be checked."""
-    subject = log.subject
+    """Measure the profile and report its faults; return whether angles can be checked."""
     with log.check("it rotates pairs of channels") as fresh:
-        shape = measure_shape(fresh)
-        log.shape = shape
-        sound = _pairs_are_rotations(log, shape)
-    if log.shape is None or not log.shape.pairs:
+        log.profile = profile = measure(fresh, log.limit)
+        sound = _pairs_are_rotations(log, profile)
+    if log.profile is None or not log.profile.pairs:
         return False
-    log.facts["pairing"] = shape.pairing
-    log.facts["channels"] = _channels(shape, subject.head_dim)
+    log.facts["pairing"] = profile.pairing
+    log.facts["channels"] = _channels(profile, fresh.head_dim)
     if not sound:
         return False
-    if shape.order is not None:
-        _moved(log, shape)
-    log.lines = lines_of(shape)
-    log.amplitude = median(a for pair in shape.pairs for a in pair.amplitude[:4])
+    if profile.order is not None:
+        _moved(log, profile, profile.order)
     with log.check("direction and position 0"):
-        _direction(log, shape)
+        _direction(log, profile)
     if log.found("not-linear"):
         log.skip(
-            "amplitude and frequencies",
-            "the function is not linear, so impulses do not predict its result for other x",
+            "factor and frequencies",
+            "the function is not linear, so unit vectors do not predict its result for other x",
         )
         return False
-    with log.check("amplitude"):
-        _amplitude(log, shape)
-    _name(log, shape)
+    _name(log, profile)
+    with log.check("factor"):
+        _factor(log, profile)
     return True
 
 
-def _moved(log: Log, shape: Shape) -> None:
-    halves = shape.interleaved and shape.comes_out(shape.start + 2) == shape.start + 1
+def _channels(profile: Profile, head_dim: int) -> str:
+    last = profile.start + profile.rotary_dim - 1
+    turning = 2 * len(profile.pairs)
+    idle = f", {turning} of them turning" if turning < profile.rotary_dim else ""
+    return f"{profile.start} to {last} of {head_dim}{idle}"
+
+
+def listed(values: Sequence[object]) -> str:
+    """The first values as text."""
+    shown = [str(value) for value in values[:8]]
+    return ", ".join(shown) + (", …" if len(values) > 8 else "")
+
+
+def add_not_finite(log: Log) -> None:
+    """Add the finding of NaN or infinite results."""
+    sentence = "The function returns NaN or infinite values for finite x and positions."
+    log.add("not-finite", "error", sentence, "tokens at positions near 0")
+
+
+def add_does_nothing(log: Log) -> None:
+    """Add the finding that x comes back unchanged."""
+    sentence = "The function returns x unchanged at every position."
+    log.add("does-nothing", "error", sentence, "tokens at positions up to 50 come back unchanged")
+
+
+def _moved(log: Log, profile: Profile, order: tuple[int, ...]) -> None:
+    halves = profile.interleaved and profile.comes_out(profile.start + 2) == profile.start + 1
+    first = next(i for i, j in enumerate(order) if i != j)
     how = (
         "pairs go in interleaved and come out as two halves"
         if halves
-        else (f"channel {next(i for i, j in enumerate(shape.order or ()) if i != j)} changes place")
+        else f"channel {first} changes place"
     )
     log.facts["order"] = how
     log.add(
@@ -118,308 +90,453 @@ def _moved(log: Log, shape: Shape) -> None:
     )
 
 
-def omegas_of(log: Log) -> list[float]:
-    """Return the absolute frequency of each pair of the slice, rad per position; 0 if it never turns."""
-    if log.shape is None:
-        return []
-    by_first = {
-        pair.first: abs(line.slope) for pair, line in zip(log.shape.pairs, log.lines, strict=True)
-    }
-    half = log.shape.rotary_dim // 2
-    step = 2 if log.shape.interleaved else 1
-    return [by_first.get(log.shape.start + step * k, 0.0) for k in range(half)]
+# --- pairs ------------------------------------------------------------------------------------------
 
 
-def _channels(shape: Shape, head_dim: int) -> str:
-    last = shape.start + shape.rotary_dim - 1
-    turning = 2 * len(shape.pairs)
-    idle = f", {turning} of them turning" if turning < shape.rotary_dim else ""
-    return f"{shape.start} to {last} of {head_dim}{idle}"
-
-
-def _pairs_are_rotations(log: Log, shape: Shape) -> bool:
-    dim, heads = log.subject.head_dim, log.subject.heads(2)
-    if not bool(shape.matrices.isfinite().all()):
+def _pairs_are_rotations(log: Log, profile: Profile) -> bool:
+    pairs, tangled, alone = profile.pairs, profile.tangled, profile.alone
+    if not bool(profile.matrices.isfinite().all()):
         add_not_finite(log)
         return False
-    if not shape.pairs and not shape.tangled and not shape.alone:
+    if not pairs and not tangled and not alone:
         add_does_nothing(log)
         return False
-    if shape.tangled or (shape.pairs and shape.interleaved is None and shape.rotary_dim > 2):
-        some = shape.tangled[:4] or tuple(pair.first for pair in shape.pairs[:4])
-        index = 3
-        column = shape.matrices[index, :, some[0]]
-        reach = (column.abs() > 1e-6).nonzero().flatten().tolist()
-        start = (
-            f"x = torch.zeros(1, {heads}, 1, {dim})\nx[..., {some[0]}] = 1.0\n"
-            f"y = rotate(x, torch.tensor([[{shape.positions[index]}]]))[0, 0, 0]\n"
-            "reached = (y.abs() > 1e-6).nonzero().flatten().tolist()\n"
-        )
-        usual = f"(1, {dim // 2})" if not shape.tangled else "range(-len(y), len(y))"
+    if tangled or (pairs and profile.interleaved is None and profile.rotary_dim > 2):
+        channel, index = (tangled or pairs[0])[0], 3
+        reach = (profile.matrices[index, :, channel].abs() > 1e-6).nonzero().flatten().tolist()
         log.add(
             "not-pairs",
             "error",
             "Channels turn neither in half nor in interleaved pairs.",
-            f"channel {some[0]} affects channels {_list(reach)} at position {shape.positions[index]}",
-            f"{start}assert len(reached) <= 2 and reached[-1] - reached[0] in {usual}, reached",
+            f"channel {channel} affects channels {listed(reach)} at position {NEAR[index]}",
         )
         return False
-    if shape.alone:
-        i = shape.alone[0]
-        factors = shape.matrices[:, i, i]
+    if alone:
+        factors = profile.matrices[:5, alone[0], alone[0]].tolist()
         log.add(
             "pass-through",
             "error",
-            f"Channels {_list(shape.alone)} belong to no pair but are changed.",
-            f"channel {i} is multiplied by {_list([f'{f:.4g}' for f in factors[:5].tolist()])} at "
-            f"positions {_list(shape.positions[:5])}",
-            f"x = torch.zeros(1, {heads}, 1, {dim})\nx[..., {i}] = 1.0\n"
-            f"y = rotate(x, torch.tensor([[3]]))\nassert abs(float(y[0, 0, 0, {i}]) - 1.0) < 1e-5, y",
+            f"Channels {listed(alone)} belong to no pair but are changed.",
+            f"channel {alone[0]} is multiplied by {listed([f'{f:.4g}' for f in factors])} at positions "
+            f"{listed(NEAR[:5])}",
         )
-        if not shape.pairs:
+        if not pairs:
             return False
-    wrong = [pair for pair in shape.pairs if not _is_rotation(pair)]
+    skew = (profile.lengths[0] - profile.lengths[1]).abs().amax(0)
+    scaled = skew > 1e-2 * profile.lengths.mean(0).amax(0)
+    apart = ~agree(profile.firsts, profile.seconds, 1e-2)
+    wrong = (scaled | apart.any(0)).nonzero().flatten().tolist()
     if not wrong:
         return True
-    _add_not_a_rotation(log, shape, wrong[0], len(wrong))
+    k = wrong[0]
+    u, v = pairs[k]
+    first, second = profile.firsts[:, k], profile.seconds[:, k]
+    far = (~agree(first, second, 5e-2)).nonzero().flatten().tolist()
+    index = far[0] if far else len(NEAR) - 1
+    evidence = (
+        f"{len(wrong)} of {len(pairs)} pairs; channels {u} and {v} at position {NEAR[index]}: the first "
+        f"turns by {float(first[index]):+.4f} rad, the second by {float(second[index]):+.4f}"
+    )
+    if bool((agree(first, -second, 1e-2) | agree(first, math.pi - second, 1e-2)).all()):
+        sentence = (
+            "The two sines of a pair have the same sign; in a rotation one of them is negative."
+        )
+        log.add("sign-missing", "error", sentence, evidence)
+    elif scaled[k]:
+        sentence = (
+            "The two channels of a pair are scaled by different factors, so this is not a rotation."
+        )
+        evidence += f"; lengths differ by up to {float(skew[k]):.4f}"
+        log.add("not-a-rotation", "error", sentence, evidence)
+    else:
+        sentence = (
+            "The two channels of a pair turn by different angles: channels have one pairing, and cosines and "
+            "sines have the order of the other."
+        )
+        log.add("table-pairing", "error", sentence, evidence)
     return False
 
 
-def _is_rotation(pair: MeasuredPair) -> bool:
-    same = all(agrees(a, b, 1e-2) for a, b in zip(pair.angle_first, pair.angle_second))
-    return same and pair.skew <= 1e-2 * max(pair.amplitude)
+# --- direction, position 0, factor --------------------------------------------------------------------
 
 
-def _add_not_a_rotation(log: Log, shape: Shape, pair: MeasuredPair, count: int) -> None:
-    position = _clearest(shape.positions, pair)
-    index = shape.positions.index(position)
-    body = _KEEPS.format(
-        heads=log.subject.heads(2),
-        dim=log.subject.head_dim,
-        u=pair.first,
-        v=pair.second,
-        position=position,
-    )
-    first, second = pair.angle_first[index], pair.angle_second[index]
-    evidence = (
-        f"{count} of {len(shape.pairs)} pairs; channels {pair.first} and {pair.second} at position "
-        f"{position}: the first turns by {first:+.4f} rad, the second by {second:+.4f}"
-    )
-    opposite = all(
-        agrees(a, -b, 1e-2) or agrees(a, math.pi - b, 1e-2)
-        for a, b in zip(pair.angle_first, pair.angle_second)
-    )
-    if opposite:
-        log.add(
-            "sign-missing",
-            "error",
-            "The two sines of a pair have the same sign; in a rotation one of them is negative.",
-            evidence,
-            body,
-        )
-    elif pair.skew > 1e-2 * max(pair.amplitude):
-        log.add(
-            "not-a-rotation",
-            "error",
-            "The two channels of a pair are scaled by different factors, so this is not a rotation.",
-            f"{evidence}; lengths differ by up to {pair.skew:.4f}",
-            body,
-        )
-    else:
-        log.add(
-            "table-pairing",
-            "error",
-            "The two channels of a pair turn by different angles: channels have one pairing, and "
-            "cosines and sines have the order of the other.",
-            evidence,
-            body,
-        )
+def rates_of(log: Log, profile: Profile) -> torch.Tensor | None:
+    """The frequencies that the pairs should have: the declared ones, or those of the audit's tables."""
+    rates = None if log.spec is None else log.spec.frequencies().inv_freq.double().cpu()
+    start = 0 if log.spec is None else log.spec.start
+    if log.subject.way.form.takes_tables:
+        rates, start = log.subject.rates, profile.start
+    stride = 2 if profile.interleaved else 1
+    at = [(pair.first - start) // stride for pair in profile.pairs]
+    fits = rates is not None and all(0 <= k < len(rates) for k in at)
+    return rates[at] if rates is not None and fits else None
 
 
-def _clearest(positions: Sequence[int], pair: MeasuredPair) -> int:
-    """Return the smallest position where the angles of a pair's two channels differ clearly, else the last."""
-    for position, a, b in zip(positions, pair.angle_first, pair.angle_second):
-        if not agrees(a, b, 5e-2):
-            return position
-    return positions[-1]
+def signs_of(log: Log, profile: Profile) -> torch.Tensor:
+    """+1 for each pair that turns its first channel towards the second, -1 for the others."""
+    omegas, rates = profile.omegas, rates_of(log, profile)
+    back = omegas < 0
+    if rates is not None:
+        # At whole positions a frequency cannot be told from the same one plus a turn per position.
+        tolerance = _CLOSE * rates.abs()
+        forward = wrapped(omegas - rates).abs() <= tolerance
+        backward = wrapped(omegas + rates).abs() <= tolerance
+        fast = (rates.abs() > 3.0) & (forward | backward)
+        back = torch.where(fast, ~forward, back)
+    return torch.where(back, -1.0, 1.0).double()
 
 
-def _direction(log: Log, shape: Shape) -> None:
+def _direction(log: Log, profile: Profile) -> None:
     """Check the direction of the turn, and that nothing turns at position 0."""
-    lines = [line for line in log.lines if abs(line.slope) > 1e-6] or list(log.lines)
-    pair = shape.pairs[0]
-    backward = sum(line.slope < 0 for line in lines)
-    quarter = [agrees(abs(line.intercept), math.pi / 2, 2e-2) for line in lines]
-    both = (pair.first, pair.second)
-    slope = abs(log.lines[0].slope)
-    if all(quarter):
+    omegas, starts = profile.omegas, profile.intercepts
+    moving = omegas.abs() > 1e-6
+    moving = moving if bool(moving.any()) else torch.ones_like(moving)
+    (u, v), at_0 = profile.pairs[0], f"{float(starts[0]):+.4f} rad at position 0"
+    if bool(agree(starts[moving].abs(), math.pi / 2, 2e-2).all()):
         log.add(
             "swapped-tables",
             "error",
             "Cosine and sine are swapped: at position 0 every pair turns by a quarter turn.",
-            f"channels {pair.first} and {pair.second}: {log.lines[0].intercept:+.4f} rad at position 0",
-            angle_body(log, pair=both, position=0, wanted="0.0"),
+            f"channels {u} and {v}: {at_0}",
         )
         return
-    if backward:
-        name = (
-            "All pairs turn" if backward == len(lines) else f"{backward} of {len(lines)} pairs turn"
+    back = (signs_of(log, profile) < 0) & moving
+    count, total = int(back.sum()), int(moving.sum())
+    if count and log.spec is None and count < total and _may_be_fast(omegas):
+        log.add(
+            "fast",
+            "note",
+            f"{count} pairs turn backwards, or forwards by more than π per position.",
+            "whole positions do not tell a frequency from the same one minus a turn; declare the rotation "
+            "with spec=",
         )
+    elif count:
+        k = int(back.nonzero()[0])
+        name = "All pairs turn" if count == total else f"{count} of {total} pairs turn"
         log.add(
             "sign",
             "warning" if log.spec is None else "error",
             f"{name} in the opposite direction to RoPE: the sine has the wrong sign.",
-            f"channels {pair.first} and {pair.second} turn by {log.lines[0].slope:+.4f} rad per "
-            "position; RoPE turns the first channel towards the second. Either direction works, but the two cannot be mixed",
-            angle_body(log, pair=both, position=1, wanted=f"{slope:.9g}"),
+            f"channels {profile.pairs[k].first} and {profile.pairs[k].second} turn by "
+            f"{float(omegas[k]):+.4f} rad per position; RoPE turns the first channel towards the second. "
+            "Either direction works, but the two cannot be mixed",
         )
-    if all(agrees(line.intercept, 0.0, 1e-3) for line in lines):
+    if bool(agree(starts, 0.0, max(1e-3, 2 * profile.noise)).all()):
         return
-    if all(agrees(each.angle_first[0], 0.0, 1e-3) for each in shape.pairs):
-        # Position 0 itself is right: the check of angles finds where the others begin to be wrong.
-        log.shift = 0
-        return
-    if whole := shift_of(lines):
-        log.shift = whole
+    if bool(agree(profile.firsts[0], 0.0, 1e-3).all()):
+        return  # position 0 itself is right: the check of angles finds where the others begin to be wrong
+    if whole := profile.shift:
         log.add(
             "position-offset",
             "warning",
             f"Positions are off by {whole:+d}: position 0 is rotated as position {whole} should be.",
-            f"channels {pair.first} and {pair.second}: {log.lines[0].intercept:+.4f} rad at position "
-            f"0, and {log.lines[0].slope:.4f} rad per position; harmless if q and all keys go through "
-            "this function, wrong with keys that other code cached",
-            angle_body(log, pair=both, position=0, wanted="0.0"),
+            f"channels {u} and {v}: {at_0}, and {float(omegas[0]):.4f} rad per position; harmless if q and all "
+            "keys go through this function, wrong with keys that other code cached",
         )
     else:
         log.add(
             "phase",
             "error",
             "Position 0 is rotated by angles that no position offset explains.",
-            f"channels {pair.first} and {pair.second}: {log.lines[0].intercept:+.4f} rad at position 0",
-            angle_body(log, pair=both, position=0, wanted="0.0"),
+            f"channels {u} and {v}: {at_0}",
         )
 
 
-def _amplitude(log: Log, shape: Shape) -> None:
+def _may_be_fast(omegas: torch.Tensor) -> bool:
+    """True if frequencies above π per position may explain pairs that turn backwards.
+
+    Measured modulo a turn, they do not fall from pair to pair, as those of a rotation below π do.
+    """
+    size = omegas.abs()
+    return float(size.max()) > 1.05 and bool((size[1:] > size[:-1]).any())
+
+
+def _factor(log: Log, profile: Profile) -> None:
     meant = 1.0 if log.spec is None else log.spec.amplitude
-    if log.subject.call.form.takes_tables and abs(log.amplitude - 1.0) <= _LOOSE:
+    found = None if log.identity is None else log.identity.spec
+    if (
+        log.spec is None
+        and found is not None
+        and abs(found.amplitude - profile.amplitude) <= _LOOSE
+    ):
+        meant = found.amplitude
+    takes = log.subject.way.form.takes_tables
+    if takes and abs(profile.amplitude - 1.0) <= _LOOSE:
         meant = 1.0  # the caller's tables may include the factor; those of the audit do not
-    if abs(log.amplitude - meant) <= _LOOSE:
+    if abs(profile.amplitude - meant) <= _LOOSE:
         # Replace a measurement that may come from rounded tables.
-        log.amplitude = meant
-    log.facts["amplitude"] = f"{log.amplitude:.6g}"
-    pair = shape.pairs[0]
+        profile.amplitude = meant
+    log.facts["amplitude"] = f"{profile.amplitude:.6g}"
     # Near positions only: faults far away have findings of their own.
-    every = [a for each in shape.pairs for a in each.amplitude[: len(NEAR)]]
-    body = (
-        f"x = torch.zeros(1, {log.subject.heads(2)}, 1, {log.subject.head_dim})\n"
-        f"x[..., {pair.first}] = 1.0\n"
-        "length = float(rotate(x, torch.tensor([[{position}]]))[0, 0, 0].norm())\n"
-        f"assert abs(length - {meant:.9g}) < 1e-3, length"
-    )
-    if max(every) - min(every) > _LOOSE * log.amplitude:
-        worst = max(range(len(NEAR)), key=lambda i: abs(pair.amplitude[i] - meant))
+    least, most = float(profile.lengths.min()), float(profile.lengths.max())
+    if most - least > _LOOSE * profile.amplitude:
         log.add(
             "amplitude-varies",
             "warning",
             "The factor on the rotated channels depends on position or pair, as with xPos or a gate.",
-            f"factors from {min(every):.4g} to {max(every):.4g}",
-            body.format(position=shape.positions[worst]),
+            f"factors from {least:.4g} to {most:.4g}",
         )
-    elif abs(log.amplitude - meant) > _LOOSE:
+    elif abs(profile.amplitude - meant) > _LOOSE:
         log.add(
             "amplitude",
             "warning" if log.spec is None else "error",
-            f"The rotated channels are multiplied by {log.amplitude:.6g}, not by {meant:.6g}.",
-            f"scores of two rotated vectors are multiplied by the square, {log.amplitude**2:.6g}",
-            body.format(position=3),
+            f"The rotated channels are multiplied by {profile.amplitude:.6g}, not by {meant:.6g}.",
+            f"scores of two rotated vectors are multiplied by the square, {profile.amplitude**2:.6g}",
         )
 
 
-def _name(log: Log, shape: Shape) -> None:
+# --- frequencies --------------------------------------------------------------------------------------
+
+
+def _slots_of(profile: Profile) -> dict[Pair, float]:
+    """The absolute frequency of each pair of the slice, rad per position; 0 if it never turns."""
+    measured = dict(zip(profile.pairs, profile.omegas.abs().tolist()))
+    return {pair: measured.get(pair, 0.0) for pair in profile.slots}
+
+
+def _name(log: Log, profile: Profile) -> None:
     """Identify base and scaling from the frequencies."""
-    if log.subject.call.form.takes_tables:
+    if log.subject.way.form.takes_tables:
         log.facts["frequencies"] = "provided by the caller, as cosines and sines"
         return
-    omegas = omegas_of(log)
-    if len(shape.pairs) == 1 and shape.interleaved is None:
-        log.facts["frequencies"] = f"{omegas[0]:.6g} rad per position"
+    if len(profile.pairs) == 1 and profile.interleaved is None:
+        log.facts["frequencies"] = f"{float(profile.omegas[0].abs()):.6g} rad per position"
         return
     log.identity = identify(
-        omegas,
-        log.amplitude,
+        [*_slots_of(profile).values()],
+        profile.amplitude,
         head_dim=log.subject.head_dim,
-        rotary_dim=shape.rotary_dim,
-        start=shape.start,
-        interleaved=bool(shape.interleaved),
+        rotary_dim=profile.rotary_dim,
+        start=profile.start,
+        interleaved=bool(profile.interleaved),
     )
     text = log.identity.text
     log.facts["frequencies"] = f"about {text}" if log.identity.loose else text
-    _settle_amplitude(log)
 
 
-def _settle_amplitude(log: Log) -> None:
-    """Drop the amplitude finding if the recognised scaling rule has that amplitude."""
-    found = log.identity.spec if log.identity is not None else None
-    if log.spec is None and found is not None and found.scaling is not None:
-        if abs(found.amplitude - log.amplitude) <= _LOOSE:
-            log.findings = [each for each in log.findings if each.code != "amplitude"]
+def pairs_of(spec: RopeSpec) -> list[Pair]:
+    """The channels of each pair of a spec."""
+    step, stride = (1, 2) if spec.interleaved else (spec.rotary_dim // 2, 1)
+    firsts = range(spec.start, spec.start + stride * (spec.rotary_dim // 2), stride)
+    return [Pair(u, u + step) for u in firsts]
 
 
-def check_keys(log: Log) -> None:
+def check_declared(log: Log, spec: RopeSpec, profile: Profile) -> bool:
+    """Compare with the declared spec; return whether the frequencies are the declared ones."""
+    same = False
+    with log.check("pairing and slice are as declared"):
+        same = _pairing(log, spec, profile)
+    if not same or log.subject.way.form.takes_tables:
+        return False
+    with log.check("frequencies are as declared"):
+        same = _frequencies(log, spec, profile)
+    return same
+
+
+def _pairing(log: Log, spec: RopeSpec, profile: Profile) -> bool:
+    meant = pairs_of(spec)
+    if set(profile.pairs) <= set(meant):
+        turning = dict(zip(meant, spec.frequencies().inv_freq.tolist()))
+        lost = [pair for pair in meant if pair not in profile.pairs]
+        # A pair that should turn is a matter of its frequency, unless it stands at an end of the slice.
+        if log.subject.way.form.takes_tables:
+            lost = lost if profile.rotary_dim != spec.rotary_dim else []
+        else:
+            lost = [pair for pair in lost if abs(turning[pair]) > 1e-6]
+        if not lost or profile.rotary_dim == spec.rotary_dim:
+            return True
+    u, v = profile.pairs[0]
+    if profile.interleaved is not None and profile.interleaved != spec.interleaved:
+        names = {True: "interleaved", False: "half"}
+        log.add(
+            "pairing",
+            "error",
+            f"Channels are paired {names[profile.interleaved]}; {names[spec.interleaved]} was declared.",
+            f"channel {u} turns with channel {v}, not with {meant[0].second}; weights made for one pairing "
+            "give fluent nonsense with the other",
+        )
+        return False
+    log.add(
+        "slice",
+        "error",
+        f"Channels {profile.start} to {profile.start + profile.rotary_dim - 1} rotate; {spec.start} to "
+        f"{spec.start + spec.rotary_dim - 1} were declared.",
+        f"{len(profile.pairs)} pairs turn, the first being channels {u} and {v}",
+    )
+    return False
+
+
+def _frequencies(log: Log, spec: RopeSpec, profile: Profile) -> bool:
+    pairs = pairs_of(spec)
+    known = dict(zip(profile.pairs, (profile.omegas * signs_of(log, profile)).tolist()))
+    measured = torch.tensor([known.get(pair, 0.0) for pair in pairs], dtype=torch.float64)
+    meant = spec.frequencies().inv_freq.double().cpu()
+    gap = wrapped(measured - meant).abs()
+    noise = 2 * profile.noise / profile.farthest
+    # A pair that turns too little to be measured counts as correct.
+    allowed = torch.clamp(_CLOSE * meant.abs() + noise, min=1e-8)
+    # Declared frequencies rounded to 16 bits pass here: the check of angles finds what was rounded.
+    if bool((gap <= allowed).all()) or is_rounded(measured, meant, noise):
+        return True
+    worst = int((gap / torch.clamp(meant.abs(), min=1e-8)).argmax())
+    turns, should = measured.abs().tolist(), meant.tolist()
+    code, sentence, extra = _cause(log, spec, turns, should)
+    u, v = pairs[worst]
+    log.add(
+        code,
+        "error",
+        sentence,
+        f"pair {worst} (channels {u} and {v}) turns by {turns[worst]:.6g} rad per position, "
+        f"{should[worst]:.6g} declared{extra}",
+    )
+    return False
+
+
+def _cause(
+    log: Log, spec: RopeSpec, measured: Sequence[float], meant: Sequence[float]
+) -> tuple[str, str, str]:
+    """Return (code, sentence, more evidence) for frequencies that are not the declared ones."""
+    plain = RopeSpec(
+        spec.head_dim, spec.base, spec.rotary_dim, spec.start, spec.interleaved, axes=spec.axes
+    )
+    if spec.scaling is not None and _same(measured, plain.frequencies().inv_freq.tolist()):
+        return (
+            "scaling-ignored",
+            f"The declared scaling is not applied: frequencies are those of {plain!r}.",
+            f"; declared {spec.scaling!r}",
+        )
+    if spec.rotary_dim < spec.head_dim:
+        row = [spec.base ** (-2 * k / spec.head_dim) for k in range(len(measured))]
+        if _same(measured, row):
+            return (
+                "denominator",
+                f"The exponents of the frequencies are divided by head_dim, {spec.head_dim}, not by "
+                f"rotary_dim, {spec.rotary_dim}.",
+                "",
+            )
+    ratios = [b / a for a, b in zip(measured, meant, strict=True) if a and b]
+    if len(ratios) > 1 and max(ratios) - min(ratios) <= 2 * _CLOSE * max(ratios):
+        return (
+            "scaling",
+            f"All frequencies are the declared ones divided by {ratios[0]:.6g}.",
+            "",
+        )
+    found = None if log.identity is None or log.identity.loose else log.identity.spec
+    if found is not None:
+        if found.scaling is None and spec.scaling is None:
+            return "base", f"The base is {found.base:g}; {spec.base:g} was declared.", ""
+        return "scaling", f"The frequencies are those of {found!r}.", f"; declared {spec!r}"
+    return "frequencies", "The frequencies are not the declared ones.", ""
+
+
+def _same(measured: Sequence[float], row: Sequence[float]) -> bool:
+    return all(
+        abs(a - b) <= _CLOSE * max(abs(b), 1e-30) for a, b in zip(measured, row, strict=True)
+    )
+
+
+def is_rounded(measured: torch.Tensor, meant: torch.Tensor, noise: float = 0.0) -> bool:
+    """True if measured frequencies are those of ``meant`` rounded to a 16-bit dtype."""
+    for dtype in (torch.bfloat16, torch.float16):
+        near = meant.to(dtype).double()
+        differs = (near - meant).abs() > 2e-5 * meant.abs()
+        close = (measured - near).abs() <= 2e-5 * near.abs() + 1e-12 + noise
+        if bool(differs.any()) and bool(close.all()):
+            return True
+    return False
+
+
+def check_identity(log: Log, profile: Profile) -> None:
+    """Without a declared spec, warn of a base below 1000 if exponents divided by head_dim may explain it."""
+    identity = log.identity
+    if log.spec is not None or identity is None or identity.spec is None or identity.loose:
+        return
+    with log.check("frequencies are plausible"):
+        if identity.by_head_dim is not None and identity.spec.base < 1000 <= identity.by_head_dim:
+            # Interleaved pairs of which the last never turn look the same, as in a proportional rule.
+            log.add(
+                "denominator",
+                "note" if profile.interleaved else "warning",
+                f"The base is {identity.spec.base:g}; or it is {identity.by_head_dim:g}, and the "
+                f"exponents are divided by head_dim, {log.subject.head_dim}, not by rotary_dim, "
+                f"{profile.rotary_dim}.",
+                "declare the intended rotation with spec=",
+            )
+
+
+def check_axes(log: Log, spec: RopeSpec, profile: Profile) -> None:
+    """Check that each coordinate turns the pairs declared for it, and no others."""
+    if spec.axes is None:
+        return
+    name = "each coordinate turns its own pairs"
+    if not log.subject.way.takes_positions:
+        log.skip(name, "the function takes no positions")
+        return
+    with log.check(name) as subject:
+        _axes(log, spec, profile, subject)
+
+
+def _axes(log: Log, spec: RopeSpec, profile: Profile, subject: Subject) -> None:
+    far = min(log.longest, 2**16)
+    where = [1, 3, 50, far // 17, far]
+    x = subject.laid_out(torch.ones(1, subject.most_heads or 2, len(where), subject.head_dim))
+    rates = spec.frequencies().inv_freq.tolist()
+    for axis in range(spec.axis_count):
+        ids = torch.zeros(spec.axis_count, 1, len(where), dtype=torch.int64)
+        ids[axis, 0] = torch.tensor(where)
+        y = subject.rotate(x.clone(), ids).detach()
+        moved = (y - x * profile.amplitude).abs().amax((0, 1, 2)) > 1e-3
+        owners = [own for own, _, _ in spec.axes.pairs]  # type: ignore[union-attr]
+        for k, ((u, v), own) in enumerate(zip(pairs_of(spec), owners)):
+            if abs(rates[k]) * far < 2e-2 or bool(moved[u] | moved[v]) == (own == axis):
+                continue
+            does = "does not turn" if own == axis else "turns"
+            log.add(
+                "axes",
+                "error",
+                "Coordinates do not turn the pairs declared for them.",
+                f"coordinate {axis} {does} pair {k} (channels {u} and {v}), which is declared for "
+                f"coordinate {own}",
+            )
+            return
+
+
+# --- k and gradients ------------------------------------------------------------------------------------
+
+
+def check_keys(log: Log, profile: Profile) -> None:
     """Check that k is rotated like q."""
-    if not log.subject.call.takes_keys or log.shape is None:
+    if not log.subject.way.takes_keys:
         return
     with log.check("k is rotated like q") as fresh:
-        positions = log.shape.positions[:9]
-        ours = log.shape.matrices[: len(positions)]
-        keys = matrices(fresh, positions, keys=True)
+        ours, keys = profile.matrices, matrices(fresh, NEAR, keys=True)
         eye = torch.eye(keys.shape[-1], dtype=torch.float64)
-        body = (
-            f"x = torch.randn(1, {fresh.heads(2)}, 4, {fresh.head_dim})\n"
-            "q, k = rotate_qk(x.clone(), x.clone(), torch.tensor([[1, 2, 3, 4]]))\n"
-            "assert torch.allclose(q, k, atol=1e-4), float((q - k).abs().max())"
-        )
-        apart = float((keys - ours).abs().max())
         if bool(((keys - eye).abs() < 1e-9).all()) and bool((ours - eye).abs().max() > 1e-3):
             log.add(
                 "k-not-rotated",
                 "error",
                 "k is returned unchanged; only q is rotated.",
-                "impulses in k come back unchanged at every position",
-                body,
+                "unit vectors in k come back unchanged at every position",
             )
-        elif apart > 1e-4:
+        elif (apart := float((keys - ours).abs().max())) > 1e-4:
             log.add(
                 "q-k",
                 "error",
                 "q and k are rotated differently.",
                 f"for equal vectors at equal positions the results differ by up to {apart:.4g}",
-                body,
             )
 
 
 _SHIFTS = (1, 100, 1000, 30_000)
-_RELATIVE = """
-q = torch.randn(1, {heads}, 1, {dim})
-k = torch.randn(1, {heads}, 1, {dim})
-
-
-def score(m, n):
-    return (rotate(q.clone(), torch.tensor([[m]])) * rotate(k.clone(), torch.tensor([[n]]))).sum(-1)
-
-
-near, far = score(7, 3), score({m}, {n})
-assert torch.allclose(near, far, atol={tolerance}), float((near - far).abs().max())
-"""
 
 
 def check_relative(log: Log) -> None:
     """Check that scores do not change when both positions shift. A drift with a known cause is no finding."""
-    if log.subject.call.form.takes_tables:
-        log.skip("scores depend on relative position only", "the caller provides the angles")
+    name = "scores depend on relative position only"
+    if log.subject.way.form.takes_tables:
+        log.skip(name, "the caller provides the angles")
         return
-    with log.check("scores depend on relative position only") as fresh:
+    with log.check(name) as fresh:
         q, k = fresh.random(1, 2, 1, seed=31), fresh.random(1, 2, 1, seed=32)
 
         def score(m: int, n: int) -> torch.Tensor:
@@ -430,41 +547,93 @@ def check_relative(log: Log) -> None:
         size = float((q.double().norm(dim=-1) * k.double().norm(dim=-1)).max())
         drift = {}
         for shift in _SHIFTS:
-            if shift + 7 > log.longest or (not fresh.call.takes_ids and shift > 2000):
+            if shift + 7 > log.longest or (not fresh.way.takes_ids and shift > 2000):
                 break
             try:
                 drift[shift] = float((score(7 + shift, 3 + shift) - here).abs().max()) / size
             except CallFailed:
                 break
-        log.facts["scores"] = (
-            "change by "
-            + ", ".join(f"{value:.1e} (+{shift})" for shift, value in drift.items())
-            + " of |q| |k|"
-        )
+        sizes = ", ".join(f"{value:.1e} (+{shift})" for shift, value in drift.items())
+        log.facts["scores"] = f"change by {sizes} of |q| |k|"
         worst = max(drift, key=drift.__getitem__, default=1)
         # Two float32 angles at position 30,000 are each off by at most 4e-3.
-        if drift and drift[worst] > 1e-2 and not log.found() and not log.found("length"):
+        known = log.found() or log.found("length", "amplitude-varies")
+        if drift and drift[worst] > 1e-2 and not known:
             log.add(
                 "relative",
                 "error",
                 "Scores depend on the positions of q and k, not only on their distance.",
                 f"from positions 7 and 3 to {7 + worst} and {3 + worst} a score changes by "
                 f"{drift[worst]:.3g} of |q| |k|",
-                _RELATIVE.format(
-                    heads=fresh.heads(2),
-                    dim=fresh.head_dim,
-                    m=7 + worst,
-                    n=3 + worst,
-                    tolerance=f"{1e-2 * size:.3g}",
-                ),
             )
 
 
-def _list(values: Sequence[object]) -> str:
-    shown = [str(value) for value in values[:8]]
-    return ", ".join(shown) + (", …" if len(values) > 8 else "")
+_GRADIENTS = (0, 1, 5, 40)
 
 
-def direction(line: Line) -> float:
-    """Return +1 if positions turn the first channel towards the second, else -1."""
-    return -1.0 if line.slope < 0 else 1.0
+def check_gradients(log: Log) -> None:
+    """Check that the gradients of x, or of q and k, are the transposed rotation of the incoming ones."""
+    if log.found("not-linear", "nondeterminism"):
+        log.skip("gradients", "no fixed linear map of x was measured")
+        return
+    with log.check("gradients") as fresh:
+        _gradient(log, fresh, "q" if fresh.way.takes_keys else "x")
+    if log.subject.way.takes_keys:
+        with log.check("gradients of k") as fresh:
+            _gradient(log, fresh, "k")
+
+
+def _gradient(log: Log, subject: Subject, name: str) -> None:
+    maps = matrices(subject, _GRADIENTS, keys=name == "k")
+    leaf = subject.random(
+        1, 1 if log.found("heads") else 2, len(_GRADIENTS), seed=21
+    ).requires_grad_()
+    generator = torch.Generator().manual_seed(22)
+    try:
+        x = leaf * 1.0  # a copy of the leaf, as an in-place function may write to it
+        if name == "k":
+            y = subject.rotate_qk(x.detach().clone(), x, _GRADIENTS)[1]
+        else:
+            y = subject.rotate(x, _GRADIENTS)
+        cotangent = torch.randn(y.shape, generator=generator).to(y)
+        seen = None
+        if y.requires_grad:
+            (seen,) = torch.autograd.grad(y, leaf, cotangent, allow_unused=True)
+    except (CallFailed, RuntimeError) as error:
+        log.add(
+            "gradient-raises",
+            "error",
+            f"The forward or backward pass raises if {name} requires grad.",
+            str(error).splitlines()[0][:200],
+        )
+        return
+    if seen is None:
+        log.add(
+            "gradient-missing",
+            "error",
+            f"The gradient of {name} is missing: the result does not depend on {name} for autograd.",
+            f"the result has no grad_fn that leads to {name}",
+        )
+        return
+    flat, got = (t.detach().cpu().double() for t in (cotangent, seen))
+    # [tokens, out, in] and [.., tokens, out] -> [.., tokens, in]
+    wanted = torch.einsum("toi,bhto->bhti", maps, flat)
+    diagonal = maps.diagonal(dim1=-2, dim2=-1)
+    causes = {
+        "": wanted,
+        "the term with the sine is detached": diagonal * flat,
+        "the term with the cosine is detached": wanted - diagonal * flat,
+        "the incoming gradient is rotated forwards instead of back": torch.einsum(
+            "tio,bhto->bhti", maps, flat
+        ),
+        "the incoming gradient is passed on unrotated": flat,
+        "it is zero": torch.zeros_like(flat),
+    }
+    near = (cause for cause, each in causes.items() if float((got - each).abs().max()) <= 1e-3)
+    if cause := next(near, "it is not the incoming gradient rotated back"):
+        log.add(
+            "gradient-wrong",
+            "error",
+            f"The gradient of {name} is wrong: {cause}.",
+            f"it differs by up to {float((got - wanted).abs().max()):.3g} from the transposed rotation",
+        )

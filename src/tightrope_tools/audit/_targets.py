@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import importlib
 import importlib.util
@@ -10,7 +9,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightrope import stacks
+from tightrope import functional, stacks
 from tightrope._errors import Refusal, bad_type, bad_value
 from tightrope.config import LayerSpecs, from_config
 from tightrope.config.files import single
 from tightrope.forms import calls_of
+from tightrope.positions import multi_axis
 from tightrope.spec import RopeSpec
 
-from ._guard import Guard, describe_error
-from ._probe import Hints, find_call
-from ._subject import Subject
+from ._call import Hints, Subject, describe_error, find_call
 
 _NAME = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 
@@ -40,7 +38,6 @@ class Target:
         name: its name for the report.
         fn: the function.
         make: returns a new function; None if ``fn`` is copied instead.
-        header: source code that defines ``fn``; None if only the caller has it.
         spec: the intended rotation, if known.
         form, layout, head_dim: how to call it, if known.
         unread: why a config gave no spec.
@@ -49,7 +46,6 @@ class Target:
     name: str
     fn: Callable[..., Any]
     make: Callable[[], Callable[..., Any]] | None = None
-    header: str | None = None
     spec: RopeSpec | None = None
     form: str | None = None
     layout: str | None = None
@@ -65,39 +61,22 @@ def names_stack(target: object) -> bool:
     return isinstance(target, str) and target.startswith(_STACK)
 
 
-def subject_of(
-    target: Target,
-    given: Hints,
-    spec: RopeSpec | None,
-    guard: Guard,
-    device: str,
-    axes: int = 1,
-) -> Subject:
+def subject_of(target: Target, given: Hints, spec: RopeSpec | None, device: str) -> Subject:
     """Return the subject of a target, with the call that was found for it.
 
     Args:
         given: the user's options; the target and the spec fill in what they leave open.
-        spec: the intended rotation, if known. Functions that take tables get those of its base.
-        axes: see :func:`._probe.find_call`.
+        spec: the intended rotation, if known. Functions that take tables get those of its frequencies.
 
     Raises:
-        NoCallFound, Hangs: see :func:`._probe.find_call`.
+        NoCallFound: see :func:`._call.find_call`.
     """
     form, layout, tables, head_dim = given
     if target.form is not None and form is None:
         form, layout = target.form, layout or target.layout
     head_dim = head_dim or target.head_dim or (None if spec is None else spec.head_dim)
-
-    return find_call(
-        target.fn,
-        guard,
-        Hints(form, layout, tables, head_dim),
-        spec=spec,
-        header=target.header,
-        make=target.make,
-        device=device,
-        axes=axes,
-    )
+    hints = Hints(form, layout, tables, head_dim)
+    return find_call(target.fn, hints, spec=spec, make=target.make, device=device)
 
 
 def resolve(
@@ -133,17 +112,7 @@ def from_object(target: object) -> Target:
             "target must be a function, a module, 'MODULE:FUNCTION', a model or config of transformers, its "
             f"file, or the name of a model type, but got {type(target).__name__}"
         )
-    name = getattr(target, "__qualname__", None) or type(target).__qualname__
-    module = getattr(target, "__module__", None)
-    header = None
-    # A snippet can import the target only if its qualified name leads back to it.
-    if isinstance(module, str) and module != "__main__" and "<" not in name:
-        owner: object = sys.modules.get(module)
-        for part in name.split("."):
-            owner = getattr(owner, part, None)
-        if owner is target:
-            header = _import(module, name)
-    return Target(name, target, header=header)
+    return Target(getattr(target, "__qualname__", None) or type(target).__qualname__, target)
 
 
 def from_stack(name: str, spec: RopeSpec | None) -> Target:
@@ -154,25 +123,13 @@ def from_stack(name: str, spec: RopeSpec | None) -> Target:
             "it with a configuration"
         )
     stack = None if name == "exact" else stacks.named(name).name
-    where = "positions" if spec.axis_count == 1 else "multi_axis(positions)"
-    header = (
-        "import torch\nfrom tightrope import RopeSpec, functional\n"
-        "from tightrope.positions import multi_axis\n\n"
-        f"spec = RopeSpec.from_dict({spec.to_dict()!r})\n\n\n"
-        "def fn(x, positions):\n"
-        f"    return functional.rotate(x, spec.at({where}, stack={stack!r}))"
-    )
-    space: dict[str, Any] = {}
-    exec(header, space)  # the code that snippets show is the code that runs
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        where = positions if spec.axis_count == 1 else multi_axis(positions)
+        return functional.rotate(x, spec.at(where, stack=stack))
+
     form = "x, positions"
-    return Target(f"{_STACK}{name}", space["fn"], None, header, spec, form, "bhsd", spec.head_dim)
-
-
-def _import(module: str, name: str) -> str:
-    outer, _, rest = name.partition(".")
-    if rest:
-        return f"import torch\nfrom {module} import {outer}\n\nfn = {name}"
-    return f"import torch\nfrom {module} import {name} as fn"
+    return Target(f"{_STACK}{name}", fn, None, spec, form, "bhsd", spec.head_dim)
 
 
 def from_name(target: str) -> Target:
@@ -196,12 +153,11 @@ def from_name(target: str) -> Target:
             raise bad_value(f"module {module!r} must define {name!r} but does not") from None
     if not callable(found):
         raise bad_type(f"{target} must be callable but is {type(found).__name__}")
-    return Target(target, found, header=_import(module, name))
+    return Target(target, found)
 
 
 def _made(target: Target) -> Target:
     """Return the target with the function that its factory makes; each check gets a new one."""
-    header = None if target.header is None else _made_header(target.header)
     try:
         fn = target.fn()
     except Exception as error:  # noqa: BLE001  # foreign code
@@ -210,14 +166,7 @@ def _made(target: Target) -> Target:
         ) from None
     if not callable(fn):
         raise bad_type(f"{target.name}() must return a callable but returned {type(fn).__name__}")
-    return replace(target, name=f"{target.name}()", fn=fn, make=target.fn, header=header)
-
-
-def _made_header(header: str) -> str:
-    if header.endswith(" as fn"):
-        first = header.removesuffix(" as fn")
-        return f"{first}\n\nfn = {first.rsplit(' ', 1)[1]}()"
-    return header + "()"
+    return replace(target, name=f"{target.name}()", fn=fn, make=target.fn)
 
 
 def _checked(target: Target) -> Target:
@@ -356,12 +305,9 @@ def from_model(config: Any, layer_type: str | None, model: nn.Module | None = No
             if spec is not None and (cut or spec.start):
                 head_dim = spec.rotary_dim
                 spec = replace(spec, head_dim=head_dim, start=0)
-            header = None
-            if model is None:
-                header = _model_header(inner, module, rotary.__name__, called, chosen)
             reason = "" if unread is None else str(unread)
             form = "q, k, positions"
-            return Target(name, fn, make, header, spec, form, "bhsd", head_dim, reason)
+            return Target(name, fn, make, spec, form, "bhsd", head_dim, reason)
     raise bad_value(
         f"{rotary.__name__}, built from the config and called with (x, position_ids), must return cosines "
         f"and sines that {called} takes but did not: {why}"
@@ -450,38 +396,3 @@ def _parts(config: Any, spec: RopeSpec | None) -> tuple[Any, Any, str]:
             "does not: write a function of q, k and positions that computes the same, and audit that"
         )
     return module, getattr(module, classes[0]), found[0]
-
-
-def _model_header(config: Any, module: Any, rotary: str, name: str, layer_type: str | None) -> str:
-    result = f"{name}(q, k, cos, sin)"
-    if one_at_a_time(getattr(module, name)):
-        result = f"{name}(q, cos, sin), {name}(k, cos, sin)"
-    kind = type(config)
-    differing: Mapping[str, Any] = config.to_diff_dict()
-    keep = {k: v for k, v in differing.items() if k not in ("transformers_version", "model_type")}
-    try:
-        usual = kind().to_dict()
-    except Exception:  # noqa: BLE001  # some configs cannot be made without arguments
-        usual = {}
-    keep = {k: v for k, v in keep.items() if k not in usual or usual[k] != v}
-    # Keep only values that a snippet can write as literals.
-    keep = {k: v for k, v in keep.items() if _is_literal(v)}
-    arguments = "".join(f"    {key}={value!r},\n" for key, value in keep.items())
-    made = f"{kind.__name__}(\n{arguments})" if arguments else f"{kind.__name__}()"
-    more = "" if layer_type is None else f", {layer_type!r}"
-    return (
-        "import torch\n"
-        f"from {kind.__module__} import {kind.__name__}\n"
-        f"from {module.__name__} import {name}, {rotary}\n\n"
-        f"rotary = {rotary}({made})\n\n\n"
-        "def fn(q, k, positions):\n"
-        f"    cos, sin = rotary(q, positions{more})\n"
-        f"    return {result}"
-    )
-
-
-def _is_literal(value: object) -> bool:
-    try:
-        return bool(ast.literal_eval(repr(value)) == value)
-    except (ValueError, SyntaxError):
-        return False

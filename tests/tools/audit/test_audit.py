@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,16 +21,9 @@ from tightrope.frequencies import DynamicNTK, Linear, Llama3, YaRN
 from tightrope.nn import RotaryPositionalEmbedding
 from tightrope_tools.audit import Report, audit
 from tightrope_tools.audit._exact import cos_sin
-from tightrope_tools.audit._guard import Guard
 from tightrope_tools.audit._identify import identify
 from tightrope_tools.audit._targets import from_model
 
-# Code of a finding about a refused call -> the error that the finding's program raises.
-REFUSED = {
-    "strides-refused": RuntimeError,
-    "grouped": (AssertionError, ValueError),
-    "gradient-raises": NotImplementedError,
-}
 ONLY_FLOAT32 = {"dtypes": [torch.float32]}
 
 
@@ -45,16 +35,6 @@ def declared(fields: dict[str, Any] | None) -> RopeSpec | None:
     return RopeSpec(**values, scaling=None if factor is None else Linear(factor))
 
 
-def run(text: str, fn: planted.Fn | None = None) -> None:
-    """Run a finding's program, which raises if the fault is there."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        space: dict[str, Any] = {"__name__": "snippet"}
-        if fn is not None:
-            space["fn"] = fn
-        exec(compile(text, "snippet", "exec"), space)
-
-
 # --- planted faults ---------------------------------------------------------------------------------
 
 
@@ -62,17 +42,12 @@ def run(text: str, fn: planted.Fn | None = None) -> None:
 def test_a_planted_fault_is_named(name: str) -> None:
     fault = planted.FAULTS[name]
     report = audit(fault.bad(), spec=declared(fault.spec), **fault.options)
-    assert fault.code in report.codes, str(report)
+    assert report.codes[:1] == (fault.code,), str(report)
     assert set(report.codes) <= {fault.code, *fault.also}, str(report)
-    (finding,) = (each for each in report.findings if each.code == fault.code)
-    assert finding.sentence.endswith(".")
-    if finding.snippet:
-        with pytest.raises(REFUSED.get(fault.code, AssertionError)):
-            run(finding.snippet, fault.bad())
-        run(finding.snippet, fault.good())
-    else:
-        # This finding has no program: two sets of frequencies are possible.
-        assert fault.code == "denominator"
+    for finding in report.findings:
+        assert finding.sentence.endswith(".")
+        assert finding.mend
+        assert "{" not in finding.mend
 
 
 @pytest.mark.parametrize("name", planted.FAULTS)
@@ -154,13 +129,7 @@ def test_dynamic_ntk_of_transformers_remembers() -> None:
     )
     report = audit(config)
     assert report.codes == ("history", "batch"), str(report)
-    history, batch = report.findings[:2]
-    assert "longer one" in history.sentence
-    # The programs of both findings run without `fn`, as they include the imports.
-    for finding in (history, batch):
-        with pytest.raises(AssertionError):
-            run(finding.snippet)
-    assert "dynamic" in history.snippet
+    assert "longer one" in report.findings[0].sentence
     # Without a spec, the audit also reports that frequencies depend on the length.
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -176,9 +145,6 @@ def test_bfloat16_positions_of_rotary_embedding_torch() -> None:
     positions, history = report.findings[:2]
     assert positions.sentence == "Positions are rounded to bfloat16, for bfloat16 x."
     assert "float32 results are coarser after a call in bfloat16" in history.sentence
-    for finding in (positions, history):
-        with pytest.raises(AssertionError):
-            run(finding.snippet, package.RotaryEmbedding(64).rotate_queries_or_keys)
     # With float32 alone there is nothing to find.
     assert audit(rope.rotate_queries_or_keys, **ONLY_FLOAT32).ok
 
@@ -530,7 +496,7 @@ def test_what_tables_of_the_caller_leave_unchecked_is_a_note(
     assert (note.code, note.severity) == ("frequencies-unchecked", "note")
     wanted = "The caller provides cosines and sines, so the audit did not check the declared "
     assert note.sentence == f"{wanted}{what}."
-    assert note.evidence == "audit a function of (x, positions) that makes them"
+    assert note.mend == "audit a function of (x, positions) that makes them"
     outcomes = {check.name: check.outcome for check in report.checks}
     assert outcomes["frequencies are as declared"] == "skipped: the caller provides them"
 
@@ -564,10 +530,6 @@ def test_another_slice_than_the_declared_one_with_tables_of_the_caller(
     assert (
         finding.sentence == f"Channels 0 to {rotated - 1} rotate; 0 to {meant - 1} were declared."
     )
-    # The program has tables for the declared slice, which this function cannot use.
-    with pytest.raises(RuntimeError, match="size of tensor"):
-        run(finding.snippet, cut(rotated))
-    run(finding.snippet, cut(meant))
 
 
 def test_a_slice_is_found_without_a_spec() -> None:
@@ -607,14 +569,6 @@ def test_a_function_that_refuses_no_tokens_has_a_note() -> None:
     assert note.severity == "note"
     assert note.sentence == "An x with no tokens is refused."
     assert note.evidence.startswith("RuntimeError: max(): ")
-    assert note.snippet.endswith(
-        f"x = torch.randn(2, 3, 0, {planted.DIM})\n"
-        "where = torch.zeros(2, 0, dtype=torch.int64)\n"
-        "assert rotate(x.clone(), where).shape == x.shape\n"
-    )
-    with pytest.raises(RuntimeError, match=r"^max\(\): "):
-        run(note.snippet, fn)
-    run(note.snippet, by_index)
 
 
 def test_float16_is_an_option() -> None:
@@ -635,35 +589,7 @@ def test_a_function_with_a_trailing_underscore_may_write() -> None:
 IN_PLACE = planted.rope(in_place=True)
 
 
-# --- functions that hang, raise or print ------------------------------------------------------------
-
-
-def hangs(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    if x.shape[0] == 1:
-        time.sleep(1e6)
-    return planted.PLAIN(x, positions)  # type: ignore[no-any-return]
-
-
-def test_a_call_that_does_not_return() -> None:
-    report = audit(hangs, timeout=0.5)
-    assert report.codes == ("hangs",)
-    assert report.findings[0].sentence == "A call did not return within 0.5 s."
-    assert "checking: two equal calls give equal results" in report.findings[0].evidence
-
-
-def test_the_thread_of_the_calls_has_ended() -> None:
-    # If the process ends while a thread frees tensors, C++ calls abort().
-    class Slow:
-        def __del__(self) -> None:
-            time.sleep(0.2)
-
-    def call(slow: Slow) -> None:
-        pass
-
-    before = threading.enumerate()  # includes a thread that another test left hanging
-    with Guard(5.0) as guard:
-        guard.run(functools.partial(call, Slow()))
-    assert set(threading.enumerate()) <= set(before)
+# --- functions that raise or print -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -741,8 +667,6 @@ def test_a_function_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     report = audit("some_rope:bad")
     assert report.target == "some_rope:bad"
     assert report.codes == ("sign",)
-    with pytest.raises(AssertionError):
-        run(report.findings[0].snippet)
     made = audit("tests.support.planted_faults:rope", make=True, **ONLY_FLOAT32, longest=4096)
     assert made.ok
     assert made.target == "tests.support.planted_faults:rope()"
@@ -813,8 +737,6 @@ def test_a_config_that_the_library_reads_otherwise() -> None:
     report = audit(LlamaConfig(), spec=RopeSpec(128, 500_000.0))
     assert report.codes == ("base",)
     assert report.findings[0].sentence == "The base is 10000; 500000 was declared."
-    with pytest.raises(AssertionError):
-        run(report.findings[0].snippet)
 
 
 WRONG_USE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -839,11 +761,6 @@ WRONG_USE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "no float32": ({"dtypes": [torch.bfloat16]}, ValueError, r"dtypes must include float32"),
     "longest": ({"longest": 3}, ValueError, r"longest must be at least 128 but got 3"),
-    "timeout": (
-        {"timeout": 0.0},
-        ValueError,
-        r"timeout must be positive and below 1e6 seconds but got 0\.0",
-    ),
     "spec": ({"spec": 3}, TypeError, r"spec must be a RopeSpec or None but got 3"),
     "spec and head_dim": (
         {"spec": RopeSpec(64), "head_dim": 32},
@@ -889,19 +806,6 @@ def test_a_report_survives_json() -> None:
     assert [finding.severity for finding in report.findings] == sorted(
         (finding.severity for finding in report.findings), key=["error", "warning", "note"].index
     )
-
-
-def test_a_program_runs_again_and_again() -> None:
-    # A finding's program draws random vectors: it must fail for all of them.
-    for name in ("sine part detached", "row 0 for all rows", "reads memory as contiguous"):
-        fault = planted.FAULTS[name]
-        (finding,) = (each for each in audit(fault.bad()).findings if each.code == fault.code)
-        for seed in range(10):
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                with pytest.raises(AssertionError):
-                    exec(finding.snippet, {"fn": fault.bad()})
-                exec(finding.snippet, {"fn": fault.good()})
 
 
 def test_the_text_of_a_model_of_defaults_is_audited_with_its_spec() -> None:

@@ -94,10 +94,7 @@ def test_findings_are_1(
     assert call(monkeypatch, "audited_rope:bad", *QUICK) == 1
     out = capsys.readouterr().out
     assert "warning sign\n  All pairs turn in the opposite direction to RoPE: " in out
-    program = out[out.index("    import math") : out.index("1 warning; ")]
-    lines = "\n".join(line.removeprefix("    ") for line in program.splitlines())
-    with pytest.raises(AssertionError):
-        exec(compile(lines, "printed", "exec"), {})
+    assert "  negate the sines, or the positions: " in out
 
 
 @pytest.mark.usefixtures("folder")
@@ -106,7 +103,7 @@ def test_json_is_all_there_is(
 ) -> None:
     assert call(monkeypatch, "audited_rope:bad", "--json", *QUICK) == 1
     saved = json.loads(capsys.readouterr().out)
-    assert saved["version"] == 1
+    assert saved["version"] == 2
     assert saved["ok"] is False
     report = Report.from_dict(saved)
     assert report.codes == ("sign",)
@@ -220,17 +217,8 @@ def test_a_function_that_crashes_is_a_finding(
 def test_a_function_that_hangs_is_a_finding(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch, "audited_rope:hangs", "--timeout", "0.5") == 1
-    assert "A call did not return within 0.5 s." in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("folder")
-def test_an_audit_that_never_ends_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.modules[print_report.__module__], "_PATIENCE", 0.1)
-    assert call(monkeypatch, "--isolate", "audited_rope:hangs", "--timeout", "1") == 1
-    assert "The audit did not end within 0.1 s." in capsys.readouterr().out
+    assert call(monkeypatch, "--isolate", "audited_rope:hangs", "--timeout", "0.5") == 1
+    assert "The audit did not end within 0.5 s." in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -284,7 +272,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "NaN": (
         ["audited_rope:good", "--timeout", "nan"],
-        "timeout must be positive and below 1e6 seconds but got nan",
+        "--timeout must be positive and below 1e6 seconds but got nan",
     ),
     "device": (
         ["audited_rope:good", "--device", "mars"],

@@ -11,7 +11,7 @@ import torch
 from tests.support.models.forms import NEW, Function, along, apply_rotary_of_a_dictionary
 from tests.support.tolerances import value
 from tightrope import forms
-from tightrope.forms import ARRANGEMENTS, FORMS, Arrangement, calls_of, parse, usual_calls
+from tightrope.forms import ARRANGEMENTS, FORMS, Arrangement, calls_of
 from tightrope.integrations._replace import replacement
 from tightrope.integrations.transformers import patch, recognise, unpatch
 
@@ -135,26 +135,6 @@ def test_a_method_may_have_heads_still_flat() -> None:
     found = calls_of(taking("self, x, position_embeddings"), method=True)
     assert [call.form.flat for call in found] == [False] * len(_ONE_TABLE) + [True]
     assert all(call.method and call.rotated == ("x",) for call in found)
-
-
-def test_usual_calls_are_for_functions_whose_names_tell_nothing() -> None:
-    assert [str(call) for call in usual_calls(taking("a, b, c, d"))] == ["q, k, cos, sin"]
-    assert len(usual_calls(taking("*xs"))) > 5
-
-
-@pytest.mark.parametrize(
-    "text", ["x", "x, offset", "q, k, cis", "x, sin, cos", "x, positions -> cos, sin", "x, sin_cos"]
-)
-def test_a_call_is_parsed_as_it_is_written(text: str) -> None:
-    assert str(parse(text)) == text
-
-
-@pytest.mark.parametrize(
-    "text", ["", "x, y", "x, cos", "x, q", "k", "x, x", "x, positions -> cos", "x, cos, sin, cis"]
-)
-def test_invalid_descriptions_of_calls_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^form must list the arguments, .* but got"):
-        parse(text)
 
 
 # --- forms shared by audit and patch --------------------------------------------------------

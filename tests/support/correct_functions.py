@@ -1,0 +1,258 @@
+"""Correct rotary functions in plain torch: forms crossed with pairings, slices, layouts, rules and dtypes.
+
+Nothing here uses the library under test, except for the frequencies of a rule.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightrope import RopeSpec
+from tightrope.frequencies import Given, Linear, Llama3, Proportional, YaRN
+
+Fn = Callable[..., Any]
+DIM = 32
+
+RULES: dict[str, Any] = {
+    "plain": (10_000.0, lambda _: None),
+    "base 500000": (5e5, lambda _: None),
+    "linear": (10_000.0, lambda _: Linear(4.0)),
+    "YaRN": (10_000.0, lambda _: YaRN(4.0, 4096)),
+    "Llama 3": (5e5, lambda _: Llama3(8.0, 1.0, 4.0, 8192)),
+    "trailing zeros": (10_000.0, lambda _: Proportional(0.25)),
+    "above π": (
+        10_000.0,
+        lambda pairs: Given.of(torch.linspace(50.0, 2.0, pairs, dtype=torch.float64)),
+    ),
+}
+# (first channel, number of channels)
+SLICES = {"whole": (0, DIM), "first": (0, 16), "middle": (8, 16)}
+# Dimensions of x, and how to bring it to (rows, heads, tokens, channels) and back.
+LAYOUTS: dict[str, tuple[int, Fn, Fn]] = {
+    "bhsd": (4, lambda x: x, lambda y: y),
+    "bshd": (4, lambda x: x.transpose(1, 2), lambda y: y.transpose(1, 2)),
+    "sbhd": (4, lambda x: x.permute(1, 2, 0, 3), lambda y: y.permute(2, 0, 1, 3)),
+    "thd": (3, lambda x: x.transpose(0, 1)[None], lambda y: y[0].transpose(0, 1)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One correct function.
+
+    Attributes:
+        form: a key of FORMS.
+        interleaved, where, rule, layout: how it rotates; keys of the tables above.
+        exact: whether angles are computed in float64 instead of float32.
+    """
+
+    form: str
+    interleaved: bool
+    where: str
+    rule: str
+    layout: str
+    exact: bool
+
+    @property
+    def spec(self) -> RopeSpec:
+        """The rotation."""
+        start, width = SLICES[self.where]
+        base, scaling = RULES[self.rule]
+        return RopeSpec(DIM, base, width, start, self.interleaved, scaling=scaling(width // 2))
+
+    def __str__(self) -> str:
+        pairing = "interleaved" if self.interleaved else "half"
+        dtype = "float64" if self.exact else "float32"
+        return "-".join((self.form, pairing, self.where, self.rule, self.layout, dtype))
+
+    def make(self) -> Fn:
+        """The function."""
+        return FORMS[self.form](self)
+
+    def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines ``(rows, 1, tokens, pairs)`` at ``(rows, tokens)``."""
+        dtype = torch.float64 if self.exact else torch.float32
+        rates = self.spec.frequencies().inv_freq.to(positions.device, dtype)
+        angle = positions.to(dtype)[:, None, :, None] * rates
+        factor = self.spec.amplitude
+        return angle.cos() * factor, angle.sin() * factor
+
+    def turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate x ``(rows, heads, tokens, channels)`` by tables with one entry per pair."""
+        start, width = SLICES[self.where]
+        part = x[..., start : start + width]
+        cos, sin = (t.to(x) for t in (cos, sin))
+        if self.interleaved:
+            u, v = part[..., ::2], part[..., 1::2]
+            y = torch.stack((u * cos - v * sin, v * cos + u * sin), -1).flatten(-2)
+        else:
+            u, v = part.chunk(2, -1)
+            y = torch.cat((u * cos - v * sin, v * cos + u * sin), -1)
+        return torch.cat((x[..., :start], y, x[..., start + width :]), -1)
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotate x of the case's layout by positions ``(rows, tokens)``."""
+        dims, into, back = LAYOUTS[self.layout]
+        if x.ndim != dims:
+            raise ValueError(f"{self.layout} has {dims} dimensions")
+        return back(self.turn(into(x), *self.tables(positions)))  # type: ignore[no-any-return]
+
+    def counted(self, x: torch.Tensor, offset: int = 0) -> torch.Tensor:
+        """Rotate x by the positions from an offset on."""
+        tokens = LAYOUTS[self.layout][1](x).shape[2]
+        return self.rotate(x, torch.arange(offset, offset + tokens)[None])
+
+
+def _x_positions(case: Case) -> Fn:
+    if case.layout == "thd":
+        return lambda x, positions: case.rotate(x, positions.reshape(1, -1))
+    return lambda x, positions: case.rotate(x, positions)
+
+
+def _qk_positions(case: Case) -> Fn:
+    one = _x_positions(case)
+    return lambda q, k, positions: (one(q, positions), one(k, positions))
+
+
+def _x(case: Case) -> Fn:
+    return lambda x: case.counted(x)
+
+
+def _x_offset(case: Case) -> Fn:
+    return lambda x, offset=0: case.counted(x, offset)
+
+
+def _qk(case: Case) -> Fn:
+    return lambda q, k: (case.counted(q), case.counted(k))
+
+
+def _qk_offset(case: Case) -> Fn:
+    return lambda q, k, offset=0: (case.counted(q, offset), case.counted(k, offset))
+
+
+def _module(case: Case) -> Fn:
+    return _Growing(case)
+
+
+class _Growing(nn.Module):
+    """A module whose tables grow with the longest sequence."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.tables = case.tables(torch.arange(4)[None])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dims, into, back = LAYOUTS[self.case.layout]
+        if x.ndim != dims:
+            raise ValueError("another layout")
+        x = into(x)
+        if self.tables[0].shape[2] < x.shape[2]:
+            self.tables = self.case.tables(torch.arange(x.shape[2])[None])
+        cos, sin = (t[:, :, : x.shape[2]] for t in self.tables)
+        return back(self.case.turn(x, cos, sin))  # type: ignore[no-any-return]
+
+
+def _held(case: Case) -> Fn:
+    """A function that reads a table of fixed length, kept outside of it."""
+    cos, sin = case.tables(torch.arange(5000)[None])
+
+    def fn(x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        dims, into, back = LAYOUTS[case.layout]
+        if x.ndim != dims:
+            raise ValueError("another layout")
+        ids = position_ids.reshape(1, -1) if case.layout == "thd" else position_ids
+        mine = (t[0, 0][ids][:, None] for t in (cos, sin))
+        return back(case.turn(into(x), *mine))  # type: ignore[no-any-return]
+
+    return fn
+
+
+def _given(read: Callable[[Any], tuple[torch.Tensor, torch.Tensor]], pick: Fn) -> Any:
+    def form(case: Case) -> Fn:
+        dims, into, back = LAYOUTS[case.layout]
+
+        def one(x: torch.Tensor, *tables: Any) -> torch.Tensor:
+            if x.ndim != dims:
+                raise ValueError("another layout")
+            cos, sin = (pick(t, case)[:, None] for t in read(*tables))
+            return back(case.turn(into(x), cos, sin))  # type: ignore[no-any-return]
+
+        return one
+
+    return form
+
+
+def _full(table: torch.Tensor, case: Case) -> torch.Tensor:
+    return table[..., ::2] if case.interleaved else table[..., : table.shape[-1] // 2]
+
+
+def _qk_cos_sin(case: Case) -> Fn:
+    one = _given(lambda cos, sin: (cos, sin), _full)(case)
+    return lambda q, k, cos, sin: (one(q, cos, sin), one(k, cos, sin))
+
+
+def _x_cos_sin(case: Case) -> Fn:
+    one = _given(lambda cos, sin: (cos, sin), lambda table, _: table)(case)
+    return lambda x, cos, sin: one(x, cos, sin)
+
+
+def _qk_cis(case: Case) -> Fn:
+    def read(cis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return cis.real, cis.imag
+
+    one = _given(read, lambda table, _: table)(case)
+    return lambda q, k, freqs_cis: (one(q, freqs_cis), one(k, freqs_cis))
+
+
+def _maker(case: Case) -> Fn:
+    def fn(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = (t[:, 0] for t in case.tables(position_ids))
+        if case.interleaved:
+            wide = [t.repeat_interleave(2, -1) for t in (cos, sin)]
+        else:
+            wide = [torch.cat((t, t), -1) for t in (cos, sin)]
+        return wide[0].to(x), wide[1].to(x)
+
+    return fn
+
+
+FORMS: dict[str, Callable[[Case], Fn]] = {
+    "x, positions": _x_positions,
+    "q, k, positions": _qk_positions,
+    "x": _x,
+    "x, offset": _x_offset,
+    "q, k": _qk,
+    "q, k, offset": _qk_offset,
+    "module": _module,
+    "held table": _held,
+    "q, k, cos, sin": _qk_cos_sin,
+    "x, cos, sin": _x_cos_sin,
+    "q, k, cis": _qk_cis,
+    "x, positions -> cos, sin": _maker,
+}
+_TAKE_TABLES = ("q, k, cos, sin", "x, cos, sin", "q, k, cis")
+
+
+def cases() -> Iterator[Case]:
+    """All crossings that make sense: functions that take tables make no angles, and those that give them no slice."""
+    for values in itertools.product(FORMS, (False, True), SLICES, RULES, LAYOUTS, (False, True)):
+        case = Case(*values)
+        if case.form in _TAKE_TABLES and (
+            case.rule != "plain" or case.exact or case.layout == "thd"
+        ):
+            continue
+        if case.form == "x, positions -> cos, sin" and (case.where, case.layout) != (
+            "whole",
+            "bhsd",
+        ):
+            continue
+        if case.form == "held table" and case.layout == "sbhd":
+            continue
+        yield case
