@@ -37,7 +37,7 @@ def global_names(code: CodeType) -> frozenset[str]:
 
 
 def content_of(cell: Any) -> Any:
-    """What a variable of an outer function holds; None if it is not set yet."""
+    """The value of a variable of an enclosing function; None if it is not set yet."""
     try:
         return cell.cell_contents
     except ValueError:

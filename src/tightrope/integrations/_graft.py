@@ -104,7 +104,7 @@ class Recipe(NamedTuple):
 
 
 _Read = list[tuple[Mapping[str, Any], str, Any]]
-# Two caches: classes hold replacements, so whoever empties the first must empty both.
+# Two caches: classes hold replacements, so code that empties the first must empty both.
 # A replacement holds its original, so that no other object gets the same id.
 _replacements: dict[tuple[Swap, str, bool, int], Any] = {}
 # The class, and the globals and members from which it was made: (namespace, name, value).

@@ -25,7 +25,7 @@ TABLE = Path(__file__).with_name("known.json")
 def key_of(functions: Iterable[FunctionType], *others: Any) -> str | None:
     """A hash of the sources of a function and of those that it calls.
 
-    None if a source cannot be read, or if a function reads variables of an outer function, global values, or
+    None if a source cannot be read, or if a function reads variables of an enclosing function, global values, or
     defaults that are not written out: the same source may then compute something else.
 
     Comments, docstrings, annotations and the layout of the text do not count.
@@ -61,7 +61,7 @@ _FIXED = ("torch", "math", "builtins", "typing", "collections")
 
 
 def _read(function: FunctionType, known: Sequence[FunctionType]) -> set[str] | None:
-    """What a function reads from outside, besides known functions, by name; None if it may differ by process."""
+    """The values from outside that a function reads, besides known functions; None if they may differ by process."""
     found, names = set(), function.__globals__
     read = {name: names[name] for name in global_names(function.__code__) if name in names}
     read |= zip(function.__code__.co_freevars, map(content_of, function.__closure__ or ()))

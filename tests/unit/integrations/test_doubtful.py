@@ -48,7 +48,7 @@ def contained(kind: Any) -> Callable[..., Any]:
 
 
 def test_the_same_source_may_compute_something_else() -> None:
-    """What a function reads from an outer one decides, so knowing its source does not."""
+    """A variable of an enclosing function decides, so knowing the source does not."""
     assert recognise(limited(10**9))
     assert not recognise(limited(200))
     assert recognise(contained(tuple))
