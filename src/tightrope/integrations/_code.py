@@ -11,6 +11,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from types import CodeType, FunctionType
+from typing import Any
 
 # Parts of the names of tables; a rotation has one in each of its two products.
 _WORDS = "cos", "sin"
@@ -33,6 +34,14 @@ def global_names(code: CodeType) -> frozenset[str]:
         for step in dis.get_instructions(each)
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     )
+
+
+def content_of(cell: Any) -> Any:
+    """The value of a variable of an enclosing function; None if it is not set yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 @lru_cache(maxsize=4096)

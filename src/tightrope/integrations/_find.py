@@ -10,7 +10,7 @@ import inspect
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -96,7 +96,10 @@ def layers(function: FunctionType) -> Iterator[FunctionType]:
                 pending.append(inner)
 
 
-def methods(cls: type) -> Iterator[tuple[type, str, Any, FunctionType]]:
+_Method = tuple[type, str, Any, FunctionType]
+
+
+def methods(cls: type) -> Iterator[_Method]:
     """Yield (defining class, name, attribute, plain function) of each method, in MRO order.
 
     Methods of classes that hold no model code, such as those of torch and ``PreTrainedModel``, are left out.
@@ -344,10 +347,30 @@ def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
         accepts: returns True if a function is recognised. If not, the functions it calls are
             searched too.
     """
+    yield from _searched(methods(cls), accepts)
+    for owner, name, value, function in _called_by_super(cls):
+        if any(accepts(each) for each in _searched([(owner, name, value, function)], accepts)):
+            place = f"{owner.__qualname__}.{name}"
+            yield Found(owner.__module__, place, value, unseen=SUPER)
+
+
+def _called_by_super(cls: type) -> Iterator[_Method]:
+    """Yield the methods of base classes that a method of a derived class may call by ``super()``."""
+    above: list[FunctionType] = []
+    for owner in cls.__mro__:
+        mine = [each for each in methods(owner) if each[0] is owner]
+        for each in mine:
+            if any(each[1] in all_names(f.__code__) for f in above) and each[1] != "__init__":
+                yield each
+        functions = [layer for *_, function in mine for layer in layers(function)]
+        above += [f for f in functions if "super" in global_names(f.__code__)]
+
+
+def _searched(several: Iterable[_Method], accepts: Callable[[Found], bool]) -> Iterator[Found]:
     seen: set[int] = set()
     tried: set[int] = set()
     pending: list[FunctionType] = []
-    for owner, name, value, function in methods(cls):
+    for owner, name, value, function in several:
         if name == "__init__":  # the functions that it reads are stored, not called
             continue
         if is_rotary_method(name, value):
@@ -399,6 +422,9 @@ def rotary(cls: type, accepts: Callable[[Found], bool]) -> Iterator[Found]:
 
 #: Reasons why functions that may rotate are neither tried nor replaced.
 BODY = "it may rotate in its body, in a form that patch does not replace"
+SUPER = (
+    "it rotates, but a method of a derived class calls it by super(), which patch does not follow"
+)
 UNSEEN = "it may rotate, but patch replaces only Python functions of the model's code that are called by their name"
 _TURNS = re.compile(r"rot(ary|ate)|rope", re.IGNORECASE)
 

@@ -104,7 +104,7 @@ class Recipe(NamedTuple):
 
 
 _Read = list[tuple[Mapping[str, Any], str, Any]]
-# Two caches: classes hold replacements, so whoever empties the first must empty both.
+# Two caches: classes hold replacements, so code that empties the first must empty both.
 # A replacement holds its original, so that no other object gets the same id.
 _replacements: dict[tuple[Swap, str, bool, int], Any] = {}
 # The class, and the globals and members from which it was made: (namespace, name, value).
@@ -124,7 +124,12 @@ def replacement_of(swap: Swap, recipe: Recipe, known: Sequence[Candidate] = ()) 
     original, owner = swap.found()
     # A notebook may define the function again, and a tool may replace it for a while.
     key = swap, recipe.rounding, recipe.narrow, id(original)
-    if key not in _replacements:
+    made = _replacements.get(key)
+    if made is not None and known and made._tightrope_candidates != tuple(known):
+        # What the function reads from elsewhere has changed since.
+        made = None
+        _classes.clear()
+    if made is None:
         if not known:
             found = [recognise_member(original, owner, each) for each in swap.constants]
             if recipe.rounding == "model":
@@ -132,8 +137,8 @@ def replacement_of(swap: Swap, recipe: Recipe, known: Sequence[Candidate] = ()) 
             known = [each.candidate for each in found if each.candidate is not None]
             if len(known) < len(found):
                 raise LookupError(f"{swap.module}.{swap.name}")
-        _replacements[key] = replacement(original, known, recipe.narrow, recipe.rounding)
-    return _replacements[key]
+        made = _replacements[key] = replacement(original, known, recipe.narrow, recipe.rounding)
+    return made
 
 
 def grafted(base: type, recipe: Recipe) -> type:
@@ -186,13 +191,13 @@ def _make(base: type, recipe: Recipe) -> tuple[type, _Read]:
     for owner, name, attribute, function in methods(base):
         new = copier.replacements.get(id(attribute))
         if new is not None:
-            copier.read.append((vars(owner), name, attribute))
+            copier.reads(owner, name, attribute)
             site = copier.site(owner, name, attribute, new, new._tightrope_calls)
             members[name] = staticmethod(site) if isinstance(attribute, staticmethod) else site
             continue
         copied = copier.copy(function)
         if copied is not None:
-            copier.read.append((vars(owner), name, attribute))
+            copier.reads(owner, name, attribute)
             kind = type(attribute) if isinstance(attribute, (staticmethod, classmethod)) else None
             members[name] = copied if kind is None else kind(copied)
     if recipe.tables:
@@ -318,6 +323,12 @@ class _Copier:
         self.read: _Read = []
         self._base = base
         self._copies: dict[int, FunctionType | None] = {}
+
+    def reads(self, owner: type, name: str, attribute: Any) -> None:
+        """Note a method of the class, which no subclass between the two defines again."""
+        between = self._base.__mro__[: self._base.__mro__.index(owner)]
+        self.read += [(vars(cls), name, None) for cls in between]
+        self.read.append((vars(owner), name, attribute))
 
     def site(
         self,

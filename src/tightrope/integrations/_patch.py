@@ -109,10 +109,30 @@ def patch(
     _undo(model)
     narrow = any(each is not None for each, _ in made.values())
     recipe = _recipe(found, rounding, narrow)
-    report = Report(
-        [entry_of(f.module, f.name, result, rounding, constants) for f, constants, result in found],
-        _undo=functools.partial(_undo_if_alive, weakref.ref(model)),
-    )
+    report = Report([entry_of(f.module, f.name, r, rounding, named) for f, named, r in found])
+    report._undo = functools.partial(_undo_if_alive, weakref.ref(model))
+    latest[model] = report
+    try:
+        _apply(model, recipe, report, left, made if exchanged else None)
+    except BaseException:  # code of the model may raise while its classes or processors change
+        _undo(model)
+        raise
+    return report
+
+
+def _apply(
+    model: torch.nn.Module,
+    recipe: _graft.Recipe,
+    report: Report,
+    left: dict[torch.nn.Module, Entry],
+    exchanged: dict[torch.nn.Module, tuple[_tables.Made | None, str]] | None,
+) -> None:
+    """Give the modules of a model their patched classes, and fill in the report.
+
+    Args:
+        exchanged: what takes the place of the tables that modules make; None if all keep their own.
+    """
+    made = exchanged or {}
     lines: list[Entry] = []
     copies: dict[int, Any] = {}
     made_classes: dict[tuple[type, type], type] = {}
@@ -131,15 +151,13 @@ def patch(
         _replace_processors(module, recipe, copies)
         if mine is not None:
             vars(module)[_tables.KEPT] = mine
-    if exchanged and not lines and not any(_tables.makes_angles(type(m)) for m in left):
+    if exchanged is not None and not lines and not any(_tables.makes_angles(type(m)) for m in left):
         cls, reason = type(model), f"none of its modules {_tables.NO_ANGLES}"
         lines.append(Entry(cls.__module__, cls.__qualname__, None, False, reason))
     report.entries.extend(dict.fromkeys([*lines, *left.values()]))
     for swap in recipe.swaps:
         counts = _graft.replacement_of(swap, recipe)._tightrope_counts
-        place = Entry(swap.module, swap.name, None, True, "").place
-        report._counts[place] = counts, tuple(counts)
-    return report
+        report._counts[swap.module, swap.name] = counts, tuple(counts)
 
 
 @public("unpatch")
@@ -154,6 +172,10 @@ def unpatch(model: torch.nn.Module = _NEEDED) -> None:
     """
     check(model)
     _undo(model)
+
+
+#: The report of the last patch of a model, unless it was undone, alone or with a model that contains it.
+latest: weakref.WeakKeyDictionary[torch.nn.Module, Report] = weakref.WeakKeyDictionary()
 
 
 def _undo_if_alive(model: weakref.ref[torch.nn.Module]) -> None:
@@ -171,6 +193,7 @@ def _undo(model: torch.nn.Module) -> None:
             )
     made: dict[tuple[type, type], type] = {}
     for module in model.modules():
+        latest.pop(module, None)
         core = core_of(type(module))
         for name, _value in _graft.hidden(module) if graft_of(core) is not None else ():
             if name in vars(core):
@@ -351,6 +374,7 @@ def _differ(found: Found, calls: tuple[str, ...], modules: Iterable[torch.nn.Mod
 
 def _found(modules: Iterable[torch.nn.Module], rounding: str) -> _Results:
     """The rotary functions of modules, each with each combination of constants, and their recognition."""
+    known: dict[tuple[str, str, Constants], tuple[Found, Constants, Recognition]] = {}
     results: dict[tuple[str, str, Constants], tuple[Found, Constants, Recognition]] = {}
     modules = list(modules)
 
@@ -362,19 +386,24 @@ def _found(modules: Iterable[torch.nn.Module], rounding: str) -> _Results:
         recognised = []
         for constants in found.constants:
             key = found.module, found.name, constants
-            if key not in results:
+            if key not in known:
                 recognition = recognise_member(found.value, found.owner, constants)
                 if recognition.candidate and _differ(found, recognition.candidate.calls, modules):
                     recognition = Recognition(None, READS)
                 if recognition and not _graft.can_be_found(found):
                     recognition = Recognition(None, _LOST)
-                results[key] = found, constants, recognition
-            recognised.append(results[key][2].candidate is not None)
+                known[key] = found, constants, recognition
+            recognised.append(known[key][2].candidate is not None)
         return all(recognised)
 
     for cls in dict.fromkeys(_classes(modules)):
         for found in _find.rotary(cls, accepts):
-            (note if found.unseen else accepts)(found)
+            if found.unseen:
+                note(found)
+                continue
+            accepts(found)
+            keys = [(found.module, found.name, constants) for constants in found.constants]
+            results.update((key, known[key]) for key in keys)
     for module in modules:
         for found in _find.attributes(module):
             note(found)

@@ -45,6 +45,8 @@ UNEVEN = "it matches a known rotation at some shapes or widths and none at other
 AMBIGUOUS = "the axis at which it unsqueezes cos/sin is ambiguous"
 WRITES = "it writes to its arguments"
 RANDOM = "two equal calls give different results"
+RAISES = "it raises an error for some strides of x, or where gradients are needed"
+CLASS = "it is a method of the class itself, which patch does not replace"
 REFUSES = "it raises an error for some dtypes of x and cos/sin"
 DTYPES = (
     "the dtype of its results is neither that of x, nor the one that x and cos/sin promote to, nor always "
@@ -57,7 +59,7 @@ VALUES = (
 CONTAINER = "it returns neither one tensor for one tensor nor a tuple for several"
 GRADIENTS = "its gradients are not those of the rotation it computes"
 RANK = (
-    NO_CALL, READS, NO_MATCH, UNEVEN, AMBIGUOUS, WRITES, RANDOM, REFUSES, DTYPES, VALUES,
+    NO_CALL, READS, NO_MATCH, UNEVEN, AMBIGUOUS, WRITES, RANDOM, RAISES, REFUSES, DTYPES, VALUES,
     CONTAINER, GRADIENTS,
 )  # fmt: skip
 
@@ -85,6 +87,14 @@ class Unknown:
     def __class__(self) -> Any:  # isinstance() reads it
         self.is_read = True
         return Unknown
+
+    def __hash__(self) -> int:  # so does a set or a dict of objects
+        self.is_read = True
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        self.is_read = True
+        return False
 
 
 class Caller:

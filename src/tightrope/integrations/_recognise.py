@@ -29,6 +29,7 @@ from ._probe import (
     AMBIGUOUS,
     BATCH,
     CHANNELS,
+    CLASS,
     CLOSE,
     COARSE,
     COMPILED,
@@ -38,6 +39,7 @@ from ._probe import (
     KEEPS,
     NO_CALL,
     NO_MATCH,
+    RAISES,
     RANDOM,
     RANK,
     READS,
@@ -61,7 +63,7 @@ from ._state import State, undisturbed
 #: What functions are compared with, for the report.
 TRIED = (
     "functions were compared with the operator in eager code on the CPU, forward and backward, with up to 300 tokens, 24 "
-    "heads and 128 channels, in the dtypes that their lines do not exclude"
+    "heads and 128 channels, and bit by bit with 67 tokens and 64 channels, in the dtypes that their lines do not exclude"
 )
 
 
@@ -143,6 +145,9 @@ def recognise(
             except Unlike as unlike:
                 explained = []
                 reasons.append(str(unlike))
+            except Exception:  # noqa: BLE001  # third-party code can raise anything
+                explained = []
+                reasons.append(RAISES)
             if type(mine) is Unknown and mine.is_read:
                 explained = []
                 reasons.append(READS)
@@ -180,6 +185,8 @@ def recognise_member(
     of its object is not recognised. It may call methods of its class that do not either, and that no subclass
     defines again, and read the number and the size of heads if x is (batch, seq, heads * dim).
     """
+    if isinstance(value, classmethod):
+        return Recognition(None, CLASS)
     if owner is None:
         plain = value.__func__ if isinstance(value, staticmethod) else value
         return recognise(plain, constants=constants)
@@ -197,7 +204,7 @@ def recognise_member(
 
 
 # Builtins by which a function can read its object without asking it for an attribute.
-_READERS = {"type", "super", "vars"}
+_READERS = {"type", "super", "vars", "id", "hash", "repr", "str", "getattr", "hasattr"}
 
 
 def _explain(caller: Caller) -> list[Candidate]:
@@ -291,7 +298,7 @@ def _is_confirmed(function: Any, owner: object, candidate: Candidate) -> bool:
                 now = bits_of(probe, rotation, bits.cast, bits.by_batch, (bits.rounding,))
                 if now is None or now._replace(tables=bits.tables and now.tables) != bits:
                     return False
-    except Unlike:
+    except Exception:  # noqa: BLE001  # third-party code can raise anything
         return False
     return True
 

@@ -129,6 +129,7 @@ def replacement(
     apply._tightrope_original = original  # type: ignore[attr-defined]
     apply._tightrope_counts = counts  # type: ignore[attr-defined]
     apply._tightrope_calls = first.candidate.calls  # type: ignore[attr-defined]
+    apply._tightrope_candidates = tuple(candidates)  # type: ignore[attr-defined]
     return apply
 
 
@@ -249,6 +250,7 @@ class _Call:
             and self.positions is None
             and len(self.rotated) <= 2
             and not candidate.channels_first
+            and candidate.tokens == "same"  # else one row of tables is for the last token alone
             and candidate.rotation.pairs == candidate.rotation.out
             and _source(candidate.rotation) is not None
         )

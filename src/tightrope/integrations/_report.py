@@ -64,7 +64,11 @@ class Entry:
     @property
     def place(self) -> str:
         """The last part of the module's name and the name: ``modeling_llama.apply_rotary_pos_emb``."""
-        return f"{self.module.rsplit('.', 1)[-1]}.{self.name}"
+        return _place(self.module, self.name)
+
+
+def _place(module: str, name: str) -> str:
+    return f"{module.rsplit('.', 1)[-1]}.{name}"
 
 
 def entry_of(
@@ -117,8 +121,8 @@ class Report:
         "no rotary function found: no method of the model's modules, and no function that they are seen to "
         "call, adds two products with cos and sin, or takes a complex product apart"
     )
-    # Place of a function -> the counts of its replacement, and those at the time of the patch.
-    _counts: dict[str, tuple[list[int], tuple[int, ...]]] = field(
+    # Module and name of a function -> the counts of its replacement, and those at the time of the patch.
+    _counts: dict[tuple[str, str], tuple[list[int], tuple[int, ...]]] = field(
         default_factory=dict, repr=False, compare=False
     )
     # Undoes the patch.
@@ -135,14 +139,18 @@ class Report:
         return [entry for entry in self.entries if not entry.replaced]
 
     def calls(self) -> dict[str, Calls]:
-        """Count the eager calls of each replaced function since ``patch``.
+        """Count the eager calls of each replaced function since ``patch``, by its place.
 
-        Models that share a function share its counts. Calls in compiled code are not counted.
+        Functions of equal places have the whole name of their module. Models that share a function share its
+        counts. Calls in compiled code are not counted.
         """
-        return {
-            place: Calls(*(now - then for now, then in zip(counts, before)))
-            for place, (counts, before) in self._counts.items()
-        }
+        found = {}
+        for (module, name), (counts, before) in self._counts.items():
+            place = _place(module, name)
+            if sum(place == _place(*each) for each in self._counts) > 1:
+                place = f"{module}.{name}"
+            found[place] = Calls(*(now - then for now, then in zip(counts, before)))
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, for JSON."""

@@ -50,6 +50,11 @@ _PRODUCTS = {"matmul": 0, "__matmul__": 0, "bmm": 0, "baddbmm": 1}
 _running = contextvars.ContextVar("_running", default=False)
 
 
+def is_running() -> bool:
+    """Return whether the model that is built now is a small one, of :func:`find`."""
+    return _running.get()
+
+
 class _Unsettled(ValueError):
     """The small model does not show one rotation that a spec describes."""
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..forms import unwrapped
-from ._code import global_names
+from ._code import content_of, global_names
 from ._find import is_compiled, is_near, layers
 
 
@@ -64,7 +64,7 @@ class State:
             names = global_names(each.__code__)
             held = {name: each.__globals__.get(name, _ABSENT) for name in names}
             self._names.append((each.__globals__, held))
-            cells = [_content(cell) for cell in each.__closure__ or ()]
+            cells = [content_of(cell) for cell in each.__closure__ or ()]
             for value in (each, *held.values(), *cells):
                 self._keep(value)
 
@@ -108,13 +108,6 @@ class State:
 
 # Packages whose classes keep no state of a rotary function.
 _FOREIGN = ("torch", "builtins", "typing", "collections", "math", "numpy")
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
 
 
 def _restored(container: Any, before: Any) -> bool:

@@ -479,8 +479,11 @@ def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
             or not made.is_of(self)
         ):
             return original(self, *args, **kwargs)
+        dtype, kind = x.dtype, x.device.type
+        if made.stack is not None and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)  # the server's model has this dtype throughout
         with torch.no_grad():
-            return made.tables(ids.to(x.device), values["layer_type"], x.dtype)
+            return made.tables(ids.to(x.device), values["layer_type"], dtype)
 
     return forward
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import _patch
+from .. import _patch, _small_model
 from .._classes import base_of
 from .._report import Entry, Report
 
@@ -23,8 +23,10 @@ class _Active:
 
     def __init__(self, **options: Any) -> None:
         self.options = options
-        self.report = Report(notes=[_LATER], if_empty=_NONE)
-        self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.report = Report(notes=[_LATER], if_empty=_NONE, _undo=self.end)
+        self.models: weakref.WeakKeyDictionary[torch.nn.Module, Report] = (
+            weakref.WeakKeyDictionary()
+        )
         self.base: Any = importlib.import_module("transformers").PreTrainedModel
         self.original: Callable[..., Any] = self.base.post_init
 
@@ -34,7 +36,8 @@ class _Active:
         @functools.wraps(self.original)
         def post_init(model: Any, *args: Any, **kwargs: Any) -> Any:
             result = self.original(model, *args, **kwargs)
-            if _active is self:  # another library may have wrapped this function
+            # Another library may have wrapped this function.
+            if _active is self and not _small_model.is_running():
                 self.add(model)
             return result
 
@@ -43,20 +46,25 @@ class _Active:
 
     def add(self, model: torch.nn.Module) -> None:
         """Patch a model that was built now."""
-        self.models.add(model)
         try:
-            made = _patch.patch(model, **self.options)
-        except ValueError as error:  # such as one without rotations; it is built nevertheless
+            made = self.models[model] = _patch.patch(model, **self.options)
+        except Exception as error:  # noqa: BLE001  # such as one without rotations; it is built nevertheless
             cls = base_of(type(model))
             made = Report([Entry(cls.__module__, cls.__qualname__, None, False, str(error))])
         self.report.add(made)
 
+    def end(self) -> None:
+        """Undo the patch, at the end of a block ``with patch():``."""
+        if _active is self:
+            unpatch()
+
     def stop(self) -> None:
-        """Undo the patch of every model that still exists."""
+        """Undo the patch of every model that still exists and has no newer one."""
         if self.base.post_init is self.wrapped:
             self.base.post_init = self.original
-        for model in list(self.models):
-            _patch.unpatch(model)
+        for model, made in list(self.models.items()):
+            if _patch.latest.get(model) is made:
+                _patch.unpatch(model)
 
 
 _active: _Active | None = None
