@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.children import Child, serve
+from benchmarks.pages import written
 from tightrope import RopeSpec
 from tightrope.environment import read_environment
 from tightrope.functional import rotate
@@ -222,7 +223,7 @@ def main() -> None:
                 if turn:
                     answers[name].append(answer)
         found[line] = {
-            name: {key: statistics.median(a[key] for a in each) for key in each[0]}
+            name: {key: float(f"{statistics.median(a[key] for a in each):.4g}") for key in each[0]}
             for name, each in answers.items()
         }
         before, after = found[line]["before"], found[line]["after"]
@@ -240,7 +241,7 @@ def main() -> None:
     print(json.dumps(made, indent=1))
     if options.out:
         results = {"machine": asdict(read_environment()), "cases": found, "angles": made}
-        Path(options.out).write_text(json.dumps(results, indent=1) + "\n")
+        Path(options.out).write_text(written(results), encoding="utf-8")
     if options.plot:
         plot(found, options.plot)
 

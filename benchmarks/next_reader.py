@@ -11,7 +11,6 @@ time with streaming stores divided by the median without, for each of three runs
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from dataclasses import asdict
@@ -22,6 +21,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.children import Child, ratios, serve
+from benchmarks.pages import written
 from tightrope import RopeSpec
 from tightrope.environment import read_environment
 from tightrope.functional import rotate_qk
@@ -74,9 +74,10 @@ def main() -> None:
         torch.set_num_threads(options.threads[0])
         return serve(Cases())
     results: dict[str, Any] = {"machine": asdict(read_environment())}
-    results["streaming_over_ordinary"] = {f"{n} threads": measured(n) for n in options.threads}
+    for n in options.threads:
+        results[f"streaming over ordinary, {n} threads"] = measured(n)
     if options.out:
-        Path(options.out).write_text(json.dumps(results, indent=1) + "\n")
+        Path(options.out).write_text(written(results), encoding="utf-8")
 
 
 def measured(threads: int) -> dict[str, list[float]]:

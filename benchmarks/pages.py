@@ -1,10 +1,12 @@
-"""Markdown tables of results, written into pages between marks."""
+"""Files of results, one row per line, and Markdown tables of them, written into pages between marks."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -34,3 +36,32 @@ def between_marks(page: Path, name: str, text: str) -> None:
     if not (found and found_end):
         raise ValueError(f"{page} must contain {begin} and {end}.")
     page.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}", encoding="utf-8")
+
+
+def written(data: dict[str, Any]) -> str:
+    """Return JSON with a line for each entry, and for each row of an entry that is a list or a dict.
+
+    >>> print(written({"torch": "2.13", "rows": [[1, 2], [3]], "none": []}), end="")
+    {
+    "torch": "2.13",
+    "rows": [
+    [1,2],
+    [3]
+    ],
+    "none": []
+    }
+    """
+    lines = [f"{json.dumps(key)}: {_on_lines(value)}" for key, value in data.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _on_lines(value: Any) -> str:
+    rows = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if not any(isinstance(row, (dict, list)) for row in rows):
+        return json.dumps(value)
+    keys = (
+        [f"{json.dumps(key)}: " for key in value] if isinstance(value, dict) else [""] * len(value)
+    )
+    lines = [key + json.dumps(row, separators=(",", ":")) for key, row in zip(keys, rows)]
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    return begin + "\n" + ",\n".join(lines) + "\n" + end

@@ -8,7 +8,6 @@ One token, 8 heads of q and 2 of k, on a mesh of one process, so that almost all
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 from dataclasses import asdict
@@ -24,6 +23,7 @@ from tightrope import RopeSpec
 from tightrope.environment import read_environment
 from tightrope.functional import apply_rotary_pos_emb, rotate, rotate_qk, rotate_qk_
 
+from .pages import written
 from .speed.method import Call, medians
 
 HEAD_DIM = 128
@@ -87,8 +87,7 @@ def main() -> None:
         print(f"{case['call']}{gradient}: {case['local']} + {low} to {high} µs")
     if options.out:
         results = {"environment": asdict(read_environment()), "microseconds": found}
-        text = json.dumps(results, indent=1)
-        options.out.write_text(text + "\n")
+        options.out.write_text(written(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -414,12 +414,12 @@ STACKS: dict[str, Callable[[Source], Iterator[Case]]] = {
 
 def compared(
     stack: stacks.Stack, spec: RopeSpec, rotation: Rotation, dtype: torch.dtype
-) -> dict[str, int]:
+) -> list[int]:
     """Compare `rotation`, another library's, with `rotate_qk` under a stack.
 
     Returns:
         The number of elements of the results, which is also that of the gradients; how many
-        elements of the results differ, and how many of the gradients.
+        elements of the results differ; and how many of the gradients.
     """
     generator = torch.Generator().manual_seed(7)
     draws = [
@@ -444,11 +444,7 @@ def compared(
         return sum(int((a != b).sum()) for a, b in zip(one, other, strict=True))
 
     size = sum(x.numel() for x in draws[:2])
-    return {
-        "numbers": size,
-        "results differ": different(ys, ours),
-        "gradients differ": different(grads, our_grads),
-    }
+    return [size, different(ys, ours), different(grads, our_grads)]
 
 
 def table() -> str:
@@ -503,10 +499,10 @@ def main(arguments: list[str] | None = None) -> None:
             for case, spec, rotation in STACKS[name](Source(options.folder))
             for dtype in DTYPES
         }
-        found[name] = {"source": stack.source, "torch": torch.__version__, "cases": cases}
+        found[name] = {"source": stack.source, "torch": torch.__version__, **cases}
         for case, counts in cases.items():
             sys.stdout.write(f"{name}: {case}: {counts}\n")
-    RESULTS.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
+    RESULTS.write_text(pages.written(dict(sorted(found.items()))), encoding="utf-8")
 
 
 if __name__ == "__main__":

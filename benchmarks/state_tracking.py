@@ -13,7 +13,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from examples.state_tracking import ONE_BY_ONE
+from examples.state_tracking import ONE_BY_ONE, WINDOW
 from tightrope_tools.figures import BLUE, GREEN, INK, MUTED, VERMILION, new_figure, save, styled
 
 COLOURS = {"rope": MUTED, "float32": VERMILION, "exact": BLUE}
@@ -25,17 +25,14 @@ WAYS = {
     "float32": ("float32 sums, chunks of 2048", GREEN, "-"),
     "exact": ("phases.running, any chunks", BLUE, "-"),
 }
-WINDOW = 20  # steps that a point of a training curve stands for
 
 
 def _training(axes: Axes, kinds: dict[str, Any]) -> None:
     for kind, found in kinds.items():
         for i, run in enumerate(found["runs"]):
-            losses = run["losses"]
-            starts = range(0, len(losses), WINDOW)
-            medians = [statistics.median(losses[at : at + WINDOW]) for at in starts]
+            starts = range(0, WINDOW * len(run["losses"]), WINDOW)
             name = None if i else KINDS[kind]
-            axes.plot(list(starts), medians, color=COLOURS[kind], label=name)
+            axes.plot(list(starts), run["losses"], color=COLOURS[kind], label=name)
     axes.set(yscale="log", xlabel="step", ylabel="loss", title="Training, up to 64 tokens")
     axes.legend(loc="lower left")
 
@@ -70,8 +67,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
     with styled():
         figure = new_figure(11, 3.6)
         axes = figure.subplots(1, 3)
-        _training(axes[0], results["kinds"])
-        _accuracy(axes[1], results["kinds"])
+        kinds = {kind: results[kind] for kind in KINDS}
+        _training(axes[0], kinds)
+        _accuracy(axes[1], kinds)
         _sums(axes[2], results["sums"])
         save(figure, path)
 

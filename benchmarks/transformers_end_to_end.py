@@ -10,7 +10,6 @@ and versions.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Callable
 from dataclasses import asdict
@@ -22,6 +21,7 @@ import torch
 
 from tightrope.environment import read_environment
 
+from .pages import written
 from .speed import method
 
 SHAPE = {
@@ -209,7 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.only != "times":
         data["scores"] = score_errors()
     if options.out is not None:
-        options.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        options.out.write_text(written(data), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import time
 from fractions import Fraction
 from pathlib import Path
@@ -37,6 +38,7 @@ WIDTH, HEADS, HEAD_DIM = 32, 4, 4
 LONGEST_TRAINED, TOKENS_PER_STEP, PEAK_RATE = 64, 1024, 1e-2
 CHUNK = 2048
 KINDS = ("rope", "float32", "exact")
+WINDOW = 20  # training steps whose median loss is stored
 ONE_BY_ONE = "float32, token by token"
 
 # 2π as an integer, in units of 2^-200.
@@ -233,7 +235,9 @@ def run(seeds: int, steps: int, longest: int) -> dict[str, Any]:
             for name, each in right.items():
                 shown = "  ".join(f"{n}: {100 * value:.1f}%" for n, value in each.items())
                 print(f"    {name:24} {shown}", flush=True)
-            runs.append({"losses": [float(f"{x:.3g}") for x in losses], "accuracy": right})
+            windows = [losses[at : at + WINDOW] for at in range(0, steps, WINDOW)]
+            medians = [float(f"{statistics.median(each):.3g}") for each in windows]
+            runs.append({"losses": medians, "accuracy": right})
         kinds[kind] = {"runs": runs, "drift": drift(model, min(longest, 4096))}
         print(f"prefill against token by token, {kind}: {kinds[kind]['drift']}")
     sums = sum_errors(model, min(32 * longest, 2**20))
@@ -241,7 +245,7 @@ def run(seeds: int, steps: int, longest: int) -> dict[str, Any]:
         n = max(errors)
         print(f"error of a sum of {n} increments, {name}: {errors[n]:.1e} radians")
     settings = {"torch": torch.__version__, "seeds": list(range(seeds)), "steps": steps}
-    return {**settings, "kinds": kinds, "sums": sums}
+    return {**settings, **kinds, "sums": sums}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -257,7 +261,8 @@ def main(arguments: list[str] | None = None) -> None:
         options.steps, options.seeds, options.longest = 20, 1, 256
     results = run(options.seeds, options.steps, options.longest)
     if options.out is not None:
-        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in results.items()]
+        options.out.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,15 @@
-"""Measure the coverage of libraries: `python -m benchmarks.coverage --library diffusers`.
+"""Measure the coverage of libraries by `patch`: `python -m benchmarks.coverage --library transformers`.
 
-Two parts, stored in one JSON file and shown in one section of a page: every rotary function by
-itself, and small models before and after `patch`. Nothing is downloaded. `--library others` measures all other
-libraries that are installed or unpacked in a folder (`--folder`); packages that they only import have stand-ins.
-With OMP_WAIT_POLICY=PASSIVE in the environment, a run on a busy machine is several times faster.
+Two parts, stored in a file for each library and shown on one page: every rotary function by itself, and small
+models before and after `patch`. Both run unless one is selected. Nothing is downloaded. `--library others` measures
+all libraries but transformers and diffusers that are installed or unpacked in a folder (`--folder`); packages that
+they only import have stand-ins. Without `--library`, only the page is written.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import sys
-import warnings
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,61 +17,68 @@ from typing import Any
 import torch
 
 from ..pages import between_marks
-from ..transformers_coverage.functions import SHAPES
-from ..transformers_coverage.models import THREADS
 from . import functions, models, report, stand_ins
 from .catalogue import LIBRARIES, Library
 
-FOLDER = Path(__file__).resolve().parents[1] / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "coverage"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coverage.md"
+BIG = ("transformers", "diffusers")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coverage", description=__doc__)
-    parser.add_argument("--library", choices=["diffusers", "others"], required=True)
+    parser.add_argument("--library", choices=[*LIBRARIES, "others"])
     parser.add_argument("--folder", type=Path, help="a folder of unpacked packages")
     parser.add_argument("--functions", action="store_true", help="run only the functions")
     parser.add_argument("--models", action="store_true", help="run only the models")
-    parser.add_argument("--only", default="", help="regular expression for names of models")
-    parser.add_argument("--results", type=Path, help="the JSON file to update")
+    parser.add_argument("--only", default="", help="regular expression for files or models")
+    parser.add_argument("--missing", action="store_true", help="skip models that the file has")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of JSON files")
     parser.add_argument("--page", type=Path, default=PAGE, help="the Markdown page to update")
     options = parser.parse_args(arguments)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(THREADS)
     if options.folder:
         sys.path.append(str(options.folder))
-    path = options.results or FOLDER / f"coverage-{options.library}.json"
-    held = json.loads(path.read_text("utf-8")) if path.exists() else []
-    old: dict[str, dict[str, Any]] = {each["library"]: each for each in held}
-    data = []
     for name, library in LIBRARIES.items():
-        if (name == "diffusers") is (options.library == "diffusers"):
-            data.append(measured(library, old.get(name, {}), options))
-            path.write_text(json.dumps([*data], indent=1) + "\n", encoding="utf-8")
-    between_marks(options.page, options.library, report.section(data))
-    print(report.summary(data))
+        if options.library in (name, *([] if name in BIG else ["others"])):
+            measure(library, options)
+    every = [report.read(options.results / f"{name}.json") for name in LIBRARIES]
+    data = [each for each in every if each]
+    between_marks(options.page, "coverage", report.page(data))
+    print("\n".join(map(report.summary, data)))
 
 
-def measured(library: Library, data: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """The results of one library: the old ones, with those parts that were run again."""
-    logging.getLogger(library.name).setLevel(logging.ERROR)
+def measure(library: Library, options: argparse.Namespace) -> None:
+    """Measure a library, and write its file after each model, so that a run can continue with `--missing`."""
+    path: Path = options.results / f"{library.name}.json"
+    data = report.read(path)
+    models.quiet(library)
     try:
         version = metadata.version(library.name)
     except metadata.PackageNotFoundError:
-        return {"library": library.name, "version": library.absent}
-    data = {**data, "library": library.name, "version": version, "torch": torch.__version__}
-    data["threads"] = torch.get_num_threads()
+        # Results of an earlier run stay.
+        return report.write(path, data or {"library": library.name, "version": library.absent})
+    data |= {"library": library.name, "version": version, "torch": torch.__version__}
+    data |= {"threads": torch.get_num_threads(), "shapes": functions.SHAPES}
     both = options.functions == options.models
-    with stand_ins.installed(library.stand_ins.split()):
-        if options.functions or both:
-            data["functions"] = functions.run(library)
-            data["shapes"] = SHAPES
-        if options.models or both:
-            held = {row["model"]: row for row in data.get("models", []) if options.only}
-            held |= {row["model"]: row for row in models.rows(library, options.only)}
-            data["models"] = [held[name] for name in sorted(held)]
-    return data
+    if options.functions or both:
+        with stand_ins.installed(library.stand_ins.split()):
+            new = functions.run(library, options.only)
+        data["functions"] = merged(data.get("functions", []), new, "file")
+        report.write(path, data)
+    if options.models or both:
+        known = {row["model"] for row in data.get("models", []) if options.missing}
+        with stand_ins.installed(library.stand_ins.split()):
+            for row in models.run(library, options.only, known):
+                data["models"] = merged(data.get("models", []), [row], "model")
+                report.write(path, data)
+    return report.write(path, data)
+
+
+def merged(old: list[dict[str, Any]], new: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """Return the new rows, and the old rows whose key no new row has, sorted."""
+    renewed = {row[key] for row in new}
+    return sorted([row for row in old if row[key] not in renewed] + new, key=lambda row: row[key])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""List the rotary functions and the model classes in the source of an installed library."""
+"""The libraries, and the rotary functions and models in the source of each."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ import importlib
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
 from tightrope.forms import unwrapped
-from tightrope.integrations._find import INNER, Constants, codes, constants_of, neighbours
+from tightrope.integrations._find import (
+    INNER,
+    Constants,
+    codes,
+    constants_of,
+    layers,
+    neighbours,
+)
 from tightrope.integrations._graft import Swap
-
-from ..transformers_coverage.catalogue import named_functions
-from ..transformers_coverage.comparing import Place
 
 
 @dataclass(frozen=True)
@@ -33,11 +38,12 @@ class Library:
         rotary: a regular expression for the names of rotary functions and methods, "Class.method" for
             a method. Not helpers like `rotate_half`, and not functions that make angles.
         package: the package, if its name differs from that of the library.
-        files: patterns of the files in the folder that are read.
+        files: a pattern for the files in the folder that are read.
         base: the base of model classes. If empty, the table of sizes lists the models.
         all_of: a folder in `folder` whose every model class is listed. Of other folders, those in
             files with rotary functions are.
         bodies: methods that rotate in their own body: (file, name).
+        constants: whether functions are also tried with the constants that the library's files pass.
         stand_ins: packages that its files import and that need not be installed, separated by spaces.
         absent: the reason why it cannot be measured if it is not there.
     """
@@ -46,10 +52,11 @@ class Library:
     folder: str = ""
     rotary: str = r"apply(?!.*mrope)[^.]*(rot|rope)[^.]*$"
     package: str = ""
-    files: tuple[str, ...] = ("**/*.py",)
+    files: str = "**/*.py"
     base: str = ""
     all_of: str = ""
     bodies: tuple[tuple[str, str], ...] = ()
+    constants: bool = True
     stand_ins: str = ""
     absent: str = "absent: neither installed nor unpacked in the folder"
 
@@ -72,10 +79,22 @@ class Library:
             raise ImportError(f"{self.name} is not installed: pip install {self.name}")
         return Path(spec.submodule_search_locations[0], *folders)
 
+    def module_name(self, file: str) -> str:
+        """The module of a file of models."""
+        return f"{self.home}.{file.replace('/', '.')}"
 
+
+TRANSFORMERS = Library(
+    "transformers",
+    folder="models",
+    rotary=r"apply(?!.*mrope)[^.]*(rot|rope)[^.]*$|\brotate_queries_or_keys$",
+    files="**/modeling_*.py",
+    constants=False,
+)
 LIBRARIES = {
     each.name: each
     for each in (
+        TRANSFORMERS,
         Library(
             "diffusers",
             folder="models",
@@ -126,6 +145,18 @@ LIBRARIES = {
     )
 }
 
+# The place of a function: file, first line, name. Copies of the function have the same place.
+Place = tuple[str, int, str]
+
+
+def label(module: str, name: str) -> str:
+    """`file.function`, the name under which calls are counted; without the "modeling_" of transformers' files.
+
+    >>> label("transformers.models.llama.modeling_llama", "apply_rotary_pos_emb")
+    'llama.apply_rotary_pos_emb'
+    """
+    return f"{module.rpartition('.')[2].removeprefix('modeling_')}.{name}"
+
 
 @dataclass(frozen=True)
 class Rotary:
@@ -135,126 +166,183 @@ class Rotary:
         file: the file, below the folder of models and without suffix.
         name: "Class.method", "function", or one of these, `.<locals>.` and the name of a function in
             its body.
-        line: the first line, decorators included.
     """
 
     library: Library
     file: str
     name: str
-    line: int
+
+    @property
+    def label(self) -> str:
+        """The name under which its calls are counted."""
+        return label(self.library.module_name(self.file), self.name)
 
     @property
     def last(self) -> str:
         """The function's own name."""
         return self.name.rpartition(".")[2]
 
+    def found(self) -> tuple[Any, type | None]:
+        """The function, and the class whose method it is; the module is imported."""
+        return Swap(self.library.module_name(self.file), self.name).found()
+
+    @cached_property
+    def code(self) -> CodeType:
+        """Its code, without decorators."""
+        (code,) = _code(self.found()[0])
+        return code
+
     @property
     def place(self) -> Place:
         """The place of its code, and of all copies of the code."""
-        return str(self.library.root / f"{self.file}.py"), self.line, self.last
-
-    @property
-    def module(self) -> ModuleType:
-        """The module that defines it."""
-        return module(self.library, self.file)
-
-    def found(self) -> tuple[Any, type | None]:
-        """The function, and the class whose method it is."""
-        value = Swap(self.module.__name__, self.name).original()
-        *owners, _last = self.name.split(".")
-        if not owners or INNER in self.name or isinstance(value, staticmethod):
-            return value, None
-        owner: Any = self.module
-        for each in owners:
-            owner = vars(owner)[each]
-        return value, owner
-
-    @property
-    def code(self) -> CodeType:
-        """The code of the function."""
-        return unwrapped(self.found()[0]).__code__  # type: ignore[no-any-return]
+        return self.code.co_filename, self.code.co_firstlineno, self.code.co_name
 
     def called(self) -> Iterator[CodeType]:
         """Yield the code of the functions that it calls by name or defines in its body."""
         function = unwrapped(self.found()[0])
         yield from list(codes(function.__code__))[1:]
         for _name, value in neighbours(function):
-            yield from [code] if (code := getattr(unwrapped(value), "__code__", None)) else []
+            yield from _code(value)
 
     def constants(self, value: Any) -> tuple[Constants, ...]:
         """The constants with which the files of the library that define or import it call it."""
-        inner = INNER in self.name
-        every = [self.file] if inner else sources(self.library)
-        files = (f for f in every if f == self.file or self._imported_by(f))
-        modules = [module(self.library, file).__name__ for file in files]
-        found = dict.fromkeys(c for m in modules for c in constants_of(self.last, value, m))
+        library = self.library
+        every = [self.file] if INNER in self.name else sources(library) if library.constants else ()
+        names = [library.module_name(f) for f in every if f == self.file or self._imported_by(f)]
+        found = dict.fromkeys(c for each in names for c in constants_of(self.last, value, each))
         return tuple(found) or ((),)
 
     def _imported_by(self, file: str) -> bool:
         """Return whether a file imports the function, or the class whose method it is."""
         first = self.name.partition(".")[0]
+        own = vars(importlib.import_module(self.library.module_name(self.file)))
         for node in ast.walk(sources(self.library)[file]):
             if isinstance(node, ast.ImportFrom) and any(n.name == first for n in node.names):
                 # A file that needs other packages than those installed calls nothing.
                 with contextlib.suppress(ImportError):
-                    home = module(self.library, file).__package__
+                    home = importlib.import_module(self.library.module_name(file)).__package__
                     source = importlib.import_module("." * node.level + (node.module or ""), home)
-                    return vars(source).get(first) is vars(self.module)[first]
+                    return vars(source).get(first) is own[first]
         return False
+
+
+def _code(value: Any) -> list[CodeType]:
+    """The code of a function without its decorators; none for other objects."""
+    plain = unwrapped(value)
+    return [[*layers(plain)][-1].__code__] if isinstance(plain, FunctionType) else []
 
 
 @cache
 def sources(library: Library) -> dict[str, ast.Module]:
-    """The syntax tree of each file of models."""
+    """The syntax tree of each file of models; an empty one if the file cannot mention rotary embeddings."""
     root = library.root
-    paths = sorted({path for pattern in library.files for path in root.glob(pattern)})
-    return {
-        path.relative_to(root).with_suffix("").as_posix(): ast.parse(path.read_text("utf-8"))
-        for path in paths
-    }
+    found = {}
+    for path in sorted(root.glob(library.files)):
+        text = path.read_text("utf-8")
+        rotates = re.search("rotary|rope|rotate_|rot_", text, re.IGNORECASE)
+        name = path.relative_to(root).with_suffix("").as_posix()
+        found[name] = ast.parse(text if rotates or library.base else "")
+    return found
 
 
-def module(library: Library, file: str) -> ModuleType:
-    """Import a file of models."""
-    return importlib.import_module(f"{library.home}.{file.replace('/', '.')}")
+def _functions(node: ast.AST, prefix: str = "") -> Iterator[str]:
+    """Yield the functions of a syntax tree: "Class.method", "f.<locals>.g" for one in a body."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef):
+            yield from _functions(child, f"{prefix}{child.name}.")
+        elif isinstance(child, ast.FunctionDef):
+            yield f"{prefix}{child.name}"
+            yield from _functions(child, f"{prefix}{child.name}{INNER}")
+        else:
+            yield from _functions(child, prefix)
 
 
 @cache
 def rotary(library: Library) -> tuple[Rotary, ...]:
     """Every rotary function of a library."""
     return tuple(
-        Rotary(
-            library, file, name, min([node.lineno, *(each.lineno for each in node.decorator_list)])
-        )
+        Rotary(library, file, name)
         for file, tree in sources(library).items()
-        for name, node in named_functions(tree)
+        for name in _functions(tree)
         if re.search(library.rotary, name) or (file, name) in library.bodies
     )
 
 
+def places(library: Library) -> dict[Place, str]:
+    """The place of each rotary function in the files that are imported, with the label of the function."""
+    found = {}
+    for each in rotary(library):
+        if library.module_name(each.file) in sys.modules:
+            # An import that failed leaves no function.
+            with contextlib.suppress(AttributeError, KeyError, StopIteration, ImportError):
+                found[each.place] = each.label
+    return found
+
+
 @cache
-def sizes(library: Library) -> dict[str, dict[str, Any]]:
-    """The table of sizes of a library's models."""
-    path = Path(__file__).with_name("diffusers.json" if library.base else "others.json")
-    table: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-    return table if library.base else table.get(library.name, {})
+def table(library: Library) -> dict[str, dict[str, Any]]:
+    """The table of sizes of a library's models; see `building`."""
+    own = Path(__file__).with_name(f"{library.name}.json")
+    path = own if own.exists() else own.with_name("others.json")
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return found if path == own else found.get(library.name, {})
 
 
-def model_classes(library: Library) -> dict[str, str]:
-    """The file of each model class, by the name of the class."""
+@cache
+def catalogued(library: Library) -> dict[str, str]:
+    """The file of each model: by its type for transformers, by the name of its class for other libraries."""
+    if library is TRANSFORMERS:
+        from transformers.models.auto import configuration_auto as auto
+
+        # Of several files of a folder, the last.
+        rotating = {each.file.rpartition("/")[0]: each.file for each in rotary(library)}
+        folders = {
+            name: auto.model_type_to_module_name(name).replace(".", "/")
+            for name in auto.CONFIG_MAPPING_NAMES
+        }
+        return {name: rotating[f] for name, f in sorted(folders.items()) if f in rotating}
     if not library.base:
-        return {name: entry["file"] for name, entry in sizes(library).items()}
-    rotating = {each.file for each in rotary(library)}
+        return {name: entry["file"] for name, entry in table(library).items()}
+    files = {each.file for each in rotary(library)}
     return {
         node.name: file
         for file, tree in sources(library).items()
         for node in tree.body
         if isinstance(node, ast.ClassDef)
         and any(library.base in ast.unparse(base) for base in node.bases)
-        and (file.startswith(f"{library.all_of}/") or file in rotating)
+        and (file.startswith(f"{library.all_of}/") or file in files)
     }
 
 
 def mentions(library: Library, file: str) -> bool:
     """Return whether a file mentions rotary embeddings at all."""
     return bool(re.search(r"rotary|rope", ast.unparse(sources(library)[file]), re.IGNORECASE))
+
+
+def used_names(library: Library, model: Any) -> frozenset[str]:
+    """Every name in the methods of a model's modules and in the functions they call.
+
+    Methods and functions of the library count, those of torch do not.
+    """
+    package = library.home.partition(".")[0]
+
+    def theirs(value: Any) -> bool:
+        return f"{value.__module__ or ''}.".startswith(f"{package}.")
+
+    classes = {k for module in model.modules() for k in type(module).__mro__ if theirs(k)}
+    values = [value for k in classes for value in vars(k).values()]
+    seen: set[CodeType] = set()
+    names: set[str] = set()
+    while values:
+        value = values.pop()
+        for held in ("fget", "__func__", "__wrapped__"):
+            if (inner := getattr(value, held, None)) is not None:
+                values.append(inner)
+        if not isinstance(value, FunctionType) or not theirs(value) or value.__code__ in seen:
+            continue
+        names.add(value.__name__)
+        for code in codes(value.__code__):
+            seen.add(code)
+            names.update(code.co_names)
+            values += [value.__globals__.get(name) for name in code.co_names]
+    return frozenset(names)

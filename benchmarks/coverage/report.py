@@ -1,104 +1,162 @@
-"""The sections of libraries on the coverage page."""
+"""The results of a library as a file, and the coverage page: counts and Markdown tables from rows."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from ..pages import table
-from ..transformers_coverage.report import divided, shapes, threads
+from ..pages import table, written
+from .comparing import GRAIN
 
 Row = dict[str, Any]
 SERVED = ("equal", "delegates")
 
 
-def summary(data: list[Row]) -> str:
-    """A line for the functions and one for the models, with the count of each status."""
-    return "\n".join(
-        f"{kind}: " + ", ".join(f"{n} {status}" for status, n in counted.most_common())
+def write(path: Path, data: Row) -> None:
+    """Write the results of a library; functions that differ only in their file share a row."""
+    groups: dict[str, list[str]] = {}
+    for row in data.get("functions", []):
+        rest = {key: value for key, value in row.items() if key != "file"}
+        groups.setdefault(json.dumps(rest), []).append(row["file"])
+    if groups:
+        rows = [{**json.loads(rest), "files": files} for rest, files in groups.items()]
+        data = {**data, "functions": rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(written(data), encoding="utf-8")
+
+
+def read(path: Path) -> Row:
+    """Read the results of a library, with a row for each function; nothing if there are none."""
+    data: Row = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if rows := data.get("functions"):
+        every = [{"file": file, **row} for row in rows for file in row.pop("files")]
+        data["functions"] = sorted(every, key=lambda row: row["file"])
+    return data
+
+
+def summary(data: Row) -> str:
+    """A library with the count of each status of its functions and of its models, in one line."""
+    counts = [
+        f"{kind}: {_counts(Counter(row['status'] for row in data[kind]))}"
         for kind in ("functions", "models")
-        if (counted := Counter(row["status"] for row in _rows(data, kind)))
-    )
+        if data.get(kind)
+    ]
+    return f"{data['library']} {data['version']}; {'; '.join(counts)}"
 
 
-def section(data: list[Row]) -> str:
-    """The Markdown section of one library, or of several under one heading with a table of counts."""
-    several, first = len(data) > 1, next(each for each in data if "torch" in each)
-    title = "Other libraries" if several else f"{data[0]['library']} {data[0]['version']}"
-    how = f"With torch {first['torch']}, on a CPU, with {threads(first['threads'])}."
-    lines = [f"## {title}", "", how]
-    if several:
-        counts = ([each["library"], each["version"], *_counts(each)] for each in data)
-        lines += ["", *table(["library", "version", "functions replaced", "models equal"], counts)]
-    of = ["library"] if several else []
-    if rows := _rows(data, "functions"):
-        known = sum(row["status"] in SERVED for row in rows)
-        lines += [
-            "",
-            f"{known} of {len(rows)} rotary functions are replaced, and no bit of a result or "
-            f"gradient changes in calls with {shapes(first['shapes'], rows)}, in float32 and in bfloat16.",
-            "",
-            *table([*of, "function", "recognised as, or reason"], map(_function, rows)),
-        ]
-    if rows := _rows(data, "models"):
-        ran = [row for row in rows if row["calls"]]
-        equal = [row for row in ran if row["status"] == "equal"]
-        rest = sorted(
-            (row for row in rows if row not in ran), key=lambda r: (r["reason"], r["model"])
-        )
-        lines += [
-            "",
-            f"Of {len(ran)} model classes in whose small model rotary functions run, {len(equal)} are equal "
-            "before and after `patch`: no bit of an output or gradient changes, a fault of one per "
-            f"cent is detected, and `unpatch` restores the model.{divided(equal)}",
-            "",
-            *table([*of, "model", "status", "bfloat16", "left"], map(_model, ran)),
-        ]
-        if rest:
-            others = ([*row["of"], row["model"], row["reason"]] for row in rest)
-            lines += ["", *table([*of, "other model", "reason"], others)]
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counter.most_common())
+
+
+def page(data: list[Row]) -> str:
+    """A table of all libraries, then a section for each."""
+    headings = ["library", "version", "functions replaced", "models equal", "measured with"]
+    rows = []
+    for each in data:
+        functions, models = each.get("functions", []), each.get("models", [])
+        how = f"torch {each['torch']}, {threads(each)}" if "torch" in each else ""
+        rows.append([each["library"], each["version"], _of(functions), _of(rotating(models)), how])
+    lines = table(headings, rows)
+    for each in data:
+        if each.get("functions") or each.get("models"):
+            lines += ["", f"## {each['library']} {each['version']}"]
+            lines += [*_functions(each), *_models(each)]
     return "\n".join(lines)
 
 
-def _rows(data: list[Row], kind: str) -> list[Row]:
-    """All functions or models; "of" names the library if there are several.
-
-    Functions that delegate are not listed as left.
-    """
-    rows = []
-    for each in data:
-        of = [each["library"]] if len(data) > 1 else []
-        passing = {_short(r) for r in each.get("functions", []) if r["status"] == "delegates"}
-        rows += [{**row, "of": of, "passing": passing} for row in each.get(kind, [])]
-    return rows
+def threads(data: Row) -> str:
+    """The number of threads in words."""
+    return f"{data['threads']} thread{'s' * (data['threads'] != 1)}"
 
 
-def _short(row: Row) -> str:
-    return f"{row['file'].rpartition('/')[2]}.{row['function']}"
+def rotating(models: list[Row]) -> list[Row]:
+    """The models in which rotary functions ran."""
+    return [row for row in models if row.get("calls")]
 
 
-def _counts(data: Row) -> list[str]:
-    return [
-        f"{sum(row['status'] in SERVED for row in rows)} of {len(rows)}" if rows else ""
-        for rows in (data.get("functions"), data.get("models"))
-    ]
+def _of(rows: list[Row]) -> str:
+    return f"{sum(row['status'] in SERVED for row in rows)} of {len(rows)}" if rows else ""
 
 
-def _function(row: Row) -> list[str]:
-    constants = ", ".join(f"{k}={v!r}" for k, v in row["constants"].items())
-    name = f"`{row['file']}`: `{row['function']}`" + (f" with `{constants}`" if constants else "")
-    text = (
-        row["recognised"] if row["status"] == "equal" else f"**{row['status']}**: {row['reason']}"
+def _functions(data: Row) -> Iterator[str]:
+    rows: list[Row] = data.get("functions", [])
+    if not rows:
+        return
+    shapes = " or ".join(" × ".join(map(str, shape)) for shape in data["shapes"])
+    back = sum("given_back" in row for row in rows)
+    some = f", some of which the original rotated in {back} functions" if back else ""
+    yield from (
+        "",
+        f"{_of(rows)} rotary functions are replaced, and no bit of a result or gradient changes in calls with "
+        f"tensors of {shapes} (rows × tokens × heads × channels){some}, in float32 and in bfloat16.",
+        "",
     )
-    return [*row["of"], name, str(text)]
+    by_text: dict[str, dict[str, list[str]]] = {}
+    for row in rows:
+        if row["status"] == "equal":
+            names = by_text.setdefault(row["recognised"], {})
+            names.setdefault(_name(row), []).append(_last(row))
+    found = []
+    for text, names in sorted(by_text.items(), key=lambda item: -sum(map(len, item[1].values()))):
+        each = (f"{name} of {', '.join(files)}" for name, files in names.items())
+        found.append([text, str(sum(map(len, names.values()))), "; ".join(each)])
+    yield from table(["recognised as", "number", "functions"], found)
+    if rest := [row for row in rows if row["status"] != "equal"]:
+        cells = ([row["file"], _name(row), row["status"], row["reason"]] for row in rest)
+        yield from ("", *table(["file", "function", "status", "reason"], cells))
 
 
-def _model(row: Row) -> list[str]:
-    status = row["status"] + (f": {row['reason']}" if row["reason"] else "")
-    # Only functions of which the model called the original say something about it.
-    back = {n: c for n, c in row.get("given_back", {}).items() if n not in row["passing"]}
-    left = [each for each in row["left"] if re.split(r"[:(]", each)[0] in back]
-    left += [f"{c} call{'s' * (c > 1)} of {n}" for n, c in back.items()]
-    left += [f"{name} without gradients" for name in row["frozen"]]
-    return [*row["of"], row["model"], status, row["bfloat16"], "; ".join(left)]
+def _last(row: Row) -> str:
+    return str(row["file"]).rpartition("/")[2].removeprefix("modeling_")
+
+
+def _name(row: Row) -> str:
+    constants = ", ".join(f"{k}={v!r}" for k, v in row.get("constants", {}).items())
+    return f"`{row['function']}`" + (f" with `{constants}`" if constants else "")
+
+
+def _models(data: Row) -> Iterator[str]:
+    rows: list[Row] = data.get("models", [])
+    if not rows:
+        return
+    ran = rotating(rows)
+    equal = [row for row in ran if row["status"] == "equal"]
+    divided = sum("elements" not in row for row in equal)
+    yield from (
+        "",
+        f"Of {len(rows)} small models, rotary functions run in {len(ran)}. {len(equal)} of these are equal before and "
+        "after `patch`: no bit of an output or gradient changes, a fault of one per cent is detected, and `unpatch` "
+        f"restores the model. In {divided} of the {len(equal)}, the largest rotated tensor has more than {GRAIN:,} "
+        "elements, or pairs of channels where numbers are complex, so that torch divides operations on it among its "
+        "threads.",
+        "",
+    )
+    passing = {
+        f"{_last(row)}.{row['function']}"
+        for row in data.get("functions", [])
+        if row["status"] == "delegates"
+    }
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for row in equal:
+        key = row["file"], row.get("bfloat16", ""), "; ".join(_left(row, passing))
+        groups.setdefault(key, []).append(row["model"])
+    found = ([file, ", ".join(names), *texts] for (file, *texts), names in sorted(groups.items()))
+    yield from table(["file", "equal", "in float32 only", "left"], found)
+    for status in ("different", "not exercised", "not built", "does not rotate"):
+        if those := [row for row in rows if row["status"] == status]:
+            cells = (
+                [row["model"], "; ".join([row["reason"], *_left(row, passing)])] for row in those
+            )
+            yield from ("", *table([status, "reason"], cells))
+
+
+def _left(row: Row, passing: set[str]) -> Iterator[str]:
+    """Calls and reasons of originals that the patched model called, without functions that delegate."""
+    back = {n: c for n, c in row.get("given_back", {}).items() if n not in passing}
+    yield from (each for each in row.get("left", []) if re.split(r"[:(]", each)[0] in back)
+    yield from (f"{c} call{'s' * (c > 1)} of {n}" for n, c in back.items())
+    yield from (f"{name} without gradients" for name in row.get("frozen", []))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,9 +17,6 @@ HOST_CALLS = ("rotate_qk_, prepared", "rotate_qk, prepared")
 
 #: Exit codes of pytest that are not reported: all passed, some failed, none selected.
 USUAL_EXITS = (0, 1, 5)
-
-#: The numbers of the model (`benchmarks.gpu.model`).
-MODEL = Path(__file__).parents[1] / "results" / "gpu-h200-model.json"
 
 _FAILED = ("failed", "crashed", "hung")
 
@@ -67,15 +62,6 @@ def _cut(result: Mapping[str, Any]) -> bool:
     return case.moved != whole.moved
 
 
-def _modelled(result: Mapping[str, Any]) -> list[float] | None:
-    """Return the bounds of the model for the share of a copy's bandwidth; None without a model."""
-    if _cut(result) or not MODEL.exists():
-        return None
-    cases = json.loads(MODEL.read_text(encoding="utf-8"))["cases"]
-    share: list[float] | None = cases.get(result["case"]["name"], {}).get("share")
-    return share
-
-
 def budgets(units: Units) -> Iterator[tuple[str, str, str]]:
     """Yield (budget, bound, result), where the result states whether the budget is held."""
     shares = _named(units, "test_share_of_the_copy")
@@ -86,8 +72,6 @@ def budgets(units: Units) -> Iterator[tuple[str, str, str]]:
             continue
         taken = result["ratios"]["clone"]
         found = span([100 / value for value in reversed(taken)]) + " %"
-        if share := _modelled(result):
-            found += f" (model {span([100 * value for value in share])} %)"
         held = "open: measured on a smaller case" if _cut(result) else _within(taken, 1 / SHARE)
         yield name, f"≥ {SHARE:.0%} of a copy's", f"{found}: {held}"
     unit = _named(units, "test_host_time").get("")
@@ -123,10 +107,7 @@ def _table(units: Units) -> Iterator[str]:
 
 
 def ratios(units: Units) -> Iterator[str]:
-    """Yield the lines of a Markdown table: our time and bandwidth, and our time over each contender's.
-
-    Behind the ratio to `clone` are the model's bounds of it.
-    """
+    """Yield the lines of a Markdown table: our time and bandwidth, and our time over each contender's."""
     results = [unit["result"] for unit in _named(units, "test_time").values()]
     results = [result for result in results if "seconds" in result]
     found = {name for result in results for name in result["ratios"]}
@@ -137,9 +118,6 @@ def ratios(units: Units) -> Iterator[str]:
         ours = median(result["seconds"][OURS.name])
         moved = Case(**result["case"]).moved
         cells = [span(result["ratios"][n]) if n in result["ratios"] else "" for n in names]
-        if "clone" in names and (share := _modelled(result)):
-            bounds = span([1 / value for value in reversed(share)])
-            cells[names.index("clone")] += f" (model {bounds})"
         label = result["case"]["name"] + (" (cut)" if _cut(result) else "")
         yield f"| {label} | {1e6 * ours:.4g} | {moved / ours / 1e9:.0f} | {' | '.join(cells)} |"
 

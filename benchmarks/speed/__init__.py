@@ -17,7 +17,6 @@ from .contender import (
     FLOORS as FLOORS,
     Contender as Contender,
     Made as Made,
-    copies as copies,
     floor_of as floor_of,
 )
 from .contenders import CONTENDERS as CONTENDERS

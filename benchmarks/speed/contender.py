@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -32,19 +31,6 @@ FLOORS = ("neg_", "clone")
 def floor_of(values: Mapping[str, Value]) -> Value:
     """Return the value (such as seconds) of the contender that only touches memory: `neg_`, else `clone`."""
     return next(values[name] for name in FLOORS if name in values)
-
-
-def copies(result: Mapping[str, Any], name: str) -> float | None:
-    """Return a contender's median time relative to `neg_` or `clone`; None if it was absent.
-
-    Args:
-        result: see :func:`benchmarks.speed.measure`.
-    """
-    seconds: Mapping[str, Sequence[float]] = result["seconds"]
-    if name not in seconds or not any(floor in seconds for floor in FLOORS):
-        return None
-    pairs = zip(seconds[name], floor_of(seconds), strict=True)
-    return median(taken / touched for taken, touched in pairs)
 
 
 class Made(NamedTuple):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from matplotlib.ticker import LogLocator, NullLocator
 
 from tightrope_tools.figures import BLUE, COLOURS, INK, MUTED, new_figure, save, styled
 
-from .contender import FLOORS, copies
+from .contender import FLOORS, floor_of
 
+NAMES = ("tightrope", "eager", "compiled eager")
 _OTHERS = (*COLOURS[1:], INK, MUTED)
 _MARKERS = "s^Dv<>P"
 
@@ -23,7 +25,6 @@ def draw(path: Path, results: Sequence[Mapping[str, Any]], caption: str) -> None
         OSError: the file cannot be written.
         ValueError: matplotlib does not support the format.
     """
-    names = [name for name in _present(results) if name not in FLOORS]
     with styled():
         figure = new_figure(8.6, 0.36 * len(results) + 1.9)
         axes = figure.add_subplot()
@@ -31,7 +32,7 @@ def draw(path: Path, results: Sequence[Mapping[str, Any]], caption: str) -> None
             "Time to rotate q and k, relative to copying them", x=0.01, ha="left", fontweight="bold"
         )
         axes.set_title(caption, x=0.0, fontsize=8, fontweight="normal", color=MUTED)
-        for place, name in reversed(list(enumerate(names))):
+        for place, name in reversed(list(enumerate(NAMES))):
             ours = name == "tightrope"
             at = [(copies(result, name), row) for row, result in enumerate(results)]
             marks = [(value, row) for value, row in at if value is not None]
@@ -45,7 +46,7 @@ def draw(path: Path, results: Sequence[Mapping[str, Any]], caption: str) -> None
                 label=name,
             )
         axes.axvline(1, color=INK, lw=1)
-        axes.set_yticks(range(len(results)), [result["case"]["name"] for result in results])
+        axes.set_yticks(range(len(results)), [result["case"] for result in results])
         axes.set_ylim(len(results) - 0.4, -0.6)
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -60,9 +61,10 @@ def draw(path: Path, results: Sequence[Mapping[str, Any]], caption: str) -> None
         save(figure, path)
 
 
-def _present(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of all contenders that took part, in order of appearance."""
-    found: dict[str, None] = {}
-    for result in results:
-        found.update(dict.fromkeys(result["seconds"]))
-    return list(found)
+def copies(result: Mapping[str, Any], name: str) -> float | None:
+    """Return a contender's time relative to `neg_` or `clone`; None if it was absent."""
+    ratios: Mapping[str, Sequence[float]] = result["ratios"]
+    if not any(floor in ratios for floor in FLOORS) or name not in ("tightrope", *ratios):
+        return None
+    ours = median(floor_of(ratios))
+    return ours if name == "tightrope" else ours / median(ratios[name])

@@ -1,6 +1,6 @@
 """Make a Markdown table of the results of `python -m benchmarks.speed --out RESULTS.json`.
 
-    python -m benchmarks.speed.report RESULTS.json [--page PAGE.md] [--png PICTURE.png]
+    python -m benchmarks.speed.report RESULTS.json [--page PAGE.md] [--png PICTURE]
     python -m benchmarks.speed.report RESULTS.json --before OLDER.json
 
 With `--page`, the table replaces the text between `<!-- benchmark table -->` and
@@ -14,7 +14,9 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ..pages import between_marks, table
@@ -33,7 +35,6 @@ COLUMNS = (
     "onnxruntime",
     "jax jit",
 )
-DRAWN = ("tightrope", *FLOORS, "eager", "compiled eager")
 
 
 def span(values: list[float]) -> str:
@@ -42,17 +43,30 @@ def span(values: list[float]) -> str:
     return low if low == high else f"{low}–{high}"
 
 
-def ratios(data: dict[str, Any]) -> str:
-    """Return a Markdown table of our time over each contender's, and a line about the runs."""
-    present = [c for c in COLUMNS if any(c in result["ratios"] for result in data["results"])]
+def row(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file keeps of a result of :func:`benchmarks.speed.measure`, rounded.
+
+    These are the case's name, the median time of this library, and for each contender the sorted ratios of the runs:
+    the time of this library divided by the contender's.
+    """
+    ours = median(result["seconds"]["tightrope"])
+    ratios = {n: [float(f"{x:.5g}") for x in values] for n, values in result["ratios"].items()}
+    return {"case": result["case"]["name"], "us": float(f"{1e6 * ours:.3g}"), "ratios": ratios}
+
+
+def ratios(data: dict[str, Any], columns: Iterable[str] = COLUMNS) -> str:
+    """Return a Markdown table of our time, and of our time over each contender's, and a line about the runs."""
+    results = data["results"]
+    present = [name for name in columns if any(name in each["ratios"] for each in results)]
     lines = table(
-        ["time of tightrope / time of", *(f"`{name}`" for name in present)],
+        ["time of tightrope / time of", "µs", *(f"`{name}`" for name in present)],
         (
             [
-                result["case"]["name"],
-                *(span(result["ratios"][c]) if c in result["ratios"] else "" for c in present),
+                each["case"],
+                f"{each['us']:.3g}" if each["us"] < 100 else f"{each['us']:.0f}",
+                *(span(each["ratios"][c]) if c in each["ratios"] else "" for c in present),
             ]
-            for result in data["results"]
+            for each in results
         ),
     )
     return "\n".join([*lines, "", f"Range over {where(data)}."])
@@ -70,10 +84,10 @@ def where(data: dict[str, Any]) -> str:
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> str:
     """Return a table of old and new ratios, marked "slower" or "faster" where the ranges are disjoint."""
-    now = {result["case"]["name"]: result["ratios"] for result in after["results"]}
+    now = {result["case"]: result["ratios"] for result in after["results"]}
     rows = []
     for result in before["results"]:
-        name = result["case"]["name"]
+        name = result["case"]
         for floor in FLOORS:
             a, b = result["ratios"].get(floor), now.get(name, {}).get(floor)
             if a is not None and b is not None:
@@ -94,16 +108,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--page", type=Path, help="file in which to replace the table between the marks"
     )
-    parser.add_argument("--png", type=Path, help="picture file to draw")
+    parser.add_argument("--png", type=Path, help="picture file to draw: .png, .pdf or .svg")
     parser.add_argument("--before", type=Path, help="file of older results to compare with")
     options = parser.parse_args(arguments)
     data = json.loads(options.results.read_text())
-    data["results"] = [r for r in data["results"] if re.search(options.only, r["case"]["name"])]
+    data["results"] = [r for r in data["results"] if re.search(options.only, r["case"])]
     if options.png:
         from .picture import draw
 
-        for result in data["results"]:
-            result["seconds"] = {n: v for n, v in result["seconds"].items() if n in DRAWN}
         draw(options.png, data["results"], where(data).partition("; ")[2])
     if options.before:
         print(changes(json.loads(options.before.read_text()), data))

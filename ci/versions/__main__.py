@@ -180,7 +180,7 @@ def main(arguments: list[str]) -> int:
             if not for_pytest and options.one_in <= before.get("one_in", options.one_in):
                 pairs[f"{python} {torch}"] = {**result, "commit": commit}
                 results["processor"] = environment.processor()
-                RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                RESULTS.write_text(pages.written(results), encoding="utf-8")
     if not for_pytest:
         pages.between_marks(PAGE, MARK, table(results["pairs"]))
     return 0 if good else 1

@@ -371,8 +371,7 @@ def timed(test: str, case: Any, ours: float, **others: list[float]) -> dict[str,
     return unit(test, case, {"case": asdict(case), "seconds": seconds, "ratios": others})
 
 
-def test_the_numbers_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "MODEL", tmp_path / "none.json")
+def test_the_numbers_of_a_report() -> None:
     long, prefill, back, _ = cases.SHARES
     decode = next(case for case in cases.CASES if case.name == "decode 32")
     error = "E   AssertionError: off by 5\nmore"

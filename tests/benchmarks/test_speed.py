@@ -21,6 +21,7 @@ from benchmarks.speed import (
     __main__ as command,
     measure,
     method,
+    picture,
     report,
     runtimes,
 )
@@ -334,14 +335,14 @@ def test_from_run_to_table(tmp_path: Path, capsys) -> None:
     page = tmp_path / "page.md"
     marks = f"<!-- {report.MARK} -->", f"<!-- end of {report.MARK} -->"
     page.write_text(f"before\n{marks[0]}\nold\n{marks[1]}\nafter\n")
-    picture = tmp_path / "picture.png"
-    assert report.main([str(out), "--page", str(page), "--png", str(picture)]) == 0
+    drawn = tmp_path / "picture.png"
+    assert report.main([str(out), "--page", str(page), "--png", str(drawn)]) == 0
     text = page.read_text()
     assert "| prefill 3, in place, fp32 |" in text
     assert "old" not in text
     assert text.startswith("before")
     assert text.endswith("after\n")
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert drawn.read_bytes().startswith(b"\x89PNG")
     page.write_text("no marks")
     assert report.main([str(out), "--page", str(page)]) == 2
     assert report.main([str(out), "--only", "interleaved"]) == 0
@@ -352,12 +353,20 @@ def test_from_run_to_table(tmp_path: Path, capsys) -> None:
 
 def test_two_results_side_by_side() -> None:
     def result(*ratios: float) -> dict[str, object]:
-        return {"results": [{"case": {"name": "case"}, "ratios": {"neg_": list(ratios)}}]}
+        return {"results": [{"case": "case", "ratios": {"neg_": list(ratios)}}]}
 
     for after, word in (((3.0, 4.0), "slower"), ((0.5, 0.9), "faster"), ((1.5, 4.0), "")):
         row = report.changes(result(1.0, 2.0), result(*after)).splitlines()[-1]
         assert row.startswith("| case / neg_ | 1.00–2.00 |")
         assert row.endswith(f"| {word} |")
+
+
+def test_the_times_of_a_picture_are_relative_to_a_copy() -> None:
+    result = {"ratios": {"clone": [1.0, 2.0, 4.0], "eager": [0.25, 0.5, 0.5]}}
+    assert picture.copies(result, "tightrope") == 2.0
+    assert picture.copies(result, "eager") == 4.0
+    assert picture.copies(result, "absent") is None
+    assert picture.copies({"ratios": {"eager": [1.0]}}, "eager") is None
 
 
 def test_tables_escape_markdown() -> None:

@@ -23,8 +23,8 @@ def test_the_example_runs_and_its_results_can_be_drawn(
     printed = capsys.readouterr().out
     assert "token by token" in printed
     found = json.loads(out.read_text())
-    assert found["kinds"]["exact"]["drift"]["turns"] == 0
-    assert found["kinds"]["float32"]["drift"]["turns"] > 0
+    assert found["exact"]["drift"]["turns"] == 0
+    assert found["float32"]["drift"]["turns"] > 0
     assert all(error < 1e-12 for error in found["sums"]["exact"].values())
     picture.main([str(out), "--png", str(tmp_path / "picture.png")])
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -41,10 +41,6 @@ ALLOWED = {
 # (file, import) -> why.
 EXCEPTIONS = {
     ("tests/kernel/cpu/test_aarch64.py", "ci.aarch64"): "it starts the emulator",
-    (
-        "tests/support/triton/compiled.py",
-        "benchmarks.gpu.sass",
-    ): "it reads machine code as the GPU's model does",
 }
 
 

@@ -70,6 +70,29 @@ def test_accesses_are_of_16_bytes(name: str, every: dict[str, Any]) -> None:
     assert facts["gfx942"]["wide"] >= facts["sm_90"]["wide stores"]
 
 
+# In each step of a loop, a thread loads 16 bytes twice.
+LOOP = """
+        /*0000*/                   MOV R5, RZ ;
+.L_x_1:
+        /*0010*/                   LDG.E.128 R12, desc[UR4][R2.64] ;
+        /*0020*/               @P0 LDG.E.128 R8, desc[UR4][R2.64+-0x10] ;
+        /*0030*/                   FADD R7, R13, R13 ;
+        /*0040*/                   STG.E.128 desc[UR4][R2.64], R8 ;
+        /*0050*/              @!P2 BRA `(.L_x_1) ;
+        /*0060*/                   EXIT ;
+"""
+
+
+def test_loads_are_counted_until_the_first_use() -> None:
+    from tests.support.triton.machine_code import in_flight
+
+    assert in_flight(LOOP) == 32
+    assert in_flight(LOOP.replace("R13, R13", "R5, R5")) == 32
+    assert in_flight(LOOP.replace("@P0 LDG", "FADD R7, R13, R13 ;\n /*0018*/ LDG")) == 16
+    assert in_flight(LOOP.replace("`(.L_x_1)", "0x20")) == 16
+    assert in_flight(LOOP.replace("BRA `(.L_x_1)", "BRA 0x60")) == 0
+
+
 @pytest.mark.parametrize(
     "name", ["bfloat16", "float32", "float32 interleaved", "M-RoPE", "tables", "phases"]
 )

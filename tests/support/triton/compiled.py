@@ -18,7 +18,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.gpu.sass import disassembled, in_flight, read, usage_of
+from tests.support.triton.machine_code import disassembled, in_flight, usage_of
 from tightrope.activations import ACTS
 from tightrope.angles import words_from
 from tightrope.backends.triton import launch, operators, phases, rotation, sums
@@ -157,7 +157,7 @@ def facts(target: str, source: Any, blocks: Any, count: bool) -> dict[str, Any]:
     cubin = kernel.asm["cubin"]
     usage = usage_of(cubin)
     every = re.findall(r"(?:ld|st)\.global\S*", ptx)
-    flying = {"in flight": in_flight(read(disassembled(cubin)))} if count else {}
+    flying = {"in flight": in_flight(disassembled(cubin))} if count else {}
     return flying | {
         "loads": len([x for x in every if x.startswith("ld")]),
         "stores": len([x for x in every if x.startswith("st")]),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import operator
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
@@ -14,10 +16,10 @@ from typing import Any
 import torch
 
 import tightrope
-from tightrope.integrations import Entry, Report, _graft
+from tightrope.integrations import Entry, _graft, patch, unpatch
 from tightrope.integrations._replace import tables_inside
 
-from .catalogue import rotary_codes
+from .catalogue import Library, Place, label, places
 
 CONTAINERS = (dict, list, tuple, torch.Tensor)
 OURS = str(Path(tightrope.__file__).parent)
@@ -56,8 +58,8 @@ class Difference:
 
     @property
     def numbers(self) -> list[float]:
-        """Both differences, rounded to three significant digits."""
-        return [float(f"{value:.3g}") for value in (self.output, self.gradient)]
+        """Both differences, rounded to two significant digits."""
+        return [float(f"{value:.2g}") for value in (self.output, self.gradient)]
 
 
 def tensors(value: Any, name: str = "output") -> Iterator[tuple[str, torch.Tensor]]:
@@ -96,12 +98,13 @@ def repeated(times: int, lengths: Container[int], x: torch.Tensor) -> torch.Tens
     return torch.cat([x] * times) if x.ndim and len(x) in lengths else x
 
 
-# The place of a function: file, first line, name. Copies of the function have the same place.
-Place = tuple[str, int, str]
+def part_of(model: Any, path: str) -> Any:
+    """A part or a method of a model, by its path; the model itself if the path is empty."""
+    return operator.attrgetter(path)(model) if path else model
 
 
 @contextmanager
-def counting(places: dict[Place, str], result: Run) -> Iterator[None]:
+def counting(known: dict[Place, str], result: Run) -> Iterator[None]:
     """Count calls of these functions and of their copies, and of all functions of tightrope as "tightrope".
 
     A profiler counts them; nothing is replaced.
@@ -112,7 +115,7 @@ def counting(places: dict[Place, str], result: Run) -> Iterator[None]:
     def note(frame: Any, event: str, value: Any) -> None:
         code = frame.f_code
         if event == "return":
-            name = places.get((code.co_filename, code.co_firstlineno, code.co_name))
+            name = known.get((code.co_filename, code.co_firstlineno, code.co_name))
             if name is not None:
                 held = {k: x for k, x in frame.f_locals.items() if isinstance(x, torch.Tensor)}
                 size = max((x.numel() for _, x in tensors(value)), default=0)
@@ -120,7 +123,7 @@ def counting(places: dict[Place, str], result: Run) -> Iterator[None]:
                 size //= 1 + any(x.is_complex() for x in held.values())
                 elements[name] = max(size, elements.get(name, 0))
         elif event == "call":
-            name = places.get((code.co_filename, code.co_firstlineno, code.co_name))
+            name = known.get((code.co_filename, code.co_firstlineno, code.co_name))
             if name is not None:
                 # Calls that only read tables off a function do not count.
                 caller = frame.f_back and frame.f_back.f_code
@@ -135,54 +138,9 @@ def counting(places: dict[Place, str], result: Run) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def places_of(model: torch.nn.Module) -> dict[Place, str]:
-    """Place -> name of the rotary functions in every modeling file that defines parts of the model."""
-    places: dict[Place, str] = {}
-    start = "transformers.models."
-    names = {k.__module__ for m in model.modules() for k in type(m).__mro__}
-    for home in sorted(name for name in names if name.startswith(start)):
-        for code, name in rotary_codes(sys.modules[home]).items():
-            place = code.co_filename, code.co_firstlineno, code.co_name
-            places.setdefault(place, f"{home.removeprefix(start).rpartition('.')[0]}.{name}")
-    return places
-
-
-def run(
-    model: torch.nn.Module,
-    inputs: dict[str, Any],
-    call: Callable[..., Any] | None = None,
-    places: dict[Place, str] | None = None,
-    leaves: dict[str, torch.Tensor] | None = None,
-) -> Run:
-    """Run forward and backward; the loss is the sum of all outputs, times fixed random weights.
-
-    Args:
-        call: the part of the model to call; the model if None.
-        places: the functions whose calls are counted; those of the model's files if None.
-        leaves: the tensors whose gradients are compared; the parameters if None.
-    """
-    result = Run({}, {})
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(0)
-    with counting(places_of(model) if places is None else places, result):
-        out = (call or model)(**inputs)
-    generator = torch.Generator().manual_seed(2)
-    loss = torch.zeros(())
-    for name, value in tensors(out if isinstance(out, CONTAINERS) else vars(out)):
-        if name in result.outputs:
-            continue
-        result.outputs[name] = value.detach().clone()
-        if value.requires_grad and value.numel():
-            weight = torch.randn(value.shape, generator=generator)
-            finite = value.isfinite()
-            kept = torch.where(finite, value, 0.0).float()
-            loss = loss + (kept * weight).sum() / max(1.0, value.numel() ** 0.5)
-    if loss.requires_grad:
-        loss.backward()
-    named = model.named_parameters() if leaves is None else leaves.items()
-    result.gradients = {n: x.grad.detach().clone() for n, x in named if x.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return result
+# Inputs without gradients: masks, positions and times, from which models make angles and modulations, and
+# angles.
+FIXED = re.compile(r"_ids|mask|time|rotary|position|size|coords|indices|lens|length")
 
 
 @dataclass(frozen=True)
@@ -190,41 +148,83 @@ class Subject:
     """A model under test.
 
     Attributes:
-        inputs: the arguments that `again` uses.
-        again: runs the model.
-        own: names of the rotary functions whose calls count.
-        patch, unpatch: of the library's kind of models.
-        name_of: the name under which the calls of an entry of a report are counted.
+        inputs: the arguments of its forward.
+        part: the path of the part or method that is called; empty for the model itself.
+        own: the beginning of the labels of the rotary functions whose calls count.
     """
 
+    library: Library
     model: torch.nn.Module
     inputs: dict[str, Any]
-    again: Callable[[], Run]
-    own: list[str]
-    patch: Callable[[torch.nn.Module], Report]
-    unpatch: Callable[[torch.nn.Module], None]
-    name_of: Callable[[Entry], str]
+    part: str = ""
+    own: str = ""
+
+    def run(self) -> Run:
+        """Run forward and backward; the loss is the sum of all outputs, times fixed random weights.
+
+        Gradients are those of parameters and of inputs that are no positions.
+        """
+        result = Run({}, {})
+        # Inputs are copied, as some models change them in place; copies of leaves are no leaves.
+        given = mapped(torch.clone, self.inputs)
+        leaves = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        for name, value in given.items():
+            if leaves and not FIXED.search(name):
+                leaves |= {path: x.requires_grad_() for path, x in tensors(value, f"input.{name}")}
+        self.model.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        with counting(places(self.library), result):
+            out = part_of(self.model, self.part)(**mapped(torch.clone, given))
+        generator = torch.Generator().manual_seed(2)
+        loss = torch.zeros(())
+        for name, value in tensors(out if isinstance(out, CONTAINERS) else vars(out)):
+            if name in result.outputs:
+                continue
+            result.outputs[name] = value.detach().clone()
+            if value.requires_grad and value.numel():
+                weight = torch.randn(value.shape, generator=generator)
+                finite = value.isfinite()
+                kept = torch.where(finite, value, 0.0).float()
+                loss = loss + (kept * weight).sum() / max(1.0, value.numel() ** 0.5)
+        if loss.requires_grad:
+            loss.backward()
+        for name, x in leaves.items():
+            if x.grad is not None:
+                result.gradients[name] = x.grad.detach().clone()
+        self.model.zero_grad(set_to_none=True)
+        return result
+
+    def counted(self, run: Run) -> dict[str, int]:
+        """The calls of its rotary functions in a run, by label."""
+        every = run.calls.items()
+        return {n: c for n, c in every if n != "tightrope" and n.startswith(self.own)}
 
     def row(self, before: Run) -> dict[str, Any]:
-        """Entries of a row: the check in float32, and if that is equal, in bfloat16."""
+        """Entries of a row: the check in float32, and if that is equal, in bfloat16.
+
+        "bfloat16" is the reason why the model was not equal, or not run, in bfloat16; "elements" the size of the
+        largest rotated tensor, if torch does not divide it among threads.
+        """
         before = self.enlarged(before)
-        out = {"elements": self.largest(before), **self.checked(before)}
+        out = self.checked(before)
+        if (size := self.largest(before)) <= GRAIN:
+            out["elements"] = size
         if out["status"] != "equal":
             return out
         self.model._apply(narrowed)
         self.inputs.update(mapped(narrowed, self.inputs))
         try:
-            before = self.again()
+            before = self.run()
         except Exception as error:  # noqa: BLE001 - the model itself refuses bfloat16
             return {**out, "bfloat16": f"the model does not run in bfloat16: {error!s:.100}"}
         found = self.checked(before)
         if found["status"] == "different":
             return {**out, **found, "reason": f"in bfloat16: {found['reason']}"}
-        return {**out, "bfloat16": found["reason"] or "equal"}
+        return {**out, "bfloat16": found["reason"]}
 
     def largest(self, run: Run) -> int:
         """The size of the largest tensor that the functions returned."""
-        return max(run.elements.get(name, 0) for name in self.own)
+        return max((run.elements.get(name, 0) for name in self.counted(run)), default=0)
 
     def enlarged(self, before: Run) -> Run:
         """Repeat the rows of the inputs until torch divides the rotated tensors among threads.
@@ -242,9 +242,9 @@ class Subject:
         for alike in (lengths, *({n} for n in lengths)):
             self.inputs.update(mapped(functools.partial(repeated, times, alike), small))
             try:
-                found = self.again()
+                found = self.run()
                 # Some sums of a model are not deterministic with more rows.
-                if self.largest(found) > GRAIN and difference(found, self.again()).none:
+                if self.largest(found) > GRAIN and difference(found, self.run()).none:
                     return found
             except Exception:  # noqa: BLE001 - the inputs do not fit together
                 continue
@@ -253,25 +253,25 @@ class Subject:
 
     def checked(self, before: Run) -> dict[str, Any]:
         """Check that `patch` changes no bit, that a fault would, and that `unpatch` undoes it."""
-        again = difference(before, self.again())
+        again = difference(before, self.run())
         if not again.none:
             reason = f"not deterministic by itself: {again.where}"
             return {"status": "different", "reason": reason}
         with faulty():
-            self.patch(self.model)
-        wrong = difference(before, self.again())
-        self.unpatch(self.model)
-        report = self.patch(self.model)
-        after = self.again()
-        self.unpatch(self.model)
+            patch(self.model)
+        wrong = difference(before, self.run())
+        unpatch(self.model)
+        report = patch(self.model)
+        after = self.run()
+        unpatch(self.model)
         out: dict[str, Any] = {
-            "fault": wrong.numbers,
-            "replaced": [self.name_of(e) for e in report.replaced],
-            "left": [f"{self.name_of(e)}: {e.reason}" for e in report.left],
+            "fault": max(wrong.numbers),
+            "replaced": [label_of(e) for e in report.replaced],
+            "left": [f"{label_of(e)}: {e.reason}" for e in report.left],
             # Calls that still reached an original: it was left, or its replacement called it.
             "given_back": {n: c for n, c in after.calls.items() if n != "tightrope"},
         }
-        change, undone = difference(before, after), difference(before, self.again())
+        change, undone = difference(before, after), difference(before, self.run())
         for each, words in ((change, "at"), (undone, "after unpatch, at")):
             if not each.none:
                 out["differences"] = each.numbers
@@ -283,12 +283,17 @@ class Subject:
 
     def unused(self, before: Run, after: Run, replaced: list[str]) -> str:
         """The reason why a run of the patched model shows nothing; empty if it does."""
-        fewer = any(after.calls[name] < before.calls[name] for name in self.own)
+        fewer = any(after.calls[name] < count for name, count in self.counted(before).items())
         if fewer and after.calls["tightrope"]:
             return ""
         names = {name.partition("(")[0] for name in replaced}
-        back = ", ".join(name for name in self.own if name in names)
+        back = ", ".join(name for name in self.counted(before) if name in names)
         return f"the original served every call: {back}" if back else "nothing was replaced"
+
+
+def label_of(entry: Entry) -> str:
+    """The label of a function in a report."""
+    return label(entry.module, entry.name)
 
 
 def relative(before: torch.Tensor, after: torch.Tensor) -> float:

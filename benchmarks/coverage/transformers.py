@@ -1,26 +1,32 @@
-"""Build a small configuration of any model type, and a model whose output depends on its weights.
+"""Build a small model of any model type of transformers, and its inputs.
 
 Sizes are chosen by the name of the setting. Every part has the same width, WIDTH channels in HEADS
-heads, so that parts fit together. Exceptions for single families are in `families.py`.
+heads, so that parts fit together. Exceptions for single types are in `transformers.json`; see `building`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
+import inspect
+import itertools
 import math
-import operator
 import re
+from types import ModuleType
 from typing import Any
 
 import torch
 
-WIDTH = 64
+from .building import reweigh
+from .catalogue import TRANSFORMERS, catalogued, label, table
+from .comparing import Run, Subject, part_of
+from .inputs import SPECIAL, WIDTH, Maker
+
 HEADS = 4
 HEAD = WIDTH // HEADS
 LAYERS = 2
 VOCABULARY = 256
-# First id of special tokens; ordinary tokens have smaller ids.
-SPECIAL = 160
 
 KEY_HEADS = (
     r".*(num_key_value_heads|num_key_value_attention_heads|kv_n?_?heads?|num_kv_heads|n_head_kv"
@@ -239,63 +245,90 @@ def small_config(config_class: type[Any], overrides: dict[str, Any], grouped: bo
 LARGEST = 20_000_000  # parameters of a small model
 
 
-def build(model_class: type[Any], config: Any, attention: str) -> Any:
-    """A model; classes of transformers that are parts of models, not models, have no `_from_config`."""
-    if hasattr(model_class, "_from_config"):
-        return model_class._from_config(config, attn_implementation=attention)
-    config._attn_implementation = attention
-    return model_class(config)
+def small_model(model_class: type[Any], config: Any, attention: str) -> Any:
+    """A float32 model in eval mode, with random weights that all affect the output.
 
+    Raises:
+        ValueError: the model has too many parameters.
+    """
 
-def part_of(model: Any, path: str) -> Any:
-    """A part or a method of a model, by its path; the model itself if the path is empty."""
-    return operator.attrgetter(path)(model) if path else model
+    def build() -> Any:
+        # Classes of transformers that are parts of models, not models, have no `_from_config`.
+        if hasattr(model_class, "_from_config"):
+            return model_class._from_config(config, attn_implementation=attention)
+        config._attn_implementation = attention
+        return model_class(config)
 
-
-def small_model(
-    model_class: type[Any], config: Any, attention: str = "eager", gain: float = 1.0
-) -> Any:
-    """A float32 model in eval mode, with random weights that all affect the output."""
-    with torch.device("meta"):
-        size, name = 0, ""
-        try:
-            probe = build(model_class, config, attention)
-        except (NotImplementedError, RuntimeError):
-            probe = None
-        if probe is not None:
-            size = sum(p.numel() for p in probe.parameters())
-            name = max(probe.named_parameters(), key=lambda p: p[1].numel())[0] if size else ""
+    size = 0
+    with contextlib.suppress(NotImplementedError, RuntimeError), torch.device("meta"):
+        size = sum(p.numel() for p in build().parameters())
     if size > LARGEST:
-        largest = dict(probe.named_parameters())[name]
-        raise ValueError(
-            f"the small configuration still has {size:,} parameters, {name} {tuple(largest.shape)}"
-        )
+        raise ValueError(f"the small configuration still has {size:,} parameters")
     torch.manual_seed(0)
-    model = build(model_class, config, attention).float().eval()
-    reweigh(model, gain)
+    model = build().float().eval()
+    reweigh(model)
     return model
 
 
-@torch.no_grad()
-def reweigh(model: torch.nn.Module, gain: float) -> None:
-    """Set random weights that preserve the variance of activations.
+# Endings of model classes, the preferred first: those with a language head run all other parts.
+PREFERRED = (
+    "ForConditionalGeneration",
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForMaskedLM",
+    "ForCTC",
+    "ForRNNT",
+    "ForTDT",
+    "Model",
+)
 
-    No weight stays zero or tiny, so that scores depend on angles.
-    A gain below 1 is for a family in which variances grow until softmax picks one token.
-    """
-    generator = torch.Generator().manual_seed(1)
-    kinds = {id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)}
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim < 2:
-            parameter.add_(noise, alpha=0.1)
-        elif "Embedding" in kinds[id(parameter)]:
-            parameter.copy_(noise)
-        elif "Conv" in kinds[id(parameter)]:
-            parameter.copy_(gain * noise / math.sqrt(parameter[0].numel()))
-        else:
-            parameter.copy_(gain * noise / math.sqrt(max(1, *parameter.shape[-2:])))
-    for name, buffer in model.named_buffers():
-        # The vectors of a codebook are zeros until it is trained.
-        if name.endswith("embed_sum"):
-            buffer.copy_(torch.randn(buffer.shape, generator=generator))
+
+def model_classes(module: ModuleType, config_class: type[Any]) -> list[type[Any]]:
+    """The model classes of a modeling file that take a configuration class, the most complete first."""
+    from transformers import PreTrainedModel
+
+    found = [
+        value
+        for name, value in vars(module).items()
+        if inspect.isclass(value)
+        and issubclass(value, PreTrainedModel)
+        and value.__module__ == module.__name__
+        and not name.endswith("PreTrainedModel")
+        and getattr(value, "config_class", None) is config_class
+    ]
+
+    def rank(value: type[Any]) -> tuple[int, int]:
+        ends = [i for i, end in enumerate(PREFERRED) if value.__name__.endswith(end)]
+        return (ends[0] if ends else len(PREFERRED), len(value.__name__))
+
+    return sorted(found, key=rank)
+
+
+def prepare(name: str) -> tuple[Subject, Run]:
+    """Build a small model of a type with inputs, and run it once."""
+    from transformers import CONFIG_MAPPING
+
+    entry = table(TRANSFORMERS).get(name, {})
+    whole, part = entry.get("whole", ""), entry.get("part", "")
+    config_class = CONFIG_MAPPING[whole or name]
+    home = TRANSFORMERS.module_name(catalogued(TRANSFORMERS)[name])
+    module = importlib.import_module(home)
+    classes = model_classes(module, config_class)
+    if "model" in entry:
+        classes = [getattr(module, entry["model"])]
+    if not classes:
+        raise LookupError(f"no model class takes a {config_class.__name__}")
+    failure: Exception | None = None
+    for model_class, grouped in itertools.product(classes[:3], (True, False)):
+        try:
+            config = small_config(config_class, entry.get("config", {}), grouped)
+            model = small_model(model_class, config, entry.get("attention", "eager"))
+            inputs = Maker(model, config, entry)()
+            if whole:
+                model, part = part_of(model, part), ""
+            subject = Subject(TRANSFORMERS, model, inputs, part, own=label(home, ""))
+            return subject, subject.run()
+        except Exception as error:  # noqa: BLE001 - the next class may work
+            if model_class is classes[0]:
+                failure = error
+    raise failure  # type: ignore[misc]

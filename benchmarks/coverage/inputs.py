@@ -1,4 +1,4 @@
-"""Make inputs for a model from the parameter names of its forward."""
+"""Make inputs for a model of transformers from the parameter names of its forward."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from typing import Any
 
 import torch
 
-from .building import SPECIAL, WIDTH, part_of
-from .families import Family
+from .building import made
+from .comparing import part_of
+
+WIDTH = 64
+# First id of special tokens; ordinary tokens have smaller ids.
+SPECIAL = 160
 
 BATCH = 2
 TOKENS = 14
@@ -20,14 +24,25 @@ FRAMES = 64
 SAMPLES = 11_520
 
 
-class Maker:
-    """Make the inputs of one model, with one method per kind of input."""
+# The patches of the two images of a batch, as (time, rows, columns); rows and columns differ.
+GRIDS = ((1, 4, 6), (1, 6, 4))
 
-    def __init__(self, model: Any, config: Any, family: Family) -> None:
+
+class Maker:
+    """Make the inputs of one model, with one method per kind of input.
+
+    Args:
+        entry: the exceptions for the model's type; see `building`.
+    """
+
+    def __init__(self, model: Any, config: Any, entry: dict[str, Any]) -> None:
         self.whole = model
-        self.model = part_of(model, family.part)
+        self.model = part_of(model, entry.get("part", ""))
         self.config = config
-        self.family = family
+        self.given = entry.get("inputs", {})
+        self.without = entry.get("without", ())
+        self.grids = entry.get("grids", GRIDS)
+        self.patches = entry.get("patches", "flat")
         parameters = inspect.signature(getattr(self.model, "forward", self.model)).parameters
         self.names = [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD]
         self.required = [
@@ -44,17 +59,20 @@ class Maker:
         Raises:
             ValueError: a required input cannot be made.
         """
-        given = self.family.inputs(self) if self.family.inputs else {}
+        if isinstance(self.given, str):
+            given = SPECIAL_INPUTS[self.given](self)
+        else:
+            given = made(self.given, self.generator, self.ids)
         self.made.update(given)
         for names, make in (
             (("pixel_values", "grid_thw", "image_grid_thw"), self.images),
             (("input_features", "input_values"), self.audio),
         ):
-            if any(n in self.names and n not in self.family.without for n in names):
+            if any(n in self.names and n not in self.without for n in names):
                 make()
         if "pixel_values_videos" in self.required:
             self.videos()
-        if "input_ids" in self.names and "input_ids" not in self.family.without:
+        if "input_ids" in self.names and "input_ids" not in self.without:
             self.text()
         elif "inputs_embeds" in self.names and not self.made:
             self.embeddings()
@@ -66,7 +84,7 @@ class Maker:
         return {
             n: v
             for n, v in self.made.items()
-            if n in given or (n in self.names and n not in self.family.without)
+            if n in given or (n in self.names and n not in self.without)
         }
 
     def put(self, name: str, value: Any) -> None:
@@ -146,16 +164,16 @@ class Maker:
         if grid:
             step = setting(vision, "temporal_patch_size", "patch_temporal") or 1
             step = step if isinstance(step, int) else step[0]
-            rows = sum(math.prod(g) for g in self.family.grids)
+            rows = sum(math.prod(g) for g in self.grids)
             width = channels * step * patch * patch
             shape = {
                 "flat": (rows, width),
                 "square": (rows, channels, patch, patch),
                 "batch": (1, rows, channels, patch, patch),
                 "folded": (rows, 2 * patch, 2 * patch, channels),
-            }[self.family.patches]
+            }[self.patches]
             pixels = self.normal(*shape)
-            self.put(grid, torch.tensor(self.family.grids))
+            self.put(grid, torch.tensor(self.grids))
             for name in ("pixel_values", "hidden_states"):
                 self.put(name, pixels)
             return
@@ -189,6 +207,63 @@ class Maker:
         """Return True if features are (frames, bins)."""
         return bool(FRAMES_FIRST.search(self.config.model_type))
 
+
+def matched(maker: Maker) -> dict[str, Any]:
+    """Features of two pairs of images and their cos/sin, as the whole model makes them."""
+    features = maker.normal(2, 2, WIDTH, 16, 24)
+    cos, sin = (
+        t.expand(4, -1, -1, -1).reshape(4, -1, WIDTH) for t in maker.whole.rotary_emb(features)
+    )
+    return {"hidden_states": features, "position_embeddings": (cos, sin)}
+
+
+def music(maker: Maker) -> dict[str, Any]:
+    """Token ids with a placeholder per four audio frames: the encoder halves their number twice."""
+    ids = maker.ids(30)
+    ids[:, 4:20] = maker.config.audio_token_id
+    return {"input_ids": ids}
+
+
+def molecules(maker: Maker) -> dict[str, Any]:
+    """Two chains of six residues, with 64 atoms each."""
+    from transformers.models.esmfold2.modeling_esmfold2 import EsmFold2AtomInputs
+
+    index = torch.arange(6).expand(2, -1)
+    one = torch.zeros_like(index)
+    residue = index.repeat_interleave(64, dim=1)
+    return {
+        "input_ids": maker.ids(6),
+        "token_index": index,
+        "residue_index": index,
+        **dict.fromkeys(("asym_id", "sym_id", "entity_id", "mol_type"), one),
+        "res_type": index + 2,
+        "token_bonds": maker.normal(2, 6, 6, 1),
+        "attention_mask": one == 0,
+        "num_loops": 1,
+        "atom_inputs": EsmFold2AtomInputs(
+            ref_pos=maker.normal(2, 384, 3),
+            ref_charge=maker.normal(2, 384),
+            atom_attention_mask=residue >= 0,
+            ref_element=residue + 6,
+            ref_atom_name_chars=torch.arange(4).expand(2, 384, 4),
+            ref_space_uid=residue,
+            atom_to_token=residue,
+        ),
+    }
+
+
+def wide_images(maker: Maker) -> dict[str, Any]:
+    """Images of two tiles and a preview, and token ids with the 14 placeholders of each image."""
+    ids = maker.ids(24)
+    ids[:, 4:18] = maker.config.image_token_id
+    sizes = torch.tensor([[32, 64]] * 2)
+    return {"input_ids": ids, "pixel_values": maker.normal(2, 3, 3, 32, 32), "image_sizes": sizes}
+
+
+#: Inputs that a table cannot describe, by the name that it has for them.
+SPECIAL_INPUTS: dict[str, Callable[[Maker], dict[str, Any]]] = {
+    each.__name__: each for each in (matched, music, molecules, wide_images)
+}
 
 FRAMES_FIRST = re.compile("lasr|parakeet|nemotron|nemo_|wav2vec2|seamless|gemma|phi4|fastspeech")
 

@@ -1,1 +1,0 @@
-"""Coverage of transformers by `patch`: `python -m benchmarks.transformers_coverage --help`."""

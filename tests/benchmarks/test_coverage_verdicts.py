@@ -1,0 +1,285 @@
+"""The coverage run gives the right verdicts on models and functions, and a fault changes them."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.coverage import functions, models, report, transformers
+from benchmarks.coverage.__main__ import RESULTS
+from benchmarks.coverage.catalogue import LIBRARIES, TRANSFORMERS, catalogued, rotary, table
+from benchmarks.coverage.comparing import Run, Subject, difference, faulty, relative, spoilt
+from benchmarks.coverage.inputs import SPECIAL
+from benchmarks.coverage.transformers import sections, sized, small_config
+from tightrope.integrations import _graft, patch, unpatch
+
+pytest.importorskip("transformers")
+
+# Warnings of transformers models are not tested here.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("recognised_once")]
+
+# One type for each feature: plain heads, partial channels, three axes and images, latent attention,
+# complex tables, a method, rows and columns, audio, a sliding window, partial width, …
+ODD = (
+    "llama", "gptj", "qwen2_vl", "deepseek_v3", "llama4_text", "roformer", "dinov3_vit", "glmasr",
+    "gemma3", "gpt_neox", "cohere", "pe_audio_encoder",
+)  # fmt: skip
+
+
+# The committed results are of the newest transformers, which does not support Python 3.10.
+COUNTED = report.read(RESULTS / "transformers.json")["version"]
+same_transformers = pytest.mark.skipif(
+    all(found.version != COUNTED for found in metadata.distributions(name="transformers")),
+    reason=f"the committed results are of transformers {COUNTED}",
+)
+
+
+def row_of(name: str) -> dict[str, Any]:
+    return models.row(TRANSFORMERS, name)
+
+
+# The tests below reach functions in other ways.
+FAST = ("dinov3_vit",)
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in FAST else pytest.param(each, marks=pytest.mark.slow) for each in ODD]
+)
+def test_patched_models_are_equal_and_their_rotations_were_served(name: str) -> None:
+    row = row_of(name)
+    assert row["status"] == "equal", row
+    assert row["calls"]
+    assert row["replaced"]
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
+    """Change all replacements, and drop the cached classes."""
+    real = _graft.replacement_of
+
+    def changed(*args: Any) -> Any:
+        made = real(*args)
+        other = change(made)
+        return functools.wraps(made)(lambda *a, **k: other(*a, **k))
+
+    monkeypatch.setattr(_graft, "_classes", {})
+    monkeypatch.setattr(_graft, "replacement_of", changed)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_vl", "dinov3_vit"])
+def test_a_replacement_that_is_wrong_is_reported_as_different(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, spoilt)
+    row = row_of(name)
+    assert row["status"] == "different", row
+    assert row["differences"][0] > 0
+
+
+class Halved(torch.autograd.Function):
+    """Return x unchanged, with half of the gradient."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / 2
+
+
+def test_a_gradient_that_alone_is_wrong_is_reported_as_different(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(monkeypatch, lambda real: lambda *a, **k: tuple(map(Halved.apply, real(*a, **k))))
+    row = row_of("llama")
+    assert row["status"] == "different"
+    assert row["differences"][0] == 0
+    assert row["differences"][1] > 0
+
+
+def test_a_type_whose_calls_all_go_back_to_the_original_is_not_equal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(monkeypatch, lambda real: real.__wrapped__)
+    row = row_of("llama")
+    assert row["status"] == "not exercised"
+    assert row["reason"] == "the original served every call: llama.apply_rotary_pos_emb"
+
+
+@pytest.mark.parametrize("name", ["hunyuan_vl", "lightglue"])
+def test_two_angles_per_pair_and_learned_tables_are_served(name: str) -> None:
+    assert row_of(name)["status"] == "equal"
+
+
+@pytest.mark.slow
+def test_arithmetic_in_float64_is_served() -> None:
+    row = row_of("musicflamingo")
+    assert row["status"] == "equal", row
+    assert not row.keys() & {"bfloat16", "left"}, row
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("jamba", "no method of its modules reaches a rotary function"),
+        ("idefics_perciever", "no method of its modules reaches a rotary function"),
+        ("moshi_depth", "no method of its modules computes a cosine to rotate by"),
+    ],
+)
+def test_a_type_without_rotation_is_not_equal(name: str, reason: str) -> None:
+    row = row_of(name)
+    assert (row["status"], row["reason"]) == ("does not rotate", reason)
+
+
+def test_a_type_that_could_rotate_but_did_not_is_not_exercised() -> None:
+    row = row_of("clvp_decoder")
+    assert (row["status"], row["reason"]) == ("not exercised", "no rotary function ran")
+
+
+@pytest.mark.parametrize("name", ["llama", "gptj", "roformer", "vjepa2", "llama4_text"])
+def test_code_of_a_model_that_rotates_reaches_its_rotary_function(name: str) -> None:
+    ready, _ = transformers.prepare(name)
+    assert not models.why_none(TRANSFORMERS, ready.model)
+
+
+def test_a_model_that_is_not_the_same_twice_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Subject.run
+    seen: Counter[str] = Counter()
+
+    def noisy(self: Subject) -> Run:
+        result = real(self)
+        seen["runs"] += 1
+        for value in result.outputs.values():
+            value.view(-1)[0] += seen["runs"]
+        return result
+
+    monkeypatch.setattr(Subject, "run", noisy)
+    row = row_of("llama")
+    assert row["status"] == "different"
+    assert row["reason"].startswith("not deterministic by itself")
+
+
+def test_a_model_that_cannot_be_built_is_listed_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("Titles come first:\n    the sentence last")
+
+    monkeypatch.setattr(transformers, "small_model", broken)
+    row = row_of("llama")
+    assert row["status"] == "not built"
+    assert row["reason"] == "RuntimeError: Titles come first: the sentence last"
+
+
+def test_fault_is_undone() -> None:
+    ready, before = transformers.prepare("roformer")
+    with faulty():
+        patch(ready.model)
+    assert not difference(before, ready.run()).none
+    unpatch(ready.model)
+    after = difference(before, ready.run())
+    assert (after.output, after.gradient) == (0, 0)
+
+
+def test_differences_are_relative_and_nan_is_never_equal() -> None:
+    a = torch.tensor([1.0, -4.0])
+    assert relative(a, a + torch.tensor([0.0, 1.0])) == 0.25
+    assert relative(a, a) == 0.0
+    for broken in (torch.tensor([1.0]), torch.tensor([1.0, float("nan")])):
+        assert not difference(Run({"y": a}, {}), Run({"y": broken}, {})).none
+    assert not difference(Run({"y": a}, {}), Run({}, {})).none
+    assert not difference(Run({"y": a}, {"w": a}), Run({"y": a}, {})).none
+    infinite = torch.tensor([float("-inf"), 2.0])
+    assert difference(Run({"y": infinite}, {}), Run({"y": infinite.clone()}, {})).none
+
+
+@same_transformers
+def test_the_catalogue_is_every_type_of_a_folder_that_rotates() -> None:
+    types = catalogued(TRANSFORMERS)
+    assert len(types) >= 360
+    assert len(set(types.values())) >= 205
+    assert types["qwen2_vl_vision"] == types["qwen2_vl"]
+    found = [each.name for each in rotary(TRANSFORMERS) if each.file == types["jamba"]]
+    assert found == ["apply_rotary_pos_emb"]
+    files = {each.file for each in rotary(TRANSFORMERS)}
+    assert len(files) >= 205
+    assert {"llama/modeling_llama", "vjepa2/modeling_vjepa2", "gemma4/modeling_gemma4"} <= files
+
+
+def test_small_configurations_fit_together() -> None:
+    from transformers import CONFIG_MAPPING
+
+    assert sections([16, 24, 24], 8) == [2, 3, 3]
+    assert sections([22, 22, 20], 3) == [1, 1, 1]
+    assert sized("hidden_size", 4096) == 64
+    assert sized("num_key_value_heads", 32) == 2
+    assert sized("num_experts_per_tok", 1) == 1
+    config = small_config(CONFIG_MAPPING["qwen2_vl"], {})
+    assert config.text_config.rope_parameters["mrope_section"] == [2, 3, 3]
+    assert config.image_token_id >= SPECIAL
+    # One layer of each type remains.
+    kinds = small_config(CONFIG_MAPPING["gemma3_text"], {}).layer_types
+    assert set(kinds) == {"sliding_attention", "full_attention"}
+
+
+def plain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return x * cos + torch.cat((-x[..., 8:], x[..., :8]), -1) * sin
+
+
+def arguments(dtype: torch.dtype, table_dtype: torch.dtype, _: functions.Shape) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "x": torch.randn(2, 4, 5, 16, dtype=dtype),
+        "cos": torch.rand(5, 8).repeat(1, 2).to(table_dtype),
+        "sin": torch.rand(5, 8).repeat(1, 2).to(table_dtype),
+    }
+
+
+def test_a_wrong_replacement_is_different() -> None:
+    def wrong(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return plain(x, cos, 1.001 * sin)
+
+    assert functions.compare(plain, wrong, arguments, ("x",))["differ"]["float32"][0] > 0
+
+
+def test_a_replacement_that_calls_the_original_does_not_count() -> None:
+    assert functions.compare(plain, plain, arguments, ("x",))["status"] == "different"
+
+
+WAN = LIBRARIES["diffusers"], "WanTransformer3DModel"
+
+
+def test_a_model_of_diffusers_is_equal_and_its_rotations_were_served() -> None:
+    """Its rotary function is in the body of a method."""
+    pytest.importorskip("diffusers")
+    row = models.row(*WAN)
+    assert row["status"] == "equal", row
+    assert row["calls"]
+    assert row["replaced"]
+    assert row["fault"] > 1e-5
+
+
+def test_a_model_of_diffusers_that_the_replacement_would_change_is_different(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("diffusers")
+    plant(monkeypatch, spoilt)
+    row = models.row(*WAN)
+    assert row["status"] == "different"
+    assert row["reason"].startswith("at ")
+
+
+def test_a_table_that_does_not_fit_is_a_row_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("diffusers")
+    monkeypatch.setitem(table(WAN[0]), WAN[1], {"config": {"no": 1}})
+    row = models.row(*WAN)
+    assert row["status"] == "not built"
+    assert row["reason"].startswith("TypeError")
