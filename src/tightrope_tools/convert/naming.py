@@ -167,6 +167,8 @@ def own_naming(names: Mapping[str, str]) -> Naming:
     >>> own_naming({"layers.*.attn.q_k_v_proj": "qkv"}).modules
     {'q_k_v_proj': 'qkv'}
     """
+    if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names):
+        fail(f"naming must be a name or a mapping from names of modules to roles but got {names!r}")
     for name, role in names.items():
         if role not in ROLES:
             fail(

@@ -608,6 +608,7 @@ def test_refused_and_nothing_written(tmp_path: Path, case: str) -> None:
         ({"head_dim": 16}, "--head-dim is 16 but the configuration states 8"),
         ({"rotary_dim": 3}, "rotary_dim must be even"),
         ({"naming": "gpt2"}, "naming must be one of"),
+        ({"naming": ["q_proj"]}, "naming must be a name or a mapping from names of modules"),
         ({"naming": "meta"}, "must hold projections called …layers.N.attention.{wq, wk}"),
         (
             {"naming": {"self_attn.q_proj": "query"}},
