@@ -1,4 +1,4 @@
-"""Fuzzes the readers of files: safetensors, torch zips, GGUF, JSON configurations and indexes.
+"""Fuzzes the readers of files: safetensors, GGUF, JSON configurations and indexes.
 
 The first byte chooses the kind of file, the others are its bytes. A file must be read, or refused with an
 error that the command line reports as one line; and nothing but the result may be written.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import io
 import itertools
 import json
 import random
@@ -18,7 +17,6 @@ import shutil
 import struct
 import tempfile
 import warnings
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,7 +69,7 @@ def checked(call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
 
 
 def converted(path: Path, stated: Stated | None) -> None:
-    checked(convert, path, out, to="interleaved", stated=stated, force=True, verify=True)
+    checked(convert, path, out, to="interleaved", stated=stated, verify=True)
     checked(detect, path, stated=stated)
 
 
@@ -83,20 +81,6 @@ def safetensors(data: bytes) -> None:
 def header(data: bytes) -> None:
     """Put the bytes into a file whose length of the header is right."""
     safetensors(struct.pack("<Q", len(data)) + data + bytes(WEIGHTS))
-
-
-def archive(data: bytes) -> None:
-    (source / "model.pt").write_bytes(data)
-    converted(source / "model.pt", STATED)
-
-
-def pickled(data: bytes) -> None:
-    """Put the bytes into a zip as its pickle, with the right checksum."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(ARCHIVE)) as old, zipfile.ZipFile(made, "w") as new:
-        for name in old.namelist():
-            new.writestr(name, data if name.endswith("data.pkl") else old.read(name))
-    archive(made.getvalue())
 
 
 def gguf(data: bytes) -> None:
@@ -123,29 +107,24 @@ def index(data: bytes) -> None:
     converted(source, None)
 
 
-KINDS = (safetensors, header, archive, pickled, gguf, config, index, model)
+KINDS = (safetensors, header, gguf, config, index, model)
 
 ONE = {**LLAMA, "num_hidden_layers": 1}
 TENSORS = llama_tensors(ONE, dtype=torch.bfloat16, bias=False)
 PLAIN = save(TENSORS, metadata={"format": "pt"})
 WEIGHTS = len(PLAIN) - 8 - struct.unpack("<Q", PLAIN[:8])[0]
-buffer = io.BytesIO()
-torch.save({"model": TENSORS, "list": [torch.ones(3), (1, "a")], "t": torch.ones(4, 4).T}, buffer)
-ARCHIVE = buffer.getvalue()
 
 
 def seeds() -> list[bytes]:
     """Write small files of every kind with their usual writers."""
-    with zipfile.ZipFile(io.BytesIO(ARCHIVE)) as zipped:
-        pickle = next(zipped.read(name) for name in zipped.namelist() if name.endswith("data.pkl"))
     gguf_writer.write(home / "seed.gguf", tokens=3, rope_freqs__weight=gguf_writer.DIVISORS)
     start = (home / "seed.gguf").read_bytes()[: 2**14]  # without most scores of tokens
     write(home / "seed", TENSORS, ONE, shards=2)
     sharded = (home / "seed" / "model.safetensors.index.json").read_bytes()
     head = PLAIN[8 : len(PLAIN) - WEIGHTS]
-    found = [(0, PLAIN), (1, head), (2, ARCHIVE), (3, pickle), (4, start), (6, sharded)]
-    found += [(5, json.dumps(each).encode()) for each in (ONE, *(each.config for each in MODELS))]
-    found += [(7, random.Random(n).randbytes(40)) for n in range(40)]
+    found = [(0, PLAIN), (1, head), (2, start), (4, sharded)]
+    found += [(3, json.dumps(each).encode()) for each in (ONE, *(each.config for each in MODELS))]
+    found += [(5, random.Random(n).randbytes(40)) for n in range(40)]
     return [bytes([kind]) + data for kind, data in found]
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.support.helpers import full_disk, left_as_it_was
 from tightrope import RopeSpec
 from tightrope_tools.cli import app
-from tightrope_tools.place import partial_path, placed_file, write_whole
+from tightrope_tools.place import partial_path, placed, write_whole
 
 
 @pytest.mark.one_in(3)
@@ -72,10 +72,12 @@ def test_devices_and_pipes_are_written_as_they_are(tmp_path: Path) -> None:
 
 
 def test_two_writers_of_one_file(tmp_path: Path) -> None:
+    """The second takes the place of the first, which fails."""
     out = tmp_path / "x.json"
-    with placed_file(out, force=True) as stream:
-        stream.write(b"first")
-        with pytest.raises(BlockingIOError, match="another process is writing it"):
-            write_whole(out, b"second")
-    assert out.read_bytes() == b"first"
+    first = placed(out, replace=True)
+    first.__enter__().write_bytes(b"first")
+    write_whole(out, b"second")
+    with pytest.raises(FileNotFoundError):
+        first.__exit__(None, None, None)
+    assert out.read_bytes() == b"second"
     assert not partial_path(out).exists()

@@ -20,11 +20,26 @@ NAMINGS = (
     "longcat_flash", "bert", "moonshine",
 )  # fmt: skip
 
+# Advice in the library's errors -> the same with the options of these commands.
+SPELLED = {
+    r"^\[(convert|detect)\] ": "",
+    r"strict=False ignores them with a warning": "pass --config, a file without them, if they do not change "
+    "which channels rotate",
+    r"RopeSpec\.from_config\(config, section='(.*)'\)": r"--section \1",
+    r"interleaved=False and rope_layers='all'": "--from half",
+    r"interleaved=True and rope_layers='all'": "--from interleaved",
+    r"interleaved=(False|True) if the key": "--from if the key",
+    r"layer_type with the rotary_dim of its layers": "--config, a file with partial_rotary_factor",
+    r"\brotary_dim=": "--rotary-dim=",
+    r"\bstart=": "--start=",
+    r"with start if": "with --start if",
+}
+
 Checkpoint = Annotated[
     Path,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="A safetensors or torch file, an index of shards, or a folder with one of these.",
+        help="A safetensors file, an index of shards, or a folder with one of these.",
     ),
 ]
 Config = Annotated[
@@ -34,6 +49,9 @@ Config = Annotated[
         metavar="PATH",
         help="The configuration; by default the one next to the weights.",
     ),
+]
+NoConfig = Annotated[
+    bool, typer.Option("--no-config", help="Set the configuration next to the weights aside.")
 ]
 Section = Annotated[
     str | None,
@@ -45,7 +63,11 @@ Source = Annotated[
 ]
 Naming = Annotated[
     str | None,
-    typer.Option("--naming", help=f"Naming scheme of the projections: {', '.join(NAMINGS)}."),
+    typer.Option(
+        "--naming",
+        help=f"Naming scheme of the projections: {', '.join(NAMINGS)}; or names of your own, such as "
+        "layers.*.attn.q_k_v_proj=qkv.",
+    ),
 ]
 Prefix = Annotated[
     str | None, typer.Option("--prefix", help="Name prefix of the layers, if they have several.")
@@ -70,4 +92,7 @@ def collect(**options: object) -> Stated:
     """Return the options as one object."""
     from ..convert import Stated
 
+    naming = options["naming"]
+    if isinstance(naming, str) and "=" in naming:
+        options["naming"] = dict(part.partition("=")[::2] for part in naming.split(","))
     return Stated(**options)  # type: ignore[arg-type]

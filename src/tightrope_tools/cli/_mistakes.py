@@ -35,7 +35,8 @@ def as_mistakes(spelled: Mapping[str, str] | None = None) -> Iterator[None]:
     Failures of the machine, such as a full disk, exit with code 1.
 
     Args:
-        spelled: texts to replace in the message, such as a Python argument by its command-line option.
+        spelled: regular expressions of texts to replace in the message, such as a Python argument by its command-line
+            option.
     """
     try:
         yield
@@ -52,5 +53,5 @@ def as_mistakes(spelled: Mapping[str, str] | None = None) -> Iterator[None]:
         # The options are named before the Python call at the end of a sentence.
         text = re.sub(r"; for code like Llama's: RopeSpec\.from_config\(.*\)", "", str(error))
         for argument, option in (spelled or {}).items():
-            text = text.replace(argument, option)
+            text = re.sub(argument, option, text)
         stop(text)

@@ -28,7 +28,6 @@ def convert(
     to: Annotated[
         str, typer.Option("--to", metavar="half|interleaved", help="The pairing of the result.")
     ],
-    force: Annotated[bool, typer.Option("--force", help="Replace an older result.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the changes; write nothing.")
     ] = False,
@@ -38,6 +37,7 @@ def convert(
     ] = False,
     as_json: option.AsJson = False,
     config: option.Config = None,
+    no_config: option.NoConfig = False,
     section: option.Section = None,
     source: option.Source = None,
     naming: option.Naming = None,
@@ -53,7 +53,7 @@ def convert(
 
     Only channels move: names and shapes of tensors stay. All other tensors keep their bytes, and converting back gives the same weight files.
 
-    The checkpoint is only read, and OUT appears only once it is complete.
+    The checkpoint is only read, and OUT, which must not exist, appears only once it is complete.
 
     Exit codes: 0 done, 1 a system error, 2 invalid arguments; on an error nothing is written.
 
@@ -64,13 +64,13 @@ def convert(
     from ..convert import convert as convert_checkpoint
 
     console = make_console()
-    with as_mistakes({"[convert] ": ""}), Ticker(make_console(stderr=True), "convert") as ticker:
+    with as_mistakes(option.SPELLED), Ticker(make_console(stderr=True), "convert") as ticker:
         done = convert_checkpoint(
             checkpoint,
             out,
             to=to,
             stated=option.collect(
-                config=config,
+                config=False if no_config else config,
                 section=section,
                 source=source,
                 naming=naming,
@@ -82,7 +82,6 @@ def convert(
                 rotary_dim=rotary_dim,
                 start=start,
             ),
-            force=force,
             dry_run=dry_run,
             verify=verify,
             report=None if as_json else ticker.update,
@@ -95,7 +94,7 @@ def convert(
 
 
 def _show(console: Console, done: Conversion) -> None:
-    from ..convert._fail import basis
+    from ..convert.model import basis
 
     whence = basis(done.source_from, done.assumed)
     rows = [
@@ -125,10 +124,8 @@ def _show(console: Console, done: Conversion) -> None:
 
 
 def _end(done: Conversion) -> str:
-    if not done.written:
-        return f"{done.out} would be written"
-    count = len(done.files)
-    return f"{done.out}" + (f", {count} files" if count > 1 else "")
+    count = f", {len(done.files)} files" if len(done.files) > 1 else ""
+    return f"{done.out}, {size(done.disk)}{count}" + ("" if done.written else " would be written")
 
 
 def _named(what: str, names: tuple[str, ...], most: int | None) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ def detect(
     checkpoint: option.Checkpoint,
     as_json: option.AsJson = False,
     config: option.Config = None,
+    no_config: option.NoConfig = False,
     section: option.Section = None,
     naming: option.Naming = None,
     prefix: option.Prefix = None,
@@ -42,11 +43,11 @@ def detect(
     """
     from ..convert import detect as detect_pairing
 
-    with as_mistakes({"[detect] ": ""}), Ticker(make_console(stderr=True), "detect") as ticker:
+    with as_mistakes(option.SPELLED), Ticker(make_console(stderr=True), "detect") as ticker:
         found = detect_pairing(
             checkpoint,
             stated=option.collect(
-                config=config,
+                config=False if no_config else config,
                 section=section,
                 naming=naming,
                 prefix=prefix,
@@ -70,7 +71,7 @@ def detect(
 
 
 def _rows(found: Detection) -> list[tuple[str, str]]:
-    from ..convert._fail import basis
+    from ..convert.model import basis
 
     rows = [("model", found.model)]
     stated = f"no pairing ({found.who})"

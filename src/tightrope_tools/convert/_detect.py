@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +28,9 @@ import torch
 
 from tightrope._errors import public
 
-from ._fail import fail, pairing_name
-from .checkpoint import open_checkpoint
-from .model import Model, Stated, describe, read_model
-from .naming import PACKINGS
-from .plan import Plan, make_plan
-from .rewrite import Change
+from .files import open_checkpoint
+from .model import Model, Stated, describe, pairing_name, read_model
+from .plan import Change, Plan, make_plan
 
 # The largest chance at which a pairing is reported.
 NEEDED = 1e-5
@@ -122,21 +119,17 @@ def weigh(
     layers: int = _MOST_LAYERS,
 ) -> Detection:
     """Detect as :func:`detect` does, for a planned checkpoint, from at most ``layers`` layers."""
-    places: dict[tuple[int, str], dict[str, list[Change]]] = {}
+    places: dict[str, list[Change]] = {}
     for change in plan.changes:
-        place = change.module.split(".self_attn")[0].split(".attention")[0].split(".attn")[0]
-        places.setdefault((change.layer, place), {}).setdefault(change.role, []).append(change)
-    if not places:
-        fail("the checkpoint must have a layer that rotates but has none")
+        places.setdefault(change.place, []).append(change)
     step = max(len(places) / layers, 1.0)
     chosen = [key for n, key in enumerate(places) if int(n / step) != int((n - 1) / step) or n == 0]
     by_width: dict[tuple[str, int], list[torch.Tensor]] = {}
     for number, key in enumerate(chosen):
         if report is not None:
-            report(number / len(chosen), f"layer {key[0]}")
-        for kind, sizes in (*_projections(places[key], model), ("norms", _norms(places[key]))):
-            if sizes is not None:
-                by_width.setdefault((kind, sizes.shape[-1]), []).append(sizes)
+            report(number / len(chosen), key)
+        for kind, sizes in _sizes(places[key]):
+            by_width.setdefault((kind, sizes.shape[-1]), []).append(sizes)
     evidence = []
     for (kind, _), parts in by_width.items():
         samples = torch.cat(parts)
@@ -167,54 +160,27 @@ def weigh(
 # --- sizes of channels ----------------------------------------------------------------------------
 
 
-def _projections(roles: dict[str, list[Change]], model: Model) -> list[tuple[str, torch.Tensor]]:
-    """Return (kind, sizes of rotated channels ``[samples, rotary_dim]``) for products and for queries."""
-    if "qkv" in roles:
-        fused = _weight(roles["qkv"])
-        if fused is None:
-            return []
-        every = _logs(fused)
-        # `every` has the query and key heads, but no value heads, in the order of the fused tensor.
-        heads = model.heads_of(fused.layer) or 0
-        kv_heads = len(every) - heads
-        rows = PACKINGS[model.naming.packing or ""].rows(heads, kv_heads)
-        order = {head: n for n, head in enumerate(sorted([*rows[0], *rows[1]]))}
-        q = every[[order[head] for head in rows[0]]]
-        k = every[[order[head] for head in rows[1]]]
-    else:
-        queries = _weight(roles.get("q") or roles.get("q gate") or [])
-        keys = _weight(roles.get("k") or roles.get("kv a") or [])
-        if queries is None or keys is None:
-            return []
-        q, k = _logs(queries), _logs(keys)
-    if len(q) % len(k):
-        return []
-    return [("products", q.view(len(k), -1, q.shape[-1]).mean(1) + k), ("queries", q)]
+def _sizes(changes: list[Change]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (kind, sizes of rotated channels ``[samples, rotary_dim]``) of a layer."""
+    main = [one for one in changes if one.is_weight and not one.role.startswith("index")]
+    q, k = _logs(main, "queries"), _logs(main, "keys")
+    if q is not None and k is not None and len(q) % len(k) == 0:
+        yield "products", q.view(len(k), -1, q.shape[-1]).mean(1) + k
+        yield "queries", q
+    norms = [one for one in changes if one.role in ("q norm", "k norm") and one.suffix == "weight"]
+    q, k = _logs(norms, "queries"), _logs(norms, "keys")
+    if q is not None and k is not None:
+        yield "norms", q.mean(0, keepdim=True) + k.mean(0, keepdim=True)
 
 
-def _weight(changes: list[Change]) -> Change | None:
-    found = [c for c in changes if len(c.entry.shape) == 2 and c.entry.name.endswith(".weight")]
-    return found[0] if found else None
-
-
-def _norms(roles: dict[str, list[Change]]) -> torch.Tensor | None:
-    """Return log |q norm| + log |k norm| of each rotated channel of a layer, as one row; None without both."""
-    sizes = []
-    for role in ("q norm", "k norm"):
-        found = [c for c in roles.get(role, []) if c.entry.name.endswith("weight")]
-        if not found:
-            return None
-        sizes.append(torch.cat([_logs(c) for c in found]).mean(0, keepdim=True))
-    return sizes[0] + sizes[1]
-
-
-def _logs(change: Change) -> torch.Tensor:
-    """Return the log of the norm of each rotated weight row, ``(heads, rotary_dim)``, read head by head."""
-    made = []
-    for start in change.starts:
-        rows = change.entry.rows(start, change.width, change.units).to(torch.float32).double()
-        made.append(rows.norm(dim=-1).clamp_min(1e-30).log())
-    return torch.stack(made)
+def _logs(changes: list[Change], side: str) -> torch.Tensor | None:
+    """Return the log of the norm of each rotated row, ``(heads, rotary_dim)``, read head by head."""
+    made = [
+        one.entry.rows(start, one.width, one.units).norm(dim=-1).clamp_min(1e-30).log()
+        for one in changes
+        for start in getattr(one, side)
+    ]
+    return torch.stack(made) if made else None
 
 
 def _weigh(samples: torch.Tensor) -> tuple[str, float] | None:

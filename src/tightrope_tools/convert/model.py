@@ -1,4 +1,4 @@
-"""The rotation of a checkpoint's model: channels, pairing, and names of the projections.
+"""The rotation of a checkpoint's model: channels, pairing, numbers of heads, and names of the projections.
 
 These facts are read from the configuration and the table of families; the user states what both
 lack. Nothing is guessed.
@@ -6,9 +6,7 @@ lack. Nothing is guessed.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +14,30 @@ from typing import Any
 from tightrope import config as reader
 from tightrope.config import LayerSpecs, formats, keys
 from tightrope.config.families import FAMILIES
-from tightrope.config.files import url_in
+from tightrope.config.files import NAMES, load
 from tightrope.config.source import Source
 from tightrope.spec import RopeSpec
 
-from . import layout
-from ._fail import fail, shown
-from .checkpoint import RECORD, Checkpoint, load_json, open_checkpoint
-from .naming import FAMILY_NAMING, NAMINGS, PACKINGS, Naming
+from .files import RECORD, Checkpoint, fail, open_checkpoint, shown
+from .naming import FAMILY_NAMING, KEY_HEADS_OPTIONAL, NAMINGS, PACKINGS, Naming, own_naming
 
+HEADS = (*keys.HEADS, "num_query_heads", "attention.head_count")
+KV_HEADS = tuple(
+    """num_key_value_heads n_kv_heads num_kv_heads num_query_groups n_head_kv kv_n_heads multi_query_group_num
+    num_attention_groups encoder_num_key_value_heads decoder_num_key_value_heads attention.head_count_kv""".split()
+)
 _LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
-_LAYER_TYPES = ("layer_types", "layers_block_type")
 _MOST_LAYERS = 65536
+
+
+def pairing_name(interleaved: bool) -> str:
+    """Return the name of a pairing on the command line."""
+    return "interleaved" if interleaved else "half"
+
+
+def basis(who: str, assumed: bool) -> str:
+    """Return where a pairing comes from: stated by a key, a record or the user, or assumed from the family."""
+    return f"{'assumed from' if assumed else 'stated by'} {who}"
 
 
 @dataclass(frozen=True)
@@ -35,10 +45,13 @@ class Stated:
     """The user's statements about a checkpoint, in place of its configuration or in addition to it.
 
     Attributes:
-        config: a configuration, its file or folder; by default the one beside the weights.
+        config: a configuration, its file or folder; by default the one beside the weights. False for none, also if
+            there is one.
         section: the part of a nested configuration to read.
         source: the pairing of the checkpoint: ``"half"`` or ``"interleaved"``.
-        naming: a key of NAMINGS or FAMILY_NAMING in :mod:`tightrope_tools.convert.naming`.
+        naming: a key of NAMINGS or FAMILY_NAMING in :mod:`tightrope_tools.convert.naming`; or a mapping from names of
+            modules to their roles, with ``*`` for the number of the layer:
+            ``{"layers.*.attn.q_k_v_proj": "qkv"}``.
         prefix: the name prefix of the layers to convert, if layers have several prefixes.
         packing: the order of heads in a fused projection: ``"blocks"``, ``"grouped"`` or
             ``"quarters"``.
@@ -49,7 +62,7 @@ class Stated:
     config: object = None
     section: str | None = None
     source: str | None = None
-    naming: str | None = None
+    naming: str | Mapping[str, str] | None = None
     prefix: str | None = None
     packing: str | None = None
     heads: int | None = None
@@ -67,63 +80,125 @@ class Model:
         specs: one spec for all layers, or one per layer.
         interleaved: the pairing of the checkpoint; None if nothing states it.
         who: the source of the pairing, for messages.
-        assumed: whether the pairing is that of the family's code, which no file and no user states.
         naming: the naming scheme of the projections.
-        prefix: the name prefix of the layers; None to take it from the names.
-        heads, kv_heads: numbers of heads, one for all layers or one per layer; None if not stated.
-        latent: the number of rows of ``kv a`` that do not rotate; None if not stated.
-        gates: keys of the configuration that announce gates of the attention, and their values.
+        stated: the user's statements.
+        name: the kind of configuration, for messages.
+        facts: the keys of the configuration.
+        family: its family: a model_type, or "meta" or "megatron" for their formats.
+        assumed: whether the pairing is that of the family's code, which no file and no user states.
         native: the pairing that the configuration's family has without any statement of the user or a
             record; None if unknown.
         mark: the key of the configuration by which the family's own code chooses the pairing, if any.
         at: the keys that lead to the section of the configuration that was read.
-        block: the number of rows that share one scale, in checkpoints quantised by blocks.
-        index_heads, index_dim: number of heads of a sparse indexer, and channels of each; None if not
-            stated.
-        name: the kind of configuration, for messages.
-        layers: the number of layers; None if not stated.
-        kinds: the type of each layer, if the configuration lists them.
     """
 
     specs: RopeSpec | LayerSpecs
     interleaved: bool | None
     who: str
     naming: Naming
-    prefix: str | None = None
-    heads: layout.Count = None
-    kv_heads: layout.Count = None
-    latent: int | None = None
-    gates: Mapping[str, object] = field(default_factory=dict)
+    stated: Stated
+    name: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    family: str | None = None
+    assumed: bool = False
+    native: bool | None = None
     mark: str | None = None
     at: tuple[str, ...] = ()
-    block: int | None = None
-    index_heads: int | None = None
-    index_dim: int | None = None
-    name: str = ""
-    native: bool | None = None
-    assumed: bool = False
-    layers: int | None = None
-    kinds: tuple[str, ...] = ()
-
-    def attends(self, layer: int) -> RopeSpec | None:
-        """Return the spec of a layer that must have attention; None if it may have none, or no RoPE."""
-        if self.kinds[layer : layer + 1] and self.kinds[layer] in keys.LAYERS_WITHOUT_ATTENTION:
-            return None
-        if isinstance(self.specs, RopeSpec):
-            return self.specs
-        return self.of(layer) if layer < len(self.specs.layers or ()) else None
-
-    def heads_of(self, layer: int) -> int | None:
-        """Return the number of query heads of a layer."""
-        return layout.of_layer(self.heads, layer)
-
-    def kv_heads_of(self, layer: int) -> int | None:
-        """Return the number of key heads of a layer."""
-        return layout.of_layer(self.kv_heads, layer)
 
     def of(self, layer: int) -> RopeSpec | None:
         """Return the spec of a layer, or None for a layer without RoPE."""
         return self.specs if isinstance(self.specs, RopeSpec) else self.specs.of(layer)
+
+    def size(self, *names: str) -> int | None:
+        """Return the whole number of the first of these keys that the configuration has."""
+        found = ((name, self.facts[name]) for name in names if self.facts.get(name) is not None)
+        return next((_whole(*one, least=1) for one in found), None)
+
+    @property
+    def layers(self) -> int | None:
+        """The number of layers; None if not stated."""
+        return min(self.size(*_LAYERS) or 0, _MOST_LAYERS) or None
+
+    def attends(self, layer: int) -> RopeSpec | None:
+        """Return the spec of a layer that must have attention; None if it may have none, or no RoPE."""
+        kinds = self.facts.get("layer_types") or self.facts.get("layers_block_type")
+        kind = kinds[layer] if isinstance(kinds, list | tuple) and layer < len(kinds) else None
+        own = inside(self.facts, "block_configs", layer, "attention")  # Nemotron-NAS
+        known = isinstance(self.specs, RopeSpec) or layer < len(self.specs.layers or ())
+        if str(kind) in keys.LAYERS_WITHOUT_ATTENTION or not known:
+            return None
+        return None if own.get("no_op") or own.get("replace_with_linear") else self.of(layer)
+
+    def heads(self, layer: int) -> int | None:
+        """Return the number of query heads of a layer; None if nothing states it."""
+        return self._count(HEADS, "--heads", self.stated.heads, layer)
+
+    def kv_heads(self, layer: int) -> int | None:
+        """Return the number of key heads of a layer; None if nothing states it."""
+        facts = self.facts
+        names: tuple[str, ...] = KV_HEADS
+        # Megatron's arguments and ChatGLM's configuration hold a number of key heads even if it is not used.
+        groups = ("group_query_attention", "multi_query_attention")
+        same = any(facts.get(key) is False for key in groups)
+        multi = facts.get("multi_query") is True
+        if self.family == "falcon":
+            older = not facts.get("new_decoder_architecture")
+            same, multi = True, older and bool(facts.get("multi_query", True))
+            names = () if older else KV_HEADS
+        elif same:
+            names = ()
+        found = self._count(names, "--kv-heads", self.stated.kv_heads, layer)
+        if found is None and multi:
+            return 1
+        if found is None and (same or self.family in KEY_HEADS_OPTIONAL):
+            return self.heads(layer)
+        return found
+
+    def _count(
+        self, names: tuple[str, ...], flag: str, given: int | None, layer: int
+    ) -> int | None:
+        """Return the number of heads of a layer that the user or the configuration states."""
+        block = inside(self.facts, "block_configs", layer, "attention")
+        own = {**inside(self.facts, "per_layer_config", str(layer)), **block}
+        facts = {**self.facts, **{key: value for key, value in own.items() if value is not None}}
+        found: dict[str, int] = {}
+        group = own.get("n_heads_in_group")
+        if names is KV_HEADS and isinstance(group, int) and group > 0:
+            found["n_heads_in_group"], names = (self.heads(layer) or 0) // group, ()
+        for name in names:
+            key = name if facts.get(f"{name}_per_layer") is None else f"{name}_per_layer"
+            value = facts.get(key)
+            if isinstance(value, list | tuple):
+                if layer >= len(value):
+                    fail(
+                        f"{key} must list the heads of every layer but does not list layer {layer}"
+                    )
+                value = value[layer]
+            if value is not None:
+                found[key] = _whole(key, value)
+        if given is not None:
+            found[flag] = _whole(flag, given, least=1)
+        if len({*found.values()}) > 1:
+            all_ = " and ".join(f"{key} = {value}" for key, value in found.items())
+            fail(f"a number of heads must have one value but got {all_}")
+        return next(iter(found.values()), None)
+
+
+def _whole(name: str, value: object, least: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        fail(f"{name} must be a whole number of at least {least} but got {value!r}")
+    return value
+
+
+def inside(value: Any, *path: str | int) -> Mapping[str, Any]:
+    """Return the mapping at a path of keys and indices; empty if there is none."""
+    for key in path:
+        if isinstance(value, Mapping):
+            value = value.get(key)
+        else:
+            listed = isinstance(value, list) and isinstance(key, int) and key < len(value)
+            value = value[key] if listed else None
+    return value if isinstance(value, Mapping) else {}
 
 
 def read_model(checkpoint: Checkpoint, stated: Stated, *, pairing: bool = True) -> Model:
@@ -134,21 +209,18 @@ def read_model(checkpoint: Checkpoint, stated: Stated, *, pairing: bool = True) 
 
     Raises:
         ValueError: a value is missing, or its sources conflict.
+        OSError: the configuration cannot be read.
     """
-    given = _pairing(stated.source)
-    found = stated.config if stated.config is not None else _config_of(checkpoint.home)
-    if isinstance(found, str | Path):
-        path = Path(found)
-        if not path.exists():
-            fail(f"the configuration {url_in(path) or f'must exist but {path} does not'}")
-    if found is None:
-        model = _from_flags(stated)
-    else:
-        model = _from_config(found, stated, given)
+    if stated.source not in (None, "half", "interleaved"):
+        fail(f"a pairing must be 'half' or 'interleaved' but got {stated.source!r}")
+    given = None if stated.source is None else stated.source == "interleaved"
+    found = stated.config
+    if found is None and any((checkpoint.home / name).is_file() for name in NAMES):
+        found = checkpoint.home
+    read = found is not None and found is not False
+    model = _from_config(found, stated, given) if read else _from_flags(stated)
     if stated.rotary_dim is not None or stated.start is not None:
         model = replace(model, specs=_sliced(model.specs, stated))
-    for weights in checkpoint.files:
-        layout.check_version(weights.version, model.naming, packed=stated.packing is not None)
     recorded = _recorded(checkpoint) if given is None else None
     if recorded is not None:
         model = replace(model, interleaved=recorded[0], who=recorded[1], assumed=False)
@@ -160,21 +232,6 @@ def read_model(checkpoint: Checkpoint, stated: Stated, *, pairing: bool = True) 
             f"half or --from interleaved (`tightrope detect` may find it from the weights)"
         )
     return model
-
-
-def _pairing(name: str | None) -> bool | None:
-    if name is None:
-        return None
-    if name not in ("half", "interleaved"):
-        fail(f"a pairing must be 'half' or 'interleaved' but got {name!r}")
-    return name == "interleaved"
-
-
-def _config_of(home: Path) -> Path | None:
-    there = [home / name for name in ("config.json", "params.json") if (home / name).is_file()]
-    if len(there) > 1:
-        fail(f"{home} has config.json and params.json: choose with --config")
-    return there[0] if there else None
 
 
 def pairing_beside(home: Path) -> tuple[bool, str] | None:
@@ -199,32 +256,25 @@ def pairing_beside(home: Path) -> tuple[bool, str] | None:
 
 def _recorded(checkpoint: Checkpoint) -> tuple[bool, str] | None:
     """Read the pairing as :func:`pairing_beside` does, for a checkpoint that is already open."""
-    names = {str(each.path.name): each.paired for each in checkpoint.files}
-    within = {record.pairing for record in names.values() if record is not None}
-    beside = _beside(checkpoint)
-    if beside is None and not within:
-        return None
-    if len(within) > 1 or (within and (None in names.values() or beside not in (None, *within))):
-        parts = [
-            f"{name}: {record.pairing if record else 'nothing'}" for name, record in names.items()
-        ]
-        parts += [f"{RECORD}: {beside}"] if beside else []
-        fail(f"conversion records must agree but state {shown(parts)}: pass --from")
-    if within:
-        return "interleaved" in within, f"the conversion record in {next(iter(names))}"
-    return beside == "interleaved", f"the conversion record {RECORD}"
-
-
-def _beside(checkpoint: Checkpoint) -> str | None:
+    stated = {path.name: pair and pair[0] for path, pair in checkpoint.files.items()}
+    if not any(stated.values()):
+        stated = {}
     path = checkpoint.home / RECORD
-    if not path.is_file():
+    record = load(path) if path.is_file() else {}
+    if record and (checkpoint.folder or checkpoint.path.name in (record.get("files") or [])):
+        stated[RECORD] = record.get("pairing")
+        if stated[RECORD] not in ("half", "interleaved"):
+            fail(f"{RECORD} must state 'half' or 'interleaved' but states {stated[RECORD]!r}")
+    if not stated:
         return None
-    record = load_json(path)
-    if checkpoint.folder is None and checkpoint.path.name not in (record.get("files") or []):
-        return None
-    if record.get("pairing") not in ("half", "interleaved"):
-        fail(f"{RECORD} must state 'half' or 'interleaved' but states {record.get('pairing')!r}")
-    return str(record["pairing"])
+    if len({*stated.values()}) > 1:
+        parts = [f"{name}: {pairing or 'nothing'}" for name, pairing in stated.items()]
+        fail(f"conversion records must agree but state {shown(parts)}: pass --from")
+    name, pairing = next(iter(stated.items()))
+    return (
+        pairing == "interleaved",
+        f"the conversion record {'' if name == RECORD else 'in '}{name}",
+    )
 
 
 # --- without a configuration ----------------------------------------------------------------------
@@ -234,31 +284,23 @@ def _from_flags(stated: Stated) -> Model:
     missing = [
         f"--{name.replace('_', '-')}"
         for name in ("head_dim", "naming")
-        if getattr(stated, name) is None
+        if not getattr(stated, name)
     ]
     if missing:
-        fail(
-            "there is no config.json or params.json beside the checkpoint: pass --config, or "
-            f"{' and '.join(missing)}"
-        )
+        fail(f"without config.json or params.json, pass --config, or {' and '.join(missing)}")
     spec = RopeSpec(stated.head_dim, rotary_dim=stated.rotary_dim, start=stated.start or 0)  # type: ignore[arg-type]
+    naming = _naming(stated, None)
     return Model(
-        spec, None, "the command line", _naming(stated, None), stated.prefix,
-        *layout.counts({}, None, None, stated.heads, stated.kv_heads),
-        name="a checkpoint without configuration",
-    )  # fmt: skip
+        spec, None, "the command line", naming, stated, "a checkpoint without configuration"
+    )
 
 
 def _sliced(spec: RopeSpec | LayerSpecs, stated: Stated) -> RopeSpec | LayerSpecs:
     if isinstance(spec, LayerSpecs):
-        asked = (stated.rotary_dim, stated.start)
-        for one in filter(None, spec.values()):
-            # The flags have given the slice of a family that is not in the table.
-            if any(
-                want not in (None, got)
-                for want, got in zip(asked, (one.rotary_dim, one.start), strict=True)
-            ):
-                fail("rotary_dim and start must not be given if layers have different specs")
+        # The flags have given the slice of a family that is not in the table.
+        own = {(one.rotary_dim, one.start) for one in spec.values() if one}
+        if any(stated.rotary_dim not in (None, r) or stated.start not in (None, s) for r, s in own):
+            fail("rotary_dim and start must not be given if layers have different specs")
         return spec
     start = spec.start if stated.start is None else stated.start
     rotary = stated.rotary_dim
@@ -272,17 +314,18 @@ def _naming(stated: Stated, family: str | None) -> Naming:
     if key is None:
         fail(
             f"the names of the projections of {family or 'this checkpoint'} are not known: pass --naming, "
-            f"one of {', '.join(NAMINGS)}"
+            f"one of {', '.join(NAMINGS)}, or names of your own"
         )
-    key = FAMILY_NAMING.get(key, key)
-    if key not in NAMINGS:
-        fail(f"naming must be one of {', '.join(NAMINGS)} but got {key!r}")
-    naming = NAMINGS[key]
-    if stated.packing is None:
-        return naming
-    if stated.packing not in PACKINGS:
+    if isinstance(key, str):
+        key = FAMILY_NAMING.get(key, key)
+        if key not in NAMINGS:
+            fail(f"naming must be one of {', '.join(NAMINGS)} but got {key!r}")
+        naming = NAMINGS[key]
+    else:
+        naming = own_naming(key)
+    if stated.packing not in (None, *PACKINGS):
         fail(f"packing must be one of {', '.join(PACKINGS)} but got {stated.packing!r}")
-    return replace(naming, packing=stated.packing)
+    return replace(naming, packing=stated.packing or naming.packing)
 
 
 # --- with a configuration -------------------------------------------------------------------------
@@ -290,121 +333,41 @@ def _naming(stated: Stated, family: str | None) -> Naming:
 
 def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
     if isinstance(found, str | Path):
-        path = Path(found)
-        if path.is_dir():
-            path = _config_of(path) or path / "config.json"
-        found = load_json(path)
-    with _with_options():
-        source = reader.source_of(found, stated.section)
-    refused = _refused(source)
-    if refused is not None:
-        fail(refused)
-    silent = source.family is None and given is None and _key_of(source) is None
-    with _with_options():
-        read = _provenance(source, stated, False if silent else given)
-    spec = read.spec
-    every = spec.values() if isinstance(spec, LayerSpecs) else [spec]
-    specs = [each for each in every if each is not None]
-    if spec is None or not specs:
-        fail(f"{source.name} has no RoPE")
-    first = specs[0]
-    interleaved = None if silent else first.interleaved
-    who, assumed = _origin(read, source, silent)
-    if stated.head_dim is not None and stated.head_dim != first.head_dim:
-        fail(f"--head-dim is {stated.head_dim} but the configuration states {first.head_dim}")
+        found = load(Path(found))
+    source = reader.source_of(found, stated.section)
     values = source.values
+    for key, why in {
+        "attention_k_eq_v": "uses its keys as values, which must stay in order",
+        "rotary_value": "rotates its values too, and conversion does not support that",
+    }.items():
+        if values.get(key):
+            fail(f"{source.name} {why} ({key})")
+    pair = next((key for key in keys.PAIRING if values.get(key) is not None), None)
+    silent = source.family is None and given is None and pair is None
+    read = _provenance(source, stated, False if silent else given)
+    every = read.spec.values() if isinstance(read.spec, LayerSpecs) else [read.spec]
+    first = next((spec for spec in every if spec is not None), None)
+    if first is None or read.spec is None:
+        fail(f"{source.name} has no RoPE")
+    if stated.head_dim not in (None, first.head_dim):
+        fail(f"--head-dim is {stated.head_dim} but the configuration states {first.head_dim}")
+    who = next(row.source for row in read.rows if row.field == "interleaved")
+    assumed = not silent and who.startswith(f"{source.name} (")
+    if silent or assumed:
+        who = source.name
+    elif pair is not None and who.endswith(pair):
+        who = f"the key {who}"
+    interleaved = None if silent else first.interleaved
+    native, mark = interleaved, None
+    if source.family is not None:
+        mark = source.family.pairing_key
+    if given is not None:
+        native = None if source.family is None or mark is not None else source.family.interleaved
     family = _family(source)
-    layers = min(layout.size(values, _LAYERS) or 0, _MOST_LAYERS) or None
-    facts = layout.flattened(values, found)
-    heads, kv_heads = layout.counts(facts, family, layers, stated.heads, stated.kv_heads)
-    naming = _naming(stated, family)
-    widths = tuple(each.head_dim for each in specs)
-    layout.check(facts, naming, widths, heads, kv_heads, packed=stated.packing is not None)
-    if stated.naming is None:
-        _check_indexer(values, naming, source.name)
     return Model(
-        spec,
-        interleaved,
-        who,
-        naming,
-        stated.prefix,
-        heads,
-        kv_heads,
-        layout.size(values, ("kv_lora_rank",)) if "kv a" in naming.modules.values() else None,
-        layout.gates(facts, naming),
-        None if source.family is None else source.family.pairing_key,
-        tuple(source.prefix.split(".")[:-1]),
-        _block(found, values),
-        layout.size(values, ("index_n_heads",)),
-        layout.size(values, ("index_head_dim",)),
-        source.name,
-        _native(source) if given is not None else interleaved,
-        assumed,
-        layers,
-        _kinds(values),
-    )
-
-
-def _kinds(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the type of each layer if the configuration lists them."""
-    listed = next((values[key] for key in _LAYER_TYPES if values.get(key)), None)
-    if listed is None and isinstance(blocks := values.get("block_configs"), list):
-        # Nemotron-NAS
-        return tuple("none" if _pruned(block) else "attention" for block in blocks)
-    return tuple(map(str, listed)) if isinstance(listed, list | tuple) else ()
-
-
-def _pruned(block: object) -> bool:
-    """True if a block of a configuration has no attention, or a linear layer in its place."""
-    attention = block.get("attention") if isinstance(block, Mapping) else None
-    return isinstance(attention, Mapping) and bool(
-        attention.get("no_op") or attention.get("replace_with_linear")
-    )
-
-
-def _origin(read: reader.Provenance, source: Source, silent: bool) -> tuple[str, bool]:
-    """Return the source of the pairing, and whether it is only the family's code."""
-    origin = next(row.source for row in read.rows if row.field == "interleaved")
-    if silent:
-        return source.name, False
-    if origin.startswith(f"{source.name} ("):
-        return source.name, True
-    key = _key_of(source)
-    return f"the key {origin}" if key is not None and origin.endswith(key) else origin, False
-
-
-def _native(source: Source) -> bool | None:
-    """Return the pairing of a family whose code has only one."""
-    family = source.family
-    return None if family is None or family.pairing_key is not None else family.interleaved
-
-
-# Advice of the reader -> the same with the options of `tightrope convert`.
-_SPELLED = {
-    r"strict=False ignores them with a warning": "pass --config, a file without them, if they do not change "
-    "which channels rotate",
-    r"; for code like Llama's: .*": ".",
-    r"RopeSpec\.from_config\(config, section='(.*)'\)": r"--section \1",
-    r"interleaved=False and rope_layers='all'": "--from half",
-    r"interleaved=True and rope_layers='all'": "--from interleaved",
-    r"interleaved=(False|True) if the key": "--from if the key",
-    r"layer_type with the rotary_dim of its layers": "--config, a file with partial_rotary_factor",
-    r"\brotary_dim=": "--rotary-dim=",
-    r"\bstart=": "--start=",
-    r"with start if": "with --start if",
-}
-
-
-@contextmanager
-def _with_options() -> Iterator[None]:
-    """Name the options of the command in the reader's errors."""
-    try:
-        yield
-    except ValueError as error:
-        text = str(error)
-        for advice, option in _SPELLED.items():
-            text = re.sub(advice, option, text)
-        raise ValueError(text) from None
+        read.spec, interleaved, who, _naming(stated, family), stated, source.name, _facts(values, found), family,
+        assumed, native, mark, tuple(source.prefix.split(".")[:-1]),
+    )  # fmt: skip
 
 
 def _provenance(source: Source, stated: Stated, interleaved: bool | None) -> reader.Provenance:
@@ -420,18 +383,6 @@ def _provenance(source: Source, stated: Stated, interleaved: bool | None) -> rea
     return reader.provenance(source, interleaved=interleaved, **asked)
 
 
-def _refused(source: Source) -> str | None:
-    if source.values.get("attention_k_eq_v"):
-        return f"{source.name} uses its keys as values (attention_k_eq_v), which must stay in order"
-    if source.values.get("rotary_value"):
-        return f"{source.name} rotates its values too (rotary_value), and conversion does not support that"
-    return None
-
-
-def _key_of(source: Source) -> str | None:
-    return next((key for key in keys.PAIRING if source.values.get(key) is not None), None)
-
-
 def _family(source: Source) -> str | None:
     """Return the model_type, which a section may inherit, or the name of another format."""
     if formats.is_meta(source.values):
@@ -444,27 +395,14 @@ def _family(source: Source) -> str | None:
     return own if isinstance(own, str) else None
 
 
-def _check_indexer(values: Mapping[str, Any], naming: Naming, who: str) -> None:
-    """Refuse a configuration whose stated pairing of the sparse indexer differs from the family's code."""
-    for key in ("indexer_rope_interleave", "index_rope_interleave"):
-        stated = values.get(key)
-        moves = "index q" in naming.modules.values()
-        if stated is None or "kv a" not in naming.modules.values() or bool(stated) is moves:
-            continue
-        fail(
-            f"{key} is {stated!r}, but the code of {who} ignores it and pairs its indexer by "
-            f"{'neighbours' if moves else 'halves'}: --naming glm_moe_dsa converts the indexer along "
-            "with the attention, --naming deepseek leaves it as it is"
-        )
-
-
-def _block(found: object, values: Mapping[str, Any]) -> int | None:
-    for level in (found, values):
-        inner = level.get("quantization_config") if isinstance(level, Mapping) else None
-        size = inner.get("weight_block_size") if isinstance(inner, Mapping) else None
-        if isinstance(size, list | tuple) and size and isinstance(size[0], int) and size[0] > 0:
-            return size[0]
-    return None
+def _facts(values: Mapping[str, Any], found: object) -> dict[str, Any]:
+    """Return the keys of a configuration, those of ``attn_config``, and GGUF's without the architecture."""
+    made = {**values, **inside(values, "attn_config")}
+    if isinstance(found, Mapping):
+        gguf = {key: value for key, value in found.items() if ".attention." in str(key)}
+        made |= {str(key).partition(".")[2]: value for key, value in gguf.items()}
+        made.setdefault("quantization_config", found.get("quantization_config"))
+    return made
 
 
 def describe(model: Model) -> str:

@@ -8,8 +8,12 @@ gives the same hidden states once its weights are converted and its rotary funct
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import takewhile
+
+from .files import fail
 
 Rows = tuple[list[int], list[int]]
 
@@ -19,7 +23,7 @@ class Naming:
     """The names and packing of the projections of one kind of checkpoint.
 
     Attributes:
-        layer: regular expression of the name before a module; its group is the layer's number.
+        layer: regular expression of the name before a module; its group, if any, is the layer's number.
         modules: name of a module (a regular expression) -> its role: ``q``, ``k``, ``qkv``, ``q gate``
             (each head's query rows, then as many gate rows), ``kv a`` (latent attention: the rotated
             rows come last), ``q norm``, ``k norm``; ``index q``, ``index k``, ``index k norm`` of a
@@ -32,14 +36,6 @@ class Naming:
     modules: Mapping[str, str]
     packing: str | None = None
     several: bool = False
-
-
-@dataclass(frozen=True)
-class Packing:
-    """The indices of query and key heads in a fused projection: ``(heads, kv_heads) -> (q, k)``."""
-
-    describe: str
-    rows: Callable[[int, int], Rows] = field(repr=False)
 
 
 def _blocks(heads: int, kv_heads: int) -> Rows:
@@ -61,11 +57,14 @@ def _quarters(heads: int, kv_heads: int) -> Rows:
     )
 
 
-PACKINGS: dict[str, Packing] = {
-    "blocks": Packing("all queries, all keys, all values", _blocks),
-    "grouped": Packing("for each key head: its queries, the key, the value", _grouped),
-    "quarters": Packing("four times: a quarter of the queries, values, keys", _quarters),
+# Name -> the indices of query and key heads in a fused projection: ``(heads, kv_heads) -> (q, k)``.
+PACKINGS: dict[str, Callable[[int, int], Rows]] = {
+    "blocks": _blocks,  # all queries, all keys, all values
+    "grouped": _grouped,  # for each key head: its queries, the key, the value
+    "quarters": _quarters,  # four times: a quarter of the queries, values, keys
 }
+# The roles of modules; see `Naming`.
+ROLES = "q", "k", "qkv", "q gate", "kv a", "q norm", "k norm", "index q", "index k", "index k norm"
 
 _SELF = r"layers\.(\d+)\.self_attn\."
 _NORMS = {"q_norm": "q norm", "k_norm": "k norm"}
@@ -124,9 +123,8 @@ NAMINGS: dict[str, Naming] = {
     "moonshine": Naming(_SELF, _Q_K, several=True),
 }
 
+# Families with the naming of another one; "meta" and "megatron" are formats.
 _BY_NAMING: dict[str, str] = {
-    "meta": "meta",
-    "megatron": "megatron",
     "llama": """apertus arcee bamba bitnet cohere cohere2 cwm diffllama dots1 ernie4_5 ernie4_5_moe
         eurobert exaone4 falcon_h1 flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt_oss granite
         granitemoe granitemoeshared granitemoehybrid helium laguna llama llama4_text minicpm minimax_m2
@@ -135,26 +133,15 @@ _BY_NAMING: dict[str, str] = {
         qwen3_vl_moe_text seed_oss smollm3 solar starcoder2 glm4v_text""",
     "phi": "phi lfm2 lfm2_moe",
     "hunyuan": "hunyuan_v1_dense hunyuan_v1_moe",
-    "stablelm": "stablelm",
-    "phi3": "phi3",
     "qwen3_next": "qwen3_next qwen3_5_text qwen3_5_moe_text",
-    "gpt_neox": "gpt_neox",
-    "persimmon": "persimmon",
-    "falcon": "falcon",
-    "internlm2": "internlm2",
-    "gptj": "gptj",
-    "codegen": "codegen",
-    "dbrx": "dbrx",
-    "modernbert": "modernbert",
     "deepseek": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 minicpm3 mistral4 youtu",
-    "glm_moe_dsa": "glm_moe_dsa",
-    "longcat_flash": "longcat_flash",
     "bert": "roformer esm",
-    "moonshine": "moonshine",
 }
+_OWN = """codegen dbrx falcon glm_moe_dsa gpt_neox gptj internlm2 longcat_flash megatron meta modernbert moonshine
+    persimmon phi3 stablelm""".split()
 
 # model_type, or "meta" or "megatron" for their formats -> the key of NAMINGS.
-FAMILY_NAMING: dict[str, str] = {
+FAMILY_NAMING: dict[str, str] = dict(zip(_OWN, _OWN, strict=True)) | {
     family: naming for naming, families in _BY_NAMING.items() for family in families.split()
 }
 
@@ -169,3 +156,30 @@ KEY_HEADS_OPTIONAL = frozenset(
 
 # Prefixes of side parts (multi-token prediction), whose layers have the geometry of the main layers.
 SIDE_PARTS = ("mtp.",)
+
+
+def own_naming(names: Mapping[str, str]) -> Naming:
+    """Return the naming for a mapping of one's own: name of a module -> its role.
+
+    A name is the end of those of the tensors, without ``.weight``, ``.bias``, ``_weight`` or ``_bias``, and has ``*``
+    where they have the layer's number. All names must begin alike up to the modules.
+
+    >>> own_naming({"layers.*.attn.q_k_v_proj": "qkv"}).modules
+    {'q_k_v_proj': 'qkv'}
+    """
+    if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names):
+        fail(f"naming must be a name or a mapping from names of modules to roles but got {names!r}")
+    for name, role in names.items():
+        if role not in ROLES:
+            fail(
+                f"naming must give {name!r} one of the roles {', '.join(ROLES)} but gives {role!r}"
+            )
+    columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    start = "".join(f"{column[0]}." for column in takewhile(lambda one: len({*one}) == 1, columns))
+    rest = {name: name.removeprefix(start) for name in names}
+    if any("*" in part for part in rest.values()):
+        fail(
+            f"the names of naming must begin alike up to the layer's number but are {', '.join(names)}"
+        )
+    layer = re.escape(start).replace(r"\*", r"(\d+)")
+    return Naming(layer, {re.escape(rest[name]): role for name, role in names.items()})

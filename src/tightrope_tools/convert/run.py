@@ -1,32 +1,41 @@
-"""The function `convert`: plan, write next to the target, verify, rename."""
+"""The function `convert`: plan, copy beside the target, reorder rows in the copy, verify, rename."""
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
 import os
+import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
 
 from tightrope import __version__
 from tightrope._errors import public
+from tightrope.config import keys
+from tightrope.config.files import load
 
-from ..place import placed_file, placed_folder
+from ..place import placed
 from ._detect import weigh
-from ._fail import basis, fail, pairing_name
-from .checkpoint import RECORD, Checkpoint, load_json, open_checkpoint
-from .marking import marked
-from .model import Model, Stated, describe, read_model
-from .plan import Plan, make_plan
-from .rewrite import Change, rewrite
-from .target import check_target
-from .tensors import Weights
-from .verify import Copied, Verified, verify
+from .files import (
+    RECORD,
+    Checkpoint,
+    Entry,
+    Pairings,
+    fail,
+    header_with,
+    open_checkpoint,
+    read_header,
+)
+from .model import Model, Stated, basis, describe, pairing_name, read_model
+from .plan import Change, Plan, make_plan
+from .verify import Verified, verify as compare
 
 # Largest number of layers whose weights are compared with the stated pairing before a conversion.
 _LOOKED_AT = 16
+_BUFFER = 8 << 20
 
 Report = Callable[[float, str], None]
 
@@ -46,6 +55,7 @@ class Conversion:
         files: the files of the result.
         ignored: files of the folder that are not in the result: name -> reason.
         nbytes: the size of the files of weights, in bytes.
+        disk: the size of the result on the disk, in bytes.
         marked: the key of the result's config.json that states the pairing; None if there is none.
         verified: the result of the verification; None without ``verify`` and with ``dry_run``.
         notes: advice for using the result.
@@ -66,9 +76,10 @@ class Conversion:
     files: tuple[str, ...]
     ignored: dict[str, str]
     nbytes: int
+    disk: int
     marked: str | None
     verified: Verified | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     written: bool = False
     assumed: bool = False
     warnings: tuple[str, ...] = ()
@@ -81,7 +92,6 @@ def convert(
     *,
     to: str,
     stated: Stated | None = None,
-    force: bool = False,
     dry_run: bool = False,
     verify: bool = False,
     report: Report | None = None,
@@ -90,18 +100,17 @@ def convert(
 
     The rows of projection weights and biases, of query and key norms, and of per-row scales are
     reordered; all other tensors are copied unchanged. A record states the new pairing: for a
-    folder, in a file beside the weights; for a single file, in its safetensors metadata or zip
-    comment. If the family's code reads the pairing from a key of config.json, that key is set as
-    well. Converting back removes the record and gives the original files of weights. Memory does
-    not grow with the checkpoint. ``out`` appears only once it is complete.
+    folder, in a file beside the weights; for a single file, in its metadata. If the family's code
+    reads the pairing from a key of config.json, that key is set as well. Converting back removes
+    the record and gives the original files of weights. Memory does not grow with the checkpoint.
+    ``out`` appears only once it is complete; until then it is written in the folder `<out>.partial`.
 
     Args:
-        checkpoint: a safetensors or torch file, an index of shards, or a folder with one of these.
-        out: path of the result: a file for a file, a folder for a folder.
+        checkpoint: a safetensors file, an index of shards, or a folder with one of these.
+        out: path of the result, which must not exist: a file for a file, a folder for a folder.
         to: ``"half"`` (channel i with i + rotary_dim / 2, like Llama in transformers) or
             ``"interleaved"`` (neighbours, like GPT-J and Meta's Llama).
         stated: facts that the checkpoint's configuration does not state.
-        force: replace an older result.
         dry_run: report what would change and write nothing.
         verify: check on random activations that scores are unchanged, before ``out`` appears. This
             shows that the rows moved as they should if the checkpoint had the pairing ``source``, not
@@ -115,8 +124,8 @@ def convert(
         ValueError: the checkpoint is of an unknown kind, damaged, quantised, or partly outside its folder;
             a layer lacks the projections that others have; a projection has another number of rows than the
             stated heads, or a layout that is not supported; its pairing is unknown, contradicted by its
-            weights, or already ``to``; ``out`` exists; or scores differ. ``out`` stays as it was.
-        OSError: files cannot be read or written; partial output is removed.
+            weights, or already ``to``; ``out`` exists; or scores differ.
+        OSError: files cannot be read or written, or the disk has too little space; nothing is left of the result.
     """
     if to not in ("half", "interleaved"):
         fail(f"to must be 'half' or 'interleaved' but got {to!r}")
@@ -124,32 +133,44 @@ def convert(
     found = open_checkpoint(Path(checkpoint))
     model = read_model(found, stated or Stated())
     target = Path(out)
-    _check_apart(found, target)
+    _check_target(found, target)
     if model.interleaved == interleaved:
         fail(
             f"the checkpoint is already {to} ({basis(model.who, model.assumed)}); --from overrides that"
         )
     plan = make_plan(found, model, every_layer=True)
-    given = stated is not None and stated.source is not None
-    warnings = _check_weights(plan, model, given)
-    files = _result_files(found, model, to)
-    check_target(target, folder=found.folder is not None, force=force, writes={*files, RECORD})
-    made = replace(_conversion(found, target, model, plan, interleaved, files), warnings=warnings)
+    warnings = _check_weights(plan, model)
+    made = replace(_conversion(found, target, model, plan, interleaved), warnings=warnings)
     if dry_run:
         return made
-    work = _Work(found, model, plan, interleaved, verify, report or (lambda *_: None))
-    if found.folder is None:
-        with placed_file(target, force) as stream:
-            shift = work.one(found.files[0], stream)
-            stream.flush()
-            proof = work.prove({found.files[0].path: Copied(Path(stream.name), shift)})
-    else:
-        with placed_folder(target, force) as folder:
-            proof = work.folder(folder, made)
+    free = shutil.disk_usage(target.parent).free
+    if free < made.disk:
+        why = f"the result needs {made.disk:,} bytes but the disk has {free:,} bytes free"
+        raise OSError(errno.ENOSPC, why, str(target))
+    report = report or (lambda *_: None)
+    with placed(target) as result:
+        copies = _copy(found, made, result, report, 0.8 if verify else 1.0)
+        _reorder(plan.changes, copies, interleaved)
+        proof = None
+        if verify:
+            proof = compare(plan.changes, copies, model, interleaved, report)
+        if found.folder is not None:
+            _mark(result, made, model, interleaved, proof)
     return replace(made, verified=proof, written=True)
 
 
-def _check_weights(plan: Plan, model: Model, given: bool) -> tuple[str, ...]:
+def _check_target(found: Checkpoint, target: Path) -> None:
+    if not target.name:
+        fail(f"OUT must have a name but got {str(target)!r}")
+    if not target.parent.is_dir():
+        fail(f"OUT must be in an existing folder but {target.parent} does not exist")
+    if os.path.lexists(target):
+        fail(f"OUT must not exist yet but {target} does: remove it, or choose another name")
+    if found.folder is not None and target.resolve().is_relative_to(found.folder.resolve()):
+        fail(f"OUT must not lie inside the checkpoint's folder but is {target}")
+
+
+def _check_weights(plan: Plan, model: Model) -> tuple[str, ...]:
     """Return doubts about the stated pairing; refuse weights that contradict what no user stated."""
     found = weigh(plan, model, layers=_LOOKED_AT)
     whence = basis(found.who, found.assumed)
@@ -158,7 +179,7 @@ def _check_weights(plan: Plan, model: Model, given: bool) -> tuple[str, ...]:
     if not found.contradicts:
         return ()
     odds = f"by chance at most once in {1.0 / max(found.chance, 1e-99):.0e} cases"
-    if given:
+    if model.stated.source is not None:
         return (f"the weights show {found.pairing}, not {found.stated} ({odds})",)
     fail(
         f"the checkpoint is {found.stated} ({whence}) but its weights show {found.pairing} ({odds}): pass "
@@ -166,51 +187,26 @@ def _check_weights(plan: Plan, model: Model, given: bool) -> tuple[str, ...]:
     )
 
 
-def _check_apart(found: Checkpoint, target: Path) -> None:
-    """Refuse a target that is the source, lies inside it, or contains it."""
-    real = target.resolve()
-    sources = [found.path.resolve(), *(weights.path.resolve() for weights in found.files)]
-    for source in sources:
-        if real == source or (target.exists() and source.exists() and target.samefile(source)):
-            fail(f"OUT must differ from the checkpoint but both are {target}")
-    home = found.home.resolve()
-    if found.folder is not None and (real.is_relative_to(home) or home.is_relative_to(real)):
-        fail(f"OUT must not lie inside the checkpoint's folder or contain it but is {target}")
-
-
-def _result_files(found: Checkpoint, model: Model, to: str) -> tuple[str, ...]:
-    if found.folder is None:
-        return (found.path.name,)
-    weights = [str(each.path.relative_to(found.folder)) for each in found.files]
-    index = [found.index.name] if found.index is not None else []
-    record = [] if _is_way_back(found.folder, model, to) else [RECORD]
-    return (*weights, *map(str, found.others), *index, *record)
-
-
-def _is_way_back(folder: Path, model: Model, to: str) -> bool:
-    """True if the result restores the pairing of the original, which had no record."""
-    if not (folder / RECORD).is_file():
-        return False
-    record = load_json(folder / RECORD)
-    source = None if model.interleaved is None else pairing_name(model.interleaved)
-    return record.get("pairing") == source and record.get("was") == to
-
-
 def _conversion(
-    found: Checkpoint,
-    target: Path,
-    model: Model,
-    plan: Plan,
-    interleaved: bool,
-    files: tuple[str, ...],
+    found: Checkpoint, target: Path, model: Model, plan: Plan, interleaved: bool
 ) -> Conversion:
+    to, source = pairing_name(interleaved), pairing_name(not interleaved)
+    files: list[str] = [target.name]
+    sources = list(found.files)
+    if found.folder is not None:
+        files = [path.relative_to(found.folder).as_posix() for path in found.files]
+        files += found.others
+        sources = [found.folder / name for name in files]
+        record = load(found.folder / RECORD) if (found.folder / RECORD).is_file() else {}
+        # On the way back, the result is the original, which had no record.
+        if (record.get("pairing"), record.get("was")) != (source, to):
+            files.append(RECORD)
     mark = model.mark if found.folder is not None and "config.json" in files else None
-    to = pairing_name(interleaved)
     notes = []
     if mark is None and model.native != interleaved:
         other = "neighbours" if interleaved else "channel i with i + rotary_dim / 2"
         call = f"RopeSpec(…, interleaved={interleaved})"
-        if found.folder is not None and {"config.json", "params.json"} & set(files):
+        if found.folder is not None and {"config.json", "params.json"} & {*files}:
             call = f'RopeSpec.from_config("{target}", interleaved={interleaved})'
         lacks = "the result has no config.json to state the pairing"
         if model.mark is None:
@@ -219,127 +215,134 @@ def _conversion(
     if plan.still:
         notes.append(f"layers without RoPE stay as they are: {', '.join(map(str, plan.still))}")
     return Conversion(
-        str(found.path),
-        str(target),
-        pairing_name(not interleaved),
-        to,
-        model.who,
-        describe(model),
-        tuple(dict.fromkeys(change.entry.name for change in plan.changes)),
-        plan.left,
-        plan.still,
-        (target.name,) if found.folder is None else files,
-        dict(found.ignored),
-        found.nbytes,
-        mark,
-        notes=tuple(notes),
-        assumed=model.assumed,
-    )
+        str(found.path), str(target), source, to, model.who, describe(model),
+        tuple(change.entry.name for change in plan.changes), plan.left, plan.still, tuple(files), found.ignored or {},
+        sum(path.stat().st_size for path in found.files), sum(path.stat().st_size for path in sources), mark,
+        notes=tuple(notes), assumed=model.assumed,
+    )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Work:
-    """A conversion in progress."""
+# --- the result -----------------------------------------------------------------------------------
 
-    found: Checkpoint
-    model: Model
-    plan: Plan
-    interleaved: bool
-    verify: bool
-    report: Report
-    done: list[int] = field(default_factory=lambda: [0])
 
-    def one(self, weights: Weights, stream: IO[bytes]) -> int:
-        """Write one file of weights; return by how many bytes its tensors begin later than before."""
-        total = max(self.found.nbytes, 1)
-        share = 0.8 if self.verify else 1.0
+def _copy(
+    found: Checkpoint, made: Conversion, result: Path, report: Report, share: float
+) -> dict[str, Entry]:
+    """Copy the files, with the new record in those that carry one; return the tensors of the copy by name."""
+    done = 0
+    copies: dict[str, Entry] = {}
+    pairs = dict.fromkeys(found.files, result)
+    if found.folder is not None:
+        names = (name for name in made.files if name != RECORD)
+        pairs = {found.folder / name: result / name for name in names}
+    for source, target in pairs.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(source, "rb") as reading, open(target, "xb") as writing:
+            had = found.files.get(source)
+            if had is not None or (source in found.files and found.folder is None):
+                header = reading.read(int.from_bytes(reading.read(8), "little"))
+                # The way back takes the record away.
+                record: Pairings | None = (made.to, made.source)
+                header = header_with(header, None if had and had[1] == made.to else record)
+                writing.write(len(header).to_bytes(8, "little") + header)
+            while part := reading.read(_BUFFER):
+                writing.write(part)
+                done += len(part)
+                report(share * min(done / max(made.disk, 1), 1.0), f"writing {source.name}")
+        if source in found.files:
+            copies |= {entry.name: entry for entry in read_header(target)[0]}
+    return copies
 
-        def progress(count: int) -> None:
-            self.done[0] += count
-            self.report(share * self.done[0] / total, f"writing {weights.path.name}")
 
-        return rewrite(
-            weights,
-            self._changes(weights),
-            self.interleaved,
-            stream,
-            progress,
-            record=self.found.folder is None,
+def _reorder(changes: Iterable[Change], copies: dict[str, Entry], interleaved: bool) -> None:
+    """Reorder rows of the copy in place; memory holds one head."""
+    for change in changes:
+        entry, width, unit = (
+            copies[change.entry.name],
+            change.width,
+            change.entry.nbytes // change.units,
         )
-
-    def _changes(self, weights: Weights) -> list[Change]:
-        return [change for change in self.plan.changes if change.entry.file == weights.path]
-
-    def prove(self, copies: dict[Path, Copied]) -> Verified | None:
-        """Verify the copies if requested."""
-        if not self.verify:
-            return None
-        return verify(
-            self.plan.changes,
-            copies,
-            self.model,
-            self.interleaved,
-            lambda fraction: self.report(0.8 + 0.2 * fraction, "comparing scores"),
-        )
-
-    def folder(self, folder: Path, made: Conversion) -> Verified | None:
-        """Fill a folder: the weights, the other files, and last the index, configuration and record."""
-        source = self.found.folder
-        if source is None:
-            fail("there is no folder to fill")
-        copies = {}
-        for weights in self.found.files:
-            path = folder / weights.path.relative_to(source)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "x+b") as stream:
-                shift = self.one(weights, stream)
-                _finish(stream)
-            copies[weights.path] = Copied(path, shift)
-        proof = self.prove(copies)
-        last = ["config.json"]
-        if self.found.index is not None:
-            last.insert(0, self.found.index.name)
-        for name in map(str, self.found.others):
-            if name not in last:
-                _copy(source / name, folder / name)
-        if self.found.index is not None:
-            _copy(self.found.index, folder / self.found.index.name)
-        if Path("config.json") in self.found.others:
-            text = (source / "config.json").read_text(encoding="utf-8")
-            if made.marked is not None:
-                text = marked(text, self.model.at, made.marked, self.interleaved)
-            _write(folder / "config.json", text)
-        if RECORD in made.files:
-            _write(folder / RECORD, json.dumps(_record(made, proof), indent=2) + "\n")
-        return proof
+        order = [source_row(row, width, interleaved) for row in range(width)]
+        with open(entry.file, "r+b") as stream, mmap.mmap(stream.fileno(), 0) as view:
+            for start in (*change.queries, *change.keys):
+                begin = entry.offset + start * unit
+                rows = view[begin : begin + width * unit]
+                view[begin : begin + width * unit] = b"".join(
+                    rows[n * unit : (n + 1) * unit] for n in order
+                )
+            view.flush()
 
 
-def _record(made: Conversion, proof: Verified | None) -> dict[str, object]:
-    return {
-        "pairing": made.to,
-        "was": made.source,
-        "by": f"tightrope {__version__}",
-        "model": made.model,
-        "files": list(made.files),
-        "changed": list(made.changed),
-        "verified": None if proof is None else vars(proof),
-    }
+def source_row(row: int, width: int, interleaved: bool) -> int:
+    """Return which of a head's ``width`` rotated rows moves to place ``row``.
+
+    Args:
+        interleaved: whether the rows become interleaved; otherwise they become half.
+
+    >>> [source_row(row, 6, True) for row in range(6)]
+    [0, 3, 1, 4, 2, 5]
+    >>> [source_row(row, 6, False) for row in range(6)]
+    [0, 2, 4, 1, 3, 5]
+    """
+    half = width // 2
+    if interleaved:
+        return row // 2 + row % 2 * half
+    return 2 * row if row < half else 2 * (row - half) + 1
 
 
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(source, "rb") as reading, open(target, "xb") as writing:
-        shutil.copyfileobj(reading, writing, 1 << 20)
-        _finish(writing)
+def _mark(
+    folder: Path, made: Conversion, model: Model, interleaved: bool, proof: Verified | None
+) -> None:
+    """State the pairing in the configuration, if its family's code reads it there, and in a record."""
+    if made.marked is not None:
+        path = folder / "config.json"
+        text = marked(path.read_bytes().decode(), model.at, made.marked, interleaved)
+        path.write_bytes(text.encode())
+    if RECORD in made.files:
+        record = {
+            "pairing": made.to,
+            "was": made.source,
+            "by": f"tightrope {__version__}",
+            "model": made.model,
+            "files": made.files,
+            "changed": made.changed,
+            "verified": None if proof is None else vars(proof),
+        }
+        (folder / RECORD).write_bytes(f"{json.dumps(record, indent=2)}\n".encode())
 
 
-def _write(target: Path, text: str) -> None:
-    with open(target, "x", encoding="utf-8", newline="") as writing:
-        writing.write(text)
-        _finish(writing)
+def marked(text: str, at: tuple[str, ...], key: str, interleaved: bool) -> str:
+    """Return a configuration that states the pairing. If possible, only the bytes of the key change.
 
+    Args:
+        text: a JSON object.
+        at: the keys that lead to the section.
+        key: a key of :data:`tightrope.config.keys.PAIRING`.
+        interleaved: the pairing to state.
 
-def _finish(stream: object) -> None:
-    """Flush a written file to the disk."""
-    stream.flush()  # type: ignore[attr-defined]
-    os.fsync(stream.fileno())  # type: ignore[attr-defined]
+    >>> marked('{"rope_interleave": true}', (), "rope_interleave", False)
+    '{"rope_interleave": false}'
+    """
+    value = interleaved == keys.PAIRING[key]
+    wanted = json.loads(text)
+    section = wanted
+    for name in at:
+        if not isinstance(section.get(name), dict):
+            fail(
+                f"config.json must have the section {'.'.join(at)} of the given configuration but has not"
+            )
+        section = section[name]
+    if section.get(key) is value:
+        return text
+    section[key] = value
+    literal = "true" if value else "false"
+    attempts = [re.sub(rf'("{key}"\s*:\s*)(?:true|false|null)', rf"\g<1>{literal}", text)]
+    if not at:
+        attempts.append(re.sub(r"\A(\s*\{)(\s*)", rf'\g<1>\g<2>"{key}": {literal},\g<2>', text))
+    for attempt in attempts:
+        try:
+            if json.loads(attempt) == wanted:
+                return attempt
+        except ValueError:
+            continue
+    return json.dumps(wanted, indent=2, ensure_ascii=False) + "\n"

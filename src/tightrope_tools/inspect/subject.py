@@ -13,8 +13,7 @@ from tightrope import config as reader
 from tightrope.config import LayerSpecs, Provenance, files
 from tightrope.spec import RopeSpec
 
-from ..convert._fail import pairing_name
-from ..convert.model import pairing_beside
+from ..convert.model import pairing_beside, pairing_name
 
 
 class Field(NamedTuple):

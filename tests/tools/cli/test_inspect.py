@@ -318,7 +318,7 @@ def test_a_url_is_not_taken_for_a_path(url: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(f"the checkpoint {about}")):
         convert(url, tmp_path / "out", to="half")
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=re.escape(f"the configuration {about}")):
+    with pytest.raises(ValueError, match=re.escape(f"a configuration {about}")):
         convert(tmp_path, tmp_path / "out", to="half", stated=Stated(config=url))
     # The name of a folder may end in a colon.
     there = tmp_path / "odd:" / "config.json"
