@@ -1,4 +1,4 @@
-"""How to call an unknown rotary function: one way to call it, and the search for that way."""
+"""One way to call an unknown rotary function, and the search for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to call or to change for each code of a finding. ``{spec}`` is the declared or the identified rotation."""
+"""The advice for each code of a finding. ``{spec}`` is the declared or the identified rotation."""
 
 _ROTATE = "call tightrope.functional.rotate(x, {spec}, positions)"
 

@@ -46,7 +46,7 @@ def wrapped(angle: torch.Tensor) -> torch.Tensor:
 
 
 def agree(a: torch.Tensor, b: torch.Tensor | float, tolerance: float = _ANGLE) -> torch.Tensor:
-    """Whether angles are equal within a tolerance, modulo a turn."""
+    """True where angles are equal within a tolerance, modulo a turn."""
     return wrapped(a - b).abs() <= tolerance
 
 
@@ -152,7 +152,7 @@ class Profile:
 
     @property
     def distances(self) -> set[int]:
-        """How far the channels of the pairs are apart."""
+        """The distances between the channels of the pairs."""
         return {pair.second - pair.first for pair in self.pairs}
 
     @property

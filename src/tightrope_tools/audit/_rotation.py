@@ -177,7 +177,7 @@ def signs_of(log: Log, profile: Profile) -> torch.Tensor:
     omegas, rates = profile.omegas, rates_of(log, profile)
     back = omegas < 0
     if rates is not None:
-        # At whole positions a frequency cannot be told from the same one plus a turn per position.
+        # At whole positions a frequency looks like the same one plus a turn per position.
         tolerance = _CLOSE * rates.abs()
         forward = wrapped(omegas - rates).abs() <= tolerance
         backward = wrapped(omegas + rates).abs() <= tolerance
