@@ -524,6 +524,9 @@ def _fit(subject: Subject) -> _Fit | None:
     y = subject.rotate(x, ids).detach().double().cpu()
     if way.form.takes_tables and not _is_sound(subject, x):
         return _Fit(subject, "") if way.names_its_form else None
+    ambiguous = way.form.takes_tables and not way.names_its_form
+    if ambiguous and bool((subject.rotate(x, [0] * _TOKENS) < 0).any()):
+        return None  # a quarter turn of positive numbers: sines in place of cosines
     # x is the same for all tokens and heads: positions make tokens differ, but not heads.
     if bool((y[:, :, 1:] - y[:, :, :1]).abs().amax(-1).min() > 1e-4):
         return _Fit(subject, "tokens")
@@ -532,10 +535,16 @@ def _fit(subject: Subject) -> _Fit | None:
 
 
 def _is_sound(subject: Subject, x: torch.Tensor) -> bool:
-    """True if tables of this format give a rotation, which preserves the length of x."""
-    y = subject.rotate(x, [1, 2, 3, 5, 7])
-    before, after = x.double().norm(dim=-1), y.detach().double().norm(dim=-1)
-    return bool(((after - before).abs() <= 1e-3 * before).all())
+    """True if tables of this format give a rotation, which preserves the length of x, at other sizes too."""
+    fewer = subject.laid_out(
+        torch.ones(subject.most_rows or 4, subject.most_heads or 2, 3, subject.head_dim)
+    )
+    for each, where in ((x, [1, 2, 3, 5, 7]), (fewer, [1, 2, 5])):
+        y = subject.rotate(each, where)
+        before, after = each.double().norm(dim=-1), y.detach().double().norm(dim=-1)
+        if not bool(((after - before).abs() <= 1e-3 * before).all()):
+            return False
+    return True
 
 
 def _gives_tables(subject: Subject) -> _Fit:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
 import random
+import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from tests.support import correct_functions
+from tests.support import correct_functions, planted_faults as planted
 from tests.support.correct_functions import Case
-from tightrope_tools.audit import audit
+from tightrope import Axes, RopeSpec, functional
+from tightrope.frequencies import Given
+from tightrope.nn import RotaryPositionalEmbedding
+from tightrope.positions import multi_axis
+from tightrope_tools.audit import assert_rope, audit
 
 ALL = list(correct_functions.cases())
 CHOSEN = random.Random(7).sample(ALL, 300)
@@ -40,3 +50,144 @@ def test_they_rotate() -> None:
     case = next(case for case in ALL if case.rule == "plain" and case.form == "x, positions")
     x = torch.randn(1, 1, 3, correct_functions.DIM)
     assert not torch.equal(case.make()(x, torch.arange(3)[None]), x)
+
+
+# --- this library and others ------------------------------------------------------------------------
+
+SPEC = RopeSpec(64)
+GIVEN = RopeSpec(64, scaling=Given.of(torch.linspace(3.0, 0.1, 16)), axes=Axes.blocks((16, 16)))
+OURS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "q, k": (lambda q, k: functional.rotate_qk(q, k, SPEC), {"spec": SPEC}),
+    "q, k, offset": (
+        lambda q, k, offset=0: functional.rotate_qk(q, k, SPEC, offset),
+        {"spec": SPEC},
+    ),
+    "in place": (lambda q, k, positions: functional.rotate_qk_(q, k, SPEC, positions), {}),
+    "bshd": (
+        lambda x, positions: functional.rotate(x, SPEC, positions, layout="bshd"),
+        {"spec": SPEC, "layout": "bshd"},
+    ),
+    "two axes": (
+        lambda x, where: functional.rotate(x, GIVEN, multi_axis(where)),
+        {"spec": GIVEN, "layout": "bhsd"},
+    ),
+    "apply_rotary_pos_emb": (functional.apply_rotary_pos_emb, {}),
+    "rotary_pos_embedding": (functional.rotary_pos_embedding, {}),
+    "RotaryPositionalEmbedding": (RotaryPositionalEmbedding(64), {}),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_call_of_this_library_is_not_condemned(name: str) -> None:
+    function, options = OURS[name]
+    report = audit(function, **options)
+    mutating = ("mutates", "strides") if name == "in place" else ()
+    assert set(report.codes) <= set(mutating), str(report)
+
+
+def functions_of(package: str) -> dict[str, Any]:
+    """The rotary functions of a library, one for each source, by module and name."""
+    found: dict[str, tuple[str, Any]] = {}
+    parent = pytest.importorskip(package)
+    for info in pkgutil.walk_packages(parent.__path__, f"{package}."):
+        last = info.name.rpartition(".")[2]
+        if package.startswith("transformers") and not last.startswith("modeling_"):
+            continue
+        try:
+            module = importlib.import_module(info.name)
+        except Exception:  # noqa: BLE001  # what a file needs may be absent
+            continue
+        for name, value in vars(module).items():
+            plain = inspect.unwrap(getattr(value, "forward", value))
+            if re.match(r"_?apply.*(rot|rope)", name) and inspect.isfunction(plain):
+                text = re.sub(r'""".*?"""', "", inspect.getsource(plain), flags=re.DOTALL)
+                found.setdefault(text, (f"{last}.{name}", value))
+    return dict(found.values())
+
+
+# Functions that take more tables, tensors or sizes than the audit passes: it says that it cannot call them.
+UNCALLED = {
+    "modeling_clvp.apply_rotary_pos_emb",
+    "modeling_edgetam_video.apply_rotary_pos_emb_2d_cross_attn",
+    "modeling_gemma4.apply_multidimensional_rope",
+    "embeddings.apply_rotary_emb_allegro",
+    "transformer_sana_wm._apply_rotary_emb",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("package", "least"), [("transformers.models", 35), ("diffusers.models", 15)]
+)
+def test_no_function_of_other_libraries_is_condemned(package: str, least: int) -> None:
+    every = functions_of(package)
+    assert len(every) >= least
+    for name, function in every.items():
+        report = audit(function)
+        wanted = ("cannot-call",) if name in UNCALLED else ()
+        assert report.codes == wanted, f"{name}: {report}"
+
+
+# --- faults crossed with forms ------------------------------------------------------------------------
+
+
+def in_bshd(function: planted.Fn) -> planted.Fn:
+    return lambda x, positions: function(x.transpose(1, 2), positions).transpose(1, 2)
+
+
+def of_both(function: planted.Fn) -> planted.Fn:
+    return planted.on_both(function, function)
+
+
+def by_ids(function: planted.Fn) -> planted.Fn:
+    return lambda hidden, position_ids: function(hidden, position_ids)
+
+
+WRAPPED = {"bshd": in_bshd, "q, k, positions": of_both, "other names": by_ids}
+CROSSED = [
+    (form, name)
+    for form in WRAPPED
+    for name, fault in planted.FAULTS.items()
+    # Within a function that transposes, a fault about memory breaks every call.
+    if fault.good is planted.rope and (form != "bshd" or not fault.code.startswith("strides"))
+]
+
+
+@pytest.mark.one_in(12)
+@pytest.mark.parametrize(("form", "name"), CROSSED)
+def test_a_fault_is_found_and_named_first_in_every_form(form: str, name: str) -> None:
+    fault = planted.FAULTS[name]
+    options = {"head_dim": planted.DIM, **fault.options}
+    spec = None if fault.spec is None else RopeSpec(**fault.spec)
+    report = audit(WRAPPED[form](fault.bad()), spec=spec, **options)
+    assert report.codes[:1] == (fault.code,), str(report)
+
+
+@pytest.mark.parametrize("spec", [None, SPEC])
+def test_a_rotation_along_the_wrong_dimension(spec: RopeSpec | None) -> None:
+    def heads_as_tokens(x: torch.Tensor) -> torch.Tensor:
+        return functional.rotate(x, SPEC, layout="bshd")
+
+    report = audit(heads_as_tokens, spec=spec, layout="bhsd", head_dim=64)
+    assert report.codes == ("heads",), str(report)
+    assert report.findings[0].sentence.startswith("It rotates along the heads")
+    assert 'layout="bhsd"' in report.findings[0].mend
+
+
+def test_signs_folded_into_the_sines() -> None:
+    """A function that adds both products needs sines of which the first half is negated."""
+
+    def folded(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return x * cos[:, None] + x.roll(x.shape[-1] // 2, -1) * sin[:, None]
+
+    report = audit(folded, head_dim=64)
+    assert report.codes == ("sign-missing",), str(report)
+    assert "torch.cat((-sin, sin), -1)" in report.findings[0].mend
+
+
+def test_assert_rope() -> None:
+    assert_rope(lambda x, positions: functional.rotate(x, SPEC, positions), SPEC)
+    other = RopeSpec(64, 5e5)
+    with pytest.raises(AssertionError, match=r"ERROR base: The base is 10000; 500000 was declared"):
+        assert_rope(lambda x, positions: functional.rotate(x, SPEC, positions), other)
