@@ -118,3 +118,24 @@ def test_the_source_decides_and_not_its_layout() -> None:
     lost = FunctionType(compile("lambda x: x", "<nowhere>", "eval").co_consts[0], space)
     assert _known.key_of([lost]) is None
     assert _known.lookup(None) is None
+
+
+LIMIT = 3
+
+
+def with_limit(x: torch.Tensor, longest: int = LIMIT) -> torch.Tensor:
+    return x * longest
+
+
+def with_number(x: torch.Tensor, longest: int = -3) -> torch.Tensor:
+    return x * longest
+
+
+def with_class(x: torch.Tensor) -> torch.Tensor:
+    return x * Candidate.tokens  # type: ignore[operator]
+
+
+def test_a_function_that_depends_on_more_than_its_source_has_no_key() -> None:
+    assert key_of(with_number) is not None
+    assert key_of(with_limit) is None
+    assert key_of(with_class) is None
