@@ -172,14 +172,19 @@ def _near(log: Log, profile: Profile, expected: Expected, dtype: torch.dtype) ->
         return
     if not causes and log.found(*_ENDS):
         return
-    worst = positions[int(error.amax((0, 2)).argmax())]
+    # Show the first clear error, else the largest.
+    sizes = error.amax((0, 2)).tolist()
+    worst, size = next(
+        ((p, each) for p, each in zip(positions, sizes) if each > 0.08),
+        (positions[sizes.index(max(sizes))], max(sizes)),
+    )
     # Without a known cause, report only that angles are wrong.
     for code, fault in causes or [("far-angles", "Angles are wrong")]:
         log.add(
             code,
             "error",
             f"{fault}{'' if dtype == torch.float32 else f', for {SHORT[dtype]} x'}.",
-            f"at position {worst:,} a cosine or sine is off by {float(error.max()):.3g}",
+            f"at position {worst:,} a cosine or sine is off by {size:.3g}",
         )
 
 
