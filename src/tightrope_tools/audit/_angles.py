@@ -92,11 +92,14 @@ def expected_of(log: Log, profile: Profile, declared: bool) -> Expected | None:
         turning = [omega for omega, pair in zip(exact, slots, strict=True) if pair in profile.pairs]
         return tuple(omega * sign for omega, sign in zip(turning, signs, strict=True))
 
-    loose = not declared and log.identity is not None and log.identity.loose
-    if loose and spec is not None:
-        rates = signed(spec.frequencies().exact)
-        exact = torch.tensor([abs(float(rate)) for rate in rates], dtype=torch.float64)
-        loose = not is_rounded(profile.omegas.abs(), exact)
+    loose = log.identity is not None and log.identity.loose and not declared
+    if spec is not None and not declared:
+        rates = [float(rate) for rate in signed(spec.frequencies().exact)]
+        exact = torch.tensor(rates, dtype=torch.float64)
+        # A base or a factor that was rounded to few digits gives other angles far away.
+        gap = float((profile.omegas - exact).abs().max()) - 2 * profile.noise / profile.farthest
+        loose = loose or gap > 2.0**-22 * float(exact.abs().max())
+        loose = loose and not is_rounded(profile.omegas.abs(), exact.abs())
     if spec is None or loose:
         return Expected(decimals(profile.omegas), starts, profile.shift, False)
     longer = (lambda length: signed(spec.frequencies(length).exact)) if by_length else None
@@ -159,6 +162,7 @@ def _near(log: Log, profile: Profile, expected: Expected, dtype: torch.dtype) ->
     positions, seen = _accepted(log, profile, ODD, dtype)
     exact = expected.table(positions)
     step = max(torch.finfo(each).eps for each in (dtype, profile.table))
+    step *= 1 if profile.amplitude == 1.0 else 2  # the factor may be rounded by itself
     slack = torch.tensor([0.6 * step + 3 * expected.bound(p) + 1e-6 for p in positions])[:, None]
     error = (seen - exact).abs().nan_to_num(math.inf)
     if bool((error <= slack).all()):

@@ -222,6 +222,7 @@ def _check_all(log: Log) -> None:
         _rotation.check_relative(log)
     _rotation.check_keys(log, profile)
     _rotation.check_gradients(log)
+    _behaviour.check_alone(log)
 
 
 def _add_unchecked(log: Log, spec: RopeSpec) -> None:

@@ -427,15 +427,36 @@ def _shapes(log: Log) -> None:
             severity = "warning" if tokens else "note"
             log.add("shapes", severity, f"An x with {name} is refused.", str(error))
             continue
-        if one_by_one and not log.found("heads"):
-            size = apart(torch.cat(one_by_one).reshape(x.shape), y)
-            if size > _SAME:
-                log.add(
-                    "shape-dependent",
-                    "error",
-                    f"An x with {name} is rotated differently from its heads and rows one by one.",
-                    f"the results differ by up to {size:.3g}",
-                )
+        if log.found("heads"):
+            continue
+        if one_by_one and (size := apart(torch.cat(one_by_one).reshape(x.shape), y)) > _SAME:
+            log.add(
+                "shape-dependent",
+                "error",
+                f"An x with {name} is rotated differently from its heads and rows one by one.",
+                f"the results differ by up to {size:.3g}",
+            )
+
+
+def check_alone(log: Log) -> None:
+    """Check that a token alone is rotated like the same token among others; runs if no error was found."""
+    name = "a token alone is rotated like the same token among others"
+    if log.found() or not (log.subject.way.takes_ids or "offset" in log.subject.way.roles):
+        log.skip(name, "it takes no positions" if not log.found() else "there are errors")
+        return
+    with log.check(name) as subject:
+        x, where = subject.random(1, 4, 80, seed=16), [*range(3, 83)]
+        y = subject.rotate(x.clone(), where)
+        few = (0, 1, 5, 79)
+        alone = [subject.rotate(x[:, :, i : i + 1].clone(), where[i : i + 1]) for i in few]
+        size = apart(torch.cat(alone, 2), y[:, :, few])
+        if size > _SAME:
+            log.add(
+                "shape-dependent",
+                "error",
+                "A token alone is rotated differently from the same token among others.",
+                f"the results differ by up to {size:.3g}, as when decoding goes on after a prompt",
+            )
 
 
 def _grouped(log: Log, subject: Subject) -> None:

@@ -61,6 +61,8 @@ def undisturbed() -> Iterator[None]:
         redirect_stdout(io.StringIO()),
         warnings.catch_warnings(),
         torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.enable_grad(),
     ):
         warnings.simplefilter("ignore")
         yield
@@ -310,8 +312,8 @@ class Subject:
         way = self.way
         args = [values[each.role] for each in way.arguments if not each.keyword]
         named = {str(each.name): values[each.role] for each in way.arguments if each.keyword}
-        fn = fresh(self.fn, self.make) if self.renew else self.fn
         try:
+            fn = fresh(self.fn, self.make) if self.renew else self.fn
             return fn(*args, **named)
         except KeyboardInterrupt:
             raise
@@ -343,7 +345,22 @@ class Subject:
             turned = torch.stack((-y[..., 1::2], y[..., ::2]), -1).flatten(-2)
         else:
             turned = torch.cat((-y[..., n // 2 :], y[..., : n // 2]), -1)
-        return torch.cat((y * cos + turned * sin, x[..., n:]), -1)
+        try:
+            return torch.cat(((y * cos + turned * sin).to(x.dtype), x[..., n:]), -1)
+        except RuntimeError as error:
+            raise CallFailed(f"its tables do not fit x: {describe_error(error)}") from error
+
+
+def gradient(y: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of x for an incoming gradient; None if y does not depend on x.
+
+    Raises:
+        CallFailed: the backward pass raised an exception.
+    """
+    try:
+        return torch.autograd.grad(y, x, out, allow_unused=True)[0] if y.requires_grad else None
+    except Exception as error:  # foreign code
+        raise CallFailed(describe_error(error)) from error
 
 
 def fresh(
@@ -351,7 +368,10 @@ def fresh(
 ) -> Callable[..., Any]:
     """Return a new function or a copy; the same function if it cannot be copied."""
     if make is not None:
-        return make()
+        try:
+            return make()
+        except Exception as error:  # foreign code
+            raise CallFailed(f"the factory raised {describe_error(error)}") from error
     try:
         return copy.deepcopy(fn)
     except Exception:  # noqa: BLE001  # copying may raise anything
@@ -366,6 +386,8 @@ def like(result: Any, x: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(result, torch.Tensor):
         raise CallFailed(f"it returned {type(result).__name__}, not a tensor")
+    if result.device.type == "meta" or result.layout != torch.strided:
+        raise CallFailed("it returned a tensor without dense values")
     if result.shape != x.shape:
         got, wanted = tuple(result.shape), tuple(x.shape)
         raise CallFailed(f"it returned shape {got} for x of shape {wanted}")
@@ -577,10 +599,10 @@ def _dims_of(fn: Callable[..., Any]) -> list[int]:
     hints = []
     owner = getattr(owner, "rotary", owner)
     if isinstance(owner, nn.Module):
-        sizes = [getattr(owner, name, None) for name in _HINTS]
+        sizes = [vars(owner).get(name) for name in _HINTS]
         hints += [size for size in sizes if isinstance(size, int) and not isinstance(size, bool)]
         for name in ("inv_freq", "freqs"):
-            held = getattr(owner, name, None)
+            held = owner._buffers.get(name, vars(owner).get(name))
             if isinstance(held, torch.Tensor) and held.ndim == 1:
                 hints.append(2 * held.numel())
     hints = [value for value in hints if 2 <= value <= 1024 and value % 2 == 0]

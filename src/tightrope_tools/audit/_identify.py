@@ -148,7 +148,7 @@ def _bases(omegas: Sequence[float]) -> Iterator[float]:
     """Yield candidates for the base, from fast pairs, which scaling leaves unchanged."""
     count = len(omegas)
     for k in (1, 2, max(1, count // 8), max(1, count // 4)):
-        if k < count and omegas[k] < 1:
+        if k < count and 1e-6 < omegas[k] < 1:
             yield _nice(omegas[k] ** -(count / k), 1e-5 * count / k)
 
 

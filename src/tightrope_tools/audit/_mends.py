@@ -17,7 +17,9 @@ MENDS = {
     "sign": "negate the sines, or the positions: tightrope.functional.rotate(x, {spec}, -positions) turns as this "
     "function does",
     "sign-missing": "subtract: (u cos − v sin, v cos + u sin); or, if the function is made for sines that hold the "
-    "sign, pass torch.cat((-sin, sin), -1)",
+    "sign, pass torch.cat((-sin, sin), -1) for half pairing, torch.stack((-sin, sin), -1).flatten(-2) for interleaved",
+    "fast": "declare the rotation with spec=",
+    "blocks": "audit a function of one block",
     "swapped-tables": "pass cosines first and then sines, as the parameters are named",
     "not-a-rotation": "use the same cosine and the same sine for both channels: (u cos − v sin, v cos + u sin)",
     "not-linear": "audit the rotation alone, without the norm or the activation around it",

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from ._call import CallFailed, Subject
+from ._call import CallFailed, Subject, gradient
 
 # Powers of two and 0, 3, 5: all dtypes represent them.
-NEAR = (0, 1, 2, 3, 4, 5, 8, 16, 64)
+NEAR = (0, 1, 2, 3, 4, 5, 8, 16, 32)
 _FAR = (512, 1024, 4096, 65536, 1_048_576)
 # Integers up to 2^24 are exact in float32, and so is their product with a frequency if they are powers of
 # two; other positions show how positions and angles are rounded.
@@ -68,7 +68,16 @@ def matrices(
     dim, count = subject.head_dim, len(positions)
     eye = torch.eye(dim, dtype=dtype)[:, None, None, :]
     x = subject.laid_out(eye.expand(dim, subject.most_heads or 2, count, dim))
-    y = subject.rotate_qk(x.clone(), x, positions)[1] if keys else subject.rotate(x, positions)
+
+    def turned(some: torch.Tensor) -> torch.Tensor:
+        if keys:
+            return subject.rotate_qk(some.clone(), some, positions)[1]
+        return subject.rotate(some, positions)
+
+    try:
+        y = turned(x)
+    except CallFailed:  # it may refuse so many rows
+        y = torch.cat([turned(row) for row in x.split(1)])
     return y[:, 0].detach().cpu().double().permute(1, 2, 0)
 
 
@@ -161,8 +170,18 @@ class Profile:
         if self.distances == {1}:
             return True if len(self.pairs) > 1 or self.rotary_dim > 2 else None
         if len(self.distances) == 1 and self.rotary_dim == 2 * min(self.distances):
-            return False
+            return None if self.blocks > 1 else False
         return None
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks of half pairs, one after the other; 0 if the pairs are no such blocks."""
+        if len(self.distances) != 1 or self.distances == {1}:
+            return 0
+        width = 2 * min(self.distances)
+        places = {(pair.first - self.start) // width for pair in self.pairs}
+        inside = all((pair.first - self.start) % width < width // 2 for pair in self.pairs)
+        return len(places) if inside else 0
 
     @property
     def start(self) -> int:
@@ -300,20 +319,20 @@ def _measure_angles(profile: Profile, limit: int | None) -> None:
     profile.reach = _reach(profile)
     # Which length below the limit is the last one with the same frequencies is not known.
     last = profile.reach if limit is None else min(profile.reach, limit // 2)
-    powers = [p for p in _POWERS if 64 <= p < last] or [64]
+    powers = [p for p in _POWERS if 64 <= p < last] or [32]
     seen = profile.tables(powers)
     narrow = (each for each in NARROW if torch.equal(_cast(seen, each), seen))
     profile.table = next(narrow, torch.float32)
     profile.omegas = wrapped(angles[near.index(3)] - angles[near.index(2)])
     profile.intercepts = wrapped(angles[near.index(2)] - 2 * profile.omegas)
-    _refine(profile, [4, 8, 16, 64], angles[[near.index(p) for p in (4, 8, 16, 64)]], 0.3)
+    _refine(profile, [4, 8, 16, 32], angles[[near.index(p) for p in (4, 8, 16, 32)]], 0.3)
     profile.intercepts = wrapped(angles[near.index(2)] - 2 * profile.omegas)
     shift = shift_of(profile.omegas, profile.intercepts, 2 * profile.noise)
     # If position 0 is right, later positions are off: that is no offset.
     if shift and abs(shift) < profile.reach // 2 and float(angles[0].abs().max()) > 1e-3:
         profile.shift = shift
         profile.reach += min(shift, 0)
-        powers = [p for p in powers if shift <= p < min(profile.reach, last)] or [64]
+        powers = [p for p in powers if shift <= p < min(profile.reach, last)] or [32]
         seen = profile.tables(profile.given(powers))
     _refine(profile, powers, torch.atan2(seen[1], seen[0]), 0.5, profile.starts)
 
@@ -437,7 +456,7 @@ def arithmetic_of(
     x = subject.random(1, 1, len(positions), dtype=dtype, seed=3).requires_grad_()
     out = subject.random(1, 1, len(positions), dtype=dtype, seed=4)
     y = subject.rotate(x * 1.0, profile.given(positions))
-    back = torch.autograd.grad(y, x, out)[0] if y.requires_grad else None
+    back = gradient(y, x, out)
     cos, sin = tables.float()
     kinds = {SHORT[profile.table if dtype == torch.float32 else torch.float32]: (cos, sin)}
     if dtype != torch.float32:
@@ -504,6 +523,7 @@ def shares_of(
     far = torch.randint(0, reach, (32,), generator=torch.Generator().manual_seed(5)).tolist()
     positions = [*range(min(96, reach)), *far]
     found: dict[str, tuple[float, float | None]] = {}
+    keys = a.subject.way.takes_keys and b.subject.way.takes_keys
     for dtype in dtypes:
         results = []
         for subject in (a.subject, b.subject):
@@ -513,10 +533,14 @@ def shares_of(
             )
             x.requires_grad_()
             try:
-                y = subject.rotate(x * 1.0, positions)
+                if keys:
+                    y = torch.cat(subject.rotate_qk(x * 1.0, x * 2.0, positions))
+                    out = torch.cat((out, out))
+                else:
+                    y = subject.rotate(x * 1.0, positions)
+                by_x = gradient(y, x, out)
             except CallFailed:
                 continue
-            by_x = torch.autograd.grad(y, x, out)[0] if y.requires_grad else None
             results.append((y.detach(), by_x))
         if len(results) == 2:
             (y, by_x), (z, by_z) = results
