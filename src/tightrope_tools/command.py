@@ -29,7 +29,7 @@ import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .cli._output import CLOSED, FINDING, MISTAKE, Mistake
 
@@ -46,6 +46,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise Mistake(message)
+
+    def print_help(self, file: Any = None) -> None:
+        # The method of argparse ignores a closed pipe and a full disk.
+        (file or sys.stdout).write(self.format_help())
 
 
 def main() -> int:
