@@ -99,6 +99,8 @@ def draw(path: Path, inspections: Sequence[Inspection]) -> None:
         _errors(panels[-1], curves, several)
         for letter, axes in zip("abcd", panels, strict=False):
             axes.set_title(f"{letter}   {axes.get_title(loc='left')}")
+            if axes.axison:
+                legend_below(axes)
         save(figure, path)
 
 
@@ -146,7 +148,6 @@ def _short(name: str) -> str:
 
 
 def _wavelengths(axes: Axes, curves: list[_Curve]) -> None:
-    axes.set_title("Wavelength of each pair")
     for place, curve in enumerate(curves):
         turning = [pair for pair in curve.pairs if math.isfinite(pair.wavelength)]
         count = max(len(curve.pairs), 1)
@@ -162,7 +163,7 @@ def _wavelengths(axes: Axes, curves: list[_Curve]) -> None:
             label=curve.label,
             zorder=2.1 if not curve.filled else 3 + 0.1 * place,
         )
-    axes.set_yscale("log")
+    axes.set(title="Wavelength of each pair", yscale="log")
     axes.set(xlabel="pair of channels", ylabel="positions per turn")
     context = max(curve.context for curve in curves)
     lines = {context: f"context, {context:,}"}
@@ -174,7 +175,6 @@ def _wavelengths(axes: Axes, curves: list[_Curve]) -> None:
             text, (0.01, length), xycoords=("axes fraction", "data"), xytext=(0, 3),
             textcoords="offset points", fontsize=8.5, color=INK,
         )  # fmt: skip
-    legend_below(axes)
 
 
 def _scaling(axes: Axes, curves: list[_Curve]) -> None:
@@ -190,15 +190,11 @@ def _scaling(axes: Axes, curves: list[_Curve]) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, 0.9), max(high, 2.2))
-    slow = [
-        pair.index
-        for pair in curves[0].pairs
-        if pair.turns_trained is not None and pair.turns_trained < 1
-    ]
+    known = [pair for pair in curves[0].pairs if pair.turns_trained is not None]
+    slow = [pair.index for pair in known if (pair.turns_trained or 0) < 1]
     if slow and len(curves) == 1:
         axes.axvspan(slow[0] - 0.5, slow[-1] + 0.5, color=MUTED, alpha=0.14, lw=0,
                      label="no whole turn in training")  # fmt: skip
-    legend_below(axes)
 
 
 def _disagreement(axes: Axes, curves: list[_Curve]) -> None:
@@ -213,18 +209,15 @@ def _disagreement(axes: Axes, curves: list[_Curve]) -> None:
         if mine.shape != theirs.shape:
             continue
         apart = (mine - theirs).double().abs().amax(-1) * (2 * math.pi * 2.0**-64)
-        where, worst = _binned(positions, apart)
-        axes.plot(where, worst.clamp_min(1e-6), color=curve.colour, lw=1.5, label=curve.label)
+        _plot_worst(axes, positions, apart, 1e-6, color=curve.colour, lw=1.5, label=curve.label)
         drawn = True
     if not drawn:
         axes.text(0.5, 0.5, "numbers of pairs differ", ha="center", color=MUTED,
                   transform=axes.transAxes)  # fmt: skip
         axes.set_axis_off()
         return
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set(xlabel="position", ylabel="largest difference of any pair, rad", ylim=(None, 6))
-    legend_below(axes)
+    axes.set(xscale="log", yscale="log", xlabel="position", ylim=(None, 6))
+    axes.set_ylabel("largest difference of any pair, rad")
 
 
 def _decay(axes: Axes, curves: list[_Curve]) -> None:
@@ -246,9 +239,7 @@ def _decay(axes: Axes, curves: list[_Curve]) -> None:
         style = "-" if curve.filled else "--"
         axes.plot(middles, means, style, color=curve.colour, lw=1.4, label=curve.label)
     axes.axhline(0, color=MUTED, lw=0.8)
-    axes.set_xscale("log")
-    axes.set(xlabel="distance, positions", ylabel="mean of cos over pairs")
-    legend_below(axes)
+    axes.set(xscale="log", xlabel="distance, positions", ylabel="mean of cos over pairs")
 
 
 def _errors(axes: Axes, curves: list[_Curve], several: bool) -> None:
@@ -274,8 +265,8 @@ def _errors(axes: Axes, curves: list[_Curve], several: bool) -> None:
         ]
     errors = {one: errors_at(one.spec, positions, one.context) for one, *_ in lines}
     for one, method, label, colour, dashes, width in lines:
-        where, worst = _binned(positions, errors[one][method].cummax(0).values)
-        axes.plot(where, worst.clamp_min(1e-9), color=colour, lw=width, ls=dashes, label=label)
+        worst = errors[one][method].cummax(0).values
+        _plot_worst(axes, positions, worst, 1e-9, color=colour, lw=width, ls=dashes, label=label)
     axes.axhline(
         ROUNDINGS["bfloat16"], color=MUTED, lw=1.1, ls=(0, (6, 2, 1, 2)),
         label="rounding of a bfloat16",
@@ -285,10 +276,8 @@ def _errors(axes: Axes, curves: list[_Curve], several: bool) -> None:
         "context", (context, 2.5e-7), xytext=(-3, 0),
         textcoords="offset points", fontsize=8.5, color=INK, rotation=90, ha="right", va="bottom",
     )  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set(xlabel="position", ylabel="largest error of any pair", ylim=(1e-8, 6))
-    legend_below(axes)
+    axes.set(xscale="log", yscale="log", xlabel="position", ylim=(1e-8, 6))
+    axes.set_ylabel("largest error of any pair")
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -300,12 +289,12 @@ def _scores(curve: _Curve, distances: torch.Tensor) -> torch.Tensor:
     return cos.mean(-1)
 
 
-def _binned(positions: torch.Tensor, values: torch.Tensor) -> tuple[list[float], torch.Tensor]:
-    """Return the centres of twelfths of an octave, and the largest value in each."""
+def _plot_worst(
+    axes: Axes, positions: torch.Tensor, values: torch.Tensor, floor: float, **style: Any
+) -> None:
+    """Plot the largest value in each twelfth of an octave of positions, but at least ``floor``."""
     place = (positions.double().log2() * 12).floor().long()
     kinds, inverse = place.unique(return_inverse=True)
-    worst = torch.zeros(len(kinds), dtype=torch.float64).scatter_reduce(
-        0, inverse, values.double(), "amax"
-    )
-    where: list[float] = (2.0 ** ((kinds.double() + 0.5) / 12)).tolist()
-    return where, worst
+    worst = torch.full((len(kinds),), floor, dtype=torch.float64)
+    worst.scatter_reduce_(0, inverse, values.double(), "amax")
+    axes.plot(2.0 ** ((kinds.double() + 0.5) / 12), worst, **style)

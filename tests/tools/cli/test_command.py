@@ -124,6 +124,17 @@ def test_without_the_extra(missing: tuple[str, ...]) -> None:
     ]
 
 
+def test_help_needs_no_extra() -> None:
+    script = (
+        "import sys; sys.modules.update(dict.fromkeys(('matplotlib', 'safetensors')));"
+        "from tightrope_tools.command import main; sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "inspect", "--help"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has this device")
 @pytest.mark.parametrize(

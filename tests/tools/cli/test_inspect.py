@@ -129,6 +129,11 @@ def test_several_are_compared_with_the_first(folder: Path) -> None:
     assert output.count("They differ.") == 1
 
 
+def test_options_may_stand_between_configurations(folder: Path) -> None:
+    one, other = folder / "llama-3", folder / "llama-3.1"
+    assert run(one, "--context", "4096", other) == run(one, other, "--context", "4096")
+
+
 def test_numbers_of_pairs_that_differ(tmp_path: Path, folder: Path) -> None:
     path = tmp_path / "spec.json"
     path.write_text(json.dumps(RopeSpec(64).to_dict()))
