@@ -83,7 +83,7 @@ def check_commands() -> None:
     """`python -m tightrope` works; without the extra, the tools name it."""
     command = [sys.executable, "-m", "tightrope"]
     print(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
-    if find_spec("typer") is None:
+    if find_spec("matplotlib") is None:
         command = [sys.executable, "-m", "tightrope_tools", "info"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 2, f"the tools cannot work without their extra: {done}"

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from .environment import read_environment
 
-TOOLS = ("typer", "rich", "matplotlib", "safetensors")
+TOOLS = ("matplotlib", "safetensors")
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ __all__ = ["Environment", "read_environment"]
 #: Optional libraries whose versions are reported.
 PACKAGES = (
     "transformers", "triton", "rotary-embedding-torch", "onnxruntime", "jax", "safetensors", "gguf",
-    "typer", "rich", "matplotlib",
+    "matplotlib",
 )  # fmt: skip
 
 

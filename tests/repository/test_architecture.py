@@ -365,7 +365,7 @@ def test_a_stale_exception_is_rejected() -> None:
 
 # --- the cost of an import ------------------------------------------------------------------------
 
-HEAVY = ("triton", "typer", "rich", "matplotlib", "torch._dynamo", "torch._inductor")
+HEAVY = ("triton", "matplotlib", "safetensors", "torch._dynamo", "torch._inductor")
 
 # Runs one statement after `import torch` and reports the modules that it imports and the device
 # functions that it calls.
@@ -415,13 +415,13 @@ def test_heavy_imports_are_seen() -> None:
     # Two are really imported; the others may not be installed, so modules of their names are faked.
     statement = "import torch._dynamo, torch._inductor; "
     statement += "sys.modules.update({name: sys for name in %r})"
-    heavy, _ = cost_of(statement % ["triton.language", "typer", "rich.console", "matplotlib"])
+    heavy, _ = cost_of(statement % ["triton.language", "matplotlib.axes", "safetensors"])
     assert heavy == set(HEAVY)
 
 
 def test_a_touched_device_is_seen_and_a_lighter_namesake_is_not_heavy() -> None:
     # The last statement fakes an initialised device on a machine without one.
-    statement = "sys.modules['rich_text'] = sys; "
+    statement = "sys.modules['matplotlib_text'] = sys; "
     statement += "torch.cuda.is_available(); torch.accelerator.device_count(); "
     heavy, asked = cost_of(statement + "torch.cuda._initialized = True")
     assert heavy == set()

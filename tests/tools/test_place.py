@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.support.command import call
 from tests.support.helpers import full_disk, left_as_it_was
 from tightrope import RopeSpec
-from tightrope_tools.cli import app
+from tightrope_tools.command import main
 from tightrope_tools.place import partial_path, placed, write_whole
 
 
@@ -38,9 +38,9 @@ def test_a_full_disk_leaves_what_was_there(
         out.write_text("older", encoding="utf-8")
     arguments = [*(word.format(spec=spec) for word in command)]
     with full_disk(500):
-        result = CliRunner().invoke(app.app, [*arguments, str(out)])
-    assert result.exit_code == 1, result.output
-    assert result.stderr.splitlines()[-1] == f"Error: {out}: File too large."
+        code, output, error = call(main, *arguments, out)
+    assert code == 1, output
+    assert error.splitlines()[-1] == f"Error: {out}: File too large."
     left_as_it_was(folder, name, older)
 
 

@@ -60,7 +60,7 @@ def test_the_module_prints_the_environment(
         name for name, _ in environment.read_environment().rows()
     ]
     assert "tightrope --help" in tools
-    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
     assert program.main() == 0
     assert "pip install 'tightrope[tools]'" in capsys.readouterr().out.splitlines()[-1]
 

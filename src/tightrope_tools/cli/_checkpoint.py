@@ -5,20 +5,25 @@ Most of them state facts that the checkpoint's configuration may lack.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..convert import Stated
 
 #: The keys of ``convert.naming.NAMINGS``, here because help must not import torch.
 NAMINGS = (
-    "llama", "meta", "phi", "hunyuan", "stablelm", "phi3", "qwen3_next", "gpt_neox", "persimmon", "falcon",
-    "internlm2", "megatron", "chatglm", "gptj", "codegen", "dbrx", "modernbert", "deepseek", "glm_moe_dsa",
-    "longcat_flash", "bert", "moonshine",
-)  # fmt: skip
+    "llama, meta, phi, hunyuan, stablelm, phi3, qwen3_next, gpt_neox, persimmon, falcon, "
+    "internlm2, megatron, chatglm, gptj, codegen, dbrx, modernbert, deepseek, glm_moe_dsa, "
+    "longcat_flash, bert, moonshine"
+)
+
+CHECKPOINT = "a safetensors file, an index of shards, or a folder with one of these"
+_NAMING_HELP = (
+    f"naming scheme of the projections: {NAMINGS}; or names of your own, such as "
+    "layers.*.attn.q_k_v_proj=qkv"
+)
 
 # Advice in the library's errors -> the same with the options of these commands.
 SPELLED = {
@@ -35,64 +40,34 @@ SPELLED = {
     r"with start if": "with --start if",
 }
 
-Checkpoint = Annotated[
-    Path,
-    typer.Argument(
-        metavar="CHECKPOINT",
-        help="A safetensors file, an index of shards, or a folder with one of these.",
-    ),
-]
-Config = Annotated[
-    str | None,
-    typer.Option(
-        "--config",
-        metavar="PATH",
-        help="The configuration; by default the one next to the weights.",
-    ),
-]
-NoConfig = Annotated[
-    bool, typer.Option("--no-config", help="Set the configuration next to the weights aside.")
-]
-Section = Annotated[
-    str | None,
-    typer.Option("--section", help="Part of a nested configuration, such as text_config."),
-]
-Source = Annotated[
-    str | None,
-    typer.Option("--from", metavar="half|interleaved", help="The pairing of the checkpoint."),
-]
-Naming = Annotated[
-    str | None,
-    typer.Option(
-        "--naming",
-        help=f"Naming scheme of the projections: {', '.join(NAMINGS)}; or names of your own, such as "
-        "layers.*.attn.q_k_v_proj=qkv.",
-    ),
-]
-Prefix = Annotated[
-    str | None, typer.Option("--prefix", help="Name prefix of the layers, if they have several.")
-]
-Packing = Annotated[
-    str | None,
-    typer.Option(
-        "--packing", metavar="blocks|grouped|quarters", help="Order of the heads in a fused qkv."
-    ),
-]
-Heads = Annotated[int | None, typer.Option("--heads", help="Number of query heads.")]
-KvHeads = Annotated[int | None, typer.Option("--kv-heads", help="Number of key heads.")]
-HeadDim = Annotated[int | None, typer.Option("--head-dim", help="Channels of one head.")]
-RotaryDim = Annotated[
-    int | None, typer.Option("--rotary-dim", help="Channels of a head that rotate.")
-]
-Start = Annotated[int | None, typer.Option("--start", help="First channel that rotates.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `convert` and `detect` share."""
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    add(
+        "--config", metavar="PATH", help="the configuration; by default the one next to the weights"
+    )
+    add("--no-config", action="store_true", help="set the configuration next to the weights aside")
+    add("--section", help="part of a nested configuration, such as text_config")
+    add("--naming", help=_NAMING_HELP)
+    add("--prefix", help="name prefix of the layers, if they have several")
+    add("--packing", help="order of the heads in a fused qkv: blocks, grouped or quarters")
+    add("--heads", type=int, help="number of query heads")
+    add("--kv-heads", type=int, help="number of key heads")
+    add("--head-dim", type=int, help="channels of one head")
+    add("--rotary-dim", type=int, help="channels of a head that rotate")
+    add("--start", type=int, help="first channel that rotates")
 
 
-def collect(**options: object) -> Stated:
-    """Return the options as one object."""
+def stated(options: argparse.Namespace) -> Stated:
+    """Return what the options state about the checkpoint."""
     from ..convert import Stated
 
-    naming = options["naming"]
-    if isinstance(naming, str) and "=" in naming:
-        options["naming"] = dict(part.partition("=")[::2] for part in naming.split(","))
-    return Stated(**options)  # type: ignore[arg-type]
+    names = [each.name for each in dataclasses.fields(Stated)]
+    values = {name: vars(options)[name] for name in names if name in options}
+    if options.no_config:
+        values["config"] = False
+    if options.naming is not None and "=" in options.naming:
+        values["naming"] = dict(part.partition("=")[::2] for part in options.naming.split(","))
+    return Stated(**values)

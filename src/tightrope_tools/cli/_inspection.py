@@ -2,118 +2,106 @@
 
 import math
 
-from rich.console import Console
-from rich.text import Text
-
-from ..inspect import Comparison, Inspection, PairRow, PartReport
-from ..inspect._compare import LOST, NOTICED, Difference, PartComparison
-from ..inspect.exactness import EXACT, FLOAT32, MEANING, WORDS
-from ..text import printable
-from ._tables import facts, titled
+from ..inspect import Comparison, Field, Inspection, Note, PairRow, PartReport
+from ..inspect._compare import LOST, NOTICED, PartComparison
+from ..inspect.exactness import EXACT, FLOAT32, MEANING
+from ._output import show, show_table
 
 _SHOWN = 14
 
 
-def print_inspection(console: Console, found: Inspection, *, every: bool) -> None:
+def show_inspection(found: Inspection, *, every: bool) -> None:
     """Print the report on one configuration."""
-    _line(console, found.name, style="bold")
-    _line(console, found.form)
+    show(found.name, "bold")
+    show(found.form)
     for part in found.parts:
-        console.print()
-        _print_part(console, part, every=every)
+        show()
+        _show_part(part, every=every)
     for without in found.without:
-        console.print()
-        _line(console, f"{without.name}: {without.why_not}")
+        show()
+        show(f"{without.name}: {without.why_not}")
 
 
-def print_comparison(console: Console, comparison: Comparison) -> None:
+def show_comparison(comparison: Comparison) -> None:
     """Print how two configurations and their angles differ."""
-    one, other = comparison.one, comparison.other
-    names = [
-        (mark, printable(f"{each.name} ({each.form})")) for mark, each in zip("AB", (one, other))
-    ]
-    console.print(facts(names))
+    both = {"A": comparison.one, "B": comparison.other}
+    show_table([(mark, f"{each.name} ({each.form})") for mark, each in both.items()])
     for part in comparison.parts:
-        console.print()
-        _print_part_comparison(console, part)
+        show()
+        _show_part_comparison(part)
     if comparison.unmatched:
-        _line(console, f"Only in one of them: {', '.join(comparison.unmatched)}.")
-    for mark, each in (("A", one), ("B", other)):
+        show(f"Only in one of them: {', '.join(comparison.unmatched)}.")
+    for mark, each in both.items():
         for note in each.warnings:
-            _bullet(console, f"warning, {mark}", note.text, style="bold yellow")
-    console.print()
-    _line(console, "Alike." if comparison.alike else "They differ.", style="bold")
+            _show_note(note, f", {mark}")
+    show()
+    show("Alike." if comparison.alike else "They differ.", "bold")
 
 
 # --- one configuration ----------------------------------------------------------------------------
 
 
-def _print_part(console: Console, part: PartReport, *, every: bool) -> None:
+def _show_part(part: PartReport, *, every: bool) -> None:
     if part.name:
         layers = "" if part.part.layers is None else f" ({part.part.layers} layers)"
-        _line(console, f"{part.name}{layers}", style="bold")
-    fields = titled("Fields")
-    fields.add_column("field", no_wrap=True)
-    fields.add_column("value", overflow="fold", max_width=28)
-    fields.add_column("source", overflow="fold")
-    for each in part.part.fields:
-        fields.add_row(printable(each.name), Text(_value(each.value)), Text(printable(each.source)))
+        show(f"{part.name}{layers}", "bold")
+    fields = [(each.name, _value(each.value), each.source) for each in part.part.fields]
     if part.part.context is not None:
         key, length = part.part.context
-        fields.add_row("context", f"{length:,}", Text(printable(key)))
-    console.print(fields)
+        fields.append(("context", f"{length:,}", key))
+    show("Fields", "bold")
+    show_table(fields, ("field", "value", "source"))
     scales = [f"attention scaling {part.attention_scaling:.6g} on rotated channels"]
     if part.softmax_scaling != 1.0:
         scales.append(f"softmax scale times {part.softmax_scaling:.6g}, in the model")
-    _line(console, "; ".join(scales) + ".")
-    console.print()
-    _print_pairs(console, part, every=every)
-    console.print()
-    _print_exactness(console, part)
+    show("; ".join(scales) + ".")
+    show()
+    _show_pairs(part, every=every)
+    show()
+    _show_exactness(part)
     if part.notes:
-        console.print()
+        show()
     for note in part.notes:
-        kind, style = ("warning", "bold yellow") if note.warning else ("note", "bold")
-        _bullet(console, kind, note.text, style=style)
+        _show_note(note)
 
 
-def _print_pairs(console: Console, part: PartReport, *, every: bool) -> None:
+def _show_note(note: Note, mark: str = "") -> None:
+    if note.warning:
+        show_table([(f"warning{mark}", note.text)], style="warning")
+    else:
+        show_table([("note", note.text)])
+
+
+def _show_pairs(part: PartReport, *, every: bool) -> None:
     pairs = part.pairs
     if not pairs:
-        _line(console, "No channel rotates.")
+        show("No channel rotates.")
         return
     shown = list(pairs) if every else _chosen(pairs)
-    count = f"{len(pairs)} pairs" if len(shown) == len(pairs) else f"{len(shown)} of {len(pairs)}"
-    more = "" if len(shown) == len(pairs) else "; --all shows every one"
-    table = titled(f"Pairs ({count}{more})")
+    whole = len(shown) == len(pairs)
+    count = (
+        f"{len(pairs)} pairs" if whole else f"{len(shown)} of {len(pairs)}; --all shows every one"
+    )
     scaled = part.spec.scaling is not None
-    columns = ["pair", "channels"]
-    columns += ["axis"] if any(pair.axis is not None for pair in shown) else []
-    columns += ["head"] if any(pair.head is not None for pair in shown) else []
-    columns += ["wavelength"]
-    columns += ["unscaled", "scaling"] if scaled else []
+    columns = {
+        "pair": [str(pair.index) for pair in shown],
+        "channels": [f"{pair.channels[0]}, {pair.channels[1]}" for pair in shown],
+    }
+    if any(pair.axis is not None for pair in shown):
+        columns["axis"] = [str(pair.axis) for pair in shown]
+    if any(pair.head is not None for pair in shown):
+        columns["head"] = [str(pair.head) for pair in shown]
+    columns["wavelength"] = [_wavelength(pair.wavelength) for pair in shown]
+    if scaled:
+        columns["unscaled"] = [_wavelength(pair.unscaled) for pair in shown]
+        columns["scaling"] = [pair.effect for pair in shown]
     if part.context is not None:
-        columns.append(f"turns in {part.context:,}")
+        columns[f"turns in {part.context:,}"] = [_turns(pair.turns) for pair in shown]
     if part.trained is not None and part.trained != part.context:
-        columns.append(f"in {part.trained:,}, unscaled" if scaled else f"in {part.trained:,}")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for pair in shown:
-        cells = {
-            "pair": str(pair.index),
-            "channels": f"{pair.channels[0]}, {pair.channels[1]}",
-            "axis": str(pair.axis),
-            "head": str(pair.head),
-            "wavelength": _wavelength(pair.wavelength),
-            "unscaled": _wavelength(pair.unscaled),
-            "scaling": pair.effect,
-        }
-        row = [cells[column] for column in columns if column in cells]
-        row += [_turns(pair.turns)] if part.context is not None else []
-        if len(row) < len(columns):
-            row.append(_turns(pair.turns_trained))
-        table.add_row(*row)
-    console.print(table)
+        heading = f"in {part.trained:,}, unscaled" if scaled else f"in {part.trained:,}"
+        columns[heading] = [_turns(pair.turns_trained) for pair in shown]
+    show(f"Pairs ({count})", "bold")
+    show_table(list(zip(*columns.values(), strict=True)), list(columns), left=0)
 
 
 def _chosen(pairs: tuple[PairRow, ...]) -> list[PairRow]:
@@ -144,26 +132,23 @@ def _kind(pair: PairRow) -> str:
     return f"{pair.slower:.9g}" if float(pair.slower).is_integer() else "between"
 
 
-def _print_exactness(console: Console, part: PartReport) -> None:
+def _show_exactness(part: PartReport) -> None:
     exactness = part.exactness
-    table = titled("Largest error of a cosine or sine, by how angles are computed")
-    table.add_column("angles", overflow="fold")
-    for length in exactness.lengths:
-        table.add_column(f"to {length:,}", justify="right")
-    for method in exactness.methods:
-        name = Text(method.name, style="bold" if method.name == WORDS else "")
-        name.append(f"\n{MEANING[method.name]}", style="dim")
-        table.add_row(name, *(f"{error:.1e}" for error in method.errors))
-    console.print(table)
+    rows = [
+        (f"{method.name}\n{MEANING[method.name]}", *(f"{error:.1e}" for error in method.errors))
+        for method in exactness.methods
+    ]
+    header = ["angles", *(f"to {length:,}" for length in exactness.lengths)]
+    show("Largest error of a cosine or sine, by how angles are computed", "bold")
+    show_table(rows, header, left=1, style="")
     plain = exactness.method(FLOAT32).reach
-    _line(
-        console,
+    show(
         f"Largest exact context: {EXACT:,} positions with phase words; with float32 angles "
         f"{_reach(plain['bfloat16'])} within bfloat16 rounding, {_reach(plain['float16'])} within "
-        "float16 rounding.",
+        "float16 rounding."
     )
     if part.spec.axis_count > 1:
-        _line(console, "These errors are at positions whose coordinates are all equal.")
+        show("These errors are at positions whose coordinates are all equal.")
 
 
 def _reach(reach: int) -> str:
@@ -176,61 +161,41 @@ def _reach(reach: int) -> str:
 # --- two configurations ---------------------------------------------------------------------------
 
 
-def _print_part_comparison(console: Console, part: PartComparison) -> None:
+def _show_part_comparison(part: PartComparison) -> None:
     names = {part.one.name, part.other.name}
     if names != {""}:
         title = part.one.name if len(names) == 1 else f"A {part.one.name} | B {part.other.name}"
-        _line(console, title, style="bold")
+        show(title, "bold")
     if part.differences:
-        table = titled("Fields that differ")
-        table.add_column("field", no_wrap=True)
-        table.add_column("A", overflow="fold")
-        table.add_column("B", overflow="fold")
-        for each in part.differences:
-            table.add_row(each.field, *_sides(each))
-        console.print(table)
+        show("Fields that differ", "bold")
+        rows = [(each.field, _side(each.one), _side(each.other)) for each in part.differences]
+        show_table(rows, ("field", "A", "B"))
     for reason in part.why:
-        _bullet(console, "differs", f"{reason}.", style="bold")
+        show_table([("differs", f"{reason}.")])
     if not part.why:
-        text = "Every angle is the same" + (" nevertheless." if part.differences else ".")
-        _line(console, text)
+        show("Every angle is the same" + (" nevertheless." if part.differences else "."))
     apart = part.disagreement
     if apart is None:
-        _line(console, "Their angles cannot be compared pair by pair.")
+        show("Their angles cannot be compared pair by pair.")
     elif apart.largest:
-        _bullet(
-            console,
-            "angles",
+        text = (
             f"disagree by up to {apart.largest:.4g} rad over {apart.context:,} positions (pair "
             f"{apart.pair}, position {apart.position:,}); by {NOTICED} rad {_from(apart.noticed)}, "
-            f"by {LOST:g} rad {_from(apart.lost)}.",
-            style="bold",
+            f"by {LOST:g} rad {_from(apart.lost)}."
         )
+        show_table([("angles", text)])
 
 
 def _from(position: int | None) -> str:
     return "nowhere" if position is None else f"from position {position:,}"
 
 
-def _sides(difference: Difference) -> list[Text]:
-    cells = []
-    for each in (difference.one, difference.other):
-        cell = Text("-" if each.value is None else _value(each.value))
-        if each.source:
-            cell.append(f"\n{printable(each.source)}", style="dim")
-        cells.append(cell)
-    return cells
+def _side(field: Field) -> str:
+    value = "-" if field.value is None else _value(field.value)
+    return f"{value}\n{field.source}" if field.source else value
 
 
 # --- formatting -----------------------------------------------------------------------------------
-
-
-def _line(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(printable(text), style=style))
-
-
-def _bullet(console: Console, name: str, text: str, *, style: str) -> None:
-    console.print(facts([(name, text)], style))
 
 
 def _value(value: object) -> str:
@@ -238,7 +203,7 @@ def _value(value: object) -> str:
         return f"[{value[0]}, {value[1]}, … {len(value) - 3} more …, {value[-1]}]"
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return f"{value:.1f}"
-    return printable(str(value))
+    return str(value)
 
 
 def _wavelength(value: float) -> str:

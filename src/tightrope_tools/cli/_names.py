@@ -21,12 +21,10 @@ def grouped(names: Iterable[str]) -> list[tuple[str, int]]:
             groups.setdefault((name, ""), [])
     made = []
     for (before, after), numbers in groups.items():
-        if not numbers:
-            made.append((before, 1))
-        elif len(numbers) == 1:
-            made.append((f"{before}{numbers[0]}{after}", 1))
-        else:
-            made.append((f"{before}{{{_ranges(sorted(numbers))}}}{after}", len(numbers)))
+        several = (
+            f"{{{_ranges(sorted(numbers))}}}" if len(numbers) > 1 else "".join(map(str, numbers))
+        )
+        made.append((f"{before}{several}{after}", max(len(numbers), 1)))
     return made
 
 

@@ -1,20 +1,29 @@
-"""`tightrope convert`: rewrite a checkpoint for the other pairing of channels."""
+"""Rewrite query and key projections for the other pairing of channels.
+
+Only channels move: names and shapes of tensors stay. All other tensors keep
+their bytes, and converting back gives the same weight files.
+
+The checkpoint is only read, and OUT, which must not exist, appears only once
+it is complete.
+
+Exit codes: 0 done, 1 a system error, 2 invalid arguments; on an error nothing
+is written.
+
+Example:
+
+  tightrope convert llama-3-8b llama-3-8b-interleaved --to interleaved --verify
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-from rich.console import Console
-
-from . import _checkpoint as option
-from ._console import Ticker, make_console
-from ._mistakes import as_mistakes
+from . import _checkpoint
 from ._names import grouped, size
-from ._tables import facts
+from ._output import as_mistakes, progress, show_json, show_table
 
 if TYPE_CHECKING:
     from ..convert import Conversion
@@ -22,78 +31,44 @@ if TYPE_CHECKING:
 _MOST_LEFT = 12
 
 
-def convert(
-    checkpoint: option.Checkpoint,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Path of the result.")],
-    to: Annotated[
-        str, typer.Option("--to", metavar="half|interleaved", help="The pairing of the result.")
-    ],
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the changes; write nothing.")
-    ] = False,
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="Check on random activations that scores are unchanged."),
-    ] = False,
-    as_json: option.AsJson = False,
-    config: option.Config = None,
-    no_config: option.NoConfig = False,
-    section: option.Section = None,
-    source: option.Source = None,
-    naming: option.Naming = None,
-    prefix: option.Prefix = None,
-    packing: option.Packing = None,
-    heads: option.Heads = None,
-    kv_heads: option.KvHeads = None,
-    head_dim: option.HeadDim = None,
-    rotary_dim: option.RotaryDim = None,
-    start: option.Start = None,
-) -> None:
-    """Rewrite query and key projections for the other pairing of channels.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    add("checkpoint", metavar="CHECKPOINT", help=_checkpoint.CHECKPOINT)
+    add("out", metavar="OUT", help="path of the result")
+    add("--to", required=True, metavar="half|interleaved", help="the pairing of the result")
+    add("--from", dest="source", metavar="half|interleaved", help="the pairing of the checkpoint")
+    add("--dry-run", action="store_true", help="list the changes; write nothing")
+    add(
+        "--verify",
+        action="store_true",
+        help="check on random activations that scores are unchanged",
+    )
+    _checkpoint.add_arguments(parser)
 
-    Only channels move: names and shapes of tensors stay. All other tensors keep their bytes, and converting back gives the same weight files.
 
-    The checkpoint is only read, and OUT, which must not exist, appears only once it is complete.
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
+    from ..convert import convert
 
-    Exit codes: 0 done, 1 a system error, 2 invalid arguments; on an error nothing is written.
-
-    Example:
-
-    `tightrope convert llama-3-8b llama-3-8b-interleaved --to interleaved --verify`
-    """
-    from ..convert import convert as convert_checkpoint
-
-    console = make_console()
-    with as_mistakes(option.SPELLED), Ticker(make_console(stderr=True), "convert") as ticker:
-        done = convert_checkpoint(
-            checkpoint,
-            out,
-            to=to,
-            stated=option.collect(
-                config=False if no_config else config,
-                section=section,
-                source=source,
-                naming=naming,
-                prefix=prefix,
-                packing=packing,
-                heads=heads,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                rotary_dim=rotary_dim,
-                start=start,
-            ),
-            dry_run=dry_run,
-            verify=verify,
-            report=None if as_json else ticker.update,
+    with as_mistakes(_checkpoint.SPELLED), progress("convert") as report:
+        done = convert(
+            Path(options.checkpoint),
+            Path(options.out),
+            to=options.to,
+            stated=_checkpoint.stated(options),
+            dry_run=options.dry_run,
+            verify=options.verify,
+            report=None if options.json else report,
         )
-    if as_json:
-        text = json.dumps(dataclasses.asdict(done), indent=2)
-        console.print(text, markup=False, soft_wrap=True)
+    if options.json:
+        show_json(dataclasses.asdict(done))
     else:
-        _show(console, done)
+        _show(done)
+    return 0
 
 
-def _show(console: Console, done: Conversion) -> None:
+def _show(done: Conversion) -> None:
     from ..convert.model import basis
 
     whence = basis(done.source_from, done.assumed)
@@ -120,7 +95,7 @@ def _show(console: Console, done: Conversion) -> None:
     rows += [("warning", warning) for warning in done.warnings]
     rows += [("note", note) for note in done.notes]
     rows.append(("written" if done.written else "dry run", _end(done)))
-    console.print(facts(rows))
+    show_table(rows)
 
 
 def _end(done: Conversion) -> str:

@@ -1,73 +1,48 @@
-"""`tightrope detect`: detect the pairing of a checkpoint from its weights."""
+"""Detect the pairing of a checkpoint from its weights, with a confidence.
+
+Exit codes: 0 detected, 1 not detectable or not the pairing that the files
+state, 2 invalid arguments.
+
+Example:
+
+  tightrope detect llama-3-8b
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
-from . import _checkpoint as option
-from ._console import Ticker, make_console
-from ._mistakes import as_mistakes
-from ._tables import facts
+from . import _checkpoint
+from ._output import FINDING, as_mistakes, progress, show_json, show_table
 
 if TYPE_CHECKING:
     from ..convert import Detection
 
 
-def detect(
-    checkpoint: option.Checkpoint,
-    as_json: option.AsJson = False,
-    config: option.Config = None,
-    no_config: option.NoConfig = False,
-    section: option.Section = None,
-    naming: option.Naming = None,
-    prefix: option.Prefix = None,
-    packing: option.Packing = None,
-    heads: option.Heads = None,
-    kv_heads: option.KvHeads = None,
-    head_dim: option.HeadDim = None,
-    rotary_dim: option.RotaryDim = None,
-    start: option.Start = None,
-) -> None:
-    """Detect the pairing of a checkpoint from its weights, with a confidence.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=_checkpoint.CHECKPOINT)
+    _checkpoint.add_arguments(parser)
 
-    Exit codes: 0 detected, 1 not detectable or not the pairing that the files state, 2 invalid
-    arguments.
 
-    Example:
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
+    from ..convert import detect
 
-    `tightrope detect llama-3-8b`
-    """
-    from ..convert import detect as detect_pairing
-
-    with as_mistakes(option.SPELLED), Ticker(make_console(stderr=True), "detect") as ticker:
-        found = detect_pairing(
-            checkpoint,
-            stated=option.collect(
-                config=False if no_config else config,
-                section=section,
-                naming=naming,
-                prefix=prefix,
-                packing=packing,
-                heads=heads,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                rotary_dim=rotary_dim,
-                start=start,
-            ),
-            report=None if as_json else ticker.update,
+    with as_mistakes(_checkpoint.SPELLED), progress("detect") as report:
+        found = detect(
+            Path(options.checkpoint),
+            stated=_checkpoint.stated(options),
+            report=None if options.json else report,
         )
-    console = make_console()
-    if as_json:
-        document = {**dataclasses.asdict(found), "contradicts": found.contradicts}
-        console.print(json.dumps(document, indent=2), markup=False, soft_wrap=True)
+    if options.json:
+        show_json({**dataclasses.asdict(found), "contradicts": found.contradicts})
     else:
-        console.print(facts(_rows(found)))
-    if found.pairing is None or found.contradicts:
-        raise typer.Exit(1)
+        show_table(_rows(found))
+    return FINDING if found.pairing is None or found.contradicts else 0
 
 
 def _rows(found: Detection) -> list[tuple[str, str]]:

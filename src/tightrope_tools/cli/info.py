@@ -1,53 +1,41 @@
-"""`tightrope info`: versions, backends, hardware."""
+"""Show versions, usable backends, why a faster one is unavailable, and the hardware.
+
+Exit codes: 0 success, 1 the required backend is not usable, 2 invalid arguments.
+
+Examples:
+
+  tightrope info --json
+  tightrope info --require cpu || echo 'plain torch runs'
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import json
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from ._console import make_console
-from ._mistakes import FINDING, stop
-from ._tables import facts
+from ._output import FINDING, Mistake, show_json, show_table
 
 
-def info(
-    require: Annotated[
-        str | None,
-        typer.Option(metavar="BACKEND", help="Exit with code 1 if this backend cannot run here."),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
-) -> None:
-    """Show versions, usable backends, why a faster one is unavailable, and the hardware.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    add("--require", metavar="BACKEND", help="exit with code 1 if this backend cannot run here")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
 
-    Exit codes: 0 success, 1 the required backend is not usable, 2 invalid arguments.
 
-    Examples:
-
-    `tightrope info --json`
-
-    `tightrope info --require cpu || echo 'plain torch runs'`
-    """
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
     import tightrope
     from tightrope.environment import read_environment
 
-    console = make_console()
     found = read_environment()
+    require = options.require
     if require is not None and require not in found.backends:
-        stop(f"--require must be one of {', '.join(found.backends)} but got {require!r}.")
-    if as_json:
-        everything = {
-            **dataclasses.asdict(found),
-            "installed_at": str(Path(tightrope.__file__).parent),
-        }
-        text = json.dumps(everything, indent=2, allow_nan=False)
-        console.print(text, markup=False, soft_wrap=True)
+        raise Mistake(f"--require must be one of {', '.join(found.backends)} but got {require!r}.")
+    if options.json:
+        installed = str(Path(tightrope.__file__).parent)
+        show_json({**dataclasses.asdict(found), "installed_at": installed})
     else:
-        console.print(facts(found.rows()))
-    if require is not None and found.backends[require] is not None:
-        raise typer.Exit(FINDING)
+        show_table(found.rows())
+    return FINDING if require is not None and found.backends[require] is not None else 0

@@ -1,21 +1,28 @@
-"""`tightrope inspect`: show a model's rotary embedding, and how those of two models differ."""
+"""Show a model's rotary embedding, with warnings about it.
+
+Shows the spec, the keys that state its fields, wavelengths, the effect of
+scaling, and the largest context with exact angles.
+
+With several configurations, shows how they differ and by how much their angles
+disagree.
+
+Exit codes: 0 nothing to report, 1 a warning or a difference, 2 invalid
+arguments or an invalid file.
+
+Examples:
+
+  tightrope inspect Llama-3.1-8B/config.json --plot llama.png
+  tightrope inspect model.gguf config.json --context 131072
+"""
 
 from __future__ import annotations
 
-import json
+import argparse
+import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from rich.console import Console
-
-from ..text import printable
-from ._console import make_console
-from ._mistakes import FINDING, as_mistakes, stop
-
-if TYPE_CHECKING:
-    from ..inspect import Comparison, Inspection
+from ._output import FINDING, Mistake, add_pairing, as_mistakes, show_json, write_line
 
 # Keyword arguments in the library's error sentences -> command-line options.
 _SPELLED = {
@@ -31,131 +38,70 @@ _SPELLED = {
 }
 
 
-def inspect(
-    configs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="CONFIG",
-            show_default=False,
-            help="config.json, params.json, a folder with one of them, a .gguf file, or the JSON of a "
-            "RopeSpec. With several, each is compared with the first.",
-        ),
-    ],
-    context: Annotated[
-        int | None,
-        typer.Option(
-            metavar="POSITIONS", help="Context length; by default that of the configuration."
-        ),
-    ] = None,
-    section: Annotated[
-        str | None,
-        typer.Option(
-            help="Part of a nested configuration, such as text_config; '' is its outer level."
-        ),
-    ] = None,
-    layer_type: Annotated[
-        str | None, typer.Option(help="Layer type, where layers differ, such as full_attention.")
-    ] = None,
-    interleaved: Annotated[
-        bool | None,
-        typer.Option(
-            "--interleaved/--half",
-            show_default=False,
-            help="The pairing, where the configuration does not state it.",
-        ),
-    ] = None,
-    rotary_dim: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of channels that rotate, where the configuration does not state it."
-        ),
-    ] = None,
-    start: Annotated[
-        int | None, typer.Option(help="First channel that rotates; by default 0.")
-    ] = None,
-    rope_layers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="all|TYPES",
-            help="Layers that rotate, where the configuration does not state it: all, or their types, "
-            "separated by commas.",
-        ),
-    ] = None,
-    lenient: Annotated[
-        bool, typer.Option("--lenient", help="Warn about unknown RoPE keys instead of failing.")
-    ] = False,
-    every: Annotated[bool, typer.Option("--all", help="Show every pair of channels.")] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False,
-            metavar="FILE",
-            help="Draw a picture: .png, .pdf or .svg.",
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
-) -> None:
-    """Show a model's rotary embedding, with warnings about it.
+_CONFIG = (
+    "config.json, params.json, a folder with one of them, a .gguf file, or the JSON of a RopeSpec; with several, each is "
+    "compared with the first"
+)
+_LAYERS = "layers that rotate, where the configuration does not state it: all, or their types, separated by commas"
+_CHANNELS = "number of channels that rotate, where the configuration does not state it"
 
-    Shows the spec, the keys that state its fields, wavelengths, the effect of scaling, and the
-    largest context with exact angles.
 
-    With several configurations, shows how they differ and by how much their angles disagree.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    add("configs", nargs="+", metavar="CONFIG", help=_CONFIG)
+    add("--context", type=int, help="context length; by default that of the configuration")
+    add(
+        "--section",
+        help="part of a nested configuration, such as text_config; '' is its outer level",
+    )
+    add("--layer-type", help="layer type, where layers differ, such as full_attention")
+    add_pairing(parser, "the pairing, where the configuration does not state it")
+    add("--rotary-dim", type=int, help=_CHANNELS)
+    add("--start", type=int, help="first channel that rotates; by default 0")
+    add("--rope-layers", metavar="all|TYPES", help=_LAYERS)
+    add("--lenient", action="store_true", help="warn about unknown RoPE keys instead of failing")
+    add("--all", action="store_true", help="show every pair of channels")
+    add("--plot", metavar="FILE", help="draw a picture: .png, .pdf or .svg")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
 
-    Exit codes: 0 nothing to report, 1 a warning or a difference, 2 invalid
-    arguments or an invalid file.
 
-    Examples:
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
+    from ..inspect import compare, inspect
+    from ._inspection import show_comparison, show_inspection
 
-    `tightrope inspect Llama-3.1-8B/config.json --plot llama.png`
-
-    `tightrope inspect model.gguf config.json --context 131072`
-    """
-    from ..inspect import compare, inspect as look_at
-    from . import _inspection as report
-
-    console = make_console()
+    names = ("context", "section", "layer_type", "interleaved", "rotary_dim", "start")
+    stated = {name: getattr(options, name) for name in names}
+    layers = options.rope_layers
+    stated["rope_layers"] = layers if layers in (None, "all") else layers.split(",")
     with warnings.catch_warnings(record=True) as caught, as_mistakes(_SPELLED):
         warnings.simplefilter("always", UserWarning)
-        options: dict[str, Any] = {
-            "context": context, "section": section, "layer_type": layer_type,
-            "strict": not lenient, "interleaved": interleaved, "rotary_dim": rotary_dim, "start": start,
-            "rope_layers": rope_layers if rope_layers in (None, "all") else rope_layers.split(","),
-        }  # fmt: skip
-        found = [look_at(path, **options) for path in configs]
+        found = [
+            inspect(Path(path), strict=not options.lenient, **stated) for path in options.configs
+        ]
         for each in found:
             if not each.parts:
-                stop(f"{each.name} has no rotation here: {each.without[0].why_not}.")
+                raise Mistake(f"{each.name} has no rotation here: {each.without[0].why_not}.")
         comparisons = [compare(found[0], other) for other in found[1:]]
     for warning in caught:
-        text = f"Warning: {printable(str(warning.message))}"
-        make_console(stderr=True).print(text, markup=False, soft_wrap=True)
-    if plot is not None:
+        write_line(f"Warning: {warning.message}", sys.stderr)
+    if options.plot is not None:
+        from ..inspect.plot import draw
+
         with as_mistakes():
-            _draw(plot, found)
-    if as_json:
-        _print_json(console, found, comparisons)
+            draw(Path(options.plot), found)
+    if options.json:
+        document = {"configs": [each.to_dict() for each in found]}
+        if comparisons:
+            document["comparisons"] = [each.to_dict() for each in comparisons]
+        show_json(document)
     elif comparisons:
         for comparison in comparisons:
-            report.print_comparison(console, comparison)
+            show_comparison(comparison)
     else:
-        report.print_inspection(console, found[0], every=every)
-    if plot is not None and not as_json:
-        console.print(f"picture  {plot}", markup=False, soft_wrap=True)
-    if any(each.warnings for each in found) or not all(each.alike for each in comparisons):
-        raise typer.Exit(FINDING)
-
-
-def _draw(path: Path, found: list[Inspection]) -> None:
-    from ..inspect.plot import draw
-
-    draw(path, found)
-
-
-def _print_json(console: Console, found: list[Inspection], comparisons: list[Comparison]) -> None:
-    document: dict[str, Any] = {"configs": [each.to_dict() for each in found]}
-    if comparisons:
-        document["comparisons"] = [each.to_dict() for each in comparisons]
-    console.print(json.dumps(document, indent=2, allow_nan=False), markup=False, soft_wrap=True)
+        show_inspection(found[0], every=options.all)
+    if options.plot is not None and not options.json:
+        write_line(f"picture  {options.plot}", sys.stdout)
+    warned = any(each.warnings for each in found)
+    return FINDING if warned or not all(each.alike for each in comparisons) else 0

@@ -150,30 +150,18 @@ def _matched(
 ) -> tuple[list[tuple[PartReport, PartReport]], tuple[str, ...]]:
     if len(one.parts) == 1 or len(other.parts) == 1:
         return [(a, b) for a in one.parts for b in other.parts], ()
-    names = [part.name for part in other.parts]
-    together = [
-        (part, other.parts[names.index(part.name)]) for part in one.parts if part.name in names
-    ]
-    both = {part.name for part, _ in together}
-    alone = [part.name for part in (*one.parts, *other.parts) if part.name not in both]
+    mine, theirs = ({part.name: part for part in each.parts} for each in (one, other))
+    together = [(part, theirs[name]) for name, part in mine.items() if name in theirs]
+    alone = [name for name in (*mine, *theirs) if name not in mine or name not in theirs]
     return together, tuple(alone)
 
 
 def _parts(one: PartReport, other: PartReport) -> PartComparison:
     context = max(one.context or 0, other.context or 0) or _NO_CONTEXT
-    why = list(_unlike(one, other, context))
-    disagreement = None
     mine, theirs = (part.spec.frequencies(context).exact for part in (one, other))
-    if len(mine) == len(theirs):
-        disagreement = _disagreement(mine, theirs, context)
-    return PartComparison(
-        one,
-        other,
-        tuple(_fields(one, other)),
-        alike=not why,
-        disagreement=disagreement,
-        why=tuple(why),
-    )
+    apart = _disagreement(mine, theirs, context) if len(mine) == len(theirs) else None
+    why = tuple(_unlike(one, other, context))
+    return PartComparison(one, other, tuple(_fields(one, other)), not why, apart, why)
 
 
 def _unlike(one: PartReport, other: PartReport, context: int) -> Iterator[str]:

@@ -83,13 +83,10 @@ def exactness_of(spec: RopeSpec, lengths: Iterable[int], context: int | None) ->
     for name, curve in curves.items():
         worst = curve.cummax(0).values
         at = [int(torch.searchsorted(positions, end, right=False)) - 1 for end in ends]
-        methods.append(
-            Method(
-                name,
-                tuple(float(worst[index]) for index in at),
-                _reaches(positions, worst, name),
-            )
-        )
+        # The rounding of the table is the limit itself.
+        limits = {} if name == TABLE else ROUNDINGS
+        reach = {dtype: _reach(positions, worst, limit) for dtype, limit in limits.items()}
+        methods.append(Method(name, tuple(float(worst[index]) for index in at), reach))
     return Exactness(ends, tuple(methods))
 
 
@@ -117,21 +114,18 @@ def errors_at(
     Args:
         positions: int64 ``(tokens,)``, not negative; used for all axes of the spec.
     """
-    words, turns = spec.words_for(context)
     inv_freq = spec.frequencies(context).inv_freq
     if inv_freq.dim() == 3:
         inv_freq = inv_freq.sum(0)
     inv_freq = inv_freq.flatten()
-    ids = positions.expand(words.shape[0], 1, -1)
     worst = {name: torch.zeros(len(positions), dtype=torch.float64) for name in MEANING}
     every = -(-len(inv_freq) // _MOST_PAIRS) or 1
     inv_freq = inv_freq[::every]
-    flat = words.flatten(2)[:, :, None, ::every]
-    more = None if turns is None else turns.flatten(2)[:, :, None, ::every]
-    for first in range(0, flat.shape[-1], _TOGETHER):
+    for first in range(0, len(inv_freq), _TOGETHER):
         some = slice(first, first + _TOGETHER)
-        part = None if more is None else more[..., some]
-        phase = angles.phase_at(flat[..., some], part, ids, 0, False, len(positions))[0, 0]
+        phase = phases_at(
+            spec, positions, context, slice(first * every, (first + _TOGETHER) * every, every)
+        )
         exact = angles.cos_sin(phase, torch.float64)
         made = {WORDS: angles.cos_sin(phase, torch.float32)}
         for name, way in _WAYS.items():
@@ -141,6 +135,22 @@ def errors_at(
                 error = (got.double() - wanted).abs().amax(-1)
                 worst[name] = torch.maximum(worst[name], error)
     return worst
+
+
+def phases_at(
+    spec: RopeSpec, positions: torch.Tensor, context: int | None, pairs: slice = slice(None)
+) -> torch.Tensor:
+    """Return angles ``(tokens, heads · pairs)`` in 2^-64 turns.
+
+    Args:
+        positions: int64 ``(tokens,)``, not negative; used for all axes of the spec.
+        pairs: the angles to return, of those of all heads.
+    """
+    words, turns = spec.words_for(context)
+    ids = positions.expand(words.shape[0], 1, -1)
+    flat = words.flatten(2)[:, :, None, pairs]
+    more = None if turns is None else turns.flatten(2)[:, :, None, pairs]
+    return angles.phase_at(flat, more, ids, 0, False, len(positions))[0, 0]
 
 
 def _float32(inv_freq: torch.Tensor, positions: torch.Tensor) -> _CosSin:
@@ -153,26 +163,12 @@ def _table(inv_freq: torch.Tensor, positions: torch.Tensor) -> _CosSin:
     return cos.bfloat16(), sin.bfloat16()
 
 
-def _frequencies(inv_freq: torch.Tensor, positions: torch.Tensor) -> _CosSin:
-    return _float32(inv_freq.bfloat16(), positions)
-
-
-def _positions(inv_freq: torch.Tensor, positions: torch.Tensor) -> _CosSin:
-    return _float32(inv_freq, positions.bfloat16())
-
-
 _WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], _CosSin]] = {
     FLOAT32: _float32,
     TABLE: _table,
-    FREQUENCIES: _frequencies,
-    POSITIONS: _positions,
+    FREQUENCIES: lambda inv_freq, positions: _float32(inv_freq.bfloat16(), positions),
+    POSITIONS: lambda inv_freq, positions: _float32(inv_freq, positions.bfloat16()),
 }
-
-
-def _reaches(positions: torch.Tensor, worst: torch.Tensor, name: str) -> dict[str, int]:
-    if name == TABLE:
-        return {}  # the rounding of the table is the limit itself
-    return {kind: _reach(positions, worst, limit) for kind, limit in ROUNDINGS.items()}
 
 
 def _reach(positions: torch.Tensor, worst: torch.Tensor, limit: float) -> int:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tightrope.frequencies import DynamicNTK, Given, Llama3, LongRoPE, Rule, YaRN
-from tightrope.spec import RopeSpec
 
-from .exactness import FLOAT32, FREQUENCIES, POSITIONS, ROUNDINGS, Exactness
+from .exactness import FLOAT32, FREQUENCIES, POSITIONS, ROUNDINGS
 from .pairs import PairRow
+
+if TYPE_CHECKING:
+    from .report import PartReport
 
 # The base of the RoPE paper, and the fallback of many implementations when a key is lost.
 _USUAL_BASE = 10000.0
@@ -35,80 +38,55 @@ class Note:
     text: str
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The input of the note checks; fields as in :class:`tightrope_tools.inspect.PartReport`."""
-
-    spec: RopeSpec
-    context: int | None
-    stated: int | None
-    """The context that the configuration states."""
-    trained: int | None
-    windowed: bool
-    """True if these layers attend within a window only."""
-    pairs: tuple[PairRow, ...]
-    exactness: Exactness
-
-
-def notes_on(facts: Facts) -> tuple[Note, ...]:
-    """Return all notes, warnings first."""
-    found = [note for check in _CHECKS for note in check(facts)]
+def notes_on(report: PartReport) -> tuple[Note, ...]:
+    """Return all notes on a report, which has none yet; warnings first."""
+    found = [note for check in _CHECKS for note in check(report)]
     return tuple(sorted(found, key=lambda note: not note.warning))
 
 
 # --- facts ----------------------------------------------------------------------------------------
 
 
-def _never_turn(facts: Facts) -> Iterator[Note]:
-    if facts.trained is None:
-        return
-    slow = [pair for pair in facts.pairs if pair.turns_trained is not None]
-    slow = [pair for pair in slow if pair.turns_trained is not None and 0 < pair.turns_trained < 1]
-    if not slow:
+def _never_turn(part: PartReport) -> Iterator[Note]:
+    slow = [pair for pair in part.pairs if 0 < (pair.turns_trained or 0) < 1]
+    if part.trained is None or not slow:
         return
     text = (
-        f"{len(slow)} of {len(facts.pairs)} pairs never complete a turn within the {facts.trained:,} "
+        f"{len(slow)} of {len(part.pairs)} pairs never complete a turn within the {part.trained:,} "
         f"positions of training (pair {_span(slow)}): training covers only part of their circle."
     )
     yield Note("never-turn", False, text)
-    if facts.context is None or facts.context <= facts.trained:
+    if part.context is None or part.context <= part.trained:
         return
-    beyond = [
-        pair
-        for pair in slow
-        if pair.turns is not None
-        and pair.turns_trained is not None
-        and pair.turns > _MARGIN * pair.turns_trained
-    ]
+    further = [(pair.turns or 0.0) / (pair.turns_trained or 1.0) for pair in slow]
+    beyond = [times for times in further if times > _MARGIN]
     if beyond:
-        most = max((pair.turns or 0.0) / (pair.turns_trained or 1.0) for pair in beyond)
-        yield Note(
-            "unseen-angles",
-            False,
-            f"At {facts.context:,} positions {len(beyond)} of these reach angles beyond those of the "
-            f"first {facts.trained:,}, up to {most:.3g} times as far: a model that was not trained "
-            "further has not seen them.",
+        text = (
+            f"At {part.context:,} positions {len(beyond)} of these reach angles beyond those of the "
+            f"first {part.trained:,}, up to {max(beyond):.3g} times as far: a model that was not "
+            "trained further has not seen them."
         )
+        yield Note("unseen-angles", False, text)
 
 
-def _stopped(facts: Facts) -> Iterator[Note]:
-    still = [pair for pair in facts.pairs if math.isinf(pair.wavelength)]
+def _stopped(part: PartReport) -> Iterator[Note]:
+    still = [pair for pair in part.pairs if math.isinf(pair.wavelength)]
     if still:
         yield Note(
             "no-rotation",
             False,
-            f"{len(still)} of {len(facts.pairs)} pairs do not turn at all (pair {_span(still)}): "
+            f"{len(still)} of {len(part.pairs)} pairs do not turn at all (pair {_span(still)}): "
             "their channels carry no position.",
         )
 
 
-def _tables(facts: Facts) -> Iterator[Note]:
-    length = facts.context
-    if length is None or length not in facts.exactness.lengths or not facts.pairs:
+def _tables(part: PartReport) -> Iterator[Note]:
+    length = part.context
+    if length is None or length not in part.exactness.lengths or not part.pairs:
         return
-    at = facts.exactness.lengths.index(length)
+    at = part.exactness.lengths.index(length)
     limit = ROUNDINGS["bfloat16"]
-    cast, made = (facts.exactness.method(name).errors[at] for name in (FREQUENCIES, POSITIONS))
+    cast, made = (part.exactness.method(name).errors[at] for name in (FREQUENCIES, POSITIONS))
     if max(cast, made) > limit:
         yield Note(
             "16-bit",
@@ -116,7 +94,7 @@ def _tables(facts: Facts) -> Iterator[Note]:
             f"Up to position {length - 1:,} cosines are wrong by up to {cast:.2g} with bfloat16 "
             f"frequencies (a buffer after .to(bfloat16)), by up to {made:.2g} with bfloat16 positions.",
         )
-    plain = facts.exactness.method(FLOAT32)
+    plain = part.exactness.method(FLOAT32)
     if plain.errors[at] > limit:
         yield Note(
             "float32",
@@ -127,8 +105,8 @@ def _tables(facts: Facts) -> Iterator[Note]:
         )
 
 
-def _by_length(facts: Facts) -> Iterator[Note]:
-    rule = facts.spec.scaling
+def _by_length(part: PartReport) -> Iterator[Note]:
+    rule = part.spec.scaling
     if rule is None or not rule.by_length:
         return
     yield Note(
@@ -139,12 +117,12 @@ def _by_length(facts: Facts) -> Iterator[Note]:
     )
 
 
-def _softmax(facts: Facts) -> Iterator[Note]:
-    if facts.spec.softmax_scaling != 1.0:
+def _softmax(part: PartReport) -> Iterator[Note]:
+    if part.spec.softmax_scaling != 1.0:
         yield Note(
             "softmax",
             False,
-            f"The model multiplies its softmax scale by {facts.spec.softmax_scaling:.6g}; that is not "
+            f"The model multiplies its softmax scale by {part.spec.softmax_scaling:.6g}; that is not "
             "part of the rotation.",
         )
 
@@ -152,9 +130,9 @@ def _softmax(facts: Facts) -> Iterator[Note]:
 # --- likely mistakes ------------------------------------------------------------------------------
 
 
-def _base(facts: Facts) -> Iterator[Note]:
-    spec = facts.spec
-    if isinstance(spec.scaling, Given) or not facts.pairs:
+def _base(part: PartReport) -> Iterator[Note]:
+    spec = part.spec
+    if isinstance(spec.scaling, Given) or not part.pairs:
         return
     if spec.base <= 1.0:
         yield Note(
@@ -162,10 +140,10 @@ def _base(facts: Facts) -> Iterator[Note]:
             True,
             f"base {spec.base:g} is not above 1: later pairs turn as fast as the first, or faster.",
         )
-    length = facts.context
-    if length is None or facts.windowed or spec.axis_count > 1 or spec.scaling is not None:
+    length = part.context
+    if length is None or part.is_windowed or spec.axis_count > 1 or spec.scaling is not None:
         return
-    slowest = max(pair.wavelength for pair in facts.pairs)
+    slowest = max(pair.wavelength for pair in part.pairs)
     if spec.base == _USUAL_BASE and length >= _LONG_FOR_USUAL_BASE:
         yield Note(
             "usual-base",
@@ -182,16 +160,16 @@ def _base(facts: Facts) -> Iterator[Note]:
         )
 
 
-def _no_scaling(facts: Facts) -> Iterator[Note]:
-    rule = facts.spec.scaling
+def _no_scaling(part: PartReport) -> Iterator[Note]:
+    rule = part.spec.scaling
     factor = getattr(rule, "factor", None)
     if rule is None or factor is None or isinstance(rule, LongRoPE):
         return
-    if facts.spec.axis_count > 1:
+    if part.spec.axis_count > 1:
         return  # image coordinates are scaled to change their unit
     if not isinstance(rule, DynamicNTK) and factor < 1.0:
         yield Note("factor", True, f"factor {factor:g} is below 1: pairs turn faster, not slower.")
-    elif all(pair.slower == 1.0 for pair in facts.pairs) and _within(facts, rule):
+    elif all(pair.slower == 1.0 for pair in part.pairs) and _within(part, rule):
         yield Note(
             "no-effect",
             not isinstance(rule, DynamicNTK),
@@ -199,14 +177,14 @@ def _no_scaling(facts: Facts) -> Iterator[Note]:
         )
 
 
-def _within(facts: Facts, rule: Rule) -> bool:
+def _within(part: PartReport, rule: Rule) -> bool:
     return not rule.by_length or (
-        facts.context is not None and facts.context <= rule.original_max_position
+        part.context is not None and part.context <= rule.original_max_position
     )
 
 
-def _original(facts: Facts) -> Iterator[Note]:
-    rule, stated = facts.spec.scaling, facts.stated
+def _original(part: PartReport) -> Iterator[Note]:
+    rule, stated = part.spec.scaling, part.stated
     original = getattr(rule, "original_max_position", None)
     if original is None or stated is None:
         return
@@ -233,26 +211,26 @@ def _original(facts: Facts) -> Iterator[Note]:
         )
 
 
-def _yarn_elsewhere(facts: Facts) -> Iterator[Note]:
-    rule = facts.spec.scaling
+def _yarn_elsewhere(part: PartReport) -> Iterator[Note]:
+    rule = part.spec.scaling
     if not isinstance(rule, YaRN) or rule.attention_factor is not None:
         return
     # transformers 5.23 uses mscale and mscale_all_dim only if both are given and neither is 0.
     given = [rule.mscale, rule.mscale_all_dim]
     if any(value is not None for value in given) and not all(given) and rule.factor > 1:
         alone = YaRN(rule.factor, rule.original_max_position).frequencies(2, 10000.0)
-        if not math.isclose(alone.attention_scaling, facts.spec.amplitude, rel_tol=1e-6):
+        if not math.isclose(alone.attention_scaling, part.spec.amplitude, rel_tol=1e-6):
             yield Note(
                 "stacks-differ",
                 True,
                 "mscale and mscale_all_dim are not both given and nonzero: transformers 5.23 then ignores them "
                 f"and scales by {alone.attention_scaling:.4g}; YaRN's formula gives "
-                f"{facts.spec.amplitude:.4g}.",
+                f"{part.spec.amplitude:.4g}.",
             )
 
 
-def _divisors(facts: Facts) -> Iterator[Note]:
-    rule = facts.spec.scaling
+def _divisors(part: PartReport) -> Iterator[Note]:
+    rule = part.spec.scaling
     if not isinstance(rule, LongRoPE):
         return
     for name, divisors in (("short_factor", rule.short_factor), ("long_factor", rule.long_factor)):
@@ -265,7 +243,7 @@ def _divisors(facts: Facts) -> Iterator[Note]:
             )
 
 
-_CHECKS: tuple[Callable[[Facts], Iterator[Note]], ...] = (
+_CHECKS: tuple[Callable[[PartReport], Iterator[Note]], ...] = (
     _base,
     _original,
     _no_scaling,

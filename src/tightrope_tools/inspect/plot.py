@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -14,7 +15,17 @@ from tightrope import angles
 from tightrope.spec import RopeSpec
 
 from ..figures import COLOURS, INK, MUTED, legend_below, new_figure, save, styled
-from .exactness import EXACT, FLOAT32, FREQUENCIES, POSITIONS, ROUNDINGS, WORDS, errors_at, sample
+from .exactness import (
+    EXACT,
+    FLOAT32,
+    FREQUENCIES,
+    POSITIONS,
+    ROUNDINGS,
+    WORDS,
+    errors_at,
+    phases_at,
+    sample,
+)
 from .pairs import PairRow, pairs_of
 from .report import Inspection
 
@@ -62,11 +73,11 @@ def draw(path: Path, inspections: Sequence[Inspection]) -> None:
             f"[draw] a picture must have 1 to {_MOST_CURVES} rotations but got {len(curves)}: choose "
             "a section or a layer type."
         )
-    for curve in curves:
-        if not any(math.isfinite(pair.wavelength) for pair in curve.pairs):
-            raise ValueError(
-                f"[draw] every rotation must have a pair that turns but {curve.label} has none."
-            )
+    still = [one.label for one in curves if all(math.isinf(pair.wavelength) for pair in one.pairs)]
+    if still:
+        raise ValueError(
+            f"[draw] every rotation must have a pair that turns but {still[0]} has none."
+        )
     several = len(inspections) > 1
     scaled = any(curve.spec.scaling is not None for curve in curves)
     with styled():
@@ -88,6 +99,8 @@ def draw(path: Path, inspections: Sequence[Inspection]) -> None:
         _errors(panels[-1], curves, several)
         for letter, axes in zip("abcd", panels, strict=False):
             axes.set_title(f"{letter}   {axes.get_title(loc='left')}")
+            if axes.axison:
+                legend_below(axes)
         save(figure, path)
 
 
@@ -135,7 +148,6 @@ def _short(name: str) -> str:
 
 
 def _wavelengths(axes: Axes, curves: list[_Curve]) -> None:
-    axes.set_title("Wavelength of each pair")
     for place, curve in enumerate(curves):
         turning = [pair for pair in curve.pairs if math.isfinite(pair.wavelength)]
         count = max(len(curve.pairs), 1)
@@ -151,7 +163,7 @@ def _wavelengths(axes: Axes, curves: list[_Curve]) -> None:
             label=curve.label,
             zorder=2.1 if not curve.filled else 3 + 0.1 * place,
         )
-    axes.set_yscale("log")
+    axes.set(title="Wavelength of each pair", yscale="log")
     axes.set(xlabel="pair of channels", ylabel="positions per turn")
     context = max(curve.context for curve in curves)
     lines = {context: f"context, {context:,}"}
@@ -163,7 +175,6 @@ def _wavelengths(axes: Axes, curves: list[_Curve]) -> None:
             text, (0.01, length), xycoords=("axes fraction", "data"), xytext=(0, 3),
             textcoords="offset points", fontsize=8.5, color=INK,
         )  # fmt: skip
-    legend_below(axes)
 
 
 def _scaling(axes: Axes, curves: list[_Curve]) -> None:
@@ -179,15 +190,11 @@ def _scaling(axes: Axes, curves: list[_Curve]) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, 0.9), max(high, 2.2))
-    slow = [
-        pair.index
-        for pair in curves[0].pairs
-        if pair.turns_trained is not None and pair.turns_trained < 1
-    ]
+    known = [pair for pair in curves[0].pairs if pair.turns_trained is not None]
+    slow = [pair.index for pair in known if (pair.turns_trained or 0) < 1]
     if slow and len(curves) == 1:
         axes.axvspan(slow[0] - 0.5, slow[-1] + 0.5, color=MUTED, alpha=0.14, lw=0,
                      label="no whole turn in training")  # fmt: skip
-    legend_below(axes)
 
 
 def _disagreement(axes: Axes, curves: list[_Curve]) -> None:
@@ -198,51 +205,41 @@ def _disagreement(axes: Axes, curves: list[_Curve]) -> None:
     positions = positions[positions > 0]
     drawn = False
     for curve in curves[1:]:
-        mine, theirs = (_phases(one, positions, context) for one in (first, curve))
+        mine, theirs = (phases_at(one.spec, positions, context) for one in (first, curve))
         if mine.shape != theirs.shape:
             continue
         apart = (mine - theirs).double().abs().amax(-1) * (2 * math.pi * 2.0**-64)
-        where, worst = _binned(positions, apart)
-        axes.plot(where, worst.clamp_min(1e-6), color=curve.colour, lw=1.5, label=curve.label)
+        _plot_worst(axes, positions, apart, 1e-6, color=curve.colour, lw=1.5, label=curve.label)
         drawn = True
     if not drawn:
         axes.text(0.5, 0.5, "numbers of pairs differ", ha="center", color=MUTED,
                   transform=axes.transAxes)  # fmt: skip
         axes.set_axis_off()
         return
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set(xlabel="position", ylabel="largest difference of any pair, rad", ylim=(None, 6))
-    legend_below(axes)
+    axes.set(xscale="log", yscale="log", xlabel="position", ylim=(None, 6))
+    axes.set_ylabel("largest difference of any pair, rad")
 
 
 def _decay(axes: Axes, curves: list[_Curve]) -> None:
     axes.set_title("Score of equal content by distance")
     for curve in curves:
         edges = torch.logspace(0, math.log10(curve.context), _BINS + 1, dtype=torch.float64)
-        middles: list[float] = []
-        lows: list[float] = []
-        means: list[float] = []
-        highs: list[float] = []
+        bands: list[tuple[float, float, float, float]] = []
         for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             start, stop = math.ceil(low), max(math.ceil(high), math.ceil(low) + 1)
-            if middles and start <= middles[-1]:
+            if bands and start <= bands[-1][0]:
                 continue
             step = max(1, (stop - start) // _PER_BIN)
-            distances = torch.arange(start, stop, step)
-            score = _scores(curve, distances)
-            middles.append(math.sqrt(start * max(stop - 1, start)))
-            lows.append(float(score.min()))
-            means.append(float(score.mean()))
-            highs.append(float(score.max()))
+            score = _scores(curve, torch.arange(start, stop, step))
+            middle = math.sqrt(start * max(stop - 1, start))
+            bands.append((middle, float(score.min()), float(score.mean()), float(score.max())))
+        middles, lows, means, highs = zip(*bands, strict=True)
         alpha = 0.22 if curve.filled else 0.12
         axes.fill_between(middles, lows, highs, color=curve.colour, alpha=alpha, lw=0)
         style = "-" if curve.filled else "--"
         axes.plot(middles, means, style, color=curve.colour, lw=1.4, label=curve.label)
     axes.axhline(0, color=MUTED, lw=0.8)
-    axes.set_xscale("log")
-    axes.set(xlabel="distance, positions", ylabel="mean of cos over pairs")
-    legend_below(axes)
+    axes.set(xscale="log", xlabel="distance, positions", ylabel="mean of cos over pairs")
 
 
 def _errors(axes: Axes, curves: list[_Curve], several: bool) -> None:
@@ -251,27 +248,25 @@ def _errors(axes: Axes, curves: list[_Curve], several: bool) -> None:
     end = min(EXACT, max(4 * context, 2**20))
     positions = sample(end)
     positions = positions[positions > 0]
-    kinds = {
-        FREQUENCIES: ("bfloat16 frequencies", COLOURS[1], _DASHED),
-        POSITIONS: ("bfloat16 positions", COLOURS[4], (0, (1, 1.4))),
-        FLOAT32: ("float32 angles", COLOURS[1], "-"),
-        WORDS: ("phase words", COLOURS[0], "-"),
-    }
+    lines: list[tuple[_Curve, str, str, str, Any, float]]
     if several:
-        for curve in curves:
-            errors = errors_at(curve.spec, positions, curve.context)
-            where, worst = _binned(positions, errors[FLOAT32].cummax(0).values)
-            width = 3.2 if curve is curves[0] else 1.4
-            axes.plot(where, worst.clamp_min(1e-9), color=curve.colour, lw=width,
-                      label=f"{curve.label}, float32")  # fmt: skip
-            if curve is curves[0]:
-                where, worst = _binned(positions, errors[WORDS].cummax(0).values)
-                axes.plot(where, worst.clamp_min(1e-9), color=INK, lw=1.4, label="phase words")
+        lines = [(one, FLOAT32, f"{one.label}, float32", one.colour, "-", 1.4) for one in curves]
+        lines[:1] = [
+            (*lines[0][:-1], 3.2),
+            (curves[0], WORDS, "phase words", INK, "-", 1.4),
+        ]
     else:
-        errors = errors_at(curves[0].spec, positions, curves[0].context)
-        for name, (label, colour, dashes) in kinds.items():
-            where, worst = _binned(positions, errors[name].cummax(0).values)
-            axes.plot(where, worst.clamp_min(1e-9), color=colour, lw=1.5, ls=dashes, label=label)
+        one = curves[0]
+        lines = [
+            (one, FREQUENCIES, FREQUENCIES, COLOURS[1], _DASHED, 1.5),
+            (one, POSITIONS, POSITIONS, COLOURS[4], (0, (1, 1.4)), 1.5),
+            (one, FLOAT32, FLOAT32, COLOURS[1], "-", 1.5),
+            (one, WORDS, WORDS, COLOURS[0], "-", 1.5),
+        ]
+    errors = {one: errors_at(one.spec, positions, one.context) for one, *_ in lines}
+    for one, method, label, colour, dashes, width in lines:
+        worst = errors[one][method].cummax(0).values
+        _plot_worst(axes, positions, worst, 1e-9, color=colour, lw=width, ls=dashes, label=label)
     axes.axhline(
         ROUNDINGS["bfloat16"], color=MUTED, lw=1.1, ls=(0, (6, 2, 1, 2)),
         label="rounding of a bfloat16",
@@ -281,36 +276,25 @@ def _errors(axes: Axes, curves: list[_Curve], several: bool) -> None:
         "context", (context, 2.5e-7), xytext=(-3, 0),
         textcoords="offset points", fontsize=8.5, color=INK, rotation=90, ha="right", va="bottom",
     )  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set(xlabel="position", ylabel="largest error of any pair", ylim=(1e-8, 6))
-    legend_below(axes)
+    axes.set(xscale="log", yscale="log", xlabel="position", ylim=(1e-8, 6))
+    axes.set_ylabel("largest error of any pair")
 
 
 # --- numbers --------------------------------------------------------------------------------------
 
 
-def _phases(curve: _Curve, positions: torch.Tensor, context: int) -> torch.Tensor:
-    """Return angles ``[tokens, heads · pairs]`` in 2^-64 turns; positions apply to all axes."""
-    words, turns = curve.spec.words_for(context)
-    ids = positions.expand(words.shape[0], 1, -1)
-    flat = words.flatten(2)[:, :, None, :]
-    more = None if turns is None else turns.flatten(2)[:, :, None, :]
-    return angles.phase_at(flat, more, ids, 0, False, len(positions))[0, 0]
-
-
 def _scores(curve: _Curve, distances: torch.Tensor) -> torch.Tensor:
     """Return q·k of equal q and k by distance, relative to distance 0, if pairs are equally long."""
-    cos, _ = angles.cos_sin(_phases(curve, distances, curve.context), torch.float64)
+    cos, _ = angles.cos_sin(phases_at(curve.spec, distances, curve.context), torch.float64)
     return cos.mean(-1)
 
 
-def _binned(positions: torch.Tensor, values: torch.Tensor) -> tuple[list[float], torch.Tensor]:
-    """Return the centres of twelfths of an octave, and the largest value in each."""
+def _plot_worst(
+    axes: Axes, positions: torch.Tensor, values: torch.Tensor, floor: float, **style: Any
+) -> None:
+    """Plot the largest value in each twelfth of an octave of positions, but at least ``floor``."""
     place = (positions.double().log2() * 12).floor().long()
     kinds, inverse = place.unique(return_inverse=True)
-    worst = torch.zeros(len(kinds), dtype=torch.float64).scatter_reduce(
-        0, inverse, values.double(), "amax"
-    )
-    where: list[float] = (2.0 ** ((kinds.double() + 0.5) / 12)).tolist()
-    return where, worst
+    worst = torch.full((len(kinds),), floor, dtype=torch.float64)
+    worst.scatter_reduce_(0, inverse, values.double(), "amax")
+    axes.plot(2.0 ** ((kinds.double() + 0.5) / 12), worst, **style)

@@ -12,7 +12,7 @@ from tightrope._errors import bad_value, integer, public
 from tightrope.spec import RopeSpec
 
 from .exactness import EXACT, Exactness, exactness_of
-from .notes import Facts, Note, notes_on
+from .notes import Note, notes_on
 from .pairs import PairRow, pairs_of
 from .subject import Field, Part, read
 
@@ -43,11 +43,21 @@ class PartReport:
     attention_scaling: float
     softmax_scaling: float
     exactness: Exactness
-    notes: tuple[Note, ...]
+    notes: tuple[Note, ...] = ()
 
     @property
     def name(self) -> str:
         return self.part.name
+
+    @property
+    def stated(self) -> int | None:
+        """The context that a key of the configuration states."""
+        return None if self.part.context is None else self.part.context[1]
+
+    @property
+    def is_windowed(self) -> bool:
+        """True if these layers attend within a window only."""
+        return any(word in self.name for word in ("sliding", "local", "chunked"))
 
     @property
     @public("inspect")
@@ -155,7 +165,7 @@ def inspect(  # noqa: PLR0913  (one argument for each option)
     return Inspection(
         subject.name,
         subject.form,
-        tuple(_report(part, context) for part in subject.parts if part.spec is not None),
+        tuple(_report(part, part.spec, context) for part in subject.parts if part.spec is not None),
         tuple(part for part in subject.parts if part.spec is None),
     )
 
@@ -167,31 +177,21 @@ def _length(context: object) -> int:
     return length
 
 
-def _report(part: Part, context: int | None) -> PartReport:
-    spec = part.spec
-    if spec is None:
-        raise bad_value(f"{part.name} has no spec: {part.why_not}")
+def _report(part: Part, spec: RopeSpec, context: int | None) -> PartReport:
     stated = None if part.context is None else part.context[1]
     length = context if context is not None else stated
     trained = getattr(spec.scaling, "original_max_position", None) or stated or context
-    pairs = pairs_of(spec, length, trained)
     at = {*_LENGTHS, *(() if length is None else (length,))}
-    exactness = exactness_of(spec, at, length)
-    facts = Facts(spec, length, stated, trained, _is_windowed(part), pairs, exactness)
-    return PartReport(
+    made = PartReport(
         part=part,
         context=length,
         trained=trained,
-        pairs=pairs,
+        pairs=pairs_of(spec, length, trained),
         attention_scaling=spec.attention_scaling(length),
         softmax_scaling=spec.softmax_scaling,
-        exactness=exactness,
-        notes=notes_on(facts),
+        exactness=exactness_of(spec, at, length),
     )
-
-
-def _is_windowed(part: Part) -> bool:
-    return any(word in part.name for word in ("sliding", "local", "chunked"))
+    return dataclasses.replace(made, notes=notes_on(made))
 
 
 def _plain(value: object) -> object:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from tests.support.command import call
 from tightrope import Axes, RopeSpec, functional
 from tightrope.frequencies import Linear, YaRN
 from tightrope_tools.audit import Comparison, compare
-from tightrope_tools.cli.app import app
+from tightrope_tools.command import main
 
 DIM = 64
 Rope = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -282,22 +282,22 @@ def test_options_are_checked() -> None:
 # --- the command ----------------------------------------------------------------------------
 
 
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["audit", *arguments])
-
-
 def test_command() -> None:
     spec = ("--head-dim", "64", "--base", "10000")
-    done = run("stack:litgpt", "--against", "stack:transformers", *spec, "--no-isolate")
-    assert done.exit_code == 1
+    code, output, _ = call(
+        main, "audit", "stack:litgpt", "--against", "stack:transformers", *spec, "--no-isolate"
+    )
+    assert code == 1
     for words in ("table-dtype", "rounding", "of gradients differ", "the second: each"):
-        assert words in " ".join(done.output.split()), done.output
-    done = run("stack:litgpt", "--against", "stack:diffusers", *spec, "--no-isolate")
-    assert done.exit_code == 0
-    assert "They agree to the bit" in done.output
-    done = run("llama", "--against", "stack:vllm", "--json")
-    assert done.exit_code == 1
-    saved = json.loads(done.output)
+        assert words in " ".join(output.split()), output
+    code, output, _ = call(
+        main, "audit", "stack:litgpt", "--against", "stack:diffusers", *spec, "--no-isolate"
+    )
+    assert code == 0
+    assert "They agree to the bit" in output
+    code, output, _ = call(main, "audit", "llama", "--against", "stack:vllm", "--json")
+    assert code == 1
+    saved = json.loads(output)
     assert Comparison.from_dict(saved).codes[0] == "rounding"
 
 
@@ -310,6 +310,6 @@ def test_errors() -> None:
         compare(lambda: 3, rope())
     with pytest.raises(ValueError, match="must rotate pairs of channels but does not"):
         compare(lambda x, positions: x + 0 * positions.sum(), rope(), head_dim=DIM)
-    done = run("stack:vllm", "--against", "stack:meta", "--no-isolate")
-    assert done.exit_code == 2
-    assert "must have a spec" in " ".join(done.output.split())
+    code, _, error = call(main, "audit", "stack:vllm", "--against", "stack:meta", "--no-isolate")
+    assert code == 2
+    assert "must have a spec" in " ".join(error.split())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -12,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from tests.support.helpers import ROOT
 from tightrope import RopeSpec
 from tightrope_tools.audit import AngleError, Check, Finding, Report
-from tightrope_tools.cli import app
-from tightrope_tools.cli.audit import print_report
+from tightrope_tools.cli.audit import show_report
+from tightrope_tools.command import main
 
 MODULE = """
 import os
@@ -61,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "audited_rope.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{Path(app.__file__).parents[2]}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}")
     sys.modules.pop("audited_rope", None)
     return tmp_path
 
@@ -69,7 +67,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """Run the command in this process; return the exit code."""
     monkeypatch.setattr(sys, "argv", ["tightrope", "audit", "--no-isolate", *arguments])
-    return app.run()
+    return main()
 
 
 @pytest.mark.usefixtures("folder")
@@ -205,7 +203,7 @@ def test_a_function_that_crashes_is_a_finding(
 ) -> None:
     # Without an option a function runs in a process of its own.
     monkeypatch.setattr(sys, "argv", ["tightrope", "audit", "audited_rope:crashes", "--json"])
-    assert app.run() == 1
+    assert main() == 1
     out, err = capfd.readouterr()
     (finding,) = Report.from_dict(json.loads(out)).findings
     assert finding.code == "crashes"
@@ -281,7 +279,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "short": (["audited_rope:good", "--longest", "-5"], "longest must be at least 128 but got -5"),
     "long": (["audited_rope:good", "--longest", str(10**30)], "longest must be at most 2147483648"),
     "no GGUF": (["audited_rope:good", "--meant", "binary.gguf"], "must be a GGUF file"),
-    "option": (["audited_rope:good", "--nothing"], "No such option"),
+    "option": (["audited_rope:good", "--nothing"], "unrecognized arguments: --nothing"),
     "binary": (
         ["binary.json"],
         "binary.json must be a configuration but reading it raised UnicodeDecodeError",
@@ -340,10 +338,12 @@ SAMPLE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_it_fits_the_terminal(width: int) -> None:
-    console = Console(width=width, record=True, file=io.StringIO())
-    print_report(console, Report(**SAMPLE))
-    text = console.export_text()
+def test_it_fits_the_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    show_report(Report(**SAMPLE))
+    text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= width
     assert "[red]no markup[/red]" in text
     assert "1 error, 1 note; 1 check passed." in text

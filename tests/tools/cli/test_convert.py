@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from tests.support.checkpoints import LLAMA, TRAINED, contents, llama_tensors, trained, write
 from tests.support.helpers import ROOT
-from tightrope_tools.cli import app
 from tightrope_tools.cli._names import grouped, size
+from tightrope_tools.command import main
 from tightrope_tools.convert import run
 
 
@@ -32,7 +32,7 @@ def source(tmp_path: Path) -> Path:
 def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     """Run the command line in this process, as the entry point does; return the exit code."""
     monkeypatch.setattr(sys, "argv", ["tightrope", *map(str, arguments)])
-    return app.run()
+    return main()
 
 
 def test_the_whole_output(

@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
+from tests.support.command import call
 from tests.support.model_configs import MODELS, QWEN3_VL, REFUSED, Refused, damaged, llama3, v4
 from tightrope import RopeSpec
 from tightrope.frequencies import YaRN
-from tightrope_tools.cli import app
-from tightrope_tools.cli._console import make_console
-from tightrope_tools.cli._mistakes import as_mistakes
+from tightrope_tools.cli._output import as_mistakes, show
+from tightrope_tools.command import main
 from tightrope_tools.convert import Stated, convert
 
 LLAMA31 = v4("llama", 4096, 32, 500000.0, max_position_embeddings=131072, rope_scaling=llama3(8.0))
@@ -43,10 +42,7 @@ def folder(tmp_path: Path) -> Path:
 
 def run(*arguments: object, width: int = 80) -> tuple[int, str, str]:
     """Run the command; return exit code, output and error stream."""
-    strings = [str(argument) for argument in arguments]
-    result = CliRunner().invoke(app.app, ["inspect", *strings], env={"COLUMNS": str(width)})
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
+    return call(main, "inspect", *arguments, width=width)
 
 
 # --- text output ----------------------------------------------------------------------------------
@@ -131,6 +127,11 @@ def test_several_are_compared_with_the_first(folder: Path) -> None:
     assert code == 1
     assert output.count("Alike.") == 1
     assert output.count("They differ.") == 1
+
+
+def test_options_may_stand_between_configurations(folder: Path) -> None:
+    one, other = folder / "llama-3", folder / "llama-3.1"
+    assert run(one, "--context", "4096", other) == run(one, other, "--context", "4096")
 
 
 def test_numbers_of_pairs_that_differ(tmp_path: Path, folder: Path) -> None:
@@ -425,7 +426,7 @@ def test_wrong_options(
     about: str,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["tightrope", "inspect", str(folder / "llama-3"), *options])
-    assert app.run() == 2
+    assert main() == 2
     out, error = capsys.readouterr()
     assert out == ""
     assert about in error
@@ -468,7 +469,7 @@ def test_damaged_files_are_one_line_or_a_report(
         if rng.random() < 0.1 and data:
             data[rng.randrange(len(data))] = rng.randrange(256)
         path.write_bytes(data)
-        code = app.run()
+        code = main()
         out, error = capsys.readouterr()
         codes[code] += 1
         if code == 2:
@@ -489,13 +490,13 @@ def test_damaged_files_are_one_line_or_a_report(
 # Prints help, a table with bold text, and a progress bar.
 ON_A_TERMINAL = """
 import sys, time
-from tightrope_tools.cli import app
-from tightrope_tools.cli._console import Ticker, make_console
+from tightrope_tools.cli._output import progress
+from tightrope_tools.command import main
 for arguments in (["inspect", "--help"], ["inspect", sys.argv[1]]):
     sys.argv[1:] = arguments
-    app.run()
-with Ticker(make_console(), "work") as ticker:
-    ticker.update(0.5, "half")
+    main()
+with progress("work") as update:
+    update(0.5, "half")
 """
 
 
@@ -535,7 +536,7 @@ def test_a_width_that_no_terminal_has(
     monkeypatch.setattr(sys, "argv", ["tightrope", *(w.format(folder=folder) for w in arguments)])
     for name in ("COLUMNS", "LINES"):
         monkeypatch.setenv(name, size)
-    assert app.run() == 0
+    assert main() == 0
     output = capsys.readouterr().out
     assert len(output.splitlines()) > 20
     assert max(map(len, output.splitlines())) <= 120
@@ -557,12 +558,16 @@ def test_a_narrow_terminal_gets_a_list(folder: Path, width: int) -> None:
 
 @pytest.mark.parametrize("columns, width", [("72", 72), (None, 110)])
 def test_a_pipe_has_a_width(
-    monkeypatch: pytest.MonkeyPatch, columns: str | None, width: int
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    columns: str | None,
+    width: int,
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
-    assert make_console().width == width
+    show("ab " * 200)
+    assert max(map(len, capsys.readouterr().out.splitlines())) == width - (width - 2) % 3
 
 
 def test_help_has_an_example_and_the_exit_codes() -> None:
@@ -570,12 +575,3 @@ def test_help_has_an_example_and_the_exit_codes() -> None:
     assert code == 0
     assert "tightrope inspect Llama-3.1-8B/config.json --plot llama.png" in output
     assert "Exit codes: 0 nothing to report, 1 a warning or a difference" in output
-
-
-def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    # Completion detects the shell that started the process; under make it finds no supported shell.
-    monkeypatch.setattr("shellingham.detect_shell", lambda *_: ("bash", "/bin/bash"))
-    monkeypatch.setattr(sys, "argv", ["tightrope", "--show-completion", "bash"])
-    with pytest.raises(SystemExit, match="0"):
-        sys.exit(app.run())
-    assert "_TIGHTROPE_COMPLETE=complete_bash" in capsys.readouterr().out
