@@ -71,7 +71,7 @@ def write_line(text: str, stream: TextIO) -> None:
 
 def show_json(document: object) -> None:
     """Print one JSON document."""
-    print(json.dumps(document, indent=2))
+    print(json.dumps(document, indent=2, allow_nan=False))
 
 
 def show(text: str = "", style: str = "", indent: int = 0) -> None:

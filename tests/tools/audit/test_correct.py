@@ -19,7 +19,7 @@ from tightrope import Axes, RopeSpec, functional
 from tightrope.frequencies import Given
 from tightrope.nn import RotaryPositionalEmbedding
 from tightrope.positions import multi_axis
-from tightrope_tools.audit import assert_rope, audit
+from tightrope_tools.audit import assert_rope, audit, compare
 
 ALL = list(correct_functions.cases())
 CHOSEN = random.Random(7).sample(ALL, 300)
@@ -191,3 +191,88 @@ def test_assert_rope() -> None:
     other = RopeSpec(64, 5e5)
     with pytest.raises(AssertionError, match=r"ERROR base: The base is 10000; 500000 was declared"):
         assert_rope(lambda x, positions: functional.rotate(x, SPEC, positions), other)
+
+
+# --- what a review found ------------------------------------------------------------------------------
+
+ROTATE = planted.rope()
+
+
+def off_from_100(positions: torch.Tensor) -> torch.Tensor:
+    return torch.where(positions >= 100, positions + 1, positions)
+
+
+WRONG_KEYS: dict[str, planted.Fn] = {
+    "row 0": lambda k, p: ROTATE(k, p[:1].expand_as(p)),
+    "off from 100": lambda k, p: ROTATE(k, off_from_100(p)),
+    "positions in the dtype of x": planted.rope(by_x="p_type"),
+    "NaN in bfloat16": lambda k, p: ROTATE(k, p) * (1 if k.dtype != torch.bfloat16 else torch.nan),
+    "unrotated in bfloat16": lambda k, p: k if k.dtype == torch.bfloat16 else ROTATE(k, p),
+    "strides": planted.rope(touch=planted.by_storage),
+    "head 0 only": lambda k, p: torch.cat((ROTATE(k[:, :1], p), k[:, 1:]), 1),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_KEYS)
+def test_k_is_checked_like_q(name: str) -> None:
+    report = audit(planted.on_both(ROTATE, WRONG_KEYS[name]), spec=SPEC)
+    assert report.codes[:1] == ("q-k",), str(report)
+
+
+def test_keys_are_compared() -> None:
+    found = compare(planted.on_both(ROTATE, ROTATE), planted.on_both(ROTATE, None), head_dim=64)
+    assert found.codes == ("unexplained",)
+
+
+def test_a_token_alone() -> None:
+    def decoding(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return ROTATE(x, positions * 0 if positions.shape[1] == 1 else positions)
+
+    report = audit(decoding, spec=SPEC)
+    assert not report.ok, str(report)
+
+
+def test_a_function_of_few_positions_is_no_success() -> None:
+    def short(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if int(positions.max()) >= 20:
+            raise IndexError("past the table")
+        return ROTATE(x, -positions)
+
+    assert audit(short, spec=SPEC).codes[:1] == ("raises",)
+
+
+@pytest.mark.parametrize("factor", [10 / 3, 5 / 3, 32 / 3])
+def test_a_factor_that_is_not_round(factor: float) -> None:
+    assert audit(planted.rope(divide=factor)).ok
+
+
+def test_two_blocks_of_half_pairs() -> None:
+    one = planted.rope(rotary_dim=32)
+
+    def blocks(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return torch.cat((one(x[..., :32], positions), one(x[..., 32:], positions)), -1)
+
+    report = audit(blocks, head_dim=64)
+    assert report.ok, str(report)
+    assert report.findings[0].code == "blocks"
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), NotImplementedError()])
+def test_a_backward_pass_that_raises(error: Exception) -> None:
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_: Any, *__: Any) -> Any:
+            raise error
+
+    report = audit(lambda x, positions: Raises.apply(ROTATE(x, positions)))  # type: ignore[no-untyped-call]
+    assert report.codes == ("gradient-raises",), str(report)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_audit_without_gradients(mode: Any) -> None:
+    with mode():
+        assert audit(ROTATE).ok
