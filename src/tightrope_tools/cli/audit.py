@@ -1,7 +1,7 @@
 """Test a rotary function as a black box: identify its rotation and find its faults.
 
 The audit calls it with impulses and random vectors and does not read its
-source. Findings come with programs that reproduce them.
+source. Findings say what to call or to change.
 
 Exit codes: 0 no finding as severe as --fail-on, 1 such findings (with
 --against: any difference), 2 invalid arguments.
