@@ -347,7 +347,7 @@ def spoilt(function: Callable[..., Any]) -> Callable[..., Any]:
 def faulty() -> Iterator[None]:
     """Plant a small error in every replacement of the models that are patched inside."""
     real, classes = _graft.replacement_of, _graft._classes
-    _graft.replacement_of = lambda swap, recipe: spoilt(real(swap, recipe))
+    _graft.replacement_of = lambda *given: spoilt(real(*given))
     _graft._classes = {}
     try:
         yield
