@@ -278,16 +278,8 @@ PLACEHOLDERS = (
 
 def part(config: Any, *names: str) -> Any:
     """The named part of a configuration, at any depth; the configuration itself if there is none."""
-    for name in names:
-        value = getattr(config, name, None)
-        if value is not None:
-            return value
-    for inner in vars(config).values():
-        if hasattr(inner, "to_dict"):
-            value = part(inner, *names)
-            if value is not inner:
-                return value
-    return config
+    found = setting(config, *names)
+    return config if found is None else found
 
 
 def setting(config: Any, *names: str) -> Any:

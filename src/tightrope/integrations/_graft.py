@@ -29,7 +29,7 @@ from .._errors import sentence
 from ..forms import signature, unwrapped
 from ._candidate import Candidate
 from ._classes import MARK, Graft
-from ._code import codes
+from ._code import codes, content_of
 from ._find import (
     INNER,
     PREFIX,
@@ -148,11 +148,6 @@ def grafted(base: type, recipe: Recipe) -> type:
     if known is None or not _is_as_read(known[1]):
         known = _classes[key] = _make(base, recipe)
     return known[0]
-
-
-def calling(function: FunctionType, recipe: Recipe) -> FunctionType | None:
-    """A copy of a function that calls the replacements; None if it reaches none of them."""
-    return _Copier(recipe, type(None)).copy(function)
 
 
 def apply(module: torch.nn.Module, cls: type) -> None:
@@ -437,11 +432,10 @@ class _Copier:
         """The closure of a copy, in which copies stand for the functions of decorators, and these copies."""
         cells, inner = list(function.__closure__ or ()), {}
         for i, cell in enumerate(cells):
-            with contextlib.suppress(ValueError):  # an empty cell
-                value = cell.cell_contents
-                if isinstance(value, FunctionType) and (new := self.copy(value)) is not None:
-                    inner[id(value)] = new
-                    cells[i] = CellType(new)
+            value = content_of(cell)
+            if isinstance(value, FunctionType) and (new := self.copy(value)) is not None:
+                inner[id(value)] = new
+                cells[i] = CellType(new)
         return tuple(cells), inner
 
 

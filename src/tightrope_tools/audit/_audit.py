@@ -14,6 +14,7 @@ from tightrope.spec import RopeSpec
 from . import _angles, _behaviour, _rotation
 from ._call import CallFailed, Hints, NoCallFound, Subject, describe_error, undisturbed
 from ._log import Log
+from ._mends import MENDS
 from ._report import Finding, Report
 from ._targets import resolve, subject_of
 
@@ -98,9 +99,8 @@ def audit(  # noqa: PLR0913  (one argument for each option)
             subject = subject_of(found, hints, declared, device)
         except NoCallFound as error:
             sentence = "No call was found that returns a rotated x of the same shape."
-            return Report(
-                found.name, {}, (Finding("cannot-call", "error", sentence, f"{error}", _STATE),)
-            )
+            code, mend = "cannot-call", MENDS["cannot-call"]
+            return Report(found.name, {}, (Finding(code, "error", sentence, f"{error}", mend),))
         log = Log(found.name, subject, declared, tuple(dtypes), longest, progress=progress)
         log.facts.update(_facts(subject))
         if declared is not None:
@@ -112,9 +112,6 @@ def audit(  # noqa: PLR0913  (one argument for each option)
         except CallFailed as error:
             log.add("raises", "error", "A call that worked at first raised an error.", str(error))
         return log.report()
-
-
-_STATE = "state form=, layout= and head_dim=, or audit a function of (x, positions) that calls it"
 
 
 @public("assert_rope")

@@ -88,6 +88,12 @@ class Pair(NamedTuple):
     second: int
 
 
+def pairs_in(start: int, rotary_dim: int, interleaved: bool) -> list[Pair]:
+    """The channels of each pair of a slice."""
+    step, stride = (1, 2) if interleaved else (rotary_dim // 2, 1)
+    return [Pair(start + stride * k, start + stride * k + step) for k in range(rotary_dim // 2)]
+
+
 class Angles(NamedTuple):
     """The dtypes that reproduce a function's angles: of positions, of frequencies and of their product."""
 
@@ -210,9 +216,7 @@ class Profile:
     @property
     def slots(self) -> list[Pair]:
         """All pairs of the slice, those that never turn included; needs a pairing."""
-        step, stride = (1, 2) if self.interleaved else (self.rotary_dim // 2, 1)
-        firsts = range(self.start, self.start + stride * (self.rotary_dim // 2), stride)
-        return [Pair(u, u + step) for u in firsts]
+        return pairs_in(self.start, self.rotary_dim, bool(self.interleaved))
 
     def comes_out(self, channel: int) -> int:
         """Return the output channel of an input channel."""

@@ -12,7 +12,7 @@ from tightrope.spec import RopeSpec
 from ._call import CallFailed, Subject, gradient
 from ._identify import identify
 from ._log import Log
-from ._profile import NEAR, SHORT, Pair, Profile, agree, matrices, measure, wrapped
+from ._profile import NEAR, SHORT, Pair, Profile, agree, matrices, measure, pairs_in, wrapped
 
 _LOOSE = 8e-3
 """Tolerance of factors; bfloat16 tables change them by up to 4e-3."""
@@ -111,7 +111,7 @@ def _pairs_are_rotations(log: Log, profile: Profile) -> bool:
             "blocks",
             "note",
             f"Channels turn in {profile.blocks} blocks of half pairs, one after the other.",
-            "the audit measures one block only, so it checks no frequency and no angle; audit each block by itself",
+            "the audit measures one block only, so it checks no frequency and no angle",
         )
         return False
     if tangled or (pairs and profile.interleaved is None and profile.rotary_dim > 2):
@@ -329,9 +329,7 @@ def _name(log: Log, profile: Profile) -> None:
 
 def pairs_of(spec: RopeSpec) -> list[Pair]:
     """The channels of each pair of a spec."""
-    step, stride = (1, 2) if spec.interleaved else (spec.rotary_dim // 2, 1)
-    firsts = range(spec.start, spec.start + stride * (spec.rotary_dim // 2), stride)
-    return [Pair(u, u + step) for u in firsts]
+    return pairs_in(spec.start, spec.rotary_dim, spec.interleaved)
 
 
 def check_declared(log: Log, spec: RopeSpec, profile: Profile) -> bool:
