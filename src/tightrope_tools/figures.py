@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from .place import write_whole
 
@@ -46,24 +43,9 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def new_figure(width: float, height: float, dpi: int = 200) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure, `width` by `height` inches; no display is needed."""
-    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06, wspace=0.04, hspace=0.05)
-    figure = Figure(figsize=(width, height), dpi=dpi, layout=layout)
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def legend_below(axes: Axes, columns: int = 2) -> None:
-    """Place the legend under the axes, where it covers nothing."""
-    axes.legend(
-        loc="upper left",
-        bbox_to_anchor=(-0.02, -0.19),
-        ncols=columns,
-        columnspacing=1.4,
-        handlelength=1.8,
-        borderaxespad=0.0,
-    )
+    return Figure(figsize=(width, height), dpi=200, layout="constrained")
 
 
 def styled() -> Any:

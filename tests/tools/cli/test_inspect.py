@@ -242,7 +242,7 @@ def test_pictures_of_several_parts_and_models(folder: Path) -> None:
     still = folder / "still.json"
     still.write_text(json.dumps({**RopeSpec(4).to_dict(), "rotary_dim": 0}))
     path = folder / "picture.png"
-    assert "every rotation must have a pair that turns but base 10000 has none" in one_line(
+    assert "every rotation must have a pair that turns but still.json has none" in one_line(
         [still, "--plot", path]
     )
     for inputs in ([config], [small], [folder / "llama-3"], [folder / "llama-3.1", small]):
