@@ -2,9 +2,10 @@
 
 import math
 
-from ..inspect import Comparison, Field, Inspection, Note, PairRow, PartReport
+from ..inspect import Comparison, Inspection, Note, PairRow, PartReport
 from ..inspect._compare import LOST, NOTICED, PartComparison
 from ..inspect.exactness import EXACT, FLOAT32, MEANING
+from ..inspect.notes import rounded
 from ._output import show, show_table
 
 _SHOWN = 14
@@ -45,10 +46,7 @@ def _show_part(part: PartReport, *, every: bool) -> None:
     if part.name:
         layers = "" if part.part.layers is None else f" ({part.part.layers} layers)"
         show(f"{part.name}{layers}", "bold")
-    fields = [(each.name, _value(each.value), each.source) for each in part.part.fields]
-    if part.part.context is not None:
-        key, length = part.part.context
-        fields.append(("context", f"{length:,}", key))
+    fields = [(each.name, _value(each.value), each.source) for each in part.fields]
     show("Fields", "bold")
     show_table(fields, ("field", "value", "source"))
     scales = [f"attention scaling {part.attention_scaling:.6g} on rotated channels"]
@@ -66,70 +64,60 @@ def _show_part(part: PartReport, *, every: bool) -> None:
 
 
 def _show_note(note: Note, mark: str = "") -> None:
-    if note.warning:
-        show_table([(f"warning{mark}", note.text)], style="warning")
-    else:
-        show_table([("note", note.text)])
+    kind = "warning" if note.warning else "note"
+    show_table([(f"{kind}{mark}", note.text)], style=kind)
 
 
 def _show_pairs(part: PartReport, *, every: bool) -> None:
-    pairs = part.pairs
-    if not pairs:
+    if not part.pairs:
         show("No channel rotates.")
         return
-    shown = list(pairs) if every else _chosen(pairs)
-    whole = len(shown) == len(pairs)
-    count = (
-        f"{len(pairs)} pairs" if whole else f"{len(shown)} of {len(pairs)}; --all shows every one"
-    )
-    scaled = part.spec.scaling is not None
-    columns = {
-        "pair": [str(pair.index) for pair in shown],
-        "channels": [f"{pair.channels[0]}, {pair.channels[1]}" for pair in shown],
-    }
-    if any(pair.axis is not None for pair in shown):
-        columns["axis"] = [str(pair.axis) for pair in shown]
-    if any(pair.head is not None for pair in shown):
-        columns["head"] = [str(pair.head) for pair in shown]
-    columns["wavelength"] = [_wavelength(pair.wavelength) for pair in shown]
-    if scaled:
-        columns["unscaled"] = [_wavelength(pair.unscaled) for pair in shown]
-        columns["scaling"] = [pair.effect for pair in shown]
-    if part.context is not None:
-        columns[f"turns in {part.context:,}"] = [_turns(pair.turns) for pair in shown]
-    if part.trained is not None and part.trained != part.context:
-        heading = f"in {part.trained:,}, unscaled" if scaled else f"in {part.trained:,}"
-        columns[heading] = [_turns(pair.turns_trained) for pair in shown]
+    shown = part.pairs if every else _chosen(part.pairs)
+    count = f"{len(part.pairs)} pairs"
+    if len(shown) < len(part.pairs):
+        count = f"{len(shown)} of {len(part.pairs)}; --all shows every one"
+    rows = [_cells(pair, part) for pair in shown]
     show(f"Pairs ({count})", "bold")
-    show_table(list(zip(*columns.values(), strict=True)), list(columns), left=0)
+    show_table([list(row.values()) for row in rows], list(rows[0]), left=0)
 
 
-def _chosen(pairs: tuple[PairRow, ...]) -> list[PairRow]:
+def _cells(pair: PairRow, part: PartReport) -> dict[str, str]:
+    """Return the row of a pair: heading -> text."""
+    scaled = part.spec.scaling is not None
+    row = {"pair": str(pair.index), "channels": f"{pair.channels[0]}, {pair.channels[1]}"}
+    if pair.axis is not None:
+        row["axis"] = str(pair.axis)
+    if pair.head is not None:
+        row["head"] = str(pair.head)
+    row["wavelength"] = _number(pair.wavelength)
+    if scaled:
+        row |= {"unscaled": _number(pair.unscaled), "scaling": pair.effect}
+    if pair.turns is not None:
+        row[f"turns in {part.context:,}"] = _number(pair.turns)
+    if pair.turns_trained is not None and part.trained != part.context:
+        row[f"in {part.trained:,}" + ", unscaled" * scaled] = _number(pair.turns_trained)
+    return row
+
+
+def _chosen(pairs: tuple[PairRow, ...]) -> tuple[PairRow, ...]:
     """Choose the pairs to show: the first, the last, both sides of each change, some in between.
 
     A change is where scaling begins or ends, or where pairs no longer complete a turn. If there are
-    more than three changes of one kind, those of this kind are not considered.
+    more than five, none is considered.
     """
     if len(pairs) <= _SHOWN:
-        return list(pairs)
+        return pairs
+    marks = [
+        ("" if pair.slower % 1 else pair.effect, pair.turns is not None and pair.turns < 1)
+        for pair in pairs
+    ]
+    changes = [i for i in range(1, len(pairs)) if marks[i] != marks[i - 1]]
     keep = {0, len(pairs) - 1}
-    for marks in (
-        [_kind(pair) for pair in pairs],
-        [pair.turns is not None and pair.turns < 1 for pair in pairs],
-    ):
-        changes = [i for i in range(1, len(pairs)) if marks[i] != marks[i - 1]]
-        if len(changes) <= 3:
-            keep |= {i for change in changes for i in (change - 1, change)}
+    if len(changes) <= 5:
+        keep |= {i for change in changes for i in (change - 1, change)}
     steps = _SHOWN - len(keep)
-    if steps > 0:
-        keep |= {round(i * (len(pairs) - 1) / (steps + 1)) for i in range(1, steps + 1)}
-    return [pairs[index] for index in sorted(keep)]
-
-
-def _kind(pair: PairRow) -> str:
-    if pair.effect in ("kept", "stopped"):
-        return pair.effect
-    return f"{pair.slower:.9g}" if float(pair.slower).is_integer() else "between"
+    keep |= {round(i * (len(pairs) - 1) / (steps + 1)) for i in range(1, steps + 1)}
+    return tuple(pairs[index] for index in sorted(keep))
 
 
 def _show_exactness(part: PartReport) -> None:
@@ -152,10 +140,7 @@ def _show_exactness(part: PartReport) -> None:
 
 
 def _reach(reach: int) -> str:
-    if reach >= EXACT:
-        return f"{EXACT:,}"
-    step = 10 ** max(len(str(reach)) - 2, 0)
-    return f"{'about ' if reach > step else ''}{reach // step * step:,}"
+    return f"{EXACT:,}" if reach >= EXACT else f"about {rounded(reach):,}"
 
 
 # --- two configurations ---------------------------------------------------------------------------
@@ -168,7 +153,10 @@ def _show_part_comparison(part: PartComparison) -> None:
         show(title, "bold")
     if part.differences:
         show("Fields that differ", "bold")
-        rows = [(each.field, _side(each.one), _side(each.other)) for each in part.differences]
+        rows = [
+            (each.field, _side(each.one, each.one_source), _side(each.other, each.other_source))
+            for each in part.differences
+        ]
         show_table(rows, ("field", "A", "B"))
     for reason in part.why:
         show_table([("differs", f"{reason}.")])
@@ -190,9 +178,9 @@ def _from(position: int | None) -> str:
     return "nowhere" if position is None else f"from position {position:,}"
 
 
-def _side(field: Field) -> str:
-    value = "-" if field.value is None else _value(field.value)
-    return f"{value}\n{field.source}" if field.source else value
+def _side(value: object, source: str) -> str:
+    shown = "-" if value is None else _value(value)
+    return f"{shown}\n{source}" if source else shown
 
 
 # --- formatting -----------------------------------------------------------------------------------
@@ -206,13 +194,7 @@ def _value(value: object) -> str:
     return str(value)
 
 
-def _wavelength(value: float) -> str:
+def _number(value: float) -> str:
     if math.isinf(value):
         return "∞"
-    return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
-
-
-def _turns(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.2g}" if value < 0.1 else f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"

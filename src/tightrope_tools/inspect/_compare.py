@@ -12,8 +12,9 @@ from typing import Any
 
 from tightrope._errors import bad_value, public
 from tightrope.frequencies import CONTEXT, TWO_PI
+from tightrope.spec import RopeSpec
 
-from .report import Inspection, PartReport
+from .report import Inspection, PartReport, plain
 from .subject import Field
 
 # Radians: 0.01 shows in a bfloat16 cosine; at 1 a pair no longer encodes the position.
@@ -44,11 +45,13 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class Difference:
-    """A field whose values in two configurations differ."""
+    """A field whose values in two configurations differ, in JSON types, and the sources of the values."""
 
     field: str
-    one: Field
-    other: Field
+    one: object
+    one_source: str
+    other: object
+    other_source: str
 
 
 @dataclass(frozen=True)
@@ -105,16 +108,7 @@ class Comparison:
                     "other": part.other.name,
                     "alike": part.alike,
                     "why": list(part.why),
-                    "differences": [
-                        {
-                            "field": each.field,
-                            "one": _shown(each.one.value),
-                            "one_source": each.one.source,
-                            "other": _shown(each.other.value),
-                            "other_source": each.other.source,
-                        }
-                        for each in part.differences
-                    ],
+                    "differences": [dataclasses.asdict(each) for each in part.differences],
                     "disagreement": part.disagreement and dataclasses.asdict(part.disagreement),
                 }
                 for part in self.parts
@@ -160,12 +154,14 @@ def _parts(one: PartReport, other: PartReport) -> PartComparison:
     context = max(one.context or 0, other.context or 0) or _NO_CONTEXT
     mine, theirs = (part.spec.frequencies(context).exact for part in (one, other))
     apart = _disagreement(mine, theirs, context) if len(mine) == len(theirs) else None
-    why = tuple(_unlike(one, other, context))
-    return PartComparison(one, other, tuple(_fields(one, other)), not why, apart, why)
+    why = list(_unlike(one.spec, other.spec, context))
+    if apart is not None and mine != theirs:
+        count = sum(x != y for x, y in zip(mine, theirs, strict=True))
+        why.append(f"{count} of {len(mine)} pairs have different frequencies")
+    return PartComparison(one, other, tuple(_fields(one, other)), not why, apart, tuple(why))
 
 
-def _unlike(one: PartReport, other: PartReport, context: int) -> Iterator[str]:
-    a, b = one.spec, other.spec
+def _unlike(a: RopeSpec, b: RopeSpec, context: int) -> Iterator[str]:
     if a.rotary_dim != b.rotary_dim:
         yield f"{a.rotary_dim} channels rotate in one and {b.rotary_dim} in the other"
     elif (a.head_dim, a.start) != (b.head_dim, b.start):
@@ -174,10 +170,6 @@ def _unlike(one: PartReport, other: PartReport, context: int) -> Iterator[str]:
         yield "the pairings differ: half and interleaved (tightrope convert changes that)"
     if a.axes != b.axes:
         yield "the coordinates of positions, or the pairs that they turn, differ"
-    mine, theirs = (spec.frequencies(context).exact for spec in (a, b))
-    if len(mine) == len(theirs) and mine != theirs:
-        count = sum(x != y for x, y in zip(mine, theirs, strict=True))
-        yield f"{count} of {len(mine)} pairs have different frequencies"
     scales = [spec.attention_scaling(context) for spec in (a, b)]
     if scales[0] != scales[1]:
         yield f"rotated channels are scaled by {scales[0]:.6g} in one and {scales[1]:.6g} in the other"
@@ -189,27 +181,12 @@ def _unlike(one: PartReport, other: PartReport, context: int) -> Iterator[str]:
 
 
 def _fields(one: PartReport, other: PartReport) -> Iterator[Difference]:
-    mine, theirs = _by_name(one), _by_name(other)
-    for name in [*mine, *(key for key in theirs if key not in mine)]:
-        a = mine.get(name, Field(name, None, ""))
-        b = theirs.get(name, Field(name, None, ""))
-        if _normal(a.value) != _normal(b.value):
-            yield Difference(name, a, b)
-
-
-def _by_name(part: PartReport) -> dict[str, Field]:
-    found = {each.name: each for each in part.part.fields}
-    if part.context is not None:
-        stated = part.part.context
-        source = stated[0] if stated is not None and stated[1] == part.context else "as requested"
-        found["context"] = Field("context", part.context, source)
-    return found
-
-
-def _normal(value: object) -> object:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    return tuple(map(_normal, value)) if isinstance(value, list | tuple) else value
+    mine, theirs = ({each.name: each for each in part.fields} for part in (one, other))
+    for name in mine | theirs:
+        sides = [each.get(name, Field(name, None, "")) for each in (mine, theirs)]
+        a, b = ((plain(value), source) for _, value, source in sides)
+        if a[0] != b[0]:
+            yield Difference(name, *a, *b)
 
 
 def _disagreement(
@@ -220,13 +197,17 @@ def _disagreement(
         found = [(*_furthest(difference, context), pair) for pair, difference in enumerate(apart)]
         largest, position, pair = max(found, default=(Decimal(0), 0, 0), key=lambda each: each[0])
         fastest = max(apart, default=Decimal(0))
+        # The first positions that reach an angle; beyond the context if no pair differs.
+        noticed, lost = (
+            math.ceil(Decimal(angle) / fastest) if fastest else context for angle in (NOTICED, LOST)
+        )
         return Disagreement(
             context,
             float(largest),
             position,
             pair,
-            _first(fastest, NOTICED, context),
-            _first(fastest, LOST, context),
+            noticed if noticed < context else None,
+            lost if lost < context else None,
         )
 
 
@@ -243,14 +224,3 @@ def _furthest(difference: Decimal, context: int) -> tuple[Decimal, int]:
     half = int(TWO_PI / 2 / difference)
     candidates = {min(position, context - 1) for position in (half, half + 1)}
     return max((_modulo(difference * position), position) for position in candidates)
-
-
-def _first(fastest: Decimal, angle: float, context: int) -> int | None:
-    if fastest == 0:
-        return None
-    position = math.ceil(Decimal(angle) / fastest)
-    return position if position < context else None
-
-
-def _shown(value: object) -> object:
-    return value if value is None or isinstance(value, str | int | float) else repr(value)

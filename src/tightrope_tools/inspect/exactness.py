@@ -18,8 +18,7 @@ ROUNDINGS = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 EXACT = LONGEST
 
 _PER_OCTAVE = 192
-_TOGETHER = 256  # pairs per step: about 12 MB for each float64 array
-_MOST_PAIRS = 1024  # more pairs are thinned evenly to at most this number
+_MOST_PAIRS = 512  # more pairs are thinned evenly to at most this number: 25 MB in float64
 
 WORDS = "phase words"
 FLOAT32 = "float32 angles"
@@ -35,8 +34,6 @@ MEANING = {
     FREQUENCIES: "after .to(torch.bfloat16) of a module with a buffer",
     POSITIONS: "positions made in the dtype of x",
 }
-
-_CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,15 +75,16 @@ def exactness_of(spec: RopeSpec, lengths: Iterable[int], context: int | None) ->
     """
     ends = tuple(sorted(set(lengths)))
     positions = sample(EXACT, {end - 1 for end in ends})
-    curves = errors_at(spec, positions, context)
     methods = []
-    for name, curve in curves.items():
-        worst = curve.cummax(0).values
-        at = [int(torch.searchsorted(positions, end, right=False)) - 1 for end in ends]
+    for name, errors in errors_at(spec, positions, context).items():
+        worst = tuple(float(errors[positions < end].max()) for end in ends)
         # The rounding of the table is the limit itself.
         limits = {} if name == TABLE else ROUNDINGS
-        reach = {dtype: _reach(positions, worst, limit) for dtype, limit in limits.items()}
-        methods.append(Method(name, tuple(float(worst[index]) for index in at), reach))
+        reach = {
+            dtype: next(iter(positions[errors > limit].tolist()), EXACT)
+            for dtype, limit in limits.items()
+        }
+        methods.append(Method(name, worst, reach))
     return Exactness(ends, tuple(methods))
 
 
@@ -115,25 +113,16 @@ def errors_at(
         positions: int64 ``(tokens,)``, not negative; used for all axes of the spec.
     """
     inv_freq = spec.frequencies(context).inv_freq
-    if inv_freq.dim() == 3:
-        inv_freq = inv_freq.sum(0)
-    inv_freq = inv_freq.flatten()
-    worst = {name: torch.zeros(len(positions), dtype=torch.float64) for name in MEANING}
-    every = -(-len(inv_freq) // _MOST_PAIRS) or 1
-    inv_freq = inv_freq[::every]
-    for first in range(0, len(inv_freq), _TOGETHER):
-        some = slice(first, first + _TOGETHER)
-        phase = phases_at(
-            spec, positions, context, slice(first * every, (first + _TOGETHER) * every, every)
-        )
-        exact = angles.cos_sin(phase, torch.float64)
-        made = {WORDS: angles.cos_sin(phase, torch.float32)}
-        for name, way in _WAYS.items():
-            made[name] = way(inv_freq[some], positions)
-        for name, tables in made.items():
-            for got, wanted in zip(tables, exact, strict=True):
-                error = (got.double() - wanted).abs().amax(-1)
-                worst[name] = torch.maximum(worst[name], error)
+    inv_freq = (inv_freq.sum(0) if inv_freq.dim() == 3 else inv_freq).flatten()
+    some = slice(None, None, -(-len(inv_freq) // _MOST_PAIRS) or 1)
+    phase = phases_at(spec, positions, context, some)
+    exact = angles.cos_sin(phase, torch.float64)
+    found: dict[str, Iterable[torch.Tensor]] = {WORDS: angles.cos_sin(phase, torch.float32)}
+    found |= {name: way(inv_freq[some], positions) for name, way in _WAYS.items()}
+    worst = {}
+    for name, tables in found.items():
+        errors = [(got.double() - wanted).abs() for got, wanted in zip(tables, exact, strict=True)]
+        worst[name] = torch.cat([torch.zeros(len(positions), 1), *errors], -1).amax(-1)
     return worst
 
 
@@ -153,25 +142,14 @@ def phases_at(
     return angles.phase_at(flat, more, ids, 0, False, len(positions))[0, 0]
 
 
-def _float32(inv_freq: torch.Tensor, positions: torch.Tensor) -> _CosSin:
+def _float32(inv_freq: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     angle = positions.float()[:, None] * inv_freq.float()
     return angle.cos(), angle.sin()
 
 
-def _table(inv_freq: torch.Tensor, positions: torch.Tensor) -> _CosSin:
-    cos, sin = _float32(inv_freq, positions)
-    return cos.bfloat16(), sin.bfloat16()
-
-
-_WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], _CosSin]] = {
+_WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], Iterable[torch.Tensor]]] = {
     FLOAT32: _float32,
-    TABLE: _table,
-    FREQUENCIES: lambda inv_freq, positions: _float32(inv_freq.bfloat16(), positions),
-    POSITIONS: lambda inv_freq, positions: _float32(inv_freq, positions.bfloat16()),
+    TABLE: lambda inv_freq, ids: [one.bfloat16() for one in _float32(inv_freq, ids)],
+    FREQUENCIES: lambda inv_freq, ids: _float32(inv_freq.bfloat16(), ids),
+    POSITIONS: lambda inv_freq, ids: _float32(inv_freq, ids.bfloat16()),
 }
-
-
-def _reach(positions: torch.Tensor, worst: torch.Tensor, limit: float) -> int:
-    """Return how many positions from 0 on stay within a limit, according to the sample."""
-    beyond = (worst > limit).nonzero()
-    return EXACT if len(beyond) == 0 else int(positions[int(beyond[0])])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tightrope.frequencies import DynamicNTK, Given, Llama3, LongRoPE, Rule, YaRN
+from tightrope.frequencies import Given, Llama3, LongRoPE, YaRN
 
 from .exactness import FLOAT32, FREQUENCIES, POSITIONS, ROUNDINGS
 from .pairs import PairRow
@@ -21,6 +21,9 @@ _USUAL_BASE = 10000.0
 _LONG_FOR_USUAL_BASE = 65536
 # Rounding alone may push an angle slightly beyond those of training.
 _MARGIN = 1.01
+
+# Code and text of each note.
+_Found = Iterator[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -40,178 +43,87 @@ class Note:
 
 def notes_on(report: PartReport) -> tuple[Note, ...]:
     """Return all notes on a report, which has none yet; warnings first."""
-    found = [note for check in _CHECKS for note in check(report)]
-    return tuple(sorted(found, key=lambda note: not note.warning))
-
-
-# --- facts ----------------------------------------------------------------------------------------
-
-
-def _never_turn(part: PartReport) -> Iterator[Note]:
-    slow = [pair for pair in part.pairs if 0 < (pair.turns_trained or 0) < 1]
-    if part.trained is None or not slow:
-        return
-    text = (
-        f"{len(slow)} of {len(part.pairs)} pairs never complete a turn within the {part.trained:,} "
-        f"positions of training (pair {_span(slow)}): training covers only part of their circle."
+    warnings = (_base, _lengths, _scaling, _yarn_elsewhere)
+    facts = (_turns, _tables, _elsewhere)
+    return tuple(
+        Note(code, check in warnings, text)
+        for check in (*warnings, *facts)
+        for code, text in check(report)
     )
-    yield Note("never-turn", False, text)
-    if part.context is None or part.context <= part.trained:
-        return
-    further = [(pair.turns or 0.0) / (pair.turns_trained or 1.0) for pair in slow]
-    beyond = [times for times in further if times > _MARGIN]
-    if beyond:
-        text = (
-            f"At {part.context:,} positions {len(beyond)} of these reach angles beyond those of the "
-            f"first {part.trained:,}, up to {max(beyond):.3g} times as far: a model that was not "
-            "trained further has not seen them."
-        )
-        yield Note("unseen-angles", False, text)
-
-
-def _stopped(part: PartReport) -> Iterator[Note]:
-    still = [pair for pair in part.pairs if math.isinf(pair.wavelength)]
-    if still:
-        yield Note(
-            "no-rotation",
-            False,
-            f"{len(still)} of {len(part.pairs)} pairs do not turn at all (pair {_span(still)}): "
-            "their channels carry no position.",
-        )
-
-
-def _tables(part: PartReport) -> Iterator[Note]:
-    length = part.context
-    if length is None or length not in part.exactness.lengths or not part.pairs:
-        return
-    at = part.exactness.lengths.index(length)
-    limit = ROUNDINGS["bfloat16"]
-    cast, made = (part.exactness.method(name).errors[at] for name in (FREQUENCIES, POSITIONS))
-    if max(cast, made) > limit:
-        yield Note(
-            "16-bit",
-            False,
-            f"Up to position {length - 1:,} cosines are wrong by up to {cast:.2g} with bfloat16 "
-            f"frequencies (a buffer after .to(bfloat16)), by up to {made:.2g} with bfloat16 positions.",
-        )
-    plain = part.exactness.method(FLOAT32)
-    if plain.errors[at] > limit:
-        yield Note(
-            "float32",
-            False,
-            f"Cosines of angles computed in float32 are wrong by up to {plain.errors[at]:.2g} at "
-            f"{length:,} positions, {plain.errors[at] / limit:.3g} times the rounding of a bfloat16; "
-            f"the error stays below that rounding for about {_round(plain.reach['bfloat16']):,} positions.",
-        )
-
-
-def _by_length(part: PartReport) -> Iterator[Note]:
-    rule = part.spec.scaling
-    if rule is None or not rule.by_length:
-        return
-    yield Note(
-        "by-length",
-        False,
-        f"Beyond {rule.original_max_position:,} positions the frequencies depend on the length of "
-        "the sequence, so keys cached under another length must be rotated anew (rerotate).",
-    )
-
-
-def _softmax(part: PartReport) -> Iterator[Note]:
-    if part.spec.softmax_scaling != 1.0:
-        yield Note(
-            "softmax",
-            False,
-            f"The model multiplies its softmax scale by {part.spec.softmax_scaling:.6g}; that is not "
-            "part of the rotation.",
-        )
 
 
 # --- likely mistakes ------------------------------------------------------------------------------
 
 
-def _base(part: PartReport) -> Iterator[Note]:
-    spec = part.spec
-    if isinstance(spec.scaling, Given) or not part.pairs:
+def _base(part: PartReport) -> _Found:
+    base = part.spec.base
+    if isinstance(part.spec.scaling, Given) or not part.pairs:
         return
-    if spec.base <= 1.0:
-        yield Note(
-            "base",
-            True,
-            f"base {spec.base:g} is not above 1: later pairs turn as fast as the first, or faster.",
+    if base <= 1.0:
+        text = f"base {base:g} is not above 1: later pairs turn as fast as the first, or faster."
+        yield "base", text
+    if base == _USUAL_BASE and _unscaled_length(part) >= _LONG_FOR_USUAL_BASE:
+        text = (
+            f"base 10000 without scaling at {part.context:,} positions: models of that length use larger "
+            "bases. A lost rope_theta or rope_scaling looks like this."
         )
-    length = part.context
-    if length is None or part.is_windowed or spec.axis_count > 1 or spec.scaling is not None:
-        return
-    slowest = max(pair.wavelength for pair in part.pairs)
-    if spec.base == _USUAL_BASE and length >= _LONG_FOR_USUAL_BASE:
-        yield Note(
-            "usual-base",
-            True,
-            f"base 10000 without scaling at {length:,} positions: models of that length use larger "
-            "bases. A lost rope_theta or rope_scaling looks like this.",
-        )
-    elif slowest < length:
-        yield Note(
-            "wraps",
-            False,
-            f"Every pair completes a turn within the context, the slowest in {slowest:,.0f} of "
-            f"{length:,} positions, so longer distances look like shorter ones.",
-        )
+        yield "usual-base", text
 
 
-def _no_scaling(part: PartReport) -> Iterator[Note]:
+def _unscaled_length(part: PartReport) -> int:
+    """Return the context, or 0 with scaling, a window or positions with several coordinates."""
+    windowed = any(word in part.name for word in ("sliding", "local", "chunked"))
+    plain = part.spec.scaling is None and part.spec.axis_count == 1 and not windowed
+    return (part.context or 0) if plain else 0
+
+
+def _lengths(part: PartReport) -> _Found:
     rule = part.spec.scaling
-    factor = getattr(rule, "factor", None)
-    if rule is None or factor is None or isinstance(rule, LongRoPE):
-        return
-    if part.spec.axis_count > 1:
-        return  # image coordinates are scaled to change their unit
-    if not isinstance(rule, DynamicNTK) and factor < 1.0:
-        yield Note("factor", True, f"factor {factor:g} is below 1: pairs turn faster, not slower.")
-    elif all(pair.slower == 1.0 for pair in part.pairs) and _within(part, rule):
-        yield Note(
-            "no-effect",
-            not isinstance(rule, DynamicNTK),
-            f"{type(rule).__name__} changes no pair at this length.",
-        )
-
-
-def _within(part: PartReport, rule: Rule) -> bool:
-    return not rule.by_length or (
-        part.context is not None and part.context <= rule.original_max_position
-    )
-
-
-def _original(part: PartReport) -> Iterator[Note]:
-    rule, stated = part.spec.scaling, part.stated
     original = getattr(rule, "original_max_position", None)
-    if original is None or stated is None:
+    if original is None or part.part.context is None:
         return
+    _, stated = part.part.context
     if original > stated:
-        yield Note(
-            "original-length",
-            True,
+        text = (
             f"original_max_position {original:,} is beyond the context of {stated:,}: it should be "
-            "the length before the extension.",
+            "the length before the extension."
         )
+        yield "original-length", text
     elif original == stated and isinstance(rule, Llama3):
-        yield Note(
-            "original-length",
-            True,
+        text = (
             f"original_max_position is the context itself, {stated:,}: one should be the length "
-            "before the extension, the other the length after it.",
+            "before the extension, the other the length after it."
         )
+        yield "original-length", text
     elif isinstance(rule, YaRN) and stated > _MARGIN * rule.factor * original:
-        yield Note(
-            "factor",
-            True,
+        text = (
             f"the context of {stated:,} is more than factor {rule.factor:g} times "
-            f"original_max_position {original:,}: slow pairs reach angles beyond those of training.",
+            f"original_max_position {original:,}: slow pairs reach angles beyond those of training."
         )
+        yield "factor", text
 
 
-def _yarn_elsewhere(part: PartReport) -> Iterator[Note]:
+def _scaling(part: PartReport) -> _Found:
+    rule = part.spec.scaling
+    if isinstance(rule, LongRoPE):
+        for name in ("short_factor", "long_factor"):
+            least = min(getattr(rule, name))
+            if least < 1.0:
+                at = getattr(rule, name).index(least)
+                text = f"{name}[{at}] = {least:g} is below 1: that pair turns faster than unscaled."
+                yield "divisors", text
+        return
+    factor = getattr(rule, "factor", None)
+    # Image coordinates are scaled to change their unit. A rule by length has no effect up to that length.
+    if rule is None or factor is None or rule.by_length or part.spec.axis_count > 1:
+        return
+    if factor < 1.0:
+        yield "factor", f"factor {factor:g} is below 1: pairs turn faster, not slower."
+    elif all(pair.slower == 1.0 for pair in part.pairs):
+        yield "no-effect", f"{type(rule).__name__} changes no pair at this length."
+
+
+def _yarn_elsewhere(part: PartReport) -> _Found:
     rule = part.spec.scaling
     if not isinstance(rule, YaRN) or rule.attention_factor is not None:
         return
@@ -220,41 +132,49 @@ def _yarn_elsewhere(part: PartReport) -> Iterator[Note]:
     if any(value is not None for value in given) and not all(given) and rule.factor > 1:
         alone = YaRN(rule.factor, rule.original_max_position).frequencies(2, 10000.0)
         if not math.isclose(alone.attention_scaling, part.spec.amplitude, rel_tol=1e-6):
-            yield Note(
-                "stacks-differ",
-                True,
+            text = (
                 "mscale and mscale_all_dim are not both given and nonzero: transformers 5.23 then ignores them "
                 f"and scales by {alone.attention_scaling:.4g}; YaRN's formula gives "
-                f"{part.spec.amplitude:.4g}.",
+                f"{part.spec.amplitude:.4g}."
             )
+            yield "stacks-differ", text
 
 
-def _divisors(part: PartReport) -> Iterator[Note]:
-    rule = part.spec.scaling
-    if not isinstance(rule, LongRoPE):
-        return
-    for name, divisors in (("short_factor", rule.short_factor), ("long_factor", rule.long_factor)):
-        if min(divisors) < 1.0:
-            at = divisors.index(min(divisors))
-            yield Note(
-                "divisors",
-                True,
-                f"{name}[{at}] = {divisors[at]:g} is below 1: that pair turns faster than unscaled.",
-            )
+# --- facts ----------------------------------------------------------------------------------------
 
 
-_CHECKS: tuple[Callable[[PartReport], Iterator[Note]], ...] = (
-    _base,
-    _original,
-    _no_scaling,
-    _divisors,
-    _yarn_elsewhere,
-    _never_turn,
-    _stopped,
-    _tables,
-    _by_length,
-    _softmax,
-)
+def _turns(part: PartReport) -> _Found:
+    count, length, trained = len(part.pairs), part.context or 0, part.trained or 0
+    slowest = max((pair.wavelength for pair in part.pairs), default=math.inf)
+    if slowest < _unscaled_length(part):
+        text = (
+            f"Every pair completes a turn within the context, the slowest in {slowest:,.0f} of "
+            f"{length:,} positions, so longer distances look like shorter ones."
+        )
+        yield "wraps", text
+    slow = [pair for pair in part.pairs if 0 < (pair.turns_trained or 0) < 1]
+    if slow:
+        text = (
+            f"{len(slow)} of {count} pairs never complete a turn within the {trained:,} "
+            f"positions of training (pair {_span(slow)}): training covers only part of their circle."
+        )
+        yield "never-turn", text
+    further = [(pair.turns or 0.0) / (pair.turns_trained or 1.0) for pair in slow]
+    beyond = [times for times in further if times > _MARGIN]
+    if beyond and length > trained:
+        text = (
+            f"At {length:,} positions {len(beyond)} of these reach angles beyond those of the "
+            f"first {trained:,}, up to {max(beyond):.3g} times as far: a model that was not "
+            "trained further has not seen them."
+        )
+        yield "unseen-angles", text
+    still = [pair for pair in part.pairs if math.isinf(pair.wavelength)]
+    if still:
+        text = (
+            f"{len(still)} of {count} pairs do not turn at all (pair {_span(still)}): "
+            "their channels carry no position."
+        )
+        yield "no-rotation", text
 
 
 def _span(pairs: list[PairRow]) -> str:
@@ -265,7 +185,45 @@ def _span(pairs: list[PairRow]) -> str:
     return f"{first}–{last}" if last - first == len(pairs) - 1 else f"{first}, …, {last}"
 
 
-def _round(length: int) -> int:
+def _tables(part: PartReport) -> _Found:
+    length = part.context
+    if length is None or not part.pairs:
+        return
+    at = part.exactness.lengths.index(length)
+    limit = ROUNDINGS["bfloat16"]
+    cast, made, plain = (
+        part.exactness.method(name).errors[at] for name in (FREQUENCIES, POSITIONS, FLOAT32)
+    )
+    if max(cast, made) > limit:
+        text = (
+            f"Up to position {length - 1:,} cosines are wrong by up to {cast:.2g} with bfloat16 "
+            f"frequencies (a buffer after .to(bfloat16)), by up to {made:.2g} with bfloat16 positions."
+        )
+        yield "16-bit", text
+    if plain > limit:
+        reach = part.exactness.method(FLOAT32).reach["bfloat16"]
+        text = (
+            f"Cosines of angles computed in float32 are wrong by up to {plain:.2g} at "
+            f"{length:,} positions, {plain / limit:.3g} times the rounding of a bfloat16; "
+            f"the error stays below that rounding for about {rounded(reach):,} positions."
+        )
+        yield "float32", text
+
+
+def rounded(length: int) -> int:
     """Round down to two digits, the accuracy of a sample of positions."""
     step: int = 10 ** max(len(str(length)) - 2, 0)
     return length // step * step
+
+
+def _elsewhere(part: PartReport) -> _Found:
+    rule, factor = part.spec.scaling, part.spec.softmax_scaling
+    if rule is not None and rule.by_length:
+        text = (
+            f"Beyond {rule.original_max_position:,} positions the frequencies depend on the length of "
+            "the sequence, so keys cached under another length must be rotated anew (rerotate)."
+        )
+        yield "by-length", text
+    if factor != 1.0:
+        text = f"The model multiplies its softmax scale by {factor:.6g}; that is not part of the rotation."
+        yield "softmax", text

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
-from tightrope.frequencies import CONTEXT, TWO_PI, Frequencies
+from tightrope.frequencies import CONTEXT, TWO_PI
 from tightrope.spec import RopeSpec
 
 
@@ -58,43 +58,31 @@ def pairs_of(spec: RopeSpec, context: int | None, trained: int | None) -> tuple[
     [6.283, 628.319]
     """
     scaled = spec.frequencies(context)
-    row = _unscaled(spec).exact
-    count = max(len(row), 1)
-    heads = scaled.shape is not None
+    plain = replace(spec, scaling=None).frequencies().exact
+    count = max(len(plain), 1)
+    heads = 1 if scaled.shape is None else scaled.shape[-2]
     made = []
     for index, omega in enumerate(scaled.exact):
-        pair, plain = index % count, row[index % count]
+        pair, axis = index % count, None
+        if spec.axes is not None:
+            axis = spec.axes.pairs[pair][0]
+        elif scaled.shape is not None and len(scaled.shape) == 3:
+            axis = index // (count * heads)
         made.append(
             PairRow(
                 index=index,
                 channels=_channels(spec, pair),
-                axis=_axis(spec, scaled, index),
-                head=index // count % _heads(scaled) if heads else None,
+                axis=axis,
+                head=index // count % heads if scaled.shape is not None else None,
                 inv_freq=float(omega),
                 wavelength=_wavelength(omega),
-                unscaled=_wavelength(plain),
-                slower=_ratio(plain, omega),
+                unscaled=_wavelength(plain[pair]),
+                slower=_ratio(plain[pair], omega),
                 turns=_turns(omega, context),
-                turns_trained=_turns(plain, trained),
+                turns_trained=_turns(plain[pair], trained),
             )
         )
     return tuple(made)
-
-
-def _unscaled(spec: RopeSpec) -> Frequencies:
-    return spec.frequencies() if spec.scaling is None else replace(spec, scaling=None).frequencies()
-
-
-def _heads(frequencies: Frequencies) -> int:
-    shape = frequencies.shape
-    return 1 if shape is None else shape[-2]
-
-
-def _axis(spec: RopeSpec, frequencies: Frequencies, index: int) -> int | None:
-    if spec.axes is not None:
-        return spec.axes.pairs[index % len(spec.axes.pairs)][0]
-    shape = frequencies.shape
-    return index // (shape[1] * shape[2]) if shape is not None and len(shape) == 3 else None
 
 
 def _channels(spec: RopeSpec, pair: int) -> tuple[int, int]:

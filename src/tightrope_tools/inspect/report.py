@@ -25,7 +25,8 @@ class PartReport:
     """The report on one rotation of a model.
 
     Attributes:
-        part: the spec, and the sources of its fields.
+        part: the layers that rotate, and the sources of the fields of their spec.
+        spec: the rotation.
         context: the length for which frequencies, turns and scalings are given; None if neither the
             caller nor a key states one.
         trained: the scaling rule's original length, else the stated context, else ``context``.
@@ -37,6 +38,7 @@ class PartReport:
     """
 
     part: Part
+    spec: RopeSpec
     context: int | None
     trained: int | None
     pairs: tuple[PairRow, ...]
@@ -50,21 +52,13 @@ class PartReport:
         return self.part.name
 
     @property
-    def stated(self) -> int | None:
-        """The context that a key of the configuration states."""
-        return None if self.part.context is None else self.part.context[1]
-
-    @property
-    def is_windowed(self) -> bool:
-        """True if these layers attend within a window only."""
-        return any(word in self.name for word in ("sliding", "local", "chunked"))
-
-    @property
-    @public("inspect")
-    def spec(self) -> RopeSpec:
-        if self.part.spec is None:
-            raise bad_value(f"{self.name} has no spec: {self.part.why_not}")
-        return self.part.spec
+    def fields(self) -> tuple[Field, ...]:
+        """The fields of the spec and the context, with their sources."""
+        if self.context is None:
+            return self.part.fields
+        key, stated = self.part.context or ("", None)
+        source = key if self.context == stated else "as requested"
+        return (*self.part.fields, Field("context", self.context, source))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report in JSON types; infinite values and NaN become null."""
@@ -73,16 +67,15 @@ class PartReport:
             "layers": self.part.layers,
             "spec": self.spec.to_dict(),
             "fields": [
-                {"field": one.name, "value": _plain(one.value), "source": one.source}
-                for one in self.part.fields
+                {"field": one.name, "value": plain(one.value), "source": one.source}
+                for one in self.fields
             ],
             "context": self.context,
-            "context_source": self.part.context and self.part.context[0],
             "trained": self.trained,
             "attention_scaling": self.attention_scaling,
             "softmax_scaling": self.softmax_scaling,
             "pairs": [
-                {key: _plain(value) for key, value in dataclasses.asdict(pair).items()}
+                {key: plain(value) for key, value in dataclasses.asdict(pair).items()}
                 | {"effect": pair.effect if self.spec.scaling is not None else None}
                 for pair in self.pairs
             ],
@@ -157,50 +150,42 @@ def inspect(  # noqa: PLR0913  (one argument for each option)
     ['never-turn', '16-bit']
     """
     if context is not None:
-        context = _length(context)
-    subject = read(
+        context = integer("context", context, tensors=True)
+        if not 1 <= context <= EXACT:
+            raise bad_value(f"context must lie in [1, {EXACT}] but got {context}")
+    name, form, parts = read(
         config, layer_type=layer_type, section=section, strict=strict, interleaved=interleaved,
         rotary_dim=rotary_dim, start=start, rope_layers=rope_layers,
     )  # fmt: skip
     return Inspection(
-        subject.name,
-        subject.form,
-        tuple(_report(part, part.spec, context) for part in subject.parts if part.spec is not None),
-        tuple(part for part in subject.parts if part.spec is None),
+        name,
+        form,
+        tuple(_report(part, part.spec, context) for part in parts if part.spec is not None),
+        tuple(part for part in parts if part.spec is None),
     )
-
-
-def _length(context: object) -> int:
-    length = integer("context", context, tensors=True)
-    if not 1 <= length <= EXACT:
-        raise bad_value(f"context must lie in [1, {EXACT}] but got {length}")
-    return length
 
 
 def _report(part: Part, spec: RopeSpec, context: int | None) -> PartReport:
     stated = None if part.context is None else part.context[1]
     length = context if context is not None else stated
     trained = getattr(spec.scaling, "original_max_position", None) or stated or context
-    at = {*_LENGTHS, *(() if length is None else (length,))}
     made = PartReport(
-        part=part,
-        context=length,
-        trained=trained,
-        pairs=pairs_of(spec, length, trained),
-        attention_scaling=spec.attention_scaling(length),
-        softmax_scaling=spec.softmax_scaling,
-        exactness=exactness_of(spec, at, length),
+        part,
+        spec,
+        length,
+        trained,
+        pairs_of(spec, length, trained),
+        spec.attention_scaling(length),
+        spec.softmax_scaling,
+        exactness_of(spec, {*_LENGTHS, length or _LENGTHS[0]}, length),
     )
     return dataclasses.replace(made, notes=notes_on(made))
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
+    """Return a value in JSON types: null for NaN and infinity, the text of any other object."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str | int):
-        return value
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, Field):
-        return list(value)
-    return repr(value)
+        return [plain(one) for one in value]
+    return value if value is None or isinstance(value, str | int) else repr(value)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tightrope import config as reader
 from tightrope.config import LayerSpecs, Provenance, files
+from tightrope.frequencies import Rule
 from tightrope.spec import RopeSpec
 
 from ..convert.model import pairing_beside, pairing_name
@@ -45,23 +46,14 @@ class Part:
     why_not: str | None = None
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """An inspected configuration: its name, the kind of configuration, and its parts."""
-
-    name: str
-    form: str
-    parts: tuple[Part, ...]
-
-
 def read(
     config: object,
     *,
     section: str | None = None,
     interleaved: bool | None = None,
     **stated: Any,
-) -> Configuration:
-    """Read a configuration and split it into its parts.
+) -> tuple[str, str, list[Part]]:
+    """Read a configuration and split it into its parts; return its name, the kind of configuration, and the parts.
 
     Args:
         config: a spec, any input of :meth:`tightrope.RopeSpec.from_config`, or the JSON of
@@ -74,92 +66,81 @@ def read(
     Raises:
         OSError, ValueError, TypeError: as in :meth:`tightrope.RopeSpec.from_config`.
     """
-    name = os.fspath(config) if isinstance(config, str | os.PathLike) else type(config).__name__
-    beside: tuple[bool, str] | None = None
+    name, record = type(config).__name__, None
     if isinstance(config, RopeSpec):
-        return Configuration("RopeSpec", "a RopeSpec", (_of_spec(config, "given"),))
+        return name, "a RopeSpec", [_of_spec(config, "given")]
     if isinstance(config, str | os.PathLike):
-        path = Path(config)
+        name, path = os.fspath(config), Path(config)
         config = files.load(path)
         if interleaved is None and (path.is_dir() or path.name in files.NAMES):
-            beside = pairing_beside(path if path.is_dir() else path.parent)
-    if _is_saved_spec(config):
+            record = pairing_beside(path if path.is_dir() else path.parent)
+    saved = isinstance(config, Mapping) and {"version", "head_dim"} <= config.keys()
+    if saved and "model_type" not in config:  # type: ignore[operator]
         spec = RopeSpec.from_dict(config)  # type: ignore[arg-type]
-        return Configuration(str(name), "RopeSpec JSON", (_of_spec(spec, "the file"),))
-    options: dict[str, Any] = {**stated, "interleaved": interleaved}
-    rotating = reader.sections(config)
-    if section is not None or len(rotating) == 1:
-        if beside is not None:
-            options["interleaved"] = beside[0]
-        provenance = reader.provenance(config, section=section, **options)
-        parts = _parts_of(provenance, section or "")
-        return Configuration(
-            str(name), provenance.name, tuple(_recorded(part, beside) for part in parts)
-        )
-    if beside is not None:
+        return name, "RopeSpec JSON", [_of_spec(spec, "the file")]
+    sections = reader.sections(config)
+    several = section is None and len(sections) > 1
+    if record is not None and several:
         warnings.warn(
-            f"{beside[1]} states that the weights are {pairing_name(beside[0])}, but not which of "
-            f"{', '.join(one or 'the outer level' for one in rotating)} it means: give the section",
+            f"{record[1]} states that the weights are {pairing_name(record[0])}, but not which of "
+            f"{', '.join(one or 'the outer level' for one in sections)} it means: give the section",
             UserWarning,
             stacklevel=3,
         )
-    found: list[Part] = []
+    elif record is not None:
+        interleaved = record[0]
     forms: list[str] = []
-    for one in rotating:
+    found: list[Part] = []
+    for one in sections if several else [section]:
+        label = one or "outer level" * several
         try:
-            provenance = reader.provenance(config, section=one, **options)
+            provenance = reader.provenance(config, section=one, interleaved=interleaved, **stated)
         except (ValueError, TypeError) as error:
-            found.append(Part(one or "outer level", None, why_not=str(error)))
+            if not several:
+                raise
+            found.append(Part(label, None, why_not=str(error)))
         else:
             forms.append(provenance.name)
-            found += _parts_of(provenance, one or "outer level")
+            found += _parts_of(provenance, label, None if several else record)
     if not forms:
         raise ValueError(found[0].why_not)
-    return Configuration(str(name), ", ".join(forms), tuple(found))
-
-
-def _recorded(part: Part, beside: tuple[bool, str] | None) -> Part:
-    """Return the part with a conversion record as the source of its pairing, if there is one."""
-    if beside is None:
-        return part
-    rows = tuple(
-        row._replace(source=beside[1]) if row.name == "interleaved" else row for row in part.fields
-    )
-    return replace(part, fields=rows)
-
-
-def _is_saved_spec(config: object) -> bool:
-    if not isinstance(config, Mapping) or "model_type" in config:
-        return False
-    return "version" in config and "head_dim" in config
+    return name, ", ".join(forms), found
 
 
 def _of_spec(spec: RopeSpec, source: str) -> Part:
-    rows = [Field(each.name, getattr(spec, each.name), source) for each in fields(spec)]
-    if spec.scaling is not None:
-        at = next(i for i, row in enumerate(rows) if row.name == "scaling")
-        inner = [
-            Field(f"scaling.{key}", value, source)
-            for key, value in spec.scaling.to_dict().items()
-            if key != "rule" and value is not None
+    rows = []
+    for each in fields(spec):
+        value = getattr(spec, each.name)
+        if not isinstance(value, Rule):
+            rows.append(Field(each.name, value, source))
+            continue
+        rows.append(Field(each.name, type(value).__name__, source))
+        rows += [
+            Field(f"{each.name}.{key}", one, source)
+            for key, one in value.to_dict().items()
+            if key != "rule" and one is not None
         ]
-        rows[at : at + 1] = [Field("scaling", type(spec.scaling).__name__, source), *inner]
     return Part("", spec, tuple(rows))
 
 
-def _parts_of(provenance: Provenance, section: str) -> tuple[Part, ...]:
-    specs = provenance.spec
-    if not isinstance(specs, LayerSpecs):
-        rows = tuple(Field(*row[1:]) for row in provenance.rows)
-        why_not = None if specs is not None else f"{provenance.name}: these layers do not rotate"
-        return (Part(section, specs, rows, provenance.context, why_not=why_not),)
-    parts = []
+def _parts_of(
+    provenance: Provenance, section: str, record: tuple[bool, str] | None
+) -> Iterator[Part]:
+    """Yield the parts of a section; a conversion record is the source of their pairing."""
+    specs: Mapping[Any, RopeSpec | None]
+    specs, layers = {None: provenance.spec}, None  # type: ignore[dict-item]
+    if isinstance(provenance.spec, LayerSpecs):
+        specs, layers = provenance.spec, provenance.spec.layers
     for layer, spec in specs.items():
-        rows = tuple(Field(*row[1:]) for row in provenance.rows if row.layer == layer)
-        part = Part(layer, spec, rows, provenance.context)
-        if specs.layers is not None:
-            part = replace(part, layers=specs.layers.count(layer))
+        name = ": ".join(filter(None, (section, layer)))
+        count = None if layers is None else layers.count(layer)
         if spec is None:
-            part = replace(part, fields=(), why_not="these layers do not rotate")
-        parts.append(replace(part, name=f"{section}: {layer}" if section else layer))
-    return tuple(parts)
+            why = "these layers do not rotate"
+            yield Part(name, None, (), provenance.context, count, why)
+            continue
+        rows = [Field(*row[1:]) for row in provenance.rows if layer in (None, row.layer)]
+        if record is not None:
+            rows = [
+                row._replace(source=record[1]) if row.name == "interleaved" else row for row in rows
+            ]
+        yield Part(name, spec, tuple(rows), provenance.context, count)

@@ -58,7 +58,7 @@ def test_one_configuration_in_words(folder: Path, width: int) -> None:
     for text in (
         "model_type 'llama'",
         "scaling.original_max_position 8192",
-        "131,072 max_position_embeddings",
+        "context 131072 max_position_embeddings",
         "attention scaling 1 on rotated channels",
         "Pairs (14 of 64; --all shows every one)",
         "Largest exact context: 2,147,483,648 positions with phase words",

@@ -234,7 +234,9 @@ def test_fields_and_their_sources() -> None:
     assert fields["scaling.factor"][1:] == (8.0, "rope_scaling.factor")
     assert part.part.context == ("max_position_embeddings", 131072)
     assert (part.context, part.trained) == (131072, 8192)
+    assert part.fields[-1] == ("context", 131072, "max_position_embeddings")
     assert only(LLAMA31, context=4096).context == 4096
+    assert only(LLAMA31, context=4096).fields[-1] == ("context", 4096, "as requested")
 
 
 def test_a_saved_spec(tmp_path: Path) -> None:
@@ -363,6 +365,10 @@ def test_warnings(config: dict[str, Any], wanted: set[str]) -> None:
 def test_a_rule_that_quickens() -> None:
     """A linear factor below 1 gives a warning; a configuration with such a factor is refused."""
     assert codes(RopeSpec(128, scaling=Linear(0.5)), warning=True) == {"factor"}
+
+
+def test_a_rule_by_length_has_an_effect() -> None:
+    assert codes(RopeSpec(128, scaling=DynamicNTK(2, 4096)), 4096, warning=True) == set()
 
 
 def test_divisors_below_one() -> None:
