@@ -11,14 +11,10 @@ from matplotlib.figure import Figure
 
 from .place import write_whole
 
-INK = "#1d2733"
-MUTED = "#66717d"
-GRID = "#e3e7ec"
-
+INK, MUTED, GRID = "#1d2733", "#66717d", "#e3e7ec"
 #: Okabe and Ito's colours that are readable on white, with a darker purple.
-BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = (
-    "#0072b2", "#d55e00", "#009e73", "#a0508a", "#e69f00", "#56b4e9",
-)  # fmt: skip
+BLUE, VERMILION, GREEN = "#0072b2", "#d55e00", "#009e73"
+PURPLE, ORANGE, SKY = "#a0508a", "#e69f00", "#56b4e9"
 COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 
 STYLE: dict[Any, Any] = {

@@ -7,26 +7,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from ..convert import Stated
+from ._output import as_mistakes, progress
 
-#: The keys of ``convert.naming.NAMINGS``, here because help must not import torch.
-NAMINGS = (
-    "llama, meta, phi, hunyuan, stablelm, phi3, qwen3_next, gpt_neox, persimmon, falcon, "
-    "internlm2, megatron, chatglm, gptj, codegen, dbrx, modernbert, deepseek, glm_moe_dsa, "
-    "longcat_flash, bert, moonshine"
-)
+_Result = TypeVar("_Result")
 
 CHECKPOINT = "a safetensors file, an index of shards, or a folder with one of these"
 _NAMING_HELP = (
-    f"naming scheme of the projections: {NAMINGS}; or names of your own, such as "
-    "layers.*.attn.q_k_v_proj=qkv"
+    "naming scheme of the projections, such as llama or gpt_neox (the error about an unknown one lists all); or "
+    "names of your own, such as layers.*.attn.q_k_v_proj=qkv"
 )
 
 # Advice in the library's errors -> the same with the options of these commands.
-SPELLED = {
+_SPELLED = {
     r"^\[(convert|detect)\] ": "",
     r"strict=False ignores them with a warning": "pass --config, a file without them, if they do not change "
     "which channels rotate",
@@ -35,9 +30,6 @@ SPELLED = {
     r"interleaved=True and rope_layers='all'": "--from interleaved",
     r"interleaved=(False|True) if the key": "--from if the key",
     r"layer_type with the rotary_dim of its layers": "--config, a file with partial_rotary_factor",
-    r"\brotary_dim=": "--rotary-dim=",
-    r"\bstart=": "--start=",
-    r"with start if": "with --start if",
 }
 
 
@@ -60,8 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--start", type=int, help="first channel that rotates")
 
 
-def stated(options: argparse.Namespace) -> Stated:
-    """Return what the options state about the checkpoint."""
+def call(
+    name: str, function: Callable[..., _Result], options: argparse.Namespace, **more: Any
+) -> _Result:
+    """Call `convert` or `detect` for a command, with what its options state about the checkpoint."""
     from ..convert import Stated
 
     names = [each.name for each in dataclasses.fields(Stated)]
@@ -70,4 +64,6 @@ def stated(options: argparse.Namespace) -> Stated:
         values["config"] = False
     if options.naming is not None and "=" in options.naming:
         values["naming"] = dict(part.partition("=")[::2] for part in options.naming.split(","))
-    return Stated(**values)
+    with as_mistakes(_SPELLED), progress(name) as report:
+        shown = None if options.json else report
+        return function(options.checkpoint, stated=Stated(**values), report=shown, **more)

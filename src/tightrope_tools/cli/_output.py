@@ -23,6 +23,12 @@ STYLES = {"bold": "1", "dim": "2", "error": "1;31", "warning": "33", "note": "36
 
 # Failures of the machine, not of the user's input.
 _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EFBIG)
+# Arguments of Python that state a slice -> options.
+_SLICE = {
+    r"\brotary_dim=": "--rotary-dim=",
+    r"\bstart=": "--start=",
+    r"with start if": "with --start if",
+}
 # Least width at which a column of wrapped text is readable.
 _READABLE = 20
 
@@ -59,7 +65,7 @@ def as_mistakes(spelled: Mapping[str, str] | None = None) -> Iterator[None]:
     except (ValueError, TypeError, NotImplementedError) as error:
         # The options are named before the Python call at the end of a sentence.
         text = re.sub(r"; for code like Llama's: RopeSpec\.from_config\(.*\)", "", str(error))
-        for argument, option in (spelled or {}).items():
+        for argument, option in ({**spelled, **_SLICE} if spelled else {}).items():
             text = re.sub(argument, option, text)
         raise Mistake(text) from error
 
@@ -96,23 +102,22 @@ def show_table(
         left: the number of columns, from the first on, that are aligned left; by default all.
         style: the style of the first column.
     """
-    columns = list(zip(*([header, *rows] if header else rows), strict=True))
-    lines = [[line for cell in column for line in cell.split("\n")] for column in columns]
-    widths = [max(map(len, column)) for column in lines]
-    words = [
-        max((len(word) for line in column for word in line.split()), default=0) for column in lines
+    table = [header, *rows] if header else rows
+    columns = [
+        [line for cell in column for line in cell.split("\n")]
+        for column in zip(*table, strict=True)
     ]
+    widths = [max(map(len, column)) for column in columns]
+    words = [max(map(len, " ".join(column).split()), default=0) for column in columns]
     least = [*words[:1], *(min(word, _READABLE) for word in words[1:])]
     room = _width() - indent - 2 * (len(columns) - 1)
     if sum(least) > room:
         _show_list(rows, header, indent)
         return
     while sum(widths) > room:
-        widest = max(
-            (i for i in range(len(widths)) if widths[i] > least[i]), key=widths.__getitem__
-        )
+        _, widest = max((width, i) for i, width in enumerate(widths) if width > least[i])
         widths[widest] -= 1
-    for row in [header, *rows] if header else rows:
+    for row in table:
         cells = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
         for parts in zip_longest(*cells, fillvalue=""):
             padded = [

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
+import re
 from typing import TYPE_CHECKING
 
 from . import _checkpoint
-from ._names import grouped, size
-from ._output import as_mistakes, progress, show_json, show_table
+from ._output import show_json, show_table
 
 if TYPE_CHECKING:
     from ..convert import Conversion
@@ -51,16 +50,9 @@ def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     from ..convert import convert
 
-    with as_mistakes(_checkpoint.SPELLED), progress("convert") as report:
-        done = convert(
-            Path(options.checkpoint),
-            Path(options.out),
-            to=options.to,
-            stated=_checkpoint.stated(options),
-            dry_run=options.dry_run,
-            verify=options.verify,
-            report=None if options.json else report,
-        )
+    names = ("out", "to", "dry_run", "verify")
+    given = {name: getattr(options, name) for name in names}
+    done = _checkpoint.call("convert", convert, options, **given)
     if options.json:
         show_json(dataclasses.asdict(done))
     else:
@@ -73,7 +65,7 @@ def _show(done: Conversion) -> None:
 
     whence = basis(done.source_from, done.assumed)
     rows = [
-        ("checkpoint", f"{done.checkpoint}, {size(done.nbytes)} of weights"),
+        ("checkpoint", f"{done.checkpoint}, {_size(done.nbytes)} of weights"),
         ("model", done.model),
         ("pairing", f"{done.source} ({whence}) to {done.to}"),
     ]
@@ -94,18 +86,30 @@ def _show(done: Conversion) -> None:
         )
     rows += [("warning", warning) for warning in done.warnings]
     rows += [("note", note) for note in done.notes]
-    rows.append(("written" if done.written else "dry run", _end(done)))
+    count = f", {len(done.files)} files" if len(done.files) > 1 else ""
+    end = f"{done.out}, {_size(done.disk)}{count}"
+    rows.append(("written", end) if done.written else ("dry run", f"{end} would be written"))
     show_table(rows)
 
 
-def _end(done: Conversion) -> str:
-    count = f", {len(done.files)} files" if len(done.files) > 1 else ""
-    return f"{done.out}, {size(done.disk)}{count}" + ("" if done.written else " would be written")
-
-
 def _named(what: str, names: tuple[str, ...], most: int | None) -> list[tuple[str, str]]:
-    lines = [name if count == 1 else f"{name}  ({count})" for name, count in grouped(names)]
-    rows = [(what if n == 0 else "", line) for n, line in enumerate(lines[:most])]
+    """Return rows that list names; names that differ only in their first number share a line."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name, count=1), []).append(name)
+    lines = [
+        f"{group}  ({len(members)})" if len(members) > 1 else members[0]
+        for group, members in groups.items()
+    ]
     if most is not None and len(lines) > most:
-        rows.append(("", f"and {len(lines) - most} more lines; --json names all {len(names)}"))
-    return rows
+        more = f"and {len(lines) - most} more lines; --json names all {len(names)}"
+        lines[most:] = [more]
+    return [(what if n == 0 else "", line) for n, line in enumerate(lines)]
+
+
+def _size(count: int) -> str:
+    """Format a byte count with a fitting unit: ``2.15 GB``, ``64.00 MB``, ``812 bytes``."""
+    for unit, value in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= value:
+            return f"{count / value:.2f} {unit}"
+    return f"{count} bytes"

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import _checkpoint
-from ._output import FINDING, as_mistakes, progress, show_json, show_table
+from ._output import FINDING, show_json, show_table
 
 if TYPE_CHECKING:
     from ..convert import Detection
@@ -32,12 +31,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     from ..convert import detect
 
-    with as_mistakes(_checkpoint.SPELLED), progress("detect") as report:
-        found = detect(
-            Path(options.checkpoint),
-            stated=_checkpoint.stated(options),
-            report=None if options.json else report,
-        )
+    found = _checkpoint.call("detect", detect, options)
     if options.json:
         show_json({**dataclasses.asdict(found), "contradicts": found.contradicts})
     else:

@@ -29,10 +29,7 @@ _SPELLED = {
     "interleaved=False": "--half",
     "interleaved=True": "--interleaved",
     "strict=False": "--lenient",
-    "rotary_dim=": "--rotary-dim=",
-    "start=": "--start=",
     "rope_layers=": "--rope-layers=",
-    "with start if": "with --start if",
     "pass rope_layers,": "pass --rope-layers,",
     "layer_type with the rotary_dim of": "--layer-type with the --rotary-dim of",
 }

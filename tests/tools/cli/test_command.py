@@ -18,9 +18,7 @@ import tightrope
 from tests.support.helpers import ROOT
 from tightrope import RopeSpec, __main__ as program
 from tightrope_tools import command
-from tightrope_tools.cli import _checkpoint as option
 from tightrope_tools.cli._output import progress
-from tightrope_tools.convert.naming import NAMINGS
 
 COMMANDS = ("inspect", "audit", "convert", "detect", "info")
 PYPROJECT = ROOT / "pyproject.toml"
@@ -168,10 +166,6 @@ def test_the_packages_that_are_needed_are_those_of_the_extra() -> None:
     extra = re.search(r"^tools = \[(.*?)\]", PYPROJECT.read_text("utf-8"), re.MULTILINE)
     assert extra is not None
     assert command.NEEDS == program.TOOLS == tuple(re.findall(r'"(\w+)"', extra[1]))
-
-
-def test_the_names_in_help_are_those_of_the_table() -> None:
-    assert option.NAMINGS == ", ".join(NAMINGS)
 
 
 def test_version_imports_nothing_heavy() -> None:

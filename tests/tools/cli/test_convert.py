@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests.support.checkpoints import LLAMA, TRAINED, contents, llama_tensors, trained, write
 from tests.support.helpers import ROOT
-from tightrope_tools.cli._names import grouped, size
+from tightrope_tools.cli.convert import _named, _size
 from tightrope_tools.command import main
 from tightrope_tools.convert import run
 
@@ -51,9 +51,9 @@ def test_the_whole_output(
         "half (assumed from model_type 'llama') to interleaved",
         ", provided that the checkpoint was half, as assumed from model_type 'llama'",
         "warning     the weights do not show their pairing: half is only assumed from model_type 'llama'",
-        "model.layers.{0-1}.self_attn.q_proj.weight  (2)",
-        "model.layers.{0-1}.self_attn.k_norm.weight  (2)",
-        "model.layers.{0-1}.self_attn.o_proj.weight  (2)",
+        "model.layers.*.self_attn.q_proj.weight  (2)",
+        "model.layers.*.self_attn.k_norm.weight  (2)",
+        "model.layers.*.self_attn.o_proj.weight  (2)",
         "model.gguf: other weights, which are not converted",
         "scores of 2 layers differ by ",
         "note        no key of model_type 'llama' states the pairing: rotate the result by "
@@ -312,9 +312,14 @@ def test_detect(
 
 def test_names_are_grouped() -> None:
     names = [f"m.{n}.q" for n in (0, 1, 2, 5)] + ["m.3.k", "norm"]
-    assert grouped(names) == [("m.{0-2,5}.q", 4), ("m.3.k", 1), ("norm", 1)]
-    assert [size(count) for count in (812, 64_000_000, 2_150_000_000)] == [
-        "812 bytes", "64.0 MB", "2.15 GB",
+    rows = [("left", "m.*.q  (4)"), ("", "m.3.k"), ("", "norm")]
+    assert _named("left", tuple(names), None) == rows
+    assert _named("left", tuple(names), 1) == [
+        rows[0],
+        ("", "and 2 more lines; --json names all 6"),
+    ]
+    assert [_size(count) for count in (812, 64_000_000, 2_150_000_000)] == [
+        "812 bytes", "64.00 MB", "2.15 GB",
     ]  # fmt: skip
 
 
