@@ -122,8 +122,7 @@ def weigh(
     places: dict[str, list[Change]] = {}
     for change in plan.changes:
         places.setdefault(change.place, []).append(change)
-    step = max(len(places) / layers, 1.0)
-    chosen = [key for n, key in enumerate(places) if int(n / step) != int((n - 1) / step) or n == 0]
+    chosen = list(places)[:: -(-len(places) // layers)]
     by_width: dict[tuple[str, int], list[torch.Tensor]] = {}
     for number, key in enumerate(chosen):
         if report is not None:
@@ -139,15 +138,15 @@ def weigh(
     if report is not None:
         report(1.0, "")
     best = min(evidence, key=lambda each: each.chance, default=None)
-    pairing, confidence, chance = None, 0.0, 1.0
+    pairing, chance = None, 1.0
     if best is not None:
         chance = min(best.chance * len(evidence), 1.0)
         against = [e for e in evidence if e.favours != best.favours and e.chance < _DOUBT]
         if chance <= NEEDED and not against:
-            pairing, confidence = best.favours, 1.0 - chance
+            pairing = best.favours
     return Detection(
         pairing,
-        confidence,
+        0.0 if pairing is None else 1.0 - chance,
         chance,
         tuple(evidence),
         None if model.interleaved is None else pairing_name(model.interleaved),

@@ -27,7 +27,7 @@ KV_HEADS = tuple(
     num_attention_groups encoder_num_key_value_heads decoder_num_key_value_heads attention.head_count_kv""".split()
 )
 _LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
-_MOST_LAYERS = 65536
+_MOST = 65536  # heads, layers, or channels
 
 
 def pairing_name(interleaved: bool) -> str:
@@ -117,7 +117,7 @@ class Model:
     @property
     def layers(self) -> int | None:
         """The number of layers; None if not stated."""
-        return min(self.size(*_LAYERS) or 0, _MOST_LAYERS) or None
+        return self.size(*_LAYERS)
 
     def attends(self, layer: int) -> RopeSpec | None:
         """Return the spec of a layer that must have attention; None if it may have none, or no RoPE."""
@@ -185,8 +185,8 @@ class Model:
 
 
 def _whole(name: str, value: object, least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        fail(f"{name} must be a whole number of at least {least} but got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
+        fail(f"{name} must be a whole number from {least} to {_MOST} but got {value!r}")
     return value
 
 
@@ -221,11 +221,9 @@ def read_model(checkpoint: Checkpoint, stated: Stated, *, pairing: bool = True) 
     model = _from_config(found, stated, given) if read else _from_flags(stated)
     if stated.rotary_dim is not None or stated.start is not None:
         model = replace(model, specs=_sliced(model.specs, stated))
-    recorded = _recorded(checkpoint) if given is None else None
-    if recorded is not None:
-        model = replace(model, interleaved=recorded[0], who=recorded[1], assumed=False)
-    if given is not None:
-        model = replace(model, interleaved=given, who="the user (--from)", assumed=False)
+    known = _recorded(checkpoint) if given is None else (given, "the user (--from)")
+    if known is not None:
+        model = replace(model, interleaved=known[0], who=known[1], assumed=False)
     if model.interleaved is None and pairing:
         fail(
             f"the pairing of the checkpoint must be known, and {model.who} does not state it: pass --from "
@@ -344,7 +342,12 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
             fail(f"{source.name} {why} ({key})")
     pair = next((key for key in keys.PAIRING if values.get(key) is not None), None)
     silent = source.family is None and given is None and pair is None
-    read = _provenance(source, stated, False if silent else given)
+    asked: dict[str, Any] = {"interleaved": False if silent else given}
+    if source.family is None:
+        # The user states the slice. Layers without RoPE compute the same if their channels are permuted too.
+        source = replace(source, knows=source.knows | {"layers"})
+        asked |= {"rotary_dim": stated.rotary_dim, "start": stated.start}
+    read = reader.provenance(source, **asked)
     every = read.spec.values() if isinstance(read.spec, LayerSpecs) else [read.spec]
     first = next((spec for spec in every if spec is not None), None)
     if first is None or read.spec is None:
@@ -358,9 +361,7 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
     elif pair is not None and who.endswith(pair):
         who = f"the key {who}"
     interleaved = None if silent else first.interleaved
-    native, mark = interleaved, None
-    if source.family is not None:
-        mark = source.family.pairing_key
+    native, mark = interleaved, getattr(source.family, "pairing_key", None)
     if given is not None:
         native = None if source.family is None or mark is not None else source.family.interleaved
     family = _family(source)
@@ -370,29 +371,15 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
     )  # fmt: skip
 
 
-def _provenance(source: Source, stated: Stated, interleaved: bool | None) -> reader.Provenance:
-    """Read a configuration with what the flags state.
-
-    For an unknown family, the flags give the slice. Its layers need no statement: layers without RoPE
-    compute the same if their channels are permuted too.
-    """
-    asked: dict[str, Any] = {}
-    if source.family is None:
-        source = replace(source, knows=source.knows | {"layers"})
-        asked = {"rotary_dim": stated.rotary_dim, "start": stated.start}
-    return reader.provenance(source, interleaved=interleaved, **asked)
-
-
 def _family(source: Source) -> str | None:
     """Return the model_type, which a section may inherit, or the name of another format."""
     if formats.is_meta(source.values):
         return "meta"
     if formats.is_megatron(source.values):
         return "megatron"
-    if source.family is not None:
-        return next((name for name, family in FAMILIES.items() if family is source.family), None)
+    known = (name for name, family in FAMILIES.items() if family is source.family)
     own = source.values.get("model_type")
-    return own if isinstance(own, str) else None
+    return next(known, own if isinstance(own, str) else None)
 
 
 def _facts(values: Mapping[str, Any], found: object) -> dict[str, Any]:

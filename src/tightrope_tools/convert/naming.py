@@ -15,8 +15,6 @@ from itertools import takewhile
 
 from .files import fail
 
-Rows = tuple[list[int], list[int]]
-
 
 @dataclass(frozen=True)
 class Naming:
@@ -38,30 +36,13 @@ class Naming:
     several: bool = False
 
 
-def _blocks(heads: int, kv_heads: int) -> Rows:
-    return list(range(heads)), list(range(heads, heads + kv_heads))
-
-
-def _grouped(heads: int, kv_heads: int) -> Rows:
-    group = heads // kv_heads
-    starts = range(0, heads + 2 * kv_heads, group + 2)
-    return [s + i for s in starts for i in range(group)], [s + group for s in starts]
-
-
-def _quarters(heads: int, kv_heads: int) -> Rows:
-    del kv_heads
-    part = heads // 4
-    return (
-        [3 * part * p + i for p in range(4) for i in range(part)],
-        [3 * part * p + 2 * part + i for p in range(4) for i in range(part)],
-    )
-
-
-# Name -> the indices of query and key heads in a fused projection: ``(heads, kv_heads) -> (q, k)``.
-PACKINGS: dict[str, Callable[[int, int], Rows]] = {
-    "blocks": _blocks,  # all queries, all keys, all values
-    "grouped": _grouped,  # for each key head: its queries, the key, the value
-    "quarters": _quarters,  # four times: a quarter of the queries, values, keys
+# Name -> ``(heads, kv_heads) -> the heads of a fused projection in order``, as letters q, k and v.
+PACKINGS: dict[str, Callable[[int, int], str]] = {
+    "blocks": lambda heads, kv_heads: "q" * heads + "k" * kv_heads + "v" * kv_heads,
+    # for each key head: its queries, the key, the value
+    "grouped": lambda heads, kv_heads: ("q" * (heads // kv_heads) + "kv") * kv_heads,
+    # four times: a quarter of the queries, values, keys
+    "quarters": lambda heads, _: ("q" * (heads // 4) + "v" * (heads // 4) + "k" * (heads // 4)) * 4,
 }
 # The roles of modules; see `Naming`.
 ROLES = "q", "k", "qkv", "q gate", "kv a", "q norm", "k norm", "index q", "index k", "index k norm"
@@ -71,11 +52,7 @@ _NORMS = {"q_norm": "q norm", "k_norm": "k norm"}
 _LAYERNORMS = {"q_layernorm": "q norm", "k_layernorm": "k norm"}
 _Q_K = {"q_proj": "q", "k_proj": "k"}
 
-_LLAMA = Naming(_SELF, {**_Q_K, **_NORMS})
-_LAYERNORM = Naming(_SELF, {**_Q_K, **_LAYERNORMS})
-_PHI3 = Naming(_SELF, {"qkv_proj": "qkv"}, "blocks")
 _MLA_MODULES = {"q_proj": "q", "q_b_proj": "q", "kv_a_proj_with_mqa": "kv a"}
-_MLA = Naming(_SELF, _MLA_MODULES)
 # Checkpoints of DeepSeek V3.2 have these names too, but its code always pairs the indexer's
 # channels by halves: its naming omits them, and these rows stay.
 _INDEXER = {
@@ -83,19 +60,18 @@ _INDEXER = {
     r"indexer\.wk": "index k",
     r"indexer\.k_norm": "index k norm",
 }
-_BERT = Naming(r"layer\.(\d+)\.attention\.self\.", {"query": "q", "key": "k"})
 
 # The namings, each named after its best-known family. `--naming` also accepts the keys of FAMILY_NAMING.
 NAMINGS: dict[str, Naming] = {
-    "llama": _LLAMA,
+    "llama": Naming(_SELF, {**_Q_K, **_NORMS}),
     "meta": Naming(r"layers\.(\d+)\.attention\.", {"wq": "q", "wk": "k"}),
-    "phi": _LAYERNORM,
+    "phi": Naming(_SELF, {**_Q_K, **_LAYERNORMS}),
     "hunyuan": Naming(_SELF, {**_Q_K, "query_layernorm": "q norm", "key_layernorm": "k norm"}),
     "stablelm": Naming(
         _SELF,
         {**_Q_K, r"q_layernorm\.norms\.\d+": "q norm", r"k_layernorm\.norms\.\d+": "k norm"},
     ),
-    "phi3": _PHI3,
+    "phi3": Naming(_SELF, {"qkv_proj": "qkv"}, "blocks"),
     "qwen3_next": Naming(_SELF, {"q_proj": "q gate", "k_proj": "k", **_NORMS}),
     "gpt_neox": Naming(r"layers\.(\d+)\.attention\.", {"query_key_value": "qkv"}, "grouped"),
     "persimmon": Naming(_SELF, {"query_key_value": "qkv", **_LAYERNORMS}, "grouped"),
@@ -106,8 +82,7 @@ NAMINGS: dict[str, Naming] = {
         {
             "linear_qkv": "qkv",
             "query_key_value": "qkv",
-            "q_layernorm": "q norm",
-            "k_layernorm": "k norm",
+            **_LAYERNORMS,
         },
         "grouped",
     ),
@@ -116,14 +91,14 @@ NAMINGS: dict[str, Naming] = {
     "codegen": Naming(r"h\.(\d+)\.attn\.", {"qkv_proj": "qkv"}, "quarters"),
     "dbrx": Naming(r"blocks\.(\d+)\.norm_attn_norm\.attn\.", {"Wqkv": "qkv"}, "blocks"),
     "modernbert": Naming(r"layers\.(\d+)\.attn\.", {"Wqkv": "qkv"}, "blocks"),
-    "deepseek": _MLA,
+    "deepseek": Naming(_SELF, _MLA_MODULES),
     "glm_moe_dsa": Naming(_SELF, {**_MLA_MODULES, **_INDEXER}),
     "longcat_flash": Naming(r"layers\.(\d+)\.self_attn\.[01]\.", _MLA_MODULES),
-    "bert": _BERT,
+    "bert": Naming(r"layer\.(\d+)\.attention\.self\.", {"query": "q", "key": "k"}),
     "moonshine": Naming(_SELF, _Q_K, several=True),
 }
 
-# Families with the naming of another one; "meta" and "megatron" are formats.
+# Naming -> families; that of all others is the family of that name.
 _BY_NAMING: dict[str, str] = {
     "llama": """apertus arcee bamba bitnet cohere cohere2 cwm diffllama dots1 ernie4_5 ernie4_5_moe
         eurobert exaone4 falcon_h1 flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt_oss granite
@@ -136,13 +111,11 @@ _BY_NAMING: dict[str, str] = {
     "qwen3_next": "qwen3_next qwen3_5_text qwen3_5_moe_text",
     "deepseek": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 minicpm3 mistral4 youtu",
     "bert": "roformer esm",
+    "chatglm": "",  # not in the library's table of families
 }
-_OWN = """codegen dbrx falcon glm_moe_dsa gpt_neox gptj internlm2 longcat_flash megatron meta modernbert moonshine
-    persimmon phi3 stablelm""".split()
-
 # model_type, or "meta" or "megatron" for their formats -> the key of NAMINGS.
-FAMILY_NAMING: dict[str, str] = dict(zip(_OWN, _OWN, strict=True)) | {
-    family: naming for naming, families in _BY_NAMING.items() for family in families.split()
+FAMILY_NAMING: dict[str, str] = {
+    family: naming for naming in NAMINGS for family in _BY_NAMING.get(naming, naming).split()
 }
 
 # Families whose code has as many key heads as query heads if the configuration does not state another

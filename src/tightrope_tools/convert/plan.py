@@ -244,10 +244,6 @@ def _heads(
             before = "those of the latent" if latent is None else f"{latent} (kv_lora_rank)"
             fail(f"{name} must have {before} + {rotated} rotated rows but has {rows}")
         return (), (rows - rotated,)
-    queries = role in ("q", "q gate", "qkv", "q norm", "index q")
-    keys = role not in ("q", "q gate", "q norm", "index q")
-    counts: list[int] = []
-    heads: tuple[list[int], list[int]] = [], []
     if role.startswith("index"):
         how = "a configuration with it as --config"
         start, width = 0, _known(model.size("index_head_dim"), "index_head_dim for", name, how)
@@ -255,31 +251,36 @@ def _heads(
             fail(
                 f"the heads of {name} must have {spec.rotary_dim} rotated rows but have {width} (index_head_dim)"
             )
-        heads_ = model.size("index_n_heads") if queries else 1
-        counts = [_known(heads_, "index_n_heads for", name, how)]
-    elif role.endswith("norm") and rows == width:
-        counts = [1]  # one weight for all heads
-    else:
-        if queries:
-            stated = model.heads(one.layer)
-            counts = [_known(stated, "the number of query heads in", name, "--heads")]
-        if keys:
-            counts.append(_key_heads(one, width, model, rows))
-    packing = ""
-    if role == "qkv":
-        packing = _known(model.naming.packing, "the packing of", name, "--packing")
-        _check_packing(name, packing, *counts)
-        counts.append(counts[1])
-    elif role == "q gate":  # a gate follows each head
-        counts *= 2
-    if rows != sum(counts) * width:
-        total = f"{' + '.join(map(str, counts))} heads of {width} = {sum(counts) * width}"
+    order = _order(one, width, model, rows)
+    if rows != len(order) * width:
+        counts = " + ".join(str(order.count(kind)) for kind in "qkvg" if kind in order)
+        total = f"{counts} heads of {width} = {len(order) * width}"
         fail(f"{name} must have {total} rows but has {rows}")
-    if packing:
-        heads = PACKINGS[packing](*counts[:2])
-    else:
-        heads[keys].extend(range(0, sum(counts), len(counts)))
-    return tuple(n * width + start for n in heads[0]), tuple(n * width + start for n in heads[1])
+    queries, keys = (
+        tuple(n * width + start for n, kind in enumerate(order) if kind == side) for side in "qk"
+    )
+    return queries, keys
+
+
+def _order(one: Change, width: int, model: Model, rows: int) -> str:
+    """Return the heads in a tensor in their order: q and k, v for values, g for gates."""
+    role, name = one.role, one.entry.name
+    side = "q" if role in ("q", "q gate", "q norm", "index q") else "k"
+    if role in ("index k", "index k norm") or (role.endswith("norm") and rows == width):
+        return side  # one weight for all heads
+    heads = kv_heads = 0
+    if role == "index q":
+        how = "a configuration with it as --config"
+        heads = _known(model.size("index_n_heads"), "index_n_heads for", name, how)
+    elif role == "qkv" or side == "q":
+        heads = _known(model.heads(one.layer), "the number of query heads in", name, "--heads")
+    if side == "k":
+        kv_heads = _key_heads(one, width, model, rows)
+    if role != "qkv":
+        return ("qg" if role == "q gate" else side) * (heads + kv_heads)
+    packing: str = _known(model.naming.packing, "the packing of", name, "--packing")
+    _check_packing(name, packing, heads, kv_heads)
+    return PACKINGS[packing](heads, kv_heads)
 
 
 def _known(value: Any, what: str, name: str, how: str) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tightrope import __version__
 from tightrope._errors import public
 from tightrope.config import keys
-from tightrope.config.files import load
+from tightrope.config.files import NAMES, load
 
 from ..place import placed
 from ._detect import weigh
@@ -191,22 +191,23 @@ def _conversion(
     found: Checkpoint, target: Path, model: Model, plan: Plan, interleaved: bool
 ) -> Conversion:
     to, source = pairing_name(interleaved), pairing_name(not interleaved)
-    files: list[str] = [target.name]
-    sources = list(found.files)
+    files = [target.name]
     if found.folder is not None:
         files = [path.relative_to(found.folder).as_posix() for path in found.files]
         files += found.others
-        sources = [found.folder / name for name in files]
-        record = load(found.folder / RECORD) if (found.folder / RECORD).is_file() else {}
+        path = found.folder / RECORD
+        record = load(path) if path.is_file() else {}
         # On the way back, the result is the original, which had no record.
         if (record.get("pairing"), record.get("was")) != (source, to):
             files.append(RECORD)
-    mark = model.mark if found.folder is not None and "config.json" in files else None
+    mark = model.mark if "config.json" in found.others else None
+    weights = sum(path.stat().st_size for path in found.files)
+    disk = weights + sum((found.home / name).stat().st_size for name in found.others)
     notes = []
     if mark is None and model.native != interleaved:
         other = "neighbours" if interleaved else "channel i with i + rotary_dim / 2"
         call = f"RopeSpec(…, interleaved={interleaved})"
-        if found.folder is not None and {"config.json", "params.json"} & {*files}:
+        if {*NAMES} & {*found.others}:
             call = f'RopeSpec.from_config("{target}", interleaved={interleaved})'
         lacks = "the result has no config.json to state the pairing"
         if model.mark is None:
@@ -217,8 +218,7 @@ def _conversion(
     return Conversion(
         str(found.path), str(target), source, to, model.who, describe(model),
         tuple(change.entry.name for change in plan.changes), plan.left, plan.still, tuple(files), found.ignored or {},
-        sum(path.stat().st_size for path in found.files), sum(path.stat().st_size for path in sources), mark,
-        notes=tuple(notes), assumed=model.assumed,
+        weights, disk, mark, notes=tuple(notes), assumed=model.assumed,
     )  # fmt: skip
 
 
@@ -233,8 +233,7 @@ def _copy(
     copies: dict[str, Entry] = {}
     pairs = dict.fromkeys(found.files, result)
     if found.folder is not None:
-        names = (name for name in made.files if name != RECORD)
-        pairs = {found.folder / name: result / name for name in names}
+        pairs = {found.folder / name: result / name for name in made.files if name != RECORD}
     for source, target in pairs.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(source, "rb") as reading, open(target, "xb") as writing:

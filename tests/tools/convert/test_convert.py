@@ -581,7 +581,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "keys as values": (put(attention_k_eq_v=True), "uses its keys as values"),
     "no RoPE": (put(model_type="gpt2"), "has no spec: it adds learned positions"),
     "heads that are no number": (put(num_attention_heads="4"), "num_attention_heads must be an int"),
-    "key heads below one": (put(num_key_value_heads=-1), "must be a whole number of at least 0 but got -1"),
+    "key heads below one": (put(num_key_value_heads=-1), "must be a whole number from 0 to 65536 but got -1"),
     "a base that is no number": (put(rope_theta=float("nan")), "base"),
 }  # fmt: skip
 

@@ -223,7 +223,7 @@ def test_numbers_of_heads_that_must_be_known(tmp_path: Path) -> None:
     refused(
         tmp_path, tensors, None, text, Stated(**stated, heads=4, kv_heads=2, packing="quarters")
     )
-    text = "--kv-heads must be a whole number of at least 1 but got 0"
+    text = "--kv-heads must be a whole number from 1 to 65536 but got 0"
     refused(tmp_path, tensors, None, text, Stated(**stated, heads=4, kv_heads=0))
 
 
@@ -282,7 +282,7 @@ STATED: dict[str, tuple[str, dict[str, Any], dict[str, Any], Stated, str]] = {
     ),
     "a number that is none": (
         QKV, PHI3, {"num_key_value_heads": ["2", 2]}, HALF,
-        "num_key_value_heads must be a whole number of at least 0 but got '2'",
+        "num_key_value_heads must be a whole number from 0 to 65536 but got '2'",
     ),
     "a list that is too short": (
         QKV.replace("0", "2"), PHI3, {"num_key_value_heads": [2, 1]}, HALF,
