@@ -119,14 +119,14 @@ def weigh(
     layers: int = _MOST_LAYERS,
 ) -> Detection:
     """Detect as :func:`detect` does, for a planned checkpoint, from at most ``layers`` layers."""
+    report = report or (lambda *_: None)
     places: dict[str, list[Change]] = {}
     for change in plan.changes:
         places.setdefault(change.place, []).append(change)
     chosen = list(places)[:: -(-len(places) // layers)]
     by_width: dict[tuple[str, int], list[torch.Tensor]] = {}
     for number, key in enumerate(chosen):
-        if report is not None:
-            report(number / len(chosen), key)
+        report(number / len(chosen), key)
         for kind, sizes in _sizes(places[key]):
             by_width.setdefault((kind, sizes.shape[-1]), []).append(sizes)
     evidence = []
@@ -135,8 +135,7 @@ def weigh(
         found = _weigh(samples)
         if found is not None:
             evidence.append(Evidence(kind, len(samples), *found))
-    if report is not None:
-        report(1.0, "")
+    report(1.0, "")
     best = min(evidence, key=lambda each: each.chance, default=None)
     pairing, chance = None, 1.0
     if best is not None:

@@ -139,22 +139,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
     listed = {} if index is None else _read_index(folder, index, names)
     chosen = list(dict.fromkeys(listed.values())) or [_single(folder, names)]
     read = {name: _read(folder / name) for name in chosen}
-    held = {entry.name: name for name in chosen for entry in read[name][0]}
-    every = tuple(entry for entries, _ in read.values() for entry in entries)
-    if len(held) != len(every):
-        twice = [entry.name for entry in every if entry.file.name != Path(held[entry.name]).name]
-        fail(f"a tensor must be in one file but {shown(twice)} is in several")
-    wrong = [name for name in {**held, **listed} if held.get(name) != listed.get(name)]
+    held = {(entry.name, name) for name in chosen for entry in read[name][0]}
+    wrong = sorted({tensor for tensor, _ in held ^ {*listed.items()}})
     if index is not None and wrong:
         fail(f"{index} and the files must agree on where tensors are but differ in {shown(wrong)}")
-    others = []
-    for name in names:
-        if name.lower().endswith((*_WEIGHTS, _INDEX)):
-            if name not in (*chosen, index):
-                ignored[name] = "other weights, which are not converted"
-        elif name != RECORD:
-            others.append(name)
+    weights = [name for name in names if name.lower().endswith((*_WEIGHTS, _INDEX))]
+    others = [name for name in names if name not in (*weights, RECORD)]
     others += [] if index is None else [index]
+    unused = [name for name in weights if name not in (*chosen, index)]
+    ignored |= dict.fromkeys(unused, "other weights, which are not converted")
+    every = tuple(entry for entries, _ in read.values() for entry in entries)
     files = {folder / name: read[name][1] for name in chosen}
     return Checkpoint(folder, folder, files, every, tuple(others), ignored)
 

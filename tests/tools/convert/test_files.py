@@ -81,7 +81,7 @@ def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
         index.write_text(text, encoding="utf-8")
     first = source / "model-00001-of-00002.safetensors"
     save_file({**load_file(first), K0: torch.zeros(2)}, first)
-    with refused(f"must be in one file but {K0} is in several"):
+    with refused(f"must agree on where tensors are but differ in {K0}"):
         convert(source, tmp_path / "b", to="interleaved")
     index.write_text('{"weight_map": {}}', encoding="utf-8")
     with refused("must hold a weight_map"):
