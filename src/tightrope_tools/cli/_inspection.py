@@ -123,13 +123,13 @@ def _chosen(pairs: tuple[PairRow, ...]) -> tuple[PairRow, ...]:
 def _show_exactness(part: PartReport) -> None:
     exactness = part.exactness
     rows = [
-        (f"{method.name}\n{MEANING[method.name]}", *(f"{error:.1e}" for error in method.errors))
-        for method in exactness.methods
+        (f"{name}\n{MEANING[name]}", *(f"{error:.1e}" for error in errors))
+        for name, errors in exactness.errors.items()
     ]
     header = ["angles", *(f"to {length:,}" for length in exactness.lengths)]
     show("Largest error of a cosine or sine, by how angles are computed", "bold")
     show_table(rows, header, left=1, style="")
-    plain = exactness.method(FLOAT32).reach
+    plain = exactness.reach[FLOAT32]
     show(
         f"Largest exact context: {EXACT:,} positions with phase words; with float32 angles "
         f"{_reach(plain['bfloat16'])} within bfloat16 rounding, {_reach(plain['float16'])} within "

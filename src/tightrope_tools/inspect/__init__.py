@@ -12,7 +12,7 @@ Pictures: :mod:`tightrope_tools.inspect.plot`, which needs matplotlib.
 from __future__ import annotations
 
 from ._compare import Comparison as Comparison, compare as compare
-from .exactness import Exactness as Exactness, Method as Method
+from .exactness import Exactness as Exactness
 from .notes import Note as Note
 from .pairs import PairRow as PairRow
 from .report import Inspection as Inspection, PartReport as PartReport, inspect as inspect
@@ -23,7 +23,6 @@ __all__ = [
     "Exactness",
     "Field",
     "Inspection",
-    "Method",
     "Note",
     "PairRow",
     "Part",

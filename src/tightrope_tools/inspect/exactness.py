@@ -26,7 +26,7 @@ TABLE = "float32 angles, bfloat16 table"
 FREQUENCIES = "bfloat16 frequencies"
 POSITIONS = "bfloat16 positions"
 
-#: Method -> its description in reports.
+#: Way to compute angles -> its description in reports.
 MEANING = {
     WORDS: "this library, any dtype",
     FLOAT32: "frequency times position in float32, as model files do",
@@ -37,31 +37,19 @@ MEANING = {
 
 
 @dataclass(frozen=True)
-class Method:
-    """One way to compute angles, with its errors.
+class Exactness:
+    """The errors of each way to compute angles, by the keys of :data:`MEANING`.
 
     Attributes:
-        name: one of the keys of :data:`MEANING`.
-        errors: for each requested length, the largest error of a cosine or sine at positions below it.
-        reach: dtype -> number of positions before the first error above the rounding of that dtype;
-            empty for the bfloat16 table.
+        lengths: the lengths for which errors are reported.
+        errors: way -> for each length, the largest error of a cosine or sine at positions below it.
+        reach: way -> dtype -> number of positions before the first error above the rounding of that dtype;
+            the bfloat16 table has none.
     """
 
-    name: str
-    errors: tuple[float, ...]
-    reach: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Exactness:
-    """The errors of each way to compute angles, below each of some lengths."""
-
     lengths: tuple[int, ...]
-    methods: tuple[Method, ...]
-
-    def method(self, name: str) -> Method:
-        """Return a method by its name."""
-        return next(method for method in self.methods if method.name == name)
+    errors: dict[str, tuple[float, ...]]
+    reach: dict[str, dict[str, int]]
 
 
 def exactness_of(spec: RopeSpec, lengths: Iterable[int], context: int | None) -> Exactness:
@@ -75,17 +63,20 @@ def exactness_of(spec: RopeSpec, lengths: Iterable[int], context: int | None) ->
     """
     ends = tuple(sorted(set(lengths)))
     positions = sample(EXACT, {end - 1 for end in ends})
-    methods = []
-    for name, errors in errors_at(spec, positions, context).items():
-        worst = tuple(float(errors[positions < end].max()) for end in ends)
-        # The rounding of the table is the limit itself.
-        limits = {} if name == TABLE else ROUNDINGS
-        reach = {
-            dtype: next(iter(positions[errors > limit].tolist()), EXACT)
-            for dtype, limit in limits.items()
+    curves = errors_at(spec, positions, context)
+    errors = {
+        name: tuple(float(curve[positions < end].max()) for end in ends)
+        for name, curve in curves.items()
+    }
+    del curves[TABLE]  # its rounding is the limit itself
+    reach = {
+        name: {
+            dtype: next(iter(positions[curve > limit].tolist()), EXACT)
+            for dtype, limit in ROUNDINGS.items()
         }
-        methods.append(Method(name, worst, reach))
-    return Exactness(ends, tuple(methods))
+        for name, curve in curves.items()
+    }
+    return Exactness(ends, errors, reach)
 
 
 def sample(end: int, also: Iterable[int] = ()) -> torch.Tensor:
@@ -107,7 +98,7 @@ def sample(end: int, also: Iterable[int] = ()) -> torch.Tensor:
 def errors_at(
     spec: RopeSpec, positions: torch.Tensor, context: int | None
 ) -> dict[str, torch.Tensor]:
-    """Return, by method, the largest error of a cosine or sine of any pair at each position.
+    """Return, for each way to compute angles, the largest error of a cosine or sine of any pair at each position.
 
     Args:
         positions: int64 ``(tokens,)``, not negative; used for all axes of the spec.

@@ -192,7 +192,7 @@ def _tables(part: PartReport) -> _Found:
     at = part.exactness.lengths.index(length)
     limit = ROUNDINGS["bfloat16"]
     cast, made, plain = (
-        part.exactness.method(name).errors[at] for name in (FREQUENCIES, POSITIONS, FLOAT32)
+        part.exactness.errors[name][at] for name in (FREQUENCIES, POSITIONS, FLOAT32)
     )
     if max(cast, made) > limit:
         text = (
@@ -201,7 +201,7 @@ def _tables(part: PartReport) -> _Found:
         )
         yield "16-bit", text
     if plain > limit:
-        reach = part.exactness.method(FLOAT32).reach["bfloat16"]
+        reach = part.exactness.reach[FLOAT32]["bfloat16"]
         text = (
             f"Cosines of angles computed in float32 are wrong by up to {plain:.2g} at "
             f"{length:,} positions, {plain / limit:.3g} times the rounding of a bfloat16; "

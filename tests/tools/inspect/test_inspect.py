@@ -177,19 +177,19 @@ def test_errors_are_those_of_the_way_itself() -> None:
 def test_the_largest_exact_context() -> None:
     found = exactness_of(RopeSpec(128), (4096, 131072), None)
     assert found.lengths == (4096, 131072)
-    assert [method.name for method in found.methods] == list(MEANING)
-    assert found.method(WORDS).reach == dict.fromkeys(ROUNDINGS, EXACT)
-    assert found.method(TABLE).reach == {}
+    assert list(found.errors) == list(MEANING)
+    assert found.reach[WORDS] == dict.fromkeys(ROUNDINGS, EXACT)
+    assert TABLE not in found.reach
     # bfloat16 has 8 significant bits: 257 is the first integer that it cannot represent, and becomes 256.
-    assert found.method(POSITIONS).reach["bfloat16"] == 257
+    assert found.reach[POSITIONS]["bfloat16"] == 257
     for kind, limit in ROUNDINGS.items():
-        reach = found.method(FLOAT32).reach[kind]
+        reach = found.reach[FLOAT32][kind]
         all_of_them = errors_at(RopeSpec(128), torch.arange(reach + 1), None)[FLOAT32]
         assert float(all_of_them[reach]) > limit
         # Only some positions are sampled, so the first one beyond the limit may lie before `reach`.
         assert float(all_of_them[: reach // 2].max()) <= limit
-    for method in found.methods:
-        assert list(method.errors) == sorted(method.errors)
+    for errors in found.errors.values():
+        assert list(errors) == sorted(errors)
 
 
 def test_more_pairs_than_are_looked_at_together_count() -> None:
