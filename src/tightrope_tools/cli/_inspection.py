@@ -49,10 +49,7 @@ def _show_part(part: PartReport, *, every: bool) -> None:
     fields = [(each.name, _value(each.value), each.source) for each in part.fields]
     show("Fields", "bold")
     show_table(fields, ("field", "value", "source"))
-    scales = [f"attention scaling {part.attention_scaling:.6g} on rotated channels"]
-    if part.softmax_scaling != 1.0:
-        scales.append(f"softmax scale times {part.softmax_scaling:.6g}, in the model")
-    show("; ".join(scales) + ".")
+    show(f"attention scaling {part.attention_scaling:.6g} on rotated channels.")
     show()
     _show_pairs(part, every=every)
     show()
@@ -189,8 +186,6 @@ def _side(value: object, source: str) -> str:
 def _value(value: object) -> str:
     if isinstance(value, list | tuple) and len(value) > 6:
         return f"[{value[0]}, {value[1]}, … {len(value) - 3} more …, {value[-1]}]"
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return f"{value:.1f}"
     return str(value)
 
 

@@ -69,21 +69,20 @@ def _show(done: Conversion) -> None:
         ("model", done.model),
         ("pairing", f"{done.source} ({whence}) to {done.to}"),
     ]
-    rows += _named("changed", done.changed, None)
-    rows += _named("left", done.left, _MOST_LEFT)
+    rows.append(("changed", _lines(done.changed, len(done.changed))))
+    if done.left:
+        rows.append(("left", _lines(done.left, _MOST_LEFT)))
     if done.marked is not None:
         rows.append(("config.json", f"{done.marked} states the pairing"))
     rows += [("not copied", f"{name}: {why}") for name, why in done.ignored.items()]
     if done.verified is not None:
         proof = done.verified
-        rows.append(
-            (
-                "verified",
-                f"scores of {proof.layers} layers differ by {proof.difference:.1e} of the largest "
-                f"score (with the old pairing by {proof.unswitched:.2g}), provided that the checkpoint was "
-                f"{done.source}, as {whence}",
-            )
+        text = (
+            f"scores of {proof.layers} layers differ by {proof.difference:.1e} of the largest "
+            f"score (with the old pairing by {proof.unswitched:.2g}), provided that the checkpoint was "
+            f"{done.source}, as {whence}"
         )
+        rows.append(("verified", text))
     rows += [("warning", warning) for warning in done.warnings]
     rows += [("note", note) for note in done.notes]
     count = f", {len(done.files)} files" if len(done.files) > 1 else ""
@@ -92,8 +91,8 @@ def _show(done: Conversion) -> None:
     show_table(rows)
 
 
-def _named(what: str, names: tuple[str, ...], most: int | None) -> list[tuple[str, str]]:
-    """Return rows that list names; names that differ only in their first number share a line."""
+def _lines(names: tuple[str, ...], most: int) -> str:
+    """List names in lines; names that differ only in their first number share one."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name, count=1), []).append(name)
@@ -101,10 +100,9 @@ def _named(what: str, names: tuple[str, ...], most: int | None) -> list[tuple[st
         f"{group}  ({len(members)})" if len(members) > 1 else members[0]
         for group, members in groups.items()
     ]
-    if most is not None and len(lines) > most:
-        more = f"and {len(lines) - most} more lines; --json names all {len(names)}"
-        lines[most:] = [more]
-    return [(what if n == 0 else "", line) for n, line in enumerate(lines)]
+    if len(lines) > most:
+        lines[most:] = [f"and {len(lines) - most} more lines; --json names all {len(names)}"]
+    return "\n".join(lines)
 
 
 def _size(count: int) -> str:

@@ -40,35 +40,25 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rows(found: Detection) -> list[tuple[str, str]]:
+    from ..convert._detect import NEEDED
     from ..convert.model import basis
 
-    rows = [("model", found.model)]
-    stated = f"no pairing ({found.who})"
+    files = f"no pairing ({found.who})"
     if found.stated is not None:
-        stated = f"{found.stated} ({basis(found.who, found.assumed)})"
-    rows.append(("files", stated))
-    if found.pairing is None:
-        rows.append(("weights", "no difference beyond chance: they do not show the pairing"))
-    else:
-        rows.append(("weights", f"{found.pairing}, confidence {_confidence(found.confidence)}"))
-    rows += [
-        (
-            "" if n else "evidence",
-            f"{each.kind}: {each.samples} samples favour {each.favours}, chance {each.chance:.1e}",
+        files = f"{found.stated} ({basis(found.who, found.assumed)})"
+    weights = "no difference beyond chance: they do not show the pairing"
+    if found.pairing is not None:
+        weights = f"{found.pairing}, confidence above {1 - NEEDED}"
+    rows = [("model", found.model), ("files", files), ("weights", weights)]
+    if found.evidence:
+        lines = (
+            f"{each.kind}: {each.samples} samples favour {each.favours}, chance {each.chance:.1e}"
+            for each in found.evidence
         )
-        for n, each in enumerate(found.evidence)
-    ]
+        rows.append(("evidence", "\n".join(lines)))
     if found.pairing is None:
-        rows.append(
-            (
-                "next",
-                "compare the loss on a text under both pairings: docs/convert.md, 'Which pairing is it?'",
-            )
-        )
+        advice = "compare the loss on a text under both pairings: docs/convert.md, 'Which pairing is it?'"
+        rows.append(("next", advice))
     if found.contradicts:
         rows.append(("warning", "the weights contradict the files"))
     return rows
-
-
-def _confidence(value: float) -> str:
-    return "above 0.99999" if value > 0.99999 else f"{value:.5f}"

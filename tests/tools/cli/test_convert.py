@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests.support.checkpoints import LLAMA, TRAINED, contents, llama_tensors, trained, write
 from tests.support.helpers import ROOT
-from tightrope_tools.cli.convert import _named, _size
+from tightrope_tools.cli.convert import _lines, _size
 from tightrope_tools.command import main
 from tightrope_tools.convert import run
 
@@ -312,12 +312,8 @@ def test_detect(
 
 def test_names_are_grouped() -> None:
     names = [f"m.{n}.q" for n in (0, 1, 2, 5)] + ["m.3.k", "norm"]
-    rows = [("left", "m.*.q  (4)"), ("", "m.3.k"), ("", "norm")]
-    assert _named("left", tuple(names), None) == rows
-    assert _named("left", tuple(names), 1) == [
-        rows[0],
-        ("", "and 2 more lines; --json names all 6"),
-    ]
+    assert _lines(tuple(names), 3) == "m.*.q  (4)\nm.3.k\nnorm"
+    assert _lines(tuple(names), 1) == "m.*.q  (4)\nand 2 more lines; --json names all 6"
     assert [_size(count) for count in (812, 64_000_000, 2_150_000_000)] == [
         "812 bytes", "64.00 MB", "2.15 GB",
     ]  # fmt: skip
