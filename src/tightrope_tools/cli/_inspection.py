@@ -144,10 +144,9 @@ def _reach(reach: int) -> str:
 
 
 def _show_part_comparison(part: PartComparison) -> None:
-    names = {part.one.name, part.other.name}
-    if names != {""}:
-        title = part.one.name if len(names) == 1 else f"A {part.one.name} | B {part.other.name}"
-        show(title, "bold")
+    if part.one or part.other:
+        same = part.one == part.other
+        show(part.one if same else f"A {part.one} | B {part.other}", "bold")
     if part.differences:
         show("Fields that differ", "bold")
         rows = [

@@ -59,7 +59,7 @@ class PartComparison:
     """The differences between a rotation of one model and a rotation of another.
 
     Attributes:
-        one, other: the two rotations.
+        one, other: the names of the two rotations.
         differences: fields whose values differ, even if no angle differs.
         alike: whether both rotate equally, to the last bit, at the compared length, and multiply
             the softmax scale equally.
@@ -67,8 +67,8 @@ class PartComparison:
         why: the reasons why they are not alike, as phrases; empty if they are alike.
     """
 
-    one: PartReport
-    other: PartReport
+    one: str
+    other: str
     differences: tuple[Difference, ...]
     alike: bool
     disagreement: Disagreement | None
@@ -102,17 +102,7 @@ class Comparison:
             "other": self.other.name,
             "alike": self.alike,
             "unmatched": list(self.unmatched),
-            "parts": [
-                {
-                    "one": part.one.name,
-                    "other": part.other.name,
-                    "alike": part.alike,
-                    "why": list(part.why),
-                    "differences": [dataclasses.asdict(each) for each in part.differences],
-                    "disagreement": part.disagreement and dataclasses.asdict(part.disagreement),
-                }
-                for part in self.parts
-            ],
+            "parts": [dataclasses.asdict(part) for part in self.parts],
         }
 
 
@@ -158,7 +148,9 @@ def _parts(one: PartReport, other: PartReport) -> PartComparison:
     if apart is not None and mine != theirs:
         count = sum(x != y for x, y in zip(mine, theirs, strict=True))
         why.append(f"{count} of {len(mine)} pairs have different frequencies")
-    return PartComparison(one, other, tuple(_fields(one, other)), not why, apart, tuple(why))
+    return PartComparison(
+        one.name, other.name, tuple(_fields(one, other)), not why, apart, tuple(why)
+    )
 
 
 def _unlike(a: RopeSpec, b: RopeSpec, context: int) -> Iterator[str]:
