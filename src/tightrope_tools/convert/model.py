@@ -279,18 +279,13 @@ def _recorded(checkpoint: Checkpoint) -> tuple[bool, str] | None:
 
 
 def _from_flags(stated: Stated) -> Model:
-    missing = [
-        f"--{name.replace('_', '-')}"
-        for name in ("head_dim", "naming")
-        if not getattr(stated, name)
-    ]
+    needed = {"--head-dim": stated.head_dim, "--naming": stated.naming}
+    missing = [flag for flag, value in needed.items() if not value]
     if missing:
         fail(f"without config.json or params.json, pass --config, or {' and '.join(missing)}")
     spec = RopeSpec(stated.head_dim, rotary_dim=stated.rotary_dim, start=stated.start or 0)  # type: ignore[arg-type]
-    naming = _naming(stated, None)
-    return Model(
-        spec, None, "the command line", naming, stated, "a checkpoint without configuration"
-    )
+    name = "a checkpoint without configuration"
+    return Model(spec, None, "the command line", _naming(stated, None), stated, name)
 
 
 def _sliced(spec: RopeSpec | LayerSpecs, stated: Stated) -> RopeSpec | LayerSpecs:

@@ -256,19 +256,16 @@ def _copy(
 def _reorder(changes: Iterable[Change], copies: dict[str, Entry], interleaved: bool) -> None:
     """Reorder rows of the copy in place; memory holds one head."""
     for change in changes:
-        entry, width, unit = (
-            copies[change.entry.name],
-            change.width,
-            change.entry.nbytes // change.units,
-        )
-        order = [source_row(row, width, interleaved) for row in range(width)]
+        entry = copies[change.entry.name]
+        unit = entry.nbytes // change.units
+        size = change.width * unit
+        order = [source_row(row, change.width, interleaved) for row in range(change.width)]
         with open(entry.file, "r+b") as stream, mmap.mmap(stream.fileno(), 0) as view:
             for start in (*change.queries, *change.keys):
                 begin = entry.offset + start * unit
-                rows = view[begin : begin + width * unit]
-                view[begin : begin + width * unit] = b"".join(
-                    rows[n * unit : (n + 1) * unit] for n in order
-                )
+                rows = view[begin : begin + size]
+                moved = (rows[n * unit : (n + 1) * unit] for n in order)
+                view[begin : begin + size] = b"".join(moved)
             view.flush()
 
 
