@@ -235,15 +235,15 @@ def wrong_halves() -> Fn:
     return fn
 
 
-def per_head(bug: bool) -> Fn:
-    """Return a rotation; with `bug`, it rotates heads 1, 5, 9, … by the previous position."""
+def per_head(bug: bool, which: slice = slice(1, None, 4)) -> Fn:
+    """Return a rotation; with `bug`, it rotates some heads by the previous position."""
     plain = rope()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         y = plain(x, positions)
-        if bug and x.shape[1] > 1:
+        if bug and x[:, which].numel():
             y = y.clone()
-            y[:, 1::4] = plain(x[:, 1::4], positions - 1)
+            y[:, which] = plain(x[:, which], positions - 1)
         return y
 
     return fn
@@ -465,6 +465,10 @@ FAULTS: dict[str, Fault] = {
         "pass-through", lambda: other_columns(True), lambda: other_columns(False)
     ),
     "a norm before the rotation": Fault("not-linear", lambda: rope(touch=normed)),
+    "a constant added to x": Fault("not-linear", lambda: rope(touch=lambda x: x + 0.1)),
+    "a constant added to x, declared": Fault(
+        "not-linear", lambda: rope(touch=lambda x: x + 0.1), spec=SPEC
+    ),
     # direction
     "sine with the wrong sign": Fault("sign", lambda: rope(sign=-1.0)),
     "both sines positive": Fault("sign-missing", lambda: rope(both_plus=True)),
@@ -474,6 +478,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "positions from 1": Fault("position-offset", lambda: rope(shift=1)),
     "amplitude 1.2": Fault("amplitude", lambda: rope(amplitude=1.2)),
+    "amplitude 1.01": Fault("amplitude", lambda: rope(amplitude=1.01)),
+    "amplitude 1.005": Fault("amplitude", lambda: rope(amplitude=1.005)),
+    "amplitude 0.998, declared": Fault("amplitude", lambda: rope(amplitude=0.998), spec=SPEC),
     "does nothing": Fault("does-nothing", lambda: lambda x, _: x.clone()),
     # frequencies
     "base 500000 where 10000 was declared": Fault("base", lambda: rope(base=500_000.0), spec=SPEC),
@@ -504,6 +511,13 @@ FAULTS: dict[str, Fault] = {
     # positions
     "positions ignored": Fault(
         "positions-ignored", lambda: rope(where=lambda p: torch.arange(p.shape[1]).expand_as(p))
+    ),
+    "positions sorted": Fault("position-order", lambda: rope(where=lambda p: p.sort(-1).values)),
+    "position 1000 alone a position ahead": Fault(
+        "far-angles", lambda: rope(where=lambda p: p + (p == 1000))
+    ),
+    "position 1000 alone a position ahead, declared": Fault(
+        "far-angles", lambda: rope(where=lambda p: p + (p == 1000)), spec=SPEC
     ),
     "row 0 for all rows": Fault("row-positions", lambda: rope(where=lambda p: p[:1].expand_as(p))),
     "table clamped": Fault("table-clamp", lambda: table_of(5000, "clamp")),
@@ -548,6 +562,9 @@ FAULTS: dict[str, Fault] = {
         "q-k", lambda: on_both(rope(), rope(base=20_000.0)), lambda: on_both(rope(), rope())
     ),
     "head 1 a position behind": Fault("heads", lambda: per_head(True), lambda: per_head(False)),
+    "head 6 a position behind": Fault(
+        "heads", lambda: per_head(True, slice(6, 7)), lambda: per_head(False)
+    ),
     "k with fewer heads refused": Fault("grouped", lambda: grouped("refuse"), lambda: grouped("")),
     "k with fewer heads a position behind": Fault(
         "grouped", lambda: grouped("behind"), lambda: grouped("")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 
 import torch
 
 from ._call import CallFailed
-from ._exact import cos_sin, decimals
 from ._log import Log
 from ._profile import NARROW, ODD, SHORT, Profile, renewed, shift_of
 from ._report import AngleError
@@ -23,6 +21,8 @@ _ENDS = (
     *("table-nan", "table-wrap", "table-zero"),
 )
 _ROUNDED = ("position-dtype", "frequency-dtype", "angle-dtype")
+_DENSE = 2048
+"""The number of positions from 0 on that are tested in one call."""
 _COUNTED = 131_072
 """The largest position to test if the function numbers tokens itself and takes no offset."""
 
@@ -30,6 +30,8 @@ _COUNTED = 131_072
 @dataclass(frozen=True)
 class Expected:
     """The expected angles of the function.
+
+    float64 is exact enough: an angle at position 2^20 is off by 1e-10.
 
     Attributes:
         omegas: frequency of each pair that turns, radians per position; negative if it turns backwards.
@@ -39,25 +41,25 @@ class Expected:
         longer: length of the call -> frequencies, if they depend on it; ``omegas`` are then those of short calls.
     """
 
-    omegas: tuple[Decimal, ...]
+    omegas: torch.Tensor
     starts: torch.Tensor
     shift: int
     sure: bool
-    longer: Callable[[int], tuple[Decimal, ...]] | None = None
+    longer: Callable[[int], torch.Tensor] | None = None
 
-    def at(self, length: int) -> tuple[Decimal, ...]:
+    def at(self, length: int) -> torch.Tensor:
         """Return the frequencies of a call of this length."""
         return self.omegas if self.longer is None else self.longer(length)
 
     def table(self, positions: Sequence[int]) -> torch.Tensor:
         """Return cos and sin of the angles at the positions of one call, float64 ``[2, positions, pairs]``."""
-        cos, sin = cos_sin(positions, self.at(max(*positions, 0) + 1))
-        turn_cos, turn_sin = self.starts.cos(), self.starts.sin()
-        return torch.stack((cos * turn_cos - sin * turn_sin, sin * turn_cos + cos * turn_sin))
+        where = torch.tensor(list(positions), dtype=torch.float64)[:, None]
+        angles = where * self.at(max(*positions, 0) + 1) + self.starts
+        return torch.stack((angles.cos(), angles.sin()))
 
     def bound(self, position: int) -> float:
         """Bound the error of a cosine or sine if frequency and angle are each rounded once to float32."""
-        fastest = max(abs(float(omega)) for omega in self.omegas)
+        fastest = float(self.omegas.abs().max())
         return min(2.0, (position + abs(self.shift)) * fastest * 2.0**-23 + 2.0**-22)
 
 
@@ -81,29 +83,29 @@ def expected_of(log: Log, profile: Profile, declared: bool) -> Expected | None:
     if log.found("length") and not by_length:
         log.skip(name, "they depend on the length of the call, by an undeclared rule")
         return None
-    signs = [int(sign) for sign in signs_of(log, profile).tolist()]
+    signs = signs_of(log, profile)
     # The measured angles at position 0 are less exact: each is one float32 angle.
     starts = profile.starts + profile.shift * profile.omegas
     if float(profile.firsts[0].abs().max()) <= 1e-3:
         starts = torch.zeros_like(starts)
 
-    def signed(exact: tuple[Decimal, ...]) -> tuple[Decimal, ...]:
-        slots = pairs_of(spec)  # type: ignore[arg-type]
-        turning = [omega for omega, pair in zip(exact, slots, strict=True) if pair in profile.pairs]
-        return tuple(omega * sign for omega, sign in zip(turning, signs, strict=True))
-
     loose = log.identity is not None and log.identity.loose and not declared
-    if spec is not None and not declared:
-        rates = [float(rate) for rate in signed(spec.frequencies().exact)]
-        exact = torch.tensor(rates, dtype=torch.float64)
+    if spec is None:
+        return Expected(profile.omegas, starts, profile.shift, False)
+    turning = [pair in profile.pairs for pair in pairs_of(spec)]
+
+    def rates(length: int | None = None) -> torch.Tensor:
+        return spec.frequencies(length).inv_freq[turning] * signs
+
+    exact = rates()
+    if not declared:
         # A base or a factor that was rounded to few digits gives other angles far away.
         gap = float((profile.omegas - exact).abs().max()) - 2 * profile.noise / profile.farthest
         loose = loose or gap > 2.0**-22 * float(exact.abs().max())
         loose = loose and not is_rounded(profile.omegas.abs(), exact.abs())
-    if spec is None or loose:
-        return Expected(decimals(profile.omegas), starts, profile.shift, False)
-    longer = (lambda length: signed(spec.frequencies(length).exact)) if by_length else None
-    return Expected(signed(spec.frequencies().exact), starts, profile.shift, True, longer)
+    if loose:
+        return Expected(profile.omegas, starts, profile.shift, False)
+    return Expected(exact, starts, profile.shift, True, rates if by_length else None)
 
 
 def measured(
@@ -160,24 +162,39 @@ def _accepted(
 
 def _near(log: Log, profile: Profile, expected: Expected, dtype: torch.dtype) -> None:
     positions, seen = _accepted(log, profile, ODD, dtype)
-    exact = expected.table(positions)
     step = max(torch.finfo(each).eps for each in (dtype, profile.table))
     step *= 1 if profile.amplitude == 1.0 else 2  # the factor may be rounded by itself
-    slack = torch.tensor([0.6 * step + 3 * expected.bound(p) + 1e-6 for p in positions])[:, None]
-    error = (seen - exact).abs().nan_to_num(math.inf)
-    if bool((error <= slack).all()):
+
+    def errors(where: Sequence[int], table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest error at each position, and whether it is too large."""
+        slack = torch.tensor([0.6 * step + 3 * expected.bound(p) + 1e-6 for p in where])
+        error = (table - expected.table(where)).abs().nan_to_num(math.inf).amax((0, 2))
+        return error, error > slack
+
+    error, wrong = errors(positions, seen)
+    if not bool(wrong.any()):
+        block = range(min(_DENSE, profile.reach, log.longest))
+        error, wrong = errors(block, measured(log, profile, block, dtype))
+        if bool(wrong.any()):
+            worst = int(error.argmax())
+            log.add(
+                "far-angles",
+                "error",
+                f"Angles are wrong at {int(wrong.sum()):,} of the first {len(block):,} positions.",
+                f"at position {worst:,} a cosine or sine is off by {float(error[worst]):.3g}",
+            )
         return
     causes: list[tuple[str, str]] = []
     if expected.sure or dtype != torch.float32:
         causes = _rounding(profile, expected, positions, seen, max(0.6 * step + 1e-4, 1e-3))
     if not causes and dtype == torch.float32:
-        first = next(p for p, bad in zip(positions, (error > slack).any(2).any(0)) if bad)
+        first = next(p for p, bad in zip(positions, wrong) if bad)
         _where_it_ends(log, profile, expected, first + 1)
         return
     if not causes and log.found(*_ENDS):
         return
     # Show the first clear error, else the largest.
-    sizes = error.amax((0, 2)).tolist()
+    sizes = error.tolist()
     worst, size = next(
         ((p, each) for p, each in zip(positions, sizes) if each > 0.08),
         (positions[sizes.index(max(sizes))], max(sizes)),
@@ -200,9 +217,8 @@ def _rounding(
     tolerance: float,
 ) -> list[tuple[str, str]]:
     """Return (code, fault) of the steps that, rounded to 16 bits, explain the angles; [] if none do."""
-    exact = torch.tensor([float(omega) for omega in expected.omegas], dtype=torch.float64)
     where = [position + profile.shift for position in positions]
-    found = profile.explain(exact, where, seen, tolerance, (torch.float64, *NARROW))
+    found = profile.explain(expected.omegas, where, seen, tolerance, (torch.float64, *NARROW))
     faults = (
         "Positions are rounded to {}",
         "The frequencies are rounded to {}",
@@ -353,8 +369,7 @@ def _behaviour_after(
         return "table-nan", f"Tokens at positions from {size:,} on come back as NaN."
     exact = expected.table([size])[:, 0]
     ahead = torch.atan2(*seen[size][:, 0].flip(0)) - torch.atan2(*exact.flip(0))
-    rates = torch.tensor([float(omega) for omega in expected.at(size + 1)], dtype=torch.float64)
-    jump = shift_of(rates, ahead, 3 * expected.bound(size) + 1e-3)
+    jump = shift_of(expected.at(size + 1), ahead, 3 * expected.bound(size) + 1e-3)
     if jump and all_are(lambda p: expected.table([p + jump])):
         count = "offset" if "offset" in log.subject.way.roles else "position"
         return "position-jump", f"From {count} {size:,} on, positions are off by {jump:+d}."

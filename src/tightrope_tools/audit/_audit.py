@@ -183,9 +183,8 @@ def _facts(subject: Subject) -> dict[str, str]:
         if way.axes > 1:
             facts["positions"] = f"({way.axes}, {facts['positions'][1:]}"
     else:
-        facts["positions"] = (
-            "its own, from an offset" if "offset" in way.roles else "its own, 0 to n − 1"
-        )
+        known = "its own, from an offset" if "offset" in way.roles else "its own, 0 to n − 1"
+        facts["positions"] = known + " for each row" * way.row_offsets
     return facts
 
 

@@ -17,6 +17,7 @@ _FEW = (0, 1, 5, 7)
 _LENGTHS = (16, 100, 600, 2500, 5000, 12_000, 40_000)
 _WHERE = (1, 3, 5, 9, 2)
 _SAME = 1e-5
+_HEADS = 9
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -168,12 +169,24 @@ def check_ids(log: Log) -> bool:
                 "tokens at 0, 1, 2 and at 7, 3, 11 and at 40, 50, 3 come out the same",
             )
             return False
+        in_order = fresh.rotate(x.clone(), [3, 7, 11])
+        if apart(results[1], in_order) <= _SAME:
+            first = x[:, :, :1]
+            if apart(fresh.rotate(first.clone(), [7]), in_order[:, :, :1]) <= _SAME:
+                return True  # positions 3 and 7 turn alike, as with frequencies of π
+            log.add(
+                "position-order",
+                "error",
+                "Tokens get the positions of the call in rising order, not each its own.",
+                "tokens at 7, 3, 11 come out as if at 3, 7, 11",
+            )
     return True
 
 
 def check_rows(log: Log) -> None:
     """Check that rows and heads do not influence one another."""
-    if log.subject.way.takes_ids and log.subject.way.rows_differ:
+    way = log.subject.way
+    if way.row_offsets or (way.takes_ids and way.rows_differ):
         with log.check("rows do not depend on one another") as fresh:
             _rows(log, fresh)
     else:
@@ -202,7 +215,9 @@ def _rows(log: Log, subject: Subject) -> None:
         sizes = [apart(both[i : i + 1], alone[i]) for i in (0, 1)]
         if max(sizes) <= _SAME:
             continue
-        with_first = subject.fresh().rotate(x[1:].clone(), near)
+        ahead = min(near) - min(far)
+        as_first = [p + ahead for p in far] if log.subject.way.row_offsets else near
+        with_first = subject.fresh().rotate(x[1:].clone(), as_first)
         if apart(both[1:], with_first) <= _SAME and sizes[0] <= _SAME:
             log.add(
                 "row-positions",
@@ -228,16 +243,16 @@ def _rows(log: Log, subject: Subject) -> None:
 
 def _heads(log: Log, subject: Subject) -> None:
     one = subject.random(1, 1, 5, seed=7)
-    x = subject.laid_out(one.expand(-1, 4, -1, -1))
+    x = subject.laid_out(one.expand(-1, _HEADS, -1, -1))
     y = subject.rotate(x, _WHERE)
-    sizes = [apart(y[:, h], y[:, 0]) for h in range(4)]
-    differs = [h for h in range(4) if sizes[h] > _SAME]
+    sizes = [apart(y[:, h], y[:, 0]) for h in range(_HEADS)]
+    differs = [h for h in range(_HEADS) if sizes[h] > _SAME]
     if not differs:
         return
     same = subject.rotate(subject.laid_out(x[:, :, :1].expand_as(x)), _WHERE)
     log.along_heads = apart(same, same[:, :, :1].expand_as(same)) <= _SAME
     sentence = f"Heads are rotated differently: head {differs[0]} differs from head 0."
-    evidence = f"of 4 heads with equal vectors, {len(differs)} differ from head 0 by up to {max(sizes):.3g}"
+    evidence = f"of {_HEADS} heads with equal vectors, {len(differs)} differ from head 0 by up to {max(sizes):.3g}"
     if log.along_heads:
         sentence = (
             "It rotates along the heads, not along the tokens: each head has its own position."
@@ -445,7 +460,9 @@ def check_alone(log: Log) -> None:
         log.skip(name, "it takes no positions" if not log.found() else "there are errors")
         return
     with log.check(name) as subject:
-        x, where = subject.random(1, 4, 80, seed=16), [*range(3, 83)]
+        # In no order, if the function takes the position of each token.
+        step = 37 if subject.way.takes_ids else 1
+        x, where = subject.random(1, 4, 80, seed=16), [3 + step * i % 80 for i in range(80)]
         y = subject.rotate(x.clone(), where)
         few = (0, 1, 5, 79)
         alone = [subject.rotate(x[:, :, i : i + 1].clone(), where[i : i + 1]) for i in few]
@@ -483,11 +500,16 @@ def _linear(log: Log, subject: Subject) -> None:
     def turn(value: torch.Tensor) -> torch.Tensor:
         return subject.rotate(subject.laid_out(value), _WHERE).detach().double()
 
-    size = apart(turn(3 * x - 2 * z), 3 * turn(x.clone()) - 2 * turn(z.clone()))
+    size = apart(turn(3 * x - z), 3 * turn(x.clone()) - turn(z.clone()))
     if size > 1e-4:
-        log.add(
-            "not-linear",
-            "error",
-            "The function does more than rotate x: it is not linear, as with a norm or an activation.",
-            f"f(3x − 2z) and 3f(x) − 2f(z) differ by up to {size:.3g}",
+        constant = apart(turn(0 * x), 0 * x)
+        sentence = "The function does more than rotate x: "
+        sentence += (
+            "it adds a constant."
+            if constant > 1e-4
+            else "it is not linear, as with a norm or an activation."
         )
+        evidence = f"f(3x − z) and 3f(x) − f(z) differ by up to {size:.3g}"
+        if constant > 1e-4:
+            evidence = f"an x of zeros comes back with values up to {constant:.3g}"
+        log.add("not-linear", "error", sentence, evidence)

@@ -102,6 +102,7 @@ class Way(Call):
         shared_positions: whether positions are ``(tokens,)`` and not ``(rows, tokens)``.
         width: how tables hold the entry of each pair, a key of WIDTHS.
         table_shape: the dimensions of these tables.
+        row_offsets: whether offsets are ``(rows,)`` and not one number.
         axes: the number of coordinates of a position. With several, positions ``(axes, rows, tokens)`` with
             equal coordinates, as in text, are passed on.
     """
@@ -110,6 +111,7 @@ class Way(Call):
     shared_positions: bool = False
     width: str = "cat"
     table_shape: str = "bsd"
+    row_offsets: bool = False
     axes: int = 1
 
     @classmethod
@@ -269,8 +271,10 @@ class Subject:
         """Call a function that numbers tokens itself on an x in which each token stands at its position."""
         if self.way.takes_ids or not ids.numel():
             return self._call(xs, ids, 0, given)
-        start = int(ids.min()) if "offset" in self.way.roles else 0
-        size = int(ids.max()) + 1 - start
+        start: Any = int(ids.min()) if "offset" in self.way.roles else 0
+        if self.way.row_offsets:
+            start = ids.amin(-1, keepdim=True)
+        size = int((ids - start).max()) + 1
         counted = torch.arange(ids.shape[-1], device=ids.device)
         if bool((ids - start == counted).all()):
             return self._call(xs, ids, start, given)
@@ -281,10 +285,10 @@ class Subject:
         return [y.gather(2, at) for y, at in zip(ys, where)]
 
     def _call(
-        self, xs: tuple[torch.Tensor, ...], ids: torch.Tensor, start: int, given: list[Any] | None
+        self, xs: tuple[torch.Tensor, ...], ids: torch.Tensor, start: Any, given: list[Any] | None
     ) -> list[torch.Tensor]:
         way, (into, back) = self.way, _LAYOUTS[self.way.layout]
-        values: dict[str, Any] = {"offset": start}
+        values: dict[str, Any] = {"offset": start[:, 0] if way.row_offsets else start}
         values["seq_dim"] = way.layout.replace("t", "s").index("s")
         values["positions"] = self._positions(ids)
         values |= zip(("q", "k") if way.takes_keys else ("x",), map(into, xs))
@@ -530,6 +534,9 @@ def _variants(call: Way, layout: str | None, width: str | None) -> Iterator[Way]
     if call.takes_positions:
         # Tried last, because positions of shape (tokens,) may broadcast where they should not.
         yield from (replace(call, layout=each, shared_positions=True) for each in layouts)
+    if "offset" in call.roles:
+        rows = (each for each in layouts if "b" in each)
+        yield from (replace(call, layout=each, row_offsets=True) for each in rows)
 
 
 def _fit(subject: Subject) -> _Fit | None:

@@ -37,12 +37,17 @@ def identify(
     omegas: Sequence[float],
     amplitude: float,
     *,
+    noise: float = 0.0,
     head_dim: int,
     rotary_dim: int,
     start: int,
     interleaved: bool,
 ) -> Identity:
-    """Identify the rule behind frequencies: one per pair of the slice, 0 for pairs that never turn."""
+    """Identify the rule behind frequencies: one per pair of the slice, 0 for pairs that never turn.
+
+    Args:
+        noise: the largest error of a measured frequency.
+    """
     where = {
         "head_dim": head_dim,
         "rotary_dim": rotary_dim,
@@ -76,7 +81,7 @@ def identify(
                 linear = _nice(1 / factor, 2 * close)
                 text = f"geometric, base {nice:g}, linear scaling by {linear:g}"
                 return Identity(spec(nice, Linear(linear)), text, loose)
-    found = _scaled(omegas, amplitude, spec)
+    found = _scaled(omegas, amplitude, spec, noise)
     return found or Identity(None, "no rule that the audit knows")
 
 
@@ -103,8 +108,13 @@ def _geometric(omegas: Sequence[float]) -> tuple[float, float]:
     return ratio, first
 
 
-def _meets(measured: Sequence[float], wanted: Sequence[float], close: float = _CLOSE) -> bool:
-    return all(abs(a - b) <= close * abs(b) for a, b in zip(measured, wanted, strict=True))
+def _meets(
+    measured: Sequence[float],
+    wanted: Sequence[float],
+    close: float = _CLOSE,
+    noise: float = 0.0,
+) -> bool:
+    return all(abs(a - b) <= close * abs(b) + noise for a, b in zip(measured, wanted, strict=True))
 
 
 def _nice(value: float, close: float) -> float:
@@ -116,15 +126,18 @@ def _nice(value: float, close: float) -> float:
     return value
 
 
-def _scaled(omegas: Sequence[float], amplitude: float, spec: object) -> Identity | None:
+def _scaled(
+    omegas: Sequence[float], amplitude: float, spec: object, noise: float
+) -> Identity | None:
     """Match YaRN and Llama 3: fast pairs unchanged, slow pairs divided by a factor, a transition between."""
     make = spec
     for base in _bases(omegas):
         plain: RopeSpec = make(base)  # type: ignore[operator]
         unscaled = plain.frequencies().inv_freq.tolist()
         divided = [b / a for a, b in zip(omegas, unscaled, strict=True)]
-        factor = _nice(divided[-1], 1e-4)
-        if factor <= 1 or not all(0.999 <= each <= factor * 1.001 for each in divided):
+        factor = _nice(divided[-1], 1e-4 + noise / omegas[-1])
+        slack = 1e-3 + noise / omegas[-1]
+        if factor <= 1 or not all(1 - slack <= r <= factor * (1 + slack) for r in divided):
             continue
         for rule in _rules(factor):
             try:
@@ -132,7 +145,7 @@ def _scaled(omegas: Sequence[float], amplitude: float, spec: object) -> Identity
                 wanted = candidate.frequencies().inv_freq.tolist()
             except ValueError:
                 continue
-            if _meets(omegas, wanted):
+            if _meets(omegas, wanted, noise=noise):
                 name = {YaRN: "YaRN", Llama3: "Llama 3"}[type(rule)]
                 text = (
                     f"geometric, base {base:g}, {name} scaling by {factor:g} "

@@ -48,11 +48,23 @@ class Log:
     along_heads: bool = False
     progress: Callable[[str], None] | None = None
 
-    def add(self, code: str, severity: str, sentence: str, evidence: str) -> None:
-        """Add a finding, once per code."""
+    def add(
+        self,
+        code: str,
+        severity: str,
+        sentence: str,
+        evidence: str,
+        *,
+        spec: RopeSpec | None = None,
+    ) -> None:
+        """Add a finding, once per code.
+
+        Args:
+            spec: the rotation that its mend calls; by default the declared or the identified one.
+        """
         if self.found(code):
             return
-        spec = self.spec or (None if self.identity is None else self.identity.spec)
+        spec = spec or self.spec or (None if self.identity is None else self.identity.spec)
         mend = mend_of(code, "spec" if spec is None else repr(spec))
         self.findings.append(Finding(code, severity, sentence, evidence, mend))
 

@@ -20,9 +20,10 @@ MENDS = {
     "sign, pass torch.cat((-sin, sin), -1) for half pairing, torch.stack((-sin, sin), -1).flatten(-2) for interleaved",
     "fast": "declare the rotation with spec=",
     "blocks": "audit a function of one block",
-    "swapped-tables": "pass cosines first and then sines, as the parameters are named",
+    "swapped-tables": "exchange cosines and sines in the function; or, if it takes them, pass the sines as cosines "
+    "and the cosines as sines",
     "not-a-rotation": "use the same cosine and the same sine for both channels: (u cos − v sin, v cos + u sin)",
-    "not-linear": "audit the rotation alone, without the norm or the activation around it",
+    "not-linear": "audit the rotation alone, without the norm, the activation or the constant around it",
     "amplitude": "declare the factor by the scaling of the spec, or drop it",
     "amplitude-varies": "declare xPos or a gate, or drop the factor",
     "does-nothing": _ROTATE,
@@ -58,6 +59,7 @@ MENDS = {
     "length": "declare dynamic scaling with spec=, or use frequencies that do not depend on the length",
     "heads": "state the layout of x: layout= here, and the dimension of tokens where the function is called; "
     'tightrope.functional.rotate(x, {spec}, layout="bhsd") rotates (batch, heads, tokens, channels)',
+    "position-order": "rotate each token by its own position, and do not sort positions",
     "positions-ignored": "use the positions that are passed",
     "nondeterminism": "rotate without random numbers",
     "k-not-rotated": "rotate k as well as q",

@@ -218,6 +218,10 @@ class Profile:
         """All pairs of the slice, those that never turn included; needs a pairing."""
         return pairs_in(self.start, self.rotary_dim, bool(self.interleaved))
 
+    def flips(self, channel: int) -> bool:
+        """True if a channel only changes its sign, at odd positions."""
+        return _flips(self.matrices[:, channel, channel])
+
     def comes_out(self, channel: int) -> int:
         """Return the output channel of an input channel."""
         return channel if self.order is None else self.order[channel]
@@ -412,7 +416,21 @@ def _pairs(
             pairs.append(Pair(i, others[0]))
         elif not others and moved[i]:
             alone.append(i)
-    return tuple(pairs), tuple(alone), tuple(tangled)
+    # Half a turn only changes signs, so the distance of other pairs shows which channels are a pair.
+    distances = {second - first for first, second in pairs}
+    if len(distances) == 1:
+        step = distances.pop()
+        for i in [i for i in alone if _flips(near[:, i, i])]:
+            if i in alone and i + step in alone:
+                pairs.append(Pair(i, i + step))
+                alone = [each for each in alone if each not in (i, i + step)]
+    return tuple(sorted(pairs)), tuple(alone), tuple(tangled)
+
+
+def _flips(factors: torch.Tensor) -> bool:
+    """True if the factors on a channel at the near positions are 1, and -1 at odd ones."""
+    wanted = torch.tensor([1.0 - 2.0 * (p % 2) for p in NEAR], dtype=factors.dtype)
+    return torch.allclose(factors, wanted, atol=1e-4)
 
 
 def _far(subject: Subject, order: tuple[int, ...] | None) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -12,7 +13,18 @@ from tightrope.spec import RopeSpec
 from ._call import CallFailed, Subject, gradient
 from ._identify import identify
 from ._log import Log
-from ._profile import NEAR, SHORT, Pair, Profile, agree, matrices, measure, pairs_in, wrapped
+from ._profile import (
+    NARROW,
+    NEAR,
+    SHORT,
+    Pair,
+    Profile,
+    agree,
+    matrices,
+    measure,
+    pairs_in,
+    wrapped,
+)
 
 _LOOSE = 8e-3
 """Tolerance of factors; bfloat16 tables change them by up to 4e-3."""
@@ -72,9 +84,12 @@ def add_not_finite(log: Log) -> None:
 
 
 def add_does_nothing(log: Log) -> None:
-    """Add the finding that x comes back unchanged."""
+    """Add the finding that x comes back unchanged; a note if the declared pairs make whole turns only."""
+    rates = None if log.spec is None else log.spec.frequencies().inv_freq
+    still = rates is not None and bool((wrapped(rates).abs() < 1e-6).all())
+    severity = "note" if still else "error"
     sentence = "The function returns x unchanged at every position."
-    log.add("does-nothing", "error", sentence, "tokens at positions up to 50 come back unchanged")
+    log.add("does-nothing", severity, sentence, "tokens at positions up to 50 come back unchanged")
 
 
 def _moved(log: Log, profile: Profile, order: tuple[int, ...]) -> None:
@@ -114,6 +129,8 @@ def _pairs_are_rotations(log: Log, profile: Profile) -> bool:
             "the audit measures one block only, so it checks no frequency and no angle",
         )
         return False
+    if tangled and log.found("not-linear"):
+        return False  # unit vectors do not show which channels mix
     if tangled or (pairs and profile.interleaved is None and profile.rotary_dim > 2):
         channel, index = (tangled or pairs[0])[0], 3
         reach = (profile.matrices[index, :, channel].abs() > 1e-6).nonzero().flatten().tolist()
@@ -122,6 +139,16 @@ def _pairs_are_rotations(log: Log, profile: Profile) -> bool:
             "error",
             "Channels turn neither in half nor in interleaved pairs.",
             f"channel {channel} affects channels {listed(reach)} at position {NEAR[index]}",
+        )
+        return False
+    meant = None if log.spec is None else wrapped(log.spec.frequencies().inv_freq).abs()
+    half_turns = meant is None or bool(((meant < 1e-6) | (meant > math.pi - 1e-6)).all())
+    if alone and not pairs and half_turns and all(profile.flips(channel) for channel in alone):
+        log.add(
+            "fast",
+            "note",
+            "Channels only change their sign, as if each pair turned by π per position.",
+            "whole positions do not show which channels are pairs, so no frequency and no angle was checked",
         )
         return False
     if alone:
@@ -188,7 +215,8 @@ def rates_of(log: Log, profile: Profile) -> torch.Tensor | None:
 def signs_of(log: Log, profile: Profile) -> torch.Tensor:
     """+1 for each pair that turns its first channel towards the second, -1 for the others."""
     omegas, rates = profile.omegas, rates_of(log, profile)
-    back = omegas < 0
+    # Half a turn per position is the same in both directions.
+    back = (omegas < 0) & (omegas.abs() < math.pi - _CLOSE)
     if rates is not None:
         # At whole positions a frequency looks like the same one plus a turn per position.
         tolerance = _CLOSE * rates.abs()
@@ -205,7 +233,9 @@ def _direction(log: Log, profile: Profile) -> None:
     moving = omegas.abs() > 1e-6
     moving = moving if bool(moving.any()) else torch.ones_like(moving)
     (u, v), at_0 = profile.pairs[0], f"{float(starts[0]):+.4f} rad at position 0"
-    if bool(agree(starts[moving].abs(), math.pi / 2, 2e-2).all()):
+    back = (signs_of(log, profile) < 0) & moving
+    swapped = bool(agree(starts[moving], math.pi / 2, 2e-2).all())
+    if swapped and bool((back == moving).all()):
         log.add(
             "swapped-tables",
             "error",
@@ -213,7 +243,6 @@ def _direction(log: Log, profile: Profile) -> None:
             f"channels {u} and {v}: {at_0}",
         )
         return
-    back = (signs_of(log, profile) < 0) & moving
     count, total = int(back.sum()), int(moving.sum())
     if count and log.spec is None and count < total and _may_be_fast(omegas):
         log.add(
@@ -266,22 +295,24 @@ def _may_be_fast(omegas: torch.Tensor) -> bool:
 
 def _factor(log: Log, profile: Profile) -> None:
     meant = 1.0 if log.spec is None else log.spec.amplitude
+    # Near positions only: faults far away have findings of their own.
+    least, most = float(profile.lengths.min()), float(profile.lengths.max())
+    narrow = profile.table in NARROW
+    allowed = _LOOSE if narrow else min(_LOOSE, _CLOSE + most - least)
     found = None if log.identity is None else log.identity.spec
     if (
         log.spec is None
         and found is not None
-        and abs(found.amplitude - profile.amplitude) <= _LOOSE
+        and abs(found.amplitude - profile.amplitude) <= allowed
     ):
         meant = found.amplitude
     takes = log.subject.way.form.takes_tables
-    if takes and abs(profile.amplitude - 1.0) <= _LOOSE:
+    if takes and abs(profile.amplitude - 1.0) <= allowed:
         meant = 1.0  # the caller's tables may include the factor; those of the audit do not
-    if abs(profile.amplitude - meant) <= _LOOSE:
+    if abs(profile.amplitude - meant) <= allowed:
         # Replace a measurement that may come from rounded tables.
         profile.amplitude = meant
     log.facts["amplitude"] = f"{profile.amplitude:.6g}"
-    # Near positions only: faults far away have findings of their own.
-    least, most = float(profile.lengths.min()), float(profile.lengths.max())
     if most - least > _LOOSE * profile.amplitude:
         log.add(
             "amplitude-varies",
@@ -289,10 +320,12 @@ def _factor(log: Log, profile: Profile) -> None:
             "The factor on the rotated channels depends on position or pair, as with xPos or a gate.",
             f"factors from {least:.4g} to {most:.4g}",
         )
-    elif abs(profile.amplitude - meant) > _LOOSE:
+    elif abs(profile.amplitude - meant) > allowed:
+        # Beside frequencies of an unknown rule, the factor may belong to that rule.
+        doubt = "note" if found is None else "warning"
         log.add(
             "amplitude",
-            "warning" if log.spec is None else "error",
+            doubt if log.spec is None else "error",
             f"The rotated channels are multiplied by {profile.amplitude:.6g}, not by {meant:.6g}.",
             f"scores of two rotated vectors are multiplied by the square, {profile.amplitude**2:.6g}",
         )
@@ -318,6 +351,7 @@ def _name(log: Log, profile: Profile) -> None:
     log.identity = identify(
         [*_slots_of(profile).values()],
         profile.amplitude,
+        noise=2 * profile.noise / profile.farthest,
         head_dim=log.subject.head_dim,
         rotary_dim=profile.rotary_dim,
         start=profile.start,
@@ -347,13 +381,13 @@ def check_declared(log: Log, spec: RopeSpec, profile: Profile) -> bool:
 def _pairing(log: Log, spec: RopeSpec, profile: Profile) -> bool:
     meant = pairs_of(spec)
     if set(profile.pairs) <= set(meant):
-        turning = dict(zip(meant, spec.frequencies().inv_freq.tolist()))
+        turning = dict(zip(meant, spec.frequencies().inv_freq))
         lost = [pair for pair in meant if pair not in profile.pairs]
         # A pair that should turn is a matter of its frequency, unless it stands at an end of the slice.
         if log.subject.way.form.takes_tables:
             lost = lost if profile.rotary_dim != spec.rotary_dim else []
         else:
-            lost = [pair for pair in lost if abs(turning[pair]) > 1e-6]
+            lost = [pair for pair in lost if abs(wrapped(turning[pair])) > 1e-6]
         if not lost or profile.rotary_dim == spec.rotary_dim:
             return True
     u, v = profile.pairs[0]
@@ -472,6 +506,7 @@ def check_identity(log: Log, profile: Profile) -> None:
                 f"exponents are divided by head_dim, {log.subject.head_dim}, not by rotary_dim, "
                 f"{profile.rotary_dim}.",
                 "declare the intended rotation with spec=",
+                spec=replace(identity.spec, base=identity.by_head_dim),
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +16,11 @@ import transformers
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from tests.support import oracle, planted_faults as planted, tolerances
+from tests.support import planted_faults as planted, tolerances
 from tightrope import Axes, RopeSpec, functional
 from tightrope.frequencies import DynamicNTK, Linear, Llama3, YaRN
 from tightrope.nn import RotaryPositionalEmbedding
 from tightrope_tools.audit import Report, audit
-from tightrope_tools.audit._exact import cos_sin
 from tightrope_tools.audit._identify import identify
 from tightrope_tools.audit._targets import from_model
 
@@ -314,16 +314,6 @@ def test_pairs_that_never_turn() -> None:
     assert found.text == "8 of 32 pairs turn; these are geometric, base 10000 over 64 channels"
 
 
-def test_exact_angles_beside_the_oracle() -> None:
-    positions = (0, 1, 4095, 1_048_575, 2**31 - 1)
-    spec = RopeSpec(16, 5e5)
-    seen = cos_sin(positions, spec.frequencies().exact)
-    wanted = oracle.cos_sin(positions, oracle.frequencies(5e5, 16))
-    for ours, theirs in zip(seen, wanted, strict=True):
-        difference = (ours - theirs.reshape(ours.shape)).abs().max()
-        assert float(difference) <= tolerances.TABLE["float64 rounding"].value
-
-
 # --- forms of calls ---------------------------------------------------------------------------------
 
 
@@ -364,6 +354,11 @@ def offset(x: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
     return planted.PLAIN(x, torch.arange(x.shape[2])[None] + offset)  # type: ignore[no-any-return]
 
 
+def starts(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Take the first position of each row."""
+    return planted.PLAIN(x, offsets[:, None] + torch.arange(x.shape[2]))  # type: ignore[no-any-return]
+
+
 def meta(
     xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -400,6 +395,7 @@ FORMS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "thd": (thd, "fn(x, positions)", "thd"),
     "shared positions": (shared, "fn(x, positions)", "bhsd"),
     "offset": (offset, "fn(x, offset)", "bhsd"),
+    "an offset for each row": (starts, "fn(x, offset)", "bhsd"),
     "seq_dim": (planted.GrowingCache(False), "fn(x, seq_dim)", "bhsd"),
     "cis": (meta, "fn(q, k, cis)", "bshd"),
     "q, k, positions": (
@@ -587,6 +583,52 @@ def test_a_function_with_a_trailing_underscore_may_write() -> None:
 
 
 IN_PLACE = planted.rope(in_place=True)
+
+
+def test_offsets_of_the_wrong_row_are_found() -> None:
+    report = audit(lambda x, offsets: starts(x, offsets[:1].expand_as(offsets)))
+    assert report.codes == ("row-positions",), str(report)
+    assert audit(starts).facts["positions"] == "its own, from an offset for each row"
+
+
+def of_the_mend(text: str) -> planted.Fn:
+    """Return the call of this library that a mend states, as a function of x and positions."""
+    (call,) = re.findall(r"tightrope\.functional\.(rotate\(x, .*positions\))", text)
+    names = {"rotate": functional.rotate, "RopeSpec": RopeSpec}
+    return eval(f"lambda x, positions: {call}", names)  # type: ignore[no-any-return]
+
+
+def test_the_mend_of_a_denominator_rotates_as_meant() -> None:
+    for name in planted.FAULTS:
+        fault = planted.FAULTS[name]
+        if fault.code != "denominator":
+            continue
+        mend = audit(fault.bad(), spec=declared(fault.spec)).findings[0].mend
+        spec = RopeSpec(64, rotary_dim=32)
+        report = audit(of_the_mend(mend), spec=spec, **ONLY_FLOAT32)
+        assert report.ok, str(report)
+
+
+def test_the_mend_of_swapped_tables() -> None:
+    bad = planted.with_tables(swap=True)
+    mend = audit(bad).findings[0].mend
+    assert "pass the sines as cosines and the cosines as sines" in mend
+
+    def mended(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return bad(q, k, sin, cos)
+
+    assert audit(mended).ok
+
+
+@pytest.mark.parametrize("quarter", [1.0, -1.0])
+def test_a_quarter_turn_is_no_swap(quarter: float) -> None:
+    """Exchanging cosines and sines would not mend it."""
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        angle = planted.angles(positions, planted.inv_freq())[:, None] + quarter * torch.pi / 2
+        return planted.turn(x.float(), angle.cos(), angle.sin()).to(x.dtype)
+
+    assert audit(fn).codes == ("phase",)
 
 
 # --- functions that raise or print -----------------------------------------------------------------

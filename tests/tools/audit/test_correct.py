@@ -16,7 +16,7 @@ import torch
 from tests.support import correct_functions, planted_faults as planted
 from tests.support.correct_functions import Case
 from tightrope import Axes, RopeSpec, functional
-from tightrope.frequencies import Given
+from tightrope.frequencies import Given, YaRN
 from tightrope.nn import RotaryPositionalEmbedding
 from tightrope.positions import multi_axis
 from tightrope_tools.audit import assert_rope, audit, compare
@@ -244,6 +244,65 @@ def test_a_function_of_few_positions_is_no_success() -> None:
 @pytest.mark.parametrize("factor", [10 / 3, 5 / 3, 32 / 3])
 def test_a_factor_that_is_not_round(factor: float) -> None:
     assert audit(planted.rope(divide=factor)).ok
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_undeclared_factor_with_tables_of_16_bits(factor: float, dtype: torch.dtype) -> None:
+    """The rounding of the tables is a finding of its own; the factor of YaRN is none."""
+    spec = RopeSpec(64, scaling=YaRN(factor, 4096))
+    rates, scale = spec.frequencies().inv_freq.float(), spec.amplitude
+
+    def yarn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        angle = planted.angles(positions, rates)[:, None]
+        cos, sin = ((t * scale).to(dtype).float() for t in (angle.cos(), angle.sin()))
+        return planted.turn(x.float(), cos, sin).to(x.dtype)
+
+    report = audit(yarn, longest=2**17)
+    assert report.codes == ("table-dtype",), str(report)
+    assert f"YaRN scaling by {factor:g}" in report.facts["frequencies"]
+
+
+def test_a_factor_beside_frequencies_of_no_known_rule_is_a_note() -> None:
+    rates = torch.linspace(1.0, 0.01, 32)
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        angle = planted.angles(positions, rates)[:, None]
+        return planted.turn(x.float(), 1.2 * angle.cos(), 1.2 * angle.sin()).to(x.dtype)
+
+    report = audit(fn)
+    assert report.ok, str(report)
+    assert "amplitude" in {each.code for each in report.findings}
+
+
+TURNS = {
+    "half turns": torch.full((32,), torch.pi, dtype=torch.float64),
+    "half turns first": torch.linspace(torch.pi, 0.1, 32, dtype=torch.float64),
+    "half turns last": torch.linspace(0.1, torch.pi, 32, dtype=torch.float64),
+    "whole turns": torch.full((32,), 2 * torch.pi, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_frequencies_that_are_multiples_of_half_a_turn(
+    name: str, interleaved: bool, dtype: torch.dtype
+) -> None:
+    """At whole positions, such a pair only changes its sign, or does not change at all."""
+    spec = RopeSpec(64, interleaved=interleaved, scaling=Given.of(TURNS[name]))
+    rates = TURNS[name].to(dtype)
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        angle = positions.to(dtype)[:, None, :, None] * rates
+        cos, sin = angle.cos().float(), angle.sin().float()
+        return planted.turn(x.float(), cos, sin, interleaved=interleaved).to(x.dtype)
+
+    report = audit(fn, spec=spec)
+    assert report.ok, str(report)
+    if name != "whole turns":
+        blind = audit(fn, head_dim=64)
+        assert blind.ok, str(blind)
 
 
 def test_two_blocks_of_half_pairs() -> None:
