@@ -127,10 +127,9 @@ def check_angles(log: Log, profile: Profile, expected: Expected) -> None:
     if profile.table in NARROW:
         log.add(
             "table-dtype",
-            "warning",
-            f"Cosines and sines are rounded to {SHORT[profile.table]} although x is float32.",
             f"every one that was measured is a {SHORT[profile.table]}; each is off by up to "
             f"{torch.finfo(profile.table).eps / 2:.1g} of it",
+            dtype=SHORT[profile.table],
         )
     for dtype in log.dtypes:
         with log.check(f"angles below position 10,000, {SHORT[dtype]} x"):
@@ -179,12 +178,11 @@ def _near(log: Log, profile: Profile, expected: Expected, dtype: torch.dtype) ->
             worst = int(error.argmax())
             log.add(
                 "far-angles",
-                "error",
-                f"Angles are wrong at {int(wrong.sum()):,} of the first {len(block):,} positions.",
                 f"at position {worst:,} a cosine or sine is off by {float(error[worst]):.3g}",
+                where=f" at {int(wrong.sum()):,} of the first {len(block):,} positions",
             )
         return
-    causes: list[tuple[str, str]] = []
+    causes: dict[str, str] = {}
     if expected.sure or dtype != torch.float32:
         causes = _rounding(profile, expected, positions, seen, max(0.6 * step + 1e-4, 1e-3))
     if not causes and dtype == torch.float32:
@@ -199,14 +197,12 @@ def _near(log: Log, profile: Profile, expected: Expected, dtype: torch.dtype) ->
         ((p, each) for p, each in zip(positions, sizes) if each > 0.08),
         (positions[sizes.index(max(sizes))], max(sizes)),
     )
-    # Without a known cause, report only that angles are wrong.
-    for code, fault in causes or [("far-angles", "Angles are wrong")]:
-        log.add(
-            code,
-            "error",
-            f"{fault}{'' if dtype == torch.float32 else f', for {SHORT[dtype]} x'}.",
-            f"at position {worst:,} a cosine or sine is off by {size:.3g}",
-        )
+    evidence = f"at position {worst:,} a cosine or sine is off by {size:.3g}"
+    named = "" if dtype == torch.float32 else f", for {SHORT[dtype]} x"
+    for kind, rounded in causes.items():
+        log.add(kind, evidence, dtype=rounded, x=named)
+    if not causes:
+        log.add("far-angles", evidence, where=named)
 
 
 def _rounding(
@@ -215,20 +211,11 @@ def _rounding(
     positions: Sequence[int],
     seen: torch.Tensor,
     tolerance: float,
-) -> list[tuple[str, str]]:
-    """Return (code, fault) of the steps that, rounded to 16 bits, explain the angles; [] if none do."""
+) -> dict[str, str]:
+    """Return the steps that, rounded to 16 bits, explain the angles: kind of finding -> dtype; {} if none do."""
     where = [position + profile.shift for position in positions]
     found = profile.explain(expected.omegas, where, seen, tolerance, (torch.float64, *NARROW))
-    faults = (
-        "Positions are rounded to {}",
-        "The frequencies are rounded to {}",
-        "Angles, position times frequency, are rounded to {}",
-    )
-    return [
-        (code, fault.format(SHORT[dtype]))
-        for code, fault, dtype in zip(_ROUNDED, faults, found or ())
-        if dtype in NARROW
-    ]
+    return {kind: SHORT[dtype] for kind, dtype in zip(_ROUNDED, found or ()) if dtype in NARROW}
 
 
 # --- far away --------------------------------------------------------------------------------------
@@ -247,11 +234,7 @@ def _far(log: Log, profile: Profile, expected: Expected) -> None:
             error = _error(measured(log, profile, window), exact)
         except CallFailed as refusal:
             last = _bisect(1, position - 1, lambda p: _is_taken(log, profile, p))
-            log.add(
-                *("table-end-refused", "note"),
-                f"Positions from {last + 1:,} on are refused.",
-                str(refusal),
-            )
+            log.add("table-end-refused", str(refusal), first=last + 1)
             log.angle_errors.append(AngleError(position, None, None, bound))
             break
         narrow: float | None = None
@@ -275,11 +258,10 @@ def _far(log: Log, profile: Profile, expected: Expected) -> None:
     elif large is not None and large.float32 is not None and expected.sure:
         log.add(
             "angle-error",
-            "note",
-            f"Below position {large.position:,} a cosine or sine is off by up to {large.float32:.2g}: "
-            "the angles are products in float32.",
             "most models compute angles in this way; for comparison, rounding to bfloat16 changes a value by "
             "up to 3.9e-3 of it",
+            position=large.position,
+            size=large.float32,
         )
 
 
@@ -322,22 +304,25 @@ def _where_it_ends(log: Log, profile: Profile, expected: Expected, wrong: int) -
     before = (wrong - 1, wrong - 2, wrong - 3)
     bad = next((p for p in before if p > 0 and not right(p)), wrong - 1)
     last = _bisect(0, bad, right)
-    code, sentence = _behaviour_after(log, profile, expected, last, bad)
-    if expected.sure or code == "position-jump":
+    kind, jump = _behaviour_after(log, profile, expected, last, bad)
+    if expected.sure or kind == "position-jump":
+        size = last + 1
         evidence = f"right up to position {last:,}; at position {bad:,} a cosine or sine is off by {error(bad):.3g}"
-        log.add(code, "error", sentence, evidence)
+        count = "offset" if "offset" in log.subject.way.roles else "position"
+        where = f" from position {size:,} on"
+        log.add(kind, evidence, size=size, last=last, jump=jump, count=count, where=where)
 
 
 def _behaviour_after(
     log: Log, profile: Profile, expected: Expected, last: int, bad: int
-) -> tuple[str, str]:
-    """Return (code, sentence) of what the function does after the last right position."""
+) -> tuple[str, int]:
+    """Return what the function does after the last right position: the kind of finding, and its jump of positions."""
     size = last + 1
     after = [size + 1, size + 7, bad]
     try:
         seen = {p: measured(log, profile, [p]) for p in dict.fromkeys((size, *after))}
     except CallFailed:
-        return "far-angles", f"Positions from about {size:,} on are rotated by wrong angles."
+        return "far-angles", 0
 
     def all_are(wanted: Callable[[int], torch.Tensor]) -> bool:
         return all(
@@ -347,33 +332,23 @@ def _behaviour_after(
 
     none = torch.zeros(2, 1, len(expected.omegas), dtype=torch.float64)
     ones = torch.stack((torch.ones_like(none[0]), none[1]))
-    known: dict[str, tuple[str, Callable[[int], torch.Tensor]]] = {
-        "table-identity": (
-            f"Tokens at positions from {size:,} on are returned unrotated.",
-            lambda _: ones,
-        ),
-        "table-zero": (f"Tokens at positions from {size:,} on come back as zeros.", lambda _: none),
-        "table-clamp": (
-            f"All positions from {size:,} on are rotated as position {last:,}.",
-            lambda _: expected.table([last]),
-        ),
-        "table-wrap": (
-            f"Positions start again at {size:,}: p is rotated as p modulo {size:,}.",
-            lambda p: expected.table([p % size]),
-        ),
+    known: dict[str, Callable[[int], torch.Tensor]] = {
+        "table-identity": lambda _: ones,
+        "table-zero": lambda _: none,
+        "table-clamp": lambda _: expected.table([last]),
+        "table-wrap": lambda p: expected.table([p % size]),
     }
-    for code, (sentence, wanted) in known.items():
+    for kind, wanted in known.items():
         if all_are(wanted):
-            return code, sentence
+            return kind, 0
     if any(not bool(each.isfinite().all()) for each in seen.values()):
-        return "table-nan", f"Tokens at positions from {size:,} on come back as NaN."
+        return "table-nan", 0
     exact = expected.table([size])[:, 0]
     ahead = torch.atan2(*seen[size][:, 0].flip(0)) - torch.atan2(*exact.flip(0))
     jump = shift_of(expected.at(size + 1), ahead, 3 * expected.bound(size) + 1e-3)
     if jump and all_are(lambda p: expected.table([p + jump])):
-        count = "offset" if "offset" in log.subject.way.roles else "position"
-        return "position-jump", f"From {count} {size:,} on, positions are off by {jump:+d}."
-    return "far-angles", f"Positions from about {size:,} on are rotated by wrong angles."
+        return "position-jump", jump
+    return "far-angles", 0
 
 
 def check_type_history(log: Log, profile: Profile) -> None:
@@ -389,8 +364,7 @@ def check_type_history(log: Log, profile: Profile) -> None:
         if size > 1e-4:
             log.add(
                 "history",
-                "error",
-                "The result of a call depends on earlier calls: float32 results are coarser after a "
-                "call in bfloat16.",
                 f"a cosine or sine differs by {size:.3g} from that of a function never called in bfloat16",
+                what="The result of a call",
+                how=": float32 results are coarser after a call in bfloat16",
             )

@@ -13,8 +13,8 @@ from tightrope.spec import RopeSpec
 
 from . import _angles, _behaviour, _rotation
 from ._call import CallFailed, Hints, NoCallFound, Subject, describe_error, undisturbed
+from ._kinds import MENDS, SENTENCES
 from ._log import Log
-from ._mends import MENDS
 from ._report import Finding, Report
 from ._targets import resolve, subject_of
 
@@ -98,9 +98,9 @@ def audit(  # noqa: PLR0913  (one argument for each option)
         try:
             subject = subject_of(found, hints, declared, device)
         except NoCallFound as error:
-            sentence = "No call was found that returns a rotated x of the same shape."
-            code, mend = "cannot-call", MENDS["cannot-call"]
-            return Report(found.name, {}, (Finding(code, "error", sentence, f"{error}", mend),))
+            code = "cannot-call"
+            only = Finding(code, "error", SENTENCES[code], str(error), MENDS[code])
+            return Report(found.name, {}, (only,))
         log = Log(found.name, subject, declared, tuple(dtypes), longest, progress=progress)
         log.facts.update(_facts(subject))
         if declared is not None:
@@ -110,7 +110,7 @@ def audit(  # noqa: PLR0913  (one argument for each option)
         try:
             _check_all(log)
         except CallFailed as error:
-            log.add("raises", "error", "A call that worked at first raised an error.", str(error))
+            log.add("raises", str(error))
         return log.report()
 
 
@@ -216,7 +216,7 @@ def _check_all(log: Log) -> None:
             _angles.check_angles(log, profile, expected)
             _angles.check_type_history(log, profile)
         _rotation.check_relative(log)
-    _rotation.check_keys(log, profile)
+    _rotation.check_keys(log)
     _rotation.check_gradients(log)
     _behaviour.check_alone(log)
 
@@ -226,9 +226,4 @@ def _add_unchecked(log: Log, spec: RopeSpec) -> None:
     log.skip("frequencies are as declared", "the caller provides them")
     parts = ["base", *(name for name in ("scaling", "axes") if getattr(spec, name) is not None)]
     what = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
-    log.add(
-        "frequencies-unchecked",
-        "note",
-        f"The caller provides cosines and sines, so the audit did not check the declared {what}.",
-        "the audit made its own",
-    )
+    log.add("frequencies-unchecked", "the audit made its own", what=what)

@@ -164,6 +164,7 @@ class Subject:
         rates: the frequencies of the tables that ``fn`` takes, float64 ``[pairs]``.
         make: returns a new ``fn``; None if ``fn`` is copied instead.
         renew: whether each call gets a new ``fn``, because state of earlier calls changes results.
+        side: 0 to rotate as q, 1 to rotate as k, if the function takes both.
     """
 
     fn: Callable[..., Any]
@@ -173,6 +174,11 @@ class Subject:
     make: Callable[[], Callable[..., Any]] | None = None
     device: str = "cpu"
     renew: bool = False
+    side: int = 0
+
+    def keys(self) -> Subject:
+        """Return the function of k alone, of a function of q and k."""
+        return replace(self, side=1)
 
     @property
     def most_heads(self) -> int | None:
@@ -230,7 +236,7 @@ class Subject:
         positions: torch.Tensor | Sequence[int],
         given: list[Any] | None = None,
     ) -> torch.Tensor:
-        """Rotate x, as q if the function takes q and k.
+        """Rotate x, as q or as k if the function takes both.
 
         Args:
             x: ``(rows, heads, tokens, channels)``.
@@ -240,8 +246,9 @@ class Subject:
         Raises:
             CallFailed: the function raised an exception, or its result has another shape than x.
         """
-        xs = (x, x.clone()) if self.way.takes_keys else (x,)
-        return self._by_rows(xs, positions, given)[0]
+        xs = [x.detach().clone(), x.detach().clone()] if self.way.takes_keys else [x]
+        xs[self.side] = x
+        return self._by_rows(tuple(xs), positions, given)[self.side]
 
     def rotate_qk(
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor | Sequence[int]

@@ -13,7 +13,7 @@ from tightrope.spec import RopeSpec
 
 from ._call import CallFailed, Subject
 from ._identify import Identity
-from ._mends import mend_of
+from ._kinds import SENTENCES, mend_of, severity_of
 from ._profile import Profile
 from ._report import SEVERITIES, AngleError, Check, Finding, Report
 
@@ -50,23 +50,39 @@ class Log:
 
     def add(
         self,
-        code: str,
-        severity: str,
-        sentence: str,
+        kind: str,
         evidence: str,
+        severity: str | None = None,
         *,
+        code: str | None = None,
         spec: RopeSpec | None = None,
+        **words: object,
     ) -> None:
         """Add a finding, once per code.
 
         Args:
+            kind: its kind in :mod:`._kinds`.
+            severity: by default that of the kind.
+            code: by default the kind.
             spec: the rotation that its mend calls; by default the declared or the identified one.
+            words: what the sentence is filled in with.
         """
+        code = code or kind
         if self.found(code):
             return
         spec = spec or self.spec or (None if self.identity is None else self.identity.spec)
-        mend = mend_of(code, "spec" if spec is None else repr(spec))
-        self.findings.append(Finding(code, severity, sentence, evidence, mend))
+        mend = mend_of(kind, "spec" if spec is None else repr(spec))
+        sentence = SENTENCES[kind].format(**words)
+        found = Finding(code, severity or severity_of(kind), sentence, evidence, mend)
+        self.findings.append(found)
+
+    @contextmanager
+    def refusal(self, kind: str, severity: str | None = None, **words: Any) -> Iterator[None]:
+        """Add a finding if a call in the block is refused."""
+        try:
+            yield
+        except CallFailed as error:
+            self.add(kind, str(error), severity, **words)
 
     def found(self, *codes: str) -> bool:
         """True if there is a finding with one of these codes; without codes, if there is any error."""

@@ -50,34 +50,27 @@ def agree(a: torch.Tensor, b: torch.Tensor | float, tolerance: float = _ANGLE) -
     return wrapped(a - b).abs() <= tolerance
 
 
-def matrices(
-    subject: Subject,
-    positions: Sequence[int],
-    *,
-    dtype: torch.dtype = torch.float32,
-    keys: bool = False,
-) -> torch.Tensor:
-    """Measure the matrix at each position, float64 ``[positions, out, in]``.
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the largest difference; infinite if one value is NaN and the other is not."""
+    a, b = a.detach().cpu().double(), b.detach().cpu().double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = (a - b).abs().masked_fill(same, 0.0).nan_to_num(math.inf)
+    return float(difference.max()) if difference.numel() else 0.0
 
-    Args:
-        keys: measure the function's k instead of its q.
+
+def matrices(subject: Subject, positions: Sequence[int]) -> torch.Tensor:
+    """Measure the matrix at each position, float64 ``[positions, out, in]``.
 
     Raises:
         CallFailed: as in :meth:`Subject.rotate`.
     """
     dim, count = subject.head_dim, len(positions)
-    eye = torch.eye(dim, dtype=dtype)[:, None, None, :]
+    eye = torch.eye(dim)[:, None, None, :]
     x = subject.laid_out(eye.expand(dim, subject.most_heads or 2, count, dim))
-
-    def turned(some: torch.Tensor) -> torch.Tensor:
-        if keys:
-            return subject.rotate_qk(some.clone(), some, positions)[1]
-        return subject.rotate(some, positions)
-
     try:
-        y = turned(x)
+        y = subject.rotate(x, positions)
     except CallFailed:  # it may refuse so many rows
-        y = torch.cat([turned(row) for row in x.split(1)])
+        y = torch.cat([subject.rotate(row, positions) for row in x.split(1)])
     return y[:, 0].detach().cpu().double().permute(1, 2, 0)
 
 
