@@ -128,6 +128,16 @@ def _x_offset(case: Case) -> Fn:
     return lambda x, offset=0: case.counted(x, offset)
 
 
+def _x_offsets(case: Case) -> Fn:
+    """A function that takes the first position of each row."""
+
+    def fn(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        tokens = LAYOUTS[case.layout][1](x).shape[2]
+        return case.rotate(x, offsets[:, None] + torch.arange(tokens))
+
+    return fn
+
+
 def _qk(case: Case) -> Fn:
     return lambda q, k: (case.counted(q), case.counted(k))
 
@@ -228,6 +238,7 @@ FORMS: dict[str, Callable[[Case], Fn]] = {
     "q, k, positions": _qk_positions,
     "x": _x,
     "x, offset": _x_offset,
+    "x, offsets": _x_offsets,
     "q, k": _qk,
     "q, k, offset": _qk_offset,
     "module": _module,
@@ -252,6 +263,8 @@ def cases() -> Iterator[Case]:
             "whole",
             "bhsd",
         ):
+            continue
+        if case.form == "x, offsets" and case.layout == "thd":
             continue
         if case.form == "held table" and case.layout == "sbhd":
             continue

@@ -4,11 +4,13 @@ The checks, the codes of findings and the limits of an audit are in docs/audit.m
 """
 
 from ._audit import assert_rope as assert_rope, audit as audit
-from ._compare import Comparison as Comparison, Difference as Difference, compare as compare
+from ._compare import compare as compare
 from ._report import (
     SEVERITIES as SEVERITIES,
     AngleError as AngleError,
     Check as Check,
+    Comparison as Comparison,
+    Difference as Difference,
     Finding as Finding,
     Report as Report,
     verdict as verdict,

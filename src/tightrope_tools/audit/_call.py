@@ -16,7 +16,20 @@ import torch
 from torch import nn
 
 from tightrope._errors import bad_value
-from tightrope.forms import FORMS, WIDTHS, Argument, Call, calls_of, entries, signature, widen
+from tightrope.forms import (
+    FORMS,
+    HALF,
+    INTERLEAVED,
+    WIDTHS,
+    Argument,
+    Call,
+    Rotation,
+    calls_of,
+    entries,
+    plain,
+    signature,
+    widen,
+)
 from tightrope.spec import RopeSpec
 
 #: Layouts of x, likeliest first: b is batch, h heads, s sequence, d channels, t the tokens of all sequences
@@ -348,16 +361,10 @@ class Subject:
     def _turned(self, x: torch.Tensor, tables: Any) -> torch.Tensor:
         """Rotate x by the tables that the function returned."""
         cos, sin = (t[None] if self.way.shared_positions else t for t in tables)
-        if self.way.width == "half":
-            cos, sin = widen(cos, "cat"), widen(sin, "cat")
-        cos, sin, n = cos[:, None], sin[:, None], cos.shape[-1]
-        y = x[..., :n]
-        if self.way.width == "repeat":
-            turned = torch.stack((-y[..., 1::2], y[..., ::2]), -1).flatten(-2)
-        else:
-            turned = torch.cat((-y[..., n // 2 :], y[..., : n // 2]), -1)
+        pairs = INTERLEAVED if self.way.width == "repeat" else HALF
+        rotation = Rotation(pairs, pairs, self.way.width, "first", 1)
         try:
-            return torch.cat(((y * cos + turned * sin).to(x.dtype), x[..., n:]), -1)
+            return plain(x, cos[:, None], sin[:, None], rotation).to(x.dtype)
         except RuntimeError as error:
             raise CallFailed(f"its tables do not fit x: {describe_error(error)}") from error
 
@@ -420,6 +427,9 @@ _USUAL = {
 }
 
 
+_SAME_ERROR = "the same error with another size"
+
+
 class NoCallFound(Exception):
     """No way to call the function was found; the message lists the calls that were tried, with their errors."""
 
@@ -469,28 +479,33 @@ def find_call(
         # Tables for one pair may have one entry, which fits any slice.
         sizes += [(hints.head_dim, width, with_tables) for width in sorted(widths) if width > 2]
     # A function that does not rotate by token can still be audited: that is a finding.
-    others: list[_Fit] = []
+    others: dict[str, Subject] = {}
     tried: dict[str, str] = {}
+    errors: dict[Way, str] = {}
     for dim, width, some in sizes:
         rates = _rates(spec, width)
-        for way in itertools.chain.from_iterable(
-            _variants(c, hints.layout, hints.tables) for c in some
-        ):
-            subject = Subject(fresh(fn, make), way, dim, rates, make, device)
-            try:
-                fit = _fit(subject)
-            except CallFailed as error:
-                tried.setdefault(str(way), f"head_dim {dim}, {way.layout}: {error}")
+        ways = (way for call in some for way in _variants(call, hints.layout, hints.tables))
+        for way in ways:
+            if errors.get(way) == _SAME_ERROR:
                 continue
-            if fit is not None and fit.moves == "tokens":
-                return replace(fit.subject, fn=fn)
-            others += [fit] if fit is not None else []
+            try:
+                found = _fit(Subject(fresh(fn, make), way, dim, rates, make, device))
+            except CallFailed as error:
+                text = str(error)
+                tried.setdefault(str(way), f"head_dim {dim}, {way.layout}: {text}")
+                # An error of torch that does not depend on the size will come again.
+                again = text == errors.get(way) and text.startswith("RuntimeError: ")
+                errors[way] = _SAME_ERROR if again else text
+                continue
+            if found is not None:
+                subject, along = found
+                if along == "tokens":
+                    return replace(subject, fn=fn)
+                others.setdefault(along, subject)
     if not others:
         raise NoCallFound(tried)
-    given = hints.layout is not None
-    best = next((each for each in others if each.moves == "heads" and given), None)
-    best = best or next((each for each in others if each.moves != "heads"), others[0])
-    return replace(best.subject, fn=fn)
+    order = ("heads", "") if hints.layout is not None else ("", "heads")
+    return replace(next(others[along] for along in order if along in others), fn=fn)
 
 
 def _rates(spec: RopeSpec | None, width: int) -> torch.Tensor:
@@ -499,13 +514,6 @@ def _rates(spec: RopeSpec | None, width: int) -> torch.Tensor:
         return spec.frequencies().inv_freq.double().cpu()
     base = 10000.0 if spec is None else spec.base
     return torch.tensor(base) ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-
-
-class _Fit(NamedTuple):
-    subject: Subject
-    moves: (
-        str  # along which dimension equal vectors are rotated differently: "tokens", "heads" or ""
-    )
 
 
 def _calls(fn: Callable[..., Any]) -> list[Call]:
@@ -546,8 +554,11 @@ def _variants(call: Way, layout: str | None, width: str | None) -> Iterator[Way]
         yield from (replace(call, layout=each, row_offsets=True) for each in rows)
 
 
-def _fit(subject: Subject) -> _Fit | None:
-    """Try a call; None if the call does not fit."""
+def _fit(subject: Subject) -> tuple[Subject, str] | None:
+    """Try a call; return None if it does not fit.
+
+    Else return the subject and along what equal vectors are rotated differently: "tokens", "heads" or "".
+    """
     way = subject.way
     if way.form.gives_tables:
         return _gives_tables(subject)
@@ -559,15 +570,15 @@ def _fit(subject: Subject) -> _Fit | None:
         ids = ids[:1].expand(rows, -1)
     y = subject.rotate(x, ids).detach().double().cpu()
     if way.form.takes_tables and not _is_sound(subject, x):
-        return _Fit(subject, "") if way.names_its_form else None
+        return (subject, "") if way.names_its_form else None
     ambiguous = way.form.takes_tables and not way.names_its_form
     if ambiguous and bool((subject.rotate(x, [0] * _TOKENS) < 0).any()):
         return None  # a quarter turn of positive numbers: sines in place of cosines
     # x is the same for all tokens and heads: positions make tokens differ, but not heads.
     if bool((y[:, :, 1:] - y[:, :, :1]).abs().amax(-1).min() > 1e-4):
-        return _Fit(subject, "tokens")
+        return subject, "tokens"
     across = y.shape[1] > 1 and bool((y[:, 1:] - y[:, :1]).abs().amax(-1).min() > 1e-4)
-    return _Fit(subject, "heads" if across else "")
+    return subject, "heads" if across else ""
 
 
 def _is_sound(subject: Subject, x: torch.Tensor) -> bool:
@@ -583,7 +594,7 @@ def _is_sound(subject: Subject, x: torch.Tensor) -> bool:
     return True
 
 
-def _gives_tables(subject: Subject) -> _Fit:
+def _gives_tables(subject: Subject) -> tuple[Subject, str]:
     ids = subject.ids(torch.arange(1, _TOKENS + 1), _ROWS)
     x = subject.random(_ROWS, _HEADS, _TOKENS)
     result = subject.run({"x": x, "positions": subject._positions(ids)})
@@ -604,23 +615,21 @@ def _gives_tables(subject: Subject) -> _Fit:
     way = replace(subject.way, width=width)
     fixed = replace(subject, way=way, head_dim=max(channels, subject.head_dim))
     y = fixed.rotate(fixed.random(_ROWS, _HEADS, _TOKENS), ids)
-    return _Fit(fixed, "tokens" if bool(y.isfinite().all()) else "")
+    return fixed, "tokens" if bool(y.isfinite().all()) else ""
 
 
 def _dims_of(fn: Callable[..., Any]) -> list[int]:
     """Return head dimensions to try, first those found in the object's attributes."""
     owner = getattr(fn, "__self__", fn)
-    hints = []
     owner = getattr(owner, "rotary", owner)
+    hints: list[Any] = []
     if isinstance(owner, nn.Module):
-        sizes = [vars(owner).get(name) for name in _HINTS]
-        hints += [size for size in sizes if isinstance(size, int) and not isinstance(size, bool)]
-        for name in ("inv_freq", "freqs"):
-            held = owner._buffers.get(name, vars(owner).get(name))
-            if isinstance(held, torch.Tensor) and held.ndim == 1:
-                hints.append(2 * held.numel())
-    hints = [value for value in hints if 2 <= value <= 1024 and value % 2 == 0]
-    return list(dict.fromkeys([*hints, *_HEAD_DIMS]))
+        values = vars(owner) | owner._buffers
+        tables = [values.get(name) for name in ("inv_freq", "freqs")]
+        hints = [values.get(name) for name in _HINTS]
+        hints += [2 * t.numel() for t in tables if isinstance(t, torch.Tensor) and t.ndim == 1]
+    usable = [n for n in hints if type(n) is int and 2 <= n <= 1024 and n % 2 == 0]
+    return list(dict.fromkeys([*usable, *_HEAD_DIMS]))
 
 
 def parse(text: str) -> Call:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -537,26 +538,18 @@ def shares_of(
     reach = min(a.reach, b.reach)
     far = torch.randint(0, reach, (32,), generator=torch.Generator().manual_seed(5)).tolist()
     positions = [*range(min(96, reach)), *far]
-    found: dict[str, tuple[float, float | None]] = {}
     keys = a.subject.way.takes_keys and b.subject.way.takes_keys
+    found: dict[str, tuple[float, float | None]] = {}
     for dtype in dtypes:
+        given = [a.subject.random(1, 2, len(positions), dtype=dtype, seed=n) for n in (8, 9)]
         results = []
         for subject in (a.subject, b.subject):
-            x, out = (
-                subject.laid_out(a.subject.random(1, 2, len(positions), dtype=dtype, seed=seed))
-                for seed in (8, 9)
-            )
+            x, out = map(subject.laid_out, given)
             x.requires_grad_()
-            try:
-                if keys:
-                    y = torch.cat(subject.rotate_qk(x * 1.0, x * 2.0, positions))
-                    out = torch.cat((out, out))
-                else:
-                    y = subject.rotate(x * 1.0, positions)
-                by_x = gradient(y, x, out)
-            except CallFailed:
-                continue
-            results.append((y.detach(), by_x))
+            sides = [subject, subject.keys()] if keys else [subject]
+            with suppress(CallFailed):
+                y = torch.cat([side.rotate(x * 1.0, positions) for side in sides])
+                results.append((y.detach(), gradient(y, x, torch.cat([out] * len(sides)))))
         if len(results) == 2:
             (y, by_x), (z, by_z) = results
             gradients = None if by_x is None or by_z is None else _share(by_x, by_z)

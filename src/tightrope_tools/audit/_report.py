@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SEVERITIES = ("error", "warning", "note")
 """From worst to mildest: wrong results; doubtful results; things to know."""
@@ -51,8 +54,58 @@ class AngleError:
 
 
 @dataclass(frozen=True)
-class Report:
-    """The result of :func:`tightrope_tools.audit.audit`.
+class Difference:
+    """One step in which two functions differ.
+
+    Attributes:
+        code: a stable short name, such as ``"frequencies"``.
+        sentence: the difference in one sentence.
+        evidence: the numbers behind it.
+    """
+
+    code: str
+    sentence: str
+    evidence: str
+
+
+class _Document:
+    """The base of a report and of a comparison."""
+
+    codes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True if there are no :attr:`codes`."""
+        return not self.codes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document in JSON types, with a format version."""
+        values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
+        return {"version": 2, "ok": self.ok} | values
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Self:
+        """Restore a document from :meth:`to_dict`."""
+        return cls(**{name: _restored(name, saved[name]) for name in cls.__annotations__})
+
+
+def _restored(name: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: tuple(v) if isinstance(v, list) else v for key, v in value.items()}
+    return tuple(_PARTS[name](**each) for each in value) if name in _PARTS else value
+
+
+_PARTS: dict[str, Any] = {
+    "findings": Finding,
+    "checks": Check,
+    "angle_errors": AngleError,
+    "differences": Difference,
+}
+
+
+@dataclass(frozen=True)
+class Report(_Document):
+    """The result of :func:`tightrope_tools.audit.audit`; ``ok`` if there are no errors and no warnings.
 
     Attributes:
         target: name of the audited function.
@@ -69,29 +122,9 @@ class Report:
     angle_errors: tuple[AngleError, ...] = ()
 
     @property
-    def ok(self) -> bool:
-        """True if there are no errors and no warnings."""
-        return not self.codes
-
-    @property
-    def codes(self) -> tuple[str, ...]:
+    def codes(self) -> tuple[str, ...]:  # type: ignore[override]
         """The codes of the errors and warnings, worst first."""
         return tuple(each.code for each in self.findings if each.severity != "note")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report in JSON types, with a format version."""
-        return {"version": 2, "ok": self.ok} | asdict(self)
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Report:
-        """Restore a report from :meth:`to_dict`."""
-        return cls(
-            target=saved["target"],
-            facts=saved["facts"],
-            findings=tuple(Finding(**each) for each in saved["findings"]),
-            checks=tuple(Check(**each) for each in saved["checks"]),
-            angle_errors=tuple(AngleError(**each) for each in saved["angle_errors"]),
-        )
 
     def __str__(self) -> str:
         lines = [f"audit of {self.target}"]
@@ -103,20 +136,38 @@ class Report:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Comparison(_Document):
+    """The result of :func:`tightrope_tools.audit.compare`; ``ok`` if the functions agree to the bit.
+
+    Attributes:
+        first, second: names of the functions.
+        facts: measured properties; name -> (of the first, of the second).
+        differences: the steps that differ, in the order in which a rotation is computed.
+        shares: dtype -> shares of the results and of the gradients that differ in a bit; None for
+            gradients that a function does not have.
+    """
+
+    first: str
+    second: str
+    facts: dict[str, tuple[str, str]] = field(default_factory=dict)
+    differences: tuple[Difference, ...] = ()
+    shares: dict[str, tuple[float, float | None]] = field(default_factory=dict)
+
+    @property
+    def codes(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The codes of the differences; the first one is where the functions part."""
+        return tuple(each.code for each in self.differences)
+
+
 def verdict(report: Report) -> str:
     """Return one sentence with the numbers of findings by severity and of passed checks.
 
     >>> verdict(Report("f", checks=(Check("norm", "passed"),)))
     'No findings; 1 check passed.'
     """
-    counts = {
-        severity: sum(finding.severity == severity for finding in report.findings)
-        for severity in SEVERITIES
-    }
-    found = ", ".join(
-        f"{count} {severity}{'s' if count > 1 else ''}"
-        for severity, count in counts.items()
-        if count
-    )
+    severities = [finding.severity for finding in report.findings]
+    counts = {severity: severities.count(severity) for severity in SEVERITIES}
+    found = ", ".join(f"{n} {name}{'s' if n > 1 else ''}" for name, n in counts.items() if n)
     passed = sum(check.outcome == "passed" for check in report.checks)
     return f"{found or 'No findings'}; {passed} check{'' if passed == 1 else 's'} passed."

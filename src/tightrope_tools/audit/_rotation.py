@@ -249,36 +249,33 @@ def _may_be_fast(omegas: torch.Tensor) -> bool:
 
 
 def _factor(log: Log, profile: Profile) -> None:
-    meant = 1.0 if log.spec is None else log.spec.amplitude
     # Near positions only: faults far away have findings of their own.
     least, most = float(profile.lengths.min()), float(profile.lengths.max())
     narrow = profile.table in NARROW
     allowed = _LOOSE if narrow else min(_LOOSE, _CLOSE + most - least)
     found = None if log.identity is None else log.identity.spec
-    if (
-        log.spec is None
-        and found is not None
-        and abs(found.amplitude - profile.amplitude) <= allowed
-    ):
-        meant = found.amplitude
     takes = log.subject.way.form.takes_tables
-    if takes and abs(profile.amplitude - 1.0) <= allowed:
-        meant = 1.0  # the caller's tables may include the factor; those of the audit do not
-    if abs(profile.amplitude - meant) <= allowed:
+    usual = [1.0 if log.spec is None else log.spec.amplitude]
+    if log.spec is None and found is not None:
+        usual.append(found.amplitude)
+    if takes:
+        usual.append(1.0)  # the caller's tables may include the factor; those of the audit do not
+    near = [each for each in usual if abs(profile.amplitude - each) <= allowed]
+    if near:
         # Replace a measurement that may come from rounded tables.
-        profile.amplitude = meant
+        profile.amplitude = near[-1]
     log.facts["amplitude"] = f"{profile.amplitude:.6g}"
     if most - least > _LOOSE * profile.amplitude:
         log.add("amplitude-varies", f"factors from {least:.4g} to {most:.4g}")
-    elif abs(profile.amplitude - meant) > allowed:
+    elif not near:
         # Beside frequencies of an unknown rule, the factor may belong to that rule.
-        doubt = "note" if found is None else "warning"
+        doubt = "note" if found is None and not takes else "warning"
         log.add(
             "amplitude",
             f"scores of two rotated vectors are multiplied by the square, {profile.amplitude**2:.6g}",
             doubt if log.spec is None else "error",
             seen=profile.amplitude,
-            meant=meant,
+            meant=usual[0],
         )
 
 
@@ -454,30 +451,24 @@ def check_axes(log: Log, spec: RopeSpec, profile: Profile) -> None:
         log.skip(name, "the function takes no positions")
         return
     with log.check(name) as subject:
-        _axes(log, spec, profile, subject)
-
-
-def _axes(log: Log, spec: RopeSpec, profile: Profile, subject: Subject) -> None:
-    far = min(log.longest, 2**16)
-    where = [1, 3, 50, far // 17, far]
-    x = subject.laid_out(torch.ones(1, subject.most_heads or 2, len(where), subject.head_dim))
-    rates = spec.frequencies().inv_freq.tolist()
-    for axis in range(spec.axis_count):
-        ids = torch.zeros(spec.axis_count, 1, len(where), dtype=torch.int64)
-        ids[axis, 0] = torch.tensor(where)
-        y = subject.rotate(x.clone(), ids).detach()
-        moved = (y - x * profile.amplitude).abs().amax((0, 1, 2)) > 1e-3
-        owners = [own for own, _, _ in spec.axes.pairs]  # type: ignore[union-attr]
-        for k, ((u, v), own) in enumerate(zip(pairs_of(spec), owners)):
-            if abs(rates[k]) * far < 2e-2 or bool(moved[u] | moved[v]) == (own == axis):
-                continue
-            does = "does not turn" if own == axis else "turns"
-            log.add(
-                "axes",
-                f"coordinate {axis} {does} pair {k} (channels {u} and {v}), which is declared for "
-                f"coordinate {own}",
-            )
-            return
+        far = min(log.longest, 2**16)
+        where = torch.tensor([1, 3, 50, far // 17, far])
+        x = subject.laid_out(torch.ones(1, subject.most_heads or 2, len(where), subject.head_dim))
+        slow = (spec.frequencies().inv_freq.abs() * far < 2e-2).tolist()
+        owners = [own for own, _, _ in spec.axes.pairs]
+        for axis in range(spec.axis_count):
+            ids = torch.zeros(spec.axis_count, 1, len(where), dtype=torch.int64)
+            ids[axis, 0] = where
+            y = subject.rotate(x.clone(), ids).detach()
+            moved = (y - x * profile.amplitude).abs().amax((0, 1, 2)) > 1e-3
+            for k, ((u, v), own) in enumerate(zip(pairs_of(spec), owners)):
+                if not slow[k] and bool(moved[u] | moved[v]) != (own == axis):
+                    does = "does not turn" if own == axis else "turns"
+                    log.add(
+                        "axes",
+                        f"coordinate {axis} {does} pair {k} (channels {u} and {v}), which is declared for "
+                        f"coordinate {own}",
+                    )
 
 
 # --- k and gradients ------------------------------------------------------------------------------------

@@ -93,26 +93,28 @@ def resolve(
     if isinstance(target, str) and names_stack(target):
         return from_stack(target.removeprefix(_STACK), spec)
     if isinstance(target, str) and _NAME.match(target):
-        found = from_name(target)
+        name, fn = target, _imported(target)
     elif isinstance(target, str | Path):
         return from_model(_config_of(str(target)), layer_type)
     elif _is_config(target):
         return from_model(target, layer_type)
     elif isinstance(target, nn.Module) and _is_model(target):
         return from_model(target.config, layer_type, target)
+    elif callable(target):
+        name, fn = getattr(target, "__qualname__", None) or type(target).__qualname__, target
     else:
-        found = from_object(target)
-    return _made(found) if make else _checked(found)
-
-
-def from_object(target: object) -> Target:
-    """Return the target of a callable object."""
-    if not callable(target):
         raise bad_type(
             "target must be a function, a module, 'MODULE:FUNCTION', a model or config of transformers, its "
             f"file, or the name of a model type, but got {type(target).__name__}"
         )
-    return Target(getattr(target, "__qualname__", None) or type(target).__qualname__, target)
+    if make:
+        return _made(name, fn)
+    if inspect.isclass(fn):
+        raise bad_type(
+            f"{name} must be a function or an object but is a class: pass a function "
+            "without arguments that makes an instance, with make=True (--make)"
+        )
+    return Target(name, fn)
 
 
 def from_stack(name: str, spec: RopeSpec | None) -> Target:
@@ -132,7 +134,7 @@ def from_stack(name: str, spec: RopeSpec | None) -> Target:
     return Target(f"{_STACK}{name}", fn, None, spec, form, "bhsd", spec.head_dim)
 
 
-def from_name(target: str) -> Target:
+def _imported(target: str) -> Callable[..., Any]:
     """Import ``MODULE:FUNCTION`` from the current directory or the installed packages."""
     module, _, name = target.partition(":")
     here = str(Path.cwd())
@@ -153,29 +155,20 @@ def from_name(target: str) -> Target:
             raise bad_value(f"module {module!r} must define {name!r} but does not") from None
     if not callable(found):
         raise bad_type(f"{target} must be callable but is {type(found).__name__}")
-    return Target(target, found)
+    return found  # type: ignore[no-any-return]
 
 
-def _made(target: Target) -> Target:
-    """Return the target with the function that its factory makes; each check gets a new one."""
+def _made(name: str, make: Callable[..., Any]) -> Target:
+    """Return the target with the function that a factory makes; each check gets a new one."""
     try:
-        fn = target.fn()
+        fn = make()
     except Exception as error:  # noqa: BLE001  # foreign code
         raise bad_value(
-            f"{target.name}() must return a function to audit but raised {describe_error(error)}"
+            f"{name}() must return a function to audit but raised {describe_error(error)}"
         ) from None
     if not callable(fn):
-        raise bad_type(f"{target.name}() must return a callable but returned {type(fn).__name__}")
-    return replace(target, name=f"{target.name}()", fn=fn, make=target.fn)
-
-
-def _checked(target: Target) -> Target:
-    if inspect.isclass(target.fn):
-        raise bad_type(
-            f"{target.name} must be a function or an object but is a class: pass a function "
-            "without arguments that makes an instance, with make=True (--make)"
-        )
-    return target
+        raise bad_type(f"{name}() must return a callable but returned {type(fn).__name__}")
+    return Target(f"{name}()", fn, make)
 
 
 # --- models of transformers ------------------------------------------------------------------------
@@ -212,7 +205,7 @@ def _config_of(name: str) -> Any:
             if not file.is_file():
                 raise bad_value(f"{path} must hold a config.json but does not")
             return _from_file(library, file)
-        if re.fullmatch(r"[A-Za-z][\w-]*", name) and name.replace("-", "_") in _types():
+        if name in library.CONFIG_MAPPING:
             return library.AutoConfig.for_model(name)
     except Exception as error:  # config classes raise many types of errors
         if isinstance(error, Refusal):
@@ -224,13 +217,6 @@ def _config_of(name: str) -> Any:
         "target must be MODULE:FUNCTION, the path of a config.json or its folder, or a model type "
         f"of transformers, such as llama, but got {name!r}"
     )
-
-
-def _types() -> set[str]:
-    names = importlib.import_module(
-        "transformers.models.auto.configuration_auto"
-    ).CONFIG_MAPPING_NAMES
-    return {each.replace("-", "_") for each in names}
 
 
 def _from_file(library: Any, file: Path) -> Any:
@@ -257,14 +243,10 @@ class RotaryAndApply(nn.Module):
         """Rotate q and k ``(rows, heads, tokens, channels)``."""
         more = () if self.layer_type is None else (self.layer_type,)
         cos, sin = self.rotary(q, positions, *more)
-        if one_at_a_time(self.apply_function):
-            return self.apply_function(q, cos, sin), self.apply_function(k, cos, sin)
-        return self.apply_function(q, k, cos, sin)  # type: ignore[no-any-return]
-
-
-def one_at_a_time(apply: Callable[..., Any]) -> bool:
-    """True if an apply function takes (x, cos, sin), like Gemma 3n's, not (q, k, cos, sin)."""
-    return not any("k" in call.roles for call in calls_of(apply))
+        apply = self.apply_function
+        if not any("k" in call.roles for call in calls_of(apply)):  # as in Gemma 3n
+            return apply(q, cos, sin), apply(k, cos, sin)
+        return apply(q, k, cos, sin)  # type: ignore[no-any-return]
 
 
 def from_model(config: Any, layer_type: str | None, model: nn.Module | None = None) -> Target:
@@ -277,11 +259,9 @@ def from_model(config: Any, layer_type: str | None, model: nn.Module | None = No
     spec, unread = _meant(config, layer_type)
     try:
         module, rotary, called = _parts(inner, spec)
-    except ValueError:
-        if unread is not None:
-            # The reason why the config was not read explains more than the missing rotary module.
-            raise unread from None
-        raise
+    except ValueError as error:
+        # The reason why the config was not read explains more than the missing rotary module.
+        raise unread or error from None
     apply = getattr(module, called)
     name = module.__name__.rsplit(".", 1)[1].removeprefix("modeling_")
     name = f"{name}: {rotary.__name__}, {called}"
@@ -298,7 +278,8 @@ def from_model(config: Any, layer_type: str | None, model: nn.Module | None = No
             try:
                 fn = make()
                 head_dim = head_dim or _width(fn)
-                _try(fn, head_dim)
+                x = torch.zeros(1, 1, 2, head_dim)
+                fn(x, x.clone(), torch.arange(2)[None])
             except Exception as error:  # noqa: BLE001  # foreign code
                 why = describe_error(error)
                 continue
@@ -334,11 +315,6 @@ def _width(fn: RotaryAndApply) -> int:
     more = () if fn.layer_type is None else (fn.layer_type,)
     cos, _ = fn.rotary(torch.zeros(1, 1, 2, 8), torch.arange(2)[None], *more)
     return int(cos.shape[-1])
-
-
-def _try(fn: Callable[..., Any], head_dim: int) -> None:
-    x = torch.zeros(1, 1, 2, head_dim)
-    fn(x, x.clone(), torch.arange(2)[None])
 
 
 def _text_of(config: Any) -> Any:

@@ -295,7 +295,8 @@ def test_command() -> None:
     )
     assert code == 0
     assert "They agree to the bit" in output
-    code, output, _ = call(main, "audit", "llama", "--against", "stack:vllm", "--json")
+    stacks = "stack:transformers", "--against", "stack:vllm"
+    code, output, _ = call(main, "audit", *stacks, *spec, "--json")
     assert code == 1
     saved = json.loads(output)
     assert Comparison.from_dict(saved).codes[0] == "rounding"
