@@ -18,18 +18,15 @@ from torch import nn
 from tightrope._errors import bad_value
 from tightrope.forms import (
     FORMS,
-    HALF,
-    INTERLEAVED,
     WIDTHS,
     Argument,
     Call,
-    Rotation,
     calls_of,
     entries,
-    plain,
     signature,
     widen,
 )
+from tightrope.functional import apply_rotary_pos_emb
 from tightrope.spec import RopeSpec
 
 #: Layouts of x, likeliest first: b is batch, h heads, s sequence, d channels, t the tokens of all sequences
@@ -361,11 +358,11 @@ class Subject:
     def _turned(self, x: torch.Tensor, tables: Any) -> torch.Tensor:
         """Rotate x by the tables that the function returned."""
         cos, sin = (t[None] if self.way.shared_positions else t for t in tables)
-        pairs = INTERLEAVED if self.way.width == "repeat" else HALF
-        rotation = Rotation(pairs, pairs, self.way.width, "first", 1)
+        width = self.way.width
+        how: dict[str, Any] = {"interleaved": width == "repeat", "tables": width}
         try:
-            return plain(x, cos[:, None], sin[:, None], rotation).to(x.dtype)
-        except RuntimeError as error:
+            return apply_rotary_pos_emb(x, None, cos, sin, **how, rounding="wide")[0].to(x.dtype)
+        except (RuntimeError, TypeError, ValueError) as error:
             raise CallFailed(f"its tables do not fit x: {describe_error(error)}") from error
 
 
