@@ -120,7 +120,7 @@ class Profile:
         omegas: the frequency of each pair, signed, to about 1e-13 radians per position.
         intercepts: the angle of each pair at position 0, from the angles at positions 2 and 3.
         amplitude: the factor on the rotated channels.
-        table: the narrowest dtype that holds its cosines and sines for float32 x.
+        table: the narrowest dtype that holds its cosines and sines for float32 x, without the factor.
         reach: the first position that the function does not accept, or that is not measured.
         shift: the function rotates position p - shift as position p should be rotated.
         farthest: the largest position from which the frequencies were measured.
@@ -284,6 +284,11 @@ def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype).double()
 
 
+def _is_of(dtype: torch.dtype, values: torch.Tensor) -> bool:
+    """True if a dtype holds the values, but for one rounding to float32."""
+    return bool(((_cast(values, dtype) - values).abs() <= 2.0**-22 * values.abs()).all())
+
+
 def measure(subject: Subject, limit: int | None = None) -> Profile:
     """Measure the profile of a function.
 
@@ -323,7 +328,9 @@ def _measure_angles(profile: Profile, limit: int | None) -> None:
     last = profile.reach if limit is None else min(profile.reach, limit // 2)
     powers = [p for p in _POWERS if 64 <= p < last] or [32]
     seen = profile.tables(powers)
-    narrow = (each for each in NARROW if torch.equal(_cast(seen, each), seen))
+    # The factor may be applied before tables are rounded, or after.
+    tables = seen, seen / profile.lengths[0, 0].median()
+    narrow = (each for each in NARROW if any(_is_of(each, table) for table in tables))
     profile.table = next(narrow, torch.float32)
     profile.omegas = wrapped(angles[near.index(3)] - angles[near.index(2)])
     profile.intercepts = wrapped(angles[near.index(2)] - 2 * profile.omegas)

@@ -118,7 +118,8 @@ def _declared(options: argparse.Namespace) -> dict[str, Any] | None:
     from tightrope import RopeSpec
 
     names = ("base", "rotary_dim", "interleaved")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    stated = {name: getattr(options, name) for name in names}
+    given = {name: value for name, value in stated.items() if value is not None}
     if options.meant is not None:
         if given:
             raise Mistake(
@@ -215,10 +216,7 @@ def show_comparison(found: Comparison) -> None:
     ]
     show_table(rows, ("", "first", "second"), style="dim", indent=2)
     for each in found.differences:
-        show()
-        show(each.code, "error")
-        show(each.sentence, indent=2)
-        show(each.evidence, "dim", indent=2)
+        _show_part(each.code, "error", each.sentence, each.evidence)
     show()
     for dtype, (results, gradients) in found.shares.items():
         both = "" if gradients is None else f" and {100 * gradients:.3g} % of gradients"
@@ -235,9 +233,8 @@ def show_report(report: Report) -> None:
 
     show(f"audit of {report.target}", "bold")
     if report.facts:
-        show_table(
-            [(name, str(value)) for name, value in report.facts.items()], style="dim", indent=2
-        )
+        facts = [(name, str(value)) for name, value in report.facts.items()]
+        show_table(facts, style="dim", indent=2)
     if report.angle_errors:
         show()
         header = ("error of cos and sin below", "float32 x", "bfloat16 x", "float32 bound")
@@ -246,18 +243,23 @@ def show_report(report: Report) -> None:
             for each in report.angle_errors
         ]
         show_table(rows, header, left=0, style="", indent=2)
-    for finding in report.findings:
-        show()
-        show(f"{finding.severity} {finding.code}", finding.severity)
-        for text, style in ((finding.sentence, ""), (finding.evidence, "dim"), (finding.mend, "")):
-            if text:
-                show(text, style, indent=2)
+    for each in report.findings:
+        title = f"{each.severity} {each.code}"
+        _show_part(title, each.severity, each.sentence, each.evidence, each.mend)
     show()
     for check in report.checks:
-        if check.outcome.startswith("skipped"):
-            why = check.outcome.removeprefix("skipped: ")
+        skipped, _, why = check.outcome.partition("skipped: ")
+        if not skipped:
             show(f"not checked: {check.name} ({why})", "dim", indent=2)
     show(verdict(report), "ok" if report.ok else "bold")
+
+
+def _show_part(title: str, style: str, sentence: str, evidence: str, mend: str = "") -> None:
+    show()
+    show(title, style)
+    for text, style in ((sentence, ""), (evidence, "dim"), (mend, "")):
+        if text:
+            show(text, style, indent=2)
 
 
 def _error(value: float | None) -> str:

@@ -248,19 +248,22 @@ def test_a_factor_that_is_not_round(factor: float) -> None:
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_an_undeclared_factor_with_tables_of_16_bits(factor: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("before", [True, False])
+def test_a_factor_with_tables_of_16_bits(factor: float, dtype: torch.dtype, before: bool) -> None:
     """The rounding of the tables is a finding of its own; the factor of YaRN is none."""
     spec = RopeSpec(64, scaling=YaRN(factor, 4096))
     rates, scale = spec.frequencies().inv_freq.float(), spec.amplitude
+    first, last = (scale, 1.0) if before else (1.0, scale)
 
     def yarn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         angle = planted.angles(positions, rates)[:, None]
-        cos, sin = ((t * scale).to(dtype).float() for t in (angle.cos(), angle.sin()))
+        cos, sin = ((t * first).to(dtype).float() * last for t in (angle.cos(), angle.sin()))
         return planted.turn(x.float(), cos, sin).to(x.dtype)
 
-    report = audit(yarn, longest=2**17)
-    assert report.codes == ("table-dtype",), str(report)
-    assert f"YaRN scaling by {factor:g}" in report.facts["frequencies"]
+    for declared in (None, spec):
+        report = audit(yarn, spec=declared, longest=2**17)
+        assert report.codes == ("table-dtype",), str(report)
+        assert f"YaRN scaling by {factor:g}" in report.facts["frequencies"]
 
 
 def test_a_factor_beside_frequencies_of_no_known_rule_is_a_note() -> None:
