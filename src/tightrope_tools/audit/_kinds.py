@@ -92,7 +92,7 @@ NOTES = {
 }
 SENTENCES = ERRORS | WARNINGS | NOTES
 
-_ROTATE = "call tightrope.functional.rotate(x, {spec}, positions)"
+_ROTATE = "call tightrope.functional.rotate(x, {spec}, positions{layout})"
 _LONGER = "make the table longer, or " + _ROTATE
 
 #: ``{spec}`` is the declared or the identified rotation. Of a code that is not here, the mend is to call this library.
@@ -107,8 +107,8 @@ MENDS = {
     "pass-through": "return the channels outside the slice as they are, or " + _ROTATE,
     "channel-order": "keep q and k in this order only between this function and the scores",
     # rotation and direction
-    "sign": "negate the sines, or the positions: tightrope.functional.rotate(x, {spec}, -positions) turns as this "
-    "function does",
+    "sign": "negate the sines, or the positions: tightrope.functional.rotate(x, {spec}, -positions{layout}) turns as "
+    "this function does",
     "sign-missing": "subtract: (u cos − v sin, v cos + u sin); or, if the function is made for sines that hold the "
     "sign, pass torch.cat((-sin, sin), -1) for half pairing, torch.stack((-sin, sin), -1).flatten(-2) for interleaved",
     "fast": "declare the rotation with spec=",
@@ -171,10 +171,12 @@ def severity_of(kind: str) -> str:
     return "error" if kind in ERRORS else "warning" if kind in WARNINGS else "note"
 
 
-def mend_of(kind: str, spec: str) -> str:
+def mend_of(kind: str, spec: str, layout: str) -> str:
     """Return what mends a finding of a kind.
 
     Args:
         spec: the rotation to call, as Python code.
+        layout: the layout of x.
     """
-    return MENDS.get(kind, _ROTATE).replace("{spec}", spec)
+    option = "" if layout == "bhsd" else f', layout="{layout}"'
+    return MENDS.get(kind, _ROTATE).replace("{spec}", spec).replace("{layout}", option)

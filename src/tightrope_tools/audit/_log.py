@@ -71,7 +71,8 @@ class Log:
         if self.found(code):
             return
         spec = spec or self.spec or (None if self.identity is None else self.identity.spec)
-        mend = mend_of(kind, "spec" if spec is None else repr(spec))
+        text = "spec" if spec is None else repr(spec)
+        mend = mend_of(kind, text, self.subject.way.layout)
         sentence = SENTENCES[kind].format(**words)
         found = Finding(code, severity or severity_of(kind), sentence, evidence, mend)
         self.findings.append(found)

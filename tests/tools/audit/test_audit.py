@@ -593,7 +593,7 @@ def test_offsets_of_the_wrong_row_are_found() -> None:
 
 def of_the_mend(text: str) -> planted.Fn:
     """Return the call of this library that a mend states, as a function of x and positions."""
-    (call,) = re.findall(r"tightrope\.functional\.(rotate\(x, .*positions\))", text)
+    (call,) = re.findall(r"tightrope\.functional\.(rotate\(x, .*positions.*?\))", text)
     names = {"rotate": functional.rotate, "RopeSpec": RopeSpec}
     return eval(f"lambda x, positions: {call}", names)  # type: ignore[no-any-return]
 
@@ -607,6 +607,16 @@ def test_the_mend_of_a_denominator_rotates_as_meant() -> None:
         spec = RopeSpec(64, rotary_dim=32)
         report = audit(of_the_mend(mend), spec=spec, **ONLY_FLOAT32)
         assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("layout, function", [("bshd", bshd), ("sbhd", sbhd)])
+def test_a_mend_has_the_layout_of_the_function(layout: str, function: planted.Fn) -> None:
+    spec = RopeSpec(64, 5e5)
+    report = audit(function, spec=spec, **ONLY_FLOAT32, longest=4096)
+    assert report.codes == ("base",), str(report)
+    mended = of_the_mend(report.findings[0].mend)
+    again = audit(mended, spec=spec, layout=layout, **ONLY_FLOAT32, longest=4096)
+    assert again.ok, str(again)
 
 
 def test_the_mend_of_swapped_tables() -> None:
