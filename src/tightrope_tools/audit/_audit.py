@@ -216,7 +216,7 @@ def _check_all(log: Log) -> None:
             _angles.check_angles(log, profile, expected)
             _angles.check_type_history(log, profile)
         _rotation.check_relative(log)
-    _rotation.check_keys(log)
+    _rotation.check_keys(log, profile)
     _rotation.check_gradients(log)
     _behaviour.check_alone(log)
 

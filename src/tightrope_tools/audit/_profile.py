@@ -25,6 +25,8 @@ _FAR = (512, 1024, 4096, 65536, 1_048_576)
 _POWERS = tuple(2**n for n in range(2, 21))
 #: Positions, some of which bfloat16 (above 256) or float16 (above 2048) cannot represent.
 ODD = (0, 3, 37, 255, 257, 301, 515, 1003, 2051, 4099, 9999)
+DENSE = 2048
+"""The number of positions from 0 on that are tested in one call."""
 _REACHES = (2**20 + 1, 2**16 + 2, 10_000, 4096, 1024, 512, 257)
 _COUNTED = 2**12
 """The largest position to measure if the function numbers tokens itself."""

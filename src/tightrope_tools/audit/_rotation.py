@@ -15,6 +15,7 @@ from ._call import CallFailed, Subject, gradient
 from ._identify import identify
 from ._log import Log
 from ._profile import (
+    DENSE,
     NARROW,
     NEAR,
     SHORT,
@@ -474,7 +475,7 @@ def check_axes(log: Log, spec: RopeSpec, profile: Profile) -> None:
 # --- k and gradients ------------------------------------------------------------------------------------
 
 
-def check_keys(log: Log) -> None:
+def check_keys(log: Log, profile: Profile) -> None:
     """Check that k comes out like an equal q: in all dtypes, rows, heads and strides, near and far."""
     way = log.subject.way
     if not way.takes_keys:
@@ -503,6 +504,14 @@ def check_keys(log: Log) -> None:
                     f"for equal {SHORT[dtype]} vectors at positions up to {int(where.max()):,} the results "
                     f"differ by up to {size:.4g}" + ("" if kept else "; k is overwritten"),
                 )
+        block = range(min(DENSE, profile.reach))
+        sides = (fresh, fresh.keys())
+        ours, theirs = (replace(profile, subject=side).tables(block) for side in sides)
+        if (size := apart(ours, theirs)) > 1e-5:
+            evidence = (
+                f"at positions below {len(block):,} a cosine or sine differs by up to {size:.4g}"
+            )
+            log.add("q-k", evidence)
 
 
 _SHIFTS = (1, 100, 1000, 30_000)

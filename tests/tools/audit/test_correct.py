@@ -209,6 +209,7 @@ WRONG_KEYS: dict[str, planted.Fn] = {
     "NaN in bfloat16": lambda k, p: ROTATE(k, p) * (1 if k.dtype != torch.bfloat16 else torch.nan),
     "unrotated in bfloat16": lambda k, p: k if k.dtype == torch.bfloat16 else ROTATE(k, p),
     "strides": planted.rope(touch=planted.by_storage),
+    "position 1000 ahead": lambda k, p: ROTATE(k, p + (p == 1000)),
     "head 0 only": lambda k, p: torch.cat((ROTATE(k[:, :1], p), k[:, 1:]), 1),
 }
 
