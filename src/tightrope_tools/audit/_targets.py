@@ -256,7 +256,7 @@ def from_model(config: Any, layer_type: str | None, model: nn.Module | None = No
         model: take the rotary module of this model, as it is, instead of building one from the config.
     """
     inner = _text_of(config)
-    spec, unread = _meant(config, layer_type)
+    spec, unread = _meant(inner, layer_type)
     try:
         module, rotary, called = _parts(inner, spec)
     except ValueError as error:
@@ -327,13 +327,9 @@ def _text_of(config: Any) -> Any:
 
 def _meant(config: Any, layer_type: str | None) -> tuple[RopeSpec | None, ValueError | None]:
     """Return the spec of a config and None, or None and the error that explains why there is none."""
-    inner = _text_of(config)
     try:
         read = from_config(config.to_dict(), layer_type=layer_type, strict=False)
     except ValueError as error:
-        if inner is not config:
-            # The config may have RoPE in several parts; the language model is audited.
-            return _meant(inner, layer_type)
         if layer_type is not None:
             raise
         return None, error

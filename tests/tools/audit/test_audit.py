@@ -50,7 +50,14 @@ def test_a_planted_fault_is_named(name: str) -> None:
         assert "{" not in finding.mend
 
 
-@pytest.mark.parametrize("name", planted.FAULTS)
+# Most faults are of the same function: it is audited once for each declaration.
+GOOD = {
+    (fault.good, repr(fault.spec), repr(fault.options)): name
+    for name, fault in planted.FAULTS.items()
+}
+
+
+@pytest.mark.parametrize("name", GOOD.values())
 def test_without_its_fault_nothing_is_found(name: str) -> None:
     fault = planted.FAULTS[name]
     report = audit(fault.good(), spec=declared(fault.spec), **fault.options)
