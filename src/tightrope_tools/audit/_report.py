@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from typing import Any
 
 SEVERITIES = ("error", "warning", "note")
 """From worst to mildest: wrong results; doubtful results; things to know."""
@@ -68,44 +65,9 @@ class Difference:
     evidence: str
 
 
-class _Document:
-    """The base of a report and of a comparison."""
-
-    codes: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        """True if there are no :attr:`codes`."""
-        return not self.codes
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the document in JSON types, with a format version."""
-        values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
-        return {"version": 2, "ok": self.ok} | values
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Self:
-        """Restore a document from :meth:`to_dict`."""
-        return cls(**{name: _restored(name, saved[name]) for name in cls.__annotations__})
-
-
-def _restored(name: str, value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: tuple(v) if isinstance(v, list) else v for key, v in value.items()}
-    return tuple(_PARTS[name](**each) for each in value) if name in _PARTS else value
-
-
-_PARTS: dict[str, Any] = {
-    "findings": Finding,
-    "checks": Check,
-    "angle_errors": AngleError,
-    "differences": Difference,
-}
-
-
 @dataclass(frozen=True)
-class Report(_Document):
-    """The result of :func:`tightrope_tools.audit.audit`; ``ok`` if there are no errors and no warnings.
+class Report:
+    """The result of :func:`tightrope_tools.audit.audit`.
 
     Attributes:
         target: name of the audited function.
@@ -122,9 +84,29 @@ class Report(_Document):
     angle_errors: tuple[AngleError, ...] = ()
 
     @property
-    def codes(self) -> tuple[str, ...]:  # type: ignore[override]
+    def ok(self) -> bool:
+        """True if there are no errors and no warnings."""
+        return not self.codes
+
+    @property
+    def codes(self) -> tuple[str, ...]:
         """The codes of the errors and warnings, worst first."""
         return tuple(each.code for each in self.findings if each.severity != "note")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report in JSON types, with a format version."""
+        return {"version": 2, "ok": self.ok} | asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Report:
+        """Restore a report from :meth:`to_dict`."""
+        return cls(
+            saved["target"],
+            saved["facts"],
+            tuple(Finding(**each) for each in saved["findings"]),
+            tuple(Check(**each) for each in saved["checks"]),
+            tuple(AngleError(**each) for each in saved["angle_errors"]),
+        )
 
     def __str__(self) -> str:
         lines = [f"audit of {self.target}"]
@@ -137,8 +119,8 @@ class Report(_Document):
 
 
 @dataclass(frozen=True)
-class Comparison(_Document):
-    """The result of :func:`tightrope_tools.audit.compare`; ``ok`` if the functions agree to the bit.
+class Comparison:
+    """The result of :func:`tightrope_tools.audit.compare`.
 
     Attributes:
         first, second: names of the functions.
@@ -155,9 +137,28 @@ class Comparison(_Document):
     shares: dict[str, tuple[float, float | None]] = field(default_factory=dict)
 
     @property
-    def codes(self) -> tuple[str, ...]:  # type: ignore[override]
+    def ok(self) -> bool:
+        """True if the functions agree to the bit."""
+        return not self.differences
+
+    @property
+    def codes(self) -> tuple[str, ...]:
         """The codes of the differences; the first one is where the functions part."""
         return tuple(each.code for each in self.differences)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison in JSON types, with a format version."""
+        return {"version": 2, "ok": self.ok} | asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Comparison:
+        """Restore a comparison from :meth:`to_dict`."""
+        facts, shares = (
+            {name: tuple(values) for name, values in saved[part].items()}
+            for part in ("facts", "shares")
+        )
+        differences = tuple(Difference(**each) for each in saved["differences"])
+        return cls(saved["first"], saved["second"], facts, differences, shares)
 
 
 def verdict(report: Report) -> str:
