@@ -174,58 +174,6 @@ def test_narrow_theta_is_the_number_that_it_is(kind: str, dtype: torch.dtype) ->
     assert_same_bits(grads[0], grads[1].to(dtype))
 
 
-# --- the equations as matrices --------------------------------------------------------------------
-
-
-def by_matrices(
-    x: torch.Tensor, theta: torch.Tensor, offset: int, act: str, dim: int | None
-) -> torch.Tensor:
-    """Compute o_t = W_t x̄_t for one head, x (n, d), with x̄ = f(x).
-
-    W_t rotates channels i and i + d/2 by the angle (t + offset) · theta[i].
-    """
-    n, d = x.shape
-    bar = {
-        "none": lambda: x,
-        "relu": lambda: x.clamp(min=0),
-        "sigmoid": lambda: 1 / (1 + (-x).exp()),
-        "silu": lambda: x / (1 + (-x).exp()),
-        "softmax": lambda: x.exp() / x.exp().sum(-1 if dim == -1 else 0, keepdim=True),
-    }[act]()
-    rows = []
-    for t in range(n):
-        turn = torch.zeros(d, d, dtype=torch.float64)
-        for k in range(d // 2):
-            angle = (t + offset) * theta[k]
-            i, j = k, k + d // 2
-            turn[i, i] = turn[j, j] = angle.cos()
-            turn[i, j], turn[j, i] = -angle.sin(), angle.sin()
-        rows.append(turn @ bar[t])
-    return torch.stack(rows)
-
-
-@pytest.mark.parametrize(
-    "act, dim, offset",
-    [("none", None, 0), ("none", None, 9), ("relu", None, 9), ("sigmoid", None, 9),
-     ("silu", None, 9), ("softmax", -1, 9), ("softmax", 1, 0)],
-)  # fmt: skip
-def test_the_equations_as_matrices(act: str, dim: int | None, offset: int) -> None:
-    x, theta = noise(2, 7, 3, 8), noise(3, 4, seed=1)
-    got = lrpe_rotate_1d(x, theta, offset, act, dim)
-    shared = lrpe_rotate_1d(x, theta[0], offset, act, dim, theta_axis="pair")
-    one = lrpe_rotate_1d(x, theta[:, 0], offset, act, dim)
-    for row, head in itertools.product(range(2), range(3)):
-        call = offset, act, dim
-        assert_near(
-            got[row, :, head], by_matrices(x[row, :, head], theta[head], *call), "float64 ways"
-        )
-        assert_near(
-            shared[row, :, head], by_matrices(x[row, :, head], theta[0], *call), "float64 ways"
-        )
-        same = theta[head, :1].expand(4)
-        assert_near(one[row, :, head], by_matrices(x[row, :, head], same, *call), "float64 ways")
-
-
 # --- shapes ---------------------------------------------------------------------------------------
 
 

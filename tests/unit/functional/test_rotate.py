@@ -1,4 +1,4 @@
-"""Public rotation functions, compared with RoFormer's formulas and with each other."""
+"""Public rotation functions, compared with each other."""
 
 import pytest
 import torch
@@ -6,48 +6,7 @@ import torch
 from tests.support.helpers import noise
 from tests.support.tolerances import assert_near
 from tightrope import RopeSpec, functional, positions
-from tightrope.functional import rotary_pos_embedding, rotate, rotate_, rotate_qk, rotate_qk_
-
-
-def turned(x: torch.Tensor, ids: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotate x (…, tokens, channels) by RoFormer's formulas with base 10000, in float64."""
-    width = x.shape[-1]
-    theta = 10000.0 ** (-2.0 * torch.arange(width // 2, dtype=torch.float64) / width)
-    angle = ids.double()[:, None] * theta
-    cos, sin = angle.cos(), angle.sin()
-    y = torch.empty_like(x)
-    first = slice(0, None, 2) if interleaved else slice(0, width // 2)
-    second = slice(1, None, 2) if interleaved else slice(width // 2, None)
-    u, v = x[..., first], x[..., second]
-    y[..., first], y[..., second] = u * cos - v * sin, u * sin + v * cos
-    return y
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 3, 5, 8), (2, 1, 3, 2, 5, 6), (0, 5, 8),
-                                   (2, 0, 8), (2, 5, 0), (1, 2)])  # fmt: skip
-def test_rotary_pos_embedding(shape: tuple[int, ...], interleaved: bool) -> None:
-    x = noise(*shape)
-    tokens = shape[-2]
-    for ids in (None, torch.arange(tokens) * 7 - 9, torch.rand(tokens, dtype=torch.float64)):
-        where = torch.arange(tokens) if ids is None else ids
-        y = rotary_pos_embedding(x, ids, interleaved)
-        assert y.shape == x.shape
-        assert_near(y, turned(x, where, interleaved), "float64 formula")
-    assert torch.equal(rotary_pos_embedding(x), rotary_pos_embedding(x, None, True))
-
-
-def test_rotary_pos_embedding_of_three_and_four_dimensions() -> None:
-    assert rotary_pos_embedding(torch.randn(2, 8, 64)).shape == (2, 8, 64)
-    assert rotary_pos_embedding(torch.randn(2, 12, 8, 64)).shape == (2, 12, 8, 64)
-
-
-def test_rotary_pos_embedding_of_views_that_do_not_flatten() -> None:
-    x = noise(2, 5, 3, 4, 8).permute(2, 0, 3, 1, 4)  # (3, 2, 4, 5, 8)
-    before = x.clone()
-    y = rotary_pos_embedding(x)
-    assert_near(y, turned(x, torch.arange(5), True), "float64 formula")
-    assert torch.equal(x, before)
+from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 
 
 def test_rotate_qk_is_rotate_of_each() -> None:

@@ -170,34 +170,12 @@ def test_rotary_apply_has_gradients() -> None:
 # --- the modules ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("use_spd", [True, False])
-def test_a_head_equals_the_equations(use_spd: bool) -> None:
-    head = PolarRoPEHead(12, 8, use_spd, dtype=F64)
-    names = ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
-    assert sorted(head.state_dict()) == sorted(["gamma"] * use_spd + names)
-    if use_spd:
-        assert torch.equal(head.gamma, torch.zeros(8, dtype=F64))
-        torch.nn.init.normal_(head.gamma)
-    p = {f"heads.0.{name}": value.detach() for name, value in head.named_parameters()}
-    got = head(X, *build_freqs_cis(7, 8, dtype=F64))
-    assert got.shape == (2, 7, 8)
-    assert_near(got, plain_head(X, p, 0, 0), "float64 ways")
-
-
-@pytest.mark.parametrize("use_spd", [True, False])
-def test_attention_equals_the_equations(use_spd: bool) -> None:
-    attention = made(12, 4, 8, use_spd)
-    assert_near(attention(X), plain_attention(X, detached(attention), 4), "float64 ways")
-
-
-def test_names_and_shapes_of_parameters() -> None:
+def test_saved_parameters_are_those_of_the_equations() -> None:
     wanted = {"out.weight": (12, 24)}
     for i in range(3):
         wanted |= {f"heads.{i}.{name}_proj.weight": (8, 12) for name in "qkv"}
         wanted[f"heads.{i}.gamma"] = (8,)
     attention = PolarRoPEAttention(12, 3, 8)
-    assert {name: tuple(p.shape) for name, p in attention.named_parameters()} == wanted
-    assert {name: tuple(p.shape) for name, p in attention.state_dict().items()} == wanted
     assert list(attention.buffers()) == []
     saved = {name: noise(*shape).float() for name, shape in wanted.items()}
     attention.load_state_dict(saved)

@@ -1,0 +1,316 @@
+"""The four systems that this library began with: names, signatures, defaults and results.
+
+The functions from `turned` to `attention` are the mathematics of these systems, in float64, with
+complex numbers: a pair (u, v) is u + iv, and a rotation by φ multiplies it by exp(iφ). They call
+nothing of the library.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.helpers import noise, refused
+from tests.support.tolerances import assert_near
+from tightrope.functional import (
+    build_freqs_cis,
+    lrpe_rotate_1d,
+    rotary_apply,
+    rotary_pos_embedding,
+)
+from tightrope.nn import (
+    LrpeRotate1d,
+    PolarRoPEAttention,
+    PolarRoPEHead,
+    RotaryPositionalEmbedding,
+)
+
+F64 = torch.float64
+
+
+# --- the mathematics ------------------------------------------------------------------------------
+
+
+def turned(
+    x: torch.Tensor,
+    angle: torch.Tensor,
+    interleaved: bool,
+    start: int = 0,
+    width: int | None = None,
+) -> torch.Tensor:
+    """Rotate the pairs of x (…, channels) by angles that broadcast to (…, pairs).
+
+    Args:
+        width: number of channels that the pairs are made of, from ``start`` on; by default two for each
+            angle. The pairs that have no angle stay as they are.
+    """
+    pairs = angle.shape[-1]
+    every = pairs if width is None else width // 2
+    if interleaved:
+        first, second = (slice(start + i, start + 2 * pairs, 2) for i in (0, 1))
+    else:
+        first, second = (slice(start + i, start + i + pairs) for i in (0, every))
+    y = x.double().clone()
+    z = torch.complex(y[..., first], y[..., second]) * torch.exp(1j * angle.double())
+    y[..., first], y[..., second] = z.real, z.imag
+    return y
+
+
+def angles(ids: torch.Tensor, width: int, base: float = 10000.0) -> torch.Tensor:
+    """Return position · base^(−2k / width) as (tokens, pairs)."""
+    k = torch.arange(width // 2, dtype=F64)
+    return torch.outer(ids.double(), base ** (-2 * k / width))
+
+
+ACTS: dict[tuple[str, int | None], Callable[[torch.Tensor], torch.Tensor]] = {
+    ("none", None): lambda x: x,
+    ("relu", None): lambda x: x * (x > 0),
+    ("sigmoid", None): lambda x: 1 / (1 + torch.exp(-x)),
+    ("silu", None): lambda x: x / (1 + torch.exp(-x)),
+    ("softmax", -1): lambda x: torch.exp(x) / torch.exp(x).sum(-1, keepdim=True),
+    ("softmax", 1): lambda x: torch.exp(x) / torch.exp(x).sum(1, keepdim=True),
+}
+
+
+def lrpe(
+    x: torch.Tensor, theta: torch.Tensor, offset: int, act: tuple[str, int | None], **options: Any
+) -> torch.Tensor:
+    """Return o_t = W_t f(x_t) for x (batch, tokens, heads, channels) and θ (heads, pairs)."""
+    where = torch.arange(x.shape[1], dtype=F64)[:, None, None] + offset
+    return turned(ACTS[act](x), where * theta, False, **options)
+
+
+def head(x: torch.Tensor, p: dict[str, torch.Tensor], of: str = "") -> torch.Tensor:
+    """Return softmax(q · k / √d) v of rotated and gated q and k, of one head without a mask."""
+    q, k, v = (x @ p[f"{of}{name}_proj.weight"].T for name in "qkv")
+    angle = angles(torch.arange(x.shape[1]), q.shape[-1])
+    gate = p[f"{of}gamma"].exp() if f"{of}gamma" in p else 1.0
+    q, k = turned(q, angle, True) * gate, turned(k, angle, True) * gate
+    return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
+
+
+def attention(x: torch.Tensor, p: dict[str, torch.Tensor], heads: int) -> torch.Tensor:
+    """Return the outputs of all heads, side by side, times the output weight."""
+    return torch.cat([head(x, p, f"heads.{i}.") for i in range(heads)], -1) @ p["out.weight"].T
+
+
+# --- signatures -----------------------------------------------------------------------------------
+
+NEEDED = inspect.Parameter.empty
+SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
+    rotary_pos_embedding: {"input_": NEEDED, "position_ids": None, "interleaved": True},
+    RotaryPositionalEmbedding: {"dim": NEEDED, "max_seq_len": 8192, "base": 10000.0},
+    RotaryPositionalEmbedding.forward: {"self": NEEDED, "x": NEEDED, "seq_dim": -2},
+    build_freqs_cis: {"seq_len": NEEDED, "d": NEEDED},
+    rotary_apply: {"x": NEEDED, "cos": NEEDED, "sin": NEEDED},
+    PolarRoPEHead: {"d_model": NEEDED, "d_head": NEEDED, "use_spd": True},
+    PolarRoPEHead.forward: {"self": NEEDED, "x": NEEDED, "cos": NEEDED, "sin": NEEDED},
+    PolarRoPEAttention: {"d_model": NEEDED, "num_heads": NEEDED, "d_head": NEEDED, "use_spd": True},
+    PolarRoPEAttention.forward: {"self": NEEDED, "x": NEEDED},
+    lrpe_rotate_1d: {"x": NEEDED, "theta": NEEDED, "offset": 0, "act": "none", "dim": None},
+    LrpeRotate1d.forward: {"self": NEEDED, "x": NEEDED, "offset": 0},
+}
+
+
+@pytest.mark.parametrize("call", SIGNATURES, ids=lambda call: call.__qualname__)
+def test_arguments_by_position_and_their_defaults(call: Callable[..., Any]) -> None:
+    found = inspect.signature(call).parameters.values()
+    by_position = {each.name: each.default for each in found if each.kind != each.KEYWORD_ONLY}
+    assert list(by_position.items()) == list(SIGNATURES[call].items())
+    others = [each for each in found if each.kind == each.KEYWORD_ONLY]
+    assert all(each.default is not NEEDED for each in others)
+
+
+# --- rotary_pos_embedding -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 3, 5, 8), (2, 1, 3, 2, 5, 6), (0, 5, 8),
+                                   (2, 0, 8), (2, 5, 0), (1, 2)])  # fmt: skip
+def test_rotary_pos_embedding(shape: tuple[int, ...], interleaved: bool) -> None:
+    x, tokens = noise(*shape), shape[-2]
+    for ids in (None, torch.arange(tokens) * 7 - 9, torch.rand(tokens, dtype=F64)):
+        where = torch.arange(tokens) if ids is None else ids
+        y = rotary_pos_embedding(x, ids, interleaved)
+        assert y.shape == x.shape
+        assert_near(y, turned(x, angles(where, shape[-1]), interleaved), "float64 formula")
+    assert torch.equal(rotary_pos_embedding(x), rotary_pos_embedding(x, None, True))
+
+
+def test_rotary_pos_embedding_of_views_that_do_not_flatten() -> None:
+    x = noise(2, 5, 3, 4, 8).permute(2, 0, 3, 1, 4)  # (3, 2, 4, 5, 8)
+    before = x.clone()
+    wanted = turned(x, angles(torch.arange(5), 8), True)
+    assert_near(rotary_pos_embedding(x), wanted, "float64 formula")
+    assert torch.equal(x, before)
+
+
+def test_rotary_pos_embedding_keeps_distances() -> None:
+    """The product of a rotated query and a rotated key depends on the difference of positions."""
+    q, k = noise(1, 16), noise(1, 16, seed=1)
+
+    def score(m: int, n: int) -> torch.Tensor:
+        ids = torch.tensor([m]), torch.tensor([n])
+        return rotary_pos_embedding(q, ids[0]) @ rotary_pos_embedding(k, ids[1]).T
+
+    assert_near(score(9, 4), score(25, 20), "float64 formula")
+
+
+def test_rotary_pos_embedding_refuses_an_odd_width() -> None:
+    text = "[rotary_pos_embedding] embed_dim must be even but got 7 (input_: float64[5, 7])."
+    with refused(ValueError, text):
+        rotary_pos_embedding(noise(5, 7))
+
+
+# --- RotaryPositionalEmbedding --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [8, 12, 9])
+@pytest.mark.parametrize("rank", [2, 3, 4, 5, 6])
+def test_seq_dim_is_the_sequence_for_any_value(rank: int, width: int) -> None:
+    rope = RotaryPositionalEmbedding(8)
+    x = noise(*range(3, 3 + rank - 1), width, dtype=torch.float32)
+    for dim in range(rank - 1):
+        angle = angles(torch.arange(x.shape[dim]), 8)
+        expected = turned(x.movedim(dim, -2), angle, False).movedim(-2, dim)
+        for spelled in (dim, dim - rank):
+            y = rope(x, seq_dim=spelled)
+            assert y.shape == x.shape
+            assert_near(y, expected.float(), "float32 ways")
+            assert torch.equal(y[..., 8:], x[..., 8:])
+    assert torch.equal(rope(x), rope(x, -2))
+
+
+def test_attributes_and_growth() -> None:
+    rope = RotaryPositionalEmbedding(8, 4, 5e5)
+    assert (rope.dim, rope.max_seq_len, rope.base) == (8, 4, 5e5)
+    assert (rope.cos_cached, rope.sin_cached, rope.max_seq_len_cached) == (None, None, 0)
+    assert_near(rope.inv_freq, angles(torch.ones(1), 8, 5e5)[0].float(), "float32 ways")
+    for tokens, longest in ((50, 50), (3, 50), (60, 60)):  # longer than max_seq_len
+        x = noise(1, tokens, 8, dtype=torch.float32)
+        expected = turned(x, angles(torch.arange(tokens), 8, 5e5), False)
+        assert_near(rope(x), expected.float(), "float32 ways")
+        assert rope.max_seq_len_cached == longest
+        angle = angles(torch.arange(longest), 8, 5e5).repeat(1, 2)[None, None]
+        for table, wanted in ((rope.cos_cached, angle.cos()), (rope.sin_cached, angle.sin())):
+            assert_near(table, wanted.float(), "float32 ways")
+
+
+# --- polar attention ------------------------------------------------------------------------------
+
+X = noise(2, 7, 12)
+
+
+def with_gates(module: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a module whose gates are no longer 1, and its parameters."""
+    for name, p in module.named_parameters():
+        if name.endswith("gamma"):
+            assert not p.any()  # the gate begins as 1
+            torch.nn.init.normal_(p)
+    return module, {name: p.detach() for name, p in module.named_parameters()}
+
+
+def test_build_freqs_cis_and_rotary_apply() -> None:
+    cos, sin = build_freqs_cis(50, 16)
+    angle = angles(torch.arange(50), 16)
+    assert_near(cos, angle.cos().float(), "float32 ways")
+    assert_near(sin, angle.sin().float(), "float32 ways")
+    x = noise(2, 3, 50, 16)
+    y = rotary_apply(x, *build_freqs_cis(50, 16, dtype=F64))
+    assert_near(y, turned(x, angle, True), "float64 formula")
+    assert torch.equal(rotary_apply(x, cos[None, None], sin[None, None]), rotary_apply(x, cos, sin))
+
+
+@pytest.mark.parametrize("use_spd", [True, False])
+def test_a_polar_head(use_spd: bool) -> None:
+    module, p = with_gates(PolarRoPEHead(12, 8, use_spd, dtype=F64))
+    got = module(X, *build_freqs_cis(7, 8, dtype=F64))
+    assert got.shape == (2, 7, 8)
+    assert_near(got, head(X, p), "float64 ways")
+
+
+@pytest.mark.parametrize("use_spd", [True, False])
+def test_polar_attention(use_spd: bool) -> None:
+    module, p = with_gates(PolarRoPEAttention(12, 3, 8, use_spd, dtype=F64))
+    assert_near(module(X), attention(X, p, 3), "float64 ways")
+    wanted = {"out.weight": (12, 24)}
+    for i in range(3):
+        wanted |= {f"heads.{i}.{name}_proj.weight": (8, 12) for name in "qkv"}
+        wanted |= {f"heads.{i}.gamma": (8,)} if use_spd else {}
+    assert {name: tuple(each.shape) for name, each in module.state_dict().items()} == wanted
+    assert set(p) == set(wanted)
+
+
+def test_polar_attention_is_not_causal() -> None:
+    module = PolarRoPEAttention(12, 3, 8, dtype=F64)
+    assert not torch.equal(module(X)[:, 0], module(X[:, :1])[:, 0])
+
+
+# --- LRPE rotate 1-D ------------------------------------------------------------------------------
+
+#: θ for 3 heads of 4 pairs -> its value for each head and pair.
+THETAS: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "(h, d/2)": (noise(3, 4, seed=2), lambda theta: theta),
+    "(d/2)": (noise(4, seed=3), lambda theta: theta.expand(3, 4)),
+    "(h)": (noise(3, seed=4), lambda theta: theta[:, None].expand(3, 4)),
+}
+every_theta = pytest.mark.parametrize("theta, spread", THETAS.values(), ids=THETAS)
+every_act = pytest.mark.parametrize("act", ACTS, ids=str)
+
+
+@every_act
+@every_theta
+def test_lrpe(theta: torch.Tensor, spread: Any, act: tuple[str, int | None]) -> None:
+    x = noise(2, 5, 3, 8)
+    for offset in (0,) if act == ("softmax", 1) else (0, 9):
+        y = lrpe_rotate_1d(x, theta, offset, *act)
+        assert_near(y, lrpe(x, spread(theta), offset, act), "float64 ways")
+
+
+@every_act
+@every_theta
+def test_the_backward_pass_of_lrpe(
+    theta: torch.Tensor, spread: Any, act: tuple[str, int | None]
+) -> None:
+    """The gradients are those of finite differences, and x's is f′(x) · W_tᵀ · grad."""
+    x, grad = noise(1, 2, 3, 8).requires_grad_(), noise(1, 2, 3, 8, seed=1)
+    theta = theta.clone().requires_grad_()
+    offset = 0 if act == ("softmax", 1) else 9
+
+    def call(x: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
+        return lrpe_rotate_1d(x, theta, offset, *act)
+
+    assert torch.autograd.gradcheck(call, (x, theta))
+    back = lrpe(grad, -spread(theta.detach()), offset, ("none", None))
+    wanted = torch.autograd.grad(ACTS[act](x), x, back)
+    assert_near(torch.autograd.grad(call(x, theta), x, grad)[0], wanted[0], "float64 ways")
+
+
+@every_act
+def test_lrpe_without_heads_and_of_some_channels(act: tuple[str, int | None]) -> None:
+    x, theta = noise(2, 5, 8), noise(4, seed=1)
+    wanted = lrpe(x[:, :, None], theta[None], 0, act)[:, :, 0]
+    assert_near(lrpe_rotate_1d(x, theta, 0, *act), wanted, "float64 ways")
+    x, theta = noise(2, 5, 3, 12), noise(3, 2, seed=1)
+    # Of channels 3 to 10, the first two of four pairs rotate; f applies to all.
+    got = lrpe_rotate_1d(x, theta, 0, *act, start=3, rotary_dim=8)
+    assert_near(got, lrpe(x, theta, 0, act, start=3, width=8), "float64 ways")
+    kept = [0, 1, 2, 5, 6, 9, 10, 11]
+    assert_near(got[..., kept], ACTS[act](x)[..., kept], "float64 ways")
+
+
+@pytest.mark.parametrize(
+    "options, shape",
+    [({"num_heads": 3}, (3, 4)), ({}, (4,)), ({"num_heads": 3, "per": "head"}, (3,))],
+    ids=THETAS,
+)
+def test_the_module_of_lrpe(options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    module, x = LrpeRotate1d(8, **options, act="silu", dtype=F64), noise(2, 5, 3, 8)
+    assert module.theta.shape == shape
+    assert module.theta.requires_grad
+    name = {(3, 4): "(h, d/2)", (4,): "(d/2)", (3,): "(h)"}[shape]
+    spread = THETAS[name][1](module.theta.detach())
+    assert_near(module(x, 9), lrpe(x, spread, 9, ("silu", None)), "float64 ways")
