@@ -34,8 +34,7 @@ import torch
 from torch import Tensor
 
 import train_bytes
-from tightrope import RopeSpec, __version__, which
-from tightrope.functional import rotate_qk
+from tightrope import RopeSpec, __version__, rotate_qk, which
 from tightrope.gates import Slope
 from train_bytes import Attention, ByteTransformer, Size, Text, Trainer
 

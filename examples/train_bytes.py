@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tightrope import RopeSpec
-from tightrope.functional import rotate_qk
+from tightrope import RopeSpec, rotate_qk
 from tightrope.nn import KVCache
 
 VOCABULARY = 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing as _typing
 from importlib.metadata import PackageNotFoundError as _NotFound, version as _version
 
 from . import backends as backends, ops as _ops
@@ -20,7 +21,18 @@ from . import (  # noqa: E402
 )
 from .axes import Axes as Axes  # noqa: E402
 from .backends import which as which  # noqa: E402
+from .functional import (  # noqa: E402
+    apply_rotary_pos_emb as apply_rotary_pos_emb,
+    rerotate as rerotate,
+    rotate as rotate,
+    rotate_ as rotate_,
+    rotate_qk as rotate_qk,
+    rotate_qk_ as rotate_qk_,
+)
 from .spec import RopeSpec as RopeSpec  # noqa: E402
+
+if _typing.TYPE_CHECKING:
+    from .integrations import patch as patch, unpatch as unpatch
 
 try:
     __version__ = _version("tightrope")
@@ -32,13 +44,34 @@ __all__ = [
     "Axes",
     "RopeSpec",
     "__version__",
+    "apply_rotary_pos_emb",
     "backends",
     "frequencies",
     "functional",
     "gates",
     "nn",
+    "patch",
     "phases",
     "positions",
+    "rerotate",
+    "rotate",
+    "rotate_",
+    "rotate_qk",
+    "rotate_qk_",
     "stacks",
+    "unpatch",
     "which",
 ]
+
+
+def __getattr__(name: str) -> _typing.Any:
+    # Few programs need the functions that patch models, so they are imported on first use.
+    if name in ("patch", "unpatch"):
+        from . import integrations
+
+        return getattr(integrations, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -52,8 +52,7 @@ class RMSNorm:
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467), equation 4;
     on queries and keys: Henry et al. (arXiv 2010.04245), Dehghani et al. (arXiv 2302.05442).
 
-    >>> from tightrope import RopeSpec
-    >>> from tightrope.functional import rotate
+    >>> from tightrope import RopeSpec, rotate
     >>> y = rotate(torch.randn(8, 5, 64), RopeSpec(64), layout="thd", act=RMSNorm(torch.ones(64)))
     >>> torch.allclose(y.square().mean(-1), torch.ones(8, 5), atol=1e-4)
     True

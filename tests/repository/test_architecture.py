@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import tightrope
 from tests.support.helpers import ROOT
 
 SOURCE = ROOT / "src" / "tightrope"
@@ -56,7 +57,7 @@ RANKS: dict[str, tuple[int, int]] = {
     "__main__": (6, 1),
 }
 
-# Imports that go up, from inside a function only: (from, to) -> why there is no other way.
+# Imports that go up, from inside a function or for type checkers only: (from, to) -> why there is no other way.
 LAZY: dict[tuple[str, str], str] = {
     (
         "spec._rope",
@@ -70,6 +71,10 @@ LAZY: dict[tuple[str, str], str] = {
         "config.observed",
         "integrations",
     ): "integrations registers the function that runs a small model, and few configurations need it",
+    (
+        "",
+        "integrations",
+    ): "tightrope.patch is looked up when it is used, so that import tightrope stays light",
 }
 
 # Modules that import by a computed name -> why, and why this respects the ranks.
@@ -110,6 +115,7 @@ def imported_names(tree: ast.AST, package: str) -> Iterator[tuple[str, str | Non
 
     def walk(node: ast.AST, lazy: bool) -> Iterator[tuple[str, str | None, bool]]:
         inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        inside |= isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for child in ast.iter_child_nodes(node):
             yield from walk(child, inside)
         if isinstance(node, ast.Import):
@@ -348,11 +354,12 @@ def test_a_wrong_tree_is_rejected(case: str) -> None:
     assert any(wanted in problem for problem in find_problems(files)), find_problems(files)
 
 
-def test_a_listed_lazy_import_passes_only_inside_a_function() -> None:
+def test_a_listed_lazy_import_passes_only_inside_a_function_or_for_types() -> None:
     allowed = {("spec", "functional"): "a reason"}
-    inside = {**SOUND, "spec.py": "def f():\n    from .functional import rotate"}
+    for line in ("def f():", "if typing.TYPE_CHECKING:"):
+        inside = {**SOUND, "spec.py": f"{line}\n    from .functional import rotate"}
+        assert find_problems(inside, RANKS, allowed) == []
     outside = {**SOUND, "spec.py": "from .functional import rotate"}
-    assert find_problems(inside, RANKS, allowed) == []
     assert "spec.py: imports up to functional" in find_problems(outside, RANKS, allowed)
 
 
@@ -409,6 +416,36 @@ def cost_of(statement: str) -> tuple[set[str], set[str]]:
 
 def test_import_is_light() -> None:
     assert cost_of("import tightrope") == (set(), set())
+
+
+# Prints the public names of tightrope; whether `patch` is the function of integrations; and whether
+# integrations is imported before the first use of that name, and after it.
+FRONT = """
+import json, sys
+import tightrope
+before = "tightrope.integrations" in sys.modules
+patch, unpatch = tightrope.patch, tightrope.unpatch
+after = "tightrope.integrations" in sys.modules
+from tightrope import integrations
+same = patch is integrations.patch and unpatch is integrations.unpatch
+print(json.dumps([dir(tightrope), same, before, after]))
+"""
+
+
+def test_patch_is_imported_when_it_is_used() -> None:
+    names, same, before, after = last_line_of(FRONT)
+    assert (same, before, after) == (True, False, True)
+    assert set(tightrope.__all__) <= set(names)
+
+
+def test_the_public_names() -> None:
+    from_top = "RopeSpec rotate rotate_ rotate_qk rotate_qk_ rerotate apply_rotary_pos_emb which"
+    for name in [*from_top.split(), "patch", "unpatch"]:
+        assert name in tightrope.__all__
+        assert callable(getattr(tightrope, name))
+    text = "module 'tightrope' has no attribute 'nowhere'"
+    with pytest.raises(AttributeError, match=f"^{text}$"):
+        tightrope.nowhere  # noqa: B018
 
 
 def test_heavy_imports_are_seen() -> None:

@@ -62,8 +62,7 @@ def rerotate(  # noqa: PLR0913  (one argument for each option)
         TypeError, ValueError: invalid arguments; the message names the argument.
         NotImplementedError: see :func:`rotate`.
 
-    >>> from tightrope import RopeSpec
-    >>> from tightrope.functional import rotate
+    >>> from tightrope import RopeSpec, rotate
     >>> spec, k = RopeSpec(64), torch.randn(1, 2, 16, 64)
     >>> moved = rerotate(rotate(k, spec, 1000), spec, spec, 1000, 0)
     >>> torch.allclose(moved, rotate(k, spec), atol=1e-5)

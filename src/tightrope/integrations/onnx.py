@@ -84,8 +84,7 @@ def rotary_nodes(length: int | None = None) -> AbstractContextManager[None]:
     Raises:
         ValueError, TypeError: a length that is not an int, or is negative.
 
-    >>> from tightrope import RopeSpec
-    >>> from tightrope.functional import rotate
+    >>> from tightrope import RopeSpec, rotate
     >>> class Model(torch.nn.Module):
     ...     def forward(self, q):
     ...         return rotate(q, RopeSpec(64))
@@ -105,8 +104,7 @@ def plain_torch() -> AbstractContextManager[None]:
     For programs that ``torch.onnx.export`` or another converter takes; a model that is given to
     ``torch.onnx.export`` needs no block.
 
-    >>> from tightrope import RopeSpec
-    >>> from tightrope.functional import rotate
+    >>> from tightrope import RopeSpec, rotate
     >>> class Model(torch.nn.Module):
     ...     def forward(self, q):
     ...         return rotate(q, RopeSpec(64))
