@@ -64,6 +64,10 @@ LAZY: dict[tuple[str, str], str] = {
         "config",
     ): "RopeSpec.from_config calls the readers of configurations, which build specs",
     (
+        "spec._rope",
+        "functional.tables",
+    ): "RopeSpec.cos_sin rotates pairs (1, 0), and rotations are made from specs",
+    (
         "ops.autograd",
         "ops.run",
     ): "the gradient of a rotation is a rotation, which runs like any other call",

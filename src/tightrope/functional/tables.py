@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from .. import angles
 from .._errors import (
     bad_index,
     bad_type,
@@ -21,10 +20,13 @@ from .._errors import (
 )
 from .._memo import TensorMemo
 from .._tracing import broadcasts, is_readable
+from ..channels import join_pairs, split_pairs
+from ..frequencies import length
 from ..ops import schema, sharded
 from ..ops.build import check_backend
 from ..ops.call import Call, Extras
 from ..ops.checks import (
+    DTYPES,
     RoundingLike,
     check_flag,
     check_floating,
@@ -34,7 +36,9 @@ from ..ops.checks import (
 )
 from ..ops.layouts import BY_NAME, Layout
 from ..ops.run import run
-from ..spec import RopeSpec
+from ..positions import PositionsLike, as_positions
+from ..spec import RopeSpec, SeqLen
+from ._rotate import rotate
 
 # The type of k: a tensor or None; the function returns the same type.
 _K = TypeVar("_K", bound=torch.Tensor | None)
@@ -150,7 +154,8 @@ def build_freqs_cis(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tables of the cosines and sines of positions 0..seq_len-1, one entry per pair.
 
-    For :func:`rotary_apply` and for inspection; functions that take a spec need no tables.
+    For :func:`rotary_apply`, which then has the bits of :func:`rotate`, and for inspection; functions that
+    take a spec need no tables. :meth:`tightrope.RopeSpec.cos_sin` makes the tables of any spec.
 
     Args:
         seq_len: number of positions.
@@ -180,12 +185,54 @@ def build_freqs_cis(
         raise bad_value(f"d must be even but got {d}")
     if dtype not in (torch.float32, torch.float64):
         raise bad_type(f"dtype must be float32 or float64 but got {dtype}")
-    # Like torch's factory functions, respect torch.set_default_device.
-    device = torch.empty(0).device if device is None else device
-    rotation = RopeSpec(d, base).at(None, device)
-    phase = angles.phase_at(rotation.words, rotation.turns, None, 0, True, seq_len)
-    cos, sin = angles.cos_sin(phase, dtype)
-    return cos[0, 0], sin[0, 0]
+    cos, sin = cos_sin(RopeSpec(d, base), None, dtype, device, "half", seq_len)
+    return cos[0], sin[0]
+
+
+def cos_sin(
+    spec: RopeSpec,
+    positions: PositionsLike,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+    tables: str,
+    seq_len: SeqLen,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tables of cosines and sines; see :meth:`tightrope.RopeSpec.cos_sin`.
+
+    They are what the rotation makes of pairs (1, 0).
+    """
+    if tables not in schema.TABLES:
+        raise bad_value(f"tables must be one of {', '.join(schema.TABLES)} but got {tables!r}")
+    if dtype not in DTYPES:
+        raise bad_type(
+            f"dtype must be float32, float64, bfloat16 or float16 but got {describe(dtype)}"
+        )
+    rule = "positions must hold the position of every token but"
+    if positions is None:
+        if seq_len is None:
+            raise bad_value(f"{rule} is None; for positions 0 to n - 1 pass seq_len=n")
+        positions = torch.arange(length(seq_len), device=device)
+    where = as_positions(positions)
+    if where.ids is None or where.add_index:
+        raise bad_value(
+            f"{rule} got {describe(positions)}; pass ids or "
+            "tightrope.positions.explicit(positions, tokens)"
+        )
+    ids, heads = where.ids, spec.words_for()[0].shape[2]
+    x = torch.zeros(
+        (ids.shape[1], heads, ids.shape[2], spec.head_dim),
+        dtype=dtype,
+        device=ids.device if device is None else device,
+    )
+    turning = slice(spec.start, spec.start + spec.rotary_dim)
+    split_pairs(x[..., turning], spec.interleaved)[0].fill_(1.0)
+    y = rotate(x, spec.on(where, x.device, seq_len))[..., turning]
+    y = y[:, 0] if heads == 1 else y
+    cos, sin = split_pairs(y, spec.interleaved)
+    if tables == "half":
+        return cos.contiguous(), sin.contiguous()
+    repeat = tables == "repeat" or (tables == "full" and spec.interleaved)
+    return join_pairs(cos, cos, repeat), join_pairs(sin, sin, repeat)
 
 
 @public("rotary_apply")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .. import angles, functional
+from .. import functional
 from .._errors import bad_type, bad_value, class_of, describe, integer, public, sentence
 from ..ops.checks import RoundingLike, rounding_of
 from ..positions import PositionsLike
@@ -167,12 +167,8 @@ class RotaryPositionalEmbedding(torch.nn.Module):
     def _cached(self, which: int) -> torch.Tensor | None:
         if self._seen == 0:
             return None
-        rotation = self.spec.at(None, self._seen_on)
-        phase = angles.phase_at(rotation.words, rotation.turns, None, 0, True, self._seen)
-        table = angles.cos_sin(phase, torch.float32)[which]
-        if self.spec.interleaved:
-            return table.repeat_interleave(2, dim=-1)
-        return torch.cat((table, table), dim=-1)
+        found = self.spec.cos_sin(seq_len=self._seen, device=self._seen_on, tables="full")
+        return found[which][None]
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

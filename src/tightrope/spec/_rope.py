@@ -274,6 +274,57 @@ class RopeSpec:
         regime = None if self.scaling is None else self.scaling.regime(length)
         return phase_words.assigned(self.scaling, self.rotary_dim, self.base, self.axes, regime)
 
+    @public("cos_sin")
+    def cos_sin(
+        self,
+        positions: PositionsLike = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        tables: str = "cat",
+        seq_len: SeqLen = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tables of cosines and sines, for code that wants tables.
+
+        By default in the layout that rotary modules of transformers return. The functions of this library
+        that take a spec need no tables.
+
+        Args:
+            positions: ids ``(tokens,)`` or ``(rows, tokens)`` of int32, int64, float32 or float64, or
+                :class:`tightrope.positions.Positions` with an id for every token; None for positions 0
+                to seq_len - 1.
+            dtype: float32, float64, bfloat16 or float16. Results are rounded once; errors are below
+                1.2e-7 in float32.
+            device: device of the tables; by default that of the ids, else torch's default device.
+            tables: the format of the last dimension: "cat", one entry per pair, and then all again;
+                "repeat", each entry twice in a row; "half", one entry per pair; "full", one entry per
+                channel, "repeat" for an interleaved spec and "cat" for any other.
+            seq_len: without positions, their number. With them the length of each sequence, for rules
+                that depend on it, see :meth:`at`.
+
+        Returns:
+            Cosines and sines, ``(rows, tokens, rotary_dim)``, with half as many entries in the last
+            dimension for "half"; with one row for ids ``(tokens,)``. For frequencies per head,
+            ``(rows, heads, tokens, rotary_dim)``. The attention scaling of the spec is included. Positions
+            on several axes give one angle per pair, as in :func:`tightrope.functional.rotate`. NaN for
+            positions that are not finite. Differentiable with respect to floating positions.
+
+        Raises:
+            ValueError: an unknown format; positions without an id for every token; positions or lengths
+                that do not fit the spec.
+            TypeError: a dtype, positions or lengths of the wrong type.
+            NotImplementedError: see :meth:`at`.
+
+        Source: Su et al., RoFormer (arXiv 2104.09864), section 3.4.2.
+
+        >>> cos, sin = RopeSpec(64).cos_sin(torch.arange(5, 9))
+        >>> cos.shape
+        torch.Size([1, 4, 64])
+        """
+        from ..functional.tables import cos_sin  # functional imports spec
+
+        return cos_sin(self, positions, dtype, device, tables, seq_len)
+
     def attention_scaling(self, seq_len: SeqLen = None) -> float:
         """Return the factor on the rotated channels, for one length or for rows of different lengths.
 

@@ -114,6 +114,12 @@ def test_tables_equal_the_formula() -> None:
         assert torch.equal(got, wanted)
 
 
+def test_tables_have_the_bits_of_the_rotation() -> None:
+    for x in (noise(2, 3, 50, 16), noise(2, 3, 50, 16, dtype=torch.float32)):
+        y = rotary_apply(x, *build_freqs_cis(50, 16, dtype=x.dtype))
+        assert torch.equal(y, rotate(x, RopeSpec(16, interleaved=True)))
+
+
 def test_tables_are_where_torch_makes_new_tensors() -> None:
     with torch.device("meta"):
         cos, sin = build_freqs_cis(5, 8)
