@@ -8,7 +8,10 @@ from .polar import (
     PolarRoPEAttention as PolarRoPEAttention,
     PolarRoPEHead as PolarRoPEHead,
 )
-from .rotary import RotaryPositionalEmbedding as RotaryPositionalEmbedding
+from .rotary import (
+    RotaryEmbedding as RotaryEmbedding,
+    RotaryPositionalEmbedding as RotaryPositionalEmbedding,
+)
 from .selective import (
     SelectiveAttention as SelectiveAttention,
     SelectiveCache as SelectiveCache,
@@ -21,6 +24,7 @@ __all__ = [
     "LrpeRotate1d",
     "PolarRoPEAttention",
     "PolarRoPEHead",
+    "RotaryEmbedding",
     "RotaryPositionalEmbedding",
     "SelectiveAttention",
     "SelectiveCache",

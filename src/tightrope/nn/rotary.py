@@ -1,4 +1,4 @@
-"""RoPE as a module, with the usual attributes (``inv_freq``, ``cos_cached``, …)."""
+"""RoPE as a module: of queries and keys, or of one tensor with the usual attributes (``inv_freq``, …)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 
 from .. import functional
 from .._errors import bad_type, bad_value, class_of, describe, integer, public, sentence
-from ..ops.checks import RoundingLike, rounding_of
+from ..axes import Axes
+from ..frequencies import Rule
+from ..ops.checks import RoundingLike, check_flag, layout_named, rounding_of
 from ..positions import PositionsLike
-from ..spec import RopeSpec
+from ..spec import RopeSpec, SeqLen
 
 # Guards updates of `max_seq_len_cached`, each a read and a write. All modules share one lock, because a
 # module with a lock of its own could not be copied or pickled.
@@ -22,7 +24,171 @@ _LEGACY_FREQUENCIES = ("inv_freq", "freqs")
 _LEGACY_TABLES = ("cos_cached", "sin_cached")
 
 
-class RotaryPositionalEmbedding(torch.nn.Module):
+class _Rotary(torch.nn.Module):
+    """A module with a spec, which loads checkpoints of modules with buffers."""
+
+    spec: RopeSpec
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        error_messages: list[str] = args[-1]
+        learned = self._parameters.get("inv_freq") is not None
+        for key in () if learned else _LEGACY_FREQUENCIES:
+            if prefix + key not in state_dict:
+                continue
+            saved = state_dict.pop(prefix + key)
+            if not self._agrees(saved):
+                error_messages.append(
+                    sentence(
+                        class_of(self),
+                        f"{prefix}{key} in the state_dict must agree with {self.spec} but does not; build "
+                        "the module with the frequencies of the checkpoint",
+                        **{key: saved},
+                    )
+                )
+        for key in _LEGACY_TABLES:
+            state_dict.pop(prefix + key, None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _agrees(self, saved: object) -> bool:
+        """Return whether saved frequencies equal the spec's.
+
+        The relative error may be 1e-6 or, for dtypes narrower than float32, 4 eps of the dtype.
+        """
+        exact = self.spec.frequencies().inv_freq
+        if not isinstance(saved, torch.Tensor) or not saved.is_floating_point():
+            return False
+        if saved.shape != exact.shape:
+            return False
+        if saved.device.type == "meta":
+            return True  # a meta tensor has no data to compare
+        limits = torch.finfo(saved.dtype)
+        # Allow two roundings to the saved dtype, one of the power of the base and one of the cast, and
+        # underflow below its smallest number.
+        relative, absolute = max(4 * limits.eps, 1e-6), limits.smallest_normal * limits.eps
+        read = saved.detach().to("cpu", torch.float64)
+        return torch.allclose(read, exact, rtol=relative, atol=absolute)
+
+
+class RotaryEmbedding(_Rotary):
+    """Rotary position embedding of queries and keys, as a part of an attention module.
+
+    The module has no buffer. ``.to(torch.bfloat16)``, construction on the meta device, copying and saving
+    do not change the rotation, and the module adds no key to a ``state_dict`` unless frequencies are
+    learned. Checkpoints of other modules that hold tables or the same frequencies are loaded without them.
+
+    Args:
+        spec: a :class:`tightrope.RopeSpec`, or the number of channels of a head, for a spec with the
+            following options.
+        base, rotary_dim, start, interleaved, scaling, axes: see :class:`tightrope.RopeSpec`; left out
+            if ``spec`` is one.
+        layout: the layout of q and k, see :func:`tightrope.rotate_qk`.
+        learnable: whether the frequencies are a parameter, in float32, that starts at those of the spec.
+            Not for frequencies that depend on the length or on several axes. A cast of the module to 16
+            bits rounds it, and calls warn of that.
+        device: device of the parameter.
+
+    Attributes:
+        spec: the :class:`tightrope.RopeSpec`.
+        inv_freq: the parameter, radians per position ``(pairs,)`` or ``(heads, pairs)``; None if not
+            learnable.
+
+    Raises:
+        TypeError, ValueError: invalid options; the message names the option.
+
+    Source: Su et al., RoFormer (arXiv 2104.09864).
+
+    >>> rope = RotaryEmbedding(64, base=500_000.0, layout="bshd")
+    >>> q, k = torch.randn(2, 16, 8, 64), torch.randn(2, 16, 2, 64)  # batch, tokens, heads, channels
+    >>> q, k = rope(q, k)  # positions 0 to 15
+    >>> q, k = rope(q, k, 100)  # positions 100 to 115
+    """
+
+    @public()
+    def __init__(  # noqa: PLR0913  (one argument for each option)
+        self,
+        spec: RopeSpec | int,
+        base: float = 10000.0,
+        rotary_dim: int | None = None,
+        *,
+        start: int = 0,
+        interleaved: bool = False,
+        scaling: Rule | None = None,
+        axes: Axes | None = None,
+        layout: str = "bhsd",
+        learnable: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        options = base, rotary_dim, start, interleaved, scaling, axes
+        if not isinstance(spec, RopeSpec):
+            spec = RopeSpec(spec, *options)  # type: ignore[arg-type]
+        elif options != (10000.0, None, 0, False, None, None):
+            raise bad_value(
+                "base, rotary_dim, start, interleaved, scaling and axes must be left out with a "
+                f"RopeSpec, which has them, but got {spec} and others"
+            )
+        layout_named(layout)
+        check_flag("learnable", learnable)
+        self.spec, self.layout = spec, layout
+        self.register_parameter("inv_freq", None)
+        if learnable:
+            if spec.by_length or spec.axes is not None:
+                raise bad_value(
+                    "learnable must be False for frequencies that depend on the length or on several "
+                    "axes; pass inv_freq= to tightrope.rotate_qk instead"
+                )
+            shape = spec.frequencies().inv_freq.shape
+            self.inv_freq = torch.nn.Parameter(
+                torch.empty(shape, dtype=torch.float32, device=device)
+            )
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set learned frequencies to those of the spec, for example after ``to_empty``."""
+        if self.inv_freq is not None:
+            with torch.no_grad():
+                self.inv_freq.copy_(self.spec.frequencies().inv_freq)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None = None,
+        positions: PositionsLike = None,
+        *,
+        seq_len: SeqLen = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Rotate queries and keys. For more options, call :func:`tightrope.rotate_qk` with ``spec``.
+
+        Args:
+            q, k: see :func:`tightrope.rotate_qk`, in the layout of the module.
+            positions, seq_len: see :func:`tightrope.rotate`.
+
+        Returns:
+            New tensors for q and k; for q alone if k is None.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: see :func:`tightrope.rotate`.
+        """
+        y, z = functional.rotate_qk(
+            q,
+            k,
+            self.spec,
+            positions,
+            layout=self.layout,
+            inv_freq=self.inv_freq,
+            seq_len=seq_len,
+        )
+        return y if z is None else (y, z)
+
+    def extra_repr(self) -> str:
+        """Return the arguments shown in the repr."""
+        learned = "" if self.inv_freq is None else ", learnable=True"
+        return f"{self.spec}, layout={self.layout!r}{learned}"
+
+
+class RotaryPositionalEmbedding(_Rotary):
     """Rotary position embedding of the first ``dim`` channels; the others are copied.
 
     The module has no table that a sequence could outgrow and no buffer that a cast could round.
@@ -169,46 +335,6 @@ class RotaryPositionalEmbedding(torch.nn.Module):
             return None
         found = self.spec.cos_sin(seq_len=self._seen, device=self._seen_on, tables="full")
         return found[which][None]
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        error_messages: list[str] = args[-1]
-        for key in _LEGACY_FREQUENCIES:
-            if prefix + key not in state_dict:
-                continue
-            saved = state_dict.pop(prefix + key)
-            if not self._agrees(saved):
-                error_messages.append(
-                    sentence(
-                        class_of(self),
-                        f"{prefix}{key} in the state_dict must agree with dim {self.dim} and base "
-                        f"{self.base} but does not; build the module with the dim and base of the checkpoint",
-                        **{key: saved},
-                    )
-                )
-        for key in _LEGACY_TABLES:
-            state_dict.pop(prefix + key, None)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def _agrees(self, saved: object) -> bool:
-        """Return whether saved frequencies equal the spec's.
-
-        The relative error may be 1e-6 or, for dtypes narrower than float32, 4 eps of the dtype.
-        """
-        exact = self.spec.frequencies().inv_freq
-        if not isinstance(saved, torch.Tensor) or not saved.is_floating_point():
-            return False
-        if saved.shape != exact.shape:
-            return False
-        if saved.device.type == "meta":
-            return True  # a meta tensor has no data to compare
-        limits = torch.finfo(saved.dtype)
-        # Allow two roundings to the saved dtype, one of the power of the base and one of the cast, and
-        # underflow below its smallest number.
-        relative, absolute = max(4 * limits.eps, 1e-6), limits.smallest_normal * limits.eps
-        read = saved.detach().to("cpu", torch.float64)
-        return torch.allclose(read, exact, rtol=relative, atol=absolute)
 
     def extra_repr(self) -> str:
         """Return the arguments shown in the repr."""

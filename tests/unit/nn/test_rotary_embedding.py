@@ -1,0 +1,207 @@
+"""RotaryEmbedding, the module for attention code: calls, learned frequencies, casts and saving."""
+
+import copy
+import pickle
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.support import helpers, oracle
+from tests.support.helpers import refused
+from tests.support.tolerances import Result, assert_near, assert_rotated
+from tightrope import RopeSpec, positions, rotate, rotate_qk
+from tightrope.axes import Axes
+from tightrope.frequencies import DynamicNTK, Given, Linear
+from tightrope.nn import RotaryEmbedding
+
+noise = partial(helpers.noise, dtype=torch.float32)
+Q, K = noise(2, 4, 5, 8), noise(2, 2, 5, 8, seed=1)
+
+
+def test_exact_results() -> None:
+    q, k = RotaryEmbedding(8, 5e5)(Q, K, 1000)
+    ids = torch.arange(5) + 1000
+    for x, got in ((Q, q), (K, k)):
+        exact = oracle.rotate(x, ids, oracle.frequencies(5e5, 8))
+        assert_rotated([Result(got, exact, oracle.pair_lengths(x, 8), 1005)])
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_it_is_rotate_qk_with_its_spec(layout: str) -> None:
+    spec = RopeSpec(8, 500.0, rotary_dim=4, start=2, interleaved=True, scaling=Linear(2.0))
+    options: dict[str, Any] = {"start": 2, "interleaved": True, "scaling": Linear(2.0)}
+    q, k = (x if layout == "bhsd" else x.transpose(1, 2) for x in (Q, K))
+    for rope in (
+        RotaryEmbedding(spec, layout=layout),
+        RotaryEmbedding(8, 500.0, 4, layout=layout, **options),
+    ):
+        assert rope.spec == spec
+        for at in (
+            None,
+            7,
+            torch.arange(10).reshape(2, 5),
+            positions.per_row(torch.tensor([3, 9])),
+        ):
+            wanted = rotate_qk(q, k, spec, at, layout=layout)
+            for got, expected in zip(rope(q, k, at), wanted, strict=True):
+                assert torch.equal(got, expected)
+            assert torch.equal(rope(q, positions=at), wanted[0])
+
+
+def test_several_axes_and_lengths() -> None:
+    axes = Axes.blocks((2, 2))
+    where = positions.multi_axis(torch.arange(10).reshape(2, 5))
+    assert torch.equal(RotaryEmbedding(8, axes=axes)(Q, positions=where),
+                       rotate(Q, RopeSpec(8, axes=axes), where))  # fmt: skip
+    rule = DynamicNTK(2.0, 4)
+    rope, spec = RotaryEmbedding(8, scaling=rule), RopeSpec(8, scaling=rule)
+    for length in (None, 100):
+        got = rope(Q, seq_len=length)
+        assert torch.equal(got, rotate(Q, spec, seq_len=length))
+
+
+def test_learned_frequencies() -> None:
+    rope = RotaryEmbedding(8, learnable=True)
+    assert list(rope.state_dict()) == ["inv_freq"]
+    assert rope.inv_freq.dtype == torch.float32
+    assert_near(rope.inv_freq.detach(), RopeSpec(8).frequencies().inv_freq.float(), "float32 ways")
+    assert_near(rope(Q, K, 3)[1].detach(), rotate(K, RopeSpec(8), 3), "float32 ways")
+    rope(Q, K, 3)[0].square()[..., :2].sum().backward()
+    assert rope.inv_freq.grad is not None
+    assert rope.inv_freq.grad.any()
+    other = RotaryEmbedding(8, learnable=True)
+    with torch.no_grad():
+        rope.inv_freq.mul_(2)
+    other.load_state_dict(rope.state_dict())
+    assert torch.equal(other(Q), rope(Q))
+    other.reset_parameters()
+    assert torch.equal(other(Q), RotaryEmbedding(8, learnable=True)(Q))
+    heads = RotaryEmbedding(8, scaling=Given.of(noise(4, 4)), learnable=True)
+    assert heads.inv_freq.shape == (4, 4)
+    heads(Q)
+    with pytest.warns(UserWarning, match="frequencies should be float32"):
+        rope.to(torch.bfloat16)(Q)
+
+
+@pytest.mark.parametrize("learnable", [False, True])
+def test_casts_copies_and_meta_devices(learnable: bool) -> None:
+    rope = RotaryEmbedding(8, 777.0, interleaved=True, learnable=learnable)
+    expected = rope(Q, K)
+    assert not list(rope.buffers())
+    assert len(list(rope.parameters())) == len(rope.state_dict()) == learnable
+    with torch.device("meta"):
+        on_meta = RotaryEmbedding(8, 777.0, interleaved=True, learnable=learnable)
+    on_meta = on_meta.to_empty(device="cpu")
+    on_meta.reset_parameters()
+    variants = {
+        "meta": on_meta,
+        "deepcopy": copy.deepcopy(rope),
+        "pickle": pickle.loads(pickle.dumps(rope)),
+        "double": copy.deepcopy(rope).double(),
+    }
+    if not learnable:
+        variants["bfloat16"] = copy.deepcopy(rope).to(torch.bfloat16)
+    for name, module in variants.items():
+        for got, wanted in zip(module(Q, K), expected, strict=True):
+            assert torch.equal(got, wanted), name
+    with torch.device("meta"):
+        assert RotaryEmbedding(8, learnable=learnable)(torch.empty(1, 2, 3, 8)).is_meta
+
+
+@pytest.mark.parametrize("learnable", [False, True])
+def test_one_graph(learnable: bool) -> None:
+    rope, counter = RotaryEmbedding(8, learnable=learnable), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(rope, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (5, 4, 3):
+        q, k = noise(2, 4, tokens, 8), noise(2, 2, tokens, 8)
+        for got, wanted in zip(compiled(q, k, 100 - tokens), rope(q, k, 100 - tokens), strict=True):
+            assert_near(got, wanted, "float32 ways")
+    assert counter.frame_count == 1
+
+
+class Model(torch.nn.Module):
+    def __init__(self, base: float = 10000.0, learnable: bool = False) -> None:
+        super().__init__()
+        self.rope = RotaryEmbedding(8, base, learnable=learnable)
+        self.linear = torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("key", ["inv_freq", "freqs"])
+def test_keys_of_other_modules_are_checked_and_dropped(key: str) -> None:
+    saved = dict(Model().state_dict())
+    saved[f"rope.{key}"] = RopeSpec(8).frequencies().inv_freq.float()
+    saved["rope.cos_cached"] = torch.zeros(1, 1, 5, 8)
+    Model().load_state_dict(saved)
+    with pytest.raises(RuntimeError) as caught:
+        Model(base=9000.0).load_state_dict(saved)
+    assert (
+        f"[RotaryEmbedding] rope.{key} in the state_dict must agree with RopeSpec(head_dim=8, "
+        "base=9000.0) but does not; build the module with the frequencies of the checkpoint "
+        f"({key}: float32[4])."
+    ) in str(caught.value)
+    saved["rope.weight"] = torch.zeros(1)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        Model().load_state_dict(saved)
+
+
+def test_learned_frequencies_load_as_they_are() -> None:
+    saved = dict(Model(learnable=True).state_dict())
+    saved["rope.inv_freq"] = torch.rand(4)
+    model = Model(learnable=True)
+    model.load_state_dict(saved)
+    assert torch.equal(model.rope.inv_freq, saved["rope.inv_freq"])
+
+
+def test_repr() -> None:
+    assert repr(RotaryEmbedding(8)) == "RotaryEmbedding(RopeSpec(head_dim=8), layout='bhsd')"
+    assert repr(RotaryEmbedding(RopeSpec(8, 500.0), layout="thd", learnable=True)) == (
+        "RotaryEmbedding(RopeSpec(head_dim=8, base=500.0), layout='thd', learnable=True)"
+    )
+
+
+OPTIONS = "base, rotary_dim, start, interleaved, scaling and axes"
+REFUSED: dict[str, tuple[type[Exception], str, Any]] = {
+    "spec and options": (
+        ValueError,
+        f"{OPTIONS} must be left out with a RopeSpec, which has them, but got "
+        "RopeSpec(head_dim=8) and others",
+        lambda: RotaryEmbedding(RopeSpec(8), 500.0),
+    ),
+    "layout": (
+        ValueError,
+        "layout must be one of bhsd, bshd, sbhd, thd, bsd, sd but got 'hb'",
+        lambda: RotaryEmbedding(8, layout="hb"),
+    ),
+    "learnable": (
+        TypeError,
+        "learnable must be a bool but got 1",
+        lambda: RotaryEmbedding(8, learnable=1),  # type: ignore[arg-type]
+    ),
+    "learned, of a length": (
+        ValueError,
+        "learnable must be False for frequencies that depend on the length or on several axes; pass "
+        "inv_freq= to tightrope.rotate_qk instead",
+        lambda: RotaryEmbedding(8, scaling=DynamicNTK(2.0, 4), learnable=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("error, text, call", REFUSED.values(), ids=REFUSED)
+def test_sentences(error: type[Exception], text: str, call: Any) -> None:
+    with refused(error, f"[RotaryEmbedding] {text}."):
+        call()
+
+
+def test_errors_of_a_call_are_those_of_rotate_qk() -> None:
+    rope = RotaryEmbedding(8)
+    with pytest.raises(ValueError, match=r"^\[rotate_qk\] q must have"):
+        rope(torch.zeros(1, 2, 3, 6))
+    with pytest.raises(TypeError, match=r"^\[rotate_qk\] q must be a tensor"):
+        rope(None, K)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rope(Q.bfloat16(), K.bfloat16())
