@@ -20,7 +20,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from tightrope import RopeSpec
 from tightrope.activations import RMSNorm
 from tightrope.functional import rotate_qk
-from tightrope.nn import LrpeRotate1d, PolarRoPEAttention, RotaryPositionalEmbedding
+from tightrope.nn import (
+    LrpeRotate1d,
+    PolarRoPEAttention,
+    RotaryEmbedding,
+    RotaryPositionalEmbedding,
+)
 
 from .harness import Group, scenario
 
@@ -31,8 +36,8 @@ class Attention(nn.Module):
     """Attention whose queries and keys are normed and rotated, in one of three ways.
 
     Args:
-        kind: "norm", learned weights of RMSNorm, normed and rotated in one pass; "module", a
-            rotary module; "learned", learned frequencies.
+        kind: "norm", learned weights of RMSNorm, normed and rotated in one pass; "module", two
+            rotary modules, one with learned frequencies; "learned", learned angles of each head.
     """
 
     def __init__(self, kind: str) -> None:
@@ -46,6 +51,7 @@ class Attention(nn.Module):
             self.k_weight = nn.Parameter(1 + torch.randn(HEAD_DIM) / 8)
         elif kind == "module":
             self.rope = RotaryPositionalEmbedding(HEAD_DIM, interleaved=True)
+            self.k_rope = RotaryEmbedding(HEAD_DIM, interleaved=True, layout="bshd", learnable=True)
         else:
             self.rope = LrpeRotate1d(HEAD_DIM, HEADS, act="silu")
 
@@ -57,7 +63,7 @@ class Attention(nn.Module):
             # Positions are made here; nothing but activations comes from other stages.
             q, k = rotate_qk(q, k, self.spec.at(1_000_000), layout="bshd", act=act)
         elif self.kind == "module":
-            q, k = self.rope(q, seq_dim=1), self.rope(k, seq_dim=1)
+            q, k = self.rope(q, seq_dim=1), self.k_rope(k)
         else:
             q, k = self.rope(q), self.rope(k)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
