@@ -211,7 +211,8 @@ def cos_sin(
     if positions is None:
         if seq_len is None:
             raise bad_value(f"{rule} is None; for positions 0 to n - 1 pass seq_len=n")
-        positions = torch.arange(length(seq_len), device=device)
+        rows = "; pass positions for rows of different lengths"
+        positions = torch.arange(length(integer("seq_len", seq_len, rows)), device=device)
     where = as_positions(positions)
     if where.ids is None or where.add_index:
         raise bad_value(
@@ -226,9 +227,10 @@ def cos_sin(
     )
     turning = slice(spec.start, spec.start + spec.rotary_dim)
     split_pairs(x[..., turning], spec.interleaved)[0].fill_(1.0)
-    y = rotate(x, spec.on(where, x.device, seq_len))[..., turning]
-    y = y[:, 0] if heads == 1 else y
-    cos, sin = split_pairs(y, spec.interleaved)
+    rotation = spec.on(where, x.device, seq_len)
+    rotation.check_passed(ids.shape[2])
+    y = rotate(x, rotation)[..., turning]
+    cos, sin = split_pairs(y[:, 0] if heads == 1 else y, spec.interleaved)
     if tables == "half":
         return cos.contiguous(), sin.contiguous()
     repeat = tables == "repeat" or (tables == "full" and spec.interleaved)

@@ -194,6 +194,21 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
 }
 
 
+def test_lengths_that_do_not_fit() -> None:
+    spec = RopeSpec(8, scaling=DynamicNTK(2.0, 4))
+    text = (
+        "[cos_sin] seq_len must be at least 10, the largest position plus 1, but got 5; give the length "
+        "of the whole sequence (positions: int64[1, 1, 10])."
+    )
+    with refused(ValueError, text):
+        spec.cos_sin(torch.arange(10), seq_len=5)
+    text = "[cos_sin] seq_len must be an int but got int64[2]; pass positions for rows of different lengths."
+    with refused(TypeError, text):
+        spec.cos_sin(seq_len=torch.tensor([3, 4]))
+    with refused(ValueError, "[seq_len] a length must not be negative but got -1."):
+        spec.cos_sin(seq_len=-1)
+
+
 @pytest.mark.parametrize("error, text, call", REFUSED.values(), ids=REFUSED)
 def test_sentences(error: type[Exception], text: str, call: dict[str, Any]) -> None:
     with refused(error, f"[cos_sin] {text}."):
