@@ -218,6 +218,8 @@ def test_build_freqs_cis_and_rotary_apply() -> None:
     angle = angles(torch.arange(50), 16)
     assert_near(cos, angle.cos().float(), "float32 ways")
     assert_near(sin, angle.sin().float(), "float32 ways")
+    for got, wanted in zip(build_freqs_cis(50, 16, dtype=F64), (angle.cos(), angle.sin())):
+        assert_near(got, wanted, "float64 ways")
     x = noise(2, 3, 50, 16)
     y = rotary_apply(x, *build_freqs_cis(50, 16, dtype=F64))
     assert_near(y, turned(x, angle, True), "float64 formula")
