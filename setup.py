@@ -190,7 +190,6 @@ def build_library() -> Path:
         "bind_cosines.cpp": torch_flags,
         "bind_schemas.cpp": [*torch_flags, f"-DTIGHTROPE_SCHEMAS={schemas()}"],
         "dispatch.cpp": ["-O3"],
-        "stretched.cpp": ["-O3"],
         "large_results.cpp": ["-O2"],
         "older_systems.cpp": ["-O2"],
     }

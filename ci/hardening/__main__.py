@@ -130,9 +130,9 @@ def addresses(quick: bool) -> int:
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
-    # 64 numbers are written to the memory of one.
-    call = "import torch; from tightrope.backends.cpu import native; native._stretched("
-    call += "bytes(48), 0, [0, 0], 0, 0, torch.ones(1, dtype=torch.int64).expand(2, 32))"
+    # The kernel reads 64 numbers from the memory of one.
+    call = "import torch, tightrope; x = torch.ones(1, 1, 1, 64); x.untyped_storage().resize_(4); "
+    call += "tightrope.functional.rotate(x, tightrope.RopeSpec(64))"
     must_fail("heap-buffer-overflow", call, **more)
     if quick:
         return tested("kernel/cpu/test_raw_operators", 3, **more)  # runs on every instruction set

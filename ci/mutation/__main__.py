@@ -61,9 +61,6 @@ NEAREST = {
         laws/test_numerics unit/test_angles unit/functional/test_tables
         unit/functional/test_rounding
     """,
-    "csrc/stretched": """
-        unit/test_phase_words
-    """,
     "csrc/overlap": """
         unit/ops/test_memory kernel/cpu/test_raw_operators unit/functional/test_out
     """,

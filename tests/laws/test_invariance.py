@@ -287,7 +287,7 @@ def test_a_pair_alone_or_in_a_vector(interleaved: bool, dtype: torch.dtype) -> N
     place and in place."""
     for pairs in PAIRS:
         spec = RopeSpec(2 * pairs, interleaved=interleaved)
-        words = spec.at().words
+        words = spec.at().angles.words
         x = cancelling(noise(1, 18, 2 * pairs, dtype=dtype, seed=pairs), spec, 8185)
         y = rotate(x, spec, 8185, layout="bsd")
         z = rotate_(x.clone(), spec, 8185, layout="bsd")

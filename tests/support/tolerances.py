@@ -446,6 +446,13 @@ class Result(NamedTuple):
     # Length of the pair of each element; 0 for an element that does not rotate.
     lengths: torch.Tensor
     reach: float = 0.0  # the largest |position|
+    drift: float = 0.0  # the relative error of the frequencies
+
+
+def dynamic_drift(factor: float, trained: int, length: int) -> float:
+    """Return the relative error that the frequencies of dynamic NTK may have at a length."""
+    scale = 1 + factor * max(length - trained, 0) / trained
+    return value("dynamic float64") * (4 + 2 * math.log(scale)) if length > trained else 0.0
 
 
 def assert_rotated(cases: Iterable[Result]) -> None:
@@ -455,10 +462,10 @@ def assert_rotated(cases: Iterable[Result]) -> None:
     elements is taken over all of them, all other bounds over each case.
     """
     total = missed = 0
-    for got, exact, lengths, reach in cases:
+    for got, exact, lengths, reach, drift in cases:
         assert got.shape == exact.shape
         if got.dtype in (torch.float32, torch.float64):
-            _assert_close(got, exact, lengths, reach)
+            _assert_close(got, exact, lengths, reach, drift=drift)
             continue
         apart = oracle.steps_apart(got, oracle.rounded(exact, got.dtype))
         total += apart.numel()
@@ -538,6 +545,7 @@ def _assert_close(
     lengths: torch.Tensor,
     reach: float,
     rotations: int = 1,
+    drift: float = 0.0,
 ) -> None:
     width = "float64" if got.dtype == torch.float64 else "float32"
     floor = rotations * value(f"{width} subnormal")
@@ -547,7 +555,8 @@ def _assert_close(
         if got.dtype in (torch.float32, torch.float64)
         else oracle.step_sizes(exact, got.dtype) / 2
     )
-    bound = rotation_bound(got.dtype, reach, rotations) * lengths + floor + stored
+    # No frequency is above 1 radian per position.
+    bound = (rotation_bound(got.dtype, reach, rotations) + drift * reach) * lengths + floor + stored
     error = (got.double() - exact).abs()
     worst = (error - bound).max().item() if error.numel() else 0.0
     # Written so that NaN fails.

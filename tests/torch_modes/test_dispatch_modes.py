@@ -41,8 +41,7 @@ from tightrope.functional import (
     rotate_qk_,
 )
 from tightrope.gates import Exp, Scalar, Slope, XPos
-from tightrope.ops import gating
-from tightrope.spec import _lengths, _prepared
+from tightrope.spec import _lengths, _prepared, _words
 
 LENGTH = 100
 X = noise(2, 3, LENGTH, 16, dtype=torch.float32)
@@ -129,25 +128,7 @@ def test_a_fake_tensor_is_not_readable_outside_of_its_mode() -> None:
 # --- checks stay on -------------------------------------------------------------------------------
 
 
-def changed_ids() -> Any:
-    ids = torch.arange(LENGTH)
-    prepared = BY_LENGTH["dynamic NTK"].at(ids)
-    rotate(X, prepared)
-    ids.add_(1000)
-    return rotate(X, prepared)
-
-
-def changed_ids_of_a_stack() -> Any:
-    ids = torch.arange(LENGTH)
-    prepared = RopeSpec(16).at(ids, stack="transformers")
-    rotate(X, prepared)
-    ids.add_(1000)
-    return rotate(X, prepared)
-
-
 REFUSED: dict[str, Callable[[], Any]] = {
-    "changed ids": changed_ids,
-    "changed ids of a stack": changed_ids_of_a_stack,
     "beyond seq_len": lambda: rotate(X, BY_LENGTH["dynamic NTK"].at(0, seq_len=50)),
     "ids beyond seq_len": lambda: rotate(X, BY_LENGTH["LongRoPE"], torch.arange(100), seq_len=50),
     "positions start again": lambda: rotate(X, BY_LENGTH["LongRoPE"], torch.arange(100) % 90),
@@ -463,7 +444,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
         return [t for one in value.values() for t in tensors_of(one)]
     if isinstance(value, (list, tuple)):
         return [t for one in value for t in tensors_of(one)]
-    if isinstance(value, (_prepared.PreparedRotation, _prepared.Memo)):
+    if isinstance(value, (_prepared.PreparedRotation, _prepared.Kept, positions.Positions)):
         return tensors_of(vars(value))
     return []
 
@@ -541,14 +522,13 @@ def test_nothing_is_kept_while_a_graph_is_captured(
     ids, lengths = torch.arange(LENGTH).repeat(2, 1), torch.tensor([150, 160])
     rope = by_value(name, ids, lengths)
     gate = None if name == "stack" else XPos(4, 8.0)
-    for module in (_prepared, gating):
+    for module in (_prepared, _words):
         monkeypatch.setattr(module, "may_keep", lambda _: False)
     expected = rotate(X, rope, gate=gate)
     rope = by_value(name, ids, lengths)
     for _ in range(2):
         assert torch.equal(rotate(X, rope, gate=gate), expected)
-    assert (rope.memo.for_tokens, rope.memo.tables, rope.memo.parts) == (None, {}, {})
-    assert (rope.memo.gate_logs, rope.memo.row) == ({}, None)
+    assert rope.kept._values == {}
 
 
 @pytest.mark.usefixtures("unreadable")

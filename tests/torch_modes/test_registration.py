@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 def arguments(
     ids: torch.Tensor | None = None, layout: int = 0, interleaved: bool = False, direction: int = 0
 ) -> tuple[object, ...]:
-    words = SPEC.at().words
+    words = SPEC.at().angles.words
     turns = torch.ones_like(words)
     options = schema.Options(layout, 1, interleaved, direction, add_index=ids is None)
     return (words, turns, ids, 3, options.pack(), 1.25)
@@ -147,7 +147,7 @@ def outer_call(
     )
     angle = noise(1, 1, 20, 3)
     primary, secondary = (
-        (SPEC.at().words, None) if source == "words" else (angle.cos(), angle.sin())
+        (SPEC.at().angles.words, None) if source == "words" else (angle.cos(), angle.sin())
     )
     eps = 1e-5 if act == "rms_norm" else 0.0
     fixed = schema.Plain(primary, secondary, None, 3, options.pack(), 1.25)
@@ -397,7 +397,7 @@ def test_several_axes_and_angles_per_row_and_head() -> None:
 
 def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
     x = noise(2, 3, 5, 8)
-    words = SPEC.at().words
+    words = SPEC.at().angles.words
     add_index, ids = schema.Options(start=1).pack(), schema.Options(start=1, add_index=False).pack()
     tables = schema.Options(source=1).pack()
     bad = {
@@ -451,7 +451,7 @@ def test_fake_tensors_leave_nothing_behind() -> None:
         rotate(torch.empty(2, 3, 5, 8), made_inside)
     x = noise(2, 3, 5, 8)
     for one in (spec, made_inside):
-        assert type(one.at().words) is torch.Tensor
+        assert type(one.at().angles.words) is torch.Tensor
         assert torch.equal(rotate(x, one, 3), rotate(x, copy.deepcopy(one), 3))
 
 
@@ -475,7 +475,7 @@ def test_devices_are_not_mixed() -> None:
 
     One meta tensor selects the fake kernel, whose result would be uninitialised memory.
     """
-    x, words = noise(2, 3, 5, 8), SPEC.at().words
+    x, words = noise(2, 3, 5, 8), SPEC.at().angles.words
     rest = (None, None, 0, schema.Options(start=1).pack(), 1.0)
     for k, other in ((None, words.to("meta")), (x.to("meta"), words)):
         for operator, outs in (
@@ -495,7 +495,7 @@ def test_raw_operators_count_a_version_of_all_that_they_write() -> None:
     schema.rotate_into(noise(2, 3, 5, 8), noise(2, 3, 5, 8), *written[2:4], *arguments())
     extras = [noise(2, 3, 5, 8) for _ in range(2)], 0.0
     options = schema.Options(start=1, gate=schema.LOG).pack()
-    call = (SPEC.at().words, None, None, 3, options, 1.25, *extras)
+    call = (SPEC.at().angles.words, None, None, 3, options, 1.25, *extras)
     schema.rotate_extras_into(noise(2, 3, 5, 8), noise(2, 3, 5, 8), *written[4:], *call)
     assert all(x._version > version for x, version in zip(written, before, strict=True))
 

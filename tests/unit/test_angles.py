@@ -107,7 +107,9 @@ def test_two_pi_has_the_digits_that_a_word_needs() -> None:
 def test_inv_freq_is_read_back_from_words() -> None:
     for base in (1e-3, 1e4):
         rotation = RopeSpec(16, base=base).at()
-        read = angles.inv_freq(rotation.words, rotation.turns, torch.float64).flatten()
+        read = angles.inv_freq(
+            rotation.angles.words, rotation.angles.turns, torch.float64
+        ).flatten()
         wanted = [float(omega) for omega in oracle.frequencies(base, 16)]
         for got, omega in zip(read.tolist(), wanted, strict=True):
             # The resolution of phase words is absolute: a slow pair has fewer digits.
@@ -127,7 +129,9 @@ def test_integer_positions(base: float, dim: int) -> None:
     assert rotation.ids is not None
     near = ids.abs() <= 2**20
     for dtype in DTYPES:
-        results = [from_definition(rotation.words, rotation.turns, rotation.ids, dtype)]
+        results = [
+            from_definition(rotation.angles.words, rotation.angles.turns, rotation.ids, dtype)
+        ]
         for backend, missing in tightrope.backends.why_not().items():
             if missing is None:
                 results.append(from_rotation(spec, ids, (1, len(ids)), dtype, backend))
@@ -196,9 +200,11 @@ def test_fractional_positions(base: float, position_dtype: torch.dtype) -> None:
     spec = RopeSpec(dim, base=base)
     rotation = spec.at(ids)
     assert rotation.ids is not None
-    assert (rotation.turns is not None) == any(omega > oracle.MP.pi for omega in omegas)
+    assert (rotation.angles.turns is not None) == any(omega > oracle.MP.pi for omega in omegas)
     for dtype in DTYPES:
-        results = [from_definition(rotation.words, rotation.turns, rotation.ids, dtype)]
+        results = [
+            from_definition(rotation.angles.words, rotation.angles.turns, rotation.ids, dtype)
+        ]
         for backend, missing in tightrope.backends.why_not().items():
             if missing is None:
                 results.append(from_rotation(spec, ids, (1, len(ids)), dtype, backend))
@@ -344,7 +350,9 @@ def test_position_angle_is_zero_with_the_derivative_of_the_angle() -> None:
     ids = torch.tensor([[[0.0, 0.3, -7.75, 12345.678]]], dtype=torch.float64, requires_grad=True)
     for base in (1e-3, 1e4):
         rotation = RopeSpec(8, base=base).at()
-        step = angles.position_angle(rotation.words, rotation.turns, ids, torch.float64)
+        step = angles.position_angle(
+            rotation.angles.words, rotation.angles.turns, ids, torch.float64
+        )
         assert step.shape == (1, 1, 4, 4)
         assert float(step.detach().abs().max()) <= 2.0**-62 * 1e3
         (slope,) = torch.autograd.grad(step.sum(), ids)

@@ -124,9 +124,6 @@ class LongRoPE(Rule):
             return None
         return self.original_max_position + 1
 
-    def inv_freq_beyond(self, within: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Return None: all longer sequences have the same frequencies."""
-
     @public("LongRoPE")
     def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:
         if 2 * len(self.short_factor) != rotary_dim:

@@ -8,10 +8,8 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import ClassVar
 
-import torch
-
 from .._errors import bad_value, public
-from ._rule import CONTEXT, Frequencies, Keys, Rule, number
+from ._rule import CONTEXT, Frequencies, Keys, Length, Rule, number
 
 
 @lru_cache(maxsize=256)
@@ -160,7 +158,6 @@ class DynamicNTK(Rule):
         "original_max_position": ("original_max_position_embeddings",),
     }
     by_length = True
-    ntk_by_length = True
 
     factor: float
     original_max_position: int
@@ -174,17 +171,14 @@ class DynamicNTK(Rule):
         excess = Decimal(seq_len - self.original_max_position) / self.original_max_position
         return Frequencies(_stretched(rotary_dim, base, 1 + Decimal(self.factor) * excess))
 
-    def inv_freq_beyond(self, within: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Compute the frequencies in float64, with a relative error of at most 1e-15 · (4 + 2 ln scale).
+    def scale_beyond(self, length: Length) -> Length:
+        return (length - self.original_max_position) * (
+            self.factor / self.original_max_position
+        ) + 1.0
 
-        That is at most 4e-14 for scales up to 1e7.
-        """
-        excess = (lengths - self.original_max_position) / self.original_max_position
-        logarithm = torch.log1p(self.factor * excess)[:, None]
-        pairs = within.shape[0]
-        index = torch.arange(pairs, dtype=torch.float64, device=lengths.device)
-        # The exponent is 2k / (d − 2), which is k / (d/2 − 1).
-        return within * torch.exp(-index * logarithm / max(pairs - 1, 1))
+    def scale_exponents(self, pairs: int) -> list[float]:
+        # 2k / (d − 2), which is k / (d/2 − 1)
+        return [k / max(pairs - 1, 1) for k in range(pairs)]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 
@@ -33,6 +33,9 @@ LONGEST = 2**31
 _FASTEST = 1e18
 
 Keys: TypeAlias = Mapping[str, tuple[str, ...]]
+
+#: A length of a sequence, or one for each row.
+Length = TypeVar("Length", float, torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -101,17 +104,11 @@ class Rule:
         keys: for each field, its names in the rope section of a configuration.
         by_length: whether the frequencies depend on the length of the sequence. Such a rule has a
             field ``original_max_position``, up to which the frequencies are the same.
-        ntk_by_length: whether longer sequences have the frequencies of NTK-aware scaling by
-            ``1 + factor · (length / original_max_position − 1)``, and attention scaling 1. Phase words
-            of many lengths are then computed together. False for a subclass that overrides
-            :meth:`make`, :meth:`regime` or :meth:`frequencies`, unless the subclass sets this
-            attribute too.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
     keys: ClassVar[Keys] = {}
     by_length: ClassVar[bool] = False
-    ntk_by_length: ClassVar[bool] = False
     original_max_position: int  # for rules with by_length
 
     @public()
@@ -126,7 +123,8 @@ class Rule:
                 )
             RULES[name] = cls
         if not {"make", "regime", "frequencies"}.isdisjoint(cls.__dict__):
-            cls.ntk_by_length = cls.__dict__.get("ntk_by_length", False)
+            # An inherited scale is that of other frequencies.
+            cls.scale_beyond = cls.__dict__.get("scale_beyond", Rule.scale_beyond)  # type: ignore[method-assign]
         # Set here, so that the dataclass decorator does not add its own.
         cls.__hash__ = Rule.__hash__  # type: ignore[method-assign]
         cls.__repr__ = Rule.__repr__  # type: ignore[method-assign]
@@ -175,31 +173,36 @@ class Rule:
         """
         raise NotImplementedError
 
-    @public()
-    def inv_freq_beyond(
-        self,
-        within: torch.Tensor,  # noqa: ARG002
-        lengths: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Return the frequencies for lengths in a tensor whose values cannot be read, on its device.
+    def scale_beyond(self, length: Length) -> Length:  # noqa: ARG002
+        """Return the scale s of a sequence beyond the original length, at least 1.
+
+        Its frequencies are those within the original length, each multiplied by s^(−exponent), see
+        :meth:`scale_exponents`. They are computed in float64 on the device, also for lengths that the host
+        does not read. The attention scaling is that of shorter sequences. Used unless :meth:`regime` maps all
+        these lengths to one.
 
         Args:
-            within: the frequencies up to the original length, float64 ``[pairs]``.
-            lengths: whole numbers as float64 ``[rows]``, at least ``original_max_position``, on the
-                same device; may be traced.
-
-        Returns:
-            float64 ``[rows, pairs]``, none above those in ``within``; None for a rule with one set of
-            frequencies for all lengths above ``original_max_position``. For all these lengths the
-            attention scaling must be the same.
+            length: a float, or a float64 tensor ``(rows,)``, which may be traced; at least
+                ``original_max_position``.
 
         Raises:
             NotImplementedError: the rule does not define this method.
         """
-        raise unsupported(
-            "seq_len must be Python or CPU integers for this rule but got a tensor that is traced or "
-            "on a device",
-            seq_len=lengths,
+        raise self._by_length_only()
+
+    def scale_exponents(self, pairs: int) -> list[float]:  # noqa: ARG002
+        """Return the exponent of each pair for :meth:`scale_beyond`, none negative.
+
+        Args:
+            pairs: number of pairs.
+        """
+        raise self._by_length_only()
+
+    def _by_length_only(self) -> Exception:
+        name = type(self).__name__
+        return unsupported(
+            f"{name} must define scale_beyond and scale_exponents for sequences beyond its original length, or "
+            "a regime that maps all of them to one length"
         )
 
     @property

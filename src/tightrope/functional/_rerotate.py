@@ -21,7 +21,7 @@ from ..ops.checks import Place, check_rotation, layout_named, shape_of
 from ..ops.layouts import Layout
 from ..ops.sharded import perform
 from ..positions import Positions, PositionsLike
-from ..spec import Memo, PreparedRotation, RopeSpec, SeqLen
+from ..spec import Angles, PreparedRotation, RopeSpec, SeqLen
 
 
 @public("rerotate")
@@ -138,18 +138,17 @@ def _prepared(k: torch.Tensor, move: _Move, layout: Layout) -> PreparedRotation:
         tokens //= part[1]
     amplitude = (after.amplitude / before.amplitude).hex()
     still = stays and from_seq_len is None and to_seq_len is None
-    same = after.words is before.words or (
+    same = after.angles.words is before.angles.words or (
         from_spec == to_spec and (still or not to_spec.by_length)
     )
     if same and (stays or not (_is_fractional(after) or _is_fractional(before))):
-        words, turns = after.words, after.turns
+        words, turns = after.angles[:2]
         ids, offset = _shift(after, before, tokens)
     else:
         words, turns = _side_by_side(after, before)
         ids, offset = _difference(_explicit(after, tokens), _explicit(before, tokens)), 0
-    return PreparedRotation(
-        to_spec.channels, words, turns, ids, offset, False, k.device, Memo(), amplitude, part=part
-    )
+    move_by = Positions(ids, offset, False, part=part)
+    return PreparedRotation(to_spec.channels, Angles(words, turns, amplitude), move_by, k.device)
 
 
 def _check_specs(from_spec: RopeSpec, to_spec: RopeSpec) -> None:
@@ -177,9 +176,9 @@ def _shift(
     after: PreparedRotation, before: PreparedRotation, tokens: int
 ) -> tuple[torch.Tensor | None, int]:
     """Return the distance that each token moves: ids or None, and an offset."""
-    both_add_index = after.add_index and before.add_index
+    both_add_index = after.where.add_index and before.where.add_index
     if both_add_index and after.ids is None and before.ids is None:
-        offset = after.offset - before.offset
+        offset = after.where.offset - before.where.offset
         if not torch.compiler.is_compiling():
             # An offset must fit in 64 bits; adding 2^64 to it does not change the angles.
             offset = (offset + 2**63) % 2**64 - 2**63
@@ -193,10 +192,10 @@ def _side_by_side(
     after: PreparedRotation, before: PreparedRotation
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Concatenate the phase words and turns of both rotations along the axes."""
-    shape = torch.broadcast_shapes(after.words.shape[1:], before.words.shape[1:])
-    both = (after, before)
+    both = (after.angles, before.angles)
+    shape = torch.broadcast_shapes(*(each.words.shape[1:] for each in both))
     words = torch.cat([each.words.expand(-1, *shape) for each in both])
-    if after.turns is None and before.turns is None:
+    if all(each.turns is None for each in both):
         return words, None
     turns = (torch.zeros_like(each.words) if each.turns is None else each.turns for each in both)
     return words, torch.cat([each.expand(-1, *shape) for each in turns])
@@ -204,8 +203,7 @@ def _side_by_side(
 
 def _explicit(rotation: PreparedRotation, tokens: int) -> torch.Tensor:
     """Return 64-bit positions, one for each token."""
-    where = Positions(rotation.ids, rotation.offset, rotation.add_index)
-    ids = positions_.explicit(where, tokens, device=rotation.device).ids
+    ids = positions_.explicit(rotation.where, tokens, device=rotation.device).ids
     if ids is None:
         raise RuntimeError("explicit positions must have ids")
     return ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TypeAlias, TypeVar, cast
 
 import torch
@@ -12,7 +13,7 @@ from ..gates import Gate
 from ..ops.build import Request, stages_of
 from ..ops.checks import RoundingLike
 from ..ops.phased import PhasesLike
-from ..ops.run import run_prepared
+from ..ops.run import run_quick
 from ..ops.sharded import perform
 from ..phases import Phases
 from ..positions import PositionsLike
@@ -102,9 +103,11 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
     torch.Size([2, 8, 16, 64])
     """
     stages = stages_of(act, gate, 1)
-    bare = positions is None and inv_freq is None and seq_len is None and out is None
+    bare = inv_freq is None and seq_len is None and out is None
     if bare and backend is None:
-        found = run_prepared(_X, "new", spec, x, None, layout, inverse, stages, rounding, phases)
+        found = run_quick(
+            _X, "new", spec, positions, x, None, layout, inverse, stages, rounding, phases
+        )
         if found is not None:
             return found[0]
     request = Request(
@@ -151,10 +154,12 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
     True
     """
     stages = stages_of(act, gate, 1)
-    bare = positions is None and inv_freq is None and seq_len is None
+    bare = inv_freq is None and seq_len is None
     if bare and backend is None:
         if (
-            run_prepared(_X, "in place", spec, x, None, layout, inverse, stages, rounding, phases)
+            run_quick(
+                _X, "in place", spec, positions, x, None, layout, inverse, stages, rounding, phases
+            )
             is not None
         ):
             return x
@@ -206,9 +211,11 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
     >>> q, k = rotate_qk(q, k, RopeSpec(head_dim=64))
     """
     stages = stages_of(act, gate)
-    bare = positions is None and inv_freq is None and seq_len is None and out is None
+    bare = inv_freq is None and seq_len is None and out is None
     if bare and backend is None:
-        found = run_prepared(_QK, "new", spec, q, k, layout, inverse, stages, rounding, phases)
+        found = run_quick(
+            _QK, "new", spec, positions, q, k, layout, inverse, stages, rounding, phases
+        )
         if found is not None:
             return found[0], cast(_K, None if k is None else found[1])
     request = Request(
@@ -263,10 +270,12 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each option)
     >>> q, k = rotate_qk_(qkv[:, :, :8], qkv[:, :, 8:16], RopeSpec(head_dim=64), layout="bshd")
     """
     stages = stages_of(act, gate)
-    bare = positions is None and inv_freq is None and seq_len is None
+    bare = inv_freq is None and seq_len is None
     if bare and backend is None:
         if (
-            run_prepared(_QK, "in place", spec, q, k, layout, inverse, stages, rounding, phases)
+            run_quick(
+                _QK, "in place", spec, positions, q, k, layout, inverse, stages, rounding, phases
+            )
             is not None
         ):
             return q, k
@@ -322,12 +331,22 @@ def rotary_pos_embedding(
         raise bad_value(
             f"position_ids must have shape ({tokens},)", position_ids=position_ids, input_=input_
         )
-    spec = RopeSpec(width, interleaved=interleaved)
+    # Dynamo would warn of a cache.
+    is_cached = type(interleaved) is bool and not torch.compiler.is_compiling()
+    spec = (_whole if is_cached else RopeSpec)(width, interleaved=interleaved)
     # All leading dimensions share the positions, so any of them can act as rows and heads.
-    layout = {0: "sd", 1: "bsd"}.get(len(lead), "bhsd")
+    layout = _BY_LEAD[min(len(lead), 2)]
     x = input_.flatten(0, len(lead) - 2) if len(lead) > 2 else input_
-    (y,) = perform(Request(("input_",), x, None, spec, position_ids, layout, rounding=rounding))
-    return y.reshape(input_.shape)
+    y = _rotated(("input_",), x, spec, position_ids, layout, False, rounding)
+    return y.reshape(input_.shape) if len(lead) > 2 else y
+
+
+_BY_LEAD = "sd", "bsd", "bhsd"
+
+
+@lru_cache(maxsize=64)
+def _whole(width: int, interleaved: bool) -> RopeSpec:
+    return RopeSpec(width, interleaved=interleaved)
 
 
 def rotate_first(
@@ -349,6 +368,21 @@ def rotate_first(
     >>> rotate_first(torch.ones(3, 8), RopeSpec(4), 1, layout="sd", inverse=False)[0, 4:]
     tensor([1., 1., 1., 1.])
     """
-    request = Request(_X, x, None, spec, positions, layout, inverse, wider=True, rounding=rounding)
-    (y,) = perform(request)
-    return y
+    return _rotated(_X, x, spec, positions, layout, inverse, rounding)
+
+
+def _rotated(
+    names: tuple[str],
+    x: torch.Tensor,
+    spec: RopeSpec,
+    positions: PositionsLike,
+    layout: str,
+    inverse: bool,
+    rounding: RoundingLike,
+) -> torch.Tensor:
+    found = run_quick(names, "new", spec, positions, x, None, layout, inverse, None, rounding)
+    if found is None:
+        found = perform(
+            Request(names, x, None, spec, positions, layout, inverse, wider=True, rounding=rounding)
+        )
+    return found[0]

@@ -104,10 +104,10 @@ class Made(NamedTuple):
         lengths = None
         if spec.by_length and ids.numel():  # of each row; sequences packed into one row share one
             lengths = ids.amax((0, 2) if ids.dim() == 3 else 1) + 1
-        at = spec.at(where, device=ids.device, seq_len=lengths)
-        phase = exact_angles.phase_at(
-            at.words, at.turns, at.ids, at.offset, at.add_index, ids.shape[-1]
-        )
+        tokens = ids.shape[-1]
+        at = spec.at(where, device=ids.device, seq_len=lengths).for_tokens(tokens)
+        own = at.where
+        phase = exact_angles.phase_at(*at.angles[:2], own.ids, own.offset, own.add_index, tokens)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         scale = at.amplitude * factor
         cos, sin = exact_angles.cos_sin(phase, wide)

@@ -14,7 +14,7 @@ from ..channels import Channels
 from ..gates import Exp, Gate, Slope
 from ..ops.build import Request, Stages, build
 from ..ops.checks import check_count, check_dtype, check_flag
-from ..ops.run import run, run_prepared
+from ..ops.run import run, run_quick
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec
 
@@ -273,10 +273,10 @@ class PolarRoPEAttention(torch.nn.Module):
         where: PositionsLike = None
         if isinstance(positions, PreparedRotation):
             rope = positions
-            if rope.made_from != self.spec:
+            if rope.spec != self.spec:
                 raise bad_value(
                     f"positions must be prepared by {self.spec!r} but were prepared by "
-                    f"{rope.made_from!r}"
+                    f"{rope.spec!r}"
                 )
         else:
             where = positions
@@ -285,9 +285,8 @@ class PolarRoPEAttention(torch.nn.Module):
         fused = Stages((None, None), gates) if any(gates) else None
         # In place is safe: the projections are used nowhere else.
         verb = "new" if torch.is_grad_enabled() else "in place"
-        done, names = None, ("q", "k")
-        if where is None:
-            done = run_prepared(names, verb, rope, q, k, "bhsd", False, fused)
+        names = "q", "k"
+        done = run_quick(names, verb, rope, where, q, k, "bhsd", False, fused)
         if done is not None:
             q, k = done
         else:

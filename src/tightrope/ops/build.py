@@ -10,12 +10,13 @@ import torch
 from .. import activations, gates as gates_
 from .._errors import bad_type, bad_value, unsupported
 from ..activations import Act, RMSNorm, code_of
+from ..channels import Channels
 from ..gates import Gate
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
 from ..stacks import Stack
 from . import gating, learned, phased, schema
-from .call import Call, Extras, pack
+from .call import Call, Extras
 from .checks import (
     Place,
     RoundingLike,
@@ -134,12 +135,11 @@ def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
         raise bad_value(
             f"rounding must be 'once' with an act or a gate but got {request.rounding!r}"
         )
-    options = schema.Options(
-        layout, channels.start, channels.interleaved, direction, rotation.add_index,
-        rounding=rounding, back=back, narrow=rounding == schema.EACH,
-    )  # fmt: skip
+    add_index = rotation.where.add_index
+    options = rotation_options(channels, layout, direction, add_index, rounding, back)
     call = Call(
-        request.q, request.k, rotation.words, rotation.turns, rotation.ids, rotation.offset, options,
+        request.q, request.k, rotation.angles.words, rotation.angles.turns, rotation.ids,
+        rotation.where.offset, options,
         # eps is given, because the compiler would turn the default of a float field into a symbol.
         rotation.amplitude, Extras(), 0.0,
         place.names, request.verb, request.outs, request.backend,
@@ -147,11 +147,17 @@ def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
     if request.inv_freq is not None:
         pairs = channels.rotary_dim // 2
         return learned.with_frequencies(call, request.inv_freq, pairs)
-    if rotation is request.spec and not torch.compiler.is_compiling():
-        # The next call with this rotation, layout, direction and rounding skips the checks.
-        key = request.layout, request.inverse, request.rounding or "once"
-        rotation.memo.packed[key] = pack(call)
     return call
+
+
+def rotation_options(
+    channels: Channels, layout: int, direction: int, add_index: bool, rounding: int, back: int
+) -> schema.Options:
+    """Return the options of a rotation by phase words, without f and P."""
+    return schema.Options(
+        layout, channels.start, channels.interleaved, direction, add_index,
+        rounding=rounding, back=back, narrow=rounding == schema.EACH,
+    )  # fmt: skip
 
 
 def _call_by_stack(

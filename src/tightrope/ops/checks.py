@@ -107,18 +107,19 @@ def check_rotation(
     spec, positions, seq_len = arguments
     x = xs[0]
     tokens = x.shape[layout.token]
-    if sharded and rotation.part is not None:
-        tokens //= rotation.part[1]
-    if rotation.ids is not None:
+    where, own = rotation.where, rotation.angles
+    if sharded and where.part is not None:
+        tokens //= where.part[1]
+    if where.ids is not None:
         if not sharded:
-            check_local(positions, rotation.ids)
-        _check_fit(names[0], x, rotation, tokens, layout, positions)
-    heads = rotation.words.shape[2]
+            check_local(positions, where.ids)
+        _check_fit(names[0], x, where.ids, where.add_index, tokens, layout, positions)
+    heads = own.words.shape[2]
     if heads != 1:
         check_heads(spec, heads, names, xs, layout)
-    if rotation.rows != 1:
-        _check_rows(names[0], x, rotation.rows, layout, seq_len)
-    if rotation.limit is not None:
+    if own.rows != 1:
+        _check_rows(names[0], x, own.rows, layout, seq_len)
+    if rotation.stated is not None:
         rotation.check_passed(tokens, seq_len)
 
 
@@ -152,12 +153,6 @@ def _rotation(
             raise bad_value(
                 f"the prepared rotation is on {spec.device} but {name} is on {x.device}; call "
                 f"spec.at(positions, device={str(x.device)!r})"
-            )
-        if spec.is_stale:
-            raise bad_value(
-                "positions must not change after spec.at, because the frequencies or tables were made "
-                "from their values; call spec.at again",
-                positions=spec.ids,
             )
         return spec
     if isinstance(spec, RopeSpec):
@@ -332,14 +327,14 @@ def _as_passed(ids: torch.Tensor) -> torch.Tensor:
 def _check_fit(
     name: str,
     x: torch.Tensor,
-    rotation: PreparedRotation,
+    ids: torch.Tensor,
+    add_index: bool,
     tokens: int,
     layout: Layout,
     positions: str,
 ) -> None:
-    ids: torch.Tensor = rotation.ids  # type: ignore[assignment]
     rows = 1 if layout.row is None else x.shape[layout.row]
-    if not rotation.add_index and ids.shape[2] != tokens:
+    if not add_index and ids.shape[2] != tokens:
         hint = ""
         if ids.shape[1] == 1 and ids.shape[2] == rows:
             hint = "; for one offset per row pass positions.per_row(…)"

@@ -8,11 +8,10 @@ import torch
 
 from .. import gates as gates_
 from .._errors import bad_value
-from .._tracing import may_keep, outside_modes
 from ..channels import Channels
 from ..gates import Gate, Slope, XPos
-from ..positions import Positions, explicit
-from ..spec import PreparedRotation, Snapshot
+from ..positions import explicit
+from ..spec import PreparedRotation
 from .layouts import BY_NAME
 from .schema import LOG, NO_GATE, SLOPE
 
@@ -101,7 +100,7 @@ def _ready(
     if isinstance(gate, Slope):
         return SLOPE, gate.rates(channels, x.dtype)
     where = BY_NAME[layout]
-    if not isinstance(gate, XPos) or rotation.words.shape[0] != 1 or x.dim() != where.dims:
+    if not isinstance(gate, XPos) or rotation.angles.words.shape[0] != 1 or x.dim() != where.dims:
         return None
     return LOG, _cached_log(gate, channels, x.shape[where.token], x, rotation)
 
@@ -109,21 +108,12 @@ def _ready(
 def _cached_log(
     gate: XPos, channels: Channels, tokens: int, x: torch.Tensor, rotation: PreparedRotation
 ) -> torch.Tensor:
-    """Return the logarithm of an xPos gate; unless ids are on a device, all layers share a cache."""
-    ids, key = rotation.ids, (gate, x.dtype)
-    found = rotation.memo.gate_logs.get(key)
-    if found is not None:
-        log, old_tokens, before = found
-        if old_tokens == tokens and before.is_of(ids):
-            return log
-    seen = Snapshot.of(ids)
-    if seen is None:
+    """Return the logarithm of an xPos gate; unless ids are on a device, all layers share it."""
+
+    def make() -> torch.Tensor:
         return gate.log_on(x, channels, _token_positions(rotation, tokens, x.device))
-    with outside_modes():
-        log = gate.log_on(x, channels, _token_positions(rotation, tokens, x.device))
-    if may_keep(x.device):
-        rotation.memo.gate_logs[key] = log, tokens, seen
-    return log
+
+    return rotation.kept.find((gate, x.dtype, tokens), rotation.ids, x.device, make)  # type: ignore[no-any-return]
 
 
 def _positions_require_grad(rotation: PreparedRotation) -> bool:
@@ -132,8 +122,7 @@ def _positions_require_grad(rotation: PreparedRotation) -> bool:
 
 def _token_positions(rotation: PreparedRotation, tokens: int, device: torch.device) -> torch.Tensor:
     """Return the position of each token, ``[rows|1, tokens]``."""
-    positions = Positions(rotation.ids, rotation.offset, rotation.add_index)
-    written = explicit(positions, tokens, device=device).ids
+    written = explicit(rotation.where, tokens, device=device).ids
     if written is None or written.shape[0] != 1:
         axes = 0 if written is None else written.shape[0]
         raise bad_value(

@@ -20,17 +20,18 @@ from typing import NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from .._tracing import have_tangents, is_transformed, needs_plain
+from .._tracing import have_tangents, is_transformed, may_keep, needs_plain
 from ..activations import NONE, RMSNorm, code_of
 from ..phases import Phases
-from ..spec import PreparedRotation
+from ..positions import DTYPES, Positions, as_positions
+from ..spec import Lengths, PreparedRotation, RopeSpec
 from . import gating
-from .build import Stages
+from .build import Stages, rotation_options
 from .call import Call, tensors_of
 from .checks import RoundingLike
 from .layouts import BY_NAME
 from .registry import takes
-from .schema import NO_GATE, PHASES, Packed, Plain, options_of
+from .schema import FORWARD, INVERSE, NO_GATE, PHASES, ROUNDINGS, Packed, Plain, options_of
 
 DEFINITION, TRACED, AUTOGRAD, KERNEL = ROUTES = ("definition", "traced", "autograd", "kernel")
 
@@ -85,8 +86,26 @@ def route(call: Call) -> Way:
     return Way(found, compiling, transformed, needs_grad)
 
 
-def route_prepared(
-    rotation: object,
+class Ready(NamedTuple):
+    """The operator's arguments that do not depend on positions, for a device, layout, direction and rounding.
+
+    Attributes:
+        words, turns: phase words on the device.
+        options: the packed options, for positions that do not add the token index and for those that do.
+        amplitude: the factor on the rotated channels.
+        axes: the number of coordinates of a position.
+    """
+
+    words: torch.Tensor
+    turns: torch.Tensor | None
+    options: tuple[int, int]
+    amplitude: float
+    axes: int
+
+
+def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a decoded token time)
+    rope: object,
+    positions: object,
     q: torch.Tensor,
     k: torch.Tensor | None,
     layout: str,
@@ -95,19 +114,20 @@ def route_prepared(
     rounding: RoundingLike | None = None,
     phases: object = None,
 ) -> Packed | None:
-    """Return the cached arguments of a prepared rotation if the kernel may be called directly.
+    """Return the arguments of the operator if the kernel may be called directly.
 
     Rotating one decoded token takes a few microseconds, and full checks in Python would take most of
     the time. This function therefore checks only what the kernel cannot check. The kernel
     refuses every other invalid input before it writes.
 
+    Args:
+        rope: a spec, or a rotation that was prepared from one.
+
     Returns:
-        None if the call must be built: because no arguments are cached for it, because it needs
-        another route, or to raise the readable error.
+        None if the call must be built: because it needs another route or arguments that are not kept, or
+        to raise the readable error.
     """
-    if type(rotation) is not PreparedRotation or torch.compiler.is_compiling():
-        return None
-    if torch._C._len_torch_dispatch_stack() > 0:
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return None  # modes that watch see the operators of the full path in every call
     if type(layout) is not str or type(inverse) is not bool or type(q) is not torch.Tensor:
         return None
@@ -115,33 +135,99 @@ def route_prepared(
         rounding = "once"
     elif type(rounding) is not str:
         return None
-    if stages is not None and rounding != "once":
+    if k is not None and type(k) is not torch.Tensor:
         return None
-    packed: Plain | None = rotation.memo.packed.get((layout, inverse, rounding))
+    ids, offset, add_index = None, 0, True
+    spec, where, angles, source = rope, positions, None, None
+    if type(rope) is PreparedRotation and positions is None:
+        if rope.stated is not None or rope.stack is not None:
+            return None
+        spec, where, angles, source = rope.spec, rope.where, rope.angles, rope.source
+    if type(spec) is not RopeSpec:
+        return None
+    if type(where) is int:
+        offset = where
+    elif type(where) is torch.Tensor:
+        dims = where.dim()
+        is_dense = where.layout is torch.strided and not where.is_nested
+        if not 1 <= dims <= 2 or where.dtype not in DTYPES or not is_dense:
+            return None
+        ids, add_index = where.expand(1, -1, -1) if dims == 2 else where.expand(1, 1, -1), False
+    elif type(where) is Positions:
+        if where.part is not None:
+            return None
+        ids, offset, add_index = where.ids, where.offset, where.add_index
+    elif where is not None:
+        return None
+    device = q.device
+    ready = spec._ready.get((device, layout, inverse, rounding))  # type: ignore[attr-defined]
+    if ready is None:
+        ready = _ready(spec, device, layout, inverse, rounding)
     if (
-        packed is None
-        or rotation.rows != 1
-        or rotation.is_stale
-        or (k is not None and type(k) is not torch.Tensor)
-        or (rotation.limit is not None and _may_exceed_seq_len(rotation, q, layout))
+        ready is None
+        or (angles is not None and angles.words is not ready.words)
         or not takes(q)  # otherwise the definition would run, which checks less than a kernel
         or q.dim() == 0
-        or q.shape[-1] != rotation.channels.head_dim
+        or q.shape[-1] != spec.head_dim
         or is_transformed()
         or forward_ad._current_level >= 0
+        or not -(2**63) <= offset < 2**63
     ):
+        return None
+    if ids is None:
+        if ready.axes != 1:
+            return None
+    elif type(ids) is not torch.Tensor or ids.shape[0] != ready.axes or ids.device != device:
         return None
     if torch.is_grad_enabled() and (
         q.requires_grad
         or (k is not None and k.requires_grad)
-        or (packed.positions is not None and packed.positions.requires_grad)
+        or (ids is not None and ids.requires_grad)
     ):
         return None
-    if phases is not None:
-        packed = _with_phases(packed, phases, q)
+    words, turns, amplitude = ready.words, ready.turns, ready.amplitude
+    if spec.by_length:
+        at = BY_NAME[layout]
+        if q.dim() != at.dims or (angles is not None and source is None):
+            return None
+        packs = type(where) is Positions and where.packed
+        tokens = q.shape[at.token]
+        if ids is None:
+            lengths: Lengths | None = (max(0, offset + tokens),)
+        else:
+            own = Positions(ids, offset, add_index, packs)
+            lengths = spec.words.lengths(own, tokens, device)
+        words, turns = spec.words.of(lengths, device)
+        amplitude = float.fromhex(spec.words.amplitude(lengths))
+    plain = Plain(words, turns, ids, offset, ready.options[add_index], amplitude)
+    packed = plain if phases is None else _with_phases(plain, phases, q)
     if stages is None or packed is None:
         return packed
-    return _with_stages(packed, q, k, rotation, layout, inverse, stages)
+    if rounding != "once":
+        return None
+    if rope is spec:
+        rope = spec.on(as_positions(where), device)
+    return _with_stages(packed, q, k, rope, layout, inverse, stages)  # type: ignore[arg-type]
+
+
+def _ready(
+    spec: RopeSpec, device: torch.device, layout: str, inverse: bool, rounding: str
+) -> Ready | None:
+    """Make the arguments that a spec keeps; None if the call must be built."""
+    where = BY_NAME.get(layout)
+    if where is None or rounding not in ROUNDINGS or not may_keep(device):
+        return None
+    found, code = spec.words.on(device), ROUNDINGS.index(rounding)
+    direction = INVERSE if inverse else FORWARD
+    options = [
+        rotation_options(spec.channels, where.code, direction, add_index, code, code).pack()
+        for add_index in (False, True)
+    ]
+    ready = Ready(
+        found.words, found.turns, (options[0], options[1]), spec.amplitude, spec.axis_count
+    )
+    spec._ready[device, layout, inverse, rounding] = ready  # type: ignore[attr-defined]
+    return ready
 
 
 def mode() -> str:
@@ -171,12 +257,6 @@ def wanted(call: Call) -> list[str]:
     if any_requires_grad((*call.extras.weights, *call.extras.gates)):
         names.append("act or gate")
     return names
-
-
-def _may_exceed_seq_len(rotation: PreparedRotation, q: torch.Tensor, layout: str) -> bool:
-    """Return whether tokens may lie beyond the ``seq_len`` that the caller gave."""
-    at = BY_NAME[layout].token
-    return q.dim() <= at or rotation.passed(q.shape[at]) is not None
 
 
 def _with_phases(packed: Plain, phases: object, q: torch.Tensor) -> Plain | None:

@@ -13,6 +13,7 @@ import torch
 from .._errors import Refusal, bad_value
 from .._tracing import is_repeated
 from ..activations import NONE
+from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec
 from . import memory
 from .autograd import InPlace, OutOfPlace, Template
@@ -29,7 +30,7 @@ from .route import (
     Way,
     any_requires_grad,
     route,
-    route_prepared,
+    route_quick,
     wanted,
 )
 from .schema import IN_PLACE, NEW, OUT, Operator, Packed, pair, present
@@ -54,10 +55,11 @@ def run(calls: Sequence[Call]) -> Results:
     return [_run(call, way)[0] for call, way in zip(calls, ways)]
 
 
-def run_prepared(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a decoded token time)
+def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a decoded token time)
     names: Sequence[str],
     verb: str,
-    rotation: RopeSpec | PreparedRotation,
+    rope: RopeSpec | PreparedRotation,
+    positions: PositionsLike,
     q: torch.Tensor,
     k: torch.Tensor | None,
     layout: str,
@@ -66,7 +68,7 @@ def run_prepared(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a 
     rounding: RoundingLike | None = None,
     phases: PhasesLike = None,
 ) -> Results | None:
-    """Call the kernel directly for a prepared rotation that was used before.
+    """Call the kernel directly, if :func:`tightrope.ops.route.route_quick` allows it.
 
     Args:
         names: names of q and k in error messages.
@@ -75,7 +77,7 @@ def run_prepared(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a 
     Returns:
         The rotated tensors; None if the call must be built in full and go through :func:`run`.
     """
-    packed = route_prepared(rotation, q, k, layout, inverse, stages, rounding, phases)
+    packed = route_quick(rope, positions, q, k, layout, inverse, stages, rounding, phases)
     if packed is None:
         return None
     try:
@@ -86,7 +88,7 @@ def run_prepared(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a 
         # Kernels refuse invalid arguments before they write: the checks raise the readable error. Any
         # other error may have come after the kernel wrote, so the call must not run again.
         request = Request(
-            names, q, k, rotation, None, layout, inverse,
+            names, q, k, rope, positions, layout, inverse,
             stages=stages, verb=verb, rounding=rounding, phases=phases,
         )  # fmt: skip
         try:

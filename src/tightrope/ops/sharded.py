@@ -27,7 +27,7 @@ from .call import Call, pack
 from .checks import Place, layout_named
 from .layouts import Layout
 from .route import AUTOGRAD, KERNEL, any_requires_grad, route
-from .run import Results, run, run_prepared
+from .run import Results, run, run_quick
 from .schema import NEW, pair, present
 
 ROW, HEAD, TOKEN = "row", "head", "token"
@@ -213,8 +213,8 @@ def perform(request: Request) -> Results:
         and request.backend is None
         and request.verb != "out"
     ):
-        found = run_prepared(
-            names, request.verb, request.spec, request.q, request.k, layout.name,
+        found = run_quick(
+            names, request.verb, request.spec, None, request.q, request.k, layout.name,
             request.inverse, request.stages, request.rounding,
         )  # fmt: skip
         if found is not None:
@@ -484,21 +484,25 @@ def _kept(request: Request, part: Part) -> PreparedRotation | None:
     rotation = request.spec
     if type(rotation) is not PreparedRotation or torch.compiler.is_compiling():
         return None
-    if rotation.words.shape[2] != 1 or rotation.limit is not None or rotation.is_stale:
+    if (
+        rotation.angles.words.shape[2] != 1
+        or rotation.source is not None
+        or rotation.stated is not None
+    ):
         return None
     if request.positions is not None or request.seq_len is not None:
         return None
     if rotation.ids is not None and rotation.ids.requires_grad:
         return None
     spans = part.spans
-    return rotation.memo.parts.get((spans[ROW], spans[HEAD], spans[TOKEN]))
+    return rotation.kept.known((spans[ROW], spans[HEAD], spans[TOKEN]))  # type: ignore[no-any-return]
 
 
 def cut(rotation: PreparedRotation, part: Part) -> PreparedRotation:
     """Return the rotation of a part of the rows, heads and tokens."""
-    if rotation.part is not None:
+    if rotation.where.part is not None:
         rank, size = part.place(TOKEN)
-        its_rank, its_size, its_whole = rotation.part
+        its_rank, its_size, its_whole = rotation.where.part
         if (its_rank, its_size) != (rank, size):
             raise bad_value(
                 f"positions are those of rank {its_rank} of {its_size}, but this process holds part "
@@ -512,8 +516,8 @@ def cut(rotation: PreparedRotation, part: Part) -> PreparedRotation:
             )
     if part.differs:
         # Refuses angles per head, of which no part is kept.
-        part.take("spec", rotation.words, _WORDS)
-    if rotation.part is None and not any(part.by) and not is_dtensor(rotation.ids):
+        part.take("spec", rotation.angles.words, _WORDS)
+    if rotation.where.part is None and not any(part.by) and not is_dtensor(rotation.ids):
         if rotation.ids is not None:
             check_gradient("positions", rotation.ids, part.name)
         return rotation

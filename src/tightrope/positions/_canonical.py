@@ -53,7 +53,9 @@ class Positions:
             raise bad_type(f"add_index must be a bool but got {describe(self.add_index)}")
         if self.ids is None:
             return
-        check_dtype(self.ids, "ids", sharded=True)
+        # FSDP2 casts floating tensors in dataclasses that are inputs of a module.
+        hint = "; a wrapper of the model, such as one for mixed precision, may have cast them"
+        check_dtype(self.ids, "ids", sharded=True, hint=hint)
         if self.ids.dim() != 3 or (self.add_index and self.ids.shape[2] != 1):
             shape = (
                 "(axes, rows, 1) with add_index=True" if self.add_index else "(axes, rows, tokens)"
@@ -157,12 +159,14 @@ def check_axes(where: Positions, axes: int) -> None:
     raise bad_value(f"{rule}{where.axes}{hint}", positions=found)
 
 
-def check_dtype(ids: object, name: str = "positions", sharded: bool = False) -> None:
+def check_dtype(
+    ids: object, name: str = "positions", sharded: bool = False, hint: str = ""
+) -> None:
     if not isinstance(ids, torch.Tensor):
         raise bad_type(f"{name} must be a tensor but got {describe(ids)}")
     if ids.dtype not in DTYPES:
         # bfloat16 cannot count past 256, nor float16 past 2048; a bool tensor is probably a mask.
-        raise bad_type(f"{name} must be int32, int64, float32 or float64", **{name: ids})
+        raise bad_type(f"{name} must be int32, int64, float32 or float64{hint}", **{name: ids})
     check_dense(name, ids)
     if not sharded:
         check_local(name, ids)

@@ -1,18 +1,13 @@
 """RopeSpec: a rotary embedding as one frozen value, and rotations prepared from it.
 
-From the bottom up: ``_lengths`` (lengths of sequences), ``_device_cache`` (tensors cached per device),
-``_unread`` (lengths whose values cannot be read), ``_tables`` (phase words for any length and device),
+From the bottom up: ``_lengths`` (lengths of sequences), ``_words`` (phase words for any length and device),
 ``_prepared`` (a rotation at given positions) and ``_rope`` (RopeSpec and its dictionaries).
 """
 
 from __future__ import annotations
 
-from ._lengths import SeqLen as SeqLen
-from ._prepared import (
-    Memo as Memo,
-    PreparedRotation as PreparedRotation,
-    Snapshot as Snapshot,
-)
+from ._lengths import Lengths as Lengths, SeqLen as SeqLen
+from ._prepared import Angles as Angles, PreparedRotation as PreparedRotation
 from ._rope import VERSION as VERSION, RopeSpec as RopeSpec
 
 __all__ = ["PreparedRotation", "RopeSpec", "SeqLen"]

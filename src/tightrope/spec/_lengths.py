@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from .._errors import Refusal, bad_type, bad_value, check_local, public
-from .._tracing import is_readable, is_tracing
+from .._tracing import is_readable
 from ..angles import is_lost
 from ..frequencies import Rule, length
 from ..positions import Positions
@@ -28,7 +28,7 @@ Lengths: TypeAlias = "tuple[int, ...] | torch.Tensor"
 _NO_ROWS = (str, bytes, bytearray, Mapping, Set)
 
 # Lengths are clamped to this: no tensor has more tokens, and float64 holds the number exactly.
-_LONGEST = 2**62
+LONGEST = 2**62
 
 
 def read(seq_len: int | Sequence[int] | torch.Tensor) -> Lengths:
@@ -46,8 +46,8 @@ def read(seq_len: int | Sequence[int] | torch.Tensor) -> Lengths:
         lengths = seq_len.detach().reshape(-1)
         readable = is_readable(seq_len)
         if not readable or lengths.is_floating_point():
-            lengths = lengths.to(torch.float64).nan_to_num(0.0, _LONGEST, 0.0)
-            lengths = lengths.clamp(0, _LONGEST).ceil()
+            lengths = lengths.to(torch.float64).nan_to_num(0.0, LONGEST, 0.0)
+            lengths = lengths.clamp(0, LONGEST).ceil()
         return _known(lengths.to(torch.int64).tolist()) if readable else lengths
     return tuple(map(length, _each(seq_len)))
 
@@ -96,51 +96,27 @@ def _check_tensor(seq_len: torch.Tensor) -> None:
         raise bad_value("lengths must have shape (rows,)", seq_len=seq_len)
 
 
-class Limit(NamedTuple):
-    """Lengths that the caller stated, with the positions that must not exceed them.
-
-    Attributes:
-        lengths: one per row, or one for all.
-        ids: see :class:`tightrope.positions.Positions`; their values can be read.
-    """
-
-    lengths: tuple[int, ...]
-    ids: torch.Tensor | None
-
-
-def limit(lengths: Lengths | None, where: Positions) -> Limit | None:
-    """Return the limit to check positions against, or None.
-
-    None means that the lengths are not given or cannot be read, that a trace is running, or that the
-    ids are not on the CPU or wrap other tensors.
-    """
-    if not isinstance(lengths, tuple) or not lengths or is_tracing():
-        return None
-    ids = where.ids
-    return Limit(lengths, ids) if ids is None or is_readable(ids) else None
-
-
 def passed(
-    limits: Limit, offset: int, add_index: bool, tokens: int
+    lengths: tuple[int, ...], where: Positions, tokens: int
 ) -> tuple[int | None, int, int] | None:
     """Find the first row whose positions exceed its stated length.
 
     Args:
-        limits: the stated lengths.
-        offset, add_index: see :class:`tightrope.positions.Positions`.
-        tokens: number of tokens per row, which matters if ``add_index``.
+        lengths: the stated lengths: one per row, or one for all.
+        where: positions whose ids, if any, can be read.
+        tokens: number of tokens per row, which matters if the positions add the token index.
 
     Returns:
         Index of the row (None if there is one length and one row of positions), its largest position
         + 1, and its stated length; None if there is no such row.
     """
-    lengths, ids = limits
-    if tokens == 0 or (ids is not None and 0 in ids.shape):
+    ids = where.ids
+    if tokens == 0 or not lengths or (ids is not None and 0 in ids.shape):
         return None
     if ids is None:
-        needed = [offset + tokens]
+        needed = [where.offset + tokens]
     else:
-        needed = _ends(ids, offset + (tokens if add_index else 1))
+        needed = _ends(ids, where.offset + (tokens if where.add_index else 1))
     rows = max(len(lengths), len(needed))
     if {len(lengths), len(needed)} - {1, rows}:
         return None  # a mismatch of rows raises its own error elsewhere
@@ -166,11 +142,11 @@ def of_ids(where: Positions, ids: torch.Tensor, rule: Rule) -> Lengths | None:
     if ids.shape[2] == 0:
         return None
     lengths = ends(ids, where.offset + 1)
-    if not isinstance(lengths, tuple):
-        check_packed(where, ids, rule)
-        return lengths
     limit = rule.original_max_position
-    fits = max(lengths, default=0) <= limit
+    if not isinstance(lengths, tuple):
+        fits = not where.packed  # its rows may exceed the original length
+    else:
+        fits = max(lengths, default=0) <= limit
     if not fits and not where.packed:
         fits = ids.shape[2] == 1 or not any(
             back and end > limit for back, end in zip(_starts_again(ids), lengths, strict=True)
@@ -178,15 +154,6 @@ def of_ids(where: Positions, ids: torch.Tensor, rule: Rule) -> Lengths | None:
     if fits:
         return lengths
     raise _has_no_length(ids, rule)
-
-
-def check_packed(where: Positions, ids: torch.Tensor, rule: Rule) -> None:
-    """Refuse packed rows whose ids cannot be read: they may exceed the original length.
-
-    Args: see :func:`of_ids`.
-    """
-    if where.packed and ids.shape[2]:
-        raise _has_no_length(ids, rule)
 
 
 def _has_no_length(ids: torch.Tensor, rule: Rule) -> Refusal:
@@ -212,15 +179,15 @@ def _ends(ids: torch.Tensor, more: int) -> list[int]:
     last = ids.detach().amax((0, 2)).tolist()
     if not ids.is_floating_point():
         return [end + more for end in last]
-    if not all(end < _LONGEST for end in last):
+    if not all(end < LONGEST for end in last):
         last = _last(ids).tolist()  # ignores NaN, infinite and huge ids
     return [math.ceil(end + more) if end + more > 0 else 0 for end in last]
 
 
 def _known(lengths: list[int]) -> tuple[int, ...]:
-    """Clamp lengths to [0, _LONGEST]; a row that ends before position 0 has length 0."""
-    if lengths and (min(lengths) < 0 or max(lengths) > _LONGEST):
-        lengths = [min(max(length, 0), _LONGEST) for length in lengths]
+    """Clamp lengths to [0, LONGEST]; a row that ends before position 0 has length 0."""
+    if lengths and (min(lengths) < 0 or max(lengths) > LONGEST):
+        lengths = [min(max(length, 0), LONGEST) for length in lengths]
     return tuple(lengths)
 
 

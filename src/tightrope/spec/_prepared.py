@@ -2,205 +2,188 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import positions as positions_
-from .._errors import bad_type, bad_value, is_dtensor, public
+from .._errors import bad_value, is_dtensor
 from .._parts import Span, Take
 from .._tracing import is_readable, is_tracing, may_keep, outside_modes
 from ..channels import Channels
 from ..positions import Positions
 from ..stacks import Row, Stack
 from . import _lengths
-from ._lengths import Lengths, Limit, SeqLen
-from ._tables import Tables
+from ._lengths import Lengths, SeqLen
+from ._words import Words
 
 
-class Snapshot(NamedTuple):
-    """The values that ids or lengths had when something was computed from them, to notice changes.
+class Kept:
+    """Values that all calls of one prepared rotation share. Rotated tensors are never among them.
 
-    Attributes:
-        bits: a copy of their bits; None without ids.
+    The key of a value names everything that it depends on but the ids, which it is compared with in each
+    call. A value that depends on ids on a device is never kept: a comparison would wait for the device, and
+    version counters miss what numpy and CUDA graphs write. When there are 16 values, all are dropped.
     """
 
-    bits: torch.Tensor | None
+    _MOST = 16
 
-    @classmethod
-    def of(cls, ids: torch.Tensor | None) -> Snapshot | None:
-        """Record the values as they are now; None if changes could not be noticed.
+    def __init__(self) -> None:
+        self._values: dict[Hashable, tuple[torch.Tensor | None, Any]] = {}
 
-        On a device a comparison would synchronise, and version counters miss what numpy and CUDA graphs
-        write.
+    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+        return Kept, ()  # copies of a rotation keep their own
+
+    def known(self, key: Hashable) -> Any:
+        """Return a value that depends on no ids; None if it is not kept."""
+        seen, value = self._values.get(key, (None, None))
+        return value if seen is None else None
+
+    def find(
+        self,
+        key: Hashable,
+        ids: torch.Tensor | None,
+        device: torch.device,
+        make: Callable[[], Any],
+    ) -> Any:
+        """Return a value, or make it.
+
+        Args:
+            ids: the ids that the value depends on, or None.
+            device: the device of the value.
+            make: called without arguments to make it.
         """
-        if ids is None:
-            return cls(None)
+        if is_tracing():
+            return make()
+        found = self._values.get(key)
+        if found is not None and (ids is None or _has_bits(ids, found[0])):
+            return found[1]
         with outside_modes():
-            bits = _bits(ids)
-            return None if bits is None else cls(bits.clone())
-
-    def is_of(self, ids: torch.Tensor | None) -> bool:
-        """Return True if the values have not changed."""
-        if ids is None:
-            return True
+            bits = None if ids is None else _bits(ids)
+            seen = None if bits is None else bits.clone()
+        if ids is not None and seen is None:
+            return make()
         with outside_modes():
-            bits = _bits(ids)
-            return bits is not None and self.bits is not None and torch.equal(bits, self.bits)
+            made = make()
+        if may_keep(device):
+            if len(self._values) >= self._MOST:
+                self._values.clear()
+            self._values[key] = seen, made
+        return made
 
 
-# Parts that one rotation keeps: q and k may have different heads, and a rotation that lives long sees
-# several numbers of tokens.
-_MOST_PARTS = 16
+_OF_WIDTH = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
-@dataclass(eq=False)
-class Memo:
-    """Facts about one prepared rotation, cached by its calls. Rotated tensors are never cached.
+def _bits(ids: torch.Tensor) -> torch.Tensor | None:
+    """View ids as integers, so that NaN equals NaN; None if they cannot be read."""
+    if is_dtensor(ids):
+        ids = ids._local_tensor  # type: ignore[attr-defined]
+    if not is_readable(ids):
+        return None
+    bits = ids.detach()
+    return bits.view(_OF_WIDTH[bits.dtype]) if bits.dtype in _OF_WIDTH else bits
 
-    All tensors in it are made in :func:`tightrope._tracing.outside_modes`, none while tracing or capturing
-    a CUDA graph, and none from values that may change unnoticed. Deep copies and pickles of a rotation
-    start with an empty memo.
+
+def _has_bits(ids: torch.Tensor, seen: torch.Tensor | None) -> bool:
+    with outside_modes():
+        bits = _bits(ids)
+        return bits is not None and seen is not None and torch.equal(bits, seen)
+
+
+class Angles(NamedTuple):
+    """The source of the angles of a rotation.
 
     Attributes:
-        packed: the arguments of the operator, by layout, direction and rounding.
-        for_tokens: the number of tokens of the last call, its ids and the rotation for it, if phase
-            words depend on that number.
-        gate_logs: the logarithms of gates without tensors, by gate and dtype, with the number of
-            tokens and the ids that they were made for.
-        fitted: the number of tokens and the ids of the last successful length check.
-        tables: cosines and sines of a stack, by number of tokens and dtype of the rotated tensors, for
-            the ids of the rotation's snapshot.
-        row: the frequencies of a stack, for tables that are made in every call.
-        parts: the rotations of parts of the rows, heads and tokens; see :meth:`PreparedRotation.cut`.
+        words, turns: see :class:`tightrope.phase_words.PhaseWords`.
+        amplitude_hex: the factor on the rotated channels as a hexadecimal string, since the compiler would
+            turn a float into a symbol.
+        rows: number of rows that have lengths of their own; 1 if all rows share one length.
     """
 
-    packed: dict[tuple[str, bool, Any], Any] = field(default_factory=dict)
-    for_tokens: tuple[int, Snapshot, PreparedRotation] | None = None
-    gate_logs: dict[Any, tuple[torch.Tensor, int, Snapshot]] = field(default_factory=dict)
-    fitted: tuple[int, Snapshot] | None = None
-    tables: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(
-        default_factory=dict
-    )
-    row: Row | None = None
-    parts: dict[tuple[Span, Span, Span], PreparedRotation] = field(default_factory=dict)
+    words: torch.Tensor
+    turns: torch.Tensor | None
+    amplitude_hex: str = "0x1p+0"
+    rows: int = 1
 
-    def __reduce__(self) -> tuple[type[Memo], tuple[()]]:
-        return Memo, ()
+
+class Stated(NamedTuple):
+    """The lengths that a caller stated.
+
+    Attributes:
+        lengths: ints; or the tensor that the caller gave, if it cannot be read.
+        where: the positions to compare with ints, if they can be read.
+    """
+
+    lengths: tuple[int, ...] | torch.Tensor
+    where: Positions | None
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedRotation:
     """A spec at given positions on a device, as returned by :meth:`tightrope.RopeSpec.at`.
 
-    An immutable value, with a cache for its calls.
-
     Attributes:
         channels: the slice that rotates, and its pairing.
-        words: phase words, int64 ``[axes, rows|1, heads|1, pairs]``.
-        turns: None, or shaped like ``words``: whole turns per position, if some |ω| >= π.
-        ids, offset, add_index: see :class:`tightrope.positions.Positions`.
-        device: the device that rotated tensors must be on.
-        memo: see :class:`Memo`.
-        amplitude_hex: :attr:`amplitude` as a hexadecimal string, since the compiler would turn a
-            float into a symbol.
-        rows: number of rows that have lengths of their own; 1 if all rows share one length.
-        awaits: the source of phase words if they depend on the number of tokens, which is not known
-            yet, or on values that cannot be read, which may change before the call; else None. See
+        angles: phase words and amplitude; those of short sequences if they depend on the length, see
             :meth:`for_tokens`.
-        lengths: the tensor of lengths that the caller gave, if it cannot be read and the frequencies
-            depend on it.
-        made_from: the spec, or None if there is not exactly one; for comparisons and for
-            :attr:`stack`.
-        snapshot: the state of the ids when they were prepared, if row lengths or the tables of a
-            stack depend on their values and they can be read; else None.
-        limit: the lengths that the caller stated, if positions can be compared with them.
+        where: the positions, on the device.
+        device: the device that rotated tensors must be on.
+        spec: the spec, or None if there is not exactly one.
+        source: where phase words come from that depend on the length of each call; else None.
+        stated: the lengths that the caller stated, if phase words or tables depend on them.
         stack: the library whose arithmetic makes the tables of this rotation, which it uses instead of
-            ``words``; None for exact angles.
-        stack_length: the ``seq_len`` that the caller gave for the stack.
-        part: see :class:`tightrope.positions.Positions`.
+            phase words; None for exact angles.
+        kept: see :class:`Kept`.
     """
 
     channels: Channels
-    words: torch.Tensor = field(repr=False)
-    turns: torch.Tensor | None = field(repr=False)
-    ids: torch.Tensor | None
-    offset: int
-    add_index: bool
+    angles: Angles = field(repr=False)
+    where: Positions
     device: torch.device
-    memo: Memo = field(repr=False)  # no default: torch's Dynamo cannot trace a factory
-    amplitude_hex: str = "0x1p+0"
-    rows: int = 1
-    awaits: Tables | None = field(default=None, repr=False)
-    made_from: object = None
-    snapshot: Snapshot | None = field(default=None, repr=False)
-    limit: Limit | None = None
+    spec: Any = None
+    source: Words | None = field(default=None, repr=False)
+    stated: Stated | None = field(default=None, repr=False)
     stack: Stack | None = None
-    stack_length: int | None = None
-    part: tuple[int, int, int] | None = None
-    lengths: torch.Tensor | None = field(default=None, repr=False)
+    kept: Kept = field(default=None, repr=False)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if self.ids is not None and self.ids.dtype not in positions_.DTYPES:
-            _refuse_dtype(self.ids)
-        # dataclasses.replace would pass on the cache of another value.
-        memo = self.memo
-        used = memo.packed or memo.for_tokens or memo.gate_logs or memo.fitted or memo.tables
-        if used or memo.row or memo.parts:
-            object.__setattr__(self, "memo", Memo())
+        # Always its own: dataclasses.replace would pass on that of another value.
+        object.__setattr__(self, "kept", Kept())
+
+    @property
+    def ids(self) -> torch.Tensor | None:
+        """The ids of the positions, see :class:`tightrope.positions.Positions`."""
+        return self.where.ids
 
     @property
     def amplitude(self) -> float:
         """The factor on the rotated channels."""
-        return float.fromhex(self.amplitude_hex)
+        return float.fromhex(self.angles.amplitude_hex)
 
     def for_tokens(self, tokens: int) -> PreparedRotation:
-        """Return the rotation for rows with this number of tokens: self, unless :attr:`awaits` is set.
+        """Return the rotation for rows of this many tokens: self, unless its words depend on the length.
 
         Args:
             tokens: number of tokens per row.
         """
-        if self.awaits is None:
+        source = self.source
+        if source is None:
             return self
-        source = self.ids if self.lengths is None else self.lengths
-        before = None if is_tracing() else self.memo.for_tokens
-        if before is not None and before[0] == tokens and before[1].is_of(source):
-            return before[2]
-        seen = Snapshot.of(source)
-        if seen is None:
-            return self._of_tokens(self.awaits, tokens)
-        with outside_modes():
-            made = self._of_tokens(self.awaits, tokens)
-        if may_keep(self.device):
-            # Keep only the last one: all layers of a decoding step share it, and the next step has
-            # another length.
-            self.memo.for_tokens = tokens, seen, made
-        return made
-
-    def _of_tokens(self, tables: Tables, tokens: int) -> PreparedRotation:
-        lengths: Lengths | None = None
-        if self.lengths is not None:
-            lengths = tables.read(self.lengths, self.device)
-        elif self.ids is None:
-            lengths = tables.read(max(0, self.offset + tokens), self.device)
-        elif self.ids.shape[2]:
-            lengths = _lengths.ends(self.ids, self.offset + (tokens if self.add_index else 1))
-        words, turns = tables.words(lengths, self.device)
-        # Not dataclasses.replace, which takes as long as computing the phase words of a new length.
+        lengths = self._lengths(source, tokens)
+        rows = 1 if lengths is None else len(lengths)
+        angles = Angles(*source.of(lengths, self.device), source.amplitude(lengths), rows)
         return PreparedRotation(
-            self.channels,
-            words,
-            turns,
-            self.ids,
-            self.offset,
-            self.add_index,
-            self.device,
-            Memo(),
-            tables.amplitude(lengths),
-            self.rows,
-            made_from=self.made_from,
+            self.channels, angles, self.where, self.device, self.spec, None, self.stated
         )
+
+    def _lengths(self, words: Words, tokens: int) -> Lengths | None:
+        if self.stated is None:
+            return words.lengths(self.where, tokens, self.device)
+        stated = self.stated.lengths
+        return words.read(stated, self.device) if isinstance(stated, torch.Tensor) else stated
 
     def cut(self, rows: Span, heads: Span, tokens: Span, take: Take) -> PreparedRotation:
         """Return the rotation for a part of the rows, heads and tokens.
@@ -210,131 +193,77 @@ class PreparedRotation:
                 :func:`tightrope.ops.checks.prepare`).
             take: see :data:`tightrope._parts.Take`.
         """
-        if not may_keep(self.device) or not self._has_lasting_parts:
-            return self._cut(rows, tokens, take)
-        key = rows, heads, tokens
-        kept = self.memo.parts.get(key)  # another thread may clear them
-        if kept is None:
-            with outside_modes():
-                kept = self._cut(rows, tokens, take)
-            if len(self.memo.parts) >= _MOST_PARTS:
-                self.memo.parts.clear()
-            self.memo.parts[key] = kept
-        return kept
 
-    @property
-    def _has_lasting_parts(self) -> bool:
-        """True if nothing in a part depends on values of ids that may change undetected."""
+        def make() -> PreparedRotation:
+            return self._cut(rows, tokens, take)
+
         ids = self.ids
-        if ids is None:
-            return True
-        return not ids.requires_grad and (self.stack is None or is_readable(ids))
+        if ids is not None and ids.requires_grad:
+            return make()
+        # A part holds a view of the ids. Only with a stack, a length may depend on their values.
+        values = ids if self.stack is not None else None
+        return self.kept.find((rows, heads, tokens), values, self.device, make)  # type: ignore[no-any-return]
 
     def _cut(self, rows: Span, tokens: Span, take: Take) -> PreparedRotation:
-        ids, length = self.ids, self.stack_length
-        by_length: bool = getattr(self.made_from, "by_length", False)
-        if self.stack is not None and length is None and by_length:
-            length = self._longest(tokens.whole)
-        whole = self.part is None and not self.add_index
+        where, ids, stated = self.where, self.ids, self.stated
+        if self.stack is not None and stated is None and self.spec.by_length:
+            longest = self._longest(tokens.whole)
+            stated = None if longest is None else Stated((longest,), None)
         if ids is not None:
+            whole = where.part is None and not where.add_index
             ids = take("positions", ids, (None, "row", "token" if whole else None))
+        shifted = where.add_index and where.part is None
         axes = (None, "row", "head", None)
+        words, turns, amplitude_hex, own_rows = self.angles
         return PreparedRotation(
             self.channels,
-            take("spec", self.words, axes),
-            None if self.turns is None else take("spec", self.turns, axes),
-            ids,
-            self.offset + (tokens.start if self.add_index and self.part is None else 0),
-            self.add_index,
+            Angles(
+                take("spec", words, axes),
+                None if turns is None else take("spec", turns, axes),
+                amplitude_hex,
+                own_rows if own_rows == 1 else rows.size,
+            ),
+            Positions(ids, where.offset + (tokens.start if shifted else 0), where.add_index),
             self.device,
-            Memo(),
-            self.amplitude_hex,
-            self.rows if self.rows == 1 else rows.size,
-            made_from=self.made_from,
-            snapshot=None if self.stack is None or ids is None else Snapshot.of(ids),
-            stack=self.stack,
-            stack_length=length,
+            self.spec,
+            None,
+            stated,
+            self.stack,
         )
 
     def _longest(self, tokens: int) -> int | None:
         """Return the largest position plus 1; None without tokens, or if the ids are not whole."""
-        if self.ids is None:
-            return max(0, self.offset + tokens)
-        if self.ids.numel() == 0 or is_dtensor(self.ids):
+        where, ids = self.where, self.ids
+        if ids is None:
+            return max(0, where.offset + tokens)
+        if ids.numel() == 0 or is_dtensor(ids):
             return None
-        ends = _lengths.ends(self.ids, self.offset + (tokens if self.add_index else 1))
+        ends = _lengths.ends(ids, where.offset + (tokens if where.add_index else 1))
         return max(ends) if isinstance(ends, tuple) else int(ends.max())
 
     def tables(self, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines of :attr:`stack`, ``(rows|1, 1, tokens, pairs)``.
 
-        If ids changed in place after the rotation was prepared, prepare it again first.
-
         Args:
             tokens: number of tokens per row.
             dtype: the dtype of the rotated tensors.
         """
-        if self.ids is not None and self.snapshot is None:
-            return self._tables_by(self._row(), tokens, dtype)
-        memo = self.memo
-        kept = None if is_tracing() else memo.tables.get((tokens, dtype))
-        if kept is not None:
-            return kept
-        with outside_modes():
-            made = self._tables_by(None, tokens, dtype)
-        if may_keep(self.device):
-            # Tables of the last number of tokens only: decoding makes one pair of tables per token.
-            memo.tables = {key: value for key, value in memo.tables.items() if key[0] == tokens}
-            memo.tables[tokens, dtype] = made
-        return made
+        stack: Stack = self.stack  # type: ignore[assignment]
+        length: Any = None if self.stated is None else self.stated.lengths[0]
 
-    def _tables_by(
-        self, row: Row | None, tokens: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        where = Positions(self.ids, self.offset, self.add_index)
-        return self.stack.tables_at(  # type: ignore[union-attr]
-            self.made_from,  # type: ignore[arg-type]
-            where,
-            tokens,
-            self.stack_length,
-            dtype,
-            self.device,
-            row,
+        def make() -> tuple[torch.Tensor, torch.Tensor]:
+            row = None if is_tracing() else self._row(stack, length)
+            return stack.tables_at(self.spec, self.where, tokens, length, dtype, self.device, row)
+
+        return self.kept.find((tokens, dtype), self.ids, self.device, make)  # type: ignore[no-any-return]
+
+    def _row(self, stack: Stack, length: Any) -> Row | None:
+        """Return the frequencies of the stack on the device; None if they depend on the positions."""
+        if length is None and self.spec.by_length:
+            return None
+        return self.kept.find(  # type: ignore[no-any-return]
+            "row", None, self.device, lambda: stack.row(self.spec, length, self.device)
         )
-
-    def _row(self) -> Row | None:
-        """Return the frequencies of the stack on the device; None while tracing."""
-        if is_tracing():
-            return None
-        row = self.memo.row
-        if row is None:
-            with outside_modes():
-                row = self.stack.row(  # type: ignore[union-attr]
-                    self.made_from,  # type: ignore[arg-type]
-                    self.stack_length,
-                    self.device,
-                )
-            if may_keep(self.device):
-                self.memo.row = row
-        return row
-
-    def passed(self, tokens: int) -> tuple[int | None, int, int] | None:
-        """Find the first row that is longer than the caller stated: see :func:`_lengths.passed`.
-
-        Args:
-            tokens: number of tokens per row.
-        """
-        if self.limit is None or is_tracing():
-            return None
-        before = self.memo.fitted
-        if before is not None and before[0] == tokens and before[1].is_of(self.limit.ids):
-            return None
-        seen = Snapshot.of(self.limit.ids)
-        with outside_modes():
-            found = _lengths.passed(self.limit, self.offset, self.add_index, tokens)
-        if found is None and seen is not None:
-            self.memo.fitted = tokens, seen
-        return found
 
     def check_passed(self, tokens: int, name: str = "seq_len") -> None:
         """Raise an error for a row longer than stated: it would get the frequencies of a shorter one.
@@ -343,7 +272,10 @@ class PreparedRotation:
             tokens: number of tokens per row.
             name: name of the lengths in the error.
         """
-        found = self.passed(tokens)
+        if self.stated is None or self.stated.where is None or is_tracing():
+            return
+        lengths, where = self.stated
+        found = _lengths.passed(lengths, where, tokens)  # type: ignore[arg-type]
         if found is None:
             return
         row, end, stated = found
@@ -355,87 +287,59 @@ class PreparedRotation:
             **about,
         )
 
-    @property
-    def is_stale(self) -> bool:
-        """True if ids changed in place after :attr:`snapshot` was taken."""
-        if self.snapshot is None or is_tracing():
-            return False
-        return not self.snapshot.is_of(self.ids)
-
-
-@public("PreparedRotation")
-def _refuse_dtype(ids: torch.Tensor) -> None:
-    # FSDP2 casts floating tensors in dataclasses that are inputs of a module.
-    raise bad_type(
-        "ids must be int32, int64, float32 or float64; a wrapper of the model, such as one for mixed "
-        "precision, may have cast them",
-        ids=ids,
-    )
-
 
 def prepare(
     channels: Channels,
-    tables: Tables,
-    where: Positions,
+    words: Words,
+    given: Positions,
     device: torch.device,
     seq_len: SeqLen,
-    made_from: object,
+    spec: object,
+    stack: Stack | None = None,
 ) -> PreparedRotation:
-    """Validate positions for a spec, and look up the phase words for their lengths.
+    """Validate positions for a spec.
 
     Args:
-        channels, tables: channels and phase words of the spec.
-        where: canonical positions.
+        channels, words: channels and phase words of the spec.
+        given: canonical positions.
         device: device of the rotated tensors.
         seq_len: see :meth:`tightrope.RopeSpec.at`.
-        made_from: the spec itself.
+        spec: the spec itself.
+        stack: the stack whose bits the rotation must equal, or None.
     """
-    ids = _ids_on(where, tables, device)
-    awaits = snapshot = limit = lengths = unread = None
-    own = seq_len is None
-    if tables.by_length and own:
-        _check_whole(where)
-        if ids is None or where.add_index:
-            awaits = tables
-        else:
-            snapshot = Snapshot.of(ids)
-            if snapshot is not None or is_tracing():
-                lengths = _lengths.of_ids(where, ids, tables.rule)  # type: ignore[arg-type]
-            else:
-                _lengths.check_packed(where, ids, tables.rule)  # type: ignore[arg-type]
-                tables.amplitude(ids)
-                awaits = tables
+    where = _on(given, words.axis_count, device)
+    if stack is not None and where.ids is not None and where.ids.requires_grad:
+        raise bad_value("positions must not require a gradient with a stack", positions=where.ids)
+    lengths: Lengths | None
+    if stack is None:
+        lengths = words.read(seq_len, device)
     else:
-        lengths = tables.read(seq_len, device)
-        if isinstance(lengths, torch.Tensor) and not is_tracing():
-            tables.amplitude(lengths)
-            awaits, unread, lengths = tables, seq_len, None
-    if not own:
-        limit = _lengths.limit(lengths, where)
-        if limit is not None and limit.ids is not None and ids is not where.ids:
-            # The rotation uses a copy of the ids on the device, so later changes of the original do not
-            # count.
-            limit = limit._replace(ids=limit.ids.clone())
-    words, turns = tables.words(lengths, device)
-    amplitude_hex = tables.amplitude_hex if lengths is None else tables.amplitude(lengths)
-    return PreparedRotation(
-        channels,
-        words,
-        turns,
-        ids,
-        where.offset,
-        where.add_index,
-        device,
-        Memo(),
-        amplitude_hex,
-        1 if lengths is None else len(lengths),
-        awaits,
-        made_from,
-        snapshot=snapshot,
-        limit=limit,
-        part=where.part,
-        lengths=unread,  # type: ignore[arg-type]
-    )
+        lengths = None if seq_len is None else (seq_len,)  # type: ignore[assignment]
+    stated = None
+    if lengths is None and words.by_length:
+        _check_whole(where)
+        unread = where.ids is not None and not is_readable(where.ids)
+        if stack is not None and unread and not is_tracing():
+            raise bad_value(
+                "seq_len must be given with positions on a device, as the frequencies of this stack depend "
+                "on the largest position",
+                positions=where.ids,
+            )
+    elif lengths is not None:
+        # The rotation uses a copy of ids that are elsewhere, so their later changes do not count.
+        if given.ids is not None and given.ids is not where.ids:
+            given = _with_ids(given, given.ids.clone())
+        stated = _stated(lengths, given, seq_len)
+    angles = Angles(*words.of(None, device), words.amplitude_hex)
+    source = words if words.by_length and stack is None else None
+    return PreparedRotation(channels, angles, where, device, spec, source, stated, stack)
+
+
+def _stated(lengths: Lengths, where: Positions, seq_len: Any) -> Stated:
+    if isinstance(lengths, torch.Tensor):
+        return Stated(seq_len if isinstance(seq_len, torch.Tensor) else lengths, None)
+    can_compare = not is_tracing() and (where.ids is None or is_readable(where.ids))
+    return Stated(lengths, where if can_compare else None)
 
 
 def _check_whole(where: Positions) -> None:
@@ -448,12 +352,12 @@ def _check_whole(where: Positions) -> None:
         )
 
 
-def _ids_on(where: Positions, tables: Tables, device: torch.device) -> torch.Tensor | None:
-    """Check the coordinates of positions and return their ids on the device of the rotated tensors."""
-    positions_.check_axes(where, tables.axis_count)
+def _on(where: Positions, axes: int, device: torch.device) -> Positions:
+    """Check the coordinates of positions and return them with their ids on the device of the rotated tensors."""
+    positions_.check_axes(where, axes)
     ids = where.ids
     if ids is None or ids.device == device:
-        return ids
+        return where
     if ids.device.type == "meta":
         raise bad_value(
             "positions must have data but are on the meta device while the rotated tensors are on "
@@ -467,65 +371,8 @@ def _ids_on(where: Positions, tables: Tables, device: torch.device) -> torch.Ten
             positions=ids,
         )
     with outside_modes():  # so that autograd can save the copy
-        return ids.to(device)
+        return _with_ids(where, ids.to(device))
 
 
-def prepare_for_stack(
-    channels: Channels,
-    tables: Tables,
-    where: Positions,
-    device: torch.device,
-    seq_len: int | None,
-    made_from: object,
-    stack: Stack,
-) -> PreparedRotation:
-    """Validate positions for a spec; the rotation makes its tables by the arithmetic of a stack.
-
-    Args:
-        channels, tables, where, device, made_from: see :func:`prepare`.
-        seq_len: length of the sequence, for rules that depend on it.
-        stack: the stack whose bits the rotation must equal.
-    """
-    ids = _ids_on(where, tables, device)
-    if ids is not None and ids.requires_grad:
-        raise bad_value("positions must not require a gradient with a stack", positions=ids)
-    snapshot = None if ids is None else Snapshot.of(ids)
-    if seq_len is None and tables.by_length:
-        _check_whole(where)
-        if ids is not None and snapshot is None and not is_tracing():
-            raise bad_value(
-                "seq_len must be given with positions on a device, as the frequencies of this stack depend "
-                "on the largest position",
-                positions=ids,
-            )
-    words, turns = tables.words(None, device)
-    limit = None if seq_len is None else _lengths.limit((seq_len,), where)
-    return PreparedRotation(
-        channels,
-        words,
-        turns,
-        ids,
-        where.offset,
-        where.add_index,
-        device,
-        Memo(),
-        made_from=made_from,
-        snapshot=snapshot,
-        limit=limit,
-        stack=stack,
-        stack_length=seq_len,
-        part=where.part,
-    )
-
-
-_OF_WIDTH = {torch.float32: torch.int32, torch.float64: torch.int64}
-
-
-def _bits(ids: torch.Tensor | None) -> torch.Tensor | None:
-    """View ids as integers, so that NaN equals NaN; None if they cannot be read."""
-    if is_dtensor(ids):
-        ids = ids._local_tensor  # type: ignore[union-attr]
-    if ids is None or not is_readable(ids):
-        return None
-    bits = ids.detach()
-    return bits.view(_OF_WIDTH[bits.dtype]) if bits.dtype in _OF_WIDTH else bits
+def _with_ids(where: Positions, ids: torch.Tensor) -> Positions:
+    return Positions(ids, where.offset, where.add_index, where.packed, where.part)

@@ -10,15 +10,15 @@ import torch
 
 from .. import phase_words, positions as positions_
 from .._errors import as_real, bad_type, bad_value, public
-from .._tracing import Constant
 from ..axes import Axes
 from ..channels import Channels
 from ..frequencies import Frequencies, Given, Rule, length as checked_length
+from ..phase_words import PhaseWords
 from ..positions import Positions, PositionsLike
 from ..stacks import Stack, named
 from ._lengths import SeqLen
-from ._prepared import PreparedRotation, prepare, prepare_for_stack
-from ._tables import Tables
+from ._prepared import PreparedRotation, prepare
+from ._words import Constants, Words
 
 # Version of the format of to_dict; from_dict will also read older ones.
 VERSION = 1
@@ -85,7 +85,8 @@ class RopeSpec:
         put(self, "rotary_dim", channels.rotary_dim)
         put(self, "base", base)
         put(self, "_channels", channels)
-        put(self, "_tables", Tables(self.scaling, channels.rotary_dim, base, self.axes))
+        put(self, "_ready", {})
+        put(self, "_words", Words(self.scaling, channels.rotary_dim, base, self.axes))
 
     def __hash__(self) -> int:
         # Computed on first use: torch 2.11 cannot trace hash() in the constructor.
@@ -226,26 +227,27 @@ class RopeSpec:
     @property
     def axis_count(self) -> int:
         """Number of coordinates of a position."""
-        return self._words.axis_count
+        return self.words.axis_count
 
     @property
     def by_length(self) -> bool:
         """True if the frequencies depend on the length of the sequence."""
-        return self._words.by_length
+        return self.words.by_length
 
     @property
     def amplitude(self) -> float:
         """The factor on the rotated channels within the original length."""
-        return float.fromhex(self._words.amplitude_hex)
+        return float.fromhex(self.words.amplitude_hex)
 
     @property
-    def constants(self) -> tuple[Constant[Rule | None], Constant[Axes | None], int, float]:
+    def constants(self) -> Constants:
         """The rule, the axes, ``rotary_dim`` and the base, for functions that Dynamo runs while compiling."""
-        return self._words.constants
+        return self.words.constants
 
     @property
-    def _words(self) -> Tables:
-        return self._tables  # type: ignore[attr-defined, no-any-return]
+    def words(self) -> Words:
+        """The phase words. Internal to the library."""
+        return self._words  # type: ignore[attr-defined, no-any-return]
 
     @property
     def softmax_scaling(self) -> float:
@@ -336,12 +338,10 @@ class RopeSpec:
                 cannot be read. Of the rules here, only a :class:`tightrope.frequencies.LongRoPE` with
                 unequal mscales raises this.
         """
-        lengths = self._words.read(seq_len, torch.device("cpu"))
-        return float.fromhex(self._words.amplitude(lengths))
+        lengths = self.words.read(seq_len, torch.device("cpu"))
+        return float.fromhex(self.words.amplitude(lengths))
 
-    def words_for(
-        self, seq_len: SeqLen = None, device: torch.device | str = "cpu"
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def words_for(self, seq_len: SeqLen = None, device: torch.device | str = "cpu") -> PhaseWords:
         """Return the phase words for sequences of given lengths, as a prepared rotation holds them.
 
         Internal to the library. Each row gets the phase words that it would get alone: they depend
@@ -359,11 +359,11 @@ class RopeSpec:
             Phase words and turns, int64 ``[axes, rows|1, heads|1, pairs]``, with zeros for the axes
             that a pair does not belong to, and one row if all rows are equal. Turns are None if all
             are zero. Phase words are the nearest integers, except for
-            :class:`tightrope.frequencies.DynamicNTK` with a length that is not read: those are
-            computed in float64, off by at most 5e-14 · ω radians per position for scales up to 1e7.
+            :class:`tightrope.frequencies.DynamicNTK` beyond its original length: those are computed in
+            float64, off by at most 5e-14 · ω radians per position for scales up to 1e7.
         """
         device = torch.device(device)
-        return self._words.words(self._words.read(seq_len, device), device)
+        return self.words.of(self.words.read(seq_len, device), device)
 
     @public("at")
     def at(
@@ -378,10 +378,8 @@ class RopeSpec:
 
         Args:
             positions: None for 0..n-1, an int offset, ids ``(tokens,)`` or ``(rows, tokens)``, or a
-                :class:`tightrope.positions.Positions`. Ids are not copied: do not change them. If
-                frequencies depend on the length, or with ``stack``, later calls raise an error if ids
-                on the CPU were changed, also through numpy; compiled code does not check this. Values
-                on a device are read in every call, so there changed ids give the results of new ones.
+                :class:`tightrope.positions.Positions`. Ids on ``device`` are not copied: every call reads
+                their values, so ids that changed give the results of new ones.
             device: device of the rotated tensors; by default that of the ids, else the CPU.
             seq_len: the length of each sequence, for rules that depend on it (DynamicNTK, LongRoPE):
                 an int, one int per row, or a tensor. The default is each row's largest position
@@ -428,17 +426,17 @@ class RopeSpec:
             elif target.index is None:
                 # Resolve the index of the current device by creating a tensor there.
                 target = torch.empty(0, device=target).device
-        if stack is None:
-            rotation = self.on(where, target, seq_len)
-        else:
-            length = None if seq_len is None else checked_length(seq_len)
+        chosen = None
+        if stack is not None:
+            seq_len = None if seq_len is None else checked_length(seq_len)
             chosen = named(stack)
-            chosen.check(self, length)
-            rotation = prepare_for_stack(
-                self.channels, self._words, where, target, length, self, chosen
-            )
-        if not rotation.add_index and rotation.ids is not None:
-            rotation.check_passed(rotation.ids.shape[2])
+            chosen.check(self, seq_len)
+        rotation = self.on(where, target, seq_len, chosen)
+        if rotation.ids is not None and not rotation.where.add_index:
+            # The number of tokens is known, so errors about lengths are raised now.
+            tokens = rotation.ids.shape[2]
+            rotation.check_passed(tokens)
+            rotation.for_tokens(tokens)
         return rotation
 
     def on(
@@ -446,9 +444,10 @@ class RopeSpec:
         where: Positions,
         device: torch.device,
         seq_len: SeqLen = None,
+        stack: Stack | None = None,
     ) -> PreparedRotation:
         """Prepare a rotation like :meth:`at`; errors name the function that the user called."""
-        return prepare(self.channels, self._words, where, device, seq_len, self)
+        return prepare(self.channels, self.words, where, device, seq_len, self, stack)
 
 
 def _base(value: object) -> float:

@@ -392,37 +392,29 @@ def test_equal_regimes_share_their_work() -> None:
 
 
 @pytest.mark.parametrize("d", [2, 4, 64, 128, 256])
-@pytest.mark.parametrize("base", [1e4, 5e5, 1e7])
 @pytest.mark.parametrize("factor", [0.5, 1.0, 8.0, 64.0])
-def test_lengths_on_a_device_are_within_the_bound(d: int, base: float, factor: float) -> None:
-    rule = DynamicNTK(factor, 4096)
+def test_the_scale_of_a_length_is_that_of_its_frequencies(d: int, factor: float) -> None:
+    rule, base = DynamicNTK(factor, 4096), 1e4
     lengths = [4096, 4097, 4099, 5000, 8192, 65537, 10**6, 2**31 - 1]
-    within = frequencies.default(d, base).inv_freq
-    made = rule.inv_freq_beyond(within, torch.tensor(lengths, dtype=torch.float64))
-    assert made.dtype == torch.float64
-    assert made.shape == (len(lengths), d // 2)
-    for row, length in zip(made.tolist(), lengths, strict=True):
-        exact = truth.dynamic_ntk(d, base, factor, 4096, length)
-        scale = 1 + factor * (length - 4096) / 4096
+    within, exponents = frequencies.default(d, base).inv_freq, rule.scale_exponents(d // 2)
+    scales = rule.scale_beyond(torch.tensor(lengths, dtype=torch.float64))
+    for length, scale in zip(lengths, scales.tolist(), strict=True):
+        assert rule.scale_beyond(float(length)) == scale >= 1.0
         bound = value("dynamic float64") * (4 + 2 * math.log(scale))
-        for mine, omega in zip(row, exact, strict=True):
-            assert abs(mine / omega - 1) <= bound
-        assert all(a <= b for a, b in zip(row, within.tolist(), strict=True))
+        exact = truth.dynamic_ntk(d, base, factor, 4096, length)
+        for omega, exponent, wanted in zip(within.tolist(), exponents, exact, strict=True):
+            assert abs(omega * scale**-exponent / wanted - 1) <= bound
 
 
-def test_a_rule_with_one_long_set_makes_no_numbers_on_a_device() -> None:
-    ones = torch.ones(32, dtype=torch.float64)
-    assert BY_LENGTH[2].inv_freq_beyond(ones, ones) is None
-
-
-def test_a_rule_without_lengths_on_a_device_raises() -> None:
-    """The rule raises an error instead of using one set of frequencies for all lengths."""
+def test_a_rule_with_one_long_set_has_no_scale() -> None:
     text = (
-        "[Linear] seq_len must be Python or CPU integers for this rule but got a tensor that is traced "
-        "or on a device (seq_len: float64[1])."
+        " must define scale_beyond and scale_exponents for sequences beyond its original length, or a regime "
+        "that maps all of them to one length"
     )
-    with refused(NotImplementedError, text):
-        Linear(2.0).inv_freq_beyond(torch.ones(2), torch.ones(1, dtype=torch.float64))
+    for rule in (BY_LENGTH[2], Linear(2.0)):
+        for call in (lambda: rule.scale_beyond(5000.0), lambda: rule.scale_exponents(4)):  # noqa: B023
+            with pytest.raises(NotImplementedError, match=f"{type(rule).__name__}{text}"):
+                call()
 
 
 # --- rules as values ------------------------------------------------------------------------------

@@ -98,7 +98,14 @@ def test_under_inference_mode_compile_and_vmap() -> None:
     assert torch.equal(outs, want)
     raw = torch.zeros(2, 3, 5, 12)
     rotation = SPEC.at(9)
-    arguments = (rotation.words, None, None, 9, schema.Options(layout=4, start=2).pack(), 1.0)
+    arguments = (
+        rotation.angles.words,
+        None,
+        None,
+        9,
+        schema.Options(layout=4, start=2).pack(),
+        1.0,
+    )
     torch.vmap(lambda x, out: schema.rotate_into(x, None, out, None, *arguments) or out)(x, raw)
     assert torch.equal(raw, want)
     call = (x[0].clone(), None, raw[0].clone(), None, *arguments)
@@ -107,7 +114,7 @@ def test_under_inference_mode_compile_and_vmap() -> None:
 
 def test_the_raw_operator_refuses_what_it_cannot_do() -> None:
     x = noise(2, 3, 5, 12)
-    arguments = (SPEC.at().words, None, None, 0, schema.Options(start=2).pack(), 1.0)
+    arguments = (SPEC.at().angles.words, None, None, 0, schema.Options(start=2).pack(), 1.0)
     with pytest.raises(RuntimeError, match="the raw operator has no gradient"):
         schema.rotate_into(x.clone().requires_grad_(), None, x.clone(), None, *arguments)
     with pytest.raises(RuntimeError, match="memory overlaps"):

@@ -496,8 +496,8 @@ def test_a_shift_makes_no_positions() -> None:
 
     k, spec = torch.randn(1, 2, TOKENS, 16), spec_of()
     rope = _prepared(k, _Move(spec, spec, 900, 7, None, None), BY_NAME["bhsd"])
-    assert (rope.ids, rope.offset, rope.add_index) == (None, -893, False)
-    assert rope.words is spec.at().words
+    assert (rope.ids, rope.where.offset, rope.where.add_index) == (None, -893, False)
+    assert rope.angles.words is spec.at().angles.words
 
 
 # --- errors ---------------------------------------------------------------------------------------

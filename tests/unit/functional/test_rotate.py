@@ -1,12 +1,19 @@
 """Public rotation functions, compared with each other."""
 
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
 from tests.support.helpers import noise
 from tests.support.tolerances import assert_near
 from tightrope import RopeSpec, functional, positions
+from tightrope.frequencies import DynamicNTK
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.ops import route
 
 
 def test_rotate_qk_is_rotate_of_each() -> None:
@@ -93,16 +100,65 @@ def test_every_public_function_is_documented() -> None:
         assert ">>>" in function.__doc__, function
 
 
-def test_the_fast_path_of_a_prepared_rotation_raises_the_same_errors() -> None:
-    """The fast path leaves some checks to the kernel, yet every error is the same."""
-    spec = RopeSpec(8)
-    fresh, used = spec.at(5), spec.at(5)
-    q, k = torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8)
-    rotate_qk_(q, k, used)
-    assert used.memo.packed, "the second call does not take the fast path"
+WAYS: dict[str, tuple[Any, ...]] = {
+    "prepared": (RopeSpec(8).at(5),),
+    "prepared by ids": (RopeSpec(8).at(torch.arange(3)),),
+    "none": (RopeSpec(8),),
+    "offset": (RopeSpec(8), 5),
+    "ids": (RopeSpec(8), torch.arange(3)),
+    "ids of rows": (RopeSpec(8), torch.arange(3)[None]),
+    "fractions": (RopeSpec(8), torch.arange(3) / 2),
+    "per row": (RopeSpec(8), positions.per_row(torch.tensor([5]))),
+    "by length": (RopeSpec(8, scaling=DynamicNTK(2.0, 4)), 5),
+}
+# Positions that no call takes.
+NO_POSITIONS: list[Any] = [
+    torch.arange(4),
+    torch.arange(1),
+    torch.arange(6).reshape(2, 3),
+    torch.arange(3).bfloat16(),
+    torch.arange(3).short(),
+    torch.arange(3) > 1,
+    torch.arange(3)[None, None],
+    torch.tensor(3),
+    torch.empty(3, device="meta"),
+    positions.per_row(torch.tensor([1, 2])),
+    positions.multi_axis(torch.zeros(2, 3)),
+    True,
+    2**63,
+    1.5,
+    "5",
+    [1, 2, 3],
+]
+
+
+def built(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> Any:
+    """Run a call without the fast path."""
+    with monkeypatch.context() as patch:
+        patch.setattr(route, "takes", lambda _: False)
+        return call()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_fast_path_is_taken_and_gives_the_same_bits(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+    wanted = built(monkeypatch, lambda: rotate_qk(q, k, *WAYS[way]))
+    monkeypatch.setattr(sys.modules["tightrope.functional._rotate"], "perform", None)
+    for got in (rotate_qk(q, k, *WAYS[way]), rotate_qk_(q.clone(), k.clone(), *WAYS[way])):
+        assert all(map(torch.equal, got, wanted))
     version = q._version
-    rotate_qk_(q, k, used)
+    assert torch.equal(rotate_(q, *WAYS[way]), wanted[0])
     assert q._version > version
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_fast_path_raises_the_same_errors(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fast path leaves some checks to the kernel, yet every error is the same."""
+    q, k = torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8)
+    rope = WAYS[way]
+    rotate_qk(q, k, *rope)
     wrong: list[tuple[torch.Tensor, torch.Tensor | None]] = [
         (q[..., :6], None),
         (q[0], None),
@@ -112,21 +168,36 @@ def test_the_fast_path_of_a_prepared_rotation_raises_the_same_errors() -> None:
         (q, k[:, :, :2]),
         (q, q),
         (q[:, :, :1].expand(1, 4, 3, 8), None),
-        (q.to("meta"), None),
+        (q.to("meta"), k),
         (torch.nn.Parameter(q.clone()), None),
     ]
     before = q.clone()
     for x, y in wrong:
         errors = []
-        for rotation in (fresh, used):
-            fresh.memo.packed.clear()
+        for run in (lambda call: call(), partial(built, monkeypatch)):
             with pytest.raises((TypeError, ValueError)) as error:
-                rotate_qk_(x, y, rotation)
+                run(lambda: rotate_qk_(x, y, *rope))  # noqa: B023
             errors.append((error.type, str(error.value)))
         assert errors[0] == errors[1]
     assert torch.equal(q, before)
     for not_a_tensor in (3, None, [q]):
         with pytest.raises(TypeError, match=r"^\[rotate_qk_\] q must be a tensor"):
-            rotate_qk_(not_a_tensor, None, used)  # type: ignore[arg-type]
+            rotate_qk_(not_a_tensor, None, *rope)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"^\[rotate_qk_\] k must be a tensor"):
-            rotate_qk_(q, [q], used)  # type: ignore[type-var]
+            rotate_qk_(q, [q], *rope)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("rule", [None, DynamicNTK(2.0, 4)])
+@pytest.mark.parametrize("where", NO_POSITIONS, ids=repr)
+def test_the_fast_path_refuses_the_same_positions(
+    where: Any, rule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, x = RopeSpec(8, scaling=rule), torch.ones(1, 4, 3, 8)
+    rotate(x, spec)
+    errors = []
+    for run in (lambda call: call(), partial(built, monkeypatch)):
+        with pytest.raises((TypeError, ValueError)) as error:
+            run(lambda: rotate_(x, spec, where))
+        errors.append((error.type, str(error.value)))
+    assert errors[0] == errors[1]
+    assert torch.equal(x, torch.ones_like(x))

@@ -305,7 +305,7 @@ def carrying(kind: str, one: torch.Tensor, how: str = "new", *, share: bool = Tr
     """Call the raw operator like :func:`raw`, with an extra tensor that has its final shape."""
     options, x = RAW[kind][0], X.clone()
     k, extras = (None, [one]) if kind == "frequencies" or not share else (x.clone(), [one, one])
-    end = (SPEC.at().words, None, None, 3, options.pack(), 1.0, extras, 0.0)
+    end = (SPEC.at().angles.words, None, None, 3, options.pack(), 1.0, extras, 0.0)
     if how == "new":
         made: list[torch.Tensor] = schema.rotate_extras(x, k, *end)
         return made[0]
@@ -407,7 +407,7 @@ def test_only_calls_that_carry_tensors_have_a_list() -> None:
 
 def test_a_list_may_be_empty() -> None:
     """The overload with a list accepts an empty list, so a caller may use it for every call."""
-    end = (SPEC.at().words, None, None, 3, schema.Options().pack(), 1.0)
+    end = (SPEC.at().angles.words, None, None, 3, schema.Options().pack(), 1.0)
     x = X.clone().requires_grad_()
     (wanted,), (got,) = schema.rotate(x, None, *end), schema.rotate_extras(x, None, *end, [], 0.0)
     assert torch.equal(got, wanted)

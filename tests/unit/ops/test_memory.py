@@ -26,7 +26,7 @@ SPEC = RopeSpec(8)
 
 def raw_arguments() -> tuple[object, ...]:
     rotation = SPEC.at(3)
-    return (rotation.words, None, None, 3, schema.Options().pack(), 1.0)
+    return (rotation.angles.words, None, None, 3, schema.Options().pack(), 1.0)
 
 
 VIEWS = {

@@ -6,13 +6,9 @@ import ctypes
 import os
 import sys
 import warnings
-from array import array
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-
-from ... import phase_words
 
 #: Device types that this backend serves.
 DEVICES = ("cpu",)
@@ -46,7 +42,6 @@ def register() -> None:
             _missing = f"the native library does not load ({error}); {_HOW}"
         else:
             _library, _missing = _open(), None
-            phase_words.stretched_natively = _stretched
             return
         finally:
             del os.environ["TIGHTROPE_DEFINED"]
@@ -112,22 +107,6 @@ def use_instruction_set(name: str) -> None:
         )
 
 
-def _stretched(
-    constants: bytes,
-    limit: int,
-    lengths: Sequence[int],
-    doubt: int,
-    first: int,
-    words: torch.Tensor,
-) -> int:
-    """See :data:`tightrope.phase_words.stretched_natively`."""
-    own = array("q", lengths)
-    row: int = _library.tightrope_stretched(  # type: ignore[union-attr]
-        *(constants, limit, own.buffer_info()[0], *words.shape, doubt, first, words.data_ptr())
-    )
-    return row
-
-
 def _open() -> ctypes.CDLL:
     library = ctypes.CDLL(str(_PATH))
     library.tightrope_instruction_set.restype = ctypes.c_char_p
@@ -135,11 +114,6 @@ def _open() -> ctypes.CDLL:
     library.tightrope_supported_set.argtypes = [ctypes.c_int]
     library.tightrope_use.restype = ctypes.c_bool
     library.tightrope_use.argtypes = [ctypes.c_char_p]
-    library.tightrope_stretched.restype = ctypes.c_int64
-    library.tightrope_stretched.argtypes = [
-        *(ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
-        *(ctypes.c_uint64, ctypes.c_int64, ctypes.c_void_p),
-    ]
     if library.tightrope_instruction_set() is None:
         sets: list[str] = []
         while name := library.tightrope_supported_set(len(sets)):

@@ -18,8 +18,8 @@ from tightrope import RopeSpec, frequencies, gates, positions, stacks
 from tightrope.activations import RMSNorm
 from tightrope.functional import apply_rotary_pos_emb, rotate, rotate_qk, rotate_qk_
 from tightrope.gates import Exp, Given, Scalar, Slope, XPos
-from tightrope.ops import gating, registry
-from tightrope.spec import _device_cache
+from tightrope.ops import registry, route
+from tightrope.spec import _prepared, _words
 
 DEVICE = torch.device("meta")
 
@@ -142,9 +142,12 @@ def test_a_backward_pass_copies_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("gate", [None, Scalar(2.0), XPOS, Slope(on_device(16))])
-@pytest.mark.parametrize("where", [5, IDS], ids=["offset", "ids"])
-def test_a_prepared_rotation_takes_the_fast_path(
-    gate: gates.Gate | None, where: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize(
+    "where", [None, 5, IDS, positions.per_row(IDS[:, 0])], ids=["none", "offset", "ids", "rows"]
+)
+def test_a_call_takes_the_fast_path(
+    gate: gates.Gate | None, where: Any, prepared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device too, the fast path skips the checks of the slow one, and copies nothing."""
     monkeypatch.setitem(registry._ready_on, "meta", lambda: True)
@@ -153,12 +156,12 @@ def test_a_prepared_rotation_takes_the_fast_path(
     def checked(*_: Any, **__: Any) -> Any:
         raise AssertionError("the slow path")
 
-    prepared = SPEC.at(where, device=DEVICE)
-    rotate_qk(Q, K, prepared, gate=gate)
+    call = (SPEC.at(where, device=DEVICE),) if prepared else (SPEC, where)
+    rotate_qk(Q, K, *call, gate=gate)
     monkeypatch.setattr(sys.modules["tightrope.functional._rotate"], "perform", checked)
     with Copies() as mode:
-        rotate_qk(Q, K, prepared, gate=gate)
-        rotate_qk_(Q, K, prepared, gate=gate)
+        rotate_qk(Q, K, *call, gate=gate)
+        rotate_qk_(Q, K, *call, gate=gate)
     assert mode.found == []
 
 
@@ -168,7 +171,7 @@ def test_a_graph_reads_what_was_kept_and_keeps_nothing(
 ) -> None:
     CALLS[name]()
     kept = dict(gates._kept)
-    for module in (gates, gating, _device_cache):
+    for module in (gates, route, _prepared, _words):
         monkeypatch.setattr(module, "may_keep", lambda _: False)
     with Copies() as mode:
         CALLS[name]()
@@ -181,27 +184,21 @@ def test_ids_on_a_device_are_not_cached() -> None:
     """Gates at ids on a device are computed anew: a CUDA graph may be replayed with other ids."""
     prepared = SPEC.at(IDS, device=DEVICE)
     rotate_qk(Q, K, prepared, gate=XPOS)
-    assert prepared.memo.gate_logs == {}
-
-
-def test_many_lengths_do_not_evict_phase_words_of_a_graph() -> None:
-    spec = RopeSpec(16, scaling=frequencies.DynamicNTK(2.0, original_max_position=4))
-    rotate_qk(Q, K, spec, IDS)
-    for length in range(100, 300):
-        spec.words_for(length, DEVICE)
-    with Copies() as mode:
-        rotate_qk(Q, K, spec, IDS)
-    assert mode.found == []
+    assert prepared.kept._values == {}
 
 
 def test_a_spec_keeps_nothing_that_is_made_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = RopeSpec(16, scaling=frequencies.DynamicNTK(2.0, original_max_position=4))
-    cache = spec._words._kept
-    before = set(cache._kept)
+    spec = RopeSpec(16, 777.0, scaling=frequencies.DynamicNTK(2.0, original_max_position=4))
+    shared = set(_words._shared)
     with monkeypatch.context() as patch:
-        patch.setattr(_device_cache, "may_keep", lambda _: False)
+        for module in (route, _words):
+            patch.setattr(module, "may_keep", lambda _: False)
         for seq_len in (3, 5000, [3, 5000], IDS[:, 0]):
             spec.words_for(seq_len, DEVICE)
-    assert set(cache._kept) == before
+        rotate(Q, spec, 7)
+    assert set(_words._shared) == shared
+    assert spec.words._on == {}
+    assert spec.words._last is None
     spec.words_for(5000, DEVICE)
-    assert {key for device, key in cache._kept if device == DEVICE} == {5000, "unread"}
+    assert set(spec.words._on) == {DEVICE}
+    assert spec.words._last is not None
