@@ -13,7 +13,7 @@ from tests.support.tolerances import assert_near
 from tightrope import RopeSpec, functional, positions
 from tightrope.frequencies import DynamicNTK
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
-from tightrope.ops import route
+from tightrope.ops import run
 
 
 def test_rotate_qk_is_rotate_of_each() -> None:
@@ -135,7 +135,7 @@ NO_POSITIONS: list[Any] = [
 def built(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> Any:
     """Run a call without the fast path."""
     with monkeypatch.context() as patch:
-        patch.setattr(route, "takes", lambda _: False)
+        patch.setattr(run, "route_quick", lambda *_: None)
         return call()
 
 
@@ -174,9 +174,9 @@ def test_the_fast_path_raises_the_same_errors(way: str, monkeypatch: pytest.Monk
     before = q.clone()
     for x, y in wrong:
         errors = []
-        for run in (lambda call: call(), partial(built, monkeypatch)):
+        for way_to_run in (lambda call: call(), partial(built, monkeypatch)):
             with pytest.raises((TypeError, ValueError)) as error:
-                run(lambda: rotate_qk_(x, y, *rope))  # noqa: B023
+                way_to_run(lambda: rotate_qk_(x, y, *rope))  # noqa: B023
             errors.append((error.type, str(error.value)))
         assert errors[0] == errors[1]
     assert torch.equal(q, before)
@@ -195,9 +195,9 @@ def test_the_fast_path_refuses_the_same_positions(
     spec, x = RopeSpec(8, scaling=rule), torch.ones(1, 4, 3, 8)
     rotate(x, spec)
     errors = []
-    for run in (lambda call: call(), partial(built, monkeypatch)):
+    for way_to_run in (lambda call: call(), partial(built, monkeypatch)):
         with pytest.raises((TypeError, ValueError)) as error:
-            run(lambda: rotate_(x, spec, where))
+            way_to_run(lambda: rotate_(x, spec, where))
         errors.append((error.type, str(error.value)))
     assert errors[0] == errors[1]
     assert torch.equal(x, torch.ones_like(x))
