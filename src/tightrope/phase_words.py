@@ -43,7 +43,7 @@ class HostWords(NamedTuple):
     amplitude_hex: str
 
 
-def made(
+def host_words(
     rule: Constant[Rule | None],
     rotary_dim: int,
     base: float,
@@ -59,17 +59,9 @@ def made(
     return _cached(value_of(rule), rotary_dim, base, value_of(axes), regime)
 
 
-def inv_freq(rule: Constant[Rule | None], dim: int, base: float) -> list[float]:
-    """Return one row of a rule's frequencies, for lengths up to its ``original_max_position``."""
-    rule = value_of(rule)
-    row = frequencies.default(dim, base) if rule is None else rule.frequencies(dim, base)
-    return [float(omega) for omega in row.exact]
-
-
 # A spec may be made inside a compiled function; its phase words are constants there, since Dynamo
 # cannot trace decimals. torch.compiler.assume_constant_result sets the same attribute, but imports Dynamo.
-made._dynamo_marked_constant = True  # type: ignore[attr-defined]
-inv_freq._dynamo_marked_constant = True  # type: ignore[attr-defined]
+host_words._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=512)
@@ -122,12 +114,12 @@ def assigned(
     return Frequencies(exact, whole.attention_scaling, shape)
 
 
-def as_tensors(made: HostWords, device: torch.device) -> PhaseWords:
+def as_tensors(host: HostWords, device: torch.device) -> PhaseWords:
     """Convert phase words and turns to tensors with one row."""
-    axes, heads, pairs = made.shape
-    words = torch.tensor(made.words, dtype=torch.int64, device=device)
+    axes, heads, pairs = host.shape
+    words = torch.tensor(host.words, dtype=torch.int64, device=device)
     words = words.reshape(axes, 1, heads, pairs)
-    if not any(made.turns):
+    if not any(host.turns):
         return PhaseWords(words, None)
-    turns = torch.tensor(made.turns, dtype=torch.int64, device=device)
+    turns = torch.tensor(host.turns, dtype=torch.int64, device=device)
     return PhaseWords(words, turns.reshape(words.shape))

@@ -80,7 +80,7 @@ class Case:
         dtype = torch.float64 if self.exact else torch.float32
         rates = self.spec.frequencies().inv_freq.to(positions.device, dtype)
         angle = positions.to(dtype)[:, None, :, None] * rates
-        factor = self.spec.amplitude
+        factor = self.spec.attention_scaling()
         return angle.cos() * factor, angle.sin() * factor
 
     def turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

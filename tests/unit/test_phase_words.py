@@ -141,7 +141,7 @@ def test_a_new_length_needs_no_digits(
     """Phase words of a new length are computed without 60-digit arithmetic, which would take 300 µs."""
     spec = spec_of(DynamicNTK(2.0, 4096), 64, axes=axes)
     spec.words_for(5000)
-    forbid(monkeypatch, "made", "words_of")
+    forbid(monkeypatch, "host_words", "words_of")
     call(spec)
 
 
@@ -149,7 +149,7 @@ def test_a_rule_with_two_sets_has_both_ready(monkeypatch: pytest.MonkeyPatch) ->
     rule = LongRoPE((1.0,) * 32, (4.0,) * 32, 4096, short_mscale=1.0, long_mscale=1.0)
     spec = spec_of(rule, 64)
     spec.words_for([1, 5000])
-    forbid(monkeypatch, "made", "words_of")
+    forbid(monkeypatch, "host_words", "words_of")
     spec.words_for([50001, 60000, 3])
     assert spec.words_for(50002).words is spec.words_for([5000, 9999]).words
     assert spec.at(OWN).for_tokens(1).angles.words.shape == (1, 3, 1, 32)

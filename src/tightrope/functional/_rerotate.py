@@ -17,7 +17,7 @@ import torch
 from .. import positions as positions_
 from .._errors import bad_type, bad_value, is_dtensor, public
 from ..ops.build import Request
-from ..ops.checks import Place, check_rotation, layout_named, shape_of
+from ..ops.checks import Operands, check_rotation, layout_named, shape_of
 from ..ops.layouts import Layout
 from ..ops.sharded import perform
 from ..positions import Positions, PositionsLike
@@ -120,20 +120,20 @@ class _Move(NamedTuple):
 def _prepared(k: torch.Tensor, move: _Move, layout: Layout) -> PreparedRotation:
     """Prepare the rotation by the difference between the new and the old angles."""
     from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len = move
-    place = Place(("k",), (k,), layout, sharded=is_dtensor(k))
-    tokens = shape_of("k", k, layout, place.sharded)[layout.token]
+    operands = Operands(("k",), (k,), layout, sharded=is_dtensor(k))
+    tokens = shape_of("k", k, layout, operands.sharded)[layout.token]
     _check_specs(from_spec, to_spec)
     old = positions_.as_positions(positions)
     stays = new_positions is None or new_positions is positions
     new = old if stays else positions_.as_positions(new_positions)
-    part = old.part if place.sharded else None
-    if place.sharded and new.part != part:
+    part = old.part if operands.sharded else None
+    if operands.sharded and new.part != part:
         raise bad_value("positions and new_positions must be those of the tokens of the same rank")
     before = from_spec.on(old, k.device, from_seq_len).for_tokens(tokens)
     after = to_spec.on(new, k.device, to_seq_len).for_tokens(tokens)
-    check_rotation(place, before, ("from_spec", "positions", "from_seq_len"))
+    check_rotation(operands, before, ("from_spec", "positions", "from_seq_len"))
     where = "positions" if stays else "new_positions"
-    check_rotation(place, after, ("to_spec", where, "to_seq_len"))
+    check_rotation(operands, after, ("to_spec", where, "to_seq_len"))
     if part is not None:
         tokens //= part[1]
     amplitude = (after.amplitude / before.amplitude).hex()

@@ -36,7 +36,7 @@ from .._tracing import broadcasts, is_readable
 from ..gates import Gate
 from ..ops import sharded
 from ..ops.build import Request, build, stages_of
-from ..ops.checks import Place, layout_named, prepare
+from ..ops.checks import Operands, layout_named, prepare
 from ..ops.phased import PhasesLike
 from ..ops.route import mode
 from ..ops.run import run
@@ -172,8 +172,8 @@ def _scan(
     q, k, order = request.q, cast(torch.Tensor, request.k), layout_named(request.layout)
     if isinstance(q, torch.Tensor) and q.dtype in (torch.bfloat16, torch.float16):
         # Rounding rotated queries and keys to 16 bits would spoil sums with cancellation.
-        place = Place(_QK, (q, k), order)
-        spec = prepare(place, request.spec, request.positions, request.seq_len)
+        operands = Operands(_QK, (q, k), order)
+        spec = prepare(operands, request.spec, request.positions, request.seq_len)
         wide = request._replace(q=q.float(), k=k.float(), spec=spec)
         request = wide._replace(positions=None, seq_len=None)
     turned_q, turned_k = (order.to_bhsd(x) for x in run(build(request)))
@@ -220,7 +220,7 @@ def _scan_shards(
     if state is not None:
         memory = take("the memory of state", state.memory, ("row", "head", None, None))
         state = state._replace(memory=memory)
-    local = sharded.local_request(request, Place(_QK, (q, k), order, sharded=True), parts[:2])
+    local = sharded.local_request(request, Operands(_QK, (q, k), order, sharded=True), parts[:2])
     own_q, own_k = sharded.to_local(q, k)
     local = local._replace(q=own_q, k=own_k)
     out, after = _scan(local, sharded.to_local(v)[0], log_decay, state, form, chunk)

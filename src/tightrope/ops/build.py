@@ -18,7 +18,7 @@ from ..stacks import Stack
 from . import gating, learned, phased, schema
 from .call import Call, Extras
 from .checks import (
-    Place,
+    Operands,
     RoundingLike,
     check_flag,
     check_outs,
@@ -100,11 +100,14 @@ def build(request: Request) -> list[Call]:
     """
     layout = layout_named(request.layout)
     check_flag("inverse", request.inverse)
+    if request.q is None and isinstance(request.k, torch.Tensor):
+        name = "rotate_" if request.verb == "in place" else "rotate"
+        raise bad_type(f"q must be a tensor but got None; to rotate k alone, call {name}(k, …)")
     xs = schema.present(request.q, request.k)
     names = request.names[: len(xs)]
-    place = Place(names, xs, layout)
-    rotation = prepare(place, request.spec, request.positions, request.seq_len, request.wider)
-    call = _call(request, place, rotation)
+    operands = Operands(names, xs, layout)
+    rotation = prepare(operands, request.spec, request.positions, request.seq_len, request.wider)
+    call = _call(request, operands, rotation)
     calls = [call] if request.stages is None else _add_stages(call, request.stages, rotation)
     if request.phases is not None:
         calls = phased.with_phases(calls, request.phases)
@@ -124,11 +127,11 @@ def check_backend(name: str, x: torch.Tensor) -> None:
         raise unsupported(f"backend {name!r} cannot run: {reason}", tensor=x)
 
 
-def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
+def _call(request: Request, operands: Operands, rotation: PreparedRotation) -> Call:
     """Build the call of a rotation without f and P."""
     if rotation.stack is not None:
-        return _call_by_stack(request, place, rotation, rotation.stack)
-    channels, layout = rotation.channels, place.layout.code
+        return _call_by_stack(request, operands, rotation, rotation.stack)
+    channels, layout = rotation.channels, operands.layout.code
     direction = schema.INVERSE if request.inverse else schema.FORWARD
     rounding, back = rounding_of("once" if request.rounding is None else request.rounding)
     if request.stages is not None and (rounding, back) != (schema.ONCE, schema.ONCE):
@@ -142,7 +145,7 @@ def _call(request: Request, place: Place, rotation: PreparedRotation) -> Call:
         rotation.where.offset, options,
         # eps is given, because the compiler would turn the default of a float field into a symbol.
         rotation.amplitude, Extras(), 0.0,
-        place.names, request.verb, request.outs, request.backend,
+        operands.names, request.verb, request.outs, request.backend,
     )  # fmt: skip
     if request.inv_freq is not None:
         pairs = channels.rotary_dim // 2
@@ -161,7 +164,7 @@ def rotation_options(
 
 
 def _call_by_stack(
-    request: Request, place: Place, rotation: PreparedRotation, stack: Stack
+    request: Request, operands: Operands, rotation: PreparedRotation, stack: Stack
 ) -> Call:
     """Build the call of a rotation by the tables of another library."""
     apart = "; normalise or activate first, then rotate, then multiply by the gate"
@@ -173,7 +176,7 @@ def _call_by_stack(
         if value is not None:
             rule = f"{name} must be None with a rotation made for stack {stack.name!r}{hint}"
             raise bad_value(rule)
-    channels, layout, q = rotation.channels, place.layout, request.q
+    channels, layout, q = rotation.channels, operands.layout, request.q
     cos, sin = rotation.tables(q.shape[layout.token], q.dtype)
     rounding, back = rounding_of(stack.rounding if request.rounding is None else request.rounding)
     options = schema.Options(
@@ -183,7 +186,7 @@ def _call_by_stack(
     )  # fmt: skip
     return Call(
         q, request.k, cos, sin, None, 0, options, 1.0, Extras(), 0.0,
-        place.names, request.verb, request.outs, request.backend,
+        operands.names, request.verb, request.outs, request.backend,
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def layout_named(name: str) -> Layout:
     return layout
 
 
-class Place(NamedTuple):
+class Operands(NamedTuple):
     """Tensors that are rotated by the same angles, and their layout.
 
     Attributes:
@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
 
 def prepare(
-    place: Place,
+    operands: Operands,
     spec: RopeSpec | PreparedRotation,
     positions: PositionsLike,
     seq_len: SeqLen,
@@ -70,7 +70,7 @@ def prepare(
     Returns:
         A rotation that fits the shapes of the tensors and is on their device.
     """
-    names, xs, layout, sharded = place
+    names, xs, layout, sharded = operands
     x = xs[0]
     shape = shape_of(names[0], x, layout, sharded)
     rotation = _rotation(names[0], x, spec, positions, seq_len).for_tokens(shape[layout.token])
@@ -89,12 +89,12 @@ def prepare(
         if other_shape[-1] != shape[-1]:
             raise _wrong_width(name, other, width)
         check_partner(names[0], name, x, other, layout)
-    check_rotation(place, rotation)
+    check_rotation(operands, rotation)
     return rotation
 
 
 def check_rotation(
-    place: Place,
+    operands: Operands,
     rotation: PreparedRotation,
     arguments: tuple[str, str, str] = ("spec", "positions", "seq_len"),
 ) -> None:
@@ -103,7 +103,7 @@ def check_rotation(
     Args:
         arguments: names of the spec, positions and sequence lengths in error messages.
     """
-    names, xs, layout, sharded = place
+    names, xs, layout, sharded = operands
     spec, positions, seq_len = arguments
     x = xs[0]
     tokens = x.shape[layout.token]

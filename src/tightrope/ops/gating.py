@@ -56,7 +56,7 @@ def lower(
     return found
 
 
-def ready(
+def lower_quickly(
     gates: Sequence[Sequence[Gate]], x: torch.Tensor, rotation: PreparedRotation, layout: str
 ) -> tuple[int, list[torch.Tensor]] | None:
     """Lower gates like :func:`lower`, but without the checks that the kernel repeats.
@@ -80,7 +80,7 @@ def ready(
         if gate is before:
             logs.append(logs[0])
             continue
-        found = _ready(gate, x, rotation, layout)
+        found = _lower_one_quickly(gate, x, rotation, layout)
         if found is None or (before is not None and found[0] != code):
             return None
         code, log = found
@@ -89,7 +89,7 @@ def ready(
     return code, logs
 
 
-def _ready(
+def _lower_one_quickly(
     gate: Gate, x: torch.Tensor, rotation: PreparedRotation, layout: str
 ) -> tuple[int, torch.Tensor] | None:
     channels = rotation.channels

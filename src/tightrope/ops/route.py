@@ -239,7 +239,7 @@ def _ready(
         found.words,
         found.turns,
         (options[0], options[1]),
-        spec.amplitude,
+        spec.attention_scaling(),
         spec.axis_count,
         spec.by_length,
     )
@@ -331,7 +331,7 @@ def _with_stages(
             eps = float(first.eps)
         act = code_of(first)
     if stages.gates[0] or stages.gates[1]:
-        found = gating.ready(stages.gates[:count], q, rotation, layout)
+        found = gating.lower_quickly(stages.gates[:count], q, rotation, layout)
         if found is None:
             return None
         gate, logs = found

@@ -24,7 +24,7 @@ from . import checks, memory
 from .autograd import Template, gradients_of, save
 from .build import Request, Stages, build
 from .call import Call, pack
-from .checks import Place, layout_named
+from .checks import Operands, layout_named
 from .layouts import Layout
 from .route import AUTOGRAD, KERNEL, any_requires_grad, route
 from .run import Results, run, run_quick
@@ -205,7 +205,7 @@ def perform(request: Request) -> Results:
     layout, xs = layout_named(request.layout), present(request.q, request.k)
     names = request.names[: len(xs)]
     parts, outs = parts_of(names, xs, layout, _may_learn(request)), request.outs
-    request = local_request(request, Place(names, xs, layout, sharded=True), parts)
+    request = local_request(request, Operands(names, xs, layout, sharded=True), parts)
     records = torch.is_grad_enabled() and any_requires_grad(xs)
     if (
         not records
@@ -434,9 +434,9 @@ def _spans(
     return [Span(*each) for each in zip(starts, sizes, shape)], divided
 
 
-def local_request(request: Request, place: Place, parts: Sequence[Part]) -> Request:
+def local_request(request: Request, operands: Operands, parts: Sequence[Part]) -> Request:
     """Return the request of this process, with local tensors; q and k are outside of autograd."""
-    first, xs = parts[0], place.xs
+    first, xs = parts[0], operands.xs
     if request.phases is not None:
         raise bad_type(
             "phases must be None with DTensors; rotate to_local() by the phases of its own tokens, and "
@@ -445,7 +445,7 @@ def local_request(request: Request, place: Place, parts: Sequence[Part]) -> Requ
     rotation = _kept(request, first)
     if rotation is None:
         whole = checks.prepare(
-            place, request.spec, request.positions, request.seq_len, request.wider
+            operands, request.spec, request.positions, request.seq_len, request.wider
         )
         rotation = cut(whole, first)
     else:
@@ -456,7 +456,7 @@ def local_request(request: Request, place: Place, parts: Sequence[Part]) -> Requ
     if isinstance(inv_freq, torch.Tensor):
         inv_freq = first.take("inv_freq", inv_freq, (None, HEAD, None))
     if request.verb == "out":
-        checks.check_outs(place.names, xs, outs, sharded=True)
+        checks.check_outs(operands.names, xs, outs, sharded=True)
     for out, x in zip(outs, xs):
         if not _placed_alike(out, x):
             raise bad_value(f"out must be a DTensor that is placed like {first.name}")

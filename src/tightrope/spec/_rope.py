@@ -235,11 +235,6 @@ class RopeSpec:
         return self.words.by_length
 
     @property
-    def amplitude(self) -> float:
-        """The factor on the rotated channels within the original length."""
-        return float.fromhex(self.words.amplitude_hex)
-
-    @property
     def constants(self) -> Constants:
         """The rule, the axes, ``rotary_dim`` and the base, for functions that Dynamo runs while compiling."""
         return self.words.constants

@@ -60,7 +60,10 @@ class OnDevice:
         rotary_dim, base = constants[2:]
         pairs = tuple((0, index, rotary_dim) for index in range(rotary_dim // 2))
         pairs = pairs if axes is None else axes.pairs
-        rows = {dim: phase_words.inv_freq(rule, dim, base) for dim in {dim for _, _, dim in pairs}}
+        rows = {
+            dim: rule.frequencies(dim, base).inv_freq.tolist()
+            for dim in {dim for _, _, dim in pairs}
+        }
         exponents = {dim: rule.scale_exponents(dim // 2) for dim in rows}
         count = 1 if axes is None else axes.count
         inv_freq = [
@@ -131,7 +134,7 @@ _maker_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _of_regime(constants: Constants, regime: int | None) -> HostWords:
     rule, axes, rotary_dim, base = constants
-    return phase_words.made(rule, rotary_dim, base, axes, regime)
+    return phase_words.host_words(rule, rotary_dim, base, axes, regime)
 
 
 def _fixed(rule: Rule) -> int | None:

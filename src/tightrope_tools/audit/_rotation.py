@@ -256,9 +256,9 @@ def _factor(log: Log, profile: Profile) -> None:
     allowed = _LOOSE if narrow else min(_LOOSE, _CLOSE + most - least)
     found = None if log.identity is None else log.identity.spec
     takes = log.subject.way.form.takes_tables
-    usual = [1.0 if log.spec is None else log.spec.amplitude]
+    usual = [1.0 if log.spec is None else log.spec.attention_scaling()]
     if log.spec is None and found is not None:
-        usual.append(found.amplitude)
+        usual.append(found.attention_scaling())
     if takes:
         usual.append(1.0)  # the caller's tables may include the factor; those of the audit do not
     near = [each for each in usual if abs(profile.amplitude - each) <= allowed]

@@ -131,11 +131,11 @@ def _yarn_elsewhere(part: PartReport) -> _Found:
     given = [rule.mscale, rule.mscale_all_dim]
     if any(value is not None for value in given) and not all(given) and rule.factor > 1:
         alone = YaRN(rule.factor, rule.original_max_position).frequencies(2, 10000.0)
-        if not math.isclose(alone.attention_scaling, part.spec.amplitude, rel_tol=1e-6):
+        if not math.isclose(alone.attention_scaling, part.spec.attention_scaling(), rel_tol=1e-6):
             text = (
                 "mscale and mscale_all_dim are not both given and nonzero: transformers 5.23 then ignores them "
                 f"and scales by {alone.attention_scaling:.4g}; YaRN's formula gives "
-                f"{part.spec.amplitude:.4g}."
+                f"{part.spec.attention_scaling():.4g}."
             )
             yield "stacks-differ", text
 

@@ -508,7 +508,7 @@ def test_a_factor_in_the_function_is_that_of_the_declared_scaling() -> None:
     spec = RopeSpec(32, scaling=YaRN(4.0, 4096))
 
     def fn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return cut(32)(x, cos, sin) * spec.amplitude  # type: ignore[no-any-return]
+        return cut(32)(x, cos, sin) * spec.attention_scaling()  # type: ignore[no-any-return]
 
     assert audit(fn, form="x, cos, sin", spec=spec, **ONLY_FLOAT32).ok
 

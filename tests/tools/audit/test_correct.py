@@ -255,7 +255,7 @@ def test_a_factor_that_is_not_round(factor: float) -> None:
 def test_a_factor_with_tables_of_16_bits(factor: float, dtype: torch.dtype, before: bool) -> None:
     """The rounding of the tables is a finding of its own; the factor of YaRN is none."""
     spec = RopeSpec(64, scaling=YaRN(factor, 4096))
-    rates, scale = spec.frequencies().inv_freq.float(), spec.amplitude
+    rates, scale = spec.frequencies().inv_freq.float(), spec.attention_scaling()
     first, last = (scale, 1.0) if before else (1.0, scale)
 
     def yarn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -352,7 +352,9 @@ def test_group_law_and_inverse(a: Any, b: Any, c: Any, dtype: torch.dtype, seed:
     direct = rerotate(k, specs[0], specs[2], at[0], at[2])
     lengths = oracle.pair_lengths(k, 12, start=2)
     # The amplitudes range from 0.7 (OTHER_YARN) to 1.14 (YARN).
-    largest = max(spec.amplitude for spec in specs) / min(spec.amplitude for spec in specs)
+    largest = max(spec.attention_scaling() for spec in specs) / min(
+        spec.attention_scaling() for spec in specs
+    )
     assert_ways(onwards, direct, lengths * largest, 3, 4 * 2.0**31)
     back = rerotate(there, specs[1], specs[0], at[1], at[0])
     assert_ways(back, k, lengths * largest, 2, 4 * 2.0**31)

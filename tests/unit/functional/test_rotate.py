@@ -201,3 +201,12 @@ def test_the_fast_path_refuses_the_same_positions(
         errors.append((error.type, str(error.value)))
     assert errors[0] == errors[1]
     assert torch.equal(x, torch.ones_like(x))
+
+
+@pytest.mark.parametrize(("function", "alone"), [(rotate_qk, "rotate"), (rotate_qk_, "rotate_")])
+def test_k_alone_is_told_what_to_call(function: Callable[..., Any], alone: str) -> None:
+    k = torch.ones(1, 2, 3, 8)
+    text = f"[{function.__name__}] q must be a tensor but got None; to rotate k alone, call {alone}(k, …)."
+    with pytest.raises(TypeError) as error:
+        function(None, k, RopeSpec(8))
+    assert str(error.value) == text

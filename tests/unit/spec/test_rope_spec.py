@@ -459,15 +459,18 @@ def test_a_spec_made_inside_a_compiled_function(make: Callable[[], RopeSpec]) ->
 
 def test_attention_scaling() -> None:
     assert RopeSpec(8).attention_scaling() == 1.0
-    assert RopeSpec(8).amplitude == 1.0
+    assert RopeSpec(8).attention_scaling() == 1.0
     yarn = RopeSpec(8, scaling=YaRN(4.0, 4096))
     wanted = float(truth.yarn_attention(4.0))
     assert (
-        yarn.amplitude == yarn.attention_scaling(10**6) == yarn.attention_scaling([1, 2]) == wanted
+        yarn.attention_scaling()
+        == yarn.attention_scaling(10**6)
+        == yarn.attention_scaling([1, 2])
+        == wanted
     )
     assert yarn.frequencies().attention_scaling == wanted
     sections = RULED["longrope sections"]
-    assert sections.amplitude == sections.attention_scaling(5000) == 1.5
+    assert sections.attention_scaling() == sections.attention_scaling(5000) == 1.5
     assert sections.frequencies(5000).attention_scaling == 1.5
     assert RULED["dynamic"].attention_scaling([5, 5000]) == 1.0
 
@@ -475,7 +478,7 @@ def test_attention_scaling() -> None:
 def test_attention_scaling_by_length() -> None:
     rule = LongRoPE((1.0,) * 4, (2.0,) * 4, 100, short_mscale=1.25, long_mscale=1.5)
     spec = RopeSpec(8, scaling=rule)
-    assert spec.amplitude == spec.attention_scaling() == spec.attention_scaling(100) == 1.25
+    assert spec.attention_scaling() == spec.attention_scaling(100) == 1.25
     assert spec.attention_scaling(101) == 1.5
     assert spec.attention_scaling([101, 5000]) == 1.5
     assert spec.attention_scaling(torch.tensor([7, 100])) == 1.25
