@@ -162,7 +162,7 @@ def exact_vectors(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
         result = exactly(spec, positions, length, tensors["x"], sign)
         by_x = exactly(spec, positions, length, tensors["grad_y"], -sign)
         if inverse:
-            scale = Fraction(spec.amplitude) ** 2
+            scale = Fraction(spec.attention_scaling()) ** 2
             result, by_x = ([[v / scale for v in row] for row in rows] for rows in (result, by_x))
         tensors |= {
             f"{name}/positions": positions,

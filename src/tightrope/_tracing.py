@@ -141,6 +141,15 @@ def is_transformed() -> bool:
     return isinstance(top, torch._C._functorch.CInterpreter)
 
 
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Run code outside of all functorch transforms, which Dynamo enters while it traces them."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
 def have_tangents(tensors: Iterable[torch.Tensor], transformed: bool) -> bool:
     """Return True if tensors may have forward-mode tangents; a registered operator would ignore them.
 

@@ -20,6 +20,7 @@ from .._tracing import (
     may_keep,
     needs_plain,
     outside_modes,
+    outside_transforms,
     value_of,
 )
 from ..angles import words_from
@@ -61,7 +62,7 @@ class OnDevice:
         pairs = tuple((0, index, rotary_dim) for index in range(rotary_dim // 2))
         pairs = pairs if axes is None else axes.pairs
         rows = {
-            dim: rule.frequencies(dim, base).inv_freq.tolist()
+            dim: [float(omega) for omega in rule.frequencies(dim, base).exact]
             for dim in {dim for _, _, dim in pairs}
         }
         exponents = {dim: rule.scale_exponents(dim // 2) for dim in rows}
@@ -102,23 +103,21 @@ _names: dict[Any, str] = {}
 
 def _real(rule: Any, axes: Any, rotary_dim: int, base: float, device: Any, name: str) -> Any:
     """Return an attribute of :class:`OnDevice`, also while Dynamo is inside a functorch transform."""
-    # Here, as only compiled code needs it.
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    with temporarily_clear_interpreter_stack():
+    with outside_transforms():
         return getattr(_on_device((rule, axes, rotary_dim, base), device), name)
 
 
 def _maker_of(rule: Any, axes: Any, rotary_dim: int, base: float, device: Any, name: str) -> str:
     """Return the name in ``_makers`` of the function that returns an attribute of :class:`OnDevice`; "" for None."""
-    if _real(rule, axes, rotary_dim, base, device, name) is None:
+    tensor = _real(rule, axes, rotary_dim, base, device, name)
+    if tensor is None:
         return ""
     key = value_of(rule), value_of(axes), rotary_dim, base, device, name
     maker = _names.get(key)
     if maker is None:
 
         def make() -> Any:
-            return _real(rule, axes, rotary_dim, base, device, name)
+            return tensor  # the same one as long as this process lives
 
         maker = f"{name}_{len(_names)}"
         make.__code__ = make.__code__.replace(co_name=maker)
@@ -182,6 +181,8 @@ class Words:
         # The words of the last lengths beyond the original one, with lengths and device: all layers of a step
         # share them.
         self._last: tuple[Any, PhaseWords] | None = None
+        if not is_tracing():
+            self.on(torch.device("cpu"))  # now: an export reads their values under fake tensors
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Phase words are derived; a copy computes its own.
