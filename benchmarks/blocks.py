@@ -61,7 +61,9 @@ def flux(tokens: int, dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, An
 
     block = flux.FluxTransformerBlock(3072, 24, 128).to(dtype)
     side = int((tokens - TEXT) ** 0.5)
-    image = torch.stack(torch.meshgrid(torch.arange(1), torch.arange(side), torch.arange(side), indexing="ij"), -1)  # fmt: skip
+    image = torch.stack(
+        torch.meshgrid(torch.arange(1), torch.arange(side), torch.arange(side), indexing="ij"), -1
+    )
     ids = torch.cat((torch.zeros(TEXT, 3), image.reshape(-1, 3).float()))
     tables = flux.FluxPosEmbed(10000, [16, 56, 56])(ids)
     arguments = {

@@ -83,7 +83,10 @@ def main() -> None:
 def measured(threads: int) -> dict[str, list[float]]:
     """Measure and print all cases with a number of threads."""
     switches = ("--threads", str(threads))
-    both = [Child("benchmarks.next_reader", *switches, **each) for each in ({"TIGHTROPE_STREAM_BYTES": "0"}, {})]  # fmt: skip
+    both = [
+        Child("benchmarks.next_reader", *switches, **each)
+        for each in ({"TIGHTROPE_STREAM_BYTES": "0"}, {})
+    ]
     found = {}
     for dtype in ("float32", "bfloat16"):
         for tokens in TOKENS:

@@ -80,9 +80,17 @@ class Source:
         scope: dict[str, Any] = {
             "logger": types.SimpleNamespace(warning_once=lambda *_: None),
             "get_current_vllm_config": lambda: types.SimpleNamespace(model_config=longest),
-            "torch": torch, "nn": torch.nn, "Tensor": torch.Tensor, "math": math, "lru_cache": functools.lru_cache,
-            "internal_api": lambda f: f, "CustomOp": CustomOp, "BaseFusedOp": CustomOp, **vars(typing), **given,
-        }  # fmt: skip
+            "torch": torch,
+            "nn": torch.nn,
+            "Tensor": torch.Tensor,
+            "math": math,
+            "lru_cache": functools.lru_cache,
+            "internal_api": lambda f: f,
+            "CustomOp": CustomOp,
+            "BaseFusedOp": CustomOp,
+            **vars(typing),
+            **given,
+        }
         for name in wanted:
             # As this file, the code is compiled without evaluating annotations.
             tree = ast.Module(body=[nodes[name]], type_ignores=[])
@@ -126,9 +134,10 @@ def meta(source: Source) -> Iterator[Case]:
     for rule in ("default", "llama3"):
         table = code.precompute_freqs_cis(64, 4096, BASE, rule == "llama3")
         yield (
-            rule, spec_of(rule, True),
+            rule,
+            spec_of(rule, True),
             lambda q, k, ids, table=table: code.apply_rotary_emb(q, k, table[ids[0]]),
-        )  # fmt: skip
+        )
 
 
 def gpt_oss(source: Source) -> Iterator[Case]:
@@ -172,10 +181,15 @@ def litgpt(source: Source) -> Iterator[Case]:
     extra: dict[str, Any] = {
         "default": None,
         "linear": {"factor": 3.0},
-        "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192},
+        "llama3": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_seq_len": 8192,
+        },
         "yarn": {"factor": 4.0, **yarn},
         "yarn, mscales": {"factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.1, **yarn},
-    }  # fmt: skip
+    }
     for rule, config in extra.items():
         cos, sin = code.build_rope_cache(4096, 64, base=int(BASE), extra_config=config)
 
@@ -215,16 +229,28 @@ def megatron(source: Source) -> Iterator[Case]:
         common = {"use_cpu_initialization": True, "cp_group": alone}
         if rule.startswith("yarn"):
             made = yarn.YarnRotaryEmbedding(
-                64, 1.0, rotary_base=BASE, scaling_factor=scaling.factor,
-                original_max_position_embeddings=1024, beta_fast=32.0, beta_slow=1.0,
-                mscale=scaling.mscale, mscale_all_dim=scaling.mscale_all_dim, **common,
-            )  # fmt: skip
+                64,
+                1.0,
+                rotary_base=BASE,
+                scaling_factor=scaling.factor,
+                original_max_position_embeddings=1024,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                mscale=scaling.mscale,
+                mscale_all_dim=scaling.mscale_all_dim,
+                **common,
+            )
             angles, mscale = made.get_emb(4096)
         else:
             made = plain.RotaryEmbedding(
-                64, 1.0, seq_len_interpolation_factor=3.0 if rule == "linear" else None,
-                rotary_base=int(BASE), rope_scaling=rule == "llama3", rope_scaling_factor=8.0, **common,
-            )  # fmt: skip
+                64,
+                1.0,
+                seq_len_interpolation_factor=3.0 if rule == "linear" else None,
+                rotary_base=int(BASE),
+                rope_scaling=rule == "llama3",
+                rope_scaling_factor=8.0,
+                **common,
+            )
             angles, mscale = made.get_emb(4096), 1.0
 
         def rotation(q: Any, k: Any, ids: Any, angles: Any = angles, mscale: float = mscale) -> Any:
@@ -251,9 +277,13 @@ def flash_attention(source: Source) -> Iterator[Case]:
         return x.flatten(-2)
 
     code = source.cut(
-        "flash_attn/layers/rotary.py", "rotate_half", "apply_rotary_emb_torch", "RotaryEmbedding",
-        repeat=repeat, rearrange=rearrange,
-    )  # fmt: skip
+        "flash_attn/layers/rotary.py",
+        "rotate_half",
+        "apply_rotary_emb_torch",
+        "RotaryEmbedding",
+        repeat=repeat,
+        rearrange=rearrange,
+    )
     for interleaved in (False, True):
         made = code.RotaryEmbedding(64, BASE, interleaved)
 
@@ -357,12 +387,17 @@ def vllm(source: Source) -> Iterator[Case]:
     """Yield cases with vLLM's `forward_native`."""
     folder = "vllm/model_executor/layers/rotary_embedding"
     common = source.cut(
-        f"{folder}/common.py", "ApplyRotaryEmb", current_platform=types.SimpleNamespace(is_cpu=lambda: True)
-    )  # fmt: skip
+        f"{folder}/common.py",
+        "ApplyRotaryEmb",
+        current_platform=types.SimpleNamespace(is_cpu=lambda: True),
+    )
     code = source.cut(
-        f"{folder}/base.py", "RotaryEmbeddingBase", "RotaryEmbedding", ApplyRotaryEmb=common.ApplyRotaryEmb,
+        f"{folder}/base.py",
+        "RotaryEmbeddingBase",
+        "RotaryEmbedding",
+        ApplyRotaryEmb=common.ApplyRotaryEmb,
         rocm_aiter_ops=types.SimpleNamespace(is_triton_rotary_embed_enabled=lambda: False),
-    )  # fmt: skip
+    )
     yarn = ("common.py", *_YARN, "yarn_scaling_rope.py", "YaRNScalingRotaryEmbedding")
     files = {
         "default": ("", "base.py", "RotaryEmbedding"),
@@ -382,11 +417,16 @@ def sglang(source: Source) -> Iterator[Case]:
     folder = "sglang/srt/layers/rotary_embedding"
     names = "_is_cuda _is_hip _is_xpu _is_npu _is_musa _is_mps _use_aiter _is_cpu_amx_available"
     code = source.cut(
-        f"{folder}/base.py", "RotaryEmbedding", "LinearScalingRotaryEmbedding",
+        f"{folder}/base.py",
+        "RotaryEmbedding",
+        "LinearScalingRotaryEmbedding",
         apply_rotary_emb=source.cut(f"{folder}/utils.py", "apply_rotary_emb").apply_rotary_emb,
-        publish_role=lambda: None, current_platform=None, _is_cpu=True, **dict.fromkeys(names.split(), False),
+        publish_role=lambda: None,
+        current_platform=None,
+        _is_cpu=True,
+        **dict.fromkeys(names.split(), False),
         envs=types.SimpleNamespace(SGLANG_ROPE_CACHE_FP32=types.SimpleNamespace(get=lambda: False)),
-    )  # fmt: skip
+    )
     yarn = ("yarn.py", *_YARN, "yarn_get_mscale_simple", "yarn.py", "YaRNScalingRotaryEmbedding")
     files = {
         "default": ("", "base.py", "RotaryEmbedding"),

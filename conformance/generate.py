@@ -51,13 +51,16 @@ RULES: dict[str, tuple[Rule | None, int | None]] = {
     "llama3": (Llama3(8.0, 1.0, 4.0, 8192), None),
     "longrope": (
         LongRoPE(
-            tuple(1 + k / 16 for k in range(16)), tuple(2 + k / 3 for k in range(16)), 4096, factor=8.0
+            tuple(1 + k / 16 for k in range(16)),
+            tuple(2 + k / 3 for k in range(16)),
+            4096,
+            factor=8.0,
         ),
         32768,
     ),
     "proportional": (Proportional(0.5, 2.0), None),
     "given": (Given(tuple(-0.3 + 0.17 * k for k in range(16))), None),
-}  # fmt: skip
+}
 
 
 def exact_cases() -> Iterator[tuple[str, RopeSpec, int | None, tuple[int, ...], bool]]:
@@ -226,9 +229,15 @@ def by_tables(
     kept = stack.table_dtype or dtype
     x = tensors["x"].to(dtype)[None].requires_grad_()
     y, _ = apply_rotary_pos_emb(
-        x, None, cos[:, 0].to(kept), sin[:, 0].to(kept), unsqueeze_dim=0, tables="half",
-        interleaved=spec.interleaved, rounding=stack.rounding,
-    )  # fmt: skip
+        x,
+        None,
+        cos[:, 0].to(kept),
+        sin[:, 0].to(kept),
+        unsqueeze_dim=0,
+        tables="half",
+        interleaved=spec.interleaved,
+        rounding=stack.rounding,
+    )
     (by_x,) = torch.autograd.grad(y, x, tensors["grad_y"].to(dtype)[None])
     return y[0].detach(), by_x[0]
 

@@ -175,7 +175,9 @@ def error_by_position():
         f"transformers are off by {million['float32']:.2f} at position 1,000,000, and by 2 from 33 million "
         "on. After module.to(torch.bfloat16) they are off by 0.001 at position 1, by nearly 2 from 2,048 on."
     )
-    return card(800, 662, "The error of Tightrope's cosines does not grow with the position", about, parts)  # fmt: skip
+    return card(
+        800, 662, "The error of Tightrope's cosines does not grow with the position", about, parts
+    )
 
 
 # --- phase-word -----------------------------------------------------------------------------------
@@ -378,8 +380,14 @@ def layouts():
     """Draw the layouts, the two pairings and a slice."""
     parts = [
         text(28, 40, "layout: the order of the dimensions, by letters", 20, font="bold"),
-        text(28, 246, "pairing and slice: the channels of a head that rotate together", 20, font="bold"),
-    ]  # fmt: skip
+        text(
+            28,
+            246,
+            "pairing and slice: the channels of a head that rotate together",
+            20,
+            font="bold",
+        ),
+    ]
     for i, name in enumerate(LAYOUTS):
         x, y = 28 + 422 * (i % 2), 64 + 50 * (i // 2)
         parts.append(text(x, y + 24, f'"{name}"', 17, font="bold mono"))

@@ -269,11 +269,19 @@ FRAMES_FIRST = re.compile("lasr|parakeet|nemotron|nemo_|wav2vec2|seamless|gemma|
 
 # (value in `mm_token_type_ids`, settings with the token id, method that makes features, its inputs).
 PLACEHOLDERS = (
-    (1, ("image_token_id", "image_token_index", "media_placeholder_token_id"), "get_image_features",
-     ("pixel_values", "image_pixel_values")),
-    (3, ("audio_token_id", "audio_token_index"), "get_audio_features",
-     ("input_features", "input_values", "audio_input_features")),
-)  # fmt: skip
+    (
+        1,
+        ("image_token_id", "image_token_index", "media_placeholder_token_id"),
+        "get_image_features",
+        ("pixel_values", "image_pixel_values"),
+    ),
+    (
+        3,
+        ("audio_token_id", "audio_token_index"),
+        "get_audio_features",
+        ("input_features", "input_values", "audio_input_features"),
+    ),
+)
 
 
 def part(config: Any, *names: str) -> Any:

@@ -46,15 +46,20 @@ SIZES: tuple[tuple[str, int | None], ...] = (
     (r"(.*_)?(layers|n_layer|depth|num_blocks)", LAYERS),
     (r"(.*_)?vocab(ulary)?_size.*", VOCABULARY),
     (r"(.*_)?(n_routed_experts|num_experts|num_local_experts|moe_num_experts|n_experts)", 4),
-    (r"(.*_)?(num_experts_per_tok(en)?|moe_k|moe_topk|top_k_experts|num_selected_experts|moe_top_k)", 2),
+    (
+        r"(.*_)?(num_experts_per_tok(en)?|moe_k|moe_topk|top_k_experts|num_selected_experts|moe_top_k)",
+        2,
+    ),
     (r"n_group|topk_group|n_groups|num_group|num_expert_group", 1),
     (r"mm_tokens_per_image", 4),
     (r"upsample_groups|lru_width|adapter_(input_size|in_dim|out_dim)", WIDTH),
     (r"num_filters|n_filters", 4),
     (r"first_k_dense_replace|.*num_dense_layers", 1),
     (r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_ff|inner_dim|mlp_dim).*", 48),
-    (r"(.*_)?(dim|hidden_size|d_model|n_embd|(embed|embedding|projection)_size|hidden_channels|width).*",
-     WIDTH),
+    (
+        r"(.*_)?(dim|hidden_size|d_model|n_embd|(embed|embedding|projection)_size|hidden_channels|width).*",
+        WIDTH,
+    ),
     (r"(.*_)?(image_size|img_size)", 32),
     (r"(.*_)?(patch_size|spatial_patch_size)", 8),
     (r"(.*_)?max_position_embeddings.*|n_positions|max_seq_len|seq_length", 128),
@@ -62,7 +67,7 @@ SIZES: tuple[tuple[str, int | None], ...] = (
     (r"(.*_)?num_codebooks|n_codebooks", 2),
     (r"(.*_)?codebook_size|audio_vocab.*", VOCABULARY),
     (r"(.*_)?(num_mel_bins|n_mels|mel_bins|feature_size)", 16),
-)  # fmt: skip
+)
 PATTERNS = [(re.compile(pattern), value) for pattern, value in SIZES]
 
 
@@ -186,11 +191,23 @@ LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth
 # Settings that are derived from other settings or do not affect the shape of a model.
 UNTOUCHED = frozenset(
     {
-        "transformers_version", "architectures", "id2label", "label2id", "problem_type", "dtype",
-        "return_dict", "output_hidden_states", "chunk_size_feed_forward", "is_encoder_decoder",
-        "name_or_path", "torch_dtype", "num_labels", "output_attentions", "gradient_checkpointing",
+        "transformers_version",
+        "architectures",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "dtype",
+        "return_dict",
+        "output_hidden_states",
+        "chunk_size_feed_forward",
+        "is_encoder_decoder",
+        "name_or_path",
+        "torch_dtype",
+        "num_labels",
+        "output_attentions",
+        "gradient_checkpointing",
     }
-)  # fmt: skip
+)
 
 
 def _rope(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:

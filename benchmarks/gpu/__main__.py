@@ -212,9 +212,14 @@ def _measure(options: argparse.Namespace, folder: Path) -> int:
             now = time.time()
             ends = now + phase.share * max(0.0, start + 60 * options.minutes - SPARE - now)
             given = Options(
-                str(folder), ends, options.limit, options.dry_run, options.only, against,
+                str(folder),
+                ends,
+                options.limit,
+                options.dry_run,
+                options.only,
+                against,
                 mixed=not phase.alone,
-            )  # fmt: skip
+            )
             data["pytest"].append(run(phase, given, jobs, out))
             out()
     except KeyboardInterrupt:

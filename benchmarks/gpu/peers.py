@@ -57,16 +57,25 @@ PEERS = {
     "xopes": Peer(
         "xopes.ops.lrpe.rotate._1d.lrpe_rotate_1d_sp_triton",
         "lrpe_rotate_1d_sp_triton",
-        ("xopes", "xopes.ops", "xopes.ops.lrpe", "xopes.ops.lrpe.rotate", "xopes.ops.lrpe.rotate._1d",
-         "xopes.ops.act", "xopes.utils"),
+        (
+            "xopes",
+            "xopes.ops",
+            "xopes.ops.lrpe",
+            "xopes.ops.lrpe.rotate",
+            "xopes.ops.lrpe.rotate._1d",
+            "xopes.ops.act",
+            "xopes.utils",
+        ),
         {
-            "xopes.ops.act": {"act_fn": ""},  # only for a softmax over the sequence, which no case has
+            "xopes.ops.act": {
+                "act_fn": ""
+            },  # only for a softmax over the sequence, which no case has
             "xopes.utils": dict.fromkeys(
                 ("contiguous", "generate_configs", "next_power_of_two"), "xopes.utils.utils"
             ),
         },
     ),
-}  # fmt: skip
+}
 
 
 def missing(name: str) -> str | None:

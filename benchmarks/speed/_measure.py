@@ -270,9 +270,16 @@ def _measure(
     if case.work == "in place" and not factors.is_alone(case):
         renew = {name: partial(_restore, own[name], (q, k)) for name in calls}
     timed = partial(
-        method.medians, calls, cold=case.cold, rounds=rounds, rng=rng, rest=rest, renew=renew,
-        device=case.device, each=method.GRAPHED if graphed else 1,
-    )  # fmt: skip
+        method.medians,
+        calls,
+        cold=case.cold,
+        rounds=rounds,
+        rng=rng,
+        rest=rest,
+        renew=renew,
+        device=case.device,
+        each=method.GRAPHED if graphed else 1,
+    )
     results = [timed() for _ in range(runs)]
     return {
         "case": asdict(case),

@@ -55,9 +55,13 @@ def draw(path: Path, results: Sequence[Mapping[str, Any]], caption: str) -> None
         axes.set_xlabel("time / time of a copy (log scale; 1 = memory traffic alone)")
         handles, labels = axes.get_legend_handles_labels()
         figure.legend(
-            handles[::-1], labels[::-1], loc="outside lower left", ncols=4, columnspacing=1.2,
+            handles[::-1],
+            labels[::-1],
+            loc="outside lower left",
+            ncols=4,
+            columnspacing=1.2,
             handletextpad=0.3,
-        )  # fmt: skip
+        )
         save(figure, path)
 
 

@@ -73,8 +73,13 @@ def run(*command: object, source: Path = ROOT / "src", **more: str) -> str:
     environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
     done = subprocess.run(
         [sys.executable, *map(str, command)],
-        env=environment, cwd=ROOT, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        env=environment,
+        cwd=ROOT,
+        text=True,
+        errors="replace",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     if done.returncode != 0:
         raise RuntimeError(f"{done.stdout[-6000:]}\nexit code {done.returncode}")
     return done.stdout

@@ -51,9 +51,14 @@ def make(folder: Path, size: int, seed: int = 0) -> int:
     per_layer = 2 * hidden * (sum(layer.values()) + 3 * 2 * hidden)
     count = max(-(-(size - 4 * vocabulary * hidden) // per_layer), 2)
     config = {
-        "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": count, "rope_theta": 1e4,
-        "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": vocabulary,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": count,
+        "rope_theta": 1e4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": vocabulary,
+    }
     folder.mkdir()
     generator = torch.Generator().manual_seed(seed)
 

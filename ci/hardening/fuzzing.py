@@ -74,9 +74,14 @@ def mutated(data: bytes, others: list[bytes], draw: random.Random) -> bytes:
         other = draw.choice(others)
         where = draw.randrange(len(other) + 1)
         made[at : at + draw.choice((0, size))] = draw.choice(
-            (b"", draw.randbytes(size), draw.choice((b"\0", b"\xff")) * size,
-             made[at : at + size], other[where : where + size])
-        )  # fmt: skip
+            (
+                b"",
+                draw.randbytes(size),
+                draw.choice((b"\0", b"\xff")) * size,
+                made[at : at + size],
+                other[where : where + size],
+            )
+        )
     return bytes(made)
 
 
@@ -94,9 +99,18 @@ def fuzz(chosen: argparse.Namespace, test: Callable[[bytes], None], seeds: list[
         for number, seed in enumerate(seeds):
             (kept / f"seed-{number}").write_bytes(seed)
         flags = [
-            *(f"-max_total_time={chosen.seconds}", "-max_len=20000", "-len_control=0", "-timeout=20"),
-            *("-rss_limit_mb=0", f"-artifact_prefix={kept.parent}/{kept.name}-", "-print_final_stats=1"),
-        ]  # fmt: skip
+            *(
+                f"-max_total_time={chosen.seconds}",
+                "-max_len=20000",
+                "-len_control=0",
+                "-timeout=20",
+            ),
+            *(
+                "-rss_limit_mb=0",
+                f"-artifact_prefix={kept.parent}/{kept.name}-",
+                "-print_final_stats=1",
+            ),
+        ]
         atheris.Setup([sys.argv[0], *flags, str(kept)], test)
         atheris.Fuzz()
     draw, count = random.Random(0), 0

@@ -20,9 +20,15 @@ __all__ = ["Environment", "read_environment"]
 
 #: Optional libraries whose versions are reported.
 PACKAGES = (
-    "transformers", "triton", "rotary-embedding-torch", "onnxruntime", "jax", "safetensors", "gguf",
+    "transformers",
+    "triton",
+    "rotary-embedding-torch",
+    "onnxruntime",
+    "jax",
+    "safetensors",
+    "gguf",
     "matplotlib",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

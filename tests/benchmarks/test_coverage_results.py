@@ -79,17 +79,36 @@ def test_the_page_is_written_from_the_numbers() -> None:
 
 def test_a_page_from_rows() -> None:
     rows = [
-        {"model": "a", "file": "f/modeling_f", "status": "different", "reason": "at w | x", "calls": 2},
+        {
+            "model": "a",
+            "file": "f/modeling_f",
+            "status": "different",
+            "reason": "at w | x",
+            "calls": 2,
+        },
         {"model": "b", "file": "f/modeling_f", "status": "equal", "bfloat16": "no", "calls": 1},
-        {"model": "c", "file": "f/modeling_f", "status": "equal", "calls": 1, "elements": 9,
-         "given_back": {"f.g": 1, "f.h": 2}, "left": ["f.g: its reason", "f.other: not called"]},
-    ]  # fmt: skip
+        {
+            "model": "c",
+            "file": "f/modeling_f",
+            "status": "equal",
+            "calls": 1,
+            "elements": 9,
+            "given_back": {"f.g": 1, "f.h": 2},
+            "left": ["f.g: its reason", "f.other: not called"],
+        },
+    ]
     found = [
         {"file": "f/modeling_f", "function": "h", "status": "delegates", "reason": "calls g"},
         {"file": "f/modeling_f", "function": "k", "status": "equal", "recognised": "halves"},
-        {"file": "f/modeling_f", "function": "k", "status": "equal", "recognised": "halves",
-         "constants": {"half": True}, "given_back": 1},
-    ]  # fmt: skip
+        {
+            "file": "f/modeling_f",
+            "function": "k",
+            "status": "equal",
+            "recognised": "halves",
+            "constants": {"half": True},
+            "given_back": 1,
+        },
+    ]
     data = {"library": "x", "version": "1", "torch": "2", "threads": 2, "shapes": [[1, 2, 3, 4]]}
     page = report.page([{**data, "models": rows, "functions": found}]).splitlines()
     for line in (

@@ -27,9 +27,19 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("rec
 # One type for each feature: plain heads, partial channels, three axes and images, latent attention,
 # complex tables, a method, rows and columns, audio, a sliding window, partial width, …
 ODD = (
-    "llama", "gptj", "qwen2_vl", "deepseek_v3", "llama4_text", "roformer", "dinov3_vit", "glmasr",
-    "gemma3", "gpt_neox", "cohere", "pe_audio_encoder",
-)  # fmt: skip
+    "llama",
+    "gptj",
+    "qwen2_vl",
+    "deepseek_v3",
+    "llama4_text",
+    "roformer",
+    "dinov3_vit",
+    "glmasr",
+    "gemma3",
+    "gpt_neox",
+    "cohere",
+    "pe_audio_encoder",
+)
 
 
 # The committed results are of the newest transformers, which does not support Python 3.10.

@@ -254,7 +254,7 @@ def lrpe_rotate_1d_sp_triton(x, theta, offset, act, dim):
 """,
     "xopes/xopes/utils/utils.py": "contiguous = generate_configs = next_power_of_two = None",
     "xopes/xopes/__init__.py": "raise RuntimeError('the whole package')",
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -380,11 +380,24 @@ def test_the_numbers_of_a_report() -> None:
         timed("share_of_the_copy", replace(prefill, tokens=16384), 1.0, clone=[1.0]),
         timed("share_of_the_copy", back, 1.0, clone=[1.2, 1.25]),
         unit("host_time", None, {"rotate_qk_, prepared": 24.4, "rotate_qk, prepared": 25.6}),
-        unit("compilations", None, {"after one call": 2, "after all": 3}, outcome="failed", note=error),
-        timed("time[a]", cases.CASES[0], 0.001, clone=[1.0], compiled_eager=[0.5, 0.6], Liger=[0.9, 1.1]),
+        unit(
+            "compilations",
+            None,
+            {"after one call": 2, "after all": 3},
+            outcome="failed",
+            note=error,
+        ),
+        timed(
+            "time[a]",
+            cases.CASES[0],
+            0.001,
+            clone=[1.0],
+            compiled_eager=[0.5, 0.6],
+            Liger=[0.9, 1.1],
+        ),
         timed("time[b]", decode, 2e-5, compiled_eager=[1.2], Liger=[0.5]),
         unit("right", decode, outcome="crashed", contender="Liger", note="Fatal Python error"),
-    ]  # fmt: skip
+    ]
     data = {"dry": False, "date": "2026-01-01", "seconds": 5.0, "pytest": [0, 3]}
     data["units"] = units
     text = report.written(data)

@@ -128,8 +128,10 @@ def test_arguments_by_position_and_their_defaults(call: Callable[..., Any]) -> N
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 3, 5, 8), (2, 1, 3, 2, 5, 6), (0, 5, 8),
-                                   (2, 0, 8), (2, 5, 0), (1, 2)])  # fmt: skip
+@pytest.mark.parametrize(
+    "shape",
+    [(5, 8), (2, 5, 8), (2, 3, 5, 8), (2, 1, 3, 2, 5, 6), (0, 5, 8), (2, 0, 8), (2, 5, 0), (1, 2)],
+)
 def test_rotary_pos_embedding(shape: tuple[int, ...], interleaved: bool) -> None:
     x, tokens = noise(*shape), shape[-2]
     for ids in (None, torch.arange(tokens) * 7 - 9, torch.rand(tokens, dtype=F64)):

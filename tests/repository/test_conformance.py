@@ -51,8 +51,14 @@ def test_exact_rotations(case: dict[str, Any], backend: str) -> None:
     for kind, dtype in DTYPES.items():
         x = EXACT["x"].to(dtype).requires_grad_()
         y = rotate(
-            x, spec, where, layout="sd", seq_len=case["seq_len"], inverse=case["inverse"], backend=backend
-        )  # fmt: skip
+            x,
+            spec,
+            where,
+            layout="sd",
+            seq_len=case["seq_len"],
+            inverse=case["inverse"],
+            backend=backend,
+        )
         (by_x,) = torch.autograd.grad(y, x, EXACT["grad_y"].to(dtype))
         for got, key in ((y.detach(), "y"), (by_x, "grad_x")):
             wanted = EXACT[f"{name}/{key}/{kind}"]
@@ -104,9 +110,16 @@ def test_stacks(case: dict[str, Any], backend: str) -> None:
         kept = stack.table_dtype or dtype
         x = STACKS["x"].to(dtype)[None].requires_grad_()
         y, _ = apply_rotary_pos_emb(
-            x, None, cos.to(kept), sin.to(kept), 0, tables="half", interleaved=spec.interleaved,
-            rounding=stack.rounding, backend=backend,
-        )  # fmt: skip
+            x,
+            None,
+            cos.to(kept),
+            sin.to(kept),
+            0,
+            tables="half",
+            interleaved=spec.interleaved,
+            rounding=stack.rounding,
+            backend=backend,
+        )
         (by_x,) = torch.autograd.grad(y, x, STACKS["grad_y"].to(dtype)[None])
         for got, key in ((y.detach()[0], "y"), (by_x[0], "grad_x")):
             wanted = STACKS[f"{name}/{key}/{kind}"]
@@ -124,8 +137,16 @@ def test_every_stack_and_every_rule_is_there() -> None:
         (case["spec"]["scaling"] or {"rule": "default"})["rule"] for case in DESCRIBED["exact"]
     }
     assert rules == {
-        "default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope", "proportional", "given",
-    }  # fmt: skip
+        "default",
+        "linear",
+        "ntk",
+        "dynamic",
+        "yarn",
+        "llama3",
+        "longrope",
+        "proportional",
+        "given",
+    }
     assert sum(file.stat().st_size for file in FOLDER.iterdir() if file.is_file()) < 4_000_000
 
 
@@ -152,9 +173,14 @@ def test_exact_vectors_agree_with_the_oracle() -> None:
             continue
         spec, name = RopeSpec.from_dict(case["spec"]), case["name"]
         exact = oracle.rotate(
-            EXACT["x"], EXACT[f"{name}/positions"][0], oracle.frequencies(spec.base, spec.rotary_dim),
-            layout="sd", start=spec.start, interleaved=spec.interleaved, inverse=case["inverse"],
-        )  # fmt: skip
+            EXACT["x"],
+            EXACT[f"{name}/positions"][0],
+            oracle.frequencies(spec.base, spec.rotary_dim),
+            layout="sd",
+            start=spec.start,
+            interleaved=spec.interleaved,
+            inverse=case["inverse"],
+        )
         for kind, dtype in DTYPES.items():
             assert_same_bits(oracle.rounded(exact, dtype), EXACT[f"{name}/y/{kind}"])
 
@@ -195,14 +221,23 @@ def test_check_needs_numpy_alone() -> None:
 
 
 FAULTS = {
-    "angles in float32": ("angle = turns", "angle = positions[0][:, None].astype(np.float32) * turns"),
-    "sine negated": ("u * cos - v * sin, v * cos + u * sin", "u * cos + v * sin, v * cos - u * sin"),
+    "angles in float32": (
+        "angle = turns",
+        "angle = positions[0][:, None].astype(np.float32) * turns",
+    ),
+    "sine negated": (
+        "u * cos - v * sin, v * cos + u * sin",
+        "u * cos + v * sin, v * cos - u * sin",
+    ),
     "pairs exchanged": ("start + half + np.arange(half)", "start + half + np.arange(half)[::-1]"),
     "scaling forgotten": ("np.cos(angle) * scale", "np.cos(angle)"),
-    "rounded per product": ("if rounding == \"each\"", "if rounding == \"wide\""),
-    "blend of YaRN reversed": ("plain * (1 - slowed) + plain / factor * slowed", "plain * slowed + plain / factor * (1 - slowed)"),
+    "rounded per product": ('if rounding == "each"', 'if rounding == "wide"'),
+    "blend of YaRN reversed": (
+        "plain * (1 - slowed) + plain / factor * slowed",
+        "plain * slowed + plain / factor * (1 - slowed)",
+    ),
     "truncated bfloat16": ("bits + 0x7FFF + (bits >> 16 & 1)", "bits"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

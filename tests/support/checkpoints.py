@@ -109,7 +109,7 @@ def trained(
 
     The size falls from the fastest pair to the slowest, jumps at one pair, and has noise per layer and
     per head. Each pair is turned by a random angle.
-    """  # fmt: skip
+    """
     generator = torch.Generator().manual_seed(seed)
     made = {"model.embed_tokens.weight": torch.randn(7, 64, generator=generator)}
     half = width // 2

@@ -76,9 +76,12 @@ GEMMA3_LAYERS = ["full_attention" if (n + 1) % 6 == 0 else "sliding_attention" f
 def llama3(factor: float) -> dict[str, Any]:
     """Return the rope section of Llama 3.1, with the given factor."""
     return {
-        "factor": factor, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192, "rope_type": "llama3",
-    }  # fmt: skip
+        "factor": factor,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
 
 
 def v4(
@@ -86,10 +89,16 @@ def v4(
 ) -> dict[str, Any]:
     """Make a flat configuration with the keys that nearly all v4 files have."""
     made: dict[str, Any] = {
-        "architectures": ["ForCausalLM"], "hidden_size": hidden, "model_type": model_type,
-        "num_attention_heads": heads, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
-    }  # fmt: skip
+        "architectures": ["ForCausalLM"],
+        "hidden_size": hidden,
+        "model_type": model_type,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+    }
     if theta is not None:
         made["rope_theta"] = theta
     if "layer_types" in more:
@@ -99,10 +108,41 @@ def v4(
 
 # Values that a configuration may hold but programs do not expect.
 ODD: list[Any] = [
-    None, 0, -1, 1, 2, 3, -0.0, 1.5, 1e308, -1e308, 10**30, 2**63, 10**6, 65537, float("nan"),
-    float("inf"), True, False, "", "x", "1e4", [], [1], [[1]], [None], {}, {"a": 1}, "rope", "yarn",
-    "llama3", "dynamic", "longrope", "mrope", "default",
-]  # fmt: skip
+    None,
+    0,
+    -1,
+    1,
+    2,
+    3,
+    -0.0,
+    1.5,
+    1e308,
+    -1e308,
+    10**30,
+    2**63,
+    10**6,
+    65537,
+    float("nan"),
+    float("inf"),
+    True,
+    False,
+    "",
+    "x",
+    "1e4",
+    [],
+    [1],
+    [[1]],
+    [None],
+    {},
+    {"a": 1},
+    "rope",
+    "yarn",
+    "llama3",
+    "dynamic",
+    "longrope",
+    "mrope",
+    "default",
+]
 
 
 TELLING = ("rope", "rot", "head", "hidden", "max_pos", "layer", "factor", "model_type", "section")

@@ -124,10 +124,17 @@ def test_in_place_on_views_of_a_projection() -> None:
         q, k = qkv[:, :, :3].transpose(1, 2), qkv[:, :, 3:5].transpose(1, 2)
         q, k = (rotate_qk_ if in_place else rotate_qk)(q, k, spec, 3)
         # qkv itself is used again, so that a lost gradient would be detected.
-        return torch.cat((q.flatten(), k.flatten(), qkv.flatten())) if in_place else torch.cat(
-            (q.flatten(), k.flatten(), torch.cat(
-                (q.transpose(1, 2), k.transpose(1, 2), qkv[:, :, 5:]), 2).flatten())
-        )  # fmt: skip
+        return (
+            torch.cat((q.flatten(), k.flatten(), qkv.flatten()))
+            if in_place
+            else torch.cat(
+                (
+                    q.flatten(),
+                    k.flatten(),
+                    torch.cat((q.transpose(1, 2), k.transpose(1, 2), qkv[:, :, 5:]), 2).flatten(),
+                )
+            )
+        )
 
     assert torch.equal(attend(weight, True), attend(weight, False))
     probe = noise(attend(weight, True).numel(), seed=2)
@@ -295,10 +302,11 @@ def test_by_position_in_place_on_every_backend(backend: str) -> None:
     assert gradcheck(function, (x, p))
     assert gradgradcheck(function, (x, p), fast_mode=True)
     got, want = (
-        torch.func.hessian(lambda p, f=f: f(x.detach() * 1, RopeSpec(8), p, backend=backend)
-                           .pow(3).sum())(p.detach())
+        torch.func.hessian(
+            lambda p, f=f: f(x.detach() * 1, RopeSpec(8), p, backend=backend).pow(3).sum()
+        )(p.detach())
         for f in (rotate_, rotate)
-    )  # fmt: skip
+    )
     assert_near(got, want, "float64 ways, higher order")
 
 

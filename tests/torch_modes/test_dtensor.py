@@ -173,19 +173,20 @@ CASES = {
     ),
     "several axes": Case(
         lambda t: rotate_qk(
-            t["q"], t["k"], RopeSpec(16, scaling=Given((((0.5,) * 8,), ((0.1,) * 8,)))),
+            t["q"],
+            t["k"],
+            RopeSpec(16, scaling=Given((((0.5,) * 8,), ((0.1,) * 8,)))),
             positions.multi_axis(t["ids"]),
         ),
         QK,
         {"ids": (torch.stack((IDS, IDS + 5)), {"row": 1, "token": 2})},
     ),
     "prepared": Case(
-        lambda t: [y for _ in range(2) for y in rotate_qk(t["q"], t["k"], PREPARED)], QK,
+        lambda t: [y for _ in range(2) for y in rotate_qk(t["q"], t["k"], PREPARED)],
+        QK,
         results=("q", "k", "q", "k"),
     ),
-    "prepared, ids": Case(
-        lambda t: rotate_qk(t["q"], t["k"], SPEC.at(t["ids"])), QK, PER_ROW
-    ),
+    "prepared, ids": Case(lambda t: rotate_qk(t["q"], t["k"], SPEC.at(t["ids"])), QK, PER_ROW),
     "packed": Case(
         lambda t: rotate_qk(
             t["q"], t["k"], SPEC, positions.packed(torch.tensor([0, 4, 13])), layout="thd"
@@ -221,7 +222,9 @@ CASES = {
         lambda t: [rotate(t["x"], RopeSpec(16, scaling=Given(noise(6, 8, seed=4).tolist())))], X
     ),
     "norm": Case(
-        lambda t: rotate_qk(t["q"], t["k"], SPEC, act=(RMSNorm(t["w"]), RMSNorm(t["v"], unit_offset=True))),
+        lambda t: rotate_qk(
+            t["q"], t["k"], SPEC, act=(RMSNorm(t["w"]), RMSNorm(t["v"], unit_offset=True))
+        ),
         QK,
         {"w": (noise(6, 16, seed=5), {"head": 0}), "v": (noise(16, seed=6), {})},
     ),
@@ -256,9 +259,7 @@ CASES = {
     ),
     "xPos": Case(qk(gate=gates.XPos(centre=6)), QK),
     "inverse": Case(qk(inverse=True), QK),
-    "rounding": Case(
-        lambda t: rotate_qk(t["q"], t["k"], SPEC, rounding=("wide", "each")), QK
-    ),
+    "rounding": Case(lambda t: rotate_qk(t["q"], t["k"], SPEC, rounding=("wide", "each")), QK),
     "a stack": Case(
         lambda t: rotate_qk(t["q"], t["k"], RopeSpec(16).at(5, stack="transformers")),
         {"q": (Q.float(), BHSD), "k": (K.float(), BHSD)},
@@ -324,9 +325,7 @@ CASES = {
         {**tables({}, 50, 8), "ids": (IDS % 50, {"row": 0, "token": 1})},
     ),
     "tables in place": Case(
-        in_place(
-            lambda t, q, k: apply_rotary_pos_emb_(q, k, t["cos"], t["sin"], tables="half")
-        ),
+        in_place(lambda t, q, k: apply_rotary_pos_emb_(q, k, t["cos"], t["sin"], tables="half")),
         QK,
         tables({"row": 0, "token": 1}, 3, 13, 7),
     ),
@@ -336,14 +335,18 @@ CASES = {
         tables({"row": 0, "token": 2}, 3, 1, 13, 8),
     ),
     "rotary_pos_embedding": Case(lambda t: [rotary_pos_embedding(t["x"])], X),
-    "rerotate": Case(
-        lambda t: [rerotate(t["x"], SPEC, RopeSpec(16, 5e5, 12, 2), IDS, IDS + 3)], X
-    ),
+    "rerotate": Case(lambda t: [rerotate(t["x"], SPEC, RopeSpec(16, 5e5, 12, 2), IDS, IDS + 3)], X),
     "scan": Case(
         lambda t: flat(
             polar_scan(
-                t["q"], t["k"], t["v"], SPEC, t["decay"], 4,
-                gate=gates.Exp(noise(16, seed=8)), state=PolarState(t["memory"], 0),
+                t["q"],
+                t["k"],
+                t["v"],
+                SPEC,
+                t["decay"],
+                4,
+                gate=gates.Exp(noise(16, seed=8)),
+                state=PolarState(t["memory"], 0),
             )
         ),
         {
@@ -358,7 +361,7 @@ CASES = {
         results=("out", "state"),
         only=("row", "head"),
     ),
-}  # fmt: skip
+}
 PREPARED = SPEC.at(IDS)
 
 BYS: dict[By, tuple[int, ...]] = {
@@ -688,9 +691,13 @@ def test_what_is_kept_for_the_backward_pass_must_not_change() -> None:
 
     shared, owned = [Replicate()], [Shard(1)]
     given: dict[str, tuple[torch.Tensor, list[Any]]] = {
-        "x": (Q, owned), "ids": (IDS, shared), "w": (noise(16), shared), "log": (noise(13, 6, 16), owned),
-        "decay": (-noise(6, 1).abs(), [Shard(0)]), **{key: (x, shared) for key, x in cos_sin(13, 8).items()},
-    }  # fmt: skip
+        "x": (Q, owned),
+        "ids": (IDS, shared),
+        "w": (noise(16), shared),
+        "log": (noise(13, 6, 16), owned),
+        "decay": (-noise(6, 1).abs(), [Shard(0)]),
+        **{key: (x, shared) for key, x in cos_sin(13, 8).items()},
+    }
     learned = gates.Exp
     calls: list[tuple[str, Callable[[Tensors], Any]]] = [
         ("x", lambda t: rotate(t["x"], SPEC, act="silu")),
@@ -851,9 +858,10 @@ def refusals(mesh: Any) -> dict[str, tuple[Callable[[], object], type[Exception]
     whole = put(Q, Replicate(), Replicate())
     summed = DTensor.from_local(Q, mesh, [Partial(), Replicate()])
     strided = DTensor(
-        q.to_local(), type(q._spec)(mesh, (_StridedShard(2, split_factor=2), Shard(1)), q._spec.tensor_meta),
+        q.to_local(),
+        type(q._spec)(mesh, (_StridedShard(2, split_factor=2), Shard(1)), q._spec.tensor_meta),
         requires_grad=False,
-    )  # fmt: skip
+    )
     wrong = DTensor.from_local(
         Q[:, :2], mesh, [Shard(2), Shard(1)], shape=Q.shape, stride=Q.stride()
     )
@@ -874,162 +882,196 @@ def refusals(mesh: Any) -> dict[str, tuple[Callable[[], object], type[Exception]
     reordered = DTensor(
         noise(3, 6, 3, 16),
         type(q._spec)(
-            mesh, (Shard(2), Shard(2)),
-            tensor_meta=type(q._spec.tensor_meta)(torch.Size((3, 6, 12, 16)), (1152, 192, 16, 1), Q.dtype),
+            mesh,
+            (Shard(2), Shard(2)),
+            tensor_meta=type(q._spec.tensor_meta)(
+                torch.Size((3, 6, 12, 16)), (1152, 192, 16, 1), Q.dtype
+            ),
             shard_order=(ShardOrderEntry(2, (1, 0)),),
         ),
         requires_grad=False,
-    )  # fmt: skip
+    )
     scan = "must be sharded like q, along rows and heads only, because a scan needs all tokens of a head"
     zero = put(torch.zeros(3, 13, 13), Replicate(), Shard(1))
     return {
         "one of two": (
-            lambda: rotate_qk(q, K, SPEC), TypeError,
+            lambda: rotate_qk(q, K, SPEC),
+            TypeError,
             "[rotate_qk] q and k must all be DTensors or all be local tensors (k: float64[3, 3, 13, 16]).",
         ),
         "the other of two": (
-            lambda: apply_rotary_pos_emb(Q, k, *cos_sin(13, 16).values()), TypeError,
+            lambda: apply_rotary_pos_emb(Q, k, *cos_sin(13, 16).values()),
+            TypeError,
             "[apply_rotary_pos_emb] q and k must all be DTensors or all be local tensors "
             "(q: float64[3, 6, 13, 16]).",
         ),
         "a sum": (
-            lambda: rotate(summed, SPEC), ValueError,
+            lambda: rotate(summed, SPEC),
+            ValueError,
             "[rotate] x must be replicated or sharded but is P(sum) on dimension 0 of its mesh; call "
             "x.redistribute.",
         ),
         "strided": (
-            lambda: rotate(strided, SPEC), ValueError,
+            lambda: rotate(strided, SPEC),
+            ValueError,
             "[rotate] x must be replicated or sharded but is _S(2, 2) on dimension 0 of its mesh; call "
             "x.redistribute.",
         ),
         "channels": (
-            lambda: rotate(put(Q, Shard(3), Replicate()), SPEC), ValueError,
+            lambda: rotate(put(Q, Shard(3), Replicate()), SPEC),
+            ValueError,
             "[rotate] x must not be sharded along its channels, which a rotation mixes; call "
             "x.redistribute to replicate it, or to shard its rows, heads or tokens.",
         ),
         "another division": (
-            lambda: rotate(wrong, SPEC), ValueError,
+            lambda: rotate(wrong, SPEC),
+            ValueError,
             "[rotate] x must be divided as by torch.chunk, so that this process holds [3, 3, 7, 16], but "
             f"it holds [3, 2, 13, 16]; give its whole shape to DTensor.from_local {about}.",
         ),
         "q and k": (
-            lambda: rotate_qk(q, put(K, Shard(0), Shard(1)), SPEC), ValueError,
+            lambda: rotate_qk(q, put(K, Shard(0), Shard(1)), SPEC),
+            ValueError,
             "[rotate_qk] q and k must be sharded alike along rows and tokens but are placed as "
             "(Shard(dim=2), Shard(dim=1)) and (Shard(dim=0), Shard(dim=1)); rotate them one by one.",
         ),
         "numbers of tokens": (
-            lambda: rotate_qk(q, put(K[:, :, :12], Shard(2), Shard(1)), SPEC), ValueError,
+            lambda: rotate_qk(q, put(K[:, :, :12], Shard(2), Shard(1)), SPEC),
+            ValueError,
             "[rotate_qk] q and k must have the same number of tokens but got 13 and 12; rotate them one "
             "by one (q: float64[3, 6, 13, 16], k: float64[3, 3, 12, 16]).",
         ),
         "ids": (
-            lambda: rotate(q, SPEC, torch.arange(12)), ValueError,
+            lambda: rotate(q, SPEC, torch.arange(12)),
+            ValueError,
             "[rotate] positions must hold one position for each of 13 tokens but got 12 (layout 'bhsd' "
             "has its tokens in dimension 2) (x: float64[3, 6, 13, 16], positions: int64[12]).",
         ),
         "ids, divided differently": (
-            lambda: rotate(q, SPEC, put(IDS, Replicate(), Shard(1))), ValueError,
+            lambda: rotate(q, SPEC, put(IDS, Replicate(), Shard(1))),
+            ValueError,
             "[rotate] positions must be replicated, or sharded like x; call its method redistribute.",
         ),
         "another rank's positions": (
-            lambda: rotate(q, SPEC, part), ValueError,
+            lambda: rotate(q, SPEC, part),
+            ValueError,
             "[rotate] positions are those of rank 1 of 4, but this process holds part 0 of 2 of the "
             "tokens of x.",
         ),
         "positions of a rank, whole tokens": (
-            lambda: rotate(whole, SPEC, part), ValueError,
+            lambda: rotate(whole, SPEC, part),
+            ValueError,
             "[rotate] positions are those of rank 1 of 4, but this process holds part 0 of 1 of the "
             "tokens of x.",
         ),
         "positions of a rank of fewer tokens": (
-            lambda: rotate(place(noise(3, 6, 24, 16), mesh, [Shard(2)] * 2), SPEC, part_of_16), ValueError,
+            lambda: rotate(place(noise(3, 6, 24, 16), mesh, [Shard(2)] * 2), SPEC, part_of_16),
+            ValueError,
             "[rotate] positions must be those of a part of 24 tokens, like the whole x, but are those of a "
             "part of 16.",
         ),
         "rows of two ranks": (
-            lambda: positions.concatenate(rows_of_ranks, along="rows"), ValueError,
+            lambda: positions.concatenate(rows_of_ranks, along="rows"),
+            ValueError,
             "[concatenate] parts must all be positions of the tokens of one rank, or all of whole rows.",
         ),
         "a shard of other tokens": (
-            lambda: positions.shard(part_of_16, 0, 2, tokens=16), ValueError,
+            lambda: positions.shard(part_of_16, 0, 2, tokens=16),
+            ValueError,
             "[shard] tokens must be 4, the number of tokens of the rank, but got 16.",
         ),
         "a length that one rank cannot know": (
-            lambda: rotate(q, spec, part), ValueError,
+            lambda: rotate(q, spec, part),
+            ValueError,
             "[rotate] seq_len must be given with the positions of one rank's tokens, as the frequencies "
             "depend on the length of the whole sequence.",
         ),
         "a length from divided ids": (
-            lambda: spec.at(put(IDS, Shard(1), Replicate())), ValueError,
+            lambda: spec.at(put(IDS, Shard(1), Replicate())),
+            ValueError,
             "[at] seq_len must be given with the positions of one rank's tokens, as the frequencies "
             "depend on the length of the whole sequence (positions: int64[1, 3, 13]).",
         ),
         "a local weight that learns": (
-            lambda: rotate(q, SPEC, act=RMSNorm(weight)), TypeError,
+            lambda: rotate(q, SPEC, act=RMSNorm(weight)),
+            TypeError,
             "[rotate] weight of RMSNorm must be a DTensor because x is one and weight of RMSNorm requires "
             "grad: its gradient is summed over the mesh; make it one with distribute_tensor.",
         ),
         "a local θ that learns": (
-            lambda: lrpe_rotate_1d(put(Q, Shard(0), Replicate()), weight[:8]), TypeError,
+            lambda: lrpe_rotate_1d(put(Q, Shard(0), Replicate()), weight[:8]),
+            TypeError,
             "[lrpe_rotate_1d] theta must be a DTensor because x is one and theta requires grad: its "
             "gradient is summed over the mesh; make it one with distribute_tensor.",
         ),
         "a weight, divided differently": (
-            lambda: rotate(q, SPEC, act=RMSNorm(put(noise(6, 16), Shard(0), Replicate()))), ValueError,
+            lambda: rotate(q, SPEC, act=RMSNorm(put(noise(6, 16), Shard(0), Replicate()))),
+            ValueError,
             "[rotate] weight of RMSNorm must be replicated, or sharded like x; call its "
             "method redistribute.",
         ),
         "a weight for other heads": (
-            lambda: rotate(q, SPEC, act=RMSNorm(noise(3, 16))), ValueError,
+            lambda: rotate(q, SPEC, act=RMSNorm(noise(3, 16))),
+            ValueError,
             "[rotate] weight of RMSNorm must have 1 or 6 heads, like the whole x, but got 3 (weight of "
             "RMSNorm: float64[3, 16]).",
         ),
         "a weight of one head on one process": (
-            lambda: rotate(q, SPEC, act=RMSNorm(alone)), ValueError,
+            lambda: rotate(q, SPEC, act=RMSNorm(alone)),
+            ValueError,
             "[rotate] weight of RMSNorm must be replicated, or sharded like x; call its "
             "method redistribute.",
         ),
         "a weight that holds too little": (
-            lambda: rotate(q, SPEC, act=RMSNorm(too_few)), ValueError,
+            lambda: rotate(q, SPEC, act=RMSNorm(too_few)),
+            ValueError,
             "[rotate] weight of RMSNorm must be divided as by torch.chunk, so that this process holds [3, "
             "16], but it holds [1, 16]; give its whole shape to DTensor.from_local (weight of RMSNorm: "
             "float64[6, 16]).",
         ),
         "another order of division": (
-            lambda: rotate(reordered, SPEC), ValueError,
+            lambda: rotate(reordered, SPEC),
+            ValueError,
             "[rotate] x must be divided by the dimensions of its mesh in their order, but they divide "
             "dimension 2 in the order (1, 0); call x.redistribute.",
         ),
         "local positions that learn, next to whole queries": (
-            lambda: rotate_qk(whole, put(K, Replicate(), Shard(1)), SPEC, fractional), TypeError,
+            lambda: rotate_qk(whole, put(K, Replicate(), Shard(1)), SPEC, fractional),
+            TypeError,
             "[rotate_qk] positions must be a DTensor because q is one and positions requires grad: its "
             "gradient is summed over the mesh; make it one with distribute_tensor.",
         ),
         "out that requires grad": (
-            lambda: rotate(whole, SPEC, out=put(Q, Replicate(), Replicate()).requires_grad_()), ValueError,
+            lambda: rotate(whole, SPEC, out=put(Q, Replicate(), Replicate()).requires_grad_()),
+            ValueError,
             "[rotate] out must not require grad, because a result written to it has none; use "
             "torch.no_grad(), or omit out (out: float64[3, 6, 13, 16]).",
         ),
         "no tables": (
-            lambda: apply_rotary_pos_emb(q, None, None, None), TypeError,  # type: ignore[arg-type]
+            lambda: apply_rotary_pos_emb(q, None, None, None),
+            TypeError,  # type: ignore[arg-type]
             "[apply_rotary_pos_emb] cos must be a tensor but got None.",
         ),
         "ids in the place of unsqueeze_dim": (
-            lambda: apply_rotary_pos_emb(q, None, *cos_sin(13, 16).values(), IDS), TypeError,  # type: ignore[arg-type]
+            lambda: apply_rotary_pos_emb(q, None, *cos_sin(13, 16).values(), IDS),
+            TypeError,  # type: ignore[arg-type]
             "[apply_rotary_pos_emb] unsqueeze_dim must be an int but got int64[3, 13]; pass ids as "
             "position_ids=.",
         ),
         "a scan of values with other heads": (
-            lambda: polar_scan(whole, whole, put(K, Replicate(), Replicate()), SPEC), ValueError,
+            lambda: polar_scan(whole, whole, put(K, Replicate(), Replicate()), SPEC),
+            ValueError,
             "[polar_scan] v must have the 6 heads of k but got 3 (v: float64[3, 3, 13, 16]).",
         ),
         "another gate": (
-            lambda: rotate(q, SPEC, gate=gates.Gate()), TypeError,
+            lambda: rotate(q, SPEC, gate=gates.Gate()),
+            TypeError,
             "[rotate] gate must be one of tightrope.gates with DTensors but got a Gate; rotate "
             "to_local() and convert the result with DTensor.from_local.",
         ),
         "phases": (
-            lambda: rotate(q, SPEC, phases=phases.given(noise(1, 1, 13, 6))), TypeError,
+            lambda: rotate(q, SPEC, phases=phases.given(noise(1, 1, 13, 6))),
+            TypeError,
             "[rotate] phases must be None with DTensors; rotate to_local() by the phases of its own "
             "tokens, and convert the result with DTensor.from_local.",
         ),
@@ -1040,11 +1082,13 @@ def refusals(mesh: Any) -> dict[str, tuple[Callable[[], object], type[Exception]
             f"needs all of them; call x.redistribute {about}.",
         ),
         "a scan along tokens": (
-            lambda: polar_scan(q, k, k, SPEC), ValueError,
+            lambda: polar_scan(q, k, k, SPEC),
+            ValueError,
             f"[polar_scan] q {scan}; call q.redistribute (q: float64[3, 6, 13, 16]).",
         ),
         "a scan of other values": (
-            lambda: polar_scan(whole, whole, put(Q, Replicate(), Shard(1)), SPEC), ValueError,
+            lambda: polar_scan(whole, whole, put(Q, Replicate(), Shard(1)), SPEC),
+            ValueError,
             f"[polar_scan] v {scan}; call v.redistribute (v: float64[3, 6, 13, 16]).",
         ),
         "a scan of other heads": (
@@ -1057,16 +1101,18 @@ def refusals(mesh: Any) -> dict[str, tuple[Callable[[], object], type[Exception]
             "float64[3, 3, 13, 16]).",
         ),
         "the wrong rank": (
-            lambda: rotate(zero, SPEC), ValueError,
+            lambda: rotate(zero, SPEC),
+            ValueError,
             "[rotate] x must have 4 dimensions for layout 'bhsd' but got 3; layouts with 3 dimensions: "
             "'thd', 'bsd' (x: float32[3, 13, 13]).",
         ),
         "local tensors with divided ids": (
-            lambda: rotate(Q, SPEC, put(IDS, Shard(1), Replicate())), TypeError,
+            lambda: rotate(Q, SPEC, put(IDS, Shard(1), Replicate())),
+            TypeError,
             "[rotate] positions must be a local tensor but got a DTensor; pass its to_local() or "
             "full_tensor().",
         ),
-    }  # fmt: skip
+    }
 
 
 def test_refusals() -> None:

@@ -60,9 +60,10 @@ def test_opcheck(kind: str, interleaved: bool, direction: int) -> None:
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("layout, shape", list(enumerate(
-    [(2, 3, 5, 8), (2, 5, 3, 8), (5, 2, 3, 8), (5, 3, 8), (2, 5, 8), (5, 8)]
-)))  # fmt: skip
+@pytest.mark.parametrize(
+    "layout, shape",
+    list(enumerate([(2, 3, 5, 8), (2, 5, 3, 8), (5, 2, 3, 8), (5, 3, 8), (2, 5, 8), (5, 8)])),
+)
 def test_opcheck_of_every_layout(layout: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = noise(*shape).to(dtype)
     torch.library.opcheck(schema.rotate, (x.requires_grad_(), None, *arguments(layout=layout)))
@@ -101,9 +102,10 @@ def test_opcheck_with_learned_frequencies(heads: int, fractional: bool, interlea
 
 
 @pytest.mark.one_in(24)
-@pytest.mark.parametrize("layout, shape", list(enumerate(
-    [(2, 3, 5, 8), (2, 5, 3, 8), (5, 2, 3, 8), (5, 3, 8), (2, 5, 8), (5, 8)]
-)))  # fmt: skip
+@pytest.mark.parametrize(
+    "layout, shape",
+    list(enumerate([(2, 3, 5, 8), (2, 5, 3, 8), (5, 2, 3, 8), (5, 3, 8), (2, 5, 8), (5, 8)])),
+)
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True), (False, False)])
 def test_opcheck_of_angle_gradients(
     wanted: tuple[bool, bool], layout: int, shape: tuple[int, ...]
@@ -382,11 +384,15 @@ def test_several_axes_and_angles_per_row_and_head() -> None:
     for row in range(2):
         for head in range(4):
             (part,) = schema.rotate(
-                x[row : row + 1, head : head + 1], None,
+                x[row : row + 1, head : head + 1],
+                None,
                 words[:, row : row + 1, head : head + 1].contiguous(),
                 turns[:, row : row + 1, head : head + 1].contiguous(),
-                ids[:, row : row + 1], 0, options, 1.0,
-            )  # fmt: skip
+                ids[:, row : row + 1],
+                0,
+                options,
+                1.0,
+            )
             assert torch.equal(part[0, 0], whole[row, head])
     y = x
     for axis in range(3):

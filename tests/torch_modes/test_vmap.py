@@ -15,10 +15,17 @@ noise = partial(helpers.noise, dtype=torch.float32)
 SPEC = RopeSpec(8, rotary_dim=6, start=1)
 
 
-@pytest.mark.parametrize("layout, shape", {
-    "bhsd": (2, 3, 5, 8), "bshd": (2, 5, 3, 8), "sbhd": (5, 2, 3, 8), "thd": (5, 3, 8),
-    "bsd": (2, 5, 8), "sd": (5, 8),
-}.items())  # fmt: skip
+@pytest.mark.parametrize(
+    "layout, shape",
+    {
+        "bhsd": (2, 3, 5, 8),
+        "bshd": (2, 5, 3, 8),
+        "sbhd": (5, 2, 3, 8),
+        "thd": (5, 3, 8),
+        "bsd": (2, 5, 8),
+        "sd": (5, 8),
+    }.items(),
+)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_vmap_over_x(layout: str, shape: tuple[int, ...], dim: int) -> None:
     stack = noise(4, *shape).movedim(0, dim)

@@ -103,8 +103,11 @@ def rotary_module(rule: str) -> torch.nn.Module:
     kind = rule.partition(",")[0]
     parameters = {"rope_type": kind, "rope_theta": 50000.0, **RULES[rule][1]}
     config = LlamaConfig(
-        hidden_size=2 * DIM, num_attention_heads=2, max_position_embeddings=512, rope_parameters=parameters
-    )  # fmt: skip
+        hidden_size=2 * DIM,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+        rope_parameters=parameters,
+    )
     return LlamaRotaryEmbedding(config)
 
 
@@ -595,36 +598,85 @@ def test_errors() -> None:
     rope = SPEC.at(FAR, stack="vllm")
     get = stacks.get
     calls: list[tuple[type[Exception], str, Callable[[], object]]] = [
-        (ValueError, r"\[at\] stack must be one of transformers, .* but got 'vlm'", lambda: SPEC.at(0, stack="vlm")),
+        (
+            ValueError,
+            r"\[at\] stack must be one of transformers, .* but got 'vlm'",
+            lambda: SPEC.at(0, stack="vlm"),
+        ),
         (ValueError, r"\[stacks.get\] stack must be one of .* but got 3", lambda: get(3)),  # type: ignore[arg-type]
-        (ValueError, r"\[rotate\] act and gate must be None with a rotation made for stack 'vllm'; normalise or activate "
-         r"first, then rotate, then multiply by the gate\.",
-         lambda: rotate(q, rope, act="silu")),
-        (ValueError, r"\[rotate\] inv_freq must be None with a rotation made for stack 'vllm'",
-         lambda: rotate(q, rope, inv_freq=torch.ones(32))),
-        (ValueError, r"\[rotate\] act and gate must be None", lambda: rotate(q, rope, gate=gates.XPos(8))),
-        (ValueError, r"\[polar_scan\] spec must have exact angles but was made for stack 'vllm'",
-         lambda: functional.polar_scan(q, q, q, rope)),
-        (ValueError, r"\[at\] positions must not require a gradient with a stack",
-         lambda: SPEC.at(torch.ones(3, requires_grad=True), stack="vllm")),
-        (ValueError, r"\[at\] seq_len must be at least 3493", lambda: SPEC.at(FAR, stack="vllm", seq_len=9)),
-        (ValueError, r"\[at\] positions must have 1 axis", lambda: SPEC.at(positions.text(1, axes=3), stack="vllm")),
-        (NotImplementedError, r"\[at\] scaling must be None, Given or a rule that stack 'meta' has \(Llama3\) but got NTK",
-         lambda: RopeSpec(64, scaling=NTK(2.0)).at(0, stack="meta")),
-        (NotImplementedError, r"\[frequencies\] scaling must be .* 'flash-attention' has \(none\)",
-         lambda: get("flash-attention").frequencies(RopeSpec(64, scaling=Linear(2.0)))),
-        (NotImplementedError, r"\[at\] factor must be 8.0, the only value that this stack supports, but got 4.0",
-         lambda: RopeSpec(64, scaling=Llama3(4.0, 1.0, 4.0, 8192)).at(0, stack="meta")),
-        (NotImplementedError, r"\[at\] frequencies per head or axis must not be used with a stack",
-         lambda: RopeSpec(4, scaling=Given(((1.0, 0.5), (2.0, 0.1)))).at(0, stack="vllm")),
-        (NotImplementedError, r"\[frequencies\] seq_len must be given for a DynamicNTK rule",
-         lambda: get("vllm").frequencies(RopeSpec(64, scaling=DynamicNTK(2.0, 128)))),
+        (
+            ValueError,
+            r"\[rotate\] act and gate must be None with a rotation made for stack 'vllm'; normalise or activate "
+            r"first, then rotate, then multiply by the gate\.",
+            lambda: rotate(q, rope, act="silu"),
+        ),
+        (
+            ValueError,
+            r"\[rotate\] inv_freq must be None with a rotation made for stack 'vllm'",
+            lambda: rotate(q, rope, inv_freq=torch.ones(32)),
+        ),
+        (
+            ValueError,
+            r"\[rotate\] act and gate must be None",
+            lambda: rotate(q, rope, gate=gates.XPos(8)),
+        ),
+        (
+            ValueError,
+            r"\[polar_scan\] spec must have exact angles but was made for stack 'vllm'",
+            lambda: functional.polar_scan(q, q, q, rope),
+        ),
+        (
+            ValueError,
+            r"\[at\] positions must not require a gradient with a stack",
+            lambda: SPEC.at(torch.ones(3, requires_grad=True), stack="vllm"),
+        ),
+        (
+            ValueError,
+            r"\[at\] seq_len must be at least 3493",
+            lambda: SPEC.at(FAR, stack="vllm", seq_len=9),
+        ),
+        (
+            ValueError,
+            r"\[at\] positions must have 1 axis",
+            lambda: SPEC.at(positions.text(1, axes=3), stack="vllm"),
+        ),
+        (
+            NotImplementedError,
+            r"\[at\] scaling must be None, Given or a rule that stack 'meta' has \(Llama3\) but got NTK",
+            lambda: RopeSpec(64, scaling=NTK(2.0)).at(0, stack="meta"),
+        ),
+        (
+            NotImplementedError,
+            r"\[frequencies\] scaling must be .* 'flash-attention' has \(none\)",
+            lambda: get("flash-attention").frequencies(RopeSpec(64, scaling=Linear(2.0))),
+        ),
+        (
+            NotImplementedError,
+            r"\[at\] factor must be 8.0, the only value that this stack supports, but got 4.0",
+            lambda: RopeSpec(64, scaling=Llama3(4.0, 1.0, 4.0, 8192)).at(0, stack="meta"),
+        ),
+        (
+            NotImplementedError,
+            r"\[at\] frequencies per head or axis must not be used with a stack",
+            lambda: RopeSpec(4, scaling=Given(((1.0, 0.5), (2.0, 0.1)))).at(0, stack="vllm"),
+        ),
+        (
+            NotImplementedError,
+            r"\[frequencies\] seq_len must be given for a DynamicNTK rule",
+            lambda: get("vllm").frequencies(RopeSpec(64, scaling=DynamicNTK(2.0, 128))),
+        ),
         (ValueError, r"\[tables\] tokens must be given", lambda: get("vllm").tables(SPEC, 3)),
-        (TypeError, r"\[cast\] dtype must be a floating dtype but got torch.int64",
-         lambda: get("transformers").cast(torch.int64)),
-        (ValueError, r"\[cast\] stack 'meta' must not be cast",
-         lambda: get("meta").cast(torch.bfloat16)),
-    ]  # fmt: skip
+        (
+            TypeError,
+            r"\[cast\] dtype must be a floating dtype but got torch.int64",
+            lambda: get("transformers").cast(torch.int64),
+        ),
+        (
+            ValueError,
+            r"\[cast\] stack 'meta' must not be cast",
+            lambda: get("meta").cast(torch.bfloat16),
+        ),
+    ]
     for kind, sentence, call in calls:
         with pytest.raises(kind, match=sentence):
             call()
@@ -634,10 +686,18 @@ def test_no_stack_field_is_forgotten() -> None:
     """Two stacks that differ in any field other than `rules` are unequal."""
     stack = stacks.get("vllm")
     other: dict[str, Any] = {
-        "name": "x", "about": "x", "source": "x", "verified": "x", "rounding": ("wide", "wide"),
-        "table_dtype": torch.float64, "dtype": torch.float64, "on_cpu": True, "casts": "tables",
-        "polar": True, "cast_to": torch.float16,
-    }  # fmt: skip
+        "name": "x",
+        "about": "x",
+        "source": "x",
+        "verified": "x",
+        "rounding": ("wide", "wide"),
+        "table_dtype": torch.float64,
+        "dtype": torch.float64,
+        "on_cpu": True,
+        "casts": "tables",
+        "polar": True,
+        "cast_to": torch.float16,
+    }
     assert other.keys() == {f.name for f in dataclasses.fields(stack)} - {"rules"}
     for name, value in other.items():
         assert dataclasses.replace(stack, **{name: value}) != stack

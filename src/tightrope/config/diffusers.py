@@ -92,9 +92,7 @@ _SINES = "it adds sinusoidal positions"
 TRANSFORMERS: dict[str, Transformer] = {
     # --- a key gives the channels of each coordinate ---
     "BriaFibo2Transformer2DModel": _pairs("transformer_bria_fibo2: RopeEmbedder", **_LUMINA),
-    "BriaFiboTransformer2DModel": _pairs(
-        "transformer_bria_fibo: BriaFiboEmbedND", **_BRIA
-    ),
+    "BriaFiboTransformer2DModel": _pairs("transformer_bria_fibo: BriaFiboEmbedND", **_BRIA),
     "BriaTransformer2DModel": _pairs("transformer_bria: BriaEmbedND", **_BRIA),
     "ChromaTransformer2DModel": _pairs("transformer_chroma: FluxPosEmbed", **_DIMS),
     "Flux2Transformer2DModel": _pairs(
@@ -130,7 +128,9 @@ TRANSFORMERS: dict[str, Transformer] = {
         "transformer_longcat_image: LongCatImagePosEmbed", **_DIMS
     ),
     "Lumina2Transformer2DModel": _pairs(
-        "transformer_lumina2: Lumina2RotaryPosEmbed", head=_HIDDEN, widths="axes_dim_rope",
+        "transformer_lumina2: Lumina2RotaryPosEmbed",
+        head=_HIDDEN,
+        widths="axes_dim_rope",
         inert=("scaling_factor",),
     ),
     "MotifVideoTransformer3DModel": _pairs(
@@ -141,11 +141,16 @@ TRANSFORMERS: dict[str, Transformer] = {
     ),
     "OvisImageTransformer2DModel": _pairs("transformer_ovis_image: OvisImagePosEmbed", **_DIMS),
     "PRXTransformer2DModel": _pairs(
-        "transformer_prx: PRXEmbedND", head=("hidden_size", "num_heads"), widths="axes_dim",
-        default=(32, 32), base="theta",
+        "transformer_prx: PRXEmbedND",
+        head=("hidden_size", "num_heads"),
+        widths="axes_dim",
+        default=(32, 32),
+        base="theta",
     ),
     "QwenImage21Transformer2DModel": _pairs("transformer_qwenimage21: QwenImage21Rope", **_DIMS),
-    "QwenImageTransformer2DModel": _pairs("transformer_qwenimage: QwenEmbedRope", **_DIMS, inert=("use_layer3d_rope",)),
+    "QwenImageTransformer2DModel": _pairs(
+        "transformer_qwenimage: QwenEmbedRope", **_DIMS, inert=("use_layer3d_rope",)
+    ),
     "ZImageTransformer2DModel": _pairs("transformer_z_image: RopeEmbedder", **_LUMINA),
     # --- the code divides a head among coordinates ---
     "CogVideoXTransformer3DModel": _pairs("embeddings: get_3d_rotary_pos_embed", **_COGVIDEO),
@@ -154,26 +159,25 @@ TRANSFORMERS: dict[str, Transformer] = {
     ),
     "ConsisIDTransformer3DModel": _pairs("embeddings: get_3d_rotary_pos_embed", **_COGVIDEO),
     "CosmosTransformer3DModel": _half(
-        "transformer_cosmos: CosmosRotaryPosEmbed", split="thirds", keys=("rope_scale",),
+        "transformer_cosmos: CosmosRotaryPosEmbed",
+        split="thirds",
+        keys=("rope_scale",),
         inert=("extra_pos_embed_type",),
     ),
     "EasyAnimateTransformer3DModel": _pairs(
-        "transformer_easyanimate: EasyAnimateRotaryPosEmbed", split="quarter for time",
+        "transformer_easyanimate: EasyAnimateRotaryPosEmbed",
+        split="quarter for time",
         inert=("freq_shift", "time_position_encoding_type"),
     ),
     "GlmImageTransformer2DModel": _half(
         "transformer_glm_image: GlmImageRotaryPosEmbed", split="halves"
     ),
     "HunyuanDiT2DModel": _pairs("embeddings: get_2d_rotary_pos_embed", split="halves"),
-    "SanaVideoTransformer3DModel": _pairs(
-        "transformer_sana_video: WanRotaryPosEmbed", **_WAN
-    ),
+    "SanaVideoTransformer3DModel": _pairs("transformer_sana_video: WanRotaryPosEmbed", **_WAN),
     "SkyReelsV2Transformer3DModel": _pairs(
         "transformer_skyreels_v2: SkyReelsV2RotaryPosEmbed", **_WAN
     ),
-    "WanAnimateTransformer3DModel": _pairs(
-        "transformer_wan_animate: WanRotaryPosEmbed", **_WAN
-    ),
+    "WanAnimateTransformer3DModel": _pairs("transformer_wan_animate: WanRotaryPosEmbed", **_WAN),
     "WanTransformer3DModel": _pairs("transformer_wan: WanRotaryPosEmbed", **_WAN),
     "WanVACETransformer3DModel": _pairs("transformer_wan_vace: WanRotaryPosEmbed", **_WAN),
     # --- one coordinate ---
@@ -184,7 +188,9 @@ TRANSFORMERS: dict[str, Transformer] = {
         "transformer_minimax_music3: MiniMaxMusic3RotaryEmbedding", rotary="rotary_dim"
     ),
     "OmniGenTransformer2DModel": _half(
-        "transformer_omnigen: OmniGenSuScaledRotaryEmbedding", head=_HIDDEN, base="rope_base",
+        "transformer_omnigen: OmniGenSuScaledRotaryEmbedding",
+        head=_HIDDEN,
+        base="rope_base",
         keys=("rope_scaling", "max_position_embeddings", "original_max_position_embeddings"),
         inert=("downscale_freq_shift",),
     ),
@@ -208,7 +214,7 @@ TRANSFORMERS: dict[str, Transformer] = {
     "PixArtTransformer2DModel": _none(_SINES),
     "SD3Transformer2DModel": _none(_SINES),
     "SanaTransformer2DModel": _none("its attention uses no rotation"),
-}  # fmt: skip
+}
 
 
 def _thirds(head_dim: int) -> tuple[int, ...]:

@@ -36,8 +36,10 @@ MAX_POSITION = tuple(
 )
 # Nomic's and gpt-oss's names, and that of transformers.
 ORIGINAL_MAX_POSITION = (
-    "original_max_position_embeddings", "max_trained_positions", "initial_context_length",
-)  # fmt: skip
+    "original_max_position_embeddings",
+    "max_trained_positions",
+    "initial_context_length",
+)
 # Spelling -> the value that means interleaved.
 PAIRING = dict.fromkeys(
     """rope_interleaved rope_interleave rotary_interleaved rotary_emb_interleaved rope_traditional""".split(),
@@ -191,10 +193,21 @@ READ_BY_LAYERS: dict[str, frozenset[str]] = {
 # Outer keys that are always read, or known not to affect the rotation.
 READ_OUTSIDE = frozenset(
     (
-        *BASE, *SECTION, *FRACTION, *ROTARY_DIM, *PAIRING, *ROPE_DIM, *NOPE_DIM, *SECTIONS, *SECTIONS_INTERLEAVED,
-        *ORIGINAL_MAX_POSITION, *POSITION_TYPE, *HEAD_DIM_ELSEWHERE, *INERT_OUTSIDE,
+        *BASE,
+        *SECTION,
+        *FRACTION,
+        *ROTARY_DIM,
+        *PAIRING,
+        *ROPE_DIM,
+        *NOPE_DIM,
+        *SECTIONS,
+        *SECTIONS_INTERLEAVED,
+        *ORIGINAL_MAX_POSITION,
+        *POSITION_TYPE,
+        *HEAD_DIM_ELSEWHERE,
+        *INERT_OUTSIDE,
     )
-)  # fmt: skip
+)
 # Rules that begin to scale at the context length by default, as in transformers. For all others the
 # configuration must give the length, since the context length is often the one after scaling.
 SCALED_FROM_MAX_POSITION = frozenset({"dynamic", "yarn"})

@@ -186,9 +186,14 @@ def _unknown_inside(part: Part) -> dict[str, bool]:
     """The same for the keys of a rope section."""
     rule = kind_of_rule(part)
     known = {
-        *keys.TYPE, *keys.BASE, *keys.FRACTION, *keys.SECTIONS, *keys.SECTIONS_INTERLEAVED,
-        *keys.INERT, *claimed_by(rule),
-    }  # fmt: skip
+        *keys.TYPE,
+        *keys.BASE,
+        *keys.FRACTION,
+        *keys.SECTIONS,
+        *keys.SECTIONS_INTERLEAVED,
+        *keys.INERT,
+        *claimed_by(rule),
+    }
     if rule is YaRN:
         known.add("attn_factor")
     if rule is NTK and "alpha" in part.entries:

@@ -111,10 +111,22 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
         if found is not None:
             return found[0]
     request = Request(
-        _X, x, None, spec, positions, layout, inverse, inv_freq, seq_len,
-        stages, "new" if out is None else "out", () if out is None else (out,), backend,
-        rounding=rounding, phases=phases,
-    )  # fmt: skip
+        _X,
+        x,
+        None,
+        spec,
+        positions,
+        layout,
+        inverse,
+        inv_freq,
+        seq_len,
+        stages,
+        "new" if out is None else "out",
+        () if out is None else (out,),
+        backend,
+        rounding=rounding,
+        phases=phases,
+    )
     (y,) = perform(request)
     return y
 
@@ -164,10 +176,22 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
         ):
             return x
     request = Request(
-        _X, x, None, spec, positions, layout, inverse, inv_freq, seq_len,
-        stages, "in place", (), backend,
-        rounding=rounding, phases=phases,
-    )  # fmt: skip
+        _X,
+        x,
+        None,
+        spec,
+        positions,
+        layout,
+        inverse,
+        inv_freq,
+        seq_len,
+        stages,
+        "in place",
+        (),
+        backend,
+        rounding=rounding,
+        phases=phases,
+    )
     perform(request)
     return x
 
@@ -219,10 +243,22 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
         if found is not None:
             return found[0], cast(_K, None if k is None else found[1])
     request = Request(
-        _QK, q, k, spec, positions, layout, inverse, inv_freq, seq_len,
-        stages, "new" if out is None else "out", () if out is None else _outs(out), backend,
-        rounding=rounding, phases=phases,
-    )  # fmt: skip
+        _QK,
+        q,
+        k,
+        spec,
+        positions,
+        layout,
+        inverse,
+        inv_freq,
+        seq_len,
+        stages,
+        "new" if out is None else "out",
+        () if out is None else _outs(out),
+        backend,
+        rounding=rounding,
+        phases=phases,
+    )
     ys = perform(request)
     return ys[0], cast(_K, None if k is None else ys[1])
 
@@ -280,10 +316,22 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each option)
         ):
             return q, k
     request = Request(
-        _QK, q, k, spec, positions, layout, inverse, inv_freq, seq_len,
-        stages, "in place", (), backend,
-        rounding=rounding, phases=phases,
-    )  # fmt: skip
+        _QK,
+        q,
+        k,
+        spec,
+        positions,
+        layout,
+        inverse,
+        inv_freq,
+        seq_len,
+        stages,
+        "in place",
+        (),
+        backend,
+        rounding=rounding,
+        phases=phases,
+    )
     perform(request)
     return q, k
 

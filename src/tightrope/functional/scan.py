@@ -152,9 +152,16 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
     if isinstance(spec, PreparedRotation) and spec.stack is not None:
         raise bad_value(f"spec must have exact angles but was made for stack {spec.stack.name!r}")
     request = Request(
-        _QK, q, k, spec, positions, layout,
-        seq_len=seq_len, stages=stages_of(None, gate), phases=phases,
-    )  # fmt: skip
+        _QK,
+        q,
+        k,
+        spec,
+        positions,
+        layout,
+        seq_len=seq_len,
+        stages=stages_of(None, gate),
+        phases=phases,
+    )
     if is_dtensor(q) or is_dtensor(k):
         return _scan_shards(request, v, log_decay, state, form, chunk)
     return _scan(request, v, log_decay, state, form, chunk)

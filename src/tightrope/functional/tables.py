@@ -485,9 +485,17 @@ def _build(
     source = schema.SOURCES.index(tables)
     forward, back = rounding_of(rounding)
     options = schema.Options(
-        layout.code, start, interleaved, direction, ids is None, source,
-        rounding=forward, back=back, dense=given.dense[0], dense_back=given.dense[1],
-    )  # fmt: skip
+        layout.code,
+        start,
+        interleaved,
+        direction,
+        ids is None,
+        source,
+        rounding=forward,
+        back=back,
+        dense=given.dense[0],
+        dense_back=given.dense[1],
+    )
     if backend is not None:
         check_backend(backend, q)
     names = ("q",) if k is None else ("q", "k")

@@ -59,9 +59,20 @@ VALUES = (
 CONTAINER = "it returns neither one tensor for one tensor nor a tuple for several"
 GRADIENTS = "its gradients are not those of the rotation it computes"
 RANK = (
-    NO_CALL, READS, NO_MATCH, UNEVEN, AMBIGUOUS, WRITES, RANDOM, RAISES, REFUSES, DTYPES, VALUES,
-    CONTAINER, GRADIENTS,
-)  # fmt: skip
+    NO_CALL,
+    READS,
+    NO_MATCH,
+    UNEVEN,
+    AMBIGUOUS,
+    WRITES,
+    RANDOM,
+    RAISES,
+    REFUSES,
+    DTYPES,
+    VALUES,
+    CONTAINER,
+    GRADIENTS,
+)
 
 
 class Unknown:

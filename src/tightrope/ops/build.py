@@ -141,12 +141,22 @@ def _call(request: Request, operands: Operands, rotation: PreparedRotation) -> C
     add_index = rotation.where.add_index
     options = rotation_options(channels, layout, direction, add_index, rounding, back)
     call = Call(
-        request.q, request.k, rotation.angles.words, rotation.angles.turns, rotation.ids,
-        rotation.where.offset, options,
+        request.q,
+        request.k,
+        rotation.angles.words,
+        rotation.angles.turns,
+        rotation.ids,
+        rotation.where.offset,
+        options,
         # eps is given, because the compiler would turn the default of a float field into a symbol.
-        rotation.amplitude, Extras(), 0.0,
-        operands.names, request.verb, request.outs, request.backend,
-    )  # fmt: skip
+        rotation.amplitude,
+        Extras(),
+        0.0,
+        operands.names,
+        request.verb,
+        request.outs,
+        request.backend,
+    )
     if request.inv_freq is not None:
         pairs = channels.rotary_dim // 2
         return learned.with_frequencies(call, request.inv_freq, pairs)
@@ -158,9 +168,15 @@ def rotation_options(
 ) -> schema.Options:
     """Return the options of a rotation by phase words, without f and P."""
     return schema.Options(
-        layout, channels.start, channels.interleaved, direction, add_index,
-        rounding=rounding, back=back, narrow=rounding == schema.EACH,
-    )  # fmt: skip
+        layout,
+        channels.start,
+        channels.interleaved,
+        direction,
+        add_index,
+        rounding=rounding,
+        back=back,
+        narrow=rounding == schema.EACH,
+    )
 
 
 def _call_by_stack(
@@ -180,14 +196,30 @@ def _call_by_stack(
     cos, sin = rotation.tables(q.shape[layout.token], q.dtype)
     rounding, back = rounding_of(stack.rounding if request.rounding is None else request.rounding)
     options = schema.Options(
-        layout.code, channels.start, channels.interleaved,
+        layout.code,
+        channels.start,
+        channels.interleaved,
         schema.INVERSE if request.inverse else schema.FORWARD,
-        source=schema.SOURCES.index("half"), rounding=rounding, back=back,
-    )  # fmt: skip
+        source=schema.SOURCES.index("half"),
+        rounding=rounding,
+        back=back,
+    )
     return Call(
-        q, request.k, cos, sin, None, 0, options, 1.0, Extras(), 0.0,
-        operands.names, request.verb, request.outs, request.backend,
-    )  # fmt: skip
+        q,
+        request.k,
+        cos,
+        sin,
+        None,
+        0,
+        options,
+        1.0,
+        Extras(),
+        0.0,
+        operands.names,
+        request.verb,
+        request.outs,
+        request.backend,
+    )
 
 
 def _add_stages(call: Call, stages: Stages, rotation: PreparedRotation) -> list[Call]:

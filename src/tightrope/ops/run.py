@@ -88,9 +88,18 @@ def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a dec
         # Kernels refuse invalid arguments before they write: the checks raise the readable error. Any
         # other error may have come after the kernel wrote, so the call must not run again.
         request = Request(
-            names, q, k, rope, positions, layout, inverse,
-            stages=stages, verb=verb, rounding=rounding, phases=phases,
-        )  # fmt: skip
+            names,
+            q,
+            k,
+            rope,
+            positions,
+            layout,
+            inverse,
+            stages=stages,
+            verb=verb,
+            rounding=rounding,
+            phases=phases,
+        )
         try:
             calls = build(request)
             if verb == "in place":

@@ -214,9 +214,17 @@ def perform(request: Request) -> Results:
         and request.verb != "out"
     ):
         found = run_quick(
-            names, request.verb, request.spec, None, request.q, request.k, layout.name,
-            request.inverse, request.stages, request.rounding,
-        )  # fmt: skip
+            names,
+            request.verb,
+            request.spec,
+            None,
+            request.q,
+            request.k,
+            layout.name,
+            request.inverse,
+            request.stages,
+            request.rounding,
+        )
         if found is not None:
             return _placed(request.verb, found, xs, ())
     return run_local(build(request), xs, parts[0].watched, outs)

@@ -110,9 +110,14 @@ class RopeSpec:
 
     def _values(self) -> tuple[Any, ...]:
         return (
-            self.head_dim, self.base, self.rotary_dim, self.start, self.interleaved, self.scaling,
+            self.head_dim,
+            self.base,
+            self.rotary_dim,
+            self.start,
+            self.interleaved,
+            self.scaling,
             self.axes,
-        )  # fmt: skip
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the spec in JSON types, with exact floats and the version of the format.
@@ -215,9 +220,15 @@ class RopeSpec:
         from .. import config as reader  # config imports spec, and few programs need it
 
         return reader.from_config(
-            config, layer_type=layer_type, section=section, strict=strict, interleaved=interleaved,
-            rotary_dim=rotary_dim, start=start, rope_layers=rope_layers,
-        )  # fmt: skip
+            config,
+            layer_type=layer_type,
+            section=section,
+            strict=strict,
+            interleaved=interleaved,
+            rotary_dim=rotary_dim,
+            start=start,
+            rope_layers=rope_layers,
+        )
 
     @property
     def channels(self) -> Channels:

@@ -361,9 +361,19 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
         native = None if source.family is None or mark is not None else source.family.interleaved
     family = _family(source)
     return Model(
-        read.spec, interleaved, who, _naming(stated, family), stated, source.name, _facts(values, found), family,
-        assumed, native, mark, tuple(source.prefix.split(".")[:-1]),
-    )  # fmt: skip
+        read.spec,
+        interleaved,
+        who,
+        _naming(stated, family),
+        stated,
+        source.name,
+        _facts(values, found),
+        family,
+        assumed,
+        native,
+        mark,
+        tuple(source.prefix.split(".")[:-1]),
+    )
 
 
 def _family(source: Source) -> str | None:

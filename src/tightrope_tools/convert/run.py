@@ -216,10 +216,23 @@ def _conversion(
     if plan.still:
         notes.append(f"layers without RoPE stay as they are: {', '.join(map(str, plan.still))}")
     return Conversion(
-        str(found.path), str(target), source, to, model.who, describe(model),
-        tuple(change.entry.name for change in plan.changes), plan.left, plan.still, tuple(files), found.ignored or {},
-        weights, disk, mark, notes=tuple(notes), assumed=model.assumed,
-    )  # fmt: skip
+        str(found.path),
+        str(target),
+        source,
+        to,
+        model.who,
+        describe(model),
+        tuple(change.entry.name for change in plan.changes),
+        plan.left,
+        plan.still,
+        tuple(files),
+        found.ignored or {},
+        weights,
+        disk,
+        mark,
+        notes=tuple(notes),
+        assumed=model.assumed,
+    )
 
 
 # --- the result -----------------------------------------------------------------------------------

@@ -154,9 +154,15 @@ def inspect(  # noqa: PLR0913  (one argument for each option)
         if not 1 <= context <= EXACT:
             raise bad_value(f"context must lie in [1, {EXACT}] but got {context}")
     name, form, parts = read(
-        config, layer_type=layer_type, section=section, strict=strict, interleaved=interleaved,
-        rotary_dim=rotary_dim, start=start, rope_layers=rope_layers,
-    )  # fmt: skip
+        config,
+        layer_type=layer_type,
+        section=section,
+        strict=strict,
+        interleaved=interleaved,
+        rotary_dim=rotary_dim,
+        start=start,
+        rope_layers=rope_layers,
+    )
     return Inspection(
         name,
         form,

@@ -103,7 +103,7 @@ def test_an_unknown_set_is_an_import_error(name: str) -> None:
             )
         ),
     ],
-)  # fmt: skip
+)
 def test_the_operator_under_each_set(file: str, name: str) -> None:
     options = ["-q", "-rs", "-p", "no:cacheprovider", "-k", "not reference", str(TESTS / file)]
     done = python("-m", "pytest", *options, isa=name)

@@ -674,9 +674,12 @@ def test_roundings_and_full_tables(rounding: int, interleaved: bool, dtype: torc
         cos, sin = (torch.stack((t.to(held),) * step, -1).flatten(-2)[..., ::step] for t in tables)
         for direction in (FORWARD, TRANSPOSE):
             options = Options(
-                start=2, interleaved=interleaved, direction=direction, source=FULL,
+                start=2,
+                interleaved=interleaved,
+                direction=direction,
+                source=FULL,
                 rounding=rounding,
-            )  # fmt: skip
+            )
             arguments = (cos, sin, None, 0, options.pack(), 1.0)
             (y,) = operators().rotate(x, None, *arguments)
             assert_same_bits(y[..., :2], x[..., :2])

@@ -65,7 +65,10 @@ _COMPARE: dict[str, Callable[[Array, Array], Array]] = {
     "nan": lambda a, b: np.isnan(a) | np.isnan(b),
     "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
 }
-_COMPARE |= {f"{name}u": (lambda a, b, f=f: f(a, b) | np.isnan(a) | np.isnan(b)) for name, f in list(_COMPARE.items())[:6]}  # fmt: skip
+_COMPARE |= {
+    f"{name}u": (lambda a, b, f=f: f(a, b) | np.isnan(a) | np.isnan(b))
+    for name, f in list(_COMPARE.items())[:6]
+}
 
 
 class Threads:
@@ -159,7 +162,10 @@ class Threads:
     def _binary(self, words: list[str], operands: list[str], on: Array) -> None:
         name, kind = words[0], words[-1]
         assert not {"approx", "full", "ftz", "sat", "hi"} & set(words), words
-        a, b = self._value(operands[1], kind), self._value(operands[2], "u32" if name in ("shl", "shr") else kind)  # fmt: skip
+        a, b = (
+            self._value(operands[1], kind),
+            self._value(operands[2], "u32" if name in ("shl", "shr") else kind),
+        )
         if name == "mul" and "wide" in words:
             a, b = a.astype(f"{a.dtype.kind}8"), b.astype(f"{b.dtype.kind}8")
         self._set(operands[0], _BINARY[name](a, b), on)

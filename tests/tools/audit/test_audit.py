@@ -81,16 +81,16 @@ def unusual(positions: Callable[[torch.Tensor], torch.Tensor]) -> planted.Fn:
 
 
 JUMPS: dict[str, tuple[Callable[[], planted.Fn], str]] = {
-    "decoding": (
-        lambda: planted.decoding(1, -1), "From offset 1 on, positions are off by -1."
-    ),
+    "decoding": (lambda: planted.decoding(1, -1), "From offset 1 on, positions are off by -1."),
     "decoding ahead": (
-        lambda: planted.decoding(300, 2), "From offset 300 on, positions are off by +2."
+        lambda: planted.decoding(300, 2),
+        "From offset 300 on, positions are off by +2.",
     ),
     "from 1": (lambda: planted.jumping(1, -1), "From position 1 on, positions are off by -1."),
     "from 2": (lambda: planted.jumping(2, 1), "From position 2 on, positions are off by +1."),
     "far": (
-        lambda: planted.jumping(300_000, 1), "From position 300,000 on, positions are off by +1."
+        lambda: planted.jumping(300_000, 1),
+        "From position 300,000 on, positions are off by +1.",
     ),
     "by many": (lambda: planted.jumping(1, -90), "From position 1 on, positions are off by -90."),
     "unknown frequencies": (
@@ -101,7 +101,7 @@ JUMPS: dict[str, tuple[Callable[[], planted.Fn], str]] = {
         lambda: unusual(lambda p: torch.where(p > 30_000, p - 1, p)),
         "From position 30,001 on, positions are off by -1.",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", JUMPS)

@@ -75,23 +75,31 @@ PLANTED: dict[str, tuple[Rope, Rope, str, str]] = {
     "frequencies in bfloat16": (rope(frequency=torch.bfloat16), rope(), "frequency-dtype", "pair"),
     "frequencies in float16": (rope(), rope(frequency=torch.float16), "frequency-dtype", "pair"),
     "frequencies in float64": (
-        rope(angle=torch.float64, frequency=torch.float64), rope(), "frequency-dtype", "pair",
+        rope(angle=torch.float64, frequency=torch.float64),
+        rope(),
+        "frequency-dtype",
+        "pair",
     ),
     "angles in float64": (
-        rope(angle=torch.float64), rope(angle=torch.float64, frequency=torch.float64),
-        "frequency-dtype", "pair",
+        rope(angle=torch.float64),
+        rope(angle=torch.float64, frequency=torch.float64),
+        "frequency-dtype",
+        "pair",
     ),
     "attention factor": (rope(factor=1.2), rope(), "attention-factor", "1.2"),
     "positions in bfloat16": (rope(position=torch.bfloat16), rope(), "position-dtype", "bfloat16"),
     "positions in float16": (rope(), rope(position=torch.float16), "position-dtype", "float16"),
     "positions in the dtype of x": (rope(position="x"), rope(), "position-dtype", "the first: at"),
     "tables in float32": (
-        rope(table=torch.float32, rounding="wide"), rope(rounding="wide"), "table-dtype", "float32",
+        rope(table=torch.float32, rounding="wide"),
+        rope(rounding="wide"),
+        "table-dtype",
+        "float32",
     ),
     "tables in bfloat16": (rope(table=torch.bfloat16), rope(), "table-dtype", "bfloat16"),
     "roundings": (rope(rounding="wide"), rope(), "rounding", "the first: wide"),
     "gradients": (rope(detach=True), rope(), "gradient-rounding", "the first: unknown"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -238,8 +246,12 @@ def test_models_as_they_are() -> None:
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(
-        hidden_size=128, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=8
-    )  # fmt: skip
+        hidden_size=128,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_hidden_layers=1,
+        vocab_size=8,
+    )
     model = LlamaModel(config)
     assert compare(model, "stack:transformers").ok
     cast = LlamaModel(config).bfloat16()

@@ -66,9 +66,12 @@ def test_a_model_with_sections_is_audited_against_them(outer: bool) -> None:
     transformers = pytest.importorskip("transformers")
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]}
     text = {
-        "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
         "rope_parameters": rope,
-    }  # fmt: skip
+    }
     config = transformers.Qwen2VLTextConfig(**text)
     if outer:
         config = transformers.Qwen2VLConfig(text_config=text)

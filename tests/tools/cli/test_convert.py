@@ -128,9 +128,16 @@ def test_all_that_can_be_said(
     tensors = {"layers.0.attention.query_key_value.weight": torch.randn(64, 32)}
     bare = write(tmp_path / "bare", tensors, None)
     options = {
-        "--from": "half", "--naming": "gpt_neox", "--packing": "blocks", "--heads": 4, "--kv-heads": 2,
-        "--head-dim": 8, "--rotary-dim": 4, "--start": 2, "--prefix": "",
-    }  # fmt: skip
+        "--from": "half",
+        "--naming": "gpt_neox",
+        "--packing": "blocks",
+        "--heads": 4,
+        "--kv-heads": 2,
+        "--head-dim": 8,
+        "--rotary-dim": 4,
+        "--start": 2,
+        "--prefix": "",
+    }
     flat = [part for option in options.items() for part in option]
     assert run_here(monkeypatch, "convert", bare, tmp_path / "b", "--to", "interleaved", *flat) == 0
     capsys.readouterr()
@@ -164,31 +171,43 @@ def test_all_that_can_be_said(
     "config, options, text",
     [
         (
-            {**LLAMA, "swa_rope_theta": 5e5}, [],
+            {**LLAMA, "swa_rope_theta": 5e5},
+            [],
             "got swa_rope_theta; pass --config, a file without them, if they do not change which channels rotate",
         ),
         (
-            {"model_type": "zoo", "a_config": LLAMA, "b_config": LLAMA}, [],
+            {"model_type": "zoo", "a_config": LLAMA, "b_config": LLAMA},
+            [],
             "as RoPE is in 'a_config', 'b_config'; for example --section b_config",
         ),
         (
-            {**LLAMA, "partial_rotary_factor": 0.5}, [],
+            {**LLAMA, "partial_rotary_factor": 0.5},
+            [],
             "for other code, which rotates a part, pass a config without its model_type, with --from half",
         ),
         (
-            {**LLAMA, "model_type": "zebra"}, ["--start", "4"],
+            {**LLAMA, "model_type": "zebra"},
+            ["--start", "4"],
             "pass --rotary-dim=4 if all 4 channels from 4 on rotate, or the number that do",
         ),
         (
-            {**LLAMA, "model_type": "zebra"}, [],
+            {**LLAMA, "model_type": "zebra"},
+            [],
             "pass --rotary-dim=8 if all 8 channels of a head rotate, or the number that do, with --start if they",
         ),
         (
-            {**LLAMA, "model_type": "glm", "partial_rotary_factor": 0.5, "head_dim": 8, "rope_interleaved": False}, [],
+            {
+                **LLAMA,
+                "model_type": "glm",
+                "partial_rotary_factor": 0.5,
+                "head_dim": 8,
+                "rope_interleaved": False,
+            },
+            [],
             "False from rope_interleaved and True from model_type 'glm'; pass --from if the key is right",
         ),
     ],
-)  # fmt: skip
+)
 def test_errors_about_configurations_name_options(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -315,8 +334,10 @@ def test_names_are_grouped() -> None:
     assert _lines(tuple(names), 3) == "m.*.q  (4)\nm.3.k\nnorm"
     assert _lines(tuple(names), 1) == "m.*.q  (4)\nand 2 more lines; --json names all 6"
     assert [_size(count) for count in (812, 64_000_000, 2_150_000_000)] == [
-        "812 bytes", "64.00 MB", "2.15 GB",
-    ]  # fmt: skip
+        "812 bytes",
+        "64.00 MB",
+        "2.15 GB",
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 200])

@@ -168,14 +168,27 @@ def test_advice_names_options(tmp_path: Path) -> None:
     ab = {**a, "b": {"rope_theta": 1e4}}
     wide = {"rope_parameters": ab, "per_layer_config": {"0": {"head_dim": 64}}}
     for config, stated, advice in (
-        (zebra, ["--half"], "or the number that do, with --start if they are not the first; --rope-layers='all' if"),
-        ({**zebra, "rope_parameters": a}, ["--half"], "pass --rope-layers, a list of the types that do."),
-        ({**zebra, **wide}, ["--half"], "pass --layer-type with the --rotary-dim of its layers, as heads have 64"),
         (
-            {**LLAMA3, "partial_rotary_factor": 0.5}, [],
+            zebra,
+            ["--half"],
+            "or the number that do, with --start if they are not the first; --rope-layers='all' if",
+        ),
+        (
+            {**zebra, "rope_parameters": a},
+            ["--half"],
+            "pass --rope-layers, a list of the types that do.",
+        ),
+        (
+            {**zebra, **wide},
+            ["--half"],
+            "pass --layer-type with the --rotary-dim of its layers, as heads have 64",
+        ),
+        (
+            {**LLAMA3, "partial_rotary_factor": 0.5},
+            [],
             "pass a config without its model_type, with --half and --rope-layers='all'.",
         ),
-    ):  # fmt: skip
+    ):
         path.write_text(json.dumps(config))
         code, _, error = run(path, *stated)
         assert (code, advice in error) == (2, True), error

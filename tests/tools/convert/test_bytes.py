@@ -36,9 +36,13 @@ def save(path: Path, shapes: Shapes, dtype: str, metadata: dict[str, str] | None
 def llama_shapes(layer: int) -> Shapes:
     place = f"model.layers.{layer}.self_attn"
     return {
-        f"{place}.q_proj.weight": (32, 32), f"{place}.q_proj.bias": (32,), f"{place}.k_proj.weight": (16, 32),
-        f"{place}.v_proj.weight": (16, 32), f"{place}.q_norm.weight": (8,), f"{place}.k_norm.weight": (8,),
-    }  # fmt: skip
+        f"{place}.q_proj.weight": (32, 32),
+        f"{place}.q_proj.bias": (32,),
+        f"{place}.k_proj.weight": (16, 32),
+        f"{place}.v_proj.weight": (16, 32),
+        f"{place}.q_norm.weight": (8,),
+        f"{place}.k_norm.weight": (8,),
+    }
 
 
 def shards(folder: Path) -> Path:
@@ -70,9 +74,13 @@ def snapshot(folder: Path) -> Path:
 def neox(folder: Path) -> Path:
     place = "gpt_neox.layers.0.attention.query_key_value"
     config = {
-        "model_type": "gpt_neox", "hidden_size": 32, "num_attention_heads": 4, "rotary_pct": 0.5,
-        "rotary_emb_base": 10000, "num_hidden_layers": 1,
-    }  # fmt: skip
+        "model_type": "gpt_neox",
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "rotary_pct": 0.5,
+        "rotary_emb_base": 10000,
+        "num_hidden_layers": 1,
+    }
     path = save(folder / "a.safetensors", {f"{place}.weight": (96, 32), "x": (3,)}, "F32")
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return path
@@ -81,10 +89,17 @@ def neox(folder: Path) -> Path:
 def deepseek(folder: Path) -> Path:
     place = "model.layers.0.self_attn"
     config = {
-        "model_type": "deepseek_v3", "qk_nope_head_dim": 4, "qk_rope_head_dim": 8, "v_head_dim": 4,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 16, "rope_theta": 1e4,
-        "num_hidden_layers": 1, "kv_lora_rank": 12,
-    }  # fmt: skip
+        "model_type": "deepseek_v3",
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "hidden_size": 16,
+        "rope_theta": 1e4,
+        "num_hidden_layers": 1,
+        "kv_lora_rank": 12,
+    }
     shapes = {f"{place}.q_proj.weight": (24, 16), f"{place}.kv_a_proj_with_mqa.weight": (20, 16)}
     save(folder / "model.safetensors", shapes, "F8_E4M3", {"format": "pt", "note": "kept"})
     (folder / "config.json").write_text(json.dumps(config, indent=4), encoding="utf-8")

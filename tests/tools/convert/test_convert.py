@@ -108,10 +108,15 @@ def test_rows_of_every_packing(
     biases = {name.replace("weight", "bias"): w[:, 0].clone() for name, w in weights.items()}
     save_file(weights | biases, folder / "in.safetensors")
     stated = Stated(
-        source="half" if interleaved else "interleaved", naming=naming, heads=heads, kv_heads=kv_heads,
-        head_dim=head_dim, rotary_dim=width, start=start,
+        source="half" if interleaved else "interleaved",
+        naming=naming,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotary_dim=width,
+        start=start,
         packing=packing if packing in fused else None,
-    )  # fmt: skip
+    )
     convert(
         folder / "in.safetensors",
         folder / "out.safetensors",
@@ -404,9 +409,13 @@ def test_the_slice_of_an_unknown_family_is_a_flag(tmp_path: Path) -> None:
 
 
 FLOATS = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
     torch.float8_e5m2,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -509,9 +518,13 @@ def test_a_norm_that_is_stored_with_the_projection_stays(tmp_path: Path) -> None
         f"{name}._extra_state": torch.zeros(5, dtype=torch.uint8),
     }
     config = {
-        "rotary_base": 10000, "rotary_percent": 1.0, "kv_channels": 8, "hidden_size": 32, "num_attention_heads": 4,
+        "rotary_base": 10000,
+        "rotary_percent": 1.0,
+        "kv_channels": 8,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
         "num_query_groups": 2,
-    }  # fmt: skip
+    }
     source = write(tmp_path / "source", tensors, config)
     done = convert(source, tmp_path / "out", to="interleaved", stated=Stated(source="half"))
     assert done.changed == (f"{name}.weight",)
@@ -576,14 +589,26 @@ REFUSED: dict[str, tuple[Any, str]] = {
         tensor("vision.layers.0.self_attn.q_proj.weight", (32, 32)),
         "several prefixes, 'model.', 'vision.': choose with --prefix",
     ),
-    "channels that no key gives": (put(model_type="mystery"), "pass rotary_dim=8 if all 8 channels of a head rotate"),
-    "a family that is not known": (put(model_type="mystery", rotary_dim=8), "the names of the projections of mystery are not known"),
+    "channels that no key gives": (
+        put(model_type="mystery"),
+        "pass rotary_dim=8 if all 8 channels of a head rotate",
+    ),
+    "a family that is not known": (
+        put(model_type="mystery", rotary_dim=8),
+        "the names of the projections of mystery are not known",
+    ),
     "keys as values": (put(attention_k_eq_v=True), "uses its keys as values"),
     "no RoPE": (put(model_type="gpt2"), "has no spec: it adds learned positions"),
-    "heads that are no number": (put(num_attention_heads="4"), "num_attention_heads must be an int"),
-    "key heads below one": (put(num_key_value_heads=-1), "must be a whole number from 0 to 65536 but got -1"),
+    "heads that are no number": (
+        put(num_attention_heads="4"),
+        "num_attention_heads must be an int",
+    ),
+    "key heads below one": (
+        put(num_key_value_heads=-1),
+        "must be a whole number from 0 to 65536 but got -1",
+    ),
     "a base that is no number": (put(rope_theta=float("nan")), "base"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -689,9 +714,15 @@ def test_weights_that_show_their_pairing_or_do_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", [None, "rope_interleave"])
 def test_a_pairing_is_stated_by_a_key_or_assumed(tmp_path: Path, key: str | None) -> None:
     config = {
-        "model_type": "deepseek_v3", "qk_nope_head_dim": 4, "qk_rope_head_dim": 8, "v_head_dim": 4,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 16, "rope_theta": 1e4,
-    }  # fmt: skip
+        "model_type": "deepseek_v3",
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "hidden_size": 16,
+        "rope_theta": 1e4,
+    }
     tensors = {
         "model.layers.0.self_attn.q_proj.weight": torch.randn(24, 16),
         "model.layers.0.self_attn.kv_a_proj_with_mqa.weight": torch.randn(20, 16),

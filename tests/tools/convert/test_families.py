@@ -28,23 +28,49 @@ transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 37, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2, "attn_implementation": "eager",
-    "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "n_group": 1, "topk_group": 1,
-    "moe_num_experts": 4, "moe_k": 2,
-}  # fmt: skip
+    "vocab_size": 37,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attn_implementation": "eager",
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+}
 _WIDE = {"head_dim": 24}
 _MLA = {
-    "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-    "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "head_dim": 8,
-}  # fmt: skip
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 4,
+    "head_dim": 8,
+}
 _NORMS = {"use_qk_norm": True, "qk_layernorm": True}
 _LINEAR = {
-    "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "num_hidden_layers": 4,
-}  # fmt: skip
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_hidden_layers": 4,
+}
 _ATTENTION = {"layer_types": ["full_attention", "full_attention"]}
 _SECTIONS = {
     "rope_type": "default",
@@ -305,48 +331,87 @@ def blocks(qkv: torch.Tensor, groups: int) -> list[torch.Tensor]:
 
 
 MEGATRON: dict[str, Any] = {
-    "rotary_base": 10000, "rotary_percent": 1.0, "hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS,
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "hidden_size": HEADS * WIDTH,
+    "num_attention_heads": HEADS,
     "rotary_interleaved": False,
-}  # fmt: skip
+}
 PLAIN = {"head_dim": WIDTH, "num_attention_heads": HEADS, "rope_theta": 1e4}
 REFERENCES: dict[str, tuple[str, str, Any, int, dict[str, Any], Stated]] = {
     "internlm2": (
-        "internlm2", "layers.0.attention.wqkv", grouped, GROUPS,
-        {**PLAIN, "model_type": "internlm2", "num_key_value_heads": GROUPS}, Stated(),
+        "internlm2",
+        "layers.0.attention.wqkv",
+        grouped,
+        GROUPS,
+        {**PLAIN, "model_type": "internlm2", "num_key_value_heads": GROUPS},
+        Stated(),
     ),
     "internlm2 without groups": (
-        "internlm2", "layers.0.attention.wqkv", grouped, HEADS, {**PLAIN, "model_type": "internlm2"}, Stated(),
+        "internlm2",
+        "layers.0.attention.wqkv",
+        grouped,
+        HEADS,
+        {**PLAIN, "model_type": "internlm2"},
+        Stated(),
     ),
     "megatron": (
-        "megatron", "layers.0.self_attention.linear_qkv", grouped, GROUPS, {**MEGATRON, "num_query_groups": GROUPS},
+        "megatron",
+        "layers.0.self_attention.linear_qkv",
+        grouped,
+        GROUPS,
+        {**MEGATRON, "num_query_groups": GROUPS},
         Stated(),
     ),
     "megatron, in parallel": (
-        "megatron", "layers.0.self_attention.linear_qkv", grouped, GROUPS,
-        {**MEGATRON, "num_query_groups": GROUPS, "tensor_model_parallel_size": 3}, Stated(),
+        "megatron",
+        "layers.0.self_attention.linear_qkv",
+        grouped,
+        GROUPS,
+        {**MEGATRON, "num_query_groups": GROUPS, "tensor_model_parallel_size": 3},
+        Stated(),
     ),
     "megatron without groups": (
-        "megatron", "layers.0.self_attention.query_key_value", heads_of_three, HEADS, MEGATRON, Stated(),
+        "megatron",
+        "layers.0.self_attention.query_key_value",
+        heads_of_three,
+        HEADS,
+        MEGATRON,
+        Stated(),
     ),
     "nemo, legacy": (
-        "megatron", "layers.0.self_attention.query_key_value", blocks, HEADS,
-        {**MEGATRON, "megatron_legacy": True}, Stated(packing="blocks"),
+        "megatron",
+        "layers.0.self_attention.query_key_value",
+        blocks,
+        HEADS,
+        {**MEGATRON, "megatron_legacy": True},
+        Stated(packing="blocks"),
     ),
     "chatglm": (
-        "chatglm", "encoder.layers.0.self_attention.query_key_value", blocks, GROUPS,
+        "chatglm",
+        "encoder.layers.0.self_attention.query_key_value",
+        blocks,
+        GROUPS,
         {**PLAIN, "multi_query_attention": True, "multi_query_group_num": GROUPS},
         Stated(naming="chatglm", source="interleaved", rotary_dim=WIDTH // 2),
     ),
     "chatglm without groups": (
-        "chatglm", "encoder.layers.0.self_attention.query_key_value", heads_of_three, HEADS,
+        "chatglm",
+        "encoder.layers.0.self_attention.query_key_value",
+        heads_of_three,
+        HEADS,
         {**PLAIN, "multi_query_attention": False, "multi_query_group_num": 1},
         Stated(naming="chatglm", source="interleaved", rotary_dim=WIDTH // 2, packing="grouped"),
     ),
     "falcon before transformers": (
-        "falcon", "h.0.self_attention.query_key_value", grouped, 1,
-        {**PLAIN, "model_type": "RefinedWebModel", "rotary_dim": 8, "multi_query": True}, Stated(naming="falcon", source="half"),
+        "falcon",
+        "h.0.self_attention.query_key_value",
+        grouped,
+        1,
+        {**PLAIN, "model_type": "RefinedWebModel", "rotary_dim": 8, "multi_query": True},
+        Stated(naming="falcon", source="half"),
     ),
-}  # fmt: skip
+}
 
 
 def rotated(x: torch.Tensor, width: int, neighbours: bool) -> torch.Tensor:

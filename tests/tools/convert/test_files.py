@@ -46,10 +46,18 @@ def edit_index(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     "file",
     [
-        "../model.safetensors", "below/../../x.safetensors", "/etc/passwd", "gone.safetensors", "link.safetensors",
-        "loop.safetensors", "model.safetensors.index.json", "", 1, ["x"],
+        "../model.safetensors",
+        "below/../../x.safetensors",
+        "/etc/passwd",
+        "gone.safetensors",
+        "link.safetensors",
+        "loop.safetensors",
+        "model.safetensors.index.json",
+        "",
+        1,
+        ["x"],
     ],
-)  # fmt: skip
+)
 def test_an_index_cannot_point_elsewhere(tmp_path: Path, file: Any) -> None:
     source = write(tmp_path / "a", llama_tensors(), shards=2)
     outside = tmp_path / "model.safetensors"
@@ -100,9 +108,12 @@ def test_other_files_come_along_and_other_weights_do_not(tmp_path: Path) -> None
     (source / "secret").symlink_to("/etc/hostname")
     done = convert(source, tmp_path / "b", to="interleaved")
     assert set(contents(tmp_path / "b")) == {
-        "below/vocab.txt", "config.json", "model.safetensors", "tightrope_convert.json",
+        "below/vocab.txt",
+        "config.json",
+        "model.safetensors",
+        "tightrope_convert.json",
         "tokenizer.json",
-    }  # fmt: skip
+    }
     assert set(done.ignored) == {"original/consolidated.00.pth", "model.gguf", ".git", "secret"}
 
 

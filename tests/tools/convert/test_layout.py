@@ -37,10 +37,17 @@ CODEGEN = {"model_type": "codegen", "n_embd": 32, "n_head": 4, "rotary_dim": 8}
 GLM = {**LLAMA, "num_hidden_layers": 1}
 CHATGLM = Stated(source="interleaved", naming="chatglm")
 DEEPSEEK: dict[str, Any] = {
-    "model_type": "deepseek_v3", "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "num_hidden_layers": 1, "kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 8,
-    "v_head_dim": 4, "rope_theta": 10000.0,
-}  # fmt: skip
+    "model_type": "deepseek_v3",
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 4,
+    "rope_theta": 10000.0,
+}
 
 
 def refused(
@@ -133,9 +140,12 @@ def test_any_wrong_number_of_rows_is_refused_before_anything_is_written(
     least = 2 if suffix == "weight_scale" else 1
     got = data.draw(st.integers(least, 3 * total).filter(lambda rows: rows != total))
     config = {
-        "head_dim": width, "rotary_dim": width, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "head_dim": width,
+        "rotary_dim": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "rope_theta": 1e4,
-    }  # fmt: skip
+    }
     naming = {"gated": "qwen3_next", "q": "llama", "k": "llama"}.get(packing, "gpt_neox")
     stated = Stated(config, source="half", naming=naming, packing=None if separate else packing)
     folder = tmp_path_factory.mktemp("rows")
@@ -248,51 +258,86 @@ STATED: dict[str, tuple[str, dict[str, Any], dict[str, Any], Stated, str]] = {
     **{
         f"gates, {key}": (QKV, PHI3, {key: value}, HALF, gated(key, value))
         for key, value in {
-            "attention_output_gate": True, "attn_output_gate": True, "headwise_attn_output_gate": True,
-            "gating": "per-head", "linear_qgkv": True, "use_output_gate": 1, "use_gated_attention": True,
+            "attention_output_gate": True,
+            "attn_output_gate": True,
+            "headwise_attn_output_gate": True,
+            "gating": "per-head",
+            "linear_qgkv": True,
+            "use_output_gate": 1,
+            "use_gated_attention": True,
         }.items()
     },
     "an older order of NeMo": (
-        LINEAR_QKV, MEGATRON, {"megatron_legacy": True}, HALF,
+        LINEAR_QKV,
+        MEGATRON,
+        {"megatron_legacy": True},
+        HALF,
         order_of("grouped", "megatron_legacy", True, "blocks"),
     ),
     "ChatGLM without groups": (
         "encoder.layers.0.self_attention.query_key_value",
-        {**GLM, "num_key_value_heads": 4}, {"multi_query_attention": False}, CHATGLM,
+        {**GLM, "num_key_value_heads": 4},
+        {"multi_query_attention": False},
+        CHATGLM,
         order_of("blocks", "multi_query_attention", False, "grouped"),
     ),
     "CodeGen 2 by its head_dim": (
-        CODEGEN_QKV, CODEGEN, {"head_dim": 8}, INTERLEAVED, order_of("quarters", "head_dim", 8, EIGHTHS),
+        CODEGEN_QKV,
+        CODEGEN,
+        {"head_dim": 8},
+        INTERLEAVED,
+        order_of("quarters", "head_dim", 8, EIGHTHS),
     ),
     "CodeGen in other parts": (
-        CODEGEN_QKV, CODEGEN, {"mp_num": 8}, INTERLEAVED, order_of("quarters", "mp_num", 8, EIGHTHS),
+        CODEGEN_QKV,
+        CODEGEN,
+        {"mp_num": 8},
+        INTERLEAVED,
+        order_of("quarters", "mp_num", 8, EIGHTHS),
     ),
     **{
         f"parts of {key}": (
-            QKV, PHI3, config, HALF, order_of("blocks", key, 2, "blocks if the parts were merged"),
+            QKV,
+            PHI3,
+            config,
+            HALF,
+            order_of("blocks", key, 2, "blocks if the parts were merged"),
         )
         for key, config in {
-            "tensor_model_parallel_size": {"tensor_model_parallel_size": 2}, "mp_size": {"mp_size": 2},
+            "tensor_model_parallel_size": {"tensor_model_parallel_size": 2},
+            "mp_size": {"mp_size": 2},
             "tp_size": {"mapping": {"tp_size": 2}},
         }.items()
     },
     "two numbers of key heads": (
-        QKV, PHI3, {"num_kv_heads": 4}, HALF,
+        QKV,
+        PHI3,
+        {"num_kv_heads": 4},
+        HALF,
         "a number of heads must have one value but got num_key_value_heads = 2 and num_kv_heads = 4",
     ),
     "a number that is none": (
-        QKV, PHI3, {"num_key_value_heads": ["2", 2]}, HALF,
+        QKV,
+        PHI3,
+        {"num_key_value_heads": ["2", 2]},
+        HALF,
         "num_key_value_heads must be a whole number from 0 to 65536 but got '2'",
     ),
     "a list that is too short": (
-        QKV.replace("0", "2"), PHI3, {"num_key_value_heads": [2, 1]}, HALF,
+        QKV.replace("0", "2"),
+        PHI3,
+        {"num_key_value_heads": [2, 1]},
+        HALF,
         "num_key_value_heads must list the heads of every layer but does not list layer 2",
     ),
     "a layer without attention": (
-        QKV, PHI3, {"num_key_value_heads": [0, 2]}, HALF,
+        QKV,
+        PHI3,
+        {"num_key_value_heads": [0, 2]},
+        HALF,
         f"the 4 query heads in {QKV}.bias must be a multiple of its 0 key heads",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", STATED)
@@ -372,8 +417,13 @@ def test_gates_in_tensors_of_their_own(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     "key, value",
-    [("output_gate_type", "silu"), ("attn_output_gate", False), ("attention_output_gate", None), ("gating", "none")],
-)  # fmt: skip
+    [
+        ("output_gate_type", "silu"),
+        ("attn_output_gate", False),
+        ("attention_output_gate", None),
+        ("gating", "none"),
+    ],
+)
 def test_keys_that_announce_no_gates_of_the_attention(
     tmp_path: Path, key: str, value: object
 ) -> None:
@@ -391,15 +441,50 @@ def test_gates_by_the_name_of_a_tensor(tmp_path: Path, module: str) -> None:
 
 
 JUNK: list[Any] = [
-    True, -1, 0, 1.5, "x", "", [], [[]], [None], ["x"], [-1], {}, {"0": {}}, {"0": []}, {"0": {"head_dim": []}},
-    {"x": {"head_dim": 1}}, {"9" * 5000: {"head_dim": 1}}, {"1": {"num_key_value_heads": [2]}}, {"tp_size": []},
-    {"num_attention_heads": {}}, [{"attention": []}], [{"attention": {"n_heads_in_group": "x"}}], 10**30, [10**30],
-]  # fmt: skip
+    True,
+    -1,
+    0,
+    1.5,
+    "x",
+    "",
+    [],
+    [[]],
+    [None],
+    ["x"],
+    [-1],
+    {},
+    {"0": {}},
+    {"0": []},
+    {"0": {"head_dim": []}},
+    {"x": {"head_dim": 1}},
+    {"9" * 5000: {"head_dim": 1}},
+    {"1": {"num_key_value_heads": [2]}},
+    {"tp_size": []},
+    {"num_attention_heads": {}},
+    [{"attention": []}],
+    [{"attention": {"n_heads_in_group": "x"}}],
+    10**30,
+    [10**30],
+]
 KEYS = (
-    "num_attention_heads", "num_key_value_heads", "num_key_value_heads_per_layer", "kv_lora_rank", "mapping",
-    "tp_size", "v_head_dim", "swa_head_dim", "head_dim_per_layer", "attention_other_setting", "per_layer_config",
-    "block_configs", "attn_config", "gating", "multi_query", "swa_num_key_value_heads", "num_hidden_layers",
-)  # fmt: skip
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_key_value_heads_per_layer",
+    "kv_lora_rank",
+    "mapping",
+    "tp_size",
+    "v_head_dim",
+    "swa_head_dim",
+    "head_dim_per_layer",
+    "attention_other_setting",
+    "per_layer_config",
+    "block_configs",
+    "attn_config",
+    "gating",
+    "multi_query",
+    "swa_num_key_value_heads",
+    "num_hidden_layers",
+)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -422,13 +507,23 @@ BY_LAYER: dict[str, dict[str, Any]] = {
     "a list of its own": {"num_key_value_heads_per_layer": [2, 4]},
     "keys of single layers": {"per_layer_config": {"1": {"num_key_value_heads": 4}}},
     "blocks with numbers": {
-        "block_configs": [{"attention": {"num_key_value_heads": 2}}, {"attention": {"num_key_value_heads": 4}}]
+        "block_configs": [
+            {"attention": {"num_key_value_heads": 2}},
+            {"attention": {"num_key_value_heads": 4}},
+        ]
     },
     "blocks with groups": {
-        "block_configs": [{"attention": {"n_heads_in_group": 2}}, {"attention": {"n_heads_in_group": 1}}]
+        "block_configs": [
+            {"attention": {"n_heads_in_group": 2}},
+            {"attention": {"n_heads_in_group": 1}},
+        ]
     },
-    "OpenELM's lists": {"num_query_heads": [4, 4], "num_kv_heads": [2, 4], "num_key_value_heads": None},
-}  # fmt: skip
+    "OpenELM's lists": {
+        "num_query_heads": [4, 4],
+        "num_kv_heads": [2, 4],
+        "num_key_value_heads": None,
+    },
+}
 
 
 @pytest.mark.parametrize("case", BY_LAYER)
@@ -482,9 +577,13 @@ def test_query_heads_of_every_layer(tmp_path: Path) -> None:
 
 def test_lists_of_gguf(tmp_path: Path) -> None:
     metadata: dict[str, Any] = {
-        "general.architecture": "qwen2", "qwen2.rope.freq_base": 10000.0, "qwen2.embedding_length": 32,
-        "qwen2.attention.head_count": 4, "qwen2.attention.key_length": 8, "qwen2.attention.head_count_kv": [2, 1],
-    }  # fmt: skip
+        "general.architecture": "qwen2",
+        "qwen2.rope.freq_base": 10000.0,
+        "qwen2.embedding_length": 32,
+        "qwen2.attention.head_count": 4,
+        "qwen2.attention.key_length": 8,
+        "qwen2.attention.head_count_kv": [2, 1],
+    }
     stated = Stated(metadata, source="half", naming="llama")
     source = write(tmp_path / "a", llama_tensors(bias=False), None)
     text = "model.layers.1.self_attn.k_proj.weight must have 1 heads of 8 = 8 rows but has 16"

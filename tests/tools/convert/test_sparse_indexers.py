@@ -37,13 +37,19 @@ GLM5: dict[str, Any] = {
 def glm5_tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = {
-        "q_a_proj.weight": (12, 24), "q_a_layernorm.weight": (12,), "q_b_proj.weight": (28, 12),
-        "kv_a_proj_with_mqa.weight": (18, 24), "kv_a_layernorm.weight": (10,),
-        "kv_b_proj.weight": (24, 10), "o_proj.weight": (24, 12),
-        "indexer.wq_b.weight": (42, 12), "indexer.wk.weight": (14, 24),
-        "indexer.k_norm.weight": (14,), "indexer.k_norm.bias": (14,),
+        "q_a_proj.weight": (12, 24),
+        "q_a_layernorm.weight": (12,),
+        "q_b_proj.weight": (28, 12),
+        "kv_a_proj_with_mqa.weight": (18, 24),
+        "kv_a_layernorm.weight": (10,),
+        "kv_b_proj.weight": (24, 10),
+        "o_proj.weight": (24, 12),
+        "indexer.wq_b.weight": (42, 12),
+        "indexer.wk.weight": (14, 24),
+        "indexer.k_norm.weight": (14,),
+        "indexer.k_norm.bias": (14,),
         "indexer.weights_proj.weight": (3, 24),
-    }  # fmt: skip
+    }
     return {PLACE + name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
@@ -54,9 +60,11 @@ def test_an_indexer_moves_with_its_attention_where_it_is_paired_like_it(tmp_path
     """
     tensors = glm5_tensors()
     own = {
-        "indexer.wq_b.weight": [0, 14, 28], "indexer.wk.weight": [0],
-        "indexer.k_norm.weight": [0], "indexer.k_norm.bias": [0],
-    }  # fmt: skip
+        "indexer.wq_b.weight": [0, 14, 28],
+        "indexer.wk.weight": [0],
+        "indexer.k_norm.weight": [0],
+        "indexer.k_norm.bias": [0],
+    }
     moved = {"q_b_proj.weight": [6, 20], "kv_a_proj_with_mqa.weight": [10]}
     for family, starts in (("glm_moe_dsa", moved | own), ("deepseek_v32", moved)):
         config = GLM5 | {"model_type": family}
@@ -89,23 +97,31 @@ def test_a_proof_looks_at_the_indexer_too(tmp_path: Path) -> None:
 
 INDEXERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = {
     "another number of heads": (
-        {"index_n_heads": 2}, {},
+        {"index_n_heads": 2},
+        {},
         "model.layers.0.self_attn.indexer.wq_b.weight must have 2 heads of 14 = 28 rows but has 42[.]$",
     ),
     "two keys": (
-        {}, {"indexer.wk.weight": (28, 24)}, "must have 1 heads of 14 = 14 rows but has 28[.]$",
+        {},
+        {"indexer.wk.weight": (28, 24)},
+        "must have 1 heads of 14 = 14 rows but has 28[.]$",
     ),
     "narrow heads": (
-        {"index_head_dim": 6}, {},
+        {"index_head_dim": 6},
+        {},
         "the heads of .* must have 8 rotated rows but have 6 .index_head_dim.",
     ),
     "number not stated": (
-        {"index_n_heads": None}, {}, "index_n_heads for .* must be known: pass a configuration with it as --config",
+        {"index_n_heads": None},
+        {},
+        "index_n_heads for .* must be known: pass a configuration with it as --config",
     ),
     "size not stated": (
-        {"index_head_dim": None}, {}, "index_head_dim for .* must be known: pass a configuration with it as --config",
+        {"index_head_dim": None},
+        {},
+        "index_head_dim for .* must be known: pass a configuration with it as --config",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", INDEXERS)
@@ -127,9 +143,22 @@ def unlisted(name: str) -> str:
 
 
 IN_ATTENTION = [
-    "k_cache_scale", "k_scale", "attn.key_scale", "q_scale.weight", "q_conv1d.weight", "k_conv.bias", "q_bias",
-    "query_bias", "gamma_q", "q_head_norm.weight", "qkv_bias", "k_gain", "qconv.weight", "key.weight", "inner.Q_shift",
-]  # fmt: skip
+    "k_cache_scale",
+    "k_scale",
+    "attn.key_scale",
+    "q_scale.weight",
+    "q_conv1d.weight",
+    "k_conv.bias",
+    "q_bias",
+    "query_bias",
+    "gamma_q",
+    "q_head_norm.weight",
+    "qkv_bias",
+    "k_gain",
+    "qconv.weight",
+    "key.weight",
+    "inner.Q_shift",
+]
 NORMS = "q_layernorm query_layernorm norm_k ln_q k_ln q_rms norm.query_norm norm.key_norm".split()
 
 
@@ -158,11 +187,18 @@ def test_other_channels_of_queries_or_keys_are_refused_and_single_numbers_stay(
 @pytest.mark.parametrize(
     "own",
     [
-        "self_attn.q_a_layernorm.weight", "self_attn.kv_a_layernorm.weight", "self_attn.k_b_proj.weight",
-        "self_attn.lambda_q1", "self_attn.rotary_emb.inv_freq", "encoder_attn.q_norm.weight", "mlp.key.weight",
-        "linear_attn.q_conv1d.weight", "self_attn.monkey.weight", "kronecker.weight",
+        "self_attn.q_a_layernorm.weight",
+        "self_attn.kv_a_layernorm.weight",
+        "self_attn.k_b_proj.weight",
+        "self_attn.lambda_q1",
+        "self_attn.rotary_emb.inv_freq",
+        "encoder_attn.q_norm.weight",
+        "mlp.key.weight",
+        "linear_attn.q_conv1d.weight",
+        "self_attn.monkey.weight",
+        "kronecker.weight",
     ],
-)  # fmt: skip
+)
 def test_channels_that_do_not_rotate_stay(tmp_path: Path, own: str) -> None:
     there = f"model.layers.1.{own}"
     source = write(tmp_path / "source", llama_tensors(bias=False) | {there: torch.rand(16)})

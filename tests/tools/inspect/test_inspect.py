@@ -337,18 +337,24 @@ PLAIN = v4("llama", 4096, 32, 10000.0)
         ({**PLAIN, "rope_scaling": {"type": "linear", "factor": 1.0}}, {"no-effect"}),
         (
             {
-                **PLAIN, "max_position_embeddings": 131072,
+                **PLAIN,
+                "max_position_embeddings": 131072,
                 "rope_scaling": {
-                    "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096,
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 4096,
                 },
             },
             {"factor"},
         ),
         (
             {
-                **PLAIN, "max_position_embeddings": 16384,
+                **PLAIN,
+                "max_position_embeddings": 16384,
                 "rope_scaling": {
-                    "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096,
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 4096,
                     "mscale_all_dim": 1.0,
                 },
             },
@@ -357,7 +363,7 @@ PLAIN = v4("llama", 4096, 32, 10000.0)
         (LLAMA31, set()),
         ({**PLAIN, "max_position_embeddings": 4096}, set()),
     ],
-)  # fmt: skip
+)
 def test_warnings(config: dict[str, Any], wanted: set[str]) -> None:
     assert stated(config) == wanted
 
@@ -378,10 +384,14 @@ def test_divisors_below_one() -> None:
 
 def test_windows_may_have_the_usual_base() -> None:
     gemma = {
-        "model_type": "gemma3_text", "head_dim": 256, "num_hidden_layers": 26,
-        "rope_theta": 1000000, "rope_local_base_freq": 10000, "layer_types": GEMMA3_LAYERS,
+        "model_type": "gemma3_text",
+        "head_dim": 256,
+        "num_hidden_layers": 26,
+        "rope_theta": 1000000,
+        "rope_local_base_freq": 10000,
+        "layer_types": GEMMA3_LAYERS,
         "max_position_embeddings": 131072,
-    }  # fmt: skip
+    }
     assert inspect(gemma).warnings == ()
 
 
@@ -581,11 +591,13 @@ def test_records_beside_several_sections_and_records_that_disagree(tmp_path: Pat
     sections = {
         "model_type": "qwen2_5_vl",
         "text_config": {
-            "hidden_size": 32, "num_attention_heads": 4, "rope_theta": 1e4,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "rope_theta": 1e4,
             "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
         },
         "vision_config": {"hidden_size": 32, "num_heads": 4},
-    }  # fmt: skip
+    }
     there = tmp_path / "b/config.json"
     there.write_text(json.dumps(sections), encoding="utf-8")
     text = (

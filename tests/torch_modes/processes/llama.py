@@ -110,10 +110,16 @@ def small_llama(size: int, attention: str = "recorded") -> LlamaForCausalLM:
     processes.
     """
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2 * size,
-        num_key_value_heads=size, head_dim=HEAD_DIM, vocab_size=VOCABULARY, rms_norm_eps=0.0,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2 * size,
+        num_key_value_heads=size,
+        head_dim=HEAD_DIM,
+        vocab_size=VOCABULARY,
+        rms_norm_eps=0.0,
         attn_implementation=attention,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     first = model.model.layers[0].self_attn

@@ -58,7 +58,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], RopeSpec | None]] = {
         pairs(128, Axes.blocks((16, 24, 24)), base=256.0),
     ),
     "BriaFiboTransformer2DModel": (
-        {**DIMS, "rope_theta": 10000, "time_theta": 10000}, pairs(128, VIDEO),
+        {**DIMS, "rope_theta": 10000, "time_theta": 10000},
+        pairs(128, VIDEO),
     ),
     "BriaTransformer2DModel": ({**DIMS, "rope_theta": 500}, pairs(128, VIDEO, base=500.0)),
     "ChromaTransformer2DModel": (DIMS, pairs(128, VIDEO)),
@@ -70,7 +71,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], RopeSpec | None]] = {
     "ConsisIDTransformer3DModel": (COGVIDEO, pairs(64, Axes.blocks((8, 12, 12)))),
     "CosmosTransformer3DModel": ({**HEAD, "rope_scale": [2.0, 1.0, 3.0]}, None),
     "EasyAnimateTransformer3DModel": (
-        {"attention_head_dim": 64, "patch_size": 1}, pairs(64, Axes.blocks((8, 12, 12))),
+        {"attention_head_dim": 64, "patch_size": 1},
+        pairs(64, Axes.blocks((8, 12, 12))),
     ),
     "Flux2Transformer2DModel": (
         {**HEAD, "axes_dims_rope": [32, 32, 32, 32], "rope_theta": 2000},
@@ -82,10 +84,12 @@ CONFIGS: dict[str, tuple[dict[str, Any], RopeSpec | None]] = {
     ),
     "FluxTransformer2DModel": (HEAD, pairs(128, VIDEO)),
     "GlmImageTransformer2DModel": (
-        {**HEAD, "patch_size": 2}, RopeSpec(128, axes=Axes.blocks((32, 32)))
+        {**HEAD, "patch_size": 2},
+        RopeSpec(128, axes=Axes.blocks((32, 32))),
     ),
     "HiDreamImageTransformer2DModel": (
-        {**HEAD, "axes_dims_rope": [32, 32]}, pairs(128, Axes.blocks((16, 16)), rotary_dim=64)
+        {**HEAD, "axes_dims_rope": [32, 32]},
+        pairs(128, Axes.blocks((16, 16)), rotary_dim=64),
     ),
     "HunyuanDiT2DModel": ({"attention_head_dim": 88}, pairs(88, Axes.blocks((22, 22)))),
     "HunyuanImageTransformer2DModel": (
@@ -94,27 +98,42 @@ CONFIGS: dict[str, tuple[dict[str, Any], RopeSpec | None]] = {
     ),
     "HunyuanVideo15Transformer3DModel": (AXES, pairs(128, VIDEO, base=256.0)),
     "HunyuanVideoTransformer3DModel": (AXES, pairs(128, VIDEO, base=256.0)),
-    "JoyImageEditTransformer3DModel": (
-        {**JOY, "rope_type": "rope"}, pairs(128, VIDEO, base=256.0)
-    ),
+    "JoyImageEditTransformer3DModel": ({**JOY, "rope_type": "rope"}, pairs(128, VIDEO, base=256.0)),
     "Krea2Transformer2DModel": ({**DIMS, "rope_theta": 1e3}, pairs(128, VIDEO, base=1e3)),
     "LongCatImageTransformer2DModel": (DIMS, pairs(128, VIDEO)),
     "Lumina2Transformer2DModel": (
-        {"hidden_size": 2304, "num_attention_heads": 24, "axes_dim_rope": [32, 32, 32],
-         "axes_lens": [300, 512, 512]},
+        {
+            "hidden_size": 2304,
+            "num_attention_heads": 24,
+            "axes_dim_rope": [32, 32, 32],
+            "axes_lens": [300, 512, 512],
+        },
         pairs(96, Axes.blocks((16, 16, 16))),
     ),
     "MiniMaxMusic3Transformer1DModel": (
-        {"attention_head_dim": 64, "rotary_dim": 32}, RopeSpec(64, rotary_dim=32)
+        {"attention_head_dim": 64, "rotary_dim": 32},
+        RopeSpec(64, rotary_dim=32),
     ),
     "MotifVideoTransformer3DModel": (AXES, pairs(128, VIDEO, base=256.0)),
     "NucleusMoEImageTransformer2DModel": (DIMS, pairs(128, VIDEO)),
     "OmniGenTransformer2DModel": (
-        {"hidden_size": 3072, "num_attention_heads": 32, "rope_base": 10000, "rope_scaling": SU,
-         "max_position_embeddings": 131072, "original_max_position_embeddings": 4096},
-        RopeSpec(96, scaling=LongRoPE(
-            SU["short_factor"], SU["long_factor"], 4096, factor=32.0  # type: ignore[arg-type]
-        )),
+        {
+            "hidden_size": 3072,
+            "num_attention_heads": 32,
+            "rope_base": 10000,
+            "rope_scaling": SU,
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+        },
+        RopeSpec(
+            96,
+            scaling=LongRoPE(
+                SU["short_factor"],
+                SU["long_factor"],
+                4096,
+                factor=32.0,  # type: ignore[arg-type]
+            ),
+        ),
     ),
     "OvisImageTransformer2DModel": (DIMS, pairs(128, VIDEO)),
     "PRXTransformer2DModel": (
@@ -124,7 +143,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], RopeSpec | None]] = {
     "QwenImage21Transformer2DModel": (DIMS, pairs(128, VIDEO)),
     "QwenImageTransformer2DModel": ({**DIMS, "use_layer3d_rope": False}, pairs(128, VIDEO)),
     "SanaVideoTransformer3DModel": (
-        {**WAN, "attention_head_dim": 112}, pairs(112, Axes.blocks((20, 18, 18)))
+        {**WAN, "attention_head_dim": 112},
+        pairs(112, Axes.blocks((20, 18, 18))),
     ),
     "SkyReelsV2Transformer3DModel": (WAN, pairs(128, THIRDS)),
     "StableAudioDiTModel": ({"attention_head_dim": 64}, RopeSpec(64, rotary_dim=32)),
@@ -132,9 +152,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], RopeSpec | None]] = {
     "WanTransformer3DModel": (WAN, pairs(128, THIRDS)),
     "WanVACETransformer3DModel": (WAN, pairs(128, THIRDS)),
     "ZImageTransformer2DModel": (
-        {**LUMINA, "rope_theta": 256.0}, pairs(128, Axes.blocks((16, 24, 24)), base=256.0),
+        {**LUMINA, "rope_theta": 256.0},
+        pairs(128, Axes.blocks((16, 24, 24)), base=256.0),
     ),
-}  # fmt: skip
+}
 
 SUPPORTED = [name for name, facts in TRANSFORMERS.items() if facts.refused is None]
 REFUSED = [name for name, facts in TRANSFORMERS.items() if facts.refused is not None]
@@ -201,10 +222,13 @@ def by_ids(count: int, *, batched: bool = False, dtype: torch.dtype = torch.int6
         ids = torch.randint(0, 64, (TOKENS, count), generator=torch.Generator().manual_seed(1))
         theta = config.get("rope_theta", config.get("theta", 10000))
         widths = next(
-            (config[key] for key in ("axes_dims_rope", "axes_dims", "axes_dim_rope")
-             if config.get(key)),
+            (
+                config[key]
+                for key in ("axes_dims_rope", "axes_dims", "axes_dim_rope")
+                if config.get(key)
+            ),
             None,
-        )  # fmt: skip
+        )
         options: dict[str, Any] = {"theta": theta}
         names = inspect.signature(make).parameters
         default = {"PRXEmbedND": [32, 32]}.get(make.__name__, [16, 56, 56])
@@ -232,13 +256,18 @@ def by_latents(count: int = 3, **fixed: Any) -> Any:
         scale = patch if isinstance(patch, list) else [1, patch, patch][-count:]
         latents = torch.zeros(1, 1, *(size * each for size, each in zip(sizes, scale, strict=True)))
         values = {
-            "attention_head_dim": config.get("attention_head_dim"), "patch_size": patch,
-            "patch_size_t": 1, "rope_dim": config.get("rope_axes_dim"), "max_seq_len": 64,
-            "dim": config.get("attention_head_dim"), "rope_axes_dim": config.get("rope_axes_dim"),
+            "attention_head_dim": config.get("attention_head_dim"),
+            "patch_size": patch,
+            "patch_size_t": 1,
+            "rope_dim": config.get("rope_axes_dim"),
+            "max_seq_len": 64,
+            "dim": config.get("attention_head_dim"),
+            "rope_axes_dim": config.get("rope_axes_dim"),
             "hidden_size": config.get("attention_head_dim"),
-            "rope_scale": config.get("rope_scale"), "theta": config.get("rope_theta", 10000.0),
+            "rope_scale": config.get("rope_scale"),
+            "theta": config.get("rope_theta", 10000.0),
             **fixed,
-        }  # fmt: skip
+        }
         names = inspect.signature(make).parameters
         tables = make(**{key: value for key, value in values.items() if key in names})(latents)
         return tables, ids
@@ -344,13 +373,11 @@ TABLES: dict[str, Callable[[Any, Any, dict[str, Any]], tuple[Any, torch.Tensor]]
     "QwenImageTransformer2DModel": qwen,
     "SanaVideoTransformer3DModel": by_latents(),
     "SkyReelsV2Transformer3DModel": by_latents(),
-    "StableAudioDiTModel": line(
-        32, TOKENS, use_real=True, repeat_interleave_real=False
-    ),
+    "StableAudioDiTModel": line(32, TOKENS, use_real=True, repeat_interleave_real=False),
     "WanAnimateTransformer3DModel": by_latents(),
     "WanTransformer3DModel": by_latents(),
     "WanVACETransformer3DModel": by_latents(),
-}  # fmt: skip
+}
 
 # Class -> the code that applies the tables, if not embeddings: apply_rotary_emb as its file calls it.
 # "file: function" of the functions nested in a processor, and of those of a module.
@@ -393,8 +420,9 @@ def keywords_of(name: str) -> dict[str, Any]:
         {each.arg: ast.literal_eval(each.value) for each in node.keywords}
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name) and node.func.id == "apply_rotary_emb"
-    ]  # fmt: skip
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "apply_rotary_emb"
+    ]
     assert calls, name
     assert all(call == calls[0] for call in calls), (name, calls)
     return calls[0]
@@ -464,9 +492,14 @@ def test_the_published_code_rotates_as_the_spec(name: str) -> None:
 
 def test_a_model_reads_as_its_file() -> None:
     model = diffusers.FluxTransformer2DModel(
-        num_layers=0, num_single_layers=0, attention_head_dim=16, num_attention_heads=1,
-        joint_attention_dim=8, pooled_projection_dim=8, axes_dims_rope=[4, 6, 6],
-    )  # fmt: skip
+        num_layers=0,
+        num_single_layers=0,
+        attention_head_dim=16,
+        num_attention_heads=1,
+        joint_attention_dim=8,
+        pooled_projection_dim=8,
+        axes_dims_rope=[4, 6, 6],
+    )
     assert RopeSpec.from_config(model) == pairs(16, Axes.blocks((2, 3, 3)))
 
 
@@ -495,26 +528,40 @@ def test_a_class_without_a_spec_is_refused_by_name(name: str) -> None:
         ("FluxTransformer2DModel", {"axes_dim_rope": [2]}, "must be known but got axes_dim_rope"),
         ("FluxTransformer2DModel", {"rope_scaling": {}}, "must be known but got rope_scaling"),
         ("FluxTransformer2DModel", {"axes_dims_rope": 8}, "axes_dims_rope must be a list but"),
-        ("FluxTransformer2DModel", {"axes_dims_rope": []}, "the sum of axes_dims_rope must be at le"),
         (
-            "HiDreamImageTransformer2DModel", {"axes_dims_rope": [2 * 10**9]},
+            "FluxTransformer2DModel",
+            {"axes_dims_rope": []},
+            "the sum of axes_dims_rope must be at le",
+        ),
+        (
+            "HiDreamImageTransformer2DModel",
+            {"axes_dims_rope": [2 * 10**9]},
             "the sum of axes_dims_rope must be at most 65536",
         ),
         ("HiDreamImageTransformer2DModel", {"axes_dims_rope": [128, 128]}, "rotary_dim"),
-        ("FluxTransformer2DModel", {"axes_dims_rope": [3]}, "axes_dims_rope must hold even numbers"),
+        (
+            "FluxTransformer2DModel",
+            {"axes_dims_rope": [3]},
+            "axes_dims_rope must hold even numbers",
+        ),
         ("FluxTransformer2DModel", {"axes_dims_rope": ["8"]}, "axes_dims_rope must be an int but"),
         ("FluxTransformer2DModel", {"axes_dims_rope": [16, 56]}, "must sum to 64 pairs, half"),
         ("WanTransformer3DModel", {"attention_head_dim": "128"}, "must be an int but got '128'"),
         (
-            "CogVideoXTransformer3DModel", {"use_rotary_positional_embeddings": False},
+            "CogVideoXTransformer3DModel",
+            {"use_rotary_positional_embeddings": False},
             "has no RoPE: use_rotary_positional_embeddings is False",
         ),
         ("CosmosTransformer3DModel", {"rope_scale": [1.0]}, "rope_scale must be a list of numbers"),
         ("CosmosTransformer3DModel", {"rope_scale": [1, 0, 1]}, "rope_scale must be a list of num"),
         ("CosmosTransformer3DModel", {"attention_head_dim": 6}, "at least two pairs but got [1, 1"),
-        ("CosmosTransformer3DModel", {"attention_head_dim": 10**9}, "must be at most 65536 but got"),
+        (
+            "CosmosTransformer3DModel",
+            {"attention_head_dim": 10**9},
+            "must be at most 65536 but got",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_gap_or_a_wrong_key_is_refused(
     name: str | None, changed: dict[str, Any], text: str
 ) -> None:

@@ -129,9 +129,10 @@ CONTRADICTS_ITSELF = "databricks/dbrx-base"
 OBJECTS = [
     model
     for model in MODELS
-    if model.form in ("v4", "v5", "hub") and known(model.config)
+    if model.form in ("v4", "v5", "hub")
+    and known(model.config)
     and model.origin != CONTRADICTS_ITSELF
-]  # fmt: skip
+]
 
 
 def test_an_object_that_contradicts_itself_is_refused() -> None:
@@ -189,9 +190,10 @@ def rotary_module(config: Any) -> torch.nn.Module | None:
 TEXT = [
     model
     for model in OBJECTS
-    if not model.options and "vision_config" not in model.config
+    if not model.options
+    and "vision_config" not in model.config
     and model.config["model_type"] not in ("gptj", "codegen", "roformer", "dinov3_vit")
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("model", TEXT, ids=lambda model: model.name)
@@ -425,22 +427,48 @@ SECTION_OF = {"compressed_sparse_attention": "compress", "heavily_compressed_att
 # --- layers ---------------------------------------------------------------------------------------
 
 TINY: dict[str, Any] = {
-    "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 8,
-    "vocab_size": 9, "intermediate_size": 16, "moe_intermediate_size": 16, "num_experts": 2, "num_local_experts": 2,
-    "num_experts_per_tok": 1, "sliding_window": 4, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 8,
+    "vocab_size": 9,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 16,
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "sliding_window": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
     "eos_token_id": 2,
-}  # fmt: skip
+}
 TINY_OWN: dict[str, dict[str, Any]] = {
     "deepseek_v4": {
-        "num_key_value_heads": 1, "q_lora_rank": 8, "o_lora_rank": 4, "o_groups": 2, "index_n_heads": 2, "index_topk": 2,
-        "index_head_dim": 32, "partial_rotary_factor": 0.5, "n_routed_experts": 2, "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "num_key_value_heads": 1,
+        "q_lora_rank": 8,
+        "o_lora_rank": 4,
+        "o_groups": 2,
+        "index_n_heads": 2,
+        "index_topk": 2,
+        "index_head_dim": 32,
+        "partial_rotary_factor": 0.5,
+        "n_routed_experts": 2,
+        "num_hidden_layers": 3,
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+        ],
     },
     "llama4_text": {"intermediate_size_mlp": 16, "attention_chunk_size": 16},
-}  # fmt: skip
+}
 BY_LAYER = [
-    name for name, family in FAMILIES.items() if family.layers is not None and name not in ("gemma3n_text", "gemma4_text")
-]  # fmt: skip
+    name
+    for name, family in FAMILIES.items()
+    if family.layers is not None and name not in ("gemma3n_text", "gemma4_text")
+]
 
 
 @pytest.mark.parametrize("name", BY_LAYER)
@@ -480,9 +508,15 @@ def test_small_models_rotate_the_layers_that_have_a_spec(
 
 # Heads of 128 channels: the sections of each family fit them, or half of them where a part rotates.
 SIZES = {
-    "hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2,
-    "vocab_size": 9, "intermediate_size": 64, "pad_token_id": 0, "max_position_embeddings": 256,
-}  # fmt: skip
+    "hidden_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 9,
+    "intermediate_size": 64,
+    "pad_token_id": 0,
+    "max_position_embeddings": 256,
+}
 OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"position_embedding_type": "rope"},
     "esm": {"position_embedding_type": "rotary"},
@@ -504,9 +538,10 @@ WITHOUT_TABLES = {"roformer", "dinov3_vit", "eomt_dinov3", "llama4_vision_model"
 BUILT = [
     name
     for name in PUBLISHED
-    if name in transformers.CONFIG_MAPPING and FAMILIES[name].start == "first"
+    if name in transformers.CONFIG_MAPPING
+    and FAMILIES[name].start == "first"
     and name not in ("qwen2_vl", "qwen2_5_vl", "glm4v", "gptj", "codegen")
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "yarn"])
@@ -523,8 +558,14 @@ def test_a_part_rotates_only_where_the_code_rotates_a_part(name: str, kind: str)
         section = {"full_attention": section, "sliding_attention": section}
     forms: list[Any] = [
         {"model_type": name, **sizes, "rope_parameters": section},
-        {"model_type": name, **sizes, "rope_theta": 1e4, "partial_rotary_factor": 0.5, "rope_scaling": rule},
-    ]  # fmt: skip
+        {
+            "model_type": name,
+            **sizes,
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "rope_scaling": rule,
+        },
+    ]
     own: set[int] = set()
     try:
         config = transformers.AutoConfig.for_model(name, **sizes, rope_parameters=section)

@@ -26,22 +26,55 @@ def refused(config: object, text: str, kind: type[Exception] = ValueError, **sta
 
 # Arguments that Megatron-LM's parser sets in every run, with their defaults, and those of a dense model of 4096.
 DENSE: dict[str, Any] = {
-    "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "kv_channels": 128, "num_query_groups": 8,
-    "group_query_attention": True, "position_embedding_type": "rope", "use_rotary_position_embeddings": True,
-    "rotary_base": 500000, "rotary_percent": 1.0, "rotary_interleaved": False,
-    "rotary_seq_len_interpolation_factor": None, "use_rope_scaling": False, "rope_scaling_factor": 8.0,
-    "no_rope_freq": None, "rope_type": None, "apply_rope_fusion": True, "fused_single_qkv_rope": False,
-    "use_flashinfer_fused_rope": False, "multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": 32,
-    "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "rotary_scaling_factor": 1.0, "mscale": 1.0,
-    "mscale_all_dim": 0.0, "dsa_indexer_topk_freq": 1, "dsa_indexer_head_dim": None,
-    "dsa_indexer_rope_interleaved": False, "dsa_indexer_rotate_activation": True, "linear_attention_freq": None,
-    "linear_key_head_dim": 128, "window_attn_skip_freq": None, "moe_layer_freq": 1, "mamba_head_dim": 64,
-    "moe_router_topk_scaling_factor": None, "inference_batch_times_seqlen_threshold": -1, "rl_partial_rollouts": False,
-}  # fmt: skip
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "kv_channels": 128,
+    "num_query_groups": 8,
+    "group_query_attention": True,
+    "position_embedding_type": "rope",
+    "use_rotary_position_embeddings": True,
+    "rotary_base": 500000,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "no_rope_freq": None,
+    "rope_type": None,
+    "apply_rope_fusion": True,
+    "fused_single_qkv_rope": False,
+    "use_flashinfer_fused_rope": False,
+    "multi_latent_attention": False,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "rotary_scaling_factor": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+    "dsa_indexer_topk_freq": 1,
+    "dsa_indexer_head_dim": None,
+    "dsa_indexer_rope_interleaved": False,
+    "dsa_indexer_rotate_activation": True,
+    "linear_attention_freq": None,
+    "linear_key_head_dim": 128,
+    "window_attn_skip_freq": None,
+    "moe_layer_freq": 1,
+    "mamba_head_dim": 64,
+    "moe_router_topk_scaling_factor": None,
+    "inference_batch_times_seqlen_threshold": -1,
+    "rl_partial_rollouts": False,
+}
 LATENT: dict[str, Any] = {
-    **DENSE, "multi_latent_attention": True, "group_query_attention": False, "num_query_groups": None,
-    "rope_type": "rope", "kv_lora_rank": 512,
-}  # fmt: skip
+    **DENSE,
+    "multi_latent_attention": True,
+    "group_query_attention": False,
+    "num_query_groups": None,
+    "rope_type": "rope",
+    "kv_lora_rank": 512,
+}
 
 
 @pytest.mark.parametrize("kind", [None, "rope", "yarn"])
@@ -92,8 +125,12 @@ ARCHITECTURES = sorted(
 )
 # Keys that are read, after the architecture; those that begin with rope are all about the rotation.
 READ = {
-    "context_length", "embedding_length", "block_count", "attention.head_count", "attention.sliding_window",
-}  # fmt: skip
+    "context_length",
+    "embedding_length",
+    "block_count",
+    "attention.head_count",
+    "attention.sliding_window",
+}
 ABOUT = re.compile(r"rope\.|attention\.key_length|attention\.(compress|max_alibi|rope)")
 
 
@@ -103,16 +140,24 @@ def test_keys_of_any_architecture_are_read_without_its_name(arch: str) -> None:
     constants = pytest.importorskip("gguf.constants")
     names = {
         name
-        for group in vars(constants.Keys).values() if isinstance(group, type)
-        for name in vars(group).values() if isinstance(name, str) and name.startswith("{arch}.")
-    }  # fmt: skip
+        for group in vars(constants.Keys).values()
+        if isinstance(group, type)
+        for name in vars(group).values()
+        if isinstance(name, str) and name.startswith("{arch}.")
+    }
     assert len(names) > 100
     others = {name for name in names if name[7:] not in READ and not ABOUT.match(name[7:])}
     assert len(others) > 80
     known: dict[str, Any] = {
-        "embedding_length": 2048, "attention.head_count": 16, "block_count": 32, "attention.key_length": 128,
-        "attention.sliding_window": 64, "rope.freq_base": 1e6, "rope.dimension_count": 64, "context_length": 4096,
-    }  # fmt: skip
+        "embedding_length": 2048,
+        "attention.head_count": 16,
+        "block_count": 32,
+        "attention.key_length": 128,
+        "attention.sliding_window": 64,
+        "rope.freq_base": 1e6,
+        "rope.dimension_count": 64,
+        "context_length": 4096,
+    }
     if arch in families.GGUF_SECTIONS | families.GGUF_INTERLEAVED_SECTIONS:
         known["rope.dimension_sections"] = [11, 11, 10, 0]
     config = {
@@ -131,11 +176,14 @@ def test_keys_of_any_architecture_are_read_without_its_name(arch: str) -> None:
 def test_no_scaling_may_have_a_factor_of_one(factor: float) -> None:
     """The converter writes it for Hunyuan, whose alpha is in the base."""
     config = {
-        "general.architecture": "hunyuan-dense", "hunyuan-dense.embedding_length": 4096,
-        "hunyuan-dense.attention.head_count": 32, "hunyuan-dense.rope.freq_base": 11158840.0,
-        "hunyuan-dense.rope.scaling.type": "none", "hunyuan-dense.rope.scaling.factor": factor,
+        "general.architecture": "hunyuan-dense",
+        "hunyuan-dense.embedding_length": 4096,
+        "hunyuan-dense.attention.head_count": 32,
+        "hunyuan-dense.rope.freq_base": 11158840.0,
+        "hunyuan-dense.rope.scaling.type": "none",
+        "hunyuan-dense.rope.scaling.factor": factor,
         "hunyuan-dense.rope.scaling.original_context_length": 262144,
-    }  # fmt: skip
+    }
     assert read(config) == RopeSpec(128, 11158840.0)
     with pytest.raises(ValueError, match=r"known but got hunyuan-dense\.rope\.scaling\.factor; "):
         RopeSpec.from_config({**config, "hunyuan-dense.rope.scaling.factor": 2.0})
@@ -146,9 +194,14 @@ def test_no_scaling_may_have_a_factor_of_one(factor: float) -> None:
 
 def test_the_trained_length_of_nomic_is_where_its_scaling_begins() -> None:
     nomic = {
-        "model_type": "nomic_bert", "n_embd": 768, "n_head": 12, "rotary_emb_base": 1000, "rotary_scaling_factor": None,
-        "max_trained_positions": 2048, "n_positions": 8192,
-    }  # fmt: skip
+        "model_type": "nomic_bert",
+        "n_embd": 768,
+        "n_head": 12,
+        "rotary_emb_base": 1000,
+        "rotary_scaling_factor": None,
+        "max_trained_positions": 2048,
+        "n_positions": 8192,
+    }
     assert read(nomic) == RopeSpec(64, 1000)
     with pytest.raises(ValueError, match="known but got rotary_scaling_factor; "):
         RopeSpec.from_config({**nomic, "rotary_scaling_factor": 2})
@@ -183,15 +236,29 @@ BY_HAND = "make a RopeSpec by hand."
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_advice_for_a_part_keeps_what_only_the_code_states(name: str) -> None:
     config: dict[str, Any] = {
-        "model_type": name, "head_dim": 128, "hidden_size": 4096, "num_attention_heads": 32, "rope_theta": 1e4,
-        "num_hidden_layers": 2, "sliding_window": 8, "rope_local_base_freq": 1e4, "global_head_dim": 128,
-        "position_embedding_type": "rope", "global_rope_theta": 1e4, "local_rope_theta": 1e4,
-        "layer_rope_theta": [1e4, 0], "partial_rotary_factor": 0.5, "embed_dim": 4096,
-    }  # fmt: skip
+        "model_type": name,
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "rope_theta": 1e4,
+        "num_hidden_layers": 2,
+        "sliding_window": 8,
+        "rope_local_base_freq": 1e4,
+        "global_head_dim": 128,
+        "position_embedding_type": "rope",
+        "global_rope_theta": 1e4,
+        "local_rope_theta": 1e4,
+        "layer_rope_theta": [1e4, 0],
+        "partial_rotary_factor": 0.5,
+        "embed_dim": 4096,
+    }
     read_by = {
-        "rope_local_base_freq": "gemma3", "global_head_dim": "gemma4", "layer_rope_theta": "muse",
-        "global_rope_theta": "modern", "local_rope_theta": "modern",
-    }  # fmt: skip
+        "rope_local_base_freq": "gemma3",
+        "global_head_dim": "gemma4",
+        "layer_rope_theta": "muse",
+        "global_rope_theta": "modern",
+        "local_rope_theta": "modern",
+    }
     config = {key: value for key, value in config.items() if read_by.get(key, "") in name}
     if name in ("gemma4_text", "embedding_gemma2_text"):
         config["global_head_dim"] = 128

@@ -78,11 +78,23 @@ def test_two_sets_of_divisors(tmp_path: Path) -> None:
         (head(tensors=2**63), "ends within its metadata or factor tensors"),
         (head(version=1), "must be GGUF version 2 or 3 but is version 1"),
         (head(version=77), "must be GGUF version 2 or 3 but is version 77"),
-        (head(entries=1) + entry("a", 13, b""), "must hold values of GGUF's types but has one of type 13"),
+        (
+            head(entries=1) + entry("a", 13, b""),
+            "must hold values of GGUF's types but has one of type 13",
+        ),
         (head(entries=1) + struct.pack("<Q", 2**63), "ends within its metadata or factor tensors"),
-        (head(entries=1) + entry("a", 9, listing(9, 1)), "must hold lists of numbers or strings but has one of"),
-        (head(entries=1) + entry("a", 9, listing(8, 2**62)), "ends within its metadata or factor tensors"),
-        (head(entries=1) + entry("a", 9, listing(0, 2**62)), "ends within its metadata or factor tensors"),
+        (
+            head(entries=1) + entry("a", 9, listing(9, 1)),
+            "must hold lists of numbers or strings but has one of",
+        ),
+        (
+            head(entries=1) + entry("a", 9, listing(8, 2**62)),
+            "ends within its metadata or factor tensors",
+        ),
+        (
+            head(entries=1) + entry("a", 9, listing(0, 2**62)),
+            "ends within its metadata or factor tensors",
+        ),
         (head(entries=2) + 2 * entry("a", 7, b"\1"), "must have each key once but has a twice"),
         (
             head(entries=1) + entry("general.alignment", 4, struct.pack("<I", 0)),
@@ -101,7 +113,7 @@ def test_two_sets_of_divisors(tmp_path: Path) -> None:
             "must be a row of at most 65,536 numbers",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_broken_file_is_one_sentence(tmp_path: Path, data: bytes, about: str) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(data)

@@ -12,9 +12,12 @@ from tightrope import RopeSpec
 from tightrope.config import LayerSpecs, keys
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "rope_theta": 500000.0,
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "rope_theta": 500000.0,
     "num_hidden_layers": 4,
-}  # fmt: skip
+}
 ZEBRA = {**LLAMA, "model_type": "zebra"}
 ANSWERS: dict[str, Any] = {"interleaved": False, "rotary_dim": 128, "rope_layers": "all"}
 SPEC = RopeSpec(128, 5e5)
@@ -74,11 +77,23 @@ def test_a_list_of_layers_that_all_rotate_answers_the_question_too() -> None:
 
 
 SAY_WHICH_LAYERS: dict[str, Any] = {
-    "no_rope_layers": [1, 1, 1, 0], "no_rope_layer_interval": 4, "nope_layer_interval": 4, "no_rope_freq": [0, 1, 1, 1],
-    "layer_rope_theta": [5e5, 5e5, 5e5, 0], "use_rope": [True, True, False, True], "rope_layers": [0, 1],
-    "use_rope_layers": "0,1", "nope_layers": [3], "rope_scaling_layers": [0, 1], "nope_on_global_attention": True,
-    "rope_skip_layers": 2, "use_pe_every_n": 4, "no_pe_layers": 4, "rotary_interval": 2, "attention_rope_pattern": "LLN",
-}  # fmt: skip
+    "no_rope_layers": [1, 1, 1, 0],
+    "no_rope_layer_interval": 4,
+    "nope_layer_interval": 4,
+    "no_rope_freq": [0, 1, 1, 1],
+    "layer_rope_theta": [5e5, 5e5, 5e5, 0],
+    "use_rope": [True, True, False, True],
+    "rope_layers": [0, 1],
+    "use_rope_layers": "0,1",
+    "nope_layers": [3],
+    "rope_scaling_layers": [0, 1],
+    "nope_on_global_attention": True,
+    "rope_skip_layers": 2,
+    "use_pe_every_n": 4,
+    "no_pe_layers": 4,
+    "rotary_interval": 2,
+    "attention_rope_pattern": "LLN",
+}
 
 
 @pytest.mark.parametrize("key", SAY_WHICH_LAYERS)
@@ -99,13 +114,20 @@ def test_a_key_that_says_which_layers_rotate_is_never_ignored(family: str, key: 
 
 def test_such_a_key_in_another_format_or_section_is_never_ignored() -> None:
     gguf = {
-        "general.architecture": "llama", "llama.embedding_length": 4096, "llama.attention.head_count": 32,
-        "llama.rope.freq_base": 500000.0, "llama.attention.rope_pattern": [1, 0],
-    }  # fmt: skip
+        "general.architecture": "llama",
+        "llama.embedding_length": 4096,
+        "llama.attention.head_count": 32,
+        "llama.rope.freq_base": 500000.0,
+        "llama.attention.rope_pattern": [1, 0],
+    }
     megatron = {
-        "hidden_size": 4096, "num_attention_heads": 32, "rotary_base": 500000, "rotary_interleaved": False,
-        "rotary_percent": 1.0, "no_rope_freq": 4,
-    }  # fmt: skip
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "rotary_base": 500000,
+        "rotary_interleaved": False,
+        "rotary_percent": 1.0,
+        "no_rope_freq": 4,
+    }
     section = {**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "layers": [0, 1]}}
     inside = {**LLAMA, "attention": {"nope_every": 4}}
     for config in (gguf, megatron, section, inside):
@@ -139,12 +161,19 @@ def test_no_layer_is_not_an_answer(empty: Any) -> None:
 COHERE = {**LLAMA, "model_type": "cohere2", "layer_types": ["sliding_attention"] * 4}
 SMOLLM = {**LLAMA, "model_type": "smollm3"}
 MUSE: dict[str, Any] = {
-    "model_type": "muse_glimmer_text", "head_dim": 128, "rope_theta": 1e4, "num_hidden_layers": 4,
-}  # fmt: skip
+    "model_type": "muse_glimmer_text",
+    "head_dim": 128,
+    "rope_theta": 1e4,
+    "num_hidden_layers": 4,
+}
 V4: dict[str, Any] = {
-    "model_type": "deepseek_v4", "head_dim": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 4,
-    "rope_theta": 10000, "compress_rope_theta": 160000,
-}  # fmt: skip
+    "model_type": "deepseek_v4",
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "num_hidden_layers": 4,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+}
 LISTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "layer_types": (COHERE, ["sliding_attention"] * 3 + ["full_attention"]),
     "layers_block_type": (LLAMA, ["attention", "mamba", "attention", "mamba"]),
@@ -221,9 +250,11 @@ def test_settings_of_some_layers_give_no_width_to_the_others() -> None:
     other = {"attention_other_setting": {"head_dim": 64, "num_attention_heads": 96}}
     derived = "hidden_size / num_attention_heads = 4096 / 32 = 128"
     for config, stated, first in (
-        (LLAMA, {}, derived), (ZEBRA, ANSWERS, derived),
-        ({**ZEBRA, "head_dim": 128}, ANSWERS, "head_dim = 128"), ({**ZEBRA, "d_head": 128}, ANSWERS, "d_head = 128"),
-    ):  # fmt: skip
+        (LLAMA, {}, derived),
+        (ZEBRA, ANSWERS, derived),
+        ({**ZEBRA, "head_dim": 128}, ANSWERS, "head_dim = 128"),
+        ({**ZEBRA, "d_head": 128}, ANSWERS, "d_head = 128"),
+    ):
         text = f"head_dim must have one value but got {first} and attention_other_setting.head_dim = 64."
         refused({**config, **other}, text, **stated)
         other_width = {"attention_other_setting": {"head_dim": 128}}
@@ -240,9 +271,13 @@ def test_the_names_of_the_width_of_a_head_include_those_of_other_libraries() -> 
 def test_zamba_has_heads_of_twice_the_hidden_size() -> None:
     """Its rotary module has 112 frequencies: transformers computes heads of 2 * 3584 / 32 channels."""
     zamba = {
-        "model_type": "zamba2", "hidden_size": 3584, "num_attention_heads": 32, "attention_head_dim": 224,
-        "use_mem_rope": True, "rope_theta": 10000,
-    }  # fmt: skip
+        "model_type": "zamba2",
+        "hidden_size": 3584,
+        "num_attention_heads": 32,
+        "attention_head_dim": 224,
+        "use_mem_rope": True,
+        "rope_theta": 10000,
+    }
     assert read(zamba, interleaved=False, rotary_dim=224, rope_layers="all") == RopeSpec(224)
     text = "head_dim must have one value but got kv_channels = 112 and attention_head_dim = 224."
     refused({**zamba, "kv_channels": 112}, text, **ANSWERS)
@@ -308,9 +343,13 @@ SECTIONS = {
     "full_attention": {"rope_type": "default", "rope_theta": 1e6},
 }
 WIDE: dict[str, Any] = {
-    "model_type": "zebra", "head_dim": 256, "num_hidden_layers": 4, "layer_types": TYPES,
-    "rope_parameters": SECTIONS, "per_layer_config": {"01": {"head_dim": 512}, 3: {"head_dim": 512}},
-}  # fmt: skip
+    "model_type": "zebra",
+    "head_dim": 256,
+    "num_hidden_layers": 4,
+    "layer_types": TYPES,
+    "rope_parameters": SECTIONS,
+    "per_layer_config": {"01": {"head_dim": 512}, 3: {"head_dim": 512}},
+}
 WIDE_SPECS = {"sliding_attention": RopeSpec(256), "full_attention": RopeSpec(512, base=1e6)}
 
 

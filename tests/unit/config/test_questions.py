@@ -15,9 +15,12 @@ from tightrope.config import LayerSpecs, provenance
 from tightrope.frequencies import YaRN
 
 ZEBRA = {
-    "model_type": "zebra", "hidden_size": 4096, "num_attention_heads": 32, "rope_theta": 500000.0,
+    "model_type": "zebra",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "rope_theta": 500000.0,
     "layer_types": ["full_attention", "sliding_attention", "conv"],
-}  # fmt: skip
+}
 ANSWERS: dict[str, Any] = {"interleaved": True, "rotary_dim": 64, "rope_layers": "all"}
 LLAMA = {**ZEBRA, "model_type": "llama"}
 
@@ -76,9 +79,11 @@ def test_only_what_is_missing_is_asked() -> None:
     assert asked(one) == every - {"rope_layers"}
     assert asked({**one, "num_hidden_layers": 2}) == every
     gguf = {
-        "general.architecture": "zebra", "zebra.attention.key_length_mla": 192,
-        "zebra.rope.dimension_count": 64, "zebra.rope.freq_base": 1e4,
-    }  # fmt: skip
+        "general.architecture": "zebra",
+        "zebra.attention.key_length_mla": 192,
+        "zebra.rope.dimension_count": 64,
+        "zebra.rope.freq_base": 1e4,
+    }
     assert asked(gguf) == {"interleaved", "start", "rope_layers"}
     assert asked({**gguf, "zebra.rope.dimension_count": 192}) == {"interleaved", "rope_layers"}
     wanted = RopeSpec(192, rotary_dim=64, start=128)
@@ -99,9 +104,11 @@ def test_layers_can_be_named_where_the_config_lists_them() -> None:
         "code like Llama's: RopeSpec.from_config(config, interleaved=True, start=0, rope_layers='all')."
     )
     gguf = {
-        "general.architecture": "zebra", "zebra.attention.key_length": 128, "zebra.rope.dimension_count": 64,
+        "general.architecture": "zebra",
+        "zebra.attention.key_length": 128,
+        "zebra.rope.dimension_count": 64,
         "zebra.rope.freq_base": 1e4,
-    }  # fmt: skip
+    }
     refused(gguf, text, interleaved=True, rope_layers="all")
     gguf = {**gguf, "layer_types": ["a", "b"]}
     specs = read(gguf, interleaved=True, start=0, rope_layers=["b"])
@@ -240,9 +247,12 @@ def test_a_type_of_layer_without_attention_has_no_spec() -> None:
     refused(LLAMA, text, layer_type="conv")
     refused({**LLAMA, "model_type": "cohere2"}, text, layer_type="conv")
     qwen = {
-        "model_type": "qwen3_next", "head_dim": 256, "partial_rotary_factor": 0.25, "rope_theta": 1e7,
+        "model_type": "qwen3_next",
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1e7,
         "layer_types": ["linear_attention", "full_attention"],
-    }  # fmt: skip
+    }
     assert read(qwen, layer_type="full_attention") == RopeSpec(256, 1e7, 64)
     text = (
         "layer_type must be one of the config's layer types but got 'linear_attention', which has no attention; "
@@ -281,9 +291,11 @@ def test_a_layer_of_a_type_without_a_spec_is_an_error() -> None:
 def test_one_section_for_all_layers() -> None:
     default = {"rope_type": "default", "rope_theta": 1e4}
     config = {
-        **LLAMA, "model_type": "exaone4", "sliding_window": 8,
+        **LLAMA,
+        "model_type": "exaone4",
+        "sliding_window": 8,
         "rope_parameters": {"full_attention": default, "sliding_attention": default},
-    }  # fmt: skip
+    }
     text = "model_type 'exaone4' must have one rope section but has one for full_attention, sliding_attention."
     refused({**config, "rope_theta": None}, text)
 
@@ -291,11 +303,20 @@ def test_one_section_for_all_layers() -> None:
 # --- formats and families that were read wrongly --------------------------------------------------
 
 MISTRAL: dict[str, Any] = {
-    "dim": 3072, "n_layers": 26, "head_dim": 128, "n_heads": 32, "n_kv_heads": 8, "rope_theta": 1e6,
-}  # fmt: skip
+    "dim": 3072,
+    "n_layers": 26,
+    "head_dim": 128,
+    "n_heads": 32,
+    "n_kv_heads": 8,
+    "rope_theta": 1e6,
+}
 SCALED: dict[str, Any] = {
-    "factor": 16, "beta": 32, "alpha": 1, "original_max_position_embeddings": 16384, "apply_scale": False,
-}  # fmt: skip
+    "factor": 16,
+    "beta": 32,
+    "alpha": 1,
+    "original_max_position_embeddings": 16384,
+    "apply_scale": False,
+}
 
 
 @pytest.mark.parametrize("apply_scale", [False, True])
@@ -320,9 +341,12 @@ def test_alpha_and_beta_of_mistrals_own_file() -> None:
 def test_other_keys_of_mistrals_own_file() -> None:
     temperature = {"original_max_position_embeddings": 16384, "beta": 0.1}
     other = {
-        "llama_4_scaling": temperature, "sliding_window": [4096, None], "moe": {"num_experts": 8},
-        "vision_encoder": {"rope_theta": 10000.0, "hidden_size": 1024}, "model_type": None,
-    }  # fmt: skip
+        "llama_4_scaling": temperature,
+        "sliding_window": [4096, None],
+        "moe": {"num_experts": 8},
+        "vision_encoder": {"rope_theta": 10000.0, "hidden_size": 1024},
+        "model_type": None,
+    }
     assert read({**MISTRAL, **other}) == read(MISTRAL) == RopeSpec(128, 1e6, interleaved=True)
     latent = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "head_dim": None}
     assert read({**MISTRAL, **latent, "yarn": SCALED}).start == 128
@@ -343,9 +367,12 @@ def test_yarn_that_is_not_mistrals() -> None:
 
 def test_ntk_has_two_meanings() -> None:
     gte = {
-        "head_size": 64, "rotary_dim": 64, "is_neox_style": True, "rope_theta": 160000,
+        "head_size": 64,
+        "rotary_dim": 64,
+        "is_neox_style": True,
+        "rope_theta": 160000,
         "rope_parameters": {"rope_type": "ntk", "factor": 2.0},
-    }  # fmt: skip
+    }
     text = (
         "rope_parameters.rope_type must name one rule but 'ntk' names two: if it multiplies the base by factor ** "
         "(d / (d - 2)), with d = rotary_dim, make a RopeSpec with scaling=NTK(factor); if, as in vLLM, it divides "
@@ -355,14 +382,24 @@ def test_ntk_has_two_meanings() -> None:
 
 
 V4: dict[str, Any] = {
-    "model_type": "deepseek_v4", "head_dim": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 4,
-}  # fmt: skip
+    "model_type": "deepseek_v4",
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "num_hidden_layers": 4,
+}
 V4_FLAT: dict[str, Any] = {
-    **V4, "rope_theta": 10000, "compress_rope_theta": 160000, "compress_ratios": [0, 128, 4, 0, 0],
+    **V4,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "compress_ratios": [0, 128, 4, 0, 0],
     "rope_scaling": {
-        "type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1,
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
     },
-}  # fmt: skip
+}
 
 
 def test_deepseek_v4_has_a_section_for_layers_that_compress() -> None:
@@ -406,8 +443,11 @@ def test_deepseek_v4_has_a_section_for_layers_that_compress() -> None:
 
 
 MUSE: dict[str, Any] = {
-    "model_type": "muse_glimmer_text", "head_dim": 128, "rope_theta": 1e4, "layer_rope_theta": [1e4, 0, 10000, 0],
-}  # fmt: skip
+    "model_type": "muse_glimmer_text",
+    "head_dim": 128,
+    "rope_theta": 1e4,
+    "layer_rope_theta": [1e4, 0, 10000, 0],
+}
 LATENT = {"qk_nope_head_dim": 96, "qk_rope_head_dim": 32}
 
 
@@ -473,16 +513,21 @@ def test_minimaxs_rotary_dim_is_not_read_by_transformers() -> None:
 
 def gguf(arch: str, layers: int = 8, **more: Any) -> dict[str, Any]:
     made: dict[str, Any] = {
-        "general.architecture": arch, f"{arch}.block_count": layers, f"{arch}.embedding_length": 2048,
-        f"{arch}.attention.head_count": 16, f"{arch}.rope.freq_base": 1e6,
-    }  # fmt: skip
+        "general.architecture": arch,
+        f"{arch}.block_count": layers,
+        f"{arch}.embedding_length": 2048,
+        f"{arch}.attention.head_count": 16,
+        f"{arch}.rope.freq_base": 1e6,
+    }
     return made | {f"{arch}.{key.replace('__', '.')}": value for key, value in more.items()}
 
 
 WINDOW = {"attention__sliding_window": 128}
 GGUF_YARN = {
-    "rope__scaling__type": "yarn", "rope__scaling__factor": 8.0, "rope__scaling__original_context_length": 8192,
-}  # fmt: skip
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 8.0,
+    "rope__scaling__original_context_length": 8192,
+}
 HALF, PAIRS = RopeSpec(128, 1e6), RopeSpec(128, 1e6, interleaved=True)
 SLIDING = {"sliding_attention": HALF, "full_attention": None}
 NUMBERED = {"rope": HALF, "no_rope": None}
@@ -503,10 +548,12 @@ LLAMA_CPP: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "olmo2": (gguf("olmo2", **GGUF_YARN), RopeSpec(128, 1e6, scaling=YaRN(8, 8192))),
     "gemma-embedding": (
-        gguf("gemma-embedding", **WINDOW), {"full_attention": HALF, "sliding_attention": RopeSpec(128)},
+        gguf("gemma-embedding", **WINDOW),
+        {"full_attention": HALF, "sliding_attention": RopeSpec(128)},
     ),
     "modern-bert": (
-        gguf("modern-bert", **WINDOW), {"full_attention": HALF, "sliding_attention": RopeSpec(128)},
+        gguf("modern-bert", **WINDOW),
+        {"full_attention": HALF, "sliding_attention": RopeSpec(128)},
     ),
     "modern-bert without windows": (gguf("modern-bert", attention__sliding_window=0), HALF),
     "glm-dsa": (
@@ -515,7 +562,7 @@ LLAMA_CPP: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "baichuan 7B": (gguf("baichuan", 32), PAIRS),
     "granite": (gguf("granite", rope__scaling__finetuned=True), PAIRS),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LLAMA_CPP)

@@ -36,9 +36,12 @@ from tightrope.frequencies import (
 )
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "rope_theta": 500000.0,
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "rope_theta": 500000.0,
     "max_position_embeddings": 8192,
-}  # fmt: skip
+}
 
 
 def read(config: object, **options: Any) -> Any:
@@ -97,9 +100,11 @@ def test_incomplete_configurations_are_refused(model: Refused) -> None:
 FLAT = [
     model
     for model in MODELS
-    if model.form == "v4" and not model.options and isinstance(model.wanted, RopeSpec)
+    if model.form == "v4"
+    and not model.options
+    and isinstance(model.wanted, RopeSpec)
     and "rope_theta" in model.config
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("model", FLAT, ids=by_name)
@@ -272,174 +277,247 @@ def test_a_base_may_stand_anywhere_but_must_agree(key: str) -> None:
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
 VLLM = {"head_size": 64, "rotary_dim": 64, "rope_theta": 1e4, "is_neox_style": True}
 GGUF = {
-    "general.architecture": "qwen2", "qwen2.embedding_length": 3584,
-    "qwen2.attention.head_count": 28, "qwen2.rope.freq_base": 1e6, "qwen2.context_length": 32768,
-}  # fmt: skip
+    "general.architecture": "qwen2",
+    "qwen2.embedding_length": 3584,
+    "qwen2.attention.head_count": 28,
+    "qwen2.rope.freq_base": 1e6,
+    "qwen2.context_length": 32768,
+}
 MEGATRON = {
-    "hidden_size": 4096, "num_attention_heads": 32, "rotary_base": 10000,
-    "rotary_interleaved": False, "rotary_percent": 1.0,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "rotary_base": 10000,
+    "rotary_interleaved": False,
+    "rotary_percent": 1.0,
+}
 
 WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
     "two bases": (
-        {**LLAMA, "rope_parameters": {"rope_theta": 10000.0}}, {}, ValueError,
+        {**LLAMA, "rope_parameters": {"rope_theta": 10000.0}},
+        {},
+        ValueError,
         "[from_config] base must have one value but got rope_parameters.rope_theta = 10000.0 and "
         "rope_theta = 500000.0.",
     ),
     "two fractions": (
-        {**LLAMA, "partial_rotary_factor": 0.5, "rotary_pct": 0.25}, {}, ValueError,
+        {**LLAMA, "partial_rotary_factor": 0.5, "rotary_pct": 0.25},
+        {},
+        ValueError,
         "[from_config] rotary_dim must have one value but got partial_rotary_factor = 0.5 of 128 = 64 "
         "and rotary_pct = 0.25 of 128 = 32.",
     ),
     "a fraction and a width": (
-        {**LLAMA, "partial_rotary_factor": 0.5, "rotary_dim": 32}, {}, ValueError,
+        {**LLAMA, "partial_rotary_factor": 0.5, "rotary_dim": 32},
+        {},
+        ValueError,
         "[from_config] rotary_dim must have one value but got rotary_dim = 32 and "
         "partial_rotary_factor = 0.5 of 128 = 64.",
     ),
     "two widths": (
-        {**LLAMA, "head_dim": 128, "head_size": 64}, {}, ValueError,
+        {**LLAMA, "head_dim": 128, "head_size": 64},
+        {},
+        ValueError,
         "[from_config] head_dim must have one value but got head_dim = 128 and head_size = 64.",
     ),
     "two kinds of scaling": (
-        {**LLAMA, "rope_scaling": {**YARN, "type": "linear"}}, {}, ValueError,
+        {**LLAMA, "rope_scaling": {**YARN, "type": "linear"}},
+        {},
+        ValueError,
         "[from_config] the kind of scaling must have one value but got rope_scaling.rope_type = 'yarn' "
         "and rope_scaling.type = 'linear'.",
     ),
     "two sections": (
-        {**LLAMA, "rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 8.0}}, {}, ValueError,
+        {**LLAMA, "rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 8.0}},
+        {},
+        ValueError,
         "[from_config] factor must have one value but got rope_scaling.factor = 4.0 and "
         "rope_parameters.factor = 8.0.",
     ),
     "two original lengths": (
-        {**LLAMA, "rope_scaling": YARN, "original_max_position_embeddings": 4096}, {}, ValueError,
+        {**LLAMA, "rope_scaling": YARN, "original_max_position_embeddings": 4096},
+        {},
+        ValueError,
         "[from_config] original_max_position must have one value but got "
         "rope_scaling.original_max_position_embeddings = 8192 and original_max_position_embeddings = "
         "4096.",
     ),
     "two factors on the channels": (
-        {**LLAMA, "rope_scaling": {**YARN, "attention_factor": 1.5, "attn_factor": 2}}, {},
+        {**LLAMA, "rope_scaling": {**YARN, "attention_factor": 1.5, "attn_factor": 2}},
+        {},
         ValueError,
         "[from_config] attention_factor must have one value but got attention_factor = 1.5 and "
         "rope_scaling.attn_factor = 2.",
     ),
     "a key that is not the rule's": (
-        {**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}}, {},
+        {**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}},
+        {},
         ValueError,
         "[from_config] every key about RoPE must be known but got rope_scaling.beta_fast; "
         "strict=False ignores them with a warning.",
     ),
     "a factor without a rule": (
-        {**LLAMA, "rope_scaling": {"rope_type": "default", "factor": 2.0}}, {}, ValueError,
+        {**LLAMA, "rope_scaling": {"rope_type": "default", "factor": 2.0}},
+        {},
+        ValueError,
         "[from_config] every key about RoPE must be known but got rope_scaling.factor; "
         "strict=False ignores them with a warning.",
     ),
     "misspelt keys": (
-        {**LLAMA, "rope_tehta": 1e6, "rotary_fraction": 0.5}, {}, ValueError,
+        {**LLAMA, "rope_tehta": 1e6, "rotary_fraction": 0.5},
+        {},
+        ValueError,
         "[from_config] every key about RoPE must be known but got rope_tehta, rotary_fraction; "
         "strict=False ignores them with a warning.",
     ),
     "a section under another name": (
-        {**LLAMA, "positions": dict(YARN)}, {}, ValueError,
+        {**LLAMA, "positions": dict(YARN)},
+        {},
+        ValueError,
         "[from_config] every key about RoPE must be known but got positions; "
         "strict=False ignores them with a warning.",
     ),
     "another family's key": (
-        {**LLAMA, "rope_local_base_freq": 10000.0}, {}, ValueError,
+        {**LLAMA, "rope_local_base_freq": 10000.0},
+        {},
+        ValueError,
         "[from_config] every key about RoPE must be known but got rope_local_base_freq; "
         "strict=False ignores them with a warning.",
     ),
     "layers without RoPE in a family that has none": (
-        {**LLAMA, "no_rope_layers": [1, 1, 0]}, {}, ValueError,
+        {**LLAMA, "no_rope_layers": [1, 1, 0]},
+        {},
+        ValueError,
         "[from_config] every key that may say which layers rotate must be known but got no_rope_layers; "
         "pass a config without it only if it has no effect.",
     ),
     "a section without a type": (
-        {**LLAMA, "rope_scaling": {"factor": 2.0}}, {}, ValueError,
+        {**LLAMA, "rope_scaling": {"factor": 2.0}},
+        {},
+        ValueError,
         "[from_config] a rope section must name its rope_type but has only rope_scaling.factor.",
     ),
     "an unknown type": (
-        {**LLAMA, "rope_scaling": {"rope_type": "magic"}}, {}, ValueError,
+        {**LLAMA, "rope_scaling": {"rope_type": "magic"}},
+        {},
+        ValueError,
         "[from_config] rope_scaling.rope_type must be one of axial, deepseek_yarn, default, dynamic, "
         "given, linear, llama3, longrope, mrope, none, proportional, su, yarn but got 'magic'.",
     ),
     "a rule without its parameters": (
-        {**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, {}, ValueError,
+        {**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        {},
+        ValueError,
         "[from_config] scaling by 'llama3' must have low_freq_factor, high_freq_factor, "
         "original_max_position_embeddings but has only factor, rope_type.",
     ),
     "no factor": (
-        {**LLAMA, "rope_scaling": {"rope_type": "linear"}}, {}, ValueError,
+        {**LLAMA, "rope_scaling": {"rope_type": "linear"}},
+        {},
+        ValueError,
         "[from_config] scaling by 'linear' must have factor but has only rope_type.",
     ),
     "a section that is a number": (
-        {**LLAMA, "rope_scaling": 4.0}, {}, TypeError,
+        {**LLAMA, "rope_scaling": 4.0},
+        {},
+        TypeError,
         "[from_config] rope_scaling must be a mapping but got 4.0.",
     ),
     "a fraction above 1": (
-        {**LLAMA, "partial_rotary_factor": 2}, {}, ValueError,
+        {**LLAMA, "partial_rotary_factor": 2},
+        {},
+        ValueError,
         "[from_config] partial_rotary_factor must be above 0 and at most 1 but got 2.",
     ),
     "a fraction that is text": (
-        {**LLAMA, "partial_rotary_factor": "half"}, {}, ValueError,
+        {**LLAMA, "partial_rotary_factor": "half"},
+        {},
+        ValueError,
         "[from_config] partial_rotary_factor must be above 0 and at most 1 but got 'half'.",
     ),
     "a fraction of nothing": (
-        {**LLAMA, "model_type": "phi3", "partial_rotary_factor": 0.01}, {}, ValueError,
+        {**LLAMA, "model_type": "phi3", "partial_rotary_factor": 0.01},
+        {},
+        ValueError,
         "[from_config] partial_rotary_factor must give at least 2 of 128 channels but got 0.01.",
     ),
     "a fraction of latent attention that is text": (
-        {**LLAMA, "model_type": "deepseek_v3", "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
-         "partial_rotary_factor": "half"}, {}, ValueError,
+        {
+            **LLAMA,
+            "model_type": "deepseek_v3",
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "partial_rotary_factor": "half",
+        },
+        {},
+        ValueError,
         "[from_config] partial_rotary_factor must be above 0 and at most 1 but got 'half'.",
     ),
     "a fraction that the family's code does not read": (
-        {**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, {}, ValueError,
+        {**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}},
+        {},
+        ValueError,
         "[from_config] rotary_dim must be 128, as the code of model_type 'llama' rotates all channels of a "
         "head, but got 64 from rope_parameters.partial_rotary_factor = 0.5 of 128; for other code, which "
         "rotates a part, pass a config without its model_type, with interleaved=False and "
         "rope_layers='all'.",
     ),
     "a width that the family's code does not read": (
-        {**LLAMA, "model_type": "cohere", "rotary_dim": 32, "head_dim": 128}, {}, ValueError,
+        {**LLAMA, "model_type": "cohere", "rotary_dim": 32, "head_dim": 128},
+        {},
+        ValueError,
         "[from_config] rotary_dim must be 128, as the code of model_type 'cohere' rotates all channels of a "
         "head, but got 32 from rotary_dim; for other code, which rotates a part, pass a config without "
         "its model_type, with interleaved=True and rope_layers='all'.",
     ),
     "a fraction that no code of the hub reads": (
-        {**LLAMA, "model_type": "internlm2", "partial_rotary_factor": 0.5}, {}, ValueError,
+        {**LLAMA, "model_type": "internlm2", "partial_rotary_factor": 0.5},
+        {},
+        ValueError,
         "[from_config] rotary_dim must be 128, as the code of model_type 'internlm2' rotates all channels of "
         "a head, but got 64 from partial_rotary_factor = 0.5 of 128; for other code, which rotates a part, "
         "pass a config without its model_type, with interleaved=False and rope_layers='all'.",
     ),
     "a width that no code of the hub reads": (
-        {**LLAMA, "model_type": "minicpm", "rotary_dim": 32, "head_dim": 128}, {}, ValueError,
+        {**LLAMA, "model_type": "minicpm", "rotary_dim": 32, "head_dim": 128},
+        {},
+        ValueError,
         "[from_config] rotary_dim must be 128, as the code of model_type 'minicpm' rotates all channels of a "
         "head, but got 32 from rotary_dim; for other code, which rotates a part, pass a config without "
         "its model_type, with interleaved=False and rope_layers='all'.",
     ),
     "a missing fraction": (
-        {**LLAMA, "model_type": "phi"}, {}, ValueError,
+        {**LLAMA, "model_type": "phi"},
+        {},
+        ValueError,
         "[from_config] model_type 'phi' rotates a part of each head, so the config must give one of "
         "partial_rotary_factor, rotary_pct, rope_pct, rotary_percent, rotary_emb_fraction, "
         "rotary_dim.",
     ),
     "a missing head width": (
-        {**LLAMA, "model_type": "gemma"}, {}, ValueError,
+        {**LLAMA, "model_type": "gemma"},
+        {},
+        ValueError,
         "[from_config] model_type 'gemma' has a head_dim other than hidden size / heads, so the "
         "config must give head_dim.",
     ),
     "no width": (
-        {"model_type": "llama", "rope_theta": 1e4, "hidden_size": 64}, {}, ValueError,
+        {"model_type": "llama", "rope_theta": 1e4, "hidden_size": 64},
+        {},
+        ValueError,
         "[from_config] the config must give the width of a head, by one of head_dim, kv_channels, "
         "head_size, or by hidden_size and num_attention_heads, but its keys are hidden_size, "
         "model_type, rope_theta.",
     ),
     "a width that does not divide": (
-        {**LLAMA, "num_attention_heads": 33}, {}, ValueError,
+        {**LLAMA, "num_attention_heads": 33},
+        {},
+        ValueError,
         "[from_config] hidden_size must be a multiple of num_attention_heads but got 4096 and 33.",
     ),
     "an unknown family": (
-        {**LLAMA, "model_type": "zebra"}, {}, ValueError,
+        {**LLAMA, "model_type": "zebra"},
+        {},
+        ValueError,
         "[from_config] the config must give the pairing of channels, the channels that rotate and the layers "
         "that rotate, as the table of families does not contain model_type 'zebra'; pass interleaved=False if "
         "channel i is paired with i + rotary_dim / 2, as in Llama, or interleaved=True if adjacent channels are "
@@ -449,7 +527,9 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
         "interleaved=False, rotary_dim=128, rope_layers='all').",
     ),
     "no family": (
-        {k: v for k, v in LLAMA.items() if k != "model_type"}, {}, ValueError,
+        {k: v for k, v in LLAMA.items() if k != "model_type"},
+        {},
+        ValueError,
         "[from_config] the config must give the pairing of channels and the channels that rotate, as the table "
         "of families does not contain a config without model_type; pass interleaved=False if channel i is "
         "paired with i + rotary_dim / 2, as in Llama, or interleaved=True if adjacent channels are paired, as in "
@@ -458,121 +538,178 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
         "rotary_dim=128).",
     ),
     "a pairing that is not the family's": (
-        {**LLAMA, "rope_interleaved": True}, {}, ValueError,
+        {**LLAMA, "rope_interleaved": True},
+        {},
+        ValueError,
         "[from_config] interleaved must have one value but got True from rope_interleaved and False from "
         "model_type 'llama'; pass interleaved=True if the key is right.",
     ),
     "two pairings": (
-        {**VLLM, "rope_interleaved": True}, {}, ValueError,
+        {**VLLM, "rope_interleaved": True},
+        {},
+        ValueError,
         "[from_config] interleaved must have one value but got rope_interleaved = True and "
         "is_neox_style = False.",
     ),
     "a pairing that is no bool": (
-        {**VLLM, "is_neox_style": "yes"}, {}, TypeError,
+        {**VLLM, "is_neox_style": "yes"},
+        {},
+        TypeError,
         "[from_config] is_neox_style must be a bool but got 'yes'.",
     ),
     "an argument that is no bool": (
-        LLAMA, {"interleaved": 1}, TypeError,
+        LLAMA,
+        {"interleaved": 1},
+        TypeError,
         "[from_config] interleaved must be a bool or None but got 1.",
     ),
     "latent attention, one key missing": (
-        {**LLAMA, "model_type": "deepseek_v3", "qk_rope_head_dim": 64}, {}, ValueError,
+        {**LLAMA, "model_type": "deepseek_v3", "qk_rope_head_dim": 64},
+        {},
+        ValueError,
         "[from_config] latent attention must have qk_nope_head_dim and qk_rope_head_dim but the config "
         "has qk_rope_head_dim.",
     ),
     "latent attention, both keys missing": (
-        {**LLAMA, "model_type": "deepseek_v2"}, {}, ValueError,
+        {**LLAMA, "model_type": "deepseek_v2"},
+        {},
+        ValueError,
         "[from_config] latent attention must have qk_nope_head_dim and qk_rope_head_dim but the config "
         "has neither.",
     ),
     "latent attention of another width": (
-        {**LLAMA, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "head_dim": 100}, {}, ValueError,
+        {**LLAMA, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "head_dim": 100},
+        {},
+        ValueError,
         "[from_config] head_dim must have one value but got head_dim = 100 and qk_nope_head_dim + "
         "qk_rope_head_dim = 192.",
     ),
     "no sections": (
         {
-            "general.architecture": "qwen2vl", "qwen2vl.embedding_length": 1536,
-            "qwen2vl.attention.head_count": 12, "qwen2vl.rope.freq_base": 1000000.0,
-        }, {}, ValueError,
+            "general.architecture": "qwen2vl",
+            "qwen2vl.embedding_length": 1536,
+            "qwen2vl.attention.head_count": 12,
+            "qwen2vl.rope.freq_base": 1000000.0,
+        },
+        {},
+        ValueError,
         "[from_config] GGUF architecture 'qwen2vl' has positions of three coordinates, so the config "
         "must give mrope_section.",
     ),
     "sections that the family weaves otherwise": (
-        {**QWEN2_VL, "mrope_interleaved": True}, {}, ValueError,
+        {**QWEN2_VL, "mrope_interleaved": True},
+        {},
+        ValueError,
         "[from_config] mrope_interleaved must be False for model_type 'qwen2_vl' but got True.",
     ),
     "sections in a family without": (
-        {**LLAMA, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, {}, ValueError,
+        {**LLAMA, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+        {},
+        ValueError,
         "[from_config] rope_scaling.mrope_section must come with mrope_interleaved, as model_type "
         "'llama' is not known to have several axes.",
     ),
     "axial in a family without": (
-        {**LLAMA, "rope_scaling": {"type": "axial"}}, {}, ValueError,
+        {**LLAMA, "rope_scaling": {"type": "axial"}},
+        {},
+        ValueError,
         "[from_config] rope_scaling.type is 'axial', but model_type 'llama' is not known to have several axes.",
     ),
     "sections of another sum": (
-        {**QWEN2_VL, "rope_scaling": {"type": "mrope", "mrope_section": [8, 8, 8]}}, {}, ValueError,
+        {**QWEN2_VL, "rope_scaling": {"type": "mrope", "mrope_section": [8, 8, 8]}},
+        {},
+        ValueError,
         "[RopeSpec] axes must have one entry for each of the 64 pairs that rotate but got 24; rotary_dim=48 would fit.",
     ),
     "keys beside layer types": (
-        {**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}, "rope_theta": 2.0}}, {},
+        {**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}, "rope_theta": 2.0}},
+        {},
         ValueError,
         "[from_config] a rope section must hold keys or layer types but got both: "
         "rope_parameters.rope_theta and full_attention.",
     ),
     "a layer type without a section": (
         {
-            **LLAMA, "layer_types": ["a", "b", "conv"], "rope_parameters": {"a": {"rope_type": "default"}},
-        }, {}, ValueError,
+            **LLAMA,
+            "layer_types": ["a", "b", "conv"],
+            "rope_parameters": {"a": {"rope_type": "default"}},
+        },
+        {},
+        ValueError,
         "[from_config] each layer type must have a rope section but the config has none for b.",
     ),
     "a layer type with a line break and a code for a terminal": (
-        {**LLAMA, "layer_types": ["a", "b\n\x1b[1m"], "rope_parameters": {"a": {"rope_type": "default"}}},
-        {}, ValueError,
+        {
+            **LLAMA,
+            "layer_types": ["a", "b\n\x1b[1m"],
+            "rope_parameters": {"a": {"rope_type": "default"}},
+        },
+        {},
+        ValueError,
         r"[from_config] each layer type must have a rope section but the config has none for b\n\x1b[1m.",
     ),
     "a section of the config that is not there": (
-        QWEN2_VL, {"section": "audio_config"}, ValueError,
+        QWEN2_VL,
+        {"section": "audio_config"},
+        ValueError,
         "[from_config] section must be one of the config's sections but got 'audio_config'; the "
         "config has vision_config.",
     ),
     "a section of metadata": (
-        GGUF, {"section": "text_config"}, ValueError,
+        GGUF,
+        {"section": "text_config"},
+        ValueError,
         "[from_config] section must be None for GGUF architecture 'qwen2', which has no sections, "
         "but got 'text_config'.",
     ),
     "a layer type that is not there": (
-        {**LLAMA, "layer_types": ["full_attention"]}, {"layer_type": "sliding"}, ValueError,
+        {**LLAMA, "layer_types": ["full_attention"]},
+        {"layer_type": "sliding"},
+        ValueError,
         "[from_config] layer_type must be one of the config's layer types but got 'sliding'; the "
         "config has full_attention.",
     ),
     "a layer type where there is one": (
-        LLAMA, {"layer_type": "sliding"}, ValueError,
+        LLAMA,
+        {"layer_type": "sliding"},
+        ValueError,
         "[from_config] layer_type must be one of the config's layer types but got 'sliding'; the "
         "config has one type only, without a name.",
     ),
     "no rotary embedding": (
-        {"model_type": "zamba", "use_mem_rope": False, **VLLM}, {}, ValueError,
+        {"model_type": "zamba", "use_mem_rope": False, **VLLM},
+        {},
+        ValueError,
         "[from_config] the config has no RoPE: use_mem_rope is False.",
     ),
-    "something else": (5, {}, TypeError,
+    "something else": (
+        5,
+        {},
+        TypeError,
         "[from_config] config must be a mapping, a config object, a model or a path but got 5.",
     ),
     "GGUF without frequencies": (
-        {k: v for k, v in GGUF.items() if not k.endswith("freq_base")}, {}, ValueError,
+        {k: v for k, v in GGUF.items() if not k.endswith("freq_base")},
+        {},
+        ValueError,
         "[from_config] the config must give the base of the frequencies: add one of rope_theta, "
         "rotary_emb_base, rotary_base, rope_base to its keys, which are general.architecture, "
         "qwen2.attention.head_count, qwen2.context_length, qwen2.embedding_length.",
     ),
     "no base among many keys": (
-        {"model_type": "llama", "hidden_size": 64, **dict.fromkeys("abcdefghij")}, {}, ValueError,
+        {"model_type": "llama", "hidden_size": 64, **dict.fromkeys("abcdefghij")},
+        {},
+        ValueError,
         "[from_config] the config must give the base of the frequencies: add one of rope_theta, "
         "rotary_emb_base, rotary_base, rope_base to its keys, which are a, b, c, d, e, f, g, h and 4 more.",
     ),
     "GGUF of an unknown architecture": (
-        {k.replace("qwen2", "zebra"): v.replace("qwen2", "zebra") if isinstance(v, str) else v
-         for k, v in GGUF.items()}, {}, ValueError,
+        {
+            k.replace("qwen2", "zebra"): v.replace("qwen2", "zebra") if isinstance(v, str) else v
+            for k, v in GGUF.items()
+        },
+        {},
+        ValueError,
         "[from_config] the config must give the pairing of channels, the channels that rotate and the layers "
         "that rotate, as the table of families does not contain GGUF architecture 'zebra'; pass "
         "interleaved=False if channel i is paired with i + rotary_dim / 2, as in Llama, or interleaved=True if "
@@ -582,33 +719,47 @@ WRONG: dict[str, tuple[object, dict[str, Any], type[Exception], str]] = {
         "RopeSpec.from_config(config, interleaved=False, rotary_dim=128, rope_layers='all').",
     ),
     "GGUF with an unknown key": (
-        {**GGUF, "qwen2.rope.magic": 1}, {}, ValueError,
+        {**GGUF, "qwen2.rope.magic": 1},
+        {},
+        ValueError,
         "[from_config] every key about RoPE must be known but got qwen2.rope.magic; "
         "strict=False ignores them with a warning.",
     ),
     "GGUF that says the factor twice": (
-        {**GGUF, "qwen2.rope.scaling.factor": 2.0, "qwen2.rope.scale_linear": 4.0}, {}, ValueError,
+        {**GGUF, "qwen2.rope.scaling.factor": 2.0, "qwen2.rope.scale_linear": 4.0},
+        {},
+        ValueError,
         "[from_config] factor must have one value but got qwen2.rope.scaling.factor = 2.0 and "
         "qwen2.rope.scale_linear = 4.0.",
     ),
     "Megatron without a pairing": (
-        {k: v for k, v in MEGATRON.items() if k != "rotary_interleaved"}, {}, ValueError,
+        {k: v for k, v in MEGATRON.items() if k != "rotary_interleaved"},
+        {},
+        ValueError,
         "[from_config] the config must give the pairing of channels, as the table of families does not "
         "contain Megatron's arguments; pass interleaved=False if channel i is paired with i + rotary_dim / 2, "
         "as in Llama, or interleaved=True if adjacent channels are paired, as in GPT-J; for code like Llama's: "
         "RopeSpec.from_config(config, interleaved=False).",
     ),
     "Megatron with two scalings": (
-        {**MEGATRON, "use_rope_scaling": True, "rope_scaling_factor": 8.0,
-         "rotary_seq_len_interpolation_factor": 4}, {}, ValueError,
+        {
+            **MEGATRON,
+            "use_rope_scaling": True,
+            "rope_scaling_factor": 8.0,
+            "rotary_seq_len_interpolation_factor": 4,
+        },
+        {},
+        ValueError,
         "[from_config] only one kind of scaling can apply but got use_rope_scaling and "
         "rotary_seq_len_interpolation_factor.",
     ),
     "Megatron with learned positions": (
-        {**MEGATRON, "position_embedding_type": "learned_absolute"}, {}, ValueError,
+        {**MEGATRON, "position_embedding_type": "learned_absolute"},
+        {},
+        ValueError,
         "[from_config] the config has no RoPE: position_embedding_type is 'learned_absolute'.",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -719,9 +870,11 @@ def test_a_part_of_the_channels_without_a_family_that_rotates_all() -> None:
 
 def test_a_key_decides_where_the_family_lets_it() -> None:
     config = {
-        "model_type": "deepseek_v3", "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "model_type": "deepseek_v3",
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
         "rope_theta": 1e4,
-    }  # fmt: skip
+    }
     assert read(config).interleaved
     assert not read({**config, "rope_interleave": False}).interleaved
 
@@ -770,9 +923,10 @@ def test_attn_factor_multiplies_yarns_own_factor() -> None:
 
 def test_layers_of_rope_parameters_without_rope() -> None:
     config = {
-        **LLAMA, "layer_types": ["a", "b", "a"],
+        **LLAMA,
+        "layer_types": ["a", "b", "a"],
         "rope_parameters": {"a": {"rope_type": "default"}, "b": None},
-    }  # fmt: skip
+    }
     specs = read(config)
     assert specs == {"a": RopeSpec(128, 5e5), "b": None}
     assert specs.layers == ("a", "b", "a")
@@ -784,8 +938,10 @@ def test_layers_of_rope_parameters_without_rope() -> None:
 def test_equal_layers_are_one_spec() -> None:
     same = {"rope_type": "default", "rope_theta": 7.0}
     config = {
-        **LLAMA, "layer_types": ["a", "b"], "rope_parameters": {"a": same, "b": dict(same)},
-    }  # fmt: skip
+        **LLAMA,
+        "layer_types": ["a", "b"],
+        "rope_parameters": {"a": same, "b": dict(same)},
+    }
     del config["rope_theta"]
     assert read(config) == RopeSpec(128, 7.0)
     assert read(config, layer_type="b") == RopeSpec(128, 7.0)
@@ -853,16 +1009,21 @@ def test_gguf_tensors_of_factors() -> None:
 
 def test_gguf_longrope() -> None:
     phi = {
-        "general.architecture": "phi3", "phi3.embedding_length": 3072,
-        "phi3.attention.head_count": 32, "phi3.rope.dimension_count": 96,
-        "phi3.rope.freq_base": 10000.0, "phi3.rope.scaling.original_context_length": 4096,
-        "phi3.rope.scaling.attn_factor": 1.19, "phi3.rope.scaling.type": "longrope",
-    }  # fmt: skip
+        "general.architecture": "phi3",
+        "phi3.embedding_length": 3072,
+        "phi3.attention.head_count": 32,
+        "phi3.rope.dimension_count": 96,
+        "phi3.rope.freq_base": 10000.0,
+        "phi3.rope.scaling.original_context_length": 4096,
+        "phi3.rope.scaling.attn_factor": 1.19,
+        "phi3.rope.scaling.type": "longrope",
+    }
     with pytest.raises(ValueError, match="'longrope' must have short_factor, long_factor but"):
         read(phi)
     tensors = {
-        "rope_factors_short.weight": (1.0,) * 48, "rope_factors_long.weight": (2.0,) * 48,
-    }  # fmt: skip
+        "rope_factors_short.weight": (1.0,) * 48,
+        "rope_factors_long.weight": (2.0,) * 48,
+    }
     wanted = LongRoPE((1.0,) * 48, (2.0,) * 48, 4096, attention_factor=1.19)
     assert read({**phi, **tensors}) == RopeSpec(96, scaling=wanted)
 
@@ -882,10 +1043,12 @@ def test_gguf_without_its_architecture() -> None:
 
 def test_gguf_local_layers() -> None:
     gemma = {
-        "general.architecture": "gemma3", "gemma3.attention.key_length": 256,
-        "gemma3.rope.freq_base": 1e6, "gemma3.rope.scaling.type": "linear",
+        "general.architecture": "gemma3",
+        "gemma3.attention.key_length": 256,
+        "gemma3.rope.freq_base": 1e6,
+        "gemma3.rope.scaling.type": "linear",
         "gemma3.rope.scaling.factor": 8.0,
-    }  # fmt: skip
+    }
     full = RopeSpec(256, 1e6, scaling=Linear(8))
     assert read(gemma) == {"full_attention": full, "sliding_attention": RopeSpec(256)}
     made = read({**gemma, "gemma3.rope.freq_base_swa": 500.0})
@@ -894,9 +1057,15 @@ def test_gguf_local_layers() -> None:
 
 def test_llama4s_own_file() -> None:
     params = {
-        "dim": 5120, "n_heads": 40, "n_kv_heads": 8, "n_layers": 48, "nope_layer_interval": 4,
-        "moe_args": {}, "rope_theta": 500000.0, "use_scaled_rope": True,
-    }  # fmt: skip
+        "dim": 5120,
+        "n_heads": 40,
+        "n_kv_heads": 8,
+        "n_layers": 48,
+        "nope_layer_interval": 4,
+        "moe_args": {},
+        "rope_theta": 500000.0,
+        "use_scaled_rope": True,
+    }
     rotated = RopeSpec(128, 5e5, interleaved=True, scaling=Llama3(16, 1, 1, 8192))
     made = read(params)
     assert made == {"rope": rotated, "no_rope": None}

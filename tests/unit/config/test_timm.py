@@ -36,12 +36,16 @@ def config_of(name: str, **more: Any) -> dict[str, Any]:
         (
             "vit_base_patch16_dinov3",
             RopeSpec.from_config(
-                {"model_type": "dinov3_vit", "hidden_size": 768, "num_attention_heads": 12,
-                 "rope_theta": 100.0}
+                {
+                    "model_type": "dinov3_vit",
+                    "hidden_size": 768,
+                    "num_attention_heads": 12,
+                    "rope_theta": 100.0,
+                }
             ),
         ),
     ],
-)  # fmt: skip
+)
 def test_an_architecture_gives_its_spec(name: str, wanted: RopeSpec, tmp_path: Path) -> None:
     made = provenance(config_of(name))
     assert made.spec == wanted
@@ -102,9 +106,11 @@ def compare(name: str, timm: Any, layers: Any) -> None:
     head_dim = model.embed_dim // attention.num_heads
     assert (spec.head_dim, spec.interleaved) == (head_dim, not attention.rotate_half)
     made = type(module)(
-        head_dim, temperature=module.temperature, rotate_half=module.rotate_half,
+        head_dim,
+        temperature=module.temperature,
+        rotate_half=module.rotate_half,
         **({} if "Dino" in type(module).__name__ else {"in_pixels": module.in_pixels}),
-    )  # fmt: skip
+    )
     tables = made.get_embed(shape=(ROWS, COLUMNS))
     x = torch.randn(1, 2, ROWS * COLUMNS, head_dim, generator=torch.Generator().manual_seed(1))
     wanted = layers.apply_rot_embed_cat(x, tables, half=attention.rotate_half)

@@ -15,13 +15,19 @@ from tightrope import RopeSpec
 from tightrope.config import keys
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "rope_theta": 500000.0,
-    "max_position_embeddings": 8192, "layer_types": ["full_attention"],
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 8192,
+    "layer_types": ["full_attention"],
+}
 GGUF = {
-    "general.architecture": "llama", "llama.embedding_length": 4096, "llama.attention.head_count": 32,
+    "general.architecture": "llama",
+    "llama.embedding_length": 4096,
+    "llama.attention.head_count": 32,
     "llama.rope.freq_base": 500000.0,
-}  # fmt: skip
+}
 SPEC = RopeSpec(128, 500000.0)
 
 
@@ -78,13 +84,45 @@ def test_other_names_are_no_unknown_keys() -> None:
 
 
 SPELLINGS = [
-    "yarn", "yarn_factor", "ntk_alpha", "use_dynamic_ntk", "longrope_scaling_factor", "swa_rope_theta",
-    "freq_base", "inv_freq", "logn", "nope_layers", "original_seq_len", "compress_theta", "my_theta",
-    "rope_tehta", "useRopeScaling", "partial_rotary_facter", "xpos_base", "swa_head_dim", "scaling_factor",
-    "neox", "interleaved", "no_rope_freq", "window_head_dim", "head_dim_per_layer", "trained_seqlen", "use_alibi", "position_encoding_2d", "max_wavelength",
-    "position_embedding_base", "interpolation_factor", "position_interpolation", "pos_emb_base", "local_base",
-    "use_long_context", "linear_scaling", "context_scale", "no_pe_layers", "positional_embedding",
-]  # fmt: skip
+    "yarn",
+    "yarn_factor",
+    "ntk_alpha",
+    "use_dynamic_ntk",
+    "longrope_scaling_factor",
+    "swa_rope_theta",
+    "freq_base",
+    "inv_freq",
+    "logn",
+    "nope_layers",
+    "original_seq_len",
+    "compress_theta",
+    "my_theta",
+    "rope_tehta",
+    "useRopeScaling",
+    "partial_rotary_facter",
+    "xpos_base",
+    "swa_head_dim",
+    "scaling_factor",
+    "neox",
+    "interleaved",
+    "no_rope_freq",
+    "window_head_dim",
+    "head_dim_per_layer",
+    "trained_seqlen",
+    "use_alibi",
+    "position_encoding_2d",
+    "max_wavelength",
+    "position_embedding_base",
+    "interpolation_factor",
+    "position_interpolation",
+    "pos_emb_base",
+    "local_base",
+    "use_long_context",
+    "linear_scaling",
+    "context_scale",
+    "no_pe_layers",
+    "positional_embedding",
+]
 
 
 def put(model: Model, key: str, value: object) -> dict[str, Any]:

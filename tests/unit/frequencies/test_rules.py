@@ -198,7 +198,11 @@ NARROW = 4096 / (2 * math.pi) * 1e4 ** (-2 * 19.9995 / 64)
 
 YARNS: dict[str, dict[str, Any]] = {
     "narrow": {
-        "factor": 4.0, "trained": 4096, "beta_fast": NARROW, "beta_slow": NARROW, "truncate": False,
+        "factor": 4.0,
+        "trained": 4096,
+        "beta_fast": NARROW,
+        "beta_slow": NARROW,
+        "truncate": False,
     },
     "plain": {"factor": 4.0, "trained": 4096},
     "large": {"factor": 64.0, "trained": 65536},
@@ -209,18 +213,25 @@ YARNS: dict[str, dict[str, Any]] = {
     "betas": {"factor": 32.0, "trained": 4096, "beta_fast": 1.5, "beta_slow": 0.25},
     "equal betas": {"factor": 4.0, "trained": 4096, "beta_fast": 3.0, "beta_slow": 3.0},
     "equal betas, not truncated": {
-        "factor": 4.0, "trained": 4096, "beta_fast": 3.0, "beta_slow": 3.0, "truncate": False,
+        "factor": 4.0,
+        "trained": 4096,
+        "beta_fast": 3.0,
+        "beta_slow": 3.0,
+        "truncate": False,
     },
     "gpt-oss": {"factor": 32.0, "trained": 4096, "truncate": False},
     "deepseek v2": {
-        "factor": 40.0, "trained": 4096, "mscale": 0.707, "mscale_all_dim": 0.707,
+        "factor": 40.0,
+        "trained": 4096,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
     },
     "deepseek v2, early": {"factor": 40.0, "trained": 4096, "mscale": 1.0, "mscale_all_dim": 0.8},
     "one mscale": {"factor": 40.0, "trained": 4096, "mscale": 0.5},
     "the other mscale": {"factor": 40.0, "trained": 4096, "mscale_all_dim": 0.5},
     "mscale of zero": {"factor": 40.0, "trained": 4096, "mscale": 0.0, "mscale_all_dim": 1.0},
     "attention factor": {"factor": 40.0, "trained": 4096, "attention_factor": 0.75, "mscale": 2.0},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", YARNS)
@@ -541,8 +552,10 @@ def test_numbers_take_one_form() -> None:
     rule = YaRN(numpy.float32(4), numpy.int64(4096), beta_fast=16)  # type: ignore[arg-type]
     assert rule == YaRN(4.0, 4096, 16.0)
     assert [type(x) for x in (rule.factor, rule.original_max_position, rule.beta_fast)] == [
-        float, int, float,
-    ]  # fmt: skip
+        float,
+        int,
+        float,
+    ]
     assert LongRoPE([1, 2], numpy.array([1.0, 2.0]), 4096, factor=1) == LongRoPE(  # type: ignore[arg-type]
         (1.0, 2.0), (1.0, 2.0), 4096, factor=1.0
     )

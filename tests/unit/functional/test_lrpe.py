@@ -267,9 +267,12 @@ def test_generated_shapes(data: st.DataObject) -> None:
     kind = draw(st.sampled_from(["(H, E)", "(1, E)", "(E,)", "(H,)", "(H, 1)"]), label="theta")
     short = draw(st.integers(1, pairs), label="E")
     shape = {
-        "(H, E)": (heads, short), "(1, E)": (1, short), "(E,)": (short,), "(H,)": (heads,),
+        "(H, E)": (heads, short),
+        "(1, E)": (1, short),
+        "(E,)": (short,),
+        "(H,)": (heads,),
         "(H, 1)": (heads, 1),
-    }[kind]  # fmt: skip
+    }[kind]
     theta = noise(*shape, seed=draw(st.integers(0, 9)))
     some = st.integers(-(2**20), 2**20)
     offset: int | list[int] = 0
@@ -390,9 +393,11 @@ def test_in_place(act: str, dim: int | None, dtype: torch.dtype) -> None:
     leaf, grad = x.clone().requires_grad_(), noise(2, 5, 3, 12, seed=2, dtype=dtype)
     both = [
         torch.autograd.grad(call, (leaf, theta), grad)
-        for call in (lrpe_rotate_1d_(leaf * 1, theta, 9, act, dim),
-                     lrpe_rotate_1d(leaf * 1, theta, 9, act, dim))
-    ]  # fmt: skip
+        for call in (
+            lrpe_rotate_1d_(leaf * 1, theta, 9, act, dim),
+            lrpe_rotate_1d(leaf * 1, theta, 9, act, dim),
+        )
+    ]
     for one, other in zip(*both, strict=True):
         assert torch.equal(one, other)  # a zero may lose its sign
 
@@ -415,8 +420,10 @@ def test_one_graph_for_all_offsets(act: str, dim: int | None) -> None:
         # The same with a gradient.
         y = call(x.requires_grad_(), theta, offset, act, dim)
         wanted = lrpe_rotate_1d(x, theta, offset, act, dim)
-        for got, other in zip(*(torch.autograd.grad(z.square()[0].sum(), (x, theta)) for z in (y, wanted)),
-                              strict=True):  # fmt: skip
+        for got, other in zip(
+            *(torch.autograd.grad(z.square()[0].sum(), (x, theta)) for z in (y, wanted)),
+            strict=True,
+        ):
             assert_near(got / offset, other / offset, "float64 ways")
     # One graph for x without a gradient, one for x with a gradient.
     assert counter.frame_count <= 2
@@ -430,10 +437,13 @@ X = torch.zeros(2, 5, 4, 16)
 
 def test_a_theta_that_could_be_both_must_be_said() -> None:
     x, theta = noise(2, 5, 6, 12), noise(6, seed=1)
-    with pytest.raises(ValueError, match=re.escape(
-        "[lrpe_rotate_1d] theta may mean one angle for each of 6 heads or of 6 pairs; pass "
-        "theta_axis='head' or theta_axis='pair' (x: float64[2, 5, 6, 12], theta: float64[6])."
-    )):  # fmt: skip
+    with pytest.raises(
+        ValueError,
+        match=re.escape(
+            "[lrpe_rotate_1d] theta may mean one angle for each of 6 heads or of 6 pairs; pass "
+            "theta_axis='head' or theta_axis='pair' (x: float64[2, 5, 6, 12], theta: float64[6])."
+        ),
+    ):
         lrpe_rotate_1d(x, theta)
     by_head = lrpe_rotate_1d(x, theta, theta_axis="head")
     by_pair = lrpe_rotate_1d(x, theta, theta_axis="pair")
@@ -458,65 +468,124 @@ def test_as_many_numbers_as_heads_are_one_for_each() -> None:
     "error, message, change",
     [
         (TypeError, "x must be a tensor but got 3", {"x": 3}),
-        (TypeError, "x must be float32, float64, bfloat16 or float16 but got int64",
-         {"x": torch.zeros(2, 5, 4, 16, dtype=torch.int64)}),
-        (ValueError, "x must have shape (batch, tokens, heads, channels) or (batch, tokens, channels) "
-         "(x: float32[5, 16])", {"x": torch.zeros(5, 16)}),
+        (
+            TypeError,
+            "x must be float32, float64, bfloat16 or float16 but got int64",
+            {"x": torch.zeros(2, 5, 4, 16, dtype=torch.int64)},
+        ),
+        (
+            ValueError,
+            "x must have shape (batch, tokens, heads, channels) or (batch, tokens, channels) "
+            "(x: float32[5, 16])",
+            {"x": torch.zeros(5, 16)},
+        ),
         (ValueError, "rotary_dim must be even but got 15", {"x": torch.zeros(2, 5, 4, 15)}),
         (ValueError, "rotary_dim must be even but got 5", {"rotary_dim": 5}),
-        (ValueError, "channels [start, start + rotary_dim) must lie in [0, 16) but got [2, 18)",
-         {"start": 2, "rotary_dim": 16}),
+        (
+            ValueError,
+            "channels [start, start + rotary_dim) must lie in [0, 16) but got [2, 18)",
+            {"start": 2, "rotary_dim": 16},
+        ),
         (TypeError, "start must be an int but got 1.5", {"start": 1.5}),
         (TypeError, "theta must be a floating tensor but got 0.5", {"theta": 0.5}),
-        (TypeError, "theta must be a floating tensor but got int64[8]",
-         {"theta": torch.zeros(8, dtype=torch.int64)}),
+        (
+            TypeError,
+            "theta must be a floating tensor but got int64[8]",
+            {"theta": torch.zeros(8, dtype=torch.int64)},
+        ),
         (ValueError, "theta is on meta but x is on cpu", {"theta": torch.zeros(8, device="meta")}),
-        (ValueError, "theta must have shape (8,), (4, 8), (1, 8), (4,) or (4, 1); fewer than 8 pairs "
-         "are accepted too (x: float32[2, 5, 4, 16], theta: float32[9])", {"theta": torch.zeros(9)}),
-        (ValueError, "theta must have shape (8,), (4, 8), (1, 8), (4,) or (4, 1); fewer than 8 pairs",
-         {"theta": torch.zeros(3, 8)}),
+        (
+            ValueError,
+            "theta must have shape (8,), (4, 8), (1, 8), (4,) or (4, 1); fewer than 8 pairs "
+            "are accepted too (x: float32[2, 5, 4, 16], theta: float32[9])",
+            {"theta": torch.zeros(9)},
+        ),
+        (
+            ValueError,
+            "theta must have shape (8,), (4, 8), (1, 8), (4,) or (4, 1); fewer than 8 pairs",
+            {"theta": torch.zeros(3, 8)},
+        ),
         (ValueError, "theta must have shape", {"theta": torch.zeros(1, 4, 8)}),
         (ValueError, "theta must have shape", {"theta": torch.zeros(())}),
-        (ValueError, "theta must have shape (4,) or (4, 1) for theta_axis='head'",
-         {"theta": torch.zeros(4, 8), "theta_axis": "head"}),
-        (ValueError, "theta must have shape (8,), (4, 8) or (1, 8); fewer than 8 pairs are accepted too",
-         {"theta": torch.zeros(9), "theta_axis": "pair"}),
-        (ValueError, "theta_axis must be one of auto, head, pair but got 'heads'",
-         {"theta_axis": "heads"}),
+        (
+            ValueError,
+            "theta must have shape (4,) or (4, 1) for theta_axis='head'",
+            {"theta": torch.zeros(4, 8), "theta_axis": "head"},
+        ),
+        (
+            ValueError,
+            "theta must have shape (8,), (4, 8) or (1, 8); fewer than 8 pairs are accepted too",
+            {"theta": torch.zeros(9), "theta_axis": "pair"},
+        ),
+        (
+            ValueError,
+            "theta_axis must be one of auto, head, pair but got 'heads'",
+            {"theta_axis": "heads"},
+        ),
         (ValueError, "act must be one of none, relu,", {"act": "swish"}),
         (TypeError, "act must be None, one of none, relu,", {"act": 3}),
-        (TypeError, "act must be a single value for one tensor but got a pair", {"act": ("relu", "relu")}),
-        (TypeError, "act must be a single value for one tensor but got a pair",
-         {"act": ("softmax", "relu"), "dim": 1}),
+        (
+            TypeError,
+            "act must be a single value for one tensor but got a pair",
+            {"act": ("relu", "relu")},
+        ),
+        (
+            TypeError,
+            "act must be a single value for one tensor but got a pair",
+            {"act": ("softmax", "relu"), "dim": 1},
+        ),
         (ValueError, "dim must be None for act 'relu' but got -1", {"act": "relu", "dim": -1}),
         (ValueError, "dim must be None for act 'none' but got 1", {"dim": 1}),
-        (ValueError, "dim must be -1 (the channels of a head) or 1 (the tokens) for act 'softmax' but "
-         "got None", {"act": "softmax"}),
+        (
+            ValueError,
+            "dim must be -1 (the channels of a head) or 1 (the tokens) for act 'softmax' but "
+            "got None",
+            {"act": "softmax"},
+        ),
         (ValueError, "for act 'softmax' but got 0", {"act": "softmax", "dim": 0}),
         (ValueError, "for act 'softmax' but got 2", {"act": "softmax", "dim": 2}),
         (ValueError, "for act 'softmax' but got 4", {"act": "softmax", "dim": 4}),
         (ValueError, "for act 'softmax' but got -2", {"act": "softmax", "dim": -2}),
         (TypeError, "dim must be an int but got 1.0", {"act": "softmax", "dim": 1.0}),
         (TypeError, "dim must be an int but got True", {"act": "softmax", "dim": True}),
-        (ValueError, "offset must be 0 for a softmax over the tokens, which needs all of them in one "
-         "call, but got 3", {"act": "softmax", "dim": 1, "offset": 3}),
-        (ValueError, "offset must be 0 for a softmax over the tokens",
-         {"act": "softmax", "dim": -3, "offset": torch.zeros(2, dtype=torch.int64)}),
-        (ValueError, "offset must be 0 for a softmax over the tokens",
-         {"act": "softmax", "dim": 1, "offset": positions.packed(torch.tensor([0, 2, 5]))}),
+        (
+            ValueError,
+            "offset must be 0 for a softmax over the tokens, which needs all of them in one "
+            "call, but got 3",
+            {"act": "softmax", "dim": 1, "offset": 3},
+        ),
+        (
+            ValueError,
+            "offset must be 0 for a softmax over the tokens",
+            {"act": "softmax", "dim": -3, "offset": torch.zeros(2, dtype=torch.int64)},
+        ),
+        (
+            ValueError,
+            "offset must be 0 for a softmax over the tokens",
+            {"act": "softmax", "dim": 1, "offset": positions.packed(torch.tensor([0, 2, 5]))},
+        ),
         (TypeError, "offset must be an int but got 1.5", {"offset": 1.5}),
         (TypeError, "offset must be an int but got True", {"offset": True}),
         (TypeError, "offset must be an int but got None", {"offset": None}),
-        (ValueError, "offset must have 1 axis but got 2 (offset: int64[2, 1, 5])",
-         {"offset": positions.multi_axis(torch.zeros(2, 5, dtype=torch.int64))}),
+        (
+            ValueError,
+            "offset must have 1 axis but got 2 (offset: int64[2, 1, 5])",
+            {"offset": positions.multi_axis(torch.zeros(2, 5, dtype=torch.int64))},
+        ),
         (ValueError, "an offset must fit in 64 bits but got", {"offset": 2**63}),
-        (TypeError, "offset must be int32, int64, float32 or float64 (offset: bool[2])",
-         {"offset": torch.zeros(2, dtype=torch.bool)}),
-        (ValueError, "offset must be an int or have shape (2,), one for each row",
-         {"offset": torch.zeros(3, dtype=torch.int64)}),
+        (
+            TypeError,
+            "offset must be int32, int64, float32 or float64 (offset: bool[2])",
+            {"offset": torch.zeros(2, dtype=torch.bool)},
+        ),
+        (
+            ValueError,
+            "offset must be an int or have shape (2,), one for each row",
+            {"offset": torch.zeros(3, dtype=torch.int64)},
+        ),
         (ValueError, "offset must be an int or have shape (2,)", {"offset": torch.tensor(3)}),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(error: type[Exception], message: str, change: dict[str, Any]) -> None:
     arguments: dict[str, Any] = {"x": X, "theta": torch.zeros(8)} | change
     for call in (lrpe_rotate_1d, lrpe_rotate_1d_):
@@ -529,9 +598,12 @@ def test_what_is_refused(error: type[Exception], message: str, change: dict[str,
 def test_a_softmax_over_the_tokens_is_refused_in_place() -> None:
     x = noise(2, 5, 4, 16)
     before = x.clone()
-    with pytest.raises(ValueError, match=re.escape(
-        "[lrpe_rotate_1d_] a softmax over the tokens cannot be computed in place; call lrpe_rotate_1d"
-    )):  # fmt: skip
+    with pytest.raises(
+        ValueError,
+        match=re.escape(
+            "[lrpe_rotate_1d_] a softmax over the tokens cannot be computed in place; call lrpe_rotate_1d"
+        ),
+    ):
         lrpe_rotate_1d_(x, torch.zeros(8), act="softmax", dim=1)
     assert torch.equal(x, before)
 

@@ -123,7 +123,8 @@ MOVES: dict[str, Move] = {
     "longrope's switch back": Move(spec_of(LONGROPE), spec_of(LONGROPE), 5000, 7, (6000, 999)),
     "unequal factors": Move(spec_of(UNEQUAL), spec_of(UNEQUAL), 50, lengths=(4096, 4097)),
     "several axes": Move(
-        spec_of(axes=SECTIONS), spec_of(axes=SECTIONS),
+        spec_of(axes=SECTIONS),
+        spec_of(axes=SECTIONS),
         positions.multi_axis(torch.randint(0, MILLION, (3, 2, TOKENS))),
         positions.multi_axis(torch.randint(0, MILLION, (3, 1, TOKENS))),
     ),
@@ -131,17 +132,22 @@ MOVES: dict[str, Move] = {
         spec_of(YARN), spec_of(YARN, axes=SECTIONS), 9000, positions.mrope([(1, 2, 2)], start=7)
     ),
     "a grid": Move(
-        spec_of(axes=Axes.sections((3, 3))), spec_of(axes=Axes.sections((3, 3))),
-        positions.grid(2, 2), positions.grid(2, 2, step=0.5, start=3.0),
+        spec_of(axes=Axes.sections((3, 3))),
+        spec_of(axes=Axes.sections((3, 3))),
+        positions.grid(2, 2),
+        positions.grid(2, 2, step=0.5, start=3.0),
     ),
-    "a grid among text": Move(spec_of(), spec_of(axes=Axes.sections((3, 3))), 9, positions.grid(2, 2)),
+    "a grid among text": Move(
+        spec_of(), spec_of(axes=Axes.sections((3, 3))), 9, positions.grid(2, 2)
+    ),
     "a pack": Move(
-        spec_of(), spec_of(base=5e5), positions.packed(torch.tensor([0, 1, 4])), positions.packed(
-            torch.tensor([0, 1, 4]), torch.tensor([MILLION, 3])
-        ),
+        spec_of(),
+        spec_of(base=5e5),
+        positions.packed(torch.tensor([0, 1, 4])),
+        positions.packed(torch.tensor([0, 1, 4]), torch.tensor([MILLION, 3])),
     ),
     "far": Move(spec_of(), spec_of(), 2**30, -(2**30) + 7),
-}  # fmt: skip
+}
 
 every_move = pytest.mark.parametrize("name", MOVES)
 

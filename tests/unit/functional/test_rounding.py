@@ -350,9 +350,14 @@ def test_gradients_of_full_tables(backend: str, rounding: str, interleaved: bool
 
     def rotation(*given: torch.Tensor) -> torch.Tensor:
         return apply_rotary_pos_emb(
-            given[0], None, *given[1:], tables="full", interleaved=interleaved,
-            rounding=rounding, backend=backend,
-        )[0]  # fmt: skip
+            given[0],
+            None,
+            *given[1:],
+            tables="full",
+            interleaved=interleaved,
+            rounding=rounding,
+            backend=backend,
+        )[0]
 
     assert torch.autograd.gradcheck(rotation, (q, *tables))
     assert torch.autograd.gradgradcheck(rotation, (q, *tables))

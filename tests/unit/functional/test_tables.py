@@ -87,8 +87,9 @@ def test_shapes(q, k, dim, values, broadcast, form, interleaved, backend) -> Non
                 assert torch.equal(x, before)
                 for got, raw in ((a, x), (b, y)):
                     rows = tuple(min(n, m) for n, m in zip(broadcast, raw.shape[:-1], strict=True))
-                    want = turned(raw, c.reshape(*rows, pairs), s.reshape(*rows, pairs),
-                                  interleaved)  # fmt: skip
+                    want = turned(
+                        raw, c.reshape(*rows, pairs), s.reshape(*rows, pairs), interleaved
+                    )
                     assert got.dtype == dtype
                     assert_near(got.double(), want, f"table rotation, {dtype}")
                     assert torch.equal(got[..., 2 * pairs :], raw[..., 2 * pairs :])
@@ -499,17 +500,20 @@ def test_rotary_embedding_refuses() -> None:
     x, (cos, sin), ids = noise(2, 3, 5, 12), build_freqs_cis(9, 12), torch.zeros(2, 5, dtype=int)
     for call, kind, text in (
         (
-            lambda: rotary_embedding(x[0], cos, sin, ids), ValueError,
+            lambda: rotary_embedding(x[0], cos, sin, ids),
+            ValueError,
             "x must have shape (batch, heads, seq, d) with an even d (x: float64[3, 5, 12]).",
         ),
         (
-            lambda: rotary_embedding(x, cos, sin[:, :5], ids), ValueError,
+            lambda: rotary_embedding(x, cos, sin[:, :5], ids),
+            ValueError,
             "sin must have shape (n, 6) with position_ids (x: float64[2, 3, 5, 12], sin: float32[9, 5]).",
         ),
         (
-            lambda: rotary_embedding(x, cos, sin, ids + 9), IndexError,
+            lambda: rotary_embedding(x, cos, sin, ids + 9),
+            IndexError,
             "position_ids must lie in [0, 9), the rows of cos and sin, but go from 9 to 9.",
         ),
-    ):  # fmt: skip
+    ):
         with refused(kind, f"[rotary_embedding] {text}"):
             call()

@@ -293,9 +293,14 @@ def test_the_tables_of_a_stack_have_the_dtype_of_autocast() -> None:
 
 
 SMALL: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1,
-    "vocab_size": 8, "bos_token_id": 0, "eos_token_id": 0,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 8,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 
 
 def test_a_block_of_all_models_ends() -> None:

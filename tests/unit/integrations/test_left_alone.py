@@ -79,9 +79,17 @@ def that_refuses_nan(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
 @pytest.mark.parametrize(
     "function",
-    [unless_one_row, unless_long, unless_many_heads, unless_wide, unless_large, unless_nan,
-     that_refuses_long, that_refuses_nan],
-)  # fmt: skip
+    [
+        unless_one_row,
+        unless_long,
+        unless_many_heads,
+        unless_wide,
+        unless_large,
+        unless_nan,
+        that_refuses_long,
+        that_refuses_nan,
+    ],
+)
 def test_a_function_that_rotates_some_tensors_only_is_left(function: Function) -> None:
     assert recognise(usual)
     reason = recognise(function).reason
@@ -215,9 +223,12 @@ def test_a_function_that_is_defined_again(monkeypatch: pytest.MonkeyPatch) -> No
     for sign in (1.0, -1.0):
 
         def again(
-            x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, factor: float = 1.0,
+            x: torch.Tensor,
+            cos: torch.Tensor,
+            sin: torch.Tensor,
+            factor: float = 1.0,
             sign: float = sign,
-        ) -> torch.Tensor:  # fmt: skip
+        ) -> torch.Tensor:
             return usual(x, cos, sin) if factor == 1.0 else usual(x, cos, sin) * (factor * sign)
 
         again.__name__ = again.__qualname__ = "apply_again"
@@ -373,9 +384,16 @@ def with_a_counting_dict(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) 
 
 @pytest.mark.parametrize(
     "function",
-    [with_a_table, with_a_list, with_a_class, with_an_attribute, with_a_counter,
-     with_a_cache, with_a_counting_dict],
-)  # fmt: skip
+    [
+        with_a_table,
+        with_a_list,
+        with_a_class,
+        with_an_attribute,
+        with_a_counter,
+        with_a_cache,
+        with_a_counting_dict,
+    ],
+)
 def test_recognition_leaves_no_state(function: Any) -> None:
     assert not recognise(function)
     assert (TABLES, SEEN, Registry.dtype, CALLS) == ({}, [], None, 0)

@@ -285,8 +285,10 @@ def test_a_function_is_recognised_for_each_combination_of_constants() -> None:
         for constants in ((), (("by_halves", True),), (("axis_of_heads", 2),))
     ]
     assert [each is not None and each.rotation.pairs for each in found] == [
-        "interleaved", "half", "interleaved",
-    ]  # fmt: skip
+        "interleaved",
+        "half",
+        "interleaved",
+    ]
     new = replacement(other_libraries.turn, [each for each in found if each is not None])
     x, tables = torch.randn(2, 3, 7, 16), other_libraries.tables(7)
     axis = int("2")  # equal to a constant, not the same object in every Python

@@ -41,7 +41,14 @@ FEW = {"num_hidden_layers": 4}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 LATENT = {"num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": 8, "n_group": 1}
 IN_THE_TABLE: dict[str, dict[str, Any]] = {
-    "llama": {"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e6, "original_max_position_embeddings": 64}},
+    "llama": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "rope_theta": 1e6,
+            "original_max_position_embeddings": 64,
+        }
+    },
     "gemma": {},
     "glm4": {},
     "gpt_neox": {},
@@ -52,7 +59,7 @@ IN_THE_TABLE: dict[str, dict[str, Any]] = {
     "gemma3_text": SLIDING,
     "deepseek_v3": LATENT,
     "minicpm3": LATENT,
-}  # fmt: skip
+}
 
 
 def by_layer(specs: Any) -> list[RopeSpec | None]:

@@ -182,17 +182,28 @@ def test_what_it_prints() -> None:
         (TypeError, "head_dim must be an int but got 'wide'", {"head_dim": "wide"}),
         (ValueError, "num_heads must be positive but got 0", {"num_heads": 0}),
         (TypeError, "num_heads must be an int but got 2.0", {"num_heads": 2.0}),
-        (ValueError, "per must be one of 'head and pair', 'pair', 'head' but got 'token'", {"per": "token"}),
+        (
+            ValueError,
+            "per must be one of 'head and pair', 'pair', 'head' but got 'token'",
+            {"per": "token"},
+        ),
         (ValueError, "num_heads must be given for per='head' but is None", {"per": "head"}),
-        (ValueError, "pairs must be None for per='head', where all pairs rotate, but got 3",
-         {"per": "head", "num_heads": 2, "pairs": 3}),
+        (
+            ValueError,
+            "pairs must be None for per='head', where all pairs rotate, but got 3",
+            {"per": "head", "num_heads": 2, "pairs": 3},
+        ),
         (ValueError, "pairs must be at most 6 but got 7", {"pairs": 7}),
         (ValueError, "pairs must be positive but got 0", {"pairs": 0}),
         (ValueError, "act must be one of none, relu,", {"act": "swish"}),
         (ValueError, "act must be one of none, relu,", {"act": "rms_norm"}),
         (ValueError, "dim must be None for act 'relu' but got -1", {"act": "relu", "dim": -1}),
         (ValueError, "dim must be -1 or 1 for act 'softmax' but got None", {"act": "softmax"}),
-        (ValueError, "dim must be -1 or 1 for act 'softmax' but got 2", {"act": "softmax", "dim": 2}),
+        (
+            ValueError,
+            "dim must be -1 or 1 for act 'softmax' but got 2",
+            {"act": "softmax", "dim": 2},
+        ),
         (TypeError, "dim must be an int but got True", {"act": "softmax", "dim": True}),
         (TypeError, "dim must be an int but got 1.0", {"act": "softmax", "dim": 1.0}),
         (TypeError, "base must be a number but got '1e4'", {"base": "1e4"}),
@@ -201,7 +212,7 @@ def test_what_it_prints() -> None:
         (TypeError, "dtype must be floating but got 'float32'", {"dtype": "float32"}),
         (TypeError, "learnable must be a bool but got 'no'", {"learnable": "no"}),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(error: type[Exception], message: str, options: dict[str, Any]) -> None:
     with pytest.raises(error, match=re.escape(f"[LrpeRotate1d] {message}")):
         LrpeRotate1d(**({"head_dim": 12} | options))

@@ -55,8 +55,9 @@ def test_it_is_rotate_qk_with_its_spec(layout: str) -> None:
 def test_several_axes_and_lengths() -> None:
     axes = Axes.blocks((2, 2))
     where = positions.multi_axis(torch.arange(10).reshape(2, 5))
-    assert torch.equal(RotaryEmbedding(8, axes=axes)(Q, positions=where),
-                       rotate(Q, RopeSpec(8, axes=axes), where))  # fmt: skip
+    assert torch.equal(
+        RotaryEmbedding(8, axes=axes)(Q, positions=where), rotate(Q, RopeSpec(8, axes=axes), where)
+    )
     rule = DynamicNTK(2.0, 4)
     rope, spec = RotaryEmbedding(8, scaling=rule), RopeSpec(8, scaling=rule)
     for length in (None, 100):

@@ -42,10 +42,11 @@ class Call(NamedTuple):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         none = [None] * (2 - len(self.ys))
         return operator(
-            *(*self.ys, *none), *(*self.grads, *none),
+            *(*self.ys, *none),
+            *(*self.grads, *none),
             *(self.words, self.turns, self.positions, self.offset, self.options.pack()),
             *(by_positions, by_frequencies),
-        )  # fmt: skip
+        )
 
 
 def numbers(call: Call, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,14 +152,21 @@ def make(
         [
             STRIDES[how](
                 in_layout(
-                    noise(rows, n, tokens, start + 2 * pairs + rest, seed=seed + 9 * i + j, dtype=dtype),
+                    noise(
+                        rows,
+                        n,
+                        tokens,
+                        start + 2 * pairs + rest,
+                        seed=seed + 9 * i + j,
+                        dtype=dtype,
+                    ),
                     layout,
                 )
             )
             for i, n in enumerate(heads)
         ]
         for j, how in enumerate(strides)
-    )  # fmt: skip
+    )
     generator = torch.Generator().manual_seed(seed)
     shape = (axes, rows if word_rows else 1, heads[0] if word_heads else 1, pairs)
     words = torch.randint(-(2**63), 2**63 - 1, shape, generator=generator)
@@ -235,9 +243,16 @@ def test_many_tokens(tokens: int, words: str, operator: Operator) -> None:
     """Sums are right for token counts around the ends of the blocks in which tokens are summed."""
     for rows in (1, 3):
         call = make(
-            tokens=tokens, rows=rows, heads=(2, 2), pairs=3, word_rows="row" in words,
-            word_heads="head" in words, axes=2, at=torch.float32, dtype=torch.float64,
-        )  # fmt: skip
+            tokens=tokens,
+            rows=rows,
+            heads=(2, 2),
+            pairs=3,
+            word_rows="row" in words,
+            word_heads="head" in words,
+            axes=2,
+            at=torch.float32,
+            dtype=torch.float64,
+        )
         check(call, operator)
 
 
@@ -267,11 +282,18 @@ def test_more_pairs_than_go_through_at_once(
     for word_heads in (False, True):
         check(
             make(
-                pairs=pairs, rows=1, heads=(2,), interleaved=interleaved, word_heads=word_heads,
-                turns=True, at=torch.float64, start=1, rest=1,
+                pairs=pairs,
+                rows=1,
+                heads=(2,),
+                interleaved=interleaved,
+                word_heads=word_heads,
+                turns=True,
+                at=torch.float64,
+                start=1,
+                rest=1,
             ),
             operator,
-        )  # fmt: skip
+        )
 
 
 @every_operator
@@ -366,9 +388,12 @@ def calls(draw: st.DrawFn) -> Call:
 
 
 @settings(
-    derandomize=True, database=None, deadline=None, max_examples=300,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=300,
     suppress_health_check=[HealthCheck.too_slow],
-)  # fmt: skip
+)
 @given(call=calls())
 def test_generated_calls(call: Call) -> None:
     for operator in OPERATORS.values():
@@ -382,9 +407,15 @@ def test_generated_calls(call: Call) -> None:
 @pytest.mark.parametrize("words", ["shared", "per row", "per head"])
 def test_threads_change_no_bit(words: str, operator: Operator) -> None:
     big = make(
-        rows=3, heads=(9, 2) if words != "per head" else (3, 3), tokens=700, pairs=32, axes=2,
-        at=torch.float64, word_rows=words == "per row", word_heads=words == "per head",
-    )  # fmt: skip
+        rows=3,
+        heads=(9, 2) if words != "per head" else (3, 3),
+        tokens=700,
+        pairs=32,
+        axes=2,
+        at=torch.float64,
+        word_rows=words == "per row",
+        word_heads=words == "per head",
+    )
     one = make(rows=1, heads=(640,), tokens=1, pairs=64, at=torch.float64)
     for call in (big, one):
         results = []
@@ -431,9 +462,15 @@ def test_sets_with_fused_arithmetic_give_the_same_bits(dtype: torch.dtype) -> No
     try:
         for pairs, interleaved in itertools.product((1, 7, 8, 17, 64, 90, 2100), (False, True)):
             call = make(
-                dtype=dtype, pairs=pairs, interleaved=interleaved, heads=(9,), tokens=40,
-                at=torch.float64, turns=True, rows=1,
-            )  # fmt: skip
+                dtype=dtype,
+                pairs=pairs,
+                interleaved=interleaved,
+                heads=(9,),
+                tokens=40,
+                at=torch.float64,
+                turns=True,
+                rows=1,
+            )
             results = {}
             for name in DISTINCT_SETS:
                 cpu.use_instruction_set(name)
@@ -466,9 +503,18 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
     words = torch.ones(1, 1, 1, 3, dtype=torch.int64)
     add_index, ids = schema.Options(start=1).pack(), schema.Options(start=1, add_index=False).pack()
     good = {
-        "y": y, "z": None, "grad_y": grad, "grad_z": None, "words": words, "turns": None,
-        "positions": None, "offset": 0, "options": add_index, "by_positions": True, "by_frequencies": True,
-    }  # fmt: skip
+        "y": y,
+        "z": None,
+        "grad_y": grad,
+        "grad_z": None,
+        "words": words,
+        "turns": None,
+        "positions": None,
+        "offset": 0,
+        "options": add_index,
+        "by_positions": True,
+        "by_frequencies": True,
+    }
     schema.angle_gradients(**good)
     bad: dict[str, dict[str, Any]] = {
         "a gradient of fewer rows": {"grad_y": grad[:1]},
@@ -495,7 +541,9 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
         "rows of words": {"words": words.repeat(1, 3, 1, 1)},
         "heads of words": {"words": words.repeat(1, 1, 2, 1)},
         "heads of words, of a second result": {
-            "words": words.repeat(1, 1, 3, 1), "z": y[:, :1], "grad_z": grad[:, :1],
+            "words": words.repeat(1, 1, 3, 1),
+            "z": y[:, :1],
+            "grad_z": grad[:, :1],
         },
         "dtype of words": {"words": words.int()},
         "dimensions of words": {"words": words[0]},
@@ -516,7 +564,7 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
         "tables": {"options": schema.Options(start=1, source=1).pack()},
         "a gate": {"options": schema.Options(start=1, gate=1).pack()},
         "a negative form": {"options": -1},
-    }  # fmt: skip
+    }
     for change in bad.values():
         with pytest.raises(RuntimeError, match="tightrope: "):
             schema.angle_gradients(**{**good, **change})

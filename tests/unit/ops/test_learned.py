@@ -150,9 +150,10 @@ def test_mixed_frequencies_as_published(interleaved: bool) -> None:
     spec = RopeSpec(2 * pairs, interleaved=interleaved, axes=Axes.blocks((4, 4)))
     theta = noise(2, heads, pairs, seed=1).requires_grad_()
     q, k = noise(2, heads, height * width, 2 * pairs), noise(2, heads, height * width, 2 * pairs)
-    y, x = (t.flatten().double() for t in torch.meshgrid(
-        torch.arange(height), torch.arange(width), indexing="ij"
-    ))  # fmt: skip
+    y, x = (
+        t.flatten().double()
+        for t in torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    )
     angle = x[:, None] * theta[0][:, None] + y[:, None] * theta[1][:, None]
     turn = torch.polar(torch.ones_like(angle), angle)
 
@@ -165,8 +166,13 @@ def test_mixed_frequencies_as_published(interleaved: bool) -> None:
             -2
         )
 
-    got = rotate_qk(q, k, spec, positions.Positions(torch.stack((x, y))[:, None], add_index=False),
-                    inv_freq=theta)  # fmt: skip
+    got = rotate_qk(
+        q,
+        k,
+        spec,
+        positions.Positions(torch.stack((x, y))[:, None], add_index=False),
+        inv_freq=theta,
+    )
     cotangent = noise(*q.shape, seed=3)
     for one, other in zip(got, (published(q), published(k)), strict=True):
         assert_near(one, other, "float64 ways")
@@ -738,15 +744,23 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "but got (1, 4, 3) (inv_freq: float32[1, 4, 3]).",
     ),
     "two dimensions for two axes": (
-        lambda: rotate(X, PLANE, positions.Positions(torch.zeros(2, 1, 5), add_index=False),
-                       inv_freq=torch.ones(2, 4)),
+        lambda: rotate(
+            X,
+            PLANE,
+            positions.Positions(torch.zeros(2, 1, 5), add_index=False),
+            inv_freq=torch.ones(2, 4),
+        ),
         ValueError,
         "[rotate] inv_freq must have shape (axes, heads or 1, pairs), here (2, heads or 1, 4), "
         "but got (2, 4) (inv_freq: float32[2, 4]).",
     ),
     "another number of axes": (
-        lambda: rotate(X, PLANE, positions.Positions(torch.zeros(2, 1, 5), add_index=False),
-                       inv_freq=torch.ones(3, 1, 4)),
+        lambda: rotate(
+            X,
+            PLANE,
+            positions.Positions(torch.zeros(2, 1, 5), add_index=False),
+            inv_freq=torch.ones(3, 1, 4),
+        ),
         ValueError,
         "[rotate] inv_freq must have shape (axes, heads or 1, pairs), here (2, heads or 1, 4), "
         "but got (3, 1, 4) (inv_freq: float32[3, 1, 4]).",
@@ -784,7 +798,9 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "[rotate_qk] inv_freq is on meta but q is on cpu.",
     ),
     "out of learned frequencies": (
-        lambda: rotate(X, SPEC, inv_freq=torch.ones(3, requires_grad=True), out=torch.empty(X.shape)),
+        lambda: rotate(
+            X, SPEC, inv_freq=torch.ones(3, requires_grad=True), out=torch.empty(X.shape)
+        ),
         ValueError,
         "[rotate] a result written to out has no gradient, but positions or inv_freq require one; "
         "use torch.no_grad(), or omit out.",
@@ -796,13 +812,16 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "use torch.no_grad(), or omit out.",
     ),
     "a leaf in place": (
-        lambda: rotate_(torch.zeros(2, 4, 5, 8, requires_grad=True), SPEC,
-                        inv_freq=torch.ones(3, requires_grad=True)),
+        lambda: rotate_(
+            torch.zeros(2, 4, 5, 8, requires_grad=True),
+            SPEC,
+            inv_freq=torch.ones(3, requires_grad=True),
+        ),
         ValueError,
         "[rotate_] x is a leaf that requires grad, or a view of one, and cannot be changed in place; "
         "call rotate (x: float32[2, 4, 5, 8]).",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("call, error, text", REFUSED.values(), ids=REFUSED)

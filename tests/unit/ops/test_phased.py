@@ -333,9 +333,11 @@ def test_gradcheck_with_positions_frequencies_gate_and_norm() -> None:
         return rotate(x, spec, at, inv_freq=theta, phases=phases.given(angle))
 
     inputs = (
-        leaf(rows, 2, tokens, 4), leaf(rows, 2, tokens, 2, seed=1), leaf(rows, tokens, seed=2),
+        leaf(rows, 2, tokens, 4),
+        leaf(rows, 2, tokens, 2, seed=1),
+        leaf(rows, tokens, seed=2),
         leaf(2, 2, seed=3),
-    )  # fmt: skip
+    )
     assert gradcheck(turned, inputs, check_forward_ad=True)
     assert gradgradcheck(turned, inputs)
 
@@ -561,10 +563,14 @@ def test_the_raw_operator_refuses_phases_that_do_not_fit(backend: str) -> None:
     rotate_raw = torch.ops.tightrope.rotate
     assert torch.equal(rotate_raw(x, None, own, words, None, 0, options, 1.0)[0], x)
     wrong = (
-        (own.float(), words), (own[0], words), (own[:, :, :4], words), (own[:, :2], words),
-        (own[:1].expand(3, 3, 5, 4), words), (own, words[..., :3]),
+        (own.float(), words),
+        (own[0], words),
+        (own[:, :, :4], words),
+        (own[:, :2], words),
+        (own[:1].expand(3, 3, 5, 4), words),
+        (own, words[..., :3]),
         (torch.zeros(2, 3, 5, 5, dtype=torch.int32), None),
-    )  # fmt: skip
+    )
     own_kernel = compose if backend == "reference" else rotate_raw
     for primary, secondary in wrong:
         with pytest.raises((RuntimeError, IndexError)):

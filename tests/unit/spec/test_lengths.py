@@ -124,12 +124,14 @@ WAYS: dict[str, Callable[[], tuple[positions.PositionsLike, object]]] = {
     "floating offsets": lambda: (positions.per_row((OWN - TAIL).double()), None),
     "padded by lengths": lambda: (positions.left_padded(lengths=OWN, total=6000), None),
     "padded by a mask": lambda: (
-        positions.left_padded(torch.arange(6000) >= 6000 - OWN[:, None]), None
+        positions.left_padded(torch.arange(6000) >= 6000 - OWN[:, None]),
+        None,
     ),
     "padded with ones": lambda: (
         (torch.arange(6000) - (6000 - OWN[:, None])).masked_fill(
             torch.arange(6000) < 6000 - OWN[:, None], 1
-        ), None,
+        ),
+        None,
     ),
     "a list": lambda: (positions.explicit(positions.per_row(OWN - TAIL), TAIL), [3000, 6000]),
     "a tensor": lambda: (positions.per_row(OWN - TAIL), OWN),
@@ -137,7 +139,7 @@ WAYS: dict[str, Callable[[], tuple[positions.PositionsLike, object]]] = {
     "a fractional tensor": lambda: (positions.per_row(OWN - TAIL), OWN.double() - 0.5),
     "numbers of numpy": lambda: (LAST, list(numpy.array(LENGTHS))),
     "an iterator": lambda: (LAST, iter(LENGTHS)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -370,7 +372,7 @@ PACKED: dict[str, positions.PositionsLike] = {
     "ids": torch.cat((torch.arange(5), torch.arange(120))),
     "ids, two tokens first": torch.cat((torch.arange(2), torch.arange(120))),
     "ids, backwards": torch.arange(120).flip(0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -855,43 +857,65 @@ INVALID: dict[str, tuple[Any, type[Exception], str]] = {
     "a dictionary": ({0: 9}, TypeError, "a length must be an int, or one per row, but got {0: 9}."),
     "a set": ({9}, TypeError, "a length must be an int, or one per row, but got {9}."),
     "a float of numpy": (
-        numpy.array(5.0), TypeError, "a length must be an int, or one per row, but got array(5.)."
+        numpy.array(5.0),
+        TypeError,
+        "a length must be an int, or one per row, but got array(5.).",
     ),
     "a bool of numpy": (
-        numpy.array(True), TypeError, "a length must be an int, or one per row, but got array(True)."
+        numpy.array(True),
+        TypeError,
+        "a length must be an int, or one per row, but got array(True).",
     ),
     "nothing of numpy": (
-        numpy.array(None), TypeError,
+        numpy.array(None),
+        TypeError,
         "a length must be an int, or one per row, but got array(None, dtype=object).",
     ),
-    "a negative int of numpy": (numpy.array(-3), ValueError, "a length must not be negative but got -3."),
+    "a negative int of numpy": (
+        numpy.array(-3),
+        ValueError,
+        "a length must not be negative but got -3.",
+    ),
     "a table of numpy": (
-        numpy.ones((2, 2)), TypeError, "a length must be an int, or one per row, but got array([1., 1.])."
+        numpy.ones((2, 2)),
+        TypeError,
+        "a length must be an int, or one per row, but got array([1., 1.]).",
     ),
     "a bool in a list": (
-        [torch.tensor(True)], TypeError, "a length must be an int, or one per row, but got bool[]."
+        [torch.tensor(True)],
+        TypeError,
+        "a length must be an int, or one per row, but got bool[].",
     ),
     "no number in a list": (
-        [torch.tensor(5, device="meta")], TypeError,
+        [torch.tensor(5, device="meta")],
+        TypeError,
         "a length must be an int, or one per row, but got int64[].",
     ),
     "a float": (5.0, TypeError, "a length must be an int, or one per row, but got 5.0."),
     "a bool": (True, TypeError, "a length must be an int, or one per row, but got True."),
     "floats": ([7, 5.5], TypeError, "a length must be an int, or one per row, but got 5.5."),
-    "an object": (object, TypeError, f"a length must be an int, or one per row, but got {object!r}."),
+    "an object": (
+        object,
+        TypeError,
+        f"a length must be an int, or one per row, but got {object!r}.",
+    ),
     "narrow floats": (
-        torch.zeros(2), TypeError, "lengths must be int32, int64 or float64 (seq_len: float32[2])."
+        torch.zeros(2),
+        TypeError,
+        "lengths must be int32, int64 or float64 (seq_len: float32[2]).",
     ),
     "a mask": (
-        torch.ones(2, dtype=torch.bool, device="meta"), TypeError,
+        torch.ones(2, dtype=torch.bool, device="meta"),
+        TypeError,
         "lengths must be int32, int64 or float64 (seq_len: bool[2]).",
     ),
     "a table": (
-        torch.ones(2, 2, dtype=torch.int64), ValueError,
+        torch.ones(2, 2, dtype=torch.int64),
+        ValueError,
         "lengths must have shape (rows,) (seq_len: int64[2, 2]).",
     ),
     "a negative int": (-3, ValueError, "a length must not be negative but got -3."),
-}  # fmt: skip
+}
 
 
 def test_rules_that_do_not_depend_on_the_length_ignore_it() -> None:
@@ -969,39 +993,64 @@ BEYOND = "give the length of the whole sequence"
 PASSED: dict[str, tuple[positions.PositionsLike, Any, str, Any]] = {
     "nothing": (None, 2, "3, the largest position plus 1, but got 2", 3),
     "an offset": (9, 3, "12, the largest position plus 1, but got 3", 12),
-    "an offset, one row of two": (9, [12, 11], "12, the largest position of row 1 plus 1, but got 11", [12, 12]),
+    "an offset, one row of two": (
+        9,
+        [12, 11],
+        "12, the largest position of row 1 plus 1, but got 11",
+        [12, 12],
+    ),
     "a tensor of lengths": (
-        9, torch.tensor([11, 12]), "12, the largest position of row 0 plus 1, but got 11", torch.tensor([12, 12])
+        9,
+        torch.tensor([11, 12]),
+        "12, the largest position of row 0 plus 1, but got 11",
+        torch.tensor([12, 12]),
     ),
     "a long one": (6000, 6002, "6003, the largest position plus 1, but got 6002", 6003),
     "ids": (
-        torch.tensor([9, 11, 10]), 11,
-        "12, the largest position plus 1, but got 11; " + BEYOND + " (positions: int64[1, 1, 3])", 12,
+        torch.tensor([9, 11, 10]),
+        11,
+        "12, the largest position plus 1, but got 11; " + BEYOND + " (positions: int64[1, 1, 3])",
+        12,
     ),
     "ids of rows": (
-        torch.tensor([[0, 1, 2], [0, 11, 1]]), [9, 9],
-        "12, the largest position of row 1 plus 1, but got 9; " + BEYOND + " (positions: int64[1, 2, 3])",
+        torch.tensor([[0, 1, 2], [0, 11, 1]]),
+        [9, 9],
+        "12, the largest position of row 1 plus 1, but got 9; "
+        + BEYOND
+        + " (positions: int64[1, 2, 3])",
         [9, 12],
     ),
     "fractions": (
-        torch.tensor([0.0, 1.0, 11.25]), 12,
-        "13, the largest position plus 1, but got 12; " + BEYOND + " (positions: float32[1, 1, 3])", 13,
+        torch.tensor([0.0, 1.0, 11.25]),
+        12,
+        "13, the largest position plus 1, but got 12; " + BEYOND + " (positions: float32[1, 1, 3])",
+        13,
     ),
     "offsets of rows": (
-        positions.per_row(torch.tensor([9, 0])), 11,
-        "12, the largest position of row 0 plus 1, but got 11; " + BEYOND + " (positions: int64[1, 2, 1])",
+        positions.per_row(torch.tensor([9, 0])),
+        11,
+        "12, the largest position of row 0 plus 1, but got 11; "
+        + BEYOND
+        + " (positions: int64[1, 2, 1])",
         [12, 3],
     ),
     "a pack": (
-        positions.explicit(positions.packed(torch.tensor([0, 1, 3]), torch.tensor([3, 20]))), 21,
-        "22, the largest position plus 1, but got 21; " + BEYOND + " (positions: int64[1, 1, 3])", 22,
+        positions.explicit(positions.packed(torch.tensor([0, 1, 3]), torch.tensor([3, 20]))),
+        21,
+        "22, the largest position plus 1, but got 21; " + BEYOND + " (positions: int64[1, 1, 3])",
+        22,
     ),
     "far ids": (
-        positions.Positions(torch.tensor([[[2**31 - 1] * 3]], dtype=torch.int32), 10, add_index=False), 5,
-        f"{2**31 + 10}, the largest position plus 1, but got 5; " + BEYOND + " (positions: int32[1, 1, 3])",
+        positions.Positions(
+            torch.tensor([[[2**31 - 1] * 3]], dtype=torch.int32), 10, add_index=False
+        ),
+        5,
+        f"{2**31 + 10}, the largest position plus 1, but got 5; "
+        + BEYOND
+        + " (positions: int32[1, 1, 3])",
         2**31 + 10,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", PASSED)

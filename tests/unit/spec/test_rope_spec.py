@@ -181,9 +181,7 @@ RULED: dict[str, RopeSpec] = {
     "ntk": RopeSpec(8, scaling=NTK(8.0)),
     "dynamic": RopeSpec(8, scaling=DynamicNTK(2.0, 100)),
     "yarn": RopeSpec(8, scaling=YaRN(40.0, 4096, mscale=0.707, mscale_all_dim=0.707)),
-    "longrope": RopeSpec(
-        8, scaling=LongRoPE((1.0,) * 4, (1.0, 1.1, 2.0, 32.0), 100, factor=32.0)
-    ),
+    "longrope": RopeSpec(8, scaling=LongRoPE((1.0,) * 4, (1.0, 1.1, 2.0, 32.0), 100, factor=32.0)),
     "llama3": RopeSpec(8, 5e5, scaling=Llama3(8.0, 1.0, 4.0, 8192)),
     "proportional": RopeSpec(8, scaling=Proportional(0.5)),
     "given": RopeSpec(8, scaling=Given((1.0, 1 / 3, -0.1, 7.0))),
@@ -199,7 +197,8 @@ RULED: dict[str, RopeSpec] = {
     "scaled sections": RopeSpec(12, axes=Axes.sections((2, 2, 2), True), scaling=YaRN(4.0, 4096)),
     "dynamic blocks": RopeSpec(16, axes=Axes.blocks((2, 6)), scaling=DynamicNTK(2.0, 100)),
     "longrope sections": RopeSpec(
-        8, axes=Axes.sections((3, 1)),
+        8,
+        axes=Axes.sections((3, 1)),
         scaling=LongRoPE((1.0,) * 4, (1.0, 1.1, 2.0, 32.0), 100, attention_factor=1.5),
     ),
     "fast sections": RopeSpec(8, 1e-3, axes=Axes.sections((2, 2))),
@@ -207,7 +206,7 @@ RULED: dict[str, RopeSpec] = {
         8, axes=Axes.sections((1, 3)), scaling=Given(((1.0, 2.0, 3.0, 4.0), (0.1, 0.2, 0.3, 0.4)))
     ),
     "no pairs": RopeSpec(8, rotary_dim=0, axes=Axes(3, ())),
-}  # fmt: skip
+}
 
 
 def rows_of(spec: RopeSpec, dim: int, length: int | None) -> list[list[Any]]:

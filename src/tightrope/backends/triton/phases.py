@@ -86,9 +86,12 @@ def _run(
         with torch.accelerator.device_index(index):
             return _run(kind, x, start, reset, dtype)
     key = (
-        kind, dtype, _key(x), None if start is None else _key(start),
+        kind,
+        dtype,
+        _key(x),
+        None if start is None else _key(start),
         None if reset is None else _key(reset),
-    )  # fmt: skip
+    )
     plan = _plans.get(key, _UNKNOWN)
     if plan is _UNKNOWN:
         if len(_plans) >= _MOST:

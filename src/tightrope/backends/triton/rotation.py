@@ -99,13 +99,26 @@ def run(
             where |= address(out)
     words_at = address(primary)
     key = (
-        options, q.shape, q.stride(), q.dtype, index, where % ACCESS, whose, amplitude, eps, key_of_k,
-        primary.shape, primary.stride(), primary.dtype, words_at % ACCESS, primary.get_device(),
+        options,
+        q.shape,
+        q.stride(),
+        q.dtype,
+        index,
+        where % ACCESS,
+        whose,
+        amplitude,
+        eps,
+        key_of_k,
+        primary.shape,
+        primary.stride(),
+        primary.dtype,
+        words_at % ACCESS,
+        primary.get_device(),
         None if secondary is None else _key(secondary),
         None if positions is None else _key(positions),
         tuple(map(_key, extras)),
         tuple(map(_key, outs)) if whose == GIVEN else None,
-    )  # fmt: skip
+    )
     plan = _plans.get(key, _UNKNOWN)
     if plan is _UNKNOWN:
         if len(_plans) >= _MOST:
@@ -126,9 +139,14 @@ def run(
         tensors = (q_at, k_at, q_at, k_at, words_at, handle_of(secondary), handle_of(positions))
     else:
         tensors = (
-            q_at, k_at, out_q.data_ptr(), handle_of(out_k), words_at, handle_of(secondary),
+            q_at,
+            k_at,
+            out_q.data_ptr(),
+            handle_of(out_k),
+            words_at,
+            handle_of(secondary),
             handle_of(positions),
-        )  # fmt: skip
+        )
     plan.launches[0].run(*tensors, offset, *_CARRIES_NOTHING, *plan.fixed)
     return []
 

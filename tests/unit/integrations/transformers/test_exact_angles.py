@@ -40,14 +40,20 @@ ROPES: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_type": "dynamic", "factor": 10.0},
     "yarn": {"rope_type": "yarn", "factor": 10.0, "original_max_position_embeddings": 16},
     "llama3": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16,
     },
     "longrope": {
-        "rope_type": "longrope", "original_max_position_embeddings": 32, "factor": 2.0,
-        "short_factor": [1.0] * PAIRS, "long_factor": [2.0 + k for k in range(PAIRS)],
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 32,
+        "factor": 2.0,
+        "short_factor": [1.0] * PAIRS,
+        "long_factor": [2.0 + k for k in range(PAIRS)],
     },
-}  # fmt: skip
+}
 MODES = ("model", "exact", "library", "library, exact")
 
 

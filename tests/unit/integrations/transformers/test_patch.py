@@ -615,9 +615,7 @@ def test_exact_angles_are_those_that_the_model_has_now(
     elif what == "attention_scaling":
         rotary.attention_scaling = 0.5
     else:  # the module reads its config only when it is constructed
-        llama.config.rope_parameters = {
-            "rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0
-        }  # fmt: skip
+        llama.config.rope_parameters = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
     before = llama(**inputs).logits
     report = patch(llama, angles="exact")
     assert not report.left

@@ -204,11 +204,23 @@ def half_precision_results(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: in
 
 
 WRONG = (
-    with_position_zero_wrong, with_one_row_for_all, with_first_head_only, with_k_the_other_way,
-    with_q_interleaved, with_a_scale, with_a_clamp, with_detached_keys, with_a_wrong_gradient,
-    with_noise, in_place, long_sequences_differ, tables_swapped_halves, tiled_tables_of_pairs, coarse,
+    with_position_zero_wrong,
+    with_one_row_for_all,
+    with_first_head_only,
+    with_k_the_other_way,
+    with_q_interleaved,
+    with_a_scale,
+    with_a_clamp,
+    with_detached_keys,
+    with_a_wrong_gradient,
+    with_noise,
+    in_place,
+    long_sequences_differ,
+    tables_swapped_halves,
+    tiled_tables_of_pairs,
+    coarse,
     half_precision_results,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("function", WRONG, ids=lambda f: f.__name__)

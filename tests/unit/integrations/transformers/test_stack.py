@@ -23,12 +23,19 @@ pytestmark = pytest.mark.usefixtures("recognised_once")
 DIM, F32, BF16 = 16, torch.float32, torch.bfloat16
 IDS = torch.tensor([[0, 1, 5, 63, 900, 4095, 100_000]])
 YARN = {
-    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},

@@ -31,9 +31,14 @@ def place_of(positions, tile, POSITIONS: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def factor(
-    gate, FIRST: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    KIND: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    gate,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """P, or 1 / P for an inverse call, of channels FIRST, FIRST + STEP, …: [tokens, BLOCK].
 
     Args:

@@ -43,9 +43,15 @@ def narrow(x, dtype: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def load_segment(
-    x, at, channel, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    x,
+    at,
+    channel,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Load channels [FIRST, FIRST + SIZE), padded with 0: [tokens, BLOCK]."""
     index = tl.arange(0, BLOCK)[None, :]
     there = index < SIZE
@@ -61,9 +67,17 @@ def load_segment(
 
 @triton.jit
 def store_segment(
-    x, at, inside, channel, value, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    UNIT: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
+    x,
+    at,
+    inside,
+    channel,
+    value,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    BITS: tl.constexpr,
+):
     """Store channels [FIRST, FIRST + SIZE); the inverse of `load_segment`."""
     index = tl.arange(0, BLOCK)[None, :]
     mask = inside
@@ -77,9 +91,14 @@ def store_segment(
 
 @triton.jit
 def load_pairs(
-    x, at, channel, HEAD: tl.constexpr, TOKENS: tl.constexpr, UNIT: tl.constexpr,
+    x,
+    at,
+    channel,
+    HEAD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    UNIT: tl.constexpr,
     WIDE: tl.constexpr,
-):  # fmt: skip
+):
     """Load the first and second members of the pairs; interleaved pairs are split in registers."""
     START: tl.constexpr = HEAD.START
     PAIRS: tl.constexpr = HEAD.PAIRS
@@ -95,9 +114,17 @@ def load_pairs(
 
 @triton.jit
 def store_pairs(
-    x, at, inside, channel, u, v, HEAD: tl.constexpr, TOKENS: tl.constexpr, UNIT: tl.constexpr,
+    x,
+    at,
+    inside,
+    channel,
+    u,
+    v,
+    HEAD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    UNIT: tl.constexpr,
     BITS: tl.constexpr,
-):  # fmt: skip
+):
     """Store the members of the pairs; the inverse of `load_pairs`."""
     START: tl.constexpr = HEAD.START
     PAIRS: tl.constexpr = HEAD.PAIRS

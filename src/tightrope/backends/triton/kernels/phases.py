@@ -75,9 +75,20 @@ def marked(word, lost, BITS: tl.constexpr):
 
 @triton.jit
 def _add(
-    x, out, place, total, lost, some, reset, row, walk, steps, mask, KIND: tl.constexpr,
+    x,
+    out,
+    place,
+    total,
+    lost,
+    some,
+    reset,
+    row,
+    walk,
+    steps,
+    mask,
+    KIND: tl.constexpr,
     COUNT: tl.constexpr,
-):  # fmt: skip
+):
     """Add up the next `COUNT` tokens of each lane and store their results; return what has changed."""
     x_step, out_step, reset_steps = steps
     values = ()
@@ -115,9 +126,23 @@ def _add(
 
 @triton.jit
 def add_tokens(
-    x, start, reset, before, out, last, totals, restarts, walk, x_steps, start_steps, reset_steps,
-    out_steps, KIND: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
+    x,
+    start,
+    reset,
+    before,
+    out,
+    last,
+    totals,
+    restarts,
+    walk,
+    x_steps,
+    start_steps,
+    reset_steps,
+    out_steps,
+    KIND: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
     """Store the phases of chunks of tokens, or the gradients of their increments, or sums of chunks.
 
     Args:

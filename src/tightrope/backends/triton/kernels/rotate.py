@@ -23,9 +23,15 @@ from .heads import load_pairs, load_segment, rounded, store_pairs, store_segment
 
 @triton.jit
 def load_head(
-    x, at, channel, HEAD: tl.constexpr, TOKENS: tl.constexpr, REST: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    x,
+    at,
+    channel,
+    HEAD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    REST: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Load the tiles of a head: both members of its pairs, and the channels before and after them."""
     START: tl.constexpr = HEAD.START
     END: tl.constexpr = HEAD.START + 2 * HEAD.PAIRS
@@ -138,9 +144,15 @@ def finish_head(
     if ACT != 0 and DIRECTION == 1:
         # Load this early, so that it does not wait for the rotation of the gradients.
         xu, xv, xf, xb = load_head(
-            operand.input, places.input, steps.input.channel, HEAD, HEAD.BLOCK_T, True,
-            KIND.INPUT_VECTOR > 0, HEAD.WIDE,
-        )  # fmt: skip
+            operand.input,
+            places.input,
+            steps.input.channel,
+            HEAD,
+            HEAD.BLOCK_T,
+            True,
+            KIND.INPUT_VECTOR > 0,
+            HEAD.WIDE,
+        )
     if ACT == RMS_NORM:
         # The weights of this head, loaded as a tile of one token.
         wu, wv, wf, wb = load_head(operand.norm, places.norm, 1, HEAD, 1, True, True, False)
@@ -209,19 +221,43 @@ def finish_head(
             if HAS_BACK:
                 back = back * slope(xb, ACT)
     store_pairs(
-        operand.out, places.out, inside, steps.out.channel, u, v, HEAD, HEAD.BLOCK_T, HEAD.UNIT,
+        operand.out,
+        places.out,
+        inside,
+        steps.out.channel,
+        u,
+        v,
+        HEAD,
+        HEAD.BLOCK_T,
+        HEAD.UNIT,
         KIND.BITS,
-    )  # fmt: skip
+    )
     if KIND.REST and HAS_FRONT:
         store_segment(
-            operand.out, places.out, inside, steps.out.channel, front, 0, HEAD.START, HEAD.BLOCK_F,
-            HEAD.UNIT, KIND.BITS,
-        )  # fmt: skip
+            operand.out,
+            places.out,
+            inside,
+            steps.out.channel,
+            front,
+            0,
+            HEAD.START,
+            HEAD.BLOCK_F,
+            HEAD.UNIT,
+            KIND.BITS,
+        )
     if KIND.REST and HAS_BACK:
         store_segment(
-            operand.out, places.out, inside, steps.out.channel, back, END, BEHIND, HEAD.BLOCK_B,
-            HEAD.UNIT, KIND.BITS,
-        )  # fmt: skip
+            operand.out,
+            places.out,
+            inside,
+            steps.out.channel,
+            back,
+            END,
+            BEHIND,
+            HEAD.BLOCK_B,
+            HEAD.UNIT,
+            KIND.BITS,
+        )
     return by_weight
 
 
@@ -236,14 +272,10 @@ def store_sums(tiles, inside, partial, at, HEAD: tl.constexpr):
     store_pairs(partial, at, here, 1, u, v, HEAD, 1, True, False)
     if HEAD.START > 0:
         front = _over_tokens(tl.where(inside, front, 0.0))
-        store_segment(
-            partial, at, here, 1, front, 0, HEAD.START, HEAD.BLOCK_F, True, False
-        )  # fmt: skip
+        store_segment(partial, at, here, 1, front, 0, HEAD.START, HEAD.BLOCK_F, True, False)
     if END < HEAD.DIM:
         back = _over_tokens(tl.where(inside, back, 0.0))
-        store_segment(
-            partial, at, here, 1, back, END, HEAD.DIM - END, HEAD.BLOCK_B, True, False
-        )  # fmt: skip
+        store_segment(partial, at, here, 1, back, END, HEAD.DIM - END, HEAD.BLOCK_B, True, False)
 
 
 @triton.jit
@@ -253,9 +285,21 @@ def _over_tokens(x):
 
 @triton.jit
 def _turn_heads(
-    first, last, operand, angles, tile, own, sum_at, shared, high, low, eps, HEAD: tl.constexpr,
-    ANGLES: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
+    first,
+    last,
+    operand,
+    angles,
+    tile,
+    own,
+    sum_at,
+    shared,
+    high,
+    low,
+    eps,
+    HEAD: tl.constexpr,
+    ANGLES: tl.constexpr,
+    KIND: tl.constexpr,
+):
     """Rotate heads [first, last) of one operand.
 
     Gradients of norm weights are summed over the tokens and stored in `partial`, in float32: one sum for
@@ -299,17 +343,29 @@ def _turn_heads(
         if ANGLES.HEADS:
             by = _angles(operand.x, angles, tile, head, HEAD, ANGLES, KIND)
         tiles = load_head(
-            operand.x, at + head * steps.x.head * VECTOR, steps.x.channel, HEAD, HEAD.BLOCK_T,
-            KIND.REST, HEAD.UNIT, HEAD.WIDE,
-        )  # fmt: skip
+            operand.x,
+            at + head * steps.x.head * VECTOR,
+            steps.x.channel,
+            HEAD,
+            HEAD.BLOCK_T,
+            KIND.REST,
+            HEAD.UNIT,
+            HEAD.WIDE,
+        )
         if KIND.TOGETHER == 2:
             # The last head of an odd number is loaded twice and stored once: with a mask, the second
             # load would wait for the arithmetic of the first.
             step = tl.where(last - head > 1, steps.x.head * VECTOR, 0)
             tiles2 = load_head(
-                operand.x, at + head * steps.x.head * VECTOR + step, steps.x.channel, HEAD,
-                HEAD.BLOCK_T, KIND.REST, HEAD.UNIT, HEAD.WIDE,
-            )  # fmt: skip
+                operand.x,
+                at + head * steps.x.head * VECTOR + step,
+                steps.x.channel,
+                HEAD,
+                HEAD.BLOCK_T,
+                KIND.REST,
+                HEAD.UNIT,
+                HEAD.WIDE,
+            )
             # row * 0 makes the condition a tile: the interpreter would turn the result of a tile and a
             # scalar bool into integers.
             both = (tile.inside & (row * 0 + (last - head) > 1))[:, None]
@@ -324,9 +380,7 @@ def _turn_heads(
             norm_at = head * steps.norm * HEAD.DIM
         places = Places(out_at + head * steps.out.head * VECTOR, norm_at, of_input)
         gate = Gate(operand.gate, own_gate, gate_channel, high, low)
-        sums = finish_head(
-            tiles, by, operand, places, gate, there, eps, HEAD, KIND
-        )  # fmt: skip
+        sums = finish_head(tiles, by, operand, places, gate, there, eps, HEAD, KIND)
         if KIND.TOGETHER == 2:
             # TOGETHER is 2 only without activation and gate, so the norm and the input are not used.
             places2 = Places(out_at + (head + 1) * steps.out.head * VECTOR, 0, input_at)
@@ -347,9 +401,7 @@ def _turn_heads(
 
 
 @triton.jit
-def _angles(
-    x, angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr, KIND: tl.constexpr
-):  # fmt: skip
+def _angles(x, angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr, KIND: tl.constexpr):
     """The Turn of the tokens, times the amplitude; a negative sine factor rotates backwards."""
     cosine = angles.amplitude.cosine
     sine = angles.amplitude.sine
@@ -390,10 +442,26 @@ def rows_of(start, index, tokens, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def rotate(
-    q, k, out_q, out_k, primary, secondary, positions, offset, carries, extent, position_steps,
-    angle_steps, q_steps, k_steps, amplitude, eps,
-    HEAD: tl.constexpr, ANGLES: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    out_q,
+    out_k,
+    primary,
+    secondary,
+    positions,
+    offset,
+    carries,
+    extent,
+    position_steps,
+    angle_steps,
+    q_steps,
+    k_steps,
+    amplitude,
+    eps,
+    HEAD: tl.constexpr,
+    ANGLES: tl.constexpr,
+    KIND: tl.constexpr,
+):
     """Rotate q, and k unless it is None.
 
     Args:
@@ -412,9 +480,7 @@ def rotate(
         start = (own + carries.first_tile) * BLOCK
     index = tl.arange(0, BLOCK)
     inside = start + index < extent.count
-    row, token = rows_of(
-        start, tl.minimum(index, extent.count - 1 - start), extent.tokens, BLOCK
-    )  # fmt: skip
+    row, token = rows_of(start, tl.minimum(index, extent.count - 1 - start), extent.tokens, BLOCK)
     tile = Tile(row, token, inside)
     places = Positions(positions, offset, position_steps)
     angles = Angles(primary, secondary, angle_steps, amplitude, places)
@@ -429,14 +495,38 @@ def rotate(
         q, out_q, carries.norm_q, carries.gate_q, carries.input_q, carries.partial_q, q_steps
     )
     _turn_heads(
-        first, tl.minimum(first + extent.chunk, q_steps.heads), of_q, angles, tile, own, sum_at,
-        shared, high, low, eps, HEAD, ANGLES, KIND,
-    )  # fmt: skip
+        first,
+        tl.minimum(first + extent.chunk, q_steps.heads),
+        of_q,
+        angles,
+        tile,
+        own,
+        sum_at,
+        shared,
+        high,
+        low,
+        eps,
+        HEAD,
+        ANGLES,
+        KIND,
+    )
     if k is not None:
         of_k = Operand(
             k, out_k, carries.norm_k, carries.gate_k, carries.input_k, carries.partial_k, k_steps
         )
         _turn_heads(
-            first, tl.minimum(first + extent.chunk, k_steps.heads), of_k, angles, tile, own,
-            sum_at, shared, high, low, eps, HEAD, ANGLES, KIND,
-        )  # fmt: skip
+            first,
+            tl.minimum(first + extent.chunk, k_steps.heads),
+            of_k,
+            angles,
+            tile,
+            own,
+            sum_at,
+            shared,
+            high,
+            low,
+            eps,
+            HEAD,
+            ANGLES,
+            KIND,
+        )

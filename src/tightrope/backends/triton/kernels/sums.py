@@ -38,9 +38,18 @@ def _tile(tiling, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def _angle_heads(
-    high, low, first, last, y, grad, tile, y_steps, grad_steps, HEAD: tl.constexpr,
+    high,
+    low,
+    first,
+    last,
+    y,
+    grad,
+    tile,
+    y_steps,
+    grad_steps,
+    HEAD: tl.constexpr,
     VECTOR: tl.constexpr,
-):  # fmt: skip
+):
     """Add u·dv − v·du over heads [first, last) of one operand, for each pair (u, v)."""
     row = tile.row
     token = tile.token
@@ -48,23 +57,53 @@ def _angle_heads(
     grad_at = ((row * grad_steps.row + token * grad_steps.token) * VECTOR)[:, None]
     for head in range(first, last):
         u, v = load_pairs(
-            y, at + head * y_steps.head * VECTOR, y_steps.channel, HEAD, HEAD.BLOCK_T, HEAD.UNIT,
+            y,
+            at + head * y_steps.head * VECTOR,
+            y_steps.channel,
+            HEAD,
+            HEAD.BLOCK_T,
+            HEAD.UNIT,
             HEAD.WIDE,
-        )  # fmt: skip
+        )
         du, dv = load_pairs(
-            grad, grad_at + head * grad_steps.head * VECTOR, grad_steps.channel, HEAD, HEAD.BLOCK_T,
-            HEAD.UNIT, HEAD.WIDE,
-        )  # fmt: skip
+            grad,
+            grad_at + head * grad_steps.head * VECTOR,
+            grad_steps.channel,
+            HEAD,
+            HEAD.BLOCK_T,
+            HEAD.UNIT,
+            HEAD.WIDE,
+        )
         high, low = _add(high, low, tl.fma(u, dv, -(v * du)))
     return high, low
 
 
 @triton.jit
 def add_angles(
-    y, z, grad_y, grad_z, primary, secondary, positions, offset, by_position, by_frequency, tiling,
-    position_steps, angle_steps, y_heads, z_heads, y_steps, grad_y_steps, z_steps, grad_z_steps,
-    sign, HEAD: tl.constexpr, ANGLES: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
+    y,
+    z,
+    grad_y,
+    grad_z,
+    primary,
+    secondary,
+    positions,
+    offset,
+    by_position,
+    by_frequency,
+    tiling,
+    position_steps,
+    angle_steps,
+    y_heads,
+    z_heads,
+    y_steps,
+    grad_y_steps,
+    z_steps,
+    grad_z_steps,
+    sign,
+    HEAD: tl.constexpr,
+    ANGLES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
     """Sum the gradients of angles over a tile of tokens, and over all heads that share their angles.
 
     Args:
@@ -126,9 +165,12 @@ def add_angles(
             tl.store(by_position + to[:, None], add_up(total * omega), mask=inside[:, None])
         if by_frequency is not None:
             whole, fraction, lost = position_of(
-                Positions(positions, offset, position_steps), axis, tile.row, tile.token,
+                Positions(positions, offset, position_steps),
+                axis,
+                tile.row,
+                tile.token,
                 ANGLES.POSITIONS,
-            )  # fmt: skip
+            )
             place = whole.to(total.dtype) + fraction.to(total.dtype) * (1.0 / HALF_RANGE)
             if ANGLES.POSITIONS == 2:
                 place = tl.where(lost & inside, float("nan"), place)
@@ -140,12 +182,28 @@ def add_angles(
 
 @triton.jit
 def add_gates(
-    y, grad, positions, offset, sums, tiling, heads, position_steps, y_steps, grad_steps,
-    HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr,
-    VECTOR: tl.constexpr, POSITIONS: tl.constexpr, SLOPES: tl.constexpr,
-    OVER_HEADS: tl.constexpr, OVER_TOKENS: tl.constexpr, OVER_CHANNELS: tl.constexpr,
+    y,
+    grad,
+    positions,
+    offset,
+    sums,
+    tiling,
+    heads,
+    position_steps,
+    y_steps,
+    grad_steps,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    SLOPES: tl.constexpr,
+    OVER_HEADS: tl.constexpr,
+    OVER_TOKENS: tl.constexpr,
+    OVER_CHANNELS: tl.constexpr,
     WIDE: tl.constexpr,
-):  # fmt: skip
+):
     """Sum y·dy, or position·y·dy for slopes, over a tile of tokens, for one head or over all heads.
 
     Args:
@@ -171,9 +229,15 @@ def add_gates(
             y, at + head * y_steps.head * VECTOR, y_steps.channel, 0, HEAD_DIM, BLOCK_D, UNIT, WIDE
         )
         by_value = load_segment(
-            grad, grad_at + head * grad_steps.head * VECTOR, grad_steps.channel, 0, HEAD_DIM,
-            BLOCK_D, UNIT, WIDE,
-        )  # fmt: skip
+            grad,
+            grad_at + head * grad_steps.head * VECTOR,
+            grad_steps.channel,
+            0,
+            HEAD_DIM,
+            BLOCK_D,
+            UNIT,
+            WIDE,
+        )
         high, low = _add(high, low, value * by_value)
     total = high + low
     if SLOPES:
