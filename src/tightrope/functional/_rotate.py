@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TypeAlias, TypeVar, cast
 
@@ -10,7 +11,7 @@ import torch
 from .._errors import bad_type, bad_value, describe, public
 from ..activations import Act, ActLike
 from ..gates import Gate
-from ..ops.build import Request, stages_of
+from ..ops.build import Request, Stages, stages_of
 from ..ops.checks import RoundingLike
 from ..ops.phased import PhasesLike
 from ..ops.run import run_quick
@@ -102,33 +103,12 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
     >>> rotate(q, RopeSpec(head_dim=64)).shape
     torch.Size([2, 8, 16, 64])
     """
+    verb, outs = ("new", ()) if out is None else ("out", (out,))
     stages = stages_of(act, gate, 1)
-    bare = inv_freq is None and seq_len is None and out is None
-    if bare and backend is None:
-        found = run_quick(
-            _X, "new", spec, positions, x, None, layout, inverse, stages, rounding, phases
-        )
-        if found is not None:
-            return found[0]
-    request = Request(
-        _X,
-        x,
-        None,
-        spec,
-        positions,
-        layout,
-        inverse,
-        inv_freq,
-        seq_len,
-        stages,
-        "new" if out is None else "out",
-        () if out is None else (out,),
-        backend,
-        rounding=rounding,
-        phases=phases,
-    )
-    (y,) = perform(request)
-    return y
+    return _call(
+        *(_X, verb, x, None, spec, positions, layout, inverse),
+        *(stages, rounding, phases, inv_freq, seq_len, outs, backend),
+    )[0]
 
 
 @public("rotate_")
@@ -166,33 +146,10 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
     True
     """
     stages = stages_of(act, gate, 1)
-    bare = inv_freq is None and seq_len is None
-    if bare and backend is None:
-        if (
-            run_quick(
-                _X, "in place", spec, positions, x, None, layout, inverse, stages, rounding, phases
-            )
-            is not None
-        ):
-            return x
-    request = Request(
-        _X,
-        x,
-        None,
-        spec,
-        positions,
-        layout,
-        inverse,
-        inv_freq,
-        seq_len,
-        stages,
-        "in place",
-        (),
-        backend,
-        rounding=rounding,
-        phases=phases,
+    _call(
+        *(_X, "in place", x, None, spec, positions, layout, inverse),
+        *(stages, rounding, phases, inv_freq, seq_len, (), backend),
     )
-    perform(request)
     return x
 
 
@@ -234,32 +191,12 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
     >>> q, k = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64)
     >>> q, k = rotate_qk(q, k, RopeSpec(head_dim=64))
     """
+    verb, outs = ("new", ()) if out is None else ("out", _outs(out))
     stages = stages_of(act, gate)
-    bare = inv_freq is None and seq_len is None and out is None
-    if bare and backend is None:
-        found = run_quick(
-            _QK, "new", spec, positions, q, k, layout, inverse, stages, rounding, phases
-        )
-        if found is not None:
-            return found[0], cast(_K, None if k is None else found[1])
-    request = Request(
-        _QK,
-        q,
-        k,
-        spec,
-        positions,
-        layout,
-        inverse,
-        inv_freq,
-        seq_len,
-        stages,
-        "new" if out is None else "out",
-        () if out is None else _outs(out),
-        backend,
-        rounding=rounding,
-        phases=phases,
+    ys = _call(
+        *(_QK, verb, q, k, spec, positions, layout, inverse),
+        *(stages, rounding, phases, inv_freq, seq_len, outs, backend),
     )
-    ys = perform(request)
     return ys[0], cast(_K, None if k is None else ys[1])
 
 
@@ -306,34 +243,58 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each option)
     >>> q, k = rotate_qk_(qkv[:, :, :8], qkv[:, :, 8:16], RopeSpec(head_dim=64), layout="bshd")
     """
     stages = stages_of(act, gate)
-    bare = inv_freq is None and seq_len is None
-    if bare and backend is None:
-        if (
-            run_quick(
-                _QK, "in place", spec, positions, q, k, layout, inverse, stages, rounding, phases
-            )
-            is not None
-        ):
-            return q, k
-    request = Request(
-        _QK,
-        q,
-        k,
-        spec,
-        positions,
-        layout,
-        inverse,
-        inv_freq,
-        seq_len,
-        stages,
-        "in place",
-        (),
-        backend,
-        rounding=rounding,
-        phases=phases,
+    _call(
+        *(_QK, "in place", q, k, spec, positions, layout, inverse),
+        *(stages, rounding, phases, inv_freq, seq_len, (), backend),
     )
-    perform(request)
     return q, k
+
+
+def _call(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a decoded token time)
+    names: Sequence[str],
+    verb: str,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    spec: RopeSpec | PreparedRotation,
+    positions: PositionsLike,
+    layout: str,
+    inverse: bool,
+    stages: Stages | None = None,
+    rounding: RoundingLike | None = None,
+    phases: PhasesLike = None,
+    inv_freq: torch.Tensor | None = None,
+    seq_len: SeqLen = None,
+    outs: Sequence[torch.Tensor] = (),
+    backend: str | None = None,
+    wider: bool = False,
+) -> Sequence[torch.Tensor]:
+    """Rotate by the fast path if it can be taken, else by building the call; see :class:`Request`."""
+    if verb != "out" and inv_freq is None and seq_len is None and backend is None:
+        found = run_quick(
+            names, verb, spec, positions, q, k, layout, inverse, stages, rounding, phases
+        )
+        if found is not None:
+            return found
+    return perform(
+        Request(
+            names,
+            q,
+            k,
+            spec,
+            positions,
+            layout,
+            inverse,
+            inv_freq,
+            seq_len,
+            stages,
+            verb,
+            outs,
+            backend,
+            wider,
+            rounding,
+            phases,
+        )
+    )
 
 
 @public("rotary_pos_embedding")
@@ -385,7 +346,7 @@ def rotary_pos_embedding(
     # All leading dimensions share the positions, so any of them can act as rows and heads.
     layout = _BY_LEAD[min(len(lead), 2)]
     x = input_.flatten(0, len(lead) - 2) if len(lead) > 2 else input_
-    y = _rotated(("input_",), x, spec, position_ids, layout, False, rounding)
+    (y,) = _call(("input_",), "new", x, None, spec, position_ids, layout, False, rounding=rounding)
     return y.reshape(input_.shape) if len(lead) > 2 else y
 
 
@@ -416,21 +377,6 @@ def rotate_first(
     >>> rotate_first(torch.ones(3, 8), RopeSpec(4), 1, layout="sd", inverse=False)[0, 4:]
     tensor([1., 1., 1., 1.])
     """
-    return _rotated(_X, x, spec, positions, layout, inverse, rounding)
-
-
-def _rotated(
-    names: tuple[str],
-    x: torch.Tensor,
-    spec: RopeSpec,
-    positions: PositionsLike,
-    layout: str,
-    inverse: bool,
-    rounding: RoundingLike,
-) -> torch.Tensor:
-    found = run_quick(names, "new", spec, positions, x, None, layout, inverse, None, rounding)
-    if found is None:
-        found = perform(
-            Request(names, x, None, spec, positions, layout, inverse, wider=True, rounding=rounding)
-        )
-    return found[0]
+    return _call(
+        _X, "new", x, None, spec, positions, layout, inverse, rounding=rounding, wider=True
+    )[0]
