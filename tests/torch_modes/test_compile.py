@@ -5,12 +5,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.support import helpers
 from tests.support.matrix import INDUCTOR
 from tests.support.tolerances import assert_near
 from tightrope import RopeSpec, nn, positions
+from tightrope.frequencies import DynamicNTK, LongRoPE, Rule
 from tightrope.functional import (
     rotary_pos_embedding,
     rotate,
@@ -156,6 +158,37 @@ def test_one_compiled_function_takes_any_spec() -> None:
     for spec in (*specs, *specs):
         x = noise(1, 2, 5, 8)
         assert torch.equal(compiled(x, spec), rotate(x, spec, 9))
+
+
+@pytest.mark.parametrize("rule", [None, DynamicNTK(2.0, 4), LongRoPE([1.0] * 3, [2.0] * 3, 4, 8.0)])
+@pytest.mark.parametrize("used", [False, True])
+def test_equal_specs_share_the_constants_of_a_graph(used: bool, rule: Rule | None) -> None:
+    """Nothing is copied from the host in a call, also if compiled code is the first to use a spec."""
+    base = 4321.0 + used
+    specs = [RopeSpec(8, base, rotary_dim=6, start=1, scaling=rule) for _ in range(4)]
+    other = RopeSpec(8, base / 2, rotary_dim=6, start=1, scaling=rule)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        graphs.append(graph.graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    def layers(q: torch.Tensor, offset: int) -> torch.Tensor:
+        for spec in [*specs, other]:
+            q = rotate(q, spec, offset)
+        return q
+
+    q = noise(1, 2, 3, 8)
+    if used:
+        layers(q, 0)
+    compiled = torch.compile(layers, fullgraph=True, backend=backend, dynamic=True)
+    for offset in (2, 3, 9):
+        assert torch.equal(compiled(q, offset), layers(q, offset))
+    (graph,) = graphs
+    constants = [node.target for node in graph.nodes if node.op == "get_attr"]
+    each = {None: 1, DynamicNTK: 3, LongRoPE: 2}[None if rule is None else type(rule)]
+    assert len(set(constants)) == 2 * each  # of the equal specs, and of the other
+    assert torch.tensor not in [node.target for node in graph.nodes]
 
 
 @pytest.mark.parametrize("strict", [False, True])

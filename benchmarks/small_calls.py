@@ -1,0 +1,99 @@
+"""Time of one decoded token by a plain call with a spec, beside that of a prepared rotation.
+
+OMP_NUM_THREADS=1 python -m benchmarks.small_calls --out RESULTS.json
+
+In place, 32 heads of q and 8 of k, 128 channels, float32, so that almost all the time is that of Python and of the
+dispatcher. Each ratio is one of medians in one run, whose calls alternate in random order; three runs give its range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tightrope import RopeSpec, positions, rotate, rotate_qk_
+from tightrope.environment import read_environment
+from tightrope.frequencies import DynamicNTK
+from tightrope.functional import rotary_pos_embedding
+
+from .pages import written
+from .speed.method import Call, medians
+
+# Each call, and the call whose time it is divided by.
+RATIOS = {
+    "an offset": "prepared, an offset",
+    "ids": "prepared, ids",
+    "ids of rows": "prepared, ids",
+    "rotary_pos_embedding": "rotate",
+    "dynamic NTK, a new length": "an offset",
+    "dynamic NTK, the same length": "an offset",
+    "dynamic NTK, 32 rows": "32 rows",
+}
+
+
+def calls() -> dict[str, Call]:
+    """Return the calls by name."""
+    spec, whole = RopeSpec(128), RopeSpec(64, interleaved=True)
+    dynamic = RopeSpec(128, scaling=DynamicNTK(2.0, 4096))
+    q, k = (torch.randn(1, heads, 1, 128) for heads in (32, 8))
+    rows = [torch.randn(32, heads, 1, 128) for heads in (32, 8)]
+    x, ids = torch.randn(2, 12, 8, 64), torch.tensor([17])
+    by_row = ids[None]
+    prepared, by_ids = spec.at(17), spec.at(ids)
+    offsets, lengths = positions.per_row(torch.arange(5000, 5032)), itertools.count(5000)
+    return {
+        "prepared, an offset": lambda: rotate_qk_(q, k, prepared),
+        "prepared, ids": lambda: rotate_qk_(q, k, by_ids),
+        "an offset": lambda: rotate_qk_(q, k, spec, 17),
+        "ids": lambda: rotate_qk_(q, k, spec, ids),
+        "ids of rows": lambda: rotate_qk_(q, k, spec, by_row),
+        "rotate": lambda: rotate(x, whole),
+        "rotary_pos_embedding": lambda: rotary_pos_embedding(x),
+        "dynamic NTK, a new length": lambda: rotate_qk_(q, k, dynamic, next(lengths)),
+        "dynamic NTK, the same length": lambda: rotate_qk_(q, k, dynamic, 5000),
+        "32 rows": lambda: rotate_qk_(*rows, spec, offsets),
+        "dynamic NTK, 32 rows": lambda: rotate_qk_(*rows, dynamic, offsets),
+    }
+
+
+def measure(rounds: int, runs: int) -> list[dict[str, Any]]:
+    """Return each ratio, sorted by size over the runs, and the microseconds of the first run."""
+    every = calls()
+    times = [
+        medians(every, cold=False, rounds=rounds, rng=random.Random(run)) for run in range(runs)
+    ]
+    return [
+        {
+            "call": name,
+            "over": other,
+            "ratio": sorted(round(time[name] / time[other], 2) for time in times),
+            "microseconds": round(1e6 * times[0][name], 1),
+        }
+        for name, other in RATIOS.items()
+    ]
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--runs", type=int, default=3)
+    options = parser.parse_args()
+    found = measure(options.rounds, options.runs)
+    for case in found:
+        low, *_, high = case["ratio"]
+        print(f"{case['call']}: {low} to {high} times {case['over']}, {case['microseconds']} µs")
+    if options.out:
+        results = {"environment": asdict(read_environment()), "ratios": found}
+        options.out.write_text(written(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
