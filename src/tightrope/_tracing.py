@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,8 +14,9 @@ from torch.autograd import forward_ad
 T = TypeVar("T")
 
 # A value in a form that Dynamo can pass to a function whose result it treats as a constant, which takes
-# strings and tuples, but before torch 2.12 no frozen dataclass: its pickle in hexadecimal digits, or, for a
-# value that was made inside the compiled function, its class and fields. None stands for itself.
+# strings and tuples, but before torch 2.12 no frozen dataclass: the number of its class and its pickle in
+# hexadecimal digits, or, for a value that was made inside the compiled function, its class and fields. None
+# stands for itself.
 Constant: TypeAlias = "T | str | tuple[type[T], tuple[Any, ...]]"
 
 #: How exported code rotates, in place of the definition's own arithmetic; the last one counts. None stands
@@ -104,9 +106,30 @@ def as_constant(value: T) -> Constant[T]:
     if value is None:
         return value
     try:
-        return pickle.dumps(value).hex()
+        data = pickle.dumps(value).hex()
     except (pickle.PicklingError, AttributeError, TypeError):
         return value  # its class was made in a function
+    kind = type(value)
+    if kind not in _kinds:
+        _kinds.append(kind)
+    return f"{_kinds.index(kind)} {data}"
+
+
+# The classes of constants. A class may be defined again under its name, in a notebook for example.
+_kinds: list[type] = []
+
+
+class _Reader(pickle.Unpickler):
+    """Unpickle a value of a class, whatever its name stands for by now."""
+
+    def __init__(self, kind: type, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._kind = kind
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (self._kind.__module__, self._kind.__qualname__):
+            return self._kind
+        return super().find_class(module, name)
 
 
 def value_of(constant: Constant[T]) -> T:
@@ -116,11 +139,12 @@ def value_of(constant: Constant[T]) -> T:
     ((1+2j), (1+2j))
     """
     if isinstance(constant, str):
-        value: T = pickle.loads(bytes.fromhex(constant))  # from as_constant
+        kind, data = constant.split()  # from as_constant
+        value: T = _Reader(_kinds[int(kind)], bytes.fromhex(data)).load()
         return value
     if isinstance(constant, tuple):
-        kind, fields = constant
-        return kind(*fields)
+        made_of, fields = constant
+        return made_of(*fields)
     return constant
 
 

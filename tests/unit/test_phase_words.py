@@ -196,6 +196,68 @@ def test_a_subclass_that_changes_a_rule_must_state_its_scale(own: str) -> None:
             spec.words_for(lengths)
 
 
+def test_a_rule_that_gets_its_frequencies_from_a_mixin_must_state_its_scale() -> None:
+    class Halved:
+        def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:
+            made = DynamicNTK.make(self, rotary_dim, base, seq_len)  # type: ignore[arg-type]
+            return Frequencies(tuple(omega / 2 for omega in made.exact))
+
+    @dataclass(frozen=True)
+    class Mixed(Halved, DynamicNTK):  # type: ignore[misc]
+        names = ()
+
+    with refused(NotImplementedError, f"[seq_len] Mixed{LACKS}"):
+        spec_of(Mixed(2.0, 4096), 64).words_for(5000)
+
+
+REDEFINED = """
+@dataclass(frozen=True)
+class Redefined(Rule):
+    names = ()
+    factor: float
+
+    def make(self, rotary_dim, base, seq_len):
+        plain = RopeSpec(rotary_dim, base).frequencies().exact
+        return Frequencies(tuple(omega / {divisor} for omega in plain))
+"""
+
+
+def test_a_spec_keeps_the_class_of_its_rule() -> None:
+    """A cell of a notebook that runs again defines a class of the same name."""
+    module = globals()
+    exec(REDEFINED.format(divisor=2), module)
+    spec, x = spec_of(module["Redefined"](1.0), 64), torch.randn(1, 2, 3, 64)
+    wanted = rotate(x, spec, 5)
+    exec(REDEFINED.format(divisor=3), module)
+    other = spec_of(module["Redefined"](1.0), 64)
+    assert not torch.equal(rotate(x, other, 5), wanted)
+
+    def turn(x: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
+        return rotate(x, spec, 5)
+
+    del module["Redefined"]
+    torch.compiler.reset()
+    compiled = torch.compile(turn, fullgraph=True, backend="eager")
+    for got in (
+        rotate(x, spec, 5),
+        torch.func.vmap(lambda x: rotate(x, spec, 5))(x[None])[0],
+        compiled(x, spec),
+        torch.export.export(Turn(spec), (x,), strict=False).module()(x),
+    ):
+        assert torch.equal(got, wanted)
+    assert torch.equal(compiled(x, other), rotate(x, other, 5))
+    rotate(x.to("meta"), spec, 5)
+
+
+class Turn(torch.nn.Module):
+    def __init__(self, spec: RopeSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rotate(x, self.spec, 5)
+
+
 def test_a_subclass_that_changes_nothing_keeps_the_scale() -> None:
     @dataclass(frozen=True)
     class Named(DynamicNTK):

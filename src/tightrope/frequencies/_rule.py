@@ -122,9 +122,13 @@ class Rule:
                     f"names must be new but got {name!r}, which belongs to {other.__name__}"
                 )
             RULES[name] = cls
-        if not {"make", "regime", "frequencies"}.isdisjoint(cls.__dict__):
-            # An inherited scale is that of other frequencies.
-            cls.scale_beyond = cls.__dict__.get("scale_beyond", Rule.scale_beyond)  # type: ignore[method-assign]
+        # A scale that is inherited from behind other frequencies is not theirs.
+        owners = {
+            name: next(at for at, each in enumerate(cls.__mro__) if name in each.__dict__)
+            for name in ("make", "regime", "frequencies", "scale_beyond")
+        }
+        if owners.pop("scale_beyond") > min(owners.values()):
+            cls.scale_beyond = Rule.scale_beyond  # type: ignore[method-assign]
         # Set here, so that the dataclass decorator does not add its own.
         cls.__hash__ = Rule.__hash__  # type: ignore[method-assign]
         cls.__repr__ = Rule.__repr__  # type: ignore[method-assign]

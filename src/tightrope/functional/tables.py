@@ -203,7 +203,7 @@ def cos_sin(
     """
     if tables not in schema.TABLES:
         raise bad_value(f"tables must be one of {', '.join(schema.TABLES)} but got {tables!r}")
-    if dtype not in DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise bad_type(
             f"dtype must be float32, float64, bfloat16 or float16 but got {describe(dtype)}"
         )

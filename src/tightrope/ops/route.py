@@ -20,11 +20,12 @@ from typing import NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from .._errors import Refusal
 from .._tracing import have_tangents, is_transformed, may_keep, needs_plain
 from ..activations import NONE, RMSNorm, code_of
 from ..phases import Phases
 from ..positions import DTYPES, Positions, as_positions
-from ..spec import Lengths, PreparedRotation, RopeSpec
+from ..spec import LONGEST, Lengths, PreparedRotation, RopeSpec
 from . import gating
 from .build import Stages, rotation_options
 from .call import Call, tensors_of
@@ -146,7 +147,12 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
         spec, where, angles, source = rope.spec, rope.where, rope.angles, rope.source
     if type(spec) is not RopeSpec:
         return None
-    device, shape = q.device, q.shape
+    if q.layout is not _STRIDED or (k is not None and k.layout is not _STRIDED):
+        return None
+    try:
+        device, shape = q.device, q.shape
+    except RuntimeError:
+        return None  # a nested tensor
     ready = spec._ready.get((device, layout, inverse, rounding))  # type: ignore[attr-defined]
     if ready is None:
         ready = _ready(spec, q, layout, inverse, rounding)
@@ -198,7 +204,7 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
         if len(shape) != at.dims or (angles is not None and source is None):
             return None
         tokens = shape[at.token]
-        lengths: Lengths | None = (max(0, offset + tokens),)
+        lengths: Lengths | None = (min(max(0, offset + tokens), LONGEST),)
         if ids is not None:
             packs = type(where) is Positions and where.packed
             own = Positions(ids, offset, add_index, packs)
@@ -212,12 +218,15 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
         return packed
     if rounding != "once":
         return None
-    if rope is spec:
-        rope = spec.on(as_positions(where), device)
-    return _with_stages(packed, q, k, rope, layout, inverse, stages)  # type: ignore[arg-type]
+    try:
+        if rope is spec:
+            rope = spec.on(as_positions(where), device)
+        return _with_stages(packed, q, k, rope, layout, inverse, stages)  # type: ignore[arg-type]
+    except (Refusal, TypeError, ValueError):
+        return None  # the checks of a call that is built come first, and name the tensors
 
 
-_new = tuple.__new__
+_new, _STRIDED = tuple.__new__, torch.strided
 
 
 def _ready(

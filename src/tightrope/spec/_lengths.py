@@ -49,7 +49,7 @@ def read(seq_len: int | Sequence[int] | torch.Tensor) -> Lengths:
             lengths = lengths.to(torch.float64).nan_to_num(0.0, LONGEST, 0.0)
             lengths = lengths.clamp(0, LONGEST).ceil()
         return _known(lengths.to(torch.int64).tolist()) if readable else lengths
-    return tuple(map(length, _each(seq_len)))
+    return _known([*map(length, _each(seq_len))])
 
 
 def check(seq_len: SeqLen) -> None:

@@ -83,7 +83,7 @@ def _bits(ids: torch.Tensor) -> torch.Tensor | None:
         ids = ids._local_tensor  # type: ignore[attr-defined]
     if not is_readable(ids):
         return None
-    bits = ids.detach()
+    bits = ids.detach().resolve_neg()
     return bits.view(_OF_WIDTH[bits.dtype]) if bits.dtype in _OF_WIDTH else bits
 
 

@@ -48,17 +48,22 @@ class OnDevice:
 
     beyond = beyond_turns = inv_freq = exponents = None
 
-    def __init__(self, constants: Constants, device: torch.device) -> None:
-        self.words, self.turns = phase_words.as_tensors(_of_regime(constants, None), device)
-        rule, axes = value_of(constants[0]), value_of(constants[1])
+    def __init__(
+        self,
+        rule: Rule | None,
+        axes: Axes | None,
+        rotary_dim: int,
+        base: float,
+        device: torch.device,
+    ) -> None:
+        host = phase_words.host_words(rule, rotary_dim, base, axes, None)
+        self.words, self.turns = phase_words.as_tensors(host, device)
         if rule is None or not rule.by_length:
             return
         if (first := _fixed(rule)) is not None:
-            self.beyond, self.beyond_turns = phase_words.as_tensors(
-                _of_regime(constants, first), device
-            )
+            host = phase_words.host_words(rule, rotary_dim, base, axes, first)
+            self.beyond, self.beyond_turns = phase_words.as_tensors(host, device)
             return
-        rotary_dim, base = constants[2:]
         pairs = tuple((0, index, rotary_dim) for index in range(rotary_dim // 2))
         pairs = pairs if axes is None else axes.pairs
         rows = {
@@ -80,13 +85,15 @@ class OnDevice:
 _shared: weakref.WeakValueDictionary[Any, OnDevice] = weakref.WeakValueDictionary()
 
 
-def _on_device(constants: Constants, device: torch.device) -> OnDevice:
+def _on_device(
+    rule: Rule | None, axes: Axes | None, rotary_dim: int, base: float, device: torch.device
+) -> OnDevice:
     """Return the tensors that all equal specs share, or make them."""
-    key = value_of(constants[0]), value_of(constants[1]), *constants[2:], device
+    key = rule, axes, rotary_dim, base, device
     found = _shared.get(key)
     if found is None:
         with outside_modes():
-            found = OnDevice(constants, device)
+            found = OnDevice(*key)
         if may_keep(device):
             found = _shared.setdefault(key, found)
     return found
@@ -104,7 +111,8 @@ _names: dict[Any, str] = {}
 def _real(rule: Any, axes: Any, rotary_dim: int, base: float, device: Any, name: str) -> Any:
     """Return an attribute of :class:`OnDevice`, also while Dynamo is inside a functorch transform."""
     with outside_transforms():
-        return getattr(_on_device((rule, axes, rotary_dim, base), device), name)
+        shared = _on_device(value_of(rule), value_of(axes), rotary_dim, base, device)
+        return getattr(shared, name)
 
 
 def _maker_of(rule: Any, axes: Any, rotary_dim: int, base: float, device: Any, name: str) -> str:
@@ -209,11 +217,12 @@ class Words:
         Fake tensors and functorch transforms get new ones in each call. An export for a runtime that lacks
         the operators gets those that are kept, because it needs their values.
         """
+        own = self.rule, self._axes, self._rotary_dim, float.fromhex(self._base_hex)
         if is_tracing() and not needs_plain():
-            return OnDevice(self.constants, device)
+            return OnDevice(*own, device)
         found = self._on.get(device)
         if found is None:
-            found = _on_device(self.constants, device)
+            found = _on_device(*own, device)
             if may_keep(device):
                 self._on[device] = found
         return found
@@ -281,7 +290,7 @@ class Words:
         all_are_long = min(lengths) > limit
         if all_are_long and self._is_fixed:
             return self._beyond(device)
-        lengths = lengths[:1] if len(set(lengths)) == 1 else lengths
+        lengths = lengths[:1] if all(n == lengths[0] for n in lengths) else lengths
         if not may_keep(device):
             return self._selected(rule, lengths, all_are_long, device)
         key, last = (lengths, device), self._last

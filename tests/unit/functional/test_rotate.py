@@ -13,6 +13,7 @@ from tests.support.tolerances import assert_near
 from tightrope import RopeSpec, functional, positions
 from tightrope.frequencies import DynamicNTK
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.gates import Slope, XPos
 from tightrope.ops import run
 
 
@@ -185,6 +186,72 @@ def test_the_fast_path_raises_the_same_errors(way: str, monkeypatch: pytest.Monk
             rotate_qk_(not_a_tensor, None, *rope)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"^\[rotate_qk_\] k must be a tensor"):
             rotate_qk_(q, [q], *rope)  # type: ignore[type-var]
+
+
+NOT_DENSE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "mkldnn": lambda x: x.to_mkldnn(),
+    "sparse": lambda x: x.to_sparse(),
+    "nested": lambda x: torch.nested.nested_tensor([x[0], x[0]]),
+    "jagged": lambda x: torch.nested.nested_tensor([x[0], x[0, :2]], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("gate", [None, XPos(8)])
+@pytest.mark.parametrize("kind", NOT_DENSE)
+def test_the_fast_path_leaves_tensors_that_are_not_dense(
+    kind: str, gate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.ones(1, 4, 3, 8)
+    other, spec = NOT_DENSE[kind](x), RopeSpec(8)
+    for call in (
+        lambda: rotate_(other, spec, gate=gate),
+        lambda: rotate(other, spec, 3, gate=gate),
+        lambda: rotate_qk(other, x, spec, gate=gate),
+        lambda: rotate_qk_(x, other, spec, gate=gate),
+    ):
+        errors = []
+        for way_to_run in (lambda call: call(), partial(built, monkeypatch)):
+            with pytest.raises((TypeError, ValueError)) as error:
+                way_to_run(call)
+            errors.append((error.type, str(error.value)))
+        assert errors[0] == errors[1]
+    assert torch.equal(x, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("gate", [XPos(8), Slope(torch.ones(4, 8))], ids=["xPos", "slope"])
+@pytest.mark.parametrize(
+    "where",
+    [torch.arange(4), torch.arange(6).reshape(2, 3), positions.multi_axis(torch.zeros(2, 3))],
+    ids=["tokens", "rows", "axes"],
+)
+def test_the_fast_path_raises_the_same_errors_with_a_gate(
+    gate: Any, where: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, errors = torch.ones(1, 4, 3, 8), []
+    for way_to_run in (lambda call: call(), partial(built, monkeypatch)):
+        with pytest.raises((TypeError, ValueError)) as error:
+            way_to_run(lambda: rotate(x, RopeSpec(8), where, gate=gate))
+        errors.append((error.type, str(error.value)))
+    assert errors[0] == errors[1]
+
+
+def test_negated_ids_by_a_gate_that_depends_on_them() -> None:
+    x = torch.randn(1, 4, 3, 8)
+    ids = torch.imag(torch.complex(torch.zeros(3), -torch.arange(3.0)).conj())
+    assert ids.is_neg()
+    for rope in ((RopeSpec(8), ids), (RopeSpec(8).at(ids),)):
+        got = rotate(x, *rope, gate=XPos(8))
+        assert torch.equal(got, rotate(x, RopeSpec(8), ids.resolve_neg(), gate=XPos(8)))
+    stack = RopeSpec(8).at(ids, stack="vllm")
+    assert torch.equal(rotate(x, stack), rotate(x, RopeSpec(8).at(ids.clone(), stack="vllm")))
+
+
+def test_offsets_and_ids_beyond_any_length_agree() -> None:
+    spec, x = RopeSpec(8, scaling=DynamicNTK(2.0, 4)), torch.randn(1, 4, 1, 8)
+    last = 2**63 - 1
+    assert torch.equal(rotate(x, spec, last), rotate(x, spec, torch.tensor([last])))
+    assert torch.equal(rotate(x, spec.at(last)), rotate(x, spec, last, backend="cpu"))
 
 
 @pytest.mark.parametrize("rule", [None, DynamicNTK(2.0, 4)])
