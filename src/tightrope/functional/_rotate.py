@@ -305,7 +305,7 @@ def rotary_pos_embedding(
     *,
     rounding: RoundingLike = "once",
 ) -> torch.Tensor:
-    """Rotary position embedding of the whole last dimension, with base 10000.
+    """Rotary position embedding of the whole last dimension, in interleaved pairs by default, with base 10000.
 
     Args:
         input_: floating, shape ``(..., seq_len, embed_dim)`` with any leading dimensions and an even

@@ -45,7 +45,7 @@ def lrpe_rotate_1d(
     rotary_dim: int | None = None,
     theta_axis: str = "auto",
 ) -> torch.Tensor:
-    """Rotate pairs of channels by position · θ, after an activation.
+    """Rotate half pairs of channels by position · θ, after an activation.
 
     With R = rotary_dim / 2, channel ``start + i`` is paired with channel ``start + R + i``, and pair i
     of head h of token t rotates by ``(t + offset) · θ[h, i]``. The activation applies to all channels

@@ -60,7 +60,7 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each option)
     rounding: RoundingLike = "once",
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
-    """Rotate queries and keys by tables of cosines and sines, with the signature of transformers.
+    """Rotate queries and keys by tables, in half pairs by default, with the signature of transformers.
 
     For code that already has tables. :func:`rotate_qk` needs none and is exact at any position.
 
@@ -125,7 +125,7 @@ def apply_rotary_pos_emb_(  # noqa: PLR0913  (one argument for each option)
     rounding: RoundingLike = "once",
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
-    """Rotate in place: :func:`apply_rotary_pos_emb` without new tensors.
+    """Rotate in place, in half pairs by default: :func:`apply_rotary_pos_emb` without new tensors.
 
     Args: see :func:`apply_rotary_pos_emb`; for q and k, :func:`rotate_qk_`.
 
@@ -246,7 +246,7 @@ def rotary_apply(
     interleaved: bool = True,
     rounding: RoundingLike = "once",
 ) -> torch.Tensor:
-    """Rotate by tables that broadcast against x.
+    """Rotate by tables that broadcast against x, in interleaved pairs by default.
 
     Args:
         x: floating ``(..., d)``, d even: ``(batch, heads, seq, d)`` usually.
@@ -284,7 +284,7 @@ def rotary_embedding(
     *,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """Rotate by tables, with the signature that is proposed for ``torch.nn.functional``.
+    """Rotate by tables, in half pairs by default, with the signature proposed for ``torch.nn.functional``.
 
     Args:
         x: floating ``(batch, heads, seq, d)``, d even; without ``position_ids`` with any leading

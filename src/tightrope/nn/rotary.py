@@ -72,7 +72,7 @@ class _Rotary(torch.nn.Module):
 
 
 class RotaryEmbedding(_Rotary):
-    """Rotary position embedding of queries and keys, as a part of an attention module.
+    """Rotary position embedding of queries and keys, in half pairs by default, as a part of an attention module.
 
     The module has no buffer. ``.to(torch.bfloat16)``, construction on the meta device, copying and saving
     do not change the rotation, and the module adds no key to a ``state_dict`` unless frequencies are
@@ -189,7 +189,7 @@ class RotaryEmbedding(_Rotary):
 
 
 class RotaryPositionalEmbedding(_Rotary):
-    """Rotary position embedding of the first ``dim`` channels; the others are copied.
+    """Rotary position embedding of the first ``dim`` channels, in half pairs by default; the others are copied.
 
     The module has no table that a sequence could outgrow and no buffer that a cast could round.
     ``.to(torch.bfloat16)``, construction on the meta device, copying and saving do not change the

@@ -26,7 +26,7 @@ VERSION = 1
 
 @dataclass(frozen=True, repr=False)
 class RopeSpec:
-    """A rotary position embedding: the channels that rotate, their pairing, frequencies and axes.
+    """A rotary position embedding: channels, their pairing (half by default), frequencies and axes.
 
     Two specs are equal when all their fields are, after the constructor has normalised them
     (``rotary_dim=None`` is resolved, numbers are floats or ints). Equal specs give bitwise equal
