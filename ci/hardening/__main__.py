@@ -135,8 +135,8 @@ def addresses(quick: bool) -> int:
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
-    # The kernel reads 64 numbers from the memory of one.
-    call = "import torch, tightrope; x = torch.ones(1, 1, 1, 64); x.untyped_storage().resize_(4); "
+    # The kernel reads 64 numbers from the memory of 63.
+    call = "import torch, tightrope; x = torch.ones(1, 1, 1, 64); x.untyped_storage().resize_(252); "
     call += "tightrope.functional.rotate(x, tightrope.RopeSpec(64))"
     must_fail("heap-buffer-overflow", call, **more)
     if quick:
