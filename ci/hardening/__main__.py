@@ -136,7 +136,9 @@ def addresses(quick: bool) -> int:
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
     # The kernel reads 64 numbers from the memory of 63.
-    call = "import torch, tightrope; x = torch.ones(1, 1, 1, 64); x.untyped_storage().resize_(252); "
+    call = (
+        "import torch, tightrope; x = torch.ones(1, 1, 1, 64); x.untyped_storage().resize_(252); "
+    )
     call += "tightrope.functional.rotate(x, tightrope.RopeSpec(64))"
     must_fail("heap-buffer-overflow", call, **more)
     if quick:

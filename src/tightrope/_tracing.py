@@ -165,13 +165,11 @@ def is_transformed() -> bool:
     return isinstance(top, torch._C._functorch.CInterpreter)
 
 
-@contextmanager
-def outside_transforms() -> Iterator[None]:
-    """Run code outside of all functorch transforms, which Dynamo enters while it traces them."""
+def outside_transforms() -> AbstractContextManager[object]:
+    """Return a context outside of all functorch transforms, which Dynamo enters while it traces them."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    with temporarily_clear_interpreter_stack():
-        yield
+    return temporarily_clear_interpreter_stack()
 
 
 def have_tangents(tensors: Iterable[torch.Tensor], transformed: bool) -> bool:

@@ -11,6 +11,7 @@ from ._rotate import (
     rotate_first as rotate_first,
     rotate_qk as rotate_qk,
     rotate_qk_ as rotate_qk_,
+    rotate_with as rotate_with,
 )
 from .lrpe import lrpe_rotate_1d as lrpe_rotate_1d, lrpe_rotate_1d_ as lrpe_rotate_1d_
 from .scan import PolarState as PolarState, polar_scan as polar_scan

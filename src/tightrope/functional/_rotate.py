@@ -105,7 +105,7 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
     """
     verb, outs = ("new", ()) if out is None else ("out", (out,))
     stages = stages_of(act, gate, 1)
-    return _call(
+    return rotate_with(
         *(_X, verb, x, None, spec, positions, layout, inverse),
         *(stages, rounding, phases, inv_freq, seq_len, outs, backend),
     )[0]
@@ -146,7 +146,7 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
     True
     """
     stages = stages_of(act, gate, 1)
-    _call(
+    rotate_with(
         *(_X, "in place", x, None, spec, positions, layout, inverse),
         *(stages, rounding, phases, inv_freq, seq_len, (), backend),
     )
@@ -193,7 +193,7 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
     """
     verb, outs = ("new", ()) if out is None else ("out", _outs(out))
     stages = stages_of(act, gate)
-    ys = _call(
+    ys = rotate_with(
         *(_QK, verb, q, k, spec, positions, layout, inverse),
         *(stages, rounding, phases, inv_freq, seq_len, outs, backend),
     )
@@ -243,14 +243,14 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each option)
     >>> q, k = rotate_qk_(qkv[:, :, :8], qkv[:, :, 8:16], RopeSpec(head_dim=64), layout="bshd")
     """
     stages = stages_of(act, gate)
-    _call(
+    rotate_with(
         *(_QK, "in place", q, k, spec, positions, layout, inverse),
         *(stages, rounding, phases, inv_freq, seq_len, (), backend),
     )
     return q, k
 
 
-def _call(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a decoded token time)
+def rotate_with(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a decoded token time)
     names: Sequence[str],
     verb: str,
     q: torch.Tensor,
@@ -268,7 +268,14 @@ def _call(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a decoded
     backend: str | None = None,
     wider: bool = False,
 ) -> Sequence[torch.Tensor]:
-    """Rotate by the fast path if it can be taken, else by building the call; see :class:`Request`."""
+    """Rotate by the fast path if it can be taken, else by building the call; see :class:`Request`.
+
+    All functions that rotate by a spec call this one, and so do modules that parsed f and P themselves.
+
+    >>> x = torch.ones(3, 8)
+    >>> rotate_with(("x",), "new", x, None, RopeSpec(8), None, "sd", False)[0].shape
+    torch.Size([3, 8])
+    """
     if verb != "out" and inv_freq is None and seq_len is None and backend is None:
         found = run_quick(
             names, verb, spec, positions, q, k, layout, inverse, stages, rounding, phases
@@ -346,7 +353,9 @@ def rotary_pos_embedding(
     # All leading dimensions share the positions, so any of them can act as rows and heads.
     layout = _BY_LEAD[min(len(lead), 2)]
     x = input_.flatten(0, len(lead) - 2) if len(lead) > 2 else input_
-    (y,) = _call(("input_",), "new", x, None, spec, position_ids, layout, False, rounding=rounding)
+    (y,) = rotate_with(
+        ("input_",), "new", x, None, spec, position_ids, layout, False, rounding=rounding
+    )
     return y.reshape(input_.shape) if len(lead) > 2 else y
 
 
@@ -377,6 +386,6 @@ def rotate_first(
     >>> rotate_first(torch.ones(3, 8), RopeSpec(4), 1, layout="sd", inverse=False)[0, 4:]
     tensor([1., 1., 1., 1.])
     """
-    return _call(
+    return rotate_with(
         _X, "new", x, None, spec, positions, layout, inverse, rounding=rounding, wider=True
     )[0]

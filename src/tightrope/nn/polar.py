@@ -12,9 +12,8 @@ from .. import functional, gates as gates_
 from .._errors import bad_type, bad_value, describe, public
 from ..channels import Channels
 from ..gates import Exp, Gate, Slope
-from ..ops.build import Request, Stages, build
+from ..ops.build import Stages
 from ..ops.checks import check_count, check_dtype, check_flag
-from ..ops.run import run, run_quick
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec
 
@@ -285,13 +284,7 @@ class PolarRoPEAttention(torch.nn.Module):
         fused = Stages((None, None), gates) if any(gates) else None
         # In place is safe: the projections are used nowhere else.
         verb = "new" if torch.is_grad_enabled() else "in place"
-        names = "q", "k"
-        done = run_quick(names, verb, rope, where, q, k, "bhsd", False, fused)
-        if done is not None:
-            q, k = done
-        else:
-            request = Request(names, q, k, rope, where, stages=fused, verb=verb)
-            q, k = run(build(request))
+        q, k = functional.rotate_with(("q", "k"), verb, q, k, rope, where, "bhsd", False, fused)
         if cache is not None:
             k, v = self._with_cached(cache, k, v)
         mask, is_causal = self._mask(q, k, attn_mask, padding_mask)
