@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -139,11 +139,11 @@ def _linear_by_multiplying(problem: Problem) -> Row:
 
 
 def _dynamic(problem: Problem) -> Row:
-    original = problem.rule.original_max_position
-    if problem.seq_len is None or problem.seq_len <= original:
+    original, length = problem.rule.original_max_position, problem.seq_len
+    if length is None or length <= original:
         return _stretched(problem, original)
     # The length comes from position ids, as a tensor, so float32 rounds the new base.
-    return _stretched(problem, torch.tensor(problem.seq_len, device=problem.device))
+    return _stretched(problem, torch.tensor(length, device=problem.device))
 
 
 def _dynamic_once(problem: Problem) -> Row:
@@ -151,6 +151,13 @@ def _dynamic_once(problem: Problem) -> Row:
         raise unsupported(
             "seq_len must be given for a DynamicNTK rule: this stack computes one set of frequencies, "
             "for the longest context that it is configured for"
+        )
+    rule: DynamicNTK = problem.rule
+    least = math.floor(rule.original_max_position * (rule.factor - 1) / rule.factor) + 1
+    if problem.seq_len < least:
+        raise unsupported(
+            f"seq_len must be at least {least} for this DynamicNTK rule, as this stack would raise a negative "
+            f"number to a power, but got {problem.seq_len}"
         )
     return _stretched(problem, problem.seq_len)
 
@@ -190,38 +197,42 @@ def _magnitude(scale: float, weight: float = 1.0) -> float:
     return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
 
 
-def _both_mscales(rule: YaRN) -> float:
+def _yarn(problem: Problem, zero: bool = False) -> Row:
+    """Compute YaRN with the magnitude of both mscales, or without them.
+
+    Args:
+        zero: whether an mscale of 0 counts as given.
+    """
+    rule: YaRN = problem.rule
+    inv_freq = _blended(problem, *_ends(problem, problem.dim - 1))
+    mscales = rule.mscale, rule.mscale_all_dim
     if rule.attention_factor is not None:
-        return rule.attention_factor
-    if rule.mscale and rule.mscale_all_dim:
-        return _magnitude(rule.factor, rule.mscale) / _magnitude(rule.factor, rule.mscale_all_dim)
-    return _magnitude(rule.factor)
+        return Row(inv_freq, rule.attention_factor)
+    if None in mscales or not (zero or all(mscales)):
+        return Row(inv_freq, _magnitude(rule.factor))
+    one, other = (_magnitude(rule.factor, each) for each in mscales if each is not None)
+    return Row(inv_freq, one / other)
 
 
-def _any_mscale(rule: YaRN) -> float:
-    _refuse(rule, attention_factor=None)
-    found = 1.0
-    if rule.mscale_all_dim:
-        found = _magnitude(rule.factor, rule.mscale_all_dim)
+def _yarn_of_gpt_oss(problem: Problem) -> Row:
+    factor = problem.rule.factor
+    if factor <= 1.0:
+        return _default(problem)
+    return Row(_blended(problem, *_ends(problem, None)), _magnitude(factor))
+
+
+def _yarn_of_litgpt(problem: Problem) -> Row:
+    rule: YaRN = problem.rule
+    low, high = _ends(problem, problem.dim // 2 - 1)
+    scaling = _magnitude(rule.factor, rule.mscale_all_dim) if rule.mscale_all_dim else 1.0
     if rule.mscale:
-        found = _magnitude(rule.factor, rule.mscale) / found
-    return found
+        scaling = _magnitude(rule.factor, rule.mscale) / scaling
+    # Not YaRN: the weights of kept and divided frequencies are exchanged.
+    return Row(_blended(problem, low, high, reverse=True), scaling)
 
 
-def _mscales_if_given(rule: YaRN) -> float:
-    _refuse(rule, attention_factor=None)
-    if rule.mscale is None or rule.mscale_all_dim is None:
-        return _magnitude(rule.factor)
-    return _magnitude(rule.factor, rule.mscale) / _magnitude(rule.factor, rule.mscale_all_dim)
-
-
-def _one_magnitude(rule: YaRN) -> float:
-    _refuse(rule, attention_factor=None, mscale=None, mscale_all_dim=None, truncate=False)
-    return _magnitude(rule.factor)
-
-
-def _ends(problem: Problem, most: float) -> tuple[float, float]:
-    """Return the pair indices between which YaRN blends."""
+def _ends(problem: Problem, most: float | None) -> tuple[float, float]:
+    """Return the pair indices between which YaRN blends; from 0 to ``most``, if it is not None."""
     rule: YaRN = problem.rule
 
     def index(turns: float) -> float:
@@ -231,6 +242,8 @@ def _ends(problem: Problem, most: float) -> tuple[float, float]:
     low, high = index(rule.beta_fast), index(rule.beta_slow)
     if rule.truncate:
         low, high = math.floor(low), math.ceil(high)
+    if most is None:
+        return low, high
     low, high = max(low, 0), min(high, most)
     return low, high + 0.001 if low == high else high
 
@@ -243,51 +256,14 @@ def _blended(problem: Problem, low: float, high: float, reverse: bool = False) -
     return 1.0 / (factor * powers) * (1 - keep) + 1.0 / powers * keep
 
 
-def _yarn(attention_scaling: Callable[[YaRN], float]) -> Formula:
-    def formula(problem: Problem) -> Row:
-        low, high = _ends(problem, problem.dim - 1)
-        return Row(_blended(problem, low, high), attention_scaling(problem.rule))
-
-    return formula
-
-
-def _yarn_of_gpt_oss(problem: Problem) -> Row:
-    rule: YaRN = problem.rule
-    attention_scaling = _one_magnitude(rule)
-    half = problem.dim / 2
-    low, high = (
-        half * math.log(rule.original_max_position / (turns * 2 * math.pi)) / math.log(problem.base)
-        for turns in (rule.beta_fast, rule.beta_slow)
-    )
-    if rule.factor <= 1.0:
-        return Row(1.0 / problem.powers(), attention_scaling)
-    return Row(_blended(problem, low, high), attention_scaling)
-
-
-def _yarn_of_litgpt(problem: Problem) -> Row:
-    low, high = _ends(problem, problem.dim // 2 - 1)
-    # Not YaRN: the weights of kept and divided frequencies are exchanged.
-    return Row(_blended(problem, low, high, reverse=True), _any_mscale(problem.rule))
-
-
 def _longrope(problem: Problem) -> Row:
-    rule: LongRoPE = problem.rule
-    _refuse(rule, short_mscale=None, long_mscale=None)
-    return _longrope_by(problem, rule.attention_factor, None)
-
-
-def _longrope_with_mscales(problem: Problem) -> Row:
-    rule: LongRoPE = problem.rule
-    _refuse(rule, attention_factor=None)
-    return _longrope_by(problem, rule.short_mscale, rule.long_mscale)
-
-
-def _longrope_by(problem: Problem, short: float | None, long: float | None) -> Row:
     rule: LongRoPE = problem.rule
     original = rule.original_max_position
     is_long = problem.seq_len is not None and problem.seq_len > original
     factors = rule.long_factor if is_long else rule.short_factor
-    scaling = long if is_long and long is not None else short
+    scaling = rule.attention_factor
+    if rule.short_mscale is not None:
+        scaling = rule.long_mscale if is_long else rule.short_mscale
     if scaling is None:
         extended = rule.factor is not None and rule.factor > 1.0
         ratio = math.log(rule.factor or 1.0) / math.log(original)
@@ -305,21 +281,16 @@ def _proportional(problem: Problem) -> Row:
     return Row(inv_freq / rule.factor if rule.factor != 1.0 else inv_freq)
 
 
-def _refuse(rule: Rule, **only: object) -> None:
-    """Raise an error if a field of a rule differs from the only value that the stack supports."""
-    for field, value in only.items():
-        if getattr(rule, field) != value:
-            raise unsupported(
-                f"{field} must be {value!r}, the only value that this stack supports, but got "
-                f"{getattr(rule, field)!r}"
-            )
-
-
 def _fixed(formula: Formula, **only: object) -> Formula:
     """Return a formula that accepts only these values of a rule's fields."""
 
-    def checked(problem: Problem) -> Row:
-        _refuse(problem.rule, **only)
+    def checked(problem: Problem) -> Row:  # the compiler takes no functools.partial as a constant
+        for field, value in only.items():
+            if getattr(problem.rule, field) != value:
+                raise unsupported(
+                    f"{field} must be {value!r}, the only value that this stack supports, but got "
+                    f"{getattr(problem.rule, field)!r}"
+                )
         return formula(problem)
 
     return checked
@@ -333,7 +304,7 @@ def _row_of(
     base: float,
     seq_len: int | None,
     device: torch.device,
-    dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype],
+    dtypes: Sequence[torch.dtype],
 ) -> Row:
     """Return the frequencies of a spec, one for each pair.
 
@@ -341,15 +312,13 @@ def _row_of(
         formula: the stack's formula for the rule.
         rule, axes, rotary_dim, base: see :class:`tightrope.RopeSpec`.
         seq_len, device: see :class:`Problem`.
-        dtypes: the dtype to compute in; None, or the dtype to which frequencies are then rounded; and
-            that of the result.
+        dtypes: the dtype to compute in, and those to which frequencies are then rounded in turn.
     """
-    dtype, rounded, kept = dtypes
 
     def row_of(dim: int) -> Row:
         if dim == 0:
-            return Row(torch.zeros(0, dtype=dtype, device=device))
-        return formula(Problem(rule, dim, base, seq_len, dtype, device))
+            return Row(torch.zeros(0, dtype=dtypes[0], device=device))
+        return formula(Problem(rule, dim, base, seq_len, dtypes[0], device))
 
     if axes is None:
         found = row_of(rotary_dim)
@@ -358,9 +327,7 @@ def _row_of(
         found = next(iter(rows.values()), row_of(0))
         picked = [rows[dim].inv_freq[k] for _, k, dim in axes.pairs]
         found = found._replace(inv_freq=torch.stack(picked) if picked else found.inv_freq)
-    return (
-        found if rounded is None else found._replace(inv_freq=found.inv_freq.to(rounded).to(kept))
-    )
+    return found._replace(inv_freq=found.inv_freq.to(dtypes[1]).to(dtypes[2]))
 
 
 def _constant_row(
@@ -397,7 +364,17 @@ def cos_sin(
     return (cos, sin) if factor is None else (cos * factor, sin * factor)
 
 
-def _length_of(where: Positions, tokens: int, ids: torch.Tensor) -> int | None:
+def _places(where: Positions, tokens: int, device: torch.device) -> torch.Tensor:
+    """Return the position of each token on each axis, ``[axes, rows|1, tokens]``."""
+    ids = where.ids
+    if ids is None:
+        ids = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
+    ids = ids.detach().to(device)
+    ids = (ids if ids.is_floating_point() else widened(ids)) + where.offset
+    return ids + torch.arange(tokens, device=device) if where.add_index else ids
+
+
+def length_of(where: Positions, tokens: int) -> int | None:
     """Return the largest position plus 1; None without positions."""
     if where.ids is None:
         count = tokens if where.add_index else 1
@@ -407,11 +384,9 @@ def _length_of(where: Positions, tokens: int, ids: torch.Tensor) -> int | None:
             "seq_len must be given in compiled code, as the frequencies of this stack depend on the "
             "largest position"
         )
-    return math.ceil(ids.max()) + 1 if ids.numel() else None
+    places = _places(where, tokens, where.ids.device)
+    return math.ceil(places.max()) + 1 if places.numel() else None
 
-
-# These formulas use the length only to choose one of two regimes.
-_BY_REGIME = (_longrope, _longrope_with_mscales)
 
 #: How a stack was verified. RUN: the library's own code, run on the CPU, gave the same bits.
 #: GIVEN_TABLES: it gave the same bits when this module used the library's cosines and sines, which
@@ -464,13 +439,13 @@ class Stack:
         return f"<Stack {self.name!r}{cast}: {self.about}>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # By name: most formulas are functions made in a function, which cannot be pickled.
+        # By name: some formulas are functions made in a function, which cannot be pickled.
         known = _BY_NAME.get(self.name)
         if known is not None and self.rules is known.rules:
             if self == known:
                 return get, (self.name,)
             if known.casts and self.cast_to is not None and self == known.cast(self.cast_to):
-                return _cast, (self.name, self.cast_to)
+                return operator.methodcaller("cast", self.cast_to), (known,)
         return super().__reduce_ex__(protocol)
 
     @public("cast")
@@ -520,7 +495,7 @@ class Stack:
         (tensor([1.0000, 0.0100]), 1.0)
         """
         length = None if seq_len is None else checked_length(seq_len)
-        row = self._row(spec, length, torch.device(device))
+        row = self.row(spec, length, torch.device(device))
         return row.inv_freq, row.attention_scaling
 
     @public("tables")
@@ -569,47 +544,29 @@ class Stack:
                 )
             tokens = 1 if where.ids is None else where.ids.shape[2]
         length = None if seq_len is None else checked_length(seq_len)
-        return self.tables_at(spec, where, tokens, length, dtype, torch.device(device))
+        if length is None and spec.scaling is not None and spec.scaling.by_length:
+            length = length_of(where, tokens)
+        row = self.row(spec, length, torch.device(device))
+        return self.tables_of(row, spec.axes, where, tokens, dtype)
 
     def check(self, spec: Spec, seq_len: int | None) -> None:
         """Raise an error if the stack does not have the frequency rule of a spec."""
         rule = spec.scaling
         if rule is None or not rule.by_length or seq_len is not None:
-            self._row(spec, seq_len, torch.device("cpu"))
+            self.row(spec, seq_len, torch.device("cpu"))
         else:
             self._formula(rule)
 
-    def tables_at(
-        self,
-        spec: Spec,
-        where: Positions,
-        tokens: int,
-        seq_len: int | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        row: Row | None = None,
+    def tables_of(
+        self, row: Row, axes: Axes | None, where: Positions, tokens: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return :meth:`tables` for checked arguments; errors name the function that was called.
-
-        Args:
-            row: the result of :meth:`row` for this device, if the caller has it.
-        """
-        ids = where.ids
-        if ids is None:
-            ids = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
-        ids = ids.detach().to(device)
-        ids = (ids if ids.is_floating_point() else widened(ids)) + where.offset
-        if where.add_index:
-            ids = ids + torch.arange(tokens, device=device)
-        if seq_len is None and spec.scaling is not None and spec.scaling.by_length:
-            seq_len = _length_of(where, tokens, ids)
-        row = row or self.row(spec, seq_len, device)
-        at = ids.to(row.inv_freq.dtype)
-        if spec.axes is not None:
-            at = at[[axis for axis, _, _ in spec.axes.pairs]].movedim(0, -1)
+        """Return :meth:`tables` of frequencies, on their device, for checked arguments."""
+        inv_freq, scaling = row.inv_freq, row.attention_scaling
+        at = _places(where, tokens, inv_freq.device).to(inv_freq.dtype)
+        if axes is not None:
+            at = at[[axis for axis, _, _ in axes.pairs]].movedim(0, -1)
         else:
             at = at[0, :, :, None]
-        inv_freq, scaling = row.inv_freq, row.attention_scaling
         numbers = row.divisor, row.multiplier, None if scaling == 1.0 else scaling
         if torch.compiler.is_compiling() and not needs_plain():
             # Inductor's own cosines have other bits, and it drops roundings to 16 bits in between.
@@ -625,27 +582,24 @@ class Stack:
 
     def row(self, spec: Spec, seq_len: int | None, device: torch.device) -> Row:
         """Return the frequencies of a spec on a device, as the stack computes them."""
-        row = self._row(spec, seq_len, device)
-        return row._replace(inv_freq=row.inv_freq.to(device))
-
-    def _row(self, spec: Spec, seq_len: int | None, device: torch.device) -> Row:
         rule, formula = spec.scaling, self._formula(spec.scaling)
         where = torch.device("cpu") if self.on_cpu else device
-        rounded = None if self.casts == "tables" else self.cast_to
-        kept = self.dtype if rounded is None or "positions" not in self.casts else rounded
+        rounded = self.cast_to if self.cast_to and self.casts != "tables" else self.dtype
+        kept = rounded if "positions" in self.casts else self.dtype
         dtypes = self.dtype, rounded, kept
         if not torch.compiler.is_compiling():
-            return _row_of(
+            row = _row_of(
                 formula, rule, spec.axes, spec.rotary_dim, spec.base, seq_len, where, dtypes
             )
+            return row._replace(inv_freq=row.inv_freq.to(device))
         if rule is None or not rule.by_length:
             seq_len = None
-        elif formula in _BY_REGIME:
+        elif isinstance(rule, LongRoPE):
             seq_len = rule.regime(seq_len)
         if seq_len is not None:
             seq_len = operator.index(seq_len)  # NTK by length needs another graph for each length
         numbers, *others = _constant_row(formula, *spec.constants, seq_len, where, dtypes)
-        return Row(torch.tensor(numbers, dtype=kept, device=where), *others)
+        return Row(torch.tensor(numbers, dtype=kept, device=device), *others)
 
     def _formula(self, rule: Rule | None) -> Formula:
         if isinstance(rule, Given):
@@ -661,21 +615,23 @@ class Stack:
 
 
 _META_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
+_NO_MSCALES = {"attention_factor": None, "mscale": None, "mscale_all_dim": None}
+_YARN_BY_GIVEN = _fixed(lambda problem: _yarn(problem, zero=True), attention_factor=None)
 _TRANSFORMERS: dict[type[Rule] | None, Formula] = {
     None: _default,
     Linear: _linear,
     DynamicNTK: _dynamic,
-    YaRN: _yarn(_both_mscales),
-    LongRoPE: _longrope,
+    YaRN: _yarn,
+    LongRoPE: _fixed(_longrope, short_mscale=None, long_mscale=None),
     Llama3: _llama3,
     Proportional: _proportional,
 }
 _SERVING: dict[type[Rule] | None, Formula] = {
     None: _default,
     Linear: _linear_by_dividing,
-    YaRN: _yarn(_both_mscales),
+    YaRN: _yarn,
     Llama3: _llama3,
-    LongRoPE: _longrope_with_mscales,
+    LongRoPE: _fixed(_longrope, attention_factor=None),
 }
 _VLLM = {
     **_SERVING,
@@ -721,7 +677,7 @@ _ALL = [
         "OpenAI's reference in PyTorch",
         "gpt-oss at 7b58334: gpt_oss/torch/model.py",
         RUN,
-        {None: _default, YaRN: _yarn_of_gpt_oss},
+        {None: _default, YaRN: _fixed(_yarn_of_gpt_oss, **_NO_MSCALES, truncate=False)},
     ),
     Stack(
         "torchtune",
@@ -742,7 +698,7 @@ _ALL = [
             None: _default,
             Linear: _linear,
             Llama3: _llama3_clamped,
-            YaRN: _yarn_of_litgpt,
+            YaRN: _fixed(_yarn_of_litgpt, attention_factor=None),
         },
         ("wide", "each"),
         torch.float32,
@@ -776,7 +732,7 @@ _ALL = [
         {
             **_ENGINE,
             Llama3: _fixed(_llama3, **_META_LLAMA3),
-            YaRN: _yarn(_mscales_if_given),
+            YaRN: _YARN_BY_GIVEN,
         },
     ),
     Stack(
@@ -814,14 +770,14 @@ _ALL = [
         "SGLang, forward_native",
         "sglang 0.5.23: srt/layers/rotary_embedding/",
         RUN,
-        {**_SERVING, YaRN: _yarn(_mscales_if_given)},
+        {**_SERVING, YaRN: _YARN_BY_GIVEN},
     ),
     Stack(
         "sglang",
         "SGLang's CUDA kernel, with its cache in float32",
         "sglang 0.5.23: srt/layers/rotary_embedding/",
         READ,
-        {**_SERVING, YaRN: _yarn(_mscales_if_given)},
+        {**_SERVING, YaRN: _YARN_BY_GIVEN},
         ("once", "once"),
         torch.float32,
     ),
@@ -876,10 +832,6 @@ def get(name: str) -> Stack:
     ('wide', 'wide')
     """
     return named(name)
-
-
-def _cast(name: str, dtype: torch.dtype) -> Stack:
-    return get(name).cast(dtype)
 
 
 def named(stack: object) -> Stack:

@@ -665,6 +665,11 @@ def test_errors() -> None:
             r"\[frequencies\] seq_len must be given for a DynamicNTK rule",
             lambda: get("vllm").frequencies(RopeSpec(64, scaling=DynamicNTK(2.0, 128))),
         ),
+        (
+            NotImplementedError,
+            r"\[frequencies\] seq_len must be at least 65 for this DynamicNTK rule, .* but got 64",
+            lambda: get("vllm").frequencies(RopeSpec(64, scaling=DynamicNTK(2.0, 128)), 64),
+        ),
         (ValueError, r"\[tables\] tokens must be given", lambda: get("vllm").tables(SPEC, 3)),
         (
             TypeError,

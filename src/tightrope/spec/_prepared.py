@@ -14,7 +14,7 @@ from .._parts import Span, Take
 from .._tracing import is_readable, is_tracing, may_keep, outside_modes
 from ..channels import Channels
 from ..positions import Positions
-from ..stacks import Row, Stack
+from ..stacks import Row, Stack, length_of
 from . import _lengths
 from ._lengths import Lengths, SeqLen
 from ._words import Words
@@ -206,8 +206,13 @@ class PreparedRotation:
 
     def _cut(self, rows: Span, tokens: Span, take: Take) -> PreparedRotation:
         where, ids, stated = self.where, self.ids, self.stated
-        if self.stack is not None and stated is None and self.spec.by_length:
-            longest = self._longest(tokens.whole)
+        if (
+            self.stack is not None
+            and stated is None
+            and self.spec.by_length
+            and not is_dtensor(ids)
+        ):
+            longest = length_of(where, tokens.whole)
             stated = None if longest is None else Stated((longest,), None)
         if ids is not None:
             whole = where.part is None and not where.add_index
@@ -231,16 +236,6 @@ class PreparedRotation:
             self.stack,
         )
 
-    def _longest(self, tokens: int) -> int | None:
-        """Return the largest position plus 1; None without tokens, or if the ids are not whole."""
-        where, ids = self.where, self.ids
-        if ids is None:
-            return max(0, where.offset + tokens)
-        if ids.numel() == 0 or is_dtensor(ids):
-            return None
-        ends = _lengths.ends(ids, where.offset + (tokens if where.add_index else 1))
-        return max(ends) if isinstance(ends, tuple) else int(ends.max())
-
     def tables(self, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines of :attr:`stack`, ``(rows|1, 1, tokens, pairs)``.
 
@@ -249,18 +244,18 @@ class PreparedRotation:
             dtype: the dtype of the rotated tensors.
         """
         stack: Stack = self.stack  # type: ignore[assignment]
-        length: Any = None if self.stated is None else self.stated.lengths[0]
 
         def make() -> tuple[torch.Tensor, torch.Tensor]:
-            row = None if is_tracing() else self._row(stack, length)
-            return stack.tables_at(self.spec, self.where, tokens, length, dtype, self.device, row)
+            row = self._row(stack, tokens)
+            return stack.tables_of(row, self.spec.axes, self.where, tokens, dtype)
 
         return self.kept.find((tokens, dtype), self.ids, self.device, make)  # type: ignore[no-any-return]
 
-    def _row(self, stack: Stack, length: Any) -> Row | None:
-        """Return the frequencies of the stack on the device; None if they depend on the positions."""
+    def _row(self, stack: Stack, tokens: int) -> Row:
+        """Return the frequencies of the stack; only those of a length that may change are not kept."""
+        length: Any = None if self.stated is None else self.stated.lengths[0]
         if length is None and self.spec.by_length:
-            return None
+            return stack.row(self.spec, length_of(self.where, tokens), self.device)
         return self.kept.find(  # type: ignore[no-any-return]
             "row", None, self.device, lambda: stack.row(self.spec, length, self.device)
         )
