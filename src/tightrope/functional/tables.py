@@ -477,10 +477,9 @@ def _build(
         )
     learned = cos.requires_grad or sin.requires_grad
     if tables in ("cat", "repeat") and not learned and is_readable(cos):
-        if not _checked.knows(cos, tables):
-            _checked.find(cos, tables, _check_duplicates, "cos", c, tables)
-        if not _checked.knows(sin, tables):
-            _checked.find(sin, tables, _check_duplicates, "sin", s, tables)
+        for name, table, view in (("cos", cos, c), ("sin", sin, s)):
+            if not _checked.knows(table, tables):
+                _checked.find(table, tables, _check_duplicates, name, view, tables)
     direction = schema.INVERSE if inverse else schema.FORWARD
     source = schema.SOURCES.index(tables)
     forward, back = rounding_of(rounding)
@@ -605,12 +604,7 @@ def _check_duplicates(name: str, table: torch.Tensor, tables: str) -> None:
     """
     if not table.numel():
         return
-    last = table[:, :, -1]
-    half = last.shape[-1] // 2
-    if tables == "cat":
-        one, other = last[..., :half], last[..., half:]
-    else:
-        one, other = last[..., 0::2], last[..., 1::2]
+    one, other = split_pairs(table[:, :, -1], tables == "repeat")
     if torch.equal(one, other):
         return
     # Two ways to compute a cosine may differ in the last bit; NaN is not a difference.

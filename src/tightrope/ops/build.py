@@ -128,28 +128,31 @@ def check_backend(name: str, x: torch.Tensor) -> None:
 
 
 def _call(request: Request, operands: Operands, rotation: PreparedRotation) -> Call:
-    """Build the call of a rotation without f and P."""
-    if rotation.stack is not None:
-        return _call_by_stack(request, operands, rotation, rotation.stack)
-    channels, layout = rotation.channels, operands.layout.code
-    direction = schema.INVERSE if request.inverse else schema.FORWARD
-    rounding, back = rounding_of("once" if request.rounding is None else request.rounding)
+    """Build the call of a rotation without f and P: by phase words, or by the tables of a stack."""
+    channels, layout, q, stack = rotation.channels, operands.layout, request.q, rotation.stack
+    if stack is not None:
+        _check_stack(request, stack)
+    usual: RoundingLike = "once" if stack is None else stack.rounding
+    rounding, back = rounding_of(usual if request.rounding is None else request.rounding)
     if request.stages is not None and (rounding, back) != (schema.ONCE, schema.ONCE):
         raise bad_value(
             f"rounding must be 'once' with an act or a gate but got {request.rounding!r}"
         )
+    direction = schema.INVERSE if request.inverse else schema.FORWARD
     add_index = rotation.where.add_index
-    options = rotation_options(channels, layout, direction, add_index, rounding, back)
+    options = rotation_options(channels, layout.code, direction, add_index, rounding, back)
+    source = *rotation.angles[:2], rotation.ids, rotation.where.offset
+    # Numbers are given, because the compiler would turn the default of a float field into a symbol.
+    amplitude = rotation.amplitude
+    if stack is not None:
+        source, amplitude = (*rotation.tables(q.shape[layout.token], q.dtype), None, 0), 1.0
+        options = options._replace(add_index=True, source=schema.HALF, narrow=False)
     call = Call(
-        request.q,
+        q,
         request.k,
-        rotation.angles.words,
-        rotation.angles.turns,
-        rotation.ids,
-        rotation.where.offset,
+        *source,
         options,
-        # eps is given, because the compiler would turn the default of a float field into a symbol.
-        rotation.amplitude,
+        amplitude,
         Extras(),
         0.0,
         operands.names,
@@ -158,9 +161,21 @@ def _call(request: Request, operands: Operands, rotation: PreparedRotation) -> C
         request.backend,
     )
     if request.inv_freq is not None:
-        pairs = channels.rotary_dim // 2
-        return learned.with_frequencies(call, request.inv_freq, pairs)
+        return learned.with_frequencies(call, request.inv_freq, channels.rotary_dim // 2)
     return call
+
+
+def _check_stack(request: Request, stack: Stack) -> None:
+    """Refuse what does not go with the tables of another library."""
+    apart = "; normalise or activate first, then rotate, then multiply by the gate"
+    for name, value, hint in (
+        ("act and gate", request.stages, apart),
+        ("inv_freq", request.inv_freq, ""),
+        ("phases", request.phases, ""),
+    ):
+        if value is not None:
+            rule = f"{name} must be None with a rotation made for stack {stack.name!r}{hint}"
+            raise bad_value(rule)
 
 
 def rotation_options(
@@ -176,49 +191,6 @@ def rotation_options(
         rounding=rounding,
         back=back,
         narrow=rounding == schema.EACH,
-    )
-
-
-def _call_by_stack(
-    request: Request, operands: Operands, rotation: PreparedRotation, stack: Stack
-) -> Call:
-    """Build the call of a rotation by the tables of another library."""
-    apart = "; normalise or activate first, then rotate, then multiply by the gate"
-    for name, value, hint in (
-        ("act and gate", request.stages, apart),
-        ("inv_freq", request.inv_freq, ""),
-        ("phases", request.phases, ""),
-    ):
-        if value is not None:
-            rule = f"{name} must be None with a rotation made for stack {stack.name!r}{hint}"
-            raise bad_value(rule)
-    channels, layout, q = rotation.channels, operands.layout, request.q
-    cos, sin = rotation.tables(q.shape[layout.token], q.dtype)
-    rounding, back = rounding_of(stack.rounding if request.rounding is None else request.rounding)
-    options = schema.Options(
-        layout.code,
-        channels.start,
-        channels.interleaved,
-        schema.INVERSE if request.inverse else schema.FORWARD,
-        source=schema.SOURCES.index("half"),
-        rounding=rounding,
-        back=back,
-    )
-    return Call(
-        q,
-        request.k,
-        cos,
-        sin,
-        None,
-        0,
-        options,
-        1.0,
-        Extras(),
-        0.0,
-        operands.names,
-        request.verb,
-        request.outs,
-        request.backend,
     )
 
 

@@ -23,7 +23,7 @@ FORWARD, TRANSPOSE, INVERSE = 0, 1, 2
 #: each value twice in a row ("repeat"), one value per pair ("half"), or one per channel ("full"), where
 #: those of a pair may differ; or the phases of each token, with or without phase words.
 SOURCES = ("words", "cat", "repeat", "half", "full", "phases")
-WORDS, FULL, PHASES = 0, 4, 5
+WORDS, HALF, FULL, PHASES = 0, 3, 4, 5
 TABLES = SOURCES[1:PHASES]
 
 #: Kinds of P: none; given by the logarithms of its factors; or by slopes, whose products with the
