@@ -22,7 +22,7 @@ import statistics
 import time
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tightrope import RopeSpec, phases
-from tightrope.nn import SelectiveAttention, SelectiveCache, SelectiveRotary, SelectiveState
-from tightrope.phases import Phases, PhaseState
+from tightrope.frequencies import Proportional
+from tightrope.functional import PolarState, polar_scan
+from tightrope.phases import Phases
 
 DIGITS, START = 5, 5  # the token before the first digit
 WIDTH, HEADS, HEAD_DIM = 32, 4, 4
@@ -49,21 +50,53 @@ _TWO_PI = int(
 )
 
 
-class NoPhases(SelectiveRotary):
+def rounded(x: Tensor) -> Tensor:
+    """Round vectors `(..., channels)`, so that scalar products of two of them are exact in float64.
+
+    An ordinary product rounds differently for one token and for many, so the increments of a prefill and
+    of single tokens would differ. Here each channel becomes a multiple of 2^-b of the power of two above
+    the largest channel, with b = (53 - log2 channels) / 2, and float64 holds the sum of all products, in
+    any order. Gradients pass through the rounding.
+    """
+    bits = (53 - math.ceil(math.log2(x.shape[-1]))) // 2
+    wide = x.double()
+    fixed = wide.detach()
+    _, exponent = torch.frexp(fixed.abs().amax(-1, keepdim=True).clamp(min=2.0**-500))
+    unit = torch.ldexp(torch.ones_like(fixed[..., :1]), exponent - bits)
+    return (fixed / unit).round() * unit + (wide - fixed)
+
+
+class RunningPhases(nn.Module):
+    """Running sums of increments W x / |x|, one for each token, head and pair, as in Selective RoPE."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(HEADS * HEAD_DIM // 2, WIDTH))
+
+    def increments(self, x: Tensor) -> Tensor:
+        """Return increments in radians `(batch, heads, tokens, pairs)`, for x `(batch, tokens, channels)`."""
+        seen = rounded(x)
+        size = (seen.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        each = (seen @ rounded(self.weight).mT / size).float()
+        return each.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Phases, Any]:
+        """Return the phases of the tokens, and the state after the last one, from which the next call continues."""
+        made = phases.running(self.increments(x), state)
+        return made, made.state
+
+
+class NoPhases(RunningPhases):
     """Phases of zero, for rotation by position alone."""
 
-    def forward(
-        self, x: Tensor, state: SelectiveState | None = None, reset: Tensor | None = None
-    ) -> tuple[Phases, SelectiveState]:
-        """See :class:`SelectiveRotary`."""
-        before = None if state is None else state.phases
-        zero = phases.running(torch.zeros(1, 1, x.shape[1], 1), before, reset)
-        assert zero.state is not None
-        return zero, SelectiveState(zero.state, x.new_zeros(0))
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Phases, Any]:
+        """See :class:`RunningPhases`."""
+        made = phases.running(torch.zeros(1, 1, x.shape[1], 1), state)
+        return made, made.state
 
 
-class FloatSums(SelectiveRotary):
-    """Running sums in float32, as public code computes them; the state holds the last sum.
+class FloatSums(RunningPhases):
+    """Running sums in float32, as public code computes them; the state is the last sum.
 
     Attributes:
         one_by_one: whether a call adds the increments in the order and with the roundings of decoding
@@ -72,21 +105,49 @@ class FloatSums(SelectiveRotary):
 
     one_by_one = False
 
-    def forward(
-        self, x: Tensor, state: SelectiveState | None = None, reset: Tensor | None = None
-    ) -> tuple[Phases, SelectiveState]:
-        """See :class:`SelectiveRotary`."""
-        increments, recent = self.increments(x, state, reset)
-        before = torch.zeros_like(increments[:, :, :1])
-        if state is not None and state.phases.drift is not None:
-            before = state.phases.drift[:, :, None]
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Phases, Any]:
+        """See :class:`RunningPhases`."""
+        increments = self.increments(x)
+        before = torch.zeros_like(increments[:, :, :1]) if state is None else state[:, :, None]
         if self.one_by_one:
             each = torch.cat((before, increments), 2).numpy()
             sums = torch.from_numpy(numpy.cumsum(each, 2))[:, :, 1:]
         else:
             sums = before + increments.cumsum(2)
-        last = sums[:, :, -1]
-        return phases.given(sums), SelectiveState(PhaseState(last.long(), last), recent)
+        return phases.given(sums), sums[:, :, -1]
+
+
+class State(NamedTuple):
+    """The tokens so far, as a layer keeps them: the state of its phases, and of its scan."""
+
+    phases: Any
+    memory: PolarState
+
+
+class Attention(nn.Module):
+    """Causal attention without softmax, whose queries and keys rotate by phases."""
+
+    def __init__(self, rotary: RunningPhases, spec: RopeSpec) -> None:
+        super().__init__()
+        self.rotary, self.spec = rotary, spec
+        inside = HEADS * HEAD_DIM
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(WIDTH, inside, bias=False) for _ in range(3)
+        )
+        self.out = nn.Linear(inside, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Attend over the tokens of x `(batch, tokens, channels)` and those before; return the new state too."""
+        before, memory = (None, None) if state is None else state
+        turns, after = self.rotary(x, before)
+        q, k, v = (
+            each(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
+            for each in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        form = "step" if x.shape[1] == 1 else "chunked"
+        q = q * HEAD_DIM**-0.5
+        y, memory = polar_scan(q, k, v, self.spec, phases=turns, state=memory, form=form)
+        return self.out(y.transpose(1, 2).flatten(2)), State(after, memory)
 
 
 class Tracker(nn.Module):
@@ -94,17 +155,17 @@ class Tracker(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        make = {"rope": NoPhases, "float32": FloatSums, "exact": SelectiveRotary}[kind]
-        rotary = make(WIDTH, HEADS, HEAD_DIM // 2, conv=0, bound=None)
-        spec = RopeSpec(HEAD_DIM) if kind == "rope" else None
+        rotary = {"rope": NoPhases, "float32": FloatSums, "exact": RunningPhases}[kind]()
+        # With phases, positions add nothing to the angles.
+        spec = RopeSpec(HEAD_DIM, scaling=None if kind == "rope" else Proportional(0.0))
         self.embed = nn.Embedding(DIGITS + 1, WIDTH)
-        self.attention = SelectiveAttention(WIDTH, HEADS, HEAD_DIM, spec=spec, rotary=rotary)
+        self.attention = Attention(rotary, spec)
         self.head = nn.Linear(WIDTH, DIGITS)
 
-    def forward(self, tokens: Tensor, cache: SelectiveCache | None = None) -> Tensor:
-        """Scores `(batch, tokens, 5)` of each sum, for tokens `(batch, tokens)`."""
-        scores: Tensor = self.head(self.attention(self.embed(tokens), cache=cache))
-        return scores
+    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Return scores `(batch, tokens, 5)` of each sum, for tokens `(batch, tokens)`, and the state."""
+        x, state = self.attention(self.embed(tokens), state)
+        return self.head(x), state
 
 
 def sequences(count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -133,7 +194,7 @@ def train(kind: str, seed: int, steps: int) -> tuple[Tracker, list[float]]:
             group["lr"] = rate
         length = int(4 * (LONGEST_TRAINED / 4) ** min(1.0, done / 0.4))
         tokens, sums = sequences(TOKENS_PER_STEP // length, length, generator)
-        loss = (model(tokens) - F.one_hot(sums, DIGITS)).square().sum(-1).mean()
+        loss = (model(tokens)[0] - F.one_hot(sums, DIGITS)).square().sum(-1).mean()
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -143,10 +204,14 @@ def train(kind: str, seed: int, steps: int) -> tuple[Tracker, list[float]]:
 
 
 @torch.no_grad()
-def decode(model: Tracker, tokens: Tensor, chunk: int) -> tuple[Tensor, SelectiveCache]:
-    """Return the scores of tokens read in chunks, and the cache after the last one."""
-    cache = SelectiveCache()
-    return torch.cat([model(part, cache) for part in tokens.split(chunk, 1)], 1), cache
+def decode(model: Tracker, tokens: Tensor, chunk: int) -> tuple[Tensor, State]:
+    """Return the scores of tokens read in chunks, and the state after the last one."""
+    scores, state = [], None
+    for part in tokens.split(chunk, 1):
+        each, state = model(part, state)
+        scores.append(each)
+    assert state is not None
+    return torch.cat(scores, 1), state
 
 
 def accuracy(model: Tracker, lengths: list[int], seed: int) -> dict[int, float]:
@@ -165,11 +230,11 @@ def drift(model: Tracker, length: int) -> dict[str, float]:
     """
     tokens, _ = sequences(2, length, torch.Generator().manual_seed(0))
     (whole, first), (parts, second) = (decode(model, tokens, n) for n in (length + 1, 1))
-    one, other = (c.rotary.phases for c in (first, second) if c.rotary is not None)
-    # Exact sums are phase words; those in float32 are radians, in the place of drifts.
-    turns = (one.words - other.words).abs() * 2.0**-64
-    if one.drift is not None and other.drift is not None:  # sums in float32
-        turns = (one.drift - other.drift).abs() / (2 * math.pi)
+    one, other = first.phases, second.phases
+    if isinstance(one, Tensor):  # sums in float32, in radians
+        turns = (one - other).abs() / (2 * math.pi)
+    else:
+        turns = (one.words - other.words).abs() * 2.0**-64
     return {"turns": turns.max().item(), "scores": (whole - parts).abs().max().item()}
 
 
@@ -180,7 +245,7 @@ def sum_errors(model: Tracker, longest: int) -> dict[str, dict[int, float]]:
     The increments are those of the model; their exact sums are integers of any size.
     """
     x = model.embed(torch.arange(DIGITS))[None]
-    every = model.attention.rotary.increments(x)[0][0].transpose(1, 2).flatten(0, 1)
+    every = model.attention.rotary.increments(x)[0].transpose(1, 2).flatten(0, 1)
     turns = every.double() * DIGITS / (2 * math.pi)
     # The pair whose increments are closest to multiples of a fifth of a turn, other than 0.
     off = (turns - turns.round()).abs().amax(1) + (turns.abs().amax(1) < 0.5)

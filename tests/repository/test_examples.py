@@ -11,6 +11,7 @@ import torch
 import state_tracking
 import train_bytes
 from benchmarks import state_tracking as picture
+from tests.support.helpers import noise
 from tests.support.tolerances import assert_same_bits
 from train_bytes import ByteTransformer, Size
 
@@ -39,11 +40,22 @@ def test_float32_sums_one_by_one_are_those_of_decoding() -> None:
     own.one_by_one = True
     ends = []
     for chunk in (1, 7, 41):
-        _, cache = state_tracking.decode(model, tokens, chunk)
-        assert cache.rotary is not None
-        ends.append(cache.rotary.phases.drift)
+        ends.append(state_tracking.decode(model, tokens, chunk)[1].phases)
     for one, other in itertools.pairwise(ends):
         assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("channels", [1, 64, 300, 4096])
+def test_products_have_the_same_bits_for_any_number_of_tokens(channels: int) -> None:
+    x, weight = noise(67, channels, dtype=torch.float32), noise(33, channels, seed=1)
+    x[0], x[1, 0] = 1e-3, 1e30
+    weights = state_tracking.rounded(weight).mT
+    every = state_tracking.rounded(x) @ weights
+    for sizes in ([1] * 67, [5, 60, 2]):
+        parts = [state_tracking.rounded(part) @ weights for part in x.split(sizes)]
+        assert_same_bits(torch.cat(parts), every)
+    size = x.double().norm(dim=-1, keepdim=True) * weight.norm(dim=-1)
+    assert ((every - x.double() @ weight.T).abs() <= 2.0**-20 * size).all()
 
 
 def test_text_is_split_by_file(tmp_path: Path) -> None:

@@ -12,12 +12,6 @@ from .rotary import (
     RotaryEmbedding as RotaryEmbedding,
     RotaryPositionalEmbedding as RotaryPositionalEmbedding,
 )
-from .selective import (
-    SelectiveAttention as SelectiveAttention,
-    SelectiveCache as SelectiveCache,
-    SelectiveRotary as SelectiveRotary,
-    SelectiveState as SelectiveState,
-)
 
 __all__ = [
     "KVCache",
@@ -26,8 +20,4 @@ __all__ = [
     "PolarRoPEHead",
     "RotaryEmbedding",
     "RotaryPositionalEmbedding",
-    "SelectiveAttention",
-    "SelectiveCache",
-    "SelectiveRotary",
-    "SelectiveState",
 ]
