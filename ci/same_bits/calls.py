@@ -390,7 +390,7 @@ def scan(d: Draw) -> Call:
     decay = None if shape is None else d.add("log_decay", -d.noise(*shape).abs())
     gate = gate_of(d, "gate", heads if group == 1 else 1, tokens, spec)
     fixed = {
-        "form": d.pick("form", "chunked", "step", "quadratic"),
+        "form": d.pick("form", "chunked", "step"),
         "chunk": d.pick("chunk", 3, 128),
     }
     fixed |= {"layout": layout, "spec": spec, "seq_len": 2**32}

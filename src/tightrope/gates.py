@@ -466,23 +466,6 @@ def check_fit(name: str, x: torch.Tensor, gate: Gate, shape: Sequence[int]) -> N
             )
 
 
-def apply(
-    name: str,
-    x: torch.Tensor,
-    gates: Sequence[Gate],
-    channels: Channels,
-    positions: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Multiply x by gates and round once, to the dtype of x; arguments as in :func:`total`.
-
-    >>> half = Scalar(0.5)
-    >>> apply("x", torch.ones(1, 1, 1, 2), [half, half], Channels(2, 0, 2, True)).tolist()
-    [[[[0.25, 0.25]]]]
-    """
-    log = total(name, x, gates, channels, positions)
-    return x if log is None else (x * log.exp()).to(x.dtype)
-
-
 def pair(gate: object) -> tuple[Gate | None, Gate | None]:
     """Split ``gate=`` into the gate of queries and the gate of keys."""
     both = gate if isinstance(gate, tuple) else (gate, gate)

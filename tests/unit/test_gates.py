@@ -149,16 +149,12 @@ def test_xpos_without_a_look_gives_nan_where_it_would_overflow() -> None:
     assert got[..., 1, 0].isnan().all()
 
 
-def test_apply_multiplies_and_rounds_once() -> None:
-    x = noise(2, 3, 5, 8).to(torch.bfloat16)
-    gamma = noise(3, 8).float()
-    two = public("demo")(gates.apply)("x", x, [Exp(gamma), Scalar(2.0)], CHANNELS)
-    wanted = (x.double() * gamma.double().exp()[None, :, None] * 2).to(torch.bfloat16)
-    assert two.dtype == torch.bfloat16
-    assert (
-        two != wanted
-    ).double().mean() < 0.01  # the factor is float32; ties may round differently
-    assert public("demo")(gates.apply)("x", x, [], CHANNELS) is x
+def test_factors_multiply() -> None:
+    x, gamma = noise(2, 3, 5, 8), noise(3, 8)
+    log = gates.total("x", x, [Exp(gamma), Scalar(2.0)], CHANNELS)
+    assert log is not None
+    assert_near(log.exp(), gamma.exp()[None, :, None] * 2, "float64 ways")
+    assert gates.total("x", x, [], CHANNELS) is None
 
 
 def test_gradients() -> None:
@@ -169,7 +165,9 @@ def test_gradients() -> None:
     def run(x: torch.Tensor, *ts: torch.Tensor) -> torch.Tensor:
         gamma, slope, log, where = ts
         parts = [Exp(gamma), Slope(slope / 10, tied="pair"), Given(log)]
-        return public("demo")(gates.apply)("x", x, parts, CHANNELS, where)
+        log = public("demo")(gates.total)("x", x, parts, CHANNELS, where)
+        assert log is not None
+        return x * log.exp()
 
     assert torch.autograd.gradcheck(run, (x, gamma, slope, log, where))
     assert torch.autograd.gradgradcheck(run, (x, gamma, slope, log, where))
@@ -262,12 +260,12 @@ CASES = {
         "they reach from 0 to 10000; choose another centre or a larger scale_base.",
     ),
     "another number of heads": (
-        lambda: public("demo")(gates.apply)("q", X, [Exp(torch.zeros(2, 8))], CHANNELS),
+        lambda: public("demo")(gates.total)("q", X, [Exp(torch.zeros(2, 8))], CHANNELS),
         ValueError,
         "[demo] the gate Exp must have 1 or 3 heads for q but got 2 (q: float32[2, 3, 5, 8]).",
     ),
     "another number of tokens": (
-        lambda: public("demo")(gates.apply)("k", X, [Given(torch.zeros(4, 1, 1))], CHANNELS),
+        lambda: public("demo")(gates.total)("k", X, [Given(torch.zeros(4, 1, 1))], CHANNELS),
         ValueError,
         "[demo] the gate Given must have 1 or 5 tokens for k but got 4 (k: float32[2, 3, 5, 8]).",
     ),

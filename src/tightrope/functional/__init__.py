@@ -8,7 +8,6 @@ from ._rotate import (
     rotary_pos_embedding as rotary_pos_embedding,
     rotate as rotate,
     rotate_ as rotate_,
-    rotate_first as rotate_first,
     rotate_qk as rotate_qk,
     rotate_qk_ as rotate_qk_,
     rotate_with as rotate_with,

@@ -10,15 +10,12 @@ a rotation by the difference of the positions, or by an offset if that differenc
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from .. import positions as positions_
 from .._errors import bad_type, bad_value, is_dtensor, public
 from ..ops.build import Request
 from ..ops.checks import Operands, check_rotation, layout_named, shape_of
-from ..ops.layouts import Layout
 from ..ops.sharded import perform
 from ..positions import Positions, PositionsLike
 from ..spec import Angles, PreparedRotation, RopeSpec, SeqLen
@@ -68,11 +65,13 @@ def rerotate(  # noqa: PLR0913  (one argument for each option)
     >>> torch.allclose(moved, rotate(k, spec), atol=1e-5)
     True
     """
-    move = _Move(from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len)
-    request = Request(("k",), k, None, _prepared(k, move, layout_named(layout)), layout=layout)
-    if out is not None:
-        request = request._replace(verb="out", outs=(out,))
-    (y,) = perform(request._replace(backend=backend))
+    move = _prepared(
+        *(k, layout, from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len)
+    )
+    verb, outs = ("new", ()) if out is None else ("out", (out,))
+    (y,) = perform(
+        Request(("k",), k, None, move, layout=layout, verb=verb, outs=outs, backend=backend)
+    )
     return y
 
 
@@ -100,28 +99,27 @@ def rerotate_(  # noqa: PLR0913  (one argument for each option)
     >>> spec, cache = RopeSpec(64), torch.randn(1, 2, 100, 64)
     >>> kept = rerotate_(cache[:, :, 50:], spec, spec, 50, 0)
     """
-    move = _Move(from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len)
-    request = Request(("k",), k, None, _prepared(k, move, layout_named(layout)), layout=layout)
-    perform(request._replace(verb="in place", backend=backend))
+    move = _prepared(
+        *(k, layout, from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len)
+    )
+    perform(Request(("k",), k, None, move, layout=layout, verb="in place", backend=backend))
     return k
 
 
-class _Move(NamedTuple):
-    """The old and the new rotation; fields as in :func:`rerotate`."""
-
-    from_spec: RopeSpec
-    to_spec: RopeSpec
-    positions: PositionsLike
-    new_positions: PositionsLike
-    from_seq_len: SeqLen
-    to_seq_len: SeqLen
-
-
-def _prepared(k: torch.Tensor, move: _Move, layout: Layout) -> PreparedRotation:
-    """Prepare the rotation by the difference between the new and the old angles."""
-    from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len = move
-    operands = Operands(("k",), (k,), layout, sharded=is_dtensor(k))
-    tokens = shape_of("k", k, layout, operands.sharded)[layout.token]
+def _prepared(
+    k: torch.Tensor,
+    layout: str,
+    from_spec: RopeSpec,
+    to_spec: RopeSpec,
+    positions: PositionsLike,
+    new_positions: PositionsLike,
+    from_seq_len: SeqLen,
+    to_seq_len: SeqLen,
+) -> PreparedRotation:
+    """Prepare the rotation by the new angles minus the old ones; arguments as in :func:`rerotate`."""
+    order = layout_named(layout)
+    operands = Operands(("k",), (k,), order, sharded=is_dtensor(k))
+    tokens = shape_of("k", k, order, operands.sharded)[order.token]
     _check_specs(from_spec, to_spec)
     old = positions_.as_positions(positions)
     stays = new_positions is None or new_positions is positions

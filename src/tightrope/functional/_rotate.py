@@ -365,27 +365,3 @@ _BY_LEAD = "sd", "bsd", "bhsd"
 @lru_cache(maxsize=64)
 def _whole(width: int, interleaved: bool) -> RopeSpec:
     return RopeSpec(width, interleaved=interleaved)
-
-
-def rotate_first(
-    x: torch.Tensor,
-    spec: RopeSpec,
-    positions: PositionsLike,
-    *,
-    layout: str,
-    inverse: bool,
-    rounding: RoundingLike = "once",
-) -> torch.Tensor:
-    """Rotate the first channels of a tensor by a spec, and copy any channels beyond its head_dim.
-
-    For modules, whose input width is known only in ``forward``.
-
-    Args:
-        x, spec, positions, layout, inverse, rounding: see :func:`rotate`.
-
-    >>> rotate_first(torch.ones(3, 8), RopeSpec(4), 1, layout="sd", inverse=False)[0, 4:]
-    tensor([1., 1., 1., 1.])
-    """
-    return rotate_with(
-        _X, "new", x, None, spec, positions, layout, inverse, rounding=rounding, wider=True
-    )[0]

@@ -125,19 +125,28 @@ def lrpe_rotate_1d_(
         raise bad_value(
             "a softmax over the tokens cannot be computed in place; call lrpe_rotate_1d", x=x
         )
-    spec, where, angles = _arguments(x, theta, offset, start, rotary_dim, theta_axis)
-    layout, stages = _LAYOUTS[x.dim()], stages_of(act, None, 1)
-    request = Request(("x",), x, None, spec, where, layout, inv_freq=angles, stages=stages)
-    perform(request._replace(verb="in place"))
+    arguments = _arguments(x, theta, offset, start, rotary_dim, theta_axis)
+    _rotated(x, *arguments, act, "in place")
     return x
 
 
 def _rotated(
-    x: torch.Tensor, spec: RopeSpec, where: PositionsLike, angles: torch.Tensor, act: Act
+    x: torch.Tensor,
+    spec: RopeSpec,
+    where: PositionsLike,
+    angles: torch.Tensor,
+    act: Act,
+    verb: str = "new",
 ) -> torch.Tensor:
     layout, stages = _LAYOUTS[x.dim()], stages_of(act, None, 1)
-    request = Request(("x",), x, None, spec, where, layout, inv_freq=angles, stages=stages)
-    (y,) = perform(request)
+    (y,) = perform(
+        Request(
+            *(("x",), x, None, spec, where, layout),
+            inv_freq=angles,
+            stages=stages,
+            verb=verb,
+        )
+    )
     return y
 
 

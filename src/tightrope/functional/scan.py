@@ -48,7 +48,7 @@ _QK = ("q", "k")
 # Tokens per block for decays per channel, which take (block, block, channels) weights per block.
 BLOCK = 16
 
-FORMS = ("chunked", "quadratic", "step")
+FORMS = ("chunked", "step")
 
 
 class PolarState(NamedTuple):
@@ -103,8 +103,7 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
         phases: angles for each token, added to those of the positions, see :func:`rotate_qk`; they
             have a state of their own, ``phases.state``.
         state: the state returned by the call on the preceding tokens; None to start a sequence.
-        form: "chunked" for training; "step", token by token, for decoding; "quadratic", the
-            definition, with memory quadratic in the number of tokens.
+        form: "chunked" for training; "step", token by token, for decoding.
         chunk: number of tokens between two states that the chunked form saves for the backward pass.
             It changes memory and time, and the result only by rounding.
         layout: "bhsd", "bshd" or "sbhd".
@@ -238,10 +237,10 @@ def _scan_shards(
     return out, after._replace(memory=kept)
 
 
-def quadratic(
+def _block(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the scan by its definition: each token against all tokens up to it.
+    """Scan a block of tokens at once: each token against all tokens up to it.
 
     Args:
         q: ``(rows, kv_heads, group, tokens, channels)``.
@@ -283,7 +282,7 @@ def chunked(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scan block by block, in time and memory linear in the number of tokens.
 
-    Args: see :func:`quadratic`; ``chunk`` is the number of tokens between two states saved for the
+    Args: see :func:`_block`; ``chunk`` is the number of tokens between two states saved for the
     backward pass, which recomputes the steps between them.
     """
     recompute = (
@@ -311,7 +310,7 @@ def _blocks(
     block = k.shape[2] if decay.shape[-1] == 1 else BLOCK
     outs = []
     for part in _parts(block, q, k, v, decay):
-        out, state = quadratic(*part, state)
+        out, state = _block(*part, state)
         outs.append(out)
     return torch.cat(outs, 3), state
 
@@ -327,7 +326,7 @@ def stepped(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scan token by token, by the recurrence itself, for decoding.
 
-    Args: see :func:`quadratic`.
+    Args: see :func:`_block`.
     """
     outs = []
     for q_t, k_t, v_t, a_t in zip(*(x.unbind(-2) for x in (q, k, v, decay))):
@@ -434,8 +433,16 @@ def scanned(
     if state is None:
         memory = k.new_zeros(rows, kv_heads, channels, values)
     else:
-        _check_fit(state.memory, (rows, kv_heads, channels, values), k)
         memory, seen = state
+        shape = rows, kv_heads, channels, values
+        if memory.device != k.device:
+            raise bad_value(f"state is on {memory.device} but k is on {k.device}", memory=memory)
+        if memory.shape != shape or memory.dtype != k.dtype:
+            raise bad_value(
+                f"state must have a memory {str(k.dtype).removeprefix('torch.')}{list(shape)} for this "
+                "q, k and v",
+                memory=memory,
+            )
     groups = q.unflatten(1, (kv_heads, heads // max(kv_heads, 1)))
     with _without_autocast(q.device):
         if tokens == 0:
@@ -444,8 +451,6 @@ def scanned(
             memory = each.sum(2)[..., None].exp() * memory + k.mT @ v
         elif form == "chunked":
             out, memory = chunked(groups, k, v, each, memory, chunk)
-        elif form == "quadratic":
-            out, memory = quadratic(groups, k, v, each, memory)
         else:
             out, memory = stepped(groups, k, v, each, memory)
     return out.flatten(1, 2).to(dtype), PolarState(memory, seen + tokens)
@@ -492,15 +497,3 @@ def _check_plain(name: str, x: torch.Tensor) -> None:
     """Raise a TypeError if x is sparse, nested or a DTensor."""
     check_dense(name, x)
     check_local(name, x)
-
-
-def _check_fit(memory: torch.Tensor, shape: tuple[int, ...], k: torch.Tensor) -> None:
-    if memory.device != k.device:
-        raise bad_value(f"state is on {memory.device} but k is on {k.device}", memory=memory)
-    if memory.shape != shape or memory.dtype != k.dtype:
-        want = ", ".join(map(str, shape))
-        raise bad_value(
-            f"state must have a memory {str(k.dtype).removeprefix('torch.')}[{want}] for this q, k "
-            "and v",
-            memory=memory,
-        )

@@ -124,8 +124,8 @@ class PolarRoPEHead(_QueryHead):
         q, k = functional.rotary_apply(q, cos, sin), functional.rotary_apply(k, cos, sin)
         if self.use_spd:
             gate, channels = Exp(self.gamma, self.tied), Channels(width, 0, width, True)
-            q = gates_.apply("q", q, [gate], channels)
-            k = gates_.apply("k", k, [gate], channels)
+            factor = gate.factor(channels, dtype=q.dtype)
+            q, k = (q * factor).to(q.dtype), (k * factor).to(k.dtype)
         return scaled_dot_product_attention(q, k, v)[:, 0]
 
 
@@ -237,7 +237,6 @@ class PolarRoPEAttention(torch.nn.Module):
         *,
         positions: PositionsLike | PreparedRotation = None,
         attn_mask: torch.Tensor | None = None,
-        padding_mask: torch.Tensor | None = None,
         gate: Gate | tuple[Gate | None, Gate | None] | None = None,
         cache: KVCache | None = None,
     ) -> torch.Tensor:
@@ -249,9 +248,8 @@ class PolarRoPEAttention(torch.nn.Module):
                 by ``spec.at``; by default they continue from the tokens of the cache.
             attn_mask: ``(tokens, keys)`` or ``(batch|1, heads|1, tokens|1, keys)``, with the keys of
                 the cache before those of x: bool, true where a token may attend, or floating, added
-                to the scores.
-            padding_mask: bool ``(batch, keys)``: true for tokens, false for padding. The attention
-                output of a token that may not attend to any key is 0.
+                to the scores. For keys that are padding, give ``is_token[:, None, None]``. The output
+                of a token that may not attend to any key by a bool mask is 0.
             gate: an additional gate for this call, such as a :class:`tightrope.gates.Given` for its
                 tokens.
             cache: the preceding tokens; the call appends those of x. Needs ``causal``, and a spec
@@ -264,8 +262,9 @@ class PolarRoPEAttention(torch.nn.Module):
             TypeError, ValueError: invalid arguments; the message names the argument.
         """
         _check_input(x, self._all_heads()[0].q_proj.weight)
+        q, k, v = self._project(x)
         if cache is not None:
-            self._check_cache(x, cache)
+            self._check_cache(cache, k, v)
             if positions is None:
                 positions = cache.tokens
         rope: RopeSpec | PreparedRotation = self.spec
@@ -279,15 +278,14 @@ class PolarRoPEAttention(torch.nn.Module):
                 )
         else:
             where = positions
-        q, k, v = self._project(x)
         gates = self._all_gates(gate)
         fused = Stages((None, None), gates) if any(gates) else None
         # In place is safe: the projections are used nowhere else.
         verb = "new" if torch.is_grad_enabled() else "in place"
         q, k = functional.rotate_with(("q", "k"), verb, q, k, rope, where, "bhsd", False, fused)
         if cache is not None:
-            k, v = self._with_cached(cache, k, v)
-        mask, is_causal = self._mask(q, k, attn_mask, padding_mask)
+            k, v = cache.followed_by(k, v)
+        mask, is_causal = self._mask(q, k, attn_mask)
         y = scaled_dot_product_attention(
             q,
             k,
@@ -326,7 +324,7 @@ class PolarRoPEAttention(torch.nn.Module):
 
     def _all_gates(self, gate: Any) -> tuple[list[Gate], list[Gate]]:
         """Return the gates of the queries and the gates of the keys."""
-        for_q, for_k = ([own, extra] for own, extra in zip(self._gates, self._pair(gate)))
+        for_q, for_k = ([own, extra] for own, extra in zip(self._gates, gates_.pair(gate)))
         for heads, gates in ((self._all_heads(), for_q), (self._kv_heads(), for_k)):
             if self.use_spd:
                 gates.append(Exp(torch.stack([head.gamma for head in heads]), self.tied))
@@ -334,38 +332,18 @@ class PolarRoPEAttention(torch.nn.Module):
                 gates.append(Slope(torch.stack([head.slope for head in heads]), self.tied))
         return [one for one in for_q if one], [one for one in for_k if one]
 
-    def _pair(self, gate: Any) -> tuple[Gate | None, Gate | None]:
-        return gates_.pair(gate)
-
     def _mask(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        given: torch.Tensor | None,
-        padding: torch.Tensor | None,
+        self, q: torch.Tensor, k: torch.Tensor, given: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, bool]:
         """Return ``attn_mask`` and ``is_causal`` for torch's attention."""
         rows, heads, tokens, _ = q.shape
         keys = k.shape[2]
-        if given is None and padding is None and (not self.causal or keys == tokens):
+        if given is None and (not self.causal or keys == tokens):
             return None, self.causal
         mask = None
         if self.causal:
             square = torch.ones(tokens, keys, dtype=torch.bool, device=q.device)
             mask = square.tril(keys - tokens)
-        if padding is not None:
-            if (
-                not isinstance(padding, torch.Tensor)
-                or padding.dtype != torch.bool
-                or padding.shape != (rows, keys)
-            ):
-                raise bad_value(
-                    f"padding_mask must be bool[{rows}, {keys}], true for tokens, but got "
-                    f"{describe(padding)}"
-                )
-            _check_place("padding_mask", padding, "x is", q.device)
-            seen = padding[:, None, None]
-            mask = seen if mask is None else mask & seen
         if given is None:
             return mask, False
         _check_mask(given, (rows, heads, tokens, keys))
@@ -375,7 +353,8 @@ class PolarRoPEAttention(torch.nn.Module):
         added = given.to(q.dtype)
         return added if mask is None else added.masked_fill(~mask, -torch.inf), False
 
-    def _check_cache(self, x: torch.Tensor, cache: KVCache) -> None:
+    def _check_cache(self, cache: KVCache, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raise an error unless the new keys and values can follow those of the cache."""
         if not isinstance(cache, KVCache):
             raise bad_type(f"cache must be a KVCache but got {cache!r}")
         if not self.causal:
@@ -388,35 +367,23 @@ class PolarRoPEAttention(torch.nn.Module):
                 "were rotated for a shorter length",
                 spec=self.spec,
             )
-        for of, held in (("k", cache.k), ("v", cache.v)):
-            if held is not None and not isinstance(held, torch.Tensor):
-                raise bad_type(f"cache.{of} must be a tensor or None but got {describe(held)}")
-        if (cache.k is None) != (cache.v is None):
-            raise bad_value(
-                "cache must hold both keys and values, or neither",
-                **{"cache.k": cache.k, "cache.v": cache.v},
-            )
-        if cache.k is not None and cache.k.shape[0] != x.shape[0]:
-            raise bad_value(
-                f"x must have the {cache.k.shape[0]} rows of the cache", x=x, cache=cache.k
-            )
-
-    def _with_cached(
-        self, cache: KVCache, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if cache.k is None and cache.v is None:
+            return
+        rows, heads, _, width = k.shape
+        tokens = cache.k.shape[2:3] if isinstance(cache.k, torch.Tensor) else ()
         for held, new in ((cache.k, k), (cache.v, v)):
-            if held is None:
-                continue
-            rows, heads, _, width = new.shape
-            same = held.dtype == new.dtype and held.device == new.device
-            if not same or held.shape != (rows, heads, cache.tokens, width):
+            if (
+                not isinstance(held, torch.Tensor)
+                or held.shape != (rows, heads, *tokens, width)
+                or held.dtype != new.dtype
+                or held.device != new.device
+            ):
                 dtype = str(new.dtype).removeprefix("torch.")
                 raise bad_value(
                     f"cache must hold keys and values {dtype}[{rows}, {heads}, tokens, {width}] on "
-                    f"{new.device}",
+                    f"{new.device}, or neither",
                     **{"cache.k": cache.k, "cache.v": cache.v},
                 )
-        return cache.followed_by(k, v)
 
     def extra_repr(self) -> str:
         """Return the arguments shown in the repr."""

@@ -293,9 +293,11 @@ class RotaryPositionalEmbedding(_Rotary):
     def _rotate(
         self, x: torch.Tensor, positions: PositionsLike, layout: str, inverse: bool
     ) -> torch.Tensor:
-        return functional.rotate_first(
-            x, self.spec, positions, layout=layout, inverse=inverse, rounding=self.rounding
-        )
+        return functional.rotate_with(
+            *(("x",), "new", x, None, self.spec, positions, layout, inverse),
+            rounding=self.rounding,
+            wider=True,
+        )[0]
 
     def _note(self, length: int, device: torch.device) -> None:
         # Tensors without data and symbolic lengths do not count as sequences seen.

@@ -510,11 +510,10 @@ def test_one_graph_for_all_offsets(change: Callable[..., torch.Tensor], after: R
 
 def test_a_shift_makes_no_positions() -> None:
     """From one offset to another, a pair turns by the same angle in all tokens: no ids are needed."""
-    from tightrope.functional._rerotate import _Move, _prepared
-    from tightrope.ops.layouts import BY_NAME
+    from tightrope.functional._rerotate import _prepared
 
     k, spec = torch.randn(1, 2, TOKENS, 16), spec_of()
-    rope = _prepared(k, _Move(spec, spec, 900, 7, None, None), BY_NAME["bhsd"])
+    rope = _prepared(k, "bhsd", spec, spec, 900, 7, None, None)
     assert (rope.ids, rope.where.offset, rope.where.add_index) == (None, -893, False)
     assert rope.angles.words is spec.at().angles.words
 

@@ -1,4 +1,4 @@
-"""The linear scan: three forms of one recurrence, compared with the double sum that defines it."""
+"""The linear scan: two forms of one recurrence, compared with the double sum that defines it."""
 
 import fractions
 import itertools
@@ -190,7 +190,7 @@ def test_any_split_in_any_form_is_one_call(
 ) -> None:
     q, k, v = inputs()
     decay = DECAYS[kind]
-    whole, last = polar_scan(q, k, v, SPEC, decay, form="quadratic")
+    whole, last = polar_scan(q, k, v, SPEC, decay)
     order = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}[layout]
     parts, state = [], None
     ends = [0, *sorted(cuts), 37]
@@ -443,7 +443,7 @@ CASES = {
     "form": (
         lambda: polar_scan(Q, K, V, SPEC, form="parallel"),
         ValueError,
-        "[polar_scan] form must be one of chunked, quadratic, step but got 'parallel'.",
+        "[polar_scan] form must be one of chunked, step but got 'parallel'.",
     ),
     "narrow keys of other tokens": (
         lambda: polar_scan(Q.bfloat16(), K[:, :, 1:].bfloat16(), V, SPEC),

@@ -223,10 +223,10 @@ def test_meta_and_fake_tensors(case: str, fake: bool) -> None:
     with FakeTensorMode() if fake else torch.device("meta"):
         empty = PolarRoPEAttention(12, 4, 8, **options)
         x = torch.randn(2, 6, 12, requires_grad=True)
-        mask = torch.ones(2, 6, dtype=torch.bool)
+        mask = torch.ones(2, 1, 1, 6, dtype=torch.bool)
         ids = torch.arange(6).expand(2, 6)
         cache = KVCache() if options.get("causal") else None
-        for y in (empty(x), empty(x, positions=ids, padding_mask=mask, cache=cache)):
+        for y in (empty(x), empty(x, positions=ids, attn_mask=mask, cache=cache)):
             assert (y.shape, y.device) == (x.shape, x.device)
             for grad, leaf in zip(
                 torch.autograd.grad(y.sum(), [x, *empty.parameters()]), [x, *empty.parameters()]
@@ -270,7 +270,7 @@ def test_padding_is_as_if_it_were_not_there(causal: bool) -> None:
     attention = made(12, 4, 8, causal=causal)
     padding = torch.ones(2, 7, dtype=torch.bool)
     padding[1, 5:] = False
-    got = attention(X, padding_mask=padding)
+    got = attention(X, attn_mask=padding[:, None, None])
     assert_near(got[0], attention(X)[0], "float64 ways")
     assert_near(got[1, :5], attention(X[1:, :5])[0], "float64 ways")
 
@@ -278,7 +278,7 @@ def test_padding_is_as_if_it_were_not_there(causal: bool) -> None:
 def test_a_token_that_may_look_nowhere_gets_zero() -> None:
     attention = made(12, 4, 8)
     x = X.clone().requires_grad_()
-    y = attention(x, padding_mask=torch.zeros(2, 7, dtype=torch.bool))
+    y = attention(x, attn_mask=torch.zeros(2, 1, 1, 7, dtype=torch.bool))
     assert torch.equal(y, torch.zeros_like(y))
     y.sum().backward()
     assert x.grad is not None
@@ -360,12 +360,12 @@ def test_decoding_with_a_cache_is_the_full_pass(
     padding = torch.ones(2, 12, dtype=torch.bool)
     padding[1, :3] = not padded
     with torch.set_grad_enabled(grad):
-        whole = attention(x, padding_mask=padding if padded else None)
+        whole = attention(x, attn_mask=padding[:, None, None] if padded else None)
         cache, parts = KVCache(), []
         ends = [0, *sorted(cuts), 12]
         for start, end in itertools.pairwise(ends):
-            mask = padding[:, :end] if padded else None
-            parts.append(attention(x[:, start:end], padding_mask=mask, cache=cache))
+            mask = padding[:, None, None, :end] if padded else None
+            parts.append(attention(x[:, start:end], attn_mask=mask, cache=cache))
             assert cache.tokens == end
     assert_near(torch.cat(parts, 1), whole, "float64 ways")
 
@@ -386,8 +386,6 @@ def test_what_is_refused_does_not_grow_the_cache() -> None:
         {"attn_mask": lower(4)},
         {"attn_mask": "causal"},
         {"attn_mask": torch.zeros(4, 7, dtype=torch.int64)},
-        {"padding_mask": torch.ones(2, 4, dtype=torch.bool)},
-        {"padding_mask": torch.ones(2, 7)},
         {"gate": Given(torch.zeros(7, 1, 1))},
         {"positions": torch.arange(7)},
     ]
@@ -492,13 +490,6 @@ CASES = {
         lambda: PolarRoPEAttention(12, 4, 8)(X.to("meta")),
         ValueError,
         "[PolarRoPEAttention] x is on meta but the parameters are on cpu.",
-    ),
-    "padding on meta": (
-        lambda: PolarRoPEAttention(12, 4, 8, dtype=X.dtype)(
-            X, padding_mask=torch.ones(X.shape[:2], dtype=torch.bool, device="meta")
-        ),
-        ValueError,
-        "[PolarRoPEAttention] padding_mask is on meta but x is on cpu.",
     ),
     "a mask on meta": (
         lambda: PolarRoPEAttention(12, 4, 8, dtype=X.dtype)(
@@ -663,25 +654,26 @@ CASES = {
     "a cache without its values": (
         lambda: C(Y, cache=half_empty()),
         ValueError,
-        "[PolarRoPEAttention] cache must hold both keys and values, or neither (cache.k: "
-        "float32[2, 4, 3, 8], cache.v: None).",
+        "[PolarRoPEAttention] cache must hold keys and values float32[2, 4, tokens, 8] on cpu, or "
+        "neither (cache.k: float32[2, 4, 3, 8], cache.v: None).",
     ),
     "a cache of something": (
         lambda: C(Y, cache=half_empty([])),
-        TypeError,
-        "[PolarRoPEAttention] cache.v must be a tensor or None but got [].",
+        ValueError,
+        "[PolarRoPEAttention] cache must hold keys and values float32[2, 4, tokens, 8] on cpu, or "
+        "neither (cache.k: float32[2, 4, 3, 8], cache.v: []).",
     ),
     "a cache of other heads": (
         lambda: PolarRoPEAttention(12, 4, 8, num_kv_heads=2, causal=True)(Y, cache=filled(2)),
         ValueError,
-        "[PolarRoPEAttention] cache must hold keys and values float32[2, 2, tokens, 8] on cpu "
-        "(cache.k: float32[2, 4, 3, 8], cache.v: float32[2, 4, 3, 8]).",
+        "[PolarRoPEAttention] cache must hold keys and values float32[2, 2, tokens, 8] on cpu, or "
+        "neither (cache.k: float32[2, 4, 3, 8], cache.v: float32[2, 4, 3, 8]).",
     ),
     "a cache of another dtype": (
         lambda: copy.deepcopy(C).double()(Y.double(), cache=filled(2)),
         ValueError,
-        "[PolarRoPEAttention] cache must hold keys and values float64[2, 4, tokens, 8] on cpu "
-        "(cache.k: float32[2, 4, 3, 8], cache.v: float32[2, 4, 3, 8]).",
+        "[PolarRoPEAttention] cache must hold keys and values float64[2, 4, tokens, 8] on cpu, or "
+        "neither (cache.k: float32[2, 4, 3, 8], cache.v: float32[2, 4, 3, 8]).",
     ),
     "x of another width": (
         lambda: A(Y[..., :8]),
@@ -714,16 +706,6 @@ CASES = {
         TypeError,
         "[PolarRoPEAttention] attn_mask must be a bool or floating tensor but got int64[5, 5].",
     ),
-    "padding of another length": (
-        lambda: A(Y, padding_mask=torch.ones(2, 4, dtype=torch.bool)),
-        ValueError,
-        "[PolarRoPEAttention] padding_mask must be bool[2, 5], true for tokens, but got bool[2, 4].",
-    ),
-    "padding of integers": (
-        lambda: A(Y, padding_mask=torch.ones(2, 5, dtype=torch.int64)),
-        ValueError,
-        "[PolarRoPEAttention] padding_mask must be bool[2, 5], true for tokens, but got int64[2, 5].",
-    ),
     "an invalid cache": (
         lambda: C(Y, cache={}),
         TypeError,
@@ -737,8 +719,8 @@ CASES = {
     "cache of other rows": (
         lambda: C(Y, cache=filled(3)),
         ValueError,
-        "[PolarRoPEAttention] x must have the 3 rows of the cache (x: float32[2, 5, 12], "
-        "cache: float32[3, 4, 3, 8]).",
+        "[PolarRoPEAttention] cache must hold keys and values float32[2, 4, tokens, 8] on cpu, or "
+        "neither (cache.k: float32[3, 4, 3, 8], cache.v: float32[3, 4, 3, 8]).",
     ),
     "cache under a rule by length": (
         lambda: PolarRoPEAttention(
