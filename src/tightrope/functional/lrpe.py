@@ -91,10 +91,10 @@ def lrpe_rotate_1d(
     over_tokens = _check(x, act, dim, offset)
     arguments = _arguments(x, theta, offset, start, rotary_dim, theta_axis)
     if not over_tokens:
-        return _rotated(x, *arguments, act)
+        return _rotated(x, arguments, act)
     # Compute in a wide dtype and round once, at the end.
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return _rotated(torch.softmax(x.to(wide), 1), *arguments, None).to(x.dtype)
+    return _rotated(torch.softmax(x.to(wide), 1), arguments, None).to(x.dtype)
 
 
 @public("lrpe_rotate_1d_")
@@ -126,28 +126,20 @@ def lrpe_rotate_1d_(
             "a softmax over the tokens cannot be computed in place; call lrpe_rotate_1d", x=x
         )
     arguments = _arguments(x, theta, offset, start, rotary_dim, theta_axis)
-    _rotated(x, *arguments, act, "in place")
+    _rotated(x, arguments, act, "in place")
     return x
 
 
 def _rotated(
     x: torch.Tensor,
-    spec: RopeSpec,
-    where: PositionsLike,
-    angles: torch.Tensor,
+    arguments: tuple[RopeSpec, PositionsLike, torch.Tensor],
     act: Act,
     verb: str = "new",
 ) -> torch.Tensor:
-    layout, stages = _LAYOUTS[x.dim()], stages_of(act, None, 1)
-    (y,) = perform(
-        Request(
-            *(("x",), x, None, spec, where, layout),
-            inv_freq=angles,
-            stages=stages,
-            verb=verb,
-        )
-    )
-    return y
+    """Rotate by the result of :func:`_arguments`."""
+    spec, where, theta = arguments
+    request = Request(("x",), x, None, spec, where, _LAYOUTS[x.dim()], inv_freq=theta, verb=verb)
+    return perform(request._replace(stages=stages_of(act, None, 1)))[0]
 
 
 def _check(x: torch.Tensor, act: Act, dim: int | None, offset: object) -> bool:

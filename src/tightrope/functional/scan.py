@@ -13,7 +13,7 @@ decay does not reduce the precision of weak decays next to it. A decay of −∞
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, cast
 
@@ -37,6 +37,7 @@ from ..gates import Gate
 from ..ops import sharded
 from ..ops.build import Request, build, stages_of
 from ..ops.checks import Operands, layout_named, prepare
+from ..ops.layouts import Layout
 from ..ops.phased import PhasesLike
 from ..ops.route import mode
 from ..ops.run import run
@@ -183,7 +184,7 @@ def _scan(
         wide = request._replace(q=q.float(), k=k.float(), spec=spec)
         request = wide._replace(positions=None, seq_len=None)
     turned_q, turned_k = (order.to_bhsd(x) for x in run(build(request)))
-    v = values_of(order.to_bhsd(q), order.to_bhsd(k), v, order.to_bhsd)
+    v = _checked_values(order.to_bhsd(q), order.to_bhsd(k), v, order)
     out, state = scanned(turned_q, turned_k, v, log_decay, state, form, chunk)
     return order.from_bhsd(out), state
 
@@ -378,19 +379,8 @@ def decays(given: torch.Tensor | float | None, k: torch.Tensor) -> torch.Tensor:
     return made.expand(-1, -1, tokens, -1)
 
 
-def values_of(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: object,
-    to_bhsd: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """Check v against q and k and return it in their layout.
-
-    Args:
-        q, k: ``(rows, heads, tokens, channels)``, already checked.
-        v: the caller's argument.
-        to_bhsd: converts v to the layout of q and k.
-    """
+def _checked_values(q: torch.Tensor, k: torch.Tensor, v: object, order: Layout) -> torch.Tensor:
+    """Check v, in its layout, against q and k; return it as ``(rows, heads, tokens, channels)``, as they are."""
     if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
         raise bad_value(
             f"the number of heads of q must be a multiple of that of k, {k.shape[1]}, but got "
@@ -402,7 +392,7 @@ def values_of(
             found = f" but is on {v.device}"
         raise bad_type(f"v must be a tensor of {k.dtype} on {k.device}{found}", v=v)
     _check_plain("v", v)
-    view = to_bhsd(v) if v.dim() == 4 else v
+    view = order.to_bhsd(v) if v.dim() == 4 else v
     if v.dim() != 4 or view.shape[:3] != k.shape[:3]:
         raise bad_value(
             f"v must have the {k.shape[0]} rows, {k.shape[1]} heads and {k.shape[2]} tokens of k",
