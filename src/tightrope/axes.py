@@ -12,12 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ._errors import bad_type, bad_value, integer, public
+from ._value import Value
 
 __all__ = ["Axes"]
 
 
-@dataclass(frozen=True, repr=False)
-class Axes:
+@dataclass(frozen=True)
+class Axes(Value):
     """An assignment of pairs to coordinates and frequencies.
 
     Two assignments are equal when they give every pair the same coordinate and frequency, however
@@ -67,8 +68,7 @@ class Axes:
                     f"got {index} in {triple}"
                 )
             pairs.append((axis, index, dim))
-        object.__setattr__(self, "count", count)
-        object.__setattr__(self, "pairs", tuple(pairs))
+        self._set(count=count, pairs=tuple(pairs))
 
     @classmethod
     @public("Axes.sections")

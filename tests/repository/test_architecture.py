@@ -28,6 +28,7 @@ RANKS: dict[str, tuple[int, int]] = {
     "_errors": (0, 0),
     "_tracing": (0, 0),
     "_memo": (0, 1),
+    "_value": (0, 1),
     "_parts": (0, 0),
     "_namespace": (0, 0),
     "ops.schema": (0, 1),

@@ -98,7 +98,7 @@ _ABOUT = re.compile(
 _ALONE = frozenset({"alpha", "base", "factor"})
 # Keys of rope sections that hold a parameter of a rule.
 _OF_RULES = frozenset(
-    key for rule in RULES.values() for spelled in rule.keys.values() for key in spelled
+    key for rule in RULES.values() for spelled in rule.spellings().values() for key in spelled
 )
 # Words of other parts: experts, losses, and the indexer of sparse attention, which has a rotation of its own.
 _ELSEWHERE = re.compile(

@@ -16,7 +16,7 @@ Fact = tuple[str, object, str]
 
 def claimed_by(rule: type[Rule] | None) -> set[str]:
     """The keys of a rope section that belong to a rule."""
-    return {key for spelled in rule.keys.values() for key in spelled} if rule is not None else set()
+    return {key for spelled in rule.spellings().values() for key in spelled} if rule else set()
 
 
 def kind_of_rule(part: Part) -> type[Rule] | None:
@@ -67,8 +67,9 @@ def scaling_of(
     facts: list[Fact] = [("scaling", kind.__name__, given)]
     values: dict[str, Any] = {}
     missing: list[str] = []
+    spellings = kind.spellings()
     for one in dataclasses.fields(kind):  # type: ignore[arg-type]
-        spelled = kind.keys.get(one.name, (one.name,))
+        spelled = spellings[one.name]
         if kind is NTK and "alpha" in part.entries:
             spelled = ("alpha",)
         got = _value_of(source, part, kind, one.name, part.inner(spelled))

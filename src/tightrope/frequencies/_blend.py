@@ -5,11 +5,10 @@ from __future__ import annotations
 import decimal
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import ClassVar
 
 from .._errors import bad_type, bad_value, public
 from ._row import default
-from ._rule import CONTEXT, TWO_PI, Frequencies, Keys, Rule, number
+from ._rule import CONTEXT, TWO_PI, Frequencies, Rule, number
 
 
 @dataclass(frozen=True)
@@ -67,16 +66,6 @@ class YaRN(Rule):
     """
 
     names = ("yarn", "deepseek_yarn")
-    keys: ClassVar[Keys] = {
-        "factor": ("factor",),
-        "original_max_position": ("original_max_position_embeddings",),
-        "beta_fast": ("beta_fast",),
-        "beta_slow": ("beta_slow",),
-        "truncate": ("truncate",),
-        "attention_factor": ("attention_factor",),
-        "mscale": ("mscale",),
-        "mscale_all_dim": ("mscale_all_dim",),
-    }
 
     factor: float
     original_max_position: int
@@ -197,12 +186,6 @@ class Llama3(Rule):
     """
 
     names = ("llama3",)
-    keys: ClassVar[Keys] = {
-        "factor": ("factor",),
-        "low_freq_factor": ("low_freq_factor",),
-        "high_freq_factor": ("high_freq_factor",),
-        "original_max_position": ("original_max_position_embeddings",),
-    }
 
     factor: float
     low_freq_factor: float

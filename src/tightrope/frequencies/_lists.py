@@ -7,13 +7,13 @@ import numbers
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from .._errors import bad_type, bad_value, public
 from ._row import default
-from ._rule import Frequencies, Keys, Rule, number
+from ._rule import Frequencies, Rule, number
 
 Nested: TypeAlias = (
     "tuple[float, ...] | tuple[tuple[float, ...], ...] | tuple[tuple[tuple[float, ...], ...], ...]"
@@ -61,15 +61,6 @@ class LongRoPE(Rule):
     """
 
     names = ("longrope", "su")
-    keys: ClassVar[Keys] = {
-        "short_factor": ("short_factor",),
-        "long_factor": ("long_factor",),
-        "original_max_position": ("original_max_position_embeddings",),
-        "factor": ("factor",),
-        "attention_factor": ("attention_factor",),
-        "short_mscale": ("short_mscale",),
-        "long_mscale": ("long_mscale",),
-    }
     by_length = True
 
     short_factor: tuple[float, ...]
@@ -171,7 +162,6 @@ class Given(Rule):
     """
 
     names = ("given",)
-    keys: ClassVar[Keys] = {"inv_freq": ("inv_freq",)}
 
     inv_freq: Nested
 

@@ -65,7 +65,6 @@ class Linear(Rule):
     """
 
     names = ("linear",)
-    keys: ClassVar[Keys] = {"factor": ("factor",)}
 
     factor: float
 
@@ -153,10 +152,6 @@ class DynamicNTK(Rule):
     """
 
     names = ("dynamic",)
-    keys: ClassVar[Keys] = {
-        "factor": ("factor",),
-        "original_max_position": ("original_max_position_embeddings",),
-    }
     by_length = True
 
     factor: float
@@ -209,7 +204,7 @@ class Proportional(Rule):
     """
 
     names = ("proportional",)
-    keys: ClassVar[Keys] = {"rotary_fraction": ("partial_rotary_factor",), "factor": ("factor",)}
+    keys: ClassVar[Keys] = {"rotary_fraction": ("partial_rotary_factor",)}
 
     rotary_fraction: float
     factor: float = 1.0

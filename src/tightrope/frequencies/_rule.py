@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import decimal
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -15,6 +14,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import torch
 
 from .._errors import as_real, bad_type, bad_value, integer, public, unsupported
+from .._value import Value, field_names, from_fields
 
 #: The decimal arithmetic of rules, with 60 digits: 20 for the 64 bits of a phase word, and 40 as a
 #: margin for the rounding of up to thousands of products.
@@ -93,7 +93,7 @@ def length(value: object) -> int:
     return number
 
 
-class Rule:
+class Rule(Value):
     """A frequency rule with its parameters; rules are frozen dataclasses that derive from this class.
 
     A subclass declares its fields, checks them in ``__post_init__`` and defines :meth:`make`. Specs,
@@ -101,7 +101,7 @@ class Rule:
 
     Attributes:
         names: its names in configurations (``rope_type``); the first is its name in dictionaries.
-        keys: for each field, its names in the rope section of a configuration.
+        keys: the names of fields in the rope section of a configuration, where they differ; see :meth:`spellings`.
         by_length: whether the frequencies depend on the length of the sequence. Such a rule has a
             field ``original_max_position``, up to which the frequencies are the same.
     """
@@ -112,8 +112,8 @@ class Rule:
     original_max_position: int  # for rules with by_length
 
     @public()
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         for name in cls.__dict__.get("names", ()):
             other = RULES.get(name, cls)
             # Reloading a module defines its classes again.
@@ -129,9 +129,18 @@ class Rule:
         }
         if owners.pop("scale_beyond") > min(owners.values()):
             cls.scale_beyond = Rule.scale_beyond  # type: ignore[method-assign]
-        # Set here, so that the dataclass decorator does not add its own.
-        cls.__hash__ = Rule.__hash__  # type: ignore[method-assign]
-        cls.__repr__ = Rule.__repr__  # type: ignore[method-assign]
+
+    @classmethod
+    def spellings(cls) -> dict[str, tuple[str, ...]]:
+        """Return the names of each field in the rope section of a configuration.
+
+        >>> from tightrope.frequencies import NTK
+        >>> NTK.spellings()
+        {'factor': ('factor', 'alpha')}
+        """
+        usual = {"original_max_position": ("original_max_position_embeddings",)}
+        keys = usual | dict(cls.keys)
+        return {name: keys.get(name, (name,)) for name in field_names(cls)}
 
     @public()
     def frequencies(self, rotary_dim: int, base: float, seq_len: int | None = None) -> Frequencies:
@@ -224,9 +233,8 @@ class Rule:
         >>> Linear(4.0).to_dict()
         {'rule': 'linear', 'factor': 4.0}
         """
-        return {"rule": self.names[0]} | {
-            name: _listed(getattr(self, name)) for name in _field_names(type(self))
-        }
+        values = map(_listed, self._values())
+        return {"rule": self.names[0]} | dict(zip(field_names(type(self)), values, strict=True))
 
     @staticmethod
     @public("from_dict")
@@ -244,54 +252,8 @@ class Rule:
         name = values.pop("rule", None)
         kind = RULES.get(name) if isinstance(name, str) else None
         if kind is None:
-            raise bad_value(f"rule must be one of {_named(RULES)} but got {name!r}")
-        unknown = values.keys() - set(_field_names(kind))
-        if unknown:
-            raise bad_value(
-                f"rule {name!r} must have only the keys {', '.join(_field_names(kind))} but got "
-                f"{_named(unknown)}"
-            )
-        missing = [
-            field.name
-            for field in dataclasses.fields(kind)  # type: ignore[arg-type]
-            if field.default is dataclasses.MISSING and field.name not in values
-        ]
-        if missing:
-            raise bad_value(
-                f"rule {name!r} must have all required keys but lacks {_named(missing)}"
-            )
-        return kind(**values)
-
-    def __hash__(self) -> int:
-        # Some rules hold thousands of numbers, and caches hash them often.
-        made: int | None = self.__dict__.get("_hash")
-        if made is None:
-            made = hash((type(self).__name__, *self._values()))
-            object.__setattr__(self, "_hash", made)
-        return made
-
-    def __repr__(self) -> str:
-        shown = [
-            f"{field.name}={_short(getattr(self, field.name))}"
-            for field in dataclasses.fields(self)  # type: ignore[arg-type]
-            if getattr(self, field.name) != field.default
-        ]
-        return f"{type(self).__name__}({', '.join(shown)})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # String hashes differ between processes, so the cached hash is not pickled.
-        return type(self), self._values()
-
-    def _values(self) -> tuple[Any, ...]:
-        return tuple(
-            getattr(self, field.name)
-            for field in dataclasses.fields(self)  # type: ignore[arg-type]
-        )
-
-    def _set(self, **values: object) -> None:
-        """Store checked fields, converted to their normal types; for ``__post_init__``."""
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+            raise bad_value(f"rule must be one of {', '.join(sorted(RULES))} but got {name!r}")
+        return from_fields(f"rule {name!r}", kind, values)
 
     # Each method below checks a field and returns its value in the normal type, or raises an error.
 
@@ -335,24 +297,5 @@ def number(field: str, value: object, zero: bool = False) -> float:
     return number
 
 
-def _field_names(kind: type[Rule]) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-
-
-def _named(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
-
-
 def _listed(value: Any) -> Any:
     return [_listed(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _short(value: Any) -> str:
-    """Return the ``repr``, without the middle of a long tuple."""
-    if not isinstance(value, tuple):
-        return repr(value)
-    if len(value) > 6:
-        shown = [*map(_short, value[:2]), f"… {len(value) - 3} more …", _short(value[-1])]
-    else:
-        shown = [*map(_short, value)]
-    return f"({', '.join(shown)}{',' if len(value) == 1 else ''})"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .. import phase_words, positions as positions_
 from .._errors import as_real, bad_type, bad_value, public
+from .._value import Value, dictionary, field_names, from_fields
 from ..axes import Axes
 from ..channels import Channels
 from ..frequencies import Frequencies, Given, Rule, length as checked_length
@@ -24,8 +25,8 @@ from ._words import Constants, Words
 VERSION = 1
 
 
-@dataclass(frozen=True, repr=False)
-class RopeSpec:
+@dataclass(frozen=True)
+class RopeSpec(Value):
     """A rotary position embedding: channels, their pairing (half by default), frequencies and axes.
 
     Two specs are equal when all their fields are, after the constructor has normalised them
@@ -79,45 +80,12 @@ class RopeSpec:
                 f"scaling must be a rule of tightrope.frequencies but got {self.scaling!r}"
             )
         _check_axes(self.axes, self.scaling, channels.rotary_dim)
-        put = object.__setattr__
-        put(self, "head_dim", channels.head_dim)
-        put(self, "start", channels.start)
-        put(self, "rotary_dim", channels.rotary_dim)
-        put(self, "base", base)
-        put(self, "_channels", channels)
-        put(self, "_ready", {})
-        put(self, "_words", Words(self.scaling, channels.rotary_dim, base, self.axes))
+        self._set(head_dim=channels.head_dim, start=channels.start, rotary_dim=channels.rotary_dim)
+        words = Words(self.scaling, channels.rotary_dim, base, self.axes)
+        self._set(base=base, _channels=channels, _ready={}, _words=words)
 
-    def __hash__(self) -> int:
-        # Computed on first use: torch 2.11 cannot trace hash() in the constructor.
-        if "_hash" not in vars(self):
-            object.__setattr__(self, "_hash", hash(self._values()))
-        return self._hash  # type: ignore[attr-defined, no-any-return]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Phase words and device tables are derived; a copy computes its own.
-        return RopeSpec, self._values()
-
-    def __repr__(self) -> str:
-        usual = {each.name: each.default for each in fields(self)}
-        usual["rotary_dim"] = self.head_dim - self.start
-        shown = [
-            f"{name}={value!r}"
-            for name, value in zip(usual, self._values(), strict=True)
-            if value != usual[name]
-        ]
-        return f"RopeSpec({', '.join(shown)})"
-
-    def _values(self) -> tuple[Any, ...]:
-        return (
-            self.head_dim,
-            self.base,
-            self.rotary_dim,
-            self.start,
-            self.interleaved,
-            self.scaling,
-            self.axes,
-        )
+    def _defaults(self) -> dict[str, Any]:
+        return super()._defaults() | {"rotary_dim": self.head_dim - self.start}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the spec in JSON types, with exact floats and the version of the format.
@@ -128,7 +96,7 @@ class RopeSpec:
         RopeSpec(head_dim=4)
         """
         made: dict[str, Any] = {"version": VERSION}
-        made |= zip((each.name for each in fields(self)), self._values(), strict=True)
+        made |= zip(field_names(RopeSpec), self._values(), strict=True)
         if self.scaling is not None:
             made["scaling"] = self.scaling.to_dict()
         if self.axes is not None:
@@ -145,19 +113,16 @@ class RopeSpec:
             ValueError: an unsupported version, unknown or missing keys, or values out of range.
             TypeError: values of the wrong type.
         """
-        values = _dictionary("a spec", saved)
+        values = dictionary("a spec", saved)
         version = values.pop("version", None)
         if version != VERSION or isinstance(version, bool):
             hint = "; pass the result of to_dict" if version is None else ""
             raise bad_value(f"version must be {VERSION} but got {version!r}{hint}")
-        _check_keys("a spec", values, [each.name for each in fields(cls)], ["head_dim"])
         if values.get("scaling") is not None:
-            values["scaling"] = Rule.from_dict(_dictionary("scaling", values["scaling"]))
+            values["scaling"] = Rule.from_dict(dictionary("scaling", values["scaling"]))
         if values.get("axes") is not None:
-            axes = _dictionary("axes", values["axes"])
-            _check_keys("axes", axes, ["count", "pairs"], ["count", "pairs"])
-            values["axes"] = Axes(**axes)
-        return cls(**values)
+            values["axes"] = from_fields("axes", Axes, dictionary("axes", values["axes"]))
+        return from_fields("a spec", cls, values)
 
     @classmethod
     def from_config(
@@ -483,23 +448,4 @@ def _check_axes(axes: object, scaling: Rule | None, rotary_dim: int) -> None:
     if isinstance(scaling, Given) and len(scaling.shape) == 3:
         raise bad_value(
             f"axes must be None if the given frequencies have axes of their own but got {axes!r}"
-        )
-
-
-def _dictionary(name: str, values: object) -> dict[str, Any]:
-    if not isinstance(values, Mapping):
-        raise bad_type(f"{name} must be a dictionary but got {values!r}")
-    return dict(values)
-
-
-def _check_keys(name: str, values: Mapping[str, Any], known: list[str], needed: list[str]) -> None:
-    unknown, missing = values.keys() - set(known), set(needed) - values.keys()
-    if unknown:
-        raise bad_value(
-            f"{name} must have only the keys {', '.join(known)} but got "
-            f"{', '.join(sorted(map(str, unknown)))}"
-        )
-    if missing:
-        raise bad_value(
-            f"{name} must have all required keys but lacks {', '.join(sorted(missing))}"
         )
