@@ -46,7 +46,8 @@ class Value:
         return {field.name: field.default for field in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     def _values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in field_names(type(self)))
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return tuple(getattr(self, field.name) for field in fields)
 
     def _set(self, **values: object) -> None:
         """Store checked fields, converted to their normal types; for ``__post_init__``."""

@@ -45,18 +45,18 @@ class HostWords(NamedTuple):
 
 def host_words(
     rule: Constant[Rule | None],
+    axes: Constant[Axes | None],
     rotary_dim: int,
     base: float,
-    axes: Constant[Axes | None],
     regime: int | None,
 ) -> HostWords:
     """Return phase words and turns of a rule for one regime of lengths. A pure function.
 
     Args:
-        rule, rotary_dim, base, axes: see :class:`tightrope.RopeSpec`.
+        rule, axes, rotary_dim, base: see :class:`tightrope.RopeSpec`.
         regime: see :meth:`tightrope.frequencies.Rule.regime`.
     """
-    return _cached(value_of(rule), rotary_dim, base, value_of(axes), regime)
+    return _cached(value_of(rule), value_of(axes), rotary_dim, base, regime)
 
 
 # A spec may be made inside a compiled function; its phase words are constants there, since Dynamo
@@ -66,9 +66,9 @@ host_words._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @lru_cache(maxsize=512)
 def _cached(
-    rule: Rule | None, rotary_dim: int, base: float, axes: Axes | None, regime: int | None
+    rule: Rule | None, axes: Axes | None, rotary_dim: int, base: float, regime: int | None
 ) -> HostWords:
-    result = assigned(rule, rotary_dim, base, axes, regime)
+    result = assigned(rule, axes, rotary_dim, base, regime)
     flat = words_of(result)
     amplitude_hex = result.attention_scaling.hex()
     shape = result.shape or (len(result.exact),)
@@ -91,7 +91,7 @@ def _cached(
 
 @lru_cache(maxsize=512)
 def assigned(
-    rule: Rule | None, rotary_dim: int, base: float, axes: Axes | None, regime: int | None
+    rule: Rule | None, axes: Axes | None, rotary_dim: int, base: float, regime: int | None
 ) -> Frequencies:
     """Return the frequencies of a rule, one per pair, as assigned by the axes."""
 

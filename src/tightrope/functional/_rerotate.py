@@ -18,7 +18,7 @@ from ..ops.build import Request
 from ..ops.checks import Operands, check_rotation, layout_named, shape_of
 from ..ops.sharded import perform
 from ..positions import Positions, PositionsLike
-from ..spec import Angles, PreparedRotation, RopeSpec, SeqLen
+from ..spec import Angles, PreparedRotation, RopeSpec, SeqLen, prepared
 
 
 @public("rerotate")
@@ -127,8 +127,8 @@ def _prepared(
     part = old.part if operands.sharded else None
     if operands.sharded and new.part != part:
         raise bad_value("positions and new_positions must be those of the tokens of the same rank")
-    before = from_spec.on(old, k.device, from_seq_len).for_tokens(tokens)
-    after = to_spec.on(new, k.device, to_seq_len).for_tokens(tokens)
+    before = prepared(from_spec, old, k.device, from_seq_len).for_tokens(tokens)
+    after = prepared(to_spec, new, k.device, to_seq_len).for_tokens(tokens)
     check_rotation(operands, before, ("from_spec", "positions", "from_seq_len"))
     where = "positions" if stays else "new_positions"
     check_rotation(operands, after, ("to_spec", where, "to_seq_len"))

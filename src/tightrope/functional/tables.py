@@ -37,7 +37,7 @@ from ..ops.checks import (
 from ..ops.layouts import BY_NAME, Layout
 from ..ops.run import run
 from ..positions import PositionsLike, as_positions
-from ..spec import RopeSpec, SeqLen
+from ..spec import RopeSpec, SeqLen, prepared
 from ._rotate import rotate
 
 # The type of k: a tensor or None; the function returns the same type.
@@ -227,7 +227,7 @@ def cos_sin(
     )
     turning = slice(spec.start, spec.start + spec.rotary_dim)
     split_pairs(x[..., turning], spec.interleaved)[0].fill_(1.0)
-    rotation = spec.on(where, x.device, seq_len)
+    rotation = prepared(spec, where, x.device, seq_len)
     rotation.check_passed(ids.shape[2])
     y = rotate(x, rotation)[..., turning]
     cos, sin = split_pairs(y[:, 0] if heads == 1 else y, spec.interleaved)

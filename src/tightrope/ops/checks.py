@@ -19,7 +19,7 @@ from .._errors import (
 )
 from .._tracing import broadcasts
 from ..positions import PositionsLike, as_positions
-from ..spec import PreparedRotation, RopeSpec, SeqLen
+from ..spec import PreparedRotation, RopeSpec, SeqLen, prepared
 from .layouts import BY_NAME, Layout
 from .memory import check_not_negated
 from .schema import ROUNDINGS
@@ -156,7 +156,7 @@ def _rotation(
             )
         return spec
     if isinstance(spec, RopeSpec):
-        return spec.on(as_positions(positions, sharded=True), x.device, seq_len)
+        return prepared(spec, as_positions(positions, sharded=True), x.device, seq_len)
     raise bad_type(
         f"spec must be a RopeSpec or a prepared rotation (RopeSpec.at) but got {type(spec).__name__}"
     )

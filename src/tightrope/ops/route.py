@@ -25,7 +25,7 @@ from .._tracing import have_tangents, is_transformed, may_keep, needs_plain
 from ..activations import NONE, RMSNorm, code_of
 from ..phases import Phases
 from ..positions import DTYPES, Positions, as_positions
-from ..spec import LONGEST, Lengths, PreparedRotation, RopeSpec
+from ..spec import LONGEST, Lengths, PreparedRotation, RopeSpec, prepared
 from . import gating
 from .build import Stages, rotation_options
 from .call import Call, tensors_of
@@ -220,7 +220,7 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
         return None
     try:
         if rope is spec:
-            rope = spec.on(as_positions(where), device)
+            rope = prepared(spec, as_positions(where), device)
         return _with_stages(packed, q, k, rope, layout, inverse, stages)  # type: ignore[arg-type]
     except (Refusal, TypeError, ValueError):
         return None  # the checks of a call that is built come first, and name the tensors

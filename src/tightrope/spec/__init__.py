@@ -7,7 +7,7 @@ From the bottom up: ``_lengths`` (lengths of sequences), ``_words`` (phase words
 from __future__ import annotations
 
 from ._lengths import LONGEST as LONGEST, Lengths as Lengths, SeqLen as SeqLen
-from ._prepared import Angles as Angles, PreparedRotation as PreparedRotation
+from ._prepared import Angles as Angles, PreparedRotation as PreparedRotation, prepared as prepared
 from ._rope import VERSION as VERSION, RopeSpec as RopeSpec
 
 __all__ = ["PreparedRotation", "RopeSpec", "SeqLen"]

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
-from .._errors import Refusal, bad_type, bad_value, check_local, public
+from .._errors import bad_type, bad_value, check_local, public
 from .._tracing import is_readable
 from ..angles import is_lost
 from ..frequencies import Rule, length
@@ -40,9 +40,11 @@ def read(seq_len: int | Sequence[int] | torch.Tensor) -> Lengths:
     >>> read(5), read(torch.tensor([3, 4]))
     ((5,), (3, 4))
     """
-    seq_len = _traced(seq_len)
+    # Dynamo replaces numpy arrays by wrappers of its own, and cannot evaluate hasattr() of its symbols.
+    if torch.compiler.is_dynamo_compiling() and not isinstance(seq_len, (int, torch.SymInt)):
+        seq_len = torch.as_tensor(seq_len) if hasattr(seq_len, "__array__") else seq_len
     if isinstance(seq_len, torch.Tensor):
-        _check_tensor(seq_len)
+        check_tensor(seq_len)
         lengths = seq_len.detach().reshape(-1)
         readable = is_readable(seq_len)
         if not readable or lengths.is_floating_point():
@@ -50,33 +52,6 @@ def read(seq_len: int | Sequence[int] | torch.Tensor) -> Lengths:
             lengths = lengths.clamp(0, LONGEST).ceil()
         return _known(lengths.to(torch.int64).tolist()) if readable else lengths
     return _known([*map(length, _each(seq_len))])
-
-
-def check(seq_len: SeqLen) -> None:
-    """Validate ``seq_len`` like :func:`read`, for rules that ignore it; reads no tensor.
-
-    Raises:
-        ValueError, TypeError: an invalid length.
-
-    >>> check(5)
-    """
-    seq_len = _traced(seq_len)
-    if isinstance(seq_len, torch.Tensor):
-        _check_tensor(seq_len)
-    elif seq_len is not None and not (
-        torch.compiler.is_compiling() and type(seq_len) in (int, torch.SymInt)
-    ):
-        # Not for an int while compiling: checking its value would add a guard to the graph.
-        for value in _each(seq_len):
-            length(value)
-
-
-def _traced(seq_len: Any) -> Any:
-    """Convert numpy arrays to tensors under Dynamo, which replaces them by wrappers of its own."""
-    # In this order, as Dynamo cannot evaluate hasattr() of its symbols.
-    if not torch.compiler.is_dynamo_compiling() or isinstance(seq_len, (int, torch.SymInt)):
-        return seq_len
-    return torch.as_tensor(seq_len) if hasattr(seq_len, "__array__") else seq_len
 
 
 def _each(seq_len: object) -> Iterable[object]:
@@ -88,7 +63,7 @@ def _each(seq_len: object) -> Iterable[object]:
 
 
 @public("seq_len")
-def _check_tensor(seq_len: torch.Tensor) -> None:
+def check_tensor(seq_len: torch.Tensor) -> None:
     check_local("lengths", seq_len)
     if seq_len.dtype not in (torch.int32, torch.int64, torch.float64):
         raise bad_type("lengths must be int32, int64 or float64", seq_len=seq_len)
@@ -96,35 +71,34 @@ def _check_tensor(seq_len: torch.Tensor) -> None:
         raise bad_value("lengths must have shape (rows,)", seq_len=seq_len)
 
 
-def passed(
-    lengths: tuple[int, ...], where: Positions, tokens: int
-) -> tuple[int | None, int, int] | None:
-    """Find the first row whose positions exceed its stated length.
+def refuse_longer(lengths: tuple[int, ...], where: Positions, tokens: int, name: str) -> None:
+    """Raise an error for a row whose positions exceed its stated length.
 
     Args:
         lengths: the stated lengths: one per row, or one for all.
         where: positions whose ids, if any, can be read.
         tokens: number of tokens per row, which matters if the positions add the token index.
-
-    Returns:
-        Index of the row (None if there is one length and one row of positions), its largest position
-        + 1, and its stated length; None if there is no such row.
+        name: name of the lengths in the error.
     """
     ids = where.ids
     if tokens == 0 or not lengths or (ids is not None and 0 in ids.shape):
-        return None
+        return
     if ids is None:
         needed = [where.offset + tokens]
     else:
         needed = _ends(ids, where.offset + (tokens if where.add_index else 1))
     rows = max(len(lengths), len(needed))
     if {len(lengths), len(needed)} - {1, rows}:
-        return None  # a mismatch of rows raises its own error elsewhere
+        return  # a mismatch of rows raises its own error elsewhere
     for row in range(rows):
         end, stated = needed[row % len(needed)], lengths[row % len(lengths)]
         if end > stated:
-            return (row if rows > 1 else None), end, stated
-    return None
+            of_row = f" of row {row}" if rows > 1 else ""
+            raise bad_value(
+                f"{name} must be at least {end}, the largest position{of_row} plus 1, but got {stated}; "
+                "give the length of the whole sequence",
+                **({} if ids is None else {"positions": ids}),
+            )
 
 
 def of_ids(where: Positions, ids: torch.Tensor, rule: Rule) -> Lengths | None:
@@ -153,11 +127,7 @@ def of_ids(where: Positions, ids: torch.Tensor, rule: Rule) -> Lengths | None:
         )
     if fits:
         return lengths
-    raise _has_no_length(ids, rule)
-
-
-def _has_no_length(ids: torch.Tensor, rule: Rule) -> Refusal:
-    return bad_value(
+    raise bad_value(
         "positions must not start again within a row (packed sequences?) because the frequencies of "
         f"{type(rule).__name__} depend on the length; pass one seq_len for all sequences, or rotate "
         "them separately",

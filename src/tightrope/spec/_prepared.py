@@ -270,38 +270,26 @@ class PreparedRotation:
         if self.stated is None or self.stated.where is None or is_tracing():
             return
         lengths, where = self.stated
-        found = _lengths.passed(lengths, where, tokens)  # type: ignore[arg-type]
-        if found is None:
-            return
-        row, end, stated = found
-        of_row = "" if row is None else f" of row {row}"
-        about = {} if self.ids is None else {"positions": self.ids}
-        raise bad_value(
-            f"{name} must be at least {end}, the largest position{of_row} plus 1, but got {stated}; "
-            "give the length of the whole sequence",
-            **about,
-        )
+        _lengths.refuse_longer(lengths, where, tokens, name)  # type: ignore[arg-type]
 
 
-def prepare(
-    channels: Channels,
-    words: Words,
+def prepared(
+    spec: Any,
     given: Positions,
     device: torch.device,
-    seq_len: SeqLen,
-    spec: object,
+    seq_len: SeqLen = None,
     stack: Stack | None = None,
 ) -> PreparedRotation:
-    """Validate positions for a spec.
+    """Prepare a rotation like :meth:`tightrope.RopeSpec.at`; errors name the function that the user called.
 
     Args:
-        channels, words: channels and phase words of the spec.
+        spec: a :class:`tightrope.RopeSpec`.
         given: canonical positions.
         device: device of the rotated tensors.
         seq_len: see :meth:`tightrope.RopeSpec.at`.
-        spec: the spec itself.
         stack: the stack whose bits the rotation must equal, or None.
     """
+    words: Words = spec.words
     where = _on(given, words.axis_count, device)
     if stack is not None and where.ids is not None and where.ids.requires_grad:
         raise bad_value("positions must not require a gradient with a stack", positions=where.ids)
@@ -324,17 +312,14 @@ def prepare(
         # The rotation uses a copy of ids that are elsewhere, so their later changes do not count.
         if given.ids is not None and given.ids is not where.ids:
             given = _with_ids(given, given.ids.clone())
-        stated = _stated(lengths, given, seq_len)
+        if isinstance(lengths, torch.Tensor):
+            stated = Stated(seq_len if isinstance(seq_len, torch.Tensor) else lengths, None)
+        else:
+            can_compare = not is_tracing() and (given.ids is None or is_readable(given.ids))
+            stated = Stated(lengths, given if can_compare else None)
     angles = Angles(*words.of(None, device), words.amplitude_hex)
     source = words if words.by_length and stack is None else None
-    return PreparedRotation(channels, angles, where, device, spec, source, stated, stack)
-
-
-def _stated(lengths: Lengths, where: Positions, seq_len: Any) -> Stated:
-    if isinstance(lengths, torch.Tensor):
-        return Stated(seq_len if isinstance(seq_len, torch.Tensor) else lengths, None)
-    can_compare = not is_tracing() and (where.ids is None or is_readable(where.ids))
-    return Stated(lengths, where if can_compare else None)
+    return PreparedRotation(spec.channels, angles, where, device, spec, source, stated, stack)
 
 
 def _check_whole(where: Positions) -> None:

@@ -15,10 +15,10 @@ from ..axes import Axes
 from ..channels import Channels
 from ..frequencies import Frequencies, Given, Rule, length as checked_length
 from ..phase_words import PhaseWords
-from ..positions import Positions, PositionsLike
+from ..positions import PositionsLike
 from ..stacks import Stack, named
 from ._lengths import SeqLen
-from ._prepared import PreparedRotation, prepare
+from ._prepared import PreparedRotation, prepared
 from ._words import Constants, Words
 
 # Version of the format of to_dict; from_dict will also read older ones.
@@ -245,7 +245,7 @@ class RopeSpec(Value):
         """
         length = None if seq_len is None else checked_length(seq_len)
         regime = None if self.scaling is None else self.scaling.regime(length)
-        return phase_words.assigned(self.scaling, self.rotary_dim, self.base, self.axes, regime)
+        return phase_words.assigned(self.scaling, self.axes, self.rotary_dim, self.base, regime)
 
     @public("cos_sin")
     def cos_sin(
@@ -402,23 +402,13 @@ class RopeSpec(Value):
             seq_len = None if seq_len is None else checked_length(seq_len)
             chosen = named(stack)
             chosen.check(self, seq_len)
-        rotation = self.on(where, target, seq_len, chosen)
+        rotation = prepared(self, where, target, seq_len, chosen)
         if rotation.ids is not None and not rotation.where.add_index:
             # The number of tokens is known, so errors about lengths are raised now.
             tokens = rotation.ids.shape[2]
             rotation.check_passed(tokens)
             rotation.for_tokens(tokens)
         return rotation
-
-    def on(
-        self,
-        where: Positions,
-        device: torch.device,
-        seq_len: SeqLen = None,
-        stack: Stack | None = None,
-    ) -> PreparedRotation:
-        """Prepare a rotation like :meth:`at`; errors name the function that the user called."""
-        return prepare(self.channels, self.words, where, device, seq_len, self, stack)
 
 
 def _base(value: object) -> float:

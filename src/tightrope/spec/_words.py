@@ -26,7 +26,7 @@ from .._tracing import (
 from ..angles import words_from
 from ..axes import Axes
 from ..frequencies import Rule
-from ..phase_words import HostWords, PhaseWords
+from ..phase_words import PhaseWords
 from ..positions import Positions
 from . import _lengths
 from ._lengths import Lengths, SeqLen
@@ -56,12 +56,12 @@ class OnDevice:
         base: float,
         device: torch.device,
     ) -> None:
-        host = phase_words.host_words(rule, rotary_dim, base, axes, None)
+        host = phase_words.host_words(rule, axes, rotary_dim, base, None)
         self.words, self.turns = phase_words.as_tensors(host, device)
         if rule is None or not rule.by_length:
             return
         if (first := _fixed(rule)) is not None:
-            host = phase_words.host_words(rule, rotary_dim, base, axes, first)
+            host = phase_words.host_words(rule, axes, rotary_dim, base, first)
             self.beyond, self.beyond_turns = phase_words.as_tensors(host, device)
             return
         pairs = tuple((0, index, rotary_dim) for index in range(rotary_dim // 2))
@@ -108,19 +108,14 @@ _makers = SimpleNamespace()
 _names: dict[Any, str] = {}
 
 
-def _real(rule: Any, axes: Any, rotary_dim: int, base: float, device: Any, name: str) -> Any:
-    """Return an attribute of :class:`OnDevice`, also while Dynamo is inside a functorch transform."""
-    with outside_transforms():
-        shared = _on_device(value_of(rule), value_of(axes), rotary_dim, base, device)
-        return getattr(shared, name)
-
-
 def _maker_of(rule: Any, axes: Any, rotary_dim: int, base: float, device: Any, name: str) -> str:
     """Return the name in ``_makers`` of the function that returns an attribute of :class:`OnDevice`; "" for None."""
-    tensor = _real(rule, axes, rotary_dim, base, device, name)
+    fields = value_of(rule), value_of(axes), rotary_dim, base, device
+    with outside_transforms():  # Dynamo may be inside one
+        tensor = getattr(_on_device(*fields), name)
     if tensor is None:
         return ""
-    key = value_of(rule), value_of(axes), rotary_dim, base, device, name
+    key = fields, name
     maker = _names.get(key)
     if maker is None:
 
@@ -137,11 +132,6 @@ def _maker_of(rule: Any, axes: Any, rotary_dim: int, base: float, device: Any, n
 
 # torch.compiler.assume_constant_result sets the same attribute, but imports Dynamo.
 _maker_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _of_regime(constants: Constants, regime: int | None) -> HostWords:
-    rule, axes, rotary_dim, base = constants
-    return phase_words.host_words(rule, rotary_dim, base, axes, regime)
 
 
 def _fixed(rule: Rule) -> int | None:
@@ -171,16 +161,17 @@ class Words:
         if torch.compiler.is_dynamo_compiling():
             self._constants = (
                 None if rule is None else (type(rule), rule._values()),
-                None if axes is None else (Axes, (axes.count, axes.pairs)),
+                None if axes is None else (Axes, axes._values()),
             )
         else:
             self._constants = as_constant(rule), as_constant(axes)
-        within = beyond = _of_regime(self.constants, None)
+        within = beyond = phase_words.host_words(*self.constants, None)
         self._is_fixed = True
         if rule is not None and rule.by_length:
             first = _fixed(rule)
             self._is_fixed = first is not None
-            beyond = within if first is None else _of_regime(self.constants, first)
+            if first is not None:
+                beyond = phase_words.host_words(*self.constants, first)
         self.axis_count = within.shape[0]
         self.amplitude_hex = within.amplitude_hex
         self._beyond_hex = beyond.amplitude_hex
@@ -238,14 +229,17 @@ class Words:
         """
         if seq_len is None:
             return None
-        if not self.by_length:
-            _lengths.check(seq_len)
-            return None
         # Export passes torch.SymInt, which Dynamo presents as int.
         if torch.compiler.is_compiling() and isinstance(seq_len, (int, torch.SymInt)):
+            if not self.by_length and not isinstance(seq_len, bool):
+                return None  # checking its value would add a guard to the graph
             if self._beyond_hex == self.amplitude_hex:
                 seq_len = torch.full((1,), seq_len, dtype=torch.int64, device=device)
-        return _lengths.read(seq_len)
+        if not self.by_length and isinstance(seq_len, torch.Tensor):
+            _lengths.check_tensor(seq_len)  # without reading it
+            return None
+        lengths = _lengths.read(seq_len)
+        return lengths if self.by_length else None
 
     def lengths(self, where: Positions, tokens: int, device: torch.device) -> Lengths | None:
         """Return the length of each row: its largest position plus 1; None without tokens.
