@@ -163,7 +163,7 @@ def positions_of(
         "far ids": lambda: d.ids(tokens) + 2**30,
         "ids per row": lambda: d.ids(rows, tokens),
         "per row": lambda: at.per_row(d.ids(rows)),
-        "padded": lambda: at.left_padded(lengths=lengths, total=tokens),
+        "padded": lambda: at.per_row(lengths - tokens),
         "masked": lambda: at.left_padded(torch.ones(rows, tokens).cumsum(1) > half),
         "packed": lambda: at.packed(ends, d.ids(2), tokens),
         "joined": lambda: at.concatenate([at.explicit(3, tokens - half), d.ids(half)]),

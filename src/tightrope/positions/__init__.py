@@ -19,7 +19,6 @@ from ._canonical import (
     Positions as Positions,
     PositionsLike as PositionsLike,
     as_positions as as_positions,
-    canonical as canonical,
     check_axes as check_axes,
     widened as widened,
 )

@@ -20,7 +20,6 @@ from .._errors import (
 )
 
 DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)
-_INTEGERS = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +72,21 @@ PositionsLike: TypeAlias = "Positions | torch.Tensor | int | None"
 
 
 def as_positions(positions: PositionsLike, sharded: bool = False) -> Positions:
-    """Convert positions like :func:`canonical`; errors name the function that the user called.
+    """Convert any description of positions to :class:`Positions`; errors name the function that the user called.
 
     Args:
-        positions: see :func:`canonical`.
+        positions: None for 0..n-1; an int for an offset; a tensor of ids of shape ``(tokens,)`` or
+            ``(rows, tokens)``, int32, int64, float32 or float64; or a :class:`Positions`.
         sharded: whether ids may be a DTensor.
+
+    Raises:
+        TypeError: a type or dtype that cannot be a position (bool, 16-bit floats, ...).
+        ValueError: ids of another shape, or an offset that does not fit in 64 bits.
+
+    >>> as_positions(7)
+    Positions(ids=None, offset=7, add_index=True)
+    >>> as_positions(torch.tensor([3, 1, 4])).ids.shape
+    torch.Size([1, 1, 3])
     """
     if positions is None:
         return ZERO
@@ -109,26 +118,6 @@ def as_positions(positions: PositionsLike, sharded: bool = False) -> Positions:
         )
     check_fits("an offset", offset)
     return Positions(offset=offset)
-
-
-@public("positions")
-def canonical(positions: PositionsLike) -> Positions:
-    """Convert any description of positions to :class:`Positions`.
-
-    Args:
-        positions: None for 0..n-1; an int for an offset; a tensor of ids of shape ``(tokens,)`` or
-            ``(rows, tokens)``, int32, int64, float32 or float64; or a :class:`Positions`.
-
-    Raises:
-        TypeError: a type or dtype that cannot be a position (bool, 16-bit floats, ...).
-        ValueError: ids of another shape, or an offset that does not fit in 64 bits.
-
-    >>> canonical(7)
-    Positions(ids=None, offset=7, add_index=True)
-    >>> canonical(torch.tensor([3, 1, 4])).ids.shape
-    torch.Size([1, 1, 3])
-    """
-    return as_positions(positions)
 
 
 def check_axes(where: Positions, axes: int) -> None:
@@ -170,12 +159,6 @@ def check_dtype(
     check_dense(name, ids)
     if not sharded:
         check_local(name, ids)
-
-
-def check_integers(name: str, values: object) -> None:
-    if not isinstance(values, torch.Tensor) or values.dtype not in _INTEGERS:
-        raise bad_type(f"{name} must be int32 or int64 but got {describe(values)}")
-    check_local(name, values)
 
 
 def count(name: str, value: object) -> int:

@@ -12,7 +12,6 @@ from ._canonical import (
     Positions,
     as_positions,
     check_dtype,
-    check_integers,
     count,
     widened,
 )
@@ -96,63 +95,29 @@ def packed(
 
 
 @public("left_padded")
-def left_padded(
-    attention_mask: torch.Tensor | None = None,
-    *,
-    lengths: torch.Tensor | None = None,
-    total: int | None = None,
-) -> Positions:
+def left_padded(attention_mask: torch.Tensor) -> Positions:
     """Return positions of left-padded rows, which all end together.
 
-    The first real token of each row is at 0. Give either a mask, or lengths and total. A mask may have
-    padding anywhere: the position of a real token is the number of real tokens before it. Padding is at
-    position 0 with a mask, and at negative positions with lengths; neither matters, since attention must
-    mask padding.
+    The first real token of each row is at 0. A mask may have padding anywhere: the position of a real token is
+    the number of real tokens before it. Padding is at position 0, which does not matter, since attention must
+    mask it. Where only the number of real tokens of each row is known, ``per_row(lengths - total)`` gives
+    rows of ``total`` tokens the same positions, with padding at negative ones; it makes no tensor with one
+    entry per token.
 
     Args:
         attention_mask: bool, or integers 0 and 1, ``(rows, tokens)``; true for real tokens. It must
             cover whole rows: from a part such as ``mask[:, 4:]``, positions would start at 0 again. For
             a chunk that starts at slot ``s``, pass ``per_row(s - padding)``, with the padding of each row.
-        lengths: int32 or int64 ``(rows,)``: number of real tokens of each row. This needs no tensor
-            with one entry per token.
-        total: length of the padded rows; only with ``lengths``.
 
     Raises:
-        ValueError: neither a mask nor lengths and total, or both; a tensor with the wrong number of
-            dimensions; on the CPU also lengths outside [0, total] and masks with values other than 0
-            and 1.
-        TypeError: a mask that is neither bool nor integers, or lengths that are not integers.
+        ValueError: a mask with the wrong number of dimensions; on the CPU also values other than 0 and 1.
+        TypeError: a mask that is neither bool nor integers.
 
     Source: positions from a mask are those of ``generate`` in transformers: cumsum − 1, and 0 for padding.
 
     >>> left_padded(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])).ids.tolist()
     [[[0, 0, 0, 1], [0, 1, 2, 3]]]
-    >>> left_padded(lengths=torch.tensor([2, 4]), total=4).ids.flatten().tolist()
-    [-2, 0]
     """
-    if (attention_mask is None) == (lengths is None) or (lengths is None) != (total is None):
-        options = {"attention_mask": attention_mask, "lengths": lengths, "total": total}
-        given = ", ".join(name for name, value in options.items() if value is not None)
-        raise bad_value(
-            f"either attention_mask, or lengths and total, must be given but got {given or 'none'}"
-        )
-    if lengths is not None and total is not None:
-        check_integers("lengths", lengths)
-        total = count("total", total)
-        if lengths.dim() != 1:
-            raise bad_value("lengths must have shape (rows,)", lengths=lengths)
-        if lengths.numel() and is_readable(lengths):
-            low, high = (int(end) for end in torch.aminmax(lengths))
-            if low < 0 or high > total:
-                hint = (
-                    "; total is the length of whole rows: for a chunk that starts at slot s, call "
-                    "positions.per_row(s - padding)"
-                )
-                raise bad_value(
-                    f"lengths must lie between 0 and total, {total}, but go from {low} to {high}"
-                    f"{hint if high > total else ''}"
-                )
-        return per_row(widened(lengths) - total)
     mask = attention_mask
     if not isinstance(mask, torch.Tensor) or mask.is_floating_point() or mask.is_complex():
         raise bad_type(f"attention_mask must be bool or integers but got {describe(mask)}")
@@ -173,7 +138,12 @@ def left_padded(
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None) -> int:
     """Validate ``cu_seqlens`` and return the number of tokens."""
-    check_integers("cu_seqlens", cu_seqlens)
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype not in (
+        torch.int64,
+        torch.int32,
+    ):
+        raise bad_type(f"cu_seqlens must be int32 or int64 but got {describe(cu_seqlens)}")
+    check_local("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise bad_value(
             "cu_seqlens must have shape (sequences + 1,) with at least one sequence",

@@ -53,7 +53,7 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
     Args:
         parts: positions with an id per token (:func:`explicit` makes them), all with the same number
             of axes. Along tokens, all parts with more than one row have the same number of rows. Along
-            rows, all have the same number of tokens; or all have one offset per row (:func:`per_row`).
+            rows, all have the same number of tokens.
         along: "tokens" or "rows".
 
     >>> concatenate([torch.tensor([0]), torch.tensor([7, 8])]).ids.tolist()
@@ -66,12 +66,9 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
     converted = [as_positions(part) for part in parts]
     if not converted:
         raise bad_value("parts must have at least one element but got none")
-    add_index = along == "rows" and all(
-        where.add_index and where.ids is not None for where in converted
-    )
     tensors = []
     for where in converted:
-        if where.ids is None or where.add_index != add_index:
+        if where.ids is None or where.add_index:
             raise bad_value(
                 "parts must have an id for each token; call positions.explicit(part, tokens)",
                 part=where.offset if where.ids is None else where.ids,
@@ -97,7 +94,7 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
         )
     ids = torch.cat(tensors, 2 if along == "tokens" else 1)
     packed = any(where.packed for where in converted)
-    return Positions(ids, add_index=add_index, packed=packed, part=part)
+    return Positions(ids, add_index=False, packed=packed, part=part)
 
 
 @public("shard")

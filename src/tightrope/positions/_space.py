@@ -79,7 +79,6 @@ def grid(
     start: _Number | Sequence[_Number] = 0,
     step: _Number | Sequence[_Number] = 1,
     span: tuple[float, float] | Sequence[tuple[float, float]] | None = None,
-    ends: bool = False,
     merge: int | Sequence[int] = 1,
     device: torch.device | str | None = None,
 ) -> Positions:
@@ -93,7 +92,6 @@ def grid(
         span: normalised coordinates, instead of start and step: ``(low, high)``, or one such
             pair for each axis. The coordinate of cell ``i`` of ``n`` is the middle of the ``i``-th of
             ``n`` equal parts, ``low + (high − low)·(i + 1/2)/n``.
-        ends: with span: put the first cell at low and the last at high, like linspace.
         merge: number of cells of a block along each axis: one number, or one for each axis. The
             tokens of a block follow each other in row-major order, and so do the blocks; for models
             that later merge each block into one token.
@@ -120,8 +118,6 @@ def grid(
     if any(cells < 1 or size % cells for size, cells in zip(counts, merges, strict=True)):
         raise bad_value(f"sizes must be multiples of merge but got {counts} and {merges}")
     if span is None:
-        if ends:
-            raise bad_value("ends must be False without a span but got True")
         starts = [number("start", value) for value in _each("start", start, axes)]
         steps = [number("step", value) for value in _each("step", step, axes)]
     else:
@@ -129,9 +125,8 @@ def grid(
             raise bad_value(f"span must be None if start or step is given but got {span}")
         starts, steps = [], []
         for (low, high), size in zip(_spans(span, axes), counts, strict=True):
-            parts = max(size - 1, 1) if ends else max(size, 1)
-            starts.append(low if ends else low + (high - low) / (2 * parts))
-            steps.append((high - low) / parts)
+            starts.append(low + (high - low) / (2 * max(size, 1)))
+            steps.append((high - low) / max(size, 1))
     return Positions(_cells(counts, starts, steps, merges, device)[:, None], add_index=False)
 
 

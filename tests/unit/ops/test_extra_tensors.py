@@ -238,7 +238,6 @@ def test_shards_are_refused(sharded: torch.Tensor) -> None:
         "[rotate_] positions": lambda: rotate_(X.clone(), SPEC.at(ids)),
         "[packed] cu_seqlens": lambda: positions.packed(ids),
         "[left_padded] attention_mask": lambda: positions.left_padded(ids[None]),
-        "[left_padded] lengths": lambda: positions.left_padded(lengths=ids, total=5),
         "[explicit] positions": lambda: positions.explicit(positions.per_row(ids), 5),
         "[shard] positions": lambda: positions.shard(positions.multi_axis(ids[None]), 0, 1),
         "[concatenate] positions": lambda: positions.concatenate([ids]),

@@ -24,7 +24,7 @@ from tightrope.axes import Axes
 from tightrope.functional import rotate, rotate_qk_
 from tightrope.positions import (
     Positions,
-    canonical,
+    as_positions,
     concatenate,
     explicit,
     grid,
@@ -61,27 +61,27 @@ def resolve(where: Positions, rows: int, tokens: int) -> list[list[list[float]]]
 
 
 def test_none_counts_from_zero() -> None:
-    assert resolve(canonical(None), 1, 3) == [[[0, 1, 2]]]
-    assert canonical(None).ids is None
+    assert resolve(as_positions(None), 1, 3) == [[[0, 1, 2]]]
+    assert as_positions(None).ids is None
 
 
 @pytest.mark.parametrize("offset", [0, 7, -3, 2**31, 2**63 - 1, -(2**63)])
 def test_an_int_is_an_offset(offset: int) -> None:
-    where = canonical(offset)
+    where = as_positions(offset)
     assert where.ids is None
     assert resolve(where, 1, 2) == [[[offset, offset + 1]]]
 
 
 def test_an_index_of_another_library_is_an_offset() -> None:
-    assert canonical(numpy.int32(7)).offset == 7
+    assert as_positions(numpy.int32(7)).offset == 7
 
 
 @pytest.mark.parametrize("dtype", ALLOWED)
 def test_ids(dtype: torch.dtype) -> None:
     one = torch.tensor([3, 1, -4]).to(dtype)
-    assert resolve(canonical(one), 2, 3) == [[[3, 1, -4], [3, 1, -4]]]
+    assert resolve(as_positions(one), 2, 3) == [[[3, 1, -4], [3, 1, -4]]]
     two = torch.tensor([[3, 1, 4], [1, 5, 9]]).to(dtype)
-    where = canonical(two)
+    where = as_positions(two)
     assert resolve(where, 2, 3) == [[[3, 1, 4], [1, 5, 9]]]
     assert where.ids is not None
     assert where.ids.dtype == dtype
@@ -107,14 +107,14 @@ def test_multi_axis(dtype: torch.dtype) -> None:
 
 def test_canonical_form_passes_through() -> None:
     where = per_row(torch.tensor([1, 2]))
-    assert canonical(where) is where
-    assert canonical(positions.ZERO) is positions.ZERO
+    assert as_positions(where) is where
+    assert as_positions(positions.ZERO) is positions.ZERO
     with pytest.raises(dataclasses.FrozenInstanceError):
         where.offset = 3  # type: ignore[misc]
 
 
 def test_empty_ids_are_ids() -> None:
-    where = canonical(torch.zeros(0, dtype=torch.int64))
+    where = as_positions(torch.zeros(0, dtype=torch.int64))
     assert where.ids is not None
     assert where.ids.shape == (1, 1, 0)
 
@@ -169,11 +169,6 @@ def test_packed_int32_offsets_do_not_overflow() -> None:
     assert resolve(where, 1, 3) == [[[top, top + 1, top + 2]]]
 
 
-def test_left_padded_int32_lengths_do_not_overflow() -> None:
-    where = left_padded(lengths=torch.tensor([1, 3], dtype=torch.int32), total=2**33)
-    assert where.ids.flatten().tolist() == [1 - 2**33, 3 - 2**33]
-
-
 def test_tokens_past_an_unreadable_end_continue() -> None:
     # A graph cannot compare `total` with the end of cu_seqlens. An eager call on the CPU raises an
     # error if they differ.
@@ -226,7 +221,7 @@ def test_masked_tokens_do_not_count(rows: list[list[int]], dtype: torch.dtype) -
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(0, 3))
 def test_lengths_and_masks_agree_on_real_tokens(lengths: list[int], more: int) -> None:
     total = max(lengths) + more
-    by_length = left_padded(lengths=torch.tensor(lengths, dtype=torch.int32), total=total)
+    by_length = per_row(torch.tensor(lengths, dtype=torch.int32) - total)
     assert by_length.ids is not None
     assert by_length.ids.numel() == len(lengths)
     rows = [[False] * (total - n) + [True] * n for n in lengths]
@@ -243,7 +238,7 @@ def test_a_padded_row_attends_as_it_does_alone() -> None:
     spec, lengths, total = RopeSpec(16), [3, 7], 7
     q, k, v = torch.randn(3, 2, 2, total, 16, dtype=torch.float64)
     mask = torch.tensor([[0] * (total - n) + [1] * n for n in lengths], dtype=torch.bool)
-    for where in (left_padded(mask), left_padded(lengths=torch.tensor(lengths), total=total)):
+    for where in (left_padded(mask), per_row(torch.tensor(lengths) - total)):
         turned = rotate_qk_(q.clone(), k.clone(), spec, where)
         see = mask[:, None, None, :] & mask[:, None, :, None]
         see = see | torch.eye(total, dtype=torch.bool)  # a row that attends to nothing would be NaN
@@ -287,18 +282,13 @@ def test_a_grid_with_its_own_start_and_step_on_each_axis() -> None:
 
 
 @PROFILE
-@given(GRIDS, st.floats(-4, 4), st.floats(-4, 4), st.booleans())
-def test_a_span_is_cut_into_equal_parts(
-    sizes: list[int], low: float, high: float, ends: bool
-) -> None:
-    got = flat(grid(*sizes, span=(low, high), ends=ends))
+@given(GRIDS, st.floats(-4, 4), st.floats(-4, 4))
+def test_a_span_is_cut_into_equal_parts(sizes: list[int], low: float, high: float) -> None:
+    got = flat(grid(*sizes, span=(low, high)))
     lines = []
     for size in sizes:
         width = Fraction(high) - Fraction(low)
-        if ends:
-            lines.append([Fraction(low) + width * i / max(size - 1, 1) for i in range(size)])
-        else:
-            lines.append([Fraction(low) + width * (2 * i + 1) / (2 * size) for i in range(size)])
+        lines.append([Fraction(low) + width * (2 * i + 1) / (2 * size) for i in range(size)])
     wanted = columns(list(itertools.product(*lines)), len(sizes))
     for axis, exact in zip(got, wanted, strict=True):
         for one, other in zip(axis, exact, strict=True):
@@ -311,11 +301,10 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
     assert flat(where) == [[1, 1, 1.5, 1.5], [1, 1.5, 1, 1.5]]
 
 
-def test_a_span_with_ends_is_linspace() -> None:
-    got = torch.tensor(flat(grid(5, 3, span=[(-1, 1), (0, 4)], ends=True)))
-    assert got[0, ::3].tolist() == torch.linspace(-1, 1, 5).tolist()
-    assert got[1, :3].tolist() == [0, 2, 4]
-    assert flat(grid(1, span=(-1, 1), ends=True)) == [[-1]]
+def test_a_span_of_each_axis() -> None:
+    got = torch.tensor(flat(grid(4, 2, span=[(-1, 1), (0, 4)])))
+    assert got[0, ::2].tolist() == [-0.75, -0.25, 0.25, 0.75]
+    assert got[1, :2].tolist() == [1, 3]
 
 
 @PROFILE
@@ -429,9 +418,6 @@ KINDS: dict[str, Kind] = {
     "left padded": Kind(
         left_padded(torch.tensor([[0] * 5 + [1] * 3, [1] * 8])), [[[0] * 5 + [0, 1, 2], line(0)]]
     ),
-    "left padded by lengths": Kind(
-        left_padded(lengths=torch.tensor([3, 8]), total=8), [[line(-5), line(0)]]
-    ),
     "two axes": Kind(multi_axis(torch.tensor([line(0), line(9)])), [[line(0)], [line(9)]]),
     "two axes per row": Kind(
         multi_axis(torch.tensor([[line(0), line(1)], [line(2), line(3)]])),
@@ -479,7 +465,7 @@ def spec_for(axes: int) -> RopeSpec:
 def test_every_kind_gives_its_positions(name: str) -> None:
     kind = KINDS[name]
     rows = len(kind.wanted[0])
-    assert resolve(canonical(kind.where), rows, kind.tokens) == kind.wanted
+    assert resolve(as_positions(kind.where), rows, kind.tokens) == kind.wanted
 
 
 @every_backend
@@ -520,7 +506,7 @@ FLOATING: dict[str, Callable[[torch.Tensor], positions.PositionsLike]] = {
 @pytest.mark.parametrize("name", FLOATING)
 def test_gradients_reach_fractional_positions(name: str, backend: str) -> None:
     p = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
-    axes = canonical(FLOATING[name](p)).axes
+    axes = as_positions(FLOATING[name](p)).axes
     spec = spec_for(axes)
     x = torch.randn(2, 1, 8, 20, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
@@ -577,10 +563,6 @@ def test_concatenate_brings_parts_to_one_form() -> None:
 def test_concatenate_along_rows() -> None:
     rows = [torch.tensor([1, 2]), torch.tensor([[3, 4], [5, 6]])]
     assert resolve(concatenate(rows, along="rows"), 3, 2) == [[[1, 2], [3, 4], [5, 6]]]
-    offsets = [per_row(torch.tensor([1, 2])), per_row(torch.tensor([0.5]))]
-    where = concatenate(offsets, along="rows")
-    assert where.add_index
-    assert resolve(where, 3, 2) == [[[1, 2], [2, 3], [0.5, 1.5]]]
 
 
 # --- context parallelism --------------------------------------------------------------------------
@@ -620,7 +602,7 @@ def test_a_shard_is_its_part_of_the_whole(
         where = shard(whole, rank, size, kind=kind, tokens=tokens)
         wanted = [
             [[row[i] for i in mine] for row in axis]
-            for axis in resolve(canonical(whole), 2, tokens)
+            for axis in resolve(as_positions(whole), 2, tokens)
         ]
         assert resolve(where, 2, len(mine)) == wanted
 
@@ -696,7 +678,6 @@ MADE: dict[str, Callable[[Inputs], Positions]] = {
     "packed with an offset": lambda g: packed(g.ends, 4, total=g.mask.shape[1]),
     "packed with offsets": lambda g: packed(g.ends, g.ends[1:], total=g.mask.shape[1]),
     "left_padded": lambda g: left_padded(g.mask),
-    "left_padded by lengths": lambda g: left_padded(lengths=g.ends[1:], total=g.mask.shape[1]),
     "text": lambda g: text(g.mask.to(torch.int64), axes=3),
     "text offset": lambda g: text(3, axes=3, device=g.ends.device),
     "grid": lambda g: grid(2, g.mask.shape[1] // 2, device=g.ends.device),
@@ -945,22 +926,6 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         "but got a bool.",
     ),
     (
-        lambda: left_padded(),
-        ValueError,
-        "[left_padded] either attention_mask, or lengths and total, must be given but got none.",
-    ),
-    (
-        lambda: left_padded(MASK, lengths=ENDS, total=5),
-        ValueError,
-        "[left_padded] either attention_mask, or lengths and total, must be given but got "
-        "attention_mask, lengths, total.",
-    ),
-    (
-        lambda: left_padded(lengths=ENDS),
-        ValueError,
-        "[left_padded] either attention_mask, or lengths and total, must be given but got lengths.",
-    ),
-    (
         lambda: left_padded(MASK),
         TypeError,
         "[left_padded] attention_mask must be bool or integers but got float32[2, 3].",
@@ -975,27 +940,6 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "[left_padded] attention_mask must hold only 0 and 1 but goes from 1 to 2; if it numbers "
         "packed sequences, call positions.packed.",
-    ),
-    (
-        lambda: left_padded(lengths=ENDS, total=4),
-        ValueError,
-        "[left_padded] lengths must lie between 0 and total, 4, but go from 0 to 5; total is the length "
-        "of whole rows: for a chunk that starts at slot s, call positions.per_row(s - padding).",
-    ),
-    (
-        lambda: left_padded(lengths=ENDS - 6, total=4),
-        ValueError,
-        "[left_padded] lengths must lie between 0 and total, 4, but go from -6 to -1.",
-    ),
-    (
-        lambda: left_padded(lengths=ENDS[None], total=5),
-        ValueError,
-        "[left_padded] lengths must have shape (rows,) (lengths: int64[1, 3]).",
-    ),
-    (
-        lambda: left_padded(lengths=ENDS.double(), total=5),
-        TypeError,
-        "[left_padded] lengths must be int32 or int64 but got float64[3].",
     ),
     (
         lambda: text(multi_axis(torch.zeros(2, 9)), axes=3),
@@ -1039,11 +983,6 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         lambda: grid(4, 3, step="1"),  # type: ignore[arg-type]
         TypeError,
         "[grid] step must be an int or a float but got '1'.",
-    ),
-    (
-        lambda: grid(4, 3, ends=True),
-        ValueError,
-        "[grid] ends must be False without a span but got True.",
     ),
     (
         lambda: grid(4, 3, span=(-1, 1), step=2),

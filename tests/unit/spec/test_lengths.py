@@ -122,7 +122,7 @@ WAYS: dict[str, Callable[[], tuple[positions.PositionsLike, object]]] = {
     "floating ids": lambda: (LAST.float(), None),
     "offsets per row": lambda: (positions.per_row(OWN - TAIL), None),
     "floating offsets": lambda: (positions.per_row((OWN - TAIL).double()), None),
-    "padded by lengths": lambda: (positions.left_padded(lengths=OWN, total=6000), None),
+    "padded by lengths": lambda: (positions.per_row(OWN - 6000), None),
     "padded by a mask": lambda: (
         positions.left_padded(torch.arange(6000) >= 6000 - OWN[:, None]),
         None,
@@ -377,7 +377,7 @@ PACKED: dict[str, positions.PositionsLike] = {
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_sequences(name: str) -> None:
-    where = positions.canonical(PACKED[name])
+    where = positions.as_positions(PACKED[name])
     assert where.ids is not None
     tokens = where.ids.shape[2]
     x = torch.randn(tokens, 1, 8)
@@ -1059,7 +1059,9 @@ def test_positions_beyond_the_length_are_refused(rule: str, case: str) -> None:
     where, small, text, enough = PASSED[case]
     spec, x = spec_of(rule), torch.randn(2, 1, 3, 12)
     text = text if BEYOND in text else f"{text}; {BEYOND}"
-    explicit = not (where is None or isinstance(where, int) or positions.canonical(where).add_index)
+    explicit = not (
+        where is None or isinstance(where, int) or positions.as_positions(where).add_index
+    )
     calls: dict[str, Callable[[], object]] = {
         "rotate": lambda: rotate(x, spec, where, seq_len=small),
         "rotate_": lambda: rotate_(x, spec, where, seq_len=small),

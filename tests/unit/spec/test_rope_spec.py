@@ -972,7 +972,7 @@ def test_a_copy_of_a_prepared_rotation_rotates_as_the_original() -> None:
 def test_a_replaced_prepared_rotation_keeps_nothing() -> None:
     rope, x = RopeSpec(8).at(3), torch.randn(1, 1, 3, 8)
     rotate(x, rope)
-    moved = dataclasses.replace(rope, where=positions.canonical(7))
+    moved = dataclasses.replace(rope, where=positions.as_positions(7))
     assert torch.equal(rotate(x, moved), rotate(x, RopeSpec(8), 7))
 
 
