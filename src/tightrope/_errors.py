@@ -193,6 +193,15 @@ def integer(
     return number
 
 
+def plain_integer(name: str, value: object) -> int:
+    """Convert a value with :func:`integer` to an int that is no symbol; tensors of one integer included.
+
+    >>> plain_integer("size", torch.tensor(3))
+    3
+    """
+    return operator.index(integer(name, value, tensors=True))
+
+
 def one_or(size: int, noun: str) -> str:
     """State that a dimension must be 1 or ``size``.
 

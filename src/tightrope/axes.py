@@ -7,11 +7,10 @@ from the rule of a spec, the coordinates from positions.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ._errors import bad_type, bad_value, integer, public
+from ._errors import bad_type, bad_value, plain_integer, public
 from ._value import Value
 
 __all__ = ["Axes"]
@@ -48,7 +47,7 @@ class Axes(Value):
 
     @public("Axes")
     def __post_init__(self) -> None:
-        count = _int("count", self.count)
+        count = plain_integer("count", self.count)
         if count < 1:
             raise bad_value(f"count must be at least 1 but got {count}")
         rule = "pairs must be a sequence of (axis, index, dim) but got"
@@ -57,7 +56,9 @@ class Axes(Value):
             triple = _sequence(rule, pair)
             if len(triple) != 3:
                 raise bad_value(f"{rule} {pair!r}")
-            axis, index, dim = (_int("each of axis, index and dim", value) for value in triple)
+            axis, index, dim = (
+                plain_integer("each of axis, index and dim", value) for value in triple
+            )
             if not 0 <= axis < count:
                 raise bad_value(f"axis must lie in [0, {count}) but got {axis} in {triple}")
             if dim < 2 or dim % 2:
@@ -157,7 +158,7 @@ class Axes(Value):
         >>> Axes.strided(2, pairs=4).pairs
         ((0, 0, 8), (0, 2, 8), (1, 1, 8), (1, 3, 8))
         """
-        count, pairs = _int("count", count), _int("pairs", pairs)
+        count, pairs = plain_integer("count", count), plain_integer("pairs", pairs)
         if count < 1:
             raise bad_value(f"count must be at least 1 but got {count}")
         if pairs < 0 or pairs % count:
@@ -188,7 +189,7 @@ class Axes(Value):
         for axis, _, _ in self.pairs:
             sizes[axis] += 1
         total = len(self.pairs)
-        one = _tuple(sizes)
+        one = tuple(sizes)
         if self == Axes.sections(sizes):
             return f"Axes.sections({one})"
         if self == Axes.blocks(sizes):
@@ -201,13 +202,9 @@ class Axes(Value):
         return f"Axes(count={self.count}, pairs={self.pairs})"
 
 
-def _tuple(values: Iterable[int]) -> str:
-    return repr(tuple(values))
-
-
 def _sizes(sizes: object) -> tuple[int, ...]:
     rule = "sizes must be a sequence of ints, one per axis, but got"
-    values = tuple(_int("a size", size) for size in _sequence(rule, sizes))
+    values = tuple(plain_integer("a size", size) for size in _sequence(rule, sizes))
     if not values or min(values) < 0:
         raise bad_value(
             f"sizes must hold at least one number of pairs, none negative, but got {values}"
@@ -219,7 +216,3 @@ def _sequence(rule: str, values: object) -> tuple[object, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise bad_type(f"{rule} {values!r}")
     return tuple(values)
-
-
-def _int(name: str, value: object) -> int:
-    return operator.index(integer(name, value, tensors=True))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
 import torch
 
-from ._errors import bad_type, bad_value, integer
+from ._errors import bad_type, bad_value, plain_integer
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,12 @@ class Channels:
         >>> Channels.checked(64, None, 16, False).rotary_dim
         48
         """
-        head, first = _size("head_dim", head_dim), _size("start", start)
+        head, first = plain_integer("head_dim", head_dim), plain_integer("start", start)
         if head < 0:
             raise bad_value(f"head_dim must not be negative but got {head}")
         if rotary_dim is None and not 0 <= first <= head:
             raise bad_value(f"start must lie in [0, {head}] but got {first}")
-        width = head - first if rotary_dim is None else _size("rotary_dim", rotary_dim)
+        width = head - first if rotary_dim is None else plain_integer("rotary_dim", rotary_dim)
         if width % 2:
             default = ", its default of head_dim - start" if rotary_dim is None else ""
             raise bad_value(f"rotary_dim must be even but got {width}{default}")
@@ -78,10 +77,6 @@ class Channels:
             return both
         after = self.head_dim - self.start - self.rotary_dim
         return torch.nn.functional.pad(both, (self.start, after))
-
-
-def _size(name: str, value: object) -> int:
-    return operator.index(integer(name, value, tensors=True))
 
 
 def split_pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:

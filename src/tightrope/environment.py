@@ -70,11 +70,9 @@ class Environment:
             ("processor", f"{self.processor}, {self.cores} cores"),
             ("threads", f"{self.threads} (torch's own pool)"),
         ]
-        if self.instruction_set is None:
-            rows.append(("instruction set", "the native library is not loaded"))
-        else:
-            sets = ", ".join(self.instruction_sets)
-            rows.append(("instruction set", f"{self.instruction_set} (this processor: {sets})"))
+        sets = f"{self.instruction_set} (this processor: {', '.join(self.instruction_sets)})"
+        missing = self.instruction_set is None
+        rows.append(("instruction set", "the native library is not loaded" if missing else sets))
         rows.append(("gpu", ", ".join(self.gpus) or f"none: {self.why_no_gpu}"))
         rows += [
             (f"backend {name}", "usable" if reason is None else f"not usable: {reason}")
@@ -84,16 +82,17 @@ class Environment:
         if self.why_not_faster is not None:
             rows.append(("why not faster", self.why_not_faster))
         there = [f"{name} {version}" for name, version in self.packages.items() if version]
-        missing = [name for name, version in self.packages.items() if not version]
+        lacks = [name for name, version in self.packages.items() if not version]
         rows.append(("found", ", ".join(there) or "none"))
-        if missing:
-            rows.append(("not installed", ", ".join(missing)))
+        if lacks:
+            rows.append(("not installed", ", ".join(lacks)))
         return rows
 
 
 def read_environment() -> Environment:
     """Return the versions, backends and hardware of this machine; no GPU is needed."""
     runs, why_not_faster = which(torch.empty(1, 1, 1, 64))
+    gpus, why_no_gpu = _gpus()
     return Environment(
         date=date.today().isoformat(),
         tightrope=__version__,
@@ -109,8 +108,8 @@ def read_environment() -> Environment:
         processor=processor(),
         cores=cores(),
         threads=torch.get_num_threads(),
-        gpus=_gpus(),
-        why_no_gpu=_why_no_gpu(),
+        gpus=gpus,
+        why_no_gpu=why_no_gpu,
         packages={name: _version(name) for name in PACKAGES},
     )
 
@@ -153,15 +152,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _why_no_gpu() -> str | None:
+def _gpus() -> tuple[list[str], str | None]:
+    """Return the names of the GPUs, and why there is none."""
     if torch.cuda.is_available():
-        return None
+        count = torch.cuda.device_count()
+        return [torch.cuda.get_device_name(index) for index in range(count)], None
     if torch.version.cuda is None and torch.version.hip is None:
-        return "this torch was built for the CPU alone"
-    return "torch finds no GPU"
-
-
-def _gpus() -> list[str]:
-    if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return [], "this torch was built for the CPU alone"
+    return [], "torch finds no GPU"

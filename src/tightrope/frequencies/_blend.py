@@ -8,7 +8,7 @@ from decimal import Decimal
 
 from .._errors import bad_type, bad_value, public
 from ._row import default
-from ._rule import CONTEXT, TWO_PI, Frequencies, Rule, number
+from ._rule import CONTEXT, TWO_PI, Frequencies, Rule
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,10 @@ class YaRN(Rule):
 
     @public("YaRN")
     def __post_init__(self) -> None:
-        self._set(
-            factor=self._positive("factor"),
-            original_max_position=self._length(),
-            beta_fast=self._positive("beta_fast"),
-            beta_slow=self._positive("beta_slow"),
-            attention_factor=self._positive_or_none("attention_factor"),
-        )
-        for field in ("mscale", "mscale_all_dim"):
-            value = getattr(self, field)
-            if value is not None:
-                self._set(**{field: number(field, value, zero=True)})
+        self._positive("factor", "beta_fast", "beta_slow")
+        self._length()
+        self._positive("attention_factor", optional=True)
+        self._positive("mscale", "mscale_all_dim", zero=True, optional=True)
         if not isinstance(self.truncate, bool):
             raise bad_type(f"truncate must be a bool but got {self.truncate!r}")
         if self.beta_fast < self.beta_slow:
@@ -194,12 +187,8 @@ class Llama3(Rule):
 
     @public("Llama3")
     def __post_init__(self) -> None:
-        self._set(
-            factor=self._positive("factor"),
-            low_freq_factor=self._positive("low_freq_factor"),
-            high_freq_factor=self._positive("high_freq_factor"),
-            original_max_position=self._length(),
-        )
+        self._positive("factor", "low_freq_factor", "high_freq_factor")
+        self._length()
         if self.high_freq_factor < self.low_freq_factor:
             raise bad_value(
                 f"high_freq_factor must be at least low_freq_factor but got "

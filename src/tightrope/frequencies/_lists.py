@@ -73,15 +73,10 @@ class LongRoPE(Rule):
 
     @public("LongRoPE")
     def __post_init__(self) -> None:
-        self._set(
-            short_factor=self._divisors("short_factor"),
-            long_factor=self._divisors("long_factor"),
-            original_max_position=self._length(least=2),
-            factor=self._positive_or_none("factor"),
-            attention_factor=self._positive_or_none("attention_factor"),
-            short_mscale=self._positive_or_none("short_mscale"),
-            long_mscale=self._positive_or_none("long_mscale"),
-        )
+        self._set(short_factor=self._divisors("short_factor"))
+        self._set(long_factor=self._divisors("long_factor"))
+        self._length(least=2)
+        self._positive("factor", "attention_factor", "short_mscale", "long_mscale", optional=True)
         if len(self.short_factor) != len(self.long_factor):
             raise bad_value(
                 "short_factor and long_factor must have the same length, one number per pair, but got "

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 from .._errors import bad_value, public
-from ._rule import CONTEXT, Frequencies, Keys, Length, Rule, number
+from ._rule import CONTEXT, Frequencies, Keys, Length, Rule
 
 
 @lru_cache(maxsize=256)
@@ -69,7 +69,7 @@ class Linear(Rule):
     factor: float
 
     def __post_init__(self) -> None:
-        self._set(factor=self._positive("factor"))
+        self._positive("factor")
 
     def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:  # noqa: ARG002
         factor = Decimal(self.factor)
@@ -105,7 +105,7 @@ class NTK(Rule):
     factor: float
 
     def __post_init__(self) -> None:
-        self._set(factor=self._positive("factor"))
+        self._positive("factor")
 
     def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:  # noqa: ARG002
         return Frequencies(_stretched(rotary_dim, base, Decimal(self.factor)))
@@ -158,7 +158,8 @@ class DynamicNTK(Rule):
     original_max_position: int
 
     def __post_init__(self) -> None:
-        self._set(factor=self._positive("factor"), original_max_position=self._length())
+        self._positive("factor")
+        self._length()
 
     def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:
         if seq_len is None:
@@ -211,10 +212,10 @@ class Proportional(Rule):
 
     @public("Proportional")
     def __post_init__(self) -> None:
-        fraction = number("rotary_fraction", self.rotary_fraction, zero=True)
-        if fraction > 1:
-            raise bad_value(f"rotary_fraction must be at most 1 but got {fraction}")
-        self._set(rotary_fraction=fraction, factor=self._positive("factor"))
+        self._positive("rotary_fraction", zero=True)
+        if self.rotary_fraction > 1:
+            raise bad_value(f"rotary_fraction must be at most 1 but got {self.rotary_fraction}")
+        self._positive("factor")
 
     def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:  # noqa: ARG002
         turning = int(self.rotary_fraction * rotary_dim // 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import decimal
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -13,7 +12,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 
-from .._errors import as_real, bad_type, bad_value, integer, public, unsupported
+from .._errors import as_real, bad_type, bad_value, integer, plain_integer, public, unsupported
 from .._value import Value, field_names, from_fields
 
 #: The decimal arithmetic of rules, with 60 digits: 20 for the 64 bits of a phase word, and 40 as a
@@ -255,23 +254,24 @@ class Rule(Value):
             raise bad_value(f"rule must be one of {', '.join(sorted(RULES))} but got {name!r}")
         return from_fields(f"rule {name!r}", kind, values)
 
-    # Each method below checks a field and returns its value in the normal type, or raises an error.
+    # Each method below checks fields and stores their values in the normal type, or raises an error.
 
     @public()
-    def _positive(self, field: str) -> float:
-        return number(field, getattr(self, field))
-
-    def _positive_or_none(self, field: str) -> float | None:
-        return None if getattr(self, field) is None else self._positive(field)
+    def _positive(self, *fields: str, zero: bool = False, optional: bool = False) -> None:
+        for field in fields:
+            value = getattr(self, field)
+            if value is not None or not optional:
+                self._set(**{field: number(field, value, zero)})
 
     @public()
-    def _length(self, field: str = "original_max_position", least: int = 1) -> int:
-        length = operator.index(integer(field, getattr(self, field), tensors=True))
+    def _length(self, least: int = 1) -> None:
+        field = "original_max_position"
+        length = plain_integer(field, getattr(self, field))
         if length < least:
             raise bad_value(f"{field} must be at least {least} but got {length}")
         if length > LONGEST:
             raise bad_value(f"{field} must be at most {LONGEST} but got {length}")
-        return length
+        self._set(**{field: length})
 
 
 @lru_cache(maxsize=512)
