@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import decimal
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -53,7 +52,6 @@ class Words:
     turns: tuple[int, ...]
 
 
-@lru_cache(maxsize=256)
 def words_of(frequencies: Frequencies) -> Words:
     """Return the phase words of frequencies, correct to the last bit.
 

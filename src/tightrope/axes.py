@@ -7,7 +7,8 @@ from the rule of a spec, the coordinates from positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ._errors import bad_type, bad_value, plain_integer, public
@@ -188,17 +189,17 @@ class Axes(Value):
         sizes = [0] * self.count
         for axis, _, _ in self.pairs:
             sizes[axis] += 1
-        total = len(self.pairs)
-        one = tuple(sizes)
-        if self == Axes.sections(sizes):
-            return f"Axes.sections({one})"
-        if self == Axes.blocks(sizes):
-            return f"Axes.blocks({one})"
-        if total % self.count == 0 and self == Axes.strided(self.count, total):
-            return f"Axes.strided({self.count}, pairs={total})"
-        last = [axis + self.count * (size - 1) for axis, size in enumerate(sizes) if axis and size]
-        if max(last, default=0) < total and self == Axes.sections(sizes, interleaved=True):
-            return f"Axes.sections({one}, interleaved=True)"
+        one, total = tuple(sizes), len(self.pairs)
+        calls: dict[str, Callable[[], Axes]] = {
+            f"Axes.sections({one})": lambda: Axes.sections(one),
+            f"Axes.blocks({one})": lambda: Axes.blocks(one),
+            f"Axes.strided({self.count}, pairs={total})": lambda: Axes.strided(self.count, total),
+            f"Axes.sections({one}, interleaved=True)": lambda: Axes.sections(one, interleaved=True),
+        }
+        for text, make in calls.items():
+            with suppress(ValueError):  # sizes that cannot be strided or interleaved
+                if self == make():
+                    return text
         return f"Axes(count={self.count}, pairs={self.pairs})"
 
 

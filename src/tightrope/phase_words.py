@@ -71,11 +71,8 @@ def _cached(
     result = assigned(rule, axes, rotary_dim, base, regime)
     flat = words_of(result)
     amplitude_hex = result.attention_scaling.hex()
-    shape = result.shape or (len(result.exact),)
-    pairs = shape[-1]
-    heads = shape[-2] if len(shape) > 1 else 1
+    count, heads, pairs = (1, 1, *(result.shape or (len(result.exact),)))[-3:]
     if axes is None:
-        count = shape[0] if len(shape) == 3 else 1
         return HostWords(flat.words, flat.turns, (count, heads, pairs), amplitude_hex)
     owners = [owner for owner, _, _ in axes.pairs] * heads
     words, turns = (

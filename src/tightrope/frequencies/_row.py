@@ -25,23 +25,24 @@ def default(rotary_dim: int, base: float) -> Frequencies:
     >>> [round(float(omega), 6) for omega in default(4, 10000.0).exact]
     [1.0, 0.01]
     """
-    if rotary_dim == 0:
-        return Frequencies(())
     with decimal.localcontext(CONTEXT):
-        return Frequencies(_row(rotary_dim // 2, Decimal(base).ln() * -2 / rotary_dim))
+        return Frequencies(_stretched(rotary_dim, base, Decimal(1)))
 
 
-def _row(pairs: int, step: Decimal) -> tuple[Decimal, ...]:
-    """Return the geometric row ``exp(k · step)``.
+def _stretched(rotary_dim: int, base: float, scale: Decimal) -> tuple[Decimal, ...]:
+    """Return the geometric row ω_k = base^(−2k/d) · scale^(−2k/(d−2)): its base is base · scale^(d/(d−2)).
 
     Only one exponential is computed; each product adds an error of at most one unit in the 60th
     digit.
     """
-    ratio, omega = step.exp(), Decimal(1)
-    row = []
-    for _ in range(pairs):
-        row.append(omega)
-        omega *= ratio
+    if rotary_dim == 0:
+        return ()
+    step = Decimal(base).ln() * -2 / rotary_dim
+    if rotary_dim > 2:
+        step -= 2 * scale.ln() / (rotary_dim - 2)
+    ratio, row = step.exp(), [Decimal(1)]
+    while len(row) < rotary_dim // 2:
+        row.append(row[-1] * ratio)
     return tuple(row)
 
 
@@ -109,16 +110,6 @@ class NTK(Rule):
 
     def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:  # noqa: ARG002
         return Frequencies(_stretched(rotary_dim, base, Decimal(self.factor)))
-
-
-def _stretched(rotary_dim: int, base: float, scale: Decimal) -> tuple[Decimal, ...]:
-    """Return the geometric row ω_k = base^(−2k/d) · scale^(−2k/(d−2)): its base is base · scale^(d/(d−2))."""
-    if rotary_dim == 0:
-        return ()
-    step = Decimal(base).ln() * -2 / rotary_dim
-    if rotary_dim > 2:
-        step -= 2 * scale.ln() / (rotary_dim - 2)
-    return _row(rotary_dim // 2, step)
 
 
 @dataclass(frozen=True)

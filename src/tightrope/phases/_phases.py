@@ -199,12 +199,8 @@ def _made(
     after = PhaseState(last, drift_last) if running else None
     if versions is None:
         # A later change could not be noticed. A compiler removes copies that nothing reads.
-        arguments = (
-            arguments[0].clone(),
-            None if before is None else before.clone(),
-            None if reset is None else reset.clone(),
-            running,
-        )
+        copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+        arguments = tuple(copies)  # type: ignore[assignment]
     return Phases(drift, after, arguments, versions, {wide: words})
 
 

@@ -172,18 +172,15 @@ class PreparedRotation:
         source = self.source
         if source is None:
             return self
-        lengths = self._lengths(source, tokens)
+        if self.stated is None:
+            lengths = source.lengths(self.where, tokens, self.device)
+        elif isinstance(lengths := self.stated.lengths, torch.Tensor):
+            lengths = source.read(lengths, self.device)
         rows = 1 if lengths is None else len(lengths)
         angles = Angles(*source.of(lengths, self.device), source.amplitude(lengths), rows)
         return PreparedRotation(
             self.channels, angles, self.where, self.device, self.spec, None, self.stated
         )
-
-    def _lengths(self, words: Words, tokens: int) -> Lengths | None:
-        if self.stated is None:
-            return words.lengths(self.where, tokens, self.device)
-        stated = self.stated.lengths
-        return words.read(stated, self.device) if isinstance(stated, torch.Tensor) else stated
 
     def cut(self, rows: Span, heads: Span, tokens: Span, take: Take) -> PreparedRotation:
         """Return the rotation for a part of the rows, heads and tokens.

@@ -356,9 +356,8 @@ class Words:
         if lengths is None or rule is None or within == beyond:
             return within
         known = not isinstance(lengths, torch.Tensor)
-        longer = {False, True}
-        if known:
-            longer = {length > rule.original_max_position for length in lengths}
+        limit = rule.original_max_position
+        longer = {length > limit for length in lengths} if known else {False, True}
         if len(longer) < 2:
             return beyond if True in longer else within
         factors = ", ".join(str(factor) for factor in sorted(map(float.fromhex, (within, beyond))))
