@@ -627,6 +627,19 @@ def test_out() -> None:
             rotate(q, SPEC, out=place(Q, mesh, [Shard(0)]))
 
 
+def test_out_of_a_tensor_that_learns() -> None:
+    """A result written to `out` has no gradient, which would be lost silently."""
+    with rank(1, (RANKS,)) as mesh:
+        x, out = place(Q, mesh, [Shard(1)]).requires_grad_(), place(Q * 0, mesh, [Shard(1)])
+        with refused(
+            ValueError,
+            "[rotate] a result written to out has no gradient, but x or out requires one; use "
+            "torch.no_grad(), or omit out (x: float64[3, 2, 13, 16], out: float64[3, 2, 13, 16]).",
+        ):
+            rotate(x, SPEC, 3, out=out)
+        assert not out.to_local().any()
+
+
 def test_in_place_returns_its_arguments_and_counts_as_a_change() -> None:
     with rank(1, (RANKS,)) as mesh:
         q, k = (place(x, mesh, [Shard(1)]) for x in (Q, K))

@@ -66,7 +66,7 @@ def rerotate(  # noqa: PLR0913  (one argument for each option)
     True
     """
     move = _prepared(
-        *(k, layout, from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len)
+        k, layout, from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len
     )
     verb, outs = ("new", ()) if out is None else ("out", (out,))
     (y,) = perform(
@@ -100,7 +100,7 @@ def rerotate_(  # noqa: PLR0913  (one argument for each option)
     >>> kept = rerotate_(cache[:, :, 50:], spec, spec, 50, 0)
     """
     move = _prepared(
-        *(k, layout, from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len)
+        k, layout, from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len
     )
     perform(Request(("k",), k, None, move, layout=layout, verb="in place", backend=backend))
     return k

@@ -23,7 +23,7 @@ from ..channels import Channels
 from ..ops.build import Request, stages_of
 from ..ops.checks import check_floating
 from ..ops.learned import warn_of_rounding
-from ..ops.sharded import check_gradient, divides, perform
+from ..ops.sharded import check_gradient, perform
 from ..positions import Positions, PositionsLike
 from ..spec import RopeSpec
 
@@ -174,7 +174,7 @@ def _check(x: torch.Tensor, act: Act, dim: int | None, offset: object) -> bool:
             "offset must be 0 for a softmax over the tokens, which needs all of them in one call, "
             f"but got {describe(offset)}"
         )
-    if is_dtensor(x) and divides(x, 1):
+    if is_dtensor(x) and any(placement.is_shard(1) for placement in x.placements):  # type: ignore[attr-defined]
         raise bad_value(
             "x must not be sharded along tokens for a softmax over the tokens, which needs all of them; "
             "call x.redistribute",

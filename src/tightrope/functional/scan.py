@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -198,7 +198,10 @@ def _scan_shards(
     chunk: int,
 ) -> tuple[torch.Tensor, PolarState]:
     """Scan DTensors: each process scans its own rows and heads; arguments as in :func:`_scan`."""
-    q, k, order = request.q, cast(torch.Tensor, request.k), layout_named(request.layout)
+    from torch.distributed.tensor import Replicate, Shard
+
+    order = layout_named(request.layout)
+    q, k = cast(Any, request.q), cast(Any, request.k)
     parts = sharded.parts_of((*_QK, "v"), (q, k, v), order)
     own, others = parts[0], parts[1:]
     for part, x in zip(parts, (q, k, v)):
@@ -221,9 +224,9 @@ def _scan_shards(
             k=k,
         )
     take = others[0].take
-    if isinstance(log_decay, torch.Tensor):
-        axes = ("row", "head", "token", None) if log_decay.dim() == 4 else ("head", None)
-        log_decay = take("log_decay", log_decay, axes)
+    many = isinstance(log_decay, torch.Tensor) and log_decay.dim() == 4
+    axes = ("row", "head", "token", None) if many else ("head", None)
+    log_decay = take("log_decay", log_decay, axes)
     if state is not None:
         memory = take("the memory of state", state.memory, ("row", "head", None, None))
         state = state._replace(memory=memory)
@@ -231,11 +234,19 @@ def _scan_shards(
     own_q, own_k = sharded.to_local(q, k)
     local = local._replace(q=own_q, k=own_k)
     out, after = _scan(local, sharded.to_local(v)[0], log_decay, state, form, chunk)
-    mesh = v.device_mesh  # type: ignore[attr-defined]
-    watched = [] if own.watched is None else [*own.watched, q, k, v]
-    kept = others[0].whole(after.memory, mesh, {"row": 0, "head": 1}, watched, kept=True)
-    out = own.whole(out, mesh, {"row": order.row, "head": order.head}, watched)
-    return out, after._replace(memory=kept)
+    watched, mesh = [*own.watched, q, k, v], q.device_mesh
+    shape = torch.Size((*q.shape[:-1], v.shape[-1]))
+    whole = sharded.from_local(out.detach(), mesh, q.placements, shape)
+    (out,) = sharded.to_dtensors([out], [whole], watched)
+    # The memory has rows in dimension 0 and heads in dimension 1.
+    placements = [Shard(int(by == "head")) if by else Replicate() for by in own.by]
+    memory, shape = (
+        after.memory,
+        torch.Size((own.spans["row"].whole, kv_heads.whole, *after.memory.shape[2:])),
+    )
+    whole = sharded.from_local(memory.detach(), mesh, placements, shape)
+    (memory,) = sharded.to_dtensors([memory], [whole], watched, kept=True)
+    return out, after._replace(memory=memory)
 
 
 def _block(

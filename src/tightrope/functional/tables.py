@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 
@@ -415,24 +415,15 @@ def _rotate_shards(
     layout = BY_NAME[given.layout] if given.layout else _layout(q, given.unsqueeze_dim)
     xs = schema.present(q, k)
     parts = sharded.parts_of(("q", "k")[: len(xs)], xs, layout)
-    ids = given.position_ids
-
-    def take(name: str, x: Any, axes: Sequence[str | None]) -> Any:
-        # Anything but a tensor is refused with the local tensors, below.
-        return parts[0].take(name, x, axes) if isinstance(x, torch.Tensor) else x
-
-    axes: list[str | None] = [None] * layout.dims
-    for axis, dim in (("row", layout.row), ("head", layout.head)):
-        if dim is not None:
-            axes[dim] = axis
-    if ids is None:
-        axes[layout.token] = "token"  # with ids, tables have rows for positions instead
+    axes, take = sharded.axes_of(layout), parts[0].take
+    if given.position_ids is not None:
+        axes[layout.token] = None  # tables have rows for positions then
     if isinstance(given.cos, torch.Tensor) and given.cos.dim() < layout.dims:
         del axes[given.unsqueeze_dim]
     local = given._replace(
         cos=take("cos", given.cos, axes),
         sin=take("sin", given.sin, axes),
-        position_ids=take("position_ids", ids, ("row", "token")),
+        position_ids=take("position_ids", given.position_ids, ("row", "token")),
     )
     q, k = schema.pair([sharded.local_of(x) for x in xs])
     return sharded.run_local(_build(q, k, local, verb, backend), xs, parts[0].watched)

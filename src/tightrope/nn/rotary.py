@@ -293,11 +293,11 @@ class RotaryPositionalEmbedding(_Rotary):
     def _rotate(
         self, x: torch.Tensor, positions: PositionsLike, layout: str, inverse: bool
     ) -> torch.Tensor:
-        return functional.rotate_with(
-            *(("x",), "new", x, None, self.spec, positions, layout, inverse),
-            rounding=self.rounding,
-            wider=True,
-        )[0]
+        names, rounding = ("x",), self.rounding
+        (y,) = functional.rotate_with(
+            names, "new", x, None, self.spec, positions, layout, inverse, None, rounding, wider=True
+        )
+        return y
 
     def _note(self, length: int, device: torch.device) -> None:
         # Tensors without data and symbolic lengths do not count as sequences seen.

@@ -26,17 +26,13 @@ from .build import Request, Stages, build
 from .call import Call, pack
 from .checks import Operands, layout_named
 from .layouts import Layout
-from .route import AUTOGRAD, KERNEL, any_requires_grad, route
+from .route import AUTOGRAD, any_requires_grad, route
 from .run import Results, run, run_quick
 from .schema import NEW, pair, present
 
 ROW, HEAD, TOKEN = "row", "head", "token"
 
-# The types of most q and k; to look here takes half the time of `is_dtensor`.
-_LOCAL = (torch.Tensor, type(None))
-
 _NO_AXIS = Span(0, 1, 1)
-_WORDS = (None, ROW, HEAD, None)
 
 
 class Part(NamedTuple):
@@ -49,9 +45,9 @@ class Part(NamedTuple):
         by: for each dimension of the mesh, the axis that it divides: "row", "head" or "token"; None if
             it replicates.
         spans: for each axis, the part that this process holds.
+        held: the shape of its local tensor.
         differs: whether q and k of the call are divided by different dimensions of the mesh.
-        watched: for calls that autograd may record, the DTensors that the backward pass may read; see
-            `_FromLocal`.
+        watched: the DTensors, other than q and k, that the backward pass may read; see `_FromLocal`.
     """
 
     name: str
@@ -59,18 +55,21 @@ class Part(NamedTuple):
     coordinate: Any
     by: tuple[str | None, ...]
     spans: dict[str, Span]
-    differs: bool = False
-    watched: list[Any] | None = None
+    held: tuple[int, ...]
+    differs: bool
+    watched: list[Any]
 
-    def take(self, name: str, x: torch.Tensor, axes: Sequence[str | None]) -> torch.Tensor:
+    def take(self, name: str, x: Any, axes: Sequence[str | None]) -> Any:
         """Return the part of an argument that belongs to this part, as a local tensor.
 
         Args:
             name: name of the argument in error messages.
             x: a DTensor, whose gradient is placed like it; or a local tensor, which has the same values in
-                all processes and gets no gradient.
+                all processes and gets no gradient. Anything else is returned as it is.
             axes: the axes of its last dimensions; None for a dimension that is not divided.
         """
+        if not isinstance(x, torch.Tensor):
+            return x
         axes = axes[max(len(axes) - x.dim(), 0) :]
         if is_dtensor(x):
             local, spans = self._local(name, x, axes)
@@ -98,51 +97,13 @@ class Part(NamedTuple):
                 local = local.narrow(dim, begin, span.size)
         return local
 
-    def whole(
-        self,
-        local: torch.Tensor,
-        mesh: Any,
-        dims: dict[str, int | None],
-        watched: Sequence[Any] = (),
-        kept: bool = False,
-    ) -> torch.Tensor:
-        """Return the DTensor of which this part is a local tensor.
-
-        Args:
-            local: the local tensor.
-            mesh: the caller's device mesh; :attr:`mesh` may be an equal one of an earlier process group.
-            dims: the dimension of each axis that may be divided.
-            watched, kept: see `_FromLocal`.
-        """
-        from torch.distributed.tensor import Replicate, Shard
-
-        placements = [Replicate() if by is None else Shard(dims[by]) for by in self.by]  # type: ignore[arg-type]
-        shape = list(local.shape)
-        for axis, dim in dims.items():
-            if dim is not None:
-                shape[dim] = self.spans[axis].whole
-        if torch.compiler.is_compiling():
-            return _from_local(local, mesh, placements, torch.Size(shape))
-        made = _from_local(local.detach(), mesh, placements, torch.Size(shape))
-        return _of_specs([local], [made._spec], watched, kept)[0]  # type: ignore[attr-defined]
-
-    def place(self, axis: str) -> tuple[int, int]:
-        """Return the index of this part of an axis, and the number of parts."""
-        index, count = 0, 1
-        for at, by in enumerate(self.by):
-            if by == axis:
-                size = self.mesh.size(at)
-                index, count = index * size + self.coordinate[at], count * size
-        return index, count
-
     def _local(
         self, name: str, x: Any, axes: Sequence[str | None]
     ) -> tuple[torch.Tensor, list[Span]]:
         """Return the local tensor of a DTensor, and the part that it is of each dimension."""
         if x.device_mesh != self.mesh:
             raise bad_value(f"{name} must be on the device mesh of {self.name}")
-        if self.watched is not None:
-            self.watched.append(x)
+        self.watched.append(x)
         learns = x.requires_grad and torch.is_grad_enabled()
         if learns and self.differs:
             raise bad_value(
@@ -175,11 +136,6 @@ class Part(NamedTuple):
         )
 
 
-def divides(x: Any, dim: int) -> bool:
-    """Return whether a DTensor is sharded along a dimension."""
-    return any(placement.is_shard(dim) for placement in x.placements)
-
-
 def check_gradient(name: str, x: torch.Tensor, sharded: str) -> None:
     """Refuse a local tensor that requires grad, next to a DTensor of the name ``sharded``."""
     if x.requires_grad and torch.is_grad_enabled():
@@ -200,56 +156,35 @@ def perform(request: Request) -> Results:
         The rotated tensors, in the order of q and k.
     """
     q, k = request.q, request.k
-    if (type(q) in _LOCAL or not is_dtensor(q)) and (type(k) in _LOCAL or not is_dtensor(k)):
+    if not is_dtensor(q) and not is_dtensor(k):
         return run(build(request))
-    layout, xs = layout_named(request.layout), present(request.q, request.k)
+    layout, xs = layout_named(request.layout), present(q, k)
     names = request.names[: len(xs)]
-    parts, outs = parts_of(names, xs, layout, _may_learn(request)), request.outs
+    parts, outs = parts_of(names, xs, layout), request.outs
     request = local_request(request, Operands(names, xs, layout, sharded=True), parts)
-    records = torch.is_grad_enabled() and any_requires_grad(xs)
+    found: Results | None = None
     if (
-        not records
+        request.verb != "out"
         and request.inv_freq is None
         and request.backend is None
-        and request.verb != "out"
+        and not (torch.is_grad_enabled() and any_requires_grad(xs))
     ):
         found = run_quick(
-            names,
-            request.verb,
-            request.spec,
-            None,
-            request.q,
-            request.k,
-            layout.name,
-            request.inverse,
-            request.stages,
-            request.rounding,
+            *(names, request.verb, request.spec, None, request.q, request.k, layout.name),
+            *(request.inverse, request.stages, request.rounding),
         )
-        if found is not None:
-            return _placed(request.verb, found, xs, ())
-    return run_local(build(request), xs, parts[0].watched, outs)
-
-
-def _may_learn(request: Request) -> bool:
-    """Return whether autograd may record a call; False only if it is certain not to."""
-    if request.inv_freq is not None or request.stages is not None:
-        return True
-    if type(request.spec) is PreparedRotation:
-        ids = request.spec.ids
-        if ids is not None and ids.requires_grad:
-            return True
-    elif request.positions is not None and type(request.positions) is not int:
-        return True
-    return request.q.requires_grad or (request.k is not None and request.k.requires_grad)
+    if found is None:
+        return run_local(build(request), xs, parts[0].watched, outs)
+    return to_dtensors(found, xs) if request.verb == "new" else _written(xs)
 
 
 def run_local(
-    calls: Sequence[Call], xs: Sequence[Any], watched: list[Any] | None, outs: Sequence[Any] = ()
+    calls: Sequence[Call], xs: Sequence[Any], watched: Sequence[Any], outs: Sequence[Any] = ()
 ) -> Results:
     """Run calls on the local tensors of DTensors.
 
     Args:
-        calls: the calls, on local tensors.
+        calls: the calls; their q and k are not read.
         xs: the DTensors to rotate.
         watched: see :class:`Part`.
         outs: the DTensors of the caller, for the verb "out".
@@ -262,67 +197,45 @@ def run_local(
     each = [xs] if len(calls) == 1 else [[x] for x in xs]
     whole = [call.on(own) for call, own in zip(calls, each, strict=True)]
     if verb == "new":
-        return [y for call, own in zip(calls, whole) for y in _new(call, own, watched or ())]
-    if verb == "out" or not (
-        torch.compiler.is_compiling() or any(route(call).needs_grad for call in whole)
-    ):
-        return _placed(verb, run(calls), xs, outs)
+        return [y for call in whole for y in _new(call, watched)]
+    compiling = torch.compiler.is_compiling()
+    if verb == "out" or not (compiling or any(route(call).needs_grad for call in whole)):
+        run([call.on(to_local(*call.xs())) for call in whole])
+        return _written(outs or xs)
     # Autograd and compilers see a change of a DTensor, but not one of its local tensor.
     names = [name for call in calls for name in call.names]
-    if not torch.compiler.is_compiling():
+    if not compiling:
         memory.check_in_place(names, [local_of(x) for x in xs])
     memory.check_in_place_grad(names, xs)
     # The backward pass may read the inputs, which are overwritten below.
-    copies = [own.copied() if own.keeps_inputs() else own for own in whole]
-    locals_ = [call.on([local_of(x) for x in own.xs()]) for call, own in zip(calls, copies)]
-    ys = [y for call, own in zip(locals_, copies) for y in _new(call, own, watched or ())]
+    copies = [call.copied() if call.keeps_inputs() else call for call in whole]
+    ys = [y for call in copies for y in _new(call, watched)]
     for x, y in zip(xs, ys, strict=True):
         x.copy_(y)
     return xs
 
 
-def _new(call: Call, whole: Call, watched: Sequence[Any]) -> Results:
-    """Rotate into new DTensors.
-
-    Args:
-        call: the call on local tensors, outside of autograd.
-        whole: the same call on DTensors.
-        watched: see :class:`Part`.
-    """
-    xs, way = whole.xs(), route(whole)
-    if way.route == KERNEL:
-        return _dtensors(run([call._replace(verb="new")]), xs)
-    if way.route == AUTOGRAD:
-        arguments = whole.tensors()
-        return _OutOfPlace.apply(Template.of(whole), tuple(watched), *arguments)  # type: ignore[no-any-return, no-untyped-call]
-    ys = run([call._replace(verb="new").on(to_local(*xs))])
-    learn = _learns_angles(call)
-    reads = learn or call.options.act != NONE
-    return _dtensors(ys, xs, [*watched, *(xs if reads else ())], learn)
-
-
-def _learns_angles(call: Call) -> bool:
-    """Return whether the backward pass may read the inputs and results, for angles, tables or gates."""
+def _new(call: Call, watched: Sequence[Any]) -> Results:
+    """Rotate the DTensors of a call into new ones."""
+    xs = call.xs()
+    if route(call).route == AUTOGRAD:
+        return _OutOfPlace.apply(Template.of(call), tuple(watched), *call.tensors())  # type: ignore[no-any-return, no-untyped-call]
+    ys = run([call.on(to_local(*xs))._replace(verb="new")])
+    # What the backward pass of the definition may read, for angles, tables or gates.
     angles = (call.primary, call.secondary, call.positions, *call.extras.frequencies)
-    return any_requires_grad((*angles, *call.extras.gates))
+    learn = any_requires_grad((*angles, *call.extras.gates))
+    reads = learn or call.options.act != NONE
+    return to_dtensors(ys, xs, [*watched, *(xs if reads else ())], learn)
 
 
-def _placed(verb: str, ys: Results, xs: Sequence[Any], outs: Sequence[Any]) -> Results:
-    """Return the DTensors of local results."""
-    if verb == "new":
-        return _dtensors(ys, xs)
-    written = outs if verb == "out" else xs
-    torch.autograd.graph.increment_version(written)
-    return written
+def _written(xs: Sequence[Any]) -> Results:
+    """Return DTensors whose local tensors were written."""
+    torch.autograd.graph.increment_version(xs)
+    return xs
 
 
-def parts_of(
-    names: Sequence[str], xs: Sequence[Any], layout: Layout, may_learn: bool = True
-) -> list[Part]:
+def parts_of(names: Sequence[str], xs: Sequence[Any], layout: Layout) -> list[Part]:
     """Return the parts of DTensors that are rotated by the same angles.
-
-    Args:
-        may_learn: whether autograd may record the call, where gradients are enabled.
 
     Raises:
         TypeError: one of them is a local tensor.
@@ -348,22 +261,26 @@ def parts_of(
                 f"as {xs[0].placements} and {x.placements}; rotate them one by one"
             )
     differs = any(part.by != first.by for part in parts)
-    watched: list[Any] | None = None
-    if may_learn and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        watched = []
-    if not differs and watched is None:
-        return parts
+    watched: list[Any] = []
     return [part._replace(differs=differs, watched=watched) for part in parts]
+
+
+def axes_of(layout: Layout) -> list[str | None]:
+    """Return the axis of each dimension, or None if it cannot be divided."""
+    axes: list[str | None] = [None] * layout.dims
+    for axis, dim in ((ROW, layout.row), (HEAD, layout.head), (TOKEN, layout.token)):
+        if dim is not None:
+            axes[dim] = axis
+    return axes
 
 
 def _part_of(name: str, x: Any, layout: Layout) -> Part:
     mesh = x.device_mesh
     make = _made_part if torch.compiler.is_compiling() else _cached_part
-    coordinate = mesh.get_coordinate()
-    if coordinate is not None:  # a list before torch 2.11
-        coordinate = tuple(coordinate)
-    part, held = make(name, mesh, coordinate, x.placements, x.shape, layout)
-    _check_held(name, x, held)
+    # A list before torch 2.11; None for a process outside the mesh.
+    coordinate = tuple(mesh.get_coordinate() or ())
+    part = make(name, mesh, coordinate, x.placements, x.shape, layout)
+    _check_held(name, x, part.held)
     return part
 
 
@@ -393,20 +310,21 @@ def _made_part(
     placements: Sequence[Any],
     shape: torch.Size,
     layout: Layout,
-) -> tuple[Part, tuple[int, ...]]:
-    """Return the part of a DTensor that this process holds, and the shape of its local tensor."""
+) -> Part:
     spans, divided = _spans(name, mesh, coordinate, placements, shape)
-    dims = {ROW: layout.row, HEAD: layout.head, TOKEN: layout.token}
-    axes = {dim: axis for axis, dim in dims.items() if dim is not None}
+    axes = axes_of(layout)
     for dim in divided:
-        if dim is not None and dim not in axes:
+        if dim is not None and axes[dim] is None:
             raise bad_value(
                 f"{name} must not be sharded along its channels, which a rotation mixes; call "
                 f"{name}.redistribute to replicate it, or to shard its rows, heads or tokens"
             )
     by = tuple([None if dim is None else axes[dim] for dim in divided])
-    whole = {axis: _NO_AXIS if dim is None else spans[dim] for axis, dim in dims.items()}
-    return Part(name, mesh, coordinate, by, whole), tuple([span.size for span in spans])
+    whole = {ROW: _NO_AXIS, HEAD: _NO_AXIS, TOKEN: _NO_AXIS}
+    for axis, span in zip(axes, spans):
+        if axis is not None:
+            whole[axis] = span
+    return Part(name, mesh, coordinate, by, whole, tuple([span.size for span in spans]), False, [])
 
 
 _cached_part = lru_cache(maxsize=256)(_made_part)
@@ -420,7 +338,7 @@ def _spans(
     Returns:
         The parts; and for each dimension of the mesh, the dimension that it divides, or None.
     """
-    if coordinate is None:
+    if not coordinate:
         raise bad_value(f"{name} must be on a device mesh that contains this process")
     starts, sizes = [0] * len(shape), list(shape)
     divided: list[int | None] = []
@@ -444,7 +362,7 @@ def _spans(
 
 def local_request(request: Request, operands: Operands, parts: Sequence[Part]) -> Request:
     """Return the request of this process, with local tensors; q and k are outside of autograd."""
-    first, xs = parts[0], operands.xs
+    first, xs, outs = parts[0], cast(Sequence[Any], operands.xs), cast(Sequence[Any], request.outs)
     if request.phases is not None:
         raise bad_type(
             "phases must be None with DTensors; rotate to_local() by the phases of its own tokens, and "
@@ -455,18 +373,16 @@ def local_request(request: Request, operands: Operands, parts: Sequence[Part]) -
         whole = checks.prepare(
             operands, request.spec, request.positions, request.seq_len, request.wider
         )
-        rotation = cut(whole, first)
+        rotation = _cut(whole, first)
     else:
         whole = cast(PreparedRotation, request.spec)
-    if first.watched is not None and is_dtensor(whole.ids):
+    if is_dtensor(whole.ids):
         first.watched.append(whole.ids)
-    inv_freq, outs = request.inv_freq, request.outs
-    if isinstance(inv_freq, torch.Tensor):
-        inv_freq = first.take("inv_freq", inv_freq, (None, HEAD, None))
     if request.verb == "out":
         checks.check_outs(operands.names, xs, outs, sharded=True)
     for out, x in zip(outs, xs):
-        if not _placed_alike(out, x):
+        mesh, placements = x.device_mesh, x.placements
+        if not is_dtensor(out) or out.device_mesh != mesh or out.placements != placements:
             raise bad_value(f"out must be a DTensor that is placed like {first.name}")
         if out.requires_grad and torch.is_grad_enabled():
             raise bad_value(
@@ -481,8 +397,8 @@ def local_request(request: Request, operands: Operands, parts: Sequence[Part]) -
         spec=rotation,
         positions=None,
         seq_len=None,
-        inv_freq=inv_freq,
-        stages=None if request.stages is None else cut_stages(request.stages, parts),
+        inv_freq=first.take("inv_freq", request.inv_freq, (None, HEAD, None)),
+        stages=None if request.stages is None else _cut_stages(request.stages, parts),
         outs=[local_of(out) for out in outs],
     )
 
@@ -490,26 +406,27 @@ def local_request(request: Request, operands: Operands, parts: Sequence[Part]) -
 def _kept(request: Request, part: Part) -> PreparedRotation | None:
     """Return the rotation of a part that was cut before, so that it fits; None if it must be cut."""
     rotation = request.spec
-    if type(rotation) is not PreparedRotation or torch.compiler.is_compiling():
-        return None
     if (
-        rotation.angles.words.shape[2] != 1
-        or rotation.source is not None
+        type(rotation) is not PreparedRotation
+        or torch.compiler.is_compiling()
+        or rotation.angles.words.shape[2] != 1
         or rotation.stated is not None
+        or request.positions is not None
+        or request.seq_len is not None
+        or (rotation.ids is not None and rotation.ids.requires_grad)
     ):
         return None
-    if request.positions is not None or request.seq_len is not None:
-        return None
-    if rotation.ids is not None and rotation.ids.requires_grad:
-        return None
-    spans = part.spans
-    return rotation.kept.known((spans[ROW], spans[HEAD], spans[TOKEN]))  # type: ignore[no-any-return]
+    return rotation.kept.known(tuple(part.spans.values()))  # type: ignore[no-any-return]
 
 
-def cut(rotation: PreparedRotation, part: Part) -> PreparedRotation:
+def _cut(rotation: PreparedRotation, part: Part) -> PreparedRotation:
     """Return the rotation of a part of the rows, heads and tokens."""
     if rotation.where.part is not None:
-        rank, size = part.place(TOKEN)
+        rank, size = 0, 1
+        for at, by in enumerate(part.by):
+            if by == TOKEN:
+                rank = rank * part.mesh.size(at) + part.coordinate[at]
+                size *= part.mesh.size(at)
         its_rank, its_size, its_whole = rotation.where.part
         if (its_rank, its_size) != (rank, size):
             raise bad_value(
@@ -524,24 +441,11 @@ def cut(rotation: PreparedRotation, part: Part) -> PreparedRotation:
             )
     if part.differs:
         # Refuses angles per head, of which no part is kept.
-        part.take("spec", rotation.angles.words, _WORDS)
-    if rotation.where.part is None and not any(part.by) and not is_dtensor(rotation.ids):
-        if rotation.ids is not None:
-            check_gradient("positions", rotation.ids, part.name)
-        return rotation
-    spans = part.spans
-    return rotation.cut(spans[ROW], spans[HEAD], spans[TOKEN], part.take)
+        part.take("spec", rotation.angles.words, (None, ROW, HEAD, None))
+    return rotation.cut(part.spans, part.take)
 
 
-def _placed_alike(one: Any, other: Any) -> bool:
-    return (
-        is_dtensor(one)
-        and one.device_mesh == other.device_mesh
-        and one.placements == other.placements
-    )
-
-
-def cut_stages(stages: Stages, parts: Sequence[Part]) -> Stages:
+def _cut_stages(stages: Stages, parts: Sequence[Part]) -> Stages:
     """Return f and P of the parts of q and k."""
     # Each belongs to one tensor, so it does not matter how the other is sharded.
     takes = [part._replace(differs=False).take for part in parts]
@@ -570,7 +474,7 @@ def local_of(x: Any) -> torch.Tensor:
     return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local  # type: ignore[no-any-return]
 
 
-def _dtensors(
+def to_dtensors(
     ys: Sequence[torch.Tensor], xs: Sequence[Any], watched: Sequence[Any] = (), kept: bool = False
 ) -> list[torch.Tensor]:
     """Return the DTensors of local results, each with the shape and the placements of its x.
@@ -579,48 +483,56 @@ def _dtensors(
         watched, kept: see `_FromLocal`.
     """
     if torch.compiler.is_compiling():
-        return [_from_local(y, x.device_mesh, x.placements, x.shape) for y, x in zip(ys, xs)]
-    specs = [_spec_of(y, x._spec, x._local_tensor.stride()) for y, x in zip(ys, xs, strict=True)]
-    return _of_specs(ys, specs, watched, kept)
+        return [from_local(y, x.device_mesh, x.placements, x.shape) for y, x in zip(ys, xs)]
+    return _placed(ys, _places(xs), watched, kept)
 
 
-def _spec_of(local: torch.Tensor, spec: Any, strides: tuple[int, ...]) -> Any:
-    """Return the specification of a DTensor, given that of one whose local tensor has these strides."""
-    if local.stride() == strides:
-        return spec  # DTensor.from_local would derive it again, which takes most of its time
-    return _from_local(local.detach(), spec.mesh, spec.placements, spec.shape)._spec  # type: ignore[attr-defined]
+# The specification of a DTensor, and the strides of its local tensor.
+_Place: TypeAlias = tuple[Any, tuple[int, ...]]
 
 
-def _from_local(
-    local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: torch.Size
-) -> torch.Tensor:
-    """Return the DTensor of a local tensor that may be divided unevenly, with its order of dimensions."""
-    from torch.distributed.tensor import DTensor
-
-    order: list[int] = []  # by stride; Dynamo cannot sort symbols
-    for dim in reversed(range(len(shape))):
-        at = len(order)
-        while at and local.stride(order[at - 1]) > local.stride(dim):
-            at -= 1
-        order.insert(at, dim)
-    stride, step = [0] * len(shape), 1
-    for dim in order:
-        stride[dim] = step
-        step *= max(shape[dim], 1)
-    return DTensor.from_local(local, mesh, placements, shape=shape, stride=tuple(stride))
+def _places(xs: Sequence[Any]) -> list[_Place]:
+    return [(x._spec, x._local_tensor.stride()) for x in xs]
 
 
-def _of_specs(
+def _placed(
     ys: Sequence[torch.Tensor],
-    specs: Sequence[Any],
+    places: Sequence[_Place],
     watched: Sequence[Any] = (),
     kept: bool = False,
 ) -> list[torch.Tensor]:
     from torch.distributed.tensor import DTensor
 
+    specs = []
+    for y, (spec, strides) in zip(ys, places, strict=True):
+        if y.stride() != strides:  # to derive a specification takes most of the time of from_local
+            like: Any = from_local(y.detach(), spec.mesh, spec.placements, spec.shape)
+            spec = like._spec
+        specs.append(spec)
     if any_requires_grad(ys):
         return list(_FromLocal.apply(tuple(specs), tuple(watched), kept, *ys))  # type: ignore[no-untyped-call]
     return [DTensor(y, spec, requires_grad=False) for y, spec in zip(ys, specs)]
+
+
+def _placed_gradients(
+    grads: Sequence[torch.Tensor | None], places: Sequence[_Place]
+) -> list[torch.Tensor | None]:
+    """Return the DTensors of local gradients, placed like the DTensors that they belong to."""
+    return [None if y is None else _placed([y], [at])[0] for y, at in zip(grads, places)]
+
+
+def from_local(
+    local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: torch.Size
+) -> torch.Tensor:
+    """Return the DTensor of a local tensor that may be divided unevenly, with its order of dimensions."""
+    from torch.distributed.tensor import DTensor
+
+    stride = [1] * len(shape)
+    for dim, own in enumerate(local.stride()):
+        for inner, other in enumerate(local.stride()):
+            if other < own or (other == own and inner > dim):
+                stride[dim] *= max(shape[inner], 1)
+    return DTensor.from_local(local, mesh, placements, shape=shape, stride=tuple(stride))
 
 
 class _OutOfPlace(torch.autograd.Function):
@@ -637,7 +549,7 @@ class _OutOfPlace(torch.autograd.Function):
         packed = pack(whole)
         with torch._C._AutoDispatchBelowAutograd():
             ys = NEW.for_(packed)(*pair([local_of(x) for x in xs]), *packed)
-        found = tuple(_dtensors(ys, xs))
+        found = tuple(to_dtensors(ys, xs))
         needs = ctx.needs_input_grad[2:]
         wants = save(ctx, whole, template.filled(needs), found, watched)
         if not wants.any_but_x():
@@ -697,24 +609,6 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return tuple(_placed_gradients(grads, ctx.places))
-
-
-# For gradients: the specification of a DTensor, and the strides of its local tensor.
-_GradientPlace: TypeAlias = tuple[Any, tuple[int, ...]]
-
-
-def _places(xs: Sequence[Any]) -> list[_GradientPlace]:
-    return [(x._spec, x._local_tensor.stride()) for x in xs]
-
-
-def _placed_gradients(
-    grads: Sequence[torch.Tensor | None], places: Sequence[_GradientPlace]
-) -> list[torch.Tensor | None]:
-    """Return the DTensors of local gradients, placed like the DTensors that they belong to."""
-    return [
-        None if grad is None else _of_specs([grad], [_spec_of(grad, *place)])[0]
-        for grad, place in zip(grads, places)
-    ]
 
 
 def _local_gradients(grads: Sequence[Any], specs: Sequence[Any]) -> list[torch.Tensor | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -182,24 +182,24 @@ class PreparedRotation:
             self.channels, angles, self.where, self.device, self.spec, None, self.stated
         )
 
-    def cut(self, rows: Span, heads: Span, tokens: Span, take: Take) -> PreparedRotation:
+    def cut(self, spans: Mapping[str, Span], take: Take) -> PreparedRotation:
         """Return the rotation for a part of the rows, heads and tokens.
 
         Args:
-            rows, heads, tokens: the part, of tensors that this rotation fits (see
-                :func:`tightrope.ops.checks.prepare`).
+            spans: the part of the axes "row", "head" and "token", in this order, of tensors that this
+                rotation fits (see :func:`tightrope.ops.checks.prepare`).
             take: see :data:`tightrope._parts.Take`.
         """
 
         def make() -> PreparedRotation:
-            return self._cut(rows, tokens, take)
+            return self._cut(spans["row"], spans["token"], take)
 
         ids = self.ids
         if ids is not None and ids.requires_grad:
             return make()
         # A part holds a view of the ids. Only with a stack, a length may depend on their values.
         values = ids if self.stack is not None else None
-        return self.kept.find((rows, heads, tokens), values, self.device, make)  # type: ignore[no-any-return]
+        return self.kept.find(tuple(spans.values()), values, self.device, make)  # type: ignore[no-any-return]
 
     def _cut(self, rows: Span, tokens: Span, take: Take) -> PreparedRotation:
         where, ids, stated = self.where, self.ids, self.stated
