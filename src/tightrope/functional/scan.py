@@ -240,10 +240,8 @@ def _scan_shards(
     (out,) = sharded.to_dtensors([out], [whole], watched)
     # The memory has rows in dimension 0 and heads in dimension 1.
     placements = [Shard(int(by == "head")) if by else Replicate() for by in own.by]
-    memory, shape = (
-        after.memory,
-        torch.Size((own.spans["row"].whole, kv_heads.whole, *after.memory.shape[2:])),
-    )
+    memory = after.memory
+    shape = torch.Size((own.spans["row"].whole, kv_heads.whole, *memory.shape[2:]))
     whole = sharded.from_local(memory.detach(), mesh, placements, shape)
     (memory,) = sharded.to_dtensors([memory], [whole], watched, kept=True)
     return out, after._replace(memory=memory)
