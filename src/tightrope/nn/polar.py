@@ -124,8 +124,7 @@ class PolarRoPEHead(_QueryHead):
         q, k = functional.rotary_apply(q, cos, sin), functional.rotary_apply(k, cos, sin)
         if self.use_spd:
             gate, channels = Exp(self.gamma, self.tied), Channels(width, 0, width, True)
-            factor = gate.factor(channels, dtype=q.dtype)
-            q, k = (q * factor).to(q.dtype), (k * factor).to(k.dtype)
+            q, k = ((x * gate.factor(channels, dtype=x.dtype)).to(x.dtype) for x in (q, k))
         return scaled_dot_product_attention(q, k, v)[:, 0]
 
 
