@@ -1,20 +1,22 @@
 # Every target sets up what it needs, also in a fresh clone.
 #
-#   make demo     train small models on real text, and compare the speed with eager rotation
-#   make test     the tests, except slow ones, which rarely fail if the others pass
-#   make test-all the tests, including the slow ones
-#   make check    formatting, lint, types, wording, spelling, documentation and the code in it
-#   make site     build the documentation, and serve it until Ctrl-C
-#   make coverage which lines and branches of src/ all tests run (half an hour; ARGS as for test)
-#   make harden   a search for faults of memory, races and leaks (ARGS='--minutes 60' or --quick)
-#   make wheel    dist/tightrope-*.whl
-#   make wheels   the wheels of a release for Linux, checked, in dist/: docs/release.md
-#   make versions the tests with many versions of Python and torch (downloads gigabytes of CUDA)
-#   make clean    remove what the other targets made, except the results in tightrope-demo/
+#   make demo       train small models on real text, and compare the speed with eager rotation
+#   make test       the tests of the library, except slow ones, which rarely fail if the others pass
+#   make test-tools the tests of the tools, the benchmarks and the repository, except slow ones
+#   make test-slow  the slow tests of all these
+#   make lint       formatting, lint, types
+#   make check      lint, wording, spelling, documentation and the code in it
+#   make site       build the documentation, and serve it until Ctrl-C
+#   make coverage   which lines and branches of src/ all tests run (half an hour; ARGS as for test)
+#   make harden     a search for faults of memory, races and leaks (ARGS='--minutes 60' or --quick)
+#   make wheel      dist/tightrope-*.whl
+#   make wheels     the wheels of a release for Linux, checked, in dist/: docs/release.md
+#   make versions   the tests with many versions of Python and torch (downloads gigabytes of CUDA)
+#   make clean      remove what the other targets made, except the results in tightrope-demo/
 #
 #   PYTHON=python3.12   the Python that creates .venv (3.10 or later)
 #   WORKERS=4           number of test processes
-#   ARGS='-k half'      more arguments for pytest (make test, test-all), versions, wheels, the demo or harden
+#   ARGS='-k half'      more arguments for pytest (test, test-tools, test-slow), versions, wheels, the demo or harden
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -34,7 +36,7 @@ BUILD := $(BIN)/python setup.py --quiet build_native --inplace
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all versions check coverage harden site wheel wheels clean
+.PHONY: help demo test test-tools test-slow versions lint check coverage harden site wheel wheels clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -44,22 +46,26 @@ demo: $(if $(wildcard $(READY)),$(READY),$(DEMO))
 	$(BIN)/python examples/demo.py $(ARGS)
 
 # One thread per process: more would only compete for the cores. Tests of threading set their own
-# number of threads. tests/repository/test_docs.py and tests/repository/test_site.py test the documents, in `make check`.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
-	--ignore=tests/repository/test_docs.py --ignore=tests/repository/test_site.py
+# number of threads. DOCUMENTS are tested in `make check`.
+DOCUMENTS := tests/repository/test_docs.py tests/repository/test_site.py
+TOOL_TESTS := tests/tools tests/benchmarks tests/repository
+TEST := -n $(WORKERS) --dist worksteal $(DOCUMENTS:%=--ignore=%)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST)
 
 test: $(READY)
-	$(PYTEST) -m 'not slow' $(ARGS)
+	$(PYTEST) $(TOOL_TESTS:%=--ignore=%) -m 'not slow' $(ARGS)
 
-test-all: $(READY)
-	$(PYTEST) $(ARGS)
+test-tools: $(READY)
+	$(PYTEST) $(TOOL_TESTS) -m 'not slow' $(ARGS)
+
+test-slow: $(READY)
+	$(PYTEST) -m slow $(ARGS)
 
 # A failed test does not stop the report.
 coverage: $(READY)
 	rm -rf build/coverage
 	mkdir -p build/coverage
-	-OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n $(WORKERS) --dist worksteal \
-		--ignore=tests/repository/test_docs.py --ignore=tests/repository/test_site.py $(ARGS)
+	-OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest $(TEST) $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
@@ -69,14 +75,17 @@ versions: wheel
 	$(PIP) install --quiet -c $(CONSTRAINTS) uv
 	$(BIN)/python -m ci.versions $(ARGS)
 
-# With --quiet, mkdocs does not count warnings, and dead links pass --strict.
-check: $(READY)
+# mypy needs torch, for its types.
+lint: $(TOOLS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# With --quiet, mkdocs does not count warnings, and dead links pass --strict.
+check: lint $(READY)
 	$(BIN)/codespell . .ci/*
 	$(BIN)/python -m ci.prose
-	$(BIN)/python -m pytest --doctest-modules src/tightrope src/tightrope_tools tests/repository/test_docs.py tests/repository/test_site.py \
+	$(BIN)/python -m pytest --doctest-modules src/tightrope src/tightrope_tools $(DOCUMENTS) \
 		--ignore src/tightrope/integrations/torchtitan.py  # needs torchtitan
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
 

@@ -5,7 +5,7 @@
 #include <exception>
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tightrope, m) {
-  // backends/cpu/native.py sets it while it loads this library.
+  // backends/cpu.py sets it while it loads this library.
   if (std::getenv("TIGHTROPE_DEFINED") != nullptr) return;
   try {
     // setup.py passes the schemas of ops/schema.py.

@@ -5,13 +5,11 @@ hub/build.py copies this file to the ``__init__.py`` of the kernel.
 
 from . import ops as _ops
 from .backends import reference as _reference, triton as _triton
-from .ops.registry import Backend as _Backend, add as _add
+from .ops.registry import add as _add
 
 _ops.register()
-for _name, _backend in (("reference", _reference), ("triton", _triton)):
-    _backend.register()
-for _name, _backend in (("triton", _triton), ("reference", _reference)):
-    _add(_name, _Backend(_backend.why_not, _backend.DEVICES, _backend.is_ready))
+_add("triton", _triton)
+_add("reference", _reference)
 
 from . import frequencies, layers, positions  # noqa: E402
 from .functional import (  # noqa: E402

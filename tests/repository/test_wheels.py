@@ -17,7 +17,7 @@ NAMES = [
     "tightrope_tools/py.typed",
     "tightrope/__init__.py",
     "tightrope/_native.so",
-    "tightrope/backends/cpu/native.py",
+    "tightrope/backends/cpu.py",
     "tightrope/integrations/known.json",
     "tightrope/py.typed",
     "tightrope-0.3.0.dist-info/METADATA",

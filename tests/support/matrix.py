@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import tightrope
-from tightrope.backends import BY_NAME, cpu
+from tightrope.backends import cpu
+from tightrope.ops import registry
 
 # The instruction sets to compare where all code counts, not only the plain rotation of bfloat16: in
 # nothing else does AVX-512 with conversions to bfloat16 differ from AVX-512, whose code it calls.
@@ -24,7 +25,7 @@ BACKENDS = [
         marks=pytest.mark.skipif(reason is not None, reason=f"no such backend here: {reason}"),
     )
     for name, reason in tightrope.backends.why_not().items()
-    if not BY_NAME[name].DEVICES or "cpu" in BY_NAME[name].DEVICES
+    if not registry.BACKENDS[name].DEVICES or "cpu" in registry.BACKENDS[name].DEVICES
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

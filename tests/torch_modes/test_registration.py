@@ -152,24 +152,22 @@ def outer_call(
         (SPEC.at().angles.words, None) if source == "words" else (angle.cos(), angle.sin())
     )
     eps = 1e-5 if act == "rms_norm" else 0.0
-    fixed = schema.Plain(primary, secondary, None, 3, options.pack(), 1.25)
-    tensors = [one.detach() for one in extras]
-    return fixed.carrying(fixed.options, tensors, eps) if extras else fixed
+    fixed = primary, secondary, None, 3, options.pack(), 1.25
+    return (*fixed, [one.detach() for one in extras], eps) if extras else fixed
 
 
 def extras_by(call: schema.Packed) -> list[torch.Tensor]:
-    return call.extras if isinstance(call, schema.Carrying) else []
+    return list(schema.Arguments(*call).extras)
 
 
 def with_gradients(call: schema.Packed) -> schema.Packed:
     """Return the same arguments, with every extra tensor replaced by a leaf that requires grad."""
     extras = [one.clone().requires_grad_() for one in extras_by(call)]
-    return call._replace(extras=extras) if extras else call
+    return (*call[:6], extras, call[7]) if extras else call
 
 
 def rotated(q, k, *arguments):
-    packed = schema.Plain(*arguments) if len(arguments) == 6 else schema.Carrying(*arguments)
-    return schema.NEW.for_(packed)(q, k, *packed)
+    return schema.NEW.for_(arguments)(q, k, *arguments)
 
 
 def carrying(extras, call: tuple[object, ...]) -> tuple[object, ...]:
@@ -231,10 +229,9 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
             if source == "cat"
             else (lambda t: t.repeat_interleave(2, -1))
         )
-        call = call._replace(primary=how(call.primary), secondary=how(call.secondary))
-    wide = call._replace(primary=call.primary.double(), secondary=call.secondary.double())
-    if extras_by(call):
-        wide = wide._replace(extras=[one.double() for one in extras_by(call)])
+        call = (*map(how, call[:2]), *call[2:])
+    wide = (*(table.double() for table in call[:2]), *call[2:6])
+    wide += carrying([one.double() for one in extras_by(call)], call)
     right = reference.compose(x.double(), k.double(), *wide)
     got = rotated(x, k, *call)
     assert len(got) == len(right)

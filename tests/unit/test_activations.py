@@ -13,9 +13,8 @@ from tests.support.helpers import noise
 from tests.support.matrix import both_pairings, every_backend, every_dtype, needs_kernel
 from tightrope import RopeSpec, gates
 from tightrope.activations import ACTS, RMSNorm
-from tightrope.backends import reference
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
-from tightrope.ops import schema
+from tightrope.ops import gradients, schema
 
 NAMES = ACTS[1:-1]
 OFFSET = 7
@@ -437,7 +436,7 @@ def test_one_sum_of_the_definition_is_the_same_for_any_number_of_threads() -> No
         for threads in (1, 2, 3, 4):
             torch.set_num_threads(threads)
             call = (y, None, grad, None, gate, None, None, 0, options)
-            found += reference.rotate.gate_gradients(*call)
+            found += gradients.gate_gradients(*call)
     finally:
         torch.set_num_threads(before)
     for one in found[1:]:

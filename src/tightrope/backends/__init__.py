@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 
-from ..ops.registry import Backend, add
+from ..ops.registry import BACKENDS, add
 from . import cpu, reference, triton
 
 __all__ = ["which", "why_not"]
 
-#: Every backend by name, in order of preference. A backend module defines ``DEVICES``,
-#: ``register()`` and the functions of :class:`tightrope.ops.registry.Backend`.
-BY_NAME: dict[str, ModuleType] = {"cpu": cpu, "triton": triton, "reference": reference}
-
 
 def register() -> None:
     """Register the kernels of every available backend; called once, at import."""
-    for backend in reversed(BY_NAME.values()):
-        backend.register()
-    for name, backend in BY_NAME.items():
-        add(name, Backend(backend.why_not, backend.DEVICES, backend.is_ready))
+    for name, backend in (("cpu", cpu), ("triton", triton), ("reference", reference)):
+        add(name, backend)
 
 
 def why_not() -> dict[str, str | None]:
@@ -30,7 +22,7 @@ def why_not() -> dict[str, str | None]:
     >>> why_not()["reference"] is None
     True
     """
-    return {name: backend.why_not() for name, backend in BY_NAME.items()}
+    return {name: backend.why_not() for name, backend in BACKENDS.items()}
 
 
 def which(x: torch.Tensor) -> tuple[str, str | None]:
@@ -47,8 +39,8 @@ def which(x: torch.Tensor) -> tuple[str, str | None]:
     >>> name, reason = which(torch.zeros(1, 1, 4, 8))
     """
     reasons: list[str] = []
-    own = any(x.device.type in backend.DEVICES for backend in BY_NAME.values())
-    for name, backend in BY_NAME.items():
+    own = any(x.device.type in backend.DEVICES for backend in BACKENDS.values())
+    for name, backend in BACKENDS.items():
         if own and backend.DEVICES and x.device.type not in backend.DEVICES:
             continue
         reason = backend.why_not(x)

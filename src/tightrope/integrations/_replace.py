@@ -306,7 +306,7 @@ class _Call:
             return None
         place, heads, options = plan
         cos, sin = _placed(cos, place, q.dim(), heads), _placed(sin, place, q.dim(), heads)
-        ys = run_packed(q, k, schema.Plain(cos, sin, None, 0, options, 1.0))
+        ys = run_packed(q, k, (cos, sin, None, 0, options, 1.0))
         if len(self.rotated) == 1 or (k is None and self.candidate.alone == "one"):
             return ys[0]
         return ys[0], None if k is None else ys[1]

@@ -129,44 +129,52 @@ def check_backend(name: str, x: torch.Tensor) -> None:
 
 def _call(request: Request, operands: Operands, rotation: PreparedRotation) -> Call:
     """Build the call of a rotation without f and P: by phase words, or by the tables of a stack."""
-    channels, layout, q, stack = rotation.channels, operands.layout, request.q, rotation.stack
+    stack, where, channels = rotation.stack, rotation.where, rotation.channels
     if stack is not None:
         _check_stack(request, stack)
-    usual: RoundingLike = "once" if stack is None else stack.rounding
-    rounding, back = rounding_of(usual if request.rounding is None else request.rounding)
+    given = request.rounding
+    if given is None:
+        given = "once" if stack is None else stack.rounding
+    rounding, back = rounding_of(given)
     if request.stages is not None and (rounding, back) != (schema.ONCE, schema.ONCE):
         raise bad_value(
             f"rounding must be 'once' with an act or a gate but got {request.rounding!r}"
         )
     direction = schema.INVERSE if request.inverse else schema.FORWARD
-    add_index = rotation.where.add_index
-    options = rotation_options(channels, layout.code, direction, add_index, rounding, back)
-    source = *rotation.angles[:2], rotation.ids, rotation.where.offset
-    # Numbers are given, because the compiler would turn the default of a float field into a symbol.
-    amplitude = rotation.amplitude
-    if stack is not None:
-        source, amplitude = (*rotation.tables(q.shape[layout.token], q.dtype), None, 0), 1.0
+    options = rotation_options(
+        channels, operands.layout.code, direction, where.add_index, rounding, back
+    )
+    if stack is None:
+        primary, secondary = rotation.angles.words, rotation.angles.turns
+        positions, offset, amplitude = rotation.ids, where.offset, rotation.amplitude
+    else:
+        tokens = request.q.shape[operands.layout.token]
+        primary, secondary = rotation.tables(tokens, request.q.dtype)
+        positions, offset, amplitude = None, 0, 1.0
         options = options._replace(add_index=True, source=schema.HALF, narrow=False)
     call = Call(
         q,
         request.k,
-        *source,
+        primary,
+        secondary,
+        positions,
+        offset,
         options,
         amplitude,
         Extras(),
-        0.0,
+        0.0,  # given, because the compiler would turn the default of a float field into a symbol
         operands.names,
         request.verb,
         request.outs,
         request.backend,
     )
     if request.inv_freq is not None:
-        return learned.with_frequencies(call, request.inv_freq, channels.rotary_dim // 2)
+        return learned.with_frequencies(call, request.inv_freq)
     return call
 
 
 def _check_stack(request: Request, stack: Stack) -> None:
-    """Refuse what does not go with the tables of another library."""
+    """Refuse what a rotation by the tables of another library cannot have."""
     apart = "; normalise or activate first, then rotate, then multiply by the gate"
     for name, value, hint in (
         ("act and gate", request.stages, apart),

@@ -24,7 +24,6 @@ from .schema import (
     WORDS,
     Options,
     Packed,
-    Plain,
     options_of,
     present,
     scale,
@@ -153,11 +152,6 @@ class Call(NamedTuple):
             outs=[outs[i] for i in which] if outs else (),
         )
 
-    def without_gates(self) -> Call:
-        """Return this call with P the identity."""
-        extras = self.extras._replace(gates=())
-        return self._replace(options=self.options._replace(gate=NO_GATE), extras=extras)
-
     def transposed(self, inputs: Sequence[torch.Tensor]) -> Call:
         """Return the backward call, which maps gradients of the results to gradients of q and k.
 
@@ -214,7 +208,7 @@ class Call(NamedTuple):
 
 def pack(call: Call) -> Packed:
     """Return the operator's arguments that follow q and k."""
-    packed = Plain(
+    packed = (
         call.primary,
         call.secondary,
         call.positions,
@@ -223,7 +217,7 @@ def pack(call: Call) -> Packed:
         call.amplitude,
     )
     extras = call.extras.flat()
-    return packed.carrying(packed.options, extras, call.eps) if extras else packed
+    return (*packed, extras, call.eps) if extras else packed
 
 
 def unpack(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)

@@ -105,30 +105,39 @@ def check_rotation(
     """
     names, xs, layout, sharded = operands
     spec, positions, seq_len = arguments
-    x = xs[0]
+    x, name = xs[0], names[0]
     tokens = x.shape[layout.token]
-    where, own = rotation.where, rotation.angles
+    rows = 1 if layout.row is None else x.shape[layout.row]
+    no_rows = f" (layout {layout.name!r} has no rows)" if layout.row is None else ""
+    where, own, ids = rotation.where, rotation.angles, rotation.ids
     if sharded and where.part is not None:
         tokens //= where.part[1]
-    if where.ids is not None:
+    if ids is not None:
         if not sharded:
-            check_local(positions, where.ids)
-        _check_fit(names[0], x, where.ids, where.add_index, tokens, layout, positions)
-    heads = own.words.shape[2]
-    if heads != 1:
-        check_heads(spec, heads, names, xs, layout)
-    if own.rows != 1:
-        _check_rows(names[0], x, own.rows, layout, seq_len)
+            check_local(positions, ids)
+        if not where.add_index and ids.shape[2] != tokens:
+            hint = ""
+            if ids.shape[1] == 1 and ids.shape[2] == rows:
+                hint = "; for one offset per row pass positions.per_row(…)"
+            raise bad_value(
+                f"{positions} must hold one position for each of {tokens} tokens but got "
+                f"{ids.shape[2]} (layout {layout.name!r} has its tokens in dimension "
+                f"{layout.token}){hint}",
+                **{name: x, positions: _as_passed(ids)},
+            )
+        if not broadcasts(ids.shape[1], rows):
+            raise bad_value(
+                f"{positions} must have {one_or(rows, 'row')} but got {ids.shape[1]}{no_rows}",
+                **{name: x, positions: ids},
+            )
+    if own.words.shape[2] != 1:
+        check_heads(spec, own.words.shape[2], names, xs, layout)
+    if not broadcasts(own.rows, rows):
+        fits = "" if no_rows else f", or one for each of {rows} rows,"
+        rule = f"{seq_len} must be one length{fits} but got {own.rows}{no_rows}"
+        raise bad_value(rule, **{name: x})
     if rotation.stated is not None:
         rotation.check_passed(tokens, seq_len)
-
-
-def _check_rows(name: str, x: torch.Tensor, rows: int, layout: Layout, seq_len: str) -> None:
-    own = 1 if layout.row is None else x.shape[layout.row]
-    if rows != own:
-        fits = f", or one for each of {own} rows," if layout.row is not None else ""
-        without = "" if layout.row is not None else f" (layout {layout.name!r} has no rows)"
-        raise bad_value(f"{seq_len} must be one length{fits} but got {rows}{without}", **{name: x})
 
 
 def _rotation(
@@ -259,30 +268,21 @@ def check_partner(
     q_name: str, k_name: str, q: torch.Tensor, k: torch.Tensor, layout: Layout
 ) -> None:
     """Refuse two tensors that cannot share their angles; the error names the first difference."""
-    one, other = q.shape, k.shape
-    if (
-        other[layout.token] == one[layout.token]
-        and (layout.row is None or other[layout.row] == one[layout.row])
-        and other[-1] == one[-1]
-        and k.dtype == q.dtype
-        and k.device == q.device
-    ):
-        return
-    alone = "; rotate them one by one"
-    about = {q_name: q, k_name: k}
-    for axis, dim in (("rows", layout.row), ("tokens", layout.token)):
+    both, about = f"{q_name} and {k_name}", {q_name: q, k_name: k}
+    for axis, dim in (("rows", layout.row), ("tokens", layout.token), ("channels", -1)):
         if dim is not None and q.shape[dim] != k.shape[dim]:
-            rule = f"{q_name} and {k_name} must have the same number of {axis}"
-            found = f" but got {q.shape[dim]} and {k.shape[dim]}"
             other_way = _swapped(q, k, layout) if axis == "tokens" else ""
-            raise bad_value(rule + found + alone + other_way, **about)
-    if q.shape[-1] != k.shape[-1]:
-        rule = f"{q_name} and {k_name} must have the same number of channels"
-        found = f" but got {q.shape[-1]} and {k.shape[-1]}"
-        raise bad_value(rule + found + alone, **about)
-    rule = f"{q_name} and {k_name} must share dtype and device"
-    found = f" but got {q.dtype} on {q.device} and {k.dtype} on {k.device}"
-    raise bad_value(rule + found + alone, **about)
+            raise bad_value(
+                f"{both} must have the same number of {axis} but got {q.shape[dim]} and "
+                f"{k.shape[dim]}; rotate them one by one{other_way}",
+                **about,
+            )
+    if q.dtype != k.dtype or q.device != k.device:
+        raise bad_value(
+            f"{both} must share dtype and device but got {q.dtype} on {q.device} and {k.dtype} on "
+            f"{k.device}; rotate them one by one",
+            **about,
+        )
 
 
 def _swapped(q: torch.Tensor, k: torch.Tensor, layout: Layout) -> str:
@@ -322,34 +322,6 @@ def _as_passed(ids: torch.Tensor) -> torch.Tensor:
     while ids.dim() > 1 and ids.shape[0] == 1:
         ids = ids[0]
     return ids
-
-
-def _check_fit(
-    name: str,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    add_index: bool,
-    tokens: int,
-    layout: Layout,
-    positions: str,
-) -> None:
-    rows = 1 if layout.row is None else x.shape[layout.row]
-    if not add_index and ids.shape[2] != tokens:
-        hint = ""
-        if ids.shape[1] == 1 and ids.shape[2] == rows:
-            hint = "; for one offset per row pass positions.per_row(…)"
-        raise bad_value(
-            f"{positions} must hold one position for each of {tokens} tokens but got "
-            f"{ids.shape[2]} (layout {layout.name!r} has its tokens in dimension "
-            f"{layout.token}){hint}",
-            **{name: x, positions: _as_passed(ids)},
-        )
-    if not broadcasts(ids.shape[1], rows):
-        raise bad_value(
-            f"{positions} must have {one_or(rows, 'row')} but got {ids.shape[1]}"
-            + ("" if layout.row is not None else f" (layout {layout.name!r} has no rows)"),
-            **{name: x, positions: ids},
-        )
 
 
 def check_outs(

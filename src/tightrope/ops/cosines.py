@@ -8,7 +8,7 @@ import torch
 
 from .. import stacks
 from . import schema
-from .autograd import raw
+from .autograd import refuse_gradient
 from .fake import check_devices
 
 
@@ -45,5 +45,4 @@ def register() -> None:
     """Register everything but the kernels; called once, at import."""
     torch.library.register_fake(schema.cos_sin, _fake)
     torch.library.register_vmap(schema.cos_sin, _by_rows)
-    kernel = raw(schema.cos_sin, "tightrope.functional.rotate with a spec", slice(0))
-    schema.library.impl(schema.cos_sin, kernel, "Autograd", with_keyset=True)
+    refuse_gradient(schema.cos_sin, "tightrope.functional.rotate with a spec")

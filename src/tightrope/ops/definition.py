@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -50,7 +50,7 @@ def define(call: Call) -> list[torch.Tensor]:
     views = [layout.to_bhsd(x) for x in call.xs()]
     inputs = [layout.to_bhsd(x) for x in parts.inputs]
     _check(call, views, inputs)
-    dtype = torch.float64 if views[0].dtype == torch.float64 else torch.float32
+    dtype = gradients.value_dtype(views[0])
     tokens = views[0].shape[-2]
     lowering = lowerings[-1] if needs_plain() and lowerings else None
     turn = (lowering or turn_by)(call, tokens, dtype)
@@ -159,13 +159,8 @@ def _check(call: Call, views: Sequence[torch.Tensor], inputs: Sequence[torch.Ten
         raise RuntimeError("tightrope::rotate: full tables have no inverse")
 
 
-class _Table(NamedTuple):
-    """Cosines and sines for the first channels of the pairs (c, s) and for the second ones (c2, s2)."""
-
-    c: torch.Tensor
-    s: torch.Tensor
-    c2: torch.Tensor
-    s2: torch.Tensor
+# Cosines and sines for the first channels of the pairs (c, s), and for the second ones (c2, s2).
+_Table: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _table(c: torch.Tensor, s: torch.Tensor, options: Options) -> _Table:
@@ -175,14 +170,14 @@ def _table(c: torch.Tensor, s: torch.Tensor, options: Options) -> _Table:
         (c, c2), (s, s2) = (split_pairs(t, options.interleaved) for t in (c, s))
     if options.direction != FORWARD:
         s, s2 = -s2, -s
-    return _Table(c, s, c2, s2)
+    return c, s, c2, s2
 
 
 def _rotate_slice(
     x: torch.Tensor, table: _Table, options: Options, dtype: torch.dtype
 ) -> torch.Tensor:
     """Rotate the slice of channels and copy the others; the result has the dtype of x."""
-    start, width = options.start, 2 * table.c.shape[-1]
+    start, width = options.start, 2 * table[0].shape[-1]
     y = _rotate_pairs(x.narrow(-1, start, width), table, options, dtype)
     rest = x.shape[-1] - start - width
     if start or rest:
@@ -208,8 +203,9 @@ def _rotate_pairs(
         found = channel.to(dtype) * by
         return found.to(narrow) if options.rounding == EACH else found
 
-    first = product(u, table.c) - product(v, table.s)
-    second = product(v, table.c2) + product(u, table.s2)
+    c, s, c2, s2 = table
+    first = product(u, c) - product(v, s)
+    second = product(v, c2) + product(u, s2)
     return join_pairs(first, second, options.interleaved).to(narrow)
 
 

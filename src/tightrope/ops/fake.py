@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,12 @@ from .layouts import BY_CODE
 from .schema import PHASES, TRANSPOSE, new_like, options_of, present
 
 
-def _rotate(*arguments: Any, **named: Any) -> list[torch.Tensor]:
-    call = unpack(*arguments, **named)
+def _rotate(*arguments: Any) -> list[torch.Tensor]:
+    call = unpack(*arguments)
     check_devices("rotate", *call.tensors())
     outs = [new_like(x, call.options) for x in call.xs()]
     if call.options.direction == TRANSPOSE:
-        dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+        dtype = gradients.value_dtype(call.q)
         outs += [w.new_empty(w.shape, dtype=dtype) for w in call.extras.weights]
     return outs
 
@@ -32,68 +33,38 @@ def check_devices(operator: str, *arguments: object) -> None:
         )
 
 
-def _in_place(*arguments: object, **named: object) -> None:
-    check_devices("rotate_", *arguments)
-
-
-def _into(*arguments: object, **named: object) -> None:
-    check_devices("rotate_into", *arguments)
-
-
-def _angle_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
-    y: torch.Tensor,
-    z: torch.Tensor | None,
-    grad_y: torch.Tensor,
-    grad_z: torch.Tensor | None,
-    words: torch.Tensor,
-    turns: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    offset: int,
-    options: int,
-    by_positions: bool,
-    by_frequencies: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    check_devices("angle_gradients", y, z, grad_y, grad_z, words, turns, positions)
-    unpacked = options_of(options)
-    layout = BY_CODE[unpacked.layout]
+def _angle_gradients(y: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    check_devices("angle_gradients", y, *others)
+    words, _, _, _, packed, by_positions, by_frequencies = others[3:]
+    options = options_of(packed)
+    layout = BY_CODE[options.layout]
     # The first dimension of phases is not that of axes but of rows.
     axes, *shape = words.shape
     rows = 1 if layout.row is None else y.shape[layout.row]
-    dtype = of_phases = gradients.sum_dtype(words.device)
-    if unpacked.source == PHASES:
-        of_phases = torch.float64 if y.dtype == torch.float64 else torch.float32
+    wide = gradients.sum_dtype(words.device)
     return (
-        words.new_empty((axes if by_positions else 0, rows, y.shape[layout.token]), dtype=dtype),
-        words.new_empty((axes if by_frequencies else 0, *shape), dtype=of_phases),
+        words.new_empty((axes if by_positions else 0, rows, y.shape[layout.token]), dtype=wide),
+        words.new_empty(
+            (axes if by_frequencies else 0, *shape),
+            dtype=gradients.value_dtype(y) if options.source == PHASES else wide,
+        ),
     )
 
 
-def _gate_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
-    y: torch.Tensor,
-    z: torch.Tensor | None,
-    grad_y: torch.Tensor,
-    grad_z: torch.Tensor | None,
-    gate_q: torch.Tensor,
-    gate_k: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    offset: int,
-    options: int,
-) -> list[torch.Tensor]:
-    check_devices("gate_gradients", y, z, grad_y, grad_z, gate_q, gate_k, positions)
-    dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
-    return [g.new_empty(g.shape, dtype=dtype) for g in present(gate_q, gate_k)]
+def _gate_gradients(y: torch.Tensor, *others: Any) -> list[torch.Tensor]:
+    check_devices("gate_gradients", y, *others)
+    gates = present(*others[3:5])
+    return [gate.new_empty(gate.shape, dtype=gradients.value_dtype(y)) for gate in gates]
 
 
 def register() -> None:
     """Register the fake kernels; called once, at import."""
-    for operator, kernel in (
-        (schema.rotate, _rotate),
-        (schema.rotate_extras, _rotate),
-        (schema.rotate_, _in_place),
-        (schema.rotate_extras_, _in_place),
-        (schema.rotate_into, _into),
-        (schema.rotate_extras_into, _into),
-        (schema.angle_gradients, _angle_gradients),
-        (schema.gate_gradients, _gate_gradients),
+    for operators, kernel in (
+        (schema.NEW, _rotate),
+        (schema.IN_PLACE, partial(check_devices, "rotate_")),
+        (schema.OUT, partial(check_devices, "rotate_into")),
+        ((schema.angle_gradients,), _angle_gradients),
+        ((schema.gate_gradients,), _gate_gradients),
     ):
-        torch.library.register_fake(operator, kernel)
+        for operator in operators:
+            torch.library.register_fake(operator, kernel)

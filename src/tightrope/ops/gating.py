@@ -8,7 +8,6 @@ import torch
 
 from .. import gates as gates_
 from .._errors import bad_value
-from ..channels import Channels
 from ..gates import Gate, Slope, XPos
 from ..positions import explicit
 from ..spec import PreparedRotation
@@ -102,18 +101,13 @@ def _lower_one_quickly(
     where = BY_NAME[layout]
     if not isinstance(gate, XPos) or rotation.angles.words.shape[0] != 1 or x.dim() != where.dims:
         return None
-    return LOG, _cached_log(gate, channels, x.shape[where.token], x, rotation)
-
-
-def _cached_log(
-    gate: XPos, channels: Channels, tokens: int, x: torch.Tensor, rotation: PreparedRotation
-) -> torch.Tensor:
-    """Return the logarithm of an xPos gate; unless ids are on a device, all layers share it."""
+    tokens = x.shape[where.token]
 
     def make() -> torch.Tensor:
         return gate.log_on(x, channels, _token_positions(rotation, tokens, x.device))
 
-    return rotation.kept.find((gate, x.dtype, tokens), rotation.ids, x.device, make)  # type: ignore[no-any-return]
+    # Unless ids are on a device, all layers share the logarithm.
+    return LOG, rotation.kept.find((gate, x.dtype, tokens), rotation.ids, x.device, make)
 
 
 def _positions_require_grad(rotation: PreparedRotation) -> bool:

@@ -27,7 +27,38 @@ from ..activations import NONE, apply
 from ..channels import join_pairs, split_pairs
 from .call import Call
 from .layouts import BY_CODE
-from .schema import EACH, FORWARD, FULL, INVERSE, LOG, PHASES, SLOPE, SOURCES, Options, scale
+from .schema import (
+    EACH,
+    FORWARD,
+    FULL,
+    INVERSE,
+    LOG,
+    PHASES,
+    SLOPE,
+    SOURCES,
+    Options,
+    options_of,
+    present,
+    scale,
+)
+
+
+def angle_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
+    y: torch.Tensor,
+    z: torch.Tensor | None,
+    grad_y: torch.Tensor,
+    grad_z: torch.Tensor | None,
+    words: torch.Tensor,
+    turns: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    offset: int,
+    options: int,
+    by_positions: bool,
+    by_frequencies: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Implement ``angle_gradients``; see :mod:`tightrope.ops.schema`."""
+    call = Call(y, z, words, turns, positions, offset, options_of(options), 1.0)
+    return by_angles(call, call.xs(), present(grad_y, grad_z), by_positions, by_frequencies)
 
 
 def by_angles(
@@ -74,8 +105,8 @@ def by_angles(
             found = [_sum(by_angle * omega[axis], [1, 3]) for axis in range(axes)]
             of_positions = of_positions + torch.stack(found)
         if by_frequencies:
-            over = [2, *([0] if rows == 1 else []), *([1] if heads == 1 else [])]
-            found = [_sum(by_angle * where[axis], over) for axis in range(axes)]
+            shape = (rows, heads, 1, pairs)
+            found = [sum_to(by_angle * where[axis], shape) for axis in range(axes)]
             of_frequencies = of_frequencies + torch.stack(found).reshape(of_frequencies.shape)
     return of_positions, of_frequencies
 
@@ -93,15 +124,15 @@ def _by_phases(
     for output, grad in zip(outputs, grads) if wanted else ():
         by_angle = _by_angle(output, grad, phases.shape[-1], call.options)
         total = total + sum_to(by_angle, phases.shape)
-    return phases.new_zeros((0, x.shape[0], x.shape[2]), dtype=wide), total.to(_wide(x))
+    return phases.new_zeros((0, x.shape[0], x.shape[2]), dtype=wide), total.to(value_dtype(x))
 
 
 def _by_angle(
     output: torch.Tensor, grad: torch.Tensor, pairs: int, options: Options
 ) -> torch.Tensor:
     """Gradient of each angle of one result, ``[rows, heads, tokens, pairs]``, in :func:`sum_dtype`."""
-    y, z = _pairs(output, pairs, options, _wide(output))
-    dy, dz = _pairs(grad, pairs, options, _wide(output))
+    y, z = _pairs(output, pairs, options, value_dtype(output))
+    dy, dz = _pairs(grad, pairs, options, value_dtype(output))
     by_angle = (y * dz - z * dy).to(sum_dtype(output.device))
     return by_angle if options.direction == FORWARD else -by_angle
 
@@ -140,11 +171,11 @@ def by_tables(
     # One sum over all dimensions, as PyTorch sums the gradient of a tensor that was broadcast.
     whole = angles.is_whole(cos, positions, offset, add_index, xs[0].shape[call.layout().token])
     shared = [dim for dim in (0, 1) if cos.shape[dim] == 1 and (whole or dim == 1)]
-    by_cos = by_sin = None
+    sums: list[list[torch.Tensor]] = [[], []]
     for i, (x, grad) in enumerate(zip(xs, grads, strict=True)):
         if grad is None:
             continue
-        dtype = _wide(x, cos)
+        dtype = value_dtype(x, cos)
         if options.back == EACH:
             dtype = torch.promote_types(x.dtype, cos.dtype)
         x, grad = _stages(call, i, x.to(dtype), grad.to(dtype))
@@ -159,10 +190,9 @@ def by_tables(
             other = join_pairs(first, second, options.interleaved)
         if shared:
             one, other = (g.sum(shared, keepdim=True) for g in (one, other))
-        by_cos = one if by_cos is None else by_cos + one
-        by_sin = other if by_sin is None else by_sin + other
-    if by_cos is None or by_sin is None:
-        return torch.zeros_like(cos), torch.zeros_like(sin)
+        sums[0].append(one)
+        sums[1].append(other)
+    by_cos, by_sin = (sum(own[1:], own[0]) for own in sums)
     if not forward:
         by_sin = -by_sin
     if call.amplitude != 1.0:
@@ -175,34 +205,33 @@ def by_tables(
     )
 
 
-def by_gates(
-    call: Call,
-    outputs: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    gates: Sequence[torch.Tensor],
+def gate_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
+    y: torch.Tensor,
+    z: torch.Tensor | None,
+    grad_y: torch.Tensor,
+    grad_z: torch.Tensor | None,
+    gate_q: torch.Tensor,
+    gate_k: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    offset: int,
+    options: int,
 ) -> list[torch.Tensor]:
-    """Gradients of the gate tensors, in their shapes; see ``gate_gradients`` in the schema.
-
-    Args:
-        call: the call to differentiate.
-        outputs, grads: results of the operator and their gradients.
-        gates: the gate tensor of each result.
-    """
-    options, layout = call.options, call.layout()
-    found = []
-    for output, grad, gate in zip(outputs, grads, gates, strict=True):
-        dtype = _wide(output)
+    """Implement ``gate_gradients``; see :mod:`tightrope.ops.schema`."""
+    call = Call(y, z, None, None, positions, offset, options_of(options), 1.0)
+    layout, found = call.layout(), []
+    both = present(grad_y, grad_z), present(gate_q, gate_k)
+    for output, grad, gate in zip(call.xs(), *both, strict=True):
+        dtype = value_dtype(output)
         wide = sum_dtype(output.device)
         each = (layout.to_bhsd(output).to(dtype) * layout.to_bhsd(grad).to(dtype)).to(wide)
-        shape = tuple(gate.shape)
-        if options.gate == SLOPE:
+        shape = gate.shape
+        if call.options.gate == SLOPE:
             where = places(call, each.shape[2], gate.device)
             each = each * where[0][:, None, :, None]
-            shape = (1, shape[0], 1, shape[1])
-        dims = [dim for dim in range(4) if shape[dim] == 1 and each.shape[dim] != 1]
-        total = _sum(each, dims) if dims else each
+            shape = torch.Size((1, shape[0], 1, shape[1]))
+        total = sum_to(each, shape).reshape(gate.shape)
         # The fake kernel promises contiguous results, whatever the strides of the outputs.
-        found.append(total.reshape(gate.shape).to(dtype).contiguous())
+        found.append(total.to(dtype).contiguous())
     return found
 
 
@@ -248,12 +277,13 @@ def _stages(
 
 def gated(call: Call, which: int, x: torch.Tensor) -> torch.Tensor:
     """Return x times P, or divided by P for an inverse call, in float32 or float64."""
-    layout, dtype = call.layout(), _wide(x)
+    layout, dtype = call.layout(), value_dtype(x)
     factor = gate_factor(call, which, x.shape[layout.token], dtype)
     return layout.from_bhsd(layout.to_bhsd(x).to(dtype) * factor)
 
 
-def _wide(*tensors: torch.Tensor) -> torch.dtype:
+def value_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """Return the dtype of arithmetic with tensors: float64 if one of them is, otherwise float32."""
     double = any(x.dtype == torch.float64 for x in tensors)
     return torch.float64 if double else torch.float32
 

@@ -7,19 +7,17 @@ import warnings
 import torch
 
 from .. import angles
-from .._errors import bad_value, check_local, outside, sentence
+from .._errors import bad_value, outside, sentence
 from .call import Call
 from .checks import check_floating, check_heads
 
 _NARROW = torch.bfloat16, torch.float16
 
 
-def with_frequencies(call: Call, inv_freq: torch.Tensor, pairs: int) -> Call:
+def with_frequencies(call: Call, inv_freq: torch.Tensor) -> Call:
     """Return the call with the phase words of ``inv_freq``, and ``inv_freq`` itself for its gradient."""
-    if isinstance(inv_freq, torch.Tensor):
-        check_local("inv_freq", inv_freq)
     check_floating("inv_freq", inv_freq)
-    axes = call.primary.shape[0]
+    axes, pairs = call.primary.shape[0], call.primary.shape[-1]
     dims = inv_freq.dim()
     fits = dims in (1, 2) if axes == 1 else dims == 3 and inv_freq.shape[0] == axes
     if not fits or inv_freq.shape[-1] != pairs:

@@ -17,8 +17,8 @@ def check_in_place(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
 
     Kernels also refuse shared memory before they write anything; this check raises the readable error.
     """
+    check_not_frozen(names, xs)
     for name, x in zip(names, xs, strict=True):
-        _check_not_frozen(name, x)
         check_not_negated(name, x)
         if may_overlap_itself(x):
             raise bad_value(
@@ -43,16 +43,9 @@ def check_not_negated(name: str, x: torch.Tensor) -> None:
         )
 
 
-def check_apart(names: Sequence[str], written: Sequence[torch.Tensor]) -> None:
-    """Refuse to write two results to one tensor; for tensors without data pointers to compare."""
-    if len(written) == 2 and written[0] is written[1]:
-        raise bad_value(f"the results of {names[0]} and {names[1]} must not share memory")
-
-
-def check_out_memory(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+def check_out(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
     """Refuse ``out`` tensors whose memory kernels would refuse; this check raises the readable error."""
-    for out in outs:
-        _check_not_frozen("out", out)
+    check_not_frozen(["out"] * len(outs), outs)
     if shares_memory(outs, xs):
         raise bad_value(
             "out must not overlap itself or the input in memory; to rotate in place call "
@@ -61,26 +54,18 @@ def check_out_memory(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -
         )
 
 
-def is_frozen(x: torch.Tensor) -> bool:
-    """Return whether x is an inference tensor outside inference mode, which must not be changed."""
-    return x.is_inference() and not torch.is_inference_mode_enabled()
+def check_not_frozen(names: Sequence[str], written: Sequence[torch.Tensor]) -> None:
+    """Refuse inference tensors outside inference mode, which must not be changed.
 
-
-def refuse_frozen(written: Sequence[torch.Tensor]) -> None:
-    """Refuse frozen tensors: torch's own check runs in a dispatch key that this library skips."""
-    if any(map(is_frozen, written)):
-        raise RuntimeError(
-            "tightrope: an inference tensor cannot be changed outside inference mode"
-        )
-
-
-def _check_not_frozen(name: str, x: torch.Tensor) -> None:
-    if is_frozen(x):
-        raise bad_value(
-            f"{name} is an inference tensor, which cannot be changed outside inference mode; give a "
-            "clone of it",
-            **{name: x},
-        )
+    torch's own check runs in a dispatch key that this library skips.
+    """
+    for name, x in zip(names, written):
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            raise bad_value(
+                f"{name} is an inference tensor, which cannot be changed outside inference mode; "
+                "give a clone of it",
+                **{name: x},
+            )
 
 
 def shares_memory(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor] = ()) -> bool:
@@ -117,11 +102,6 @@ def check_in_place_grad(names: Sequence[str], xs: Sequence[torch.Tensor]) -> Non
                 f"which autograd does not allow to change in place; call {OUT_OF_PLACE}",
                 **{name: x},
             )
-
-
-def _extent(x: torch.Tensor) -> int:
-    """Return the number of elements from the first to the last in memory, both included."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def is_written(x: torch.Tensor, outs: Sequence[torch.Tensor]) -> bool:
@@ -177,7 +157,7 @@ def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     size = a.element_size()
     a_start, b_start = a.data_ptr(), b.data_ptr()
-    if a_start + _extent(a) * size <= b_start or b_start + _extent(b) * size <= a_start:
+    if a_start + _run(a) * size <= b_start or b_start + _run(b) * size <= a_start:
         return False
     gap, rest = divmod(b_start - a_start, size)
     return rest != 0 or not any(
@@ -187,10 +167,11 @@ def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _run(x: torch.Tensor, period: int) -> int:
-    """Return the extent, in elements, of the dimensions whose stride is no multiple of `period`."""
+def _run(x: torch.Tensor, period: int = 0) -> int:
+    """Return the extent in memory, in elements, of the dimensions whose stride is no multiple of `period`;
+    of all dimensions if it is 0."""
     return 1 + sum(
         (size - 1) * stride
         for size, stride in zip(x.shape, x.stride(), strict=True)
-        if stride % period
+        if period == 0 or stride % period
     )

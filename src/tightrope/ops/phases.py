@@ -9,7 +9,6 @@ import torch
 from ..phases import _definition
 from ..phases._definition import empty_as, phase_drift as phase_drift, rows_of, value_dtype
 from . import gradients, schema
-from .autograd import raw
 from .fake import check_devices
 from .route import is_differentiated
 from .vmap import into_rows
@@ -86,21 +85,20 @@ def _backward(
     return found, gradients.sum_to(by_state, shape).to(dtype), None, None
 
 
-def _by_rows(operator: Any, count: int) -> Any:
-    """Make a vmap rule that merges the mapped dimension of the first ``count`` arguments into the rows."""
+def _by_rows(operator: Any) -> Any:
+    """Make a vmap rule that merges the mapped dimension of the three tensors, the first arguments, into
+    the rows."""
 
-    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, tuple[int, ...]]:
-        size, tensors, dims = info.batch_size, arguments[:count], in_dims[:count]
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, tuple[int, int]]:
+        size, tensors = info.batch_size, list(zip(arguments[:3], in_dims))
         rows = 1
-        for x, dim in zip(tensors, dims):
+        for x, dim in tensors:
             if x is not None and rows == 1:
                 rows = x.shape[0] if dim is None else x.movedim(dim, 0).shape[1]
-        merged = [into_rows(x, dim, size, rows, 0) for x, dim in zip(tensors, dims)]
-        results = operator(*merged, *arguments[count:])
+        merged = [into_rows(x, dim, size, rows, 0) for x, dim in tensors]
         # Without running sums `last` has no rows.
-        return tuple([y.unflatten(0, (size, y.shape[0] // size)) for y in results]), (0,) * len(
-            results
-        )
+        results = operator(*merged, *arguments[3:])
+        return tuple([y.unflatten(0, (size, y.shape[0] // size)) for y in results]), (0, 0)
 
     return rule
 
@@ -114,8 +112,5 @@ def register() -> None:
     ):
         torch.library.register_fake(operator, kernel)
     torch.library.register_autograd(schema.phase_drift, _backward, setup_context=_setup)
-    again = "torch.autograd.grad with create_graph=True"
-    kernel = raw(schema.phase_sums, again, slice(0))
-    schema.library.impl(schema.phase_sums, kernel, "Autograd", with_keyset=True)
     for operator in (schema.phase_words, schema.phase_sums):
-        torch.library.register_vmap(operator, _by_rows(operator, 3))
+        torch.library.register_vmap(operator, _by_rows(operator))

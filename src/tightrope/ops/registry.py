@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import NamedTuple
+from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
-
-class Backend(NamedTuple):
-    """The interface of a backend.
-
-    Attributes:
-        why_not: returns the reason why the backend cannot rotate a given tensor; without an argument,
-            the reason why it cannot run at all; None if it can.
-        devices: the device types that it serves; empty for all.
-        is_ready: returns whether its kernels are registered; cheap.
-    """
-
-    why_not: Callable[..., str | None]
-    devices: Collection[str]
-    is_ready: Callable[[], bool]
-
-
-#: Every backend by name, in order of preference; the definition last.
-BACKENDS: dict[str, Backend] = {}
+#: Every backend by name, in order of preference; the definition last. A backend is a module that defines
+#:
+#: * ``DEVICES``, the device types that it serves; empty for all;
+#: * ``register()``, which registers its kernels if it is available;
+#: * ``is_ready()``, which returns whether its kernels are registered; cheap;
+#: * ``why_not(x)``, which returns the reason why it cannot rotate a tensor; without an argument, the
+#:   reason why it cannot run at all; None if it can.
+BACKENDS: dict[str, ModuleType] = {}
 
 _ready_on: dict[str, Callable[[], bool]] = {}
 
 
-def add(name: str, backend: Backend) -> None:
+def add(name: str, backend: ModuleType) -> None:
     """Register a backend, after those that are preferred to it."""
+    backend.register()
     BACKENDS[name] = backend
-    _ready_on.update(dict.fromkeys(backend.devices, backend.is_ready))
+    _ready_on.update(dict.fromkeys(backend.DEVICES, backend.is_ready))
 
 
 def takes(x: torch.Tensor) -> bool:

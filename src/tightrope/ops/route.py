@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd import forward_ad
@@ -32,7 +32,7 @@ from .call import Call, tensors_of
 from .checks import RoundingLike
 from .layouts import BY_NAME
 from .registry import takes
-from .schema import FORWARD, INVERSE, NO_GATE, PHASES, ROUNDINGS, Packed, Plain, options_of
+from .schema import FORWARD, INVERSE, NO_GATE, PHASES, ROUNDINGS, Packed, options_of
 
 DEFINITION, TRACED, AUTOGRAD, KERNEL = ROUTES = ("definition", "traced", "autograd", "kernel")
 
@@ -44,22 +44,18 @@ class Way(NamedTuple):
 
     Attributes:
         route: one of :data:`ROUTES`.
-        compiling: whether a compiler traces the call.
         transformed: whether a functorch transform is active.
         needs_grad: whether autograd records the call.
+        sees_memory: whether the tensors have real data pointers, so that overlap can be checked.
     """
 
     route: str
-    compiling: bool
     transformed: bool
     needs_grad: bool
-
-    def sees_memory(self) -> bool:
-        """Return whether the tensors have real data pointers, so that overlap can be checked."""
-        return not self.compiling and not self.transformed
+    sees_memory: bool
 
 
-_KERNEL_WAY = Way(KERNEL, False, False, False)
+_KERNEL_WAY = Way(KERNEL, False, False, True)
 
 
 def route(call: Call) -> Way:
@@ -84,26 +80,14 @@ def route(call: Call) -> Way:
         found = AUTOGRAD
     else:
         return _KERNEL_WAY
-    return Way(found, compiling, transformed, needs_grad)
+    return Way(found, transformed, needs_grad, not (compiling or transformed))
 
 
-class Ready(NamedTuple):
-    """The operator's arguments that do not depend on positions, for a device, layout, direction and rounding.
-
-    Attributes:
-        words, turns: phase words on the device.
-        options: the packed options, for positions that do not add the token index and for those that do.
-        amplitude: the factor on the rotated channels.
-        axes: the number of coordinates of a position.
-        by_length: whether phase words depend on the length; these are then those of short sequences.
-    """
-
-    words: torch.Tensor
-    turns: torch.Tensor | None
-    options: tuple[int, int]
-    amplitude: float
-    axes: int
-    by_length: bool
+# The operator's arguments that do not depend on positions, which a spec keeps for each device, layout,
+# direction and rounding: phase words and turns; the packed options, for positions that do not add the token
+# index and for those that do; the factor on the rotated channels; the number of coordinates of a position;
+# and whether phase words depend on the length, these then being those of short sequences.
+_Ready: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, tuple[int, int], float, int, bool]
 
 
 def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a decoded token time)
@@ -211,8 +195,7 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
             lengths = spec.words.lengths(own, tokens, device)
         words, turns = spec.words.of(lengths, device)
         amplitude = float.fromhex(spec.words.amplitude(lengths))
-    # As Plain(…), in half the time.
-    plain = _new(Plain, (words, turns, ids, offset, options[add_index], amplitude))
+    plain = words, turns, ids, offset, options[add_index], amplitude
     packed = plain if phases is None else _with_phases(plain, phases, q)
     if stages is None or packed is None:
         return packed
@@ -226,12 +209,12 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
         return None  # the checks of a call that is built come first, and name the tensors
 
 
-_new, _STRIDED = tuple.__new__, torch.strided
+_STRIDED = torch.strided
 
 
 def _ready(
     spec: RopeSpec, q: torch.Tensor, layout: str, inverse: bool, rounding: str
-) -> Ready | None:
+) -> _Ready | None:
     """Make the arguments that a spec keeps; None if the call must be built."""
     where, device = BY_NAME.get(layout), q.device
     if where is None or rounding not in ROUNDINGS or not may_keep(device):
@@ -244,14 +227,9 @@ def _ready(
         rotation_options(spec.channels, where.code, direction, add_index, code, code).pack()
         for add_index in (False, True)
     ]
-    ready = Ready(
-        found.words,
-        found.turns,
-        (options[0], options[1]),
-        spec.attention_scaling(),
-        spec.axis_count,
-        spec.by_length,
-    )
+    both = options[0], options[1]
+    scaling, axes = spec.attention_scaling(), spec.axis_count
+    ready = found.words, found.turns, both, scaling, axes, spec.by_length
     spec._ready[device, layout, inverse, rounding] = ready  # type: ignore[attr-defined]
     return ready
 
@@ -273,42 +251,29 @@ def is_differentiated() -> bool:
     return torch.is_grad_enabled() or is_transformed()
 
 
-def wanted(call: Call) -> list[str]:
-    """Return the names of the arguments, other than q and k, that require grad."""
-    names = []
-    angles = (call.primary, call.secondary, call.positions, *call.extras.frequencies)
-    if any_requires_grad(angles):
-        phased = call.options.source == PHASES
-        names.append("positions, inv_freq or phases" if phased else "positions or inv_freq")
-    if any_requires_grad((*call.extras.weights, *call.extras.gates)):
-        names.append("act or gate")
-    return names
-
-
-def _with_phases(packed: Plain, phases: object, q: torch.Tensor) -> Plain | None:
+def _with_phases(packed: Packed, phases: object, q: torch.Tensor) -> Packed | None:
     """Add phases to packed arguments; None if the call must be built."""
-    positions, words = packed.positions, packed.primary
+    words, turns, positions, offset, options, amplitude = packed
     if (
         type(phases) is not Phases
         or phases.drift is not None
-        or packed.secondary is not None
+        or turns is not None
         or (positions is not None and positions.is_floating_point())
     ):
         return None
     found = phases.words(q.dtype == torch.float64)
     if found.shape[3] != words.shape[3] or found.device != q.device:
         return None
-    options = _options_from_phases(packed.options)
-    return packed._replace(primary=found, secondary=words, options=options)
+    return found, words, positions, offset, _options_with(options, source=PHASES), amplitude
 
 
 @lru_cache(maxsize=1024)
-def _options_from_phases(options: int) -> int:
-    return options_of(options)._replace(source=PHASES).pack()
+def _options_with(options: int, **changes: Any) -> int:
+    return options_of(options)._replace(**changes).pack()
 
 
 def _with_stages(
-    packed: Plain,
+    packed: Packed,
     q: torch.Tensor,
     k: torch.Tensor | None,
     rotation: PreparedRotation,
@@ -349,13 +314,9 @@ def _with_stages(
     for t in extras:
         if type(t) not in _DENSE_TYPES or t.device != device or (learns and t.requires_grad):
             return None
-    options = _options_with(packed.options, act, gate)
-    return packed.carrying(options, extras, eps) if extras else packed._replace(options=options)
-
-
-@lru_cache(maxsize=1024)
-def _options_with(options: int, act: int, gate: int) -> int:
-    return options_of(options)._replace(act=act, gate=gate).pack()
+    *fixed, options, amplitude = packed
+    changed = (*fixed, _options_with(options, act=act, gate=gate), amplitude)
+    return (*changed, extras, eps) if extras else changed
 
 
 def _functionalizes() -> bool:
@@ -375,6 +336,12 @@ def _any_wants_grad(call: Call) -> bool:
         or any_requires_grad(call.extras.flat())
         or any_requires_grad(call.outs)
     )
+
+
+def learns_angles(call: Call) -> bool:
+    """Return whether a tensor other than q, k and the weights of a norm requires grad."""
+    angles = (call.primary, call.secondary, call.positions, *call.extras.frequencies)
+    return any_requires_grad((*angles, *call.extras.gates))
 
 
 def any_requires_grad(tensors: Sequence[torch.Tensor | None]) -> bool:

@@ -260,24 +260,8 @@ phase_sums = operators.phase_sums.default
 cos_sin = operators.cos_sin.default
 
 
-class Plain(NamedTuple):
-    """The schema's arguments after q, k and the outs, for a call without extra tensors."""
-
-    primary: Any
-    secondary: Any
-    positions: Any
-    offset: Any
-    options: Any
-    amplitude: Any
-
-    def carrying(self, options: int, extras: Sequence[Any], eps: float) -> Carrying:
-        """Add extra tensors, with the options that describe them."""
-        fixed = (self.primary, self.secondary, self.positions, self.offset)
-        return Carrying(*fixed, options, self.amplitude, extras, eps)
-
-
-class Carrying(NamedTuple):
-    """The schema's arguments after q, k and the outs, for a call with extra tensors."""
+class Arguments(NamedTuple):
+    """The schema's arguments after q, k and the outs, by name."""
 
     primary: Any
     secondary: Any
@@ -289,15 +273,16 @@ class Carrying(NamedTuple):
     eps: Any = 0.0
 
 
-Packed: TypeAlias = Plain | Carrying
+#: The values of :class:`Arguments`; without the last two, if there are no extra tensors.
+Packed: TypeAlias = tuple[Any, ...]
 
 
 class Operator(NamedTuple):
     """The two overloads of an operator.
 
     Attributes:
-        plain: takes :class:`Plain` arguments.
-        carrying: takes :class:`Carrying` arguments.
+        plain: takes the arguments of a call without extra tensors.
+        carrying: takes those of a call with extra tensors.
     """
 
     plain: Any
@@ -305,7 +290,7 @@ class Operator(NamedTuple):
 
     def for_(self, packed: Packed) -> Any:
         """Return the overload that takes these arguments."""
-        return self.plain if type(packed) is Plain else self.carrying
+        return self.plain if len(packed) == 6 else self.carrying
 
 
 NEW = Operator(rotate, rotate_extras)

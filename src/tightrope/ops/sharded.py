@@ -21,12 +21,12 @@ from .._tracing import have_tangents
 from ..activations import NONE, RMSNorm
 from ..spec import PreparedRotation
 from . import checks, memory
-from .autograd import Template, gradients_of, save
+from .autograd import Template, gradients_of, save, template_of
 from .build import Request, Stages, build
 from .call import Call, pack
 from .checks import Operands, layout_named
 from .layouts import Layout
-from .route import AUTOGRAD, any_requires_grad, route
+from .route import AUTOGRAD, any_requires_grad, learns_angles, route
 from .run import Results, run, run_quick
 from .schema import NEW, pair, present
 
@@ -219,11 +219,10 @@ def _new(call: Call, watched: Sequence[Any]) -> Results:
     """Rotate the DTensors of a call into new ones."""
     xs = call.xs()
     if route(call).route == AUTOGRAD:
-        return _OutOfPlace.apply(Template.of(call), tuple(watched), *call.tensors())  # type: ignore[no-any-return, no-untyped-call]
+        return _OutOfPlace.apply(template_of(call), tuple(watched), *call.tensors())  # type: ignore[no-any-return, no-untyped-call]
     ys = run([call.on(to_local(*xs))._replace(verb="new")])
     # What the backward pass of the definition may read, for angles, tables or gates.
-    angles = (call.primary, call.secondary, call.positions, *call.extras.frequencies)
-    learn = any_requires_grad((*angles, *call.extras.gates))
+    learn = learns_angles(call)
     reads = learn or call.options.act != NONE
     return to_dtensors(ys, xs, [*watched, *(xs if reads else ())], learn)
 
@@ -544,15 +543,15 @@ class _OutOfPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, template: Template, watched: tuple[Any, ...], *tensors: Any) -> Any:
-        whole = template.filled(tensors)
+        whole = template(tensors)
         xs: Sequence[Any] = whole.xs()
         packed = pack(whole)
         with torch._C._AutoDispatchBelowAutograd():
             ys = NEW.for_(packed)(*pair([local_of(x) for x in xs]), *packed)
         found = tuple(to_dtensors(ys, xs))
         needs = ctx.needs_input_grad[2:]
-        wants = save(ctx, whole, template.filled(needs), found, watched)
-        if not wants.any_but_x():
+        save(ctx, whole, template(needs), found, watched)
+        if not any(needs[2:]):
             ctx.mark_non_differentiable(*[y for y, needed in zip(found, needs) if not needed])
         ctx.set_materialize_grads(False)
         ctx.places = _places(xs)

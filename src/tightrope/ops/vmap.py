@@ -29,9 +29,9 @@ def into_rows(x: torch.Tensor | None, dim: int | None, size: int, rows: int, axi
 
 
 def _rotate(
-    info: Any, in_dims: tuple[Any, ...], *arguments: Any, **named: Any
+    info: Any, in_dims: tuple[Any, ...], *arguments: Any
 ) -> tuple[list[torch.Tensor], list[int]]:
-    call = unpack(*arguments, **named)
+    call = unpack(*arguments)
     dims, size, options = call.with_arguments(in_dims), info.batch_size, call.options
     parts, mapped = call.extras, dims.extras
     norm_back = bool(parts.weights) and options.direction == schema.TRANSPOSE
@@ -73,7 +73,7 @@ def _rotate(
             ),
         )
     )
-    ys = schema.NEW.for_(packed)(xs[0], xs[1] if len(xs) > 1 else None, *packed)
+    ys = schema.NEW.for_(packed)(*schema.pair(xs), *packed)
     return [layout.from_bhsd(y.unflatten(0, (size, rows))) for y in ys], [0] * len(ys)
 
 
@@ -129,12 +129,10 @@ def _rotate_into(
 
 def register() -> None:
     """Register the vmap rules; called once, at import."""
-    for operator, rule in (
-        (schema.rotate, _rotate),
-        (schema.rotate_extras, _rotate),
-        (schema.rotate_, _rotate_),
-        (schema.rotate_extras_, _rotate_),
-        (schema.rotate_into, _rotate_into),
-        (schema.rotate_extras_into, _rotate_into),
+    for operators, rule in (
+        (schema.NEW, _rotate),
+        (schema.IN_PLACE, _rotate_),
+        (schema.OUT, _rotate_into),
     ):
-        torch.library.register_vmap(operator, rule)
+        for operator in operators:
+            torch.library.register_vmap(operator, rule)

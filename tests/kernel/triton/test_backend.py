@@ -23,10 +23,9 @@ from tests.support.triton.cases import (
 )
 from tightrope import RopeSpec
 from tightrope.activations import RMSNorm
-from tightrope.backends.reference import rotate as definition
 from tightrope.backends.triton import registration
 from tightrope.functional import rotate, rotate_, rotate_qk
-from tightrope.ops import fake
+from tightrope.ops import fake, gradients
 from tightrope.ops.schema import LOG, Options
 
 __all__ = ["on_this_device"]
@@ -131,7 +130,7 @@ def test_gradients_of_gates_have_the_strides_that_the_fake_kernel_promises(
     gate = noise(*shape, seed=3).to(DEVICE, dtype)
     arguments = (y, None, grad, None, gate, None, None, 0, Options(gate=LOG).pack())
     promised = fake._gate_gradients(*arguments)[0]
-    for kernel in (operators.gate_gradients, definition.gate_gradients):
+    for kernel in (operators.gate_gradients, gradients.gate_gradients):
         (found,) = kernel(*arguments)
         assert (found.shape, found.stride(), found.dtype) == (
             promised.shape,

@@ -573,12 +573,10 @@ def test_sums_by_gates(gate: int, dtype: torch.dtype) -> None:
             wide = made.wide()
             doubles = [grad.double().cpu() for grad in grads]
             where, own = wide.arguments[2], wide.arguments[6]
-            call = Call(wide.q, wide.k, None, None, where, offset, options_of(options), 1.0)
-            want = gradients.by_gates(call, wide.xs, doubles, own)
-            away = call._replace(positions=None if where is None else where.abs())
-            moduli = gradients.by_gates(
-                away, [x.abs() for x in wide.xs], [g.abs() for g in doubles], own
-            )
+            away, rest = None if where is None else where.abs(), (offset, options)
+            want = gradients.gate_gradients(*wide.xs, *doubles, *own, where, *rest)
+            sizes = [t.abs() for t in (*wide.xs, *doubles)]
+            moduli = gradients.gate_gradients(*sizes, *own, away, *rest)
             entry = "angle sums, float64" if dtype == torch.float64 else "angle sums, float32"
             for one, other, scale in zip(got, want, moduli, strict=True):
                 assert one.shape == other.shape

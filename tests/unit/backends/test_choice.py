@@ -9,8 +9,9 @@ import torch
 
 import tightrope
 from tightrope import RopeSpec
-from tightrope.backends import BY_NAME, cpu
+from tightrope.backends import cpu
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.ops.registry import BACKENDS
 
 HAS_CPU = tightrope.backends.why_not()["cpu"] is None
 
@@ -26,11 +27,11 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_backend_offers_the_contract_and_no_more() -> None:
-    for name, backend in BY_NAME.items():
+    for name, backend in BACKENDS.items():
         assert callable(backend.register), name
         assert callable(backend.why_not), name
-    assert list(BY_NAME) == list(tightrope.backends.why_not())
-    assert list(BY_NAME)[-1] == "reference"
+    assert list(BACKENDS) == list(tightrope.backends.why_not())
+    assert list(BACKENDS)[-1] == "reference"
     assert tightrope.backends.why_not()["reference"] is None
 
 

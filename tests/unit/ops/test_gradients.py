@@ -14,10 +14,9 @@ from tests.support.helpers import noise
 from tests.support.matrix import DISTINCT_SETS, both_pairings, every_dtype, needs_kernel
 from tests.support.tolerances import assert_angle_sums, assert_same_bits
 from tightrope.backends import cpu
-from tightrope.backends.reference import rotate as definition
-from tightrope.ops import schema
+from tightrope.ops import gradients, schema
 
-OPERATORS = {"operator": schema.angle_gradients, "definition": definition.angle_gradients}
+OPERATORS = {"operator": schema.angle_gradients, "definition": gradients.angle_gradients}
 every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 
 Operator = Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ...ops import phases as of_phases
-from ...ops.schema import Carrying, new_like, options_of, present
-from ..reference import rotate as definition
+from ...ops import gradients, phases as of_phases
+from ...ops.schema import Arguments, new_like, options_of, present
+from .. import reference as definition
 from . import phases
 from .arguments import require
 from .rotation import GIVEN, IN_PLACE, NEW, run
@@ -17,7 +17,7 @@ from .sums import angle_sums, gate_sums
 
 def rotate(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> list[torch.Tensor]:
     """Implement ``rotate``; see :mod:`tightrope.ops.schema`."""
-    given = Carrying(*arguments)
+    given = Arguments(*arguments)
     options = options_of(given.options)
     outs = [new_like(x, options) for x in present(q, k)]
     sums = run(q, k, outs, NEW, given)
@@ -29,7 +29,7 @@ def rotate(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> list[tor
 def rotate_(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> None:
     """Implement ``rotate_`` of the schema."""
     outs = [q] if k is None else [q, k]
-    if run(q, k, outs, IN_PLACE, Carrying(*arguments)) is None:
+    if run(q, k, outs, IN_PLACE, Arguments(*arguments)) is None:
         definition.rotate_(q, k, *arguments)
 
 
@@ -42,20 +42,20 @@ def rotate_into(
 ) -> None:
     """Implement ``rotate_into`` of the schema."""
     require((k is None) == (out_k is None), "one out for each of q and k")
-    if run(q, k, present(out_q, out_k), GIVEN, Carrying(*arguments)) is None:
+    if run(q, k, present(out_q, out_k), GIVEN, Arguments(*arguments)) is None:
         definition.rotate_into(q, k, out_q, out_k, *arguments)
 
 
 def angle_gradients(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement ``angle_gradients`` of the schema."""
     found = angle_sums(*arguments)
-    return definition.angle_gradients(*arguments) if found is None else found
+    return gradients.angle_gradients(*arguments) if found is None else found
 
 
 def gate_gradients(*arguments: Any) -> list[torch.Tensor]:
     """Implement ``gate_gradients`` of the schema."""
     found = gate_sums(*arguments)
-    return definition.gate_gradients(*arguments) if found is None else found
+    return gradients.gate_gradients(*arguments) if found is None else found
 
 
 def phase_words(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 from ...activations import NONE, RMS_NORM
 from ...ops.call import Extras, extras_of
 from ...ops.memory import is_written, shares_memory
-from ...ops.schema import NO_GATE, ONCE, TRANSPOSE, Carrying, Options, options_of
+from ...ops.schema import NO_GATE, ONCE, TRANSPOSE, Arguments, Options, options_of
 from . import blocks as shapes, kernels
 from .arguments import amplitudes_of, head_of, require, source_of, unit_of, views_of
 from .extras import Read, read
@@ -68,7 +68,7 @@ def run(
     k: torch.Tensor | None,
     outs: Sequence[torch.Tensor],
     whose: int,
-    given: Carrying,
+    given: Arguments,
 ) -> list[torch.Tensor] | None:
     """Rotate q and k into `outs`.
 
@@ -179,7 +179,7 @@ def _run_extras(
     q: torch.Tensor,
     k: torch.Tensor | None,
     outs: Sequence[torch.Tensor],
-    given: Carrying,
+    given: Arguments,
 ) -> list[torch.Tensor]:
     """Run a call with an activation or a gate; return the gradients of its norm weights."""
     primary, secondary, positions, offset = (
@@ -253,7 +253,7 @@ def _plan(
     outs: Sequence[torch.Tensor],
     whose: int,
     aligned: bool,
-    given: Carrying,
+    given: Arguments,
 ) -> _Plan | None:
     primary, secondary, positions, _, packed, amplitude, extras, eps = given
     options = options_of(packed)

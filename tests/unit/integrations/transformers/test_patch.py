@@ -80,7 +80,8 @@ def test_outputs_depend_on_the_rotation(family: str, monkeypatch: pytest.MonkeyP
     right = run._launch
 
     def wrong(operator: Any, q: Any, k: Any, packed: Any) -> Any:
-        return right(operator, q, k, packed._replace(secondary=1.01 * packed.secondary))
+        primary, secondary, *others = packed
+        return right(operator, q, k, (primary, 1.01 * secondary, *others))
 
     monkeypatch.setattr(run, "_launch", wrong)
     with torch.no_grad():

@@ -1,4 +1,7 @@
-"""The definition, registered as the kernel of every device that has no other."""
+"""The reference backend: the definition of the operator in plain torch, for every device that has no other.
+
+The other backends are optimisations of this one and are tested against it.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ from typing import Any
 
 import torch
 
-from ...ops import gradients, schema
-from ...ops.call import Call, unpack
-from ...ops.cosines import cos_sin
-from ...ops.definition import define
-from ...ops.memory import shares_memory
-from ...ops.phases import phase_drift, phase_sums, phase_words
-from ...ops.schema import library, new_like, options_of, present
+from ..ops import gradients, schema
+from ..ops.call import unpack
+from ..ops.cosines import cos_sin
+from ..ops.definition import define
+from ..ops.memory import shares_memory
+from ..ops.phases import phase_drift, phase_sums, phase_words
+from ..ops.schema import library, new_like, present
 
 #: Device types that this backend serves; empty for all.
 DEVICES: tuple[str, ...] = ()
@@ -29,9 +32,9 @@ def is_ready() -> bool:
     return True
 
 
-def compose(*arguments: Any, **named: Any) -> list[torch.Tensor]:
+def compose(*arguments: Any) -> list[torch.Tensor]:
     """Compute the definition from the schema's arguments."""
-    return define(unpack(*arguments, **named))
+    return define(unpack(*arguments))
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> list[torch.Tensor]:
@@ -66,42 +69,6 @@ def rotate_into(
         out.copy_(y)
 
 
-def angle_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
-    y: torch.Tensor,
-    z: torch.Tensor | None,
-    grad_y: torch.Tensor,
-    grad_z: torch.Tensor | None,
-    words: torch.Tensor,
-    turns: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    offset: int,
-    options: int,
-    by_positions: bool,
-    by_frequencies: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Implement ``angle_gradients``; see :mod:`tightrope.ops.schema`."""
-    call = Call(y, z, words, turns, positions, offset, options_of(options), 1.0)
-    return gradients.by_angles(
-        call, call.xs(), present(grad_y, grad_z), by_positions, by_frequencies
-    )
-
-
-def gate_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
-    y: torch.Tensor,
-    z: torch.Tensor | None,
-    grad_y: torch.Tensor,
-    grad_z: torch.Tensor | None,
-    gate_q: torch.Tensor,
-    gate_k: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    offset: int,
-    options: int,
-) -> list[torch.Tensor]:
-    """Implement ``gate_gradients``; see :mod:`tightrope.ops.schema`."""
-    call = Call(y, z, None, None, positions, offset, options_of(options), 1.0)
-    return gradients.by_gates(call, call.xs(), present(grad_y, grad_z), present(gate_q, gate_k))
-
-
 def _unless_negated(operator: Any) -> Callable[..., None]:
     """Make the kernel of an in-place operator for arguments of which some are negated views.
 
@@ -119,29 +86,27 @@ def _unless_negated(operator: Any) -> Callable[..., None]:
 
 def register() -> None:
     """Register the definition for every device that has no other kernel; called once, at import."""
-    for operator, kernel in (
-        (schema.rotate, rotate),
-        (schema.rotate_extras, rotate),
-        (schema.rotate_, rotate_),
-        (schema.rotate_extras_, rotate_),
-        (schema.rotate_into, rotate_into),
-        (schema.rotate_extras_into, rotate_into),
-        (schema.angle_gradients, angle_gradients),
-        (schema.gate_gradients, gate_gradients),
-        (schema.phase_words, phase_words),
-        (schema.phase_drift, phase_drift),
-        (schema.phase_sums, phase_sums),
-        (schema.cos_sin, cos_sin),
+    for operators, kernel in (
+        (schema.NEW, rotate),
+        (schema.IN_PLACE, rotate_),
+        (schema.OUT, rotate_into),
+        ((schema.angle_gradients,), gradients.angle_gradients),
+        ((schema.gate_gradients,), gradients.gate_gradients),
+        ((schema.phase_words,), phase_words),
+        ((schema.phase_drift,), phase_drift),
+        ((schema.phase_sums,), phase_sums),
+        ((schema.cos_sin,), cos_sin),
     ):
-        library.impl(operator, kernel, "CompositeExplicitAutograd")
+        for operator in operators:
+            library.impl(operator, kernel, "CompositeExplicitAutograd")
     # is_grads_batched and vectorised jacobians use torch's legacy vmap, which ignores registered vmap rules.
-    for operator, kernel in (
+    for operator, batched in (
         (schema.rotate, compose),
         (schema.rotate_extras, compose),
-        (schema.angle_gradients, angle_gradients),
-        (schema.gate_gradients, gate_gradients),
+        (schema.angle_gradients, gradients.angle_gradients),
+        (schema.gate_gradients, gradients.gate_gradients),
     ):
-        library.impl(operator, kernel, "Batched")
+        library.impl(operator, batched, "Batched")
     if torch.__version__ >= (2, 12):  # type: ignore[operator]
-        for operator in (schema.rotate_, schema.rotate_extras_):
+        for operator in schema.IN_PLACE:
             library.impl(operator, _unless_negated(operator), "Negative")

@@ -1,4 +1,7 @@
-"""Find and load the native library; its kernels register themselves for CPU tensors."""
+"""The C++ backend: fused loops for each instruction set, parallel on torch's own thread pool.
+
+This module finds and loads the native library, whose kernels register themselves for CPU tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from pathlib import Path
 
 import torch
 
+__all__ = ["instruction_set", "instruction_sets", "library_path", "use_instruction_set"]
+
 #: Device types that this backend serves.
 DEVICES = ("cpu",)
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
-_PATH = Path(__file__).parents[2] / f"_native{_SUFFIX}"
+_PATH = Path(__file__).parents[1] / f"_native{_SUFFIX}"
 
 _HOW = (
     "install a ready-made wheel, or build one on a machine with torch and a C++ compiler: "
