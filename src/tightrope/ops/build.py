@@ -153,7 +153,7 @@ def _call(request: Request, operands: Operands, rotation: PreparedRotation) -> C
         positions, offset, amplitude = None, 0, 1.0
         options = options._replace(add_index=True, source=schema.HALF, narrow=False)
     call = Call(
-        q,
+        request.q,
         request.k,
         primary,
         secondary,
