@@ -6,10 +6,13 @@ import gc
 import json
 import math
 import os
+import platform
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +44,10 @@ def _process_settings() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Spare the garbage collector the modules and tests, which live until the process ends.
+    """Spare the garbage collector the modules and tests, which live until the end.
 
     Their million objects would otherwise be visited again and again, during collection and tests.
+    `pytest_unconfigure` returns them to it.
     """
     gc.disable()
     try:
@@ -108,6 +112,43 @@ def pytest_configure(config: pytest.Config) -> None:
     for test in config.getoption("deselect") or []:
         if not (config.rootpath / test.partition("::")[0]).exists():
             raise pytest.UsageError(f"--deselect={test}: there is no such file")
+
+
+def pytest_unconfigure() -> None:
+    """Let the garbage collector free the modules when Python exits: Triton prints each that is left."""
+    gc.unfreeze()
+
+
+# The packages without which tests are skipped.
+LIBRARIES = """accelerate diffusers einops gguf jax kernels matplotlib onnxruntime onnxscript playwright
+    rotary_embedding_torch safetensors timm torchtitan transformers triton vllm x_transformers""".split()
+INSTRUCTION_SETS = {"avx512bf16": "AVX-512 with bfloat16", "avx512": "AVX-512", "avx2": "AVX2"}
+PROGRAMS = {
+    "a C++ compiler": ("c++", "g++", "clang++"),
+    "Chromium": ("chromium", "chromium-browser", "google-chrome"),
+}
+
+
+def missing() -> dict[str, list[str]]:
+    """Return what this machine lacks, by kind; the tests that need it did not run, or ran without it."""
+    sets = cpu.instruction_sets()
+    lacking = [name for key, name in INSTRUCTION_SETS.items() if key not in sets]
+    if not sets or platform.machine() not in ("aarch64", "arm64"):  # its baseline is NEON
+        lacking.append("NEON")
+    return {
+        "instruction sets": lacking,
+        "libraries": [name for name in LIBRARIES if find_spec(name) is None],
+        "programs": [name for name, files in PROGRAMS.items() if not any(map(shutil.which, files))],
+        "devices": [] if torch.cuda.is_available() else ["a GPU"],
+    }
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name what this machine lacks, so that a reader knows what was not tested."""
+    found = [f"{kind}: {', '.join(names)}" for kind, names in missing().items() if names]
+    terminalreporter.write_line(
+        f"Missing here, so tested with stand-ins or not at all: {'; '.join(found) or 'nothing'}"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

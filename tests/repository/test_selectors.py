@@ -39,17 +39,40 @@ def test_numbers(n): ...
 """
 
 
-def test_the_file_of_a_test_does_not_change_the_cases_that_are_drawn(tmp_path: Path) -> None:
+def write_project(folder: Path) -> None:
+    """Write a folder in which pytest runs as it does here."""
     conftest = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
+    (folder / "conftest.py").write_text(conftest)
+    (folder / "pytest.ini").write_text(
+        f"[pytest]\npythonpath = {ROOT}\nmarkers =\n    slow: .\n    one_in(n): .\n"
+    )
+
+
+@pytest.mark.parametrize("processes", ["0", "1"])
+def test_a_run_ends_with_what_was_missing_and_its_counts(tmp_path: Path, processes: str) -> None:
+    pytest.importorskip("triton")  # it prints its objects that are left when Python exits
+    write_project(tmp_path)
+    (tmp_path / "test_a.py").write_text("import triton\ndef test_passes(): ...")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", processes, "test_a.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    *_, missing, counts = done.stdout.splitlines()
+    assert missing.startswith("Missing here, so tested with stand-ins or not at all: ")
+    assert counts.startswith("1 passed")
+    assert done.stderr == ""
+
+
+def test_the_file_of_a_test_does_not_change_the_cases_that_are_drawn(tmp_path: Path) -> None:
+    write_project(tmp_path)
     names = []
     for file in ("test_a.py", "folder/test_b.py"):
         path = tmp_path / file
         path.parent.mkdir(exist_ok=True)
         path.write_text(CASES)
-        (tmp_path / "conftest.py").write_text(conftest)
-        (tmp_path / "pytest.ini").write_text(
-            f"[pytest]\npythonpath = {ROOT}\nmarkers =\n    slow: .\n    one_in(n): .\n"
-        )
         done = collected("-m", "not slow", file, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         names.append([line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line])
