@@ -209,7 +209,7 @@ def phase_word():
     """Draw a phase word, its product with a position, and the same product in float32."""
     pair = 1
     omega = frequencies.default(HEAD_DIM, BASE).exact[pair]  # radians, 60 digits
-    word = phase_words.host_words(None, HEAD_DIM, BASE, None, None).words[pair] % 2**64
+    word = phase_words.host_words(None, None, HEAD_DIM, BASE, None).words[pair] % 2**64
     whole, kept = divmod(POSITION * word, 2**64)
     quarter = (kept + 2**61) >> 62
     rest = 2 * math.pi * (kept - (quarter << 62)) / 2**64

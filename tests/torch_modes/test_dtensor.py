@@ -560,7 +560,7 @@ def test_shards_of_positions_are_rewritten(by: By) -> None:
             again = positions.shard(where, 0, 1, tokens=4)
             half = positions.shard(3, number // 2, 2, tokens=16)
             nested = positions.shard(half, number % 2, 2, tokens=8)
-            row = positions.Positions(torch.zeros(1, 1, 1), where.offset, part=where.part)
+            row = positions.Positions(positions.explicit(where, 4).ids, 0, False, part=where.part)
             rows = positions.concatenate([row, row], along="rows")
             placements = placements_of(BHSD, by)
             given = place(x, mesh, placements)
@@ -883,8 +883,8 @@ def refusals(mesh: Any) -> dict[str, tuple[Callable[[], object], type[Exception]
     spec = RopeSpec(16, scaling=DynamicNTK(4.0, 4))
     part = positions.shard(None, 1, 4, tokens=52)
     part_of_16 = positions.shard(None, 1, 4, tokens=16)
-    zeros = positions.per_row(torch.zeros(1, dtype=torch.int64))
-    rows_of_ranks = [positions.shard(zeros, r, 4, tokens=16) for r in range(2)]
+    ids = torch.arange(4)[None, None]
+    rows_of_ranks = [positions.Positions(ids, 0, False, part=(r, 4, 16)) for r in range(2)]
     fractional = IDS.double().requires_grad_()
     alone = DTensor.from_local(
         noise(1, 16), mesh, [Replicate(), Shard(0)], shape=(1, 16), stride=(16, 1)
