@@ -25,6 +25,7 @@ import torch
 from .. import angles
 from ..activations import NONE, apply
 from ..channels import join_pairs, split_pairs
+from ..phases._definition import value_dtype as value_dtype
 from .call import Call
 from .layouts import BY_CODE
 from .schema import (
@@ -280,12 +281,6 @@ def gated(call: Call, which: int, x: torch.Tensor) -> torch.Tensor:
     layout, dtype = call.layout(), value_dtype(x)
     factor = gate_factor(call, which, x.shape[layout.token], dtype)
     return layout.from_bhsd(layout.to_bhsd(x).to(dtype) * factor)
-
-
-def value_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """Return the dtype of arithmetic with tensors: float64 if one of them is, otherwise float32."""
-    double = any(x.dtype == torch.float64 for x in tensors)
-    return torch.float64 if double else torch.float32
 
 
 def _pairs(

@@ -170,8 +170,16 @@ def perform(request: Request) -> Results:
         and not (torch.is_grad_enabled() and any_requires_grad(xs))
     ):
         found = run_quick(
-            *(names, request.verb, request.spec, None, request.q, request.k, layout.name),
-            *(request.inverse, request.stages, request.rounding),
+            names,
+            request.verb,
+            request.spec,
+            None,
+            request.q,
+            request.k,
+            layout.name,
+            request.inverse,
+            request.stages,
+            request.rounding,
         )
     if found is None:
         return run_local(build(request), xs, parts[0].watched, outs)

@@ -28,9 +28,10 @@ def empty_as(x: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
     return x.new_empty((rows, *x.shape[1:]), dtype=dtype)
 
 
-def value_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of drifts and gradients: float64 for float64, otherwise float32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def value_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """Return the dtype of arithmetic with tensors: float64 if one of them is, otherwise float32."""
+    double = any(x.dtype == torch.float64 for x in tensors)
+    return torch.float64 if double else torch.float32
 
 
 def running_sum(
