@@ -590,14 +590,14 @@ def test_keys_that_no_whole_number_of_tables_fits_go_to_the_original() -> None:
 
 @pytest.mark.parametrize(("heads", "tokens"), [(3, 5), (5, 5), (4, 1)])
 def test_complex_tables_with_one_for_the_heads(heads: int, tokens: int) -> None:
-    q, angle = normal(2, tokens, heads, 16), normal(tokens, 1, 8)
+    q, angle = normal(2, tokens, heads, 32), normal(tokens, 1, 16)  # whole vectors also of AVX-512
     table = torch.polar(torch.ones_like(angle), angle)
     assert served(seen_from_the_tokens, query=q, key=q.flip(0), freqs_ci=table)
 
 
 def test_what_a_view_makes_of_other_tables_goes_to_the_original() -> None:
     # As many tokens as heads: broadcasting could confuse the two dimensions.
-    q, angle = normal(2, 5, 5, 16), normal(1, 5, 8)
+    q, angle = normal(2, 5, 5, 32), normal(1, 5, 16)
     table = torch.polar(torch.ones_like(angle), angle)
     assert not served(seen_from_the_tokens, query=q, key=q.flip(0), freqs_ci=table)
 
