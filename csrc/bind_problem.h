@@ -225,19 +225,21 @@ inline void read_positions(const std::optional<Tensor>& positions, int64_t offse
   p.position_dtype = PositionDtype::kNone;
   if (!positions.has_value()) return;
   const View at(*positions);
-  STD_TORCH_CHECK(at.dims == 3 && positions->is_cpu() && at.size[0] == p.axes,
-                  "tightrope: positions must be [axes, rows|1, tokens|1]");
-  STD_TORCH_CHECK(at.size[1] == 1 || at.size[1] == p.rows, "tightrope: positions must have 1 row or those of q");
-  STD_TORCH_CHECK(at.size[2] == (add_index ? 1 : p.tokens),
+  const int token = int(at.dims) - 1, row = token - 1, axis = token - 2;  // missing ones are negative
+  STD_TORCH_CHECK(1 <= at.dims && at.dims <= 3 && positions->is_cpu() && at.size_at(axis) == p.axes,
+                  "tightrope: positions must be [axes, rows|1, tokens|1], or less the leading dimensions of size 1");
+  STD_TORCH_CHECK(at.size_at(row) == 1 || at.size_at(row) == p.rows,
+                  "tightrope: positions must have 1 row or those of q");
+  STD_TORCH_CHECK(at.size[token] == (add_index ? 1 : p.tokens),
                   "tightrope: positions must have the tokens of q, or 1 with add_index");
   p.positions = positions->const_data_ptr();
   p.position_dtype = position_dtype_of(code_of(*positions));
   STD_TORCH_CHECK(p.cosine.data == nullptr || p.position_dtype == PositionDtype::kInt64 ||
                       p.position_dtype == PositionDtype::kInt32,
                   "tightrope: positions in a table must be integers");
-  p.position_axis = at.stride[0];
-  p.position_row = at.size[1] == 1 ? 0 : at.stride[1];
-  p.position_token = add_index ? 0 : at.stride[2];
+  p.position_axis = at.stride_at(axis);
+  p.position_row = at.size_at(row) == 1 ? 0 : at.stride_at(row);
+  p.position_token = add_index ? 0 : at.stride_at(token);
 }
 
 // The tensors to rotate: q, or q and k.

@@ -174,7 +174,10 @@ def positions_of(
         return None
     sizes = draw.sizes([axes, draw.choice((1, rows)), 1 if add_index else tokens])
     dtypes = [torch.int32, torch.int64] + [torch.float32, torch.float64] * (not tables)
-    return draw.tensor(sizes, draw.choice(dtypes), low=draw.choice((-4, -(2**62))))
+    ids = draw.tensor(sizes, draw.choice(dtypes), low=draw.choice((-4, -(2**62))))
+    while ids.dim() > 1 and ids.shape[0] == 1 and draw.sometimes(0.3):
+        ids = ids[0]
+    return ids
 
 
 def offset_of(draw: Draw) -> int:

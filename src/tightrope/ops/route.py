@@ -165,14 +165,13 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
         if not -(2**63) <= offset < 2**63:
             return None
     elif type(where) is torch.Tensor:
-        dims = where.dim()
-        if not 1 <= dims <= 2 or where.dtype not in DTYPES:
+        if where.layout is not _STRIDED or not 1 <= where.dim() <= 2 or where.dtype not in DTYPES:
             return None
-        try:
-            ids = where.expand(1, -1, -1) if dims == 2 else where.expand(1, 1, -1)
-        except RuntimeError:
-            return None  # not dense
-        add_index = False
+        ids, add_index = where, False
+        if (
+            by_length or not q.is_cpu
+        ):  # only the kernels for CPUs read ids without their leading dimensions
+            ids = as_positions(where).ids
     elif where is not None:
         return None
     if own_axes != axes or (ids is not None and ids.device != device):

@@ -126,7 +126,8 @@ def options_of(packed: int) -> Options:
 #             [rows|1, heads|1, length, width], indexed by position along length; or phases, int32 or
 #             int64 [rows|1, heads|1, tokens, pairs] (see tightrope.phases), and phase words whose
 #             angles are added to them, or None
-# positions   int32, int64, float32 or float64 [axes, rows|1, tokens|1]; None for zeros
+# positions   int32, int64, float32 or float64 [axes, rows|1, tokens|1]; None for zeros. The kernels for CPUs
+#             also take fewer dimensions: the leading ones are then of size 1
 # offset      added to every position
 # options     see Options
 # amplitude   a, on the rotated channels only

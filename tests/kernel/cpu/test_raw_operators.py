@@ -143,6 +143,22 @@ def test_calls_that_are_refused(name: str) -> None:
         call[0](*call[1])
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_ids_without_leading_dimensions(rows: int) -> None:
+    x, ids = torch.randn(2, 3, 5, 8), torch.randint(0, 99, (1, rows, 10))[..., ::2]
+    options = schema.Options(add_index=False).pack()
+
+    def rotated(positions: torch.Tensor) -> torch.Tensor:
+        return schema.rotate(x, None, words(1, 1, 1, 4), None, positions, 3, options, 1.0)[0]
+
+    assert_same_bits(rotated(ids[0]), rotated(ids))
+    if rows == 1:
+        assert_same_bits(rotated(ids[0, 0]), rotated(ids))
+    for wrong in (ids[0, 0, 0], ids[None], ids.new_zeros(3, 5)):
+        with pytest.raises(RuntimeError, match="tightrope: positions must"):
+            rotated(wrong)
+
+
 def cosines(draw: Draw) -> Call:
     rows, tokens, pairs = (draw.choice((1, 2, 5)) for _ in range(3))
     at, inv_freq = torch.ones(rows, tokens, draw.choice((1, pairs))), torch.ones(pairs)
