@@ -23,6 +23,18 @@ LLAMA: dict[str, Any] = {
     "num_hidden_layers": 2,
     "rope_theta": 10000.0,
 }
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 4,
+    "rope_theta": 10000.0,
+}
 
 
 def interleaved_rows(rows: Sequence[Any], starts: Sequence[int], width: int) -> list[Any]:
@@ -58,6 +70,13 @@ def llama_tensors(
         made[f"{place}.k_norm.weight"] = fresh(width)
         made[f"{place}.o_proj.weight"] = fresh(hidden, heads * width)
     return made
+
+
+def latent_tensors(rows: int = 20) -> dict[str, torch.Tensor]:
+    """Make random weights of DeepSeek's latent attention; the keys have `rows` rows, 20 in all that fit."""
+    place = "model.layers.0.self_attn"
+    shapes = {"q_proj": (24, 16), "kv_a_proj_with_mqa": (rows, 16)}
+    return {f"{place}.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
 
 
 def write(

@@ -9,7 +9,9 @@ from contextlib import redirect_stderr, redirect_stdout
 from unittest.mock import patch
 
 
-def call(main: Callable[[], int], *arguments: object, width: int = 80) -> tuple[int, str, str]:
+def call(
+    main: Callable[[], int], *arguments: object, width: int | str = 80
+) -> tuple[int, str, str]:
     """Run a command with some arguments; return its exit code, output and error stream."""
     output, error = io.StringIO(), io.StringIO()
     with (

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.command import call
 from tests.support.helpers import ROOT
 from tightrope import RopeSpec
 from tightrope_tools.audit import AngleError, Check, Finding, Report
@@ -54,8 +55,9 @@ apply = planted_faults.with_tables()
 QUICK = ["--only-float32", "--longest", "4096"]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a folder with a module of functions, in which the command runs."""
     (tmp_path / "audited_rope.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
@@ -64,84 +66,64 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Run the command in this process; return the exit code."""
-    monkeypatch.setattr(sys, "argv", ["tightrope", "audit", "--no-isolate", *arguments])
-    return main()
+def audit(*arguments: str) -> tuple[int, str, str]:
+    """Run the command in this process; return its exit code, output and error stream."""
+    return call(main, "audit", "--no-isolate", *arguments)
 
 
-@pytest.mark.usefixtures("folder")
-def test_nothing_found_is_0(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, "audited_rope:good", *QUICK) == 0
-    out, err = capsys.readouterr()
-    assert "audit of audited_rope:good" in out
-    assert "geometric, base 10000" in out
-    assert "No findings; " in out
+def in_json(*arguments: str) -> tuple[int, Report]:
+    """Run the command, which must print JSON and nothing else; return its exit code and the report."""
+    code, out, _ = audit(*arguments, "--json")
+    saved = json.loads(out)
+    report = Report.from_dict(saved)
+    assert (saved["version"], saved["ok"]) == (2, report.ok)
+    return code, report
+
+
+def test_nothing_found_is_0() -> None:
+    code, out, err = audit("audited_rope:good", *QUICK)
+    assert code == 0
+    for words in ("audit of audited_rope:good", "geometric, base 10000", "No findings; "):
+        assert words in out
     assert "\x1b" not in out
     # The module's own output goes to the error stream.
     assert "imported" not in out
     assert "imported" in err
 
 
-@pytest.mark.usefixtures("folder")
-def test_findings_are_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, "audited_rope:bad", *QUICK) == 1
-    out = capsys.readouterr().out
+def test_findings_are_1() -> None:
+    code, out, _ = audit("audited_rope:bad", *QUICK)
+    assert code == 1
     assert "warning sign\n  All pairs turn in the opposite direction to RoPE: " in out
     assert "  negate the sines, or the positions: " in out
-
-
-@pytest.mark.usefixtures("folder")
-def test_json_is_all_there_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, "audited_rope:bad", "--json", *QUICK) == 1
-    saved = json.loads(capsys.readouterr().out)
-    assert saved["version"] == 2
-    assert saved["ok"] is False
-    report = Report.from_dict(saved)
-    assert report.codes == ("sign",)
+    code, report = in_json("audited_rope:bad", *QUICK)
+    assert (code, report.codes) == (1, ("sign",))
     assert report.angle_errors[0].position == 4096
 
 
-@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
-    "options, code",
+    "options, codes",
     [
-        (["--head-dim", "64", "--base", "10000", "--half"], None),
-        (["--head-dim", "64", "--base", "500000"], "base"),
-        (["--head-dim", "64", "--interleaved"], "pairing"),
-        (["--head-dim", "64", "--rotary-dim", "32"], "slice"),
-        (["--meant", "spec.json"], "base"),
-        (["--meant", "config.json"], "base"),
+        ("--head-dim 64 --base 10000 --half", ()),
+        ("--head-dim 64 --base 500000", ("base",)),
+        ("--head-dim 64 --interleaved", ("pairing",)),
+        ("--head-dim 64 --rotary-dim 32", ("slice",)),
+        ("--meant spec.json", ("base",)),
+        ("--meant config.json", ("base",)),
     ],
 )
-def test_the_declared_rotation(
-    options: list[str],
-    code: str | None,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_declared_rotation(options: str, codes: tuple[str, ...], folder: Path) -> None:
     (folder / "spec.json").write_text(json.dumps(RopeSpec(64, 2e4).to_dict()), encoding="utf-8")
     config = {"model_type": "llama", "head_dim": 64, "rope_theta": 3e4}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    found = call(monkeypatch, "audited_rope:good", "--json", *QUICK, *options)
-    report = Report.from_dict(json.loads(capsys.readouterr().out))
-    assert report.codes == (() if code is None else (code,))
-    assert found == (0 if code is None else 1)
+    code, report = in_json("audited_rope:good", *QUICK, *options.split())
+    assert (code, report.codes) == (len(codes), codes)
 
 
-@pytest.mark.usefixtures("folder")
-def test_a_factory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert call(monkeypatch, "audited_rope:made", "--make", *QUICK) == 0
+def test_a_factory() -> None:
+    assert audit("audited_rope:made", "--make", *QUICK)[0] == 0
 
 
-@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
     ("target", "words"),
     [
@@ -152,75 +134,64 @@ def test_a_factory(monkeypatch: pytest.MonkeyPatch) -> None:
         ("no_such_module:fn", "module 'no_such_module' must be importable from"),
     ],
 )
-def test_what_makes_no_function_is_refused(
-    target: str, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, target, "--make", *QUICK) == 2
-    assert words in " ".join(capfd.readouterr().err.split())
+def test_what_makes_no_function_is_refused(target: str, words: str) -> None:
+    code, _, err = audit(target, "--make", *QUICK)
+    assert code == 2
+    assert words in " ".join(err.split())
 
 
-@pytest.mark.usefixtures("folder")
-def test_notes_can_fail_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_can_fail_the_audit() -> None:
     far = ["audited_rope:good", "--only-float32"]
-    assert call(monkeypatch, *far) == 0
-    assert call(monkeypatch, *far, "--fail-on", "note") == 1
+    assert audit(*far)[0] == 0
+    assert audit(*far, "--fail-on", "note")[0] == 1
 
 
-@pytest.mark.usefixtures("folder")
-def test_a_base_that_was_not_checked_is_a_note(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_base_that_was_not_checked_is_a_note() -> None:
     options = ["audited_rope:apply", *QUICK, "--head-dim", "64", "--base", "500000"]
     sentence = (
         "The caller provides cosines and sines, so the audit did not check the declared base."
     )
-    assert call(monkeypatch, *options) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    code, out, _ = audit(*options)
+    assert code == 0
+    out = " ".join(out.split())
     assert f"note frequencies-unchecked {sentence}" in out
     assert "not checked: frequencies are as declared (the caller provides them)" in out
-    assert call(monkeypatch, *options, "--json") == 0
-    (note,) = json.loads(capsys.readouterr().out)["findings"]
-    assert (note["code"], note["severity"]) == ("frequencies-unchecked", "note")
-    assert note["sentence"] == sentence
-    assert call(monkeypatch, *options, "--fail-on", "note") == 1
+    code, report = in_json(*options)
+    assert code == 0
+    (note,) = report.findings
+    assert (note.code, note.severity) == ("frequencies-unchecked", "note")
+    assert note.sentence == sentence
+    assert audit(*options, "--fail-on", "note")[0] == 1
 
 
-@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("isolate", ["--isolate", "--no-isolate"])
 def test_a_function_that_raises_is_a_finding(
-    isolate: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    isolate: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch, isolate, "audited_rope:raises") == 1
-    out, err = capfd.readouterr()
+    code, out, err = audit(isolate, "audited_rope:raises")
+    assert code == 1
     assert "error cannot-call" in out
     assert "[bold]no luck[/bold]" in " ".join(out.split())
-    assert "Traceback" not in out + err
+    assert "Traceback" not in "".join((out, err, *capfd.readouterr()))
 
 
-@pytest.mark.usefixtures("folder")
-def test_a_function_that_crashes_is_a_finding(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_function_that_crashes_is_a_finding(capfd: pytest.CaptureFixture[str]) -> None:
     # Without an option a function runs in a process of its own.
-    monkeypatch.setattr(sys, "argv", ["tightrope", "audit", "audited_rope:crashes", "--json"])
-    assert main() == 1
-    out, err = capfd.readouterr()
+    code, out, err = call(main, "audit", "audited_rope:crashes", "--json")
+    assert code == 1
     (finding,) = Report.from_dict(json.loads(out)).findings
     assert finding.code == "crashes"
     assert finding.sentence == "The audit process was ended by signal 6."
-    assert "Traceback" not in err
+    assert "Traceback" not in "".join((err, *capfd.readouterr()))
 
 
-@pytest.mark.usefixtures("folder")
-def test_a_function_that_hangs_is_a_finding(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, "--isolate", "audited_rope:hangs", "--timeout", "0.5") == 1
-    assert "The audit did not end within 0.5 s." in capsys.readouterr().out
+def test_a_function_that_hangs_is_a_finding() -> None:
+    code, out, _ = audit("--isolate", "audited_rope:hangs", "--timeout", "0.5")
+    assert code == 1
+    assert "The audit did not end within 0.5 s." in out
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("folder")
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 def test_ctrl_c_ends_both_processes_without_a_traceback() -> None:
     Path("slow_rope.py").write_text(
@@ -246,81 +217,74 @@ def test_ctrl_c_ends_both_processes_without_a_traceback() -> None:
     assert "Traceback" not in error
 
 
-WRONG: dict[str, tuple[list[str], str]] = {
-    "no module": (["nowhere:f"], "module 'nowhere' must be importable from"),
-    "no function": (["audited_rope:f"], "module 'audited_rope' must define 'f' but does not"),
-    "no target": (["./nothing"], "target must be MODULE:FUNCTION, the path of a config.json"),
-    "form": (["audited_rope:good", "--form", "x, y"], "form must list the arguments"),
+# What is wrong -> the arguments, and the words of the error.
+WRONG: dict[str, tuple[str, str]] = {
+    "no module": ("nowhere:f", "module 'nowhere' must be importable from"),
+    "no function": ("audited_rope:f", "module 'audited_rope' must define 'f' but does not"),
+    "no target": ("./nothing", "target must be MODULE:FUNCTION, the path of a config.json"),
+    "form": ("audited_rope:good --form x,y", "form must list the arguments"),
     "broken config": (
-        ["broken.json"],
+        "broken.json",
         "broken.json must be a configuration but reading it raised JSONDecodeError",
     ),
     "two values": (
-        ["twice.json"],
-        "twice.json must be a configuration but reading it raised TwoValues: each key must have one value but "
-        "rope_theta is 1.0 and 2.0",
+        "twice.json",
+        "twice.json must be a configuration but reading it raised TwoValues: each key must have one value "
+        "but rope_theta is 1.0 and 2.0",
     ),
-    "list": (["list.json"], "list.json must have a model_type that is a string but has none"),
-    "no head_dim": (["audited_rope:good", "--base", "10"], "need --head-dim as well"),
-    "both": (["audited_rope:good", "--meant", "x", "--base", "1"], "--meant gives the whole spec"),
-    "meant": (["audited_rope:good", "--meant", "missing.json"], "missing.json"),
+    "list": ("list.json", "list.json must have a model_type that is a string but has none"),
+    "no head_dim": ("audited_rope:good --base 10", "need --head-dim as well"),
+    "both": ("audited_rope:good --meant x --base 1", "--meant gives the whole spec"),
+    "meant": ("audited_rope:good --meant missing.json", "missing.json"),
     "negative base": (
-        ["audited_rope:good", "--head-dim", "64", "--base", "-1"],
+        "audited_rope:good --head-dim 64 --base -1",
         "base must be positive and finite",
     ),
     "NaN": (
-        ["audited_rope:good", "--timeout", "nan"],
+        "audited_rope:good --timeout nan",
         "--timeout must be positive and below 1e6 seconds but got nan",
     ),
     "device": (
-        ["audited_rope:good", "--device", "mars"],
+        "audited_rope:good --device mars",
         "device 'mars' must be available but torch raised RuntimeError",
     ),
-    "short": (["audited_rope:good", "--longest", "-5"], "longest must be at least 128 but got -5"),
-    "long": (["audited_rope:good", "--longest", str(10**30)], "longest must be at most 2147483648"),
-    "no GGUF": (["audited_rope:good", "--meant", "binary.gguf"], "must be a GGUF file"),
-    "option": (["audited_rope:good", "--nothing"], "unrecognized arguments: --nothing"),
+    "short": ("audited_rope:good --longest -5", "longest must be at least 128 but got -5"),
+    "long": (f"audited_rope:good --longest {10**30}", "longest must be at most 2147483648"),
+    "no GGUF": ("audited_rope:good --meant binary.gguf", "must be a GGUF file"),
+    "option": ("audited_rope:good --nothing", "unrecognized arguments: --nothing"),
     "binary": (
-        ["binary.json"],
+        "binary.json",
         "binary.json must be a configuration but reading it raised UnicodeDecodeError",
     ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_use_is_2_and_one_line(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_use_is_2_and_one_line(name: str, folder: Path) -> None:
     (folder / "broken.json").write_text('{"model_type": ', encoding="utf-8")
     (folder / "list.json").write_text("[]", encoding="utf-8")
     (folder / "twice.json").write_text('{"rope_theta": 1.0, "rope_theta": 2.0}', encoding="utf-8")
-    (folder / "binary.json").write_bytes(b"\xff\xfe\x00")
-    (folder / "binary.gguf").write_bytes(b"\xff\xfe\x00")
+    for suffix in ("json", "gguf"):
+        (folder / f"binary.{suffix}").write_bytes(b"\xff\xfe\x00")
     arguments, words = WRONG[name]
-    assert call(monkeypatch, *arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    errors = [line for line in err.splitlines() if line != "imported"]
-    assert len(errors) == 1
-    assert words in errors[0]
+    code, out, err = audit(*arguments.split())
+    assert (code, out) == (2, "")
+    (error,) = [line for line in err.splitlines() if line != "imported"]
+    assert words in error
 
 
-@pytest.mark.usefixtures("folder")
-def test_wrong_use_in_the_other_process(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, "--isolate", "audited_rope:f") == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert "module 'audited_rope' must define 'f' but does not" in err
-    assert "Traceback" not in err
+def test_wrong_use_in_the_other_process(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, err = audit("--isolate", "audited_rope:f")
+    assert (code, out) == (2, "")
+    own, other = capfd.readouterr()
+    assert "module 'audited_rope' must define 'f' but does not" in err + other
+    assert "Traceback" not in err + own + other
 
 
-def test_help_has_an_example(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, "--help") == 0
-    assert "tightrope audit mymodel:apply_rope" in capsys.readouterr().out
+def test_help_has_an_example() -> None:
+    code, out, _ = audit("--help")
+    assert code == 0
+    assert "tightrope audit mymodel:apply_rope" in out
 
 
 SAMPLE: dict[str, Any] = {
@@ -338,13 +302,12 @@ SAMPLE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_it_fits_the_terminal(
-    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    show_report(Report(**SAMPLE))
-    text = capsys.readouterr().out
+def test_it_fits_the_terminal(width: int) -> None:
+    def shown() -> int:
+        show_report(Report(**SAMPLE))
+        return 0
+
+    text = call(shown, width=width)[1]
     assert max(map(len, text.splitlines())) <= width
-    assert "[red]no markup[/red]" in text
-    assert "1 error, 1 note; 1 check passed." in text
-    assert "4,096" in text
+    for words in ("[red]no markup[/red]", "1 error, 1 note; 1 check passed.", "4,096"):
+        assert words in text

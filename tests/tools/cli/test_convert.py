@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.checkpoints import LLAMA, TRAINED, contents, llama_tensors, trained, write
+from tests.support.command import call
 from tests.support.helpers import ROOT
 from tightrope_tools.cli.convert import _lines, _size
 from tightrope_tools.command import main
@@ -29,24 +30,27 @@ def source(tmp_path: Path) -> Path:
     return write(tmp_path / "model", llama_tensors(), shards=2)
 
 
-def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """Run the command line in this process, as the entry point does; return the exit code."""
-    monkeypatch.setattr(sys, "argv", ["tightrope", *map(str, arguments)])
-    return main()
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
 
 
-def test_the_whole_output(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    source: Path,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "300")  # so that long folder names do not wrap the lines below
+def tightrope(*arguments: object, width: int = 300) -> tuple[int, str, str]:
+    """Run a command, by default so wide that long names of folders do not wrap the lines."""
+    return call(main, *arguments, width=width)
+
+
+def converted(*arguments: object) -> str:
+    """Run `convert`, which must succeed; return its output."""
+    code, output, error = tightrope("convert", *arguments)
+    assert code == 0, error
+    return output
+
+
+def test_the_whole_output(source: Path, out: Path) -> None:
     (source / "model.gguf").write_bytes(b"")
-    out = tmp_path / "out"
-    arguments = ["convert", source, out, "--to", "interleaved", "--verify"]
-    assert run_here(monkeypatch, *arguments) == 0
-    output, progress = capsys.readouterr()
+    code, output, progress = tightrope("convert", source, out, "--to", "interleaved", "--verify")
+    assert code == 0
     for text in (
         "half (assumed from model_type 'llama') to interleaved",
         ", provided that the checkpoint was half, as assumed from model_type 'llama'",
@@ -67,262 +71,174 @@ def test_the_whole_output(
     assert (out / "model.safetensors.index.json").exists()
 
 
-def test_verification_states_its_premise(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_verification_states_its_premise(tmp_path: Path) -> None:
     """Permutations of weights that were half do not change scores under a wrong `--from` either."""
-    monkeypatch.setenv("COLUMNS", "300")
     source = write(tmp_path / "a", trained(interleaved=False), TRAINED)
     there, back = tmp_path / "b", tmp_path / "c"
-    arguments = ["convert", source, there, "--to", "half", "--from", "interleaved", "--verify"]
-    assert run_here(monkeypatch, *arguments) == 0
-    output = capsys.readouterr().out
+    output = converted(source, there, "--to", "half", "--from", "interleaved", "--verify")
     assert (
         ", provided that the checkpoint was interleaved, as stated by the user (--from)" in output
     )
     assert (
         "warning     the weights show half, not interleaved (by chance at most once in " in output
     )
-    arguments = ["convert", there, back, "--to", "interleaved", "--from", "half", "--dry-run"]
-    assert run_here(monkeypatch, *arguments) == 0
-    assert "verified" not in capsys.readouterr().out
+    flags = "--to", "interleaved", "--from", "half", "--dry-run"
+    assert "verified" not in converted(there, back, *flags)
 
 
-def test_json_and_dry_run(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    source: Path,
-    tmp_path: Path,
-) -> None:
-    arguments = ["convert", source, tmp_path / "out", "--to", "interleaved", "--json", "--dry-run"]
-    assert run_here(monkeypatch, *arguments) == 0
-    output, progress = capsys.readouterr()
+def test_json_and_dry_run(source: Path, out: Path) -> None:
+    flags = "--to", "interleaved", "--json", "--dry-run"
+    code, output, progress = tightrope("convert", source, out, *flags)
     document = json.loads(output)
-    assert progress == ""
-    assert (document["source"], document["to"], document["written"]) == (
-        "half",
-        "interleaved",
-        False,
-    )
-    assert len(document["changed"]) == 12
-    assert len(document["left"]) == 7
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (code, progress) == (0, "")
+    assert [document[key] for key in ("source", "to", "written")] == ["half", "interleaved", False]
+    assert (len(document["changed"]), len(document["left"])) == (12, 7)
+    assert not out.exists()
 
 
-def test_a_dry_run_in_words_with_many_other_tensors(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_dry_run_in_words_with_many_other_tensors(tmp_path: Path, out: Path) -> None:
     others = {f"{letter}.weight": torch.zeros(2) for letter in "abcdefghijklmn"}
     source = write(tmp_path / "model", llama_tensors() | others)
-    out = tmp_path / "out"
-    assert run_here(monkeypatch, "convert", source, out, "--to", "interleaved", "--dry-run") == 0
-    output = " ".join(capsys.readouterr().out.split())
+    output = " ".join(converted(source, out, "--to", "interleaved", "--dry-run").split())
     assert "more lines; --json names all 21" in output
     assert re.search(r"out, [\d.]+ kB, 3 files would be written$", output)
     assert not out.exists()
 
 
-def test_all_that_can_be_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_all_that_can_be_said(tmp_path: Path) -> None:
     tensors = {"layers.0.attention.query_key_value.weight": torch.randn(64, 32)}
     bare = write(tmp_path / "bare", tensors, None)
-    options = {
-        "--from": "half",
-        "--naming": "gpt_neox",
-        "--packing": "blocks",
-        "--heads": 4,
-        "--kv-heads": 2,
-        "--head-dim": 8,
-        "--rotary-dim": 4,
-        "--start": 2,
-        "--prefix": "",
-    }
-    flat = [part for option in options.items() for part in option]
-    assert run_here(monkeypatch, "convert", bare, tmp_path / "b", "--to", "interleaved", *flat) == 0
-    capsys.readouterr()
+    flags = "--from=half --naming=gpt_neox --packing=blocks --heads=4 --kv-heads=2 --head-dim=8"
+    more = "--rotary-dim=4 --start=2 --prefix= --to=interleaved"
+    converted(bare, tmp_path / "b", *flags.split(), *more.split())
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"text_config": LLAMA}), encoding="utf-8")
     plain = write(tmp_path / "plain", llama_tensors(), None)
-    flat = ["--to", "interleaved", "--config", config, "--section", "text_config"]
-    assert run_here(monkeypatch, "convert", plain, tmp_path / "c", *flat) == 0
-    modules = "layers.*.self_attn.q_proj=q,layers.*.self_attn.k_proj=k"
-    modules += ",layers.*.self_attn.q_norm=q norm,layers.*.self_attn.k_norm=k norm"
+    flags = f"--to interleaved --config {config} --section text_config"
+    converted(plain, tmp_path / "c", *flags.split())
+    roles = {"q_proj": "q", "k_proj": "k", "q_norm": "q norm", "k_norm": "k norm"}
+    naming = ",".join(f"layers.*.self_attn.{module}={role}" for module, role in roles.items())
     strange = write(tmp_path / "strange", llama_tensors(), {**LLAMA, "swa_rope_theta": 5e5})
-    flat = [
-        "--no-config",
-        "--naming",
-        modules,
-        "--head-dim",
-        "8",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "2",
-    ]
-    arguments = ["convert", strange, tmp_path / "d", "--from", "half", "--to", "interleaved", *flat]
-    assert run_here(monkeypatch, *arguments) == 0
-    assert run_here(monkeypatch, "detect", strange, *flat) == 1
+    own = ["--no-config", "--naming", naming, *"--head-dim 8 --heads 4 --kv-heads 2".split()]
+    converted(strange, tmp_path / "d", "--from", "half", "--to", "interleaved", *own)
+    assert tightrope("detect", strange, *own)[0] == 1
     c, d = (load_file(tmp_path / name / "model.safetensors") for name in "cd")
     assert all(torch.equal(c[name], d[name]) for name in c)
 
 
+GLM = {"model_type": "glm", "head_dim": 8, "partial_rotary_factor": 0.5, "rope_interleaved": False}
+
+
 @pytest.mark.parametrize(
-    "config, options, text",
+    "more, options, text",
     [
         (
-            {**LLAMA, "swa_rope_theta": 5e5},
-            [],
+            {"swa_rope_theta": 5e5},
+            "",
             "got swa_rope_theta; pass --config, a file without them, if they do not change which channels rotate",
         ),
         (
-            {"model_type": "zoo", "a_config": LLAMA, "b_config": LLAMA},
-            [],
+            {"model_type": "zoo", "rope_theta": None, "a_config": LLAMA, "b_config": LLAMA},
+            "",
             "as RoPE is in 'a_config', 'b_config'; for example --section b_config",
         ),
         (
-            {**LLAMA, "partial_rotary_factor": 0.5},
-            [],
+            {"partial_rotary_factor": 0.5},
+            "",
             "for other code, which rotates a part, pass a config without its model_type, with --from half",
         ),
         (
-            {**LLAMA, "model_type": "zebra"},
-            ["--start", "4"],
+            {"model_type": "zebra"},
+            "--start 4",
             "pass --rotary-dim=4 if all 4 channels from 4 on rotate, or the number that do",
         ),
         (
-            {**LLAMA, "model_type": "zebra"},
-            [],
+            {"model_type": "zebra"},
+            "",
             "pass --rotary-dim=8 if all 8 channels of a head rotate, or the number that do, with --start if they",
         ),
         (
-            {
-                **LLAMA,
-                "model_type": "glm",
-                "partial_rotary_factor": 0.5,
-                "head_dim": 8,
-                "rope_interleaved": False,
-            },
-            [],
+            GLM,
+            "",
             "False from rope_interleaved and True from model_type 'glm'; pass --from if the key is right",
         ),
     ],
 )
 def test_errors_about_configurations_name_options(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    config: dict[str, Any],
-    options: list[str],
-    text: str,
+    tmp_path: Path, out: Path, more: dict[str, Any], options: str, text: str
 ) -> None:
-    source = write(tmp_path / "a", llama_tensors(), config)
-    naming = ["--naming", "llama", *options]
-    for arguments in (["convert", source, tmp_path / "b", "--to", "half"], ["detect", source]):
-        assert run_here(monkeypatch, *arguments, *naming) == 2
-        assert text in capsys.readouterr().err
+    source = write(tmp_path / "a", llama_tensors(), {**LLAMA, **more})
+    for arguments in (["convert", source, out, "--to", "half"], ["detect", source]):
+        code, _, error = tightrope(*arguments, "--naming", "llama", *options.split())
+        assert (code, text in error) == (2, True), error
 
 
 @pytest.mark.parametrize(
     "arguments, about",
     [
-        (["convert", "{gone}", "{out}", "--to", "half"], "the checkpoint must exist but"),
-        (["convert", "{model}", "{out}", "--to", "sideways"], "but got 'sideways'"),
-        (["convert", "{model}", "{out}"], "--to"),
-        (["convert", "{model}", "{model}", "--to", "interleaved"], "must not exist yet but"),
-        (["convert", "{model}", "{out}", "--to", "half"], "is already half"),
-        (["convert", "{model}", "{out}", "--to", "half", "--heads", "x"], "--heads"),
-        (["detect", "{gone}"], "the checkpoint must exist but"),
-        (["detect", "{model}", "--naming", "x"], "Error: naming must be one of"),
-        (["detect", "{model}", "--naming", "gpt_neox"], "other names with --naming, one of llama,"),
+        ("convert {gone} {out} --to half", "the checkpoint must exist but"),
+        ("convert {model} {out} --to sideways", "but got 'sideways'"),
+        ("convert {model} {out}", "--to"),
+        ("convert {model} {model} --to interleaved", "must not exist yet but"),
+        ("convert {model} {out} --to half", "is already half"),
+        ("convert {model} {out} --to half --heads x", "--heads"),
+        ("detect {gone}", "the checkpoint must exist but"),
+        ("detect {model} --naming x", "Error: naming must be one of"),
+        ("detect {model} --naming gpt_neox", "other names with --naming, one of llama,"),
+        ("convert {steering} {out} --to interleaved", "must"),
     ],
 )
 def test_a_mistake_is_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    source: Path,
-    tmp_path: Path,
-    arguments: list[str],
-    about: str,
+    source: Path, tmp_path: Path, out: Path, arguments: str, about: str
 ) -> None:
-    paths = {"gone": tmp_path / "gone", "model": source, "out": tmp_path / "out"}
-    assert run_here(monkeypatch, *(each.format(**paths) for each in arguments)) == 2
-    output, error = capsys.readouterr()
-    assert output == ""
+    steering = write(tmp_path / "steering", {"\x1b[2J\nweight": torch.zeros(1)})
+    paths = {"gone": tmp_path / "gone", "model": source, "out": out, "steering": steering}
+    code, output, error = tightrope(*(each.format(**paths) for each in arguments.split()))
+    assert (code, output, error.count("\n")) == (2, "", 1)
     assert error.startswith("Error: ")
     assert about in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+    assert "\x1b" not in error
+    assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    "number, code, about",
-    [
-        (errno.ENOSPC, 1, "No space left on device"),
-        (errno.EACCES, 2, "Permission denied"),
-    ],
-)
+@pytest.mark.parametrize("number, code", [(errno.ENOSPC, 1), (errno.EACCES, 2)])
 def test_failures_of_the_machine(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    source: Path,
-    tmp_path: Path,
-    number: int,
-    code: int,
-    about: str,
+    monkeypatch: pytest.MonkeyPatch, source: Path, out: Path, number: int, code: int
 ) -> None:
     def fails(*_: Any) -> None:
         raise OSError(number, os.strerror(number), "somewhere")
 
     monkeypatch.setattr(run, "_reorder", fails)
-    arguments = ["convert", source, tmp_path / "out", "--to", "interleaved", "--json"]
-    assert run_here(monkeypatch, *arguments) == code
-    output, error = capsys.readouterr()
-    assert (output, error) == ("", f"Error: somewhere: {about}.\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_names_from_a_file_cannot_steer_the_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    source = write(tmp_path / "a", {"\x1b[2J\nweight": torch.zeros(1)})
-    assert run_here(monkeypatch, "convert", source, tmp_path / "b", "--to", "interleaved") == 2
-    error = capsys.readouterr().err
-    assert "\x1b" not in error
-    assert error.count("\n") == 1
+    error = f"Error: somewhere: {os.strerror(number)}.\n"
+    made = tightrope("convert", source, out, "--to", "interleaved", "--json")
+    assert made == (code, "", error)
+    assert [path.name for path in out.parent.iterdir()] == ["model"]
 
 
 # --- detect ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "interleaved, code, about",
+    "interleaved, pairing, code, about",
     [
-        (False, 0, "half, confidence above 0.99999"),
-        (True, 1, "the weights contradict the files"),
-        (None, 1, "they do not show the pairing"),
+        (False, "half", 0, "half, confidence above 0.99999"),
+        (True, "interleaved", 1, "the weights contradict the files"),
+        (None, None, 1, "they do not show the pairing"),
     ],
 )
 def test_detect(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    interleaved: bool | None,
-    code: int,
-    about: str,
+    tmp_path: Path, interleaved: bool | None, pairing: str | None, code: int, about: str
 ) -> None:
     weights = llama_tensors() if interleaved is None else trained(interleaved)
     source = write(tmp_path / "a", weights, LLAMA if interleaved is None else TRAINED)
-    assert run_here(monkeypatch, "detect", source) == code
-    output = capsys.readouterr().out
-    assert about in output
+    found, output, _ = tightrope("detect", source)
+    assert (found, about in output) == (code, True)
     assert "half (assumed from model_type 'llama')" in output
     advice = "compare the loss on a text under both pairings"
     assert (advice in " ".join(output.split())) == (interleaved is None)
-    assert run_here(monkeypatch, "detect", source, "--json") == code
-    document = json.loads(capsys.readouterr().out)
-    names = {None: None, False: "half", True: "interleaved"}
-    assert document["pairing"] == names[interleaved]
+    found, output, _ = tightrope("detect", source, "--json")
+    document = json.loads(output)
+    assert (found, document["pairing"]) == (code, pairing)
     assert document["contradicts"] == (interleaved is True)
 
 
@@ -333,21 +249,15 @@ def test_names_are_grouped() -> None:
     names = [f"m.{n}.q" for n in (0, 1, 2, 5)] + ["m.3.k", "norm"]
     assert _lines(tuple(names), 3) == "m.*.q  (4)\nm.3.k\nnorm"
     assert _lines(tuple(names), 1) == "m.*.q  (4)\nand 2 more lines; --json names all 6"
-    assert [_size(count) for count in (812, 64_000_000, 2_150_000_000)] == [
-        "812 bytes",
-        "64.00 MB",
-        "2.15 GB",
-    ]
+    sizes = [_size(count) for count in (812, 64_000_000, 2_150_000_000)]
+    assert sizes == ["812 bytes", "64.00 MB", "2.15 GB"]
 
 
 @pytest.mark.parametrize("width", [80, 200])
 @pytest.mark.parametrize("command", ["convert", "detect"])
-def test_help_fits(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, width: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    assert run_here(monkeypatch, command, "--help") == 0
-    output = capsys.readouterr().out
+def test_help_fits(command: str, width: int) -> None:
+    code, output, _ = tightrope(command, "--help", width=width)
+    assert code == 0
     assert f"tightrope {command} llama-3-8b" in output
     assert max(map(len, output.splitlines())) <= width
 

@@ -40,7 +40,8 @@ JOY = {"hidden_size": 3072, "num_attention_heads": 24, "rope_dim_list": [16, 56,
 LUMINA = {"dim": 3840, "n_heads": 30, "axes_dims": [32, 48, 48], "axes_lens": [1024, 512, 512]}
 WAN = {**HEAD, "rope_max_seq_len": 64, "patch_size": [1, 2, 2]}
 COGVIDEO = {"attention_head_dim": 64, "use_rotary_positional_embeddings": True}
-SU = {"type": "su", "short_factor": [1.0 + i / 64 for i in range(48)], "long_factor": [2.0] * 48}
+FACTORS = tuple(1.0 + i / 64 for i in range(48)), (2.0,) * 48
+SU = {"type": "su", "short_factor": list(FACTORS[0]), "long_factor": list(FACTORS[1])}
 
 VIDEO = Axes.blocks((8, 28, 28))
 THIRDS = Axes.blocks((22, 21, 21))
@@ -52,6 +53,18 @@ def pairs(head_dim: int, axes: Axes | None, **more: Any) -> RopeSpec:
 
 # Class -> its configuration and the spec of it; None where only the numbers are compared.
 CONFIGS: dict[str, tuple[dict[str, Any], RopeSpec | None]] = {
+    **{
+        f"{name}Transformer3DModel": (WAN, pairs(128, THIRDS))
+        for name in ("SkyReelsV2", "WanAnimate", "Wan", "WanVACE")
+    },
+    **{
+        f"{name}Transformer2DModel": (DIMS, pairs(128, VIDEO))
+        for name in ("Chroma", "LongCatImage", "NucleusMoEImage", "OvisImage", "QwenImage21")
+    },
+    **{
+        f"{name}Transformer3DModel": (AXES, pairs(128, VIDEO, base=256.0))
+        for name in ("HunyuanVideo15", "HunyuanVideo", "MotifVideo")
+    },
     "AceStepTransformer1DModel": ({"head_dim": 128, "rope_theta": 1e6}, RopeSpec(128, 1e6)),
     "BriaFibo2Transformer2DModel": (
         {**LUMINA, "dim": 3584, "n_heads": 28, "rope_theta": 256.0},
@@ -62,7 +75,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], RopeSpec | None]] = {
         pairs(128, VIDEO),
     ),
     "BriaTransformer2DModel": ({**DIMS, "rope_theta": 500}, pairs(128, VIDEO, base=500.0)),
-    "ChromaTransformer2DModel": (DIMS, pairs(128, VIDEO)),
     "CogVideoXTransformer3DModel": (COGVIDEO, pairs(64, Axes.blocks((8, 12, 12)))),
     "CogView4Transformer2DModel": (
         {**HEAD, "rope_axes_dim": [256, 256], "patch_size": 2},
@@ -96,11 +108,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], RopeSpec | None]] = {
         {**AXES, "rope_axes_dim": [64, 64], "patch_size": [1, 1]},
         pairs(128, Axes.blocks((32, 32)), base=256.0),
     ),
-    "HunyuanVideo15Transformer3DModel": (AXES, pairs(128, VIDEO, base=256.0)),
-    "HunyuanVideoTransformer3DModel": (AXES, pairs(128, VIDEO, base=256.0)),
     "JoyImageEditTransformer3DModel": ({**JOY, "rope_type": "rope"}, pairs(128, VIDEO, base=256.0)),
     "Krea2Transformer2DModel": ({**DIMS, "rope_theta": 1e3}, pairs(128, VIDEO, base=1e3)),
-    "LongCatImageTransformer2DModel": (DIMS, pairs(128, VIDEO)),
     "Lumina2Transformer2DModel": (
         {
             "hidden_size": 2304,
@@ -114,8 +123,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], RopeSpec | None]] = {
         {"attention_head_dim": 64, "rotary_dim": 32},
         RopeSpec(64, rotary_dim=32),
     ),
-    "MotifVideoTransformer3DModel": (AXES, pairs(128, VIDEO, base=256.0)),
-    "NucleusMoEImageTransformer2DModel": (DIMS, pairs(128, VIDEO)),
     "OmniGenTransformer2DModel": (
         {
             "hidden_size": 3072,
@@ -125,32 +132,18 @@ CONFIGS: dict[str, tuple[dict[str, Any], RopeSpec | None]] = {
             "max_position_embeddings": 131072,
             "original_max_position_embeddings": 4096,
         },
-        RopeSpec(
-            96,
-            scaling=LongRoPE(
-                SU["short_factor"],
-                SU["long_factor"],
-                4096,
-                factor=32.0,  # type: ignore[arg-type]
-            ),
-        ),
+        RopeSpec(96, scaling=LongRoPE(*FACTORS, 4096, factor=32.0)),
     ),
-    "OvisImageTransformer2DModel": (DIMS, pairs(128, VIDEO)),
     "PRXTransformer2DModel": (
         {"hidden_size": 1792, "num_heads": 28, "theta": 10000, "axes_dim": None},
         pairs(64, Axes.blocks((16, 16))),
     ),
-    "QwenImage21Transformer2DModel": (DIMS, pairs(128, VIDEO)),
     "QwenImageTransformer2DModel": ({**DIMS, "use_layer3d_rope": False}, pairs(128, VIDEO)),
     "SanaVideoTransformer3DModel": (
         {**WAN, "attention_head_dim": 112},
         pairs(112, Axes.blocks((20, 18, 18))),
     ),
-    "SkyReelsV2Transformer3DModel": (WAN, pairs(128, THIRDS)),
     "StableAudioDiTModel": ({"attention_head_dim": 64}, RopeSpec(64, rotary_dim=32)),
-    "WanAnimateTransformer3DModel": (WAN, pairs(128, THIRDS)),
-    "WanTransformer3DModel": (WAN, pairs(128, THIRDS)),
-    "WanVACETransformer3DModel": (WAN, pairs(128, THIRDS)),
     "ZImageTransformer2DModel": (
         {**LUMINA, "rope_theta": 256.0},
         pairs(128, Axes.blocks((16, 24, 24)), base=256.0),
@@ -221,14 +214,8 @@ def by_ids(count: int, *, batched: bool = False, dtype: torch.dtype = torch.int6
         del module
         ids = torch.randint(0, 64, (TOKENS, count), generator=torch.Generator().manual_seed(1))
         theta = config.get("rope_theta", config.get("theta", 10000))
-        widths = next(
-            (
-                config[key]
-                for key in ("axes_dims_rope", "axes_dims", "axes_dim_rope")
-                if config.get(key)
-            ),
-            None,
-        )
+        spelled = (config.get(key) for key in ("axes_dims_rope", "axes_dims", "axes_dim_rope"))
+        widths = next(filter(None, spelled), None)
         options: dict[str, Any] = {"theta": theta}
         names = inspect.signature(make).parameters
         default = {"PRXEmbedND": [32, 32]}.get(make.__name__, [16, 56, 56])
@@ -256,14 +243,13 @@ def by_latents(count: int = 3, **fixed: Any) -> Any:
         scale = patch if isinstance(patch, list) else [1, patch, patch][-count:]
         latents = torch.zeros(1, 1, *(size * each for size, each in zip(sizes, scale, strict=True)))
         values = {
-            "attention_head_dim": config.get("attention_head_dim"),
+            **dict.fromkeys(
+                ("attention_head_dim", "dim", "hidden_size"), config.get("attention_head_dim")
+            ),
+            **dict.fromkeys(("rope_dim", "rope_axes_dim"), config.get("rope_axes_dim")),
             "patch_size": patch,
             "patch_size_t": 1,
-            "rope_dim": config.get("rope_axes_dim"),
             "max_seq_len": 64,
-            "dim": config.get("attention_head_dim"),
-            "rope_axes_dim": config.get("rope_axes_dim"),
-            "hidden_size": config.get("attention_head_dim"),
             "rope_scale": config.get("rope_scale"),
             "theta": config.get("rope_theta", 10000.0),
             **fixed,
@@ -348,7 +334,9 @@ def omnigen(module: Any, make: Any, config: dict[str, Any]) -> tuple[Any, torch.
 
 CPU = torch.device("cpu")
 # Class -> the tables of its code, and the coordinates they are for.
+GRIDS = "HunyuanVideo15 HunyuanVideo MotifVideo SanaVideo SkyReelsV2 WanAnimate Wan WanVACE".split()
 TABLES: dict[str, Callable[[Any, Any, dict[str, Any]], tuple[Any, torch.Tensor]]] = {
+    **{f"{name}Transformer3DModel": by_latents() for name in GRIDS},
     "AceStepTransformer1DModel": line(TOKENS, "head_dim", "rope_theta", CPU, torch.float32),
     "CogVideoXTransformer3DModel": video,
     "CogView4Transformer2DModel": cogview,
@@ -361,22 +349,14 @@ TABLES: dict[str, Callable[[Any, Any, dict[str, Any]], tuple[Any, torch.Tensor]]
     "HiDreamImageTransformer2DModel": by_ids(2, batched=True, dtype=torch.float64),
     "HunyuanDiT2DModel": columns_first,
     "HunyuanImageTransformer2DModel": by_latents(2),
-    "HunyuanVideo15Transformer3DModel": by_latents(),
-    "HunyuanVideoTransformer3DModel": by_latents(),
     "JoyImageEditTransformer3DModel": joy,
     "MiniMaxMusic3Transformer1DModel": line("rotary_dim", module_first=True),
-    "MotifVideoTransformer3DModel": by_latents(),
     "NucleusMoEImageTransformer2DModel": qwen,
     "OmniGenTransformer2DModel": omnigen,
     "PRXTransformer2DModel": by_ids(2, batched=True, dtype=torch.float64),
     "QwenImage21Transformer2DModel": qwen21,
     "QwenImageTransformer2DModel": qwen,
-    "SanaVideoTransformer3DModel": by_latents(),
-    "SkyReelsV2Transformer3DModel": by_latents(),
     "StableAudioDiTModel": line(32, TOKENS, use_real=True, repeat_interleave_real=False),
-    "WanAnimateTransformer3DModel": by_latents(),
-    "WanTransformer3DModel": by_latents(),
-    "WanVACETransformer3DModel": by_latents(),
 }
 
 # Class -> the code that applies the tables, if not embeddings: apply_rotary_emb as its file calls it.
@@ -408,14 +388,11 @@ PROCESSORS = {
 
 def keywords_of(name: str) -> dict[str, Any]:
     """Return the constant arguments with which a file calls embeddings.apply_rotary_emb."""
-    processor = PROCESSORS.get(name)
-    if processor is None:
-        # Chroma uses the attention of Flux.
-        module = module_of(name.replace("ChromaT", "FluxT"))
-        tree = ast.parse(inspect.getsource(module))
-    else:
-        module = importlib.import_module("diffusers.models.attention_processor")
-        tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(module, processor))))
+    code = module_of(name.replace("ChromaT", "FluxT"))  # Chroma uses the attention of Flux
+    if name in PROCESSORS:
+        processors = importlib.import_module("diffusers.models.attention_processor")
+        code = getattr(processors, PROCESSORS[name])
+    tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     calls = [
         {each.arg: ast.literal_eval(each.value) for each in node.keywords}
         for node in ast.walk(tree)
@@ -433,14 +410,10 @@ def function_of(file: str, name: str) -> Callable[..., Any]:
     module = importlib.import_module(f"diffusers.models.transformers.{file}")
     if hasattr(module, name):
         return getattr(module, name)  # type: ignore[no-any-return]
-    nodes = [
-        node
-        for node in ast.walk(ast.parse(inspect.getsource(module)))
-        if isinstance(node, ast.FunctionDef) and node.name == name
-    ]
-    assert nodes, (file, name)
+    every = ast.walk(ast.parse(inspect.getsource(module)))
+    node = next(one for one in every if isinstance(one, ast.FunctionDef) and one.name == name)
     namespace = dict(vars(module))
-    exec(compile(ast.Module([nodes[0]], []), file, "exec"), namespace)
+    exec(compile(ast.Module([node], []), file, "exec"), namespace)
     return namespace[name]  # type: ignore[no-any-return]
 
 
@@ -454,10 +427,8 @@ def apply(name: str, x: torch.Tensor, tables: Any) -> torch.Tensor:
             return embeddings.apply_rotary_emb(x, tables, **options)  # type: ignore[no-any-return]
         still = x[..., tables[0].shape[-1] :]
         x = x[..., : tables[0].shape[-1]]
-        if options.get("sequence_dim", 2) == 2:
-            y = embeddings.apply_rotary_emb(x.transpose(1, 2), tables, **options).transpose(1, 2)
-        else:
-            y = embeddings.apply_rotary_emb(x, tables, **options)
+        order = (0, 2, 1, 3) if options.get("sequence_dim", 2) == 2 else (0, 1, 2, 3)
+        y = embeddings.apply_rotary_emb(x.permute(order), tables, **options).permute(order)
         return torch.cat((y, still), -1)
     function = function_of(*code.split(": "))
     if name == "HiDreamImageTransformer2DModel":
@@ -491,15 +462,10 @@ def test_the_published_code_rotates_as_the_spec(name: str) -> None:
 
 
 def test_a_model_reads_as_its_file() -> None:
-    model = diffusers.FluxTransformer2DModel(
-        num_layers=0,
-        num_single_layers=0,
-        attention_head_dim=16,
-        num_attention_heads=1,
-        joint_attention_dim=8,
-        pooled_projection_dim=8,
-        axes_dims_rope=[4, 6, 6],
-    )
+    sizes = {"attention_head_dim": 16, "num_attention_heads": 1, "axes_dims_rope": [4, 6, 6]}
+    sizes |= {"num_layers": 0, "num_single_layers": 0}
+    sizes |= {"joint_attention_dim": 8, "pooled_projection_dim": 8}
+    model = diffusers.FluxTransformer2DModel(**sizes)
     assert RopeSpec.from_config(model) == pairs(16, Axes.blocks((2, 3, 3)))
 
 
@@ -517,49 +483,38 @@ def test_a_class_without_a_spec_is_refused_by_name(name: str) -> None:
     refused({"_class_name": name, **DIMS}, f"_class_name {name!r} has no spec: ")
 
 
+FLUX, HIDREAM = "FluxTransformer2DModel", "HiDreamImageTransformer2DModel"
+COSMOS = "CosmosTransformer3DModel"
+ROPE, NUMBERS = "axes_dims_rope", "rope_scale must be a list of numbers"
+
+
 @pytest.mark.parametrize(
     ("name", "changed", "text"),
     [
         ("UNet2DConditionModel", {}, "'UNet2DConditionModel' has no spec: the table"),
         (None, {}, "_class_name None has no spec: the table"),
         ("Flux2Transformer2DModel", {"rope_theta": None}, "must come with rope_theta but has"),
-        ("ChromaTransformer2DModel", {"axes_dims_rope": None}, "must come with axes_dims_rope"),
-        ("FluxTransformer2DModel", {"rope_theta": 500}, "must be known but got rope_theta"),
-        ("FluxTransformer2DModel", {"axes_dim_rope": [2]}, "must be known but got axes_dim_rope"),
-        ("FluxTransformer2DModel", {"rope_scaling": {}}, "must be known but got rope_scaling"),
-        ("FluxTransformer2DModel", {"axes_dims_rope": 8}, "axes_dims_rope must be a list but"),
-        (
-            "FluxTransformer2DModel",
-            {"axes_dims_rope": []},
-            "the sum of axes_dims_rope must be at le",
-        ),
-        (
-            "HiDreamImageTransformer2DModel",
-            {"axes_dims_rope": [2 * 10**9]},
-            "the sum of axes_dims_rope must be at most 65536",
-        ),
-        ("HiDreamImageTransformer2DModel", {"axes_dims_rope": [128, 128]}, "rotary_dim"),
-        (
-            "FluxTransformer2DModel",
-            {"axes_dims_rope": [3]},
-            "axes_dims_rope must hold even numbers",
-        ),
-        ("FluxTransformer2DModel", {"axes_dims_rope": ["8"]}, "axes_dims_rope must be an int but"),
-        ("FluxTransformer2DModel", {"axes_dims_rope": [16, 56]}, "must sum to 64 pairs, half"),
+        ("ChromaTransformer2DModel", {ROPE: None}, "must come with axes_dims_rope"),
+        (FLUX, {"rope_theta": 500}, "must be known but got rope_theta"),
+        (FLUX, {"axes_dim_rope": [2]}, "must be known but got axes_dim_rope"),
+        (FLUX, {"rope_scaling": {}}, "must be known but got rope_scaling"),
+        (FLUX, {ROPE: 8}, "axes_dims_rope must be a list but"),
+        (FLUX, {ROPE: []}, "the sum of axes_dims_rope must be at le"),
+        (HIDREAM, {ROPE: [2 * 10**9]}, "the sum of axes_dims_rope must be at most 65536"),
+        (HIDREAM, {ROPE: [128, 128]}, "rotary_dim"),
+        (FLUX, {ROPE: [3]}, "axes_dims_rope must hold even numbers"),
+        (FLUX, {ROPE: ["8"]}, "axes_dims_rope must be an int but"),
+        (FLUX, {ROPE: [16, 56]}, "must sum to 64 pairs, half"),
         ("WanTransformer3DModel", {"attention_head_dim": "128"}, "must be an int but got '128'"),
         (
             "CogVideoXTransformer3DModel",
             {"use_rotary_positional_embeddings": False},
             "has no RoPE: use_rotary_positional_embeddings is False",
         ),
-        ("CosmosTransformer3DModel", {"rope_scale": [1.0]}, "rope_scale must be a list of numbers"),
-        ("CosmosTransformer3DModel", {"rope_scale": [1, 0, 1]}, "rope_scale must be a list of num"),
-        ("CosmosTransformer3DModel", {"attention_head_dim": 6}, "at least two pairs but got [1, 1"),
-        (
-            "CosmosTransformer3DModel",
-            {"attention_head_dim": 10**9},
-            "must be at most 65536 but got",
-        ),
+        (COSMOS, {"rope_scale": [1.0]}, NUMBERS),
+        (COSMOS, {"rope_scale": [1, 0, 1]}, NUMBERS),
+        (COSMOS, {"attention_head_dim": 6}, "at least two pairs but got [1, 1"),
+        (COSMOS, {"attention_head_dim": 10**9}, "must be at most 65536 but got"),
     ],
 )
 def test_a_gap_or_a_wrong_key_is_refused(

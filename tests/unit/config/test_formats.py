@@ -1,26 +1,16 @@
-"""Test formats of other programs: Megatron's arguments with their defaults, and every architecture of GGUF.
+"""Test files of other programs: Megatron's arguments with their defaults, Llama 4's own file, and Nomic's.
 
 Also the advice for families that rotate all channels, which must not lose a fact that only their code has.
 """
 
-import re
 from typing import Any
 
 import pytest
 
+from tests.support.reading import read, refused, two, without
 from tightrope import RopeSpec
 from tightrope.config import families
-from tightrope.frequencies import YaRN
-
-
-def read(config: object, **stated: Any) -> Any:
-    return RopeSpec.from_config(config, **stated)
-
-
-def refused(config: object, text: str, kind: type[Exception] = ValueError, **stated: Any) -> None:
-    with pytest.raises(kind, match=f"^{re.escape('[from_config] ' + text)}$"):
-        RopeSpec.from_config(config, **stated)
-
+from tightrope.frequencies import Llama3, YaRN
 
 # --- Megatron ---------------------------------------------------------------------------------------
 
@@ -100,7 +90,7 @@ def test_latent_attention_of_megatron_is_what_its_switch_says() -> None:
 @pytest.mark.parametrize("key", ["qk_pos_emb_head_dim", "kv_lora_rank"])
 def test_without_its_switch_megatron_is_asked(key: str) -> None:
     unused = ("multi_latent_attention", "qk_pos_emb_head_dim", "kv_lora_rank", "qk_head_dim")
-    config = {name: value for name, value in DENSE.items() if name not in unused}
+    config = without(DENSE, *unused)
     assert read(config) == read({**config, key: None}) == RopeSpec(128, 5e5)
     text = (
         f"Megatron's arguments must come with multi_latent_attention, true or false, as they have {key}, which both "
@@ -108,88 +98,29 @@ def test_without_its_switch_megatron_is_asked(key: str) -> None:
     )
     for switch in ({}, {"multi_latent_attention": None}):
         refused({**config, **switch, key: 64}, text)
-    refused(
-        {**DENSE, "multi_latent_attention": "x"},
-        "multi_latent_attention must be a bool but got 'x'.",
-        TypeError,
-    )
+    wrong = "multi_latent_attention must be a bool but got 'x'."
+    refused({**DENSE, "multi_latent_attention": "x"}, wrong, TypeError)
 
 
-# --- GGUF -------------------------------------------------------------------------------------------
-
-ARCHITECTURES = sorted(
-    families.GGUF_NEIGHBOURS
-    | families.GGUF_HALVES
-    | families.GGUF_SECTIONS
-    | families.GGUF_INTERLEAVED_SECTIONS
-)
-# Keys that are read, after the architecture; those that begin with rope are all about the rotation.
-READ = {
-    "context_length",
-    "embedding_length",
-    "block_count",
-    "attention.head_count",
-    "attention.sliding_window",
-}
-ABOUT = re.compile(r"rope\.|attention\.key_length|attention\.(compress|max_alibi|rope)")
+# --- Llama 4 and Nomic ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_keys_of_any_architecture_are_read_without_its_name(arch: str) -> None:
-    """The name of an architecture, such as gptneox, is in each of its keys, and says nothing about them."""
-    constants = pytest.importorskip("gguf.constants")
-    names = {
-        name
-        for group in vars(constants.Keys).values()
-        if isinstance(group, type)
-        for name in vars(group).values()
-        if isinstance(name, str) and name.startswith("{arch}.")
+def test_llama4s_own_file() -> None:
+    params = {
+        "dim": 5120,
+        "n_heads": 40,
+        "n_kv_heads": 8,
+        "n_layers": 48,
+        "nope_layer_interval": 4,
+        "moe_args": {},
+        "rope_theta": 500000.0,
+        "use_scaled_rope": True,
     }
-    assert len(names) > 100
-    others = {name for name in names if name[7:] not in READ and not ABOUT.match(name[7:])}
-    assert len(others) > 80
-    known: dict[str, Any] = {
-        "embedding_length": 2048,
-        "attention.head_count": 16,
-        "block_count": 32,
-        "attention.key_length": 128,
-        "attention.sliding_window": 64,
-        "rope.freq_base": 1e6,
-        "rope.dimension_count": 64,
-        "context_length": 4096,
-    }
-    if arch in families.GGUF_SECTIONS | families.GGUF_INTERLEAVED_SECTIONS:
-        known["rope.dimension_sections"] = [11, 11, 10, 0]
-    config = {
-        "general.architecture": arch,
-        **{f"{arch}.{key}": value for key, value in known.items()},
-    }
-    wanted = read(config)
-    more = {name.replace("{arch}", arch): 3 for name in others}
-    assert read({**config, **more}) == wanted
-    for key in (f"{arch}.swa_rope_theta", f"{arch}.rope.tehta", f"{arch}.attention.key_length_swa"):
-        with pytest.raises(ValueError, match=f"must be known but got {re.escape(key)}"):
-            RopeSpec.from_config({**config, **more, key: 3})
-
-
-@pytest.mark.parametrize("factor", [0.0, 1.0, 1])
-def test_no_scaling_may_have_a_factor_of_one(factor: float) -> None:
-    """The converter writes it for Hunyuan, whose alpha is in the base."""
-    config = {
-        "general.architecture": "hunyuan-dense",
-        "hunyuan-dense.embedding_length": 4096,
-        "hunyuan-dense.attention.head_count": 32,
-        "hunyuan-dense.rope.freq_base": 11158840.0,
-        "hunyuan-dense.rope.scaling.type": "none",
-        "hunyuan-dense.rope.scaling.factor": factor,
-        "hunyuan-dense.rope.scaling.original_context_length": 262144,
-    }
-    assert read(config) == RopeSpec(128, 11158840.0)
-    with pytest.raises(ValueError, match=r"known but got hunyuan-dense\.rope\.scaling\.factor; "):
-        RopeSpec.from_config({**config, "hunyuan-dense.rope.scaling.factor": 2.0})
-
-
-# --- Hunyuan and Nomic ------------------------------------------------------------------------------
+    rotated = RopeSpec(128, 5e5, interleaved=True, scaling=Llama3(16, 1, 1, 8192))
+    made = read(params)
+    assert made == {"rope": rotated, "no_rope": None}
+    assert made.layers is not None
+    assert made.layers[:4] == ("rope", "rope", "rope", "no_rope")
 
 
 def test_the_trained_length_of_nomic_is_where_its_scaling_begins() -> None:
@@ -204,14 +135,12 @@ def test_the_trained_length_of_nomic_is_where_its_scaling_begins() -> None:
     }
     assert read(nomic) == RopeSpec(64, 1000)
     with pytest.raises(ValueError, match="known but got rotary_scaling_factor; "):
-        RopeSpec.from_config({**nomic, "rotary_scaling_factor": 2})
+        read({**nomic, "rotary_scaling_factor": 2})
     dynamic = {**nomic, "rope_scaling": {"type": "dynamic", "factor": 4.0}}
     assert read(dynamic).scaling.original_max_position == 2048
-    text = (
-        "original_max_position must have one value but got original_max_position_embeddings = 4096 and "
-        "max_trained_positions = 2048."
-    )
-    refused({**dynamic, "original_max_position_embeddings": 4096}, text)
+    length = {"original_max_position_embeddings": 4096}
+    one, other = "original_max_position_embeddings = 4096", "max_trained_positions = 2048"
+    refused({**dynamic, **length}, two("original_max_position", one, other))
 
 
 # --- families that rotate all channels ----------------------------------------------------------------
@@ -267,15 +196,13 @@ def test_the_advice_for_a_part_keeps_what_only_the_code_states(name: str) -> Non
     with pytest.raises(
         ValueError, match=f"the code of model_type '{name}' rotates all channels"
     ) as caught:
-        RopeSpec.from_config(config)
+        read(config)
     text = str(caught.value)
     assert text.endswith(BY_HAND) == (name in WITH_FACTS)
     if name not in WITH_FACTS:  # the advice works
-        advice = re.search(
-            r"without its model_type, with interleaved=(True|False) and rope_layers='all'\.$", text
-        )
-        assert advice is not None
-        del config["model_type"]
-        stated = {"interleaved": advice[1] == "True", "rope_layers": "all"}
-        made = read(config, **stated)
-        assert made == RopeSpec(128, 1e4, 64, interleaved=families.FAMILIES[name].interleaved)
+        interleaved = families.FAMILIES[name].interleaved
+        stated: dict[str, Any] = {"interleaved": interleaved, "rope_layers": "all"}
+        advice = f"without its model_type, with interleaved={interleaved} and rope_layers='all'."
+        assert text.endswith(advice)
+        made = read(without(config, "model_type"), **stated)
+        assert made == RopeSpec(128, 1e4, 64, interleaved=interleaved)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.gguf import DIVISORS, entry, head, listing, text, write
+from tests.support.reading import outcome
 from tightrope import RopeSpec
 from tightrope.config import gguf_file
 from tightrope.frequencies import Given, LongRoPE
@@ -19,13 +20,15 @@ from tightrope.frequencies import Given, LongRoPE
 
 def test_metadata_is_read_and_long_lists_are_not(tmp_path: Path) -> None:
     values = gguf_file.read(write(tmp_path / "model.gguf"))
-    assert values["general.architecture"] == "llama"
-    assert values["llama.rope.freq_base"] == 500000.0
-    assert values["llama.context_length"] == 131072
-    assert values["some.lists"] == ["one", "two"]
-    assert values["a.switch"] is True
-    assert "tokenizer.ggml.tokens" not in values
-    assert "tokenizer.ggml.scores" not in values
+    wanted = {
+        "general.architecture": "llama",
+        "llama.rope.freq_base": 500000.0,
+        "llama.context_length": 131072,
+        "some.lists": ["one", "two"],
+        "a.switch": True,
+    }
+    assert {key: values.get(key) for key in wanted} == wanted
+    assert not {"tokenizer.ggml.tokens", "tokenizer.ggml.scores"} & values.keys()
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "no.suffix"])
@@ -69,49 +72,35 @@ def test_two_sets_of_divisors(tmp_path: Path) -> None:
 # --- invalid files --------------------------------------------------------------------------------
 
 
+ENDS = "ends within its metadata or factor tensors"
+ONE, TENSOR = head(entries=1), head(tensors=1) + text("rope_freqs.weight")
+
+
 @pytest.mark.parametrize(
     "data, about",
     [
-        (b"GGUF", "ends within its metadata or factor tensors"),
-        (head(entries=1), "ends within its metadata or factor tensors"),
-        (head(entries=2**63), "ends within its metadata or factor tensors"),
-        (head(tensors=2**63), "ends within its metadata or factor tensors"),
+        (b"GGUF", ENDS),
+        (ONE, ENDS),
+        (head(entries=2**63), ENDS),
+        (head(tensors=2**63), ENDS),
+        (ONE + struct.pack("<Q", 2**63), ENDS),
+        (ONE + entry("a", 9, listing(8, 2**62)), ENDS),
+        (ONE + entry("a", 9, listing(0, 2**62)), ENDS),
+        (TENSOR + struct.pack("<IQIQ", 1, 8, 0, 2**63), ENDS),
         (head(version=1), "must be GGUF version 2 or 3 but is version 1"),
         (head(version=77), "must be GGUF version 2 or 3 but is version 77"),
+        (ONE + entry("a", 13, b""), "must hold values of GGUF's types but has one of type 13"),
         (
-            head(entries=1) + entry("a", 13, b""),
-            "must hold values of GGUF's types but has one of type 13",
-        ),
-        (head(entries=1) + struct.pack("<Q", 2**63), "ends within its metadata or factor tensors"),
-        (
-            head(entries=1) + entry("a", 9, listing(9, 1)),
+            ONE + entry("a", 9, listing(9, 1)),
             "must hold lists of numbers or strings but has one of",
         ),
-        (
-            head(entries=1) + entry("a", 9, listing(8, 2**62)),
-            "ends within its metadata or factor tensors",
-        ),
-        (
-            head(entries=1) + entry("a", 9, listing(0, 2**62)),
-            "ends within its metadata or factor tensors",
-        ),
         (head(entries=2) + 2 * entry("a", 7, b"\1"), "must have each key once but has a twice"),
+        (ONE + entry("general.alignment", 4, struct.pack("<I", 0)), "general.alignment of"),
         (
-            head(entries=1) + entry("general.alignment", 4, struct.pack("<I", 0)),
-            "general.alignment of",
-        ),
-        (
-            head(tensors=1) + text("rope_freqs.weight") + struct.pack("<IQQIQ", 2, 8, 8, 0, 0),
+            TENSOR + struct.pack("<IQQIQ", 2, 8, 8, 0, 0),
             r"in float32 \(type 0\) or float16 \(type 1\) but has shape \[8, 8\] and type 0",
         ),
-        (
-            head(tensors=1) + text("rope_freqs.weight") + struct.pack("<IQIQ", 1, 8, 0, 2**63),
-            "ends within its metadata or factor tensors",
-        ),
-        (
-            head(tensors=1) + text("rope_freqs.weight") + struct.pack("<IQIQ", 1, 2**40, 0, 0),
-            "must be a row of at most 65,536 numbers",
-        ),
+        (TENSOR + struct.pack("<IQIQ", 1, 2**40, 0, 0), "must be a row of at most 65,536 numbers"),
     ],
 )
 def test_a_broken_file_is_one_sentence(tmp_path: Path, data: bytes, about: str) -> None:
@@ -119,15 +108,6 @@ def test_a_broken_file_is_one_sentence(tmp_path: Path, data: bytes, about: str) 
     path.write_bytes(data)
     with pytest.raises(ValueError, match=rf"^\[from_config\] .*{about}[^\n]*\.$"):
         RopeSpec.from_config(path)
-
-
-def complaint(path: Path) -> str | None:
-    """Return the error sentence for a file, or None if it is read."""
-    try:
-        RopeSpec.from_config(path)
-    except (ValueError, TypeError) as error:
-        return str(error)
-    return None
 
 
 def test_files_cut_off_and_damaged_anywhere(tmp_path: Path) -> None:
@@ -145,7 +125,5 @@ def test_files_cut_off_and_damaged_anywhere(tmp_path: Path) -> None:
         else:
             data[at] = rng.randrange(256)
         path.write_bytes(data)
-        message = complaint(path)
-        assert message is None or message.startswith("["), message
-        refused += message is not None
+        refused += isinstance(outcome(path), Exception)
     assert refused > 150

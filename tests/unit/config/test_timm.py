@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.reading import llama, read
 from tests.support.tolerances import assert_near
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
@@ -18,6 +19,7 @@ from tightrope.functional import rotate
 READ = [name for name, (family, _) in ARCHITECTURES.items() if family.refused is None]
 TWO = Axes.blocks((16, 16))
 ROWS, COLUMNS = 4, 6
+EVA = "eva02_tiny_patch14_224"
 
 
 def config_of(name: str, **more: Any) -> dict[str, Any]:
@@ -35,13 +37,13 @@ def config_of(name: str, **more: Any) -> dict[str, Any]:
         ),
         (
             "vit_base_patch16_dinov3",
-            RopeSpec.from_config(
-                {
-                    "model_type": "dinov3_vit",
-                    "hidden_size": 768,
-                    "num_attention_heads": 12,
-                    "rope_theta": 100.0,
-                }
+            read(
+                llama(
+                    model_type="dinov3_vit",
+                    hidden_size=768,
+                    num_attention_heads=12,
+                    rope_theta=100.0,
+                )
             ),
         ),
     ],
@@ -62,14 +64,11 @@ def test_an_architecture_gives_its_spec(name: str, wanted: RopeSpec, tmp_path: P
         (config_of("resnet50"), "architecture 'resnet50' has no spec: the table of timm's"),
         (config_of("vit_base_patch16_rope_mixed_224"), "has no spec: its frequencies are learned"),
         (
-            config_of("eva02_tiny_patch14_224", model_args={"rope_temperature": 5, "num_heads": 2}),
+            config_of(EVA, model_args={"rope_temperature": 5, "num_heads": 2}),
             "must have the rotation that timm's code gives it, but model_args has num_heads, rope_t",
         ),
-        (
-            config_of("eva02_tiny_patch14_224", model_args=3),
-            "model_args must be a mapping but got 3",
-        ),
-        (config_of("eva02_tiny_patch14_224", rope_type="dinov3"), "known but got rope_type"),
+        (config_of(EVA, model_args=3), "model_args must be a mapping but got 3"),
+        (config_of(EVA, rope_type="dinov3"), "known but got rope_type"),
     ],
 )
 def test_anything_else_is_refused(config: dict[str, Any], text: str) -> None:
@@ -78,7 +77,7 @@ def test_anything_else_is_refused(config: dict[str, Any], text: str) -> None:
 
 
 def test_arguments_that_do_not_change_the_rotation_are_ignored() -> None:
-    config = config_of("eva02_tiny_patch14_224", model_args={"img_size": 448})
+    config = config_of(EVA, model_args={"img_size": 448})
     assert RopeSpec.from_config(config) == RopeSpec(64, interleaved=True, axes=TWO)
 
 

@@ -1,0 +1,108 @@
+"""Helpers for the tests of `from_config`: how to call it, its sentences, and configurations to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.helpers import refused as raises
+from tightrope import RopeSpec
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 8192,
+}
+#: The widths of latent attention.
+LATENT = {"qk_nope_head_dim": 96, "qk_rope_head_dim": 32}
+
+
+def llama(**more: Any) -> dict[str, Any]:
+    """Return Llama's configuration with these keys besides; None removes nothing, see `without`."""
+    return {**LLAMA, **more}
+
+
+def gguf(arch: str, layers: int = 8, **more: Any) -> dict[str, Any]:
+    """Return metadata of GGUF for an architecture; in further keys, a double underscore is a dot."""
+    made: dict[str, Any] = {
+        "general.architecture": arch,
+        f"{arch}.block_count": layers,
+        f"{arch}.embedding_length": 2048,
+        f"{arch}.attention.head_count": 16,
+        f"{arch}.rope.freq_base": 1e6,
+    }
+    return made | {f"{arch}.{key.replace('__', '.')}": value for key, value in more.items()}
+
+
+def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return a configuration without some of its keys."""
+    return {key: value for key, value in config.items() if key not in names}
+
+
+def read(config: object, **stated: Any) -> Any:
+    """Call `from_config`, for tests that know whether it gives one spec or one for each type of layer."""
+    return RopeSpec.from_config(config, **stated)
+
+
+def outcome(config: object, **stated: Any) -> Any:
+    """Return what `from_config` gives, or its error if that is one of the library's own sentences."""
+    try:
+        return read(config, **stated)
+    except (ValueError, TypeError) as error:
+        if not str(error).startswith("["):
+            raise
+        return error
+
+
+def refused(config: object, text: str, kind: type[Exception] = ValueError, **stated: Any) -> None:
+    """Check that `from_config` raises exactly this sentence."""
+    with raises(kind, f"[from_config] {text}"):
+        read(config, **stated)
+
+
+def unknown(*names: str) -> str:
+    """Return the sentence about keys that are not known."""
+    return f"every key about RoPE must be known but got {', '.join(names)}; strict=False ignores them with a warning."
+
+
+def two(what: str, one: str, other: str) -> str:
+    """Return the sentence about two keys that contradict each other."""
+    return f"{what} must have one value but got {one} and {other}."
+
+
+def whole_head(family: str, got: str, interleaved: bool = False) -> str:
+    """Return the sentence about a part of the channels, for a family that rotates all 128."""
+    return (
+        f"rotary_dim must be 128, as the code of model_type {family!r} rotates all channels of a head, but got {got}; "
+        f"for other code, which rotates a part, pass a config without its model_type, with interleaved={interleaved} "
+        "and rope_layers='all'."
+    )
+
+
+#: How the two missing facts that are asked for most are asked for.
+PAIRING = (
+    "interleaved=False if channel i is paired with i + rotary_dim / 2, as in Llama, or interleaved=True if adjacent "
+    "channels are paired, as in GPT-J"
+)
+LAYERS = "rope_layers='all' if all layers with attention rotate"
+
+
+def asked(facts: str, name: str, *ways: str, example: str) -> str:
+    """Return the sentence that asks for facts about a family that is not in the table."""
+    return (
+        f"the config must give {facts}, as the table of families does not contain {name}; pass {'; '.join(ways)}; "
+        f"for code like Llama's: RopeSpec.from_config(config, {example})."
+    )
+
+
+#: Values that no key may have, or few.
+JUNK = ["x", "", [], [1], [[]], {}, {"a": 1}, -1, 0, 1.5, True, float("nan"), float("inf")]
+
+
+def try_everywhere(junk: object, config: dict[str, Any], **stated: Any) -> None:
+    """Put junk in place of each value, outer and inner: it gives a spec or one of the library's errors."""
+    for key, value in config.items():
+        inner = [{**value, name: junk} for name in value] if isinstance(value, dict) else []
+        for changed in (junk, *inner):
+            outcome({**config, key: changed}, **stated)

@@ -1,0 +1,245 @@
+"""Test the metadata of GGUF: every architecture, scaling, layers, and facts that only llama.cpp's code has."""
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.support.reading import gguf, read, refused
+from tightrope import RopeSpec
+from tightrope.config import Provenance, families, provenance
+from tightrope.frequencies import Given, Linear, LongRoPE, YaRN, default
+
+GGUF = gguf("qwen2", context_length=32768)
+
+
+# --- every architecture -----------------------------------------------------------------------------
+
+ARCHITECTURES = sorted(
+    families.GGUF_NEIGHBOURS
+    | families.GGUF_HALVES
+    | families.GGUF_SECTIONS
+    | families.GGUF_INTERLEAVED_SECTIONS
+)
+# Keys that are read, after the architecture; those that begin with rope are all about the rotation.
+READ = {
+    "context_length",
+    "embedding_length",
+    "block_count",
+    "attention.head_count",
+    "attention.sliding_window",
+}
+ABOUT = re.compile(r"rope\.|attention\.key_length|attention\.(compress|max_alibi|rope)")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_keys_of_any_architecture_are_read_without_its_name(arch: str) -> None:
+    """The name of an architecture, such as gptneox, is in each of its keys, and says nothing about them."""
+    constants = pytest.importorskip("gguf.constants")
+    names = {
+        name
+        for group in vars(constants.Keys).values()
+        if isinstance(group, type)
+        for name in vars(group).values()
+        if isinstance(name, str) and name.startswith("{arch}.")
+    }
+    assert len(names) > 100
+    others = {name for name in names if name[7:] not in READ and not ABOUT.match(name[7:])}
+    assert len(others) > 80
+    known: dict[str, Any] = {
+        "attention__key_length": 128,
+        "attention__sliding_window": 64,
+        "rope__dimension_count": 64,
+        "context_length": 4096,
+    }
+    if arch in families.GGUF_SECTIONS | families.GGUF_INTERLEAVED_SECTIONS:
+        known["rope__dimension_sections"] = [11, 11, 10, 0]
+    config = gguf(arch, 32, **known)
+    wanted = read(config)
+    more = {name.replace("{arch}", arch): 3 for name in others}
+    assert read({**config, **more}) == wanted
+    for key in (f"{arch}.swa_rope_theta", f"{arch}.rope.tehta", f"{arch}.attention.key_length_swa"):
+        with pytest.raises(ValueError, match=f"must be known but got {re.escape(key)}"):
+            read({**config, **more, key: 3})
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0, 1])
+def test_no_scaling_may_have_a_factor_of_one(factor: float) -> None:
+    """The converter writes it for Hunyuan, whose alpha is in the base."""
+    more = {"type": "none", "factor": factor, "original_context_length": 262144}
+    config = gguf("hunyuan-dense", **{f"rope__scaling__{key}": each for key, each in more.items()})
+    assert read(config) == RopeSpec(128, 1e6)
+    with pytest.raises(ValueError, match=r"known but got hunyuan-dense\.rope\.scaling\.factor; "):
+        read({**config, "hunyuan-dense.rope.scaling.factor": 2.0})
+
+
+# --- scaling, layers, and sources --------------------------------------------------------------------
+
+
+def test_gguf_tensors_of_factors() -> None:
+    factors = [1.0] * 32 + [8.0] * 32
+    made = read({**GGUF, "rope_freqs.weight": factors})
+    assert isinstance(made.scaling, Given)
+    row = default(128, 1e6).exact
+    for got, omega, factor in zip(made.frequencies().exact, row, factors, strict=True):
+        assert float(got) == pytest.approx(float(omega) / factor, rel=1e-15)
+    with pytest.raises(
+        ValueError, match=r"must not come with rope\.scaling but the metadata has both"
+    ):
+        read({**GGUF, "rope_freqs.weight": factors, "qwen2.rope.scaling.type": "yarn"})
+
+
+def test_gguf_longrope() -> None:
+    scaling = {"original_context_length": 4096, "attn_factor": 1.19, "type": "longrope"}
+    phi = gguf(
+        "phi3",
+        rope__dimension_count=96,
+        **{f"rope__scaling__{key}": value for key, value in scaling.items()},
+    )
+    with pytest.raises(ValueError, match="'longrope' must have short_factor, long_factor but"):
+        read(phi)
+    short, long = (1.0,) * 48, (2.0,) * 48
+    tensors = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
+    wanted = LongRoPE(short, long, 4096, attention_factor=1.19)
+    assert read({**phi, **tensors}) == RopeSpec(128, 1e6, 96, scaling=wanted)
+
+
+def test_gguf_linear_by_the_absence_of_a_type() -> None:
+    for key in ("scaling.factor", "scale_linear"):
+        made = read({**GGUF, f"qwen2.rope.{key}": 4.0})
+        assert made == RopeSpec(128, 1e6, scaling=Linear(4))
+    assert read({**GGUF, "qwen2.rope.scaling.factor": 0.0}) == RopeSpec(128, 1e6)
+
+
+def test_gguf_without_its_architecture() -> None:
+    config = {key: value for key, value in GGUF.items() if key != "general.architecture"}
+    assert read(config) == read(GGUF) == RopeSpec(128, 1e6)
+
+
+def test_gguf_local_layers() -> None:
+    linear = {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0}
+    gemma = gguf("gemma3", attention__key_length=256, **linear)
+    full = RopeSpec(256, 1e6, scaling=Linear(8))
+    assert read(gemma) == {"full_attention": full, "sliding_attention": RopeSpec(256)}
+    made = read({**gemma, "gemma3.rope.freq_base_swa": 500.0})
+    assert made == {"full_attention": full, "sliding_attention": RopeSpec(256, 500.0)}
+
+
+def test_provenance_names_the_users_own_keys() -> None:
+    sourced = provenance(
+        {**GGUF, "qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}
+    )
+    assert isinstance(sourced, Provenance)
+    assert str(sourced).splitlines() == [
+        "head_dim                       128        qwen2.embedding_length / "
+        "qwen2.attention.head_count = 2048 / 16",
+        "base                           1000000.0  qwen2.rope.freq_base",
+        "rotary_dim                     128        all of head_dim",
+        "start                          0          from the first channel",
+        "interleaved                    False      GGUF architecture 'qwen2' "
+        "(llama.cpp: llama_model_rope_type)",
+        "scaling                        'YaRN'     qwen2.rope.scaling.type = 'yarn'",
+        "scaling.factor                 4.0        qwen2.rope.scaling.factor",
+        "scaling.original_max_position  32768      qwen2.context_length, as no key gives the "
+        "original length",
+        "axes                           None       one coordinate per position",
+    ]
+
+
+# --- facts of the code of llama.cpp -----------------------------------------------------------------
+
+WINDOW = {"attention__sliding_window": 128}
+GGUF_YARN = {
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 8.0,
+    "rope__scaling__original_context_length": 8192,
+}
+HALF, PAIRS = RopeSpec(128, 1e6), RopeSpec(128, 1e6, interleaved=True)
+SLIDING = {"sliding_attention": HALF, "full_attention": None}
+NUMBERED = {"rope": HALF, "no_rope": None}
+# Facts of llama.cpp's src/models that no file gives.
+LLAMA_CPP: dict[str, tuple[dict[str, Any], Any]] = {
+    "afmoe": (gguf("afmoe"), NUMBERED),
+    "smollm3": (gguf("smollm3"), {**NUMBERED, "rope": PAIRS}),
+    "llama4": (gguf("llama4"), {**NUMBERED, "rope": PAIRS}),
+    "smallthinker": (gguf("smallthinker", **WINDOW), NUMBERED),
+    "smallthinker without windows": (gguf("smallthinker"), HALF),
+    "exaone-moe": (gguf("exaone-moe", **WINDOW), SLIDING),
+    "exaone4": (gguf("exaone4", 64, **WINDOW), SLIDING),
+    "exaone4 without windows": (gguf("exaone4", 30), HALF),
+    "muse-glimmer": (gguf("muse-glimmer", **WINDOW), {**SLIDING, "sliding_attention": PAIRS}),
+    "olmo2 of OLMo 3": (
+        gguf("olmo2", **WINDOW, **GGUF_YARN),
+        {"full_attention": RopeSpec(128, 1e6, scaling=YaRN(8, 8192)), "sliding_attention": HALF},
+    ),
+    "olmo2": (gguf("olmo2", **GGUF_YARN), RopeSpec(128, 1e6, scaling=YaRN(8, 8192))),
+    "gemma-embedding": (
+        gguf("gemma-embedding", **WINDOW),
+        {"full_attention": HALF, "sliding_attention": RopeSpec(128)},
+    ),
+    "modern-bert": (
+        gguf("modern-bert", **WINDOW),
+        {"full_attention": HALF, "sliding_attention": RopeSpec(128)},
+    ),
+    "modern-bert without windows": (gguf("modern-bert", attention__sliding_window=0), HALF),
+    "glm-dsa": (
+        gguf("glm-dsa", attention__key_length_mla=256, rope__dimension_count=64),
+        RopeSpec(256, 1e6, 64, 192, interleaved=True),
+    ),
+    "baichuan 7B": (gguf("baichuan", 32), PAIRS),
+    "granite": (gguf("granite", rope__scaling__finetuned=True), PAIRS),
+}
+
+
+@pytest.mark.parametrize("name", LLAMA_CPP)
+def test_architectures_of_llama_cpp(name: str) -> None:
+    config, wanted = LLAMA_CPP[name]
+    specs = read(config)
+    assert specs == wanted
+    if name in ("afmoe", "llama4", "smollm3"):
+        assert [specs.of(layer) is None for layer in range(8)] == [False, False, False, True] * 2
+
+
+def test_yarn_of_architectures_with_latent_attention() -> None:
+    more = {"attention__key_length_mla": 192, "rope__dimension_count": 64, **GGUF_YARN}
+    made = read(gguf("mistral4", **more, rope__scaling__yarn_log_multiplier=0.1))
+    assert made.scaling == YaRN(8, 8192, mscale=1, mscale_all_dim=1)
+
+
+def test_yarn_of_grok_begins_elsewhere() -> None:
+    assert read(gguf("grok", **GGUF_YARN)).scaling == YaRN(8, 8192, beta_fast=8)
+    made = read(gguf("grok", **GGUF_YARN, rope__scaling__yarn_beta_fast=16.0))
+    assert made.scaling == YaRN(8, 8192, beta_fast=16)
+
+
+GGUF_REFUSED = {
+    "baichuan 13B": (
+        gguf("baichuan", 40),
+        "has no spec: llama.cpp rotates only its 7B, which has 32 layers.",
+    ),
+    "starcoder": (gguf("starcoder"), "has no spec: llama.cpp rotates none of its layers."),
+    "nemotron_h": (gguf("nemotron_h"), "has no spec: llama.cpp rotates none of its layers."),
+    "gemma4": (gguf("gemma4"), "has no spec: its layers differ in the width of a head."),
+}
+
+
+@pytest.mark.parametrize("name", GGUF_REFUSED)
+def test_architectures_of_llama_cpp_without_a_spec(name: str) -> None:
+    config, text = GGUF_REFUSED[name]
+    refused(config, f"GGUF architecture {config['general.architecture']!r} {text}")
+
+
+@pytest.mark.parametrize("arch", ["granite", "granitemoe", "granitehybrid"])
+def test_granites_switch_in_gguf(arch: str) -> None:
+    config = gguf(arch, rope__scaling__finetuned=False)
+    refused(config, f"the config has no RoPE: {arch}.rope.scaling.finetuned is False.")
+
+
+def test_other_widths_and_patterns_in_gguf_are_unknown() -> None:
+    for key in ("attention.key_length_swa", "attention.rope_pattern", "rope.dimension_count_swa"):
+        with pytest.raises(ValueError, match=rf"known but got llama\.{re.escape(key)}"):
+            read({**gguf("llama"), f"llama.{key}": 64})
+    with pytest.raises(
+        ValueError, match="the table of families does not contain GGUF architecture 'llama4'"
+    ):
+        read(gguf("llama4", attention__sliding_window=0))
