@@ -117,6 +117,28 @@ def rope(
     return fn
 
 
+def by_rates(
+    rates: torch.Tensor,
+    *,
+    factor: float = 1.0,
+    phase: float = 0.0,
+    where: Callable[[torch.Tensor], torch.Tensor] = lambda positions: positions,
+) -> Fn:
+    """Return a rotation of all channels by these frequencies, a factor on tables, and an angle added to each."""
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        angle = angles(where(positions), rates)[:, None] + phase
+        return turn(x.float(), factor * angle.cos(), factor * angle.sin()).to(x.dtype)
+
+    return fn
+
+
+def named(report: Any, *codes: str) -> Any:
+    """Check that a report of the audit names these faults alone, in this order; return the report."""
+    assert report.codes == codes, str(report)
+    return report
+
+
 # --- functions with state, a table, or another signature ---------------------------------------------
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.command import call
+from tests.support.planted_faults import named
 from tightrope import Axes, RopeSpec, functional
 from tightrope.frequencies import Linear, YaRN
 from tightrope_tools.audit import Comparison, compare
@@ -65,6 +66,9 @@ def rope(
     return rotate
 
 
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+EXACT: dict[str, Any] = {"angle": F64, "frequency": F64}
+# What differs -> the two functions, the code, and a part of the evidence.
 PLANTED: dict[str, tuple[Rope, Rope, str, str]] = {
     "pairing": (rope(interleaved=True), rope(), "pairing", "interleaved"),
     "slice": (rope(width=32), rope(), "slice", "0 to 31"),
@@ -72,31 +76,21 @@ PLANTED: dict[str, tuple[Rope, Rope, str, str]] = {
     "first position": (rope(shift=1.0), rope(), "positions", "+1 positions"),
     "base": (rope(base=500000.0), rope(), "frequencies", "31 of 32 pairs differ"),
     "one pair": (rope(slowed=7), rope(), "frequencies", "pair 7 turns by"),
-    "frequencies in bfloat16": (rope(frequency=torch.bfloat16), rope(), "frequency-dtype", "pair"),
-    "frequencies in float16": (rope(), rope(frequency=torch.float16), "frequency-dtype", "pair"),
-    "frequencies in float64": (
-        rope(angle=torch.float64, frequency=torch.float64),
-        rope(),
-        "frequency-dtype",
-        "pair",
-    ),
-    "angles in float64": (
-        rope(angle=torch.float64),
-        rope(angle=torch.float64, frequency=torch.float64),
-        "frequency-dtype",
-        "pair",
-    ),
+    "frequencies in bfloat16": (rope(frequency=BF16), rope(), "frequency-dtype", "pair"),
+    "frequencies in float16": (rope(), rope(frequency=F16), "frequency-dtype", "pair"),
+    "frequencies in float64": (rope(**EXACT), rope(), "frequency-dtype", "pair"),
+    "angles in float64": (rope(angle=F64), rope(**EXACT), "frequency-dtype", "pair"),
     "attention factor": (rope(factor=1.2), rope(), "attention-factor", "1.2"),
-    "positions in bfloat16": (rope(position=torch.bfloat16), rope(), "position-dtype", "bfloat16"),
-    "positions in float16": (rope(), rope(position=torch.float16), "position-dtype", "float16"),
+    "positions in bfloat16": (rope(position=BF16), rope(), "position-dtype", "bfloat16"),
+    "positions in float16": (rope(), rope(position=F16), "position-dtype", "float16"),
     "positions in the dtype of x": (rope(position="x"), rope(), "position-dtype", "the first: at"),
     "tables in float32": (
-        rope(table=torch.float32, rounding="wide"),
+        rope(table=F32, rounding="wide"),
         rope(rounding="wide"),
         "table-dtype",
         "float32",
     ),
-    "tables in bfloat16": (rope(table=torch.bfloat16), rope(), "table-dtype", "bfloat16"),
+    "tables in bfloat16": (rope(table=BF16), rope(), "table-dtype", "bfloat16"),
     "roundings": (rope(rounding="wide"), rope(), "rounding", "the first: wide"),
     "gradients": (rope(detach=True), rope(), "gradient-rounding", "the first: unknown"),
 }
@@ -122,8 +116,8 @@ def test_planted_differences_are_named_first(name: str) -> None:
         {},
         {"sign": -1.0},
         {"base": 5e5, "interleaved": True},
-        {"angle": torch.float64, "frequency": torch.float64},
-        {"table": torch.bfloat16},
+        EXACT,
+        {"table": BF16},
     ],
     ids=str,
 )
@@ -131,7 +125,7 @@ def test_an_offset_alone_is_the_only_difference(shift: float, options: dict[str,
     """Later steps are compared at the same angles: an offset does not make them differ."""
     for a, b, ahead in ((shift, 0.0, shift), (0.0, shift, -shift), (shift, 2.0, shift - 2.0)):
         found = compare(rope(shift=a, **options), rope(shift=b, **options), head_dim=DIM)
-        assert found.codes == ("positions",), found
+        named(found, "positions")
         assert f"{ahead:+.0f} positions" in found.differences[0].evidence
         assert all(one == other for one, other in found.facts.values())
 
@@ -139,39 +133,37 @@ def test_an_offset_alone_is_the_only_difference(shift: float, options: dict[str,
 def test_an_offset_of_exact_rotations() -> None:
     """Some pairs are so slow that their turn by one position cannot be measured at position 0."""
     spec = RopeSpec(32, base=500_000.0)
-    found = compare(
-        lambda x, positions: functional.rotate(x, spec, positions),
-        lambda x, positions: functional.rotate(x, spec, positions + 1),
-        head_dim=32,
-    )
-    assert found.codes == ("positions",), found
+
+    def ahead(by: int) -> Rope:
+        return lambda x, positions: functional.rotate(x, spec, positions + by)
+
+    named(compare(ahead(0), ahead(1), head_dim=32), "positions")
 
 
 def test_offsets_that_are_equal_are_no_difference() -> None:
-    assert compare(rope(shift=1.0), rope(shift=1.0), head_dim=DIM).ok
-    found = compare(rope(shift=1.0), rope(shift=1.0, base=5e5), head_dim=DIM)
-    assert found.codes == ("frequencies",), found
+    named(compare(rope(shift=1.0), rope(shift=1.0), head_dim=DIM))
+    other = rope(shift=1.0, base=5e5)
+    named(compare(rope(shift=1.0), other, head_dim=DIM), "frequencies")
 
 
 @pytest.mark.parametrize("shift", [0.5, -0.25])
 def test_an_offset_by_a_fraction(shift: float) -> None:
     """No call removes it, so angles and the last bits of frequencies are not compared."""
-    found = compare(rope(shift=shift), rope(), head_dim=DIM)
-    assert found.codes == ("positions",), found
+    found = named(compare(rope(shift=shift), rope(), head_dim=DIM), "positions")
     assert f"{shift:+.4g} positions" in found.differences[0].evidence
     assert found.facts["angles"] == ("not compared", "not compared")
     found = compare(rope(shift=shift, base=5e5), rope(), head_dim=DIM)
-    assert found.codes == ("positions", "frequencies"), found
+    named(found, "positions", "frequencies")
 
 
 OFFSET_AND: dict[str, tuple[dict[str, Any], str]] = {
     "base": ({"base": 500000.0}, "frequencies"),
     "one pair": ({"slowed": 7}, "frequencies"),
-    "frequencies in bfloat16": ({"frequency": torch.bfloat16}, "frequency-dtype"),
+    "frequencies in bfloat16": ({"frequency": BF16}, "frequency-dtype"),
     "attention factor": ({"factor": 1.2}, "attention-factor"),
-    "positions in bfloat16": ({"position": torch.bfloat16}, "position-dtype"),
+    "positions in bfloat16": ({"position": BF16}, "position-dtype"),
     "positions in the dtype of x": ({"position": "x"}, "position-dtype"),
-    "tables in bfloat16": ({"table": torch.bfloat16}, "table-dtype"),
+    "tables in bfloat16": ({"table": BF16}, "table-dtype"),
     "roundings": ({"rounding": "wide"}, "rounding"),
 }
 
@@ -180,24 +172,18 @@ OFFSET_AND: dict[str, tuple[dict[str, Any], str]] = {
 def test_an_offset_hides_no_other_difference(name: str) -> None:
     options, code = OFFSET_AND[name]
     alone = compare(rope(**options), rope(), head_dim=DIM)
-    found = compare(rope(shift=1.0, **options), rope(), head_dim=DIM)
-    assert found.codes == ("positions", *alone.codes), found
-    assert found.codes[1] == code
+    named(compare(rope(shift=1.0, **options), rope(), head_dim=DIM), "positions", *alone.codes)
+    assert alone.codes[0] == code
 
 
 def test_equal_functions_agree() -> None:
     for options in ({}, {"interleaved": True, "rounding": "wide"}, {"width": 32, "factor": 1.1}):
-        found = compare(rope(**options), rope(**options), head_dim=DIM)  # type: ignore[arg-type]
-        assert found.ok, found
+        found = named(compare(rope(**options), rope(**options), head_dim=DIM))  # type: ignore[arg-type]
         assert found.shares == dict.fromkeys(("float32", "bfloat16", "float16"), (0.0, 0.0))
 
 
 @pytest.mark.parametrize(
-    "stack, options",
-    [
-        ("transformers", {}),
-        ("diffusers", {"table": torch.float32, "rounding": "wide"}),
-    ],
+    "stack, options", [("transformers", {}), ("diffusers", {"table": F32, "rounding": "wide"})]
 )
 def test_functions_and_stacks(stack: str, options: dict[str, Any]) -> None:
     """The arithmetic of a stack, written out, agrees with it; in the backward pass too."""
@@ -212,50 +198,36 @@ def test_yarn_of_litgpt_differs_from_that_of_transformers() -> None:
     found = compare("stack:litgpt", "stack:transformers", spec=spec)
     assert found.codes[:2] == ("frequencies", "attention-factor")
     assert "ratio 4" in found.differences[0].evidence
-    alike = compare("stack:vllm-native", "stack:transformers", spec=spec)
-    assert alike.ok, alike
+    named(compare("stack:vllm-native", "stack:transformers", spec=spec))
 
 
 def test_linear_scaling_of_positions_differs_in_last_bits() -> None:
     """vLLM divides positions, transformers frequencies: the same but for roundings."""
     spec = RopeSpec(DIM, scaling=Linear(3.0))
     found = compare("stack:vllm-native", "stack:transformers", spec=spec)
-    assert not found.ok
     assert found.codes[0] in ("frequencies", "frequency-dtype", "angle-dtype", "cosines")
     assert found.shares["float32"][0] > 0.1
 
 
 def test_models_and_configurations(tmp_path: Path) -> None:
-    assert compare("llama", "stack:transformers").ok
-    config = {
-        "model_type": "llama",
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "rope_theta": 1e4,
-    }
+    named(compare("llama", "stack:transformers"))
+    config = {"model_type": "llama", "head_dim": 64, "rope_theta": 1e4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = compare(str(tmp_path), "stack:transformers")
-    assert found.ok, found
+    named(compare(str(tmp_path), "stack:transformers"))
     other = tmp_path / "other.json"
     other.write_text(json.dumps(config | {"rope_theta": 5e5}))
-    assert compare(str(tmp_path), str(other)).codes == ("frequencies",)
+    named(compare(str(tmp_path), str(other)), "frequencies")
 
 
 def test_models_as_they_are() -> None:
     """A model that was cast is compared with its rounded frequencies."""
     from transformers import LlamaConfig, LlamaModel
 
-    config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=16,
-        num_attention_heads=2,
-        num_hidden_layers=1,
-        vocab_size=8,
-    )
+    sizes = {"hidden_size": 128, "intermediate_size": 16, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=8)
     model = LlamaModel(config)
-    assert compare(model, "stack:transformers").ok
-    cast = LlamaModel(config).bfloat16()
-    found = compare(model, cast)
+    named(compare(model, "stack:transformers"))
+    found = compare(model, LlamaModel(config).bfloat16())
     assert found.codes[0] == "frequency-dtype"
     assert found.facts["frequencies"] == ("float32", "bfloat16")
 
@@ -266,63 +238,86 @@ def test_a_dtype_that_neither_function_accepts_is_left_out() -> None:
             raise TypeError("no float16")
         return rope()(x, positions)
 
-    found = compare(narrow, narrow, head_dim=DIM)
-    assert found.ok, found
+    found = named(compare(narrow, narrow, head_dim=DIM))
     assert found.shares.keys() == {"float32", "bfloat16"}
-    found = compare(narrow, rope(), head_dim=DIM)
-    assert found.codes == ("unexplained",)
+    found = named(compare(narrow, rope(), head_dim=DIM), "unexplained")
     assert found.shares["float16"] == (1.0, None)
 
 
 def test_several_axes() -> None:
     spec = RopeSpec(DIM, axes=Axes.sections((8, 12, 12)))
-    assert compare("stack:vllm-native", "stack:transformers", spec=spec).ok
+    named(compare("stack:vllm-native", "stack:transformers", spec=spec))
     assert compare("stack:vllm", "stack:transformers", spec=spec).codes[0] == "rounding"
-
-
-def test_options_are_checked() -> None:
-    stacks = "stack:vllm", "stack:meta"
-    for options, sentence in (
-        ({"layout": "hsbd"}, r"\[compare\] layout must be one of bhsd, .* but got 'hsbd'"),
-        ({"tables": "whole"}, r"\[compare\] tables must be one of .* but got 'whole'"),
-        ({"device": "cuda:99"}, r"\[compare\] device 'cuda:99' must be available"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            compare(*stacks, spec=RopeSpec(DIM), **options)  # type: ignore[arg-type]
 
 
 # --- the command ----------------------------------------------------------------------------
 
 
-def test_command() -> None:
-    spec = ("--head-dim", "64", "--base", "10000")
-    code, output, _ = call(
-        main, "audit", "stack:litgpt", "--against", "stack:transformers", *spec, "--no-isolate"
+SPEC = "--head-dim 64 --base 10000".split()
+
+
+@pytest.mark.parametrize(
+    "other, code, words",
+    [
+        (
+            "stack:transformers",
+            1,
+            ["table-dtype", "rounding", "of gradients differ", "the second: each"],
+        ),
+        ("stack:diffusers", 0, ["They agree to the bit"]),
+    ],
+)
+def test_command(other: str, code: int, words: list[str]) -> None:
+    found, output, _ = call(
+        main, "audit", "stack:litgpt", "--against", other, *SPEC, "--no-isolate"
     )
-    assert code == 1
-    for words in ("table-dtype", "rounding", "of gradients differ", "the second: each"):
-        assert words in " ".join(output.split()), output
-    code, output, _ = call(
-        main, "audit", "stack:litgpt", "--against", "stack:diffusers", *spec, "--no-isolate"
-    )
-    assert code == 0
-    assert "They agree to the bit" in output
+    assert found == code
+    assert [each for each in words if each not in " ".join(output.split())] == []
+
+
+def test_command_in_json() -> None:
     stacks = "stack:transformers", "--against", "stack:vllm"
-    code, output, _ = call(main, "audit", *stacks, *spec, "--json")
+    code, output, _ = call(main, "audit", *stacks, *SPEC, "--json")
     assert code == 1
-    saved = json.loads(output)
-    assert Comparison.from_dict(saved).codes[0] == "rounding"
+    assert Comparison.from_dict(json.loads(output)).codes[0] == "rounding"
 
 
-def test_errors() -> None:
-    with pytest.raises(ValueError, match=r"\[compare\] stack:vllm must have a spec: give spec="):
-        compare("stack:vllm", rope())
-    with pytest.raises(ValueError, match=r"\[compare\] stack must be one of .* but got 'vlm'"):
-        compare("stack:vlm", rope(), spec=RopeSpec(8))
-    with pytest.raises(ValueError, match=r"must return a rotated x of the same shape but no call"):
-        compare(lambda: 3, rope())
-    with pytest.raises(ValueError, match="must rotate pairs of channels but does not"):
-        compare(lambda x, positions: x + 0 * positions.sum(), rope(), head_dim=DIM)
-    code, _, error = call(main, "audit", "stack:vllm", "--against", "stack:meta", "--no-isolate")
+STACKS = "stack:vllm", "stack:meta"
+
+
+@pytest.mark.parametrize(
+    "one, other, options, text",
+    [
+        ("stack:vllm", rope(), {}, r"\[compare\] stack:vllm must have a spec: give spec="),
+        (
+            "stack:vlm",
+            rope(),
+            {"spec": RopeSpec(8)},
+            r"\[compare\] stack must be one of .* but got 'vlm'",
+        ),
+        (lambda: 3, rope(), {}, "must return a rotated x of the same shape but no call"),
+        (
+            lambda x, positions: x + 0 * positions.sum(),
+            rope(),
+            {"head_dim": DIM},
+            "must rotate pairs of channels but does not",
+        ),
+        (
+            *STACKS,
+            {"layout": "hsbd"},
+            r"\[compare\] layout must be one of bhsd, .* but got 'hsbd'",
+        ),
+        (*STACKS, {"tables": "whole"}, r"\[compare\] tables must be one of .* but got 'whole'"),
+        (*STACKS, {"device": "cuda:99"}, r"\[compare\] device 'cuda:99' must be available"),
+    ],
+)
+def test_errors(one: Any, other: Any, options: dict[str, Any], text: str) -> None:
+    spec = {"spec": RopeSpec(DIM)} if one in STACKS and options else {}
+    with pytest.raises(ValueError, match=text):
+        compare(one, other, **spec | options)
+
+
+def test_an_error_of_the_command() -> None:
+    code, _, error = call(main, "audit", *STACKS[:1], "--against", STACKS[1], "--no-isolate")
     assert code == 2
     assert "must have a spec" in " ".join(error.split())

@@ -15,6 +15,7 @@ import torch
 
 from tests.support import correct_functions, planted_faults as planted
 from tests.support.correct_functions import Case
+from tests.support.planted_faults import named
 from tightrope import Axes, RopeSpec, functional
 from tightrope.frequencies import Given, YaRN
 from tightrope.nn import RotaryPositionalEmbedding
@@ -32,14 +33,9 @@ CHOSEN = [*dict.fromkeys([*SOME, *{case.form: case for case in ALL}.values()])]
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_correct_function_is_not_condemned(case: Case, declared: bool) -> None:
     # Positions are (tokens,) for packed sequences, and tables end at 5,000.
-    report = audit(
-        case.make(),
-        spec=case.spec if declared else None,
-        head_dim=correct_functions.DIM,
-        layout=case.layout,
-        longest=2**14,
-    )
-    assert report.codes == (), str(report)
+    spec = case.spec if declared else None
+    options = {"head_dim": correct_functions.DIM, "layout": case.layout, "longest": 2**14}
+    named(audit(case.make(), spec=spec, **options))
 
 
 def test_the_functions_are_many() -> None:
@@ -171,8 +167,7 @@ def test_a_rotation_along_the_wrong_dimension(spec: RopeSpec | None) -> None:
     def heads_as_tokens(x: torch.Tensor) -> torch.Tensor:
         return functional.rotate(x, SPEC, layout="bshd")
 
-    report = audit(heads_as_tokens, spec=spec, layout="bhsd", head_dim=64)
-    assert report.codes == ("heads",), str(report)
+    report = named(audit(heads_as_tokens, spec=spec, layout="bhsd", head_dim=64), "heads")
     assert report.findings[0].sentence.startswith("It rotates along the heads")
     assert 'layout="bhsd"' in report.findings[0].mend
 
@@ -183,16 +178,17 @@ def test_signs_folded_into_the_sines() -> None:
     def folded(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return x * cos[:, None] + x.roll(x.shape[-1] // 2, -1) * sin[:, None]
 
-    report = audit(folded, head_dim=64)
-    assert report.codes == ("sign-missing",), str(report)
+    report = named(audit(folded, head_dim=64), "sign-missing")
     assert "torch.cat((-sin, sin), -1)" in report.findings[0].mend
 
 
 def test_assert_rope() -> None:
-    assert_rope(lambda x, positions: functional.rotate(x, SPEC, positions), SPEC)
-    other = RopeSpec(64, 5e5)
+    def ours(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return functional.rotate(x, SPEC, positions)
+
+    assert_rope(ours, SPEC)
     with pytest.raises(AssertionError, match=r"ERROR base: The base is 10000; 500000 was declared"):
-        assert_rope(lambda x, positions: functional.rotate(x, SPEC, positions), other)
+        assert_rope(ours, RopeSpec(64, 5e5))
 
 
 # --- what a review found ------------------------------------------------------------------------------
@@ -224,7 +220,7 @@ def test_k_is_checked_like_q(name: str) -> None:
 
 def test_keys_are_compared() -> None:
     found = compare(planted.on_both(ROTATE, ROTATE), planted.on_both(ROTATE, None), head_dim=64)
-    assert found.codes == ("unexplained",)
+    named(found, "unexplained")
 
 
 def test_a_token_alone() -> None:
@@ -264,20 +260,12 @@ def test_a_factor_with_tables_of_16_bits(factor: float, dtype: torch.dtype, befo
         return planted.turn(x.float(), cos, sin).to(x.dtype)
 
     for declared in (None, spec):
-        report = audit(yarn, spec=declared, longest=2**17)
-        assert report.codes == ("table-dtype",), str(report)
+        report = named(audit(yarn, spec=declared, longest=2**17), "table-dtype")
         assert f"YaRN scaling by {factor:g}" in report.facts["frequencies"]
 
 
 def test_a_factor_beside_frequencies_of_no_known_rule_is_a_note() -> None:
-    rates = torch.linspace(1.0, 0.01, 32)
-
-    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        angle = planted.angles(positions, rates)[:, None]
-        return planted.turn(x.float(), 1.2 * angle.cos(), 1.2 * angle.sin()).to(x.dtype)
-
-    report = audit(fn)
-    assert report.ok, str(report)
+    report = named(audit(planted.by_rates(torch.linspace(1.0, 0.01, 32), factor=1.2)))
     assert "amplitude" in {each.code for each in report.findings}
 
 
@@ -304,11 +292,9 @@ def test_frequencies_that_are_multiples_of_half_a_turn(
         cos, sin = angle.cos().float(), angle.sin().float()
         return planted.turn(x.float(), cos, sin, interleaved=interleaved).to(x.dtype)
 
-    report = audit(fn, spec=spec)
-    assert report.ok, str(report)
+    named(audit(fn, spec=spec))
     if name != "whole turns":
-        blind = audit(fn, head_dim=64)
-        assert blind.ok, str(blind)
+        named(audit(fn, head_dim=64))
 
 
 def test_two_blocks_of_half_pairs() -> None:
@@ -317,8 +303,7 @@ def test_two_blocks_of_half_pairs() -> None:
     def blocks(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return torch.cat((one(x[..., :32], positions), one(x[..., 32:], positions)), -1)
 
-    report = audit(blocks, head_dim=64)
-    assert report.ok, str(report)
+    report = named(audit(blocks, head_dim=64))
     assert report.findings[0].code == "blocks"
 
 
@@ -333,8 +318,10 @@ def test_a_backward_pass_that_raises(error: Exception) -> None:
         def backward(_: Any, *__: Any) -> Any:
             raise error
 
-    report = audit(lambda x, positions: Raises.apply(ROTATE(x, positions)))  # type: ignore[no-untyped-call]
-    assert report.codes == ("gradient-raises",), str(report)
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> Any:
+        return Raises.apply(ROTATE(x, positions))  # type: ignore[no-untyped-call]
+
+    named(audit(fn), "gradient-raises")
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

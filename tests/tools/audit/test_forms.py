@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.models.forms import NEW, Function, along, by_one_table, by_rows
+from tests.support.planted_faults import named
 from tightrope.forms import FORMS
 from tightrope.integrations.transformers import recognise
 from tightrope_tools.audit import audit
@@ -31,8 +32,7 @@ def test_the_audit_calls_every_function_that_patch_replaces(
     function: Function, call: str, layout: str, pairing: str
 ) -> None:
     assert recognise(function)
-    report = audit(function, **OPTIONS)
-    assert report.ok, str(report)
+    report = named(audit(function, **OPTIONS))
     assert (report.facts["called as"], report.facts["layout"]) == (call, layout)
     assert report.facts["pairing"].startswith(pairing)
 
@@ -43,17 +43,16 @@ def test_a_fault_in_such_a_function_is_found() -> None:
 
 
 def test_another_axis_of_tokens_than_was_tried_is_audited() -> None:
-    assert audit(along, **OPTIONS).ok
+    named(audit(along, **OPTIONS))
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NEW)
 def test_a_new_form_is_audited(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     form, function, pairing = NEW[name]
-    assert audit(function, **OPTIONS).codes == ("cannot-call",)
+    named(audit(function, **OPTIONS), "cannot-call")
     monkeypatch.setitem(FORMS, form.name, form)
-    report = audit(function, **OPTIONS)
-    assert report.ok, str(report)
+    report = named(audit(function, **OPTIONS))
     assert report.facts["called as"] == f"fn(x, {form.roles[0]})"
     assert report.facts["pairing"].startswith(pairing)
 

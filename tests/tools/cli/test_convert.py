@@ -126,42 +126,20 @@ def test_all_that_can_be_said(tmp_path: Path) -> None:
     assert all(torch.equal(c[name], d[name]) for name in c)
 
 
+ZOO = {"model_type": "zoo", "rope_theta": None, "a_config": LLAMA, "b_config": LLAMA}
 GLM = {"model_type": "glm", "head_dim": 8, "partial_rotary_factor": 0.5, "rope_interleaved": False}
 
 
 @pytest.mark.parametrize(
     "more, options, text",
     [
-        (
-            {"swa_rope_theta": 5e5},
-            "",
-            "got swa_rope_theta; pass --config, a file without them, if they do not change which channels rotate",
-        ),
-        (
-            {"model_type": "zoo", "rope_theta": None, "a_config": LLAMA, "b_config": LLAMA},
-            "",
-            "as RoPE is in 'a_config', 'b_config'; for example --section b_config",
-        ),
-        (
-            {"partial_rotary_factor": 0.5},
-            "",
-            "for other code, which rotates a part, pass a config without its model_type, with --from half",
-        ),
-        (
-            {"model_type": "zebra"},
-            "--start 4",
-            "pass --rotary-dim=4 if all 4 channels from 4 on rotate, or the number that do",
-        ),
-        (
-            {"model_type": "zebra"},
-            "",
-            "pass --rotary-dim=8 if all 8 channels of a head rotate, or the number that do, with --start if they",
-        ),
-        (
-            GLM,
-            "",
-            "False from rope_interleaved and True from model_type 'glm'; pass --from if the key is right",
-        ),
+        ({"swa_rope_theta": 5e5}, "", "got swa_rope_theta; pass --config, a file without them, if"),
+        (ZOO, "", "as RoPE is in 'a_config', 'b_config'; for example --section b_config"),
+        ({"partial_rotary_factor": 0.5}, "", "without its model_type, with --from half"),
+        ({"model_type": "zebra"}, "--start 4", "pass --rotary-dim=4 if all 4 channels from 4 on"),
+        ({"model_type": "zebra"}, "", "pass --rotary-dim=8 if all 8 channels of a head rotate"),
+        ({"model_type": "zebra"}, "", "or the number that do, with --start if they"),
+        (GLM, "", "and True from model_type 'glm'; pass --from if the key is right"),
     ],
 )
 def test_errors_about_configurations_name_options(

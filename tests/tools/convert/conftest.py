@@ -29,17 +29,10 @@ def converted(tmp_path: Path) -> Callable[..., tuple[Any, Tensors]]:
     """Return a function that converts tensors, and returns what was done and the new tensors."""
     number = count()
 
-    def run(
-        tensors: Tensors,
-        config: dict[str, Any] | None = LLAMA,
-        *,
-        to: str = "interleaved",
-        shards: int = 1,
-        **options: Any,
-    ) -> tuple[Any, Tensors]:
+    def run(tensors: Tensors, config: Any = LLAMA, **options: Any) -> tuple[Any, Tensors]:
         folder = tmp_path / f"converted {next(number)}"
-        source = write(folder / "in", tensors, config, shards=shards)
-        done = convert(source, folder / "out", to=to, **options)
+        source = write(folder / "in", tensors, config)
+        done = convert(source, folder / "out", **{"to": "interleaved", **options})
         return done, _load(folder / "out")
 
     return run
@@ -51,18 +44,12 @@ def refused(tmp_path: Path) -> Callable[..., Path]:
     number = count()
 
     def run(
-        match: str,
-        tensors: Tensors,
-        config: dict[str, Any] | None = LLAMA,
-        *,
-        to: str = "interleaved",
-        shards: int = 1,
-        **options: Any,
+        match: str, tensors: Tensors, config: Any = LLAMA, *, shards: int = 1, **options: Any
     ) -> Path:
         folder = tmp_path / f"refused {next(number)}"
         source = write(folder / "in", tensors, config, shards=shards)
         with pytest.raises((ValueError, TypeError), match=match):
-            convert(source, folder / "out", to=to, **options)
+            convert(source, folder / "out", **{"to": "interleaved", **options})
         assert [path.name for path in folder.iterdir()] == ["in"]
         return source
 

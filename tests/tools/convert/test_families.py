@@ -22,7 +22,7 @@ from tests.support.tolerances import TABLE
 from tightrope import RopeSpec
 from tightrope.config.families import FAMILIES
 from tightrope_tools.convert import Stated, convert
-from tightrope_tools.convert.naming import FAMILY_NAMING, KEY_HEADS_OPTIONAL, NAMINGS
+from tightrope_tools.convert.naming import FAMILY_NAMING, KEY_HEADS_OPTIONAL
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -31,24 +31,18 @@ SIZES: dict[str, Any] = {
     "vocab_size": 37,
     "hidden_size": 64,
     "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 64,
+    "attn_implementation": "eager",
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "attn_implementation": "eager",
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "shared_expert_intermediate_size": 8,
+    **dict.fromkeys(("num_hidden_layers", "num_key_value_heads"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 8),
+    "num_attention_heads": 4,
     "n_group": 1,
     "topk_group": 1,
-    "moe_num_experts": 4,
-    "moe_k": 2,
 }
 _WIDE = {"head_dim": 24}
 _MLA = {
@@ -92,6 +86,7 @@ _BY_NEED: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa minicpm3 mistral4 youtu", _MLA),
     ("lfm2 lfm2_moe", _ATTENTION),
     ("gpt_neox modernbert roformer", _ONE_KIND),
+    ("gptj codegen", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, **_ONE_KIND}),
     ("qwen3_vl_text qwen3_vl_moe_text", _VL),
     ("qwen3_5_text qwen3_5_moe_text", _HYBRID),
     (
@@ -123,8 +118,6 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4_moe": {**_WIDE, **_NORMS},
     "minimax_m2": {**_WIDE, "rotary_dim": 8},
     "longcat_flash": {**_MLA, "num_layers": 2, "ffn_hidden_size": 8, "zero_expert_num": 1},
-    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, **_ONE_KIND},
-    "codegen": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, **_ONE_KIND},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "esm": {"position_embedding_type": "rotary", "mask_token_id": 3, **_ONE_KIND},
     "moonshine": {
@@ -338,73 +331,46 @@ MEGATRON: dict[str, Any] = {
     "rotary_interleaved": False,
 }
 PLAIN = {"head_dim": WIDTH, "num_attention_heads": HEADS, "rope_theta": 1e4}
-REFERENCES: dict[str, tuple[str, str, Any, int, dict[str, Any], Stated]] = {
-    "internlm2": (
-        "internlm2",
-        "layers.0.attention.wqkv",
-        grouped,
-        GROUPS,
-        {**PLAIN, "model_type": "internlm2", "num_key_value_heads": GROUPS},
-        Stated(),
-    ),
-    "internlm2 without groups": (
-        "internlm2",
-        "layers.0.attention.wqkv",
-        grouped,
-        HEADS,
-        {**PLAIN, "model_type": "internlm2"},
-        Stated(),
-    ),
-    "megatron": (
-        "megatron",
-        "layers.0.self_attention.linear_qkv",
-        grouped,
-        GROUPS,
-        {**MEGATRON, "num_query_groups": GROUPS},
-        Stated(),
-    ),
+FAMILY = {**PLAIN, "model_type": "internlm2"}
+OF_GROUPS = {**MEGATRON, "num_query_groups": GROUPS}
+WQKV = "layers.0.attention.wqkv"
+LINEAR, QKV = "layers.0.self_attention.linear_qkv", "layers.0.self_attention.query_key_value"
+CHATGLM: dict[str, Any] = {"naming": "chatglm", "source": "interleaved", "rotary_dim": WIDTH // 2}
+# Case -> module, its split and groups, configuration, and what the user states.
+REFERENCES: dict[str, tuple[str, Any, int, dict[str, Any], Stated]] = {
+    "internlm2": (WQKV, grouped, GROUPS, {**FAMILY, "num_key_value_heads": GROUPS}, Stated()),
+    "internlm2 without groups": (WQKV, grouped, HEADS, FAMILY, Stated()),
+    "megatron": (LINEAR, grouped, GROUPS, OF_GROUPS, Stated()),
     "megatron, in parallel": (
-        "megatron",
-        "layers.0.self_attention.linear_qkv",
+        LINEAR,
         grouped,
         GROUPS,
-        {**MEGATRON, "num_query_groups": GROUPS, "tensor_model_parallel_size": 3},
+        {**OF_GROUPS, "tensor_model_parallel_size": 3},
         Stated(),
     ),
-    "megatron without groups": (
-        "megatron",
-        "layers.0.self_attention.query_key_value",
-        heads_of_three,
-        HEADS,
-        MEGATRON,
-        Stated(),
-    ),
+    "megatron without groups": (QKV, heads_of_three, HEADS, MEGATRON, Stated()),
     "nemo, legacy": (
-        "megatron",
-        "layers.0.self_attention.query_key_value",
+        QKV,
         blocks,
         HEADS,
         {**MEGATRON, "megatron_legacy": True},
         Stated(packing="blocks"),
     ),
     "chatglm": (
-        "chatglm",
-        "encoder.layers.0.self_attention.query_key_value",
+        f"encoder.{QKV}",
         blocks,
         GROUPS,
         {**PLAIN, "multi_query_attention": True, "multi_query_group_num": GROUPS},
-        Stated(naming="chatglm", source="interleaved", rotary_dim=WIDTH // 2),
+        Stated(**CHATGLM),
     ),
     "chatglm without groups": (
-        "chatglm",
-        "encoder.layers.0.self_attention.query_key_value",
+        f"encoder.{QKV}",
         heads_of_three,
         HEADS,
         {**PLAIN, "multi_query_attention": False, "multi_query_group_num": 1},
-        Stated(naming="chatglm", source="interleaved", rotary_dim=WIDTH // 2, packing="grouped"),
+        Stated(**CHATGLM, packing="grouped"),
     ),
     "falcon before transformers": (
-        "falcon",
         "h.0.self_attention.query_key_value",
         grouped,
         1,
@@ -436,8 +402,7 @@ def attended(
 
 @pytest.mark.parametrize("case", REFERENCES)
 def test_a_converted_fused_projection_computes_the_same(case: str, tmp_path: Path) -> None:
-    naming, module, split, groups, config, stated = REFERENCES[case]
-    assert NAMINGS[naming].packing is not None
+    module, split, groups, config, stated = REFERENCES[case]
     generator = torch.Generator().manual_seed(5)
     rows = (HEADS + 2 * groups) * WIDTH
     before = {

@@ -33,6 +33,16 @@ def refused(match: str) -> Any:
     return pytest.raises(ValueError, match=match)
 
 
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A checkpoint in one file, in a folder of its own."""
+    return write(tmp_path / "a", llama_tensors())
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 # --- which files ----------------------------------------------------------------------------------
 
 
@@ -77,30 +87,29 @@ def test_an_index_cannot_point_elsewhere(tmp_path: Path, file: Any) -> None:
 
 def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
     source = write(tmp_path / "a", llama_tensors(), shards=2)
-    index = source / "model.safetensors.index.json"
-    text = index.read_text(encoding="utf-8")
-    for name, file in (
-        (Q0, "model-00001-of-00002.safetensors"),
-        ("x", "model-00001-of-00002.safetensors"),
-    ):
-        edit_index(source, **{name: file})
-        with refused(f"must agree on where tensors are but differ in {name}"):
+    index, first = (
+        source / name
+        for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors")
+    )
+
+    def differs(match: str) -> None:
+        with refused(match):
             convert(source, tmp_path / "b", to="interleaved")
+
+    text = index.read_text(encoding="utf-8")
+    for name in (Q0, "x"):
+        edit_index(source, **{name: first.name})
+        differs(f"must agree on where tensors are but differ in {name}")
         index.write_text(text, encoding="utf-8")
-    first = source / "model-00001-of-00002.safetensors"
     save_file({**load_file(first), K0: torch.zeros(2)}, first)
-    with refused(f"must agree on where tensors are but differ in {K0}"):
-        convert(source, tmp_path / "b", to="interleaved")
+    differs(f"must agree on where tensors are but differ in {K0}")
     index.write_text('{"weight_map": {}}', encoding="utf-8")
-    with refused("must hold a weight_map"):
-        convert(source, tmp_path / "b", to="interleaved")
+    differs("must hold a weight_map")
     index.unlink()
-    with refused("has shards, .*but no index"):
-        convert(source, tmp_path / "b", to="interleaved")
+    differs("has shards, .*but no index")
 
 
-def test_other_files_come_along_and_other_weights_do_not(tmp_path: Path) -> None:
-    source = write(tmp_path / "a", llama_tensors())
+def test_other_files_come_along_and_other_weights_do_not(tmp_path: Path, source: Path) -> None:
     for name in ("tokenizer.json", "original/consolidated.00.pth", "model.gguf", "below/vocab.txt"):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text("x", encoding="utf-8")
@@ -123,6 +132,10 @@ def test_other_files_come_along_and_other_weights_do_not(tmp_path: Path) -> None
         ([], "has no safetensors"),
         (["a.safetensors", "b.safetensors"], "has several files of weights, a.safetensors, b.safe"),
         (["a.safetensors.index.json", "b.safetensors.index.json"], "has several indexes"),
+        (
+            ["consolidated.00.pth", "consolidated.01.pth"],
+            "is a torch pickle of one rank of several: merge the ranks",
+        ),
     ],
 )
 def test_folders_without_one_checkpoint(tmp_path: Path, names: list[str], match: str) -> None:
@@ -169,21 +182,13 @@ def test_the_answer_to_a_pickle_saves_it(
     assert torch.equal(after["transposed"], tensors["transposed"])
 
 
-def test_ranks_of_a_checkpoint_must_be_merged(tmp_path: Path) -> None:
-    for rank in range(2):
-        torch.save({"x": torch.zeros(1)}, tmp_path / f"consolidated.{rank:02d}.pth")
-    with refused("is a torch pickle of one rank of several: merge the ranks"):
-        convert(tmp_path, tmp_path.parent / "b", to="half")
-
-
 # --- the configuration ----------------------------------------------------------------------------
 
 
-def test_the_way_back_takes_the_record_away_and_no_other(tmp_path: Path) -> None:
-    source, again = write(tmp_path / "a", llama_tensors()), Stated(source="half")
+def test_the_way_back_takes_the_record_away_and_no_other(tmp_path: Path, source: Path) -> None:
     convert(source, tmp_path / "b", to="interleaved")
     # The user overrides the record, so this is not the way back.
-    done = convert(tmp_path / "b", tmp_path / "c", to="interleaved", stated=again)
+    done = convert(tmp_path / "b", tmp_path / "c", to="interleaved", stated=Stated(source="half"))
     assert "tightrope_convert.json" in done.files
     call = f'RopeSpec.from_config("{tmp_path / "c"}", interleaved=True)'
     assert done.notes[0].endswith(f"rotate the result by {call}, which pairs neighbours")
@@ -210,8 +215,7 @@ def test_marking_changes_as_little_as_it_can() -> None:
     assert json.loads(marked("{}", (), "is_neox_style", True)) == {"is_neox_style": False}
 
 
-def test_a_key_of_the_configuration_must_have_one_value(tmp_path: Path) -> None:
-    source = write(tmp_path / "a", llama_tensors())
+def test_a_key_of_the_configuration_must_have_one_value(tmp_path: Path, source: Path) -> None:
     text = json.dumps(LLAMA)[:-1] + ', "num_attention_heads": 2}'
     (source / "config.json").write_text(text, encoding="utf-8")
     with refused("each key must have one value but num_attention_heads is 4 and 2"):
@@ -221,40 +225,37 @@ def test_a_key_of_the_configuration_must_have_one_value(tmp_path: Path) -> None:
 # --- the path of the result -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["a folder", "a file", "a link", "itself"])
-def test_nothing_that_exists_is_replaced(tmp_path: Path, which: str) -> None:
-    source = write(tmp_path / "a", llama_tensors())
-    (tmp_path / "a folder").mkdir()
-    (tmp_path / "a file").write_bytes(b"mine")
-    (tmp_path / "a link").symlink_to("nowhere")
-    before = contents(tmp_path)
-    target = source if which == "itself" else tmp_path / which
-    for checkpoint in (source, source / "model.safetensors"):
-        with refused("OUT must not exist yet but .* does: remove it, or choose another name"):
-            convert(checkpoint, target, to="interleaved")
-    assert contents(tmp_path) == before
+EXISTS = "OUT must not exist yet but .* does: remove it, or choose another name"
 
 
 @pytest.mark.parametrize(
     "target, match",
     [
+        ("a", EXISTS),
+        ("a folder", EXISTS),
+        ("a file", EXISTS),
+        ("a link", EXISTS),
         ("a/below", "must not lie inside the checkpoint's folder"),
         ("x/y", "must be in an existing folder but"),
     ],
 )
-def test_places_where_no_result_can_be(tmp_path: Path, target: str, match: str) -> None:
-    source = write(tmp_path / "a", llama_tensors())
+def test_nothing_is_replaced_or_written_in_other_places(
+    tmp_path: Path, source: Path, target: str, match: str
+) -> None:
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "a file").write_bytes(b"mine")
+    (tmp_path / "a link").symlink_to("nowhere")
     before = contents(tmp_path)
-    with refused(match):
-        convert(source, tmp_path / target, to="interleaved")
+    for checkpoint in [source] + [source / "model.safetensors"] * (match == EXISTS):
+        with refused(match):
+            convert(checkpoint, tmp_path / target, to="interleaved")
     assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("single", [False, True])
 def test_the_disk_that_is_needed_is_said_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, single: bool
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, single: bool
 ) -> None:
-    source = write(tmp_path / "a", llama_tensors())
     path = source / "model.safetensors" if single else source
     needed = sum(
         len(data) for name, data in contents(source).items() if not single or name != "config.json"
@@ -266,29 +267,29 @@ def test_the_disk_that_is_needed_is_said_before(
     with pytest.raises(OSError, match=text) as error:
         convert(path, tmp_path / "b", to="interleaved")
     assert error.value.errno == errno.ENOSPC
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert names_in(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize("single", [False, True])
 def test_a_full_disk_leaves_nothing(tmp_path: Path, single: bool) -> None:
     source = write(tmp_path / "a", llama_tensors(), shards=1 if single else 3)
+    path = source / "model.safetensors" if single else source
     before = contents(tmp_path)
     with full_disk(8000), pytest.raises(OSError, match="File too large"):
-        convert(
-            source / "model.safetensors" if single else source, tmp_path / "b", to="interleaved"
-        )
+        convert(path, tmp_path / "b", to="interleaved")
     assert contents(tmp_path) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert names_in(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize("single", [False, True])
-def test_what_a_killed_conversion_left_is_removed(tmp_path: Path, single: bool) -> None:
-    source, out = write(tmp_path / "a", llama_tensors()), tmp_path / "b"
-    left = place.partial_path(out)
-    (left / "tightrope-x" / "b").mkdir(parents=True)
-    (left / "tightrope-x" / "b" / "model.safetensors").write_bytes(b"half of it")
-    convert(source / "model.safetensors" if single else source, out, to="interleaved")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+def test_what_a_killed_conversion_left_is_removed(
+    tmp_path: Path, source: Path, single: bool
+) -> None:
+    left = place.partial_path(tmp_path / "b") / "tightrope-x" / "b"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half of it")
+    convert(source / "model.safetensors" if single else source, tmp_path / "b", to="interleaved")
+    assert names_in(tmp_path) == ["a", "b"]
 
 
 def test_a_folder_of_the_user_is_no_leftover(tmp_path: Path) -> None:
@@ -319,9 +320,7 @@ def test_two_conversions_to_one_place(
     monkeypatch.setattr(run, "_reorder", meanwhile)
     with pytest.raises(FileNotFoundError):
         convert(source, out, to="interleaved")
-    assert [path.name for path in sorted(tmp_path.iterdir())] == (
-        ["a", "b"] if ends == "second" else ["a"]
-    )
+    assert names_in(tmp_path) == (["a", "b"] if ends == "second" else ["a"])
     if ends == "second":
         convert(source, tmp_path / "c", to="interleaved")
         assert contents(out) == contents(tmp_path / "c")
@@ -354,31 +353,27 @@ def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
     assert killed
     convert(source, out, to="interleaved")
     assert contents(out) == whole
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "whole"]
+    assert names_in(tmp_path) == ["a", "b", "whole"]
 
 
-def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    source = write(tmp_path / "a", llama_tensors())
+def test_a_dry_run_writes_nothing(tmp_path: Path, source: Path) -> None:
     done = convert(source, tmp_path / "b", to="interleaved", dry_run=True)
     assert (done.written, len(done.changed)) == (False, 12)
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert names_in(tmp_path) == ["a"]
 
 
 def test_a_proof_that_fails_gives_no_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = write(tmp_path / "a", llama_tensors())
+    tensors = llama_tensors()
+    tensors[Q0][0, 0] = float("inf")
+    infinite = write(tmp_path / "inf", tensors)
+    with refused("or are NaN"):
+        convert(infinite, tmp_path / "b", to="interleaved", verify=True)
     monkeypatch.setattr(run, "source_row", lambda row, *_: row)
     with refused("scores must stay the same but those of model.layers.0.self_attn differ by"):
         convert(source, tmp_path / "b", to="interleaved", verify=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-def test_a_proof_of_infinite_weights_fails(tmp_path: Path) -> None:
-    tensors = llama_tensors()
-    tensors[Q0][0, 0] = float("inf")
-    with refused("or are NaN"):
-        convert(write(tmp_path / "a", tensors), tmp_path / "b", to="interleaved", verify=True)
+    assert names_in(tmp_path) == ["a", "inf"]
 
 
 # --- damaged files --------------------------------------------------------------------------------
@@ -410,12 +405,8 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
 @pytest.mark.parametrize("kind", ["shard", "index", "config"])
 def test_damaged_files_are_reported_and_lose_nothing(tmp_path: Path, kind: str) -> None:
     source = write(tmp_path / "a", llama_tensors(bias=False), shards=2)
-    names = {
-        "shard": "model-00001-of-00002.safetensors",
-        "index": "model.safetensors.index.json",
-        "config": "config.json",
-    }
-    file = source / names[kind]
+    names = {"shard": "model-00001-of-00002.safetensors", "index": "model.safetensors.index.json"}
+    file = source / names.get(kind, "config.json")
     data, out = file.read_bytes(), tmp_path / "b"
     chance = random.Random(kind)
     messages = []
@@ -428,7 +419,7 @@ def test_damaged_files_are_reported_and_lose_nothing(tmp_path: Path, kind: str) 
         except (ValueError, TypeError) as error:
             messages.append(str(error))
         assert file.read_bytes() == bad
-        assert [path.name for path in tmp_path.iterdir()] == ["a"]
+        assert names_in(tmp_path) == ["a"]
     assert len(messages) > 40  # most damage to weights leaves the format valid
     assert [text for text in messages if not text.startswith("[") or "\n" in text] == []
 
@@ -436,10 +427,13 @@ def test_damaged_files_are_reported_and_lose_nothing(tmp_path: Path, kind: str) 
 # --- the record in a single file ------------------------------------------------------------------
 
 
+OWN = {"format": "pt", "tightrope": 'a "note"'}
+RECORD = {"tightrope.pairing": "interleaved", "tightrope.was": "half"}
+
+
 def _one(path: Path, metadata: str) -> None:
     """Write a file with metadata of its "own", with "empty" metadata or with "none"."""
-    own = {"format": "pt", "tightrope": 'a "note"'}
-    save_file(llama_tensors(), path, metadata=own if metadata == "own" else None)
+    save_file(llama_tensors(), path, metadata=OWN if metadata == "own" else None)
     if metadata == "empty":
         raw = path.read_bytes()
         size = int.from_bytes(raw[:8], "little")
@@ -468,14 +462,16 @@ def test_a_single_file_carries_its_pairing(tmp_path: Path, metadata: str) -> Non
     assert list(after) == list(before)
     rows = interleaved_rows(list(range(32)), range(0, 32, 8), 8)
     assert torch.equal(after[Q0], before[Q0][rows])
-    with safetensors.safe_open(b, framework="pt") as opened:
-        kept = {"format": "pt", "tightrope": 'a "note"'} if metadata == "own" else {}
-        record = {"tightrope.pairing": "interleaved", "tightrope.was": "half"}
-        assert opened.metadata() == {**kept, **record}
+    assert metadata_of(b) == (OWN if metadata == "own" else {}) | RECORD
     assert int.from_bytes(b.read_bytes()[:8], "little") % 8 == 0
     # The user's statement overrides the record, and the new record states what was done.
     convert(b, d, to="interleaved", stated=Stated(source="half"))
     assert detect(d).stated == "interleaved"
+
+
+def metadata_of(path: Path) -> dict[str, str] | None:
+    with safetensors.safe_open(path, framework="pt") as opened:
+        return opened.metadata()  # type: ignore[no-any-return]
 
 
 def test_a_record_that_another_program_wrote_anew(tmp_path: Path) -> None:
@@ -484,15 +480,12 @@ def test_a_record_that_another_program_wrote_anew(tmp_path: Path) -> None:
     record = {"tightrope.was": "half", "x": "kept", "tightrope.pairing": "interleaved"}
     save_file(llama_tensors(), a, metadata=record)
     convert(a, b, to="half", stated=Stated(config=LLAMA))
-    with safetensors.safe_open(b, framework="pt") as opened:
-        assert opened.metadata() == {"x": "kept"}
+    assert metadata_of(b) == {"x": "kept"}
     convert(a, c, to="interleaved", stated=Stated(config=LLAMA, source="half"))
-    with safetensors.safe_open(c, framework="pt") as opened:
-        assert opened.metadata() == record
+    assert metadata_of(c) == record
 
 
-def test_a_record_in_a_folder_is_kept_true(tmp_path: Path) -> None:
-    source = write(tmp_path / "a", llama_tensors())
+def test_a_record_in_a_folder_is_kept_true(tmp_path: Path, source: Path) -> None:
     folder = tmp_path / "b"
     folder.mkdir()
     convert(source / "model.safetensors", folder / "model.safetensors", to="interleaved")
@@ -500,9 +493,8 @@ def test_a_record_in_a_folder_is_kept_true(tmp_path: Path) -> None:
     assert detect(folder).stated == "interleaved"
     done = convert(folder, tmp_path / "c", to="half")
     assert done.source_from == "the conversion record in model.safetensors"
-    assert (tmp_path / "c/model.safetensors").read_bytes() == (
-        source / "model.safetensors"
-    ).read_bytes()
+    before, after = (path / "model.safetensors" for path in (source, tmp_path / "c"))
+    assert after.read_bytes() == before.read_bytes()
     (folder / "tightrope_convert.json").write_text('{"pairing": "half"}', encoding="utf-8")
     with refused(
         "must agree but state model.safetensors: interleaved, tightrope_convert.json: half"
@@ -510,8 +502,7 @@ def test_a_record_in_a_folder_is_kept_true(tmp_path: Path) -> None:
         convert(folder, tmp_path / "d", to="half")
     shards = write(tmp_path / "e", llama_tensors(), shards=2)
     first = shards / "model-00001-of-00002.safetensors"
-    header = {"tightrope.pairing": "interleaved", "tightrope.was": "half"}
-    save_file(load_file(first), first, metadata=header)
+    save_file(load_file(first), first, metadata=RECORD)
     with refused(
         "must agree but state .*00001-of-00002.safetensors: interleaved, .*: nothing: pass"
     ):

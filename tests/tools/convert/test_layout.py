@@ -6,6 +6,7 @@ test_families.py tests that the rows which move are those that the published cod
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
-from tests.support.checkpoints import LLAMA, interleaved_rows, llama_tensors, write
+from tests.support.checkpoints import (
+    DEEPSEEK,
+    LLAMA,
+    interleaved_rows,
+    latent_tensors,
+    llama_tensors,
+    write,
+)
 from tightrope_tools.convert import Stated, convert, detect
 
 Tensors = dict[str, torch.Tensor]
@@ -34,23 +42,11 @@ MEGATRON: dict[str, Any] = {
 }
 LINEAR_QKV = "decoder.layers.0.self_attention.linear_qkv"
 CODEGEN = {"model_type": "codegen", "n_embd": 32, "n_head": 4, "rotary_dim": 8}
-GLM = {**LLAMA, "num_hidden_layers": 1}
 CHATGLM = Stated(source="interleaved", naming="chatglm")
-DEEPSEEK: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 1,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 4,
-    "rope_theta": 10000.0,
-}
+Run = Callable[..., Any]
 
 
-def refused(
+def refused_exactly(
     folder: Path, tensors: Tensors, config: dict[str, Any] | None, text: str, stated: Stated = HALF
 ) -> None:
     """Check that `convert` raises exactly this sentence and writes nothing, and that `detect` raises it."""
@@ -73,18 +69,6 @@ def fresh(*shape: int) -> torch.Tensor:
 
 
 # --- the number of rows ---------------------------------------------------------------------------
-
-
-def order(packing: str, heads: int, kv_heads: int) -> str:
-    """Spell the order of heads in a projection, a letter each."""
-    group = heads // kv_heads
-    if packing == "grouped":
-        return ("q" * group + "kv") * kv_heads
-    if packing == "quarters":
-        return ("q" * (heads // 4) + "v" * (heads // 4) + "k" * (heads // 4)) * 4
-    return {"q": "q" * heads, "k": "k" * kv_heads, "gated": "qg" * heads}.get(
-        packing, "q" * heads + "k" * kv_heads + "v" * kv_heads
-    )
 
 
 SPELLED = {"gated": "{0} + {0}", "q": "{0}", "k": "{1}"}
@@ -114,38 +98,29 @@ def test_any_wrong_number_of_rows_is_refused_before_anything_is_written(
         kv_heads, group = 4 * kv_heads, 1
     heads, width = kv_heads * group, 2 * pairs
     separate = packing in ("gated", "q", "k")
-    modules = {
-        f"self_attn.{name}_proj": order(
-            {"q": "gated" if packing == "gated" else "q"}.get(name, name), heads, kv_heads
-        )
-        for name in "qk"
-    }
+    queries = 2 * heads if packing == "gated" else heads
+    modules = {"self_attn.q_proj": queries, "self_attn.k_proj": kv_heads}
     if not separate:
-        modules = {"attention.query_key_value": order(packing, heads, kv_heads)}
-    tensors: Tensors = {}
-    for module, letters in modules.items():
-        rows = len(letters) * width
-        for name, columns in (
-            ("weight", 3),
-            ("bias", 0),
-            ("weight_scale", 1),
-            ("lora_B.weight", 2),
-        ):
-            shape = (rows, columns) if columns else (rows,)
-            tensors[f"layers.0.{module}.{name}"] = fresh(*shape)
+        modules = {"attention.query_key_value": heads + 2 * kv_heads}
+    columns: dict[str, tuple[int, ...]] = {
+        "weight": (3,),
+        "bias": (),
+        "weight_scale": (1,),
+        "lora_B.weight": (2,),
+    }
+    tensors = {
+        f"layers.0.{module}.{name}": fresh(count * width, *shape)
+        for module, count in modules.items()
+        for name, shape in columns.items()
+    }
     wanted = {"k": "self_attn.k_proj"}.get(packing, next(iter(modules)))
     name = f"layers.0.{wanted}.{suffix}"
     total = len(tensors[name])
     # One scale is that of the whole tensor, and stays.
     least = 2 if suffix == "weight_scale" else 1
     got = data.draw(st.integers(least, 3 * total).filter(lambda rows: rows != total))
-    config = {
-        "head_dim": width,
-        "rotary_dim": width,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "rope_theta": 1e4,
-    }
+    config = {"head_dim": width, "rotary_dim": width, "rope_theta": 1e4}
+    config |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     naming = {"gated": "qwen3_next", "q": "llama", "k": "llama"}.get(packing, "gpt_neox")
     stated = Stated(config, source="half", naming=naming, packing=None if separate else packing)
     folder = tmp_path_factory.mktemp("rows")
@@ -158,22 +133,6 @@ def test_any_wrong_number_of_rows_is_refused_before_anything_is_written(
         convert(checkpoint, folder / "out", to="interleaved", stated=stated)
     assert [path.name for path in folder.iterdir()] == ["wrong"]
 
-    checkpoint = write(folder / "right", tensors, None, shards=shards)
-    convert(checkpoint, folder / "out", to="interleaved", stated=stated)
-    after = load(folder / "out")
-    for module, letters in modules.items():
-        starts = [width * n for n, letter in enumerate(letters) if letter in "qk"]
-        for full in (full for full in tensors if full.startswith(f"layers.0.{module}.")):
-            assert after[full].tolist() == interleaved_rows(tensors[full].tolist(), starts, width)
-
-
-def load(path: Path) -> Tensors:
-    """Load the tensors of all files of a folder."""
-    made: Tensors = {}
-    for file in path.glob("*.safetensors"):
-        made |= load_file(file)
-    return made
-
 
 @pytest.mark.parametrize(
     "rank, rows, end",
@@ -183,29 +142,19 @@ def load(path: Path) -> Tensors:
     ],
 )
 def test_latent_attention(tmp_path: Path, rank: int | None, rows: int, end: str) -> None:
-    place = "model.layers.0.self_attn"
-    tensors = {
-        f"{place}.q_proj.weight": fresh(24, 16),
-        f"{place}.kv_a_proj_with_mqa.weight": fresh(rows, 16),
-    }
+    text = f"model.layers.0.self_attn.kv_a_proj_with_mqa.weight {end}"
     config = {**DEEPSEEK, "kv_lora_rank": rank}
-    text = f"{place}.kv_a_proj_with_mqa.weight {end}"
-    refused(tmp_path, tensors, config, text, Stated(source="interleaved"))
+    refused_exactly(tmp_path, latent_tensors(rows), config, text, Stated(source="interleaved"))
+
+
+DIVIDES = "must have whole heads of 8 rows, in a number that divides the 4 query heads, but has"
 
 
 @pytest.mark.parametrize(
     "rows, heads, text",
     [
-        (
-            24,
-            4,
-            "must have whole heads of 8 rows, in a number that divides the 4 query heads, but has 24 rows",
-        ),
-        (
-            20,
-            4,
-            "must have whole heads of 8 rows, in a number that divides the 4 query heads, but has 20 rows",
-        ),
+        (24, 4, f"{DIVIDES} 24 rows"),
+        (20, 4, f"{DIVIDES} 20 rows"),
         (4, None, "must have whole heads of 8 rows but has 4 rows"),
     ],
 )
@@ -214,27 +163,34 @@ def test_keys_whose_number_nothing_states(
 ) -> None:
     name = "model.layers.0.self_attn.k_proj.weight"
     stated = Stated(source="half", naming="llama", head_dim=8, heads=heads)
-    refused(tmp_path, {name: fresh(rows, 32)}, None, f"{name} {text}", stated)
+    refused_exactly(tmp_path, {name: fresh(rows, 32)}, None, f"{name} {text}", stated)
 
 
-def test_numbers_of_heads_that_must_be_known(tmp_path: Path) -> None:
-    stated = {"source": "half", "naming": "phi3", "head_dim": 8}
-    tensors = {f"{QKV}.weight": fresh(96, 32)}
-    text = f"the number of query heads in {QKV}.weight must be known: pass --heads"
-    refused(tmp_path, tensors, None, text, Stated(**stated))
-    text = f"the number of key heads in {QKV}.weight must be known: pass --kv-heads"
-    refused(tmp_path, tensors, None, text, Stated(**stated, heads=4))
-    text = f"the 4 query heads in {QKV}.weight must be a multiple of its 3 key heads"
-    refused(tmp_path, tensors, None, text, Stated(**stated, heads=4, kv_heads=3))
-    text = (
-        f"to be packed in quarters, {QKV}.weight must hold as many key as query heads, a multiple of 4, but holds "
-        "4 query and 2 key heads"
-    )
-    refused(
-        tmp_path, tensors, None, text, Stated(**stated, heads=4, kv_heads=2, packing="quarters")
-    )
-    text = "--kv-heads must be a whole number from 1 to 65536 but got 0"
-    refused(tmp_path, tensors, None, text, Stated(**stated, heads=4, kv_heads=0))
+@pytest.mark.parametrize(
+    "more, text",
+    [
+        ({}, f"the number of query heads in {QKV}.weight must be known: pass --heads"),
+        ({"heads": 4}, f"the number of key heads in {QKV}.weight must be known: pass --kv-heads"),
+        (
+            {"heads": 4, "kv_heads": 3},
+            f"the 4 query heads in {QKV}.weight must be a multiple of its 3 key heads",
+        ),
+        (
+            {"heads": 4, "kv_heads": 2, "packing": "quarters"},
+            f"to be packed in quarters, {QKV}.weight must hold as many key as query heads, a multiple of 4, but "
+            "holds 4 query and 2 key heads",
+        ),
+        (
+            {"heads": 4, "kv_heads": 0},
+            "--kv-heads must be a whole number from 1 to 65536 but got 0",
+        ),
+    ],
+)
+def test_numbers_of_heads_that_must_be_known(
+    tmp_path: Path, more: dict[str, Any], text: str
+) -> None:
+    stated = Stated(source="half", naming="phi3", head_dim=8, **more)
+    refused_exactly(tmp_path, {f"{QKV}.weight": fresh(96, 32)}, None, text, stated)
 
 
 # --- layouts that the configuration states ----------------------------------------------------------
@@ -253,22 +209,44 @@ def order_of(packing: str, key: str, value: object, how: str) -> str:
 
 EIGHTHS = "quarters if mp_num is 4 in the code of the model, as not in all of CodeGen 2"
 CODEGEN_QKV, INTERLEAVED = "h.0.attn.qkv_proj", Stated(source="interleaved")
+GATES = {
+    "attention_output_gate": True,
+    "attn_output_gate": True,
+    "headwise_attn_output_gate": True,
+    "gating": "per-head",
+    "linear_qgkv": True,
+    "use_output_gate": 1,
+    "use_gated_attention": True,
+}
+PARTS: dict[str, dict[str, Any]] = {
+    "tensor_model_parallel_size": {"tensor_model_parallel_size": 2},
+    "mp_size": {"mp_size": 2},
+    "tp_size": {"mapping": {"tp_size": 2}},
+}
+MERGED = "blocks if the parts were merged"
+FUSED_LLAMA = {
+    **{f"gates, {key}": ({key: value}, gated(key, value)) for key, value in GATES.items()},
+    **{f"parts, {key}": (more, order_of("blocks", key, 2, MERGED)) for key, more in PARTS.items()},
+    "two numbers of key heads": (
+        {"num_kv_heads": 4},
+        "a number of heads must have one value but got num_key_value_heads = 2 and num_kv_heads = 4",
+    ),
+    "a number that is none": (
+        {"num_key_value_heads": ["2", 2]},
+        "num_key_value_heads must be a whole number from 0 to 65536 but got '2'",
+    ),
+    "a layer without attention": (
+        {"num_key_value_heads": [0, 2]},
+        f"the 4 query heads in {QKV}.bias must be a multiple of its 0 key heads",
+    ),
+}
+# What the layout is -> module, its rows, configuration, keys of it that are refused, what the user states, error.
 # The number of rows fits the stated heads in all of these.
-STATED: dict[str, tuple[str, dict[str, Any], dict[str, Any], Stated, str]] = {
-    **{
-        f"gates, {key}": (QKV, PHI3, {key: value}, HALF, gated(key, value))
-        for key, value in {
-            "attention_output_gate": True,
-            "attn_output_gate": True,
-            "headwise_attn_output_gate": True,
-            "gating": "per-head",
-            "linear_qgkv": True,
-            "use_output_gate": 1,
-            "use_gated_attention": True,
-        }.items()
-    },
+STATED: dict[str, tuple[str, int, dict[str, Any], dict[str, Any], Stated, str]] = {
+    **{name: (QKV, ROWS, PHI3, more, HALF, text) for name, (more, text) in FUSED_LLAMA.items()},
     "an older order of NeMo": (
         LINEAR_QKV,
+        ROWS,
         MEGATRON,
         {"megatron_legacy": True},
         HALF,
@@ -276,81 +254,41 @@ STATED: dict[str, tuple[str, dict[str, Any], dict[str, Any], Stated, str]] = {
     ),
     "ChatGLM without groups": (
         "encoder.layers.0.self_attention.query_key_value",
-        {**GLM, "num_key_value_heads": 4},
+        96,
+        {**PHI3, "model_type": "llama", "num_key_value_heads": 4},
         {"multi_query_attention": False},
         CHATGLM,
         order_of("blocks", "multi_query_attention", False, "grouped"),
     ),
-    "CodeGen 2 by its head_dim": (
-        CODEGEN_QKV,
-        CODEGEN,
-        {"head_dim": 8},
-        INTERLEAVED,
-        order_of("quarters", "head_dim", 8, EIGHTHS),
-    ),
-    "CodeGen in other parts": (
-        CODEGEN_QKV,
-        CODEGEN,
-        {"mp_num": 8},
-        INTERLEAVED,
-        order_of("quarters", "mp_num", 8, EIGHTHS),
-    ),
     **{
-        f"parts of {key}": (
-            QKV,
-            PHI3,
-            config,
-            HALF,
-            order_of("blocks", key, 2, "blocks if the parts were merged"),
+        f"CodeGen, {key}": (
+            CODEGEN_QKV,
+            96,
+            CODEGEN,
+            {key: 8},
+            INTERLEAVED,
+            order_of("quarters", key, 8, EIGHTHS),
         )
-        for key, config in {
-            "tensor_model_parallel_size": {"tensor_model_parallel_size": 2},
-            "mp_size": {"mp_size": 2},
-            "tp_size": {"mapping": {"tp_size": 2}},
-        }.items()
+        for key in ("head_dim", "mp_num")
     },
-    "two numbers of key heads": (
-        QKV,
-        PHI3,
-        {"num_kv_heads": 4},
-        HALF,
-        "a number of heads must have one value but got num_key_value_heads = 2 and num_kv_heads = 4",
-    ),
-    "a number that is none": (
-        QKV,
-        PHI3,
-        {"num_key_value_heads": ["2", 2]},
-        HALF,
-        "num_key_value_heads must be a whole number from 0 to 65536 but got '2'",
-    ),
-    "a list that is too short": (
-        QKV.replace("0", "2"),
-        PHI3,
-        {"num_key_value_heads": [2, 1]},
-        HALF,
-        "num_key_value_heads must list the heads of every layer but does not list layer 2",
-    ),
-    "a layer without attention": (
-        QKV,
-        PHI3,
-        {"num_key_value_heads": [0, 2]},
-        HALF,
-        f"the 4 query heads in {QKV}.bias must be a multiple of its 0 key heads",
-    ),
 }
 
 
 @pytest.mark.parametrize("case", STATED)
-def test_a_layout_is_refused_by_name_though_its_rows_fit(tmp_path: Path, case: str) -> None:
-    module, config, more, stated, text = STATED[case]
-    rows = 96 if "quarters" in text or "ChatGLM" in case else ROWS
+def test_a_layout_is_refused_by_name_though_its_rows_fit(
+    tmp_path: Path, converted: Run, case: str
+) -> None:
+    module, rows, config, more, stated, text = STATED[case]
     tensors = {f"{module}.weight": fresh(rows, 32), f"{module}.bias": fresh(rows)}
-    refused(tmp_path, tensors, config | more, text, stated)
-    if "short" in case:
-        return
+    refused_exactly(tmp_path, tensors, config | more, text, stated)
     stated = replace(stated, packing="grouped" if "ChatGLM" in case else None)
-    source = write(tmp_path / "again", tensors, config)
-    convert(source, tmp_path / "out", to=other(stated), stated=stated, verify=True)
+    converted(tensors, config, to=other(stated), stated=stated, verify=True)
+
+
+def test_a_list_that_is_too_short(tmp_path: Path) -> None:
+    tensors = {f"{QKV.replace('0', '2')}.weight": fresh(ROWS, 32)}
+    text = "num_key_value_heads must list the heads of every layer but does not list layer 2"
+    refused_exactly(tmp_path, tensors, {**PHI3, "num_key_value_heads": [2, 1]}, text)
 
 
 def test_dense_arguments_of_megatron_have_the_sizes_of_latent_attention_too(tmp_path: Path) -> None:
@@ -369,49 +307,38 @@ ZEBRA: dict[str, Any] = {**LLAMA, "model_type": "zebra"}
 NAMED = Stated(source="half", naming="llama", rotary_dim=8)
 
 
-def test_the_layers_that_a_configuration_lists_need_no_option(tmp_path: Path) -> None:
-    tensors = llama_tensors()
-    source = write(tmp_path / "source", tensors, {**ZEBRA, "no_rope_layers": [1, 0]})
-    done = convert(
-        source, tmp_path / "out", to="interleaved", stated=replace(NAMED, rotary_dim=8), verify=True
-    )
+def test_the_layers_that_a_configuration_lists_need_no_option(converted: Run, refused: Run) -> None:
+    listed = {"no_rope_layers": [1, 0]}
+    done, _ = converted(llama_tensors(), ZEBRA | listed, stated=NAMED, verify=True)
     assert {name.split(".")[2] for name in done.changed} == {"0"}
     text = "[convert] rotary_dim and start must not be given if layers have different specs."
-    source = write(
-        tmp_path / "other", tensors, {**LLAMA, "model_type": "smollm3", "no_rope_layers": [1, 0]}
-    )
+    config = {**LLAMA, "model_type": "smollm3", **listed}
     for stated in (Stated(rotary_dim=4), Stated(start=4)):
-        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-            convert(source, tmp_path / "no", to="interleaved", stated=stated)
-    assert convert(source, tmp_path / "no", to="interleaved", stated=Stated(rotary_dim=8)).written
+        refused(f"^{re.escape(text)}$", llama_tensors(), config, stated=stated)
+    assert converted(llama_tensors(), config, stated=Stated(rotary_dim=8))[0].written
 
 
-def test_a_null_in_a_rope_section_asks_for_no_layers(tmp_path: Path) -> None:
+def test_a_null_in_a_rope_section_asks_for_no_layers(converted: Run) -> None:
     config = {**ZEBRA, "rope_scaling": {"rope_type": "default", "factor": None}}
-    source = write(tmp_path / "source", llama_tensors(), config)
-    assert convert(source, tmp_path / "out", to="interleaved", stated=NAMED).written
+    assert converted(llama_tensors(), config, stated=NAMED)[0].written
 
 
-def test_gates_among_separate_queries(tmp_path: Path) -> None:
+def test_gates_among_separate_queries(tmp_path: Path, converted: Run) -> None:
     """Qwen3-Next has a gate after each query head; its forerunner has them after those of a key head."""
-    tensors = llama_tensors(bias=False)
-    for layer in range(2):
-        tensors[f"model.layers.{layer}.self_attn.q_proj.weight"] = fresh(64, 32)
+    queries = {f"model.layers.{layer}.self_attn.q_proj.weight": fresh(64, 32) for layer in range(2)}
+    tensors = llama_tensors(bias=False) | queries
     stated = Stated(source="half", naming="qwen3_next")
-    source = write(tmp_path / "a", tensors, {**LLAMA, "attn_output_gate": True})
-    assert len(convert(source, tmp_path / "b", to="interleaved", stated=stated).changed) == 8
+    done, _ = converted(tensors, {**LLAMA, "attn_output_gate": True}, stated=stated)
+    assert len(done.changed) == 8
     for key in ("elementwise_attn_output_gate", "use_gated_attention"):
-        refused(tmp_path / key, tensors, {**LLAMA, key: True}, gated(key, True), stated)
+        text = gated(key, True)
+        refused_exactly(tmp_path / key, tensors, {**LLAMA, key: True}, text, stated)
 
 
 @pytest.mark.parametrize("name", ["g_proj", "gate_proj", "output_gate", "o_gate"])
-def test_gates_in_tensors_of_their_own(tmp_path: Path, name: str) -> None:
-    tensors = {
-        f"{QKV}.weight": fresh(ROWS, 32),
-        QKV.replace("qkv_proj", f"{name}.weight"): fresh(4, 32),
-    }
-    source = write(tmp_path / "source", tensors, {**PHI3, "gating": True})
-    done = convert(source, tmp_path / "out", to="interleaved")
+def test_gates_in_tensors_of_their_own(converted: Run, name: str) -> None:
+    gates = {QKV.replace("qkv_proj", f"{name}.weight"): fresh(4, 32)}
+    done, _ = converted({f"{QKV}.weight": fresh(ROWS, 32)} | gates, {**PHI3, "gating": True})
     assert done.changed == (f"{QKV}.weight",)
 
 
@@ -425,66 +352,33 @@ def test_gates_in_tensors_of_their_own(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_keys_that_announce_no_gates_of_the_attention(
-    tmp_path: Path, key: str, value: object
+    converted: Run, key: str, value: object
 ) -> None:
-    source = write(tmp_path / "source", {f"{QKV}.weight": fresh(ROWS, 32)}, {**PHI3, key: value})
-    assert convert(source, tmp_path / "out", to="interleaved").written
+    done, _ = converted({f"{QKV}.weight": fresh(ROWS, 32)}, {**PHI3, key: value})
+    assert done.written
 
 
 @pytest.mark.parametrize("module", ["linear_qgkv", "in_proj_qgkv", "qkvg_proj"])
-def test_gates_by_the_name_of_a_tensor(tmp_path: Path, module: str) -> None:
+def test_gates_by_the_name_of_a_tensor(refused: Run, module: str) -> None:
     name = f"decoder.layers.0.self_attention.{module}.weight"
     tensors = {name: fresh(96, 32), f"{LINEAR_QKV}.weight": fresh(ROWS, 32)}
-    source = write(tmp_path / "source", tensors, MEGATRON)
-    with pytest.raises(ValueError, match=f"{re.escape(name)} may hold channels of queries or keys"):
-        convert(source, tmp_path / "out", to="interleaved", stated=HALF)
+    text = f"{re.escape(name)} may hold channels of queries or keys"
+    refused(text, tensors, MEGATRON, stated=HALF)
 
 
 JUNK: list[Any] = [
-    True,
-    -1,
-    0,
-    1.5,
-    "x",
-    "",
-    [],
-    [[]],
-    [None],
-    ["x"],
-    [-1],
-    {},
-    {"0": {}},
-    {"0": []},
-    {"0": {"head_dim": []}},
-    {"x": {"head_dim": 1}},
+    *(True, -1, 0, 1.5, "x", "", [], [[]], [None], ["x"], [-1], {}, 10**30, [10**30]),
+    *({"0": {}}, {"0": []}, {"0": {"head_dim": []}}, {"x": {"head_dim": 1}}),
     {"9" * 5000: {"head_dim": 1}},
     {"1": {"num_key_value_heads": [2]}},
-    {"tp_size": []},
-    {"num_attention_heads": {}},
-    [{"attention": []}],
-    [{"attention": {"n_heads_in_group": "x"}}],
-    10**30,
-    [10**30],
+    *({"tp_size": []}, {"num_attention_heads": {}}),
+    *([{"attention": []}], [{"attention": {"n_heads_in_group": "x"}}]),
 ]
-KEYS = (
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_key_value_heads_per_layer",
-    "kv_lora_rank",
-    "mapping",
-    "tp_size",
-    "v_head_dim",
-    "swa_head_dim",
-    "head_dim_per_layer",
-    "attention_other_setting",
-    "per_layer_config",
-    "block_configs",
-    "attn_config",
-    "gating",
-    "multi_query",
-    "swa_num_key_value_heads",
-    "num_hidden_layers",
-)
+KEYS = """
+    num_attention_heads num_key_value_heads num_key_value_heads_per_layer kv_lora_rank mapping tp_size v_head_dim
+    swa_head_dim head_dim_per_layer attention_other_setting per_layer_config block_configs attn_config gating
+    multi_query swa_num_key_value_heads num_hidden_layers
+""".split()
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -502,80 +396,52 @@ def test_damaged_values_are_reported(tmp_path: Path, key: str) -> None:
 # --- numbers of heads -------------------------------------------------------------------------------
 
 
+def blocks(key: str, *numbers: int) -> dict[str, Any]:
+    return {"block_configs": [{"attention": {key: number}} for number in numbers]}
+
+
 BY_LAYER: dict[str, dict[str, Any]] = {
     "a list": {"num_key_value_heads": [2, 4]},
     "a list of its own": {"num_key_value_heads_per_layer": [2, 4]},
     "keys of single layers": {"per_layer_config": {"1": {"num_key_value_heads": 4}}},
-    "blocks with numbers": {
-        "block_configs": [
-            {"attention": {"num_key_value_heads": 2}},
-            {"attention": {"num_key_value_heads": 4}},
-        ]
-    },
-    "blocks with groups": {
-        "block_configs": [
-            {"attention": {"n_heads_in_group": 2}},
-            {"attention": {"n_heads_in_group": 1}},
-        ]
-    },
-    "OpenELM's lists": {
-        "num_query_heads": [4, 4],
-        "num_kv_heads": [2, 4],
-        "num_key_value_heads": None,
-    },
+    "blocks with numbers": blocks("num_key_value_heads", 2, 4),
+    "blocks with groups": blocks("n_heads_in_group", 2, 1),
+    "OpenELM's lists": {"num_query_heads": [4, 4], "num_kv_heads": [2, 4]}
+    | {"num_key_value_heads": None},
 }
 
 
 @pytest.mark.parametrize("case", BY_LAYER)
-def test_key_heads_of_every_layer(tmp_path: Path, case: str) -> None:
+def test_key_heads_of_every_layer(converted: Run, refused: Run, case: str) -> None:
     config = {**LLAMA, "head_dim": 8, **BY_LAYER[case]}
-    fused = {
-        f"model.layers.{n}.self_attn.qkv_proj.weight": fresh(32 + 2 * 8 * kv, 32)
-        for n, kv in ((0, 2), (1, 4))
-    }
-    tensors = llama_tensors() | {
-        f"model.layers.1.self_attn.k_proj.{name}": fresh(32, *shape)
-        for name, shape in (("weight", (32,)), ("bias", ()))
-    }
-    convert(write(tmp_path / "a", tensors, config), tmp_path / "b", to="interleaved", verify=True)
+    names = [f"model.layers.{n}.self_attn.qkv_proj.weight" for n in range(2)]
+    fused = {names[0]: fresh(64, 32), names[1]: fresh(96, 32)}
+    keys = "model.layers.1.self_attn.k_proj"
+    tensors = llama_tensors() | {f"{keys}.weight": fresh(32, 32), f"{keys}.bias": fresh(32)}
     stated = Stated(naming="phi3")
-    source = write(tmp_path / "c", fused, config)
-    convert(source, tmp_path / "d", to="interleaved", stated=stated, verify=True)
-    after = load(tmp_path / "b") | load(tmp_path / "d")
+    after = converted(tensors, config, verify=True)[1]
+    after |= converted(fused, config, stated=stated, verify=True)[1]
     for name, before in (tensors | fused).items():
         module = name.split(".")[-2]
         count = {"q_proj": 4, "k_proj": 2, "q_norm": 1, "k_norm": 1, "qkv_proj": 6}.get(module, 0)
         if ".1." in name and module in ("k_proj", "qkv_proj"):
             count += 2
         assert after[name].tolist() == interleaved_rows(before.tolist(), range(0, 8 * count, 8), 8)
-    wrong = {
-        name: fused[f"model.layers.{1 - n}.self_attn.qkv_proj.weight"]
-        for n, name in enumerate(fused)
-    }
-    with pytest.raises(
-        ValueError, match=re.escape("must have 4 + 2 + 2 heads of 8 = 64 rows but has 96")
-    ):
-        convert(
-            write(tmp_path / "e", wrong, config), tmp_path / "f", to="interleaved", stated=stated
-        )
+    text = re.escape("must have 4 + 2 + 2 heads of 8 = 64 rows but has 96")
+    refused(text, dict(zip(reversed(names), fused.values())), config, stated=stated)
 
 
-def test_query_heads_of_every_layer(tmp_path: Path) -> None:
+def test_query_heads_of_every_layer(tmp_path: Path, converted: Run) -> None:
     config = {**LLAMA, "model_type": "laguna", "head_dim": 8, "partial_rotary_factor": 1.0}
     config |= {"num_attention_heads_per_layer": [4, 8]}
     tensors = llama_tensors(bias=False)
     name = "model.layers.1.self_attn.q_proj.weight"
-    convert(
-        write(tmp_path / "a", tensors | {name: fresh(64, 32)}, config),
-        tmp_path / "b",
-        to="interleaved",
-        verify=True,
-    )
+    converted(tensors | {name: fresh(64, 32)}, config, verify=True)
     text = f"{name} must have 8 heads of 8 = 64 rows but has 32"
-    refused(tmp_path / "more", tensors, config, text)
+    refused_exactly(tmp_path / "more", tensors, config, text)
 
 
-def test_lists_of_gguf(tmp_path: Path) -> None:
+def test_lists_of_gguf(converted: Run, refused: Run) -> None:
     metadata: dict[str, Any] = {
         "general.architecture": "qwen2",
         "qwen2.rope.freq_base": 10000.0,
@@ -585,16 +451,14 @@ def test_lists_of_gguf(tmp_path: Path) -> None:
         "qwen2.attention.head_count_kv": [2, 1],
     }
     stated = Stated(metadata, source="half", naming="llama")
-    source = write(tmp_path / "a", llama_tensors(bias=False), None)
     text = "model.layers.1.self_attn.k_proj.weight must have 1 heads of 8 = 8 rows but has 16"
-    with pytest.raises(ValueError, match=re.escape(text)):
-        convert(source, tmp_path / "b", to="interleaved", stated=stated)
+    refused(re.escape(text), llama_tensors(bias=False), None, stated=stated)
     metadata["qwen2.attention.head_count_kv"] = [2, 2]
-    convert(source, tmp_path / "b", to="interleaved", stated=stated)
+    converted(llama_tensors(bias=False), None, stated=stated)
 
 
 @pytest.mark.parametrize(
-    "config, kv_heads",
+    "more, kv_heads",
     [
         ({"group_query_attention": False, "num_query_groups": 1}, 4),
         ({"group_query_attention": True, "num_query_groups": 2}, 2),
@@ -602,23 +466,14 @@ def test_lists_of_gguf(tmp_path: Path) -> None:
         ({"num_query_groups": None, "multi_query": True}, 1),
     ],
 )
-def test_key_heads_of_megatron(tmp_path: Path, config: dict[str, Any], kv_heads: int) -> None:
+def test_key_heads_of_megatron(
+    converted: Run, refused: Run, more: dict[str, Any], kv_heads: int
+) -> None:
     """Its arguments state one group of queries even if there are no groups."""
-    tensors = {f"{LINEAR_QKV}.weight": fresh(32 + 16 * kv_heads, 32)}
-    convert(
-        write(tmp_path / "a", tensors, MEGATRON | config),
-        tmp_path / "b",
-        to="interleaved",
-        stated=HALF,
-        verify=True,
+    tensors, wrong = (
+        {f"{LINEAR_QKV}.weight": fresh(32 + 16 * count, 32)}
+        for count in (kv_heads, 3 - kv_heads % 2)
     )
-    wrong = {f"{LINEAR_QKV}.weight": fresh(32 + 16 * (3 - kv_heads % 2), 32)}
-    with pytest.raises(
-        ValueError, match=f"must have 4 [+] {kv_heads} [+] {kv_heads} heads of 8 = "
-    ):
-        convert(
-            write(tmp_path / "c", wrong, MEGATRON | config),
-            tmp_path / "d",
-            to="interleaved",
-            stated=HALF,
-        )
+    converted(tensors, MEGATRON | more, stated=HALF, verify=True)
+    text = f"must have 4 [+] {kv_heads} [+] {kv_heads} heads of 8 = "
+    refused(text, wrong, MEGATRON | more, stated=HALF)

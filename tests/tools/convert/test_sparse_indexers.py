@@ -6,6 +6,7 @@ Norms of queries and keys that the naming (the table of tensor names) does not l
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.checkpoints import interleaved_rows, llama_tensors, write
+from tests.support.checkpoints import interleaved_rows, llama_tensors
 from tightrope_tools.convert import Stated, convert, detect
 
 PLACE = "model.layers.0.self_attn."
+Run = Callable[..., Any]
 GLM5: dict[str, Any] = {
     "model_type": "glm_moe_dsa",
     "hidden_size": 24,
@@ -53,85 +55,66 @@ def glm5_tensors() -> dict[str, torch.Tensor]:
     return {PLACE + name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def test_an_indexer_moves_with_its_attention_where_it_is_paired_like_it(tmp_path: Path) -> None:
+MOVED = {"q_b_proj.weight": [6, 20], "kv_a_proj_with_mqa.weight": [10]}
+OF_THE_INDEXER = {
+    "indexer.wq_b.weight": [0, 14, 28],
+    "indexer.wk.weight": [0],
+    "indexer.k_norm.weight": [0],
+    "indexer.k_norm.bias": [0],
+}
+
+
+@pytest.mark.parametrize(
+    "family, starts", [("glm_moe_dsa", MOVED | OF_THE_INDEXER), ("deepseek_v32", MOVED)]
+)
+def test_an_indexer_moves_with_its_attention_where_it_is_paired_like_it(
+    tmp_path: Path, converted: Run, family: str, starts: dict[str, list[int]]
+) -> None:
     """GLM-5's indexer is converted with its attention; DeepSeek V3.2's stays as it is.
 
     GLM-5 pairs both in the same way; the indexer of DeepSeek V3.2 always has half pairing.
     """
-    tensors = glm5_tensors()
-    own = {
-        "indexer.wq_b.weight": [0, 14, 28],
-        "indexer.wk.weight": [0],
-        "indexer.k_norm.weight": [0],
-        "indexer.k_norm.bias": [0],
-    }
-    moved = {"q_b_proj.weight": [6, 20], "kv_a_proj_with_mqa.weight": [10]}
-    for family, starts in (("glm_moe_dsa", moved | own), ("deepseek_v32", moved)):
-        config = GLM5 | {"model_type": family}
-        source = write(tmp_path / family, tensors, config)
-        done = convert(source, tmp_path / f"{family} half", to="half", verify=True)
-        assert done.verified is not None
-        assert done.verified.layers == 1
-        got = load_file(tmp_path / f"{family} half" / "model.safetensors")
-        for name, before in tensors.items():
-            after = got[name]
-            if name.removeprefix(PLACE) in starts:
-                back = interleaved_rows(list(after), starts[name.removeprefix(PLACE)], 8)
-                assert not torch.equal(after, before), name
-                after = torch.stack(back)
-            assert torch.equal(after, before), name
-        convert(tmp_path / f"{family} half", tmp_path / f"{family} back", to="interleaved")
-        again = load_file(tmp_path / f"{family} back" / "model.safetensors")
-        assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+    tensors, config = glm5_tensors(), GLM5 | {"model_type": family}
+    done, got = converted(tensors, config, to="half", verify=True)
+    assert done.verified.layers == 1
+    for name, before in tensors.items():
+        after = got[name]
+        if name.removeprefix(PLACE) in starts:
+            assert not torch.equal(after, before), name
+            after = torch.stack(interleaved_rows(list(after), starts[name.removeprefix(PLACE)], 8))
+        assert torch.equal(after, before), name
+    (folder,) = tmp_path.glob("*/out")
+    convert(folder, tmp_path / "back", to="interleaved")
+    again = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_proof_looks_at_the_indexer_too(tmp_path: Path) -> None:
+def test_a_proof_looks_at_the_indexer_too(refused: Run) -> None:
     tensors = glm5_tensors()
     tensors[PLACE + "indexer.wk.weight"][0, 0] = torch.inf
-    source = write(tmp_path / "source", tensors, GLM5)
-    with pytest.raises(
-        ValueError, match=r"scores must stay the same but those of .*indexer differ"
-    ):
-        convert(source, tmp_path / "out", to="half", verify=True)
+    text = r"scores must stay the same but those of .*indexer differ"
+    refused(text, tensors, GLM5, to="half", verify=True)
 
 
-INDEXERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = {
-    "another number of heads": (
-        {"index_n_heads": 2},
-        {},
-        "model.layers.0.self_attn.indexer.wq_b.weight must have 2 heads of 14 = 28 rows but has 42[.]$",
-    ),
-    "two keys": (
-        {},
-        {"indexer.wk.weight": (28, 24)},
-        "must have 1 heads of 14 = 14 rows but has 28[.]$",
-    ),
-    "narrow heads": (
-        {"index_head_dim": 6},
-        {},
-        "the heads of .* must have 8 rotated rows but have 6 .index_head_dim.",
-    ),
-    "number not stated": (
-        {"index_n_heads": None},
-        {},
-        "index_n_heads for .* must be known: pass a configuration with it as --config",
-    ),
-    "size not stated": (
-        {"index_head_dim": None},
-        {},
-        "index_head_dim for .* must be known: pass a configuration with it as --config",
-    ),
-}
+MUST_BE_KNOWN = ".* must be known: pass a configuration with it as --config"
 
 
-@pytest.mark.parametrize("case", INDEXERS)
-def test_indexers_that_do_not_fit(tmp_path: Path, case: str) -> None:
-    config, shapes, match = INDEXERS[case]
-    tensors = glm5_tensors() | {PLACE + name: torch.zeros(shape) for name, shape in shapes.items()}
-    source = write(tmp_path / "source", tensors, GLM5 | config)
-    with pytest.raises(ValueError, match=match):
-        convert(source, tmp_path / "out", to="half")
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize(
+    "config, shapes, match",
+    [
+        ({"index_n_heads": 2}, {}, "wq_b.weight must have 2 heads of 14 = 28 rows but has 42[.]$"),
+        ({}, {"wk": (28, 24)}, "must have 1 heads of 14 = 14 rows but has 28[.]$"),
+        ({"index_head_dim": 6}, {}, "must have 8 rotated rows but have 6 .index_head_dim."),
+        ({"index_n_heads": None}, {}, f"index_n_heads for {MUST_BE_KNOWN}"),
+        ({"index_head_dim": None}, {}, f"index_head_dim for {MUST_BE_KNOWN}"),
+    ],
+    ids=["number of heads", "two keys", "narrow heads", "number not stated", "size not stated"],
+)
+def test_indexers_that_do_not_fit(
+    refused: Run, config: dict[str, Any], shapes: dict[str, tuple[int, ...]], match: str
+) -> None:
+    other = {f"{PLACE}indexer.{name}.weight": torch.zeros(size) for name, size in shapes.items()}
+    refused(match, glm5_tensors() | other, GLM5 | config, to="half")
 
 
 def unlisted(name: str) -> str:
@@ -142,23 +125,10 @@ def unlisted(name: str) -> str:
     )
 
 
-IN_ATTENTION = [
-    "k_cache_scale",
-    "k_scale",
-    "attn.key_scale",
-    "q_scale.weight",
-    "q_conv1d.weight",
-    "k_conv.bias",
-    "q_bias",
-    "query_bias",
-    "gamma_q",
-    "q_head_norm.weight",
-    "qkv_bias",
-    "k_gain",
-    "qconv.weight",
-    "key.weight",
-    "inner.Q_shift",
-]
+IN_ATTENTION = """
+    k_cache_scale k_scale attn.key_scale q_scale.weight q_conv1d.weight k_conv.bias q_bias query_bias gamma_q
+    q_head_norm.weight qkv_bias k_gain qconv.weight key.weight inner.Q_shift
+""".split()
 NORMS = "q_layernorm query_layernorm norm_k ln_q k_ln q_rms norm.query_norm norm.key_norm".split()
 
 
@@ -169,19 +139,17 @@ NORMS = "q_layernorm query_layernorm norm_k ln_q k_ln q_rms norm.query_norm norm
     + ["k_conv.weight", "q_head_norm.weight", "q_layernorm.weight"],
 )
 def test_other_channels_of_queries_or_keys_are_refused_and_single_numbers_stay(
-    tmp_path: Path, own: str
+    converted: Run, refused: Run, own: str
 ) -> None:
     """Left in place, they would scale or shift the wrong channels."""
     tensors = llama_tensors(bias=False)
     there = f"model.layers.1.{own}"
     shape = (16, 1, 4) if "conv" in own and "weight" in own else (16,)
-    source = write(tmp_path / "source", tensors | {there: torch.rand(shape)})
-    with pytest.raises(ValueError, match=f"^{re.escape(unlisted(there))}$"):
-        convert(source, tmp_path / "out", to="interleaved", stated=Stated(naming="llama"))
+    text = f"^{re.escape(unlisted(there))}$"
+    source = refused(text, tensors | {there: torch.rand(shape)}, stated=Stated(naming="llama"))
     with pytest.raises(ValueError, match=re.escape("may hold channels of queries or keys")):
         detect(source)
-    source = write(tmp_path / "other", tensors | {there: torch.rand(1)})
-    assert there in convert(source, tmp_path / "out", to="interleaved").left
+    assert there in converted(tensors | {there: torch.rand(1)})[0].left
 
 
 @pytest.mark.parametrize(
@@ -199,7 +167,6 @@ def test_other_channels_of_queries_or_keys_are_refused_and_single_numbers_stay(
         "kronecker.weight",
     ],
 )
-def test_channels_that_do_not_rotate_stay(tmp_path: Path, own: str) -> None:
+def test_channels_that_do_not_rotate_stay(converted: Run, own: str) -> None:
     there = f"model.layers.1.{own}"
-    source = write(tmp_path / "source", llama_tensors(bias=False) | {there: torch.rand(16)})
-    assert there in convert(source, tmp_path / "out", to="interleaved").left
+    assert there in converted(llama_tensors(bias=False) | {there: torch.rand(16)})[0].left
