@@ -19,7 +19,7 @@ LATENT = {"qk_nope_head_dim": 96, "qk_rope_head_dim": 32}
 
 
 def llama(**more: Any) -> dict[str, Any]:
-    """Return Llama's configuration with these keys besides; None removes nothing, see `without`."""
+    """Return Llama's configuration with these keys besides."""
     return {**LLAMA, **more}
 
 
@@ -101,7 +101,7 @@ JUNK = ["x", "", [], [1], [[]], {}, {"a": 1}, -1, 0, 1.5, True, float("nan"), fl
 
 
 def try_everywhere(junk: object, config: dict[str, Any], **stated: Any) -> None:
-    """Put junk in place of each value, outer and inner: it gives a spec or one of the library's errors."""
+    """Put junk in place of each value, also in sections: it gives a spec or one of the library's errors."""
     for key, value in config.items():
         inner = [{**value, name: junk} for name in value] if isinstance(value, dict) else []
         for changed in (junk, *inner):

@@ -1,4 +1,4 @@
-"""What is audited: functions and modules by name, models and configurations of transformers, other packages."""
+"""Targets of the audit: functions and modules by name, models and configurations of transformers, other packages."""
 
 from __future__ import annotations
 
