@@ -37,7 +37,8 @@ NEAREST = {
         unit/frequencies/test_rules unit/test_phase_words unit/spec/test_rope_spec
     """,
     "tightrope/positions": """
-        unit/positions/test_positions unit/positions/test_positions_of_transformers unit/test_axes
+        unit/positions/test_positions unit/positions/test_grids unit/positions/test_refused_positions
+        unit/positions/test_positions_of_transformers unit/test_axes
     """,
     "tightrope/ops/(autograd|gradients|learned)": """
         torch_modes/test_autograd unit/ops/test_learned unit/ops/test_gradients

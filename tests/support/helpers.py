@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -29,6 +29,14 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
 def refused(kind: type[Exception], text: str) -> AbstractContextManager[object]:
     """Expect an error of this type with exactly this text."""
     return pytest.raises(kind, match=f"^{re.escape(text)}$")
+
+
+def every_refusal(
+    errors: Mapping[type[Exception], Mapping[str, Callable[[], object]]],
+) -> pytest.MarkDecorator:
+    """Give a test the `kind` and the `text` of each error, and the `call` that raises it."""
+    rows = [(kind, text, call) for kind, calls in errors.items() for text, call in calls.items()]
+    return pytest.mark.parametrize("kind, text, call", rows, ids=[text for _, text, _ in rows])
 
 
 def version_of(package: str) -> tuple[int, ...]:
