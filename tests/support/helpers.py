@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 import resource
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -31,12 +34,39 @@ def refused(kind: type[Exception], text: str) -> AbstractContextManager[object]:
     return pytest.raises(kind, match=f"^{re.escape(text)}$")
 
 
-def every_refusal(
-    errors: Mapping[type[Exception], Mapping[str, Callable[[], object]]],
-) -> pytest.MarkDecorator:
-    """Give a test the `kind` and the `text` of each error, and the `call` that raises it."""
-    rows = [(kind, text, call) for kind, calls in errors.items() for text, call in calls.items()]
-    return pytest.mark.parametrize("kind, text, call", rows, ids=[text for _, text, _ in rows])
+def refusals(of: str = "", **errors: Mapping[str, Callable[[], object]]) -> Callable[..., None]:
+    """Return a test that calls raise errors with exactly their texts, with a case for each.
+
+    Args:
+        of: the operation that all texts begin with, in brackets; "" if each text has its own.
+        errors: the calls by their texts, for each type of error.
+    """
+    start = f"[{of}] " if of else ""
+    rows = [
+        (getattr(builtins, kind), start + text, errors[kind][text])
+        for kind in errors
+        for text in errors[kind]
+    ]
+
+    @pytest.mark.parametrize("kind, text, call", rows, ids=[text for _, text, _ in rows])
+    def test(kind: type[Exception], text: str, call: Callable[[], object]) -> None:
+        with refused(kind, text):
+            call()
+
+    return test
+
+
+def in_threads(*jobs: Callable[[], object]) -> None:
+    """Call functions in a thread each, at the same time, and raise the first error of any of them."""
+    start = threading.Barrier(len(jobs))
+
+    def run(job: Callable[[], object]) -> None:
+        start.wait()
+        job()
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for done in [pool.submit(run, job) for job in jobs]:
+            done.result()
 
 
 def version_of(package: str) -> tuple[int, ...]:

@@ -153,3 +153,22 @@ def proportional(d: int, base: float, fraction: float, factor: float = 1.0) -> l
     turning = int(fraction * d // 2)
     row = plain(d, base)
     return [omega / MP.mpf(factor) for omega in row[:turning]] + [MP.mpf(0)] * (d // 2 - turning)
+
+
+def of(rule: Any, d: int, base: float, length: int | None = None) -> list[Real]:
+    """Return the frequencies of a rule of the library, known by its first name and its fields."""
+    name = None if rule is None else rule.names[0]
+    if name is None:
+        return plain(d, base)
+    if name in ("linear", "ntk"):
+        return {"linear": linear, "ntk": ntk}[name](d, base, rule.factor)
+    if name == "proportional":
+        return proportional(d, base, rule.rotary_fraction, rule.factor)
+    trained = rule.original_max_position
+    if name == "dynamic":
+        return dynamic_ntk(d, base, rule.factor, trained, length)
+    if name == "yarn":
+        return yarn(d, base, rule.factor, trained)
+    if name == "llama3":
+        return llama3(d, base, rule.factor, rule.low_freq_factor, rule.high_freq_factor, trained)
+    return longrope(d, base, rule.short_factor, rule.long_factor, trained, length)

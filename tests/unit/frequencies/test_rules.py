@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.support import oracle, oracle_frequencies as truth
-from tests.support.helpers import refused
+from tests.support.helpers import refusals, refused
 from tests.support.tolerances import value
 from tightrope import angles, frequencies
 from tightrope.frequencies import (
@@ -745,171 +745,87 @@ def test_an_invalid_dictionary(saved: dict[str, Any]) -> None:
         Rule.from_dict(saved)
 
 
-REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "negative mscale": (
-        lambda: YaRN(4.0, 4096, mscale=-1.0),
-        ValueError,
-        "[YaRN] mscale must be at least 0 and finite but got -1.0.",
-    ),
-    "truncate": (
-        lambda: YaRN(4.0, 4096, truncate=1),  # type: ignore[arg-type]
-        TypeError,
-        "[YaRN] truncate must be a bool but got 1.",
-    ),
-    "betas in the wrong order": (
-        lambda: YaRN(4.0, 4096, beta_fast=1.0, beta_slow=32.0),
-        ValueError,
-        "[YaRN] beta_fast must be at least beta_slow but got 1.0 and 32.0.",
-    ),
-    "yarn below base 1": (
-        lambda: YaRN(4.0, 4096).frequencies(64, 1.0),
-        ValueError,
-        "[YaRN] base must be above 1 but got 1.0.",
-    ),
-    "lists of unequal lengths": (
-        lambda: LongRoPE((1.0,), (1.0, 2.0), 4096, factor=2.0),
-        ValueError,
-        "[LongRoPE] short_factor and long_factor must have the same length, one number per pair, but got 1 and 2.",
-    ),
-    "lists for other pairs": (
-        lambda: LongRoPE((1.0,), (1.0,), 4096, factor=2.0).frequencies(8, 1e4),
-        ValueError,
-        "[LongRoPE] short_factor and long_factor must have one number per pair, 4, but got 1.",
-    ),
-    "no list": (
-        lambda: LongRoPE(1.0, (1.0,), 4096, factor=2.0),  # type: ignore[arg-type]
-        TypeError,
-        "[LongRoPE] short_factor must be a sequence of numbers but got 1.0.",
-    ),
-    "one mscale": (
-        lambda: LongRoPE((1.0,), (1.0,), 4096, short_mscale=1.0),
-        ValueError,
-        "[LongRoPE] short_mscale and long_mscale must be given together but got 1.0 and None.",
-    ),
-    "two scalings": (
-        lambda: LongRoPE(
+test_errors = refusals(
+    ValueError={
+        "[YaRN] mscale must be at least 0 and finite but got -1.0.": lambda: YaRN(
+            4.0, 4096, mscale=-1.0
+        ),
+        "[YaRN] beta_fast must be at least beta_slow but got 1.0 and 32.0.": lambda: YaRN(
+            4.0, 4096, beta_fast=1.0, beta_slow=32.0
+        ),
+        "[YaRN] base must be above 1 but got 1.0.": lambda: YaRN(4.0, 4096).frequencies(64, 1.0),
+        "[LongRoPE] short_factor and long_factor must have the same length, one number per "
+        "pair, but got 1 and 2.": lambda: LongRoPE((1.0,), (1.0, 2.0), 4096, factor=2.0),
+        "[LongRoPE] short_factor and long_factor must have one number per pair, 4, but got 1.": lambda: (
+            LongRoPE((1.0,), (1.0,), 4096, factor=2.0).frequencies(8, 10000.0)
+        ),
+        "[LongRoPE] short_mscale and long_mscale must be given together but got 1.0 and None.": lambda: (
+            LongRoPE((1.0,), (1.0,), 4096, short_mscale=1.0)
+        ),
+        "[LongRoPE] attention_factor must not be given together with short_mscale and "
+        "long_mscale but got 1.0, 1.5 and 2.0.": lambda: LongRoPE(
             (1.0,), (1.0,), 4096, attention_factor=1.0, short_mscale=1.5, long_mscale=2.0
         ),
-        ValueError,
-        "[LongRoPE] attention_factor must not be given together with short_mscale and long_mscale "
-        "but got 1.0, 1.5 and 2.0.",
-    ),
-    "no scaling": (
-        lambda: LongRoPE((1.0,), (1.0,), 4096),
-        ValueError,
         "[LongRoPE] factor (the longest length / original_max_position), attention_factor, or "
-        "short_mscale and long_mscale must be given but got none.",
-    ),
-    "a band that ends before it begins": (
-        lambda: Llama3(8.0, 5.0, 4.0, 8192),
-        ValueError,
-        "[Llama3] high_freq_factor must be at least low_freq_factor but got 4.0 and 5.0.",
-    ),
-    "a fraction above 1": (
-        lambda: Proportional(1.5),
-        ValueError,
-        "[Proportional] rotary_fraction must be at most 1 but got 1.5.",
-    ),
-    "a negative fraction": (
-        lambda: Proportional(-0.5),
-        ValueError,
-        "[Proportional] rotary_fraction must be at least 0 and finite but got -0.5.",
-    ),
-    "a negative base": (
-        lambda: Linear(2.0).frequencies(8, -1.0),
-        ValueError,
-        "[Linear] base must be positive and finite but got -1.0.",
-    ),
-    "an odd width": (
-        lambda: Linear(2.0).frequencies(7, 1e4),
-        ValueError,
-        "[Linear] rotary_dim must be even and not negative but got 7.",
-    ),
-    "given: a number": (
-        lambda: Given(1.0),  # type: ignore[arg-type]
-        ValueError,
-        "[Given] inv_freq must be nested as (pairs,), (heads, pairs) or (axes, heads, pairs) but "
-        "got 0 levels.",
-    ),
-    "given: no heads": (
-        lambda: Given.of(torch.ones(2, 0, 4)),
-        ValueError,
-        "[Given.of] inv_freq must have at least one head and axis (inv_freq: float32[2, 0, 4]).",
-    ),
-    "given: too deep": (
-        lambda: Given.of(torch.ones(1, 1, 1, 1)),
-        ValueError,
-        "[Given] inv_freq must be nested as (pairs,), (heads, pairs) or (axes, heads, pairs) but "
-        "got 4 levels.",
-    ),
-    "given: uneven": (
-        lambda: Given(((1.0,), (1.0, 2.0))),
-        ValueError,
-        "[Given] inv_freq must be nested evenly but got parts of shapes [(1,), (2,)].",
-    ),
-    "given: numbers beside lists": (
-        lambda: Given((1.0, (1.0,))),  # type: ignore[arg-type]
-        ValueError,
-        "[Given] inv_freq must be nested evenly but got parts of shapes [(), (1,)].",
-    ),
-    "given: not finite": (
-        lambda: Given((1.0, math.nan)),
-        ValueError,
-        "[Given] inv_freq must be finite but got nan.",
-    ),
-    "given: text": (
-        lambda: Given(("fast",)),  # type: ignore[arg-type]
-        TypeError,
-        "[Given] inv_freq must hold numbers but got 'fast'.",
-    ),
-    "given: a tensor": (
-        lambda: Given(torch.ones(2)),  # type: ignore[arg-type]
-        TypeError,
-        "[Given] inv_freq must hold numbers but got a tensor; call Given.of (inv_freq: float32[2]).",
-    ),
-    "given of integers": (
-        lambda: Given.of(torch.ones(2, dtype=torch.int64)),
-        TypeError,
-        "[Given.of] inv_freq must be a floating tensor (inv_freq: int64[2]).",
-    ),
-    "given of a list": (
-        lambda: Given.of([1.0]),  # type: ignore[arg-type]
-        TypeError,
-        "[Given.of] inv_freq must be a floating tensor (inv_freq: [1.0]).",
-    ),
-    "given for other pairs": (
-        lambda: Given((1.0,)).frequencies(8, 1e4),
-        ValueError,
-        "[Given] inv_freq must have one number per pair, 4, but got 1.",
-    ),
-    "too fast": (
-        lambda: Given((1.0, -2e18)).frequencies(4, 1e4),
-        ValueError,
-        "[Given] every frequency must stay below 1e+18 radians per position but got 2e+18.",
-    ),
-    "too fast by its factor": (
-        lambda: Linear(1e-20).frequencies(4, 1e4),
-        ValueError,
-        "[Linear] every frequency must stay below 1e+18 radians per position but got 1e+20.",
-    ),
-    "a dictionary with an unknown key": (
-        lambda: Rule.from_dict({"rule": "ntk", "factor": 1.0, "alpha": 2.0}),
-        ValueError,
-        "[from_dict] rule 'ntk' must have only the keys factor but got alpha.",
-    ),
-    "a dictionary that lacks a key": (
-        lambda: Rule.from_dict({"rule": "dynamic", "factor": 1.0}),
-        ValueError,
-        "[from_dict] rule 'dynamic' must have all required keys but lacks original_max_position.",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_errors(case: str) -> None:
-    make, kind, text = REFUSED[case]
-    with refused(kind, text):
-        make()
+        "short_mscale and long_mscale must be given but got none.": lambda: LongRoPE(
+            (1.0,), (1.0,), 4096
+        ),
+        "[Llama3] high_freq_factor must be at least low_freq_factor but got 4.0 and 5.0.": lambda: (
+            Llama3(8.0, 5.0, 4.0, 8192)
+        ),
+        "[Proportional] rotary_fraction must be at most 1 but got 1.5.": lambda: Proportional(1.5),
+        "[Proportional] rotary_fraction must be at least 0 and finite but got -0.5.": lambda: (
+            Proportional(-0.5)
+        ),
+        "[Linear] base must be positive and finite but got -1.0.": lambda: Linear(2.0).frequencies(
+            8, -1.0
+        ),
+        "[Linear] rotary_dim must be even and not negative but got 7.": lambda: Linear(
+            2.0
+        ).frequencies(7, 10000.0),
+        "[Given] inv_freq must be nested as (pairs,), (heads, pairs) or (axes, heads, pairs) "
+        "but got 0 levels.": lambda: Given(1.0),
+        "[Given.of] inv_freq must have at least one head and axis (inv_freq: float32[2, 0, 4]).": lambda: (
+            Given.of(torch.ones(2, 0, 4))
+        ),
+        "[Given] inv_freq must be nested as (pairs,), (heads, pairs) or (axes, heads, pairs) "
+        "but got 4 levels.": lambda: Given.of(torch.ones(1, 1, 1, 1)),
+        "[Given] inv_freq must be nested evenly but got parts of shapes [(1,), (2,)].": lambda: (
+            Given(((1.0,), (1.0, 2.0)))
+        ),
+        "[Given] inv_freq must be nested evenly but got parts of shapes [(), (1,)].": lambda: Given(
+            (1.0, (1.0,))
+        ),
+        "[Given] inv_freq must be finite but got nan.": lambda: Given((1.0, math.nan)),
+        "[Given] inv_freq must have one number per pair, 4, but got 1.": lambda: Given(
+            (1.0,)
+        ).frequencies(8, 10000.0),
+        "[Given] every frequency must stay below 1e+18 radians per position but got 2e+18.": lambda: (
+            Given((1.0, -2e18)).frequencies(4, 10000.0)
+        ),
+        "[Linear] every frequency must stay below 1e+18 radians per position but got 1e+20.": lambda: (
+            Linear(1e-20).frequencies(4, 10000.0)
+        ),
+        "[from_dict] rule 'ntk' must have only the keys factor but got alpha.": lambda: (
+            Rule.from_dict({"rule": "ntk", "factor": 1.0, "alpha": 2.0})
+        ),
+        "[from_dict] rule 'dynamic' must have all required keys but lacks "
+        "original_max_position.": lambda: Rule.from_dict({"rule": "dynamic", "factor": 1.0}),
+    },
+    TypeError={
+        "[YaRN] truncate must be a bool but got 1.": lambda: YaRN(4.0, 4096, truncate=1),
+        "[LongRoPE] short_factor must be a sequence of numbers but got 1.0.": lambda: LongRoPE(
+            1.0, (1.0,), 4096, factor=2.0
+        ),
+        "[Given] inv_freq must hold numbers but got 'fast'.": lambda: Given(("fast",)),
+        "[Given] inv_freq must hold numbers but got a tensor; call Given.of (inv_freq: "
+        "float32[2]).": lambda: Given(torch.ones(2)),
+        "[Given.of] inv_freq must be a floating tensor (inv_freq: int64[2]).": lambda: Given.of(
+            torch.ones(2, dtype=torch.int64)
+        ),
+        "[Given.of] inv_freq must be a floating tensor (inv_freq: [1.0]).": lambda: Given.of([1.0]),
+    },
+)
 
 
 def test_llama3_without_a_band_is_a_step() -> None:

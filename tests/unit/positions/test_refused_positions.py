@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.support.helpers import every_refusal, refused
+from tests.support.helpers import refusals
 from tightrope import RopeSpec
 from tightrope.axes import Axes
 from tightrope.functional import rotate
@@ -220,7 +220,4 @@ VALUES: dict[str, Callable[[], object]] = {
 }
 
 
-@every_refusal({TypeError: TYPES, ValueError: VALUES})
-def test_invalid_positions(kind: type[Exception], text: str, call: Callable[[], object]) -> None:
-    with refused(kind, text):
-        call()
+test_invalid_positions = refusals(TypeError=TYPES, ValueError=VALUES)
