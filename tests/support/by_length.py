@@ -10,7 +10,7 @@ import torch
 from tests.support import oracle, oracle_frequencies as truth
 from tests.support.tolerances import Result, assert_rotated, dynamic_drift
 from tightrope import RopeSpec
-from tightrope.frequencies import DynamicNTK, LongRoPE, Rule, YaRN
+from tightrope.frequencies import DynamicNTK, LongRoPE, Rule
 
 TRAINED = 4096
 SHORT, LONG = (1.0, 1.05, 1.1, 2.0), (1.0, 3.0, 17.5, 64.0)
@@ -36,15 +36,7 @@ def spec_of(rule: str | Rule, interleaved: bool = False) -> RopeSpec:
 
 
 def amplitude(rule: Rule | None, length: int) -> float:
-    if isinstance(rule, YaRN):
-        return float(truth.yarn_attention(rule.factor, rule.attention_factor))
-    if not isinstance(rule, LongRoPE):
-        return 1.0
-    if rule.factor is not None:
-        return float(truth.longrope_attention(rule.factor, rule.original_max_position))
-    mscale = rule.short_mscale if length <= rule.original_max_position else rule.long_mscale
-    assert mscale is not None
-    return mscale
+    return float(truth.attention_of(rule, length))
 
 
 def exact(

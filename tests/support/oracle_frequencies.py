@@ -168,7 +168,23 @@ def of(rule: Any, d: int, base: float, length: int | None = None) -> list[Real]:
     if name == "dynamic":
         return dynamic_ntk(d, base, rule.factor, trained, length)
     if name == "yarn":
-        return yarn(d, base, rule.factor, trained)
+        ramp = rule.beta_fast, rule.beta_slow, rule.truncate
+        return yarn(d, base, rule.factor, trained, *ramp)
     if name == "llama3":
         return llama3(d, base, rule.factor, rule.low_freq_factor, rule.high_freq_factor, trained)
     return longrope(d, base, rule.short_factor, rule.long_factor, trained, length)
+
+
+def attention_of(rule: Any, length: int | None = None) -> Real:
+    """Return the amplitude of a rule of the library, see :func:`of`."""
+    name = None if rule is None else rule.names[0]
+    if name == "yarn":
+        mscales = rule.mscale, rule.mscale_all_dim
+        return yarn_attention(rule.factor, rule.attention_factor, *mscales)
+    if name != "longrope":
+        return MP.mpf(1)
+    trained = rule.original_max_position
+    if rule.factor is not None:
+        return longrope_attention(rule.factor, trained)
+    is_long = length is not None and length > trained
+    return MP.mpf(rule.long_mscale if is_long else rule.short_mscale)

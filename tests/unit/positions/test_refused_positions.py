@@ -182,6 +182,8 @@ VALUES: dict[str, Callable[[], object]] = {
     f"[concatenate] {WRITTEN} (part: int64[1, 3, 1]).": lambda: concatenate([per_row(ENDS)]),
     "[concatenate] parts must have the same numbers of axes and rows (one: int64[2, 1, 4], other: "
     "int64[1, 1, 3]).": lambda: concatenate([grid(2, 2), ENDS]),
+    "[concatenate] parts must have the same numbers of axes and rows (one: float32[1, 2, 5], other: "
+    "float32[1, 3, 5]).": lambda: concatenate([torch.ones(2, 5), torch.ones(3, 5)]),
     "[concatenate] parts must have the same numbers of axes and tokens (one: int64[2, 1, 4], "
     "other: int64[2, 1, 6]).": lambda: concatenate([grid(2, 2), grid(2, 3)], along="rows"),
     "[shard] rank must lie in [0, 2) for size 2 but got 2.": lambda: shard(None, 2, 2, tokens=8),
@@ -201,7 +203,9 @@ VALUES: dict[str, Callable[[], object]] = {
     "[shard] cu_seqlens must be None for kind 'contiguous', which cuts the whole row (cu_seqlens: "
     "int64[3]).": lambda: shard(None, 0, 1, tokens=5, cu_seqlens=ENDS),
     "[shard] every sequence must have a multiple of 4 tokens for 2 zigzag shards but got "
-    "cu_seqlens [0, 3, 5].": lambda: shard(None, 0, 2, tokens=5, kind="zigzag", cu_seqlens=ENDS),
+    "cu_seqlens [0, 6, 8].": (
+        lambda: shard(None, 0, 2, tokens=8, kind="zigzag", cu_seqlens=torch.tensor([0, 6, 8]))
+    ),
     "[shard] cu_seqlens must end with the number of tokens 8 but got 5.": (
         lambda: shard(None, 0, 2, tokens=8, kind="zigzag", cu_seqlens=ENDS)
     ),

@@ -39,7 +39,8 @@ LENGTHS = (3000, 6000)
 OWN = torch.tensor(LENGTHS)
 TAIL = 3
 LAST = OWN[:, None] - TAIL + torch.arange(TAIL)  # the last positions of each row
-PADDED = torch.arange(6000) - (6000 - OWN[:, None])
+TOTAL = 6001  # so that both rows can have padding
+PADDED = torch.arange(TOTAL) - (TOTAL - OWN[:, None])
 
 # Ways to give the positions of a batch, as (positions, seq_len). In all of them the last TAIL tokens of
 # each row are at its last positions.
@@ -47,7 +48,7 @@ WAYS: dict[str, Callable[[], tuple[positions.PositionsLike, object]]] = {
     "ids per row": lambda: (LAST, None),
     "narrow floating ids": lambda: (LAST.float(), None),
     "offsets per row": lambda: (positions.per_row(OWN - TAIL), None),
-    "padded by lengths": lambda: (positions.per_row(OWN - 6000), None),
+    "padded by lengths": lambda: (positions.per_row(OWN - TOTAL), None),
     "padded by a mask": lambda: (positions.left_padded(PADDED >= 0), None),
     "padded with ones": lambda: (PADDED.masked_fill(PADDED < 0, 1), None),
     "a list": lambda: (positions.explicit(positions.per_row(OWN - TAIL), TAIL), [3000, 6000]),
@@ -64,7 +65,7 @@ WAYS: dict[str, Callable[[], tuple[positions.PositionsLike, object]]] = {
 def test_each_row_gets_what_it_would_get_alone(rule: str, way: str, prepared: bool) -> None:
     spec, fresh = spec_of(rule), spec_of(rule)
     where, seq_len = WAYS[way]()
-    x = torch.randn(2, 2, 6000 if "padded" in way else TAIL, 12, dtype=torch.float64)
+    x = torch.randn(2, 2, TOTAL if "padded" in way else TAIL, 12, dtype=torch.float64)
     if prepared:
         y = rotate(x, spec.at(where, seq_len=seq_len))
     else:
