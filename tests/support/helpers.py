@@ -39,7 +39,8 @@ def refusals(of: str = "", **errors: Mapping[str, Callable[[], object]]) -> Call
 
     Args:
         of: the operation that all texts begin with, in brackets; "" if each text has its own.
-        errors: the calls by their texts, for each type of error.
+        errors: the calls by their texts, for each type of error. A text that ends with "…" is the
+            beginning of a longer one.
     """
     start = f"[{of}] " if of else ""
     rows = [
@@ -50,7 +51,8 @@ def refusals(of: str = "", **errors: Mapping[str, Callable[[], object]]) -> Call
 
     @pytest.mark.parametrize("kind, text, call", rows, ids=[text for _, text, _ in rows])
     def test(kind: type[Exception], text: str, call: Callable[[], object]) -> None:
-        with refused(kind, text):
+        whole = re.escape(text.removesuffix("…")) + ("" if text.endswith("…") else "$")
+        with pytest.raises(kind, match=f"^{whole}"):
             call()
 
     return test

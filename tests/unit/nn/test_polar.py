@@ -272,7 +272,6 @@ def test_a_token_that_may_look_nowhere_gets_zero() -> None:
     y = attention(x, attn_mask=torch.zeros(2, 1, 1, 7, dtype=torch.bool))
     assert torch.equal(y, torch.zeros_like(y))
     y.sum().backward()
-    assert x.grad is not None
     assert x.grad.isfinite().all()
 
 

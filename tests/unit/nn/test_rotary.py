@@ -2,13 +2,13 @@
 
 import copy
 import pickle
-import threading
 from functools import partial
 
 import pytest
 import torch
 
 from tests.support import helpers
+from tests.support.helpers import in_threads
 from tightrope import RopeSpec
 from tightrope.functional import rotate
 from tightrope.nn import RotaryPositionalEmbedding
@@ -122,23 +122,15 @@ def test_unknown_keys_are_still_refused() -> None:
         Model().load_state_dict(saved)
 
 
-def test_one_module_two_threads() -> None:
+def test_one_module_in_several_threads() -> None:
     rope = RotaryPositionalEmbedding(64)
     inputs = [noise(1, length, 2, 64) for length in (5, 300, 17, 211)]
-    expected = [RotaryPositionalEmbedding(64)(x, 1) for x in inputs]
-    wrong: list[int] = []
 
-    def work(which: int) -> None:
+    def work(x: torch.Tensor, expected: torch.Tensor) -> None:
         for _ in range(100):
-            if not torch.equal(rope(inputs[which], 1), expected[which]):
-                wrong.append(which)
+            assert torch.equal(rope(x, 1), expected)
 
-    threads = [threading.Thread(target=work, args=(which,)) for which in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    in_threads(*(partial(work, x, RotaryPositionalEmbedding(64)(x, 1)) for x in inputs))
     assert rope.max_seq_len_cached == 300
 
 
