@@ -84,15 +84,6 @@ def raw_rotate(
 # --- phase words ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("base", [1e-9, 1e-3, 0.5, 1.0, *BASES, 1e30, math.pi])
-def test_words_are_right_to_the_last_bit(base: float) -> None:
-    for dim in [2, 6, *DIMS, 1024]:
-        made = angles.words_of(frequencies.default(dim, base))
-        wanted = [oracle.phase(omega) for omega in oracle.frequencies(base, dim)]
-        assert list(made.words) == [phase.word for phase in wanted]
-        assert list(made.turns) == [phase.turns for phase in wanted]
-
-
 def test_words_of_whole_and_half_turns() -> None:
     turn = angles.TWO_PI
     made = angles.words_of(frequencies.Frequencies((turn / 4, turn / 2, turn, -turn / 2, 3 * turn)))

@@ -1,6 +1,5 @@
 """Frequency rules, compared with many-digit arithmetic."""
 
-import copy
 import dataclasses
 import decimal
 import json
@@ -402,25 +401,6 @@ def test_a_dictionary_brings_a_rule_back(rule: Rule) -> None:
     assert again.frequencies(4, 1e4, 5000) == rule.frequencies(4, 1e4, 5000)
 
 
-COPIES: list[Callable[[Any], Any]] = [
-    copy.copy,
-    copy.deepcopy,
-    dataclasses.replace,
-    *(lambda rule, n=n: pickle.loads(pickle.dumps(rule, n)) for n in range(2, 6)),  # type: ignore[misc]
-]
-
-
-@pytest.mark.parametrize("rule", ONE_OF_EACH, ids=NAMES)
-@pytest.mark.parametrize("make", COPIES)
-def test_copies_are_equal(make: Callable[[Rule], Rule], rule: Rule) -> None:
-    hash(rule)
-    other = make(rule)
-    assert other == rule
-    assert hash(other) == hash(rule)
-    assert type(other) is type(rule)
-    assert "_hash" not in vars(pickle.loads(pickle.dumps(rule)))
-
-
 @pytest.mark.parametrize("rule", ONE_OF_EACH, ids=NAMES)
 def test_pickles_from_before_the_rules_were_in_several_files_load(rule: Rule) -> None:
     name = type(rule).__name__
@@ -432,11 +412,8 @@ def test_pickles_from_before_the_rules_were_in_several_files_load(rule: Rule) ->
 
 
 @pytest.mark.parametrize("rule", ONE_OF_EACH, ids=NAMES)
-def test_rules_are_frozen_and_differ(rule: Rule) -> None:
+def test_rules_differ(rule: Rule) -> None:
     assert sum(rule == other for other in ONE_OF_EACH) == 1
-    for field in dataclasses.fields(rule):  # type: ignore[arg-type]
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(rule, field.name, 1)
     assert eval(repr(rule)) == rule
 
 
@@ -455,13 +432,6 @@ def test_every_field_counts() -> None:
     assert len({yarn, *others}) == 1 + len(others)
     assert NTK(2.0) != Linear(2.0)
     assert hash(NTK(2.0)) != hash(Linear(2.0))
-
-
-def test_the_hash_is_computed_once() -> None:
-    rule = Given.of(torch.ones(12, 512))
-    before = hash(rule)
-    object.__setattr__(rule, "inv_freq", (5.0,))
-    assert hash(rule) == before
 
 
 def test_repr_shows_values_other_than_the_defaults() -> None:
