@@ -1,7 +1,5 @@
 """RotaryEmbedding, the module for attention code: calls, learned frequencies, casts and saving."""
 
-import copy
-import pickle
 import warnings
 from functools import partial
 from typing import Any
@@ -88,31 +86,6 @@ def test_learned_frequencies() -> None:
 
 
 @pytest.mark.parametrize("learnable", [False, True])
-def test_casts_copies_and_meta_devices(learnable: bool) -> None:
-    rope = RotaryEmbedding(8, 777.0, interleaved=True, learnable=learnable)
-    expected = rope(Q, K)
-    assert not list(rope.buffers())
-    assert len(list(rope.parameters())) == len(rope.state_dict()) == learnable
-    with torch.device("meta"):
-        on_meta = RotaryEmbedding(8, 777.0, interleaved=True, learnable=learnable)
-    on_meta = on_meta.to_empty(device="cpu")
-    on_meta.reset_parameters()
-    variants = {
-        "meta": on_meta,
-        "deepcopy": copy.deepcopy(rope),
-        "pickle": pickle.loads(pickle.dumps(rope)),
-        "double": copy.deepcopy(rope).double(),
-    }
-    if not learnable:
-        variants["bfloat16"] = copy.deepcopy(rope).to(torch.bfloat16)
-    for name, module in variants.items():
-        for got, wanted in zip(module(Q, K), expected, strict=True):
-            assert torch.equal(got, wanted), name
-    with torch.device("meta"):
-        assert RotaryEmbedding(8, learnable=learnable)(torch.empty(1, 2, 3, 8)).is_meta
-
-
-@pytest.mark.parametrize("learnable", [False, True])
 def test_one_graph(learnable: bool) -> None:
     rope, counter = RotaryEmbedding(8, learnable=learnable), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(rope, fullgraph=True, dynamic=True, backend=counter)
@@ -121,39 +94,6 @@ def test_one_graph(learnable: bool) -> None:
         for got, wanted in zip(compiled(q, k, 100 - tokens), rope(q, k, 100 - tokens), strict=True):
             assert_near(got, wanted, "float32 ways")
     assert counter.frame_count == 1
-
-
-class Model(torch.nn.Module):
-    def __init__(self, base: float = 10000.0, learnable: bool = False) -> None:
-        super().__init__()
-        self.rope = RotaryEmbedding(8, base, learnable=learnable)
-        self.linear = torch.nn.Linear(2, 2)
-
-
-@pytest.mark.parametrize("key", ["inv_freq", "freqs"])
-def test_keys_of_other_modules_are_checked_and_dropped(key: str) -> None:
-    saved = dict(Model().state_dict())
-    saved[f"rope.{key}"] = RopeSpec(8).frequencies().inv_freq.float()
-    saved["rope.cos_cached"] = torch.zeros(1, 1, 5, 8)
-    Model().load_state_dict(saved)
-    with pytest.raises(RuntimeError) as caught:
-        Model(base=9000.0).load_state_dict(saved)
-    assert (
-        f"[RotaryEmbedding] rope.{key} in the state_dict must agree with RopeSpec(head_dim=8, "
-        "base=9000.0) but does not; build the module with the frequencies of the checkpoint "
-        f"({key}: float32[4])."
-    ) in str(caught.value)
-    saved["rope.weight"] = torch.zeros(1)
-    with pytest.raises(RuntimeError, match="Unexpected key"):
-        Model().load_state_dict(saved)
-
-
-def test_learned_frequencies_load_as_they_are() -> None:
-    saved = dict(Model(learnable=True).state_dict())
-    saved["rope.inv_freq"] = torch.rand(4)
-    model = Model(learnable=True)
-    model.load_state_dict(saved)
-    assert torch.equal(model.rope.inv_freq, saved["rope.inv_freq"])
 
 
 def test_repr() -> None:
