@@ -5,6 +5,7 @@ Cosines and sines come from tightrope.angles and, for each backend, from rotated
 
 import math
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -67,6 +68,17 @@ def from_rotation(
     return y[..., first], y[..., second]
 
 
+def by_every_way(
+    spec: RopeSpec, ids: torch.Tensor, dtype: torch.dtype
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield cosine and sine by the definition, and by each backend that runs here."""
+    rotation = spec.at(ids)
+    yield from_definition(rotation.angles.words, rotation.angles.turns, rotation.ids, dtype)
+    for backend, missing in tightrope.backends.why_not().items():
+        if missing is None:
+            yield from_rotation(spec, ids, (1, len(ids)), dtype, backend)
+
+
 def raw_rotate(
     x: torch.Tensor,
     words: torch.Tensor,
@@ -116,16 +128,9 @@ def test_integer_positions(base: float, dim: int) -> None:
     ids = torch.tensor(POSITIONS)
     cos, sin = oracle.cos_sin(ids, oracle.frequencies(base, dim))
     spec = RopeSpec(dim, base=base)
-    rotation = spec.at(ids)
     near = ids.abs() <= 2**20
     for dtype in DTYPES:
-        results = [
-            from_definition(rotation.angles.words, rotation.angles.turns, rotation.ids, dtype)
-        ]
-        for backend, missing in tightrope.backends.why_not().items():
-            if missing is None:
-                results.append(from_rotation(spec, ids, (1, len(ids)), dtype, backend))
-        for got in results:
+        for got in by_every_way(spec, ids, dtype):
             for mine, exact in zip(got, (cos, sin), strict=True):
                 tolerances.assert_angles(mine, exact, 2.0**31)
                 tolerances.assert_angles(mine[:, near], exact[:, near], 2.0**20 + 1)
@@ -174,16 +179,10 @@ def test_fractional_positions(base: float, position_dtype: torch.dtype) -> None:
     ids = torch.tensor([*FRACTIONS, *LARGE], dtype=position_dtype)
     exact = oracle.cos_sin(ids, omegas)
     spec = RopeSpec(dim, base=base)
-    rotation = spec.at(ids)
-    assert (rotation.angles.turns is not None) == any(omega > oracle.MP.pi for omega in omegas)
+    turns_kept = spec.at(ids).angles.turns is not None
+    assert turns_kept == any(omega > oracle.MP.pi for omega in omegas)
     for dtype in DTYPES:
-        results = [
-            from_definition(rotation.angles.words, rotation.angles.turns, rotation.ids, dtype)
-        ]
-        for backend, missing in tightrope.backends.why_not().items():
-            if missing is None:
-                results.append(from_rotation(spec, ids, (1, len(ids)), dtype, backend))
-        for got in results:
+        for got in by_every_way(spec, ids, dtype):
             for mine, true in zip(got, exact, strict=True):
                 for token, position in enumerate(ids.tolist()):
                     tolerances.assert_angles(
