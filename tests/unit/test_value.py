@@ -1,4 +1,4 @@
-"""What specs, frequency rules and axes have in common: copies, hashes, and fields that cannot be set."""
+"""Copies, hashes and fields that cannot be set, of specs, frequency rules and axes."""
 
 import copy
 import dataclasses
