@@ -33,14 +33,6 @@ def tied(channels: Channels, values: torch.Tensor) -> torch.Tensor:
     return torch.stack(columns, -1)
 
 
-def test_exp_is_the_exponential() -> None:
-    gamma = noise(3, 8)
-    got = Exp(gamma).factor(CHANNELS, dtype=torch.float64)
-    assert_near(got, gamma.exp()[None, :, None], "float64 ways")
-    one = Exp(gamma[0]).factor(CHANNELS, dtype=torch.float64)
-    assert_near(one, gamma[0].exp()[None, None, None], "float64 ways")
-
-
 @pytest.mark.parametrize(
     "channels", [CHANNELS, HALF, Channels(8, 0, 6, True), Channels(8, 2, 6, False)]
 )
@@ -54,16 +46,6 @@ def test_tied_gives_both_channels_of_a_pair_one_value(channels: Channels) -> Non
     assert_near(got, wanted * where, "float64 ways")
     got = Given(values[:, None], tied="pair").log_factor(channels, dtype=torch.float64)
     assert torch.equal(got, tied(channels, values)[None, None])
-
-
-def test_slope_grows_with_the_position() -> None:
-    slope = noise(3, 8)
-    got = Slope(slope).log_factor(CHANNELS, WHERE, torch.float64)
-    assert got.shape == (2, 3, 3, 8)
-    for row in range(2):
-        for token in range(3):
-            wanted = slope * WHERE[row, token]
-            assert_near(got[row, :, token], wanted, "float64 ways")
 
 
 def test_given_is_positions_by_heads_by_channels() -> None:
@@ -152,21 +134,6 @@ def test_factors_multiply() -> None:
     log = gates.total("x", x, [Exp(gamma), Scalar(2.0)], CHANNELS)
     assert_near(log.exp(), gamma.exp()[None, :, None] * 2, "float64 ways")
     assert gates.total("x", x, [], CHANNELS) is None
-
-
-def test_gradients() -> None:
-    x = noise(2, 3, 3, 8).requires_grad_()
-    gamma, slope, log = (noise(*s).requires_grad_() for s in ((3, 8), (3, 4), (3, 1, 8)))
-    where = WHERE.double().requires_grad_()
-
-    def run(x: torch.Tensor, *ts: torch.Tensor) -> torch.Tensor:
-        gamma, slope, log, where = ts
-        parts = [Exp(gamma), Slope(slope / 10, tied="pair"), Given(log)]
-        log = public("demo")(gates.total)("x", x, parts, CHANNELS, where)
-        return x * log.exp()
-
-    assert torch.autograd.gradcheck(run, (x, gamma, slope, log, where))
-    assert torch.autograd.gradgradcheck(run, (x, gamma, slope, log, where))
 
 
 X = torch.zeros(2, 3, 5, 8)

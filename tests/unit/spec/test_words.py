@@ -271,20 +271,15 @@ def test_a_spec_made_inside_a_compiled_function(make: Callable[[], RopeSpec]) ->
 
 
 def test_attention_scaling() -> None:
-    assert RopeSpec(8).attention_scaling() == 1.0
-    assert RopeSpec(8).attention_scaling() == 1.0
-    yarn = RopeSpec(8, scaling=YaRN(4.0, 4096))
-    wanted = float(truth.yarn_attention(4.0))
-    assert (
-        yarn.attention_scaling()
-        == yarn.attention_scaling(10**6)
-        == yarn.attention_scaling([1, 2])
-        == wanted
-    )
-    assert yarn.frequencies().attention_scaling == wanted
-    sections = RULED["longrope sections"]
-    assert sections.attention_scaling() == sections.attention_scaling(5000) == 1.5
-    assert sections.frequencies(5000).attention_scaling == 1.5
+    yarn, sections = RopeSpec(8, scaling=YaRN(4.0, 4096)), RULED["longrope sections"]
+    for spec, wanted in (
+        (RopeSpec(8), 1.0),
+        (yarn, float(truth.yarn_attention(4.0))),
+        (sections, 1.5),
+    ):
+        for length in (None, 10**6, [1, 2]):
+            assert spec.attention_scaling(length) == wanted
+        assert spec.frequencies(5000).attention_scaling == wanted
     assert RULED["dynamic"].attention_scaling([5, 5000]) == 1.0
 
 
