@@ -35,6 +35,7 @@ KERNEL = """
     unit/ops/test_gradients unit/test_angles laws/test_derivatives unit/ops/test_gating
     torch_modes/test_autograd kernel/cpu/test_instruction_sets laws/test_invariance
     kernel/cpu/test_large_results unit/ops/test_learned unit/spec/test_lengths
+    unit/spec/test_stated_lengths unit/spec/test_unread_lengths
     unit/functional/test_lrpe laws/test_numerics unit/functional/test_out unit/test_phase_words
     unit/ops/test_phased unit/phases/test_phases unit/nn/test_polar laws/test_properties
     unit/functional/test_rerotate unit/functional/test_rounding unit/functional/test_scan

@@ -34,10 +34,12 @@ NEAREST = {
         unit/test_angles laws/test_numerics
     """,
     "tightrope/frequencies": """
-        unit/frequencies/test_rules unit/test_phase_words unit/spec/test_rope_spec
+        unit/frequencies/test_rules unit/test_phase_words unit/spec/test_words
+        unit/spec/test_rope_spec
     """,
     "tightrope/positions": """
-        unit/positions/test_positions unit/positions/test_positions_of_transformers unit/test_axes
+        unit/positions/test_positions unit/positions/test_grids unit/positions/test_refused_positions
+        unit/positions/test_positions_of_transformers unit/test_axes
     """,
     "tightrope/ops/(autograd|gradients|learned)": """
         torch_modes/test_autograd unit/ops/test_learned unit/ops/test_gradients
@@ -56,6 +58,7 @@ NEAREST = {
     "tightrope/ops": """
         unit/ops/test_route unit/functional/test_rotate unit/functional/test_out
         unit/functional/test_tables unit/functional/test_rounding unit/spec/test_lengths
+        unit/spec/test_stated_lengths
     """,
     "tightrope/backends": """
         laws/test_numerics unit/test_angles unit/functional/test_tables

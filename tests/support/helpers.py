@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 import resource
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -29,6 +32,43 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
 def refused(kind: type[Exception], text: str) -> AbstractContextManager[object]:
     """Expect an error of this type with exactly this text."""
     return pytest.raises(kind, match=f"^{re.escape(text)}$")
+
+
+def refusals(of: str = "", **errors: Mapping[str, Callable[[], object]]) -> Callable[..., None]:
+    """Return a test that calls raise errors with exactly their texts, with a case for each.
+
+    Args:
+        of: the operation that all texts begin with, in brackets; "" if each text has its own.
+        errors: the calls by their texts, for each type of error. A text that ends with "…" is the
+            beginning of a longer one.
+    """
+    start = f"[{of}] " if of else ""
+    rows = [
+        (getattr(builtins, kind), start + text, errors[kind][text])
+        for kind in errors
+        for text in errors[kind]
+    ]
+
+    @pytest.mark.parametrize("kind, text, call", rows, ids=[text for _, text, _ in rows])
+    def test(kind: type[Exception], text: str, call: Callable[[], object]) -> None:
+        whole = re.escape(text.removesuffix("…")) + ("" if text.endswith("…") else "$")
+        with pytest.raises(kind, match=f"^{whole}"):
+            call()
+
+    return test
+
+
+def in_threads(*jobs: Callable[[], object]) -> None:
+    """Call functions in a thread each, at the same time, and raise the first error of any of them."""
+    start = threading.Barrier(len(jobs))
+
+    def run(job: Callable[[], object]) -> None:
+        start.wait()
+        job()
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for done in [pool.submit(run, job) for job in jobs]:
+            done.result()
 
 
 def version_of(package: str) -> tuple[int, ...]:

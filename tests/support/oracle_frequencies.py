@@ -153,3 +153,38 @@ def proportional(d: int, base: float, fraction: float, factor: float = 1.0) -> l
     turning = int(fraction * d // 2)
     row = plain(d, base)
     return [omega / MP.mpf(factor) for omega in row[:turning]] + [MP.mpf(0)] * (d // 2 - turning)
+
+
+def of(rule: Any, d: int, base: float, length: int | None = None) -> list[Real]:
+    """Return the frequencies of a rule of the library, known by its first name and its fields."""
+    name = None if rule is None else rule.names[0]
+    if name is None:
+        return plain(d, base)
+    if name in ("linear", "ntk"):
+        return {"linear": linear, "ntk": ntk}[name](d, base, rule.factor)
+    if name == "proportional":
+        return proportional(d, base, rule.rotary_fraction, rule.factor)
+    trained = rule.original_max_position
+    if name == "dynamic":
+        return dynamic_ntk(d, base, rule.factor, trained, length)
+    if name == "yarn":
+        ramp = rule.beta_fast, rule.beta_slow, rule.truncate
+        return yarn(d, base, rule.factor, trained, *ramp)
+    if name == "llama3":
+        return llama3(d, base, rule.factor, rule.low_freq_factor, rule.high_freq_factor, trained)
+    return longrope(d, base, rule.short_factor, rule.long_factor, trained, length)
+
+
+def attention_of(rule: Any, length: int | None = None) -> Real:
+    """Return the amplitude of a rule of the library, see :func:`of`."""
+    name = None if rule is None else rule.names[0]
+    if name == "yarn":
+        mscales = rule.mscale, rule.mscale_all_dim
+        return yarn_attention(rule.factor, rule.attention_factor, *mscales)
+    if name != "longrope":
+        return MP.mpf(1)
+    trained = rule.original_max_position
+    if rule.factor is not None:
+        return longrope_attention(rule.factor, trained)
+    is_long = length is not None and length > trained
+    return MP.mpf(rule.long_mscale if is_long else rule.short_mscale)

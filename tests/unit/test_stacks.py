@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.support.helpers import noise
+from tests.support.helpers import noise, refusals
 from tests.support.matrix import every_backend
 from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import Axes, RopeSpec, frequencies, functional, gates, positions, stacks
@@ -36,41 +36,31 @@ SHORT, LONG = [1 + k / 32 for k in range(32)], [2 + k / 3 for k in range(32)]
 # Positions within and beyond the original length of the rules below.
 NEAR, FAR = torch.arange(TOKENS)[None], torch.tensor([[0], [5]]) + torch.arange(TOKENS) * 97
 
+ORIGINAL = {"original_max_position_embeddings": 128}
 # Rule, and its parameters in a configuration of transformers with max_position_embeddings 512.
 RULES: dict[str, tuple[Rule | None, dict[str, Any]]] = {
     "default": (None, {}),
     "linear": (Linear(3.0), {"factor": 3.0}),
     "dynamic": (DynamicNTK(2.5, 512), {"factor": 2.5}),
-    "yarn": (YaRN(4.0, 128), {"factor": 4.0, "original_max_position_embeddings": 128}),
+    "yarn": (YaRN(4.0, 128), {"factor": 4.0, **ORIGINAL}),
     "yarn, mscales": (
         YaRN(4.0, 128, mscale=0.7, mscale_all_dim=1.1, beta_fast=16.0, beta_slow=2.0),
-        {
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-            "mscale": 0.7,
-            "mscale_all_dim": 1.1,
-        }
-        | {"beta_fast": 16.0, "beta_slow": 2.0},
+        {"factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.1, "beta_fast": 16.0, "beta_slow": 2.0}
+        | ORIGINAL,
     ),
     "yarn, untruncated": (
         YaRN(4.0, 128, truncate=False, attention_factor=1.25),
-        {"factor": 4.0, "original_max_position_embeddings": 128, "truncate": False}
-        | {"attention_factor": 1.25},
+        {"factor": 4.0, "truncate": False, "attention_factor": 1.25, **ORIGINAL},
     ),
     "llama3": (
         Llama3(8.0, 1.0, 4.0, 128),
-        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        | {"original_max_position_embeddings": 128},
+        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL},
     ),
     "longrope": (
         LongRoPE(tuple(SHORT), tuple(LONG), 128, factor=4.0),
-        {"factor": 4.0, "original_max_position_embeddings": 128}
-        | {"short_factor": SHORT, "long_factor": LONG},
+        {"factor": 4.0, "short_factor": SHORT, "long_factor": LONG, **ORIGINAL},
     ),
-    "proportional": (
-        Proportional(0.25, 2.0),
-        {"partial_rotary_factor": 0.25, "factor": 2.0},
-    ),
+    "proportional": (Proportional(0.25, 2.0), {"partial_rotary_factor": 0.25, "factor": 2.0}),
 }
 
 
@@ -273,29 +263,21 @@ def test_stacks_stay_close_to_the_exact_rotation(name: str) -> None:
 
 
 @every_backend
-@pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd"])
-def test_layouts_and_positions(backend: str, layout: str) -> None:
-    """Offsets, ids and reused prepared rotations give the same bits, in three layouts."""
-    order = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}[layout]
+def test_offsets_ids_and_reused_rotations(backend: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        q, k = (x.detach().permute(order) for x in qk(dtype))
-        cos, sin = stacks.get("transformers").tables(SPEC, 7, dtype, tokens=TOKENS)
-        want = functional.apply_rotary_pos_emb(
-            *(x.permute(torch.argsort(torch.tensor(order)).tolist()) for x in (q, k)),
-            cos,
-            sin,
-            tables="half",
-            rounding="each",
-        )
+        q, k = (x.detach() for x in qk(dtype))
+        tables = stacks.get("transformers").tables(SPEC, 7, dtype, tokens=TOKENS)
+        want = functional.apply_rotary_pos_emb(q, k, *tables, tables="half", rounding="each")
         for where in (7, NEAR[0] + 7, NEAR + 7):
             rope = SPEC.at(where, stack="transformers")
             for _ in range(2):
-                got = rotate_qk(q, k, rope, layout=layout, backend=backend)
-                for y, expected in zip(got, want, strict=True):
-                    assert_same_bits(y, expected.permute(order))
+                for y, expected in zip(rotate_qk(q, k, rope, backend=backend), want, strict=True):
+                    assert_same_bits(y, expected)
+            turned = rotate(q.transpose(1, 2), rope, layout="bshd", backend=backend)
+            assert_same_bits(turned.transpose(1, 2), want[0])
             inside = q.clone()
-            assert_same_bits(rotate_(inside, rope, layout=layout), want[0].permute(order))
-            back = rotate(inside, rope, layout=layout, inverse=True)
+            assert_same_bits(rotate_(inside, rope), want[0])
+            back = rotate(inside, rope, inverse=True)
             assert torch.allclose(back.float(), q.float(), atol=0.05)
 
 
@@ -492,8 +474,6 @@ def test_the_operator_of_compiled_code() -> None:
         want = (x * 1.7 * inv_freq).double()
         for got, exact in zip(schema.cos_sin(*arguments), (want.cos(), want.sin()), strict=True):
             assert_near(got, (1.7 * exact).float(), "float32 ways")
-    with pytest.raises(RuntimeError, match="positions must be contiguous"):
-        schema.cos_sin(at.transpose(0, 1), inv_freq, None, None, None, False)
     with pytest.raises(RuntimeError, match="the raw operator has no gradient"):
         schema.cos_sin(at.clone().requires_grad_(), inv_freq, None, None, None, False)
 
@@ -593,119 +573,69 @@ def test_another_default_device(name: str, where: Any) -> None:
 # --- errors -------------------------------------------------------------------------------
 
 
-def test_errors() -> None:
-    q = qk(torch.float32)[0].detach()
-    rope = SPEC.at(FAR, stack="vllm")
-    get = stacks.get
-    calls: list[tuple[type[Exception], str, Callable[[], object]]] = [
-        (
-            ValueError,
-            r"\[at\] stack must be one of transformers, .* but got 'vlm'",
-            lambda: SPEC.at(0, stack="vlm"),
+Q = torch.zeros(2, 3, TOKENS, DIM)
+VLLM = stacks.get("vllm")
+ROPE = SPEC.at(FAR, stack="vllm")
+test_errors = refusals(
+    ValueError={
+        f"[at] stack must be one of {', '.join(stacks.names())} but got 'vlm'.": (
+            lambda: SPEC.at(0, stack="vlm")
         ),
-        (ValueError, r"\[stacks.get\] stack must be one of .* but got 3", lambda: get(3)),  # type: ignore[arg-type]
-        (
-            ValueError,
-            r"\[rotate\] act and gate must be None with a rotation made for stack 'vllm'; normalise or activate "
-            r"first, then rotate, then multiply by the gate\.",
-            lambda: rotate(q, rope, act="silu"),
+        "[stacks.get] stack must be one of transformers, …": lambda: stacks.get(3),
+        "[rotate] act and gate must be None with a rotation made for stack 'vllm'; normalise or "
+        "activate first, then rotate, then multiply by the gate.": (
+            lambda: rotate(Q, ROPE, act="silu")
         ),
-        (
-            ValueError,
-            r"\[rotate\] inv_freq must be None with a rotation made for stack 'vllm'",
-            lambda: rotate(q, rope, inv_freq=torch.ones(32)),
+        "[rotate] act and gate must be None …": lambda: rotate(Q, ROPE, gate=gates.XPos(8)),
+        "[rotate] inv_freq must be None with a rotation made for stack 'vllm'…": (
+            lambda: rotate(Q, ROPE, inv_freq=torch.ones(32))
         ),
-        (
-            ValueError,
-            r"\[rotate\] act and gate must be None",
-            lambda: rotate(q, rope, gate=gates.XPos(8)),
+        "[polar_scan] spec must have exact angles but was made for stack 'vllm'…": (
+            lambda: functional.polar_scan(Q, Q, Q, ROPE)
         ),
-        (
-            ValueError,
-            r"\[polar_scan\] spec must have exact angles but was made for stack 'vllm'",
-            lambda: functional.polar_scan(q, q, q, rope),
+        "[at] positions must not require a gradient with a stack…": (
+            lambda: SPEC.at(torch.ones(3, requires_grad=True), stack="vllm")
         ),
-        (
-            ValueError,
-            r"\[at\] positions must not require a gradient with a stack",
-            lambda: SPEC.at(torch.ones(3, requires_grad=True), stack="vllm"),
+        "[at] seq_len must be at least 3493…": lambda: SPEC.at(FAR, stack="vllm", seq_len=9),
+        "[at] positions must have 1 axis …": (
+            lambda: SPEC.at(positions.text(1, axes=3), stack="vllm")
         ),
-        (
-            ValueError,
-            r"\[at\] seq_len must be at least 3493",
-            lambda: SPEC.at(FAR, stack="vllm", seq_len=9),
+        "[tables] tokens must be given…": lambda: VLLM.tables(SPEC, 3),
+        "[cast] stack 'meta' must not be cast…": lambda: stacks.get("meta").cast(torch.bfloat16),
+    },
+    TypeError={
+        "[cast] dtype must be a floating dtype but got torch.int64.": lambda: VLLM.cast(
+            torch.int64
         ),
-        (
-            ValueError,
-            r"\[at\] positions must have 1 axis",
-            lambda: SPEC.at(positions.text(1, axes=3), stack="vllm"),
+    },
+    NotImplementedError={
+        "[at] scaling must be None, Given or a rule that stack 'meta' has (Llama3) but got NTK…": (
+            lambda: RopeSpec(64, scaling=NTK(2.0)).at(0, stack="meta")
         ),
-        (
-            NotImplementedError,
-            r"\[at\] scaling must be None, Given or a rule that stack 'meta' has \(Llama3\) but got NTK",
-            lambda: RopeSpec(64, scaling=NTK(2.0)).at(0, stack="meta"),
+        "[frequencies] scaling must be None, Given or a rule that stack 'flash-attention' has (none) …": (
+            lambda: stacks.get("flash-attention").frequencies(RopeSpec(64, scaling=Linear(2.0)))
         ),
-        (
-            NotImplementedError,
-            r"\[frequencies\] scaling must be .* 'flash-attention' has \(none\)",
-            lambda: get("flash-attention").frequencies(RopeSpec(64, scaling=Linear(2.0))),
+        "[at] factor must be 8.0, the only value that this stack supports, but got 4.0.": (
+            lambda: RopeSpec(64, scaling=Llama3(4.0, 1.0, 4.0, 8192)).at(0, stack="meta")
         ),
-        (
-            NotImplementedError,
-            r"\[at\] factor must be 8.0, the only value that this stack supports, but got 4.0",
-            lambda: RopeSpec(64, scaling=Llama3(4.0, 1.0, 4.0, 8192)).at(0, stack="meta"),
+        "[at] frequencies per head or axis must not be used with a stack …": (
+            lambda: RopeSpec(4, scaling=Given(((1.0, 0.5), (2.0, 0.1)))).at(0, stack="vllm")
         ),
-        (
-            NotImplementedError,
-            r"\[at\] frequencies per head or axis must not be used with a stack",
-            lambda: RopeSpec(4, scaling=Given(((1.0, 0.5), (2.0, 0.1)))).at(0, stack="vllm"),
+        "[frequencies] seq_len must be given for a DynamicNTK rule…": (
+            lambda: VLLM.frequencies(RopeSpec(64, scaling=DynamicNTK(2.0, 128)))
         ),
-        (
-            NotImplementedError,
-            r"\[frequencies\] seq_len must be given for a DynamicNTK rule",
-            lambda: get("vllm").frequencies(RopeSpec(64, scaling=DynamicNTK(2.0, 128))),
+        "[frequencies] seq_len must be at least 65 for this DynamicNTK rule, …": (
+            lambda: VLLM.frequencies(RopeSpec(64, scaling=DynamicNTK(2.0, 128)), 64)
         ),
-        (
-            NotImplementedError,
-            r"\[frequencies\] seq_len must be at least 65 for this DynamicNTK rule, .* but got 64",
-            lambda: get("vllm").frequencies(RopeSpec(64, scaling=DynamicNTK(2.0, 128)), 64),
-        ),
-        (ValueError, r"\[tables\] tokens must be given", lambda: get("vllm").tables(SPEC, 3)),
-        (
-            TypeError,
-            r"\[cast\] dtype must be a floating dtype but got torch.int64",
-            lambda: get("transformers").cast(torch.int64),
-        ),
-        (
-            ValueError,
-            r"\[cast\] stack 'meta' must not be cast",
-            lambda: get("meta").cast(torch.bfloat16),
-        ),
-    ]
-    for kind, sentence, call in calls:
-        with pytest.raises(kind, match=sentence):
-            call()
+    },
+)
 
 
 def test_no_stack_field_is_forgotten() -> None:
     """Two stacks that differ in any field other than `rules` are unequal."""
     stack = stacks.get("vllm")
-    other: dict[str, Any] = {
-        "name": "x",
-        "about": "x",
-        "source": "x",
-        "verified": "x",
-        "rounding": ("wide", "wide"),
-        "table_dtype": torch.float64,
-        "dtype": torch.float64,
-        "on_cpu": True,
-        "casts": "tables",
-        "polar": True,
-        "cast_to": torch.float16,
-    }
-    assert other.keys() == {f.name for f in dataclasses.fields(stack)} - {"rules"}
-    for name, value in other.items():
-        assert dataclasses.replace(stack, **{name: value}) != stack
+    for name in {field.name for field in dataclasses.fields(stack)} - {"rules"}:
+        assert dataclasses.replace(stack, **{name: object()}) != stack
     assert set(frequencies.RULES.values()) >= {rule for rule in stack.rules if rule is not None}
 
 

@@ -5,9 +5,9 @@ digits. Where transformers differs from the papers or contradicts itself, the te
 compares with the formula.
 """
 
+import dataclasses
 import itertools
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -71,119 +71,73 @@ def assert_same(
 
 # --- rules that both libraries define alike ------------------------------
 
-RuleCase = tuple[Rule, int, float, dict[str, Any], "int | None", float]
-
 # (head_dim, fraction that rotates, base)
 HEADS = [
-    (64, 1.0, 10000.0),
-    (128, 1.0, 10000.0),
-    (128, 1.0, 500000.0),
-    (256, 1.0, 1000000.0),
-    (80, 0.4, 10000.0),
-    (96, 1.0, 10000.0),
-    (128, 0.5, 150000.0),
+    *((64, 1.0, 1e4), (128, 1.0, 1e4), (128, 1.0, 5e5), (256, 1.0, 1e6)),
+    *((80, 0.4, 1e4), (96, 1.0, 1e4), (128, 0.5, 150000.0)),
 ]
 TRAINED = 4096
+LENGTHS = [None, 1, TRAINED, TRAINED + 1, 3 * TRAINED, 40 * TRAINED]
+YARNS: list[dict[str, Any]] = [
+    {},
+    {"truncate": False},
+    {"beta_fast": 16.0, "beta_slow": 2.0},
+    {"attention_factor": 0.9},
+    {"mscale": 0.707, "mscale_all_dim": 0.707},
+    {"mscale": 1.0, "mscale_all_dim": 0.8},
+    {"attention_factor": 1.1, "mscale": 1.0, "mscale_all_dim": 0.8},
+]
 
 
-def of_linear() -> Iterator[tuple[Rule, dict[str, Any], int | None]]:
-    for factor in (1.0, 2.5, 8.0):
-        yield Linear(factor), {"rope_type": "linear", "factor": factor}, None
-
-
-def of_dynamic() -> Iterator[tuple[Rule, dict[str, Any], int | None]]:
-    for factor, length in itertools.product(
-        (1.0, 2.0, 8.0), (None, 1, TRAINED, TRAINED + 1, 3 * TRAINED, 40 * TRAINED)
-    ):
-        yield DynamicNTK(factor, TRAINED), {"rope_type": "dynamic", "factor": factor}, length
-
-
-def of_yarn() -> Iterator[tuple[Rule, dict[str, Any], int | None]]:
-    for factor, options in itertools.product(
-        (1.0, 4.0, 40.0),
-        (
-            {},
-            {"truncate": False},
-            {"beta_fast": 16.0, "beta_slow": 2.0},
-            {"attention_factor": 0.9},
-            {"mscale": 0.707, "mscale_all_dim": 0.707},
-            {"mscale": 1.0, "mscale_all_dim": 0.8},
-            {"attention_factor": 1.1, "mscale": 1.0, "mscale_all_dim": 0.8},
-        ),
-    ):
-        section = {"rope_type": "yarn", "factor": factor, **options}
-        section["original_max_position_embeddings"] = TRAINED
-        yield YaRN(factor, TRAINED, **options), section, None  # type: ignore[arg-type]
-
-
-def of_longrope(pairs: int) -> Iterator[tuple[Rule, dict[str, Any], int | None]]:
+def rules(pairs: int) -> list[Rule]:
     short = [1.0 + 0.01 * k for k in range(pairs)]
     long = [1.0 + 0.5 * k for k in range(pairs)]
-    for options, length in itertools.product(
-        ({"factor": 32.0}, {"factor": 1.0}, {"attention_factor": 1.25}, {}),
-        (None, TRAINED, TRAINED + 1, 10 * TRAINED),
-    ):
-        section = {"rope_type": "longrope", "short_factor": short, "long_factor": long, **options}
-        section["original_max_position_embeddings"] = TRAINED
-        # A missing factor is max_position_embeddings / original_max_position_embeddings.
-        given = options or {"factor": LONGEST / TRAINED}
-        yield LongRoPE(short, long, TRAINED, **given), section, length  # type: ignore[arg-type]
+    return [
+        *map(Linear, (1.0, 2.5, 8.0)),
+        *(DynamicNTK(factor, TRAINED) for factor in (1.0, 2.0, 8.0)),
+        *(YaRN(factor, TRAINED, **more) for factor in (1.0, 4.0, 40.0) for more in YARNS),
+        *(LongRoPE(short, long, TRAINED, factor=factor) for factor in (32.0, 1.0)),
+        LongRoPE(short, long, TRAINED, attention_factor=1.25),
+        *(Llama3(factor, 1.0, 4.0, TRAINED) for factor in (8.0, 32.0)),
+        *(Llama3(factor, 0.5, 16.0, TRAINED) for factor in (8.0, 32.0)),
+        *(Proportional(*given) for given in ((1.0,), (0.25,), (0.25, 8.0), (0.3,))),
+    ]
 
 
-def of_llama3() -> Iterator[tuple[Rule, dict[str, Any], int | None]]:
-    for factor, (low, high) in itertools.product((8.0, 32.0), ((1.0, 4.0), (0.5, 16.0))):
-        section = {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": low,
-            "high_freq_factor": high,
-            "original_max_position_embeddings": TRAINED,
-        }
-        yield Llama3(factor, low, high, TRAINED), section, None
-
-
-def table() -> Iterator[Any]:
-    for head_dim, share, base in HEADS:
-        rotary_dim = int(head_dim * share)
-        cases = itertools.chain(
-            of_linear(), of_dynamic(), of_yarn(), of_longrope(rotary_dim // 2), of_llama3()
-        )
-        for number, (rule, section, length) in enumerate(cases):
-            if share != 1.0:
-                section = {**section, "partial_rotary_factor": share}
-            name = f"{section['rope_type']}-{head_dim}-{rotary_dim}-{base:g}-{number}"
-            yield pytest.param(rule, head_dim, rotary_dim, base, section, length, id=name)
-        for share, factor in ((1.0, 1.0), (0.25, 1.0), (0.25, 8.0), (0.3, 1.0)):
-            section = {"rope_type": "proportional", "partial_rotary_factor": share}
-            if factor != 1.0:
-                section["factor"] = factor
-            name = f"proportional-{head_dim}-{base:g}-{share}-{factor}"
-            rule = Proportional(share, factor)
-            yield pytest.param(rule, head_dim, head_dim, base, section, None, id=name)
-
-
-TABLE = list(table())
-
-
-def test_the_table_is_long_enough() -> None:
-    assert len(TABLE) >= 200
-    assert {case.values[4]["rope_type"] for case in TABLE} == set(ROPE_INIT_FUNCTIONS)
+def section_of(rule: Rule) -> dict[str, Any]:
+    """Return the rope section of a configuration of transformers; it lacks what has its default."""
+    names, values = rule.spellings(), zip(dataclasses.fields(rule), rule._values())
+    given = {names[field.name][0]: value for field, value in values if value != field.default}
+    return {"rope_type": rule.names[0], **given}
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("rule, head_dim, rotary_dim, base, section, length", TABLE)
-def test_rule(
-    rule: Rule,
-    head_dim: int,
-    rotary_dim: int,
-    base: float,
-    section: dict[str, Any],
-    length: int | None,
-) -> None:
+@pytest.mark.parametrize("number", range(len(rules(1))))
+@pytest.mark.parametrize("head_dim, share, base", HEADS)
+def test_rule(head_dim: int, share: float, base: float, number: int) -> None:
+    rotary_dim = int(head_dim * share)
+    rule = rules(rotary_dim // 2)[number]
+    section = section_of(rule)
+    if isinstance(rule, Proportional):
+        rotary_dim = head_dim
+        section.setdefault("partial_rotary_factor", 1.0)
+    elif share != 1.0:
+        section["partial_rotary_factor"] = share
     # For dynamic NTK, max_position_embeddings is the original length; for other rules, the longest.
-    longest = TRAINED if section["rope_type"] == "dynamic" else LONGEST
-    config = config_of(head_dim, base, dict(section), longest)
-    assert_same(rule, rotary_dim, base, theirs(config, length), length)
+    longest = LONGEST
+    if isinstance(rule, DynamicNTK):
+        longest = section.pop("original_max_position_embeddings")
+    sections = [section]
+    if isinstance(rule, LongRoPE) and rule.factor == LONGEST / TRAINED:
+        # A missing factor is max_position_embeddings / original_max_position_embeddings.
+        sections.append({name: value for name, value in section.items() if name != "factor"})
+    for given, length in itertools.product(sections, LENGTHS if rule.by_length else [None]):
+        config = config_of(head_dim, base, dict(given), longest)
+        assert_same(rule, rotary_dim, base, theirs(config, length), length)
+
+
+def test_all_types_are_compared() -> None:
+    assert {rule.names[0] for rule in rules(1)} == set(ROPE_INIT_FUNCTIONS)
 
 
 # --- where transformers is wrong ------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import math
-import re
+from functools import partial
 from typing import Any
 
 import numpy
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.support.helpers import noise
+from tests.support.helpers import noise, refusals
 from tests.support.tolerances import assert_near
 from tightrope import RopeSpec
 from tightrope.axes import Axes
@@ -159,15 +159,6 @@ def test_rotary_apply_broadcasts(shape: tuple[int, ...], tables: tuple[int, ...]
     assert_near(narrow, wanted.bfloat16(), "table rotation, torch.bfloat16")
 
 
-def test_rotary_apply_has_gradients() -> None:
-    every = [
-        noise(2, 3, 4).requires_grad_(),
-        *(noise(3, 2, seed=s).requires_grad_() for s in (1, 2)),
-    ]
-    assert torch.autograd.gradcheck(rotary_apply, every)
-    assert torch.autograd.gradgradcheck(rotary_apply, every)
-
-
 # --- the modules ----------------------------------------------------------------------------------
 
 
@@ -281,7 +272,6 @@ def test_a_token_that_may_look_nowhere_gets_zero() -> None:
     y = attention(x, attn_mask=torch.zeros(2, 1, 1, 7, dtype=torch.bool))
     assert torch.equal(y, torch.zeros_like(y))
     y.sum().backward()
-    assert x.grad is not None
     assert x.grad.isfinite().all()
 
 
@@ -370,14 +360,6 @@ def test_decoding_with_a_cache_is_the_full_pass(
     assert_near(torch.cat(parts, 1), whole, "float64 ways")
 
 
-def test_decoding_token_by_token() -> None:
-    attention = made(12, 4, 8, num_kv_heads=2, causal=True)
-    cache = KVCache()
-    with torch.no_grad():
-        parts = [attention(X[:, t : t + 1], cache=cache) for t in range(7)]
-        assert_near(torch.cat(parts, 1), attention(X), "float64 ways")
-
-
 def test_what_is_refused_does_not_grow_the_cache() -> None:
     attention = made(12, 4, 8, causal=True)
     cache = KVCache()
@@ -456,294 +438,126 @@ def test_it_compiles_as_one_graph() -> None:
 
 # --- errors ---------------------------------------------------------------------------------------
 
-A = PolarRoPEAttention(12, 4, 8)
-C = PolarRoPEAttention(12, 4, 8, causal=True)
+new = partial(PolarRoPEAttention, 12, 4, 8)
+A, C = new(), new(causal=True)
 Y = torch.zeros(2, 5, 12)
 COS, SIN = build_freqs_cis(5, 8)
-MASK = "[PolarRoPEAttention] attn_mask must have shape (5, 5) or (2|1, 4|1, 5|1, 5) "
 
 
-def filled(rows: int) -> KVCache:
+def filled(rows: int, **changes: Any) -> KVCache:
     cache = KVCache()
     cache.append_(torch.zeros(rows, 4, 3, 8), torch.zeros(rows, 4, 3, 8))
+    for name, value in changes.items():
+        setattr(cache, name, value)
     return cache
 
 
-def half_empty(values: Any = None) -> KVCache:
-    cache = filled(2)
-    cache.v = values
-    return cache
-
-
-CASES = {
-    "parameters on meta": (
-        lambda: PolarRoPEAttention(12, 4, 8, use_spd=False, device="meta")(X),
-        ValueError,
-        "[PolarRoPEAttention] x is on cpu but the parameters are on meta.",
-    ),
-    "a head on meta": (
-        lambda: PolarRoPEHead(12, 8, device="meta")(X, *build_freqs_cis(X.shape[1], 8)),
-        ValueError,
-        "[PolarRoPEHead] x is on cpu but the parameters are on meta.",
-    ),
-    "x on meta": (
-        lambda: PolarRoPEAttention(12, 4, 8)(X.to("meta")),
-        ValueError,
-        "[PolarRoPEAttention] x is on meta but the parameters are on cpu.",
-    ),
-    "a mask on meta": (
-        lambda: PolarRoPEAttention(12, 4, 8, dtype=X.dtype)(
-            X, attn_mask=torch.ones(X.shape[1], X.shape[1], device="meta")
+test_errors_of_functions_and_heads = refusals(
+    ValueError={
+        "[PolarRoPEHead] x is on cpu but the parameters are on meta.": (
+            lambda: PolarRoPEHead(12, 8, device="meta")(Y, COS, SIN)
         ),
-        ValueError,
-        "[PolarRoPEAttention] attn_mask is on meta but x is on cpu.",
-    ),
-    "odd tables": (
-        lambda: build_freqs_cis(4, 7),
-        ValueError,
-        "[build_freqs_cis] d must be even but got 7.",
-    ),
-    "negative length": (
-        lambda: build_freqs_cis(-1, 8),
-        ValueError,
-        "[build_freqs_cis] seq_len must not be negative but got -1.",
-    ),
-    "fractional length": (
-        lambda: build_freqs_cis(1.5, 8),
-        TypeError,
-        "[build_freqs_cis] seq_len must be an int but got 1.5.",
-    ),
-    "negative channels of tables": (
-        lambda: build_freqs_cis(4, -2),
-        ValueError,
-        "[build_freqs_cis] d must not be negative but got -2.",
-    ),
-    "fractional channels of tables": (
-        lambda: build_freqs_cis(4, 8.0),
-        TypeError,
-        "[build_freqs_cis] d must be an int but got 8.0.",
-    ),
-    "narrow tables": (
-        lambda: build_freqs_cis(4, 8, dtype=torch.bfloat16),
-        TypeError,
-        "[build_freqs_cis] dtype must be float32 or float64 but got torch.bfloat16.",
-    ),
-    "odd x": (
-        lambda: rotary_apply(Y[..., :7], COS, SIN),
-        ValueError,
-        "[rotary_apply] x must have an even last dimension but got 7 (x: float32[2, 5, 7]).",
-    ),
-    "tables of another length": (
-        lambda: rotary_apply(Y[..., :8], COS[:4], SIN[:4]),
-        ValueError,
-        "[rotary_apply] cos and sin must share a shape that broadcasts against x, with 4 "
-        "entries in the last dimension, one for each pair (x: float32[2, 5, 8], cos: float32[4, 4], sin: float32[4, 4]).",
-    ),
-    "odd head": (
-        lambda: PolarRoPEHead(12, 7),
-        ValueError,
-        "[PolarRoPEHead] d_head must be even but got 7.",
-    ),
-    "odd heads": (
-        lambda: PolarRoPEAttention(12, 4, 7),
-        ValueError,
-        "[PolarRoPEAttention] d_head must be even but got 7.",
-    ),
-    "fractional head": (
-        lambda: PolarRoPEAttention(12, 4, 8.0),
-        TypeError,
-        "[PolarRoPEAttention] d_head must be an int but got 8.0.",
-    ),
-    "tables of a head": (
-        lambda: PolarRoPEHead(12, 8)(Y, COS[:4], SIN[:4]),
-        ValueError,
-        "[PolarRoPEHead] cos and sin must have shape (5, 4) (x: float32[2, 5, 12], cos: float32[4, 4], "
-        "sin: float32[4, 4]).",
-    ),
-    "groups": (
-        lambda: PolarRoPEAttention(12, 4, 8, num_kv_heads=3),
-        ValueError,
-        "[PolarRoPEAttention] num_heads must be a positive multiple of num_kv_heads but got 4 and 3.",
-    ),
-    "spec of another head": (
-        lambda: PolarRoPEAttention(12, 4, 8, spec=RopeSpec(16)),
-        ValueError,
-        "[PolarRoPEAttention] spec must be a RopeSpec with head_dim=8 but got RopeSpec(head_dim=16).",
-    ),
-    "unknown gate": (
-        lambda: PolarRoPEAttention(12, 4, 8, gate="tanh"),
-        ValueError,
-        "[PolarRoPEAttention] gate must be None, 'slope' or a gate of tightrope.gates but got 'tanh'.",
-    ),
-    "an invalid gate": (
-        lambda: PolarRoPEAttention(12, 4, 8, gate=3),
-        TypeError,
-        "[PolarRoPEAttention] gate must be None, a gate of tightrope.gates, or a pair of them for q and "
-        "k, but got 3.",
-    ),
-    "unknown tie": (
-        lambda: PolarRoPEAttention(12, 4, 8, tied="head"),
-        ValueError,
-        "[PolarRoPEAttention] tied must be None or 'pair' but got 'head'.",
-    ),
-    "dropout": (
-        lambda: PolarRoPEAttention(12, 4, 8, dropout=1.0),
-        ValueError,
-        "[PolarRoPEAttention] dropout must lie in [0, 1) but got 1.0.",
-    ),
-    "dropout that is not a number": (
-        lambda: PolarRoPEAttention(12, 4, 8, dropout="0.1"),
-        TypeError,
-        "[PolarRoPEAttention] dropout must be a number but got '0.1'.",
-    ),
-    "half a head": (
-        lambda: PolarRoPEAttention(12, 4.0, 8),
-        TypeError,
-        "[PolarRoPEAttention] num_heads must be an int but got 4.0.",
-    ),
-    "heads of keys that are not a number": (
-        lambda: PolarRoPEAttention(12, 4, 8, num_kv_heads=2.0),
-        TypeError,
-        "[PolarRoPEAttention] num_kv_heads must be an int but got 2.0.",
-    ),
-    "no heads": (
-        lambda: PolarRoPEAttention(12, 0, 8),
-        ValueError,
-        "[PolarRoPEAttention] num_heads must be positive but got 0.",
-    ),
-    "no channels": (
-        lambda: PolarRoPEAttention(12, 4, 0),
-        ValueError,
-        "[PolarRoPEAttention] d_head must be positive but got 0.",
-    ),
-    "negative channels": (
-        lambda: PolarRoPEHead(12, -2),
-        ValueError,
-        "[PolarRoPEHead] d_head must be positive but got -2.",
-    ),
-    "a model without channels": (
-        lambda: PolarRoPEHead(-12, 2),
-        ValueError,
-        "[PolarRoPEHead] d_model must be positive but got -12.",
-    ),
-    "a fractional model": (
-        lambda: PolarRoPEAttention(12.0, 4, 8),
-        TypeError,
-        "[PolarRoPEAttention] d_model must be an int but got 12.0.",
-    ),
-    "causal as a string": (
-        lambda: PolarRoPEAttention(12, 4, 8, causal="no"),
-        TypeError,
-        "[PolarRoPEAttention] causal must be a bool but got 'no'.",
-    ),
-    "a gate as a string": (
-        lambda: PolarRoPEHead(12, 8, use_spd="no"),
-        TypeError,
-        "[PolarRoPEHead] use_spd must be a bool but got 'no'.",
-    ),
-    "parameters of integers": (
-        lambda: PolarRoPEAttention(12, 4, 8, dtype=torch.int64),
-        TypeError,
-        "[PolarRoPEAttention] dtype must be floating but got torch.int64.",
-    ),
-    "a dtype by its name": (
-        lambda: PolarRoPEHead(12, 8, dtype="float32"),
-        TypeError,
-        "[PolarRoPEHead] dtype must be floating but got 'float32'.",
-    ),
-    "a cache without its values": (
-        lambda: C(Y, cache=half_empty()),
-        ValueError,
-        "[PolarRoPEAttention] cache must hold keys and values float32[2, 4, tokens, 8] on cpu, or "
-        "neither (cache.k: float32[2, 4, 3, 8], cache.v: None).",
-    ),
-    "a cache of something": (
-        lambda: C(Y, cache=half_empty([])),
-        ValueError,
-        "[PolarRoPEAttention] cache must hold keys and values float32[2, 4, tokens, 8] on cpu, or "
-        "neither (cache.k: float32[2, 4, 3, 8], cache.v: []).",
-    ),
-    "a cache of other heads": (
-        lambda: PolarRoPEAttention(12, 4, 8, num_kv_heads=2, causal=True)(Y, cache=filled(2)),
-        ValueError,
-        "[PolarRoPEAttention] cache must hold keys and values float32[2, 2, tokens, 8] on cpu, or "
-        "neither (cache.k: float32[2, 4, 3, 8], cache.v: float32[2, 4, 3, 8]).",
-    ),
-    "a cache of another dtype": (
-        lambda: copy.deepcopy(C).double()(Y.double(), cache=filled(2)),
-        ValueError,
-        "[PolarRoPEAttention] cache must hold keys and values float64[2, 4, tokens, 8] on cpu, or "
-        "neither (cache.k: float32[2, 4, 3, 8], cache.v: float32[2, 4, 3, 8]).",
-    ),
-    "x of another width": (
-        lambda: A(Y[..., :8]),
-        ValueError,
-        "[PolarRoPEAttention] x must have shape (batch, tokens, 12) (x: float32[2, 5, 8]).",
-    ),
-    "x that is not a tensor": (
-        lambda: A(None),
-        TypeError,
-        "[PolarRoPEAttention] x must be a tensor but got None.",
-    ),
-    "positions of another spec": (
-        lambda: A(Y, positions=RopeSpec(8).at(0)),
-        ValueError,
-        "[PolarRoPEAttention] positions must be prepared by RopeSpec(head_dim=8, interleaved=True) but were "
-        "prepared by RopeSpec(head_dim=8).",
-    ),
-    "mask of another length": (
-        lambda: A(Y, attn_mask=torch.ones(5, 4)),
-        ValueError,
-        MASK + "(attn_mask: float32[5, 4]).",
-    ),
-    "mask of three dimensions": (
-        lambda: A(Y, attn_mask=torch.ones(2, 5, 5)),
-        ValueError,
-        MASK + "(attn_mask: float32[2, 5, 5]).",
-    ),
-    "mask of integers": (
-        lambda: A(Y, attn_mask=torch.ones(5, 5, dtype=torch.int64)),
-        TypeError,
-        "[PolarRoPEAttention] attn_mask must be a bool or floating tensor but got int64[5, 5].",
-    ),
-    "an invalid cache": (
-        lambda: C(Y, cache={}),
-        TypeError,
-        "[PolarRoPEAttention] cache must be a KVCache but got {}.",
-    ),
-    "cache without causal": (
-        lambda: A(Y, cache=KVCache()),
-        ValueError,
-        "[PolarRoPEAttention] causal must be True with a cache: cached tokens cannot attend to later ones.",
-    ),
-    "cache of other rows": (
-        lambda: C(Y, cache=filled(3)),
-        ValueError,
-        "[PolarRoPEAttention] cache must hold keys and values float32[2, 4, tokens, 8] on cpu, or "
-        "neither (cache.k: float32[3, 4, 3, 8], cache.v: float32[3, 4, 3, 8]).",
-    ),
-    "cache under a rule by length": (
-        lambda: PolarRoPEAttention(
-            12, 4, 8, causal=True, spec=RopeSpec(8, scaling=DynamicNTK(2.0, 16))
-        )(Y, cache=KVCache()),
-        ValueError,
-        "[PolarRoPEAttention] cache must be None if the frequencies depend on the length, because its "
-        "keys were rotated for a shorter length (spec: RopeSpec(head_dim=8, scaling=DynamicNTK(factor=2.0, "
-        "original_max_position=16))).",
-    ),
-    "gate by position under several axes": (
-        lambda: PolarRoPEAttention(
-            12, 4, 8, gate="slope", spec=RopeSpec(8, axes=Axes.blocks((2, 2)))
+        "[build_freqs_cis] d must be even but got 7.": lambda: build_freqs_cis(4, 7),
+        "[build_freqs_cis] seq_len must not be negative but got -1.": (
+            lambda: build_freqs_cis(-1, 8)
+        ),
+        "[build_freqs_cis] d must not be negative but got -2.": lambda: build_freqs_cis(4, -2),
+        "[rotary_apply] x must have an even last dimension but got 7 (x: float32[2, 5, 7]).": (
+            lambda: rotary_apply(Y[..., :7], COS, SIN)
+        ),
+        "[rotary_apply] cos and sin must share a shape that broadcasts against x, with 4 entries in "
+        "the last dimension, one for each pair (x: float32[2, 5, 8], cos: float32[4, 4], sin: "
+        "float32[4, 4]).": lambda: rotary_apply(Y[..., :8], COS[:4], SIN[:4]),
+        "[PolarRoPEHead] d_head must be even but got 7.": lambda: PolarRoPEHead(12, 7),
+        "[PolarRoPEHead] cos and sin must have shape (5, 4) (x: float32[2, 5, 12], cos: float32[4, "
+        "4], sin: float32[4, 4]).": lambda: PolarRoPEHead(12, 8)(Y, COS[:4], SIN[:4]),
+        "[PolarRoPEHead] d_head must be positive but got -2.": lambda: PolarRoPEHead(12, -2),
+        "[PolarRoPEHead] d_model must be positive but got -12.": lambda: PolarRoPEHead(-12, 2),
+    },
+    TypeError={
+        "[build_freqs_cis] seq_len must be an int but got 1.5.": lambda: build_freqs_cis(1.5, 8),
+        "[build_freqs_cis] d must be an int but got 8.0.": lambda: build_freqs_cis(4, 8.0),
+        "[build_freqs_cis] dtype must be float32 or float64 but got torch.bfloat16.": (
+            lambda: build_freqs_cis(4, 8, dtype=torch.bfloat16)
+        ),
+        "[PolarRoPEHead] use_spd must be a bool but got 'no'.": (
+            lambda: PolarRoPEHead(12, 8, use_spd="no")
+        ),
+        "[PolarRoPEHead] dtype must be floating but got 'float32'.": (
+            lambda: PolarRoPEHead(12, 8, dtype="float32")
+        ),
+    },
+)
+MASK = "attn_mask must have shape (5, 5) or (2|1, 4|1, 5|1, 5) (attn_mask: float32"
+CACHE = "tokens, 8] on cpu, or neither (cache.k:"
+HELD = "float32[2, 4, 3, 8]"
+BY_LENGTH = RopeSpec(8, scaling=DynamicNTK(2.0, 16))
+test_errors_of_attention = refusals(
+    "PolarRoPEAttention",
+    ValueError={
+        "x is on cpu but the parameters are on meta.": lambda: new(device="meta")(X),
+        "x is on meta but the parameters are on cpu.": lambda: A(X.to("meta")),
+        "attn_mask is on meta but x is on cpu.": lambda: A(Y, attn_mask=lower(5).to("meta")),
+        "num_heads must be a positive multiple of num_kv_heads but got 4 and 3.": (
+            lambda: new(num_kv_heads=3)
+        ),
+        "spec must be a RopeSpec with head_dim=8 but got RopeSpec(head_dim=16).": (
+            lambda: new(spec=RopeSpec(16))
+        ),
+        "gate must be None, 'slope' or a gate of tightrope.gates but got 'tanh'.": (
+            lambda: new(gate="tanh")
+        ),
+        "tied must be None or 'pair' but got 'head'.": lambda: new(tied="head"),
+        "dropout must lie in [0, 1) but got 1.0.": lambda: new(dropout=1.0),
+        "num_heads must be positive but got 0.": lambda: PolarRoPEAttention(12, 0, 8),
+        "d_head must be positive but got 0.": lambda: PolarRoPEAttention(12, 4, 0),
+        "x must have shape (batch, tokens, 12) (x: float32[2, 5, 8]).": lambda: A(Y[..., :8]),
+        f"cache must hold keys and values float32[2, 4, {CACHE} {HELD}, cache.v: None).": (
+            lambda: C(Y, cache=filled(2, v=None))
+        ),
+        f"cache must hold keys and values float32[2, 4, {CACHE} {HELD}, cache.v: []).": (
+            lambda: C(Y, cache=filled(2, v=[]))
+        ),
+        f"cache must hold keys and values float32[2, 2, {CACHE} {HELD}, cache.v: {HELD}).": (
+            lambda: new(num_kv_heads=2, causal=True)(Y, cache=filled(2))
+        ),
+        f"cache must hold keys and values float64[2, 4, {CACHE} {HELD}, cache.v: {HELD}).": (
+            lambda: copy.deepcopy(C).double()(Y.double(), cache=filled(2))
+        ),
+        f"cache must hold keys and values float32[1, 4, {CACHE} {HELD}, cache.v: {HELD}).": (
+            lambda: C(Y[:1], cache=filled(2))
+        ),
+        "positions must be prepared by RopeSpec(head_dim=8, interleaved=True) but were prepared by "
+        "RopeSpec(head_dim=8).": lambda: A(Y, positions=RopeSpec(8).at(0)),
+        f"{MASK}[5, 4]).": lambda: A(Y, attn_mask=torch.ones(5, 4)),
+        f"{MASK}[2, 5, 5]).": lambda: A(Y, attn_mask=torch.ones(2, 5, 5)),
+        "causal must be True with a cache: cached tokens cannot attend to later ones.": (
+            lambda: A(Y, cache=KVCache())
+        ),
+        "cache must be None if the frequencies depend on the length, because its keys were rotated "
+        f"for a shorter length (spec: {BY_LENGTH}).": (
+            lambda: new(causal=True, spec=BY_LENGTH)(Y, cache=KVCache())
+        ),
+        "positions must have 1 axis for a gate that depends on them but got 2; give its values per "
+        "token with gates.Given.": lambda: new(
+            gate="slope", spec=RopeSpec(8, axes=Axes.blocks((2, 2)))
         )(Y, positions=multi_axis(torch.zeros(2, 5))),
-        ValueError,
-        "[PolarRoPEAttention] positions must have 1 axis for a gate that depends on them but got 2; give its "
-        "values per token with gates.Given.",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_sentences(case: str) -> None:
-    call, error, text = CASES[case]
-    with pytest.raises(error, match=f"^{re.escape(text)}$"):
-        call()
+    },
+    TypeError={
+        "gate must be None, a gate of tightrope.gates, or a pair of them for q and k, but got 3.": (
+            lambda: new(gate=3)
+        ),
+        "dropout must be a number but got '0.1'.": lambda: new(dropout="0.1"),
+        "num_heads must be an int but got 4.0.": lambda: PolarRoPEAttention(12, 4.0, 8),
+        "num_kv_heads must be an int but got 2.0.": lambda: new(num_kv_heads=2.0),
+        "d_head must be an int but got 8.0.": lambda: PolarRoPEAttention(12, 4, 8.0),
+        "d_model must be an int but got 12.0.": lambda: PolarRoPEAttention(12.0, 4, 8),
+        "causal must be a bool but got 'no'.": lambda: new(causal="no"),
+        "dtype must be floating but got torch.int64.": lambda: new(dtype=torch.int64),
+        "x must be a tensor but got None.": lambda: A(None),
+        "attn_mask must be a bool or floating tensor but got int64[5, 5].": (
+            lambda: A(Y, attn_mask=torch.ones(5, 5, dtype=torch.int64))
+        ),
+        "cache must be a KVCache but got {}.": lambda: C(Y, cache={}),
+    },
+)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from tests.support.helpers import noise, refused
+from tests.support.helpers import noise, refusals, refused
 from tests.support.matrix import DISTINCT_SETS, every_dtype, needs_kernel
 from tests.support.oracle import MP
 from tests.support.tolerances import assert_near, assert_same_bits
@@ -51,14 +51,6 @@ def summed(x: torch.Tensor, start: torch.Tensor, reset: torch.Tensor) -> torch.T
     return out
 
 
-def nowhere(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(1, x.shape[2], dtype=torch.bool)
-
-
-def zero_state(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(x.shape[0], x.shape[1], x.shape[3], dtype=torch.int64)
-
-
 def state_of(x: torch.Tensor, rows: int, dtype: torch.dtype = torch.float32) -> PhaseState:
     generator = torch.Generator().manual_seed(1)
     sizes = (rows, x.shape[1], x.shape[3])
@@ -92,11 +84,9 @@ def test_sums_are_wrapped_phase_words(rows: tuple[int, int, int], dtype: torch.d
     want = summed(x, state.words, reset)
     assert_same_bits(got.words(wide=True), want)
     assert_same_bits(got.words(wide=False), ((want + 2**31) >> 32).to(torch.int32))
-    assert got.state is not None
     assert_same_bits(got.state.words, want[:, :, -1].contiguous())
     assert got.shape == want.shape
     recorded = phases.running(x.requires_grad_(), state, reset)
-    assert recorded.state is not None
     assert recorded.drift.shape == want.shape
     assert recorded.state.drift.shape == got.state.words.shape
     x = x.detach()
@@ -137,8 +127,6 @@ def test_chunks_give_the_same_bits(sizes: list[int], dtype: torch.dtype) -> None
         state = one.state
     for wide in (False, True):
         assert_same_bits(torch.cat([p.words(wide) for p in parts], 2), whole.words(wide))
-    assert whole.state is not None
-    assert state is not None
     assert_same_bits(state.words, whole.state.words)
 
 
@@ -171,7 +159,6 @@ def test_an_invalid_increment_lasts_until_a_reset(bad: float, dtype: torch.dtype
         want[0, 1, 3:5, 1] = False
         assert torch.equal(alone == MARKERS[alone.dtype], want)
         assert (rest.words(wide) == MARKERS[rest.words(wide).dtype]).sum() == 1
-    assert rest.state is not None
     assert (rest.state.words == -(2**63)).flatten().nonzero().tolist() == [[4]]
 
 
@@ -214,7 +201,6 @@ def test_empty_increments(sizes: tuple[int, ...]) -> None:
     state = state_of(x.detach(), sizes[0])
     got = phases.running(x, state, torch.ones(sizes[2], dtype=torch.bool))
     assert got.words(wide=True).shape == sizes
-    assert got.state is not None
     if sizes[2] == 0:
         assert torch.equal(got.state.words, state.words)
         assert not phases.running(x).state.words.any()
@@ -249,9 +235,7 @@ def test_sets_and_threads_give_the_same_bits(dtype: torch.dtype) -> None:
             sums = sums or found
             assert_same_bits(found[0], sums[0])
             assert_same_bits(found[1], sums[1])
-    assert sums is not None
-    for got, want in zip(sums, _definition.phase_sums(grad, last, reset), strict=True):
-        assert_near(got, want, "float32 ways")
+    assert_near(sums, _definition.phase_sums(grad, last, reset), "float32 ways")
 
 
 # --- gradients ------------------------------------------------------------------------------------
@@ -275,28 +259,21 @@ def test_gradients_are_those_of_a_plain_sum(rows: tuple[int, int, int]) -> None:
     start = start._replace(drift=start.drift.requires_grad_())
     reset = noise(rows[2], 11) > 1
     got = phases.running(x, start, reset)
-    assert got.state is not None
     assert not got.drift.any()
     assert not got.words(True).requires_grad
     sums = plain(x, start.drift, reset)
-    weight, end = noise(*sums.shape, seed=1), noise(*sums.shape[:2], 5, seed=2)
-    leaves = (x, start.drift)
-    for use_end in (False, True):
-        found = torch.autograd.grad(
-            (got.drift * weight).sum() + use_end * (got.state.drift * end).sum(),
-            leaves,
-            retain_graph=True,
-        )
-        want = torch.autograd.grad(
-            (sums * weight).sum() + use_end * (sums[:, :, -1] * end).sum(),
-            leaves,
-            retain_graph=True,
-        )
-        for a, b in zip(found, want, strict=True):
+    weights = noise(*sums.shape, seed=1), noise(*sums.shape[:2], 5, seed=2)
+    found, wanted = (got.drift, got.state.drift), (sums, sums[:, :, -1])
+    for used in ([0], [1], [0, 1]):  # the gradients of the drifts, of the last ones, or of both
+        leaves = (x, start.drift) if 0 in used else (x,)
+        grads = [
+            torch.autograd.grad(
+                [ends[i] for i in used], leaves, [weights[i] for i in used], retain_graph=True
+            )
+            for ends in (found, wanted)
+        ]
+        for a, b in zip(*grads, strict=True):
             assert_near(a, b, "float64 ways")
-    (alone,) = torch.autograd.grad((got.state.drift * end).sum(), x)
-    (want,) = torch.autograd.grad((sums[:, :, -1] * end).sum(), x)
-    assert_near(alone, want, "float64 ways")
 
 
 @every_dtype
@@ -317,7 +294,6 @@ def test_gradients_flow_through_the_state_until_it_is_detached() -> None:
     rest = phases.running(x[:, :, 4:], first.state)
     (got,) = torch.autograd.grad((torch.cat((first.drift, rest.drift), 2) * weight).sum(), x)
     assert_near(got, want, "float64 ways")
-    assert first.state is not None
     rest = phases.running(x[:, :, 4:], first.state.detached())
     (got,) = torch.autograd.grad((rest.drift * weight[:, :, 4:]).sum(), x)
     assert not got[:, :, :4].any()
@@ -328,12 +304,10 @@ def test_nothing_is_recorded_without_need() -> None:
     with torch.no_grad():
         made = phases.running(x)
     for one in (made, phases.running(x.detach())):
-        assert one.state is not None
         assert one.drift is None
         assert one.state.drift is None
     # With a recorded state, or increments after one that was not, drifts take no memory.
     start = phases.running(x).state
-    assert start is not None
     assert phases.running(x, start.detached()).drift.requires_grad
     assert phases.running(x.detach(), start).drift.requires_grad
     assert phases.running(x.detach(), start.detached()).drift is None
@@ -346,7 +320,6 @@ def drifts(
     """Return results that depend on the drifts like sines, so that second derivatives are not zero."""
     words = torch.zeros(before.shape, dtype=torch.int64)
     made = phases.running(x, PhaseState(words, before), reset)
-    assert made.state is not None
     at = made.words(True).double() * (2 * math.pi / TURN)
     return (at + made.drift).sin(), made.state.drift.cos() * made.state.drift
 
@@ -359,7 +332,6 @@ def test_gradcheck() -> None:
 
     def linear(weight: torch.Tensor) -> torch.Tensor:
         made = phases.running(x, PhaseState(torch.zeros_like(before).long(), before), reset)
-        assert made.state is not None
         out = (made.drift * weight).sum() + (made.state.drift * weight[:, :, 0]).sum()
         return torch.cat(
             [g.flatten() for g in torch.autograd.grad(out, (x, before), create_graph=True)]
@@ -394,8 +366,7 @@ def test_forward_mode_and_transforms_agree_with_autograd() -> None:
     second = torch.autograd.grad((eager[0] * tangents[0]).sum(), leaves)
     inner = torch.func.grad(loss)
     outer = torch.func.grad(lambda *a: (inner(*a) * tangents[0]).sum(), (0, 1))(x, before)
-    for a, b in zip(outer, second, strict=True):
-        assert_near(a, b, "float64 ways")
+    assert_near(outer, second, "float64 ways")
 
 
 def _cosines(x: torch.Tensor, reset: torch.Tensor) -> torch.Tensor:
@@ -424,7 +395,6 @@ def test_vmap(dims: tuple[int | None, ...]) -> None:
 
     def run(x: torch.Tensor, words: torch.Tensor, reset: torch.Tensor) -> tuple[torch.Tensor, ...]:
         made = phases.running(x, PhaseState(words, torch.zeros_like(words).double()), reset)
-        assert made.state is not None
         alone = phases.given(x).words(wide=False) if dims[0] is not None else made.words(False)
         return made.words(False), made.words(True), made.state.words, alone
 
@@ -449,7 +419,6 @@ def test_compiled(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         first = phases.running(x, reset=reset)
         second = phases.running(x * 2, first.state)
         alone = phases.given(x)
-        assert second.state is not None
         loss = (first.drift * x + second.drift * 3 + alone.drift).sum() + second.state.drift.sum()
         return loss, first.words(False), second.words(True), second.state.words, alone.words(False)
 
@@ -491,10 +460,8 @@ def test_meta_tensors() -> None:
     made = phases.running(x, reset=reset)
     assert made.words(wide=False).shape == made.shape == (2, 3, 5, 4)
     assert made.device == made.words(wide=True).device == torch.device("meta")
-    assert made.state is not None
     assert made.state.words.shape == (2, 3, 4)
     (made.drift.sum() + phases.given(x).drift.sum()).backward()
-    assert x.grad is not None
     assert x.grad.shape == x.shape
 
 
@@ -504,81 +471,73 @@ X = torch.zeros(1, 2, 5, 3)
 STATE = PhaseState(torch.zeros(1, 2, 3).long(), torch.zeros(1, 2, 3))
 
 
-@pytest.mark.parametrize("function", ["given", "running"])
-def test_invalid_angles(function: str) -> None:
-    name, make = {"given": "angles", "running": "increments"}[function], getattr(phases, function)
-    start = f"[phases.{function}] {name}"
-    with refused(TypeError, f"{start} must be a tensor but got 1.0."):
-        make(1.0)
-    rule = "must be float16, bfloat16, float32 or float64"
-    with refused(TypeError, f"{start} {rule} ({name}: int64[1, 2, 5, 3])."):
-        make(X.long())
-    with refused(TypeError, f"{start} must be a dense tensor but got one that is sparse_coo."):
-        make(X.to_sparse())
-    rule = "must have shape (rows|1, heads|1, tokens, pairs|1)"
-    with refused(ValueError, f"{start} {rule} ({name}: float32[2, 5, 3])."):
-        make(X[0])
+RESET = torch.zeros(1, 5, dtype=torch.bool)
+ROWS = X.expand(2, -1, -1, -1)
 
 
-def test_invalid_resets() -> None:
-    def run(reset: Any) -> object:
-        return phases.running(X, reset=reset)
-
-    start = "[phases.running] reset"
-    with refused(TypeError, f"{start} must be None or a tensor but got 3."):
-        run(3)
-    rule = "must be bool, or int32 or int64 cu_seqlens"
-    with refused(TypeError, f"{start} {rule} (reset: float32[5])."):
-        run(torch.zeros(5))
-    rule = "must have shape (5,) or (rows|1, 5), for the tokens of increments"
-    with refused(ValueError, f"{start} {rule} (reset: bool[1, 4])."):
-        run(torch.zeros(1, 4, dtype=torch.bool))
-    with refused(ValueError, f"{start} is on meta but increments are on cpu (reset: bool[5])."):
-        run(torch.zeros(5, dtype=torch.bool, device="meta"))
-    rule = "cu_seqlens must end with the number of tokens 5 but got 4"
-    with refused(ValueError, f"[phases.running] {rule}."):
-        run(torch.tensor([0, 4]))
-    with refused(ValueError, f"{start} must have 1 or 2 rows (reset: bool[3, 5])."):
-        phases.running(X.expand(2, -1, -1, -1), reset=torch.zeros(3, 5, dtype=torch.bool))
-
-
-def test_invalid_states() -> None:
-    start = "[phases.running]"
-    with refused(TypeError, f"{start} state must be None or the state of phases but got 3."):
-        phases.running(X, 3)
-    for state, kind, rule in (
-        (
-            STATE._replace(words=STATE.words.int()),
-            TypeError,
-            "words of state must be a tensor that is int64 (words: int32[1, 2, 3]).",
+test_invalid_angles = refusals(
+    TypeError={
+        "[phases.given] angles must be a tensor but got 1.0.": lambda: phases.given(1.0),
+        "[phases.running] increments must be a tensor but got 1.0.": lambda: phases.running(1.0),
+        "[phases.given] angles must be float16, bfloat16, float32 or float64 (angles: int64[1, 2, 5, "
+        "3]).": lambda: phases.given(X.long()),
+        "[phases.given] angles must be a dense tensor but got one that is sparse_coo.": (
+            lambda: phases.given(X.to_sparse())
         ),
-        (
-            STATE._replace(drift=STATE.words),
-            TypeError,
-            "drift of state must be a tensor that is floating (drift: int64[1, 2, 3]).",
+    },
+    ValueError={
+        "[phases.given] angles must have shape (rows|1, heads|1, tokens, pairs|1) (angles: "
+        "float32[2, 5, 3]).": lambda: phases.given(X[0]),
+    },
+)
+test_invalid_resets = refusals(
+    "phases.running",
+    TypeError={
+        "reset must be None or a tensor but got 3.": lambda: phases.running(X, reset=3),
+        "reset must be bool, or int32 or int64 cu_seqlens (reset: float32[5]).": (
+            lambda: phases.running(X, reset=torch.zeros(5))
         ),
-        (
-            STATE._replace(words=STATE.words[..., :2]),
-            ValueError,
-            "words of state must have shape (rows|1, 2, 3) (words: int64[1, 2, 2]).",
+    },
+    ValueError={
+        "reset must have shape (5,) or (rows|1, 5), for the tokens of increments (reset: bool[1, 4]).": (
+            lambda: phases.running(X, reset=RESET[:, :4])
         ),
-        (
-            STATE._replace(drift=STATE.drift.to("meta")),
-            ValueError,
-            "state is on meta but increments are on cpu (drift: float32[1, 2, 3]).",
+        "reset is on meta but increments are on cpu (reset: bool[1, 5]).": (
+            lambda: phases.running(X, reset=RESET.to("meta"))
         ),
-        (
-            STATE._replace(drift=STATE.drift.expand(2, -1, -1)),
-            ValueError,
-            "words and drift of state must share a shape (words: int64[1, 2, 3], drift: "
-            "float32[2, 2, 3]).",
+        "cu_seqlens must end with the number of tokens 5 but got 4.": (
+            lambda: phases.running(X, reset=torch.tensor([0, 4]))
         ),
-    ):
-        with refused(kind, f"{start} {rule}"):
-            phases.running(X, state)
-    three = PhaseState(*(t.expand(3, -1, -1) for t in STATE))
-    with refused(ValueError, f"{start} state must have 1 or 2 rows (state: int64[3, 2, 3])."):
-        phases.running(X.expand(2, -1, -1, -1), three)
+        "reset must have 1 or 2 rows (reset: bool[3, 5]).": (
+            lambda: phases.running(ROWS, reset=RESET.expand(3, 5))
+        ),
+    },
+)
+test_invalid_states = refusals(
+    "phases.running",
+    TypeError={
+        "state must be None or the state of phases but got 3.": lambda: phases.running(X, 3),
+        "words of state must be a tensor that is int64 (words: int32[1, 2, 3]).": (
+            lambda: phases.running(X, STATE._replace(words=STATE.words.int()))
+        ),
+        "drift of state must be a tensor that is floating (drift: int64[1, 2, 3]).": (
+            lambda: phases.running(X, STATE._replace(drift=STATE.words))
+        ),
+    },
+    ValueError={
+        "words of state must have shape (rows|1, 2, 3) (words: int64[1, 2, 2]).": (
+            lambda: phases.running(X, STATE._replace(words=STATE.words[..., :2]))
+        ),
+        "state is on meta but increments are on cpu (drift: float32[1, 2, 3]).": (
+            lambda: phases.running(X, STATE._replace(drift=STATE.drift.to("meta")))
+        ),
+        "words and drift of state must share a shape (words: int64[1, 2, 3], drift: float32[2, 2, "
+        "3]).": lambda: phases.running(X, STATE._replace(drift=STATE.drift.expand(2, -1, -1))),
+        "state must have 1 or 2 rows (state: int64[3, 2, 3]).": (
+            lambda: phases.running(ROWS, PhaseState(*(t.expand(3, -1, -1) for t in STATE)))
+        ),
+    },
+)
 
 
 def test_changed_increments_are_refused() -> None:

@@ -29,29 +29,20 @@ TOKENS_PER_SECOND = 2
 
 def ids_of(where: Positions) -> torch.Tensor:
     assert (where.offset, where.add_index) == (0, False)
-    assert where.ids is not None
     return where.ids
+
+
+def stub_of(model: Any) -> Any:
+    """Return an object with what `get_rope_index` uses: the configuration and one other method."""
+    vision = SimpleNamespace(spatial_merge_size=MERGE, tokens_per_second=TOKENS_PER_SECOND)
+    methods = {"get_vision_position_ids": model.get_vision_position_ids}
+    return type("Stub", (), {**methods, "config": SimpleNamespace(vision_config=vision)})()
 
 
 def published(
     model: Any, rows: list[list[Any]], mask: torch.Tensor | None = None, **more: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call the `get_rope_index` of a model on rows of segments; return its positions and deltas.
-
-    The method uses only the model's configuration and one other method, so a stub is enough.
-    """
-    stub = type(
-        "Stub",
-        (),
-        {
-            "get_vision_position_ids": model.get_vision_position_ids,
-            "config": SimpleNamespace(
-                vision_config=SimpleNamespace(
-                    spatial_merge_size=MERGE, tokens_per_second=TOKENS_PER_SECOND
-                )
-            ),
-        },
-    )()
+    """Call the `get_rope_index` of a model on rows of segments; return its positions and deltas."""
     kinds, images, videos = [], [], []
     for row in rows:
         line: list[int] = []
@@ -67,7 +58,7 @@ def published(
     width = max(map(len, kinds)) if mask is None else mask.shape[1]
     padded = torch.tensor([[0] * (width - len(line)) + line for line in kinds])
     positions, deltas = model.get_rope_index(
-        stub,
+        stub_of(model),
         padded,
         padded,
         torch.tensor(images) if images else None,
@@ -146,18 +137,10 @@ def test_qwen3_vl_frames_among_text() -> None:
 
 def published_frames(row: list[Any], frames: int) -> tuple[torch.Tensor, torch.Tensor]:
     kinds = [k for s in row for k in ([0] * s if isinstance(s, int) else [2] * (s[1] * s[2]))]
-    stub = type(
-        "Stub",
-        (),
-        {
-            "get_vision_position_ids": Qwen3VLModel.get_vision_position_ids,
-            "config": SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=MERGE)),
-        },
-    )()
     one = next(s for s in row if not isinstance(s, int))
     video = torch.tensor([[frames, one[1] * MERGE, one[2] * MERGE]])
     result: tuple[torch.Tensor, torch.Tensor] = Qwen3VLModel.get_rope_index(
-        stub, torch.tensor([kinds]), torch.tensor([kinds]), None, video
+        stub_of(Qwen3VLModel), torch.tensor([kinds]), torch.tensor([kinds]), None, video
     )
     return result
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support import oracle
-from tests.support.helpers import noise, refused
+from tests.support.helpers import noise, refusals
 from tests.support.tolerances import assert_angles, assert_near, assert_same_bits, value
 from tightrope import RopeSpec, apply_rotary_pos_emb, positions, rotate
 from tightrope.axes import Axes
@@ -158,58 +158,38 @@ def test_devices_and_compiled_code() -> None:
     assert spec.cos_sin(seq_len=5, device="meta")[0].device.type == "meta"
     assert spec.cos_sin(torch.arange(5, device="meta"))[0].device.type == "meta"
     compiled = torch.compile(lambda ids: spec.cos_sin(ids), fullgraph=True, backend="aot_eager")
-    for got, wanted in zip(compiled(IDS), spec.cos_sin(IDS), strict=True):
-        assert_near(got, wanted, "float32 ways")
+    assert_near(compiled(IDS), spec.cos_sin(IDS), "float32 ways")
 
 
-REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
-    "format": (
-        ValueError,
-        "tables must be one of cat, repeat, half, full but got 'both'",
-        {"tables": "both", "seq_len": 3},
-    ),
-    "dtype": (
-        TypeError,
-        "dtype must be float32, float64, bfloat16 or float16 but got torch.int64",
-        {"dtype": torch.int64, "seq_len": 3},
-    ),
-    "no length": (
-        ValueError,
+SPEC, BY_LENGTH = RopeSpec(8), RopeSpec(8, scaling=DynamicNTK(2.0, 4))
+test_errors = refusals(
+    "cos_sin",
+    ValueError={
+        "tables must be one of cat, repeat, half, full but got 'both'.": (
+            lambda: SPEC.cos_sin(seq_len=3, tables="both")
+        ),
         "positions must hold the position of every token but is None; for positions 0 to n - 1 pass "
-        "seq_len=n",
-        {},
-    ),
-    "an offset": (
-        ValueError,
+        "seq_len=n.": lambda: SPEC.cos_sin(),
         "positions must hold the position of every token but got 5; pass ids or "
-        "tightrope.positions.explicit(positions, tokens)",
-        {"positions": 5},
-    ),
-    "axes": (
-        ValueError,
-        "positions must have 1 axis for this spec but got 3; pass axes= to RopeSpec, such as "
-        "Axes.blocks(…) for 3 coordinates (positions: int64[3, 1, 2])",
-        {"positions": positions.multi_axis(torch.zeros(3, 2, dtype=torch.int64))},
-    ),
-}
+        "tightrope.positions.explicit(positions, tokens).": lambda: SPEC.cos_sin(5),
+        "positions must have 1 axis for this spec but got 3…": (
+            lambda: SPEC.cos_sin(positions.multi_axis(IDS.expand(3, 2, 4)))
+        ),
+        "seq_len must be at least 10, the largest position plus 1, but got 5…": (
+            lambda: BY_LENGTH.cos_sin(torch.arange(10), seq_len=5)
+        ),
+    },
+    TypeError={
+        "dtype must be float32, float64, bfloat16 or float16 but got torch.int64.": (
+            lambda: SPEC.cos_sin(seq_len=3, dtype=torch.int64)
+        ),
+        "seq_len must be an int but got int64[2]; pass positions for rows of different lengths.": (
+            lambda: BY_LENGTH.cos_sin(seq_len=torch.tensor([3, 4]))
+        ),
+    },
+)
 
 
-def test_lengths_that_do_not_fit() -> None:
-    spec = RopeSpec(8, scaling=DynamicNTK(2.0, 4))
-    text = (
-        "[cos_sin] seq_len must be at least 10, the largest position plus 1, but got 5; give the length "
-        "of the whole sequence (positions: int64[1, 1, 10])."
-    )
-    with refused(ValueError, text):
-        spec.cos_sin(torch.arange(10), seq_len=5)
-    text = "[cos_sin] seq_len must be an int but got int64[2]; pass positions for rows of different lengths."
-    with refused(TypeError, text):
-        spec.cos_sin(seq_len=torch.tensor([3, 4]))
-    with refused(ValueError, "[seq_len] a length must not be negative but got -1."):
-        spec.cos_sin(seq_len=-1)
-
-
-@pytest.mark.parametrize("error, text, call", REFUSED.values(), ids=REFUSED)
-def test_sentences(error: type[Exception], text: str, call: dict[str, Any]) -> None:
-    with refused(error, f"[cos_sin] {text}."):
-        RopeSpec(8).cos_sin(**call)
+def test_a_negative_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^\[seq_len\] a length must not be negative but got -1"):
+        BY_LENGTH.cos_sin(seq_len=-1)
