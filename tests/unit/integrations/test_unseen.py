@@ -128,7 +128,9 @@ class Complex(Base):
     ("cls", "name", "reason"),
     [
         *(
-            (functools.partial(InAttribute, kind), "InAttribute.spinning", UNSEEN)
+            pytest.param(
+                functools.partial(InAttribute, kind), "InAttribute.spinning", UNSEEN, id=kind
+            )
             for kind in ("function", "closure", "partial")
         ),
         (Scripted, "scripted", UNSEEN),
