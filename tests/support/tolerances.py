@@ -7,8 +7,8 @@ machine, the backend, the instruction set or the number of threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -498,6 +498,15 @@ def assert_same_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
     assert not differ.any(), (
         f"{int(differ.sum())} of {differ.numel()} elements differ in their bits"
     )
+
+
+def assert_each(
+    check: Callable[..., object], got: Iterable[Any], wanted: Iterable[Any], *others: Any
+) -> None:
+    """Check each of several results, such as with `assert_same_bits` or `torch.equal`; none may lack."""
+    for one, other in zip(got, wanted, strict=True):
+        found = check(one, other, *others)
+        assert found is None or found
 
 
 def assert_angle_gradient(

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.support import helpers
 from tests.support.matrix import INDUCTOR
-from tests.support.tolerances import assert_near
+from tests.support.tolerances import assert_each, assert_near
 from tightrope import RopeSpec, nn, positions
 from tightrope.frequencies import DynamicNTK, LongRoPE, Rule
 from tightrope.functional import (
@@ -34,8 +34,7 @@ def graphs_for(function, calls, *, dynamic: bool | None = None) -> int:
     for call in calls:
         fresh = [a.clone() if isinstance(a, torch.Tensor) else a for a in call]
         expected, got = function(*call), compiled(*fresh)
-        for a, b in zip(expected, got, strict=True):
-            assert torch.equal(a, b)
+        assert_each(torch.equal, expected, got)
     return counter.frame_count
 
 
@@ -91,8 +90,7 @@ def test_compiled_gradients(in_place: bool) -> None:
     got = torch.autograd.grad(
         torch.compile(function, fullgraph=True, backend=BACKEND)(x, p).sum(), (x, p)
     )
-    for a, b in zip(expected, got, strict=True):
-        assert_near(a, b, "float32 ways")
+    assert_each(assert_near, expected, got, "float32 ways")
 
 
 @pytest.mark.slow
@@ -234,7 +232,6 @@ def test_the_definition_may_be_left_to_the_compiler(
     compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
     for tokens in (5, 7, 9):
         q, k = noise(2, 3, tokens, 8), noise(2, 2, tokens, 8)
-        for got, expected in zip(compiled(q, k), rotate_qk(q * 2, k, SPEC, 9), strict=True):
-            assert_near(got, expected, "float32 ways")
+        assert_each(assert_near, compiled(q, k), rotate_qk(q * 2, k, SPEC, 9), "float32 ways")
     assert len(graphs) <= 2
     assert "tightrope.rotate" not in graphs[0], "the graph contains an opaque operator"

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.helpers import noise
 from tests.support.matrix import INDUCTOR
-from tests.support.tolerances import assert_near, assert_same_bits
+from tests.support.tolerances import assert_each, assert_near, assert_same_bits
 from tightrope import RopeSpec, gates
 from tightrope.activations import RMSNorm
 from tightrope.functional import (
@@ -173,8 +173,7 @@ def test_extra_tensors_of_k_in_the_memory_of_q(
     run = of_a_view if source == "a view" else of_an_argument
     compiled = torch.compile(run, backend=compiler, fullgraph=True)
     got = compiled(memory.transpose(0, 1), memory, k.clone())
-    for one, other in zip(got, wanted, strict=True):
-        assert_same_bits(one, other)
+    assert_each(assert_same_bits, got, wanted)
     assert_same_bits(memory, wanted[0])
 
 
@@ -217,8 +216,7 @@ def test_extra_tensors_of_k_in_the_memory_of_q_in_other_modes(kind: str, way: st
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             both()
         return
-    for one, other in zip(*both(), strict=True):
-        assert_near(one, other, "float64 ways")
+    assert_each(assert_near, *both(), "float64 ways")
 
 
 @pytest.mark.one_in(8)
@@ -235,8 +233,7 @@ def test_the_definition_with_extra_tensors_of_k_in_the_memory_of_q(
 
     if compiled:
         run = torch.compile(run, backend="aot_eager", fullgraph=True)
-    for one, other in zip(run(X.clone(), X.flip(-1)), wanted, strict=True):
-        assert_near(one, other, "float64 ways")
+    assert_each(assert_near, run(X.clone(), X.flip(-1)), wanted, "float64 ways")
 
 
 DEFINED: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
@@ -273,5 +270,4 @@ def test_the_definition_by_positions_and_frequencies_that_learn(backend: str | N
     run = torch.func.grad(loss, (0, 1))
     leaves = noise(5, seed=1), noise(4, seed=2)
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    for one, other in zip(compiled(*leaves), run(*leaves), strict=True):
-        assert_near(one, other, "float64 ways")
+    assert_each(assert_near, compiled(*leaves), run(*leaves), "float64 ways")

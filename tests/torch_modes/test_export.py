@@ -17,7 +17,7 @@ import tightrope
 from tests.support import oracle
 from tests.support.helpers import ROOT, noise
 from tests.support.matrix import COMPILER, needs_compiler, needs_kernel
-from tests.support.tolerances import assert_rotations, assert_same_bits
+from tests.support.tolerances import assert_each, assert_rotations, assert_same_bits
 from tightrope import RopeSpec, positions
 from tightrope.activations import RMSNorm
 from tightrope.backends import cpu
@@ -76,8 +76,7 @@ def export() -> torch.export.ExportedProgram:
 
 
 def assert_results(got, wanted) -> None:
-    for a, b in zip(got, wanted, strict=True):
-        assert_same_bits(a, b)
+    assert_each(assert_same_bits, got, wanted)
 
 
 def run_alone(folder: Path, script: str) -> None:

@@ -8,14 +8,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests.support import helpers
-from tests.support.tolerances import assert_near
+from tests.support.tolerances import assert_each, assert_near
 from tightrope import RopeSpec, angles, gates
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.backends import reference
-from tightrope.functional import (
-    rotate,
-    rotate_,
-)
+from tightrope.forms import widen
+from tightrope.functional import rotate, rotate_
 from tightrope.ops import schema
 
 noise = partial(helpers.noise, dtype=torch.float32)
@@ -25,6 +23,12 @@ SPEC = RopeSpec(8, rotary_dim=6, start=1)
 
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+every_layout = pytest.mark.parametrize(
+    "layout, shape",
+    list(enumerate([(2, 3, 5, 8), (2, 5, 3, 8), (5, 2, 3, 8), (5, 3, 8), (2, 5, 8), (5, 8)])),
+)
 
 
 def arguments(
@@ -60,10 +64,7 @@ def test_opcheck(kind: str, interleaved: bool, direction: int) -> None:
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "layout, shape",
-    list(enumerate([(2, 3, 5, 8), (2, 5, 3, 8), (5, 2, 3, 8), (5, 3, 8), (2, 5, 8), (5, 8)])),
-)
+@every_layout
 def test_opcheck_of_every_layout(layout: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = noise(*shape).to(dtype)
     torch.library.opcheck(schema.rotate, (x.requires_grad_(), None, *arguments(layout=layout)))
@@ -79,19 +80,9 @@ def test_opcheck_with_learned_frequencies(heads: int, fractional: bool, interlea
     words, turns = angles.words_from(theta.detach())
     ids = torch.rand(2, 2, 5, dtype=torch.float64, requires_grad=True) if fractional else None
     options = schema.Options(0, 1, interleaved, add_index=ids is None, learned=True).pack()
+    x = noise(2, 3, 5, 8).requires_grad_()
     for k in (None, noise(2, 5, heads, 8).transpose(1, 2)):
-        call = (
-            noise(2, 3, 5, 8).requires_grad_(),
-            k,
-            words,
-            turns,
-            ids,
-            3,
-            options,
-            1.25,
-            [theta],
-            0.0,
-        )
+        call = (x, k, words, turns, ids, 3, options, 1.25, [theta], 0.0)
         torch.library.opcheck(schema.rotate_extras, call)
         fixed = [x.detach() if isinstance(x, torch.Tensor) else x for x in call]
         fixed[-2] = [theta.detach()]
@@ -102,10 +93,7 @@ def test_opcheck_with_learned_frequencies(heads: int, fractional: bool, interlea
 
 
 @pytest.mark.one_in(24)
-@pytest.mark.parametrize(
-    "layout, shape",
-    list(enumerate([(2, 3, 5, 8), (2, 5, 3, 8), (5, 2, 3, 8), (5, 3, 8), (2, 5, 8), (5, 8)])),
-)
+@every_layout
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True), (False, False)])
 def test_opcheck_of_angle_gradients(
     wanted: tuple[bool, bool], layout: int, shape: tuple[int, ...]
@@ -139,14 +127,8 @@ def outer_call(
         extras += [noise(one.shape[1], 8) / 99 for one in xs]
     if act != "none" and direction == schema.TRANSPOSE:
         extras += [noise(*one.shape).flip(0).to(one.dtype) for one in xs]
-    options = schema.Options(
-        0,
-        1,
-        source=schema.SOURCES.index(source),
-        direction=direction,
-        act=ACTS.index(act),
-        gate=gate,
-    )
+    number, which = schema.SOURCES.index(source), ACTS.index(act)
+    options = schema.Options(0, 1, source=number, direction=direction, act=which, gate=gate)
     angle = noise(1, 1, 20, 3)
     primary, secondary = (
         (SPEC.at().angles.words, None) if source == "words" else (angle.cos(), angle.sin())
@@ -217,28 +199,23 @@ def test_opcheck_of_gate_gradients(dtype: torch.dtype, gate: int) -> None:
         )
 
 
+def near(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    # Relative to the largest channel of each head, or to 1 if all are smaller.
+    scale = wanted.abs().amax(-1, keepdim=True).clamp(min=1)
+    assert_near(got.double() / scale, wanted / scale, "f and P, float32")
+
+
 @pytest.mark.parametrize("source", schema.SOURCES[1 : schema.FULL])
 @pytest.mark.parametrize("act, gate, direction", STAGES)
 def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, source: str) -> None:
     """Kernels agree with the definition for tables with f or P, which no public call combines."""
     x, k = noise(2, 3, 5, 8), noise(2, 5, 5, 8).transpose(1, 2)
     call = outer_call(act, gate, direction, x, k, source)
-    if source != "half":  # tables of six channels for three pairs
-        how = (
-            (lambda t: torch.cat((t, t), -1))
-            if source == "cat"
-            else (lambda t: t.repeat_interleave(2, -1))
-        )
-        call = (*map(how, call[:2]), *call[2:])
+    call = (*(widen(table, source) for table in call[:2]), *call[2:])
     wide = (*(table.double() for table in call[:2]), *call[2:6])
     wide += carrying([one.double() for one in extras_by(call)], call)
     right = reference.compose(x.double(), k.double(), *wide)
-    got = rotated(x, k, *call)
-    assert len(got) == len(right)
-    for a, b in zip(got, right, strict=True):
-        # Relative to the largest channel of each head, or to 1 if all are smaller.
-        scale = b.abs().amax(-1, keepdim=True).clamp(min=1)
-        assert_near(a.double() / scale, b / scale, "f and P, float32")
+    assert_each(near, rotated(x, k, *call), right)
     if direction != schema.FORWARD:
         return
     leaves = [one.clone().requires_grad_() for one in (x, k, *call[:2], *extras_by(call))]
@@ -248,10 +225,7 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
         ys = run(*tensors[:4], *call[2:6], *carrying(tensors[4:], call))
         return torch.autograd.grad([y.sin().sum() for y in ys], tensors)
 
-    for a, b in zip(gradients(rotated, leaves), gradients(reference.compose, doubles), strict=True):
-        # Relative to the largest channel of each head, or to 1 if all are smaller.
-        scale = b.abs().amax(-1, keepdim=True).clamp(min=1)
-        assert_near(a.double() / scale, b / scale, "f and P, float32")
+    assert_each(near, gradients(rotated, leaves), gradients(reference.compose, doubles))
 
 
 @pytest.mark.parametrize(
@@ -380,16 +354,9 @@ def test_several_axes_and_angles_per_row_and_head() -> None:
     (whole,) = schema.rotate(x, None, words, turns, ids, 0, options, 1.0)
     for row in range(2):
         for head in range(4):
-            (part,) = schema.rotate(
-                x[row : row + 1, head : head + 1],
-                None,
-                words[:, row : row + 1, head : head + 1].contiguous(),
-                turns[:, row : row + 1, head : head + 1].contiguous(),
-                ids[:, row : row + 1],
-                0,
-                options,
-                1.0,
-            )
+            own = slice(row, row + 1), slice(head, head + 1)
+            angles_ = (t[:, own[0], own[1]].contiguous() for t in (words, turns))
+            (part,) = schema.rotate(x[own], None, *angles_, ids[:, own[0]], 0, options, 1.0)
             assert torch.equal(part[0, 0], whole[row, head])
     y = x
     for axis in range(3):

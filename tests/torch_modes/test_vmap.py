@@ -7,9 +7,7 @@ import torch
 
 from tests.support import helpers
 from tightrope import RopeSpec
-from tightrope.functional import (
-    rotate,
-)
+from tightrope.functional import rotate
 
 noise = partial(helpers.noise, dtype=torch.float32)
 SPEC = RopeSpec(8, rotary_dim=6, start=1)

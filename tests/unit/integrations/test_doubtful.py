@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -159,17 +160,15 @@ class WithoutGradients(ByIdentity):
     ],
 )
 def test_a_method_is_left_with_the_reason(cls: type[nn.Module], reason: str) -> None:
-    model, before = cls(), CALLS
+    model = cls()
     SCALES[id(model)] = 3.0
     MEMBERS.add(model)
-    wanted = model(X, COS, SIN)
-    calls = CALLS
+    wanted, calls = model(X, COS, SIN), CALLS
     report = patch(model)
-    assert CALLS == calls
+    assert calls == CALLS
     (entry,) = report.left
     assert reason in entry.reason, str(report)
     assert_same_bits(model(X, COS, SIN), wanted)
-    assert before <= CALLS
 
 
 class Rotary:
@@ -248,33 +247,31 @@ def test_a_method_that_a_subclass_gets_later_is_noticed(monkeypatch: pytest.Monk
 # --- reports, stacks and all models ---------------------------------------------------------------
 
 
-def test_functions_of_one_name_are_counted_apart() -> None:
-    class Both(nn.Module):
-        def __init__(self, *functions: Any) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList(each() for each in functions)
+PART = """
+import torch
+from torch import nn
 
-    made = []
+def apply_rotary(x, cos, sin):
+    u, v = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat((-v, u), -1) * sin[:, None]
+
+class Part(nn.Module):
+    def forward(self, x, cos, sin):
+        return apply_rotary(x, cos, sin)
+"""
+
+
+def test_functions_of_one_name_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = []
     for name in ("one.rope", "two.rope"):
-        module = types.ModuleType(name)
-        code = (
-            "import torch\nfrom torch import nn\n"
-            "def apply_rotary(x, cos, sin):\n"
-            "    u, v = x.chunk(2, -1)\n"
-            "    return x * cos[:, None] + torch.cat((-v, u), -1) * sin[:, None]\n"
-            "class Part(nn.Module):\n"
-            "    def forward(self, x, cos, sin):\n"
-            "        return apply_rotary(x, cos, sin)\n"
-        )
-        exec(compile(code, name, "exec"), vars(module))
-        made.append(module)
-    model = Both(*(module.Part for module in made))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for module in made:
-            monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
-        report = patch(model)
-        model.parts[0](X, COS, SIN)
-        counts = {place: calls.operator for place, calls in report.calls().items()}
+        module: Any = types.ModuleType(name)
+        exec(compile(PART, name, "exec"), vars(module))
+        monkeypatch.setitem(sys.modules, name, module)
+        parts.append(module.Part())
+    model = nn.ModuleList(parts)
+    report = patch(model)
+    model[0](X, COS, SIN)
+    counts = {place: calls.operator for place, calls in report.calls().items()}
     assert counts == {"one.rope.apply_rotary": 1, "two.rope.apply_rotary": 0}
 
 

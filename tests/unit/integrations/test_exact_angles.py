@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from other_libraries import calls_of, halves
+from tests.support.tolerances import assert_each
 from tightrope.integrations import patch, unpatch
 
 pytestmark = pytest.mark.usefixtures("recognised_once")
@@ -312,8 +313,7 @@ def test_frequencies_that_children_load_are_their_own() -> None:
     other.angles.child.inv_freq.copy_(frequencies(5e5))
     with pytest.warns(UserWarning, match="OfChild makes its own cosines and sines again"):
         model.load_state_dict(other.state_dict())
-    for got, want in zip(model.angles(X, FAR), other.angles(X, FAR), strict=True):
-        assert torch.equal(got, want)
+    assert_each(torch.equal, model.angles(X, FAR), other.angles(X, FAR))
 
 
 class WithConfig(LlamaRotaryEmbedding):
@@ -378,5 +378,4 @@ def test_tables_of_another_size_take_effect() -> None:
     assert len(patch(model, angles="exact").replaced) == 2
     with pytest.warns(UserWarning, match="makes its own cosines and sines again"):
         model.load_state_dict(other.state_dict())
-    for got, want in zip(model.angles(X, near), other.angles(X, near), strict=True):
-        assert torch.equal(got, want)
+    assert_each(torch.equal, model.angles(X, near), other.angles(X, near))

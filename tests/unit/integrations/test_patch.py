@@ -15,7 +15,6 @@ import torch
 
 import other_libraries
 from other_libraries import (
-    Attention,
     ByHalves,
     Model,
     Processor,
@@ -24,6 +23,7 @@ from other_libraries import (
     WithInner,
     assert_served_until_unpatched,
 )
+from tests.support.tolerances import assert_each
 from tightrope.integrations import _replace, patch, recognise, unpatch
 from tightrope.integrations._replace import replacement
 
@@ -46,8 +46,7 @@ def results(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> list[
 
 
 def assert_equal(xs: list[torch.Tensor], ys: list[torch.Tensor]) -> None:
-    for x, y in zip(xs, ys, strict=True):
-        assert torch.equal(x, y)
+    assert_each(torch.equal, xs, ys)
 
 
 @pytest.fixture(params=list(KINDS))
@@ -94,6 +93,7 @@ def test_processors_are_shared_with_models_that_are_not_patched(kind: str) -> No
     patch(one)
     assert one.layers[0].processor is one.layers[1].processor is not processor
     assert isinstance(one.layers[0].processor, KINDS[kind][0])
+    assert type(one.layers[0].processor).__name__ == KINDS[kind][0].__name__
     assert other.layers[0].processor is processor
     with Spy() as spy:
         results(other)
@@ -227,36 +227,6 @@ def test_a_model_that_accelerate_offloads(
     assert_served_until_unpatched(model, x, before)
 
 
-def test_a_wrapped_forward_calls_the_replacement() -> None:
-    """Offloading libraries keep the old forward in an attribute and call it from a new one."""
-
-    class Direct(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            heads = x.unflatten(-1, (2, 16)).transpose(1, 2)
-            return other_libraries.turn(heads, other_libraries.tables(x.shape[1]))
-
-    from other_libraries import tables, turn
-
-    class Named(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            return TURN(x.unflatten(-1, (2, 16)).transpose(1, 2), TABLES(x.shape[1]))
-
-    global TURN, TABLES
-    TURN, TABLES = turn, tables
-    model: Any = Named()
-    model._old_forward = model.forward
-    model.forward = lambda x: model._old_forward(x)
-    x = torch.randn(2, 7, 32)
-    before = model(x)
-    assert patch(model).replaced
-    assert_served_until_unpatched(model, x, before)
-    assert not patch(Direct()).replaced  # an attribute of a module is not a global name
-
-
-TURN: Any = None
-TABLES: Any = None
-
-
 @pytest.mark.slow
 def test_threads_patch_their_own_models() -> None:
     models = [Model(cls()) for cls, _ in KINDS.values() for _ in range(2)]
@@ -346,9 +316,7 @@ READINGS: dict[str, tuple[Callable[..., Any], str, Callable[[torch.Tensor], tupl
     "cosines first": (
         of_cosines_first,
         "cos and sin in one table",
-        lambda a: (
-            torch.cat((a.cos().repeat_interleave(2, -1), a.sin().repeat_interleave(2, -1)), -1),
-        ),
+        lambda a: (torch.cat([t.repeat_interleave(2, -1) for t in (a.cos(), a.sin())], -1),),
     ),
 }
 
@@ -369,19 +337,17 @@ def test_readings_of_tables(name: str, dtype: torch.dtype) -> None:
     # Where bfloat16 promotes, sums of gradients round to bfloat16 and products do not.
     exact = found.bits_of(dtype, torch.float32, needs_grad=True) is not None
     assert exact or (name, dtype) == ("cosines first", torch.bfloat16)
-    with Spy() as spy:
-        y = replacement(function, [found])(x, *given)
-        (got,) = torch.autograd.grad(y, x, weights)
-    assert spy.calls == 2 * exact
-    assert torch.equal(y, want)
-    assert torch.equal(got, wanted)
-    with Spy() as spy:
-        y = replacement(function, [found], rounding="once")(x, *given)
-        (got,) = torch.autograd.grad(y, x, weights)
-    assert spy.calls == 2
     near = 2 * torch.finfo(dtype).eps
-    torch.testing.assert_close(y, want, rtol=near, atol=4 * near)
-    torch.testing.assert_close(got, wanted, rtol=near, atol=4 * near)
+    for rounding, served in (("model", exact), ("once", True)):
+        with Spy() as spy:
+            y = replacement(function, [found], rounding=rounding)(x, *given)
+            (got,) = torch.autograd.grad(y, x, weights)
+        assert spy.calls == 2 * served
+        bound = (
+            {"rtol": 0.0, "atol": 0.0} if rounding == "model" else {"rtol": near, "atol": 4 * near}
+        )
+        torch.testing.assert_close(y, want, **bound)
+        torch.testing.assert_close(got, wanted, **bound)
 
 
 def test_matrices_need_not_be_rotations() -> None:
@@ -401,13 +367,6 @@ def test_other_tensors_go_to_the_original() -> None:
     with Spy() as spy, pytest.raises((RuntimeError, IndexError)):
         new(x, torch.randn(7, 8, 3, 2)[..., :1])
     assert not spy.calls
-
-
-def test_a_patched_module_class_is_the_same_class() -> None:
-    model = Model(Processor())
-    patch(model)
-    assert isinstance(model.layers[0], Attention)
-    assert type(model.layers[0].processor).__name__ == "Processor"
 
 
 def make_local() -> tuple[Callable[..., Any], torch.nn.Module]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.tolerances import assert_same_bits
+from tests.support.tolerances import assert_each, assert_same_bits
 from tightrope.integrations import _known, patch, recognise, unpatch
 from tightrope.integrations._candidate import Candidate
 from tightrope.integrations._find import constants_of
@@ -55,12 +55,10 @@ class Calls:
         return self.function(*args, **kwargs)
 
 
-def assert_replaced(
-    function: Function, candidate: Candidate, xs: dict[str, torch.Tensor], **others: Any
-) -> None:
-    """Assert equal bits of results and gradients, and that the operator computed them."""
-    original = Calls(function)
-    new = replacement(original, [candidate])
+def outcomes(
+    function: Function, new: Function, xs: dict[str, torch.Tensor], **others: Any
+) -> list[list[torch.Tensor]]:
+    """Return the results and gradients of a function, and those of its replacement."""
     runs = []
     for each in (function, new):
         leaves = {name: x.detach().requires_grad_() for name, x in xs.items()}
@@ -68,10 +66,31 @@ def assert_replaced(
         ys = result if isinstance(result, tuple) else (result,)
         weights = [torch.linspace(-1, 2, y.numel()).view(y.shape).to(y.dtype) for y in ys]
         runs.append([*ys, *torch.autograd.grad(ys, list(leaves.values()), weights)])
+    return runs
+
+
+def assert_alike(wanted: list[torch.Tensor], got: list[torch.Tensor]) -> None:
+    """Assert equal bits and strides."""
+    assert_each(assert_same_bits, got, wanted)
+    assert [x.stride() for x in got] == [x.stride() for x in wanted]
+
+
+def original_runs(function: Function, candidate: Candidate, *given: Any, **named: Any) -> Any:
+    """Return what a replacement returns for a call; assert that the original ran."""
+    original = Calls(function)
+    found = replacement(original, [candidate])(*given, **named)
+    assert original.count == 1
+    return found
+
+
+def assert_replaced(
+    function: Function, candidate: Candidate, xs: dict[str, torch.Tensor], **others: Any
+) -> None:
+    """Assert equal bits of results and gradients, and that the operator computed them."""
+    original = Calls(function)
+    runs = outcomes(function, replacement(original, [candidate]), xs, **others)
     assert original.count == 0
-    for got, wanted in zip(*reversed(runs)):
-        assert_same_bits(got, wanted)
-        assert got.stride() == wanted.stride()
+    assert_alike(*runs)
 
 
 def test_a_list_of_results_is_refused() -> None:
@@ -126,17 +145,6 @@ def test_tables_that_are_cast() -> None:
     assert_replaced(cast, candidate, {"x": x}, cos=angle.cos(), sin=angle.sin())
 
 
-def test_angles_that_are_changed_before_their_cosines_are_refused() -> None:
-    def twice(t: Any, freqs: Any) -> Any:
-        return t * freqs.cos() + halves(t) * (2 * freqs).sin()
-
-    def rounded(t: Any, freqs: Any) -> Any:
-        return by_angles(t, freqs.to(B16).to(freqs.dtype))
-
-    assert "no known rotation" in refused(twice)
-    assert refused(rounded)
-
-
 # --- functions that slice their tables ----------------------------------------------------------
 
 
@@ -157,19 +165,6 @@ def test_ranks_at_which_some_layouts_match_nothing_run_the_original() -> None:
     full = 9 * torch.rand(2, 3, 1, 16)
     new = replacement(last_rows, [candidate])
     assert_same_bits(new(x[:, :, :1], full), last_rows(x[:, :, :1], full))
-
-
-def test_a_function_that_slices_the_heads_of_every_table_is_refused() -> None:
-    def sliced(t: Any, freqs: Any) -> Any:
-        if freqs.ndim != 4:
-            raise ValueError("tables of rank four are needed")
-        return by_angles(t, freqs[:, -t.shape[-2] :])
-
-    def first(t: Any, freqs: Any) -> Any:
-        return by_angles(t, freqs[..., :1, :])
-
-    assert refused(sliced)
-    assert refused(first)
 
 
 @pytest.mark.slow
@@ -261,17 +256,12 @@ def test_a_tuple_of_sines_and_cosines() -> None:
             ys.append(torch.cat((front, back * cos + halves(back) * sin), -2).to(x.dtype))
         return tuple(ys)
 
-    def swapped(q: Any, k: Any, rope: Any) -> Any:
-        sin, _cos = rope
-        return tuple(x * sin + halves(x) * sin for x in (q, k))
-
     candidate = recognised(turn)
     assert candidate.call.form.name == "a tuple of sines and cosines"
     assert candidate.tokens == "prefix"
     q, k = torch.randn(2, 3, 9, 16), torch.randn(2, 3, 9, 16)
     angle = torch.rand(7, 16)
     assert_replaced(turn, candidate, {"q": q, "k": k}, rope=(angle.sin(), angle.cos()))
-    assert refused(swapped)
 
 
 # --- 2 x 2 matrices: strides, dtypes, roundings -------------------------------------------------
@@ -304,10 +294,8 @@ def test_results_whose_strides_follow_the_tables(dtype: torch.dtype) -> None:
     assert_replaced(by_matrices, candidate, {"q": q, "k": k}, freqs_cis=table)
     assert_replaced(by_matrices, candidate, transposed, freqs_cis=table)
     # With tokens outermost, the strides of the original's results are neither.
-    original = Calls(by_matrices)
     outer = [x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (q, k)]
-    replacement(original, [candidate])(*outer, table)
-    assert original.count == 1
+    original_runs(by_matrices, candidate, *outer, table)
 
 
 def to_bfloat16(x: Any, rope: Any) -> Any:
@@ -323,9 +311,7 @@ def test_results_of_one_dtype(dtype: torch.dtype) -> None:
     x, table = torch.randn(2, 3, 7, 16).to(dtype), matrices(9 * torch.rand(7, 8))
     assert_replaced(to_bfloat16, candidate, {"x": x}, rope=table)
     # Results of 16 bits show nothing of the arithmetic with a float64 x.
-    original = Calls(to_bfloat16)
-    replacement(original, [candidate])(x.double(), table)
-    assert original.count == 1
+    original_runs(to_bfloat16, candidate, x.double(), table)
 
 
 @pytest.mark.one_in(2)
@@ -357,10 +343,8 @@ def test_tables_with_a_row_for_each_head() -> None:
     tables = {"freqs_cos": angles.cos(), "freqs_sin": angles.sin()}
     assert_replaced(per_head, candidate, {"x": x}, **tables)
     # Gradients of learned tables sum over the batch in another order.
-    original = Calls(per_head)
     learned = {name: table.clone().requires_grad_() for name, table in tables.items()}
-    replacement(original, [candidate])(x, **learned)
-    assert original.count == 1
+    original_runs(per_head, candidate, x, **learned)
 
 
 def test_channels_before_tokens() -> None:
@@ -407,25 +391,15 @@ def test_tables_of_the_axes_of_a_grid(
     x, sizes = torch.randn(len(grids), 24, 3, 16).to(dtype), torch.tensor(grids)
     assert_replaced(on_grids, candidate, {"x": x}, grid_sizes=sizes, freqs=freqs)
     # Tokens without a place in the grid are the original's.
-    original = Calls(on_grids)
     longer = torch.cat((x, x[:, :1]), 1)
-    assert_same_bits(
-        replacement(original, [candidate])(longer, sizes, freqs), on_grids(longer, sizes, freqs)
-    )
-    assert original.count == 1
+    found = original_runs(on_grids, candidate, longer, sizes, freqs)
+    assert_same_bits(found, on_grids(longer, sizes, freqs))
 
 
 def test_a_grid_beyond_the_table_is_the_originals_error() -> None:
     new = replacement(on_grids, [recognised(on_grids)])
     with pytest.raises(RuntimeError, match="shape"):
         new(torch.randn(1, 4, 3, 16), torch.tensor([[1, 4, 1]]), torch.randn(1, 8) + 0j)
-
-
-def test_other_orders_of_a_grid_are_refused() -> None:
-    def swapped(x: Any, grid_sizes: Any, freqs: Any) -> Any:
-        return on_grids(x, grid_sizes[:, [0, 2, 1]], freqs)
-
-    assert refused(swapped)
 
 
 # --- functions that make their tables from positions ------------------------------------------------
@@ -457,26 +431,16 @@ def test_tables_that_a_function_makes_are_read_off_its_results(
     name, positions = list(inspect.signature(function).parameters)
     x, ids = torch.randn(2, 6, 5, 16).to(dtype), torch.randint(0, 999, (6 if behind else 5,))
     original = Calls(function)
-    new = replacement(original, [candidate])
-    runs = []
-    for each in (function, new):
-        leaf = x.clone().requires_grad_()
-        y = each(**{name: leaf, positions: ids})
-        (grad,) = torch.autograd.grad(y, leaf, torch.linspace(-1, 2, y.numel()).view(y.shape).to(y))
-        runs.append((y, grad))
-    for got, wanted in zip(*reversed(runs)):
-        assert_same_bits(got, wanted)
-        assert got.stride() == wanted.stride()
+    runs = outcomes(function, replacement(original, [candidate]), {name: x}, **{positions: ids})
+    assert_alike(*runs)
     assert original.count == 2  # once for ones in the first channels of pairs, once for the others
 
 
 def test_positions_of_each_row_go_to_the_original() -> None:
     candidate = recognised(of_positions)
-    original = Calls(of_positions)
     x, ids = torch.randn(2, 3, 5, 16), torch.randint(0, 99, (2, 3, 5))
-    y = replacement(original, [candidate])(x, ids)
-    assert original.count == 1
-    assert_same_bits(y, of_positions(x, ids))
+    found = original_runs(of_positions, candidate, x, ids)
+    assert_same_bits(found, of_positions(x, ids))
 
 
 def test_a_function_of_positions_that_raises_for_some_inputs_does_not_raise_here() -> None:
@@ -491,14 +455,40 @@ def test_a_function_of_positions_that_raises_for_some_inputs_does_not_raise_here
     assert refused(lambda x, pos: choosy(x, pos, 0, (F32,)))
 
 
-def test_a_function_of_positions_that_is_no_rotation_of_pairs_is_refused() -> None:
-    assert refused(lambda x, pos: of_positions(x, pos) + 1)
-    assert refused(lambda x, pos: of_positions(x.square(), pos))
-    assert refused(lambda x, pos: of_positions(x + x.roll(1, 1), pos))
-    assert refused(lambda x, pos: of_positions(x, pos) * torch.rand(()))
+# --- functions that resemble these ----------------------------------------------------------------
+
+
+def of_heads(t: Any, freqs: Any) -> Any:
+    if freqs.ndim != 4:
+        raise ValueError("tables of rank four are needed")
+    return by_angles(t, freqs[:, -t.shape[-2] :])
+
+
+REFUSED: dict[str, Function] = {
+    "twice the angles for sines": lambda t, freqs: t * freqs.cos() + halves(t) * (2 * freqs).sin(),
+    "rounded angles": lambda t, freqs: by_angles(t, freqs.to(B16).to(freqs.dtype)),
+    "slices of heads": of_heads,
+    "one row of tables": lambda t, freqs: by_angles(t, freqs[..., :1, :]),
+    "sines twice": lambda q, k, rope: tuple(x * rope[0] + halves(x) * rope[0] for x in (q, k)),
+    "axes swapped": lambda x, grid_sizes, freqs: on_grids(x, grid_sizes[:, [0, 2, 1]], freqs),
+    "a sum": lambda x, pos: of_positions(x, pos) + 1,
+    "squares": lambda x, pos: of_positions(x.square(), pos),
+    "heads added up": lambda x, pos: of_positions(x + x.roll(1, 1), pos),
+    "a random factor": lambda x, pos: of_positions(x, pos) * torch.rand(()),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_functions_are_refused(name: str) -> None:
+    some = "at some shapes or widths and none at others"
+    reasons = {"slices of heads": some, "one row of tables": some}
+    assert reasons.get(name, "it matches no known rotation") in refused(REFUSED[name])
 
 
 # --- signs ----------------------------------------------------------------------------------------
+
+
+BY_HALVES = "rotate_half on all channels, cos/sin of"
 
 
 def by_opposite_angles(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -522,16 +512,8 @@ def with_signs_in_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
 @pytest.mark.parametrize(
     ("function", "words", "width"),
     [
-        (
-            by_opposite_angles,
-            "rotate_half on all channels, cos/sin of half width, negative angles",
-            8,
-        ),
-        (
-            with_signs_in_halves,
-            "rotate_half on all channels, cos/sin of full width, sines of u negated",
-            16,
-        ),
+        (by_opposite_angles, f"{BY_HALVES} half width, negative angles", 8),
+        (with_signs_in_halves, f"{BY_HALVES} full width, sines of u negated", 16),
         (
             with_signs_in_pairs,
             "adjacent pairs (GPT-J style) on all channels, cos/sin of full width, sines of u negated",
@@ -546,20 +528,10 @@ def test_signs_of_the_sines(function: Any, words: str, width: int, dtype: torch.
     assert recognition.candidate is not None, recognition.reason
     assert str(recognition.candidate).startswith(words)
     assert str(recognition.candidate).endswith("to the bit")
-    turned = replacement(function, [recognition.candidate])
-    leaves = [torch.randn(2, 5, 3, 16), *torch.randn(2, 1, 5, 1, width)]
-    xs = [leaf.to(dtype) for leaf in leaves]
-    xs[0].requires_grad_()
-    got, want = turned(*xs), function(*xs)
-    assert turned._tightrope_counts == [1, 0]  # type: ignore[attr-defined]
-    assert torch.equal(got, want)
-    weight = torch.randn_like(want)
-    for mine, theirs in zip(
-        torch.autograd.grad(got, xs[:1], weight),
-        torch.autograd.grad(want, xs[:1], weight),
-        strict=True,
-    ):
-        assert torch.equal(mine, theirs)
+    tables = zip(list(inspect.signature(function).parameters)[1:], torch.randn(2, 1, 5, 1, width))
+    given = {name: table.to(dtype) for name, table in tables}
+    x = torch.randn(2, 5, 3, 16).to(dtype)
+    assert_replaced(function, recognition.candidate, {"x": x}, **given)
 
 
 # --- while a model is loaded ----------------------------------------------------------------------
@@ -651,22 +623,19 @@ X4 = torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize(
-    ("make", "served"),
+    ("classes", "served"),
     [
-        (lambda: [OfMethods()], True),
-        (lambda: [ByTwo()], True),
-        (lambda: [DefinedAgain()], False),
-        (lambda: [WithState()], False),
-        (
-            lambda: [ByStatic()],
-            False,
-        ),  # which a subclass has, so it is not the method that was tried
-        (lambda: [Counting()], False),
-        (lambda: [OfMethods(), DefinedAgain()], False),
+        ([OfMethods], True),
+        ([ByTwo], True),
+        ([DefinedAgain], False),
+        ([WithState], False),
+        ([ByStatic], False),  # which a subclass has, so it is not the method that was tried
+        ([Counting], False),
+        ([OfMethods, DefinedAgain], False),
     ],
 )
-def test_methods_that_call_methods_of_their_class(make: Any, served: bool) -> None:
-    model = torch.nn.Sequential(*make())
+def test_methods_that_call_methods_of_their_class(classes: Any, served: bool) -> None:
+    model = torch.nn.Sequential(*(cls() for cls in classes))
     want = model(X4)
     report = patch(model)
     assert bool(report.replaced) == served, str(report)

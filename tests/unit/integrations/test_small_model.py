@@ -3,6 +3,7 @@
 The table is the truth: with an entry hidden, the small model shows what the entry states, or nothing.
 """
 
+import functools
 import importlib
 import io
 import itertools
@@ -161,41 +162,33 @@ def test_unknown_keys_are_refused_first_and_warned_of_once() -> None:
 # --- models that do not settle it ------------------------------------------------------------------
 
 
-def negated(q: Any, k: Any, cos: Any, sin: Any, old: Any) -> Any:
-    return old(q, k, cos, -sin)
+def failing(*_: Any) -> Any:
+    raise ZeroDivisionError
 
 
-def only_queries(q: Any, k: Any, cos: Any, sin: Any, old: Any) -> Any:
-    return old(q, k, cos, sin)[0], k
-
-
-def nothing(q: Any, k: Any, cos: Any, sin: Any, old: Any) -> Any:
-    return q, k
-
-
-def broken(q: Any, k: Any, cos: Any, sin: Any, old: Any) -> Any:
-    return q * torch.nan, k
-
-
-def faster(q: Any, k: Any, cos: Any, sin: Any, old: Any) -> Any:
+def faster(old: Any, q: Any, k: Any, cos: Any, sin: Any) -> Any:
     angle = 1.001 * torch.atan2(sin, cos)
     return old(q, k, angle.cos(), angle.sin())
 
 
-def failing(q: Any, k: Any, cos: Any, sin: Any, old: Any) -> Any:
-    raise ZeroDivisionError
+WRONG: dict[str, Callable[..., Any]] = {
+    "negated": lambda old, q, k, cos, sin: old(q, k, cos, -sin),
+    "only queries": lambda old, q, k, cos, sin: (old(q, k, cos, sin)[0], k),
+    "nothing": lambda _old, q, k, *_: (q, k),
+    "broken": lambda _old, q, k, *_: (q * torch.nan, k),
+    "faster": faster,
+    "failing": failing,
+}
 
 
-@pytest.mark.parametrize("wrong", [negated, only_queries, nothing, broken, faster, failing])
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_a_model_that_rotates_otherwise_settles_nothing(
     wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.models.gte import modeling_gte
 
     old = modeling_gte.apply_rotary_pos_emb
-    monkeypatch.setattr(
-        modeling_gte, "apply_rotary_pos_emb", lambda q, k, cos, sin: wrong(q, k, cos, sin, old)
-    )
+    monkeypatch.setattr(modeling_gte, "apply_rotary_pos_emb", functools.partial(wrong, old))
     refused(config_of("gte"))
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.support.tolerances import assert_near, assert_same_bits
+from tests.support.tolerances import assert_each, assert_near, assert_same_bits
 from tightrope.functional import rotate_qk
 
 OURS = "tightrope.integrations.torchtitan"
@@ -185,8 +185,7 @@ def test_the_bits_of_the_original(ours: Any, kind: str, dtype: torch.dtype, rows
         results = module(*qk, positions)
         return [*results, *torch.autograd.grad(results, qk, grads)]
 
-    for one, other in zip(run(factory(config).build()), run(config.build())):
-        assert_same_bits(one, other)
+    assert_each(assert_same_bits, run(factory(config).build()), run(config.build()))
 
 
 @KINDS
@@ -207,11 +206,9 @@ def test_exact_angles_need_no_cache(ours: Any, kind: str) -> None:
     module = factory(config, exact=True).build()
     qk = [x.detach() for x in inputs(torch.float32)]
     near = torch.arange(33).expand(2, -1)
-    for one, other in zip(module(*qk, near), config.build()(*qk, near)):
-        assert_near(one, other, "exact angles outputs")
+    assert_each(assert_near, module(*qk, near), config.build()(*qk, near), "exact angles outputs")
     far = near + 10_000_000  # the cache has 64 rows
-    for one, other in zip(module(*qk, far), rotate_qk(*qk, module.spec, far, layout="bshd")):
-        assert torch.equal(one, other)
+    assert_each(torch.equal, module(*qk, far), rotate_qk(*qk, module.spec, far, layout="bshd"))
 
 
 @KINDS
@@ -245,8 +242,7 @@ def test_exact_frequencies_are_those_of_torchtitan(scaling: str) -> None:
     config, factory = pair(ours, "complex_rope", scaling=scaling, rope_factor=40.0, theta=5e5)
     module = factory(config, exact=True).build()
     qk = [x.detach() for x in inputs(torch.float32)]
-    for one, other in zip(module(*qk), config.build()(*qk)):
-        assert_near(one, other, "exact angles outputs")
+    assert_each(assert_near, module(*qk), config.build()(*qk), "exact angles outputs")
 
 
 @pytest.mark.one_in(4)
@@ -257,8 +253,7 @@ def test_a_compiled_module_is_one_graph(ours: Any, kind: str, exact: bool) -> No
     module = factory(config, exact=exact).build()
     qk, positions = inputs(torch.bfloat16), torch.randint(64, (2, 33))
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for one, other in zip(compiled(*qk, positions), module(*qk, positions)):
-        assert torch.equal(one, other)
+    assert_each(torch.equal, compiled(*qk, positions), module(*qk, positions))
 
 
 @KINDS

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.tolerances import assert_near, assert_same_bits
+from tests.support.tolerances import assert_each, assert_near, assert_same_bits
 from tightrope.functional import rotate_qk
 from tightrope.integrations import vllm as ours
 
@@ -181,8 +181,7 @@ def test_kernels_are_replaced_in_place(method: str) -> None:
     wanted = theirs(positions, query, key)
     found = module(positions, query, key)
     assert (found[0] is query, found[1] is key) == (True, True)
-    for one, other in zip(found, wanted):
-        assert_near(one, other, "patched outputs")
+    assert_each(assert_near, found, wanted, "patched outputs")
     assert module(positions, query)[1] is None
 
 
@@ -194,8 +193,9 @@ def test_exact_angles_need_no_table(method: str) -> None:
     module.method = method
     positions, query, key = inputs(torch.float32)
     wanted = theirs(positions, query, key)
-    for one, other in zip(module(positions, query.clone(), key.clone()), wanted):
-        assert_near(one, other, "exact angles outputs")
+    assert_each(
+        assert_near, module(positions, query.clone(), key.clone()), wanted, "exact angles outputs"
+    )
     far = positions + 1_000_000
     q, k = (x.unflatten(-1, (-1, 64)) for x in (query, key))
     wanted = rotate_qk(q, k, module._spec, far, layout="thd")
@@ -210,8 +210,7 @@ def test_a_rule_that_is_unknown_reads_the_table() -> None:
         LinearScalingRotaryEmbedding, [1.0, 4.0], 64, 64, 1e4, True, torch.bfloat16, exact=True
     )
     assert several[1]._spec is None
-    for one, other in zip(module(*inputs(torch.bfloat16)), theirs(*inputs(torch.bfloat16))):
-        assert_same_bits(one, other)
+    assert_each(assert_same_bits, module(*inputs(torch.bfloat16)), theirs(*inputs(torch.bfloat16)))
 
 
 @pytest.mark.one_in(2)
@@ -221,8 +220,9 @@ def test_a_compiled_module_is_one_graph(exact: bool, method: str) -> None:
     _, module = pair(RotaryEmbedding, 64, 32, 1e4, True, torch.bfloat16, exact=exact)
     module.method = method
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for one, other in zip(compiled(*inputs(torch.bfloat16)), module(*inputs(torch.bfloat16))):
-        assert_same_bits(one, other)
+    assert_each(
+        assert_same_bits, compiled(*inputs(torch.bfloat16)), module(*inputs(torch.bfloat16))
+    )
 
 
 def test_vllm_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from other_libraries import (
     Spy,
     assert_served_until_unpatched,
 )
+from tests.support.tolerances import assert_each
 from tightrope.integrations import patch, unpatch
 
 
@@ -51,10 +52,6 @@ def by_closure(module: Any) -> Any:
     return lambda *a, **k: old(*a, **k)
 
 
-def by_partial(module: Any) -> Any:
-    return functools.partial(module.forward)
-
-
 def by_attribute(module: Any) -> Any:
     module.mine = module.forward
     return functools.update_wrapper(
@@ -62,21 +59,9 @@ def by_attribute(module: Any) -> Any:
     )
 
 
-def by_object(module: Any) -> Any:
-    return Holder(module.forward)
-
-
 def by_bound_function(module: Any) -> Any:
     old = module.forward
     return MethodType(lambda _self, *args: old(*args), module)
-
-
-def by_no_grad(module: Any) -> Any:
-    return torch.no_grad()(module.forward)
-
-
-def by_compiler(module: Any) -> Any:
-    return torch.compile(module.forward, backend="eager")
 
 
 def by_accelerate(module: Any) -> Any:
@@ -163,20 +148,8 @@ def of_the_class(self: Any, x: torch.Tensor) -> Any:
     return Turning.forward(self, x)
 
 
-def hiding(module: Any) -> Any:
-    return MethodType(instead, module)
-
-
-def hiding_by_lambda(module: Any) -> Any:
+def hiding_by_lambda(_module: Any) -> Any:
     return lambda x: x + 1
-
-
-def hiding_with_its_name(module: Any) -> Any:
-    return functools.wraps(module.forward)(lambda x: x + 1)
-
-
-def by_class(module: Any) -> Any:
-    return MethodType(of_the_class, module)
 
 
 def by_list(module: Any) -> Any:
@@ -184,38 +157,26 @@ def by_list(module: Any) -> Any:
     return lambda *args: several[0](*args)
 
 
-def by_other_module(module: Any) -> Any:
-    return Turning().forward
+HIDING: dict[str, Callable[[Any], Any]] = {
+    "closure": by_closure,
+    "partial": lambda module: functools.partial(module.forward),
+    "object": lambda module: Holder(module.forward),
+    "bound function": by_bound_function,
+    "no_grad": lambda module: torch.no_grad()(module.forward),
+    "compiler": lambda module: torch.compile(module.forward, backend="eager"),
+    "diffusers": by_diffusers,
+    "another method": lambda module: MethodType(instead, module),
+    "lambda": hiding_by_lambda,
+    "its name": lambda module: functools.wraps(module.forward)(lambda x: x + 1),
+    "class": lambda module: MethodType(of_the_class, module),
+    "list": by_list,
+    "other module": lambda _: Turning().forward,
+    "plain function": lambda m: MethodType(functools.partial(m.forward.__func__), m),
+    "helper": lambda module: functools.partial(instead, module),
+}
 
 
-def by_plain_function(module: Any) -> Any:
-    return MethodType(functools.partial(module.forward.__func__), module)
-
-
-def by_helper(module: Any) -> Any:
-    return functools.partial(instead, module)
-
-
-HIDING = [
-    by_closure,
-    by_partial,
-    by_object,
-    by_bound_function,
-    by_no_grad,
-    by_compiler,
-    by_diffusers,
-    hiding,
-    hiding_by_lambda,
-    hiding_with_its_name,
-    by_class,
-    by_list,
-    by_other_module,
-    by_plain_function,
-    by_helper,
-]
-
-
-@pytest.mark.parametrize("wrap", HIDING)
+@pytest.mark.parametrize("wrap", HIDING.values(), ids=HIDING)
 def test_a_module_whose_forward_may_not_be_called_is_left(wrap: Callable[[Any], Any]) -> None:
     model = torch.nn.Sequential(Turning())
     model[0].forward = wrap(model[0])
@@ -275,14 +236,9 @@ def test_processors_of_a_module_whose_forward_is_hidden() -> None:
 def llama() -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=9,
-    )
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 64)
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2)
+    config = transformers.LlamaConfig(**sizes, **heads, num_hidden_layers=1, vocab_size=9)
     return transformers.LlamaModel(config).eval()
 
 
@@ -292,19 +248,17 @@ FAR = torch.tensor([[99_991]])
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("wrap", FOLLOWED)
 def test_exact_angles_through_wrappers(wrap: Callable[[Any], Any]) -> None:
-    plain = llama()
+    plain, model = llama(), llama()
     patch(plain, angles="exact")
     want = plain.rotary_emb(torch.zeros(1), FAR)
-    model = llama()
     model.rotary_emb.forward = wrap(model.rotary_emb)
     before = model.rotary_emb(torch.zeros(1), FAR)
     assert not patch(model, angles="exact").left
-    for got, mine, old in zip(model.rotary_emb(torch.zeros(1), FAR), want, before, strict=True):
-        assert torch.equal(got, mine)
-        assert not torch.equal(got, old)
+    found = model.rotary_emb(torch.zeros(1), FAR)
+    assert_each(torch.equal, found, want)
+    assert not any(map(torch.equal, found, before))
     unpatch(model)
-    for got, old in zip(model.rotary_emb(torch.zeros(1), FAR), before, strict=True):
-        assert torch.equal(got, old)
+    assert_each(torch.equal, model.rotary_emb(torch.zeros(1), FAR), before)
 
 
 def test_angles_that_a_wrapper_hides_are_left() -> None:

@@ -21,7 +21,7 @@ from transformers.models.llama4 import modeling_llama4
 
 from tests.support import oracle
 from tests.support.models.of_transformers import TEXT, assert_outputs, small_inputs, small_model
-from tests.support.tolerances import assert_same_bits, value
+from tests.support.tolerances import assert_each, assert_same_bits, value
 from tightrope.integrations.transformers import Entry, Report, patch, unpatch
 
 pytestmark = [
@@ -84,8 +84,7 @@ def tables(module: Any, *more: Any) -> list[torch.Tensor]:
 
 
 def assert_tables(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    for a, b in zip(got, want, strict=True):
-        assert_outputs(a, b, "exact angles outputs")
+    assert_each(assert_outputs, got, want, "exact angles outputs")
 
 
 def patched(mode: str, make: Callable[[], Any]) -> tuple[Any, Report]:
@@ -96,6 +95,12 @@ def patched(mode: str, make: Callable[[], Any]) -> tuple[Any, Report]:
         return make(), report
     model = make()
     return model, patch(model, angles=angles)
+
+
+every_exact_mode = pytest.mark.parametrize("mode", ["exact", "library, exact"])
+every_narrow_default = pytest.mark.parametrize(
+    "default", [torch.bfloat16, torch.float16, torch.float64]
+)
 
 
 def llama(name: str) -> Any:
@@ -122,16 +127,15 @@ def test_objects_of_a_patched_class_serve_their_own_config(mode: str, first: str
     assert is_served(module) == ("exact" in mode)
     assert_tables(tables(module), want[first])
     for name in ROPES:
-        assert_tables(tables(type(module)(config_of(name))), want[name])
-        assert_tables(tables(type(module)(config=config_of(name))), want[name])
         module.__init__(config_of(name))
-        assert_tables(tables(module), want[name])
+        made = type(module)(config_of(name)), type(module)(config=config_of(name)), module
+        for each in made:
+            assert_tables(tables(each), want[name])
     unpatch()
     unpatch(model)
     assert type(module) is LlamaRotaryEmbedding
     for name in ROPES:
-        for a, b in zip(tables(type(module)(config_of(name))), want[name], strict=True):
-            assert_same_bits(a, b)
+        assert_each(assert_same_bits, tables(type(module)(config_of(name))), want[name])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -141,27 +145,25 @@ def test_objects_made_of_one_config_that_changes(mode: str) -> None:
     transformers' test_model_rope_scaling_frequencies changes a config in this way.
     """
 
-    def make(cls: type, check: Callable[[str, Any], None]) -> dict[str, Any]:
-        config, made = config_of("linear"), {}
+    def made(cls: type) -> Iterator[tuple[str, Any]]:
+        config = config_of("linear")
         for name in ("default", "linear", "dynamic", "yarn", "longrope", "default, another base"):
-            config.rope_parameters = getattr(config, "rope_parameters", {}) or {}
             config.rope_parameters.update(rope(name))
-            made[name] = cls(config=config).to("cpu")
-            check(name, made[name])
-        return made
+            yield name, cls(config=config).to("cpu")
 
-    want = {}
-    make(LlamaRotaryEmbedding, lambda name, module: want.update({name: tables(module)}))
+    want = {name: tables(module) for name, module in made(LlamaRotaryEmbedding)}
     model, _ = patched(mode, lambda: llama("default"))
-    cls = type(model.model.rotary_emb)
-    made = make(cls, lambda name, module: assert_tables(tables(module), want[name]))
+    kept = {}
+    for name, module in made(type(model.model.rotary_emb)):
+        assert_tables(tables(module), want[name])
+        kept[name] = module
     # A module that reads its config only in __init__ keeps the values from then.
-    for name in set(made) - {"dynamic", "longrope"}:
-        assert_tables(tables(made[name]), want[name])
+    for name in set(kept) - {"dynamic", "longrope"}:
+        assert_tables(tables(kept[name]), want[name])
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("mode", ["exact", "library, exact"])
+@every_exact_mode
 @pytest.mark.parametrize("name", ["default", "dynamic", "longrope"])
 @pytest.mark.parametrize(
     "change", ["config", "rope_parameters", "one of them", "attention_scaling", "rope_type"]
@@ -227,18 +229,19 @@ def test_patching_again_takes_what_was_changed_by_hand(what: str) -> None:
     model = llama("default")
     patch(model, angles="exact")
     module = model.model.rotary_emb
-    if what == "inv_freq":
-        module.inv_freq.mul_(0.25)
-    else:
-        module.attention_scaling = 0.5
+
+    def change(by: float) -> None:
+        if what == "inv_freq":
+            module.inv_freq.mul_(by)
+        else:
+            module.attention_scaling *= by
+
+    change(0.25)
     unpatch(model)
     want = tables(module)
     patch(model, angles="exact")
     assert_tables(tables(module), want)
-    if what == "inv_freq":
-        module.inv_freq.mul_(0.25)
-    else:
-        module.attention_scaling = 0.25
+    change(0.5)
     report = patch(model, angles="exact")
     assert not report.left, str(report)
     assert is_served(module)
@@ -260,7 +263,7 @@ def test_a_rule_that_the_config_no_longer_states_is_the_modules_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["default", "dynamic", "longrope"])
-@pytest.mark.parametrize("mode", ["exact", "library, exact"])
+@every_exact_mode
 def test_copies_and_pickles_serve_what_they_were_made_from(mode: str, name: str) -> None:
     model, _ = patched(mode, lambda: llama(name))
     module = model.model.rotary_emb
@@ -268,19 +271,12 @@ def test_copies_and_pickles_serve_what_they_were_made_from(mode: str, name: str)
     buffer = io.BytesIO()
     torch.save(module, buffer)
     buffer.seek(0)
-    for twin in (
-        copy.deepcopy(module),
-        copy.copy(module),
-        pickle.loads(pickle.dumps(module)),
-        torch.load(buffer, weights_only=False),
-    ):
+    another = config_of("default, another base")
+    loaded = pickle.loads(pickle.dumps(module)), torch.load(buffer, weights_only=False)
+    for twin in (copy.deepcopy(module), copy.copy(module), *loaded):
         assert is_served(twin)
-        for a, b in zip(tables(twin), want, strict=True):
-            assert_same_bits(a, b)
-        other = type(twin)(config_of("default, another base"))
-        assert_tables(
-            tables(other), tables(LlamaRotaryEmbedding(config_of("default, another base")))
-        )
+        assert_each(assert_same_bits, tables(twin), want)
+        assert_tables(tables(type(twin)(another)), tables(LlamaRotaryEmbedding(another)))
     assert "tightrope" not in str(module.state_dict())
 
 
@@ -318,20 +314,17 @@ def test_exact_angles_end_with_unpatch() -> None:
             assert_same_bits(each(**given).logits, want)
 
 
-def test_compiled_models_follow_their_object() -> None:
+def test_compiled_models_follow_their_object(fresh_compiler: None) -> None:
     model = llama("dynamic")
     patch(model, angles="exact")
     module = model.model.rotary_emb
     want = module(X, SHORT)
-    torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="eager")
-    for a, b in zip(compiled(X, SHORT), want, strict=True):
-        assert_same_bits(a, b)
+    assert_each(assert_same_bits, compiled(X, SHORT), want)
     torch._dynamo.reset()
     module.__init__(config_of("yarn"))
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     assert_tables(list(compiled(X, SHORT)), tables(module)[:2])
-    torch._dynamo.reset()
 
 
 # --- dtypes ---------------------------------------------------------------------------------------
@@ -360,7 +353,7 @@ def entry_of(report: Report, name: str) -> Entry:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("mode", ["exact", "library, exact"])
+@every_exact_mode
 def test_loaded_models_are_served(mode: str, dtype: torch.dtype, tmp_path: Path) -> None:
     llama("default").save_pretrained(tmp_path)
     model, report = patched(
@@ -382,7 +375,7 @@ def test_loaded_models_are_served(mode: str, dtype: torch.dtype, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
-@pytest.mark.parametrize("mode", ["exact", "library, exact"])
+@every_exact_mode
 def test_loaded_models_are_still_served_after_use(mode: str, name: str, tmp_path: Path) -> None:
     """Angles stay exact after loading, generating and saving, which change config attributes."""
     llama(name).save_pretrained(tmp_path)
@@ -396,8 +389,8 @@ def test_loaded_models_are_still_served_after_use(mode: str, name: str, tmp_path
     assert is_served(model.model.rotary_emb)
 
 
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("mode", ["exact", "library, exact"])
+@every_narrow_default
+@every_exact_mode
 def test_the_default_dtype_does_not_matter(mode: str, default: torch.dtype) -> None:
     def make() -> Any:
         return AutoModelForCausalLM.from_config(config_of("default"), attn_implementation="eager")
@@ -415,7 +408,7 @@ def test_the_default_dtype_does_not_matter(mode: str, default: torch.dtype) -> N
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+@every_narrow_default
 @pytest.mark.parametrize("name", ROPES)
 def test_every_rule_is_served_whatever_the_default_dtype(name: str, default: torch.dtype) -> None:
     want = tables(LlamaRotaryEmbedding(config_of(name)))
@@ -466,42 +459,6 @@ def test_a_module_that_makes_angles_of_something_else_is_listed() -> None:
     entry = entry_of(report, "Llama4VisionRotaryEmbedding")
     assert not entry.replaced
     assert entry.reason == "its forward takes (hidden_states), not (x, position_ids)"
-
-
-# --- methods --------------------------------------------------------------------------------------
-
-
-class Attention(torch.nn.Module):
-    """Rotate by a method whose pairing is an instance attribute."""
-
-    def __init__(self, interleaved: bool) -> None:
-        super().__init__()
-        self.interleaved = interleaved
-
-    @staticmethod
-    def _half(x: torch.Tensor) -> torch.Tensor:
-        u, v = x.chunk(2, -1)
-        return torch.cat((-v, u), -1)
-
-    def apply_rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        if self.interleaved:
-            turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-            return x * cos.repeat_interleave(2, -1) + turned * sin.repeat_interleave(2, -1)
-        return x * torch.cat((cos, cos), -1) + self._half(x) * torch.cat((sin, sin), -1)
-
-
-def test_a_method_that_reads_its_object_is_left() -> None:
-    """A class has one replacement, so a method that differs between objects is not replaced."""
-    x, angle = torch.randn(2, 3, 5, 16), torch.randn(5, 8)
-    model = torch.nn.ModuleList([Attention(False), Attention(True)])
-    want = [each.apply_rotary(x, angle.cos(), angle.sin()) for each in model]
-    report = patch(model)
-    assert not report.replaced
-    assert [entry.reason for entry in report.left] == [
-        "it reads attributes of its object, which may differ between objects"
-    ]
-    for each, expected in zip(model, want, strict=True):
-        assert_outputs(each.apply_rotary(x, angle.cos(), angle.sin()), expected)
 
 
 def test_scaling_factors_are_those_of_the_object() -> None:

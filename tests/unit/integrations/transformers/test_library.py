@@ -22,7 +22,7 @@ from tests.support.models.of_transformers import (
     small_model,
 )
 from tests.support.tolerances import assert_same_bits
-from tightrope.integrations.transformers import Report, patch, unpatch
+from tightrope.integrations.transformers import patch, unpatch
 
 pytestmark = pytest.mark.usefixtures("recognised_once", "undone")
 
@@ -103,12 +103,6 @@ def test_what_others_put_there_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) 
     assert PreTrainedModel.post_init is theirs
     assert type(small_model("Llama").model.layers[0].self_attn) is modeling_llama.LlamaAttention
     monkeypatch.setattr(PreTrainedModel, "post_init", original)
-
-
-def test_a_report_without_entries() -> None:
-    report = Report()
-    assert str(report).startswith("no rotary function found: no method of the model's modules")
-    assert report.replaced == report.left == []
 
 
 def test_importing_the_integration_imports_no_transformers() -> None:

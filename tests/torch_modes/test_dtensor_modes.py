@@ -1,0 +1,284 @@
+"""Calls on DTensors that write into given tensors, under autograd and in compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tests.support.dtensors import (
+    BHSD,
+    IDS,
+    RANKS,
+    SPEC,
+    K,
+    Q,
+    assert_parts,
+    cos_sin,
+    given_whole,
+    group,
+    place,
+    placements_of,
+    rank,
+    share,
+)
+from tests.support.helpers import noise, refused, version_of
+from tests.support.tolerances import assert_near, assert_same_bits
+from tightrope import RopeSpec, gates
+from tightrope.activations import RMSNorm
+from tightrope.frequencies import Given
+from tightrope.functional import (
+    apply_rotary_pos_emb,
+    polar_scan,
+    rotate,
+    rotate_,
+    rotate_qk,
+    rotate_qk_,
+)
+
+Tensors = Mapping[str, Any]
+HEADS, EVERYWHERE = Shard(1), Replicate()
+
+
+# --- destinations ---------------------------------------------------------------------------------
+
+
+def test_out() -> None:
+    wanted = rotate_qk(Q, K, SPEC, 3)
+    with rank(1) as mesh:
+        q, k, *outs = (place(x, mesh, HEADS) for x in (Q, K, Q * 0, K * 0))
+        versions = [out._version for out in outs]
+        found = rotate_qk(q, k, SPEC, 3, out=(outs[0], outs[1]))
+        assert all(one is out for one, out in zip(found, outs))
+        assert all(out._version > version for out, version in zip(outs, versions))
+        assert_parts(found, wanted, mesh, HEADS)
+        with refused(ValueError, "[rotate] out must be a DTensor that is placed like x."):
+            rotate(q, SPEC, out=place(Q, mesh, Shard(0)))
+
+
+def test_out_of_a_tensor_that_learns() -> None:
+    """A result written to `out` has no gradient, which would be lost silently."""
+    with rank(1) as mesh:
+        x, out = place(Q, mesh, HEADS).requires_grad_(), place(Q * 0, mesh, HEADS)
+        with pytest.raises(
+            ValueError, match="written to out has no gradient, but x or out requires"
+        ):
+            rotate(x, SPEC, 3, out=out)
+        assert not out.to_local().any()
+
+
+def test_in_place_returns_its_arguments_and_counts_as_a_change() -> None:
+    with rank(1) as mesh:
+        q, k = (place(x, mesh, HEADS) for x in (Q, K))
+        before = q._version, k._version
+        found = rotate_qk_(q, k, SPEC.at(IDS))
+        assert found[0] is q
+        assert found[1] is k
+        assert q._version > before[0]
+        assert k._version > before[1]
+        leaf = place(Q, mesh, HEADS).requires_grad_()
+        with pytest.raises(ValueError, match="x is a leaf that requires grad, or a view of one"):
+            rotate_(leaf, SPEC)
+        assert_parts([leaf], [Q], mesh, HEADS)
+
+
+def test_local_tensors_with_gaps() -> None:
+    """A local tensor may be a slice of a projection; its result is dense, with the same order."""
+    with rank(2) as mesh:
+        local = share(Q, mesh, [HEADS])
+        wide = torch.cat((local, local), -1).transpose(1, 2).contiguous().transpose(1, 2)[..., :16]
+        y = rotate(given_whole(wide, Q, mesh, HEADS), SPEC, 3)
+        assert_parts([y], [rotate(Q, SPEC, 3)], mesh, HEADS)
+        assert y.stride() == Q.transpose(1, 2).contiguous().transpose(1, 2).stride()
+
+
+def test_k_on_all_processes() -> None:
+    """Keys with fewer heads than processes stay whole where queries are divided."""
+    own = gates.Exp(noise(6, 16))
+    with rank(1) as mesh:
+        given = place(Q, mesh, HEADS), place(K, mesh, EVERYWHERE)
+        q, k = rotate_qk(*given, SPEC, IDS, gate=(own, None))
+        assert_parts([q], [rotate(Q, SPEC, IDS, gate=own)], mesh, HEADS)
+        assert_same_bits(k.to_local(), rotate(K, SPEC, IDS))
+        theta = noise(6, 6, seed=4)
+        alone = "because q and k are sharded differently along heads; rotate q and k one by one."
+        six = place(torch.cat((K, K), 1), mesh, EVERYWHERE)
+        with refused(ValueError, f"[rotate_qk] inv_freq must not have heads, {alone}"):
+            rotate_qk(given[0], six, SPEC, inv_freq=theta)
+        learned = place(theta[0], mesh, EVERYWHERE).requires_grad_()
+        with refused(ValueError, f"[rotate_qk] inv_freq must not require grad, {alone}"):
+            rotate_qk(*given, SPEC, inv_freq=learned)
+        # The part of a rotation that is kept for divided heads is not used for others.
+        with_heads = RopeSpec(16, scaling=Given(noise(6, 8).tolist())).at(3)
+        rotate(given[0], with_heads)
+        with pytest.raises(ValueError, match="spec must not have heads"):
+            rotate_qk(given[0], six, with_heads)
+
+
+# --- autograd -------------------------------------------------------------------------------------
+
+
+def scanned(t: Tensors) -> Any:
+    return polar_scan(t["x"], t["x"], t["x"], SPEC, t["decay"], form="step")[1].memory
+
+
+# The tensor that is changed after a call, and the call.
+KEPT: list[tuple[str, Callable[[Tensors], Any]]] = [
+    ("x", lambda t: rotate(t["x"], SPEC, act="silu")),
+    ("ids", lambda t: rotate(t["x"], SPEC, t["ids"])),
+    ("ids", lambda t: rotate_(t["x"] * 1, SPEC, t["ids"])),
+    ("w", lambda t: rotate(t["x"], SPEC, act=RMSNorm(t["w"]))),
+    ("log", lambda t: rotate(t["x"], SPEC, gate=gates.Given(t["log"]))),
+    ("cos", lambda t: apply_rotary_pos_emb(t["x"], None, t["cos"], t["sin"], tables="half")[0]),
+    ("y", lambda t: rotate(t["x"], SPEC, gate=gates.Exp(t["w"].requires_grad_()))),
+    *((name, scanned) for name in ("x", "decay", "y")),
+]
+
+
+def test_what_is_kept_for_the_backward_pass_must_not_change() -> None:
+    """It is local tensors, whose versions torch does not count when DTensors change."""
+    given: dict[str, tuple[torch.Tensor, Any]] = {
+        "x": (Q, HEADS),
+        "ids": (IDS, EVERYWHERE),
+        "w": (noise(16), EVERYWHERE),
+        "log": (noise(13, 6, 16), HEADS),
+        "decay": (-noise(6, 1).abs(), Shard(0)),
+        **{key: (x, EVERYWHERE) for key, x in cos_sin(13, 8).items()},
+    }
+    with rank(1) as mesh:
+        for name, call in KEPT:
+            tensors = {key: place(x, mesh, own) for key, (x, own) in given.items()}
+            leaf = tensors["x"].requires_grad_()
+            tensors["x"] = leaf * 1
+            y = call(tensors)
+            total = y.to_local().sum()
+            with torch.no_grad():
+                (y if name == "y" else tensors[name]).mul_(0)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(total, leaf)
+        # A rotation alone keeps neither its input nor its result.
+        leaf = place(Q, mesh, HEADS).requires_grad_()
+        x = leaf * 1
+        y = rotate(x, SPEC)
+        x.mul_(2)
+        y.mul_(2)
+        torch.autograd.grad(y.to_local().sum(), leaf)
+
+
+def test_in_place_memory_under_autograd() -> None:
+    with rank(1) as mesh:
+        x = place(Q, mesh, HEADS).requires_grad_() * 1
+        with pytest.raises(ValueError, match="q and k must not share memory"):
+            rotate_qk_(x, x, SPEC)
+
+
+def test_results_are_on_the_callers_mesh() -> None:
+    """A mesh of an earlier process group may be equal to it."""
+    for _ in range(2):
+        with group(1):
+            mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("again",))
+            x = place(noise(2, 4, 5, 16), mesh, HEADS)
+            out, state = polar_scan(x, x, x, SPEC)
+            for y in (out, state.memory, rotate(x, SPEC)):
+                assert y.device_mesh is mesh
+
+
+@pytest.mark.skipif(
+    version_of("torch") < (2, 12),
+    reason="to_local of torch before 2.12 loses second derivatives, also those of x * x * x",
+)
+def test_second_derivatives() -> None:
+    def gradient_of_norm(x: Any) -> Any:
+        y = rotate(x, SPEC, 3, act="silu")
+        y = y.to_local() if isinstance(y, DTensor) else y
+        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        first = first.to_local() if isinstance(first, DTensor) else first
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    wanted = gradient_of_norm(Q.clone().requires_grad_())
+    with rank(1) as mesh:
+        found = gradient_of_norm(place(Q, mesh, HEADS).requires_grad_())
+        own = share(wanted, mesh, [HEADS])
+        assert_near(found.to_local(), own, "gradient added up over ranks")
+
+
+def test_a_gradient_that_is_placed_differently() -> None:
+    """Autograd may hand over a replicated gradient; that of x is placed like x."""
+    with rank(1) as mesh:
+        x = place(Q, mesh, HEADS).requires_grad_()
+        (grad,) = torch.autograd.grad(rotate(x, SPEC, 3), x, place(Q, mesh, EVERYWHERE))
+        assert grad.placements == (HEADS,)
+        assert_parts([grad], [rotate(Q, SPEC, 3, inverse=True)], mesh, HEADS)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_q_or_k_alone_learns(backend: str | None) -> None:
+    """A result requires grad only if its tensor, or an argument of both, does."""
+    wanted = rotate_qk(Q, K, SPEC, 3, backend=backend)
+    for learns in ((True, False), (False, True)):
+        with rank(1) as mesh:
+            own = [place(x, mesh, HEADS).requires_grad_(e) for x, e in zip((Q, K), learns)]
+            found = rotate_qk(*own, SPEC, 3, backend=backend)
+            assert tuple(y.requires_grad for y in found) == learns
+            assert_parts(found, wanted, mesh, HEADS)
+            at = learns.index(True)
+            (grad,) = torch.autograd.grad(found[at].to_local().sum(), own[at])
+            assert grad.placements == (HEADS,)
+
+
+# --- compiled code --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiler(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("learns", [False, True])
+def test_compiled(learns: bool, compiler: None) -> None:
+    """A compiled call is one graph, and rotates as in eager code, also in place."""
+
+    def step(q: Any, k: Any, w: Any, ids: Any) -> Any:
+        q, k = rotate_qk(q * 1, k * 1, SPEC, ids, act=(RMSNorm(w), None))
+        return rotate_qk_(q * 1, k * 1, SPEC, 5)
+
+    with rank(1, 2, 2) as mesh:
+        own = placements_of(BHSD, ("token", "head"))
+        xs = Q[:, :, :12], torch.cat((K, K), 1)[:, :, :12]
+        given = [place(x, mesh, *own) for x in xs]
+        given.append(place(noise(6, 16, seed=5), mesh, EVERYWHERE, Shard(0)))
+        ids = place(IDS[:, :12], mesh, HEADS, EVERYWHERE)
+        given = [x.requires_grad_(learns) for x in given]
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+        wanted, found = step(*given, ids), compiled(*given, ids)
+        for one, other in zip(wanted, found):
+            assert one.placements == other.placements
+            assert_same_bits(one.to_local(), other.to_local())
+        if not learns:
+            return
+        grads = [
+            torch.autograd.grad([y.to_local().sum() for y in ys], given) for ys in (wanted, found)
+        ]
+        for one, other in zip(*grads, strict=True):
+            assert one.placements == other.placements
+            assert_near(other.to_local(), one.to_local(), "gradient added up over ranks")
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_for_several_lengths(dynamic: bool | None, compiler: None) -> None:
+    compiled = torch.compile(
+        lambda x: rotate(x, SPEC, 3), backend="aot_eager", fullgraph=True, dynamic=dynamic
+    )
+    with rank(1) as mesh:
+        for tokens in (12, 16, 21):
+            x = noise(3, 6, tokens, 16)
+            for dim in (0, 2):
+                y = compiled(place(x, mesh, Shard(dim)))
+                assert y.shape == x.shape
+                assert_parts([y], [rotate(x, SPEC, 3)], mesh, Shard(dim))
