@@ -5,15 +5,15 @@ How phases are made and accumulated is tested in tests/unit/phases/test_phases.p
 
 import itertools
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import forward_ad
 
 from tests.support import oracle, tolerances
-from tests.support.helpers import noise, refused
+from tests.support.helpers import noise
 from tests.support.matrix import (
     DISTINCT_SETS,
     INDUCTOR,
@@ -22,6 +22,7 @@ from tests.support.matrix import (
     every_dtype,
     needs_kernel,
 )
+from tests.support.refusals import refusals
 from tests.support.tolerances import Result, assert_near, assert_rotated, assert_same_bits
 from tests.support.triton.cases import DEVICE, kernels_in_place, needs_triton
 from tightrope import RopeSpec, phases, positions
@@ -76,26 +77,15 @@ def exact(
         for value, omega in zip(pairs, omegas, strict=True)
     ]
     cos, sin = torch.tensor(values, dtype=torch.float64).reshape(*full.shape, 2).unbind(-1)
-    u, v = oracle.channels(2 * len(omegas), 2, interleaved)
-    y = x.double().clone()
-    a, b = x.double()[..., u], x.double()[..., v]
-    y[..., u], y[..., v] = a * cos - b * sin, a * sin + b * cos
-    return y
+    return oracle.turned(x, cos, sin, 2, interleaved)
 
 
 def formula(
     x: torch.Tensor, angle: torch.Tensor, theta: torch.Tensor, at: torch.Tensor, interleaved: bool
 ) -> torch.Tensor:
     """Rotate x with torch's float64 functions, differentiably; at is (rows, tokens)."""
-    x, full = x.double(), angle.double() + at.double()[:, None, :, None] * theta.double()
-    u, v = oracle.channels(2 * theta.shape[-1], 2, interleaved)
-    rest = [channel for channel in range(x.shape[-1]) if channel not in (*u, *v)]
-    cos, sin = full.cos(), full.sin()
-    y = torch.cat(
-        (x[..., u] * cos - x[..., v] * sin, x[..., u] * sin + x[..., v] * cos, x[..., rest]), -1
-    )
-    order = [*u, *v, *rest]
-    return y[..., [order.index(channel) for channel in range(x.shape[-1])]]
+    full = angle.double() + at.double()[:, None, :, None] * theta.double()
+    return oracle.turned(x, full.cos(), full.sin(), 2, interleaved)
 
 
 # The entry of the tolerances for results beside torch's float64 functions at angles up to 100.
@@ -157,22 +147,18 @@ def test_a_whole_turn_of_the_angles_of_positions(
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd", "thd", "bsd", "sd"])
 def test_layouts_and_strides_keep_the_bits(layout: str, backend: str) -> None:
     """Phases have the same shape in every layout; their strides do not matter."""
-    rows = 1 if layout in ("thd", "sd") else ROWS
-    heads = 1 if layout in ("bsd", "sd") else HEADS
-    angle = angles((rows, heads, TOKENS, PAIRS), torch.float32)
-    x = noise(rows, heads, TOKENS, DIM, dtype=torch.float32)
-    want = rotate(x, spec_of(), 5, phases=phases.given(angle), backend=backend)
-    sizes = {"b": 0, "h": 1, "s": 2, "t": 2, "d": 3}
-    kept = [sizes[letter] for letter in layout]
-    view = x.permute(*kept, *[dim for dim in range(4) if dim not in kept]).flatten(len(kept) - 1)
-    whole = want.permute(*kept, *[dim for dim in range(4) if dim not in kept])
+    sizes = {"b": ROWS, "h": HEADS, "s": TOKENS, "t": TOKENS, "d": DIM}
+    x = noise(*(sizes[letter] for letter in layout), dtype=torch.float32)
+    whole = oracle.as_bhsd(x, layout)
+    angle = angles((*whole.shape[:2], TOKENS, PAIRS), torch.float32)
+    want = rotate(whole, spec_of(), 5, phases=phases.given(angle), backend=backend)
     for own in (
         angle,
         angle.transpose(1, 2).contiguous().transpose(1, 2),
         torch.stack((angle, angle), -1)[..., 0],
     ):
-        got = rotate(view, spec_of(), 5, layout=layout, phases=phases.given(own), backend=backend)
-        assert_same_bits(got, whole.reshape(got.shape))
+        got = rotate(x, spec_of(), 5, layout=layout, phases=phases.given(own), backend=backend)
+        assert_same_bits(oracle.as_bhsd(got, layout), want)
 
 
 @every_backend
@@ -298,58 +284,6 @@ def test_gradients_against_the_formula(interleaved: bool, dtype: torch.dtype, ba
         scale = torch.hypot(out[..., u], out[..., v]) * torch.hypot(dy[..., u], dy[..., v])
         scale = scale.sum_to_size(shape)
         tolerances.assert_angle_gradient(by_angle, want, scale, dtype)
-
-
-def in_place(x: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
-    return rotate_(x * 1, *arguments, **named)
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("function", [rotate, in_place])
-@pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize("shape", [(2, 2, 3, 2), (1, 2, 3, 1), (2, 1, 3, 2), (1, 1, 3, 1)], ids=str)
-def test_gradcheck(
-    shape: tuple[int, ...], inverse: bool, function: Callable[..., torch.Tensor]
-) -> None:
-    spec = RopeSpec(5, rotary_dim=4, start=1)
-
-    def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
-        return function(x, spec, 2, phases=phases.given(angle), inverse=inverse)
-
-    inputs = leaf(2, 2, 3, 5), leaf(*shape, seed=1)
-    assert gradcheck(turned, inputs, check_forward_ad=True, check_batched_grad=True)
-    assert gradgradcheck(turned, inputs)
-
-
-def test_gradcheck_with_positions_frequencies_gate_and_norm() -> None:
-    """Everything that has a gradient has it together with phases."""
-    spec = RopeSpec(4)
-    rows, tokens = 2, 3
-    norm, slope = leaf(4, seed=5), leaf(2, 1, seed=6)
-
-    def turned(
-        x: torch.Tensor, angle: torch.Tensor, at: torch.Tensor, theta: torch.Tensor
-    ) -> torch.Tensor:
-        return rotate(x, spec, at, inv_freq=theta, phases=phases.given(angle))
-
-    inputs = (
-        leaf(rows, 2, tokens, 4),
-        leaf(rows, 2, tokens, 2, seed=1),
-        leaf(rows, tokens, seed=2),
-        leaf(2, 2, seed=3),
-    )
-    assert gradcheck(turned, inputs, check_forward_ad=True)
-    assert gradgradcheck(turned, inputs)
-
-    def staged(
-        x: torch.Tensor, angle: torch.Tensor, norm: torch.Tensor, slope: torch.Tensor
-    ) -> torch.Tensor:
-        act, gate = RMSNorm(norm, 1e-3), Slope(slope)
-        return rotate(x, spec, 2, act=act, gate=gate, phases=phases.given(angle))
-
-    inputs = leaf(rows, 2, tokens, 4), leaf(rows, 2, tokens, 2, seed=1), norm, slope
-    assert gradcheck(staged, inputs)
-    assert gradgradcheck(staged, inputs)
 
 
 @pytest.mark.parametrize("phased", [True, False])
@@ -502,57 +436,52 @@ def test_polar_scan_in_chunks_equals_the_whole() -> None:
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def test_errors() -> None:
-    x, k = noise(2, 4, 6, 8), noise(2, 2, 6, 8)
-    spec = RopeSpec(8)
+X, K = noise(2, 4, 6, 8), noise(2, 2, 6, 8)
+SPEC = RopeSpec(8)
+SHAPE, ORDER = "phases must have shape", "in this order for every layout, but got"
 
-    def given(*shape: int) -> phases.Phases:
-        return phases.given(torch.zeros(shape))
 
-    for shape in ((3, 4, 6, 4), (2, 3, 6, 4), (2, 4, 5, 4), (2, 4, 1, 4), (2, 4, 6, 3)):
-        with refused(
-            ValueError,
-            "[rotate] phases must have shape (2|1, 4|1, 6, 4|1) for x, in this order for every "
-            f"layout, but got {shape} (x: float64[2, 4, 6, 8]).",
-        ):
-            rotate(x, spec, phases=given(*shape))
-    with refused(
-        ValueError,
-        "[rotate_qk] phases must have shape (2|1, 2|1, 6, 4|1) for k, in this order for every layout, "
-        "but got (2, 4, 6, 4); give a pair, one for q and one for k (k: float64[2, 2, 6, 8]).",
-    ):
-        rotate_qk(x, k, spec, phases=given(2, 4, 6, 4))
-    with refused(
-        ValueError,
-        "[rotate] phases must have shape (2|1, 4|1, 6, 0|1) for x, in this order for every layout, but "
-        "got (2, 4, 6, 4); a spec with rotary_dim=0 rotates no pair: pass scaling=Proportional(0.0) "
-        "instead (x: float64[2, 4, 6, 8]).",
-    ):
-        rotate(x, RopeSpec(8, rotary_dim=0), phases=given(2, 4, 6, 4))
-    with refused(
-        TypeError,
-        "[rotate] phases must be made by phases.given or phases.running but got float32[2, 4, 6, 4].",
-    ):
-        rotate(x, spec, phases=torch.zeros(2, 4, 6, 4))  # type: ignore[arg-type]
-    with refused(
-        TypeError, "[rotate_] phases must be a single value for one tensor but got a pair."
-    ):
-        rotate_(x, spec, phases=(given(1, 1, 6, 1), None))  # type: ignore[arg-type]
-    with refused(
-        TypeError, "[rotate_qk] phases must be one value or a pair, for q and k, but got 3."
-    ):
-        rotate_qk(x, k, spec, phases=(None, None, None))  # type: ignore[arg-type]
-    with refused(ValueError, "[rotate] phases must be None with a rotation made for stack 'vllm'."):
-        rotate(x, spec.at(0, stack="vllm"), phases=given(1, 1, 6, 1))
-    with refused(ValueError, "[rotate] phases are on meta but x is on cpu."):
-        rotate(x, spec, phases=phases.given(torch.zeros(1, 1, 6, 4, device="meta")))
-    learned = phases.given(torch.zeros(1, 1, 6, 4, requires_grad=True))
-    with refused(
-        ValueError,
-        "[rotate] a result written to out has no gradient, but positions, inv_freq or phases require "
-        "one; use torch.no_grad(), or omit out.",
-    ):
-        rotate(x, spec, phases=learned, out=torch.empty_like(x))
+def of(*shape: int, **options: Any) -> phases.Phases:
+    return phases.given(torch.zeros(shape, **options))
+
+
+VALUES = {
+    **{
+        f"[rotate] {SHAPE} (2|1, 4|1, 6, 4|1) for x, {ORDER} {shape} (x: float64[2, 4, 6, 8]).": (
+            partial(rotate, X, SPEC, phases=of(*shape))
+        )
+        for shape in ((3, 4, 6, 4), (2, 3, 6, 4), (2, 4, 5, 4), (2, 4, 1, 4), (2, 4, 6, 3))
+    },
+    f"[rotate_qk] {SHAPE} (2|1, 2|1, 6, 4|1) for k, {ORDER} (2, 4, 6, 4); give a pair, one for q "
+    "and one for k (k: float64[2, 2, 6, 8]).": (
+        lambda: rotate_qk(X, K, SPEC, phases=of(2, 4, 6, 4))
+    ),
+    f"[rotate] {SHAPE} (2|1, 4|1, 6, 0|1) for x, {ORDER} (2, 4, 6, 4); a spec with rotary_dim=0 "
+    "rotates no pair: pass scaling=Proportional(0.0) instead (x: float64[2, 4, 6, 8]).": (
+        lambda: rotate(X, RopeSpec(8, rotary_dim=0), phases=of(2, 4, 6, 4))
+    ),
+    "[rotate] phases must be None with a rotation made for stack 'vllm'.": (
+        lambda: rotate(X, SPEC.at(0, stack="vllm"), phases=of(1, 1, 6, 1))
+    ),
+    "[rotate] phases are on meta but x is on cpu.": (
+        lambda: rotate(X, SPEC, phases=of(1, 1, 6, 4, device="meta"))
+    ),
+    "[rotate] a result written to out has no gradient, but positions, inv_freq or phases require "
+    "one; use torch.no_grad(), or omit out.": (
+        lambda: rotate(X, SPEC, phases=of(1, 1, 6, 4, requires_grad=True), out=torch.empty_like(X))
+    ),
+}
+TYPES = {
+    "[rotate] phases must be made by phases.given or phases.running but got "
+    "float32[2, 4, 6, 4].": lambda: rotate(X, SPEC, phases=torch.zeros(2, 4, 6, 4)),
+    "[rotate_] phases must be a single value for one tensor but got a pair.": (
+        lambda: rotate_(X, SPEC, phases=(of(1, 1, 6, 1), None))
+    ),
+    "[rotate_qk] phases must be one value or a pair, for q and k, but got 3.": (
+        lambda: rotate_qk(X, K, SPEC, phases=(None, None, None))
+    ),
+}
+test_sentence = refusals({ValueError: VALUES, TypeError: TYPES})
 
 
 @every_backend
