@@ -38,16 +38,9 @@ from tightrope.functional import (
     rotate_qk_,
 )
 from tightrope.functional.scan import FORMS, PolarState
+from tightrope.ops.schema import LAYOUTS
 
 ROWS, HEADS, KV_HEADS, TOKENS, WIDTH = 2, 2, 1, 4, 8
-DIMS = {
-    "bhsd": (0, 1, 2, 3),
-    "bshd": (0, 2, 1, 3),
-    "sbhd": (2, 0, 1, 3),
-    "thd": (2, 1, 3),
-    "bsd": (0, 2, 3),
-    "sd": (2, 3),
-}
 # A bound on the positions of all cases.
 REACH = 50.0
 CHANNELS = {"whole": (6, 0), "slice": (4, 1)}
@@ -57,7 +50,7 @@ SPACES = ("grid", "text", "learned grid")
 
 AXES: dict[str, Any] = {
     "verb": ("rotate", "rotate_", "rotate_qk", "rotate_qk_"),
-    "layout": tuple(DIMS),
+    "layout": LAYOUTS,
     "interleaved": (False, True),
     "channels": tuple(CHANNELS),
     "frequencies": ("spec", "prepared", "learned", "learned per head"),
@@ -117,11 +110,12 @@ class Call:
     def __init__(self, case: Mapping[str, Any]) -> None:
         self.case = case
         self.spec = spec_of(case)
-        spec, dims, dtype = self.spec, DIMS[case["layout"]], case["dtype"]
+        spec, layout, dtype = self.spec, case["layout"], case["dtype"]
         heads = {"q": HEADS, "k": KV_HEADS if "qk" in case["verb"] else 0}
         self.leaves: dict[str, torch.Tensor] = {}
         for seed, (name, count) in enumerate(heads.items()):
-            shape = [(ROWS, count, TOKENS, WIDTH)[dim] for dim in dims]
+            sizes = {"b": ROWS, "h": count, "d": WIDTH}
+            shape = [sizes.get(letter, TOKENS) for letter in layout]
             if count:
                 # Keep x away from 0, the kink of relu.
                 x = noise(*shape, seed=seed)
@@ -144,7 +138,7 @@ class Call:
             shape = (2, *count, pairs) if spec.axes else (*count, pairs)
             self.leaves["inv_freq"] = 0.5 + noise(*shape, seed=4).abs()
         if case["phases"] != "none":
-            own = ROWS if "b" in case["layout"] else 1, HEADS if "head" in case["phases"] else 1
+            own = ROWS if "b" in layout else 1, HEADS if "head" in case["phases"] else 1
             self.leaves["phases"] = 3 * noise(*own, TOKENS, pairs, seed=6)
         if case["positions"] == "learned":
             self.leaves["positions"] = 5 * noise(TOKENS, seed=5)
@@ -188,7 +182,7 @@ class Call:
             "gate"
         ] == "exp per head":
             # Frequencies and gates per head need as many heads in k as in q.
-            xs[1] = xs[1].repeat_interleave(HEADS // KV_HEADS, DIMS[case["layout"]].index(1))
+            xs[1] = xs[1].repeat_interleave(HEADS // KV_HEADS, case["layout"].index("h"))
         verb = {"rotate_qk": rotate_qk, "rotate_qk_": rotate_qk_}[case["verb"]]
         return verb(*xs, rope, where, **options)
 
@@ -289,7 +283,7 @@ LOOK_UPS = {
 @both_pairings
 @pytest.mark.parametrize("learns", ["x", "tables", "both"])
 @pytest.mark.parametrize("lead, ids", LOOK_UPS.values(), ids=LOOK_UPS)
-@pytest.mark.parametrize("tables", ["cat", "repeat", "half"])
+@pytest.mark.parametrize("tables", ["cat", "repeat", "half", "full"])
 @pytest.mark.parametrize("verb", [apply_rotary_pos_emb, apply_rotary_pos_emb_])
 def test_tables(
     verb: Any, tables: str, lead: tuple[int, ...], ids: Any, learns: str, interleaved: bool
@@ -309,18 +303,27 @@ def test_tables(
             cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
         if tables == "repeat":
             cos, sin = (t.repeat_interleave(2, -1) for t in (cos, sin))
-        options = {"interleaved": interleaved, "inverse": learns == "both", "position_ids": ids}
-        return verb(q, k, cos, sin, tables=tables, start=1, **options)
+        if tables == "full":
+            cos, sin = torch.cat((cos, sin), -1), torch.cat((sin, -cos), -1)
+        options = {"interleaved": interleaved, "start": 1, "position_ids": ids}
+        options["inverse"] = learns == "both" and tables != "full"
+        options["rounding"] = "each" if tables == "full" else "once"
+        return verb(q, k, cos, sin, tables=tables, **options)
 
     names = {"x": ("q", "k"), "tables": ("cos", "sin"), "both": tuple(leaves)}[learns]
     check(call, {name: leaves[name] for name in names})
 
 
-@pytest.mark.one_in(3)
+# Shapes of θ: for each head and pair, with fewer pairs, shared by the heads, for each head.
+THETAS = ((HEADS, WIDTH // 2), (HEADS, 2), (1, 2), (3,), (HEADS, 1))
+
+
+@pytest.mark.one_in(12)
+@pytest.mark.parametrize("shape", THETAS, ids=str)
 @pytest.mark.parametrize("act", ["none", "rms_norm", *ACTS[1:]])
 @pytest.mark.parametrize("verb", [lrpe_rotate_1d, lrpe_rotate_1d_])
-def test_lrpe(verb: Any, act: str) -> None:
-    leaves = {"x": noise(ROWS, TOKENS, HEADS, WIDTH), "theta": noise(HEADS, WIDTH // 2, seed=1)}
+def test_lrpe(verb: Any, act: str, shape: tuple[int, ...]) -> None:
+    leaves = {"x": noise(ROWS, TOKENS, HEADS, WIDTH), "theta": noise(*shape, seed=1)}
     leaves["x"] += 0.1 * leaves["x"].sign()
     if act == "rms_norm":
         leaves["weight"] = noise(WIDTH, seed=2)

@@ -73,30 +73,28 @@ def test_the_default_device_does_not_matter(name: str) -> None:
 LONG = RopeSpec(8, scaling=LongRoPE((1.0,) * 4, (3.0,) * 4, 8, factor=4.0))
 
 
-@pytest.mark.parametrize("spec", [DYNAMIC, LONG, SPEC], ids=["dynamic", "longrope", "plain"])
-def test_offsets_of_rows_that_change_are_read_again(spec: RopeSpec) -> None:
-    offsets = torch.tensor([0, 3])
-    rope = spec.at(positions.per_row(offsets))
-    rotate(X, rope)
-    offsets += 1000
-    assert_same_bits(rotate(X, rope), rotate(X, spec, positions.per_row(offsets)))
+every_rule = pytest.mark.parametrize(
+    "spec", [DYNAMIC, LONG, SPEC], ids=["dynamic", "long", "plain"]
+)
 
 
-@pytest.mark.parametrize("spec", [DYNAMIC, LONG, SPEC], ids=["dynamic", "longrope", "plain"])
+@every_rule
 @pytest.mark.parametrize("stack", [None, "transformers"])
 @pytest.mark.parametrize("used", [False, True])
-def test_ids_that_change_are_read_again(spec: RopeSpec, stack: str | None, used: bool) -> None:
-    ids = torch.arange(5)
-    rope = spec.at(ids, stack=stack)
+@pytest.mark.parametrize("kind", [torch.Tensor.clone, positions.per_row])
+def test_ids_that_change_are_read_again(
+    spec: RopeSpec, stack: str | None, used: bool, kind: Callable[[torch.Tensor], Any]
+) -> None:
+    ids = torch.arange(5) if kind is torch.Tensor.clone else torch.tensor([0, 3])
+    where: Any = ids if kind is torch.Tensor.clone else kind(ids)
+    rope = spec.at(where, stack=stack)
     if used:
         rotate(X, rope)
     ids += 500
-    wanted = rotate(X, spec.at(ids.clone(), stack=stack))
+    wanted = rotate(X, spec.at(kind(ids.clone()), stack=stack))
     for _ in range(2):
         assert_same_bits(rotate(X, rope), wanted)
-    kept = X.clone()
-    rotate_(kept, rope)
-    assert_same_bits(kept, wanted)
+    assert_same_bits(rotate_(X.clone(), rope), wanted)
 
 
 # --- tables ---------------------------------------------------------------------------------------
