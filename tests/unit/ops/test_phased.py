@@ -20,6 +20,7 @@ from tests.support.matrix import (
     both_pairings,
     every_backend,
     every_dtype,
+    every_way,
     needs_kernel,
 )
 from tests.support.refusals import refusals
@@ -100,9 +101,7 @@ THETA = torch.tensor([float(omega) for omega in OMEGAS], dtype=torch.float64)
 # --- values ---------------------------------------------------------------------------------------
 
 
-@every_backend
-@every_dtype
-@both_pairings
+@every_way
 def test_values(interleaved: bool, dtype: torch.dtype, backend: str) -> None:
     spec, cases = spec_of(interleaved), []
     for i, shape in enumerate(SHAPES[:: 1 if dtype == torch.float32 else 3]):
@@ -179,8 +178,7 @@ def test_every_destination_and_the_inverse(shape: tuple[int, ...], backend: str)
         rotate_qk_(x.clone(), y.clone(), spec_of(), 3, phases=given, **call),
         rotate_qk(x, y, spec_of().at(3), phases=(given, phases.given(angles(shape))), **call),
     ):
-        assert_same_bits(both[0], want)
-        assert_same_bits(both[1], other)
+        assert_same_bits(both, (want, other))
     back = rotate(want, spec_of(), 3, phases=given, inverse=True, **call)
     assert_near(back, x, "float32 ways")
 
@@ -190,15 +188,24 @@ def test_phases_of_queries_and_keys_with_fewer_heads(backend: str) -> None:
     q, k = noise(ROWS, HEADS, TOKENS, DIM), noise(ROWS, 2, TOKENS, DIM, seed=1)
     for_q, for_k = (phases.given(angles((ROWS, n, TOKENS, PAIRS), seed=n)) for n in (HEADS, 2))
     got = rotate_qk(q, k, spec_of(), phases=(for_q, for_k), backend=backend)
-    assert_same_bits(got[0], rotate(q, spec_of(), phases=for_q, backend=backend))
-    assert_same_bits(got[1], rotate(k, spec_of(), phases=for_k, backend=backend))
+    assert_same_bits(
+        got,
+        (
+            rotate(q, spec_of(), phases=for_q, backend=backend),
+            rotate(k, spec_of(), phases=for_k, backend=backend),
+        ),
+    )
     only = rotate_qk(q, k, spec_of(), phases=(for_q, None), backend=backend)
-    assert_same_bits(only[0], got[0])
-    assert_same_bits(only[1], rotate(k, spec_of(), backend=backend))
+    assert_same_bits(only, (got[0], rotate(k, spec_of(), backend=backend)))
     shared = phases.given(angles((ROWS, 1, TOKENS, PAIRS)))
     both = rotate_qk(q, k, spec_of(), phases=shared, backend=backend)
-    assert_same_bits(both[0], rotate(q, spec_of(), phases=shared, backend=backend))
-    assert_same_bits(both[1], rotate(k, spec_of(), phases=shared, backend=backend))
+    assert_same_bits(
+        both,
+        (
+            rotate(q, spec_of(), phases=shared, backend=backend),
+            rotate(k, spec_of(), phases=shared, backend=backend),
+        ),
+    )
     assert rotate_qk(q, None, spec_of(), phases=shared, backend=backend)[1] is None
 
 
@@ -263,9 +270,7 @@ def test_empty_tensors(sizes: tuple[int, int, int], backend: str) -> None:
 # --- gradients ------------------------------------------------------------------------------------
 
 
-@every_backend
-@every_dtype
-@both_pairings
+@every_way
 def test_gradients_against_the_formula(interleaved: bool, dtype: torch.dtype, backend: str) -> None:
     spec, at = spec_of(interleaved), torch.arange(TOKENS)[None]
     for i, shape in enumerate(SHAPES):
@@ -326,8 +331,7 @@ def test_transforms(mapped: tuple[int | None, int | None]) -> None:
     loss = lambda x, angle: (turned(x, angle) ** 3).sum()  # noqa: E731
     both = torch.func.grad(loss, argnums=(0, 1))(x, angle)
     inputs = x.clone().requires_grad_(), angle.clone().requires_grad_()
-    for got_, want in zip(both, torch.autograd.grad(loss(*inputs), inputs), strict=True):
-        assert_near(got_, want, "float64 ways")
+    assert_near(both, torch.autograd.grad(loss(*inputs), inputs), "float64 ways")
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(angle, torch.ones_like(angle))
         tangent = forward_ad.unpack_dual(turned(x, dual)).tangent
@@ -351,8 +355,7 @@ def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         x, increments = leaf(2, 3, tokens, 8), leaf(2, 3, tokens, 4, seed=1)
         one = torch.autograd.grad(compiled(x, increments).square().sum(), (x, increments))
         other = torch.autograd.grad(step(x, increments).square().sum(), (x, increments))
-        for a, b in zip(one, other, strict=True):
-            assert_near(a, b, "float64 ways")
+        assert_near(one, other, "float64 ways")
 
 
 def test_meta() -> None:
@@ -371,25 +374,18 @@ def test_meta() -> None:
 @every_dtype
 def test_every_instruction_set_and_number_of_threads(dtype: torch.dtype, interleaved: bool) -> None:
     """One set of bits on every instruction set with fused multiply-adds, with any number of threads."""
-    before, threads = cpu.instruction_set(), torch.get_num_threads()
     x = leaf(1, 8, 300, 70, dtype=dtype)
     spec = RopeSpec(70, rotary_dim=66, start=3, interleaved=interleaved)
     angle = angles((1, 8, 300, 33), torch.float32).requires_grad_()
     found = []
-    assert before is not None
-    try:
-        fused = [name for name in DISTINCT_SETS if name != "baseline"] or DISTINCT_SETS
-        for name, count in itertools.product(fused, (1, 3)):
-            cpu.use_instruction_set(name)
-            torch.set_num_threads(count)
-            y = rotate(x, spec, 9, phases=phases.given(angle))
-            found.append((y.detach(), *torch.autograd.grad(y, (x, angle), x.detach())))
-    finally:
-        cpu.use_instruction_set(before)
-        torch.set_num_threads(threads)
+    fused = [name for name in DISTINCT_SETS if name != "baseline"] or DISTINCT_SETS
+    for name, count in itertools.product(fused, (1, 3)):
+        cpu.use_instruction_set(name)
+        torch.set_num_threads(count)
+        y = rotate(x, spec, 9, phases=phases.given(angle))
+        found.append((y.detach(), *torch.autograd.grad(y, (x, angle), x.detach())))
     for one in found[1:]:
-        for got, want in zip(one, found[0], strict=True):
-            assert_same_bits(got, want)
+        assert_same_bits(one, found[0])
 
 
 # --- polar attention ------------------------------------------------------------------------------
@@ -425,12 +421,11 @@ def test_polar_scan_in_chunks_equals_the_whole() -> None:
     assert_near(torch.cat(parts, 2), whole, "float64 ways")
     inputs = q, k, v, increments
     cotangent = noise(*whole.shape, seed=9)
-    for a, b in zip(
+    assert_near(
         torch.autograd.grad(whole, inputs, cotangent),
         torch.autograd.grad(torch.cat(parts, 2), inputs, cotangent),
-        strict=True,
-    ):
-        assert_near(a, b, "float64 ways")
+        "float64 ways",
+    )
 
 
 # --- errors ---------------------------------------------------------------------------------------
