@@ -184,26 +184,18 @@ def exact(k: torch.Tensor, move: Move) -> tuple[torch.Tensor, torch.Tensor, floa
     new = old if move.new is None else written(move.new)
     rows = k.shape[0]
     old, new = (ids.expand(-1, rows, -1) for ids in (old, new))
-    exact_ids = [*new.tolist(), *[[[-p for p in row] for row in axis] for axis in old.tolist()]]
+    ids = (
+        torch.cat((new, -old))
+        if new.dtype == old.dtype
+        else torch.cat((new.double(), -old.double()))
+    )
     omegas = [*rates(move.after, move.lengths[1]), *rates(move.before, move.lengths[0])]
-    place = {"start": 2, "interleaved": move.after.interleaved}
-    by_pair = [tuple(pair) for pair in zip(*omegas, strict=True)]
-    values = [
-        oracle.cos_sin_at(tuple(axis[row][token] for axis in exact_ids), pair)
-        for row in range(rows)
-        for token in range(TOKENS)
-        for pair in by_pair
-    ]
-    cos, sin = torch.tensor(values, dtype=torch.float64).reshape(rows, 1, TOKENS, 6, 2).unbind(-1)
+    cos, sin = (table[:, None] for table in oracle.cos_sin(ids, omegas))
     ratio = amplitude(move.after, move.lengths[1]) / amplitude(move.before, move.lengths[0])
-    first, second = oracle.channels(12, 2, move.after.interleaved)
-    wanted = k.double().clone()
-    u, v = wanted[..., first], wanted[..., second]
-    wanted[..., first] = (u * cos - v * sin) * ratio
-    wanted[..., second] = (u * sin + v * cos) * ratio
-    reach = sum(max(abs(p) for row in axis for p in row) for axis in exact_ids)
-    lengths = oracle.pair_lengths(k, 12, **place) * max(1.0, ratio)  # type: ignore[arg-type]
-    return wanted, lengths, float(reach)
+    wanted = oracle.turned(k, cos * ratio, sin * ratio, 2, move.after.interleaved)
+    lengths = oracle.pair_lengths(k, 12, start=2, interleaved=move.after.interleaved)
+    reach = ids.double().abs().flatten(1).amax(1).sum()
+    return wanted, lengths * max(1.0, ratio), float(reach)
 
 
 def assert_ways(
