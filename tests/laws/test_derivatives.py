@@ -17,7 +17,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from tests.support import pairwise, tolerances
 from tests.support.helpers import noise
-from tightrope import RopeSpec, gates, positions
+from tests.support.matrix import both_pairings
+from tightrope import RopeSpec, gates, phases, positions
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.axes import Axes
 from tightrope.frequencies import YaRN
@@ -36,16 +37,10 @@ from tightrope.functional import (
     rotate_qk,
     rotate_qk_,
 )
+from tightrope.functional.scan import FORMS, PolarState
+from tightrope.ops.schema import LAYOUTS
 
 ROWS, HEADS, KV_HEADS, TOKENS, WIDTH = 2, 2, 1, 4, 8
-DIMS = {
-    "bhsd": (0, 1, 2, 3),
-    "bshd": (0, 2, 1, 3),
-    "sbhd": (2, 0, 1, 3),
-    "thd": (2, 1, 3),
-    "bsd": (0, 2, 3),
-    "sd": (2, 3),
-}
 # A bound on the positions of all cases.
 REACH = 50.0
 CHANNELS = {"whole": (6, 0), "slice": (4, 1)}
@@ -55,7 +50,7 @@ SPACES = ("grid", "text", "learned grid")
 
 AXES: dict[str, Any] = {
     "verb": ("rotate", "rotate_", "rotate_qk", "rotate_qk_"),
-    "layout": tuple(DIMS),
+    "layout": LAYOUTS,
     "interleaved": (False, True),
     "channels": tuple(CHANNELS),
     "frequencies": ("spec", "prepared", "learned", "learned per head"),
@@ -64,6 +59,7 @@ AXES: dict[str, Any] = {
         *SPACES,
     ),
     "act": ("none", "rms_norm", *ACTS[1:]),
+    "phases": ("none", "given", "given per head"),
     "gate": ("none", "scalar", "exp", "exp per head", "exp per pair", "slope", "given", "xpos"),
     "inverse": (False, True),
     "amplitude": (1.0, 1.3),
@@ -76,12 +72,14 @@ AXES: dict[str, Any] = {
 def allowed(case: Mapping[str, Any]) -> bool:
     """Return whether the values chosen so far are compatible."""
     no_heads, where = case.get("layout") in ("bsd", "sd"), case.get("positions")
+    both = case.get("verb") in ("rotate_qk", "rotate_qk_")
     return not (
         (case.get("inverse") and case.get("act", "none") != "none")
         or (case.get("layout") in ("thd", "sd") and where in ("ids per row", "per row"))
         or (no_heads and case.get("frequencies") == "learned per head")
         or (no_heads and case.get("gate") == "exp per head")
-        or (no_heads and case.get("verb") in ("rotate_qk", "rotate_qk_"))
+        or (no_heads and both)
+        or ((no_heads or both) and case.get("phases") == "given per head")
         or (where in SPACES and case.get("gate") in ("slope", "xpos"))
     )
 
@@ -112,11 +110,12 @@ class Call:
     def __init__(self, case: Mapping[str, Any]) -> None:
         self.case = case
         self.spec = spec_of(case)
-        spec, dims, dtype = self.spec, DIMS[case["layout"]], case["dtype"]
+        spec, layout, dtype = self.spec, case["layout"], case["dtype"]
         heads = {"q": HEADS, "k": KV_HEADS if "qk" in case["verb"] else 0}
         self.leaves: dict[str, torch.Tensor] = {}
         for seed, (name, count) in enumerate(heads.items()):
-            shape = [(ROWS, count, TOKENS, WIDTH)[dim] for dim in dims]
+            sizes = {"b": ROWS, "h": count, "d": WIDTH}
+            shape = [sizes.get(letter, TOKENS) for letter in layout]
             if count:
                 # Keep x away from 0, the kink of relu.
                 x = noise(*shape, seed=seed)
@@ -138,6 +137,9 @@ class Call:
             count = (1,) if case["frequencies"] == "learned" else (HEADS,)
             shape = (2, *count, pairs) if spec.axes else (*count, pairs)
             self.leaves["inv_freq"] = 0.5 + noise(*shape, seed=4).abs()
+        if case["phases"] != "none":
+            own = ROWS if "b" in layout else 1, HEADS if "head" in case["phases"] else 1
+            self.leaves["phases"] = 3 * noise(*own, TOKENS, pairs, seed=6)
         if case["positions"] == "learned":
             self.leaves["positions"] = 5 * noise(TOKENS, seed=5)
         if case["positions"] == "learned grid":
@@ -162,6 +164,8 @@ class Call:
             rope, where = rope.at(where), None
         if "inv_freq" in given:
             options["inv_freq"] = given["inv_freq"]
+        if "phases" in given:
+            options["phases"] = phases.given(given["phases"])
         if case["act"] != "none":
             norm = RMSNorm(given["weight"], 1e-3) if "weight" in given else None
             options["act"] = norm or case["act"]
@@ -178,7 +182,7 @@ class Call:
             "gate"
         ] == "exp per head":
             # Frequencies and gates per head need as many heads in k as in q.
-            xs[1] = xs[1].repeat_interleave(HEADS // KV_HEADS, DIMS[case["layout"]].index(1))
+            xs[1] = xs[1].repeat_interleave(HEADS // KV_HEADS, case["layout"].index("h"))
         verb = {"rotate_qk": rotate_qk, "rotate_qk_": rotate_qk_}[case["verb"]]
         return verb(*xs, rope, where, **options)
 
@@ -275,12 +279,15 @@ LOOK_UPS = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
+@both_pairings
 @pytest.mark.parametrize("learns", ["x", "tables", "both"])
 @pytest.mark.parametrize("lead, ids", LOOK_UPS.values(), ids=LOOK_UPS)
-@pytest.mark.parametrize("tables", ["cat", "repeat", "half"])
+@pytest.mark.parametrize("tables", ["cat", "repeat", "half", "full"])
 @pytest.mark.parametrize("verb", [apply_rotary_pos_emb, apply_rotary_pos_emb_])
-def test_tables(verb: Any, tables: str, lead: tuple[int, ...], ids: Any, learns: str) -> None:
+def test_tables(
+    verb: Any, tables: str, lead: tuple[int, ...], ids: Any, learns: str, interleaved: bool
+) -> None:
     leaves = {
         "q": noise(ROWS, HEADS, TOKENS, WIDTH),
         "k": noise(ROWS, KV_HEADS, TOKENS, WIDTH, seed=1),
@@ -296,18 +303,27 @@ def test_tables(verb: Any, tables: str, lead: tuple[int, ...], ids: Any, learns:
             cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
         if tables == "repeat":
             cos, sin = (t.repeat_interleave(2, -1) for t in (cos, sin))
-        inverse = learns == "both"
-        return verb(q, k, cos, sin, tables=tables, start=1, inverse=inverse, position_ids=ids)
+        if tables == "full":
+            cos, sin = torch.cat((cos, sin), -1), torch.cat((sin, -cos), -1)
+        options = {"interleaved": interleaved, "start": 1, "position_ids": ids}
+        options["inverse"] = learns == "both" and tables != "full"
+        options["rounding"] = "each" if tables == "full" else "once"
+        return verb(q, k, cos, sin, tables=tables, **options)
 
     names = {"x": ("q", "k"), "tables": ("cos", "sin"), "both": tuple(leaves)}[learns]
     check(call, {name: leaves[name] for name in names})
 
 
-@pytest.mark.one_in(3)
+# Shapes of θ: for each head and pair, with fewer pairs, shared by the heads, for each head.
+THETAS = ((HEADS, WIDTH // 2), (HEADS, 2), (1, 2), (3,), (HEADS, 1))
+
+
+@pytest.mark.one_in(12)
+@pytest.mark.parametrize("shape", THETAS, ids=str)
 @pytest.mark.parametrize("act", ["none", "rms_norm", *ACTS[1:]])
 @pytest.mark.parametrize("verb", [lrpe_rotate_1d, lrpe_rotate_1d_])
-def test_lrpe(verb: Any, act: str) -> None:
-    leaves = {"x": noise(ROWS, TOKENS, HEADS, WIDTH), "theta": noise(HEADS, WIDTH // 2, seed=1)}
+def test_lrpe(verb: Any, act: str, shape: tuple[int, ...]) -> None:
+    leaves = {"x": noise(ROWS, TOKENS, HEADS, WIDTH), "theta": noise(*shape, seed=1)}
     leaves["x"] += 0.1 * leaves["x"].sign()
     if act == "rms_norm":
         leaves["weight"] = noise(WIDTH, seed=2)
@@ -322,15 +338,19 @@ def test_lrpe(verb: Any, act: str) -> None:
     check(call, leaves)
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("scaling", [None, YaRN(4.0, 64, attention_factor=1.3)], ids=repr)
 @pytest.mark.parametrize("verb", [rerotate, rerotate_])
-def test_rerotate(verb: Any) -> None:
-    old, new = RopeSpec(WIDTH, base=50.0), RopeSpec(WIDTH, base=20.0)
-    leaves = {"k": noise(ROWS, HEADS, TOKENS, WIDTH), "at": 5 * noise(TOKENS, seed=1)}
+def test_rerotate(verb: Any, scaling: Any, backend: str | None) -> None:
+    """By keys, and by old and new positions; with the scaling, frequencies and amplitude change too."""
+    old, new = RopeSpec(WIDTH, base=50.0), RopeSpec(WIDTH, base=50.0, scaling=scaling)
+    leaves = {"k": noise(ROWS, HEADS, TOKENS, WIDTH), "at": 5 * noise(ROWS, TOKENS, seed=1)}
 
-    def call(k: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        return verb(k.clone() if verb is rerotate_ else k, old, new, at, at * 2)
+    def call(k: torch.Tensor, at: torch.Tensor, to: torch.Tensor | None = None) -> torch.Tensor:
+        return verb(k.clone() if verb is rerotate_ else k, old, new, at, to, backend=backend)
 
     check(call, leaves)
+    check(call, leaves | {"to": 5 * noise(ROWS, TOKENS, seed=2)})
 
 
 def test_rotary_pos_embedding_and_rotary_apply() -> None:
@@ -340,14 +360,22 @@ def test_rotary_pos_embedding_and_rotary_apply() -> None:
     check(rotary_apply, {"x": x, **tables})
 
 
-@pytest.mark.parametrize("form", ["chunked", "step"])
-def test_polar_scan(form: str) -> None:
-    shape = (1, HEADS, TOKENS, 4)
-    leaves = {name: noise(*shape, seed=i) for i, name in enumerate("qkv")}
-    leaves["gate"], leaves["decay"] = 0.1 * noise(HEADS, 4, seed=3), -noise(HEADS, 1, seed=4).abs()
+@pytest.mark.parametrize("decay", [(KV_HEADS, 1), (1, KV_HEADS, TOKENS, 4)], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_polar_scan(form: str, decay: tuple[int, ...]) -> None:
+    leaves = {
+        "q": noise(1, HEADS, TOKENS, 4),
+        "k": noise(1, KV_HEADS, TOKENS, 4, seed=1),
+        "v": noise(1, KV_HEADS, TOKENS, 4, seed=2),
+        "gamma": 0.1 * noise(4, seed=3),
+        "decay": -noise(*decay, seed=4).abs() - 0.1,
+        "memory": noise(1, KV_HEADS, 4, 4, seed=5),
+    }
 
-    def call(q: Any, k: Any, v: Any, gate: Any, decay: Any) -> torch.Tensor:
-        spec = RopeSpec(4, base=50.0, interleaved=True)
-        return polar_scan(q, k, v, spec, decay, gate=gates.Exp(gate), form=form, chunk=3)[0]
+    def call(q: Any, k: Any, v: Any, gamma: Any, decay: Any, memory: Any) -> Any:
+        spec, state = RopeSpec(4, base=50.0, interleaved=True), PolarState(memory, 3)
+        gate = gates.Exp(gamma)
+        out, after = polar_scan(q, k, v, spec, decay, gate=gate, state=state, form=form, chunk=3)
+        return out, after.memory
 
     check(call, leaves)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.helpers import refused
+from tests.support.refusals import refusals
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, gates, positions
 from tightrope.frequencies import DynamicNTK, LongRoPE
@@ -70,30 +73,28 @@ def test_the_default_device_does_not_matter(name: str) -> None:
 LONG = RopeSpec(8, scaling=LongRoPE((1.0,) * 4, (3.0,) * 4, 8, factor=4.0))
 
 
-@pytest.mark.parametrize("spec", [DYNAMIC, LONG, SPEC], ids=["dynamic", "longrope", "plain"])
-def test_offsets_of_rows_that_change_are_read_again(spec: RopeSpec) -> None:
-    offsets = torch.tensor([0, 3])
-    rope = spec.at(positions.per_row(offsets))
-    rotate(X, rope)
-    offsets += 1000
-    assert_same_bits(rotate(X, rope), rotate(X, spec, positions.per_row(offsets)))
+every_rule = pytest.mark.parametrize(
+    "spec", [DYNAMIC, LONG, SPEC], ids=["dynamic", "long", "plain"]
+)
 
 
-@pytest.mark.parametrize("spec", [DYNAMIC, LONG, SPEC], ids=["dynamic", "longrope", "plain"])
+@every_rule
 @pytest.mark.parametrize("stack", [None, "transformers"])
 @pytest.mark.parametrize("used", [False, True])
-def test_ids_that_change_are_read_again(spec: RopeSpec, stack: str | None, used: bool) -> None:
-    ids = torch.arange(5)
-    rope = spec.at(ids, stack=stack)
+@pytest.mark.parametrize("kind", [torch.Tensor.clone, positions.per_row])
+def test_ids_that_change_are_read_again(
+    spec: RopeSpec, stack: str | None, used: bool, kind: Callable[[torch.Tensor], Any]
+) -> None:
+    ids = torch.arange(5) if kind is torch.Tensor.clone else torch.tensor([0, 3])
+    where: Any = ids if kind is torch.Tensor.clone else kind(ids)
+    rope = spec.at(where, stack=stack)
     if used:
         rotate(X, rope)
     ids += 500
-    wanted = rotate(X, spec.at(ids.clone(), stack=stack))
+    wanted = rotate(X, spec.at(kind(ids.clone()), stack=stack))
     for _ in range(2):
         assert_same_bits(rotate(X, rope), wanted)
-    kept = X.clone()
-    rotate_(kept, rope)
-    assert_same_bits(kept, wanted)
+    assert_same_bits(rotate_(X.clone(), rope), wanted)
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -173,109 +174,70 @@ def test_learned_tables_may_drift_apart() -> None:
 
 RAGGED = torch.nested.nested_tensor([torch.zeros(3, 8), torch.zeros(5, 8)], layout=torch.jagged)
 COS = _tables("cat")
-SENTENCES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "inverse as a string": (
-        lambda: rotate(X, SPEC, inverse="no"),  # type: ignore[arg-type]
-        TypeError,
-        "[rotate] inverse must be a bool but got 'no'.",
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 4096,
+}
+NESTED = "must be a dense tensor but got one that is nested"
+SPARSE = "must be a dense tensor but got one that is sparse_coo."
+ADVICE = (
+    "call tightrope.functional.rotate on x.values() with positions.packed(x.offsets()) and "
+    "layout='sd'."
+)
+NO_INT = "[apply_rotary_pos_emb] unsqueeze_dim must be an int but got"
+TYPES = {
+    "[rotate] inverse must be a bool but got 'no'.": lambda: rotate(X, SPEC, inverse="no"),
+    "[RotaryPositionalEmbedding] inverse must be a bool but got 'false'.": (
+        lambda: RotaryPositionalEmbedding(8)(X, inverse="false")
     ),
-    "inverse of the module": (
-        lambda: RotaryPositionalEmbedding(8)(X, inverse="false"),  # type: ignore[arg-type]
-        TypeError,
-        "[RotaryPositionalEmbedding] inverse must be a bool but got 'false'.",
+    **{
+        f"[apply_rotary_pos_emb] {name} must be a bool but got 'no'.": partial(
+            apply_rotary_pos_emb, X, None, *COS, **{name: "no"}
+        )
+        for name in ("interleaved", "inverse")
+    },
+    f"{NO_INT} int64[5]; pass ids as position_ids=.": (
+        lambda: apply_rotary_pos_emb(X, None, *COS, IDS)
     ),
-    "interleaved as a string": (
-        lambda: apply_rotary_pos_emb(X, None, *COS, interleaved="no"),  # type: ignore[arg-type]
-        TypeError,
-        "[apply_rotary_pos_emb] interleaved must be a bool but got 'no'.",
+    f"{NO_INT} None; pass ids as position_ids=.": (
+        lambda: apply_rotary_pos_emb(X, None, *COS, None)
     ),
-    "inverse of tables": (
-        lambda: apply_rotary_pos_emb(X, None, *COS, inverse="no"),  # type: ignore[arg-type]
-        TypeError,
-        "[apply_rotary_pos_emb] inverse must be a bool but got 'no'.",
+    f"[rotate] x {SPARSE}": lambda: rotate(X.to_sparse(), SPEC),
+    f"[rotate] positions {SPARSE}": lambda: rotate(X, SPEC, IDS.to_sparse()),
+    f"[rotate] x {NESTED}; {ADVICE}": lambda: rotate(RAGGED, SPEC, layout="bsd"),
+    f"[rotate_] x {NESTED}; {ADVICE}": lambda: rotate_(RAGGED, SPEC, layout="bsd"),
+    f"[apply_rotary_pos_emb] q {NESTED}; call tightrope.functional.rotate on q.values()."
+    "transpose(0, 1) with positions.packed(q.offsets()) and layout='thd'.": (
+        lambda: apply_rotary_pos_emb(RAGGED.unsqueeze(2).transpose(1, 2), None, *COS)
     ),
-    "ids as unsqueeze_dim": (
-        lambda: apply_rotary_pos_emb(X, None, *COS, IDS),  # type: ignore[arg-type]
-        TypeError,
-        "[apply_rotary_pos_emb] unsqueeze_dim must be an int but got int64[5]; pass ids as "
-        "position_ids=.",
-    ),
-    "no unsqueeze_dim": (
-        lambda: apply_rotary_pos_emb(X, None, *COS, None),  # type: ignore[arg-type]
-        TypeError,
-        "[apply_rotary_pos_emb] unsqueeze_dim must be an int but got None; pass ids as position_ids=.",
-    ),
-    "sparse": (
-        lambda: rotate(X.to_sparse(), SPEC),
-        TypeError,
-        "[rotate] x must be a dense tensor but got one that is sparse_coo.",
-    ),
-    "ragged": (
-        lambda: rotate(RAGGED, SPEC, layout="bsd"),
-        TypeError,
-        "[rotate] x must be a dense tensor but got one that is nested; call "
-        "tightrope.functional.rotate on x.values() with positions.packed(x.offsets()) and layout='sd'.",
-    ),
-    "ragged, in place": (
-        lambda: rotate_(RAGGED, SPEC, layout="bsd"),
-        TypeError,
-        "[rotate_] x must be a dense tensor but got one that is nested; call "
-        "tightrope.functional.rotate on x.values() with positions.packed(x.offsets()) and layout='sd'.",
-    ),
-    "ragged, of a function that takes no layout": (
-        lambda: apply_rotary_pos_emb(RAGGED.unsqueeze(2).transpose(1, 2), None, *COS),
-        TypeError,
-        "[apply_rotary_pos_emb] q must be a dense tensor but got one that is nested; call "
-        "tightrope.functional.rotate on q.values().transpose(0, 1) with positions.packed(q.offsets()) and "
-        "layout='thd'.",
-    ),
-    "ragged, of a function without layouts": (
-        lambda: lrpe_rotate_1d(RAGGED, torch.ones(4)),
-        TypeError,
-        "[lrpe_rotate_1d] x must be a dense tensor but got one that is nested.",
-    ),
-    "ragged, of another order": (
+    f"[lrpe_rotate_1d] x {NESTED}.": lambda: lrpe_rotate_1d(RAGGED, torch.ones(4)),
+    f"[rotate] x {NESTED}.": [
         lambda: rotate(RAGGED.transpose(1, 2), SPEC, layout="bsd"),
-        TypeError,
-        "[rotate] x must be a dense tensor but got one that is nested.",
-    ),
-    "ragged, with holes": (
         lambda: rotate(
             torch.nested.narrow(X[0], 1, IDS[:3], IDS[:3], layout=torch.jagged), SPEC, layout="bsd"
         ),
-        TypeError,
-        "[rotate] x must be a dense tensor but got one that is nested.",
-    ),
-    "sparse ids": (
-        lambda: rotate(X, SPEC, IDS.to_sparse()),
-        TypeError,
-        "[rotate] positions must be a dense tensor but got one that is sparse_coo.",
-    ),
-    "ids on meta": (
-        lambda: rotate(X, SPEC, IDS.to("meta")),
-        ValueError,
-        "[rotate] positions must have data but are on the meta device while the rotated tensors are "
-        "on cpu; create them with device='cpu' (positions: int64[1, 1, 5]).",
-    ),
-    "learnable ids, all tensors on meta": (
-        lambda: rotate(X.to("meta"), SPEC, IDS.float().requires_grad_()),
-        ValueError,
-        "[rotate] positions that require a gradient must be on the meta device when the rotated "
-        "tensors are, as no gradient can leave it (positions: float32[1, 1, 5]).",
-    ),
-    "an array": (
-        lambda: rotate([[0.0] * 99] * 9, SPEC),  # type: ignore[arg-type]
-        TypeError,
-        "[rotate] x must be a tensor but got a list.",
-    ),
+    ],
+    "[rotate] x must be a tensor but got a list.": lambda: rotate([[0.0] * 99] * 9, SPEC),
 }
-
-
-@pytest.mark.parametrize("name", SENTENCES)
-def test_sentence(name: str) -> None:
-    call, error, text = SENTENCES[name]
-    with pytest.raises(error, match=f"^{re.escape(text)}$"):
-        call()
+VALUES = {
+    "[rotate] positions must have data but are on the meta device while the rotated tensors are "
+    "on cpu; create them with device='cpu' (positions: int64[1, 1, 5]).": (
+        lambda: rotate(X, SPEC, IDS.to("meta"))
+    ),
+    "[rotate] positions that require a gradient must be on the meta device when the rotated "
+    "tensors are, as no gradient can leave it (positions: float32[1, 1, 5]).": (
+        lambda: rotate(X.to("meta"), SPEC, IDS.float().requires_grad_())
+    ),
+    "[from_config] rope_scaling.factor must be at least 1, the ratio of the new to the old length, "
+    "but got 0.25; its inverse is 4.": [
+        partial(RopeSpec.from_config, LLAMA | {"rope_scaling": {"type": kind, "factor": 0.25}})
+        for kind in ("linear", "yarn")
+    ],
+}
+test_sentence = refusals({TypeError: TYPES, ValueError: VALUES})
 
 
 @pytest.mark.parametrize("shape, transposed", [((8,), False), ((2, 8), False), ((2, 8), True)])
@@ -294,32 +256,13 @@ def test_the_advice_for_ragged_tensors_works(shape: tuple[int, ...], transposed:
     assert_same_bits(turned, torch.cat([rotate(row, SPEC, layout=layout) for row in rows]))
 
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_attention_heads": 8,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 4096,
-}
-
-
-@pytest.mark.parametrize("kind", ["linear", "yarn"])
-def test_a_factor_below_one_is_taken_for_an_inverse(kind: str) -> None:
-    text = (
-        "[from_config] rope_scaling.factor must be at least 1, the ratio of the new to the old length, "
-        "but got 0.25; its inverse is 4."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        RopeSpec.from_config({**LLAMA, "rope_scaling": {"type": kind, "factor": 0.25}})
-
-
 def test_a_name_of_the_hub_is_no_path(tmp_path: Path) -> None:
     name = tmp_path / "some" / "model"
     text = (
         "[Errno 2] No such file or directory; for a model that is not on this machine, pass its config "
         f"object: transformers.AutoConfig.from_pretrained(name): '{name}'"
     )
-    with pytest.raises(FileNotFoundError, match=f"^{re.escape(text)}$"):
+    with refused(FileNotFoundError, text):
         RopeSpec.from_config(name)
     name.mkdir(parents=True)
     (name / "config.json").write_text(json.dumps(LLAMA))

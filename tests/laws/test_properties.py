@@ -6,14 +6,15 @@ requested numbers sum to at least 2,000, however the tests are distributed over 
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.support import oracle, tolerances
-from tightrope import RopeSpec, positions
+from tightrope import RopeSpec
 from tightrope.functional import rotate, rotate_
+from tightrope.ops.schema import LAYOUTS
 
 PROFILE = settings(
     derandomize=True,  # all machines run the same cases
@@ -93,108 +94,117 @@ def noise(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def lengths_of(x: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
-    return oracle.pair_lengths(x, spec.rotary_dim, start=spec.start, interleaved=spec.interleaved)
+class Case(NamedTuple):
+    """A spec, x [tokens, channels] and a position."""
+
+    spec: RopeSpec
+    x: torch.Tensor
+    offset: int
+
+    def rotated(self, x: torch.Tensor | None = None, at: Any = None, **more: Any) -> torch.Tensor:
+        """Rotate x, or another tensor; by the offset, or at other positions."""
+        where = self.offset if at is None else at
+        return rotate(self.x if x is None else x, self.spec, where, layout="sd", **more)
+
+    def lengths(self, x: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the lengths of the pairs of x, or of another tensor."""
+        spec, x = self.spec, self.x if x is None else x
+        return oracle.pair_lengths(
+            x, spec.rotary_dim, start=spec.start, interleaved=spec.interleaved
+        )
+
+    def reach(self) -> int:
+        return abs(self.offset) + len(self.x)
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    dtypes: st.SearchStrategy[torch.dtype] = dtypes,
+    tokens: st.SearchStrategy[int] = sizes,
+    at: st.SearchStrategy[int] = offsets,
+) -> Case:
+    spec = draw(specs())
+    x = noise(draw(seeds), draw(tokens), spec.head_dim, dtype=draw(dtypes))
+    return Case(spec, x, draw(at))
 
 
 # --- laws of rotations ----------------------------------------------------------------------------
 
 
-@holds_for(400, spec=specs(), offset=offsets, tokens=sizes, dtype=plain_dtypes, seed=seeds)
-def test_the_norm_of_every_pair_is_kept(
-    spec: RopeSpec, offset: int, tokens: int, dtype: torch.dtype, seed: int
-) -> None:
-    x = noise(seed, tokens, spec.head_dim, dtype=dtype)
-    y = rotate(x, spec, offset, layout="sd")
-    before, after = lengths_of(x, spec), lengths_of(y, spec)
-    reach = abs(offset) + tokens
+@holds_for(400, case=cases(plain_dtypes))
+def test_the_norm_of_every_pair_is_kept(case: Case) -> None:
+    before, after = case.lengths(), case.lengths(case.rotated())
     # The norm of a pair's error is at most √2 times its larger component.
-    bound = math.sqrt(2) * tolerances.rotation_bound(dtype, reach)
+    bound = math.sqrt(2) * tolerances.rotation_bound(case.x.dtype, case.reach())
     assert bool(((after - before).abs() <= bound * before).all())
 
 
-@holds_for(400, spec=specs(), a=small_offsets, b=small_offsets, dtype=plain_dtypes, seed=seeds)
-def test_angles_add(spec: RopeSpec, a: int, b: int, dtype: torch.dtype, seed: int) -> None:
+@holds_for(400, case=cases(plain_dtypes, st.just(3), small_offsets), more=small_offsets)
+def test_angles_add(case: Case, more: int) -> None:
     """Rotation by b, then by a, equals rotation by a + b."""
-    x = noise(seed, 3, spec.head_dim, dtype=dtype)
+    a, b = case.offset, more
     at_a, at_b, at_both = (torch.full((3,), p) for p in (a, b, a + b))
-    twice = rotate(rotate(x, spec, at_b, layout="sd"), spec, at_a, layout="sd")
-    once = rotate(x, spec, at_both, layout="sd")
+    twice = case.rotated(case.rotated(at=at_b), at=at_a)
     reach = max(abs(a), abs(b), abs(a + b))
-    tolerances.assert_rotations(twice, once, lengths_of(x, spec), 3, reach)
+    tolerances.assert_rotations(twice, case.rotated(at=at_both), case.lengths(), 3, reach)
 
 
-@holds_for(400, spec=specs(), offset=offsets, tokens=sizes, dtype=plain_dtypes, seed=seeds)
-def test_the_inverse_undoes(
-    spec: RopeSpec, offset: int, tokens: int, dtype: torch.dtype, seed: int
-) -> None:
-    x = noise(seed, tokens, spec.head_dim, dtype=dtype)
-    y = rotate(x, spec, offset, layout="sd")
-    reach = abs(offset) + tokens
+@holds_for(400, case=cases(plain_dtypes))
+def test_the_inverse_undoes(case: Case) -> None:
+    y = case.rotated()
     for back in (
-        rotate(y, spec, offset, layout="sd", inverse=True),
-        rotate_(y.clone(), spec, offset, layout="sd", inverse=True),
+        case.rotated(y, inverse=True),
+        rotate_(y.clone(), case.spec, case.offset, layout="sd", inverse=True),
     ):
-        tolerances.assert_rotations(back, x, lengths_of(x, spec), 2, reach)
+        tolerances.assert_rotations(back, case.x, case.lengths(), 2, case.reach())
 
 
-@holds_for(300, spec=specs(), offset=offsets, dtype=dtypes, seed=seeds)
-def test_the_inverse_is_a_turn_the_other_way(
-    spec: RopeSpec, offset: int, dtype: torch.dtype, seed: int
-) -> None:
+@holds_for(300, case=cases(tokens=st.just(2)))
+def test_the_inverse_is_a_turn_the_other_way(case: Case) -> None:
     """`inverse=True` has the bits of negated positions: cosines are even and sines odd."""
-    x = noise(seed, 2, spec.head_dim, dtype=dtype)
-    ids = torch.tensor([offset, -offset])
-    inverse = rotate(x, spec, ids, layout="sd", inverse=True)
-    turned = rotate(x, spec, -ids, layout="sd")
-    tolerances.assert_same_bits(inverse, turned)
+    ids = torch.tensor([case.offset, -case.offset])
+    tolerances.assert_same_bits(case.rotated(at=ids, inverse=True), case.rotated(at=-ids))
 
 
 @holds_for(
     400,
-    spec=specs(),
-    m=offsets,
+    case=cases(plain_dtypes, st.just(2)),
     n=offsets,
     shift=st.sampled_from([1, -1, 77, 2**20, -(2**20) + 5, 2**29]),
-    dtype=plain_dtypes,
-    seed=seeds,
 )
-def test_scores_depend_on_the_difference_of_positions_only(
-    spec: RopeSpec, m: int, n: int, shift: int, dtype: torch.dtype, seed: int
-) -> None:
-    q, k = noise(seed, 2, 1, spec.head_dim, dtype=dtype)
+def test_scores_depend_on_the_difference_of_positions_only(case: Case, n: int, shift: int) -> None:
+    m, (q, k) = case.offset, case.x.split(1)
 
     def score(at_q: int, at_k: int) -> torch.Tensor:
-        y, z = rotate(q, spec, at_q, layout="sd"), rotate(k, spec, at_k, layout="sd")
+        y, z = case.rotated(q, at_q), case.rotated(k, at_k)
         return (y.double() * z.double()).sum()
 
     reach = max(abs(p) for p in (m, n, m + shift, n + shift))
     # Four rotations, each with an error of at most √2 · bound · |pair|; the float64 sum adds little.
-    bound = 4 * math.sqrt(2) * tolerances.rotation_bound(dtype, reach)
-    bound += spec.head_dim * tolerances.value("float64 rotation")
-    scale = (lengths_of(q, spec) * lengths_of(k, spec)).sum() + (
-        q.double() * k.double()
-    ).abs().sum()
+    bound = 4 * math.sqrt(2) * tolerances.rotation_bound(case.x.dtype, reach)
+    bound += case.spec.head_dim * tolerances.value("float64 rotation")
+    scale = (case.lengths(q) * case.lengths(k)).sum() + (q.double() * k.double()).abs().sum()
     assert abs(score(m, n) - score(m + shift, n + shift)) <= bound * (1 + bound) * scale
 
 
 # --- equalities, bit for bit ----------------------------------------------------------------------
 
 
-@holds_for(400, spec=specs(), offset=offsets, tokens=sizes, dtype=dtypes, seed=seeds)
-def test_the_pairings_are_a_permutation_apart(
-    spec: RopeSpec, offset: int, tokens: int, dtype: torch.dtype, seed: int
-) -> None:
-    pairs, start = spec.rotary_dim // 2, spec.start
-    half = RopeSpec(spec.head_dim, spec.base, spec.rotary_dim, start, False)
-    interleaved = RopeSpec(spec.head_dim, spec.base, spec.rotary_dim, start, True)
+@holds_for(400, case=cases())
+def test_the_pairings_are_a_permutation_apart(case: Case) -> None:
+    spec, x = case.spec, case.x
+    half, interleaved = (
+        Case(RopeSpec(spec.head_dim, spec.base, spec.rotary_dim, spec.start, kind), x, case.offset)
+        for kind in (False, True)
+    )
     order = torch.arange(spec.head_dim)
-    for k in range(pairs):
-        order[start + 2 * k], order[start + 2 * k + 1] = start + k, start + pairs + k
-    x = noise(seed, tokens, spec.head_dim, dtype=dtype)
-    y = rotate(x, half, offset, layout="sd")
-    z = rotate(x[:, order], interleaved, offset, layout="sd")
-    tolerances.assert_same_bits(z, y[:, order])
+    first, second = oracle.channels(spec.rotary_dim, spec.start)
+    order[spec.start : spec.start + spec.rotary_dim] = (
+        torch.tensor([first, second]).long().T.flatten()
+    )
+    z = interleaved.rotated(x[:, order])
+    tolerances.assert_same_bits(z, half.rotated()[:, order])
 
 
 @st.composite
@@ -236,102 +246,55 @@ def test_strides_do_not_matter(case: tuple[RopeSpec, torch.Tensor], offset: int)
 @holds_for(
     300,
     spec=specs(),
-    rows=st.lists(offsets, min_size=1, max_size=4),
-    tokens=sizes,
-    dtype=dtypes,
-    id_dtype=st.sampled_from([torch.int32, torch.int64]),
-    seed=seeds,
-)
-def test_an_offset_per_row_equals_explicit_ids(
-    spec: RopeSpec,
-    rows: list[int],
-    tokens: int,
-    dtype: torch.dtype,
-    id_dtype: torch.dtype,
-    seed: int,
-) -> None:
-    x = noise(seed, len(rows), 2, tokens, spec.head_dim, dtype=dtype)
-    first = torch.tensor(rows, dtype=id_dtype)
-    ids = first.long()[:, None] + torch.arange(tokens)
-    wanted = rotate(x, spec, ids)
-    tolerances.assert_same_bits(rotate(x, spec, positions.per_row(first)), wanted)
-    for row, offset in enumerate(rows):
-        tolerances.assert_same_bits(rotate(x[row : row + 1], spec, offset), wanted[row : row + 1])
-
-
-@holds_for(
-    300,
-    spec=specs(),
-    rows=sizes,
-    heads=sizes,
-    tokens=sizes,
+    layout=st.sampled_from(LAYOUTS),
+    sizes=st.tuples(sizes, sizes, sizes),
     offset=offsets,
     dtype=dtypes,
     seed=seeds,
 )
 def test_layouts_agree(
     spec: RopeSpec,
-    rows: int,
-    heads: int,
-    tokens: int,
+    layout: str,
+    sizes: tuple[int, int, int],
     offset: int,
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    x = noise(seed, rows, heads, tokens, spec.head_dim, dtype=dtype)
-    wanted = rotate(x, spec, offset)
-    for layout, order in (("bshd", (0, 2, 1, 3)), ("sbhd", (2, 0, 1, 3))):
-        there = x.permute(order).contiguous()
-        back = [order.index(dim) for dim in range(4)]
-        y = rotate(there, spec, offset, layout=layout)
-        tolerances.assert_same_bits(y.permute(back), wanted)
-    for row in range(rows):
-        y = rotate(x[row].transpose(0, 1).contiguous(), spec, offset, layout="thd")
-        tolerances.assert_same_bits(y.transpose(0, 1), wanted[row])
-        for head in range(heads):
-            y = rotate(x[row, head], spec, offset, layout="sd")
-            tolerances.assert_same_bits(y, wanted[row, head])
-    for head in range(heads):
-        y = rotate(x[:, head], spec, offset, layout="bsd")
-        tolerances.assert_same_bits(y, wanted[:, head])
+    rows, heads, tokens = sizes
+    by_letter = {"b": rows, "h": heads, "d": spec.head_dim}
+    x = noise(seed, *(by_letter.get(letter, tokens) for letter in layout), dtype=dtype)
+    y = oracle.as_bhsd(rotate(x, spec, offset, layout=layout), layout)
+    tolerances.assert_same_bits(y, rotate(oracle.as_bhsd(x, layout), spec, offset))
 
 
 @holds_for(
     300,
-    spec=specs(),
-    ids=st.lists(offsets, min_size=1, max_size=5),
-    dtype=dtypes,
+    case=cases(tokens=st.integers(1, 5)),
+    data=st.data(),
     id_dtype=st.sampled_from([torch.int32, torch.float64]),
-    seed=seeds,
 )
 def test_how_ids_are_stored_does_not_matter(
-    spec: RopeSpec, ids: list[int], dtype: torch.dtype, id_dtype: torch.dtype, seed: int
+    case: Case, data: st.DataObject, id_dtype: torch.dtype
 ) -> None:
     """int32 ids, integral float64 ids, strided and expanded ids agree with contiguous int64 ids."""
-    x = noise(seed, 2, len(ids), spec.head_dim, dtype=dtype)
-    plain = torch.tensor(ids)
-    wanted = rotate(x, spec, plain, layout="bsd")
-    every_third = torch.zeros(3 * len(ids), dtype=torch.int64)[::3].copy_(plain)
+    x, tokens = torch.stack((case.x, case.x.flip(0))), len(case.x)
+    plain = torch.tensor(data.draw(st.lists(offsets, min_size=tokens, max_size=tokens)))
+    wanted = rotate(x, case.spec, plain, layout="bsd")
+    every_third = torch.zeros(3 * tokens, dtype=torch.int64)[::3].copy_(plain)
     for other in (plain.to(id_dtype), every_third, plain.expand(2, -1), plain.repeat(2, 1)):
-        tolerances.assert_same_bits(rotate(x, spec, other, layout="bsd"), wanted)
+        tolerances.assert_same_bits(rotate(x, case.spec, other, layout="bsd"), wanted)
 
 
 @holds_for(
     300,
-    spec=specs(),
-    offset=offsets,
+    case=cases(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])),
     scale=st.integers(-8, 8),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
-    seed=seeds,
 )
-def test_a_power_of_two_passes_through(
-    spec: RopeSpec, offset: int, scale: int, dtype: torch.dtype, seed: int
-) -> None:
+def test_a_power_of_two_passes_through(case: Case, scale: int) -> None:
     """Scaling x by −1 or a power of two scales the result exactly, except for subnormal numbers."""
-    x = noise(seed, 2, spec.head_dim, dtype=dtype)
-    y = rotate(x, spec, offset, layout="sd")
-    tolerances.assert_same_bits(rotate(x * 2.0**scale, spec, offset, layout="sd"), y * 2.0**scale)
-    tolerances.assert_same_bits(rotate(-x, spec, offset, layout="sd"), -y)
+    x, y = case.x, case.rotated()
+    tolerances.assert_same_bits(case.rotated(x * 2.0**scale), y * 2.0**scale)
+    tolerances.assert_same_bits(case.rotated(-x), -y)
 
 
 def test_at_least_two_thousand_cases_are_generated() -> None:

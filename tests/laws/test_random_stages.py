@@ -13,22 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from tests.support import oracle_acts, tolerances
+from tests.support import oracle, oracle_acts, tolerances
 from tests.support.matrix import DISTINCT_SETS, needs_kernel
 from tightrope import RopeSpec, gates
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.backends import cpu
 from tightrope.functional import rotate, rotate_
+from tightrope.ops.schema import LAYOUTS
 
 WAYS = ["reference", *DISTINCT_SETS]
-LAYOUTS = {
-    "bhsd": (0, 1, 2, 3),
-    "bshd": (0, 2, 1, 3),
-    "sbhd": (2, 0, 1, 3),
-    "thd": (2, 1, 3),
-    "bsd": (0, 2, 3),
-    "sd": (2, 3),
-}
 STRIDES = ("contiguous", "permuted", "inside", "every other channel", "expanded", "misaligned")
 LEARN = ("x", "weight", "gate", "omega", "where")
 GATES = ("none", "scalar", "exp", "slope", "given", "xpos")
@@ -122,8 +115,8 @@ def made(case: Drawn) -> Inputs:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
 
     spec, heads = case.spec, case.heads if case.per_head else 1
-    sizes = case.rows, case.heads, case.tokens, spec.head_dim
-    shape = [sizes[dim] for dim in LAYOUTS[case.layout]]
+    sizes = {"b": case.rows, "h": case.heads, "d": spec.head_dim}
+    shape = [sizes.get(letter, case.tokens) for letter in case.layout]
     width = spec.rotary_dim // 2 if case.tied else spec.head_dim
     gate = {
         "scalar": noise(1)[0].abs() + 0.5,
@@ -193,7 +186,7 @@ def found(case: Drawn, way: str) -> dict[str, torch.Tensor]:
     # A copy, because expanded tensors and leaves would be refused.
     x = inputs.x.clone() if case.in_place else inputs.x
     y = (rotate_ if case.in_place else rotate)(x, case.spec, where, **options)
-    result = {"y": y.detach()}
+    result = {"y": oracle.as_bhsd(y.detach(), case.layout)}
     if y.requires_grad:
         slopes = torch.autograd.grad(y, list(wanted.values()), inputs.grad)
         result |= zip(wanted, slopes)
@@ -209,11 +202,7 @@ def true(case: Drawn) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     given_ = Inputs(*(t.detach() for t in made(case)))
     inputs = Inputs(*(t.double() for t in given_))
     wanted = leaves(case, inputs)
-    spec, dims = case.spec, LAYOUTS[case.layout]
-    full = inputs.x[(None,) * (4 - len(dims))]
-    # Prepend missing dimensions, then move each to its place.
-    order = [dim for dim in range(4) if dim not in dims] + list(dims)
-    x = full.permute([order.index(dim) for dim in range(4)])
+    spec, x = case.spec, oracle.as_bhsd(inputs.x, case.layout)
     x = (
         oracle_acts.norm(x, inputs.weight, 1e-3, 0.0)
         if case.act == "rms_norm"
@@ -246,16 +235,12 @@ def true(case: Drawn) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     angle = at * omega[None, :, None]
     if case.inverse:
         x, angle, log = x * torch.exp(-log), -angle, torch.zeros((), dtype=torch.float64)
-    first = spec.start + (2 if spec.interleaved else 1) * torch.arange(pairs)
-    second = first + (1 if spec.interleaved else pairs)
-    u, v = x[..., first], x[..., second]
-    y = x.index_copy(-1, first, u * angle.cos() - v * angle.sin())
-    y = y.index_copy(-1, second, u * angle.sin() + v * angle.cos()) * torch.exp(log)
-    y = y.permute(dims) if len(dims) == 4 else y.permute(order).reshape(inputs.x.shape)
+    y = oracle.turned(x, angle.cos(), angle.sin(), spec.start, spec.interleaved) * torch.exp(log)
     result = {"y": y.detach()}
     sizes = {"y": y.abs().max().item()}
     if y.requires_grad:
-        slopes = torch.autograd.grad(y, list(wanted.values()), inputs.grad)
+        grad = oracle.as_bhsd(inputs.grad, case.layout)
+        slopes = torch.autograd.grad(y, list(wanted.values()), grad)
         result |= zip(wanted, slopes)
         terms = sizes["y"] * inputs.grad.abs().max().item() * math.sqrt(y.numel())
         far = max(1.0, where.abs().max().item())
@@ -277,15 +262,10 @@ def true(case: Drawn) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
 def test_random_combinations(case: Drawn) -> None:
     wanted, sizes = true(case)
     bound = tolerances.value(f"f and P, {str(case.dtype)[6:]}")
-    before = cpu.instruction_set()
-    try:
-        for way in WAYS:
-            got = found(case, way)
-            assert got.keys() == wanted.keys()
-            for name, value in got.items():
-                error = (value.double() - wanted[name]).abs().max().item()
-                assert value.dtype == case.dtype
-                assert error <= 4 * bound * sizes[name], (way, name, error, sizes[name])
-    finally:
-        if before is not None:
-            cpu.use_instruction_set(before)
+    for way in WAYS:
+        got = found(case, way)
+        assert got.keys() == wanted.keys()
+        for name, value in got.items():
+            error = (value.double() - wanted[name]).abs().max().item()
+            assert value.dtype == case.dtype
+            assert error <= 4 * bound * sizes[name], (way, name, error, sizes[name])

@@ -1,8 +1,10 @@
-"""Run the main function of a command in this process."""
+"""Run a command: its main function in this process, or Python in a new process."""
 
 from __future__ import annotations
 
 import io
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -22,3 +24,10 @@ def call(
     ):
         code = main()
     return code, output.getvalue(), error.getvalue()
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a new process with these additional environment variables."""
+    command = [sys.executable, *arguments]
+    more = os.environ | environment
+    return subprocess.run(command, env=more, capture_output=True, text=True, check=False)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -32,6 +33,12 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+
+
+def every_way(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test in each dtype, on each backend, with both pairings."""
+    return every_dtype(every_backend(both_pairings(test)))
+
 
 # For guarantees of the kernel that torch's own functions do not give, such as reproducible bits.
 needs_kernel = pytest.mark.skipif(

@@ -152,6 +152,23 @@ def rotate(
     return result
 
 
+def turned(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    start: int = 0,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """Rotate x [..., channels] in float64 by cosines and sines [..., pairs], differentiably."""
+    first, second = channels(2 * cos.shape[-1], start, interleaved)
+    x, cos, sin = x.double(), cos.double(), sin.double()
+    u, v = x[..., first], x[..., second]
+    rest = [channel for channel in range(x.shape[-1]) if channel not in (*first, *second)]
+    y = torch.cat((u * cos - v * sin, u * sin + v * cos, x[..., rest]), -1)
+    order = [*first, *second, *rest]
+    return y[..., [order.index(channel) for channel in range(x.shape[-1])]]
+
+
 def pair_lengths(
     x: torch.Tensor, rotary_dim: int, *, start: int = 0, interleaved: bool = False
 ) -> torch.Tensor:

@@ -7,7 +7,7 @@ machine, the backend, the instruction set or the number of threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -381,8 +381,11 @@ def value(name: str) -> float:
     return TABLE[name].value
 
 
-def assert_near(got: torch.Tensor | None, want: torch.Tensor | None, name: str) -> None:
-    """Assert equal shapes and dtypes, and values within the entry `name`, which is rtol and atol."""
+def assert_near(got: Any, want: Any, name: str) -> None:
+    """Assert equal shapes and dtypes, and values within the entry `name`, which is rtol and atol.
+
+    Of two tensors, or of each pair of two sequences.
+    """
     bound = value(name)
     torch.testing.assert_close(got, want, rtol=bound, atol=bound)
 
@@ -488,8 +491,17 @@ def assert_rotations(
     _assert_close(got, wanted.double(), lengths, reach, rotations)
 
 
-def assert_same_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Assert the same dtype, shape and bits, including signs of zeros and NaN payloads."""
+def assert_same_bits(
+    got: torch.Tensor | Sequence[torch.Tensor], wanted: torch.Tensor | Sequence[torch.Tensor]
+) -> None:
+    """Assert the same dtype, shape and bits, including signs of zeros and NaN payloads.
+
+    Of two tensors, or of each pair of two sequences.
+    """
+    if not isinstance(got, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+        for one, other in zip(got, wanted, strict=True):
+            assert_same_bits(one, other)
+        return
     assert got.dtype == wanted.dtype
     assert got.shape == wanted.shape
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.command import python
 from tests.support.matrix import needs_kernel
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -46,13 +44,8 @@ print(json.dumps([seen, sums]))
 
 
 def run(program: str, **environment: str) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-c", program, **environment)
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
@@ -173,4 +166,5 @@ assert resident() - before < 300_000_000, (before, resident())  # the results ad
 """
     if not Path("/proc/self/statm").exists():
         pytest.skip("this system does not report resident memory")
-    subprocess.run([sys.executable, "-c", program], check=True)
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr

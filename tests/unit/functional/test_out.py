@@ -1,12 +1,12 @@
 """`out=`: write results directly into a cache."""
 
-import re
 from functools import partial
 
 import pytest
 import torch
 
 from tests.support import helpers
+from tests.support.refusals import refusals
 from tightrope import RopeSpec
 from tightrope.functional import rotate, rotate_qk
 from tightrope.ops import schema
@@ -121,85 +121,45 @@ def test_the_raw_operator_refuses_what_it_cannot_do() -> None:
         schema.rotate_into(x, None, x, None, *arguments)
 
 
-X = torch.zeros(2, 3, 5, 12)
-FACTS = "(x: float32[2, 3, 5, 12], out: {})."
-ERRORS = {
-    "shape": (
-        lambda: rotate(X, SPEC, out=X[:, :, :4].clone()),
-        ValueError,
-        "[rotate] out must have the shape, dtype and device of x "
-        + FACTS.format("float32[2, 3, 4, 12]"),
+X, OUT = torch.zeros(2, 3, 5, 12), torch.zeros(2, 3, 5, 12)
+LIKE_X = "[rotate] out must have the shape, dtype and device of x"
+IS_X = "x: float32[2, 3, 5, 12]"
+OVERLAP = "out must not overlap itself or the input in memory; to rotate in place call"
+PAIR = (
+    "[rotate_qk] out must be a pair of tensors for q and k, with None for a k that is None, but got"
+)
+VALUES = {
+    f"{LIKE_X} ({IS_X}, out: float32[2, 3, 4, 12]).": lambda: rotate(X, SPEC, out=OUT[:, :, :4]),
+    f"{LIKE_X} ({IS_X}, out: float64[2, 3, 5, 12]).": lambda: rotate(X, SPEC, out=OUT.double()),
+    f"{LIKE_X} but is on meta, not cpu ({IS_X}, out: float32[2, 3, 5, 12]).": (
+        lambda: rotate(X, SPEC, out=X.to("meta"))
     ),
-    "dtype": (
-        lambda: rotate(X, SPEC, out=X.double()),
-        ValueError,
-        "[rotate] out must have the shape, dtype and device of x "
-        + FACTS.format("float64[2, 3, 5, 12]"),
+    "[rotate_qk] out must hold one tensor for each of q, k but got 1.": (
+        lambda: rotate_qk(X, X.clone(), SPEC, out=(OUT, None))
     ),
-    "device": (
-        lambda: rotate(X, SPEC, out=X.to("meta")),
-        ValueError,
-        "[rotate] out must have the shape, dtype and device of x but is on meta, not cpu "
-        + FACTS.format("float32[2, 3, 5, 12]"),
-    ),
-    "no tensor": (
-        lambda: rotate(X, SPEC, out=3),
-        TypeError,
-        "[rotate] out must be a tensor for x but got 3.",
-    ),
-    "one for two": (
-        lambda: rotate_qk(X, X.clone(), SPEC, out=(X.clone(), None)),
-        ValueError,
-        "[rotate_qk] out must hold one tensor for each of q, k but got 1.",
-    ),
-    "no pair": (
-        lambda: rotate_qk(X, X.clone(), SPEC, out=3),
-        TypeError,
-        "[rotate_qk] out must be a pair of tensors for q and k, with None for a k that is None, but got 3.",
-    ),
-    "k's slot for q": (
-        lambda: rotate_qk(X, None, SPEC, out=(None, 3)),
-        TypeError,
-        "[rotate_qk] out must be a pair of tensors for q and k, with None for a k that is None, but got "
-        "None for q; pass torch.empty_like(q).",
-    ),
-    "sparse": (
-        lambda: rotate(X, SPEC, out=X.to_sparse()),
-        TypeError,
-        "[rotate] out must be a dense tensor but got one that is sparse_coo.",
-    ),
-    "grad": (
-        lambda: rotate(X.clone().requires_grad_(), SPEC, out=X.clone()),
-        ValueError,
-        "[rotate] a result written to out has no gradient, but x or out requires one; "
-        "use torch.no_grad(), or omit out " + FACTS.format("float32[2, 3, 5, 12]"),
-    ),
-    "itself": (
+    "[rotate] a result written to out has no gradient, but x or out requires one; use "
+    f"torch.no_grad(), or omit out ({IS_X}, out: float32[2, 3, 5, 12]).": [
+        lambda: rotate(X.clone().requires_grad_(), SPEC, out=OUT),
+        lambda: rotate(X, SPEC, out=OUT.clone().requires_grad_()),
+    ],
+    f"[rotate] {OVERLAP} rotate_ (out[0]: float32[2, 3, 5, 12]).": [
         lambda: rotate(X, SPEC, out=X),
-        ValueError,
-        "[rotate] out must not overlap itself or the input in memory; to rotate in place "
-        "call rotate_ (out[0]: float32[2, 3, 5, 12]).",
-    ),
-    "expanded": (
         lambda: rotate(X, SPEC, out=torch.zeros(1, 1, 1, 12).expand(2, 3, 5, 12)),
-        ValueError,
-        "[rotate] out must not overlap itself or the input in memory; to rotate in place "
-        "call rotate_ (out[0]: float32[2, 3, 5, 12]).",
+    ],
+    f"[rotate_qk] {OVERLAP} rotate_qk_ (out[0]: float32[2, 3, 5, 12], "
+    "out[1]: float32[2, 3, 5, 12]).": lambda: rotate_qk(X, X.clone(), SPEC, out=(OUT, OUT)),
+}
+TYPES = {
+    "[rotate] out must be a tensor for x but got 3.": lambda: rotate(X, SPEC, out=3),
+    f"{PAIR} 3.": lambda: rotate_qk(X, X.clone(), SPEC, out=3),
+    f"{PAIR} None for q; pass torch.empty_like(q).": (
+        lambda: rotate_qk(X, None, SPEC, out=(None, 3))
     ),
-    "the same twice": (
-        lambda: rotate_qk(X, X.clone(), SPEC, out=(OUT, OUT)),
-        ValueError,
-        "[rotate_qk] out must not overlap itself or the input in memory; to rotate in place "
-        "call rotate_qk_ (out[0]: float32[2, 3, 5, 12], out[1]: float32[2, 3, 5, 12]).",
+    "[rotate] out must be a dense tensor but got one that is sparse_coo.": (
+        lambda: rotate(X, SPEC, out=X.to_sparse())
     ),
 }
-OUT = torch.zeros(2, 3, 5, 12)
-
-
-@pytest.mark.parametrize("call, error, text", ERRORS.values(), ids=ERRORS)
-def test_sentence(call, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=f"^{re.escape(text)}$"):
-        call()
+test_sentence = refusals({ValueError: VALUES, TypeError: TYPES})
 
 
 def test_partial_overlap_is_refused_unchanged() -> None:

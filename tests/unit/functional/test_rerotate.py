@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from tests.support import oracle, oracle_frequencies as truth
-from tests.support.helpers import refused
 from tests.support.matrix import both_pairings, every_backend, every_dtype
+from tests.support.refusals import refusals
 from tests.support.tolerances import (
     ENOUGH,
     Result,
@@ -183,26 +184,18 @@ def exact(k: torch.Tensor, move: Move) -> tuple[torch.Tensor, torch.Tensor, floa
     new = old if move.new is None else written(move.new)
     rows = k.shape[0]
     old, new = (ids.expand(-1, rows, -1) for ids in (old, new))
-    exact_ids = [*new.tolist(), *[[[-p for p in row] for row in axis] for axis in old.tolist()]]
+    ids = (
+        torch.cat((new, -old))
+        if new.dtype == old.dtype
+        else torch.cat((new.double(), -old.double()))
+    )
     omegas = [*rates(move.after, move.lengths[1]), *rates(move.before, move.lengths[0])]
-    place = {"start": 2, "interleaved": move.after.interleaved}
-    by_pair = [tuple(pair) for pair in zip(*omegas, strict=True)]
-    values = [
-        oracle.cos_sin_at(tuple(axis[row][token] for axis in exact_ids), pair)
-        for row in range(rows)
-        for token in range(TOKENS)
-        for pair in by_pair
-    ]
-    cos, sin = torch.tensor(values, dtype=torch.float64).reshape(rows, 1, TOKENS, 6, 2).unbind(-1)
+    cos, sin = (table[:, None] for table in oracle.cos_sin(ids, omegas))
     ratio = amplitude(move.after, move.lengths[1]) / amplitude(move.before, move.lengths[0])
-    first, second = oracle.channels(12, 2, move.after.interleaved)
-    wanted = k.double().clone()
-    u, v = wanted[..., first], wanted[..., second]
-    wanted[..., first] = (u * cos - v * sin) * ratio
-    wanted[..., second] = (u * sin + v * cos) * ratio
-    reach = sum(max(abs(p) for row in axis for p in row) for axis in exact_ids)
-    lengths = oracle.pair_lengths(k, 12, **place) * max(1.0, ratio)  # type: ignore[arg-type]
-    return wanted, lengths, float(reach)
+    wanted = oracle.turned(k, cos * ratio, sin * ratio, 2, move.after.interleaved)
+    lengths = oracle.pair_lengths(k, 12, start=2, interleaved=move.after.interleaved)
+    reach = ids.double().abs().flatten(1).amax(1).sum()
+    return wanted, lengths * max(1.0, ratio), float(reach)
 
 
 def assert_ways(
@@ -248,20 +241,6 @@ def test_keys_lose_one_rounding(
     assert_same_bits(out, moved)
 
 
-@every_dtype
-@every_move
-def test_it_is_the_inverse_and_then_the_rotation(name: str, dtype: torch.dtype) -> None:
-    move = MOVES[name]
-    k = torch.randn(2, 3, TOKENS, 16).to(dtype)
-    moved = rerotate(k, *move[:4], **lengths_of(move))
-    plain = rotate(k, move.before, move.old, inverse=True, seq_len=move.lengths[0])
-    new = move.old if move.new is None else move.new
-    wanted = rotate(plain, move.after, new, seq_len=move.lengths[1])
-    _, lengths, reach = exact(k, move)
-    ratio = max(1.0, 1 / amplitude(move.before, move.lengths[0]))
-    assert_ways(moved, wanted, lengths * ratio, 3, reach)
-
-
 @pytest.mark.parametrize("after", [spec_of(), spec_of(base=5e5)], ids=repr)
 def test_angles_wrap_as_those_of_a_rotation_do(after: RopeSpec) -> None:
     """Beyond 2^31, where angles are inexact, `rerotate` still agrees with two rotations."""
@@ -269,33 +248,6 @@ def test_angles_wrap_as_those_of_a_rotation_do(after: RopeSpec) -> None:
     moved = rerotate(k, spec_of(), after, 2**62, -(2**62) - 7)
     wanted = rotate(rotate(k, spec_of(), 2**62, inverse=True), after, -(2**62) - 7)
     assert_rotations(moved, wanted, oracle.pair_lengths(k, 12, start=2), 3, 0.0)
-
-
-@every_dtype
-def test_keys_around_a_million(dtype: torch.dtype) -> None:
-    """Moved keys have the error of a fresh rotation, plus one rounding by the earlier rotation."""
-    spec = RopeSpec(64, 500_000.0)
-    old = [MILLION + 7 * token for token in range(8)]
-    new = [position - 524_287 for position in old]
-    k = torch.randn(1, 24, 8, 64).to(dtype)
-    cached = rotate(k, spec, torch.tensor(old))
-    moved = rerotate(cached, spec, spec, torch.tensor(old), torch.tensor(new))
-    omegas = oracle.frequencies(500_000.0, 64)
-    lengths = oracle.pair_lengths(k, 64)
-    wanted = oracle.rotate(k, new, omegas)
-    fresh = rotate(k, spec, torch.tensor(new))
-    assert_rotated([Result(fresh, wanted, lengths, float(MILLION))])
-    if dtype in (torch.float32, torch.float64):
-        assert_rotations(moved, wanted, lengths, 2, float(2 * MILLION))
-    else:
-        step = oracle.step_sizes(lengths, dtype)
-        error = (moved.double() - wanted).abs()
-        # Two roundings by half a step each, the first of them rotated: below the "16-bit ways" bound.
-        assert bool((error <= value("16-bit ways") * step).all())
-        # Relative to the stored keys, only one rounding remains.
-        difference = [after - before for before, after in zip(old, new, strict=True)]
-        turned = oracle.rotate(cached, difference, omegas)
-        assert_rotated([Result(moved, turned, oracle.pair_lengths(cached, 64), float(2 * MILLION))])
 
 
 # --- the group ------------------------------------------------------------------------------------
@@ -442,47 +394,7 @@ def test_no_keys() -> None:
             assert rerotate_(k, spec, after, 5, 3) is k
 
 
-# --- gradients and compilers ----------------------------------------------------------------------
-
-
-@every_backend
-@pytest.mark.parametrize("name", ["a shift", "another base and place", "yarn to yarn", "fractions"])
-def test_gradients_by_keys(name: str, backend: str) -> None:
-    move = MOVES[name]
-    k, weight = (torch.randn(2, 2, TOKENS, 16, dtype=torch.float64) for _ in range(2))
-    ratio = amplitude(move.after, None) / amplitude(move.before, None)
-    back = Move(move.after, move.before, move.old if move.new is None else move.new, move.old)
-    turned, lengths, reach = exact(weight, back)
-    wanted = torch.where(lengths > 0, turned * ratio**2, turned)  # the transpose, not the inverse
-    leaf = k.clone().requires_grad_()
-    y = rerotate(leaf, *move[:4], backend=backend)
-    (grad,) = torch.autograd.grad(y, leaf, weight)
-    bound = 2 * lengths * max(1.0, ratio**2)
-    assert_rotated([Result(grad, wanted, bound, reach)])
-    leaf = k.clone().requires_grad_()
-    y = rerotate_(leaf.clone(), *move[:4], backend=backend)
-    assert_rotated([Result(torch.autograd.grad(y, leaf, weight)[0], wanted, bound, reach)])
-
-
-@every_backend
-@pytest.mark.parametrize("after", [spec_of(), spec_of(YARN, 5e5)], ids=repr)
-def test_gradients_by_positions(after: RopeSpec, backend: str) -> None:
-    k = torch.randn(2, 1, TOKENS, 16, dtype=torch.float64, requires_grad=True)
-    old, new = (torch.rand(2, TOKENS, dtype=torch.float64) * 9 for _ in range(2))
-    old.requires_grad_()
-    new.requires_grad_()
-
-    def turn(k: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        return rerotate(k, spec_of(), after, old, new, backend=backend)
-
-    assert torch.autograd.gradcheck(turn, (k, old, new))
-    # Without new positions an angle is p · (ω' − ω), which is 0 for equal frequencies.
-    y = rerotate(k, spec_of(), after, old, backend=backend)
-    (grad,) = torch.autograd.grad((y**3).sum(), old)
-    assert bool(grad.any()) == (after != spec_of())
-    assert torch.autograd.gradcheck(
-        lambda p: rerotate(k.detach(), spec_of(), after, p, backend=backend), (old,)
-    )
+# --- compilers ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("after", [spec_of(), spec_of(YARN, 5e5)], ids=repr)
@@ -521,130 +433,64 @@ def test_a_shift_makes_no_positions() -> None:
 # --- errors ---------------------------------------------------------------------------------------
 
 K = torch.zeros(2, 3, TOKENS, 16)
-SPEC = spec_of()
-REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "not a tensor": (
-        lambda: rerotate(None, SPEC, SPEC, 5, 0),  # type: ignore[arg-type]
-        TypeError,
-        "[rerotate] k must be a tensor but got None.",
-    ),
-    "another rank": (
-        lambda: rerotate_(K[0], SPEC, SPEC, 5, 0),
-        ValueError,
-        "[rerotate_] k must have 4 dimensions for layout 'bhsd' but got 3; layouts with 3 dimensions: "
-        "'thd', 'bsd' (k: float32[3, 4, 16]).",
-    ),
-    "another width": (
-        lambda: rerotate(K[..., :12], SPEC, SPEC, 5, 0),
-        ValueError,
-        "[rerotate] k must have head_dim 16 in its last dimension but got 12 "
-        "(k: float32[2, 3, 4, 12]).",
-    ),
-    "a prepared rotation": (
-        lambda: rerotate(K, SPEC.at(5), SPEC, 0),  # type: ignore[arg-type]
-        TypeError,
-        "[rerotate] from_spec must be a RopeSpec but got PreparedRotation; pass the spec that "
-        "it was made from, and its positions as positions=.",
-    ),
-    "a new prepared rotation": (
-        lambda: rerotate(K, SPEC, SPEC.at(5), 0),  # type: ignore[arg-type]
-        TypeError,
-        "[rerotate] to_spec must be a RopeSpec but got PreparedRotation; pass the spec that it was "
-        "made from, and its positions as new_positions=.",
-    ),
-    "not a spec": (
-        lambda: rerotate_(K, SPEC, 5, 0),  # type: ignore[arg-type]
-        TypeError,
-        "[rerotate_] to_spec must be a RopeSpec but got int.",
-    ),
-    "other channels": (
-        lambda: rerotate(K, SPEC, RopeSpec(16, rotary_dim=8, start=2), 5, 0),
-        ValueError,
-        "[rerotate] from_spec and to_spec must have the same rotary_dim but have 12 and 8; rotate "
-        "by from_spec with inverse=True, then by to_spec.",
-    ),
-    "another start": (
-        lambda: rerotate(K, SPEC, RopeSpec(16, rotary_dim=12, start=4), 5, 0),
-        ValueError,
-        "[rerotate] from_spec and to_spec must have the same start but have 2 and 4; rotate by "
-        "from_spec with inverse=True, then by to_spec.",
-    ),
-    "another pairing": (
-        lambda: rerotate(K, SPEC, RopeSpec(16, 1e4, 12, 2, True), 5, 0),
-        ValueError,
-        "[rerotate] from_spec and to_spec must have the same interleaved but have False and True; "
-        "rotate by from_spec with inverse=True, then by to_spec.",
-    ),
-    "too few positions": (
-        lambda: rerotate(K, SPEC, SPEC, torch.arange(3), 0),
-        ValueError,
-        "[rerotate] positions must hold one position for each of 4 tokens but got 3 (layout 'bhsd' "
-        "has its tokens in dimension 2) (k: float32[2, 3, 4, 16], positions: int64[3]).",
-    ),
-    "too few positions, staying": (
-        lambda: rerotate(K, SPEC, SPEC, torch.arange(3)),
-        ValueError,
-        "[rerotate] positions must hold one position for each of 4 tokens but got 3 (layout 'bhsd' "
-        "has its tokens in dimension 2) (k: float32[2, 3, 4, 16], positions: int64[3]).",
-    ),
-    "too few new positions": (
-        lambda: rerotate_(K, SPEC, spec_of(YARN), 0, torch.arange(3)),
-        ValueError,
-        "[rerotate_] new_positions must hold one position for each of 4 tokens but got 3 (layout "
-        "'bhsd' has its tokens in dimension 2) (k: float32[2, 3, 4, 16], new_positions: "
-        "int64[3]).",
-    ),
-    "other rows": (
-        lambda: rerotate(K, SPEC, SPEC, 0, positions.per_row(torch.arange(3))),
-        ValueError,
-        "[rerotate] new_positions must have 1 or 2 rows but got 3 (k: float32[2, 3, 4, 16], "
-        "new_positions: int64[1, 3, 1]).",
-    ),
-    "other heads": (
-        lambda: rerotate(
-            torch.zeros(2, 3, TOKENS, 4),
-            RopeSpec(4),
-            RopeSpec(4, scaling=Given(((1.0, 2.0),) * 2)),
-            0,
-        ),
-        ValueError,
-        "[rerotate] to_spec must have 1 or 3 heads for k but got 2 (k: float32[2, 3, 4, 4]).",
-    ),
-    "other axes": (
-        lambda: rerotate(K, SPEC, spec_of(axes=SECTIONS), 5),
-        ValueError,
-        "[rerotate] positions must have 3 axes for this spec but got 1; call positions.multi_axis "
-        "with ids (3, tokens) or (3, rows, tokens), or positions.text(…, axes=3) if all "
-        "coordinates of a token are equal (positions: None).",
-    ),
-    "lengths of other rows": (
-        lambda: rerotate(K, spec_of(DYNAMIC), spec_of(DYNAMIC), 5, to_seq_len=[1, 2, 3]),
-        ValueError,
-        "[rerotate] to_seq_len must be one length, or one for each of 2 rows, but got 3 "
-        "(k: float32[2, 3, 4, 16]).",
-    ),
-    "lengths of other rows before": (
-        lambda: rerotate(K, spec_of(DYNAMIC), spec_of(DYNAMIC), 5, from_seq_len=[1, 2, 3]),
-        ValueError,
-        "[rerotate] from_seq_len must be one length, or one for each of 2 rows, but got 3 "
-        "(k: float32[2, 3, 4, 16]).",
-    ),
-    "an unknown layout": (
-        lambda: rerotate(K, SPEC, SPEC, 5, layout="bdsh"),
-        ValueError,
-        "[rerotate] layout must be one of bhsd, bshd, sbhd, thd, bsd, sd but got 'bdsh'.",
-    ),
-    "its own memory": (
-        lambda: rerotate(K, SPEC, SPEC, 5, 0, out=K),
-        ValueError,
-        "[rerotate] out must not overlap itself or the input in memory; to rotate in place "
-        "call rerotate_ (out[0]: float32[2, 3, 4, 16]).",
-    ),
+SPEC, LENGTHY = spec_of(), spec_of(DYNAMIC)
+
+
+def moved(change: Callable[..., object] = rerotate, **changes: Any) -> Callable[[], object]:
+    """Return a call with these arguments, and valid ones otherwise."""
+    valid = {"k": K, "from_spec": SPEC, "to_spec": SPEC, "positions": 5, "new_positions": 0}
+    return partial(change, **(valid | changes))
+
+
+SAME = "[rerotate] from_spec and to_spec must have the same"
+INSTEAD = "rotate by from_spec with inverse=True, then by to_spec."
+PREPARED = "must be a RopeSpec but got PreparedRotation; pass the spec that it was made from, and"
+ONE_EACH = (
+    "must hold one position for each of 4 tokens but got 3 (layout 'bhsd' has its tokens in "
+    "dimension 2) (k: float32[2, 3, 4, 16],"
+)
+TYPES = {
+    "[rerotate] k must be a tensor but got None.": moved(k=None),
+    f"[rerotate] from_spec {PREPARED} its positions as positions=.": moved(from_spec=SPEC.at(5)),
+    f"[rerotate] to_spec {PREPARED} its positions as new_positions=.": moved(to_spec=SPEC.at(5)),
+    "[rerotate_] to_spec must be a RopeSpec but got int.": moved(rerotate_, to_spec=5),
 }
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_sentences(case: str) -> None:
-    make, kind, text = REFUSED[case]
-    with refused(kind, text):
-        make()
+VALUES = {
+    "[rerotate_] k must have 4 dimensions for layout 'bhsd' but got 3; layouts with 3 dimensions: "
+    "'thd', 'bsd' (k: float32[3, 4, 16]).": moved(rerotate_, k=K[0]),
+    "[rerotate] k must have head_dim 16 in its last dimension but got 12 "
+    "(k: float32[2, 3, 4, 12]).": moved(k=K[..., :12]),
+    f"{SAME} rotary_dim but have 12 and 8; {INSTEAD}": moved(to_spec=RopeSpec(16, 1e4, 8, 2)),
+    f"{SAME} start but have 2 and 4; {INSTEAD}": moved(to_spec=RopeSpec(16, 1e4, 12, 4)),
+    f"{SAME} interleaved but have False and True; {INSTEAD}": moved(
+        to_spec=RopeSpec(16, 1e4, 12, 2, True)
+    ),
+    f"[rerotate] positions {ONE_EACH} positions: int64[3]).": [
+        moved(positions=torch.arange(3)),
+        moved(positions=torch.arange(3), new_positions=None),
+    ],
+    f"[rerotate_] new_positions {ONE_EACH} new_positions: int64[3]).": moved(
+        rerotate_, to_spec=spec_of(YARN), new_positions=torch.arange(3)
+    ),
+    "[rerotate] new_positions must have 1 or 2 rows but got 3 (k: float32[2, 3, 4, 16], "
+    "new_positions: int64[1, 3, 1]).": moved(new_positions=positions.per_row(torch.arange(3))),
+    "[rerotate] to_spec must have 1 or 3 heads for k but got 2 (k: float32[2, 3, 4, 4]).": moved(
+        k=K[..., :4], from_spec=RopeSpec(4), to_spec=RopeSpec(4, scaling=Given(((1.0, 2.0),) * 2))
+    ),
+    "[rerotate] positions must have 3 axes for this spec but got 1; call positions.multi_axis "
+    "with ids (3, tokens) or (3, rows, tokens), or positions.text(…, axes=3) if all coordinates "
+    "of a token are equal (positions: None).": moved(to_spec=spec_of(axes=SECTIONS)),
+    **{
+        f"[rerotate] {name} must be one length, or one for each of 2 rows, but got 3 "
+        "(k: float32[2, 3, 4, 16]).": moved(
+            from_spec=LENGTHY, to_spec=LENGTHY, new_positions=None, **{name: [1, 2, 3]}
+        )
+        for name in ("from_seq_len", "to_seq_len")
+    },
+    "[rerotate] layout must be one of bhsd, bshd, sbhd, thd, bsd, sd but got 'bdsh'.": moved(
+        layout="bdsh"
+    ),
+    "[rerotate] out must not overlap itself or the input in memory; to rotate in place call "
+    "rerotate_ (out[0]: float32[2, 3, 4, 16]).": moved(out=K),
+}
+test_sentence = refusals({TypeError: TYPES, ValueError: VALUES})

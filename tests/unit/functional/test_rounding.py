@@ -11,7 +11,7 @@ import torch
 
 from tests.support import oracle_rounding as oracle
 from tests.support.helpers import noise
-from tests.support.matrix import both_pairings, every_backend, every_dtype, needs_kernel
+from tests.support.matrix import both_pairings, every_backend, every_dtype, every_way, needs_kernel
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec
 from tightrope.backends import cpu
@@ -52,12 +52,16 @@ def turned(x: torch.Tensor, width: int, *rest: Any) -> torch.Tensor:
     return torch.cat((oracle.rotate(x[..., :width], *rest), x[..., width:]), -1)
 
 
+def rotate_full(q: Any, k: Any, cos: Any, sin: Any, *how: Any, **more: Any) -> Any:
+    """Rotate by tables with an entry for each channel; `how`: interleaved, rounding."""
+    named = dict(zip(("interleaved", "rounding"), how))
+    return apply_rotary_pos_emb(q, k, cos, sin, tables="full", **named, **more)
+
+
 # --- the formulas ----------------------------------------------------------------------
 
 
-@every_dtype
-@every_backend
-@both_pairings
+@every_way
 @pytest.mark.parametrize("table_dtype", ["that of x", torch.float32])
 @pytest.mark.parametrize("rounding", ["wide", "each", ("wide", "each"), ("each", "wide")])
 def test_forward_and_backward_have_the_bits_of_the_formulas(
@@ -68,15 +72,7 @@ def test_forward_and_backward_have_the_bits_of_the_formulas(
         held = dtype if table_dtype == "that of x" else table_dtype
         cos, sin = tables_for(width, held)
         xs = [x.detach().clone().requires_grad_() for x in qk(dims, dtype)]
-        ys = apply_rotary_pos_emb(
-            *xs,
-            cos,
-            sin,
-            tables="full",
-            interleaved=interleaved,
-            rounding=rounding,
-            backend=backend,
-        )
+        ys = rotate_full(*xs, cos, sin, interleaved, rounding, backend=backend)
         grads = qk(dims, dtype, seed=2)
         found = torch.autograd.grad(ys, xs, grads)
         for x, y, grad, by_x in zip(xs, ys, grads, found, strict=True):
@@ -94,9 +90,7 @@ def test_other_formats_equal_full_tables(
     q, k = qk(64, dtype)
     half = [table[:, :32] for table in tables_for(64, dtype)]
     full = [oracle.join(table, table, interleaved) for table in half]
-    want = apply_rotary_pos_emb(
-        q, k, *full, tables="full", interleaved=interleaved, rounding=rounding
-    )
+    want = rotate_full(q, k, *full, interleaved, rounding)
     for name, given in {
         "half": half,
         "cat": [torch.cat((table, table), -1) for table in half],
@@ -105,8 +99,7 @@ def test_other_formats_equal_full_tables(
         ys = apply_rotary_pos_emb(
             q, k, *given, tables=name, interleaved=interleaved, rounding=rounding
         )
-        for y, expected in zip(ys, want, strict=True):
-            assert_same_bits(y, expected)
+        assert_same_bits(ys, want)
 
 
 @needs_kernel
@@ -172,9 +165,7 @@ def test_tiny_numbers(interleaved: bool, least: int, rounding: str) -> None:
                 assert_same_bits(y, found[0])
 
 
-@every_dtype
-@every_backend
-@both_pairings
+@every_way
 def test_phase_words_are_rounded_first(dtype: torch.dtype, backend: str, interleaved: bool) -> None:
     """ "each" rounds cosine and sine, amplitude included; "wide" leaves them as they are."""
     spec = RopeSpec(64, interleaved=interleaved)
@@ -202,10 +193,7 @@ def test_every_public_rotation_takes_it() -> None:
         for _ in range(2):  # the second call takes the fast path of a prepared rotation
             assert_same_bits(rotate(q, prepared, rounding=rounding), want[0])
             assert_same_bits(rotate_(q.clone(), prepared, rounding=rounding), want[0])
-            for y, expected in zip(
-                rotate_qk_(q.clone(), k.clone(), prepared, rounding=rounding), want, strict=True
-            ):
-                assert_same_bits(y, expected)
+            assert_same_bits(rotate_qk_(q.clone(), k.clone(), prepared, rounding=rounding), want)
             out = torch.empty_like(q)
             assert_same_bits(rotate(q, prepared, rounding=rounding, out=out), want[0])
         rope = RotaryPositionalEmbedding(32, rounding=rounding)
@@ -250,8 +238,7 @@ def assert_equal_rotations(
         xs = [x.detach().clone().requires_grad_() for x in qk(dims, dtype)]
         ys = rotation(*xs)
         results.append((*ys, *torch.autograd.grad(ys, xs, qk(dims, dtype, seed=2))))
-    for theirs, mine in zip(*results, strict=True):
-        assert_same_bits(mine, theirs)
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -271,9 +258,7 @@ def test_functions_of_transformers(name: str, rounding: Any, dtype: torch.dtype)
     full = [oracle.join(table, table, interleaved) for table in half]
     assert_equal_rotations(
         lambda q, k: module.apply_rotary_pos_emb(q, k, cos, sin),
-        lambda q, k: apply_rotary_pos_emb(
-            q, k, *full, tables="full", interleaved=interleaved, rounding=rounding
-        ),
+        lambda q, k: rotate_full(q, k, *full, interleaved, rounding),
         dtype,
     )
 
@@ -322,45 +307,12 @@ def test_functions_of_other_libraries(name: str, dtype: torch.dtype) -> None:
         cos, sin = tables_for(64, torch.float32)
     assert_equal_rotations(
         lambda q, k: (function(q, cos, sin), function(k, cos, sin)),
-        lambda q, k: apply_rotary_pos_emb(
-            q, k, cos, sin, tables="full", interleaved=interleaved, rounding=rounding
-        ),
+        lambda q, k: rotate_full(q, k, cos, sin, interleaved, rounding),
         dtype,
     )
 
 
 # --- gradients, transforms, the compiler -----------------------------------------------
-
-
-@every_backend
-@pytest.mark.parametrize(
-    ("rounding", "interleaved"),
-    [
-        *(("once", False), ("wide", True), ("each", True)),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("once", True), ("wide", False), ("each", False))
-        ),
-    ],
-)
-def test_gradients_of_full_tables(backend: str, rounding: str, interleaved: bool) -> None:
-    """First and second derivatives with respect to x and tables equal finite differences."""
-    q = noise(2, 3, TOKENS, 6, seed=1).double().requires_grad_()
-    tables = [table.double().requires_grad_() for table in tables_for(6, torch.float64)]
-
-    def rotation(*given: torch.Tensor) -> torch.Tensor:
-        return apply_rotary_pos_emb(
-            given[0],
-            None,
-            *given[1:],
-            tables="full",
-            interleaved=interleaved,
-            rounding=rounding,
-            backend=backend,
-        )[0]
-
-    assert torch.autograd.gradcheck(rotation, (q, *tables))
-    assert torch.autograd.gradgradcheck(rotation, (q, *tables))
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -372,16 +324,13 @@ def test_gradients_of_full_tables_have_the_bits_of_eager_code(
     found = []
     for function in (
         lambda x, c, s: oracle.eager(x, c, s, interleaved),
-        lambda x, c, s: apply_rotary_pos_emb(
-            x, None, c, s, tables="full", interleaved=interleaved, rounding="each"
-        )[0],
+        lambda x, c, s: rotate_full(x, None, c, s, interleaved, "each")[0],
     ):
         q = qk(64, dtype)[0].contiguous()
         cos, sin = (t[None].requires_grad_() for t in tables_for(64, dtype))
         y = function(q, cos, sin)
         found.append(torch.autograd.grad(y, (cos, sin), qk(64, dtype, seed=2)[0].contiguous()))
-    for theirs, mine in zip(*found, strict=True):
-        assert_same_bits(mine, theirs)
+    assert_same_bits(*found)
 
 
 @both_pairings
@@ -391,9 +340,7 @@ def test_transforms_keep_the_rounding(interleaved: bool, rounding: Any) -> None:
     cos, sin = tables_for(64, torch.bfloat16)
 
     def rotation(x: torch.Tensor) -> torch.Tensor:
-        return apply_rotary_pos_emb(
-            x, None, cos, sin, tables="full", interleaved=interleaved, rounding=rounding
-        )[0]
+        return rotate_full(x, None, cos, sin, interleaved, rounding)[0]
 
     leaf = q.detach().requires_grad_()
     want = rotation(leaf)
@@ -415,9 +362,7 @@ def test_compiled_code_keeps_the_bits(
     cos, sin = tables_for(64, torch.bfloat16)
 
     def rotation(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return apply_rotary_pos_emb(
-            q * 2, k * 2, cos, sin, tables="full", interleaved=interleaved, rounding=rounding
-        )
+        return rotate_full(q * 2, k * 2, cos, sin, interleaved, rounding)
 
     assert_equal_rotations(rotation, torch.compile(rotation, fullgraph=True), torch.bfloat16)
 
@@ -491,9 +436,7 @@ def test_tables_with_any_nan_give_nan(bits: int, rounding: str, backend: str) ->
     table = torch.full((TOKENS, 64), bits, dtype=torch.int32).view(torch.float32)
     for dtype in LOW:
         x = qk(64, dtype)[0]
-        y = apply_rotary_pos_emb(
-            x, None, table, table, tables="full", rounding=rounding, backend=backend
-        )[0]
+        y = rotate_full(x, None, table, table, rounding=rounding, backend=backend)[0]
         assert y.isnan().all()
 
 
@@ -504,6 +447,6 @@ def test_gradients_of_full_tables_of_empty_tensors(
 ) -> None:
     q = torch.zeros(*shape, 8)
     cos, sin = (torch.ones(shape[2], 8).requires_grad_() for _ in range(2))
-    y = apply_rotary_pos_emb(q, None, cos, sin, tables="full", interleaved=interleaved)[0]
+    y = rotate_full(q, None, cos, sin, interleaved)[0]
     for grad in torch.autograd.grad(y.sum(), (cos, sin)):
         assert torch.equal(grad, torch.zeros(shape[2], 8))

@@ -30,6 +30,13 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return 0.1 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def qk(rows: int = 1, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and keys."""
+    return tuple(
+        noise(rows, heads, TOKENS, WIDTH, seed=heads).to(dtype) for heads in (HEADS, KV_HEADS)
+    )
+
+
 def gates_of(kind: str, pairs: int):
     """Return a gate, or a pair for q and k, and the list of its tensors."""
     if kind == "xpos":
@@ -92,8 +99,7 @@ def test_the_fast_path_gives_the_bits_of_the_slow_one(
 ) -> None:
     spec, ids = SPECS[name], torch.tensor([100, 7, 90])
     gate, _ = gates_of(kind, spec.rotary_dim // 2)
-    q = noise(2, HEADS, TOKENS, WIDTH, seed=5).to(dtype)
-    k = noise(2, KV_HEADS, TOKENS, WIDTH, seed=6).to(dtype)
+    q, k = qk(2, dtype)
     wanted = rotate_qk(q, k, spec, ids, gate=gate)
     undone = rotate_qk(q, k, spec, ids, gate=gate, inverse=True)
     normed = rotate_qk(q, k, spec, ids, gate=gate, act=RMSNorm(torch.ones(WIDTH)))
@@ -109,15 +115,14 @@ def test_the_fast_path_gives_the_bits_of_the_slow_one(
             (normed, rotate_qk(q, k, rope, gate=gate, act=RMSNorm(torch.ones(WIDTH)))),
         )
         for want, got in found:
-            for one, other in zip(got, want):
-                assert_same_bits(one, other)
+            assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prepared_call_sees_every_change_of_a_gate(kind) -> None:
     spec = SPECS["halves"]
     gate, tensors = gates_of(kind, WIDTH // 2)
-    q, k = noise(2, HEADS, TOKENS, WIDTH, seed=5), noise(2, KV_HEADS, TOKENS, WIDTH, seed=6)
+    q, k = qk(2)
     ids = torch.tensor([100, 7, 90])
     rope = spec.at(ids)
     for change in range(3):
@@ -131,8 +136,7 @@ def test_a_prepared_call_sees_every_change_of_a_gate(kind) -> None:
                 t.data.add_(0.1)
         wanted = rotate_qk(q, k, spec, ids, gate=gate)
         for got in (rotate_qk(q, k, rope, gate=gate), rotate_qk(q, k, rope, gate=gate)):
-            for one, other in zip(got, wanted):
-                assert_same_bits(one, other)
+            assert_same_bits(got, wanted)
 
 
 def test_one_prepared_rotation_for_any_number_of_tokens_and_any_layout() -> None:
@@ -148,15 +152,12 @@ def test_one_prepared_rotation_for_any_number_of_tokens_and_any_layout() -> None
 def test_calls_that_take_the_slow_path() -> None:
     """Results are right for gates that differ for q and k; gates and positions get gradients."""
     spec, ids = SPECS["halves"], torch.tensor([1.5, 2.0, 7.25])
-    q, k = noise(1, HEADS, TOKENS, WIDTH, seed=5), noise(1, KV_HEADS, TOKENS, WIDTH, seed=6)
+    q, k = qk()
     rope = spec.at(ids)
     rotate_qk(q, k, rope)
     exp, slope = gates.Exp(noise(WIDTH)), gates.Slope(noise(WIDTH, seed=1))
     for gate in ((exp, slope), (exp, None), (None, slope)):
-        for one, other in zip(
-            rotate_qk(q, k, rope, gate=gate), rotate_qk(q, k, spec, ids, gate=gate)
-        ):
-            assert_same_bits(one, other)
+        assert_same_bits(rotate_qk(q, k, rope, gate=gate), rotate_qk(q, k, spec, ids, gate=gate))
     gamma = torch.nn.Parameter(noise(WIDTH))
     y, _ = rotate_qk(q, k, rope, gate=gates.Exp(gamma))
     (by_gamma,) = torch.autograd.grad(y.square().sum(), gamma)
@@ -190,13 +191,12 @@ def test_a_gate_of_positions_compiles_without_a_warning() -> None:
     compiled = torch.compile(
         lambda q, k: rotate_qk(q, k, spec, gate=gate), backend="eager", fullgraph=True
     )
-    for one, other in zip(compiled(q, q), rotate_qk(q, q, spec, gate=gate)):
-        assert_same_bits(one, other)
+    assert_same_bits(compiled(q, q), rotate_qk(q, q, spec, gate=gate))
 
 
 def test_errors_are_those_of_the_slow_path() -> None:
     spec = SPECS["halves"]
-    q, k = noise(1, HEADS, TOKENS, WIDTH), noise(1, KV_HEADS, TOKENS, WIDTH)
+    q, k = qk()
     rope = spec.at(10**6)
     rotate_qk(q, k, rope)
     for gate, words in (
@@ -212,7 +212,7 @@ def test_errors_are_those_of_the_slow_path() -> None:
 
 def test_tensors_cached_in_inference_mode_work_outside_of_it() -> None:
     spec, gate = SPECS["halves"], gates.XPos(centre=3.0)
-    q, k = noise(1, HEADS, TOKENS, WIDTH), noise(1, KV_HEADS, TOKENS, WIDTH)
+    q, k = qk()
     rope = spec.at(torch.arange(TOKENS))
     with torch.inference_mode():
         for _ in range(2):
@@ -268,7 +268,7 @@ def test_gates_give_shapes_without_data(kind, mode):
 @pytest.mark.parametrize("kind", WITH_TENSORS)
 def test_a_meta_gate_on_real_tensors_is_refused(kind):
     gate, _ = learnable_gates(kind, "meta")
-    q, k = noise(2, HEADS, TOKENS, WIDTH), noise(2, KV_HEADS, TOKENS, WIDTH, seed=1)
+    q, k = qk(2)
     kept, spec = q.clone(), SPECS["halves"]
     ids = torch.arange(TOKENS).float().requires_grad_()
     which = {"scalar": "value", "exp": "gamma", "slope": "slope", "given": "log"}[kind.split()[0]]

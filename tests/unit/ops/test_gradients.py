@@ -102,16 +102,6 @@ def check(call: Call, operator: Operator) -> None:
 # --- inputs ---------------------------------------------------------------------
 
 
-def in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """Convert [rows, heads, tokens, channels] to a layout; dimensions it lacks must have size 1."""
-    letters = layout.replace("t", "s")
-    dims = [at for at, letter in enumerate("bhsd") if letter not in letters]
-    for dim in dims:
-        assert x.shape[dim] == 1
-    order = ["bhsd".index(letter) for letter in letters]
-    return x.permute(*dims, *order)[(0,) * len(dims)]
-
-
 STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda x: x.contiguous(),
     "reversed dimensions": lambda x: (
@@ -147,25 +137,13 @@ def make(
     strides: tuple[str, str] = ("contiguous", "contiguous"),
     seed: int = 0,
 ) -> Call:
-    ys, grads = (
-        [
-            STRIDES[how](
-                in_layout(
-                    noise(
-                        rows,
-                        n,
-                        tokens,
-                        start + 2 * pairs + rest,
-                        seed=seed + 9 * i + j,
-                        dtype=dtype,
-                    ),
-                    layout,
-                )
-            )
-            for i, n in enumerate(heads)
-        ]
-        for j, how in enumerate(strides)
-    )
+    def tensors(how: str, seed: int) -> list[torch.Tensor]:
+        own = [{"b": rows, "h": n, "d": start + 2 * pairs + rest} for n in heads]
+        shapes = [[sizes.get(letter, tokens) for letter in layout] for sizes in own]
+        drawn = [noise(*shape, seed=seed + 9 * i, dtype=dtype) for i, shape in enumerate(shapes)]
+        return [STRIDES[how](x) for x in drawn]
+
+    ys, grads = (tensors(how, seed + i) for i, how in enumerate(strides))
     generator = torch.Generator().manual_seed(seed)
     shape = (axes, rows if word_rows else 1, heads[0] if word_heads else 1, pairs)
     words = torch.randint(-(2**63), 2**63 - 1, shape, generator=generator)
@@ -192,74 +170,42 @@ def test_every_dtype_and_pairing(dtype: torch.dtype, interleaved: bool, operator
         check(make(dtype=dtype, pairs=pairs, interleaved=interleaved, at=torch.float64), operator)
 
 
-@every_operator
-@both_pairings
-@pytest.mark.parametrize("strides", list(itertools.product(STRIDES, STRIDES)), ids=" and ".join)
-def test_every_stride(strides: tuple[str, str], interleaved: bool, operator: Operator) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        many = {"dtype": dtype, "interleaved": interleaved, "strides": strides, "pairs": 11}
-        check(make(**many, heads=(3, 2), start=3, rest=1), operator)
-
-
-@every_operator
-@pytest.mark.parametrize(
-    "layout, rows, heads",
-    [
-        *(("bhsd", 2, (3, 1)), ("bshd", 2, (3, 1)), ("sbhd", 2, (3, 1))),
-        *(("thd", 1, (3, 1)), ("bsd", 2, (1,)), ("sd", 1, (1,))),
-    ],
-)
-def test_every_layout(layout: str, rows: int, heads: Sequence[int], operator: Operator) -> None:
-    check(make(layout=layout, rows=rows, heads=heads, start=1, rest=2), operator)
-
-
-@every_operator
-@pytest.mark.parametrize("direction", [schema.FORWARD, schema.TRANSPOSE, schema.INVERSE])
-@pytest.mark.parametrize("add_index", [False, True])
-@pytest.mark.parametrize("at", [None, torch.int32, torch.int64, torch.float32, torch.float64])
-def test_every_position(
-    at: torch.dtype | None, add_index: bool, direction: int, operator: Operator
-) -> None:
-    for offset, rows_of_positions, axes in itertools.product((0, 12345), (False, True), (1, 3)):
-        check(
-            make(
-                at=at,
-                add_index=add_index,
-                direction=direction,
-                offset=offset,
-                rows_of_positions=rows_of_positions,
-                axes=axes,
-                turns=True,
-            ),
-            operator,
+# Around the ends of the blocks in which tokens are summed, for many heads, and for more pairs than go
+# through at once: sizes, and other arguments that vary.
+MANY: dict[str, tuple[dict[str, Any], dict[str, Sequence[Any]]]] = {
+    **{
+        f"{tokens} tokens": (
+            {"tokens": tokens, "heads": (2, 2), "pairs": 3, "axes": 2, "at": torch.float32}
+            | {"dtype": torch.float64},
+            {"rows": (1, 3), "word_rows": (False, True), "word_heads": (False, True)},
         )
-
-
-@every_operator
-@pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 64, 65, 128, 4095, 4096, 4097, 5000])
-@pytest.mark.parametrize("words", ["shared", "per row", "per head", "per row and head"])
-def test_many_tokens(tokens: int, words: str, operator: Operator) -> None:
-    """Sums are right for token counts around the ends of the blocks in which tokens are summed."""
-    for rows in (1, 3):
-        call = make(
-            tokens=tokens,
-            rows=rows,
-            heads=(2, 2),
-            pairs=3,
-            word_rows="row" in words,
-            word_heads="head" in words,
-            axes=2,
-            at=torch.float32,
-            dtype=torch.float64,
+        for tokens in (1, 2, 31, 32, 33, 64, 65, 128, 4095, 4096, 4097, 5000)
+    },
+    **{
+        f"{heads} heads": ({"heads": heads, "pairs": 9}, {"dtype": (torch.float32, torch.bfloat16)})
+        for heads in ((1,), (7,), (8,), (9,), (16, 8), (5, 3), (64, 8))
+    },
+    **{
+        f"{pairs} pairs": (
+            {"pairs": pairs, "heads": (2,), "rows": 1, "turns": True, "at": torch.float64},
+            {
+                "word_heads": (False, True),
+                "interleaved": (False, True),
+                "start": (1,),
+                "rest": (1,),
+            },
         )
-        check(call, operator)
+        for pairs in (2047, 2048, 2049, 4100)
+    },
+}
 
 
 @every_operator
-@pytest.mark.parametrize("heads", [(1,), (7,), (8,), (9,), (16, 8), (5, 3), (64, 8)])
-def test_many_heads(heads: Sequence[int], operator: Operator) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        check(make(heads=heads, dtype=dtype, pairs=9), operator)
+@pytest.mark.parametrize("name", MANY)
+def test_many(name: str, operator: Operator) -> None:
+    sizes, options = MANY[name]
+    for values in itertools.product(*options.values()):
+        check(make(**sizes | dict(zip(options, values))), operator)
 
 
 @every_operator
@@ -270,29 +216,6 @@ def test_a_sum_over_many_heads_is_as_good_as_over_few(operator: Operator) -> Non
         x.abs_()
     call.ys[0][..., 8:] *= -1
     check(call, operator)
-
-
-@every_operator
-@both_pairings
-@pytest.mark.parametrize("pairs", [2047, 2048, 2049, 4100])
-def test_more_pairs_than_go_through_at_once(
-    pairs: int, interleaved: bool, operator: Operator
-) -> None:
-    for word_heads in (False, True):
-        check(
-            make(
-                pairs=pairs,
-                rows=1,
-                heads=(2,),
-                interleaved=interleaved,
-                word_heads=word_heads,
-                turns=True,
-                at=torch.float64,
-                start=1,
-                rest=1,
-            ),
-            operator,
-        )
 
 
 @every_operator
@@ -348,8 +271,7 @@ def test_channels_that_do_not_rotate_are_not_read(operator: Operator) -> None:
     for x in (*call.ys, *call.grads):
         x[..., :3] = math.nan
         x[..., -2:] = math.inf
-    for got, want in zip(call.run(operator), clean, strict=True):
-        assert_same_bits(got, want)
+    assert_same_bits(call.run(operator), clean)
 
 
 @st.composite
@@ -422,8 +344,7 @@ def test_threads_change_no_bit(words: str, operator: Operator) -> None:
             torch.set_num_threads(threads)
             results.append(call.run(operator))
         for result in results[1:]:
-            for got, want in zip(result, results[0], strict=True):
-                assert_same_bits(got, want)
+            assert_same_bits(result, results[0])
 
 
 @needs_kernel
@@ -436,8 +357,7 @@ def test_strides_and_calls_change_no_bit(dtype: torch.dtype, interleaved: bool) 
         other = call._replace(
             ys=[STRIDES[how](y) for y in call.ys], grads=[STRIDES[how](g) for g in call.grads]
         )
-        for got, first in zip(other.run(schema.angle_gradients), want, strict=True):
-            assert_same_bits(got, first)
+        assert_same_bits(other.run(schema.angle_gradients), want)
     # The gradient of a position does not depend on other tokens.
     for row, token in ((0, 0), (1, 4)):
         alone = call._replace(
@@ -456,31 +376,25 @@ def test_sets_with_fused_arithmetic_give_the_same_bits(dtype: torch.dtype) -> No
 
     The baseline has no FMA, so it is only compared with the formula.
     """
-    before = cpu.instruction_set()
-    assert before is not None
-    try:
-        for pairs, interleaved in itertools.product((1, 7, 8, 17, 64, 90, 2100), (False, True)):
-            call = make(
-                dtype=dtype,
-                pairs=pairs,
-                interleaved=interleaved,
-                heads=(9,),
-                tokens=40,
-                at=torch.float64,
-                turns=True,
-                rows=1,
-            )
-            results = {}
-            for name in DISTINCT_SETS:
-                cpu.use_instruction_set(name)
-                check(call, schema.angle_gradients)
-                results[name] = call.run(schema.angle_gradients)
-            fused = [result for name, result in results.items() if name != "baseline"]
-            for result in fused[1:]:
-                for got, want in zip(result, fused[0], strict=True):
-                    assert_same_bits(got, want)
-    finally:
-        cpu.use_instruction_set(before)
+    for pairs, interleaved in itertools.product((1, 7, 8, 17, 64, 90, 2100), (False, True)):
+        call = make(
+            dtype=dtype,
+            pairs=pairs,
+            interleaved=interleaved,
+            heads=(9,),
+            tokens=40,
+            at=torch.float64,
+            turns=True,
+            rows=1,
+        )
+        results = {}
+        for name in DISTINCT_SETS:
+            cpu.use_instruction_set(name)
+            check(call, schema.angle_gradients)
+            results[name] = call.run(schema.angle_gradients)
+        fused = [result for name, result in results.items() if name != "baseline"]
+        for result in fused[1:]:
+            assert_same_bits(result, fused[0])
 
 
 # --- the raw operator is safe -------------------------------------------------------------------

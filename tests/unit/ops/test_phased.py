@@ -5,23 +5,25 @@ How phases are made and accumulated is tested in tests/unit/phases/test_phases.p
 
 import itertools
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import forward_ad
 
 from tests.support import oracle, tolerances
-from tests.support.helpers import noise, refused
+from tests.support.helpers import noise
 from tests.support.matrix import (
     DISTINCT_SETS,
     INDUCTOR,
     both_pairings,
     every_backend,
     every_dtype,
+    every_way,
     needs_kernel,
 )
+from tests.support.refusals import refusals
 from tests.support.tolerances import Result, assert_near, assert_rotated, assert_same_bits
 from tests.support.triton.cases import DEVICE, kernels_in_place, needs_triton
 from tightrope import RopeSpec, phases, positions
@@ -76,26 +78,15 @@ def exact(
         for value, omega in zip(pairs, omegas, strict=True)
     ]
     cos, sin = torch.tensor(values, dtype=torch.float64).reshape(*full.shape, 2).unbind(-1)
-    u, v = oracle.channels(2 * len(omegas), 2, interleaved)
-    y = x.double().clone()
-    a, b = x.double()[..., u], x.double()[..., v]
-    y[..., u], y[..., v] = a * cos - b * sin, a * sin + b * cos
-    return y
+    return oracle.turned(x, cos, sin, 2, interleaved)
 
 
 def formula(
     x: torch.Tensor, angle: torch.Tensor, theta: torch.Tensor, at: torch.Tensor, interleaved: bool
 ) -> torch.Tensor:
     """Rotate x with torch's float64 functions, differentiably; at is (rows, tokens)."""
-    x, full = x.double(), angle.double() + at.double()[:, None, :, None] * theta.double()
-    u, v = oracle.channels(2 * theta.shape[-1], 2, interleaved)
-    rest = [channel for channel in range(x.shape[-1]) if channel not in (*u, *v)]
-    cos, sin = full.cos(), full.sin()
-    y = torch.cat(
-        (x[..., u] * cos - x[..., v] * sin, x[..., u] * sin + x[..., v] * cos, x[..., rest]), -1
-    )
-    order = [*u, *v, *rest]
-    return y[..., [order.index(channel) for channel in range(x.shape[-1])]]
+    full = angle.double() + at.double()[:, None, :, None] * theta.double()
+    return oracle.turned(x, full.cos(), full.sin(), 2, interleaved)
 
 
 # The entry of the tolerances for results beside torch's float64 functions at angles up to 100.
@@ -110,9 +101,7 @@ THETA = torch.tensor([float(omega) for omega in OMEGAS], dtype=torch.float64)
 # --- values ---------------------------------------------------------------------------------------
 
 
-@every_backend
-@every_dtype
-@both_pairings
+@every_way
 def test_values(interleaved: bool, dtype: torch.dtype, backend: str) -> None:
     spec, cases = spec_of(interleaved), []
     for i, shape in enumerate(SHAPES[:: 1 if dtype == torch.float32 else 3]):
@@ -157,22 +146,18 @@ def test_a_whole_turn_of_the_angles_of_positions(
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd", "thd", "bsd", "sd"])
 def test_layouts_and_strides_keep_the_bits(layout: str, backend: str) -> None:
     """Phases have the same shape in every layout; their strides do not matter."""
-    rows = 1 if layout in ("thd", "sd") else ROWS
-    heads = 1 if layout in ("bsd", "sd") else HEADS
-    angle = angles((rows, heads, TOKENS, PAIRS), torch.float32)
-    x = noise(rows, heads, TOKENS, DIM, dtype=torch.float32)
-    want = rotate(x, spec_of(), 5, phases=phases.given(angle), backend=backend)
-    sizes = {"b": 0, "h": 1, "s": 2, "t": 2, "d": 3}
-    kept = [sizes[letter] for letter in layout]
-    view = x.permute(*kept, *[dim for dim in range(4) if dim not in kept]).flatten(len(kept) - 1)
-    whole = want.permute(*kept, *[dim for dim in range(4) if dim not in kept])
+    sizes = {"b": ROWS, "h": HEADS, "s": TOKENS, "t": TOKENS, "d": DIM}
+    x = noise(*(sizes[letter] for letter in layout), dtype=torch.float32)
+    whole = oracle.as_bhsd(x, layout)
+    angle = angles((*whole.shape[:2], TOKENS, PAIRS), torch.float32)
+    want = rotate(whole, spec_of(), 5, phases=phases.given(angle), backend=backend)
     for own in (
         angle,
         angle.transpose(1, 2).contiguous().transpose(1, 2),
         torch.stack((angle, angle), -1)[..., 0],
     ):
-        got = rotate(view, spec_of(), 5, layout=layout, phases=phases.given(own), backend=backend)
-        assert_same_bits(got, whole.reshape(got.shape))
+        got = rotate(x, spec_of(), 5, layout=layout, phases=phases.given(own), backend=backend)
+        assert_same_bits(oracle.as_bhsd(got, layout), want)
 
 
 @every_backend
@@ -193,8 +178,7 @@ def test_every_destination_and_the_inverse(shape: tuple[int, ...], backend: str)
         rotate_qk_(x.clone(), y.clone(), spec_of(), 3, phases=given, **call),
         rotate_qk(x, y, spec_of().at(3), phases=(given, phases.given(angles(shape))), **call),
     ):
-        assert_same_bits(both[0], want)
-        assert_same_bits(both[1], other)
+        assert_same_bits(both, (want, other))
     back = rotate(want, spec_of(), 3, phases=given, inverse=True, **call)
     assert_near(back, x, "float32 ways")
 
@@ -204,15 +188,24 @@ def test_phases_of_queries_and_keys_with_fewer_heads(backend: str) -> None:
     q, k = noise(ROWS, HEADS, TOKENS, DIM), noise(ROWS, 2, TOKENS, DIM, seed=1)
     for_q, for_k = (phases.given(angles((ROWS, n, TOKENS, PAIRS), seed=n)) for n in (HEADS, 2))
     got = rotate_qk(q, k, spec_of(), phases=(for_q, for_k), backend=backend)
-    assert_same_bits(got[0], rotate(q, spec_of(), phases=for_q, backend=backend))
-    assert_same_bits(got[1], rotate(k, spec_of(), phases=for_k, backend=backend))
+    assert_same_bits(
+        got,
+        (
+            rotate(q, spec_of(), phases=for_q, backend=backend),
+            rotate(k, spec_of(), phases=for_k, backend=backend),
+        ),
+    )
     only = rotate_qk(q, k, spec_of(), phases=(for_q, None), backend=backend)
-    assert_same_bits(only[0], got[0])
-    assert_same_bits(only[1], rotate(k, spec_of(), backend=backend))
+    assert_same_bits(only, (got[0], rotate(k, spec_of(), backend=backend)))
     shared = phases.given(angles((ROWS, 1, TOKENS, PAIRS)))
     both = rotate_qk(q, k, spec_of(), phases=shared, backend=backend)
-    assert_same_bits(both[0], rotate(q, spec_of(), phases=shared, backend=backend))
-    assert_same_bits(both[1], rotate(k, spec_of(), phases=shared, backend=backend))
+    assert_same_bits(
+        both,
+        (
+            rotate(q, spec_of(), phases=shared, backend=backend),
+            rotate(k, spec_of(), phases=shared, backend=backend),
+        ),
+    )
     assert rotate_qk(q, None, spec_of(), phases=shared, backend=backend)[1] is None
 
 
@@ -277,9 +270,7 @@ def test_empty_tensors(sizes: tuple[int, int, int], backend: str) -> None:
 # --- gradients ------------------------------------------------------------------------------------
 
 
-@every_backend
-@every_dtype
-@both_pairings
+@every_way
 def test_gradients_against_the_formula(interleaved: bool, dtype: torch.dtype, backend: str) -> None:
     spec, at = spec_of(interleaved), torch.arange(TOKENS)[None]
     for i, shape in enumerate(SHAPES):
@@ -298,58 +289,6 @@ def test_gradients_against_the_formula(interleaved: bool, dtype: torch.dtype, ba
         scale = torch.hypot(out[..., u], out[..., v]) * torch.hypot(dy[..., u], dy[..., v])
         scale = scale.sum_to_size(shape)
         tolerances.assert_angle_gradient(by_angle, want, scale, dtype)
-
-
-def in_place(x: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
-    return rotate_(x * 1, *arguments, **named)
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("function", [rotate, in_place])
-@pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize("shape", [(2, 2, 3, 2), (1, 2, 3, 1), (2, 1, 3, 2), (1, 1, 3, 1)], ids=str)
-def test_gradcheck(
-    shape: tuple[int, ...], inverse: bool, function: Callable[..., torch.Tensor]
-) -> None:
-    spec = RopeSpec(5, rotary_dim=4, start=1)
-
-    def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
-        return function(x, spec, 2, phases=phases.given(angle), inverse=inverse)
-
-    inputs = leaf(2, 2, 3, 5), leaf(*shape, seed=1)
-    assert gradcheck(turned, inputs, check_forward_ad=True, check_batched_grad=True)
-    assert gradgradcheck(turned, inputs)
-
-
-def test_gradcheck_with_positions_frequencies_gate_and_norm() -> None:
-    """Everything that has a gradient has it together with phases."""
-    spec = RopeSpec(4)
-    rows, tokens = 2, 3
-    norm, slope = leaf(4, seed=5), leaf(2, 1, seed=6)
-
-    def turned(
-        x: torch.Tensor, angle: torch.Tensor, at: torch.Tensor, theta: torch.Tensor
-    ) -> torch.Tensor:
-        return rotate(x, spec, at, inv_freq=theta, phases=phases.given(angle))
-
-    inputs = (
-        leaf(rows, 2, tokens, 4),
-        leaf(rows, 2, tokens, 2, seed=1),
-        leaf(rows, tokens, seed=2),
-        leaf(2, 2, seed=3),
-    )
-    assert gradcheck(turned, inputs, check_forward_ad=True)
-    assert gradgradcheck(turned, inputs)
-
-    def staged(
-        x: torch.Tensor, angle: torch.Tensor, norm: torch.Tensor, slope: torch.Tensor
-    ) -> torch.Tensor:
-        act, gate = RMSNorm(norm, 1e-3), Slope(slope)
-        return rotate(x, spec, 2, act=act, gate=gate, phases=phases.given(angle))
-
-    inputs = leaf(rows, 2, tokens, 4), leaf(rows, 2, tokens, 2, seed=1), norm, slope
-    assert gradcheck(staged, inputs)
-    assert gradgradcheck(staged, inputs)
 
 
 @pytest.mark.parametrize("phased", [True, False])
@@ -392,8 +331,7 @@ def test_transforms(mapped: tuple[int | None, int | None]) -> None:
     loss = lambda x, angle: (turned(x, angle) ** 3).sum()  # noqa: E731
     both = torch.func.grad(loss, argnums=(0, 1))(x, angle)
     inputs = x.clone().requires_grad_(), angle.clone().requires_grad_()
-    for got_, want in zip(both, torch.autograd.grad(loss(*inputs), inputs), strict=True):
-        assert_near(got_, want, "float64 ways")
+    assert_near(both, torch.autograd.grad(loss(*inputs), inputs), "float64 ways")
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(angle, torch.ones_like(angle))
         tangent = forward_ad.unpack_dual(turned(x, dual)).tangent
@@ -417,8 +355,7 @@ def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         x, increments = leaf(2, 3, tokens, 8), leaf(2, 3, tokens, 4, seed=1)
         one = torch.autograd.grad(compiled(x, increments).square().sum(), (x, increments))
         other = torch.autograd.grad(step(x, increments).square().sum(), (x, increments))
-        for a, b in zip(one, other, strict=True):
-            assert_near(a, b, "float64 ways")
+        assert_near(one, other, "float64 ways")
 
 
 def test_meta() -> None:
@@ -437,25 +374,18 @@ def test_meta() -> None:
 @every_dtype
 def test_every_instruction_set_and_number_of_threads(dtype: torch.dtype, interleaved: bool) -> None:
     """One set of bits on every instruction set with fused multiply-adds, with any number of threads."""
-    before, threads = cpu.instruction_set(), torch.get_num_threads()
     x = leaf(1, 8, 300, 70, dtype=dtype)
     spec = RopeSpec(70, rotary_dim=66, start=3, interleaved=interleaved)
     angle = angles((1, 8, 300, 33), torch.float32).requires_grad_()
     found = []
-    assert before is not None
-    try:
-        fused = [name for name in DISTINCT_SETS if name != "baseline"] or DISTINCT_SETS
-        for name, count in itertools.product(fused, (1, 3)):
-            cpu.use_instruction_set(name)
-            torch.set_num_threads(count)
-            y = rotate(x, spec, 9, phases=phases.given(angle))
-            found.append((y.detach(), *torch.autograd.grad(y, (x, angle), x.detach())))
-    finally:
-        cpu.use_instruction_set(before)
-        torch.set_num_threads(threads)
+    fused = [name for name in DISTINCT_SETS if name != "baseline"] or DISTINCT_SETS
+    for name, count in itertools.product(fused, (1, 3)):
+        cpu.use_instruction_set(name)
+        torch.set_num_threads(count)
+        y = rotate(x, spec, 9, phases=phases.given(angle))
+        found.append((y.detach(), *torch.autograd.grad(y, (x, angle), x.detach())))
     for one in found[1:]:
-        for got, want in zip(one, found[0], strict=True):
-            assert_same_bits(got, want)
+        assert_same_bits(one, found[0])
 
 
 # --- polar attention ------------------------------------------------------------------------------
@@ -491,68 +421,62 @@ def test_polar_scan_in_chunks_equals_the_whole() -> None:
     assert_near(torch.cat(parts, 2), whole, "float64 ways")
     inputs = q, k, v, increments
     cotangent = noise(*whole.shape, seed=9)
-    for a, b in zip(
+    assert_near(
         torch.autograd.grad(whole, inputs, cotangent),
         torch.autograd.grad(torch.cat(parts, 2), inputs, cotangent),
-        strict=True,
-    ):
-        assert_near(a, b, "float64 ways")
+        "float64 ways",
+    )
 
 
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def test_errors() -> None:
-    x, k = noise(2, 4, 6, 8), noise(2, 2, 6, 8)
-    spec = RopeSpec(8)
+X, K = noise(2, 4, 6, 8), noise(2, 2, 6, 8)
+SPEC = RopeSpec(8)
+SHAPE, ORDER = "phases must have shape", "in this order for every layout, but got"
 
-    def given(*shape: int) -> phases.Phases:
-        return phases.given(torch.zeros(shape))
 
-    for shape in ((3, 4, 6, 4), (2, 3, 6, 4), (2, 4, 5, 4), (2, 4, 1, 4), (2, 4, 6, 3)):
-        with refused(
-            ValueError,
-            "[rotate] phases must have shape (2|1, 4|1, 6, 4|1) for x, in this order for every "
-            f"layout, but got {shape} (x: float64[2, 4, 6, 8]).",
-        ):
-            rotate(x, spec, phases=given(*shape))
-    with refused(
-        ValueError,
-        "[rotate_qk] phases must have shape (2|1, 2|1, 6, 4|1) for k, in this order for every layout, "
-        "but got (2, 4, 6, 4); give a pair, one for q and one for k (k: float64[2, 2, 6, 8]).",
-    ):
-        rotate_qk(x, k, spec, phases=given(2, 4, 6, 4))
-    with refused(
-        ValueError,
-        "[rotate] phases must have shape (2|1, 4|1, 6, 0|1) for x, in this order for every layout, but "
-        "got (2, 4, 6, 4); a spec with rotary_dim=0 rotates no pair: pass scaling=Proportional(0.0) "
-        "instead (x: float64[2, 4, 6, 8]).",
-    ):
-        rotate(x, RopeSpec(8, rotary_dim=0), phases=given(2, 4, 6, 4))
-    with refused(
-        TypeError,
-        "[rotate] phases must be made by phases.given or phases.running but got float32[2, 4, 6, 4].",
-    ):
-        rotate(x, spec, phases=torch.zeros(2, 4, 6, 4))  # type: ignore[arg-type]
-    with refused(
-        TypeError, "[rotate_] phases must be a single value for one tensor but got a pair."
-    ):
-        rotate_(x, spec, phases=(given(1, 1, 6, 1), None))  # type: ignore[arg-type]
-    with refused(
-        TypeError, "[rotate_qk] phases must be one value or a pair, for q and k, but got 3."
-    ):
-        rotate_qk(x, k, spec, phases=(None, None, None))  # type: ignore[arg-type]
-    with refused(ValueError, "[rotate] phases must be None with a rotation made for stack 'vllm'."):
-        rotate(x, spec.at(0, stack="vllm"), phases=given(1, 1, 6, 1))
-    with refused(ValueError, "[rotate] phases are on meta but x is on cpu."):
-        rotate(x, spec, phases=phases.given(torch.zeros(1, 1, 6, 4, device="meta")))
-    learned = phases.given(torch.zeros(1, 1, 6, 4, requires_grad=True))
-    with refused(
-        ValueError,
-        "[rotate] a result written to out has no gradient, but positions, inv_freq or phases require "
-        "one; use torch.no_grad(), or omit out.",
-    ):
-        rotate(x, spec, phases=learned, out=torch.empty_like(x))
+def of(*shape: int, **options: Any) -> phases.Phases:
+    return phases.given(torch.zeros(shape, **options))
+
+
+VALUES = {
+    **{
+        f"[rotate] {SHAPE} (2|1, 4|1, 6, 4|1) for x, {ORDER} {shape} (x: float64[2, 4, 6, 8]).": (
+            partial(rotate, X, SPEC, phases=of(*shape))
+        )
+        for shape in ((3, 4, 6, 4), (2, 3, 6, 4), (2, 4, 5, 4), (2, 4, 1, 4), (2, 4, 6, 3))
+    },
+    f"[rotate_qk] {SHAPE} (2|1, 2|1, 6, 4|1) for k, {ORDER} (2, 4, 6, 4); give a pair, one for q "
+    "and one for k (k: float64[2, 2, 6, 8]).": (
+        lambda: rotate_qk(X, K, SPEC, phases=of(2, 4, 6, 4))
+    ),
+    f"[rotate] {SHAPE} (2|1, 4|1, 6, 0|1) for x, {ORDER} (2, 4, 6, 4); a spec with rotary_dim=0 "
+    "rotates no pair: pass scaling=Proportional(0.0) instead (x: float64[2, 4, 6, 8]).": (
+        lambda: rotate(X, RopeSpec(8, rotary_dim=0), phases=of(2, 4, 6, 4))
+    ),
+    "[rotate] phases must be None with a rotation made for stack 'vllm'.": (
+        lambda: rotate(X, SPEC.at(0, stack="vllm"), phases=of(1, 1, 6, 1))
+    ),
+    "[rotate] phases are on meta but x is on cpu.": (
+        lambda: rotate(X, SPEC, phases=of(1, 1, 6, 4, device="meta"))
+    ),
+    "[rotate] a result written to out has no gradient, but positions, inv_freq or phases require "
+    "one; use torch.no_grad(), or omit out.": (
+        lambda: rotate(X, SPEC, phases=of(1, 1, 6, 4, requires_grad=True), out=torch.empty_like(X))
+    ),
+}
+TYPES = {
+    "[rotate] phases must be made by phases.given or phases.running but got "
+    "float32[2, 4, 6, 4].": lambda: rotate(X, SPEC, phases=torch.zeros(2, 4, 6, 4)),
+    "[rotate_] phases must be a single value for one tensor but got a pair.": (
+        lambda: rotate_(X, SPEC, phases=(of(1, 1, 6, 1), None))
+    ),
+    "[rotate_qk] phases must be one value or a pair, for q and k, but got 3.": (
+        lambda: rotate_qk(X, K, SPEC, phases=(None, None, None))
+    ),
+}
+test_sentence = refusals({ValueError: VALUES, TypeError: TYPES})
 
 
 @every_backend
