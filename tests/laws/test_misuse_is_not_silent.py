@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.helpers import refused
-from tests.support.refusals import refusals
+from tests.support.helpers import refusals, refused
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, gates, positions
 from tightrope.frequencies import DynamicNTK, LongRoPE
@@ -237,7 +236,7 @@ VALUES = {
         for kind in ("linear", "yarn")
     ],
 }
-test_sentence = refusals({TypeError: TYPES, ValueError: VALUES})
+test_sentence = refusals(TypeError=TYPES, ValueError=VALUES)
 
 
 @pytest.mark.parametrize("shape, transposed", [((8,), False), ((2, 8), False), ((2, 8), True)])

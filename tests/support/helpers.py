@@ -34,23 +34,27 @@ def refused(kind: type[Exception], text: str) -> AbstractContextManager[object]:
     return pytest.raises(kind, match=f"^{re.escape(text)}$")
 
 
-def refusals(of: str = "", **errors: Mapping[str, Callable[[], object]]) -> Callable[..., None]:
+Call: TypeAlias = Callable[[], object]
+
+
+def refusals(of: str = "", **errors: Mapping[str, Call | list[Call]]) -> Callable[..., None]:
     """Return a test that calls raise errors with exactly their texts, with a case for each.
 
     Args:
         of: the operation that all texts begin with, in brackets; "" if each text has its own.
-        errors: the calls by their texts, for each type of error. A text that ends with "…" is the
-            beginning of a longer one.
+        errors: the call or calls of each text, for each type of error. A text that ends with "…" is
+            the beginning of a longer one.
     """
     start = f"[{of}] " if of else ""
     rows = [
-        (getattr(builtins, kind), start + text, errors[kind][text])
-        for kind in errors
-        for text in errors[kind]
+        pytest.param(getattr(builtins, kind), start + text, call, id=start + text)
+        for kind, sentences in errors.items()
+        for text, calls in sentences.items()
+        for call in (calls if isinstance(calls, list) else [calls])
     ]
 
-    @pytest.mark.parametrize("kind, text, call", rows, ids=[text for _, text, _ in rows])
-    def test(kind: type[Exception], text: str, call: Callable[[], object]) -> None:
+    @pytest.mark.parametrize("kind, text, call", rows)
+    def test(kind: type[Exception], text: str, call: Call) -> None:
         whole = re.escape(text.removesuffix("…")) + ("" if text.endswith("…") else "$")
         with pytest.raises(kind, match=f"^{whole}"):
             call()

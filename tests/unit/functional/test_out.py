@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support import helpers
-from tests.support.refusals import refusals
+from tests.support.helpers import refusals
 from tightrope import RopeSpec
 from tightrope.functional import rotate, rotate_qk
 from tightrope.ops import schema
@@ -159,7 +159,7 @@ TYPES = {
         lambda: rotate(X, SPEC, out=X.to_sparse())
     ),
 }
-test_sentence = refusals({ValueError: VALUES, TypeError: TYPES})
+test_sentence = refusals(ValueError=VALUES, TypeError=TYPES)
 
 
 def test_partial_overlap_is_refused_unchanged() -> None:

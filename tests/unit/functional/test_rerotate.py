@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from tests.support import oracle, oracle_frequencies as truth
+from tests.support.helpers import refusals
 from tests.support.matrix import both_pairings, every_backend, every_dtype
-from tests.support.refusals import refusals
 from tests.support.tolerances import (
     ENOUGH,
     Result,
@@ -493,4 +493,4 @@ VALUES = {
     "[rerotate] out must not overlap itself or the input in memory; to rotate in place call "
     "rerotate_ (out[0]: float32[2, 3, 4, 16]).": moved(out=K),
 }
-test_sentence = refusals({TypeError: TYPES, ValueError: VALUES})
+test_sentence = refusals(TypeError=TYPES, ValueError=VALUES)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.helpers import noise
-from tests.support.refusals import refusals
+from tests.support.helpers import noise, refusals
 from tightrope import RopeSpec, functional, positions
 from tightrope.frequencies import DynamicNTK
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
@@ -215,11 +214,9 @@ def test_the_fast_path_refuses_the_same_positions(
 
 
 test_k_alone_is_told_what_to_call = refusals(
-    {
-        TypeError: {
-            f"[{function.__name__}] q must be a tensor but got None; to rotate k alone, call "
-            f"{alone}(k, …).": partial(function, None, torch.ones(1, 2, 3, 8), RopeSpec(8))
-            for function, alone in ((rotate_qk, "rotate"), (rotate_qk_, "rotate_"))
-        }
+    TypeError={
+        f"[{function.__name__}] q must be a tensor but got None; to rotate k alone, call "
+        f"{alone}(k, …).": partial(function, None, torch.ones(1, 2, 3, 8), RopeSpec(8))
+        for function, alone in ((rotate_qk, "rotate"), (rotate_qk_, "rotate_"))
     }
 )

@@ -12,8 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from tests.support import tolerances
-from tests.support.helpers import noise
-from tests.support.refusals import refusals
+from tests.support.helpers import noise, refusals
 from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec
 from tightrope.frequencies import DynamicNTK
@@ -466,4 +465,4 @@ VALUES = {
     "[polar_scan] state must have a memory float64[2, 2, 8, 5] for this q, k and v "
     "(memory: float32[2, 2, 8, 5]).": scan(state=state(*MEMORY, dtype=torch.float32)),
 }
-test_sentence = refusals({TypeError: TYPES, ValueError: VALUES})
+test_sentence = refusals(TypeError=TYPES, ValueError=VALUES)

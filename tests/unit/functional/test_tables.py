@@ -12,8 +12,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from tests.support import oracle
-from tests.support.helpers import noise
-from tests.support.refusals import refusals
+from tests.support.helpers import noise, refusals
 from tests.support.tolerances import assert_near
 from tightrope.functional import (
     apply_rotary_pos_emb,
@@ -295,7 +294,7 @@ INDICES = {
     "[rotary_embedding] position_ids must lie in [0, 9), the rows of cos and sin, but go from 9 to "
     "9.": lambda: rotary_embedding(X, torch.zeros(9, 4), torch.zeros(9, 4), ROWS + 9),
 }
-test_sentence = refusals({ValueError: VALUES, TypeError: TYPES, IndexError: INDICES})
+test_sentence = refusals(ValueError=VALUES, TypeError=TYPES, IndexError=INDICES)
 
 
 # --- the other direction ---------------------------------------------------------------------------

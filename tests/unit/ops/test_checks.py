@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.support.helpers import refused
-from tests.support.refusals import refusals
+from tests.support.helpers import refusals, refused
 from tightrope import RopeSpec, backends, nn, positions
 from tightrope.functional import (
     rotary_pos_embedding,
@@ -204,7 +203,7 @@ TYPES = {
         for dim in ("a", None, 1.5, True)
     },
 }
-test_sentence = refusals({ValueError: SPECS | TENSORS | POSITIONS | OTHERS, TypeError: TYPES})
+test_sentence = refusals(ValueError=SPECS | TENSORS | POSITIONS | OTHERS, TypeError=TYPES)
 
 
 def test_bad_input_loses_nothing() -> None:

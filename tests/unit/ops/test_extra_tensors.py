@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from tests.support.helpers import refusals
 from tests.support.matrix import needs_kernel
-from tests.support.refusals import refusals
 from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec, gates, positions
 from tightrope.activations import ACTS, RMSNorm
@@ -257,19 +257,17 @@ def test_shards_are_refused(sharded: torch.Tensor) -> None:
 
 
 test_other_layouts_are_refused = refusals(
-    {
-        TypeError: {
-            f"[{name} must be a dense tensor but got one that is sparse_coo.": partial(
-                make, VALUES.to_sparse()
-            )
-            for name, make in (
-                ("RMSNorm] weight", RMSNorm),
-                ("Exp] gamma", gates.Exp),
-                ("Slope] slope", gates.Slope),
-                ("Given] log", gates.Given),
-                ("lrpe_rotate_1d] theta", partial(lrpe_rotate_1d, X.transpose(1, 2))),
-            )
-        }
+    TypeError={
+        f"[{name} must be a dense tensor but got one that is sparse_coo.": partial(
+            make, VALUES.to_sparse()
+        )
+        for name, make in (
+            ("RMSNorm] weight", RMSNorm),
+            ("Exp] gamma", gates.Exp),
+            ("Slope] slope", gates.Slope),
+            ("Given] log", gates.Given),
+            ("lrpe_rotate_1d] theta", partial(lrpe_rotate_1d, X.transpose(1, 2))),
+        )
     }
 )
 

@@ -13,9 +13,8 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import oracle, tolerances
-from tests.support.helpers import noise
+from tests.support.helpers import noise, refusals
 from tests.support.matrix import INDUCTOR, both_pairings, every_backend, every_dtype
-from tests.support.refusals import refusals
 from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec, angles, positions
 from tightrope.axes import Axes
@@ -646,7 +645,7 @@ VALUES = {
     "[rotate_] x is a leaf that requires grad, or a view of one, and cannot be changed in place; "
     f"call rotate ({IS_X}).": given(rotate_, X.clone().requires_grad_(), SPEC, theta=LEARNED),
 }
-test_sentence = refusals({TypeError: TYPES, ValueError: VALUES})
+test_sentence = refusals(TypeError=TYPES, ValueError=VALUES)
 
 
 def test_one_head_of_each_may_share() -> None:

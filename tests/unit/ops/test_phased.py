@@ -13,7 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tests.support import oracle, tolerances
-from tests.support.helpers import noise
+from tests.support.helpers import noise, refusals
 from tests.support.matrix import (
     DISTINCT_SETS,
     INDUCTOR,
@@ -23,7 +23,6 @@ from tests.support.matrix import (
     every_way,
     needs_kernel,
 )
-from tests.support.refusals import refusals
 from tests.support.tolerances import Result, assert_near, assert_rotated, assert_same_bits
 from tests.support.triton.cases import DEVICE, kernels_in_place, needs_triton
 from tightrope import RopeSpec, phases, positions
@@ -476,7 +475,7 @@ TYPES = {
         lambda: rotate_qk(X, K, SPEC, phases=(None, None, None))
     ),
 }
-test_sentence = refusals({ValueError: VALUES, TypeError: TYPES})
+test_sentence = refusals(ValueError=VALUES, TypeError=TYPES)
 
 
 @every_backend
