@@ -30,6 +30,7 @@ _FORMATS = (
     (diffusers.recognised, diffusers.translated),
     (timm.recognised, timm.translated),
     (formats.is_gguf, formats.gguf),
+    (formats.is_genai, formats.genai),
     (formats.is_meta, formats.meta),
     (formats.is_megatron, formats.megatron),
 )
@@ -207,10 +208,18 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
     found = _with_rope(values, outer, nested)
     if not found or found == [""]:
         return outer
-    if len(found) == 1:
+    parts = [] if "" in found else [one for one in found if one.rpartition(".")[2] in keys.TEXT]
+    if len(parts) > 1:
+        parts = [one for one in parts if one.startswith(keys.THINKER)]
+    if len(found) == 1 or len(parts) == 1:
         # The keys of the outer level that describe no part of the model could still be about this one.
-        outside = {key: values[key] for key in values if not str(key).endswith("_config")}
-        return replace(nested[found[0]], unread=outside)
+        described = {name.partition(".")[0] for name in nested}
+        outside = {
+            key: value
+            for key, value in values.items()
+            if key not in described and not str(key).endswith("_config")
+        }
+        return replace(nested[(parts or found)[0]], unread=outside)
     shown = ", ".join(repr(name) if name else "'' (the outer level)" for name in found)
     fail(
         f"section must name one part of the config, as RoPE is in {shown}; for example "
@@ -232,9 +241,10 @@ def _with_rope(values: Mapping[str, Any], outer: Source, nested: Mapping[str, So
 def _nested(values: Mapping[str, Any], model_type: object, prefix: str) -> list[tuple[str, Source]]:
     found: list[tuple[str, Source]] = []
     for key, inner in values.items():
-        if not isinstance(inner, Mapping) or not str(key).endswith("_config"):
+        if not isinstance(inner, Mapping) or key in ("quantization_config", "per_layer_config"):
             continue
-        if key in ("quantization_config", "per_layer_config"):
+        bare = key in keys.BARE_SECTIONS and "model_type" in inner
+        if not bare and not str(key).endswith("_config"):
             continue
         own = inner.get("model_type")
         if own is None or own == model_type:

@@ -24,7 +24,8 @@ class Family:
         base: a constant of the code, for families whose configurations have no key for it.
         fraction: ``"optional"``: without a key all channels rotate. ``"required"``: the family
             rotates a part by default, so a configuration must give the part. ``"none"``: all
-            channels rotate; the code ignores a key for a part, or fails with one.
+            channels rotate; the code ignores a key for a part, or fails with one. ``"factor"``: the
+            code reads a factor, without one all channels rotate; it ignores ``rotary_dim``.
         head_dim: ``"derived"``: without a key it is hidden size / heads. ``"required"``: the family
             has another default, so a configuration must give head_dim.
         hidden: the key of the width that is divided among the heads, if not ``hidden_size``.
@@ -62,6 +63,12 @@ def _pairs(folder: str, function: str = "apply_rotary_pos_emb", **facts: object)
     return Family(True, f"{folder}: {function}", **{"fraction": "none", **facts})  # type: ignore[arg-type]
 
 
+def _each(names: str, function: str = "apply_rotary_pos_emb", **facts: object) -> dict[str, Family]:
+    """Families with half pairing and one set of facts; ``type:folder`` if the folder has another name."""
+    pairs = [name.partition(":") for name in names.split()]
+    return {name: _half(folder or name, function, **facts) for name, _, folder in pairs}
+
+
 def _hub(file: str, interleaved: bool = False, **facts: object) -> Family:
     """A family whose code is in its repositories."""
     name = "apply_rotary_pos_emb" if interleaved else "rotate_half"
@@ -89,20 +96,35 @@ _VISION = {"axes": "blocks", "base": 10000.0}
 _QWEN2_VL: dict[str, Any] = {"axes": "sections", "sections": (16, 24, 24)}
 _QWEN3_VL: dict[str, Any] = {"axes": "interleaved sections", "sections": (24, 20, 20)}
 _QWEN3_5: dict[str, Any] = {"axes": "interleaved sections", "sections": (11, 11, 10)}
-
-# All channels, half pairing, all layers; the folder has the name of the model type. (MiniMax-Text-01 gives
-# rotary_dim = 64 of 128: its own code rotates 64, transformers' all, so its file is refused.)
-_PLAIN = tuple(
-    """apertus arcee bitnet cwm dbrx diffllama dots1 eurobert falcon falcon_h1 flex_olmo granite granitemoe
-    granitemoeshared hunyuan_v1_dense hunyuan_v1_moe jetmoe jina_embeddings_v3 lfm2 lfm2_moe llama mimi
-    minimax ministral ministral3 mistral mixtral nomic_bert olmo olmo2 olmoe phimoe qwen2 qwen2_moe
-    qwen3_moe starcoder2""".split()
-)
+_GLM4V: dict[str, Any] = {"axes": "sections", "sections": (8, 12, 12)}
 
 FAMILIES: dict[str, Family] = {
     # --- all channels, half pairing ---
-    **{name: _half(name) for name in _PLAIN},
-    "emu3_text_model": _half("emu3"),
+    # (MiniMax-Text-01 gives rotary_dim = 64 of 128: its own code rotates 64, transformers' all, so its file is
+    # refused.)
+    **_each(
+        """apertus arcee aria_text:aria bitnet chameleon csm csm_depth_decoder_model:csm cwm dbrx
+        deepseek_ocr2_encoder:deepseek_ocr2 deepseek_ocr2_text:deepseek_ocr2 dia_decoder:dia diffllama doge dots1
+        emu3_text_model:emu3 esmc eurobert EvollaModel:evolla evolla falcon falcon_h1 flex_olmo
+        gradium_phonon_tts granite granite4_vision_text:granite4_vision granite_docling_text:granite_docling
+        granitemoe granitemoeshared gte higgs_audio_v2 hrm_text hunyuan_v1_dense
+        hunyuan_v1_moe hyperclovax idefics jais2 jetmoe jina_embeddings_v3
+        kyutai_speech_to_text lasr_encoder:lasr lfm2 lfm2_moe lfm3 llama mimi mimi_decoder:mimi mimi_encoder:mimi
+        minimax ministral ministral3 mistral mixtral modernbert-decoder:modernbert_decoder moshi
+        nomic_bert olmo olmo2 olmo_hybrid olmoe phimoe pocket_tts
+        pocket_tts_audio_tokenizer pocket_tts_audio_tokenizer_decoder:pocket_tts_audio_tokenizer
+        pocket_tts_audio_tokenizer_encoder:pocket_tts_audio_tokenizer qwen2 qwen2_moe
+        qwen3_moe qwen3_omni_moe_talker_text:qwen3_omni_moe starcoder2 ultrabert unlimited_ocr_text:unlimited_ocr
+        timesfm2_5 voxtral_realtime_text:voxtral_realtime"""
+    ),
+    **_each(
+        """beam dia_encoder:dia hy_v3 muse_glimmer_assistant
+        qwen3_omni_moe_talker_code_predictor:qwen3_omni_moe t5_gemma_module:t5gemma t5gemma2_decoder:t5gemma2
+        t5gemma2_text:t5gemma2 vaultgemma voxtral_realtime_encoder:voxtral_realtime""",
+        **_HEAD,
+    ),
+    **_each("mellum solar_open", **_HEAD, **_ANY_PART),
+    "minimax_m3_vl_text": _half("minimax_m3_vl", fraction="factor", **_HEAD),
     "gemma": _half("gemma", **_HEAD),
     "gemma2": _half("gemma2", **_HEAD),
     "gpt_oss": _half("gpt_oss", **_HEAD),
@@ -117,16 +139,14 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": _half("seed_oss", **_HEAD),
     "solar": _hub("solar"),
     # --- some channels, half pairing ---
-    "bamba": _half("bamba", **_PART),
-    "glm4_moe": _half("glm4_moe", **_PART),
-    "gpt_neox": _half("gpt_neox", **_PART),
-    "minimax_m2": _half("minimax_m2", **_PART),
-    "nemotron": _half("nemotron", **_PART),
-    "persimmon": _half("persimmon", **_PART),
-    "phi": _half("phi", **_PART),
-    "qwen3_next": _half("qwen3_next", **_PART, **_HEAD),
-    "recurrent_gemma": _half("recurrent_gemma", **_PART),
-    "stablelm": _half("stablelm", **_PART),
+    **_each(
+        """bamba dots3_note_audio_encoder:dots3_note glm4_moe glmasr_encoder:glmasr gpt_neox gpt_neox_japanese
+        minimax_m2 nemotron nemotron3_5_transcribe_asr_audio:nemotron3_5_transcribe
+        nemotron3_5_transcribe_word_timestamp:nemotron3_5_transcribe
+        nemotron3_diarization_audio:nemotron3_diarization persimmon phi recurrent_gemma stablelm""",
+        **_PART,
+    ),
+    **_each("mimo_v2_flash qwen3_next zaya", **_PART, **_HEAD),
     # --- interleaved pairing ---
     "codegen": _pairs("codegen", base=10000.0, **_PART),
     "cohere": _pairs("cohere"),
@@ -137,6 +157,15 @@ FAMILIES: dict[str, Family] = {
     "gptj": _pairs("gptj", base=10000.0, **_PART),
     "helium": _pairs("helium", **_HEAD),
     "moonshine": _pairs("moonshine", **_PART),
+    "moonshine_streaming": _pairs("moonshine_streaming", **_PART),
+    "blt_global_transformer": _pairs("blt"),
+    "blt_local_decoder": _pairs("blt"),
+    "blt_local_encoder": _pairs("blt"),
+    "blt_patcher": _pairs("blt"),
+    "openai_privacy_filter": _pairs("openai_privacy_filter", **_HEAD),
+    "pe_audio_encoder": _pairs("pe_audio"),
+    "pe_audio_video_encoder": _pairs("pe_audio_video"),
+    "pe_video_encoder": _pairs("pe_video"),
     "roformer": Family(
         True,
         "roformer: RoFormerSelfAttention.apply_rotary_position_embeddings",
@@ -145,6 +174,8 @@ FAMILIES: dict[str, Family] = {
     ),
     # --- latent attention: the rotated slice comes after channels without RoPE ---
     "axk1": _pairs("axk1", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
+    "axk2": _pairs("axk2", "apply_rotary_pos_emb_interleave", start="nope"),
+    "bailing_hybrid": _pairs("bailing_hybrid", "apply_rotary_pos_emb_interleave", start="nope"),
     "deepseek_v2": _pairs("deepseek_v2", "apply_rotary_emb", start="nope"),
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _pairs("deepseek_v32", "apply_rotary_pos_emb_interleave", start="nope"),
@@ -152,6 +183,7 @@ FAMILIES: dict[str, Family] = {
     "longcat_flash": _pairs("longcat_flash", "apply_rotary_pos_emb_interleave", start="nope"),
     "glm4_moe_lite": _pairs("glm4_moe_lite", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
     "glm_moe_dsa": _pairs("glm_moe_dsa", "apply_rotary_pos_emb_interleave", start="nope"),
+    "hy_v4": _half("hy_v4", start="nope"),
     "minicpm3": _half("minicpm3", start="nope"),
     "mistral4": _pairs("mistral4", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
     "youtu": _pairs("youtu", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
@@ -161,15 +193,27 @@ FAMILIES: dict[str, Family] = {
     # --- layers that differ ---
     "afmoe": _half("afmoe", layers="sliding only", **_HEAD),
     "cohere2": _pairs("cohere2", layers="sliding only"),
+    "cohere2_moe": _pairs("cohere2_moe", layers="sliding or dense"),
+    "diffusion_gemma_text": _half("diffusion_gemma", layers="wide where full", **_HEAD),
     "embedding_gemma2_text": _half("embedding_gemma2", layers="wide where full", **_HEAD),
     "exaone4": _half("exaone4", layers="sliding only, if windows"),
     "exaone_moe": _half("exaone_moe", layers="sliding only, if windows"),
+    "flint": _half("flint", layers="sliding only", **_HEAD),
     "gemma3_text": _half("gemma3", layers="local base", **_HEAD),
     "gemma3n_text": _half("gemma3n", layers="local base", **_HEAD),
     "gemma4_text": _half("gemma4", layers="wide where full", **_HEAD),
+    "gemma4_unified_text": _half("gemma4_unified", layers="wide where full", **_HEAD),
+    "kolibri1": _half("kolibri1", layers="sliding only, if windows", **_HEAD),
     "laguna": _half("laguna", **_PART, **_HEAD),
     "llama4_text": _pairs("llama4", "apply_rotary_emb", layers="no_rope_layers", **_HEAD),
+    "mistral_large4_text": _pairs(
+        "mistral_large4", "apply_rotary_pos_emb_interleave", start="nope", layers="no_rope_layers"
+    ),
+    "step3p5": _half("step3p7", layers="lists", **_ANY_PART, **_HEAD),
+    **_each("granite_swa granitemoe_swa", layers="layer_rope_theta"),
+    "muse_spark_text": _half("muse_spark", layers="layer_rope_theta", **_HEAD),
     "muse_glimmer_text": _half("muse_glimmer", layers="layer_rope_theta", **_HEAD),
+    "molmo2_text": _half("molmo2", layers="scaled layers", **_HEAD),
     "modernbert": _half("modernbert", layers="global and local base"),
     "olmo3": _half("olmo3", layers="scaled where full"),
     "smollm3": _half("smollm3", layers="no_rope_layers"),
@@ -178,29 +222,55 @@ FAMILIES: dict[str, Family] = {
     "qwen2_vl_text": _half("qwen2_vl", **_QWEN2_VL),
     "qwen2_5_vl": _half("qwen2_5_vl", **_QWEN2_VL),
     "qwen2_5_vl_text": _half("qwen2_5_vl", **_QWEN2_VL),
+    "qwen2_5_omni_talker": _half("qwen2_5_omni", **_QWEN2_VL),
     "qwen2_5_omni_text": _half("qwen2_5_omni", **_QWEN2_VL),
+    "paddleocr_vl_text": _half("paddleocr_vl", **_QWEN2_VL, **_HEAD),
+    "cohere_compass_text": _half("cohere_compass", **_QWEN3_VL),
+    "cosmos3_edge_text": _half("cosmos3_edge", **_QWEN3_VL),
+    "qwen3_omni_moe_text": _half("qwen3_omni_moe", **_QWEN3_VL),
     "qwen3_vl_text": _half("qwen3_vl", **_QWEN3_VL, **_HEAD),
     "qwen3_vl_moe_text": _half("qwen3_vl_moe", **_QWEN3_VL, **_HEAD),
     "qwen3_5_text": _half("qwen3_5", **_QWEN3_5, **_PART, **_HEAD),
     "qwen3_5_moe_text": _half("qwen3_5_moe", **_QWEN3_5, **_PART, **_HEAD),
-    "glm4v": _pairs("glm4v", axes="sections", sections=(8, 12, 12), **_PART),
-    "glm4v_text": _pairs("glm4v", axes="sections", sections=(8, 12, 12), **_PART),
+    "qwen4_exp_text": _half("qwen4_exp", **_QWEN3_5, **_ANY_PART, **_HEAD),
+    "glm4v": _pairs("glm4v", **_GLM4V, **_PART),
+    "glm4v_moe_text": _half("glm4v_moe", **_GLM4V, **_PART),
+    "glm4v_text": _pairs("glm4v", **_GLM4V, **_PART),
+    "glm_image_text": _half("glm_image", **_GLM4V, **_ANY_PART),
+    "glm_ocr_text": _pairs("glm_ocr", **_GLM4V, **_ANY_PART),
+    "dots3_note_text": _pairs("dots3_note", "apply_rotary_pos_emb_interleave", start="nope"),
     "ernie4_5_vl_moe_text": _pairs(
         "ernie4_5_vl_moe", axes="rows and columns, then time", sections=(22, 22, 20)
     ),
     # --- several axes: images ---
     "dinov3_vit": _half("dinov3_vit", axes="blocks", scaling="turns"),
     "eomt_dinov3": _half("eomt_dinov3", axes="blocks", scaling="turns"),
-    "glm4v_vision": _half("glm4v", "apply_rotary_pos_emb_vision", **_VISION),
+    "inkling2_vision": _pairs(
+        "inkling2", "apply_rotary_pos_emb_vision", axes="columns, rows", base=10000.0
+    ),
+    "kimi_k25_vision": _half(
+        "kimi_k25", "apply_rotary_pos_emb_vision", axes="alternating", base=10000.0
+    ),
+    "lfm3_vl_vision": _half("lfm3_vl", "apply_rotary_pos_emb_vision", axes="blocks"),
     "llama4_vision_model": _pairs("llama4", "vision_apply_rotary_emb", axes="blocks"),
     "pixtral": _half("pixtral", axes="strided"),
     "qwen2_vl_vision": _half(
         "qwen2_vl", "apply_rotary_pos_emb_vision", hidden="embed_dim", **_VISION
     ),
-    "qwen2_5_vl_vision": _half("qwen2_5_vl", "apply_rotary_pos_emb_vision", **_VISION),
-    "qwen3_vl_vision": _half("qwen3_vl", "apply_rotary_pos_emb_vision", **_VISION),
-    "qwen3_vl_moe_vision": _half("qwen3_vl_moe", "apply_rotary_pos_emb_vision", **_VISION),
-    "qwen3_5_vision": _half("qwen3_5", "apply_rotary_pos_emb_vision", **_VISION),
+    "step3p5_vision": _half(
+        "step3p7", "apply_rotary_pos_emb_vision", axes="columns, rows", base=10000.0
+    ),
+    **_each(
+        """cohere_compass_vision:cohere_compass dots3_note_vision_encoder:dots3_note
+        ernie4_5_vl_moe_vision:ernie4_5_vl_moe exaone4_5_vision:exaone4_5 glm4v_moe_vision:glm4v_moe
+        glm4v_vision:glm4v glm5_next_vision:glm5_next glm_ocr_vision:glm_ocr mlcd mlcd_vision_model:mlcd
+        muse_glimmer_vision:muse_glimmer muse_spark_vision:muse_spark paddleocr_vl_vision:paddleocr_vl
+        qwen2_5_omni_vision_encoder:qwen2_5_omni qwen2_5_vl_vision:qwen2_5_vl qwen3_5_moe_vision:qwen3_5_moe
+        qwen3_5_vision:qwen3_5 qwen3_omni_moe_vision_encoder:qwen3_omni_moe qwen3_vl_moe_vision:qwen3_vl_moe
+        qwen3_vl_vision:qwen3_vl qwen4_exp_vision:qwen4_exp video_llama_3_vision:video_llama_3""",
+        function="apply_rotary_pos_emb_vision",
+        **_VISION,
+    ),
     # --- RoPE is optional ---
     "esm": _half("esm", base=10000.0, needs_position_type=True),
     # --- no RoPE, or none that a spec can express ---
@@ -212,6 +282,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2": _none("it adds learned positions"),
     "gpt_neo": _none("it adds learned positions"),
     "gemma4_vision": _none("it pairs channels by halves within each of two blocks of a head"),
+    "hunyuan_vl_text": _none("the two channels of a pair may rotate by different coordinates"),
     "jamba": _none("its attention layers use no positions"),
     "kimi_linear": _none("its attention layers use no positions"),
     "mamba": _none("it has no attention"),
@@ -221,10 +292,14 @@ FAMILIES: dict[str, Family] = {
         "it rotates by negative angles; make a RopeSpec as for Llama and negate the positions"
     ),
     "nemotron_h": _none("its attention layers use no positions"),
+    "neomme": _none("its positions have two coordinates, woven in an order of its own"),
+    "neucodec": _none("it rotates by the number of the head, not by that of the token"),
     "opt": _none("it adds learned positions"),
+    "qwen2_5_omni_dit": _none("it rotates the first head only"),
     "qwen": _none("its scaling by logarithms of the length is not one of the rules here"),
     "t5": _none("it adds a bias that depends on the distance"),
     "vjepa2": _none("its tables repeat frequencies by halves, but its code pairs neighbours"),
+    "xcodec2": _none("it rotates by the number of the head, not by that of the token"),
 }
 
 # (model_type, section without its own model_type) -> the family of the section.

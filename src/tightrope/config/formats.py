@@ -365,9 +365,31 @@ def _local(
     return None
 
 
+# --- ONNX Runtime's genai_config.json -----------------------------------------------------------------------
+
+
+def is_genai(values: Mapping[str, Any]) -> bool:
+    """Return True for the ``genai_config.json`` of ONNX Runtime."""
+    model = values.get("model")
+    return isinstance(model, Mapping) and isinstance(model.get("decoder"), Mapping)
+
+
+def genai(values: Mapping[str, Any]) -> Source:
+    """Refuse the file: the rotation is inside the ONNX model."""
+    del values
+    fail(
+        "genai_config.json must come with the config.json of the model, as it does not describe the rotation; pass that"
+    )
+
+
 # --- Megatron's arguments -------------------------------------------------------------------------
 
 _MEGATRON = frozenset({"rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling"})
+# NeMo's spellings of Megatron's arguments.
+_NEMO = {
+    "rotary_percentage": "rotary_percent",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+}
 _MEGATRON_CODE = "megatron/core/models/common/embeddings/rope_utils.py"
 # `use_rope_scaling`: the rest of Llama 3.1's rule is in the code (`RotaryEmbedding._apply_scaling`).
 _MEGATRON_SCALING = {
@@ -394,16 +416,17 @@ _MEGATRON_YARN_DENSE = {
 
 
 def is_megatron(values: Mapping[str, Any]) -> bool:
-    """Return True if a mapping has the names of Megatron's arguments."""
-    return not _MEGATRON.isdisjoint(values)
+    """Return True if a mapping has the names of Megatron's arguments, or NeMo's."""
+    nemo = not _NEMO.keys().isdisjoint(values) and "position_embedding_type" in values
+    return nemo or not _MEGATRON.isdisjoint(values)
 
 
 def megatron(values: Mapping[str, Any]) -> Source:
     """Read Megatron's arguments: ``rotary_*``, ``kv_channels`` and its three kinds of scaling."""
     name = "Megatron's arguments"
-    outer = dict(values)
+    outer = {_NEMO.get(key, key): value for key, value in values.items()}
     outer.pop("model_type", None)  # not the model_type of transformers
-    spelled: dict[str, str] = {}
+    spelled = {name: key for key, name in _NEMO.items() if key in values}
     section: dict[str, Any] = {}
 
     def move(names: Mapping[str, str], into: dict[str, Any], prefix: str) -> None:
@@ -467,8 +490,10 @@ def megatron(values: Mapping[str, Any]) -> Source:
     if ratio is not None:
         kinds.append("rotary_seq_len_interpolation_factor")
         section |= {"rope_type": "linear", "factor": ratio}
-        spelled["rope_scaling.rope_type"] = "rotary_seq_len_interpolation_factor"
-        spelled["rope_scaling.factor"] = "rotary_seq_len_interpolation_factor"
+        key = spelled.get(
+            "rotary_seq_len_interpolation_factor", "rotary_seq_len_interpolation_factor"
+        )
+        spelled["rope_scaling.rope_type"] = spelled["rope_scaling.factor"] = key
     if len(kinds) > 1:
         fail(f"only one kind of scaling can apply but got {' and '.join(kinds)}")
     if section:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from .._errors import bad_type
 from ..axes import Axes
@@ -57,8 +57,11 @@ def slice_of(
         if int(head_dim * fraction) < 2:
             fail(f"{path} must give at least 2 of {head_dim} channels but got {fraction!r}")
         found.append((f"{path} = {fraction!r} of {head_dim}", int(head_dim * fraction)))
-    if not found and family is not None and family.fraction == "optional":
-        found = [("all of head_dim", head_dim)]
+    how = "" if family is None else family.fraction
+    if (not found and how == "optional") or (
+        how == "factor" and not _fractions(source, part, claimed)
+    ):
+        found.append(("all of head_dim", head_dim))
     got = agreed("rotary_dim", found + chosen)
     if got is not None and family is not None and family.fraction == "none" and got[1] < head_dim:
         advice = "make a RopeSpec by hand"
@@ -72,7 +75,9 @@ def slice_of(
             f"got {got[1]} from {got[0]}; for other code, which rotates a part, {advice}"
         )
     if got is None:
+        # An object of the class has the class's defaults: without a key, all channels rotate.
         needed = family is not None and family.fraction == "required"
+        needed = needed and (source.config is None or bool(family and family.axes))
         if needed and not claimed & {*keys.FRACTION}:
             ways = ", ".join([*keys.FRACTION, *keys.ROTARY_DIM])
             fail(
@@ -222,6 +227,15 @@ def stated_pairing(source: Source) -> Found | None:
     return agreed("interleaved", found)
 
 
+# The axes of images, of a number of pairs: axis 0 is the row, axis 1 the column.
+_OF_IMAGES: dict[str | None, Callable[[int], Axes]] = {
+    "alternating": lambda n: Axes(2, tuple((1 - k % 2, k // 2, n) for k in range(n))),
+    "blocks": lambda n: Axes.blocks((n // 2, n // 2)),
+    "columns, rows": lambda n: Axes(2, tuple((1 - 2 * k // n, k % (n // 2), n) for k in range(n))),
+    "strided": lambda n: Axes.strided(2, n),
+}
+
+
 def axes_of(source: Source, part: Part, rotary_dim: int) -> tuple[Axes | None, str]:
     """The axes, which assign a coordinate to each pair, and their source."""
     family = source.family
@@ -230,14 +244,15 @@ def axes_of(source: Source, part: Part, rotary_dim: int) -> tuple[Axes | None, s
     flags = part.inner(keys.SECTIONS_INTERLEAVED) + source.outer(keys.SECTIONS_INTERLEAVED)
     flag = agreed("mrope_interleaved", flags)
     pairs = rotary_dim // 2
-    if kind in ("blocks", "strided"):
+    if kind in _OF_IMAGES:
         if pairs % 2:
             fail(
                 f"the number of pairs must be even, as {source.name} divides them between two axes, but "
                 f"got {pairs}"
             )
-        made = Axes.blocks((pairs // 2, pairs // 2)) if kind == "blocks" else Axes.strided(2, pairs)
-        return made, f"{source.name} ({family.source})" if family is not None else ""
+        return _OF_IMAGES[kind](
+            pairs
+        ), f"{source.name} ({family.source})" if family is not None else ""
     axial = [path for path, name in part.inner(keys.TYPE) if name == "axial"]
     if axial:
         fail(f"{axial[0]} is 'axial', but {source.name} is not known to have several axes")

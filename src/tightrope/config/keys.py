@@ -47,6 +47,12 @@ PAIRING = dict.fromkeys(
 ) | dict.fromkeys("is_neox_style rope_is_neox_style use_neox_rotary_style".split(), False)
 LAYER_TYPES = ("layer_types", "layers_block_type")
 LAYER_COUNT = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
+# Sections that describe the part of a model that reads and writes text.
+TEXT = ("text_config", "language_config", "llm_config")
+# The part of an omni model whose text section a plain call reads: what it says is spoken by another part.
+THINKER = "thinker_config."
+# Sections whose names do not end with _config.
+BARE_SECTIONS = ("encoder", "decoder")
 # Keys that show that a configuration describes a model, with layers, and not only a rotation.
 LAYERS = (*LAYER_TYPES, *LAYER_COUNT, "model_type")
 POSITION_TYPE = ("position_embedding_type", "position_embedding")
@@ -72,7 +78,6 @@ INERT_VALUES: dict[tuple[str, object], str] = {
     ("extrapolation_factor", 1): "weight of YaRN's ramp; 1 is the paper's",
     ("factor", 1): "the ratio of the lengths; 1 is no scaling",
     ("attn_factor", 1): "multiplies the factor on the rotated channels",
-    ("apply_yarn_scaling", True): "vLLM's switch for the factor on the channels; True is on",
 }
 
 # --- keys of the outer level that could be about the rotation ---
@@ -184,10 +189,12 @@ SWITCHES = {
 # Outer keys that only some rules for layers read, by the name of the rule (`Family.layers`).
 READ_BY_LAYERS: dict[str, frozenset[str]] = {
     "layer_rope_theta": frozenset({"layer_rope_theta"}),
+    "lists": frozenset({"partial_rotary_factors", "use_rope_layers", "yarn_only_types"}),
     "local base": frozenset({"rope_local_base_freq"}),
     "global and local base": frozenset({"global_rope_theta", "local_rope_theta"}),
     "main and compress": frozenset({"compress_rope_theta", "compress_ratios"}),
     "no_rope_layers": frozenset({"no_rope_layers", "no_rope_layer_interval"}),
+    "scaled layers": frozenset({"rope_scaling_layers"}),
     "wide where full": frozenset({"global_head_dim"}),
 }
 # Outer keys that are always read, or known not to affect the rotation.

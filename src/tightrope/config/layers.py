@@ -216,8 +216,8 @@ def _with_widths(source: Source, parts: list[Part], layers: Listed) -> list[Part
     return made
 
 
-def _need(source: Source, key: str) -> None:
-    if key not in source.values:
+def _need(source: Source, key: str, null: bool = True) -> None:
+    if key not in source.values or not (null or source.values[key]):
         fail(f"{source.name} has layers that differ, so the config must give {source.shown(key)}")
 
 
@@ -245,6 +245,24 @@ def _two_bases(source: Source, flat: Entries, layers: Listed) -> Layers:
     ], layers
 
 
+def _scaled_layers(source: Source, flat: Entries, layers: Listed) -> Layers:
+    # Molmo 2: a list of the numbers of the layers whose frequencies are scaled.
+    del layers
+    count, path = source.values.get("num_hidden_layers"), source.shown("rope_scaling_layers")
+    scaled = source.values.get("rope_scaling_layers")
+    if scaled is None or not isinstance(count, int):
+        return [Part(None, flat)], None
+    if not isinstance(scaled, list | tuple):
+        raise bad_type(f"{path} must be a list but got {scaled!r}")
+    whole([(path, number) for number in scaled], count - 1, least=0)
+    if len({*scaled}) == count:
+        return [Part(None, flat)], None
+    base = {key: found for key, found in flat.items() if key in keys.BASE}
+    listed = tuple("scaled" if layer in scaled else "unscaled" for layer in range(count))
+    both = {"scaled": flat, "unscaled": base}
+    return [Part(name, each) for name, each in both.items() if name in listed], listed
+
+
 def _scaled_where_full(source: Source, flat: Entries, layers: Listed) -> Layers:
     # OLMo 3: sliding-window layers use unscaled frequencies.
     del source
@@ -256,6 +274,20 @@ def _sliding_only(source: Source, flat: Entries, layers: Listed) -> Layers:
     for key in ("sliding_window_pattern", "global_attn_every_n_layers"):
         layers = layers or _by_interval(source, key, "full_attention", "sliding_attention")
     return [Part("sliding_attention", flat), Part("full_attention", {}, rope=False)], layers
+
+
+def _sliding_or_dense(source: Source, flat: Entries, layers: Listed) -> Layers:
+    # Cohere 2 MoE: the first layers, without experts, may have no window and rotate all the same.
+    for key in ("layer_types", "mlp_layer_types"):
+        _need(source, key, null=False)
+    parts, layers = _sliding_only(source, flat, layers)
+    experts = _entries(source, "mlp_layer_types")
+    if "dense" not in experts or source.values.get("prefix_dense_sliding_window_pattern", 1) != 1:
+        return parts, layers
+    still = ("full_attention", "dense")
+    return [*parts, Part("dense", flat)], tuple(
+        "dense" if both == still else both[0] for both in zip(layers or (), experts)
+    )
 
 
 def _sliding_only_if(source: Source, flat: Entries, layers: Listed) -> Layers:
@@ -318,6 +350,35 @@ def _thetas(source: Source, flat: Entries, layers: Listed) -> Layers:
     return _rope_and_no_rope(flat, thetas)
 
 
+def _by_lists(source: Source, flat: Entries, layers: Listed) -> Layers:
+    # Step 3.5: a base and a part of the channels for each layer; equal for all layers of one type. Scaling is for
+    # some types.
+    _need(source, "layer_types", null=False)
+    if source.values.get("use_rope_layers"):
+        fail(
+            f"{source.shown('use_rope_layers')} must be empty; make a RopeSpec by hand for each layer"
+        )
+    scaled = source.values.get("yarn_only_types") or ["full_attention"]
+    lists = {
+        name: (source.shown(key), _entries(source, key, predicting=True))
+        for name, key in (
+            ("rope_theta", "rope_theta"),
+            ("partial_rotary_factor", "partial_rotary_factors"),
+        )
+        if isinstance(source.values.get(key), list | tuple)
+    }
+    parts = []
+    for kind in with_attention(layers):
+        own = dict(flat) if kind in scaled else {}
+        for name, (path, listed) in lists.items():
+            each = [
+                (f"{path}[{n}]", listed[n]) for n, one in enumerate(layers or ()) if one == kind
+            ]
+            own[name] = agreed(f"{name} of {kind}", each) or (path, None)
+        parts.append(Part(kind, own, () if "rope_theta" in lists else keys.BASE))
+    return parts, layers
+
+
 def _by_number(source: Source, flat: Entries, layers: Listed) -> Layers:
     # Llama 4, SmolLM3: a list with 1 for each layer with RoPE and 0 for the others; or an interval n,
     # and every n-th layer has no RoPE.
@@ -353,14 +414,23 @@ def _by_interval(source: Source, key: str, every: _T, others: _T) -> tuple[_T, .
 _LAYERS: dict[str, Callable[[Source, Entries, Listed], Layers]] = {
     "local base": _local_base,
     "global and local base": _two_bases,
+    "scaled layers": _scaled_layers,
     "scaled where full": _scaled_where_full,
     "sliding only": _sliding_only,
     "sliding only, if windows": _sliding_only_if,
+    "sliding or dense": _sliding_or_dense,
     "no_rope_layers": _by_number,
     "layer_rope_theta": _thetas,
+    "lists": _by_lists,
     "wide where full": _only_nested,
 }
 # Rules of families whose code reads one rope section for all layers.
 _ONE_SECTION = frozenset(
-    {"sliding only", "sliding only, if windows", "no_rope_layers", "layer_rope_theta"}
+    {
+        "sliding only",
+        "sliding only, if windows",
+        "sliding or dense",
+        "no_rope_layers",
+        "layer_rope_theta",
+    }
 )

@@ -195,7 +195,7 @@ def _unknown_inside(part: Part) -> dict[str, bool]:
         *claimed_by(rule),
     }
     if rule is YaRN:
-        known.add("attn_factor")
+        known |= {"attn_factor", "apply_yarn_scaling"}
     if rule is NTK and "alpha" in part.entries:
         known = (known | keys.INERT_BESIDE_ALPHA) - {"factor"}
     return {

@@ -91,7 +91,17 @@ def scaling_of(
         has = ", ".join(sorted(key for key in part.entries if part.value(key) is not None))
         fail(f"scaling by {kind.names[0]!r} must have {', '.join(missing)} but has only {has}")
     multiplier = part.value("attn_factor")
-    if kind is YaRN and multiplier is not None and multiplier != 1:
+    if (
+        kind is YaRN and part.value("apply_yarn_scaling") is False
+    ):  # vLLM then scales by attn_factor alone
+        path, alone = (
+            part.entries["apply_yarn_scaling"][0],
+            1.0 if multiplier is None else multiplier,
+        )
+        agreed("attention_factor", [*part.inner(["attention_factor"]), (path, alone)])
+        values["attention_factor"] = alone
+        facts.append(("scaling.attention_factor", alone, path))
+    elif kind is YaRN and multiplier is not None and multiplier != 1:
         path = part.entries["attn_factor"][0]
         values["attention_factor"] = _times(values, path, multiplier)
         facts.append(("scaling.attention_factor", values["attention_factor"], path))

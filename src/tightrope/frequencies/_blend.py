@@ -87,7 +87,7 @@ class YaRN(Rule):
         if self.beta_fast < self.beta_slow:
             raise bad_value(
                 f"beta_fast must be at least beta_slow but got {self.beta_fast} and "
-                f"{self.beta_slow}"
+                f"{self.beta_slow}; they are probably swapped"
             )
 
     @public("YaRN")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tightrope.frequencies import Given, Llama3, LongRoPE, YaRN
+from tightrope.frequencies import Given, Llama3, LongRoPE, Rule, YaRN
 
 from .exactness import FLOAT32, FREQUENCIES, POSITIONS, ROUNDINGS
 from .pairs import PairRow
@@ -86,13 +86,13 @@ def _lengths(part: PartReport) -> _Found:
     if original > stated:
         text = (
             f"original_max_position {original:,} is beyond the context of {stated:,}: it should be "
-            "the length before the extension."
+            f"the length before the extension{_meant(rule, stated)}."
         )
         yield "original-length", text
-    elif original == stated and isinstance(rule, Llama3):
+    elif original == stated and isinstance(rule, Llama3 | YaRN) and rule.factor > 1:
         text = (
             f"original_max_position is the context itself, {stated:,}: one should be the length "
-            "before the extension, the other the length after it."
+            f"before the extension, the other the length after it{_meant(rule, stated)}."
         )
         yield "original-length", text
     elif isinstance(rule, YaRN) and stated > _MARGIN * rule.factor * original:
@@ -101,6 +101,12 @@ def _lengths(part: PartReport) -> _Found:
             f"original_max_position {original:,}: slow pairs reach angles beyond those of training."
         )
         yield "factor", text
+
+
+def _meant(rule: Rule | None, stated: int) -> str:
+    """Name the original length that a factor leads to from the context, if it is a whole number."""
+    length = stated / max(getattr(rule, "factor", None) or 1.0, 1.0)
+    return f", probably {length:,.0f}" if length < stated and length.is_integer() else ""
 
 
 def _scaling(part: PartReport) -> _Found:

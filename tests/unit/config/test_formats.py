@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.reading import read, refused, two, without
 from tightrope import RopeSpec
-from tightrope.config import families
+from tightrope.config import families, keys
 from tightrope.frequencies import Llama3, YaRN
 
 # --- Megatron ---------------------------------------------------------------------------------------
@@ -153,12 +153,14 @@ WHOLE = [
 # Facts of the code of these, by reading it: layers without RoPE or with a base of their own, several coordinates,
 # coordinates in turns, or a base that no key gives.
 WITH_FACTS = set(
-    """afmoe cohere2 dinov3_vit embedding_gemma2_text eomt_dinov3 ernie4_5_vl_moe_text esm exaone4 exaone_moe
-    gemma3_text gemma3n_text gemma4_text glm4v_vision llama4_text llama4_vision_model modernbert muse_glimmer_text
-    olmo3 pixtral qwen2_5_omni_text qwen2_5_vl qwen2_5_vl_text qwen2_5_vl_vision qwen2_vl qwen2_vl_text
-    qwen2_vl_vision qwen3_5_vision qwen3_vl_moe_text qwen3_vl_moe_vision qwen3_vl_text qwen3_vl_vision roformer
-    smollm3""".split()
-)
+    """afmoe cohere2 cohere2_moe cohere_compass_text cosmos3_edge_text diffusion_gemma_text dinov3_vit
+    embedding_gemma2_text eomt_dinov3 ernie4_5_vl_moe_text esm exaone4 exaone_moe flint gemma3_text gemma3n_text
+    gemma4_text gemma4_unified_text granite_swa granitemoe_swa kolibri1 llama4_text modernbert molmo2_text
+    muse_glimmer_text muse_spark_text olmo3 paddleocr_vl_text pixtral qwen2_5_omni_talker qwen2_5_omni_text qwen2_5_vl
+    qwen2_5_vl_text qwen2_vl qwen2_vl_text qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text roformer smollm3
+    llama4_vision_model mlcd mlcd_vision_model qwen2_5_omni_vision_encoder qwen3_omni_moe_vision_encoder
+    dots3_note_vision_encoder""".split()
+) | {name for name in WHOLE if name.endswith("_vision")}
 BY_HAND = "make a RopeSpec by hand."
 
 
@@ -181,16 +183,12 @@ def test_the_advice_for_a_part_keeps_what_only_the_code_states(name: str) -> Non
         "partial_rotary_factor": 0.5,
         "embed_dim": 4096,
     }
-    read_by = {
-        "rope_local_base_freq": "gemma3",
-        "global_head_dim": "gemma4",
-        "layer_rope_theta": "muse",
-        "global_rope_theta": "modern",
-        "local_rope_theta": "modern",
-    }
-    config = {key: value for key, value in config.items() if read_by.get(key, "") in name}
-    if name in ("gemma4_text", "embedding_gemma2_text"):
-        config["global_head_dim"] = 128
+    rule = families.FAMILIES[name].layers or ""
+    others = {key for each, own in keys.READ_BY_LAYERS.items() if each != rule for key in own}
+    config = {key: value for key, value in config.items() if key not in others}
+    if rule == "sliding or dense":
+        config |= {"layer_types": ["sliding_attention"] * 2, "mlp_layer_types": ["sparse"] * 2}
+    if rule == "wide where full":
         section = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
         config["rope_parameters"] = {"sliding_attention": section, "full_attention": section}
     with pytest.raises(
