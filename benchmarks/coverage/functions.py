@@ -44,7 +44,7 @@ class Shape(NamedTuple):
 
 # A small one, and three that torch divides among threads even where a pair of channels is one element. In the third,
 # halves of the pairs are no multiple of eight; in the last, halves of the elements neither.
-SHAPES = (Shape(2, 11, 4, 16), Shape(2, 600, 4, 32), Shape(3, 911, 3, 16), Shape(3, 731, 3, 20))
+SHAPES = (Shape(2, 11, 4, 32), Shape(2, 600, 4, 32), Shape(3, 911, 3, 16), Shape(3, 731, 3, 20))
 Make = Callable[[torch.dtype, torch.dtype, Shape], dict[str, Any]]
 # Dtypes of x and of the tables.
 Pair = tuple[torch.dtype, torch.dtype]

@@ -1,0 +1,309 @@
+"""Compare the spec of each model type of transformers, read from its configuration as a file, with what a model does.
+
+    python -m benchmarks.coverage.configs
+
+A small model of each type runs once, patched, and its calls of the operator are recorded: the pairing, the channels,
+the layer and the angles of each token. The status of a row is:
+
+- equal: every layer rotates by its spec and no other layer rotates; of a model with several parts, the layers of the
+  part that a plain call reads;
+- refused: `from_config` reads no spec, for the given reason;
+- different: a call has another pairing, other channels or other angles;
+- not tried: no small model shows the rotation, for the given reason.
+
+It writes `results/coverage/configs.json` and docs/config-coverage.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tightrope import RopeSpec
+from tightrope.config import LayerSpecs, families, provenance
+from tightrope.integrations import patch, unpatch
+from tightrope.ops import schema
+
+from ..pages import between_marks, table, written
+from . import models, transformers
+from .catalogue import TRANSFORMERS
+from .comparing import Subject, mapped, part_of
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "coverage" / "configs.json"
+MODELS = RESULTS.parent / "transformers.json"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "config-coverage.md"
+# Tables of float32 at small positions.
+CLOSE = 2e-4
+BACK = "the direction"
+# Models that turn no tokens, or by angles of their own.
+ELSEWHERE = {
+    "roformer": "its table is a parameter, which small models get at random",
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
+        "the small model has fewer pairs than coordinates",
+    ),
+}
+
+
+class Call(NamedTuple):
+    """What one call of the operator did.
+
+    Attributes:
+        path: the module that called it.
+        width: the number of channels of the rotated tensor.
+        angles: of the first row: `[tokens][pairs]`.
+    """
+
+    path: str
+    width: int
+    start: int
+    interleaved: bool
+    angles: list[list[float]]
+
+    @property
+    def layer(self) -> int:
+        """The last number in the path."""
+        return int((re.findall(r"\d+", self.path) or ["0"])[-1])
+
+    @property
+    def part(self) -> str:
+        """The path without the numbers of layers."""
+        return re.sub(r"\d+", "#", self.path)
+
+
+class _Recorder(TorchDispatchMode):
+    """Record the calls of the operator by tables."""
+
+    def __init__(self, model: torch.nn.Module, stack: ExitStack) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self._inside = [""]
+        for path, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(self._enter(path)).remove)
+            stack.callback(module.register_forward_hook(self._leave).remove)
+
+    def _enter(self, path: str) -> Any:
+        return lambda *_: self._inside.append(path)
+
+    def _leave(self, *_: Any) -> None:
+        self._inside.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "tightrope" and func.__name__.startswith("rotate"):
+            x, _, cos, sin, _, _, packed, *_ = args
+            options = schema.options_of(packed)
+            source = schema.SOURCES[options.source]
+            apart = source == "repeat" or (source == "full" and options.interleaved)
+            pairs = cos.shape[-1] // (1 if source == "half" else 2)
+            some = slice(None, None, 2) if apart else slice(pairs)
+            angles = torch.atan2(sin.double(), cos.double())[0, 0, :, some]
+            self.calls.append(
+                Call(
+                    self._inside[-1],
+                    x.shape[-1],
+                    options.start,
+                    options.interleaved,
+                    angles.tolist(),
+                )
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of(subject: Subject) -> list[Call]:
+    """Run a small model, patched, and return its calls of the operator, without those of indexers."""
+    with ExitStack() as stack, torch.no_grad():
+        # Complex products of any size are replaced.
+        patch(subject.model, rounding="once")
+        stack.callback(unpatch, subject.model)
+        recorder = _Recorder(subject.model, stack)
+        with recorder:
+            part_of(subject.model, subject.part)(**mapped(torch.clone, subject.inputs))
+    return [call for call in recorder.calls if "indexer" not in call.path]
+
+
+def differs(call: Call, spec: RopeSpec) -> str:
+    """Return how a call differs from a spec; empty if it does not."""
+    if call.interleaved != spec.interleaved:
+        return f"the pairing of {call.part}"
+    pairs = len(call.angles[0]) if call.angles else 0
+    # Some models cut the rotated channels out of a head first.
+    whole = call.width == spec.head_dim and call.start == spec.start
+    if 2 * pairs != spec.rotary_dim or not (whole or call.width == spec.rotary_dim):
+        return f"the channels of {call.part}"
+    owners = [0] * pairs if spec.axes is None else [axis for axis, _, _ in spec.axes.pairs]
+    omega = [float(one) for one in spec.frequencies(1).exact]
+    # The first token may be one of a class, with angles of its own.
+    found = []
+    for token, angles in enumerate(call.angles[1:14], 1):
+        for axis in set(owners):
+            own = [(omega[k], angles[k]) for k, owner in enumerate(owners) if owner == axis]
+            found.append(_coordinate(own))
+            if found[-1] is None:
+                return f"the angles of token {token} in {call.part}"
+    # Positions in a text do not decrease. One step back is that of a model whose positions start again.
+    back = sum(later < one for one, later in pairwise(found))  # type: ignore[operator]
+    if len(set(owners)) == 1 and pairs > 1 and back > 1:  # one pair alone has no order of turns
+        return f"{BACK} of {call.part}"
+    return ""
+
+
+def _coordinate(pairs: list[tuple[float, float]]) -> float | None:
+    """Return the coordinate that rotates every pair (frequency, angle), the nearest to 0; None if there is none."""
+    first, angle = max(pairs)
+    for turns in sorted(range(-200, 201), key=abs):
+        at = (angle + math.tau * turns) / (first or 1.0)
+        if all(abs(math.remainder(at * omega - other, math.tau)) < CLOSE for omega, other in pairs):
+            return at
+    return None
+
+
+def compared(specs: RopeSpec | LayerSpecs | None, calls: list[Call]) -> str:
+    """Return how the calls of one part of a model differ from its specs; empty if they do not."""
+    seen, back = set(), {}
+    for call in calls:
+        spec = specs.of(call.layer) if isinstance(specs, LayerSpecs) else specs
+        if spec is None:
+            return f"layer {call.layer} of {call.part} rotates"
+        why = differs(call, spec)
+        if why and not why.startswith(BACK):
+            return why
+        if why:
+            back[call.layer] = why
+        else:
+            seen.add(call.layer)
+    for layer, why in back.items():
+        if layer not in seen:  # others also rotate what attention returns, backwards
+            return why
+    if isinstance(specs, LayerSpecs) and specs.layers is not None:
+        for layer in range(len(specs.layers)):
+            if specs.of(layer) is not None and layer not in seen:
+                return f"layer {layer} does not rotate"
+    return ""
+
+
+def row(name: str) -> dict[str, Any]:
+    """The row of a model type."""
+    if name in ELSEWHERE:
+        return {"model": name, "status": "not tried", "reason": ELSEWHERE[name]}
+    try:
+        subject, _ = transformers.prepare(name)
+        config = json.loads(json.dumps(subject.model.config.to_dict(), default=str))
+        calls = calls_of(subject)
+    except Exception as error:  # noqa: BLE001 - recorded as the reason; the run continues
+        return {"model": name, "status": "not tried", "reason": models.sentence(error)}
+    if not calls:
+        return {"model": name, "status": "not tried", "reason": "no call of the operator"}
+    try:
+        found = provenance(fitted(config))
+        named = str(found.rows[0].source if found.rows else "")
+        # Of a model with several parts, one must agree.
+        nested = not any(key in config for key in ("rope_parameters", "rope_theta", "rope_scaling"))
+        parts = defaultdict(list)
+        for call in calls:
+            parts[call.part if nested else ""].append(call)
+        wrong = [compared(found.spec, each) for each in parts.values()]
+    except (ValueError, NotImplementedError) as error:
+        reason = str(error).removeprefix("[from_config] ")
+        return {"model": name, "status": "refused", "reason": reason}
+    if all(wrong):
+        return {"model": name, "status": "different", "reason": wrong[0]}
+    part = {"part": named.partition(".")[0]} if nested and "." in named else {}
+    return {"model": name, "status": "equal", **part}
+
+
+def fitted(config: Any) -> Any:
+    """The configuration with sections that fit its pairs: interleaved ones that do not are cut off by the models."""
+    if not isinstance(config, dict):
+        return config
+    made = {key: fitted(value) for key, value in config.items()}
+    family = families.FAMILIES.get(str(config.get("model_type")))
+    for section in _sections_of(made):
+        if family is not None and family.axes == "interleaved sections":
+            width = made.get("head_dim") or made["hidden_size"] // made["num_attention_heads"]
+            pairs = int(width * section.get("partial_rotary_factor", 1)) // 2
+            _, *others = section["mrope_section"]
+            cut = [min(size, (pairs - axis + 2) // 3) for axis, size in enumerate(others, 1)]
+            section["mrope_section"] = [pairs - sum(cut), *cut]
+    return made
+
+
+def _sections_of(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    rope = config.get("rope_parameters") or {}
+    for one in (rope, *rope.values()):
+        if isinstance(one, dict) and one.get("mrope_section"):
+            yield one
+
+
+def page(data: dict[str, Any]) -> str:
+    """The lists and tables of docs/config-coverage.md."""
+    rows = data["models"]
+    by_status = defaultdict(list)
+    for each in rows:
+        by_status[each["status"]].append(each)
+    equal = by_status["equal"]
+    lines = [
+        f"transformers {data['version']}, torch {data['torch']}: {len(equal)} of {len(rows)} types that rotate are "
+        f"read from their configuration as a file and equal the model; {len(by_status['refused'])} are refused, "
+        f"{len(by_status['different'])} differ, {len(by_status['not tried'])} were not tried.",
+        "",
+        "## Equal",
+        "",
+        ", ".join(
+            f"`{each['model']}`" + (f" ({each['part']})" if "part" in each else "")
+            for each in equal
+        ),
+    ]
+    for status in ("different", "refused", "not tried"):
+        if by_status[status]:
+            cells = [[f"`{each['model']}`", each["reason"]] for each in by_status[status]]
+            lines += ["", f"## {status.capitalize()}", "", *table(["model type", "reason"], cells)]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.coverage.configs", description=__doc__
+    )
+    parser.add_argument("--only", default="", help="regular expression for model types")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the Markdown page to update")
+    options = parser.parse_args(arguments)
+    import transformers as library
+    from tqdm import tqdm
+
+    models.quiet(TRANSFORMERS)
+    old = (
+        json.loads(options.results.read_text("utf-8"))["models"] if options.results.exists() else []
+    )
+    rotating = [
+        each["model"]
+        for each in json.loads(MODELS.read_text("utf-8"))["models"]
+        if each.get("calls")
+    ]
+    chosen = [name for name in rotating if re.search(options.only, name)]
+    kept = {each["model"]: each for each in old if each["model"] in rotating}
+    kept |= {name: row(name) for name in tqdm(chosen, mininterval=5, unit="model")}
+    data = {
+        "version": library.__version__,
+        "torch": torch.__version__,
+        "models": [kept[name] for name in sorted(kept)],
+    }
+    options.results.write_text(written(data), encoding="utf-8")
+    between_marks(options.page, "config-coverage", page(data))
+    print(page(data).partition("\n")[0])
+
+
+if __name__ == "__main__":
+    main()

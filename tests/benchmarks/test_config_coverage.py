@@ -1,0 +1,97 @@
+"""The committed coverage of configurations, and the comparison that it rests on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.coverage import configs
+from benchmarks.coverage.configs import Call, compared, differs
+from benchmarks.pages import between_marks
+from tightrope import Axes, RopeSpec
+from tightrope.config import LayerSpecs
+
+pytest.importorskip("transformers")
+DATA: dict[str, Any] = json.loads(configs.RESULTS.read_text("utf-8"))
+ROWS = {row["model"]: row for row in DATA["models"]}
+
+
+def test_no_committed_row_differs_and_most_are_equal() -> None:
+    status = [row["status"] for row in ROWS.values()]
+    assert "different" not in status
+    assert status.count("equal") >= 250
+    assert len(status) >= 311
+
+
+def test_the_page_shows_the_committed_rows(tmp_path: Any) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(configs.PAGE.read_text("utf-8"), "utf-8")
+    between_marks(page, "config-coverage", configs.page(DATA))
+    assert page.read_text("utf-8") == configs.PAGE.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "gptj", "qwen2_vl", "cohere2_moe", "deepseek_v2", "kimi_k25_vision", "nanochat"],
+)
+def test_a_row_of_today_is_the_committed_one(name: str) -> None:
+    assert configs.row(name) == ROWS[name]
+
+
+# --- the comparison -------------------------------------------------------------------------------
+
+SPEC = RopeSpec(16, 100.0, 8, start=4)
+
+
+def call(spec: RopeSpec, layer: int = 0, **changes: Any) -> Call:
+    """What a rotation by a spec of one coordinate looks like."""
+    angles = torch.arange(9.0)[:, None] * spec.frequencies().inv_freq
+    angles = torch.atan2(angles.sin(), angles.cos()).tolist()
+    made = Call(f"layers.{layer}.attn", spec.head_dim, spec.start, spec.interleaved, angles)
+    return made._replace(**changes)
+
+
+def test_a_call_is_compared_in_pairing_channels_and_angles() -> None:
+    assert differs(call(SPEC), SPEC) == ""
+    assert differs(call(SPEC, width=8, start=0), SPEC) == ""  # the channels were cut out first
+    for other, what in (
+        (RopeSpec(16, 100.0, 8, start=4, interleaved=True), "the pairing"),
+        (RopeSpec(16, 100.0, 8, start=2), "the channels"),
+        (RopeSpec(16, 100.0, 6, start=4), "the channels"),
+        (RopeSpec(32, 100.0, 8, start=4), "the channels"),
+        (RopeSpec(16, 101.0, 8, start=4), "the angles of token 1"),
+    ):
+        assert differs(call(SPEC), other).startswith(what)
+    negated = [[-angle for angle in token] for token in call(SPEC).angles]
+    assert differs(call(SPEC, angles=negated), SPEC) == "the direction of layers.#.attn"
+
+
+def test_each_coordinate_has_a_value_of_its_own() -> None:
+    spec = RopeSpec(8, axes=Axes.blocks((2, 2)))
+    angles = [[1.0, 0.01, 2.0, 0.02]] * 3
+    assert differs(Call("", 8, 0, False, angles), spec) == ""
+    assert differs(Call("", 8, 0, False, [[1.0, 0.02, 2.0, 0.02]] * 3), spec)
+
+
+def test_layers_are_compared_with_their_specs() -> None:
+    specs = LayerSpecs({"on": SPEC, "off": None}, ("on", "off", "on"))
+    assert compared(specs, [call(SPEC, 0), call(SPEC, 2)]) == ""
+    assert compared(specs, [call(SPEC, 0)]) == "layer 2 does not rotate"
+    every = [call(SPEC, layer) for layer in range(3)]
+    assert compared(specs, every) == "layer 1 of layers.#.attn rotates"
+
+
+def test_sections_are_cut_as_models_cut_them() -> None:
+    config = {
+        "model_type": "qwen3_vl_text",
+        "head_dim": 16,
+        "rope_parameters": {"mrope_section": [2, 3, 3]},
+    }
+    assert configs.fitted(config)["rope_parameters"]["mrope_section"] == [3, 3, 2]
+    assert configs.fitted({**config, "model_type": "qwen2_vl_text"}) == {
+        **config,
+        "model_type": "qwen2_vl_text",
+    }
