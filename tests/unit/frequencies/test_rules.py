@@ -608,7 +608,7 @@ test_errors = refusals(
         "[YaRN] mscale must be at least 0 and finite but got -1.0.": (
             lambda: YaRN(4.0, 4096, mscale=-1.0)
         ),
-        "[YaRN] beta_fast must be at least beta_slow but got 1.0 and 32.0.": (
+        "[YaRN] beta_fast must be at least beta_slow but got 1.0 and 32.0; they are probably swapped.": (
             lambda: YaRN(4.0, 4096, beta_fast=1.0, beta_slow=32.0)
         ),
         "[YaRN] base must be above 1 but got 1.0.": lambda: YaRN(4.0, 4096).frequencies(64, 1.0),
