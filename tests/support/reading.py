@@ -66,6 +66,15 @@ def unknown(*names: str) -> str:
     return f"every key about RoPE must be known but got {', '.join(names)}; strict=False ignores them with a warning."
 
 
+def axial(path: str, name: str, dim: int) -> str:
+    """Return the sentence about a rotation of images in a family that is not known to rotate them."""
+    half = dim // 4
+    return (
+        f"{path} is 'axial', but model_type {name!r} is not known to have several axes; if the first half of the pairs "
+        f"rotates by the row and the rest by the column, make RopeSpec({dim}, axes=Axes.blocks(({half}, {half})))."
+    )
+
+
 def two(what: str, one: str, other: str) -> str:
     """Return the sentence about two keys that contradict each other."""
     return f"{what} must have one value but got {one} and {other}."

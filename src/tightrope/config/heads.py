@@ -255,7 +255,12 @@ def axes_of(source: Source, part: Part, rotary_dim: int) -> tuple[Axes | None, s
         ), f"{source.name} ({family.source})" if family is not None else ""
     axial = [path for path, name in part.inner(keys.TYPE) if name == "axial"]
     if axial:
-        fail(f"{axial[0]} is 'axial', but {source.name} is not known to have several axes")
+        half = pairs // 2
+        fail(
+            f"{axial[0]} is 'axial', but {source.name} is not known to have several axes; if the first half of the "
+            f"pairs rotates by the row and the rest by the column, make RopeSpec({rotary_dim}, "
+            f"axes=Axes.blocks(({half}, {half})))"
+        )
     if section is None and family is not None and family.sections is not None:
         section = f"constant of the code of {source.name}", list(family.sections)
     if kind is None and section is None:

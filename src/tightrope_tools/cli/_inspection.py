@@ -6,6 +6,7 @@ from ..inspect import Comparison, Inspection, Note, PairRow, PartReport
 from ..inspect._compare import LOST, NOTICED, PartComparison
 from ..inspect.exactness import EXACT, FLOAT32, MEANING
 from ..inspect.notes import rounded
+from ..inspect.subject import Part
 from ._output import show, show_table
 
 _SHOWN = 14
@@ -15,6 +16,7 @@ def show_inspection(found: Inspection, *, every: bool) -> None:
     """Print the report on one configuration."""
     show(found.name, "bold")
     show(found.form)
+    show_table([*map(_glance, found.parts), *map(_glance, found.without)], _GLANCE)
     for part in found.parts:
         show()
         _show_part(part, every=every)
@@ -37,6 +39,45 @@ def show_comparison(comparison: Comparison) -> None:
             _show_note(note, f", {mark}")
     show()
     show("Alike." if comparison.alike else "They differ.", "bold")
+
+
+_GLANCE = ("part", "pairs", "channels", "base", "scaling", "layers", "context")
+
+
+def _glance(part: PartReport | Part) -> tuple[str, ...]:
+    """Return the row of a part in the first table: what rotates, by which frequencies, and where."""
+    own = part.part if isinstance(part, PartReport) else part
+    spec = own.spec
+    layers = _runs(own.at) if own.at else "all" if spec is not None else ""
+    name = own.name or "whole model"
+    if spec is None or not isinstance(part, PartReport):
+        why = "none rotate" if own.at or own.layers else "not read"
+        return (name, why, "", "", "", layers, "")
+    last = spec.start + spec.rotary_dim - 1
+    rule = spec.scaling
+    factor = getattr(rule, "factor", None)
+    scaling = "none" if rule is None else type(rule).__name__ + (f" {factor:g}" if factor else "")
+    return (
+        name,
+        "neighbours" if spec.interleaved else "halves",
+        f"{spec.start} to {last} of {spec.head_dim}" if spec.rotary_dim else "none",
+        f"{spec.base:,.10g}",
+        scaling,
+        layers,
+        "" if part.context is None else f"{part.context:,}",
+    )
+
+
+def _runs(numbers: tuple[int, ...]) -> str:
+    """Join numbers of layers, with runs as ``4–9``; the first eight, then dots."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = [f"{a}" if a == b else f"{a}–{b}" for a, b in runs[:8]]
+    return ", ".join([*shown, "…"] if len(runs) > 8 else shown)
 
 
 # --- one configuration ----------------------------------------------------------------------------

@@ -36,6 +36,7 @@ class Part:
         context: the key that states the context length, and the length; None if no key does.
         layers: the number of layers of this type, if the configuration lists them.
         why_not: why there is no spec.
+        at: the numbers of these layers, if the configuration lists them.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Part:
     context: tuple[str, int] | None = None
     layers: int | None = None
     why_not: str | None = None
+    at: tuple[int, ...] = ()
 
 
 def read(
@@ -133,14 +135,15 @@ def _parts_of(
         specs, layers = provenance.spec, provenance.spec.layers
     for layer, spec in specs.items():
         name = ": ".join(filter(None, (section, layer)))
-        count = None if layers is None else layers.count(layer)
+        at = tuple(number for number, one in enumerate(layers or ()) if one == layer)
+        count = None if layers is None else len(at)
         if spec is None:
             why = "these layers do not rotate"
-            yield Part(name, None, (), provenance.context, count, why)
+            yield Part(name, None, (), provenance.context, count, why, at)
             continue
         rows = [Field(*row[1:]) for row in provenance.rows if layer in (None, row.layer)]
         if record is not None:
             rows = [
                 row._replace(source=record[1]) if row.name == "interleaved" else row for row in rows
             ]
-        yield Part(name, spec, tuple(rows), provenance.context, count)
+        yield Part(name, spec, tuple(rows), provenance.context, count, at=at)

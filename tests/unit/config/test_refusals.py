@@ -11,6 +11,7 @@ from tests.support.reading import (
     LLAMA,
     PAIRING,
     asked,
+    axial,
     gguf,
     llama,
     read,
@@ -216,7 +217,7 @@ WRONG: dict[str, tuple[object, str]] = {
     ),
     "axial in a family without": (
         llama(rope_scaling={"type": "axial"}),
-        "rope_scaling.type is 'axial', but model_type 'llama' is not known to have several axes.",
+        axial("rope_scaling.type", "llama", 128),
     ),
     "keys beside layer types": (
         llama(rope_parameters={"full_attention": {"rope_theta": 1.0}, "rope_theta": 2.0}),
