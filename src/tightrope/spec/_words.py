@@ -35,6 +35,10 @@ from ._lengths import Lengths, SeqLen
 Constants: TypeAlias = "tuple[Constant[Rule | None], Constant[Axes | None], int, float]"
 
 
+# The number of lengths that a growing sequence computes together, as decoding needs one after the other.
+_AHEAD = 32
+
+
 class OnDevice:
     """The tensors of a spec on one device; equal specs share them. None for a tensor that is not needed.
 
@@ -180,6 +184,8 @@ class Words:
         # The words of the last lengths beyond the original one, with lengths and device: all layers of a step
         # share them.
         self._last: tuple[Any, PhaseWords] | None = None
+        # The words of the next lengths of a growing sequence: the first length, the device, a row for each length.
+        self._ahead: tuple[int, torch.device, PhaseWords] | None = None
         if not is_tracing():
             self.on(torch.device("cpu"))  # now: an export reads their values under fake tensors
 
@@ -290,8 +296,25 @@ class Words:
         key, last = (lengths, device), self._last
         if last is None or last[0] != key:
             with outside_modes():
-                last = self._last = key, self._selected(rule, lengths, all_are_long, device)
+                last = self._last = key, self._next(rule, lengths, all_are_long, device)
         return last[1]
+
+    def _next(
+        self, rule: Rule, lengths: tuple[int, ...], all_are_long: bool, device: torch.device
+    ) -> PhaseWords:
+        """Compute phase words that will be kept; those of a sequence that grows by a token each time, in blocks."""
+        ahead, last, length = self._ahead, self._last, lengths[0]
+        if len(lengths) > 1 or not all_are_long or self.axis_count > 1:
+            return self._selected(rule, lengths, all_are_long, device)
+        if ahead is None or ahead[1] != device or not 0 <= length - ahead[0] < _AHEAD:
+            grows = last is not None and last[0] == ((length - 1,), device)
+            if not grows or length > _lengths.LONGEST - _AHEAD:
+                return self._selected(rule, lengths, True, device)
+            block = self._selected(rule, tuple(range(length, length + _AHEAD)), True, device)
+            ahead = self._ahead = length, device, block
+        first, _, (words, turns) = ahead
+        words = words.narrow(1, length - first, 1)
+        return PhaseWords(words, None if turns is None else turns.narrow(1, length - first, 1))
 
     def _selected(
         self, rule: Rule, lengths: Lengths, all_are_long: bool, device: torch.device

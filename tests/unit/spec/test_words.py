@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from tests.support import oracle, oracle_frequencies as truth
 from tests.support.helpers import in_threads
 from tests.support.kept_tensors import tables_of
-from tests.support.tolerances import dynamic_drift, value
+from tests.support.tolerances import assert_same_bits, dynamic_drift, value
 from tightrope import RopeSpec, angles
 from tightrope.axes import Axes
 from tightrope.frequencies import (
@@ -296,6 +296,28 @@ def test_attention_scaling_by_length() -> None:
             NotImplementedError, match=r"one attention scaling but got 1\.25, 1\.5; "
         ):
             spec.attention_scaling(lengths)
+
+
+LENGTHS = {
+    "growing": [*range(95, 215)],
+    "growing, then another sequence": [*range(150, 160), *range(120, 190), *range(130, 140)],
+    "growing by two": [*range(101, 180, 2)],
+    "back into a block": [*range(150, 190), 160, 159, 400, *range(401, 440), 170],
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("spec", [RULED["dynamic"], RopeSpec(6, 3.0, scaling=DynamicNTK(1.5, 90))])
+def test_words_of_a_growing_sequence_are_those_of_each_length(name: str, spec: RopeSpec) -> None:
+    grows, device = pickle.loads(pickle.dumps(spec)).words, torch.device("cpu")
+    for length in LENGTHS[name]:
+        alone = pickle.loads(pickle.dumps(spec)).words
+        for found, wanted in zip(grows.of((length,), device), alone.of((length,), device)):
+            assert (found is None) == (wanted is None)
+            if wanted is not None:
+                assert_same_bits(found, wanted)
+                assert found.is_contiguous()
+    assert (grows._ahead is None) == (name == "growing by two")
 
 
 def test_words_of_rules_in_many_threads() -> None:
