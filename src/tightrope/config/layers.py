@@ -248,10 +248,11 @@ def _two_bases(source: Source, flat: Entries, layers: Listed) -> Layers:
 def _scaled_layers(source: Source, flat: Entries, layers: Listed) -> Layers:
     # Molmo 2: a list of the numbers of the layers whose frequencies are scaled.
     del layers
-    count, path = source.values.get("num_hidden_layers"), source.shown("rope_scaling_layers")
-    scaled = source.values.get("rope_scaling_layers")
-    if scaled is None or not isinstance(count, int):
+    scaled, path = source.values.get("rope_scaling_layers"), source.shown("rope_scaling_layers")
+    if scaled is None:
         return [Part(None, flat)], None
+    _need(source, "num_hidden_layers", null=False)
+    ((_, count),) = whole(source.outer(["num_hidden_layers"]), _MOST_LAYERS)
     if not isinstance(scaled, list | tuple):
         raise bad_type(f"{path} must be a list but got {scaled!r}")
     whole([(path, number) for number in scaled], count - 1, least=0)

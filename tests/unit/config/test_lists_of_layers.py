@@ -120,6 +120,13 @@ def test_scaling_of_the_listed_layers_alone() -> None:
     assert RopeSpec.from_config({**MOLMO, "rope_scaling_layers": []}) == PLAIN
 
 
+def test_scaled_layers_need_the_number_of_layers() -> None:
+    config = {key: value for key, value in MOLMO.items() if key != "num_hidden_layers"}
+    assert RopeSpec.from_config(config) == SCALED
+    with pytest.raises(ValueError, match="must give num_hidden_layers"):
+        RopeSpec.from_config({**config, "rope_scaling_layers": [0]})
+
+
 @pytest.mark.parametrize("change", [{}, {"rope_scaling_layers": [2, 1, 0]}])
 def test_scaling_of_all_layers(change: dict[str, Any]) -> None:
     assert RopeSpec.from_config({**MOLMO, **change}) == SCALED
