@@ -44,7 +44,7 @@ class Note:
 def notes_on(report: PartReport) -> tuple[Note, ...]:
     """Return all notes on a report, which has none yet; warnings first."""
     warnings = (_base, _lengths, _scaling, _yarn_elsewhere)
-    facts = (_turns, _tables, _elsewhere)
+    facts = (_unextended, _turns, _tables, _elsewhere)
     return tuple(
         Note(code, check in warnings, text)
         for check in (*warnings, *facts)
@@ -89,7 +89,7 @@ def _lengths(part: PartReport) -> _Found:
             f"the length before the extension{_meant(rule, stated)}."
         )
         yield "original-length", text
-    elif original == stated and isinstance(rule, Llama3 | YaRN) and rule.factor > 1:
+    elif original == stated and isinstance(rule, Llama3) and rule.factor > 1:
         text = (
             f"original_max_position is the context itself, {stated:,}: one should be the length "
             f"before the extension, the other the length after it{_meant(rule, stated)}."
@@ -147,6 +147,21 @@ def _yarn_elsewhere(part: PartReport) -> _Found:
 
 
 # --- facts ----------------------------------------------------------------------------------------
+
+
+def _unextended(part: PartReport) -> _Found:
+    rule, context = part.spec.scaling, part.part.context
+    if not isinstance(rule, YaRN) or context is None or rule.factor <= 1:
+        return
+    _, stated = context
+    if rule.original_max_position == stated:
+        text = (
+            f"The context is the original length of YaRN, {stated:,}: with factor {rule.factor:g} the extended one is "
+            f"{stated * rule.factor:,.0f}, which programs other than transformers assume (Qwen's files are like "
+            f"that). If {stated:,} is the extended length, the original one should be before the extension"
+            f"{_meant(rule, stated)}."
+        )
+        yield "unextended", text
 
 
 def _turns(part: PartReport) -> _Found:

@@ -1,4 +1,4 @@
-"""Warnings of lengths that contradict a scaling factor name the length that was probably meant."""
+"""Notes on lengths that contradict a scaling factor name the length that was probably meant."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ LLAMA = {
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-@pytest.mark.parametrize("kind", ["yarn", "llama3"])
 @pytest.mark.parametrize(
-    ("original", "factor", "end"),
+    ("kind", "original", "factor", "end"),
     [
-        (4096, 4.0, "the length after it, probably 1,024."),
-        (4096, 3.0, "the length after it."),
-        (8192, 2.0, "before the extension, probably 2,048."),
-        (1024, 4.0, None),
+        ("llama3", 4096, 4.0, "the length after it, probably 1,024."),
+        ("llama3", 4096, 3.0, "the length after it."),
+        ("yarn", 4096, 4.0, "before the extension, probably 1,024."),
+        ("yarn", 4096, 3.0, "before the extension."),
+        *(
+            (kind, 8192, 2.0, "before the extension, probably 2,048.")
+            for kind in ("yarn", "llama3")
+        ),
+        *((kind, 1024, 4.0, None) for kind in ("yarn", "llama3")),
     ],
 )
 def test_the_original_length(kind: str, original: int, factor: float, end: str | None) -> None:
@@ -34,5 +38,8 @@ def test_the_original_length(kind: str, original: int, factor: float, end: str |
         **(LLAMA3 if kind == "llama3" else {}),
     }
     (part,) = inspect({**LLAMA, "rope_scaling": scaling}).parts
-    found = [note.text for note in part.notes if note.code == "original-length"]
+    codes = ("original-length", "unextended")
+    found = [note.text for note in part.notes if note.code in codes]
+    if found and kind == "yarn" and original == 4096:
+        assert f"the extended one is {4096 * factor:,.0f}" in found[0]
     assert [text.endswith(end or "") for text in found] == [True] * (end is not None)
