@@ -57,7 +57,7 @@ ELSEWHERE = {
 
 
 class Call(NamedTuple):
-    """What one call of the operator did.
+    """One call of the operator, and what it did.
 
     Attributes:
         path: the module that called it.
@@ -201,7 +201,11 @@ def row(name: str) -> dict[str, Any]:
         config = json.loads(json.dumps(subject.model.config.to_dict(), default=str))
         calls = calls_of(subject)
     except Exception as error:  # noqa: BLE001 - recorded as the reason; the run continues
-        return {"model": name, "status": "not tried", "reason": models.sentence(error)}
+        return {
+            "model": name,
+            "status": "not tried",
+            "reason": models.sentence(error).partition(". ")[0],
+        }
     if not calls:
         return {"model": name, "status": "not tried", "reason": "no call of the operator"}
     try:

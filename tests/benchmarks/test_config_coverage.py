@@ -47,7 +47,7 @@ SPEC = RopeSpec(16, 100.0, 8, start=4)
 
 
 def call(spec: RopeSpec, layer: int = 0, **changes: Any) -> Call:
-    """What a rotation by a spec of one coordinate looks like."""
+    """Return the call of a rotation by a spec of one coordinate."""
     angles = torch.arange(9.0)[:, None] * spec.frequencies().inv_freq
     angles = torch.atan2(angles.sin(), angles.cos()).tolist()
     made = Call(f"layers.{layer}.attn", spec.head_dim, spec.start, spec.interleaved, angles)
