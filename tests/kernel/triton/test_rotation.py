@@ -6,14 +6,14 @@ They run under Triton's interpreter, or compiled where there is a GPU; see tests
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support import oracle, oracle_rounding as rounded, pairwise
+from tests.support import oracle, pairwise
 from tests.support.tolerances import Result, assert_near, assert_rotated, assert_same_bits, value
 from tests.support.triton.cases import (
     AXES,
@@ -27,112 +27,30 @@ from tests.support.triton.cases import (
     phases,
     words,
 )
+from tests.support.triton.running import (
+    PLAIN,
+    check,
+    operators,
+    run,
+)
 from tightrope.activations import ACTS, RMS_NORM
 from tightrope.backends.reference import compose
 from tightrope.ops import gradients
 from tightrope.ops.call import Call
 from tightrope.ops.layouts import BY_CODE
 from tightrope.ops.schema import (
-    FORWARD,
-    FULL,
     LOG,
     PHASES,
-    ROUNDINGS,
     SLOPE,
-    TRANSPOSE,
-    WORDS,
     Options,
     options_of,
 )
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.usefixtures("few_programs")]
 
 CASES = pairwise.covering(AXES, allowed)
 # Cases per test: the overhead of a test exceeds the cost of a case.
 GROUP = 12
-
-
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The interpreter runs programs sequentially, so use one program per tile."""
-    from tightrope.backends.triton import blocks, rotation
-
-    if not HAS_GPU:
-        monkeypatch.setattr(blocks, "PROGRAMS", 1)
-    rotation._plans.clear()
-    yield
-    rotation._plans.clear()
-
-
-def operators() -> Any:
-    from tightrope.backends.triton import operators
-
-    return operators
-
-
-def run(made: Made) -> list[torch.Tensor]:
-    """Return the results of a call, wherever they are written."""
-    if made.where == "new":
-        return list(operators().rotate(made.q, made.k, *made.arguments))
-    if made.where == "in place":
-        operators().rotate_(made.q, made.k, *made.arguments)
-        return made.xs
-    outs = [torch.full_like(x, math.nan) for x in made.xs]
-    operators().rotate_into(made.q, made.k, *[*outs, None][:2], *made.arguments)
-    return outs
-
-
-def assert_as_definition(
-    got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, wide: torch.Tensor
-) -> None:
-    """Assert that a result is near `want`, which is in float64.
-
-    Args:
-        dtype: dtype of the inputs, which selects the relative bound.
-        wide: the size that the bound is relative to, such as the largest channel of each head; broadcasts.
-    """
-    assert got.shape == want.shape
-    bound = value("triton, float64" if dtype == torch.float64 else "triton, float32") * wide
-    if got.dtype in oracle.FORMATS:
-        bound = bound + oracle.step_sizes(want, got.dtype) / 2
-    error = (got.detach().cpu().double() - want).abs()
-    assert bool((error <= bound).all()), (
-        f"the error is {(error / bound).max().item():.3g} × the bound"
-    )
-
-
-def scale_of(want: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude in each head vector, expanded to the shape of `want`."""
-    return want.abs().amax(-1, keepdim=True).expand_as(want)
-
-
-def check(made: Made) -> None:
-    want = compose(made.wide().q, made.wide().k, *made.wide().arguments)
-    options = options_of(made.arguments[4])
-    dtype = made.q.dtype
-    gain = 1.0
-    if options.act and options.direction == 1:
-        # f' of softmax and rms_norm takes differences of the rotated gradients.
-        plain = options._replace(act=0)
-        extras = (
-            []
-            if options.gate == 0
-            else made.wide().arguments[6][len(made.xs) * (options.act == RMS_NORM) :][
-                : len(made.xs)
-            ]
-        )
-        arguments = list(made.wide().arguments)
-        arguments[4], arguments[6], arguments[7] = plain.pack(), extras, 0.0
-        through = compose(made.wide().q, made.wide().k, *arguments)
-    else:
-        through = want[: len(made.xs)]
-    got = run(made)
-    for index, (one, other) in enumerate(zip(got, want, strict=made.where == "new")):
-        if index < len(made.xs):
-            wide = torch.maximum(scale_of(other), gain * scale_of(through[index]))
-        else:
-            wide = other.abs().amax().expand_as(other) + 1
-        assert_as_definition(one, other, dtype, wide)
 
 
 @pytest.mark.one_in(5)
@@ -152,24 +70,6 @@ def test_the_cases_cover_what_they_should() -> None:
         both = {(str(case[a]), str(case[b])) for case in CASES}
         wanted = len(AXES[a]) * len(AXES[b]) - 3 * ((a, b) == ("positions", "gate"))
         assert len(both) == wanted
-
-
-PLAIN: dict[str, Any] = {
-    "dtype": torch.float32,
-    "interleaved": False,
-    "channels": (16, 0, 16),
-    "layout": "bhsd",
-    "strides": "contiguous",
-    "positions": "none",
-    "angles": "shared",
-    "act": "none",
-    "gate": 0,
-    "gate shape": "full",
-    "direction": 0,
-    "where": "new",
-    "k": "fewer heads",
-    "amplitude": 1.0,
-}
 
 
 # --- angles ---------------------------------------------------------------------------------------
@@ -589,364 +489,6 @@ def test_sums_are_the_same_every_time() -> None:
     first = run(made)
     for one, other in zip(run(made), first, strict=True):
         assert_same_bits(one, other)
-
-
-# --- edges ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(0, 2, 3, 8), (2, 0, 3, 8), (2, 2, 0, 8), (1, 1, 1, 8)])
-def test_edge_shapes(shape: tuple[int, ...]) -> None:
-    x = noise(*shape, seed=1).float().to(DEVICE)
-    for options in (Options(), Options(gate=LOG)):
-        extras = [torch.zeros(1, 1, 1, 1, device=DEVICE)] if options.gate else []
-        (y,) = operators().rotate(
-            x, None, words(1, 1, 1, 4), None, None, 3, options.pack(), 1.0, extras
-        )
-        (want,) = compose(x, None, words(1, 1, 1, 4), None, None, 3, options.pack(), 1.0, extras)
-        torch.testing.assert_close(y, want)
-    sums = operators().angle_gradients(
-        x, None, x, None, words(1, 1, 1, 4), None, None, 0, Options().pack(), True, True
-    )
-    assert [tuple(s.shape) for s in sums] == [(1, shape[0], shape[2]), (1, 1, 1, 4)]
-    weight = torch.ones(1, 8, device=DEVICE)
-    options = Options(act=RMS_NORM, direction=1).pack()
-    found = operators().rotate(
-        x, None, words(1, 1, 1, 4), None, None, 3, options, 1.0, [weight, x], 1e-6
-    )
-    assert found[1].shape == weight.shape
-    assert found[1].isfinite().all()
-
-
-@pytest.mark.parametrize("into", [False, True], ids=["in place", "out"])
-def test_a_gate_in_the_memory_that_is_written(into: bool) -> None:
-    """A gate that shares memory with the result is read before it is overwritten."""
-    memory = noise(1, 2, 301, 8, seed=1).float().to(DEVICE) / 4
-    options = Options(gate=LOG).pack()
-    arguments = (words(1, 1, 1, 4), None, None, 5, options, 1.0)
-    gate = memory[:, :, :-1].clone()
-    want = operators().rotate(memory[:, :, 1:], None, *arguments, [gate])[0]
-    x, gate = memory[:, :, 1:], memory[:, :, :-1]
-    if into:
-        x = x.clone()
-        operators().rotate_into(x, None, memory[:, :, 1:], None, *arguments, [gate])
-    else:
-        operators().rotate_(x, None, *arguments, [gate])
-    assert_same_bits(memory[:, :, 1:], want)
-
-
-def test_calls_that_run_the_definition() -> None:
-    """Without pairs, with too wide a head, or with float64 and an act, the definition runs."""
-    x = noise(1, 2, 3, 8, seed=1).to(DEVICE)
-    nothing = words(1, 1, 1, 4)[..., :0]
-    assert torch.equal(
-        operators().rotate(x, None, nothing, None, None, 0, Options().pack(), 1.0)[0], x
-    )
-    silu = Options(act=ACTS.index("silu")).pack()
-    arguments = (words(1, 1, 1, 4), None, None, 5, silu, 1.0)
-    want = compose(x, None, *arguments)[0]
-    assert torch.equal(operators().rotate(x, None, *arguments)[0], want)
-    out, again = torch.empty_like(x), x.clone()
-    operators().rotate_into(x, None, out, None, *arguments)
-    operators().rotate_(again, None, *arguments)
-    assert torch.equal(out, want)
-    assert torch.equal(again, want)
-    broad = noise(1, 1, 2, 5000, seed=1).float().to(DEVICE)
-    arguments = (words(1, 1, 1, 2500), None, None, 5, Options().pack(), 1.0)
-    assert torch.equal(
-        operators().rotate(broad, None, *arguments)[0], compose(broad, None, *arguments)[0]
-    )
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rounding", [0, 1, 2])
-def test_roundings_and_full_tables(rounding: int, interleaved: bool, dtype: torch.dtype) -> None:
-    """Roundings "each" and "wide" give the bits of their formulas, by tables and by phase words."""
-    name = ROUNDINGS[rounding]
-    x = noise(2, 3, 5, 40, seed=1).to(dtype).to(DEVICE)
-    turning = x[..., 2:38]
-    tables = [noise(1, 1, 5, 36, seed=seed).to(DEVICE) for seed in (2, 3)]
-    for held, step in ((dtype, 1), (torch.float32, 1), (torch.float32, 2)):
-        # With step 2, the entries of a table are not adjacent in memory.
-        cos, sin = (torch.stack((t.to(held),) * step, -1).flatten(-2)[..., ::step] for t in tables)
-        for direction in (FORWARD, TRANSPOSE):
-            options = Options(
-                start=2,
-                interleaved=interleaved,
-                direction=direction,
-                source=FULL,
-                rounding=rounding,
-            )
-            arguments = (cos, sin, None, 0, options.pack(), 1.0)
-            (y,) = operators().rotate(x, None, *arguments)
-            assert_same_bits(y[..., :2], x[..., :2])
-            if name == "once":
-                torch.testing.assert_close(y, compose(x, None, *arguments)[0])
-                continue
-            want = rounded.rotate(turning, cos, sin, interleaved, name, direction == TRANSPOSE)
-            assert_same_bits(y[..., 2:38], want)
-    if name == "once":
-        return
-    primary = words(1, 1, 1, 18)
-    first = rounded.join(
-        *(torch.full((1, 1, 5, 18), v, device=DEVICE) for v in (1.0, 0.0)), interleaved
-    )
-    still = Options(interleaved=interleaved)
-    (seen,) = operators().rotate(first, None, primary, None, None, 7, still.pack(), 1.5)
-    held = dtype if name == "each" else torch.float32
-    cos, sin = (
-        rounded.join(one, one, interleaved).to(held) for one in rounded.split(seen, interleaved)
-    )
-    options = still._replace(start=2, rounding=rounding, narrow=rounding == 2)
-    (y,) = operators().rotate(x, None, primary, None, None, 7, options.pack(), 1.5)
-    assert_same_bits(y[..., 2:38], rounded.rotate(turning, cos, sin, interleaved, name))
-
-
-WRONG: dict[str, tuple[Any, str]] = {
-    "words": (
-        lambda x, w: (x, None, w.float(), None, None, 0, Options().pack(), 1.0),
-        "phase words must be contiguous",
-    ),
-    "turns": (
-        lambda x, w: (x, None, w, w[..., :1], None, 0, Options().pack(), 1.0),
-        "turns must have the shape",
-    ),
-    "layout": (
-        lambda x, w: (x[0], None, w, None, None, 0, Options().pack(), 1.0),
-        "fit the layout",
-    ),
-    "k": (lambda x, w: (x, x.double(), w, None, None, 0, Options().pack(), 1.0), "share a dtype"),
-    "tokens of k": (
-        lambda x, w: (x, x[:, :, :1], w, None, None, 0, Options().pack(), 1.0),
-        "share rows",
-    ),
-    "width": (
-        lambda x, w: (x, None, w, None, None, 0, Options(start=2).pack(), 1.0),
-        "outside the head",
-    ),
-    "rows": (
-        lambda x, _: (x, None, words(1, 3, 1, 4), None, None, 0, Options().pack(), 1.0),
-        "angles must have 1 row",
-    ),
-    "heads": (
-        lambda x, _: (x, None, words(1, 1, 3, 4), None, None, 0, Options().pack(), 1.0),
-        "angles must have 1 head",
-    ),
-    "positions": (
-        lambda x, w: (
-            x,
-            None,
-            w,
-            None,
-            torch.zeros(1, 1, 2, device=DEVICE),
-            0,
-            Options(add_index=False).pack(),
-            1.0,
-        ),
-        "positions must have the tokens",
-    ),
-    "rows of positions": (
-        lambda x, w: (
-            x,
-            None,
-            w,
-            None,
-            torch.zeros(1, 3, 1, device=DEVICE),
-            0,
-            Options().pack(),
-            1.0,
-        ),
-        "positions must have 1 row",
-    ),
-    "axes of positions": (
-        lambda x, w: (
-            x,
-            None,
-            w,
-            None,
-            torch.zeros(2, 1, 1, device=DEVICE),
-            0,
-            Options().pack(),
-            1.0,
-        ),
-        "positions must be",
-    ),
-    "dtype of positions": (
-        lambda x, w: (
-            x,
-            None,
-            w,
-            None,
-            torch.zeros(1, 1, 1, device=DEVICE).bool(),
-            0,
-            Options().pack(),
-            1.0,
-        ),
-        "positions must be int32",
-    ),
-    "phases": (
-        lambda x, w: (x, None, w, None, None, 0, Options(source=PHASES).pack(), 1.0),
-        "phases must be int32 or int64",
-    ),
-    "pairs of phases": (
-        lambda x, w: (
-            x,
-            None,
-            phases((1, 1, 3, 2), torch.int32),
-            w,
-            None,
-            0,
-            Options(source=PHASES).pack(),
-            1.0,
-        ),
-        "phases must have the pairs",
-    ),
-    "sines": (
-        lambda x, _: (x, None, x, None, None, 0, Options(source=3).pack(), 1.0),
-        "must come with sines",
-    ),
-    "gate": (
-        lambda x, w: (x, None, w, None, None, 0, Options(gate=LOG).pack(), 1.0, [x[..., :3]]),
-        "gates must be",
-    ),
-    "slopes": (
-        lambda x, _: (
-            x,
-            None,
-            words(2, 1, 1, 4),
-            None,
-            None,
-            0,
-            Options(gate=SLOPE).pack(),
-            1.0,
-            [x[0, 0, :1]],
-        ),
-        "positions of 1 axis",
-    ),
-    "weight": (
-        lambda x, w: (
-            x,
-            None,
-            w,
-            None,
-            None,
-            0,
-            Options(act=RMS_NORM).pack(),
-            1.0,
-            [x[0, 0, :1, :4]],
-        ),
-        "weights must be",
-    ),
-    "inputs": (
-        lambda x, w: (
-            x,
-            None,
-            w,
-            None,
-            None,
-            0,
-            Options(act=1, direction=1).pack(),
-            1.0,
-            [x[:, :1]],
-        ),
-        "inputs must have",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_direct_call_is_refused(case: str) -> None:
-    x = noise(2, 2, 3, 8, seed=1).float().to(DEVICE)
-    arguments, sentence = WRONG[case]
-    with pytest.raises(RuntimeError, match=sentence):
-        operators().rotate(*arguments(x, words(1, 1, 1, 4)))
-
-
-def freed(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like x whose storage was freed, as FSDP frees that of parameters."""
-    copy = x.clone()
-    copy.untyped_storage().resize_(0)
-    return copy
-
-
-READ: dict[str, Callable[[], list[Any]]] = {
-    "words": lambda: [
-        words(1, 1, 1, 4),
-        words(1, 1, 1, 4),
-        torch.ones(1, 2, 3, dtype=torch.int64, device=DEVICE),
-        0,
-        Options(add_index=False),
-    ],
-    "tables": lambda: [torch.ones(1, 1, 3, 4, device=DEVICE)] * 2 + [None, 0, Options(source=3)],
-    "phases": lambda: [words(1, 1, 3, 4), words(1, 1, 1, 4), None, 0, Options(source=PHASES)],
-    "weight": lambda: [
-        *(words(1, 1, 1, 4), None, None, 0, Options(act=RMS_NORM)),
-        torch.ones(1, 8, device=DEVICE),
-    ],
-    "slope": lambda: [
-        *(words(1, 1, 1, 4), None, None, 0, Options(gate=SLOPE)),
-        torch.ones(1, 8, device=DEVICE),
-    ],
-}
-
-
-@pytest.mark.parametrize("case", READ)
-def test_freed_storage_is_refused(case: str) -> None:
-    x = noise(2, 2, 3, 8, seed=1).float().to(DEVICE)
-    primary, secondary, where, offset, options, *extras = READ[case]()
-    given = [x, None, primary, secondary, where, offset, options.pack(), 1.0, extras, 1e-6]
-    operators().rotate(*given)
-    for at in range(5):
-        if given[at] is not None:
-            with pytest.raises(RuntimeError, match="tensors must have their memory"):
-                operators().rotate(*given[:at], freed(given[at]), *given[at + 1 :])
-    for one in extras:
-        with pytest.raises(RuntimeError, match="tensors must have their memory"):
-            operators().rotate(*given[:8], [freed(one)], 1e-6)
-
-
-def test_overlapping_memory_is_refused() -> None:
-    x = noise(2, 2, 3, 8, seed=1).float().to(DEVICE)
-    arguments = (words(1, 1, 1, 4), None, None, 0, Options().pack(), 1.0)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="memory overlaps"):
-            operators().rotate_(x[:1].expand(2, -1, -1, -1), None, *arguments)
-        with pytest.raises(RuntimeError, match="memory overlaps"):
-            operators().rotate_(x, x, *arguments)
-        with pytest.raises(RuntimeError, match="memory overlaps"):
-            operators().rotate_into(x, None, x, None, *arguments)
-    fused = noise(2, 3, 4, 8, seed=1).float().to(DEVICE)
-    operators().rotate_(
-        fused[:, :, :2].transpose(1, 2), fused[:, :, 2:].transpose(1, 2), *arguments
-    )
-    assert options_of(Options().pack()).source == WORDS
-
-
-@pytest.mark.parametrize(
-    "act", ["relu", "sigmoid", "silu", "gelu", "elu", "softplus", "exp", "leaky_relu", "tanh"]
-)
-@pytest.mark.filterwarnings("ignore:invalid value", "ignore::RuntimeWarning")
-def test_infinities_are_those_of_the_definition(act: str) -> None:
-    x = torch.tensor([math.inf, -math.inf, math.nan, 1.0, -1.0], device=DEVICE).reshape(1, 1, 1, 5)
-    still = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=DEVICE)
-    for direction in (0, 1):
-        options = Options(act=ACTS.index(act), direction=direction, start=3).pack()
-        given = torch.ones_like(x) if direction else x
-        arguments = (still, None, None, 0, options, 1.0, [x] if direction else [])
-        (got,) = operators().rotate(given, None, *arguments)
-        (want,) = compose(given, None, *arguments)
-        assert torch.equal(got[..., :3].isnan(), want[..., :3].isnan())
-        assert torch.equal(got[..., :3].nan_to_num(7.0), want[..., :3].nan_to_num(7.0))
-
-
-def test_more_heads_than_a_grid_holds_are_left_to_the_definition() -> None:
-    x = torch.ones(1, 65_536, 1, 2, device=DEVICE)
-    gate = torch.zeros(1, 65_536, 1, 1, device=DEVICE)
-    (found,) = operators().gate_gradients(
-        x, None, x, None, gate, None, None, 0, Options(gate=LOG).pack()
-    )
-    assert torch.equal(found, torch.full_like(gate, 2.0))
 
 
 # --- norms ----------------------------------------------------------------------------------------
