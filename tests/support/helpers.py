@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import re
 import resource
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -88,11 +89,14 @@ def version_of(package: str) -> tuple[int, ...]:
 def full_disk(size: int) -> Iterator[None]:
     """Limit the size of files to `size` bytes, to simulate a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Python would cut the byte code of a module that is imported now, and other processes would read it.
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = writes
 
 
 def left_as_it_was(folder: Path, name: str, older: bool) -> None:
