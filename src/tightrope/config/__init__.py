@@ -211,6 +211,12 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
     parts = [] if "" in found else [one for one in found if one.rpartition(".")[2] in keys.TEXT]
     if len(parts) > 1:
         parts = [one for one in parts if one.startswith(keys.THINKER)]
+    texts = [name for name in nested if name.rpartition(".")[2] in keys.TEXT]
+    if texts and not {"", *texts} & {*found}:
+        fail(
+            f"section must be given, as the text part, {texts[0]}, has no RoPE or no base; for example "
+            f"RopeSpec.from_config(config, section={found[0]!r})"
+        )
     if len(found) == 1 or len(parts) == 1:
         # The keys of the outer level that describe no part of the model could still be about this one.
         described = {name.partition(".")[0] for name in nested}

@@ -36,6 +36,7 @@ class Family:
         needs_position_type: whether the model has RoPE only if ``position_embedding_type``
             selects it.
         scaling: ``"turns"``: coordinates count turns, so frequencies are multiplied by 2π.
+        scaled: whether the class scales by default, so that a configuration must name its rule.
         refused: why no spec can express this family; None for all others.
     """
 
@@ -52,6 +53,7 @@ class Family:
     layers: str | None = None
     needs_position_type: bool = False
     scaling: str | None = None
+    scaled: bool = False
     refused: str | None = None
 
 
@@ -103,31 +105,35 @@ FAMILIES: dict[str, Family] = {
     # (MiniMax-Text-01 gives rotary_dim = 64 of 128: its own code rotates 64, transformers' all, so its file is
     # refused.)
     **_each(
-        """apertus arcee aria_text:aria bitnet chameleon csm csm_depth_decoder_model:csm cwm dbrx
-        deepseek_ocr2_encoder:deepseek_ocr2 deepseek_ocr2_text:deepseek_ocr2 dia_decoder:dia diffllama doge dots1
+        """arcee aria_text:aria bitnet chameleon csm csm_depth_decoder_model:csm dbrx
+        deepseek_ocr2_encoder:deepseek_ocr2 deepseek_ocr2_text:deepseek_ocr2 diffllama doge dots1
         emu3_text_model:emu3 esmc eurobert EvollaModel:evolla evolla falcon falcon_h1 flex_olmo
         gradium_phonon_tts granite granite4_vision_text:granite4_vision granite_docling_text:granite_docling
-        granitemoe granitemoeshared gte higgs_audio_v2 hrm_text hunyuan_v1_dense
-        hunyuan_v1_moe hyperclovax idefics jais2 jetmoe jina_embeddings_v3
-        kyutai_speech_to_text lasr_encoder:lasr lfm2 lfm2_moe lfm3 llama mimi mimi_decoder:mimi mimi_encoder:mimi
-        minimax ministral ministral3 mistral mixtral modernbert-decoder:modernbert_decoder moshi
+        granitemoe granitemoeshared gte hunyuan_v1_dense
+        hunyuan_v1_moe hyperclovax idefics jais2 jina_embeddings_v3
+        kyutai_speech_to_text lasr_encoder:lasr lfm2 lfm2_moe llama mimi mimi_decoder:mimi mimi_encoder:mimi
+        minimax ministral mistral mixtral moshi
         nomic_bert olmo olmo2 olmo_hybrid olmoe phimoe pocket_tts
         pocket_tts_audio_tokenizer pocket_tts_audio_tokenizer_decoder:pocket_tts_audio_tokenizer
         pocket_tts_audio_tokenizer_encoder:pocket_tts_audio_tokenizer qwen2 qwen2_moe
-        qwen3_moe qwen3_omni_moe_talker_text:qwen3_omni_moe starcoder2 ultrabert unlimited_ocr_text:unlimited_ocr
-        timesfm2_5 voxtral_realtime_text:voxtral_realtime"""
+        qwen3_moe qwen3_omni_moe_talker_text:qwen3_omni_moe starcoder2 unlimited_ocr_text:unlimited_ocr
+        voxtral_realtime_text:voxtral_realtime"""
     ),
     **_each(
-        """beam dia_encoder:dia hy_v3 muse_glimmer_assistant
-        qwen3_omni_moe_talker_code_predictor:qwen3_omni_moe t5_gemma_module:t5gemma t5gemma2_decoder:t5gemma2
-        t5gemma2_text:t5gemma2 vaultgemma voxtral_realtime_encoder:voxtral_realtime""",
+        """dia_encoder:dia hy_v3 muse_glimmer_assistant
+        qwen3_omni_moe_talker_code_predictor:qwen3_omni_moe t5_gemma_module:t5gemma
+        vaultgemma voxtral_realtime_encoder:voxtral_realtime""",
         **_HEAD,
     ),
-    **_each("mellum solar_open", **_HEAD, **_ANY_PART),
+    **_each("dia_decoder:dia hrm_text jetmoe timesfm2_5", **_HEAD),
+    # Scaled by default.
+    **_each("apertus", scaled=True),
+    **_each("cwm higgs_audio_v2 ministral3", scaled=True, **_HEAD),
+    **_each("solar_open", **_HEAD, **_ANY_PART),
     "minimax_m3_vl_text": _half("minimax_m3_vl", fraction="factor", **_HEAD),
     "gemma": _half("gemma", **_HEAD),
     "gemma2": _half("gemma2", **_HEAD),
-    "gpt_oss": _half("gpt_oss", **_HEAD),
+    "gpt_oss": _half("gpt_oss", scaled=True, **_HEAD),
     "granitemoehybrid": _half("granitemoehybrid", needs_position_type=True),
     "internlm2": _hub("internlm2", fraction="none"),
     "minicpm": _hub("minicpm", fraction="none"),
@@ -141,19 +147,19 @@ FAMILIES: dict[str, Family] = {
     # --- some channels, half pairing ---
     **_each(
         """bamba dots3_note_audio_encoder:dots3_note glm4_moe glmasr_encoder:glmasr gpt_neox gpt_neox_japanese
-        minimax_m2 nemotron nemotron3_5_transcribe_asr_audio:nemotron3_5_transcribe
+        nemotron nemotron3_5_transcribe_asr_audio:nemotron3_5_transcribe
         nemotron3_5_transcribe_word_timestamp:nemotron3_5_transcribe
         nemotron3_diarization_audio:nemotron3_diarization persimmon phi recurrent_gemma stablelm""",
         **_PART,
     ),
-    **_each("mimo_v2_flash qwen3_next zaya", **_PART, **_HEAD),
+    **_each("minimax_m2 qwen3_next", **_PART, **_HEAD),
     # --- interleaved pairing ---
     "codegen": _pairs("codegen", base=10000.0, **_PART),
     "cohere": _pairs("cohere"),
-    "ernie4_5": _pairs("ernie4_5"),
+    "ernie4_5": _pairs("ernie4_5", **_HEAD),
     "ernie4_5_moe": _pairs("ernie4_5_moe"),
     "glm": _pairs("glm", **_PART),
-    "glm4": _pairs("glm4", **_PART),
+    "glm4": _pairs("glm4", **_PART, **_HEAD),
     "gptj": _pairs("gptj", base=10000.0, **_PART),
     "helium": _pairs("helium", **_HEAD),
     "moonshine": _pairs("moonshine", **_PART),
@@ -162,10 +168,10 @@ FAMILIES: dict[str, Family] = {
     "blt_local_decoder": _pairs("blt"),
     "blt_local_encoder": _pairs("blt"),
     "blt_patcher": _pairs("blt"),
-    "openai_privacy_filter": _pairs("openai_privacy_filter", **_HEAD),
-    "pe_audio_encoder": _pairs("pe_audio"),
-    "pe_audio_video_encoder": _pairs("pe_audio_video"),
-    "pe_video_encoder": _pairs("pe_video"),
+    "openai_privacy_filter": _pairs("openai_privacy_filter", scaled=True, **_HEAD),
+    "pe_audio_encoder": _pairs("pe_audio", **_HEAD),
+    "pe_audio_video_encoder": _pairs("pe_audio_video", **_HEAD),
+    "pe_video_encoder": _pairs("pe_video", **_HEAD),
     "roformer": Family(
         True,
         "roformer: RoFormerSelfAttention.apply_rotary_position_embeddings",
@@ -185,15 +191,20 @@ FAMILIES: dict[str, Family] = {
     "glm_moe_dsa": _pairs("glm_moe_dsa", "apply_rotary_pos_emb_interleave", start="nope"),
     "hy_v4": _half("hy_v4", start="nope"),
     "minicpm3": _half("minicpm3", start="nope"),
-    "mistral4": _pairs("mistral4", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
+    "mistral4": _pairs("mistral4", "apply_rotary_pos_emb_interleave", scaled=True, **_MLA_CHOICE),
     "youtu": _pairs("youtu", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
     "deepseek_v4": _pairs(
         "deepseek_v4", start="last", layers="main and compress", **_PART, **_HEAD
     ),
     # --- layers that differ ---
+    # A rope section for each type of layer; a base beside them is ignored.
+    **_each("modernbert-decoder:modernbert_decoder ultrabert", layers="nested"),
+    **_each("beam lfm3 t5gemma2_decoder:t5gemma2 t5gemma2_text:t5gemma2", layers="nested", **_HEAD),
+    **_each("mellum", layers="nested", **_HEAD, **_ANY_PART),
+    **_each("mimo_v2_flash zaya", layers="nested", **_HEAD, **_PART),
     "afmoe": _half("afmoe", layers="sliding only", **_HEAD),
     "cohere2": _pairs("cohere2", layers="sliding only"),
-    "cohere2_moe": _pairs("cohere2_moe", layers="sliding or dense"),
+    "cohere2_moe": _pairs("cohere2_moe", layers="sliding or dense", **_HEAD),
     "diffusion_gemma_text": _half("diffusion_gemma", layers="wide where full", **_HEAD),
     "embedding_gemma2_text": _half("embedding_gemma2", layers="wide where full", **_HEAD),
     "exaone4": _half("exaone4", layers="sliding only, if windows"),
@@ -207,7 +218,11 @@ FAMILIES: dict[str, Family] = {
     "laguna": _half("laguna", **_PART, **_HEAD),
     "llama4_text": _pairs("llama4", "apply_rotary_emb", layers="no_rope_layers", **_HEAD),
     "mistral_large4_text": _pairs(
-        "mistral_large4", "apply_rotary_pos_emb_interleave", start="nope", layers="no_rope_layers"
+        "mistral_large4",
+        "apply_rotary_pos_emb_interleave",
+        start="nope",
+        layers="no_rope_layers",
+        scaled=True,
     ),
     "step3p5": _half("step3p7", layers="lists", **_ANY_PART, **_HEAD),
     **_each("granite_swa granitemoe_swa", layers="layer_rope_theta"),
@@ -225,7 +240,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_omni_talker": _half("qwen2_5_omni", **_QWEN2_VL),
     "qwen2_5_omni_text": _half("qwen2_5_omni", **_QWEN2_VL),
     "paddleocr_vl_text": _half("paddleocr_vl", **_QWEN2_VL, **_HEAD),
-    "cohere_compass_text": _half("cohere_compass", **_QWEN3_VL),
+    "cohere_compass_text": _half("cohere_compass", layers="nested", **_QWEN3_VL),
     "cosmos3_edge_text": _half("cosmos3_edge", **_QWEN3_VL),
     "qwen3_omni_moe_text": _half("qwen3_omni_moe", **_QWEN3_VL),
     "qwen3_vl_text": _half("qwen3_vl", **_QWEN3_VL, **_HEAD),
@@ -238,7 +253,9 @@ FAMILIES: dict[str, Family] = {
     "glm4v_text": _pairs("glm4v", **_GLM4V, **_PART),
     "glm_image_text": _half("glm_image", **_GLM4V, **_ANY_PART),
     "glm_ocr_text": _pairs("glm_ocr", **_GLM4V, **_ANY_PART),
-    "dots3_note_text": _pairs("dots3_note", "apply_rotary_pos_emb_interleave", start="nope"),
+    "dots3_note_text": _pairs(
+        "dots3_note", "apply_rotary_pos_emb_interleave", start="nope", layers="nested"
+    ),
     "ernie4_5_vl_moe_text": _pairs(
         "ernie4_5_vl_moe", axes="rows and columns, then time", sections=(22, 22, 20)
     ),

@@ -38,6 +38,11 @@ def _sections(source: Source) -> tuple[Entries, dict[str, Entries | None]]:
                 nested.setdefault(key, None)
             else:
                 flat = _merged(flat, {key: (source.shown(path), value)})
+    if nested:  # a type without a section does not rotate, also if the layers are not listed
+        still = [key for key in flat if flat[key][1] is None and not keys.about_rotation(key)]
+        for key in [key for key in still if key not in keys.TYPE]:
+            nested.setdefault(key, None)
+            del flat[key]
     if nested and any(value is not None for _, value in flat.values()):
         fail(
             f"a rope section must hold keys or layer types but got both: "
@@ -272,6 +277,10 @@ def _scaled_where_full(source: Source, flat: Entries, layers: Listed) -> Layers:
 
 
 def _sliding_only(source: Source, flat: Entries, layers: Listed) -> Layers:
+    if source.values.get("sliding_window", 0) is None:
+        fail(
+            f"{source.shown('sliding_window')} must not be null for {source.name}: no layer would rotate"
+        )
     for key in ("sliding_window_pattern", "global_attn_every_n_layers"):
         layers = layers or _by_interval(source, key, "full_attention", "sliding_attention")
     return [Part("sliding_attention", flat), Part("full_attention", {}, rope=False)], layers
@@ -344,7 +353,7 @@ def _main_and_compress(
 def _thetas(source: Source, flat: Entries, layers: Listed) -> Layers:
     # Muse Glimmer: a base for each layer, 0 for those without RoPE; all others must have the model's base.
     del layers
-    _need(source, "layer_rope_theta")
+    _need(source, "layer_rope_theta", null=source.values.get("layer_rope_theta") is not None)
     path, thetas = source.shown("layer_rope_theta"), _entries(source, "layer_rope_theta")
     found = Part(None, flat).inner(keys.BASE) + source.outer(keys.BASE)
     agreed("base", found + [(f"{path}[{n}]", theta) for n, theta in enumerate(thetas) if theta])
@@ -423,6 +432,7 @@ _LAYERS: dict[str, Callable[[Source, Entries, Listed], Layers]] = {
     "no_rope_layers": _by_number,
     "layer_rope_theta": _thetas,
     "lists": _by_lists,
+    "nested": _only_nested,
     "wide where full": _only_nested,
 }
 # Rules of families whose code reads one rope section for all layers.

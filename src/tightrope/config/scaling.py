@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+from .._errors import bad_type
 from ..frequencies import NTK, RULES, Given, Linear, Rule, YaRN
 from ..spec import RopeSpec
 from . import keys
@@ -61,6 +62,16 @@ def scaling_of(
         if turns:
             why = f"{source.name} counts coordinates in turns"
             return Linear(1 / (2 * math.pi)), [("scaling", "Linear", why)]
+        if (
+            not given
+            and source.family is not None
+            and source.family.scaled
+            and source.config is None
+        ):
+            fail(
+                f"{source.name} is scaled by default, so the config must have a rope section that names its "
+                "rope_type; 'default' is unscaled"
+            )
         return None, [("scaling", None, given or "no key gives one")]
     if turns:
         fail(f"{source.name} counts coordinates in turns, so it must not have a scaling rule")
@@ -91,13 +102,12 @@ def scaling_of(
         has = ", ".join(sorted(key for key in part.entries if part.value(key) is not None))
         fail(f"scaling by {kind.names[0]!r} must have {', '.join(missing)} but has only {has}")
     multiplier = part.value("attn_factor")
-    if (
-        kind is YaRN and part.value("apply_yarn_scaling") is False
-    ):  # vLLM then scales by attn_factor alone
-        path, alone = (
-            part.entries["apply_yarn_scaling"][0],
-            1.0 if multiplier is None else multiplier,
-        )
+    switch = part.value("apply_yarn_scaling")
+    if not isinstance(switch, bool | None):
+        raise bad_type(f"{part.entries['apply_yarn_scaling'][0]} must be a bool but got {switch!r}")
+    if kind is YaRN and switch is False:  # vLLM then scales by attn_factor alone
+        path = part.entries["apply_yarn_scaling"][0]
+        alone = 1.0 if multiplier is None else multiplier
         agreed("attention_factor", [*part.inner(["attention_factor"]), (path, alone)])
         values["attention_factor"] = alone
         facts.append(("scaling.attention_factor", alone, path))

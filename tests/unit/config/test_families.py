@@ -463,7 +463,7 @@ TINY_OWN: dict[str, dict[str, Any]] = {
 BY_LAYER = [
     name
     for name, family in FAMILIES.items()
-    if family.layers is not None
+    if family.layers not in (None, "nested")
     # gemma3n and gemma4 need other parts; AutoModel does not build the others.
     and name not in ("gemma3n_text", "gemma4_text", "diffusion_gemma_text", "step3p5")
 ]

@@ -160,7 +160,9 @@ WITH_FACTS = set(
     qwen2_5_vl_text qwen2_vl qwen2_vl_text qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text roformer smollm3
     llama4_vision_model mlcd mlcd_vision_model qwen2_5_omni_vision_encoder qwen3_omni_moe_vision_encoder
     dots3_note_vision_encoder""".split()
-) | {name for name in WHOLE if name.endswith("_vision")}
+) | {
+    name for name in WHOLE if name.endswith("_vision") or families.FAMILIES[name].layers == "nested"
+}
 BY_HAND = "make a RopeSpec by hand."
 
 
@@ -188,7 +190,7 @@ def test_the_advice_for_a_part_keeps_what_only_the_code_states(name: str) -> Non
     config = {key: value for key, value in config.items() if key not in others}
     if rule == "sliding or dense":
         config |= {"layer_types": ["sliding_attention"] * 2, "mlp_layer_types": ["sparse"] * 2}
-    if rule == "wide where full":
+    if rule in ("wide where full", "nested"):
         section = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
         config["rope_parameters"] = {"sliding_attention": section, "full_attention": section}
     with pytest.raises(
