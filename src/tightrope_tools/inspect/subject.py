@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tightrope import config as reader
-from tightrope.config import LayerSpecs, Provenance, files
+from tightrope.config import LayerSpecs, Provenance, files, keys
 from tightrope.frequencies import Rule
 from tightrope.spec import RopeSpec
 
@@ -93,10 +93,16 @@ def read(
         interleaved = record[0]
     forms: list[str] = []
     found: list[Part] = []
-    for one in sections if several else [section]:
-        label = one or "outer level" * several
+    for one in sections if section is None else [section]:
+        whole = (
+            section is None and not several and (one or "").rpartition(".")[2] in ("", *keys.TEXT)
+        )
+        label = "" if whole else one or "outer level" * several
+        chosen = one if several else one or section  # the only part, also if it is not the text
         try:
-            provenance = reader.provenance(config, section=one, interleaved=interleaved, **stated)
+            provenance = reader.provenance(
+                config, section=chosen, interleaved=interleaved, **stated
+            )
         except (ValueError, TypeError) as error:
             if not several:
                 raise

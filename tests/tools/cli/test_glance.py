@@ -54,6 +54,10 @@ FILES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "vision_config halves 0 to 79 of 80 10,000 none all",
         ],
     ),
+    "images alone": (
+        {"text_config": {"model_type": "gpt2", "n_embd": 64}, "vision_config": VISION},
+        ["vision_config halves 0 to 79 of 80 10,000 none all"],
+    ),
     "latent attention": (
         {
             "model_type": "deepseek_v3",

@@ -332,7 +332,7 @@ def every_default() -> Iterator[tuple[str, Any, str | None, Any]]:
         config = default_of(name)
         parts = sections(config) if config is not None else ()
         for section in parts:
-            chosen = section if len(parts) > 1 else None
+            chosen = section if section or len(parts) > 1 else None
             inner = config
             for key in source_of(config, chosen).prefix.split("."):
                 inner = getattr(inner, key) if key else inner
