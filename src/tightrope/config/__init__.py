@@ -208,10 +208,10 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
     found = _with_rope(values, outer, nested)
     if not found or found == [""]:
         return outer
-    parts = [] if "" in found else [one for one in found if one.rpartition(".")[2] in keys.TEXT]
-    if len(parts) > 1:
-        parts = [one for one in parts if one.startswith(keys.THINKER)]
     texts = [name for name in nested if name.rpartition(".")[2] in keys.TEXT]
+    parts = [] if "" in found else [name for name in texts if name in found]
+    if len(parts) > 1:
+        parts = [name for name in parts if name.startswith(keys.THINKER)]
     if texts and not {"", *texts} & {*found}:
         fail(
             f"section must be given, as the text part, {texts[0]}, has no RoPE or no base; for example "

@@ -120,12 +120,11 @@ FAMILIES: dict[str, Family] = {
         voxtral_realtime_text:voxtral_realtime"""
     ),
     **_each(
-        """dia_encoder:dia hy_v3 muse_glimmer_assistant
+        """dia_decoder:dia dia_encoder:dia hrm_text hy_v3 jetmoe muse_glimmer_assistant
         qwen3_omni_moe_talker_code_predictor:qwen3_omni_moe t5_gemma_module:t5gemma
-        vaultgemma voxtral_realtime_encoder:voxtral_realtime""",
+        timesfm2_5 vaultgemma voxtral_realtime_encoder:voxtral_realtime""",
         **_HEAD,
     ),
-    **_each("dia_decoder:dia hrm_text jetmoe timesfm2_5", **_HEAD),
     # Scaled by default.
     **_each("apertus", scaled=True),
     **_each("cwm higgs_audio_v2 ministral3", scaled=True, **_HEAD),

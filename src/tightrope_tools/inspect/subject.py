@@ -94,11 +94,11 @@ def read(
     forms: list[str] = []
     found: list[Part] = []
     for one in sections if section is None else [section]:
-        whole = (
-            section is None and not several and (one or "").rpartition(".")[2] in ("", *keys.TEXT)
-        )
-        label = "" if whole else one or "outer level" * several
-        chosen = one if several else one or section  # the only part, also if it is not the text
+        only = section is None and not several
+        label = one or "outer level" * several
+        if only and label.rpartition(".")[2] in keys.TEXT:
+            label = ""
+        chosen = one or section if only else one  # the only part, also if it is not the text
         try:
             provenance = reader.provenance(
                 config, section=chosen, interleaved=interleaved, **stated
