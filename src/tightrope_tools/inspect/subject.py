@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tightrope import config as reader
-from tightrope.config import LayerSpecs, Provenance, files, keys
+from tightrope.config import LayerSpecs, Provenance, files
 from tightrope.frequencies import Rule
 from tightrope.spec import RopeSpec
 
@@ -96,8 +96,6 @@ def read(
     for one in sections if section is None else [section]:
         only = section is None and not several
         label = one or "outer level" * several
-        if only and label.rpartition(".")[2] in keys.TEXT:
-            label = ""
         chosen = one or section if only else one  # the only part, also if it is not the text
         try:
             provenance = reader.provenance(
