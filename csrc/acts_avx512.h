@@ -10,7 +10,7 @@ namespace {
 
 using V = __m512;
 
-// Zero-masked intrinsics stand in for the plain ones: see heads_avx512.h.
+// Zero-masked intrinsics stand in for the plain ones: see registers.h.
 constexpr __mmask16 kAll = 0xFFFF;
 
 TIGHTROPE_INLINE V all(float x) { return _mm512_set1_ps(x); }

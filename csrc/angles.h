@@ -209,26 +209,58 @@ inline int64_t slot(bool twos, int64_t k, int64_t n) {
   return twos ? k / 2 + (k % 2) * ((n + 1) / 2) : k;
 }
 
+// A row for each token, which points into the arrays or into the caller's tables.
 template <class T>
 struct Angles {
+  Row<T> row[kTile];
   alignas(64) T cosine[kAngles];
   alignas(64) T sine[kAngles];
 };
 
-// Reads the entries of n pairs from a row of the caller's table, beginning with entry `first`.
-template <class Stored, class T>
-inline void look_up(const Problem& p, const Table& table, int64_t row, int64_t head, int64_t at,
-                    int64_t first, int64_t n, T scale, T* __restrict out) {
-  const typename Stored::Stored* from = static_cast<const typename Stored::Stored*>(table.data) +
-                                        row * table.stride.row + head * table.stride.head +
-                                        at * table.stride.token + first * table.stride.channel;
-  const int64_t step = p.table_step * table.stride.channel;
-  const bool twos = in_twos(p);
+// Copies n entries of a row of the caller's table, `step` apart, as values times `scale`. A step of 0 means
+// `any`; known steps vectorise.
+template <class F, int step, class T>
+TIGHTROPE_INLINE void copy_entries(const typename F::Stored* __restrict from, int64_t any, int64_t n, T scale,
+                                   T* __restrict out) {
   for (int64_t k = 0; k < n; ++k) {
-    const T value = T(Stored::load(from[k * step])) * scale;
+    const T value = T(F::load(from[k * (step == 0 ? any : step)])) * scale;
     // Replace every NaN by one without low bits: rounding others to 16 bits could give an infinity.
-    out[slot(twos, k, n)] = value == value ? value : T(__builtin_nan(""));
+    out[k] = value == value ? value : T(__builtin_nan(""));
   }
+}
+template <class F, class T>
+inline void copy_entries(const typename F::Stored* from, int64_t step, int64_t n, T scale, T* out) {
+  if (step == 1) return copy_entries<F, 1>(from, step, n, scale, out);
+  if (step == 2) return copy_entries<F, 2>(from, step, n, scale, out);
+  copy_entries<F, 0>(from, step, n, scale, out);
+}
+
+// The same from bfloat16, next to each other, into the order of pairs in twos. Its NaNs have no low bits.
+template <class T>
+inline void copy_twins(const uint16_t* from, int64_t n, T scale, T* __restrict first, T* __restrict second) {
+  const Twin* twins = (const Twin*)from;
+  for (int64_t k = 0; k < n / 2; ++k)
+    first[k] = T(even(twins[k])) * scale, second[k] = T(odd(twins[k])) * scale;
+  if (n % 2) copy_entries<BFloat16>(from + n - 1, 1, 1, scale, first + n / 2);
+}
+
+// Index in a table's data of entry `first` of position `at`.
+inline int64_t entry_at(const Table& table, int64_t row, int64_t head, int64_t at, int64_t first) {
+  const Strides& s = table.stride;
+  return row * s.row + head * s.head + at * s.token + first * s.channel;
+}
+
+// Reads the entries of n pairs from a row of the caller's table, beginning with entry `first`.
+template <class F, class T>
+inline void look_up(const Problem& p, const Table& table, int64_t row, int64_t head, int64_t at,
+                    int64_t first, int64_t n, T scale, T* out) {
+  const auto* from = static_cast<const typename F::Stored*>(table.data) + entry_at(table, row, head, at, first);
+  const int64_t step = p.table_step * table.stride.channel;
+  if (!in_twos(p)) return copy_entries<F>(from, step, n, scale, out);
+  if constexpr (kTwins<F>)
+    if (step == 1) return copy_twins(from, n, scale, out, out + (n + 1) / 2);
+  copy_entries<F>(from, 2 * step, (n + 1) / 2, scale, out);
+  copy_entries<F>(from + step, 2 * step, n / 2, scale, out + (n + 1) / 2);
 }
 template <class T>
 inline void look_up(const Problem& p, const Table& table, int64_t row, int64_t head, int64_t at,
@@ -323,16 +355,37 @@ inline bool angles_of(const Problem& p, int64_t row, int64_t head, int64_t token
 template <class T>
 inline void fill(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t tokens,
                  int64_t first, int64_t n, Angles<T>& angles) {
-  // Without pairs, tables and phase words may have any sizes and strides, so read nothing.
-  if (n == 0) return;
-  const int64_t width = row_width(p, n);
+  const int64_t width = row_width(p, n), other = width - n;
   for (int64_t t = 0; t < tokens; ++t) {
     T* c = angles.cosine + t * width;
     T* s = angles.sine + t * width;
-    if (!angles_of(p, row, head, token + t, first, n, c, s)) {
+    angles.row[t] = {c, s, c + other, s + other};
+    // Without pairs, tables and phase words may have any sizes and strides, so read nothing.
+    if (n != 0 && !angles_of(p, row, head, token + t, first, n, c, s)) {
       for (int64_t k = 0; k < width; ++k) c[k] = s[k] = T(__builtin_nan(""));
     }
   }
+}
+
+// Points at the rows of the caller's tables, if they hold just what the arithmetic needs; returns whether it did.
+template <class F>
+inline bool point(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t tokens, int64_t first,
+                  int64_t n, Angles<typename F::Value>& angles) {
+  using T = typename F::Value;
+  constexpr Dtype kValue = sizeof(T) == sizeof(double) ? Dtype::kDouble : Dtype::kFloat;
+  const int64_t step = p.table_step * p.cosine.stride.channel;
+  // A NaN of the table could round to an infinity of bfloat16: see copy_entries.
+  if (p.cosine.data == nullptr || p.table_dtype != kValue || p.dtype == Dtype::kBFloat16 || n == 0) return false;
+  if (p.amplitude != 1 || p.conjugate || step != 1 || p.sine.stride.channel != p.cosine.stride.channel) return false;
+  const T* c = static_cast<const T*>(p.cosine.data) + entry_at(p.cosine, row, head, 0, first);
+  const T* s = static_cast<const T*>(p.sine.data) + entry_at(p.sine, row, head, 0, first);
+  const int64_t other = p.table_other, c_step = p.cosine.stride.token, s_step = p.sine.stride.token;
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int64_t at = position_at(p, 0, row, token + t).whole;
+    if (at < 0 || at >= p.table_length) return false;
+    angles.row[t] = {c + at * c_step, s + at * s_step, c + at * c_step + other, s + at * s_step + other};
+  }
+  return true;
 }
 
 }  // namespace

@@ -146,30 +146,41 @@ struct Arguments {
 
 constexpr int64_t kWords = 0, kRepeat = 2, kHalf = 3, kFull = 4, kGivenPhases = 5;  // codes of SOURCES
 
+// The rows and heads of a table are -1 if it has no such dimension.
+struct Sides {
+  explicit Sides(const View& table) : row(table.dims == 2 ? -1 : 0), head(table.dims == 4 ? 1 : -1) {}
+  int row, head;
+};
+
 inline Table table_of(const Tensor& x, const View& view) {
-  auto at = [&](int d) { return view.size[d] == 1 ? int64_t(0) : view.stride[d]; };
-  return {x.const_data_ptr(), {at(0), at(1), view.stride[2], view.stride[3]}};
+  const Sides side(view);
+  auto at = [&](int d) { return view.size_at(d) == 1 ? int64_t(0) : view.stride[d]; };
+  return {x.const_data_ptr(), {at(side.row), at(side.head), view.stride[view.dims - 2], view.stride[view.dims - 1]}};
 }
 
 inline void read_tables(const Arguments& a, Problem& p) {
   STD_TORCH_CHECK(a.secondary.has_value(), "tightrope: cosines must come with sines");
   const Tensor &c = a.primary, &s = *a.secondary;
   const View cos(c), sin(s);
-  STD_TORCH_CHECK(cos.dims == 4 && sin.dims == 4 && c.is_cpu() && s.is_cpu() &&
+  STD_TORCH_CHECK(2 <= cos.dims && cos.dims <= 4 && sin.dims == cos.dims && c.is_cpu() && s.is_cpu() &&
                       code_of(c) == code_of(s),
-                  "tightrope: tables must be [rows|1, heads|1, length, width] of one dtype");
-  for (int d = 0; d < 4; ++d)
+                  "tightrope: tables must be [rows|1, heads|1, length, width] of one dtype, or without the "
+                  "heads, or without both");
+  for (int d = 0; d < cos.dims; ++d)
     STD_TORCH_CHECK(cos.size[d] == sin.size[d], "tightrope: tables must share a shape");
   p.table_dtype = dtype_of(code_of(c));
   p.cosine = table_of(c, cos);
   p.sine = table_of(s, sin);
   // An empty table has a null pointer, which elsewhere means that there is no table.
   if (p.cosine.data == nullptr) p.cosine.data = &p;
-  p.axes = 1, p.word_rows = cos.size[0], p.word_heads = cos.size[1];
-  p.table_length = cos.size[2];
+  const Sides side(cos);
+  const int64_t width = cos.size[cos.dims - 1];
+  p.axes = 1, p.word_rows = cos.size_at(side.row), p.word_heads = cos.size_at(side.head);
+  p.table_length = cos.size[cos.dims - 2];
   const int64_t source = a.options.source;
   STD_TORCH_CHECK(source <= kFull, "tightrope: the source must be known");
-  p.pairs = source == kHalf ? cos.size[3] : cos.size[3] / 2;
+  STD_TORCH_CHECK(source == kHalf || width % 2 == 0, "tightrope: tables for channels must have an even width");
+  p.pairs = source == kHalf ? width : width / 2;
   const bool full = source == kFull, neighbours = full && a.options.interleaved;
   p.table_step = source == kRepeat || neighbours ? 2 : 1;
   p.table_other = !full ? 0 : neighbours ? 1 : p.pairs;
@@ -227,7 +238,7 @@ inline void read_positions(const std::optional<Tensor>& positions, int64_t offse
   const View at(*positions);
   const int token = int(at.dims) - 1, row = token - 1, axis = token - 2;  // missing ones are negative
   STD_TORCH_CHECK(1 <= at.dims && at.dims <= 3 && positions->is_cpu() && at.size_at(axis) == p.axes,
-                  "tightrope: positions must be [axes, rows|1, tokens|1], or less the leading dimensions of size 1");
+                  "tightrope: positions must be [axes, rows|1, tokens|1], or without leading dimensions of size 1");
   STD_TORCH_CHECK(at.size_at(row) == 1 || at.size_at(row) == p.rows,
                   "tightrope: positions must have 1 row or those of q");
   STD_TORCH_CHECK(at.size[token] == (add_index ? 1 : p.tokens),
@@ -354,10 +365,10 @@ void share(const Problem& p, int64_t items, int64_t tokens_per_item, const Work&
   share(heads_of(p) * double(tokens_per_item) * double(p.head_dim), items, work);
 }
 
-// Tokens of one row to process together: as many as have room for their angles, up to 16.
-inline int64_t tile_of(const Problem& p) {
-  const int64_t fits = p.pairs == 0 ? 16 : kAngles / row_width(p, p.pairs);
-  return fits < 1 ? 1 : fits > 16 ? 16 : fits;
+// Tokens of one row to process together: as many as have room for their angles, up to `most`.
+inline int64_t tile_of(const Problem& p, int64_t most = 16) {
+  const int64_t fits = p.pairs == 0 ? most : kAngles / row_width(p, p.pairs);
+  return fits < 1 ? 1 : fits > most ? most : fits;
 }
 
 }  // namespace

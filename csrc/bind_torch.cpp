@@ -13,6 +13,9 @@ namespace {
 
 using Tensors = std::vector<Tensor>;
 
+// Bytes that are likely still in the caches if the caller has just made or read them.
+constexpr int64_t kFetched = 1 << 20;
+
 // Decides which results to stream past the caches: those whose rotated halves are whole, aligned lines.
 void choose_streams(Problem& p) {
   const int64_t element = bytes_of(p.dtype), head = p.head_dim * element;
@@ -28,6 +31,37 @@ void choose_streams(Problem& p) {
   }
 }
 
+// Lets the rows of a problem share their angles, if they can: as heads, where their strides allow it.
+void join_rows(Problem& p) {
+  p.together = p.angles_per_head || p.word_rows != 1 || p.phase_rows > 1 || p.position_row != 0 ? 1 : p.rows;
+  if (p.together == 1) return;
+  for (int32_t i = 0; i < p.operands; ++i) {
+    const Operand& o = p.operand[i];
+    for (const Strides& s : {o.in_stride, o.out_stride})
+      if (o.heads != 1 && s.row != o.heads * s.head) return;
+  }
+  for (int32_t i = 0; i < p.operands; ++i) {
+    Operand& o = p.operand[i];
+    if (o.heads == 1) o.in_stride.head = o.in_stride.row, o.out_stride.head = o.out_stride.row;
+    o.heads *= p.rows;
+  }
+  p.rows = p.together = 1;
+}
+
+// Divides a rotation into work items, by tokens and, where that leaves large items, by heads; returns their number.
+int64_t divide_rotation(Problem& p) {
+  join_rows(p);
+  const double elements = heads_of(p) * double(p.rows) * double(p.tokens) * double(p.head_dim);
+  p.fetches = elements * double(bytes_of(p.dtype)) > double(kFetched);
+  // More of those that are next to each other in memory: whole cache lines of 16 bits.
+  const int64_t tiles = divide(p, tile_of(p, p.operand[0].in_stride.token == 1 ? kTile : 16)) / p.together;
+  int64_t most = 1;
+  for (int32_t i = 0; i < p.operands; ++i) most = std::max(most, p.together * p.operand[i].heads);
+  const double parts = elements / double(kElementsPerThread) / double(tiles);
+  p.parts = parts < 2 ? 1 : parts < double(most) ? int64_t(parts) : most;
+  return tiles * p.parts;
+}
+
 Tensors run(const Operands& xs, const Operands& outs, Outs whose, const Arguments& a) {
   Problem p = problem_of(xs, outs, a);
   const bool plain = a.options.is_plain();
@@ -37,10 +71,11 @@ Tensors run(const Operands& xs, const Operands& outs, Outs whose, const Argument
   STD_TORCH_CHECK(plain || (p.rounding == Rounding::kOnce && !has_full_tables(p)),
                   "tightrope: an act or a gate needs rounding once, and tables that are not full");
   if (!plain) return run_stages(p, xs, a);
-  const int64_t items = divide(p, tile_of(p));
+  const int64_t items = divide_rotation(p);
   if (whose != Outs::kInPlace) choose_streams(p);
   const Loop loop = loops().rotate;
-  share(p, items, p.tile, [&](int64_t begin, int64_t end) { loop(p, begin, end); });
+  const double per_item = heads_of(p) * double(p.together * p.tile * p.head_dim) / double(p.parts);
+  share(per_item, items, [&](int64_t begin, int64_t end) { loop(p, begin, end); });
   return {};
 }
 

@@ -35,12 +35,12 @@ inline double fma_(double a, double b, double c) { return a * b + c; }
 #endif
 
 #if defined(__F16C__)
+inline __m128 fma_(__m128 a, __m128 b, __m128 c) { return _mm_fmadd_ps(a, b, c); }
 inline __m256 fma_(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
 #elif defined(__aarch64__)
 inline float32x4_t fma_(float32x4_t a, float32x4_t b, float32x4_t c) { return vfmaq_f32(c, a, b); }
 #endif
 #if defined(__AVX512F__)
-inline __m128 fma_(__m128 a, __m128 b, __m128 c) { return _mm_fmadd_ps(a, b, c); }
 inline __m512 fma_(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
 #endif
 
@@ -48,10 +48,10 @@ inline __m512 fma_(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, 
 template <class T>
 inline T fms_(T a, T b, T c) { return fma_(a, b, -c); }
 #if defined(__F16C__)
+inline __m128 fms_(__m128 a, __m128 b, __m128 c) { return _mm_fmsub_ps(a, b, c); }
 inline __m256 fms_(__m256 a, __m256 b, __m256 c) { return _mm256_fmsub_ps(a, b, c); }
 #endif
 #if defined(__AVX512F__)
-inline __m128 fms_(__m128 a, __m128 b, __m128 c) { return _mm_fmsub_ps(a, b, c); }
 inline __m512 fms_(__m512 a, __m512 b, __m512 c) { return _mm512_fmsub_ps(a, b, c); }
 #endif
 
@@ -141,15 +141,17 @@ inline T turned_v(T u, T v, T c, T s) { return fma_(v, c, u * s); }
 template <class F>
 inline typename F::Value rounded(F, typename F::Value x) { return F::load(F::store(x)); }
 #if defined(__F16C__)
+inline __m128 rounded(Half, __m128 x) { return _mm_cvtph_ps(_mm_cvtps_ph(x, 0)); }
 inline __m256 rounded(Half, __m256 x) { return _mm256_cvtph_ps(_mm256_cvtps_ph(x, 0)); }
 #elif defined(__aarch64__)
 inline float32x4_t rounded(Half, float32x4_t x) { return vcvt_f32_f16(vcvt_f16_f32(x)); }
 #endif
 #if defined(__AVX512F__)
-inline __m128 rounded(Half, __m128 x) { return _mm_cvtph_ps(_mm_cvtps_ph(x, 0)); }
 inline __m512 rounded(Half, __m512 x) {
   return _mm512_maskz_cvtph_ps(0xFFFF, _mm512_maskz_cvtps_ph(0xFFFF, x, 0));
 }
+#endif
+#if defined(__F16C__)
 #define TIGHTROPE_ROUNDED(Floats)                                            \
   inline Floats rounded(Float, Floats x) { return x; }                       \
   inline Floats rounded(BFloat16, Floats x) {                                \
@@ -159,7 +161,9 @@ inline __m512 rounded(Half, __m512 x) {
   }
 TIGHTROPE_ROUNDED(__m128)
 TIGHTROPE_ROUNDED(__m256)
+#if defined(__AVX512F__)
 TIGHTROPE_ROUNDED(__m512)
+#endif
 #undef TIGHTROPE_ROUNDED
 #endif
 
@@ -211,6 +215,12 @@ template <class T>
 struct Row {
   const T *c, *s, *c2, *s2;
 };
+
+// Whether the halves of a head rotate two pairs at a time: see Twin.
+template <class F>
+constexpr bool kTwins = false;
+template <>
+constexpr bool kTwins<BFloat16> = true;
 
 // Two bfloat16 in one 32-bit word widen with a shift and a mask, without moving lanes. So the loops
 // process two pairs at a time, with cosines and sines in the order (0, 2, 4, …, 1, 3, 5, …).

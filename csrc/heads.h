@@ -16,12 +16,6 @@ namespace {
 #define TIGHTROPE_INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
-// Whether the halves of a head rotate two pairs at a time; see Twin.
-template <class F>
-constexpr bool kTwins = false;
-template <>
-constexpr bool kTwins<BFloat16> = true;
-
 // Whether loops use the conversion instructions of half precision.
 template <class F>
 constexpr bool kConverts = false;
@@ -229,7 +223,7 @@ inline void turn_in_loops(const Problem& p, const Heads<typename A::Stored>& hea
   const int64_t other = p.interleaved ? 1 : p.pairs;
   const int64_t at = p.start + first * pair;
   const int64_t i = heads.in_channel, j = heads.out_channel;
-  const int64_t bytes = p.head_dim * int64_t(sizeof(Stored));
+  const int64_t bytes = p.fetches ? p.head_dim * int64_t(sizeof(Stored)) : 0;
   Streamed streamed;
   for (int64_t head = 0; head < heads.count; ++head) {
     const Stored* in = heads.in + head * heads.in_step;

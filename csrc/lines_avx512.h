@@ -6,7 +6,7 @@
 #pragma once
 
 #include "acts_avx512.h"
-#include "heads_avx512.h"
+#include "registers.h"
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
@@ -47,11 +47,11 @@ struct Span<BFloat16> {
   static constexpr int kRegisters = 2, kChannels = 32;
   static constexpr bool kBrief = true;
   static TIGHTROPE_INLINE void read(const uint16_t* at, uint32_t mask, V* x) {
-    const __m512i twins = _mm512_maskz_loadu_epi16(mask, at);
+    const auto twins = (R::Words)_mm512_maskz_loadu_epi16(mask, at);
     x[0] = R::even(twins), x[1] = R::odd(twins);
   }
   static TIGHTROPE_INLINE void write(uint16_t* at, uint32_t mask, const V* x) {
-    _mm512_mask_storeu_epi16(at, mask, R::twin(x[0], x[1]));
+    _mm512_mask_storeu_epi16(at, mask, (__m512i)R::twin(x[0], x[1]));
   }
 };
 

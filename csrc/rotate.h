@@ -85,8 +85,12 @@ struct Problem {
   int64_t offset;
   bool add_index;
 
-  int64_t tile;           // tokens of one row that a rotation processes together
-  int64_t tiles_per_row;  // a rotation has rows * tiles_per_row work items
+  int64_t tile;           // tokens of one row that are processed together
+  int64_t tiles_per_row;
+  // A rotation computes the angles of a tile once for `together` rows, which is 1 or all. It divides their
+  // heads into `parts`: it has rows / together * tiles_per_row * parts work items.
+  int64_t together, parts;
+  bool fetches;  // whether a rotation prefetches, because its tensors may not be in the caches
 };
 
 // Processes work items [begin, end).
@@ -196,6 +200,8 @@ constexpr int64_t kStreamed = 8192;
 
 // The loop keeps this many cosines, and as many sines, of a tile on its stack.
 constexpr int64_t kAngles = 2048;
+// Most tokens of a tile.
+constexpr int64_t kTile = 32;
 
 // Whether tables hold a cosine and a sine for every channel.
 inline bool has_full_tables(const Problem& p) { return p.table_other != 0; }

@@ -10,8 +10,8 @@
 #include "gate_sums.h"
 #include "phase_sums.h"
 #endif
-#if defined(__AVX512F__)
-#include "heads_avx512.h"
+#if defined(__AVX2__)
+#include "registers.h"
 #endif
 
 namespace tightrope {
@@ -26,15 +26,17 @@ namespace {
 template <class A>
 inline void turn_heads(const Problem& p, const Heads<typename A::Stored>& heads, int64_t first,
                        int64_t n, const Row<typename A::Value>& r) {
-  if (heads.in != heads.out && first == 0) copy_rest(p, heads);
-#if defined(__AVX512F__)
+  if (first == 0 && heads.in != heads.out && 2 * p.pairs != p.head_dim) copy_rest(p, heads);
+#if defined(__AVX2__)
   // Not for double: a register holds too few of them for this to pay.
   if constexpr (sizeof(typename A::Value) == sizeof(float)) {
     if (heads.in_channel == 1 && heads.out_channel == 1) {
+      const int64_t channel = p.start + (p.interleaved ? 2 : 1) * first;
+      const int64_t bytes = p.fetches ? p.head_dim * int64_t(sizeof(typename A::Stored)) : 0;
       if (p.interleaved) {
-        turn_in_registers<A, true>(p, heads, first, n, r);
+        turn_in_registers<A, true>(heads, channel, 1, n, bytes, r);
       } else {
-        turn_in_registers<A, false>(p, heads, first, n, r);
+        turn_in_registers<A, false>(heads, channel, p.pairs, n, bytes, r);
       }
       return;
     }
@@ -54,10 +56,11 @@ inline Heads<Stored> heads_of(const Operand& o, int64_t row, int64_t head, int64
           i.head, j.head, i.channel, j.channel, count, ahead, o.streams};
 }
 
-// Computes the cosines and sines of a tile for one head, or for all heads if they share them.
+// Finds the cosines and sines of a tile for one head, or for all heads if they share them.
 template <class A>
 inline void take_angles(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t tokens, int64_t first,
                         int64_t n, Angles<typename A::Value>& angles) {
+  if (point<typename A::Format>(p, row, head, token, tokens, first, n, angles)) return;
   fill(p, row, head, token, tokens, first, n, angles);
   // Tables have the dtype that the caller chose.
   if (!p.narrow || p.cosine.data != nullptr) return;
@@ -67,14 +70,59 @@ inline void take_angles(const Problem& p, int64_t row, int64_t head, int64_t tok
   }
 }
 
+// Whether the tokens of an operand are next to each other, but its channels are not.
+inline bool lies_across(const Operand& o) {
+  const Strides &i = o.in_stride, &j = o.out_stride;
+  return i.token == 1 && j.token == 1 && i.channel == j.channel && i.channel != 1;
+}
+
+// Sorts the angles of a tile by pairs, then tokens: for those of bfloat16 in twos.
+template <class A, class T>
+inline void sort_by_pair(const Problem& p, const Angles<T>& angles, int64_t tokens, int64_t n, T* c, T* s) {
+  const int64_t other = has_full_tables(p) ? n * tokens : 0;
+  for (int64_t t = 0; t < tokens; ++t) {
+    const Row<T>& r = angles.row[t];
+    const int64_t to = slot(kTwins<typename A::Format>, t, tokens);
+    for (int64_t k = 0; k < n; ++k) {
+      const int64_t from = slot(in_twos(p), k, n), at = k * tokens + to;
+      c[at] = r.c[from], s[at] = r.s[from];
+      if (other != 0) c[other + at] = r.c2[from], s[other + at] = r.s2[from];
+    }
+  }
+}
+
+// Rotates a head that lies across: the tokens of one pair after the other.
+template <class A, class T>
+inline void turn_across(const Problem& p, const Heads<typename A::Stored>& head, int64_t tokens, int64_t first,
+                        int64_t n, const T* c, const T* s) {
+  const int64_t pair = p.interleaved ? 2 : 1, step = head.in_channel;
+  const int64_t other = (p.interleaved ? 1 : p.pairs) * step, second = has_full_tables(p) ? n * tokens : 0;
+  if (head.in != head.out && first == 0) {
+    for (int64_t d = 0; d < p.head_dim; ++d)
+      if (d < p.start || d >= p.start + 2 * p.pairs)
+        memcpy(head.out + d * step, head.in + d * step, size_t(tokens) * sizeof(*head.in));
+  }
+  for (int64_t k = 0; k < n; ++k) {
+    const int64_t at = (p.start + (first + k) * pair) * step;
+    const Row<T> r = {c + k * tokens, s + k * tokens, c + second + k * tokens, s + second + k * tokens};
+#if defined(__AVX2__)
+    if constexpr (sizeof(T) == sizeof(float)) {
+      Heads<typename A::Stored> one = {head.in + at, head.out + at, 0, 0, 1, 1, 1, 0, false};
+      turn_in_registers<A, false>(one, 0, other, tokens, 0, r);
+      continue;
+    }
+#endif
+    turn_halves<A>(head.in + at, head.in + at + other, head.out + at, head.out + at + other, r, tokens);
+  }
+}
+
 // A tile whose heads have angles of their own. All operands have the same heads, and share their angles.
 template <class A>
-inline void turn_apart(const Problem& p, int64_t row, int64_t token, int64_t tokens, int64_t first, int64_t n) {
+inline void turn_apart(const Problem& p, int64_t row, int64_t begin, int64_t end, int64_t token, int64_t tokens,
+                       int64_t first, int64_t n) {
   using Stored = typename A::Stored;
-  using T = typename A::Value;
-  Angles<T> angles;
-  const int64_t width = row_width(p, n), other = width - n;
-  for (int64_t head = 0; head < p.operand[0].heads; ++head) {
+  Angles<typename A::Value> angles;
+  for (int64_t head = begin; head < end; ++head) {
     take_angles<A>(p, row, head, token, tokens, first, n, angles);
     for (int32_t index = 0; index < p.operands; ++index) {
       const Operand& o = p.operand[index];
@@ -82,39 +130,56 @@ inline void turn_apart(const Problem& p, int64_t row, int64_t token, int64_t tok
       const int64_t head_bytes = o.in_stride.head * int64_t(sizeof(Stored));
       for (int64_t t = 0; t < tokens; ++t) {
         const int64_t ahead = t + 1 < tokens ? token_bytes : head_bytes - t * token_bytes;
-        const T *c = angles.cosine + t * width, *s = angles.sine + t * width;
-        turn_heads<A>(p, heads_of<Stored>(o, row, head, 1, token + t, ahead), first, n, {c, s, c + other, s + other});
+        turn_heads<A>(p, heads_of<Stored>(o, row, head, 1, token + t, ahead), first, n, angles.row[t]);
       }
     }
   }
 }
 
-// A tile whose heads share their angles.
+// Heads [head, head + count) of one row, in the tokens of a tile, which share their angles.
 template <class A>
-inline void turn_tile(const Problem& p, int64_t row, int64_t token, int64_t tokens, int64_t first,
+inline void turn_group(const Problem& p, const Operand& o, int64_t row, int64_t head, int64_t count, int64_t token,
+                       int64_t tokens, int64_t first, int64_t n, const Angles<typename A::Value>& angles) {
+  using Stored = typename A::Stored;
+  // Adjacent heads are one run of memory.
+  const bool adjacent = o.in_stride.head < o.in_stride.token;
+  const int64_t token_bytes = o.in_stride.token * int64_t(sizeof(Stored));
+  const int64_t group_bytes = count * o.in_stride.head * int64_t(sizeof(Stored));
+  Heads<Stored> heads = heads_of<Stored>(o, row, head, count, token, adjacent ? kAhead : token_bytes);
+  for (int64_t t = 0; t < tokens; ++t) {
+    if (!adjacent && t + 1 == tokens) heads.ahead = group_bytes - t * token_bytes;
+    turn_heads<A>(p, heads, first, n, angles.row[t]);
+    heads.in += o.in_stride.token, heads.out += o.out_stride.token;
+  }
+}
+
+// Part `part` of a tile whose heads share their angles. The heads of all rows of the item count as one list.
+template <class A>
+inline void turn_tile(const Problem& p, int64_t row, int64_t part, int64_t token, int64_t tokens, int64_t first,
                       int64_t n) {
   using Stored = typename A::Stored;
   using T = typename A::Value;
   Angles<T> angles;
-  const int64_t width = row_width(p, n), other = width - n;
   take_angles<A>(p, row, 0, token, tokens, first, n, angles);
+  alignas(64) T cosine[kAngles], sine[kAngles];
+  bool sorted = false;
   for (int32_t index = 0; index < p.operands; ++index) {
     const Operand& o = p.operand[index];
-    // Adjacent heads are one run of memory. Other heads are separate streams: take as many as the cache
-    // can hold, with the tokens of the tile as the inner loop.
-    const bool adjacent = o.in_stride.head < o.in_stride.token;
-    const int64_t group = adjacent ? o.heads : kStreams;
-    const int64_t token_bytes = o.in_stride.token * int64_t(sizeof(Stored));
-    const int64_t group_bytes = group * o.in_stride.head * int64_t(sizeof(Stored));
-    for (int64_t head = 0; head < o.heads; head += group) {
-      const int64_t count = o.heads - head < group ? o.heads - head : group;
-      for (int64_t t = 0; t < tokens; ++t) {
-        const int64_t ahead = adjacent         ? kAhead
-                              : t + 1 < tokens ? token_bytes
-                                               : group_bytes - t * token_bytes;
-        const T *c = angles.cosine + t * width, *s = angles.sine + t * width;
-        turn_heads<A>(p, heads_of<Stored>(o, row, head, count, token + t, ahead), first, n,
-                      {c, s, c + other, s + other});
+    const bool across = lies_across(o);
+    if (across && !sorted) sort_by_pair<A>(p, angles, tokens, n, cosine, sine), sorted = true;
+    // Heads that are not adjacent are separate streams: take as many as the cache can hold, with the tokens of
+    // the tile as the inner loop.
+    const int64_t most = across ? 1 : o.in_stride.head < o.in_stride.token ? o.heads : kStreams;
+    const int64_t end = p.together * o.heads * (part + 1) / p.parts;
+    int64_t at = p.together * o.heads * part / p.parts, count = 0;
+    for (; at < end; at += count) {
+      const int64_t own = row + at / o.heads, head = at % o.heads;
+      count = o.heads - head < most ? o.heads - head : most;
+      count = end - at < count ? end - at : count;
+      if (across) {
+        turn_across<A>(p, heads_of<Stored>(o, own, head, 1, token, 0), tokens, first, n, cosine, sine);
+      } else {
+        turn_group<A>(p, o, own, head, count, token, tokens, first, n, angles);
       }
     }
   }
@@ -124,8 +189,9 @@ template <class A>
 void turn(const Problem& p, int64_t begin, int64_t end) {
   const int64_t most = kAngles / row_width(p, 1);
   for (int64_t item = begin; item < end; ++item) {
-    const int64_t row = item / p.tiles_per_row;
-    const int64_t token = (item - row * p.tiles_per_row) * p.tile;
+    const int64_t part = item % p.parts, tile = item / p.parts;
+    const int64_t row = tile / p.tiles_per_row * p.together;
+    const int64_t token = tile % p.tiles_per_row * p.tile;
     const int64_t tokens = p.tokens - token < p.tile ? p.tokens - token : p.tile;
     // `first` stays 0 unless the angles of one token exceed kAngles. Without pairs the loop still runs
     // once, to copy the channels.
@@ -133,9 +199,10 @@ void turn(const Problem& p, int64_t begin, int64_t end) {
     do {
       const int64_t n = p.pairs - first < most ? p.pairs - first : most;
       if (p.angles_per_head) {
-        turn_apart<A>(p, row, token, tokens, first, n);
+        const int64_t heads = p.operand[0].heads;
+        turn_apart<A>(p, row, heads * part / p.parts, heads * (part + 1) / p.parts, token, tokens, first, n);
       } else {
-        turn_tile<A>(p, row, token, tokens, first, n);
+        turn_tile<A>(p, row, part, token, tokens, first, n);
       }
       first += n;
     } while (first < p.pairs);

@@ -25,11 +25,12 @@ class TensorMemo:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, dict[Hashable, Any]]] = {}
 
     def knows(self, x: torch.Tensor, key: Hashable) -> bool:
-        """Return True if the fact is cached; always False for a view: see :meth:`find`."""
-        known = self._known.get(id(x))
-        if known is None or known[0]() is not x or key not in known[2]:
+        """Return whether the fact is cached."""
+        owner, key = _owned(x, key)
+        known = self._known.get(id(owner))
+        if known is None or known[0]() is not owner or key not in known[2]:
             return False
-        return x.is_inference() or known[1] == x._version
+        return owner.is_inference() or known[1] == owner._version
 
     def find(
         self, x: torch.Tensor, key: Hashable, compute: Callable[..., Any], *arguments: Any
@@ -39,11 +40,8 @@ class TensorMemo:
         Args:
             compute: called with ``arguments`` if the fact is not cached.
         """
-        base = x._base
-        owner = x if base is None else base
+        owner, key = _owned(x, key)
         version = 0 if owner.is_inference() else owner._version
-        if base is not None:
-            key = key, x.shape, x.stride(), x.storage_offset()
         known = self._known.get(id(owner))
         if known is None or known[0]() is not owner or known[1] != version:
             if len(self._known) >= _MOST:
@@ -54,3 +52,11 @@ class TensorMemo:
             with outside_modes():
                 facts[key] = compute(*arguments)
         return facts[key]
+
+
+def _owned(x: torch.Tensor, key: Hashable) -> tuple[torch.Tensor, Hashable]:
+    """Return the tensor that owns the memory, and the key of a fact about x among its facts."""
+    base = x._base
+    if base is None:
+        return x, key
+    return base, (key, x.shape, x.stride(), x.storage_offset())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -35,7 +36,9 @@ from ..ops.checks import (
     shape_of,
 )
 from ..ops.layouts import BY_NAME, Layout
-from ..ops.run import run
+from ..ops.registry import takes
+from ..ops.route import is_plain_eager
+from ..ops.run import launch_quick, run
 from ..positions import PositionsLike, as_positions
 from ..spec import RopeSpec, SeqLen, prepared
 from ._rotate import rotate
@@ -402,9 +405,71 @@ def rotate_by(
     backend: str | None = None,
 ) -> Sequence[torch.Tensor]:
     """Rotate q and k by tables; all public functions of this module that rotate call this one."""
+    packed = None if verb == "out" or backend is not None else _packed(q, k, given)
+    if packed is not None:
+        names, build = ("q", "k"), partial(_build, q, k, given, verb, backend)
+        return launch_quick(names, verb, q, k, packed, build)
     if is_dtensor(q) or is_dtensor(k):
         return _rotate_shards(q, k, given, verb, backend)
     return run(_build(q, k, given, verb, backend))
+
+
+def _packed(q: torch.Tensor, k: torch.Tensor | None, given: Tables) -> schema.Packed | None:
+    """Return the arguments of the operator if the kernel for CPUs may be called directly; see :func:`route_quick`.
+
+    It reads tables without the dimensions that they lack, and refuses every invalid input that is not
+    checked here.
+    """
+    cos, sin, axis, interleaved, tables, start, inverse, position_ids, rounding = given[:9]
+    tensors = (q, cos, sin) if k is None else (q, cos, sin, k)
+    if position_ids is not None or not is_plain_eager():
+        return None
+    for x in tensors:
+        if type(x) is not torch.Tensor or not x.is_cpu or x.layout is not torch.strided:
+            return None
+        if x.requires_grad and torch.is_grad_enabled():
+            return None
+    types = type(axis), type(interleaved), type(tables), type(start), type(inverse), type(rounding)
+    if types != _TYPES or not takes(q):
+        return None
+    known = tables in {"half", "full"} or (
+        _checked.knows(cos, tables) and _checked.knows(sin, tables)
+    )
+    if not known:
+        return None
+    dims, own = q.dim(), cos.dim()
+    name = given.layout or _LAYOUTS.get((dims, axis))
+    # Other tables have a row dimension, or a heads dimension at another place.
+    fits = own == 2 or (own == 3 and dims == 4) or (own == 4 and name == "bhsd")
+    if name is None or not fits or cos.shape[-2] != q.shape[BY_NAME[name].token]:
+        return None
+    options = _options(name, interleaved, tables, start, inverse, rounding, given.dense)
+    return None if options is None else (cos, sin, None, 0, options, 1.0)
+
+
+@lru_cache(maxsize=256)
+def _options(
+    layout: str,
+    interleaved: bool,
+    tables: str,
+    start: int,
+    inverse: bool,
+    rounding: str,
+    dense: tuple[bool, bool],
+) -> int | None:
+    """Pack the options of a call without ids; None if they are not valid."""
+    if tables not in schema.TABLES or rounding not in schema.ROUNDINGS or not 0 <= start < 1 << 20:
+        return None
+    code, source = schema.ROUNDINGS.index(rounding), schema.SOURCES.index(tables)
+    direction = schema.INVERSE if inverse else schema.FORWARD
+    options = schema.Options(
+        BY_NAME[layout].code, start, interleaved, direction, True, source, rounding=code, back=code
+    )
+    return options._replace(dense=dense[0], dense_back=dense[1]).pack()
+
+
+# The types of the options of a call, for the fast path.
+_TYPES = int, bool, str, int, bool, str
 
 
 def _rotate_shards(

@@ -32,7 +32,18 @@ from .call import Call, tensors_of
 from .checks import RoundingLike
 from .layouts import BY_NAME
 from .registry import takes
-from .schema import FORWARD, INVERSE, NO_GATE, PHASES, ROUNDINGS, Packed, options_of
+from .schema import (
+    FORWARD,
+    HALF,
+    INVERSE,
+    NEW,
+    NO_GATE,
+    PHASES,
+    ROUNDINGS,
+    Options,
+    Packed,
+    options_of,
+)
 
 DEFINITION, TRACED, AUTOGRAD, KERNEL = ROUTES = ("definition", "traced", "autograd", "kernel")
 
@@ -195,6 +206,11 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
         words, turns = spec.words.of(lengths, device)
         amplitude = float.fromhex(spec.words.amplitude(lengths))
     plain = words, turns, ids, offset, options[add_index], amplitude
+    if angles is not None and q.is_cpu and not by_length:
+        tokens = shape[BY_NAME[layout].token] if len(shape) == BY_NAME[layout].dims else 0
+        # Fewer tokens gain less than it takes to look for what is kept.
+        if tokens >= _FEW_TOKENS and phases is None and stages is None and rounding != "each":
+            plain = _with_kept(plain, rope, q, k, tokens)  # type: ignore[arg-type]
     packed = plain if phases is None else _with_phases(plain, phases, q)
     if stages is None or packed is None:
         return packed
@@ -209,6 +225,37 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
 
 
 _STRIDED = torch.strided
+_FEW_TOKENS = 64
+# Heads that share the angles of a token, up to which it is faster to read cosines and sines than to compute them.
+_FEW_HEADS = 8
+# Bytes of the largest tables of one rotation that are kept.
+_MOST_KEPT = 1 << 25
+
+
+def _with_kept(
+    packed: Packed, rope: PreparedRotation, q: torch.Tensor, k: torch.Tensor | None, tokens: int
+) -> Packed:
+    """Replace phase words by the cosines and sines that a prepared rotation keeps, if few heads share them."""
+    words, turns, ids, offset, options, amplitude = packed
+    rows, pairs, wide = 1 if ids is None else ids.shape[1], words.shape[-1], q.element_size() == 8
+    shared = rows * tokens * q.shape[-1]
+    many = q.numel() + (0 if k is None else k.numel()) > _FEW_HEADS * shared
+    if many or words.shape[2] != 1 or rows * tokens * pairs * (16 if wide else 8) > _MOST_KEPT:
+        return packed
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.zeros((rows, 1, tokens, 2 * pairs), dtype=q.dtype if wide else torch.float32)
+        x[..., :pairs] = 1.0  # the pairs (1, 0) become (cosine, sine)
+        own = Options(BY_NAME["bhsd"].code, add_index=options_of(options).add_index).pack()
+        with torch._C._AutoDispatchBelowAutograd():
+            (y,) = NEW.plain(x, None, words, turns, ids, offset, own, 1.0)
+        return y[..., :pairs], y[..., pairs:]
+
+    found = rope.kept_angles((tokens, wide), make)
+    if found is None:
+        return packed
+    by_tables = options_of(options)._replace(add_index=True, source=HALF).pack()
+    return *found, None, 0, by_tables, amplitude
 
 
 def _ready(
@@ -231,6 +278,16 @@ def _ready(
     ready = found.words, found.turns, both, scaling, axes, spec.by_length
     spec._ready[device, layout, inverse, rounding] = ready  # type: ignore[attr-defined]
     return ready
+
+
+def is_plain_eager() -> bool:
+    """Return whether no mode, transform or compiler watches: the kernel may be called directly."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def mode() -> str:

@@ -8,7 +8,7 @@ two calls, one for each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -82,16 +82,8 @@ def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a dec
     packed = route_quick(rope, positions, q, k, layout, inverse, stages, rounding, phases)
     if packed is None:
         return None
-    try:
-        if verb == "new":
-            return _launch(NEW, q, k, packed)
-        if q.is_inference() or (k is not None and k.is_inference()):
-            memory.check_not_frozen(names, present(q, k))
-        _launch(IN_PLACE, q, k, packed)
-        torch.autograd.graph.increment_version(q if k is None else (q, k))
-    except RuntimeError as error:
-        # Kernels refuse invalid arguments before they write: the checks raise the readable error. Any
-        # other error may have come after the kernel wrote, so the call must not run again.
+
+    def rebuild() -> list[Call]:
         request = Request(
             names,
             q,
@@ -105,8 +97,38 @@ def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a dec
             rounding=rounding,
             phases=phases,
         )
+        return build(request)
+
+    return launch_quick(names, verb, q, k, packed, rebuild)
+
+
+def launch_quick(
+    names: Sequence[str],
+    verb: str,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    packed: Packed,
+    rebuild: Callable[[], list[Call]],
+) -> Results:
+    """Call the kernel on arguments that nobody checked.
+
+    Args:
+        names: names of q and k in error messages.
+        verb: "new" or "in place".
+        rebuild: makes the calls with all checks, to raise the readable error.
+    """
+    try:
+        if verb == "new":
+            return _launch(NEW, q, k, packed)
+        if q.is_inference() or (k is not None and k.is_inference()):
+            memory.check_not_frozen(names, present(q, k))
+        _launch(IN_PLACE, q, k, packed)
+        torch.autograd.graph.increment_version(q if k is None else (q, k))
+    except RuntimeError as error:
+        # Kernels refuse invalid arguments before they write: the checks raise the readable error. Any
+        # other error may have come after the kernel wrote, so the call must not run again.
         try:
-            calls = build(request)
+            calls = rebuild()
             if verb == "in place":
                 _check_memory(calls, False)
         except Refusal:

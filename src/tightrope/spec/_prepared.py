@@ -233,6 +233,21 @@ class PreparedRotation:
             self.stack,
         )
 
+    def kept_angles(
+        self, key: Hashable, make: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the cosines and sines that calls share from the second on; None for the first.
+
+        Args:
+            key: what they depend on but the positions.
+            make: makes them.
+        """
+        asked: list[bool] = self.kept.find(("asked", key), None, self.device, list)
+        if asked:
+            return self.kept.find(("angles", key), self.ids, self.device, make)  # type: ignore[no-any-return]
+        asked.append(True)
+        return None
+
     def tables(self, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines of :attr:`stack`, ``(rows|1, 1, tokens, pairs)``.
 

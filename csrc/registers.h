@@ -1,10 +1,10 @@
-// The hot loops: rotate the heads of one token, with the token's angles in registers. Pairs go through
-// registers of 16, 8 and 4 lanes, the widest first, and each set of registers goes through all heads
-// before the next. The remainder, at most three pairs, goes one pair at a time. (Masked registers could
-// process it too, but the loads of the next head would wait for masked stores.)
+// The hot loops of AVX2 and AVX-512: rotate the heads of one token, with the token's angles in registers.
+// Pairs go through registers of 16 (AVX-512), 8 and 4 lanes, the widest first, and each set of registers goes
+// through all heads before the next. The remainder, at most three pairs, goes one pair at a time. (Masked
+// registers could process it too, but the loads of the next head would wait for masked stores.)
 //
-// For tensors with contiguous channels. Other tensors, and other processors, use the loops of heads.h,
-// which compute the same bits.
+// For tensors with contiguous channels or tokens. Other tensors, and other processors, use the loops of
+// heads.h, which compute the same bits.
 #pragma once
 
 #include "heads.h"
@@ -13,48 +13,62 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
+// Vectors of floats, and of words that hold two bfloat16 each.
 template <int lanes>
 struct Register;
 
-#define TIGHTROPE_REGISTER(lanes, f, i, p, si)                                                   \
-  template <>                                                                                    \
-  struct Register<lanes> {                                                                       \
-    using Floats = f;                                                                            \
-    using Words = i;                                                                             \
-    typedef uint32_t Shifted __attribute__((vector_size(4 * lanes)));                            \
-    static Floats read(const float* at) { return p##_loadu_ps(at); }                             \
-    static Words read(const Twin* at) { return p##_loadu_epi32(at); }                            \
-    /* Streaming stores (streams.h) need an aligned address. */                                  \
-    template <bool streams>                                                                      \
-    static void write(float* at, Floats x) {                                                     \
-      streams ? p##_stream_ps(at, x) : p##_storeu_ps(at, x);                                     \
-    }                                                                                            \
-    template <bool streams>                                                                      \
-    static void write(Twin* at, Words x) {                                                       \
-      streams ? p##_stream_##si((Words*)at, x) : p##_storeu_epi32(at, x);                        \
-    }                                                                                            \
-    /* Zero-masked intrinsics stand in for the plain ones, here and below: GCC 12 warns about    \
-       uninitialised values in the plain ones, and in the intrinsics of shifts. */               \
-    static Floats swapped(Floats x) { return p##_maskz_permute_ps((1u << lanes) - 1, x, 0xB1); } \
-    static Words left(Words x) { return (Words)((Shifted)x << 16); }                             \
-    static Words right(Words x) { return (Words)((Shifted)x >> 16); }                            \
-    static Words upper() { return p##_set1_epi32(int(0xFFFF0000u)); }                            \
-    static Floats even(Words x) { return p##_cast##si##_ps(left(x)); }                           \
-    static Floats odd(Words x) { return p##_cast##si##_ps(p##_and_##si(x, upper())); }           \
-    /* Cut both to their upper halves, and add one if the lower half exceeds 0x8000, or equals it \
-       and the result is odd. No NaN can become an infinity: see BFloat16. */                    \
-    static Words twin(Floats a, Floats b) {                                                      \
-      const Words e = p##_castps_##si(a), o = p##_castps_##si(b);                                \
-      const Words ones = p##_set1_epi16(1);                                                      \
-      const Words cut = p##_ternarylogic_epi32(right(e), o, upper(), 0xF8);                     \
-      const Words rest =                                                                         \
-          p##_ternarylogic_epi32(left(o), e, p##_set1_epi32(0xFFFF), 0xF8);                       \
-      const Words sticky = p##_ternarylogic_epi32(rest, cut, ones, 0xF8);                        \
-      const auto up = p##_cmpgt_epu16_mask(sticky, p##_set1_epi16(-0x8000));                     \
-      return p##_mask_add_epi16(cut, up, cut, ones);                                             \
-    }
+#if defined(__AVX512F__)
+constexpr int kWidest = 16;      // lanes
+constexpr int kForAngles = 16;   // registers that hold angles, so that enough remain for the arithmetic
+// Cut both to their upper halves, and add one if the lower half exceeds 0x8000, or equals it and the result
+// is odd. No NaN can become an infinity: see BFloat16.
+#define TIGHTROPE_TWIN(i, p, si)                                                                   \
+  const i e = (i)even, o = (i)odd, ones = p##_set1_epi16(1), upper = p##_set1_epi32(-0x10000);       \
+  const i cut = p##_ternarylogic_epi32((i)((Words)e >> 16), o, upper, 0xF8);                         \
+  const i rest = p##_ternarylogic_epi32((i)((Words)o << 16), e, p##_set1_epi32(0xFFFF), 0xF8);       \
+  const i sticky = p##_ternarylogic_epi32(rest, cut, ones, 0xF8);                                    \
+  const auto up = p##_cmpgt_epu16_mask(sticky, p##_set1_epi16(-0x8000));                             \
+  return (Words)p##_mask_add_epi16(cut, up, cut, ones);
+#else
+constexpr int kWidest = 8;
+constexpr int kForAngles = 8;
+#define TIGHTROPE_TWIN(i, p, si)                                             \
+  const Words e = (Words)even, o = (Words)odd;                               \
+  return (e + 0x7FFFu + ((e >> 16) & 1u)) >> 16 | ((o + 0x7FFFu + ((o >> 16) & 1u)) & 0xFFFF0000u);
+#endif
+
+#define TIGHTROPE_REGISTER(lanes, f, i, p, si)                                             \
+  template <>                                                                              \
+  struct Register<lanes> {                                                                 \
+    using Floats = f;                                                                      \
+    typedef uint32_t Words __attribute__((vector_size(4 * lanes)));                        \
+    static Floats read(const float* at) { return p##_loadu_ps(at); }                       \
+    static Words read(const Twin* at) { return (Words)p##_loadu_##si((const i*)at); }      \
+    /* Streaming stores (streams.h) need an aligned address. */                            \
+    template <bool streams>                                                                \
+    static void write(float* at, Floats x) {                                               \
+      streams ? p##_stream_ps(at, x) : p##_storeu_ps(at, x);                               \
+    }                                                                                      \
+    template <bool streams>                                                                \
+    static void write(Twin* at, Words x) {                                                 \
+      streams ? p##_stream_##si((i*)at, (i)x) : p##_storeu_##si((i*)at, (i)x);             \
+    }                                                                                      \
+    static Floats even(Words x) { return (Floats)(x << 16); }                              \
+    static Floats odd(Words x) { return (Floats)(x & 0xFFFF0000u); }                       \
+    static Words twin(Floats even, Floats odd) { TIGHTROPE_TWIN(i, p, si) }
 #define TIGHTROPE_REGISTER_END };
+
+#if defined(__AVX512F__)
 TIGHTROPE_REGISTER(16, __m512, __m512i, _mm512, si512)
+  // Zero-masked intrinsics stand in for the plain ones, here and in acts_avx512.h: GCC 12 warns about
+  // uninitialised values in the plain ones, and in the intrinsics of shifts.
+  static Floats swapped(Floats x) { return _mm512_maskz_permute_ps(0xFFFF, x, 0xB1); }
+  // Each lane twice: the lower half of x, and the upper half.
+  static void doubled(Floats x, Floats* lower, Floats* upper) {
+    const __m512i at = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    *lower = _mm512_maskz_permutexvar_ps(0xFFFF, at, x);
+    *upper = _mm512_maskz_permutexvar_ps(0xFFFF, _mm512_add_epi32(at, _mm512_set1_epi32(8)), x);
+  }
   static Floats read(const uint16_t* at) {
     return _mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256((const __m256i*)at));
   }
@@ -64,16 +78,27 @@ TIGHTROPE_REGISTER(16, __m512, __m512i, _mm512, si512)
     streams ? _mm256_stream_si256((__m256i*)at, halves) : _mm256_storeu_si256((__m256i*)at, halves);
   }
 TIGHTROPE_REGISTER_END
+#endif
 TIGHTROPE_REGISTER(8, __m256, __m256i, _mm256, si256)
+  static Floats swapped(Floats x) { return _mm256_permute_ps(x, 0xB1); }
+  static void doubled(Floats x, Floats* lower, Floats* upper) {
+    const __m256 low = _mm256_unpacklo_ps(x, x), high = _mm256_unpackhi_ps(x, x);
+    *lower = _mm256_permute2f128_ps(low, high, 0x20), *upper = _mm256_permute2f128_ps(low, high, 0x31);
+  }
   static Floats read(const uint16_t* at) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at));
   }
-  template <bool>
+  template <bool streams>
   static void write(uint16_t* at, Floats x) {
-    _mm_storeu_si128((__m128i*)at, _mm256_cvtps_ph(x, 0));
+    const __m128i halves = _mm256_cvtps_ph(x, 0);
+    streams ? _mm_stream_si128((__m128i*)at, halves) : _mm_storeu_si128((__m128i*)at, halves);
   }
 TIGHTROPE_REGISTER_END
 TIGHTROPE_REGISTER(4, __m128, __m128i, _mm, si128)
+  static Floats swapped(Floats x) { return _mm_permute_ps(x, 0xB1); }
+  static void doubled(Floats x, Floats* lower, Floats* upper) {
+    *lower = _mm_unpacklo_ps(x, x), *upper = _mm_unpackhi_ps(x, x);
+  }
   static Floats read(const uint16_t* at) {
     return _mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)at));
   }
@@ -82,6 +107,7 @@ TIGHTROPE_REGISTER(4, __m128, __m128i, _mm, si128)
 TIGHTROPE_REGISTER_END
 #undef TIGHTROPE_REGISTER
 #undef TIGHTROPE_REGISTER_END
+#undef TIGHTROPE_TWIN
 
 #if defined(__AVX512BF16__)
 // The order of 16-bit lanes that turns a conversion of two registers, one half after the other, into
@@ -110,22 +136,26 @@ struct Convert;
   template <>                                                                                   \
   struct Convert<lanes> {                                                                       \
     using R = Register<lanes>;                                                                  \
+    using Words = R::Words;                                                                     \
     bool exact = true;                                                                          \
-    TIGHTROPE_INLINE i halves(f first, f second) {                                              \
+    TIGHTROPE_INLINE Words halves(f first, f second) {                                          \
       const i both = (i)p##_cvtne2ps_pbh(second, first);                                        \
       exact &= p##_testn_epi16_mask(both, p##_set1_epi16(0x7FFF)) == 0;                         \
-      return both;                                                                              \
+      return (Words)both;                                                                       \
     }                                                                                           \
-    TIGHTROPE_INLINE i twin(f even, f odd) {                                                    \
-      return p##_permutexvar_epi16(R::read((const Twin*)kOrder<lanes>.direct), halves(even, odd)); \
+    TIGHTROPE_INLINE Words sorted(const uint16_t* order, Words x) {                             \
+      return (Words)p##_permutexvar_epi16((i)R::read((const Twin*)order), (i)x);                \
+    }                                                                                           \
+    TIGHTROPE_INLINE Words twin(f even, f odd) {                                                \
+      return sorted(kOrder<lanes>.direct, halves(even, odd));                                   \
     }                                                                                           \
     /* The twins of x + y, or x - y, after each of the four is rounded. */                      \
     template <bool minus>                                                                       \
-    TIGHTROPE_INLINE i sum(f x0, f x1, f y0, f y1) {                                            \
-      const i x = halves(x0, x1), y = halves(y0, y1);                                           \
+    TIGHTROPE_INLINE Words sum(f x0, f x1, f y0, f y1) {                                        \
+      const Words x = halves(x0, x1), y = halves(y0, y1);                                       \
       const f first = minus ? R::even(x) - R::even(y) : R::even(x) + R::even(y);                \
       const f second = minus ? R::odd(x) - R::odd(y) : R::odd(x) + R::odd(y);                   \
-      return p##_permutexvar_epi16(R::read((const Twin*)kOrder<lanes>.rounded), halves(first, second)); \
+      return sorted(kOrder<lanes>.rounded, halves(first, second));                              \
     }                                                                                           \
   };
 TIGHTROPE_CONVERT(16, __m512, __m512i, _mm512, si512)
@@ -140,6 +170,7 @@ template <class A, class F, bool interleaved, int lanes>
 struct Block {
   using R = Register<lanes>;
   static constexpr int64_t kPairs = lanes;
+  static constexpr int kAngleRegisters = A::apart ? 4 : 2;
 
   TIGHTROPE_INLINE void take(const Row<float>& r, int64_t at, int64_t) {
     c = R::read(r.c + at), s = R::read(r.s + at);
@@ -160,16 +191,26 @@ struct Block {
 template <class A, class F, int lanes>
 struct Block<A, F, true, lanes> {
   using R = Register<lanes>;
+  using Floats = typename R::Floats;
+  using Words = typename R::Words;
+  typedef uint64_t Doubles __attribute__((vector_size(4 * lanes)));
   static constexpr int64_t kPairs = lanes;
+  static constexpr int kAngleRegisters = 4;
 
   TIGHTROPE_INLINE void take(const Row<float>& r, int64_t at, int64_t) {
-    alignas(64) float cosines[2 * lanes], sines[2 * lanes];
-    for (int k = 0; k < lanes; ++k) {
-      cosines[2 * k] = r.c[at + k], cosines[2 * k + 1] = (A::apart ? r.c2 : r.c)[at + k];
-      sines[2 * k] = -r.s[at + k], sines[2 * k + 1] = (A::apart ? r.s2 : r.s)[at + k];
+    const Words evens = (Words)((Doubles){} + 0xFFFFFFFFu), minus = evens & 0x80000000u;
+    R::doubled(R::read(r.c + at), &c0, &c1), R::doubled(R::read(r.s + at), &s0, &s1);
+    s0 = (Floats)((Words)s0 ^ minus), s1 = (Floats)((Words)s1 ^ minus);
+    if constexpr (A::apart) {
+      Floats lower, upper;
+      R::doubled(R::read(r.c2 + at), &lower, &upper);
+      c0 = joined(evens, c0, lower), c1 = joined(evens, c1, upper);
+      R::doubled(R::read(r.s2 + at), &lower, &upper);
+      s0 = joined(evens, s0, lower), s1 = joined(evens, s1, upper);
     }
-    c0 = R::read(cosines), c1 = R::read(cosines + lanes);
-    s0 = R::read(sines), s1 = R::read(sines + lanes);
+  }
+  static TIGHTROPE_INLINE Floats joined(Words evens, Floats even, Floats odd) {
+    return (Floats)(((Words)even & evens) | ((Words)odd & ~evens));
   }
   template <bool streams, class T>
   TIGHTROPE_INLINE void turn(const T* x, const T*, T* y, T*) const {
@@ -178,7 +219,7 @@ struct Block<A, F, true, lanes> {
     R::template write<streams>(y + lanes, A::v(R::swapped(b), b, c1, s1));
   }
 
-  typename R::Floats c0, s0, c1, s1;
+  Floats c0, s0, c1, s1;
 };
 
 // Two bfloat16 per lane; cosines and sines of even pairs are stored apart from those of odd pairs.
@@ -186,6 +227,7 @@ template <class A, int lanes>
 struct Block<A, BFloat16, false, lanes> {
   using R = Register<lanes>;
   static constexpr int64_t kPairs = 2 * lanes;
+  static constexpr int kAngleRegisters = A::apart ? 8 : 4;
 
   TIGHTROPE_INLINE void take(const Row<float>& r, int64_t at, int64_t n) {
     even.take(r, at / 2, n), odd.take(r, (n + 1) / 2 + at / 2, n);
@@ -220,6 +262,7 @@ template <class A, int lanes>
 struct Block<A, BFloat16, true, lanes> {
   using R = Register<lanes>;
   static constexpr int64_t kPairs = lanes;
+  static constexpr int kAngleRegisters = A::apart ? 4 : 2;
 
   TIGHTROPE_INLINE void take(const Row<float>& r, int64_t at, int64_t n) {
     all.take(r, at, n);
@@ -277,19 +320,16 @@ inline void turn_blocks(const Heads<Stored>& heads, int64_t channel, int64_t oth
   }
 }
 
-// Rotates pairs [first, first + n) of each head.
+// Rotates n pairs of each head: their first channels begin at `channel`, and the second ones are `other` channels
+// away. The first pass through the heads prefetches the next ones, of this size.
 template <class A, bool interleaved, class Stored>
-inline void turn_in_registers(const Problem& p, const Heads<Stored>& heads, int64_t first,
-                              int64_t n, const Row<float>& r) {
+inline void turn_in_registers(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t n, int64_t bytes,
+                              const Row<float>& r) {
+  using Widest = Block<A, typename A::Format, interleaved, kWidest>;
   constexpr int64_t kPair = interleaved ? 2 : 1;
-  constexpr int64_t kPairs = Block<A, typename A::Format, interleaved, 16>::kPairs;
-  const int64_t channel = p.start + first * kPair;
-  const int64_t other = interleaved ? 1 : p.pairs;
-  // Only the first pass through the heads prefetches.
-  const int64_t bytes = p.head_dim * int64_t(sizeof(Stored));
   int64_t at = 0;
   const auto turn = [&](auto lanes, auto blocks) {
-    constexpr int64_t kTaken = blocks.value * kPairs * lanes.value / 16;
+    constexpr int64_t kTaken = blocks.value * Widest::kPairs * lanes.value / kWidest;
     if (n - at < kTaken) return false;
     const int64_t fetched = at == 0 ? bytes : 0;
     if (heads.streams) {
@@ -300,16 +340,17 @@ inline void turn_in_registers(const Problem& p, const Heads<Stored>& heads, int6
     at += kTaken;
     return true;
   };
-  // At most four blocks, so that enough registers remain for the arithmetic; two if the angles of one
-  // block take eight registers.
-  constexpr int kMost = A::apart && !interleaved && kPairs > 16 ? 2 : 4;
-  while (turn(Is<16>(), Is<kMost>())) {
+  constexpr int kFit = kForAngles / Widest::kAngleRegisters;
+  constexpr int kMost = kFit > 4 ? 4 : kFit;
+  while (turn(Is<kWidest>(), Is<kMost>())) {
   }
-  (kMost > 3 && turn(Is<16>(), Is<3>())) || (kMost > 2 && turn(Is<16>(), Is<2>())) || turn(Is<16>(), Is<1>());
-  turn(Is<8>(), Is<1>());
+  if constexpr (kMost > 3) turn(Is<kWidest>(), Is<3>());
+  if constexpr (kMost > 2) turn(Is<kWidest>(), Is<2>());
+  turn(Is<kWidest>(), Is<1>());
+  if constexpr (kWidest > 8) turn(Is<8>(), Is<1>());
   turn(Is<4>(), Is<1>());
   for (; at < n; ++at) {
-    const int64_t k = slot(in_twos(p), at, n);
+    const int64_t k = slot(kTwins<typename A::Format> && !interleaved, at, n);
     const Stored* in = heads.in + channel + at * kPair;
     Stored* out = heads.out + channel + at * kPair;
     for (int64_t head = 0; head < heads.count; ++head) {
