@@ -268,10 +268,16 @@ FAMILIES: dict[str, Family] = {
         "kimi_k25", "apply_rotary_pos_emb_vision", axes="alternating", base=10000.0
     ),
     "lfm3_vl_vision": _half("lfm3_vl", "apply_rotary_pos_emb_vision", axes="blocks"),
-    "llama4_vision_model": _pairs("llama4", "vision_apply_rotary_emb", axes="blocks"),
+    "llama4_vision_model": _pairs("llama4", "vision_apply_rotary_emb", axes="columns, rows"),
     "pixtral": _half("pixtral", axes="strided"),
     "qwen2_vl_vision": _half(
         "qwen2_vl", "apply_rotary_pos_emb_vision", hidden="embed_dim", **_VISION
+    ),
+    **_each(
+        "muse_glimmer_vision:muse_glimmer muse_spark_vision:muse_spark",
+        function="apply_rotary_pos_emb_vision",
+        axes="columns, rows",
+        base=10000.0,
     ),
     "step3p5_vision": _half(
         "step3p7", "apply_rotary_pos_emb_vision", axes="columns, rows", base=10000.0
@@ -280,7 +286,7 @@ FAMILIES: dict[str, Family] = {
         """cohere_compass_vision:cohere_compass dots3_note_vision_encoder:dots3_note
         ernie4_5_vl_moe_vision:ernie4_5_vl_moe exaone4_5_vision:exaone4_5 glm4v_moe_vision:glm4v_moe
         glm4v_vision:glm4v glm5_next_vision:glm5_next glm_ocr_vision:glm_ocr mlcd mlcd_vision_model:mlcd
-        muse_glimmer_vision:muse_glimmer muse_spark_vision:muse_spark paddleocr_vl_vision:paddleocr_vl
+        paddleocr_vl_vision:paddleocr_vl
         qwen2_5_omni_vision_encoder:qwen2_5_omni qwen2_5_vl_vision:qwen2_5_vl qwen3_5_moe_vision:qwen3_5_moe
         qwen3_5_vision:qwen3_5 qwen3_omni_moe_vision_encoder:qwen3_omni_moe qwen3_vl_moe_vision:qwen3_vl_moe
         qwen3_vl_vision:qwen3_vl qwen4_exp_vision:qwen4_exp video_llama_3_vision:video_llama_3""",
