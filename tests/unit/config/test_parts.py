@@ -33,6 +33,26 @@ def test_keys_beside_the_text_part_are_still_checked() -> None:
         RopeSpec.from_config(config)
 
 
+@pytest.mark.parametrize("kind", ["relative", None, ["rotary"]])
+def test_a_part_that_selects_no_rope_is_none_of_those_that_rotate(kind: object) -> None:
+    speech = {**OTHER, "model_type": "wav2vec2-conformer", "position_embeddings_type": kind}
+    config = {"encoder": speech, "decoder": TEXT}
+    assert sections(config) == ("decoder",)
+    assert RopeSpec.from_config(config) == SPEC
+    speech["position_embeddings_type"] = "rotary"
+    assert sections(config) == ("encoder", "decoder")
+
+
+def test_an_outer_level_without_a_spec_hides_no_text() -> None:
+    times = {"rope_theta": 1200.0, "partial_rotary_factor": 0.2}
+    config = {"model_type": "musicflamingo", "rope_parameters": times, "text_config": TEXT}
+    assert sections(config) == ("text_config",)
+    assert RopeSpec.from_config(config) == SPEC
+    with pytest.raises(ValueError, match="rotates the features of sounds by their times"):
+        RopeSpec.from_config(config, section="")
+    assert sections({"model_type": "bert", "audio_config": OTHER}) == ("",)
+
+
 @pytest.mark.parametrize(
     "config",
     [
