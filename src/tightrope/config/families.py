@@ -357,6 +357,10 @@ FAMILIES: dict[str, Family] = {
     "opt": _none("it adds learned positions"),
     "qwen2_5_omni_dit": _none("it rotates the first head only"),
     "qwen": _none("its scaling by logarithms of the length is not one of the rules here"),
+    "sam3_tracker_video": _none(
+        "it has two rotations; for that of the images pass section='vision_config.backbone_config', for that of the "
+        "memory a config with model_type 'sam2_video'"
+    ),
     "t5": _none("it adds a bias that depends on the distance"),
     "vjepa2": _none("its tables repeat frequencies by halves, but its code pairs neighbours"),
     "xcodec2": _none("it rotates by the number of the head, not by that of the token"),

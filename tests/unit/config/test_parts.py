@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tightrope import RopeSpec
+from tightrope import Axes, RopeSpec
 from tightrope.config import sections
 
 TEXT = {"model_type": "qwen2", "hidden_size": 128, "num_attention_heads": 2, "rope_theta": 5e5}
@@ -41,6 +41,19 @@ def test_a_part_that_selects_no_rope_is_none_of_those_that_rotate(kind: object) 
     assert RopeSpec.from_config(config) == SPEC
     speech["position_embeddings_type"] = "rotary"
     assert sections(config) == ("encoder", "decoder")
+
+
+def test_a_model_with_two_rotations_names_the_way_to_each() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CONFIG_MAPPING["sam3_tracker_video"]().to_dict()
+    with pytest.raises(ValueError, match="has two rotations") as error:
+        RopeSpec.from_config(config)
+    assert "section='vision_config.backbone_config'" in str(error.value)
+    columns_first = [axis for axis, _, _ in Axes.blocks((16, 16)).pairs][::-1]
+    images = RopeSpec.from_config(config, section="vision_config.backbone_config")
+    assert (images.head_dim, [axis for axis, _, _ in images.axes.pairs]) == (64, columns_first)
+    memory = RopeSpec.from_config({**config, "model_type": "sam2_video"})
+    assert (memory.head_dim, memory.interleaved, memory.axes.count) == (256, True, 2)
 
 
 def test_an_outer_level_without_a_spec_hides_no_text() -> None:
