@@ -22,6 +22,7 @@ parameters without gradients; with "*" the inputs have none either, for models w
 - "model": the class to build; for a configuration that no class states, the class that takes it;
 - "part": the part or method of the model to call, if the whole has no forward, is badly conditioned or not
   differentiable; "whole": the type of the model whose part it is, if no class takes its configuration alone;
+- "stub": a function of its file that does nothing then, such as one that asks for packages of the loss;
 - "attention": the attention implementation; "patches", "grids": see `inputs.Maker.images`;
 - "why": the reason, in words.
 """

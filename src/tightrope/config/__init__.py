@@ -212,6 +212,7 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
     parts = [] if "" in found else [name for name in texts if name in found]
     if len(parts) > 1:
         parts = [name for name in parts if name.startswith(keys.THINKER)]
+    refused = outer.family is not None and outer.family.refused is not None
     if texts and not {"", *texts} & {*found}:
         fail(
             f"section must be given, as the text part, {texts[0]}, has no RoPE or no base; for example "
@@ -223,7 +224,7 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
         outside = {
             key: value
             for key, value in values.items()
-            if key not in described and not str(key).endswith("_config")
+            if key not in described and not str(key).endswith("_config") and not refused
         }
         return replace(nested[(parts or found)[0]], unread=outside)
     shown = ", ".join(repr(name) if name else "'' (the outer level)" for name in found)
@@ -235,9 +236,9 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
 
 def _with_rope(values: Mapping[str, Any], outer: Source, nested: Mapping[str, Source]) -> list[str]:
     """Names of the sections that use RoPE; the outer level is the empty name."""
-    if outer.family is not None and outer.family.refused is not None:
-        return [""]
     found = [name for name, source in nested.items() if _has_rope(source)]
+    if outer.family is not None and outer.family.refused is not None:
+        return [name for name in found if name.rpartition(".")[2] in keys.TEXT] or [""]
     if _has_frequencies(values):
         found = [name for name in found if _has_frequencies(nested[name].values)]
         return ["", *(name for name in found if name.rpartition(".")[2] == "text_config")]
@@ -284,6 +285,8 @@ def _has_frequencies(values: Mapping[str, Any]) -> bool:
 
 
 def _has_rope(source: Source) -> bool:
+    if source.family is not None and source.family.position_type is not None:
+        return source.values.get(source.family.position_type) in [*keys.POSITION_TYPES_WITH_ROPE]
     if _has_frequencies(source.values):
         return True
     return source.family is not None and source.family.refused is None

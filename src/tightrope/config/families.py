@@ -26,15 +26,19 @@ class Family:
             rotates a part by default, so a configuration must give the part. ``"none"``: all
             channels rotate; the code ignores a key for a part, or fails with one. ``"factor"``: the
             code reads a factor, without one all channels rotate; it ignores ``rotary_dim``.
+            ``"half"``: half the channels rotate unless the rope section has a factor. ``"sixths"``:
+            as many channels rotate as three coordinates with equal numbers of pairs can share.
         head_dim: ``"derived"``: without a key it is hidden size / heads. ``"required"``: the family
             has another default, so a configuration must give head_dim.
-        hidden: the key of the width that is divided among the heads, if not ``hidden_size``.
+        width: the keys of the width and of the numbers that divide it into heads, if not the usual
+            ones; the code ignores ``kv_channels``.
         start: ``"first"``, ``"nope"`` (after the channels of ``qk_nope_head_dim``) or ``"last"``.
         axes: the name of the rule that assigns coordinates to pairs; see ``axes_of`` in heads.py.
         sections: the number of pairs of each coordinate if no key gives it: a constant of the code.
         layers: the name of the rule by which layers differ; see layers.py.
-        needs_position_type: whether the model has RoPE only if ``position_embedding_type``
-            selects it.
+        position_type: the key that must select RoPE, as the model has none otherwise.
+        switch: a key that must be true, as the model has no RoPE otherwise.
+        null_base: whether a model whose base is null has no RoPE.
         scaling: ``"turns"``: coordinates count turns, so frequencies are multiplied by 2π.
         scaled: whether the class scales by default, so that a configuration must name its rule.
         refused: why no spec can express this family; None for all others.
@@ -46,12 +50,14 @@ class Family:
     base: float | None = None
     fraction: str = "optional"
     head_dim: str = "derived"
-    hidden: str | None = None
+    width: tuple[str, ...] = ()
     start: str = "first"
     axes: str | None = None
     sections: tuple[int, ...] | None = None
     layers: str | None = None
-    needs_position_type: bool = False
+    position_type: str | None = None
+    switch: str | None = None
+    null_base: bool = False
     scaling: str | None = None
     scaled: bool = False
     refused: str | None = None
@@ -69,6 +75,11 @@ def _each(names: str, function: str = "apply_rotary_pos_emb", **facts: object) -
     """Families with half pairing and one set of facts; ``type:folder`` if the folder has another name."""
     pairs = [name.partition(":") for name in names.split()]
     return {name: _half(folder or name, function, **facts) for name, _, folder in pairs}
+
+
+def _conformer(folder: str, stem: str, **facts: object) -> Family:
+    function = f"{stem}SelfAttention._apply_rotary_embedding"
+    return _half(folder, function, position_type="position_embeddings_type", **facts)
 
 
 def _hub(file: str, interleaved: bool = False, **facts: object) -> Family:
@@ -95,6 +106,15 @@ _DEEPSEEK_V3 = _pairs("deepseek_v3", "apply_rotary_pos_emb_interleave", **_MLA_C
 # column. Older configurations have no key for the base; the code uses 10000.
 _VISION = {"axes": "blocks", "base": 10000.0}
 
+# The attention of videos to their earlier frames.
+_MEMORY: dict[str, Any] = {
+    "axes": "columns, rows",
+    "width": tuple(
+        f"memory_attention_{name}"
+        for name in ("hidden_size", "downsample_rate", "num_attention_heads")
+    ),
+}
+
 _QWEN2_VL: dict[str, Any] = {"axes": "sections", "sections": (16, 24, 24)}
 _QWEN3_VL: dict[str, Any] = {"axes": "interleaved sections", "sections": (24, 20, 20)}
 _QWEN3_5: dict[str, Any] = {"axes": "interleaved sections", "sections": (11, 11, 10)}
@@ -113,7 +133,7 @@ FAMILIES: dict[str, Family] = {
         hunyuan_v1_moe hyperclovax idefics jais2 jina_embeddings_v3
         kyutai_speech_to_text lasr_encoder:lasr lfm2 lfm2_moe llama mimi mimi_decoder:mimi mimi_encoder:mimi
         minimax ministral mistral mixtral moshi
-        nomic_bert olmo olmo2 olmo_hybrid olmoe phimoe pocket_tts
+        nomic_bert olmo olmo2 olmoe phimoe pocket_tts
         pocket_tts_audio_tokenizer pocket_tts_audio_tokenizer_decoder:pocket_tts_audio_tokenizer
         pocket_tts_audio_tokenizer_encoder:pocket_tts_audio_tokenizer qwen2 qwen2_moe
         qwen3_moe qwen3_omni_moe_talker_text:qwen3_omni_moe starcoder2 unlimited_ocr_text:unlimited_ocr
@@ -133,10 +153,11 @@ FAMILIES: dict[str, Family] = {
     "gemma": _half("gemma", **_HEAD),
     "gemma2": _half("gemma2", **_HEAD),
     "gpt_oss": _half("gpt_oss", scaled=True, **_HEAD),
-    "granitemoehybrid": _half("granitemoehybrid", needs_position_type=True),
+    "granitemoehybrid": _half("granitemoehybrid", position_type="position_embedding_type"),
     "internlm2": _hub("internlm2", fraction="none"),
     "minicpm": _hub("minicpm", fraction="none"),
     "mllama_text_model": _half("mllama"),
+    "olmo_hybrid": _half("olmo_hybrid", null_base=True),
     "nemotron-nas": _hub("decilm", fraction="none"),
     "phi3": _half("phi3", **_ANY_PART),
     "phi4_multimodal": _half("phi4_multimodal", **_ANY_PART),
@@ -145,13 +166,14 @@ FAMILIES: dict[str, Family] = {
     "solar": _hub("solar"),
     # --- some channels, half pairing ---
     **_each(
-        """bamba dots3_note_audio_encoder:dots3_note glm4_moe glmasr_encoder:glmasr gpt_neox gpt_neox_japanese
+        """dots3_note_audio_encoder:dots3_note glm4_moe glmasr_encoder:glmasr gpt_neox gpt_neox_japanese
         nemotron nemotron3_5_transcribe_asr_audio:nemotron3_5_transcribe
         nemotron3_5_transcribe_word_timestamp:nemotron3_5_transcribe
         nemotron3_diarization_audio:nemotron3_diarization persimmon phi recurrent_gemma stablelm""",
         **_PART,
     ),
     **_each("minimax_m2 qwen3_next", **_PART, **_HEAD),
+    "bamba": _half("bamba", fraction="half"),
     # --- interleaved pairing ---
     "codegen": _pairs("codegen", base=10000.0, **_PART),
     "cohere": _pairs("cohere"),
@@ -268,11 +290,24 @@ FAMILIES: dict[str, Family] = {
         "kimi_k25", "apply_rotary_pos_emb_vision", axes="alternating", base=10000.0
     ),
     "lfm3_vl_vision": _half("lfm3_vl", "apply_rotary_pos_emb_vision", axes="blocks"),
-    "llama4_vision_model": _pairs("llama4", "vision_apply_rotary_emb", axes="blocks"),
+    "llama4_vision_model": _pairs("llama4", "vision_apply_rotary_emb", axes="columns, rows"),
     "pixtral": _half("pixtral", axes="strided"),
     "qwen2_vl_vision": _half(
-        "qwen2_vl", "apply_rotary_pos_emb_vision", hidden="embed_dim", **_VISION
+        "qwen2_vl", "apply_rotary_pos_emb_vision", width=("embed_dim", "num_heads"), **_VISION
     ),
+    **_each(
+        "muse_glimmer_vision:muse_glimmer muse_spark_vision:muse_spark",
+        function="apply_rotary_pos_emb_vision",
+        axes="columns, rows",
+        base=10000.0,
+    ),
+    "sapiens2": _half("sapiens2", axes="blocks", scaling="turns"),
+    "sam3_vit_model": _pairs("sam3", "apply_rotary_pos_emb_2d", axes="columns, rows"),
+    "minimax_m3_vl_vision": _half(
+        "minimax_m3_vl", "apply_rotary_pos_emb_vision", axes="thirds", fraction="sixths"
+    ),
+    "sam2_video": _pairs("sam2_video", "apply_rotary_pos_emb_2d", **_MEMORY),
+    "edgetam_video": _pairs("edgetam_video", "apply_rotary_pos_emb_2d_self_attn", **_MEMORY),
     "step3p5_vision": _half(
         "step3p7", "apply_rotary_pos_emb_vision", axes="columns, rows", base=10000.0
     ),
@@ -280,7 +315,7 @@ FAMILIES: dict[str, Family] = {
         """cohere_compass_vision:cohere_compass dots3_note_vision_encoder:dots3_note
         ernie4_5_vl_moe_vision:ernie4_5_vl_moe exaone4_5_vision:exaone4_5 glm4v_moe_vision:glm4v_moe
         glm4v_vision:glm4v glm5_next_vision:glm5_next glm_ocr_vision:glm_ocr mlcd mlcd_vision_model:mlcd
-        muse_glimmer_vision:muse_glimmer muse_spark_vision:muse_spark paddleocr_vl_vision:paddleocr_vl
+        paddleocr_vl_vision:paddleocr_vl
         qwen2_5_omni_vision_encoder:qwen2_5_omni qwen2_5_vl_vision:qwen2_5_vl qwen3_5_moe_vision:qwen3_5_moe
         qwen3_5_vision:qwen3_5 qwen3_omni_moe_vision_encoder:qwen3_omni_moe qwen3_vl_moe_vision:qwen3_vl_moe
         qwen3_vl_vision:qwen3_vl qwen4_exp_vision:qwen4_exp video_llama_3_vision:video_llama_3""",
@@ -288,7 +323,15 @@ FAMILIES: dict[str, Family] = {
         **_VISION,
     ),
     # --- RoPE is optional ---
-    "esm": _half("esm", base=10000.0, needs_position_type=True),
+    "esm": _half("esm", base=10000.0, position_type="position_embedding_type"),
+    "seamless_m4t": _conformer(
+        "seamless_m4t",
+        "SeamlessM4TConformer",
+        width=("hidden_size", "speech_encoder_attention_heads"),
+    ),
+    "wav2vec2-bert": _conformer("wav2vec2_bert", "Wav2Vec2Bert"),
+    "wav2vec2-conformer": _conformer("wav2vec2_conformer", "Wav2Vec2Conformer"),
+    "zamba2": _half("zamba2", width=("attention_head_dim",), switch="use_mem_rope"),
     # --- no RoPE, or none that a spec can express ---
     "baichuan": _none(
         "the base of its 7B is only in its code, and its 13B, of the same model_type, uses ALiBi"
@@ -304,6 +347,7 @@ FAMILIES: dict[str, Family] = {
     "mamba": _none("it has no attention"),
     "mllama_vision_model": _none("it adds learned positions"),
     "mpt": _none("it uses ALiBi"),
+    "musicflamingo": _none("its outer level rotates the features of sounds by their times"),
     "nanochat": _none(
         "it rotates by negative angles; make a RopeSpec as for Llama and negate the positions"
     ),
@@ -313,6 +357,10 @@ FAMILIES: dict[str, Family] = {
     "opt": _none("it adds learned positions"),
     "qwen2_5_omni_dit": _none("it rotates the first head only"),
     "qwen": _none("its scaling by logarithms of the length is not one of the rules here"),
+    "sam3_tracker_video": _none(
+        "it has two rotations; for that of the images pass section='vision_config.backbone_config', for that of the "
+        "memory a config with model_type 'sam2_video'"
+    ),
     "t5": _none("it adds a bias that depends on the distance"),
     "vjepa2": _none("its tables repeat frequencies by halves, but its code pairs neighbours"),
     "xcodec2": _none("it rotates by the number of the head, not by that of the token"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from .._errors import bad_type
@@ -26,7 +27,11 @@ def base_of(source: Source, part: Part) -> tuple[float, str]:
     family = source.family
     if family is not None and family.base is not None:
         return family.base, f"constant of the code of {source.name}"
-    ways = ", ".join(part.base if part.base and part.base != keys.BASE else keys.BASE)
+    null = [path for key, (path, _) in part.entries.items() if key in keys.BASE]
+    null += [source.shown(key) for key in part.base if key in source.values]
+    if family is not None and family.null_base and null:
+        fail(f"the config has no RoPE: {null[0]} is null")
+    ways = ", ".join(part.base if part.base and part.base != keys.BASE else keys.USUAL_BASE)
     inside = sorted(path for path, value in part.entries.values() if value is not None)
     fail(
         f"the config must give the base of the frequencies: add one of {ways} to its keys, which are "
@@ -62,10 +67,16 @@ def slice_of(
         how == "factor" and not _fractions(source, part, claimed)
     ):
         found.append(("all of head_dim", head_dim))
+    if how == "half" and not part.inner(keys.FRACTION):
+        found.append(
+            (f"half of {head_dim}, which {source.name} sets in place of a key", head_dim // 2)
+        )
+    if how == "sixths":
+        found.append((f"the largest multiple of 6 up to {head_dim}", head_dim // 6 * 6))
     got = agreed("rotary_dim", found + chosen)
     if got is not None and family is not None and family.fraction == "none" and got[1] < head_dim:
         advice = "make a RopeSpec by hand"
-        if not (family.layers or family.axes or family.scaling or family.base):
+        if not (family.layers or family.axes or family.scaling or family.base or family.width):
             advice = (
                 f"pass a config without its model_type, with interleaved={family.interleaved} and "
                 f"rope_layers='all'"
@@ -158,8 +169,10 @@ def head_dim_of(source: Source, part: Part) -> tuple[int, str]:
     if part.head_dim is not None:
         whole([part.head_dim], _WIDEST)
         return part.head_dim[1], part.head_dim[0]
-    given = whole(source.outer(keys.HEAD_DIM), _WIDEST)
-    others = whole(source.outer(keys.HEAD_DIM_ELSEWHERE), _WIDEST)
+    own = source.family is not None and bool(source.family.width)
+    given = [] if own else whole(source.outer(keys.HEAD_DIM), _WIDEST)
+    more = ("head_dim", "head_size") if own else ()
+    others = whole(source.outer((*keys.HEAD_DIM_ELSEWHERE, *more)), _WIDEST)
     found = given or (others if source.family is None else []) or _derived(source)
     for name, inner in source.values.items():  # of some layers: attention_other_setting of Step 3.5
         settings = "attention" in str(name) and not str(name).endswith("_config")
@@ -177,19 +190,27 @@ def _derived(source: Source) -> list[Found]:
             f"{source.name} has a head_dim other than hidden size / heads, so the config must "
             f"give {keys.HEAD_DIM[0]}"
         )
-    widths = (family.hidden,) if family is not None and family.hidden else keys.HIDDEN
+    own = [(key,) for key in family.width] if family is not None else []
+    widths, *counts = own or (keys.HIDDEN, keys.HEADS)
     hidden = agreed("hidden size", whole(source.outer(widths)))
-    count = agreed("the number of heads", whole(source.outer(keys.HEADS)))
-    if hidden is None or count is None:
+    found = [agreed("the number of heads", whole(source.outer(names))) for names in counts]
+    divisors = [count for count in found if count is not None]
+    if hidden is None or len(divisors) < len(counts):
+        ways = " and ".join([widths[0], *(names[0] for names in counts)])
+        direct = "" if own else f"one of {', '.join(keys.HEAD_DIM)}, or by "
         fail(
-            f"the config must give the width of a head, by one of {', '.join(keys.HEAD_DIM)}, or by "
-            f"{widths[0]} and {keys.HEADS[0]}, but its keys are "
+            f"the config must give the width of a head, by {direct}{ways}, but its keys are "
             f"{_some(sorted(source.seen))}"
         )
-    if hidden[1] % count[1]:
-        fail(f"{hidden[0]} must be a multiple of {count[0]} but got {hidden[1]!r} and {count[1]!r}")
-    path = f"{hidden[0]} / {count[0]} = {hidden[1]} / {count[1]}"
-    return whole([(path, hidden[1] // count[1])], _WIDEST)
+    if not divisors:
+        return whole([hidden], _WIDEST)
+    total = math.prod(count for _, count in divisors)
+    if hidden[1] % total:
+        by = " * ".join(path for path, _ in divisors)
+        fail(f"{hidden[0]} must be a multiple of {by} but got {hidden[1]!r} and {total!r}")
+    names, numbers = zip(hidden, *divisors, strict=True)
+    path = f"{' / '.join(names)} = {' / '.join(map(str, numbers))}"
+    return whole([(path, hidden[1] // total)], _WIDEST)
 
 
 def pairing_of(source: Source, stated: Stated) -> tuple[bool, str]:
@@ -227,12 +248,13 @@ def stated_pairing(source: Source) -> Found | None:
     return agreed("interleaved", found)
 
 
-# The axes of images, of a number of pairs: axis 0 is the row, axis 1 the column.
+# The axes of images, of a number of pairs: axis 0 is the row, axis 1 the column; of videos, time is before them.
 _OF_IMAGES: dict[str | None, Callable[[int], Axes]] = {
     "alternating": lambda n: Axes(2, tuple((1 - k % 2, k // 2, n) for k in range(n))),
     "blocks": lambda n: Axes.blocks((n // 2, n // 2)),
     "columns, rows": lambda n: Axes(2, tuple((1 - 2 * k // n, k % (n // 2), n) for k in range(n))),
     "strided": lambda n: Axes.strided(2, n),
+    "thirds": lambda n: Axes.blocks((n // 3,) * 3),
 }
 
 
@@ -245,7 +267,7 @@ def axes_of(source: Source, part: Part, rotary_dim: int) -> tuple[Axes | None, s
     flag = agreed("mrope_interleaved", flags)
     pairs = rotary_dim // 2
     if kind in _OF_IMAGES:
-        if pairs % 2:
+        if pairs % 2 and kind != "thirds":
             fail(
                 f"the number of pairs must be even, as {source.name} divides them between two axes, but "
                 f"got {pairs}"

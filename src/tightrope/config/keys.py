@@ -9,7 +9,8 @@ from ..frequencies import RULES
 
 # --- the spellings of each fact at the outer level of a configuration ---
 
-BASE = ("rope_theta", "rotary_emb_base", "rotary_base", "rope_base")
+USUAL_BASE = ("rope_theta", "rotary_emb_base", "rotary_base", "rope_base")
+BASE = (*USUAL_BASE, "rotary_embedding_base", "memory_attention_rope_theta")
 SECTION = ("rope_scaling", "rope_parameters")
 HEAD_DIM = ("head_dim", "kv_channels", "head_size")
 # The same in other programs: read for an unknown family; for the others they must agree with the width.
@@ -55,7 +56,7 @@ THINKER = "thinker_config."
 BARE_SECTIONS = ("encoder", "decoder")
 # Keys that show that a configuration describes a model, with layers, and not only a rotation.
 LAYERS = (*LAYER_TYPES, *LAYER_COUNT, "model_type")
-POSITION_TYPE = ("position_embedding_type", "position_embedding")
+POSITION_TYPE = ("position_embedding_type", "position_embedding", "position_embeddings_type")
 POSITION_TYPES_WITH_ROPE = frozenset({"rope", "rope_gptj", "rotary", "mrope", "yarn"})
 
 # --- keys of a rope section that belong to no scaling rule ---
@@ -150,6 +151,7 @@ INERT_OUTSIDE: dict[str, str] = {
     name: why
     for why, names in {
         "which kernel runs": "apply_rope_fusion attention_rope_fusion fused_rope fused_single_qkv_rope use_flashinfer_fused_rope",
+        "the grid of positions": "memory_attention_rope_feat_sizes memory_attention_rope_k_sizes",
         "how Megatron trains": "inference_batch_times_seqlen_threshold max_seqlen_per_dp_cp_rank "
         "num_microbatches_with_partial_activation_checkpoints rl_partial_rollouts",
         "the length of the tables": "axes_lens",
@@ -162,6 +164,7 @@ INERT_OUTSIDE: dict[str, str] = {
         "the width of the embedding of the time step": "freq_dim",
         "the names of the classes of a classifier": "label2id",
         "a temperature of the attention, by position, which scales rotated queries": "llama_4_scaling",
+        "a probability of dropout": "memory_attention_rope_dropout",
         "whether values rotate too, by the same angles": "rotary_value",
         "a bias of the attention": "use_rope_bias",
         "an older spelling of position_embedding_type": "use_rotary_position_embeddings",

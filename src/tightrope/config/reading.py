@@ -118,15 +118,19 @@ def _refuse_without_rope(source: Source) -> None:
     for key, on in keys.SWITCHES.items():
         if source.values.get(key) is (not on):
             fail(f"the config has no RoPE: {source.shown(key)} is {not on}")
-    if family is not None and not family.needs_position_type:
+    switch = family.switch if family is not None else None
+    if switch is not None and source.values.get(switch) is not True:
+        fail(f"the config has no RoPE: {source.shown(switch)} is not True")
+    if family is not None and family.position_type is None:
         return  # its code ignores position_embedding_type, which is often a left-over
-    given = source.outer(keys.POSITION_TYPE)
+    selecting = keys.POSITION_TYPE if family is None else (str(family.position_type),)
+    given = source.outer(selecting)
     for path, value in given:
         if not isinstance(value, str) or value not in keys.POSITION_TYPES_WITH_ROPE:
             fail(f"the config has no RoPE: {path} is {value!r}")
     if family is not None and not given:
         fail(
-            f"{source.name} has RoPE only if position_embedding_type selects it, but the config "
+            f"{source.name} has RoPE only if {selecting[0]} selects it, but the config "
             f"has no such key"
         )
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +74,10 @@ def partner_of_first(function: Callable[..., Any]) -> int:
     x = torch.eye(WIDTH).reshape((WIDTH, 1, WIDTH) if vision else (WIDTH, 1, 1, WIDTH))
     if any(name.startswith("freqs_ci") for name in names):
         return _partner(function(x, x, torch.full((1, 1, WIDTH // 2), complex(cos, sin)))[0])
+    if "relative_position_embeddings" in names:  # a method that finds the sizes in its module
+        sizes = SimpleNamespace(num_heads=1, head_size=WIDTH)
+        tables = torch.tensor([cos, sin]).reshape(2, 1, 1, 1, 1).expand(2, 1, 1, 1, WIDTH)
+        return _partner(function(sizes, x[:, 0], tables))
     if names[0] == "sinusoidal_pos":
         half = torch.ones(WIDTH // 2)
         return _partner(function(torch.cat((half * sin, half * cos))[None, None, None], x, x)[0])
@@ -317,8 +321,10 @@ def has_frequencies(module: torch.nn.Module, layer: str | None, spec: RopeSpec) 
     ]
     for found in own or buffers.values():
         omega = (found.double().flatten() * turns).sort().values
-        if spec.axes is not None and 2 * omega.numel() == wanted.numel():
-            omega = omega.repeat_interleave(2)  # two coordinates share the frequencies
+        if spec.axes is not None and omega.numel() in (wanted.numel() // 2, wanted.numel() // 3):
+            omega = omega.repeat_interleave(
+                wanted.numel() // omega.numel()
+            )  # shared by coordinates
         if omega.shape == wanted.shape and torch.allclose(
             omega, wanted.sort().values, rtol=1e-5, atol=0
         ):
@@ -364,7 +370,6 @@ def test_the_frequencies_of_all_defaults_are_those_of_the_published_modules() ->
 NOT_AS_LLAMA = {
     "internlm3": "transformers has no modeling file of it",
     "iquestcoder": "transformers has no modeling file of it",
-    "sapiens2": "its module computes its frequencies in each call",
 }
 
 
@@ -528,18 +533,21 @@ LAYERED = set(
 WITHOUT_TABLES = set(
     """blt_global_transformer blt_local_decoder blt_local_encoder blt_patcher cosmos3_edge_text csm_depth_decoder_model
     deepseek_ocr2_encoder dia_decoder dia_encoder dinov3_vit dots3_note_audio_encoder dots3_note_vision_encoder
-    eomt_dinov3 glmasr_encoder gradium_phonon_tts lfm3 llama4_vision_model mimi_decoder mimi_encoder mlcd
+    edgetam_video eomt_dinov3 glmasr_encoder gradium_phonon_tts lfm3 llama4_vision_model mimi_decoder mimi_encoder mlcd
     mlcd_vision_model nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_word_timestamp
     nemotron3_diarization_audio pocket_tts pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder
     qwen2_5_omni_talker qwen2_5_omni_vision_encoder qwen2_vl_vision qwen3_omni_moe_talker_code_predictor
-    qwen3_omni_moe_vision_encoder roformer t5_gemma_module t5gemma2_decoder voxtral_realtime_encoder zaya""".split()
+    qwen3_omni_moe_vision_encoder roformer sam2_video sapiens2 seamless_m4t t5_gemma_module t5gemma2_decoder
+    voxtral_realtime_encoder wav2vec2-bert wav2vec2-conformer zamba2 zaya""".split()
 )
-# All but latent attention, whose slice other keys give, and those that need rotary_dim or a section.
+# All but latent attention and MiniMax's images, whose slice no key for a part gives, and those that need rotary_dim or a
+# section.
 BUILT = [
     name
     for name in PUBLISHED
     if name in transformers.CONFIG_MAPPING
     and FAMILIES[name].start == "first"
+    and FAMILIES[name].fraction != "sixths"
     and name not in ("qwen2_vl", "qwen2_5_vl", "glm4v", "gptj", "codegen", "diffusion_gemma_text")
 ]
 

@@ -151,7 +151,7 @@ WHOLE = [
     if family.fraction == "none" and family.start == "first" and not family.refused
 ]
 # Facts of the code of these, by reading it: layers without RoPE or with a base of their own, several coordinates,
-# coordinates in turns, or a base that no key gives.
+# coordinates in turns, heads of another width, or a base that no key gives.
 WITH_FACTS = set(
     """afmoe cohere2 cohere2_moe cohere_compass_text cosmos3_edge_text diffusion_gemma_text dinov3_vit
     embedding_gemma2_text eomt_dinov3 ernie4_5_vl_moe_text esm exaone4 exaone_moe flint gemma3_text gemma3n_text
@@ -159,7 +159,7 @@ WITH_FACTS = set(
     muse_glimmer_text muse_spark_text olmo3 paddleocr_vl_text pixtral qwen2_5_omni_talker qwen2_5_omni_text qwen2_5_vl
     qwen2_5_vl_text qwen2_vl qwen2_vl_text qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text roformer smollm3
     llama4_vision_model mlcd mlcd_vision_model qwen2_5_omni_vision_encoder qwen3_omni_moe_vision_encoder
-    dots3_note_vision_encoder""".split()
+    dots3_note_vision_encoder sapiens2 sam3_vit_model sam2_video edgetam_video seamless_m4t zamba2""".split()
 ) | {
     name for name in WHOLE if name.endswith("_vision") or families.FAMILIES[name].layers == "nested"
 }
@@ -179,11 +179,19 @@ def test_the_advice_for_a_part_keeps_what_only_the_code_states(name: str) -> Non
         "rope_local_base_freq": 1e4,
         "global_head_dim": 128,
         "position_embedding_type": "rope",
+        "position_embeddings_type": "rotary",
         "global_rope_theta": 1e4,
         "local_rope_theta": 1e4,
         "layer_rope_theta": [1e4, 0],
         "partial_rotary_factor": 0.5,
         "embed_dim": 4096,
+        "num_heads": 32,
+        "speech_encoder_attention_heads": 32,
+        "memory_attention_hidden_size": 4096,
+        "memory_attention_downsample_rate": 2,
+        "memory_attention_num_attention_heads": 16,
+        "attention_head_dim": 128,
+        "use_mem_rope": True,
     }
     rule = families.FAMILIES[name].layers or ""
     others = {key for each, own in keys.READ_BY_LAYERS.items() if each != rule for key in own}

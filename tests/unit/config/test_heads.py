@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.reading import asked, llama, outcome, read, refused, two
-from tightrope import RopeSpec
+from tests.support.reading import asked, llama, outcome, read, refused, two, without
+from tightrope import Axes, RopeSpec
 from tightrope.config import keys
 
 LLAMA = llama(num_hidden_layers=4)
@@ -55,12 +55,59 @@ def test_the_names_of_the_width_of_a_head_include_those_of_other_libraries() -> 
     assert {*seen, *more} <= known
 
 
-def test_zamba_has_heads_of_twice_the_hidden_size() -> None:
-    """Its rotary module has 112 frequencies: transformers computes heads of 2 * 3584 / 32 channels."""
-    zamba = llama(model_type="zamba2", hidden_size=3584, attention_head_dim=224, use_mem_rope=True)
-    assert read(zamba, **ANSWERS | {"rotary_dim": 224}) == RopeSpec(224, 5e5)
-    text = two("head_dim", "kv_channels = 112", "attention_head_dim = 224")
-    refused({**zamba, "kv_channels": 112}, text, **ANSWERS)
+ZAMBA = llama(model_type="zamba2", hidden_size=3584, attention_head_dim=224, use_mem_rope=True)
+MEMORY = {
+    "memory_attention_hidden_size": 256,
+    "memory_attention_downsample_rate": 2,
+    "memory_attention_num_attention_heads": 1,
+    "memory_attention_rope_theta": 1e4,
+    "memory_attention_rope_feat_sizes": [64, 64],
+}
+SPEECH = {
+    "hidden_size": 1024,
+    "speech_encoder_attention_heads": 16,
+    "position_embeddings_type": "rotary",
+    "rotary_embedding_base": 500,
+}
+COLUMNS = Axes(2, tuple((1 - k // 32, k % 32, 64) for k in range(64)))
+
+
+@pytest.mark.parametrize(
+    ("config", "spec"),
+    [
+        # Its class computes heads of 2 * 3584 / 32 channels, and kv_channels of half of them.
+        ({**ZAMBA, "kv_channels": 112}, RopeSpec(224, 5e5)),
+        ({"model_type": "sam2_video", **MEMORY}, RopeSpec(128, interleaved=True, axes=COLUMNS)),
+        ({"model_type": "edgetam_video", **MEMORY}, RopeSpec(128, interleaved=True, axes=COLUMNS)),
+        ({"model_type": "seamless_m4t", **SPEECH}, RopeSpec(64, 500)),
+    ],
+)
+def test_heads_whose_width_has_keys_of_its_own(config: dict[str, Any], spec: RopeSpec) -> None:
+    assert read(config) == spec
+    for key in ("head_dim", "d_head"):
+        assert read({**config, key: spec.head_dim}) == spec
+        assert f"{key} = 96" in str(outcome({**config, key: 96}))
+
+
+def test_a_key_of_such_a_width_must_be_there() -> None:
+    memory = {"model_type": "sam2_video", **MEMORY}
+    text = "must give the width of a head, by memory_attention_hidden_size and memory_attention_downsample_rate and"
+    for key in list(MEMORY)[:3]:
+        assert text in str(outcome(without(memory, key)))
+    assert "by attention_head_dim, but" in str(outcome(without(ZAMBA, "attention_head_dim")))
+    odd = {**memory, "memory_attention_num_attention_heads": 3}
+    both = "memory_attention_downsample_rate * memory_attention_num_attention_heads"
+    refused(odd, f"memory_attention_hidden_size must be a multiple of {both} but got 256 and 6.")
+
+
+@pytest.mark.parametrize(("width", "each"), [(80, 13), (64, 10), (16, 2)])
+def test_three_coordinates_share_what_they_can_of_a_head(width: int, each: int) -> None:
+    """The images of MiniMax M3 rotate by time, row and column; the rest of a head does not rotate."""
+    sizes = {"hidden_size": 2 * width, "num_attention_heads": 2, "rope_theta": 1e4}
+    config = {"model_type": "minimax_m3_vl_vision", **sizes}
+    spec = RopeSpec(width, rotary_dim=6 * each, axes=Axes.blocks((each,) * 3))
+    assert read({**config, "rope_parameters": {"rope_type": "axial"}}) == read(config) == spec
+    assert "rotary_dim must have one value" in str(outcome({**config, "rotary_dim": width}))
 
 
 def test_latent_attention_has_both_widths() -> None:

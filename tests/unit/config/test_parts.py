@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tightrope import RopeSpec
+from tightrope import Axes, RopeSpec
 from tightrope.config import sections
 
 TEXT = {"model_type": "qwen2", "hidden_size": 128, "num_attention_heads": 2, "rope_theta": 5e5}
@@ -31,6 +31,39 @@ def test_keys_beside_the_text_part_are_still_checked() -> None:
     config = {"vision_config": OTHER, "text_config": TEXT, "rope_ratio": 2}
     with pytest.raises(ValueError, match=r"must be known but got rope_ratio"):
         RopeSpec.from_config(config)
+
+
+@pytest.mark.parametrize("kind", ["relative", None, ["rotary"]])
+def test_a_part_that_selects_no_rope_is_none_of_those_that_rotate(kind: object) -> None:
+    speech = {**OTHER, "model_type": "wav2vec2-conformer", "position_embeddings_type": kind}
+    config = {"encoder": speech, "decoder": TEXT}
+    assert sections(config) == ("decoder",)
+    assert RopeSpec.from_config(config) == SPEC
+    speech["position_embeddings_type"] = "rotary"
+    assert sections(config) == ("encoder", "decoder")
+
+
+def test_a_model_with_two_rotations_names_the_way_to_each() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CONFIG_MAPPING["sam3_tracker_video"]().to_dict()
+    with pytest.raises(ValueError, match="has two rotations") as error:
+        RopeSpec.from_config(config)
+    assert "section='vision_config.backbone_config'" in str(error.value)
+    columns_first = [axis for axis, _, _ in Axes.blocks((16, 16)).pairs][::-1]
+    images = RopeSpec.from_config(config, section="vision_config.backbone_config")
+    assert (images.head_dim, [axis for axis, _, _ in images.axes.pairs]) == (64, columns_first)
+    memory = RopeSpec.from_config({**config, "model_type": "sam2_video"})
+    assert (memory.head_dim, memory.interleaved, memory.axes.count) == (256, True, 2)
+
+
+def test_an_outer_level_without_a_spec_hides_no_text() -> None:
+    times = {"rope_theta": 1200.0, "partial_rotary_factor": 0.2}
+    config = {"model_type": "musicflamingo", "rope_parameters": times, "text_config": TEXT}
+    assert sections(config) == ("text_config",)
+    assert RopeSpec.from_config(config) == SPEC
+    with pytest.raises(ValueError, match="rotates the features of sounds by their times"):
+        RopeSpec.from_config(config, section="")
+    assert sections({"model_type": "bert", "audio_config": OTHER}) == ("",)
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def test_axes_are_those_of_the_positions() -> None:
 def test_families_are_complete() -> None:
     for name, family in families.FAMILIES.items():
         assert family.source.strip() or family.refused, name
-        assert family.fraction in ("factor", "none", "optional", "required")
+        assert family.fraction in ("factor", "half", "none", "optional", "required", "sixths")
         assert family.head_dim in ("derived", "required")
         assert family.start in ("first", "nope", "last")
     assert not families.GGUF_NEIGHBOURS & families.GGUF_HALVES

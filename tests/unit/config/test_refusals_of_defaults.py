@@ -86,3 +86,56 @@ def test_a_width_that_the_class_fixes_is_not_derived(name: str) -> None:
     del config["head_dim"]
     with pytest.raises(ValueError, match="must give head_dim"):
         RopeSpec.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "why"),
+    [
+        ("olmo_hybrid", {"rope_theta": None}, "rope_theta is null"),
+        ("olmo_hybrid", {"rope_theta": None, "rope_parameters": {"rope_theta": None}}, "is null"),
+        ("zamba2", {"attention_head_dim": 64}, "use_mem_rope is not True"),
+        ("zamba2", {"attention_head_dim": 64, "use_mem_rope": False}, "use_mem_rope is False"),
+        ("wav2vec2-bert", {"position_embeddings_type": "relative_key"}, "is 'relative_key'"),
+        ("a_new_conformer", {"position_embeddings_type": "relative"}, "is 'relative'"),
+    ],
+)
+def test_no_rotation_is_said_to_be_none(name: str, more: dict[str, Any], why: str) -> None:
+    config = {"model_type": name, **HEADS, "rope_theta": 1e4, **more}
+    with pytest.raises(ValueError, match=f"the config has no RoPE: .*{why}"):
+        RopeSpec.from_config(config)
+
+
+def test_a_base_in_the_section_counts_beside_a_null_one() -> None:
+    config = config_of("olmo_hybrid", rope_parameters={"rope_theta": 5e5})
+    assert RopeSpec.from_config({**config, "rope_theta": None}) == RopeSpec(64, 5e5)
+
+
+@pytest.mark.parametrize("name", ["wav2vec2-bert", "wav2vec2-conformer"])
+def test_a_conformer_rotates_if_its_file_says_so(name: str) -> None:
+    config = {"model_type": name, **HEADS, "rotary_embedding_base": 500}
+    for more in ({}, {"position_embedding_type": "rotary"}):  # a key that its class does not read
+        with pytest.raises(ValueError, match="only if position_embeddings_type selects it"):
+            RopeSpec.from_config({**config, **more})
+    spec = RopeSpec.from_config({**config, "position_embeddings_type": "rotary"})
+    assert spec == RopeSpec(64, 500)
+
+
+@pytest.mark.parametrize(
+    ("more", "rotary_dim"),
+    [
+        ({}, 32),
+        ({"partial_rotary_factor": 0.5}, 32),
+        ({"partial_rotary_factor": 0.25}, None),  # its class puts 0.5 in its place
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, 16),
+        ({"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}}, None),
+    ],
+)
+def test_bamba_rotates_half_whatever_the_outer_level_says(
+    more: dict[str, Any], rotary_dim: int | None
+) -> None:
+    config = config_of("bamba", **more)
+    if rotary_dim is None:
+        with pytest.raises(ValueError, match="rotary_dim must have one value"):
+            RopeSpec.from_config(config)
+    else:
+        assert RopeSpec.from_config(config) == RopeSpec(64, rotary_dim=rotary_dim)

@@ -37,6 +37,7 @@ WITHOUT_EFFECT: dict[str, tuple[str, set[Any]]] = {
     "original_max_position_embeddings": ("where scaling begins", LENGTH),
     "llama.rope.scaling.original_context_length": ("where scaling begins", LENGTH),
     "position_embedding_type": ("Llama's code does not read it", ANY),
+    "position_embeddings_type": ("Llama's code does not read it", ANY),
     "llama.rope.scaling.finetuned": ("whether the model was trained with the scaling", ANY),
     "llama.rope.scaling.yarn_log_multiplier": ("a part of YaRN", {3, 0.5}),
 }
