@@ -11,6 +11,7 @@ from tightrope.frequencies import Given, Llama3, LongRoPE, Rule, YaRN
 
 from .exactness import FLOAT32, FREQUENCIES, POSITIONS, ROUNDINGS
 from .pairs import PairRow
+from .stored import contradictions
 
 if TYPE_CHECKING:
     from .report import PartReport
@@ -43,7 +44,7 @@ class Note:
 
 def notes_on(report: PartReport) -> tuple[Note, ...]:
     """Return all notes on a report, which has none yet; warnings first."""
-    warnings = (_base, _lengths, _scaling, _yarn_elsewhere)
+    warnings = (_base, _lengths, _scaling, _yarn_elsewhere, _stored)
     facts = (_unextended, _turns, _tables, _elsewhere)
     return tuple(
         Note(code, check in warnings, text)
@@ -144,6 +145,11 @@ def _yarn_elsewhere(part: PartReport) -> _Found:
                 f"{part.spec.attention_scaling():.4g}."
             )
             yield "stacks-differ", text
+
+
+def _stored(part: PartReport) -> _Found:
+    for text in contradictions(part.spec, part.part.stored):
+        yield "stored-frequencies", text
 
 
 # --- facts ----------------------------------------------------------------------------------------
