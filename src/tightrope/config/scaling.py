@@ -105,6 +105,8 @@ def scaling_of(
     if missing:
         has = ", ".join(sorted(key for key in part.entries if part.value(key) is not None))
         fail(f"scaling by {kind.names[0]!r} must have {', '.join(missing)} but has only {has}")
+    for high, low in (("beta_fast", "beta_slow"), ("high_freq_factor", "low_freq_factor")):
+        _ordered(values, {name: where for name, _, where in facts}, high, low)
     multiplier = part.value("attn_factor")
     switch = part.value("apply_yarn_scaling")
     if not isinstance(switch, bool | None):
@@ -121,6 +123,17 @@ def scaling_of(
         values["attention_factor"] = _times(values, path, multiplier)
         facts.append(("scaling.attention_factor", values["attention_factor"], path))
     return kind(**values), facts
+
+
+def _ordered(values: dict[str, Any], paths: dict[str, str], high: str, low: str) -> None:
+    """Raise an error if two parameters of a rule are swapped."""
+    both = [values.get(name) for name in (high, low)]
+    if all(isinstance(one, int | float) and one > 0 for one in both) and both[0] < both[1]:  # type: ignore[operator]
+        one, other = (paths[f"scaling.{name}"] for name in (high, low))
+        values[high], values[low] = settle(
+            f"{one} must be at least {other} but got {both[0]} and {both[1]}; they are probably swapped",
+            ("if they are", both[::-1]),
+        )
 
 
 def _value_of(

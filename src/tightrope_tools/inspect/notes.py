@@ -87,7 +87,7 @@ def _lengths(part: PartReport) -> _Found:
     if original > stated:
         text = (
             f"original_max_position {original:,} is beyond the context of {stated:,}: it should be "
-            f"the length before the extension{_meant(rule, stated)}."
+            f"the length before the extension{_meant(rule, stated) or ', or the two are swapped'}."
         )
         yield "original-length", text
     elif original == stated and isinstance(rule, Llama3) and rule.factor > 1:
@@ -112,6 +112,15 @@ def _meant(rule: Rule | None, stated: int) -> str:
 
 def _scaling(part: PartReport) -> _Found:
     rule = part.spec.scaling
+    factor = getattr(rule, "factor", None)
+    # Image coordinates are scaled to change their unit.
+    if factor is not None and factor < 1.0 and part.spec.axis_count == 1:
+        yield (
+            "factor",
+            f"factor {factor:g} is below 1: it should be the ratio of the new length to the old one, probably the "
+            f"inverse, {1 / factor:.6g}.",
+        )
+        return
     if isinstance(rule, LongRoPE):
         for name in ("short_factor", "long_factor"):
             least = min(getattr(rule, name))
@@ -120,13 +129,10 @@ def _scaling(part: PartReport) -> _Found:
                 text = f"{name}[{at}] = {least:g} is below 1: that pair turns faster than unscaled."
                 yield "divisors", text
         return
-    factor = getattr(rule, "factor", None)
-    # Image coordinates are scaled to change their unit. A rule by length has no effect up to that length.
+    # A rule by length has no effect up to that length.
     if rule is None or factor is None or rule.by_length or part.spec.axis_count > 1:
         return
-    if factor < 1.0:
-        yield "factor", f"factor {factor:g} is below 1: pairs turn faster, not slower."
-    elif all(pair.slower == 1.0 for pair in part.pairs):
+    if all(pair.slower == 1.0 for pair in part.pairs):
         yield "no-effect", f"{type(rule).__name__} changes no pair at this length."
 
 
