@@ -56,7 +56,10 @@ def slice_of(
     if not last and (rope or nope or (family is not None and family.start == "nope")):
         return _latent_slice(source, part, rope, nope, stated)
     head_dim, head_from = head_dim_of(source, part)
-    found: list[Found] = list(whole(source.outer(keys.ROTARY_DIM))) + list(rope)
+    found: list[Found] = [
+        *whole(part.inner([keys.OWN_ROTARY_DIM]) or source.outer(keys.ROTARY_DIM)),
+        *rope,
+    ]
     claimed = claimed_by(rule)
     for path, fraction in _fractions(source, part, claimed):
         if int(head_dim * fraction) < 2:

@@ -61,6 +61,8 @@ POSITION_TYPES_WITH_ROPE = frozenset({"rope", "rope_gptj", "rotary", "mrope", "y
 # --- keys of a rope section that belong to no scaling rule ---
 
 TYPE = ("rope_type", "type")
+# Widths of the heads of one layer type, in sections that are made for other formats.
+OWN_HEAD_DIM, OWN_ROTARY_DIM = "head_dim of the type", "rotary_dim of the type"
 # Types without scaling; "mrope" and "axial" only mean that positions have several coordinates.
 TYPES_WITHOUT_RULE = frozenset({"default", "mrope", "axial", "none"})
 SECTIONS = ("mrope_section",)

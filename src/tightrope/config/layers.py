@@ -224,7 +224,7 @@ def _with_widths(source: Source, parts: list[Part], layers: Listed) -> list[Part
     made = []
     for part in parts:
         wide = rule_of(source) == "wide where full" and part.name == "full_attention"
-        found = source.outer(["global_head_dim"]) if wide else []
+        found = source.outer(["global_head_dim"]) if wide else part.inner([keys.OWN_HEAD_DIM])
         mine = [one for name, one in own if layers is None or part.name in (None, name)]
         if wide and not found and not mine:
             _need(source, "global_head_dim")

@@ -225,6 +225,8 @@ def _unknown_inside(part: Part) -> dict[str, str | Base | None]:
         *keys.SECTIONS,
         *keys.SECTIONS_INTERLEAVED,
         *keys.INERT,
+        keys.OWN_HEAD_DIM,
+        keys.OWN_ROTARY_DIM,
         *claimed_by(rule),
     }
     if rule is YaRN:
