@@ -349,7 +349,7 @@ GGUF_HALVES = frozenset(
     qwen qwen2 dream qwen2moe qwen3 qwen3moe olmo2 olmoe phi2 phi3 phimoe plamo plamo2 gemma gemma2
     gemma3 gemma3n gemma-embedding starcoder2 openelm gptneox codeshell orion nemotron exaone
     exaone4 exaone-moe minicpm3 bailingmoe2 dots1 hunyuan-moe hunyuan-dense gpt-oss lfm2 lfm2moe
-    smallthinker seed_oss apertus minimax-m2 qwen3next glm4moe afmoe gemma4 laguna mimo2 step35""".split()
+    smallthinker seed_oss apertus minimax-m2 qwen3next glm4moe afmoe gemma4 laguna mellum mimo2 step35""".split()
 )
 GGUF_SECTIONS = frozenset({"qwen2vl", "paddleocr"})
 GGUF_INTERLEAVED_SECTIONS = frozenset({"qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"})

@@ -150,14 +150,19 @@ _GGUF_TENSORS = {
     "rope_factors_short.weight": "short_factor",
     "rope_factors_long.weight": "long_factor",
 }
-# How layers differ; llama.cpp decides this in its code, by architecture, and no file lists it.
+# How layers differ; llama.cpp decides this in its code (src/models, October 2026), by architecture, and no file lists it.
 _GGUF_LAYERS = {
     **dict.fromkeys(("afmoe", "llama4", "smollm3"), "no_rope_layers"),  # every fourth
     **dict.fromkeys(("cohere2", "exaone-moe", "muse-glimmer"), "sliding only"),
     "exaone4": "sliding only, if windows",
 }
 # The same for models whose files give a window; smallthinker has no RoPE in the first layer, the fifth, ….
-_GGUF_WINDOWED = {"olmo2": "scaled where full", "smallthinker": "no_rope_layers"}
+_GGUF_WINDOWED = {
+    **dict.fromkeys(("mellum", "olmo2"), "scaled where full"),
+    "smallthinker": "no_rope_layers",
+}
+# All layers have one base; llama.cpp does not use that of layers with a window.
+_GGUF_ONE_BASE = frozenset({"cohere2", "mellum", "olmo2"})
 _GGUF_REFUSED = {
     **dict.fromkeys(GGUF_WITHOUT_ROPE, "llama.cpp rotates none of its layers"),
     "baichuan": "llama.cpp rotates only its 7B, which has 32 layers",
@@ -191,7 +196,7 @@ _GGUF_LOCAL_SCALED = frozenset({"gemma2", "gpt-oss"})
 # October 2026.
 _GGUF_PERIODS: dict[str, tuple[int | None, int]] = {
     **dict.fromkeys(("gemma3", "gemma-embedding"), (6, 5)),
-    **dict.fromkeys(("cohere2", "exaone4", "olmo2"), (4, 3)),
+    **dict.fromkeys(("cohere2", "exaone4", "mellum", "olmo2"), (4, 3)),
     **dict.fromkeys(("gemma4", "mimo2", "step35"), (None, 0)),
     "laguna": (4, 0),
     "modern-bert": (3, 0),
@@ -422,6 +427,8 @@ def _local(
     read.add(key)
     base = values.get(key)
     path = "rope_parameters.sliding_attention.rope_theta"
+    if arch in _GGUF_ONE_BASE:
+        return None
     if arch == "laguna":  # its larger model has no windows
         if not outer.get("sliding_window"):
             return None

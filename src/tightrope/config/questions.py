@@ -125,8 +125,7 @@ def advised(source: Source, stated: Stated, read: Read, error: Refusal) -> str:
     text = str(error.args[0])
     if CALL in text:
         return text  # of open questions
-    plain = replace(source, config=None)  # runs no model
-    calls = [_tried(plain, stated, read, text, way) for way in error.ways]
+    calls = [_tried(source, stated, read, text, way) for way in error.ways]
     return with_calls(text, *calls)
 
 

@@ -19,7 +19,19 @@ from .heads import axes_of, base_of, pairing_of, slice_of
 from .layers import Listed, parts_of, rule_of, with_attention
 from .questions import questions, refuse
 from .scaling import Fact, claimed_by, kind_of_rule, scaling_of
-from .source import OPERATION, Arguments, Base, Found, Part, Source, Stated, fail, settle, whole
+from .source import (
+    OPERATION,
+    TRIED,
+    Arguments,
+    Base,
+    Found,
+    Part,
+    Source,
+    Stated,
+    fail,
+    settle,
+    whole,
+)
 from .specs import LayerSpecs, Provenance, Row
 
 
@@ -43,7 +55,8 @@ def read(source: Source, stated: Stated) -> Provenance:
             warnings.simplefilter("ignore")  # of unknown keys: each has had its warning
             for answer in answers:
                 read(source, answer)  # first, an error that no answer would mend
-            found = observed.answer(source, stated, names, read)
+            # Advice runs no model.
+            found = observed.answer(source, stated, names, read) if TRIED.get() is None else None
             if found is not None:
                 return read(source, found)
         refuse(source, asked, answers)

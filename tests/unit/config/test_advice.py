@@ -8,6 +8,7 @@ import pytest
 from tests.support.advice import calls_in, made_by
 from tests.support.reading import LATENT, LLAMA, llama, outcome, refused, without
 from tightrope import RopeSpec
+from tightrope.config import observed
 
 YARN = {"rope_type": "yarn", "factor": 0.25, "original_max_position_embeddings": 4096}
 BASES = "every key that may give a base must be known but got"
@@ -90,3 +91,15 @@ def test_a_base_in_a_section_of_an_unknown_name_is_never_ignored() -> None:
 def test_values_that_advice_cannot_choose_are_refused_without() -> None:
     latent = llama(model_type="deepseek_v3", qk_head_dim=64, **LATENT)
     assert calls_in(str(outcome(latent))) == []
+
+
+def test_the_advice_for_an_object_runs_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(observed, "_registered", [lambda *_: pytest.fail("a model was run")])
+    config = transformers.AutoConfig.for_model("gpt_oss", rope_tehta=1.0)
+    (call,) = calls_in(str(outcome(config)))
+    assert call == "RopeSpec.from_config(config, strict=False)"
+    zebra = transformers.AutoConfig.for_model("llama", head_dim=64, d_head=32)
+    zebra.model_type = "zebra"
+    one, other = calls_in(str(outcome(zebra)))
+    assert (made_by(one, config), made_by(other, config)) == (RopeSpec(64), RopeSpec(32))

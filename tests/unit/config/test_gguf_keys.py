@@ -314,6 +314,15 @@ def test_layers_with_a_window_are_scaled_where_llama_cpp_scales_them() -> None:
         assert made == {"full_attention": full, "sliding_attention": sliding}
 
 
+@pytest.mark.parametrize("arch", ["mellum", "olmo2"])
+def test_layers_with_a_window_may_share_the_base_but_not_the_scaling(arch: str) -> None:
+    specs = read(gguf(arch, **LOCAL, **GGUF_YARN))
+    full = RopeSpec(128, 1e6, scaling=YARN_8)
+    assert specs == {"full_attention": full, "sliding_attention": HALF}
+    assert specs.layers == TYPES
+    assert read(gguf(arch, **GGUF_YARN)) == full
+
+
 def test_laguna_may_have_no_windows() -> None:
     spec = RopeSpec(128, 1e6, 64, scaling=YARN_8)
     for more in ({}, {"attention__sliding_window": 0}, {"rope__freq_base_swa": 1e4}):
