@@ -15,7 +15,7 @@ import numbers
 import operator
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -31,7 +31,13 @@ _Result = TypeVar("_Result")
 
 
 class Refusal(Exception):
-    """An error about bad input, before :func:`public` adds the name of the operation."""
+    """An error about bad input, before :func:`public` adds the name of the operation.
+
+    Attributes:
+        ways: ways to mend the input, from which advice is made: when each is right, and what then holds.
+    """
+
+    ways: tuple[tuple[str, Any], ...] = ()
 
 
 class _BadValue(Refusal, ValueError):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
 
-from tests.support.helpers import refused as raises
+import pytest
+
+from tests.support.advice import calls_in, made_by
 from tightrope import RopeSpec
 
 LLAMA: dict[str, Any] = {
@@ -56,9 +60,19 @@ def outcome(config: object, **stated: Any) -> Any:
 
 
 def refused(config: object, text: str, kind: type[Exception] = ValueError, **stated: Any) -> None:
-    """Check that `from_config` raises exactly this sentence."""
-    with raises(kind, f"[from_config] {text}"):
+    """Check that `from_config` raises exactly this sentence, before its advice, and that each advised call works."""
+    with pytest.raises(kind) as caught:
         read(config, **stated)
+    said, stem = str(caught.value), f"[from_config] {text.removesuffix('.')}"
+    assert said.startswith(stem)
+    advice = said.removeprefix(stem)
+    calls = calls_in(advice)
+    assert advice == "." if not calls else re.match(r"(; [^;]*)?: ", advice)
+    assert calls == [] or f"{calls[-1]}." in advice or f"{calls[-1]} for " in advice
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of strict=False
+        for call in calls:
+            assert made_by(call, config) is not None
 
 
 def unknown(*names: str) -> str:
@@ -66,12 +80,13 @@ def unknown(*names: str) -> str:
     return f"every key about RoPE must be known but got {', '.join(names)}; strict=False ignores them with a warning."
 
 
-def axial(path: str, name: str, dim: int) -> str:
+def axial(path: str, name: str, dim: int, like: str = "") -> str:
     """Return the sentence about a rotation of images in a family that is not known to rotate them."""
     half = dim // 4
     return (
         f"{path} is 'axial', but model_type {name!r} is not known to have several axes; if the first half of the pairs "
-        f"rotates by the row and the rest by the column, make RopeSpec({dim}, axes=Axes.blocks(({half}, {half})))."
+        f"rotates by the row and the rest by the column{like}: RopeSpec(head_dim={dim}, base=500000.0, "
+        f"axes=Axes.blocks(({half}, {half})))."
     )
 
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from .._errors import bad_type, public
+from .._errors import Refusal, bad_type, public
 from ..spec import RopeSpec
 from . import diffusers, files, formats, keys, observed, timm
 from .families import FAMILIES, SECTIONS, Family
+from .questions import CALL, advised, with_calls
 from .reading import read
 from .source import Source, Stated, fail
 from .specs import LayerSpecs as LayerSpecs, Provenance as Provenance
@@ -94,7 +95,33 @@ def _read(config: object, stated: Stated) -> Provenance:
     source = source_of(config, stated.section)
     if stated.interleaved is None:
         source = replace(source, recorded=_recorded(config))
-    return read(source, stated)
+    try:
+        return read(source, stated)
+    except Refusal as error:
+        text = advised(source, stated, read, error)
+        whole = stated.section is None and not source.prefix and not _without_spec(source)
+        if whole and "RopeSpec" not in text:
+            text = with_calls(text, *_of_a_part(config, source, stated))
+        error.args = (text,)
+        raise
+
+
+def _of_a_part(config: object, source: Source, stated: Stated) -> list[str]:
+    """The calls that read a part of a model whose outer level was refused, or are refused with better advice."""
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for name, inner in _nested(source.values, source.values.get("model_type"), ""):
+        call = f"{CALL}, section={name!r})"
+        if not keys.holds_rotation(inner.values):
+            continue
+        try:
+            _read(config, replace(stated, section=name))
+        except (ValueError, TypeError) as error:
+            if "RopeSpec" in str(error):
+                found[False].append(call)
+        else:
+            found[True].append(call)
+    calls = found[True] or found[False]
+    return [f"; for a part of it: {' or '.join(calls[:3])}"] if calls else []
 
 
 @public("from_config")
@@ -234,10 +261,14 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
     )
 
 
+def _without_spec(source: Source) -> bool:
+    return source.family is not None and source.family.refused is not None
+
+
 def _with_rope(values: Mapping[str, Any], outer: Source, nested: Mapping[str, Source]) -> list[str]:
     """Names of the sections that use RoPE; the outer level is the empty name."""
     found = [name for name, source in nested.items() if _has_rope(source)]
-    if outer.family is not None and outer.family.refused is not None:
+    if _without_spec(outer):
         return [name for name in found if name.rpartition(".")[2] in keys.TEXT] or [""]
     if _has_frequencies(values):
         found = [name for name in found if _has_frequencies(nested[name].values)]

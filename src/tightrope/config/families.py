@@ -93,6 +93,10 @@ def _none(why: str) -> Family:
     return Family(False, "", refused=why)
 
 
+def _own(why: str) -> Family:
+    return _none(f"{why}; tightrope.patch(model) rotates as the model's own code does")
+
+
 # For families that rotate a part of the channels if a key says so, or by default; or whose default
 # head_dim is not hidden size / heads.
 _ANY_PART = {"fraction": "optional"}
@@ -340,8 +344,8 @@ FAMILIES: dict[str, Family] = {
     "bloom": _none("it uses ALiBi"),
     "gpt2": _none("it adds learned positions"),
     "gpt_neo": _none("it adds learned positions"),
-    "gemma4_vision": _none("it pairs channels by halves within each of two blocks of a head"),
-    "hunyuan_vl_text": _none("the two channels of a pair may rotate by different coordinates"),
+    "gemma4_vision": _own("it pairs channels by halves within each of two blocks of a head"),
+    "hunyuan_vl_text": _own("the two channels of a pair may rotate by different coordinates"),
     "jamba": _none("its attention layers use no positions"),
     "kimi_linear": _none("its attention layers use no positions"),
     "mamba": _none("it has no attention"),
@@ -352,18 +356,18 @@ FAMILIES: dict[str, Family] = {
         "it rotates by negative angles; make a RopeSpec as for Llama and negate the positions"
     ),
     "nemotron_h": _none("its attention layers use no positions"),
-    "neomme": _none("its positions have two coordinates, woven in an order of its own"),
-    "neucodec": _none("it rotates by the number of the head, not by that of the token"),
+    "neomme": _own("its positions have two coordinates, woven in an order of its own"),
+    "neucodec": _own("it rotates by the number of the head, not by that of the token"),
     "opt": _none("it adds learned positions"),
-    "qwen2_5_omni_dit": _none("it rotates the first head only"),
+    "qwen2_5_omni_dit": _own("it rotates the first head only"),
     "qwen": _none("its scaling by logarithms of the length is not one of the rules here"),
     "sam3_tracker_video": _none(
-        "it has two rotations; for that of the images pass section='vision_config.backbone_config', for that of the "
-        "memory a config with model_type 'sam2_video'"
+        "it has two rotations, of the images and of the memory; for the images: "
+        "RopeSpec.from_config(config, section='vision_config.backbone_config'); the memory has that of 'sam2_video'"
     ),
     "t5": _none("it adds a bias that depends on the distance"),
-    "vjepa2": _none("its tables repeat frequencies by halves, but its code pairs neighbours"),
-    "xcodec2": _none("it rotates by the number of the head, not by that of the token"),
+    "vjepa2": _own("its tables repeat frequencies by halves, but its code pairs neighbours"),
+    "xcodec2": _own("it rotates by the number of the head, not by that of the token"),
 }
 
 # (model_type, section without its own model_type) -> the family of the section.
@@ -393,7 +397,7 @@ GGUF_HALVES = frozenset(
     qwen qwen2 dream qwen2moe qwen3 qwen3moe olmo2 olmoe phi2 phi3 phimoe plamo plamo2 gemma gemma2
     gemma3 gemma3n gemma-embedding starcoder2 openelm gptneox codeshell orion nemotron exaone
     exaone4 exaone-moe minicpm3 bailingmoe2 dots1 hunyuan-moe hunyuan-dense gpt-oss lfm2 lfm2moe
-    smallthinker seed_oss apertus minimax-m2 qwen3next glm4moe afmoe""".split()
+    smallthinker seed_oss apertus minimax-m2 qwen3next glm4moe afmoe gemma4 laguna mellum mimo2 step35""".split()
 )
 GGUF_SECTIONS = frozenset({"qwen2vl", "paddleocr"})
 GGUF_INTERLEAVED_SECTIONS = frozenset({"qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"})

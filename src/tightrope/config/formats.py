@@ -141,22 +141,31 @@ _GGUF_SCALING = {
     "rope.scaling.attn_factor": "attn_factor",
     "rope.scaling.finetuned": "finetuned",
 }
+# The widths of the heads of layers with a sliding window.
+_GGUF_WIDTHS = {
+    "attention.key_length_swa": keys.OWN_HEAD_DIM,
+    "rope.dimension_count_swa": keys.OWN_ROTARY_DIM,
+}
 _GGUF_TENSORS = {
     "rope_factors_short.weight": "short_factor",
     "rope_factors_long.weight": "long_factor",
 }
-# How layers differ; llama.cpp decides this in its code, by architecture, and no file lists it.
+# How layers differ; llama.cpp decides this in its code (src/models, October 2026), by architecture, and no file lists it.
 _GGUF_LAYERS = {
     **dict.fromkeys(("afmoe", "llama4", "smollm3"), "no_rope_layers"),  # every fourth
     **dict.fromkeys(("cohere2", "exaone-moe", "muse-glimmer"), "sliding only"),
     "exaone4": "sliding only, if windows",
 }
 # The same for models whose files give a window; smallthinker has no RoPE in the first layer, the fifth, ….
-_GGUF_WINDOWED = {"olmo2": "scaled where full", "smallthinker": "no_rope_layers"}
+_GGUF_WINDOWED = {
+    **dict.fromkeys(("mellum", "olmo2"), "scaled where full"),
+    "smallthinker": "no_rope_layers",
+}
+# All layers have one base; llama.cpp does not use that of layers with a window.
+_GGUF_ONE_BASE = frozenset({"cohere2", "mellum", "olmo2"})
 _GGUF_REFUSED = {
     **dict.fromkeys(GGUF_WITHOUT_ROPE, "llama.cpp rotates none of its layers"),
     "baichuan": "llama.cpp rotates only its 7B, which has 32 layers",
-    "gemma4": "its layers differ in the width of a head",
 }
 # `rope.scaling.finetuned` is their switch for RoPE.
 _GGUF_SWITCHED = frozenset({"granite", "granitemoe", "granitehybrid"})
@@ -167,13 +176,32 @@ _GGUF_TENTH = frozenset({"deepseek2", "deepseek32", "mistral4"})
 # Architectures that rotate a part of a head (_GGUF_PART), or whose head_dim is not hidden size / heads
 # (_GGUF_HEAD). Their files always have the key for this number; a file without the key is damaged.
 _GGUF_PART = frozenset(
-    "chatglm glm4 glm4moe gptneox minimax-m2 nemotron phi2 qwen3next stablelm".split()
+    """chatglm glm4 glm4moe gptneox laguna mimo2 minimax-m2 nemotron phi2 qwen3next stablelm
+    step35""".split()
 )
 _GGUF_HEAD = frozenset(
-    "gemma gemma2 gemma3 gemma3n gpt-oss qwen3 qwen3moe qwen3next seed_oss".split()
+    """gemma gemma2 gemma3 gemma3n gemma4 gpt-oss laguna mimo2 qwen3 qwen3moe qwen3next seed_oss
+    step35""".split()
 )
 # Layers with a sliding window have their own base, by default 10000.
-_GGUF_LOCAL_BASE = frozenset({"gemma3", "gemma3n", "gemma-embedding", "modern-bert"})
+_GGUF_LOCAL_BASE = frozenset(
+    "gemma3 gemma3n gemma4 gemma-embedding mimo2 modern-bert step35".split()
+)
+# Those layers may have widths of their own; Laguna's are unscaled, with the common base by default.
+_GGUF_LOCAL_WIDTHS = frozenset({"gemma4", "laguna", "step35"})
+# Layers with a sliding window are scaled like the others.
+_GGUF_LOCAL_SCALED = frozenset({"gemma2", "gpt-oss"})
+# Architectures that tell layers with a window by a list, or by a period -> the period of files without either (None:
+# the list must be there), and the first layer with full attention. From `set_swa_pattern` in llama.cpp's src/models,
+# October 2026.
+_GGUF_PERIODS: dict[str, tuple[int | None, int]] = {
+    **dict.fromkeys(("gemma3", "gemma-embedding"), (6, 5)),
+    **dict.fromkeys(("cohere2", "exaone4", "mellum", "olmo2"), (4, 3)),
+    **dict.fromkeys(("gemma4", "mimo2", "step35"), (None, 0)),
+    "laguna": (4, 0),
+    "modern-bert": (3, 0),
+}
+_MOST_LAYERS = 65536
 
 
 def is_gguf(values: Mapping[str, Any]) -> bool:
@@ -247,6 +275,11 @@ def gguf(values: Mapping[str, Any]) -> Source:
             fail("rope_freqs.weight must not come with rope.scaling but the metadata has both")
         section = {"rope_type": "given", "inv_freq": _divided(outer, arch, list(factors))}
         spelled["rope_scaling.rope_type"] = spelled["rope_scaling.inv_freq"] = "rope_freqs.weight"
+    elif arch == "gemma4":
+        fail(
+            "gemma4 must come with rope_freqs.weight, which scales its layers with full attention; pass the path of "
+            "the .gguf file, or add the tensor to the metadata"
+        )
     outer |= {key: values[key] for key in keys.LAYER_TYPES if key in values}
     if arch == "exaone4" and outer.get("num_hidden_layers") not in (None, 64):
         outer.setdefault("sliding_window", None)  # only the large model has windows
@@ -256,15 +289,23 @@ def gguf(values: Mapping[str, Any]) -> Source:
         spelled["no_rope_layer_interval"] = f"constant of llama.cpp for {arch}"
     if section:
         outer["rope_scaling"] = section
+    _list_windows(values, arch, outer, spelled, read)
     local = _local(values, arch, outer, spelled, read)
     if local is not None:
         base = outer.pop("rope_theta", None)
         full = {**section, "rope_theta": base}
         outer.pop("rope_scaling", None)
-        outer["rope_parameters"] = {
-            "full_attention": full,
-            "sliding_attention": {"rope_theta": local},
-        }
+        sliding = {**(section if arch in _GGUF_LOCAL_SCALED else {}), "rope_theta": local}
+        if arch in _GGUF_LOCAL_WIDTHS:
+            path = "rope_parameters.sliding_attention"
+            for suffix, name in _GGUF_WIDTHS.items():
+                take(suffix, sliding, name, f"{path}.{name}")
+        if arch == "step35" and isinstance(outer.get("rotary_dim"), int):
+            full[keys.OWN_ROTARY_DIM] = outer["rotary_dim"] // 2
+            spelled[f"rope_scaling.{keys.OWN_ROTARY_DIM}"] = f"half of {spelled['rotary_dim']}"
+        outer["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
+        for key in sliding.keys() & section.keys():
+            spelled[f"rope_parameters.sliding_attention.{key}"] = spelled[f"rope_scaling.{key}"]
         for key in full:
             spelled[f"rope_parameters.full_attention.{key}"] = spelled.get(
                 f"rope_scaling.{key}", spelled.get(key, key)
@@ -337,7 +378,41 @@ def _divided(outer: dict[str, Any], arch: str, factors: list[float]) -> list[flo
     base = outer.get("rope_theta")
     if base is None:
         fail(f"rope_freqs.weight must come with {arch}.rope.freq_base but the metadata has none")
+    if arch == "step35" and isinstance(outer.get("rotary_dim"), int):
+        factors = factors[
+            : outer["rotary_dim"] // 4
+        ]  # the first, for the half of the channels that rotates
     return list(given_by_factors(2 * len(factors), base, factors).inv_freq)  # type: ignore[arg-type]
+
+
+def _list_windows(
+    values: Mapping[str, Any],
+    arch: str,
+    outer: dict[str, Any],
+    spelled: dict[str, str],
+    read: set[str],
+) -> None:
+    """Add the type of each layer, by a list or a period in the file or in llama.cpp's code."""
+    key = f"{arch}.attention.sliding_window_pattern"
+    period, first = _GGUF_PERIODS.get(arch, (None, 0))
+    count, pattern = outer.get("num_hidden_layers"), values.get(key, period)
+    windows = outer.get("sliding_window", 1) not in (0, None)
+    stated = any(name in outer for name in keys.LAYER_TYPES)
+    if arch not in _GGUF_PERIODS or not windows or stated or not isinstance(count, int):
+        return
+    single = isinstance(pattern, int) and not isinstance(pattern, bool) and period is not None
+    if not single and not isinstance(pattern, list | tuple):
+        return
+    read.add(key)
+    if count > _MOST_LAYERS:
+        fail(f"{spelled['num_hidden_layers']} must be at most {_MOST_LAYERS} but got {count}")
+    if isinstance(pattern, int):
+        last = 0 if first == 0 else max(pattern, 1) - 1
+        pattern = [not pattern or layer % pattern != last for layer in range(count)]
+    if len(pattern) < count:
+        fail(f"{key} must have an entry for each of {count} layers but has {len(pattern)}")
+    outer["layer_types"] = [f"{'sliding' if one else 'full'}_attention" for one in pattern[:count]]
+    spelled["layer_types"] = key
 
 
 def _local(
@@ -352,6 +427,14 @@ def _local(
     read.add(key)
     base = values.get(key)
     path = "rope_parameters.sliding_attention.rope_theta"
+    if arch in _GGUF_ONE_BASE:
+        return None
+    if arch == "laguna":  # its larger model has no windows
+        if not outer.get("sliding_window"):
+            return None
+        if base is None:
+            spelled[path] = spelled.get("rope_theta", "rope_theta")
+            return outer.get("rope_theta")
     if base is not None:
         spelled[path] = key
         return base

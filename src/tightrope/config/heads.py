@@ -11,7 +11,7 @@ from ..frequencies import Rule
 from . import keys
 from .files import RECORD
 from .scaling import Fact, claimed_by
-from .source import Found, Part, Source, Stated, agreed, fail, whole
+from .source import BASE, TRIED, Arguments, Found, Part, Source, Stated, agreed, fail, settle, whole
 
 # Far above the head width of any model: a larger one is an error before anything of its size is made.
 _WIDEST = 65536
@@ -21,6 +21,9 @@ _MOST_PAIRS = 32768
 
 def base_of(source: Source, part: Part) -> tuple[float, str]:
     """The base and its source: a key, or a constant of the family's code."""
+    tried = (TRIED.get() or {}).get(BASE)
+    if tried is not None:
+        return float(tried), "tried"
     got = agreed("base", part.inner(keys.BASE) + source.outer(part.base))
     if got is not None:
         return got[1], got[0]
@@ -33,10 +36,12 @@ def base_of(source: Source, part: Part) -> tuple[float, str]:
         fail(f"the config has no RoPE: {null[0]} is null")
     ways = ", ".join(part.base if part.base and part.base != keys.BASE else keys.USUAL_BASE)
     inside = sorted(path for path, value in part.entries.values() if value is not None)
-    fail(
+    base: float = settle(
         f"the config must give the base of the frequencies: add one of {ways} to its keys, which are "
-        f"{_some([*sorted(source.seen), *inside])}"
+        f"{_some([*sorted(source.seen), *inside])}",
+        ("if the base is 10000, as in the paper", 10000.0),
     )
+    return base, "tried"
 
 
 def _some(names: list[str], most: int = 8) -> str:
@@ -56,7 +61,10 @@ def slice_of(
     if not last and (rope or nope or (family is not None and family.start == "nope")):
         return _latent_slice(source, part, rope, nope, stated)
     head_dim, head_from = head_dim_of(source, part)
-    found: list[Found] = list(whole(source.outer(keys.ROTARY_DIM))) + list(rope)
+    found: list[Found] = [
+        *whole(part.inner([keys.OWN_ROTARY_DIM]) or source.outer(keys.ROTARY_DIM)),
+        *rope,
+    ]
     claimed = claimed_by(rule)
     for path, fraction in _fractions(source, part, claimed):
         if int(head_dim * fraction) < 2:
@@ -81,9 +89,10 @@ def slice_of(
                 f"pass a config without its model_type, with interleaved={family.interleaved} and "
                 f"rope_layers='all'"
             )
-        fail(
+        got = settle(
             f"rotary_dim must be {head_dim}, as the code of {source.name} rotates all channels of a head, but "
-            f"got {got[1]} from {got[0]}; for other code, which rotates a part, {advice}"
+            f"got {got[1]} from {got[0]}; for other code, which rotates a part, {advice}",
+            ("by hand", got),
         )
     if got is None:
         # An object of the class has the class's defaults: without a key, all channels rotate.
@@ -91,8 +100,9 @@ def slice_of(
         needed = needed and (source.config is None or bool(family and family.axes))
         if needed and not claimed & {*keys.FRACTION}:
             ways = ", ".join([*keys.FRACTION, *keys.ROTARY_DIM])
-            fail(
-                f"{source.name} rotates a part of each head, so the config must give one of {ways}"
+            settle(
+                f"{source.name} rotates a part of each head, so the config must give one of {ways}",
+                ("for example, if it is half", Arguments(rotary_dim=max(head_dim // 4, 1) * 2)),
             )
         got = ("all of head_dim", head_dim)
     rotary_dim, rotary_from = got[1], got[0]
@@ -146,12 +156,17 @@ def _latent_slice(
     width, start = rope[0][1], nope[0][1]
     total = width + start
     both = (f"{nope[0][0]} + {rope[0][0]}", total)
-    agreed("head_dim", whole([both], _WIDEST) + whole(source.outer(["qk_head_dim"])))
+    agreed(
+        "head_dim",
+        whole([both], _WIDEST) + whole(source.outer(["qk_head_dim"])),
+        choose=False,
+    )
     for path, value in whole(source.outer((*keys.HEAD_DIM, *keys.HEAD_DIM_ELSEWHERE))):
         if value not in (width, total):
-            agreed("head_dim", [(path, value), both])
+            agreed("head_dim", [(path, value), both], choose=False)
     chosen = argument(stated, "rotary_dim", 1)
-    agreed("rotary_dim", [rope[0], *whole(source.outer(keys.ROTARY_DIM)), *chosen])
+    widths = [rope[0], *whole(source.outer(keys.ROTARY_DIM)), *chosen]
+    agreed("rotary_dim", widths, choose=False)
     for path, fraction in _fractions(source, part, set()):
         if fraction != 1 and int(total * fraction) != width:
             fail(
@@ -178,17 +193,18 @@ def head_dim_of(source: Source, part: Part) -> tuple[int, str]:
         settings = "attention" in str(name) and not str(name).endswith("_config")
         if settings and isinstance(inner, Mapping) and inner.get("head_dim") is not None:
             others += whole([(source.shown(f"{name}.head_dim"), inner["head_dim"])])
-    agreed("head_dim", found + others)
-    return found[0][1], found[0][0]
+    path, width = agreed("head_dim", found + others) or found[0]
+    return width, path
 
 
 def _derived(source: Source) -> list[Found]:
     """The width of a head that no key gives: hidden size / heads."""
     family = source.family
     if family is not None and family.head_dim == "required":
-        fail(
+        settle(
             f"{source.name} has a head_dim other than hidden size / heads, so the config must "
-            f"give {keys.HEAD_DIM[0]}"
+            f"give {keys.HEAD_DIM[0]}",
+            ("if it is hidden size / heads all the same", None),
         )
     own = [(key,) for key in family.width] if family is not None else []
     widths, *counts = own or (keys.HIDDEN, keys.HEADS)
@@ -230,9 +246,11 @@ def pairing_of(source: Source, stated: Stated) -> tuple[bool, str]:
         fail("the config must give the pairing of channels")  # questions.py has asked for it
     free = family is None or family.pairing_key is not None
     if not free and family is not None and got[1] != family.interleaved:
-        fail(
+        settle(
             f"interleaved must have one value but got {got[1]} from {got[0]} and "
-            f"{family.interleaved} from {source.name}; pass interleaved={got[1]} if the key is right"
+            f"{family.interleaved} from {source.name}; pass interleaved={got[1]} if the key is right",
+            ("", Arguments(interleaved=got[1])),
+            (f"if {source.name} is right", Arguments(interleaved=family.interleaved)),
         )
     return got[1], got[0]
 
@@ -277,12 +295,15 @@ def axes_of(source: Source, part: Part, rotary_dim: int) -> tuple[Axes | None, s
         ), f"{source.name} ({family.source})" if family is not None else ""
     axial = [path for path, name in part.inner(keys.TYPE) if name == "axial"]
     if axial:
-        half = pairs // 2
-        fail(
-            f"{axial[0]} is 'axial', but {source.name} is not known to have several axes; if the first half of the "
-            f"pairs rotates by the row and the rest by the column, make RopeSpec({rotary_dim}, "
-            f"axes=Axes.blocks(({half}, {half})))"
+        halves = (
+            "if the first half of the pairs rotates by the row and the rest by the column",
+            None,
         )
+        settle(
+            f"{axial[0]} is 'axial', but {source.name} is not known to have several axes",
+            *(() if pairs % 2 else (halves,)),
+        )
+        return Axes.blocks((pairs // 2, pairs // 2)), "tried"
     if section is None and family is not None and family.sections is not None:
         section = f"constant of the code of {source.name}", list(family.sections)
     if kind is None and section is None:
@@ -294,9 +315,14 @@ def axes_of(source: Source, part: Part, rotary_dim: int) -> tuple[Axes | None, s
             f"{source.name} has positions of three coordinates, so the config must give mrope_section"
         )
     if kind is None and flag is None:
-        fail(
-            f"{section[0]} must come with mrope_interleaved, as {source.name} is not known to have "
-            f"several axes"
+        flag = (
+            "tried",
+            settle(
+                f"{section[0]} must come with mrope_interleaved, as {source.name} is not known to have "
+                f"several axes",
+                ("if the pairs of a coordinate are adjacent", False),
+                ("if they alternate", True),
+            ),
         )
     woven = flag[1] if kind is None and flag is not None else kind == "interleaved sections"
     if flag is not None and flag[1] != woven:

@@ -62,6 +62,8 @@ POSITION_TYPES_WITH_ROPE = frozenset({"rope", "rope_gptj", "rotary", "mrope", "y
 # --- keys of a rope section that belong to no scaling rule ---
 
 TYPE = ("rope_type", "type")
+# Widths of the heads of one layer type, in sections that are made for other formats.
+OWN_HEAD_DIM, OWN_ROTARY_DIM = "head_dim of the type", "rotary_dim of the type"
 # Types without scaling; "mrope" and "axial" only mean that positions have several coordinates.
 TYPES_WITHOUT_RULE = frozenset({"default", "mrope", "axial", "none"})
 SECTIONS = ("mrope_section",)
@@ -116,6 +118,9 @@ _LAYERS = re.compile(
     r"(?<![a-z])(?:every|interval|layers?|no_pe|no_pos|no_rope|nope|nopos|pattern|skip)(?![a-z])"
 )
 
+# Words of keys that give a base, of all layers or of some.
+_BASES = re.compile(r"theta|(?<![a-z])base(?![a-z])")
+
 
 def about_rotation(name: object) -> bool:
     """Return True if a key, or a key of one format in another, could be about the rotation.
@@ -134,6 +139,14 @@ def about_layers(name: object, value: object) -> bool:
     inner = value.items() if isinstance(value, Mapping) else ()
     inside = any(about_layers(key, one) for key, one in inner if about_rotation(key))
     return listed or inside or _LAYERS.search(str(name).lower()) is not None
+
+
+def gives_base(name: object, value: object) -> bool:
+    """Return True if a key about the rotation, or one inside it, has a number and a word of a base."""
+    inner = value.items() if isinstance(value, Mapping) else ()
+    inside = any(gives_base(key, one) for key, one in inner if about_rotation(key))
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return inside or (number and _BASES.search(str(name).lower()) is not None)
 
 
 def holds_rotation(value: object) -> bool:

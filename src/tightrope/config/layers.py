@@ -9,7 +9,19 @@ from typing import TypeVar
 from .._errors import bad_type, describe
 from . import keys
 from .heads import head_dim_of
-from .source import Entries, Found, Part, Source, Stated, agreed, fail, whole
+from .source import (
+    Arguments,
+    Entries,
+    Found,
+    Part,
+    Source,
+    Stated,
+    Way,
+    agreed,
+    fail,
+    settle,
+    whole,
+)
 
 _T = TypeVar("_T")
 _MOST_LAYERS = 65536
@@ -55,10 +67,8 @@ def _sections(source: Source) -> tuple[Entries, dict[str, Entries | None]]:
 def _merged(one: Entries, other: Entries) -> Entries:
     merged = dict(one)
     for key, found in other.items():
-        if key in merged and merged[key][1] is not None and found[1] is not None:
-            agreed(key, [merged[key], found])
-        if key not in merged or merged[key][1] is None:
-            merged[key] = found
+        both = [one for one in (merged.get(key, found), found) if one[1] is not None]
+        merged[key] = agreed(key, both) or found
     return merged
 
 
@@ -171,13 +181,18 @@ def _nested_parts(
     if source.family is None and stated.rope_layers is not None:
         still = [name for name in missing if not _rotates(name, stated)]
     if missing != still:
-        advice = ""
+        way: Way
+        way, advice = ("if they do not rotate", None), ""
         if source.family is None:
+            rotating = [name for name, entries in nested.items() if entries is not None]
+            way = "", Arguments(rope_layers=rotating)
             advice = "; if they do not rotate, pass rope_layers, a list of the types that do"
-        fail(
+        settle(
             f"each layer type must have a rope section but the config has none for "
-            f"{', '.join(missing)}{advice}"
+            f"{', '.join(missing)}{advice}",
+            way,
         )
+        still = missing
     parts = [Part(name, {}, rope=False, why=stated.origin("rope_layers")) for name in still]
     for name, entries in nested.items():
         if entries is None:
@@ -209,7 +224,7 @@ def _with_widths(source: Source, parts: list[Part], layers: Listed) -> list[Part
     made = []
     for part in parts:
         wide = rule_of(source) == "wide where full" and part.name == "full_attention"
-        found = source.outer(["global_head_dim"]) if wide else []
+        found = source.outer(["global_head_dim"]) if wide else part.inner([keys.OWN_HEAD_DIM])
         mine = [one for name, one in own if layers is None or part.name in (None, name)]
         if wide and not found and not mine:
             _need(source, "global_head_dim")
@@ -340,7 +355,7 @@ def _main_and_compress(
     listed = listed or stated or None
     for layer, pair in enumerate(zip(listed or (), stated, strict=False)):
         sources = (f"layer_types[{layer}]", f"compress_ratios[{layer}]")
-        agreed(f"layer {layer}", list(zip(sources, pair, strict=True)))
+        agreed(f"layer {layer}", list(zip(sources, pair, strict=True)), choose=False)
     main, compress = nested["main"] or {}, nested["compress"] or {}
     return [
         Part(f"{name}_attention", compress, ("compress_rope_theta",))
@@ -356,7 +371,8 @@ def _thetas(source: Source, flat: Entries, layers: Listed) -> Layers:
     _need(source, "layer_rope_theta", null=source.values.get("layer_rope_theta") is not None)
     path, thetas = source.shown("layer_rope_theta"), _entries(source, "layer_rope_theta")
     found = Part(None, flat).inner(keys.BASE) + source.outer(keys.BASE)
-    agreed("base", found + [(f"{path}[{n}]", theta) for n, theta in enumerate(thetas) if theta])
+    own = [(f"{path}[{n}]", theta) for n, theta in enumerate(thetas) if theta]
+    agreed("base", found + own, choose=False)
     return _rope_and_no_rope(flat, thetas)
 
 
@@ -384,7 +400,7 @@ def _by_lists(source: Source, flat: Entries, layers: Listed) -> Layers:
             each = [
                 (f"{path}[{n}]", listed[n]) for n, one in enumerate(layers or ()) if one == kind
             ]
-            own[name] = agreed(f"{name} of {kind}", each) or (path, None)
+            own[name] = agreed(f"{name} of {kind}", each, choose=False) or (path, None)
         parts.append(Part(kind, own, () if "rope_theta" in lists else keys.BASE))
     return parts, layers
 

@@ -1,17 +1,27 @@
-"""Ask for what neither a configuration nor the table of families gives: all questions at once."""
+"""Ask for what neither a configuration nor the table of families gives, and end refusals with calls that work."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
+from .._errors import Refusal, bad_value
+from ..spec import RopeSpec
 from . import keys
 from .heads import argument, base_of, head_dim_of, stated_pairing
 from .layers import Listed, with_attention
-from .source import Part, Source, Stated
+from .source import BASE, TRIED, Arguments, Base, Part, Source, Stated, Way
+from .specs import LayerSpecs, Provenance
 
 # A missing fact, advice, and the arguments of an example: one mapping, or one for each layer type.
 Question = tuple[str, str, list[dict[str, Any]]]
+Read: TypeAlias = Callable[[Source, Stated], Provenance]
+
+CALL = "RopeSpec.from_config(config"
+_LIKE_LLAMA = "for code like Llama's"
+_MOST = 4  # of the open facts that one piece of advice settles
 
 
 def questions(
@@ -83,19 +93,85 @@ def _about_slice(source: Source, parts: list[Part], stated: Stated) -> list[Ques
     return [("the channels that rotate", advice, examples)]
 
 
-def sentence_of(source: Source, asked: list[Question], answers: list[Stated]) -> str:
-    """The error that asks all questions and ends with a call that works."""
-    calls = []
-    for answer in answers:
-        given = {**vars(answer), "section": source.prefix.removesuffix(".") or answer.section}
-        named = [
-            f"{name}={value!r}" for name, value in given.items() if value != getattr(Stated, name)
-        ]
-        calls.append(f"RopeSpec.from_config({', '.join(['config', *named])})")
+def refuse(source: Source, asked: list[Question], answers: list[Stated]) -> NoReturn:
+    """Raise the error that asks all questions and ends with a call that works."""
     *some, last = [question[0] for question in asked]
     facts = f"{', '.join(some)} and {last}" if some else last
     advice = "; ".join([question[1] for question in asked])
-    return (
+    calls = " and ".join(_call(source, answer) for answer in answers)
+    error = bad_value(
         f"the config must give {facts}, as the table of families does not contain {source.name}; pass "
-        f"{advice}; for code like Llama's: {' and '.join(calls)}"
+        f"{advice}; {_LIKE_LLAMA}: {calls}"
+    )
+    if len(answers) == 1:
+        error.ways = ((_LIKE_LLAMA, Arguments(vars(answers[0]))),)
+    raise error
+
+
+def _call(source: Source, stated: Stated) -> str:
+    given = {**vars(stated), "section": source.prefix.removesuffix(".") or stated.section}
+    named = [f"{name}={value!r}" for name, value in given.items() if value != getattr(Stated, name)]
+    return f"{', '.join([CALL, *named])})"
+
+
+# --- the advice at the end of a refusal -----------------------------------------------------------
+
+
+def advised(source: Source, stated: Stated, read: Read, error: Refusal) -> str:
+    """The sentence of a refusal, with the call for each of its ways that leads to a spec at the end.
+
+    Each way is tried: what it settles is assumed, and the configuration is read again.
+    """
+    text = str(error.args[0])
+    if CALL in text:
+        return text  # of open questions
+    calls = [_tried(source, stated, read, text, way) for way in error.ways]
+    return with_calls(text, *calls)
+
+
+def with_calls(text: str, *calls: str) -> str:
+    """A sentence with calls before its full stop."""
+    return "".join([text.removesuffix("."), *calls, "."])
+
+
+def _tried(source: Source, stated: Stated, read: Read, text: str, way: Way) -> str:
+    """The conditions and the call of a way, with the first ways to settle what it leaves open; empty if none works."""
+    conditions: list[str] = []
+    tried: dict[str, Any] = {}
+    for _ in range(_MOST):
+        condition, answer = way
+        conditions += [condition] * (condition not in conditions)
+        if isinstance(answer, Arguments):
+            stated = replace(stated, **answer)
+        else:
+            tried |= {text: answer} | ({BASE: answer} if isinstance(answer, Base) else {})
+        token = TRIED.set({**tried})
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                specs = read(source, stated).spec
+        except Refusal as error:
+            if not error.ways:
+                return ""
+            text, way = str(error.args[0]), error.ways[0]
+        except (ValueError, TypeError):
+            return ""
+        else:
+            call = _made(specs) if tried else _call(source, stated)
+            when = ", ".join(filter(None, conditions))
+            return (f"; {when}" * bool(when) + f": {call}") * bool(call)
+        finally:
+            TRIED.reset(token)
+    return ""
+
+
+def _made(specs: RopeSpec | LayerSpecs | None) -> str:
+    """The calls that make these specs; empty for none."""
+    named = specs if isinstance(specs, LayerSpecs) else {"": specs}
+    calls: dict[str, list[str]] = {}
+    for name, spec in named.items():
+        if spec is not None:
+            calls.setdefault(repr(spec), []).append(name)
+    return " and ".join(
+        f"{call}{' for ' * bool(names[0])}{' and '.join(names)}" for call, names in calls.items()
     )

@@ -12,14 +12,26 @@ import warnings
 from collections.abc import Container, Iterable, Mapping
 
 from .._errors import outside, sentence
-from ..frequencies import LONGEST, NTK, YaRN
+from ..frequencies import LONGEST, NTK, Given, YaRN
 from ..spec import RopeSpec
 from . import keys, observed
 from .heads import axes_of, base_of, pairing_of, slice_of
 from .layers import Listed, parts_of, rule_of, with_attention
-from .questions import questions, sentence_of
+from .questions import questions, refuse
 from .scaling import Fact, claimed_by, kind_of_rule, scaling_of
-from .source import OPERATION, Found, Part, Source, Stated, fail, whole
+from .source import (
+    OPERATION,
+    TRIED,
+    Arguments,
+    Base,
+    Found,
+    Part,
+    Source,
+    Stated,
+    fail,
+    settle,
+    whole,
+)
 from .specs import LayerSpecs, Provenance, Row
 
 
@@ -43,10 +55,11 @@ def read(source: Source, stated: Stated) -> Provenance:
             warnings.simplefilter("ignore")  # of unknown keys: each has had its warning
             for answer in answers:
                 read(source, answer)  # first, an error that no answer would mend
-            found = observed.answer(source, stated, names, read)
+            # Advice runs no model.
+            found = observed.answer(source, stated, names, read) if TRIED.get() is None else None
             if found is not None:
                 return read(source, found)
-        fail(sentence_of(source, asked, answers))
+        refuse(source, asked, answers)
     made: dict[str | None, RopeSpec | None] = {}
     rows: list[Row] = []
     for part in parts:
@@ -94,9 +107,17 @@ def _one(source: Source, part: Part, stated: Stated) -> tuple[RopeSpec, list[Fac
     slice_, facts = slice_of(source, part, rule, stated)
     head_dim, rotary_dim, start = slice_
     pairs, pairs_from = pairing_of(source, stated)
+    scaling, scaling_facts = scaling_of(source, part, rule)
+    if rotary_dim % 2:
+        more = f"for code that then rotates {rotary_dim + 1}, by base ** (-2 * k / {rotary_dim})"
+        settle(
+            f"rotary_dim must be even but got {rotary_dim} from {facts[1][2]}",
+            *(() if scaling or not base > 0 else ((more, None),)),
+        )
+        omega = RopeSpec(2 * rotary_dim, base).frequencies().exact
+        scaling, rotary_dim = Given(tuple(map(float, omega[::2]))), rotary_dim + 1
     # The slice must fit before axes are made.
     spec = RopeSpec(head_dim, base, rotary_dim, start, pairs)
-    scaling, scaling_facts = scaling_of(source, part, rule)
     axes, axes_from = axes_of(source, part, rotary_dim)
     return dataclasses.replace(spec, scaling=scaling, axes=axes), [
         facts[0],
@@ -135,13 +156,13 @@ def _refuse_without_rope(source: Source) -> None:
         )
 
 
-def _unknown_outside(source: Source) -> dict[str, bool]:
-    """Unknown keys of the outer level that could be about the rotation -> whether they may be about some layers."""
-    unknown = {}
+def _unknown_outside(source: Source) -> dict[str, str | Base | None]:
+    """Unknown keys of the outer level that could be about the rotation -> their effect, if it is sure."""
+    unknown: dict[str, str | Base | None] = {}
     for key, value in source.unread.items():
         inner = str(key).partition(".")[2] or str(key)  # in GGUF, after the architecture
         if _is_unknown(inner, value, keys.INERT_OUTSIDE.keys()):
-            unknown[str(key)] = keys.about_layers(inner, value)
+            unknown[str(key)] = _effect(inner, value)
     read = {*keys.READ_OUTSIDE, *keys.READ_BY_LAYERS.get(rule_of(source) or "", ())}
     listed = source.values.get("no_rope_layers")
     if isinstance(listed, list | tuple) and all(listed):  # every layer has RoPE
@@ -150,8 +171,17 @@ def _unknown_outside(source: Source) -> dict[str, bool]:
         if not isinstance(key, str) or (key.endswith("_config") and _is_part(value)):
             continue
         if _is_unknown(key, value, read):
-            unknown[source.shown(key)] = keys.about_layers(key, value)
+            unknown[source.shown(key)] = _effect(key, value)
     return unknown
+
+
+def _effect(name: str, value: object) -> str | Base | None:
+    """The sure effect of an unknown key: "layers", or a base, 0 if a section holds it; else None."""
+    if keys.about_layers(name, value):
+        return "layers"
+    if keys.gives_base(name, value):
+        return Base(value if isinstance(value, int | float) else 0)
+    return None
 
 
 def _is_part(value: object) -> bool:
@@ -170,23 +200,39 @@ def _is_unknown(key: str, value: object, known: Container[str]) -> bool:
     return keys.about_rotation(key) or keys.holds_rotation(value)
 
 
-def _complain(unknown: Mapping[str, bool], strict: bool) -> None:
-    layered = [name for name, of_layers in unknown.items() if of_layers]
+_IGNORED = "strict=False ignores them with a warning"
+
+
+def _complain(unknown: Mapping[str, str | Base | None], strict: bool) -> None:
+    layered = [name for name, effect in unknown.items() if effect == "layers"]
+    bases = [name for name, effect in unknown.items() if isinstance(effect, Base)]
+    names = layered or bases or [*unknown]
+    known = f"must be known but got {', '.join(names)}"
     if layered:
-        fail(
-            f"every key that may say which layers rotate must be known but got {', '.join(layered)}; pass a config "
-            f"without it only if it has no effect"
+        settle(
+            f"every key that may say which layers rotate {known}; pass a config without it only if it has no effect, "
+            f"or make a spec by hand for each kind of layers",
+            ("for layers that it does not affect", None),
         )
-    text = (
-        f"every key about RoPE must be known but got {', '.join(unknown)}; strict=False ignores "
-        f"them with a warning"
-    )
-    if strict:
-        fail(text)
-    warnings.warn(sentence(OPERATION, text), UserWarning, stacklevel=outside())
+    elif bases:
+        values = [unknown[name] for name in bases]
+        settle(
+            f"every key that may give a base {known}; make a spec by hand for each kind of layers",
+            *[
+                ("for layers whose base it is", one)
+                for one in values[:1]
+                if one and len(values) == 1
+            ],
+            ("for layers whose base it is not", None),
+        )
+    elif strict:
+        settle(f"every key about RoPE {known}; {_IGNORED}", ("", Arguments(strict=False)))
+    else:
+        text = f"every key about RoPE {known}; {_IGNORED}"
+        warnings.warn(sentence(OPERATION, text), UserWarning, stacklevel=outside())
 
 
-def _unknown_inside(part: Part) -> dict[str, bool]:
+def _unknown_inside(part: Part) -> dict[str, str | Base | None]:
     """The same for the keys of a rope section."""
     rule = kind_of_rule(part)
     known = {
@@ -196,6 +242,8 @@ def _unknown_inside(part: Part) -> dict[str, bool]:
         *keys.SECTIONS,
         *keys.SECTIONS_INTERLEAVED,
         *keys.INERT,
+        keys.OWN_HEAD_DIM,
+        keys.OWN_ROTARY_DIM,
         *claimed_by(rule),
     }
     if rule is YaRN:
@@ -203,7 +251,7 @@ def _unknown_inside(part: Part) -> dict[str, bool]:
     if rule is NTK and "alpha" in part.entries:
         known = (known | keys.INERT_BESIDE_ALPHA) - {"factor"}
     return {
-        path: keys.about_layers(key, value)
+        path: _effect(key, value)
         for key, (path, value) in part.entries.items()
         if key not in known and value is not None and (key, _plain(value)) not in keys.INERT_VALUES
     }

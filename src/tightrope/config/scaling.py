@@ -10,7 +10,7 @@ from .._errors import bad_type
 from ..frequencies import NTK, RULES, Given, Linear, Rule, YaRN
 from ..spec import RopeSpec
 from . import keys
-from .source import Found, Part, Source, agreed, fail
+from .source import Found, Part, Source, agreed, fail, settle
 
 Fact = tuple[str, object, str]
 
@@ -25,17 +25,19 @@ def kind_of_rule(part: Part) -> type[Rule] | None:
     given = part.inner(keys.TYPE)
     for path, name in given:
         if name == "ntk":
-            fail(
+            return settle(  # type: ignore[no-any-return]
                 f"{path} must name one rule but 'ntk' names two: if it multiplies the base by factor ** (d / (d - "
                 f"2)), with d = rotary_dim, make a RopeSpec with scaling=NTK(factor); if, as in vLLM, it "
-                f"divides frequency k by factor ** (2 * (k + 1) / d), one with scaling=Given(frequencies)"
+                f"divides frequency k by factor ** (2 * (k + 1) / d), one with scaling=Given(frequencies)",
+                ("if it multiplies the base", NTK),
             )
         if not isinstance(name, str) or name not in keys.TYPES_WITHOUT_RULE | RULES.keys():
             known = ", ".join(sorted({*keys.TYPES_WITHOUT_RULE, *RULES} - {"ntk"}))
             fail(f"{path} must be one of {known} but got {name!r}")
     kinds = {RULES.get(name) for _, name in given}
     if len(kinds) > 1:
-        agreed("the kind of scaling", given)
+        given = [found for found in [agreed("the kind of scaling", given)] if found]
+        kinds = {RULES.get(name) for _, name in given}
     kind = kinds.pop() if kinds else None
     if kind is RULES["dynamic"] and part.value("alpha") is not None:
         return NTK  # HunYuan's and vLLM's "dynamic" with alpha does not depend on the length
@@ -68,9 +70,10 @@ def scaling_of(
             and source.family.scaled
             and source.config is None
         ):
-            fail(
+            settle(
                 f"{source.name} is scaled by default, so the config must have a rope section that names its "
-                "rope_type; 'default' is unscaled"
+                "rope_type; 'default' is unscaled",
+                ("if it is unscaled", None),
             )
         return None, [("scaling", None, given or "no key gives one")]
     if turns:
@@ -94,13 +97,16 @@ def scaling_of(
     factor = values.get("factor")
     if kind.names[0] in keys.ONLY_LONGER and isinstance(factor, float | int) and 0 < factor < 1:
         path = next(where for field, _, where in facts if field == "scaling.factor")
-        fail(
+        values["factor"] = settle(
             f"{path} must be at least 1, the ratio of the new to the old length, but got {factor}; "
-            f"its inverse is {1 / factor:g}"
+            f"its inverse is {1 / factor:g}",
+            ("if it is the ratio of the old to the new", float(f"{1 / factor:.12g}")),
         )
     if missing:
         has = ", ".join(sorted(key for key in part.entries if part.value(key) is not None))
         fail(f"scaling by {kind.names[0]!r} must have {', '.join(missing)} but has only {has}")
+    for high, low in (("beta_fast", "beta_slow"), ("high_freq_factor", "low_freq_factor")):
+        _ordered(values, {name: where for name, _, where in facts}, high, low)
     multiplier = part.value("attn_factor")
     switch = part.value("apply_yarn_scaling")
     if not isinstance(switch, bool | None):
@@ -108,7 +114,8 @@ def scaling_of(
     if kind is YaRN and switch is False:  # vLLM then scales by attn_factor alone
         path = part.entries["apply_yarn_scaling"][0]
         alone = 1.0 if multiplier is None else multiplier
-        agreed("attention_factor", [*part.inner(["attention_factor"]), (path, alone)])
+        found = [*part.inner(["attention_factor"]), (path, alone)]
+        path, alone = agreed("attention_factor", found) or (path, alone)
         values["attention_factor"] = alone
         facts.append(("scaling.attention_factor", alone, path))
     elif kind is YaRN and multiplier is not None and multiplier != 1:
@@ -116,6 +123,17 @@ def scaling_of(
         values["attention_factor"] = _times(values, path, multiplier)
         facts.append(("scaling.attention_factor", values["attention_factor"], path))
     return kind(**values), facts
+
+
+def _ordered(values: dict[str, Any], paths: dict[str, str], high: str, low: str) -> None:
+    """Raise an error if two parameters of a rule are swapped."""
+    both = [values.get(name) for name in (high, low)]
+    if all(isinstance(one, int | float) and one > 0 for one in both) and both[0] < both[1]:  # type: ignore[operator]
+        one, other = (paths[f"scaling.{name}"] for name in (high, low))
+        values[high], values[low] = settle(
+            f"{one} must be at least {other} but got {both[0]} and {both[1]}; they are probably swapped",
+            ("if they are", both[::-1]),
+        )
 
 
 def _value_of(

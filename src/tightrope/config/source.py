@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -18,9 +19,34 @@ Found = tuple[str, Any]
 Entries = dict[str, Found]
 
 
+# A way to settle what a file leaves open: when it is right, and the value that then holds, or the arguments of
+# from_config that state it.
+Way = tuple[str, Any]
+# Refusal -> the value that its advice tries, in questions.py; and BASE -> a base.
+TRIED: ContextVar[Mapping[str, Any] | None] = ContextVar("tried", default=None)
+BASE = "base"
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of from_config that settle what a file leaves open."""
+
+
+class Base(float):
+    """The base of all layers, in place of what the file gives."""
+
+
 def fail(message: str) -> NoReturn:
     """Raise a ValueError whose message has the form of all errors of this library."""
     raise bad_value(message)
+
+
+def settle(message: str, *ways: Way) -> Any:
+    """Raise a ValueError that ends with the call for each way that works; return a value that is tried."""
+    error, tried = bad_value(message), TRIED.get() or {}
+    if error.args[0] in tried:
+        return tried[error.args[0]]
+    error.ways = ways
+    raise error
 
 
 @dataclass(frozen=True)
@@ -123,17 +149,22 @@ class Part:
         return self.entries[key][1] if key in self.entries else None
 
 
-def agreed(what: str, found: list[Found]) -> Found | None:
-    """The first key and the value that all keys share; None without keys, an error if values differ."""
-    if not found:
-        return None
-    first = found[0]
-    for path, value in found[1:]:
-        if value != first[1]:
-            fail(
-                f"{what} must have one value but got {first[0]} = {first[1]!r} and {path} = {value!r}"
+def agreed(what: str, found: list[Found], *, choose: bool = True) -> Found | None:
+    """The first key and the value that all keys share; None without keys, an error if values differ.
+
+    Args:
+        choose: whether advice may choose one of the values; the caller must then use the result.
+    """
+    for one, other in ((found[0], other) for other in found[1:]):
+        if one[1] != other[1]:
+            both = [f"{path} = {value!r}" for path, value in (one, other)]
+            ways = (f"if {both[0]} is right", one), (f"if {both[1]} is right", other)
+            chosen: Found = settle(
+                f"{what} must have one value but got {' and '.join(both)}",
+                *(ways if choose else ()),
             )
-    return first
+            return chosen
+    return found[0] if found else None
 
 
 def whole(found: list[Found], most: int | None = None, least: int = 1) -> list[Found]:

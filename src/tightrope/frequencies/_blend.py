@@ -192,7 +192,7 @@ class Llama3(Rule):
         if self.high_freq_factor < self.low_freq_factor:
             raise bad_value(
                 f"high_freq_factor must be at least low_freq_factor but got "
-                f"{self.high_freq_factor} and {self.low_freq_factor}"
+                f"{self.high_freq_factor} and {self.low_freq_factor}; they are probably swapped"
             )
 
     def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:  # noqa: ARG002

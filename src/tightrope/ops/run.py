@@ -110,7 +110,7 @@ def launch_quick(
     packed: Packed,
     rebuild: Callable[[], list[Call]],
 ) -> Results:
-    """Call the kernel on arguments that nobody checked.
+    """Call the kernel on arguments that only it checks.
 
     Args:
         names: names of q and k in error messages.

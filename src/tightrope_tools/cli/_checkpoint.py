@@ -23,7 +23,7 @@ _NAMING_HELP = (
 # Advice in the library's errors -> the same with the options of these commands.
 _SPELLED = {
     r"^\[(convert|detect)\] ": "",
-    r"strict=False ignores them with a warning": "pass --config, a file without them, if they do not change "
+    r"strict=False ignores them with a warning|make a spec by hand for each kind of layers(?=\.$)": "pass --config, a file without them, if they do not change "
     "which channels rotate",
     r"RopeSpec\.from_config\(config, section='(.*)'\)": r"--section \1",
     r"interleaved=False and rope_layers='all'": "--from half",

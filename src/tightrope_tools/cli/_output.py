@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import TextIO
+from typing import TextIO, TypeAlias
 
 #: Exit codes, the same for every command. CLOSED is a shell's code for a process that wrote to a closed
 #: pipe (`| head -1`).
@@ -23,6 +23,8 @@ STYLES = {"bold": "1", "dim": "2", "error": "1;31", "warning": "33", "note": "36
 
 # Failures of the machine, not of the user's input.
 _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EFBIG)
+# What replaces a text of the library.
+Spelling: TypeAlias = str | Callable[[re.Match[str]], str]
 # Arguments of Python that state a slice -> options.
 _SLICE = {
     r"\brotary_dim=": "--rotary-dim=",
@@ -42,7 +44,7 @@ class Mistake(Exception):
 
 
 @contextmanager
-def as_mistakes(spelled: Mapping[str, str] | None = None) -> Iterator[None]:
+def as_mistakes(spelled: Mapping[str, Spelling] | None = None) -> Iterator[None]:
     """Turn the library's and the file system's errors into mistakes, with exit code 2.
 
     Failures of the machine, such as a full disk, exit with code 1.

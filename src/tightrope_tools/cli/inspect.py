@@ -18,14 +18,31 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import ast
+import re
 import sys
 import warnings
 from pathlib import Path
 
-from ._output import FINDING, Mistake, add_pairing, as_mistakes, show_json, write_line
+from ._output import FINDING, Mistake, Spelling, add_pairing, as_mistakes, show_json, write_line
 
-# Keyword arguments in the library's error sentences -> command-line options.
-_SPELLED = {
+
+def _options(call: re.Match[str]) -> str:
+    """The options of this command for a call of from_config."""
+    options = []
+    for argument in ast.parse(call[0], mode="eval").body.keywords:  # type: ignore[attr-defined]
+        value = ast.literal_eval(argument.value)
+        shown = ",".join(value) if isinstance(value, list) else value
+        options.append(f"--{argument.arg.replace('_', '-')}={shown}")
+    return " ".join(options)
+
+
+# Texts of the library's error sentences, such as keyword arguments -> command-line options.
+_SPELLED: dict[str, Spelling] = {
+    r"RopeSpec\.from_config\([^()]*\)": _options,
+    "--strict=False": "--lenient",
+    "--interleaved=False": "--half",
+    "--interleaved=True": "--interleaved",
     "interleaved=False": "--half",
     "interleaved=True": "--interleaved",
     "strict=False": "--lenient",

@@ -11,6 +11,7 @@ from tightrope.frequencies import Given, Llama3, LongRoPE, Rule, YaRN
 
 from .exactness import FLOAT32, FREQUENCIES, POSITIONS, ROUNDINGS
 from .pairs import PairRow
+from .stored import contradictions
 
 if TYPE_CHECKING:
     from .report import PartReport
@@ -43,7 +44,7 @@ class Note:
 
 def notes_on(report: PartReport) -> tuple[Note, ...]:
     """Return all notes on a report, which has none yet; warnings first."""
-    warnings = (_base, _lengths, _scaling, _yarn_elsewhere)
+    warnings = (_base, _lengths, _scaling, _yarn_elsewhere, _stored)
     facts = (_unextended, _turns, _tables, _elsewhere)
     return tuple(
         Note(code, check in warnings, text)
@@ -86,7 +87,7 @@ def _lengths(part: PartReport) -> _Found:
     if original > stated:
         text = (
             f"original_max_position {original:,} is beyond the context of {stated:,}: it should be "
-            f"the length before the extension{_meant(rule, stated)}."
+            f"the length before the extension{_meant(rule, stated) or ', or the two are swapped'}."
         )
         yield "original-length", text
     elif original == stated and isinstance(rule, Llama3) and rule.factor > 1:
@@ -111,6 +112,15 @@ def _meant(rule: Rule | None, stated: int) -> str:
 
 def _scaling(part: PartReport) -> _Found:
     rule = part.spec.scaling
+    factor = getattr(rule, "factor", None)
+    # Image coordinates are scaled to change their unit.
+    if factor is not None and factor < 1.0 and part.spec.axis_count == 1:
+        yield (
+            "factor",
+            f"factor {factor:g} is below 1: it should be the ratio of the new length to the old one, probably the "
+            f"inverse, {1 / factor:.6g}.",
+        )
+        return
     if isinstance(rule, LongRoPE):
         for name in ("short_factor", "long_factor"):
             least = min(getattr(rule, name))
@@ -119,13 +129,10 @@ def _scaling(part: PartReport) -> _Found:
                 text = f"{name}[{at}] = {least:g} is below 1: that pair turns faster than unscaled."
                 yield "divisors", text
         return
-    factor = getattr(rule, "factor", None)
-    # Image coordinates are scaled to change their unit. A rule by length has no effect up to that length.
+    # A rule by length has no effect up to that length.
     if rule is None or factor is None or rule.by_length or part.spec.axis_count > 1:
         return
-    if factor < 1.0:
-        yield "factor", f"factor {factor:g} is below 1: pairs turn faster, not slower."
-    elif all(pair.slower == 1.0 for pair in part.pairs):
+    if all(pair.slower == 1.0 for pair in part.pairs):
         yield "no-effect", f"{type(rule).__name__} changes no pair at this length."
 
 
@@ -144,6 +151,11 @@ def _yarn_elsewhere(part: PartReport) -> _Found:
                 f"{part.spec.attention_scaling():.4g}."
             )
             yield "stacks-differ", text
+
+
+def _stored(part: PartReport) -> _Found:
+    for text in contradictions(part.spec, part.part.stored):
+        yield "stored-frequencies", text
 
 
 # --- facts ----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from tightrope.frequencies import Rule
 from tightrope.spec import RopeSpec
 
 from ..convert.model import pairing_beside, pairing_name
+from .stored import Stored, shared_out, stored_in
 
 
 class Field(NamedTuple):
@@ -37,6 +38,7 @@ class Part:
         layers: the number of layers of this type, if the configuration lists them.
         why_not: why there is no spec.
         at: the numbers of these layers, if the configuration lists them.
+        stored: the buffers of frequencies of these layers in the checkpoint beside the configuration.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Part:
     layers: int | None = None
     why_not: str | None = None
     at: tuple[int, ...] = ()
+    stored: tuple[Stored, ...] = ()
 
 
 def read(
@@ -69,13 +72,16 @@ def read(
         OSError, ValueError, TypeError: as in :meth:`tightrope.RopeSpec.from_config`.
     """
     name, record = type(config).__name__, None
+    stored: list[Stored] = []
     if isinstance(config, RopeSpec):
         return name, "a RopeSpec", [_of_spec(config, "given")]
     if isinstance(config, str | os.PathLike):
         name, path = os.fspath(config), Path(config)
         config = files.load(path)
-        if interleaved is None and (path.is_dir() or path.name in files.NAMES):
-            record = pairing_beside(path if path.is_dir() else path.parent)
+        if path.is_dir() or path.name in files.NAMES:
+            folder = path if path.is_dir() else path.parent
+            stored = stored_in(folder)
+            record = pairing_beside(folder) if interleaved is None else None
     saved = isinstance(config, Mapping) and {"version", "head_dim"} <= config.keys()
     if saved and "model_type" not in config:  # type: ignore[operator]
         spec = RopeSpec.from_dict(config)  # type: ignore[arg-type]
@@ -110,7 +116,7 @@ def read(
             found += _parts_of(provenance, label, None if several else record)
     if not forms:
         raise ValueError(found[0].why_not)
-    return name, ", ".join(forms), found
+    return name, ", ".join(forms), shared_out(stored, found)
 
 
 def _of_spec(spec: RopeSpec, source: str) -> Part:

@@ -173,8 +173,19 @@ WIDE = {"rope_parameters": {**A, "b": A["a"]}, "per_layer_config": {"0": {"head_
         (ZEBRA, ["--half"], "with --start if they are not the first; --rope-layers='all' if"),
         ({**ZEBRA, "rope_parameters": A}, ["--half"], "pass --rope-layers, a list of the types"),
         ({**ZEBRA, **WIDE}, ["--half"], "pass --layer-type with the --rotary-dim of its layers"),
-        ({**LLAMA3, "partial_rotary_factor": 0.5}, [], "with --half and --rope-layers='all'."),
+        (
+            {**LLAMA3, "partial_rotary_factor": 0.5},
+            [],
+            "with --half and --rope-layers='all'; by hand: RopeSpec(",
+        ),
         ({**LLAMA3, "model_type": "nobody"}, [], "pass --half if channel i"),
+        ({**LLAMA3, "rope_interleaved": True}, [], "if the key is right: --interleaved; if"),
+        ({**LLAMA3, "rope_tetha": 1.0}, [], "ignores them with a warning: --lenient."),
+        (
+            {"text_config": {**LLAMA3, "model_type": "phi"}},
+            [],
+            "half: --section=text_config --rotary-dim=64.",
+        ),
         ({**LLAMA3, "model_type": "nobody"}, [], "--rotary-dim=128 if all 128 channels"),
     ],
 )

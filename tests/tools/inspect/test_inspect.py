@@ -329,6 +329,8 @@ def test_warnings(config: dict[str, Any], wanted: set[str]) -> None:
     [
         # A configuration with such a factor is refused.
         (RopeSpec(128, scaling=Linear(0.5)), {"factor"}),
+        (RopeSpec(128, scaling=DynamicNTK(0.5, 4096)), {"factor"}),
+        (RopeSpec(4, scaling=LongRoPE((1.0, 1.0), (1.0, 2.0), 64, factor=0.5)), {"factor"}),
         # A rule by length has an effect.
         (RopeSpec(128, scaling=DynamicNTK(2, 4096)), set()),
         (RopeSpec(4, scaling=LongRoPE((1.0, 0.9), (1.0, 2.0), 64, factor=4.0)), {"divisors"}),

@@ -391,11 +391,11 @@ def rotates_as(module: torch.nn.Module, layer: str | None, spec: RopeSpec) -> bo
 
 
 def calls_of(config: Any, section: str | None) -> list[str]:
-    """Return the calls that a refusal advises for code like Llama's."""
+    """Return the calls that a refusal advises for code like Llama's, where it assumes nothing else."""
     try:
         RopeSpec.from_config(config.to_dict(), section=section)
     except (ValueError, TypeError) as error:
-        advice = str(error).partition("for code like Llama's: ")[2].removesuffix(".")
+        advice = str(error).partition("; for code like Llama's: ")[2].removesuffix(".")
         return advice.split(" and ") if advice else []
     return []
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.advice import calls_in, made_by
 from tests.support.reading import read, refused, two, without
 from tightrope import RopeSpec
 from tightrope.config import families, keys
@@ -163,7 +164,7 @@ WITH_FACTS = set(
 ) | {
     name for name in WHOLE if name.endswith("_vision") or families.FAMILIES[name].layers == "nested"
 }
-BY_HAND = "make a RopeSpec by hand."
+BY_HAND = "make a RopeSpec by hand"
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -205,12 +206,15 @@ def test_the_advice_for_a_part_keeps_what_only_the_code_states(name: str) -> Non
         ValueError, match=f"the code of model_type '{name}' rotates all channels"
     ) as caught:
         read(config)
-    text = str(caught.value)
+    text, _, call = str(caught.value).removesuffix(".").partition("; by hand")
     assert text.endswith(BY_HAND) == (name in WITH_FACTS)
+    found = [made_by(each, config) for each in calls_in(call)]
+    assert {spec.rotary_dim for spec in found} <= {64}
     if name not in WITH_FACTS:  # the advice works
         interleaved = families.FAMILIES[name].interleaved
         stated: dict[str, Any] = {"interleaved": interleaved, "rope_layers": "all"}
-        advice = f"without its model_type, with interleaved={interleaved} and rope_layers='all'."
+        advice = f"without its model_type, with interleaved={interleaved} and rope_layers='all'"
         assert text.endswith(advice)
         made = read(without(config, "model_type"), **stated)
         assert made == RopeSpec(128, 1e4, 64, interleaved=interleaved)
+        assert found == [made]

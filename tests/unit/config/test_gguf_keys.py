@@ -32,6 +32,9 @@ READ = {
 ABOUT = re.compile(r"rope\.|attention\.key_length|attention\.(compress|max_alibi|rope)")
 
 
+OWN_WIDTHS = ("gemma4", "laguna", "step35")  # read key_length_swa
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_keys_of_any_architecture_are_read_without_its_name(arch: str) -> None:
     """The name of an architecture, such as gptneox, is in each of its keys, and says nothing about them."""
@@ -55,10 +58,13 @@ def test_keys_of_any_architecture_are_read_without_its_name(arch: str) -> None:
     if arch in families.GGUF_SECTIONS | families.GGUF_INTERLEAVED_SECTIONS:
         known["rope__dimension_sections"] = [11, 11, 10, 0]
     config = gguf(arch, 32, **known)
+    if arch == "gemma4":
+        config["rope_freqs.weight"] = [1.0] * 32
     wanted = read(config)
     more = {name.replace("{arch}", arch): 3 for name in others}
     assert read({**config, **more}) == wanted
-    for key in (f"{arch}.swa_rope_theta", f"{arch}.rope.tehta", f"{arch}.attention.key_length_swa"):
+    unknown = ["swa_rope_theta", "rope.tehta", "attention.key_length_swa"]
+    for key in [f"{arch}.{key}" for key in unknown[: 2 if arch in OWN_WIDTHS else 3]]:
         with pytest.raises(ValueError, match=f"must be known but got {re.escape(key)}"):
             read({**config, **more, key: 3})
 
@@ -219,7 +225,6 @@ GGUF_REFUSED = {
     ),
     "starcoder": (gguf("starcoder"), "has no spec: llama.cpp rotates none of its layers."),
     "nemotron_h": (gguf("nemotron_h"), "has no spec: llama.cpp rotates none of its layers."),
-    "gemma4": (gguf("gemma4"), "has no spec: its layers differ in the width of a head."),
 }
 
 
@@ -227,6 +232,145 @@ GGUF_REFUSED = {
 def test_architectures_of_llama_cpp_without_a_spec(name: str) -> None:
     config, text = GGUF_REFUSED[name]
     refused(config, f"GGUF architecture {config['general.architecture']!r} {text}")
+
+
+# --- layers with a sliding window ---------------------------------------------------------------------
+
+KINDS = [True, True, False, True, True, False, True, True]
+TYPES = tuple("sliding_attention" if one else "full_attention" for one in KINDS)
+LISTED = {**WINDOW, "attention__sliding_window_pattern": KINDS}
+LOCAL = {**LISTED, "attention__key_length": 128, "rope__freq_base_swa": 5e3}
+GEMMA4 = gguf(
+    "gemma4",
+    **LISTED,
+    attention__key_length=512,
+    attention__key_length_swa=256,
+    rope__dimension_count=512,
+    rope__dimension_count_swa=256,
+)
+LAGUNA = {"attention__key_length": 128, "rope__dimension_count": 64, **GGUF_YARN}
+YARN_8 = YaRN(8, 8192)
+
+
+def test_layers_of_gemma4_differ_in_the_width_of_a_head() -> None:
+    text = (
+        "gemma4 must come with rope_freqs.weight, which scales its layers with full attention; pass the path of the "
+        ".gguf file, or add the tensor to the metadata."
+    )
+    refused(GEMMA4, text)
+    specs = read({**GEMMA4, "rope_freqs.weight": [1.0] * 64 + [1e30] * 192})
+    full, sliding = specs["full_attention"], specs["sliding_attention"]
+    assert (full.head_dim, full.rotary_dim, full.base) == (512, 512, 1e6)
+    row = default(512, 1e6).exact
+    for k, omega in enumerate(full.frequencies().exact):
+        assert float(omega) == pytest.approx(float(row[k]) if k < 64 else 0.0, abs=1e-30)
+    assert sliding == RopeSpec(256)
+    assert specs.layers == TYPES
+
+
+# Architecture, keys -> the specs of layers with full attention and with a window.
+WINDOWED: dict[str, tuple[dict[str, Any], RopeSpec, RopeSpec]] = {
+    "gemma3": (gguf("gemma3", **LOCAL), HALF, RopeSpec(128, 5e3)),
+    "laguna": (
+        gguf("laguna", **LAGUNA, **LISTED, rope__freq_base_swa=1e4, rope__dimension_count_swa=128),
+        RopeSpec(128, 1e6, 64, scaling=YARN_8),
+        RopeSpec(128),
+    ),
+    "laguna without keys for windows": (
+        gguf("laguna", **LAGUNA, **LISTED),
+        RopeSpec(128, 1e6, 64, scaling=YARN_8),
+        RopeSpec(128, 1e6, 64),
+    ),
+    "mimo2": (
+        gguf("mimo2", **LOCAL, rope__dimension_count=64),
+        RopeSpec(128, 1e6, 64),
+        RopeSpec(128, 5e3, 64),
+    ),
+    "step35": (
+        gguf("step35", **LOCAL, rope__dimension_count=128),
+        RopeSpec(128, 1e6, 64),
+        RopeSpec(128, 5e3),
+    ),
+    "step35 with a width of its own": (
+        gguf("step35", **LOCAL, rope__dimension_count=64, rope__dimension_count_swa=128),
+        RopeSpec(128, 1e6, 32),
+        RopeSpec(128, 5e3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_layers_with_a_window_have_keys_of_their_own(name: str) -> None:
+    config, full, sliding = WINDOWED[name]
+    specs = read(config)
+    assert specs == {"full_attention": full, "sliding_attention": sliding}
+    assert specs.layers == TYPES
+
+
+def test_layers_with_a_window_are_scaled_where_llama_cpp_scales_them() -> None:
+    for arch in ("gpt-oss", "gemma2"):
+        made = read(gguf(arch, **LOCAL, **GGUF_YARN))
+        full, sliding = RopeSpec(128, 1e6, scaling=YARN_8), RopeSpec(128, 5e3, scaling=YARN_8)
+        assert made == {"full_attention": full, "sliding_attention": sliding}
+
+
+@pytest.mark.parametrize("arch", ["mellum", "olmo2"])
+def test_layers_with_a_window_may_share_the_base_but_not_the_scaling(arch: str) -> None:
+    specs = read(gguf(arch, **LOCAL, **GGUF_YARN))
+    full = RopeSpec(128, 1e6, scaling=YARN_8)
+    assert specs == {"full_attention": full, "sliding_attention": HALF}
+    assert specs.layers == TYPES
+    assert read(gguf(arch, **GGUF_YARN)) == full
+
+
+def test_laguna_may_have_no_windows() -> None:
+    spec = RopeSpec(128, 1e6, 64, scaling=YARN_8)
+    for more in ({}, {"attention__sliding_window": 0}, {"rope__freq_base_swa": 1e4}):
+        assert read(gguf("laguna", **LAGUNA, **more)) == spec
+
+
+def test_the_factors_of_step35_are_for_its_full_layers() -> None:
+    config = gguf("step35", **LOCAL, rope__dimension_count=128)
+    specs = read({**config, "rope_freqs.weight": [2.0] * 64})
+    row = default(64, 1e6).exact
+    made = specs["full_attention"].frequencies().exact
+    assert [float(one) for one in made] == pytest.approx([float(one) / 2 for one in row])
+    assert specs["sliding_attention"] == RopeSpec(128, 5e3)
+
+
+@pytest.mark.parametrize(
+    "arch, stated, full",
+    [
+        ("gemma3", None, {5}),
+        ("gemma3", 4, {3, 7}),
+        ("gemma3", 0, set()),
+        ("gemma3", 1, set(range(8))),
+        ("gemma-embedding", None, {5}),
+        ("modern-bert", None, {0, 3, 6}),
+        ("modern-bert", 2, {0, 2, 4, 6}),
+        ("laguna", None, {0, 4}),
+        ("cohere2", None, {3, 7}),
+        ("olmo2", KINDS, {2, 5}),
+        ("olmo2", [*KINDS, True], {2, 5}),  # of a layer that only predicts
+    ],
+)
+def test_layers_are_told_by_a_list_or_a_period(arch: str, stated: Any, full: set[int]) -> None:
+    more = {} if stated is None else {"attention__sliding_window_pattern": stated}
+    more |= GGUF_YARN if arch in ("laguna", "olmo2") else {}  # else all layers are alike
+    specs = read(gguf(arch, **WINDOW, **more, attention__key_length=128, rope__dimension_count=128))
+    assert {n for n, name in enumerate(specs.layers) if name == "full_attention"} == full
+    assert len(specs.layers) == 8
+
+
+def test_lists_of_windows_that_do_not_fit() -> None:
+    key = "gemma3.attention.sliding_window_pattern"
+    config = gguf("gemma3", **LOCAL)
+    refused({**config, key: KINDS[1:]}, f"{key} must have an entry for each of 8 layers but has 7.")
+    large = {**config, key: 6, "gemma3.block_count": 10**9}
+    refused(large, "gemma3.block_count must be at most 65536 but got 1000000000.")
+    step = gguf("step35", **LOCAL, rope__dimension_count=128)
+    made = read({**step, "step35.attention.sliding_window_pattern": 4})  # not a list
+    assert made.layers is None
 
 
 @pytest.mark.parametrize("arch", ["granite", "granitemoe", "granitehybrid"])

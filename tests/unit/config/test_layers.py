@@ -94,7 +94,7 @@ def test_a_key_that_says_which_layers_rotate_is_never_ignored(key: str) -> None:
     value, is_read = SAY_WHICH_LAYERS[key]
     text = (
         f"every key that may say which layers rotate must be known but got {key}; pass a config without it only if "
-        f"it has no effect."
+        f"it has no effect, or make a spec by hand for each kind of layers."
     )
     for strict in (True, False):
         refused({**LLAMA, key: value}, text, strict=strict)

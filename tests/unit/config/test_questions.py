@@ -137,7 +137,7 @@ def test_a_section_for_each_type_of_layer_may_lack_those_that_do_not_rotate() ->
 
 
 def test_an_error_that_no_answer_mends_comes_first() -> None:
-    text = axial("rope_parameters.rope_type", "zebra", 128)
+    text = axial("rope_parameters.rope_type", "zebra", 128, ", for code like Llama's")
     refused({**ZEBRA, "rope_parameters": {"rope_type": "axial"}}, text)
     with pytest.raises(TypeError, match="factor must be"):
         read({**ZEBRA, "rope_scaling": {"type": "linear", "factor": "x"}})

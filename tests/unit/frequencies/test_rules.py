@@ -627,7 +627,7 @@ test_errors = refusals(
         "short_mscale and long_mscale must be given but got none.": (
             lambda: LongRoPE(ONE, ONE, 4096)
         ),
-        "[Llama3] high_freq_factor must be at least low_freq_factor but got 4.0 and 5.0.": (
+        "[Llama3] high_freq_factor must be at least low_freq_factor but got 4.0 and 5.0; they are probably swapped.": (
             lambda: Llama3(8.0, 5.0, 4.0, 8192)
         ),
         "[Proportional] rotary_fraction must be at most 1 but got 1.5.": lambda: Proportional(1.5),

@@ -1,0 +1,58 @@
+"""Each refusal of the coverage of configurations ends with a call that works for that file."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import pytest
+
+from benchmarks.coverage import configs, transformers
+from tests.support.advice import calls_in, made_by
+from tests.support.reading import outcome
+
+pytest.importorskip("transformers")
+_ROWS = json.loads(configs.RESULTS.read_text("utf-8"))["models"]
+REFUSALS = [row["model"] for row in _ROWS if row["status"] == "refused"]
+# Sentences without a call -> the reason, and what they say instead.
+_PATCH = "tightrope.patch(model) rotates as the model's own code does."
+WITHOUT_CALL: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(
+        (
+            "gemma4_vision hunyuan_vl hunyuan_vl_text neomme neucodec qwen2_5_omni_dit "
+            "qwen2_5_omni_token2wav vjepa2 xcodec2"
+        ).split(),
+        ("no spec describes the rotation", _PATCH),
+    ),
+    "efficientloftr": ("its key means another part", "at most 1 but got 4.0."),
+    "nanochat": ("it rotates backwards", "make a RopeSpec as for Llama and negate the positions."),
+}
+
+
+def led_to(sentence: str, config: object, steps: int = 3) -> list[Any]:
+    """Run every call of a sentence, and the calls of refusals that it leads to."""
+    made = []
+    for call in calls_in(sentence):
+        try:
+            made.append(made_by(call, config))
+        except ValueError as error:
+            assert steps > 1, sentence
+            made += led_to(str(error), config, steps - 1)
+    assert made, sentence
+    return made
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", REFUSALS)
+def test_the_advice_of_a_refusal_of_the_coverage_works(name: str) -> None:
+    model = transformers.prepare(name)[0].model
+    config = configs.fitted(json.loads(json.dumps(model.config.to_dict(), default=str)))
+    error = outcome(config)
+    assert isinstance(error, ValueError)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of strict=False
+        if name in WITHOUT_CALL:
+            assert str(error).endswith(WITHOUT_CALL[name][1])
+        else:
+            assert None not in led_to(str(error), config)
