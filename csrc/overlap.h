@@ -64,7 +64,11 @@ inline int64_t bytes_of(Dtype dtype) {
   return dtype == Dtype::kDouble ? 8 : dtype == Dtype::kFloat ? 4 : 2;
 }
 
-// Whether an output may overlap itself, another output, or an input (unless in place).
+inline bool equal(const Strides& a, const Strides& b) {
+  return a.row == b.row && a.head == b.head && a.token == b.token && a.channel == b.channel;
+}
+
+// Whether an output may overlap itself, another output, or an input that is not exactly this output.
 inline bool memory_overlaps(const Problem& p, Outs outs) {
   const int64_t element = bytes_of(p.dtype);
   for (int32_t i = 0; i < p.operands; ++i) {
@@ -77,7 +81,7 @@ inline bool memory_overlaps(const Problem& p, Outs outs) {
       if (b.heads == 0) continue;
       if (j < i && may_overlap(a.out, out, b.out, extents_of(p, b, b.out_stride), element))
         return true;
-      // In place, each operand overlaps its own input by design.
+      if (i == j && a.out == a.in && equal(a.out_stride, a.in_stride)) continue;
       if (outs == Outs::kGiven && may_overlap(a.out, out, b.in, extents_of(p, b, b.in_stride), element))
         return true;
     }

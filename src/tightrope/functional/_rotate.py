@@ -276,9 +276,9 @@ def rotate_with(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
     >>> rotate_with(("x",), "new", x, None, RopeSpec(8), None, "sd", False)[0].shape
     torch.Size([3, 8])
     """
-    if verb != "out" and inv_freq is None and seq_len is None and backend is None:
+    if inv_freq is None and seq_len is None and backend is None:
         found = run_quick(
-            names, verb, spec, positions, q, k, layout, inverse, stages, rounding, phases
+            names, verb, spec, positions, q, k, layout, inverse, stages, rounding, phases, outs
         )
         if found is not None:
             return found

@@ -69,11 +69,19 @@ def check_not_frozen(names: Sequence[str], written: Sequence[torch.Tensor]) -> N
 
 
 def shares_memory(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor] = ()) -> bool:
-    """Return whether a written tensor may overlap itself, another written one, or a read one."""
+    """Return whether a written tensor may overlap itself, another written one, or a read one.
+
+    It may be exactly the read one of the same index.
+    """
     return (
         any(map(may_overlap_itself, written))
         or any(may_overlap(a, b) for i, a in enumerate(written) for b in written[:i])
-        or any(may_overlap(a, b) for a in written for b in read)
+        or any(
+            may_overlap(a, b)
+            for i, a in enumerate(written)
+            for j, b in enumerate(read)
+            if i != j or a.data_ptr() != b.data_ptr() or a.stride() != b.stride()
+        )
     )
 
 

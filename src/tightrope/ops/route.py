@@ -280,6 +280,17 @@ def _ready(
     return ready
 
 
+def may_be_written(out: object) -> bool:
+    """Return whether the kernel checks all else of a tensor to write to: only those for CPUs do."""
+    return (
+        type(out) is torch.Tensor
+        and out.is_cpu
+        and out.layout is _STRIDED
+        and not (out.requires_grad and torch.is_grad_enabled())
+        and not out.is_neg()
+    )
+
+
 def is_plain_eager() -> bool:
     """Return whether no mode, transform or compiler watches: the kernel may be called directly."""
     return not (

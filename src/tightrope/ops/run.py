@@ -32,6 +32,7 @@ from .route import (
     Way,
     any_requires_grad,
     learns_angles,
+    may_be_written,
     route,
     route_quick,
 )
@@ -69,18 +70,21 @@ def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a dec
     stages: Stages | None,
     rounding: RoundingLike | None = None,
     phases: PhasesLike = None,
+    outs: Sequence[torch.Tensor] = (),
 ) -> Results | None:
     """Call the kernel directly, if :func:`tightrope.ops.route.route_quick` allows it.
 
     Args:
         names: names of q and k in error messages.
-        verb: "new" or "in place".
+        verb: one of :data:`tightrope.ops.call.VERBS`.
 
     Returns:
         The rotated tensors; None if the call must be built in full and go through :func:`run`.
     """
     packed = route_quick(rope, positions, q, k, layout, inverse, stages, rounding, phases)
     if packed is None:
+        return None
+    if outs and (len(outs) != (1 if k is None else 2) or not all(map(may_be_written, outs))):
         return None
 
     def rebuild() -> list[Call]:
@@ -94,12 +98,13 @@ def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a dec
             inverse,
             stages=stages,
             verb=verb,
+            outs=outs,
             rounding=rounding,
             phases=phases,
         )
         return build(request)
 
-    return launch_quick(names, verb, q, k, packed, rebuild)
+    return launch_quick(names, verb, q, k, packed, rebuild, outs)
 
 
 def launch_quick(
@@ -109,17 +114,24 @@ def launch_quick(
     k: torch.Tensor | None,
     packed: Packed,
     rebuild: Callable[[], list[Call]],
+    outs: Sequence[torch.Tensor] = (),
 ) -> Results:
     """Call the kernel on arguments that only it checks.
 
     Args:
         names: names of q and k in error messages.
-        verb: "new" or "in place".
+        verb: one of :data:`tightrope.ops.call.VERBS`.
         rebuild: makes the calls with all checks, to raise the readable error.
     """
     try:
         if verb == "new":
             return _launch(NEW, q, k, packed)
+        if verb == "out":
+            memory.check_not_frozen(["out"] * len(outs), outs)
+            with torch._C._AutoDispatchBelowAutograd():
+                OUT.for_(packed)(q, k, *pair(outs), *packed)
+            torch.autograd.graph.increment_version(outs)
+            return outs
         if q.is_inference() or (k is not None and k.is_inference()):
             memory.check_not_frozen(names, present(q, k))
         _launch(IN_PLACE, q, k, packed)
@@ -129,7 +141,7 @@ def launch_quick(
         # other error may have come after the kernel wrote, so the call must not run again.
         try:
             calls = rebuild()
-            if verb == "in place":
+            if verb != "new":
                 _check_memory(calls, False)
         except Refusal:
             raise

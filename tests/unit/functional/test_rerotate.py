@@ -491,6 +491,6 @@ VALUES = {
         layout="bdsh"
     ),
     "[rerotate] out must not overlap itself or the input in memory; to rotate in place call "
-    "rerotate_ (out[0]: float32[2, 3, 4, 16]).": moved(out=K),
+    "rerotate_ (out[0]: float32[2, 3, 4, 16]).": moved(out=K.view(3, 2, 4, 16).transpose(0, 1)),
 }
 test_sentence = refusals(TypeError=TYPES, ValueError=VALUES)
