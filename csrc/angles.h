@@ -367,23 +367,46 @@ inline void fill(const Problem& p, int64_t row, int64_t head, int64_t token, int
   }
 }
 
+// The order in which a table can be read where it is, through `order`; returns false if it cannot.
+template <class F>
+inline bool readable(const Problem& p, int64_t n, [[maybe_unused]] In* order) {
+  constexpr Dtype kValue = sizeof(typename F::Value) == sizeof(double) ? Dtype::kDouble : Dtype::kFloat;
+  const int64_t step = p.table_step * p.cosine.stride.channel;
+  if (p.cosine.data == nullptr || n == 0 || p.amplitude != 1 || p.conjugate) return false;
+  if (step != 1 || p.sine.stride.channel != p.cosine.stride.channel) return false;
+  if (p.dtype != Dtype::kBFloat16) return p.table_dtype == kValue;
+#if defined(__AVX2__)
+  // Only the registers of half pairs know the other orders, and replace NaNs as copy_entries does.
+  const bool twins = p.table_dtype == Dtype::kBFloat16;
+  if (p.interleaved || n % 8 != 0 || !(twins || p.table_dtype == Dtype::kFloat)) return false;
+  for (int32_t i = 0; i < p.operands; ++i)
+    if (p.operand[i].in_stride.channel != 1 || p.operand[i].out_stride.channel != 1) return false;
+  *order = twins ? In::kTwins : In::kPairs;
+  return true;
+#else
+  return false;
+#endif
+}
+
 // Points at the rows of the caller's tables, if they hold just what the arithmetic needs; returns whether it did.
 template <class F>
 inline bool point(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t tokens, int64_t first,
                   int64_t n, Angles<typename F::Value>& angles) {
   using T = typename F::Value;
-  constexpr Dtype kValue = sizeof(T) == sizeof(double) ? Dtype::kDouble : Dtype::kFloat;
-  const int64_t step = p.table_step * p.cosine.stride.channel;
-  // A NaN of the table could round to an infinity of bfloat16: see copy_entries.
-  if (p.cosine.data == nullptr || p.table_dtype != kValue || p.dtype == Dtype::kBFloat16 || n == 0) return false;
-  if (p.amplitude != 1 || p.conjugate || step != 1 || p.sine.stride.channel != p.cosine.stride.channel) return false;
-  const T* c = static_cast<const T*>(p.cosine.data) + entry_at(p.cosine, row, head, 0, first);
-  const T* s = static_cast<const T*>(p.sine.data) + entry_at(p.sine, row, head, 0, first);
-  const int64_t other = p.table_other, c_step = p.cosine.stride.token, s_step = p.sine.stride.token;
+  In order = In::kUsual;
+  if (!readable<F>(p, n, &order)) return false;
+  const int64_t entry = order == In::kTwins ? int64_t(sizeof(uint16_t)) : int64_t(sizeof(T));
+  const auto start = [&](const Table& table) {
+    return static_cast<const char*>(table.data) + entry_at(table, row, head, 0, first) * entry;
+  };
+  const char *c = start(p.cosine), *s = start(p.sine);
+  const int64_t c_step = p.cosine.stride.token * entry, s_step = p.sine.stride.token * entry;
+  const int64_t other = p.table_other * entry;
   for (int64_t t = 0; t < tokens; ++t) {
     const int64_t at = position_at(p, 0, row, token + t).whole;
     if (at < 0 || at >= p.table_length) return false;
-    angles.row[t] = {c + at * c_step, s + at * s_step, c + at * c_step + other, s + at * s_step + other};
+    const char *c_row = c + at * c_step, *s_row = s + at * s_step;
+    angles.row[t] = {(const T*)c_row, (const T*)s_row, (const T*)(c_row + other), (const T*)(s_row + other), order};
   }
   return true;
 }

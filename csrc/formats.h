@@ -211,9 +211,14 @@ struct Arithmetic {
 
 // Cosines and sines of the pairs of one token: those of the first channels and, if the channels of a
 // pair have different ones, those of the second (c2, s2); otherwise both are the same.
+//
+// Those of bfloat16 in half pairs may stand in the order of the pairs, where a table has them; see Twin for the
+// usual order. As kTwins they are themselves bfloat16, behind pointers to T.
+enum class In : int32_t { kUsual, kPairs, kTwins };
 template <class T>
 struct Row {
   const T *c, *s, *c2, *s2;
+  In order = In::kUsual;
 };
 
 // Whether the halves of a head rotate two pairs at a time: see Twin.

@@ -69,6 +69,12 @@ TIGHTROPE_REGISTER(16, __m512, __m512i, _mm512, si512)
     *lower = _mm512_maskz_permutexvar_ps(0xFFFF, at, x);
     *upper = _mm512_maskz_permutexvar_ps(0xFFFF, _mm512_add_epi32(at, _mm512_set1_epi32(8)), x);
   }
+  // The lanes of even and of odd number, of two registers.
+  static void split(Floats first, Floats second, Floats* even, Floats* odd) {
+    const __m512i at = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    *even = _mm512_maskz_permutex2var_ps(0xFFFF, first, at, second);
+    *odd = _mm512_maskz_permutex2var_ps(0xFFFF, first, _mm512_add_epi32(at, _mm512_set1_epi32(1)), second);
+  }
   static Floats read(const uint16_t* at) {
     return _mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256((const __m256i*)at));
   }
@@ -85,6 +91,10 @@ TIGHTROPE_REGISTER(8, __m256, __m256i, _mm256, si256)
     const __m256 low = _mm256_unpacklo_ps(x, x), high = _mm256_unpackhi_ps(x, x);
     *lower = _mm256_permute2f128_ps(low, high, 0x20), *upper = _mm256_permute2f128_ps(low, high, 0x31);
   }
+  static void split(Floats first, Floats second, Floats* even, Floats* odd) {
+    const __m256 low = _mm256_permute2f128_ps(first, second, 0x20), high = _mm256_permute2f128_ps(first, second, 0x31);
+    *even = _mm256_shuffle_ps(low, high, 0x88), *odd = _mm256_shuffle_ps(low, high, 0xDD);
+  }
   static Floats read(const uint16_t* at) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at));
   }
@@ -98,6 +108,9 @@ TIGHTROPE_REGISTER(4, __m128, __m128i, _mm, si128)
   static Floats swapped(Floats x) { return _mm_permute_ps(x, 0xB1); }
   static void doubled(Floats x, Floats* lower, Floats* upper) {
     *lower = _mm_unpacklo_ps(x, x), *upper = _mm_unpackhi_ps(x, x);
+  }
+  static void split(Floats first, Floats second, Floats* even, Floats* odd) {
+    *even = _mm_shuffle_ps(first, second, 0x88), *odd = _mm_shuffle_ps(first, second, 0xDD);
   }
   static Floats read(const uint16_t* at) {
     return _mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)at));
@@ -226,12 +239,31 @@ struct Block<A, F, true, lanes> {
 template <class A, int lanes>
 struct Block<A, BFloat16, false, lanes> {
   using R = Register<lanes>;
+  using Floats = typename R::Floats;
   static constexpr int64_t kPairs = 2 * lanes;
   static constexpr int kAngleRegisters = A::apart ? 8 : 4;
 
   TIGHTROPE_INLINE void take(const Row<float>& r, int64_t at, int64_t n) {
-    even.take(r, at / 2, n), odd.take(r, (n + 1) / 2 + at / 2, n);
+    if (r.order == In::kUsual) {
+      even.take(r, at / 2, n), odd.take(r, (n + 1) / 2 + at / 2, n);
+      return;
+    }
+    read(r.order, r.c, at, &even.c, &odd.c), read(r.order, r.s, at, &even.s, &odd.s);
+    even.c2 = even.c, odd.c2 = odd.c, even.s2 = even.s, odd.s2 = odd.s;
+    if (A::apart) read(r.order, r.c2, at, &even.c2, &odd.c2), read(r.order, r.s2, at, &even.s2, &odd.s2);
   }
+  // Reads 2·lanes angles of a table.
+  static TIGHTROPE_INLINE void read(In order, const float* from, int64_t at, Floats* even, Floats* odd) {
+    if (order == In::kTwins) {
+      const auto twins = R::read((const Twin*)((const uint16_t*)from + at));
+      *even = R::even(twins), *odd = R::odd(twins);
+      return;
+    }
+    R::split(R::read(from + at), R::read(from + at + lanes), even, odd);
+    *even = without_low_bits(*even), *odd = without_low_bits(*odd);
+  }
+  // Replaces each NaN by one that does not round to an infinity: see copy_entries.
+  static TIGHTROPE_INLINE Floats without_low_bits(Floats x) { return x == x ? x : Floats{} + __builtin_nanf(""); }
   template <bool streams>
   TIGHTROPE_INLINE void turn(const uint16_t* u, const uint16_t* v, uint16_t* y, uint16_t* z) const {
     const auto a = R::read((const Twin*)u), b = R::read((const Twin*)v);
