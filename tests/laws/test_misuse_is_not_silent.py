@@ -230,11 +230,17 @@ VALUES = {
     "tensors are, as no gradient can leave it (positions: float32[1, 1, 5]).": (
         lambda: rotate(X.to("meta"), SPEC, IDS.float().requires_grad_())
     ),
-    "[from_config] rope_scaling.factor must be at least 1, the ratio of the new to the old length, "
-    "but got 0.25; its inverse is 4.": [
-        partial(RopeSpec.from_config, LLAMA | {"rope_scaling": {"type": kind, "factor": 0.25}})
-        for kind in ("linear", "yarn")
-    ],
+    **{
+        "[from_config] rope_scaling.factor must be at least 1, the ratio of the new to the old length, "
+        "but got 0.25; its inverse is 4; if it is the ratio of the old to the new: "
+        f"RopeSpec(head_dim=8, scaling={meant}).": partial(
+            RopeSpec.from_config, LLAMA | {"rope_scaling": {"type": kind, "factor": 0.25}}
+        )
+        for kind, meant in (
+            ("linear", "Linear(factor=4.0)"),
+            ("yarn", "YaRN(factor=4.0, original_max_position=4096)"),
+        )
+    },
 }
 test_sentence = refusals(TypeError=TYPES, ValueError=VALUES)
 

@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Call]]] = {
             "rotated channels lie outside the head",
             lambda source=source, width=width: wide_table(source, width),
         )
-        for source, width in (("half", 2**62), ("half", 2**63 - 1), ("cat", 2**63 - 1))
+        for source, width in (("half", 2**62), ("half", 2**63 - 1), ("cat", 2**63 - 2))
     },
     **{
         f"a head {width} wide, {kind}": (
