@@ -11,7 +11,8 @@ the layer and the angles of each token. The status of a row is:
 - different: a call has another pairing, other channels or other angles;
 - not tried: no small model shows the rotation, for the given reason.
 
-It writes `results/coverage/configs.json` and docs/config-coverage.md.
+Beside them are the published configurations whose specs the tests hold. It writes `results/coverage/configs.json` and
+docs/config-coverage.md.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import argparse
 import json
 import math
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -42,7 +44,9 @@ from .comparing import Subject, mapped, part_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "coverage" / "configs.json"
 MODELS = RESULTS.parent / "transformers.json"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "config-coverage.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "config-coverage.md"
+PUBLISHED = ROOT / "tests" / "support" / "data" / "model_configs.json"
 # Tables of float32 at small positions.
 CLOSE = 2e-4
 BACK = "the direction"
@@ -225,7 +229,12 @@ def row(name: str) -> dict[str, Any]:
     if all(wrong):
         return {"model": name, "status": "different", "reason": wrong[0]}
     part = {"part": named.partition(".")[0]} if nested and "." in named else {}
-    return {"model": name, "status": "equal", **part}
+    try:
+        given = type(subject.model.config).from_dict(fitted(config))
+        also = {} if provenance(given).spec == found.spec else {"object": "another spec"}
+    except ValueError as error:
+        also = {"object": str(error).removeprefix("[from_config] ")}
+    return {"model": name, "status": "equal", **part, **also}
 
 
 @torch.no_grad()
@@ -259,6 +268,27 @@ def _sections_of(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield one
 
 
+def published() -> dict[str, list[str]]:
+    """Read the published configurations whose specs the tests hold: their names and formats, by status."""
+    found: dict[str, list[str]] = {"equal": [], "different": []}
+    for each in json.loads(PUBLISHED.read_text("utf-8"))["models"]:
+        options = each.get("options", {})
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # that a length is not the published one, for example
+            made = RopeSpec.from_config(each["config"], **options)
+        wanted = each["wanted"]
+        if "version" in wanted:
+            equal = made == RopeSpec.from_dict(wanted)
+        else:
+            specs = {name: spec and RopeSpec.from_dict(spec) for name, spec in wanted.items()}
+            equal = isinstance(made, LayerSpecs) and dict(made) == specs
+        given = each["form"] + "".join(f", {name}={value!r}" for name, value in options.items())
+        found["equal" if equal else "different"].append(f"{each['origin']} ({given})")
+    return found
+
+
 def page(data: dict[str, Any]) -> str:
     """The lists and tables of docs/config-coverage.md."""
     rows = data["models"]
@@ -269,7 +299,8 @@ def page(data: dict[str, Any]) -> str:
     lines = [
         f"transformers {data['version']}, torch {data['torch']}: {len(equal)} of {len(rows)} types that rotate are "
         f"read from their configuration as a file and equal the model; {len(by_status['refused'])} are refused, "
-        f"{len(by_status['different'])} differ, {len(by_status['not tried'])} were not tried.",
+        f"{len(by_status['different'])} differ, {len(by_status['not tried'])} were not tried. "
+        f"{sum('object' not in each for each in equal)} give the same spec from a configuration object.",
         "",
         "## Equal",
         "",
@@ -282,6 +313,19 @@ def page(data: dict[str, Any]) -> str:
         if by_status[status]:
             cells = [[f"`{each['model']}`", each["reason"]] for each in by_status[status]]
             lines += ["", f"## {status.capitalize()}", "", *table(["model type", "reason"], cells)]
+    files = data["published"]
+    lines += [
+        "",
+        "## Published files",
+        "",
+        f"{len(files['equal'])} of {sum(map(len, files.values()))} configurations of published models give the spec that "
+        "papers, model cards and modeling code state. In parentheses: the format (v4 and v5 of transformers, code of "
+        "the repository, another program) and what is stated beside the file.",
+        "",
+        "; ".join(files["equal"]) + ".",
+    ]
+    if files["different"]:
+        lines += ["", f"Different: {'; '.join(files['different'])}."]
     return "\n".join(lines)
 
 
@@ -313,6 +357,7 @@ def main(arguments: list[str] | None = None) -> None:
         "version": library.__version__,
         "torch": torch.__version__,
         "models": [kept[name] for name in sorted(kept)],
+        "published": published(),
     }
     options.results.write_text(written(data), encoding="utf-8")
     between_marks(options.page, "config-coverage", page(data))

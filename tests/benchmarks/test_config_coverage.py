@@ -23,7 +23,14 @@ def test_no_committed_row_differs_and_most_are_equal() -> None:
     status = [row["status"] for row in ROWS.values()]
     assert "different" not in status
     assert status.count("equal") >= 287
+    assert not [row["model"] for row in ROWS.values() if "object" in row]
     assert len(status) >= 311
+
+
+def test_the_published_files_of_today_are_the_committed_ones() -> None:
+    assert configs.published() == DATA["published"]
+    assert DATA["published"]["different"] == []
+    assert len(DATA["published"]["equal"]) >= 120
 
 
 def test_the_page_shows_the_committed_rows(tmp_path: Any) -> None:

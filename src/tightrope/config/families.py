@@ -390,14 +390,15 @@ SECTIONS: dict[tuple[str, str], str] = {
 GGUF_NEIGHBOURS = frozenset(
     """llama llama4 deci baichuan internlm2 minicpm xverse command-r cohere2 olmo arctic deepseek deepseek2
     deepseek32 plm chatglm glm4 glm-dsa granite granitemoe granitehybrid chameleon bailingmoe neo-bert
-    smollm3 arcee ernie4_5 ernie4_5-moe mistral3 mistral4 muse-glimmer""".split()
+    smollm3 arcee ernie4_5 ernie4_5-moe mistral3 mistral4 muse-glimmer llada llama-embed maincoder""".split()
 )
 GGUF_HALVES = frozenset(
     """falcon falcon-h1 grok dbrx jina-bert-v3 modern-bert nomic-bert nomic-bert-moe stablelm bitnet
     qwen qwen2 dream qwen2moe qwen3 qwen3moe olmo2 olmoe phi2 phi3 phimoe plamo plamo2 gemma gemma2
     gemma3 gemma3n gemma-embedding starcoder2 openelm gptneox codeshell orion nemotron exaone
     exaone4 exaone-moe minicpm3 bailingmoe2 dots1 hunyuan-moe hunyuan-dense gpt-oss lfm2 lfm2moe
-    smallthinker seed_oss apertus minimax-m2 qwen3next glm4moe afmoe gemma4 laguna mellum mimo2 step35""".split()
+    smallthinker seed_oss apertus minimax-m2 qwen3next glm4moe afmoe gemma4 laguna mellum mimo2 step35
+    llada-moe grovemoe rnd1 pangu-embedded eurobert""".split()
 )
 GGUF_SECTIONS = frozenset({"qwen2vl", "paddleocr"})
 GGUF_INTERLEAVED_SECTIONS = frozenset({"qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"})

@@ -180,8 +180,8 @@ _GGUF_PART = frozenset(
     step35""".split()
 )
 _GGUF_HEAD = frozenset(
-    """gemma gemma2 gemma3 gemma3n gemma4 gpt-oss laguna mimo2 qwen3 qwen3moe qwen3next seed_oss
-    step35""".split()
+    """gemma gemma2 gemma3 gemma3n gemma4 gpt-oss grovemoe laguna maincoder mimo2 qwen3 qwen3moe qwen3next
+    rnd1 seed_oss step35""".split()
 )
 # Layers with a sliding window have their own base, by default 10000.
 _GGUF_LOCAL_BASE = frozenset(

@@ -358,7 +358,13 @@ def test_overlapping_memory_is_refused() -> None:
         with pytest.raises(RuntimeError, match="memory overlaps"):
             operators().rotate_(x, x, *arguments)
         with pytest.raises(RuntimeError, match="memory overlaps"):
-            operators().rotate_into(x, None, x, None, *arguments)
+            operators().rotate_into(x[:, :, :2], None, x[:, :, 1:], None, *arguments)
+        with pytest.raises(RuntimeError, match="memory overlaps"):
+            operators().rotate_into(x, None, x.transpose(0, 1), None, *arguments)
+    y, z = x.clone(), torch.empty_like(x)
+    operators().rotate_into(y, None, y, None, *arguments)  # each program reads before it writes
+    operators().rotate_into(x, None, z, None, *arguments)
+    assert torch.equal(y, z)
     fused = noise(2, 3, 4, 8, seed=1).float().to(DEVICE)
     operators().rotate_(
         fused[:, :, :2].transpose(1, 2), fused[:, :, 2:].transpose(1, 2), *arguments
