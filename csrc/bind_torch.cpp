@@ -31,6 +31,23 @@ void choose_streams(Problem& p) {
   }
 }
 
+// Makes tokens of rows that have one token each and angles of their own, so that a tile holds many of them.
+void make_tokens(Problem& p) {
+  if (p.tokens != 1 || p.phases != nullptr) return;
+  if (p.word_rows != 1) {
+    if (p.cosine.data == nullptr || p.table_length != 1 || p.position_dtype != PositionDtype::kNone || p.offset != 0)
+      return;
+    p.cosine.stride.token = p.cosine.stride.row, p.sine.stride.token = p.sine.stride.row;
+    p.table_length = p.rows, p.word_rows = 1, p.add_index = true;
+  } else {
+    if (p.position_row == 0) return;
+    p.position_token = p.position_row, p.position_row = 0, p.add_index = false;
+  }
+  for (int32_t i = 0; i < p.operands; ++i)
+    for (Strides* s : {&p.operand[i].in_stride, &p.operand[i].out_stride}) s->token = s->row, s->row = 0;
+  p.tokens = p.rows, p.rows = 1;
+}
+
 // Lets the rows of a problem share their angles, if they can: as heads, where their strides allow it.
 void join_rows(Problem& p) {
   p.together = p.angles_per_head || p.word_rows != 1 || p.phase_rows > 1 || p.position_row != 0 ? 1 : p.rows;
@@ -50,6 +67,7 @@ void join_rows(Problem& p) {
 
 // Divides a rotation into work items, by tokens and, where that leaves large items, by heads; returns their number.
 int64_t divide_rotation(Problem& p) {
+  make_tokens(p);
   join_rows(p);
   const double elements = heads_of(p) * double(p.rows) * double(p.tokens) * double(p.head_dim);
   p.fetches = elements * double(bytes_of(p.dtype)) > double(kFetched);

@@ -208,8 +208,9 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
     plain = words, turns, ids, offset, options[add_index], amplitude
     if angles is not None and q.is_cpu and not by_length:
         tokens = shape[BY_NAME[layout].token] if len(shape) == BY_NAME[layout].dims else 0
-        # Fewer tokens gain less than it takes to look for what is kept.
-        if tokens >= _FEW_TOKENS and phases is None and stages is None and rounding != "each":
+        # Fewer angles gain less than it takes to look for what is kept, and to compare ids.
+        worth = tokens if ids is None else tokens * ids.shape[1] // 4
+        if worth >= _FEW_TOKENS and phases is None and stages is None and rounding != "each":
             plain = _with_kept(plain, rope, q, k, tokens)  # type: ignore[arg-type]
     packed = plain if phases is None else _with_phases(plain, phases, q)
     if stages is None or packed is None:

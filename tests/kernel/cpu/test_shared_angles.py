@@ -79,9 +79,9 @@ def test_rows_heads_and_tokens_rotate_as_if_each_were_alone(dtype: torch.dtype, 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @every_dtype
 def test_a_prepared_rotation_keeps_the_angles_of_few_heads(dtype: torch.dtype, layout: str) -> None:
-    ids = torch.randint(-9, 2**40, (100,))
+    ids = torch.randint(-9, 2**40, (300,))
     for positions, inverse, rounding, spec in itertools.product(
-        (None, -7, ids, torch.randn(2, 100).double() * 50),
+        (None, -7, ids, torch.randn(2, 300).double() * 50),
         (False, True),
         ("once", "wide"),
         (
@@ -89,7 +89,7 @@ def test_a_prepared_rotation_keeps_the_angles_of_few_heads(dtype: torch.dtype, l
             RopeSpec(48, interleaved=True, scaling=YaRN(4.0, 1024)),
         ),
     ):
-        q, k = torch.randn(2, 2, 100, 48).to(dtype), torch.randn(2, 1, 100, 48).to(dtype)
+        q, k = torch.randn(2, 2, 300, 48).to(dtype), torch.randn(2, 1, 300, 48).to(dtype)
         if layout == "bshd":
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         want = rotate_qk(q, k, spec, positions, layout=layout, inverse=inverse, rounding=rounding)
@@ -107,8 +107,8 @@ def kept(at: PreparedRotation) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_ids_that_change_are_seen_by_kept_angles() -> None:
-    spec, x = RopeSpec(16), torch.randn(1, 1, 64, 16)
-    ids = torch.arange(64)
+    spec, x = RopeSpec(16), torch.randn(1, 1, 256, 16)
+    ids = torch.arange(256)
     at = spec.at(ids)
     for _ in range(3):
         rotate(x, at)
@@ -130,6 +130,19 @@ def test_other_calls_keep_no_angles(heads: int, tokens: int, options: dict[str, 
     for _ in range(3):
         rotate(x, at, **options)  # type: ignore[arg-type]
     assert not kept(at)
+
+
+def test_rows_with_ids_of_their_own_count_as_tokens() -> None:
+    spec, ids = RopeSpec(16), torch.arange(300)[:, None] * 7
+    x, at = torch.randn(300, 1, 1, 16), spec.at(ids)
+    want = rotate(x, spec, ids)
+    for _ in range(3):
+        assert torch.equal(rotate(x, at), want)
+    assert kept(at)
+    few = spec.at(ids[:200])
+    for _ in range(3):
+        rotate(x[:200], few)
+    assert not kept(few)
 
 
 def test_large_tables_are_not_kept() -> None:
