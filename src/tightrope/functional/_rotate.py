@@ -75,7 +75,7 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
             after the rotation.
         inverse: undo the rotation and the gate instead; no act, which could not be undone.
         out: the tensor to write to, in the same pass: shape, dtype and device of x, any strides (a
-            slot of a key cache, for example), no memory shared with x. It gets no gradient.
+            slot of a key cache, for example); x itself, or no memory shared with it. It gets no gradient.
         rounding: where 16-bit and float32 results round, to equal another implementation bit for
             bit; only "once" with an act or a gate. "once", the most exact: fused multiply-adds in
             float32, rounded when stored. "wide": products and their sum, each rounded to float32.
