@@ -136,12 +136,12 @@ def addresses(quick: bool) -> int:
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
-    # The kernel reads 64 numbers from the memory of 63.
+    # The kernel reads 64 numbers from the memory of 63. A load that begins inside has a name of its own.
     call = (
         "import torch, tightrope; x = torch.ones(1, 1, 1, 64); x.untyped_storage().resize_(252); "
     )
     call += "tightrope.functional.rotate(x, tightrope.RopeSpec(64))"
-    must_fail("heap-buffer-overflow", call, **more)
+    must_fail("SUMMARY: AddressSanitizer", call, **more)
     if quick:
         return tested("kernel/cpu/test_raw_operators", 3, **more)  # runs on every instruction set
     there = run("-c", "from tightrope.backends import cpu; print(*cpu.instruction_sets())", **more)
