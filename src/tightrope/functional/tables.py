@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -37,7 +37,7 @@ from ..ops.checks import (
 )
 from ..ops.layouts import BY_NAME, Layout
 from ..ops.registry import takes
-from ..ops.route import is_plain_eager
+from ..ops.route import is_plain, is_plain_eager
 from ..ops.run import launch_quick, run
 from ..positions import PositionsLike, as_positions
 from ..spec import RopeSpec, SeqLen, prepared
@@ -424,13 +424,10 @@ def _packed(q: torch.Tensor, k: torch.Tensor | None, given: Tables) -> schema.Pa
     tensors = (q, cos, sin) if k is None else (q, cos, sin, k)
     if position_ids is not None or not is_plain_eager():
         return None
-    for x in tensors:
-        if type(x) is not torch.Tensor or not x.is_cpu or x.layout is not torch.strided:
-            return None
-        if x.requires_grad and torch.is_grad_enabled():
-            return None
     types = type(axis), type(interleaved), type(tables), type(start), type(inverse), type(rounding)
-    if types != _TYPES or not takes(q):
+    if types != _TYPES or not all(map(is_plain, tensors)) or not takes(q):
+        return None
+    if tables not in schema.TABLES or rounding not in schema.ROUNDINGS:
         return None
     known = tables in {"half", "full"} or (
         _checked.knows(cos, tables) and _checked.knows(sin, tables)
@@ -441,35 +438,48 @@ def _packed(q: torch.Tensor, k: torch.Tensor | None, given: Tables) -> schema.Pa
     name = given.layout or _LAYOUTS.get((dims, axis))
     # Other tables have a row dimension, or a heads dimension at another place.
     fits = own == 2 or (own == 3 and dims == 4) or (own == 4 and name == "bhsd")
-    if name is None or not fits or cos.shape[-2] != q.shape[BY_NAME[name].token]:
+    if name is None or not fits or not 0 <= start <= q.shape[-1]:
         return None
-    options = _options(name, interleaved, tables, start, inverse, rounding, given.dense)
-    return None if options is None else (cos, sin, None, 0, options, 1.0)
-
-
-@lru_cache(maxsize=256)
-def _options(
-    layout: str,
-    interleaved: bool,
-    tables: str,
-    start: int,
-    inverse: bool,
-    rounding: str,
-    dense: tuple[bool, bool],
-) -> int | None:
-    """Pack the options of a call without ids; None if they are not valid."""
-    if tables not in schema.TABLES or rounding not in schema.ROUNDINGS or not 0 <= start < 1 << 20:
+    layout = BY_NAME[name]
+    if cos.shape[-2] != q.shape[layout.token]:
         return None
-    code, source = schema.ROUNDINGS.index(rounding), schema.SOURCES.index(tables)
-    direction = schema.INVERSE if inverse else schema.FORWARD
-    options = schema.Options(
-        BY_NAME[layout].code, start, interleaved, direction, True, source, rounding=code, back=code
-    )
-    return options._replace(dense=dense[0], dense_back=dense[1]).pack()
+    options = _pack(layout, start, interleaved, inverse, True, tables, rounding, given.dense)
+    return cos, sin, None, 0, options, 1.0
 
 
 # The types of the options of a call, for the fast path.
 _TYPES = int, bool, str, int, bool, str
+
+
+def _options(
+    layout: Layout,
+    start: int,
+    interleaved: bool,
+    inverse: bool,
+    add_index: bool,
+    tables: str,
+    rounding: RoundingLike,
+    dense: tuple[bool, bool],
+) -> schema.Options:
+    forward, back = rounding_of(rounding)
+    return schema.Options(
+        layout.code,
+        start,
+        interleaved,
+        schema.INVERSE if inverse else schema.FORWARD,
+        add_index,
+        schema.SOURCES.index(tables),
+        rounding=forward,
+        back=back,
+        dense=dense[0],
+        dense_back=dense[1],
+    )
+
+
+@lru_cache(maxsize=256)
+def _pack(*options: Any) -> int:
+    """Return the packed options of a call that is not compiled."""
+    return _options(*options).pack()
 
 
 def _rotate_shards(
@@ -536,20 +546,8 @@ def _build(
         for name, table, view in (("cos", cos, c), ("sin", sin, s)):
             if not _checked.knows(table, tables):
                 _checked.find(table, tables, _check_duplicates, name, view, tables)
-    direction = schema.INVERSE if inverse else schema.FORWARD
-    source = schema.SOURCES.index(tables)
-    forward, back = rounding_of(rounding)
-    options = schema.Options(
-        layout.code,
-        start,
-        interleaved,
-        direction,
-        ids is None,
-        source,
-        rounding=forward,
-        back=back,
-        dense=given.dense[0],
-        dense_back=given.dense[1],
+    options = _options(
+        layout, start, interleaved, inverse, ids is None, tables, rounding, given.dense
     )
     if backend is not None:
         check_backend(backend, q)

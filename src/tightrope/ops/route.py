@@ -125,7 +125,7 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
         None if the call must be built: because it needs another route or arguments that are not kept, or
         to raise the readable error.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if not is_plain_eager():
         return None  # modes that watch see the operators of the full path in every call
     if type(layout) is not str or type(inverse) is not bool or type(q) is not torch.Tensor:
         return None
@@ -158,8 +158,6 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
         not shape
         or shape[-1] != spec.head_dim
         or (angles is not None and angles.words is not words)
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
     ):
         return None
     ids, offset, add_index, own_axes = None, 0, True, 1
@@ -245,7 +243,8 @@ def _with_kept(
         return packed
 
     def make() -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.zeros((rows, 1, tokens, 2 * pairs), dtype=q.dtype if wide else torch.float32)
+        dtype = q.dtype if wide else torch.float32
+        x = torch.zeros((rows, 1, tokens, 2 * pairs), dtype=dtype, device=q.device)
         x[..., :pairs] = 1.0  # the pairs (1, 0) become (cosine, sine)
         own = Options(BY_NAME["bhsd"].code, add_index=options_of(options).add_index).pack()
         with torch._C._AutoDispatchBelowAutograd():
@@ -253,10 +252,13 @@ def _with_kept(
         return y[..., :pairs], y[..., pairs:]
 
     found = rope.kept_angles((tokens, wide), make)
-    if found is None:
-        return packed
-    by_tables = options_of(options)._replace(add_index=True, source=HALF).pack()
-    return *found, None, 0, by_tables, amplitude
+    return packed if found is None else (*found, None, 0, _by_tables(options), amplitude)
+
+
+@lru_cache(maxsize=1024)
+def _by_tables(options: int) -> int:
+    """Return the packed options of the same rotation by tables of its tokens, an entry for each pair."""
+    return options_of(options)._replace(add_index=True, source=HALF).pack()
 
 
 def _ready(
@@ -281,14 +283,13 @@ def _ready(
     return ready
 
 
-def may_be_written(out: object) -> bool:
-    """Return whether the kernel checks all else of a tensor to write to: only those for CPUs do."""
+def is_plain(x: object) -> bool:
+    """Return whether the kernels for CPUs check all else of a tensor, so that they may take it directly."""
     return (
-        type(out) is torch.Tensor
-        and out.is_cpu
-        and out.layout is _STRIDED
-        and not (out.requires_grad and torch.is_grad_enabled())
-        and not out.is_neg()
+        type(x) is torch.Tensor
+        and x.is_cpu
+        and x.layout is _STRIDED
+        and not (x.requires_grad and torch.is_grad_enabled())
     )
 
 

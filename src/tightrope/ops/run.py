@@ -31,8 +31,8 @@ from .route import (
     TRACED,
     Way,
     any_requires_grad,
+    is_plain,
     learns_angles,
-    may_be_written,
     route,
     route_quick,
 )
@@ -84,7 +84,9 @@ def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a dec
     packed = route_quick(rope, positions, q, k, layout, inverse, stages, rounding, phases)
     if packed is None:
         return None
-    if outs and (len(outs) != (1 if k is None else 2) or not all(map(may_be_written, outs))):
+    if outs and len(outs) != (1 if k is None else 2):
+        return None
+    if not all(is_plain(out) and not out.is_neg() for out in outs):
         return None
 
     def rebuild() -> list[Call]:
