@@ -239,7 +239,6 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
     parts = [] if "" in found else [name for name in texts if name in found]
     if len(parts) > 1:
         parts = [name for name in parts if name.startswith(keys.THINKER)]
-    refused = outer.family is not None and outer.family.refused is not None
     if texts and not {"", *texts} & {*found}:
         fail(
             f"section must be given, as the text part, {texts[0]}, has no RoPE or no base; for example "
@@ -251,7 +250,9 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
         outside = {
             key: value
             for key, value in values.items()
-            if key not in described and not str(key).endswith("_config") and not refused
+            if key not in described
+            and not str(key).endswith("_config")
+            and not _without_spec(outer)
         }
         return replace(nested[(parts or found)[0]], unread=outside)
     shown = ", ".join(repr(name) if name else "'' (the outer level)" for name in found)

@@ -398,7 +398,7 @@ GGUF_HALVES = frozenset(
     gemma3 gemma3n gemma-embedding starcoder2 openelm gptneox codeshell orion nemotron exaone
     exaone4 exaone-moe minicpm3 bailingmoe2 dots1 hunyuan-moe hunyuan-dense gpt-oss lfm2 lfm2moe
     smallthinker seed_oss apertus minimax-m2 qwen3next glm4moe afmoe gemma4 laguna mellum mimo2 step35
-    llada-moe grovemoe rnd1 pangu-embedded eurobert""".split()
+    llada-moe grovemoe rnd1 eurobert""".split()
 )
 GGUF_SECTIONS = frozenset({"qwen2vl", "paddleocr"})
 GGUF_INTERLEAVED_SECTIONS = frozenset({"qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"})

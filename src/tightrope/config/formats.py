@@ -379,9 +379,8 @@ def _divided(outer: dict[str, Any], arch: str, factors: list[float]) -> list[flo
     if base is None:
         fail(f"rope_freqs.weight must come with {arch}.rope.freq_base but the metadata has none")
     if arch == "step35" and isinstance(outer.get("rotary_dim"), int):
-        factors = factors[
-            : outer["rotary_dim"] // 4
-        ]  # the first, for the half of the channels that rotates
+        # The first ones, for the half of the channels that rotates.
+        factors = factors[: outer["rotary_dim"] // 4]
     return list(given_by_factors(2 * len(factors), base, factors).inv_freq)  # type: ignore[arg-type]
 
 
