@@ -386,24 +386,27 @@ SECTIONS: dict[tuple[str, str], str] = {
 
 # GGUF: llama.cpp chooses the pairing by architecture (`llama_model_rope_type`). It differs from
 # transformers where the converter permutes weights. These tables and those of formats.py were compared with
-# its src/llama-model.cpp and src/models of October 2026.
+# its src/llama-model.cpp and src/models of October 2026. (The graph of deepseek2-ocr pairs halves, whatever that
+# function says.)
 GGUF_NEIGHBOURS = frozenset(
     """llama llama4 deci baichuan internlm2 minicpm xverse command-r cohere2 olmo arctic deepseek deepseek2
-    deepseek32 plm chatglm glm4 glm-dsa granite granitemoe granitehybrid chameleon bailingmoe neo-bert
-    smollm3 arcee ernie4_5 ernie4_5-moe mistral3 mistral4 muse-glimmer llada llama-embed maincoder""".split()
+    deepseek32 plm chatglm glm4 glm-dsa granite granitemoe granitehybrid graniteswitch chameleon bailingmoe
+    bailingmoe3 neo-bert smollm3 arcee ernie4_5 ernie4_5-moe mistral3 mistral4 muse-glimmer llada llama-embed
+    maincoder nanbeige pockettts eagle3 hy_v4""".split()
 )
 GGUF_HALVES = frozenset(
     """falcon falcon-h1 grok dbrx jina-bert-v3 modern-bert nomic-bert nomic-bert-moe stablelm bitnet
     qwen qwen2 dream qwen2moe qwen3 qwen3moe olmo2 olmoe phi2 phi3 phimoe plamo plamo2 gemma gemma2
     gemma3 gemma3n gemma-embedding starcoder2 openelm gptneox codeshell orion nemotron exaone
-    exaone4 exaone-moe minicpm3 bailingmoe2 dots1 hunyuan-moe hunyuan-dense gpt-oss lfm2 lfm2moe
-    smallthinker seed_oss apertus minimax-m2 qwen3next glm4moe afmoe gemma4 laguna mellum mimo2 step35
-    llada-moe grovemoe rnd1 eurobert""".split()
+    exaone4 exaone-moe minicpm3 bailingmoe2 dots1 hunyuan-moe hunyuan-dense hy_v3 gpt-oss lfm2 lfm2moe
+    smallthinker seed_oss apertus minimax-01 minimax-m2 minimax-m3 qwen3next glm4moe afmoe gemma4 laguna mellum
+    mimo2 step35 llada-moe grovemoe rnd1 eurobert jais2 talkie hrm_text cogvlm deepseek2-ocr
+    pangu-embedded""".split()
 )
 GGUF_SECTIONS = frozenset({"qwen2vl", "paddleocr"})
 GGUF_INTERLEAVED_SECTIONS = frozenset({"qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"})
 # llama.cpp rotates nothing in these, even if their files have keys about RoPE.
 GGUF_WITHOUT_ROPE = frozenset(
-    """clip gpt2 gptj mpt refact bloom mamba mamba2 jamba jina-bert-v2 starcoder t5 t5encoder jais rwkv6
+    """clip bert gpt2 gptj mpt refact bloom mamba mamba2 jamba jina-bert-v2 starcoder t5 t5encoder jais rwkv6
     rwkv6qwen2 rwkv7 arwkv7 wavtokenizer-dec nemotron_h nemotron_h_moe kimi-linear kimi-k3 glm5-next""".split()
 )

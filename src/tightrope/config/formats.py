@@ -168,20 +168,26 @@ _GGUF_REFUSED = {
     "baichuan": "llama.cpp rotates only its 7B, which has 32 layers",
 }
 # `rope.scaling.finetuned` is their switch for RoPE.
-_GGUF_SWITCHED = frozenset({"granite", "granitemoe", "granitehybrid"})
+_GGUF_SWITCHED = frozenset({"granite", "granitemoe", "granitehybrid", "graniteswitch"})
+# Their base is a constant of llama.cpp's code, which rotates all channels and scales nothing.
+_GGUF_CONSTANT = frozenset({"cogvlm", "deepseek2-ocr"})
+# Their code loads no factors, or loads some and does not use them.
+_GGUF_UNFACTORED = _GGUF_CONSTANT | {"pangu-embedded"}
 # Latent attention: the channels without RoPE come first.
-_GGUF_LATENT = frozenset({"deepseek2", "deepseek32", "glm-dsa", "minicpm3", "mistral4", "plm"})
+_GGUF_LATENT = frozenset(
+    "bailingmoe3 deepseek2 deepseek32 glm-dsa hy_v4 minicpm3 mistral4 plm".split()
+)
 # Their converter stores mscale_all_dim / 10.
 _GGUF_TENTH = frozenset({"deepseek2", "deepseek32", "mistral4"})
 # Architectures that rotate a part of a head (_GGUF_PART), or whose head_dim is not hidden size / heads
 # (_GGUF_HEAD). Their files always have the key for this number; a file without the key is damaged.
 _GGUF_PART = frozenset(
-    """chatglm glm4 glm4moe gptneox laguna mimo2 minimax-m2 nemotron phi2 qwen3next stablelm
-    step35""".split()
+    """chatglm glm4 glm4moe gptneox laguna mimo2 minimax-01 minimax-m2 minimax-m3 nemotron phi2
+    qwen3next stablelm step35""".split()
 )
 _GGUF_HEAD = frozenset(
-    """gemma gemma2 gemma3 gemma3n gemma4 gpt-oss grovemoe laguna maincoder mimo2 qwen3 qwen3moe qwen3next
-    rnd1 seed_oss step35""".split()
+    """gemma gemma2 gemma3 gemma3n gemma4 gpt-oss grovemoe hy_v3 laguna maincoder mimo2 minimax-01
+    minimax-m3 qwen3 qwen3moe qwen3next rnd1 seed_oss step35""".split()
 )
 # Layers with a sliding window have their own base, by default 10000.
 _GGUF_LOCAL_BASE = frozenset(
@@ -202,6 +208,8 @@ _GGUF_PERIODS: dict[str, tuple[int | None, int]] = {
     "modern-bert": (3, 0),
 }
 _MOST_LAYERS = 65536
+# The base of llama.cpp where neither a file nor an architecture has another.
+_GGUF_BASE = 10000.0
 
 
 def is_gguf(values: Mapping[str, Any]) -> bool:
@@ -262,6 +270,8 @@ def gguf(values: Mapping[str, Any]) -> Source:
     if arch in _GGUF_SWITCHED and section.get("finetuned") is False:
         fail(f"the config has no RoPE: {spelled['rope_scaling.finetuned']} is False")
     _scaling(values, arch, section, spelled, take)
+    if arch in _GGUF_UNFACTORED:
+        _check_constants(values, arch, outer, section, spelled)
     sizes = values.get(f"{arch}.rope.dimension_sections")
     read.add(f"{arch}.rope.dimension_sections")
     if sizes is not None:
@@ -330,6 +340,7 @@ def _gguf_family(arch: str, outer: Mapping[str, Any]) -> Family | None:
             layers=_GGUF_LAYERS.get(arch) or (_GGUF_WINDOWED.get(arch) if window else None),
             fraction="required" if arch in _GGUF_LATENT | _GGUF_PART else "optional",
             head_dim="required" if arch in _GGUF_HEAD else "derived",
+            base=_GGUF_BASE if arch in _GGUF_CONSTANT else None,
         )
     if arch in GGUF_SECTIONS:
         return Family(False, _GGUF_CODE, axes="sections")
@@ -372,6 +383,37 @@ def _scaling(
         section["mscale_all_dim"] = 10 * share if arch in _GGUF_TENTH else share
         section["mscale"] = section["mscale_all_dim"] if arch == "deepseek2" else 1.0
         spelled["rope_scaling.mscale"] = spelled["rope_scaling.mscale_all_dim"] = key
+
+
+def _check_constants(
+    values: Mapping[str, Any],
+    arch: str,
+    outer: dict[str, Any],
+    section: dict[str, Any],
+    spelled: dict[str, str],
+) -> None:
+    """Refuse keys that llama.cpp's code contradicts or does not use."""
+    unused = [
+        name for name in (*_GGUF_TENSORS, "rope_freqs.weight") if values.get(name) is not None
+    ]
+    if unused:
+        fail(
+            f"{arch} must not come with {unused[0]}, which llama.cpp does not use; to rotate as it does, pass the "
+            f"metadata without it"
+        )
+    if arch not in _GGUF_CONSTANT:
+        return
+    base = outer.get("rope_theta", _GGUF_BASE)
+    if base != _GGUF_BASE:
+        fail(
+            f"{spelled['rope_theta']} must be 10000, the constant of llama.cpp for {arch}, but got {base!r}; for other "
+            f"code, make a RopeSpec by hand"
+        )
+    kind = section.get("rope_type", "none")
+    if kind != "none":
+        fail(f"{arch} must have no scaling, as llama.cpp ignores it, but got {kind!r}")
+    if arch == "deepseek2-ocr":
+        outer.pop("rotary_dim", None)  # its files have 0; all channels rotate
 
 
 def _divided(outer: dict[str, Any], arch: str, factors: list[float]) -> list[float]:
@@ -443,7 +485,7 @@ def _local(
         and outer.get("sliding_window") != 0
     ):
         spelled[path] = f"constant of llama.cpp for {arch}"
-        return 10000.0
+        return _GGUF_BASE
     return None
 
 

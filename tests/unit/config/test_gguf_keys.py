@@ -33,6 +33,11 @@ ABOUT = re.compile(r"rope\.|attention\.key_length|attention\.(compress|max_alibi
 
 
 OWN_WIDTHS = ("gemma4", "laguna", "step35")  # read key_length_swa
+# What a file of an architecture has besides.
+KNOWN: dict[str, dict[str, Any]] = {
+    "gemma4": {"rope_freqs.weight": [1.0] * 32},
+    **{arch: {f"{arch}.rope.freq_base": 1e4} for arch in ("cogvlm", "deepseek2-ocr")},
+}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -58,8 +63,7 @@ def test_keys_of_any_architecture_are_read_without_its_name(arch: str) -> None:
     if arch in families.GGUF_SECTIONS | families.GGUF_INTERLEAVED_SECTIONS:
         known["rope__dimension_sections"] = [11, 11, 10, 0]
     config = gguf(arch, 32, **known)
-    if arch == "gemma4":
-        config["rope_freqs.weight"] = [1.0] * 32
+    config |= KNOWN.get(arch, {})
     wanted = read(config)
     more = {name.replace("{arch}", arch): 3 for name in others}
     assert read({**config, **more}) == wanted

@@ -1,0 +1,159 @@
+"""Test the metadata of GGUF of one published model per architecture, against the code of llama.cpp.
+
+Each spec is written out from the file of llama.cpp's src/models that the comment before it names.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.support.reading import gguf, read, refused
+from tightrope import RopeSpec
+from tightrope.frequencies import Given, YaRN, default
+
+
+def model(arch: str, heads: tuple[int, int], base: float, layers: int = 8, **more: Any) -> Any:
+    """Return metadata: the hidden size and the number of heads, the base, and further keys."""
+    width, count = heads
+    sizes = {"embedding_length": width, "attention__head_count": count, "rope__freq_base": base}
+    return gguf(arch, layers, **sizes, **more)
+
+
+YARN_4 = {
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 4.0,
+    "rope__scaling__original_context_length": 262144,
+}
+#: The widths of latent attention: of the cache, which all heads share, of a head, and of its rotated end.
+LATENT = {
+    "attention__key_length": 576,
+    "attention__key_length_mla": 192,
+    "rope__dimension_count": 64,
+}
+TAIL = RopeSpec(192, 6e6, 64, 128, interleaved=True)
+
+# --- one rotation in all layers with attention -------------------------------------------------------
+
+MODELS: dict[str, tuple[Any, RopeSpec]] = {
+    # hy-v3.cpp: halves; Hy3
+    "hy_v3": (
+        model("hy_v3", (4096, 64), 11158840.0, 80, attention__key_length=128, **YARN_4),
+        RopeSpec(128, 11158840.0, scaling=YaRN(4, 262144)),
+    ),
+    # minimax-m3.cpp: the first n_rot channels, by halves
+    "minimax-m3": (
+        model("minimax-m3", (6144, 64), 5e6, attention__key_length=128, rope__dimension_count=64),
+        RopeSpec(128, 5e6, 64),
+    ),
+    # minimax-01.cpp: the same in every eighth layer; the others have linear attention
+    "minimax-01": (
+        model(
+            "minimax-01", (6144, 64), 1e7, 80, attention__key_length=128, rope__dimension_count=64
+        ),
+        RopeSpec(128, 1e7, 64),
+    ),
+    # jais2.cpp, talkie.cpp, hrm-text.cpp and pangu-embed.cpp: halves of the whole head
+    "jais2": (model("jais2", (3328, 26), 5e5, rope__dimension_count=128), RopeSpec(128, 5e5)),
+    "talkie": (model("talkie", (5120, 40), 1e6, attention__key_length=128), RopeSpec(128, 1e6)),
+    "hrm_text": (
+        model("hrm_text", (1536, 12), 1e4, 128, rope__dimension_count=128, hrm__h_cycles=2),
+        RopeSpec(128),
+    ),
+    "pangu-embedded": (
+        model("pangu-embedded", (4096, 32), 1.6e7, 34, rope__dimension_count=128),
+        RopeSpec(128, 1.6e7),
+    ),
+    # nanbeige.cpp, pockettts.cpp, eagle3.cpp and granite-switch.cpp: neighbours
+    "nanbeige": (
+        model("nanbeige", (2560, 20), 7e7, num_loops=2, attention__key_length=128),
+        RopeSpec(128, 7e7, interleaved=True),
+    ),
+    "pockettts": (model("pockettts", (1024, 16), 1e4, 6), RopeSpec(64, interleaved=True)),
+    "eagle3": (
+        model("eagle3", (5120, 32), 1e7, 1, attention__key_length=128, rope__dimension_count=128),
+        RopeSpec(128, 1e7, interleaved=True),
+    ),
+    "graniteswitch": (
+        model("graniteswitch", (2560, 40), 1e7, 40, rope__scaling__finetuned=True),
+        RopeSpec(64, 1e7, interleaved=True),
+    ),
+    # hy-v4.cpp and bailingmoe3.cpp: neighbours at the end of a head of latent attention
+    "hy_v4": (model("hy_v4", (6144, 64), 6e6, 78, **LATENT), TAIL),
+    "bailingmoe3": (
+        model("bailingmoe3", (1536, 16), 6e6, attention__head_count_kv=[0, 0, 0, 1] * 2, **LATENT),
+        TAIL,
+    ),
+    # cogvlm.cpp: ggml_rope, whose base is 10000; deepseek2.cpp with is_ocr: halves of n_embd / n_head channels
+    "cogvlm": (model("cogvlm", (4096, 32), 1e4, 32), RopeSpec(128)),
+    "deepseek2-ocr": (
+        model("deepseek2-ocr", (1280, 10), 1e4, 12, rope__dimension_count=0),
+        RopeSpec(128),
+    ),
+}
+
+
+@pytest.mark.parametrize("arch", MODELS)
+def test_models_that_rotate_alike_in_all_layers(arch: str) -> None:
+    metadata, wanted = MODELS[arch]
+    assert read(metadata) == wanted
+
+
+def test_a_drafter_may_have_factors() -> None:
+    metadata = {**MODELS["eagle3"][0], "rope_freqs.weight": [1.0] * 32 + [8.0] * 32}
+    made = read(metadata)
+    assert isinstance(made.scaling, Given)
+    row = default(128, 1e7).exact
+    wanted = [float(omega) / (1 if k < 32 else 8) for k, omega in enumerate(row)]
+    assert [float(omega) for omega in made.frequencies().exact] == pytest.approx(wanted)
+
+
+# --- what llama.cpp's code contradicts or does not use ---------------------------------------------------
+
+PANGU, COGVLM, OCR = (MODELS[arch][0] for arch in ("pangu-embedded", "cogvlm", "deepseek2-ocr"))
+CONTRADICTED: dict[str, tuple[Any, str]] = {
+    "a base of CogVLM2": (
+        {**COGVLM, "cogvlm.rope.freq_base": 5e5},
+        "cogvlm.rope.freq_base must be 10000, the constant of llama.cpp for cogvlm, but got 500000.0; for other code, "
+        "make a RopeSpec by hand.",
+    ),
+    "a scaling": (
+        {**OCR, "deepseek2-ocr.rope.scaling.factor": 4.0},
+        "deepseek2-ocr must have no scaling, as llama.cpp ignores it, but got 'linear'.",
+    ),
+    "factors of LongRoPE": (
+        {**PANGU, "rope_factors_long.weight": [1.0] * 64},
+        "pangu-embedded must not come with rope_factors_long.weight, which llama.cpp does not use; to rotate as it "
+        "does, pass the metadata without it.",
+    ),
+    "factors of Llama 3": (
+        {**COGVLM, "rope_freqs.weight": [1.0] * 64},
+        "cogvlm must not come with rope_freqs.weight, which llama.cpp does not use; to rotate as it does, pass the "
+        "metadata without it.",
+    ),
+    "a switch that is off": (
+        {**MODELS["graniteswitch"][0], "graniteswitch.rope.scaling.finetuned": False},
+        "the config has no RoPE: graniteswitch.rope.scaling.finetuned is False.",
+    ),
+    # bert.cpp rotates for jina-bert-v3 and the nomic-berts only
+    "learned positions": (
+        gguf("bert"),
+        "GGUF architecture 'bert' has no spec: llama.cpp rotates none of its layers.",
+    ),
+    # minimax-m3.cpp: rope.dimension_count is 64 of 128
+    "a part that is missing": (
+        gguf("minimax-m3", attention__key_length=128),
+        "GGUF architecture 'minimax-m3' rotates a part of each head, so the config must give one of "
+        "partial_rotary_factor, rotary_pct, rope_pct, rotary_percent, rotary_emb_fraction, rotary_dim",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTED)
+def test_keys_that_the_code_of_llama_cpp_contradicts(name: str) -> None:
+    metadata, text = CONTRADICTED[name]
+    refused(metadata, text)
+
+
+def test_the_base_of_a_constant_need_not_be_given() -> None:
+    metadata = {key: value for key, value in COGVLM.items() if key != "cogvlm.rope.freq_base"}
+    assert read(metadata) == RopeSpec(128)
