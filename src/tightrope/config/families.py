@@ -398,13 +398,18 @@ GGUF_HALVES = frozenset(
     """falcon falcon-h1 grok dbrx jina-bert-v3 modern-bert nomic-bert nomic-bert-moe stablelm bitnet
     qwen qwen2 dream qwen2moe qwen3 qwen3moe olmo2 olmoe phi2 phi3 phimoe plamo plamo2 gemma gemma2
     gemma3 gemma3n gemma-embedding starcoder2 openelm gptneox codeshell orion nemotron exaone
-    exaone4 exaone-moe minicpm3 bailingmoe2 dots1 hunyuan-moe hunyuan-dense hy_v3 gpt-oss lfm2 lfm2moe
-    smallthinker seed_oss apertus minimax-01 minimax-m2 minimax-m3 qwen3next glm4moe afmoe gemma4 laguna mellum
+    exaone4 exaone-moe minicpm3 bailingmoe2 dots1 hunyuan-moe hunyuan-dense hunyuan_vl hy_v3 gpt-oss lfm2
+    lfm2moe smallthinker seed_oss apertus minimax-01 minimax-m2 minimax-m3 qwen3next glm4moe afmoe gemma4 laguna mellum
     mimo2 step35 llada-moe grovemoe rnd1 eurobert jais2 talkie hrm_text cogvlm deepseek2-ocr
     pangu-embedded""".split()
 )
 GGUF_SECTIONS = frozenset({"qwen2vl", "paddleocr"})
-GGUF_INTERLEAVED_SECTIONS = frozenset({"qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"})
+GGUF_INTERLEAVED_SECTIONS = frozenset(
+    "qwen3vl qwen3vlmoe qwen35 qwen35moe qwen4exp qwen3tts clef".split()
+)
+# Files of these may have sections, and then pair halves; without, positions have one coordinate. In HunyuanVL positions
+# have four, the last of which llama.cpp sets to 0 for text.
+GGUF_MAYBE_SECTIONS = frozenset({"bailingmoe3", "glm4", "glm4moe", "hunyuan_vl"})
 # llama.cpp rotates nothing in these, even if their files have keys about RoPE.
 GGUF_WITHOUT_ROPE = frozenset(
     """clip bert gpt2 gptj mpt refact bloom mamba mamba2 jamba jina-bert-v2 starcoder t5 t5encoder jais rwkv6

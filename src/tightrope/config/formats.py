@@ -15,6 +15,7 @@ from . import keys
 from .families import (
     GGUF_HALVES,
     GGUF_INTERLEAVED_SECTIONS,
+    GGUF_MAYBE_SECTIONS,
     GGUF_NEIGHBOURS,
     GGUF_SECTIONS,
     GGUF_WITHOUT_ROPE,
@@ -186,8 +187,8 @@ _GGUF_PART = frozenset(
     qwen3next stablelm step35""".split()
 )
 _GGUF_HEAD = frozenset(
-    """gemma gemma2 gemma3 gemma3n gemma4 gpt-oss grovemoe hy_v3 laguna maincoder mimo2 minimax-01
-    minimax-m3 qwen3 qwen3moe qwen3next rnd1 seed_oss step35""".split()
+    """gemma gemma2 gemma3 gemma3n gemma4 gpt-oss grovemoe hunyuan_vl hy_v3 laguna maincoder mimo2
+    minimax-01 minimax-m3 qwen3 qwen3moe qwen3next rnd1 seed_oss step35""".split()
 )
 # Layers with a sliding window have their own base, by default 10000.
 _GGUF_LOCAL_BASE = frozenset(
@@ -274,8 +275,8 @@ def gguf(values: Mapping[str, Any]) -> Source:
         _check_constants(values, arch, outer, section, spelled)
     sizes = values.get(f"{arch}.rope.dimension_sections")
     read.add(f"{arch}.rope.dimension_sections")
-    if sizes is not None:
-        # llama.cpp writes four entries; the last has been 0 for all models so far.
+    if sizes is not None and not (arch in GGUF_MAYBE_SECTIONS and _one_coordinate(sizes)):
+        # llama.cpp writes four entries; the last is 0 but in HunyuanVL.
         tail = isinstance(sizes, list | tuple) and len(sizes) == 4 and sizes[3] == 0
         outer["mrope_section"] = sizes[:3] if tail else sizes
         spelled["mrope_section"] = f"{arch}.rope.dimension_sections"
@@ -320,6 +321,8 @@ def gguf(values: Mapping[str, Any]) -> Source:
             spelled[f"rope_parameters.full_attention.{key}"] = spelled.get(
                 f"rope_scaling.{key}", spelled.get(key, key)
             )
+    if arch == "qwen4exp":
+        read.add(f"{arch}.attention.compress_ratios")  # the sizes of blocks of keys
     unread = {key: value for key, value in values.items() if key not in read}
     name = f"GGUF architecture {arch!r}"
     return Source(outer, family, name, spelled, seen=tuple(values), unread=unread)
@@ -332,21 +335,28 @@ def _gguf_family(arch: str, outer: Mapping[str, Any]) -> Family | None:
         return Family(False, "", refused=refused)
     if arch == "llama4" and window == 0:
         return None  # llama.cpp leaves out one layer at most, by the number of layers
-    if arch in GGUF_NEIGHBOURS or arch in GGUF_HALVES:
-        return Family(
-            arch in GGUF_NEIGHBOURS,
-            _GGUF_CODE,
-            start="last" if arch in _GGUF_LATENT else "first",
-            layers=_GGUF_LAYERS.get(arch) or (_GGUF_WINDOWED.get(arch) if window else None),
-            fraction="required" if arch in _GGUF_LATENT | _GGUF_PART else "optional",
-            head_dim="required" if arch in _GGUF_HEAD else "derived",
-            base=_GGUF_BASE if arch in _GGUF_CONSTANT else None,
-        )
-    if arch in GGUF_SECTIONS:
-        return Family(False, _GGUF_CODE, axes="sections")
-    if arch in GGUF_INTERLEAVED_SECTIONS:
-        return Family(False, _GGUF_CODE, axes="interleaved sections")
-    return None
+    axes = None
+    if arch in GGUF_SECTIONS or (arch in GGUF_MAYBE_SECTIONS and "mrope_section" in outer):
+        axes = "sections"
+    elif arch in GGUF_INTERLEAVED_SECTIONS:
+        axes = "interleaved sections"
+    elif arch not in GGUF_NEIGHBOURS | GGUF_HALVES:
+        return None
+    return Family(
+        arch in GGUF_NEIGHBOURS and axes is None,
+        _GGUF_CODE,
+        start="last" if arch in _GGUF_LATENT else "first",
+        axes=axes,
+        layers=_GGUF_LAYERS.get(arch) or (_GGUF_WINDOWED.get(arch) if window else None),
+        fraction="required" if arch in _GGUF_LATENT | _GGUF_PART else "optional",
+        head_dim="required" if arch in _GGUF_HEAD else "derived",
+        base=_GGUF_BASE if arch in _GGUF_CONSTANT else None,
+    )
+
+
+def _one_coordinate(sizes: Any) -> bool:
+    """Return True for sections without a second coordinate, which llama.cpp does not use."""
+    return isinstance(sizes, list | tuple) and 0 in sizes[:2]
 
 
 def _scaling(
@@ -364,6 +374,13 @@ def _scaling(
             section.setdefault("rope_type", "longrope")
             spelled.setdefault("rope_scaling.rope_type", tensor)
     kind = section.get("rope_type")
+    holder: dict[str, Any] = {}
+    if arch == "hunyuan_vl" and take("rope.scaling.alpha", holder, "alpha", "rope_scaling.alpha"):
+        if kind not in (None, "none"):
+            fail(f"{arch}.rope.scaling.alpha must not come with scaling by {kind!r}")
+        kind = "dynamic"  # with alpha, a fixed change of the base
+        section |= {"rope_type": kind, **holder}
+        spelled["rope_scaling.rope_type"] = spelled["rope_scaling.alpha"]
     if kind is None and section.get("factor") is not None:
         section["rope_type"] = "linear"
         spelled["rope_scaling.rope_type"] = f"{arch}.rope.scaling.type (absent)"
@@ -373,7 +390,6 @@ def _scaling(
     if kind == "yarn" and arch == "grok" and "beta_fast" not in section:
         section["beta_fast"] = 8.0
         spelled["rope_scaling.beta_fast"] = "constant of llama.cpp for grok"
-    holder: dict[str, Any] = {}
     share = take("rope.scaling.yarn_log_multiplier", holder, "mscale_all_dim", "")
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
         fail(f"{arch}.rope.scaling.yarn_log_multiplier must be a number but got {share!r}")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.reading import gguf, read, refused
-from tightrope import RopeSpec
-from tightrope.frequencies import Given, YaRN, default
+from tightrope import Axes, RopeSpec
+from tightrope.frequencies import NTK, Given, YaRN, default
 
 
 def model(arch: str, heads: tuple[int, int], base: float, layers: int = 8, **more: Any) -> Any:
@@ -105,6 +105,111 @@ def test_a_drafter_may_have_factors() -> None:
     row = default(128, 1e7).exact
     wanted = [float(omega) / (1 if k < 32 else 8) for k, omega in enumerate(row)]
     assert [float(omega) for omega in made.frequencies().exact] == pytest.approx(wanted)
+
+
+# --- positions with several coordinates ---------------------------------------------------------------
+
+
+def axes(*sizes: int, woven: str = "") -> Axes:
+    """Return axes by the number of pairs of each coordinate, or by a digit for each pair: its coordinate."""
+    owners = list(map(int, woven)) or [axis for axis, size in enumerate(sizes) for _ in range(size)]
+    triples = tuple((axis, pair, 2 * len(owners)) for pair, axis in enumerate(owners))
+    return Axes(max(owners) + 1, triples)
+
+
+#: Qwen 3.5 and its relatives: 11, 11 and 10 of 32 pairs, woven.
+WOVEN = axes(woven="012" * 10 + "01")
+OF_64 = {"attention__key_length": 256, "rope__dimension_count": 64}
+GLM4V = {"rope__dimension_count": 64, "rope__dimension_sections": [8, 12, 12, 0]}
+HUNYUAN_OCR: dict[str, Any] = {
+    "context_length": 32768,
+    "attention__key_length": 128,
+    "rope__scaling__type": "none",
+    "rope__scaling__factor": 1.0,
+    "rope__scaling__original_context_length": 32768,
+    "rope__scaling__alpha": 1000.0,
+    "rope__dimension_sections": [16, 16, 16, 16],
+}
+SECTIONS: dict[str, tuple[Any, RopeSpec]] = {
+    # glm4.cpp, glm4-moe.cpp: LLAMA_ROPE_TYPE_MROPE, of halves, if the first two sections are not 0
+    "GLM-4.1V": (
+        model("glm4", (4096, 32), 1e4, 40, **GLM4V),
+        RopeSpec(128, 1e4, 64, axes=axes(8, 12, 12)),
+    ),
+    "GLM-4.5V": (
+        model("glm4moe", (4096, 96), 1e4, 46, attention__key_length=128, **GLM4V),
+        RopeSpec(128, 1e4, 64, axes=axes(8, 12, 12)),
+    ),
+    "GLM-4": (
+        model("glm4", (4096, 32), 1e4, 40, rope__dimension_count=64),
+        RopeSpec(128, 1e4, 64, interleaved=True),
+    ),
+    "GLM-4 with sections of 0": (
+        model("glm4", (4096, 32), 1e4, 40, **{**GLM4V, "rope__dimension_sections": [0] * 4}),
+        RopeSpec(128, 1e4, 64, interleaved=True),
+    ),
+    "GLM-4.5 with one section": (
+        model("glm4moe", (4096, 32), 1e4, **{**GLM4V, "rope__dimension_sections": [32, 0, 0, 0]}),
+        RopeSpec(128, 1e4, 64),
+    ),
+    # hunyuan-vl.cpp: base * alpha ** (d / (d - 2)), and four sections
+    "HunyuanOCR": (
+        model("hunyuan_vl", (1024, 16), 1e4, 24, **HUNYUAN_OCR),
+        RopeSpec(128, scaling=NTK(1000), axes=axes(16, 16, 16, 16)),
+    ),
+    "HunyuanVL with neither": (
+        model("hunyuan_vl", (1024, 16), 1e4, attention__key_length=128, rope__scaling__alpha=0.0),
+        RopeSpec(128),
+    ),
+    # bailingmoe3.cpp: "VL files carry mrope sections"
+    "Ling 3 VL": (
+        model("bailingmoe3", (1536, 16), 6e6, **LATENT, rope__dimension_sections=[12, 10, 10, 0]),
+        RopeSpec(192, 6e6, 64, 128, axes=axes(12, 10, 10)),
+    ),
+    # qwen3vl.cpp (qwen3tts has its graph), clef.cpp, qwen4exp.cpp: LLAMA_ROPE_TYPE_IMROPE
+    "Qwen3-TTS": (
+        model("qwen3tts", (2048, 16), 1e6, 28, rope__dimension_sections=[24, 20, 20, 0]),
+        RopeSpec(128, 1e6, axes=axes(woven="012" * 20 + "0000")),
+    ),
+    "Clef": (
+        model("clef", (1024, 8), 1e7, 24, rope__dimension_sections=[11, 11, 10, 0], **OF_64),
+        RopeSpec(256, 1e7, 64, axes=WOVEN),
+    ),
+    "Qwen 4 Exp": (
+        model(
+            "qwen4exp",
+            (2048, 16),
+            1e7,
+            rope__dimension_sections=[11, 11, 10, 0],
+            attention__compress_ratios=[0, 0, 0, 16] * 2,
+            **OF_64,
+        ),
+        RopeSpec(256, 1e7, 64, axes=WOVEN),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_models_whose_positions_may_have_several_coordinates(name: str) -> None:
+    metadata, wanted = SECTIONS[name]
+    assert read(metadata) == wanted
+
+
+def test_the_base_of_hunyuan_ocr() -> None:
+    """Its converter gives the changed base of the dense models, 10000 · 1000 ** (128 / 126), as a number."""
+    metadata, _ = SECTIONS["HunyuanOCR"]
+    made = read(metadata).frequencies().exact
+    wanted = default(128, 11158839.9251).exact
+    assert [float(omega) for omega in made] == pytest.approx([float(omega) for omega in wanted])
+
+
+def test_alpha_is_the_only_scaling() -> None:
+    metadata, _ = SECTIONS["HunyuanOCR"]
+    text = "hunyuan_vl.rope.scaling.alpha must not come with scaling by 'yarn'."
+    refused({**metadata, "hunyuan_vl.rope.scaling.type": "yarn"}, text)
+    for arch in ("hunyuan-dense", "qwen2"):  # llama.cpp ignores it
+        with pytest.raises(ValueError, match=rf"known but got {arch}\.rope\.scaling\.alpha"):
+            read(gguf(arch, rope__scaling__alpha=1000.0))
 
 
 # --- what llama.cpp's code contradicts or does not use ---------------------------------------------------
