@@ -389,19 +389,19 @@ SECTIONS: dict[tuple[str, str], str] = {
 # its src/llama-model.cpp and src/models of October 2026. (The graph of deepseek2-ocr pairs halves, whatever that
 # function says.)
 GGUF_NEIGHBOURS = frozenset(
-    """llama llama4 deci baichuan internlm2 minicpm xverse command-r cohere2 olmo arctic deepseek deepseek2
-    deepseek32 plm chatglm glm4 glm-dsa granite granitemoe granitehybrid graniteswitch chameleon bailingmoe
-    bailingmoe3 neo-bert smollm3 arcee ernie4_5 ernie4_5-moe mistral3 mistral4 muse-glimmer llada llama-embed
-    maincoder nanbeige pockettts eagle3 hy_v4""".split()
+    """llama llama4 deci baichuan internlm2 minicpm xverse command-r cohere2 cohere2moe olmo arctic deepseek
+    deepseek2 deepseek32 dots3note plm chatglm glm4 glm-dsa granite granitemoe granitehybrid graniteswitch
+    granite_swa chameleon bailingmoe bailingmoe3 neo-bert smollm3 arcee ernie4_5 ernie4_5-moe mistral3
+    mistral4 muse-glimmer llada llama-embed maincoder nanbeige pockettts eagle3 hy_v4""".split()
 )
 GGUF_HALVES = frozenset(
-    """falcon falcon-h1 grok dbrx jina-bert-v3 modern-bert nomic-bert nomic-bert-moe stablelm bitnet
-    qwen qwen2 dream qwen2moe qwen3 qwen3moe olmo2 olmoe phi2 phi3 phimoe plamo plamo2 gemma gemma2
-    gemma3 gemma3n gemma-embedding starcoder2 openelm gptneox codeshell orion nemotron exaone
-    exaone4 exaone-moe minicpm3 bailingmoe2 dots1 hunyuan-moe hunyuan-dense hunyuan_vl hy_v3 gpt-oss lfm2
-    lfm2moe smallthinker seed_oss apertus minimax-01 minimax-m2 minimax-m3 qwen3next glm4moe afmoe gemma4 laguna mellum
-    mimo2 step35 llada-moe grovemoe rnd1 eurobert jais2 talkie hrm_text cogvlm deepseek2-ocr
-    pangu-embedded""".split()
+    """falcon falcon-h1 grok dbrx jina-bert-v3 modern-bert nomic-bert nomic-bert-moe stablelm bitnet qwen
+    qwen2 dream qwen2moe qwen3 qwen3moe olmo2 olmoe phi2 phi3 phimoe plamo plamo2 plamo3 gemma gemma2
+    gemma3 gemma3n gemma-embedding gemma-embedding2 starcoder2 openelm gptneox codeshell orion nemotron
+    exaone exaone4 exaone-moe minicpm3 bailingmoe2 dots1 hunyuan-moe hunyuan-dense hunyuan_vl hy_v3 gpt-oss
+    lfm2 lfm2moe smallthinker seed_oss apertus minimax-01 minimax-m2 minimax-m3 qwen3next glm4moe afmoe
+    gemma4 gemma4-assistant laguna mellum maple mimo2 spark2_5 step35 llada-moe grovemoe rnd1 eurobert
+    jais2 talkie hrm_text cogvlm deepseek2-ocr pangu-embedded""".split()
 )
 GGUF_SECTIONS = frozenset({"qwen2vl", "paddleocr"})
 GGUF_INTERLEAVED_SECTIONS = frozenset(

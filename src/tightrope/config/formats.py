@@ -142,7 +142,7 @@ _GGUF_SCALING = {
     "rope.scaling.attn_factor": "attn_factor",
     "rope.scaling.finetuned": "finetuned",
 }
-# The widths of the heads of layers with a sliding window.
+# The widths of the heads of layers with a sliding window; with latent attention, key_length_mla_swa.
 _GGUF_WIDTHS = {
     "attention.key_length_swa": keys.OWN_HEAD_DIM,
     "rope.dimension_count_swa": keys.OWN_ROTARY_DIM,
@@ -154,7 +154,8 @@ _GGUF_TENSORS = {
 # How layers differ; llama.cpp decides this in its code (src/models, October 2026), by architecture, and no file lists it.
 _GGUF_LAYERS = {
     **dict.fromkeys(("afmoe", "llama4", "smollm3"), "no_rope_layers"),  # every fourth
-    **dict.fromkeys(("cohere2", "exaone-moe", "muse-glimmer"), "sliding only"),
+    **dict.fromkeys(("cohere2", "exaone-moe", "maple", "muse-glimmer"), "sliding only"),
+    "cohere2moe": "sliding or dense",
     "exaone4": "sliding only, if windows",
 }
 # The same for models whose files give a window; smallthinker has no RoPE in the first layer, the fifth, ….
@@ -163,7 +164,9 @@ _GGUF_WINDOWED = {
     "smallthinker": "no_rope_layers",
 }
 # All layers have one base; llama.cpp does not use that of layers with a window.
-_GGUF_ONE_BASE = frozenset({"cohere2", "mellum", "olmo2"})
+_GGUF_ONE_BASE = frozenset({"cohere2", "cohere2moe", "mellum", "olmo2"})
+# Layers with full attention are scaled by this tensor.
+_GGUF_FACTORED = frozenset({"gemma4", "gemma4-assistant"})
 _GGUF_REFUSED = {
     **dict.fromkeys(GGUF_WITHOUT_ROPE, "llama.cpp rotates none of its layers"),
     "baichuan": "llama.cpp rotates only its 7B, which has 32 layers",
@@ -176,7 +179,7 @@ _GGUF_CONSTANT = frozenset({"cogvlm", "deepseek2-ocr"})
 _GGUF_UNFACTORED = _GGUF_CONSTANT | {"pangu-embedded"}
 # Latent attention: the channels without RoPE come first.
 _GGUF_LATENT = frozenset(
-    "bailingmoe3 deepseek2 deepseek32 glm-dsa hy_v4 minicpm3 mistral4 plm".split()
+    "bailingmoe3 deepseek2 deepseek32 dots3note glm-dsa hy_v4 minicpm3 mistral4 plm".split()
 )
 # Their converter stores mscale_all_dim / 10.
 _GGUF_TENTH = frozenset({"deepseek2", "deepseek32", "mistral4"})
@@ -187,25 +190,35 @@ _GGUF_PART = frozenset(
     qwen3next stablelm step35""".split()
 )
 _GGUF_HEAD = frozenset(
-    """gemma gemma2 gemma3 gemma3n gemma4 gpt-oss grovemoe hunyuan_vl hy_v3 laguna maincoder mimo2
-    minimax-01 minimax-m3 qwen3 qwen3moe qwen3next rnd1 seed_oss step35""".split()
+    """cohere2moe gemma gemma2 gemma3 gemma3n gemma4 gemma4-assistant gemma-embedding2 gpt-oss grovemoe
+    hunyuan_vl hy_v3 laguna maincoder maple mimo2 minimax-01 minimax-m3 qwen3 qwen3moe qwen3next rnd1
+    seed_oss step35""".split()
 )
 # Layers with a sliding window have their own base, by default 10000.
 _GGUF_LOCAL_BASE = frozenset(
-    "gemma3 gemma3n gemma4 gemma-embedding mimo2 modern-bert step35".split()
+    """dots3note gemma3 gemma3n gemma4 gemma4-assistant gemma-embedding gemma-embedding2 mimo2
+    modern-bert plamo3 step35""".split()
 )
-# Those layers may have widths of their own; Laguna's are unscaled, with the common base by default.
-_GGUF_LOCAL_WIDTHS = frozenset({"gemma4", "laguna", "step35"})
-# Layers with a sliding window are scaled like the others.
-_GGUF_LOCAL_SCALED = frozenset({"gemma2", "gpt-oss"})
+# They have the common base by default.
+_GGUF_COMMON_BASE = frozenset({"laguna", "spark2_5"})
+# They may have widths of their own.
+_GGUF_LOCAL_WIDTHS = frozenset(
+    "dots3note gemma4 gemma4-assistant gemma-embedding2 laguna spark2_5 step35".split()
+)
+# They are scaled like the others.
+_GGUF_LOCAL_SCALED = frozenset({"dots3note", "gemma2", "gpt-oss", "spark2_5"})
 # Architectures that tell layers with a window by a list, or by a period -> the period of files without either (None:
 # the list must be there), and the first layer with full attention. From `set_swa_pattern` in llama.cpp's src/models,
 # October 2026.
 _GGUF_PERIODS: dict[str, tuple[int | None, int]] = {
-    **dict.fromkeys(("gemma3", "gemma-embedding"), (6, 5)),
+    **dict.fromkeys(("gemma3", "gemma-embedding", "gemma-embedding2"), (6, 5)),
     **dict.fromkeys(("cohere2", "exaone4", "mellum", "olmo2"), (4, 3)),
-    **dict.fromkeys(("gemma4", "mimo2", "step35"), (None, 0)),
-    "laguna": (4, 0),
+    **dict.fromkeys(
+        ("dots3note", "gemma4", "gemma4-assistant", "maple", "mimo2", "spark2_5", "step35"),
+        (None, 0),
+    ),
+    **dict.fromkeys(("cohere2moe", "laguna"), (4, 0)),
+    "plamo3": (8, 7),
     "modern-bert": (3, 0),
 }
 _MOST_LAYERS = 65536
@@ -286,14 +299,16 @@ def gguf(values: Mapping[str, Any]) -> Source:
             fail("rope_freqs.weight must not come with rope.scaling but the metadata has both")
         section = {"rope_type": "given", "inv_freq": _divided(outer, arch, list(factors))}
         spelled["rope_scaling.rope_type"] = spelled["rope_scaling.inv_freq"] = "rope_freqs.weight"
-    elif arch == "gemma4":
+    elif arch in _GGUF_FACTORED:
         fail(
-            "gemma4 must come with rope_freqs.weight, which scales its layers with full attention; pass the path of "
-            "the .gguf file, or add the tensor to the metadata"
+            f"{arch} must come with rope_freqs.weight, which scales its layers with full attention; pass the path of "
+            f"the .gguf file, or add the tensor to the metadata"
         )
     outer |= {key: values[key] for key in keys.LAYER_TYPES if key in values}
     if arch == "exaone4" and outer.get("num_hidden_layers") not in (None, 64):
         outer.setdefault("sliding_window", None)  # only the large model has windows
+    if arch == "granite_swa":
+        take("attention.rope_pattern", outer, "no_rope_layers", "no_rope_layers")
     family = _gguf_family(arch, outer)
     if family is not None and _GGUF_LAYERS.get(arch) == "no_rope_layers":
         outer["no_rope_layer_interval"] = 4
@@ -301,6 +316,8 @@ def gguf(values: Mapping[str, Any]) -> Source:
     if section:
         outer["rope_scaling"] = section
     _list_windows(values, arch, outer, spelled, read)
+    if arch == "cohere2moe":
+        _list_dense(values, arch, outer, spelled)
     local = _local(values, arch, outer, spelled, read)
     if local is not None:
         base = outer.pop("rope_theta", None)
@@ -310,7 +327,10 @@ def gguf(values: Mapping[str, Any]) -> Source:
         if arch in _GGUF_LOCAL_WIDTHS:
             path = "rope_parameters.sliding_attention"
             for suffix, name in _GGUF_WIDTHS.items():
-                take(suffix, sliding, name, f"{path}.{name}")
+                read.add(f"{arch}.{suffix}")
+                latent = suffix.replace("key_length", "key_length_mla")
+                given = latent if f"{arch}.{latent}" in values else suffix
+                take(given, sliding, name, f"{path}.{name}")
         if arch == "step35" and isinstance(outer.get("rotary_dim"), int):
             full[keys.OWN_ROTARY_DIM] = outer["rotary_dim"] // 2
             spelled[f"rope_scaling.{keys.OWN_ROTARY_DIM}"] = f"half of {spelled['rotary_dim']}"
@@ -335,6 +355,9 @@ def _gguf_family(arch: str, outer: Mapping[str, Any]) -> Family | None:
         return Family(False, "", refused=refused)
     if arch == "llama4" and window == 0:
         return None  # llama.cpp leaves out one layer at most, by the number of layers
+    layers = _GGUF_LAYERS.get(arch) or (_GGUF_WINDOWED.get(arch) if window else None)
+    if "no_rope_layers" in outer:
+        layers = "no_rope_layers"
     axes = None
     if arch in GGUF_SECTIONS or (arch in GGUF_MAYBE_SECTIONS and "mrope_section" in outer):
         axes = "sections"
@@ -347,7 +370,7 @@ def _gguf_family(arch: str, outer: Mapping[str, Any]) -> Family | None:
         _GGUF_CODE,
         start="last" if arch in _GGUF_LATENT else "first",
         axes=axes,
-        layers=_GGUF_LAYERS.get(arch) or (_GGUF_WINDOWED.get(arch) if window else None),
+        layers=layers,
         fraction="required" if arch in _GGUF_LATENT | _GGUF_PART else "optional",
         head_dim="required" if arch in _GGUF_HEAD else "derived",
         base=_GGUF_BASE if arch in _GGUF_CONSTANT else None,
@@ -463,13 +486,37 @@ def _list_windows(
     read.add(key)
     if count > _MOST_LAYERS:
         fail(f"{spelled['num_hidden_layers']} must be at most {_MOST_LAYERS} but got {count}")
+    main = _without_predicting(values, arch, count)
     if isinstance(pattern, int):
         last = 0 if first == 0 else max(pattern, 1) - 1
-        pattern = [not pattern or layer % pattern != last for layer in range(count)]
-    if len(pattern) < count:
-        fail(f"{key} must have an entry for each of {count} layers but has {len(pattern)}")
+        pattern = [not pattern or layer % pattern != last for layer in range(main)]
+        pattern += [False] * (count - main)
+    if len(pattern) < main:
+        fail(f"{key} must have an entry for each of {main} layers but has {len(pattern)}")
+    outer["num_hidden_layers"] = min(count, len(pattern))
     outer["layer_types"] = [f"{'sliding' if one else 'full'}_attention" for one in pattern[:count]]
     spelled["layer_types"] = key
+
+
+def _without_predicting(values: Mapping[str, Any], arch: str, count: int) -> int:
+    """The number of layers but the last ones, which only predict."""
+    more = values.get(f"{arch}.nextn_predict_layers")
+    return max(count - more, 0) if isinstance(more, int) and more > 0 else count
+
+
+def _list_dense(
+    values: Mapping[str, Any], arch: str, outer: dict[str, Any], spelled: dict[str, str]
+) -> None:
+    """Add which layers have no experts: the first; and the last, which only predict, rotate like them."""
+    key = f"{arch}.leading_dense_block_count"
+    spelled["mlp_layer_types"] = key
+    dense, count = values.get(key), values.get(f"{arch}.block_count")
+    if isinstance(dense, int) and "layer_types" in outer and isinstance(count, int):
+        main = _without_predicting(values, arch, count)
+        outer["mlp_layer_types"] = [
+            "dense" if layer < dense or layer >= main else "sparse"
+            for layer in range(outer["num_hidden_layers"])
+        ]
 
 
 def _local(
@@ -486,12 +533,15 @@ def _local(
     path = "rope_parameters.sliding_attention.rope_theta"
     if arch in _GGUF_ONE_BASE:
         return None
-    if arch == "laguna":  # its larger model has no windows
-        if not outer.get("sliding_window"):
-            return None
-        if base is None:
-            spelled[path] = spelled.get("rope_theta", "rope_theta")
-            return outer.get("rope_theta")
+    if arch == "maple":
+        if base is not None:  # only these layers rotate
+            outer["rope_theta"], spelled["rope_theta"] = base, key
+        return None
+    if arch in ("laguna", "plamo3") and not outer.get("sliding_window"):
+        return None  # some of their models have no windows
+    if arch in _GGUF_COMMON_BASE and base is None:
+        spelled[path] = spelled.get("rope_theta", "rope_theta")
+        return outer.get("rope_theta")
     if base is not None:
         spelled[path] = key
         return base

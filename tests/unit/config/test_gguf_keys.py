@@ -32,10 +32,12 @@ READ = {
 ABOUT = re.compile(r"rope\.|attention\.key_length|attention\.(compress|max_alibi|rope)")
 
 
-OWN_WIDTHS = ("gemma4", "laguna", "step35")  # read key_length_swa
+# Those that read key_length_swa.
+OWN_WIDTHS = "dots3note gemma4 gemma4-assistant gemma-embedding2 laguna spark2_5 step35".split()
 # What a file of an architecture has besides.
 KNOWN: dict[str, dict[str, Any]] = {
-    "gemma4": {"rope_freqs.weight": [1.0] * 32},
+    **{arch: {"rope_freqs.weight": [1.0] * 32} for arch in ("gemma4", "gemma4-assistant")},
+    "cohere2moe": {"cohere2moe.leading_dense_block_count": 1},
     **{arch: {f"{arch}.rope.freq_base": 1e4} for arch in ("cogvlm", "deepseek2-ocr")},
 }
 

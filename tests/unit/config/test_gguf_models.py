@@ -212,6 +212,210 @@ def test_alpha_is_the_only_scaling() -> None:
             read(gguf(arch, rope__scaling__alpha=1000.0))
 
 
+# --- layers that differ -------------------------------------------------------------------------------
+
+
+def windows(*pattern: int, size: int = 512) -> dict[str, Any]:
+    """Return the keys of layers with a sliding window (1) and without (0)."""
+    listed = list(map(bool, pattern))
+    return {"attention__sliding_window": size, "attention__sliding_window_pattern": listed}
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+GEMMA_WIDTHS = {
+    "attention__key_length": 512,
+    "attention__key_length_swa": 256,
+    "rope__dimension_count": 512,
+    "rope__dimension_count_swa": 256,
+    "rope__freq_base_swa": 1e4,
+}
+SPARK = {"attention__key_length": 256, "rope__dimension_count": 64}
+DOTS3 = {
+    **LATENT,
+    "attention__key_length_swa": 320,
+    "attention__key_length_mla_swa": 256,
+    "rope__freq_base_swa": 1e4,
+}
+COHERE = {
+    "attention__key_length": 128,
+    "rope__dimension_count": 128,
+    "rope__scaling__type": "none",
+    "rope__freq_base_swa": 1e4,
+    "leading_dense_block_count": 2,
+}
+ROTATING = RopeSpec(128, 5e4, interleaved=True)
+# Metadata -> the specs by type, and the numbers of the layers of each.
+LAYERED: dict[str, tuple[Any, dict[str, Any], dict[str, set[int]]]] = {
+    # plamo3.cpp: the base of layers with a window is 10000 by default; every eighth layer has none
+    "plamo3": (
+        model("plamo3", (2048, 16), 1e6, 16, attention__sliding_window=2048),
+        {FULL: RopeSpec(128, 1e6), SLIDING: RopeSpec(128)},
+        {FULL: {7, 15}},
+    ),
+    # maple.cpp: only layers with a window rotate, by their own base, if there is one
+    "maple": (
+        model(
+            "maple", (2048, 32), 1.5e5, attention__key_length=64, **windows(1, 1, 1, 0, 1, 1, 1, 0)
+        ),
+        {FULL: None, SLIDING: RopeSpec(64, 1.5e5)},
+        {FULL: {3, 7}},
+    ),
+    "maple with another base": (
+        model(
+            "maple",
+            (2048, 32),
+            1.5e5,
+            attention__key_length=64,
+            rope__freq_base_swa=1e4,
+            **windows(1, 1, 1, 0, 1, 1, 1, 0),
+        ),
+        {FULL: None, SLIDING: RopeSpec(64)},
+        {FULL: {3, 7}},
+    ),
+    # spark2-5.cpp: a base (by default the common one) and a part for each kind; all are scaled
+    "spark2_5": (
+        model(
+            "spark2_5",
+            (2048, 8),
+            5e6,
+            **SPARK,
+            **windows(0, 1, 1, 1, 0, 1, 1, 1),
+            rope__dimension_count_swa=256,
+            rope__freq_base_swa=1e4,
+        ),
+        {FULL: RopeSpec(256, 5e6, 64), SLIDING: RopeSpec(256)},
+        {FULL: {0, 4}},
+    ),
+    "spark2_5 with one base and YaRN": (
+        model(
+            "spark2_5",
+            (2048, 8),
+            5e6,
+            **SPARK,
+            **windows(0, 1, 1, 1, 0, 1, 1, 1),
+            rope__dimension_count_swa=256,
+            **YARN_4,
+        ),
+        {
+            FULL: RopeSpec(256, 5e6, 64, scaling=YaRN(4, 262144)),
+            SLIDING: RopeSpec(256, 5e6, scaling=YaRN(4, 262144)),
+        },
+        {FULL: {0, 4}},
+    ),
+    # granite-swa.cpp: a list of the layers that rotate, all by one base
+    "granite_swa": (
+        model(
+            "granite_swa",
+            (2560, 40),
+            1e7,
+            attention__rope_pattern=[1, 1, 1, 0, 1, 1, 1, 0],
+            **windows(1, 1, 1, 0, 1, 1, 1, 0),
+        ),
+        {"rope": RopeSpec(64, 1e7, interleaved=True), "no_rope": None},
+        {"no_rope": {3, 7}},
+    ),
+    # gemma-embedding2.cpp: as Gemma 4, but without factors; every sixth layer has no window
+    "gemma-embedding2": (
+        model(
+            "gemma-embedding2", (512, 4), 1e6, 24, attention__sliding_window=1024, **GEMMA_WIDTHS
+        ),
+        {FULL: RopeSpec(512, 1e6), SLIDING: RopeSpec(256)},
+        {FULL: {5, 11, 17, 23}},
+    ),
+    # dots3note.cpp: heads of two widths, whose last 64 channels rotate, by two bases; one layer only predicts
+    "dots3note": (
+        model(
+            "dots3note",
+            (4096, 64),
+            8e6,
+            9,
+            **DOTS3,
+            **YARN_4,
+            **windows(1, 1, 1, 0, 1, 1, 1, 0),
+            nextn_predict_layers=1,
+        ),
+        {
+            FULL: RopeSpec(192, 8e6, 64, 128, True, scaling=YaRN(4, 262144)),
+            SLIDING: RopeSpec(256, 1e4, 64, 192, True, scaling=YaRN(4, 262144)),
+        },
+        {FULL: {3, 7}},
+    ),
+    # cohere2moe.cpp: layers with a window rotate, and the first ones, without experts; all by one base
+    "cohere2moe": (
+        model("cohere2moe", (2048, 32), 5e4, **COHERE, **windows(0, 1, 1, 1, 0, 1, 1, 1)),
+        {SLIDING: ROTATING, FULL: None, "dense": ROTATING},
+        {"dense": {0}, FULL: {4}},
+    ),
+    "cohere2moe with a period, and a layer that only predicts": (
+        model(
+            "cohere2moe",
+            (2048, 32),
+            5e4,
+            9,
+            **COHERE,
+            attention__sliding_window=4096,
+            attention__sliding_window_pattern=4,
+            nextn_predict_layers=1,
+        ),
+        {SLIDING: ROTATING, FULL: None, "dense": ROTATING},
+        {"dense": {0, 8}, FULL: {4}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_models_whose_layers_differ(name: str) -> None:
+    metadata, wanted, numbers = LAYERED[name]
+    specs = read(metadata)
+    assert specs == wanted
+    for kind, layers in numbers.items():
+        assert {n for n, one in enumerate(specs.layers) if one == kind} == layers
+    others = set(specs.layers) - set(numbers)
+    assert len(others) == 1  # all other layers are of one type
+
+
+def test_the_queries_of_gemma4_assistant_rotate_as_in_gemma4() -> None:
+    """gemma4-assistant.cpp: the keys are those of the target; the factors are for layers without a window."""
+    sizes = {**GEMMA_WIDTHS, **windows(1, 1, 1, 0, size=1024), "nextn_predict_layers": 4}
+    metadata = model("gemma4-assistant", (1024, 16), 1e6, 4, **sizes)
+    text = (
+        "gemma4-assistant must come with rope_freqs.weight, which scales its layers with full attention; pass the "
+        "path of the .gguf file, or add the tensor to the metadata."
+    )
+    refused(metadata, text)
+    specs = read({**metadata, "rope_freqs.weight": [1.0] * 64 + [1e30] * 192})
+    assert specs.layers == (SLIDING, SLIDING, SLIDING, FULL)
+    assert specs[SLIDING] == RopeSpec(256)
+    made, row = specs[FULL].frequencies().exact, default(512, 1e6).exact
+    wanted = [float(omega) if k < 64 else 0.0 for k, omega in enumerate(row)]
+    assert [float(omega) for omega in made] == pytest.approx(wanted, abs=1e-30)
+
+
+def test_models_whose_layers_may_differ_but_do_not() -> None:
+    assert read(model("plamo3", (2048, 16), 1e6)) == RopeSpec(128, 1e6)
+    all_rotate = model("granite_swa", (2560, 40), 1e7, **windows(1, 1, 1, 0, 1, 1, 1, 0))
+    assert read(all_rotate) == RopeSpec(64, 1e7, interleaved=True)
+    assert read({**all_rotate, "granite_swa.attention.rope_pattern": [1] * 8}) == read(all_rotate)
+
+
+def test_the_layers_of_cohere2moe_must_be_known() -> None:
+    metadata, _, _ = LAYERED["cohere2moe"]
+    key = "cohere2moe.leading_dense_block_count"
+    text = f"GGUF architecture 'cohere2moe' has layers that differ, so the config must give {key}."
+    refused({name: value for name, value in metadata.items() if name != key}, text)
+
+
+@pytest.mark.parametrize("arch", ["mimo2", "step35"])
+def test_layers_that_only_predict_need_no_entry(arch: str) -> None:
+    """mimo2.cpp and step35.cpp list the windows of their main layers."""
+    sizes = {"attention__key_length": 128, "rope__dimension_count": 128, "nextn_predict_layers": 3}
+    metadata = gguf(arch, 11, **sizes, **windows(0, 1, 1, 1, 0, 1, 1, 1))
+    assert read(metadata).layers == (FULL, *[SLIDING] * 3) * 2
+    short = {**metadata, f"{arch}.attention.sliding_window_pattern": [False] * 7}
+    text = f"{arch}.attention.sliding_window_pattern must have an entry for each of 8 layers but has 7."
+    refused(short, text)
+
+
 # --- what llama.cpp's code contradicts or does not use ---------------------------------------------------
 
 PANGU, COGVLM, OCR = (MODELS[arch][0] for arch in ("pangu-embedded", "cogvlm", "deepseek2-ocr"))
