@@ -390,9 +390,9 @@ SECTIONS: dict[tuple[str, str], str] = {
 # function says.)
 GGUF_NEIGHBOURS = frozenset(
     """llama llama4 deci baichuan internlm2 minicpm xverse command-r cohere2 cohere2moe olmo arctic deepseek
-    deepseek2 deepseek32 dots3note plm chatglm glm4 glm-dsa granite granitemoe granitehybrid graniteswitch
-    granite_swa chameleon bailingmoe bailingmoe3 neo-bert smollm3 arcee ernie4_5 ernie4_5-moe mistral3
-    mistral4 muse-glimmer llada llama-embed maincoder nanbeige pockettts eagle3 hy_v4""".split()
+    deepseek2 deepseek32 deepseek4 dots3note plm chatglm glm4 glm-dsa granite granitemoe granitehybrid
+    graniteswitch granite_swa chameleon bailingmoe bailingmoe3 neo-bert smollm3 arcee ernie4_5 ernie4_5-moe
+    mistral3 mistral4 muse-glimmer llada llama-embed maincoder nanbeige pockettts eagle3 hy_v4""".split()
 )
 GGUF_HALVES = frozenset(
     """falcon falcon-h1 grok dbrx jina-bert-v3 modern-bert nomic-bert nomic-bert-moe stablelm bitnet qwen
@@ -401,7 +401,7 @@ GGUF_HALVES = frozenset(
     exaone exaone4 exaone-moe minicpm3 bailingmoe2 dots1 hunyuan-moe hunyuan-dense hunyuan_vl hy_v3 gpt-oss
     lfm2 lfm2moe smallthinker seed_oss apertus minimax-01 minimax-m2 minimax-m3 qwen3next glm4moe afmoe
     gemma4 gemma4-assistant laguna mellum maple mimo2 spark2_5 step35 llada-moe grovemoe rnd1 eurobert
-    jais2 talkie hrm_text cogvlm deepseek2-ocr pangu-embedded""".split()
+    jais2 talkie hrm_text cogvlm deepseek2-ocr pangu-embedded dflash""".split()
 )
 GGUF_SECTIONS = frozenset({"qwen2vl", "paddleocr"})
 GGUF_INTERLEAVED_SECTIONS = frozenset(
@@ -409,7 +409,7 @@ GGUF_INTERLEAVED_SECTIONS = frozenset(
 )
 # Files of these may have sections, and then pair halves; without, positions have one coordinate. In HunyuanVL positions
 # have four, the last of which llama.cpp sets to 0 for text.
-GGUF_MAYBE_SECTIONS = frozenset({"bailingmoe3", "glm4", "glm4moe", "hunyuan_vl"})
+GGUF_MAYBE_SECTIONS = frozenset({"bailingmoe3", "dflash", "glm4", "glm4moe", "hunyuan_vl"})
 # llama.cpp rotates nothing in these, even if their files have keys about RoPE.
 GGUF_WITHOUT_ROPE = frozenset(
     """clip bert gpt2 gptj mpt refact bloom mamba mamba2 jamba jina-bert-v2 starcoder t5 t5encoder jais rwkv6

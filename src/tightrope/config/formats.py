@@ -147,6 +147,11 @@ _GGUF_WIDTHS = {
     "attention.key_length_swa": keys.OWN_HEAD_DIM,
     "rope.dimension_count_swa": keys.OWN_ROTARY_DIM,
 }
+# How many tokens a compressed entry of the cache has, by layer, and the base of layers that have such entries.
+_GGUF_COMPRESSED = {
+    "attention.compress_ratios": "compress_ratios",
+    "attention.compress_rope_freq_base": "compress_rope_theta",
+}
 _GGUF_TENSORS = {
     "rope_factors_short.weight": "short_factor",
     "rope_factors_long.weight": "long_factor",
@@ -156,6 +161,7 @@ _GGUF_LAYERS = {
     **dict.fromkeys(("afmoe", "llama4", "smollm3"), "no_rope_layers"),  # every fourth
     **dict.fromkeys(("cohere2", "exaone-moe", "maple", "muse-glimmer"), "sliding only"),
     "cohere2moe": "sliding or dense",
+    "deepseek4": "main and compress",
     "exaone4": "sliding only, if windows",
 }
 # The same for models whose files give a window; smallthinker has no RoPE in the first layer, the fifth, ….
@@ -164,7 +170,7 @@ _GGUF_WINDOWED = {
     "smallthinker": "no_rope_layers",
 }
 # All layers have one base; llama.cpp does not use that of layers with a window.
-_GGUF_ONE_BASE = frozenset({"cohere2", "cohere2moe", "mellum", "olmo2"})
+_GGUF_ONE_BASE = frozenset({"cohere2", "cohere2moe", "dflash", "mellum", "olmo2"})
 # Layers with full attention are scaled by this tensor.
 _GGUF_FACTORED = frozenset({"gemma4", "gemma4-assistant"})
 _GGUF_REFUSED = {
@@ -179,7 +185,7 @@ _GGUF_CONSTANT = frozenset({"cogvlm", "deepseek2-ocr"})
 _GGUF_UNFACTORED = _GGUF_CONSTANT | {"pangu-embedded"}
 # Latent attention: the channels without RoPE come first.
 _GGUF_LATENT = frozenset(
-    "bailingmoe3 deepseek2 deepseek32 dots3note glm-dsa hy_v4 minicpm3 mistral4 plm".split()
+    "bailingmoe3 deepseek2 deepseek32 deepseek4 dots3note glm-dsa hy_v4 minicpm3 mistral4 plm".split()
 )
 # Their converter stores mscale_all_dim / 10.
 _GGUF_TENTH = frozenset({"deepseek2", "deepseek32", "mistral4"})
@@ -190,9 +196,9 @@ _GGUF_PART = frozenset(
     qwen3next stablelm step35""".split()
 )
 _GGUF_HEAD = frozenset(
-    """cohere2moe gemma gemma2 gemma3 gemma3n gemma4 gemma4-assistant gemma-embedding2 gpt-oss grovemoe
-    hunyuan_vl hy_v3 laguna maincoder maple mimo2 minimax-01 minimax-m3 qwen3 qwen3moe qwen3next rnd1
-    seed_oss step35""".split()
+    """cohere2moe deepseek4 dflash gemma gemma2 gemma3 gemma3n gemma4 gemma4-assistant gemma-embedding2
+    gpt-oss grovemoe hunyuan_vl hy_v3 laguna maincoder maple mimo2 minimax-01 minimax-m3 qwen3 qwen3moe
+    qwen3next rnd1 seed_oss step35""".split()
 )
 # Layers with a sliding window have their own base, by default 10000.
 _GGUF_LOCAL_BASE = frozenset(
@@ -283,7 +289,19 @@ def gguf(values: Mapping[str, Any]) -> Source:
         del section["factor"]  # llama.cpp writes 0 for "no scaling"
     if arch in _GGUF_SWITCHED and section.get("finetuned") is False:
         fail(f"the config has no RoPE: {spelled['rope_scaling.finetuned']} is False")
+    # A drafter of DeepSeek V4 is one of its layers without compressed entries.
+    spark = arch == "dflash" and bool(values.get("dflash.hyper_connection.count"))
+    for suffix, name in _GGUF_COMPRESSED.items():
+        if arch == "deepseek4":
+            take(suffix, outer, name, name)
+        elif spark or arch == "qwen4exp":
+            read.add(f"{arch}.{suffix}")  # qwen4exp: the sizes of blocks of keys
+    ratios = values.get("dflash.attention.compress_ratios")
+    if spark and isinstance(ratios, list | tuple) and any(ratios):
+        fail(f"dflash.attention.compress_ratios must hold 0 only but got {ratios}")
     _scaling(values, arch, section, spelled, take)
+    if spark:
+        section.clear()
     if arch in _GGUF_UNFACTORED:
         _check_constants(values, arch, outer, section, spelled)
     sizes = values.get(f"{arch}.rope.dimension_sections")
@@ -309,7 +327,7 @@ def gguf(values: Mapping[str, Any]) -> Source:
         outer.setdefault("sliding_window", None)  # only the large model has windows
     if arch == "granite_swa":
         take("attention.rope_pattern", outer, "no_rope_layers", "no_rope_layers")
-    family = _gguf_family(arch, outer)
+    family = _gguf_family(arch, outer, spark)
     if family is not None and _GGUF_LAYERS.get(arch) == "no_rope_layers":
         outer["no_rope_layer_interval"] = 4
         spelled["no_rope_layer_interval"] = f"constant of llama.cpp for {arch}"
@@ -341,14 +359,12 @@ def gguf(values: Mapping[str, Any]) -> Source:
             spelled[f"rope_parameters.full_attention.{key}"] = spelled.get(
                 f"rope_scaling.{key}", spelled.get(key, key)
             )
-    if arch == "qwen4exp":
-        read.add(f"{arch}.attention.compress_ratios")  # the sizes of blocks of keys
     unread = {key: value for key, value in values.items() if key not in read}
     name = f"GGUF architecture {arch!r}"
     return Source(outer, family, name, spelled, seen=tuple(values), unread=unread)
 
 
-def _gguf_family(arch: str, outer: Mapping[str, Any]) -> Family | None:
+def _gguf_family(arch: str, outer: Mapping[str, Any], spark: bool) -> Family | None:
     window = outer.get("sliding_window")
     refused = _GGUF_REFUSED.get(arch)
     if refused is not None and (arch != "baichuan" or outer.get("num_hidden_layers") != 32):
@@ -365,13 +381,14 @@ def _gguf_family(arch: str, outer: Mapping[str, Any]) -> Family | None:
         axes = "interleaved sections"
     elif arch not in GGUF_NEIGHBOURS | GGUF_HALVES:
         return None
+    latent = spark or arch in _GGUF_LATENT
     return Family(
-        arch in GGUF_NEIGHBOURS and axes is None,
+        (spark or arch in GGUF_NEIGHBOURS) and axes is None,
         _GGUF_CODE,
-        start="last" if arch in _GGUF_LATENT else "first",
+        start="last" if latent else "first",
         axes=axes,
         layers=layers,
-        fraction="required" if arch in _GGUF_LATENT | _GGUF_PART else "optional",
+        fraction="required" if latent or arch in _GGUF_PART else "optional",
         head_dim="required" if arch in _GGUF_HEAD else "derived",
         base=_GGUF_BASE if arch in _GGUF_CONSTANT else None,
     )

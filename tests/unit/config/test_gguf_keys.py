@@ -37,6 +37,10 @@ OWN_WIDTHS = "dots3note gemma4 gemma4-assistant gemma-embedding2 laguna spark2_5
 # What a file of an architecture has besides.
 KNOWN: dict[str, dict[str, Any]] = {
     **{arch: {"rope_freqs.weight": [1.0] * 32} for arch in ("gemma4", "gemma4-assistant")},
+    "deepseek4": {
+        "deepseek4.attention.compress_ratios": [0] * 32,
+        "deepseek4.attention.compress_rope_freq_base": 160000.0,
+    },
     "cohere2moe": {"cohere2moe.leading_dense_block_count": 1},
     **{arch: {f"{arch}.rope.freq_base": 1e4} for arch in ("cogvlm", "deepseek2-ocr")},
 }

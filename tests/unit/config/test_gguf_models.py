@@ -416,6 +416,105 @@ def test_layers_that_only_predict_need_no_entry(arch: str) -> None:
     refused(short, text)
 
 
+# --- DeepSeek V4, and drafters -------------------------------------------------------------------------
+
+V4_SIZES: dict[str, Any] = {
+    "context_length": 1048576,
+    "attention__head_count_kv": 1,
+    "attention__key_length": 512,
+    "attention__sliding_window": 128,
+    "attention__compress_rope_freq_base": 160000.0,
+    "rope__dimension_count": 64,
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 16.0,
+    "rope__scaling__original_context_length": 65536,
+    "rope__scaling__yarn_beta_fast": 32.0,
+    "rope__scaling__yarn_beta_slow": 1.0,
+}
+RATIOS = [0, 0, *[4, 128] * 20, 4, 0]  # of DeepSeek V4 Flash: 43 layers, and one that only predicts
+MAIN = RopeSpec(512, 1e4, 64, 448, interleaved=True)
+
+
+def test_deepseek4_has_layers_of_two_bases() -> None:
+    """deepseek4.cpp: layers with compressed entries have their own base, and YaRN without its factor on channels."""
+    metadata = model(
+        "deepseek4", (4096, 64), 1e4, 43, **V4_SIZES, attention__compress_ratios=RATIOS
+    )
+    specs = read(metadata)
+    scaled = YaRN(16, 65536, attention_factor=1)
+    compressed = RopeSpec(512, 160000.0, 64, 448, True, scaling=scaled)
+    assert specs == {
+        "sliding_attention": MAIN,
+        "compressed_sparse_attention": compressed,
+        "heavily_compressed_attention": compressed,
+    }
+    names = {0: "sliding", 4: "compressed_sparse", 128: "heavily_compressed"}
+    assert specs.layers == tuple(f"{names[ratio]}_attention" for ratio in RATIOS[:43])
+
+
+@pytest.mark.parametrize("key", ["compress_ratios", "compress_rope_freq_base"])
+def test_deepseek4_without_its_second_base(key: str) -> None:
+    sizes = {**V4_SIZES, "attention__compress_ratios": RATIOS}
+    del sizes[f"attention__{key}"]
+    metadata = model("deepseek4", (4096, 64), 1e4, 43, **sizes)
+    if key == "compress_ratios":  # the types have their specs, but the layers are not listed
+        assert read(metadata).layers is None
+    else:
+        text = "GGUF architecture 'deepseek4' has layers that differ, so the config must give compress_rope_theta."
+        refused(metadata, text)
+
+
+DFLASH: dict[str, Any] = {
+    "attention__key_length": 128,
+    "block_size": 16,
+    "target_layers": [2, 17, 32, 47, 62],
+    **windows(1, 1, 1, 1, 0, size=2048),
+}
+# dflash.cpp -> the spec; the base of layers with a window is ignored
+DRAFTERS: dict[str, tuple[Any, RopeSpec]] = {
+    "of Qwen 3.6": (model("dflash", (5120, 32), 1e7, 5, **DFLASH), RopeSpec(128, 1e7)),
+    "of a model with several coordinates": (
+        model("dflash", (5120, 32), 1e7, 5, **DFLASH, rope__dimension_sections=[64, 0, 0, 0]),
+        RopeSpec(128, 1e7),
+    ),
+    "of Laguna": (
+        model("dflash", (2048, 48), 5e5, 5, **DFLASH, rope__freq_base_swa=1e4, **YARN_4),
+        RopeSpec(128, 5e5, scaling=YaRN(4, 262144)),
+    ),
+    # hyper_connection.count > 0: a layer of DeepSeek V4, whose scaling and second base it does not use
+    "of DeepSeek V4": (
+        model(
+            "dflash",
+            (4096, 64),
+            1e4,
+            3,
+            **V4_SIZES,
+            attention__compress_ratios=[0, 0, 0],
+            hyper_connection__count=4,
+        ),
+        MAIN,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafters_of_dflash(name: str) -> None:
+    metadata, wanted = DRAFTERS[name]
+    assert read(metadata) == wanted
+
+
+def test_factors_of_a_drafter_of_dflash() -> None:
+    made = read({**DRAFTERS["of Qwen 3.6"][0], "rope_freqs.weight": [2.0] * 64})
+    wanted = [float(omega) / 2 for omega in default(128, 1e7).exact]
+    assert [float(omega) for omega in made.frequencies().exact] == pytest.approx(wanted)
+
+
+def test_a_drafter_of_deepseek4_has_no_compressed_entries() -> None:
+    metadata, _ = DRAFTERS["of DeepSeek V4"]
+    key = "dflash.attention.compress_ratios"
+    refused({**metadata, key: [0, 4, 0]}, f"{key} must hold 0 only but got [0, 4, 0].")
+
+
 # --- what llama.cpp's code contradicts or does not use ---------------------------------------------------
 
 PANGU, COGVLM, OCR = (MODELS[arch][0] for arch in ("pangu-embedded", "cogvlm", "deepseek2-ocr"))
