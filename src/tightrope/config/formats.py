@@ -189,6 +189,8 @@ _GGUF_LATENT = frozenset(
 )
 # Their converter stores mscale_all_dim / 10.
 _GGUF_TENTH = frozenset({"deepseek2", "deepseek32", "mistral4"})
+# llama.cpp ignores that multiplier in all others.
+_GGUF_MULTIPLIED = _GGUF_TENTH | {"mistral3"}
 # Architectures that rotate a part of a head (_GGUF_PART), or whose head_dim is not hidden size / heads
 # (_GGUF_HEAD). Their files always have the key for this number; a file without the key is damaged.
 _GGUF_PART = frozenset(
@@ -433,7 +435,7 @@ def _scaling(
     share = take("rope.scaling.yarn_log_multiplier", holder, "mscale_all_dim", "")
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
         fail(f"{arch}.rope.scaling.yarn_log_multiplier must be a number but got {share!r}")
-    if share is not None and kind == "yarn":
+    if share is not None and kind == "yarn" and arch in _GGUF_MULTIPLIED:
         key = f"{arch}.rope.scaling.yarn_log_multiplier"
         # DeepSeek's mscale equals mscale_all_dim, so they cancel on the rotated channels; elsewhere mscale is 1.
         section["mscale_all_dim"] = 10 * share if arch in _GGUF_TENTH else share
