@@ -28,6 +28,9 @@ SPECS = {
 }
 
 
+TABLES = noise(3, 4, seed=1), noise(3, 4, seed=2)
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -129,6 +132,20 @@ def test_a_tensor_that_needs_no_gradient_or_has_no_part_in_the_loss_gets_none() 
     assert torch.equal(grads[0], grads[2])
     y, z = rotate_qk(q.detach(), k.clone().requires_grad_(), RopeSpec(8))
     assert (y.requires_grad, z.requires_grad) == (False, True)
+
+
+@pytest.mark.parametrize("which", ["ids", "tables"])
+def test_a_change_before_the_backward_pass_is_an_error(which: str) -> None:
+    ids, tables = torch.tensor([5, 1, 7]), [t.clone() for t in TABLES]
+    x = noise(2, 2, 3, 8).requires_grad_()
+    if which == "ids":
+        y = rotate(x, RopeSpec(8), ids)
+        ids.add_(1)
+    else:
+        y, _ = apply_rotary_pos_emb(x, None, *tables, tables="half")
+        tables[1].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_expanded_gradients() -> None:
@@ -287,15 +304,23 @@ def test_by_tables_in_place_in_functorch() -> None:
         assert_near(got, want, "float64 ways, higher order")
 
 
-def test_batched_gradients() -> None:
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: rotate(x, RopeSpec(8), 3),
+        lambda x: rotate(x, RopeSpec(8), torch.tensor([5, 1, 7])),
+        lambda x: apply_rotary_pos_emb(x, None, *TABLES, tables="half")[0],
+    ],
+    ids=["offset", "ids", "tables"],
+)
+def test_batched_gradients(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Batched gradients are correct, although torch's legacy vmap ignores registered vmap rules.
 
     Both is_grads_batched and vectorised jacobians use the legacy vmap.
     """
     x = noise(2, 2, 3, 8).requires_grad_()
     jacobian = torch.autograd.functional.jacobian
-    got = jacobian(lambda x: rotate(x, RopeSpec(8), 3), x, vectorize=True)
-    assert torch.equal(got, jacobian(lambda x: rotate(x, RopeSpec(8), 3), x))
+    assert_near(jacobian(function, x, vectorize=True), jacobian(function, x), "float64 ways")
 
 
 @pytest.mark.parametrize("function", [rotate, lambda x, *a: rotate_(x * 1, *a)])

@@ -405,7 +405,7 @@ def rotate_by(
     backend: str | None = None,
 ) -> Sequence[torch.Tensor]:
     """Rotate q and k by tables; all public functions of this module that rotate call this one."""
-    packed = None if verb == "out" or backend is not None else _packed(q, k, given)
+    packed = None if verb == "out" or backend is not None else _packed(q, k, given, verb)
     if packed is not None:
         names, build = ("q", "k"), partial(_build, q, k, given, verb, backend)
         return launch_quick(names, verb, q, k, packed, build)
@@ -414,18 +414,22 @@ def rotate_by(
     return run(_build(q, k, given, verb, backend))
 
 
-def _packed(q: torch.Tensor, k: torch.Tensor | None, given: Tables) -> schema.Packed | None:
+def _packed(
+    q: torch.Tensor, k: torch.Tensor | None, given: Tables, verb: str
+) -> schema.Packed | None:
     """Return the arguments of the operator if the kernel for CPUs may be called directly; see :func:`route_quick`.
 
     It reads tables without the dimensions that they lack, and refuses every invalid input that is not
     checked here.
     """
     cos, sin, axis, interleaved, tables, start, inverse, position_ids, rounding = given[:9]
-    tensors = (q, cos, sin) if k is None else (q, cos, sin, k)
     if position_ids is not None or not is_plain_eager():
         return None
     types = type(axis), type(interleaved), type(tables), type(start), type(inverse), type(rounding)
-    if types != _TYPES or not all(map(is_plain, tensors)) or not takes(q):
+    if types != _TYPES or not (is_plain(cos) and is_plain(sin)):
+        return None
+    new = verb == "new"
+    if not (is_plain(q, new) and (k is None or is_plain(k, new)) and takes(q)):
         return None
     if tables not in schema.TABLES or rounding not in schema.ROUNDINGS:
         return None

@@ -14,9 +14,9 @@ from .._errors import is_dtensor
 from .._tracing import is_transformed
 from ..activations import NONE
 from . import gradients, schema
-from .call import Call, pack, tensors_of, unpack
-from .route import is_differentiated
-from .schema import FORWARD, IN_PLACE, NEW, NO_GATE, OUT, TRANSPOSE, library, pair
+from .call import Call, pack, tensors_of, transposed, unpack
+from .route import is_differentiated, is_plain_eager
+from .schema import FORWARD, IN_PLACE, NEW, NO_GATE, OUT, TRANSPOSE, Packed, library, pair, present
 
 #: A call without its tensors: a function that takes them and returns the call. An autograd function
 #: accepts it as an argument; the fields of a call would be arguments of their own under transforms.
@@ -63,6 +63,42 @@ class OutOfPlace(torch.autograd.Function):
 
 # Torch reads the signature in each call, which takes a fifth of its time unless it is written down.
 OutOfPlace.forward.__signature__ = inspect.signature(OutOfPlace.forward)  # type: ignore[attr-defined]
+
+
+class Rotation(torch.autograd.Function):
+    """A rotation into new tensors, in plain eager code, of which only q and k are differentiated.
+
+    It is linear, so the gradient is the transposed rotation of the gradients: no call needs to be built.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, packed: Packed, q: torch.Tensor, k: torch.Tensor | None) -> Any:
+        primary, secondary, positions, *ctx.rest = packed
+        ctx.save_for_backward(primary, secondary, positions)
+        with torch._C._AutoDispatchBelowAutograd():
+            ys = tuple(NEW.plain(q, k, *packed))
+        ctx.mark_non_differentiable(*[y for y, x in zip(ys, present(q, k)) if not x.requires_grad])
+        ctx.set_materialize_grads(False)
+        return ys
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        from .run import run, run_packed  # here, because run imports this module
+
+        which = [i for i, grad in enumerate(grads) if grad is not None]
+        found: list[Any] = [None, None]
+        if which:
+            q, k = pair([cast(torch.Tensor, grads[i]) for i in which])
+            offset, options, amplitude = ctx.rest
+            back = *ctx.saved_tensors, offset, *transposed(options, amplitude)
+            plain = is_plain_eager() and type(q) is torch.Tensor and type(k) in _PLAIN_OR_NONE
+            turned = run_packed(q, k, back) if plain else run([unpack(q, k, *back)])
+            for i, by in zip(which, turned):
+                found[i] = by
+        return (None, *found)
+
+
+_PLAIN_OR_NONE = torch.Tensor, type(None)
 
 
 class InPlace(torch.autograd.Function):

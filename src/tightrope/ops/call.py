@@ -9,6 +9,7 @@ module only :mod:`.autograd` and :mod:`.memory` depend on the order of :meth:`Ca
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -159,24 +160,12 @@ class Call(NamedTuple):
             inputs: q and k of the forward call; used only if f is not the identity.
         """
         options, extras = self.options, self.extras
-        if options.direction == FORWARD:
-            direction = TRANSPOSE
-            if options.act != NONE:
-                extras = extras._replace(inputs=tuple(inputs))
-        else:
-            direction = FORWARD
+        if options.direction != FORWARD:
             extras = extras._replace(gates=tuple([-gate for gate in extras.gates]))
-        return self._replace(
-            options=options._replace(
-                direction=direction,
-                rounding=options.back,
-                back=options.rounding,
-                dense=options.dense_back,
-                dense_back=options.dense,
-            ),
-            amplitude=scale(options.direction, self.amplitude),
-            extras=extras,
-        )
+        elif options.act != NONE:
+            extras = extras._replace(inputs=tuple(inputs))
+        amplitude = scale(options.direction, self.amplitude)
+        return self._replace(options=_transposed(options), amplitude=amplitude, extras=extras)
 
     def tensors(self) -> _Tensors:
         """Return all tensors as one tuple, for autograd functions; None for an absent tensor."""
@@ -206,6 +195,23 @@ class Call(NamedTuple):
         return self.with_tensors((q, k, primary, secondary, positions, *extras))
 
 
+def _transposed(options: Options) -> Options:
+    return options._replace(
+        direction=TRANSPOSE if options.direction == FORWARD else FORWARD,
+        rounding=options.back,
+        back=options.rounding,
+        dense=options.dense_back,
+        dense_back=options.dense,
+    )
+
+
+@lru_cache(maxsize=1024)
+def transposed(options: int, amplitude: float) -> tuple[int, float]:
+    """Return the packed options and the amplitude of the backward call of a rotation alone."""
+    unpacked = options_of(options)
+    return _transposed(unpacked).pack(), scale(unpacked.direction, amplitude)
+
+
 def pack(call: Call) -> Packed:
     """Return the operator's arguments that follow q and k."""
     packed = (
@@ -218,6 +224,9 @@ def pack(call: Call) -> Packed:
     )
     extras = call.extras.flat()
     return (*packed, extras, call.eps) if extras else packed
+
+
+_WHOLE = 4  # dimensions of tables: rows, heads, length, width
 
 
 def unpack(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
@@ -239,6 +248,13 @@ def unpack(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
     """
     unpacked = options_of(options)
     parts = extras_of(unpacked, extras)
+    # The kernels for CPUs take positions and tables without their leading dimensions of size 1.
+    if positions is not None and positions.dim() < _WHOLE - 1:
+        positions = positions[(None,) * (_WHOLE - 1 - positions.dim())]
+    if unpacked.source not in (WORDS, PHASES) and secondary is not None and primary.dim() < _WHOLE:
+        primary, secondary = (
+            t[None, None] if t.dim() < 3 else t[:, None] for t in (primary, secondary)
+        )
     return Call(q, k, primary, secondary, positions, offset, unpacked, amplitude, parts, eps)
 
 

@@ -122,7 +122,7 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
         rope: a spec, or a rotation that was prepared from one.
 
     Returns:
-        None if the call must be built: because it needs another route or arguments that are not kept, or
+        The arguments, whether or not q and k require grad. None if the call must be built: because it needs another route or arguments that are not kept, or
         to raise the readable error.
     """
     if not is_plain_eager():
@@ -185,11 +185,7 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
         return None
     if own_axes != axes or (ids is not None and ids.device != device):
         return None
-    if torch.is_grad_enabled() and (
-        q.requires_grad
-        or (k is not None and k.requires_grad)
-        or (ids is not None and ids.requires_grad)
-    ):
+    if ids is not None and ids.requires_grad and torch.is_grad_enabled():
         return None
     if by_length:
         at = BY_NAME[layout]
@@ -283,13 +279,17 @@ def _ready(
     return ready
 
 
-def is_plain(x: object) -> bool:
-    """Return whether the kernels for CPUs check all else of a tensor, so that they may take it directly."""
+def is_plain(x: object, learns: bool = False) -> bool:
+    """Return whether the kernels for CPUs check all else of a tensor, so that they may take it directly.
+
+    Args:
+        learns: whether the tensor may require grad.
+    """
     return (
         type(x) is torch.Tensor
         and x.is_cpu
         and x.layout is _STRIDED
-        and not (x.requires_grad and torch.is_grad_enabled())
+        and (learns or not (x.requires_grad and torch.is_grad_enabled()))
     )
 
 
@@ -391,6 +391,11 @@ def _with_stages(
 def _functionalizes() -> bool:
     top = torch._C._functorch.peek_interpreter_stack()
     return top is not None and top.key() == torch._C._functorch.TransformType.Functionalize
+
+
+def wants_grad(q: torch.Tensor, k: torch.Tensor | None) -> bool:
+    """Return whether autograd records a rotation of q and k."""
+    return torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad))
 
 
 def _any_wants_grad(call: Call) -> bool:

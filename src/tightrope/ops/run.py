@@ -18,9 +18,9 @@ from ..activations import NONE
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec
 from . import memory
-from .autograd import InPlace, OutOfPlace, template_of
+from .autograd import InPlace, OutOfPlace, Rotation, template_of
 from .build import Request, Stages, build
-from .call import Call, pack, unpack
+from .call import Call, pack
 from .checks import RoundingLike
 from .definition import define
 from .phased import PhasesLike
@@ -35,6 +35,7 @@ from .route import (
     learns_angles,
     route,
     route_quick,
+    wants_grad,
 )
 from .schema import IN_PLACE, NEW, OUT, PHASES, Operator, Packed, pair, present
 
@@ -84,6 +85,8 @@ def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a dec
     packed = route_quick(rope, positions, q, k, layout, inverse, stages, rounding, phases)
     if packed is None:
         return None
+    if wants_grad(q, k) and (verb != "new" or stages is not None or phases is not None):
+        return None
     if outs and len(outs) != (1 if k is None else 2):
         return None
     if not all(is_plain(out) and not out.is_neg() for out in outs):
@@ -127,7 +130,7 @@ def launch_quick(
     """
     try:
         if verb == "new":
-            return _launch(NEW, q, k, packed)
+            return run_packed(q, k, packed)
         if verb == "out":
             memory.check_not_frozen(["out"] * len(outs), outs)
             with torch._C._AutoDispatchBelowAutograd():
@@ -154,9 +157,12 @@ def launch_quick(
 
 
 def run_packed(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> Results:
-    """Run the operator on arguments that the caller has checked; :func:`.route.mode` must be "eager"."""
-    if torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad)):
-        return run([unpack(q, k, *packed)])
+    """Rotate into new tensors, by arguments that the caller has checked; :func:`.route.mode` must be "eager".
+
+    If q or k require grad, the arguments must be those of a rotation alone, and must not require one.
+    """
+    if wants_grad(q, k):
+        return Rotation.apply(packed, q, k)  # type: ignore[no-any-return, no-untyped-call]
     return _launch(NEW, q, k, packed)
 
 
