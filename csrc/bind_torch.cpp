@@ -71,12 +71,14 @@ int64_t divide_rotation(Problem& p) {
   join_rows(p);
   const double elements = heads_of(p) * double(p.rows) * double(p.tokens) * double(p.head_dim);
   p.fetches = elements * double(bytes_of(p.dtype)) > double(kFetched);
-  // More of those that are next to each other in memory: whole cache lines of 16 bits.
-  const int64_t tiles = divide(p, tile_of(p, p.operand[0].in_stride.token == 1 ? kTile : 16)) / p.together;
-  int64_t most = 1;
-  for (int32_t i = 0; i < p.operands; ++i) most = std::max(most, p.together * p.operand[i].heads);
+  // More of those that are next to each other in memory, whole cache lines of 16 bits, and of small heads.
+  const int64_t small = std::clamp(512 / std::max(p.pairs, int64_t(1)), int64_t(16), kTile);
+  const int64_t most = p.operand[0].in_stride.token == 1 ? kTile : small;
+  const int64_t tiles = divide(p, tile_of(p, most)) / p.together;
+  int64_t heads = 1;
+  for (int32_t i = 0; i < p.operands; ++i) heads = std::max(heads, p.together * p.operand[i].heads);
   const double parts = elements / double(kElementsPerThread) / double(tiles);
-  p.parts = parts < 2 ? 1 : parts < double(most) ? int64_t(parts) : most;
+  p.parts = parts < 2 ? 1 : parts < double(heads) ? int64_t(parts) : heads;
   return tiles * p.parts;
 }
 

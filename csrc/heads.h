@@ -174,9 +174,12 @@ inline void turn_strided(const Stored* x, int64_t x_channel, Stored* y, int64_t 
 // not (2 times longer), so for rows that are far apart the caller computes the distance.
 constexpr int64_t kAhead = 6144;
 
-// Heads processed together when they are far apart in memory: an L1 cache holds only 8 to 12 lines
-// whose addresses differ by multiples of a large power of two.
-constexpr int64_t kStreams = 8;
+// Heads processed together when they are far apart in memory: an L1 cache holds only 8 to 12 lines whose addresses
+// differ by multiples of a large power of two, those of the results among them.
+inline int64_t streams_of(int64_t head_bytes) {
+  const int64_t fit = head_bytes == 0 ? 8 : 1536 / head_bytes;
+  return fit < 4 ? 4 : fit > 8 ? 8 : fit;
+}
 
 // Heads accumulated in the type of the values before widening to double.
 constexpr int64_t kHeadsTogether = 8;
@@ -189,7 +192,7 @@ struct Heads {
   int64_t in_step, out_step;        // from head to head, in elements
   int64_t in_channel, out_channel;  // from channel to channel
   int64_t count;
-  int64_t ahead;  // prefetch distance in bytes
+  int64_t ahead;  // prefetch distance in bytes, or 0
   bool streams;   // whether results go past the caches (streams.h)
 };
 
@@ -223,7 +226,7 @@ inline void turn_in_loops(const Problem& p, const Heads<typename A::Stored>& hea
   const int64_t other = p.interleaved ? 1 : p.pairs;
   const int64_t at = p.start + first * pair;
   const int64_t i = heads.in_channel, j = heads.out_channel;
-  const int64_t bytes = p.fetches ? p.head_dim * int64_t(sizeof(Stored)) : 0;
+  const int64_t bytes = p.fetches && heads.ahead != 0 ? p.head_dim * int64_t(sizeof(Stored)) : 0;
   Streamed streamed;
   for (int64_t head = 0; head < heads.count; ++head) {
     const Stored* in = heads.in + head * heads.in_step;

@@ -201,7 +201,7 @@ constexpr int64_t kStreamed = 8192;
 // The loop keeps this many cosines, and as many sines, of a tile on its stack.
 constexpr int64_t kAngles = 2048;
 // Most tokens of a tile.
-constexpr int64_t kTile = 32;
+constexpr int64_t kTile = 64;
 
 // Whether tables hold a cosine and a sine for every channel.
 inline bool has_full_tables(const Problem& p) { return p.table_other != 0; }

@@ -32,7 +32,7 @@ inline void turn_heads(const Problem& p, const Heads<typename A::Stored>& heads,
   if constexpr (sizeof(typename A::Value) == sizeof(float)) {
     if (heads.in_channel == 1 && heads.out_channel == 1) {
       const int64_t channel = p.start + (p.interleaved ? 2 : 1) * first;
-      const int64_t bytes = p.fetches ? p.head_dim * int64_t(sizeof(typename A::Stored)) : 0;
+      const int64_t bytes = p.fetches && heads.ahead != 0 ? p.head_dim * int64_t(sizeof(typename A::Stored)) : 0;
       if (p.interleaved) {
         turn_in_registers<A, true>(heads, channel, 1, n, bytes, r);
       } else {
@@ -141,11 +141,14 @@ template <class A>
 inline void turn_group(const Problem& p, const Operand& o, int64_t row, int64_t head, int64_t count, int64_t token,
                        int64_t tokens, int64_t first, int64_t n, const Angles<typename A::Value>& angles) {
   using Stored = typename A::Stored;
-  // Adjacent heads are one run of memory.
+  // Adjacent heads are one run of memory, which may end before the next token begins. The processor fetches such a
+  // run by itself, in time for float32: there fetching ahead only costs.
   const bool adjacent = o.in_stride.head < o.in_stride.token;
+  const bool endless = adjacent && count * o.in_stride.head == o.in_stride.token;
   const int64_t token_bytes = o.in_stride.token * int64_t(sizeof(Stored));
   const int64_t group_bytes = count * o.in_stride.head * int64_t(sizeof(Stored));
-  Heads<Stored> heads = heads_of<Stored>(o, row, head, count, token, adjacent ? kAhead : token_bytes);
+  const int64_t ahead = !endless ? token_bytes : sizeof(Stored) < sizeof(float) ? kAhead : 0;
+  Heads<Stored> heads = heads_of<Stored>(o, row, head, count, token, ahead);
   for (int64_t t = 0; t < tokens; ++t) {
     if (!adjacent && t + 1 == tokens) heads.ahead = group_bytes - t * token_bytes;
     turn_heads<A>(p, heads, first, n, angles.row[t]);
@@ -163,13 +166,14 @@ inline void turn_tile(const Problem& p, int64_t row, int64_t part, int64_t token
   take_angles<A>(p, row, 0, token, tokens, first, n, angles);
   alignas(64) T cosine[kAngles], sine[kAngles];
   bool sorted = false;
+  const int64_t streams = streams_of(p.head_dim * int64_t(sizeof(Stored)));
   for (int32_t index = 0; index < p.operands; ++index) {
     const Operand& o = p.operand[index];
     const bool across = lies_across(o);
     if (across && !sorted) sort_by_pair<A>(p, angles, tokens, n, cosine, sine), sorted = true;
     // Heads that are not adjacent are separate streams: take as many as the cache can hold, with the tokens of
     // the tile as the inner loop.
-    const int64_t most = across ? 1 : o.in_stride.head < o.in_stride.token ? o.heads : kStreams;
+    const int64_t most = across ? 1 : o.in_stride.head < o.in_stride.token ? o.heads : streams;
     const int64_t end = p.together * o.heads * (part + 1) / p.parts;
     int64_t at = p.together * o.heads * part / p.parts, count = 0;
     for (; at < end; at += count) {
@@ -189,7 +193,8 @@ template <class A>
 void turn(const Problem& p, int64_t begin, int64_t end) {
   const int64_t most = kAngles / row_width(p, 1);
   for (int64_t item = begin; item < end; ++item) {
-    const int64_t part = item % p.parts, tile = item / p.parts;
+    // All tiles of a part come first: threads then work on different pages.
+    const int64_t tiles = p.rows / p.together * p.tiles_per_row, part = item / tiles, tile = item % tiles;
     const int64_t row = tile / p.tiles_per_row * p.together;
     const int64_t token = tile % p.tiles_per_row * p.tile;
     const int64_t tokens = p.tokens - token < p.tile ? p.tokens - token : p.tile;
