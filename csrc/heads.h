@@ -176,8 +176,9 @@ constexpr int64_t kAhead = 6144;
 
 // Heads processed together when they are far apart in memory: an L1 cache holds only 8 to 12 lines whose addresses
 // differ by multiples of a large power of two, those of the results among them.
-inline int64_t streams_of(int64_t head_bytes) {
-  const int64_t fit = head_bytes == 0 ? 8 : 1536 / head_bytes;
+template <class Stored>
+inline int64_t streams_of(const Problem& p) {
+  const int64_t fit = p.head_dim == 0 ? 8 : 1536 / (p.head_dim * int64_t(sizeof(Stored)));
   return fit < 4 ? 4 : fit > 8 ? 8 : fit;
 }
 
@@ -192,8 +193,13 @@ struct Heads {
   int64_t in_step, out_step;        // from head to head, in elements
   int64_t in_channel, out_channel;  // from channel to channel
   int64_t count;
-  int64_t ahead;  // prefetch distance in bytes, or 0
+  int64_t ahead;  // prefetch distance in bytes; 0 for none
   bool streams;   // whether results go past the caches (streams.h)
+
+  // Bytes of a head to prefetch.
+  int64_t fetched(const Problem& p) const {
+    return p.fetches && ahead != 0 ? p.head_dim * int64_t(sizeof(Stored)) : 0;
+  }
 };
 
 // Prefetches the input of a head `ahead` bytes away, and its output unless that is the input.
@@ -226,7 +232,7 @@ inline void turn_in_loops(const Problem& p, const Heads<typename A::Stored>& hea
   const int64_t other = p.interleaved ? 1 : p.pairs;
   const int64_t at = p.start + first * pair;
   const int64_t i = heads.in_channel, j = heads.out_channel;
-  const int64_t bytes = p.fetches && heads.ahead != 0 ? p.head_dim * int64_t(sizeof(Stored)) : 0;
+  const int64_t bytes = heads.fetched(p);
   Streamed streamed;
   for (int64_t head = 0; head < heads.count; ++head) {
     const Stored* in = heads.in + head * heads.in_step;

@@ -32,7 +32,7 @@ inline void turn_heads(const Problem& p, const Heads<typename A::Stored>& heads,
   if constexpr (sizeof(typename A::Value) == sizeof(float)) {
     if (heads.in_channel == 1 && heads.out_channel == 1) {
       const int64_t channel = p.start + (p.interleaved ? 2 : 1) * first;
-      const int64_t bytes = p.fetches && heads.ahead != 0 ? p.head_dim * int64_t(sizeof(typename A::Stored)) : 0;
+      const int64_t bytes = heads.fetched(p);
       if (p.interleaved) {
         turn_in_registers<A, true>(heads, channel, 1, n, bytes, r);
       } else {
@@ -166,14 +166,13 @@ inline void turn_tile(const Problem& p, int64_t row, int64_t part, int64_t token
   take_angles<A>(p, row, 0, token, tokens, first, n, angles);
   alignas(64) T cosine[kAngles], sine[kAngles];
   bool sorted = false;
-  const int64_t streams = streams_of(p.head_dim * int64_t(sizeof(Stored)));
   for (int32_t index = 0; index < p.operands; ++index) {
     const Operand& o = p.operand[index];
     const bool across = lies_across(o);
     if (across && !sorted) sort_by_pair<A>(p, angles, tokens, n, cosine, sine), sorted = true;
     // Heads that are not adjacent are separate streams: take as many as the cache can hold, with the tokens of
     // the tile as the inner loop.
-    const int64_t most = across ? 1 : o.in_stride.head < o.in_stride.token ? o.heads : streams;
+    const int64_t most = across ? 1 : o.in_stride.head < o.in_stride.token ? o.heads : streams_of<Stored>(p);
     const int64_t end = p.together * o.heads * (part + 1) / p.parts;
     int64_t at = p.together * o.heads * part / p.parts, count = 0;
     for (; at < end; at += count) {
@@ -192,9 +191,10 @@ inline void turn_tile(const Problem& p, int64_t row, int64_t part, int64_t token
 template <class A>
 void turn(const Problem& p, int64_t begin, int64_t end) {
   const int64_t most = kAngles / row_width(p, 1);
+  // All tiles of a part come before those of the next: threads then work on different pages.
+  const int64_t tiles = p.rows / p.together * p.tiles_per_row;
   for (int64_t item = begin; item < end; ++item) {
-    // All tiles of a part come first: threads then work on different pages.
-    const int64_t tiles = p.rows / p.together * p.tiles_per_row, part = item / tiles, tile = item % tiles;
+    const int64_t part = item / tiles, tile = item % tiles;
     const int64_t row = tile / p.tiles_per_row * p.together;
     const int64_t token = tile % p.tiles_per_row * p.tile;
     const int64_t tokens = p.tokens - token < p.tile ? p.tokens - token : p.tile;

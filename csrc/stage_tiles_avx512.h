@@ -121,8 +121,7 @@ inline void register_tile(const Problem& p, const Stages& o, const Scratch<float
     // Groups of heads as in turn_tile, but not where weight gradients are summed: the order of a sum must not
     // depend on strides.
     const bool adjacent = i.head < i.token, even = i.channel == 1 && j.channel == 1 && (!has_x || k.channel == 1);
-    const int64_t streams = streams_of(p.head_dim * int64_t(sizeof(Stored)));
-    const int64_t group = !shared ? 1 : adjacent || to != nullptr ? operand.heads : streams;
+    const int64_t group = !shared ? 1 : adjacent || to != nullptr ? operand.heads : streams_of<Stored>(p);
     for (int64_t first = 0; first < operand.heads; first += group) {
       const int64_t count = operand.heads - first < group ? operand.heads - first : group;
       if (!shared) angles_of_tile(p, row, first, token, tokens, w);

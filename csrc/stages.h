@@ -494,7 +494,7 @@ inline void stages_tile(const Problem& p, const Problem& turns, const Stages& o,
     const bool adjacent = i.head < i.token;
     const int64_t group = !shared || part.weight_head != 0                 ? 1
                           : adjacent || part.by_weight != nullptr ? operand.heads
-                                                                  : streams_of(p.head_dim * int64_t(sizeof(Stored)));
+                                                                  : streams_of<Stored>(p);
     for (int64_t first = 0; first < operand.heads; first += group) {
       const int64_t last = operand.heads - first < group ? operand.heads : first + group;
       if (!shared) angles_of_tile(turns, row, first, token, tokens, w);

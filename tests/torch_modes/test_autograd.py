@@ -305,22 +305,27 @@ def test_by_tables_in_place_in_functorch() -> None:
 
 
 @pytest.mark.parametrize(
-    "function",
+    "function, same_bits",
     [
-        lambda x: rotate(x, RopeSpec(8), 3),
-        lambda x: rotate(x, RopeSpec(8), torch.tensor([5, 1, 7])),
-        lambda x: apply_rotary_pos_emb(x, None, *TABLES, tables="half")[0],
+        (lambda x: rotate(x, RopeSpec(8), 3), True),
+        # The definition runs, whose cosines differ in the last bit.
+        (lambda x: rotate(x, RopeSpec(8), torch.tensor([5, 1, 7])), False),
+        (lambda x: apply_rotary_pos_emb(x, None, *TABLES, tables="half")[0], True),
     ],
     ids=["offset", "ids", "tables"],
 )
-def test_batched_gradients(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_batched_gradients(
+    function: Callable[[torch.Tensor], torch.Tensor], same_bits: bool
+) -> None:
     """Batched gradients are correct, although torch's legacy vmap ignores registered vmap rules.
 
     Both is_grads_batched and vectorised jacobians use the legacy vmap.
     """
     x = noise(2, 2, 3, 8).requires_grad_()
     jacobian = torch.autograd.functional.jacobian
-    assert_near(jacobian(function, x, vectorize=True), jacobian(function, x), "float64 ways")
+    got, want = jacobian(function, x, vectorize=True), jacobian(function, x)
+    assert_near(got, want, "float64 ways")
+    assert torch.equal(got, want) or not same_bits
 
 
 @pytest.mark.parametrize("function", [rotate, lambda x, *a: rotate_(x * 1, *a)])

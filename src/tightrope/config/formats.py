@@ -305,7 +305,7 @@ def gguf(values: Mapping[str, Any]) -> Source:
     if spark:
         section.clear()
     if arch in _GGUF_UNFACTORED:
-        _check_constants(values, arch, outer, section, spelled)
+        _settle_constants(values, arch, outer, section, spelled)
     sizes = values.get(f"{arch}.rope.dimension_sections")
     read.add(f"{arch}.rope.dimension_sections")
     if sizes is not None and not (arch in GGUF_MAYBE_SECTIONS and _one_coordinate(sizes)):
@@ -443,14 +443,14 @@ def _scaling(
         spelled["rope_scaling.mscale"] = spelled["rope_scaling.mscale_all_dim"] = key
 
 
-def _check_constants(
+def _settle_constants(
     values: Mapping[str, Any],
     arch: str,
     outer: dict[str, Any],
     section: dict[str, Any],
     spelled: dict[str, str],
 ) -> None:
-    """Refuse keys that llama.cpp's code contradicts or does not use."""
+    """Refuse keys that constants of llama.cpp's code contradict; drop a width that it ignores."""
     unused = [
         name for name in (*_GGUF_TENSORS, "rope_freqs.weight") if values.get(name) is not None
     ]

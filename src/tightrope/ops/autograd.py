@@ -88,17 +88,15 @@ class Rotation(torch.autograd.Function):
         which = [i for i, grad in enumerate(grads) if grad is not None]
         found: list[Any] = [None, None]
         if which:
-            q, k = pair([cast(torch.Tensor, grads[i]) for i in which])
+            there = [cast(torch.Tensor, grads[i]) for i in which]
             offset, options, amplitude = ctx.rest
             back = *ctx.saved_tensors, offset, *transposed(options, amplitude)
-            plain = is_plain_eager() and type(q) is torch.Tensor and type(k) in _PLAIN_OR_NONE
+            q, k = pair(there)
+            plain = is_plain_eager() and all(type(grad) is torch.Tensor for grad in there)
             turned = run_packed(q, k, back) if plain else run([unpack(q, k, *back)])
             for i, by in zip(which, turned):
                 found[i] = by
         return (None, *found)
-
-
-_PLAIN_OR_NONE = torch.Tensor, type(None)
 
 
 class InPlace(torch.autograd.Function):

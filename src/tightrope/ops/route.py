@@ -122,8 +122,8 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
         rope: a spec, or a rotation that was prepared from one.
 
     Returns:
-        The arguments, whether or not q and k require grad. None if the call must be built: because it needs another route or arguments that are not kept, or
-        to raise the readable error.
+        The arguments, whether or not q and k require grad. None if the call must be built: because it needs
+        another route or arguments that are not kept, or to raise the readable error.
     """
     if not is_plain_eager():
         return None  # modes that watch see the operators of the full path in every call

@@ -85,7 +85,7 @@ def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a dec
     packed = route_quick(rope, positions, q, k, layout, inverse, stages, rounding, phases)
     if packed is None:
         return None
-    if wants_grad(q, k) and (verb != "new" or stages is not None or phases is not None):
+    if (verb != "new" or stages is not None or phases is not None) and wants_grad(q, k):
         return None
     if outs and len(outs) != (1 if k is None else 2):
         return None
