@@ -1,9 +1,9 @@
-"""Time of one decoded token by a plain call with a spec, beside that of a prepared rotation.
+"""Time of one decoded token by a plain call with a spec, and of writing into a cache, beside that of other calls.
 
 OMP_NUM_THREADS=1 python -m benchmarks.small_calls --out RESULTS.json
 
 In place, 32 heads of q and 8 of k, 128 channels, float32, so that almost all the time is that of Python and of the
-dispatcher. Each ratio is one of medians in one run, whose calls alternate in random order; three runs give its range.
+dispatcher. Keys in a cache have 8 heads of 128 channels, float32 too, in blocks of 16 entries. Each ratio is one of medians in one run, whose calls alternate in random order; three runs give its range.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ from .pages import written
 from .speed.method import Call, medians
 
 # Each call, and the call whose time it is divided by.
-RATIOS = {
-    "an offset": "prepared, an offset",
-    "ids": "prepared, ids",
-    "ids of rows": "prepared, ids",
-    "rotary_pos_embedding": "rotate",
-    "dynamic NTK, a new length": "an offset",
-    "dynamic NTK, the same length": "an offset",
-    "dynamic NTK, 32 rows": "32 rows",
-}
+RATIOS = (
+    ("an offset", "prepared, an offset"),
+    ("ids", "prepared, ids"),
+    ("ids of rows", "prepared, ids"),
+    ("rotary_pos_embedding", "rotate"),
+    ("dynamic NTK, a new length", "an offset"),
+    ("dynamic NTK, the same length", "an offset"),
+    ("dynamic NTK, 32 rows", "32 rows"),
+    ("1 key to a slot", "1 key"),
+    ("512 keys to slots", "512 keys, out"),
+    ("512 keys to slots", "512 keys, then index_copy_"),
+    ("512 keys and values to slots", "512 keys, then index_copy_ of both"),
+)
 
 
 def calls() -> dict[str, Call]:
@@ -59,6 +63,35 @@ def calls() -> dict[str, Call]:
         "dynamic NTK, the same length": lambda: rotate_qk_(q, k, dynamic, 5000),
         "32 rows": lambda: rotate_qk_(*rows, spec, offsets),
         "dynamic NTK, 32 rows": lambda: rotate_qk_(*rows, dynamic, offsets),
+        **_to_a_cache(),
+    }
+
+
+def _to_a_cache() -> dict[str, Call]:
+    """Return calls that write keys, and values, into a cache of packed tokens."""
+    spec, count = RopeSpec(128), 512
+    k, v, out = (torch.randn(count, 8, 128) for _ in range(3))
+    keys, of_values = torch.zeros(2, 128, 16, 8, 128)
+    flat, flat_values = keys.flatten(0, 1), of_values.flatten(0, 1)
+    slots, ids = torch.randperm(len(flat))[:count], torch.arange(count)
+    one, slot, at = k[:1], slots[:1], torch.tensor([700])
+
+    def copied(both: bool) -> None:
+        flat.index_copy_(0, slots, rotate(k, spec, ids, layout="thd"))
+        if both:
+            flat_values.index_copy_(0, slots, v)
+
+    def to_slots(**more: Any) -> None:
+        rotate(k, spec, ids, layout="thd", out=keys, slots=slots, **more)
+
+    return {
+        "1 key": lambda: rotate(one, spec, at, layout="thd"),
+        "1 key to a slot": lambda: rotate(one, spec, at, layout="thd", out=keys, slots=slot),
+        "512 keys, out": lambda: rotate(k, spec, ids, layout="thd", out=out),
+        "512 keys to slots": to_slots,
+        "512 keys, then index_copy_": lambda: copied(False),
+        "512 keys and values to slots": lambda: to_slots(values=(v, of_values)),
+        "512 keys, then index_copy_ of both": lambda: copied(True),
     }
 
 
@@ -75,7 +108,7 @@ def measure(rounds: int, runs: int) -> list[dict[str, Any]]:
             "ratio": sorted(round(time[name] / time[other], 2) for time in times),
             "microseconds": round(1e6 * times[0][name], 1),
         }
-        for name, other in RATIOS.items()
+        for name, other in RATIOS
     ]
 
 

@@ -26,7 +26,13 @@ struct Layout {
 constexpr Layout kLayouts[] = {
     {4, 0, 1, 2}, {4, 0, 2, 1}, {4, 1, 2, 0}, {3, -1, 1, 0}, {3, 0, -1, 1}, {2, -1, -1, 0}};
 
-constexpr int64_t kForward = 0, kInverse = 2;
+// The layout of a cache for keys in a layout: the same, or that of blocks with one dimension more.
+inline const Layout& layout_of_cache(int64_t keys, int64_t dims) {
+  const Layout& own = kLayouts[keys];
+  return own.row >= 0 || dims == own.dims ? own : kLayouts[own.head < 0 ? 4 : 1];
+}
+
+constexpr int64_t kForward = 0, kTranspose = 1, kInverse = 2;
 
 // With fewer elements than this per thread, one thread finishes before a second one wakes. The search for
 // races (ci/hardening) sets it to 1, to divide every call.
@@ -264,23 +270,34 @@ struct Operands {
   const Tensor* tensor[kMaxOperands];
 };
 
+// The entries of a cache that tokens go to.
+struct Slots {
+  const Tensor& index;         // int32 or int64 [tokens] or [rows, tokens]
+  const Tensor* values;        // to copy, or null
+  const Tensor* values_cache;
+};
+
 // Python raises the errors for users. The checks below run before anything is written. They keep a
 // direct call of the raw operator from reading or writing outside its tensors, and they are the only
 // checks on the fast path through Python.
-inline Problem operands_of(const Operands& xs, const Operands& outs, const Options& options) {
+inline Problem problem_with(const Options& options, int32_t code, int32_t operands) {
   STD_TORCH_CHECK(options.layout < 6, "tightrope: the layout must be known");
   STD_TORCH_CHECK(options.direction <= 2, "tightrope: the direction must be known");
   STD_TORCH_CHECK(options.reserved == 0, "tightrope: reserved bits of the options must be zero");
   STD_TORCH_CHECK(options.rounding <= int64_t(Rounding::kEach) && options.back <= int64_t(Rounding::kEach),
                   "tightrope: the rounding must be known");
-  const Layout& layout = kLayouts[options.layout];
-
   Problem p{};
   p.rounding = Rounding(options.rounding);
   p.narrow = options.narrow;
-  p.operands = xs.count;
-  const int32_t code = code_of(*xs.tensor[0]);
+  p.operands = operands;
   p.dtype = dtype_of(code);
+  return p;
+}
+
+inline Problem operands_of(const Operands& xs, const Operands& outs, const Options& options, bool last_is_cache = false) {
+  const int32_t code = code_of(*xs.tensor[0]);
+  Problem p = problem_with(options, code, xs.count);
+  const Layout& layout = kLayouts[options.layout];
   for (int32_t i = 0; i < xs.count; ++i) {
     const Tensor& tensor = *xs.tensor[i];
     const View x(tensor), out(*outs.tensor[i]);
@@ -293,18 +310,34 @@ inline Problem operands_of(const Operands& xs, const Operands& outs, const Optio
     }
     STD_TORCH_CHECK(rows == p.rows && tokens == p.tokens && head_dim == p.head_dim,
                     "tightrope: q and k must share rows, tokens and channels");
-    for (int d = 0; d < layout.dims; ++d)
-      STD_TORCH_CHECK(out.dims == x.dims && out.size[d] == x.size[d],
-                      "tightrope: outs must have the shapes of q and k");
-    p.operand[i] = Operand{tensor.const_data_ptr(), outs.tensor[i]->mutable_data_ptr(),
-                           x.size_at(layout.head), x.strides(layout), out.strides(layout)};
+    const bool is_cache = last_is_cache && i + 1 == xs.count;
+    const Layout& to = is_cache ? layout_of_cache(options.layout, out.dims) : layout;
+    STD_TORCH_CHECK(out.dims == to.dims && out.size_at(to.head) == x.size_at(layout.head) &&
+                        out.size[to.dims - 1] == head_dim &&
+                        (is_cache || (out.size_at(to.row) == rows && out.size[to.token] == tokens)),
+                    "tightrope: outs must have the shapes of q and k, and a cache their heads and channels");
+    p.operand[i] = Operand{tensor.const_data_ptr(), outs.tensor[i]->mutable_data_ptr(), x.size_at(layout.head),
+                           x.strides(layout), out.strides(to), out.size_at(to.row), out.size[to.token]};
   }
   return p;
 }
 
-inline Problem problem_of(const Operands& xs, const Operands& outs, const Arguments& a) {
+// Entries of a cache that rotate in place: [rows, tokens] of them.
+inline Problem entries_of(const Tensor& cache, const Options& options, int64_t rows, int64_t tokens) {
+  Problem p = problem_with(options, code_of(cache), 1);
+  const View x(cache);
+  const Layout& layout = layout_of_cache(options.layout, x.dims);
+  STD_TORCH_CHECK(x.dims == layout.dims, "tightrope: the cache must fit the layout");
+  p.rows = rows, p.tokens = tokens, p.head_dim = x.size[layout.dims - 1];
+  const Strides strides = x.strides(layout);
+  void* data = cache.mutable_data_ptr();
+  p.operand[0] = {data, data, x.size_at(layout.head), strides, strides, x.size_at(layout.row), x.size[layout.token]};
+  return p;
+}
+
+// Adds the angles and the positions.
+inline void read_angles(const Arguments& a, Problem& p) {
   const Options& options = a.options;
-  Problem p = operands_of(xs, outs, options);
   if (options.source == kWords) {
     read_words(a, p);
   } else if (options.source == kGivenPhases) {
@@ -325,6 +358,11 @@ inline Problem problem_of(const Operands& xs, const Operands& outs, const Argume
   p.interleaved = options.interleaved;
   p.conjugate = options.direction != kForward;
   p.amplitude = options.direction == kInverse ? 1.0 / a.amplitude : a.amplitude;
+}
+
+inline Problem problem_of(const Operands& xs, const Operands& outs, const Arguments& a, bool last_is_cache = false) {
+  Problem p = operands_of(xs, outs, a.options, last_is_cache);
+  read_angles(a, p);
   return p;
 }
 

@@ -78,7 +78,7 @@ class Values {
       const Operand& o = p.operand[i];
       if (o.heads == 0) continue;
       const auto* out = static_cast<const char*>(o.out);
-      const int64_t count = run_of(extents_of(p, o, o.out_stride), 0);
+      const int64_t count = run_of(written_by(p, o).extents, 0);
       if (from < out + count * bytes_of(p.dtype) && out < to) {
         kept_.push_back(torch::stable::clone(x));
         return kept_.back();

@@ -1,4 +1,7 @@
 // The CPU rotation operators: out of place, in place, and into the caller's tensors.
+#include <string.h>
+
+#include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -25,6 +28,7 @@ void choose_streams(Problem& p) {
   for (int32_t i = 0; i < p.operands; ++i) {
     Operand& o = p.operand[i];
     const Strides& s = o.out_stride;
+    if (o.places != nullptr) continue;
     const int64_t steps = s.row | s.head | s.token | p.start | (p.interleaved ? 2 * p.pairs : p.pairs);
     o.streams = s.channel == 1 && steps * element % kLine == 0 &&
                 reinterpret_cast<uintptr_t>(o.out) % kLine == 0 && has_pages(o.out, tokens * o.heads * head);
@@ -54,6 +58,7 @@ void join_rows(Problem& p) {
   if (p.together == 1) return;
   for (int32_t i = 0; i < p.operands; ++i) {
     const Operand& o = p.operand[i];
+    if (o.places != nullptr) return;
     for (const Strides& s : {o.in_stride, o.out_stride})
       if (o.heads != 1 && s.row != o.heads * s.head) return;
   }
@@ -82,21 +87,117 @@ int64_t divide_rotation(Problem& p) {
   return tiles * p.parts;
 }
 
-Tensors run(const Operands& xs, const Operands& outs, Outs whose, const Arguments& a) {
-  Problem p = problem_of(xs, outs, a);
+// Runs a problem whose memory does not overlap.
+Tensors run(Problem& p, const Operands& xs, Outs whose, const Arguments& a) {
   const bool plain = a.options.is_plain();
-  if (plain && is_empty(p)) return {};
-  STD_TORCH_CHECK(whose == Outs::kNew || is_empty(p) || !memory_overlaps(p, whose),
-                  "tightrope: memory overlaps");
   STD_TORCH_CHECK(plain || (p.rounding == Rounding::kOnce && !has_full_tables(p)),
                   "tightrope: an act or a gate needs rounding once, and tables that are not full");
   if (!plain) return run_stages(p, xs, a);
+  if (is_empty(p)) return {};
   const int64_t items = divide_rotation(p);
   if (whose != Outs::kInPlace) choose_streams(p);
   const Loop loop = loops().rotate;
   const double per_item = heads_of(p) * double(p.together * p.tile * p.head_dim) / double(p.parts);
   share(per_item, items, [&](int64_t begin, int64_t end) { loop(p, begin, end); });
   return {};
+}
+
+using Places = std::vector<int64_t>;
+
+// Returns the slots of all tokens, [rows, tokens]; refuses those that are neither -1 nor an entry of the cache.
+Places read_slots(const Tensor& slots, const Problem& p, const Operand& cache) {
+  const View s(slots);
+  const int32_t code = code_of(slots);
+  const bool is_int32 = code == aoti_torch_dtype_int32();
+  const int token = int(s.dims) - 1, row = token - 1;  // a missing one is negative
+  STD_TORCH_CHECK(1 <= s.dims && s.dims <= 2 && slots.is_cpu() && (is_int32 || code == aoti_torch_dtype_int64()) &&
+                      s.size_at(row) == p.rows && s.size[token] == p.tokens,
+                  "tightrope: slots must be int32 or int64 [rows, tokens], or [tokens] for one row");
+  const void* data = slots.const_data_ptr();
+  const int64_t count = cache.blocks * cache.entries;
+  Places found(size_t(p.rows * p.tokens));
+  auto next = found.begin();
+  for (int64_t i = 0; i < p.rows; ++i)
+    for (int64_t j = 0; j < p.tokens; ++j) {
+      const int64_t at = i * s.stride_at(row) + j * s.stride[token];
+      const int64_t slot = is_int32 ? static_cast<const int32_t*>(data)[at] : static_cast<const int64_t*>(data)[at];
+      STD_TORCH_CHECK(-1 <= slot && slot < count, "tightrope: slots must be -1 or entries of the cache");
+      *next++ = slot;
+    }
+  return found;
+}
+
+// Whether no two tokens have one slot.
+bool are_distinct(Places slots) {
+  std::sort(slots.begin(), slots.end());
+  const auto first = std::lower_bound(slots.begin(), slots.end(), 0);
+  return std::adjacent_find(first, slots.end()) == slots.end();
+}
+
+// Sends the tokens of an operand to entries of its cache.
+void place(Operand& o, Places& slots) {
+  for (int64_t& slot : slots) {
+    if (slot < 0) continue;
+    const int64_t block = o.blocks == 1 ? 0 : slot / o.entries;
+    slot = block * o.out_stride.row + (slot - block * o.entries) * o.out_stride.token;
+  }
+  o.places = slots.data();
+}
+
+// The values that a call copies to a cache.
+Problem values_of(const Slots& slots, const Problem& p, const Options& options) {
+  const Problem v = operands_of({*slots.values, {}}, {*slots.values_cache, {}}, options, true);
+  const Operand &keys = p.operand[p.operands - 1], &own = v.operand[0];
+  STD_TORCH_CHECK(v.dtype == p.dtype && v.rows == p.rows && v.tokens == p.tokens && own.blocks == keys.blocks &&
+                      own.entries == keys.entries && slots.values->is_cpu() && slots.values_cache->is_cpu() &&
+                      code_of(*slots.values_cache) == code_of(*slots.values),
+                  "tightrope: values must have the dtype, rows and tokens of the keys, and their cache its blocks");
+  return v;
+}
+
+void copy_values(const Problem& v) {
+  const Operand& o = v.operand[0];
+  const Strides &i = o.in_stride, &j = o.out_stride;
+  const int64_t size = bytes_of(v.dtype), width = v.head_dim;
+  const bool even = width == 1 || (i.channel == 1 && j.channel == 1);
+  const bool adjacent = even && (o.heads == 1 || (i.head == width && j.head == width));
+  const int64_t heads = adjacent ? 1 : o.heads, run = size * (adjacent ? o.heads * width : even ? width : 1);
+  share(heads_of(v) * double(width), v.rows * v.tokens, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; ++at) {
+      const int64_t place = place_of(v, o, at / v.tokens, at % v.tokens);
+      if (place < 0) continue;
+      const auto* in = static_cast<const char*>(o.in) + (at / v.tokens * i.row + at % v.tokens * i.token) * size;
+      auto* out = static_cast<char*>(o.out) + place * size;
+      for (int64_t head = 0; head < heads; ++head, in += i.head * size, out += j.head * size)
+        for (int64_t d = 0; d < (even ? 1 : width); ++d)
+          memcpy(out + d * j.channel * size, in + d * i.channel * size, size_t(run));
+    }
+  });
+}
+
+Tensors run(const Operands& xs, const Operands& outs, Outs whose, const Arguments& a) {
+  Problem p = problem_of(xs, outs, a);
+  if (is_empty(p) && a.options.is_plain()) return {};
+  STD_TORCH_CHECK(whose == Outs::kNew || is_empty(p) || !memory_overlaps(p, whose), "tightrope: memory overlaps");
+  return run(p, xs, whose, a);
+}
+
+// Rotates into the caller's tensors, and into entries of a cache.
+void run_slots(const Operands& xs, const Operands& outs, const Arguments& a, const Slots& slots) {
+  Problem p = problem_of(xs, outs, a, true);
+  Operand& keys = p.operand[p.operands - 1];
+  Places places = read_slots(slots.index, p, keys), places_of_values;
+  std::optional<Problem> values;
+  if (slots.values != nullptr) {
+    values = values_of(slots, p, a.options);
+    places_of_values = places;
+    place(values->operand[0], places_of_values);
+  }
+  place(keys, places);
+  STD_TORCH_CHECK(!memory_overlaps(p, Outs::kGiven, values.has_value() ? &*values : nullptr),
+                  "tightrope: memory overlaps");
+  run(p, xs, Outs::kGiven, a);
+  if (values.has_value() && !is_empty(*values)) copy_values(*values);
 }
 
 // TORCH_BOX needs functions with explicit parameters. Calls with extra tensors (`extras`: weights,
@@ -137,11 +238,12 @@ Tensors rotate_xs(const Operands& xs, const Arguments& a) {
   return outs;
 }
 
-void rotate_xs_into(const Operands& xs, const Operands& outs, const Arguments& a) {
+void rotate_xs_into(const Operands& xs, const Operands& outs, const Arguments& a, const Slots* slots = nullptr) {
   STD_TORCH_CHECK(xs.count == outs.count, "tightrope: one out for each of q and k");
   for (int32_t i = 0; i < outs.count; ++i)
     STD_TORCH_CHECK(outs.tensor[i]->is_cpu() && code_of(*outs.tensor[i]) == code_of(*xs.tensor[0]),
                     "tightrope: outs must have the dtype and device of q and k");
+  if (slots != nullptr) return run_slots(xs, outs, a, *slots);
   run(xs, outs, Outs::kGiven, a);
 }
 
@@ -177,6 +279,35 @@ void rotate_extras_into(Tensor q, std::optional<Tensor> k, Tensor out_q, std::op
   rotate_xs_into(xs, outs, TIGHTROPE_ARGUMENTS(extras, eps));
 }
 
+void rotate_slots(Tensor q, std::optional<Tensor> k, std::optional<Tensor> values, Tensor out_q,
+                  std::optional<Tensor> out_k, std::optional<Tensor> out_values, Tensor slots,
+                  std::optional<Tensor> scale, std::optional<Tensor> values_scale, TIGHTROPE_PARAMETERS,
+                  TIGHTROPE_EXTRAS) {
+  const Operands xs(q, k), outs(out_q, out_k);
+  STD_TORCH_CHECK(values.has_value() == out_values.has_value(), "tightrope: values must come with their cache");
+  STD_TORCH_CHECK(!scale.has_value() && !values_scale.has_value(), "tightrope: scales are not supported yet");
+  const Arguments a = TIGHTROPE_ARGUMENTS(extras, eps);
+  STD_TORCH_CHECK(a.options.direction != kTranspose, "tightrope: a gradient cannot go to slots");
+  const Slots to{slots, values.has_value() ? &*values : nullptr, out_values.has_value() ? &*out_values : nullptr};
+  rotate_xs_into(xs, outs, a, &to);
+}
+
+void rotate_slots_(Tensor cache, Tensor slots, TIGHTROPE_PARAMETERS, TIGHTROPE_EXTRAS) {
+  const Operands xs(cache, {});
+  const Arguments a = TIGHTROPE_ARGUMENTS(extras, eps);
+  STD_TORCH_CHECK(a.options.direction != kTranspose, "tightrope: a gradient cannot be in slots");
+  const View s(slots);
+  const int token = int(s.dims) - 1;
+  STD_TORCH_CHECK(1 <= s.dims && s.dims <= 2, "tightrope: slots must be [rows, tokens] or [tokens]");
+  Problem p = entries_of(cache, a.options, s.size_at(token - 1), s.size[token]);
+  read_angles(a, p);
+  Places places = read_slots(slots, p, p.operand[0]);
+  STD_TORCH_CHECK(are_distinct(places), "tightrope: slots must differ where entries rotate in place");
+  place(p.operand[0], places);
+  STD_TORCH_CHECK(!memory_overlaps(p, Outs::kInPlace), "tightrope: memory overlaps");
+  run(p, xs, Outs::kInPlace, a);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(tightrope, CPU, m) {
@@ -186,6 +317,8 @@ STABLE_TORCH_LIBRARY_IMPL(tightrope, CPU, m) {
   m.impl("rotate_.extras", TORCH_BOX(&rotate_extras_));
   m.impl("rotate_into", TORCH_BOX(&rotate_into));
   m.impl("rotate_into.extras", TORCH_BOX(&rotate_extras_into));
+  m.impl("rotate_slots", TORCH_BOX(&rotate_slots));
+  m.impl("rotate_slots_", TORCH_BOX(&rotate_slots_));
 }
 
 }  // namespace tightrope::binding

@@ -35,7 +35,16 @@ struct Operand {
   int64_t heads;
   Strides in_stride;
   Strides out_stride;
+  int64_t blocks, entries;  // sizes of `out` along its rows and tokens, which are those of the problem or of a cache
   bool streams = false;  // whether a rotation streams this result past the caches (streams.h)
+  // For a cache: where in `out` each token of [rows, tokens] goes, in elements; -1 for nowhere. In place the token
+  // also comes from there.
+  const int64_t* places = nullptr;
+
+  // Elements from the first of `in` to those of a token whose results go to `place`.
+  int64_t source_of(int64_t row, int64_t token, int64_t place) const {
+    return places != nullptr && in == out ? place : row * in_stride.row + token * in_stride.token;
+  }
 };
 
 // The caller's cosines or sines, [rows|1, heads|1, length, width]; the stride is 0 for a size of 1.
@@ -92,6 +101,12 @@ struct Problem {
   int64_t together, parts;
   bool fetches;  // whether a rotation prefetches, because its tensors may not be in the caches
 };
+
+// Elements from the first of the results to those of a token; -1 if the token goes nowhere.
+inline int64_t place_of(const Problem& p, const Operand& o, int64_t row, int64_t token) {
+  if (o.places != nullptr) return o.places[row * p.tokens + token];
+  return row * o.out_stride.row + token * o.out_stride.token;
+}
 
 // Processes work items [begin, end).
 using Loop = void (*)(const Problem&, int64_t begin, int64_t end);

@@ -45,14 +45,14 @@ inline void turn_heads(const Problem& p, const Heads<typename A::Stored>& heads,
   turn_in_loops<A>(p, heads, first, n, r);
 }
 
-// Heads [head, head + count) of a token.
+// Heads [head, head + count) of a token, whose results begin at `place`.
 template <class Stored>
 inline Heads<Stored> heads_of(const Operand& o, int64_t row, int64_t head, int64_t count,
-                              int64_t token, int64_t ahead) {
+                              int64_t token, int64_t place, int64_t ahead) {
   const Strides& i = o.in_stride;
   const Strides& j = o.out_stride;
-  return {static_cast<const Stored*>(o.in) + row * i.row + head * i.head + token * i.token,
-          static_cast<Stored*>(o.out) + row * j.row + head * j.head + token * j.token,
+  return {static_cast<const Stored*>(o.in) + head * i.head + o.source_of(row, token, place),
+          static_cast<Stored*>(o.out) + head * j.head + place,
           i.head, j.head, i.channel, j.channel, count, ahead, o.streams};
 }
 
@@ -73,7 +73,7 @@ inline void take_angles(const Problem& p, int64_t row, int64_t head, int64_t tok
 // Whether the tokens of an operand are next to each other, but its channels are not.
 inline bool lies_across(const Operand& o) {
   const Strides &i = o.in_stride, &j = o.out_stride;
-  return i.token == 1 && j.token == 1 && i.channel == j.channel && i.channel != 1;
+  return i.token == 1 && j.token == 1 && i.channel == j.channel && i.channel != 1 && o.places == nullptr;
 }
 
 // Sorts the angles of a tile by pairs, then tokens: for those of bfloat16 in twos.
@@ -130,7 +130,9 @@ inline void turn_apart(const Problem& p, int64_t row, int64_t begin, int64_t end
       const int64_t head_bytes = o.in_stride.head * int64_t(sizeof(Stored));
       for (int64_t t = 0; t < tokens; ++t) {
         const int64_t ahead = t + 1 < tokens ? token_bytes : head_bytes - t * token_bytes;
-        turn_heads<A>(p, heads_of<Stored>(o, row, head, 1, token + t, ahead), first, n, angles.row[t]);
+        const int64_t place = place_of(p, o, row, token + t);
+        if (place < 0) continue;
+        turn_heads<A>(p, heads_of<Stored>(o, row, head, 1, token + t, place, ahead), first, n, angles.row[t]);
       }
     }
   }
@@ -148,11 +150,15 @@ inline void turn_group(const Problem& p, const Operand& o, int64_t row, int64_t 
   const int64_t token_bytes = o.in_stride.token * int64_t(sizeof(Stored));
   const int64_t group_bytes = count * o.in_stride.head * int64_t(sizeof(Stored));
   const int64_t ahead = !endless ? token_bytes : sizeof(Stored) < sizeof(float) ? kAhead : 0;
-  Heads<Stored> heads = heads_of<Stored>(o, row, head, count, token, ahead);
+  Heads<Stored> heads = heads_of<Stored>(o, row, head, count, token, 0, ahead);
+  const Stored* const in = static_cast<const Stored*>(o.in) + head * o.in_stride.head;
+  Stored* const out = heads.out;
   for (int64_t t = 0; t < tokens; ++t) {
     if (!adjacent && t + 1 == tokens) heads.ahead = group_bytes - t * token_bytes;
+    const int64_t place = place_of(p, o, row, token + t);
+    if (place < 0) continue;
+    heads.in = in + o.source_of(row, token + t, place), heads.out = out + place;
     turn_heads<A>(p, heads, first, n, angles.row[t]);
-    heads.in += o.in_stride.token, heads.out += o.out_stride.token;
   }
 }
 
@@ -180,7 +186,8 @@ inline void turn_tile(const Problem& p, int64_t row, int64_t part, int64_t token
       count = o.heads - head < most ? o.heads - head : most;
       count = end - at < count ? end - at : count;
       if (across) {
-        turn_across<A>(p, heads_of<Stored>(o, own, head, 1, token, 0), tokens, first, n, cosine, sine);
+        const int64_t place = place_of(p, o, own, token);
+        turn_across<A>(p, heads_of<Stored>(o, own, head, 1, token, place, 0), tokens, first, n, cosine, sine);
       } else {
         turn_group<A>(p, o, own, head, count, token, tokens, first, n, angles);
       }

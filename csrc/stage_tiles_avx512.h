@@ -126,10 +126,11 @@ inline void register_tile(const Problem& p, const Stages& o, const Scratch<float
       const int64_t count = operand.heads - first < group ? operand.heads - first : group;
       if (!shared) angles_of_tile(p, row, first, token, tokens, w);
       for (int64_t t = 0; t < tokens; ++t) {
-        const int64_t at = token + t;
+        const int64_t at = token + t, place = place_of(p, operand, row, at);
+        if (place < 0) continue;
         Line<Stored> line{};
-        line.in = static_cast<const Stored*>(operand.in) + row * i.row + first * i.head + at * i.token;
-        line.out = static_cast<Stored*>(operand.out) + row * j.row + first * j.head + at * j.token;
+        line.in = static_cast<const Stored*>(operand.in) + first * i.head + operand.source_of(row, at, place);
+        line.out = static_cast<Stored*>(operand.out) + first * j.head + place;
         if (has_x) line.x = static_cast<const Stored*>(part.x) + row * k.row + first * k.head + at * k.token;
         line.in_step = i.head, line.out_step = j.head, line.x_step = k.head, line.count = count;
         line.ahead = adjacent && shared && !norms ? kAhead

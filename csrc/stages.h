@@ -499,11 +499,12 @@ inline void stages_tile(const Problem& p, const Problem& turns, const Stages& o,
       const int64_t last = operand.heads - first < group ? operand.heads : first + group;
       if (!shared) angles_of_tile(turns, row, first, token, tokens, w);
       for (int64_t t = 0; t < tokens; ++t) {
-        const int64_t at = token + t;
+        const int64_t at = token + t, place = place_of(p, operand, row, at);
+        if (place < 0) continue;
         for (int64_t head = first; head < last; ++head) {
           Head<F> h;
-          h.in = static_cast<const Stored*>(operand.in) + row * i.row + head * i.head + at * i.token;
-          h.out = static_cast<Stored*>(operand.out) + row * j.row + head * j.head + at * j.token;
+          h.in = static_cast<const Stored*>(operand.in) + head * i.head + operand.source_of(row, at, place);
+          h.out = static_cast<Stored*>(operand.out) + head * j.head + place;
           h.in_channel = i.channel, h.out_channel = j.channel, h.x_channel = xs.channel;
           h.x = part.x == nullptr ? nullptr
                                   : static_cast<const Stored*>(part.x) + row * xs.row +

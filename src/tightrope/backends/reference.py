@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from ..ops import gradients, schema
-from ..ops.call import unpack
+from ..ops.call import Slots, unpack
 from ..ops.cosines import cos_sin
 from ..ops.definition import define
-from ..ops.memory import shares_memory
+from ..ops.layouts import BY_CODE
+from ..ops.memory import shares_memory, shares_slots
 from ..ops.phases import phase_drift, phase_sums, phase_words
-from ..ops.schema import library, new_like, present
+from ..ops.schema import library, new_like, options_of, present
+from ..ops.slots import check_distinct, check_range, gather, write, write_all
 
 #: Device types that this backend serves; empty for all.
 DEVICES: tuple[str, ...] = ()
@@ -69,6 +71,42 @@ def rotate_into(
         out.copy_(y)
 
 
+def rotate_slots(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    values: torch.Tensor | None,
+    out_q: torch.Tensor,
+    out_k: torch.Tensor | None,
+    out_values: torch.Tensor | None,
+    index: torch.Tensor,
+    *arguments: Any,
+) -> None:
+    """Implement ``rotate_slots``; see :mod:`tightrope.ops.schema`."""
+    scale, values_scale, *arguments = arguments  # type: ignore[assignment]
+    if scale is not None or values_scale is not None:
+        raise RuntimeError("tightrope::rotate_slots: scales are not supported yet")
+    call, slots, outs = (
+        unpack(q, k, *arguments),
+        Slots(index, values, out_values),
+        present(out_q, out_k),
+    )
+    if shares_slots(call.xs(), outs, slots):
+        raise RuntimeError("tightrope::rotate_slots: memory overlaps")
+    check_range(slots, outs[-1], call.layout())
+    write_all(define(call), outs, slots, call.layout())
+
+
+def rotate_slots_(cache: torch.Tensor, index: torch.Tensor, *arguments: Any) -> None:
+    """Implement ``rotate_slots_``; see :mod:`tightrope.ops.schema`."""
+    slots, layout = Slots(index), BY_CODE[options_of(arguments[4]).layout]
+    if shares_memory([cache]):
+        raise RuntimeError("tightrope::rotate_slots_: memory overlaps")
+    check_range(slots, cache, layout)
+    check_distinct(slots)
+    (y,) = define(unpack(gather(cache, index, layout), None, *arguments))
+    write(y, cache, index, layout)
+
+
 def _unless_negated(operator: Any) -> Callable[..., None]:
     """Make the kernel of an in-place operator for arguments of which some are negated views.
 
@@ -90,6 +128,8 @@ def register() -> None:
         (schema.NEW, rotate),
         (schema.IN_PLACE, rotate_),
         (schema.OUT, rotate_into),
+        ((schema.rotate_slots,), rotate_slots),
+        ((schema.rotate_slots_,), rotate_slots_),
         ((schema.angle_gradients,), gradients.angle_gradients),
         ((schema.gate_gradients,), gradients.gate_gradients),
         ((schema.phase_words,), phase_words),

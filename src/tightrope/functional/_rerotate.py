@@ -16,7 +16,9 @@ from .. import positions as positions_
 from .._errors import bad_type, bad_value, is_dtensor, public
 from ..ops.build import Request
 from ..ops.checks import Operands, check_rotation, layout_named, shape_of
+from ..ops.run import run_entries
 from ..ops.sharded import perform
+from ..ops.slots import check_entries, slots_of, stand_in
 from ..positions import Positions, PositionsLike
 from ..spec import Angles, PreparedRotation, RopeSpec, SeqLen, prepared
 
@@ -86,11 +88,13 @@ def rerotate_(  # noqa: PLR0913  (one argument for each option)
     from_seq_len: SeqLen = None,
     to_seq_len: SeqLen = None,
     layout: str = "bhsd",
+    slots: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Move rotated keys in place: :func:`rerotate` for a key cache or a slice of one.
 
-    Args: see :func:`rerotate`; k like x of :func:`rotate_`.
+    Args: see :func:`rerotate`; k like x of :func:`rotate_`, and ``slots``, the entries of a paged cache that move, like
+    those of it. The positions are then those of the tokens in the slots.
 
     Returns:
         k itself.
@@ -99,10 +103,19 @@ def rerotate_(  # noqa: PLR0913  (one argument for each option)
     >>> spec, cache = RopeSpec(64), torch.randn(1, 2, 100, 64)
     >>> kept = rerotate_(cache[:, :, 50:], spec, spec, 50, 0)
     """
+    to, shaped = slots_of(slots, None, k), k
+    if to is not None:
+        order = layout_named(layout)
+        check_entries(to, "k", k, order)
+        shaped = stand_in(k, to.slot, order)
     move = _prepared(
-        k, layout, from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len
+        shaped, layout, from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len
     )
-    perform(Request(("k",), k, None, move, layout=layout, verb="in place", backend=backend))
+    request = Request(("k",), k, None, move, layout=layout, verb="in place", backend=backend)
+    if to is None:
+        perform(request)
+    else:
+        run_entries(request, to)
     return k
 
 

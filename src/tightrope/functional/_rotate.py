@@ -12,16 +12,21 @@ from .._errors import bad_type, bad_value, describe, public
 from ..activations import Act, ActLike
 from ..gates import Gate
 from ..ops.build import Request, Stages, stages_of
+from ..ops.call import Slots
 from ..ops.checks import RoundingLike
 from ..ops.phased import PhasesLike
-from ..ops.run import run_quick
+from ..ops.run import run_entries, run_quick
 from ..ops.sharded import perform
+from ..ops.slots import slots_of
 from ..phases import Phases
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
 
 #: One gate for queries and keys, or one for each.
 GateLike: TypeAlias = Gate | tuple[Gate | None, Gate | None] | None
+
+#: Values and their cache.
+ValuesLike: TypeAlias = tuple[torch.Tensor, torch.Tensor] | None
 
 # The type of k: a tensor or None; the function returns the same type.
 _K = TypeVar("_K", bound=torch.Tensor | None)
@@ -44,6 +49,8 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
     gate: Gate | None = None,
     inverse: bool = False,
     out: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    values: ValuesLike = None,
     rounding: RoundingLike | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -75,7 +82,18 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
             after the rotation.
         inverse: undo the rotation and the gate instead; no act, which could not be undone.
         out: the tensor to write to, in the same pass: shape, dtype and device of x, any strides (a
-            slot of a key cache, for example); x itself, or no memory shared with it. It gets no gradient.
+            slice of a key cache, for example); x itself, or no memory shared with it. It gets no gradient.
+            With ``slots``, a key cache.
+        slots: the entry of the cache ``out`` that each token goes to, int32 or int64 ``(rows, tokens)``,
+            or ``(tokens,)`` for one row. The cache is laid out like x, any strides, with blocks in place of
+            rows and entries in place of tokens: ``(blocks, heads, entries, channels)`` for "bhsd". For "thd" it
+            is ``(slots, heads, channels)`` or ``(blocks, entries, heads, channels)``, for "sd" ``(slots,
+            channels)`` or ``(blocks, entries, channels)``. Slot s is entry ``s % entries`` of block ``s //
+            entries``; -1 skips the token. Of several tokens with one slot, any may win. A slot outside the cache
+            is an IndexError on the CPU, before anything is written; on a GPU its token is skipped.
+        values: a pair, values and their cache: the values are copied to the same slots, in the same call. They
+            have the layout, rows, tokens and dtype of x, with heads and channels of their own; their cache has
+            the blocks and entries of ``out``.
         rounding: where 16-bit and float32 results round, to equal another implementation bit for
             bit; only "once" with an act or a gate. "once", the most exact: fused multiply-adds in
             float32, rounded when stored. "wide": products and their sum, each rounded to float32.
@@ -92,7 +110,7 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
         tensors of act and gate, to any order.
 
     Raises:
-        TypeError, ValueError: invalid arguments; the message names the argument.
+        TypeError, ValueError, IndexError: invalid arguments; the message names the argument.
         NotImplementedError: the forced backend cannot run this call, or rows would need different
             attention scalings (see :meth:`RopeSpec.at`); the message gives the reason.
 
@@ -108,6 +126,7 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
     return rotate_with(
         *(_X, verb, x, None, spec, positions, layout, inverse),
         *(stages, rounding, phases, inv_freq, seq_len, outs, backend),
+        slots=slots_of(slots, values, out),
     )[0]
 
 
@@ -124,6 +143,7 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
     act: Act = None,
     gate: Gate | None = None,
     inverse: bool = False,
+    slots: torch.Tensor | None = None,
     rounding: RoundingLike | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -137,6 +157,10 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
     must not be a leaf that requires grad or a view of one, nor come from chunk, split or unbind
     (slice instead).
 
+        slots: rotate only these entries of a cache x: int32 or int64 ``(rows, tokens)``, or ``(tokens,)`` for one
+            row, which x and positions then have. The cache is laid out like ``out`` of :func:`rotate`. -1 skips a
+            token; no entry may be named twice (a ValueError on the CPU). There is no gradient.
+
     Returns:
         x itself.
 
@@ -146,6 +170,15 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
     True
     """
     stages = stages_of(act, gate, 1)
+    entries = slots_of(slots, None, x)
+    if entries is not None:
+        request = Request(
+            *(_X, x, None, spec, positions, layout, inverse, inv_freq, seq_len, stages),
+            backend=backend,
+            rounding=rounding,
+            phases=phases,
+        )
+        return run_entries(request, entries)
     rotate_with(
         *(_X, "in place", x, None, spec, positions, layout, inverse),
         *(stages, rounding, phases, inv_freq, seq_len, (), backend),
@@ -168,6 +201,8 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
     gate: GateLike = None,
     inverse: bool = False,
     out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    slots: torch.Tensor | None = None,
+    values: ValuesLike = None,
     rounding: RoundingLike | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
@@ -182,7 +217,10 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
         act, gate: see :func:`rotate`; or a pair, one for q and one for k. Given as one gate for
             both, xPos is inverted for k. If q and k have different kinds of act or gate, this takes
             two launches.
-        out: a pair of tensors for q and k, see :func:`rotate`; None for k if k is None.
+        out: a pair of tensors for q and k, see :func:`rotate`; None for k if k is None. q may be its own
+            ``out``, also with slots.
+        slots, values: the entries of a key cache, ``out[1]``, that the keys go to, and values for the same
+            entries, see :func:`rotate`. q is rotated for every token, also where the slot is -1.
 
     Returns:
         Rotated q and k; None for k if k is None.
@@ -192,10 +230,13 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
     >>> q, k = rotate_qk(q, k, RopeSpec(head_dim=64))
     """
     verb, outs = ("new", ()) if out is None else ("out", _outs(out))
-    stages = stages_of(act, gate)
+    stages, to = stages_of(act, gate), slots_of(slots, values, out)
+    if to is not None and k is None:
+        raise bad_value("slots must come with k, which goes to them; to write q alone, call rotate")
     ys = rotate_with(
         *(_QK, verb, q, k, spec, positions, layout, inverse),
         *(stages, rounding, phases, inv_freq, seq_len, outs, backend),
+        slots=to,
     )
     return ys[0], cast(_K, None if k is None else ys[1])
 
@@ -267,6 +308,7 @@ def rotate_with(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
     outs: Sequence[torch.Tensor] = (),
     backend: str | None = None,
     wider: bool = False,
+    slots: Slots | None = None,
 ) -> Sequence[torch.Tensor]:
     """Rotate by the fast path if it can be taken, else by building the call; see :class:`Request`.
 
@@ -278,7 +320,8 @@ def rotate_with(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
     """
     if inv_freq is None and seq_len is None and backend is None:
         found = run_quick(
-            names, verb, spec, positions, q, k, layout, inverse, stages, rounding, phases, outs
+            *(names, verb, spec, positions, q, k, layout, inverse),
+            *(stages, rounding, phases, outs, slots),
         )
         if found is not None:
             return found
@@ -300,6 +343,7 @@ def rotate_with(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
             wider,
             rounding,
             phases,
+            slots,
         )
     )
 

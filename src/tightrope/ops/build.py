@@ -16,7 +16,7 @@ from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
 from ..stacks import Stack
 from . import gating, learned, phased, schema
-from .call import Call, Extras
+from .call import Call, Extras, Slots
 from .checks import (
     Operands,
     RoundingLike,
@@ -28,6 +28,7 @@ from .checks import (
 )
 from .phased import PhasesLike
 from .registry import BACKENDS
+from .slots import check_slots
 
 
 class Stages(NamedTuple):
@@ -72,6 +73,7 @@ class Request(NamedTuple):
             there is none.
         phases: angles for each token, added to those of the positions: one
             :class:`tightrope.phases.Phases`, or a pair for q and k.
+        slots: where the last result goes, if its ``out`` is a cache.
     """
 
     names: Sequence[str]
@@ -90,6 +92,7 @@ class Request(NamedTuple):
     wider: bool = False
     rounding: RoundingLike | None = None
     phases: PhasesLike = None
+    slots: Slots | None = None
 
 
 def build(request: Request) -> list[Call]:
@@ -112,7 +115,9 @@ def build(request: Request) -> list[Call]:
     if request.phases is not None:
         calls = phased.with_phases(calls, request.phases)
     if request.verb == "out":
-        check_outs(names, xs, request.outs)
+        check_outs(names, xs, request.outs, cache=request.slots is not None)
+        if request.slots is not None:
+            check_slots(request.slots, names[-1], xs[-1], request.outs[-1], layout)
     if request.backend is not None:
         check_backend(request.backend, request.q)
     return calls
@@ -167,6 +172,7 @@ def _call(request: Request, operands: Operands, rotation: PreparedRotation) -> C
         request.verb,
         request.outs,
         request.backend,
+        request.slots,
     )
     if request.inv_freq is not None:
         return learned.with_frequencies(call, request.inv_freq)

@@ -84,6 +84,28 @@ class Extras(NamedTuple):
         return Extras(self.frequencies, weights, gates, inputs)
 
 
+class Slots(NamedTuple):
+    """Where the last result of a call goes.
+
+    Attributes:
+        slot: the slot of each token, int32 or int64, ``(tokens,)`` or ``(rows, tokens)``; -1 for none.
+        values: tensor to copy to the same slots, or None.
+        cache: the cache for it.
+    """
+
+    slot: torch.Tensor
+    values: torch.Tensor | None = None
+    cache: torch.Tensor | None = None
+
+    def written(self) -> list[torch.Tensor]:
+        """Return the cache for values, if there is one."""
+        return [] if self.cache is None else [self.cache]
+
+    def read(self) -> list[torch.Tensor]:
+        """Return the values, if there are some."""
+        return [] if self.values is None else [self.values]
+
+
 class Call(NamedTuple):
     """One call of the operator.
 
@@ -103,6 +125,7 @@ class Call(NamedTuple):
         verb: where results are written: one of :data:`VERBS`.
         outs: the caller's result tensors, for the verb "out".
         backend: the backend that the caller forces, by name, or None.
+        slots: where the last result goes, if its ``out`` is a cache; for the verb "out".
     """
 
     q: Any
@@ -119,6 +142,7 @@ class Call(NamedTuple):
     verb: str = "new"
     outs: Sequence[torch.Tensor] = ()
     backend: str | None = None
+    slots: Slots | None = None
 
     def xs(self) -> list[torch.Tensor]:
         """Return q, and k if there is one."""
@@ -151,6 +175,7 @@ class Call(NamedTuple):
             extras=self.extras.of(which),
             names=[self.names[i] for i in which],
             outs=[outs[i] for i in which] if outs else (),
+            slots=self.slots if len(xs) - 1 in which else None,
         )
 
     def transposed(self, inputs: Sequence[torch.Tensor]) -> Call:

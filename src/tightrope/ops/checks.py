@@ -329,11 +329,13 @@ def check_outs(
     xs: Sequence[torch.Tensor],
     outs: Sequence[torch.Tensor],
     sharded: bool = False,
+    cache: bool = False,
 ) -> None:
     """Refuse ``out`` tensors that do not match the tensors to rotate.
 
     Args:
         sharded: whether all of them are DTensors.
+        cache: whether the last one is a cache, whose shape :mod:`.slots` checks.
     """
     if len(outs) != len(xs):
         raise bad_value(
@@ -346,6 +348,8 @@ def check_outs(
         check_not_negated("out", out)
         if not sharded:
             check_local("out", out)
+        if cache and out is outs[-1]:
+            continue
         if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
             devices = f" but is on {out.device}, not {x.device}" if out.device != x.device else ""
             raise bad_value(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .._errors import OPERATION, OUT_OF_PLACE, bad_value
-from .call import Call
+from .call import Call, Slots
 
 
 def check_in_place(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
@@ -43,15 +43,29 @@ def check_not_negated(name: str, x: torch.Tensor) -> None:
         )
 
 
-def check_out(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+def check_out(
+    xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], slots: Slots | None = None
+) -> None:
     """Refuse ``out`` tensors whose memory kernels would refuse; this check raises the readable error."""
     check_not_frozen(["out"] * len(outs), outs)
-    if shares_memory(outs, xs):
+    if slots is not None:
+        check_not_frozen(["values[1]"], slots.written())
+        if shares_slots(xs, outs, slots):
+            raise bad_value(
+                "out, the cache of values and the inputs must not overlap in memory, nor a cache itself",
+                **{f"out[{i}]": out for i, out in enumerate(outs)},
+            )
+    elif shares_memory(outs, xs):
         raise bad_value(
             "out must not overlap itself or the input in memory; to rotate in place call "
             f"{OPERATION}_",
             **{f"out[{i}]": out for i, out in enumerate(outs)},
         )
+
+
+def shares_slots(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], slots: Slots) -> bool:
+    """Return whether memory overlaps in a call with slots; only q may be its own ``out``."""
+    return shares_memory([*outs, *slots.written()], [*xs, *slots.read()], len(outs) - 1)
 
 
 def check_not_frozen(names: Sequence[str], written: Sequence[torch.Tensor]) -> None:
@@ -68,11 +82,14 @@ def check_not_frozen(names: Sequence[str], written: Sequence[torch.Tensor]) -> N
             )
 
 
-def shares_memory(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor] = ()) -> bool:
+def shares_memory(
+    written: Sequence[torch.Tensor], read: Sequence[torch.Tensor] = (), own: int | None = None
+) -> bool:
     """Return whether a written tensor may overlap itself, another written one, or a read one.
 
-    It may be exactly the read one of the same index.
+    The first ``own`` written tensors, or all, may each be exactly the read one of the same index.
     """
+    own = len(written) if own is None else own
     return (
         any(map(may_overlap_itself, written))
         or any(may_overlap(a, b) for i, a in enumerate(written) for b in written[:i])
@@ -80,7 +97,7 @@ def shares_memory(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor] 
             may_overlap(a, b)
             for i, a in enumerate(written)
             for j, b in enumerate(read)
-            if i != j or a.data_ptr() != b.data_ptr() or a.stride() != b.stride()
+            if i != j or i >= own or a.data_ptr() != b.data_ptr() or a.stride() != b.stride()
         )
     )
 

@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .._errors import Refusal, bad_value
-from .._tracing import is_repeated
+from .._errors import Refusal, bad_value, unsupported
+from .._tracing import have_tangents, is_repeated, needs_plain
 from ..activations import NONE
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec
 from . import memory
 from .autograd import InPlace, OutOfPlace, Rotation, template_of
 from .build import Request, Stages, build
-from .call import Call, pack
-from .checks import RoundingLike
+from .call import Call, Slots, pack, tensors_of
+from .checks import RoundingLike, layout_named
 from .definition import define
 from .phased import PhasesLike
 from .route import (
@@ -37,7 +37,19 @@ from .route import (
     route_quick,
     wants_grad,
 )
-from .schema import IN_PLACE, NEW, OUT, PHASES, Operator, Packed, pair, present
+from .schema import (
+    IN_PLACE,
+    NEW,
+    OUT,
+    PHASES,
+    Operator,
+    Packed,
+    pair,
+    present,
+    rotate_slots,
+    rotate_slots_,
+)
+from .slots import check_distinct, check_entries, check_range, gather, stand_in, write, write_all
 
 Results = Sequence[torch.Tensor]
 
@@ -59,6 +71,50 @@ def run(calls: Sequence[Call]) -> Results:
     return [_run(call, way)[0] for call, way in zip(calls, ways)]
 
 
+def run_entries(request: Request, slots: Slots) -> torch.Tensor:
+    """Rotate entries of a cache in place.
+
+    Args:
+        request: q is the cache; k is None.
+        slots: the entries.
+
+    Returns:
+        The cache.
+    """
+    cache, layout = request.q, layout_named(request.layout)
+    check_entries(slots, request.names[0], cache, layout)
+    (call,) = build(request._replace(q=stand_in(cache, slots.slot, layout), verb="new"))
+    way = route(call)
+    _check_mode(call._replace(slots=Slots(slots.slot, cache)), way)
+    if torch.is_grad_enabled() and any_requires_grad((*tensors_of(call.tensors()), cache)):
+        raise bad_value(
+            "slots rotate without a gradient, but the cache or another tensor requires one; use torch.no_grad()"
+        )
+    if way.route == TRACED:
+        rotate_slots_(cache, slots.slot, *_with_extras(pack(call)))
+        return cache
+
+    def check() -> None:
+        memory.check_in_place(call.names, [cache])
+        check_range(slots, cache, layout)
+        check_distinct(slots)
+
+    if way.route != KERNEL or is_repeated():
+        check()
+        (y,) = _new(call.on([gather(cache, slots.slot, layout)]), way)
+        write(y, cache, slots.slot, layout)
+        return cache
+    memory.check_not_frozen(call.names, [cache])
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            rotate_slots_(cache, slots.slot, *_with_extras(pack(call)))
+    except RuntimeError:
+        check()
+        raise
+    torch.autograd.graph.increment_version(cache)
+    return cache
+
+
 def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a decoded token time)
     names: Sequence[str],
     verb: str,
@@ -72,6 +128,7 @@ def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a dec
     rounding: RoundingLike | None = None,
     phases: PhasesLike = None,
     outs: Sequence[torch.Tensor] = (),
+    slots: Slots | None = None,
 ) -> Results | None:
     """Call the kernel directly, if :func:`tightrope.ops.route.route_quick` allows it.
 
@@ -91,6 +148,8 @@ def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a dec
         return None
     if not all(is_plain(out) and not out.is_neg() for out in outs):
         return None
+    if slots is not None and not _are_plain(slots):
+        return None
 
     def rebuild() -> list[Call]:
         request = Request(
@@ -106,10 +165,15 @@ def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a dec
             outs=outs,
             rounding=rounding,
             phases=phases,
+            slots=slots,
         )
         return build(request)
 
-    return launch_quick(names, verb, q, k, packed, rebuild, outs)
+    return launch_quick(names, verb, q, k, packed, rebuild, outs, slots)
+
+
+def _are_plain(slots: Slots) -> bool:
+    return all(is_plain(x) and not x.is_neg() for x in slots if x is not None)
 
 
 def launch_quick(
@@ -120,6 +184,7 @@ def launch_quick(
     packed: Packed,
     rebuild: Callable[[], list[Call]],
     outs: Sequence[torch.Tensor] = (),
+    slots: Slots | None = None,
 ) -> Results:
     """Call the kernel on arguments that only it checks.
 
@@ -132,10 +197,11 @@ def launch_quick(
         if verb == "new":
             return run_packed(q, k, packed)
         if verb == "out":
-            memory.check_not_frozen(["out"] * len(outs), outs)
+            written = outs if slots is None else [*outs, *slots.written()]
+            memory.check_not_frozen(["out"] * len(written), written)
             with torch._C._AutoDispatchBelowAutograd():
-                OUT.for_(packed)(q, k, *pair(outs), *packed)
-            torch.autograd.graph.increment_version(outs)
+                _write_out(q, k, outs, slots, packed)
+            torch.autograd.graph.increment_version(written)
             return outs
         if q.is_inference() or (k is not None and k.is_inference()):
             memory.check_not_frozen(names, present(q, k))
@@ -169,6 +235,8 @@ def run_packed(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> Resul
 def _run(call: Call, way: Way) -> Results:
     if call.verb == "new":
         return _new(call, way)
+    if call.slots is not None:
+        _check_mode(call, way)
     if call.verb == "out":
         _check_out_grad(call, way)
     written = call.outs or call.xs()
@@ -191,7 +259,12 @@ def _run(call: Call, way: Way) -> Results:
             return _in_place_by_autograd(call)
     if call.verb == "in place" and (way.route == DEFINITION or call.keeps_inputs()):
         call = call.copied()
-    for x, y in zip(written, _new(call, way), strict=True):
+    ys = _new(call, way)
+    if call.slots is not None:
+        check_range(call.slots, written[-1], call.layout())
+        write_all(ys, written, call.slots, call.layout())
+        return written
+    for x, y in zip(written, ys, strict=True):
         x.copy_(y)  # visible to autograd and transforms
     return written
 
@@ -220,12 +293,30 @@ def _write(call: Call) -> None:
     if call.verb == "in place":
         IN_PLACE.for_(packed)(call.q, call.k, *packed)
     else:
-        OUT.for_(packed)(call.q, call.k, *pair(call.outs), *packed)
+        _write_out(call.q, call.k, call.outs, call.slots, packed)
+
+
+def _write_out(
+    q: torch.Tensor, k: torch.Tensor | None, outs: Results, slots: Slots | None, packed: Packed
+) -> None:
+    """Call the operator that writes into ``out``."""
+    if slots is None:
+        OUT.for_(packed)(q, k, *pair(outs), *packed)
+        return
+    index, values, cache = slots
+    rotate_slots(q, k, values, *pair(outs), cache, index, None, None, *_with_extras(packed))
+
+
+def _with_extras(packed: Packed) -> Packed:
+    """Add an empty list of extra tensors, for operators that have one overload."""
+    return packed if len(packed) > 6 else (*packed, (), 0.0)
 
 
 def _write_by_kernel(call: Call, written: Results) -> Results:
     names = ["out"] * len(written) if call.verb == "out" else call.names
     memory.check_not_frozen(names, written)
+    if call.slots is not None:
+        memory.check_not_frozen(["values[1]"], call.slots.written())
     try:
         with torch._C._AutoDispatchBelowAutograd():
             _write(call)
@@ -234,6 +325,8 @@ def _write_by_kernel(call: Call, written: Results) -> Results:
         _check_memory([call], False)
         raise
     torch.autograd.graph.increment_version(written)
+    if call.slots is not None:
+        torch.autograd.graph.increment_version(call.slots.written())
     return written
 
 
@@ -269,7 +362,10 @@ def _check_memory(calls: Sequence[Call], needs_grad: bool) -> None:
     """Raise the readable error if the tensors that calls write cannot be written."""
     xs = [x for call in calls for x in call.xs()]
     if calls[0].verb == "out":
-        memory.check_out(xs, [out for call in calls for out in call.outs])
+        last = calls[-1]
+        if last.slots is not None:
+            check_range(last.slots, last.outs[-1], last.layout())
+        memory.check_out(xs, [out for call in calls for out in call.outs], last.slots)
         return
     names = [name for call in calls for name in call.names]
     memory.check_in_place(names, xs)
@@ -277,7 +373,25 @@ def _check_memory(calls: Sequence[Call], needs_grad: bool) -> None:
         memory.check_in_place_grad(names, xs)
 
 
+def _check_mode(call: Call, way: Way) -> None:
+    """Refuse slots where the write into a cache could not be recorded."""
+    slots = call.slots
+    if needs_plain():
+        raise unsupported(
+            "slots cannot be exported to ONNX; rotate without out, and write the cache with operators of ONNX"
+        )
+    if way.transformed and way.route != TRACED:
+        raise unsupported("slots cannot be used in vmap, grad or another transform of torch.func")
+    if have_tangents(tensors_of((call.tensors(), slots)), False):
+        raise unsupported("slots have no forward-mode derivative; rotate without out")
+
+
 def _check_out_grad(call: Call, way: Way) -> None:
+    if call.slots is not None and torch.is_grad_enabled() and any_requires_grad(call.slots):
+        raise bad_value(
+            "values and their cache must not require grad: what is written to slots has no gradient; use "
+            "torch.no_grad()"
+        )
     if not way.needs_grad:
         return
     lost, without = "a result written to out has no gradient", "use torch.no_grad(), or omit out"

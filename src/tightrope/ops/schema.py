@@ -160,6 +160,25 @@ ROTATIONS = {
     for overload, more in (("", ""), (".extras", _EXTRAS))
 }
 
+# Rotates into the caller's tensors, the last result into slots of a cache, and copies values to the same slots.
+#
+# values      tensor in the layout of k, with its rows, tokens and dtype; None for no values
+# out_q, out_k
+#             as in rotate_into; the last one is a cache: in the layout of k, with blocks for rows and entries for
+#             tokens; for "thd" and "sd" also with a dimension of blocks before that of entries
+# out_values  a cache for the values, with the same blocks and entries
+# slots       int32 or int64 [rows, tokens], or [tokens] for one row: the entry of each token, counted through all
+#             blocks; -1 for none
+# scale, values_scale
+#             must be None
+SLOTTED = (
+    "rotate_slots(Tensor q, Tensor? k, Tensor? values, Tensor(a!) out_q, Tensor(b!)? out_k, Tensor(c!)? out_values, "
+    f"Tensor slots, Tensor? scale, Tensor? values_scale, {_ARGUMENTS}{_EXTRAS}) -> ()"
+)
+
+# Rotates entries of a cache in place; `slots` as above, but none twice.
+ENTRIES = f"rotate_slots_(Tensor(a!) cache, Tensor slots, {_ARGUMENTS}{_EXTRAS}) -> ()"
+
 # Gradients of the angles, in float64 (float32 on devices without float64): for positions,
 # [axes, rows, tokens], summed over heads and pairs; for frequencies, in the shape of the phase words,
 # summed over tokens and over the rows and heads that share them; for phases, in their shape, float32
@@ -239,7 +258,15 @@ COS_SIN = (
 _PHASES = (PHASE_WORDS, PHASE_DRIFT, PHASE_SUMS)
 
 #: All schemas. setup.py also compiles them into the native library, for processes without Python.
-SCHEMAS = (*ROTATIONS.values(), ANGLE_GRADIENTS, GATE_GRADIENTS, *_PHASES, COS_SIN)
+SCHEMAS = (
+    *ROTATIONS.values(),
+    SLOTTED,
+    ENTRIES,
+    ANGLE_GRADIENTS,
+    GATE_GRADIENTS,
+    *_PHASES,
+    COS_SIN,
+)
 
 # The process may have loaded the native library before; and setup.py may run this file once more.
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -253,6 +280,8 @@ rotate_into = operators.rotate_into.default
 rotate_extras = operators.rotate.extras
 rotate_extras_ = operators.rotate_.extras
 rotate_extras_into = operators.rotate_into.extras
+rotate_slots = operators.rotate_slots.default
+rotate_slots_ = operators.rotate_slots_.default
 angle_gradients = operators.angle_gradients.default
 gate_gradients = operators.gate_gradients.default
 phase_words = operators.phase_words.default

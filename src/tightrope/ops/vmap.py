@@ -127,12 +127,17 @@ def _rotate_into(
     return None, None
 
 
+def _rotate_slots(*_: Any, **__: Any) -> None:
+    raise RuntimeError("[rotate_slots] vmap: slots cannot be mapped; call it outside of vmap.")
+
+
 def register() -> None:
     """Register the vmap rules; called once, at import."""
     for operators, rule in (
         (schema.NEW, _rotate),
         (schema.IN_PLACE, _rotate_),
         (schema.OUT, _rotate_into),
+        ((schema.rotate_slots, schema.rotate_slots_), _rotate_slots),
     ):
         for operator in operators:
             torch.library.register_vmap(operator, rule)

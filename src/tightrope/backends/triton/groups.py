@@ -64,12 +64,31 @@ class Amplitude(NamedTuple):
     sine: Any
 
 
+class SlotSteps(NamedTuple):
+    """The slots of tokens, and the cache that they divide.
+
+    Attributes:
+        row, token: strides of the slots, in elements.
+        entries: entries of a block of the cache.
+        count: entries of all blocks.
+        in_place: 1 if tokens also come from the cache, otherwise None.
+    """
+
+    row: Any
+    token: Any
+    entries: Any
+    count: Any
+    in_place: Any = None
+
+
 class OperandSteps(NamedTuple):
     """Number of heads of q or k, and the strides of its tensors.
 
     Attributes:
         heads: number of heads.
         x, out: strides of the tensor to rotate and of the result.
+        slots: where the result goes if it is a cache; its blocks then have the strides of rows, and its entries
+            those of tokens.
         norm: 1 if each head has its own norm weights, 0 if they share them.
         gate: strides of the logarithms or slopes.
         input: strides of the forward call's x.
@@ -81,10 +100,12 @@ class OperandSteps(NamedTuple):
     norm: Any = None
     gate: Any = None
     input: Any = None
+    slots: Any = None
 
 
 class Carries(NamedTuple):
-    """Tensors of q and k for f, P and their gradients, and the first tile if a call needs several launches."""
+    """Tensors of q and k for f, P and their gradients, the first tile if a call needs several launches, and the
+    slots that the last result goes to."""
 
     norm_q: Any = None
     norm_k: Any = None
@@ -95,6 +116,7 @@ class Carries(NamedTuple):
     partial_q: Any = None
     partial_k: Any = None
     first_tile: Any = None
+    slots: Any = None
 
 
 class Extent(NamedTuple):
@@ -275,6 +297,7 @@ class Operand(NamedTuple):
     input: Any
     partial: Any
     steps: Any
+    slots: Any = None
 
 
 class Places(NamedTuple):

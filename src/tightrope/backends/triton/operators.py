@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ...ops import gradients, phases as of_phases
-from ...ops.schema import Arguments, new_like, options_of, present
+from ...ops.call import Slots
+from ...ops.schema import TRANSPOSE, Arguments, new_like, options_of, present
 from .. import reference as definition
 from . import phases
 from .arguments import require
@@ -44,6 +45,35 @@ def rotate_into(
     require((k is None) == (out_k is None), "one out for each of q and k")
     if run(q, k, present(out_q, out_k), GIVEN, Arguments(*arguments)) is None:
         definition.rotate_into(q, k, out_q, out_k, *arguments)
+
+
+def rotate_slots(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    values: torch.Tensor | None,
+    out_q: torch.Tensor,
+    out_k: torch.Tensor | None,
+    out_values: torch.Tensor | None,
+    index: torch.Tensor,
+    *arguments: Any,
+) -> None:
+    """Implement ``rotate_slots`` of the schema."""
+    scale, values_scale, *others = arguments
+    require((k is None) == (out_k is None), "one out for each of q and k")
+    require((values is None) == (out_values is None), "values must come with their cache")
+    require(scale is None and values_scale is None, "scales are not supported yet")
+    given, slots = Arguments(*others), Slots(index, values, out_values)
+    require(options_of(given.options).direction != TRANSPOSE, "a gradient cannot go to slots")
+    if run(q, k, present(out_q, out_k), GIVEN, given, slots) is None:
+        definition.rotate_slots(q, k, values, out_q, out_k, out_values, index, *arguments)
+
+
+def rotate_slots_(cache: torch.Tensor, index: torch.Tensor, *arguments: Any) -> None:
+    """Implement ``rotate_slots_`` of the schema."""
+    given = Arguments(*arguments)
+    require(options_of(given.options).direction != TRANSPOSE, "a gradient cannot be in slots")
+    if run(cache, None, [cache], IN_PLACE, given, Slots(index)) is None:
+        definition.rotate_slots_(cache, index, *arguments)
 
 
 def angle_gradients(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,15 @@ _registered = False
 #: Every operator overload, and the name of the function in :mod:`.operators` that implements it.
 OPERATORS = {
     name: name.partition(".")[0]
-    for name in (*ROTATIONS, "angle_gradients", "gate_gradients", "phase_words", "phase_sums")
+    for name in (
+        *ROTATIONS,
+        "rotate_slots",
+        "rotate_slots_",
+        "angle_gradients",
+        "gate_gradients",
+        "phase_words",
+        "phase_sums",
+    )
 }
 
 

@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ...activations import NONE, RMS_NORM
-from ...ops.call import Extras, extras_of
-from ...ops.memory import is_written, shares_memory
+from ...ops.call import Extras, Slots, extras_of
+from ...ops.layouts import BY_CODE
+from ...ops.memory import is_written, shares_memory, shares_slots
 from ...ops.schema import NO_GATE, ONCE, TRANSPOSE, Arguments, Options, options_of
 from . import blocks as shapes, kernels
 from .arguments import amplitudes_of, head_of, require, source_of, unit_of, views_of
 from .extras import Read, read
 from .groups import AngleKind, Carries, Extent, Kind, OperandSteps
 from .launch import INTERPRETED, flat, handle_of, launcher
-from .views import ACCESS, address, has_unit_channels, starts_aligned
+from .slots import copy_values, entries_of, steps_of_slots, view_of_cache
+from .views import ACCESS, address, has_unit_channels, starts_aligned, view_of
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -69,12 +71,14 @@ def run(
     outs: Sequence[torch.Tensor],
     whose: int,
     given: Arguments,
+    slots: Slots | None = None,
 ) -> list[torch.Tensor] | None:
     """Rotate q and k into `outs`.
 
     Args:
         whose: the memory of `outs`: NEW, IN_PLACE or GIVEN.
         given: the arguments that follow q and k in the schema.
+        slots: where the last result goes, if its `out` is a cache, and values that go there too.
 
     Returns:
         The gradients of the norm weights, empty if the call computes none; None if the definition
@@ -83,7 +87,7 @@ def run(
     index = q.get_device()
     if index >= 0 and torch.accelerator.current_device_index() != index:
         with torch.accelerator.device_index(index):
-            return run(q, k, outs, whose, given)
+            return run(q, k, outs, whose, given, slots)
     primary, secondary, positions, offset, options, amplitude, extras, eps = given
     if whose != NEW and any(is_written(t, outs) for t in extras):
         extras = [t.clone() if is_written(t, outs) else t for t in extras]
@@ -118,18 +122,22 @@ def run(
         None if positions is None else _key(positions),
         tuple(map(_key, extras)),
         tuple(map(_key, outs)) if whose == GIVEN else None,
+        None if slots is None else tuple(None if x is None else _key(x) for x in slots),
     )
     plan = _plans.get(key, _UNKNOWN)
     if plan is _UNKNOWN:
         if len(_plans) >= _MOST:
             _plans.clear()
-        plan = _plans[key] = _plan(q, k, outs, whose, where % ACCESS == 0, given)
+        plan = _plans[key] = _plan(q, k, outs, whose, where % ACCESS == 0, given, slots)
     if plan is None:
         return None
-    if whose != NEW and plan.launches:
-        _check_memory(plan, q, k, outs, whose)
+    if whose != NEW and (plan.launches or slots is not None):
+        _check_memory(plan, q, k, outs, whose, slots)
+    if slots is not None and slots.values is not None and slots.cache is not None:
+        code = options_of(options).layout
+        copy_values(slots.values, slots.cache, slots.slot, outs[-1], code)
     if plan.options is not None:
-        return _run_extras(plan, plan.options, q, k, outs, given)
+        return _run_extras(plan, plan.options, q, k, outs, given, slots)
     if not plan.launches:
         return []
     out_q, out_k = outs[0], outs[1] if k is not None else None
@@ -147,7 +155,10 @@ def run(
             handle_of(secondary),
             handle_of(positions),
         )
-    plan.launches[0].run(*tensors, offset, *_CARRIES_NOTHING, *plan.fixed)
+    carries = _CARRIES_NOTHING
+    if slots is not None:
+        carries = flat([Carries(slots=handle_of(slots.slot))])
+    plan.launches[0].run(*tensors, offset, *carries, *plan.fixed)
     return []
 
 
@@ -161,14 +172,21 @@ def _check_memory(
     k: torch.Tensor | None,
     outs: Sequence[torch.Tensor],
     whose: int,
+    slots: Slots | None,
 ) -> None:
     """Refuse overlapping memory; each set of distances between the tensors is checked only once."""
     xs = [q] if k is None else [q, k]
     start = q.data_ptr()
-    gaps = tuple([x.data_ptr() - start for x in (xs if whose == IN_PLACE else [*xs, *outs])])
+    every = xs if whose == IN_PLACE else [*xs, *outs]
+    if slots is not None:
+        every = [*every, *slots.read(), *slots.written()]
+    gaps = tuple([x.data_ptr() - start for x in every])
     if gaps in plan.apart:
         return
-    require(not shares_memory(outs, xs if whose == GIVEN else ()), "memory overlaps")
+    if slots is not None and whose == GIVEN:
+        require(not shares_slots(xs, outs, slots), "memory overlaps")
+    else:
+        require(not shares_memory(outs, xs if whose == GIVEN else ()), "memory overlaps")
     if len(plan.apart) < _MOST:
         plan.apart.add(gaps)
 
@@ -180,6 +198,7 @@ def _run_extras(
     k: torch.Tensor | None,
     outs: Sequence[torch.Tensor],
     given: Arguments,
+    slots: Slots | None,
 ) -> list[torch.Tensor]:
     """Run a call with an activation or a gate; return the gradients of its norm weights."""
     primary, secondary, positions, offset = (
@@ -201,7 +220,8 @@ def _run_extras(
     every = (*_two(norms), *_two(parts.gates), *_two(parts.inputs), *_two(partials))
     handles = tuple(map(handle_of, every))
     if not plan.partials:
-        plan.launches[0].run(*tensors, *_carries(handles, None), *plan.fixed)
+        index = None if slots is None else handle_of(slots.slot)
+        plan.launches[0].run(*tensors, *_carries(handles, None, index), *plan.fixed)
         return []
     # Add up the sums of the tiles, in order, in float64.
     totals: list[Any] = [0] * len(partials)
@@ -215,11 +235,11 @@ def _run_extras(
     ]
 
 
-def _carries(handles: tuple[Any, ...], first: int | None) -> tuple[Any, ...]:
+def _carries(handles: tuple[Any, ...], first: int | None, slots: Any = None) -> tuple[Any, ...]:
     """Return ``flat([Carries(...)])``, but faster."""
     if INTERPRETED:
-        return (Carries(*handles)._replace(first_tile=first),)
-    return (*handles, first)
+        return (Carries(*handles)._replace(first_tile=first, slots=slots),)
+    return (*handles, first, slots)
 
 
 def _summed(options: Options, parts: Extras) -> Sequence[torch.Tensor]:
@@ -254,20 +274,34 @@ def _plan(
     whose: int,
     aligned: bool,
     given: Arguments,
+    slots: Slots | None = None,
 ) -> _Plan | None:
     primary, secondary, positions, _, packed, amplitude, extras, eps = given
     options = options_of(packed)
     xs = [q] if k is None else [q, k]
     parts = extras_of(options, extras)
     wide = q.dtype == torch.float64
-    views = views_of(xs, options)
-    out_views = views if whose == IN_PLACE else views_of(outs, options)
+    layout, own = BY_CODE[options.layout], len(outs) - (slots is not None)
+    of_slots = None
+    if slots is not None and whose == IN_PLACE:
+        cache = view_of_cache(q, layout)
+        views = [entries_of(cache, slots.slot)]
+        of_slots = steps_of_slots(slots.slot, views[0], cache, q.device)._replace(in_place=1)
+    else:
+        views = views_of(xs, options)
+    out_views = views if whose == IN_PLACE else [view_of(out, layout) for out in outs[:own]]
     require(
-        [view.sizes for view in out_views] == [view.sizes for view in views]
-        and outs[0].dtype == q.dtype
-        and outs[0].device == q.device,
+        [view.sizes for view in out_views] == [view.sizes for view in views[: len(out_views)]]
+        and all(out.dtype == q.dtype and out.device == q.device for out in outs),
         "outs must have the shapes, dtype and device of q and k",
     )
+    if slots is not None and whose == GIVEN:
+        out_views.append(view_of_cache(outs[-1], layout))
+        of_slots = steps_of_slots(slots.slot, views[-1], out_views[-1], q.device)
+        require(
+            slots.values is None or slots.values.dtype == q.dtype,
+            "values must have the dtype of the keys",
+        )
     source = source_of(primary, secondary, positions, options, views, q.device)
     rows, _, tokens, head_dim = views[0].sizes
     block = shapes.power_of_two(source.pairs)
@@ -283,7 +317,9 @@ def _plan(
     )
     carries = options if options.act != NONE or options.gate != NO_GATE else None
     heads = max(view.heads for view in views)
-    if 0 in (rows, heads, tokens, head_dim):
+    if 0 in (rows, heads, tokens, head_dim) or (
+        of_slots is not None and len(xs) == 1 and of_slots.count == 0
+    ):
         return _Plan(options=carries)
     rest = whose != IN_PLACE or options.act != NONE or options.gate != NO_GATE
     head = head_of(options, source.pairs, head_dim)
@@ -350,12 +386,15 @@ def _plan(
         values[f"{name}_steps"] = OperandSteps(
             view.heads, view.scaled(unit), out_view.scaled(unit), **reads.steps(i)
         )
+        if i + 1 == len(xs):
+            values[f"{name}_steps"] = values[f"{name}_steps"]._replace(slots=of_slots)
         if summed:
             types[f"partial_{name}"] = torch.float32
             each = view.heads if own_sums else parts_of_heads
             partials.append((at_once, each, head_dim))
     kernel = kernels.rotate.rotate
-    values["carries"] = Carries(**types, first_tile=0 if at_once < tiles else None)
+    index = None if slots is None else slots.slot.dtype
+    values["carries"] = Carries(**types, first_tile=0 if at_once < tiles else None, slots=index)
     arguments_ = [values.get(name) for name in kernel.arg_names]
     launches = []
     for first in range(0, tiles, at_once):

@@ -13,12 +13,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..groups import Angles, Gate, Operand, Places, Positions, Tile, Turn
+from ..groups import Angles, Gate, Operand, Places, Positions, Turn
 from .acts import RMS_NORM, SOFTMAX, act, add_up, highest, slope
 from .angles import from_tables, from_words
 from .elementary import exp
 from .gates import SLOPE, factor, place_of
 from .heads import load_pairs, load_segment, rounded, store_pairs, store_segment, turn
+from .slots import slot_of, tile_of
 
 
 @triton.jit
@@ -315,8 +316,15 @@ def _turn_heads(
     HAS_FRONT: tl.constexpr = HEAD.START > 0
     HAS_BACK: tl.constexpr = HEAD.START + 2 * HEAD.PAIRS < HEAD.DIM
     at = ((row * steps.x.row + token * steps.x.token) * VECTOR)[:, None]
-    out_at = ((row * steps.out.row + token * steps.out.token) * VECTOR)[:, None]
-    there = tile.inside[:, None]
+    inside = tile.inside
+    if steps.slots is not None:
+        block, entry, inside = slot_of(operand.slots, steps.slots, tile)
+        out_at = ((block * steps.out.row + entry * steps.out.token) * VECTOR)[:, None]
+        if steps.slots.in_place is not None:
+            at = out_at
+    else:
+        out_at = ((row * steps.out.row + token * steps.out.token) * VECTOR)[:, None]
+    there = inside[:, None]
     gate_at = 0
     gate_channel = 0
     input_at = 0
@@ -368,7 +376,7 @@ def _turn_heads(
             )
             # row * 0 makes the condition a tile: the interpreter would turn the result of a tile and a
             # scalar bool into integers.
-            both = (tile.inside & (row * 0 + (last - head) > 1))[:, None]
+            both = (inside & (row * 0 + (last - head) > 1))[:, None]
         own_gate = gate_at
         if GATE != 0:
             own_gate = gate_at + head * steps.gate.head * GATE_STEP
@@ -426,21 +434,6 @@ def _angles(x, angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr, KIN
 
 
 @triton.jit
-def rows_of(start, index, tokens, BLOCK_T: tl.constexpr):
-    """Row and index in the row of tokens `start + index`, with 0 <= index < BLOCK_T.
-
-    Takes one 64-bit division per program instead of one per token.
-    """
-    row = start // tokens
-    # The distance from the end of that row is less than BLOCK_T, so it fits in 32 bits.
-    beyond = index + (start - row * tokens - tokens)
-    size = tl.minimum(tokens, BLOCK_T).to(tl.uint32)
-    more = tl.maximum(beyond, 0).to(tl.uint32) // size
-    passed = tl.where(beyond < 0, 0, more.to(tl.int64) + 1)
-    return row + passed, beyond + tokens - passed * tokens
-
-
-@triton.jit
 def rotate(
     q,
     k,
@@ -478,10 +471,7 @@ def rotate(
     start = own * BLOCK
     if carries.first_tile is not None:
         start = (own + carries.first_tile) * BLOCK
-    index = tl.arange(0, BLOCK)
-    inside = start + index < extent.count
-    row, token = rows_of(start, tl.minimum(index, extent.count - 1 - start), extent.tokens, BLOCK)
-    tile = Tile(row, token, inside)
+    tile = tile_of(start, extent, BLOCK)
     places = Positions(positions, offset, position_steps)
     angles = Angles(primary, secondary, angle_steps, amplitude, places)
     shared = 0.0
@@ -492,7 +482,14 @@ def rotate(
     if KIND.GATE == SLOPE:
         high, low = place_of(places, tile, ANGLES.POSITIONS, HEAD.WIDE)
     of_q = Operand(
-        q, out_q, carries.norm_q, carries.gate_q, carries.input_q, carries.partial_q, q_steps
+        q,
+        out_q,
+        carries.norm_q,
+        carries.gate_q,
+        carries.input_q,
+        carries.partial_q,
+        q_steps,
+        carries.slots,
     )
     _turn_heads(
         first,
@@ -512,7 +509,14 @@ def rotate(
     )
     if k is not None:
         of_k = Operand(
-            k, out_k, carries.norm_k, carries.gate_k, carries.input_k, carries.partial_k, k_steps
+            k,
+            out_k,
+            carries.norm_k,
+            carries.gate_k,
+            carries.input_k,
+            carries.partial_k,
+            k_steps,
+            carries.slots,
         )
         _turn_heads(
             first,

@@ -1,0 +1,246 @@
+"""Slots: the entries of a cache that the last result of a call goes to, and the values that go there too.
+
+A cache has blocks of entries. Slot s is entry ``s % entries`` of block ``s // entries``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .._errors import bad_index, bad_type, bad_value, check_dense, check_local, describe
+from .call import Slots
+from .checks import check_floating
+from .layouts import BY_NAME, Layout
+from .memory import check_not_negated
+
+# Layouts of keys without rows, and the layout of a cache that divides their tokens into blocks.
+_WITH_BLOCKS = {"thd": "bshd", "sd": "bsd"}
+
+
+def slots_of(slots: object, values: object, out: object) -> Slots | None:
+    """Parse ``slots=`` and ``values=`` of a public function."""
+    if slots is None:
+        if values is not None:
+            raise bad_value("values must come with slots, the entries of their cache to write to")
+        return None
+    if out is None:
+        raise bad_value("slots must come with out, the cache to write to")
+    if not isinstance(slots, torch.Tensor):
+        raise bad_type(f"slots must be a tensor but got {describe(slots)}")
+    if values is None:
+        return Slots(slots)
+    if (
+        not isinstance(values, (tuple, list))
+        or len(values) != 2
+        or not all(isinstance(x, torch.Tensor) for x in values)
+    ):
+        raise bad_type(
+            f"values must be a pair of tensors, the values and their cache, but got {describe(values)}"
+        )
+    return Slots(slots, *values)
+
+
+def layout_of_cache(layout: Layout, dims: int) -> Layout:
+    """Return the layout of a cache for keys in a layout: the same, or with blocks if it has one dimension more."""
+    more = _WITH_BLOCKS.get(layout.name)
+    return layout if more is None or dims == layout.dims else BY_NAME[more]
+
+
+def check_slots(
+    slots: Slots, name: str, x: torch.Tensor, out: torch.Tensor, layout: Layout
+) -> None:
+    """Check shapes, dtypes and devices of a cache for keys x, of slots, and of values and their cache."""
+    index, rows = slots.slot, 1 if layout.row is None else x.shape[layout.row]
+    tokens = x.shape[layout.token]
+    for one, tensor in (
+        ("slots", index),
+        ("values", slots.values),
+        ("the cache of values", slots.cache),
+    ):
+        if tensor is not None:
+            check_dense(one, tensor)
+            check_local(one, tensor)
+    _check_index(index, name, x)
+    if index.shape != (rows, tokens) and not (rows == 1 and index.shape == (tokens,)):
+        fits = f"({rows}, {tokens})" + (f" or ({tokens},)" if rows == 1 else "")
+        raise bad_value(
+            f"slots must have shape {fits}, one for each token", **{name: x, "slots": index}
+        )
+    _check_cache("out", name, x, out, layout)
+    if slots.values is None or slots.cache is None:
+        return
+    values = slots.values
+    own = 1 if layout.row is None or values.dim() != layout.dims else values.shape[layout.row]
+    if (
+        values.dim() != layout.dims
+        or (own, values.shape[layout.token]) != (rows, tokens)
+        or values.dtype != x.dtype
+        or values.device != x.device
+    ):
+        raise bad_value(
+            f"values must have the rows, tokens, dtype, device and layout of {name}",
+            **{name: x, "values": values},
+        )
+    check_not_negated("the cache of values", slots.cache)
+    _check_cache("the cache of values", "values", values, slots.cache, layout)
+    if _blocks(slots.cache, layout) != _blocks(out, layout):
+        raise bad_value(
+            "the cache of values must have the blocks and entries of out",
+            **{"out": out, "values[1]": slots.cache},
+        )
+
+
+def _check_index(index: torch.Tensor, name: str, x: torch.Tensor) -> None:
+    if index.dtype not in (torch.int32, torch.int64) or index.device != x.device:
+        raise bad_type(
+            f"slots must be int32 or int64 on the device of {name} but got "
+            f"{str(index.dtype).removeprefix('torch.')} on {index.device}"
+        )
+
+
+def _blocks(cache: torch.Tensor, layout: Layout) -> tuple[int, int]:
+    """Return the number of blocks, and of entries in each."""
+    own = layout_of_cache(layout, cache.dim())
+    return 1 if own.row is None else cache.shape[own.row], cache.shape[own.token]
+
+
+def _check_cache(
+    what: str, name: str, x: torch.Tensor, cache: torch.Tensor, layout: Layout
+) -> None:
+    own = layout_of_cache(layout, cache.dim())
+    heads = 1 if layout.head is None else x.shape[layout.head]
+    if (
+        cache.dim() != own.dims
+        or cache.shape[-1] != x.shape[-1]
+        or (own.head is not None and cache.shape[own.head] != heads)
+        or cache.dtype != x.dtype
+        or cache.device != x.device
+    ):
+        raise bad_value(
+            f"{what} must be a cache {_shapes(layout)} with the heads, channels, dtype and device of "
+            f"{name} (layout {layout.name!r})",
+            **{name: x, "out" if what == "out" else "values[1]": cache},
+        )
+
+
+def _shapes(layout: Layout) -> str:
+    """Describe the shapes of a cache for keys in a layout."""
+    more = _WITH_BLOCKS.get(layout.name)
+    return " or ".join(_words(one) for one in (layout, *([BY_NAME[more]] if more else [])))
+
+
+def _words(layout: Layout) -> str:
+    names = {
+        layout.row: "blocks",
+        layout.head: "heads",
+        layout.token: "entries",
+        layout.dims - 1: "channels",
+    }
+    return "(" + ", ".join(names[d] for d in range(layout.dims)) + ")"
+
+
+def check_range(slots: Slots, out: torch.Tensor, layout: Layout) -> None:
+    """Refuse slots on the CPU that are neither -1 nor an entry of the cache."""
+    blocks, entries = _blocks(out, layout)
+    index = slots.slot
+    if not index.is_cpu or torch.compiler.is_compiling():
+        return
+    bad = (index < -1) | (index >= blocks * entries)
+    if bool(bad.any()):
+        raise bad_index(
+            f"slots must be -1 or lie in [0, {blocks * entries}) but got {int(index[bad][0])}",
+            slots=index,
+            out=out,
+        )
+
+
+def check_distinct(slots: Slots) -> None:
+    """Refuse slots on the CPU of which two tokens have the same."""
+    index = slots.slot
+    if not index.is_cpu or torch.compiler.is_compiling():
+        return
+    kept = index[index >= 0]
+    if kept.unique().numel() != kept.numel():
+        raise bad_value(
+            "slots must differ, because an entry can rotate only once in a call", slots=index
+        )
+
+
+def check_entries(slots: Slots, name: str, cache: torch.Tensor, layout: Layout) -> None:
+    """Check a cache whose entries rotate in place, and their slots."""
+    check_floating(name, cache)
+    _check_index(slots.slot, name, cache)
+    own = layout_of_cache(layout, cache.dim())
+    if cache.dim() != own.dims:
+        raise bad_value(
+            f"{name} must be a cache {_shapes(layout)} for layout {layout.name!r}", **{name: cache}
+        )
+    dims = (1, 2) if layout.row is not None else (1,)
+    if slots.slot.dim() not in dims:
+        fits = "(tokens,)" + (" or (rows, tokens)" if len(dims) > 1 else "")
+        raise bad_value(
+            f"slots must have shape {fits} for layout {layout.name!r}", slots=slots.slot
+        )
+
+
+def stand_in(cache: torch.Tensor, index: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return a tensor without memory of its own, in the shape of the entries of a cache."""
+    own = layout_of_cache(layout, cache.dim())
+    sizes = {layout.token: index.shape[-1], layout.dims - 1: cache.shape[-1]}
+    if layout.row is not None:
+        sizes[layout.row] = index.shape[0] if index.dim() == 2 else 1
+    if layout.head is not None and own.head is not None:
+        sizes[layout.head] = cache.shape[own.head]
+    return cache.new_empty(()).expand([sizes[d] for d in range(layout.dims)])
+
+
+def gather(cache: torch.Tensor, index: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return the entries of a cache, in the layout of keys; any values for slots outside it."""
+    of = _as_entries(cache, layout)
+    blocks, entries, heads, width = of.shape
+    rows = index.shape[0] if index.dim() == 2 else 1
+    if blocks * entries == 0:
+        found = cache.new_zeros(rows, index.shape[-1], heads, width)
+    else:
+        slot = index.reshape(rows, -1).long().clamp(0, blocks * entries - 1)
+        found = of[slot // entries, slot % entries]
+    return layout.from_bhsd(found.transpose(1, 2))
+
+
+def _as_entries(cache: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """View a cache as [blocks, entries, heads, channels]."""
+    return layout_of_cache(layout, cache.dim()).to_bhsd(cache).transpose(1, 2)
+
+
+def write(x: torch.Tensor, cache: torch.Tensor, index: torch.Tensor, layout: Layout) -> None:
+    """Write rotated keys, or values, to their slots, in plain torch.
+
+    Slots outside the cache are skipped, without waiting for a device: such a token writes what the first token
+    with a slot writes, once more.
+    """
+    to = _as_entries(cache, layout)
+    new = layout.to_bhsd(x).transpose(1, 2).flatten(0, 1)  # tokens of all rows, heads, channels
+    blocks, entries = to.shape[:2]
+    flat = index.reshape(-1).long()
+    if 0 in (*new.shape, blocks, entries):
+        return
+    there = (flat >= 0) & (flat < blocks * entries)
+    source = torch.where(
+        there, torch.arange(len(flat), device=flat.device), there.to(torch.int8).argmax()
+    )
+    slot = torch.where(there.any(), flat[source], 0)
+    block, entry = slot // entries, slot % entries
+    to.index_put_((block, entry), torch.where(there.any(), new[source], to[block, entry]))
+
+
+def write_all(
+    ys: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], slots: Slots, layout: Layout
+) -> None:
+    """Copy results to ``outs``, the last one and the values to their slots."""
+    for y, out in zip(ys[:-1], outs[:-1]):
+        out.copy_(y)
+    write(ys[-1], outs[-1], slots.slot, layout)
+    if slots.values is not None and slots.cache is not None:
+        write(slots.values, slots.cache, slots.slot, layout)

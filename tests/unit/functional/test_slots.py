@@ -1,0 +1,671 @@
+"""`slots=`: keys and values go to entries of a paged cache, in the call that rotates."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import permutations, product
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwAD
+
+from tests.support import helpers
+from tests.support.helpers import refusals
+from tightrope import RopeSpec, positions
+from tightrope.activations import RMSNorm
+from tightrope.frequencies import YaRN
+from tightrope.functional import rerotate, rerotate_, rotate, rotate_, rotate_qk
+from tightrope.ops import schema
+from tightrope.phases import given
+
+noise = partial(helpers.noise, dtype=torch.float32)
+
+SPEC = RopeSpec(12, rotary_dim=8, start=2)
+BACKENDS = [None, "reference"]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+ROWS, HEADS, TOKENS = 2, 3, 5
+
+#: Shapes of keys and of caches by layout; a letter is the size of a dimension: b rows or blocks, h heads, t tokens or
+#: entries, d channels.
+LAYOUTS = {
+    "bhsd": ("bhtd", "bhtd"),
+    "bshd": ("bthd", "bthd"),
+    "sbhd": ("tbhd", "tbhd"),
+    "thd": ("thd", "thd"),
+    "thd, blocks": ("thd", "bthd"),
+    "bsd": ("btd", "btd"),
+    "sd": ("td", "td"),
+    "sd, blocks": ("td", "btd"),
+}
+
+
+def sized(letters: str, **sizes: int) -> list[int]:
+    return [sizes[letter] for letter in letters]
+
+
+def write(
+    x: torch.Tensor, of_x: str, cache: torch.Tensor, of_cache: str, slots: torch.Tensor
+) -> None:
+    """Write each token of x to its slot, one by one; a letter names each dimension."""
+    entries = cache.shape[of_cache.index("t")]
+    for row, own in enumerate(slots.reshape(-1, x.shape[of_x.index("t")]).tolist()):
+        for token, slot in enumerate(own):
+            if slot < 0:
+                continue
+            block, entry = divmod(slot, entries)
+            source = {"b": row, "t": token}
+            to = {"b": block, "t": entry} if "b" in of_cache else {"t": slot}
+            value = x[tuple(source.get(letter, slice(None)) for letter in of_x)]
+            cache[tuple(to.get(letter, slice(None)) for letter in of_cache)] = value
+
+
+def caches(letters: str, sizes: dict[str, int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Yield caches filled with sevens: contiguous, with padded pages, with strided channels, and slices of a larger one."""
+    shape = sized(letters, **sizes)
+    yield torch.full(shape, 7.0, dtype=dtype)
+    wide = [*shape[:-1], shape[-1] + 5]
+    yield torch.full(wide, 7.0, dtype=dtype)[..., 3:-2]
+    yield torch.full([*shape[:-1], 2 * shape[-1]], 7.0, dtype=dtype)[..., ::2]
+    yield torch.full([*shape[::-1]], 7.0, dtype=dtype).permute(*range(len(shape))[::-1])
+    if letters.index("t") > 0:
+        padded = torch.full([shape[0], torch.Size(shape[1:]).numel() + 11], 7.0, dtype=dtype)
+        yield padded[:, 4:-7].unflatten(1, shape[1:])
+
+
+def base_of(x: torch.Tensor) -> torch.Tensor:
+    return x if x._base is None else x._base
+
+
+def same_view(x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Return the view of a copy of the base of x that x is of its base."""
+    return base.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def some_slots(count: int, rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
+    """Return distinct slots in random order, of which some are -1."""
+    found = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[: rows * tokens]
+    found[::4] = -1
+    return found.view(rows, tokens)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_and_strides(layout: str, dtype: torch.dtype, backend: str | None) -> None:
+    """Bits of `rotate`, written by a loop over slots; every byte beside them is what it was."""
+    of_x, of_cache = LAYOUTS[layout]
+    name = layout.partition(",")[0]
+    rows = ROWS if "b" in of_x else 1
+    x = noise(*sized(of_x, b=rows, h=HEADS, t=TOKENS, d=12), dtype=dtype)
+    v = noise(*sized(of_x, b=rows, h=HEADS + 1, t=TOKENS, d=7), dtype=dtype, seed=1)
+    want = rotate(x, SPEC, 9, layout=name, backend=backend)
+    blocks = 4 if "b" in of_cache else 1
+    for entries in (1, 3, 7) if blocks > 1 else (11,):
+        index = some_slots(blocks * entries, rows, min(TOKENS, blocks * entries // rows), entries)
+        index = torch.nn.functional.pad(index, (0, TOKENS - index.shape[1]), value=-1)
+        ids = [index, index.int(), torch.stack((index, index + 1), -1)[..., 0]]
+        keys = caches(of_cache, {"b": blocks, "h": HEADS, "t": entries, "d": 12}, dtype)
+        for i, cache in enumerate(keys):
+            v_cache = list(
+                caches(of_cache, {"b": blocks, "h": HEADS + 1, "t": entries, "d": 7}, dtype)
+            )[i]
+            slots = ids[i % 3] if "b" in of_x else ids[i % 3][0]
+            expected = [base_of(c).clone() for c in (cache, v_cache)]
+            write(want, of_x, same_view(cache, expected[0]), of_cache, slots)
+            write(v, of_x, same_view(v_cache, expected[1]), of_cache, slots)
+            versions = cache._version, v_cache._version
+            got = rotate(
+                x,
+                SPEC,
+                9,
+                layout=name,
+                out=cache,
+                slots=slots,
+                values=(v, v_cache),
+                backend=backend,
+            )
+            assert got is cache
+            assert torch.equal(base_of(cache), expected[0])
+            assert torch.equal(base_of(v_cache), expected[1])
+            assert cache._version > versions[0]
+            assert v_cache._version > versions[1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+def test_keys_and_values_packed_side_by_side(order: tuple[int, ...], backend: str | None) -> None:
+    """vLLM's [blocks, heads, entries, 2·d] in its six orders of strides: keys and values are slices of it."""
+    sizes = [4, HEADS, 3]
+    shape = [sizes[i] for i in order]
+    base = torch.full([*shape, 24], 7.0)
+    packed = base.permute(*[order.index(i) for i in range(3)], 3)
+    keys, of_values = packed.transpose(1, 2).split(12, -1)
+    k, v, slots = (
+        noise(TOKENS, HEADS, 12),
+        noise(TOKENS, HEADS, 12, seed=1),
+        some_slots(12, 1, TOKENS)[0],
+    )
+    q = noise(TOKENS, 6, 12, seed=2)
+    want, expected = rotate_qk(q, k, SPEC, layout="thd", backend=backend), base.clone()
+    for x, cache in ((want[1], keys), (v, of_values)):
+        write(x, "thd", same_view(cache, expected), "bthd", slots)
+    new, cache = rotate_qk(
+        q, k, SPEC, layout="thd", out=(q, keys), slots=slots, values=(v, of_values), backend=backend
+    )
+    assert new is q
+    assert cache is keys
+    assert torch.equal(q, want[0])
+    assert torch.equal(base, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ["thd", "bhsd"])
+def test_latent_attention(layout: str, backend: str | None) -> None:
+    """The tail of q in place, the key that heads share into its part of the cache, the latent beside it, in one call."""
+    rank, nope, rope, rows = 6, 4, 8, 1 if layout == "thd" else 2
+    spec = RopeSpec(rope, interleaved=True)
+    by = (
+        (lambda x: x)
+        if layout == "thd"
+        else (lambda x: x.view(rows, -1, *x.shape[1:]).transpose(1, 2))
+    )
+    q, latent = noise(rows * TOKENS, 3, nope + rope), noise(rows * TOKENS, 1, rank + rope, seed=1)
+    cache = torch.full((4, 5, rank + rope), 7.0)
+    paged = cache[..., None, :] if layout == "thd" else cache[:, None]
+    slots = some_slots(20, rows, TOKENS)
+    expected, by_q = cache.clone(), q.clone()
+    each = slots[:, :1].abs().expand(rows, TOKENS)
+    by_q[..., nope:], k = rotate_qk(
+        q[..., nope:], latent[..., rank:], spec, each.flatten(), layout="thd", backend=backend
+    )
+    for x, own in (
+        (latent[..., :rank], expected[..., None, :rank]),
+        (k, expected[..., None, rank:]),
+    ):
+        write(x, "thd", own, "bthd", slots)
+    tail, key = by(q)[..., nope:], by(latent)
+    rotate_qk(
+        tail, key[..., rank:], spec, each if rows > 1 else each[0], layout=layout, out=(tail, paged[..., rank:]),
+        slots=slots, values=(key[..., :rank], paged[..., :rank]), backend=backend,
+    )  # fmt: skip
+    assert torch.equal(q, by_q)
+    assert torch.equal(cache, expected)
+
+
+#: Calls that take other ways through the kernel.
+CALLS: dict[str, dict[str, object]] = {
+    "act": {"act": "silu"},
+    "norm": {"act": RMSNorm(torch.linspace(0.5, 1.5, 12))},
+    "rounding": {"rounding": "each"},
+    "inverse": {"inverse": True},
+    "phases": {"phases": given(noise(2, HEADS, TOKENS, 4))},
+    "frequencies per head": {"inv_freq": noise(HEADS, 4).abs()},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_every_kind_of_call(name: str, dtype: torch.dtype, backend: str | None) -> None:
+    x = noise(2, HEADS, TOKENS, 12, dtype=dtype)
+    more = CALLS[name]
+    want = rotate(x, SPEC, 3, backend=backend, **more)
+    slots = some_slots(18, 2, TOKENS)
+    for cache in caches("bhtd", {"b": 2, "h": HEADS, "t": 9, "d": 12}, dtype):
+        expected = base_of(cache).clone()
+        write(want, "bhtd", same_view(cache, expected), "bhtd", slots)
+        rotate(x, SPEC, 3, out=cache, slots=slots, backend=backend, **more)
+        assert torch.equal(base_of(cache), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_and_keys_of_different_kinds(backend: str | None) -> None:
+    """If q and k differ in the kind of act, two calls run; the keys and values go to their slots once."""
+    q, k, v = (
+        noise(2, 4, TOKENS, 12),
+        noise(2, HEADS, TOKENS, 12, seed=1),
+        noise(2, 1, TOKENS, 4, seed=2),
+    )
+    want = rotate_qk(q, k, SPEC, 3, act=("silu", "relu"), backend=backend)
+    slots = some_slots(18, 2, TOKENS)
+    cache, v_cache, out = (
+        torch.full((2, HEADS, 9, 12), 7.0),
+        torch.full((2, 1, 9, 4), 7.0),
+        torch.empty_like(q),
+    )
+    expected, of_values = cache.clone(), v_cache.clone()
+    write(want[1], "bhtd", expected, "bhtd", slots)
+    write(v, "bhtd", of_values, "bhtd", slots)
+    rotate_qk(
+        q, k, SPEC, 3, act=("silu", "relu"), out=(out, cache), slots=slots, values=(v, v_cache), backend=backend
+    )  # fmt: skip
+    assert torch.equal(out, want[0])
+    assert torch.equal(cache, expected)
+    assert torch.equal(v_cache, of_values)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "heads", "threads"),
+    [(64, 1, 2, 1), (1, 512, 8, 2), (6, 300, 2, 2), (300, 2, 16, 2)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_calls_and_threads(dtype, rows: int, tokens: int, heads: int, threads: int) -> None:
+    """Tiles, heads divided among threads, rows that share angles, and rows of one token each."""
+    spec, count = RopeSpec(64), rows * tokens + 64
+    x, v = noise(rows, heads, tokens, 64, dtype=dtype), noise(rows, 2, tokens, 16, dtype=dtype)
+    slots = torch.randperm(count)[: rows * tokens].view(rows, tokens)
+    slots[0, 0] = slots[-1, -1] = -1
+    kept = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for where in (None, positions.per_row(torch.arange(rows))):
+            want = rotate(x, spec, where)
+            cache, v_cache = (
+                torch.zeros(count, heads, 64, dtype=dtype),
+                torch.zeros(count, 2, 16, dtype=dtype),
+            )
+            expected = [cache.clone(), v_cache.clone()]
+            there = slots.flatten() >= 0
+            for to, new in zip(expected, (want, v)):
+                to[slots.flatten()[there]] = new.transpose(1, 2).flatten(0, 1)[there]
+            pages = [c[None].transpose(1, 2) for c in (cache, v_cache)]
+            rotate(x, spec, where, out=pages[0], slots=slots, values=(v, pages[1]))
+            assert torch.equal(cache, expected[0])
+            assert torch.equal(v_cache, expected[1])
+    finally:
+        torch.set_num_threads(kept)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_to_write(backend: str | None) -> None:
+    for tokens, entries in ((TOKENS, 4), (TOKENS, 0), (0, 4), (0, 0)):
+        q, k = noise(tokens, 4, 12), noise(tokens, HEADS, 12)
+        cache, slots = torch.full((3, entries, HEADS, 12), 7.0), torch.full((tokens,), -1)
+        want = rotate(q, SPEC, layout="thd", backend=backend)
+        new, _ = rotate_qk(
+            q, k, SPEC, layout="thd", out=(torch.empty_like(q), cache), slots=slots, backend=backend
+        )
+        assert torch.equal(new, want)
+        assert (cache == 7.0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_of_several_tokens_wins(backend: str | None) -> None:
+    k, cache = noise(TOKENS, HEADS, 12), torch.zeros(4, HEADS, 12)
+    rotate(k, SPEC, layout="thd", out=cache, slots=torch.full((TOKENS,), 2), backend=backend)
+    want = rotate(k, SPEC, layout="thd", backend=backend)
+    assert any(torch.equal(cache[2], one) for one in want)
+    assert (cache[[0, 1, 3]] == 0).all()
+
+
+def test_tables_of_another_library() -> None:
+    k, cache, slots = (
+        noise(2, HEADS, TOKENS, 12),
+        torch.zeros(2, HEADS, 9, 12),
+        some_slots(18, 2, TOKENS),
+    )
+    at = RopeSpec(12).at(torch.arange(TOKENS), stack="transformers")
+    expected = cache.clone()
+    write(rotate(k, at), "bhtd", expected, "bhtd", slots)
+    rotate(k, at, out=cache, slots=slots)
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend: str) -> None:
+    def step(q, k, v, cache, v_cache, slots, ids):
+        q, _ = rotate_qk(
+            q,
+            k,
+            SPEC,
+            ids,
+            layout="thd",
+            out=(torch.empty_like(q), cache),
+            slots=slots,
+            values=(v, v_cache),
+        )
+        return q + 1
+
+    q, k, v = (
+        noise(TOKENS, 4, 12),
+        noise(TOKENS, HEADS, 12, seed=1),
+        noise(TOKENS, HEADS, 7, seed=2),
+    )
+    slots, ids = some_slots(12, 1, TOKENS)[0], torch.arange(TOKENS) + 7
+    base = torch.full((4, 3, HEADS, 20), 7.0)
+    expected = base.clone()
+    want = step(q, k, v, *expected.split((12, 8), -1)[:1], expected[..., 13:], slots, ids)
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    got = compiled(q, k, v, base[..., :12], base[..., 13:], slots, ids)
+    assert torch.equal(got, want)
+    assert torch.equal(base, expected)
+
+
+def test_the_raw_operator() -> None:
+    k, v = noise(TOKENS, HEADS, 12), noise(TOKENS, HEADS, 7)
+    cache, v_cache, slots = (
+        torch.zeros(4, 3, HEADS, 12),
+        torch.zeros(4, 3, HEADS, 7),
+        torch.arange(TOKENS) * 2,
+    )
+    options = schema.Options(schema.LAYOUTS.index("thd"), start=2)
+    words = SPEC.at().angles.words
+    arguments = (words, None, None, 0, options.pack(), 1.0, [], 0.0)
+    torch.library.opcheck(
+        schema.rotate_slots, (k, None, v, cache, None, v_cache, slots, None, None, *arguments)
+    )
+    with pytest.raises(RuntimeError, match="the raw operator has no gradient"):
+        schema.rotate_slots(
+            k.clone().requires_grad_(), None, None, cache, None, None, slots, None, None, *arguments
+        )
+    scale = torch.ones(())
+    back = (words, None, None, 0, options._replace(direction=schema.TRANSPOSE).pack(), 1.0, [], 0.0)
+    for text, call in {
+        "slots must be -1 or": (
+            k,
+            None,
+            None,
+            cache,
+            None,
+            None,
+            slots + 9,
+            None,
+            None,
+            *arguments,
+        ),
+        "slots must be int32 or": (
+            k,
+            None,
+            None,
+            cache,
+            None,
+            None,
+            slots[1:],
+            None,
+            None,
+            *arguments,
+        ),
+        "memory overlaps": (k, None, None, k, None, None, slots // 2, None, None, *arguments),
+        "values must come": (k, None, v, cache, None, None, slots, None, None, *arguments),
+        "values must have": (k, None, v, cache, None, v_cache[1:], slots, None, None, *arguments),
+        "scales are not": (k, None, None, cache, None, None, slots, scale, None, *arguments),
+        "a gradient cannot": (k, None, None, cache, None, None, slots, None, None, *back),
+    }.items():
+        with pytest.raises(RuntimeError, match=text):
+            schema.rotate_slots(*call)
+    assert not cache.any()
+    assert not v_cache.any()
+
+
+K, V = torch.zeros(5, 3, 12), torch.zeros(5, 3, 7)
+CACHE, OF_VALUES = torch.zeros(4, 3, 3, 12), torch.zeros(4, 3, 3, 7)
+SLOTS = torch.arange(5)
+
+
+def call(
+    k: object = K,
+    out: object = CACHE,
+    slots: object = SLOTS,
+    values: object = (V, OF_VALUES),
+    **more: object,
+) -> torch.Tensor:
+    return rotate(k, SPEC, layout="thd", out=out, slots=slots, values=values, **more)
+
+
+def both(q: torch.Tensor, k: torch.Tensor | None, out: object, **more: object) -> object:
+    return rotate_qk(q, k, SPEC, layout="thd", out=out, slots=SLOTS, **more)
+
+
+def each(function: Callable[..., object]) -> list[Callable[[], object]]:
+    return [partial(function, backend=backend) for backend in BACKENDS]
+
+
+OF = "(slots: int64[5], out: float32[4, 3, 3, 12])"
+KEYS = "k: float32[5, 3, 12]"
+X = "x: float32[5, 3, 12]"
+RANGE = "[rotate] slots must be -1 or lie in [0, 12) but got"
+FITS = (
+    "must be a cache (entries, heads, channels) or (blocks, entries, heads, channels) with the heads, channels, "
+    "dtype and device of"
+)
+OVERLAP = "out, the cache of values and the inputs must not overlap in memory, nor a cache itself"
+GRAD = "values and their cache must not require grad: what is written to slots has no gradient; use torch.no_grad()"
+PAIR = "[rotate] values must be a pair of tensors, the values and their cache, but got"
+INDEX = {
+    f"{RANGE} 12 {OF}.": each(lambda backend: call(slots=SLOTS + 8, backend=backend)),
+    f"{RANGE} -2 {OF}.": each(lambda backend: call(slots=SLOTS - 2, backend=backend)),
+}
+VALUES = {
+    "[rotate] slots must come with out, the cache to write to.": lambda: call(out=None),
+    "[rotate] values must come with slots, the entries of their cache to write to.": (
+        lambda: call(slots=None)
+    ),
+    "[rotate_qk] slots must come with k, which goes to them; to write q alone, call rotate.": (
+        lambda: both(K, None, (CACHE, None))
+    ),
+    f"[rotate] slots must have shape (1, 5) or (5,), one for each token ({X}, slots: int64[4]).": (
+        lambda: call(slots=SLOTS[:4])
+    ),
+    "[rotate] slots must have shape (2, 5), one for each token (x: float32[2, 3, 5, 12], slots: int64[5]).": (
+        lambda: rotate(torch.zeros(2, 3, 5, 12), SPEC, out=torch.zeros(2, 3, 9, 12), slots=SLOTS)
+    ),
+    f"[rotate] out {FITS} x (layout 'thd') ({X}, out: float32[4, 3, 4, 12]).": (
+        lambda: call(out=torch.zeros(4, 3, 4, 12))
+    ),
+    f"[rotate] out {FITS} x (layout 'thd') ({X}, out: float32[12]).": lambda: call(
+        out=CACHE[0, 0, 0]
+    ),
+    f"[rotate] out {FITS} x (layout 'thd') ({X}, out: float64[4, 3, 3, 12]).": (
+        lambda: call(out=CACHE.double())
+    ),
+    "[rotate] out must be a cache (blocks, heads, entries, channels) with the heads, channels, dtype and device of "
+    "x (layout 'bhsd') (x: float32[1, 3, 5, 12], out: float32[3, 5, 12]).": (
+        lambda: rotate(torch.zeros(1, 3, 5, 12), SPEC, out=torch.zeros(3, 5, 12), slots=SLOTS)
+    ),
+    f"[rotate] the cache of values {FITS} values (layout 'thd') (values: float32[5, 3, 7], "
+    "values[1]: float32[4, 3, 3, 6]).": lambda: call(values=(V, OF_VALUES[..., 1:])),
+    "[rotate] the cache of values must have the blocks and entries of out (out: float32[4, 3, 3, 12], "
+    "values[1]: float32[3, 3, 3, 7]).": lambda: call(values=(V, OF_VALUES[1:])),
+    f"[rotate] values must have the rows, tokens, dtype, device and layout of x ({X}, "
+    "values: float32[4, 3, 7]).": lambda: call(values=(V[1:], OF_VALUES)),
+    f"[rotate] values must have the rows, tokens, dtype, device and layout of x ({X}, "
+    "values: float64[5, 3, 7]).": lambda: call(values=(V.double(), OF_VALUES.double())),
+    f"[rotate] {OVERLAP} (out[0]: float32[5, 3, 12]).": each(
+        lambda backend: call(out=K, values=None, backend=backend)
+    ),
+    f"[rotate] {OVERLAP} (out[0]: float32[4, 3, 3, 12]).": [
+        *each(
+            lambda backend: call(out=torch.zeros(1, 3, 3, 12).expand(4, 3, 3, 12), backend=backend)
+        ),
+        *each(
+            lambda backend: call(
+                values=(CACHE.view(12, 3, 12)[:5, :, :7], OF_VALUES), backend=backend
+            )
+        ),
+        *each(lambda backend: call(values=(V, CACHE[..., :7]), backend=backend)),
+    ],
+    f"[rotate_qk] {OVERLAP} (out[0]: float32[5, 3, 12], out[1]: float32[4, 3, 3, 12]).": each(
+        lambda backend: both(K.clone(), K, (CACHE.view(12, 3, 12)[:5], CACHE), backend=backend)
+    ),
+    "[rotate] a result written to out has no gradient, but x or out requires one; use torch.no_grad(), or omit "
+    f"out ({X}, out: float32[4, 3, 3, 12]).": lambda: call(K.clone().requires_grad_()),
+    f"[rotate] {GRAD}.": lambda: call(values=(V.clone().requires_grad_(), OF_VALUES)),
+}
+TYPES = {
+    "[rotate] slots must be a tensor but got [0].": lambda: call(slots=[0]),
+    f"{PAIR} 3.": lambda: call(values=3),
+    "[rotate] slots must be int32 or int64 on the device of x but got float32 on cpu.": (
+        lambda: call(slots=SLOTS.float())
+    ),
+}
+
+
+def forward_mode() -> None:
+    with fwAD.dual_level():
+        call(fwAD.make_dual(K, torch.ones_like(K)))
+
+
+TRANSFORM = "slots cannot be used in vmap, grad or another transform of torch.func."
+UNSUPPORTED = {
+    f"[rotate] {TRANSFORM}": [
+        lambda: torch.vmap(lambda k: call(k, values=None))(K[None]),
+        lambda: torch.func.grad(lambda k: call(k, values=None).sum())(K),
+    ],
+    "[rotate] slots have no forward-mode derivative; rotate without out.": forward_mode,
+}
+test_sentence = refusals(
+    IndexError=INDEX, ValueError=VALUES, TypeError=TYPES, NotImplementedError=UNSUPPORTED
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("last", [12, -2])
+def test_nothing_is_written_before_an_error(last: int, backend: str | None) -> None:
+    q, k, v = noise(5, 3, 12), noise(5, 3, 12), noise(5, 3, 7)
+    base, before = torch.full((4, 3, 3, 20), 7.0), q.clone()
+    slots = torch.tensor([0, 1, 2, 3, last])
+    for act in (None, ("silu", "relu")):
+        with pytest.raises(IndexError):
+            rotate_qk(
+                q, k, SPEC, layout="thd", act=act, out=(q, base[..., :12]), slots=slots, values=(v, base[..., 12:19]),
+                backend=backend,
+            )  # fmt: skip
+        assert torch.equal(q, before)
+        assert (base == 7.0).all()
+
+
+def gathered(cache: torch.Tensor, of_cache: str, of_x: str, slots: torch.Tensor) -> torch.Tensor:
+    """Return the entries in the layout of keys, one by one; zeros for -1."""
+    entries = cache.shape[of_cache.index("t")]
+    rows, tokens = slots.reshape(-1, slots.shape[-1]).shape
+    shape = {"b": rows, "t": tokens, "d": cache.shape[-1], "h": 1}
+    if "h" in of_cache:
+        shape["h"] = cache.shape[of_cache.index("h")]
+    x = torch.zeros([shape[letter] for letter in of_x], dtype=cache.dtype)
+    for row, token in product(range(rows), range(tokens)):
+        slot = int(slots.reshape(rows, tokens)[row, token])
+        if slot >= 0:
+            block, entry = divmod(slot, entries)
+            at = {"b": block, "t": entry} if "b" in of_cache else {"t": slot}
+            value = cache[tuple(at.get(letter, slice(None)) for letter in of_cache)]
+            x[tuple({"b": row, "t": token}.get(letter, slice(None)) for letter in of_x)] = value
+    return x
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_entries_rotate_in_place(layout: str, dtype: torch.dtype, backend: str | None) -> None:
+    """Bits of gathering, rotating and scattering; every byte beside the entries is what it was."""
+    of_x, of_cache = LAYOUTS[layout]
+    name, rows, blocks = (
+        layout.partition(",")[0],
+        ROWS if "b" in of_x else 1,
+        4 if "b" in of_cache else 1,
+    )
+    sizes = {"b": blocks, "h": HEADS, "t": 3 if blocks > 1 else 11, "d": 12}
+    slots = some_slots(blocks * sizes["t"], rows, TOKENS)
+    index, ids = (x if "b" in of_x else x[0] for x in (slots, 7 * slots.abs()))
+    # The bits of torch's own silu depend on strides.
+    for more in ({}, {"rounding": "each"}, *([] if backend else [{"act": "silu"}])):
+        for cache in caches(of_cache, sizes, dtype):
+            cache.copy_(noise(*cache.shape))
+            x = gathered(cache, of_cache, of_x, index)
+            expected, version = base_of(cache).clone(), cache._version
+            want = rotate(x, SPEC, ids, layout=name, backend=backend, **more)
+            write(want, of_x, same_view(cache, expected), of_cache, index)
+            got = rotate_(cache, SPEC, ids, layout=name, slots=index.int(), backend=backend, **more)
+            assert got is cache
+            assert cache._version > version
+            assert torch.equal(base_of(cache), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_entries_move(backend: str | None) -> None:
+    """A context shift of one row and a rescale in mid-conversation, in a paged cache whose blocks are shared."""
+    spec, scaled = RopeSpec(16), RopeSpec(16, scaling=YaRN(4.0, original_max_position=32))
+    keys = noise(40, 2, 16)
+    cache = rotate(keys, spec, layout="thd").view(8, 5, 2, 16)
+    before = cache.clone()
+    slots = torch.tensor([31, 7, 12, -1, 38])
+    rerotate_(
+        cache,
+        spec,
+        spec,
+        slots.clamp(0),
+        slots.clamp(0) - 5,
+        layout="thd",
+        slots=slots,
+        backend=backend,
+    )
+    there = slots[slots >= 0]
+    want = rerotate(
+        before.view(40, 2, 16)[there], spec, spec, there, there - 5, layout="thd", backend=backend
+    )
+    assert torch.equal(cache.view(40, 2, 16)[there], want)
+    rest = torch.ones(40, dtype=torch.bool)
+    rest[there] = False
+    assert torch.equal(cache.view(40, 2, 16)[rest], before.view(40, 2, 16)[rest])
+    every = torch.arange(40)
+    cache = before.clone()
+    rerotate_(cache, spec, scaled, every, layout="thd", slots=every, backend=backend)
+    assert torch.equal(
+        cache.view(40, 2, 16),
+        rerotate(before.view(40, 2, 16), spec, scaled, layout="thd", backend=backend),
+    )
+
+
+def test_entries_rotate_in_compiled_code() -> None:
+    def step(cache, slots, ids):
+        rotate_(cache[..., :12], SPEC, ids, layout="thd", slots=slots)
+        return cache.sum()
+
+    slots, cache = some_slots(12, 1, TOKENS)[0], noise(4, 3, HEADS, 20)
+    expected, ids = cache.clone(), torch.arange(TOKENS) + 7
+    want = step(expected, slots, ids)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(cache, slots, ids)
+    assert torch.equal(got, want)
+    assert torch.equal(cache, expected)
+
+
+ENTRIES = torch.zeros(4, 3, 3, 12)
+
+
+def move(
+    cache: object = ENTRIES, slots: object = SLOTS, layout: str = "thd", **more: object
+) -> object:
+    return rotate_(cache, SPEC, layout=layout, slots=slots, **more)
+
+
+LIKE = "x must be a cache"
+MOVES = {
+    f"[rotate_] {LIKE} (entries, heads, channels) or (blocks, entries, heads, channels) for layout 'thd' "
+    "(x: float32[3, 12]).": lambda: move(ENTRIES[0, 0]),
+    "[rotate_] slots must have shape (tokens,) for layout 'thd' (slots: int64[1, 5]).": lambda: (
+        move(slots=SLOTS[None])
+    ),
+    "[rotate_] slots must have shape (tokens,) or (rows, tokens) for layout 'bhsd' (slots: int64[1, 1, 5]).": (
+        lambda: move(slots=SLOTS[None, None], layout="bhsd")
+    ),
+    "[rotate_] slots must differ, because an entry can rotate only once in a call (slots: int64[5]).": each(
+        lambda backend: move(slots=SLOTS // 2, backend=backend)
+    ),
+    "[rotate_] x must not overlap itself in memory (an expanded tensor?); rotate a clone of it "
+    "(x: float32[4, 3, 3, 12]).": each(
+        lambda backend: move(torch.zeros(1, 3, 3, 12).expand(4, 3, 3, 12), backend=backend)
+    ),
+    "[rotate_] slots rotate without a gradient, but the cache or another tensor requires one; use torch.no_grad().": (
+        lambda: move(ENTRIES.clone().requires_grad_())
+    ),
+}
+test_sentence_of_moves = refusals(
+    ValueError=MOVES,
+    IndexError={
+        "[rotate_] slots must be -1 or lie in [0, 12) but got 12 (slots: int64[5], out: float32[4, 3, 3, 12]).": each(
+            lambda backend: move(slots=SLOTS + 8, backend=backend)
+        )
+    },
+    TypeError={"[rotate_] slots must be a tensor but got [0].": lambda: move(slots=[0])},
+    NotImplementedError={
+        f"[rotate_] {TRANSFORM}": lambda: torch.vmap(move)(ENTRIES[None]),
+    },
+)
