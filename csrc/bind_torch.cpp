@@ -105,7 +105,8 @@ Tensors run(Problem& p, const Operands& xs, Outs whose, const Arguments& a) {
 using Places = std::vector<int64_t>;
 
 // Returns the slots of all tokens, [rows, tokens]; refuses those that are neither -1 nor an entry of the cache.
-Places read_slots(const Tensor& slots, const Problem& p, const Operand& cache) {
+Places read_slots(const Tensor& slots, const Options& options, const Problem& p, const Operand& cache) {
+  STD_TORCH_CHECK(options.direction != kTranspose, "tightrope: slots have no gradient");
   const View s(slots);
   const int32_t code = code_of(slots);
   const bool is_int32 = code == aoti_torch_dtype_int32();
@@ -186,7 +187,7 @@ Tensors run(const Operands& xs, const Operands& outs, Outs whose, const Argument
 void run_slots(const Operands& xs, const Operands& outs, const Arguments& a, const Slots& slots) {
   Problem p = problem_of(xs, outs, a, true);
   Operand& keys = p.operand[p.operands - 1];
-  Places places = read_slots(slots.index, p, keys), places_of_values;
+  Places places = read_slots(slots.index, a.options, p, keys), places_of_values;
   std::optional<Problem> values;
   if (slots.values != nullptr) {
     values = values_of(slots, p, a.options);
@@ -279,29 +280,33 @@ void rotate_extras_into(Tensor q, std::optional<Tensor> k, Tensor out_q, std::op
   rotate_xs_into(xs, outs, TIGHTROPE_ARGUMENTS(extras, eps));
 }
 
-void rotate_slots(Tensor q, std::optional<Tensor> k, std::optional<Tensor> values, Tensor out_q,
-                  std::optional<Tensor> out_k, std::optional<Tensor> out_values, Tensor slots,
-                  std::optional<Tensor> scale, std::optional<Tensor> values_scale, TIGHTROPE_PARAMETERS,
-                  TIGHTROPE_EXTRAS) {
+void rotate_slots(Tensor q, std::optional<Tensor> k, Tensor out_q, std::optional<Tensor> out_k, Tensor slots,
+                  TIGHTROPE_PARAMETERS) {
+  const Operands xs(q, k), outs(out_q, out_k);
+  const Slots to{slots, nullptr, nullptr};
+  rotate_xs_into(xs, outs, TIGHTROPE_ARGUMENTS({}, 0), &to);
+}
+
+void rotate_extras_slots(Tensor q, std::optional<Tensor> k, std::optional<Tensor> values, Tensor out_q,
+                         std::optional<Tensor> out_k, std::optional<Tensor> out_values, Tensor slots,
+                         std::optional<Tensor> scale, std::optional<Tensor> values_scale, TIGHTROPE_PARAMETERS,
+                         TIGHTROPE_EXTRAS) {
   const Operands xs(q, k), outs(out_q, out_k);
   STD_TORCH_CHECK(values.has_value() == out_values.has_value(), "tightrope: values must come with their cache");
   STD_TORCH_CHECK(!scale.has_value() && !values_scale.has_value(), "tightrope: scales are not supported yet");
-  const Arguments a = TIGHTROPE_ARGUMENTS(extras, eps);
-  STD_TORCH_CHECK(a.options.direction != kTranspose, "tightrope: a gradient cannot go to slots");
   const Slots to{slots, values.has_value() ? &*values : nullptr, out_values.has_value() ? &*out_values : nullptr};
-  rotate_xs_into(xs, outs, a, &to);
+  rotate_xs_into(xs, outs, TIGHTROPE_ARGUMENTS(extras, eps), &to);
 }
 
 void rotate_slots_(Tensor cache, Tensor slots, TIGHTROPE_PARAMETERS, TIGHTROPE_EXTRAS) {
   const Operands xs(cache, {});
   const Arguments a = TIGHTROPE_ARGUMENTS(extras, eps);
-  STD_TORCH_CHECK(a.options.direction != kTranspose, "tightrope: a gradient cannot be in slots");
   const View s(slots);
   const int token = int(s.dims) - 1;
   STD_TORCH_CHECK(1 <= s.dims && s.dims <= 2, "tightrope: slots must be [rows, tokens] or [tokens]");
   Problem p = entries_of(cache, a.options, s.size_at(token - 1), s.size[token]);
   read_angles(a, p);
-  Places places = read_slots(slots, p, p.operand[0]);
+  Places places = read_slots(slots, a.options, p, p.operand[0]);
   STD_TORCH_CHECK(are_distinct(places), "tightrope: slots must differ where entries rotate in place");
   place(p.operand[0], places);
   STD_TORCH_CHECK(!memory_overlaps(p, Outs::kInPlace), "tightrope: memory overlaps");
@@ -318,6 +323,7 @@ STABLE_TORCH_LIBRARY_IMPL(tightrope, CPU, m) {
   m.impl("rotate_into", TORCH_BOX(&rotate_into));
   m.impl("rotate_into.extras", TORCH_BOX(&rotate_extras_into));
   m.impl("rotate_slots", TORCH_BOX(&rotate_slots));
+  m.impl("rotate_slots.extras", TORCH_BOX(&rotate_extras_slots));
   m.impl("rotate_slots_", TORCH_BOX(&rotate_slots_));
 }
 

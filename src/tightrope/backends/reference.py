@@ -74,6 +74,18 @@ def rotate_into(
 def rotate_slots(
     q: torch.Tensor,
     k: torch.Tensor | None,
+    out_q: torch.Tensor,
+    out_k: torch.Tensor | None,
+    index: torch.Tensor,
+    *arguments: Any,
+) -> None:
+    """Implement ``rotate_slots``; see :mod:`tightrope.ops.schema`."""
+    rotate_slots_extras(q, k, None, out_q, out_k, None, index, None, None, *arguments)
+
+
+def rotate_slots_extras(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
     values: torch.Tensor | None,
     out_q: torch.Tensor,
     out_k: torch.Tensor | None,
@@ -81,7 +93,7 @@ def rotate_slots(
     index: torch.Tensor,
     *arguments: Any,
 ) -> None:
-    """Implement ``rotate_slots``; see :mod:`tightrope.ops.schema`."""
+    """Implement ``rotate_slots.extras``; see :mod:`tightrope.ops.schema`."""
     scale, values_scale, *arguments = arguments  # type: ignore[assignment]
     if scale is not None or values_scale is not None:
         raise RuntimeError("tightrope::rotate_slots: scales are not supported yet")
@@ -129,6 +141,7 @@ def register() -> None:
         (schema.IN_PLACE, rotate_),
         (schema.OUT, rotate_into),
         ((schema.rotate_slots,), rotate_slots),
+        ((schema.rotate_slots_extras,), rotate_slots_extras),
         ((schema.rotate_slots_,), rotate_slots_),
         ((schema.angle_gradients,), gradients.angle_gradients),
         ((schema.gate_gradients,), gradients.gate_gradients),

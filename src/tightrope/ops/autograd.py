@@ -336,7 +336,8 @@ def register() -> None:
     for operators, instead, written in (
         (IN_PLACE, own, slice(0, 2)),
         (OUT, own, slice(2, 4)),
-        ((schema.rotate_slots,), "tightrope.functional.rotate without slots", slice(3, 6)),
+        ((schema.rotate_slots,), "tightrope.functional.rotate without slots", slice(2, 4)),
+        ((schema.rotate_slots_extras,), "tightrope.functional.rotate without slots", slice(3, 6)),
         ((schema.rotate_slots_,), "tightrope.functional.rotate_ without slots", slice(0, 1)),
         ((schema.angle_gradients, schema.gate_gradients, schema.phase_sums), again, slice(0)),
     ):

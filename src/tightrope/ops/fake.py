@@ -63,7 +63,7 @@ def register() -> None:
         (schema.NEW, _rotate),
         (schema.IN_PLACE, partial(check_devices, "rotate_")),
         (schema.OUT, partial(check_devices, "rotate_into")),
-        ((schema.rotate_slots,), partial(check_devices, "rotate_slots")),
+        (schema.SLOTS, partial(check_devices, "rotate_slots")),
         ((schema.rotate_slots_,), partial(check_devices, "rotate_slots_")),
         ((schema.angle_gradients,), _angle_gradients),
         ((schema.gate_gradients,), _gate_gradients),

@@ -42,11 +42,11 @@ from .schema import (
     NEW,
     OUT,
     PHASES,
+    SLOTS,
     Operator,
     Packed,
     pair,
     present,
-    rotate_slots,
     rotate_slots_,
 )
 from .slots import check_distinct, check_entries, check_range, gather, stand_in, write, write_all
@@ -146,9 +146,10 @@ def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a dec
         return None
     if outs and len(outs) != (1 if k is None else 2):
         return None
-    if not all(is_plain(out) and not out.is_neg() for out in outs):
-        return None
-    if slots is not None and not _are_plain(slots):
+    for out in outs:  # a generator takes twice as long
+        if not is_plain(out) or out.is_neg():
+            return None
+    if slots is not None and not (is_plain(slots.slot) and _are_plain(slots)):
         return None
 
     def rebuild() -> list[Call]:
@@ -173,7 +174,13 @@ def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a dec
 
 
 def _are_plain(slots: Slots) -> bool:
-    return all(is_plain(x) and not x.is_neg() for x in slots if x is not None)
+    values, cache = slots.values, slots.cache
+    if values is None or cache is None:
+        return True
+    return is_plain(values) and is_plain(cache) and not (values.is_neg() or cache.is_neg())
+
+
+_OUTS = ("out",) * 3
 
 
 def launch_quick(
@@ -197,8 +204,10 @@ def launch_quick(
         if verb == "new":
             return run_packed(q, k, packed)
         if verb == "out":
-            written = outs if slots is None else [*outs, *slots.written()]
-            memory.check_not_frozen(["out"] * len(written), written)
+            written = outs
+            if slots is not None and slots.cache is not None:
+                written = [*outs, slots.cache]
+            memory.check_not_frozen(_OUTS, written)
             with torch._C._AutoDispatchBelowAutograd():
                 _write_out(q, k, outs, slots, packed)
             torch.autograd.graph.increment_version(written)
@@ -303,13 +312,20 @@ def _write_out(
     if slots is None:
         OUT.for_(packed)(q, k, *pair(outs), *packed)
         return
-    index, values, cache = slots
-    rotate_slots(q, k, values, *pair(outs), cache, index, None, None, *_with_extras(packed))
+    slot, values, cache = slots
+    if values is None and len(packed) == _PLAIN:
+        SLOTS.plain(q, k, *pair(outs), slot, *packed)
+    else:
+        more = *pair(outs), cache, slot, None, None
+        SLOTS.carrying(q, k, values, *more, *_with_extras(packed))
+
+
+_PLAIN = 6  # arguments of a call without extra tensors
 
 
 def _with_extras(packed: Packed) -> Packed:
     """Add an empty list of extra tensors, for operators that have one overload."""
-    return packed if len(packed) > 6 else (*packed, (), 0.0)
+    return packed if len(packed) > _PLAIN else (*packed, (), 0.0)
 
 
 def _write_by_kernel(call: Call, written: Results) -> Results:

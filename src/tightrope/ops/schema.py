@@ -171,10 +171,15 @@ ROTATIONS = {
 #             blocks; -1 for none
 # scale, values_scale
 #             must be None
-SLOTTED = (
-    "rotate_slots(Tensor q, Tensor? k, Tensor? values, Tensor(a!) out_q, Tensor(b!)? out_k, Tensor(c!)? out_values, "
-    f"Tensor slots, Tensor? scale, Tensor? values_scale, {_ARGUMENTS}{_EXTRAS}) -> ()"
-)
+#
+# The first overload is for calls without values and extra tensors.
+SLOTTED = {
+    "rotate_slots": "rotate_slots(Tensor q, Tensor? k, Tensor(a!) out_q, Tensor(b!)? out_k, Tensor slots, "
+    f"{_ARGUMENTS}) -> ()",
+    "rotate_slots.extras": "rotate_slots.extras(Tensor q, Tensor? k, Tensor? values, Tensor(a!) out_q, "
+    "Tensor(b!)? out_k, Tensor(c!)? out_values, Tensor slots, Tensor? scale, Tensor? values_scale, "
+    f"{_ARGUMENTS}{_EXTRAS}) -> ()",
+}
 
 # Rotates entries of a cache in place; `slots` as above, but none twice.
 ENTRIES = f"rotate_slots_(Tensor(a!) cache, Tensor slots, {_ARGUMENTS}{_EXTRAS}) -> ()"
@@ -260,7 +265,7 @@ _PHASES = (PHASE_WORDS, PHASE_DRIFT, PHASE_SUMS)
 #: All schemas. setup.py also compiles them into the native library, for processes without Python.
 SCHEMAS = (
     *ROTATIONS.values(),
-    SLOTTED,
+    *SLOTTED.values(),
     ENTRIES,
     ANGLE_GRADIENTS,
     GATE_GRADIENTS,
@@ -281,6 +286,7 @@ rotate_extras = operators.rotate.extras
 rotate_extras_ = operators.rotate_.extras
 rotate_extras_into = operators.rotate_into.extras
 rotate_slots = operators.rotate_slots.default
+rotate_slots_extras = operators.rotate_slots.extras
 rotate_slots_ = operators.rotate_slots_.default
 angle_gradients = operators.angle_gradients.default
 gate_gradients = operators.gate_gradients.default
@@ -326,6 +332,7 @@ class Operator(NamedTuple):
 NEW = Operator(rotate, rotate_extras)
 IN_PLACE = Operator(rotate_, rotate_extras_)
 OUT = Operator(rotate_into, rotate_extras_into)
+SLOTS = Operator(rotate_slots, rotate_slots_extras)
 
 
 def new_like(x: torch.Tensor, options: Options) -> torch.Tensor:

@@ -137,7 +137,7 @@ def register() -> None:
         (schema.NEW, _rotate),
         (schema.IN_PLACE, _rotate_),
         (schema.OUT, _rotate_into),
-        ((schema.rotate_slots, schema.rotate_slots_), _rotate_slots),
+        ((*schema.SLOTS, schema.rotate_slots_), _rotate_slots),
     ):
         for operator in operators:
             torch.library.register_vmap(operator, rule)

@@ -79,7 +79,7 @@ def test_keys_and_values(dtype: torch.dtype, shape: Any, act: str, packed: bool)
 
     tensors = (q, k, v, out, keys, of_values)
     index = (slots[0].int() if packed else slots,)
-    operators().rotate_slots(
+    operators().rotate_slots_extras(
         *map(view, tensors) if packed else tensors, *index, None, None, *arguments
     )
     assert torch.equal(out, want[0])
@@ -97,7 +97,7 @@ def test_several_tiles_and_a_gate() -> None:
         arguments = (words(1, 1, 1, 32), None, None, 0, options.pack(), 1.0, gate, 0.0)
         expected = torch.zeros_like(cache)
         place(operators().rotate(k, None, *arguments)[0], expected, slots)
-        operators().rotate_slots(
+        operators().rotate_slots_extras(
             k, None, None, cache.zero_(), None, None, slots, None, None, *arguments
         )
         assert torch.equal(cache, expected)
@@ -112,7 +112,7 @@ def test_wide_values_and_in_place_queries() -> None:
     expected, slots = [cache.clone(), wide.clone()], torch.tensor([[4, 0, 3, -1]], device=DEVICE)
     place(want[1], expected[0], slots)
     place(v, expected[1], slots)
-    operators().rotate_slots(q, k, v, q, cache, wide, slots, None, None, *arguments)
+    operators().rotate_slots_extras(q, k, v, q, cache, wide, slots, None, None, *arguments)
     assert torch.equal(q, want[0])
     assert torch.equal(cache, expected[0])
     assert torch.equal(wide, expected[1])
@@ -127,8 +127,10 @@ def test_nothing_to_write(shape: tuple[int, int, int]) -> None:
     )
     arguments = (words(1, 1, 1, 4), None, None, 5, Options().pack(), 1.0, [], 0.0)
     slots = torch.full((rows, tokens), -1, device=DEVICE)
-    operators().rotate_slots(k, None, None, cache, None, None, slots, None, None, *arguments)
-    operators().rotate_slots(k, None, k, cache, None, cache.clone(), slots, None, None, *arguments)
+    operators().rotate_slots_extras(k, None, None, cache, None, None, slots, None, None, *arguments)
+    operators().rotate_slots_extras(
+        k, None, k, cache, None, cache.clone(), slots, None, None, *arguments
+    )
 
 
 def test_wrong_calls() -> None:
@@ -153,10 +155,10 @@ def test_wrong_calls() -> None:
         ),
         "and it the blocks": (k, None, k, cache, None, cache[1:].clone(), slots, None, None, *arguments),
         "scales are not": (k, None, None, cache, None, None, slots, None, scale, *arguments),
-        "a gradient cannot": (k, None, None, cache, None, None, slots, None, None, *back),
+        "slots have no gradient": (k, None, None, cache, None, None, slots, None, None, *back),
     }.items():  # fmt: skip
         with pytest.raises(RuntimeError, match=text):
-            operators().rotate_slots(*call)
+            operators().rotate_slots_extras(*call)
     assert not cache.any()
 
 

@@ -351,10 +351,10 @@ def test_the_raw_operator() -> None:
     words = SPEC.at().angles.words
     arguments = (words, None, None, 0, options.pack(), 1.0, [], 0.0)
     torch.library.opcheck(
-        schema.rotate_slots, (k, None, v, cache, None, v_cache, slots, None, None, *arguments)
+        schema.rotate_slots_extras, (k, None, v, cache, None, v_cache, slots, None, None, *arguments)
     )
     with pytest.raises(RuntimeError, match="the raw operator has no gradient"):
-        schema.rotate_slots(
+        schema.rotate_slots_extras(
             k.clone().requires_grad_(), None, None, cache, None, None, slots, None, None, *arguments
         )
     scale = torch.ones(())
@@ -388,10 +388,10 @@ def test_the_raw_operator() -> None:
         "values must come": (k, None, v, cache, None, None, slots, None, None, *arguments),
         "values must have": (k, None, v, cache, None, v_cache[1:], slots, None, None, *arguments),
         "scales are not": (k, None, None, cache, None, None, slots, scale, None, *arguments),
-        "a gradient cannot": (k, None, None, cache, None, None, slots, None, None, *back),
+        "slots have no gradient": (k, None, None, cache, None, None, slots, None, None, *back),
     }.items():
         with pytest.raises(RuntimeError, match=text):
-            schema.rotate_slots(*call)
+            schema.rotate_slots_extras(*call)
     assert not cache.any()
     assert not v_cache.any()
 

@@ -50,6 +50,18 @@ def rotate_into(
 def rotate_slots(
     q: torch.Tensor,
     k: torch.Tensor | None,
+    out_q: torch.Tensor,
+    out_k: torch.Tensor | None,
+    index: torch.Tensor,
+    *arguments: Any,
+) -> None:
+    """Implement ``rotate_slots`` of the schema."""
+    rotate_slots_extras(q, k, None, out_q, out_k, None, index, None, None, *arguments)
+
+
+def rotate_slots_extras(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
     values: torch.Tensor | None,
     out_q: torch.Tensor,
     out_k: torch.Tensor | None,
@@ -57,21 +69,21 @@ def rotate_slots(
     index: torch.Tensor,
     *arguments: Any,
 ) -> None:
-    """Implement ``rotate_slots`` of the schema."""
+    """Implement ``rotate_slots.extras`` of the schema."""
     scale, values_scale, *others = arguments
     require((k is None) == (out_k is None), "one out for each of q and k")
     require((values is None) == (out_values is None), "values must come with their cache")
     require(scale is None and values_scale is None, "scales are not supported yet")
     given, slots = Arguments(*others), Slots(index, values, out_values)
-    require(options_of(given.options).direction != TRANSPOSE, "a gradient cannot go to slots")
+    require(options_of(given.options).direction != TRANSPOSE, "slots have no gradient")
     if run(q, k, present(out_q, out_k), GIVEN, given, slots) is None:
-        definition.rotate_slots(q, k, values, out_q, out_k, out_values, index, *arguments)
+        definition.rotate_slots_extras(q, k, values, out_q, out_k, out_values, index, *arguments)
 
 
 def rotate_slots_(cache: torch.Tensor, index: torch.Tensor, *arguments: Any) -> None:
     """Implement ``rotate_slots_`` of the schema."""
     given = Arguments(*arguments)
-    require(options_of(given.options).direction != TRANSPOSE, "a gradient cannot be in slots")
+    require(options_of(given.options).direction != TRANSPOSE, "slots have no gradient")
     if run(cache, None, [cache], IN_PLACE, given, Slots(index)) is None:
         definition.rotate_slots_(cache, index, *arguments)
 

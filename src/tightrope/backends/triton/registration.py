@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...ops.schema import ROTATIONS, library
+from ...ops.schema import ROTATIONS, SLOTTED, library
 
 #: Device types that this backend serves, and the dispatch key of each.
 DEVICES = {"cuda": "CUDA"}
@@ -20,11 +20,10 @@ OLDEST = (3, 4)
 _registered = False
 
 #: Every operator overload, and the name of the function in :mod:`.operators` that implements it.
-OPERATORS = {
-    name: name.partition(".")[0]
+OPERATORS = {name: name.partition(".")[0] for name in ROTATIONS} | {
+    name: name.replace(".", "_")
     for name in (
-        *ROTATIONS,
-        "rotate_slots",
+        *SLOTTED,
         "rotate_slots_",
         "angle_gradients",
         "gate_gradients",
