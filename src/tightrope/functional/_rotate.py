@@ -157,9 +157,9 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
     must not be a leaf that requires grad or a view of one, nor come from chunk, split or unbind
     (slice instead).
 
-        slots: rotate only these entries of a cache x: int32 or int64 ``(rows, tokens)``, or ``(tokens,)`` for one
-            row, which x and positions then have. The cache is laid out like ``out`` of :func:`rotate`. -1 skips a
-            token; no entry may be named twice (a ValueError on the CPU). There is no gradient.
+    With ``slots``, x is a cache like ``out`` of :func:`rotate`, and only these entries of it rotate: int32 or int64
+    ``(rows, tokens)``, or ``(tokens,)`` for one row, which the positions then have. -1 skips a token; no entry may be
+    named twice (a ValueError on the CPU). There is no gradient.
 
     Returns:
         x itself.
