@@ -12,10 +12,12 @@ from tests.support.triton.cases import HAS_GPU
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The interpreter runs programs sequentially, so use one program per tile."""
-    from tightrope.backends.triton import blocks, rotation
+    from tightrope.backends.triton import blocks, rotation, slots
 
     if not HAS_GPU:
         monkeypatch.setattr(blocks, "PROGRAMS", 1)
-    rotation._plans.clear()
+    for module in (rotation, slots):
+        module._plans.clear()
     yield
-    rotation._plans.clear()
+    for module in (rotation, slots):
+        module._plans.clear()

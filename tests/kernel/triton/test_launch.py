@@ -78,7 +78,7 @@ def test_every_parameter_arrives(found: Facts) -> None:
         # Memory that Triton would allocate for a kernel; none of these needs any.
         assert made["types"][count:] in (["*"], ["*", "*"]), name
         assert set(made["values"][count:]) == {0}, name
-    assert kernels == {"rotate", "add_angles", "add_gates", "add_tokens"}
+    assert kernels == {"rotate", "add_angles", "add_gates", "add_tokens", "copy_values"}
 
 
 def test_every_program_runs_where_it_is_meant_to(found: Facts) -> None:

@@ -46,7 +46,7 @@ def kernels_in_place() -> Iterator[None]:
     if HAS_GPU:
         yield
         return
-    from tightrope.backends.triton import blocks, operators, phases, registration, rotation
+    from tightrope.backends.triton import blocks, operators, phases, registration, rotation, slots
 
     library, programs = torch.library.Library("tightrope", "IMPL"), blocks.PROGRAMS
     with warnings.catch_warnings():
@@ -55,14 +55,15 @@ def kernels_in_place() -> Iterator[None]:
             library.impl(name, getattr(operators, function), "CPU", allow_override=True)
     # The interpreter runs programs sequentially, so use one program per tile.
     blocks.PROGRAMS = 1
-    rotation._plans.clear()
-    phases._plans.clear()
+    modules = rotation, phases, slots
+    for module in modules:
+        module._plans.clear()
     try:
         yield
     finally:
         blocks.PROGRAMS = programs
-        rotation._plans.clear()
-        phases._plans.clear()
+        for module in modules:
+            module._plans.clear()
         library._destroy()
 
 

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from tests.support.triton.machine_code import disassembled, in_flight, usage_of
 from tightrope.activations import ACTS
 from tightrope.angles import words_from
-from tightrope.backends.triton import launch, operators, phases, rotation, sums
+from tightrope.backends.triton import launch, operators, phases, rotation, slots, sums
 from tightrope.ops.schema import LOG, PHASES, SLOPE, Options
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
@@ -273,8 +273,8 @@ def main(some: bool) -> int:
     rotation.launcher = sums.launcher = phases.launcher = note
     found = {"compiled": compiled(some)}
     rotation.launcher = sums.launcher = phases.launcher = real
-    rotation._plans.clear()
-    phases._plans.clear()
+    for module in (rotation, phases, slots):
+        module._plans.clear()
     print(json.dumps({**found, "counted": counted()}))
     return 0
 

@@ -27,7 +27,7 @@ import triton
 from torch.overrides import TorchFunctionMode
 
 from tests.support.triton.compiled import calls, heads, words
-from tightrope.backends.triton import launch, operators, phases, rotation, sums
+from tightrope.backends.triton import launch, operators, phases, rotation, slots, sums
 from tightrope.backends.triton.groups import Carries
 from tightrope.ops.schema import LOG, Options
 
@@ -232,7 +232,7 @@ def meant(kernel: Any, arguments: Any) -> list[tuple[str, str, Any]]:
 def more() -> dict[str, Callable[[], Any]]:
     """Return calls in place, into given memory, of parts of tensors, and with other values, by name.
 
-    Only two compile kernels: "in place" and "in place, float64".
+    Only those to slots, "in place" and "in place, float64" compile kernels.
     """
     q, k = heads(32, torch.bfloat16), heads(8, torch.bfloat16)
     out = torch.empty_like(q.contiguous())
@@ -241,6 +241,10 @@ def more() -> dict[str, Callable[[], Any]]:
     wide = heads(3, torch.float64)
     gate = torch.empty(1, 33, 1, 128)
     of_words, packed = words(64), Options().pack()
+    keys, of_values = torch.zeros(2, 7, 8, 16, 128, dtype=torch.bfloat16)
+    narrow, of_narrow = k[..., :7], of_values[..., :7]
+    to = torch.arange(k.shape[0] * k.shape[2], dtype=torch.int32).view(k.shape[0], -1)
+    arguments = of_words, None, None, 3, packed, 1.0, [], 0.0
 
     def rotate_(q: Any, k: Any, offset: int, amplitude: float) -> Any:
         return lambda: operators.rotate_(
@@ -263,6 +267,23 @@ def more() -> dict[str, Callable[[], Any]]:
             q[1:], None, q[:1], None, gate[:, 1:], None, None, 0, Options(gate=LOG).pack()
         ),
         "in place, float64": rotate_(wide, None, 2**62, 1.37),
+        "slots": lambda: operators.rotate_slots_extras(
+            q, k, k.clone(), out, keys, of_values, to, None, None, *arguments
+        ),
+        "slots, narrow values": lambda: operators.rotate_slots_extras(
+            k,
+            None,
+            narrow,
+            keys,
+            None,
+            of_narrow,
+            to.long().mT.contiguous().mT,
+            None,
+            None,
+            *arguments,
+        ),
+        "slots, alone": lambda: operators.rotate_slots(k, None, keys, None, to, *arguments),
+        "slots, in place": lambda: operators.rotate_slots_(keys, to, *arguments),
     }
 
 
@@ -294,7 +315,7 @@ def as_interpreted(noted: list[dict[str, Any]]) -> Iterator[None]:
         return run
 
     with contextlib.ExitStack() as stack:
-        for module in (rotation, sums, phases):
+        for module in (rotation, sums, phases, slots):
             stack.enter_context(mock.patch.object(module, "launcher", launcher))
         for module in (launch, rotation, sums):
             stack.enter_context(mock.patch.object(module, "INTERPRETED", True))
@@ -306,8 +327,8 @@ def as_interpreted(noted: list[dict[str, Any]]) -> Iterator[None]:
 
 def forget() -> None:
     """Forget the plans of earlier calls."""
-    rotation._plans.clear()
-    phases._plans.clear()
+    for module in (rotation, phases, slots):
+        module._plans.clear()
 
 
 @contextlib.contextmanager

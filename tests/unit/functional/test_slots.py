@@ -351,7 +351,8 @@ def test_the_raw_operator() -> None:
     words = SPEC.at().angles.words
     arguments = (words, None, None, 0, options.pack(), 1.0, [], 0.0)
     torch.library.opcheck(
-        schema.rotate_slots_extras, (k, None, v, cache, None, v_cache, slots, None, None, *arguments)
+        schema.rotate_slots_extras,
+        (k, None, v, cache, None, v_cache, slots, None, None, *arguments),
     )
     with pytest.raises(RuntimeError, match="the raw operator has no gradient"):
         schema.rotate_slots_extras(

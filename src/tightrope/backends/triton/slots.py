@@ -15,7 +15,6 @@ from .groups import Extent, OperandSteps, SlotSteps
 from .launch import flat, handle_of, launcher
 from .views import ACCESS, View, address, view_of
 
-_BYTES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _plans: dict[Any, tuple[Callable[..., None], tuple[Any, ...]] | None] = {}
 _MOST = 4096
 _UNKNOWN: Any = object()
@@ -81,8 +80,7 @@ def copy_values(
         plan = _plans[key] = _plan(values, cache, index, keys, BY_CODE[code], where % ACCESS == 0)
     if plan is not None:
         run, fixed = plan
-        of_bytes = [x.view(_BYTES[x.element_size()]) for x in (values, cache)]
-        run(*map(handle_of, (*of_bytes, index)), *fixed)
+        run(*map(handle_of, (values, cache, index)), *fixed)
 
 
 def _plan(
@@ -112,10 +110,10 @@ def _plan(
     blocks = shapes.PLAIN[element]._replace(registers=0)
     width = min(shapes.power_of_two(x.channels), 2 * blocks.pairs)
     tokens = max(1, 2 * blocks.pairs // width)
-    kernel, kind = kernels.copy, _BYTES[element]
+    kernel = kernels.copy_values
     given = {
-        "values": kind,
-        "cache": kind,
+        "values": values.dtype,
+        "cache": values.dtype,
         "slots": index.dtype,
         "extent": Extent(x.rows * x.tokens, x.tokens, x.heads),
         "steps": OperandSteps(x.heads, x.scaled(unit), to.scaled(unit), slots=slots),

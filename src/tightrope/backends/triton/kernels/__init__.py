@@ -8,5 +8,5 @@ from __future__ import annotations
 
 from . import rotate as rotate
 from .phases import add_tokens as add_tokens
-from .slots import copy as copy
+from .slots import copy_values as copy_values
 from .sums import add_angles as add_angles, add_gates as add_gates

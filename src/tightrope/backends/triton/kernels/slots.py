@@ -43,7 +43,7 @@ def slot_of(slots, steps, tile):
 
 
 @triton.jit
-def copy(
+def copy_values(
     values,
     cache,
     slots,
