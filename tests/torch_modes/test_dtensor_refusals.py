@@ -21,6 +21,7 @@ from tightrope.functional import (
     lrpe_rotate_1d,
     polar_scan,
     rotate,
+    rotate_,
     rotate_qk,
 )
 
@@ -253,6 +254,22 @@ def wrong_types(mesh: Any) -> Refusals:
             lambda: rotate(q, SPEC, phases=phases.given(noise(1, 1, 13, 6))),
             "[rotate] phases must be None with DTensors; rotate to_local() by the phases of its own "
             "tokens, and convert the result with DTensor.from_local.",
+        ),
+        "slots": (
+            lambda: rotate(q, SPEC, out=q, slots=IDS),
+            "[rotate] slots must be None with DTensors; pass to_local() of the keys, and local caches.",
+        ),
+        "a cache that is divided": (
+            lambda: rotate(Q, SPEC, out=q, slots=IDS),
+            "[rotate] out must be a local tensor but got a DTensor; pass its to_local() or full_tensor().",
+        ),
+        "divided slots": (
+            lambda: rotate(Q, SPEC, out=Q.clone(), slots=ids),
+            "[rotate] slots must be a local tensor but got a DTensor; pass its to_local() or full_tensor().",
+        ),
+        "entries that are divided": (
+            lambda: rotate_(q, SPEC, slots=IDS),
+            "[rotate_] x must be a local tensor but got a DTensor; pass its to_local() or full_tensor().",
         ),
         "local tensors with divided ids": (
             lambda: rotate(Q, SPEC, ids),

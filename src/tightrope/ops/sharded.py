@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
-from .._errors import Refusal, bad_type, bad_value, is_dtensor, one_or, unsupported
+from .._errors import Refusal, bad_type, bad_value, is_dtensor, one_or
 from .._parts import Span
 from .._tracing import have_tangents
 from ..activations import NONE, RMSNorm
@@ -159,7 +159,9 @@ def perform(request: Request) -> Results:
     if not is_dtensor(q) and not is_dtensor(k):
         return run(build(request))
     if request.slots is not None:
-        raise unsupported("slots cannot be used with DTensors; pass local tensors (to_local)")
+        raise bad_type(
+            "slots must be None with DTensors; pass to_local() of the keys, and local caches"
+        )
     layout, xs = layout_named(request.layout), present(q, k)
     names = request.names[: len(xs)]
     parts, outs = parts_of(names, xs, layout), request.outs

@@ -456,3 +456,16 @@ def test_layers_share_their_tables() -> None:
     assert nodes(program) == 3
     size = sum(tensor.const_value.nbytes for tensor in program.model.graph.initializers.values())
     assert size < 1.1 * 2 * 2**14 * 16 * 4
+
+
+def test_slots_are_refused() -> None:
+    k, cache, slots = noise(5, 2, 8), noise(4, 3, 2, 8), torch.arange(5)
+
+    def write(
+        _: torch.Tensor, k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> list[torch.Tensor]:
+        return [rotate(k, RopeSpec(8), layout="thd", out=cache, slots=slots)]
+
+    text = "[rotate] slots cannot be exported to ONNX; rotate without out, and write the cache with operators of ONNX."
+    with onnx.rotary_nodes(), refused(NotImplementedError, text):
+        torch.export.export(Model(write), (k, cache, slots), strict=False)
