@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <exception>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -116,7 +117,13 @@ Places read_slots(const Tensor& slots, const Options& options, const Problem& p,
                   "tightrope: slots must be int32 or int64 [rows, tokens], or [tokens] for one row");
   const void* data = slots.const_data_ptr();
   const int64_t count = cache.blocks * cache.entries;
-  Places found(size_t(p.rows * p.tokens));
+  // Expanded slots may be more than any memory holds.
+  Places found;
+  try {
+    found.resize(double(p.rows) * double(p.tokens) < double(kFar) ? size_t(p.rows * p.tokens) : found.max_size() + 1);
+  } catch (const std::exception&) {
+    STD_TORCH_CHECK(false, "tightrope: slots must fit into memory");
+  }
   auto next = found.begin();
   for (int64_t i = 0; i < p.rows; ++i)
     for (int64_t j = 0; j < p.tokens; ++j) {

@@ -113,37 +113,5 @@ FULL = (
     Case("prefill 2048, cold, fp64", dtype="float64"),
 )
 
-# Rows, heads of q and of k, tokens, channels; other options.
-_FEW: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
-    "1 head": ((1, 1, 1, 2048, 128), {}),
-    "1 head, tables": ((1, 1, 1, 2048, 128), {"tables": "cat"}),
-    "2 x 32768 tokens, 1 head": ((2, 1, 1, 32768, 128), {}),
-    "1024 rows x 16 tokens, 1 head": ((1024, 1, 1, 16, 64), {}),
-    "4096 rows x 1 token, 1 head": ((4096, 1, 1, 1, 64), {"positions": "ids per row"}),
-    "256 rows, 2 heads of 32": ((256, 2, 2, 64, 32), {}),
-    "ViT, 64 x 197 tokens, 12 heads": ((64, 12, 12, 197, 64), {}),
-    "8 tokens, 512 heads": ((1, 512, 512, 8, 128), {}),
-    "heads of 16": ((2, 16, 16, 512, 16), {}),
-    "heads of 256": ((2, 16, 16, 512, 256), {}),
-    "interleaved, 8 x 512": ((8, 8, 8, 512, 64), {"interleaved": True}),
-    "tables, 512": ((1, 32, 8, 512, 128), {"tables": "cat"}),
-    "training, 4 x 512": ((4, 8, 8, 512, 64), {"work": "training"}),
-}
-
-#: Few heads that share their angles, many rows, and other shapes that are not those of a large decoder.
-SHAPES = _in_both(
-    Case(
-        name,
-        rows=rows,
-        q_heads=q_heads,
-        k_heads=k_heads,
-        tokens=tokens,
-        head_dim=head_dim,
-        cold=False,
-        **{"work": "out of place"} | options,
-    )
-    for name, ((rows, q_heads, k_heads, tokens, head_dim), options) in _FEW.items()
-)
-
 #: The cases of `python -m benchmarks.speed`, and of `--suite` with another name.
-SUITES = {"short": SHORT, "shapes": SHAPES, "full": FULL}
+SUITES = {"short": SHORT, "full": FULL}

@@ -255,12 +255,70 @@ def rotation(draw: Draw) -> Call:
         made = [draw.tensor(draw.sizes(one), dtype, written=written) for one in xs]
         return [*made, *[None] * (2 - len(made))]
 
+    few = not any(n in HUGE for n in (rows, tokens, head_dim, *heads))
+    if few and draw.sometimes(0.3):
+        end = end if carries else [*end, [], 0.0]
+        return to_slots(draw, layout, (rows, tokens, head_dim), heads, operands(written=False), end)
     verb = draw.choice((schema.NEW, schema.IN_PLACE, schema.OUT))
     first = operands(written=verb is schema.IN_PLACE)
     if verb is schema.OUT:
         first += operands(written=True)
     written = {schema.NEW: [], schema.IN_PLACE: [0, 1], schema.OUT: [2, 3]}[verb]
     return verb.carrying if carries else verb.plain, first + end, written
+
+
+def to_slots(
+    draw: Draw,
+    layout: int,
+    sizes: Sequence[int],
+    heads: Sequence[int],
+    xs: list[torch.Tensor | None],
+    end: list[Any],
+) -> Call:
+    """Draw a call that writes to slots of a cache, or rotates them in place; no slot is named twice."""
+    (rows, tokens, head_dim), dtype = sizes, xs[0].dtype
+    of_cache, name = layout, schema.LAYOUTS[layout]
+    blocks = 1 if "b" not in name else draw.choice((0, 1, 2, 3))
+    if "b" not in name and draw.sometimes(0.5):
+        of_cache, blocks = (
+            schema.LAYOUTS.index("bshd" if "h" in name else "bsd"),
+            draw.choice((0, 1, 3)),
+        )
+    entries = draw.choice((0, 1, 4, 5, 19))
+
+    def cache(heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        own = draw.sizes(shape(of_cache, blocks, heads, entries, width))
+        return draw.tensor(own, dtype, written=True)
+
+    own = [tokens] if rows == 1 and draw.sometimes(0.5) else [rows, tokens]
+    slots = draw.tensor(draw.sizes(own), draw.choice((torch.int32, torch.int64)), written=True)
+    if slots.numel() <= FEW:
+        chosen = torch.full((slots.numel(),), -1)
+        some = list(range(blocks * entries + draw.sometimes(0.05)))
+        draw.shuffle(some)
+        some = some[: len(chosen)]
+        chosen[: len(some)] = torch.tensor(some, dtype=chosen.dtype)
+        slots.copy_(chosen.flip(0).view(slots.shape))
+    if len(heads) == 1 and draw.sometimes(0.3):
+        return schema.rotate_slots_, [cache(heads[0], head_dim, dtype), slots, *end], [0]
+    outs = [
+        draw.tensor(shape(layout, rows, n, tokens, head_dim), dtype, written=True)
+        for n in heads[:-1]
+    ]
+    outs = [*outs, cache(heads[-1], head_dim, dtype), *[None] * (2 - len(heads))]
+    if not end[-2] and draw.sometimes(0.4):
+        return schema.rotate_slots, [*xs, *outs, slots, *end[:-2]], [2, 3]
+    values: list[torch.Tensor | None] = [None, None]
+    if draw.sometimes(0.7):
+        n, width = 1 if "h" not in name else draw.choice((1, 3)), draw.choice((1, 7, 16))
+        of = dtype if draw.sometimes(0.95) else draw.choice(DTYPES)
+        values = [
+            draw.tensor(draw.sizes(shape(layout, rows, n, tokens, width)), of),
+            cache(n, width, of),
+        ]
+    scale = draw.tensor([1], torch.float32) if draw.sometimes(0.02) else None
+    arguments = [*xs, values[0], *outs, values[1], slots, scale, None, *end]
+    return schema.rotate_slots_extras, arguments, [3, 4, 5]
 
 
 def results(
