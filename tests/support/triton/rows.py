@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tightrope.backends.triton.kernels.rotate import rows_of
+from tightrope.backends.triton.kernels.slots import rows_of
 
 
 @triton.jit

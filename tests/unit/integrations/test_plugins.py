@@ -1,0 +1,169 @@
+"""Callbacks of trainers, and entry points that act only if they are named."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import entry_points
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.helpers import refused
+from tightrope.integrations import plugins, unpatch
+
+transformers = pytest.importorskip("transformers")
+
+
+def small_model() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=11,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def functions_of(report: Any) -> list[str]:
+    return [entry.name for entry in report.replaced]
+
+
+def trained(callback: Any, folder: Any, **model: Any) -> list[float]:
+    """Train for two steps and return the losses."""
+    ids = torch.arange(10).view(1, 10)
+    data = [{"input_ids": ids[0], "labels": ids[0]}] * 4
+    options = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=2,
+        per_device_train_batch_size=1,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(
+        args=options, train_dataset=data, callbacks=[callback] if callback else None, **model
+    )
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_of_transformers(tmp_path: Any) -> None:
+    """The model is patched once, built before or by the Trainer; the losses are those of the original."""
+    torch.manual_seed(0)
+    model = small_model()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    right = trained(None, tmp_path, model=model)
+    for given in ({"model": model}, {"model_init": lambda: model}):
+        model.load_state_dict(state)
+        callback = plugins.trainer_callback()
+        try:
+            assert trained(callback, tmp_path, **given) == right
+            assert functions_of(callback.report) == ["apply_rotary_pos_emb"]
+            assert all(
+                calls.operator and not calls.original for calls in callback.report.calls().values()
+            )
+        finally:
+            unpatch(model)
+
+
+def test_options_of_patch(tmp_path: Any) -> None:
+    callback = plugins.trainer_callback(stack="vllm")
+    assert callback.report is None
+    model = small_model()
+    callback.on_init_end(None, None, None, model=None)
+    assert callback.report is None
+    callback.on_init_end(None, None, None, model=model)
+    report = callback.report
+    callback.on_train_begin(None, None, None, model=model)
+    assert callback.report is report
+    assert len(report.replaced) == 2  # the function, and the class that makes tables
+
+
+@pytest.fixture
+def lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the parts of Lightning that are used."""
+    package = ModuleType("lightning.pytorch")
+    package.Callback = type("Callback", (), {})
+    monkeypatch.setitem(sys.modules, "lightning", ModuleType("lightning"))
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", package)
+
+
+@pytest.mark.usefixtures("lightning")
+def test_a_trainer_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    callback = plugins.lightning_callback()
+    callback.on_fit_start(None, model)
+    report = callback.report
+    assert functions_of(report) == ["apply_rotary_pos_emb"]
+    callback.on_validation_start(None, model)
+    assert callback.report is report
+    assert plugins.for_lightning() == []
+    monkeypatch.setenv("TIGHTROPE_PLUGINS", "vllm, lightning")
+    assert [type(one).__name__ for one in plugins.for_lightning()] == ["Patch"]
+
+
+def test_axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = ModuleType("axolotl.integrations.base")
+    base.BasePlugin = type("BasePlugin", (), {})
+    for name in ("axolotl", "axolotl.integrations"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    patched: list[Any] = []
+    monkeypatch.setattr(plugins, "patch", patched.append)
+    plugin = plugins.ForAxolotl()
+    assert isinstance(plugin, base.BasePlugin)
+    plugin.post_model_build(None, "model")
+    assert patched == []
+    monkeypatch.setenv("TIGHTROPE_PLUGINS", "axolotl")
+    plugin.post_model_build(None, "model")
+    assert patched == ["model"]
+    with pytest.raises(AttributeError):
+        plugins.ForOthers  # noqa: B018
+
+
+def test_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[int] = []
+    stand_in = SimpleNamespace(register=lambda: registered.append(1))
+    monkeypatch.setitem(sys.modules, "tightrope.integrations.vllm", stand_in)
+    plugins.for_vllm()
+    assert registered == []
+    monkeypatch.setenv("TIGHTROPE_PLUGINS", "vllm")
+    plugins.for_vllm()
+    assert registered == [1]
+
+
+def test_names_that_are_no_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIGHTROPE_PLUGINS", "vlm,axolotl")
+    with pytest.warns(UserWarning, match="may name axolotl, lightning, vllm, but names vlm$"):
+        assert plugins.is_chosen("axolotl")
+
+
+def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, function in (
+        ("lightning", "lightning_callback"),
+        ("transformers", "trainer_callback"),
+    ):
+        program = {"lightning": "Lightning", "transformers": "transformers"}[name]
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.setitem(sys.modules, f"{name}.pytorch", None)
+        with refused(ImportError, f"[{function}] needs {program}: pip install {name}."):
+            getattr(plugins, function)()
+
+
+def test_entry_points_exist() -> None:
+    """Each program finds its entry point by the group that it reads."""
+    groups = {
+        "vllm.general_plugins": "for_vllm",
+        "lightning.pytorch.callbacks_factory": "for_lightning",
+        "axolotl.plugins": "ForAxolotl",
+    }
+    for group, name in groups.items():
+        (found,) = [one for one in entry_points(group=group) if one.name == "tightrope"]
+        assert found.value == f"tightrope.integrations.plugins:{name}"
