@@ -180,7 +180,7 @@ def _are_plain(slots: Slots) -> bool:
     return is_plain(values) and is_plain(cache) and not (values.is_neg() or cache.is_neg())
 
 
-_OUTS = ("out",) * 3
+_OUTS, _OF_VALUES = ("out", "out"), ("values[1]",)
 
 
 def launch_quick(
@@ -205,9 +205,10 @@ def launch_quick(
             return run_packed(q, k, packed)
         if verb == "out":
             written = outs
+            memory.check_not_frozen(_OUTS, outs)
             if slots is not None and slots.cache is not None:
                 written = [*outs, slots.cache]
-            memory.check_not_frozen(_OUTS, written)
+                memory.check_not_frozen(_OF_VALUES, [slots.cache])
             with torch._C._AutoDispatchBelowAutograd():
                 _write_out(q, k, outs, slots, packed)
             torch.autograd.graph.increment_version(written)
@@ -332,7 +333,7 @@ def _write_by_kernel(call: Call, written: Results) -> Results:
     names = ["out"] * len(written) if call.verb == "out" else call.names
     memory.check_not_frozen(names, written)
     if call.slots is not None:
-        memory.check_not_frozen(["values[1]"], call.slots.written())
+        memory.check_not_frozen(_OF_VALUES, call.slots.written())
     try:
         with torch._C._AutoDispatchBelowAutograd():
             _write(call)
