@@ -29,10 +29,10 @@ void choose_streams(Problem& p) {
   for (int32_t i = 0; i < p.operands; ++i) {
     Operand& o = p.operand[i];
     const Strides& s = o.out_stride;
-    if (o.places != nullptr) continue;
+    const int64_t places = o.places == nullptr ? tokens : std::min(tokens, o.blocks * o.entries);
     const int64_t steps = s.row | s.head | s.token | p.start | (p.interleaved ? 2 * p.pairs : p.pairs);
     o.streams = s.channel == 1 && steps * element % kLine == 0 &&
-                reinterpret_cast<uintptr_t>(o.out) % kLine == 0 && has_pages(o.out, tokens * o.heads * head);
+                reinterpret_cast<uintptr_t>(o.out) % kLine == 0 && has_pages(o.out, places * o.heads * head);
   }
 }
 

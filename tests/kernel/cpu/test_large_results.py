@@ -98,7 +98,7 @@ def test_the_advice_does_not_outlive_a_result() -> None:
     assert run(REUSED, **heap) == [0, 0, 0]
 
 
-# Prints a hash of results, of results in the caller's tensors and of gradients, for each instruction set.
+# Prints a hash of results, of results in the caller's tensors and in slots of a cache, and of gradients, for each instruction set.
 STREAMED = """
 import hashlib, itertools, json, torch
 from tightrope import RopeSpec
@@ -116,6 +116,7 @@ for name in cpu.instruction_sets():
     cpu.use_instruction_set(name)
     torch.manual_seed(0)
     seen = hashlib.sha256()
+    slots = torch.randperm(9 * 17)[:74].view(2, 37)
     for dtype, adjacent, (rotated, start) in itertools.product(
         (torch.float32, torch.bfloat16, torch.float16, torch.float64),
         (False, True),
@@ -129,7 +130,9 @@ for name in cpu.instruction_sets():
             (grad,) = torch.autograd.grad(a.square().sum(), q)
             out = torch.full(q.shape, torch.nan, dtype=dtype)
             rotate(q.detach(), spec, out=out, rounding=rounding)
-            for x in (a, b, grad, out):
+            cache = torch.zeros(9, 3, 17, 128, dtype=dtype)
+            rotate(q.detach(), spec, out=cache, slots=slots, rounding=rounding)
+            for x in (a, b, grad, out, cache):
                 seen.update(x.detach().contiguous().view(torch.uint8).numpy().tobytes())
     sums[name] = seen.hexdigest()
 print(json.dumps(sums))
