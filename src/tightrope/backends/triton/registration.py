@@ -66,7 +66,11 @@ def why_not(x: torch.Tensor | None = None) -> str | None:
     if reason is not None:
         return reason
     if x is not None:
-        return None if x.device.type in DEVICES else f"the tensor is on {x.device}"
+        if x.device.type not in DEVICES:
+            return f"the tensor is on {x.device}"
+        from . import trial
+
+        return trial.why_not(x.device)
     if not any(getattr(torch, kind).is_available() for kind in DEVICES):
         return "torch sees no GPU here"
     return None
@@ -79,16 +83,23 @@ def is_ready() -> bool:
 
 
 def _kernel(name: str) -> Any:
-    """Return a function that imports Triton on its first call and runs the kernel of that name."""
-    found: Any = None
+    """Return a function that runs the kernel of that name, or the definition on a device that failed its trial.
 
-    def call(*arguments: Any, **named: Any) -> Any:
-        nonlocal found
-        if found is None:
-            from . import operators
+    Triton is imported on the first call.
+    """
+    # By device, because each is tried; the first argument of every operator is a tensor.
+    found: dict[torch.device, Any] = {}
 
-            found = getattr(operators, name)
-        return found(*arguments, **named)
+    def call(first: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        function = found.get(first.device)
+        if function is None:
+            from . import operators, trial
+
+            reason = trial.why_not(first.device)
+            function = getattr(operators, name) if reason is None else trial.definition_of(name)
+            if trial.is_known(first.device):
+                found[first.device] = function
+        return function(first, *arguments, **named)
 
     return call
 

@@ -165,7 +165,10 @@ def add_tokens(
     FLOAT: tl.constexpr = KIND == BACK or (KIND == TOTALS and x.dtype.element_ty == tl.float64)
     lane = tl.program_id(0).to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)[:, None]
     pair = tl.program_id(1).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)[None, :]
-    mask = (lane < walk.lanes) & (pair < walk.pairs)
+    inside = lane < walk.lanes
+    mask = inside & (pair < walk.pairs)
+    # A lane beyond the last one is that one again: resets are loaded without `mask`.
+    lane = tl.minimum(lane, walk.lanes - 1)
     # Heads vary fastest, because they are usually adjacent in memory.
     rest = lane // walk.heads
     head = lane - rest * walk.heads
@@ -222,7 +225,7 @@ def add_tokens(
         if KIND == RUNNING:
             tl.store(totals + at + walk.pairs, lost.to(tl.int64), mask=mask)
     if restarts is not None:
-        here = (lane < walk.lanes) & (head + tl.program_id(1) == 0)
+        here = inside & (head + tl.program_id(1) == 0)
         tl.store(restarts + row * walk.chunks + chunk, some, mask=here)
     if last is not None:
         if KIND == RUNNING:
