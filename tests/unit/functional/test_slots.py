@@ -1,5 +1,6 @@
 """`slots=`: keys and values go to entries of a paged cache, in the call that rotates."""
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import permutations, product
@@ -7,6 +8,7 @@ from itertools import permutations, product
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
+from torch._inductor.utils import run_and_get_code
 
 from tests.support import helpers
 from tests.support.helpers import refusals
@@ -338,6 +340,18 @@ def test_compiled(backend: str) -> None:
     got = compiled(q, k, v, base[..., :12], base[..., 13:], slots, ids)
     assert torch.equal(got, want)
     assert torch.equal(base, expected)
+
+
+def test_compiled_code_makes_no_buffer_of_the_size_of_the_cache() -> None:
+    def step(k, cache, slots):
+        return rotate(k + 1, SPEC, 3, layout="thd", out=cache, slots=slots)[:2] * 2
+
+    k, cache, slots = noise(TOKENS, HEADS, 12), torch.zeros(1001, HEADS, 12), torch.arange(TOKENS)
+    _, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), k, cache, slots)
+    assert "rotate_slots" in code
+    made = re.findall(r"= empty_strided_cpu\(\(([\d, ]+)\)", code)
+    assert made
+    assert all("1001" not in shape for shape in made)
 
 
 def test_the_raw_operator() -> None:
