@@ -90,7 +90,8 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
             is ``(slots, heads, channels)`` or ``(blocks, entries, heads, channels)``, for "sd" ``(slots,
             channels)`` or ``(blocks, entries, channels)``. Slot s is entry ``s % entries`` of block ``s //
             entries``; -1 skips the token. Of several tokens with one slot, any may win. A slot outside the cache
-            is an IndexError on the CPU, before anything is written; on a GPU its token is skipped.
+            is an IndexError on the CPU, before anything is written (in compiled code a RuntimeError of the
+            kernel; with ``backend="reference"`` its token is skipped there); on a GPU its token is skipped.
         values: a pair, values and their cache: the values are copied to the same slots, in the same call. They
             have the layout, rows, tokens and dtype of x, with heads and channels of their own; their cache has
             the blocks and entries of ``out``.
@@ -158,8 +159,8 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
     (slice instead).
 
     With ``slots``, x is a cache like ``out`` of :func:`rotate`, and only these entries of it rotate: int32 or int64
-    ``(rows, tokens)``, or ``(tokens,)`` for one row, which the positions then have. -1 skips a token; no entry may be
-    named twice (a ValueError on the CPU). There is no gradient.
+    ``(rows, tokens)``, or ``(tokens,)`` for one row; the positions have this shape too. -1 skips a token; no entry may be
+    named twice (a ValueError on the CPU, in compiled code a RuntimeError). There is no gradient.
 
     Returns:
         x itself.

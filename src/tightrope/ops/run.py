@@ -96,11 +96,12 @@ def run_entries(request: Request, slots: Slots) -> torch.Tensor:
 
     def check() -> None:
         memory.check_in_place(call.names, [cache])
-        check_range(slots, cache, layout)
+        check_range(slots, cache, layout, call.names[0])
         check_distinct(slots)
 
     if way.route != KERNEL or is_repeated():
-        check()
+        if way.sees_memory:
+            check()
         (y,) = _new(call.on([gather(cache, slots.slot, layout)]), way)
         write(y, cache, slots.slot, layout)
         return cache
@@ -372,6 +373,10 @@ def _separated(calls: Sequence[Call], ways: Sequence[Way]) -> Sequence[Call]:
         raise bad_value("the results of q and k must not share memory")
     # Without data pointers overlap cannot be checked, so positions and extra tensors are all copied.
     later = [memory.copied_before(call, written if sees else None) for call in calls[1:]]
+    for i, call in enumerate(later):
+        slots = call.slots
+        if slots is not None and (not sees or memory.is_written(slots.slot, written)):
+            later[i] = call._replace(slots=slots._replace(slot=slots.slot.clone()))
     return [calls[0], *later]
 
 

@@ -83,7 +83,7 @@ def check_slots(
             f"values must have the rows, tokens, dtype, device and layout of {name}",
             **{name: x, "values": values},
         )
-    check_not_negated("the cache of values", slots.cache)
+    check_not_negated("values[1]", slots.cache)
     _check_cache("the cache of values", "values", values, slots.cache, layout)
     if _blocks(slots.cache, layout) != _blocks(out, layout):
         raise bad_value(
@@ -141,9 +141,9 @@ def _words(layout: Layout) -> str:
     return "(" + ", ".join(names[d] for d in range(layout.dims)) + ")"
 
 
-def check_range(slots: Slots, out: torch.Tensor, layout: Layout) -> None:
+def check_range(slots: Slots, cache: torch.Tensor, layout: Layout, name: str = "out") -> None:
     """Refuse slots on the CPU that are neither -1 nor an entry of the cache."""
-    blocks, entries = _blocks(out, layout)
+    blocks, entries = _blocks(cache, layout)
     index = slots.slot
     if not index.is_cpu or torch.compiler.is_compiling():
         return
@@ -151,8 +151,7 @@ def check_range(slots: Slots, out: torch.Tensor, layout: Layout) -> None:
     if bool(bad.any()):
         raise bad_index(
             f"slots must be -1 or lie in [0, {blocks * entries}) but got {int(index[bad][0])}",
-            slots=index,
-            out=out,
+            **{"slots": index, name: cache},
         )
 
 
@@ -171,15 +170,17 @@ def check_distinct(slots: Slots) -> None:
 def check_entries(slots: Slots, name: str, cache: torch.Tensor, layout: Layout) -> None:
     """Check a cache whose entries rotate in place, and their slots."""
     check_floating(name, cache)
+    check_dense("slots", slots.slot)
+    check_local("slots", slots.slot)
     _check_index(slots.slot, name, cache)
     own = layout_of_cache(layout, cache.dim())
     if cache.dim() != own.dims:
         raise bad_value(
             f"{name} must be a cache {_shapes(layout)} for layout {layout.name!r}", **{name: cache}
         )
-    dims = (1, 2) if layout.row is not None else (1,)
-    if slots.slot.dim() not in dims:
-        fits = "(tokens,)" + (" or (rows, tokens)" if len(dims) > 1 else "")
+    shape = slots.slot.shape
+    if len(shape) not in (1, 2) or (layout.row is None and len(shape) == 2 and shape[0] != 1):
+        fits = f"(tokens,) or ({'1' if layout.row is None else 'rows'}, tokens)"
         raise bad_value(
             f"slots must have shape {fits} for layout {layout.name!r}", slots=slots.slot
         )

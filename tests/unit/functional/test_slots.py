@@ -655,8 +655,8 @@ LIKE = "x must be a cache"
 MOVES = {
     f"[rotate_] {LIKE} (entries, heads, channels) or (blocks, entries, heads, channels) for layout 'thd' "
     "(x: float32[3, 12]).": lambda: move(ENTRIES[0, 0]),
-    "[rotate_] slots must have shape (tokens,) for layout 'thd' (slots: int64[1, 5]).": lambda: (
-        move(slots=SLOTS[None])
+    "[rotate_] slots must have shape (tokens,) or (1, tokens) for layout 'thd' (slots: int64[2, 5]).": (
+        lambda: move(slots=SLOTS.expand(2, 5))
     ),
     "[rotate_] slots must have shape (tokens,) or (rows, tokens) for layout 'bhsd' (slots: int64[1, 1, 5]).": (
         lambda: move(slots=SLOTS[None, None], layout="bhsd")
@@ -675,12 +675,71 @@ MOVES = {
 test_sentence_of_moves = refusals(
     ValueError=MOVES,
     IndexError={
-        "[rotate_] slots must be -1 or lie in [0, 12) but got 12 (slots: int64[5], out: float32[4, 3, 3, 12]).": each(
+        "[rotate_] slots must be -1 or lie in [0, 12) but got 12 (slots: int64[5], x: float32[4, 3, 3, 12]).": each(
             lambda backend: move(slots=SLOTS + 8, backend=backend)
         )
     },
-    TypeError={"[rotate_] slots must be a tensor but got [0].": lambda: move(slots=[0])},
+    TypeError={
+        "[rotate_] slots must be a tensor but got [0].": lambda: move(slots=[0]),
+        "[rotate_] slots must be a dense tensor but got one that is sparse_coo.": (
+            lambda: move(slots=SLOTS.to_sparse())
+        ),
+    },
     NotImplementedError={
         f"[rotate_] {TRANSFORM}": lambda: torch.vmap(move)(ENTRIES[None]),
     },
 )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_row_of_slots_for_packed_entries(backend: str | None) -> None:
+    cache = noise(4, 3, HEADS, 12)
+    expected, slots = cache.clone(), some_slots(12, 1, TOKENS)
+    rotate_(expected, SPEC, 3, layout="thd", slots=slots[0], backend=backend)
+    assert torch.equal(
+        rotate_(cache, SPEC, 3, layout="thd", slots=slots, backend=backend), expected
+    )
+
+
+def test_the_definition_of_entries_compiles() -> None:
+    def step(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return rotate_(cache, SPEC, 3, layout="thd", slots=slots, backend="reference") + 1
+
+    slots, cache = some_slots(12, 1, TOKENS)[0], noise(4, 3, HEADS, 12)
+    expected = cache.clone()
+    want = step(expected, slots)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(cache, slots)
+    assert torch.equal(got, want)
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_slots_in_memory_that_the_first_of_two_calls_writes(backend: str | None) -> None:
+    memory = torch.zeros(2 * TOKENS * 12, dtype=torch.int64)
+    q = memory.view(torch.float64).view(TOKENS, 2, 12)
+    slots = memory[:TOKENS]
+    slots.copy_(torch.tensor([4, 2, 0, 7, 9]))
+    k, kept = noise(TOKENS, HEADS, 12, dtype=torch.float64), slots.clone()
+    cache = torch.zeros(12, HEADS, 12, dtype=torch.float64)
+    rotate_qk(
+        q, k, SPEC, layout="thd", act=("silu", None), out=(q, cache), slots=slots, backend=backend
+    )
+    assert torch.equal(cache[kept], rotate(k, SPEC, layout="thd", backend=backend))
+
+
+@pytest.mark.parametrize("name", ["keys", "entries"])
+def test_caches_sliced_outside_of_compiled_code(name: str) -> None:
+    """Also where the number of blocks changes, for which Inductor loses slices made inside (docs/serve.md)."""
+
+    def step(cache: torch.Tensor, k: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        if name == "keys":
+            return rotate(k, SPEC, 3, layout="thd", out=cache, slots=slots)[:1] * 1
+        return rotate_(cache, SPEC, 3, layout="thd", slots=slots)[:1] * 1
+
+    compiled = torch.compile(step, fullgraph=True)
+    for blocks in (4, 5, 6):
+        both = noise(2, blocks, 3, HEADS, 12)
+        expected, k, slots = both.clone(), noise(TOKENS, HEADS, 12), some_slots(12, 1, TOKENS)[0]
+        step(expected[1], k, slots)
+        compiled(both[1], k, slots)
+        assert torch.equal(both, expected)
