@@ -44,7 +44,7 @@ MORE_FLAGS = shlex.split(os.environ.get("TIGHTROPE_CXXFLAGS", ""))
 _NAMES = ["native", *(flag.split("=")[-1] for flag in MORE_FLAGS[:1])]
 OBJECTS = ROOT / "build" / "-".join(_NAMES) / sysconfig.get_platform()
 LIBRARY = "_native.dylib" if sys.platform == "darwin" else "_native.so"
-JOBS = 2
+JOBS = max(2, os.cpu_count() or 1)
 
 COMMON_FLAGS = [
     "-std=c++17",
@@ -214,6 +214,7 @@ def build_library() -> Path:
         key = digest(version, torch_version, where, text, *headers)
         return produce(Path(source).stem, key, ".o", command)
 
+    say("Building the CPU kernel of tightrope: up to two minutes on two cores.")
     # Start with the last unit, the largest instruction set, which takes longest.
     with ThreadPoolExecutor(JOBS) as pool:
         objects = list(pool.map(compile_unit, reversed(units)))

@@ -1,13 +1,17 @@
-// Activations f and their derivatives f' of one number, in operations that vectorise: no branch, no
-// table, no call.
+// Activations f and their derivatives f': of one number, in operations that vectorise (no branch, no table, no
+// call), or of a register.
 //
-// In float the error is within 2 ulp of the value, or of its largest term if terms cancel; double uses
-// the functions of the C library.
+// In float the error is within 2 ulp of the value, or of its largest term if terms cancel; double uses the
+// functions of the C library. If the result is rounded to bfloat16 (`brief`), polynomials are short: an error below
+// 2^-18 changes one rounding in thousands.
 #pragma once
 
 #include <math.h>
 
 #include "angles.h"
+#if defined(__AVX2__)
+#include "vectors.h"
+#endif
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
@@ -16,8 +20,8 @@ namespace {
 // For loops with many callers: not inlined, they vectorise better.
 #define TIGHTROPE_LOOP __attribute__((noinline))
 
-inline float root(float x) { return __builtin_sqrtf(x); }
-inline double root(double x) { return __builtin_sqrt(x); }
+TIGHTROPE_INLINE float root(float x) { return __builtin_sqrtf(x); }
+TIGHTROPE_INLINE double root(double x) { return __builtin_sqrt(x); }
 
 template <class T>
 TIGHTROPE_INLINE T choose(bool which, T yes, T no) { return which ? yes : no; }
@@ -26,229 +30,265 @@ TIGHTROPE_INLINE double magnitude(double x) { return __builtin_fabs(x); }
 TIGHTROPE_INLINE float with_sign(float x, float of) {
   return bits<float>((bits<uint32_t>(x) & 0x7FFFFFFFu) | (bits<uint32_t>(of) & 0x80000000u));
 }
+// The smaller and the larger of a limit and x; NaN if x is NaN.
+template <class T>
+TIGHTROPE_INLINE T at_most(T limit, T x) { return choose(x > limit, limit, x); }
+template <class T>
+TIGHTROPE_INLINE T at_least(T limit, T x) { return choose(x < limit, limit, x); }
 
 // Adding this constant rounds to an integer and leaves it in the lowest bits.
 constexpr float kRounder = 12582912.0f;  // 1.5 · 2^23
 TIGHTROPE_INLINE int32_t rounded(float shifted) { return int32_t(bits<uint32_t>(shifted) - bits<uint32_t>(kRounder)); }
 
-TIGHTROPE_INLINE float exponential(float x) {
-  // Beyond these limits e^x is 0 or infinite; NaN is not clamped.
-  x = choose(x > 89.0f, 89.0f, x);
-  x = choose(x < -104.0f, -104.0f, x);
-  const float shifted = fma_(x, 1.44269502f, kRounder);
-  const float n = shifted - kRounder;
-  float r = fma_(n, -6.93145752e-1f, x);
-  r = fma_(n, -1.42860677e-6f, r);
-  float p = fma_(r, 1.38145988e-3f, 8.36871658e-3f);
-  p = fma_(r, p, 4.16683890e-2f);
-  p = fma_(r, p, 1.66665211e-1f);
-  p = fma_(r, p, 4.99999940e-1f);
-  p = fma_(r * r, p, r) + 1.0f;
-  // 2^n as a product of two powers: n may lie outside the range of one exponent.
-  const int32_t whole = rounded(shifted), half = whole >> 1;
-  return p * bits<float>(uint32_t(half + 127) << 23) * bits<float>(uint32_t(whole - half + 127) << 23);
+// p · 2^whole, in two steps: one exponent has no room for the product's whole range. The first is exact.
+TIGHTROPE_INLINE float scaled(float p, float whole) {
+  const int32_t n = rounded(whole + kRounder), half = n >> 1;
+  return p * bits<float>(uint32_t(half + 127) << 23) * bits<float>(uint32_t(n - half + 127) << 23);
 }
-TIGHTROPE_INLINE double exponential(double x) { return __builtin_exp(x); }
+
+template <bool brief = false, class T>
+TIGHTROPE_INLINE T exponential(T x) {
+  if constexpr (kIsDouble<T>) {
+    return __builtin_exp(x);
+  } else {
+    // Beyond these limits e^x is 0 or infinite.
+    x = at_least(all<T>(-104), at_most(all<T>(89), x));
+    if constexpr (brief) {
+      const T t = x * all<T>(1.44269502), n = rounded_down(t);
+      return scaled(polynomial(t - n, 1.3534168e-2, 5.2011464e-2, 2.4144275e-1, 6.9300383e-1, 1.0000026), n);
+    }
+    const T n = fma_(x, all<T>(1.44269502), all<T>(kRounder)) - all<T>(kRounder);
+    T r = fma_(n, all<T>(-6.93145752e-1), x);
+    r = fma_(n, all<T>(-1.42860677e-6), r);
+    const T p = polynomial(r, 1.38145988e-3, 8.36871658e-3, 4.16683890e-2, 1.66665211e-1, 4.99999940e-1);
+    return scaled(fma_(r * r, p, r) + all<T>(1), n);
+  }
+}
 
 // e^x − 1 for x <= 0.
-TIGHTROPE_INLINE float less_one(float x) {
-  float p = fma_(x, 1.59956908e-4f, 1.36370712e-3f);
-  p = fma_(x, p, 8.32504407e-3f);
-  p = fma_(x, p, 4.16652709e-2f);
-  p = fma_(x, p, 1.66666552e-1f);
-  p = fma_(x, p, 0.5f);
-  return choose(x > -0.5f, fma_(x * x, p, x), exponential(x) - 1.0f);
+template <bool brief, class T>
+TIGHTROPE_INLINE T less_one(T x) {
+  if constexpr (kIsDouble<T>) {
+    return __builtin_expm1(x);
+  } else {
+    const T p = polynomial(x, 1.59956908e-4, 1.36370712e-3, 8.32504407e-3, 4.16652709e-2, 1.66666552e-1, 0.5);
+    return choose(x > all<T>(-0.5), fma_(x * x, p, x), exponential<brief>(x) - all<T>(1));
+  }
 }
-TIGHTROPE_INLINE double less_one(double x) { return __builtin_expm1(x); }
 
 // log(1 + x) for x in [0, 1], as 2 artanh(x / (2 + x)).
-TIGHTROPE_INLINE float log_one(float x) {
-  const float s = x / (2.0f + x), z = s * s;
-  float p = fma_(z, 1.08962111e-1f, 8.57392177e-2f);
-  p = fma_(z, p, 1.11507505e-1f);
-  p = fma_(z, p, 1.42841980e-1f);
-  p = fma_(z, p, 2.00000271e-1f);
-  p = fma_(z, p, 3.33333343e-1f);
-  const float twice = s + s;
-  return fma_(twice * z, p, twice);
+template <class T>
+TIGHTROPE_INLINE T log_one(T x) {
+  if constexpr (kIsDouble<T>) {
+    return __builtin_log1p(x);
+  } else {
+    const T s = x / (all<T>(2) + x), z = s * s, twice = s + s;
+    const T p = polynomial(z, 1.08962111e-1, 8.57392177e-2, 1.11507505e-1, 1.42841980e-1, 2.00000271e-1, 3.33333343e-1);
+    return fma_(twice * z, p, twice);
+  }
 }
-TIGHTROPE_INLINE double log_one(double x) { return __builtin_log1p(x); }
 
-TIGHTROPE_INLINE float tangent(float x) {
-  const float a = magnitude(x), z = x * x;
-  float p = fma_(z, 2.23106612e-3f, -8.26709345e-3f);
-  p = fma_(z, p, 2.17344407e-2f);
-  p = fma_(z, p, -5.39524741e-2f);
-  p = fma_(z, p, 1.33332476e-1f);
-  p = fma_(z, p, -3.33333313e-1f);
-  const float small = fma_(x * z, p, x);
-  const float large = 1.0f - 2.0f / (exponential(a + a) + 1.0f);
-  return choose(a < 0.6f, small, with_sign(large, x));
+template <bool brief, class T>
+TIGHTROPE_INLINE T tangent(T x) {
+  if constexpr (kIsDouble<T>) {
+    return __builtin_tanh(x);
+  } else {
+    const T a = magnitude(x), z = x * x;
+    const T p =
+        polynomial(z, 2.23106612e-3, -8.26709345e-3, 2.17344407e-2, -5.39524741e-2, 1.33332476e-1, -3.33333313e-1);
+    const T large = all<T>(1) - all<T>(2) / (exponential<brief>(a + a) + all<T>(1));
+    return choose(a < all<T>(0.6), fma_(x * z, p, x), with_sign(large, x));
+  }
 }
-TIGHTROPE_INLINE double tangent(double x) { return __builtin_tanh(x); }
 
-// e^(-t²/2), corrected for the rounding error of t².
-TIGHTROPE_INLINE float bell(float t) {
-  const float square = t * t;
+// The rounding error of x².
+template <class T>
+TIGHTROPE_INLINE T rest_of_square(T x, T square) {
 #if defined(__FMA__) || defined(__aarch64__)
-  const float rest = fma_(t, t, -square);
+  return fms_(x, x, square);
 #else
   // Without FMA instructions: split into halves of 12 bits whose products are exact.
-  const float high = bits<float>(bits<uint32_t>(t) & 0xFFFFF000u), low = t - high;
-  const float rest = ((high * high - square) + 2.0f * high * low) + low * low;
+  const float high = bits<float>(bits<uint32_t>(x) & 0xFFFFF000u), low = x - high;
+  return ((high * high - square) + 2.0f * high * low) + low * low;
 #endif
-  const float e = exponential(-0.5f * square);
-  return choose(square < 1e30f, fma_(e * rest, -0.5f, e), e);
 }
 
 // Returns Φ(x), the standard normal distribution function. Writes e^(-x²/2): the density without its
 // constant factor.
-TIGHTROPE_INLINE float below(float x, float* density) {
-  const float t = magnitude(x), u = 1.0f / fma_(0.33f, t, 1.0f);
-  float p = fma_(u, -2.58295406e-2f, 1.48384750e-1f);
-  p = fma_(u, p, -3.21950585e-1f);
-  p = fma_(u, p, 2.91249514e-1f);
-  p = fma_(u, p, -1.06579654e-1f);
-  p = fma_(u, p, 1.45839244e-1f);
-  p = fma_(u, p, 1.03721328e-1f);
-  p = fma_(u, p, 1.33680001e-1f);
-  p = fma_(u, p, 1.31478593e-1f);
-  p = fma_(u, p, 6.33963373e-6f);
-  *density = bell(t);
-  const float tail = *density * p;
-  return choose(x > 0.0f, 1.0f - tail, tail);
-}
-TIGHTROPE_INLINE double below(double x, double* density) {
-  *density = __builtin_exp(-0.5 * x * x);
-  return 0.5 * __builtin_erfc(x * -0.70710678118654752440);
+template <bool brief, class T>
+TIGHTROPE_INLINE T below(T x, T* density) {
+  if constexpr (kIsDouble<T>) {
+    *density = __builtin_exp(-0.5 * x * x);
+    return 0.5 * __builtin_erfc(x * -0.70710678118654752440);
+  } else {
+    const T t = magnitude(x), u = all<T>(1) / fma_(all<T>(0.33), t, all<T>(1));
+    const T p = polynomial(u, -2.58295406e-2, 1.48384750e-1, -3.21950585e-1, 2.91249514e-1, -1.06579654e-1,
+                           1.45839244e-1, 1.03721328e-1, 1.33680001e-1, 1.31478593e-1, 6.33963373e-6);
+    const T square = t * t;
+    T e = exponential<brief>(all<T>(-0.5) * square);
+    if (!brief)
+      e = choose(square < all<T>(1e30), fma_(e * rest_of_square(t, square), all<T>(-0.5), e), e);
+    *density = e;
+    const T tail = e * p;
+    return choose(x > all<T>(0), all<T>(1) - tail, tail);
+  }
 }
 
 // σ(x) and σ(-x), without cancellation.
-template <class T>
+template <bool brief, class T>
 TIGHTROPE_INLINE void sigmoids(T x, T* here, T* there) {
-  const T e = exponential(-magnitude(x)), r = T(1) / (T(1) + e), other = e * r;
-  *here = choose(x < T(0), other, r);
-  *there = choose(x < T(0), r, other);
+  const T e = exponential<brief>(-magnitude(x)), r = all<T>(1) / (all<T>(1) + e), other = e * r;
+  *here = choose(x < all<T>(0), other, r);
+  *there = choose(x < all<T>(0), r, other);
 }
 
 // Up to this angle, π/2 as a sum of three floats, or of four without FMA, is exact enough.
 constexpr float kLargeAngle = 8192.0f;
 
-TIGHTROPE_INLINE void sine_cosine(float x, float* s, float* c) {
-  const float shifted = fma_(x, 6.36619747e-1f, kRounder);
-  const float n = shifted - kRounder;
+template <class T>
+TIGHTROPE_INLINE void sine_cosine(T x, T* s, T* c) {
+  const T shifted = fma_(x, all<T>(6.36619747e-1), all<T>(kRounder));
+  const T n = shifted - all<T>(kRounder);
 #if defined(__FMA__) || defined(__aarch64__)
-  float r = fma_(n, -1.57079637e0f, x);
-  r = fma_(n, 4.37113883e-8f, r);
-  r = fma_(n, 1.71512451e-15f, r);
+  T r = fma_(n, all<T>(-1.57079637e0), x);
+  r = fma_(n, all<T>(4.37113883e-8), r);
+  r = fma_(n, all<T>(1.71512451e-15), r);
 #else
   // Parts of π/2, so short that their products with n are exact.
-  float r = x - n * 1.5703125f;
+  T r = x - n * 1.5703125f;
   r = r - n * 4.83512878418e-4f;
   r = r - n * 3.13855707645e-7f;
   r = r - n * 6.07710051e-11f;
 #endif
-  const uint32_t quarter = uint32_t(rounded(shifted));
-  float cosine, sine;
+  const auto quarter = rounded(shifted);
+  T cosine, sine;
   polynomials(r, &cosine, &sine);
-  const float a = choose((quarter & 1) != 0, cosine, sine), b = choose((quarter & 1) != 0, sine, cosine);
+  const T a = choose((quarter & 1) != 0, cosine, sine), b = choose((quarter & 1) != 0, sine, cosine);
   *s = choose((quarter & 2) != 0, -a, a);
   *c = choose(((quarter + 1) & 2) != 0, -b, b);
 }
 
 // Each activation: f and its derivative, `slope`.
 struct None {
-  template <class T> static TIGHTROPE_INLINE T f(T x) { return x; }
-  template <class T> static TIGHTROPE_INLINE T slope(T) { return T(1); }
+  template <bool, class T> static TIGHTROPE_INLINE T f(T x) { return x; }
+  template <bool, class T> static TIGHTROPE_INLINE T slope(T) { return all<T>(1); }
 };
 struct Relu {
   // NaN stays NaN.
-  template <class T> static TIGHTROPE_INLINE T f(T x) { return choose(x < T(0), T(0), x); }
-  template <class T> static TIGHTROPE_INLINE T slope(T x) { return choose(x > T(0), T(1), T(0)); }
+  template <bool, class T> static TIGHTROPE_INLINE T f(T x) { return at_least(all<T>(0), x); }
+  template <bool, class T> static TIGHTROPE_INLINE T slope(T x) { return choose(x > all<T>(0), all<T>(1), all<T>(0)); }
 };
 struct Sigmoid {
-  template <class T> static TIGHTROPE_INLINE T f(T x) { return T(1) / (T(1) + exponential(-x)); }
-  template <class T> static TIGHTROPE_INLINE T slope(T x) {
+  template <bool brief, class T> static TIGHTROPE_INLINE T f(T x) {
+    return all<T>(1) / (all<T>(1) + exponential<brief>(-x));
+  }
+  template <bool brief, class T> static TIGHTROPE_INLINE T slope(T x) {
     T here, there;
-    sigmoids(x, &here, &there);
+    sigmoids<brief>(x, &here, &there);
     return here * there;
   }
 };
 struct Silu {
-  template <class T> static TIGHTROPE_INLINE T f(T x) { return x / (T(1) + exponential(-x)); }
-  template <class T> static TIGHTROPE_INLINE T slope(T x) {
+  template <bool brief, class T> static TIGHTROPE_INLINE T f(T x) { return x / (all<T>(1) + exponential<brief>(-x)); }
+  template <bool brief, class T> static TIGHTROPE_INLINE T slope(T x) {
     T here, there;
-    sigmoids(x, &here, &there);
-    return here * fma_(x, there, T(1));
+    sigmoids<brief>(x, &here, &there);
+    return here * fma_(x, there, all<T>(1));
   }
 };
 struct Gelu {
-  template <class T> static TIGHTROPE_INLINE T f(T x) {
+  template <bool brief, class T> static TIGHTROPE_INLINE T f(T x) {
     T density;
-    return x * below(x, &density);
+    return x * below<brief>(x, &density);
   }
-  template <class T> static TIGHTROPE_INLINE T slope(T x) {
+  template <bool brief, class T> static TIGHTROPE_INLINE T slope(T x) {
     T density;
-    const T share = below(x, &density);
-    return fma_(x * T(0.398942280401432678), density, share);
+    const T share = below<brief>(x, &density);
+    return fma_(x * all<T>(0.398942280401432678), density, share);
   }
 };
 struct Elu {
-  template <class T> static TIGHTROPE_INLINE T f(T x) { return choose(x > T(0), x, less_one(x)); }
-  template <class T> static TIGHTROPE_INLINE T slope(T x) { return choose(x > T(0), T(1), exponential(x)); }
+  template <bool brief, class T> static TIGHTROPE_INLINE T f(T x) {
+    return choose(x > all<T>(0), x, less_one<brief>(x));
+  }
+  template <bool brief, class T> static TIGHTROPE_INLINE T slope(T x) {
+    return choose(x > all<T>(0), all<T>(1), exponential<brief>(x));
+  }
 };
 struct Relu2 {
-  template <class T> static TIGHTROPE_INLINE T f(T x) { return Relu::f(x) * Relu::f(x); }
-  template <class T> static TIGHTROPE_INLINE T slope(T x) { return Relu::f(x) + Relu::f(x); }
+  template <bool, class T> static TIGHTROPE_INLINE T f(T x) {
+    const T y = at_least(all<T>(0), x);
+    return y * y;
+  }
+  template <bool, class T> static TIGHTROPE_INLINE T slope(T x) {
+    const T y = at_least(all<T>(0), x);
+    return y + y;
+  }
 };
 struct Softplus {
-  template <class T> static TIGHTROPE_INLINE T f(T x) { return Relu::f(x) + log_one(exponential(-magnitude(x))); }
-  template <class T> static TIGHTROPE_INLINE T slope(T x) { return Sigmoid::f(x); }
+  template <bool brief, class T> static TIGHTROPE_INLINE T f(T x) {
+    return at_least(all<T>(0), x) + log_one(exponential<brief>(-magnitude(x)));
+  }
+  template <bool brief, class T> static TIGHTROPE_INLINE T slope(T x) { return Sigmoid::f<brief>(x); }
 };
 struct Exp {
-  template <class T> static TIGHTROPE_INLINE T f(T x) { return exponential(x); }
-  template <class T> static TIGHTROPE_INLINE T slope(T x) { return exponential(x); }
+  template <bool brief, class T> static TIGHTROPE_INLINE T f(T x) { return exponential<brief>(x); }
+  template <bool brief, class T> static TIGHTROPE_INLINE T slope(T x) { return exponential<brief>(x); }
 };
 struct LeakyRelu {
-  template <class T> static TIGHTROPE_INLINE T f(T x) { return choose(x > T(0), x, x * T(0.01)); }
-  template <class T> static TIGHTROPE_INLINE T slope(T x) { return choose(x > T(0), T(1), T(0.01)); }
+  template <bool, class T> static TIGHTROPE_INLINE T f(T x) { return choose(x > all<T>(0), x, x * all<T>(0.01)); }
+  template <bool, class T> static TIGHTROPE_INLINE T slope(T x) {
+    return choose(x > all<T>(0), all<T>(1), all<T>(0.01));
+  }
 };
 struct Tanh {
-  template <class T> static TIGHTROPE_INLINE T f(T x) { return tangent(x); }
+  template <bool brief, class T> static TIGHTROPE_INLINE T f(T x) { return tangent<brief>(x); }
   // 1 − tanh(|x|)², with tanh(|x|) = 1 − q.
-  template <class T> static TIGHTROPE_INLINE T slope(T x) {
-    const T a = magnitude(x), q = T(2) / (exponential(a + a) + T(1));
-    return q * (T(2) - q);
+  template <bool brief, class T> static TIGHTROPE_INLINE T slope(T x) {
+    const T a = magnitude(x), q = all<T>(2) / (exponential<brief>(a + a) + all<T>(1));
+    return q * (all<T>(2) - q);
   }
 };
-struct Sine {
-  static TIGHTROPE_INLINE float f(float x) {
-    float s, c;
-    sine_cosine(x, &s, &c);
-    return s;
+// sin or cos. Angles above kLargeAngle are the caller's business; see has_large.
+template <bool cosine>
+struct Wave {
+  template <bool, class T> static TIGHTROPE_INLINE T f(T x) {
+    if constexpr (kIsDouble<T>) {
+      return cosine ? __builtin_cos(x) : __builtin_sin(x);
+    } else {
+      T s, c;
+      sine_cosine(x, &s, &c);
+      return cosine ? c : s;
+    }
   }
-  static TIGHTROPE_INLINE float slope(float x) {
-    float s, c;
-    sine_cosine(x, &s, &c);
-    return c;
+  template <bool, class T> static TIGHTROPE_INLINE T slope(T x) {
+    const T y = Wave<!cosine>::template f<false>(x);
+    return cosine ? -y : y;
   }
-  static TIGHTROPE_INLINE double f(double x) { return __builtin_sin(x); }
-  static TIGHTROPE_INLINE double slope(double x) { return __builtin_cos(x); }
 };
-struct Cosine {
-  static TIGHTROPE_INLINE float f(float x) {
-    float s, c;
-    sine_cosine(x, &s, &c);
-    return c;
+
+// Calls use(A()) for an elementwise activation A; returns false for the others.
+template <class Use>
+inline bool with_act(Act act, const Use& use) {
+  switch (act) {
+    case Act::kNone: return use(None()), true;
+    case Act::kRelu: return use(Relu()), true;
+    case Act::kSigmoid: return use(Sigmoid()), true;
+    case Act::kSilu: return use(Silu()), true;
+    case Act::kGelu: return use(Gelu()), true;
+    case Act::kElu: return use(Elu()), true;
+    case Act::kRelu2: return use(Relu2()), true;
+    case Act::kSoftplus: return use(Softplus()), true;
+    case Act::kExp: return use(Exp()), true;
+    case Act::kLeakyRelu: return use(LeakyRelu()), true;
+    case Act::kTanh: return use(Tanh()), true;
+    case Act::kSin: return use(Wave<false>()), true;
+    case Act::kCos: return use(Wave<true>()), true;
+    case Act::kSoftmax:
+    case Act::kRmsNorm: break;
   }
-  static TIGHTROPE_INLINE float slope(float x) {
-    float s, c;
-    sine_cosine(x, &s, &c);
-    return -s;
-  }
-  static TIGHTROPE_INLINE double f(double x) { return __builtin_cos(x); }
-  static TIGHTROPE_INLINE double slope(double x) { return -__builtin_sin(x); }
-};
+  return false;
+}
 
 }  // namespace
 }  // namespace TIGHTROPE_ISA

@@ -157,29 +157,18 @@ TIGHTROPE_INLINE void radians(uint64_t remainder, double* angle) {
 
 // Minimax polynomials on [-π/4, π/4]. Their errors for sine and cosine, before rounding, are 9.2e-9 and
 // 7e-10 in float, 9e-18 and 4e-19 in double.
-TIGHTROPE_INLINE void polynomials(float x, float* cosine, float* sine) {
-  const float z = x * x;
-  float s = fma_(z, -1.95878657e-4f, 8.33274815e-3f);
-  s = fma_(z, s, -1.66666647e-1f);
-  *sine = fma_(x * z, s, x);
-  float c = fma_(z, 2.45479169e-5f, -1.38883029e-3f);
-  c = fma_(z, c, 4.16666647e-2f);
-  *cosine = fma_(z * z, c, fma_(z, -0.5f, 1.0f));
-}
-TIGHTROPE_INLINE void polynomials(double x, double* cosine, double* sine) {
-  const double z = x * x;
-  double s = fma_(z, 1.59181152632659752e-10, -2.50511316502351815e-8);
-  s = fma_(z, s, 2.75573161016178744e-6);
-  s = fma_(z, s, -1.98412698367567725e-4);
-  s = fma_(z, s, 8.33333333333094729e-3);
-  s = fma_(z, s, -1.66666666666666646e-1);
-  *sine = fma_(x * z, s, x);
-  double c = fma_(z, -1.13826236474746046e-11, 2.08761461465586116e-9);
-  c = fma_(z, c, -2.7557317271145146e-7);
-  c = fma_(z, c, 2.48015872987645608e-5);
-  c = fma_(z, c, -1.38888888888873965e-3);
-  c = fma_(z, c, 4.16666666666666654e-2);
-  *cosine = fma_(z * z, c, fma_(z, -0.5, 1.0));
+template <class T>
+TIGHTROPE_INLINE void polynomials(T x, T* cosine, T* sine) {
+  const T z = x * x, one = fma_(z, all<T>(-0.5), all<T>(1));
+  if constexpr (kIsDouble<T>) {
+    *sine = fma_(x * z, polynomial(z, 1.59181152632659752e-10, -2.50511316502351815e-8, 2.75573161016178744e-6,
+                                   -1.98412698367567725e-4, 8.33333333333094729e-3, -1.66666666666666646e-1), x);
+    *cosine = fma_(z * z, polynomial(z, -1.13826236474746046e-11, 2.08761461465586116e-9, -2.7557317271145146e-7,
+                                     2.48015872987645608e-5, -1.38888888888873965e-3, 4.16666666666666654e-2), one);
+  } else {
+    *sine = fma_(x * z, polynomial(z, -1.95878657e-4, 8.33274815e-3, -1.66666647e-1), x);
+    *cosine = fma_(z * z, polynomial(z, 2.45479169e-5, -1.38883029e-3, 4.16666647e-2), one);
+  }
 }
 
 template <class T>

@@ -55,6 +55,21 @@ inline __m256 fms_(__m256 a, __m256 b, __m256 c) { return _mm256_fmsub_ps(a, b, 
 inline __m512 fms_(__m512 a, __m512 b, __m512 c) { return _mm512_fmsub_ps(a, b, c); }
 #endif
 
+// A number in all lanes of a vector; of a scalar type, the number itself.
+template <class T>
+TIGHTROPE_INLINE T all(double x) { return T(x); }
+template <class T>
+constexpr bool kIsDouble = false;
+template <>
+inline constexpr bool kIsDouble<double> = true;
+// A polynomial, from its highest coefficient on.
+template <class T, class... Numbers>
+TIGHTROPE_INLINE T polynomial(T x, double highest, Numbers... next) {
+  T sum = all<T>(highest);
+  ((sum = fma_(x, sum, all<T>(next))), ...);
+  return sum;
+}
+
 template <class To, class From>
 inline To bits(From from) {
   static_assert(sizeof(To) == sizeof(From), "same size");

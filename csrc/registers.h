@@ -60,7 +60,7 @@ constexpr int kForAngles = 8;
 
 #if defined(__AVX512F__)
 TIGHTROPE_REGISTER(16, __m512, __m512i, _mm512, si512)
-  // Zero-masked intrinsics stand in for the plain ones, here and in acts_avx512.h: GCC 12 warns about
+  // Zero-masked intrinsics stand in for the plain ones, here and in vectors.h: GCC 12 warns about
   // uninitialised values in the plain ones, and in the intrinsics of shifts.
   static Floats swapped(Floats x) { return _mm512_maskz_permute_ps(0xFFFF, x, 0xB1); }
   // Each lane twice: the lower half of x, and the upper half.

@@ -227,7 +227,7 @@ inline int64_t padded(int64_t n) { return (n + 31) / 32 * 32; }
 // Number of values of a head when its rotated halves and its other channels are each padded.
 inline int64_t row_values(const Problem& p) { return padded(p.head_dim) + 160; }
 // Number of values of scratch memory that a StagesLoop needs; see Scratch in stages.h and Rows in
-// stage_tiles_avx512.h.
+// stage_tiles.h.
 inline int64_t scratch_values(const Problem& p, const Stages& o) {
   const int64_t width = padded(p.head_dim);
   int64_t rows = 3;

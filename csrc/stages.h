@@ -7,9 +7,6 @@
 
 #include "acts.h"
 #include "heads.h"
-#if defined(__AVX512F__)
-#include "stages_avx512.h"
-#endif
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
@@ -122,41 +119,18 @@ inline void soften(T* x, int64_t n) {
 
 // ---- f and f' -------------------------------------------------------------------------------------
 
-// Calls use(A()) for an elementwise activation A; returns false for the others.
-template <class Use>
-inline bool with_act(Act act, const Use& use) {
-  switch (act) {
-    case Act::kNone: return use(None()), true;
-    case Act::kRelu: return use(Relu()), true;
-    case Act::kSigmoid: return use(Sigmoid()), true;
-    case Act::kSilu: return use(Silu()), true;
-    case Act::kGelu: return use(Gelu()), true;
-    case Act::kElu: return use(Elu()), true;
-    case Act::kRelu2: return use(Relu2()), true;
-    case Act::kSoftplus: return use(Softplus()), true;
-    case Act::kExp: return use(Exp()), true;
-    case Act::kLeakyRelu: return use(LeakyRelu()), true;
-    case Act::kTanh: return use(Tanh()), true;
-    case Act::kSin: return use(Sine()), true;
-    case Act::kCos: return use(Cosine()), true;
-    case Act::kSoftmax:
-    case Act::kRmsNorm: break;
-  }
-  return false;
-}
-
 template <class A, class F>
 TIGHTROPE_LOOP void act_from(const typename F::Stored* __restrict in,
                              typename F::Value* __restrict x, int64_t n) {
-  for (int64_t k = 0; k < n; ++k) x[k] = A::f(F::load(in[k]));
+  for (int64_t k = 0; k < n; ++k) x[k] = A::template f<false>(F::load(in[k]));
 }
 template <class A, class T>
-TIGHTROPE_LOOP void act_on(T* __restrict x, int64_t n) {
-  for (int64_t k = 0; k < n; ++k) x[k] = A::f(x[k]);
+TIGHTROPE_LOOP void act_on_row(T* __restrict x, int64_t n) {
+  for (int64_t k = 0; k < n; ++k) x[k] = A::template f<false>(x[k]);
 }
 template <class A, class T>
-TIGHTROPE_LOOP void slope_on(const T* __restrict x, T* __restrict g, int64_t n) {
-  for (int64_t k = 0; k < n; ++k) g[k] *= A::slope(x[k]);
+TIGHTROPE_LOOP void slope_on_row(const T* __restrict x, T* __restrict g, int64_t n) {
+  for (int64_t k = 0; k < n; ++k) g[k] *= A::template slope<false>(x[k]);
 }
 
 // Sine and cosine of angles above kLargeAngle, by the C library, one at a time.
@@ -170,22 +144,32 @@ inline bool has_large(const float* __restrict x, int64_t n) {
 }
 inline bool has_large(const double*, int64_t) { return false; }
 
+// Whether stage_tiles.h processes everything of this type but softmax.
+template <class T>
+constexpr bool kHasRegisters = false;
+#if defined(__AVX2__)
+template <>
+inline constexpr bool kHasRegisters<float> = true;
+#endif
+
 // Applies f in place.
 template <class T>
 inline void apply(const Stages& o, const T* weight, T* __restrict x, int64_t n) {
-  if (o.act == Act::kRmsNorm) {
-    const T scale = inverse_rms(x, n, o.eps);
-    for (int64_t k = 0; k < n; ++k) x[k] = x[k] * scale * weight[k];
-  } else if (o.act == Act::kSoftmax) {
+  if (o.act == Act::kSoftmax) {
     soften(x, n);
-  } else if ((o.act == Act::kSin || o.act == Act::kCos) && has_large(x, n)) {
-    const bool cosine = o.act == Act::kCos;
-    for (int64_t k = 0; k < n; ++k) {
-      const T near = cosine ? Cosine::f(x[k]) : Sine::f(x[k]);
-      x[k] = magnitude(x[k]) > T(kLargeAngle) ? T(sine_or_cosine(double(x[k]), cosine)) : near;
+  } else if constexpr (!kHasRegisters<T>) {
+    if (o.act == Act::kRmsNorm) {
+      const T scale = inverse_rms(x, n, o.eps);
+      for (int64_t k = 0; k < n; ++k) x[k] = x[k] * scale * weight[k];
+    } else if ((o.act == Act::kSin || o.act == Act::kCos) && has_large(x, n)) {
+      const bool cosine = o.act == Act::kCos;
+      for (int64_t k = 0; k < n; ++k) {
+        const T near = cosine ? Wave<true>::f<false>(x[k]) : Wave<false>::f<false>(x[k]);
+        x[k] = magnitude(x[k]) > T(kLargeAngle) ? T(sine_or_cosine(double(x[k]), cosine)) : near;
+      }
+    } else {
+      with_act(o.act, [&](auto act) { act_on_row<decltype(act)>(x, n); });
     }
-  } else {
-    with_act(o.act, [&](auto act) { act_on<decltype(act)>(x, n); });
   }
 }
 
@@ -193,27 +177,29 @@ inline void apply(const Stages& o, const T* weight, T* __restrict x, int64_t n) 
 template <class T>
 inline void apply_back(const Stages& o, const T* __restrict weight, T* __restrict x, T* __restrict g,
                        T* __restrict by_weight, int64_t n) {
-  if (o.act == Act::kRmsNorm) {
-    const T scale = inverse_rms(x, n, o.eps);
-    for (int64_t k = 0; k < n; ++k) x[k] *= scale;
-    if (by_weight != nullptr)
-      for (int64_t k = 0; k < n; ++k) by_weight[k] = fma_(g[k], x[k], by_weight[k]);
-    for (int64_t k = 0; k < n; ++k) g[k] *= weight[k];
-    const T share = dot(g, x, n) / T(n);
-    for (int64_t k = 0; k < n; ++k) g[k] = scale * fma_(-x[k], share, g[k]);
-  } else if (o.act == Act::kSoftmax) {
+  if (o.act == Act::kSoftmax) {
     soften(x, n);
     const T share = dot(g, x, n);
     for (int64_t k = 0; k < n; ++k) g[k] = x[k] * (g[k] - share);
-  } else if ((o.act == Act::kSin || o.act == Act::kCos) && has_large(x, n)) {
-    const bool cosine = o.act == Act::kCos;
-    for (int64_t k = 0; k < n; ++k) {
-      const T far = cosine ? -T(sine_or_cosine(double(x[k]), false)) : T(sine_or_cosine(double(x[k]), true));
-      const T near = cosine ? Cosine::slope(x[k]) : Sine::slope(x[k]);
-      g[k] *= magnitude(x[k]) > T(kLargeAngle) ? far : near;
+  } else if constexpr (!kHasRegisters<T>) {
+    if (o.act == Act::kRmsNorm) {
+      const T scale = inverse_rms(x, n, o.eps);
+      for (int64_t k = 0; k < n; ++k) x[k] *= scale;
+      if (by_weight != nullptr)
+        for (int64_t k = 0; k < n; ++k) by_weight[k] = fma_(g[k], x[k], by_weight[k]);
+      for (int64_t k = 0; k < n; ++k) g[k] *= weight[k];
+      const T share = dot(g, x, n) / T(n);
+      for (int64_t k = 0; k < n; ++k) g[k] = scale * fma_(-x[k], share, g[k]);
+    } else if ((o.act == Act::kSin || o.act == Act::kCos) && has_large(x, n)) {
+      const bool cosine = o.act == Act::kCos;
+      for (int64_t k = 0; k < n; ++k) {
+        const T far = cosine ? -T(sine_or_cosine(double(x[k]), false)) : T(sine_or_cosine(double(x[k]), true));
+        const T near = cosine ? Wave<true>::slope<false>(x[k]) : Wave<false>::slope<false>(x[k]);
+        g[k] *= magnitude(x[k]) > T(kLargeAngle) ? far : near;
+      }
+    } else {
+      with_act(o.act, [&](auto act) { slope_on_row<decltype(act)>(x, g, n); });
     }
-  } else {
-    with_act(o.act, [&](auto act) { slope_on<decltype(act)>(x, g, n); });
   }
 }
 
@@ -402,9 +388,10 @@ template <class F>
 inline void go_ahead(const Problem& p, const Stages& o, const Head<F>& h,
                      const Scratch<typename F::Value>& w) {
   const int64_t n = p.head_dim;
-  const bool together = h.in_channel == 1 && Converts<F>::kWell && o.act != Act::kSin &&
-                        o.act != Act::kCos &&
-                        with_act(o.act, [&](auto act) { act_from<decltype(act), F>(h.in, w.a, n); });
+  bool together = false;
+  if constexpr (!kHasRegisters<typename F::Value>)
+    together = h.in_channel == 1 && Converts<F>::kWell && o.act != Act::kSin && o.act != Act::kCos &&
+               with_act(o.act, [&](auto act) { act_from<decltype(act), F>(h.in, w.a, n); });
   if (!together) {
     widen_row<F>(h.in, h.in_channel, w.a, n);
     apply(o, h.weight, w.a, n);
@@ -545,8 +532,8 @@ inline void stages_tile(const Problem& p, const Problem& turns, const Stages& o,
 }  // namespace TIGHTROPE_ISA
 }  // namespace tightrope
 
-#if defined(__AVX512F__)
-#include "stage_tiles_avx512.h"
+#if defined(__AVX2__)
+#include "stage_tiles.h"
 #endif
 
 namespace tightrope {
@@ -559,7 +546,7 @@ void run_stages(const Problem& p, const Stages& o, void* memory, int64_t begin, 
   // Not bfloat16, so that the plain loops get the angles in the order of the pairs: see in_twos.
   Problem turns = p;
   if (p.dtype == Dtype::kBFloat16) turns.dtype = Dtype::kFloat;
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
   const bool registers = in_registers(o);
   Rows rows(p, o, reinterpret_cast<float*>(w.weight + padded(p.head_dim)));
 #endif
@@ -570,7 +557,7 @@ void run_stages(const Problem& p, const Stages& o, void* memory, int64_t begin, 
       const int64_t row = tile / p.tiles_per_row;
       const int64_t token = (tile - row * p.tiles_per_row) * p.tile;
       const int64_t tokens = p.tokens - token < p.tile ? p.tokens - token : p.tile;
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
       if constexpr (sizeof(typename F::Value) == sizeof(float)) {
         if (registers) {
           register_tile<F>(p, o, w, rows, run, row, token, tokens);

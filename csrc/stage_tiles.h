@@ -1,9 +1,9 @@
-// Loops over the tokens and heads of a tile, around the functions of stages_avx512.h: the counterpart of
+// Loops over the tokens and heads of a tile, around the functions of stage_lines.h: the counterpart of
 // stages_tile in stages.h.
 #pragma once
 
-#include "stages_avx512.h"
-#include "powers_avx512.h"
+#include "stage_lines.h"
+#include "powers.h"
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {

@@ -1,7 +1,7 @@
-// The epilogue P of slopes, e^(slope · position), 16 channels at a time.
+// The epilogue P of slopes, e^(slope · position), a register of channels at a time.
 #pragma once
 
-#include "lines_avx512.h"
+#include "lines.h"
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
@@ -18,7 +18,7 @@ struct Slopes {
   float *high, *low;  // `step` values from head to head
   int64_t step;
   int64_t count;  // values of a head; 0 if a slope is too large for powers_of
-  int64_t own;    // computed values of a head: 16 if every head has one slope for all channels, else `count`
+  int64_t own;    // computed values of a head: kWidest if every head has one slope for all channels, else `count`
 };
 
 // Converts the slopes of a head to exponents of 2. Clears `fit` if one is too large, and `same` if they
@@ -41,7 +41,7 @@ TIGHTROPE_LOOP void split_slopes(const double* __restrict slope, float* __restri
 template <class F>
 inline Slopes arrange_slopes(const Problem& p, const Part& part, int64_t heads, float* to, int64_t width, float* high,
                              float* low) {
-  Slopes slopes{to, to + width, 2 * width, 0, 16};
+  Slopes slopes{to, to + width, 2 * width, 0, kWidest};
   bool fit = true, same = true;
   for (int64_t head = 0; head < heads; ++head) {
     split_slopes(part.slope + head * part.slope_head, high, low, p.head_dim, &fit, &same);
@@ -51,7 +51,7 @@ inline Slopes arrange_slopes(const Problem& p, const Part& part, int64_t heads, 
   for (int64_t head = 0; same && head < heads; ++head) {
     // Fill the whole register: after arranging, lanes beyond the head's channels hold no slope.
     const Sum sum(part.slope[head * part.slope_head] * 1.4426950408889634);
-    for (int64_t k = 0; k < 16; ++k)
+    for (int64_t k = 0; k < kWidest; ++k)
       slopes.high[head * slopes.step + k] = sum.high, slopes.low[head * slopes.step + k] = sum.low;
   }
   if (fit) each_span<F>(p, [&](int64_t, int64_t, int64_t at) { slopes.count = at + Span<F>::kChannels; });
@@ -65,28 +65,25 @@ template <bool brief>
 TIGHTROPE_LOOP void powers_of(const Slopes& slopes, int64_t first, int64_t heads, double position, float* out,
                               int64_t out_step) {
   const Sum at(position);
-  const V far = all(at.high), near = all(at.low);
+  const V far = all<V>(at.high), near = all<V>(at.low);
   const int64_t own = slopes.own, count = slopes.count, step = slopes.step;
   const float *upper = slopes.high + first * step, *lower = slopes.low + first * step;
   for (int64_t head = 0; head < heads; ++head, upper += step, lower += step, out += out_step) {
-    V y = all(1.0f);
-    for (int64_t k = 0; k < own; k += 16) {
-      const V high = _mm512_loadu_ps(upper + k), low = _mm512_loadu_ps(lower + k);
-      const V whole = _mm512_maskz_roundscale_ps(kAll, times(high, far), 0x08);
-      V x = fused(high, near, fused(low, far, _mm512_fmsub_ps(high, far, whole)));
-      // Clamp: for huge products the remainder means nothing. NaN stays NaN: see ReluV.
-      x = _mm512_maskz_min_ps(kAll, all(1.0f), x);
-      x = _mm512_maskz_max_ps(kAll, all(-1.0f), x);
+    V y = all<V>(1);
+    for (int64_t k = 0; k < own; k += kWidest) {
+      const V high = Wide::read(upper + k), low = Wide::read(lower + k);
+      const V whole = rounded_even(high * far);
+      V x = fma_(high, near, fma_(low, far, fms_(high, far, whole)));
+      // Clamp: for huge products the remainder means nothing. NaN stays NaN.
+      x = at_least(all<V>(-1), at_most(all<V>(1), x));
       // 2^x as 1 + x times a polynomial; for |x| <= 1/2 the error is 1.1e-7 if brief, else 1.6e-8.
-      V p = brief ? fused(x, all(1.32647273e-3f), 9.67151299e-3f)
-                  : fused(x, fused(x, all(1.5353362e-4f), 1.3398875e-3f), 9.61843692e-3f);
-      p = fused(x, p, brief ? 5.55073358e-2f : 5.55033237e-2f);
-      p = fused(x, p, brief ? 2.40222424e-1f : 2.40226477e-1f);
-      p = fused(x, p, brief ? 6.93147004e-1f : 6.93147182e-1f);
-      y = _mm512_maskz_scalef_ps(kAll, fused(x, p, 1.0f), whole);
-      _mm512_storeu_ps(out + k, y);
+      const V p = brief ? polynomial(x, 1.32647273e-3, 9.67151299e-3, 5.55073358e-2, 2.40222424e-1, 6.93147004e-1)
+                        : polynomial(x, 1.5353362e-4, 1.3398875e-3, 9.61843692e-3, 5.55033237e-2, 2.40226477e-1,
+                                     6.93147182e-1);
+      y = scaled(fma_(x, p, all<V>(1)), at_least(all<V>(-252), at_most(all<V>(252), whole)));
+      Wide::write<false>(out + k, y);
     }
-    for (int64_t k = own; k < count; k += 16) _mm512_storeu_ps(out + k, y);
+    for (int64_t k = own; k < count; k += kWidest) Wide::write<false>(out + k, y);
   }
 }
 

@@ -1,59 +1,43 @@
 // Heads of one token with contiguous channels: loading channels into registers, rotating registers, and
 // arranging rows of weights and factors in register order.
 //
-// A remainder that does not fill a register goes through the same instructions with a mask, so every
-// element gets the same arithmetic.
+// A remainder that does not fill a register goes through the same instructions, so every element gets the same
+// arithmetic.
 #pragma once
 
-#include "acts_avx512.h"
-#include "registers.h"
+#include "fast_acts.h"
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-// Mask of the first n of 16 or 32 lanes.
-inline uint32_t lanes(int64_t n) { return n <= 0 ? 0 : n >= 32 ? 0xFFFFFFFFu : (1u << n) - 1; }
+// More lanes or channels than a register has.
+constexpr int64_t kWhole = 1024;
 
-// Channels that are loaded together, and how they become registers.
+// Channels that are loaded together, and how they become registers; only the first n of them, if there are more.
 template <class F>
-struct Span;
-template <>
-struct Span<Float> {
-  static constexpr int kRegisters = 1, kChannels = 16;
+struct Span {
+  using Stored = typename F::Stored;
+  static constexpr int kRegisters = 1, kChannels = kWidest;
   static constexpr bool kBrief = false;
-  static TIGHTROPE_INLINE void read(const float* at, uint32_t mask, V* x) {
-    x[0] = _mm512_maskz_loadu_ps(__mmask16(mask), at);
-  }
-  static TIGHTROPE_INLINE void write(float* at, uint32_t mask, const V* x) {
-    _mm512_mask_storeu_ps(at, __mmask16(mask), x[0]);
-  }
-};
-template <>
-struct Span<Half> {
-  static constexpr int kRegisters = 1, kChannels = 16;
-  static constexpr bool kBrief = false;
-  static TIGHTROPE_INLINE void read(const uint16_t* at, uint32_t mask, V* x) {
-    x[0] = _mm512_maskz_cvtph_ps(kAll, _mm256_maskz_loadu_epi16(__mmask16(mask), at));
-  }
-  static TIGHTROPE_INLINE void write(uint16_t* at, uint32_t mask, const V* x) {
-    _mm256_mask_storeu_epi16(at, __mmask16(mask), _mm512_maskz_cvtps_ph(kAll, x[0], 0));
-  }
+  static TIGHTROPE_INLINE void read(const Stored* at, int64_t n, V* x) { x[0] = read_first(at, n); }
+  static TIGHTROPE_INLINE void write(Stored* at, int64_t n, const V* x) { write_first(at, x[0], n); }
 };
 // bfloat16: one register of the even channels, one of the odd channels.
 template <>
 struct Span<BFloat16> {
-  using R = Register<16>;
-  static constexpr int kRegisters = 2, kChannels = 32;
+  static constexpr int kRegisters = 2, kChannels = 2 * kWidest;
   static constexpr bool kBrief = true;
-  static TIGHTROPE_INLINE void read(const uint16_t* at, uint32_t mask, V* x) {
-    const auto twins = (R::Words)_mm512_maskz_loadu_epi16(mask, at);
-    x[0] = R::even(twins), x[1] = R::odd(twins);
+  static TIGHTROPE_INLINE void read(const uint16_t* at, int64_t n, V* x) {
+    const Words twins = read_first((const Twin*)at, n);
+    x[0] = Wide::even(twins), x[1] = Wide::odd(twins);
   }
-  static TIGHTROPE_INLINE void write(uint16_t* at, uint32_t mask, const V* x) {
-    _mm512_mask_storeu_epi16(at, mask, (__m512i)R::twin(x[0], x[1]));
+  static TIGHTROPE_INLINE void write(uint16_t* at, int64_t n, const V* x) {
+    write_first((Twin*)at, Wide::twin(x[0], x[1]), n);
   }
 };
+
+typedef uint64_t Doubles __attribute__((vector_size(sizeof(V))));
 
 // Whether one register holds both channels of a pair.
 template <class F, bool interleaved>
@@ -71,34 +55,25 @@ struct Turn {
   // Loads angles from pair `at` on, of n pairs whose angles begin at `cosine` and `sine`.
   template <bool whole>
   TIGHTROPE_INLINE void take(const float* cosine, const float* sine, int64_t at, int64_t n) {
-    const int64_t left = n - at;
-    const __mmask16 mask = __mmask16(whole ? ~0u : lanes(left));
+    const int64_t left = whole ? kWhole : n - at;
     if (kMixed<F, interleaved>) {
-      const V a = _mm512_maskz_loadu_ps(mask, cosine + at);
-      const V b = _mm512_maskz_loadu_ps(mask, sine + at);
-      const __m512i low = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-      const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-      const __m512i sign = _mm512_set1_epi64(0x80000000);
-      c[0] = _mm512_maskz_permutexvar_ps(kAll, low, a), c[1] = _mm512_maskz_permutexvar_ps(kAll, high, a);
-      s[0] = _mm512_xor_ps(_mm512_maskz_permutexvar_ps(kAll, low, b), _mm512_castsi512_ps(sign));
-      s[1] = _mm512_xor_ps(_mm512_maskz_permutexvar_ps(kAll, high, b), _mm512_castsi512_ps(sign));
+      const V a = read_first(cosine + at, left), b = read_first(sine + at, left);
+      Wide::doubled(a, &c[0], &c[1]), Wide::doubled(b, &s[0], &s[1]);
+      for (V& sine : s) sine = (V)((Doubles)sine ^ 0x80000000u);
     } else if (kAngles_ == 1) {
-      c[0] = _mm512_maskz_loadu_ps(mask, cosine + at);
-      s[0] = _mm512_maskz_loadu_ps(mask, sine + at);
+      c[0] = read_first(cosine + at, left), s[0] = read_first(sine + at, left);
     } else {
       // Even pairs are stored apart from odd pairs: see in_twos.
       for (int i = 0; i < 2; ++i) {
-        const int64_t from = at / 2 + i * ((n + 1) / 2);
-        const __mmask16 half = __mmask16(whole ? ~0u : lanes((left + 1 - i) / 2));
-        c[i] = _mm512_maskz_loadu_ps(half, cosine + from);
-        s[i] = _mm512_maskz_loadu_ps(half, sine + from);
+        const int64_t from = at / 2 + i * ((n + 1) / 2), half = whole ? kWhole : (left + 1 - i) / 2;
+        c[i] = read_first(cosine + from, half), s[i] = read_first(sine + from, half);
       }
     }
   }
   // Rotates registers in place.
   TIGHTROPE_INLINE void turn(V* x) const {
     if (kMixed<F, interleaved>) {
-      for (int i = 0; i < 2; ++i) x[i] = turned_v(Register<16>::swapped(x[i]), x[i], c[i], s[i]);
+      for (int i = 0; i < 2; ++i) x[i] = turned_v(Wide::swapped(x[i]), x[i], c[i], s[i]);
       return;
     }
     constexpr int half = kRegisters / 2;
@@ -113,29 +88,27 @@ struct Turn {
   template <bool whole>
   static TIGHTROPE_INLINE void read(const typename F::Stored* at, int64_t other, int64_t left, V* x) {
     if (!interleaved) {
-      const uint32_t mask = whole ? ~0u : lanes(left);
-      S::read(at, mask, x);
-      S::read(at + other, mask, x + S::kRegisters);
+      S::read(at, whole ? kWhole : left, x);
+      S::read(at + other, whole ? kWhole : left, x + S::kRegisters);
     } else {
 #pragma GCC unroll 2
       for (int i = 0; i < kSpans; ++i)
-        S::read(at + i * S::kChannels, whole ? ~0u : lanes(2 * left - i * S::kChannels), x + i * S::kRegisters);
+        S::read(at + i * S::kChannels, whole ? kWhole : 2 * left - i * S::kChannels, x + i * S::kRegisters);
     }
   }
   template <bool whole>
   static TIGHTROPE_INLINE void write(typename F::Stored* at, int64_t other, int64_t left, const V* x) {
     if (!interleaved) {
-      const uint32_t mask = whole ? ~0u : lanes(left);
-      S::write(at, mask, x);
-      S::write(at + other, mask, x + S::kRegisters);
+      S::write(at, whole ? kWhole : left, x);
+      S::write(at + other, whole ? kWhole : left, x + S::kRegisters);
     } else {
 #pragma GCC unroll 2
       for (int i = 0; i < kSpans; ++i)
-        S::write(at + i * S::kChannels, whole ? ~0u : lanes(2 * left - i * S::kChannels), x + i * S::kRegisters);
+        S::write(at + i * S::kChannels, whole ? kWhole : 2 * left - i * S::kChannels, x + i * S::kRegisters);
     }
   }
 
-  V c[2], s[2];
+  V c[kAngles_], s[kAngles_];
 };
 
 // Rotates x times a weight: the weight is multiplied into the angles once for all heads that share it.
@@ -149,28 +122,28 @@ struct WeighedTurn {
   TIGHTROPE_INLINE void take(const T& turn, const float* weight) {
 #pragma GCC unroll 4
     for (int i = 0; i < T::kRegisters; ++i) {
-      const V w = _mm512_loadu_ps(weight + 16 * i);
+      const V w = Wide::read(weight + kWidest * i);
       if (kMixed<F, interleaved>) {
-        c[i] = times(turn.c[i], w), s[i] = times(turn.s[i], Register<16>::swapped(w));
+        c[i] = turn.c[i] * w, s[i] = turn.s[i] * Wide::swapped(w);
       } else {
-        c[i] = times(turn.c[i % kHalf], w), s[i] = times(turn.s[i % kHalf], w);
+        c[i] = turn.c[i % kHalf] * w, s[i] = turn.s[i % kHalf] * w;
       }
     }
   }
   TIGHTROPE_INLINE void turn(V* x) const {
     if (kMixed<F, interleaved>) {
-      for (int i = 0; i < 2; ++i) x[i] = turned_v(Register<16>::swapped(x[i]), x[i], c[i], s[i]);
+      for (int i = 0; i < 2; ++i) x[i] = turned_v(Wide::swapped(x[i]), x[i], c[i], s[i]);
       return;
     }
 #pragma GCC unroll 2
     for (int i = 0; i < kHalf; ++i) {
       const V u = x[i], v = x[kHalf + i];
-      x[i] = _mm512_fmsub_ps(u, c[i], times(v, s[kHalf + i]));
-      x[kHalf + i] = fused(v, c[kHalf + i], times(u, s[i]));
+      x[i] = fms_(u, c[i], v * s[kHalf + i]);
+      x[kHalf + i] = fma_(v, c[kHalf + i], u * s[i]);
     }
   }
 
-  V c[4], s[4];
+  V c[T::kRegisters], s[T::kRegisters];
 };
 
 // Calls use(channel, n, at) for each span of a head: n channels from `channel` on, whose values begin at
@@ -202,19 +175,17 @@ inline void each_span(const Problem& p, const Use& use) {
 template <class F>
 inline void arrange(const Problem& p, const float* from, float* to) {
   const auto read = [&](int64_t at, int64_t n) {
-    const V x = _mm512_maskz_loadu_ps(__mmask16(lanes(n)), from + at);
-    return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), all(__builtin_nanf("")));
+    const V x = read_first(from + at, n);
+    return choose(x == x, x, all<V>(__builtin_nan("")));
   };
   each_span<F>(p, [&](int64_t channel, int64_t n, int64_t at) {
     V x = read(channel, n);
     if (Span<F>::kRegisters == 2) {
-      const V y = read(channel + 16, n - 16);
-      const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-      const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-      _mm512_storeu_ps(to + at + 16, _mm512_permutex2var_ps(x, odd, y));
-      x = _mm512_permutex2var_ps(x, even, y);
+      V odd;
+      Wide::split(x, read(channel + kWidest, n - kWidest), &x, &odd);
+      Wide::write<false>(to + at + kWidest, odd);
     }
-    _mm512_storeu_ps(to + at, x);
+    Wide::write<false>(to + at, x);
   });
 }
 // The inverse of arrange: moves values in register order back to their channels.
@@ -222,7 +193,7 @@ template <class F>
 inline void restore(const Problem& p, const float* from, float* to) {
   each_span<F>(p, [&](int64_t channel, int64_t n, int64_t at) {
     for (int64_t k = 0; k < n; ++k)
-      to[channel + k] = from[at + (Span<F>::kRegisters == 2 ? k / 2 + k % 2 * 16 : k)];
+      to[channel + k] = from[at + (Span<F>::kRegisters == 2 ? k / 2 + k % 2 * kWidest : k)];
   });
 }
 

@@ -1,0 +1,156 @@
+// V, a register of floats of the widest kind, and the operations on it that activations, norms and gates need.
+// They compute the same bits at every width.
+#pragma once
+
+#include "registers.h"
+
+namespace tightrope {
+namespace TIGHTROPE_ISA {
+namespace {
+
+using Wide = Register<kWidest>;
+using V = Wide::Floats;
+using Words = Wide::Words;
+// Integers with a sign. A comparison gives those with all bits set where it holds.
+typedef int32_t Integers __attribute__((vector_size(sizeof(V))));
+
+#if defined(__AVX512F__)
+template <>
+TIGHTROPE_INLINE V all<V>(double x) { return _mm512_set1_ps(float(x)); }
+TIGHTROPE_INLINE V root(V x) { return _mm512_maskz_sqrt_ps(0xFFFF, x); }
+TIGHTROPE_INLINE V rounded_down(V x) { return _mm512_maskz_roundscale_ps(0xFFFF, x, 0x09); }
+TIGHTROPE_INLINE V rounded_even(V x) { return _mm512_maskz_roundscale_ps(0xFFFF, x, 0x08); }
+// If x or the limit is NaN, these instructions return the second operand.
+TIGHTROPE_INLINE V at_most(V limit, V x) { return _mm512_maskz_min_ps(0xFFFF, limit, x); }
+TIGHTROPE_INLINE V at_least(V limit, V x) { return _mm512_maskz_max_ps(0xFFFF, limit, x); }
+TIGHTROPE_INLINE V scaled(V p, V whole) { return _mm512_maskz_scalef_ps(0xFFFF, p, whole); }
+
+// The first n of a register's lanes, and zeros.
+TIGHTROPE_INLINE uint32_t first_lanes(int64_t n) { return n <= 0 ? 0 : n >= 32 ? ~0u : (1u << n) - 1; }
+TIGHTROPE_INLINE V read_first(const float* at, int64_t n) {
+  return _mm512_maskz_loadu_ps(__mmask16(first_lanes(n)), at);
+}
+TIGHTROPE_INLINE void write_first(float* at, V x, int64_t n) {
+  _mm512_mask_storeu_ps(at, __mmask16(first_lanes(n)), x);
+}
+// The same for half precision, and for n numbers of bfloat16.
+TIGHTROPE_INLINE V read_first(const uint16_t* at, int64_t n) {
+  return _mm512_maskz_cvtph_ps(0xFFFF, _mm256_maskz_loadu_epi16(__mmask16(first_lanes(n)), at));
+}
+TIGHTROPE_INLINE void write_first(uint16_t* at, V x, int64_t n) {
+  _mm256_mask_storeu_epi16(at, __mmask16(first_lanes(n)), _mm512_maskz_cvtps_ph(0xFFFF, x, 0));
+}
+TIGHTROPE_INLINE Words read_first(const Twin* at, int64_t n) {
+  return (Words)_mm512_maskz_loadu_epi16(first_lanes(n), at);
+}
+TIGHTROPE_INLINE void write_first(Twin* at, Words x, int64_t n) {
+  _mm512_mask_storeu_epi16(at, first_lanes(n), (__m512i)x);
+}
+
+TIGHTROPE_INLINE bool any(Integers which) { return _mm512_movepi32_mask((__m512i)which) != 0; }
+// Entry k mod 16, or k mod 32, of a table, for each k.
+TIGHTROPE_INLINE Words entry_of_16(const int32_t* table, Words k) {
+  return (Words)_mm512_maskz_permutexvar_epi32(0xFFFF, (__m512i)k, _mm512_load_si512(table));
+}
+TIGHTROPE_INLINE Words entry_of_32(const int32_t* table, Words k) {
+  return (Words)_mm512_permutex2var_epi32(_mm512_load_si512(table), (__m512i)k, _mm512_load_si512(table + 16));
+}
+
+// The sums of the lanes l and l + 8 of each.
+TIGHTROPE_INLINE V fold_halves(V a, V b) {
+  return _mm512_maskz_shuffle_f32x4(0xFFFF, a, b, 0x44) + _mm512_maskz_shuffle_f32x4(0xFFFF, a, b, 0xEE);
+}
+// Within each four lanes, the sums of l and l + 2; then of neighbours; then of neighbouring fours.
+TIGHTROPE_INLINE V fold_twos(V a, V b) {
+  return _mm512_maskz_unpacklo_ps(0xFFFF, a, b) + _mm512_maskz_unpackhi_ps(0xFFFF, a, b);
+}
+TIGHTROPE_INLINE V fold_ones(V a, V b) {
+  const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+  return _mm512_castpd_ps(_mm512_maskz_unpacklo_pd(0xFF, c, d)) +
+         _mm512_castpd_ps(_mm512_maskz_unpackhi_pd(0xFF, c, d));
+}
+TIGHTROPE_INLINE V fold_fours(V a, V b) {
+  return _mm512_maskz_shuffle_f32x4(0xFFFF, a, b, 0x88) + _mm512_maskz_shuffle_f32x4(0xFFFF, a, b, 0xDD);
+}
+#else
+template <>
+TIGHTROPE_INLINE V all<V>(double x) { return _mm256_set1_ps(float(x)); }
+TIGHTROPE_INLINE V root(V x) { return _mm256_sqrt_ps(x); }
+TIGHTROPE_INLINE V rounded_down(V x) { return _mm256_floor_ps(x); }
+TIGHTROPE_INLINE V rounded_even(V x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+TIGHTROPE_INLINE V at_most(V limit, V x) { return _mm256_min_ps(limit, x); }
+TIGHTROPE_INLINE V at_least(V limit, V x) { return _mm256_max_ps(limit, x); }
+// See scaled in acts.h.
+TIGHTROPE_INLINE V scaled(V p, V whole) {
+  const Integers n = (Integers)_mm256_cvtps_epi32(whole), half = n >> 1;
+  return p * (V)((half + 127) << 23) * (V)((n - half + 127) << 23);
+}
+
+TIGHTROPE_INLINE Integers first_lanes(int64_t n) {
+  return (Integers)_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7) < (Integers)_mm256_set1_epi32(int32_t(n));
+}
+TIGHTROPE_INLINE V read_first(const float* at, int64_t n) {
+  return n >= 8 ? Wide::read(at) : _mm256_maskload_ps(at, (__m256i)first_lanes(n < 0 ? 0 : n));
+}
+TIGHTROPE_INLINE void write_first(float* at, V x, int64_t n) {
+  if (n >= 8) return Wide::write<false>(at, x);
+  _mm256_maskstore_ps(at, (__m256i)first_lanes(n < 0 ? 0 : n), x);
+}
+TIGHTROPE_INLINE V read_first(const uint16_t* at, int64_t n) {
+  if (n >= 8) return Wide::read(at);
+  alignas(16) uint16_t part[8] = {};
+  for (int64_t k = 0; k < n; ++k) part[k] = at[k];
+  return Wide::read(part);
+}
+TIGHTROPE_INLINE void write_first(uint16_t* at, V x, int64_t n) {
+  if (n >= 8) return Wide::write<false>(at, x);
+  alignas(16) uint16_t part[8];
+  Wide::write<false>(part, x);
+  for (int64_t k = 0; k < n; ++k) at[k] = part[k];
+}
+// Half a register is the usual remainder of bfloat16.
+TIGHTROPE_INLINE Words read_first(const Twin* at, int64_t n) {
+  if (n >= 16) return Wide::read(at);
+  if (n == 8) return (Words)_mm256_zextsi128_si256(_mm_loadu_si128((const __m128i*)at));
+  alignas(32) uint16_t part[16] = {};
+  for (int64_t k = 0; k < n; ++k) part[k] = ((const uint16_t*)at)[k];
+  return Wide::read((const Twin*)part);
+}
+TIGHTROPE_INLINE void write_first(Twin* at, Words x, int64_t n) {
+  if (n >= 16) return Wide::write<false>(at, x);
+  if (n == 8) return _mm_storeu_si128((__m128i*)at, _mm256_castsi256_si128((__m256i)x));
+  alignas(32) uint16_t part[16];
+  Wide::write<false>((Twin*)part, x);
+  for (int64_t k = 0; k < n; ++k) ((uint16_t*)at)[k] = part[k];
+}
+
+TIGHTROPE_INLINE bool any(Integers which) { return _mm256_movemask_ps((V)which) != 0; }
+TIGHTROPE_INLINE V entry_of_8(const int32_t* table, Words k) {
+  return _mm256_permutevar8x32_ps(_mm256_load_ps((const float*)table), (__m256i)k);
+}
+// The instruction chooses the second where the sign bit is set.
+TIGHTROPE_INLINE Words entry_of_16(const int32_t* table, Words k) {
+  return (Words)_mm256_blendv_ps(entry_of_8(table, k), entry_of_8(table + 8, k), (V)(k << 28));
+}
+TIGHTROPE_INLINE Words entry_of_32(const int32_t* table, Words k) {
+  return (Words)_mm256_blendv_ps((V)entry_of_16(table, k), (V)entry_of_16(table + 16, k), (V)(k << 27));
+}
+
+TIGHTROPE_INLINE V fold_twos(V a, V b) { return _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b); }
+TIGHTROPE_INLINE V fold_ones(V a, V b) {
+  const __m256d c = _mm256_castps_pd(a), d = _mm256_castps_pd(b);
+  return _mm256_castpd_ps(_mm256_unpacklo_pd(c, d)) + _mm256_castpd_ps(_mm256_unpackhi_pd(c, d));
+}
+TIGHTROPE_INLINE V fold_fours(V a, V b) {
+  return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
+}
+#endif
+
+TIGHTROPE_INLINE V choose(Integers which, V yes, V no) { return which ? yes : no; }
+TIGHTROPE_INLINE V magnitude(V x) { return (V)((Words)x & 0x7FFFFFFFu); }
+TIGHTROPE_INLINE V with_sign(V x, V of) { return (V)(((Words)x & 0x7FFFFFFFu) | ((Words)of & 0x80000000u)); }
+TIGHTROPE_INLINE Integers rounded(V shifted) { return (Integers)((Words)shifted - 0x4B400000u); }
+
+}  // namespace
+}  // namespace TIGHTROPE_ISA
+}  // namespace tightrope
