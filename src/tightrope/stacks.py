@@ -759,7 +759,7 @@ _ALL = [
     ),
     Stack(
         "vllm",
-        "vLLM's CUDA kernel",
+        "vLLM as it runs by default, compiled, and its CUDA kernel",
         f"vllm 0.33.0: {_ROTARY}/; csrc/pos_encoding_kernels.cu",
         READ,
         _VLLM,

@@ -1,7 +1,8 @@
 """Plugs for trainers and servers: callbacks that patch a model, and entry points that programs load by themselves.
 
 An entry point does nothing unless the environment variable ``TIGHTROPE_PLUGINS`` names its program:
-``TIGHTROPE_PLUGINS=vllm vllm serve …``. See docs/plugs.md.
+``TIGHTROPE_PLUGINS=vllm vllm serve …``. ``TIGHTROPE_STACK=vllm`` gives those that patch models the
+option ``stack="vllm"``. See docs/plugs.md.
 """
 
 from __future__ import annotations
@@ -14,10 +15,35 @@ from typing import Any
 from .._errors import sentence
 from ._patch import patch
 
-__all__ = ["lightning_callback", "trainer_callback"]
+__all__ = ["lightning_callback", "patch_models", "trainer_callback"]
 
 _VARIABLE = "TIGHTROPE_PLUGINS"
-_PROGRAMS = ("axolotl", "lightning", "vllm")
+_PROGRAMS = ("axolotl", "lightning", "sglang", "verl", "vllm")
+
+
+def _options() -> dict[str, Any]:
+    stack = os.environ.get("TIGHTROPE_STACK")
+    return {"stack": stack} if stack else {}
+
+
+def patch_models() -> None:
+    """Patch every model of transformers that this process builds from now on, for hooks that take a name.
+
+    Trainers that start their processes by Ray call it in each of them if Ray's runtime environment names it as
+    ``worker_process_setup_hook``. The environment variable ``TIGHTROPE_STACK`` is the option ``stack`` of
+    :func:`tightrope.integrations.transformers.patch`; ``tightrope.integrations.transformers.unpatch()`` undoes it.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: ``TIGHTROPE_STACK`` is none of the stacks.
+
+    >>> from tightrope.integrations.transformers import unpatch
+    >>> patch_models()
+    >>> unpatch()
+    """
+    from .transformers import patch as patch_later
+
+    patch_later(None, **_options())
 
 
 def trainer_callback(**options: Any) -> Any:
@@ -117,11 +143,24 @@ def for_vllm() -> None:
 
 def for_lightning() -> list[Any]:
     """Entry point in the group ``lightning.pytorch.callbacks_factory``: return the callback."""
-    return [lightning_callback()] if is_chosen("lightning") else []
+    return [lightning_callback(**_options())] if is_chosen("lightning") else []
+
+
+def for_sglang() -> None:
+    """Entry point in the group ``sglang.srt.plugins``: hook SGLang's rotary methods."""
+    if is_chosen("sglang"):
+        from .sglang import register
+
+        register()
 
 
 def __getattr__(name: str) -> Any:
-    """Make the entry point in the group ``axolotl.plugins``, a class, when Axolotl asks for it."""
+    """Make the entry points whose programs only load them.
+
+    ``axolotl.plugins`` is a class, whose base exists only in Axolotl. verl loads ``verl.plugins`` and calls nothing.
+    """
+    if name == "for_verl":
+        return patch_models() if is_chosen("verl") else None
     if name != "ForAxolotl":
         raise AttributeError(name)
     base: Any = importlib.import_module("axolotl.integrations.base").BasePlugin
@@ -129,6 +168,6 @@ def __getattr__(name: str) -> Any:
     class ForAxolotl(base):  # type: ignore[misc]
         def post_model_build(self, cfg: Any, model: Any) -> None:  # noqa: ARG002
             if is_chosen("axolotl"):
-                patch(model)
+                patch(model, **_options())
 
     return ForAxolotl

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import entry_points
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.helpers import refused
+from tests.support.helpers import ROOT, refused
 from tightrope.integrations import plugins, unpatch
 
 transformers = pytest.importorskip("transformers")
@@ -116,14 +115,16 @@ def test_axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, base.__name__, base)
     patched: list[Any] = []
-    monkeypatch.setattr(plugins, "patch", patched.append)
+    monkeypatch.setattr(plugins, "patch", lambda *given, **named: patched.append((*given, named)))
     plugin = plugins.ForAxolotl()
     assert isinstance(plugin, base.BasePlugin)
     plugin.post_model_build(None, "model")
     assert patched == []
     monkeypatch.setenv("TIGHTROPE_PLUGINS", "axolotl")
     plugin.post_model_build(None, "model")
-    assert patched == ["model"]
+    monkeypatch.setenv("TIGHTROPE_STACK", "sglang")
+    plugin.post_model_build(None, "model")
+    assert patched == [("model", {}), ("model", {"stack": "sglang"})]
     with pytest.raises(AttributeError):
         plugins.ForOthers  # noqa: B018
 
@@ -139,9 +140,34 @@ def test_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registered == [1]
 
 
+def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl takes the attribute and calls nothing; models that are built later are patched."""
+    from tightrope.integrations.transformers import unpatch as unpatch_later
+
+    def rotary(model: Any) -> type:
+        return type(model.model.rotary_emb)
+
+    own = rotary(small_model())
+    try:
+        assert plugins.for_verl is None
+        assert rotary(small_model()) is own
+        monkeypatch.setenv("TIGHTROPE_PLUGINS", "verl")
+        monkeypatch.setenv("TIGHTROPE_STACK", "vllm")
+        assert plugins.for_verl is None
+        assert rotary(small_model()) is not own
+    finally:
+        unpatch_later()
+    assert rotary(small_model()) is own
+    monkeypatch.setenv("TIGHTROPE_STACK", "vlm")
+    with pytest.raises(ValueError, match="stack must be one of vllm, vllm-native, sglang"):
+        plugins.patch_models()
+
+
 def test_names_that_are_no_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIGHTROPE_PLUGINS", "vlm,axolotl")
-    with pytest.warns(UserWarning, match="may name axolotl, lightning, vllm, but names vlm$"):
+    with pytest.warns(
+        UserWarning, match="may name axolotl, lightning, sglang, verl, vllm, but names vlm$"
+    ):
         assert plugins.is_chosen("axolotl")
 
 
@@ -159,11 +185,14 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_entry_points_exist() -> None:
     """Each program finds its entry point by the group that it reads."""
-    groups = {
-        "vllm.general_plugins": "for_vllm",
-        "lightning.pytorch.callbacks_factory": "for_lightning",
-        "axolotl.plugins": "ForAxolotl",
+    declared = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())
+    assert declared["project"]["entry-points"] == {
+        group: {"tightrope": f"tightrope.integrations.plugins:{name}"}
+        for group, name in {
+            "vllm.general_plugins": "for_vllm",
+            "lightning.pytorch.callbacks_factory": "for_lightning",
+            "axolotl.plugins": "ForAxolotl",
+            "sglang.srt.plugins": "for_sglang",
+            "verl.plugins": "for_verl",
+        }.items()
     }
-    for group, name in groups.items():
-        (found,) = [one for one in entry_points(group=group) if one.name == "tightrope"]
-        assert found.value == f"tightrope.integrations.plugins:{name}"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, GptOssConfig
 from transformers.models.llama import modeling_llama
 
-from tests.support.models.of_transformers import outputs, small_inputs, small_model
+from tests.support.models.of_transformers import TEXT, outputs, small_inputs, small_model
 from tests.support.oracle_rounding import rotate
 from tests.support.tolerances import assert_each, assert_same_bits
 from tightrope import RopeSpec
@@ -42,6 +42,12 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn": YARN,
     "llama3": LLAMA3,
 }
+#: Family -> its own rule, with the constants of its published configurations except for the length.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3": {"rope_type": "default", "rope_theta": 1e6},
+    "gpt-oss": {**YARN, "rope_theta": 1.5e5, "factor": 32.0, "truncate": False},
+    "DeepSeek-V3": {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
 
 
 # --- the arithmetic of the servers, written from their descriptions --------------------------------
@@ -60,11 +66,15 @@ def frequencies(rope: dict[str, Any]) -> tuple[torch.Tensor, float, float]:
         def at(turns: float) -> float:
             return DIM * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-        low, high = max(math.floor(at(32)), 0), min(math.ceil(at(1)), DIM - 1)
+        low, high = at(32), at(1)
+        if rope.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, DIM - 1)
         ramp = ((torch.arange(DIM // 2, dtype=F32) - low) / (high - low)).clamp(0, 1)
         mask = 1 - ramp
         inv = 1.0 / (rope["factor"] * powers) * (1 - mask) + inv * mask
-        return inv, 0.1 * math.log(rope["factor"]) + 1.0, 1.0
+        # Both mscales are 1 in DeepSeek's configurations, so their quotient is 1.
+        return inv, 1.0 if "mscale" in rope else 0.1 * math.log(rope["factor"]) + 1.0, 1.0
     if kind == "llama3":
         length, low, high = 64, rope["low_freq_factor"], rope["high_freq_factor"]
         wave = 2 * math.pi / inv
@@ -96,40 +106,66 @@ SERVERS: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
 }
 
 
+def model_of(family: str, rope: dict[str, Any]) -> Any:
+    if family == "gpt-oss":
+        experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+        return AutoModelForCausalLM.from_config(
+            GptOssConfig(**TEXT, **experts, rope_parameters=rope)
+        )
+    size = {"qk_rope_head_dim": DIM} if family == "DeepSeek-V3" else {"head_dim": DIM}
+    return small_model(family, rope_parameters=rope, **size)
+
+
 def rotated(model: Any, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Rotate q and k as the attention of a model does: by its tables and the function that it calls."""
     tables_ = model.model.rotary_emb(xs[0], IDS)
-    function = modeling_llama.apply_rotary_pos_emb
-    names = model.model.layers[0].self_attn.forward.__func__.__code__.co_names
-    alias = next((name for name in names if name.startswith("_tightrope_")), None)
-    if alias is not None:
-        function = vars(modeling_llama)[alias]
+    forward = model.model.layers[0].self_attn.forward.__func__
+    names = [name for name in forward.__code__.co_names if name.startswith("_tightrope_")]
+    known = [forward.__globals__[name] for name in names]
+    if len(known) > 1:  # DeepSeek's attention has a function for each pairing
+        known = [each for each in known if each.__name__.endswith("_interleave")]
+    (function,) = known or [modeling_llama.apply_rotary_pos_emb]
     return list(function(*xs, *tables_))
 
 
+def assert_served(got: torch.Tensor, want: torch.Tensor, stack: str) -> None:
+    """Assert equal bits, except where a fused multiply-add rounds one product less than the oracle."""
+    if stack == "vllm-native":
+        assert_same_bits(got, want)
+        return
+    off = (got.double() - want.double()).abs()
+    assert float((off - torch.finfo(got.dtype).eps * want.double().abs()).max()) <= 2**-21
+    assert got.dtype == F32 or int((off > 0).sum()) <= 1
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
-@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [*(("Llama", rope) for rope in ROPES.values()), *FAMILIES.items()],
+    ids=[*ROPES, *FAMILIES],
+)
 @pytest.mark.parametrize("stack", SERVERS)
-def test_the_bits_of_a_server(stack: str, name: str, dtype: torch.dtype) -> None:
+def test_the_bits_of_a_server(
+    stack: str, family: str, rope: dict[str, Any], dtype: torch.dtype
+) -> None:
     turn, wide = SERVERS[stack]
-    model = small_model("Llama", rope_parameters=ROPES[name], head_dim=DIM).to(dtype)
+    model = model_of(family, rope).to(dtype)
     report = patch(model, stack=stack)
     assert not report.left, str(report)
     generator = torch.Generator().manual_seed(0)
     xs = [torch.randn(1, h, 7, DIM, generator=generator).to(dtype).requires_grad_() for h in (4, 2)]
     weights = [torch.randn(x.shape, generator=generator).to(dtype) for x in xs]
-    cos, sin = tables(ROPES[name], F32 if wide else dtype)
+    cos, sin = tables(rope, F32 if wide else dtype)
+    # transformers returns the channels of DeepSeek's adjacent pairs as two halves.
+    adjacent = family == "DeepSeek-V3"
+    order = torch.arange(DIM).view(-1, 2).T.flatten() if adjacent else torch.arange(DIM)
     got = rotated(model, xs)
     grads = torch.autograd.grad(got, xs, weights)
     for x, weight, y, grad in zip(xs, weights, got, grads, strict=True):
         assert y.dtype == dtype
-        want, back = turn(x.detach(), cos, sin), turn(weight, cos, -sin)
-        if stack == "vllm-native" or dtype != F32:
-            assert_same_bits(y.detach(), want)
-            assert_same_bits(grad, back)
-        else:  # a fused multiply-add rounds one product of two less often than the oracle
-            assert float((y.detach() - want).abs().max()) <= 2**-21
-            assert float((grad - back).abs().max()) <= 2**-21
+        want, back = turn(x.detach()[..., order], cos, sin), turn(weight, cos, -sin)
+        assert_served(y.detach(), want, stack)
+        assert_served(grad[..., order], back, stack)
 
 
 @pytest.mark.parametrize("stack", SERVERS)
