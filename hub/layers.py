@@ -9,8 +9,8 @@ from .functional import apply_rotary_pos_emb
 class RotaryPosEmb(nn.Module):
     """Rotate queries and keys, for functions with the layer name ``rotary_pos_emb`` in transformers.
 
-    The result has the bits of the function of Llama, which pairs halves and rounds each step to the dtype
-    of q. Do not map it to functions that pair neighbours.
+    The result has the bits of the functions of Llama, of gpt-oss, whose tables have half the width, and of
+    OLMo 2, whose tables are float32. Do not map it to functions that pair neighbours or rotate a part.
     """
 
     has_backward: bool = True
@@ -24,5 +24,14 @@ class RotaryPosEmb(nn.Module):
         sin: torch.Tensor,
         unsqueeze_dim: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rotated q and k."""
-        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim, rounding="each")
+        """Return the rotated q and k, in the dtype of q."""
+        return apply_rotary_pos_emb(
+            q,
+            k,
+            cos,
+            sin,
+            unsqueeze_dim,
+            tables="half" if 2 * cos.shape[-1] == q.shape[-1] else "cat",
+            # Products with tables in another dtype are not rounded; autograd rounds their gradients.
+            rounding="each" if cos.dtype == q.dtype else ("wide", "each"),
+        )

@@ -18,7 +18,7 @@ import torch
 import tightrope
 from tests.support.helpers import ROOT
 from tests.support.tolerances import assert_same_bits
-from tightrope.functional import apply_rotary_pos_emb, rotate_qk
+from tightrope.functional import rotate_qk
 
 COMMIT = "0123456789ab"
 
@@ -174,8 +174,16 @@ def test_a_kernel_beside_the_package(kernel: Any) -> None:
     assert spaces == {f"{kernel.__name__}.rotate.default", "tightrope.rotate.default"}
 
 
-def test_kernelize_takes_the_layer(kernel: Any, out: Path) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "olmo2"])
+def test_kernelize_takes_the_layer(
+    kernel: Any, out: Path, family: str, dtype: torch.dtype, compiled: bool
+) -> None:
+    """Results and gradients have the bits of each function of transformers, with the tables that it takes."""
     kernels = pytest.importorskip("kernels")
+    pytest.importorskip("transformers")
+    theirs = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 
     @kernels.use_kernel_forward_from_hub("rotary_pos_emb")
     class Rotary(torch.nn.Module):
@@ -186,11 +194,22 @@ def test_kernelize_takes_the_layer(kernel: Any, out: Path) -> None:
     layer = kernels.LocalLayerRepository(repo_path=out, layer_name="RotaryPosEmb")
     with kernels.use_kernel_mapping({"rotary_pos_emb": {"cpu": {mode: layer}}}):
         module = kernels.kernelize(Rotary(), mode=mode, device="cpu", use_fallback=False)
-    q, k, cos, sin = torch.randn(4, 1, 2, 5, 16, dtype=torch.bfloat16)
-    cos, sin = (torch.cat([x[:, 0, :, :8]] * 2, -1) for x in (cos, sin))
-    wanted = apply_rotary_pos_emb(q, k, cos, sin, rounding="each")
-    for one, other in zip(module(q, k, cos, sin), wanted):
-        assert torch.equal(one, other)
+    if compiled:
+        torch._dynamo.reset()
+        module = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.manual_seed(0)
+    xs = [torch.randn(2, heads, 33, 64).to(dtype).requires_grad_() for heads in (4, 2)]
+    angle = 9 * torch.rand(2, 33, 32)
+    angle = angle if family == "gpt_oss" else torch.cat((angle, angle), -1)
+    kept = torch.float32 if family == "olmo2" else dtype
+    tables = angle.cos().to(kept), angle.sin().to(kept)
+    weights = [torch.randn_like(x) for x in xs]
+    runs = []
+    for function in (module, theirs.apply_rotary_pos_emb):
+        ys = function(*xs, *tables)
+        runs.append([*ys, *torch.autograd.grad(ys, xs, weights)])
+    for one, other in zip(*runs, strict=True):
+        assert_same_bits(one.detach(), other.detach())
 
 
 def test_the_folder_for_older_versions(kernel: Any, out: Path) -> None:

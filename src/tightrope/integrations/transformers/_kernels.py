@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from .._recognise import recognise
 from .._replace import replacement
 
 LAYER = "rotary_pos_emb"
-DEVICES = ("cpu", "cuda")
+#: All that kernels knows. Where this library has no kernel, its operator runs plain torch.
+DEVICES = ("cpu", "cuda", "mps", "neuron", "npu", "rocm", "tpu", "xpu")
 
 # Class that kernels makes for a function -> the replacement of the function, or the function
 # itself if it is not recognised.
@@ -96,19 +98,39 @@ def mapping() -> dict[str, Any]:
     return {LAYER: {device: dict.fromkeys(modes, repository) for device in DEVICES}}
 
 
+def _check_versions() -> None:
+    """Raise an error if transformers treats the installed version of kernels as absent."""
+    try:
+        from transformers import __version__
+        from transformers.utils import import_utils
+    except ImportError:
+        return
+    if import_utils.is_kernels_available():
+        return
+    ends = [getattr(import_utils, f"KERNELS_{end}_VERSION", "?") for end in ("MIN", "MAX")]
+    raise ImportError(
+        sentence(
+            "register",
+            f"needs a version of kernels that transformers {__version__} takes, from {ends[0]} to below {ends[1]}, "
+            f"but {version('kernels')} is installed; transformers 5.20 to 5.22 takes kernels 0.17.2",
+        )
+    )
+
+
 def register() -> None:
     """Register this library as the kernel for rotations in transformers, in every mode.
 
     Afterwards ``model.set_use_kernels(True)`` and ``from_pretrained(..., use_kernels=True)`` use this library's
-    rotation, for inference and training, on CPU and CUDA, except in calls in which a replacement of
+    rotation, for inference and training, on every device, except in calls in which a replacement of
     :func:`patch` runs the original. Nothing is downloaded. ``kernels`` replaces
     functions for the whole process, so all models of a family change together; :func:`patch` changes
     one model only.
 
     Raises:
-        ImportError: the ``kernels`` package is not installed.
+        ImportError: the ``kernels`` package is not installed, or its version is none that transformers takes.
     """
     known = mapping()
+    _check_versions()
     # This import makes transformers register its own mapping; ours must come later.
     try:
         from transformers.integrations import hub_kernels

@@ -12,9 +12,10 @@ import subprocess
 import sys
 
 import pytest
+from transformers.utils import import_utils
 
 from tests.support.helpers import ROOT
-from tightrope.integrations.transformers import register
+from tightrope.integrations.transformers import mapping, register
 
 SOURCE = ROOT / "src"
 
@@ -168,3 +169,21 @@ def test_without_the_package_an_error_names_it(monkeypatch: pytest.MonkeyPatch) 
         ImportError, match=r"\[register\] needs the kernels package: pip install kernels\."
     ):
         register()
+
+
+@needs_kernels
+def test_versions_that_do_not_go_together_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would take them as absent, and `use_kernels` would raise later."""
+    monkeypatch.setattr(import_utils, "is_kernels_available", lambda: False)
+    monkeypatch.setattr(import_utils, "KERNELS_MIN_VERSION", "7.0", raising=False)
+    monkeypatch.setattr(import_utils, "KERNELS_MAX_VERSION", "7.1", raising=False)
+    needs = r"\[register\] needs a version of kernels that transformers \S+ takes, from 7.0 to below 7.1, but \S+ is"
+    with pytest.raises(ImportError, match=needs):
+        register()
+
+
+@needs_kernels
+def test_every_device_and_mode() -> None:
+    (entries,) = mapping().values()
+    assert list(entries) == "cpu cuda mps neuron npu rocm tpu xpu".split()
+    assert {len(modes) for modes in entries.values()} == {4}
