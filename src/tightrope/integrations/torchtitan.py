@@ -57,15 +57,19 @@ class _Rotated:
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate query and key, (batch, seq, heads, dim), like the replaced module."""
+        """Rotate query and key like the replaced module.
+
+        They are (batch, seq, heads, dim) in torchtitan 0.3 and (tokens, heads, dim) on its main branch.
+        """
         # torchtitan's positions are the part of this process even where query is a DTensor.
         positions = _maybe_wrap_positions(positions, query)
         if self.spec is not None:
-            return rotate_qk(query, key, self.spec, positions, layout="bshd")
+            layout = "thd" if query.dim() == 3 else "bshd"
+            return rotate_qk(query, key, self.spec, positions, layout=layout)
         # A cache that is a DTensor is replicated.
         cache = self.cache.to_local() if hasattr(self.cache, "to_local") else self.cache
         if positions is None:
-            cache = cache[: query.shape[1]]
+            cache = cache[: query.shape[-3]]
         else:
             _maybe_check_max_pos(positions, max_valid_pos=len(cache) - 1)
         if self._interleaved:
@@ -77,7 +81,7 @@ class _Rotated:
             key,
             cos,
             sin,
-            unsqueeze_dim=2,
+            unsqueeze_dim=query.dim() - 2,
             interleaved=self._interleaved,
             tables="half",
             position_ids=positions,

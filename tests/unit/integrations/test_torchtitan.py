@@ -189,6 +189,19 @@ def test_the_bits_of_the_original(ours: Any, kind: str, dtype: torch.dtype, rows
 
 
 @KINDS
+@pytest.mark.parametrize("exact", [False, True])
+def test_tokens_without_a_batch(ours: Any, kind: str, exact: bool) -> None:
+    """torchtitan after 0.3 packs its sequences: (tokens, heads, dim), and positions (tokens,)."""
+    config, factory = pair(ours, kind)
+    module = factory(config, exact=exact).build()
+    qk = [x[0].detach() for x in inputs(torch.bfloat16)]
+    for positions in (None, torch.randint(64, (33,))):
+        rows = None if positions is None else positions[None]
+        wanted = module(*(x[None] for x in qk), rows)
+        assert_each(assert_same_bits, module(*qk, positions), [x[0] for x in wanted])
+
+
+@KINDS
 def test_a_replacement_keeps_config_and_class(ours: Any, kind: str) -> None:
     config, factory = pair(ours, kind, theta=500.0)
     replaced = factory(config, exact=True)
