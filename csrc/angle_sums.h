@@ -122,14 +122,15 @@ inline void spread(const Problem& p, const AngleSums& sums, int64_t run, int64_t
       const int64_t from = word_at(p, axis, row, head, first);
       const int64_t* turn = p.turns == nullptr ? nullptr : p.turns + from;
       const double found = by_position(p.words + from, turn, total, n) * (sign * kRadians);
-      sums.by_position[(axis * p.rows + row) * p.tokens + token] += found;
+      const int64_t at = ((axis * p.rows + row) * p.tokens + token) * p.position_heads;
+      sums.by_position[at + (p.position_heads == 1 ? 0 : head)] += found;
     }
     if (sums.by_frequency != nullptr) {
-      const Split at = position_at(p, axis, row, token);
+      const Split at = position_at(p, axis, row, token, head);
       const double position =
           sign * (at.lost ? __builtin_nan("") : double(at.whole) + double(at.fraction) / kHalfRange);
-      double* __restrict to =
-          sums.by_frequency + ((run * p.axes + axis) * p.word_heads + head) * p.pairs + first;
+      const int64_t own = p.word_heads == 1 ? 0 : head;
+      double* __restrict to = sums.by_frequency + ((run * p.axes + axis) * p.word_heads + own) * p.pairs + first;
       for (int64_t k = 0; k < n; ++k) to[k] += position * total[k];
     }
   }

@@ -40,8 +40,9 @@ inline Split split(T position) {
   return {whole, int64_t(rest * T(kHalfRange)), false};
 }
 
-inline Split position_at(const Problem& p, int64_t axis, int64_t row, int64_t token) {
-  const int64_t at = axis * p.position_axis + row * p.position_row + token * p.position_token;
+inline Split position_at(const Problem& p, int64_t axis, int64_t row, int64_t token, int64_t head = 0) {
+  const int64_t at =
+      axis * p.position_axis + row * p.position_row + token * p.position_token + head * p.position_head;
   Split s = {0, 0, false};
   switch (p.position_dtype) {
     case PositionDtype::kNone:
@@ -86,7 +87,7 @@ inline bool phases(const Problem& p, int64_t row, int64_t head, int64_t token, i
   if (p.axes == 0)
     for (int64_t k = 0; k < n; ++k) phase[k] = 0;
   for (int64_t axis = 0; axis < p.axes; ++axis) {
-    const Split s = position_at(p, axis, row, token);
+    const Split s = position_at(p, axis, row, token, head);
     found = found && !s.lost;
     const int64_t at = word_at(p, axis, row, head, first);
     const int64_t* __restrict word = p.words + at;

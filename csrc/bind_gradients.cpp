@@ -41,7 +41,9 @@ std::tuple<Tensor, Tensor> angle_gradients(Tensor y, std::optional<Tensor> z, Te
   const int64_t run = run_of_tokens(sequence);
   const int64_t runs = runs_of(sequence, run);
 
-  Tensor of_positions = zeros(words, {by_positions ? p.axes : 0, p.rows, p.tokens});
+  std::vector<int64_t> places = {by_positions ? p.axes : 0, p.rows, p.tokens};
+  if (positions.has_value() && positions->dim() == 4) places.push_back(p.position_heads);
+  Tensor of_positions = zeros(words, places);
   Tensor of_runs = zeros(words, {by_frequencies ? sequences * runs : 0, p.axes, p.word_heads, p.pairs});
   Tensor of_frequencies =
       zeros(words, {by_frequencies ? p.axes : 0, p.word_rows, p.word_heads, p.pairs});
@@ -86,6 +88,7 @@ std::vector<Tensor> gate_gradients(Tensor y, std::optional<Tensor> z, Tensor gra
   all.axes = 1;
   // Only slopes need positions; with other gates, positions may have several axes.
   if (slopes) read_positions(positions, offset, what.add_index, all);
+  STD_TORCH_CHECK(!all.angles_per_head, "tightrope: positions of slopes must have no heads");
 
   std::vector<Tensor> found;
   for (int32_t i = 0; i < ys.count; ++i) {

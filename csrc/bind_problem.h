@@ -240,11 +240,14 @@ inline void read_positions(const std::optional<Tensor>& positions, int64_t offse
   p.offset = offset;
   p.add_index = add_index;
   p.position_dtype = PositionDtype::kNone;
+  p.position_heads = 1;
   if (!positions.has_value()) return;
   const View at(*positions);
-  const int token = int(at.dims) - 1, row = token - 1, axis = token - 2;  // missing ones are negative
-  STD_TORCH_CHECK(1 <= at.dims && at.dims <= 3 && positions->is_cpu() && at.size_at(axis) == p.axes,
-                  "tightrope: positions must be [axes, rows|1, tokens|1], or without leading dimensions of size 1");
+  const int head = at.dims == 4 ? 3 : -1;
+  const int token = int(at.dims) - (at.dims == 4 ? 2 : 1), row = token - 1, axis = token - 2;  // missing ones are negative
+  STD_TORCH_CHECK(1 <= at.dims && at.dims <= (add_index ? 3 : 4) && positions->is_cpu() && at.size_at(axis) == p.axes,
+                  "tightrope: positions must be [axes, rows|1, tokens|1], or without leading dimensions of size 1, "
+                  "or [axes, rows|1, tokens, heads|1]");
   STD_TORCH_CHECK(at.size_at(row) == 1 || at.size_at(row) == p.rows,
                   "tightrope: positions must have 1 row or those of q");
   STD_TORCH_CHECK(at.size[token] == (add_index ? 1 : p.tokens),
@@ -254,9 +257,16 @@ inline void read_positions(const std::optional<Tensor>& positions, int64_t offse
   STD_TORCH_CHECK(p.cosine.data == nullptr || p.position_dtype == PositionDtype::kInt64 ||
                       p.position_dtype == PositionDtype::kInt32,
                   "tightrope: positions in a table must be integers");
+  STD_TORCH_CHECK(p.cosine.data == nullptr || at.dims < 4, "tightrope: positions in a table must have no heads");
   p.position_axis = at.stride_at(axis);
   p.position_row = at.size_at(row) == 1 ? 0 : at.stride_at(row);
   p.position_token = add_index ? 0 : at.stride_at(token);
+  p.position_heads = at.size_at(head);
+  if (p.position_heads == 1) return;
+  for (int32_t i = 0; i < p.operands; ++i)
+    STD_TORCH_CHECK(p.position_heads == p.operand[i].heads, "tightrope: positions must have 1 head or those of q and k");
+  p.position_head = at.stride_at(head);
+  p.angles_per_head = true;
 }
 
 // The tensors to rotate: q, or q and k.

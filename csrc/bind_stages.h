@@ -114,8 +114,8 @@ inline void read_slope(const Tensor& x, int64_t heads, const Problem& p, bool in
   const View s(x);
   STD_TORCH_CHECK(s.dims == 2 && x.is_cpu() && (s.size[0] == 1 || s.size[0] == heads) &&
                       (s.size[1] == 1 || s.size[1] == p.head_dim) &&
-                      (p.position_dtype == PositionDtype::kNone || p.axes == 1),
-                  "tightrope: slopes must be [heads|1, channels|1], with positions of 1 axis");
+                      (p.position_dtype == PositionDtype::kNone || p.axes == 1) && p.position_heads == 1,
+                  "tightrope: slopes must be [heads|1, channels|1], with positions of 1 axis that all heads share");
   if (is_unread(p, heads)) return;
   part.per_head = s.size[0] != 1;
   part.slope_head = part.per_head ? p.head_dim : 0;

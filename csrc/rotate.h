@@ -85,12 +85,13 @@ struct Problem {
   int64_t table_step;   // entries from one pair to the next
   int64_t table_other;  // entries from the first to the second channel of a pair; 0 if they share one
 
-  bool angles_per_head;  // whether phase words or tables differ between heads
+  bool angles_per_head;  // whether phase words, tables, phases or positions differ between heads
 
-  // Position of (axis, row, token): offset + positions[axis, row, token] + (add_index ? token : 0).
+  // Position of (axis, row, token, head): offset + positions[axis, row, token, head] + (add_index ? token : 0).
   const void* positions;
   PositionDtype position_dtype;
-  int64_t position_axis, position_row, position_token;
+  int64_t position_axis, position_row, position_token, position_head;
+  int64_t position_heads;  // 1, or the number of heads
   int64_t offset;
   bool add_index;
 
@@ -111,7 +112,8 @@ inline int64_t place_of(const Problem& p, const Operand& o, int64_t row, int64_t
 // Processes work items [begin, end).
 using Loop = void (*)(const Problem&, int64_t begin, int64_t end);
 
-// Outputs of the gradients of angles, or null: sums over heads and pairs, [axes, rows, tokens], and
+// Outputs of the gradients of angles, or null: sums over pairs and the heads that share a position,
+// [axes, rows, tokens, position_heads], and
 // sums over the tokens of each run, [runs of all sequences, axes, word_heads, pairs]. The caller sets
 // both to zero. A sequence is the tokens that share phase words: those of one row, or of all rows.
 // Gradients of the phases of each token have their shape and the type of the arithmetic; then a sequence is

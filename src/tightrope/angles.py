@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ._tracing import exact_factor
+from .channels import by_head
 from .frequencies import CONTEXT, TWO_PI, Frequencies
 
 _TURN = 2.0**-64  # one phase unit, in turns
@@ -124,7 +125,8 @@ def phase_at(
     Args:
         words: int64 ``[axes, rows|1, heads|1, pairs]``.
         turns: the whole turns of :class:`Words`, int64 in the shape of ``words``; None for zeros.
-        positions: None for zeros, or int32, int64, float32 or float64 ``[axes, rows|1, tokens|1]``.
+        positions: None for zeros, or int32, int64, float32 or float64 ``[axes, rows|1, tokens|1]``, or
+            ``[axes, rows|1, tokens, heads|1]``.
         offset: added to every position.
         add_index: whether to add the token index to the position.
         tokens: number of tokens.
@@ -137,9 +139,9 @@ def phase_at(
     if add_index:
         whole = whole + torch.arange(tokens, device=words.device)
     word = words[:, :, :, None]
-    phase = whole[:, :, None, :, None] * word
+    phase = by_head(whole) * word
     if fraction is not None:
-        fine = fraction[:, :, None, :, None]
+        fine = by_head(fraction)
         phase = phase + 2 * _high_product(fine, word)
         if turns is not None:
             phase = phase + 2 * (fine * turns[:, :, :, None])
@@ -296,7 +298,7 @@ def position_angle(
     if fraction is not None:
         constant = constant + fraction.to(positions.dtype) * 2.0**-63
     drift = (positions - constant).nan_to_num(0.0, 0.0, 0.0).to(dtype)
-    return (drift[:, :, None, :, None] * inv_freq(words, turns, dtype)[:, :, :, None]).sum(0)
+    return (by_head(drift) * inv_freq(words, turns, dtype)[:, :, :, None]).sum(0)
 
 
 def frequency_angle(
@@ -307,11 +309,11 @@ def frequency_angle(
     Args:
         inv_freq_: the frequencies that the phase words were computed from: floating, in the shape of
             the phase words.
-        positions: floating ``[axes, rows|1, tokens|1]``, see :func:`real`; NaN gives NaN.
+        positions: floating ``[axes, rows|1, tokens|1]`` or with heads, see :func:`real`; NaN gives NaN.
     """
     # Phase words hold more digits, so subtracting their value would not give zero.
     drift = (inv_freq_ - inv_freq_.detach()).to(positions.dtype)
-    return (positions[:, :, None, :, None] * drift[:, :, :, None]).sum(0).to(dtype)
+    return (by_head(positions) * drift[:, :, :, None]).sum(0).to(dtype)
 
 
 def real(
@@ -322,7 +324,7 @@ def real(
     device: torch.device,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return positions in floating point, ``[axes, rows|1, tokens|1]``; NaN where :func:`is_lost`."""
+    """Return positions in floating point, in their shape or ``[1, 1, tokens|1]``; NaN where :func:`is_lost`."""
     number = torch.zeros(1, 1, 1, dtype=dtype, device=device)
     if positions is not None:
         number = positions.to(dtype)

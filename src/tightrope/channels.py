@@ -92,3 +92,15 @@ def join_pairs(first: torch.Tensor, second: torch.Tensor, interleaved: bool) -> 
     if interleaved:
         return torch.stack((first, second), -1).reshape(*first.shape[:-1], 2 * first.shape[-1])
     return torch.cat((first, second), -1)
+
+
+def by_head(ids: torch.Tensor, before: int = 2) -> torch.Tensor:
+    """View ids as ``[…, heads|1, tokens|1, 1]``, to broadcast with angles or channels.
+
+    Args:
+        ids: ``[…, tokens|1]`` or ``[…, tokens|1, heads]``.
+        before: number of dimensions before that of the tokens.
+    """
+    if ids.dim() == before + 1:
+        return ids.unsqueeze(before).unsqueeze(-1)
+    return ids.transpose(before, before + 1).unsqueeze(-1)

@@ -31,7 +31,7 @@ from ._errors import (
 )
 from ._parts import Take
 from ._tracing import broadcasts, is_readable, is_tracing, may_keep, outside_modes
-from .channels import Channels as Channels
+from .channels import Channels as Channels, by_head
 
 __all__ = ["Exp", "Gate", "Given", "Scalar", "Slope", "XPos"]
 
@@ -55,7 +55,8 @@ class Gate:
 
         Args:
             channels: the rotated slice and pairing of the head that is gated.
-            positions: ``[rows|1, tokens]``, integers or floats; required if ``by_position``.
+            positions: ``[rows|1, tokens]`` or ``[rows|1, tokens, heads]``, integers or floats; required if
+                ``by_position``.
             dtype: dtype of the gated tensor. The logarithm is float64 for float64, else float32.
 
         Returns:
@@ -219,7 +220,7 @@ class Slope(Gate):
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
         """See :meth:`Gate.log_factor`."""
-        where = _required(positions).to(_compute_dtype(dtype))[:, None, :, None]
+        where = by_head(_required(positions).to(_compute_dtype(dtype)), 1)
         return onto(self.rates(channels, dtype), where.device)[None, :, None] * where
 
     @public("Slope")
@@ -339,7 +340,7 @@ class XPos(Gate):
         """
         inside = _compute_dtype(dtype)
         where = _required(positions)
-        away = self._away(where, inside)[:, None, :, None] / self.scale_base
+        away = by_head(self._away(where, inside), 1) / self.scale_base
         rate = _rates(self.smoothing, channels, inside, where.device)
         log = (-rate if self.opposite else rate) * away
         # abs() checks the inverse too: if one of the two underflows, their product is also wrong.

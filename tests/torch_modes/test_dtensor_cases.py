@@ -155,6 +155,10 @@ CASES = {
     "offsets per row": two(
         lambda q, k, ids: by_ids(q, k, positions.per_row(ids)), ids=(IDS[:, 0], {"row": 0})
     ),
+    "positions of heads": one(
+        lambda x, ids: rotate(x, SPEC, positions.per_head(ids)),
+        ids=(IDS[:, None] + 10 * torch.arange(6)[:, None], {"row": 0, "head": 1, "token": 2}),
+    ),
     "several axes": two(
         lambda q, k, ids: rotate_qk(q, k, TWO_AXES, positions.multi_axis(ids)),
         ids=(torch.stack((IDS, IDS + 5)), {"row": 1, "token": 2}),

@@ -196,7 +196,9 @@ def _shift(
         return None, offset
     # If both add the token index, it cancels: the first token of each row suffices.
     new, old = (_explicit(each, 1 if both_add_index else tokens) for each in (after, before))
-    return (new - old).expand(-1, -1, tokens), 0
+    new, old = _alike(new, old)
+    moved = new - old
+    return moved.expand(-1, -1, tokens, *moved.shape[3:]), 0
 
 
 def _side_by_side(
@@ -221,8 +223,16 @@ def _explicit(rotation: PreparedRotation, tokens: int) -> torch.Tensor:
 
 
 def _difference(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Concatenate the new positions and the negated old ones, ``[axes of both, rows|1, tokens]``."""
+    """Concatenate the new positions and the negated old ones along their axes."""
     if new.is_floating_point() or old.is_floating_point():
         new, old = new.to(torch.float64), old.to(torch.float64)
-    rows = max(new.shape[1], old.shape[1])
-    return torch.cat((new.expand(-1, rows, -1), -old.expand(-1, rows, -1)))
+    new, old = _alike(new, old)
+    shape = torch.broadcast_shapes(new.shape[1:], old.shape[1:])
+    return torch.cat((new.expand(-1, *shape), -old.expand(-1, *shape)))
+
+
+def _alike(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both with a dimension of heads if one of them has it."""
+    if new.dim() == old.dim():
+        return new, old
+    return tuple(each if each.dim() == 4 else each[..., None] for each in (new, old))  # type: ignore[return-value]

@@ -222,7 +222,7 @@ def cos_sin(
             f"{rule} got {describe(positions)}; pass ids or "
             "tightrope.positions.explicit(positions, tokens)"
         )
-    ids, heads = where.ids, spec.words_for()[0].shape[2]
+    ids, heads = where.ids, where.heads or spec.words_for()[0].shape[2]
     x = torch.zeros(
         (ids.shape[1], heads, ids.shape[2], spec.head_dim),
         dtype=dtype,

@@ -115,7 +115,8 @@ class Call(NamedTuple):
         q, k: the tensors to rotate; k may be None.
         primary, secondary: the source of the angles: phase words and turns; cosine and sine tables; or
             phases and phase words.
-        positions: int32, int64, float32 or float64 ``[axes, rows|1, tokens|1]``, or None for zeros.
+        positions: int32, int64, float32 or float64 ``[axes, rows|1, tokens|1]`` or
+            ``[axes, rows|1, tokens, heads|1]``, or None for zeros.
         offset: added to every position.
         options: layout, channels, direction and the kinds of f and P.
         amplitude: the factor on the rotated channels.

@@ -128,8 +128,10 @@ def check_rotation(
         if not broadcasts(ids.shape[1], rows):
             raise bad_value(
                 f"{positions} must have {one_or(rows, 'row')} but got {ids.shape[1]}{no_rows}",
-                **{name: x, positions: ids},
+                **{name: x, positions: ids if where.heads is None else _as_passed(ids)},
             )
+        if where.heads is not None:
+            check_heads(positions, where.heads, names, xs, layout)
     if own.words.shape[2] != 1:
         check_heads(spec, own.words.shape[2], names, xs, layout)
     if not broadcasts(own.rows, rows):
@@ -318,7 +320,9 @@ def check_heads(
 
 
 def _as_passed(ids: torch.Tensor) -> torch.Tensor:
-    """Return ids without the dimensions of size 1 that precede those of the caller's tensor."""
+    """Return ids without the dimensions of size 1 that precede those of the caller's tensor, heads first."""
+    if ids.dim() == 4:
+        return ids[0].transpose(1, 2)
     while ids.dim() > 1 and ids.shape[0] == 1:
         ids = ids[0]
     return ids

@@ -14,7 +14,7 @@ import torch
 
 from .. import activations, angles
 from .._tracing import broadcasts, exact_factor, lowerings, needs_plain
-from ..channels import join_pairs, split_pairs
+from ..channels import by_head, join_pairs, split_pairs
 from . import gradients
 from .call import Call
 from .schema import (
@@ -107,6 +107,8 @@ def cos_sin(call: Call, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
         raise RuntimeError("tightrope::rotate: a table of cosines must come with a table of sines")
     else:
         source, positions = SOURCES[options.source], call.positions
+        if positions is not None and positions.dim() == 4:
+            raise RuntimeError("tightrope::rotate: positions in a table must have no heads")
         c, s = (
             angles.look_up(table, source, positions, call.offset, options.add_index, tokens).to(
                 dtype
@@ -220,7 +222,7 @@ def _cos_sin(call: Call, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor,
         invalid = angles.without_frequency(turns)
         cos, sin = torch.where(invalid, torch.nan, cos), torch.where(invalid, torch.nan, sin)
     if lost is not None:
-        invalid = lost.any(0)[:, None, :, None]
+        invalid = by_head(lost.any(0), 1)
         cos, sin = torch.where(invalid, torch.nan, cos), torch.where(invalid, torch.nan, sin)
     if needs_plain():
         return cos, sin  # runtimes compute no derivatives

@@ -35,18 +35,21 @@ def check_devices(operator: str, *arguments: object) -> None:
 
 def _angle_gradients(y: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
     check_devices("angle_gradients", y, *others)
-    words, _, _, _, packed, by_positions, by_frequencies = others[3:]
+    words, _, positions, _, packed, by_positions, by_frequencies = others[3:]
     options = options_of(packed)
     layout = BY_CODE[options.layout]
     # The first dimension of phases is not that of axes but of rows.
     axes, *shape = words.shape
     rows = 1 if layout.row is None else y.shape[layout.row]
     wide = gradients.sum_dtype(words.device)
+    phases = options.source == PHASES
+    heads = () if positions is None or phases else positions.shape[3:]
+    of_positions = (axes if by_positions else 0, rows, y.shape[layout.token], *heads)
     return (
-        words.new_empty((axes if by_positions else 0, rows, y.shape[layout.token]), dtype=wide),
+        words.new_empty(of_positions, dtype=wide),
         words.new_empty(
             (axes if by_frequencies else 0, *shape),
-            dtype=gradients.value_dtype(y) if options.source == PHASES else wide,
+            dtype=gradients.value_dtype(y) if phases else wide,
         ),
     )
 

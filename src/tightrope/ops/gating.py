@@ -44,7 +44,7 @@ def lower(
         if any(gate.by_position for gate in own) and where is None:
             where = _token_positions(rotation, x.shape[2], x.device)
         first = own[0] if len(own) == 1 else None
-        if isinstance(first, Slope) and not _positions_require_grad(rotation):
+        if isinstance(first, Slope) and not _needs_log(rotation):
             gates_.check_own(name, x, first)
             rates = first.rates(channels, x.dtype).to(x.device)
             gates_.check_fit(name, x, first, (1, rates.shape[0], 1))
@@ -94,7 +94,7 @@ def _lower_one_quickly(
     channels = rotation.channels
     if not gate.by_position:
         return LOG, gate.log_on(x, channels)
-    if _positions_require_grad(rotation):
+    if _needs_log(rotation):
         return None
     if isinstance(gate, Slope):
         return SLOPE, gate.rates(channels, x.dtype)
@@ -110,12 +110,13 @@ def _lower_one_quickly(
     return LOG, rotation.kept.find((gate, x.dtype, tokens), rotation.ids, x.device, make)
 
 
-def _positions_require_grad(rotation: PreparedRotation) -> bool:
-    return rotation.ids is not None and rotation.ids.requires_grad
+def _needs_log(rotation: PreparedRotation) -> bool:
+    """Return whether kernels cannot multiply slopes by the positions: they need a gradient or have heads."""
+    return rotation.ids is not None and (rotation.ids.requires_grad or rotation.ids.dim() == 4)
 
 
 def _token_positions(rotation: PreparedRotation, tokens: int, device: torch.device) -> torch.Tensor:
-    """Return the position of each token, ``[rows|1, tokens]``."""
+    """Return the position of each token, ``[rows|1, tokens]`` or ``[rows|1, tokens, heads]``."""
     written = explicit(rotation.where, tokens, device=device).ids
     if written is None or written.shape[0] != 1:
         axes = 0 if written is None else written.shape[0]

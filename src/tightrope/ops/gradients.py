@@ -24,7 +24,7 @@ import torch
 
 from .. import angles
 from ..activations import NONE, apply
-from ..channels import join_pairs, split_pairs
+from ..channels import by_head, join_pairs, split_pairs
 from ..phases._definition import value_dtype as value_dtype
 from .call import Call
 from .layouts import BY_CODE
@@ -69,7 +69,7 @@ def by_angles(
     by_positions: bool,
     by_frequencies: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of positions, ``[axes, rows, tokens]``, and of frequencies, in the shape of the phase words.
+    """Gradients of positions, ``[axes, rows, tokens]`` or with heads, and of frequencies, like the phase words.
 
     Args:
         call: the call to differentiate, with phase words or phases. The result is differentiable with
@@ -88,9 +88,9 @@ def by_angles(
     axes, rows, heads, pairs = words.shape
     wide = sum_dtype(words.device)
     some = layout.to_bhsd(outputs[0])
-    of_positions = words.new_zeros(
-        (axes if by_positions else 0, some.shape[0], some.shape[2]), dtype=wide
-    )
+    own_heads = () if call.positions is None else call.positions.shape[3:]
+    shape = (axes if by_positions else 0, some.shape[0], some.shape[2], *own_heads)
+    of_positions = words.new_zeros(shape, dtype=wide)
     of_frequencies = words.new_zeros(
         (axes if by_frequencies else 0, rows, heads, pairs), dtype=wide
     )
@@ -98,16 +98,19 @@ def by_angles(
     omega = omega[:, :, :, None]
     where = places(call, some.shape[2], words.device)
     # Without ids all axes have the same positions.
-    where = where[:, :, None, :, None].expand(axes, -1, -1, -1, -1)
+    where = by_head(where).expand(axes, -1, -1, -1, -1)
     # One axis at a time limits peak memory to the size of x.
     for output, grad in zip(outputs, grads):
         by_angle = _by_angle(output, grad, pairs, options)
         if by_positions:
-            found = [_sum(by_angle * omega[axis], [1, 3]) for axis in range(axes)]
-            of_positions = of_positions + torch.stack(found)
+            dims = [1, 3] if own_heads in ((), (1,)) else [3]
+            found = [_sum(by_angle * omega[axis], dims) for axis in range(axes)]
+            if len(dims) == 1:
+                found = [one.transpose(1, 2) for one in found]
+            of_positions = of_positions + torch.stack(found).reshape(shape)
         if by_frequencies:
-            shape = (rows, heads, 1, pairs)
-            found = [sum_to(by_angle * where[axis], shape) for axis in range(axes)]
+            shared = (rows, heads, 1, pairs)
+            found = [sum_to(by_angle * where[axis], shared) for axis in range(axes)]
             of_frequencies = of_frequencies + torch.stack(found).reshape(of_frequencies.shape)
     return of_positions, of_frequencies
 
@@ -144,7 +147,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 def places(call: Call, tokens: int, device: torch.device) -> torch.Tensor:
-    """Return the positions of a call, ``[axes, rows|1, tokens|1]``, in the widest floating dtype."""
+    """Return the positions of a call, ``[axes, rows|1, tokens|1]`` or with heads, in the widest floating dtype."""
     offset, add_index = call.offset, call.options.add_index
     return angles.real(call.positions, offset, add_index, tokens, device, sum_dtype(device))
 
@@ -228,7 +231,7 @@ def gate_gradients(  # noqa: PLR0913, PLR0917  (its parameters are those of the 
         shape = gate.shape
         if call.options.gate == SLOPE:
             where = places(call, each.shape[2], gate.device)
-            each = each * where[0][:, None, :, None]
+            each = each * by_head(where[0], 1)
             shape = torch.Size((1, shape[0], 1, shape[1]))
         total = sum_to(each, shape).reshape(gate.shape)
         # The fake kernel promises contiguous results, whatever the strides of the outputs.
@@ -256,7 +259,7 @@ def gate_factor(call: Call, which: int, tokens: int, dtype: torch.dtype) -> torc
             "tightrope::rotate: positions must have 1 axis for a gate of slopes but got "
             f"{where.shape[0]}"
         )
-    return (sign * gate[:, None].to(wide) * where[0][:, None, :, None]).exp().to(dtype)
+    return (sign * gate[:, None].to(wide) * by_head(where[0], 1)).exp().to(dtype)
 
 
 def _stages(

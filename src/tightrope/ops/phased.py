@@ -10,6 +10,7 @@ import torch
 from .. import angles
 from .._errors import bad_type, bad_value, describe
 from .._tracing import broadcasts, have_tangents, is_transformed
+from ..channels import by_head
 from ..phases import Phases, _definition
 from . import gradients
 from .call import Call
@@ -79,7 +80,7 @@ def _sum(call: Call, phases: Phases) -> tuple[torch.Tensor, torch.Tensor | None]
     invalid = angles.is_no_phase(given)
     lost = None if positions is None else angles.is_lost(positions)
     if lost is not None:
-        invalid = invalid | lost.any(0)[:, None, :, None]
+        invalid = invalid | by_head(lost.any(0), 1)
     if turns is not None:
         invalid = invalid | angles.without_frequency(turns)
     wide = call.q.dtype == torch.float64

@@ -235,7 +235,8 @@ def _with_kept(
     rows, pairs, wide = 1 if ids is None else ids.shape[1], words.shape[-1], q.element_size() == 8
     shared = rows * tokens * q.shape[-1]
     many = q.numel() + (0 if k is None else k.numel()) > _FEW_HEADS * shared
-    if many or words.shape[2] != 1 or rows * tokens * pairs * (16 if wide else 8) > _MOST_KEPT:
+    apart = words.shape[2] != 1 or (ids is not None and ids.dim() == 4)
+    if many or apart or rows * tokens * pairs * (16 if wide else 8) > _MOST_KEPT:
         return packed
 
     def make() -> tuple[torch.Tensor, torch.Tensor]:

@@ -126,7 +126,8 @@ def options_of(packed: int) -> Options:
 #             [rows|1, heads|1, length, width], indexed by position along length; or phases, int32 or
 #             int64 [rows|1, heads|1, tokens, pairs] (see tightrope.phases), and phase words whose
 #             angles are added to them, or None
-# positions   int32, int64, float32 or float64 [axes, rows|1, tokens|1]; None for zeros. The kernels for CPUs
+# positions   int32, int64, float32 or float64 [axes, rows|1, tokens|1], or [axes, rows|1, tokens, heads|1], but not
+#             with add_index, slopes or tables; None for zeros. The kernels for CPUs
 #             also take fewer dimensions: the leading ones are then of size 1
 # offset      added to every position
 # options     see Options
@@ -185,7 +186,7 @@ SLOTTED = {
 ENTRIES = f"rotate_slots_(Tensor(a!) cache, Tensor slots, {_ARGUMENTS}{_EXTRAS}) -> ()"
 
 # Gradients of the angles, in float64 (float32 on devices without float64): for positions,
-# [axes, rows, tokens], summed over heads and pairs; for frequencies, in the shape of the phase words,
+# [axes, rows, tokens] or [axes, rows, tokens, heads|1], summed over pairs and the heads that share them; for frequencies, in the shape of the phase words,
 # summed over tokens and over the rows and heads that share them; for phases, in their shape, float32
 # (float64 if y is), summed over the rows and heads that share them. A gradient that is not requested has
 # size 0 in its first dimension. There are no gradients for positions with phases.

@@ -4,6 +4,7 @@ The canonical form is ``(ids, offset, add_index)``. The position of token ``t`` 
 
     offset + (ids[axis, r, 0 if add_index else t], or 0 without ids) + (t if add_index else 0)
 
+where each head ``h`` may have ids of its own, ``ids[axis, r, t, h]``,
 so kernels treat ``0..n-1``, an offset, one offset per row and explicit ids alike, and the first three
 allocate nothing per token.
 
@@ -22,7 +23,12 @@ from ._canonical import (
     check_axes as check_axes,
     widened as widened,
 )
-from ._line import left_padded as left_padded, packed as packed, per_row as per_row
+from ._line import (
+    left_padded as left_padded,
+    packed as packed,
+    per_head as per_head,
+    per_row as per_row,
+)
 from ._rewrite import concatenate as concatenate, explicit as explicit, shard as shard
 from ._space import (
     Segment as Segment,
@@ -44,6 +50,7 @@ __all__ = [
     "mrope_next",
     "multi_axis",
     "packed",
+    "per_head",
     "per_row",
     "shard",
     "text",

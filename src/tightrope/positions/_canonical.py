@@ -28,7 +28,8 @@ class Positions:
 
     Attributes:
         ids: int32, int64, float32 or float64 ``[axes, rows|1, tokens]``, or ``[axes, rows|1, 1]``
-            with ``add_index``; None means zeros on one axis.
+            with ``add_index``; None means zeros on one axis. Positions of each head have a last
+            dimension for them, ``[axes, rows|1, tokens, heads]``.
         offset: added to every position.
         add_index: whether to add the token index to every position.
         packed: whether rows are known to hold several sequences, each with its own length.
@@ -55,9 +56,15 @@ class Positions:
         # FSDP2 casts floating tensors in dataclasses that are inputs of a module.
         hint = "; a wrapper of the model, such as one for mixed precision, may have cast them"
         check_dtype(self.ids, "ids", sharded=True, hint=hint)
-        if self.ids.dim() != 3 or (self.add_index and self.ids.shape[2] != 1):
+        if self.add_index:
+            fits = self.ids.dim() == 3 and self.ids.shape[2] == 1
+        else:
+            fits = self.ids.dim() in (3, 4)
+        if not fits:
             shape = (
-                "(axes, rows, 1) with add_index=True" if self.add_index else "(axes, rows, tokens)"
+                "(axes, rows, 1) with add_index=True"
+                if self.add_index
+                else "(axes, rows, tokens) or (axes, rows, tokens, heads)"
             )
             raise bad_value(f"ids must have shape {shape}", ids=self.ids)
 
@@ -65,6 +72,11 @@ class Positions:
     def axes(self) -> int:
         """Number of coordinates of each token."""
         return 1 if self.ids is None else self.ids.shape[0]
+
+    @property
+    def heads(self) -> int | None:
+        """Number of heads that have positions of their own; None if all heads share them."""
+        return None if self.ids is None or self.ids.dim() == 3 else self.ids.shape[3]
 
 
 #: The type of ``positions=``: an int is an offset, a tensor holds ids, None is 0..n-1.

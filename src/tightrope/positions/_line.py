@@ -1,4 +1,4 @@
-"""Positions with one coordinate: offsets per row, packed sequences, padding."""
+"""Positions with one coordinate: offsets per row, positions per head, packed sequences, padding."""
 
 from __future__ import annotations
 
@@ -33,6 +33,31 @@ def per_row(offsets: torch.Tensor) -> Positions:
         hint = "; one offset for all rows has shape (1,)" if offsets.dim() == 0 else ""
         raise bad_value(f"offsets must have shape (rows,){hint}", offsets=offsets)
     return Positions(offsets[None, :, None], add_index=True)
+
+
+@public("per_head")
+def per_head(ids: torch.Tensor) -> Positions:
+    """Return positions of tokens that differ between heads, as in a cache from which each head dropped others.
+
+    The entry ``t`` of head ``h`` is at ``ids[…, h, t]``. All tensors of a call must have these heads: rotate
+    queries and keys one by one where they have not.
+
+    Args:
+        ids: int32, int64, float32 or float64, shape ``(heads, tokens)`` for all rows, or
+            ``(rows, heads, tokens)``, in this order for every layout.
+
+    Raises:
+        ValueError: ids with another number of dimensions.
+        TypeError: ids of another dtype.
+
+    >>> per_head(torch.tensor([[0, 1, 5], [0, 3, 5]])).ids.shape
+    torch.Size([1, 1, 3, 2])
+    """
+    check_dtype(ids, "ids", sharded=True)
+    if ids.dim() not in (2, 3):
+        raise bad_value("ids must have shape (heads, tokens) or (rows, heads, tokens)", ids=ids)
+    rows = ids[None] if ids.dim() == 2 else ids
+    return Positions(rows.transpose(1, 2)[None], add_index=False)
 
 
 @public("packed")

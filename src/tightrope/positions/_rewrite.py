@@ -52,7 +52,7 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
 
     Args:
         parts: positions with an id per token (:func:`explicit` makes them), all with the same number
-            of axes. Along tokens, all parts with more than one row have the same number of rows. Along
+            of axes, and all or none with heads. Along tokens, all parts with more than one row have the same number of rows. Along
             rows, all have the same number of tokens.
         along: "tokens" or "rows".
 
@@ -75,14 +75,15 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
             )
         tensors.append(where.ids if _is_zero(where.offset) else widened(where.ids) + where.offset)
     first = tensors[0]
-    fixed = (0, 1) if along == "tokens" else (0, 2)
+    fixed = (0, 1, 3) if along == "tokens" else (0, 2, 3)
     rows = max(ids.shape[1] for ids in tensors)
     if along == "tokens":
-        tensors = [ids.expand(-1, rows, -1) if ids.shape[1] == 1 else ids for ids in tensors]
+        tensors = [_with_rows(ids, rows) if ids.shape[1] == 1 else ids for ids in tensors]
         first = tensors[0]
     for ids in tensors:
-        if any(ids.shape[dim] != first.shape[dim] for dim in fixed):
+        if any(ids.shape[dim : dim + 1] != first.shape[dim : dim + 1] for dim in fixed):
             sizes = "axes and rows" if along == "tokens" else "axes and tokens"
+            sizes += " and heads" if ids.dim() + first.dim() > 6 else ""
             raise bad_value(f"parts must have the same numbers of {sizes}", one=first, other=ids)
     if any(ids.dtype != first.dtype for ids in tensors):
         floating = any(ids.is_floating_point() for ids in tensors)
@@ -176,6 +177,10 @@ def shard(
         for begin in (first, last)
     )
     return _taken(where, torch.cat(tuple(halves)), part)
+
+
+def _with_rows(ids: torch.Tensor, rows: int) -> torch.Tensor:
+    return ids.expand(-1, rows, *ids.shape[2:])
 
 
 def _taken(where: Positions, index: torch.Tensor, part: tuple[int, int, int] | None) -> Positions:

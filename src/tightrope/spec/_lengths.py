@@ -146,7 +146,7 @@ def ends(ids: torch.Tensor, more: int) -> Lengths:
 
 def _ends(ids: torch.Tensor, more: int) -> list[int]:
     """Do :func:`ends` for ids that can be read; results of integer ids may be negative."""
-    last = ids.detach().amax((0, 2)).tolist()
+    last = ids.detach().amax(_within(ids)).tolist()
     if not ids.is_floating_point():
         return [end + more for end in last]
     if not all(end < LONGEST for end in last):
@@ -167,7 +167,12 @@ def _last(ids: torch.Tensor) -> torch.Tensor:
     if ids.is_floating_point():
         ids = ids.nan_to_num(-math.inf)
     # Convert before the caller adds to it: int32 would wrap, and float32 would round.
-    return ids.amax((0, 2)).to(torch.float64)
+    return ids.amax(_within(ids)).to(torch.float64)
+
+
+def _within(ids: torch.Tensor) -> list[int]:
+    """Return all dimensions but that of rows."""
+    return [0, *range(2, ids.dim())]
 
 
 def _found(ids: torch.Tensor) -> torch.Tensor:
@@ -183,8 +188,8 @@ def _starts_again(ids: torch.Tensor) -> list[bool]:
     higher. Within an image, one coordinate decreases only when another increases.
     """
     ids = _found(ids)
-    before, after = ids[..., :-1], ids[..., 1:]
+    before, after = ids[:, :, :-1], ids[:, :, 1:]
     behind = (after <= before).all(0) & (after < before).any(0)
     # Some code puts leading padding at position 1, and the row itself at 0, 1, 2, …
     padding = (ids == 1).all(0).cumprod(1)[:, :-1].bool()
-    return (behind & ~padding).any(1).tolist()
+    return (behind & ~padding).flatten(1).any(1).tolist()

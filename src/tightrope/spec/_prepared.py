@@ -213,7 +213,9 @@ class PreparedRotation:
             stated = None if longest is None else Stated((longest,), None)
         if ids is not None:
             whole = where.part is None and not where.add_index
-            ids = take("positions", ids, (None, "row", "token" if whole else None))
+            ids = take(
+                "positions", ids, (None, "row", "token" if whole else None, "head")[: ids.dim()]
+            )
         shifted = where.add_index and where.part is None
         axes = (None, "row", "head", None)
         words, turns, amplitude_hex, own_rows = self.angles
@@ -305,6 +307,11 @@ def prepared(
     where = _on(given, words.axis_count, device)
     if stack is not None and where.ids is not None and where.ids.requires_grad:
         raise bad_value("positions must not require a gradient with a stack", positions=where.ids)
+    if stack is not None and where.heads is not None:
+        raise bad_value(
+            "positions must be those of all heads with a stack, whose tables have no heads",
+            positions=where.ids,
+        )
     lengths: Lengths | None
     if stack is None:
         lengths = words.read(seq_len, device)

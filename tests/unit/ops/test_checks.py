@@ -128,7 +128,7 @@ POSITIONS = {
     f"[Positions] {FAR} {2**64}.": lambda: positions.Positions(offset=2**64),
     f"[Positions] {FAR} {-(2**63) - 1}.": lambda: positions.Positions(offset=-(2**63) - 1),
     f"[Positions] {FAR} {2**63 + 2}.": lambda: positions.shard(2**63 - 2, 1, 2, tokens=8),
-    "[Positions] ids must have shape (axes, rows, tokens) (ids: int64[2, 5]).": (
+    "[Positions] ids must have shape (axes, rows, tokens) or (axes, rows, tokens, heads) (ids: int64[2, 5]).": (
         lambda: positions.Positions(ids(2, 5), add_index=False)
     ),
     "[Positions] ids must have shape (axes, rows, 1) with add_index=True (ids: int64[1, 2, 5]).": (

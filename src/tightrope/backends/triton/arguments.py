@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...ops.layouts import BY_CODE
-from ...ops.schema import FORWARD, INVERSE, PHASES, ROUNDINGS, SOURCES, WORDS, Options, scale
+from ...ops.schema import FORWARD, INVERSE, PHASES, ROUNDINGS, SLOPE, SOURCES, WORDS, Options, scale
 from . import blocks as shapes
 from .groups import Amplitude, AngleKind, AngleSteps, Head, PositionSteps, Steps
 from .views import ACCESS, View, broadcast_strides, is_aligned, vector_of, view_of
@@ -31,7 +31,8 @@ class Source:
         positions: strides of the positions.
         steps: sizes and strides of the phase words or tables.
         kind: compile-time constants for the phase words or tables, and for the positions.
-        pairs, rows, heads: sizes of the phase words, tables or phases.
+        pairs, rows: sizes of the phase words, tables or phases.
+        heads: number of heads that have angles of their own, or 1; with phases, that of the phases.
         axes: number of position axes.
     """
 
@@ -146,13 +147,25 @@ def source_of(
         "angles must have 1 head or those of q and k",
     )
     require(options.start + 2 * pairs <= views[0].channels, "rotated channels lie outside the head")
-    places = PositionSteps(None, None, None, int(options.add_index))
+    places = PositionSteps(None, None, None, None, int(options.add_index))
+    place_heads = 1
     kind_of = 0
     if positions is not None:
         tokens = 1 if options.add_index else views[0].tokens
         require(
-            positions.dim() == 3 and positions.device == device and positions.shape[0] == axes,
-            "positions must be [axes, rows|1, tokens|1]",
+            (positions.dim() == 3 or (positions.dim() == 4 and not options.add_index))
+            and positions.device == device
+            and positions.shape[0] == axes,
+            "positions must be [axes, rows|1, tokens|1] or [axes, rows|1, tokens, heads|1]",
+        )
+        place_heads = (*positions.shape, 1)[3]
+        require(
+            all(place_heads in (1, view.heads) for view in views),
+            "positions must have 1 head or those of q and k",
+        )
+        require(
+            positions.dim() == 3 or (options.gate != SLOPE and options.source in (WORDS, PHASES)),
+            "positions of slopes, or in a table, must have no heads",
         )
         require(positions.shape[1] in (1, views[0].rows), "positions must have 1 row or those of q")
         require(
@@ -164,8 +177,8 @@ def source_of(
             options.source in (WORDS, PHASES) or kind_of == 1,
             "positions in a table must be integers",
         )
-        axis, row, token = broadcast_strides(positions)
-        places = PositionSteps(axis, row, token, places.add_index)
+        axis, row, token, head = (*broadcast_strides(positions), 0)[:4]
+        places = PositionSteps(axis, row, token, head, places.add_index)
     angles = AngleKind(
         TABLES=options.source not in (WORDS, PHASES),
         TABLE_VECTOR=vector,
@@ -173,12 +186,14 @@ def source_of(
         POSITIONS=kind_of,
         TURNS=options.source == WORDS and secondary is not None,
         ROWS=rows != 1,
-        HEADS=max(heads, own_heads) != 1,
+        HEADS=max(heads, own_heads, place_heads) != 1,
         FULL=full,
         PHASES=options.source == PHASES,
     )
     if options.source == PHASES:
         rows, heads = own_rows, own_heads
+    else:
+        heads = max(heads, place_heads)
     return Source(places, steps, angles, pairs, rows, heads, axes)
 
 

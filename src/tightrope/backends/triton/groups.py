@@ -29,13 +29,14 @@ class PositionSteps(NamedTuple):
     """Strides of the positions.
 
     Attributes:
-        axis, row, token: strides of the position tensor; None without one.
+        axis, row, token, head: strides of the position tensor; None without one.
         add_index: 1 to add the token index to the positions, otherwise 0.
     """
 
     axis: Any
     row: Any
     token: Any
+    head: Any
     add_index: Any
 
 

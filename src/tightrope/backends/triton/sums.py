@@ -132,7 +132,15 @@ def angle_sums(  # noqa: PLR0913, PLR0917  (its parameters are those of the sche
     _run(kernels.add_angles, grid, tensors, values, large, blocks, y.device)
     if phases:
         return _of_phases(by_frequency, source, rows, tokens, y)
-    return _added(by_position, by_frequency, source, rows, tokens, y.device)
+    own_heads = () if positions is None else positions.shape[3:]
+    if by_position is None:
+        of_positions = words.new_empty((0, rows, tokens, *own_heads), dtype=torch.float64)
+    elif own_heads and own_heads[0] != 1:
+        of_positions = by_position.movedim(1, -1).to(torch.float64).contiguous()
+    else:
+        of_positions = by_position.sum(1, dtype=torch.float64)
+        of_positions = of_positions.reshape(*of_positions.shape, *own_heads)
+    return of_positions, _added(by_frequency, words.shape, y.device)
 
 
 def _of_phases(
@@ -149,27 +157,17 @@ def _of_phases(
 
 
 def _added(
-    by_position: torch.Tensor | None,
-    by_frequency: torch.Tensor | None,
-    source: Source,
-    rows: int,
-    tokens: int,
-    device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add up the sums of the tiles in float64."""
-    if by_position is None:
-        of_positions = torch.empty((0, rows, tokens), dtype=torch.float64, device=device)
-    else:
-        of_positions = by_position.sum(1, dtype=torch.float64)
+    by_frequency: torch.Tensor | None, shape: torch.Size, device: torch.device
+) -> torch.Tensor:
+    """Add up the sums of the tiles for frequencies in float64, in the shape of the phase words."""
     if by_frequency is None:
-        shape = (0, source.rows, source.heads, source.pairs)
-        of_frequencies = torch.empty(shape, dtype=torch.float64, device=device)
-    else:
-        of_frequencies = by_frequency.sum(1, dtype=torch.float64)
-        if source.rows == 1:
-            of_frequencies = of_frequencies.sum(0, keepdim=True)
-        of_frequencies = of_frequencies.movedim(1, 0).contiguous()
-    return of_positions, of_frequencies
+        return torch.empty((0, *shape[1:]), dtype=torch.float64, device=device)
+    found = by_frequency.sum(1, dtype=torch.float64)  # rows, axes, heads, pairs
+    if shape[1] == 1:
+        found = found.sum(0, keepdim=True)
+    if shape[2] == 1:
+        found = found.sum(2, keepdim=True)
+    return found.movedim(1, 0).contiguous()
 
 
 def gate_sums(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)

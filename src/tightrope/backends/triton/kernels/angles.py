@@ -26,15 +26,15 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def position_of(positions, axis, row, token, POSITIONS: tl.constexpr):
-    """Positions of the tokens: an integer part, a fraction in [-1/2, 1/2] in units of 2^-63, and whether
+def position_of(positions, axis, row, token, head, POSITIONS: tl.constexpr):
+    """Positions of the tokens in a head: an integer part, a fraction in [-1/2, 1/2] in units of 2^-63, and whether
     the position is invalid (NaN, infinite or too large for an integer)."""
     steps = positions.steps
     whole = token * steps.add_index + positions.offset
     fraction = token * 0
     lost = token < 0
     if POSITIONS != 0:
-        at = axis * steps.axis + row * steps.row + token * steps.token
+        at = axis * steps.axis + row * steps.row + token * steps.token + head * steps.head
         value = tl.load(positions.ids + at)
         if POSITIONS == 2:
             lost = (tl.abs(value) < LARGEST) == 0
@@ -123,11 +123,10 @@ def from_words(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
     there = pair < HEAD.PAIRS
     gone = (tile.token < 0)[:, None]
     words = angles.primary
-    word_head = head
+    # The heads may share phase words but neither phases nor positions.
+    word_head = tl.minimum(head, steps.heads - 1)
     if ANGLES.PHASES:
         words = angles.secondary
-        # Phase words may be shared by the heads where phases are not.
-        word_head = tl.minimum(head, steps.heads - 1)
         of = steps.phase
         start = (tile.row * of.row + tile.token * of.token)[:, None] + head * of.head
         given = tl.load(angles.primary + start + pair * of.channel, mask=there, other=0)
@@ -139,7 +138,7 @@ def from_words(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
             gone = gone | (phase == NO_TURNS)
     for axis in tl.static_range(AXES):
         whole, fraction, lost = position_of(
-            angles.positions, axis, tile.row, tile.token, ANGLES.POSITIONS
+            angles.positions, axis, tile.row, tile.token, head, ANGLES.POSITIONS
         )
         at = axis * steps.rows * steps.heads * HEAD.PAIRS + word_head * HEAD.PAIRS + pair
         if ANGLES.ROWS:
@@ -170,7 +169,7 @@ def from_words(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
 def from_tables(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
     """Cosines and sines of both channels of the pairs from tables; NaN where a position lies outside the tables."""
     steps = angles.steps
-    at, _, _ = position_of(angles.positions, 0, tile.row, tile.token, ANGLES.POSITIONS)
+    at, _, _ = position_of(angles.positions, 0, tile.row, tile.token, 0, ANGLES.POSITIONS)
     found = (at >= 0) & (at < steps.length)
     at = tl.where(found, at, 0)
     pair = tl.arange(0, HEAD.BLOCK_P)[None, :]

@@ -15,7 +15,7 @@ SLOPE = tl.constexpr(2)
 @triton.jit
 def place_of(positions, tile, POSITIONS: tl.constexpr, WIDE: tl.constexpr):
     """Positions of one axis as a sum of two floats, [tokens, 1] each; NaN where they are invalid."""
-    whole, fraction, lost = position_of(positions, 0, tile.row, tile.token, POSITIONS)
+    whole, fraction, lost = position_of(positions, 0, tile.row, tile.token, 0, POSITIONS)
     if WIDE:
         high = whole.to(tl.float64)
         low = fraction.to(tl.float64) * (1.0 / HALF_RANGE)

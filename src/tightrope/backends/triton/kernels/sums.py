@@ -108,8 +108,8 @@ def add_angles(
 
     Args:
         primary, secondary: phase words and turns.
-        by_position: [axes, heads of phase words, rows, tokens], or None.
-        by_frequency: [rows, tiles, axes, heads of phase words, pairs], or None; with phases, their
+        by_position: [axes, heads with own angles, rows, tokens], or None.
+        by_frequency: [rows, tiles, axes, heads with own angles, pairs], or None; with phases, their
             gradient, [rows, heads of phases, tokens, pairs].
         tiling, position_steps, angle_steps: Tiling, PositionSteps and AngleSteps.
         y_steps, grad_y_steps, z_steps, grad_z_steps: Steps.
@@ -125,6 +125,7 @@ def add_angles(
     inside = tile.inside
     word_rows = angle_steps.rows
     word_heads = angle_steps.heads
+    heads = tl.num_programs(1)
     first = 0
     y_last = y_heads
     z_last = z_heads
@@ -144,12 +145,12 @@ def add_angles(
     total = (high + low) * sign
     pair = tl.arange(0, BLOCK_P)[None, :]
     if ANGLES.PHASES:
-        to = (at_row * tl.num_programs(1) + own) * tiling.tokens + tile.token
+        to = (at_row * heads + own) * tiling.tokens + tile.token
         to = to[:, None] * PAIRS + pair
         tl.store(by_frequency + to, total, mask=inside[:, None] & (pair < PAIRS))
     # Padded pairs have sums of 0, but their phase words would lie out of bounds.
     for axis in tl.static_range(0 if ANGLES.PHASES else AXES):
-        at = (axis * word_rows * word_heads + own) * PAIRS + pair
+        at = (axis * word_rows * word_heads + tl.minimum(own, word_heads - 1)) * PAIRS + pair
         if ANGLES.ROWS:
             at = at + at_row * word_heads * PAIRS
         if by_position is not None:
@@ -161,7 +162,7 @@ def add_angles(
             if ANGLES.TURNS:
                 turn = tl.load(secondary + at, mask=pair < PAIRS, other=0)
                 omega = omega + turn.to(omega.dtype) * TURN
-            to = ((axis * word_heads + own) * tiling.rows + at_row) * tiling.tokens + tile.token
+            to = ((axis * heads + own) * tiling.rows + at_row) * tiling.tokens + tile.token
             tl.store(by_position + to[:, None], add_up(total * omega), mask=inside[:, None])
         if by_frequency is not None:
             whole, fraction, lost = position_of(
@@ -169,6 +170,7 @@ def add_angles(
                 axis,
                 tile.row,
                 tile.token,
+                own,
                 ANGLES.POSITIONS,
             )
             place = whole.to(total.dtype) + fraction.to(total.dtype) * (1.0 / HALF_RANGE)
@@ -176,7 +178,7 @@ def add_angles(
                 place = tl.where(lost & inside, float("nan"), place)
             parts = tl.where(inside[:, None], total * place[:, None], 0.0)
             sums = tl.reduce(parts, 0, tl.standard._sum_combine)[None, :]
-            to = ((number * ANGLES.AXES + axis) * word_heads + own) * PAIRS + pair
+            to = ((number * ANGLES.AXES + axis) * heads + own) * PAIRS + pair
             tl.store(by_frequency + to, sums, mask=pair < PAIRS)
 
 
