@@ -16,6 +16,7 @@ from ..ops.call import Slots
 from ..ops.checks import RoundingLike
 from ..ops.phased import PhasesLike
 from ..ops.run import run_entries, run_quick
+from ..ops.scaled import ScaleLike, run_scaled
 from ..ops.sharded import perform
 from ..ops.slots import slots_of
 from ..phases import Phases
@@ -51,6 +52,7 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
     out: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
     values: ValuesLike = None,
+    scale: ScaleLike = None,
     rounding: RoundingLike | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -95,6 +97,11 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
         values: a pair, values and their cache: the values are copied to the same slots, in the same call. They
             have the layout, rows, tokens and dtype of x, with heads and channels of their own; their cache has
             the blocks and entries of ``out``.
+        scale: for an ``out`` of float8_e4m3fn or float8_e5m2, with or without slots: a positive number or a tensor
+            of one element that the result is divided by, in float32, before it is limited to the range of the
+            format and rounded. Reading multiplies by it. With values, whose cache has the same format, one for
+            both or a pair, for keys and values. With ``rounding="once"`` the result is rounded only to float8;
+            otherwise first to the dtype of x.
         rounding: where 16-bit and float32 results round, to equal another implementation bit for
             bit; only "once" with an act or a gate. "once", the most exact: fused multiply-adds in
             float32, rounded when stored. "wide": products and their sum, each rounded to float32.
@@ -128,6 +135,7 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
         *(_X, verb, x, None, spec, positions, layout, inverse),
         *(stages, rounding, phases, inv_freq, seq_len, outs, backend),
         slots=slots_of(slots, values, out),
+        scale=scale,
     )[0]
 
 
@@ -204,6 +212,7 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
     out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     slots: torch.Tensor | None = None,
     values: ValuesLike = None,
+    scale: ScaleLike = None,
     rounding: RoundingLike | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
@@ -222,6 +231,7 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
             ``out``, also with slots.
         slots, values: the entries of a key cache, ``out[1]``, that the keys go to, and values for the same
             entries, see :func:`rotate`. q is rotated for every token, also where the slot is -1.
+        scale: see :func:`rotate`; ``out[1]`` is in float8, and ``out[0]`` in the dtype of q.
 
     Returns:
         Rotated q and k; None for k if k is None.
@@ -232,12 +242,15 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
     """
     verb, outs = ("new", ()) if out is None else ("out", _outs(out))
     stages, to = stages_of(act, gate), slots_of(slots, values, out)
+    if scale is not None and k is None:
+        raise bad_value("scale must come with k, which it divides; to write q alone, call rotate")
     if to is not None and k is None:
         raise bad_value("slots must come with k, which goes to them; to write q alone, call rotate")
     ys = rotate_with(
         *(_QK, verb, q, k, spec, positions, layout, inverse),
         *(stages, rounding, phases, inv_freq, seq_len, outs, backend),
         slots=to,
+        scale=scale,
     )
     return ys[0], cast(_K, None if k is None else ys[1])
 
@@ -310,6 +323,7 @@ def rotate_with(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
     backend: str | None = None,
     wider: bool = False,
     slots: Slots | None = None,
+    scale: ScaleLike = None,
 ) -> Sequence[torch.Tensor]:
     """Rotate by the fast path if it can be taken, else by building the call; see :class:`Request`.
 
@@ -319,34 +333,18 @@ def rotate_with(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
     >>> rotate_with(("x",), "new", x, None, RopeSpec(8), None, "sd", False)[0].shape
     torch.Size([3, 8])
     """
-    if inv_freq is None and seq_len is None and backend is None:
+    if inv_freq is None and seq_len is None and backend is None and scale is None:
         found = run_quick(
             *(names, verb, spec, positions, q, k, layout, inverse),
             *(stages, rounding, phases, outs, slots),
         )
         if found is not None:
             return found
-    return perform(
-        Request(
-            names,
-            q,
-            k,
-            spec,
-            positions,
-            layout,
-            inverse,
-            inv_freq,
-            seq_len,
-            stages,
-            verb,
-            outs,
-            backend,
-            wider,
-            rounding,
-            phases,
-            slots,
-        )
+    request = Request(
+        *(names, q, k, spec, positions, layout, inverse, inv_freq, seq_len),
+        *(stages, verb, outs, backend, wider, rounding, phases, slots),
     )
+    return perform(request) if scale is None else run_scaled(request, scale)
 
 
 @public("rotary_pos_embedding")
