@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tightrope import phases, positions
+from tightrope import phases
 from tightrope.functional import rotate_qk
 
 from . import factors, method
 from .case import Case
-from .contender import Contender, Made, between, cotangents, spec_of
+from .contender import Contender, Made, between, cotangents, positions_of, spec_of
 
 #: Largest error of an element, as a share of the largest channel of its head. Other libraries hold
 #: their tables in the dtype of x and round several times: eager bfloat16 is off by up to 2^-5 after a
@@ -48,6 +48,8 @@ def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # As in decoding: each row continues its own sequence.
         past = 1000 + 17 * torch.arange(case.rows, device=case.device)
         ids = (ids + past[:, None]).contiguous()
+    elif case.positions == "ids per head":
+        ids = (ids[:, None] + 17 * torch.arange(case.k_heads)[:, None]).contiguous()
     elif case.positions == "packed":
         ids = ids % (case.tokens // 3 + 1)
     elif case.positions == "M-RoPE":
@@ -103,7 +105,7 @@ def expected(
             the results.
         tokens: the tokens of the case that q and k hold.
     """
-    where = positions.multi_axis(ids) if ids.dim() == 3 else ids
+    where = ids if ids.dim() == 2 else positions_of(case, ids)
     f_and_p = factors.arguments(case, [one.double() for one in factors.tensors_of(case)])
     f_and_p["inverse"] = case.work == "backward"
     if case.phases is not None:

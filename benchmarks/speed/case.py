@@ -19,8 +19,8 @@ class Case:
         strided: whether q and k are transposed views of (batch, seq, heads, dim), as models pass
             them; if not, they are contiguous (batch, heads, seq, dim).
         interleaved, rotary_dim: as in :class:`tightrope.RopeSpec`; rotary_dim None means head_dim.
-        positions: "0..n-1", "ids per row", "packed" (sequences in one row) or "M-RoPE" (three
-            coordinates, by sections).
+        positions: "0..n-1", "ids per row", "ids per head" (q and k with the same heads), "packed" (sequences
+            in one row) or "M-RoPE" (three coordinates, by sections).
         act: prologue f, by its name in :data:`tightrope.activations.ACTS`; a norm has a weight for q
             and one for k.
         gate: epilogue P: "exp", a factor per head and channel, or "slope", which also depends on the

@@ -83,10 +83,12 @@ def positions_of(case: Case, ids: torch.Tensor) -> PositionsLike:
     """Return the positions of a case; None for 0..n-1.
 
     Args:
-        ids: ``(rows, tokens)``, or ``(axes, rows, tokens)`` for M-RoPE.
+        ids: ``(rows, tokens)``, ``(rows, heads, tokens)``, or ``(axes, rows, tokens)`` for M-RoPE.
     """
     if case.positions == "0..n-1":
         return None
+    if case.positions == "ids per head":
+        return positions.per_head(ids)
     return positions.multi_axis(ids) if ids.dim() == 3 else ids
 
 
@@ -101,7 +103,7 @@ def angles_of(case: Case, ids: torch.Tensor) -> torch.Tensor:
 
 def tables_of(case: Case, ids: torch.Tensor, dtype: torch.dtype) -> QK:
     """Return cos and sin as model files make them: in `dtype`, with an entry for each channel."""
-    angle = angles_of(case, ids.unsqueeze(-2))
+    angle = angles_of(case, ids if case.positions == "ids per head" else ids.unsqueeze(-2))
     if case.interleaved:
         angle = angle.repeat_interleave(2, -1)
     else:

@@ -106,14 +106,16 @@ def _rotation(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -
 
 def _no_frequencies(case: Case) -> str | None:
     per_head = case.phases == "given" and case.q_heads == case.k_heads
-    return None if per_head else "the case has no given phases per head"
+    per_head = per_head or case.positions == "ids per head"
+    return None if per_head else "the case has no given phases, or positions, per head"
 
 
 def _frequencies(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> Made:
-    """Rotate by a frequency for each head and pair, to show the cost of phases."""
+    """Rotate by a frequency for each head and pair, to show the cost of phases or positions per head."""
     pairs = (case.rotary_dim or case.head_dim) // 2
     rule = Given.of(torch.rand(case.q_heads, pairs))
-    rope = replace(spec_of(case), scaling=rule).at(positions_of(case, ids), device=q.device)
+    where = None if case.positions == "ids per head" else positions_of(case, ids)
+    rope = replace(spec_of(case), scaling=rule).at(where, device=q.device)
     if case.work == "in place":
         return Made(lambda: rotate_qk_(q, k, rope), None)
     return Made(functional(lambda q, k: rotate_qk(q, k, rope), case, q, k).call, None)
@@ -245,6 +247,8 @@ def _compiled(case: Case, q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -
 def _no_transformers(case: Case) -> str | None:
     if case.interleaved or case.rotary_dim is not None:
         return "its function rotates only whole heads, in the half pairing"
+    if case.positions == "ids per head":
+        return "its positions are those of all heads"
     return factors.alone(case) or missing("transformers")
 
 

@@ -29,8 +29,8 @@ def no_onnxruntime(case: Case) -> str | None:
         return "it is measured only on the CPU"
     if case.work in ("training", "backward"):
         return "it has no backward"
-    if case.positions == "M-RoPE":
-        return "its operator takes only positions of one axis"
+    if case.positions in ("M-RoPE", "ids per head"):
+        return "its operator takes only one position for each token"
     if case.dtype not in ("float32", "float16"):
         # The older operator in the domain com.microsoft does not take this dtype either.
         return f"its operator does not take {case.dtype} on the CPU"
@@ -118,6 +118,8 @@ def no_jax(case: Case) -> str | None:
         return "it is measured only on the CPU, in forward and in training cases"
     if case.phases is not None:
         return "it takes no phases"
+    if case.positions == "ids per head":
+        return "its positions are those of all heads"
     if case.threads not in (0, cores()):
         fixed = f"its number of threads is fixed when it starts: here {cores()}"
         return missing("jax") or fixed

@@ -54,6 +54,7 @@ _ROTATION = _in_both(
         Case("ids per row, 4 x 512, cold", rows=4, tokens=512, positions="ids per row"),
         Case("packed 2048, cold", positions="packed"),
         Case("M-RoPE 2048, cold", positions="M-RoPE"),
+        Case("ids per head 2048, k 32 heads, cold", k_heads=32, positions="ids per head"),
         Case("head_dim 64, cold", head_dim=64),
         Case("head_dim 80, cold", head_dim=80),
         Case("head_dim 256, cold", head_dim=256, q_heads=16, k_heads=4),

@@ -44,6 +44,9 @@ VARIANTS = {
     "interleaved": Case("interleaved", **SMALL, interleaved=True),
     "partial": Case("partial", **SMALL, rotary_dim=8),
     "ids": Case("ids", **SMALL, rows=3, positions="ids per row"),
+    "ids per head": Case(
+        "ids per head", **{**SMALL, "k_heads": 4}, rows=2, positions="ids per head"
+    ),
     "packed": Case("packed", **SMALL, positions="packed"),
     "M-RoPE": Case("M-RoPE", **SMALL, positions="M-RoPE"),
     "phases": Case("phases", **SMALL, phases="given", rows=2),
