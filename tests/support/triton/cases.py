@@ -1,7 +1,9 @@
 """Test cases of the Triton backend: options, which of their values are compatible, and calls made from them.
 
 With a GPU the kernels are compiled and run there; otherwise Triton's interpreter runs them on the CPU.
-Triton chooses between the two when the kernels are first imported, which happens here.
+Triton chooses between the two when the kernels are first imported, which happens here. With the environment
+variable TIGHTROPE_EMULATE, such as "sm_90", they are compiled for that GPU and executed on the CPU by
+tests/support/triton/ptx; with "sm_90:7" in a random order of warps, whose seed is 7.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
+EMULATED = "" if HAS_GPU else os.environ.get("TIGHTROPE_EMULATE", "")
+INTERPRETED = HAS_TRITON and not HAS_GPU and not EMULATED
+
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 
 if HAS_TRITON:
@@ -31,13 +36,18 @@ if HAS_TRITON:
     # interpreted.
     import triton.language  # noqa: F401
 
-    if not HAS_GPU:
+    if INTERPRETED:
         os.environ["TRITON_INTERPRET"] = "1"
     try:
         import tightrope.backends.triton.kernels  # noqa: F401
     finally:
-        if not HAS_GPU:
+        if INTERPRETED:
             del os.environ["TRITON_INTERPRET"]
+    if EMULATED:
+        from tests.support.triton.ptx.launch import attach
+
+        target, _, seed = EMULATED.removeprefix("sm_").partition(":")
+        emulator = attach((int(target) // 10, int(target) % 10), int(seed) if seed else None)
 
 
 @contextlib.contextmanager

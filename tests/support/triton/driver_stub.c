@@ -93,6 +93,12 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
   return on_launch(config, function, parameters, current);
 }
 
+CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr pointer) {
+  (void)attribute;
+  *(CUdeviceptr *)data = pointer;
+  return CUDA_SUCCESS;
+}
+
 CUresult cuGetErrorString(CUresult error, const char **text) {
   static char made[32];
   snprintf(made, sizeof made, "error %d", error);
@@ -110,6 +116,5 @@ ABSENT(cuDriverGetVersion);
 ABSENT(cuFuncSetAttribute);
 ABSENT(cuFuncSetCacheConfig);
 ABSENT(cuOccupancyMaxActiveClusters);
-ABSENT(cuPointerGetAttribute);
 ABSENT(cuStreamIsCapturing);
 ABSENT(cuTensorMapEncodeTiled);

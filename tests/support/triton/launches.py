@@ -10,11 +10,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import os
 import re
-import shutil
 import struct
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,6 +24,7 @@ import triton
 from torch.overrides import TorchFunctionMode
 
 from tests.support.triton.compiled import calls, heads, words
+from tests.support.triton.driver import Driver
 from tightrope.backends.triton import launch, operators, phases, rotation, slots, sums
 from tightrope.backends.triton.groups import Carries
 from tightrope.ops.schema import LOG, Options
@@ -40,29 +38,6 @@ SOME = (
 ELSEWHERE = ("bfloat16", "rms_norm backward", "frequencies", "gates", "running")
 FORMATS = {"*": "<Q", "i": "<q", "f": "<f"}  # of parameters: addresses, integers, fractions
 OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700
-
-
-class Config(ctypes.Structure):
-    """CUlaunchConfig of cuda.h."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("count", ctypes.c_uint),
-    )
-
-
-LOAD = ctypes.CFUNCTYPE(ctypes.c_int)
-LAUNCH = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.POINTER(Config),
-    ctypes.c_void_p,
-    ctypes.POINTER(ctypes.c_void_p),
-    ctypes.c_void_p,
-)
 
 
 class Gpu(TorchFunctionMode):
@@ -94,61 +69,33 @@ class Gpu(TorchFunctionMode):
         return result
 
 
-class Stub:
-    """The stub of the driver, and the current device and streams that torch reports.
+class Stub(Driver):
+    """The stub of the driver, which records launches.
 
     Attributes:
         launches: facts about each launch, in order.
         loads, compilations: numbers of modules that were loaded and of kernels that were compiled.
         lookups: how often Triton looked up the current device; its own runner does in every launch.
         failing: errors that the next calls of functions of the driver return, by function.
-        streams: the current stream of each device; for torch 0 is the default one.
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         self.launches: list[dict[str, Any]] = []
         self.loads = self.compilations = self.lookups = 0
         self.failing: dict[str, int] = {}
-        self.streams = {0: 0, 1: 0x7F12_3456_7890, 2: 2}
-        self._callbacks = LOAD(self._load), LAUNCH(self._launch)
-        self.library = _library(folder)
-        self.library.observe(*self._callbacks)
-        self.library.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
-        self.use(0)
-
-    def use(self, device: int) -> None:
-        """Make a device current, as torch does."""
-        self.library.cuCtxSetCurrent(device + 1)
-
-    def current(self) -> int:
-        """Return the current device."""
-        context = ctypes.c_void_p()
-        self.library.cuCtxGetCurrent(ctypes.byref(context))
-        return (context.value or 0) - 1
 
     def looked_up(self) -> int:
-        """Return the current device to Triton."""
         self.lookups += 1
-        return self.current()
+        return super().looked_up()
 
-    @contextlib.contextmanager
-    def using(self, device: int) -> Iterator[None]:
-        """Stand in for ``torch.accelerator.device_index``."""
-        before = self.current()
-        self.use(device)
-        try:
-            yield
-        finally:
-            self.use(before)
-
-    def _load(self) -> int:
+    def load(self) -> int:
         self.loads += 1
         return self.failing.pop("cuModuleLoadData", 0)
 
-    def _launch(self, config: Any, function: int, parameters: Any, context: int) -> int:
+    def launch(self, config: Any, function: int, parameters: Any, device: int) -> int:
         found = next(each for each in launch.compiled.values() if each.function == function)
         declared = declared_by(found.asm["ptx"])
-        given = config.contents
         values = [
             struct.unpack(FORMATS[kind], ctypes.string_at(parameters[i], size))[0]
             for i, (kind, size) in enumerate(declared)
@@ -158,12 +105,12 @@ class Stub:
         self.launches.append(
             {
                 "kernel": found.name,
-                "grid": list(given.grid),
-                "block": list(given.block),
-                "shared": [given.shared, found.metadata.shared],
-                "stream": given.stream or 0,
-                "device": context - 1,
-                "attributes": given.count,
+                "grid": list(config.grid),
+                "block": list(config.block),
+                "shared": [config.shared, found.metadata.shared],
+                "stream": config.stream or 0,
+                "device": device,
+                "attributes": config.count,
                 "types": [kind for kind, _ in declared],
                 "values": values,
                 "threads": None if threads is None else int(threads[1]),
@@ -172,19 +119,6 @@ class Stub:
             }
         )
         return self.failing.pop("cuLaunchKernelEx", 0)
-
-
-def _library(folder: Path) -> ctypes.CDLL:
-    """Compile the stub and load it; Triton's launcher then finds it by its name."""
-    include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
-    made = folder / "libcuda.so.1"
-    source = Path(__file__).with_name("driver_stub.c")
-    options = ("-shared", "-fPIC", "-w", f"-Wl,-soname,{made.name}", f"-I{include}")
-    compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"
-    subprocess.run([compiler, *options, str(source), "-o", str(made)], check=True)
-    (folder / "libcuda.so").symlink_to(made)  # for the linker, before Triton 3.6
-    ctypes.CDLL(str(made))
-    return ctypes.CDLL(made.name)  # the stub, unless another driver was loaded before
 
 
 def declared_by(ptx: str) -> list[tuple[str, int]]:
@@ -441,25 +375,10 @@ def hooked(stub: Stub, call: Callable[[], Any]) -> dict[str, int]:
     return result
 
 
-def pretend(stub: Stub, folder: str) -> None:
-    """Let torch tell Triton that there are GPUs, and let Triton choose its driver for them."""
-    torch.accelerator.current_device_index = stub.current
-    torch.accelerator.device_index = stub.using
-    torch.cuda.is_available = lambda: True
-    torch.cuda.current_device = stub.looked_up
-    torch.cuda.get_device_capability = lambda *_: (9, 0)
-    torch._C._cuda_getCurrentRawStream = stub.streams.__getitem__
-    os.environ["TRITON_LIBCUDA_PATH"] = folder
-    with triton.knobs.cache.scope():
-        # What is linked with the stub is kept apart from the user's cache.
-        triton.knobs.cache.dir = folder
-        triton.runtime.driver.active  # noqa: B018
-
-
 def main(some: bool) -> int:
     with tempfile.TemporaryDirectory() as folder:
         stub = Stub(Path(folder))
-        pretend(stub, folder)
+        stub.pretend((9, 0))
 
         def compile_(*arguments: Any, **named: Any) -> Any:
             stub.compilations += 1
