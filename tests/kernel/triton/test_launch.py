@@ -6,34 +6,16 @@ groups that the same calls pass to the interpreter, whose results other tests ch
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
 import struct
-import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.helpers import Output
+from tests.support.triton.cases import needs_stub, needs_triton
 
-COMPILERS = os.environ.get("CC"), "gcc", "clang"
-COMPILES = (
-    any(map(shutil.which, filter(None, COMPILERS)))
-    and Path(sysconfig.get_paths()["include"], "Python.h").exists()
-)
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None, reason="triton is not installed"
-    ),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the driver of the GPU is loaded"),
-    pytest.mark.skipif(
-        not COMPILES, reason="Triton's launcher needs a C compiler and Python's headers"
-    ),
-]
+pytestmark = [needs_triton, *needs_stub]
 
 Facts = dict[str, Any]
 WAYS = ("first", "again", "observed")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tolerances import assert_near
 from tests.support.triton.cases import DEVICE, needs_triton, noise, words
 from tests.support.triton.running import operators
 from tightrope.activations import ACTS, RMS_NORM
@@ -82,8 +83,14 @@ def test_keys_and_values(dtype: torch.dtype, shape: Any, act: str, packed: bool)
     operators().rotate_slots_extras(
         *map(view, tensors) if packed else tensors, *index, None, None, *arguments
     )
-    assert torch.equal(out, want[0])
-    assert torch.equal(base, expected[0])
+    if act == "rms_norm" and dtype == torch.float32 and not whole:
+        # The accesses that a cache allows decide in which order squares are added up.
+        assert_near(out, want[0], "float32 ways")
+        assert_near(base, expected[0], "float32 ways")
+        assert torch.equal(base == 7, expected[0] == 7)
+    else:
+        assert torch.equal(out, want[0])
+        assert torch.equal(base, expected[0])
     assert torch.equal(of_values._base, expected[1])
 
 

@@ -11,8 +11,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import shutil
+import sysconfig
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +33,19 @@ EMULATED = "" if HAS_GPU else os.environ.get("TIGHTROPE_EMULATE", "")
 INTERPRETED = HAS_TRITON and not HAS_GPU and not EMULATED
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+
+COMPILERS = os.environ.get("CC"), "gcc", "clang"
+COMPILES = (
+    any(map(shutil.which, filter(None, COMPILERS)))
+    and Path(sysconfig.get_paths()["include"], "Python.h").exists()
+)
+# Marks of tests that need the stub of the driver.
+needs_stub = (
+    pytest.mark.skipif(HAS_GPU, reason="the driver of the GPU is loaded"),
+    pytest.mark.skipif(
+        not COMPILES, reason="Triton's launcher needs a C compiler and Python's headers"
+    ),
+)
 
 if HAS_TRITON:
     # Import Triton before TRITON_INTERPRET is set: its own functions must all be compiled, or all

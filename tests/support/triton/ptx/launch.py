@@ -81,6 +81,10 @@ class Emulator(Driver):
 
         return data_ptr
 
+    def forget(self) -> None:
+        """Read the PTX of all kernels again."""
+        self._programs.clear()
+
     def launch(self, config: Any, function: int, parameters: Any, device: int) -> int:  # noqa: ARG002
         # An error must not pass through the launcher, which is C.
         try:

@@ -1,0 +1,106 @@
+"""The compiled Triton kernels, executed on the CPU by the emulator of tests/support/triton/ptx; no GPU is needed.
+
+Triton's own launcher passes the parameters, as to a GPU. The threads of a warp run together, and warps in
+random order. Every access must be aligned and lie within the elements of the tensors that were passed,
+and programs must have no races; see the faults that are planted.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.support.helpers import Output
+from tests.support.triton.cases import needs_stub, needs_triton
+from tests.support.triton.ptx.definitions import is_tested
+from tightrope.backends import cpu
+
+pytestmark = [needs_triton, *needs_stub]
+
+Facts = dict[str, Any]
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100")
+CORE = "sm_90:1", "core"
+EVERY = [(f"{target}:{seed}", "calls") for seed, target in enumerate(TARGETS)]
+
+
+@pytest.fixture(
+    params=[CORE, *[pytest.param(one, marks=pytest.mark.slow) for one in EVERY]], ids="-".join
+)
+def executed(request: pytest.FixtureRequest, output_of: Output) -> Facts:
+    """Calls that contain every pair of values of any two options: in the fast run some for sm_90."""
+    return output_of("tests.support.triton.emulated", *request.param)
+
+
+def test_results_are_those_of_the_definition(executed: Facts) -> None:
+    """They are compared with the definition in float64, as under the interpreter."""
+    calls = executed["found"]["calls"]
+    wrong = {name: call["error"] for name, call in calls.items() if call["error"]}
+    assert wrong == {}
+    assert len(calls) > 30
+    # In float64 with an activation the definition runs.
+    for call in calls.values():
+        runs = call["case"]["dtype"] != "torch.float64" or call["case"]["act"] == "none"
+        assert (call["launches"] > 0) == runs, call["case"]
+
+
+def test_plain_rotations_have_the_bits_of_the_cpu_kernel(executed: Facts) -> None:
+    """Without activation and gate, in float32, bfloat16 and float16, if it has fused multiply-adds too."""
+    bits = executed["found"]["bits"]
+    assert len(bits) >= 9
+    if cpu.instruction_set() not in (None, "baseline"):
+        assert {name: differ for name, differ in bits.items() if differ} == {}
+
+
+def test_every_instruction_is_tested(executed: Facts) -> None:
+    """Each opcode that was executed has a test of its own, in tests/support/triton/ptx."""
+    assert len(executed["opcodes"]) > 50
+    assert [name for name in executed["opcodes"] if not is_tested(name)] == []
+
+
+@pytest.mark.slow
+def test_all_gpus_give_the_same_bits(output_of: Output) -> None:
+    """But for sums over channels in float32, whose order the compiler chooses; see docs/gpu.md."""
+    found = [output_of("tests.support.triton.emulated", *one)["found"]["calls"] for one in EVERY]
+    for name, call in found[0].items():
+        if call["case"]["act"] not in ("softmax", "rms_norm"):
+            assert len({other[name]["digest"] for other in found}) == 1, call["case"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed, target", list(enumerate(TARGETS, 5)))
+def test_the_tests_of_the_kernels_pass(seed: int, target: str, output_of: Output) -> None:
+    """All other tests of the kernels pass, where the emulator takes the place of the interpreter."""
+    run = output_of("tests.support.triton.emulated", f"{target}:{seed}", "tests")
+    assert run["found"]["failed"] == []
+    assert len(run["found"]["passed"]) > 250
+    assert run["launches"] > 1000
+    assert [name for name in run["opcodes"] if not is_tested(name)] == []
+
+
+CAUGHT = {
+    "nothing, plain": "",
+    "nothing, aligned": "",
+    "nothing, exchanged": "",
+    "a load without its mask": "AssertionError: the error is",
+    "a store without its mask": "Fault: race: a store to what another warp stores",
+    "a mask of one too many": r"Fault: out of bounds: ld\.global",
+    "a wrong stride": "AssertionError: the error is",
+    "missing barriers": "Fault: race: a load of what another warp stores",
+    "a misaligned load": r"Fault: misaligned: .*ld\.global\.v4",
+    "a misaligned store": r"Fault: misaligned: .*st\.global\.v4",
+    "a sign": "AssertionError: the error is",
+    "an unknown instruction": "Fault: the instruction tanh.approx.f32 is unknown",
+}
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_faults_in_the_machine_code_are_caught(name: str, output_of: Output) -> None:
+    """A fault is planted into the PTX of a kernel, before it is executed."""
+    planted = output_of("tests.support.triton.emulated", "sm_90", "planted")["found"]
+    assert planted.keys() == CAUGHT.keys()
+    error, count = planted[name]["error"], planted[name]["count"]
+    assert (count > 0) == (not name.startswith("nothing"))
+    assert bool(error) == bool(CAUGHT[name])
+    assert re.match(CAUGHT[name], error), error

@@ -1,0 +1,187 @@
+"""Execute calls of the Triton kernels, compiled for a GPU, on the CPU: run by tests/kernel/triton/test_emulated.py.
+
+The script has a process of its own, because Triton chooses compiler or interpreter at import. Its
+arguments are the value of TIGHTROPE_EMULATE (see cases.py) and what to run: "core" for some of the
+calls that contain every pair of values of two options and of plain rotations, "calls" for all of them, "tests" for the tests of
+the kernels, or "planted" for PLANTS. It prints JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from itertools import product
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+EVERY = 4
+
+# Run by "tests". Those of launches and of machine code have processes of their own.
+FILES = ("rotation", "edges", "phases", "slots", "backend", "device", "trial")
+
+
+def digest_of(results: list[torch.Tensor]) -> str:
+    """Return a hash of results; all NaN are equal."""
+    found = hashlib.sha256()
+    for x in results:
+        bits = x.detach().where(~x.isnan(), torch.nan).contiguous().view(torch.uint8)
+        found.update(bytes(bits.flatten().tolist()))
+    return found.hexdigest()
+
+
+def calls(step: int) -> dict[str, Any]:
+    """Check every call whose number is a multiple of `step`; return facts about it, by its number."""
+    from tests.support import pairwise
+    from tests.support.triton import cases, running
+
+    found = {}
+    for number, case in enumerate(pairwise.covering(cases.AXES, cases.allowed)):
+        if number % step:
+            continue
+        launches = cases.emulator.launches
+        facts: dict[str, Any] = {"error": ""}
+        try:
+            running.check(cases.make(case))
+        except Exception as error:  # noqa: BLE001
+            facts["error"] = f"{type(error).__name__}: {error}"[:500]
+        results = running.run(cases.make(case))
+        facts["digest"] = digest_of(results)
+        facts["launches"] = cases.emulator.launches - launches
+        found[str(number)] = facts | {"case": {name: str(x) for name, x in case.items()}}
+    return found
+
+
+def bits(step: int) -> dict[str, Any]:
+    """Return how plain rotations, from one in `step`, differ from the CPU kernel, by case."""
+    from tests.support.triton import cases, running
+
+    found = {}
+    for number, (dtype, interleaved, positions, direction) in enumerate(
+        product(
+            cases.AXES["dtype"][:3],
+            cases.AXES["interleaved"],
+            cases.AXES["positions"],
+            cases.AXES["direction"],
+        )
+    ):
+        if number % step:
+            continue
+        case = running.PLAIN | {"dtype": dtype, "interleaved": interleaved, "positions": positions}
+        case |= {"channels": cases.AXES["channels"][number % 4], "direction": direction}
+        made = cases.make(case)
+        own = torch.ops.tightrope.rotate(made.q, made.k, *made.arguments)
+        name = f"{dtype}, {interleaved}, {positions}, {direction}"
+        found[name] = sum(int((x != y).sum()) for x, y in zip(running.run(made), own, strict=True))
+    return found
+
+
+class Plant(NamedTuple):
+    """A fault: what it replaces in PTX by what, as a regular expression, and the call that has it."""
+
+    pattern: str
+    replacement: str
+    call: str
+
+
+PLANTS = {
+    "nothing, plain": Plant(r"$^", "", "plain"),
+    "nothing, aligned": Plant(r"$^", "", "aligned"),
+    "nothing, exchanged": Plant(r"$^", "", "exchanged"),
+    "a load without its mask": Plant(r"@!?%p\d+ (ld\.global)", r"\1", "plain"),
+    "a store without its mask": Plant(r"@!?%p\d+ (st\.global)", r"\1", "plain"),
+    "a mask of one too many": Plant(r"setp\.lt\.", "setp.le.", "aligned"),
+    "a wrong stride": Plant(r"(shl\.b64\s+\S+ \S+) 2;", r"\1 3;", "plain"),
+    "missing barriers": Plant(r"bar\.sync\s+0;", "", "exchanged"),
+    "a misaligned load": Plant(r"(ld\.global\.v4.*\[ %rd\d+ \+ )\d+", r"\g<1>4", "aligned"),
+    "a misaligned store": Plant(r"(st\.global\.v4.*\[ %rd\d+ \+ )\d+", r"\g<1>4", "aligned"),
+    "a sign": Plant(r"neg\.f32", "mov.b32", "aligned"),
+    "an unknown instruction": Plant(r"neg\.f32", "tanh.approx.f32", "aligned"),
+}
+
+
+def planted() -> dict[str, Any]:
+    """Return the error of a call into whose kernel a fault is planted, and how often it was, by fault."""
+    from tests.support.triton import cases, running
+    from tests.support.triton.ptx import launch
+
+    norm = {"act": "rms_norm", "positions": "tables", "amplitude": 1.0}
+    changes: dict[str, dict[str, Any]] = {
+        "plain": norm | {"channels": (24, 4, 12)},
+        "aligned": norm | {"channels": (128, 32, 64)},
+        "exchanged": {"act": "rms_norm", "direction": 1, "interleaved": True},
+    }
+    ptx_of, found = launch.ptx_of, {}
+    for name, plant in PLANTS.items():
+        count = 0
+
+        def edited(function: int, plant: Plant = plant) -> str:
+            nonlocal count
+            text, n = re.subn(plant.pattern, plant.replacement, ptx_of(function))
+            count += n
+            return text
+
+        cases.emulator.forget()
+        error = ""
+        with mock.patch.object(launch, "ptx_of", edited):
+            try:
+                running.check(cases.make(running.PLAIN | changes[plant.call]))
+            except Exception as caught:  # noqa: BLE001
+                error = f"{type(caught).__name__}: {caught}"[:300]
+        found[name] = {"error": error, "count": count}
+    return found
+
+
+class Results:
+    """A plugin of pytest that collects the results of tests by their names."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or not report.passed:
+            text = "" if report.passed else f": {report.longreprtext[-800:]}"
+            self.found[report.outcome].append(report.nodeid + text)
+
+
+def tests() -> dict[str, list[str]]:
+    """Run the tests of the kernels; return their names by result, with the error of those that failed."""
+    results = Results()
+    paths = [f"tests/kernel/triton/test_{name}.py" for name in FILES]
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-k", "not test_every_pair_of_values"]
+    with contextlib.redirect_stdout(sys.stderr):
+        pytest.main([*options, *paths], plugins=[results])
+    return results.found
+
+
+def main(target: str, what: str) -> int:
+    os.environ["TIGHTROPE_EMULATE"] = target
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        del os.environ[name]
+    torch.set_num_threads(1)
+    from tests.support.triton import cases
+    from tightrope.backends.triton import blocks
+
+    run: dict[str, Callable[[], Any]] = {
+        "core": lambda: {"calls": calls(EVERY), "bits": bits(5 * EVERY)},
+        "calls": lambda: {"calls": calls(1), "bits": bits(1)},
+        "tests": tests,
+        "planted": planted,
+    }
+    with mock.patch.object(blocks, "PROGRAMS", 1):
+        found = run[what]()
+    emulator = cases.emulator
+    facts = {"launches": emulator.launches, "opcodes": sorted(emulator.opcodes)}
+    print(json.dumps({"found": found, **facts}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
