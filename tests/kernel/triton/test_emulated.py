@@ -75,7 +75,7 @@ def test_the_tests_of_the_kernels_pass(seed: int, target: str, output_of: Output
     run = output_of("tests.support.triton.emulated", f"{target}:{seed}", "tests")
     assert run["found"]["failed"] == []
     assert len(run["found"]["passed"]) > 250
-    assert run["launches"] > 1000
+    assert run["launches"] > 500
     assert [name for name in run["opcodes"] if not is_tested(name)] == []
 
 
