@@ -418,9 +418,10 @@ def packed() -> Iterator[Rule]:
     """Yield the instructions of packed types: each does what another does, for both elements."""
     for opcode in (
         *("add.s16x2", "sub.u16x2", "min.s16x2", "add.rn.f32x2", "mul.rn.f32x2", "sub.rn.f32x2"),
-        *("fma.rn.f32x2", "add.rn.bf16x2", "mul.rn.f16x2", "fma.rn.bf16x2", "fma.rn.f16x2"),
+        *("fma.rn.f32x2", "fma.rn.bf16x2", "fma.rn.f16x2"),
         *("neg.bf16x2", "neg.f16x2", "abs.bf16x2", "abs.f16x2", "min.bf16x2", "max.NaN.f16x2"),
-        *("add.rn.ftz.f32x2",),
+        "add.rn.ftz.f32x2",
+        *(f"{name}.rn.{kind}x2" for name in ("add", "sub", "mul") for kind in HALVES),
         *(
             f"setp.{order}.{kind}x2"
             for order in (*ORDERS, "nan", "num", "ltu", "neu")
@@ -467,7 +468,7 @@ def conversions() -> Iterator[Rule]:
     name = "cvt.rni.ftz.s32.f32"
     yield Rule(name, ("s32",), ("f32",), converted("f32", "s32", "rni"), True)
     yield Rule("cvt.rmi.ftz.f32.f32", ("f32",), ("f32",), converted("f32", "f32", "rmi"), True)
-    for of, to in (("f64", "f32"), ("f32", "f16"), ("f32", "bf16")):
+    for of, to in (("f64", "f32"), *((wide, kind) for wide in ("f32", "f64") for kind in HALVES)):
         yield Rule(f"cvt.rn.{to}.{of}", (to,), (of,), lambda x: x)
         yield Rule(f"cvt.{of}.{to}", (of,), (to,), lambda x: x)
 
