@@ -92,8 +92,7 @@ def print_digests() -> None:
 def test_activations_and_norms_have_the_same_bits_on_avx2_and_avx512() -> None:
     program = f"from {__name__} import print_digests; print_digests()"
     narrow, wide = (python("-c", program, isa=isa) for isa in ("avx2", "avx512"))
-    assert narrow.stderr == "" and len(narrow.stdout.splitlines()) == len(ACTS)
-    # softmax runs in loops that the compiler vectorises, with sums in 32 lanes on both.
+    assert len(narrow.stdout.splitlines()) == len(ACTS), narrow.stderr
     assert narrow.stdout.splitlines() == wide.stdout.splitlines()
 
 
