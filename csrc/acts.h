@@ -9,7 +9,7 @@
 #include <math.h>
 
 #include "angles.h"
-#if defined(__AVX2__)
+#if defined(TIGHTROPE_REGISTERS)
 #include "vectors.h"
 #endif
 

@@ -8,7 +8,7 @@
 // not grow with the number of heads.
 #pragma once
 
-#include "heads.h"
+#include "registers.h"
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
@@ -39,27 +39,28 @@ inline void add_neighbours(const typename F::Stored* out, const typename F::Stor
   add_pairs<F>(out, grad, 0, 1, 0, 1, 2, 2, n, sum);
 }
 
-#if defined(__F16C__)
-// The same operations with the F16C conversion instructions.
-inline void add_lanes(HalfLanes y, HalfLanes z, HalfLanes dy, HalfLanes dz, float* sum) {
-  const Lanes one = _mm256_fmadd_ps(widen(y), widen(dz), read(sum));
-  _mm256_storeu_ps(sum, _mm256_fnmadd_ps(widen(z), widen(dy), one));
+#if defined(TIGHTROPE_REGISTERS)
+// The same operations in registers, which convert half precision.
+inline void add_lanes(V y, V z, V dy, V dz, float* sum) {
+  Wide::write<false>(sum, fma_(-z, dy, fma_(y, dz, Wide::read(sum))));
 }
 template <>
 inline void add_halves<Half>(const uint16_t* out, const uint16_t* grad, int64_t other, int64_t n,
                              float* sum) {
   int64_t k = 0;
-  for (; k + kLanes <= n; k += kLanes)
-    add_lanes(read(out + k), read(out + other + k), read(grad + k), read(grad + other + k), sum + k);
+  for (; k + kWidest <= n; k += kWidest)
+    add_lanes(Wide::read(out + k), Wide::read(out + other + k), Wide::read(grad + k), Wide::read(grad + other + k),
+              sum + k);
   add_pairs<Half>(out + k, grad + k, 0, other, 0, other, 1, 1, n - k, sum + k);
 }
 template <>
 inline void add_neighbours<Half>(const uint16_t* out, const uint16_t* grad, int64_t n, float* sum) {
   int64_t k = 0;
-  for (; k + kLanes <= n; k += kLanes) {
-    HalfLanes y, z, dy, dz;
-    read_pairs(out + 2 * k, &y, &z);
-    read_pairs(grad + 2 * k, &dy, &dz);
+  for (; k + kWidest <= n; k += kWidest) {
+    const uint16_t *at = out + 2 * k, *from = grad + 2 * k;
+    V y, z, dy, dz;
+    Wide::split(Wide::read(at), Wide::read(at + kWidest), &y, &z);
+    Wide::split(Wide::read(from), Wide::read(from + kWidest), &dy, &dz);
     add_lanes(y, z, dy, dz, sum + k);
   }
   add_pairs<Half>(out + 2 * k, grad + 2 * k, 0, 1, 0, 1, 2, 2, n - k, sum + k);

@@ -365,7 +365,7 @@ inline bool readable(const Problem& p, int64_t n, [[maybe_unused]] In* order) {
   if (p.cosine.data == nullptr || n == 0 || p.amplitude != 1 || p.conjugate) return false;
   if (step != 1 || p.sine.stride.channel != p.cosine.stride.channel) return false;
   if (p.dtype != Dtype::kBFloat16) return p.table_dtype == kValue;
-#if defined(__AVX2__)
+#if defined(TIGHTROPE_REGISTERS)
   // Only the registers of half pairs know the other orders, and replace NaNs as copy_entries does.
   const bool twins = p.table_dtype == Dtype::kBFloat16;
   if (p.interleaved || n % 8 != 0 || !(twins || p.table_dtype == Dtype::kFloat)) return false;

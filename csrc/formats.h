@@ -11,9 +11,9 @@
 #include <arm_neon.h>
 #endif
 
-// Whether vectors have instructions that convert half precision.
-#if defined(__F16C__) || defined(__aarch64__)
-#define TIGHTROPE_CONVERTS
+// Whether heads rotate in registers (registers.h).
+#if defined(__AVX2__) || defined(__aarch64__)
+#define TIGHTROPE_REGISTERS
 #endif
 
 #include "rotate.h"
@@ -166,7 +166,7 @@ inline __m512 rounded(Half, __m512 x) {
   return _mm512_maskz_cvtph_ps(0xFFFF, _mm512_maskz_cvtps_ph(0xFFFF, x, 0));
 }
 #endif
-#if defined(__F16C__)
+#if defined(TIGHTROPE_REGISTERS)
 #define TIGHTROPE_ROUNDED(Floats)                                            \
   inline Floats rounded(Float, Floats x) { return x; }                       \
   inline Floats rounded(BFloat16, Floats x) {                                \
@@ -174,8 +174,12 @@ inline __m512 rounded(Half, __m512 x) {
     const Words u = (Words)x;                                                \
     return (Floats)((u + 0x7FFFu + ((u >> 16) & 1u)) & 0xFFFF0000u);         \
   }
+#if defined(__aarch64__)
+TIGHTROPE_ROUNDED(float32x4_t)
+#else
 TIGHTROPE_ROUNDED(__m128)
 TIGHTROPE_ROUNDED(__m256)
+#endif
 #if defined(__AVX512F__)
 TIGHTROPE_ROUNDED(__m512)
 #endif

@@ -16,14 +16,6 @@ namespace {
 #define TIGHTROPE_INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
-// Whether loops use the conversion instructions of half precision.
-template <class F>
-constexpr bool kConverts = false;
-#if defined(TIGHTROPE_CONVERTS)
-template <>
-constexpr bool kConverts<Half> = true;
-#endif
-
 // Rotates one pair.
 template <class A, class Stored, class T>
 inline void turn_pair(const Stored* u, const Stored* v, Stored* y, Stored* z, Row<T> r, int64_t k) {
@@ -46,79 +38,6 @@ inline void turn_twins(const Twin* u, const Twin* v, Twin* y, Twin* z, Row<float
   }
 }
 
-// Half precision through the conversion instructions, with the same bits as Half::load and Half::store,
-// which process the remaining elements.
-#if defined(__F16C__)
-constexpr int64_t kLanes = 8;
-using Lanes = __m256;
-using HalfLanes = __m128i;
-inline HalfLanes read(const uint16_t* p) { return _mm_loadu_si128((const __m128i*)p); }
-inline void write(uint16_t* p, HalfLanes x) { _mm_storeu_si128((__m128i*)p, x); }
-inline Lanes widen(HalfLanes x) { return _mm256_cvtph_ps(x); }
-inline HalfLanes narrow(Lanes x) { return _mm256_cvtps_ph(x, 0); }
-inline Lanes read(const float* p) { return _mm256_loadu_ps(p); }
-inline void write(float* p, Lanes x) { _mm256_storeu_ps(p, x); }
-inline void read_pairs(const uint16_t* p, HalfLanes* u, HalfLanes* v) {
-  const __m256i words = _mm256_loadu_si256((const __m256i*)p);
-  // Gather the lower halves of the words, 4 in each 128-bit lane, then join the lanes.
-  const __m256i lower = _mm256_set_epi8(-1, -1, -1, -1, -1, -1, -1, -1, 13, 12, 9, 8, 5, 4, 1, 0,
-                                        -1, -1, -1, -1, -1, -1, -1, -1, 13, 12, 9, 8, 5, 4, 1, 0);
-  const __m256i a = _mm256_shuffle_epi8(words, lower);
-  const __m256i b = _mm256_shuffle_epi8(_mm256_srli_epi32(words, 16), lower);
-  *u = _mm256_castsi256_si128(_mm256_permute4x64_epi64(a, 0x08));
-  *v = _mm256_castsi256_si128(_mm256_permute4x64_epi64(b, 0x08));
-}
-inline void write_pairs(uint16_t* p, HalfLanes u, HalfLanes v) {
-  write(p, _mm_unpacklo_epi16(u, v));
-  write(p + 8, _mm_unpackhi_epi16(u, v));
-}
-#elif defined(__aarch64__)
-constexpr int64_t kLanes = 4;
-using Lanes = float32x4_t;
-using HalfLanes = uint16x4_t;
-inline HalfLanes read(const uint16_t* p) { return vld1_u16(p); }
-inline void write(uint16_t* p, HalfLanes x) { vst1_u16(p, x); }
-inline Lanes widen(HalfLanes x) { return vcvt_f32_f16(vreinterpret_f16_u16(x)); }
-inline HalfLanes narrow(Lanes x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
-inline Lanes read(const float* p) { return vld1q_f32(p); }
-inline void write(float* p, Lanes x) { vst1q_f32(p, x); }
-inline void read_pairs(const uint16_t* p, HalfLanes* u, HalfLanes* v) {
-  const uint16x4x2_t both = vld2_u16(p);
-  *u = both.val[0], *v = both.val[1];
-}
-inline void write_pairs(uint16_t* p, HalfLanes u, HalfLanes v) { vst2_u16(p, {{u, v}}); }
-#endif
-
-#if defined(TIGHTROPE_CONVERTS)
-// Rotates as many pairs as fill registers; returns their number.
-template <class A, bool interleaved>
-inline int64_t turn_lanes(const uint16_t* u, const uint16_t* v, uint16_t* y, uint16_t* z,
-                          Row<float> r, int64_t n) {
-  int64_t k = 0;
-  for (; k + kLanes <= n; k += kLanes) {
-    HalfLanes first, second;
-    if constexpr (interleaved) {
-      read_pairs(u + 2 * k, &first, &second);
-    } else {
-      first = read(u + k), second = read(v + k);
-    }
-    const Lanes a = widen(first), b = widen(second);
-    const Lanes c = read(r.c + k), s = read(r.s + k);
-    const HalfLanes to_u = narrow(A::u(a, b, c, s));
-    const HalfLanes to_v = narrow(A::apart ? A::v(a, b, read(r.c2 + k), read(r.s2 + k)) : A::v(a, b, c, s));
-    if constexpr (interleaved) {
-      write_pairs(y + 2 * k, to_u, to_v);
-    } else {
-      write(y + k, to_u), write(z + k, to_v);
-    }
-  }
-  return k;
-}
-#else
-template <class A, bool interleaved, class... Arguments>
-inline int64_t turn_lanes(Arguments...) { return 0; }
-#endif
-
 // Rotates pairs (u[k], v[k]) that are contiguous in k.
 template <class A, class Stored, class T>
 inline void turn_halves(const Stored* u, const Stored* v, Stored* y, Stored* z, Row<T> r, int64_t n) {
@@ -129,30 +48,26 @@ inline void turn_halves(const Stored* u, const Stored* v, Stored* y, Stored* z, 
     if (n % 2) turn_pair<A>(u + n - 1, v + n - 1, y + n - 1, z + n - 1, r, first - 1);
     return;
   }
-  int64_t k = 0;
-  if constexpr (kConverts<typename A::Format>) k = turn_lanes<A, false>(u, v, y, z, r, n);
   TIGHTROPE_INDEPENDENT
-  for (; k < n; ++k) turn_pair<A>(u + k, v + k, y + k, z + k, r, k);
+  for (int64_t k = 0; k < n; ++k) turn_pair<A>(u + k, v + k, y + k, z + k, r, k);
 }
 
 // Rotates pairs (x[2k], x[2k + 1]).
 template <class A, class Stored, class T>
 inline void turn_neighbours(const Stored* x, Stored* y, Row<T> r, int64_t n) {
-  int64_t k = 0;
   if constexpr (kTwins<typename A::Format>) {
     const Twin* p = (const Twin*)x;
     Twin* q = (Twin*)y;
     const Row<T> r2 = A::apart ? Row<T>{r.c2, r.s2, 0, 0} : r;
     TIGHTROPE_INDEPENDENT
-    for (; k < n; ++k) {
+    for (int64_t k = 0; k < n; ++k) {
       const float a = even(p[k]), b = odd(p[k]);
       q[k] = twin(A::u(a, b, r.c[k], r.s[k]), A::v(a, b, r2.c[k], r2.s[k]));
     }
     return;
   }
-  if constexpr (kConverts<typename A::Format>) k = turn_lanes<A, true>(x, x, y, y, r, n);
   TIGHTROPE_INDEPENDENT
-  for (; k < n; ++k) turn_pair<A>(x + 2 * k, x + 2 * k + 1, y + 2 * k, y + 2 * k + 1, r, k);
+  for (int64_t k = 0; k < n; ++k) turn_pair<A>(x + 2 * k, x + 2 * k + 1, y + 2 * k, y + 2 * k + 1, r, k);
 }
 
 // Rotates pairs at any channel stride: correct, not fast.

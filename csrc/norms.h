@@ -48,6 +48,15 @@ TIGHTROPE_INLINE V squares_of(const Line<typename F::Stored>& line, int64_t chan
   const auto of = [&](int64_t head) {
     return head < line.count ? squares<F>(line.in + head * line.in_step, channels) : Sums();
   };
+#if defined(__aarch64__)
+  V lower[4], upper[4];
+  for (int i = 0; i < 4; ++i) {
+    const Sums sums = of(first + i);
+    lower[i] = sums.at[0] + sums.at[2], upper[i] = sums.at[1] + sums.at[3];
+  }
+  const auto fours = [](const V* x) { return fold_ones(fold_twos(x[0], x[1]), fold_twos(x[2], x[3])); };
+  return fours(lower) + fours(upper);
+#else
   // First the partial sums l and l + 8. With 16 lanes those of another head fill the upper half.
   const auto eights = [&](int64_t head) {
     const Sums sums = of(head);
@@ -66,10 +75,15 @@ TIGHTROPE_INLINE V squares_of(const Line<typename F::Stored>& line, int64_t chan
   };
   const V lower = fours(first);
   return fold_fours(lower, fours(first + kWidest / 2));
+#endif
 }
 
 // The sum of the partial sums of one head, in the same order.
 inline float total(const Sums& sums) {
+#if defined(__aarch64__)
+  const auto four = [](V x) { return (x[0] + x[2]) + (x[1] + x[3]); };
+  return four(sums.at[0] + sums.at[2]) + four(sums.at[1] + sums.at[3]);
+#else
 #if defined(__AVX512F__)
   __m256 x = _mm512_maskz_extractf32x8_ps(0xFF, sums.at[0], 0) + _mm512_maskz_extractf32x8_ps(0xFF, sums.at[0], 1);
 #else
@@ -78,6 +92,7 @@ inline float total(const Sums& sums) {
   x += _mm256_permute_ps(x, 0x4E);
   x += _mm256_permute_ps(x, 0xB1);
   return _mm_cvtss_f32(_mm256_castps256_ps128(x) + _mm256_extractf128_ps(x, 1));
+#endif
 }
 
 // 1 / sqrt(mean of the squares + eps) of each head, at most kNorms heads.
@@ -102,7 +117,7 @@ TIGHTROPE_LOOP void norm_back(const Problem& p, double eps, const Line<typename 
   // `span`: the number of a span, or of a block, of its kind.
   const auto keep = [&](const V* y, const V* at, int registers, int64_t span) {
     for (int i = 0; i < registers; ++i, row += kWidest) {
-      const int part = int(kMixed<F, interleaved> && registers == 2 ? i : span) % Sums::kRegisters;
+      const int part = int(kMixed<F, interleaved> && registers == 2 ? 2 * span + i : span) % Sums::kRegisters;
       Wide::write<false>(g + row, y[i]);
       Wide::write<false>(x + row, at[i]);
       square.at[part] = fma_(at[i], at[i], square.at[part]);

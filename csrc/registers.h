@@ -1,5 +1,5 @@
-// The hot loops of AVX2 and AVX-512: rotate the heads of one token, with the token's angles in registers.
-// Pairs go through registers of 16 (AVX-512), 8 and 4 lanes, the widest first, and each set of registers goes
+// The hot loops of AVX2, AVX-512 and NEON: rotate the heads of one token, with the token's angles in registers.
+// Pairs go through registers of 16 (AVX-512), 8 (not NEON) and 4 lanes, the widest first, and each set of registers goes
 // through all heads before the next. The remainder, at most three pairs, goes one pair at a time. (Masked
 // registers could process it too, but the loads of the next head would wait for masked stores.)
 //
@@ -9,6 +9,7 @@
 
 #include "heads.h"
 
+#if defined(TIGHTROPE_REGISTERS)
 namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
@@ -17,6 +18,41 @@ namespace {
 template <int lanes>
 struct Register;
 
+// Even and odd numbers, rounded to bfloat16, in one word each.
+template <class Words>
+TIGHTROPE_INLINE Words twin_words(Words e, Words o) {
+  return (e + 0x7FFFu + ((e >> 16) & 1u)) >> 16 | ((o + 0x7FFFu + ((o >> 16) & 1u)) & 0xFFFF0000u);
+}
+
+#if defined(__aarch64__)
+constexpr int kWidest = 4;
+constexpr int kForAngles = 16;
+template <>
+struct Register<4> {
+  using Floats = float32x4_t;
+  typedef uint32_t Words __attribute__((vector_size(16)));
+  static Floats read(const float* at) { return vld1q_f32(at); }
+  static Words read(const Twin* at) { return (Words)vld1q_u16((const uint16_t*)at); }
+  static Floats read(const uint16_t* at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
+  // No stores past the caches.
+  template <bool>
+  static void write(float* at, Floats x) { vst1q_f32(at, x); }
+  template <bool>
+  static void write(Twin* at, Words x) { vst1q_u16((uint16_t*)at, (uint16x8_t)x); }
+  template <bool>
+  static void write(uint16_t* at, Floats x) { vst1_u16(at, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
+  static Floats even(Words x) { return (Floats)(x << 16); }
+  static Floats odd(Words x) { return (Floats)(x & 0xFFFF0000u); }
+  static Words twin(Floats even, Floats odd) { return twin_words((Words)even, (Words)odd); }
+  static Floats swapped(Floats x) { return vrev64q_f32(x); }
+  static void doubled(Floats x, Floats* lower, Floats* upper) {
+    *lower = vzip1q_f32(x, x), *upper = vzip2q_f32(x, x);
+  }
+  static void split(Floats first, Floats second, Floats* even, Floats* odd) {
+    *even = vuzp1q_f32(first, second), *odd = vuzp2q_f32(first, second);
+  }
+};
+#else
 #if defined(__AVX512F__)
 constexpr int kWidest = 16;      // lanes
 constexpr int kForAngles = 16;   // registers that hold angles, so that enough remain for the arithmetic
@@ -29,12 +65,10 @@ constexpr int kForAngles = 16;   // registers that hold angles, so that enough r
   const i sticky = p##_ternarylogic_epi32(rest, cut, ones, 0xF8);                                    \
   const auto up = p##_cmpgt_epu16_mask(sticky, p##_set1_epi16(-0x8000));                             \
   return (Words)p##_mask_add_epi16(cut, up, cut, ones);
-#else
+#elif defined(__AVX2__)
 constexpr int kWidest = 8;
 constexpr int kForAngles = 8;
-#define TIGHTROPE_TWIN(i, p, si)                                             \
-  const Words e = (Words)even, o = (Words)odd;                               \
-  return (e + 0x7FFFu + ((e >> 16) & 1u)) >> 16 | ((o + 0x7FFFu + ((o >> 16) & 1u)) & 0xFFFF0000u);
+#define TIGHTROPE_TWIN(i, p, si) return twin_words((Words)even, (Words)odd);
 #endif
 
 #define TIGHTROPE_REGISTER(lanes, f, i, p, si)                                             \
@@ -121,6 +155,11 @@ TIGHTROPE_REGISTER_END
 #undef TIGHTROPE_REGISTER
 #undef TIGHTROPE_REGISTER_END
 #undef TIGHTROPE_TWIN
+#endif
+
+// The widest.
+using Wide = Register<kWidest>;
+using V = Wide::Floats;
 
 #if defined(__AVX512BF16__)
 // The order of 16-bit lanes that turns a conversion of two registers, one half after the other, into
@@ -396,3 +435,4 @@ inline void turn_in_registers(const Heads<Stored>& heads, int64_t channel, int64
 }  // namespace
 }  // namespace TIGHTROPE_ISA
 }  // namespace tightrope
+#endif

@@ -4,14 +4,11 @@
 // multiply-adds and contraction switched off. So a result does not depend on where the vector body
 // ends, on strides, on the number of threads, or on whether the rotation is in place.
 #if defined(__AVX512BF16__)
-#include "heads.h"  // only the rotation of bfloat16 differs from AVX-512 without it
+#include "registers.h"  // only the rotation of bfloat16 differs from AVX-512 without it
 #else
 #include "angle_sums.h"
 #include "gate_sums.h"
 #include "phase_sums.h"
-#endif
-#if defined(__AVX2__)
-#include "registers.h"
 #endif
 
 namespace tightrope {
@@ -27,7 +24,7 @@ template <class A>
 inline void turn_heads(const Problem& p, const Heads<typename A::Stored>& heads, int64_t first,
                        int64_t n, const Row<typename A::Value>& r) {
   if (first == 0 && heads.in != heads.out && 2 * p.pairs != p.head_dim) copy_rest(p, heads);
-#if defined(__AVX2__)
+#if defined(TIGHTROPE_REGISTERS)
   // Not for double: a register holds too few of them for this to pay.
   if constexpr (sizeof(typename A::Value) == sizeof(float)) {
     if (heads.in_channel == 1 && heads.out_channel == 1) {
@@ -105,7 +102,7 @@ inline void turn_across(const Problem& p, const Heads<typename A::Stored>& head,
   for (int64_t k = 0; k < n; ++k) {
     const int64_t at = (p.start + (first + k) * pair) * step;
     const Row<T> r = {c + k * tokens, s + k * tokens, c + second + k * tokens, s + second + k * tokens};
-#if defined(__AVX2__)
+#if defined(TIGHTROPE_REGISTERS)
     if constexpr (sizeof(T) == sizeof(float)) {
       Heads<typename A::Stored> one = {head.in + at, head.out + at, 0, 0, 1, 1, 1, 0, false};
       turn_in_registers<A, false>(one, 0, other, tokens, 0, r);

@@ -39,19 +39,19 @@ inline void narrow_row(const typename F::Value* __restrict in, typename F::Store
     for (int64_t k = 0; k < n; ++k) out[k * step] = F::store(in[k]);
   }
 }
-#if defined(TIGHTROPE_CONVERTS)
+#if defined(TIGHTROPE_REGISTERS)
 template <>
 inline void widen_row<Half>(const uint16_t* in, int64_t step, float* __restrict out, int64_t n) {
   int64_t k = 0;
   if (step == 1)
-    for (; k + kLanes <= n; k += kLanes) write(out + k, widen(read(in + k)));
+    for (; k + kWidest <= n; k += kWidest) Wide::write<false>(out + k, Wide::read(in + k));
   for (; k < n; ++k) out[k] = Half::load(in[k * step]);
 }
 template <>
 inline void narrow_row<Half>(const float* __restrict in, uint16_t* out, int64_t step, int64_t n) {
   int64_t k = 0;
   if (step == 1)
-    for (; k + kLanes <= n; k += kLanes) write(out + k, narrow(read(in + k)));
+    for (; k + kWidest <= n; k += kWidest) Wide::write<false>(out + k, Wide::read(in + k));
   for (; k < n; ++k) out[k * step] = Half::store(in[k]);
 }
 #endif
@@ -147,7 +147,7 @@ inline bool has_large(const double*, int64_t) { return false; }
 // Whether stage_tiles.h processes everything of this type but softmax.
 template <class T>
 constexpr bool kHasRegisters = false;
-#if defined(__AVX2__)
+#if defined(TIGHTROPE_REGISTERS)
 template <>
 inline constexpr bool kHasRegisters<float> = true;
 #endif
@@ -328,7 +328,7 @@ template <class F>
 struct Converts {
   static constexpr bool kWell = true;
 };
-#if defined(TIGHTROPE_CONVERTS)
+#if defined(TIGHTROPE_REGISTERS)
 template <>
 struct Converts<Half> {
   static constexpr bool kWell = false;
@@ -532,7 +532,7 @@ inline void stages_tile(const Problem& p, const Problem& turns, const Stages& o,
 }  // namespace TIGHTROPE_ISA
 }  // namespace tightrope
 
-#if defined(__AVX2__)
+#if defined(TIGHTROPE_REGISTERS)
 #include "stage_tiles.h"
 #endif
 
@@ -546,7 +546,7 @@ void run_stages(const Problem& p, const Stages& o, void* memory, int64_t begin, 
   // Not bfloat16, so that the plain loops get the angles in the order of the pairs: see in_twos.
   Problem turns = p;
   if (p.dtype == Dtype::kBFloat16) turns.dtype = Dtype::kFloat;
-#if defined(__AVX2__)
+#if defined(TIGHTROPE_REGISTERS)
   const bool registers = in_registers(o);
   Rows rows(p, o, reinterpret_cast<float*>(w.weight + padded(p.head_dim)));
 #endif
@@ -557,7 +557,7 @@ void run_stages(const Problem& p, const Stages& o, void* memory, int64_t begin, 
       const int64_t row = tile / p.tiles_per_row;
       const int64_t token = (tile - row * p.tiles_per_row) * p.tile;
       const int64_t tokens = p.tokens - token < p.tile ? p.tokens - token : p.tile;
-#if defined(__AVX2__)
+#if defined(TIGHTROPE_REGISTERS)
       if constexpr (sizeof(typename F::Value) == sizeof(float)) {
         if (registers) {
           register_tile<F>(p, o, w, rows, run, row, token, tokens);

@@ -8,8 +8,6 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-using Wide = Register<kWidest>;
-using V = Wide::Floats;
 using Words = Wide::Words;
 // Integers with a sign. A comparison gives those with all bits set where it holds.
 typedef int32_t Integers __attribute__((vector_size(sizeof(V))));
@@ -72,7 +70,7 @@ TIGHTROPE_INLINE V fold_ones(V a, V b) {
 TIGHTROPE_INLINE V fold_fours(V a, V b) {
   return _mm512_maskz_shuffle_f32x4(0xFFFF, a, b, 0x88) + _mm512_maskz_shuffle_f32x4(0xFFFF, a, b, 0xDD);
 }
-#else
+#elif defined(__AVX2__)
 template <>
 TIGHTROPE_INLINE V all<V>(double x) { return _mm256_set1_ps(float(x)); }
 TIGHTROPE_INLINE V root(V x) { return _mm256_sqrt_ps(x); }
@@ -80,11 +78,7 @@ TIGHTROPE_INLINE V rounded_down(V x) { return _mm256_floor_ps(x); }
 TIGHTROPE_INLINE V rounded_even(V x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 TIGHTROPE_INLINE V at_most(V limit, V x) { return _mm256_min_ps(limit, x); }
 TIGHTROPE_INLINE V at_least(V limit, V x) { return _mm256_max_ps(limit, x); }
-// See scaled in acts.h.
-TIGHTROPE_INLINE V scaled(V p, V whole) {
-  const Integers n = (Integers)_mm256_cvtps_epi32(whole), half = n >> 1;
-  return p * (V)((half + 127) << 23) * (V)((n - half + 127) << 23);
-}
+TIGHTROPE_INLINE Integers integers(V x) { return (Integers)_mm256_cvtps_epi32(x); }
 
 TIGHTROPE_INLINE Integers first_lanes(int64_t n) {
   return (Integers)_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7) < (Integers)_mm256_set1_epi32(int32_t(n));
@@ -144,11 +138,83 @@ TIGHTROPE_INLINE V fold_ones(V a, V b) {
 TIGHTROPE_INLINE V fold_fours(V a, V b) {
   return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
 }
+#else
+template <>
+TIGHTROPE_INLINE V all<V>(double x) { return vdupq_n_f32(float(x)); }
+TIGHTROPE_INLINE V root(V x) { return vsqrtq_f32(x); }
+TIGHTROPE_INLINE V rounded_down(V x) { return vrndmq_f32(x); }
+TIGHTROPE_INLINE V rounded_even(V x) { return vrndnq_f32(x); }
+TIGHTROPE_INLINE Integers integers(V x) { return (Integers)vcvtnq_s32_f32(x); }
+
+// The first n numbers, in memory of the size of a register.
+template <class Stored, int room>
+struct First {
+  First() = default;
+  TIGHTROPE_INLINE First(const Stored* at, int64_t n) {
+    for (int64_t k = 0; k < n; ++k) of[k] = at[k];
+  }
+  TIGHTROPE_INLINE void copy(Stored* at, int64_t n) const {
+    for (int64_t k = 0; k < n; ++k) at[k] = of[k];
+  }
+  alignas(16) Stored of[room] = {};
+};
+TIGHTROPE_INLINE V read_first(const float* at, int64_t n) {
+  return n >= 4 ? Wide::read(at) : Wide::read(First<float, 4>(at, n).of);
+}
+TIGHTROPE_INLINE void write_first(float* at, V x, int64_t n) {
+  if (n >= 4) return Wide::write<false>(at, x);
+  First<float, 4> part;
+  Wide::write<false>(part.of, x);
+  part.copy(at, n);
+}
+TIGHTROPE_INLINE V read_first(const uint16_t* at, int64_t n) {
+  return n >= 4 ? Wide::read(at) : Wide::read(First<uint16_t, 4>(at, n).of);
+}
+TIGHTROPE_INLINE void write_first(uint16_t* at, V x, int64_t n) {
+  if (n >= 4) return Wide::write<false>(at, x);
+  First<uint16_t, 4> part;
+  Wide::write<false>(part.of, x);
+  part.copy(at, n);
+}
+TIGHTROPE_INLINE Words read_first(const Twin* at, int64_t n) {
+  return n >= 8 ? Wide::read(at) : Wide::read((const Twin*)First<uint16_t, 8>((const uint16_t*)at, n).of);
+}
+TIGHTROPE_INLINE void write_first(Twin* at, Words x, int64_t n) {
+  if (n >= 8) return Wide::write<false>(at, x);
+  First<uint16_t, 8> part;
+  Wide::write<false>((Twin*)part.of, x);
+  part.copy((uint16_t*)at, n);
+}
+
+TIGHTROPE_INLINE bool any(Integers which) { return vmaxvq_u32((uint32x4_t)which) != 0; }
+TIGHTROPE_INLINE Words entry_of_16(const int32_t* table, Words k) {
+  Words found;
+  for (int l = 0; l < 4; ++l) found[l] = uint32_t(table[k[l] % 16]);
+  return found;
+}
+TIGHTROPE_INLINE Words entry_of_32(const int32_t* table, Words k) {
+  Words found;
+  for (int l = 0; l < 4; ++l) found[l] = uint32_t(table[k[l] % 32]);
+  return found;
+}
+
+TIGHTROPE_INLINE V fold_twos(V a, V b) { return vzip1q_f32(a, b) + vzip2q_f32(a, b); }
+TIGHTROPE_INLINE V fold_ones(V a, V b) {
+  const float64x2_t c = vreinterpretq_f64_f32(a), d = vreinterpretq_f64_f32(b);
+  return vreinterpretq_f32_f64(vzip1q_f64(c, d)) + vreinterpretq_f32_f64(vzip2q_f64(c, d));
+}
 #endif
 
 TIGHTROPE_INLINE V choose(Integers which, V yes, V no) { return which ? yes : no; }
 TIGHTROPE_INLINE V magnitude(V x) { return (V)((Words)x & 0x7FFFFFFFu); }
 TIGHTROPE_INLINE V with_sign(V x, V of) { return (V)(((Words)x & 0x7FFFFFFFu) | ((Words)of & 0x80000000u)); }
+#if !defined(__AVX512F__)
+// See scaled in acts.h.
+TIGHTROPE_INLINE V scaled(V p, V whole) {
+  const Integers n = integers(whole), half = n >> 1;
+  return p * (V)((half + 127) << 23) * (V)((n - half + 127) << 23);
+}
+#endif
 TIGHTROPE_INLINE Integers rounded(V shifted) { return (Integers)((Words)shifted - 0x4B400000u); }
 
 }  // namespace
