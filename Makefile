@@ -4,6 +4,7 @@
 #   make test       the tests of the library, except slow ones, which rarely fail if the others pass
 #   make test-tools the tests of the tools, the benchmarks and the repository, except slow ones
 #   make test-slow  the slow tests of all these
+#   make emulate    the Triton kernels, compiled for four kinds of GPU and executed on the CPU (an hour)
 #   make lint       formatting, lint, types
 #   make check      lint, wording, spelling, documentation and the code in it
 #   make site       build the documentation, and serve it until Ctrl-C
@@ -36,7 +37,7 @@ BUILD := $(BIN)/python setup.py --quiet build_native --inplace
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-tools test-slow versions lint check coverage harden site wheel wheels clean
+.PHONY: help demo test test-tools test-slow emulate versions lint check coverage harden site wheel wheels clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -59,7 +60,11 @@ test-tools: $(READY)
 	$(PYTEST) $(TOOL_TESTS) -m 'not slow' $(ARGS)
 
 test-slow: $(READY)
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m 'slow and not emulated' $(ARGS)
+
+# An hour: compiled GPU code, executed on the CPU.
+emulate: $(READY)
+	$(PYTEST) -m emulated $(ARGS)
 
 # A failed test does not stop the report.
 coverage: $(READY)

@@ -21,12 +21,17 @@ pytestmark = [needs_triton, *needs_stub]
 
 Facts = dict[str, Any]
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100")
-CORE = "sm_90:1", "core"
+CORE = [(f"{target}:1", "core") for target in TARGETS]
 EVERY = [(f"{target}:{seed}", "calls") for seed, target in enumerate(TARGETS)]
+LONG = (pytest.mark.slow, pytest.mark.emulated)
 
 
 @pytest.fixture(
-    params=[CORE, *[pytest.param(one, marks=pytest.mark.slow) for one in EVERY]], ids="-".join
+    params=[
+        *[one if "sm_90" in one[0] else pytest.param(one, marks=pytest.mark.slow) for one in CORE],
+        *[pytest.param(one, marks=LONG) for one in EVERY],
+    ],
+    ids="-".join,
 )
 def executed(request: pytest.FixtureRequest, output_of: Output) -> Facts:
     """Calls that contain every pair of values of any two options: in the fast run some for sm_90."""
@@ -60,6 +65,7 @@ def test_every_instruction_is_tested(executed: Facts) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.emulated
 def test_all_gpus_give_the_same_bits(output_of: Output) -> None:
     """But for sums over channels in float32, whose order the compiler chooses; see docs/gpu.md."""
     found = [output_of("tests.support.triton.emulated", *one)["found"]["calls"] for one in EVERY]
@@ -69,6 +75,7 @@ def test_all_gpus_give_the_same_bits(output_of: Output) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.emulated
 @pytest.mark.parametrize("seed, target", list(enumerate(TARGETS, 5)))
 def test_the_tests_of_the_kernels_pass(seed: int, target: str, output_of: Output) -> None:
     """All other tests of the kernels pass, where the emulator takes the place of the interpreter."""
