@@ -158,21 +158,14 @@ struct First {
   }
   alignas(16) Stored of[room] = {};
 };
-TIGHTROPE_INLINE V read_first(const float* at, int64_t n) {
-  return n >= 4 ? Wide::read(at) : Wide::read(First<float, 4>(at, n).of);
+template <class Stored>
+TIGHTROPE_INLINE V read_first(const Stored* at, int64_t n) {
+  return n >= 4 ? Wide::read(at) : Wide::read(First<Stored, 4>(at, n).of);
 }
-TIGHTROPE_INLINE void write_first(float* at, V x, int64_t n) {
+template <class Stored>
+TIGHTROPE_INLINE void write_first(Stored* at, V x, int64_t n) {
   if (n >= 4) return Wide::write<false>(at, x);
-  First<float, 4> part;
-  Wide::write<false>(part.of, x);
-  part.copy(at, n);
-}
-TIGHTROPE_INLINE V read_first(const uint16_t* at, int64_t n) {
-  return n >= 4 ? Wide::read(at) : Wide::read(First<uint16_t, 4>(at, n).of);
-}
-TIGHTROPE_INLINE void write_first(uint16_t* at, V x, int64_t n) {
-  if (n >= 4) return Wide::write<false>(at, x);
-  First<uint16_t, 4> part;
+  First<Stored, 4> part;
   Wide::write<false>(part.of, x);
   part.copy(at, n);
 }
