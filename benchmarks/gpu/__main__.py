@@ -4,7 +4,7 @@ It runs pytest over the files of this folder, in three phases:
 
     budgets   the speed budgets, most of them relative to a copy (one worker)
     checks    every case at small sizes; every contender of every case, compiled and compared; the
-              tests of the Triton backend, tests/kernel/triton without test_machine_code.py
+              tests of the Triton backend, tests/kernel/triton without test_machine_code.py and test_emulated.py
               (parallel workers)
     times     all contenders with right results, in turns; then other block shapes (one worker)
 
@@ -73,8 +73,10 @@ class Phase(NamedTuple):
 def phases() -> tuple[Phase, ...]:
     """Return the phases of a run, in order."""
     found = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(KERNEL_TESTS))
-    # The tests that only compile need no GPU.
-    triton = [path for path in found if not path.endswith("test_machine_code.py")]
+    # The tests that only compile, or emulate, need no GPU.
+    triton = [
+        path for path in found if not path.endswith(("test_machine_code.py", "test_emulated.py"))
+    ]
     if len(triton) == len(found) or len(triton) < 3:
         raise FileNotFoundError(f"{KERNEL_TESTS}: these are not the tests of the kernels: {found}")
     return (
