@@ -153,9 +153,14 @@ def digest(*parts: str | bytes) -> str:
     return total.hexdigest()[:16]
 
 
+def target_of(stem: str, key: str, suffix: str) -> Path:
+    """Return where a built file is kept."""
+    return OBJECTS / f"{stem}-{key}{suffix}"
+
+
 def produce(stem: str, key: str, suffix: str, command: list[str]) -> Path:
     """Run `command -o <stem>-<key><suffix>` unless that file exists; delete its older versions."""
-    target = OBJECTS / f"{stem}-{key}{suffix}"
+    target = target_of(stem, key, suffix)
     if not target.exists():
         try:
             OBJECTS.mkdir(parents=True, exist_ok=True)
@@ -203,6 +208,8 @@ def build_library() -> Path:
     if missing:
         raise NotBuilt(f"csrc/ lacks {', '.join(missing)}")
 
+    # The largest instruction set, which takes longest.
+    largest = next(reversed(units))
     # Any file of csrc/ that is not .cpp may be included by a unit.
     headers = [p.read_bytes() for p in sorted(CSRC.glob("*")) if p.suffix != ".cpp"]
 
@@ -212,10 +219,11 @@ def build_library() -> Path:
         # Objects do not depend on the folder of the source, see COMMON_FLAGS.
         where = shlex.join(command).replace(str(ROOT), ".")
         key = digest(version, torch_version, where, text, *headers)
+        if source == largest and not target_of(Path(source).stem, key, ".o").exists():
+            say("Compiling the CPU kernel of tightrope: up to two minutes on two cores.")
         return produce(Path(source).stem, key, ".o", command)
 
-    say("Building the CPU kernel of tightrope: up to two minutes on two cores.")
-    # Start with the last unit, the largest instruction set, which takes longest.
+    # Start with the largest.
     with ThreadPoolExecutor(JOBS) as pool:
         objects = list(pool.map(compile_unit, reversed(units)))
 
