@@ -36,14 +36,13 @@ TIGHTROPE_INLINE T at_most(T limit, T x) { return choose(x > limit, limit, x); }
 template <class T>
 TIGHTROPE_INLINE T at_least(T limit, T x) { return choose(x < limit, limit, x); }
 
-// Adding this constant rounds to an integer and leaves it in the lowest bits.
-constexpr float kRounder = 12582912.0f;  // 1.5 · 2^23
 TIGHTROPE_INLINE int32_t rounded(float shifted) { return int32_t(bits<uint32_t>(shifted) - bits<uint32_t>(kRounder)); }
-
+TIGHTROPE_INLINE float power_of_two(int32_t n) { return bits<float>(uint32_t(n + 127) << 23); }
 // p · 2^whole, in two steps: one exponent has no room for the product's whole range. The first is exact.
-TIGHTROPE_INLINE float scaled(float p, float whole) {
-  const int32_t n = rounded(whole + kRounder), half = n >> 1;
-  return p * bits<float>(uint32_t(half + 127) << 23) * bits<float>(uint32_t(n - half + 127) << 23);
+template <class T>
+TIGHTROPE_INLINE T scaled(T p, T whole) {
+  const auto n = rounded(whole + all<T>(kRounder)), half = n >> 1;
+  return p * power_of_two(half) * power_of_two(n - half);
 }
 
 template <bool brief = false, class T>
@@ -249,7 +248,7 @@ struct Tanh {
     return q * (all<T>(2) - q);
   }
 };
-// sin or cos. Angles above kLargeAngle are the caller's business; see has_large.
+// sin or cos. Floats above kLargeAngle are the caller's business.
 template <bool cosine>
 struct Wave {
   template <bool, class T> static TIGHTROPE_INLINE T f(T x) {
@@ -266,6 +265,11 @@ struct Wave {
     return cosine ? -y : y;
   }
 };
+
+template <class A>
+constexpr bool kIsWave = false;
+template <bool cosine>
+inline constexpr bool kIsWave<Wave<cosine>> = true;
 
 // Calls use(A()) for an elementwise activation A; returns false for the others.
 template <class Use>

@@ -15,10 +15,6 @@ template <class A>
 constexpr bool kHasSigmoid = kIsSilu<A>;
 template <>
 inline constexpr bool kHasSigmoid<Sigmoid> = true;
-template <class A>
-constexpr bool kIsWave = false;
-template <bool cosine>
-inline constexpr bool kIsWave<Wave<cosine>> = true;
 
 // 1 + e^-x; infinite where float overflows.
 //

@@ -70,6 +70,9 @@ TIGHTROPE_INLINE T polynomial(T x, double highest, Numbers... next) {
   return sum;
 }
 
+// Adding this constant rounds a float to an integer and leaves it in the lowest bits.
+constexpr float kRounder = 12582912.0f;  // 1.5 · 2^23
+
 template <class To, class From>
 inline To bits(From from) {
   static_assert(sizeof(To) == sizeof(From), "same size");

@@ -87,25 +87,20 @@ struct Turn {
   // `other`: distance between the channels of a pair; `left`: pairs that remain from this block on.
   template <bool whole>
   static TIGHTROPE_INLINE void read(const typename F::Stored* at, int64_t other, int64_t left, V* x) {
-    if (!interleaved) {
-      S::read(at, whole ? kWhole : left, x);
-      S::read(at + other, whole ? kWhole : left, x + S::kRegisters);
-    } else {
 #pragma GCC unroll 2
-      for (int i = 0; i < kSpans; ++i)
-        S::read(at + i * S::kChannels, whole ? kWhole : 2 * left - i * S::kChannels, x + i * S::kRegisters);
-    }
+    for (int i = 0; i < kSpans; ++i)
+      S::read(at + place(i, other), whole ? kWhole : channels(i, left), x + i * S::kRegisters);
   }
   template <bool whole>
   static TIGHTROPE_INLINE void write(typename F::Stored* at, int64_t other, int64_t left, const V* x) {
-    if (!interleaved) {
-      S::write(at, whole ? kWhole : left, x);
-      S::write(at + other, whole ? kWhole : left, x + S::kRegisters);
-    } else {
 #pragma GCC unroll 2
-      for (int i = 0; i < kSpans; ++i)
-        S::write(at + i * S::kChannels, whole ? kWhole : 2 * left - i * S::kChannels, x + i * S::kRegisters);
-    }
+    for (int i = 0; i < kSpans; ++i)
+      S::write(at + place(i, other), whole ? kWhole : channels(i, left), x + i * S::kRegisters);
+  }
+  // Where a span begins, and how many channels remain from there on.
+  static TIGHTROPE_INLINE int64_t place(int i, int64_t other) { return interleaved ? i * S::kChannels : i * other; }
+  static TIGHTROPE_INLINE int64_t channels(int i, int64_t left) {
+    return interleaved ? 2 * left - i * S::kChannels : left;
   }
 
   V c[kAngles_], s[kAngles_];

@@ -124,25 +124,37 @@ TIGHTROPE_LOOP void act_from(const typename F::Stored* __restrict in,
                              typename F::Value* __restrict x, int64_t n) {
   for (int64_t k = 0; k < n; ++k) x[k] = A::template f<false>(F::load(in[k]));
 }
+// Whether some angles of a wave need the C library.
+template <class A>
+inline bool has_large(const float* __restrict x, int64_t n) {
+  int32_t found = 0;
+  if (kIsWave<A>)
+    for (int64_t k = 0; k < n; ++k) found |= magnitude(x[k]) > kLargeAngle;
+  return found != 0;
+}
+template <class A>
+inline bool has_large(const double*, int64_t) { return false; }
+
 template <class A, class T>
 TIGHTROPE_LOOP void act_on_row(T* __restrict x, int64_t n) {
-  for (int64_t k = 0; k < n; ++k) x[k] = A::template f<false>(x[k]);
+  const auto near = [&](int64_t k) { return A::template f<false>(x[k]); };
+  if (has_large<A>(x, n)) {
+    for (int64_t k = 0; k < n; ++k)
+      x[k] = magnitude(x[k]) > T(kLargeAngle) ? T(A::template f<false>(double(x[k]))) : near(k);
+    return;
+  }
+  for (int64_t k = 0; k < n; ++k) x[k] = near(k);
 }
 template <class A, class T>
 TIGHTROPE_LOOP void slope_on_row(const T* __restrict x, T* __restrict g, int64_t n) {
-  for (int64_t k = 0; k < n; ++k) g[k] *= A::template slope<false>(x[k]);
+  const auto near = [&](int64_t k) { return A::template slope<false>(x[k]); };
+  if (has_large<A>(x, n)) {
+    for (int64_t k = 0; k < n; ++k)
+      g[k] *= magnitude(x[k]) > T(kLargeAngle) ? T(A::template slope<false>(double(x[k]))) : near(k);
+    return;
+  }
+  for (int64_t k = 0; k < n; ++k) g[k] *= near(k);
 }
-
-// Sine and cosine of angles above kLargeAngle, by the C library, one at a time.
-inline double sine_or_cosine(double x, bool cosine) {
-  return cosine ? __builtin_cos(x) : __builtin_sin(x);
-}
-inline bool has_large(const float* __restrict x, int64_t n) {
-  int32_t found = 0;
-  for (int64_t k = 0; k < n; ++k) found |= magnitude(x[k]) > kLargeAngle;
-  return found != 0;
-}
-inline bool has_large(const double*, int64_t) { return false; }
 
 // Whether stage_tiles.h processes everything of this type but softmax.
 template <class T>
@@ -161,12 +173,6 @@ inline void apply(const Stages& o, const T* weight, T* __restrict x, int64_t n) 
     if (o.act == Act::kRmsNorm) {
       const T scale = inverse_rms(x, n, o.eps);
       for (int64_t k = 0; k < n; ++k) x[k] = x[k] * scale * weight[k];
-    } else if ((o.act == Act::kSin || o.act == Act::kCos) && has_large(x, n)) {
-      const bool cosine = o.act == Act::kCos;
-      for (int64_t k = 0; k < n; ++k) {
-        const T near = cosine ? Wave<true>::f<false>(x[k]) : Wave<false>::f<false>(x[k]);
-        x[k] = magnitude(x[k]) > T(kLargeAngle) ? T(sine_or_cosine(double(x[k]), cosine)) : near;
-      }
     } else {
       with_act(o.act, [&](auto act) { act_on_row<decltype(act)>(x, n); });
     }
@@ -190,13 +196,6 @@ inline void apply_back(const Stages& o, const T* __restrict weight, T* __restric
       for (int64_t k = 0; k < n; ++k) g[k] *= weight[k];
       const T share = dot(g, x, n) / T(n);
       for (int64_t k = 0; k < n; ++k) g[k] = scale * fma_(-x[k], share, g[k]);
-    } else if ((o.act == Act::kSin || o.act == Act::kCos) && has_large(x, n)) {
-      const bool cosine = o.act == Act::kCos;
-      for (int64_t k = 0; k < n; ++k) {
-        const T far = cosine ? -T(sine_or_cosine(double(x[k]), false)) : T(sine_or_cosine(double(x[k]), true));
-        const T near = cosine ? Wave<true>::slope<false>(x[k]) : Wave<false>::slope<false>(x[k]);
-        g[k] *= magnitude(x[k]) > T(kLargeAngle) ? far : near;
-      }
     } else {
       with_act(o.act, [&](auto act) { slope_on_row<decltype(act)>(x, g, n); });
     }

@@ -78,7 +78,6 @@ TIGHTROPE_INLINE V rounded_down(V x) { return _mm256_floor_ps(x); }
 TIGHTROPE_INLINE V rounded_even(V x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 TIGHTROPE_INLINE V at_most(V limit, V x) { return _mm256_min_ps(limit, x); }
 TIGHTROPE_INLINE V at_least(V limit, V x) { return _mm256_max_ps(limit, x); }
-TIGHTROPE_INLINE Integers integers(V x) { return (Integers)_mm256_cvtps_epi32(x); }
 
 TIGHTROPE_INLINE Integers first_lanes(int64_t n) {
   return (Integers)_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7) < (Integers)_mm256_set1_epi32(int32_t(n));
@@ -90,32 +89,12 @@ TIGHTROPE_INLINE void write_first(float* at, V x, int64_t n) {
   if (n >= 8) return Wide::write<false>(at, x);
   _mm256_maskstore_ps(at, (__m256i)first_lanes(n < 0 ? 0 : n), x);
 }
-TIGHTROPE_INLINE V read_first(const uint16_t* at, int64_t n) {
-  if (n >= 8) return Wide::read(at);
-  alignas(16) uint16_t part[8] = {};
-  for (int64_t k = 0; k < n; ++k) part[k] = at[k];
-  return Wide::read(part);
-}
-TIGHTROPE_INLINE void write_first(uint16_t* at, V x, int64_t n) {
-  if (n >= 8) return Wide::write<false>(at, x);
-  alignas(16) uint16_t part[8];
-  Wide::write<false>(part, x);
-  for (int64_t k = 0; k < n; ++k) at[k] = part[k];
-}
 // Half a register is the usual remainder of bfloat16.
-TIGHTROPE_INLINE Words read_first(const Twin* at, int64_t n) {
-  if (n >= 16) return Wide::read(at);
-  if (n == 8) return (Words)_mm256_zextsi128_si256(_mm_loadu_si128((const __m128i*)at));
-  alignas(32) uint16_t part[16] = {};
-  for (int64_t k = 0; k < n; ++k) part[k] = ((const uint16_t*)at)[k];
-  return Wide::read((const Twin*)part);
+TIGHTROPE_INLINE Words read_half(const Twin* at) {
+  return (Words)_mm256_zextsi128_si256(_mm_loadu_si128((const __m128i*)at));
 }
-TIGHTROPE_INLINE void write_first(Twin* at, Words x, int64_t n) {
-  if (n >= 16) return Wide::write<false>(at, x);
-  if (n == 8) return _mm_storeu_si128((__m128i*)at, _mm256_castsi256_si128((__m256i)x));
-  alignas(32) uint16_t part[16];
-  Wide::write<false>((Twin*)part, x);
-  for (int64_t k = 0; k < n; ++k) ((uint16_t*)at)[k] = part[k];
+TIGHTROPE_INLINE void write_half(Twin* at, Words x) {
+  _mm_storeu_si128((__m128i*)at, _mm256_castsi256_si128((__m256i)x));
 }
 
 TIGHTROPE_INLINE bool any(Integers which) { return _mm256_movemask_ps((V)which) != 0; }
@@ -144,40 +123,12 @@ TIGHTROPE_INLINE V all<V>(double x) { return vdupq_n_f32(float(x)); }
 TIGHTROPE_INLINE V root(V x) { return vsqrtq_f32(x); }
 TIGHTROPE_INLINE V rounded_down(V x) { return vrndmq_f32(x); }
 TIGHTROPE_INLINE V rounded_even(V x) { return vrndnq_f32(x); }
-TIGHTROPE_INLINE Integers integers(V x) { return (Integers)vcvtnq_s32_f32(x); }
 
-// The first n numbers, in memory of the size of a register.
-template <class Stored, int room>
-struct First {
-  First() = default;
-  TIGHTROPE_INLINE First(const Stored* at, int64_t n) {
-    for (int64_t k = 0; k < n; ++k) of[k] = at[k];
-  }
-  TIGHTROPE_INLINE void copy(Stored* at, int64_t n) const {
-    for (int64_t k = 0; k < n; ++k) at[k] = of[k];
-  }
-  alignas(16) Stored of[room] = {};
-};
-template <class Stored>
-TIGHTROPE_INLINE V read_first(const Stored* at, int64_t n) {
-  return n >= 4 ? Wide::read(at) : Wide::read(First<Stored, 4>(at, n).of);
+// Half a register is the usual remainder of bfloat16.
+TIGHTROPE_INLINE Words read_half(const Twin* at) {
+  return (Words)vcombine_u16(vld1_u16((const uint16_t*)at), vdup_n_u16(0));
 }
-template <class Stored>
-TIGHTROPE_INLINE void write_first(Stored* at, V x, int64_t n) {
-  if (n >= 4) return Wide::write<false>(at, x);
-  First<Stored, 4> part;
-  Wide::write<false>(part.of, x);
-  part.copy(at, n);
-}
-TIGHTROPE_INLINE Words read_first(const Twin* at, int64_t n) {
-  return n >= 8 ? Wide::read(at) : Wide::read((const Twin*)First<uint16_t, 8>((const uint16_t*)at, n).of);
-}
-TIGHTROPE_INLINE void write_first(Twin* at, Words x, int64_t n) {
-  if (n >= 8) return Wide::write<false>(at, x);
-  First<uint16_t, 8> part;
-  Wide::write<false>((Twin*)part.of, x);
-  part.copy((uint16_t*)at, n);
-}
+TIGHTROPE_INLINE void write_half(Twin* at, Words x) { vst1_u16((uint16_t*)at, vget_low_u16((uint16x8_t)x)); }
 
 TIGHTROPE_INLINE bool any(Integers which) { return vmaxvq_u32((uint32x4_t)which) != 0; }
 TIGHTROPE_INLINE Words entry_of_16(const int32_t* table, Words k) {
@@ -198,17 +149,49 @@ TIGHTROPE_INLINE V fold_ones(V a, V b) {
 }
 #endif
 
+#if !defined(__AVX512F__)
+// The first n numbers, in memory of the size of a register.
+template <class Stored, int room>
+struct First {
+  First() = default;
+  TIGHTROPE_INLINE First(const Stored* at, int64_t n) {
+    for (int64_t k = 0; k < n; ++k) of[k] = at[k];
+  }
+  TIGHTROPE_INLINE void copy(Stored* at, int64_t n) const {
+    for (int64_t k = 0; k < n; ++k) at[k] = of[k];
+  }
+  alignas(sizeof(V)) Stored of[room] = {};
+};
+template <class Stored>
+TIGHTROPE_INLINE V read_first(const Stored* at, int64_t n) {
+  return n >= kWidest ? Wide::read(at) : Wide::read(First<Stored, kWidest>(at, n).of);
+}
+template <class Stored>
+TIGHTROPE_INLINE void write_first(Stored* at, V x, int64_t n) {
+  if (n >= kWidest) return Wide::write<false>(at, x);
+  First<Stored, kWidest> part;
+  Wide::write<false>(part.of, x);
+  part.copy(at, n);
+}
+TIGHTROPE_INLINE Words read_first(const Twin* at, int64_t n) {
+  if (n >= 2 * kWidest) return Wide::read(at);
+  if (n == kWidest) return read_half(at);
+  return Wide::read((const Twin*)First<uint16_t, 2 * kWidest>((const uint16_t*)at, n).of);
+}
+TIGHTROPE_INLINE void write_first(Twin* at, Words x, int64_t n) {
+  if (n >= 2 * kWidest) return Wide::write<false>(at, x);
+  if (n == kWidest) return write_half(at, x);
+  First<uint16_t, 2 * kWidest> part;
+  Wide::write<false>((Twin*)part.of, x);
+  part.copy((uint16_t*)at, n);
+}
+#endif
+
 TIGHTROPE_INLINE V choose(Integers which, V yes, V no) { return which ? yes : no; }
 TIGHTROPE_INLINE V magnitude(V x) { return (V)((Words)x & 0x7FFFFFFFu); }
 TIGHTROPE_INLINE V with_sign(V x, V of) { return (V)(((Words)x & 0x7FFFFFFFu) | ((Words)of & 0x80000000u)); }
-#if !defined(__AVX512F__)
-// See scaled in acts.h.
-TIGHTROPE_INLINE V scaled(V p, V whole) {
-  const Integers n = integers(whole), half = n >> 1;
-  return p * (V)((half + 127) << 23) * (V)((n - half + 127) << 23);
-}
-#endif
-TIGHTROPE_INLINE Integers rounded(V shifted) { return (Integers)((Words)shifted - 0x4B400000u); }
+TIGHTROPE_INLINE Integers rounded(V shifted) { return (Integers)((Words)shifted - bits<uint32_t>(kRounder)); }
+TIGHTROPE_INLINE V power_of_two(Integers n) { return (V)((n + 127) << 23); }
 
 }  // namespace
 }  // namespace TIGHTROPE_ISA
