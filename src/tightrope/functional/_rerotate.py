@@ -93,8 +93,8 @@ def rerotate_(  # noqa: PLR0913  (one argument for each option)
 ) -> torch.Tensor:
     """Move rotated keys in place: :func:`rerotate` for a key cache or a slice of one.
 
-    Args: see :func:`rerotate`; k like x of :func:`rotate_`. With ``slots``, only these entries of a paged cache k move, as
-    in :func:`rotate_`, and the positions are those of the tokens in the slots.
+    Args: see :func:`rerotate`; k like x of :func:`rotate_`. With ``slots``, only these entries of a paged cache k move,
+    as in :func:`rotate_`, and the positions are those of the tokens in the slots.
 
     Returns:
         k itself.

@@ -167,8 +167,8 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
     (slice instead).
 
     With ``slots``, x is a cache like ``out`` of :func:`rotate`, and only these entries of it rotate: int32 or int64
-    ``(rows, tokens)``, or ``(tokens,)`` for one row; the positions have this shape too. -1 skips a token; no entry may be
-    named twice (a ValueError on the CPU, in compiled code a RuntimeError). There is no gradient.
+    ``(rows, tokens)``, or ``(tokens,)`` for one row; the positions have this shape too. -1 skips a token; no entry
+    may be named twice (a ValueError on the CPU, in compiled code a RuntimeError). There is no gradient.
 
     Returns:
         x itself.

@@ -185,11 +185,11 @@ SLOTTED = {
 # Rotates entries of a cache in place; `slots` as above, but none twice.
 ENTRIES = f"rotate_slots_(Tensor(a!) cache, Tensor slots, {_ARGUMENTS}{_EXTRAS}) -> ()"
 
-# Gradients of the angles, in float64 (float32 on devices without float64): for positions,
-# [axes, rows, tokens] or [axes, rows, tokens, heads|1], summed over pairs and the heads that share them; for frequencies, in the shape of the phase words,
-# summed over tokens and over the rows and heads that share them; for phases, in their shape, float32
-# (float64 if y is), summed over the rows and heads that share them. A gradient that is not requested has
-# size 0 in its first dimension. There are no gradients for positions with phases.
+# Gradients of the angles, in float64 (float32 on devices without float64): for positions, [axes, rows, tokens] or
+# [axes, rows, tokens, heads|1], summed over pairs and the heads that share them; for frequencies, in the shape of the
+# phase words, summed over tokens and over the rows and heads that share them; for phases, in their shape, float32
+# (float64 if y is), summed over the rows and heads that share them. A gradient that is not requested has size 0 in its
+# first dimension. There are no gradients for positions with phases.
 #
 # y, z        results of rotate: one or two
 # grad_y, grad_z

@@ -52,8 +52,8 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
 
     Args:
         parts: positions with an id per token (:func:`explicit` makes them), all with the same number
-            of axes, and all or none with heads. Along tokens, all parts with more than one row have the same number of rows. Along
-            rows, all have the same number of tokens.
+            of axes, and all or none with heads. Along tokens, all parts with more than one row have the same
+            number of rows. Along rows, all have the same number of tokens.
         along: "tokens" or "rows".
 
     >>> concatenate([torch.tensor([0]), torch.tensor([7, 8])]).ids.tolist()

@@ -2,8 +2,8 @@
 
 The script has a process of its own, because Triton chooses compiler or interpreter at import. Its
 arguments are the value of TIGHTROPE_EMULATE (see cases.py) and what to run: "core" for some of the
-calls that contain every pair of values of two options and of plain rotations, "calls" for all of them, "tests" for the tests of
-the kernels, or "planted" for PLANTS. It prints JSON.
+calls that contain every pair of values of two options and of plain rotations, "calls" for all of them, "tests" for
+the tests of the kernels, or "planted" for PLANTS. It prints JSON.
 """
 
 from __future__ import annotations
