@@ -180,6 +180,17 @@ def test_forward_mode(function: Callable[..., torch.Tensor]) -> None:
     assert gradcheck(lambda x, p: function(x, spec, p), (x.requires_grad_(), p), **check)
 
 
+def test_what_is_written_loses_an_old_tangent() -> None:
+    """The written tensor has the tangent of x, also where x has none but the tensor had one before."""
+    x, old = noise(2, 3, 5, 8), noise(2, 3, 5, 8, seed=1)
+    with forward_ad.dual_level():
+        out = forward_ad.make_dual(torch.empty_like(x), old)
+        assert (
+            forward_ad.unpack_dual(rotate(x, RopeSpec(8), 3, out=out)).tangent.count_nonzero() == 0
+        )
+        assert_near(forward_ad.unpack_dual(out).primal, rotate(x, RopeSpec(8), 3), "float64 ways")
+
+
 @pytest.mark.parametrize("function", [rotate, lambda x, *a: rotate_(x.clone(), *a)])
 def test_functorch(function: Callable[..., torch.Tensor]) -> None:
     spec = RopeSpec(8)

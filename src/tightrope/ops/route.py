@@ -74,7 +74,8 @@ def route(call: Call) -> Way:
     compiling, transformed = torch.compiler.is_compiling(), is_transformed()
     needs_grad = torch.is_grad_enabled() and _any_wants_grad(call)
     if call.backend == "reference" or (
-        forward_ad._current_level >= 0 and have_tangents(tensors_of(call.tensors()), transformed)
+        forward_ad._current_level >= 0
+        and have_tangents(tensors_of((call.tensors(), call.outs)), transformed)
     ):
         found = DEFINITION
     elif compiling:

@@ -404,7 +404,7 @@ def _check_mode(call: Call, way: Way) -> None:
         )
     if way.transformed and way.route != TRACED:
         raise unsupported("slots cannot be used in vmap, grad or another transform of torch.func")
-    if have_tangents(tensors_of((call.tensors(), slots)), False):
+    if have_tangents(tensors_of((call.tensors(), call.outs, slots)), False):
         raise unsupported("slots have no forward-mode derivative; rotate without out")
 
 

@@ -138,8 +138,10 @@ def _check_mode(calls: Sequence[Call], caches: Sequence[torch.Tensor], slots: Sl
     """Refuse a call whose 8-bit results something would have to follow."""
     read = [one for call in calls for one in tensors_of(call.tensors())]
     read += [] if slots is None else slots.read()
-    if needs_plain() or is_transformed() or have_tangents(read, False):
-        raise unsupported("scale cannot be used in a transform of torch.func, nor exported to ONNX")
+    if needs_plain() or is_transformed() or have_tangents((*read, *caches), False):
+        raise unsupported(
+            "scale cannot be used in a transform of torch.func, with forward-mode tangents or in an export to ONNX"
+        )
     if torch.is_grad_enabled() and any_requires_grad((*read, *caches)):
         raise bad_value(
             "a result in 8 bits has no gradient, but a tensor requires one; use torch.no_grad()"

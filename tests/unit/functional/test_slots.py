@@ -514,9 +514,14 @@ TYPES = {
 }
 
 
-def forward_mode() -> None:
-    with fwAD.dual_level():
-        call(fwAD.make_dual(K, torch.ones_like(K)))
+def forward_mode(which: str) -> Callable[[], None]:
+    def run() -> None:
+        with fwAD.dual_level():
+            given = {"k": K, "out": CACHE}
+            given[which] = fwAD.make_dual(given[which], torch.ones_like(given[which]))
+            call(**given)
+
+    return run
 
 
 TRANSFORM = "slots cannot be used in vmap, grad or another transform of torch.func."
@@ -525,7 +530,10 @@ UNSUPPORTED = {
         lambda: torch.vmap(lambda k: call(k, values=None))(K[None]),
         lambda: torch.func.grad(lambda k: call(k, values=None).sum())(K),
     ],
-    "[rotate] slots have no forward-mode derivative; rotate without out.": forward_mode,
+    "[rotate] slots have no forward-mode derivative; rotate without out.": [
+        forward_mode("k"),
+        forward_mode("out"),
+    ],
 }
 test_sentence = refusals(
     IndexError=INDEX, ValueError=VALUES, TypeError=TYPES, NotImplementedError=UNSUPPORTED

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from tests.support.helpers import noise, refusals
 from tests.support.matrix import every_backend
@@ -282,6 +283,11 @@ def written(out: Any = None, scale: Any = 0.5, x: torch.Tensor = K, **options: A
     return rotate(x, SPEC, out=out, scale=scale, **options)
 
 
+def with_tangent() -> None:
+    with forward_ad.dual_level():
+        written(x=forward_ad.make_dual(K, torch.ones_like(K)))
+
+
 def pages(width: int = DIM, dtype: torch.dtype = E4M3) -> torch.Tensor:
     return torch.zeros(4, HEADS, 3, width, dtype=dtype)
 
@@ -345,11 +351,13 @@ test_refusals = refusals(
         ),
     },
     NotImplementedError={
-        "[rotate] scale cannot be used in a transform of torch.func, nor exported to ONNX.": (
+        "[rotate] scale cannot be used in a transform of torch.func, with forward-mode tangents or in an export "
+        "to ONNX.": [
             lambda: torch.func.vmap(lambda x: rotate(x, SPEC, out=pages()[:3, :, :2], scale=1.0))(
                 K[None, :, :, :2]
-            )
-        ),
+            ),
+            with_tangent,
+        ],
     },
 )
 
