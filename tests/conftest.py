@@ -120,7 +120,7 @@ def pytest_unconfigure() -> None:
 
 
 # The packages without which tests are skipped.
-LIBRARIES = """accelerate diffusers einops gguf jax kernels matplotlib onnxruntime onnxscript playwright
+LIBRARIES = """accelerate comfy_kitchen diffusers einops gguf jax kernels matplotlib onnxruntime onnxscript playwright
     rotary_embedding_torch safetensors timm torchtitan transformers triton vllm x_transformers""".split()
 INSTRUCTION_SETS = {"avx512bf16": "AVX-512 with bfloat16", "avx512": "AVX-512", "avx2": "AVX2"}
 PROGRAMS = {

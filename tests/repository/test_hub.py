@@ -37,14 +37,15 @@ def load(name: str, path: Path) -> ModuleType:
 build = load("hub_build", ROOT / "hub" / "build.py")
 
 
-@pytest.fixture(scope="module")
+# Once in a process, which registers operators only once: a worker may come back to this file.
+@pytest.fixture(scope="session")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hub")
     build.build(folder, COMMIT)
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def kernel(out: Path) -> ModuleType:
     kernels = pytest.importorskip("kernels")
     return kernels.get_local_kernel(out, backend="cpu")

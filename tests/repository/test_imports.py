@@ -29,6 +29,7 @@ ALLOWED = {
     "src/tightrope_tools": "tightrope tightrope_tools",
     "examples": f"tightrope {' '.join(EXAMPLES)}",
     "hub": "tightrope hub",  # its files are copied into the package
+    "comfyui": "tightrope",
     "docs": "tightrope",
     "conformance": "tightrope conformance tests.support",
     "benchmarks": "tightrope benchmarks tests.support examples tightrope_tools.figures",

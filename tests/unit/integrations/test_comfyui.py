@@ -1,0 +1,195 @@
+"""The backend for ComfyUI, in comfy-kitchen's registry if it is installed, else in a stand-in for that."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm
+
+from tests.support.helpers import ROOT, noise, refused
+from tests.support.tolerances import assert_near
+from tightrope.backends import cpu
+from tightrope.integrations import comfyui
+
+PAIRS, TOKENS = 8, 5
+
+
+class Registry:
+    """A stand-in for the registry of comfy-kitchen: a backend takes a call if its rules hold."""
+
+    def __init__(self) -> None:
+        self._priority = ["cuda", "eager"]
+        self.backends: dict[str, tuple[Any, dict[str, Any]]] = {}
+
+    def register(self, name: str, module: Any, capabilities: dict[str, Any]) -> None:
+        self.backends[name] = module, capabilities
+
+    def set_priority(self, names: list[str]) -> None:
+        self._priority = names
+
+    def validate_backend_for_call(
+        self, backend: str, function: str, kwargs: dict[str, Any]
+    ) -> SimpleNamespace:
+        rule = self.backends[backend][1][function]
+        tensors = [
+            (value, rule.params[name])
+            for name, value in kwargs.items()
+            if isinstance(value, torch.Tensor) and name in rule.params
+        ]
+        holds = all(
+            value.dtype in own.dtypes and value.device.type in rule.default_devices
+            for value, own in tensors
+        )
+        return SimpleNamespace(success=holds and all(c(kwargs).success for c in rule.call_rules))
+
+    def get_implementation(self, function: str, backend: str) -> Any:
+        return getattr(self.backends[backend][0], function)
+
+
+@pytest.fixture(params=["stand-in", "comfy-kitchen"])
+def registry(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A registry after `register`."""
+    if request.param == "comfy-kitchen":
+        module = pytest.importorskip("comfy_kitchen.registry")
+        monkeypatch.setattr(module, "registry", module.BackendRegistry())
+        found = module.registry
+    else:
+        found = Registry()
+        result = SimpleNamespace(
+            ok=lambda: SimpleNamespace(success=True),
+            fail=lambda *_: SimpleNamespace(success=False),
+        )
+        modules: dict[str, dict[str, Any]] = {
+            "comfy_kitchen": {},
+            "comfy_kitchen.registry": {"registry": found},
+            "comfy_kitchen.constraints": {
+                "ValidationResult": result,
+                "ParamConstraint": SimpleNamespace,
+                "FunctionConstraints": SimpleNamespace,
+            },
+        }
+        for name, values in modules.items():
+            module = ModuleType(name)
+            vars(module).update(values)
+            monkeypatch.setitem(sys.modules, name, module)
+    before = list(found._priority)
+    for _ in range(2):
+        assert runpy.run_path(str(ROOT / "comfyui" / "__init__.py"))["NODE_CLASS_MAPPINGS"] == {}
+    assert found._priority == ["tightrope", *before]
+    return found
+
+
+def matrices(tokens: int = TOKENS, rows: int = 1, heads_dim: int = 1) -> torch.Tensor:
+    """Any 2x2 matrices, not only rotations: comfy-kitchen takes all."""
+    made = noise(rows, 1, tokens, PAIRS, 2, 2, seed=3, dtype=torch.float32)
+    return made if heads_dim == 1 else made.transpose(1, 2)
+
+
+def expected(x: torch.Tensor, by: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Each pair times its matrix, in float64."""
+    dim = -1 if interleaved else -2
+    pairs = x.double().unflatten(-1, (PAIRS, 2) if interleaved else (2, PAIRS))
+    first, second = pairs.unbind(dim)
+    by = by[:, :, : x.shape[2]].double()
+    y = [by[..., i, 0] * first + by[..., i, 1] * second for i in (0, 1)]
+    return torch.stack(y, dim).flatten(-2)
+
+
+def run(registry: Any, function: str, **arguments: Any) -> Any:
+    assert registry.validate_backend_for_call("tightrope", function, arguments).success
+    return registry.get_implementation(function, "tightrope")(**arguments)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "rows, heads_dim, longer", [(1, 1, 0), (2, 1, 3), (2, 2, 0)], ids=["shared", "longer", "bshd"]
+)
+def test_each_pair_is_multiplied_by_its_matrix(
+    registry: Any, interleaved: bool, dtype: torch.dtype, rows: int, heads_dim: int, longer: int
+) -> None:
+    q, k = noise(2, 3, TOKENS, 16, dtype=dtype), noise(2, 4, TOKENS, 16, seed=1, dtype=dtype)
+    if heads_dim == 2:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    by, name = matrices(TOKENS + longer, rows, heads_dim), "" if interleaved else "_split_half"
+    bound = f"table rotation, {dtype}"
+    found = run(registry, f"apply_rope{name}", xq=q, xk=k, freqs_cis=by)
+    for x, y in zip((q, k), found, strict=True):
+        assert y.dtype == dtype
+        assert_near(y, expected(x, by, interleaved).to(dtype), bound)
+        assert torch.equal(run(registry, f"apply_rope{name}1", x=x, freqs_cis=by), y)
+        written = x.clone()
+        assert run(registry, f"apply_rope{name}1_", x=written, freqs_cis=by) is written
+        assert torch.equal(written, y)
+    run(registry, f"apply_rope{name}_", xq=q, xk=k, freqs_cis=by)
+    assert torch.equal(q, found[0])
+    assert torch.equal(k, found[1])
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("turned", [0, 16])
+@pytest.mark.parametrize("own", [False, True], ids=["one scale", "two scales"])
+def test_norms(registry: Any, interleaved: bool, turned: int, own: bool) -> None:
+    width = 20 if turned else 16
+    q, k = (noise(2, n, TOKENS, width, seed=n, dtype=torch.float32) for n in (3, 4))
+    scales = [noise(width, seed=n, dtype=torch.float32) for n in (5, 6)]
+    by, name = matrices(), "" if interleaved else "_split_half"
+    more = {"k_scale": scales[1]} if own else {}
+    if turned:
+        more["rot_dim"] = turned
+    found = run(registry, f"rms_rope{name}", q=q, k=k, freqs_cis=by, q_scale=scales[0], **more)
+    for x, y, scale in zip((q, k), found, (scales[0], scales[own]), strict=True):
+        normed = rms_norm(x, (width,), scale, 1e-6)
+        rest = normed[..., 16:]
+        wanted = expected(normed[..., :16], by, interleaved).float()
+        assert_near(y[..., :16], wanted, "float32 ways")
+        assert torch.equal(y[..., 16:], rest)
+    if not turned:
+        one = run(registry, f"rms_rope{name}1", x=q, freqs_cis=by, scale=scales[0])
+        assert torch.equal(one, found[0])
+
+
+X = torch.zeros(2, 3, TOKENS, 16)
+OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "float64": lambda: {"x": X.double(), "freqs_cis": matrices()},
+    "matrices in 16 bits": lambda: {"x": X, "freqs_cis": matrices().bfloat16()},
+    "three dimensions": lambda: {"x": X[0], "freqs_cis": matrices()},
+    "fewer pairs": lambda: {"x": torch.zeros(2, 3, TOKENS, 20), "freqs_cis": matrices()},
+    "other rows": lambda: {"x": X, "freqs_cis": matrices(rows=3)},
+    "too few matrices": lambda: {"x": X, "freqs_cis": matrices(TOKENS - 1)},
+    "q and k of other tokens": lambda: {
+        "xq": X,
+        "xk": X[:, :, :3],
+        "freqs_cis": matrices(),
+    },
+    "another device": lambda: {"x": X.to("meta"), "freqs_cis": matrices().to("meta")},
+}
+
+
+@pytest.mark.parametrize("arguments", OTHERS.values(), ids=OTHERS)
+def test_other_calls_stay_comfy_kitchens(
+    registry: Any, arguments: Callable[[], dict[str, Any]]
+) -> None:
+    given = arguments()
+    function = "apply_rope1" if "x" in given else "apply_rope"
+    assert not registry.validate_backend_for_call("tightrope", function, given).success
+
+
+def test_refusals(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = noise(2, 3, TOKENS, 16, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"apply_rotary_pos_emb_. q and k must not"):
+        run(registry, "apply_rope_", xq=q, xk=q, freqs_cis=matrices())
+    monkeypatch.setattr(cpu, "why_not", lambda *_: "it was not built")
+    with refused(
+        NotImplementedError, "[register] the kernel for CPUs cannot run: it was not built."
+    ):
+        comfyui.register()
+    monkeypatch.setitem(sys.modules, "comfy_kitchen.registry", None)
+    with refused(ImportError, "[register] needs comfy-kitchen, which ComfyUI installs."):
+        comfyui.register()
