@@ -251,7 +251,7 @@ def _check_consumers(
         reasons = [reason for _, reason in made.values()] or ["no module of it makes them"]
         if stack is not None:
             raise bad_value(
-                f"model must make cosines and sines that {option} can exchange but {reasons[0]}"
+                f"model must make cosines and sines that {option} can exchange, but does not ({reasons[0]})"
             )
         return
     lost = [f"{each.name} ({result.reason})" for each, _, result in found if not result]

@@ -216,7 +216,8 @@ def test_frequencies_that_the_configuration_does_not_give() -> None:
     """A server computes them from the configuration, so it would not have those of the model."""
     model = small_model("Llama")
     model.model.rotary_emb.inv_freq.mul_(0.5)
-    with pytest.raises(ValueError, match="by its config: the cosines and sines differ"):
+    start = r"\[patch\] model must make cosines and sines that stack='vllm' can exchange, but does not \("
+    with pytest.raises(ValueError, match=f"^{start}by its config: the cosines and sines differ"):
         patch(model, stack="vllm")
 
 
