@@ -60,6 +60,16 @@ def test_every_entry_is_read_and_written_as_it_is(own_table: dict[str, Any]) -> 
         assert _known.lookup(key) == candidate
 
 
+def test_sums_that_differ_in_float32_are_not_called_equal_in_fewer_bits(
+    own_table: dict[str, Any],
+) -> None:
+    """A gradient of tables in 16 bits differs in few entries: whether a probe sees one is chance."""
+    for held in own_table.values():
+        (dtype, table, first), *others = Candidate.from_dict(held).bits
+        assert (dtype, table) == (torch.float32, torch.float32)
+        assert first.tables or not any(bits.tables for _, _, bits in others)
+
+
 @pytest.mark.parametrize("module", [modeling_llama, modeling_cohere])
 def test_functions_of_transformers_are_confirmed_without_a_search(
     module: Any, monkeypatch: pytest.MonkeyPatch
