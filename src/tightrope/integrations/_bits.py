@@ -22,7 +22,7 @@ def all_bits(
     """``Candidate.bits``: where the function rounds for each pair of dtypes, and its strides."""
     f32, f64, narrow = torch.float32, torch.float64, (torch.bfloat16, torch.float16)
     dtypes = ((f32, f32), *itertools.product((f32, *narrow), narrow), *((x, f32) for x in narrow))
-    found = []
+    found: list[tuple[torch.dtype, torch.dtype, Bits]] = []
     if not caller.call.form.narrow:
         dtypes = tuple((x, table) for x in (f32, *narrow) for table in (f32, f64))
     # Results of 16 bits cannot show whether arithmetic is in float64, but those of a float32 x can: the

@@ -83,9 +83,9 @@ def patch(
 
     Raises:
         TypeError: model is not a Module.
-        ValueError: an unknown value of angles, rounding or stack; or exact angles or a stack for a model of
-            which a rotary function, or with a stack a module that makes tables, is not replaced. Nothing
-            is changed then.
+        ValueError: an unknown value of angles, rounding or stack; exact angles or a stack for a model of
+            which a rotary function, or with a stack a module that makes tables, is not replaced; or no option
+            for a model that was patched with one. Nothing is changed then.
 
     >>> from transformers import GPTNeoXConfig, GPTNeoXModel
     >>> model = GPTNeoXModel(GPTNeoXConfig(hidden_size=128, num_hidden_layers=1, vocab_size=9))
@@ -95,6 +95,8 @@ def patch(
     """
     check(model, angles, rounding, stack)
     exchanged = angles == "exact" or stack is not None
+    if not exchanged and rounding == "model":
+        _check_no_option_is_lost(model)
     if exchanged:
         rounding = "once" if stack is None else stacks.get(stack).rounding[0]
     found = _found(model.modules(), rounding)
@@ -239,6 +241,23 @@ def check(
         )
 
 
+def _check_no_option_is_lost(model: torch.nn.Module) -> None:
+    """Refuse to patch without options what was patched with one: its bits would change in silence."""
+    kept = [vars(module).get(_tables.KEPT) for module in model.modules()]
+    options = [
+        "angles='exact'" if made.stack is None else f"stack={made.stack!r}"
+        for made in kept
+        if made is not None
+    ]
+    grafts = [graft_of(core_of(type(module))) for module in model.modules()]
+    options += ["rounding='once'" for graft in grafts if graft and graft.recipe.rounding == "once"]
+    if options:
+        raise bad_value(
+            f"model must be patched with the same option again, or unpatched before, but was patched with "
+            f"{options[0]}; call patch(model, {options[0]}), or unpatch(model) first"
+        )
+
+
 def _check_consumers(
     model: torch.nn.Module,
     found: _Results,
@@ -279,8 +298,21 @@ def _check_consumers(
     if lost:
         raise bad_value(
             f"model must have no code that may read its cosines and sines and is not replaced, with {option}, but "
-            f"has {', '.join(lost)}; call patch(model), which keeps the model's own"
+            f"has {', '.join(lost)}; call patch(model), which keeps the model's own{_part(model, made, option)}"
         )
+
+
+def _part(
+    model: torch.nn.Module,
+    made: dict[torch.nn.Module, tuple[_tables.Made | None, str]],
+    option: str,
+) -> str:
+    """Name the largest part of a model whose tables can all be exchanged, such as the text part; "" if none can."""
+    for name, part in sorted(model.named_modules(), key=lambda each: each[0].count(".")):
+        inside = [made[module][0] for module in part.modules() if module in made]
+        if name and inside and None not in inside:
+            return f", or patch(model.{name}, {option}) for that part alone"
+    return ""
 
 
 def _replace_processors(

@@ -332,6 +332,8 @@ def _matching(probe: torch.nn.Module, made: Made) -> tuple[str, tuple[int, ...]]
                         continue
                     raise _Unlike("the module raises an error for the positions tried") from None
                 widths = {w for w in widths if _alike(theirs, ids, made._replace(width=w))}
+                if not widths and _leads(theirs) != ids.shape[-2:]:
+                    raise _Unlike("its position_ids do not have shape (rows, tokens)")
                 if not widths:
                     raise _Unlike("the cosines and sines differ from those of the module")
                 held = sum(t.numel() for t in _held(fresh)) - sum(t.numel() for t in _held(probe))
@@ -341,6 +343,12 @@ def _matching(probe: torch.nn.Module, made: Made) -> tuple[str, tuple[int, ...]]
     if len(widths) != 1:
         raise _Unlike("the width of the module's tables is ambiguous")
     return widths.pop(), tuple(ranks)
+
+
+def _leads(tables: Any) -> torch.Size | None:
+    """The shape of cosines and sines without their width; None for other results."""
+    first = tables[0] if isinstance(tables, tuple) and tables else None
+    return first.shape[:-1] if isinstance(first, torch.Tensor) else None
 
 
 # The number of the first positions that a module must take.

@@ -291,8 +291,26 @@ def test_two_models_in_one_process_keep_their_angles() -> None:
     unpatch(one)
     assert not is_served(one.model.rotary_emb)
     assert is_served(two.model.rotary_emb)
-    patch(two)
-    assert not is_served(two.model.rotary_emb)
+
+
+@pytest.mark.parametrize(
+    "option", [{"angles": "exact"}, {"stack": "vllm"}, {"rounding": "once"}], ids=str
+)
+def test_an_option_is_not_lost_by_another_patch(option: dict[str, Any]) -> None:
+    """A callback, or a second cell of a notebook, may patch a model again; its bits must not change in silence."""
+    model, given = llama("default"), small_inputs("Llama")
+    report = str(patch(model, **option))
+    want = model(**given).logits
+    ((name, value),) = option.items()
+    text = rf"was patched with {name}='{value}'; call patch\(model, {name}='{value}'\), or unpatch"
+    for other in (model, copy.deepcopy(model)):
+        with pytest.raises(ValueError, match=text):
+            patch(other)
+        assert torch.equal(other(**given).logits, want)
+    assert str(patch(model, **option)) == report
+    patch(model, stack="sglang")  # another option is no accident
+    unpatch(model)
+    patch(model)
 
 
 def test_exact_angles_end_with_unpatch() -> None:

@@ -232,3 +232,15 @@ def test_other_stacks_and_options() -> None:
             BertModel(BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)),
             stack="vllm",
         )
+
+
+def test_a_part_that_can_be_patched_alone_is_named() -> None:
+    """The vision part of Qwen2-VL takes a coordinate per column of its positions, which no server's table has."""
+    model = small_model("Qwen2-VL")
+    text = (
+        r"Qwen2VLVisionRotaryEmbedding \(by its config: its position_ids do not have shape \(rows, tokens\)\); .* or "
+        r"patch\(model.model.language_model, stack='vllm'\) for that part alone.$"
+    )
+    with pytest.raises(ValueError, match=text):
+        patch(model, stack="vllm")
+    assert patch(model.model.language_model, stack="vllm").replaced
