@@ -99,6 +99,12 @@ def resolve(
     elif _is_config(target):
         return from_model(target, layer_type)
     elif isinstance(target, nn.Module) and _is_model(target):
+        if any(hasattr(type(each), "_tightrope_graft") for each in target.modules()):
+            raise bad_value(
+                "target must be a model as transformers made it, whose functions an audit calls by themselves, but "
+                "this one is patched; call tightrope.unpatch(model) first, or compare what the patched model "
+                "computes, as docs/parity.md shows"
+            )
         return from_model(target.config, layer_type, target)
     elif callable(target):
         name, fn = getattr(target, "__qualname__", None) or type(target).__qualname__, target

@@ -15,7 +15,7 @@ import transformers
 
 from tests.support import planted_faults as planted
 from tests.support.planted_faults import named
-from tightrope import Axes, RopeSpec
+from tightrope import Axes, RopeSpec, patch
 from tightrope_tools.audit import audit
 from tightrope_tools.audit._targets import from_model
 
@@ -226,6 +226,19 @@ def test_wrong_use_is_one_sentence(
 def test_a_model_without_rope() -> None:
     with pytest.raises(ValueError, match="learned positions"):
         audit("bert")
+
+
+def test_a_patched_model_is_refused() -> None:
+    """An audit would call the functions of transformers, which a patched model does not."""
+    from transformers import LlamaConfig, LlamaModel
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = LlamaModel(LlamaConfig(**sizes, intermediate_size=8, vocab_size=9))
+    with (
+        patch(model),
+        pytest.raises(ValueError, match=r"^\[audit\] target must be .* patched; call"),
+    ):
+        audit(model)
 
 
 def test_one_of_the_layers_that_differ() -> None:
