@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +39,16 @@ def test_the_page_shows_the_committed_rows(tmp_path: Any) -> None:
     page.write_text(configs.PAGE.read_text("utf-8"), "utf-8")
     between_marks(page, "config-coverage", configs.page(DATA))
     assert page.read_text("utf-8") == configs.PAGE.read_text("utf-8")
+
+
+@pytest.mark.parametrize("option", ["--page", "--results"])
+def test_a_file_that_cannot_be_written_is_named_at_once(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run takes eleven minutes."""
+    with pytest.raises(SystemExit, match="2"):
+        configs.main([option, str(tmp_path / "none" / "x")])
+    assert str(tmp_path / "none") in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
