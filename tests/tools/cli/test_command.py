@@ -148,6 +148,15 @@ def test_the_packages_that_are_needed_are_those_of_the_extra() -> None:
     assert command.NEEDS == program.TOOLS == tuple(re.findall(r'"(\w+)"', extra[1]))
 
 
+def test_a_process_that_ignores_ctrl_c_keeps_ignoring_it() -> None:
+    heard = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert call(command.main, "info")[0] == 0
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, heard)
+
+
 def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(_: object) -> int:
         raise KeyboardInterrupt

@@ -401,6 +401,14 @@ def test_layers_without_attention_may_lack_projections(
     assert len(done.changed) == 12
 
 
+def test_a_layer_after_those_that_the_configuration_lists_needs_no_projections(
+    converted: Run,
+) -> None:
+    config = {**LLAMA, "model_type": "smollm3", "no_rope_layers": [1, 0]}
+    more = {"model.layers.2.mlp.up_proj.weight": torch.ones(8, 32)}
+    assert len(converted(llama_tensors() | more, config)[0].changed) == 6
+
+
 @pytest.mark.parametrize("key", ["no_op", "replace_with_linear"])
 def test_blocks_of_the_configuration_may_have_no_attention(converted: Run, key: str) -> None:
     """Models pruned by search (Nemotron-NAS) list their layers as block_configs."""
