@@ -279,7 +279,7 @@ def test_ctrl_c_removes_written_files(source: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_soak_at_64_mb(tmp_path: Path) -> None:
     numbers = tmp_path / "soak.json"
-    command = [sys.executable, "-m", "ci.hardening.convert_soak", "--bytes", "64e6", "--kills", "2"]
+    command = [sys.executable, "-m", "ci.hardening.convert_soak", "--bytes", "64e6", "--kills", "5"]
     done = subprocess.run(
         [*command, "--folder", str(tmp_path), "--json", str(numbers)],
         cwd=ROOT,
