@@ -19,7 +19,7 @@ from benchmarks.coverage.stand_ins import installed
 from tests.support.helpers import ROOT
 
 # Warnings of the libraries' models are not tested here.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("recognised_once")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 DATA = {name: report.read(command.RESULTS / f"{name}.json") for name in LIBRARIES}
 MODELS = [(name, row) for name, data in DATA.items() for row in data.get("models", [])]

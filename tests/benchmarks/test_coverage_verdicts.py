@@ -22,7 +22,7 @@ from tightrope.integrations import _graft, patch, unpatch
 pytest.importorskip("transformers")
 
 # Warnings of transformers models are not tested here.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("recognised_once")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 # One type for each feature: plain heads, partial channels, three axes and images, latent attention,
 # complex tables, a method, rows and columns, audio, a sliding window, partial width, …

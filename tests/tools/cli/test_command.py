@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import tightrope
-from tests.support.command import call
+from tests.support.command import call, interrupted
 from tests.support.helpers import ROOT
 from tightrope import RopeSpec, __main__ as program
 from tightrope_tools import command
@@ -170,21 +170,9 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(
         "import time\nprint('importing', flush=True)\ntime.sleep(60)\n", encoding="utf-8"
     )
-    # Processes started in the background by a shell inherit an ignored SIGINT.
-    script = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {SCRIPT}"
     paths = os.pathsep.join([str(tmp_path), *sys.path])
-    with subprocess.Popen(
-        [sys.executable, "-c", script, "info"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths},
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "importing\n"
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=30)
-    assert (process.returncode, error) == (130, "Interrupted.\n")
+    made = interrupted(SCRIPT, "info", at="importing", PYTHONPATH=paths)
+    assert made == (130, "Interrupted.\n")
 
 
 @pytest.mark.one_in(6)

@@ -27,8 +27,6 @@ from tests.support.tolerances import assert_each
 from tightrope.integrations import patch, recognise, unpatch
 from tightrope.integrations._replace import replacement
 
-pytestmark = pytest.mark.usefixtures("recognised_once")
-
 KINDS: dict[str, tuple[type[Processor], str]] = {
     "processor": (Processor, "turn"),
     "constant": (ByHalves, "turn(by_halves=True)"),

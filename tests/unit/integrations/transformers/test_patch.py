@@ -31,10 +31,7 @@ from tightrope.integrations._recognise import to_the_bit
 from tightrope.integrations._replace import replacement
 from tightrope.integrations.transformers import patch, recognise, unpatch
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
-    pytest.mark.usefixtures("recognised_once"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 Inputs = dict[str, torch.Tensor]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.recognitions import once
 from tests.support.tolerances import assert_each, assert_same_bits, value
 from tightrope.integrations._replace import replacement
 from tightrope.integrations.transformers import patch, recognise
@@ -359,7 +358,7 @@ def test_works_under_other_defaults() -> None:
 
 
 def replaced(function: Function = usual) -> Function:
-    recognition = once(function)
+    recognition = recognise(function)
     assert recognition.candidate is not None, recognition.reason
     return replacement(function, [recognition.candidate])
 
@@ -499,7 +498,7 @@ def served(function: Function, **arguments: Any) -> bool:
         asked.append(1)
         return function(*args, **kwargs)
 
-    recognition = once(function)
+    recognition = recognise(function)
     assert recognition.candidate is not None, recognition.reason
     xs = [
         v.requires_grad_() for n, v in arguments.items() if n in recognition.candidate.call.rotated
