@@ -488,6 +488,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "a norm before the rotation": Fault("not-linear", lambda: rope(touch=normed)),
     "a constant added to x": Fault("not-linear", lambda: rope(touch=lambda x: x + 0.1)),
+    "a constant added to x, declared": Fault(
+        "not-linear", lambda: rope(touch=lambda x: x + 0.1), spec=SPEC
+    ),
     # direction
     "sine with the wrong sign": Fault("sign", lambda: rope(sign=-1.0)),
     "both sines positive": Fault("sign-missing", lambda: rope(both_plus=True)),
@@ -534,6 +537,9 @@ FAULTS: dict[str, Fault] = {
     "position 1000 alone a position ahead": Fault(
         "far-angles", lambda: rope(where=lambda p: p + (p == 1000))
     ),
+    "position 1000 alone a position ahead, declared": Fault(
+        "far-angles", lambda: rope(where=lambda p: p + (p == 1000)), spec=SPEC
+    ),
     "row 0 for all rows": Fault("row-positions", lambda: rope(where=lambda p: p[:1].expand_as(p))),
     "table clamped": Fault("table-clamp", lambda: table_of(5000, "clamp")),
     "table wraps": Fault("table-wrap", lambda: table_of(20_000, "wrap")),
@@ -577,6 +583,9 @@ FAULTS: dict[str, Fault] = {
         "q-k", lambda: on_both(rope(), rope(base=20_000.0)), lambda: on_both(rope(), rope())
     ),
     "head 1 a position behind": Fault("heads", lambda: per_head(True), lambda: per_head(False)),
+    "head 6 a position behind": Fault(
+        "heads", lambda: per_head(True, slice(6, 7)), lambda: per_head(False)
+    ),
     "k with fewer heads refused": Fault("grouped", lambda: grouped("refuse"), lambda: grouped("")),
     "k with fewer heads a position behind": Fault(
         "grouped", lambda: grouped("behind"), lambda: grouped("")

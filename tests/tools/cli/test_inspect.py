@@ -390,22 +390,6 @@ def test_layers_that_do_not_rotate_cannot_be_selected(tmp_path: Path) -> None:
     assert run(path)[0] == 0
 
 
-@pytest.mark.parametrize(
-    "options, about",
-    [
-        (["--context", "0"], "context must lie in [1, 2147483648] but got 0"),
-        (["--context", "many"], "--context"),
-        (["--section", "nowhere"], "section must be one of the config's sections"),
-        (["--layer-type", "windows"], "layer_type must be one of"),
-        (["--colour"], "--colour"),
-    ],
-)
-def test_wrong_options(folder: Path, options: list[str], about: str) -> None:
-    code, output, error = run(folder / "llama-3", *options)
-    assert (code, output, error.count("\n")) == (2, "", 1)
-    assert about in error
-
-
 def test_unexpected_errors_are_not_hidden() -> None:
     with pytest.raises(ZeroDivisionError), as_mistakes():
         raise ZeroDivisionError
