@@ -162,14 +162,24 @@ def test_functions_of_today_are_those_committed(library: str, files: str) -> Non
     assert sorted(today, key=str) == sorted(then, key=str)
 
 
-@pytest.mark.slow
+# One type for each feature: plain heads, partial channels, three axes and images, latent attention, complex
+# tables, a method, rows and columns, audio, a sliding window, partial width, two angles for each pair, learned
+# tables, arithmetic in float64, …
+ODD = """llama gptj qwen2_vl deepseek_v3 llama4_text roformer dinov3_vit glmasr gemma3 gpt_neox cohere
+    pe_audio_encoder hunyuan_vl lightglue musicflamingo""".split()
+AGAIN = [
+    ("x-transformers", "TransformerWrapper"),
+    ("rotary-embedding-torch", "Attention"),
+    *(("diffusers", name) for name in EVERY_SET.values()),
+    *(("transformers", name) for name in ODD),
+]
+# Other tests reach the functions of the others.
+FAST = ("dinov3_vit", "hunyuan_vl", "lightglue", "WanVACETransformer3DModel")
+
+
 @pytest.mark.parametrize(
     ("library", "name"),
-    [
-        ("x-transformers", "TransformerWrapper"),
-        ("rotary-embedding-torch", "Attention"),
-        *(("diffusers", name) for name in EVERY_SET.values()),
-    ],
+    [one if one[1] in FAST else pytest.param(*one, marks=pytest.mark.slow) for one in AGAIN],
 )
 def test_models_of_today_are_those_committed(library: str, name: str) -> None:
     same_version(library)
