@@ -278,8 +278,7 @@ TURNS = {
 
 
 @pytest.mark.parametrize("name", TURNS)
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("interleaved, dtype", [(True, torch.float32), (False, torch.float64)])
 def test_frequencies_that_are_multiples_of_half_a_turn(
     name: str, interleaved: bool, dtype: torch.dtype
 ) -> None:
