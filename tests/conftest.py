@@ -58,17 +58,6 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.fixture
-def recognised_once() -> Iterator[None]:
-    """Share the recognition of a function by `patch` with earlier tests; see support/recognitions.py."""
-    from tests.support import recognitions
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in recognitions.USERS:
-            patch.setattr(module, "recognise", recognitions.once)
-        yield
-
-
-@pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """Clear the caches of torch.compile before and after a test."""
     torch.compiler.reset()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..pages import between_marks
+from ..pages import between_marks, with_marks
 from . import functions, models, report, stand_ins
 from .catalogue import LIBRARIES, Library
 
@@ -35,7 +35,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="regular expression for files or models")
     parser.add_argument("--missing", action="store_true", help="skip models that the file has")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of JSON files")
-    parser.add_argument("--page", type=Path, default=PAGE, help="the Markdown page to update")
+    parser.add_argument(
+        "--page", type=with_marks("coverage"), default=PAGE, help="the Markdown page to update"
+    )
     options = parser.parse_args(arguments)
     if options.folder:
         sys.path.append(str(options.folder))

@@ -37,7 +37,7 @@ from tightrope.config import LayerSpecs, families, provenance
 from tightrope.integrations import patch, unpatch
 from tightrope.ops import schema
 
-from ..pages import between_marks, table, written
+from ..pages import between_marks, table, with_marks, written
 from . import models, transformers
 from .catalogue import TRANSFORMERS
 from .comparing import Subject, mapped, part_of
@@ -47,6 +47,7 @@ MODELS = RESULTS.parent / "transformers.json"
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "config-coverage.md"
 PUBLISHED = ROOT / "tests" / "support" / "data" / "model_configs.json"
+MARK = "config-coverage"
 # Tables of float32 at small positions.
 CLOSE = 2e-4
 BACK = "the direction"
@@ -336,8 +337,13 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--only", default="", help="regular expression for model types")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file")
-    parser.add_argument("--page", type=Path, default=PAGE, help="the Markdown page to update")
+    parser.add_argument(
+        "--page", type=with_marks(MARK), default=PAGE, help="the Markdown page to update"
+    )
     options = parser.parse_args(arguments)
+    for path in (options.results.parent, MODELS):
+        if not path.exists():
+            parser.error(f"{path} must exist.")
     import transformers as library
     from tqdm import tqdm
 
@@ -360,7 +366,7 @@ def main(arguments: list[str] | None = None) -> None:
         "published": published(),
     }
     options.results.write_text(written(data), encoding="utf-8")
-    between_marks(options.page, "config-coverage", page(data))
+    between_marks(options.page, MARK, page(data))
     print(page(data).partition("\n")[0])
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.coverage import configs
+from benchmarks.coverage import configs, report
 from benchmarks.coverage.configs import Call, compared, differs
 from benchmarks.pages import between_marks
 from tightrope import Axes, RopeSpec
 from tightrope.config import LayerSpecs
+from tightrope.config.families import FAMILIES
 
 pytest.importorskip("transformers")
 DATA: dict[str, Any] = json.loads(configs.RESULTS.read_text("utf-8"))
@@ -25,6 +27,7 @@ def test_no_committed_row_differs_and_most_are_equal() -> None:
     assert status.count("equal") >= 287
     assert not [row["model"] for row in ROWS.values() if "object" in row]
     assert len(status) >= 311
+    assert len(LAYERED) >= 36  # a rule that is lost would lose its test
 
 
 def test_the_published_files_of_today_are_the_committed_ones() -> None:
@@ -40,12 +43,35 @@ def test_the_page_shows_the_committed_rows(tmp_path: Any) -> None:
     assert page.read_text("utf-8") == configs.PAGE.read_text("utf-8")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["llama", "gptj", "qwen2_vl", "cohere2_moe", "deepseek_v2", "kimi_k25_vision", "nanochat"],
-)
+@pytest.mark.parametrize("option", ["--page", "--results"])
+def test_a_file_that_cannot_be_written_is_named_at_once(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run takes eleven minutes."""
+    with pytest.raises(SystemExit, match="2"):
+        configs.main([option, str(tmp_path / "none" / "x")])
+    assert str(tmp_path / "none") in capsys.readouterr().err.splitlines()[-1]
+
+
+# Types whose layers differ, by the rule of their family, and others.
+LAYERED = [name for name in ROWS if (family := FAMILIES.get(name)) and family.layers]
+OTHERS = "llama gptj qwen2_vl deepseek_v2 kimi_k25_vision nanochat".split()
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *LAYERED])
 def test_a_row_of_today_is_the_committed_one(name: str) -> None:
     assert configs.row(name) == ROWS[name]
+
+
+def test_published_functions_pair_as_the_table_of_families_says() -> None:
+    """The functions are recognised by what they compute."""
+    rows = report.read(configs.MODELS)["functions"]
+    recognised = {(row["file"], row["function"]): row.get("recognised", "") for row in rows}
+    for name, family in FAMILIES.items():
+        if family.refused is None and "repository" not in family.source:
+            folder, function = family.source.split(": ")
+            found = recognised[f"{folder}/modeling_{folder}", function]
+            assert found.startswith("adjacent pairs" if family.interleaved else "rotate_half"), name
 
 
 # --- the comparison -------------------------------------------------------------------------------

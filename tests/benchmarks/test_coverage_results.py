@@ -19,14 +19,14 @@ from benchmarks.coverage.stand_ins import installed
 from tests.support.helpers import ROOT
 
 # Warnings of the libraries' models are not tested here.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("recognised_once")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 DATA = {name: report.read(command.RESULTS / f"{name}.json") for name in LIBRARIES}
 MODELS = [(name, row) for name, data in DATA.items() for row in data.get("models", [])]
 FUNCTIONS = [(name, row) for name, data in DATA.items() for row in data.get("functions", [])]
-EQUAL = {
-    name: [r["model"] for n, r in MODELS if n == name and r["status"] == "equal"] for name in DATA
-}
+EQUAL = {name: [r for n, r in MODELS if n == name and r["status"] == "equal"] for name in DATA}
+# One model for each set of functions that are replaced.
+EVERY_SET = {str(row["replaced"]): row["model"] for row in EQUAL["diffusers"]}
 
 
 def same_version(library: str) -> None:
@@ -162,14 +162,24 @@ def test_functions_of_today_are_those_committed(library: str, files: str) -> Non
     assert sorted(today, key=str) == sorted(then, key=str)
 
 
-@pytest.mark.slow
+# One type for each feature: plain heads, partial channels, three axes and images, latent attention, complex
+# tables, a method, rows and columns, audio, a sliding window, partial width, two angles for each pair, learned
+# tables, arithmetic in float64, …
+ODD = """llama gptj qwen2_vl deepseek_v3 llama4_text roformer dinov3_vit glmasr gemma3 gpt_neox cohere
+    pe_audio_encoder hunyuan_vl lightglue musicflamingo""".split()
+AGAIN = [
+    ("x-transformers", "TransformerWrapper"),
+    ("rotary-embedding-torch", "Attention"),
+    *(("diffusers", name) for name in EVERY_SET.values()),
+    *(("transformers", name) for name in ODD),
+]
+# Other tests reach the functions of the others.
+FAST = ("dinov3_vit", "hunyuan_vl", "lightglue", "WanVACETransformer3DModel")
+
+
 @pytest.mark.parametrize(
     ("library", "name"),
-    [
-        ("x-transformers", "TransformerWrapper"),
-        ("rotary-embedding-torch", "Attention"),
-        *(("diffusers", name) for name in EQUAL["diffusers"]),
-    ],
+    [one if one[1] in FAST else pytest.param(*one, marks=pytest.mark.slow) for one in AGAIN],
 )
 def test_models_of_today_are_those_committed(library: str, name: str) -> None:
     same_version(library)

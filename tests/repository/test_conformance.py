@@ -225,12 +225,7 @@ FAULTS = {
         "angle = turns",
         "angle = positions[0][:, None].astype(np.float32) * turns",
     ),
-    "sine negated": (
-        "u * cos - v * sin, v * cos + u * sin",
-        "u * cos + v * sin, v * cos - u * sin",
-    ),
-    "pairs exchanged": ("start + half + np.arange(half)", "start + half + np.arange(half)[::-1]"),
-    "scaling forgotten": ("np.cos(angle) * scale", "np.cos(angle)"),
+    "sine negated": ("u * cos - v * sin, v * cos +", "u * cos + v * sin, v * cos -"),
     "rounded per product": ('if rounding == "each"', 'if rounding == "wide"'),
     "blend of YaRN reversed": (
         "plain * (1 - slowed) + plain / factor * slowed",

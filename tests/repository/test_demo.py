@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.command import interrupted
 from tests.support.helpers import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -97,23 +97,11 @@ def test_it_runs_on_plain_torch(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_ends_it_in_one_line(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    # Processes started in the background by a shell inherit an ignored SIGINT.
-    script = (
-        "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
-        f"sys.path.insert(0, {str(EXAMPLES)!r}); runpy.run_module('demo', run_name='__main__')"
-    )
-    command = [sys.executable, "-c", script, "--seconds", "100", "--out", str(tmp_path)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        for line in process.stdout:
-            if line.startswith("1 of 3"):
-                break
-        process.send_signal(signal.SIGINT)
-        assert process.stdout.read().splitlines()[-1] == "Stopped by Ctrl-C."
-        assert "Traceback" not in process.stderr.read()
-    assert process.returncode == 130
+    script = f"import runpy, sys; sys.path.insert(0, {str(EXAMPLES)!r}); runpy.run_module('demo', run_name='__main__')"
+    options = "--seconds", "100", "--out", str(tmp_path)
+    code, rest = interrupted(script, *options, at="1 of 3", PYTHONUNBUFFERED="1")
+    assert (code, rest.splitlines()[-1]) == (130, "Stopped by Ctrl-C.")
+    assert "Traceback" not in rest
 
 
 def test_without_matplotlib_it_says_how_to_install_it(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 
 import tightrope
 from tests.support.helpers import ROOT
+from tests.support.imports import imports_of
 from tests.support.tolerances import assert_same_bits
 from tightrope.functional import rotate_qk
 
@@ -62,24 +63,17 @@ def python_files(folder: Path) -> Iterator[tuple[str, Path, ast.Module]]:
 def problems_of_imports(folder: Path) -> list[str]:
     """Return a line for each import of a package that is not allowed or of a missing file."""
     problems = []
-    for name, path, tree in python_files(folder):
-        for node in ast.walk(tree):
-            roots = []
-            if isinstance(node, ast.Import):
-                roots = [alias.name.split(".")[0] for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                roots = [(node.module or "").split(".")[0]]
-            elif isinstance(node, ast.ImportFrom):
-                base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-                if not (base.is_dir() or base.with_suffix(".py").is_file()):
-                    problems.append(f"{name}: {base.name} is missing")
-                outside = node.level > len(Path(name).parts)
-                problems += [f"{name}: imports from outside"] * outside
-            problems += [
-                f"{name}: imports {root}"
-                for root in roots
-                if root not in {*sys.stdlib_module_names, "torch", "triton"}
-            ]
+    for name, path, _ in python_files(folder):
+        package = ".".join(("hub", *Path(name).parent.parts))
+        for each in imports_of(path.read_text(encoding="utf-8"), package):
+            root, _, inner = each.module.partition(".")
+            target = folder.joinpath(*inner.split("."))
+            if root == "hub" and not (target.is_dir() or target.with_suffix(".py").is_file()):
+                problems.append(f"{name}: {target.name} is missing")
+            elif not root:
+                problems.append(f"{name}: imports from outside")
+            elif root not in {*sys.stdlib_module_names, "torch", "triton", "hub", "?"}:
+                problems.append(f"{name}: imports {root}")
     return problems
 
 

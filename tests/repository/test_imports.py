@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 from collections.abc import Iterator
 from pathlib import PurePath
@@ -10,6 +9,7 @@ from pathlib import PurePath
 import pytest
 
 from tests.support.helpers import ROOT
+from tests.support.imports import imports_of
 
 EXAMPLES = ("demo", "state_tracking", "train_bytes", "examples")
 OURS = (
@@ -45,25 +45,14 @@ EXCEPTIONS = {
 }
 
 
-def imported(text: str, path: PurePath) -> Iterator[str]:
-    """Yield the dotted names that a file imports, relative ones in full."""
-    folder = path.parent.parts[1:] if path.parts[0] == "src" else path.parent.parts
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = folder[: len(folder) - (node.level - 1)] if node.level else ()
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            yield from (f"{module}.{alias.name}" for alias in node.names)
-
-
 def problems(path: PurePath, text: str) -> Iterator[tuple[str, str]]:
     """Yield (file, import) for each import that the file's folder may not have."""
     folder = max((f for f in ALLOWED if path.is_relative_to(f)), key=len, default=None)
     if folder is None:
         return
     allowed = ALLOWED[folder].split()
-    for name in imported(text, path):
+    package = ".".join(path.parent.parts).removeprefix("src.")
+    for name in (each.whole for each in imports_of(text, package)):
         if name.split(".")[0] not in OURS:
             continue
         is_test = any(part.startswith("test_") for part in name.split(".")[:-1])

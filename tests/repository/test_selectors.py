@@ -21,13 +21,14 @@ def collected(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[
     )
 
 
-@pytest.mark.parametrize("option", ["--ignore=tests/test_x.py", "--deselect=tests/test_x.py::test"])
-def test_a_path_to_leave_out_must_exist(option: str) -> None:
-    done = collected(option, "tests/repository/test_prose.py")
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert f"{option}: there is no such file" in done.stderr
-    sound = option.replace("tests/test_x", "tests/repository/test_selectors")
-    assert collected(sound, "tests/repository/test_prose.py").returncode == 0
+def test_paths_to_leave_out_must_exist() -> None:
+    options = "--ignore=tests/test_x.py", "--deselect=tests/test_x.py::test"
+    for option in options:
+        done = collected(option, "tests/repository/test_prose.py")
+        assert done.returncode == pytest.ExitCode.USAGE_ERROR
+        assert f"{option}: there is no such file" in done.stderr
+    sound = [each.replace("tests/test_x", "tests/repository/test_selectors") for each in options]
+    assert collected(*sound, "tests/repository/test_prose.py").returncode == 0
 
 
 CASES = """

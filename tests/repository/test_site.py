@@ -189,17 +189,22 @@ def test_pages_fit_the_window_and_text_is_readable(visits: dict[str, Visit], wid
 # ---- The controls of the site --------------------------------------------------------------------
 
 
-def test_search_finds_a_function_in_the_reference(page: Any, site: str) -> None:
+def test_the_controls_that_are_switched_on(page: Any, site: str) -> None:
+    """The search finds a function, a button copies code, dark mode stays, and a phone has a menu."""
     page.goto(site)
+    code = page.locator("pre code").first
+    code.hover()
+    page.locator("pre button, .md-clipboard, .md-code__button").first.click()
+    page.wait_for_function("navigator.clipboard.readText().then((text) => text !== '')")
+    assert page.evaluate("navigator.clipboard.readText()").strip() == code.inner_text().strip()
+    page.locator("label[title='Switch to dark mode']").click()
+    page.reload()
+    assert page.evaluate("document.body.getAttribute('data-md-color-scheme')") == "slate"
     page.get_by_placeholder("Search").fill("rotate_qk_")
     first = """[...document.querySelectorAll(".md-search-result__item > a")].slice(0, 5)
         .map((a) => a.href).find((href) => /[/](api|reference)/.test(href))"""
-    link = page.wait_for_function(first).json_value()
-    page.goto(link)
+    page.goto(page.wait_for_function(first).json_value())
     assert "rotate_qk_" in page.locator("article").inner_text()
-
-
-def test_the_menu_works_on_a_phone(page: Any, site: str) -> None:
     page.set_viewport_size({"width": WIDTHS[1], "height": 800})
     page.goto(f"{site}math/")
     link = page.locator(".md-sidebar--primary a[href='../numerics/']")
@@ -207,27 +212,6 @@ def test_the_menu_works_on_a_phone(page: Any, site: str) -> None:
     page.locator("header label[for=__drawer]").click()
     link.click()
     page.wait_for_url("**/numerics/")
-
-
-def test_the_button_copies_code(page: Any, site: str) -> None:
-    page.goto(site)
-    code = page.locator("pre code").first
-    code.hover()
-    page.locator("pre button, .md-clipboard, .md-code__button").first.click()
-    page.wait_for_function("navigator.clipboard.readText().then((text) => text !== '')")
-    assert page.evaluate("navigator.clipboard.readText()").strip() == code.inner_text().strip()
-
-
-def test_dark_mode_switches_and_stays(page: Any, site: str) -> None:
-    page.goto(site)
-    scheme = "document.body.getAttribute('data-md-color-scheme')"
-    assert page.evaluate(scheme) == "default"
-    page.locator("label[title='Switch to dark mode']").click()
-    assert page.evaluate(scheme) == "slate"
-    page.reload()
-    assert page.evaluate(scheme) == "slate"
-    page.locator("label[title='Switch to light mode']").click()
-    assert page.evaluate(scheme) == "default"
 
 
 # ---- docs/explore.md -----------------------------------------------------------------------------
@@ -474,18 +458,6 @@ def test_explore_explains_invalid_input(explore: Any) -> None:
         field.fill(valid)
         assert sentences.count() == 0
     assert problems == []
-
-
-def test_explore_works_with_the_keyboard(explore: Any) -> None:
-    explore.get_by_label("Start from the model").focus()
-    explore.keyboard.type("gpt")
-    explore.keyboard.press("Tab")
-    explore.keyboard.type("Llama")
-    explore.keyboard.press("Tab")
-    explore.keyboard.type("20000")
-    found = explore.locator("#explore-python").inner_text()
-    assert "Llama3(factor=32" in found
-    assert "RopeSpec(64, 20000, scaling=rule)" in found
 
 
 def test_explore_works_without_a_server(page: Any, folder: Path) -> None:

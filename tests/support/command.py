@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,3 +32,32 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     command = [sys.executable, *arguments]
     more = os.environ | environment
     return subprocess.run(command, env=more, capture_output=True, text=True, check=False)
+
+
+def interrupted(
+    script: str, *arguments: str, at: str, sent: int = signal.SIGINT, **environment: str
+) -> tuple[int, str]:
+    """Run a script in a new process and send it Ctrl-C, or another signal, when it has printed a line.
+
+    Args:
+        at: the beginning of that line.
+
+    Returns:
+        Its exit code, and what it printed after that line, to the error stream included.
+    """
+    # Processes started in the background by a shell inherit an ignored SIGINT.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", heard + script, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | environment,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith(at):
+            assert process.poll() is None
+        os.killpg(process.pid, sent)
+        rest, _ = process.communicate(timeout=30)
+    return process.returncode, rest

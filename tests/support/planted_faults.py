@@ -500,7 +500,6 @@ FAULTS: dict[str, Fault] = {
     ),
     "positions from 1": Fault("position-offset", lambda: rope(shift=1)),
     "amplitude 1.2": Fault("amplitude", lambda: rope(amplitude=1.2)),
-    "amplitude 1.01": Fault("amplitude", lambda: rope(amplitude=1.01)),
     "amplitude 1.005": Fault("amplitude", lambda: rope(amplitude=1.005)),
     "amplitude 0.998, declared": Fault("amplitude", lambda: rope(amplitude=0.998), spec=SPEC),
     "does nothing": Fault("does-nothing", lambda: lambda x, _: x.clone()),
@@ -605,9 +604,6 @@ FAULTS: dict[str, Fault] = {
     "positions behind from 1 on": Fault("position-jump", lambda: jumping(1, -1)),
     "positions ahead from 5,000 on": Fault("position-jump", lambda: jumping(5000, 3), spec=SPEC),
     "decoding a position behind": Fault("position-jump", lambda: decoding(1, -1), decoding),
-    "decoding a position behind, declared": Fault(
-        "position-jump", lambda: decoding(1, -1), decoding, spec=SPEC
-    ),
     # gradients
     "raises where grad is required": Fault("gradient-raises", only_inference),
     "no gradient": Fault("gradient-missing", lambda: detached("all")),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from tests.support.advice import calls_in, made_by
 from tightrope import RopeSpec
+from tightrope.frequencies import default
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -37,6 +39,14 @@ def gguf(arch: str, layers: int = 8, **more: Any) -> dict[str, Any]:
         f"{arch}.rope.freq_base": 1e6,
     }
     return made | {f"{arch}.{key.replace('__', '.')}": value for key, value in more.items()}
+
+
+def assert_divided(spec: Any, width: int, base: float, divisors: Sequence[float]) -> None:
+    """Check that the frequencies are those of the paper, each divided by its number."""
+    row = zip(default(width, base).exact, divisors, strict=True)
+    wanted = [float(omega) / divisor for omega, divisor in row]
+    found = [float(omega) for omega in spec.frequencies().exact]
+    assert found == pytest.approx(wanted, rel=1e-15, abs=1e-30)
 
 
 def without(config: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 from tests.support.helpers import ROOT
+from tests.support.imports import imports_of
 
 SOURCE = ROOT / "src" / "tightrope_tools"
 
@@ -94,31 +95,17 @@ def test_the_tools_use_public_names_of_the_library_and_a_few_others() -> None:
     assert len(allowed) <= 30
 
 
-def edges_of(path: Path, text: str) -> set[str]:
-    """Return the folders and files of the tools that a file imports."""
-    package = ("tightrope_tools", *path.parent.parts)
-    found = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - (node.level - 1)] if node.level else ()
-            target = [*base, *(node.module or "").split(".")]
-            targets = [[*target, alias.name] for alias in node.names]
-        elif isinstance(node, ast.Import):
-            targets = [alias.name.split(".") for alias in node.names]
-        else:
-            continue
-        for each in targets:
-            each = [part for part in each if part]
-            if each[0] == "tightrope_tools" and len(each) > 1:
-                found.add(each[1])
-    return found
+def package_of(path: Path) -> str:
+    return ".".join(("tightrope_tools", *path.parent.parts))
 
 
 def test_imports_among_the_tools_go_down() -> None:
     graph: dict[str, set[str]] = {}
     for path, text in FILES.items():
         here = path.parts[0].removesuffix(".py")
-        graph.setdefault(here, set()).update(edges_of(path, text) - {here})
+        wholes = [each.whole.split(".") for each in imports_of(text, package_of(path))]
+        found = {names[1] for names in wholes if names[0] == "tightrope_tools" and names[1:]}
+        graph.setdefault(here, set()).update(found - {here})
     for here, targets in graph.items():
         for to in targets:
             assert RANKS.get(to, 0) < RANKS.get(here, 0), f"{here} imports {to}"

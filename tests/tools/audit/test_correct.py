@@ -23,12 +23,12 @@ from tightrope.positions import multi_axis
 from tightrope_tools.audit import assert_rope, audit, compare
 
 ALL = list(correct_functions.cases())
-SOME = random.Random(7).sample(ALL, 300)
+SOME = random.Random(7).sample(ALL, 100)
 # Few of all crossings take tables: one more of each form, so that none is left out.
 CHOSEN = [*dict.fromkeys([*SOME, *{case.form: case for case in ALL}.values()])]
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_correct_function_is_not_condemned(case: Case, declared: bool) -> None:
@@ -39,7 +39,7 @@ def test_a_correct_function_is_not_condemned(case: Case, declared: bool) -> None
 
 
 def test_the_functions_are_many() -> None:
-    assert len(CHOSEN) >= 300
+    assert len(CHOSEN) >= 100
     for name in ("form", "where", "rule", "layout"):
         assert {getattr(case, name) for case in CHOSEN} == {getattr(case, name) for case in ALL}
 
@@ -278,8 +278,7 @@ TURNS = {
 
 
 @pytest.mark.parametrize("name", TURNS)
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("interleaved, dtype", [(True, torch.float32), (False, torch.float64)])
 def test_frequencies_that_are_multiples_of_half_a_turn(
     name: str, interleaved: bool, dtype: torch.dtype
 ) -> None:

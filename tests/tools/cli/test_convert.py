@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.checkpoints import LLAMA, TRAINED, contents, llama_tensors, trained, write
-from tests.support.command import call
+from tests.support.command import call, interrupted
 from tests.support.helpers import ROOT
 from tightrope_tools.cli.convert import _lines, _size
 from tightrope_tools.command import main
@@ -247,8 +246,6 @@ def test_help_fits(command: str, width: int) -> None:
 def test_ctrl_c_removes_written_files(source: Path, tmp_path: Path) -> None:
     # The copy waits, so that the signal arrives during it.
     script = (
-        # Processes started in the background by a shell inherit an ignored SIGINT.
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys, time; from tightrope_tools.convert import run\n"
         "def slow(*_): print('begun', flush=True); time.sleep(30)\n"
         "run._reorder = slow\n"
@@ -256,30 +253,21 @@ def test_ctrl_c_removes_written_files(source: Path, tmp_path: Path) -> None:
     )
     before = contents(source)
     arguments = ["convert", str(source), str(tmp_path / "out"), "--to", "interleaved", "--json"]
-    for sent, code, left in ((signal.SIGKILL, -9, True), (signal.SIGINT, 130, False)):
-        with subprocess.Popen(
-            [sys.executable, "-c", script, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "begun\n"
-            time.sleep(0.1)
-            process.send_signal(sent)
-            _, error = process.communicate(timeout=30)
-        assert process.returncode == code
-        assert "Traceback" not in error
-        names = {path.name for path in tmp_path.iterdir()} - {"model"}
-        assert (names == {"out.partial"}) == left
-        assert left or not names
+    for sent, wanted, left in (
+        (signal.SIGKILL, -9, {"model", "out.partial"}),
+        (signal.SIGINT, 130, {"model"}),
+    ):
+        code, rest = interrupted(script, *arguments, at="begun", sent=sent)
+        assert code == wanted
+        assert "Traceback" not in rest
+        assert {path.name for path in tmp_path.iterdir()} == left
         assert contents(source) == before
 
 
 @pytest.mark.slow
 def test_the_soak_at_64_mb(tmp_path: Path) -> None:
     numbers = tmp_path / "soak.json"
-    command = [sys.executable, "-m", "ci.hardening.convert_soak", "--bytes", "64e6", "--kills", "2"]
+    command = [sys.executable, "-m", "ci.hardening.convert_soak", "--bytes", "64e6", "--kills", "5"]
     done = subprocess.run(
         [*command, "--folder", str(tmp_path), "--json", str(numbers)],
         cwd=ROOT,

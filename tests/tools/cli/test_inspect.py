@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.command import call
-from tests.support.model_configs import MODELS, QWEN3_VL, REFUSED, Refused, damaged, llama3, v4
+from tests.support.model_configs import MODELS, QWEN3_VL, damaged, llama3, v4
 from tightrope import RopeSpec
 from tightrope.frequencies import YaRN
 from tightrope_tools.cli._output import as_mistakes, show
@@ -353,16 +353,6 @@ def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPat
     assert one_line([path]) == f"Error: {path}: Permission denied.\n"
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.origin)
-def test_models_that_no_spec_describes(tmp_path: Path, case: Refused) -> None:
-    code, _, error = run(written(tmp_path, case.config))
-    if "section must name" in case.why:
-        assert code == 0  # every section is shown, so none need be named
-    else:
-        assert code == 2
-        assert error.startswith("Error: [from_config] ")
-
-
 @pytest.mark.parametrize(
     "length, why",
     [
@@ -400,22 +390,6 @@ def test_layers_that_do_not_rotate_cannot_be_selected(tmp_path: Path) -> None:
     assert run(path)[0] == 0
 
 
-@pytest.mark.parametrize(
-    "options, about",
-    [
-        (["--context", "0"], "context must lie in [1, 2147483648] but got 0"),
-        (["--context", "many"], "--context"),
-        (["--section", "nowhere"], "section must be one of the config's sections"),
-        (["--layer-type", "windows"], "layer_type must be one of"),
-        (["--colour"], "--colour"),
-    ],
-)
-def test_wrong_options(folder: Path, options: list[str], about: str) -> None:
-    code, output, error = run(folder / "llama-3", *options)
-    assert (code, output, error.count("\n")) == (2, "", 1)
-    assert about in error
-
-
 def test_unexpected_errors_are_not_hidden() -> None:
     with pytest.raises(ZeroDivisionError), as_mistakes():
         raise ZeroDivisionError
@@ -440,7 +414,7 @@ def test_damaged_files_are_one_line_or_a_report(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     rng = random.Random(8)
     codes: Counter[int] = Counter()
-    for _ in range(500):
+    for _ in range(200):
         text = json.dumps(damaged(rng.choice(MODELS).config, rng))
         if rng.random() < 0.2:
             text = text[: rng.randrange(len(text))]
@@ -456,8 +430,8 @@ def test_damaged_files_are_one_line_or_a_report(tmp_path: Path) -> None:
         else:
             json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
         assert path.read_bytes() == data
-    assert codes[2] > 250
-    assert codes[0] > 50
+    assert codes[2] > 100
+    assert codes[0] > 20
     assert set(codes) == {0, 1, 2}
 
 
@@ -537,10 +511,3 @@ def test_a_pipe_has_a_width(
         monkeypatch.setenv("COLUMNS", columns)
     show("ab " * 200)
     assert max(map(len, capsys.readouterr().out.splitlines())) == width - (width - 2) % 3
-
-
-def test_help_has_an_example_and_the_exit_codes() -> None:
-    code, output, _ = run("--help")
-    assert code == 0
-    assert "tightrope inspect Llama-3.1-8B/config.json --plot llama.png" in output
-    assert "Exit codes: 0 nothing to report, 1 a warning or a difference" in output

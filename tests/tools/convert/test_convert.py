@@ -401,6 +401,14 @@ def test_layers_without_attention_may_lack_projections(
     assert len(done.changed) == 12
 
 
+def test_a_layer_after_those_that_the_configuration_lists_needs_no_projections(
+    converted: Run,
+) -> None:
+    config = {**LLAMA, "model_type": "smollm3", "no_rope_layers": [1, 0]}
+    more = {"model.layers.2.mlp.up_proj.weight": torch.ones(8, 32)}
+    assert len(converted(llama_tensors() | more, config)[0].changed) == 6
+
+
 @pytest.mark.parametrize("key", ["no_op", "replace_with_linear"])
 def test_blocks_of_the_configuration_may_have_no_attention(converted: Run, key: str) -> None:
     """Models pruned by search (Nemotron-NAS) list their layers as block_configs."""
@@ -417,8 +425,7 @@ def test_blocks_of_the_configuration_may_have_no_attention(converted: Run, key: 
 FLOATS = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2".split()
 
 
-@pytest.mark.parametrize("name", FLOATS)
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("name, shards", [*((name, 3) for name in FLOATS), ("float32", 1)])
 def test_back_to_the_same_bytes(tmp_path: Path, name: str, shards: int) -> None:
     dtype = getattr(torch, name)
     source = write(tmp_path / "a", llama_tensors(dtype=dtype), shards=shards)

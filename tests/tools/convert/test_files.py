@@ -7,10 +7,6 @@ import json
 import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -324,36 +320,6 @@ def test_two_conversions_to_one_place(
     if ends == "second":
         convert(source, tmp_path / "c", to="interleaved")
         assert contents(out) == contents(tmp_path / "c")
-
-
-@pytest.mark.slow
-def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
-    tensors = llama_tensors() | {"more": torch.zeros(2**22)}
-    source, out = write(tmp_path / "a", tensors, shards=3), tmp_path / "b"
-    convert(source, tmp_path / "whole", to="interleaved")
-    before, whole = contents(source), contents(tmp_path / "whole")
-    script = (
-        f"from tightrope_tools.convert import convert; print(1, flush=True); "
-        f"convert({str(source)!r}, {str(out)!r}, to='interleaved'); print(2, flush=True)"
-    )
-    chance, killed = random.Random(0), 0
-    for _ in range(8):
-        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            time.sleep(chance.uniform(0.0, 0.3))
-            process.send_signal(signal.SIGKILL)
-        killed += process.returncode == -signal.SIGKILL
-        assert contents(source) == before
-        assert not out.exists() or contents(out) == whole
-        for path in out.rglob("*") if out.exists() else ():
-            path.unlink()
-        if out.exists():
-            out.rmdir()
-    assert killed
-    convert(source, out, to="interleaved")
-    assert contents(out) == whole
-    assert names_in(tmp_path) == ["a", "b", "whole"]
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path, source: Path) -> None:

@@ -1,21 +1,20 @@
 """Check the table of families and `from_config` against transformers itself.
 
-The rotary functions of transformers pair channels as in the table. Its configuration objects give
-the same specs as dictionaries with the same keys. Its rotary modules, built from these objects and from
-those of defaults, have the frequencies of the specs. Small models rotate the layers that have a spec, by its
-angles. Sections that only its modeling code states equal those in the table.
+The configuration objects of transformers give the same specs as dictionaries with the same keys. Its rotary
+modules, built from these objects and from those of defaults, have the frequencies of the specs. Sections that
+only its modeling code states equal those in the table. tests/benchmarks/test_config_coverage.py has the pairing
+of functions and the layers that small models rotate.
 """
 
-import ast
 import functools
 import importlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,93 +30,11 @@ from tightrope.config.families import FAMILIES
 
 PACKAGE = Path(transformers.__file__).parent / "models"
 
-# --- pairing --------------------------------------------------------------------------------------
-
 PUBLISHED = {
     name: tuple(family.source.split(": "))
     for name, family in FAMILIES.items()
     if family.refused is None and "repository" not in family.source
 }
-WIDTH = 8
-
-
-@functools.cache
-def functions_of(folder: str) -> dict[str, Callable[..., Any]]:
-    """Return the functions and rotary methods of a modeling file, compiled without importing it."""
-    tree = ast.parse((PACKAGE / folder / f"modeling_{folder}.py").read_text(encoding="utf-8"))
-    found: list[ast.FunctionDef] = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    names = [node.name for node in found]
-    for owner in (node for node in tree.body if isinstance(node, ast.ClassDef)):
-        for node in owner.body:
-            if isinstance(node, ast.FunctionDef) and "rotary" in node.name:
-                found.append(node)
-                names.append(f"{owner.name}.{node.name}")
-    namespace: dict[str, Any] = {"torch": torch}
-    made: dict[str, Callable[..., Any]] = {}
-    for name, node in zip(names, found, strict=True):
-        node.decorator_list = []
-        future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
-        module = ast.fix_missing_locations(ast.Module([future, node], []))
-        try:
-            exec(compile(module, folder, "exec"), namespace)
-        except NameError:
-            continue  # a default argument from another module; not a rotation
-        made[name] = namespace[node.name]
-    return made
-
-
-def partner_of_first(function: Callable[..., Any]) -> int:
-    """Return the channel that is paired with channel 0, found by rotating an identity matrix."""
-    cos, sin = 0.6, 0.8
-    names = list(inspect.signature(function).parameters)
-    vision = function.__name__ == "apply_rotary_pos_emb_vision"
-    x = torch.eye(WIDTH).reshape((WIDTH, 1, WIDTH) if vision else (WIDTH, 1, 1, WIDTH))
-    if any(name.startswith("freqs_ci") for name in names):
-        return _partner(function(x, x, torch.full((1, 1, WIDTH // 2), complex(cos, sin)))[0])
-    if "relative_position_embeddings" in names:  # a method that finds the sizes in its module
-        sizes = SimpleNamespace(num_heads=1, head_size=WIDTH)
-        tables = torch.tensor([cos, sin]).reshape(2, 1, 1, 1, 1).expand(2, 1, 1, 1, WIDTH)
-        return _partner(function(sizes, x[:, 0], tables))
-    if names[0] == "sinusoidal_pos":
-        half = torch.ones(WIDTH // 2)
-        return _partner(function(torch.cat((half * sin, half * cos))[None, None, None], x, x)[0])
-    for width in (WIDTH, WIDTH // 2):  # tables of full and of half width
-        shape = (1, width) if vision else (1, 1, width)
-        tables = {"cos": torch.full(shape, cos), "sin": torch.full(shape, sin)}
-        arguments = {"q": x, "k": x, "x": x, "tensor": x, **tables}
-        try:
-            made = function(**{name: arguments[name] for name in names if name in arguments})
-        except (RuntimeError, IndexError):
-            continue
-        made = made[0] if isinstance(made, tuple) else made
-        if made.shape == x.shape:
-            return _partner(made)
-    raise AssertionError(
-        f"{function.__name__}{tuple(names)} takes no tables that this test can make"
-    )
-
-
-def _partner(rotated: torch.Tensor) -> int:
-    """Return the row of a rotated identity matrix that is nonzero where row 0 is."""
-    touched = rotated.reshape(WIDTH, WIDTH).abs() > 1e-6
-    assert (touched.sum(1) == 2).all(), touched
-    (other,) = [row for row in range(1, WIDTH) if (touched[row] == touched[0]).all()]
-    return other
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_published_function_pairs_as_the_table_says(name: str) -> None:
-    folder, function = PUBLISHED[name]
-    partner = partner_of_first(functions_of(folder)[function])
-    assert partner in (1, WIDTH // 2)
-    assert FAMILIES[name].interleaved == (partner == 1)
-
-
-def test_both_pairings_are_distinguished() -> None:
-    half = functions_of("llama")["apply_rotary_pos_emb"]
-    neighbours = functions_of("gptj")["apply_rotary_pos_emb"]
-    assert (partner_of_first(half), partner_of_first(neighbours)) == (WIDTH // 2, 1)
 
 
 # --- configuration objects ------------------------------------------------------------------------
@@ -430,82 +347,6 @@ def test_the_calls_of_every_question_give_what_the_module_rotates(
 FULL_OR_SLIDING = ("full_attention", "sliding_attention", "hybrid_sliding")
 # DeepSeek V4's modules have buffers by section.
 SECTION_OF = {"compressed_sparse_attention": "compress", "heavily_compressed_attention": "compress"}
-
-# --- layers ---------------------------------------------------------------------------------------
-
-TINY: dict[str, Any] = {
-    "hidden_size": 64,
-    "head_dim": 32,
-    "num_hidden_layers": 8,
-    "vocab_size": 9,
-    "sliding_window": 4,
-    "max_position_embeddings": 64,
-    "num_experts_per_tok": 1,
-    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 16),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
-    **dict.fromkeys(("num_experts", "num_local_experts"), 2),
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-TINY_OWN: dict[str, dict[str, Any]] = {
-    "deepseek_v4": {
-        "num_key_value_heads": 1,
-        "num_hidden_layers": 3,
-        "q_lora_rank": 8,
-        "o_lora_rank": 4,
-        **dict.fromkeys(("o_groups", "index_n_heads", "index_topk", "n_routed_experts"), 2),
-        "index_head_dim": 32,
-        "partial_rotary_factor": 0.5,
-        "layer_types": [
-            "sliding_attention",
-            "compressed_sparse_attention",
-            "heavily_compressed_attention",
-        ],
-    },
-    "llama4_text": {"intermediate_size_mlp": 16, "attention_chunk_size": 16},
-}
-BY_LAYER = [
-    name
-    for name, family in FAMILIES.items()
-    if family.layers not in (None, "nested")
-    # gemma3n and gemma4 need other parts; AutoModel does not build the others.
-    and name not in ("gemma3n_text", "gemma4_text", "diffusion_gemma_text", "step3p5")
-]
-
-
-@pytest.mark.parametrize("name", BY_LAYER)
-def test_small_models_rotate_the_layers_that_have_a_spec(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = transformers.CONFIG_MAPPING[name](**{**TINY, **TINY_OWN.get(name, {})})
-    specs = RopeSpec.from_config(config)
-    function = FAMILIES[name].source.split(": ")[1]
-    real = getattr(modeling(config), function)
-    layer: list[int] = []
-    tables: dict[int, torch.Tensor] = {}
-
-    def spy(*arguments: Any, **named: Any) -> Any:
-        bound = inspect.signature(real).bind(*arguments, **named).arguments
-        made = bound["cos"] if "cos" in bound else bound["freqs_cis"].real
-        tables.setdefault(layer[-1], made[0])
-        return real(*arguments, **named)
-
-    monkeypatch.setattr(modeling(config), function, spy)
-    model = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
-    for n, module in enumerate(model.layers):
-        module.register_forward_pre_hook(lambda *_, n=n: layer.append(n))
-    with torch.no_grad():
-        model(input_ids=torch.arange(1, 9)[None])
-    for n in range(config.num_hidden_layers):
-        spec = specs.of(n) if isinstance(specs, LayerSpecs) else specs
-        assert (spec is not None) == (n in tables)
-        if spec is not None:
-            omega = torch.tensor([float(one) for one in spec.frequencies().exact])
-            found = tables[n][3].sort().values  # of position 3
-            wanted = (3 * omega).cos().repeat(found.numel() // omega.numel()).sort().values
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
-
 
 # --- a part of the channels -----------------------------------------------------------------------
 

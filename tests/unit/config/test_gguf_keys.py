@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.reading import gguf, read, refused
+from tests.support.reading import assert_divided, gguf, read, refused
 from tightrope import RopeSpec
 from tightrope.config import Provenance, families, provenance
-from tightrope.frequencies import Given, Linear, LongRoPE, YaRN, default
+from tightrope.frequencies import Given, Linear, LongRoPE, YaRN
 
 GGUF = gguf("qwen2", context_length=32768)
 
@@ -96,9 +96,7 @@ def test_gguf_tensors_of_factors() -> None:
     factors = [1.0] * 32 + [8.0] * 32
     made = read({**GGUF, "rope_freqs.weight": factors})
     assert isinstance(made.scaling, Given)
-    row = default(128, 1e6).exact
-    for got, omega, factor in zip(made.frequencies().exact, row, factors, strict=True):
-        assert float(got) == pytest.approx(float(omega) / factor, rel=1e-15)
+    assert_divided(made, 128, 1e6, factors)
     with pytest.raises(
         ValueError, match=r"must not come with rope\.scaling but the metadata has both"
     ):
@@ -275,9 +273,7 @@ def test_layers_of_gemma4_differ_in_the_width_of_a_head() -> None:
     specs = read({**GEMMA4, "rope_freqs.weight": [1.0] * 64 + [1e30] * 192})
     full, sliding = specs["full_attention"], specs["sliding_attention"]
     assert (full.head_dim, full.rotary_dim, full.base) == (512, 512, 1e6)
-    row = default(512, 1e6).exact
-    for k, omega in enumerate(full.frequencies().exact):
-        assert float(omega) == pytest.approx(float(row[k]) if k < 64 else 0.0, abs=1e-30)
+    assert_divided(full, 512, 1e6, [1.0] * 64 + [1e30] * 192)
     assert sliding == RopeSpec(256)
     assert specs.layers == TYPES
 
@@ -346,9 +342,7 @@ def test_laguna_may_have_no_windows() -> None:
 def test_the_factors_of_step35_are_for_its_full_layers() -> None:
     config = gguf("step35", **LOCAL, rope__dimension_count=128)
     specs = read({**config, "rope_freqs.weight": [2.0] * 64})
-    row = default(64, 1e6).exact
-    made = specs["full_attention"].frequencies().exact
-    assert [float(one) for one in made] == pytest.approx([float(one) / 2 for one in row])
+    assert_divided(specs["full_attention"], 64, 1e6, [2.0] * 32)
     assert specs["sliding_attention"] == RopeSpec(128, 5e3)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.reading import gguf, read, refused
+from tests.support.reading import assert_divided, gguf, read, refused
 from tightrope import Axes, RopeSpec
 from tightrope.frequencies import NTK, Given, YaRN, default
 
@@ -102,9 +102,7 @@ def test_a_drafter_may_have_factors() -> None:
     metadata = {**MODELS["eagle3"][0], "rope_freqs.weight": [1.0] * 32 + [8.0] * 32}
     made = read(metadata)
     assert isinstance(made.scaling, Given)
-    row = default(128, 1e7).exact
-    wanted = [float(omega) / (1 if k < 32 else 8) for k, omega in enumerate(row)]
-    assert [float(omega) for omega in made.frequencies().exact] == pytest.approx(wanted)
+    assert_divided(made, 128, 1e7, [1.0] * 32 + [8.0] * 32)
 
 
 # --- positions with several coordinates ---------------------------------------------------------------
@@ -386,9 +384,7 @@ def test_the_queries_of_gemma4_assistant_rotate_as_in_gemma4() -> None:
     specs = read({**metadata, "rope_freqs.weight": [1.0] * 64 + [1e30] * 192})
     assert specs.layers == (SLIDING, SLIDING, SLIDING, FULL)
     assert specs[SLIDING] == RopeSpec(256)
-    made, row = specs[FULL].frequencies().exact, default(512, 1e6).exact
-    wanted = [float(omega) if k < 64 else 0.0 for k, omega in enumerate(row)]
-    assert [float(omega) for omega in made] == pytest.approx(wanted, abs=1e-30)
+    assert_divided(specs[FULL], 512, 1e6, [1.0] * 64 + [1e30] * 192)
 
 
 def test_models_whose_layers_may_differ_but_do_not() -> None:
@@ -505,8 +501,7 @@ def test_drafters_of_dflash(name: str) -> None:
 
 def test_factors_of_a_drafter_of_dflash() -> None:
     made = read({**DRAFTERS["of Qwen 3.6"][0], "rope_freqs.weight": [2.0] * 64})
-    wanted = [float(omega) / 2 for omega in default(128, 1e7).exact]
-    assert [float(omega) for omega in made.frequencies().exact] == pytest.approx(wanted)
+    assert_divided(made, 128, 1e7, [2.0] * 64)
 
 
 def test_a_drafter_of_deepseek4_has_no_compressed_entries() -> None:

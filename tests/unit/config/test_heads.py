@@ -213,6 +213,15 @@ def test_a_width_of_single_layers_is_read_or_refused() -> None:
     refused(some, two("head_dim", "per_layer_config.1.head_dim = 512", "head_dim = 256"))
 
 
+def test_a_width_of_single_layers_without_a_list_or_of_a_type_that_does_not_rotate() -> None:
+    unlisted = {**without(WIDE, "layer_types"), "model_type": "gemma4_text", **single("1", 256)}
+    assert read(unlisted) == {**WIDE_SPECS, "full_attention": RopeSpec(256, base=1e6)}
+    sections = {**WIDE["rope_parameters"], "full_attention": None}
+    still = {**WIDE, "rope_parameters": sections, **single("1", 512)}
+    specs = read(still, interleaved=False, rotary_dim=256)
+    assert specs == {**WIDE_SPECS, "full_attention": None}
+
+
 @pytest.mark.parametrize("number", ["4", "x", "-1", "1.0", "", "9" * 5000, 4, 1.5, None, (0,)])
 def test_keys_of_a_single_layer_are_of_one_that_exists(number: object) -> None:
     for family in ("zebra", "embedding_gemma2_text"):

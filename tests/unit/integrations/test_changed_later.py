@@ -18,9 +18,6 @@ from tests.support.models.of_transformers import outputs, small_inputs, small_mo
 from tests.support.tolerances import assert_same_bits
 from tightrope.integrations import patch
 
-pytestmark = pytest.mark.usefixtures("recognised_once")
-
-
 # --- functions and classes that another tool replaces ---------------------------------------------
 
 
@@ -123,25 +120,29 @@ def test_pickles_hold_public_names_only(options: dict[str, str]) -> None:
     assert ours == {"tightrope.integrations"}
 
 
-@pytest.mark.parametrize("options", ["", "angles='exact'", "stack='vllm'"])
-def test_a_saved_model_is_loaded_patched_in_another_process(options: str, tmp_path: Path) -> None:
+def test_saved_models_are_loaded_patched_in_another_process(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, given = small_model("Llama"), small_inputs("Llama")
-    patch(model, **eval(f"dict({options})"))
-    with torch.no_grad():
-        want = outputs(model, given)
-    torch.save((model, given, want), tmp_path / "model.pt")
+    given, files = small_inputs("Llama"), []
+    every: list[dict[str, Any]] = [{}, {"angles": "exact"}, {"stack": "vllm"}]
+    for options in every:
+        model = small_model("Llama")
+        patch(model, **options)
+        with torch.no_grad():
+            want = outputs(model, given)
+        files.append(str(tmp_path / f"{len(files)}.pt"))
+        torch.save((model, given, want), files[-1])
     code = f"""
 import torch
-model, given, want = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
-with torch.no_grad():
-    got = model(**given).logits
-assert torch.equal(got, want), (got - want).abs().max()
-from tightrope.integrations import patch, unpatch
-names = model.model.layers[0].self_attn.forward.__func__.__code__.co_names
-assert any(name.startswith("_tightrope_") for name in names), names
-unpatch(model)
-assert type(model.model.layers[0].self_attn).__bases__ == (torch.nn.Module,)
+for file in {files}:
+    model, given, want = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        got = model(**given).logits
+    assert torch.equal(got, want), (file, (got - want).abs().max())
+    from tightrope.integrations import patch, unpatch
+    names = model.model.layers[0].self_attn.forward.__func__.__code__.co_names
+    assert any(name.startswith("_tightrope_") for name in names), names
+    unpatch(model)
+    assert type(model.model.layers[0].self_attn).__bases__ == (torch.nn.Module,)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

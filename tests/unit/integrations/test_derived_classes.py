@@ -15,7 +15,6 @@ import other_libraries
 from other_libraries import Spy, assert_served_until_unpatched
 from tightrope.integrations import patch, unpatch
 
-pytestmark = pytest.mark.usefixtures("recognised_once")
 turn = other_libraries.turn
 
 

@@ -18,8 +18,6 @@ from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec
 from tightrope.integrations import patch, recognise, transformers as for_transformers, unpatch
 
-pytestmark = pytest.mark.usefixtures("recognised_once")
-
 X = torch.randn(2, 3, 9, 16, generator=torch.Generator().manual_seed(1))
 ANGLES = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(2)).repeat(1, 1, 2)
 COS, SIN = ANGLES.cos(), ANGLES.sin()

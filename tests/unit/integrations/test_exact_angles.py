@@ -11,11 +11,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from other_libraries import calls_of, halves
+from other_libraries import calls_of
 from tests.support.tolerances import assert_each
 from tightrope.integrations import patch, unpatch
 
-pytestmark = pytest.mark.usefixtures("recognised_once")
 X, FAR = torch.zeros(1), torch.tensor([[99_991]])
 
 
@@ -209,6 +208,12 @@ class Model(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         return rotated(x, *self.angles(x, position_ids))
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    """Defined here, as what a function of another module computes is searched each time."""
+    u, v = x.chunk(2, -1)
+    return torch.cat((-v, u), -1)
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

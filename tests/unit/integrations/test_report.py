@@ -17,8 +17,6 @@ from tightrope.integrations import _recognise, patch
 from tightrope.integrations._replace import replacement
 from tightrope.integrations._report import entry_of
 
-pytestmark = pytest.mark.usefixtures("recognised_once")
-
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 NAMES = {F32: "float32", F64: "float64", BF16: "bfloat16", F16: "float16"}
 

@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 import other_libraries
-from other_libraries import halves, spin, turn
+from other_libraries import spin, turn
 from tightrope.integrations import Report, patch, unpatch
-
-pytestmark = pytest.mark.usefixtures("recognised_once")
 
 NOTHING = (
     "no rotary function found: no method of the model's modules, and no function that they are seen to call, "
@@ -21,6 +19,12 @@ NOTHING = (
 )
 UNSEEN = "it may rotate, but patch replaces only Python functions of the model's code that are called by their name"
 BODY = "it may rotate in its body, in a form that patch does not replace"
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    """Defined here, as what a function of another module computes is searched each time."""
+    u, v = x.chunk(2, -1)
+    return torch.cat((-v, u), -1)
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -116,21 +116,6 @@ def test_such_wrappers_made_after_patch_are_undone(wrap: Callable[[Any], Any]) -
     assert_served_until_unpatched(model, X, before)
 
 
-@pytest.mark.parametrize("first", [patch, "offload"])
-def test_models_that_accelerate_offloads(first: Any) -> None:
-    """`cpu_offload` moves weights to the device for each forward of a module, and back."""
-    from accelerate import cpu_offload
-    from accelerate.hooks import remove_hook_from_submodules
-
-    model = torch.nn.Sequential(Turning(), torch.nn.Linear(16, 16))
-    before = model(X)
-    for step in (patch, cpu_offload) if first is patch else (cpu_offload, patch):
-        step(model, **({"execution_device": "cpu"} if step is cpu_offload else {}))
-    assert_served_until_unpatched(model, X, before)
-    remove_hook_from_submodules(model)
-    assert torch.equal(model(X), before)
-
-
 def test_a_wrapper_made_after_patch_that_unpatch_cannot_reach_is_named() -> None:
     model: Any = Turning()
     patch(model)

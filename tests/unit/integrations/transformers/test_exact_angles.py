@@ -26,7 +26,7 @@ from tightrope.integrations.transformers import Entry, Report, patch, unpatch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
-    pytest.mark.usefixtures("clean", "recognised_once"),
+    pytest.mark.usefixtures("clean"),
 ]
 
 X, SHORT, LONG = torch.zeros(1), torch.arange(24)[None], torch.arange(96)[None]

@@ -55,10 +55,8 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@needs_kernels
-@pytest.mark.slow
-def test_use_kernels_in_training_and_inference() -> None:
-    run("""
+# `use_kernels` in training and inference.
+SERVED = """
 model, given = small_model("Llama"), small_inputs("Llama")
 before = gradients(model, given)
 assert not runs_operator(lambda: outputs(model, given))
@@ -71,14 +69,12 @@ for training in (True, False):
     assert runs_operator(lambda: outputs(model, given))
     model.set_use_kernels(False)
     del llama.apply_rotary_pos_emb.__dict__["forward"]
-""")
+"""
 
-
-@pytest.mark.slow
-@needs_kernels
-def test_compiled() -> None:
-    run("""
+# A compiled model.
+COMPILED = """
 from tightrope.integrations.transformers import _kernels
+_kernels._served.clear()
 model, given = small_model("Llama"), small_inputs("Llama")
 before = gradients(model, given)
 for mode in (Mode.TRAINING, Mode.INFERENCE):
@@ -86,21 +82,21 @@ for mode in (Mode.TRAINING, Mode.INFERENCE):
         kernelize(model, mode=mode | Mode.TORCH_COMPILE, device="cpu")
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    after, grads = gradients(compiled, given)
-    named = {name.removeprefix("_orig_mod."): grad for name, grad in grads.items()}
-    assert_equal_runs((after, named), before)
+    if mode == Mode.TRAINING:
+        after, grads = gradients(compiled, given)
+        named = {name.removeprefix("_orig_mod."): grad for name, grad in grads.items()}
+        assert_equal_runs((after, named), before)
+    else:
+        with torch.no_grad():
+            assert torch.equal(outputs(compiled, given), before[0])
     (served,) = _kernels._served.values()
     assert hasattr(served, "_tightrope_original")
     _kernels._served.clear()
     del llama.apply_rotary_pos_emb.__dict__["forward"]
-""")
+"""
 
-
-@pytest.mark.slow
-@needs_kernels
-def test_partial_width_q_alone_and_unknown_functions() -> None:
-    """The registered layer gives the bits of known functions and runs unknown ones unchanged."""
-    run("""
+# Partial width, q alone, and a function that is unknown, which runs unchanged.
+OTHER_FUNCTIONS = """
 def half(x):
     a, b = x.chunk(2, -1)
     return torch.cat((-b, a), -1)
@@ -141,13 +137,10 @@ for call, want in zip(calls, before):
     assert runs_operator(call)
 assert partial(q, None, cos, sin)[1] is None
 assert torch.equal(odd(), was) and not runs_operator(odd)
-""")
+"""
 
-
-@pytest.mark.slow
-@needs_kernels
-def test_patch_finds_functions_in_the_slot() -> None:
-    run("""
+# `patch` finds functions in the slot.
+PATCHED = """
 import copy
 model, given = small_model("Llama"), small_inputs("Llama")
 before = outputs(model, given)
@@ -160,7 +153,13 @@ unpatch(model)
 assert torch.equal(outputs(model, given), before)
 assert type(llama.apply_rotary_pos_emb).__name__ == "Func"
 assert torch.equal(outputs(model, given), before)
-""")
+"""
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_models_and_functions_in_a_process_with_the_package() -> None:
+    run(SERVED + COMPILED + OTHER_FUNCTIONS + PATCHED)
 
 
 def test_without_the_package_an_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

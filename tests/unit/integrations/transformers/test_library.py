@@ -24,7 +24,7 @@ from tests.support.models.of_transformers import (
 from tests.support.tolerances import assert_same_bits
 from tightrope.integrations.transformers import patch, unpatch
 
-pytestmark = pytest.mark.usefixtures("recognised_once", "undone")
+pytestmark = pytest.mark.usefixtures("undone")
 
 
 @pytest.fixture

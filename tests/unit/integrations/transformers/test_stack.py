@@ -18,8 +18,6 @@ from tightrope import RopeSpec
 from tightrope.functional import rotate_qk
 from tightrope.integrations import patch, unpatch
 
-pytestmark = pytest.mark.usefixtures("recognised_once")
-
 DIM, F32, BF16 = 16, torch.float32, torch.bfloat16
 IDS = torch.tensor([[0, 1, 5, 63, 900, 4095, 100_000]])
 YARN = {
