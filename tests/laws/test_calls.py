@@ -96,6 +96,14 @@ def test_the_kernel_is_near_the_definition(case: Mapping[str, Any]) -> None:
     assert_each(near, *found)
 
 
+@every_case
+def test_the_inverse_undoes(case: Mapping[str, Any]) -> None:
+    """Also gates and the attention scaling, by which it divides."""
+    plain = {**case, "act": "none", "dtype": torch.float64}
+    there, back = (Call({**plain, "inverse": inverse}) for inverse in (False, True))
+    assert_near(back(q=there()[0])[0], there.leaves["q"], "float64 ways")
+
+
 # --- without data ---------------------------------------------------------------------------------
 
 
@@ -148,9 +156,9 @@ def test_vmap_and_gradients_in_it(case: Mapping[str, Any]) -> None:
 
     rows = list(zip(*stacks))
     alone = [turned(*row) for row in rows]
-    assert_near(
-        torch.vmap(turned)(*stacks), [torch.stack(ys) for ys in zip(*alone)], "float64 ways"
-    )
+    last = [x.movedim(0, -1) for x in stacks]
+    found = torch.vmap(turned, in_dims=-1)(*last)
+    assert_near(found, [torch.stack(ys) for ys in zip(*alone)], "float64 ways")
     slopes = []
     for row in rows:
         leaves = [x.clone().requires_grad_() for x in row]

@@ -46,8 +46,8 @@ AXES: dict[str, Any] = {
         *("none", "offset", "ids", "fractional", "learned"),
         *(*OF_ROWS, *OF_HEADS, *SPACES),
     ),
-    "act": ("none", "rms_norm", *ACTS[1:]),
-    "phases": ("none", "given", "given per head"),
+    "act": ("none", "rms_norm per head", *ACTS[1:]),
+    "phases": ("none", "given", "given per head", "shared"),
     "gate": ("none", "scalar", "exp", "exp per head", "exp per pair", "slope", "given", "xpos"),
     "inverse": (False, True),
     "amplitude": (1.0, 1.3),
@@ -65,7 +65,7 @@ def allowed(case: Mapping[str, Any]) -> bool:
         (case.get("inverse") and case.get("act", "none") != "none")
         or (case.get("layout") in ("thd", "sd") and where in OF_ROWS)
         or (no_heads and (case.get("frequencies") == "learned per head" or where in OF_HEADS))
-        or (no_heads and case.get("gate") == "exp per head")
+        or (no_heads and "per head" in (case.get("gate", "") + case.get("act", "")))
         or (no_heads and both)
         or ((no_heads or both) and case.get("phases") == "given per head")
         or (where in SPACES and case.get("gate") in ("slope", "xpos"))
@@ -108,8 +108,9 @@ class Call:
                 # Keep x away from 0, the kink of relu.
                 x = noise(*shape, seed=seed)
                 self.leaves[name] = (x + 0.1 * x.sign()).to(dtype)
-        if case["act"] == "rms_norm":
-            self.leaves["weight"] = noise(WIDTH, seed=2)
+        if "norm" in case["act"]:
+            heads = (HEADS,) if "head" in case["act"] else ()
+            self.leaves["weight"] = noise(*heads, WIDTH, seed=2)
         pairs = spec.rotary_dim // 2
         gate = {
             "scalar": lambda: noise(1)[0].abs() + 0.5,
@@ -127,7 +128,8 @@ class Call:
             self.leaves["inv_freq"] = 0.5 + noise(*shape, seed=4).abs()
         if case["phases"] != "none":
             own = ROWS if "b" in layout else 1, HEADS if "head" in case["phases"] else 1
-            self.leaves["phases"] = 3 * noise(*own, TOKENS, pairs, seed=6)
+            sizes = (1, 1, TOKENS, 1) if case["phases"] == "shared" else (*own, TOKENS, pairs)
+            self.leaves["phases"] = 3 * noise(*sizes, seed=6)
         where = {
             "learned": (TOKENS,),
             "learned per row": (ROWS, TOKENS),
@@ -168,8 +170,7 @@ class Call:
         verb, _, into = case["verb"].partition(" ")
         xs = [given[name] for name in ("q", "k") if name in given]
         if len(xs) == 2 and (
-            case["frequencies"] == "learned per head"
-            or case["gate"] == "exp per head"
+            "per head" in case["frequencies"] + case["gate"] + case["act"]
             or case["positions"] in OF_HEADS
         ):
             # What differs between heads needs as many of them in k as in q.

@@ -404,14 +404,6 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
 # ---- fake and meta tensors, vmap of raw operators ----------------------------------------------------
 
 
-def test_meta_tensors() -> None:
-    x = torch.empty(2, 5, 3, 8, device="meta", dtype=torch.bfloat16).transpose(1, 2)
-    y = rotate(x, SPEC, 3)
-    assert y.device.type == "meta"
-    assert (y.shape, y.dtype, y.stride()) == (x.shape, x.dtype, x.stride())
-    assert rotate_(x, SPEC) is x
-
-
 def test_fake_tensors_leave_nothing_behind() -> None:
     spec = RopeSpec(8, base=1234.5)
     with FakeTensorMode():

@@ -127,7 +127,6 @@ for name in {names}:
                 "laws/test_invariance",
                 "unit/functional/test_tables",
                 "unit/functional/test_out",
-                "torch_modes/test_autograd",
                 "unit/ops/test_gradients",
                 "unit/ops/test_memory",
                 "unit/test_activations",

@@ -365,52 +365,6 @@ def in_place(x: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
 both_ways = pytest.mark.parametrize("function", [rotate, in_place])
 
 
-@both_ways
-def test_functorch(function: Callable[..., torch.Tensor]) -> None:
-    x, theta, at = noise(3, 2, 5, 8), noise(4, 2, 3, seed=1), where(SPEC)
-
-    def loss(x: torch.Tensor, theta: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        return function(x, SPEC, ids(at), inv_freq=theta).pow(3).sum()
-
-    def plain(x: torch.Tensor, theta: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        return formula(x, full(theta, SPEC), at, SPEC).pow(3).sum()
-
-    def agree(transform: Callable[[Any], Any], *arguments: Any) -> None:
-        got, want = (transform(f)(*arguments) for f in (loss, plain))
-        got, want = (y if isinstance(y, tuple) else (y,) for y in (got, want))
-        assert_near(got, want, "float64 ways, higher order")
-
-    def gradient(f: Any) -> Any:
-        return torch.func.grad(f, (0, 1, 2))
-
-    for transform in (
-        gradient,
-        lambda f: torch.func.hessian(f, 1),
-        lambda f: torch.func.jacfwd(torch.func.grad(f, 1), (0, 1, 2)),
-    ):
-        agree(transform, x, theta[0], at)
-    xs = noise(4, 3, 2, 5, 8, seed=2)
-    for dims in ((None, 0, None), (0, 0, None), (0, None, None), (1, 1, None)):
-        if function is in_place and dims[0] is None:
-            continue
-        mapped = [
-            one if dim is None else many.movedim(0, dim)
-            for one, many, dim in zip((x, theta[0]), (xs, theta), dims)
-        ]
-
-        def by_theta(f: Any, dims: Any = dims) -> Any:
-            def run(x: torch.Tensor, theta: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-                leaf = theta.clone().requires_grad_()
-                total = torch.vmap(f, in_dims=dims)(x, leaf, at).sum()
-                return torch.autograd.grad(total, leaf)[0]
-
-            return run
-
-        agree(lambda f, dims=dims: torch.vmap(f, in_dims=dims), *mapped, at)
-        agree(lambda f, dims=dims: torch.vmap(gradient(f), in_dims=dims), *mapped, at)
-        agree(by_theta, *mapped, at)
-
-
 @pytest.mark.one_in(12)
 @both_ways
 @pytest.mark.parametrize("backend", ["aot_eager", *(["inductor"] if INDUCTOR else [])])
@@ -646,16 +600,6 @@ VALUES = {
     f"call rotate ({IS_X}).": given(rotate_, X.clone().requires_grad_(), SPEC, theta=LEARNED),
 }
 test_sentence = refusals(TypeError=TYPES, ValueError=VALUES)
-
-
-def test_one_head_of_each_may_share() -> None:
-    """If q and k have one head each, a θ of one head serves both."""
-    q, k, theta = noise(2, 1, 5, 8), noise(2, 1, 5, 8, seed=1), noise(1, 3, seed=2)
-    y, z = rotate_qk(q, k, SPEC, inv_freq=theta)
-    assert_same_bits(y, rotate(q, SPEC, inv_freq=theta[0]))
-    assert_same_bits(z, rotate(k, SPEC, inv_freq=theta[0]))
-    empty = rotate(torch.zeros(2, 0, 5, 8), SPEC, inv_freq=torch.zeros(0, 3))
-    assert empty.shape == (2, 0, 5, 8)
 
 
 def test_nothing_is_kept_between_calls() -> None:
