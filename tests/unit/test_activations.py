@@ -320,9 +320,6 @@ test_errors = refusals(
         "[rotate] the gate Exp must have 1 or 2 heads for x but got 3 …": (
             turn(gate=gates.Exp(torch.zeros(3, 8)))
         ),
-        "[rotate] the gate Slope must have 1 or 2 heads for x but got 3 …": (
-            turn(gate=gates.Slope(torch.zeros(3, 8)))
-        ),
         "[rotate] a result written to out has no gradient, but act or gate require one…": (
             turn(gate=LEARNED, out=torch.empty_like(X))
         ),
