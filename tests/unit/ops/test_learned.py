@@ -16,7 +16,7 @@ from tests.support import oracle, tolerances
 from tests.support.helpers import noise, refusals
 from tests.support.matrix import INDUCTOR, both_pairings, every_backend, every_dtype
 from tests.support.tolerances import assert_near, assert_same_bits
-from tightrope import RopeSpec, angles, positions
+from tightrope import RopeSpec, angles, gates, positions
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK, Given
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
@@ -436,6 +436,18 @@ def test_one_of_two(needing: str, used: str, function: Callable[..., Any]) -> No
             assert got is None or not got.any()
         else:
             assert_near(got, exact, "float64 ways, higher order")
+
+
+def test_gates_of_q_and_of_k_reach_the_gradients_of_angles() -> None:
+    q, k, theta = noise(2, 2, 5, 8), noise(2, 2, 5, 8, seed=1), leaf(3, seed=2)
+    at = where(SPEC).requires_grad_()
+    own = [gates.Exp(noise(8, seed=seed)) for seed in (3, 4)]
+    pair = rotate_qk(q, k, SPEC, ids(at), inv_freq=theta, gate=tuple(own))
+    apart = [rotate(x, SPEC, ids(at), inv_freq=theta, gate=g) for x, g in zip((q, k), own)]
+    for used in (slice(0, 2), slice(1, 2)):
+        both = [sum(y.pow(3).sum() for y in ys[used]) for ys in (pair, apart)]
+        found, wanted = (torch.autograd.grad(loss, (theta, at), retain_graph=True) for loss in both)
+        assert_near(found, wanted, "float64 ways, higher order")
 
 
 def test_in_place_on_slices_of_one_projection() -> None:

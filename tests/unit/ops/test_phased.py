@@ -26,6 +26,7 @@ from tests.support.tolerances import Result, assert_near, assert_rotated, assert
 from tests.support.triton.cases import DEVICE, kernels_in_place, needs_triton
 from tightrope import RopeSpec, phases, positions
 from tightrope.activations import RMSNorm
+from tightrope.axes import Axes
 from tightrope.backends import cpu
 from tightrope.backends.reference import compose
 from tightrope.frequencies import Given
@@ -172,6 +173,17 @@ def test_an_angle_that_is_no_number_makes_its_pair_nan(
     gone[1, :, 3, 2 + 4] = gone[1, :, 3, 2 + 4 + PAIRS] = True
     assert got[gone].isnan().all()
     assert_same_bits(got[~gone], clean[~gone])
+
+
+@every_backend
+def test_a_position_that_is_lost_on_one_axis_loses_its_token(backend: str) -> None:
+    at = noise(2, TOKENS)
+    at[1, 3] = math.nan
+    own = phases.given(angles((1, 1, TOKENS, 4)))
+    spec, x = RopeSpec(8, axes=Axes.blocks((2, 2))), noise(ROWS, HEADS, TOKENS, 8)
+    lost = rotate(x, spec, positions.multi_axis(at), phases=own, backend=backend).isnan()
+    assert lost[:, :, 3].all()
+    assert int(lost.sum()) == ROWS * HEADS * 8
 
 
 @every_backend
