@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from tests.support import oracle
 from tests.support.calls import CASES, Call, allowed
 from tests.support.helpers import noise
 from tests.support.matrix import needs_kernel
 from tests.support.tolerances import assert_each, assert_near, assert_same_bits, value
+from tightrope.ops import schema
 from tightrope.ops.schema import LAYOUTS
 
 Tensors = Mapping[str, torch.Tensor]
@@ -171,3 +174,49 @@ def test_vmap_and_gradients_in_it(case: Mapping[str, Any]) -> None:
     leaves = [x.requires_grad_() for x in stacks]
     found = torch.autograd.grad(torch.vmap(loss)(*leaves).sum(), leaves)
     assert_near(found, wanted, "float64 ways, higher order")
+
+
+# --- registration ---------------------------------------------------------------------------------
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps copies of the arguments of each operator of this library.
+
+    Attributes:
+        learns: whether copies require grad like the originals, for operators that have gradients.
+    """
+
+    def __init__(self, learns: bool) -> None:
+        super().__init__()
+        self.learns = learns
+        self.calls: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "tightrope":
+            differentiable = (schema.rotate, schema.rotate_extras, schema.phase_drift)
+            learns = self.learns and func in differentiable
+
+            def kept(x: Any) -> Any:
+                if not isinstance(x, torch.Tensor):
+                    return x
+                same = x.clone(memory_format=torch.preserve_format).detach()
+                return same.requires_grad_(learns and x.requires_grad)
+
+            self.calls.append((func, tree_map(kept, args)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("case", CASES[::12], ids=range(len(CASES[::12])))
+def test_operators_are_registered_as_torch_asks(case: Mapping[str, Any]) -> None:
+    """Those of the call and of its backward pass pass opcheck."""
+    call = Call(case)
+    leaves = {
+        name: x.clone().requires_grad_(name in call.learned()) for name, x in call.leaves.items()
+    }
+    with Recorder(learns=True) as there:
+        loss = sum(y.square().sum() for y in call(**leaves))
+    with Recorder(learns=False) as back:
+        torch.autograd.grad(loss, [leaves[name] for name in call.learned()])
+    for operator, arguments in there.calls + back.calls:
+        torch.library.opcheck(operator, arguments)

@@ -52,9 +52,9 @@ RULES: dict[str, tuple[Rule | None, dict[str, Any]]] = {
         YaRN(4.0, 128, truncate=False, attention_factor=1.25),
         {"factor": 4.0, "truncate": False, "attention_factor": 1.25, **ORIGINAL},
     ),
-    "yarn, a step": (
-        YaRN(4.0, 128, beta_fast=3.0, beta_slow=3.0, truncate=False),
-        {"factor": 4.0, "beta_fast": 3.0, "beta_slow": 3.0, "truncate": False, **ORIGINAL},
+    "yarn, shorter than a turn": (
+        YaRN(4.0, 5),
+        {"factor": 4.0, "original_max_position_embeddings": 5},
     ),
     "llama3": (
         Llama3(8.0, 1.0, 4.0, 128),
