@@ -43,7 +43,7 @@ NEAREST = {
     """,
     "tightrope/ops/(autograd|gradients|learned)": """
         torch_modes/test_autograd unit/ops/test_learned unit/ops/test_gradients
-        unit/functional/test_rounding laws/test_derivatives
+        unit/functional/test_rounding laws/test_derivatives laws/test_calls
     """,
     "tightrope/ops/(checks|memory)": """
         unit/ops/test_checks unit/ops/test_memory unit/functional/test_out
@@ -53,7 +53,7 @@ NEAREST = {
         unit/ops/test_gating unit/test_gates
     """,
     "tightrope/ops/(vmap|fake|registry|schema)": """
-        torch_modes/test_registration unit/ops/test_extra_tensors unit/functional/test_tables
+        laws/test_calls torch_modes/test_registration unit/ops/test_extra_tensors unit/functional/test_tables
     """,
     "tightrope/ops": """
         unit/ops/test_route unit/functional/test_rotate unit/functional/test_out

@@ -2,8 +2,8 @@
 
 For rotate, rotate_qk and their in-place forms, the cases contain every valid pair of values of any
 two options. Derivatives are compared with finite differences of the function itself in float64, so
-this file contains no derivative formula. Gradients in float32 and bfloat16 are compared with those
-of the float64 call on the same values.
+this file contains no derivative formula. Gradients in narrower dtypes are compared with those of the
+float64 call on the same values.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from tests.support import pairwise, tolerances
+from tests.support import tolerances
+from tests.support.calls import CASES, HEADS, KV_HEADS, REACH, ROWS, TOKENS, WIDTH, Call
 from tests.support.helpers import noise
 from tests.support.matrix import both_pairings
-from tightrope import RopeSpec, gates, phases, positions
+from tightrope import RopeSpec, gates
 from tightrope.activations import ACTS, RMSNorm
-from tightrope.axes import Axes
 from tightrope.frequencies import YaRN
 from tightrope.functional import (
     apply_rotary_pos_emb,
@@ -32,188 +32,8 @@ from tightrope.functional import (
     rerotate_,
     rotary_apply,
     rotary_pos_embedding,
-    rotate,
-    rotate_,
-    rotate_qk,
-    rotate_qk_,
 )
 from tightrope.functional.scan import FORMS, PolarState
-from tightrope.ops.schema import LAYOUTS
-
-ROWS, HEADS, KV_HEADS, TOKENS, WIDTH = 2, 2, 1, 4, 8
-# A bound on the positions of all cases.
-REACH = 50.0
-CHANNELS = {"whole": (6, 0), "slice": (4, 1)}
-
-# Kinds of positions that have several axes.
-SPACES = ("grid", "text", "learned grid")
-
-AXES: dict[str, Any] = {
-    "verb": ("rotate", "rotate_", "rotate_qk", "rotate_qk_"),
-    "layout": LAYOUTS,
-    "interleaved": (False, True),
-    "channels": tuple(CHANNELS),
-    "frequencies": ("spec", "prepared", "learned", "learned per head"),
-    "positions": (
-        *("none", "offset", "ids", "ids per row", "per row", "fractional", "learned"),
-        *SPACES,
-    ),
-    "act": ("none", "rms_norm", *ACTS[1:]),
-    "phases": ("none", "given", "given per head"),
-    "gate": ("none", "scalar", "exp", "exp per head", "exp per pair", "slope", "given", "xpos"),
-    "inverse": (False, True),
-    "amplitude": (1.0, 1.3),
-    "learns": ("everything", "x", "the rest"),
-    "dtype": (torch.float64, torch.float32, torch.bfloat16),
-    "backend": (None, "reference"),
-}
-
-
-def allowed(case: Mapping[str, Any]) -> bool:
-    """Return whether the values chosen so far are compatible."""
-    no_heads, where = case.get("layout") in ("bsd", "sd"), case.get("positions")
-    both = case.get("verb") in ("rotate_qk", "rotate_qk_")
-    return not (
-        (case.get("inverse") and case.get("act", "none") != "none")
-        or (case.get("layout") in ("thd", "sd") and where in ("ids per row", "per row"))
-        or (no_heads and case.get("frequencies") == "learned per head")
-        or (no_heads and case.get("gate") == "exp per head")
-        or (no_heads and both)
-        or ((no_heads or both) and case.get("phases") == "given per head")
-        or (where in SPACES and case.get("gate") in ("slope", "xpos"))
-    )
-
-
-CASES = pairwise.covering(AXES, allowed)
-
-
-def spec_of(case: Mapping[str, Any]) -> RopeSpec:
-    rotary_dim, start = CHANNELS[case["channels"]]
-    return RopeSpec(
-        WIDTH,
-        base=50.0,
-        rotary_dim=rotary_dim,
-        start=start,
-        interleaved=case["interleaved"],
-        scaling=None if case["amplitude"] == 1.0 else YaRN(4.0, 64, attention_factor=1.3),
-        axes=Axes.blocks((1, rotary_dim // 2 - 1)) if case["positions"] in SPACES else None,
-    )
-
-
-class Call:
-    """The call of a case as a function of its differentiable tensors.
-
-    Attributes:
-        leaves: these tensors by name; q and k have the dtype of the case, the others float64.
-    """
-
-    def __init__(self, case: Mapping[str, Any]) -> None:
-        self.case = case
-        self.spec = spec_of(case)
-        spec, layout, dtype = self.spec, case["layout"], case["dtype"]
-        heads = {"q": HEADS, "k": KV_HEADS if "qk" in case["verb"] else 0}
-        self.leaves: dict[str, torch.Tensor] = {}
-        for seed, (name, count) in enumerate(heads.items()):
-            sizes = {"b": ROWS, "h": count, "d": WIDTH}
-            shape = [sizes.get(letter, TOKENS) for letter in layout]
-            if count:
-                # Keep x away from 0, the kink of relu.
-                x = noise(*shape, seed=seed)
-                self.leaves[name] = (x + 0.1 * x.sign()).to(dtype)
-        if case["act"] == "rms_norm":
-            self.leaves["weight"] = noise(WIDTH, seed=2)
-        pairs = spec.rotary_dim // 2
-        gate = {
-            "scalar": lambda: noise(1)[0].abs() + 0.5,
-            "exp": lambda: 0.3 * noise(WIDTH, seed=3),
-            "exp per head": lambda: 0.3 * noise(HEADS, WIDTH, seed=3),
-            "exp per pair": lambda: 0.3 * noise(pairs, seed=3),
-            "slope": lambda: 0.02 * noise(WIDTH, seed=3),
-            "given": lambda: 0.3 * noise(TOKENS, 1, WIDTH, seed=3),
-        }.get(case["gate"])
-        if gate is not None:
-            self.leaves["gate"] = gate()
-        if case["frequencies"].startswith("learned"):
-            count = (1,) if case["frequencies"] == "learned" else (HEADS,)
-            shape = (2, *count, pairs) if spec.axes else (*count, pairs)
-            self.leaves["inv_freq"] = 0.5 + noise(*shape, seed=4).abs()
-        if case["phases"] != "none":
-            own = ROWS if "b" in layout else 1, HEADS if "head" in case["phases"] else 1
-            self.leaves["phases"] = 3 * noise(*own, TOKENS, pairs, seed=6)
-        if case["positions"] == "learned":
-            self.leaves["positions"] = 5 * noise(TOKENS, seed=5)
-        if case["positions"] == "learned grid":
-            self.leaves["positions"] = 5 * noise(2, 1, TOKENS, seed=5)
-
-    def learned(self) -> list[str]:
-        """Return the names of the tensors that require grad."""
-        own = [name for name in self.leaves if name in ("q", "k")]
-        rest = [name for name in self.leaves if name not in own]
-        return {"everything": own + rest, "x": own, "the rest": rest or own}[self.case["learns"]]
-
-    def __call__(self, **tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        case, given = self.case, self.leaves | tensors
-        where = self._positions(given.get("positions"))
-        options: dict[str, Any] = {
-            "layout": case["layout"],
-            "inverse": case["inverse"],
-            "backend": case["backend"],
-        }
-        rope: Any = self.spec
-        if case["frequencies"] == "prepared":
-            rope, where = rope.at(where), None
-        if "inv_freq" in given:
-            options["inv_freq"] = given["inv_freq"]
-        if "phases" in given:
-            options["phases"] = phases.given(given["phases"])
-        if case["act"] != "none":
-            norm = RMSNorm(given["weight"], 1e-3) if "weight" in given else None
-            options["act"] = norm or case["act"]
-        if case["gate"] != "none":
-            options["gate"] = self._gate(given.get("gate"))
-        verb: Any = {"rotate": rotate, "rotate_": rotate_}.get(case["verb"])
-        xs = [given[name] for name in ("q", "k") if name in given]
-        if case["verb"].endswith("_"):
-            # In-place calls need tensors that are not leaves.
-            xs = [x.clone() for x in xs]
-        if verb is not None:
-            return (verb(xs[0], rope, where, **options),)
-        if ("inv_freq" in given and given["inv_freq"].shape[-2] != 1) or case[
-            "gate"
-        ] == "exp per head":
-            # Frequencies and gates per head need as many heads in k as in q.
-            xs[1] = xs[1].repeat_interleave(HEADS // KV_HEADS, case["layout"].index("h"))
-        verb = {"rotate_qk": rotate_qk, "rotate_qk_": rotate_qk_}[case["verb"]]
-        return verb(*xs, rope, where, **options)
-
-    def _positions(self, learned: torch.Tensor | None) -> Any:
-        ids = torch.tensor([3, -2, 7, 40])
-        rows = torch.arange(ROWS)[:, None]
-        made: dict[str, Callable[[], Any]] = {
-            "none": lambda: None,
-            "offset": lambda: 7,
-            "ids": lambda: ids,
-            "ids per row": lambda: ids + 5 * rows,
-            "per row": lambda: positions.per_row(3 * rows[:, 0]),
-            "fractional": lambda: ids / 8,
-            "learned": lambda: learned,
-            "grid": lambda: positions.grid(2, 2),
-            "text": lambda: positions.text(3, axes=2),
-            "learned grid": lambda: positions.multi_axis(learned),
-        }
-        return made[self.case["positions"]]()
-
-    def _gate(self, learned: torch.Tensor | None) -> gates.Gate:
-        made: dict[str, Callable[[], gates.Gate]] = {
-            "scalar": lambda: gates.Scalar(learned),
-            "exp": lambda: gates.Exp(learned),
-            "exp per head": lambda: gates.Exp(learned),
-            "exp per pair": lambda: gates.Exp(learned, "pair"),
-            "slope": lambda: gates.Slope(learned),
-            "given": lambda: gates.Given(learned),
-            "xpos": lambda: gates.XPos(1.25, scale_base=60.0),
-        }
-        return made[self.case["gate"]]()
 
 
 def check(call: Callable[..., Any], leaves: Mapping[str, torch.Tensor]) -> None:

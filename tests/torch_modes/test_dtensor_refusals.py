@@ -25,7 +25,7 @@ from tightrope.functional import (
     rotate_qk,
 )
 
-Refusals = dict[str, tuple[Callable[[], object], str]]
+Refusals = dict[str, Callable[[], object] | list[Callable[[], object]]]
 WHOLE = Replicate()
 BY_LENGTH = RopeSpec(16, scaling=DynamicNTK(4.0, 4))
 OF_RANK_1 = positions.shard(None, 1, 4, tokens=52)
@@ -72,130 +72,85 @@ def wrong_values(mesh: Any) -> Refusals:
         "length of the whole sequence"
     )
     return {
-        "a sum": (
-            lambda: rotate(summed, SPEC),
-            "[rotate] x must be replicated or sharded but is P(sum) on dimension 0 of its mesh; call "
-            "x.redistribute.",
+        "[rotate] x must be replicated or sharded but is P(sum) on dimension 0 of its mesh; call "
+        "x.redistribute.": (lambda: rotate(summed, SPEC)),
+        "[rotate] x must be replicated or sharded but is _S(2, 2) on dimension 0 of its mesh; call "
+        "x.redistribute.": (lambda: rotate(strided, SPEC)),
+        "[rotate] x must not be sharded along its channels, which a rotation mixes; call "
+        "x.redistribute to replicate it, or to shard its rows, heads or tokens.": (
+            lambda: rotate(put(Q, Shard(3), WHOLE), SPEC)
         ),
-        "strided": (
-            lambda: rotate(strided, SPEC),
-            "[rotate] x must be replicated or sharded but is _S(2, 2) on dimension 0 of its mesh; call "
-            "x.redistribute.",
+        "[rotate] x must be divided as by torch.chunk, so that this process holds [3, 3, 7, 16], but "
+        "it holds [3, 2, 13, 16]; give its whole shape to DTensor.from_local (x: float64[3, 6, 13, 16]).": (
+            lambda: rotate(wrong, SPEC)
         ),
-        "channels": (
-            lambda: rotate(put(Q, Shard(3), WHOLE), SPEC),
-            "[rotate] x must not be sharded along its channels, which a rotation mixes; call "
-            "x.redistribute to replicate it, or to shard its rows, heads or tokens.",
+        "[rotate_qk] q and k must be sharded alike along rows and tokens but are placed as "
+        "(Shard(dim=2), Shard(dim=1)) and (Shard(dim=0), Shard(dim=1)); rotate them one by one.": (
+            lambda: rotate_qk(q, put(K, Shard(0), Shard(1)), SPEC)
         ),
-        "another division": (
-            lambda: rotate(wrong, SPEC),
-            "[rotate] x must be divided as by torch.chunk, so that this process holds [3, 3, 7, 16], but "
-            "it holds [3, 2, 13, 16]; give its whole shape to DTensor.from_local (x: float64[3, 6, 13, 16]).",
+        "[rotate_qk] q and k must have the same number of tokens but got 13 and 12; rotate them one "
+        "by one (q: float64[3, 6, 13, 16], k: float64[3, 3, 12, 16]).": (
+            lambda: rotate_qk(q, put(K[:, :, :12], Shard(2), Shard(1)), SPEC)
         ),
-        "q and k": (
-            lambda: rotate_qk(q, put(K, Shard(0), Shard(1)), SPEC),
-            "[rotate_qk] q and k must be sharded alike along rows and tokens but are placed as "
-            "(Shard(dim=2), Shard(dim=1)) and (Shard(dim=0), Shard(dim=1)); rotate them one by one.",
+        "[rotate] positions must hold one position for each of 13 tokens but got 12 (layout 'bhsd' "
+        "has its tokens in dimension 2) (x: float64[3, 6, 13, 16], positions: int64[12]).": (
+            lambda: rotate(q, SPEC, torch.arange(12))
         ),
-        "numbers of tokens": (
-            lambda: rotate_qk(q, put(K[:, :, :12], Shard(2), Shard(1)), SPEC),
-            "[rotate_qk] q and k must have the same number of tokens but got 13 and 12; rotate them one "
-            "by one (q: float64[3, 6, 13, 16], k: float64[3, 3, 12, 16]).",
+        f"[rotate] positions {unlike}": (lambda: rotate(q, SPEC, put(IDS, WHOLE, Shard(1)))),
+        f"[rotate] positions are those of rank 1 of 4, but {part} 2 of the tokens of x.": (
+            lambda: rotate(q, SPEC, OF_RANK_1)
         ),
-        "ids": (
-            lambda: rotate(q, SPEC, torch.arange(12)),
-            "[rotate] positions must hold one position for each of 13 tokens but got 12 (layout 'bhsd' "
-            "has its tokens in dimension 2) (x: float64[3, 6, 13, 16], positions: int64[12]).",
+        f"[rotate] positions are those of rank 1 of 4, but {part} 1 of the tokens of x.": (
+            lambda: rotate(whole, SPEC, OF_RANK_1)
         ),
-        "ids, divided differently": (
-            lambda: rotate(q, SPEC, put(IDS, WHOLE, Shard(1))),
-            f"[rotate] positions {unlike}",
+        "[rotate] positions must be those of a part of 24 tokens, like the whole x, but are those of a "
+        "part of 16.": (
+            lambda: rotate(put(noise(3, 6, 24, 16), Shard(2), Shard(2)), SPEC, OF_16_TOKENS)
         ),
-        "another rank's positions": (
-            lambda: rotate(q, SPEC, OF_RANK_1),
-            f"[rotate] positions are those of rank 1 of 4, but {part} 2 of the tokens of x.",
+        "[concatenate] parts must all be positions of the tokens of one rank, or all of whole rows.": (
+            lambda: positions.concatenate(rows_of_ranks, along="rows")
         ),
-        "positions of a rank, whole tokens": (
-            lambda: rotate(whole, SPEC, OF_RANK_1),
-            f"[rotate] positions are those of rank 1 of 4, but {part} 1 of the tokens of x.",
+        "[shard] tokens must be 4, the number of tokens of the rank, but got 16.": (
+            lambda: positions.shard(OF_16_TOKENS, 0, 2, tokens=16)
         ),
-        "positions of a rank of fewer tokens": (
-            lambda: rotate(put(noise(3, 6, 24, 16), Shard(2), Shard(2)), SPEC, OF_16_TOKENS),
-            "[rotate] positions must be those of a part of 24 tokens, like the whole x, but are those of a "
-            "part of 16.",
+        f"[rotate] {about_length}.": (lambda: rotate(q, BY_LENGTH, OF_RANK_1)),
+        f"[at] {about_length} (positions: int64[1, 3, 13]).": (
+            lambda: BY_LENGTH.at(put(IDS, Shard(1), WHOLE))
         ),
-        "rows of two ranks": (
-            lambda: positions.concatenate(rows_of_ranks, along="rows"),
-            "[concatenate] parts must all be positions of the tokens of one rank, or all of whole rows.",
+        f"[rotate] weight of RMSNorm {unlike}": [
+            (lambda: norm(put(noise(6, 16), Shard(0), WHOLE))),
+            (lambda: norm(alone)),
+        ],
+        "[rotate] weight of RMSNorm must have 1 or 6 heads, like the whole x, but got 3 (weight of "
+        "RMSNorm: float64[3, 16]).": (lambda: norm(noise(3, 16))),
+        "[rotate] weight of RMSNorm must be divided as by torch.chunk, so that this process holds [3, "
+        "16], but it holds [1, 16]; give its whole shape to DTensor.from_local (weight of RMSNorm: "
+        "float64[6, 16]).": (lambda: norm(too_few)),
+        "[rotate] x must be divided by the dimensions of its mesh in their order, but they divide "
+        "dimension 2 in the order (1, 0); call x.redistribute.": (lambda: rotate(reordered, SPEC)),
+        "[rotate] out must not require grad, because a result written to it has none; use "
+        "torch.no_grad(), or omit out (out: float64[3, 6, 13, 16]).": (
+            lambda: rotate(whole, SPEC, out=put(Q, WHOLE, WHOLE).requires_grad_())
         ),
-        "a shard of other tokens": (
-            lambda: positions.shard(OF_16_TOKENS, 0, 2, tokens=16),
-            "[shard] tokens must be 4, the number of tokens of the rank, but got 16.",
+        "[polar_scan] v must have the 6 heads of k but got 3 (v: float64[3, 3, 13, 16]).": (
+            lambda: polar_scan(whole, whole, put(K, WHOLE, WHOLE), SPEC)
         ),
-        "a length that one rank cannot know": (
-            lambda: rotate(q, BY_LENGTH, OF_RANK_1),
-            f"[rotate] {about_length}.",
+        "[lrpe_rotate_1d] x must not be sharded along tokens for a softmax over the tokens, which "
+        "needs all of them; call x.redistribute (x: float64[3, 6, 13, 16]).": (
+            lambda: lrpe_rotate_1d(put(Q, Shard(1), WHOLE), noise(8), act="softmax", dim=1)
         ),
-        "a length from divided ids": (
-            lambda: BY_LENGTH.at(put(IDS, Shard(1), WHOLE)),
-            f"[at] {about_length} (positions: int64[1, 3, 13]).",
+        f"[polar_scan] q {scan}; call q.redistribute (q: float64[3, 6, 13, 16]).": (
+            lambda: polar_scan(q, k, k, SPEC)
         ),
-        "a weight, divided differently": (
-            lambda: norm(put(noise(6, 16), Shard(0), WHOLE)),
-            f"[rotate] weight of RMSNorm {unlike}",
+        f"[polar_scan] v {scan}; call v.redistribute (v: float64[3, 6, 13, 16]).": (
+            lambda: polar_scan(whole, whole, heads, SPEC)
         ),
-        "a weight for other heads": (
-            lambda: norm(noise(3, 16)),
-            "[rotate] weight of RMSNorm must have 1 or 6 heads, like the whole x, but got 3 (weight of "
-            "RMSNorm: float64[3, 16]).",
-        ),
-        "a weight of one head on one process": (
-            lambda: norm(alone),
-            f"[rotate] weight of RMSNorm {unlike}",
-        ),
-        "a weight that holds too little": (
-            lambda: norm(too_few),
-            "[rotate] weight of RMSNorm must be divided as by torch.chunk, so that this process holds [3, "
-            "16], but it holds [1, 16]; give its whole shape to DTensor.from_local (weight of RMSNorm: "
-            "float64[6, 16]).",
-        ),
-        "another order of division": (
-            lambda: rotate(reordered, SPEC),
-            "[rotate] x must be divided by the dimensions of its mesh in their order, but they divide "
-            "dimension 2 in the order (1, 0); call x.redistribute.",
-        ),
-        "out that requires grad": (
-            lambda: rotate(whole, SPEC, out=put(Q, WHOLE, WHOLE).requires_grad_()),
-            "[rotate] out must not require grad, because a result written to it has none; use "
-            "torch.no_grad(), or omit out (out: float64[3, 6, 13, 16]).",
-        ),
-        "a scan of values with other heads": (
-            lambda: polar_scan(whole, whole, put(K, WHOLE, WHOLE), SPEC),
-            "[polar_scan] v must have the 6 heads of k but got 3 (v: float64[3, 3, 13, 16]).",
-        ),
-        "softmax of tokens": (
-            lambda: lrpe_rotate_1d(put(Q, Shard(1), WHOLE), noise(8), act="softmax", dim=1),
-            "[lrpe_rotate_1d] x must not be sharded along tokens for a softmax over the tokens, which "
-            "needs all of them; call x.redistribute (x: float64[3, 6, 13, 16]).",
-        ),
-        "a scan along tokens": (
-            lambda: polar_scan(q, k, k, SPEC),
-            f"[polar_scan] q {scan}; call q.redistribute (q: float64[3, 6, 13, 16]).",
-        ),
-        "a scan of other values": (
-            lambda: polar_scan(whole, whole, heads, SPEC),
-            f"[polar_scan] v {scan}; call v.redistribute (v: float64[3, 6, 13, 16]).",
-        ),
-        "a scan of other heads": (
-            lambda: polar_scan(heads, other_heads, other_heads, SPEC),
-            "[polar_scan] q and k must be sharded such that each process has the heads of k that its "
-            "heads of q share, but it has heads 3 to 6 of q and 2 to 3 of k (q: float64[3, 6, 13, 16], k: "
-            "float64[3, 3, 13, 16]).",
-        ),
-        "the wrong rank": (
-            lambda: rotate(put(torch.zeros(3, 13, 13), WHOLE, Shard(1)), SPEC),
-            "[rotate] x must have 4 dimensions for layout 'bhsd' but got 3; layouts with 3 dimensions: "
-            "'thd', 'bsd' (x: float32[3, 13, 13]).",
+        "[polar_scan] q and k must be sharded such that each process has the heads of k that its "
+        "heads of q share, but it has heads 3 to 6 of q and 2 to 3 of k (q: float64[3, 6, 13, 16], k: "
+        "float64[3, 3, 13, 16]).": (lambda: polar_scan(heads, other_heads, other_heads, SPEC)),
+        "[rotate] x must have 4 dimensions for layout 'bhsd' but got 3; layouts with 3 dimensions: "
+        "'thd', 'bsd' (x: float32[3, 13, 13]).": (
+            lambda: rotate(put(torch.zeros(3, 13, 13), WHOLE, Shard(1)), SPEC)
         ),
     }
 
@@ -216,75 +171,52 @@ def wrong_types(mesh: Any) -> Refusals:
         )
 
     return {
-        "one of two": (
-            lambda: rotate_qk(q, K, SPEC),
-            f"[rotate_qk] {both} (k: float64[3, 3, 13, 16]).",
+        f"[rotate_qk] {both} (k: float64[3, 3, 13, 16]).": (lambda: rotate_qk(q, K, SPEC)),
+        f"[apply_rotary_pos_emb] {both} (q: float64[3, 6, 13, 16]).": (
+            lambda: apply_rotary_pos_emb(Q, k, *tables)
         ),
-        "the other of two": (
-            lambda: apply_rotary_pos_emb(Q, k, *tables),
-            f"[apply_rotary_pos_emb] {both} (q: float64[3, 6, 13, 16]).",
+        f"[rotate] {local('weight of RMSNorm')}": (lambda: rotate(q, SPEC, act=RMSNorm(weight))),
+        f"[lrpe_rotate_1d] {local('theta')}": (lambda: lrpe_rotate_1d(rows, weight[:8])),
+        f"[rotate_qk] {local('positions', 'q')}": (
+            lambda: rotate_qk(whole, heads, SPEC, fractional)
         ),
-        "a local weight that learns": (
-            lambda: rotate(q, SPEC, act=RMSNorm(weight)),
-            f"[rotate] {local('weight of RMSNorm')}",
+        "[apply_rotary_pos_emb] cos must be a tensor but got None.": (
+            lambda: apply_rotary_pos_emb(q, None, None, None)
         ),
-        "a local θ that learns": (
-            lambda: lrpe_rotate_1d(rows, weight[:8]),
-            f"[lrpe_rotate_1d] {local('theta')}",
+        "[apply_rotary_pos_emb] unsqueeze_dim must be an int but got int64[3, 13]; pass ids as "
+        "position_ids=.": (lambda: apply_rotary_pos_emb(q, None, *tables, IDS)),
+        "[rotate] gate must be one of tightrope.gates with DTensors but got a Gate; rotate "
+        "to_local() and convert the result with DTensor.from_local.": (
+            lambda: rotate(q, SPEC, gate=gates.Gate())
         ),
-        "local positions that learn, next to whole queries": (
-            lambda: rotate_qk(whole, heads, SPEC, fractional),
-            f"[rotate_qk] {local('positions', 'q')}",
+        "[rotate] phases must be None with DTensors; rotate to_local() by the phases of its own "
+        "tokens, and convert the result with DTensor.from_local.": (
+            lambda: rotate(q, SPEC, phases=phases.given(noise(1, 1, 13, 6)))
         ),
-        "no tables": (
-            lambda: apply_rotary_pos_emb(q, None, None, None),
-            "[apply_rotary_pos_emb] cos must be a tensor but got None.",
+        "[rotate] slots must be None with DTensors; pass to_local() of the keys, and local caches.": (
+            lambda: rotate(q, SPEC, out=q, slots=IDS)
         ),
-        "ids in the place of unsqueeze_dim": (
-            lambda: apply_rotary_pos_emb(q, None, *tables, IDS),
-            "[apply_rotary_pos_emb] unsqueeze_dim must be an int but got int64[3, 13]; pass ids as "
-            "position_ids=.",
+        "[rotate] out must be a local tensor but got a DTensor; pass its to_local() or full_tensor().": (
+            lambda: rotate(Q, SPEC, out=q, slots=IDS)
         ),
-        "another gate": (
-            lambda: rotate(q, SPEC, gate=gates.Gate()),
-            "[rotate] gate must be one of tightrope.gates with DTensors but got a Gate; rotate "
-            "to_local() and convert the result with DTensor.from_local.",
+        "[rotate] slots must be a local tensor but got a DTensor; pass its to_local() or full_tensor().": (
+            lambda: rotate(Q, SPEC, out=Q.clone(), slots=ids)
         ),
-        "phases": (
-            lambda: rotate(q, SPEC, phases=phases.given(noise(1, 1, 13, 6))),
-            "[rotate] phases must be None with DTensors; rotate to_local() by the phases of its own "
-            "tokens, and convert the result with DTensor.from_local.",
+        "[rotate_] x must be a local tensor but got a DTensor; pass its to_local() or full_tensor().": (
+            lambda: rotate_(q, SPEC, slots=IDS)
         ),
-        "slots": (
-            lambda: rotate(q, SPEC, out=q, slots=IDS),
-            "[rotate] slots must be None with DTensors; pass to_local() of the keys, and local caches.",
-        ),
-        "a cache that is divided": (
-            lambda: rotate(Q, SPEC, out=q, slots=IDS),
-            "[rotate] out must be a local tensor but got a DTensor; pass its to_local() or full_tensor().",
-        ),
-        "divided slots": (
-            lambda: rotate(Q, SPEC, out=Q.clone(), slots=ids),
-            "[rotate] slots must be a local tensor but got a DTensor; pass its to_local() or full_tensor().",
-        ),
-        "entries that are divided": (
-            lambda: rotate_(q, SPEC, slots=IDS),
-            "[rotate_] x must be a local tensor but got a DTensor; pass its to_local() or full_tensor().",
-        ),
-        "local tensors with divided ids": (
-            lambda: rotate(Q, SPEC, ids),
-            "[rotate] positions must be a local tensor but got a DTensor; pass its to_local() or "
-            "full_tensor().",
-        ),
+        "[rotate] positions must be a local tensor but got a DTensor; pass its to_local() or "
+        "full_tensor().": (lambda: rotate(Q, SPEC, ids)),
     }
 
 
 def test_refusals() -> None:
     with rank(1, 2, 2) as mesh:
         for kind, calls in ((ValueError, wrong_values(mesh)), (TypeError, wrong_types(mesh))):
-            for call, text in calls.values():
-                with refused(kind, text):
-                    call()
+            for text, wrong in calls.items():
+                for call in wrong if isinstance(wrong, list) else [wrong]:
+                    with refused(kind, text):
+                        call()
 
 
 def test_a_process_outside_the_mesh() -> None:

@@ -43,71 +43,6 @@ def arguments(
 # ---- opcheck --------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("direction", [schema.FORWARD, schema.TRANSPOSE, schema.INVERSE])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("kind", ["add_index", "ids", "fractional"])
-def test_opcheck(kind: str, interleaved: bool, direction: int) -> None:
-    ids = {
-        "add_index": None,
-        "ids": torch.arange(10).reshape(1, 2, 5),
-        "fractional": torch.rand(1, 1, 5, dtype=torch.float64, requires_grad=True),
-    }[kind]
-    xs = [noise(2, 3, 5, 8).requires_grad_(), noise(2, 5, 1, 8).transpose(1, 2)]
-    call = arguments(ids, interleaved=interleaved, direction=direction)
-    torch.library.opcheck(schema.rotate, (*xs, *call))
-    fixed = arguments(
-        None if ids is None else ids.detach(), interleaved=interleaved, direction=direction
-    )
-    torch.library.opcheck(schema.rotate_, (*(x.detach() for x in xs), *fixed))
-
-
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@every_layout
-def test_opcheck_of_every_layout(layout: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = noise(*shape).to(dtype)
-    torch.library.opcheck(schema.rotate, (x.requires_grad_(), None, *arguments(layout=layout)))
-    torch.library.opcheck(schema.rotate_, (x.detach(), None, *arguments(layout=layout)))
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("fractional", [False, True])
-@pytest.mark.parametrize("heads", [1, 3])
-def test_opcheck_with_learned_frequencies(heads: int, fractional: bool, interleaved: bool) -> None:
-    theta = noise(2, 1, heads, 3, dtype=torch.float64).requires_grad_()
-    words, turns = angles.words_from(theta.detach())
-    ids = torch.rand(2, 2, 5, dtype=torch.float64, requires_grad=True) if fractional else None
-    options = schema.Options(0, 1, interleaved, add_index=ids is None, learned=True).pack()
-    x = noise(2, 3, 5, 8).requires_grad_()
-    for k in (None, noise(2, 5, heads, 8).transpose(1, 2)):
-        call = (x, k, words, turns, ids, 3, options, 1.25, [theta], 0.0)
-        torch.library.opcheck(schema.rotate_extras, call)
-        fixed = [x.detach() if isinstance(x, torch.Tensor) else x for x in call]
-        fixed[-2] = [theta.detach()]
-        torch.library.opcheck(schema.rotate_extras, fixed)
-        torch.library.opcheck(schema.rotate_extras_, fixed)
-        outs = [None if x is None else torch.empty_like(x) for x in fixed[:2]]
-        torch.library.opcheck(schema.rotate_extras_into, (*fixed[:2], *outs, *fixed[2:]))
-
-
-@pytest.mark.one_in(24)
-@every_layout
-@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True), (False, False)])
-def test_opcheck_of_angle_gradients(
-    wanted: tuple[bool, bool], layout: int, shape: tuple[int, ...]
-) -> None:
-    y, dy = noise(*shape), noise(*shape, dtype=torch.float32).flip(0)
-    words = torch.ones(2, 1, 1, 3, dtype=torch.int64)
-    for dtype in (torch.float32, torch.bfloat16):
-        for ids in (None, torch.rand(2, 1, 5), torch.arange(10).reshape(2, 1, 5)):
-            options = schema.Options(layout, 1, add_index=ids is None).pack()
-            for z, dz in ((None, None), (y.to(dtype), dy.to(dtype))):
-                call = (y.to(dtype), z, dy.to(dtype), dz, words, None, ids, 3, options, *wanted)
-                torch.library.opcheck(schema.angle_gradients, call)
-
-
 def outer_call(
     act: str,
     gate: int,
@@ -164,39 +99,6 @@ STAGES = [
     for direction in (schema.FORWARD, schema.TRANSPOSE, schema.INVERSE)
     if (act != "none" or gate) and not (act != "none" and direction == schema.INVERSE)
 ]
-
-
-@pytest.mark.one_in(12)
-@pytest.mark.parametrize("act, gate, direction", STAGES)
-def test_opcheck_with_acts_and_gates(act: str, gate: int, direction: int) -> None:
-    x, k = noise(2, 3, 5, 8), noise(2, 5, 5, 8).transpose(1, 2)
-    for other in (None, k):
-        call = outer_call(act, gate, direction, x, other)
-        torch.library.opcheck(schema.NEW.for_(call), (x, other, *call))
-        if direction == schema.FORWARD:
-            leaf = x.clone().requires_grad_()
-            torch.library.opcheck(schema.NEW.for_(call), (leaf, other, *with_gradients(call)))
-        if act != "rms_norm" or direction == schema.FORWARD:
-            torch.library.opcheck(schema.IN_PLACE.for_(call), (x.clone(), other, *call))
-            outs = [None if one is None else torch.empty_like(one) for one in (x, other)]
-            torch.library.opcheck(schema.OUT.for_(call), (x, other, *outs, *call))
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("gate", [schema.LOG, schema.SLOPE])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_opcheck_of_gate_gradients(dtype: torch.dtype, gate: int) -> None:
-    y, z = noise(2, 3, 5, 8).to(dtype), noise(2, 1, 5, 8).to(dtype)
-    shapes = {schema.LOG: [(1, 3, 5, 8), (2, 1, 1, 1)], schema.SLOPE: [(3, 8), (1, 1)]}[gate]
-    gates = [noise(*shape).to(dtype) for shape in shapes]
-    for ids in (None, torch.rand(1, 2, 5)):
-        options = schema.Options(start=1, add_index=ids is None, gate=gate).pack()
-        torch.library.opcheck(
-            schema.gate_gradients, (y, z, y.flip(0), z.flip(0), *gates, ids, 3, options)
-        )
-        torch.library.opcheck(
-            schema.gate_gradients, (y, None, y.flip(0), None, gates[0], None, ids, 3, options)
-        )
 
 
 def near(got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -404,14 +306,6 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
 # ---- fake and meta tensors, vmap of raw operators ----------------------------------------------------
 
 
-def test_meta_tensors() -> None:
-    x = torch.empty(2, 5, 3, 8, device="meta", dtype=torch.bfloat16).transpose(1, 2)
-    y = rotate(x, SPEC, 3)
-    assert y.device.type == "meta"
-    assert (y.shape, y.dtype, y.stride()) == (x.shape, x.dtype, x.stride())
-    assert rotate_(x, SPEC) is x
-
-
 def test_fake_tensors_leave_nothing_behind() -> None:
     spec = RopeSpec(8, base=1234.5)
     with FakeTensorMode():
@@ -494,49 +388,33 @@ EXTRAS = {
 }
 
 
+TRANSFORMS = {
+    "vmap": torch.vmap,
+    "grad": lambda one: torch.func.grad(lambda rows: one(rows[0]).pow(3).sum()),
+    "vmap of grad": lambda one: torch.vmap(torch.func.grad(lambda row: one(row).pow(3).sum())),
+    "grad of vmap": lambda one: torch.func.grad(lambda rows: torch.vmap(one)(rows).pow(3).sum()),
+}
+
+
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize(
     "what, transform",
     [
         (what, transform)
         for what in EXTRAS
-        for transform in ("vmap", "grad", "vmap of grad", "grad of vmap")
+        for transform in TRANSFORMS
         if what != "x into" or transform == "vmap"  # out= allows no tensor that requires grad
     ],
 )
-def test_transforms_of_extra_tensors(what: str, transform: str, backend: str | None) -> None:
-    """Transforms of functions of extra tensors are right in eager and compiled code.
+def test_compiled_transforms_of_extra_tensors(what: str, transform: str) -> None:
+    """While compiling, torch ignores gradient formulas registered from Python.
 
-    While compiling, torch ignores gradient formulas registered from Python.
+    tests/laws/test_calls.py has the same transforms in eager code.
     """
     x, rows = noise(2, 3, 5, 8, dtype=torch.float64), noise(4, 8, dtype=torch.float64)
-
-    def one(row: torch.Tensor) -> torch.Tensor:
-        return EXTRAS[what](x, row)
-
-    def loss(row: torch.Tensor) -> torch.Tensor:
-        return one(row).pow(3).sum()
-
-    def slope(row: torch.Tensor) -> torch.Tensor:
-        leaf = row.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(loss(leaf), leaf)
-        return grad
-
-    run, wanted = {
-        "vmap": (torch.vmap(one), torch.stack([one(row) for row in rows])),
-        "grad": (torch.func.grad(lambda rows: loss(rows[0])), None),
-        "vmap of grad": (torch.vmap(torch.func.grad(loss)), None),
-        "grad of vmap": (torch.func.grad(lambda rows: torch.vmap(loss)(rows).sum()), None),
-    }[transform]
-    if wanted is None:
-        each = [slope(row) for row in rows]
-        if transform == "grad":
-            each[1:] = [torch.zeros(8, dtype=torch.float64)] * 3
-        wanted = torch.stack(each)
-    if backend is not None:
-        run = torch.compile(run, backend=backend, fullgraph=True)
-    torch.testing.assert_close(run(rows), wanted, rtol=1e-9, atol=1e-9)
+    run = TRANSFORMS[transform](lambda row: EXTRAS[what](x, row))
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(rows), run(rows), rtol=1e-9, atol=1e-9)
 
 
 def test_a_spec_made_under_a_transform_keeps_no_wrapper() -> None:

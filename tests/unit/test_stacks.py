@@ -52,6 +52,10 @@ RULES: dict[str, tuple[Rule | None, dict[str, Any]]] = {
         YaRN(4.0, 128, truncate=False, attention_factor=1.25),
         {"factor": 4.0, "truncate": False, "attention_factor": 1.25, **ORIGINAL},
     ),
+    "yarn, shorter than a turn": (
+        YaRN(4.0, 5),
+        {"factor": 4.0, "original_max_position_embeddings": 5},
+    ),
     "llama3": (
         Llama3(8.0, 1.0, 4.0, 128),
         {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL},
@@ -373,24 +377,24 @@ def test_compiled_calls(name: str) -> None:
         stack = stack.cast(torch.bfloat16)
     ids = FAR * 31
     rope = spec.at(ids, stack=stack)
-    outside = torch.compile(lambda x: rotate(x, rope), fullgraph=True)
-    inside = torch.compile(lambda x, at: rotate(x, spec.at(at, stack=stack)), fullgraph=True)
-    made = torch.compile(
-        lambda x, n: rotate(
-            x, RopeSpec(DIM, 50000.0, scaling=Llama3(8.0, 1.0, 4.0, 8192)).at(n, stack=name)
-        ),
-        fullgraph=True,
-        dynamic=True,
-    )
-    for dtype in LOW:
-        q = qk(dtype)[0].detach()
-        want = rotate(q, spec.at(ids, stack=stack))
-        assert_same_bits(outside(q), want)
-        assert_same_bits(inside(q, ids), want)
-        for offset in (3, 100_001):
-            assert_same_bits(made(q, offset), rotate(q, spec.at(offset, stack=name)))
-    transposed = ids.t().contiguous().t()
-    assert_same_bits(inside(q, transposed), want)
+    # In one graph, as each takes a second to compile.
+    every = [qk(dtype)[0].detach() for dtype in LOW]
+
+    def inside(at: torch.Tensor) -> list[torch.Tensor]:
+        return [rotate(x, r) for r in (rope, spec.at(at, stack=stack)) for x in every]
+
+    def made(n: int) -> list[torch.Tensor]:
+        own = RopeSpec(DIM, 50000.0, scaling=Llama3(8.0, 1.0, 4.0, 8192)).at(n, stack=name)
+        return [rotate(x, own) for x in every]
+
+    want = [rotate(x, spec.at(ids, stack=stack)) for x in every]
+    compiled = torch.compile(inside, fullgraph=True)
+    for at in (ids, ids.t().contiguous().t()):
+        assert_same_bits(compiled(at), want * 2)
+    compiled = torch.compile(made, fullgraph=True, dynamic=True)
+    for offset in (3, 100_001):
+        want = [rotate(x, spec.at(offset, stack=name)) for x in every]
+        assert_same_bits(compiled(offset), want)
 
 
 @pytest.mark.slow

@@ -97,7 +97,7 @@ def shares_memory(
             may_overlap(a, b)
             for i, a in enumerate(written)
             for j, b in enumerate(read)
-            if i != j or i >= own or a.data_ptr() != b.data_ptr() or a.stride() != b.stride()
+            if i != j or i >= own or _start(a) != _start(b) or a.stride() != b.stride()
         )
     )
 
@@ -180,8 +180,10 @@ def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """
     if a.numel() == 0 or b.numel() == 0:
         return False
+    if not (_has_memory(a) and _has_memory(b)) and not torch._C._is_alias_of(a, b):  # type: ignore[attr-defined]
+        return False
     size = a.element_size()
-    a_start, b_start = a.data_ptr(), b.data_ptr()
+    a_start, b_start = _start(a), _start(b)
     if a_start + _run(a) * size <= b_start or b_start + _run(b) * size <= a_start:
         return False
     gap, rest = divmod(b_start - a_start, size)
@@ -190,6 +192,16 @@ def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
         for period in (*a.stride(), *b.stride())
         if period > 1
     )
+
+
+def _has_memory(x: torch.Tensor) -> bool:
+    """Return False for meta and fake tensors, and for those that wrap others: they have no address."""
+    return not x.is_meta and type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def _start(x: torch.Tensor) -> int:
+    """Return the address of the first element, in bytes; without memory, its distance from the storage's."""
+    return x.data_ptr() if _has_memory(x) else int(x.storage_offset()) * x.element_size()
 
 
 def _run(x: torch.Tensor, period: int = 0) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from tests.support.matrix import DTYPES, every_dtype, needs_kernel
+from tests.support.matrix import DISTINCT_SETS, DTYPES, every_dtype, needs_kernel
 from tightrope import RopeSpec
 from tightrope.backends import cpu
 from tightrope.frequencies import YaRN
@@ -24,14 +24,10 @@ from tightrope.spec import PreparedRotation
 pytestmark = needs_kernel
 
 
-@pytest.fixture(autouse=True, params=cpu.instruction_sets() or [None])
-def isa(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(autouse=True, params=DISTINCT_SETS or [None])
+def isa(request: pytest.FixtureRequest) -> None:
     """Run each test with each instruction set of this machine."""
-    used = cpu.instruction_set()
-    assert used is not None
     cpu.use_instruction_set(request.param)
-    yield
-    cpu.use_instruction_set(used)
 
 
 # (rows, heads, tokens): rows that become heads; one head, more heads than a group; a tile of tokens and a rest;

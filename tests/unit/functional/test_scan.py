@@ -205,23 +205,6 @@ def test_any_split_in_any_form_is_one_call(
     assert state.tokens == 37
 
 
-def test_gradients_of_a_shared_decay_and_under_a_transform() -> None:
-    q, k, v = inputs()
-    wanted: torch.Tensor | None = None
-    for form in FORMS:
-        decay = (-noise(2, 1).abs()).requires_grad_()
-        polar_scan(q, k, v, SPEC, decay, form=form)[0].square().sum().backward()
-        assert decay.grad is not None
-        wanted = decay.grad if wanted is None else wanted
-        torch.testing.assert_close(decay.grad, wanted, rtol=1e-10, atol=1e-10)
-
-    def loss(decay: torch.Tensor) -> torch.Tensor:
-        return polar_scan(q, k, v, SPEC, decay)[0].square().sum()
-
-    got = torch.func.grad(loss)(-noise(2, 1).abs())
-    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("strongest", [-1e30, torch.finfo(torch.float32).min, -torch.inf])
 @pytest.mark.parametrize("width", [1, 8])

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import permutations, product
+from itertools import permutations
 
 import pytest
 import torch
@@ -44,20 +44,29 @@ def sized(letters: str, **sizes: int) -> list[int]:
     return [sizes[letter] for letter in letters]
 
 
-def write(
+def entry(x: torch.Tensor, letters: str, row: int, token: int) -> torch.Tensor:
+    """Return one token of a row of x, or one entry of a block; a letter names each dimension."""
+    at = {"b": row, "t": token}
+    return x[tuple(at.get(letter, slice(None)) for letter in letters)]
+
+
+def each_slot(
     x: torch.Tensor, of_x: str, cache: torch.Tensor, of_cache: str, slots: torch.Tensor
-) -> None:
-    """Write each token of x to its slot, one by one; a letter names each dimension."""
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each token of x that has a slot, and this entry of the cache."""
     entries = cache.shape[of_cache.index("t")]
     for row, own in enumerate(slots.reshape(-1, x.shape[of_x.index("t")]).tolist()):
         for token, slot in enumerate(own):
-            if slot < 0:
-                continue
-            block, entry = divmod(slot, entries)
-            source = {"b": row, "t": token}
-            to = {"b": block, "t": entry} if "b" in of_cache else {"t": slot}
-            value = x[tuple(source.get(letter, slice(None)) for letter in of_x)]
-            cache[tuple(to.get(letter, slice(None)) for letter in of_cache)] = value
+            if slot >= 0:
+                yield entry(x, of_x, row, token), entry(cache, of_cache, *divmod(slot, entries))
+
+
+def write(
+    x: torch.Tensor, of_x: str, cache: torch.Tensor, of_cache: str, slots: torch.Tensor
+) -> None:
+    """Write each token of x to its slot, one by one."""
+    for token, there in each_slot(x, of_x, cache, of_cache, slots):
+        there.copy_(token)
 
 
 def caches(letters: str, sizes: dict[str, int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -256,25 +265,17 @@ def test_large_calls_and_threads(dtype, rows: int, tokens: int, heads: int, thre
     x, v = noise(rows, heads, tokens, 64, dtype=dtype), noise(rows, 2, tokens, 16, dtype=dtype)
     slots = torch.randperm(count)[: rows * tokens].view(rows, tokens)
     slots[0, 0] = slots[-1, -1] = -1
-    kept = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        for where in (None, positions.per_row(torch.arange(rows))):
-            want = rotate(x, spec, where)
-            cache, v_cache = (
-                torch.zeros(count, heads, 64, dtype=dtype),
-                torch.zeros(count, 2, 16, dtype=dtype),
-            )
-            expected = [cache.clone(), v_cache.clone()]
-            there = slots.flatten() >= 0
-            for to, new in zip(expected, (want, v)):
-                to[slots.flatten()[there]] = new.transpose(1, 2).flatten(0, 1)[there]
-            pages = [c[None].transpose(1, 2) for c in (cache, v_cache)]
-            rotate(x, spec, where, out=pages[0], slots=slots, values=(v, pages[1]))
-            assert torch.equal(cache, expected[0])
-            assert torch.equal(v_cache, expected[1])
-    finally:
-        torch.set_num_threads(kept)
+    torch.set_num_threads(threads)
+    for where in (None, positions.per_row(torch.arange(rows))):
+        want = rotate(x, spec, where)
+        stores = [torch.zeros(count, *size, dtype=dtype) for size in ((heads, 64), (2, 16))]
+        expected = [cache.clone() for cache in stores]
+        there = slots.flatten() >= 0
+        for to, new in zip(expected, (want, v)):
+            to[slots.flatten()[there]] = new.transpose(1, 2).flatten(0, 1)[there]
+        pages = [cache[None].transpose(1, 2) for cache in stores]
+        rotate(x, spec, where, out=pages[0], slots=slots, values=(v, pages[1]))
+        assert all(map(torch.equal, stores, expected))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -372,41 +373,20 @@ def test_the_raw_operator() -> None:
         schema.rotate_slots_extras(
             k.clone().requires_grad_(), None, None, cache, None, None, slots, None, None, *arguments
         )
-    scale = torch.ones(())
-    back = (words, None, None, 0, options._replace(direction=schema.TRANSPOSE).pack(), 1.0, [], 0.0)
-    for text, call in {
-        "slots must be -1 or": (
-            k,
-            None,
-            None,
-            cache,
-            None,
-            None,
-            slots + 9,
-            None,
-            None,
-            *arguments,
-        ),
-        "slots must be int32 or": (
-            k,
-            None,
-            None,
-            cache,
-            None,
-            None,
-            slots[1:],
-            None,
-            None,
-            *arguments,
-        ),
-        "memory overlaps": (k, None, None, k, None, None, slots // 2, None, None, *arguments),
-        "values must come": (k, None, v, cache, None, None, slots, None, None, *arguments),
-        "values must have": (k, None, v, cache, None, v_cache[1:], slots, None, None, *arguments),
-        "scales are not": (k, None, None, cache, None, None, slots, scale, None, *arguments),
-        "slots have no gradient": (k, None, None, cache, None, None, slots, None, None, *back),
+    given = [k, None, None, cache, None, None, slots, None, None, *arguments]
+    back = options._replace(direction=schema.TRANSPOSE).pack()
+    # For each error, the numbers of the wrong arguments, and their values.
+    for text, change in {
+        "slots must be -1 or": {6: slots + 9},
+        "slots must be int32 or": {6: slots[1:]},
+        "memory overlaps": {3: k, 6: slots // 2},
+        "values must come": {2: v},
+        "values must have": {2: v, 5: v_cache[1:]},
+        "scales are not": {7: torch.ones(())},
+        "slots have no gradient": {13: back},
     }.items():
         with pytest.raises(RuntimeError, match=text):
-            schema.rotate_slots_extras(*call)
+            schema.rotate_slots_extras(*(change.get(i, one) for i, one in enumerate(given)))
     assert not cache.any()
     assert not v_cache.any()
 
@@ -556,24 +536,6 @@ def test_nothing_is_written_before_an_error(last: int, backend: str | None) -> N
         assert (base == 7.0).all()
 
 
-def gathered(cache: torch.Tensor, of_cache: str, of_x: str, slots: torch.Tensor) -> torch.Tensor:
-    """Return the entries in the layout of keys, one by one; zeros for -1."""
-    entries = cache.shape[of_cache.index("t")]
-    rows, tokens = slots.reshape(-1, slots.shape[-1]).shape
-    shape = {"b": rows, "t": tokens, "d": cache.shape[-1], "h": 1}
-    if "h" in of_cache:
-        shape["h"] = cache.shape[of_cache.index("h")]
-    x = torch.zeros([shape[letter] for letter in of_x], dtype=cache.dtype)
-    for row, token in product(range(rows), range(tokens)):
-        slot = int(slots.reshape(rows, tokens)[row, token])
-        if slot >= 0:
-            block, entry = divmod(slot, entries)
-            at = {"b": block, "t": entry} if "b" in of_cache else {"t": slot}
-            value = cache[tuple(at.get(letter, slice(None)) for letter in of_cache)]
-            x[tuple({"b": row, "t": token}.get(letter, slice(None)) for letter in of_x)] = value
-    return x
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -592,7 +554,9 @@ def test_entries_rotate_in_place(layout: str, dtype: torch.dtype, backend: str |
     for more in ({}, {"rounding": "each"}, *([] if backend else [{"act": "silu"}])):
         for cache in caches(of_cache, sizes, dtype):
             cache.copy_(noise(*cache.shape))
-            x = gathered(cache, of_cache, of_x, index)
+            x = torch.zeros(sized(of_x, b=rows, h=HEADS, t=TOKENS, d=12), dtype=dtype)
+            for token, there in each_slot(x, of_x, cache, of_cache, index):
+                token.copy_(there)
             expected, version = base_of(cache).clone(), cache._version
             want = rotate(x, SPEC, ids, layout=name, backend=backend, **more)
             write(want, of_x, same_view(cache, expected), of_cache, index)
@@ -637,9 +601,10 @@ def test_entries_move(backend: str | None) -> None:
     )
 
 
-def test_entries_rotate_in_compiled_code() -> None:
-    def step(cache, slots, ids):
-        rotate_(cache[..., :12], SPEC, ids, layout="thd", slots=slots)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_entries_rotate_in_compiled_code(backend: str | None) -> None:
+    def step(cache: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        rotate_(cache[..., :12], SPEC, ids, layout="thd", slots=slots, backend=backend)
         return cache.sum()
 
     slots, cache = some_slots(12, 1, TOKENS)[0], noise(4, 3, HEADS, 20)
@@ -707,18 +672,6 @@ def test_one_row_of_slots_for_packed_entries(backend: str | None) -> None:
     assert torch.equal(
         rotate_(cache, SPEC, 3, layout="thd", slots=slots, backend=backend), expected
     )
-
-
-def test_the_definition_of_entries_compiles() -> None:
-    def step(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return rotate_(cache, SPEC, 3, layout="thd", slots=slots, backend="reference") + 1
-
-    slots, cache = some_slots(12, 1, TOKENS)[0], noise(4, 3, HEADS, 12)
-    expected = cache.clone()
-    want = step(expected, slots)
-    got = torch.compile(step, fullgraph=True, backend="aot_eager")(cache, slots)
-    assert torch.equal(got, want)
-    assert torch.equal(cache, expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

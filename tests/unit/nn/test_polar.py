@@ -162,19 +162,6 @@ def test_rotary_apply_broadcasts(shape: tuple[int, ...], tables: tuple[int, ...]
 # --- the modules ----------------------------------------------------------------------------------
 
 
-def test_saved_parameters_are_those_of_the_equations() -> None:
-    wanted = {"out.weight": (12, 24)}
-    for i in range(3):
-        wanted |= {f"heads.{i}.{name}_proj.weight": (8, 12) for name in "qkv"}
-        wanted[f"heads.{i}.gamma"] = (8,)
-    attention = PolarRoPEAttention(12, 3, 8)
-    assert list(attention.buffers()) == []
-    saved = {name: noise(*shape).float() for name, shape in wanted.items()}
-    attention.load_state_dict(saved)
-    want = plain_attention(X, {name: p.double() for name, p in saved.items()}, 3)
-    assert_near(attention.double()(X), want, "float64 ways")
-
-
 def test_initial_parameters_are_those_of_linear_layers() -> None:
     attention = PolarRoPEAttention(12, 2, 8)
     torch.manual_seed(5)

@@ -330,17 +330,6 @@ def test_the_dispatcher_sees_extra_tensors(
     assert torch.equal(raw(kind, make(VALUES), how, share=False), wanted)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-@every_raw
-def test_vmap_over_extra_tensors_alone(kind: str, compiled: bool) -> None:
-    stack = torch.stack([VALUES * (1 + i / 8) for i in range(4)], 1)
-    run = torch.vmap(lambda values: raw(kind, values), in_dims=1)
-    if compiled:
-        torch.compiler.reset()
-        run = torch.compile(run, backend="aot_eager", fullgraph=True)
-    assert torch.equal(run(stack), torch.stack([raw(kind, one) for one in stack.unbind(1)]))
-
-
 @every_raw
 def test_vmap_over_extra_tensors_alone_is_refused_in_place(kind: str) -> None:
     stack = torch.stack([VALUES, 2 * VALUES])

@@ -12,6 +12,7 @@ import torch
 from tests.support import helpers
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec
+from tightrope.backends import reference
 from tightrope.functional import (
     apply_rotary_pos_emb_,
     rerotate_,
@@ -137,6 +138,18 @@ def test_disjoint_slices_of_one_tensor_are_not_refused(shape, layout, of_q, of_k
     expected = rotate_qk(q, k, SPEC, 3, layout=layout)
     rotate_qk_(q, k, SPEC, 3, layout=layout)
     assert_same_bits((q, k), expected)
+
+
+def test_the_definition_refuses_overlap_too() -> None:
+    """Its operators run where there is no kernel, and check as a kernel does."""
+    x = noise(2, 3, 5, 8)
+    before = x.clone()
+    with pytest.raises(RuntimeError, match="rotate_: memory overlaps"):
+        reference.rotate_(x[:, :2], x[:, 1:], *raw_arguments())
+    for out in (x[:, :, 1:], x[:1, :, 1:].expand(2, 3, 4, 8)):
+        with pytest.raises(RuntimeError, match="rotate_into: memory overlaps"):
+            reference.rotate_into(x[:, :, :4], None, out, None, *raw_arguments())
+    assert torch.equal(x, before)
 
 
 def test_inference_mode() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 
 from tests.support import oracle, tolerances
 from tests.support.helpers import noise, refusals
@@ -27,10 +26,11 @@ from tests.support.tolerances import Result, assert_near, assert_rotated, assert
 from tests.support.triton.cases import DEVICE, kernels_in_place, needs_triton
 from tightrope import RopeSpec, phases, positions
 from tightrope.activations import RMSNorm
+from tightrope.axes import Axes
 from tightrope.backends import cpu
 from tightrope.backends.reference import compose
 from tightrope.frequencies import Given
-from tightrope.functional import polar_scan, rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.functional import polar_scan, rotate, rotate_, rotate_qk
 from tightrope.gates import Slope, XPos
 from tightrope.ops.schema import PHASES, Options
 
@@ -80,14 +80,6 @@ def exact(
     return oracle.turned(x, cos, sin, 2, interleaved)
 
 
-def formula(
-    x: torch.Tensor, angle: torch.Tensor, theta: torch.Tensor, at: torch.Tensor, interleaved: bool
-) -> torch.Tensor:
-    """Rotate x with torch's float64 functions, differentiably; at is (rows, tokens)."""
-    full = angle.double() + at.double()[:, None, :, None] * theta.double()
-    return oracle.turned(x, full.cos(), full.sin(), 2, interleaved)
-
-
 # The entry of the tolerances for results beside torch's float64 functions at angles up to 100.
 NEAR = {
     dtype: f"table rotation, {dtype}" for dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -126,86 +118,16 @@ def test_phases_alone(backend: str) -> None:
 
 
 @every_backend
-@both_pairings
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_whole_turn_of_the_angles_of_positions(
-    dtype: torch.dtype, interleaved: bool, backend: str
-) -> None:
-    """Angles p · ω, given as phases, equal the rotation at position p."""
-    spec, x = spec_of(interleaved), noise(ROWS, HEADS, TOKENS, DIM, dtype=dtype)
-    at = torch.arange(TOKENS, dtype=torch.float64)
-    given = phases.given((at[:, None] * THETA)[None, None])
-    got = rotate(x, spec_of(interleaved, alone=True), phases=given, backend=backend)
-    want = rotate(x, spec, backend=backend)
-    bound = tolerances.value(NEAR[dtype])
-    torch.testing.assert_close(got, want, rtol=bound, atol=bound)
-
-
-@every_backend
-@pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd", "thd", "bsd", "sd"])
-def test_layouts_and_strides_keep_the_bits(layout: str, backend: str) -> None:
-    """Phases have the same shape in every layout; their strides do not matter."""
-    sizes = {"b": ROWS, "h": HEADS, "s": TOKENS, "t": TOKENS, "d": DIM}
-    x = noise(*(sizes[letter] for letter in layout), dtype=torch.float32)
-    whole = oracle.as_bhsd(x, layout)
-    angle = angles((*whole.shape[:2], TOKENS, PAIRS), torch.float32)
-    want = rotate(whole, spec_of(), 5, phases=phases.given(angle), backend=backend)
-    for own in (
-        angle,
-        angle.transpose(1, 2).contiguous().transpose(1, 2),
-        torch.stack((angle, angle), -1)[..., 0],
-    ):
-        got = rotate(x, spec_of(), 5, layout=layout, phases=phases.given(own), backend=backend)
-        assert_same_bits(oracle.as_bhsd(got, layout), want)
-
-
-@every_backend
-@every_shape
-def test_every_destination_and_the_inverse(shape: tuple[int, ...], backend: str) -> None:
-    x, y = (noise(ROWS, HEADS, TOKENS, DIM, seed=i, dtype=torch.float32) for i in (0, 1))
-    given, call = phases.given(angles(shape)), {"backend": backend}
-    want = rotate(x, spec_of(), 3, phases=given, **call)
-    other = rotate(y, spec_of(), 3, phases=given, **call)
-    z = x.clone()
-    assert rotate_(z, spec_of(), 3, phases=given, **call) is z
-    assert_same_bits(z, want)
-    out = torch.empty_like(x)
-    assert rotate(x, spec_of(), 3, phases=given, out=out, **call) is out
-    assert_same_bits(out, want)
-    for both in (
-        rotate_qk(x, y, spec_of(), 3, phases=given, **call),
-        rotate_qk_(x.clone(), y.clone(), spec_of(), 3, phases=given, **call),
-        rotate_qk(x, y, spec_of().at(3), phases=(given, phases.given(angles(shape))), **call),
-    ):
-        assert_same_bits(both, (want, other))
-    back = rotate(want, spec_of(), 3, phases=given, inverse=True, **call)
-    assert_near(back, x, "float32 ways")
-
-
-@every_backend
 def test_phases_of_queries_and_keys_with_fewer_heads(backend: str) -> None:
     q, k = noise(ROWS, HEADS, TOKENS, DIM), noise(ROWS, 2, TOKENS, DIM, seed=1)
     for_q, for_k = (phases.given(angles((ROWS, n, TOKENS, PAIRS), seed=n)) for n in (HEADS, 2))
-    got = rotate_qk(q, k, spec_of(), phases=(for_q, for_k), backend=backend)
-    assert_same_bits(
-        got,
-        (
-            rotate(q, spec_of(), phases=for_q, backend=backend),
-            rotate(k, spec_of(), phases=for_k, backend=backend),
-        ),
-    )
-    only = rotate_qk(q, k, spec_of(), phases=(for_q, None), backend=backend)
-    assert_same_bits(only, (got[0], rotate(k, spec_of(), backend=backend)))
+    turn, turn_both = (partial(f, backend=backend) for f in (rotate, rotate_qk))
+    for own in ((for_q, for_k), (for_q, None)):
+        want = [turn(x, spec_of(), phases=each) for x, each in zip((q, k), own)]
+        assert_same_bits(turn_both(q, k, spec_of(), phases=own), want)
+        assert_same_bits(turn_both(q, k, spec_of().at(None), phases=own), want)
     shared = phases.given(angles((ROWS, 1, TOKENS, PAIRS)))
-    both = rotate_qk(q, k, spec_of(), phases=shared, backend=backend)
-    assert_same_bits(
-        both,
-        (
-            rotate(q, spec_of(), phases=shared, backend=backend),
-            rotate(k, spec_of(), phases=shared, backend=backend),
-        ),
-    )
-    assert rotate_qk(q, None, spec_of(), phases=shared, backend=backend)[1] is None
+    assert turn_both(q, None, spec_of(), phases=shared)[1] is None
 
 
 @every_backend
@@ -254,6 +176,17 @@ def test_an_angle_that_is_no_number_makes_its_pair_nan(
 
 
 @every_backend
+def test_a_position_that_is_lost_on_one_axis_loses_its_token(backend: str) -> None:
+    at = noise(2, TOKENS)
+    at[1, 3] = math.nan
+    own = phases.given(angles((1, 1, TOKENS, 4)))
+    spec, x = RopeSpec(8, axes=Axes.blocks((2, 2))), noise(ROWS, HEADS, TOKENS, 8)
+    lost = rotate(x, spec, positions.multi_axis(at), phases=own, backend=backend).isnan()
+    assert lost[:, :, 3].all()
+    assert int(lost.sum()) == ROWS * HEADS * 8
+
+
+@every_backend
 @pytest.mark.parametrize("sizes", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
 def test_empty_tensors(sizes: tuple[int, int, int], backend: str) -> None:
     rows, heads, tokens = sizes
@@ -267,27 +200,6 @@ def test_empty_tensors(sizes: tuple[int, int, int], backend: str) -> None:
 
 
 # --- gradients ------------------------------------------------------------------------------------
-
-
-@every_way
-def test_gradients_against_the_formula(interleaved: bool, dtype: torch.dtype, backend: str) -> None:
-    spec, at = spec_of(interleaved), torch.arange(TOKENS)[None]
-    for i, shape in enumerate(SHAPES):
-        x = leaf(ROWS, HEADS, TOKENS, DIM, seed=i, dtype=dtype)
-        angle = angles(shape).requires_grad_()
-        cotangent = noise(*x.shape, seed=50, dtype=dtype)
-        y = rotate(x, spec, phases=phases.given(angle), backend=backend)
-        by_x, by_angle = torch.autograd.grad(y, (x, angle), cotangent)
-        wide, own = x.detach().double().requires_grad_(), angle.detach().requires_grad_()
-        full = formula(wide, own, THETA, at, interleaved)
-        want_x, want = torch.autograd.grad(full, (wide, own), cotangent.double())
-        bound = tolerances.value(NEAR[dtype])
-        torch.testing.assert_close(by_x.double(), want_x, rtol=bound, atol=bound)
-        u, v = oracle.channels(2 * PAIRS, 2, interleaved)
-        dy, out = cotangent.double(), full.detach()
-        scale = torch.hypot(out[..., u], out[..., v]) * torch.hypot(dy[..., u], dy[..., v])
-        scale = scale.sum_to_size(shape)
-        tolerances.assert_angle_gradient(by_angle, want, scale, dtype)
 
 
 @pytest.mark.parametrize("phased", [True, False])
@@ -312,34 +224,6 @@ def test_gates_by_fractional_positions_in_transforms(phased: bool) -> None:
     assert_near(torch.func.jacfwd(torch.func.jacfwd(turned))(at), twice, "float64 ways")
 
 
-@pytest.mark.parametrize("mapped", [(0, None), (None, 0), (0, 0)])
-def test_transforms(mapped: tuple[int | None, int | None]) -> None:
-    spec, x, angle = RopeSpec(4), noise(3, 2, 5, 4), noise(3, 1, 5, 2, seed=1)
-    xs = x[:, None] if mapped[0] == 0 else x[:1]
-    all_angles = angle[:, None] if mapped[1] == 0 else angle[:1]
-
-    def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
-        return rotate(x, spec, 2, phases=phases.given(angle))
-
-    got = torch.func.vmap(turned, in_dims=mapped)(xs, all_angles)
-    for i in range(3):
-        one = turned(
-            xs[i] if mapped[0] == 0 else xs, all_angles[i] if mapped[1] == 0 else all_angles
-        )
-        assert_same_bits(got[i], one)
-    loss = lambda x, angle: (turned(x, angle) ** 3).sum()  # noqa: E731
-    both = torch.func.grad(loss, argnums=(0, 1))(x, angle)
-    inputs = x.clone().requires_grad_(), angle.clone().requires_grad_()
-    assert_near(both, torch.autograd.grad(loss(*inputs), inputs), "float64 ways")
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(angle, torch.ones_like(angle))
-        tangent = forward_ad.unpack_dual(turned(x, dual)).tangent
-    angle_ = angle.clone().requires_grad_()
-    cotangent = noise(*x.shape, seed=4)
-    (by,) = torch.autograd.grad(turned(x, angle_), angle_, cotangent)
-    assert_near((tangent * cotangent).sum(), by.sum(), "float64 ways")
-
-
 @pytest.mark.skipif(INDUCTOR is None, reason="no C++ compiler")
 def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
@@ -355,14 +239,6 @@ def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         one = torch.autograd.grad(compiled(x, increments).square().sum(), (x, increments))
         other = torch.autograd.grad(step(x, increments).square().sum(), (x, increments))
         assert_near(one, other, "float64 ways")
-
-
-def test_meta() -> None:
-    x = torch.empty(ROWS, HEADS, TOKENS, DIM, device="meta")
-    angle = torch.empty(ROWS, HEADS, TOKENS, PAIRS, device="meta", requires_grad=True)
-    y = rotate(x, spec_of(), phases=phases.given(angle))
-    assert y.shape == x.shape
-    assert y.requires_grad
 
 
 # --- machines -------------------------------------------------------------------------------------

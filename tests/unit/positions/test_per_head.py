@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.autograd.forward_ad as fwAD
 
 from tests.support.helpers import noise, refusals
 from tests.support.matrix import INDUCTOR, every_backend, every_way
@@ -16,7 +15,7 @@ from tightrope import RopeSpec, phases, positions
 from tightrope.activations import RMSNorm
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK
-from tightrope.functional import rerotate, rerotate_, rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.functional import rerotate, rerotate_, rotate, rotate_, rotate_qk
 from tightrope.gates import Slope, XPos
 from tightrope.ops import schema
 from tightrope.ops.schema import Options
@@ -87,29 +86,58 @@ def test_each_head_is_rotated_as_if_alone(
         assert_same_bits(shared, by_loop(x, ids[:1], turn))
 
 
-@every_backend
-def test_in_place_out_and_pairs(backend: str | None) -> None:
-    q, k, ids = x_of(), x_of(seed=1), kept()
-    where = per_head(ids)
-    want = [by_loop(x, ids, lambda one, at: rotate(one, SPEC, at, backend=backend)) for x in (q, k)]
-    assert_each(assert_same_bits, rotate_qk(q, k, SPEC, where, backend=backend), want)
-    out = torch.empty_like(q), torch.empty_like(k)
-    rotate_qk(q, k, SPEC, where, out=out, backend=backend)
-    assert_each(assert_same_bits, out, want)
-    both = q.clone(), k.clone()
-    rotate_qk_(*both, SPEC, where, backend=backend)
-    assert_each(assert_same_bits, both, want)
-    back = rotate(want[0], SPEC, where, inverse=True, backend=backend)
-    assert_near(back, q, "float32 ways")
+ANGLES, OMEGAS = noise(ROWS, HEADS, TOKENS, PAIRS, seed=3), noise(HEADS, PAIRS, seed=4).abs()
+#: Options of the heads of a range and the first tokens.
+OPTIONS: dict[str, Callable[[slice, int], dict[str, Any]]] = {
+    "nothing": lambda *_: {},
+    "frequencies": lambda heads, _: {"inv_freq": OMEGAS[heads]},
+    "phases": lambda heads, n: {"phases": phases.given(ANGLES[:, heads, :n])},
+    "phases of all heads": lambda _, n: {"phases": phases.given(ANGLES[:, :1, :n])},
+    "slopes": lambda *_: {"gate": Slope(torch.full((DIM,), 0.01))},
+    "xPos and norm": lambda *_: {"gate": XPos(200), "act": RMSNorm()},
+}
 
 
 @every_backend
-@pytest.mark.parametrize("one_position_each", [False, True])
-def test_one_token(one_position_each: bool, backend: str | None) -> None:
-    x, ids = x_of()[:, :, :1], kept()[:, :, :1]
-    ids = ids if one_position_each else ids[:1]
-    want = by_loop(x, ids, lambda one, at: rotate(one, SPEC, at, backend=backend))
-    assert_same_bits(rotate(x, SPEC, per_head(ids), backend=backend), want)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_with_other_options(name: str, dtype: torch.dtype, backend: str | None) -> None:
+    """Each head is rotated as if alone, also for one token and by positions that all rows share or one head has."""
+    spec, every = SPEC, kept(dtype=dtype)
+    for ids, tokens in ((every, TOKENS), (every[:1], TOKENS), (every[:, :1], TOKENS), (every, 1)):
+        x, ids = x_of(torch.float64)[:, :, :tokens], ids[:, :, :tokens]
+        got = rotate(x, spec, per_head(ids), backend=backend, **OPTIONS[name](slice(None), tokens))
+        alone = [
+            rotate(
+                x[:, [h]],
+                spec,
+                ids[:, h % ids.shape[1]],
+                backend=backend,
+                **OPTIONS[name](slice(h, h + 1), tokens),
+            )
+            for h in range(HEADS)
+        ]
+        assert_near(got, torch.cat(alone, 1), "float64 ways")
+        prepared = spec.at(per_head(ids))
+        assert_same_bits(
+            rotate(x, prepared, backend=backend, **OPTIONS[name](slice(None), tokens)), got
+        )
+
+
+@every_backend
+def test_lost_positions_and_the_longest_of_a_row(backend: str | None) -> None:
+    """A position that is NaN loses the pairs of its own head and token, and no others."""
+    ids = kept(dtype=torch.float64)
+    ids[1, 2, 3] = torch.nan
+    lost = rotate(x_of(), SPEC, per_head(ids), backend=backend).isnan()
+    assert bool(lost[1, 2, 3, 2 : 2 + 2 * PAIRS].all())
+    assert int(lost.sum()) == 2 * PAIRS
+    spec, ids = spec_of(scaling=DynamicNTK(2.0, original_max_position=64)), kept()
+    ids[1] %= 50
+    options: dict[str, Any] = {"seq_len": ids.amax((1, 2)) + 1, "backend": backend}
+    want = by_loop(x_of(), ids, lambda one, at: rotate(one, spec, at, **options))
+    for rope, at in ((spec, per_head(ids)), (spec.at(per_head(ids)), None)):
+        assert_same_bits(rotate(x_of(), rope, at, backend=backend), want)
 
 
 @every_backend
@@ -134,143 +162,6 @@ def test_slots(backend: str | None) -> None:
     moved = by_loop(again, ids, lambda one, at: rotate(one, SPEC, at, backend=backend))
     rotate_(cache, SPEC, per_head(ids), layout="bshd", slots=slots, backend=backend)
     assert_same_bits(cache.flatten(0, 1)[slots[kept_there]], moved.transpose(1, 2)[kept_there])
-
-
-@every_way
-@pytest.mark.parametrize("both", [False, True], ids=["one", "both"])
-def test_gradients(both: bool, interleaved: bool, backend: str | None, dtype: torch.dtype) -> None:
-    """Those of x, and of positions of one tensor, have the bits of the loop; frequencies get a sum over heads."""
-    spec, ids = spec_of(interleaved), kept(dtype=torch.float64).requires_grad_()
-    xs = [x_of(dtype, seed).requires_grad_() for seed in range(1 + both)]
-    seeds = [x_of(dtype, 5 + seed) for seed in range(1 + both)]
-    inv_freq = torch.linspace(0.1, 1.5, PAIRS, dtype=torch.float64).requires_grad_()
-
-    def turned(xs: list[torch.Tensor], where: Any) -> list[torch.Tensor]:
-        options: dict[str, Any] = {"inv_freq": inv_freq, "backend": backend}
-        if both:
-            return list(rotate_qk(*xs, spec, where, **options))
-        return [rotate(xs[0], spec, where, **options)]
-
-    got = torch.autograd.grad(turned(xs, per_head(ids)), [*xs, ids, inv_freq], seeds)
-    loops = [turned([x[:, [h]] for x in xs], ids[:, h]) for h in range(HEADS)]
-    ys = [torch.cat(heads, 1) for heads in zip(*loops, strict=True)]
-    want = torch.autograd.grad(ys, [*xs, ids, inv_freq], seeds)
-    assert_each(assert_same_bits, got[: len(xs)], want[: len(xs)])
-    if both:  # a kernel adds q and k up in another order
-        assert_near(got[-2], want[-2], "float32 ways")
-    else:
-        assert_same_bits(got[-2], want[-2])
-    assert_near(got[-1], want[-1], "float32 ways" if both else "float64 ways")
-
-
-@every_backend
-def test_gradients_of_positions_that_rows_share(backend: str | None) -> None:
-    x, ids = x_of(torch.float64), kept(1, torch.float64).requires_grad_()
-    (got,) = torch.autograd.grad(rotate(x, SPEC, per_head(ids), backend=backend).sum(), ids)
-    y = by_loop(x, ids, lambda one, at: rotate(one, SPEC, at, backend=backend))
-    (want,) = torch.autograd.grad(y.sum(), ids)
-    assert_near(got, want, "float64 ways")
-
-
-def test_of_one_head_are_those_of_all_heads() -> None:
-    x, ids = x_of(torch.float64), kept(dtype=torch.float64)[:, :1].requires_grad_()
-    got, want = rotate(x, SPEC, per_head(ids)), rotate(x, SPEC, ids[:, 0])
-    assert_same_bits(got, want)
-    of_got, of_want = (torch.autograd.grad(y.square().cumsum(2).sum(), ids)[0] for y in (got, want))
-    assert_same_bits(of_got, of_want)
-
-
-def test_derivatives_of_every_order() -> None:
-    """Backward, forward, and backward of backward, against finite differences."""
-    x, ids = x_of(torch.float64)[:1, :2, :2], kept(dtype=torch.float64)[:1, :2, :2] / 100
-    inv_freq = torch.linspace(0.1, 1.5, PAIRS, dtype=torch.float64)
-    inputs = tuple(one.clone().requires_grad_() for one in (x, ids, inv_freq))
-
-    def turn(x: torch.Tensor, ids: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
-        return rotate(x, SPEC, per_head(ids), inv_freq=inv_freq)
-
-    assert torch.autograd.gradcheck(turn, inputs, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(turn, inputs)
-
-
-@every_backend
-def test_lost_positions(backend: str | None) -> None:
-    """A position that is NaN loses the pairs of its own head and token, and no others."""
-    ids = kept(dtype=torch.float64)
-    ids[1, 2, 3] = torch.nan
-    y = rotate(x_of(), SPEC, per_head(ids), backend=backend)
-    lost = y.isnan()
-    assert bool(lost[1, 2, 3, 2 : 2 + 2 * PAIRS].all())
-    assert int(lost.sum()) == 2 * PAIRS
-
-
-@every_backend
-def test_with_frequencies_per_head(backend: str | None) -> None:
-    """Gradients too: each head has its positions and its frequencies."""
-    x, ids = x_of(), kept(dtype=torch.float64).requires_grad_()
-    own = torch.rand(HEADS, PAIRS, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    got = rotate(x, SPEC, per_head(ids), inv_freq=own, backend=backend)
-    alone = [
-        rotate(x[:, [h]], SPEC, ids[:, h], inv_freq=own[h], backend=backend) for h in range(HEADS)
-    ]
-    want = torch.cat(alone, 1)
-    assert_same_bits(got, want)
-    of_got, of_want = (
-        torch.autograd.grad(y, (ids, own), noise(*y.shape, seed=4).float()) for y in (got, want)
-    )
-    assert_same_bits(of_got, of_want)
-
-
-@every_backend
-@pytest.mark.parametrize("heads", [1, HEADS])
-@pytest.mark.parametrize("floating", [False, True])
-def test_with_phases(floating: bool, heads: int, backend: str | None) -> None:
-    x, ids = x_of(), kept(dtype=torch.float64 if floating else torch.int64)
-    angle = noise(ROWS, heads, TOKENS, PAIRS, seed=3).requires_grad_()
-    got = rotate(x, SPEC, per_head(ids), phases=phases.given(angle), backend=backend)
-    alone = [
-        rotate(
-            x[:, [h]],
-            SPEC,
-            ids[:, h],
-            phases=phases.given(angle[:, [h % heads]]),
-            backend=backend,
-        )
-        for h in range(HEADS)
-    ]
-    want = torch.cat(alone, 1)
-    assert_same_bits(got, want)
-    of_got, of_want = (
-        torch.autograd.grad(y.square().cumsum(2).sum(), angle)[0] for y in (got, want)
-    )
-    assert_near(of_got, of_want, "float32 ways")
-
-
-@every_backend
-@pytest.mark.parametrize(
-    "gate", [Slope(torch.full((DIM,), 0.01)), XPos(200)], ids=["slope", "xpos"]
-)
-@pytest.mark.parametrize("act", ["none", RMSNorm()], ids=["plain", "norm"])
-def test_gates_by_position(act: Any, gate: Any, backend: str | None) -> None:
-    x, ids = x_of(torch.float64), kept()
-    options: dict[str, Any] = {"act": act, "gate": gate, "backend": backend}
-    got = rotate(x, SPEC, per_head(ids), **options)
-    assert_near(
-        got, by_loop(x, ids, lambda one, at: rotate(one, SPEC, at, **options)), "float64 ways"
-    )
-    prepared = SPEC.at(per_head(ids))
-    assert_same_bits(rotate(x, prepared, **options), got)
-
-
-@every_backend
-def test_rules_by_length_take_the_longest_of_a_row(backend: str | None) -> None:
-    spec = spec_of(scaling=DynamicNTK(2.0, original_max_position=64))
-    x, ids = x_of(), kept()
-    ids[1] %= 50
-    lengths = ids.amax((1, 2)) + 1
-    want = by_loop(x, ids, lambda one, at: rotate(one, spec, at, seq_len=lengths, backend=backend))
-    assert_same_bits(rotate(x, spec, per_head(ids), backend=backend), want)
-    assert_same_bits(rotate(x, spec.at(per_head(ids)), backend=backend), want)
 
 
 @every_backend
@@ -343,18 +234,6 @@ def test_compiled(dynamic: bool) -> None:
             loss = sum(y.square().cumsum(2).sum() for y in ys)
             results.append([*ys, *torch.autograd.grad(loss, [*leaves, ids])])
         assert_each(lambda a, b: assert_near(a, b, "float32 ways"), *results)
-
-
-def test_vmap_and_tangents() -> None:
-    x, ids = x_of(), kept(dtype=torch.float64)
-    got = torch.func.vmap(lambda one, at: rotate(one[None], SPEC, per_head(at))[0])(x, ids)
-    assert_same_bits(got, rotate(x, SPEC, per_head(ids)))
-    with fwAD.dual_level():
-        at = fwAD.make_dual(ids, torch.ones_like(ids))
-        tangent = fwAD.unpack_dual(rotate(x, SPEC, per_head(at))).tangent
-        shared = fwAD.make_dual(ids[:, 0], torch.ones_like(ids[:, 0]))
-        want = fwAD.unpack_dual(rotate(x[:, :1], SPEC, shared)).tangent
-    assert_same_bits(tangent[:, :1], want)
 
 
 @needs_triton

@@ -322,6 +322,15 @@ def test_one_sequence_is_no_pack() -> None:
     assert_same_bits(rotate(x, spec, where, layout="thd"), rotate(x, spec, layout="thd"))
 
 
+def test_sequences_of_the_original_length_may_start_again() -> None:
+    spec, plain = RopeSpec(8, scaling=DynamicNTK(2.0, 100)), RopeSpec(8)
+    x, again = torch.randn(2, 1, 105, 8), torch.cat((torch.arange(5), torch.arange(100)))
+    for where in (again, positions.packed(torch.tensor([0, 5, 105]))):
+        assert_same_bits(rotate(x, spec, where), rotate(x, plain, where))
+    beside_a_longer_row = torch.stack((torch.arange(105) + 10, again))
+    assert_same_bits(rotate(x, spec, beside_a_longer_row)[1:], rotate(x[1:], plain, again))
+
+
 def test_packed_positions_that_cannot_be_read_are_refused() -> None:
     """Several sequences packed on a device need seq_len, as their lengths are not read there."""
     spec = RopeSpec(8, scaling=DynamicNTK(2.0, 100))

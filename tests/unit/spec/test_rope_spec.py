@@ -165,11 +165,12 @@ test_errors = refusals(
         f"{PLACE} [6, 10).": lambda: RopeSpec(8, rotary_dim=4, start=6),
         f"{PLACE} [-2, 2).": lambda: RopeSpec(8, rotary_dim=4, start=-2),
         f"{PLACE} [4, 2).": lambda: RopeSpec(8, rotary_dim=-2, start=4),
+        "head_dim must not be negative but got -4.": lambda: RopeSpec(-4),
         "start must lie in [0, 8] but got -1.": lambda: RopeSpec(8, start=-1),
         "start must lie in [0, 8] but got 9.": lambda: RopeSpec(8, start=9),
         **{
             f"{NUMBER} {base}.": lambda base=base: RopeSpec(8, base=base)
-            for base in (0, -1.0, math.nan, math.inf, -math.inf)
+            for base in (0, -1.0, 1e-30, 10**305, math.nan, math.inf, -math.inf)
         },
         "axes must have one entry for each of the 4 pairs that rotate but got 2; rotary_dim=4 would "
         "fit.": lambda: RopeSpec(8, axes=Axes.blocks((1, 1))),

@@ -1,0 +1,222 @@
+"""Laws of every call, whatever its options: verbs, layouts, backends and transforms agree.
+
+The cases contain every valid pair of values of any two options; see tests/support/calls.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from tests.support import oracle
+from tests.support.calls import CASES, Call, allowed
+from tests.support.helpers import noise
+from tests.support.matrix import needs_kernel
+from tests.support.tolerances import assert_each, assert_near, assert_same_bits, value
+from tightrope.ops import schema
+from tightrope.ops.schema import LAYOUTS
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def every_case(test: Callable[..., None]) -> Callable[..., None]:
+    cases = pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+    return pytest.mark.one_in(2)(cases(test))
+
+
+def near(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Assert closeness, relative to the largest channel of each head."""
+    assert got.dtype == wanted.dtype
+    size = wanted.double().abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    error = (got.double() - wanted.double()).abs() / size
+    assert error.max() <= 2 * value(f"f and P, {str(got.dtype)[6:]}")
+
+
+def check_of(case: Mapping[str, Any]) -> Callable[..., None]:
+    """Return the check that two results of a case agree: the rounding of torch's own functions depends on strides."""
+    return near if case["backend"] == "reference" else assert_same_bits
+
+
+# --- destinations and layouts ---------------------------------------------------------------------
+
+
+@needs_kernel
+@every_case
+def test_destinations_agree(case: Mapping[str, Any]) -> None:
+    """New results, results in place and in given tensors, of q beside k or alone, and of prepared rotations."""
+    base = Call(case)
+    both, check = "qk" in case["verb"], check_of(case)
+    wanted = base(**base.leaves)
+    for verb in (
+        ("rotate_qk", "rotate_qk_", "rotate_qk into")
+        if both
+        else ("rotate", "rotate_", "rotate into")
+    ):
+        other = Call({**case, "verb": verb})
+        assert_each(check, other(**base.leaves), wanted)
+    beside = {**case, "verb": "rotate_qk"}
+    if not both and allowed(beside):
+        check(Call(beside)(**base.leaves)[0], wanted[0])
+    if case["frequencies"] in ("spec", "prepared"):
+        prepared = Call({**case, "frequencies": "prepared"})
+        for _ in range(2):  # the second call takes the fast path
+            assert_each(check, prepared(**base.leaves), wanted)
+
+
+@needs_kernel
+@every_case
+def test_layouts_and_strides_agree(case: Mapping[str, Any]) -> None:
+    call, layout = Call(case), case["layout"]
+    check, wanted = check_of(case), call(**call.leaves)
+    xs = {name: x for name, x in call.leaves.items() if name in "qk"}
+    spread = {name: torch.stack((x, x * torch.nan), -1)[..., 0] for name, x in xs.items()}
+    turned = {name: x.transpose(-1, 0).contiguous().transpose(-1, 0) for name, x in xs.items()}
+    for own in (spread, turned):
+        assert_each(check, call(**call.leaves | own), wanted)
+    whole = {name: oracle.as_bhsd(x, layout) for name, x in xs.items()}
+    found = Call({**case, "layout": LAYOUTS[0]})(**call.leaves | whole)
+    assert_each(check, found, [oracle.as_bhsd(y, layout) for y in wanted])
+
+
+@needs_kernel
+@every_case
+def test_the_kernel_is_near_the_definition(case: Mapping[str, Any]) -> None:
+    """With the gradients of q and k."""
+    found = []
+    for backend in ("cpu", "reference"):
+        call = Call({**case, "backend": backend})
+        leaves = {name: x.clone().requires_grad_() for name, x in call.leaves.items()}
+        ys = call(**leaves)
+        xs = [name for name in leaves if name in "qk"]
+        grads = [noise(*y.shape, seed=9).to(y.dtype) for y in ys]
+        found.append([*ys, *torch.autograd.grad(ys, [leaves[name] for name in xs], grads)])
+    assert_each(near, *found)
+
+
+@every_case
+def test_the_inverse_undoes(case: Mapping[str, Any]) -> None:
+    """Also gates and the attention scaling, by which it divides."""
+    plain = {**case, "act": "none", "dtype": torch.float64}
+    there, back = (Call({**plain, "inverse": inverse}) for inverse in (False, True))
+    assert_near(back(q=there()[0])[0], there.leaves["q"], "float64 ways")
+
+
+# --- without data ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["meta", "fake"])
+@every_case
+def test_shapes_without_data(case: Mapping[str, Any], fake: bool) -> None:
+    """Meta and fake tensors give the shapes, dtypes and strides of real ones, and of their gradients."""
+    call = Call(case)
+
+    def run(leaves: Tensors) -> tuple[Any, ...]:
+        given = {
+            name: x.detach().requires_grad_(name in call.learned()) for name, x in leaves.items()
+        }
+        ys = call(**given)
+        return ys, torch.autograd.grad(
+            [y.sum() for y in ys], [given[name] for name in call.learned()]
+        )
+
+    wanted = run(call.leaves)
+    with FakeTensorMode() if fake else torch.device("meta") as mode:
+        move = mode.from_tensor if fake else lambda x: x.to("meta")
+        found = run({name: move(x) for name, x in call.leaves.items()})
+    for got, want in zip([*found[0], *found[1]], [*wanted[0], *wanted[1]], strict=True):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        assert got.device.type == ("cpu" if fake else "meta")
+    assert [y.stride() for y in found[0]] == [y.stride() for y in wanted[0]]
+
+
+# --- transforms -----------------------------------------------------------------------------------
+
+
+def stacked(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((x, 0.75 * x, 1.25 * x))
+
+
+@every_case
+def test_vmap_and_gradients_in_it(case: Mapping[str, Any]) -> None:
+    """Mapped calls and their gradients are those of a loop, whichever tensors are mapped."""
+    # vmap writes only into tensors that are mapped.
+    verb = case["verb"].rstrip("_") if case["learns"] == "the rest" else case["verb"]
+    call = Call({**case, "dtype": torch.float64, "verb": verb})
+    names = call.learned()
+    stacks = [stacked(call.leaves[name]) for name in names]
+
+    def turned(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return call(**dict(zip(names, tensors)))
+
+    def loss(*tensors: torch.Tensor) -> torch.Tensor:
+        return sum(y.pow(3).sum() for y in turned(*tensors))
+
+    rows = list(zip(*stacks))
+    alone = [turned(*row) for row in rows]
+    last = [x.movedim(0, -1) for x in stacks]
+    found = torch.vmap(turned, in_dims=-1)(*last)
+    assert_near(found, [torch.stack(ys) for ys in zip(*alone)], "float64 ways")
+    slopes = []
+    for row in rows:
+        leaves = [x.clone().requires_grad_() for x in row]
+        slopes.append(torch.autograd.grad(loss(*leaves), leaves))
+    wanted = [torch.stack(each) for each in zip(*slopes)]
+    every = tuple(range(len(names)))
+    assert_near(
+        torch.vmap(torch.func.grad(loss, every))(*stacks), wanted, "float64 ways, higher order"
+    )
+    leaves = [x.requires_grad_() for x in stacks]
+    found = torch.autograd.grad(torch.vmap(loss)(*leaves).sum(), leaves)
+    assert_near(found, wanted, "float64 ways, higher order")
+
+
+# --- registration ---------------------------------------------------------------------------------
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps copies of the arguments of each operator of this library.
+
+    Attributes:
+        learns: whether copies require grad like the originals, for operators that have gradients.
+    """
+
+    def __init__(self, learns: bool) -> None:
+        super().__init__()
+        self.learns = learns
+        self.calls: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "tightrope":
+            differentiable = (schema.rotate, schema.rotate_extras, schema.phase_drift)
+            learns = self.learns and func in differentiable
+
+            def kept(x: Any) -> Any:
+                if not isinstance(x, torch.Tensor):
+                    return x
+                same = x.clone(memory_format=torch.preserve_format).detach()
+                return same.requires_grad_(learns and x.requires_grad)
+
+            self.calls.append((func, tree_map(kept, args)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("case", CASES[::12], ids=range(len(CASES[::12])))
+def test_operators_are_registered_as_torch_asks(case: Mapping[str, Any]) -> None:
+    """Those of the call and of its backward pass pass opcheck."""
+    call = Call(case)
+    leaves = {
+        name: x.clone().requires_grad_(name in call.learned()) for name, x in call.leaves.items()
+    }
+    with Recorder(learns=True) as there:
+        loss = sum(y.square().sum() for y in call(**leaves))
+    with Recorder(learns=False) as back:
+        torch.autograd.grad(loss, [leaves[name] for name in call.learned()])
+    for operator, arguments in there.calls + back.calls:
+        torch.library.opcheck(operator, arguments)

@@ -1,0 +1,218 @@
+"""Calls of rotate, rotate_qk and their in-place forms with every valid pair of values of any two options.
+
+The laws that hold for every call draw their cases from here; see tests/laws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tests.support import pairwise
+from tests.support.helpers import noise
+from tightrope import RopeSpec, gates, phases, positions
+from tightrope.activations import ACTS, RMSNorm
+from tightrope.axes import Axes
+from tightrope.frequencies import YaRN
+from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.ops.schema import LAYOUTS
+
+ROWS, HEADS, KV_HEADS, TOKENS, WIDTH = 2, 2, 1, 4, 8
+# A bound on the positions of all cases.
+REACH = 50.0
+CHANNELS = {"whole": (6, 0), "slice": (4, 1)}
+
+# Kinds of positions that have several axes, that rows have of their own, and that heads have of their own.
+SPACES = ("grid", "text", "learned grid")
+OF_ROWS = ("ids per row", "per row", "learned per row", "learned offsets")
+OF_HEADS = ("per head", "learned per head")
+
+VERBS: dict[str, Callable[..., Any]] = {
+    "rotate": rotate,
+    "rotate_": rotate_,
+    "rotate_qk": rotate_qk,
+    "rotate_qk_": rotate_qk_,
+}
+# A call may also have the verb "rotate into" or "rotate_qk into": it then writes into given tensors.
+AXES: dict[str, Any] = {
+    "verb": tuple(VERBS),
+    "layout": LAYOUTS,
+    "interleaved": (False, True),
+    "channels": tuple(CHANNELS),
+    "frequencies": ("spec", "prepared", "learned", "learned per head"),
+    "positions": (
+        *("none", "offset", "ids", "fractional", "learned"),
+        *(*OF_ROWS, *OF_HEADS, *SPACES),
+    ),
+    "act": ("none", "rms_norm per head", *ACTS[1:]),
+    "phases": ("none", "given", "given per head", "shared"),
+    "gate": ("none", "scalar", "exp", "exp per head", "exp per pair", "slope", "given", "xpos"),
+    "inverse": (False, True),
+    "amplitude": (1.0, 1.3),
+    "learns": ("everything", "x", "the rest"),
+    "dtype": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    "backend": (None, "reference"),
+}
+
+
+def allowed(case: Mapping[str, Any]) -> bool:
+    """Return whether the values chosen so far are compatible."""
+    no_heads, where = case.get("layout") in ("bsd", "sd"), case.get("positions")
+    both = case.get("verb") in ("rotate_qk", "rotate_qk_")
+    return not (
+        (case.get("inverse") and case.get("act", "none") != "none")
+        or (case.get("layout") in ("thd", "sd") and where in OF_ROWS)
+        or (no_heads and (case.get("frequencies") == "learned per head" or where in OF_HEADS))
+        or (no_heads and "per head" in (case.get("gate", "") + case.get("act", "")))
+        or (no_heads and both)
+        or ((no_heads or both) and case.get("phases") == "given per head")
+        or (where in SPACES and case.get("gate") in ("slope", "xpos"))
+    )
+
+
+CASES = pairwise.covering(AXES, allowed)
+
+
+def spec_of(case: Mapping[str, Any]) -> RopeSpec:
+    rotary_dim, start = CHANNELS[case["channels"]]
+    return RopeSpec(
+        WIDTH,
+        base=50.0,
+        rotary_dim=rotary_dim,
+        start=start,
+        interleaved=case["interleaved"],
+        scaling=None if case["amplitude"] == 1.0 else YaRN(4.0, 64, attention_factor=1.3),
+        axes=Axes.blocks((1, rotary_dim // 2 - 1)) if case["positions"] in SPACES else None,
+    )
+
+
+class Call:
+    """The call of a case as a function of its differentiable tensors.
+
+    Attributes:
+        leaves: these tensors by name; q and k have the dtype of the case, the others float64.
+    """
+
+    def __init__(self, case: Mapping[str, Any]) -> None:
+        self.case = case
+        self.spec = spec_of(case)
+        spec, layout, dtype = self.spec, case["layout"], case["dtype"]
+        heads = {"q": HEADS, "k": KV_HEADS if "qk" in case["verb"] else 0}
+        self.leaves: dict[str, torch.Tensor] = {}
+        for seed, (name, count) in enumerate(heads.items()):
+            sizes = {"b": ROWS, "h": count, "d": WIDTH}
+            shape = [sizes.get(letter, TOKENS) for letter in layout]
+            if count:
+                # Keep x away from 0, the kink of relu.
+                x = noise(*shape, seed=seed)
+                self.leaves[name] = (x + 0.1 * x.sign()).to(dtype)
+        if "norm" in case["act"]:
+            heads = (HEADS,) if "head" in case["act"] else ()
+            self.leaves["weight"] = noise(*heads, WIDTH, seed=2)
+        pairs = spec.rotary_dim // 2
+        gate = {
+            "scalar": lambda: noise(1)[0].abs() + 0.5,
+            "exp": lambda: 0.3 * noise(WIDTH, seed=3),
+            "exp per head": lambda: 0.3 * noise(HEADS, WIDTH, seed=3),
+            "exp per pair": lambda: 0.3 * noise(pairs, seed=3),
+            "slope": lambda: 0.02 * noise(WIDTH, seed=3),
+            "given": lambda: 0.3 * noise(TOKENS, 1, WIDTH, seed=3),
+        }.get(case["gate"])
+        if gate is not None:
+            self.leaves["gate"] = gate()
+        if case["frequencies"].startswith("learned"):
+            count = (1,) if case["frequencies"] == "learned" else (HEADS,)
+            shape = (2, *count, pairs) if spec.axes else (*count, pairs)
+            self.leaves["inv_freq"] = 0.5 + noise(*shape, seed=4).abs()
+        if case["phases"] != "none":
+            own = ROWS if "b" in layout else 1, HEADS if "head" in case["phases"] else 1
+            sizes = (1, 1, TOKENS, 1) if case["phases"] == "shared" else (*own, TOKENS, pairs)
+            self.leaves["phases"] = 3 * noise(*sizes, seed=6)
+        where = {
+            "learned": (TOKENS,),
+            "learned per row": (ROWS, TOKENS),
+            "learned offsets": (ROWS,),
+            "learned per head": (HEADS, TOKENS),
+            "learned grid": (2, 1, TOKENS),
+        }.get(case["positions"])
+        if where is not None:
+            self.leaves["positions"] = 5 * noise(*where, seed=5)
+
+    def learned(self) -> list[str]:
+        """Return the names of the tensors that require grad."""
+        own = [name for name in self.leaves if name in ("q", "k")]
+        rest = [name for name in self.leaves if name not in own]
+        return {"everything": own + rest, "x": own, "the rest": rest or own}[self.case["learns"]]
+
+    def __call__(self, **tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the results for these tensors, and the leaves of other names."""
+        case, given = self.case, self.leaves | tensors
+        where = self._positions(given.get("positions"))
+        options: dict[str, Any] = {
+            "layout": case["layout"],
+            "inverse": case["inverse"],
+            "backend": case["backend"],
+        }
+        rope: Any = self.spec
+        if case["frequencies"] == "prepared":
+            rope, where = rope.at(where, given["q"].device), None
+        if "inv_freq" in given:
+            options["inv_freq"] = given["inv_freq"]
+        if "phases" in given:
+            options["phases"] = phases.given(given["phases"])
+        if case["act"] != "none":
+            norm = RMSNorm(given["weight"], 1e-3) if "weight" in given else None
+            options["act"] = norm or case["act"]
+        if case["gate"] != "none":
+            options["gate"] = self._gate(given.get("gate"))
+        verb, _, into = case["verb"].partition(" ")
+        xs = [given[name] for name in ("q", "k") if name in given]
+        if len(xs) == 2 and (
+            "per head" in case["frequencies"] + case["gate"] + case["act"]
+            or case["positions"] in OF_HEADS
+        ):
+            # What differs between heads needs as many of them in k as in q.
+            xs[1] = xs[1].repeat_interleave(HEADS // KV_HEADS, case["layout"].index("h"))
+        if verb.endswith("_"):
+            # In-place calls need tensors that are not leaves.
+            xs = [x.clone() for x in xs]
+        if into:
+            outs = tuple(torch.empty_like(x) for x in xs)
+            options["out"] = outs if len(xs) == 2 else outs[0]
+        made = VERBS[verb](*xs, rope, where, **options)
+        return (made,) if isinstance(made, torch.Tensor) else made
+
+    def _positions(self, learned: torch.Tensor | None) -> Any:
+        ids = torch.tensor([3, -2, 7, 40])
+        rows = torch.arange(ROWS)[:, None]
+        made: dict[str, Callable[[], Any]] = {
+            "none": lambda: None,
+            "offset": lambda: 7,
+            "ids": lambda: ids,
+            "ids per row": lambda: ids + 5 * rows,
+            "per row": lambda: positions.per_row(3 * rows[:, 0]),
+            "fractional": lambda: ids / 8,
+            "learned": lambda: learned,
+            "learned per row": lambda: learned,
+            "learned offsets": lambda: positions.per_row(learned),
+            "per head": lambda: positions.per_head(ids + 5 * rows),
+            "learned per head": lambda: positions.per_head(learned),
+            "grid": lambda: positions.grid(2, 2),
+            "text": lambda: positions.text(3, axes=2),
+            "learned grid": lambda: positions.multi_axis(learned),
+        }
+        return made[self.case["positions"]]()
+
+    def _gate(self, learned: torch.Tensor | None) -> gates.Gate:
+        made: dict[str, Callable[[], gates.Gate]] = {
+            "scalar": lambda: gates.Scalar(learned),
+            "exp": lambda: gates.Exp(learned),
+            "exp per head": lambda: gates.Exp(learned),
+            "exp per pair": lambda: gates.Exp(learned, "pair"),
+            "slope": lambda: gates.Slope(learned),
+            "given": lambda: gates.Given(learned),
+            "xpos": lambda: gates.XPos(1.25, scale_base=60.0),
+        }
+        return made[self.case["gate"]]()
