@@ -119,6 +119,10 @@ def check_rotation(
             hint = ""
             if ids.shape[1] == 1 and ids.shape[2] == rows:
                 hint = "; for one offset per row pass positions.per_row(…)"
+            elif layout.row is None and ids.shape[2] > 1:
+                hint = (
+                    "; for sequences packed one after the other pass positions.packed(cu_seqlens)"
+                )
             raise bad_value(
                 f"{positions} must hold one position for each of {tokens} tokens but got "
                 f"{ids.shape[2]} (layout {layout.name!r} has its tokens in dimension "
@@ -356,7 +360,9 @@ def check_outs(
             continue
         if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
             devices = f" but is on {out.device}, not {x.device}" if out.device != x.device else ""
+            is_float8 = out.dtype.is_floating_point and out.dtype.itemsize == 1
+            eight = "; to write float8, pass scale=" if is_float8 else ""
             raise bad_value(
-                f"out must have the shape, dtype and device of {name}{devices}",
+                f"out must have the shape, dtype and device of {name}{devices}{eight}",
                 **{name: x, "out": out},
             )

@@ -186,7 +186,8 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None) -> int:
         return total
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or any(b < a for a, b in itertools.pairwise(ends)):
-        raise bad_value(f"cu_seqlens must start with 0 and never decrease but got {ends}")
+        sums = "; of lengths pass torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
+        raise bad_value(f"cu_seqlens must start with 0 and never decrease but got {ends}{sums}")
     if total is not None and ends[-1] != total:
         raise bad_value(f"cu_seqlens must end with the number of tokens {total} but got {ends[-1]}")
     return int(ends[-1])

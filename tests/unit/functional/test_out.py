@@ -131,6 +131,9 @@ PAIR = (
 VALUES = {
     f"{LIKE_X} ({IS_X}, out: float32[2, 3, 4, 12]).": lambda: rotate(X, SPEC, out=OUT[:, :, :4]),
     f"{LIKE_X} ({IS_X}, out: float64[2, 3, 5, 12]).": lambda: rotate(X, SPEC, out=OUT.double()),
+    f"{LIKE_X}; to write float8, pass scale= ({IS_X}, out: float8_e4m3fn[2, 3, 5, 12]).": (
+        lambda: rotate(X, SPEC, out=OUT.to(torch.float8_e4m3fn))
+    ),
     f"{LIKE_X} but is on meta, not cpu ({IS_X}, out: float32[2, 3, 5, 12]).": (
         lambda: rotate(X, SPEC, out=X.to("meta"))
     ),

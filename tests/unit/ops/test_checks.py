@@ -74,6 +74,10 @@ POSITIONS = {
     f"({IS_X}, positions: int64[4]).": lambda: rotate(X, SPEC, ids(4)),
     f"[rotate] {ONE_EACH} 3 tokens but got 5 (layout 'bshd' has its tokens in dimension 1) "
     f"({IS_X}, positions: int64[5]).": lambda: rotate(X, SPEC, ids(5), layout="bshd"),
+    f"[rotate] {ONE_EACH} 5 tokens but got 3 (layout 'thd' has its tokens in dimension 0); for sequences packed "
+    "one after the other pass positions.packed(cu_seqlens) (x: float32[5, 3, 8], positions: int64[3]).": (
+        lambda: rotate(X[0].transpose(0, 1), SPEC, ids(3), layout="thd")
+    ),
     f"[rotate] {ONE_EACH} 5 tokens but got 1 (layout 'bhsd' has its tokens in dimension 2) "
     f"({IS_X}, positions: int64[1]).": lambda: rotate(X, SPEC, ids(1)),
     f"[rotate] {ONE_EACH} 5 tokens but got 2 (layout 'bhsd' has its tokens in dimension 2); for "

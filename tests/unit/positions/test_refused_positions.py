@@ -113,7 +113,8 @@ VALUES: dict[str, Callable[[], object]] = {
         for ends in (ENDS[None], ENDS[:1])
     },
     **{
-        f"[packed] cu_seqlens must start with 0 and never decrease but got {ends}.": (
+        f"[packed] cu_seqlens must start with 0 and never decrease but got {ends}; of lengths pass "
+        "torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).": (
             lambda ends=ends: packed(torch.tensor(ends))
         )
         for ends in ([1, 4, 6], [0, 5, 3])
