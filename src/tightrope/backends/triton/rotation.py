@@ -335,12 +335,18 @@ def _plan(
     whole = unit > 1 and options.start % unit == 0 and step % unit == 0
     back = options.act != NONE and options.direction == TRANSPOSE
     blocks = shapes.blocks_of(element, heavy, back, held > 0, whole, _all_whole(source.kind, reads))
-    block_tokens = shapes.tokens_of(blocks, block, held)
-    tiles = -(-rows * tokens // block_tokens)
     # The kernel loads at most two heads at a time, and only one if a head needs more registers.
     together = 1 if held or heavy else min(blocks.together, heads, 2)
-    chunk = shapes.chunk_of(heads, tiles, together)
     summed = _summed(options, parts)
+    # What is added up has the same order on every device.
+    programs = shapes.PROGRAMS if summed else shapes.programs_on(q.device)
+    apart = [-(-view.heads // together) for view in views]
+    few = not summed and rows * tokens * sum(apart) <= shapes.FEW * programs
+    if few:
+        blocks = shapes.of_one_token(blocks, block)
+    block_tokens = 1 if few else shapes.tokens_of(blocks, block, held)
+    tiles = -(-rows * tokens // block_tokens)
+    chunk = together if few else shapes.chunk_of(heads, tiles, together, programs)
     # Heads that share their weights share a sum.
     one_sum = bool(summed) and all(weight.shape[0] == 1 for weight in summed)
     kind = Kind(
@@ -349,6 +355,7 @@ def _plan(
         DIRECTION=options.direction if heavy else 0,
         REST=rest,
         TOGETHER=together,
+        FEW=few,
         VECTOR=unit,
         GATE_VECTOR=reads.gate_vector,
         INPUT_VECTOR=reads.input_vector,
@@ -364,14 +371,14 @@ def _plan(
     known |= {"gate_q", "gate_k"} if reads.gate_vector else set()
     known |= {"input_q", "input_k"} if reads.input_vector else set()
     known |= {"norm_q", "norm_k"} if all(map(starts_aligned, parts.weights)) else set()
-    parts_of_heads = -(-heads // chunk)
+    parts_of_heads = sum(apart) if few else -(-heads // chunk)
     own_sums = bool(summed) and not one_sum
     at_once = min(tiles, shapes.tiles_summed(heads * head_dim)) if own_sums else tiles
     partials = []
     types = dict(reads.types)
     values: dict[str, Any] = {
         "offset": 0,
-        "extent": Extent(rows * tokens, tokens, chunk),
+        "extent": Extent(rows * tokens, tokens, chunk, apart[0] if few else None),
         "amplitude": amplitudes_of(options, amplitude, wide),
         "eps": float(eps) if options.act == RMS_NORM else None,
         "primary": primary.dtype,

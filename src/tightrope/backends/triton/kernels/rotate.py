@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..groups import Angles, Gate, Operand, Places, Positions, Turn
+from ..groups import Angles, Common, Gate, Operand, Places, Positions, Turn
 from .acts import RMS_NORM, SOFTMAX, act, add_up, highest, slope
 from .angles import from_tables, from_words
 from .elementary import exp
@@ -49,7 +49,7 @@ def load_head(
 @triton.jit
 def over_head(u, v, front, back, HEAD: tl.constexpr):
     """Sum over all channels of a head, [tokens, 1]."""
-    total = add_up(u) + add_up(v)
+    total = add_up(u + v)
     if HEAD.START > 0:
         total += add_up(front)
     if HEAD.START + 2 * HEAD.PAIRS < HEAD.DIM:
@@ -125,9 +125,9 @@ def gate_head(u, v, front, back, gate, HEAD: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def finish_head(
-    tiles, by, operand, places, gate, inside, eps, HEAD: tl.constexpr, KIND: tl.constexpr
+    tiles, inputs, by, operand, places, gate, inside, eps, HEAD: tl.constexpr, KIND: tl.constexpr
 ):
-    """Compute and store the result of one head from its loaded tiles.
+    """Compute and store the result of one head from its loaded tiles, and those of the forward call's input.
 
     Returns:
         The terms of the gradient of the norm weights; without that gradient, the loaded tiles.
@@ -143,17 +143,7 @@ def finish_head(
     HAS_FRONT: tl.constexpr = HEAD.START > 0
     HAS_BACK: tl.constexpr = BEHIND > 0
     if ACT != 0 and DIRECTION == 1:
-        # Load this early, so that it does not wait for the rotation of the gradients.
-        xu, xv, xf, xb = load_head(
-            operand.input,
-            places.input,
-            steps.input.channel,
-            HEAD,
-            HEAD.BLOCK_T,
-            True,
-            KIND.INPUT_VECTOR > 0,
-            HEAD.WIDE,
-        )
+        xu, xv, xf, xb = inputs
     if ACT == RMS_NORM:
         # The weights of this head, loaded as a tile of one token.
         wu, wv, wf, wb = load_head(operand.norm, places.norm, 1, HEAD, 1, True, True, False)
@@ -285,34 +275,115 @@ def _over_tokens(x):
 
 
 @triton.jit
-def _turn_heads(
-    first,
+def _turn_some(
+    head,
     last,
     operand,
-    angles,
-    tile,
-    own,
-    sum_at,
-    shared,
-    high,
-    low,
-    eps,
+    starts,
+    inside,
+    common,
     HEAD: tl.constexpr,
     ANGLES: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Rotate heads [first, last) of one operand.
+    """Rotate one head, and with TOGETHER 2 the next one too, unless it is `last`.
 
-    Gradients of norm weights are summed over the tokens and stored in `partial`, in float32: one sum for
-    each head of tile `own`; or, with ONE_SUM, one sum over the heads, at index `sum_at`.
+    Args:
+        starts: where the tokens start in x, the result, the gate and the forward call's input.
+        inside: [tokens], whether the result of a token is stored.
+
+    Returns:
+        The terms of the gradient of the norm weights of the first head; see finish_head.
     """
     steps = operand.steps
+    at, out_at, gate_at, input_at = starts
+    VECTOR: tl.constexpr = KIND.VECTOR
+    inputs = 0.0
+    if KIND.ACT != 0 and KIND.DIRECTION == 1:
+        # The compiler gives sums the layout of the last load: that is to be x's.
+        INPUT_STEP: tl.constexpr = KIND.INPUT_VECTOR if KIND.INPUT_VECTOR > 0 else 1
+        inputs = load_head(
+            operand.input,
+            input_at + head * steps.input.head * INPUT_STEP,
+            steps.input.channel,
+            HEAD,
+            HEAD.BLOCK_T,
+            True,
+            KIND.INPUT_VECTOR > 0,
+            HEAD.WIDE,
+        )
+    tiles = load_head(
+        operand.x,
+        at + head * steps.x.head * VECTOR,
+        steps.x.channel,
+        HEAD,
+        HEAD.BLOCK_T,
+        KIND.REST,
+        HEAD.UNIT,
+        HEAD.WIDE,
+    )
+    if KIND.TOGETHER == 2:
+        # The last head of an odd number is loaded twice and stored once: with a mask, the second
+        # load would wait for the arithmetic of the first.
+        step = tl.where(last - head > 1, steps.x.head * VECTOR, 0)
+        tiles2 = load_head(
+            operand.x,
+            at + head * steps.x.head * VECTOR + step,
+            steps.x.channel,
+            HEAD,
+            HEAD.BLOCK_T,
+            KIND.REST,
+            HEAD.UNIT,
+            HEAD.WIDE,
+        )
+        # row * 0 makes the condition a tile: the interpreter would turn the result of a tile and a
+        # scalar bool into integers.
+        both = (inside & (common.tile.row * 0 + (last - head) > 1))[:, None]
+    by = common.by
+    if ANGLES.HEADS or KIND.FEW:
+        # After the loads, which then do not wait for them.
+        by = _angles(operand.x, common.angles, common.tile, head, HEAD, ANGLES, KIND)
+    gate_channel = 0
+    if KIND.GATE != 0:
+        GATE_STEP: tl.constexpr = KIND.GATE_VECTOR if KIND.GATE_VECTOR > 0 else 1
+        gate_channel = steps.gate.channel
+        gate_at += head * steps.gate.head * GATE_STEP
+    norm_at = 0
+    if KIND.ACT == RMS_NORM:
+        norm_at = head * steps.norm * HEAD.DIM
+    places = Places(out_at + head * steps.out.head * VECTOR, norm_at)
+    gate = Gate(operand.gate, gate_at, gate_channel, common.high, common.low)
+    sums = finish_head(
+        tiles, inputs, by, operand, places, gate, inside[:, None], common.eps, HEAD, KIND
+    )
+    if KIND.TOGETHER == 2:
+        # TOGETHER is 2 only without activation and gate, so the norm and the input are not used.
+        places2 = Places(out_at + (head + 1) * steps.out.head * VECTOR, 0)
+        finish_head(tiles2, inputs, by, operand, places2, gate, both, common.eps, HEAD, KIND)
+    return sums
+
+
+@triton.jit
+def _turn_heads(
+    first,
+    count,
+    operand,
+    common,
+    HEAD: tl.constexpr,
+    ANGLES: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Rotate `count` heads of one operand, from `first` on, or those that there are.
+
+    Gradients of norm weights are summed over the tokens and stored in `partial`, in float32: one sum for
+    each head of the tile; or, with ONE_SUM, one sum over the heads.
+    """
+    steps = operand.steps
+    last = tl.minimum(first + count, steps.heads)
+    tile = common.tile
     row = tile.row
     token = tile.token
-    ACT: tl.constexpr = KIND.ACT
-    GATE: tl.constexpr = KIND.GATE
     VECTOR: tl.constexpr = KIND.VECTOR
-    BACK: tl.constexpr = KIND.ACT != 0 and KIND.DIRECTION == 1
     HAS_FRONT: tl.constexpr = HEAD.START > 0
     HAS_BACK: tl.constexpr = HEAD.START + 2 * HEAD.PAIRS < HEAD.DIM
     at = ((row * steps.x.row + token * steps.x.token) * VECTOR)[:, None]
@@ -324,19 +395,16 @@ def _turn_heads(
             at = out_at
     else:
         out_at = ((row * steps.out.row + token * steps.out.token) * VECTOR)[:, None]
-    there = inside[:, None]
     gate_at = 0
-    gate_channel = 0
     input_at = 0
     # With a unit of 0 the strides are in elements.
     GATE_STEP: tl.constexpr = KIND.GATE_VECTOR if KIND.GATE_VECTOR > 0 else 1
     INPUT_STEP: tl.constexpr = KIND.INPUT_VECTOR if KIND.INPUT_VECTOR > 0 else 1
-    if GATE != 0:
-        gate_channel = steps.gate.channel
-    if GATE != 0 and GATE != SLOPE:
+    if KIND.GATE != 0 and KIND.GATE != SLOPE:
         gate_at = ((row * steps.gate.row + token * steps.gate.token) * GATE_STEP)[:, None]
-    if BACK:
+    if KIND.ACT != 0 and KIND.DIRECTION == 1:
         input_at = ((row * steps.input.row + token * steps.input.token) * INPUT_STEP)[:, None]
+    starts = (at, out_at, gate_at, input_at)
     if KIND.ONE_SUM:
         su = tl.full((HEAD.BLOCK_T, HEAD.BLOCK_P), 0.0, tl.float32)
         sv = su
@@ -346,66 +414,25 @@ def _turn_heads(
             sf = tl.full((HEAD.BLOCK_T, HEAD.BLOCK_F), 0.0, tl.float32)
         if HAS_BACK:
             sb = tl.full((HEAD.BLOCK_T, HEAD.BLOCK_B), 0.0, tl.float32)
-    for head in range(first, last, KIND.TOGETHER):
-        by = shared
-        if ANGLES.HEADS:
-            by = _angles(operand.x, angles, tile, head, HEAD, ANGLES, KIND)
-        tiles = load_head(
-            operand.x,
-            at + head * steps.x.head * VECTOR,
-            steps.x.channel,
-            HEAD,
-            HEAD.BLOCK_T,
-            KIND.REST,
-            HEAD.UNIT,
-            HEAD.WIDE,
-        )
-        if KIND.TOGETHER == 2:
-            # The last head of an odd number is loaded twice and stored once: with a mask, the second
-            # load would wait for the arithmetic of the first.
-            step = tl.where(last - head > 1, steps.x.head * VECTOR, 0)
-            tiles2 = load_head(
-                operand.x,
-                at + head * steps.x.head * VECTOR + step,
-                steps.x.channel,
-                HEAD,
-                HEAD.BLOCK_T,
-                KIND.REST,
-                HEAD.UNIT,
-                HEAD.WIDE,
-            )
-            # row * 0 makes the condition a tile: the interpreter would turn the result of a tile and a
-            # scalar bool into integers.
-            both = (inside & (row * 0 + (last - head) > 1))[:, None]
-        own_gate = gate_at
-        if GATE != 0:
-            own_gate = gate_at + head * steps.gate.head * GATE_STEP
-        of_input = input_at
-        if BACK:
-            of_input = input_at + head * steps.input.head * INPUT_STEP
-        norm_at = 0
-        if ACT == RMS_NORM:
-            norm_at = head * steps.norm * HEAD.DIM
-        places = Places(out_at + head * steps.out.head * VECTOR, norm_at, of_input)
-        gate = Gate(operand.gate, own_gate, gate_channel, high, low)
-        sums = finish_head(tiles, by, operand, places, gate, there, eps, HEAD, KIND)
-        if KIND.TOGETHER == 2:
-            # TOGETHER is 2 only without activation and gate, so the norm and the input are not used.
-            places2 = Places(out_at + (head + 1) * steps.out.head * VECTOR, 0, input_at)
-            finish_head(tiles2, by, operand, places2, gate, both, eps, HEAD, KIND)
-        if KIND.ONE_SUM:
-            du, dv, df, db = sums
-            su += du
-            sv += dv
-            if HAS_FRONT:
-                sf += df
-            if HAS_BACK:
-                sb += db
-        elif ACT == RMS_NORM and KIND.DIRECTION == 1:
-            to = (own * steps.heads + head) * HEAD.DIM
-            store_sums(sums, there, operand.partial, to, HEAD)
+    if KIND.FEW:
+        _turn_some(first, last, operand, starts, inside, common, HEAD, ANGLES, KIND)
+    else:
+        for head in range(first, last, KIND.TOGETHER):
+            sums = _turn_some(head, last, operand, starts, inside, common, HEAD, ANGLES, KIND)
+            if KIND.ONE_SUM:
+                du, dv, df, db = sums
+                su += du
+                sv += dv
+                if HAS_FRONT:
+                    sf += df
+                if HAS_BACK:
+                    sb += db
+            elif KIND.ACT == RMS_NORM and KIND.DIRECTION == 1:
+                to = (common.own * steps.heads + head) * HEAD.DIM
+                store_sums(sums, inside[:, None], operand.partial, to, HEAD)
     if KIND.ONE_SUM:
-        store_sums((su, sv, sf, sb), there, operand.partial, sum_at * HEAD.DIM, HEAD)
+        to = common.sum_at * HEAD.DIM
+        store_sums((su, sv, sf, sb), inside[:, None], operand.partial, to, HEAD)
 
 
 @triton.jit
@@ -474,9 +501,9 @@ def rotate(
     tile = tile_of(start, extent, BLOCK)
     places = Positions(positions, offset, position_steps)
     angles = Angles(primary, secondary, angle_steps, amplitude, places)
-    shared = 0.0
-    if not ANGLES.HEADS:
-        shared = _angles(q, angles, tile, 0, HEAD, ANGLES, KIND)
+    by = 0.0
+    if not ANGLES.HEADS and not KIND.FEW:
+        by = _angles(q, angles, tile, 0, HEAD, ANGLES, KIND)
     high = 0.0
     low = 0.0
     if KIND.GATE == SLOPE:
@@ -491,23 +518,11 @@ def rotate(
         q_steps,
         carries.slots,
     )
-    _turn_heads(
-        first,
-        tl.minimum(first + extent.chunk, q_steps.heads),
-        of_q,
-        angles,
-        tile,
-        own,
-        sum_at,
-        shared,
-        high,
-        low,
-        eps,
-        HEAD,
-        ANGLES,
-        KIND,
-    )
-    if k is not None:
+    common = Common(tile, angles, by, high, low, eps, own, sum_at)
+    count = extent.chunk
+    if k is None:
+        _turn_heads(first, count, of_q, common, HEAD, ANGLES, KIND)
+    else:
         of_k = Operand(
             k,
             out_k,
@@ -518,19 +533,11 @@ def rotate(
             k_steps,
             carries.slots,
         )
-        _turn_heads(
-            first,
-            tl.minimum(first + extent.chunk, k_steps.heads),
-            of_k,
-            angles,
-            tile,
-            own,
-            sum_at,
-            shared,
-            high,
-            low,
-            eps,
-            HEAD,
-            ANGLES,
-            KIND,
-        )
+        if not KIND.FEW:
+            _turn_heads(first, count, of_q, common, HEAD, ANGLES, KIND)
+            _turn_heads(first, count, of_k, common, HEAD, ANGLES, KIND)
+        elif first < q_steps.heads:
+            _turn_heads(first, count, of_q, common, HEAD, ANGLES, KIND)
+        else:
+            first = (part - extent.apart) * count
+            _turn_heads(first, count, of_k, common, HEAD, ANGLES, KIND)
