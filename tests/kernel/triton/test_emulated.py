@@ -103,6 +103,13 @@ def test_a_decoded_token_is_loaded_early(output_of: Output) -> None:
         assert before < every <= MOST, name
 
 
+def test_sums_over_channels_have_one_order(output_of: Output) -> None:
+    """In float32 the order shows in the last bits; strides and the number of tokens do not change it."""
+    found = output_of("tests.support.triton.emulated", "sm_90", "sums")["found"]
+    assert {name: len(set(hashes)) for name, hashes in found.items()} == dict.fromkeys(found, 1)
+    assert len(found) == 2
+
+
 CAUGHT = {
     "nothing, plain": "",
     "nothing, aligned": "",

@@ -3,7 +3,8 @@
 The script has a process of its own, because Triton chooses compiler or interpreter at import. Its
 arguments are the value of TIGHTROPE_EMULATE (see cases.py) and what to run: "core" for some of the
 calls that contain every pair of values of two options and of plain rotations, "calls" for all of them, "tests" for
-the tests of the kernels, "planted" for PLANTS, or "decode" for the instructions of a decoded token. It prints JSON.
+the tests of the kernels, "planted" for PLANTS, "decode" for the instructions of a decoded token, or "sums" for sums over channels. It prints
+JSON.
 """
 
 from __future__ import annotations
@@ -206,6 +207,24 @@ def decode() -> dict[str, Any]:
     return found
 
 
+def sums() -> dict[str, list[str]]:
+    """Return hashes of results in float32 by activation and direction: contiguous, with gaps, and of one token each."""
+    from tests.support.triton import cases, running
+    from tightrope.backends.triton import blocks, rotation
+
+    found: dict[str, list[str]] = {}
+    for act, direction in (("rms_norm", 0), ("softmax", 1)):
+        for strides, programs in (("contiguous", 1), ("gaps", 1), ("contiguous", 512)):
+            case = {"act": act, "direction": direction, "strides": strides, "k": "none"}
+            rotation._plans.clear()
+            with mock.patch.object(blocks, "PROGRAMS", programs):
+                first = running.run(cases.make(running.PLAIN | {"channels": (128, 0, 128)} | case))[
+                    0
+                ]
+            found.setdefault(f"{act}, {direction}", []).append(digest_of([first]))
+    return found
+
+
 class Results:
     """A plugin of pytest that collects the results of tests by their names."""
 
@@ -238,13 +257,14 @@ def main(target: str, what: str) -> int:
 
     run: dict[str, Callable[[], Any]] = {
         "core": lambda: {
-            "calls": calls(EVERY) | of_one_token(6 * EVERY),
+            "calls": calls(EVERY) | of_one_token(8 * EVERY),
             "bits": bits(5 * EVERY),
         },
         "calls": lambda: {"calls": calls(1) | of_one_token(1), "bits": bits(1)},
         "tests": tests,
         "planted": planted,
         "decode": decode,
+        "sums": sums,
     }
     with mock.patch.object(blocks, "PROGRAMS", 1):
         found = run[what]()
