@@ -92,16 +92,19 @@ def run(
     if whose != NEW and any(is_written(t, outs) for t in extras):
         extras = [t.clone() if is_written(t, outs) else t for t in extras]
         given = given._replace(extras=extras)
-    q_at = where = address(q)
-    k_at = key_of_k = None
+    q_at = where = q.data_ptr() or address(q)
+    k_at = key_of_k = ids_at = key_of_ids = None
     if k is not None:
-        k_at = address(k)
+        k_at = k.data_ptr() or address(k)
         where |= k_at
         key_of_k = (k.shape, k.stride(), k.dtype, k.get_device())
     if whose == GIVEN:
         for out in outs:
             where |= address(out)
-    words_at = address(primary)
+    words_at = primary.data_ptr() or address(primary)
+    if positions is not None:
+        ids_at = positions.data_ptr() or address(positions)
+        key_of_ids = (positions.shape, positions.stride(), positions.dtype, positions.get_device())
     key = (
         options,
         q.shape,
@@ -119,8 +122,8 @@ def run(
         words_at % ACCESS,
         primary.get_device(),
         None if secondary is None else _key(secondary),
-        None if positions is None else _key(positions),
-        tuple(map(_key, extras)),
+        key_of_ids,
+        tuple(map(_key, extras)) if extras else (),
         tuple(map(_key, outs)) if whose == GIVEN else None,
         None if slots is None else tuple(None if x is None else _key(x) for x in slots),
     )
@@ -144,7 +147,7 @@ def run(
     if INTERPRETED:
         tensors: tuple[Any, ...] = (q, k, out_q, out_k, primary, secondary, positions)
     elif whose == IN_PLACE:
-        tensors = (q_at, k_at, q_at, k_at, words_at, handle_of(secondary), handle_of(positions))
+        tensors = (q_at, k_at, q_at, k_at, words_at, handle_of(secondary), ids_at)
     else:
         tensors = (
             q_at,
@@ -153,7 +156,7 @@ def run(
             handle_of(out_k),
             words_at,
             handle_of(secondary),
-            handle_of(positions),
+            ids_at,
         )
     carries = _CARRIES_NOTHING
     if slots is not None:
