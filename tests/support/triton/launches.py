@@ -243,7 +243,10 @@ def as_interpreted(noted: list[dict[str, Any]]) -> Iterator[None]:
                     "names": names,
                     "types": types,
                     "values": passed,
-                    "aligned": [name.rpartition(".")[2] in aligned for name in names],
+                    "aligned": [
+                        kind == "*" and name.rpartition(".")[2] in aligned
+                        for name, kind in zip(names, types)
+                    ],
                 }
             )
 

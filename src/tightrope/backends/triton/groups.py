@@ -104,18 +104,20 @@ class OperandSteps(NamedTuple):
     slots: Any = None
 
 
-class Carries(NamedTuple):
-    """Tensors of q and k for f, P and their gradients, the first tile if a call needs several launches, and the
-    slots that the last result goes to."""
+class Carried(NamedTuple):
+    """Tensors of q or of k for f, P and their gradients."""
 
-    norm_q: Any = None
-    norm_k: Any = None
-    gate_q: Any = None
-    gate_k: Any = None
-    input_q: Any = None
-    input_k: Any = None
-    partial_q: Any = None
-    partial_k: Any = None
+    norm: Any = None
+    gate: Any = None
+    input: Any = None
+    partial: Any = None
+
+
+class Carries(NamedTuple):
+    """Tensors of q and of k; the first tile if a call needs several launches; the slots that the last result goes to."""
+
+    q: Any = Carried()
+    k: Any = Carried()
     first_tile: Any = None
     slots: Any = None
 
@@ -293,16 +295,13 @@ class Turn(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """The tensors of q or of k, and their strides."""
+    """The tensors of q or of k, their strides, and the slots."""
 
     x: Any
     out: Any
-    norm: Any
-    gate: Any
-    input: Any
-    partial: Any
+    carried: Any
     steps: Any
-    slots: Any = None
+    slots: Any
 
 
 class Common(NamedTuple):

@@ -24,19 +24,16 @@ from .slots import slot_of, tile_of
 
 @triton.jit
 def load_head(
-    x,
-    at,
-    channel,
-    HEAD: tl.constexpr,
-    TOKENS: tl.constexpr,
-    REST: tl.constexpr,
-    UNIT: tl.constexpr,
-    WIDE: tl.constexpr,
+    x, at, channel, HEAD: tl.constexpr, REST: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Load the tiles of a head: both members of its pairs, and the channels before and after them."""
+    """Load the tiles of a head: both members of its pairs, and the channels before and after them.
+
+    An absent tile is that of the first members once more: what is computed from it is not stored, so that the
+    compiler leaves it out.
+    """
     START: tl.constexpr = HEAD.START
     END: tl.constexpr = HEAD.START + 2 * HEAD.PAIRS
-    u, v = load_pairs(x, at, channel, HEAD, TOKENS, UNIT, WIDE)
+    u, v = load_pairs(x, at, channel, HEAD, UNIT, WIDE)
     front = u
     back = u
     if REST and START > 0:
@@ -44,6 +41,29 @@ def load_head(
     if REST and END < HEAD.DIM:
         back = load_segment(x, at, channel, END, HEAD.DIM - END, HEAD.BLOCK_B, UNIT, WIDE)
     return u, v, front, back
+
+
+@triton.jit
+def store_head(
+    x,
+    at,
+    inside,
+    channel,
+    tiles,
+    HEAD: tl.constexpr,
+    REST: tl.constexpr,
+    UNIT: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Store the tiles of a head; the inverse of `load_head`."""
+    u, v, front, back = tiles
+    START: tl.constexpr = HEAD.START
+    END: tl.constexpr = HEAD.START + 2 * HEAD.PAIRS
+    store_pairs(x, at, inside, channel, u, v, HEAD, UNIT, BITS)
+    if REST and START > 0:
+        store_segment(x, at, inside, channel, front, 0, START, HEAD.BLOCK_F, UNIT, BITS)
+    if REST and END < HEAD.DIM:
+        store_segment(x, at, inside, channel, back, END, HEAD.DIM - END, HEAD.BLOCK_B, UNIT, BITS)
 
 
 @triton.jit
@@ -75,19 +95,11 @@ def soft(u, v, front, back, HEAD: tl.constexpr):
         top = tl.maximum(top, highest(back))
     u = exp(u - top)
     v = exp(v - top)
-    if START > 0:
-        front = exp(front - top)
-    if BEHIND > 0:
-        back = exp(back - top)
+    front = exp(front - top)
+    back = exp(back - top)
     total = over_head(u, v, front, back, HEAD)
     share = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), total)
-    u = u * share
-    v = v * share
-    if START > 0:
-        front = front * share
-    if BEHIND > 0:
-        back = back * share
-    return u, v, front, back
+    return u * share, v * share, front * share, back * share
 
 
 @triton.jit
@@ -138,15 +150,11 @@ def finish_head(
     ACT: tl.constexpr = KIND.ACT
     GATE: tl.constexpr = KIND.GATE
     DIRECTION: tl.constexpr = KIND.DIRECTION
-    END: tl.constexpr = HEAD.START + 2 * HEAD.PAIRS
-    BEHIND: tl.constexpr = HEAD.DIM - END
-    HAS_FRONT: tl.constexpr = HEAD.START > 0
-    HAS_BACK: tl.constexpr = BEHIND > 0
     if ACT != 0 and DIRECTION == 1:
         xu, xv, xf, xb = inputs
     if ACT == RMS_NORM:
         # The weights of this head, loaded as a tile of one token.
-        wu, wv, wf, wb = load_head(operand.norm, places.norm, 1, HEAD, 1, True, True, False)
+        wu, wv, wf, wb = load_head(operand.carried.norm, places.norm, 1, HEAD, True, True, False)
     if DIRECTION == 0:
         if ACT == SOFTMAX:
             u, v, front, back = soft(u, v, front, back, HEAD)
@@ -154,17 +162,13 @@ def finish_head(
             r = inverse_rms(u, v, front, back, eps, HEAD)
             u = u * r * wu
             v = v * r * wv
-            if HAS_FRONT:
-                front = front * r * wf
-            if HAS_BACK:
-                back = back * r * wb
+            front = front * r * wf
+            back = back * r * wb
         elif ACT != 0:
             u = act(u, ACT)
             v = act(v, ACT)
-            if HAS_FRONT:
-                front = act(front, ACT)
-            if HAS_BACK:
-                back = act(back, ACT)
+            front = act(front, ACT)
+            back = act(back, ACT)
     elif GATE != 0:
         u, v, front, back = gate_head(u, v, front, back, gate, HEAD, KIND)
     u, v = turn(u, v, by, operand.x.dtype.element_ty, KIND.ROUNDING, KIND.BITS)
@@ -177,78 +181,41 @@ def finish_head(
             mean = over_head(u * xu, v * xv, front * xf, back * xb, HEAD)
             u = xu * (u - mean)
             v = xv * (v - mean)
-            if HAS_FRONT:
-                front = xf * (front - mean)
-            if HAS_BACK:
-                back = xb * (back - mean)
+            front = xf * (front - mean)
+            back = xb * (back - mean)
         elif ACT == RMS_NORM:
             r = inverse_rms(xu, xv, xf, xb, eps, HEAD)
             xu = xu * r
             xv = xv * r
-            if HAS_FRONT:
-                xf = xf * r
-            if HAS_BACK:
-                xb = xb * r
+            xf = xf * r
+            xb = xb * r
             by_weight = (u * xu, v * xv, front * xf, back * xb)
             u = u * wu
             v = v * wv
-            if HAS_FRONT:
-                front = front * wf
-            if HAS_BACK:
-                back = back * wb
+            front = front * wf
+            back = back * wb
             total = over_head(u * xu, v * xv, front * xf, back * xb, HEAD)
             mean = mean_of(total, HEAD.DIM)
             u = r * (u - xu * mean)
             v = r * (v - xv * mean)
-            if HAS_FRONT:
-                front = r * (front - xf * mean)
-            if HAS_BACK:
-                back = r * (back - xb * mean)
+            front = r * (front - xf * mean)
+            back = r * (back - xb * mean)
         else:
             u = u * slope(xu, ACT)
             v = v * slope(xv, ACT)
-            if HAS_FRONT:
-                front = front * slope(xf, ACT)
-            if HAS_BACK:
-                back = back * slope(xb, ACT)
-    store_pairs(
+            front = front * slope(xf, ACT)
+            back = back * slope(xb, ACT)
+    store_head(
         operand.out,
         places.out,
         inside,
         steps.out.channel,
-        u,
-        v,
+        (u, v, front, back),
         HEAD,
-        HEAD.BLOCK_T,
+        KIND.REST,
         HEAD.UNIT,
         KIND.BITS,
     )
-    if KIND.REST and HAS_FRONT:
-        store_segment(
-            operand.out,
-            places.out,
-            inside,
-            steps.out.channel,
-            front,
-            0,
-            HEAD.START,
-            HEAD.BLOCK_F,
-            HEAD.UNIT,
-            KIND.BITS,
-        )
-    if KIND.REST and HAS_BACK:
-        store_segment(
-            operand.out,
-            places.out,
-            inside,
-            steps.out.channel,
-            back,
-            END,
-            BEHIND,
-            HEAD.BLOCK_B,
-            HEAD.UNIT,
-            KIND.BITS,
-        )
     return by_weight
 
 
@@ -256,22 +223,19 @@ def finish_head(
 def store_sums(tiles, inside, partial, at, HEAD: tl.constexpr):
     """Sum the tiles of a head over tokens and store them as one float32 head at `at`."""
     u, v, front, back = tiles
-    END: tl.constexpr = HEAD.START + 2 * HEAD.PAIRS
     here = tl.full((1, 1), 1, tl.int1)
-    u = _over_tokens(tl.where(inside, u, 0.0))
-    v = _over_tokens(tl.where(inside, v, 0.0))
-    store_pairs(partial, at, here, 1, u, v, HEAD, 1, True, False)
-    if HEAD.START > 0:
-        front = _over_tokens(tl.where(inside, front, 0.0))
-        store_segment(partial, at, here, 1, front, 0, HEAD.START, HEAD.BLOCK_F, True, False)
-    if END < HEAD.DIM:
-        back = _over_tokens(tl.where(inside, back, 0.0))
-        store_segment(partial, at, here, 1, back, END, HEAD.DIM - END, HEAD.BLOCK_B, True, False)
+    sums = (
+        _over_tokens(u, inside),
+        _over_tokens(v, inside),
+        _over_tokens(front, inside),
+        _over_tokens(back, inside),
+    )
+    store_head(partial, at, here, 1, sums, HEAD, True, True, False)
 
 
 @triton.jit
-def _over_tokens(x):
-    return tl.reduce(x, 0, tl.standard._sum_combine)[None, :]
+def _over_tokens(x, inside):
+    return tl.reduce(tl.where(inside, x, 0.0), 0, tl.standard._sum_combine)[None, :]
 
 
 @triton.jit
@@ -302,40 +266,17 @@ def _turn_some(
     if KIND.ACT != 0 and KIND.DIRECTION == 1:
         # The compiler gives sums the layout of the last load: that is to be x's.
         INPUT_STEP: tl.constexpr = KIND.INPUT_VECTOR if KIND.INPUT_VECTOR > 0 else 1
-        inputs = load_head(
-            operand.input,
-            input_at + head * steps.input.head * INPUT_STEP,
-            steps.input.channel,
-            HEAD,
-            HEAD.BLOCK_T,
-            True,
-            KIND.INPUT_VECTOR > 0,
-            HEAD.WIDE,
-        )
-    tiles = load_head(
-        operand.x,
-        at + head * steps.x.head * VECTOR,
-        steps.x.channel,
-        HEAD,
-        HEAD.BLOCK_T,
-        KIND.REST,
-        HEAD.UNIT,
-        HEAD.WIDE,
-    )
+        input_at += head * steps.input.head * INPUT_STEP
+        UNIT: tl.constexpr = KIND.INPUT_VECTOR > 0
+        channel = steps.input.channel
+        inputs = load_head(operand.carried.input, input_at, channel, HEAD, True, UNIT, HEAD.WIDE)
+    at += head * steps.x.head * VECTOR
+    tiles = load_head(operand.x, at, steps.x.channel, HEAD, KIND.REST, HEAD.UNIT, HEAD.WIDE)
     if KIND.TOGETHER == 2:
         # The last head of an odd number is loaded twice and stored once: with a mask, the second
         # load would wait for the arithmetic of the first.
-        step = tl.where(last - head > 1, steps.x.head * VECTOR, 0)
-        tiles2 = load_head(
-            operand.x,
-            at + head * steps.x.head * VECTOR + step,
-            steps.x.channel,
-            HEAD,
-            HEAD.BLOCK_T,
-            KIND.REST,
-            HEAD.UNIT,
-            HEAD.WIDE,
-        )
+        at += tl.where(last - head > 1, steps.x.head * VECTOR, 0)
+        tiles2 = load_head(operand.x, at, steps.x.channel, HEAD, KIND.REST, HEAD.UNIT, HEAD.WIDE)
         # row * 0 makes the condition a tile: the interpreter would turn the result of a tile and a
         # scalar bool into integers.
         both = (inside & (common.tile.row * 0 + (last - head) > 1))[:, None]
@@ -352,7 +293,7 @@ def _turn_some(
     if KIND.ACT == RMS_NORM:
         norm_at = head * steps.norm * HEAD.DIM
     places = Places(out_at + head * steps.out.head * VECTOR, norm_at)
-    gate = Gate(operand.gate, gate_at, gate_channel, common.high, common.low)
+    gate = Gate(operand.carried.gate, gate_at, gate_channel, common.high, common.low)
     sums = finish_head(
         tiles, inputs, by, operand, places, gate, inside[:, None], common.eps, HEAD, KIND
     )
@@ -423,16 +364,14 @@ def _turn_heads(
                 du, dv, df, db = sums
                 su += du
                 sv += dv
-                if HAS_FRONT:
-                    sf += df
-                if HAS_BACK:
-                    sb += db
+                sf += df
+                sb += db
             elif KIND.ACT == RMS_NORM and KIND.DIRECTION == 1:
                 to = (common.own * steps.heads + head) * HEAD.DIM
-                store_sums(sums, inside[:, None], operand.partial, to, HEAD)
+                store_sums(sums, inside[:, None], operand.carried.partial, to, HEAD)
     if KIND.ONE_SUM:
         to = common.sum_at * HEAD.DIM
-        store_sums((su, sv, sf, sb), inside[:, None], operand.partial, to, HEAD)
+        store_sums((su, sv, sf, sb), inside[:, None], operand.carried.partial, to, HEAD)
 
 
 @triton.jit
@@ -508,31 +447,13 @@ def rotate(
     low = 0.0
     if KIND.GATE == SLOPE:
         high, low = place_of(places, tile, ANGLES.POSITIONS, HEAD.WIDE)
-    of_q = Operand(
-        q,
-        out_q,
-        carries.norm_q,
-        carries.gate_q,
-        carries.input_q,
-        carries.partial_q,
-        q_steps,
-        carries.slots,
-    )
+    of_q = Operand(q, out_q, carries.q, q_steps, carries.slots)
     common = Common(tile, angles, by, high, low, eps, own, sum_at)
     count = extent.chunk
     if k is None:
         _turn_heads(first, count, of_q, common, HEAD, ANGLES, KIND)
     else:
-        of_k = Operand(
-            k,
-            out_k,
-            carries.norm_k,
-            carries.gate_k,
-            carries.input_k,
-            carries.partial_k,
-            k_steps,
-            carries.slots,
-        )
+        of_k = Operand(k, out_k, carries.k, k_steps, carries.slots)
         if not KIND.FEW:
             _turn_heads(first, count, of_q, common, HEAD, ANGLES, KIND)
             _turn_heads(first, count, of_k, common, HEAD, ANGLES, KIND)
