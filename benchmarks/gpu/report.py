@@ -83,7 +83,7 @@ def budgets(units: Units) -> Iterator[tuple[str, str, str]]:
     counts = list((unit or {}).get("result", {}).values())
     text = f"{counts[0]}, then {counts[1]}: " if counts else _why_not(unit)
     held = "" if not counts else "held" if counts[0] == counts[1] else "NOT HELD"
-    yield "kernels compiled, over lengths and offsets", "none after the first call", text + held
+    yield "kernels compiled, over lengths and offsets", "none after the first calls", text + held
     times = _named(units, "test_time")
     for rival in RIVALS:
         found = [

@@ -388,7 +388,7 @@ def test_the_numbers_of_a_report() -> None:
         unit(
             "compilations",
             None,
-            {"after one call": 2, "after all": 3},
+            {"after two calls": 2, "after all": 3},
             outcome="failed",
             note=error,
         ),
@@ -413,7 +413,7 @@ def test_the_numbers_of_a_report() -> None:
         "| bandwidth of prefill 32k, backward | ≥ 92% of a copy's | not measured: not selected |",
         "| host time of rotate_qk_, prepared | ≤ 25 µs | 24.4 µs: held |",
         "| host time of rotate_qk, prepared | ≤ 25 µs | 25.6 µs: NOT HELD |",
-        "| kernels compiled, over lengths and offsets | none after the first call | 2, then 3: NOT HELD |",
+        "| kernels compiled, over lengths and offsets | none after the first calls | 2, then 3: NOT HELD |",
         "| time relative to compiled eager | ≤ 1 in each of 2 cases | NOT HELD in decode 32 (1.20) |",
         "| time relative to Liger | ≤ 1 in each of 2 cases | held; open in 12 x 32768, 12 heads (0.90–1.10) |",
         "| time relative to xopes | ≤ 1 in each of 0 cases | not measured |",

@@ -15,6 +15,7 @@ from .._tracing import is_transformed
 from ..activations import NONE
 from . import gradients, schema
 from .call import Call, pack, tensors_of, transposed, unpack
+from .direct import launch
 from .route import is_differentiated, is_plain_eager
 from .schema import FORWARD, IN_PLACE, NEW, NO_GATE, OUT, TRANSPOSE, Packed, library, pair, present
 
@@ -75,8 +76,7 @@ class Rotation(torch.autograd.Function):
     def forward(ctx: Any, packed: Packed, q: torch.Tensor, k: torch.Tensor | None) -> Any:
         primary, secondary, positions, *ctx.rest = packed
         ctx.save_for_backward(primary, secondary, positions)
-        with torch._C._AutoDispatchBelowAutograd():
-            ys = tuple(NEW.plain(q, k, *packed))
+        ys = tuple(launch(NEW, q, k, packed))
         ctx.mark_non_differentiable(*[y for y, x in zip(ys, present(q, k)) if not x.requires_grad])
         ctx.set_materialize_grads(False)
         return ys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -13,8 +14,12 @@ import torch
 #: * ``register()``, which registers its kernels if it is available;
 #: * ``is_ready()``, which returns whether its kernels are registered; cheap;
 #: * ``why_not(x)``, which returns the reason why it cannot rotate a tensor; without an argument, the
-#:   reason why it cannot run at all; None if it can.
+#:   reason why it cannot run at all; None if it can;
+#: * ``KERNELS``, if its kernels are functions in Python, the functions by operator.
 BACKENDS: dict[str, ModuleType] = {}
+
+#: Kernels for GPUs that are functions in Python, by operator.
+ON_GPUS: dict[str, Callable[..., Any]] = {}
 
 _ready_on: dict[str, Callable[[], bool]] = {}
 
@@ -24,6 +29,8 @@ def add(name: str, backend: ModuleType) -> None:
     backend.register()
     BACKENDS[name] = backend
     _ready_on.update(dict.fromkeys(backend.DEVICES, backend.is_ready))
+    if "cuda" in backend.DEVICES:
+        ON_GPUS.update(getattr(backend, "KERNELS", {}))
 
 
 def takes(x: torch.Tensor) -> bool:

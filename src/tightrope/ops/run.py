@@ -23,6 +23,7 @@ from .build import Request, Stages, build
 from .call import Call, Slots, pack, tensors_of
 from .checks import RoundingLike, layout_named
 from .definition import define
+from .direct import launch
 from .phased import PhasesLike
 from .route import (
     AUTOGRAD,
@@ -43,7 +44,6 @@ from .schema import (
     OUT,
     PHASES,
     SLOTS,
-    Operator,
     Packed,
     pair,
     present,
@@ -216,7 +216,7 @@ def launch_quick(
             return outs
         if q.is_inference() or (k is not None and k.is_inference()):
             memory.check_not_frozen(names, present(q, k))
-        _launch(IN_PLACE, q, k, packed)
+        launch(IN_PLACE, q, k, packed)
         torch.autograd.graph.increment_version(q if k is None else (q, k))
     except RuntimeError as error:
         # Kernels refuse invalid arguments before they write: the checks raise the readable error. Any
@@ -240,7 +240,7 @@ def run_packed(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> Resul
     """
     if wants_grad(q, k):
         return Rotation.apply(packed, q, k)  # type: ignore[no-any-return, no-untyped-call]
-    return _launch(NEW, q, k, packed)
+    return launch(NEW, q, k, packed)
 
 
 def _run(call: Call, way: Way) -> Results:
@@ -288,14 +288,8 @@ def _new(call: Call, way: Way) -> Results:
         return OutOfPlace.apply(template_of(call), *call.tensors())  # type: ignore[no-any-return, no-untyped-call]
     packed = pack(call)
     if way.route == KERNEL:
-        return _launch(NEW, call.q, call.k, packed)
+        return launch(NEW, call.q, call.k, packed)
     return NEW.for_(packed)(call.q, call.k, *packed)  # type: ignore[no-any-return]
-
-
-def _launch(operator: Operator, q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> Results:
-    """Call the operator below autograd: its gradient formula in Python would only cost time here."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return operator.for_(packed)(q, k, *packed)  # type: ignore[no-any-return]
 
 
 def _write(call: Call) -> None:

@@ -86,6 +86,30 @@ def test_the_tests_of_the_kernels_pass(seed: int, target: str, output_of: Output
     assert [name for name in run["opcodes"] if not is_tested(name)] == []
 
 
+# Of these, a thread computes the place of its token in 30 and the places of its channels in 40; angles take 120 more.
+MOST_BEFORE = 90
+MOST = 260
+
+
+def test_a_decoded_token_is_loaded_early(output_of: Output) -> None:
+    """Until the first load nothing is under way, and a token takes as long as the instructions of one thread.
+
+    Loads come before the angles, a program has one token and two heads, of q or of k, and two pairs per thread.
+    """
+    found = output_of("tests.support.triton.emulated", "sm_90", "decode")["found"]
+    assert len(found) == 4
+    for name, (before, every) in found.items():
+        assert 0 < before <= MOST_BEFORE, name
+        assert before < every <= MOST, name
+
+
+def test_sums_over_channels_have_one_order(output_of: Output) -> None:
+    """In float32 the order shows in the last bits; strides and the number of tokens do not change it."""
+    found = output_of("tests.support.triton.emulated", "sm_90", "sums")["found"]
+    assert {name: len(set(hashes)) for name, hashes in found.items()} == dict.fromkeys(found, 1)
+    assert len(found) == 2
+
+
 CAUGHT = {
     "nothing, plain": "",
     "nothing, aligned": "",

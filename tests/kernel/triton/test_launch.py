@@ -101,10 +101,10 @@ def test_a_second_call_compiles_and_looks_up_nothing(found: Facts) -> None:
 
 
 def test_other_values_compile_nothing(found: Facts) -> None:
-    names = [f"in place, {how}" for how in ("far", "before", "short", "empty")]
+    names = [f"in place, {how}" for how in ("far", "before", "shorter", "empty")]
     for name in (*names, "frequencies, parts", "gates, parts"):
         assert found["calls"][name]["first"]["counts"] == [0, 0, 0], name
-    for name in ("in place", "frequencies", "gates"):
+    for name in ("in place", "in place, short", "frequencies", "gates"):
         assert found["calls"][name]["first"]["counts"][:2] == [1, 1], name
 
 

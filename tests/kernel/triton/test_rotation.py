@@ -64,6 +64,17 @@ def test_every_pair_of_values(first: int) -> None:
             raise AssertionError(f"{case}: {error}") from error
 
 
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("first", range(0, len(CASES), GROUP))
+def test_every_pair_of_values_of_one_token(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each program has one token then; the kernel is another one."""
+    from tightrope.backends.triton import blocks
+
+    monkeypatch.setattr(blocks, "PROGRAMS", 2)
+    for case in CASES[first : first + GROUP : 2]:
+        check(make({**case, "tokens": 1}))
+
+
 def test_the_cases_cover_what_they_should() -> None:
     for name, values in AXES.items():
         assert {str(case[name]) for case in CASES} == {str(v) for v in values}
@@ -202,14 +213,16 @@ def test_the_same_row_has_the_same_bits(dtype: torch.dtype) -> None:
         assert_same_bits(again[1], want_k)
 
 
-def test_heads_shared_out_among_programs_have_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("act", ["silu", "rms_norm", "softmax"])
+@pytest.mark.parametrize("programs", [3, 512], ids=["heads shared out", "one token each"])
+def test_any_division_into_programs_has_the_same_bits(
+    programs: int, act: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tightrope.backends.triton import blocks, rotation
 
-    made = make({**PLAIN, "act": "silu", "gate": LOG})
+    made = make({**PLAIN, "act": act, "gate": LOG, "tokens": 2})
     want = run(made)
-    monkeypatch.setattr(blocks, "PROGRAMS", 512)
+    monkeypatch.setattr(blocks, "PROGRAMS", programs)
     rotation._plans.clear()
     for one, other in zip(run(made), want, strict=True):
         assert_same_bits(one, other)

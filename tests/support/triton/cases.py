@@ -223,8 +223,8 @@ def shape_in(layout: str, rows: int, heads: int, tokens: int, channels: int) -> 
 
 
 def make(case: Mapping[str, Any]) -> Made:
-    """Make the call of a case."""
-    layout, dtype = case["layout"], case["dtype"]
+    """Make the call of a case; "tokens" may be fewer than TOKENS."""
+    layout, dtype, tokens = case["layout"], case["dtype"], case.get("tokens", TOKENS)
     rows = 1 if layout in ("thd", "sd") else ROWS
     heads = 1 if layout in ("bsd", "sd") else HEADS
     # With per-head angles, k has as many heads as q.
@@ -235,7 +235,7 @@ def make(case: Mapping[str, Any]) -> Made:
     def tensors(seed: int, scale: float = 1.0) -> list[torch.Tensor]:
         return [
             strided(
-                noise(*shape_in(layout, rows, n, TOKENS, head_dim), seed=seed + i, scale=scale)
+                noise(*shape_in(layout, rows, n, tokens, head_dim), seed=seed + i, scale=scale)
                 .to(dtype)
                 .to(DEVICE),
                 case["strides"],
@@ -254,7 +254,7 @@ def make(case: Mapping[str, Any]) -> Made:
     if at == "offset":
         offset = 1_000_003
     elif at in ("ids", "ids per row"):
-        shape = (1, rows if at == "ids per row" else 1, TOKENS)
+        shape = (1, rows if at == "ids per row" else 1, tokens)
         ids, add_index = (
             torch.randint(0, 1 << 20, shape, generator=torch.Generator().manual_seed(3)),
             False,
@@ -263,16 +263,16 @@ def make(case: Mapping[str, Any]) -> Made:
     elif at == "per row":
         ids = torch.tensor([5, 70_000]).reshape(1, rows, 1)
     elif at == "fractional":
-        ids, add_index = 1000 * noise(1, rows, TOKENS, seed=4), False
+        ids, add_index = 1000 * noise(1, rows, tokens, seed=4), False
         ids = ids if case["interleaved"] else ids.float()
     elif at == "axes":
         ids, add_index = (
-            torch.randint(0, 4096, (3, 1, TOKENS), generator=torch.Generator().manual_seed(3)),
+            torch.randint(0, 4096, (3, 1, tokens), generator=torch.Generator().manual_seed(3)),
             False,
         )
     elif at == "tables":
         source = 1 + (head_dim // 4) % 3
-        length = TOKENS + 9
+        length = tokens + 9
         angle = 100 * noise(angle_rows, angle_heads, length, width // 2, seed=6)
         if SOURCES[source] == "cat":
             angle = torch.cat((angle, angle), -1)
@@ -280,18 +280,18 @@ def make(case: Mapping[str, Any]) -> Made:
             angle = angle.repeat_interleave(2, -1)
         table_dtype = torch.float32 if case["amplitude"] == 1.0 else dtype
         primary, secondary = (t.to(table_dtype).to(DEVICE) for t in (angle.cos(), angle.sin()))
-        ids, add_index = torch.tensor([3, 0, 15, 15, 2, 1, 4]).reshape(1, 1, TOKENS), False
+        ids, add_index = torch.tensor([3, 0, 15, 15, 2, 1, 4][:tokens]).view(1, 1, -1), False
     elif at in ("phases", "phases alone"):
         source, offset = PHASES, 1000 if at == "phases" else 0
         # Phases and phase words may have rows and heads independently.
         secondary = words(1, 1, 1, width // 2) if case["amplitude"] == 1.0 else primary
         secondary = secondary if at == "phases" else None
-        shape = (angle_rows, angle_heads, TOKENS, width // 2)
+        shape = (angle_rows, angle_heads, tokens, width // 2)
         kind = torch.int64 if dtype == torch.float64 or case["interleaved"] else torch.int32
         primary = strided(phases(shape, kind), case["strides"])
         add_index = at == "phases"
         if at == "phases" and case["interleaved"]:
-            ids, add_index = 100 * noise(1, rows, TOKENS, seed=4).float(), False
+            ids, add_index = 100 * noise(1, rows, tokens, seed=4).float(), False
     act = ACTS.index(case["act"])
     options = Options(
         layout=("bhsd", "bshd", "sbhd", "thd", "bsd", "sd").index(layout),
@@ -310,7 +310,7 @@ def make(case: Mapping[str, Any]) -> Made:
         extras += [noise(n, head_dim, seed=20 + i).to(wide) for i, n in enumerate(sizes)]
     if case["gate"] == LOG:
         for i, n in enumerate(counts):
-            full = (rows, n, TOKENS, head_dim)
+            full = (rows, n, tokens, head_dim)
             kept = {"full": (0, 1, 2, 3), "heads": (1,), "channels": (1, 3), "tokens": (0, 2)}
             shape = [size if d in kept[case["gate shape"]] else 1 for d, size in enumerate(full)]
             extras.append(noise(*shape, seed=30 + i, scale=0.5).to(wide))

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -96,6 +97,7 @@ class Driver:
         torch.cuda.is_available = lambda: True
         torch.cuda.current_device = self.looked_up
         torch.cuda.get_device_capability = lambda *_: capability
+        torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)
         torch._C._cuda_getCurrentRawStream = self.streams.__getitem__
         os.environ["TRITON_LIBCUDA_PATH"] = str(self.folder)
         with triton.knobs.cache.scope():

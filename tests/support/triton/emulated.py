@@ -3,7 +3,8 @@
 The script has a process of its own, because Triton chooses compiler or interpreter at import. Its
 arguments are the value of TIGHTROPE_EMULATE (see cases.py) and what to run: "core" for some of the
 calls that contain every pair of values of two options and of plain rotations, "calls" for all of them, "tests" for
-the tests of the kernels, or "planted" for PLANTS. It prints JSON.
+the tests of the kernels, "planted" for PLANTS, "decode" for the instructions of a decoded token, or "sums" for sums over channels. It prints
+JSON.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+
+from tests.support.triton.ptx.machine import At, Grid, Program, Step
+from tests.support.triton.ptx.parse import Kernel
 
 EVERY = 4
 
@@ -37,8 +42,8 @@ def digest_of(results: list[torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-def calls(step: int) -> dict[str, Any]:
-    """Check every call whose number is a multiple of `step`; return facts about it, by its number."""
+def calls(step: int, **changes: Any) -> dict[str, Any]:
+    """Check every call whose number is a multiple of `step`; return facts about it, by its number and changes."""
     from tests.support import pairwise
     from tests.support.triton import cases, running
 
@@ -46,6 +51,7 @@ def calls(step: int) -> dict[str, Any]:
     for number, case in enumerate(pairwise.covering(cases.AXES, cases.allowed)):
         if number % step:
             continue
+        case |= changes
         launches = cases.emulator.launches
         facts: dict[str, Any] = {"error": ""}
         try:
@@ -55,8 +61,18 @@ def calls(step: int) -> dict[str, Any]:
         results = running.run(cases.make(case))
         facts["digest"] = digest_of(results)
         facts["launches"] = cases.emulator.launches - launches
-        found[str(number)] = facts | {"case": {name: str(x) for name, x in case.items()}}
+        found[f"{number}{changes or ''}"] = facts | {
+            "case": {name: str(x) for name, x in case.items()}
+        }
     return found
+
+
+def of_one_token(step: int) -> dict[str, Any]:
+    """Check calls as :func:`calls` does, with one token per row: programs then have one token each."""
+    from tightrope.backends.triton import blocks
+
+    with mock.patch.object(blocks, "PROGRAMS", 2):
+        return calls(step, tokens=1)
 
 
 def bits(step: int) -> dict[str, Any]:
@@ -139,6 +155,76 @@ def planted() -> dict[str, Any]:
     return found
 
 
+class Counting(Program):
+    """A program that counts the instructions, but for branches, that each thread executes.
+
+    Attributes:
+        counts: in each thread of the last launch.
+        before: those in each thread before its first load of a tensor.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__(kernel)
+        self.counts = self.before = np.zeros(0, int)
+        self.steps = [
+            (*rest, self.counted(step, code.opcode.startswith("ld.global")), whole)
+            for (*rest, step, whole), code in zip(self.steps, kernel.code, strict=True)
+        ]
+
+    def counted(self, step: Step, loads: bool) -> Step:
+        """Return a step that counts itself."""
+
+        def counting(grid: Grid, at: At) -> None:
+            if len(self.counts) != grid.size:
+                self.counts, self.before = np.zeros(grid.size, int), np.full(grid.size, -1)
+            if loads:
+                self.before[at] = np.where(self.before[at] < 0, self.counts[at], self.before[at])
+            self.counts[at] += 1
+            step(grid, at)
+
+        return counting
+
+
+def decode() -> dict[str, Any]:
+    """Return the most instructions of a thread before its first load, and of all, when rows decode a token each."""
+    from tests.support.triton import cases
+    from tests.support.triton.ptx import launch
+    from tightrope.backends.triton import blocks, operators
+    from tightrope.ops.schema import Options
+
+    found, words, programs = {}, cases.words(1, 1, 1, 64), []
+    cases.emulator.seen = lambda grid: programs.append(grid.program)
+    calls = product((torch.bfloat16, torch.float32), ((1, None), (32, torch.tensor([[[5]]]))))
+    with (
+        mock.patch.object(blocks, "PROGRAMS", 512),
+        mock.patch.object(launch, "Program", Counting),
+    ):
+        for dtype, (rows, ids) in calls:
+            q, k = (torch.ones(rows, heads, 1, 128, dtype=dtype) for heads in (32, 8))
+            operators.rotate_(q, k, words, None, ids, 7, Options().pack(), 1.0)
+            last = programs[-1]
+            found[f"{dtype}, {rows} rows"] = [int(last.before.max()), int(last.counts.max())]
+    return found
+
+
+def sums() -> dict[str, list[str]]:
+    """Return hashes of results in float32 by activation and direction: contiguous, with gaps, and of one token each."""
+    from tests.support.triton import cases, running
+    from tightrope.backends.triton import blocks, rotation
+
+    found: dict[str, list[str]] = {}
+    for act, direction in (("rms_norm", 0), ("softmax", 1)):
+        for strides, programs in (("contiguous", 1), ("gaps", 1), ("contiguous", 512)):
+            case = {"act": act, "direction": direction, "strides": strides, "k": "none"}
+            rotation._plans.clear()
+            with mock.patch.object(blocks, "PROGRAMS", programs):
+                first = running.run(cases.make(running.PLAIN | {"channels": (128, 0, 128)} | case))[
+                    0
+                ]
+            found.setdefault(f"{act}, {direction}", []).append(digest_of([first]))
+    return found
+
+
 class Results:
     """A plugin of pytest that collects the results of tests by their names."""
 
@@ -170,10 +256,15 @@ def main(target: str, what: str) -> int:
     from tightrope.backends.triton import blocks
 
     run: dict[str, Callable[[], Any]] = {
-        "core": lambda: {"calls": calls(EVERY), "bits": bits(5 * EVERY)},
-        "calls": lambda: {"calls": calls(1), "bits": bits(1)},
+        "core": lambda: {
+            "calls": calls(EVERY) | of_one_token(8 * EVERY),
+            "bits": bits(5 * EVERY),
+        },
+        "calls": lambda: {"calls": calls(1) | of_one_token(1), "bits": bits(1)},
         "tests": tests,
         "planted": planted,
+        "decode": decode,
+        "sums": sums,
     }
     with mock.patch.object(blocks, "PROGRAMS", 1):
         found = run[what]()

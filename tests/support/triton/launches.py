@@ -166,7 +166,7 @@ def meant(kernel: Any, arguments: Any) -> list[tuple[str, str, Any]]:
 def more() -> dict[str, Callable[[], Any]]:
     """Return calls in place, into given memory, of parts of tensors, and with other values, by name.
 
-    Only those to slots, "in place" and "in place, float64" compile kernels.
+    Only those to slots, "in place", "in place, short" and "in place, float64" compile kernels.
     """
     q, k = heads(32, torch.bfloat16), heads(8, torch.bfloat16)
     out = torch.empty_like(q.contiguous())
@@ -193,6 +193,7 @@ def more() -> dict[str, Callable[[], Any]]:
         "in place, far": rotate_(q, k, 2**40 + 7, 1.37),
         "in place, before": rotate_(longer, other.new_empty(3, 2, 1000, 128), -(2**33) - 1, 0.1),
         "in place, short": rotate_(other[:, :, :1], other[:, :, 1:2], -1, 1e-40),
+        "in place, shorter": rotate_(other[:1, :, 3:6], other[:1, :, 6:9], 9, 0.5),
         "in place, empty": rotate_(q[:, :, :0], k[:, :, :0], 1, 1.0),
         "frequencies, parts": lambda: operators.angle_gradients(
             q[:1], k[1:], q[1:], k[:1], of_words, None, None, -3, packed, False, True
@@ -242,7 +243,10 @@ def as_interpreted(noted: list[dict[str, Any]]) -> Iterator[None]:
                     "names": names,
                     "types": types,
                     "values": passed,
-                    "aligned": [name.rpartition(".")[2] in aligned for name in names],
+                    "aligned": [
+                        kind == "*" and name.rpartition(".")[2] in aligned
+                        for name, kind in zip(names, types)
+                    ],
                 }
             )
 

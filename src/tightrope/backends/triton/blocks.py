@@ -1,14 +1,18 @@
 """Block sizes of the kernels.
 
-The sizes depend only on the kind of call and are not autotuned: nothing is timed at run time, and a call
-is divided into the same tiles on every GPU. The order of a sum within a tile is that of the threads, which
-the compiler arranges by strides and alignment. The sizes are not measured yet, but derived from a rule: 16
-bytes per load and thread, two loads in flight.
+The sizes depend only on the kind of call and are not autotuned: nothing is timed at run time, and what is
+added up is divided into the same tiles on every GPU. The order of a sum over the tokens of a tile is that
+of the threads, which the compiler arranges by strides and alignment. The sizes are not measured yet, but
+derived from a rule: 16 bytes per load and thread, two loads in flight. Few tokens fill no GPU that way: then
+each program has one token.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
+
+import torch
 
 
 class Blocks(NamedTuple):
@@ -64,8 +68,13 @@ WALKS = Blocks(256, 4, 1, 512)
 #: Tokens of a chunk of such a sum, and of a chunk of phases that are not added up.
 CHUNK, APIECE = 128, 8
 
-#: With fewer tiles than this, the heads of a tile are divided among several programs.
+#: With fewer tiles than this, the heads of a tile are divided among several programs; for a device with 128
+#: multiprocessors.
 PROGRAMS = 512
+
+#: If programs of one token, each with the heads that are loaded at a time, are at most this many times `PROGRAMS`,
+#: they rotate the call. Each of its warps then has as many instructions for half as many heads, but all run at once.
+FEW = 4
 
 #: Maximum number of channels of a head. The definition handles wider heads, for which a tile of one
 #: token would not fit in registers.
@@ -137,12 +146,40 @@ def tokens_of(blocks: Blocks, pairs: int, rest: int = 0) -> int:
     return 1 << max(fits.bit_length() - 1, 0)
 
 
-def chunk_of(heads: int, tiles: int, together: int) -> int:
-    """Return the number of heads of a program.
+def programs_on(device: torch.device) -> int:
+    """Return `PROGRAMS` for the multiprocessors of a device.
 
-    >>> chunk_of(32, 4096, 2), chunk_of(32, 1, 2), chunk_of(1, 1, 2)
+    >>> programs_on(torch.device("cpu"))
+    512
+    """
+    return PROGRAMS * _multiprocessors(device) // 128
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 128
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def of_one_token(blocks: Blocks, pairs: int) -> Blocks:
+    """Return the block sizes of programs that rotate one token each: two pairs per thread.
+
+    Args:
+        pairs: padded number of pairs of a head.
+
+    >>> of_one_token(Blocks(1024, 4, 2, 8192), 64)[:2], of_one_token(Blocks(512, 4, 1, 4096), 256)[:2]
+    ((64, 1), (256, 4))
+    """
+    return blocks._replace(pairs=pairs, warps=max(pairs // 64, 1))
+
+
+def chunk_of(heads: int, tiles: int, together: int, programs: int) -> int:
+    """Return the number of heads of a program, so that there are at least so many programs, if possible.
+
+    >>> chunk_of(32, 4096, 2, 512), chunk_of(32, 1, 2, 512), chunk_of(1, 1, 2, 512)
     (32, 2, 2)
     """
-    parts = min(-(-heads // together), -(-PROGRAMS // max(tiles, 1)))
+    parts = min(-(-heads // together), -(-programs // max(tiles, 1)))
     each = -(-heads // max(parts, 1))
     return -(-each // together) * together

@@ -15,10 +15,9 @@ from .views import View, broadcast_strides, vector_of
 
 
 class Read(NamedTuple):
-    """Dtypes and strides of the tensors of f and P of a call.
+    """Strides of the tensors of f and P of a call.
 
     Attributes:
-        types: dtypes, by the field names of :class:`Carries`.
         norms: for q and for k, 1 if each head has its own norm weights, 0 if they share them;
             empty if the call has none.
         gates, inputs: strides for q and for k; empty if the call has none.
@@ -26,7 +25,6 @@ class Read(NamedTuple):
             accesses are impossible and strides are in elements.
     """
 
-    types: dict[str, torch.dtype]
     norms: Sequence[int]
     gates: Sequence[Steps]
     inputs: Sequence[Steps]
@@ -50,17 +48,15 @@ def read(
         axes: number of position axes.
         device: device of q.
     """
-    types: dict[str, torch.dtype] = {}
-    for kind, part in (("norm", parts.weights), ("gate", parts.gates), ("input", parts.inputs)):
+    for part in (parts.weights, parts.gates, parts.inputs):
         require(
             not part or (len(part) == len(views) and all(x.device == device for x in part)),
             "extras must hold one tensor for each of q and k, on their device",
         )
-        types |= {f"{kind}_{name}": x.dtype for name, x in zip("qk", part)}
     norms = _weights(parts.weights, views)
     gates, gate_vector = _gates(options, parts.gates, views, axes)
     inputs, input_vector = _inputs(options, parts.inputs, views)
-    return Read(types, norms, gates, inputs, gate_vector, input_vector)
+    return Read(norms, gates, inputs, gate_vector, input_vector)
 
 
 def _weights(weights: Sequence[torch.Tensor], views: Sequence[View]) -> list[int]:

@@ -104,18 +104,20 @@ class OperandSteps(NamedTuple):
     slots: Any = None
 
 
-class Carries(NamedTuple):
-    """Tensors of q and k for f, P and their gradients, the first tile if a call needs several launches, and the
-    slots that the last result goes to."""
+class Carried(NamedTuple):
+    """Tensors of q or of k for f, P and their gradients."""
 
-    norm_q: Any = None
-    norm_k: Any = None
-    gate_q: Any = None
-    gate_k: Any = None
-    input_q: Any = None
-    input_k: Any = None
-    partial_q: Any = None
-    partial_k: Any = None
+    norm: Any = None
+    gate: Any = None
+    input: Any = None
+    partial: Any = None
+
+
+class Carries(NamedTuple):
+    """Tensors of q and of k; the first tile if a call needs several launches; the slots that the last result goes to."""
+
+    q: Any = Carried()
+    k: Any = Carried()
     first_tile: Any = None
     slots: Any = None
 
@@ -127,11 +129,13 @@ class Extent(NamedTuple):
         count: tokens of all rows together.
         tokens: tokens per row.
         chunk: heads per program.
+        apart: with FEW, the programs of a token for q, which come before those for k; else None.
     """
 
     count: Any
     tokens: Any
     chunk: Any
+    apart: Any = None
 
 
 class Tiling(NamedTuple):
@@ -223,6 +227,7 @@ class Kind(NamedTuple):
             of the sine factor gives the direction.
         REST: whether to also write the channels outside the slice.
         TOGETHER: number of heads that are loaded at a time.
+        FEW: whether a program rotates only so many heads of one token, of q or of k.
         VECTOR: unit of the strides of x and results, in elements.
         GATE_VECTOR, INPUT_VECTOR: the same for gates and for the forward call's x; 0 if 16-byte
             accesses are impossible: strides are then in elements.
@@ -237,6 +242,7 @@ class Kind(NamedTuple):
     DIRECTION: Any
     REST: Any
     TOGETHER: Any
+    FEW: Any
     VECTOR: Any
     GATE_VECTOR: Any
     INPUT_VECTOR: Any
@@ -289,29 +295,46 @@ class Turn(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """The tensors of q or of k, and their strides."""
+    """The tensors of q or of k, their strides, and the slots."""
 
     x: Any
     out: Any
-    norm: Any
-    gate: Any
-    input: Any
-    partial: Any
+    carried: Any
     steps: Any
-    slots: Any = None
+    slots: Any
+
+
+class Common(NamedTuple):
+    """Tokens and angles that the heads of a program share.
+
+    Attributes:
+        tile, angles: the tokens, and the source of their angles.
+        by: their Turn, unless it is computed for each step.
+        high, low: for slopes, the positions as the sum of two parts.
+        eps: of a norm.
+        own, sum_at: number of the tile; index of the sum over the heads.
+    """
+
+    tile: Any
+    angles: Any
+    by: Any
+    high: Any
+    low: Any
+    eps: Any
+    own: Any
+    sum_at: Any
 
 
 class Places(NamedTuple):
     """Where a head starts in each tensor, in elements.
 
     Attributes:
-        out, input: an offset per token, [tokens, 1].
+        out: an offset per token, [tokens, 1].
         norm: one offset for all tokens.
     """
 
     out: Any
     norm: Any
-    input: Any
 
 
 class Gate(NamedTuple):

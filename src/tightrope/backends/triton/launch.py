@@ -165,17 +165,16 @@ def runner(found: Any, grid: tuple[int, int, int], device: torch.device) -> Call
     (x, y, z), index = grid, device.index
 
     def launch(*arguments: Any) -> None:
-        if _is_idle(hooks.launch_enter_hook) and _is_idle(hooks.launch_exit_hook):
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        # A hook is None or, since Triton 3.5, a chain.
+        if (enter is None or not getattr(enter, "calls", True)) and (
+            leave is None or not getattr(leave, "calls", True)
+        ):
             run(x, y, z, stream_of(index), function, packed, None, None, None, *arguments)
         else:
             observed(*arguments)
 
     return launch
-
-
-def _is_idle(hook: Any) -> bool:
-    """Return whether a launch hook is unset: None or, since Triton 3.5, an empty chain."""
-    return hook is None or not getattr(hook, "calls", True)
 
 
 def flat(values: Values) -> tuple[Any, ...]:

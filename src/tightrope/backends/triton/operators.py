@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,11 +16,14 @@ from .arguments import require
 from .rotation import GIVEN, IN_PLACE, NEW, run
 from .sums import angle_sums, gate_sums
 
+#: Unpacking options takes as long as launching a kernel.
+_options_of = lru_cache(maxsize=1024)(options_of)
+
 
 def rotate(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> list[torch.Tensor]:
     """Implement ``rotate``; see :mod:`tightrope.ops.schema`."""
     given = Arguments(*arguments)
-    options = options_of(given.options)
+    options = _options_of(given.options)
     outs = [new_like(x, options) for x in present(q, k)]
     sums = run(q, k, outs, NEW, given)
     if sums is None:
@@ -75,7 +79,7 @@ def rotate_slots_extras(
     require((values is None) == (out_values is None), "values must come with their cache")
     require(scale is None and values_scale is None, "scales are not supported yet")
     given, slots = Arguments(*others), Slots(index, values, out_values)
-    require(options_of(given.options).direction != TRANSPOSE, "slots have no gradient")
+    require(_options_of(given.options).direction != TRANSPOSE, "slots have no gradient")
     if run(q, k, present(out_q, out_k), GIVEN, given, slots) is None:
         definition.rotate_slots_extras(q, k, values, out_q, out_k, out_values, index, *arguments)
 
@@ -83,7 +87,7 @@ def rotate_slots_extras(
 def rotate_slots_(cache: torch.Tensor, index: torch.Tensor, *arguments: Any) -> None:
     """Implement ``rotate_slots_`` of the schema."""
     given = Arguments(*arguments)
-    require(options_of(given.options).direction != TRANSPOSE, "slots have no gradient")
+    require(_options_of(given.options).direction != TRANSPOSE, "slots have no gradient")
     if run(cache, None, [cache], IN_PLACE, given, Slots(index)) is None:
         definition.rotate_slots_(cache, index, *arguments)
 

@@ -19,6 +19,9 @@ OLDEST = (3, 4)
 
 _registered = False
 
+#: The functions that are registered, by operator.
+KERNELS: dict[str, Any] = {}
+
 #: Every operator overload, and the name of the function in :mod:`.operators` that implements it.
 OPERATORS = {name: name.partition(".")[0] for name in ROTATIONS} | {
     name: name.replace(".", "_")
@@ -111,5 +114,6 @@ def register() -> None:
         return
     _registered = True
     for name, function in OPERATORS.items():
+        KERNELS[name] = _kernel(function)
         for key in DEVICES.values():
-            library.impl(name, _kernel(function), key)
+            library.impl(name, KERNELS[name], key)

@@ -15,7 +15,7 @@ from ...ops.schema import NO_GATE, ONCE, TRANSPOSE, Arguments, Options, options_
 from . import blocks as shapes, kernels
 from .arguments import amplitudes_of, head_of, require, source_of, unit_of, views_of
 from .extras import Read, read
-from .groups import AngleKind, Carries, Extent, Kind, OperandSteps
+from .groups import AngleKind, Carried, Carries, Extent, Kind, OperandSteps
 from .launch import INTERPRETED, flat, handle_of, launcher
 from .slots import copy_values, entries_of, steps_of_slots, view_of_cache
 from .views import ACCESS, address, has_unit_channels, starts_aligned, view_of
@@ -92,16 +92,19 @@ def run(
     if whose != NEW and any(is_written(t, outs) for t in extras):
         extras = [t.clone() if is_written(t, outs) else t for t in extras]
         given = given._replace(extras=extras)
-    q_at = where = address(q)
-    k_at = key_of_k = None
+    q_at = where = q.data_ptr() or address(q)
+    k_at = key_of_k = ids_at = key_of_ids = None
     if k is not None:
-        k_at = address(k)
+        k_at = k.data_ptr() or address(k)
         where |= k_at
         key_of_k = (k.shape, k.stride(), k.dtype, k.get_device())
     if whose == GIVEN:
         for out in outs:
             where |= address(out)
-    words_at = address(primary)
+    words_at = primary.data_ptr() or address(primary)
+    if positions is not None:
+        ids_at = positions.data_ptr() or address(positions)
+        key_of_ids = (positions.shape, positions.stride(), positions.dtype, positions.get_device())
     key = (
         options,
         q.shape,
@@ -119,8 +122,8 @@ def run(
         words_at % ACCESS,
         primary.get_device(),
         None if secondary is None else _key(secondary),
-        None if positions is None else _key(positions),
-        tuple(map(_key, extras)),
+        key_of_ids,
+        tuple(map(_key, extras)) if extras else (),
         tuple(map(_key, outs)) if whose == GIVEN else None,
         None if slots is None else tuple(None if x is None else _key(x) for x in slots),
     )
@@ -144,7 +147,7 @@ def run(
     if INTERPRETED:
         tensors: tuple[Any, ...] = (q, k, out_q, out_k, primary, secondary, positions)
     elif whose == IN_PLACE:
-        tensors = (q_at, k_at, q_at, k_at, words_at, handle_of(secondary), handle_of(positions))
+        tensors = (q_at, k_at, q_at, k_at, words_at, handle_of(secondary), ids_at)
     else:
         tensors = (
             q_at,
@@ -153,7 +156,7 @@ def run(
             handle_of(out_k),
             words_at,
             handle_of(secondary),
-            handle_of(positions),
+            ids_at,
         )
     carries = _CARRIES_NOTHING
     if slots is not None:
@@ -201,12 +204,7 @@ def _run_extras(
     slots: Slots | None,
 ) -> list[torch.Tensor]:
     """Run a call with an activation or a gate; return the gradients of its norm weights."""
-    primary, secondary, positions, offset = (
-        given.primary,
-        given.secondary,
-        given.positions,
-        given.offset,
-    )
+    primary, secondary, positions, offset, *_ = given
     parts = extras_of(options, given.extras)
     if not plan.launches:
         return [
@@ -217,16 +215,17 @@ def _run_extras(
     norms = [norm.contiguous() for norm in parts.weights]
     partials = [q.new_empty(shape, dtype=torch.float32) for shape in plan.partials]
     tensors = (*map(handle_of, (q, k, outs[0], out_k, primary, secondary, positions)), offset)
-    every = (*_two(norms), *_two(parts.gates), *_two(parts.inputs), *_two(partials))
-    handles = tuple(map(handle_of, every))
+    every = norms, parts.gates, parts.inputs, partials
+    count = 1 if k is None else 2
+    carried = [Carried(*[handle_of(x[i]) if x else None for x in every]) for i in range(count)]
     if not plan.partials:
         index = None if slots is None else handle_of(slots.slot)
-        plan.launches[0].run(*tensors, *_carries(handles, None, index), *plan.fixed)
+        plan.launches[0].run(*tensors, *_carries(carried, None, index), *plan.fixed)
         return []
     # Add up the sums of the tiles, in order, in float64.
     totals: list[Any] = [0] * len(partials)
     for launch in plan.launches:
-        launch.run(*tensors, *_carries(handles, launch.first), *plan.fixed)
+        launch.run(*tensors, *_carries(carried, launch.first), *plan.fixed)
         for i, partial in enumerate(partials):
             totals[i] = totals[i] + partial[: launch.tiles].sum(0, dtype=torch.float64)
     return [
@@ -235,11 +234,10 @@ def _run_extras(
     ]
 
 
-def _carries(handles: tuple[Any, ...], first: int | None, slots: Any = None) -> tuple[Any, ...]:
+def _carries(carried: Sequence[Carried], first: int | None, slots: Any = None) -> tuple[Any, ...]:
     """Return ``flat([Carries(...)])``, but faster."""
-    if INTERPRETED:
-        return (Carries(*handles)._replace(first_tile=first, slots=slots),)
-    return (*handles, first, slots)
+    q, k = (*carried, Carried())[:2]
+    return (Carries(q, k, first, slots),) if INTERPRETED else (*q, *k, first, slots)
 
 
 def _summed(options: Options, parts: Extras) -> Sequence[torch.Tensor]:
@@ -250,12 +248,6 @@ def _summed(options: Options, parts: Extras) -> Sequence[torch.Tensor]:
 def _key(x: torch.Tensor) -> tuple[Any, ...]:
     """Return the properties of a tensor that a plan depends on."""
     return x.shape, x.stride(), x.dtype, address(x) % ACCESS, x.get_device()
-
-
-def _two(found: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if not found:
-        return None, None
-    return found[0], found[1] if len(found) > 1 else None
 
 
 def _all_whole(kind: AngleKind, reads: Read) -> bool:
@@ -335,12 +327,18 @@ def _plan(
     whole = unit > 1 and options.start % unit == 0 and step % unit == 0
     back = options.act != NONE and options.direction == TRANSPOSE
     blocks = shapes.blocks_of(element, heavy, back, held > 0, whole, _all_whole(source.kind, reads))
-    block_tokens = shapes.tokens_of(blocks, block, held)
-    tiles = -(-rows * tokens // block_tokens)
     # The kernel loads at most two heads at a time, and only one if a head needs more registers.
     together = 1 if held or heavy else min(blocks.together, heads, 2)
-    chunk = shapes.chunk_of(heads, tiles, together)
     summed = _summed(options, parts)
+    # What is added up has the same order on every device.
+    programs = shapes.PROGRAMS if summed else shapes.programs_on(q.device)
+    apart = [-(-view.heads // together) for view in views]
+    few = not summed and rows * tokens * sum(apart) <= shapes.FEW * programs
+    if few:
+        blocks = shapes.of_one_token(blocks, block)
+    block_tokens = 1 if few else shapes.tokens_of(blocks, block, held)
+    tiles = -(-rows * tokens // block_tokens)
+    chunk = together if few else shapes.chunk_of(heads, tiles, together, programs)
     # Heads that share their weights share a sum.
     one_sum = bool(summed) and all(weight.shape[0] == 1 for weight in summed)
     kind = Kind(
@@ -349,6 +347,7 @@ def _plan(
         DIRECTION=options.direction if heavy else 0,
         REST=rest,
         TOGETHER=together,
+        FEW=few,
         VECTOR=unit,
         GATE_VECTOR=reads.gate_vector,
         INPUT_VECTOR=reads.input_vector,
@@ -357,21 +356,21 @@ def _plan(
         ROUNDING=options.rounding,
         NARROW=options.narrow,
     )
-    known = {"partial_q", "partial_k"}
+    known = {"partial"}
     known |= {"q", "k", "out_q", "out_k"} if aligned else set()
     known |= {"primary"} if starts_aligned(primary) else set()
     known |= {"secondary"} if secondary is not None and starts_aligned(secondary) else set()
-    known |= {"gate_q", "gate_k"} if reads.gate_vector else set()
-    known |= {"input_q", "input_k"} if reads.input_vector else set()
-    known |= {"norm_q", "norm_k"} if all(map(starts_aligned, parts.weights)) else set()
-    parts_of_heads = -(-heads // chunk)
+    known |= {"gate"} if reads.gate_vector else set()
+    known |= {"input"} if reads.input_vector else set()
+    known |= {"norm"} if all(map(starts_aligned, parts.weights)) else set()
+    parts_of_heads = sum(apart) if few else -(-heads // chunk)
     own_sums = bool(summed) and not one_sum
     at_once = min(tiles, shapes.tiles_summed(heads * head_dim)) if own_sums else tiles
     partials = []
-    types = dict(reads.types)
+    carried: dict[str, Carried] = {}
     values: dict[str, Any] = {
         "offset": 0,
-        "extent": Extent(rows * tokens, tokens, chunk),
+        "extent": Extent(rows * tokens, tokens, chunk, apart[0] if few else None),
         "amplitude": amplitudes_of(options, amplitude, wide),
         "eps": float(eps) if options.act == RMS_NORM else None,
         "primary": primary.dtype,
@@ -388,13 +387,14 @@ def _plan(
         )
         if i + 1 == len(xs):
             values[f"{name}_steps"] = values[f"{name}_steps"]._replace(slots=of_slots)
+        types = [x[i].dtype if x else None for x in (parts.weights, parts.gates, parts.inputs)]
+        carried[name] = Carried(*types)._replace(partial=torch.float32 if summed else None)
         if summed:
-            types[f"partial_{name}"] = torch.float32
             each = view.heads if own_sums else parts_of_heads
             partials.append((at_once, each, head_dim))
     kernel = kernels.rotate.rotate
     index = None if slots is None else slots.slot.dtype
-    values["carries"] = Carries(**types, first_tile=0 if at_once < tiles else None, slots=index)
+    values["carries"] = Carries(**carried, first_tile=0 if at_once < tiles else None, slots=index)
     arguments_ = [values.get(name) for name in kernel.arg_names]
     launches = []
     for first in range(0, tiles, at_once):

@@ -27,6 +27,9 @@ COS = tl.constexpr(12)
 SOFTMAX = tl.constexpr(13)
 RMS_NORM = tl.constexpr(14)
 LEAK = tl.constexpr(0.01)
+MOST_LEVELS = tl.constexpr(
+    11
+)  # of sums over a tile; the base 2 logarithm of WIDEST in tightrope.backends.triton.blocks
 DENSITY = tl.constexpr(0.3989422804014327)  # 1 / √(2π)
 
 
@@ -110,7 +113,15 @@ def _normal(x):
 
 @triton.jit
 def add_up(x):
-    """Sum over the channels of a tile, [tokens, 1]."""
+    """Sum over the channels of a tile, [tokens, 1].
+
+    Neighbours are added first, then neighbours of these sums, and so on: a sum of many would have the order
+    of the threads, which the compiler arranges by strides and alignment.
+    """
+    TOKENS: tl.constexpr = x.shape[0]
+    for _ in tl.static_range(MOST_LEVELS):
+        if x.shape[1] > 2:
+            x = tl.reduce(tl.reshape(x, (TOKENS, x.shape[1] // 2, 2)), 2, tl.standard._sum_combine)
     return tl.reduce(x, 1, tl.standard._sum_combine)[:, None]
 
 

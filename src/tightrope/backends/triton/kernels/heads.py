@@ -90,22 +90,14 @@ def store_segment(
 
 
 @triton.jit
-def load_pairs(
-    x,
-    at,
-    channel,
-    HEAD: tl.constexpr,
-    TOKENS: tl.constexpr,
-    UNIT: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+def load_pairs(x, at, channel, HEAD: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr):
     """Load the first and second members of the pairs; interleaved pairs are split in registers."""
     START: tl.constexpr = HEAD.START
     PAIRS: tl.constexpr = HEAD.PAIRS
     BLOCK: tl.constexpr = HEAD.BLOCK_P
     if HEAD.INTERLEAVED:
         both = load_segment(x, at, channel, START, 2 * PAIRS, 2 * BLOCK, UNIT, WIDE)
-        u, v = tl.split(tl.reshape(both, (TOKENS, BLOCK, 2)))
+        u, v = tl.split(tl.reshape(both, (both.shape[0], BLOCK, 2)))
     else:
         u = load_segment(x, at, channel, START, PAIRS, BLOCK, UNIT, WIDE)
         v = load_segment(x, at, channel, START + PAIRS, PAIRS, BLOCK, UNIT, WIDE)
@@ -121,7 +113,6 @@ def store_pairs(
     u,
     v,
     HEAD: tl.constexpr,
-    TOKENS: tl.constexpr,
     UNIT: tl.constexpr,
     BITS: tl.constexpr,
 ):
@@ -130,7 +121,7 @@ def store_pairs(
     PAIRS: tl.constexpr = HEAD.PAIRS
     BLOCK: tl.constexpr = HEAD.BLOCK_P
     if HEAD.INTERLEAVED:
-        both = tl.reshape(tl.join(u, v), (TOKENS, 2 * BLOCK))
+        both = tl.reshape(tl.join(u, v), (u.shape[0], 2 * BLOCK))
         store_segment(x, at, inside, channel, both, START, 2 * PAIRS, 2 * BLOCK, UNIT, BITS)
     else:
         store_segment(x, at, inside, channel, u, START, PAIRS, BLOCK, UNIT, BITS)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..groups import Angles, Gate, Operand, Places, Positions, Turn
+from ..groups import Angles, Common, Gate, Operand, Places, Positions, Turn
 from .acts import RMS_NORM, SOFTMAX, act, add_up, highest, slope
 from .angles import from_tables, from_words
 from .elementary import exp
@@ -24,19 +24,16 @@ from .slots import slot_of, tile_of
 
 @triton.jit
 def load_head(
-    x,
-    at,
-    channel,
-    HEAD: tl.constexpr,
-    TOKENS: tl.constexpr,
-    REST: tl.constexpr,
-    UNIT: tl.constexpr,
-    WIDE: tl.constexpr,
+    x, at, channel, HEAD: tl.constexpr, REST: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Load the tiles of a head: both members of its pairs, and the channels before and after them."""
+    """Load the tiles of a head: both members of its pairs, and the channels before and after them.
+
+    An absent tile is that of the first members once more: what is computed from it is not stored, so that the
+    compiler leaves it out.
+    """
     START: tl.constexpr = HEAD.START
     END: tl.constexpr = HEAD.START + 2 * HEAD.PAIRS
-    u, v = load_pairs(x, at, channel, HEAD, TOKENS, UNIT, WIDE)
+    u, v = load_pairs(x, at, channel, HEAD, UNIT, WIDE)
     front = u
     back = u
     if REST and START > 0:
@@ -47,9 +44,32 @@ def load_head(
 
 
 @triton.jit
+def store_head(
+    x,
+    at,
+    inside,
+    channel,
+    tiles,
+    HEAD: tl.constexpr,
+    REST: tl.constexpr,
+    UNIT: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Store the tiles of a head; the inverse of `load_head`."""
+    u, v, front, back = tiles
+    START: tl.constexpr = HEAD.START
+    END: tl.constexpr = HEAD.START + 2 * HEAD.PAIRS
+    store_pairs(x, at, inside, channel, u, v, HEAD, UNIT, BITS)
+    if REST and START > 0:
+        store_segment(x, at, inside, channel, front, 0, START, HEAD.BLOCK_F, UNIT, BITS)
+    if REST and END < HEAD.DIM:
+        store_segment(x, at, inside, channel, back, END, HEAD.DIM - END, HEAD.BLOCK_B, UNIT, BITS)
+
+
+@triton.jit
 def over_head(u, v, front, back, HEAD: tl.constexpr):
     """Sum over all channels of a head, [tokens, 1]."""
-    total = add_up(u) + add_up(v)
+    total = add_up(u + v)
     if HEAD.START > 0:
         total += add_up(front)
     if HEAD.START + 2 * HEAD.PAIRS < HEAD.DIM:
@@ -75,19 +95,11 @@ def soft(u, v, front, back, HEAD: tl.constexpr):
         top = tl.maximum(top, highest(back))
     u = exp(u - top)
     v = exp(v - top)
-    if START > 0:
-        front = exp(front - top)
-    if BEHIND > 0:
-        back = exp(back - top)
+    front = exp(front - top)
+    back = exp(back - top)
     total = over_head(u, v, front, back, HEAD)
     share = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), total)
-    u = u * share
-    v = v * share
-    if START > 0:
-        front = front * share
-    if BEHIND > 0:
-        back = back * share
-    return u, v, front, back
+    return u * share, v * share, front * share, back * share
 
 
 @triton.jit
@@ -125,9 +137,9 @@ def gate_head(u, v, front, back, gate, HEAD: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def finish_head(
-    tiles, by, operand, places, gate, inside, eps, HEAD: tl.constexpr, KIND: tl.constexpr
+    tiles, inputs, by, operand, places, gate, inside, eps, HEAD: tl.constexpr, KIND: tl.constexpr
 ):
-    """Compute and store the result of one head from its loaded tiles.
+    """Compute and store the result of one head from its loaded tiles, and those of the forward call's input.
 
     Returns:
         The terms of the gradient of the norm weights; without that gradient, the loaded tiles.
@@ -138,25 +150,11 @@ def finish_head(
     ACT: tl.constexpr = KIND.ACT
     GATE: tl.constexpr = KIND.GATE
     DIRECTION: tl.constexpr = KIND.DIRECTION
-    END: tl.constexpr = HEAD.START + 2 * HEAD.PAIRS
-    BEHIND: tl.constexpr = HEAD.DIM - END
-    HAS_FRONT: tl.constexpr = HEAD.START > 0
-    HAS_BACK: tl.constexpr = BEHIND > 0
     if ACT != 0 and DIRECTION == 1:
-        # Load this early, so that it does not wait for the rotation of the gradients.
-        xu, xv, xf, xb = load_head(
-            operand.input,
-            places.input,
-            steps.input.channel,
-            HEAD,
-            HEAD.BLOCK_T,
-            True,
-            KIND.INPUT_VECTOR > 0,
-            HEAD.WIDE,
-        )
+        xu, xv, xf, xb = inputs
     if ACT == RMS_NORM:
         # The weights of this head, loaded as a tile of one token.
-        wu, wv, wf, wb = load_head(operand.norm, places.norm, 1, HEAD, 1, True, True, False)
+        wu, wv, wf, wb = load_head(operand.carried.norm, places.norm, 1, HEAD, True, True, False)
     if DIRECTION == 0:
         if ACT == SOFTMAX:
             u, v, front, back = soft(u, v, front, back, HEAD)
@@ -164,17 +162,13 @@ def finish_head(
             r = inverse_rms(u, v, front, back, eps, HEAD)
             u = u * r * wu
             v = v * r * wv
-            if HAS_FRONT:
-                front = front * r * wf
-            if HAS_BACK:
-                back = back * r * wb
+            front = front * r * wf
+            back = back * r * wb
         elif ACT != 0:
             u = act(u, ACT)
             v = act(v, ACT)
-            if HAS_FRONT:
-                front = act(front, ACT)
-            if HAS_BACK:
-                back = act(back, ACT)
+            front = act(front, ACT)
+            back = act(back, ACT)
     elif GATE != 0:
         u, v, front, back = gate_head(u, v, front, back, gate, HEAD, KIND)
     u, v = turn(u, v, by, operand.x.dtype.element_ty, KIND.ROUNDING, KIND.BITS)
@@ -187,78 +181,41 @@ def finish_head(
             mean = over_head(u * xu, v * xv, front * xf, back * xb, HEAD)
             u = xu * (u - mean)
             v = xv * (v - mean)
-            if HAS_FRONT:
-                front = xf * (front - mean)
-            if HAS_BACK:
-                back = xb * (back - mean)
+            front = xf * (front - mean)
+            back = xb * (back - mean)
         elif ACT == RMS_NORM:
             r = inverse_rms(xu, xv, xf, xb, eps, HEAD)
             xu = xu * r
             xv = xv * r
-            if HAS_FRONT:
-                xf = xf * r
-            if HAS_BACK:
-                xb = xb * r
+            xf = xf * r
+            xb = xb * r
             by_weight = (u * xu, v * xv, front * xf, back * xb)
             u = u * wu
             v = v * wv
-            if HAS_FRONT:
-                front = front * wf
-            if HAS_BACK:
-                back = back * wb
+            front = front * wf
+            back = back * wb
             total = over_head(u * xu, v * xv, front * xf, back * xb, HEAD)
             mean = mean_of(total, HEAD.DIM)
             u = r * (u - xu * mean)
             v = r * (v - xv * mean)
-            if HAS_FRONT:
-                front = r * (front - xf * mean)
-            if HAS_BACK:
-                back = r * (back - xb * mean)
+            front = r * (front - xf * mean)
+            back = r * (back - xb * mean)
         else:
             u = u * slope(xu, ACT)
             v = v * slope(xv, ACT)
-            if HAS_FRONT:
-                front = front * slope(xf, ACT)
-            if HAS_BACK:
-                back = back * slope(xb, ACT)
-    store_pairs(
+            front = front * slope(xf, ACT)
+            back = back * slope(xb, ACT)
+    store_head(
         operand.out,
         places.out,
         inside,
         steps.out.channel,
-        u,
-        v,
+        (u, v, front, back),
         HEAD,
-        HEAD.BLOCK_T,
+        KIND.REST,
         HEAD.UNIT,
         KIND.BITS,
     )
-    if KIND.REST and HAS_FRONT:
-        store_segment(
-            operand.out,
-            places.out,
-            inside,
-            steps.out.channel,
-            front,
-            0,
-            HEAD.START,
-            HEAD.BLOCK_F,
-            HEAD.UNIT,
-            KIND.BITS,
-        )
-    if KIND.REST and HAS_BACK:
-        store_segment(
-            operand.out,
-            places.out,
-            inside,
-            steps.out.channel,
-            back,
-            END,
-            BEHIND,
-            HEAD.BLOCK_B,
-            HEAD.UNIT,
-            KIND.BITS,
-        )
     return by_weight
 
 
@@ -266,53 +223,108 @@ def finish_head(
 def store_sums(tiles, inside, partial, at, HEAD: tl.constexpr):
     """Sum the tiles of a head over tokens and store them as one float32 head at `at`."""
     u, v, front, back = tiles
-    END: tl.constexpr = HEAD.START + 2 * HEAD.PAIRS
     here = tl.full((1, 1), 1, tl.int1)
-    u = _over_tokens(tl.where(inside, u, 0.0))
-    v = _over_tokens(tl.where(inside, v, 0.0))
-    store_pairs(partial, at, here, 1, u, v, HEAD, 1, True, False)
-    if HEAD.START > 0:
-        front = _over_tokens(tl.where(inside, front, 0.0))
-        store_segment(partial, at, here, 1, front, 0, HEAD.START, HEAD.BLOCK_F, True, False)
-    if END < HEAD.DIM:
-        back = _over_tokens(tl.where(inside, back, 0.0))
-        store_segment(partial, at, here, 1, back, END, HEAD.DIM - END, HEAD.BLOCK_B, True, False)
+    sums = (
+        _over_tokens(u, inside),
+        _over_tokens(v, inside),
+        _over_tokens(front, inside),
+        _over_tokens(back, inside),
+    )
+    store_head(partial, at, here, 1, sums, HEAD, True, True, False)
 
 
 @triton.jit
-def _over_tokens(x):
-    return tl.reduce(x, 0, tl.standard._sum_combine)[None, :]
+def _over_tokens(x, inside):
+    return tl.reduce(tl.where(inside, x, 0.0), 0, tl.standard._sum_combine)[None, :]
+
+
+@triton.jit
+def _turn_some(
+    head,
+    last,
+    operand,
+    starts,
+    inside,
+    common,
+    HEAD: tl.constexpr,
+    ANGLES: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Rotate one head, and with TOGETHER 2 the next one too, unless it is `last`.
+
+    Args:
+        starts: where the tokens start in x, the result, the gate and the forward call's input.
+        inside: [tokens], whether the result of a token is stored.
+
+    Returns:
+        The terms of the gradient of the norm weights of the first head; see finish_head.
+    """
+    steps = operand.steps
+    at, out_at, gate_at, input_at = starts
+    VECTOR: tl.constexpr = KIND.VECTOR
+    inputs = 0.0
+    if KIND.ACT != 0 and KIND.DIRECTION == 1:
+        # The compiler gives sums the layout of the last load: that is to be x's.
+        INPUT_STEP: tl.constexpr = KIND.INPUT_VECTOR if KIND.INPUT_VECTOR > 0 else 1
+        input_at += head * steps.input.head * INPUT_STEP
+        UNIT: tl.constexpr = KIND.INPUT_VECTOR > 0
+        channel = steps.input.channel
+        inputs = load_head(operand.carried.input, input_at, channel, HEAD, True, UNIT, HEAD.WIDE)
+    at += head * steps.x.head * VECTOR
+    tiles = load_head(operand.x, at, steps.x.channel, HEAD, KIND.REST, HEAD.UNIT, HEAD.WIDE)
+    if KIND.TOGETHER == 2:
+        # The last head of an odd number is loaded twice and stored once: with a mask, the second
+        # load would wait for the arithmetic of the first.
+        at += tl.where(last - head > 1, steps.x.head * VECTOR, 0)
+        tiles2 = load_head(operand.x, at, steps.x.channel, HEAD, KIND.REST, HEAD.UNIT, HEAD.WIDE)
+        # row * 0 makes the condition a tile: the interpreter would turn the result of a tile and a
+        # scalar bool into integers.
+        both = (inside & (common.tile.row * 0 + (last - head) > 1))[:, None]
+    by = common.by
+    if ANGLES.HEADS or KIND.FEW:
+        # After the loads, which then do not wait for them.
+        by = _angles(operand.x, common.angles, common.tile, head, HEAD, ANGLES, KIND)
+    gate_channel = 0
+    if KIND.GATE != 0:
+        GATE_STEP: tl.constexpr = KIND.GATE_VECTOR if KIND.GATE_VECTOR > 0 else 1
+        gate_channel = steps.gate.channel
+        gate_at += head * steps.gate.head * GATE_STEP
+    norm_at = 0
+    if KIND.ACT == RMS_NORM:
+        norm_at = head * steps.norm * HEAD.DIM
+    places = Places(out_at + head * steps.out.head * VECTOR, norm_at)
+    gate = Gate(operand.carried.gate, gate_at, gate_channel, common.high, common.low)
+    sums = finish_head(
+        tiles, inputs, by, operand, places, gate, inside[:, None], common.eps, HEAD, KIND
+    )
+    if KIND.TOGETHER == 2:
+        # TOGETHER is 2 only without activation and gate, so the norm and the input are not used.
+        places2 = Places(out_at + (head + 1) * steps.out.head * VECTOR, 0)
+        finish_head(tiles2, inputs, by, operand, places2, gate, both, common.eps, HEAD, KIND)
+    return sums
 
 
 @triton.jit
 def _turn_heads(
     first,
-    last,
+    count,
     operand,
-    angles,
-    tile,
-    own,
-    sum_at,
-    shared,
-    high,
-    low,
-    eps,
+    common,
     HEAD: tl.constexpr,
     ANGLES: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Rotate heads [first, last) of one operand.
+    """Rotate `count` heads of one operand, from `first` on, or those that there are.
 
     Gradients of norm weights are summed over the tokens and stored in `partial`, in float32: one sum for
-    each head of tile `own`; or, with ONE_SUM, one sum over the heads, at index `sum_at`.
+    each head of the tile; or, with ONE_SUM, one sum over the heads.
     """
     steps = operand.steps
+    last = tl.minimum(first + count, steps.heads)
+    tile = common.tile
     row = tile.row
     token = tile.token
-    ACT: tl.constexpr = KIND.ACT
-    GATE: tl.constexpr = KIND.GATE
     VECTOR: tl.constexpr = KIND.VECTOR
-    BACK: tl.constexpr = KIND.ACT != 0 and KIND.DIRECTION == 1
     HAS_FRONT: tl.constexpr = HEAD.START > 0
     HAS_BACK: tl.constexpr = HEAD.START + 2 * HEAD.PAIRS < HEAD.DIM
     at = ((row * steps.x.row + token * steps.x.token) * VECTOR)[:, None]
@@ -324,19 +336,16 @@ def _turn_heads(
             at = out_at
     else:
         out_at = ((row * steps.out.row + token * steps.out.token) * VECTOR)[:, None]
-    there = inside[:, None]
     gate_at = 0
-    gate_channel = 0
     input_at = 0
     # With a unit of 0 the strides are in elements.
     GATE_STEP: tl.constexpr = KIND.GATE_VECTOR if KIND.GATE_VECTOR > 0 else 1
     INPUT_STEP: tl.constexpr = KIND.INPUT_VECTOR if KIND.INPUT_VECTOR > 0 else 1
-    if GATE != 0:
-        gate_channel = steps.gate.channel
-    if GATE != 0 and GATE != SLOPE:
+    if KIND.GATE != 0 and KIND.GATE != SLOPE:
         gate_at = ((row * steps.gate.row + token * steps.gate.token) * GATE_STEP)[:, None]
-    if BACK:
+    if KIND.ACT != 0 and KIND.DIRECTION == 1:
         input_at = ((row * steps.input.row + token * steps.input.token) * INPUT_STEP)[:, None]
+    starts = (at, out_at, gate_at, input_at)
     if KIND.ONE_SUM:
         su = tl.full((HEAD.BLOCK_T, HEAD.BLOCK_P), 0.0, tl.float32)
         sv = su
@@ -346,66 +355,23 @@ def _turn_heads(
             sf = tl.full((HEAD.BLOCK_T, HEAD.BLOCK_F), 0.0, tl.float32)
         if HAS_BACK:
             sb = tl.full((HEAD.BLOCK_T, HEAD.BLOCK_B), 0.0, tl.float32)
-    for head in range(first, last, KIND.TOGETHER):
-        by = shared
-        if ANGLES.HEADS:
-            by = _angles(operand.x, angles, tile, head, HEAD, ANGLES, KIND)
-        tiles = load_head(
-            operand.x,
-            at + head * steps.x.head * VECTOR,
-            steps.x.channel,
-            HEAD,
-            HEAD.BLOCK_T,
-            KIND.REST,
-            HEAD.UNIT,
-            HEAD.WIDE,
-        )
-        if KIND.TOGETHER == 2:
-            # The last head of an odd number is loaded twice and stored once: with a mask, the second
-            # load would wait for the arithmetic of the first.
-            step = tl.where(last - head > 1, steps.x.head * VECTOR, 0)
-            tiles2 = load_head(
-                operand.x,
-                at + head * steps.x.head * VECTOR + step,
-                steps.x.channel,
-                HEAD,
-                HEAD.BLOCK_T,
-                KIND.REST,
-                HEAD.UNIT,
-                HEAD.WIDE,
-            )
-            # row * 0 makes the condition a tile: the interpreter would turn the result of a tile and a
-            # scalar bool into integers.
-            both = (inside & (row * 0 + (last - head) > 1))[:, None]
-        own_gate = gate_at
-        if GATE != 0:
-            own_gate = gate_at + head * steps.gate.head * GATE_STEP
-        of_input = input_at
-        if BACK:
-            of_input = input_at + head * steps.input.head * INPUT_STEP
-        norm_at = 0
-        if ACT == RMS_NORM:
-            norm_at = head * steps.norm * HEAD.DIM
-        places = Places(out_at + head * steps.out.head * VECTOR, norm_at, of_input)
-        gate = Gate(operand.gate, own_gate, gate_channel, high, low)
-        sums = finish_head(tiles, by, operand, places, gate, there, eps, HEAD, KIND)
-        if KIND.TOGETHER == 2:
-            # TOGETHER is 2 only without activation and gate, so the norm and the input are not used.
-            places2 = Places(out_at + (head + 1) * steps.out.head * VECTOR, 0, input_at)
-            finish_head(tiles2, by, operand, places2, gate, both, eps, HEAD, KIND)
-        if KIND.ONE_SUM:
-            du, dv, df, db = sums
-            su += du
-            sv += dv
-            if HAS_FRONT:
+    if KIND.FEW:
+        _turn_some(first, last, operand, starts, inside, common, HEAD, ANGLES, KIND)
+    else:
+        for head in range(first, last, KIND.TOGETHER):
+            sums = _turn_some(head, last, operand, starts, inside, common, HEAD, ANGLES, KIND)
+            if KIND.ONE_SUM:
+                du, dv, df, db = sums
+                su += du
+                sv += dv
                 sf += df
-            if HAS_BACK:
                 sb += db
-        elif ACT == RMS_NORM and KIND.DIRECTION == 1:
-            to = (own * steps.heads + head) * HEAD.DIM
-            store_sums(sums, there, operand.partial, to, HEAD)
+            elif KIND.ACT == RMS_NORM and KIND.DIRECTION == 1:
+                to = (common.own * steps.heads + head) * HEAD.DIM
+                store_sums(sums, inside[:, None], operand.carried.partial, to, HEAD)
     if KIND.ONE_SUM:
-        store_sums((su, sv, sf, sb), there, operand.partial, sum_at * HEAD.DIM, HEAD)
+        to = common.sum_at * HEAD.DIM
+        store_sums((su, sv, sf, sb), inside[:, None], operand.carried.partial, to, HEAD)
 
 
 @triton.jit
@@ -474,63 +440,25 @@ def rotate(
     tile = tile_of(start, extent, BLOCK)
     places = Positions(positions, offset, position_steps)
     angles = Angles(primary, secondary, angle_steps, amplitude, places)
-    shared = 0.0
-    if not ANGLES.HEADS:
-        shared = _angles(q, angles, tile, 0, HEAD, ANGLES, KIND)
+    by = 0.0
+    if not ANGLES.HEADS and not KIND.FEW:
+        by = _angles(q, angles, tile, 0, HEAD, ANGLES, KIND)
     high = 0.0
     low = 0.0
     if KIND.GATE == SLOPE:
         high, low = place_of(places, tile, ANGLES.POSITIONS, HEAD.WIDE)
-    of_q = Operand(
-        q,
-        out_q,
-        carries.norm_q,
-        carries.gate_q,
-        carries.input_q,
-        carries.partial_q,
-        q_steps,
-        carries.slots,
-    )
-    _turn_heads(
-        first,
-        tl.minimum(first + extent.chunk, q_steps.heads),
-        of_q,
-        angles,
-        tile,
-        own,
-        sum_at,
-        shared,
-        high,
-        low,
-        eps,
-        HEAD,
-        ANGLES,
-        KIND,
-    )
-    if k is not None:
-        of_k = Operand(
-            k,
-            out_k,
-            carries.norm_k,
-            carries.gate_k,
-            carries.input_k,
-            carries.partial_k,
-            k_steps,
-            carries.slots,
-        )
-        _turn_heads(
-            first,
-            tl.minimum(first + extent.chunk, k_steps.heads),
-            of_k,
-            angles,
-            tile,
-            own,
-            sum_at,
-            shared,
-            high,
-            low,
-            eps,
-            HEAD,
-            ANGLES,
-            KIND,
-        )
+    of_q = Operand(q, out_q, carries.q, q_steps, carries.slots)
+    common = Common(tile, angles, by, high, low, eps, own, sum_at)
+    count = extent.chunk
+    if k is None:
+        _turn_heads(first, count, of_q, common, HEAD, ANGLES, KIND)
+    else:
+        of_k = Operand(k, out_k, carries.k, k_steps, carries.slots)
+        if not KIND.FEW:
+            _turn_heads(first, count, of_q, common, HEAD, ANGLES, KIND)
+            _turn_heads(first, count, of_k, common, HEAD, ANGLES, KIND)
+        elif first < q_steps.heads:
+            _turn_heads(first, count, of_q, common, HEAD, ANGLES, KIND)
+        else:
+            first = (part - extent.apart) * count
+            _turn_heads(first, count, of_k, common, HEAD, ANGLES, KIND)

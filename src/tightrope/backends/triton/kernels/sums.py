@@ -56,24 +56,10 @@ def _angle_heads(
     at = ((row * y_steps.row + token * y_steps.token) * VECTOR)[:, None]
     grad_at = ((row * grad_steps.row + token * grad_steps.token) * VECTOR)[:, None]
     for head in range(first, last):
-        u, v = load_pairs(
-            y,
-            at + head * y_steps.head * VECTOR,
-            y_steps.channel,
-            HEAD,
-            HEAD.BLOCK_T,
-            HEAD.UNIT,
-            HEAD.WIDE,
-        )
-        du, dv = load_pairs(
-            grad,
-            grad_at + head * grad_steps.head * VECTOR,
-            grad_steps.channel,
-            HEAD,
-            HEAD.BLOCK_T,
-            HEAD.UNIT,
-            HEAD.WIDE,
-        )
+        own = at + head * y_steps.head * VECTOR
+        by_own = grad_at + head * grad_steps.head * VECTOR
+        u, v = load_pairs(y, own, y_steps.channel, HEAD, HEAD.UNIT, HEAD.WIDE)
+        du, dv = load_pairs(grad, by_own, grad_steps.channel, HEAD, HEAD.UNIT, HEAD.WIDE)
         high, low = _add(high, low, tl.fma(u, dv, -(v * du)))
     return high, low
 
