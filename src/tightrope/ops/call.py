@@ -232,7 +232,6 @@ def _transposed(options: Options) -> Options:
 
 
 @lru_cache(maxsize=1024)
-@lru_cache(maxsize=1024)
 def transposed(options: int, amplitude: float) -> tuple[int, float]:
     """Return the packed options and the amplitude of the backward call of a rotation alone."""
     unpacked = options_of(options)
