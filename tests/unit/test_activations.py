@@ -269,6 +269,20 @@ def test_one_sum_of_the_definition_is_the_same_for_any_number_of_threads() -> No
         assert torch.equal(one, found[0])
 
 
+@needs_kernel
+def test_the_definition_sums_gate_gradients_as_the_kernel_does() -> None:
+    """It runs where there is no kernel. Rows, heads and tokens all have several elements."""
+    y, grad, ids = noise(2, 3, 5, 8), noise(2, 3, 5, 8, seed=1), 10 * noise(1, 2, 5, seed=2)
+    for kind, shape in (
+        *((schema.SLOPE, shape) for shape in ((3, 8), (1, 8), (3, 1))),
+        *((schema.LOG, shape) for shape in ((2, 3, 5, 8), (1, 3, 1, 8), (2, 1, 5, 1))),
+    ):
+        options = schema.Options(add_index=False, gate=kind).pack()
+        call = (y, None, grad, None, noise(*shape, seed=3), None, ids, 3, options)
+        wanted = schema.gate_gradients(*call)
+        tolerances.assert_near(gradients.gate_gradients(*call), wanted, "float64 ways")
+
+
 def test_kinds_that_differ_and_kinds_of_none() -> None:
     spec, q, k = RopeSpec(8), noise(1, 2, 3, 8), noise(1, 1, 3, 8, seed=1)
     gate = gates.Exp(noise(8, seed=2))

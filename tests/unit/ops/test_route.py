@@ -228,6 +228,15 @@ def test_the_definition_runs_if_forced_and_with_f_and_p_under_transforms(
     assert_near(got, want, "float64 ways")
 
 
+@pytest.mark.parametrize("mode", ["vmap", "func.grad"])
+def test_f_and_p_under_transforms_run_as_the_definition(
+    mode: str, taken: list[tuple[str, str]]
+) -> None:
+    _, under = MODES[mode]
+    under(by("new", **F_AND_P), noise(1, 2, 5, 8))
+    assert taken == [("new", DEFINITION)]
+
+
 # --- two kinds ------------------------------------------------------------------------------------
 
 
