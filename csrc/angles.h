@@ -161,7 +161,7 @@ TIGHTROPE_INLINE void radians(uint64_t remainder, double* angle) {
 template <class T>
 TIGHTROPE_INLINE void polynomials(T x, T* cosine, T* sine) {
   const T z = x * x, one = fma_(z, all<T>(-0.5), all<T>(1));
-  if constexpr (kIsDouble<T>) {
+  if constexpr (kIs<T, double>) {
     *sine = fma_(x * z, polynomial(z, 1.59181152632659752e-10, -2.50511316502351815e-8, 2.75573161016178744e-6,
                                    -1.98412698367567725e-4, 8.33333333333094729e-3, -1.66666666666666646e-1), x);
     *cosine = fma_(z * z, polynomial(z, -1.13826236474746046e-11, 2.08761461465586116e-9, -2.7557317271145146e-7,

@@ -20,6 +20,8 @@
 
 // For functions without which the compiler does not vectorise, or does not keep values in registers.
 #define TIGHTROPE_INLINE inline __attribute__((always_inline))
+// For loops with many callers: not inlined, they vectorise better, and compile once.
+#define TIGHTROPE_LOOP __attribute__((noinline))
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
@@ -58,10 +60,10 @@ inline __m512 fms_(__m512 a, __m512 b, __m512 c) { return _mm512_fmsub_ps(a, b, 
 // A number in all lanes of a vector; of a scalar type, the number itself.
 template <class T>
 TIGHTROPE_INLINE T all(double x) { return T(x); }
+template <class T, class Other>
+constexpr bool kIs = false;
 template <class T>
-constexpr bool kIsDouble = false;
-template <>
-inline constexpr bool kIsDouble<double> = true;
+inline constexpr bool kIs<T, T> = true;
 // A polynomial, from its highest coefficient on.
 template <class T, class... Numbers>
 TIGHTROPE_INLINE T polynomial(T x, double highest, Numbers... next) {
@@ -245,9 +247,7 @@ struct Row {
 
 // Whether the halves of a head rotate two pairs at a time: see Twin.
 template <class F>
-constexpr bool kTwins = false;
-template <>
-constexpr bool kTwins<BFloat16> = true;
+constexpr bool kTwins = kIs<F, BFloat16>;
 
 // Two bfloat16 in one 32-bit word widen with a shift and a mask, without moving lanes. So the loops
 // process two pairs at a time, with cosines and sines in the order (0, 2, 4, …, 1, 3, 5, …).

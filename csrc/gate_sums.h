@@ -4,7 +4,7 @@
 // The order of a sum does not depend on the number of threads, as in angle_sums.h.
 #pragma once
 
-#include "stages.h"
+#include "stage_rows.h"
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {

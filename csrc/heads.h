@@ -117,6 +117,34 @@ struct Heads {
   }
 };
 
+// Heads of one token with contiguous channels, with f and P; steps are from head to head.
+template <class F>
+struct Line {
+  const typename F::Stored* in;
+  typename F::Stored* out;
+  const typename F::Stored* x;  // the input of the forward call, for the backward pass
+  int64_t in_step, out_step, x_step;
+  const typename F::Value *gate, *weight;  // or null; with registers in their order (lines.h)
+  int64_t gate_step, weight_step;
+  int64_t count, ahead;
+
+  // Moves on by some heads.
+  void skip(int64_t heads) {
+    in += heads * in_step, out += heads * out_step;
+    if (x != nullptr) x += heads * x_step;
+    if (gate != nullptr) gate += heads * gate_step;
+    if (weight != nullptr) weight += heads * weight_step;
+  }
+};
+
+// Slopes of the heads of an operand, as exponents of 2, in the order of registers (powers.h).
+struct Slopes {
+  float *high, *low;  // `step` values from head to head
+  int64_t step;
+  int64_t count;  // values of a head; 0 if a slope is too large for powers_of
+  int64_t own;    // computed values of a head: a register of them if every head has one slope for all channels
+};
+
 // Prefetches the input of a head `ahead` bytes away, and its output unless that is the input.
 template <class Stored>
 inline void prefetch(const Stored* in, const Stored* out, int64_t ahead, int64_t bytes) {
