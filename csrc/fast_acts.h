@@ -68,13 +68,14 @@ TIGHTROPE_LOOP void correct_large(const V& x, V* to, bool slope) {
       (*to)[k] = float(slope ? A::template slope<false>(double(x[k])) : A::template f<false>(double(x[k])));
 }
 
-// Activations that are few in models: a call, so that the loops around it stand in the library once for all of them.
-// It replaces n registers at `to` by f of those at `x`, or, backwards, multiplies them by f' of those.
+// Activations that are few in models and many in instructions: a call, so that the loops around it stand in the library
+// once for all of them. It replaces n registers at `to` by f of those at `x`, or, backwards, multiplies them by f' of
+// those.
 struct Called {
   void (*on)(const V* x, V* to, int n);
 };
 template <class A>
-constexpr bool kIsCalled = !kHasSigmoid<A> && !kIs<A, None> && !kIs<A, Relu> && !kIs<A, Gelu>;
+constexpr bool kIsCalled = kIs<A, Called> || kIs<A, Elu> || kIs<A, Softplus> || kIs<A, Tanh> || kIsWave<A>;
 
 template <class A, bool brief, bool back>
 void call_act(const V* x, V* to, int n) {

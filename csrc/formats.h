@@ -150,6 +150,38 @@ struct Half {
 #endif
 };
 
+// Calls use(F()) for a storage format F.
+template <class Use>
+inline void with_format(Dtype dtype, const Use& use) {
+  switch (dtype) {
+    case Dtype::kFloat: return use(Float());
+    case Dtype::kDouble: return use(Double());
+    case Dtype::kBFloat16: return use(BFloat16());
+    case Dtype::kHalf: return use(Half());
+  }
+}
+
+// Whether registers.h and stage_lines.h process everything of this type with contiguous channels, but softmax.
+template <class T>
+#if defined(TIGHTROPE_REGISTERS)
+constexpr bool kHasRegisters = kIs<T, float>;
+#else
+constexpr bool kHasRegisters = false;
+#endif
+
+// An integer as a type, to select a template.
+template <int n>
+struct Is {
+  static constexpr int value = n;
+  constexpr operator int64_t() const { return n; }
+};
+// Calls use(step); a step of 1 is a constant, because loops over adjacent numbers vectorise.
+template <class Use>
+TIGHTROPE_INLINE void with_step(int64_t step, const Use& use) {
+  if (step == 1) return use(Is<1>());
+  use(step);
+}
+
 // ---- pairs ---------------------------------------------------------------------------------------
 
 template <class T>
@@ -247,20 +279,14 @@ struct Row {
 
 // Whether the halves of a head rotate two pairs at a time: see Twin.
 template <class F>
-constexpr bool kTwins = kIs<F, BFloat16>;
+constexpr bool kTwins = kIs<F, BFloat16> && kHasRegisters<float>;
 
-// Two bfloat16 in one 32-bit word widen with a shift and a mask, without moving lanes. So the loops
+// Two bfloat16 in one 32-bit word widen with a shift and a mask, without moving lanes. So registers
 // process two pairs at a time, with cosines and sines in the order (0, 2, 4, …, 1, 3, 5, …).
 typedef uint32_t __attribute__((aligned(2), may_alias)) Twin;
 
 inline float even(uint32_t twin) { return bits<float>(twin << 16); }
 inline float odd(uint32_t twin) { return bits<float>(twin & 0xFFFF0000u); }
-inline uint32_t twin(float even, float odd) {
-  const uint32_t e = bits<uint32_t>(even), o = bits<uint32_t>(odd);
-  const uint32_t low = (e + 0x7FFFu + ((e >> 16) & 1u)) >> 16;
-  const uint32_t high = (o + 0x7FFFu + ((o >> 16) & 1u)) & 0xFFFF0000u;
-  return low | high;
-}
 
 }  // namespace
 }  // namespace TIGHTROPE_ISA

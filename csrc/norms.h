@@ -115,7 +115,7 @@ TIGHTROPE_LOOP void norm_back_of(const Problem& p, double eps, const Line<F>& li
   int64_t row = 0;
   Sums square, shared;
   // `span`: the number of a span, or of a block, of its kind.
-  const auto keep = [&](const V* y, const V* at, int registers, int64_t span) {
+  const auto keep = [&](const V* y, const V* at, int registers, int64_t span) __attribute__((always_inline)) {
     for (int i = 0; i < registers; ++i, row += kWidest) {
       const int part = int(kMixed<F, interleaved> && registers == 2 ? 2 * span + i : span) % Sums::kRegisters;
       Wide::write<false>(g + row, y[i]);
@@ -124,7 +124,7 @@ TIGHTROPE_LOOP void norm_back_of(const Problem& p, double eps, const Line<F>& li
       shared.at[part] = fma_(y[i] * Wide::read(line.weight + row), at[i], shared.at[part]);
     }
   };
-  const auto gated = [&](V* y, int registers) {
+  const auto gated = [&](V* y, int registers) __attribute__((always_inline)) {
     if (line.gate == nullptr) return;
     for (int i = 0; i < registers; ++i) y[i] = y[i] * Wide::read(line.gate + row + kWidest * i);
   };

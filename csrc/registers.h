@@ -361,12 +361,6 @@ struct Block<A, BFloat16, true, lanes> {
   Block<A, Float, false, lanes> all;
 };
 
-// An integer as a type, to select a template.
-template <int n>
-struct Is {
-  static constexpr int value = n;
-};
-
 // Rotates `blocks` blocks of pairs of all heads; their angles start at pair `at`.
 template <class A, bool interleaved, bool streams, int lanes, int blocks, class Stored>
 inline void turn_blocks(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t at,

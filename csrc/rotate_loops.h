@@ -15,7 +15,7 @@
 namespace tightrope {
 #if defined(__AVX512BF16__)
 namespace avx512 {
-void loop(const Problem&, int64_t, int64_t);
+extern const Loops kLoops;
 }
 #endif
 namespace TIGHTROPE_ISA {
@@ -237,17 +237,14 @@ void turn_by(const Problem& p, int64_t begin, int64_t end) {
 #if defined(__AVX512BF16__)
 void loop(const Problem& p, int64_t begin, int64_t end) {
   if (p.dtype == Dtype::kBFloat16) return turn_by<BFloat16>(p, begin, end);
-  avx512::loop(p, begin, end);
+  avx512::kLoops.rotate(p, begin, end);
 }
 #else
-void loop(const Problem& p, int64_t begin, int64_t end) {
-  switch (p.dtype) {
-    case Dtype::kFloat: return turn_by<Float>(p, begin, end);
-    case Dtype::kDouble: return turn_by<Double>(p, begin, end);
-    case Dtype::kBFloat16: return turn_by<BFloat16>(p, begin, end);
-    case Dtype::kHalf: return turn_by<Half>(p, begin, end);
-  }
-}
+extern const Loops kLoops = {
+    [](const Problem& p, int64_t begin, int64_t end) {
+      with_format(p.dtype, [&](auto f) { turn_by<decltype(f)>(p, begin, end); });
+    },
+    angle_loop, stages_loop, exponentials, gate_loop, phase_words_loop, phase_sums_loop};
 #endif
 
 }  // namespace TIGHTROPE_ISA

@@ -9,14 +9,6 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-// Whether stage_lines.h processes everything of this type but softmax.
-template <class T>
-#if defined(TIGHTROPE_REGISTERS)
-constexpr bool kHasRegisters = kIs<T, float>;
-#else
-constexpr bool kHasRegisters = false;
-#endif
-
 template <class T>
 struct Plain;
 template <>
@@ -27,12 +19,10 @@ struct Plain<double> : Double {};
 // ---- rows of memory -----------------------------------------------------------------------------
 
 template <class F>
-inline void widen_row(const typename F::Stored* in, int64_t step, typename F::Value* __restrict out, int64_t n) {
-  if (step == 1) {
-    for (int64_t k = 0; k < n; ++k) out[k] = F::load(in[k]);
-  } else {
+inline void widen_row(const typename F::Stored* in, int64_t any, typename F::Value* __restrict out, int64_t n) {
+  with_step(any, [&](auto step) {
     for (int64_t k = 0; k < n; ++k) out[k] = F::load(in[k * step]);
-  }
+  });
 }
 template <class F>
 inline void narrow_row(const typename F::Value* __restrict in, typename F::Stored* out, int64_t n) {
@@ -55,8 +45,9 @@ inline void narrow_row<Half>(const float* __restrict in, uint16_t* out, int64_t 
 #endif
 
 template <class T>
-inline void multiply_row(T* __restrict x, const T* __restrict by, int64_t n) {
-  for (int64_t k = 0; k < n; ++k) x[k] *= by[k];
+inline void multiply_row(const T* x, const T* by, T* to, int64_t n) {
+  TIGHTROPE_INDEPENDENT
+  for (int64_t k = 0; k < n; ++k) to[k] = x[k] * by[k];
 }
 
 // ---- sums and norms -------------------------------------------------------------------------------
@@ -98,12 +89,14 @@ inline T inverse_rms(const T* x, int64_t n, double eps) {
   return T(1) / root(dot(x, x, n) / T(n) + T(eps));
 }
 
+// From here on `from` may be `to`, but overlaps it in no other way.
 template <class T>
-inline void soften(T* x, int64_t n) {
-  const T top = largest(x, n);
-  for (int64_t k = 0; k < n; ++k) x[k] = exponential(x[k] - top);
-  const T scale = T(1) / sum(x, n);
-  for (int64_t k = 0; k < n; ++k) x[k] *= scale;
+inline void soften(const T* from, T* to, int64_t n) {
+  const T top = largest(from, n);
+  TIGHTROPE_INDEPENDENT
+  for (int64_t k = 0; k < n; ++k) to[k] = exponential(from[k] - top);
+  const T scale = T(1) / sum(to, n);
+  for (int64_t k = 0; k < n; ++k) to[k] *= scale;
 }
 
 // ---- f and f' -------------------------------------------------------------------------------------
@@ -118,12 +111,13 @@ TIGHTROPE_INLINE void by_angle(const T* x, T* to, int64_t n, const Near& near, c
     for (int64_t k = 0; k < n; ++k) to[k] = magnitude(x[k]) > T(kLargeAngle) ? far(k) : near(k);
     return;
   }
+  TIGHTROPE_INDEPENDENT
   for (int64_t k = 0; k < n; ++k) to[k] = near(k);
 }
 template <class A, class T>
-TIGHTROPE_LOOP void act_on_row(T* __restrict x, int64_t n) {
-  by_angle<A>(x, x, n, [&](int64_t k) { return A::template f<false>(x[k]); },
-              [&](int64_t k) { return T(A::template f<false>(double(x[k]))); });
+TIGHTROPE_LOOP void act_on_row(const T* from, T* to, int64_t n) {
+  by_angle<A>(from, to, n, [&](int64_t k) { return A::template f<false>(from[k]); },
+              [&](int64_t k) { return T(A::template f<false>(double(from[k]))); });
 }
 template <class A, class T>
 TIGHTROPE_LOOP void slope_on_row(const T* __restrict x, T* __restrict g, int64_t n) {
@@ -131,14 +125,14 @@ TIGHTROPE_LOOP void slope_on_row(const T* __restrict x, T* __restrict g, int64_t
               [&](int64_t k) { return g[k] * T(A::template slope<false>(double(x[k]))); });
 }
 
-// Applies f in place.
 template <class T>
-inline void apply(const Stages& o, const T* __restrict weight, T* __restrict x, int64_t n) {
-  if (o.act == Act::kSoftmax) return soften(x, n);
+inline void apply(const Stages& o, const T* weight, const T* from, T* to, int64_t n) {
+  if (o.act == Act::kSoftmax) return soften(from, to, n);
   if constexpr (!kHasRegisters<T>) {
-    if (with_act(o.act, [&](auto act) { act_on_row<decltype(act)>(x, n); })) return;
-    const T scale = inverse_rms(x, n, o.eps);
-    for (int64_t k = 0; k < n; ++k) x[k] = x[k] * scale * weight[k];
+    if (with_act(o.act, [&](auto act) { act_on_row<decltype(act)>(from, to, n); })) return;
+    const T scale = inverse_rms(from, n, o.eps);
+    TIGHTROPE_INDEPENDENT
+    for (int64_t k = 0; k < n; ++k) to[k] = from[k] * scale * weight[k];
   }
 }
 
@@ -147,7 +141,7 @@ template <class T>
 inline void apply_back(const Stages& o, const T* __restrict weight, T* __restrict x, T* __restrict g,
                        T* __restrict by_weight, int64_t n) {
   if (o.act == Act::kSoftmax) {
-    soften(x, n);
+    soften(x, x, n);
     const T share = dot(g, x, n);
     for (int64_t k = 0; k < n; ++k) g[k] = x[k] * (g[k] - share);
     return;
@@ -158,7 +152,7 @@ inline void apply_back(const Stages& o, const T* __restrict weight, T* __restric
     for (int64_t k = 0; k < n; ++k) x[k] *= scale;
     if (by_weight != nullptr)
       for (int64_t k = 0; k < n; ++k) by_weight[k] = fma_(g[k], x[k], by_weight[k]);
-    multiply_row(g, weight, n);
+    multiply_row(g, weight, g, n);
     const T share = dot(g, x, n) / T(n);
     for (int64_t k = 0; k < n; ++k) g[k] = scale * fma_(-x[k], share, g[k]);
   }
@@ -166,16 +160,20 @@ inline void apply_back(const Stages& o, const T* __restrict weight, T* __restric
 
 // ---- heads ----------------------------------------------------------------------------------------
 
-// Rotates a head in its row, by angles in the order of the pairs.
+// Rotates a head by angles in the order of the pairs.
 template <class T>
-TIGHTROPE_LOOP void turn_row(const Problem& p, T* row, const T* c, const T* s) {
+TIGHTROPE_LOOP void turn_row(const Problem& p, const T* from, T* to, const T* c, const T* s) {
   using A = Arithmetic<Plain<T>, Rounding::kOnce, false>;
-  T* x = row + p.start;
-  const Row<T> angles = {c, s, c, s};
+  const int64_t end = p.start + 2 * p.pairs;
+  if (from != to) {
+    for (int64_t k = 0; k < p.start; ++k) to[k] = from[k];
+    for (int64_t k = end; k < p.head_dim; ++k) to[k] = from[k];
+  }
+  from += p.start, to += p.start;
   if (p.interleaved) {
-    turn_neighbours<A>(x, x, angles, p.pairs);
+    turn_neighbours<A>(from, to, Row<T>{c, s, c, s}, p.pairs);
   } else {
-    turn_halves<A>(x, x + p.pairs, x, x + p.pairs, angles, p.pairs);
+    turn_halves<A>(from, from + p.pairs, to, to + p.pairs, Row<T>{c, s, c, s}, p.pairs);
   }
 }
 
@@ -185,21 +183,27 @@ template <class F>
 inline void turn_in_rows(const Problem& p, const Stages& o, const Line<F>& line, const typename F::Value* c,
                          const typename F::Value* s, typename F::Value* g, typename F::Value* x,
                          typename F::Value* by_weight) {
+  using T = typename F::Value;
   const int64_t n = p.head_dim;
-  widen_row<F>(line.in, 1, g, n);
-  if (o.forward) {
-    apply(o, line.weight, g, n);
-  } else if (line.gate != nullptr) {
-    multiply_row(g, line.gate, n);
+  // Values that need no conversion come from the input, and go to the output, without a copy.
+  const T* from = g;
+  T* to = g;
+  if constexpr (kIs<typename F::Stored, T>) {
+    from = line.in, to = line.out;
+  } else {
+    widen_row<F>(line.in, 1, g, n);
   }
-  turn_row(p, g, c, s);
-  if (!o.forward && o.act != Act::kNone) {
-    widen_row<F>(line.x, 1, x, n);
-    apply_back(o, line.weight, x, g, by_weight, n);
-  } else if (o.forward && line.gate != nullptr) {
-    multiply_row(g, line.gate, n);
+  if (line.x != nullptr) widen_row<F>(line.x, 1, x, n);
+  const T* const gate = line.gate;
+  if (o.forward && o.act != Act::kNone) {
+    apply(o, line.weight, from, g, n), from = g;
+  } else if (!o.forward && gate != nullptr) {
+    multiply_row(from, gate, g, n), from = g;
   }
-  narrow_row<F>(g, line.out, n);
+  turn_row(p, from, to, c, s);
+  if (o.forward && gate != nullptr) multiply_row(to, gate, to, n);
+  if (line.x != nullptr) apply_back(o, line.weight, x, to, by_weight, n);
+  if constexpr (!kIs<typename F::Stored, T>) narrow_row<F>(to, line.out, n);
 }
 
 }  // namespace

@@ -49,19 +49,6 @@ TIGHTROPE_LOOP void by_slope(const double* __restrict slope, double position, do
   for (int64_t k = 0; k < n; ++k) out[k] = exponential(slope[k] * position);
 }
 
-template <class T, class F>
-inline void read_logs(const Part& part, int64_t at, T* __restrict out, int64_t n) {
-  const auto* from = static_cast<const typename F::Stored*>(part.log) + at;
-  const int64_t step = part.log_stride.channel;
-  for (int64_t k = 0; k < n; ++k) out[k] = T(F::load(from[k * step]));
-}
-
-// Returns the position of a token as a double, by which slopes are multiplied.
-inline double distance_of(const Problem& p, int64_t row, int64_t token) {
-  const Split at = position_at(p, 0, row, token);
-  return at.lost ? __builtin_nan("") : double(at.whole) + double(at.fraction) / kHalfRange;
-}
-
 // Computes P of one token and head.
 template <class T>
 inline void factors_of(const Problem& p, const Stages& o, const Part& part, int64_t row, int64_t head,
@@ -74,12 +61,11 @@ inline void factors_of(const Problem& p, const Stages& o, const Part& part, int6
   const int64_t at = row * s.row + head * s.head + token * s.token;
   // One value for all channels needs only one exponential.
   const int64_t n = s.channel == 0 ? 1 : p.head_dim;
-  switch (part.log_dtype) {
-    case Dtype::kFloat: read_logs<T, Float>(part, at, out, n); break;
-    case Dtype::kDouble: read_logs<T, Double>(part, at, out, n); break;
-    case Dtype::kBFloat16: read_logs<T, BFloat16>(part, at, out, n); break;
-    case Dtype::kHalf: read_logs<T, Half>(part, at, out, n); break;
-  }
+  with_format(part.log_dtype, [&](auto f) {
+    using F = decltype(f);
+    const auto* from = static_cast<const typename F::Stored*>(part.log) + at;
+    for (int64_t k = 0; k < n; ++k) out[k] = T(F::load(from[k * s.channel]));
+  });
   if (o.invert)
     for (int64_t k = 0; k < n; ++k) out[k] = -out[k];
   exponentials_of(out, n);
@@ -325,15 +311,8 @@ void run_stages(const Problem& given, const Stages& o, void* memory, int64_t beg
   }
 }
 
-}  // namespace
-
 void stages_loop(const Problem& p, const Stages& stages, void* scratch, int64_t begin, int64_t end) {
-  switch (p.dtype) {
-    case Dtype::kFloat: return run_stages<Float>(p, stages, scratch, begin, end);
-    case Dtype::kDouble: return run_stages<Double>(p, stages, scratch, begin, end);
-    case Dtype::kBFloat16: return run_stages<BFloat16>(p, stages, scratch, begin, end);
-    case Dtype::kHalf: return run_stages<Half>(p, stages, scratch, begin, end);
-  }
+  with_format(p.dtype, [&](auto f) { run_stages<decltype(f)>(p, stages, scratch, begin, end); });
 }
 
 void exponentials(Dtype dtype, void* values, int64_t n) {
@@ -341,5 +320,6 @@ void exponentials(Dtype dtype, void* values, int64_t n) {
   exponentials_of(static_cast<float*>(values), n);
 }
 
+}  // namespace
 }  // namespace TIGHTROPE_ISA
 }  // namespace tightrope
