@@ -220,7 +220,7 @@ def build_library() -> Path:
         where = shlex.join(command).replace(str(ROOT), ".")
         key = digest(version, torch_version, where, text, *headers)
         if source == largest and not target_of(Path(source).stem, key, ".o").exists():
-            say("Compiling the CPU kernel of tightrope: up to two minutes on two cores.")
+            say("Compiling the CPU kernel of tightrope: about a minute on two cores.")
         return produce(Path(source).stem, key, ".o", command)
 
     # Start with the largest.

@@ -17,9 +17,6 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-// For loops with many callers: not inlined, they vectorise better.
-#define TIGHTROPE_LOOP __attribute__((noinline))
-
 TIGHTROPE_INLINE float root(float x) { return __builtin_sqrtf(x); }
 TIGHTROPE_INLINE double root(double x) { return __builtin_sqrt(x); }
 
@@ -47,7 +44,7 @@ TIGHTROPE_INLINE T scaled(T p, T whole) {
 
 template <bool brief = false, class T>
 TIGHTROPE_INLINE T exponential(T x) {
-  if constexpr (kIsDouble<T>) {
+  if constexpr (kIs<T, double>) {
     return __builtin_exp(x);
   } else {
     // Beyond these limits e^x is 0 or infinite.
@@ -67,7 +64,7 @@ TIGHTROPE_INLINE T exponential(T x) {
 // e^x − 1 for x <= 0.
 template <bool brief, class T>
 TIGHTROPE_INLINE T less_one(T x) {
-  if constexpr (kIsDouble<T>) {
+  if constexpr (kIs<T, double>) {
     return __builtin_expm1(x);
   } else {
     const T p = polynomial(x, 1.59956908e-4, 1.36370712e-3, 8.32504407e-3, 4.16652709e-2, 1.66666552e-1, 0.5);
@@ -78,7 +75,7 @@ TIGHTROPE_INLINE T less_one(T x) {
 // log(1 + x) for x in [0, 1], as 2 artanh(x / (2 + x)).
 template <class T>
 TIGHTROPE_INLINE T log_one(T x) {
-  if constexpr (kIsDouble<T>) {
+  if constexpr (kIs<T, double>) {
     return __builtin_log1p(x);
   } else {
     const T s = x / (all<T>(2) + x), z = s * s, twice = s + s;
@@ -89,7 +86,7 @@ TIGHTROPE_INLINE T log_one(T x) {
 
 template <bool brief, class T>
 TIGHTROPE_INLINE T tangent(T x) {
-  if constexpr (kIsDouble<T>) {
+  if constexpr (kIs<T, double>) {
     return __builtin_tanh(x);
   } else {
     const T a = magnitude(x), z = x * x;
@@ -116,7 +113,7 @@ TIGHTROPE_INLINE T rest_of_square(T x, T square) {
 // constant factor.
 template <bool brief, class T>
 TIGHTROPE_INLINE T below(T x, T* density) {
-  if constexpr (kIsDouble<T>) {
+  if constexpr (kIs<T, double>) {
     *density = __builtin_exp(-0.5 * x * x);
     return 0.5 * __builtin_erfc(x * -0.70710678118654752440);
   } else {
@@ -252,7 +249,7 @@ struct Tanh {
 template <bool cosine>
 struct Wave {
   template <bool, class T> static TIGHTROPE_INLINE T f(T x) {
-    if constexpr (kIsDouble<T>) {
+    if constexpr (kIs<T, double>) {
       return cosine ? __builtin_cos(x) : __builtin_sin(x);
     } else {
       T s, c;
@@ -267,9 +264,7 @@ struct Wave {
 };
 
 template <class A>
-constexpr bool kIsWave = false;
-template <bool cosine>
-inline constexpr bool kIsWave<Wave<cosine>> = true;
+constexpr bool kIsWave = kIs<A, Wave<false>> || kIs<A, Wave<true>>;
 
 // Calls use(A()) for an elementwise activation A; returns false for the others.
 template <class Use>

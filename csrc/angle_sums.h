@@ -8,7 +8,7 @@
 // not grow with the number of heads.
 #pragma once
 
-#include "registers.h"
+#include "stage_rows.h"
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
@@ -39,34 +39,6 @@ inline void add_neighbours(const typename F::Stored* out, const typename F::Stor
   add_pairs<F>(out, grad, 0, 1, 0, 1, 2, 2, n, sum);
 }
 
-#if defined(TIGHTROPE_REGISTERS)
-// The same operations in registers, which convert half precision.
-inline void add_lanes(V y, V z, V dy, V dz, float* sum) {
-  Wide::write<false>(sum, fma_(-z, dy, fma_(y, dz, Wide::read(sum))));
-}
-template <>
-inline void add_halves<Half>(const uint16_t* out, const uint16_t* grad, int64_t other, int64_t n,
-                             float* sum) {
-  int64_t k = 0;
-  for (; k + kWidest <= n; k += kWidest)
-    add_lanes(Wide::read(out + k), Wide::read(out + other + k), Wide::read(grad + k), Wide::read(grad + other + k),
-              sum + k);
-  add_pairs<Half>(out + k, grad + k, 0, other, 0, other, 1, 1, n - k, sum + k);
-}
-template <>
-inline void add_neighbours<Half>(const uint16_t* out, const uint16_t* grad, int64_t n, float* sum) {
-  int64_t k = 0;
-  for (; k + kWidest <= n; k += kWidest) {
-    const uint16_t *at = out + 2 * k, *from = grad + 2 * k;
-    V y, z, dy, dz;
-    Wide::split(Wide::read(at), Wide::read(at + kWidest), &y, &z);
-    Wide::split(Wide::read(from), Wide::read(from + kWidest), &dy, &dz);
-    add_lanes(y, z, dy, dz, sum + k);
-  }
-  add_pairs<Half>(out + 2 * k, grad + 2 * k, 0, 1, 0, 1, 2, 2, n - k, sum + k);
-}
-#endif
-
 // Adds the gradients of the angles of pairs [first, first + n) of one head.
 template <class F>
 inline void add_head(const Problem& p, const Operand& o, int64_t row, int64_t head, int64_t token,
@@ -80,6 +52,15 @@ inline void add_head(const Problem& p, const Operand& o, int64_t row, int64_t he
                       token * i.token + at * i.channel;
   const Stored* grad = static_cast<const Stored*>(o.out) + row * j.row + head * j.head +
                        token * j.token + at * j.channel;
+  if constexpr (kIs<F, Half> && kHasRegisters<float>) {
+    if (i.channel == 1 && j.channel == 1) {
+      alignas(64) float y[2 * kAngles], dy[2 * kAngles];
+      const int64_t own = p.interleaved ? 2 * n : n, rest = 2 * n - own;
+      widen_row<Half>(out, 1, y, own), widen_row<Half>(out + other, 1, y + own, rest);
+      widen_row<Half>(grad, 1, dy, own), widen_row<Half>(grad + other, 1, dy + own, rest);
+      return p.interleaved ? add_neighbours<Float>(y, dy, n, sum) : add_halves<Float>(y, dy, n, n, sum);
+    }
+  }
   if (i.channel != 1 || j.channel != 1) {
     add_pairs<F>(out, grad, 0, other * i.channel, 0, other * j.channel, pair * i.channel,
                  pair * j.channel, n, sum);
@@ -127,9 +108,7 @@ inline void spread(const Problem& p, const AngleSums& sums, int64_t run, int64_t
       sums.by_position[at + (p.position_heads == 1 ? 0 : head)] += found;
     }
     if (sums.by_frequency != nullptr) {
-      const Split at = position_at(p, axis, row, token, head);
-      const double position =
-          sign * (at.lost ? __builtin_nan("") : double(at.whole) + double(at.fraction) / kHalfRange);
+      const double position = sign * distance_of(p, row, token, axis, head);
       const int64_t own = p.word_heads == 1 ? 0 : head;
       double* __restrict to = sums.by_frequency + ((run * p.axes + axis) * p.word_heads + own) * p.pairs + first;
       for (int64_t k = 0; k < n; ++k) to[k] += position * total[k];
@@ -198,35 +177,28 @@ inline void add_phases(const Problem& p, const AngleSums& sums, int64_t item) {
   }
 }
 
+// Calls use(row, token) for each token of a run.
+template <class Sums, class Use>
+inline void each_token(const Problem& p, const Sums& sums, int64_t run, const Use& use) {
+  const int64_t begin = run / sums.runs * sums.sequence, from = run % sums.runs * sums.run;
+  const int64_t to = sums.sequence - from < sums.run ? sums.sequence : from + sums.run;
+  for (int64_t i = begin + from; i < begin + to; ++i) use(i / p.tokens, i % p.tokens);
+}
+
 template <class F>
 void add_angles(const Problem& p, const AngleSums& sums, int64_t begin, int64_t end) {
   if (sums.by_phase != nullptr) {
     for (int64_t item = begin; item < end; ++item) add_phases<F>(p, sums, item);
     return;
   }
-  for (int64_t run = begin; run < end; ++run) {
-    const int64_t sequence = run / sums.runs;
-    const int64_t from = (run - sequence * sums.runs) * sums.run;
-    const int64_t to = sums.sequence - from < sums.run ? sums.sequence : from + sums.run;
-    for (int64_t i = sequence * sums.sequence + from; i < sequence * sums.sequence + to; ++i)
-      add_token<F>(p, sums, run, i / p.tokens, i % p.tokens);
-  }
+  for (int64_t run = begin; run < end; ++run)
+    each_token(p, sums, run, [&](int64_t row, int64_t token) { add_token<F>(p, sums, run, row, token); });
+}
+
+void angle_loop(const Problem& p, const AngleSums& sums, int64_t begin, int64_t end) {
+  with_format(p.dtype, [&](auto f) { add_angles<decltype(f)>(p, sums, begin, end); });
 }
 
 }  // namespace
-
-void angle_loop(const Problem& p, const AngleSums& sums, int64_t begin, int64_t end) {
-  switch (p.dtype) {
-    case Dtype::kFloat:
-      return add_angles<Float>(p, sums, begin, end);
-    case Dtype::kDouble:
-      return add_angles<Double>(p, sums, begin, end);
-    case Dtype::kBFloat16:
-      return add_angles<BFloat16>(p, sums, begin, end);
-    case Dtype::kHalf:
-      return add_angles<Half>(p, sums, begin, end);
-  }
-}
-
 }  // namespace TIGHTROPE_ISA
 }  // namespace tightrope

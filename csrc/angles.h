@@ -64,6 +64,12 @@ inline Split position_at(const Problem& p, int64_t axis, int64_t row, int64_t to
   return s;
 }
 
+// The position of a token as a double, for sums and slopes.
+inline double distance_of(const Problem& p, int64_t row, int64_t token, int64_t axis = 0, int64_t head = 0) {
+  const Split at = position_at(p, axis, row, token, head);
+  return at.lost ? __builtin_nan("") : double(at.whole) + double(at.fraction) / kHalfRange;
+}
+
 // floor(a * b / 2^64), at most 2 too small, as in the definition (angles.py).
 inline uint64_t high_product(int64_t a, int64_t b) {
   const int64_t a_high = a >> 32, a_low = a & 0xFFFFFFFF;
@@ -124,18 +130,13 @@ template <class P, class Bits>
 inline bool add_phases(const PhaseRow& from, int64_t n, uint64_t* __restrict phase) {
   const P* __restrict given = static_cast<const P*>(from.data);
   P least = 0;
-  if (from.step == 1) {
+  with_step(from.step, [&](auto step) {
     for (int64_t k = 0; k < n; ++k) {
-      phase[k] += uint64_t(Bits(given[k])) << (64 - 8 * sizeof(P));
-      least = given[k] < least ? given[k] : least;
-    }
-  } else {
-    for (int64_t k = 0; k < n; ++k) {
-      const P one = given[k * from.step];
+      const P one = given[k * step];
       phase[k] += uint64_t(Bits(one)) << (64 - 8 * sizeof(P));
       least = one < least ? one : least;
     }
-  }
+  });
   return least == P(Bits(1) << (8 * sizeof(P) - 1));
 }
 
@@ -161,7 +162,7 @@ TIGHTROPE_INLINE void radians(uint64_t remainder, double* angle) {
 template <class T>
 TIGHTROPE_INLINE void polynomials(T x, T* cosine, T* sine) {
   const T z = x * x, one = fma_(z, all<T>(-0.5), all<T>(1));
-  if constexpr (kIsDouble<T>) {
+  if constexpr (kIs<T, double>) {
     *sine = fma_(x * z, polynomial(z, 1.59181152632659752e-10, -2.50511316502351815e-8, 2.75573161016178744e-6,
                                    -1.98412698367567725e-4, 8.33333333333094729e-3, -1.66666666666666646e-1), x);
     *cosine = fma_(z * z, polynomial(z, -1.13826236474746046e-11, 2.08761461465586116e-9, -2.7557317271145146e-7,
@@ -191,8 +192,8 @@ inline void cos_sin(const uint64_t* __restrict phase, int64_t n, bool conjugate,
 
 // ---- cosines and sines of one tile ---------------------------------------------------------------
 
-// Whether cosines and sines are stored in the order of pairs (0, 2, 4, …, 1, 3, 5, …), for turn_twins.
-inline bool in_twos(const Problem& p) { return p.dtype == Dtype::kBFloat16 && !p.interleaved; }
+// Whether cosines and sines are stored in the order of pairs (0, 2, 4, …, 1, 3, 5, …): see Twin.
+inline bool in_twos(const Problem& p) { return kTwins<BFloat16> && p.dtype == Dtype::kBFloat16 && !p.interleaved; }
 
 // Index at which pair k of n is stored.
 inline int64_t slot(bool twos, int64_t k, int64_t n) {
@@ -207,22 +208,18 @@ struct Angles {
   alignas(64) T sine[kAngles];
 };
 
-// Copies n entries of a row of the caller's table, `step` apart, as values times `scale`. A step of 0 means
-// `any`; known steps vectorise.
-template <class F, int step, class T>
-TIGHTROPE_INLINE void copy_entries(const typename F::Stored* __restrict from, int64_t any, int64_t n, T scale,
-                                   T* __restrict out) {
-  for (int64_t k = 0; k < n; ++k) {
-    const T value = T(F::load(from[k * (step == 0 ? any : step)])) * scale;
-    // Replace every NaN by one without low bits: rounding others to 16 bits could give an infinity.
-    out[k] = value == value ? value : T(__builtin_nan(""));
-  }
-}
+// Copies n entries of a row of the caller's table, `step` apart, as values times `scale`.
 template <class F, class T>
-inline void copy_entries(const typename F::Stored* from, int64_t step, int64_t n, T scale, T* out) {
-  if (step == 1) return copy_entries<F, 1>(from, step, n, scale, out);
-  if (step == 2) return copy_entries<F, 2>(from, step, n, scale, out);
-  copy_entries<F, 0>(from, step, n, scale, out);
+TIGHTROPE_LOOP void copy_entries(const typename F::Stored* __restrict from, int64_t step, int64_t n, T scale,
+                                 T* __restrict out) {
+  const auto copy = [&](auto step) {
+    for (int64_t k = 0; k < n; ++k) {
+      const T value = T(F::load(from[k * step])) * scale;
+      // Replace every NaN by one without low bits: rounding others to 16 bits could give an infinity.
+      out[k] = value == value ? value : T(__builtin_nan(""));
+    }
+  };
+  step == 2 ? copy(Is<2>()) : with_step(step, copy);
 }
 
 // The same from bfloat16, next to each other, into the order of pairs in twos. Its NaNs have no low bits.
@@ -241,30 +238,19 @@ inline int64_t entry_at(const Table& table, int64_t row, int64_t head, int64_t a
 }
 
 // Reads the entries of n pairs from a row of the caller's table, beginning with entry `first`.
-template <class F, class T>
-inline void look_up(const Problem& p, const Table& table, int64_t row, int64_t head, int64_t at,
-                    int64_t first, int64_t n, T scale, T* out) {
-  const auto* from = static_cast<const typename F::Stored*>(table.data) + entry_at(table, row, head, at, first);
-  const int64_t step = p.table_step * table.stride.channel;
-  if (!in_twos(p)) return copy_entries<F>(from, step, n, scale, out);
-  if constexpr (kTwins<F>)
-    if (step == 1) return copy_twins(from, n, scale, out, out + (n + 1) / 2);
-  copy_entries<F>(from, 2 * step, (n + 1) / 2, scale, out);
-  copy_entries<F>(from + step, 2 * step, n / 2, scale, out + (n + 1) / 2);
-}
 template <class T>
 inline void look_up(const Problem& p, const Table& table, int64_t row, int64_t head, int64_t at,
                     int64_t first, int64_t n, T scale, T* out) {
-  switch (p.table_dtype) {
-    case Dtype::kFloat:
-      return look_up<Float>(p, table, row, head, at, first, n, scale, out);
-    case Dtype::kDouble:
-      return look_up<Double>(p, table, row, head, at, first, n, scale, out);
-    case Dtype::kBFloat16:
-      return look_up<BFloat16>(p, table, row, head, at, first, n, scale, out);
-    case Dtype::kHalf:
-      return look_up<Half>(p, table, row, head, at, first, n, scale, out);
-  }
+  const int64_t step = p.table_step * table.stride.channel;
+  with_format(p.table_dtype, [&](auto f) {
+    using F = decltype(f);
+    const auto* from = static_cast<const typename F::Stored*>(table.data) + entry_at(table, row, head, at, first);
+    if (!in_twos(p)) return copy_entries<F>(from, step, n, scale, out);
+    if constexpr (kTwins<F>)
+      if (step == 1) return copy_twins(from, n, scale, out, out + (n + 1) / 2);
+    copy_entries<F>(from, 2 * step, (n + 1) / 2, scale, out);
+    copy_entries<F>(from + step, 2 * step, n / 2, scale, out + (n + 1) / 2);
+  });
 }
 
 // Writes NaN for each pair whose frequency is NaN, infinite or too large (kNoTurns).

@@ -210,6 +210,14 @@ inline void read_words(const Arguments& a, Problem& p) {
   p.turns = static_cast<const int64_t*>(a.secondary->const_data_ptr());
 }
 
+// Checks that something has one row and one head for all, or those of q and k.
+inline void check_shares(const Problem& p, const char* what, int64_t rows, int64_t heads) {
+  STD_TORCH_CHECK(rows == 1 || rows == p.rows, "tightrope: ", what, " must have 1 row or those of q");
+  for (int32_t i = 0; i < p.operands; ++i)
+    STD_TORCH_CHECK(heads == 1 || heads == p.operand[i].heads, "tightrope: ", what,
+                    " must have 1 head or those of q and k");
+}
+
 inline void read_phases(const Arguments& a, Problem& p) {
   const View given(a.primary);
   const int32_t code = code_of(a.primary);
@@ -229,10 +237,7 @@ inline void read_phases(const Arguments& a, Problem& p) {
   p.phase_rows = given.size[0], p.phase_heads = given.size[1];
   auto at = [&](int d) { return given.size[d] == 1 ? int64_t(0) : given.stride[d]; };
   p.phase_stride = {at(0), at(1), given.stride[2], given.stride[3]};
-  STD_TORCH_CHECK(p.phase_rows == 1 || p.phase_rows == p.rows, "tightrope: phases must have 1 row or those of q");
-  for (int32_t i = 0; i < p.operands; ++i)
-    STD_TORCH_CHECK(p.phase_heads == 1 || p.phase_heads == p.operand[i].heads,
-                    "tightrope: phases must have 1 head or those of q and k");
+  check_shares(p, "phases", p.phase_rows, p.phase_heads);
 }
 
 inline void read_positions(const std::optional<Tensor>& positions, int64_t offset, bool add_index,
@@ -248,8 +253,7 @@ inline void read_positions(const std::optional<Tensor>& positions, int64_t offse
   STD_TORCH_CHECK(1 <= at.dims && at.dims <= (add_index ? 3 : 4) && positions->is_cpu() && at.size_at(axis) == p.axes,
                   "tightrope: positions must be [axes, rows|1, tokens|1], or without leading dimensions of size 1, "
                   "or [axes, rows|1, tokens, heads|1]");
-  STD_TORCH_CHECK(at.size_at(row) == 1 || at.size_at(row) == p.rows,
-                  "tightrope: positions must have 1 row or those of q");
+  check_shares(p, "positions", at.size_at(row), at.size_at(head));
   STD_TORCH_CHECK(at.size[token] == (add_index ? 1 : p.tokens),
                   "tightrope: positions must have the tokens of q, or 1 with add_index");
   p.positions = positions->const_data_ptr();
@@ -263,8 +267,6 @@ inline void read_positions(const std::optional<Tensor>& positions, int64_t offse
   p.position_token = add_index ? 0 : at.stride_at(token);
   p.position_heads = at.size_at(head);
   if (p.position_heads == 1) return;
-  for (int32_t i = 0; i < p.operands; ++i)
-    STD_TORCH_CHECK(p.position_heads == p.operand[i].heads, "tightrope: positions must have 1 head or those of q and k");
   p.position_head = at.stride_at(head);
   p.angles_per_head = true;
 }
@@ -356,11 +358,7 @@ inline void read_angles(const Arguments& a, Problem& p) {
     read_tables(a, p);
   }
   p.start = options.start;
-  STD_TORCH_CHECK(p.word_rows == 1 || p.word_rows == p.rows,
-                  "tightrope: angles must have 1 row or those of q");
-  for (int32_t i = 0; i < p.operands; ++i)
-    STD_TORCH_CHECK(p.word_heads == 1 || p.word_heads == p.operand[i].heads,
-                    "tightrope: angles must have 1 head or those of q and k");
+  check_shares(p, "angles", p.word_rows, p.word_heads);
   STD_TORCH_CHECK(p.start <= p.head_dim && p.pairs <= (p.head_dim - p.start) / 2,
                   "tightrope: rotated channels lie outside the head");
   p.angles_per_head = p.word_heads != 1 || p.phase_heads > 1;

@@ -16,29 +16,20 @@
 namespace tightrope::binding {
 namespace {
 
-// Converts n numbers, times `sign`, which is 1 or -1.
-template <class F, class To>
-inline void convert(const typename F::Stored* from, int64_t step, double sign, To* __restrict to, int64_t n) {
-  const auto each = [&](int64_t k, int64_t at) {
-    const auto value = typename F::Value(sign) * F::load(from[at]);
-    // Replace every NaN by one without low bits: see BFloat16 in formats.h.
-    to[k] = value != value ? To(__builtin_nan("")) : To(value);
-  };
-  if (step == 1) {
-    for (int64_t k = 0; k < n; ++k) each(k, k);
-  } else {
-    for (int64_t k = 0; k < n; ++k) each(k, k * step);
-  }
-}
+// Converts n numbers, `any` apart, times `sign`, which is 1 or -1.
 template <class To>
-inline void convert(Dtype dtype, const void* from, int64_t at, int64_t step, double sign, To* to, int64_t n) {
-  switch (dtype) {
-    case Dtype::kFloat: return convert<Float>(static_cast<const float*>(from) + at, step, sign, to, n);
-    case Dtype::kDouble: return convert<Double>(static_cast<const double*>(from) + at, step, sign, to, n);
-    case Dtype::kBFloat16: return convert<BFloat16>(static_cast<const uint16_t*>(from) + at, step, sign, to, n);
-    case Dtype::kHalf: break;
-  }
-  convert<Half>(static_cast<const uint16_t*>(from) + at, step, sign, to, n);
+inline void convert(Dtype dtype, const void* from, int64_t at, int64_t any, double sign, To* __restrict to, int64_t n) {
+  with_format(dtype, [&](auto f) {
+    using F = decltype(f);
+    const auto* start = static_cast<const typename F::Stored*>(from) + at;
+    with_step(any, [&](auto step) {
+      for (int64_t k = 0; k < n; ++k) {
+        const auto value = typename F::Value(sign) * F::load(start[k * step]);
+        // Replace every NaN by one without low bits: see BFloat16 in formats.h.
+        to[k] = value != value ? To(__builtin_nan("")) : To(value);
+      }
+    });
+  });
 }
 
 // Owns the converted copies of weights and gates that the loops read during one call.

@@ -13,41 +13,27 @@
 
 namespace tightrope {
 
-#define TIGHTROPE_LOOPS                          \
-  void loop(const Problem&, int64_t, int64_t);   \
-  void angle_loop(const Problem&, const AngleSums&, int64_t, int64_t);          \
-  void stages_loop(const Problem&, const Stages&, void*, int64_t, int64_t);       \
-  void exponentials(Dtype, void*, int64_t);                                     \
-  void gate_loop(const Problem&, const GateSums&, void*, int64_t, int64_t);     \
-  void phase_words_loop(const PhaseSums&, int64_t, int64_t);                    \
-  void phase_sums_loop(const PhaseSums&, int64_t, int64_t);
-
-#define TIGHTROPE_LOOPS_OF(isa) \
-  { isa::loop, isa::angle_loop, isa::stages_loop, isa::exponentials, isa::gate_loop, \
-    isa::phase_words_loop, isa::phase_sums_loop }
-
+// The loops of each instruction set (rotate_loops.h).
 namespace baseline {
-TIGHTROPE_LOOPS
+extern const Loops kLoops;
 }
 #if defined(__x86_64__)
 namespace avx2 {
-TIGHTROPE_LOOPS
+extern const Loops kLoops;
 }
 namespace avx512 {
-TIGHTROPE_LOOPS
+extern const Loops kLoops;
 }
-#if defined(TIGHTROPE_AVX512BF16)
 namespace avx512bf16 {
 void loop(const Problem&, int64_t, int64_t);
 }
-#endif
 #endif
 
 namespace {
 
 struct InstructionSet {
   const char* name;
-  Loops loops;
+  const Loops* loops;
   bool (*supported)();
 };
 
@@ -72,21 +58,26 @@ bool has_avx512bf16() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   return has_avx512() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
 }
+
+#if defined(TIGHTROPE_AVX512BF16)
+Loops with_rotation(Loops loops, Loop rotation) {
+  loops.rotate = rotation;
+  return loops;
+}
+const Loops kConverting = with_rotation(avx512::kLoops, avx512bf16::loop);
+#endif
 #endif
 
 // Best first.
 const InstructionSet kSets[] = {
 #if defined(__x86_64__)
 #if defined(TIGHTROPE_AVX512BF16)
-    {"avx512bf16",
-     {avx512bf16::loop, avx512::angle_loop, avx512::stages_loop, avx512::exponentials,
-      avx512::gate_loop, avx512::phase_words_loop, avx512::phase_sums_loop},
-     has_avx512bf16},
+    {"avx512bf16", &kConverting, has_avx512bf16},
 #endif
-    {"avx512", TIGHTROPE_LOOPS_OF(avx512), has_avx512},
-    {"avx2", TIGHTROPE_LOOPS_OF(avx2), has_avx2},
+    {"avx512", &avx512::kLoops, has_avx512},
+    {"avx2", &avx2::kLoops, has_avx2},
 #endif
-    {"baseline", TIGHTROPE_LOOPS_OF(baseline), [] { return true; }},
+    {"baseline", &baseline::kLoops, [] { return true; }},
 };
 
 const InstructionSet* find(const char* name) {
@@ -108,7 +99,7 @@ std::atomic<const InstructionSet*> current{start()};
 
 const Loops* loops() {
   const InstructionSet* set = current.load(std::memory_order_relaxed);
-  return set == nullptr ? nullptr : &set->loops;
+  return set == nullptr ? nullptr : set->loops;
 }
 
 }  // namespace tightrope

@@ -8,13 +8,7 @@ namespace TIGHTROPE_ISA {
 namespace {
 
 template <class A>
-constexpr bool kIsSilu = false;
-template <>
-inline constexpr bool kIsSilu<Silu> = true;
-template <class A>
-constexpr bool kHasSigmoid = kIsSilu<A>;
-template <>
-inline constexpr bool kHasSigmoid<Sigmoid> = true;
+constexpr bool kHasSigmoid = kIs<A, Sigmoid> || kIs<A, Silu>;
 
 // 1 + e^-x; infinite where float overflows.
 //
@@ -74,56 +68,52 @@ TIGHTROPE_LOOP void correct_large(const V& x, V* to, bool slope) {
       (*to)[k] = float(slope ? A::template slope<false>(double(x[k])) : A::template f<false>(double(x[k])));
 }
 
-// Activations that are few in models and many in instructions: a call, so that their code stands in the library once.
+// Activations that are few in models and many in instructions: a call, so that the loops around it stand in the library
+// once for all of them. It replaces n registers at `to` by f of those at `x`, or, backwards, multiplies them by f' of
+// those.
+struct Called {
+  void (*on)(const V* x, V* to, int n);
+};
 template <class A>
-constexpr bool kIsCalled = kIsWave<A>;
-template <>
-inline constexpr bool kIsCalled<Elu> = true;
-template <>
-inline constexpr bool kIsCalled<Softplus> = true;
-template <>
-inline constexpr bool kIsCalled<Tanh> = true;
+constexpr bool kIsCalled = kIs<A, Called> || kIs<A, Elu> || kIs<A, Softplus> || kIs<A, Tanh> || kIsWave<A>;
 
-template <class A, bool brief>
-TIGHTROPE_LOOP void call_act(V* x, int n) {
+template <class A, bool brief, bool back>
+void call_act(const V* x, V* to, int n) {
   for (int i = 0; i < n; ++i) {
     const V from = x[i];
-    x[i] = A::template f<brief>(from);
-    if (kIsWave<A> && any(magnitude(from) > all<V>(kLargeAngle))) correct_large<A>(from, &x[i], false);
-  }
-}
-template <class A, bool brief>
-TIGHTROPE_LOOP void call_slope(const V* x, V* g, int n) {
-  for (int i = 0; i < n; ++i) {
-    V slope = A::template slope<brief>(x[i]);
-    if (kIsWave<A> && any(magnitude(x[i]) > all<V>(kLargeAngle))) correct_large<A>(x[i], &slope, true);
-    g[i] *= slope;
+    V found = back ? A::template slope<brief>(from) : A::template f<brief>(from);
+    if (kIsWave<A> && any(magnitude(from) > all<V>(kLargeAngle))) correct_large<A>(from, &found, back);
+    to[i] = back ? to[i] * found : found;
   }
 }
 
 // Applies f to n registers in place.
-template <class A, bool brief, int n>
-TIGHTROPE_INLINE void act_on(V* x) {
-  if constexpr (kIsCalled<A>) return call_act<A, brief>(x, n);
-  if constexpr (kHasSigmoid<A>) {
+template <bool brief, int n, class A>
+TIGHTROPE_INLINE void act_on(A act, V* x) {
+  if constexpr (kIsCalled<A>) {
+    act.on(x, x, n);
+  } else if constexpr (kHasSigmoid<A>) {
     V below[n];
 #pragma GCC unroll 4
     for (int i = 0; i < n; ++i) below[i] = x[i];
     one_and_exponential<brief, n>(below);
     // Division has its own execution unit: overlapped with the rest, it is cheaper than Newton's method.
 #pragma GCC unroll 4
-    for (int i = 0; i < n; ++i) x[i] = (kIsSilu<A> ? x[i] : all<V>(1)) / below[i];
+    for (int i = 0; i < n; ++i) x[i] = (kIs<A, Silu> ? x[i] : all<V>(1)) / below[i];
   } else {
 #pragma GCC unroll 4
     for (int i = 0; i < n; ++i) x[i] = A::template f<brief>(x[i]);
   }
 }
 // Multiplies n gradients g by f'(x).
-template <class A, bool brief, int n>
-TIGHTROPE_INLINE void slope_on(const V* x, V* g) {
-  if constexpr (kIsCalled<A>) return call_slope<A, brief>(x, g, n);
+template <bool brief, int n, class A>
+TIGHTROPE_INLINE void slope_on(A act, const V* x, V* g) {
+  if constexpr (kIsCalled<A>) {
+    act.on(x, g, n);
+  } else {
 #pragma GCC unroll 4
-  for (int i = 0; i < n; ++i) g[i] *= A::template slope<brief>(x[i]);
+    for (int i = 0; i < n; ++i) g[i] *= A::template slope<brief>(x[i]);
+  }
 }
 
 }  // namespace

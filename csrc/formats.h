@@ -20,6 +20,8 @@
 
 // For functions without which the compiler does not vectorise, or does not keep values in registers.
 #define TIGHTROPE_INLINE inline __attribute__((always_inline))
+// For loops with many callers: not inlined, they vectorise better, and compile once.
+#define TIGHTROPE_LOOP __attribute__((noinline))
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
@@ -58,10 +60,10 @@ inline __m512 fms_(__m512 a, __m512 b, __m512 c) { return _mm512_fmsub_ps(a, b, 
 // A number in all lanes of a vector; of a scalar type, the number itself.
 template <class T>
 TIGHTROPE_INLINE T all(double x) { return T(x); }
+template <class T, class Other>
+constexpr bool kIs = false;
 template <class T>
-constexpr bool kIsDouble = false;
-template <>
-inline constexpr bool kIsDouble<double> = true;
+inline constexpr bool kIs<T, T> = true;
 // A polynomial, from its highest coefficient on.
 template <class T, class... Numbers>
 TIGHTROPE_INLINE T polynomial(T x, double highest, Numbers... next) {
@@ -147,6 +149,38 @@ struct Half {
   }
 #endif
 };
+
+// Calls use(F()) for a storage format F.
+template <class Use>
+inline void with_format(Dtype dtype, const Use& use) {
+  switch (dtype) {
+    case Dtype::kFloat: return use(Float());
+    case Dtype::kDouble: return use(Double());
+    case Dtype::kBFloat16: return use(BFloat16());
+    case Dtype::kHalf: return use(Half());
+  }
+}
+
+// Whether registers.h and stage_lines.h process everything of this type with contiguous channels, but softmax.
+template <class T>
+#if defined(TIGHTROPE_REGISTERS)
+constexpr bool kHasRegisters = kIs<T, float>;
+#else
+constexpr bool kHasRegisters = false;
+#endif
+
+// An integer as a type, to select a template.
+template <int n>
+struct Is {
+  static constexpr int value = n;
+  constexpr operator int64_t() const { return n; }
+};
+// Calls use(step); a step of 1 is a constant, because loops over adjacent numbers vectorise.
+template <class Use>
+TIGHTROPE_INLINE void with_step(int64_t step, const Use& use) {
+  if (step == 1) return use(Is<1>());
+  use(step);
+}
 
 // ---- pairs ---------------------------------------------------------------------------------------
 
@@ -245,22 +279,14 @@ struct Row {
 
 // Whether the halves of a head rotate two pairs at a time: see Twin.
 template <class F>
-constexpr bool kTwins = false;
-template <>
-constexpr bool kTwins<BFloat16> = true;
+constexpr bool kTwins = kIs<F, BFloat16> && kHasRegisters<float>;
 
-// Two bfloat16 in one 32-bit word widen with a shift and a mask, without moving lanes. So the loops
+// Two bfloat16 in one 32-bit word widen with a shift and a mask, without moving lanes. So registers
 // process two pairs at a time, with cosines and sines in the order (0, 2, 4, …, 1, 3, 5, …).
 typedef uint32_t __attribute__((aligned(2), may_alias)) Twin;
 
 inline float even(uint32_t twin) { return bits<float>(twin << 16); }
 inline float odd(uint32_t twin) { return bits<float>(twin & 0xFFFF0000u); }
-inline uint32_t twin(float even, float odd) {
-  const uint32_t e = bits<uint32_t>(even), o = bits<uint32_t>(odd);
-  const uint32_t low = (e + 0x7FFFu + ((e >> 16) & 1u)) >> 16;
-  const uint32_t high = (o + 0x7FFFu + ((o >> 16) & 1u)) & 0xFFFF0000u;
-  return low | high;
-}
 
 }  // namespace
 }  // namespace TIGHTROPE_ISA

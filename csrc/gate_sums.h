@@ -4,7 +4,7 @@
 // The order of a sum does not depend on the number of threads, as in angle_sums.h.
 #pragma once
 
-#include "stages.h"
+#include "angle_sums.h"
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
@@ -15,11 +15,7 @@ inline void add_gates_of(const Problem& p, const GateSums& sums, int64_t item, i
                          int64_t token, typename F::Value* y, typename F::Value* g) {
   using Stored = typename F::Stored;
   using T = typename F::Value;
-  double position = 1.0;
-  if (sums.times_position) {
-    const Split at = position_at(p, 0, row, token);
-    position = at.lost ? __builtin_nan("") : double(at.whole) + double(at.fraction) / kHalfRange;
-  }
+  const double position = sums.times_position ? distance_of(p, row, token) : 1.0;
   const int64_t n = p.head_dim;
   const Operand& o = p.operand[0];
   const Strides &i = o.in_stride, &j = o.out_stride;
@@ -59,24 +55,14 @@ void add_gates(const Problem& p, const GateSums& sums, void* memory, int64_t beg
         add_gates_of<F>(p, sums, item, sums.rows_share ? row : item / p.tokens, token, y, g);
       continue;
     }
-    const int64_t sequence = item / sums.runs;
-    const int64_t from = (item - sequence * sums.runs) * sums.run;
-    const int64_t to = sums.sequence - from < sums.run ? sums.sequence : from + sums.run;
-    for (int64_t i = sequence * sums.sequence + from; i < sequence * sums.sequence + to; ++i)
-      add_gates_of<F>(p, sums, item, i / p.tokens, i % p.tokens, y, g);
+    each_token(p, sums, item, [&](int64_t row, int64_t token) { add_gates_of<F>(p, sums, item, row, token, y, g); });
   }
+}
+
+void gate_loop(const Problem& p, const GateSums& sums, void* scratch, int64_t begin, int64_t end) {
+  with_format(p.dtype, [&](auto f) { add_gates<decltype(f)>(p, sums, scratch, begin, end); });
 }
 
 }  // namespace
-
-void gate_loop(const Problem& p, const GateSums& sums, void* scratch, int64_t begin, int64_t end) {
-  switch (p.dtype) {
-    case Dtype::kFloat: return add_gates<Float>(p, sums, scratch, begin, end);
-    case Dtype::kDouble: return add_gates<Double>(p, sums, scratch, begin, end);
-    case Dtype::kBFloat16: return add_gates<BFloat16>(p, sums, scratch, begin, end);
-    case Dtype::kHalf: return add_gates<Half>(p, sums, scratch, begin, end);
-  }
-}
-
 }  // namespace TIGHTROPE_ISA
 }  // namespace tightrope

@@ -25,29 +25,9 @@ inline void turn_pair(const Stored* u, const Stored* v, Stored* y, Stored* z, Ro
   *z = F::store(A::apart ? A::v(a, b, r.c2[k], r.s2[k]) : A::v(a, b, r.c[k], r.s[k]));
 }
 
-template <class A>
-inline void turn_twins(const Twin* u, const Twin* v, Twin* y, Twin* z, Row<float> r,
-                       Row<float> d, int64_t n) {
-  const Row<float> r2 = A::apart ? Row<float>{r.c2, r.s2, 0, 0} : r;
-  const Row<float> d2 = A::apart ? Row<float>{d.c2, d.s2, 0, 0} : d;
-  TIGHTROPE_INDEPENDENT
-  for (int64_t k = 0; k < n; ++k) {
-    const float a0 = even(u[k]), b0 = even(v[k]), a1 = odd(u[k]), b1 = odd(v[k]);
-    y[k] = twin(A::u(a0, b0, r.c[k], r.s[k]), A::u(a1, b1, d.c[k], d.s[k]));
-    z[k] = twin(A::v(a0, b0, r2.c[k], r2.s[k]), A::v(a1, b1, d2.c[k], d2.s[k]));
-  }
-}
-
 // Rotates pairs (u[k], v[k]) that are contiguous in k.
 template <class A, class Stored, class T>
 inline void turn_halves(const Stored* u, const Stored* v, Stored* y, Stored* z, Row<T> r, int64_t n) {
-  if constexpr (kTwins<typename A::Format>) {
-    const int64_t first = (n + 1) / 2;
-    const Row<T> odds = {r.c + first, r.s + first, r.c2 + first, r.s2 + first};
-    turn_twins<A>((const Twin*)u, (const Twin*)v, (Twin*)y, (Twin*)z, r, odds, n / 2);
-    if (n % 2) turn_pair<A>(u + n - 1, v + n - 1, y + n - 1, z + n - 1, r, first - 1);
-    return;
-  }
   TIGHTROPE_INDEPENDENT
   for (int64_t k = 0; k < n; ++k) turn_pair<A>(u + k, v + k, y + k, z + k, r, k);
 }
@@ -55,17 +35,6 @@ inline void turn_halves(const Stored* u, const Stored* v, Stored* y, Stored* z, 
 // Rotates pairs (x[2k], x[2k + 1]).
 template <class A, class Stored, class T>
 inline void turn_neighbours(const Stored* x, Stored* y, Row<T> r, int64_t n) {
-  if constexpr (kTwins<typename A::Format>) {
-    const Twin* p = (const Twin*)x;
-    Twin* q = (Twin*)y;
-    const Row<T> r2 = A::apart ? Row<T>{r.c2, r.s2, 0, 0} : r;
-    TIGHTROPE_INDEPENDENT
-    for (int64_t k = 0; k < n; ++k) {
-      const float a = even(p[k]), b = odd(p[k]);
-      q[k] = twin(A::u(a, b, r.c[k], r.s[k]), A::v(a, b, r2.c[k], r2.s[k]));
-    }
-    return;
-  }
   TIGHTROPE_INDEPENDENT
   for (int64_t k = 0; k < n; ++k) turn_pair<A>(x + 2 * k, x + 2 * k + 1, y + 2 * k, y + 2 * k + 1, r, k);
 }
@@ -117,6 +86,34 @@ struct Heads {
   }
 };
 
+// Heads of one token with contiguous channels, with f and P; steps are from head to head.
+template <class F>
+struct Line {
+  const typename F::Stored* in;
+  typename F::Stored* out;
+  const typename F::Stored* x;  // the input of the forward call, for the backward pass
+  int64_t in_step, out_step, x_step;
+  const typename F::Value *gate, *weight;  // or null; with registers in their order (lines.h)
+  int64_t gate_step, weight_step;
+  int64_t count, ahead;
+
+  // Moves on by some heads.
+  void skip(int64_t heads) {
+    in += heads * in_step, out += heads * out_step;
+    if (x != nullptr) x += heads * x_step;
+    if (gate != nullptr) gate += heads * gate_step;
+    if (weight != nullptr) weight += heads * weight_step;
+  }
+};
+
+// Slopes of the heads of an operand, as exponents of 2, in the order of registers (powers.h).
+struct Slopes {
+  float *high, *low;  // `step` values from head to head
+  int64_t step;
+  int64_t count;  // values of a head; 0 if a slope is too large for powers_of
+  int64_t own;    // computed values of a head: a register of them if every head has one slope for all channels
+};
+
 // Prefetches the input of a head `ahead` bytes away, and its output unless that is the input.
 template <class Stored>
 inline void prefetch(const Stored* in, const Stored* out, int64_t ahead, int64_t bytes) {
@@ -154,7 +151,7 @@ inline void turn_in_loops(const Problem& p, const Heads<typename A::Stored>& hea
     Stored* const result = heads.out + head * heads.out_step;
     Stored* const out = heads.streams ? reinterpret_cast<Stored*>(streamed.bytes) : result;
     prefetch(in, heads.streams ? in : out, heads.ahead, bytes);
-    if (i != 1 || j != 1) {
+    if (kHasRegisters<typename A::Value> || i != 1 || j != 1) {
       turn_strided<A>(in + at * i, i, out + at * j, j, pair, other, r, n, in_twos(p));
     } else if (p.interleaved) {
       turn_neighbours<A>(in + at, out + at, r, n);

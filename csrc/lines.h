@@ -168,7 +168,7 @@ inline void each_span(const Problem& p, const Use& use) {
 
 // Rearranges channels into register order. Replaces every NaN by one without low bits: see BFloat16.
 template <class F>
-inline void arrange(const Problem& p, const float* from, float* to) {
+TIGHTROPE_LOOP void arrange(const Problem& p, const float* from, float* to) {
   const auto read = [&](int64_t at, int64_t n) {
     const V x = read_first(from + at, n);
     return choose(x == x, x, all<V>(__builtin_nan("")));
@@ -185,24 +185,12 @@ inline void arrange(const Problem& p, const float* from, float* to) {
 }
 // The inverse of arrange: moves values in register order back to their channels.
 template <class F>
-inline void restore(const Problem& p, const float* from, float* to) {
+TIGHTROPE_LOOP void restore(const Problem& p, const float* from, float* to) {
   each_span<F>(p, [&](int64_t channel, int64_t n, int64_t at) {
     for (int64_t k = 0; k < n; ++k)
       to[channel + k] = from[at + (Span<F>::kRegisters == 2 ? k / 2 + k % 2 * kWidest : k)];
   });
 }
-
-// Heads of one token with contiguous channels; steps are from head to head.
-template <class Stored>
-struct Line {
-  const Stored* in;
-  Stored* out;
-  const Stored* x;  // the input of the forward call, for the backward pass
-  int64_t in_step, out_step, x_step;
-  const float *gate, *weight;  // in register order, or null
-  int64_t gate_step, weight_step;
-  int64_t count, ahead;
-};
 
 }  // namespace
 }  // namespace TIGHTROPE_ISA

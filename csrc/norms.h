@@ -44,7 +44,7 @@ TIGHTROPE_INLINE Sums squares(const typename F::Stored* in, int64_t n) {
 
 // Adds up the partial sums of kWidest heads from `first` on; a register of their sums, in order.
 template <class F>
-TIGHTROPE_INLINE V squares_of(const Line<typename F::Stored>& line, int64_t channels, int64_t first) {
+TIGHTROPE_INLINE V squares_of(const Line<F>& line, int64_t channels, int64_t first) {
   const auto of = [&](int64_t head) {
     return head < line.count ? squares<F>(line.in + head * line.in_step, channels) : Sums();
   };
@@ -97,7 +97,7 @@ inline float total(const Sums& sums) {
 
 // 1 / sqrt(mean of the squares + eps) of each head, at most kNorms heads.
 template <class F>
-TIGHTROPE_LOOP void norms(const Problem& p, double eps, const Line<typename F::Stored>& line, float* scale) {
+TIGHTROPE_LOOP void norms(const Problem& p, double eps, const Line<F>& line, float* scale) {
   const V share = all<V>(1.0f / float(p.head_dim)), least = all<V>(eps);
   for (int64_t head = 0; head < line.count; head += kWidest) {
     const V sums = squares_of<F>(line, p.head_dim, head);
@@ -105,9 +105,9 @@ TIGHTROPE_LOOP void norms(const Problem& p, double eps, const Line<typename F::S
   }
 }
 
-// Backward pass of a norm, one head: sums over the head, then the gradient. `g` and `x` are scratch rows.
+// Backward pass of a norm, the first head of a line: sums over the head, then the gradient. `g` and `x` are scratch rows.
 template <class F, bool interleaved>
-TIGHTROPE_LOOP void norm_back(const Problem& p, double eps, const Line<typename F::Stored>& line,
+TIGHTROPE_LOOP void norm_back_of(const Problem& p, double eps, const Line<F>& line,
                       const float* c, const float* s, float* g, float* x, float* by_weight) {
   using T = Turn<F, interleaved>;
   using S = Span<F>;
@@ -115,7 +115,7 @@ TIGHTROPE_LOOP void norm_back(const Problem& p, double eps, const Line<typename 
   int64_t row = 0;
   Sums square, shared;
   // `span`: the number of a span, or of a block, of its kind.
-  const auto keep = [&](const V* y, const V* at, int registers, int64_t span) {
+  const auto keep = [&](const V* y, const V* at, int registers, int64_t span) __attribute__((always_inline)) {
     for (int i = 0; i < registers; ++i, row += kWidest) {
       const int part = int(kMixed<F, interleaved> && registers == 2 ? 2 * span + i : span) % Sums::kRegisters;
       Wide::write<false>(g + row, y[i]);
@@ -124,7 +124,7 @@ TIGHTROPE_LOOP void norm_back(const Problem& p, double eps, const Line<typename 
       shared.at[part] = fma_(y[i] * Wide::read(line.weight + row), at[i], shared.at[part]);
     }
   };
-  const auto gated = [&](V* y, int registers) {
+  const auto gated = [&](V* y, int registers) __attribute__((always_inline)) {
     if (line.gate == nullptr) return;
     for (int i = 0; i < registers; ++i) y[i] = y[i] * Wide::read(line.gate + row + kWidest * i);
   };
@@ -164,6 +164,11 @@ TIGHTROPE_LOOP void norm_back(const Problem& p, double eps, const Line<typename 
     V y[2] = {Wide::read(g + at), Wide::read(g + at + kWidest)};
     S::write(line.out + channel, count, y);
   });
+}
+template <class F>
+inline void norm_back(const Problem& p, double eps, const Line<F>& line, const float* c, const float* s, float* g,
+                      float* x, float* by_weight) {
+  (p.interleaved ? norm_back_of<F, true> : norm_back_of<F, false>)(p, eps, line, c, s, g, x, by_weight);
 }
 
 }  // namespace

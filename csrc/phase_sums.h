@@ -56,58 +56,38 @@ inline void words_of(const double* __restrict x, int64_t n, uint64_t* __restrict
   for (int64_t i = 0; i < n; ++i) word[i] = (uint64_t(int64_t(units[i])) << 2) + uint64_t(int64_t(fine[i]));
 }
 
-template <class F>
-inline void load_angles(const PhaseSums& p, const void* in, int64_t at, int64_t tokens, int64_t n,
-                        double* __restrict to) {
-  const typename F::Stored* from = static_cast<const typename F::Stored*>(in) + at;
-  const int64_t token = p.in_stride.token, pair = p.in_stride.channel;
-  if (pair == 1 && token == n) n *= tokens, tokens = 1;
-  for (int64_t t = 0; t < tokens; ++t, from += token, to += n) {
-    if (pair == 1) {
-      for (int64_t k = 0; k < n; ++k) to[k] = double(F::load(from[k]));
-    } else {
-      for (int64_t k = 0; k < n; ++k) to[k] = double(F::load(from[k * pair]));
-    }
-  }
-}
-inline void load_angles(const PhaseSums& p, int64_t at, int64_t tokens, int64_t n, double* to) {
-  switch (p.dtype) {
-    case Dtype::kFloat: return load_angles<Float>(p, p.in, at, tokens, n, to);
-    case Dtype::kDouble: return load_angles<Double>(p, p.in, at, tokens, n, to);
-    case Dtype::kBFloat16: return load_angles<BFloat16>(p, p.in, at, tokens, n, to);
-    case Dtype::kHalf: return load_angles<Half>(p, p.in, at, tokens, n, to);
-  }
+inline void load_angles(const PhaseSums& p, int64_t at, int64_t tokens, int64_t n, double* __restrict to) {
+  const int64_t token = p.in_stride.token;
+  if (p.in_stride.channel == 1 && token == n) n *= tokens, tokens = 1;
+  with_format(p.dtype, [&](auto f) {
+    using F = decltype(f);
+    const auto* from = static_cast<const typename F::Stored*>(p.in) + at;
+    with_step(p.in_stride.channel, [&](auto pair) {
+      for (int64_t t = 0; t < tokens; ++t)
+        for (int64_t k = 0; k < n; ++k) to[t * n + k] = double(F::load(from[t * token + k * pair]));
+    });
+  });
 }
 
 // The smallest integer marks a phase that is NaN, so a phase of half a turn moves up by one unit.
-inline int64_t stored(uint64_t phase, uint64_t gone) {
+inline void store_phase(uint64_t phase, uint64_t gone, int64_t* to) {
   constexpr uint64_t kMarker = uint64_t(1) << 63;
-  return int64_t(gone ? kMarker : phase + (phase == kMarker));
+  *to = int64_t(gone ? kMarker : phase + (phase == kMarker));
 }
-inline int32_t upper_half(uint64_t phase, uint64_t gone) {
+// The upper half.
+inline void store_phase(uint64_t phase, uint64_t gone, int32_t* to) {
   constexpr uint32_t kMarker = uint32_t(1) << 31;
   const uint32_t rounded = uint32_t((phase + (uint64_t(1) << 31)) >> 32);
-  return int32_t(gone ? kMarker : rounded + (rounded == kMarker));
+  *to = int32_t(gone ? kMarker : rounded + (rounded == kMarker));
 }
 
+template <class Stored>
 inline void store_phases(const PhaseSums& p, const uint64_t* __restrict phase, const uint64_t* __restrict gone,
                          int64_t at, int64_t n) {
-  const int64_t pair = p.out_stride.channel;
-  if (p.wide) {
-    int64_t* __restrict to = static_cast<int64_t*>(p.out) + at;
-    if (pair == 1) {
-      for (int64_t k = 0; k < n; ++k) to[k] = stored(phase[k], gone[k]);
-    } else {
-      for (int64_t k = 0; k < n; ++k) to[k * pair] = stored(phase[k], gone[k]);
-    }
-  } else {
-    int32_t* __restrict to = static_cast<int32_t*>(p.out) + at;
-    if (pair == 1) {
-      for (int64_t k = 0; k < n; ++k) to[k] = upper_half(phase[k], gone[k]);
-    } else {
-      for (int64_t k = 0; k < n; ++k) to[k * pair] = upper_half(phase[k], gone[k]);
-    }
-  }
+  Stored* __restrict to = static_cast<Stored*>(p.out) + at;
+  with_step(p.out_stride.channel, [&](auto pair) {
+    for (int64_t k = 0; k < n; ++k) store_phase(phase[k], gone[k], to + k * pair);
+  });
 }
 
 // Some pairs of one row and head, for a run of tokens.
@@ -129,14 +109,14 @@ inline PhaseItem phase_item(const PhaseSums& p, int64_t item) {
 }
 
 // Adds up the phase words of some tokens without a NaN or a reset, and stores the sums.
-template <class Stored, class Store>
+template <class Stored>
 inline void add_clean(const PhaseSums& p, const uint64_t* __restrict word, uint64_t* __restrict sum, int64_t at,
-                      int64_t tokens, int64_t n, const Store& store) {
+                      int64_t tokens, int64_t n) {
   Stored* __restrict to = static_cast<Stored*>(p.out) + at;
   for (int64_t t = 0; t < tokens; ++t, word += n, to += p.out_stride.token) {
     for (int64_t k = 0; k < n; ++k) {
       sum[k] += word[k];
-      to[k] = store(sum[k], 0);
+      store_phase(sum[k], 0, to + k);
     }
   }
 }
@@ -145,6 +125,7 @@ inline bool restarts(const PhaseSums& p, int64_t row, int64_t token) {
   return p.reset != nullptr && p.reset[row * p.reset_row + token * p.reset_token];
 }
 
+template <class Stored>
 inline void add_words(const PhaseSums& p, PhaseItem i) {
   alignas(64) double x[kEntries];
   alignas(64) uint64_t word[kEntries], gone[kEntries];
@@ -171,12 +152,7 @@ inline void add_words(const PhaseSums& p, PhaseItem i) {
       for (int64_t k = 0; k < n; ++k) any |= lost[k];
       for (int64_t k = 0; k < tokens * n; ++k) any |= gone[k];
       if (any == 0) {
-        const int64_t at = i.at(p.out_stride);
-        if (p.wide) {
-          add_clean<int64_t>(p, word, sum, at, tokens, n, [](uint64_t w, uint64_t g) { return stored(w, g); });
-        } else {
-          add_clean<int32_t>(p, word, sum, at, tokens, n, [](uint64_t w, uint64_t g) { return upper_half(w, g); });
-        }
+        add_clean<Stored>(p, word, sum, i.at(p.out_stride), tokens, n);
         i.token += tokens;
         continue;
       }
@@ -190,11 +166,11 @@ inline void add_words(const PhaseSums& p, PhaseItem i) {
           g[k] = lost[k] |= g[k];
         }
       }
-      store_phases(p, w, g, i.at(p.out_stride), n);
+      store_phases<Stored>(p, w, g, i.at(p.out_stride), n);
     }
   }
   if (!p.running) return;
-  for (int64_t k = 0; k < n; ++k) static_cast<int64_t*>(p.last)[last + k] = stored(sum[k], lost[k]);
+  for (int64_t k = 0; k < n; ++k) store_phase(sum[k], lost[k], static_cast<int64_t*>(p.last) + last + k);
 }
 
 template <class T>
@@ -209,31 +185,25 @@ inline void add_back(const PhaseSums& p, PhaseItem i) {
   for (i.token = p.tokens - 1; i.token >= 0; --i.token) {
     const T* __restrict grad = static_cast<const T*>(p.in) + i.at(p.in_stride);
     T* __restrict to = static_cast<T*>(p.out) + i.at(p.out_stride);
-    if (step == 1 && to_step == 1) {
-      for (int64_t k = 0; k < n; ++k) to[k] = T(sum[k] += double(grad[k]));
-    } else {
+    const auto add = [&](auto step, auto to_step) {
       for (int64_t k = 0; k < n; ++k) to[k * to_step] = T(sum[k] += double(grad[k * step]));
-    }
+    };
+    step == 1 && to_step == 1 ? add(Is<1>(), Is<1>()) : add(step, to_step);
     if (restarts(p, i.row, i.token)) memset(sum, 0, sizeof(sum));
   }
   for (int64_t k = 0; k < n; ++k) static_cast<T*>(p.last)[last + k] = T(sum[k]);
 }
 
-}  // namespace
-
 void phase_words_loop(const PhaseSums& p, int64_t begin, int64_t end) {
-  for (int64_t item = begin; item < end; ++item) add_words(p, phase_item(p, item));
+  for (int64_t item = begin; item < end; ++item)
+    (p.wide ? add_words<int64_t> : add_words<int32_t>)(p, phase_item(p, item));
 }
 
 void phase_sums_loop(const PhaseSums& p, int64_t begin, int64_t end) {
-  for (int64_t item = begin; item < end; ++item) {
-    if (p.dtype == Dtype::kDouble) {
-      add_back<double>(p, phase_item(p, item));
-    } else {
-      add_back<float>(p, phase_item(p, item));
-    }
-  }
+  for (int64_t item = begin; item < end; ++item)
+    (p.dtype == Dtype::kDouble ? add_back<double> : add_back<float>)(p, phase_item(p, item));
 }
 
+}  // namespace
 }  // namespace TIGHTROPE_ISA
 }  // namespace tightrope

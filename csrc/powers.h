@@ -13,14 +13,6 @@ struct Sum {
   float high, low;
 };
 
-// Slopes of the heads of an operand, as exponents of 2, in register order.
-struct Slopes {
-  float *high, *low;  // `step` values from head to head
-  int64_t step;
-  int64_t count;  // values of a head; 0 if a slope is too large for powers_of
-  int64_t own;    // computed values of a head: kWidest if every head has one slope for all channels, else `count`
-};
-
 // Converts the slopes of a head to exponents of 2. Clears `fit` if one is too large, and `same` if they
 // differ.
 TIGHTROPE_LOOP void split_slopes(const double* __restrict slope, float* __restrict high, float* __restrict low,
@@ -39,7 +31,7 @@ TIGHTROPE_LOOP void split_slopes(const double* __restrict slope, float* __restri
 
 // Splits and arranges the slopes of all heads; `high` and `low` are scratch rows.
 template <class F>
-inline Slopes arrange_slopes(const Problem& p, const Part& part, int64_t heads, float* to, int64_t width, float* high,
+TIGHTROPE_LOOP Slopes arrange_slopes(const Problem& p, const Part& part, int64_t heads, float* to, int64_t width, float* high,
                              float* low) {
   Slopes slopes{to, to + width, 2 * width, 0, kWidest};
   bool fit = true, same = true;
@@ -61,7 +53,7 @@ inline Slopes arrange_slopes(const Problem& p, const Part& part, int64_t heads, 
 
 // Writes e^(slope · position) of `heads` heads from `first` on, in register order. The product needs more
 // digits than float has: it is split into an integer and a remainder before anything is rounded.
-template <bool brief>
+template <class F>
 TIGHTROPE_LOOP void powers_of(const Slopes& slopes, int64_t first, int64_t heads, double position, float* out,
                               int64_t out_step) {
   const Sum at(position);
@@ -77,9 +69,10 @@ TIGHTROPE_LOOP void powers_of(const Slopes& slopes, int64_t first, int64_t heads
       // Clamp: for huge products the remainder means nothing. NaN stays NaN.
       x = at_least(all<V>(-1), at_most(all<V>(1), x));
       // 2^x as 1 + x times a polynomial; for |x| <= 1/2 the error is 1.1e-7 if brief, else 1.6e-8.
-      const V p = brief ? polynomial(x, 1.32647273e-3, 9.67151299e-3, 5.55073358e-2, 2.40222424e-1, 6.93147004e-1)
-                        : polynomial(x, 1.5353362e-4, 1.3398875e-3, 9.61843692e-3, 5.55033237e-2, 2.40226477e-1,
-                                     6.93147182e-1);
+      const V p = Span<F>::kBrief
+                      ? polynomial(x, 1.32647273e-3, 9.67151299e-3, 5.55073358e-2, 2.40222424e-1, 6.93147004e-1)
+                      : polynomial(x, 1.5353362e-4, 1.3398875e-3, 9.61843692e-3, 5.55033237e-2, 2.40226477e-1,
+                                   6.93147182e-1);
       y = scaled(fma_(x, p, all<V>(1)), at_least(all<V>(-252), at_most(all<V>(252), whole)));
       Wide::write<false>(out + k, y);
     }

@@ -361,12 +361,6 @@ struct Block<A, BFloat16, true, lanes> {
   Block<A, Float, false, lanes> all;
 };
 
-// An integer as a type, to select a template.
-template <int n>
-struct Is {
-  static constexpr int value = n;
-};
-
 // Rotates `blocks` blocks of pairs of all heads; their angles start at pair `at`.
 template <class A, bool interleaved, bool streams, int lanes, int blocks, class Stored>
 inline void turn_blocks(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t at,
@@ -394,7 +388,7 @@ inline void turn_blocks(const Heads<Stored>& heads, int64_t channel, int64_t oth
 // Rotates n pairs of each head: their first channels begin at `channel`, and the second ones are `other` channels
 // away. The first pass through the heads prefetches the next ones, of this size.
 template <class A, bool interleaved, class Stored>
-inline void turn_in_registers(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t n, int64_t bytes,
+TIGHTROPE_LOOP void turn_in_registers(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t n, int64_t bytes,
                               const Row<float>& r) {
   using Widest = Block<A, typename A::Format, interleaved, kWidest>;
   constexpr int64_t kPair = interleaved ? 2 : 1;
@@ -403,8 +397,10 @@ inline void turn_in_registers(const Heads<Stored>& heads, int64_t channel, int64
     constexpr int64_t kTaken = blocks.value * Widest::kPairs * lanes.value / kWidest;
     if (n - at < kTaken) return false;
     const int64_t fetched = at == 0 ? bytes : 0;
-    if (heads.streams) {
-      turn_blocks<A, interleaved, true, lanes.value, blocks.value>(heads, channel, other, at, n, fetched, r);
+    // Streamed halves are whole cache lines, for which the widest registers suffice but for a few neighbours.
+    constexpr bool kStreams = lanes.value == kWidest;
+    if (kStreams && heads.streams) {
+      turn_blocks<A, interleaved, kStreams, lanes.value, blocks.value>(heads, channel, other, at, n, fetched, r);
     } else {
       turn_blocks<A, interleaved, false, lanes.value, blocks.value>(heads, channel, other, at, n, fetched, r);
     }

@@ -228,13 +228,12 @@ inline int64_t row_width(const Problem& p, int64_t n) { return has_full_tables(p
 inline int64_t padded(int64_t n) { return (n + 31) / 32 * 32; }
 // Number of values of a head when its rotated halves and its other channels are each padded.
 inline int64_t row_values(const Problem& p) { return padded(p.head_dim) + 160; }
-// Number of values of scratch memory that a StagesLoop needs; see Scratch in stages.h and Rows in
-// stage_tiles.h.
+// Number of values of scratch memory that a StagesLoop needs; see Scratch in stages.h.
 inline int64_t scratch_values(const Problem& p, const Stages& o) {
   const int64_t width = padded(p.head_dim);
   int64_t rows = 3;
   for (int32_t i = 0; i < p.operands; ++i) rows += (o.gate == Gate::kSlope ? 4 : 2) * p.operand[i].heads;
-  return 2 * p.tile * padded(p.pairs) + kMaxOperands * p.tile * width + 5 * width + rows * row_values(p);
+  return 2 * p.tile * padded(p.pairs) + kMaxOperands * p.tile * width + 4 * width + rows * row_values(p);
 }
 
 struct Loops {

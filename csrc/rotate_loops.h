@@ -9,20 +9,26 @@
 #include "angle_sums.h"
 #include "gate_sums.h"
 #include "phase_sums.h"
+#include "stages.h"
 #endif
 
 namespace tightrope {
 #if defined(__AVX512BF16__)
 namespace avx512 {
-void loop(const Problem&, int64_t, int64_t);
+extern const Loops kLoops;
 }
 #endif
 namespace TIGHTROPE_ISA {
 namespace {
 
+// Rotates pairs [first, first + n) of some heads, with one arithmetic of a format.
+template <class F>
+using Turner = void (*)(const Problem& p, const Heads<typename F::Stored>& heads, int64_t first, int64_t n,
+                        const Row<typename F::Value>& r);
+
 template <class A>
-inline void turn_heads(const Problem& p, const Heads<typename A::Stored>& heads, int64_t first,
-                       int64_t n, const Row<typename A::Value>& r) {
+void turn_heads(const Problem& p, const Heads<typename A::Stored>& heads, int64_t first, int64_t n,
+                const Row<typename A::Value>& r) {
   if (first == 0 && heads.in != heads.out && 2 * p.pairs != p.head_dim) copy_rest(p, heads);
 #if defined(TIGHTROPE_REGISTERS)
   // Not for double: a register holds too few of them for this to pay.
@@ -54,16 +60,16 @@ inline Heads<Stored> heads_of(const Operand& o, int64_t row, int64_t head, int64
 }
 
 // Finds the cosines and sines of a tile for one head, or for all heads if they share them.
-template <class A>
-inline void take_angles(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t tokens, int64_t first,
-                        int64_t n, Angles<typename A::Value>& angles) {
-  if (point<typename A::Format>(p, row, head, token, tokens, first, n, angles)) return;
+template <class F>
+TIGHTROPE_LOOP void take_angles(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t tokens,
+                                int64_t first, int64_t n, Angles<typename F::Value>& angles) {
+  if (point<F>(p, row, head, token, tokens, first, n, angles)) return;
   fill(p, row, head, token, tokens, first, n, angles);
   // Tables have the dtype that the caller chose.
   if (!p.narrow || p.cosine.data != nullptr) return;
   for (int64_t i = 0; i < tokens * row_width(p, n); ++i) {
-    angles.cosine[i] = rounded(typename A::Format{}, angles.cosine[i]);
-    angles.sine[i] = rounded(typename A::Format{}, angles.sine[i]);
+    angles.cosine[i] = rounded(F{}, angles.cosine[i]);
+    angles.sine[i] = rounded(F{}, angles.sine[i]);
   }
 }
 
@@ -74,12 +80,12 @@ inline bool lies_across(const Operand& o) {
 }
 
 // Sorts the angles of a tile by pairs, then tokens: for those of bfloat16 in twos.
-template <class A, class T>
+template <class F, class T>
 inline void sort_by_pair(const Problem& p, const Angles<T>& angles, int64_t tokens, int64_t n, T* c, T* s) {
   const int64_t other = has_full_tables(p) ? n * tokens : 0;
   for (int64_t t = 0; t < tokens; ++t) {
     const Row<T>& r = angles.row[t];
-    const int64_t to = slot(kTwins<typename A::Format>, t, tokens);
+    const int64_t to = slot(kTwins<F>, t, tokens);
     for (int64_t k = 0; k < n; ++k) {
       const int64_t from = slot(in_twos(p), k, n), at = k * tokens + to;
       c[at] = r.c[from], s[at] = r.s[from];
@@ -88,10 +94,10 @@ inline void sort_by_pair(const Problem& p, const Angles<T>& angles, int64_t toke
   }
 }
 
-// Rotates a head that lies across: the tokens of one pair after the other.
-template <class A, class T>
-inline void turn_across(const Problem& p, const Heads<typename A::Stored>& head, int64_t tokens, int64_t first,
-                        int64_t n, const T* c, const T* s) {
+// Rotates a head that lies across: the tokens of one pair after the other, as the pairs of a head.
+template <class F, class T>
+inline void turn_across(const Problem& p, const Heads<typename F::Stored>& head, int64_t tokens, int64_t first,
+                        int64_t n, const T* c, const T* s, Turner<F> turner) {
   const int64_t pair = p.interleaved ? 2 : 1, step = head.in_channel;
   const int64_t other = (p.interleaved ? 1 : p.pairs) * step, second = has_full_tables(p) ? n * tokens : 0;
   if (head.in != head.out && first == 0) {
@@ -99,28 +105,23 @@ inline void turn_across(const Problem& p, const Heads<typename A::Stored>& head,
       if (d < p.start || d >= p.start + 2 * p.pairs)
         memcpy(head.out + d * step, head.in + d * step, size_t(tokens) * sizeof(*head.in));
   }
+  Problem across = p;
+  across.start = 0, across.interleaved = false, across.pairs = other, across.head_dim = 2 * other;
   for (int64_t k = 0; k < n; ++k) {
     const int64_t at = (p.start + (first + k) * pair) * step;
-    const Row<T> r = {c + k * tokens, s + k * tokens, c + second + k * tokens, s + second + k * tokens};
-#if defined(TIGHTROPE_REGISTERS)
-    if constexpr (sizeof(T) == sizeof(float)) {
-      Heads<typename A::Stored> one = {head.in + at, head.out + at, 0, 0, 1, 1, 1, 0, false};
-      turn_in_registers<A, false>(one, 0, other, tokens, 0, r);
-      continue;
-    }
-#endif
-    turn_halves<A>(head.in + at, head.in + at + other, head.out + at, head.out + at + other, r, tokens);
+    turner(across, {head.in + at, head.out + at, 0, 0, 1, 1, 1, 0, false}, 0, tokens,
+           {c + k * tokens, s + k * tokens, c + second + k * tokens, s + second + k * tokens});
   }
 }
 
 // A tile whose heads have angles of their own. All operands have the same heads, and share their angles.
-template <class A>
+template <class F>
 inline void turn_apart(const Problem& p, int64_t row, int64_t begin, int64_t end, int64_t token, int64_t tokens,
-                       int64_t first, int64_t n) {
-  using Stored = typename A::Stored;
-  Angles<typename A::Value> angles;
+                       int64_t first, int64_t n, Turner<F> turner) {
+  using Stored = typename F::Stored;
+  Angles<typename F::Value> angles;
   for (int64_t head = begin; head < end; ++head) {
-    take_angles<A>(p, row, head, token, tokens, first, n, angles);
+    take_angles<F>(p, row, head, token, tokens, first, n, angles);
     for (int32_t index = 0; index < p.operands; ++index) {
       const Operand& o = p.operand[index];
       const int64_t token_bytes = o.in_stride.token * int64_t(sizeof(Stored));
@@ -129,17 +130,18 @@ inline void turn_apart(const Problem& p, int64_t row, int64_t begin, int64_t end
         const int64_t ahead = t + 1 < tokens ? token_bytes : head_bytes - t * token_bytes;
         const int64_t place = place_of(p, o, row, token + t);
         if (place < 0) continue;
-        turn_heads<A>(p, heads_of<Stored>(o, row, head, 1, token + t, place, ahead), first, n, angles.row[t]);
+        turner(p, heads_of<Stored>(o, row, head, 1, token + t, place, ahead), first, n, angles.row[t]);
       }
     }
   }
 }
 
 // Heads [head, head + count) of one row, in the tokens of a tile, which share their angles.
-template <class A>
+template <class F>
 inline void turn_group(const Problem& p, const Operand& o, int64_t row, int64_t head, int64_t count, int64_t token,
-                       int64_t tokens, int64_t first, int64_t n, const Angles<typename A::Value>& angles) {
-  using Stored = typename A::Stored;
+                       int64_t tokens, int64_t first, int64_t n, const Angles<typename F::Value>& angles,
+                       Turner<F> turner) {
+  using Stored = typename F::Stored;
   // Adjacent heads are one run of memory, which may end before the next token begins. The processor fetches such a
   // run by itself, in time for float32: there fetching ahead only costs.
   const bool adjacent = o.in_stride.head < o.in_stride.token;
@@ -155,24 +157,24 @@ inline void turn_group(const Problem& p, const Operand& o, int64_t row, int64_t 
     const int64_t place = place_of(p, o, row, token + t);
     if (place < 0) continue;
     heads.in = in + o.source_of(row, token + t, place), heads.out = out + place;
-    turn_heads<A>(p, heads, first, n, angles.row[t]);
+    turner(p, heads, first, n, angles.row[t]);
   }
 }
 
 // Part `part` of a tile whose heads share their angles. The heads of all rows of the item count as one list.
-template <class A>
+template <class F>
 inline void turn_tile(const Problem& p, int64_t row, int64_t part, int64_t token, int64_t tokens, int64_t first,
-                      int64_t n) {
-  using Stored = typename A::Stored;
-  using T = typename A::Value;
+                      int64_t n, Turner<F> turner) {
+  using Stored = typename F::Stored;
+  using T = typename F::Value;
   Angles<T> angles;
-  take_angles<A>(p, row, 0, token, tokens, first, n, angles);
+  take_angles<F>(p, row, 0, token, tokens, first, n, angles);
   alignas(64) T cosine[kAngles], sine[kAngles];
   bool sorted = false;
   for (int32_t index = 0; index < p.operands; ++index) {
     const Operand& o = p.operand[index];
     const bool across = lies_across(o);
-    if (across && !sorted) sort_by_pair<A>(p, angles, tokens, n, cosine, sine), sorted = true;
+    if (across && !sorted) sort_by_pair<F>(p, angles, tokens, n, cosine, sine), sorted = true;
     // Heads that are not adjacent are separate streams: take as many as the cache can hold, with the tokens of
     // the tile as the inner loop.
     const int64_t most = across ? 1 : o.in_stride.head < o.in_stride.token ? o.heads : streams_of<Stored>(p);
@@ -184,16 +186,16 @@ inline void turn_tile(const Problem& p, int64_t row, int64_t part, int64_t token
       count = end - at < count ? end - at : count;
       if (across) {
         const int64_t place = place_of(p, o, own, token);
-        turn_across<A>(p, heads_of<Stored>(o, own, head, 1, token, place, 0), tokens, first, n, cosine, sine);
+        turn_across<F>(p, heads_of<Stored>(o, own, head, 1, token, place, 0), tokens, first, n, cosine, sine, turner);
       } else {
-        turn_group<A>(p, o, own, head, count, token, tokens, first, n, angles);
+        turn_group<F>(p, o, own, head, count, token, tokens, first, n, angles, turner);
       }
     }
   }
 }
 
-template <class A>
-void turn(const Problem& p, int64_t begin, int64_t end) {
+template <class F>
+void turn(const Problem& p, int64_t begin, int64_t end, Turner<F> turner) {
   const int64_t most = kAngles / row_width(p, 1);
   // All tiles of a part come before those of the next: threads then work on different pages.
   const int64_t tiles = p.rows / p.together * p.tiles_per_row;
@@ -209,9 +211,9 @@ void turn(const Problem& p, int64_t begin, int64_t end) {
       const int64_t n = p.pairs - first < most ? p.pairs - first : most;
       if (p.angles_per_head) {
         const int64_t heads = p.operand[0].heads;
-        turn_apart<A>(p, row, heads * part / p.parts, heads * (part + 1) / p.parts, token, tokens, first, n);
+        turn_apart<F>(p, row, heads * part / p.parts, heads * (part + 1) / p.parts, token, tokens, first, n, turner);
       } else {
-        turn_tile<A>(p, row, part, token, tokens, first, n);
+        turn_tile<F>(p, row, part, token, tokens, first, n, turner);
       }
       first += n;
     } while (first < p.pairs);
@@ -222,12 +224,12 @@ void turn(const Problem& p, int64_t begin, int64_t end) {
 // Only the last case, the usual one, relies on the two channels of a pair having the same angle.
 template <class F>
 void turn_by(const Problem& p, int64_t begin, int64_t end) {
-  if constexpr (sizeof(typename F::Stored) < sizeof(typename F::Value)) {
-    if (p.rounding == Rounding::kEach) return turn<Arithmetic<F, Rounding::kEach, true>>(p, begin, end);
-  }
-  if (p.rounding != Rounding::kOnce) return turn<Arithmetic<F, Rounding::kWide, true>>(p, begin, end);
-  if (has_full_tables(p)) return turn<Arithmetic<F, Rounding::kOnce, true>>(p, begin, end);
-  turn<Arithmetic<F, Rounding::kOnce, false>>(p, begin, end);
+  Turner<F> turner = has_full_tables(p) ? turn_heads<Arithmetic<F, Rounding::kOnce, true>>
+                                        : turn_heads<Arithmetic<F, Rounding::kOnce, false>>;
+  if (p.rounding != Rounding::kOnce) turner = turn_heads<Arithmetic<F, Rounding::kWide, true>>;
+  if constexpr (sizeof(typename F::Stored) < sizeof(typename F::Value))
+    if (p.rounding == Rounding::kEach) turner = turn_heads<Arithmetic<F, Rounding::kEach, true>>;
+  turn<F>(p, begin, end, turner);
 }
 
 }  // namespace
@@ -235,17 +237,14 @@ void turn_by(const Problem& p, int64_t begin, int64_t end) {
 #if defined(__AVX512BF16__)
 void loop(const Problem& p, int64_t begin, int64_t end) {
   if (p.dtype == Dtype::kBFloat16) return turn_by<BFloat16>(p, begin, end);
-  avx512::loop(p, begin, end);
+  avx512::kLoops.rotate(p, begin, end);
 }
 #else
-void loop(const Problem& p, int64_t begin, int64_t end) {
-  switch (p.dtype) {
-    case Dtype::kFloat: return turn_by<Float>(p, begin, end);
-    case Dtype::kDouble: return turn_by<Double>(p, begin, end);
-    case Dtype::kBFloat16: return turn_by<BFloat16>(p, begin, end);
-    case Dtype::kHalf: return turn_by<Half>(p, begin, end);
-  }
-}
+extern const Loops kLoops = {
+    [](const Problem& p, int64_t begin, int64_t end) {
+      with_format(p.dtype, [&](auto f) { turn_by<decltype(f)>(p, begin, end); });
+    },
+    angle_loop, stages_loop, exponentials, gate_loop, phase_words_loop, phase_sums_loop};
 #endif
 
 }  // namespace TIGHTROPE_ISA

@@ -2,10 +2,11 @@
 // widened, goes through f, is rotated by angles that stay in registers from head to head, multiplied by
 // P and rounded once.
 //
-// double and softmax use the loops of stages.h.
+// double and softmax use the rows of stage_rows.h.
 #pragma once
 
 #include "norms.h"
+#include "powers.h"
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
@@ -14,20 +15,12 @@ namespace {
 // A norm: its weight goes into the angles (WeighedTurn), and each head has a scale.
 struct Norm {};
 template <class A>
-constexpr bool kIsNone = false;
-template <>
-inline constexpr bool kIsNone<None> = true;
-template <class A>
-constexpr bool kIsNorm = false;
-template <>
-inline constexpr bool kIsNorm<Norm> = true;
-template <class A>
-constexpr bool kIsAct = !kIsNone<A> && !kIsNorm<A>;
+constexpr bool kIsAct = !kIs<A, None> && !kIs<A, Norm>;
 
 // Rotates `blocks` blocks of pairs of all heads, from pair `pair` of the slice on.
-template <class F, bool interleaved, class A, bool back, int blocks, bool whole>
-TIGHTROPE_LOOP void turn_line(const Problem& p, const Line<typename F::Stored>& line, const float* scale,
-                      int64_t pair, int64_t row, int64_t bytes, const float* c, const float* s) {
+template <class F, bool interleaved, bool back, int blocks, bool whole, class A>
+TIGHTROPE_LOOP void turn_line(const Problem& p, const Line<F>& line, [[maybe_unused]] A act,
+                      [[maybe_unused]] const float* scale, int64_t pair, int64_t row, int64_t bytes, const float* c, const float* s) {
   using T = Turn<F, interleaved>;
   constexpr int kRegisters = T::kRegisters;
   constexpr bool kBrief = Span<F>::kBrief;
@@ -42,7 +35,7 @@ TIGHTROPE_LOOP void turn_line(const Problem& p, const Line<typename F::Stored>& 
   const auto *in = line.in + channel, *x = has_x ? line.x + channel : line.in;
   auto* out = line.out + channel;
   const float* gate = gated ? line.gate + row : nullptr;
-  const float* weight = kIsNorm<A> ? line.weight + row : nullptr;
+  const float* weight = kIs<A, Norm> ? line.weight + row : nullptr;
   // Angles come in chunks of kAngles pairs.
   const int64_t chunk = pair / kAngles * kAngles;
   const int64_t n = pairs - chunk < kAngles ? pairs - chunk : kAngles;
@@ -51,7 +44,7 @@ TIGHTROPE_LOOP void turn_line(const Problem& p, const Line<typename F::Stored>& 
   for (int b = 0; b < blocks; ++b)
     turns[b].template take<whole>(c + chunk, s + chunk, pair - chunk + b * T::kPairs, n);
   WeighedTurn<F, interleaved> weighed[blocks];
-  if constexpr (kIsNorm<A>) {
+  if constexpr (kIs<A, Norm>) {
 #pragma GCC unroll 8
     for (int b = 0; b < blocks; ++b) weighed[b].take(turns[b], weight + b * kRow);
   }
@@ -66,21 +59,21 @@ TIGHTROPE_LOOP void turn_line(const Problem& p, const Line<typename F::Stored>& 
 #pragma GCC unroll 4
         for (int i = 0; i < kRegisters; ++i) y[i] *= Wide::read(gate + b * kRow + kWidest * i);
       };
-      if constexpr (kIsNorm<A>) {
+      if constexpr (kIs<A, Norm>) {
         // Scale first: rotating the unscaled values might overflow.
 #pragma GCC unroll 4
         for (int i = 0; i < kRegisters; ++i) y[i] *= all<V>(scale[head]);
         weighed[b].turn(y);
       } else {
-        if constexpr (kIsAct<A> && !back) act_on<A, kBrief, kRegisters>(y);
+        if constexpr (kIsAct<A> && !back) act_on<kBrief, kRegisters>(act, y);
         if (back && gated) multiply();
         turns[b].turn(y);
       }
-      if ((kIsNorm<A> || !back) && gated) multiply();
+      if ((kIs<A, Norm> || !back) && gated) multiply();
       if constexpr (has_x) {
         V at[kRegisters];
         T::template read<whole>(x + b * kStep, pairs, left, at);
-        slope_on<A, kBrief, kRegisters>(at, y);
+        slope_on<kBrief, kRegisters>(act, at, y);
       }
       T::template write<whole>(out + b * kStep, pairs, left, y);
     }
@@ -91,31 +84,31 @@ TIGHTROPE_LOOP void turn_line(const Problem& p, const Line<typename F::Stored>& 
 }
 
 // Applies f and P to n channels that do not rotate.
-template <class F, class A, bool back>
-TIGHTROPE_LOOP void pass_line(const Line<typename F::Stored>& line, const float* scale, int64_t channel,
-                      int64_t n, int64_t row) {
+template <class F, bool back, class A>
+TIGHTROPE_LOOP void pass_line(const Line<F>& line, [[maybe_unused]] A act, [[maybe_unused]] const float* scale,
+                      int64_t channel, int64_t n, int64_t row) {
   using S = Span<F>;
   for (int64_t head = 0; head < line.count; ++head) {
     V y[S::kRegisters], at[S::kRegisters];
     S::read(line.in + head * line.in_step + channel, n, y);
-    if constexpr (kIsAct<A> && !back) act_on<A, S::kBrief, S::kRegisters>(y);
+    if constexpr (kIsAct<A> && !back) act_on<S::kBrief, S::kRegisters>(act, y);
     for (int i = 0; i < S::kRegisters; ++i) {
       const int64_t from = row + kWidest * i;
-      if (kIsNorm<A>)
+      if (kIs<A, Norm>)
         y[i] = y[i] * all<V>(scale[head]) * Wide::read(line.weight + from);
       if (line.gate != nullptr) y[i] *= Wide::read(line.gate + head * line.gate_step + from);
     }
     if constexpr (kIsAct<A> && back) {
       S::read(line.x + head * line.x_step + channel, n, at);
-      slope_on<A, S::kBrief, S::kRegisters>(at, y);
+      slope_on<S::kBrief, S::kRegisters>(act, at, y);
     }
     S::write(line.out + head * line.out_step + channel, n, y);
   }
 }
 
-template <class F, bool interleaved, class A, bool back>
-inline void whole_line(const Problem& p, const Line<typename F::Stored>& line, const float* scale,
-                       const float* c, const float* s) {
+template <class F, bool interleaved, bool back, class A>
+inline void whole_line(const Problem& p, const Line<F>& line, A act, const float* scale, const float* c,
+                       const float* s) {
   using T = Turn<F, interleaved>;
   constexpr int64_t kChannels = Span<F>::kChannels;
   // As many as leave registers for the arithmetic.
@@ -123,16 +116,16 @@ inline void whole_line(const Problem& p, const Line<typename F::Stored>& line, c
   int64_t bytes = p.head_dim * int64_t(sizeof(typename F::Stored)), row = 0;
   const auto pass = [&](int64_t from, int64_t to) {
     for (; from < to; from += kChannels, row += kChannels)
-      pass_line<F, A, back>(line, scale, from, to - from, row);
+      pass_line<F, back>(line, act, scale, from, to - from, row);
   };
   pass(0, p.start);
   int64_t pair = 0;
   for (; pair + kSet * T::kPairs <= p.pairs; pair += kSet * T::kPairs, bytes = 0) {
-    turn_line<F, interleaved, A, back, kSet, true>(p, line, scale, pair, row, bytes, c, s);
+    turn_line<F, interleaved, back, kSet, true>(p, line, act, scale, pair, row, bytes, c, s);
     row += kSet * T::kRegisters * kWidest;
   }
   for (; pair < p.pairs; pair += T::kPairs, bytes = 0) {
-    turn_line<F, interleaved, A, back, 1, false>(p, line, scale, pair, row, bytes, c, s);
+    turn_line<F, interleaved, back, 1, false>(p, line, act, scale, pair, row, bytes, c, s);
     row += T::kRegisters * kWidest;
   }
   pass(p.start + 2 * p.pairs, p.head_dim);
@@ -140,15 +133,24 @@ inline void whole_line(const Problem& p, const Line<typename F::Stored>& line, c
 
 // Rotates the heads of a line with f and P, but not the backward pass of a norm.
 template <class F>
-inline void turn_stages(const Problem& p, const Stages& o, Line<typename F::Stored> line, const float* c,
-                       const float* s) {
+inline void turn_in_lines(const Problem& p, const Stages& o, Line<F> line, const float* c, const float* s) {
   const auto run = [&](auto act, auto back, const float* scale) {
-    using A = decltype(act);
-    if (p.interleaved) return whole_line<F, true, A, back.value != 0>(p, line, scale, c, s);
-    whole_line<F, false, A, back.value != 0>(p, line, scale, c, s);
+    if (p.interleaved) return whole_line<F, true, back.value != 0>(p, line, act, scale, c, s);
+    whole_line<F, false, back.value != 0>(p, line, act, scale, c, s);
   };
   const auto either = [&](auto act) { o.forward ? run(act, Is<0>(), nullptr) : run(act, Is<1>(), nullptr); };
-  if (with_act(o.act, either)) return;
+  Called called{nullptr};
+  const bool is_norm = !with_act(o.act, [&](auto act) {
+    using A = decltype(act);
+    constexpr bool kBrief = Span<F>::kBrief;
+    if constexpr (kIsCalled<A>) {
+      called.on = o.forward ? call_act<A, kBrief, false> : call_act<A, kBrief, true>;
+    } else {
+      either(act);
+    }
+  });
+  if (called.on != nullptr) either(called);
+  if (!is_norm) return;
   // Compute the norms of all heads before the first head is overwritten.
   alignas(64) float scale[kNorms];
   for (int64_t left = line.count; left > 0; left -= kNorms) {
@@ -160,15 +162,10 @@ inline void turn_stages(const Problem& p, const Stages& o, Line<typename F::Stor
     line.count = together;
     for (int64_t head = 0; head < heads; head += together) {
       run(Norm(), Is<0>(), scale + head);
-      line.in += together * line.in_step, line.out += together * line.out_step;
-      if (line.gate != nullptr) line.gate += together * line.gate_step;
-      line.weight += together * line.weight_step;
+      line.skip(together);
     }
   }
 }
-
-// Whether this activation works on registers.
-inline bool in_registers(const Stages& o) { return o.act != Act::kSoftmax; }
 
 }  // namespace
 }  // namespace TIGHTROPE_ISA

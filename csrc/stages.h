@@ -1,206 +1,28 @@
-// Rotation R with prologue f, epilogue P and amplitude a, y = P·a·R·f(x), and its backward pass.
+// Rotation R with prologue f, epilogue P and amplitude a, y = P·a·R·f(x), and its backward pass. The result is rounded
+// once. The operations on an element do not depend on strides, and sums over a head have a fixed order.
 //
-// Each head goes through this thread's scratch buffers. Forward: widen, apply f, then rotate, apply P and
-// store in one loop. Backward: widen, apply P, rotate, apply f', store. The result is rounded once. The
-// operations on an element do not depend on strides, and sums over a head use 32 lanes in a fixed order.
+// The heads of a token go through registers (stage_lines.h), or one after the other through rows (stage_rows.h).
 #pragma once
 
-#include "acts.h"
-#include "heads.h"
+#include "stage_rows.h"
+#if defined(TIGHTROPE_REGISTERS)
+#include "stage_lines.h"
+#endif
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-template <class T>
-struct Plain;
-template <>
-struct Plain<float> : Float {};
-template <>
-struct Plain<double> : Double {};
-
-// ---- rows of memory -----------------------------------------------------------------------------
-
+#if !defined(TIGHTROPE_REGISTERS)
+// Never called.
+template <class F> void arrange(const Problem&, const float*, float*);
+template <class F> void restore(const Problem&, const float*, float*);
+template <class F> Slopes arrange_slopes(const Problem&, const Part&, int64_t, float*, int64_t, float*, float*);
+template <class F> void powers_of(const Slopes&, int64_t, int64_t, double, float*, int64_t);
+template <class F> void turn_in_lines(const Problem&, const Stages&, const Line<F>&, const float*, const float*);
 template <class F>
-inline void widen_row(const typename F::Stored* in, int64_t step, typename F::Value* __restrict out,
-                      int64_t n) {
-  if (step == 1) {
-    for (int64_t k = 0; k < n; ++k) out[k] = F::load(in[k]);
-  } else {
-    for (int64_t k = 0; k < n; ++k) out[k] = F::load(in[k * step]);
-  }
-}
-template <class F>
-inline void narrow_row(const typename F::Value* __restrict in, typename F::Stored* out, int64_t step,
-                       int64_t n) {
-  if (step == 1) {
-    for (int64_t k = 0; k < n; ++k) out[k] = F::store(in[k]);
-  } else {
-    for (int64_t k = 0; k < n; ++k) out[k * step] = F::store(in[k]);
-  }
-}
-#if defined(TIGHTROPE_REGISTERS)
-template <>
-inline void widen_row<Half>(const uint16_t* in, int64_t step, float* __restrict out, int64_t n) {
-  int64_t k = 0;
-  if (step == 1)
-    for (; k + kWidest <= n; k += kWidest) Wide::write<false>(out + k, Wide::read(in + k));
-  for (; k < n; ++k) out[k] = Half::load(in[k * step]);
-}
-template <>
-inline void narrow_row<Half>(const float* __restrict in, uint16_t* out, int64_t step, int64_t n) {
-  int64_t k = 0;
-  if (step == 1)
-    for (; k + kWidest <= n; k += kWidest) Wide::write<false>(out + k, Wide::read(in + k));
-  for (; k < n; ++k) out[k * step] = Half::store(in[k]);
-}
+void norm_back(const Problem&, double, const Line<F>&, const float*, const float*, float*, float*, float*);
 #endif
-
-// ---- sums and norms -------------------------------------------------------------------------------
-
-constexpr int kSumLanes = 32;
-
-template <class T>
-inline T sum_lanes(T* lane) {
-  for (int width = kSumLanes / 2; width > 0; width /= 2)
-    for (int l = 0; l < width; ++l) lane[l] += lane[l + width];
-  return lane[0];
-}
-// Σ a·b
-template <class T>
-TIGHTROPE_LOOP T dot(const T* __restrict a, const T* __restrict b, int64_t n) {
-  alignas(64) T lane[kSumLanes] = {};
-  int64_t k = 0;
-  for (; k + kSumLanes <= n; k += kSumLanes)
-    for (int l = 0; l < kSumLanes; ++l) lane[l] = fma_(a[k + l], b[k + l], lane[l]);
-  for (int l = 0; k + l < n; ++l) lane[l] = fma_(a[k + l], b[k + l], lane[l]);
-  return sum_lanes(lane);
-}
-template <class T>
-TIGHTROPE_LOOP T sum(const T* __restrict a, int64_t n) {
-  alignas(64) T lane[kSumLanes] = {};
-  int64_t k = 0;
-  for (; k + kSumLanes <= n; k += kSumLanes)
-    for (int l = 0; l < kSumLanes; ++l) lane[l] += a[k + l];
-  for (int l = 0; k + l < n; ++l) lane[l] += a[k + l];
-  return sum_lanes(lane);
-}
-// The larger of a value and the largest so far; NaN if either is NaN.
-template <class T>
-TIGHTROPE_INLINE T larger(T a, T top) {
-  return a > top || a != a ? a : top;
-}
-// Returns the maximum, or NaN if any value is NaN.
-template <class T>
-TIGHTROPE_LOOP T largest(const T* __restrict a, int64_t n) {
-  alignas(64) T lane[kSumLanes];
-  for (int l = 0; l < kSumLanes; ++l) lane[l] = a[0];
-  int64_t k = 0;
-  for (; k + kSumLanes <= n; k += kSumLanes)
-    for (int l = 0; l < kSumLanes; ++l) lane[l] = larger(a[k + l], lane[l]);
-  for (int l = 0; k + l < n; ++l) lane[l] = larger(a[k + l], lane[l]);
-  for (int width = kSumLanes / 2; width > 0; width /= 2)
-    for (int l = 0; l < width; ++l) lane[l] = larger(lane[l + width], lane[l]);
-  return lane[0];
-}
-
-template <class T>
-inline T inverse_rms(const T* x, int64_t n, double eps) {
-  return T(1) / root(dot(x, x, n) / T(n) + T(eps));
-}
-
-template <class T>
-inline void soften(T* x, int64_t n) {
-  const T top = largest(x, n);
-  for (int64_t k = 0; k < n; ++k) x[k] = exponential(x[k] - top);
-  const T scale = T(1) / sum(x, n);
-  for (int64_t k = 0; k < n; ++k) x[k] *= scale;
-}
-
-// ---- f and f' -------------------------------------------------------------------------------------
-
-template <class A, class F>
-TIGHTROPE_LOOP void act_from(const typename F::Stored* __restrict in,
-                             typename F::Value* __restrict x, int64_t n) {
-  for (int64_t k = 0; k < n; ++k) x[k] = A::template f<false>(F::load(in[k]));
-}
-// Whether some angles of a wave need the C library.
-template <class A>
-inline bool has_large(const float* __restrict x, int64_t n) {
-  int32_t found = 0;
-  if (kIsWave<A>)
-    for (int64_t k = 0; k < n; ++k) found |= magnitude(x[k]) > kLargeAngle;
-  return found != 0;
-}
-template <class A>
-inline bool has_large(const double*, int64_t) { return false; }
-
-template <class A, class T>
-TIGHTROPE_LOOP void act_on_row(T* __restrict x, int64_t n) {
-  const auto near = [&](int64_t k) { return A::template f<false>(x[k]); };
-  if (has_large<A>(x, n)) {
-    for (int64_t k = 0; k < n; ++k)
-      x[k] = magnitude(x[k]) > T(kLargeAngle) ? T(A::template f<false>(double(x[k]))) : near(k);
-    return;
-  }
-  for (int64_t k = 0; k < n; ++k) x[k] = near(k);
-}
-template <class A, class T>
-TIGHTROPE_LOOP void slope_on_row(const T* __restrict x, T* __restrict g, int64_t n) {
-  const auto near = [&](int64_t k) { return A::template slope<false>(x[k]); };
-  if (has_large<A>(x, n)) {
-    for (int64_t k = 0; k < n; ++k)
-      g[k] *= magnitude(x[k]) > T(kLargeAngle) ? T(A::template slope<false>(double(x[k]))) : near(k);
-    return;
-  }
-  for (int64_t k = 0; k < n; ++k) g[k] *= near(k);
-}
-
-// Whether stage_tiles.h processes everything of this type but softmax.
-template <class T>
-constexpr bool kHasRegisters = false;
-#if defined(TIGHTROPE_REGISTERS)
-template <>
-inline constexpr bool kHasRegisters<float> = true;
-#endif
-
-// Applies f in place.
-template <class T>
-inline void apply(const Stages& o, const T* weight, T* __restrict x, int64_t n) {
-  if (o.act == Act::kSoftmax) {
-    soften(x, n);
-  } else if constexpr (!kHasRegisters<T>) {
-    if (o.act == Act::kRmsNorm) {
-      const T scale = inverse_rms(x, n, o.eps);
-      for (int64_t k = 0; k < n; ++k) x[k] = x[k] * scale * weight[k];
-    } else {
-      with_act(o.act, [&](auto act) { act_on_row<decltype(act)>(x, n); });
-    }
-  }
-}
-
-// Replaces g by f'ᵀ·g and overwrites x; adds the gradient of a norm's weight to by_weight unless that is null.
-template <class T>
-inline void apply_back(const Stages& o, const T* __restrict weight, T* __restrict x, T* __restrict g,
-                       T* __restrict by_weight, int64_t n) {
-  if (o.act == Act::kSoftmax) {
-    soften(x, n);
-    const T share = dot(g, x, n);
-    for (int64_t k = 0; k < n; ++k) g[k] = x[k] * (g[k] - share);
-  } else if constexpr (!kHasRegisters<T>) {
-    if (o.act == Act::kRmsNorm) {
-      const T scale = inverse_rms(x, n, o.eps);
-      for (int64_t k = 0; k < n; ++k) x[k] *= scale;
-      if (by_weight != nullptr)
-        for (int64_t k = 0; k < n; ++k) by_weight[k] = fma_(g[k], x[k], by_weight[k]);
-      for (int64_t k = 0; k < n; ++k) g[k] *= weight[k];
-      const T share = dot(g, x, n) / T(n);
-      for (int64_t k = 0; k < n; ++k) g[k] = scale * fma_(-x[k], share, g[k]);
-    } else {
-      with_act(o.act, [&](auto act) { slope_on_row<decltype(act)>(x, g, n); });
-    }
-  }
-}
 
 // ---- P --------------------------------------------------------------------------------------------
 
@@ -227,19 +49,6 @@ TIGHTROPE_LOOP void by_slope(const double* __restrict slope, double position, do
   for (int64_t k = 0; k < n; ++k) out[k] = exponential(slope[k] * position);
 }
 
-template <class T, class F>
-inline void read_logs(const Part& part, int64_t at, T* __restrict out, int64_t n) {
-  const auto* from = static_cast<const typename F::Stored*>(part.log) + at;
-  const int64_t step = part.log_stride.channel;
-  for (int64_t k = 0; k < n; ++k) out[k] = T(F::load(from[k * step]));
-}
-
-// Returns the position of a token as a double, by which slopes are multiplied.
-inline double distance_of(const Problem& p, int64_t row, int64_t token) {
-  const Split at = position_at(p, 0, row, token);
-  return at.lost ? __builtin_nan("") : double(at.whole) + double(at.fraction) / kHalfRange;
-}
-
 // Computes P of one token and head.
 template <class T>
 inline void factors_of(const Problem& p, const Stages& o, const Part& part, int64_t row, int64_t head,
@@ -252,171 +61,151 @@ inline void factors_of(const Problem& p, const Stages& o, const Part& part, int6
   const int64_t at = row * s.row + head * s.head + token * s.token;
   // One value for all channels needs only one exponential.
   const int64_t n = s.channel == 0 ? 1 : p.head_dim;
-  switch (part.log_dtype) {
-    case Dtype::kFloat: read_logs<T, Float>(part, at, out, n); break;
-    case Dtype::kDouble: read_logs<T, Double>(part, at, out, n); break;
-    case Dtype::kBFloat16: read_logs<T, BFloat16>(part, at, out, n); break;
-    case Dtype::kHalf: read_logs<T, Half>(part, at, out, n); break;
-  }
+  with_format(part.log_dtype, [&](auto f) {
+    using F = decltype(f);
+    const auto* from = static_cast<const typename F::Stored*>(part.log) + at;
+    for (int64_t k = 0; k < n; ++k) out[k] = T(F::load(from[k * s.channel]));
+  });
   if (o.invert)
     for (int64_t k = 0; k < n; ++k) out[k] = -out[k];
   exponentials_of(out, n);
   for (int64_t k = n; k < p.head_dim; ++k) out[k] = out[0];
 }
 
-// ---- the rotation ---------------------------------------------------------------------------------
-
-// Rotates a head from a buffer to `out`, multiplied by `gate` if there is one.
-template <class F, bool gated>
-TIGHTROPE_LOOP void turn_halves_to(const typename F::Value* __restrict x, const typename F::Value* __restrict c,
-                           const typename F::Value* __restrict s,
-                           const typename F::Value* __restrict gate, typename F::Stored* __restrict out,
-                           int64_t n) {
-  for (int64_t k = 0; k < n; ++k) {
-    const typename F::Value u = x[k], v = x[n + k];
-    typename F::Value y = turned_u(u, v, c[k], s[k]), z = turned_v(u, v, c[k], s[k]);
-    if (gated) y *= gate[k], z *= gate[n + k];
-    out[k] = F::store(y);
-    out[n + k] = F::store(z);
-  }
-}
-template <class F, bool gated>
-TIGHTROPE_LOOP void turn_neighbours_to(const typename F::Value* __restrict x,
-                               const typename F::Value* __restrict c,
-                               const typename F::Value* __restrict s,
-                               const typename F::Value* __restrict gate,
-                               typename F::Stored* __restrict out, int64_t n) {
-  for (int64_t k = 0; k < n; ++k) {
-    const typename F::Value u = x[2 * k], v = x[2 * k + 1];
-    typename F::Value y = turned_u(u, v, c[k], s[k]), z = turned_v(u, v, c[k], s[k]);
-    if (gated) y *= gate[2 * k], z *= gate[2 * k + 1];
-    out[2 * k] = F::store(y);
-    out[2 * k + 1] = F::store(z);
-  }
-}
-template <class F, bool gated>
-inline void turn_head_to(const Problem& p, const typename F::Value* __restrict x,
-                         const typename F::Value* c, const typename F::Value* s,
-                         const typename F::Value* __restrict gate, typename F::Stored* __restrict out) {
-  const auto pass = [&](int64_t from, int64_t to) {
-    for (int64_t k = from; k < to; ++k) out[k] = F::store(gated ? x[k] * gate[k] : x[k]);
-  };
-  const int64_t end = p.start + 2 * p.pairs;
-  pass(0, p.start);
-  const auto* g = gated ? gate + p.start : gate;
-  if (p.interleaved) {
-    turn_neighbours_to<F, gated>(x + p.start, c, s, g, out + p.start, p.pairs);
-  } else {
-    turn_halves_to<F, gated>(x + p.start, c, s, g, out + p.start, p.pairs);
-  }
-  pass(end, p.head_dim);
-}
-template <class F>
-inline void turn_head(const Problem& p, const typename F::Value* x, const typename F::Value* c,
-                      const typename F::Value* s, const typename F::Value* gate,
-                      typename F::Stored* out) {
-  if (gate != nullptr) {
-    turn_head_to<F, true>(p, x, c, s, gate, out);
-  } else {
-    turn_head_to<F, false>(p, x, c, s, gate, out);
-  }
-}
-
-// kWell: whether the compiler vectorises the conversion of this format well.
-template <class F>
-struct Converts {
-  static constexpr bool kWell = true;
-};
-#if defined(TIGHTROPE_REGISTERS)
-template <>
-struct Converts<Half> {
-  static constexpr bool kWell = false;
-};
-#endif
-
 // ---- heads ----------------------------------------------------------------------------------------
 
 // Scratch memory of one thread; scratch_values() in rotate.h computes its size.
 template <class T>
 struct Scratch {
-  Scratch(const Problem& p, void* memory) {
-    const int64_t width = padded(p.head_dim);
-    pairs = padded(p.pairs);
-    T* at = static_cast<T*>(memory);
+  Scratch(const Problem& p, const Stages& o, void* memory) : pairs(padded(p.pairs)), width(row_values(p)) {
+    T* next = static_cast<T*>(memory);
     const auto take = [&](int64_t n) {
-      T* from = at;
-      at += n;
+      T* from = next;
+      next += n;
       return from;
     };
     cosine = take(p.tile * pairs), sine = take(p.tile * pairs);
-    for (T*& f : shared) f = take(p.tile * width);
-    own = take(width), a = take(width), b = take(width), c = take(width), weight = take(width);
+    for (T*& f : shared) f = take(p.tile * padded(p.head_dim));
+    own = take(padded(p.head_dim)), sum = take(padded(p.head_dim));
+    in = take(padded(p.head_dim)), x = take(padded(p.head_dim));
+    for (int32_t i = 0; i < p.operands; ++i) {
+      const int64_t heads = p.operand[i].heads;
+      gate[i] = take(heads * width), weight[i] = take(heads * width);
+      slope[i] = take(o.gate == Gate::kSlope ? 2 * heads * width : 0);
+    }
+    row_g = take(width), row_x = take(width), by_weight = take(width);
   }
 
-  int64_t pairs;          // stride of the angles from token to token
-  T *cosine, *sine;       // of the tokens of a tile
+  int64_t pairs;            // stride of the angles from token to token
+  T *cosine, *sine;         // of the tokens of a tile
   T* shared[kMaxOperands];  // P of the tokens of a tile, if all heads share it
-  T* own;                 // P of one head
-  T *a, *b, *c, *weight;
+  T *own, *sum, *in, *x;    // values of one head: of P, of the gradient of its weight, of strided tensors
+
+  // Rows; the values of each have the order of registers if these are used (lines.h).
+  int64_t width;
+  T *gate[kMaxOperands], *weight[kMaxOperands];  // one row per head
+  T* slope[kMaxOperands];                        // two rows per head, if there are slopes
+  Slopes slopes[kMaxOperands] = {};              // their values lie in the rows of `slope`
+  T *row_g, *row_x, *by_weight;
+  int64_t row = -1;  // the row of the batch that `gate` holds
 };
 
-// One head of one token, with its angles, gate and weight.
+// Whether heads go through registers.
 template <class F>
-struct Head {
-  const typename F::Stored* in;
-  typename F::Stored* out;
-  int64_t in_channel, out_channel;
-  const typename F::Stored* x;
-  int64_t x_channel;
-  const typename F::Value *cosine, *sine, *gate, *weight;
-  typename F::Value* by_weight;
-};
-
-template <class F>
-inline void turn_and_store(const Problem& p, const Head<F>& h, const typename F::Value* x,
-                           const typename F::Value* gate, typename F::Value* spare) {
-  if (h.out_channel == 1 && Converts<F>::kWell) {
-    turn_head<F>(p, x, h.cosine, h.sine, gate, h.out);
-  } else {
-    turn_head<Plain<typename F::Value>>(p, x, h.cosine, h.sine, gate, spare);
-    narrow_row<F>(spare, h.out, h.out_channel, p.head_dim);
-  }
+inline bool in_registers(const Stages& o) {
+  return kHasRegisters<typename F::Value> && o.act != Act::kSoftmax;
 }
 
-template <class F>
-inline void go_ahead(const Problem& p, const Stages& o, const Head<F>& h,
-                     const Scratch<typename F::Value>& w) {
-  const int64_t n = p.head_dim;
-  bool together = false;
-  if constexpr (!kHasRegisters<typename F::Value>)
-    together = h.in_channel == 1 && Converts<F>::kWell && o.act != Act::kSin && o.act != Act::kCos &&
-               with_act(o.act, [&](auto act) { act_from<decltype(act), F>(h.in, w.a, n); });
-  if (!together) {
-    widen_row<F>(h.in, h.in_channel, w.a, n);
-    apply(o, h.weight, w.a, n);
-  }
-  turn_and_store(p, h, w.a, h.gate, w.b);
+// Puts the values of a head into a row.
+template <class F, class T>
+inline void put(const Problem& p, const Stages& o, const T* from, T* to) {
+  if constexpr (kHasRegisters<T>)
+    if (in_registers<F>(o)) return arrange<F>(p, from, to);
+  memcpy(to, from, size_t(p.head_dim) * sizeof(T));
 }
 
-template <class F>
-inline void go_back(const Problem& p, const Stages& o, const Head<F>& h,
-                    const Scratch<typename F::Value>& w) {
-  using T = typename F::Value;
-  const int64_t n = p.head_dim;
-  widen_row<F>(h.in, h.in_channel, w.a, n);
-  if (h.gate != nullptr) {
-    const T* __restrict gate = h.gate;
-    T* __restrict to = w.a;
-    for (int64_t k = 0; k < n; ++k) to[k] *= gate[k];
+// Puts the weights, factors and slopes that all tokens of a row of the batch share into rows.
+template <class F, class T>
+inline void put_constants(const Problem& p, const Stages& o, int64_t row, Scratch<T>& w) {
+  for (int32_t i = 0; i < p.operands; ++i) {
+    const Part& part = o.part[i];
+    const int64_t heads = p.operand[i].heads;
+    const auto all_heads = [&](const void* from, int64_t step, T* to) {
+      for (int64_t head = 0; head < (step == 0 ? 1 : heads); ++head)
+        put<F>(p, o, static_cast<const T*>(from) + head * step, to + head * w.width);
+    };
+    if (part.weight != nullptr && w.row < 0) all_heads(part.weight, part.weight_head, w.weight[i]);
+    if (part.factor != nullptr && (w.row < 0 || part.factor_row != 0))
+      all_heads(static_cast<const T*>(part.factor) + row * part.factor_row, part.factor_head, w.gate[i]);
+    if constexpr (kHasRegisters<T>)
+      if (in_registers<F>(o) && part.slope != nullptr && part.per_head && w.row < 0)
+        w.slopes[i] = arrange_slopes<F>(p, part, heads, w.slope[i], w.width, w.own, w.sum);
   }
-  if (o.act == Act::kNone) {
-    turn_and_store(p, h, w.a, static_cast<const T*>(nullptr), w.b);
+  w.row = row;
+}
+
+// Adds P of the heads of a line, from `first` on: those of a token, whose P is `shared` if its heads share it.
+template <class F, class T>
+inline void add_gate(const Problem& p, const Stages& o, int32_t index, int64_t row, int64_t first, int64_t token,
+                     const T* shared, Scratch<T>& w, Line<F>& line) {
+  const Part& part = o.part[index];
+  T* const gate = w.gate[index];
+  if (part.factor != nullptr) {
+    line.gate_step = part.factor_head == 0 ? 0 : w.width;
+    line.gate = gate + first * line.gate_step;
     return;
   }
-  turn_head<Plain<T>>(p, w.a, h.cosine, h.sine, nullptr, w.b);
-  widen_row<F>(h.x, h.x_channel, w.c, n);
-  apply_back(o, h.weight, w.c, w.b, h.by_weight, n);
-  narrow_row<F>(w.b, h.out, h.out_channel, n);
+  if (part.slope == nullptr && part.log == nullptr) return;
+  line.gate = gate;
+  if (!part.per_head) return put<F>(p, o, shared, gate);
+  line.gate_step = w.width;
+  if constexpr (kHasRegisters<T>)
+    if (w.slopes[index].count != 0)
+      return powers_of<F>(w.slopes[index], first, line.count, distance_of(p, row, token), gate, w.width);
+  for (int64_t head = 0; head < line.count; ++head) {
+    factors_of(p, o, part, row, first + head, token, w.own);
+    put<F>(p, o, w.own, gate + head * w.width);
+  }
+}
+
+// Gradient of the weights of an operand in one run: sums over some heads in the type of the values, and then in double.
+struct WeightSums {
+  double* to;     // or null
+  int64_t step;   // from head to head; 0 if all share a weight
+  int64_t most;   // heads to add up first
+  int64_t heads;  // that `by_weight` holds
+};
+
+// Adds the sums of heads that share a weight, the one of `head`, and clears them.
+template <class F, class T>
+inline void add_weights(const Problem& p, const Stages& o, int64_t head, Scratch<T>& w, WeightSums& sums) {
+  if (sums.heads == 0) return;
+  const T* from = w.by_weight;
+  if constexpr (kHasRegisters<T>)
+    if (in_registers<F>(o)) restore<F>(p, w.by_weight, w.sum), from = w.sum;
+  double* __restrict to = sums.to + head * sums.step;
+  for (int64_t k = 0; k < p.head_dim; ++k) to[k] += double(from[k]);
+  for (int64_t k = 0; k < w.width; ++k) w.by_weight[k] = 0;
+  sums.heads = 0;
+}
+
+// Processes the heads of a line, the first of which is `head`, with the angles of their token.
+template <class F, class T>
+inline void turn_line_of(const Problem& p, const Stages& o, Line<F> line, const T* c, const T* s, int64_t head,
+                         Scratch<T>& w, WeightSums& sums) {
+  const bool registers = in_registers<F>(o);
+  if constexpr (kHasRegisters<T>)
+    if (registers && (o.forward || o.act != Act::kRmsNorm)) return turn_in_lines<F>(p, o, line, c, s);
+  const int64_t bytes = p.head_dim * int64_t(sizeof(typename F::Stored));
+  T* const by_weight = sums.to == nullptr ? nullptr : w.by_weight;
+  for (; line.count > 0; --line.count, ++head, line.skip(1)) {
+    prefetch(line.in, line.out, line.ahead, bytes);
+    if (line.x != nullptr) prefetch(line.x, line.x, line.ahead, bytes);
+    if constexpr (kHasRegisters<T>)
+      if (registers) norm_back<F>(p, o.eps, line, c, s, w.row_g, w.row_x, by_weight);
+    if (!registers) turn_in_rows<F>(p, o, line, c, s, w.row_g, w.row_x, by_weight);
+    if (by_weight != nullptr && ++sums.heads == sums.most) add_weights<F>(p, o, head, w, sums);
+  }
 }
 
 // ---- tokens ---------------------------------------------------------------------------------------
@@ -435,149 +224,95 @@ inline void angles_of_tile(const Problem& p, int64_t row, int64_t head, int64_t 
   }
 }
 
-// Gradient of the weights in one run: accumulates kHeadsTogether heads, then widens to double.
-template <class T>
-struct WeightSums {
-  T* sum;
-  double* to;
-  int64_t n, together = 0;
-
-  void added() {
-    if (++together == kHeadsTogether) done();
-  }
-  void done() {
-    if (to == nullptr || together == 0) return;
-    for (int64_t k = 0; k < n; ++k) to[k] += double(sum[k]), sum[k] = 0;
-    together = 0;
-  }
-};
-
-template <class F>
-inline void stages_tile(const Problem& p, const Problem& turns, const Stages& o,
-                       const Scratch<typename F::Value>& w, int64_t run, int64_t row, int64_t token,
-                       int64_t tokens) {
+template <class F, class T>
+inline void stages_tile(const Problem& p, const Stages& o, Scratch<T>& w, int64_t run, int64_t row, int64_t token,
+                        int64_t tokens) {
   using Stored = typename F::Stored;
-  using T = typename F::Value;
-  const int64_t width = padded(p.head_dim), bytes = p.head_dim * int64_t(sizeof(Stored));
-  const bool shared = !p.angles_per_head;
-  if (shared) angles_of_tile(turns, row, 0, token, tokens, w);
+  const int64_t width = padded(p.head_dim), bytes = int64_t(sizeof(Stored));
+  const bool shared = !p.angles_per_head, registers = in_registers<F>(o);
+  if (w.row != row) put_constants<F>(p, o, row, w);
+  if (shared) angles_of_tile(p, row, 0, token, tokens, w);
   for (int32_t index = 0; index < p.operands; ++index) {
     const Operand& operand = p.operand[index];
     const Part& part = o.part[index];
-    const Strides &i = operand.in_stride, &j = operand.out_stride, &xs = part.x_stride;
-    const bool by_token = part.slope != nullptr || part.log != nullptr;
-    if (by_token && !part.per_head)
-      for (int64_t t = 0; t < tokens; ++t)
-        factors_of(p, o, part, row, 0, token + t, w.shared[index] + t * width);
-    const auto* weight = static_cast<const T*>(part.weight);
-    WeightSums<T> sums{w.weight, part.by_weight, p.head_dim};
-    if (part.by_weight != nullptr) {
-      sums.to += run * (part.weight_head == 0 ? 1 : operand.heads) * p.head_dim;
-      for (int64_t k = 0; k < p.head_dim; ++k) w.weight[k] = 0;
+    const Strides &i = operand.in_stride, &j = operand.out_stride, &k = part.x_stride;
+    const bool has_x = part.x != nullptr;
+    T* const factors = w.shared[index];
+    if ((part.slope != nullptr || part.log != nullptr) && !part.per_head)
+      for (int64_t t = 0; t < tokens; ++t) factors_of(p, o, part, row, 0, token + t, factors + t * width);
+    const int64_t step = part.weight_head == 0 ? 0 : p.head_dim;
+    WeightSums sums{part.by_weight, step, registers && step != 0 ? 1 : kHeadsTogether, 0};
+    if (sums.to != nullptr) {
+      sums.to += run * (step == 0 ? 1 : operand.heads) * p.head_dim;
+      for (int64_t d = 0; d < w.width; ++d) w.by_weight[d] = 0;
     }
+    // Computing norms reads all heads of a token before the first one rotates, so prefetch the next token.
+    const bool norms = o.act == Act::kRmsNorm && o.forward;
     // Groups of heads as in turn_tile, but not where weight gradients are summed: the order of a sum must not
     // depend on strides.
-    const bool adjacent = i.head < i.token;
-    const int64_t group = !shared || part.weight_head != 0                 ? 1
-                          : adjacent || part.by_weight != nullptr ? operand.heads
-                                                                  : streams_of<Stored>(p);
+    const bool adjacent = i.head < i.token, even = i.channel == 1 && j.channel == 1 && (!has_x || k.channel == 1);
+    const int64_t group = !shared || (sums.to != nullptr && step != 0 && !registers) ? 1
+                          : adjacent || sums.to != nullptr                          ? operand.heads
+                                                                                    : streams_of<Stored>(p);
     for (int64_t first = 0; first < operand.heads; first += group) {
-      const int64_t last = operand.heads - first < group ? operand.heads : first + group;
-      if (!shared) angles_of_tile(turns, row, first, token, tokens, w);
+      if (!shared) angles_of_tile(p, row, first, token, tokens, w);
       for (int64_t t = 0; t < tokens; ++t) {
         const int64_t at = token + t, place = place_of(p, operand, row, at);
         if (place < 0) continue;
-        for (int64_t head = first; head < last; ++head) {
-          Head<F> h;
-          h.in = static_cast<const Stored*>(operand.in) + head * i.head + operand.source_of(row, at, place);
-          h.out = static_cast<Stored*>(operand.out) + head * j.head + place;
-          h.in_channel = i.channel, h.out_channel = j.channel, h.x_channel = xs.channel;
-          h.x = part.x == nullptr ? nullptr
-                                  : static_cast<const Stored*>(part.x) + row * xs.row +
-                                        head * xs.head + at * xs.token;
-          const bool prefetches = adjacent && group > 1;
-          prefetch(h.in, h.out, kAhead, prefetches ? bytes : 0);
-          if (h.x != nullptr) prefetch(h.x, h.x, kAhead, prefetches ? bytes : 0);
-          h.cosine = w.cosine + t * w.pairs, h.sine = w.sine + t * w.pairs;
-          h.weight = weight == nullptr ? nullptr : weight + head * part.weight_head;
-          h.by_weight = part.by_weight == nullptr ? nullptr : w.weight;
-          h.gate = nullptr;
-          if (part.factor != nullptr) {
-            h.gate = static_cast<const T*>(part.factor) + row * part.factor_row + head * part.factor_head;
-          } else if (by_token && !part.per_head) {
-            h.gate = w.shared[index] + t * width;
-          } else if (by_token) {
-            factors_of(p, o, part, row, head, at, w.own);
-            h.gate = w.own;
-          }
-          if (o.forward) {
-            go_ahead(p, o, h, w);
-          } else {
-            go_back(p, o, h, w);
-            if (part.by_weight != nullptr) sums.added();
-          }
+        Line<F> line{};
+        line.in = static_cast<const Stored*>(operand.in) + first * i.head + operand.source_of(row, at, place);
+        line.out = static_cast<Stored*>(operand.out) + first * j.head + place;
+        if (has_x) line.x = static_cast<const Stored*>(part.x) + row * k.row + first * k.head + at * k.token;
+        line.in_step = i.head, line.out_step = j.head, line.x_step = k.head;
+        line.count = operand.heads - first < group ? operand.heads - first : group;
+        line.ahead = adjacent && shared && !norms ? kAhead
+                     : adjacent || t + 1 < tokens ? i.token * bytes
+                                                  : (group * i.head - t * i.token) * bytes;
+        if (part.weight != nullptr) {
+          line.weight_step = part.weight_head == 0 ? 0 : w.width;
+          line.weight = w.weight[index] + first * line.weight_step;
+        }
+        add_gate<F>(p, o, index, row, first, at, factors + t * width, w, line);
+        const T *c = w.cosine + t * w.pairs, *s = w.sine + t * w.pairs;
+        if (even) {
+          turn_line_of<F>(p, o, line, c, s, first, w, sums);
+          continue;
+        }
+        // Copy strided channels to contiguous scratch memory first.
+        Stored *in = reinterpret_cast<Stored*>(w.in), *x = reinterpret_cast<Stored*>(w.x);
+        for (int64_t head = first, last = first + line.count; head < last; ++head, line.skip(1)) {
+          for (int64_t d = 0; d < p.head_dim; ++d) in[d] = line.in[d * i.channel];
+          for (int64_t d = 0; has_x && d < p.head_dim; ++d) x[d] = line.x[d * k.channel];
+          Line<F> one = line;
+          one.in = one.out = in, one.x = has_x ? x : nullptr, one.count = 1, one.ahead = 0;
+          turn_line_of<F>(p, o, one, c, s, head, w, sums);
+          for (int64_t d = 0; d < p.head_dim; ++d) line.out[d * j.channel] = in[d];
         }
       }
-      if (part.by_weight != nullptr && part.weight_head != 0) {
-        sums.done();
-        sums.to += p.head_dim;
-      }
+      if (step != 0) add_weights<F>(p, o, first, w, sums);
     }
-    if (part.by_weight != nullptr) sums.done();
+    add_weights<F>(p, o, 0, w, sums);
   }
 }
 
-}  // namespace
-}  // namespace TIGHTROPE_ISA
-}  // namespace tightrope
-
-#if defined(TIGHTROPE_REGISTERS)
-#include "stage_tiles.h"
-#endif
-
-namespace tightrope {
-namespace TIGHTROPE_ISA {
-namespace {
-
 template <class F>
-void run_stages(const Problem& p, const Stages& o, void* memory, int64_t begin, int64_t end) {
-  const Scratch<typename F::Value> w(p, memory);
-  // Not bfloat16, so that the plain loops get the angles in the order of the pairs: see in_twos.
-  Problem turns = p;
-  if (p.dtype == Dtype::kBFloat16) turns.dtype = Dtype::kFloat;
-#if defined(TIGHTROPE_REGISTERS)
-  const bool registers = in_registers(o);
-  Rows rows(p, o, reinterpret_cast<float*>(w.weight + padded(p.head_dim)));
-#endif
+void run_stages(const Problem& given, const Stages& o, void* memory, int64_t begin, int64_t end) {
+  Problem p = given;
+  // Not bfloat16, so that rows get the angles in the order of the pairs: see in_twos.
+  if (!in_registers<F>(o) && p.dtype == Dtype::kBFloat16) p.dtype = Dtype::kFloat;
+  Scratch<typename F::Value> w(p, o, memory);
   const int64_t tiles = p.rows * p.tiles_per_row;
   for (int64_t run = begin; run < end; ++run) {
     const int64_t last = tiles < (run + 1) * o.tiles ? tiles : (run + 1) * o.tiles;
     for (int64_t tile = run * o.tiles; tile < last; ++tile) {
-      const int64_t row = tile / p.tiles_per_row;
-      const int64_t token = (tile - row * p.tiles_per_row) * p.tile;
-      const int64_t tokens = p.tokens - token < p.tile ? p.tokens - token : p.tile;
-#if defined(TIGHTROPE_REGISTERS)
-      if constexpr (sizeof(typename F::Value) == sizeof(float)) {
-        if (registers) {
-          register_tile<F>(p, o, w, rows, run, row, token, tokens);
-          continue;
-        }
-      }
-#endif
-      stages_tile<F>(p, turns, o, w, run, row, token, tokens);
+      const int64_t row = tile / p.tiles_per_row, token = tile % p.tiles_per_row * p.tile;
+      stages_tile<F>(p, o, w, run, row, token, p.tokens - token < p.tile ? p.tokens - token : p.tile);
     }
   }
 }
 
-}  // namespace
-
 void stages_loop(const Problem& p, const Stages& stages, void* scratch, int64_t begin, int64_t end) {
-  switch (p.dtype) {
-    case Dtype::kFloat: return run_stages<Float>(p, stages, scratch, begin, end);
-    case Dtype::kDouble: return run_stages<Double>(p, stages, scratch, begin, end);
-    case Dtype::kBFloat16: return run_stages<BFloat16>(p, stages, scratch, begin, end);
-    case Dtype::kHalf: return run_stages<Half>(p, stages, scratch, begin, end);
-  }
+  with_format(p.dtype, [&](auto f) { run_stages<decltype(f)>(p, stages, scratch, begin, end); });
 }
 
 void exponentials(Dtype dtype, void* values, int64_t n) {
@@ -585,5 +320,6 @@ void exponentials(Dtype dtype, void* values, int64_t n) {
   exponentials_of(static_cast<float*>(values), n);
 }
 
+}  // namespace
 }  // namespace TIGHTROPE_ISA
 }  // namespace tightrope
