@@ -123,11 +123,12 @@ def by_rates(
     factor: float = 1.0,
     phase: float = 0.0,
     where: Callable[[torch.Tensor], torch.Tensor] = lambda positions: positions,
+    a_type: torch.dtype | None = None,
 ) -> Fn:
     """Return a rotation of all channels by these frequencies, a factor on tables, and an angle added to each."""
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        angle = angles(where(positions), rates)[:, None] + phase
+        angle = angles(where(positions), rates, a_type=a_type)[:, None] + phase
         return turn(x.float(), factor * angle.cos(), factor * angle.sin()).to(x.dtype)
 
     return fn

@@ -101,7 +101,7 @@ def expected_of(log: Log, profile: Profile, declared: bool) -> Expected | None:
     exact = rates()
     if not declared:
         # A base or a factor that was rounded to few digits gives other angles far away.
-        gap = float((profile.omegas - exact).abs().max()) - 2 * profile.noise / profile.farthest
+        gap = float(((profile.omegas - exact).abs() - 2 * profile.blur).max())
         loose = loose or gap > 2.0**-22 * float(exact.abs().max())
         loose = loose and not is_rounded(profile.omegas.abs(), exact.abs())
     if loose:

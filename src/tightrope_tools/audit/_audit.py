@@ -73,7 +73,9 @@ def audit(  # noqa: PLR0913  (one argument for each option)
             ``sys.stdout``, which is redirected during the audit.
 
     Returns:
-        A :class:`Report`; ``report.ok`` is False if there are errors or warnings.
+        A :class:`Report`. Its ``ok`` is False if there are errors or warnings; ``findings`` are the errors, warnings
+        and notes, each with ``code``, ``severity``, ``sentence``, ``evidence`` and ``mend``; ``codes`` are those of errors
+        and warnings; ``facts``, ``checks`` and ``angle_errors`` are what was measured.
 
     Raises:
         ValueError, TypeError: the target does not exist or is not callable, or an option is wrong.
@@ -102,6 +104,7 @@ def audit(  # noqa: PLR0913  (one argument for each option)
             only = Finding(code, "error", SENTENCES[code], str(error), MENDS[code])
             return Report(found.name, {}, (only,))
         log = Log(found.name, subject, declared, tuple(dtypes), longest, progress=progress)
+        log.recorded = found.recorded
         log.facts.update(_facts(subject))
         if declared is not None:
             log.facts["declared"] = repr(declared)
@@ -206,6 +209,7 @@ def _check_all(log: Log) -> None:
     profile = log.profile
     if profile is None or not profile.pairs:
         return
+    _rotation.check_record(log, profile)
     if sound:
         same = spec is not None and _rotation.check_declared(log, spec, profile)
         if same and spec is not None:

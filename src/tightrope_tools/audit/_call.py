@@ -172,6 +172,7 @@ class Subject:
         way: how it is called.
         head_dim: channels of one head.
         rates: the frequencies of the tables that ``fn`` takes, float64 ``[pairs]``.
+        made: returns the cosines and sines of these tables at positions, if not those of ``rates``.
         make: returns a new ``fn``; None if ``fn`` is copied instead.
         renew: whether each call gets a new ``fn``, because state of earlier calls changes results.
         side: 0 to rotate as q, 1 to rotate as k, if the function takes both.
@@ -185,6 +186,7 @@ class Subject:
     device: str = "cpu"
     renew: bool = False
     side: int = 0
+    made: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def keys(self) -> Subject:
         """Return the function of k alone, of a function of q and k."""
@@ -349,10 +351,10 @@ class Subject:
     def _tables(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[Any, ...]:
         """Cosines and sines for a function that takes them."""
         way = self.way
-        angle = widen(ids[..., None].double().cpu() * self.rates, way.width)
+        angle = ids[..., None].double().cpu() * self.rates
+        made = (angle.cos(), angle.sin()) if self.made is None else self.made(ids)
         dtype = x.dtype if way.form.narrow else torch.float32
-        made = (t.to(x.device, dtype) for t in (angle.cos(), angle.sin()))
-        cos, sin = (_TABLES[way.table_shape](t) for t in made)
+        cos, sin = (_TABLES[way.table_shape](widen(t, way.width).to(x.device, dtype)) for t in made)
         return way.form.built(cos, sin)
 
     def _turned(self, x: torch.Tensor, tables: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ compared too, because each is measured with the function's own earlier ones.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -17,10 +17,12 @@ from tightrope.spec import RopeSpec
 
 from ._audit import check_options
 from ._call import CallFailed, Hints, NoCallFound, Subject, undisturbed
+from ._kinds import MENDS, SENTENCES
 from ._profile import (
     NARROW,
     ODD,
     SHORT,
+    Angles,
     Profile,
     arithmetic_of,
     measure,
@@ -28,9 +30,11 @@ from ._profile import (
     wrapped,
 )
 from ._report import Comparison, Difference
+from ._rotation import identity_of, is_of, record_of
 from ._targets import Target, names_stack, resolve, subject_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NOT_COMPARED = "not compared", "not compared"
 
 
 @public("compare")
@@ -61,8 +65,9 @@ def compare(  # noqa: PLR0913  (one argument for each option)
         device: the device of the tensors passed to the functions.
 
     Returns:
-        A :class:`Comparison`; ``ok`` is True if results and gradients agree to the bit in float32,
-        bfloat16 and float16.
+        A :class:`Comparison`. Its ``ok`` is True if results and gradients agree to the bit in float32, bfloat16
+        and float16; ``differences`` are the steps that differ, each with ``code``, ``sentence`` and
+        ``evidence``, and ``codes`` their codes; ``facts`` and ``shares`` are what was measured.
 
     Raises:
         ValueError, TypeError: a target does not exist or is not callable, no call was found, a call
@@ -134,6 +139,11 @@ class _Steps:
     facts: dict[str, tuple[str, str]] = field(default_factory=dict)
     found: list[Difference] = field(default_factory=list)
 
+    @property
+    def gets_tables(self) -> bool:
+        """True if a function takes tables, so that its positions, frequencies and angles are the audit's."""
+        return any(p.subject.way.form.takes_tables for p in (self.a, self.b))
+
     def add(self, code: str, sentence: str, evidence: str) -> None:
         """Add a difference, once per code."""
         if all(each.code != code for each in self.found):
@@ -147,12 +157,20 @@ class _Steps:
 
 
 def _compared(targets: list[Target], a: Profile, b: Profile) -> Comparison:
-    steps = _Steps(a, b)
+    steps = _Steps(_if_rounded(a, b), _if_rounded(b, a))
+    a, b = steps.a, steps.b
+    contradicted = [record_of(target.recorded, p) for target, p in zip(targets, (a, b))]
+    for which, contrary in zip(("first", "second"), contradicted):
+        if contrary and not all(contradicted):
+            sentence = SENTENCES["record"].format(**contrary)
+            steps.add("record", sentence, f"the {which}: {MENDS['record'].format(**contrary)}")
     _compare_channels(steps)
+    dtypes: tuple[torch.dtype, ...] = _DTYPES
     if len(a.pairs) == len(b.pairs):
-        _compare_frequencies(steps)
-        _compare_arithmetic(steps, *_compare_angles(steps))
-    shares = shares_of(a, b, _DTYPES)
+        if not steps.gets_tables:
+            _compare_frequencies(steps, targets)
+        dtypes = _compare_arithmetic(steps, *_compare_angles(steps))
+    shares = shares_of(a, b, dtypes)
     if not steps.found and any(part for share in shares.values() for part in share):
         steps.add(
             "unexplained",
@@ -162,6 +180,25 @@ def _compared(targets: list[Target], a: Profile, b: Profile) -> Comparison:
     return Comparison(targets[0].name, targets[1].name, steps.facts, tuple(steps.found), shares)
 
 
+def _if_rounded(own: Profile, other: Profile) -> Profile:
+    """Return the profile with the other's frequencies if these, with angles rounded to 16 bits, give its angles.
+
+    With an offset or tables in 16 bits, its own angles alone do not show that they are rounded.
+    """
+    alike = len(own.pairs) == len(other.pairs)
+    if not alike or own.rounded is not None or not (own.shift or own.table in NARROW):
+        return own
+    omegas = own.sign * other.omegas.abs()
+    tried = replace(own, omegas=omegas, intercepts=own.shift * omegas)
+    odd = [p for p in ODD if own.shift <= p < own.reach]
+    seen = own.tables(own.given(odd)) / own.amplitude
+    how = tried.explain(omegas, odd, seen, max(5e-3, 2 * own.noise))
+    if how is None or how.product not in NARROW:
+        return own
+    widths = omegas.abs() * torch.finfo(how.product).eps
+    return replace(tried, rounded=how.product, widths=widths)
+
+
 def _compare_channels(steps: _Steps) -> None:
     a, b, add = steps.a, steps.b, steps.add
     one, other = (f"{p.start} to {p.start + p.rotary_dim - 1}" for p in (a, b))
@@ -169,10 +206,12 @@ def _compare_channels(steps: _Steps) -> None:
     steps.fact("channels", one, other, "slice", "Other channels rotate.")
     if a.order != b.order:
         add("channel-order", "Channels come out in different orders.", "of one function, reordered")
-    signs = [1.0 if float(p.omegas.sum()) >= 0 else -1.0 for p in (a, b)]
+    signs = [p.sign for p in (a, b)]
     if signs[0] != signs[1]:
         add("sign", "The functions rotate in opposite directions.", "angles have opposite signs")
     evidence = ""
+    if steps.gets_tables:
+        return
     if a.shift != b.shift:
         evidence = (
             f"position 0 is rotated as position {a.shift} should be by the first, and as position "
@@ -191,12 +230,12 @@ def _compare_channels(steps: _Steps) -> None:
         add("positions", "Positions count from different numbers.", evidence)
 
 
-def _compare_frequencies(steps: _Steps) -> None:
+def _compare_frequencies(steps: _Steps, targets: list[Target]) -> None:
     a, b = steps.a, steps.b
     first, second = a.omegas.abs(), b.omegas.abs()
     gap = (first - second).abs()
     # Two angles at the last tested position that differ by less than this are equal but for the cosine.
-    limit = torch.full_like(gap, max(p.noise / p.farthest for p in (a, b)))
+    limit = torch.maximum(a.blur, b.blur)
     if _starts_differ(a, b):
         limit = max(p.least / p.farthest for p in (a, b)) + 2.0**-22 * torch.maximum(first, second)
     if bool((gap > limit).any()):
@@ -213,11 +252,44 @@ def _compare_frequencies(steps: _Steps) -> None:
             steps.facts["frequencies"] = one, other
             steps.add("frequency-dtype", "Frequencies are rounded to different dtypes.", evidence)
         else:
-            steps.add("frequencies", f"Frequencies differ{last}.", evidence)
+            sentence, rules = _rules(steps, targets)
+            steps.add("frequencies", sentence or f"Frequencies differ{last}.", evidence + rules)
     if abs(a.amplitude - b.amplitude) > max(a.noise, b.noise) * max(a.amplitude, b.amplitude):
         scales = f"{a.amplitude:.9g}", f"{b.amplitude:.9g}"
         sentence = "Rotated channels are scaled by different factors."
         steps.fact("attention factor", *scales, "attention-factor", sentence)
+
+
+def _rules(steps: _Steps, targets: list[Target]) -> tuple[str, str]:
+    """Return a sentence about the rules of different frequencies, and more evidence; "" if one is not known."""
+    one, other = (
+        _rule_of(profile, target.spec)
+        for profile, target in zip((steps.a, steps.b), targets, strict=True)
+    )
+    if one is None or other is None or _as_text(one) == _as_text(other):
+        return "", ""
+    evidence = f"; the first: {_as_text(one)}; the second: {_as_text(other)}"
+    if one.scaling == other.scaling:
+        return "The bases of the frequencies differ.", evidence
+    if one.base == other.base and other.scaling is None:
+        return "The second does not apply the scaling of the first.", evidence
+    if one.base == other.base and one.scaling is None:
+        return "The first does not apply the scaling of the second.", evidence
+    return "Frequencies are scaled by different rules.", evidence
+
+
+def _as_text(spec: RopeSpec) -> str:
+    return f"base {spec.base:g}" + ("" if spec.scaling is None else f", {spec.scaling!r}")
+
+
+def _rule_of(profile: Profile, spec: RopeSpec | None) -> RopeSpec | None:
+    """Return the declared spec if it has the measured frequencies, else the one that is identified, if any."""
+    if spec is not None and is_of(profile, spec):
+        return spec
+    if profile.interleaved is None or len(profile.pairs) < 2:
+        return None
+    found = identity_of(profile)
+    return None if found.loose else found.spec
 
 
 def _starts_differ(a: Profile, b: Profile) -> bool:
@@ -250,12 +322,12 @@ def _compare_angles(steps: _Steps) -> tuple[list[int], list[torch.Tensor]]:
         if max(a.shift, b.shift) <= p < min(a.reach, b.reach)
     ]
     seen = [p.tables(p.given(odd)) for p in (a, b)]
-    if _starts_differ(a, b):
-        steps.facts["angles"] = "not compared", "not compared"
+    if steps.gets_tables or _starts_differ(a, b):
+        steps.facts["angles"] = _NOT_COMPARED
         return odd, seen
     before = {each.code for each in steps.found}
     gap = (seen[0] - seen[1]).abs()
-    one, other = (_angles_of(p, odd, table) for p, table in zip((a, b), seen, strict=True))
+    one, other = _angles_of(a, b, odd, seen[0]), _angles_of(b, a, odd, seen[1])
     steps.facts["angles"] = one, other
     if one != other:
         what = "position" if "positions" in one + other else "angle"
@@ -275,27 +347,53 @@ def _compare_angles(steps: _Steps) -> tuple[list[int], list[torch.Tensor]]:
     return odd, seen
 
 
-def _angles_of(profile: Profile, positions: list[int], seen: torch.Tensor) -> str:
+def _angles_of(profile: Profile, other: Profile, positions: list[int], seen: torch.Tensor) -> str:
     tolerance = max(5e-3, 2 * profile.noise)
     seen = seen / profile.amplitude
-    found = profile.explain(profile.omegas, positions, seen, tolerance)
+    omegas = profile.omegas
+    if profile.rounded is not None:
+        # Rounded angles show frequencies to few digits: those of the other function may be the same.
+        nearby = (omegas.abs() - other.omegas.abs()).abs() <= profile.blur + other.blur
+        omegas = torch.where(nearby, profile.sign * other.omegas.abs(), omegas)
+    found = profile.explain(omegas, positions, seen, tolerance)
+    if found is None and profile.rounded is not None:
+        return SHORT[profile.rounded]
     return "unknown" if found is None else str(found)
 
 
-def _compare_arithmetic(steps: _Steps, odd: list[int], tables: list[torch.Tensor]) -> None:
-    both = [*zip((steps.a, steps.b), tables, strict=True)]
+def _compare_arithmetic(
+    steps: _Steps, odd: list[int], tables: list[torch.Tensor]
+) -> tuple[torch.dtype, ...]:
+    """Compare tables and roundings for each dtype of x; return the dtypes whose results can be compared."""
+    counted = [*_DTYPES]
+    profiles = steps.a, steps.b
     for dtype in _DTYPES:
         name = SHORT[dtype]
         try:
-            one, other = (arithmetic_of(p, dtype, odd, table) for p, table in both)
-            if dtype != torch.float32:
-                _compare_dtype(steps, both, dtype, odd)
+            own, known = tables, True
+            if dtype != torch.float32 and not steps.gets_tables:
+                own, known = _compare_dtype(steps, tables, dtype, odd)
+            # An angle in float16 may be infinite, which has no cosine.
+            fits = torch.stack(own).isfinite().all(-1).all(1).all(0)
+            where = [p for p, fit in zip(odd, fits.tolist(), strict=True) if fit]
+            one, other = (
+                arithmetic_of(p, dtype, where, t[:, fits])
+                for p, t in zip(profiles, own, strict=True)
+            )
         except CallFailed:
             continue  # the shares of differing results show that a function refuses this dtype
-        steps.fact(
-            *(f"tables, {name}", one.table, other.table, "table-dtype"),
-            f"Cosines and sines have different dtypes, for {name} x.",
-        )
+        if not known and not (one.forward and other.forward):
+            steps.facts[f"rounding, {name}"] = _NOT_COMPARED
+            continue
+        if not steps.gets_tables:
+            steps.fact(
+                *(f"tables, {name}", one.table, other.table, "table-dtype"),
+                f"Cosines and sines have different dtypes, for {name} x.",
+            )
+        elif one.table != other.table and dtype != torch.float32:
+            counted.remove(dtype)
+            steps.facts[f"tables, {name}"] = one.table, other.table
+            steps.facts[f"results, {name}"] = _NOT_COMPARED
         for code, fact, what, first, second in (
             ("rounding", "rounding", "Results", one.forward, other.forward),
             ("gradient-rounding", "rounding of gradients", "Gradients", one.back, other.back),
@@ -306,6 +404,7 @@ def _compare_arithmetic(steps: _Steps, odd: list[int], tables: list[torch.Tensor
                 steps.facts[f"{fact}, {name}"] = shown
             else:
                 steps.fact(f"{fact}, {name}", *shown, code, sentence)
+    return tuple(counted)
 
 
 def _named(roundings: tuple[str, ...] | None) -> str:
@@ -313,15 +412,43 @@ def _named(roundings: tuple[str, ...] | None) -> str:
 
 
 def _compare_dtype(
-    steps: _Steps, both: list[tuple[Profile, torch.Tensor]], dtype: torch.dtype, odd: list[int]
-) -> None:
-    """Report a function whose angles depend on the dtype of x, as when positions take that dtype."""
-    for which, (profile, table) in zip(("first", "second"), both):
-        off = (profile.tables(profile.given(odd), dtype) - table).abs().amax((0, 2))
-        if float(off.max()) > 2 * torch.finfo(dtype).eps * max(1.0, profile.amplitude):
-            worst = int(off.argmax())
-            steps.add(
-                "position-dtype",
-                f"One function computes other angles for {SHORT[dtype]} x than for float32 x.",
-                f"the {which}: at position {odd[worst]:,} a cosine or sine changes by {float(off[worst]):.3g}",
+    steps: _Steps, tables: list[torch.Tensor], dtype: torch.dtype, odd: list[int]
+) -> tuple[list[torch.Tensor], bool]:
+    """Report angles that one function rounds for this dtype of x and not for float32 x.
+
+    Return each function's float32 tables for this dtype, and whether they are known.
+    """
+    name, limit = SHORT[dtype], 2 * torch.finfo(dtype).eps
+    exact: Angles | None = Angles(torch.float64, torch.float64, torch.float64)
+    found: list[tuple[Angles | None, float, int]] = []
+    own, known, narrow = [], True, []
+    for profile, table in zip((steps.a, steps.b), tables, strict=True):
+        seen = profile.tables(profile.given(odd), dtype)
+        off = (seen - table).abs().nan_to_num(math.inf).amax((0, 2))
+        worst, how = int(off.argmax()), exact
+        if float(off[worst]) > limit * max(1.0, profile.amplitude):
+            how = profile.explain(
+                *(profile.omegas, odd, seen / profile.amplitude, limit),
+                (torch.float64, *NARROW),
             )
+            if how is not None and not profile.shift:
+                angles = how.at(odd, profile.omegas).float()
+                table = profile.amplitude * torch.stack((angles.cos(), angles.sin())).double()
+            else:
+                known = False
+        found.append((how, float(off[worst]), odd[worst]))
+        own.append(table)
+        narrow.append(seen.nan_to_num())
+    if torch.equal(*narrow) or found[0][0] == found[1][0] is not None:
+        return own, known
+    for which, (how, size, position) in zip(("first", "second"), found, strict=True):
+        evidence = f"the {which}: at position {position:,} a cosine or sine changes by {size:.3g}"
+        if how is None:
+            sentence = f"One function computes other angles for {name} x than for float32 x."
+            steps.add("angle-dtype", sentence, evidence)
+        for what, rounded in zip(("position", "frequency", "angle"), how or ()):
+            if rounded in NARROW:
+                plural = "frequencies" if what == "frequency" else f"{what}s"
+                sentence = f"One function rounds {plural} to {SHORT[rounded]}, for {name} x."
+                steps.add(f"{what}-dtype", sentence, evidence)
+    return own, known

@@ -5,10 +5,13 @@ Words in braces are filled in where a finding is added.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 ERRORS = {
     "cannot-call": "No call was found that returns a rotated x of the same shape.",
     "raises": "A call that worked at first raised an error.",
     # channels
+    "record": "The weights have {recorded} pairing, as tightrope_convert.json says, but the code has {seen} pairing.",
     "pairing": "Channels are paired {seen}; {meant} was declared.",
     "slice": "Channels {seen} rotate; {meant} were declared.",
     "table-pairing": "The two channels of a pair turn by different angles: channels have one pairing, and cosines and "
@@ -101,6 +104,8 @@ MENDS = {
     "raises": "make the function accept this call, or state form= and layout=",
     "refuses": "make the function accept this call, or state form= and layout=",
     # channels
+    "record": "run these weights with code whose pairing is {recorded}, or convert them back: "
+    "tightrope convert FOLDER OUT --to {seen}",
     "pairing": f"{_ROTATE}, or convert the weights to the other pairing with tightrope convert",
     "table-pairing": "widen tables by torch.cat((t, t), -1) for half pairing, by t.repeat_interleave(2, -1) for "
     "interleaved pairs",
@@ -171,12 +176,16 @@ def severity_of(kind: str) -> str:
     return "error" if kind in ERRORS else "warning" if kind in WARNINGS else "note"
 
 
-def mend_of(kind: str, spec: str, layout: str) -> str:
+def mend_of(kind: str, spec: str, layout: str, words: Mapping[str, object]) -> str:
     """Return what mends a finding of a kind.
 
     Args:
         spec: the rotation to call, as Python code.
         layout: the layout of x.
+        words: what the sentence is filled in with.
     """
     option = "" if layout == "bhsd" else f', layout="{layout}"'
-    return MENDS.get(kind, _ROTATE).replace("{spec}", spec).replace("{layout}", option)
+    text = MENDS.get(kind, _ROTATE)
+    for name, word in {**words, "spec": spec, "layout": option}.items():
+        text = text.replace(f"{{{name}}}", str(word))
+    return text

@@ -30,6 +30,7 @@ class Log:
         limit: the first length of a call at which nearby tokens are rotated differently; None if there is none.
         profile: the measured rotation, from which the findings about it are read.
         identity: the frequency rule that explains the measured frequencies.
+        recorded: whether the conversion record beside a config states "interleaved"; None if there is none.
         along_heads: whether the function takes the heads for tokens.
     """
 
@@ -47,6 +48,7 @@ class Log:
     identity: Identity | None = None
     along_heads: bool = False
     progress: Callable[[str], None] | None = None
+    recorded: bool | None = None
 
     def add(
         self,
@@ -72,7 +74,7 @@ class Log:
             return
         spec = spec or self.spec or (None if self.identity is None else self.identity.spec)
         text = "spec" if spec is None else repr(spec)
-        mend = mend_of(kind, text, self.subject.way.layout)
+        mend = mend_of(kind, text, self.subject.way.layout, words)
         sentence = SENTENCES[kind].format(**words)
         found = Finding(code, severity or severity_of(kind), sentence, evidence, mend)
         self.findings.append(found)

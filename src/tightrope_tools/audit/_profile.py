@@ -32,6 +32,8 @@ _COUNTED = 2**12
 """The largest position to measure if the function numbers tokens itself."""
 _UNITS = 5
 """Angles whose cosines and sines are equal but for their last bit differ by at most so many units of it."""
+_ROUNDED_FROM = 64
+"""Angles are called rounded if so many positions from 1 on say so."""
 _ANGLE = 2e-4
 """Tolerance of equal angles, in radians; float32 is off by 1e-7."""
 SHORT = {
@@ -104,6 +106,19 @@ class Angles(NamedTuple):
             name += f", of positions in {SHORT[self.positions]}"
         return name
 
+    def at(self, positions: Sequence[int], omegas: torch.Tensor, after: int = 0) -> torch.Tensor:
+        """Return the angles ``[positions, pairs]`` in the dtype of the product.
+
+        Args:
+            after: a part of the positions that is added after they are rounded.
+        """
+        where = torch.tensor(list(positions), dtype=torch.float64)[:, None]
+        p = _cast(where - after, self.positions) + after
+        rates = _cast(omegas, self.frequencies)
+        if self.product == torch.float64:
+            return p * rates
+        return (p.float() * rates.float()).to(self.product)
+
 
 @dataclass
 class Profile:
@@ -126,6 +141,8 @@ class Profile:
         reach: the first position that the function does not accept, or that is not measured.
         shift: the function rotates position p - shift as position p should be rotated.
         farthest: the largest position from which the frequencies were measured.
+        rounded: the 16-bit dtype of the angles for float32 x; None if they are more exact.
+        widths: the widths of the intervals in which the frequencies are, if angles are rounded.
     """
 
     subject: Subject
@@ -144,11 +161,20 @@ class Profile:
     reach: int = NEAR[-1] + 1
     shift: int = 0
     farthest: int = 3
+    rounded: torch.dtype | None = None
+    widths: torch.Tensor | None = None
 
     @property
     def noise(self) -> float:
         """The largest error of a measured angle, in radians."""
         return _UNITS * torch.finfo(self.table).eps
+
+    @property
+    def blur(self) -> torch.Tensor:
+        """The largest error of each measured frequency."""
+        if self.widths is not None:
+            return self.widths
+        return torch.full_like(self.omegas, self.noise / self.farthest)
 
     @property
     def least(self) -> float:
@@ -160,6 +186,11 @@ class Profile:
         """The angle of each pair where position 0 should be, in radians; 0 if it is too small to measure."""
         start = wrapped(self.intercepts - self.shift * self.omegas)
         return torch.where(start.abs() < self.least, 0.0, start)
+
+    @property
+    def sign(self) -> float:
+        """+1 if it turns the first channel of a pair towards the second, else -1."""
+        return 1.0 if float(self.omegas.sum()) >= 0 else -1.0
 
     @property
     def distances(self) -> set[int]:
@@ -257,7 +288,6 @@ class Profile:
             tolerance: the largest difference of a cosine or sine.
             frequencies: dtypes to which the function may round its frequencies.
         """
-        where = torch.tensor(list(positions), dtype=torch.float64)[:, None]
         best, found = math.inf, None
         wide = (torch.float32, torch.float64)
         # A function with an offset adds it before positions are rounded, or after it.
@@ -269,13 +299,11 @@ class Profile:
             for p in (torch.float64, *NARROW)
         )
         for how, after in tried:
-            p = _cast(where - after, how.positions) + after
-            angle = p * _cast(omegas, how.frequencies)
-            if how.product != torch.float64:
-                angle = _cast(p.float() * _cast(omegas, how.frequencies).float(), how.product)
-            angle = angle.double() + self.starts
+            angle = how.at(positions, omegas, after).double() + self.starts
             wanted = torch.stack((angle.cos(), angle.sin()))
-            error = float((wanted - seen).abs().nan_to_num(math.inf).max())
+            # An infinite angle has no cosine.
+            off = (wanted - seen).abs().masked_fill(wanted.isnan() & seen.isnan(), 0.0)
+            error = float(off.nan_to_num(math.inf).max())
             # Another arithmetic must fit clearly better than one named before it.
             if error < 0.5 * best:
                 best, found = error, how
@@ -334,6 +362,8 @@ def _measure_angles(profile: Profile, limit: int | None) -> None:
     tables = seen, seen / profile.lengths[0, 0].median()
     narrow = (each for each in NARROW if any(_is_of(each, table) for table in tables))
     profile.table = next(narrow, torch.float32)
+    if _measure_rounded(profile):
+        return
     profile.omegas = wrapped(angles[near.index(3)] - angles[near.index(2)])
     profile.intercepts = wrapped(angles[near.index(2)] - 2 * profile.omegas)
     _refine(profile, [4, 8, 16, 32], angles[[near.index(p) for p in (4, 8, 16, 32)]], 0.3)
@@ -346,6 +376,67 @@ def _measure_angles(profile: Profile, limit: int | None) -> None:
         powers = [p for p in powers if shift <= p < min(profile.reach, last)] or [32]
         seen = profile.tables(profile.given(powers))
     _refine(profile, powers, torch.atan2(seen[1], seen[0]), 0.5, profile.starts)
+
+
+def _measure_rounded(profile: Profile) -> bool:
+    """Fill in the frequencies if angles are rounded to 16 bits; return whether they are.
+
+    Each rounded angle gives an interval for the frequency of its pair. All angles are values of the dtype,
+    but not multiples of one number.
+    """
+    first, noise = profile.firsts[NEAR.index(1)], profile.noise
+    if profile.table in NARROW or float(profile.firsts[0].abs().max()) > profile.least:
+        return False
+    if not any(len(_intervals(first[None], dtype, noise)[2]) for dtype in NARROW):
+        return False
+    cos, sin = profile.tables(range(1, min(DENSE, profile.reach)))
+    seen = torch.atan2(sin, cos)
+    for dtype in NARROW:
+        low, high, angles = _intervals(seen, dtype, noise)
+        count = len(angles)
+        if count < _ROUNDED_FROM:
+            continue
+        multiples = torch.arange(1, count + 1)[:, None] * (angles[-1] / count)
+        if bool(((angles - multiples).abs() > 8 * noise * angles.abs()).any()):
+            profile.omegas, profile.widths = (low + high) / 2, high - low
+            profile.intercepts = torch.zeros_like(profile.omegas)
+            profile.farthest, profile.rounded = count, dtype
+            return True
+    return False
+
+
+def _intervals(
+    seen: torch.Tensor, dtype: torch.dtype, noise: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the bounds of the frequencies whose angles, rounded to a dtype, are those seen.
+
+    The third result are the rounded angles, not reduced by whole turns, up to the first that no frequency gives.
+
+    Args:
+        seen: the angles at positions 1, 2, …, in [-π, π], ``[positions, pairs]``.
+    """
+    info = torch.finfo(dtype)
+    low = high = seen[0]
+    angles: list[torch.Tensor] = []
+    for position, angle in enumerate(seen, 1):
+        tried = position * (low + (high - low) * torch.linspace(0, 1, 9).double()[:, None])
+        values = _cast(tried, dtype)
+        gap = wrapped(values - angle).abs()
+        best, at = gap.min(0)
+        value = values.gather(0, at[None])[0]
+        if bool((best > noise * angle.abs().clamp(max=1.0)).any()):
+            break
+        # A little more than half a unit, as the product is rounded to float32 before.
+        unit = torch.exp2(value.abs().clamp(min=info.tiny).log2().floor()) * info.eps
+        bounds = [(value + sign * 0.5002 * unit) / position for sign in (-1, 1)]
+        lower, upper = bounds
+        if angles:
+            lower, upper = torch.maximum(low, lower), torch.minimum(high, upper)
+        if bool((lower > upper).any()):
+            break
+        low, high = lower, upper
+        angles.append(value)
+    return low, high, torch.stack(angles) if angles else seen[:0]
 
 
 def _refine(
@@ -542,15 +633,17 @@ def shares_of(
 ) -> dict[str, tuple[float, float | None]]:
     """Return the shares of results and of gradients that differ, for each dtype that a function accepts.
 
-    The shares are 1 and None if only one of them does.
+    The shares are 1 and None if only one of them does. If one function takes tables, it gets those of the other.
     """
+    a, b = _with_tables_of(b, a), _with_tables_of(a, b)
+    heads = min(2, *(p.subject.most_heads or 2 for p in (a, b)))
     reach = min(a.reach, b.reach)
     far = torch.randint(0, reach, (32,), generator=torch.Generator().manual_seed(5)).tolist()
     positions = [*range(min(96, reach)), *far]
     keys = a.subject.way.takes_keys and b.subject.way.takes_keys
     found: dict[str, tuple[float, float | None]] = {}
     for dtype in dtypes:
-        given = [a.subject.random(1, 2, len(positions), dtype=dtype, seed=n) for n in (8, 9)]
+        given = [a.subject.random(1, heads, len(positions), dtype=dtype, seed=n) for n in (8, 9)]
         results = []
         for subject in (a.subject, b.subject):
             x, out = map(subject.laid_out, given)
@@ -566,6 +659,23 @@ def shares_of(
         elif results:
             found[SHORT[dtype]] = (1.0, None)
     return found
+
+
+def _with_tables_of(maker: Profile, taker: Profile) -> Profile:
+    """Return the profile of a function that takes tables, with tables that are measured of another function."""
+    takes = [p.subject.way.form.takes_tables for p in (maker, taker)]
+    count = len(taker.subject.rates)
+    if takes != [False, True] or maker.interleaved is None or len(maker.slots) != count:
+        return taker
+    at = [maker.slots.index(pair) for pair in maker.pairs]
+
+    def made(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos = torch.ones(ids.numel(), count, dtype=torch.float64)
+        sin = torch.zeros_like(cos)
+        cos[:, at], sin[:, at] = maker.tables(ids.flatten().tolist())
+        return cos.view(*ids.shape, -1), maker.sign * sin.view(*ids.shape, -1)
+
+    return replace(taker, subject=replace(taker.subject, made=made))
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> float:

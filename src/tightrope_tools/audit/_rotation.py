@@ -12,7 +12,7 @@ import torch
 from tightrope.spec import RopeSpec
 
 from ._call import CallFailed, Subject, gradient
-from ._identify import identify
+from ._identify import Identity, identify
 from ._log import Log
 from ._profile import (
     DENSE,
@@ -297,17 +297,44 @@ def _name(log: Log, profile: Profile) -> None:
     if len(profile.pairs) == 1 and profile.interleaved is None:
         log.facts["frequencies"] = f"{float(profile.omegas[0].abs()):.6g} rad per position"
         return
-    log.identity = identify(
+    log.identity = identity_of(profile)
+    text = log.identity.text
+    log.facts["frequencies"] = f"about {text}" if log.identity.loose else text
+
+
+def identity_of(profile: Profile) -> Identity:
+    """Return the rule behind the measured frequencies; needs a pairing."""
+    return identify(
         [*_slots_of(profile).values()],
         profile.amplitude,
         noise=2 * profile.noise / profile.farthest,
-        head_dim=log.subject.head_dim,
+        head_dim=profile.subject.head_dim,
         rotary_dim=profile.rotary_dim,
         start=profile.start,
         interleaved=bool(profile.interleaved),
     )
-    text = log.identity.text
-    log.facts["frequencies"] = f"about {text}" if log.identity.loose else text
+
+
+def is_of(profile: Profile, spec: RopeSpec) -> bool:
+    """True if a function has the channels and the frequencies of a spec."""
+    rates = dict(zip(pairs_of(spec), spec.frequencies().inv_freq.double().cpu().tolist()))
+    if not set(profile.pairs) <= set(rates):
+        return False
+    wanted = torch.tensor([rates[pair] for pair in profile.pairs], dtype=torch.float64)
+    gap = (profile.omegas.abs() - wanted).abs()
+    return bool((gap <= _CLOSE * wanted + 2 * profile.blur).all())
+
+
+def record_of(recorded: bool | None, profile: Profile) -> dict[str, Any]:
+    """Return the words of the finding that the record of a conversion contradicts the code; {} if it does not.
+
+    Args:
+        recorded: whether the record states "interleaved"; None if there is no record.
+    """
+    if recorded is None or profile.interleaved is None or recorded == profile.interleaved:
+        return {}
+    names = {True: "interleaved", False: "half"}
+    return {"recorded": names[recorded], "seen": names[profile.interleaved]}
 
 
 def pairs_of(spec: RopeSpec) -> list[Pair]:
@@ -325,6 +352,16 @@ def check_declared(log: Log, spec: RopeSpec, profile: Profile) -> bool:
     with log.check("frequencies are as declared"):
         same = _frequencies(log, spec, profile)
     return same
+
+
+def check_record(log: Log, profile: Profile) -> None:
+    """Compare the pairing with that of the weights, as the record of their conversion states it."""
+    if log.recorded is None:
+        return
+    with log.check("pairing is that of the conversion record"):
+        if words := record_of(log.recorded, profile):
+            (u, v), evidence = profile.pairs[0], "the weights give fluent nonsense with this code"
+            log.add("record", f"channel {u} turns with channel {v}; {evidence}", **words)
 
 
 def _pairing(log: Log, spec: RopeSpec, profile: Profile) -> bool:

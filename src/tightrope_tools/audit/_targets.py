@@ -20,13 +20,14 @@ from torch import nn
 from tightrope import functional, stacks
 from tightrope._errors import Refusal, bad_type, bad_value
 from tightrope.config import LayerSpecs, from_config
-from tightrope.config.files import single
+from tightrope.config.files import NAMES, RECORD, load, single
 from tightrope.forms import calls_of
 from tightrope.positions import multi_axis
 from tightrope.spec import RopeSpec
 
 from ._call import Hints, Subject, describe_error, find_call
 
+_FILE = re.compile(r"^(?P<file>.+\.py):(?P<name>[A-Za-z_][\w.]*)$")
 _NAME = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 
 
@@ -41,6 +42,7 @@ class Target:
         spec: the intended rotation, if known.
         form, layout, head_dim: how to call it, if known.
         unread: why a config gave no spec.
+        recorded: whether the conversion record beside a config states "interleaved"; None if there is none.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Target:
     layout: str | None = None
     head_dim: int | None = None
     unread: str = ""
+    recorded: bool | None = None
 
 
 _STACK = "stack:"
@@ -92,12 +95,19 @@ def resolve(
     """
     if isinstance(target, str) and names_stack(target):
         return from_stack(target.removeprefix(_STACK), spec)
+    if isinstance(target, str) and (file := _FILE.match(target)):
+        where = Path(file["file"])
+        raise bad_value(
+            f"target must name a function by its module, not by its file: run from the folder {where.parent.resolve()} "
+            f"and pass {where.stem}:{file['name']}, but got {target!r}"
+        )
     if isinstance(target, str) and _NAME.match(target):
         name, fn = target, _imported(target)
     elif isinstance(target, str | Path):
-        return from_model(_config_of(str(target)), layer_type)
+        found = from_model(_config_of(str(target)), layer_type)
+        return replace(found, recorded=_recorded(target))
     elif _is_config(target):
-        return from_model(target, layer_type)
+        return replace(from_model(target, layer_type), recorded=_recorded(target))
     elif isinstance(target, nn.Module) and _is_model(target):
         if any(hasattr(type(each), "_tightrope_graft") for each in target.modules()):
             raise bad_value(
@@ -105,7 +115,8 @@ def resolve(
                 "this one is patched; call tightrope.unpatch(model) first, or compare what the patched model "
                 "computes, as docs/parity.md shows"
             )
-        return from_model(target.config, layer_type, target)
+        found = from_model(target.config, layer_type, target)
+        return replace(found, recorded=_recorded(target.config))
     elif callable(target):
         name, fn = getattr(target, "__qualname__", None) or type(target).__qualname__, target
     else:
@@ -223,6 +234,22 @@ def _config_of(name: str) -> Any:
         "target must be MODULE:FUNCTION, the path of a config.json or its folder, or a model type "
         f"of transformers, such as llama, but got {name!r}"
     )
+
+
+def _recorded(target: Any) -> bool | None:
+    """Return whether the conversion record beside a config states "interleaved"; None if there is none.
+
+    An object of transformers names the folder that it was loaded from.
+    """
+    where = target if isinstance(target, str | Path) else getattr(target, "name_or_path", None)
+    path = Path(where or "")
+    record = (path if path.is_dir() else path.parent) / RECORD
+    if not where or not (path.is_dir() or path.name in NAMES) or not record.is_file():
+        return None
+    pairing = load(record).get("pairing")
+    if pairing not in ("half", "interleaved"):
+        raise bad_value(f"{record} must state 'half' or 'interleaved' but states {pairing!r}")
+    return bool(pairing == "interleaved")
 
 
 def _from_file(library: Any, file: Path) -> Any:

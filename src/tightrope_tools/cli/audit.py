@@ -222,7 +222,9 @@ def show_comparison(found: Comparison) -> None:
         both = "" if gradients is None else f" and {100 * gradients:.3g} % of gradients"
         show(f"{dtype:<9} {100 * results:.3g} % of results{both} differ", "dim", indent=2)
     if found.ok:
-        show("They agree to the bit.", "ok")
+        partly = any("not compared" in values for values in found.facts.values())
+        rest = ", as far as they were compared" if partly else ""
+        show(f"They agree to the bit{rest}.", "ok")
     else:
         show(f"They part first at: {found.codes[0]}.", "bold")
 

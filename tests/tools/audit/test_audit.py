@@ -71,6 +71,16 @@ def test_the_faults_are_many_and_have_many_names() -> None:
     assert len({fault.code for fault in planted.FAULTS.values()}) >= 35
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_rounded_angles_of_scaled_frequencies(dtype: torch.dtype, is_declared: bool) -> None:
+    """Rounded angles show each frequency to few digits; those of many positions together show the rule."""
+    spec = RopeSpec(64, 500_000.0, scaling=Llama3(8.0, 1.0, 4.0, 8192))
+    rope = planted.by_rates(spec.frequencies().inv_freq.float(), a_type=dtype)
+    report = named(audit(rope, spec=spec if is_declared else None, longest=4096), "angle-dtype")
+    assert "Llama 3 scaling by 8" in report.facts["frequencies"]
+
+
 SLOW = 1 / (1 + torch.arange(32.0)) ** 2  # no known rule
 # A function, and from where on it is off, in the words of the finding.
 JUMPS: dict[str, tuple[Callable[[], Fn], str, str]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from tests.support.command import call
 from tests.support.planted_faults import named
 from tightrope import Axes, RopeSpec, functional
-from tightrope.frequencies import Linear, YaRN
+from tightrope.config.files import RECORD
+from tightrope.frequencies import Linear, Llama3, YaRN
 from tightrope_tools.audit import Comparison, compare
 from tightrope_tools.command import main
 
@@ -33,6 +35,7 @@ def rope(
     factor: float = 1.0,
     position: torch.dtype | str = torch.float32,
     angle: torch.dtype = torch.float32,
+    rounded: torch.dtype | str | None = None,
     table: torch.dtype | str = "x",
     rounding: str = "each",
     detach: bool = False,
@@ -46,6 +49,8 @@ def rope(
     def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         where = positions.to(x.dtype if position == "x" else position).to(angle) + shift
         angles = sign * where[:, None, :, None] * inv_freq
+        if rounded is not None:
+            angles = angles.to(x.dtype if rounded == "x" else rounded).float()
         cos, sin = angles.cos() * factor, angles.sin() * factor
         cos, sin = (t.to(x.dtype if table == "x" else table) for t in (cos, sin))
         turned, rest = x[..., :width], x[..., width:]
@@ -68,56 +73,60 @@ def rope(
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EXACT: dict[str, Any] = {"angle": F64, "frequency": F64}
-# What differs -> how the two functions rotate, the code, and a part of the evidence.
-PLANTED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
-    "pairing": ({"interleaved": True}, {}, "pairing", "interleaved"),
-    "slice": ({"width": 32}, {}, "slice", "0 to 31"),
-    "direction": ({"sign": -1.0}, {}, "sign", "opposite"),
-    "first position": ({"shift": 1.0}, {}, "positions", "+1 positions"),
-    "base": ({"base": 500000.0}, {}, "frequencies", "31 of 32 pairs differ"),
-    "one pair": ({"slowed": 7}, {}, "frequencies", "pair 7 turns by"),
-    "frequencies in bfloat16": ({"frequency": BF16}, {}, "frequency-dtype", "pair"),
-    "frequencies in float16": ({}, {"frequency": F16}, "frequency-dtype", "pair"),
-    "frequencies in float64": (EXACT, {}, "frequency-dtype", "pair"),
-    "angles in float64": ({"angle": F64}, EXACT, "frequency-dtype", "pair"),
-    "attention factor": ({"factor": 1.2}, {}, "attention-factor", "1.2"),
-    "positions in bfloat16": ({"position": BF16}, {}, "position-dtype", "bfloat16"),
-    "positions in float16": ({}, {"position": F16}, "position-dtype", "float16"),
-    "positions in the dtype of x": ({"position": "x"}, {}, "position-dtype", "the first: at"),
+# What differs -> the two functions, the code, and a part of the evidence.
+PLANTED: dict[str, tuple[Rope, Rope, str, str]] = {
+    "pairing": (rope(interleaved=True), rope(), "pairing", "interleaved"),
+    "slice": (rope(width=32), rope(), "slice", "0 to 31"),
+    "direction": (rope(sign=-1.0), rope(), "sign", "opposite"),
+    "first position": (rope(shift=1.0), rope(), "positions", "+1 positions"),
+    "base": (rope(base=500000.0), rope(), "frequencies", "31 of 32 pairs differ"),
+    "one pair": (rope(slowed=7), rope(), "frequencies", "pair 7 turns by"),
+    "frequencies in bfloat16": (rope(frequency=BF16), rope(), "frequency-dtype", "pair"),
+    "frequencies in float16": (rope(), rope(frequency=F16), "frequency-dtype", "pair"),
+    "frequencies in float64": (rope(**EXACT), rope(), "frequency-dtype", "pair"),
+    "angles in float64": (rope(angle=F64), rope(**EXACT), "frequency-dtype", "pair"),
+    "attention factor": (rope(factor=1.2), rope(), "attention-factor", "1.2"),
+    "positions in bfloat16": (rope(position=BF16), rope(), "position-dtype", "bfloat16"),
+    "positions in float16": (rope(), rope(position=F16), "position-dtype", "float16"),
+    "positions in the dtype of x": (rope(position="x"), rope(), "position-dtype", "the first: at"),
+    "angles in bfloat16": (rope(rounded=BF16), rope(), "angle-dtype", "the first: bfloat16"),
+    "angles in float16": (rope(), rope(rounded=F16), "angle-dtype", "the second: float16"),
+    "angles in two dtypes": (rope(rounded=BF16), rope(rounded=F16), "angle-dtype", "float16"),
+    "angles and tables in bfloat16": (
+        *(rope(rounded=BF16, table=BF16), rope(table=BF16)),
+        *("angle-dtype", "the first: bfloat16"),
+    ),
+    "angles in the dtype of x": (rope(rounded="x"), rope(), "angle-dtype", "the first: at"),
+    "base beside rounded angles": (
+        *(rope(base=500000.0, rounded=BF16), rope()),
+        *("frequencies", "the first: base 500000; the second: base 10000"),
+    ),
     "tables in float32": (
-        {"table": F32, "rounding": "wide"},
-        {"rounding": "wide"},
+        rope(table=F32, rounding="wide"),
+        rope(rounding="wide"),
         "table-dtype",
         "float32",
     ),
-    "tables in bfloat16": ({"table": BF16}, {}, "table-dtype", "bfloat16"),
-    "roundings": ({"rounding": "wide"}, {}, "rounding", "the first: wide"),
-    "gradients": ({"detach": True}, {}, "gradient-rounding", "the first: unknown"),
-}
-# Differences that an offset of the first function hides if angles are compared at the same positions.
-BESIDE_AN_OFFSET = {
-    *("base", "one pair", "frequencies in bfloat16", "attention factor", "positions in bfloat16"),
-    *("positions in the dtype of x", "tables in bfloat16", "roundings"),
+    "tables in bfloat16": (rope(table=BF16), rope(), "table-dtype", "bfloat16"),
+    "roundings": (rope(rounding="wide"), rope(), "rounding", "the first: wide"),
+    "gradients": (rope(detach=True), rope(), "gradient-rounding", "the first: unknown"),
 }
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_differences_are_named_first(name: str) -> None:
-    """The first difference is the planted one, in both orders of the functions; an offset hides none."""
-    one, other, code, evidence = PLANTED[name]
-    first, second = rope(**one), rope(**other)
-    for a, b in ((second, first), (first, second)):
+    """The first difference is the planted one, in both orders of the functions."""
+    first, second, code, evidence = PLANTED[name]
+    for a, b in ((first, second), (second, first)):
         found = compare(a, b, head_dim=DIM)
         assert found.codes[0] == code, found
+        if a is first:
+            assert evidence in found.differences[0].evidence
         assert any(part for share in found.shares.values() for part in share)
         assert Comparison.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    assert evidence in found.differences[0].evidence
-    if name in BESIDE_AN_OFFSET:
-        ahead = compare(rope(shift=1.0, **one), second, head_dim=DIM)
-        named(ahead, "positions", *found.codes)
 
 
-@pytest.mark.parametrize("shift", [1.0, -5.0])
+@pytest.mark.parametrize("shift", [1.0, -1.0, 5.0, 100.0])
 @pytest.mark.parametrize(
     "options",
     [
@@ -164,10 +173,125 @@ def test_an_offset_by_a_fraction(shift: float) -> None:
     named(found, "positions", "frequencies")
 
 
+OFFSET_AND: dict[str, tuple[dict[str, Any], str]] = {
+    "base": ({"base": 500000.0}, "frequencies"),
+    "one pair": ({"slowed": 7}, "frequencies"),
+    "frequencies in bfloat16": ({"frequency": BF16}, "frequency-dtype"),
+    "attention factor": ({"factor": 1.2}, "attention-factor"),
+    "positions in bfloat16": ({"position": BF16}, "position-dtype"),
+    "positions in the dtype of x": ({"position": "x"}, "position-dtype"),
+    "angles in bfloat16": ({"rounded": BF16}, "angle-dtype"),
+    "tables in bfloat16": ({"table": BF16}, "table-dtype"),
+    "roundings": ({"rounding": "wide"}, "rounding"),
+}
+
+
+@pytest.mark.parametrize("name", OFFSET_AND)
+def test_an_offset_hides_no_other_difference(name: str) -> None:
+    options, code = OFFSET_AND[name]
+    alone = compare(rope(**options), rope(), head_dim=DIM)
+    named(compare(rope(shift=1.0, **options), rope(), head_dim=DIM), "positions", *alone.codes)
+    assert alone.codes[0] == code
+
+
+@pytest.mark.parametrize("rounded", [BF16, F16, "x"])
+def test_rounded_angles_make_no_other_difference(rounded: torch.dtype | str) -> None:
+    options: dict[str, Any] = {"rounding": "wide", "table": F32}
+    named(compare(rope(rounded=rounded, **options), rope(**options), head_dim=DIM), "angle-dtype")
+
+
+SCALED: dict[str, tuple[RopeSpec, RopeSpec, str]] = {
+    "lost": (
+        *(RopeSpec(DIM, scaling=Llama3(8.0, 1.0, 4.0, 8192)), RopeSpec(DIM)),
+        "The second does not apply the scaling of the first.",
+    ),
+    "added": (
+        *(RopeSpec(DIM), RopeSpec(DIM, scaling=Linear(4.0))),
+        "The first does not apply the scaling of the second.",
+    ),
+    "another": (
+        *(RopeSpec(DIM, scaling=Linear(8.0)), RopeSpec(DIM, scaling=Linear(4.0))),
+        "Frequencies are scaled by different rules.",
+    ),
+    "base": (RopeSpec(DIM), RopeSpec(DIM, 5e5), "The bases of the frequencies differ."),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_the_rule_behind_different_frequencies_is_named(name: str) -> None:
+    one, other, sentence = SCALED[name]
+    functions = [lambda x, positions, s=s: functional.rotate(x, s, positions) for s in (one, other)]
+    (difference,) = named(compare(*functions, head_dim=DIM), "frequencies").differences
+    assert difference.sentence == sentence
+    assert repr(one.scaling or other.scaling or other.base)[:6] in difference.evidence
+
+
+def flat(
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Rotate q and k ``(tokens, heads * channels)``, as vLLM lays them out."""
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(1, -1, x.shape[-1] // DIM, DIM).transpose(1, 2)
+        return rope()(heads, positions[None]).transpose(1, 2).reshape(x.shape)
+
+    return turned(query), turned(key)
+
+
+def test_layouts_are_aligned_before_results_are_counted() -> None:
+    for a, b in ((rope(), flat), (flat, rope())):
+        found = named(compare(a, b, head_dim=DIM))
+        assert found.shares == dict.fromkeys(("float32", "bfloat16", "float16"), (0.0, 0.0))
+
+
+def apply(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float = 1.0
+) -> tuple[torch.Tensor, ...]:
+    cos, sin = cos[:, None], sign * sin[:, None]
+    halves = [torch.cat((-x[..., DIM // 2 :], x[..., : DIM // 2]), -1) for x in (q, k)]
+    return tuple(x * cos + half * sin for x, half in zip((q, k), halves))
+
+
+TAKERS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
+    "the same": (apply, {}, ()),
+    "an offset and a factor": (apply, {"shift": 3.0, "factor": 1.2, "base": 5e5}, ()),
+    "rounded positions": (apply, {"position": BF16}, ()),
+    "another direction": (partial(apply, sign=-1.0), {}, ("sign",)),
+    "both backwards": (partial(apply, sign=-1.0), {"sign": -1.0}, ()),
+    "roundings": (apply, {"rounding": "wide"}, ("rounding", "gradient-rounding")),
+}
+
+
+@pytest.mark.parametrize("name", TAKERS)
+def test_a_function_that_takes_tables_gets_those_of_the_other(name: str) -> None:
+    taker, options, codes = TAKERS[name]
+    for a, b in ((rope(**options), taker), (taker, rope(**options))):
+        found = compare(a, b, form=None, head_dim=DIM)
+        named(found, *codes)
+        assert found.facts["angles"] == ("not compared", "not compared")
+        assert any(share[0] for share in found.shares.values()) == bool(codes)
+
+
+def test_tables_of_another_dtype_are_not_counted() -> None:
+    found = compare(rope(table=F32, rounding="wide"), apply, head_dim=DIM)
+    assert found.shares.keys() == {"float32"}
+    assert found.facts["results, bfloat16"] == ("not compared", "not compared")
+
+
 def test_equal_functions_agree() -> None:
-    for options in ({}, {"interleaved": True, "rounding": "wide"}, {"width": 32, "factor": 1.1}):
+    for options in (
+        *({}, {"interleaved": True, "rounding": "wide"}, {"width": 32, "factor": 1.1}),
+        *({"rounded": BF16}, {"rounded": "x"}),
+    ):
         found = named(compare(rope(**options), rope(**options), head_dim=DIM))  # type: ignore[arg-type]
         assert found.shares == dict.fromkeys(("float32", "bfloat16", "float16"), (0.0, 0.0))
+
+    def strange(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        far = x.dtype != torch.float32
+        return rope()(x, positions + far * (positions * positions) % 7)
+
+    named(compare(strange, strange, head_dim=DIM))
+    assert compare(strange, rope(), head_dim=DIM).codes[0] == "angle-dtype"
 
 
 @pytest.mark.parametrize(
@@ -205,6 +329,11 @@ def test_models_and_configurations(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text(json.dumps(config | {"rope_theta": 5e5}))
     named(compare(str(tmp_path), str(other)), "frequencies")
+    record = tmp_path / RECORD
+    for pairing, codes in (("half", ()), ("interleaved", ("record",))):
+        record.write_text(json.dumps({"pairing": pairing}))
+        named(compare(str(tmp_path), "stack:transformers"), *codes)
+        named(compare("stack:transformers", str(tmp_path)), *codes)
 
 
 def test_models_as_they_are() -> None:

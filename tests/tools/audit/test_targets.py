@@ -16,6 +16,7 @@ import transformers
 from tests.support import planted_faults as planted
 from tests.support.planted_faults import named
 from tightrope import Axes, RopeSpec, patch
+from tightrope.config.files import RECORD
 from tightrope_tools.audit import audit
 from tightrope_tools.audit._targets import from_model
 
@@ -164,6 +165,20 @@ def test_a_config_file(tmp_path: Path) -> None:
         assert facts["declared"] == "RopeSpec(head_dim=64, base=500000.0)"
 
 
+def test_a_conversion_record_that_contradicts_the_code(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "head_dim": 64}))
+    record = tmp_path / RECORD
+    for pairing, codes in (("half", ()), ("interleaved", ("record",))):
+        record.write_text(json.dumps({"pairing": pairing}))
+        report = named(audit(str(tmp_path), **ONLY_FLOAT32, longest=4096), *codes)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    named(audit(config, **ONLY_FLOAT32, longest=4096), "record")
+    (found,) = (each for each in report.findings if each.code == "record")
+    assert found.severity == "error"
+    assert found.sentence.startswith("The weights have interleaved pairing")
+    assert found.mend.endswith("tightrope convert FOLDER OUT --to half")
+
+
 @pytest.mark.parametrize("one", [False, True])
 def test_an_apply_function_that_is_a_module(one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The audit calls a function that transformers wraps in a module for the kernels package."""
@@ -197,6 +212,12 @@ def test_a_config_that_the_library_reads_otherwise() -> None:
 WRONG_USE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target": 3}, TypeError, "target must be a function, a module, .* but got int"),
     ({"target": "no such thing"}, ValueError, "target must be MODULE:FUNCTION, .*'no such thing'"),
+    (
+        {"target": "of/mine.py:rope"},
+        ValueError,
+        ".* run from the folder .*/of and pass mine:rope, but",
+    ),
+    ({"target": "mine.py:rope"}, ValueError, ".* run from the folder .* and pass mine:rope, but"),
     ({"form": "x, y"}, ValueError, "form must list the arguments, .* but got 'x, y'"),
     ({"layout": "hbsd"}, ValueError, "layout must be one of bhsd, .* but got 'hbsd'"),
     ({"tables": "both"}, ValueError, "tables must be one of cat, repeat, half but got 'both'"),
