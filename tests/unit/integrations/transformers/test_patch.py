@@ -100,14 +100,14 @@ def test_family_with_exact_angles(family: str, monkeypatch: pytest.MonkeyPatch) 
     else:
         assert served
     # Sines that are 1 % too large change outputs by more than five times the bound of `assert_outputs`.
-    right = run._launch
+    right = run.launch
 
     def wrong(operator: Any, q: Any, k: Any, packed: Any) -> Any:
         primary, secondary, *others = packed
         return right(operator, q, k, (primary, 1.01 * secondary, *others))
 
     with monkeypatch.context() as planted:
-        planted.setattr(run, "_launch", wrong)
+        planted.setattr(run, "launch", wrong)
         off = ((logits(model, given) - before).abs().max() / before.abs().max()).item()
     assert off > 5 * value("patched outputs")
     model.to(torch.bfloat16)
@@ -419,4 +419,5 @@ def test_exact_angles_are_those_that_the_model_has_now(
     ]
     assert report.notes == report.to_dict()["notes"] == notes
     assert all(note in str(report).splitlines() for note in report.notes)
+    unpatch(llama)
     assert not patch(llama).notes
