@@ -171,7 +171,8 @@ inline void add_phases(const Problem& p, const AngleSums& sums, int64_t item) {
           }
         }
       }
-      T* __restrict to = static_cast<T*>(sums.by_phase) + ((phase_row * p.phase_heads + head) * p.tokens + token) * p.pairs + first;
+      const int64_t place = (phase_row * p.phase_heads + head) * p.tokens + token;
+      T* __restrict to = static_cast<T*>(sums.by_phase) + place * p.pairs + first;
       for (int64_t k = 0; k < n; ++k) to[k] = T(sign * (total[k] + double(sum[k])));
     }
   }

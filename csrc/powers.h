@@ -31,8 +31,8 @@ TIGHTROPE_LOOP void split_slopes(const double* __restrict slope, float* __restri
 
 // Splits and arranges the slopes of all heads; `high` and `low` are scratch rows.
 template <class F>
-TIGHTROPE_LOOP Slopes arrange_slopes(const Problem& p, const Part& part, int64_t heads, float* to, int64_t width, float* high,
-                             float* low) {
+TIGHTROPE_LOOP Slopes arrange_slopes(const Problem& p, const Part& part, int64_t heads, float* to, int64_t width,
+                                     float* high, float* low) {
   Slopes slopes{to, to + width, 2 * width, 0, kWidest};
   bool fit = true, same = true;
   for (int64_t head = 0; head < heads; ++head) {

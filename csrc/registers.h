@@ -388,8 +388,8 @@ inline void turn_blocks(const Heads<Stored>& heads, int64_t channel, int64_t oth
 // Rotates n pairs of each head: their first channels begin at `channel`, and the second ones are `other` channels
 // away. The first pass through the heads prefetches the next ones, of this size.
 template <class A, bool interleaved, class Stored>
-TIGHTROPE_LOOP void turn_in_registers(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t n, int64_t bytes,
-                              const Row<float>& r) {
+TIGHTROPE_LOOP void turn_in_registers(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t n,
+                                      int64_t bytes, const Row<float>& r) {
   using Widest = Block<A, typename A::Format, interleaved, kWidest>;
   constexpr int64_t kPair = interleaved ? 2 : 1;
   int64_t at = 0;
