@@ -194,16 +194,14 @@ def broadcasts(own: int, size: int) -> bool:
     return own == 1 or own == size
 
 
-def is_readable(values: torch.Tensor) -> bool:
-    """Return True if reading the values needs no device synchronisation and breaks no graph.
+def handles_operators(x: torch.Tensor) -> bool:
+    """Return True for tensors that handle operators themselves, such as fake tensors and DTensors."""
+    return type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
-    False for tensors that handle operators themselves, such as fake tensors and DTensors.
-    """
-    return (
-        values.device.type == "cpu"
-        and not is_tracing()
-        and type(values).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    )
+
+def is_readable(values: torch.Tensor) -> bool:
+    """Return True if reading the values needs no device synchronisation and breaks no graph."""
+    return values.device.type == "cpu" and not is_tracing() and not handles_operators(values)
 
 
 def may_keep(device: torch.device) -> bool:

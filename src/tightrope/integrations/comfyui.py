@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.functional import rms_norm
@@ -57,7 +57,7 @@ def _rotate(
     in_place: bool,
 ) -> Any:
     """Multiply each pair of channels by its 2x2 matrix; the registry has called :func:`_mismatch`."""
-    heads = _heads_dim(q, matrices, q.shape[-1]) or 1
+    heads = cast(int, _heads_dim(q, matrices, q.shape[-1]))
     tables = matrices[:, :, : q.shape[2]].select(heads, 0)
     (a, b), (c, d) = (row.unbind(-1) for row in tables.unbind(-2))
     cos, sin = join_pairs(a, d, interleaved), join_pairs(-b, c, interleaved)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .._errors import OPERATION, OUT_OF_PLACE, bad_value
+from .._tracing import handles_operators
 from .call import Call, Slots
 
 
@@ -196,7 +197,7 @@ def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _has_memory(x: torch.Tensor) -> bool:
     """Return False for meta and fake tensors, and for those that wrap others: they have no address."""
-    return not x.is_meta and type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return not (x.is_meta or handles_operators(x))
 
 
 def _start(x: torch.Tensor) -> int:

@@ -33,6 +33,7 @@ _LOOSE = 8e-3
 """Tolerance of factors; bfloat16 tables change them by up to 4e-3."""
 _CLOSE = 1e-4
 """Largest relative error of a frequency that counts as equal. float32 gives 1e-6."""
+_PAIRINGS = {True: "interleaved", False: "half"}
 
 
 def check_rotation(log: Log) -> bool:
@@ -333,8 +334,7 @@ def record_of(recorded: bool | None, profile: Profile) -> dict[str, Any]:
     """
     if recorded is None or profile.interleaved is None or recorded == profile.interleaved:
         return {}
-    names = {True: "interleaved", False: "half"}
-    return {"recorded": names[recorded], "seen": names[profile.interleaved]}
+    return {"recorded": _PAIRINGS[recorded], "seen": _PAIRINGS[profile.interleaved]}
 
 
 def pairs_of(spec: RopeSpec) -> list[Pair]:
@@ -378,13 +378,12 @@ def _pairing(log: Log, spec: RopeSpec, profile: Profile) -> bool:
             return True
     u, v = profile.pairs[0]
     if profile.interleaved is not None and profile.interleaved != spec.interleaved:
-        names = {True: "interleaved", False: "half"}
         log.add(
             "pairing",
             f"channel {u} turns with channel {v}, not with {meant[0].second}; weights made for one pairing "
             "give fluent nonsense with the other",
-            seen=names[profile.interleaved],
-            meant=names[spec.interleaved],
+            seen=_PAIRINGS[profile.interleaved],
+            meant=_PAIRINGS[spec.interleaved],
         )
         return False
     seen, declared = (f"{p.start} to {p.start + p.rotary_dim - 1}" for p in (profile, spec))
