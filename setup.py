@@ -64,10 +64,11 @@ AVX512_FLAGS = [
     "-mprefer-vector-width=512",
 ]
 
-# One translation unit per instruction set, each with its own flags.
-ISA_FLAGS = {
+# One translation unit per instruction set, each with its own flags. Every aarch64 processor has NEON.
+ISA_FLAGS: dict[str, dict[str, list[str]]] = {
+    "aarch64": {"rotate_neon.cpp": []},
+    "arm64": {"rotate_neon.cpp": []},
     "x86_64": {
-        "rotate_baseline.cpp": [],
         "rotate_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
         "rotate_avx512.cpp": AVX512_FLAGS,
         "rotate_avx512bf16.cpp": [*AVX512_FLAGS, "-mavx512bf16"],
@@ -75,8 +76,6 @@ ISA_FLAGS = {
 }
 # Units that older compilers cannot compile -> the macro that tells dispatch.cpp of them.
 OPTIONAL = {"rotate_avx512bf16.cpp": "-DTIGHTROPE_AVX512BF16"}
-# Other machines get only the baseline. It uses NEON and FMA on aarch64, where every processor has them.
-ISA_FLAGS_ELSEWHERE: dict[str, list[str]] = {"rotate_baseline.cpp": []}
 
 
 class NotBuilt(Exception):
@@ -184,6 +183,10 @@ def build_library() -> Path:
     # The architecture of this Python, not of the system: a 32-bit Python can run on a 64-bit system.
     name = sysconfig.get_platform()
     machine = platform.machine() if name.endswith("universal2") else name.split("-")[-1]
+    if machine not in ISA_FLAGS:
+        raise NotBuilt(
+            f"there is no kernel for this processor ({machine}), only for x86-64 and aarch64"
+        )
     torch_flags = ["-O2", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
     # -isystem: torch's headers cause warnings under our flags.
     torch_flags += [part for folder in includes for part in ("-isystem", folder)]
@@ -198,7 +201,7 @@ def build_library() -> Path:
         "large_results.cpp": ["-O2"],
         "older_systems.cpp": ["-O2"],
     }
-    for source, flags in ISA_FLAGS.get(machine, ISA_FLAGS_ELSEWHERE).items():
+    for source, flags in ISA_FLAGS[machine].items():
         if source in OPTIONAL:
             if not accepts(compiler, flags):
                 continue

@@ -9,9 +9,7 @@
 #include <math.h>
 
 #include "angles.h"
-#if defined(TIGHTROPE_REGISTERS)
 #include "vectors.h"
-#endif
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
@@ -97,18 +95,6 @@ TIGHTROPE_INLINE T tangent(T x) {
   }
 }
 
-// The rounding error of x².
-template <class T>
-TIGHTROPE_INLINE T rest_of_square(T x, T square) {
-#if defined(__FMA__) || defined(__aarch64__)
-  return fms_(x, x, square);
-#else
-  // Without FMA instructions: split into halves of 12 bits whose products are exact.
-  const float high = bits<float>(bits<uint32_t>(x) & 0xFFFFF000u), low = x - high;
-  return ((high * high - square) + 2.0f * high * low) + low * low;
-#endif
-}
-
 // Returns Φ(x), the standard normal distribution function. Writes e^(-x²/2): the density without its
 // constant factor.
 template <bool brief, class T>
@@ -123,7 +109,7 @@ TIGHTROPE_INLINE T below(T x, T* density) {
     const T square = t * t;
     T e = exponential<brief>(all<T>(-0.5) * square);
     if (!brief)
-      e = choose(square < all<T>(1e30), fma_(e * rest_of_square(t, square), all<T>(-0.5), e), e);
+      e = choose(square < all<T>(1e30), fma_(e * fms_(t, t, square), all<T>(-0.5), e), e);
     *density = e;
     const T tail = e * p;
     return choose(x > all<T>(0), all<T>(1) - tail, tail);
@@ -138,24 +124,16 @@ TIGHTROPE_INLINE void sigmoids(T x, T* here, T* there) {
   *there = choose(x < all<T>(0), r, other);
 }
 
-// Up to this angle, π/2 as a sum of three floats, or of four without FMA, is exact enough.
+// Up to this angle, π/2 as a sum of three floats is exact enough.
 constexpr float kLargeAngle = 8192.0f;
 
 template <class T>
 TIGHTROPE_INLINE void sine_cosine(T x, T* s, T* c) {
   const T shifted = fma_(x, all<T>(6.36619747e-1), all<T>(kRounder));
   const T n = shifted - all<T>(kRounder);
-#if defined(__FMA__) || defined(__aarch64__)
   T r = fma_(n, all<T>(-1.57079637e0), x);
   r = fma_(n, all<T>(4.37113883e-8), r);
   r = fma_(n, all<T>(1.71512451e-15), r);
-#else
-  // Parts of π/2, so short that their products with n are exact.
-  T r = x - n * 1.5703125f;
-  r = r - n * 4.83512878418e-4f;
-  r = r - n * 3.13855707645e-7f;
-  r = r - n * 6.07710051e-11f;
-#endif
   const auto quarter = rounded(shifted);
   T cosine, sine;
   polynomials(r, &cosine, &sine);

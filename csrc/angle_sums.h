@@ -52,7 +52,7 @@ inline void add_head(const Problem& p, const Operand& o, int64_t row, int64_t he
                       token * i.token + at * i.channel;
   const Stored* grad = static_cast<const Stored*>(o.out) + row * j.row + head * j.head +
                        token * j.token + at * j.channel;
-  if constexpr (kIs<F, Half> && kHasRegisters<float>) {
+  if constexpr (kIs<F, Half>) {
     if (i.channel == 1 && j.channel == 1) {
       alignas(64) float y[2 * kAngles], dy[2 * kAngles];
       const int64_t own = p.interleaved ? 2 * n : n, rest = 2 * n - own;

@@ -27,17 +27,8 @@ inline Split split(T position) {
   if (!(position < T(4611686018427387904.0) && position > T(-4611686018427387904.0))) {
     return {0, 0, true};
   }
-  // Round to nearest even without a library call: SSE2 has no instruction for it.
-  int64_t whole = int64_t(position);
-  T rest = position - T(whole);
-  if (rest > T(0.5) || (rest == T(0.5) && (whole & 1))) {
-    whole += 1;
-    rest -= T(1);
-  } else if (rest < T(-0.5) || (rest == T(-0.5) && (whole & 1))) {
-    whole -= 1;
-    rest += T(1);
-  }
-  return {whole, int64_t(rest * T(kHalfRange)), false};
+  const T nearest = rounded_even(position);
+  return {int64_t(nearest), int64_t((position - nearest) * T(kHalfRange)), false};
 }
 
 inline Split position_at(const Problem& p, int64_t axis, int64_t row, int64_t token, int64_t head = 0) {
@@ -141,17 +132,12 @@ inline bool add_phases(const PhaseRow& from, int64_t n, uint64_t* __restrict pha
 }
 
 // Converts the remainder of a phase after its nearest quarter turn to radians in [-π/4, π/4]. In float,
-// the 48 leading bits enter as two exact numbers, so only the constant and the sum round. Without fused
-// multiply-adds it is a product in double, since opposite phases must get angles of the same size.
+// the 48 leading bits enter as two exact numbers, so only the constant and the sum round.
 TIGHTROPE_INLINE void radians(uint64_t remainder, float* angle) {
-#if defined(__FMA__) || defined(__aarch64__)
   const int32_t high = int32_t(uint32_t(remainder >> 32)) >> 8;
   const int32_t low = int32_t(uint32_t(remainder >> 16) & 0xFFFFFFu);
   const float lower = fma_(float(high), -1.04216075e-14f, float(low) * 2.23223584e-14f);
   *angle = fma_(float(high), 3.74507039e-07f, lower);
-#else
-  *angle = float(double(int64_t(remainder)) * kRadians);
-#endif
 }
 TIGHTROPE_INLINE void radians(uint64_t remainder, double* angle) {
   *angle = double(int64_t(remainder)) * kRadians;
@@ -193,7 +179,7 @@ inline void cos_sin(const uint64_t* __restrict phase, int64_t n, bool conjugate,
 // ---- cosines and sines of one tile ---------------------------------------------------------------
 
 // Whether cosines and sines are stored in the order of pairs (0, 2, 4, …, 1, 3, 5, …): see Twin.
-inline bool in_twos(const Problem& p) { return kTwins<BFloat16> && p.dtype == Dtype::kBFloat16 && !p.interleaved; }
+inline bool in_twos(const Problem& p) { return p.dtype == Dtype::kBFloat16 && !p.interleaved; }
 
 // Index at which pair k of n is stored.
 inline int64_t slot(bool twos, int64_t k, int64_t n) {
@@ -345,13 +331,12 @@ inline void fill(const Problem& p, int64_t row, int64_t head, int64_t token, int
 
 // The order in which a table can be read where it is, through `order`; returns false if it cannot.
 template <class F>
-inline bool readable(const Problem& p, int64_t n, [[maybe_unused]] In* order) {
+inline bool readable(const Problem& p, int64_t n, In* order) {
   constexpr Dtype kValue = sizeof(typename F::Value) == sizeof(double) ? Dtype::kDouble : Dtype::kFloat;
   const int64_t step = p.table_step * p.cosine.stride.channel;
   if (p.cosine.data == nullptr || n == 0 || p.amplitude != 1 || p.conjugate) return false;
   if (step != 1 || p.sine.stride.channel != p.cosine.stride.channel) return false;
   if (p.dtype != Dtype::kBFloat16) return p.table_dtype == kValue;
-#if defined(TIGHTROPE_REGISTERS)
   // Only the registers of half pairs know the other orders, and replace NaNs as copy_entries does.
   const bool twins = p.table_dtype == Dtype::kBFloat16;
   if (p.interleaved || n % 8 != 0 || !(twins || p.table_dtype == Dtype::kFloat)) return false;
@@ -359,9 +344,6 @@ inline bool readable(const Problem& p, int64_t n, [[maybe_unused]] In* order) {
     if (p.operand[i].in_stride.channel != 1 || p.operand[i].out_stride.channel != 1) return false;
   *order = twins ? In::kTwins : In::kPairs;
   return true;
-#else
-  return false;
-#endif
 }
 
 // Points at the rows of the caller's tables, if they hold just what the arithmetic needs; returns whether it did.

@@ -39,6 +39,8 @@ std::tuple<Tensor, Tensor> cos_sin(Tensor at, Tensor inv_freq, std::optional<Ten
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(tightrope, CPU, m) { m.impl("cos_sin", TORCH_BOX(&cos_sin)); }
+STABLE_TORCH_LIBRARY_IMPL(tightrope, CPU, m) {
+  if (tightrope::can_run()) m.impl("cos_sin", TORCH_BOX(&cos_sin));
+}
 
 }  // namespace tightrope::binding

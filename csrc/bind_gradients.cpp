@@ -152,6 +152,7 @@ std::vector<Tensor> gate_gradients(Tensor y, std::optional<Tensor> z, Tensor gra
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(tightrope, CPU, m) {
+  if (!can_run()) return;
   m.impl("angle_gradients", TORCH_BOX(&angle_gradients));
   m.impl("gate_gradients", TORCH_BOX(&gate_gradients));
 }

@@ -110,6 +110,7 @@ std::tuple<Tensor, Tensor> phase_sums(Tensor grad, std::optional<Tensor> grad_la
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(tightrope, CPU, m) {
+  if (!can_run()) return;
   m.impl("phase_words", TORCH_BOX(&phase_words));
   m.impl("phase_sums", TORCH_BOX(&phase_sums));
 }

@@ -323,6 +323,7 @@ void rotate_slots_(Tensor cache, Tensor slots, TIGHTROPE_PARAMETERS, TIGHTROPE_E
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(tightrope, CPU, m) {
+  if (!can_run()) return;
   m.impl("rotate", TORCH_BOX(&rotate));
   m.impl("rotate.extras", TORCH_BOX(&rotate_extras));
   m.impl("rotate_", TORCH_BOX(&rotate_));

@@ -14,10 +14,11 @@
 namespace tightrope {
 
 // The loops of each instruction set (rotate_loops.h).
-namespace baseline {
+#if defined(__aarch64__)
+namespace neon {
 extern const Loops kLoops;
 }
-#if defined(__x86_64__)
+#else
 namespace avx2 {
 extern const Loops kLoops;
 }
@@ -70,14 +71,15 @@ const Loops kConverting = with_rotation(avx512::kLoops, avx512bf16::loop);
 
 // Best first.
 const InstructionSet kSets[] = {
-#if defined(__x86_64__)
+#if defined(__aarch64__)
+    {"neon", &neon::kLoops, [] { return true; }},
+#else
 #if defined(TIGHTROPE_AVX512BF16)
     {"avx512bf16", &kConverting, has_avx512bf16},
 #endif
     {"avx512", &avx512::kLoops, has_avx512},
     {"avx2", &avx2::kLoops, has_avx2},
 #endif
-    {"baseline", &baseline::kLoops, [] { return true; }},
 };
 
 const InstructionSet* find(const char* name) {
@@ -101,6 +103,8 @@ const Loops* loops() {
   const InstructionSet* set = current.load(std::memory_order_relaxed);
   return set == nullptr ? nullptr : set->loops;
 }
+
+bool can_run() { return find(nullptr) != nullptr; }
 
 }  // namespace tightrope
 

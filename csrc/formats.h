@@ -5,15 +5,12 @@
 
 #include <string.h>
 
-#if defined(__F16C__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
+#if defined(__aarch64__)
 #include <arm_neon.h>
-#endif
-
-// Whether heads rotate in registers (registers.h).
-#if defined(__AVX2__) || defined(__aarch64__)
-#define TIGHTROPE_REGISTERS
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#else
+#include <torch/headeronly/util/Half.h>
 #endif
 
 #include "rotate.h"
@@ -27,16 +24,9 @@ namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
 
-#if defined(__FMA__) || defined(__aarch64__)
 inline float fma_(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline double fma_(double a, double b, double c) { return __builtin_fma(a, b, c); }
-#else
-// Without FMA instructions a fused multiply-add is a library call; two roundings stay within tolerance.
-inline float fma_(float a, float b, float c) { return a * b + c; }
-inline double fma_(double a, double b, double c) { return a * b + c; }
-#endif
-
-#if defined(__F16C__)
+#if defined(__AVX2__)
 inline __m128 fma_(__m128 a, __m128 b, __m128 c) { return _mm_fmadd_ps(a, b, c); }
 inline __m256 fma_(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
 #elif defined(__aarch64__)
@@ -49,7 +39,7 @@ inline __m512 fma_(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, 
 // a·b - c, rounded once. The compiler does not fold a negation into the intrinsics.
 template <class T>
 inline T fms_(T a, T b, T c) { return fma_(a, b, -c); }
-#if defined(__F16C__)
+#if defined(__AVX2__)
 inline __m128 fms_(__m128 a, __m128 b, __m128 c) { return _mm_fmsub_ps(a, b, c); }
 inline __m256 fms_(__m256 a, __m256 b, __m256 c) { return _mm256_fmsub_ps(a, b, c); }
 #endif
@@ -71,6 +61,9 @@ TIGHTROPE_INLINE T polynomial(T x, double highest, Numbers... next) {
   ((sum = fma_(x, sum, all<T>(next))), ...);
   return sum;
 }
+
+inline float rounded_even(float x) { return __builtin_rintf(x); }
+inline double rounded_even(double x) { return __builtin_rint(x); }
 
 // Adding this constant rounds a float to an integer and leaves it in the lowest bits.
 constexpr float kRounder = 12582912.0f;  // 1.5 · 2^23
@@ -116,37 +109,14 @@ struct Half {
   using Value = float;
   // None of these takes or makes a subnormal float, so all keep the subnormal numbers of half precision
   // where the processor flushes those of float.
-#if defined(__F16C__)
-  static inline Value load(Stored x) { return _cvtsh_ss(x); }
-  static inline Stored store(Value x) { return _cvtss_sh(x, 0); }
-#elif defined(__aarch64__)
+#if defined(__aarch64__)
   static inline Value load(Stored x) { return bits<__fp16>(x); }
   static inline Stored store(Value x) { return bits<Stored>(__fp16(x)); }
+#elif defined(__AVX2__)
+  static inline Value load(Stored x) { return _cvtsh_ss(x); }
+  static inline Stored store(Value x) { return _cvtss_sh(x, 0); }
 #else
-  // The same bits as those of the instructions.
-  static inline Value load(Stored x) {
-    const uint32_t sign = uint32_t(x & 0x8000u) << 16;
-    const uint32_t magnitude = x & 0x7FFFu;
-    const uint32_t normal = (magnitude << 13) + 0x38000000u;
-    const uint32_t small = bits<uint32_t>(float(int32_t(magnitude)) * 5.9604644775390625e-8f);  // 2^-24
-    const uint32_t special = (magnitude << 13) | 0x7F800000u;
-    uint32_t r = magnitude < 0x400u ? small : normal;
-    r = magnitude >= 0x7C00u ? special : r;
-    return bits<float>(r | sign);
-  }
-  static inline Stored store(Value x) {
-    const uint32_t u = bits<uint32_t>(x);
-    const uint32_t sign = (u >> 16) & 0x8000u;
-    const uint32_t magnitude = u & 0x7FFFFFFFu;
-    const uint32_t normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
-    // Below 2^-14, adding 1/2 lets the adder round to multiples of 2^-24.
-    const uint32_t small = bits<uint32_t>(bits<float>(magnitude) + 0.5f) - 0x3F000000u;
-    const uint32_t nan = 0x7E00u | ((magnitude >> 13) & 0x3FFu);
-    uint32_t r = magnitude < 0x38800000u ? small : normal;
-    r = magnitude >= 0x477FF000u ? 0x7C00u : r;
-    r = magnitude > 0x7F800000u ? nan : r;
-    return Stored(r | sign);
-  }
+  static inline Value load(Stored x) { return c10::Half(x, c10::Half::from_bits()); }
 #endif
 };
 
@@ -163,11 +133,7 @@ inline void with_format(Dtype dtype, const Use& use) {
 
 // Whether registers.h and stage_lines.h process everything of this type with contiguous channels, but softmax.
 template <class T>
-#if defined(TIGHTROPE_REGISTERS)
 constexpr bool kHasRegisters = kIs<T, float>;
-#else
-constexpr bool kHasRegisters = false;
-#endif
 
 // An integer as a type, to select a template.
 template <int n>
@@ -192,7 +158,7 @@ inline T turned_v(T u, T v, T c, T s) { return fma_(v, c, u * s); }
 // Rounds a value to a storage format; the result has the type of the arithmetic again.
 template <class F>
 inline typename F::Value rounded(F, typename F::Value x) { return F::load(F::store(x)); }
-#if defined(__F16C__)
+#if defined(__AVX2__)
 inline __m128 rounded(Half, __m128 x) { return _mm_cvtph_ps(_mm_cvtps_ph(x, 0)); }
 inline __m256 rounded(Half, __m256 x) { return _mm256_cvtph_ps(_mm256_cvtps_ph(x, 0)); }
 #elif defined(__aarch64__)
@@ -203,7 +169,7 @@ inline __m512 rounded(Half, __m512 x) {
   return _mm512_maskz_cvtph_ps(0xFFFF, _mm512_maskz_cvtps_ph(0xFFFF, x, 0));
 }
 #endif
-#if defined(TIGHTROPE_REGISTERS)
+#if defined(__AVX2__) || defined(__aarch64__)
 #define TIGHTROPE_ROUNDED(Floats)                                            \
   inline Floats rounded(Float, Floats x) { return x; }                       \
   inline Floats rounded(BFloat16, Floats x) {                                \
@@ -279,7 +245,7 @@ struct Row {
 
 // Whether the halves of a head rotate two pairs at a time: see Twin.
 template <class F>
-constexpr bool kTwins = kIs<F, BFloat16> && kHasRegisters<float>;
+constexpr bool kTwins = kIs<F, BFloat16>;
 
 // Two bfloat16 in one 32-bit word widen with a shift and a mask, without moving lanes. So registers
 // process two pairs at a time, with cosines and sines in the order (0, 2, 4, …, 1, 3, 5, …).

@@ -69,16 +69,19 @@ inline int64_t streams_of(const Problem& p) {
 // Heads accumulated in the type of the values before widening to double.
 constexpr int64_t kHeadsTogether = 8;
 
-// Heads of one token that share their angles.
+// Heads of some tokens; those of one token share their angles.
 template <class Stored>
 struct Heads {
-  const Stored* in;  // channel 0 of the first head
+  const Stored* in;  // channel 0 of the first head of the first token
   Stored* out;       // equals `in` for a rotation in place
   int64_t in_step, out_step;        // from head to head, in elements
   int64_t in_channel, out_channel;  // from channel to channel
-  int64_t count;
+  int64_t count;  // of one token
   int64_t ahead;  // prefetch distance in bytes; 0 for none
   bool streams;   // whether results go past the caches (streams.h)
+  int64_t tokens = 1, in_token = 0, out_token = 0;  // their number, and from token to token, in elements
+
+  void next_token() { in += in_token, out += out_token; }
 
   // Bytes of a head to prefetch.
   int64_t fetched(const Problem& p) const {

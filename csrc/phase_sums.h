@@ -14,18 +14,6 @@ namespace {
 constexpr int64_t kEntries = 512;  // phase words that are computed at a time
 constexpr uint64_t kGone = ~uint64_t(0);
 
-// Rounds to the nearest integer, ties to even, without a library call: SSE2 has no instruction for it.
-inline double nearest(double x) {
-#if defined(__SSE4_1__) || defined(__aarch64__)
-  return __builtin_rint(x);
-#else
-  constexpr double kWhole = 4503599627370496.0;  // 2^52, from which on every double is an integer
-  const double size = __builtin_fabs(x);
-  const double whole = __builtin_copysign((size + kWhole) - kWhole, x);
-  return size < kWhole ? whole : x;
-#endif
-}
-
 // Computes the phase words of n numbers, and masks of those that are NaN, infinite or too large. A number
 // that is a float has no lower part, and products with zero change nothing.
 template <bool floats>
@@ -39,14 +27,14 @@ inline void words_of(const double* __restrict x, int64_t n, uint64_t* __restrict
   alignas(64) double units[kEntries], fine[kEntries];
   for (int64_t i = 0; i < n; ++i) {
     const double scaled = x[i] * kTurns;
-    const double fraction = (scaled - nearest(scaled)) * kMost;
-    const double whole = nearest(fraction);
+    const double fraction = (scaled - rounded_even(scaled)) * kMost;
+    const double whole = rounded_even(fraction);
     const double upper = floats ? x[i] : double(float(x[i])), lower = floats ? 0.0 : x[i] - upper;
     const double second = unfused(upper * kSecond), third = unfused(x[i] * kThird);
     double error = unfused(upper * kFirst) - scaled;
     error = error + (floats ? second : second + unfused(lower * kFirst));
     error = error + (floats ? third : unfused(lower * kSecond) + third);
-    const double rest = nearest(unfused(error * kTurn) + (fraction - whole) * 4.0);
+    const double rest = rounded_even(unfused(error * kTurn) + (fraction - whole) * 4.0);
     const double size = __builtin_fabs(scaled);
     units[i] = size < kMost ? whole : 0.0;
     fine[i] = size < kExact ? rest : 0.0;

@@ -3,13 +3,11 @@
 // through all heads before the next. The remainder, at most three pairs, goes one pair at a time. (Masked
 // registers could process it too, but the loads of the next head would wait for masked stores.)
 //
-// For tensors with contiguous channels or tokens. Other tensors, and other processors, use the loops of
-// heads.h, which compute the same bits.
+// For tensors with contiguous channels or tokens. Others use the loops of heads.h, which compute the same bits.
 #pragma once
 
 #include "heads.h"
 
-#if defined(TIGHTROPE_REGISTERS)
 namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
@@ -18,11 +16,8 @@ namespace {
 template <int lanes>
 struct Register;
 
-// Even and odd numbers, rounded to bfloat16, in one word each.
-template <class Words>
-TIGHTROPE_INLINE Words twin_words(Words e, Words o) {
-  return (e + 0x7FFFu + ((e >> 16) & 1u)) >> 16 | ((o + 0x7FFFu + ((o >> 16) & 1u)) & 0xFFFF0000u);
-}
+// twin(even, odd) rounds both to bfloat16, in one word each: it cuts them to their upper halves, and adds one if the
+// lower half exceeds 0x8000, or equals it and the result is odd. No NaN can become an infinity: see BFloat16.
 
 #if defined(__aarch64__)
 constexpr int kWidest = 4;
@@ -43,7 +38,13 @@ struct Register<4> {
   static void write(uint16_t* at, Floats x) { vst1_u16(at, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
   static Floats even(Words x) { return (Floats)(x << 16); }
   static Floats odd(Words x) { return (Floats)(x & 0xFFFF0000u); }
-  static Words twin(Floats even, Floats odd) { return twin_words((Words)even, (Words)odd); }
+  static Words twin(Floats even, Floats odd) {
+    const uint32x4_t e = vreinterpretq_u32_f32(even), o = vreinterpretq_u32_f32(odd);
+    const uint16x8_t cut = vreinterpretq_u16_u32(vsriq_n_u32(o, e, 16));
+    const uint16x8_t rest = vreinterpretq_u16_u32(vsliq_n_u32(e, o, 16));
+    return (Words)vsraq_n_u16(cut, vqsubq_u16(rest, vbicq_u16(vdupq_n_u16(1), cut)), 15);
+  }
+  static bool has_nan(Floats x) { return vminvq_u32(vceqq_f32(x, x)) == 0; }
   static Floats swapped(Floats x) { return vrev64q_f32(x); }
   static void doubled(Floats x, Floats* lower, Floats* upper) {
     *lower = vzip1q_f32(x, x), *upper = vzip2q_f32(x, x);
@@ -56,8 +57,6 @@ struct Register<4> {
 #if defined(__AVX512F__)
 constexpr int kWidest = 16;      // lanes
 constexpr int kForAngles = 16;   // registers that hold angles, so that enough remain for the arithmetic
-// Cut both to their upper halves, and add one if the lower half exceeds 0x8000, or equals it and the result
-// is odd. No NaN can become an infinity: see BFloat16.
 #define TIGHTROPE_TWIN(i, p, si)                                                                   \
   const i e = (i)even, o = (i)odd, ones = p##_set1_epi16(1), upper = p##_set1_epi32(-0x10000);       \
   const i cut = p##_ternarylogic_epi32((i)((Words)e >> 16), o, upper, 0xF8);                         \
@@ -68,7 +67,12 @@ constexpr int kForAngles = 16;   // registers that hold angles, so that enough r
 #elif defined(__AVX2__)
 constexpr int kWidest = 8;
 constexpr int kForAngles = 8;
-#define TIGHTROPE_TWIN(i, p, si) return twin_words((Words)even, (Words)odd);
+#define TIGHTROPE_TWIN(i, p, si)                                                                   \
+  const i e = (i)even, o = (i)odd;                                                                 \
+  const i cut = p##_blend_epi16((i)((Words)e >> 16), o, 0xAA);                                     \
+  const i rest = p##_blend_epi16(e, (i)((Words)o << 16), 0xAA);                                    \
+  const i less = p##_subs_epu16(rest, p##_andnot_##si(cut, p##_set1_epi16(1)));                    \
+  return (Words)p##_add_epi16(cut, p##_srli_epi16(less, 15));
 #endif
 
 #define TIGHTROPE_REGISTER(lanes, f, i, p, si)                                             \
@@ -96,6 +100,7 @@ constexpr int kForAngles = 8;
 TIGHTROPE_REGISTER(16, __m512, __m512i, _mm512, si512)
   // Zero-masked intrinsics stand in for the plain ones, here and in vectors.h: GCC 12 warns about
   // uninitialised values in the plain ones, and in the intrinsics of shifts.
+  static bool has_nan(Floats x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
   static Floats swapped(Floats x) { return _mm512_maskz_permute_ps(0xFFFF, x, 0xB1); }
   // Each lane twice: the lower half of x, and the upper half.
   static void doubled(Floats x, Floats* lower, Floats* upper) {
@@ -120,6 +125,7 @@ TIGHTROPE_REGISTER(16, __m512, __m512i, _mm512, si512)
 TIGHTROPE_REGISTER_END
 #endif
 TIGHTROPE_REGISTER(8, __m256, __m256i, _mm256, si256)
+  static bool has_nan(Floats x) { return _mm256_movemask_ps(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)) != 0; }
   static Floats swapped(Floats x) { return _mm256_permute_ps(x, 0xB1); }
   static void doubled(Floats x, Floats* lower, Floats* upper) {
     const __m256 low = _mm256_unpacklo_ps(x, x), high = _mm256_unpackhi_ps(x, x);
@@ -139,6 +145,7 @@ TIGHTROPE_REGISTER(8, __m256, __m256i, _mm256, si256)
   }
 TIGHTROPE_REGISTER_END
 TIGHTROPE_REGISTER(4, __m128, __m128i, _mm, si128)
+  static bool has_nan(Floats x) { return _mm_movemask_ps(_mm_cmp_ps(x, x, _CMP_UNORD_Q)) != 0; }
   static Floats swapped(Floats x) { return _mm_permute_ps(x, 0xB1); }
   static void doubled(Floats x, Floats* lower, Floats* upper) {
     *lower = _mm_unpacklo_ps(x, x), *upper = _mm_unpackhi_ps(x, x);
@@ -288,10 +295,13 @@ struct Block<A, BFloat16, false, lanes> {
       return;
     }
     read(r.order, r.c, at, &even.c, &odd.c), read(r.order, r.s, at, &even.s, &odd.s);
+    clean(&even.c, &odd.c, &even.s, &odd.s);
     even.c2 = even.c, odd.c2 = odd.c, even.s2 = even.s, odd.s2 = odd.s;
-    if (A::apart) read(r.order, r.c2, at, &even.c2, &odd.c2), read(r.order, r.s2, at, &even.s2, &odd.s2);
+    if (!A::apart) return;
+    read(r.order, r.c2, at, &even.c2, &odd.c2), read(r.order, r.s2, at, &even.s2, &odd.s2);
+    clean(&even.c2, &odd.c2, &even.s2, &odd.s2);
   }
-  // Reads 2·lanes angles of a table.
+  // Reads 2·lanes entries of a table.
   static TIGHTROPE_INLINE void read(In order, const float* from, int64_t at, Floats* even, Floats* odd) {
     if (order == In::kTwins) {
       const auto twins = R::read((const Twin*)((const uint16_t*)from + at));
@@ -299,10 +309,13 @@ struct Block<A, BFloat16, false, lanes> {
       return;
     }
     R::split(R::read(from + at), R::read(from + at + lanes), even, odd);
-    *even = without_low_bits(*even), *odd = without_low_bits(*odd);
   }
   // Replaces each NaN by one that does not round to an infinity: see copy_entries.
-  static TIGHTROPE_INLINE Floats without_low_bits(Floats x) { return x == x ? x : Floats{} + __builtin_nanf(""); }
+  static TIGHTROPE_INLINE void clean(Floats* a, Floats* b, Floats* c, Floats* d) {
+    if (__builtin_expect(!R::has_nan(*a + *b + *c + *d), 1)) return;
+    const auto cleaned = [](Floats x) { return x == x ? x : Floats{} + __builtin_nanf(""); };
+    *a = cleaned(*a), *b = cleaned(*b), *c = cleaned(*c), *d = cleaned(*d);
+  }
   template <bool streams>
   TIGHTROPE_INLINE void turn(const uint16_t* u, const uint16_t* v, uint16_t* y, uint16_t* z) const {
     const auto a = R::read((const Twin*)u), b = R::read((const Twin*)v);
@@ -385,11 +398,10 @@ inline void turn_blocks(const Heads<Stored>& heads, int64_t channel, int64_t oth
   }
 }
 
-// Rotates n pairs of each head: their first channels begin at `channel`, and the second ones are `other` channels
-// away. The first pass through the heads prefetches the next ones, of this size.
+// Rotates n pairs of each head of one token; see turn_in_registers.
 template <class A, bool interleaved, class Stored>
-TIGHTROPE_LOOP void turn_in_registers(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t n,
-                                      int64_t bytes, const Row<float>& r) {
+TIGHTROPE_INLINE void turn_token(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t n, int64_t bytes,
+                                 const Row<float>& r) {
   using Widest = Block<A, typename A::Format, interleaved, kWidest>;
   constexpr int64_t kPair = interleaved ? 2 : 1;
   int64_t at = 0;
@@ -428,7 +440,15 @@ TIGHTROPE_LOOP void turn_in_registers(const Heads<Stored>& heads, int64_t channe
   }
 }
 
+// Rotates n pairs of each head: their first channels begin at `channel`, and the second ones are `other` channels
+// away. The first pass through the heads of a token prefetches the next ones, of this size.
+template <class A, bool interleaved, class Stored>
+TIGHTROPE_LOOP void turn_in_registers(Heads<Stored> heads, int64_t channel, int64_t other, int64_t n, int64_t bytes,
+                                      const Row<float>* rows) {
+  for (int64_t token = 0; token < heads.tokens; ++token, heads.next_token())
+    turn_token<A, interleaved>(heads, channel, other, n, bytes, rows[token]);
+}
+
 }  // namespace
 }  // namespace TIGHTROPE_ISA
 }  // namespace tightrope
-#endif

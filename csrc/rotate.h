@@ -248,5 +248,7 @@ struct Loops {
 // Returns the loops for the instruction set in use (see dispatch.cpp); null if TIGHTROPE_CPU_ISA names
 // one that this processor or this build lacks.
 const Loops* loops();
+// Whether this processor has one of the instruction sets.
+bool can_run();
 
 }  // namespace tightrope

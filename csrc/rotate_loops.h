@@ -21,31 +21,36 @@ extern const Loops kLoops;
 namespace TIGHTROPE_ISA {
 namespace {
 
-// Rotates pairs [first, first + n) of some heads, with one arithmetic of a format.
+// Rotates pairs [first, first + n) of some heads, with one arithmetic of a format; each token has a row of angles.
 template <class F>
-using Turner = void (*)(const Problem& p, const Heads<typename F::Stored>& heads, int64_t first, int64_t n,
-                        const Row<typename F::Value>& r);
+using Turner = void (*)(const Problem& p, Heads<typename F::Stored> heads, int64_t first, int64_t n,
+                        const Row<typename F::Value>* rows);
 
 template <class A>
-void turn_heads(const Problem& p, const Heads<typename A::Stored>& heads, int64_t first, int64_t n,
-                const Row<typename A::Value>& r) {
-  if (first == 0 && heads.in != heads.out && 2 * p.pairs != p.head_dim) copy_rest(p, heads);
-#if defined(TIGHTROPE_REGISTERS)
+void turn_heads(const Problem& p, Heads<typename A::Stored> heads, int64_t first, int64_t n,
+                const Row<typename A::Value>* rows) {
+  const bool copies = first == 0 && heads.in != heads.out && 2 * p.pairs != p.head_dim;
   // Not for double: a register holds too few of them for this to pay.
   if constexpr (sizeof(typename A::Value) == sizeof(float)) {
     if (heads.in_channel == 1 && heads.out_channel == 1) {
       const int64_t channel = p.start + (p.interleaved ? 2 : 1) * first;
-      const int64_t bytes = heads.fetched(p);
-      if (p.interleaved) {
-        turn_in_registers<A, true>(heads, channel, 1, n, bytes, r);
-      } else {
-        turn_in_registers<A, false>(heads, channel, p.pairs, n, bytes, r);
+      const int64_t bytes = heads.fetched(p), tokens = heads.tokens;
+      if (copies) heads.tokens = 1;
+      for (int64_t token = 0; token < tokens; token += heads.tokens, heads.next_token()) {
+        if (copies) copy_rest(p, heads);
+        if (p.interleaved) {
+          turn_in_registers<A, true>(heads, channel, 1, n, bytes, rows + token);
+        } else {
+          turn_in_registers<A, false>(heads, channel, p.pairs, n, bytes, rows + token);
+        }
       }
       return;
     }
   }
-#endif
-  turn_in_loops<A>(p, heads, first, n, r);
+  for (int64_t token = 0; token < heads.tokens; ++token, heads.next_token()) {
+    if (copies) copy_rest(p, heads);
+    turn_in_loops<A>(p, heads, first, n, rows[token]);
+  }
 }
 
 // Heads [head, head + count) of a token, whose results begin at `place`.
@@ -94,11 +99,11 @@ inline void sort_by_pair(const Problem& p, const Angles<T>& angles, int64_t toke
   }
 }
 
-// Rotates a head that lies across: the tokens of one pair after the other, as the pairs of a head.
+// Rotates a head that lies across. Its tokens are the pairs of a head, and its pairs the tokens.
 template <class F, class T>
 inline void turn_across(const Problem& p, const Heads<typename F::Stored>& head, int64_t tokens, int64_t first,
                         int64_t n, const T* c, const T* s, Turner<F> turner) {
-  const int64_t pair = p.interleaved ? 2 : 1, step = head.in_channel;
+  const int64_t step = head.in_channel, pair = (p.interleaved ? 2 : 1) * step;
   const int64_t other = (p.interleaved ? 1 : p.pairs) * step, second = has_full_tables(p) ? n * tokens : 0;
   if (head.in != head.out && first == 0) {
     for (int64_t d = 0; d < p.head_dim; ++d)
@@ -107,36 +112,18 @@ inline void turn_across(const Problem& p, const Heads<typename F::Stored>& head,
   }
   Problem across = p;
   across.start = 0, across.interleaved = false, across.pairs = other, across.head_dim = 2 * other;
-  for (int64_t k = 0; k < n; ++k) {
-    const int64_t at = (p.start + (first + k) * pair) * step;
-    turner(across, {head.in + at, head.out + at, 0, 0, 1, 1, 1, 0, false}, 0, tokens,
-           {c + k * tokens, s + k * tokens, c + second + k * tokens, s + second + k * tokens});
-  }
-}
-
-// A tile whose heads have angles of their own. All operands have the same heads, and share their angles.
-template <class F>
-inline void turn_apart(const Problem& p, int64_t row, int64_t begin, int64_t end, int64_t token, int64_t tokens,
-                       int64_t first, int64_t n, Turner<F> turner) {
-  using Stored = typename F::Stored;
-  Angles<typename F::Value> angles;
-  for (int64_t head = begin; head < end; ++head) {
-    take_angles<F>(p, row, head, token, tokens, first, n, angles);
-    for (int32_t index = 0; index < p.operands; ++index) {
-      const Operand& o = p.operand[index];
-      const int64_t token_bytes = o.in_stride.token * int64_t(sizeof(Stored));
-      const int64_t head_bytes = o.in_stride.head * int64_t(sizeof(Stored));
-      for (int64_t t = 0; t < tokens; ++t) {
-        const int64_t ahead = t + 1 < tokens ? token_bytes : head_bytes - t * token_bytes;
-        const int64_t place = place_of(p, o, row, token + t);
-        if (place < 0) continue;
-        turner(p, heads_of<Stored>(o, row, head, 1, token + t, place, ahead), first, n, angles.row[t]);
-      }
+  Row<T> rows[kTile];
+  for (int64_t k = 0; k < n; k += kTile) {
+    const int64_t at = p.start * step + (first + k) * pair, some = n - k < kTile ? n - k : kTile;
+    for (int64_t i = 0; i < some; ++i) {
+      const int64_t from = (k + i) * tokens;
+      rows[i] = {c + from, s + from, c + second + from, s + second + from};
     }
+    turner(across, {head.in + at, head.out + at, 0, 0, 1, 1, 1, 0, false, some, pair, pair}, 0, tokens, rows);
   }
 }
 
-// Heads [head, head + count) of one row, in the tokens of a tile, which share their angles.
+// Heads [head, head + count) of one row, in the tokens of a tile; those of a token share their angles.
 template <class F>
 inline void turn_group(const Problem& p, const Operand& o, int64_t row, int64_t head, int64_t count, int64_t token,
                        int64_t tokens, int64_t first, int64_t n, const Angles<typename F::Value>& angles,
@@ -150,14 +137,30 @@ inline void turn_group(const Problem& p, const Operand& o, int64_t row, int64_t 
   const int64_t group_bytes = count * o.in_stride.head * int64_t(sizeof(Stored));
   const int64_t ahead = !endless ? token_bytes : sizeof(Stored) < sizeof(float) ? kAhead : 0;
   Heads<Stored> heads = heads_of<Stored>(o, row, head, count, token, 0, ahead);
+  heads.in_token = o.in_stride.token, heads.out_token = o.out_stride.token;
   const Stored* const in = static_cast<const Stored*>(o.in) + head * o.in_stride.head;
   Stored* const out = heads.out;
-  for (int64_t t = 0; t < tokens; ++t) {
-    if (!adjacent && t + 1 == tokens) heads.ahead = group_bytes - t * token_bytes;
+  // The tokens are one run, unless they go to places of their own. The last one may fetch other memory.
+  for (int64_t t = 0; t < tokens; t += heads.tokens) {
+    const bool last = t + 1 == tokens;
+    heads.tokens = last || o.places != nullptr ? 1 : adjacent ? tokens - t : tokens - t - 1;
+    if (last && !adjacent) heads.ahead = group_bytes - t * token_bytes;
     const int64_t place = place_of(p, o, row, token + t);
     if (place < 0) continue;
     heads.in = in + o.source_of(row, token + t, place), heads.out = out + place;
-    turner(p, heads, first, n, angles.row[t]);
+    turner(p, heads, first, n, angles.row + t);
+  }
+}
+
+// A tile whose heads have angles of their own. All operands have the same heads, and share their angles.
+template <class F>
+inline void turn_apart(const Problem& p, int64_t row, int64_t begin, int64_t end, int64_t token, int64_t tokens,
+                       int64_t first, int64_t n, Turner<F> turner) {
+  Angles<typename F::Value> angles;
+  for (int64_t head = begin; head < end; ++head) {
+    take_angles<F>(p, row, head, token, tokens, first, n, angles);
+    for (int32_t index = 0; index < p.operands; ++index)
+      turn_group<F>(p, p.operand[index], row, head, 1, token, tokens, first, n, angles, turner);
   }
 }
 

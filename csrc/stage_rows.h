@@ -28,7 +28,6 @@ template <class F>
 inline void narrow_row(const typename F::Value* __restrict in, typename F::Stored* out, int64_t n) {
   for (int64_t k = 0; k < n; ++k) out[k] = F::store(in[k]);
 }
-#if defined(TIGHTROPE_REGISTERS)
 // The compiler does not vectorise conversions of half precision.
 template <>
 inline void widen_row<Half>(const uint16_t* in, int64_t step, float* __restrict out, int64_t n) {
@@ -42,7 +41,7 @@ inline void narrow_row<Half>(const float* __restrict in, uint16_t* out, int64_t 
   for (; k + kWidest <= n; k += kWidest) Wide::write<false>(out + k, Wide::read(in + k));
   for (; k < n; ++k) out[k] = Half::store(in[k]);
 }
-#endif
+
 
 template <class T>
 inline void multiply_row(const T* x, const T* by, T* to, int64_t n) {

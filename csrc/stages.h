@@ -4,25 +4,12 @@
 // The heads of a token go through registers (stage_lines.h), or one after the other through rows (stage_rows.h).
 #pragma once
 
-#include "stage_rows.h"
-#if defined(TIGHTROPE_REGISTERS)
 #include "stage_lines.h"
-#endif
+#include "stage_rows.h"
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
-
-#if !defined(TIGHTROPE_REGISTERS)
-// Never called.
-template <class F> void arrange(const Problem&, const float*, float*);
-template <class F> void restore(const Problem&, const float*, float*);
-template <class F> Slopes arrange_slopes(const Problem&, const Part&, int64_t, float*, int64_t, float*, float*);
-template <class F> void powers_of(const Slopes&, int64_t, int64_t, double, float*, int64_t);
-template <class F> void turn_in_lines(const Problem&, const Stages&, const Line<F>&, const float*, const float*);
-template <class F>
-void norm_back(const Problem&, double, const Line<F>&, const float*, const float*, float*, float*, float*);
-#endif
 
 // ---- P --------------------------------------------------------------------------------------------
 

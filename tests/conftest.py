@@ -6,7 +6,6 @@ import gc
 import json
 import math
 import os
-import platform
 import random
 import shutil
 import subprocess
@@ -111,7 +110,12 @@ def pytest_unconfigure() -> None:
 # The packages without which tests are skipped.
 LIBRARIES = """accelerate comfy_kitchen diffusers einops gguf jax kernels matplotlib onnxruntime onnxscript playwright
     rotary_embedding_torch safetensors timm torchtitan transformers triton vllm x_transformers""".split()
-INSTRUCTION_SETS = {"avx512bf16": "AVX-512 with bfloat16", "avx512": "AVX-512", "avx2": "AVX2"}
+INSTRUCTION_SETS = {
+    "avx512bf16": "AVX-512 with bfloat16",
+    "avx512": "AVX-512",
+    "avx2": "AVX2",
+    "neon": "NEON",
+}
 PROGRAMS = {
     "a C++ compiler": ("c++", "g++", "clang++"),
     "Chromium": ("chromium", "chromium-browser", "google-chrome"),
@@ -122,8 +126,6 @@ def missing() -> dict[str, list[str]]:
     """Return what this machine lacks, by kind; the tests that need it did not run, or ran without it."""
     sets = cpu.instruction_sets()
     lacking = [name for key, name in INSTRUCTION_SETS.items() if key not in sets]
-    if not sets or platform.machine() not in ("aarch64", "arm64"):  # its baseline is NEON
-        lacking.append("NEON")
     return {
         "instruction sets": lacking,
         "libraries": [name for name in LIBRARIES if find_spec(name) is None],

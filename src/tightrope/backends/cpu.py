@@ -46,8 +46,12 @@ def register() -> None:
         except OSError as error:
             _missing = f"the native library does not load ({error}); {_HOW}"
         else:
-            _library, _missing = _open(), None
-            return
+            _library = _open()
+            if sets := instruction_sets():
+                _missing = None
+                _check_choice(sets)
+                return
+            _missing = "the kernel needs a processor with AVX2, FMA and F16C, or with NEON"
         finally:
             del os.environ["TIGHTROPE_DEFINED"]
     warnings.warn(f"tightrope runs on plain torch, which is slower: {_missing}", stacklevel=2)
@@ -80,7 +84,7 @@ def library_path() -> Path | None:
 
 
 def instruction_set() -> str | None:
-    """Return the instruction set in use, such as "avx2" or "baseline"; None without the library."""
+    """Return the instruction set in use, such as "avx2" or "neon"; None without the library."""
     if _library is None:
         return None
     name: bytes | None = _library.tightrope_instruction_set()
@@ -119,12 +123,12 @@ def _open() -> ctypes.CDLL:
     library.tightrope_supported_set.argtypes = [ctypes.c_int]
     library.tightrope_use.restype = ctypes.c_bool
     library.tightrope_use.argtypes = [ctypes.c_char_p]
-    if library.tightrope_instruction_set() is None:
-        sets: list[str] = []
-        while name := library.tightrope_supported_set(len(sets)):
-            sets.append(name.decode())
+    return library
+
+
+def _check_choice(sets: list[str]) -> None:
+    if instruction_set() is None:
         raise ImportError(
             f"[tightrope] TIGHTROPE_CPU_ISA must be one of {', '.join(sets)} on this processor but "
             f"got {os.environ.get('TIGHTROPE_CPU_ISA')!r}."
         )
-    return library

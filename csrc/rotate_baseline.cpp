@@ -1,2 +1,0 @@
-#define TIGHTROPE_ISA baseline
-#include "rotate_loops.h"

@@ -1,0 +1,2 @@
+#define TIGHTROPE_ISA neon
+#include "rotate_loops.h"
