@@ -31,12 +31,12 @@ TIGHTROPE_INLINE T at_most(T limit, T x) { return choose(x > limit, limit, x); }
 template <class T>
 TIGHTROPE_INLINE T at_least(T limit, T x) { return choose(x < limit, limit, x); }
 
-TIGHTROPE_INLINE int32_t rounded(float shifted) { return int32_t(bits<uint32_t>(shifted) - bits<uint32_t>(kRounder)); }
+TIGHTROPE_INLINE int32_t whole_of(float shifted) { return int32_t(bits<uint32_t>(shifted) - bits<uint32_t>(kRounder)); }
 TIGHTROPE_INLINE float power_of_two(int32_t n) { return bits<float>(uint32_t(n + 127) << 23); }
 // p · 2^whole, in two steps: one exponent has no room for the product's whole range. The first is exact.
 template <class T>
 TIGHTROPE_INLINE T scaled(T p, T whole) {
-  const auto n = rounded(whole + all<T>(kRounder)), half = n >> 1;
+  const auto n = whole_of(whole + all<T>(kRounder)), half = n >> 1;
   return p * power_of_two(half) * power_of_two(n - half);
 }
 
@@ -134,7 +134,7 @@ TIGHTROPE_INLINE void sine_cosine(T x, T* s, T* c) {
   T r = fma_(n, all<T>(-1.57079637e0), x);
   r = fma_(n, all<T>(4.37113883e-8), r);
   r = fma_(n, all<T>(1.71512451e-15), r);
-  const auto quarter = rounded(shifted);
+  const auto quarter = whole_of(shifted);
   T cosine, sine;
   polynomials(r, &cosine, &sine);
   const T a = choose((quarter & 1) != 0, cosine, sine), b = choose((quarter & 1) != 0, sine, cosine);

@@ -375,14 +375,14 @@ inline Problem problem_of(const Operands& xs, const Operands& outs, const Argume
 }
 
 // Returns a double: the heads of expanded or empty tensors may add up to more than int64 holds.
-inline double heads_of(const Problem& p) {
+inline double count_heads(const Problem& p) {
   double heads = 0;
   for (int32_t i = 0; i < p.operands; ++i) heads += double(p.operand[i].heads);
   return heads;
 }
 
 inline bool is_empty(const Problem& p) {
-  return p.rows == 0 || p.tokens == 0 || heads_of(p) == 0 || p.head_dim == 0;
+  return p.rows == 0 || p.tokens == 0 || count_heads(p) == 0 || p.head_dim == 0;
 }
 
 // Divides the work into tiles of at most `tile` tokens of one row; returns the number of tiles.
@@ -408,7 +408,7 @@ void share(double per_item, int64_t items, const Work& work) {
 }
 template <class Work>
 void share(const Problem& p, int64_t items, int64_t tokens_per_item, const Work& work) {
-  share(heads_of(p) * double(tokens_per_item) * double(p.head_dim), items, work);
+  share(count_heads(p) * double(tokens_per_item) * double(p.head_dim), items, work);
 }
 
 // Tokens of one row to process together: as many as have room for their angles, up to `most`.

@@ -24,7 +24,7 @@ constexpr int64_t kFetched = 1 << 20;
 void choose_streams(Problem& p) {
   const int64_t element = bytes_of(p.dtype), head = p.head_dim * element;
   const int64_t tokens = p.rows * p.tokens;
-  if (!exceed_caches(tokens * int64_t(heads_of(p)) * head)) return;
+  if (!exceed_caches(tokens * int64_t(count_heads(p)) * head)) return;
   if (head > kStreamed || row_width(p, p.pairs) > kAngles) return;
   for (int32_t i = 0; i < p.operands; ++i) {
     Operand& o = p.operand[i];
@@ -75,7 +75,7 @@ void join_rows(Problem& p) {
 int64_t divide_rotation(Problem& p) {
   make_tokens(p);
   join_rows(p);
-  const double elements = heads_of(p) * double(p.rows) * double(p.tokens) * double(p.head_dim);
+  const double elements = count_heads(p) * double(p.rows) * double(p.tokens) * double(p.head_dim);
   p.fetches = elements * double(bytes_of(p.dtype)) > double(kFetched);
   // More of those that are next to each other in memory, whole cache lines of 16 bits, and of small heads.
   const int64_t small = std::clamp(512 / std::max(p.pairs, int64_t(1)), int64_t(16), kTile);
@@ -98,7 +98,7 @@ Tensors run(Problem& p, const Operands& xs, Outs whose, const Arguments& a) {
   const int64_t items = divide_rotation(p);
   if (whose != Outs::kInPlace) choose_streams(p);
   const Loop loop = loops().rotate;
-  const double per_item = heads_of(p) * double(p.together * p.tile * p.head_dim) / double(p.parts);
+  const double per_item = count_heads(p) * double(p.together * p.tile * p.head_dim) / double(p.parts);
   share(per_item, items, [&](int64_t begin, int64_t end) { loop(p, begin, end); });
   return {};
 }
@@ -170,7 +170,7 @@ void copy_values(const Problem& v) {
   const bool even = width == 1 || (i.channel == 1 && j.channel == 1);
   const bool adjacent = even && (o.heads == 1 || (i.head == width && j.head == width));
   const int64_t heads = adjacent ? 1 : o.heads, run = size * (adjacent ? o.heads * width : even ? width : 1);
-  share(heads_of(v) * double(width), v.rows * v.tokens, [&](int64_t begin, int64_t end) {
+  share(count_heads(v) * double(width), v.rows * v.tokens, [&](int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; ++at) {
       const int64_t place = place_of(v, o, at / v.tokens, at % v.tokens);
       if (place < 0) continue;

@@ -376,7 +376,7 @@ struct Block<A, BFloat16, true, lanes> {
 
 // Rotates `blocks` blocks of pairs of all heads; their angles start at pair `at`.
 template <class A, bool interleaved, bool streams, int lanes, int blocks, class Stored>
-inline void turn_blocks(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t at,
+inline void rotate_blocks(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t at,
                         int64_t n, int64_t bytes, const Row<float>& r) {
   using B = Block<A, typename A::Format, interleaved, lanes>;
   constexpr int64_t kPair = interleaved ? 2 : 1;
@@ -398,9 +398,9 @@ inline void turn_blocks(const Heads<Stored>& heads, int64_t channel, int64_t oth
   }
 }
 
-// Rotates n pairs of each head of one token; see turn_in_registers.
+// Rotates n pairs of each head of one token; see rotate_in_registers.
 template <class A, bool interleaved, class Stored>
-TIGHTROPE_INLINE void turn_token(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t n, int64_t bytes,
+TIGHTROPE_INLINE void rotate_token(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t n, int64_t bytes,
                                  const Row<float>& r) {
   using Widest = Block<A, typename A::Format, interleaved, kWidest>;
   constexpr int64_t kPair = interleaved ? 2 : 1;
@@ -412,9 +412,9 @@ TIGHTROPE_INLINE void turn_token(const Heads<Stored>& heads, int64_t channel, in
     // Streamed halves are whole cache lines, for which the widest registers suffice but for a few neighbours.
     constexpr bool kStreams = lanes.value == kWidest;
     if (kStreams && heads.streams) {
-      turn_blocks<A, interleaved, kStreams, lanes.value, blocks.value>(heads, channel, other, at, n, fetched, r);
+      rotate_blocks<A, interleaved, kStreams, lanes.value, blocks.value>(heads, channel, other, at, n, fetched, r);
     } else {
-      turn_blocks<A, interleaved, false, lanes.value, blocks.value>(heads, channel, other, at, n, fetched, r);
+      rotate_blocks<A, interleaved, false, lanes.value, blocks.value>(heads, channel, other, at, n, fetched, r);
     }
     at += kTaken;
     return true;
@@ -443,10 +443,10 @@ TIGHTROPE_INLINE void turn_token(const Heads<Stored>& heads, int64_t channel, in
 // Rotates n pairs of each head: their first channels begin at `channel`, and the second ones are `other` channels
 // away. The first pass through the heads of a token prefetches the next ones, of this size.
 template <class A, bool interleaved, class Stored>
-TIGHTROPE_LOOP void turn_in_registers(Heads<Stored> heads, int64_t channel, int64_t other, int64_t n, int64_t bytes,
+TIGHTROPE_LOOP void rotate_in_registers(Heads<Stored> heads, int64_t channel, int64_t other, int64_t n, int64_t bytes,
                                       const Row<float>* rows) {
   for (int64_t token = 0; token < heads.tokens; ++token, heads.next_token())
-    turn_token<A, interleaved>(heads, channel, other, n, bytes, rows[token]);
+    rotate_token<A, interleaved>(heads, channel, other, n, bytes, rows[token]);
 }
 
 }  // namespace

@@ -23,11 +23,11 @@ namespace {
 
 // Rotates pairs [first, first + n) of some heads, with one arithmetic of a format; each token has a row of angles.
 template <class F>
-using Turner = void (*)(const Problem& p, Heads<typename F::Stored> heads, int64_t first, int64_t n,
-                        const Row<typename F::Value>* rows);
+using RotateHeads = void (*)(const Problem& p, Heads<typename F::Stored> heads, int64_t first, int64_t n,
+                             const Row<typename F::Value>* rows);
 
 template <class A>
-void turn_heads(const Problem& p, Heads<typename A::Stored> heads, int64_t first, int64_t n,
+void rotate_heads(const Problem& p, Heads<typename A::Stored> heads, int64_t first, int64_t n,
                 const Row<typename A::Value>* rows) {
   const bool copies = first == 0 && heads.in != heads.out && 2 * p.pairs != p.head_dim;
   // Not for double: a register holds too few of them for this to pay.
@@ -39,9 +39,9 @@ void turn_heads(const Problem& p, Heads<typename A::Stored> heads, int64_t first
       for (int64_t token = 0; token < tokens; token += heads.tokens, heads.next_token()) {
         if (copies) copy_rest(p, heads);
         if (p.interleaved) {
-          turn_in_registers<A, true>(heads, channel, 1, n, bytes, rows + token);
+          rotate_in_registers<A, true>(heads, channel, 1, n, bytes, rows + token);
         } else {
-          turn_in_registers<A, false>(heads, channel, p.pairs, n, bytes, rows + token);
+          rotate_in_registers<A, false>(heads, channel, p.pairs, n, bytes, rows + token);
         }
       }
       return;
@@ -49,7 +49,7 @@ void turn_heads(const Problem& p, Heads<typename A::Stored> heads, int64_t first
   }
   for (int64_t token = 0; token < heads.tokens; ++token, heads.next_token()) {
     if (copies) copy_rest(p, heads);
-    turn_in_loops<A>(p, heads, first, n, rows[token]);
+    rotate_in_loops<A>(p, heads, first, n, rows[token]);
   }
 }
 
@@ -101,8 +101,8 @@ inline void sort_by_pair(const Problem& p, const Angles<T>& angles, int64_t toke
 
 // Rotates a head that lies across. Its tokens are the pairs of a head, and its pairs the tokens.
 template <class F, class T>
-inline void turn_across(const Problem& p, const Heads<typename F::Stored>& head, int64_t tokens, int64_t first,
-                        int64_t n, const T* c, const T* s, Turner<F> turner) {
+inline void run_across(const Problem& p, const Heads<typename F::Stored>& head, int64_t tokens, int64_t first,
+                        int64_t n, const T* c, const T* s, RotateHeads<F> rotate) {
   const int64_t step = head.in_channel, pair = (p.interleaved ? 2 : 1) * step;
   const int64_t other = (p.interleaved ? 1 : p.pairs) * step, second = has_full_tables(p) ? n * tokens : 0;
   if (head.in != head.out && first == 0) {
@@ -119,15 +119,15 @@ inline void turn_across(const Problem& p, const Heads<typename F::Stored>& head,
       const int64_t from = (k + i) * tokens;
       rows[i] = {c + from, s + from, c + second + from, s + second + from};
     }
-    turner(across, {head.in + at, head.out + at, 0, 0, 1, 1, 1, 0, false, some, pair, pair}, 0, tokens, rows);
+    rotate(across, {head.in + at, head.out + at, 0, 0, 1, 1, 1, 0, false, some, pair, pair}, 0, tokens, rows);
   }
 }
 
 // Heads [head, head + count) of one row, in the tokens of a tile; those of a token share their angles.
 template <class F>
-inline void turn_group(const Problem& p, const Operand& o, int64_t row, int64_t head, int64_t count, int64_t token,
+inline void run_group(const Problem& p, const Operand& o, int64_t row, int64_t head, int64_t count, int64_t token,
                        int64_t tokens, int64_t first, int64_t n, const Angles<typename F::Value>& angles,
-                       Turner<F> turner) {
+                       RotateHeads<F> rotate) {
   using Stored = typename F::Stored;
   // Adjacent heads are one run of memory, which may end before the next token begins. The processor fetches such a
   // run by itself, in time for float32: there fetching ahead only costs.
@@ -148,26 +148,26 @@ inline void turn_group(const Problem& p, const Operand& o, int64_t row, int64_t 
     const int64_t place = place_of(p, o, row, token + t);
     if (place < 0) continue;
     heads.in = in + o.source_of(row, token + t, place), heads.out = out + place;
-    turner(p, heads, first, n, angles.row + t);
+    rotate(p, heads, first, n, angles.row + t);
   }
 }
 
 // A tile whose heads have angles of their own. All operands have the same heads, and share their angles.
 template <class F>
-inline void turn_apart(const Problem& p, int64_t row, int64_t begin, int64_t end, int64_t token, int64_t tokens,
-                       int64_t first, int64_t n, Turner<F> turner) {
+inline void run_apart(const Problem& p, int64_t row, int64_t begin, int64_t end, int64_t token, int64_t tokens,
+                       int64_t first, int64_t n, RotateHeads<F> rotate) {
   Angles<typename F::Value> angles;
   for (int64_t head = begin; head < end; ++head) {
     take_angles<F>(p, row, head, token, tokens, first, n, angles);
     for (int32_t index = 0; index < p.operands; ++index)
-      turn_group<F>(p, p.operand[index], row, head, 1, token, tokens, first, n, angles, turner);
+      run_group<F>(p, p.operand[index], row, head, 1, token, tokens, first, n, angles, rotate);
   }
 }
 
 // Part `part` of a tile whose heads share their angles. The heads of all rows of the item count as one list.
 template <class F>
-inline void turn_tile(const Problem& p, int64_t row, int64_t part, int64_t token, int64_t tokens, int64_t first,
-                      int64_t n, Turner<F> turner) {
+inline void run_tile(const Problem& p, int64_t row, int64_t part, int64_t token, int64_t tokens, int64_t first,
+                      int64_t n, RotateHeads<F> rotate) {
   using Stored = typename F::Stored;
   using T = typename F::Value;
   Angles<T> angles;
@@ -189,16 +189,16 @@ inline void turn_tile(const Problem& p, int64_t row, int64_t part, int64_t token
       count = end - at < count ? end - at : count;
       if (across) {
         const int64_t place = place_of(p, o, own, token);
-        turn_across<F>(p, heads_of<Stored>(o, own, head, 1, token, place, 0), tokens, first, n, cosine, sine, turner);
+        run_across<F>(p, heads_of<Stored>(o, own, head, 1, token, place, 0), tokens, first, n, cosine, sine, rotate);
       } else {
-        turn_group<F>(p, o, own, head, count, token, tokens, first, n, angles, turner);
+        run_group<F>(p, o, own, head, count, token, tokens, first, n, angles, rotate);
       }
     }
   }
 }
 
 template <class F>
-void turn(const Problem& p, int64_t begin, int64_t end, Turner<F> turner) {
+void run(const Problem& p, int64_t begin, int64_t end, RotateHeads<F> rotate) {
   const int64_t most = kAngles / row_width(p, 1);
   // All tiles of a part come before those of the next: threads then work on different pages.
   const int64_t tiles = p.rows / p.together * p.tiles_per_row;
@@ -214,9 +214,9 @@ void turn(const Problem& p, int64_t begin, int64_t end, Turner<F> turner) {
       const int64_t n = p.pairs - first < most ? p.pairs - first : most;
       if (p.angles_per_head) {
         const int64_t heads = p.operand[0].heads;
-        turn_apart<F>(p, row, heads * part / p.parts, heads * (part + 1) / p.parts, token, tokens, first, n, turner);
+        run_apart<F>(p, row, heads * part / p.parts, heads * (part + 1) / p.parts, token, tokens, first, n, rotate);
       } else {
-        turn_tile<F>(p, row, part, token, tokens, first, n, turner);
+        run_tile<F>(p, row, part, token, tokens, first, n, rotate);
       }
       first += n;
     } while (first < p.pairs);
@@ -226,26 +226,26 @@ void turn(const Problem& p, int64_t begin, int64_t end, Turner<F> turner) {
 
 // Only the last case, the usual one, relies on the two channels of a pair having the same angle.
 template <class F>
-void turn_by(const Problem& p, int64_t begin, int64_t end) {
-  Turner<F> turner = has_full_tables(p) ? turn_heads<Arithmetic<F, Rounding::kOnce, true>>
-                                        : turn_heads<Arithmetic<F, Rounding::kOnce, false>>;
-  if (p.rounding != Rounding::kOnce) turner = turn_heads<Arithmetic<F, Rounding::kWide, true>>;
+void run_format(const Problem& p, int64_t begin, int64_t end) {
+  RotateHeads<F> rotate = has_full_tables(p) ? rotate_heads<Arithmetic<F, Rounding::kOnce, true>>
+                                             : rotate_heads<Arithmetic<F, Rounding::kOnce, false>>;
+  if (p.rounding != Rounding::kOnce) rotate = rotate_heads<Arithmetic<F, Rounding::kWide, true>>;
   if constexpr (sizeof(typename F::Stored) < sizeof(typename F::Value))
-    if (p.rounding == Rounding::kEach) turner = turn_heads<Arithmetic<F, Rounding::kEach, true>>;
-  turn<F>(p, begin, end, turner);
+    if (p.rounding == Rounding::kEach) rotate = rotate_heads<Arithmetic<F, Rounding::kEach, true>>;
+  run<F>(p, begin, end, rotate);
 }
 
 }  // namespace
 
 #if defined(__AVX512BF16__)
 void loop(const Problem& p, int64_t begin, int64_t end) {
-  if (p.dtype == Dtype::kBFloat16) return turn_by<BFloat16>(p, begin, end);
+  if (p.dtype == Dtype::kBFloat16) return run_format<BFloat16>(p, begin, end);
   avx512::kLoops.rotate(p, begin, end);
 }
 #else
 extern const Loops kLoops = {
     [](const Problem& p, int64_t begin, int64_t end) {
-      with_format(p.dtype, [&](auto f) { turn_by<decltype(f)>(p, begin, end); });
+      with_format(p.dtype, [&](auto f) { run_format<decltype(f)>(p, begin, end); });
     },
     angle_loop, stages_loop, exponentials, gate_loop, phase_words_loop, phase_sums_loop};
 #endif

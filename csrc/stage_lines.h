@@ -19,7 +19,7 @@ constexpr bool kIsAct = !kIs<A, None> && !kIs<A, Norm>;
 
 // Rotates `blocks` blocks of pairs of all heads, from pair `pair` of the slice on.
 template <class F, bool interleaved, bool back, int blocks, bool whole, class A>
-TIGHTROPE_LOOP void turn_line(const Problem& p, const Line<F>& line, [[maybe_unused]] A act,
+TIGHTROPE_LOOP void stage_line(const Problem& p, const Line<F>& line, [[maybe_unused]] A act,
                               [[maybe_unused]] const float* scale, int64_t pair, int64_t row, int64_t bytes,
                               const float* c, const float* s) {
   using T = Turn<F, interleaved>;
@@ -122,11 +122,11 @@ inline void whole_line(const Problem& p, const Line<F>& line, A act, const float
   pass(0, p.start);
   int64_t pair = 0;
   for (; pair + kSet * T::kPairs <= p.pairs; pair += kSet * T::kPairs, bytes = 0) {
-    turn_line<F, interleaved, back, kSet, true>(p, line, act, scale, pair, row, bytes, c, s);
+    stage_line<F, interleaved, back, kSet, true>(p, line, act, scale, pair, row, bytes, c, s);
     row += kSet * T::kRegisters * kWidest;
   }
   for (; pair < p.pairs; pair += T::kPairs, bytes = 0) {
-    turn_line<F, interleaved, back, 1, false>(p, line, act, scale, pair, row, bytes, c, s);
+    stage_line<F, interleaved, back, 1, false>(p, line, act, scale, pair, row, bytes, c, s);
     row += T::kRegisters * kWidest;
   }
   pass(p.start + 2 * p.pairs, p.head_dim);
@@ -134,7 +134,7 @@ inline void whole_line(const Problem& p, const Line<F>& line, A act, const float
 
 // Rotates the heads of a line with f and P, but not the backward pass of a norm.
 template <class F>
-inline void turn_in_lines(const Problem& p, const Stages& o, Line<F> line, const float* c, const float* s) {
+inline void stage_in_lines(const Problem& p, const Stages& o, Line<F> line, const float* c, const float* s) {
   const auto run = [&](auto act, auto back, const float* scale) {
     if (p.interleaved) return whole_line<F, true, back.value != 0>(p, line, act, scale, c, s);
     whole_line<F, false, back.value != 0>(p, line, act, scale, c, s);

@@ -100,28 +100,14 @@ inline void soften(const T* from, T* to, int64_t n) {
 
 // ---- f and f' -------------------------------------------------------------------------------------
 
-// Replaces to[k] by near(k), or by far(k) where an angle of a wave needs the C library.
-template <class A, class T, class Near, class Far>
-TIGHTROPE_INLINE void by_angle(const T* x, T* to, int64_t n, const Near& near, const Far& far) {
-  int32_t large = 0;
-  if (kIsWave<A> && !kIs<T, double>)
-    for (int64_t k = 0; k < n; ++k) large |= magnitude(x[k]) > T(kLargeAngle);
-  if (large != 0) {
-    for (int64_t k = 0; k < n; ++k) to[k] = magnitude(x[k]) > T(kLargeAngle) ? far(k) : near(k);
-    return;
-  }
-  TIGHTROPE_INDEPENDENT
-  for (int64_t k = 0; k < n; ++k) to[k] = near(k);
-}
 template <class A, class T>
 TIGHTROPE_LOOP void act_on_row(const T* from, T* to, int64_t n) {
-  by_angle<A>(from, to, n, [&](int64_t k) { return A::template f<false>(from[k]); },
-              [&](int64_t k) { return T(A::template f<false>(double(from[k]))); });
+  TIGHTROPE_INDEPENDENT
+  for (int64_t k = 0; k < n; ++k) to[k] = A::template f<false>(from[k]);
 }
 template <class A, class T>
 TIGHTROPE_LOOP void slope_on_row(const T* __restrict x, T* __restrict g, int64_t n) {
-  by_angle<A>(x, g, n, [&](int64_t k) { return g[k] * A::template slope<false>(x[k]); },
-              [&](int64_t k) { return g[k] * T(A::template slope<false>(double(x[k]))); });
+  for (int64_t k = 0; k < n; ++k) g[k] *= A::template slope<false>(x[k]);
 }
 
 template <class T>
@@ -179,7 +165,7 @@ TIGHTROPE_LOOP void turn_row(const Problem& p, const T* from, T* to, const T* c,
 // Rotates the first head of a line; `g` and `x` are rows. In the backward pass of a norm, adds the gradient of its
 // weight to `by_weight` unless that is null.
 template <class F>
-inline void turn_in_rows(const Problem& p, const Stages& o, const Line<F>& line, const typename F::Value* c,
+inline void stage_in_rows(const Problem& p, const Stages& o, const Line<F>& line, const typename F::Value* c,
                          const typename F::Value* s, typename F::Value* g, typename F::Value* x,
                          typename F::Value* by_weight) {
   using T = typename F::Value;

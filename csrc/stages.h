@@ -178,11 +178,11 @@ inline void add_weights(const Problem& p, const Stages& o, int64_t head, Scratch
 
 // Processes the heads of a line, the first of which is `head`, with the angles of their token.
 template <class F, class T>
-inline void turn_line_of(const Problem& p, const Stages& o, Line<F> line, const T* c, const T* s, int64_t head,
+inline void stage_heads(const Problem& p, const Stages& o, Line<F> line, const T* c, const T* s, int64_t head,
                          Scratch<T>& w, WeightSums& sums) {
   const bool registers = in_registers<F>(o);
   if constexpr (kHasRegisters<T>)
-    if (registers && (o.forward || o.act != Act::kRmsNorm)) return turn_in_lines<F>(p, o, line, c, s);
+    if (registers && (o.forward || o.act != Act::kRmsNorm)) return stage_in_lines<F>(p, o, line, c, s);
   const int64_t bytes = p.head_dim * int64_t(sizeof(typename F::Stored));
   T* const by_weight = sums.to == nullptr ? nullptr : w.by_weight;
   for (; line.count > 0; --line.count, ++head, line.skip(1)) {
@@ -190,7 +190,7 @@ inline void turn_line_of(const Problem& p, const Stages& o, Line<F> line, const 
     if (line.x != nullptr) prefetch(line.x, line.x, line.ahead, bytes);
     if constexpr (kHasRegisters<T>)
       if (registers) norm_back<F>(p, o.eps, line, c, s, w.row_g, w.row_x, by_weight);
-    if (!registers) turn_in_rows<F>(p, o, line, c, s, w.row_g, w.row_x, by_weight);
+    if (!registers) stage_in_rows<F>(p, o, line, c, s, w.row_g, w.row_x, by_weight);
     if (by_weight != nullptr && ++sums.heads == sums.most) add_weights<F>(p, o, head, w, sums);
   }
 }
@@ -235,7 +235,7 @@ inline void stages_tile(const Problem& p, const Stages& o, Scratch<T>& w, int64_
     }
     // Computing norms reads all heads of a token before the first one rotates, so prefetch the next token.
     const bool norms = o.act == Act::kRmsNorm && o.forward;
-    // Groups of heads as in turn_tile, but not where weight gradients are summed: the order of a sum must not
+    // Groups of heads as in run_tile, but not where weight gradients are summed: the order of a sum must not
     // depend on strides.
     const bool adjacent = i.head < i.token, even = i.channel == 1 && j.channel == 1 && (!has_x || k.channel == 1);
     const int64_t group = !shared || (sums.to != nullptr && step != 0 && !registers) ? 1
@@ -262,7 +262,7 @@ inline void stages_tile(const Problem& p, const Stages& o, Scratch<T>& w, int64_
         add_gate<F>(p, o, index, row, first, at, factors + t * width, w, line);
         const T *c = w.cosine + t * w.pairs, *s = w.sine + t * w.pairs;
         if (even) {
-          turn_line_of<F>(p, o, line, c, s, first, w, sums);
+          stage_heads<F>(p, o, line, c, s, first, w, sums);
           continue;
         }
         // Copy strided channels to contiguous scratch memory first.
@@ -272,7 +272,7 @@ inline void stages_tile(const Problem& p, const Stages& o, Scratch<T>& w, int64_
           for (int64_t d = 0; has_x && d < p.head_dim; ++d) x[d] = line.x[d * k.channel];
           Line<F> one = line;
           one.in = one.out = in, one.x = has_x ? x : nullptr, one.count = 1, one.ahead = 0;
-          turn_line_of<F>(p, o, one, c, s, head, w, sums);
+          stage_heads<F>(p, o, one, c, s, head, w, sums);
           for (int64_t d = 0; d < p.head_dim; ++d) line.out[d * j.channel] = in[d];
         }
       }
