@@ -140,8 +140,6 @@ def test_the_frequencies_are_those_of_the_published_module(model: Model) -> None
 
 # --- facts that only the modeling code has -----------------------------------------------------
 
-# Their defaults have no base, no whole width of a head, or sections that do not fit the pairs.
-GAPS = ("cohere_compass_text", "qwen3_omni_moe_text", "qwen4_exp_text")
 SECTIONED = [name for name, family in FAMILIES.items() if family.sections is not None]
 
 
@@ -151,31 +149,6 @@ def test_sections_that_no_key_states_are_those_of_the_code(name: str) -> None:
     code = (PACKAGE / folder / f"modeling_{folder}.py").read_text(encoding="utf-8")
     found = re.findall(r'\.get\("mrope_section", \[([\d, ]+)\]\)', code)
     assert {tuple(map(int, sizes.split(","))) for sizes in found} == {FAMILIES[name].sections}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen3_moe",
-        *(
-            name
-            for name in SECTIONED
-            if name.endswith("text") and name not in GAPS and "glm" not in name
-        ),
-    ],
-)
-def test_a_configuration_of_defaults_is_read_as_its_code_reads_it(name: str) -> None:
-    config = transformers.CONFIG_MAPPING[name]()
-    spec = RopeSpec.from_config(config)
-    assert spec == RopeSpec.from_config(config.to_dict())
-    module = rotary_module(config)
-    assert module is not None
-    omega = spec.frequencies().inv_freq
-    found = module.inv_freq.double()
-    if name.startswith("ernie"):  # stores the frequencies of rows before those of columns
-        found, omega = found.sort().values, omega.sort().values
-    torch.testing.assert_close(found, omega, rtol=1e-6, atol=0.0)
-    assert spec.axes is None or spec.axes.count == 3
 
 
 @pytest.mark.parametrize(
