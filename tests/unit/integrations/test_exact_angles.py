@@ -148,17 +148,6 @@ class OfOldState(Angles):
         self.inv_freq.copy_(state_dict[prefix + "old_freq"])
 
 
-class OfHook(Angles):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", self.inv_freq, persistent=False)
-        self.register_buffer("old_freq", frequencies())
-        self.register_load_state_dict_pre_hook(OfHook.read)
-
-    def read(self, state_dict: Any, prefix: str, *_: Any) -> None:
-        self.inv_freq.copy_(state_dict[prefix + "old_freq"])
-
-
 class OfExtraState(Angles):
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +281,7 @@ def test_modules_that_compute_something_else_are_left(
     assert type(model.angles) is cls
 
 
-@pytest.mark.parametrize("cls", [Angles, OfOldState, OfHook, OfExtraState])
+@pytest.mark.parametrize("cls", [Angles, OfOldState, OfExtraState])
 @pytest.mark.parametrize("how", ["loaded", "assigned", "in place"])
 def test_loaded_frequencies_take_effect(cls: type[Angles], how: str) -> None:
     """torch.distributed.checkpoint loads in place, before load_state_dict."""
