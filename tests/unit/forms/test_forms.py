@@ -57,27 +57,6 @@ def test_widened_tables_are_split_into_the_same_entries(width: str) -> None:
         assert torch.equal(entries, table)
 
 
-PLACES = {
-    Arrangement("bhsd", "bsd"): -3,
-    Arrangement("bshd", "bsd"): -2,
-    Arrangement("bshd", "sd"): -2,
-    Arrangement("shd", "sd"): -2,
-    Arrangement("bhsd", "b1sd"): None,
-    Arrangement("bhsd", "sd"): None,
-    Arrangement("hsd", "1sd"): None,
-    Arrangement("bhsd", "bsd", 1): -3,
-    Arrangement("bshd", "bsd", 2): -2,
-    Arrangement("bshd", "bsd", -2): -2,
-    Arrangement("bhsd", "sd", 0): -3,
-}
-
-
-@pytest.mark.parametrize("arrangement", PLACES, ids=str)
-def test_where_tables_get_a_dimension(arrangement: Arrangement) -> None:
-    assert arrangement in ARRANGEMENTS
-    assert arrangement.place == PLACES[arrangement]
-
-
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
 def test_placed_tables_broadcast(arrangement: Arrangement) -> None:
     size = {"b": 2, "h": 3, "s": 5, "d": 16, "1": 1}
