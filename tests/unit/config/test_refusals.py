@@ -73,6 +73,14 @@ WRONG: dict[str, tuple[object, str]] = {
         llama(rope_scaling=YARN, rope_parameters={**YARN, "factor": 8.0}),
         two("factor", "rope_scaling.factor = 4.0", "rope_parameters.factor = 8.0"),
     ),
+    "two original lengths": (
+        llama(rope_scaling=YARN, original_max_position_embeddings=4096),
+        two(
+            "original_max_position",
+            "rope_scaling.original_max_position_embeddings = 8192",
+            "original_max_position_embeddings = 4096",
+        ),
+    ),
     "two factors on the channels": (
         llama(rope_scaling={**YARN, "attention_factor": 1.5, "attn_factor": 2}),
         two("attention_factor", "attention_factor = 1.5", "rope_scaling.attn_factor = 2"),
