@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.reading import assert_divided, gguf, read, refused
 from tightrope import Axes, RopeSpec
-from tightrope.frequencies import NTK, Given, YaRN, default
+from tightrope.frequencies import NTK, YaRN
 
 YARN_4 = {
     "rope__scaling__type": "yarn",
@@ -63,13 +63,6 @@ MODELS: dict[str, tuple[Any, RopeSpec]] = {
 def test_models_that_rotate_alike_in_all_layers(arch: str) -> None:
     metadata, wanted = MODELS[arch]
     assert read(metadata) == wanted
-
-
-def test_a_drafter_may_have_factors() -> None:
-    metadata = {**MODELS["eagle3"][0], "rope_freqs.weight": [1.0] * 32 + [8.0] * 32}
-    made = read(metadata)
-    assert isinstance(made.scaling, Given)
-    assert_divided(made, 128, 1e6, [1.0] * 32 + [8.0] * 32)
 
 
 # --- positions with several coordinates ---------------------------------------------------------------
@@ -139,14 +132,6 @@ SECTIONS: dict[str, tuple[Any, RopeSpec]] = {
 def test_models_whose_positions_may_have_several_coordinates(name: str) -> None:
     metadata, wanted = SECTIONS[name]
     assert read(metadata) == wanted
-
-
-def test_the_base_of_hunyuan_ocr() -> None:
-    """Its converter gives the changed base of the dense models, 10000 · 1000 ** (128 / 126), as a number."""
-    metadata, _ = SECTIONS["HunyuanOCR"]
-    made = read(metadata).frequencies().exact
-    wanted = default(128, 11158839.9251).exact
-    assert [float(omega) for omega in made] == pytest.approx([float(omega) for omega in wanted])
 
 
 def test_alpha_is_the_only_scaling() -> None:
@@ -388,11 +373,6 @@ def test_drafters_of_dflash(name: str) -> None:
     assert read(metadata) == wanted
 
 
-def test_factors_of_a_drafter_of_dflash() -> None:
-    made = read({**DRAFTERS["of Qwen 3.6"][0], "rope_freqs.weight": [2.0] * 64})
-    assert_divided(made, 128, 1e6, [2.0] * 64)
-
-
 def test_a_drafter_of_deepseek4_has_no_compressed_entries() -> None:
     metadata, _ = DRAFTERS["of DeepSeek V4"]
     key = "dflash.attention.compress_ratios"
@@ -430,6 +410,10 @@ CONTRADICTED: dict[str, tuple[Any, str]] = {
     "learned positions": (
         gguf("bert"),
         "GGUF architecture 'bert' has no spec: llama.cpp rotates none of its layers.",
+    ),
+    "heads with ALiBi": (
+        gguf("baichuan", 40),
+        "GGUF architecture 'baichuan' has no spec: llama.cpp rotates only its 7B, which has 32 layers.",
     ),
     # minimax-m3.cpp: rope.dimension_count is 64 of 128
     "a part that is missing": (
