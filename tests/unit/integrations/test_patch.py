@@ -229,11 +229,6 @@ def test_a_function_is_recognised_for_each_combination_of_constants() -> None:
         )
 
 
-def test_the_report_lists_the_constants() -> None:
-    report = patch(Model(Processor(), ByHalves()))
-    assert [entry.name for entry in report] == ["turn", "turn(by_halves=True)"]
-
-
 def make_local() -> tuple[Callable[..., Any], torch.nn.Module]:
     def local(x: Any, freqs: Any) -> Any:
         return other_libraries.turn(x, freqs)
