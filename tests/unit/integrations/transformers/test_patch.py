@@ -124,7 +124,7 @@ def test_one_rounding_is_as_near_to_float64_as_before(family: str) -> None:
     model.to(torch.bfloat16)
     exact = logits(copy.deepcopy(model).double(), given)
     before = logits(model, given)
-    patch(model, rounding="once")
+    assert "same bits" not in str(patch(model, rounding="once"))
     after = logits(model, given)
     error = [(y.double() - exact).square().mean().sqrt().item() for y in (before, after)]
     assert error[1] <= value("patched bfloat16 outputs") * error[0], error
@@ -252,21 +252,6 @@ def test_a_reader_that_is_not_replaced_is_refused(known: bool) -> None:
 
 
 # --- the report and errors ------------------------------------------------------------------------
-
-
-def test_report_reads_well(llama: Any) -> None:
-    report = patch(llama)
-    (entry,) = report.replaced
-    assert entry.module == "transformers.models.llama.modeling_llama"
-    assert re.match("rotate_half on all channels.*, to the bit$", str(entry.recognised))
-    first, line, *_, last, _tried = str(report).splitlines()
-    assert first == "1 replaced, 0 left"
-    assert line.startswith("replaced modeling_llama.apply_rotary_pos_emb (same bits): rotate_half")
-    assert "to the bit" not in line
-    assert "same bits" not in str(patch(llama, rounding="once"))
-    assert last.startswith("compiled code has these bits too where the operator runs")
-    assert report.to_dict()["entries"][0]["name"] == entry.name == "apply_rotary_pos_emb"
-    assert len(report) == 1
 
 
 @pytest.mark.parametrize("rounding", ["model", "once"])
