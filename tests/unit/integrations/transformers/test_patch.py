@@ -226,7 +226,9 @@ def test_dynamic_rules_forget_the_last_call() -> None:
     assert_each(assert_same_bits, model.model.rotary_emb(x, short), before)
     # Rows of unequal length: each has its own frequencies.
     both = torch.stack((short[0], torch.arange(24) // 4))
-    assert_same_bits(model.model.rotary_emb(x, both)[0][:1], before[0])
+    found = model.model.rotary_emb(x, both)[0]
+    assert_same_bits(found[:1], before[0])
+    assert_same_bits(found[1:], model.model.rotary_emb(x, both[1:])[0])
 
 
 @pytest.mark.parametrize("known", [True, False])
