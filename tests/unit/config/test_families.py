@@ -12,7 +12,6 @@ import inspect
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -246,67 +245,6 @@ def test_the_frequencies_of_all_defaults_are_those_of_the_published_modules() ->
                 assert any(has_frequencies(each, own, spec) for each in modules), (name, layer)
                 compared += 1
     assert compared > 150
-
-
-# Types that are not in the table, and why their module does not show the answer "as Llama".
-NOT_AS_LLAMA = {
-    "internlm3": "transformers has no modeling file of it",
-    "iquestcoder": "transformers has no modeling file of it",
-}
-
-
-def rotates_as(module: torch.nn.Module, layer: str | None, spec: RopeSpec) -> bool:
-    """Return True if a module has the frequencies of a spec, in order, their number and their scaling."""
-    buffers = dict(module.named_buffers())
-    own = [f"{layer}_inv_freq"] if f"{layer}_inv_freq" in buffers else []
-    every = [key for key in buffers if key.endswith("inv_freq") and "original" not in key]
-    made = spec.frequencies()
-    wanted = torch.tensor([float(omega) for omega in made.exact], dtype=torch.float64)
-    for key in own or every:
-        found = buffers[key].double()
-        scaling = getattr(module, key.removesuffix("inv_freq") + "attention_scaling", 1.0)
-        if 2 * found.numel() != spec.rotary_dim or not torch.allclose(found, wanted, 1e-5, 0):
-            return False
-        if scaling != pytest.approx(made.attention_scaling, rel=1e-6):
-            return False
-    return bool(own or every)
-
-
-def calls_of(config: Any, section: str | None) -> list[str]:
-    """Return the calls that a refusal advises for code like Llama's, where it assumes nothing else."""
-    try:
-        RopeSpec.from_config(config.to_dict(), section=section)
-    except (ValueError, TypeError) as error:
-        advice = str(error).partition("; for code like Llama's: ")[2].removesuffix(".")
-        return advice.split(" and ") if advice else []
-    return []
-
-
-@pytest.mark.slow
-def test_the_calls_of_every_question_give_what_the_module_rotates(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All model types of transformers like Llama, as if the table did not contain them, in all sections and layers."""
-    llama = FAMILIES["llama"]
-    for name, family in list(FAMILIES.items()):
-        if family == replace(llama, source=family.source, head_dim=family.head_dim):
-            monkeypatch.delitem(FAMILIES, name)
-    compared, differ = 0, set()
-    for name, config, section, inner in every_default():
-        for call in calls_of(config, section):
-            made = eval(call, {"RopeSpec": RopeSpec, "config": config})
-            one = re.search(r"layer_type='(\w+)'", call)
-            specs = made if isinstance(made, LayerSpecs) else {one and one[1]: made}
-            layers = {None, "rope", *(getattr(inner, "layer_types", None) or ())}
-            modules = rotary_modules(inner)
-            for layer, spec in specs.items():
-                if spec is None or layer not in layers:
-                    continue  # its module has no buffer for a type that no layer has
-                compared += 1
-                if not any(rotates_as(module, layer, spec) for module in modules):
-                    differ.add(name)
-    assert compared > 120
-    assert differ == NOT_AS_LLAMA.keys()
 
 
 FULL_OR_SLIDING = ("full_attention", "sliding_attention", "hybrid_sliding")
