@@ -162,14 +162,6 @@ def test_the_defaults_of_a_class_with_axes_do_not_give_the_part() -> None:
 WITHOUT_INV_FREQ = {"codegen", "gptj", "roformer"}
 
 
-def default_of(name: str) -> Any:
-    """Return the configuration of a class's defaults; None for the few that have none."""
-    try:
-        return transformers.CONFIG_MAPPING[name]()
-    except (ValueError, StrictDataclassError):
-        return None
-
-
 def rotary_modules(config: Any) -> list[torch.nn.Module]:
     """Return the rotary modules of the configuration's modeling file that have frequencies of it."""
     made = []
@@ -216,8 +208,11 @@ def has_frequencies(module: torch.nn.Module, layer: str | None, spec: RopeSpec) 
 def every_default() -> Iterator[tuple[str, Any, str | None, Any]]:
     """Yield name, configuration of defaults, section to choose and the configuration of that section."""
     for name in transformers.CONFIG_MAPPING:
-        config = default_of(name)
-        parts = sections(config) if config is not None else ()
+        try:
+            config = transformers.CONFIG_MAPPING[name]()
+        except (ValueError, StrictDataclassError):
+            continue  # the few that have no defaults
+        parts = sections(config)
         for section in parts:
             chosen = section if section or len(parts) > 1 else None
             inner = config
