@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from tests.support.models.forms import NEW, Function, along
+from tests.support.models.forms import NEW, Function
 from tests.support.tolerances import value
 from tightrope import forms
 from tightrope.forms import ARRANGEMENTS, FORMS, Arrangement, calls_of
@@ -116,14 +116,6 @@ def test_a_method_may_have_heads_still_flat() -> None:
 
 
 # --- forms shared by audit and patch --------------------------------------------------------
-
-
-def test_another_axis_of_tokens_than_was_tried_goes_to_the_original() -> None:
-    recognition = recognise(along)
-    assert recognition.candidate is not None, recognition.reason
-    new = replacement(along, [recognition.candidate])
-    x, angle = torch.randn(2, 5, 3, 16), torch.rand(5, 8).repeat(1, 2)
-    assert torch.equal(new(x, angle.cos(), angle.sin(), 1), along(x, angle.cos(), angle.sin(), 1))
 
 
 # --- adding a form ------------------------------------------------------------
