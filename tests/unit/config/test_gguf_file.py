@@ -49,24 +49,11 @@ def test_divisors_are_in_a_tensor(tmp_path: Path, dtype: type, order: Any) -> No
 
 
 def test_two_sets_of_divisors(tmp_path: Path) -> None:
-    path = tmp_path / "phi.gguf"
-    writer = gguf.GGUFWriter(str(path), "phi3")
-    writer.add_embedding_length(3072)
-    writer.add_head_count(32)
-    writer.add_context_length(131072)
-    writer.add_rope_dimension_count(96)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_scaling_orig_ctx_len(4096)
-    writer.add_rope_scaling_attn_factors(1.19)
-    writer.add_tensor("rope_factors_short.weight", np.ones(48, dtype=np.float32))
-    writer.add_tensor("rope_factors_long.weight", np.full(48, 2.0, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    scaling = RopeSpec.from_config(path).scaling
+    tensors = {"rope_factors_short__weight": DIVISORS, "rope_factors_long__weight": 2 * DIVISORS}
+    scaling = RopeSpec.from_config(write(tmp_path / "phi.gguf", "phi3", **tensors)).scaling
     assert isinstance(scaling, LongRoPE)
-    assert scaling.long_factor == (2.0,) * 48
+    assert scaling.short_factor == tuple(map(float, DIVISORS))
+    assert scaling.long_factor == tuple(map(float, 2 * DIVISORS))
 
 
 # --- invalid files --------------------------------------------------------------------------------

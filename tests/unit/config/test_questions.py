@@ -145,9 +145,14 @@ def test_an_error_that_no_answer_mends_comes_first() -> None:
 
 @pytest.mark.parametrize("config", [ZEBRA, {**ZEBRA, "layer_types": None, "num_hidden_layers": 3}])
 def test_the_call_of_a_refusal_gives_a_spec(config: dict[str, Any]) -> None:
-    for one in (config, {"text_config": config}):
+    several = {"a_config": LLAMA, "b_config": config}
+    for one, stated in (
+        (config, {}),
+        ({"text_config": config}, {}),
+        (several, {"section": "b_config"}),
+    ):
         call = re.search(
-            r"for code like Llama's: RopeSpec\.from_config\((.*)\)\.$", str(outcome(one))
+            r"for code like Llama's: RopeSpec\.from_config\((.*)\)\.$", str(outcome(one, **stated))
         )
         assert call is not None
         assert eval(f"read({call[1]})", {"read": read, "config": one}) == RopeSpec(128, 5e5)

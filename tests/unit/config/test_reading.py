@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tests.support.model_configs import MODELS, QWEN2_VL, REFUSED, Model, Refused
+from tests.support.model_configs import MODELS, REFUSED, Model, Refused
 from tests.support.reading import JUNK, LLAMA, llama, outcome, read, refused, without
 from tightrope import RopeSpec
-from tightrope.axes import Axes
 from tightrope.config import LayerSpecs, families, keys, provenance
 
 # --- real configurations --------------------------------------------------------------------------
@@ -195,26 +194,6 @@ def test_junk_is_refused_in_a_sentence(data: st.DataObject) -> None:
     outcome(changed(model.config, path, **put), **model.options)
 
 
-@pytest.mark.parametrize("model", MODELS, ids=by_name)
-def test_frequencies_are_never_made_up(model: Model) -> None:
-    """Configurations without a base are read only for families whose code has a constant base."""
-    config, section = model.config, model.options.get("section")
-    for path in list(paths(config)):
-        is_base = path[-1] in keys.BASE or path[-1].endswith(
-            ("rope_theta", "base_freq", ".freq_base")
-        )
-        if is_base and (not section or path[0] == section):
-            config = changed(config, path)
-    inner = config[section] if section else config
-    constant = {"gptj", "codegen", "roformer", "esm"}
-    vision = section == "vision_config" and config["model_type"].startswith(("qwen", "glm"))
-    if inner.get("model_type") in constant or vision:
-        assert read(config, **model.options) == model.wanted
-        return
-    with pytest.raises(ValueError, match=r"must give the base|must give .*(rope_theta|base_freq)"):
-        read(config, **model.options)
-
-
 # --- keys that decide -----------------------------------------------------------------------------
 
 
@@ -255,11 +234,6 @@ def test_objects_with_attributes() -> None:
             return dict(LLAMA)
 
     assert read(Saved()) == read(argparse.Namespace(**LLAMA)) == RopeSpec(128, 5e5)
-
-
-def test_axes_are_those_of_the_positions() -> None:
-    assert read(QWEN2_VL).axes == Axes.sections((16, 24, 24))
-    assert read(QWEN2_VL, section="").axes == Axes.sections((16, 24, 24))
 
 
 def test_families_are_complete() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DogeConfig, LlamaConfig, LlamaModel
 from transformers.models.llama import modeling_llama
 
-from tests.support.models.of_transformers import small_inputs, small_model
+from tests.support.models.of_transformers import TEXT, small_inputs, small_model
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec
 from tightrope.integrations import patch, recognise, transformers as for_transformers, unpatch
@@ -39,19 +39,10 @@ def limited(longest: int) -> Callable[..., torch.Tensor]:
     return apply_rotary
 
 
-def contained(kind: Any) -> Callable[..., Any]:
-    def apply_rotary(q: Any, k: Any, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        return kind((turn(q, cos, sin), turn(k, cos, sin)))
-
-    return apply_rotary
-
-
 def test_the_same_source_may_compute_something_else() -> None:
     """A variable of an enclosing function decides, so knowing the source does not."""
     assert recognise(limited(10**9))
     assert not recognise(limited(200))
-    assert recognise(contained(tuple))
-    assert not recognise(contained(list))
 
 
 STYLE = "half"
@@ -287,31 +278,20 @@ def test_the_tables_of_a_stack_have_the_dtype_of_autocast() -> None:
         assert_same_bits(mine, theirs)
 
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 8,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 1,
-    "vocab_size": 8,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-
-
 def test_a_block_of_all_models_ends() -> None:
     with for_transformers.patch() as report:
-        inside = LlamaModel(LlamaConfig(**SMALL))
+        inside = LlamaModel(LlamaConfig(**TEXT))
         assert report.replaced
         RopeSpec.from_config(DogeConfig())  # runs a small model of its own
         assert all("doge" not in entry.module for entry in report)
-    outside = LlamaModel(LlamaConfig(**SMALL))
+    outside = LlamaModel(LlamaConfig(**TEXT))
     for model in (inside, outside):
         assert type(model.layers[0].self_attn) is modeling_llama.LlamaAttention
 
 
 def test_the_end_for_all_models_keeps_later_patches() -> None:
     for_transformers.patch()
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**TEXT))
     patch(model, stack="vllm")
     for_transformers.unpatch()
     assert type(model.model.layers[0].self_attn) is not modeling_llama.LlamaAttention

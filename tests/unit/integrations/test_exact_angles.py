@@ -148,17 +148,6 @@ class OfOldState(Angles):
         self.inv_freq.copy_(state_dict[prefix + "old_freq"])
 
 
-class OfHook(Angles):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", self.inv_freq, persistent=False)
-        self.register_buffer("old_freq", frequencies())
-        self.register_load_state_dict_pre_hook(OfHook.read)
-
-    def read(self, state_dict: Any, prefix: str, *_: Any) -> None:
-        self.inv_freq.copy_(state_dict[prefix + "old_freq"])
-
-
 class OfExtraState(Angles):
     def __init__(self) -> None:
         super().__init__()
@@ -170,22 +159,6 @@ class OfExtraState(Angles):
 
     def set_extra_state(self, state: list[float]) -> None:
         self.inv_freq.copy_(torch.tensor(state))
-
-
-class OfTables(Angles):
-    """Has tables of another size when they are loaded."""
-
-    def __init__(self, rows: int = 300, scale: float = 1.0) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", self.inv_freq, persistent=False)
-        self.register_buffer("rows", torch.arange(float(rows))[:, None] * self.inv_freq * scale)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        self.rows = torch.empty_like(state_dict[prefix + "rows"])
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-
-    def angle(self, position_ids: torch.Tensor) -> torch.Tensor:
-        return self.rows[position_ids]
 
 
 class ClampedToTable(Angles):
@@ -292,7 +265,7 @@ def test_modules_that_compute_something_else_are_left(
     assert type(model.angles) is cls
 
 
-@pytest.mark.parametrize("cls", [Angles, OfOldState, OfHook, OfExtraState])
+@pytest.mark.parametrize("cls", [Angles, OfOldState, OfExtraState])
 @pytest.mark.parametrize("how", ["loaded", "assigned", "in place"])
 def test_loaded_frequencies_take_effect(cls: type[Angles], how: str) -> None:
     """torch.distributed.checkpoint loads in place, before load_state_dict."""
@@ -376,11 +349,3 @@ def test_frequencies_that_are_nan_are_named() -> None:
     assert patch(model.angles).notes == ["note: inv_freq holds NaN, and so will what it rotates"]
     (entry,) = (each for each in patch(model, angles="exact") if each.name == "Angles")
     assert entry.reason == "inv_freq holds NaN"
-
-
-def test_tables_of_another_size_take_effect() -> None:
-    model, other, near = Model(OfTables(6000)), Model(OfTables(8000, 0.25)), torch.tensor([[5999]])
-    assert len(patch(model, angles="exact").replaced) == 2
-    with pytest.warns(UserWarning, match="makes its own cosines and sines again"):
-        model.load_state_dict(other.state_dict())
-    assert_each(torch.equal, model.angles(X, near), other.angles(X, near))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import linecache
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FunctionType
@@ -103,31 +102,6 @@ def test_a_wrong_entry_is_not_believed(field: str, own_table: dict[str, Any]) ->
     own_table[key] = replace(right, **wrong)
     assert recognise(apply_rotary).candidate == right
     assert own_table[key] == right
-
-
-def test_the_source_decides_and_not_its_layout() -> None:
-    space: dict[str, Any] = {"torch": torch}
-
-    def made(name: str, source: str) -> FunctionType:
-        file = f"<{len(linecache.cache)}>"
-        linecache.cache[file] = len(source), None, source.splitlines(True), file
-        exec(compile(source, file, "exec"), space)
-        function = space[name]
-        assert isinstance(function, FunctionType)
-        function.__module__ = __name__
-        return function
-
-    first = made("f", "def f(x, cos, sin):\n    return x * cos + x * sin\n")
-    same = made(
-        "f", 'def f(x: int, cos,\n      sin) -> int:\n    "Text."\n    return x*cos + x*sin # no\n'
-    )
-    other = made("f", "def f(x, cos, sin):\n    return x * cos - x * sin\n")
-    keys = [_known.key_of([each], (), False) for each in (first, same, other)]
-    assert keys[0] == keys[1] != keys[2]
-    assert _known.key_of([first], (("a", 1),), False) != keys[0]
-    lost = FunctionType(compile("lambda x: x", "<nowhere>", "eval").co_consts[0], space)
-    assert _known.key_of([lost]) is None
-    assert _known.lookup(None) is None
 
 
 LIMIT = 3

@@ -103,15 +103,6 @@ class WithGetattr(Method):
         return y * 2 if getattr(self, "double", False) else y
 
 
-class WithProperty(Method):
-    @property
-    def sign(self) -> float:
-        return float(getattr(self, "_sign", 1.0))
-
-    def apply_rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return x * cos + rotate_half(x) * (sin * self.sign)
-
-
 class WithType(Method):
     def apply_rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return (x * cos + rotate_half(x) * sin) * getattr(type(self), "other_factor", 1.0)
@@ -121,19 +112,6 @@ class WithIsinstance(Method):
     def apply_rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         y = x * cos + rotate_half(x) * sin
         return y * 2 if isinstance(self, Method) else y
-
-
-class WithHelper(Method):
-    def turned(self, x: torch.Tensor) -> torch.Tensor:
-        return rotate_half(x)
-
-    def apply_rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return x * cos + self.turned(x) * sin
-
-
-class WithOtherHelper(WithHelper):
-    def turned(self, x: torch.Tensor) -> torch.Tensor:
-        return -rotate_half(x)
 
 
 def of_class(owner: Any) -> Any:
@@ -167,9 +145,9 @@ class WithOtherFactor(WithType):
 
 
 def methods() -> list[torch.nn.Module]:
-    made: list[Any] = [WithDefault(), WithGetattr(), WithProperty(), WithType(), WithIsinstance()]
-    made[0].factor, made[1].double, made[2]._sign = 2.0, True, -1.0
-    made += [WithHelper(), WithOtherHelper(), WithOtherFactor(), WithOtherFactorInHelper()]
+    made: list[Any] = [WithDefault(), WithGetattr(), WithType(), WithIsinstance()]
+    made[0].factor, made[1].double = 2.0, True
+    made += [WithOtherFactor(), WithOtherFactorInHelper()]
     made += [WithCast()]
     return made
 

@@ -209,17 +209,6 @@ def test_threads_patch_their_own_models() -> None:
         assert_equal(xs, ys)
 
 
-@pytest.mark.one_in(4)
-def test_a_model_compiles(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
-    torch._dynamo.reset()
-    model = Model(KINDS[kind][0]())
-    before = results(model)
-    patch(model)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert_equal(results(compiled), before)  # type: ignore[arg-type]
-
-
 def test_a_function_is_recognised_for_each_combination_of_constants() -> None:
     found = [
         recognise(other_libraries.turn, constants=constants).candidate
@@ -238,11 +227,6 @@ def test_a_function_is_recognised_for_each_combination_of_constants() -> None:
         assert torch.equal(
             new(given, tables, **options), other_libraries.turn(given, tables, **options)
         )
-
-
-def test_the_report_lists_the_constants() -> None:
-    report = patch(Model(Processor(), ByHalves()))
-    assert [entry.name for entry in report] == ["turn", "turn(by_halves=True)"]
 
 
 def make_local() -> tuple[Callable[..., Any], torch.nn.Module]:

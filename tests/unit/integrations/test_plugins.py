@@ -8,23 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.support.helpers import ROOT, refused
+from tests.support.models.of_transformers import small_model
 from tightrope.integrations import plugins, unpatch
-
-transformers = pytest.importorskip("transformers")
-
-
-def small_model() -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=11,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    return transformers.LlamaForCausalLM(config)
 
 
 def functions_of(report: Any) -> list[str]:
@@ -56,7 +44,7 @@ def trained(callback: Any, folder: Any, **model: Any) -> list[float]:
 def test_a_trainer_of_transformers(tmp_path: Any) -> None:
     """The model is patched once, built before or by the Trainer; the losses are those of the original."""
     torch.manual_seed(0)
-    model = small_model()
+    model = small_model("Llama")
     state = {name: value.clone() for name, value in model.state_dict().items()}
     right = trained(None, tmp_path, model=model)
     for given in ({"model": model}, {"model_init": lambda: model}):
@@ -75,7 +63,7 @@ def test_a_trainer_of_transformers(tmp_path: Any) -> None:
 def test_options_of_patch(tmp_path: Any) -> None:
     callback = plugins.trainer_callback(stack="vllm")
     assert callback.report is None
-    model = small_model()
+    model = small_model("Llama")
     callback.on_init_end(None, None, None, model=None)
     assert callback.report is None
     callback.on_init_end(None, None, None, model=model)
@@ -96,7 +84,7 @@ def lightning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("lightning")
 def test_a_trainer_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model()
+    model = small_model("Llama")
     callback = plugins.lightning_callback()
     callback.on_fit_start(None, model)
     report = callback.report
@@ -147,17 +135,17 @@ def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
     def rotary(model: Any) -> type:
         return type(model.model.rotary_emb)
 
-    own = rotary(small_model())
+    own = rotary(small_model("Llama"))
     try:
         assert plugins.for_verl is None
-        assert rotary(small_model()) is own
+        assert rotary(small_model("Llama")) is own
         monkeypatch.setenv("TIGHTROPE_PLUGINS", "verl")
         monkeypatch.setenv("TIGHTROPE_STACK", "vllm")
         assert plugins.for_verl is None
-        assert rotary(small_model()) is not own
+        assert rotary(small_model("Llama")) is not own
     finally:
         unpatch_later()
-    assert rotary(small_model()) is own
+    assert rotary(small_model("Llama")) is own
     monkeypatch.setenv("TIGHTROPE_STACK", "vlm")
     with pytest.raises(ValueError, match="stack must be one of vllm, vllm-native, sglang"):
         plugins.patch_models()

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import other_libraries
-from other_libraries import spin, turn
-from tightrope.integrations import Report, patch, unpatch
+from other_libraries import spin
+from tightrope.integrations import Report, patch
 
 NOTHING = (
     "no rotary function found: no method of the model's modules, and no function that they are seen to call, "
@@ -205,13 +205,3 @@ def test_a_report_that_was_made_by_hand() -> None:
     report = Report()
     assert str(report) == NOTHING
     assert report.replaced == report.left == []
-
-
-def test_unpatch_of_a_model_with_unseen_rotations() -> None:
-    model, x = Both(), torch.randn(2, 3, 5, 16)
-    before = model(x)
-    patch(model)
-    unpatch(model)
-    assert type(model) is Both
-    assert torch.equal(model(x), before)
-    assert turn is other_libraries.turn

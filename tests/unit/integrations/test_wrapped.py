@@ -18,6 +18,7 @@ from other_libraries import (
     Spy,
     assert_served_until_unpatched,
 )
+from tests.support.models.of_transformers import small_model
 from tests.support.tolerances import assert_each
 from tightrope.integrations import patch, unpatch
 
@@ -218,22 +219,13 @@ def test_processors_of_a_module_whose_forward_is_hidden() -> None:
     assert "turn" in [entry.name for entry in patch(model).replaced]
 
 
-def llama() -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 64)
-    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2)
-    config = transformers.LlamaConfig(**sizes, **heads, num_hidden_layers=1, vocab_size=9)
-    return transformers.LlamaModel(config).eval()
-
-
 FAR = torch.tensor([[99_991]])
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("wrap", FOLLOWED)
 def test_exact_angles_through_wrappers(wrap: Callable[[Any], Any]) -> None:
-    plain, model = llama(), llama()
+    plain, model = small_model("Llama").model, small_model("Llama").model
     patch(plain, angles="exact")
     want = plain.rotary_emb(torch.zeros(1), FAR)
     model.rotary_emb.forward = wrap(model.rotary_emb)
@@ -247,7 +239,7 @@ def test_exact_angles_through_wrappers(wrap: Callable[[Any], Any]) -> None:
 
 
 def test_angles_that_a_wrapper_hides_are_left() -> None:
-    model = llama()
+    model: Any = small_model("Llama").model
     tables = model.rotary_emb(torch.zeros(1), FAR)
     model.rotary_emb.forward = lambda *_: tables
     report = patch(model, angles="exact")

@@ -55,12 +55,10 @@ def test_models_made_afterwards_are_served_and_undone() -> None:
         unpatch()
 
 
-@pytest.mark.parametrize("stack", [None, "sglang"])
-def test_loaded_models(stack: str | None, tmp_path: Path) -> None:
+def test_loaded_models(tmp_path: Path) -> None:
     """A trainer loads its reference model later, on the meta device first."""
     small_model("Llama").save_pretrained(tmp_path)
-    angles = "exact" if stack is None else "model"
-    report = patch(angles=angles, stack=stack)
+    report = patch(stack="sglang")
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {entry.name for entry in report.replaced} == {
         "apply_rotary_pos_emb",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from tests.support.helpers import noise
@@ -124,7 +124,7 @@ def test_one_rounding_is_as_near_to_float64_as_before(family: str) -> None:
     model.to(torch.bfloat16)
     exact = logits(copy.deepcopy(model).double(), given)
     before = logits(model, given)
-    patch(model, rounding="once")
+    assert "same bits" not in str(patch(model, rounding="once"))
     after = logits(model, given)
     error = [(y.double() - exact).square().mean().sqrt().item() for y in (before, after)]
     assert error[1] <= value("patched bfloat16 outputs") * error[0], error
@@ -212,68 +212,6 @@ def test_compiles_as_one_graph(llama: Any, inputs: Inputs, angles: str) -> None:
     torch._dynamo.reset()
 
 
-def test_gradient_checkpointing_and_accumulation(llama: Any, inputs: Inputs) -> None:
-    def in_parts() -> Inputs:
-        llama.zero_grad()
-        for i in range(2):
-            row = {k: v[i : i + 1] for k, v in inputs.items()}
-            outputs(llama, row).square().mean().backward()
-        return {n: p.grad.clone() for n, p in llama.named_parameters() if p.grad is not None}
-
-    llama.train()
-    before, parts = gradients(llama, inputs), in_parts()
-    patch(llama)
-    llama.gradient_checkpointing_enable()
-    assert_equal_runs(gradients(llama, inputs), before)
-    assert_equal_runs((before[0], in_parts()), (before[0], parts))
-
-
-@pytest.mark.parametrize("angles", ["model", "exact"])
-def test_left_padding(llama: Any, angles: str) -> None:
-    """A left-padded row gives the same result as the same row alone, without padding."""
-    given = small_inputs("Llama")
-    given["attention_mask"] = given["attention_mask"].clone()
-    given["attention_mask"][1, :4] = 0
-    positions = given["attention_mask"].cumsum(-1).sub(1).clamp(min=0)
-    with torch.no_grad():
-        before = llama(**given, position_ids=positions).logits[1, 4:]
-        patch(llama, angles=angles)
-        after = llama(**given, position_ids=positions).logits[1, 4:]
-        alone = llama(input_ids=given["input_ids"][1:, 4:]).logits[0]
-    assert_outputs(after, before, "exact angles outputs")
-    assert_outputs(after, alone, "exact angles outputs")
-
-
-@pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
-def test_cached_steps_equal_the_whole(llama: Any, cache: Any) -> None:
-    patch(llama)
-    ids = small_inputs("Llama")["input_ids"]
-    with torch.no_grad():
-        whole = llama(ids).logits
-        options = {"max_cache_len": 32} if cache is StaticCache else {}
-        kept = cache(config=llama.config, **options)
-        steps = []
-        for i in range(ids.shape[1]):
-            step = llama(
-                ids[:, i : i + 1], past_key_values=kept, position_ids=torch.full((2, 1), i)
-            )
-            steps.append(step.logits)
-    assert_outputs(torch.cat(steps, 1), whole)
-
-
-def test_autocast(llama: Any, inputs: Inputs) -> None:
-    def run() -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return logits(llama, inputs)
-
-    exact = logits(llama, inputs)
-    before = run()
-    patch(llama)
-    after = run()
-    assert after.dtype == before.dtype
-    assert (after - exact).square().mean() <= 1.2 * (before - exact).square().mean()
-
-
 # --- exact angles ---------------------------------------------------------------------------------
 
 
@@ -288,7 +226,9 @@ def test_dynamic_rules_forget_the_last_call() -> None:
     assert_each(assert_same_bits, model.model.rotary_emb(x, short), before)
     # Rows of unequal length: each has its own frequencies.
     both = torch.stack((short[0], torch.arange(24) // 4))
-    assert_same_bits(model.model.rotary_emb(x, both)[0][:1], before[0])
+    found = model.model.rotary_emb(x, both)[0]
+    assert_same_bits(found[:1], before[0])
+    assert_same_bits(found[1:], model.model.rotary_emb(x, both[1:])[0])
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -314,21 +254,6 @@ def test_a_reader_that_is_not_replaced_is_refused(known: bool) -> None:
 
 
 # --- the report and errors ------------------------------------------------------------------------
-
-
-def test_report_reads_well(llama: Any) -> None:
-    report = patch(llama)
-    (entry,) = report.replaced
-    assert entry.module == "transformers.models.llama.modeling_llama"
-    assert re.match("rotate_half on all channels.*, to the bit$", str(entry.recognised))
-    first, line, *_, last, _tried = str(report).splitlines()
-    assert first == "1 replaced, 0 left"
-    assert line.startswith("replaced modeling_llama.apply_rotary_pos_emb (same bits): rotate_half")
-    assert "to the bit" not in line
-    assert "same bits" not in str(patch(llama, rounding="once"))
-    assert last.startswith("compiled code has these bits too where the operator runs")
-    assert report.to_dict()["entries"][0]["name"] == entry.name == "apply_rotary_pos_emb"
-    assert len(report) == 1
 
 
 @pytest.mark.parametrize("rounding", ["model", "once"])
