@@ -27,6 +27,31 @@ def test_oracle_imports_nothing_from_the_library(module: ModuleType) -> None:
     assert not any("tightrope" in line for line in imports)
 
 
+def test_oracle_sums_axes() -> None:
+    omegas = oracle.frequencies(10000.0, 4)
+    once = oracle.cos_sin_at((12,), omegas[1:])
+    assert oracle.cos_sin_at((5, 7), (omegas[1], omegas[1])) == once
+
+
+@pytest.mark.parametrize("turns, word, whole", [("0.5", -(2**63), 1), ("-0.5", -(2**63), 0)])
+def test_oracle_phase_of_half_a_turn(turns: str, word: int, whole: int) -> None:
+    assert oracle.phase(2 * oracle.MP.pi * oracle.MP.mpf(turns)) == (word, whole)
+
+
+def test_oracle_turns_a_known_pair() -> None:
+    quarter = (oracle.MP.pi / 2,)
+    x = torch.tensor([[9.0, 2.0, 3.0, 9.0]])
+    turned = oracle.rotate(x, [1], quarter, layout="sd", start=1)
+    assert turned[0].tolist() == pytest.approx([9.0, -3.0, 2.0, 9.0], abs=1e-15)
+    back = oracle.rotate(turned, [1], quarter, layout="sd", start=1, inverse=True)
+    assert back[0].tolist() == pytest.approx([9.0, 2.0, 3.0, 9.0], abs=1e-15)
+
+
+def test_oracle_pairings() -> None:
+    assert oracle.channels(6, 1) == ([1, 2, 3], [4, 5, 6])
+    assert oracle.channels(6, 1, interleaved=True) == ([1, 3, 5], [2, 4, 6])
+
+
 @pytest.mark.parametrize("dtype", SIXTEEN)
 def test_rounded_takes_the_nearest_of_all_numbers(dtype: torch.dtype) -> None:
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).double()

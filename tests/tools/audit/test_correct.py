@@ -18,7 +18,6 @@ from tests.support.correct_functions import Case
 from tests.support.planted_faults import named
 from tightrope import Axes, RopeSpec, functional
 from tightrope.frequencies import Given, YaRN
-from tightrope.nn import RotaryPositionalEmbedding
 from tightrope.positions import multi_axis
 from tightrope_tools.audit import assert_rope, audit, compare
 
@@ -70,8 +69,6 @@ OURS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"spec": GIVEN, "layout": "bhsd"},
     ),
     "apply_rotary_pos_emb": (functional.apply_rotary_pos_emb, {}),
-    "rotary_pos_embedding": (functional.rotary_pos_embedding, {}),
-    "RotaryPositionalEmbedding": (RotaryPositionalEmbedding(64), {}),
 }
 
 
