@@ -59,6 +59,18 @@ RANKS: dict[str, tuple[int, int]] = {
     "__main__": (6, 1),
 }
 
+# The same of the tools.
+OF_TOOLS = {
+    "place": (0, 0),
+    "figures": (0, 1),
+    **dict.fromkeys(("audit", "convert"), (1, 0)),
+    "inspect": (2, 0),
+    "cli": (3, 0),
+    "command": (4, 0),
+    "__main__": (5, 0),
+    "": (0, 0),
+}
+
 # Imports that go up, from inside a function or for type checkers only: (from, to) -> why there is no other way.
 LAZY: dict[tuple[str, str], str] = {
     (
@@ -135,8 +147,9 @@ def find_problems(
     ranks: Mapping[str, tuple[int, int]] = RANKS,
     lazy_allowed: Collection[tuple[str, str]] = (),
     dynamic_allowed: Collection[str] = (),
+    whole: str = "tightrope",
 ) -> list[str]:
-    """Return one line per problem.
+    """Return one line per problem; ``whole`` is the package that contains all files.
 
     Problems are forbidden imports, imports by a computed name, imports of a missing module, cycles,
     modules without a rank, and exceptions that are no longer needed.
@@ -148,14 +161,14 @@ def find_problems(
         group = group_of(module, ranks)
         if group is None:
             problems.append(f"{path}: has no rank")
-        package = f"tightrope/{path}".rpartition("/")[0].replace("/", ".")
+        package = f"{whole}/{path}".rpartition("/")[0].replace("/", ".")
         for each in imports_of(files[path], package):
             root, _, target = each.module.partition(".")
             if root == "?":
                 used.add(module)
                 if module not in dynamic_allowed:
                     problems.append(f"{path}: imports by a computed name")
-            if root != "tightrope":
+            if root != whole:
                 continue
             inner = each.whole.partition(".")[2]
             target = inner if inner in modules else target
@@ -191,9 +204,13 @@ def find_problems(
 
 
 def test_imports_go_down() -> None:
-    files = read_files(SOURCE)
+    files, tools = read_files(SOURCE), read_files(ROOT / "src" / "tightrope_tools")
     assert files, f"no source in {SOURCE}"
     assert find_problems(files, RANKS, LAZY, DYNAMIC) == []
+    assert len(tools) > 30
+    lazy = [("inspect.notes", "inspect.report"), ("inspect.stored", "inspect.subject")]  # for types
+    dynamic = ["audit._targets", "command"]
+    assert find_problems(tools, OF_TOOLS, lazy, dynamic, whole="tightrope_tools") == []
 
 
 def test_the_page_about_the_design_names_every_group() -> None:

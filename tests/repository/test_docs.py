@@ -80,18 +80,10 @@ def test_links_of_the_readme_lead_to_files_and_headings() -> None:
             assert anchor in slugs, (file, anchor)
 
 
-def test_blocks_share_a_namespace() -> None:
-    assert run("```python\na = 1\n```\ntext\n```python\nassert a == 1\n```\n", "page") == 2
-
-
 def test_a_wrong_block_fails_at_its_line() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         run("one\n\n```python\na = 1\na / 0\n```\n", "page")
     assert caught.traceback[-1].lineno + 1 == 5
-
-
-def test_other_fences_do_not_run() -> None:
-    assert blocks("```text\nnot python\n```\n```console\n$ make\n```\n") == []
 
 
 # --- the API reference ---
