@@ -252,28 +252,6 @@ def check_conversion(family: str, tmp_path: Path, **own: Any) -> None:
     check(before, after, forgotten)
 
 
-KINDS = {"llama": "LlamaForCausalLM", "gptj": "GPTJForCausalLM"}
-
-
-@pytest.mark.parametrize("family", KINDS)
-def test_logits_of_a_sharded_model(family: str, tmp_path: Path) -> None:
-    torch.manual_seed(2)
-    model = getattr(transformers, KINDS[family])(small(family)).eval()
-    source, out = tmp_path / "source", tmp_path / "out"
-    model.save_pretrained(source, max_shard_size="30KB")
-    assert len(list(source.glob("*.safetensors"))) > 2
-    spec = RopeSpec.from_config(source)
-    done = convert(source, out, to="half" if spec.interleaved else "interleaved")
-    assert len(done.changed) == 4
-    converted = type(model).from_pretrained(out).eval()
-    ids = torch.randint(4, 37, (2, 13), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        before, forgotten = model(ids).logits, converted(ids).logits
-        with switched(family, spec):
-            after = converted(ids).logits
-    check(before, after, forgotten)
-
-
 def test_a_family_with_a_key_for_it_needs_no_switch(tmp_path: Path) -> None:
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(small("deepseek_v3")).eval()
