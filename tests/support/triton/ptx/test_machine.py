@@ -323,8 +323,9 @@ def test_a_copy_has_no_fault() -> None:
         ("@%p1 st", "st", r"out of bounds: st\.global\.b32"),
         ("%r5, 100", "%r5, 101", "out of bounds"),
         ("%rd10, %r5, 4", "%rd10, %r5, 8", "out of bounds"),
+        ("[%rd10]", "[%rd10+-1099511627776]", "out of bounds"),
     ],
-    ids=["a load without its mask", "a store without its mask", "one too many", "a wrong stride"],
+    ids=["no mask, load", "no mask, store", "one too many", "a wrong stride", "before all tensors"],
 )
 def test_an_access_out_of_bounds(right: str, wrong: str, text: str) -> None:
     with pytest.raises(Fault, match=f"^{text}"):
