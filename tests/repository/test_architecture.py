@@ -7,8 +7,6 @@ too. Both checks are also run on input that they must reject.
 import ast
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Collection, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 
 import tightrope
+from tests.support.command import python
 from tests.support.helpers import ROOT
 from tests.support.imports import imports_of
 
@@ -348,9 +347,7 @@ print(json.dumps([sorted(set(sys.modules) - before), asked]))
 
 def last_line_of(program: str) -> Any:
     """Run a program in a new process and return its last line, which is JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    done = python("-c", program)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.command import interrupted
+from tests.support.command import interrupted, python
 from tests.support.helpers import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -33,15 +31,9 @@ def demo() -> ModuleType:
     return demo
 
 
-def start(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def start(*arguments: str, **variables: str) -> CompletedProcess[str]:
     """Run the demo as a process."""
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / "demo.py"), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-    )
+    return python(EXAMPLES / "demo.py", *arguments, **{"OMP_NUM_THREADS": "1", **variables})
 
 
 def results(demo: ModuleType, gradient: float = 0.0, **gaps: list[float]) -> Any:
@@ -109,9 +101,7 @@ def test_without_matplotlib_it_says_how_to_install_it(tmp_path: Path) -> None:
         "import runpy, sys; sys.modules['matplotlib'] = None\n"
         f"sys.path.insert(0, {str(EXAMPLES)!r}); runpy.run_module('demo')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    done = python("-c", code, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("Install it: pip install matplotlib")
 

@@ -11,8 +11,6 @@ import http.server
 import os
 import random
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -44,14 +42,6 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
     def log_message(self, *args: object) -> None:
         pass
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made: Path = tmp_path_factory.mktemp("www") / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(made)]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=True)
-    return made
 
 
 @pytest.fixture(scope="module")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import tightrope
-from tests.support.helpers import ROOT
+from tests.support.command import python
 from tests.support.tolerances import assert_near
 from tests.support.triton.cases import (
     DEVICE,
@@ -28,18 +25,6 @@ from tightrope.ops import fake, gradients
 from tightrope.ops.schema import LOG, Options
 
 __all__ = ["on_this_device"]
-
-
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**inherited, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
 
 
 @needs_triton
@@ -112,8 +97,8 @@ def test_switched_off_it_registers_nothing() -> None:
         "has = torch._C._dispatch_has_kernel_for_dispatch_key\n"
         "print(has('tightrope::rotate', 'CUDA'), 'triton' in sys.modules)\n"
     )
-    assert run("-c", code, TIGHTROPE_TRITON="0").stdout.split() == ["False", "False"]
-    assert run("-c", code).stdout.split() == ["True", "False"]
+    assert python("-c", code, TIGHTROPE_TRITON="0").stdout.split() == ["False", "False"]
+    assert python("-c", code).stdout.split() == ["True", "False"]
 
 
 @needs_triton
