@@ -43,12 +43,6 @@ def test_the_functions_are_many() -> None:
         assert {getattr(case, name) for case in CHOSEN} == {getattr(case, name) for case in ALL}
 
 
-def test_they_rotate() -> None:
-    case = next(case for case in ALL if case.rule == "plain" and case.form == "x, positions")
-    x = torch.randn(1, 1, 3, correct_functions.DIM)
-    assert not torch.equal(case.make()(x, torch.arange(3)[None]), x)
-
-
 # --- this library and others ------------------------------------------------------------------------
 
 SPEC = RopeSpec(64)

@@ -90,7 +90,7 @@ def test_json_and_dry_run(source: Path, out: Path) -> None:
     assert (code, progress) == (0, "")
     assert [document[key] for key in ("source", "to", "written")] == ["half", "interleaved", False]
     assert (len(document["changed"]), len(document["left"])) == (12, 7)
-    assert not out.exists()
+    assert [path.name for path in out.parent.iterdir()] == ["model"]
 
 
 def test_a_dry_run_in_words_with_many_other_tensors(tmp_path: Path, out: Path) -> None:

@@ -157,14 +157,6 @@ def test_norms_over_all_heads_and_one_per_head(converted: Run) -> None:
         assert after[full].shape == tensors[full].shape
 
 
-def test_layers_without_rope_stay(converted: Run) -> None:
-    config = {**LLAMA, "model_type": "smollm3", "no_rope_layers": [1, 0]}
-    done, _ = converted(llama_tensors(), config)
-    assert done.layers_without_rope == (1,)
-    assert all(".layers.0." in name for name in done.changed)
-    assert any("layers without RoPE" in note for note in done.notes)
-
-
 def test_a_low_rank_adapter(converted: Run) -> None:
     place_ = f"base_model.model.{ATTENTION}"
     tensors = {

@@ -311,6 +311,8 @@ def test_the_layers_that_a_configuration_lists_need_no_option(converted: Run, re
     listed = {"no_rope_layers": [1, 0]}
     done, _ = converted(llama_tensors(), ZEBRA | listed, stated=NAMED, verify=True)
     assert {name.split(".")[2] for name in done.changed} == {"0"}
+    assert done.layers_without_rope == (1,)
+    assert any("layers without RoPE" in note for note in done.notes)
     text = "[convert] rotary_dim and start must not be given if layers have different specs."
     config = {**LLAMA, "model_type": "smollm3", **listed}
     for stated in (Stated(rotary_dim=4), Stated(start=4)):
