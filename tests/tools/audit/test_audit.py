@@ -312,6 +312,11 @@ def test_another_width_of_heads_is_found() -> None:
     assert audit(planted.rope(rotary_dim=128), longest=4096).facts["head_dim"] == "128"
 
 
+def test_a_slice_of_wider_heads() -> None:
+    report = audit(planted.rope(rotary_dim=32), head_dim=80, longest=4096)
+    assert report.facts["channels"] == "0 to 31 of 80"
+
+
 def test_every_check_is_reported() -> None:
     seen: list[str] = []
     report = audit(planted.rope(), progress=seen.append, longest=4096)
