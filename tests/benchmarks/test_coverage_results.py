@@ -77,51 +77,11 @@ def test_the_page_is_written_from_the_numbers() -> None:
         assert re.search(rf"[|,] {re.escape(row['model'])}[ ,]", page), row
 
 
-def test_a_page_from_rows() -> None:
-    rows = [
-        {
-            "model": "a",
-            "file": "f/modeling_f",
-            "status": "different",
-            "reason": "at w | x",
-            "calls": 2,
-        },
-        {"model": "b", "file": "f/modeling_f", "status": "equal", "bfloat16": "no", "calls": 1},
-        {
-            "model": "c",
-            "file": "f/modeling_f",
-            "status": "equal",
-            "calls": 1,
-            "elements": 9,
-            "given_back": {"f.g": 1, "f.h": 2},
-            "left": ["f.g: its reason", "f.other: not called"],
-        },
-    ]
-    found = [
-        {"file": "f/modeling_f", "function": "h", "status": "delegates", "reason": "calls g"},
-        {"file": "f/modeling_f", "function": "k", "status": "equal", "recognised": "halves"},
-        {
-            "file": "f/modeling_f",
-            "function": "k",
-            "status": "equal",
-            "recognised": "halves",
-            "constants": {"half": True},
-            "given_back": 1,
-        },
-    ]
-    data = {"library": "x", "version": "1", "torch": "2", "threads": 2, "shapes": [[1, 2, 3, 4]]}
-    page = report.page([{**data, "models": rows, "functions": found}]).splitlines()
-    for line in (
-        "| x | 1 | 3 of 3 | 2 of 3 | torch 2, 2 threads |",
-        "| halves | 2 | `k` of f; `k` with `half=True` of f |",
-        "| f/modeling_f | `h` | delegates | calls g |",
-        "| f/modeling_f | b | no |  |",
-        "| f/modeling_f | c |  | f.g: its reason; 1 call of f.g |",
-        "| a | at w \\| x |",
-    ):
-        assert line in page, line
-    assert any("which the original rotated in 1 functions" in line for line in page)
-    assert any("In 1 of the 2, the largest" in line for line in page)
+def test_a_page_of_what_no_committed_row_has() -> None:
+    here = {"library": "x", "version": "1", "torch": "2", "threads": 2, "shapes": [[1, 2, 3, 4]]}
+    differs = {"model": "a", "file": "f", "status": "different", "reason": "at w | x", "calls": 2}
+    page = report.page([{**here, "models": [differs], "functions": []}]).splitlines()
+    assert "| a | at w \\| x |" in page
 
 
 @pytest.mark.parametrize("library", ["transformers", "diffusers"])

@@ -89,11 +89,8 @@ def test_a_list_measures_nothing(speed: Any) -> None:
         (["--only", "("], "'(' is not a valid regular expression"),
         (["--against", "unknown"], "--against 'unknown' matches no contender"),
         (["--out", "/nowhere/x.json"], "/nowhere: there is no such folder"),
-        (["--suite", "long"], "--suite: invalid choice: 'long'"),
         (["--runs", "0"], "--runs: must be from 1 to 100 but got 0"),
         (["--threads", "0"], "--threads: must be from 1 to 1024 but got 0"),
-        (["--tokens", "two"], "--tokens: invalid number value: 'two'"),
-        (["--round", "1"], "unrecognized arguments: --round"),
     ],
 )
 def test_wrong_options(speed: Any, arguments: list[str], about: str) -> None:

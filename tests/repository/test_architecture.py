@@ -7,8 +7,6 @@ too. Both checks are also run on input that they must reject.
 import ast
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Collection, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 
 import tightrope
+from tests.support.command import python
 from tests.support.helpers import ROOT
 from tests.support.imports import imports_of
 
@@ -59,28 +58,25 @@ RANKS: dict[str, tuple[int, int]] = {
     "__main__": (6, 1),
 }
 
+# The same of the tools.
+OF_TOOLS = {
+    "place": (0, 0),
+    "figures": (0, 1),
+    **dict.fromkeys(("audit", "convert"), (1, 0)),
+    "inspect": (2, 0),
+    "cli": (3, 0),
+    "command": (4, 0),
+    "__main__": (5, 0),
+    "": (0, 0),
+}
+
 # Imports that go up, from inside a function or for type checkers only: (from, to) -> why there is no other way.
 LAZY: dict[tuple[str, str], str] = {
-    (
-        "spec._rope",
-        "config",
-    ): "RopeSpec.from_config calls the readers of configurations, which build specs",
-    (
-        "spec._rope",
-        "functional.tables",
-    ): "RopeSpec.cos_sin rotates pairs (1, 0), and rotations are made from specs",
-    (
-        "ops.autograd",
-        "ops.run",
-    ): "the gradient of a rotation is a rotation, which runs like any other call",
-    (
-        "config.observed",
-        "integrations",
-    ): "integrations registers the function that runs a small model, and few configurations need it",
-    (
-        "",
-        "integrations",
-    ): "tightrope.patch is looked up when it is used, so that import tightrope stays light",
+    ("spec._rope", "config"): "RopeSpec.from_config calls the readers, which build specs",
+    ("spec._rope", "functional.tables"): "RopeSpec.cos_sin rotates pairs (1, 0) by a spec",
+    ("ops.autograd", "ops.run"): "the gradient of a rotation is a rotation like any other",
+    ("config.observed", "integrations"): "few configurations need that a small model runs",
+    ("", "integrations"): "tightrope.patch is looked up when it is used, so the import stays light",
 }
 
 # Modules that import by a computed name -> why, and why this respects the ranks.
@@ -135,8 +131,9 @@ def find_problems(
     ranks: Mapping[str, tuple[int, int]] = RANKS,
     lazy_allowed: Collection[tuple[str, str]] = (),
     dynamic_allowed: Collection[str] = (),
+    whole: str = "tightrope",
 ) -> list[str]:
-    """Return one line per problem.
+    """Return one line per problem; ``whole`` is the package that contains all files.
 
     Problems are forbidden imports, imports by a computed name, imports of a missing module, cycles,
     modules without a rank, and exceptions that are no longer needed.
@@ -148,14 +145,14 @@ def find_problems(
         group = group_of(module, ranks)
         if group is None:
             problems.append(f"{path}: has no rank")
-        package = f"tightrope/{path}".rpartition("/")[0].replace("/", ".")
+        package = f"{whole}/{path}".rpartition("/")[0].replace("/", ".")
         for each in imports_of(files[path], package):
             root, _, target = each.module.partition(".")
             if root == "?":
                 used.add(module)
                 if module not in dynamic_allowed:
                     problems.append(f"{path}: imports by a computed name")
-            if root != "tightrope":
+            if root != whole:
                 continue
             inner = each.whole.partition(".")[2]
             target = inner if inner in modules else target
@@ -191,9 +188,13 @@ def find_problems(
 
 
 def test_imports_go_down() -> None:
-    files = read_files(SOURCE)
+    files, tools = read_files(SOURCE), read_files(ROOT / "src" / "tightrope_tools")
     assert files, f"no source in {SOURCE}"
     assert find_problems(files, RANKS, LAZY, DYNAMIC) == []
+    assert len(tools) > 30
+    lazy = [("inspect.notes", "inspect.report"), ("inspect.stored", "inspect.subject")]  # for types
+    dynamic = ["audit._targets", "command"]
+    assert find_problems(tools, OF_TOOLS, lazy, dynamic, whole="tightrope_tools") == []
 
 
 def test_the_page_about_the_design_names_every_group() -> None:
@@ -331,9 +332,7 @@ print(json.dumps([sorted(set(sys.modules) - before), asked]))
 
 def last_line_of(program: str) -> Any:
     """Run a program in a new process and return its last line, which is JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    done = python("-c", program)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

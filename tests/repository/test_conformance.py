@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -13,16 +13,18 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support import oracle
+from tests.support.command import python
 from tests.support.helpers import ROOT
 from tests.support.matrix import every_backend
 from tests.support.tolerances import assert_same_bits, dynamic_drift, value
 from tightrope import RopeSpec, positions, stacks
-from tightrope.frequencies import DynamicNTK
+from tightrope.frequencies import RULES, DynamicNTK
 from tightrope.functional import apply_rotary_pos_emb, rotate
 
 FOLDER = ROOT / "conformance"
 DESCRIBED: dict[str, Any] = json.loads((FOLDER / "vectors.json").read_text())
 EXACT, STACKS = (load_file(FOLDER / f"{kind}.safetensors") for kind in ("exact", "stacks"))
+KNOWN = {rule.names[0] for rule in RULES.values()}  # before tests define others
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -136,17 +138,7 @@ def test_every_stack_and_every_rule_is_there() -> None:
     rules = {
         (case["spec"]["scaling"] or {"rule": "default"})["rule"] for case in DESCRIBED["exact"]
     }
-    assert rules == {
-        "default",
-        "linear",
-        "ntk",
-        "dynamic",
-        "yarn",
-        "llama3",
-        "longrope",
-        "proportional",
-        "given",
-    }
+    assert rules == {"default", *KNOWN}
     assert sum(file.stat().st_size for file in FOLDER.iterdir() if file.is_file()) < 4_000_000
 
 
@@ -188,9 +180,8 @@ def test_exact_vectors_agree_with_the_oracle() -> None:
 # --- check.py -------------------------------------------------------------------------------
 
 
-def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(FOLDER / "check.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+def run(*arguments: str, cwd: Path | None = None) -> CompletedProcess[str]:
+    return python(FOLDER / "check.py", *arguments, cwd=cwd)
 
 
 def test_check_passes_for_the_example() -> None:
@@ -208,16 +199,7 @@ def test_check_needs_numpy_alone() -> None:
         imported = {
             line.split()[1].split(".")[0] for line in lines if line.startswith(("import ", "from "))
         }
-        assert imported <= {
-            "importlib",
-            "itertools",
-            "json",
-            "math",
-            "sys",
-            "pathlib",
-            "numpy",
-            "rope",
-        }
+        assert imported <= {*sys.stdlib_module_names, "numpy", "rope"}
 
 
 FAULTS = {

@@ -3,7 +3,6 @@
 import ast
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 import tightrope
+from tests.support.command import python
 from tests.support.helpers import ROOT
 from tests.support.imports import imports_of
 from tests.support.tolerances import assert_same_bits
@@ -250,8 +250,6 @@ def test_the_triton_kernels_of_the_copy(out: Path) -> None:
     """Triton's interpreter runs the copy's kernels, forward and backward, without the package."""
     pytest.importorskip("triton")
     path = out / "build" / "torch-cuda" / "__init__.py"
-    command = [sys.executable, "-I", "-c", INTERPRETED, f"_tightrope_cuda_{COMMIT}", str(path)]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = python("-I", "-c", INTERPRETED, f"_tightrope_cuda_{COMMIT}", path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "agree"

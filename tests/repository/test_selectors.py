@@ -5,20 +5,18 @@ Each of them would otherwise be content with less: fewer tests run, and none fai
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
+from tests.support.command import python
 from tests.support.helpers import ROOT
 
 
-def collected(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only"]
-    return subprocess.run(
-        [*command, *arguments], cwd=cwd, capture_output=True, text=True, check=False
-    )
+def collected(*arguments: str, cwd: Path = ROOT) -> CompletedProcess[str]:
+    options = "-q", "-p", "no:cacheprovider", "--collect-only"
+    return python("-m", "pytest", *options, *arguments, cwd=cwd)
 
 
 def test_paths_to_leave_out_must_exist() -> None:
@@ -54,13 +52,7 @@ def test_a_run_ends_with_what_was_missing_and_its_counts(tmp_path: Path, process
     pytest.importorskip("triton")  # it prints its objects that are left when Python exits
     write_project(tmp_path)
     (tmp_path / "test_a.py").write_text("import triton\ndef test_passes(): ...")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", processes, "test_a.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-m", "pytest", "-q", "-n", processes, "test_a.py", cwd=tmp_path)
     *_, missing, counts = done.stdout.splitlines()
     assert missing.startswith("Missing here, so tested with stand-ins or not at all: ")
     assert counts.startswith("1 passed")

@@ -11,8 +11,6 @@ import http.server
 import os
 import random
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -44,14 +42,6 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
     def log_message(self, *args: object) -> None:
         pass
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made: Path = tmp_path_factory.mktemp("www") / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(made)]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=True)
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -405,39 +395,21 @@ def test_explore_keeps_the_choices_in_the_address(explore: Any) -> None:
     assert "frequencies.Linear(factor=3)" in explore.locator("#explore-python").inner_text()
 
 
-# Rule, label of a field, its text, and the sentence.
+NUMBER, WHOLE = (
+    "must be a number above 1 and at most 1,000,000,000,000",
+    "must be a whole number from",
+)
+# Rule, label of a field, its text, and the sentence after the label.
 INVALID = [
+    ("default", "Base", "1", f"{NUMBER} but is “1”."),
+    ("default", "Base", "", f"{NUMBER} but is “”."),
+    ("default", "Rotary dim", "63", "must be even but is 63: channels turn in pairs."),
+    ("default", "Position", "-1", f"{WHOLE} 0 to 2,147,483,647 but is “-1”."),
+    ("default", "Sequence length", "1.5", f"{WHOLE} 1 to 2,147,483,647 but is “1.5”."),
+    ("yarn", "beta_fast", "0.5", "must be at least beta_slow, 1, but is 0.5."),
     (
-        "default",
-        "Base",
-        "1",
-        "Base must be a number above 1 and at most 1,000,000,000,000 but is “1”.",
-    ),
-    (
-        "default",
-        "Base",
-        "",
-        "Base must be a number above 1 and at most 1,000,000,000,000 but is “”.",
-    ),
-    ("default", "Rotary dim", "63", "Rotary dim must be even but is 63: channels turn in pairs."),
-    (
-        "default",
-        "Position",
-        "-1",
-        "Position must be a whole number from 0 to 2,147,483,647 but is “-1”.",
-    ),
-    (
-        "default",
-        "Sequence length",
-        "1.5",
-        "Sequence length must be a whole number from 1 to 2,147,483,647 but is “1.5”.",
-    ),
-    ("yarn", "beta_fast", "0.5", "beta_fast must be at least beta_slow, 1, but is 0.5."),
-    (
-        "longrope",
-        "short_factor",
-        "1 2",
-        "short_factor must be one number, or 64 numbers, one for each pair, but there are 2.",
+        *("longrope", "short_factor", "1 2"),
+        "must be one number, or 64 numbers, one for each pair, but there are 2.",
     ),
 ]
 
@@ -453,7 +425,7 @@ def test_explore_explains_invalid_input(explore: Any) -> None:
         python = explore.locator("#explore-python").inner_text()
         field.fill(text)
         assert field.get_attribute("aria-invalid") == "true"
-        assert sentences.all_inner_texts() == [sentence]
+        assert sentences.all_inner_texts() == [f"{label} {sentence}"]
         assert explore.locator("#explore-python").inner_text() == python
         field.fill(valid)
         assert sentences.count() == 0

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from unittest.mock import patch
 
 
@@ -27,11 +28,13 @@ def call(
     return code, output.getvalue(), error.getvalue()
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a new process with these additional environment variables."""
-    command = [sys.executable, *arguments]
+def python(
+    *arguments: object, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in a new process, in a folder, with these additional environment variables."""
+    command = [sys.executable, *map(str, arguments)]
     more = os.environ | environment
-    return subprocess.run(command, env=more, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=cwd, env=more, capture_output=True, text=True, check=False)
 
 
 def interrupted(

@@ -96,12 +96,16 @@ class Case:
             y = torch.cat((u * cos - v * sin, v * cos + u * sin), -1)
         return torch.cat((x[..., :start], y, x[..., start + width :]), -1)
 
-    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate x of the case's layout by positions ``(rows, tokens)``."""
+    def by_tables(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate x of the case's layout by tables ``(rows, 1, tokens, pairs)``."""
         dims, into, back = LAYOUTS[self.layout]
         if x.ndim != dims:
             raise ValueError(f"{self.layout} has {dims} dimensions")
-        return back(self.turn(into(x), *self.tables(positions)))  # type: ignore[no-any-return]
+        return back(self.turn(into(x), cos, sin))  # type: ignore[no-any-return]
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotate x of the case's layout by positions ``(rows, tokens)``."""
+        return self.by_tables(x, *self.tables(positions))
 
     def counted(self, x: torch.Tensor, offset: int = 0) -> torch.Tensor:
         """Rotate x by the positions from an offset on."""
@@ -120,14 +124,6 @@ def _qk_positions(case: Case) -> Fn:
     return lambda q, k, positions: (one(q, positions), one(k, positions))
 
 
-def _x(case: Case) -> Fn:
-    return lambda x: case.counted(x)
-
-
-def _x_offset(case: Case) -> Fn:
-    return lambda x, offset=0: case.counted(x, offset)
-
-
 def _x_offsets(case: Case) -> Fn:
     """A function that takes the first position of each row."""
 
@@ -136,18 +132,6 @@ def _x_offsets(case: Case) -> Fn:
         return case.rotate(x, offsets[:, None] + torch.arange(tokens))
 
     return fn
-
-
-def _qk(case: Case) -> Fn:
-    return lambda q, k: (case.counted(q), case.counted(k))
-
-
-def _qk_offset(case: Case) -> Fn:
-    return lambda q, k, offset=0: (case.counted(q, offset), case.counted(k, offset))
-
-
-def _module(case: Case) -> Fn:
-    return _Growing(case)
 
 
 class _Growing(nn.Module):
@@ -159,66 +143,44 @@ class _Growing(nn.Module):
         self.tables = case.tables(torch.arange(4)[None])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dims, into, back = LAYOUTS[self.case.layout]
-        if x.ndim != dims:
-            raise ValueError("another layout")
-        x = into(x)
-        if self.tables[0].shape[2] < x.shape[2]:
-            self.tables = self.case.tables(torch.arange(x.shape[2])[None])
-        cos, sin = (t[:, :, : x.shape[2]] for t in self.tables)
-        return back(self.case.turn(x, cos, sin))  # type: ignore[no-any-return]
+        tokens = x.shape[self.case.layout.replace("t", "s").index("s") - len(self.case.layout)]
+        if self.tables[0].shape[2] < tokens:
+            self.tables = self.case.tables(torch.arange(tokens)[None])
+        return self.case.by_tables(x, *(t[:, :, :tokens] for t in self.tables))
 
 
 def _held(case: Case) -> Fn:
     """A function that reads a table of fixed length, kept outside of it."""
-    cos, sin = case.tables(torch.arange(5000)[None])
+    tables = case.tables(torch.arange(5000)[None])
 
     def fn(x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        dims, into, back = LAYOUTS[case.layout]
-        if x.ndim != dims:
-            raise ValueError("another layout")
         ids = position_ids.reshape(1, -1) if case.layout == "thd" else position_ids
-        mine = (t[0, 0][ids][:, None] for t in (cos, sin))
-        return back(case.turn(into(x), *mine))  # type: ignore[no-any-return]
+        cos, sin = (t[0, 0][ids][:, None] for t in tables)
+        return case.by_tables(x, cos, sin)
 
     return fn
 
 
-def _given(read: Callable[[Any], tuple[torch.Tensor, torch.Tensor]], pick: Fn) -> Any:
-    def form(case: Case) -> Fn:
-        dims, into, back = LAYOUTS[case.layout]
-
-        def one(x: torch.Tensor, *tables: Any) -> torch.Tensor:
-            if x.ndim != dims:
-                raise ValueError("another layout")
-            cos, sin = (pick(t, case)[:, None] for t in read(*tables))
-            return back(case.turn(into(x), cos, sin))  # type: ignore[no-any-return]
-
-        return one
-
-    return form
-
-
-def _full(table: torch.Tensor, case: Case) -> torch.Tensor:
-    return table[..., ::2] if case.interleaved else table[..., : table.shape[-1] // 2]
-
-
 def _qk_cos_sin(case: Case) -> Fn:
-    one = _given(lambda cos, sin: (cos, sin), _full)(case)
+    def one(x: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
+        half = slice(None, None, 2) if case.interleaved else slice(tables[0].shape[-1] // 2)
+        cos, sin = (t[:, None, ..., half] for t in tables)
+        return case.by_tables(x, cos, sin)
+
     return lambda q, k, cos, sin: (one(q, cos, sin), one(k, cos, sin))
 
 
 def _x_cos_sin(case: Case) -> Fn:
-    one = _given(lambda cos, sin: (cos, sin), lambda table, _: table)(case)
-    return lambda x, cos, sin: one(x, cos, sin)
+    return lambda x, cos, sin: case.by_tables(x, cos[:, None], sin[:, None])
 
 
 def _qk_cis(case: Case) -> Fn:
-    def read(cis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return cis.real, cis.imag
+    one = _x_cos_sin(case)
 
-    one = _given(read, lambda table, _: table)(case)
-    return lambda q, k, freqs_cis: (one(q, freqs_cis), one(k, freqs_cis))
+    def fn(q: torch.Tensor, k: torch.Tensor, freqs_cis: torch.Tensor) -> Any:
+        return tuple(one(x, freqs_cis.real, freqs_cis.imag) for x in (q, k))
+
+    return fn
 
 
 def _maker(case: Case) -> Fn:
@@ -236,12 +198,14 @@ def _maker(case: Case) -> Fn:
 FORMS: dict[str, Callable[[Case], Fn]] = {
     "x, positions": _x_positions,
     "q, k, positions": _qk_positions,
-    "x": _x,
-    "x, offset": _x_offset,
+    "x": lambda case: lambda x: case.counted(x),
+    "x, offset": lambda case: lambda x, offset=0: case.counted(x, offset),
     "x, offsets": _x_offsets,
-    "q, k": _qk,
-    "q, k, offset": _qk_offset,
-    "module": _module,
+    "q, k": lambda case: lambda q, k: (case.counted(q), case.counted(k)),
+    "q, k, offset": lambda case: (
+        lambda q, k, offset=0: (case.counted(q, offset), case.counted(k, offset))
+    ),
+    "module": _Growing,
     "held table": _held,
     "q, k, cos, sin": _qk_cos_sin,
     "x, cos, sin": _x_cos_sin,

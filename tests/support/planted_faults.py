@@ -166,22 +166,16 @@ def table_of(size: int, past: str) -> Fn:
     return fn
 
 
-def dynamic_ntk(
-    *, original: int = 1024, remembers: bool = False, by_batch: bool = True, fixed: bool = False
-) -> Fn:
+def dynamic_ntk(*, original: int = 1024, remembers: bool = False, by_batch: bool = True) -> Fn:
     """Return a rotation with dynamic NTK by the largest position of the batch.
 
     If not `by_batch`, each row has its own base. If `remembers`, positions of earlier calls count
-    too. If `fixed`, the base never changes.
+    too.
     """
     longest = [original]
 
     def row(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        length = (
-            original
-            if fixed
-            else max(int(positions.max()) + 1 if len(positions[0]) else 0, original)
-        )
+        length = max(int(positions.max()) + 1 if len(positions[0]) else 0, original)
         if remembers:
             longest[0] = length = max(length, longest[0])
         scale = length / original
@@ -258,14 +252,13 @@ def wrong_halves() -> Fn:
     return fn
 
 
-def per_head(bug: bool, which: slice = slice(1, None, 4)) -> Fn:
-    """Return a rotation; with `bug`, it rotates some heads by the previous position."""
+def per_head(which: slice) -> Fn:
+    """Return a rotation that rotates some heads by the previous position."""
     plain = rope()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        y = plain(x, positions)
-        if bug and x[:, which].numel():
-            y = y.clone()
+        y = plain(x, positions).clone()
+        if x[:, which].numel():
             y[:, which] = plain(x[:, which], positions - 1)
         return y
 
@@ -289,22 +282,26 @@ def normed(x: torch.Tensor) -> torch.Tensor:
     return x / x.float().square().mean(-1, keepdim=True).add(1.0).sqrt().to(x.dtype)
 
 
-def other_columns(bug: bool) -> Fn:
-    """Return a partial rotation; with `bug`, it multiplies the other channels by 0.5."""
+def mixed(x: torch.Tensor) -> torch.Tensor:
+    """Mix all channels by a reflection."""
+    return x - 2 / DIM * x.sum(-1, keepdim=True)
+
+
+def only_inference(x: torch.Tensor) -> torch.Tensor:
+    if x.requires_grad:
+        raise NotImplementedError("inference only")
+    return x
+
+
+def other_columns() -> Fn:
+    """Return a partial rotation that multiplies the other channels by 0.5."""
     plain = rope(rotary_dim=32)
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         y = plain(x, positions)
-        return torch.cat((y[..., :32], y[..., 32:] * 0.5), -1) if bug else y
+        return torch.cat((y[..., :32], y[..., 32:] * 0.5), -1)
 
     return fn
-
-
-def detached(what: str) -> Fn:
-    if what != "all":
-        return rope(detach=what)
-    plain = rope()
-    return lambda x, positions: plain(x.detach(), positions)
 
 
 class ForwardAgain(torch.autograd.Function):
@@ -320,36 +317,27 @@ class ForwardAgain(torch.autograd.Function):
         return PLAIN(grads[0], ctx.positions), None
 
 
-def by_sizes(bug: bool) -> Fn:
-    """Return a rotation; with `bug`, it confuses heads and tokens if their numbers are equal."""
+def by_sizes() -> Fn:
+    """Return a rotation that confuses heads and tokens if their numbers are equal."""
     plain = rope()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if bug and x.shape[1] == positions.shape[1]:
+        if x.shape[1] == positions.shape[1]:
             return plain(x.transpose(1, 2), positions).transpose(1, 2)
         return plain(x, positions)
 
     return fn
 
 
-def by_id_type(bug: bool) -> Fn:
-    """Return a rotation; with `bug`, it subtracts 1 from int32 positions."""
-    plain = rope()
-    return lambda x, positions: plain(x, positions - int(bug and positions.dtype is torch.int32))
-
-
-def grouped(how: str) -> Fn:
-    """Return a rotation of q and k; `how` names its fault for q and k of unequal head counts.
-
-    "refuse" raises an error, "behind" rotates k by the previous position, and "" has no fault.
-    """
+def grouped(refuses: bool) -> Fn:
+    """Return a rotation of q and k that refuses unequal head counts, or rotates k then by the previous position."""
     plain = rope()
 
     def fn(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> Any:
-        if q.shape[1] != k.shape[1] and how == "refuse":
+        differ = q.shape[1] != k.shape[1]
+        if differ and refuses:
             raise ValueError("heads differ")
-        behind = int(q.shape[1] != k.shape[1] and how == "behind")
-        return plain(q, positions), plain(k, positions - behind)
+        return plain(q, positions), plain(k, positions - int(differ))
 
     return fn
 
@@ -366,16 +354,6 @@ def xpos() -> Fn:
     return fn
 
 
-def mixed() -> Fn:
-    """Return a rotation after a reflection that mixes all channels."""
-    plain = rope()
-
-    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return plain(x - 2 / DIM * x.sum(-1, keepdim=True), positions)
-
-    return fn
-
-
 def lengths_differ() -> Fn:
     """Return a rotation that omits the cosine of the second channel of each pair."""
     omega = inv_freq()
@@ -385,17 +363,6 @@ def lengths_differ() -> Fn:
         u, v = x.float().chunk(2, -1)
         y = torch.cat((u * angle.cos() - v * angle.sin(), u * angle.sin() + v), -1)
         return y.to(x.dtype)
-
-    return fn
-
-
-def turned_at_0() -> Fn:
-    """Return a rotation that turns every pair a fifth of a radian too far."""
-    omega = inv_freq()
-
-    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        angle = angles(positions, omega)[:, None] + 0.2
-        return turn(x.float(), angle.cos(), angle.sin()).to(x.dtype)
 
     return fn
 
@@ -428,15 +395,9 @@ def drifting() -> Fn:
     return fn
 
 
-def only_inference() -> Fn:
-    plain = rope()
-
-    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if x.requires_grad:
-            raise NotImplementedError("inference only")
-        return plain(x, positions)
-
-    return fn
+def both() -> Fn:
+    """Return a rotation of q and k."""
+    return on_both(PLAIN, PLAIN)
 
 
 PLAIN = rope()
@@ -485,7 +446,7 @@ FAULTS: dict[str, Fault] = {
         "slice", rope, lambda: rope(rotary_dim=32), spec=SPEC | {"rotary_dim": 32}
     ),
     "channels outside the slice halved": Fault(
-        "pass-through", lambda: other_columns(True), lambda: other_columns(False)
+        "pass-through", other_columns, lambda: rope(rotary_dim=32)
     ),
     "a norm before the rotation": Fault("not-linear", lambda: rope(touch=normed)),
     "a constant added to x": Fault("not-linear", lambda: rope(touch=lambda x: x + 0.1)),
@@ -551,16 +512,11 @@ FAULTS: dict[str, Fault] = {
     "dynamic NTK that remembers": Fault(
         "history",
         lambda: dynamic_ntk(remembers=True),
-        lambda: dynamic_ntk(fixed=True),
         also=("batch", "length"),
         options={"head_dim": DIM},
     ),
-    "dynamic NTK by the longest row": Fault(
-        "batch", dynamic_ntk, lambda: dynamic_ntk(fixed=True), also=("length",)
-    ),
-    "dynamic NTK by the row": Fault(
-        "length", lambda: dynamic_ntk(by_batch=False), lambda: dynamic_ntk(fixed=True)
-    ),
+    "dynamic NTK by the longest row": Fault("batch", dynamic_ntk, also=("length",)),
+    "dynamic NTK by the row": Fault("length", lambda: dynamic_ntk(by_batch=False)),
     "a cache that grows from 0 again": Fault(
         "history", lambda: GrowingCache(True), lambda: GrowingCache(False)
     ),
@@ -577,39 +533,29 @@ FAULTS: dict[str, Fault] = {
     "views x": Fault("strides-refused", lambda: rope(touch=as_viewed)),
     "gives float32 back": Fault("output-dtype", lambda: lambda x, p: PLAIN(x.float(), p)),
     # q, k and heads
-    "k not rotated": Fault(
-        "k-not-rotated", lambda: on_both(rope(), None), lambda: on_both(rope(), rope())
-    ),
-    "k with another base": Fault(
-        "q-k", lambda: on_both(rope(), rope(base=20_000.0)), lambda: on_both(rope(), rope())
-    ),
-    "head 1 a position behind": Fault("heads", lambda: per_head(True), lambda: per_head(False)),
-    "head 6 a position behind": Fault(
-        "heads", lambda: per_head(True, slice(6, 7)), lambda: per_head(False)
-    ),
-    "k with fewer heads refused": Fault("grouped", lambda: grouped("refuse"), lambda: grouped("")),
-    "k with fewer heads a position behind": Fault(
-        "grouped", lambda: grouped("behind"), lambda: grouped("")
-    ),
-    "as many heads as tokens": Fault(
-        "shape-dependent", lambda: by_sizes(True), lambda: by_sizes(False)
-    ),
+    "k not rotated": Fault("k-not-rotated", lambda: on_both(PLAIN, None), both),
+    "k with another base": Fault("q-k", lambda: on_both(PLAIN, rope(base=20_000.0)), both),
+    "head 1 a position behind": Fault("heads", lambda: per_head(slice(1, None, 4))),
+    "head 6 a position behind": Fault("heads", lambda: per_head(slice(6, 7))),
+    "k with fewer heads refused": Fault("grouped", lambda: grouped(True), both),
+    "k with fewer heads a position behind": Fault("grouped", lambda: grouped(False), both),
+    "as many heads as tokens": Fault("shape-dependent", by_sizes),
     "int32 positions from 1": Fault(
-        "position-type", lambda: by_id_type(True), lambda: by_id_type(False)
+        "position-type", lambda: rope(where=lambda p: p - int(p.dtype is torch.int32))
     ),
     "a decay over positions": Fault("amplitude-varies", xpos, also=("relative",)),
-    "all channels mixed": Fault("not-pairs", mixed),
+    "all channels mixed": Fault("not-pairs", lambda: rope(touch=mixed)),
     "a cosine left out": Fault("not-a-rotation", lengths_differ),
-    "turned at position 0": Fault("phase", turned_at_0),
+    "turned at position 0": Fault("phase", lambda: by_rates(inv_freq(), phase=0.2)),
     "positions that drift": Fault("far-angles", drifting),
     "positions behind from 1 on": Fault("position-jump", lambda: jumping(1, -1)),
     "positions ahead from 5,000 on": Fault("position-jump", lambda: jumping(5000, 3), spec=SPEC),
     "decoding a position behind": Fault("position-jump", lambda: decoding(1, -1), decoding),
     # gradients
-    "raises where grad is required": Fault("gradient-raises", only_inference),
-    "no gradient": Fault("gradient-missing", lambda: detached("all")),
-    "sine part detached": Fault("gradient-wrong", lambda: detached("sin")),
-    "cosine part detached": Fault("gradient-wrong", lambda: detached("cos")),
+    "raises where grad is required": Fault("gradient-raises", lambda: rope(touch=only_inference)),
+    "no gradient": Fault("gradient-missing", lambda: rope(touch=torch.Tensor.detach)),
+    "sine part detached": Fault("gradient-wrong", lambda: rope(detach="sin")),
+    "cosine part detached": Fault("gradient-wrong", lambda: rope(detach="cos")),
     "gradient rotated forwards": Fault(
         "gradient-wrong", lambda: lambda x, positions: ForwardAgain.apply(x, positions)
     ),

@@ -1,8 +1,6 @@
 """The oracle is right, and the assertions of tolerances.py reject wrong results."""
 
 import math
-import struct
-from fractions import Fraction
 from types import ModuleType
 
 import pytest
@@ -29,42 +27,15 @@ def test_oracle_imports_nothing_from_the_library(module: ModuleType) -> None:
     assert not any("tightrope" in line for line in imports)
 
 
-@pytest.mark.parametrize("position", [0, 1, -7, 8191, 2**31 - 1, -(2**31), 2**53 - 1, 0.375, -2.5])
-def test_oracle_angles_agree_with_exact_integer_arithmetic(position: float) -> None:
-    # ω is one 97th of a turn, so position · ω is a known fraction of a turn.
-    omega = 2 * oracle.MP.pi / 97
-    part = Fraction(position) / 97 % 1
-    cos, sin = oracle.cos_sin_at((position,), (omega,))
-    angle = 2 * math.pi * float(part)
-    assert cos == pytest.approx(math.cos(angle), abs=1e-15)
-    assert sin == pytest.approx(math.sin(angle), abs=1e-15)
-
-
 def test_oracle_sums_axes() -> None:
     omegas = oracle.frequencies(10000.0, 4)
     once = oracle.cos_sin_at((12,), omegas[1:])
     assert oracle.cos_sin_at((5, 7), (omegas[1], omegas[1])) == once
-    assert oracle.cos_sin_at((5, 8), (omegas[1], omegas[1])) != once
 
 
-def test_oracle_frequencies_of_known_bases() -> None:
-    assert [float(omega) for omega in oracle.frequencies(10000.0, 8)] == [1.0, 0.1, 0.01, 0.001]
-    assert [float(omega) for omega in oracle.frequencies(2.0**-8, 4)] == [1.0, 16.0]
-
-
-@pytest.mark.parametrize(
-    "turns, word, whole",
-    [
-        ("0.25", 2**62, 0),
-        ("0.5", -(2**63), 1),
-        ("-0.5", -(2**63), 0),
-        ("1", 0, 1),
-        ("2.75", -(2**62), 3),
-    ],
-)
-def test_oracle_phase_of_known_turns(turns: str, word: int, whole: int) -> None:
-    omega = 2 * oracle.MP.pi * oracle.MP.mpf(turns)
-    assert oracle.phase(omega) == (word, whole)
+@pytest.mark.parametrize("turns, word, whole", [("0.5", -(2**63), 1), ("-0.5", -(2**63), 0)])
+def test_oracle_phase_of_half_a_turn(turns: str, word: int, whole: int) -> None:
+    assert oracle.phase(2 * oracle.MP.pi * oracle.MP.mpf(turns)) == (word, whole)
 
 
 def test_oracle_turns_a_known_pair() -> None:
@@ -81,29 +52,6 @@ def test_oracle_pairings() -> None:
     assert oracle.channels(6, 1, interleaved=True) == ([1, 3, 5], [2, 4, 6])
 
 
-@pytest.mark.parametrize(
-    "layout, shape",
-    [
-        ("bhsd", (2, 3, 5, 7)),
-        ("bshd", (2, 5, 3, 7)),
-        ("sbhd", (5, 2, 3, 7)),
-        ("thd", (5, 3, 7)),
-        ("bsd", (2, 5, 7)),
-        ("sd", (5, 7)),
-    ],
-)
-def test_oracle_layouts(layout: str, shape: tuple[int, ...]) -> None:
-    x = torch.arange(math.prod(shape)).reshape(shape)
-    rows, heads = 2 if "b" in layout else 1, 3 if "h" in layout else 1
-    view = oracle.as_bhsd(x, layout)
-    assert view.shape == (rows, heads, 5, 7)
-    # Each dimension of the view has the stride of the dimension of x with the same letter.
-    for dim, letter in enumerate("bhsd"):
-        named = layout.replace("t", "s").find(letter)
-        if named >= 0:
-            assert view.stride(dim) == x.stride(named)
-
-
 @pytest.mark.parametrize("dtype", SIXTEEN)
 def test_rounded_takes_the_nearest_of_all_numbers(dtype: torch.dtype) -> None:
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).double()
@@ -116,22 +64,6 @@ def test_rounded_takes_the_nearest_of_all_numbers(dtype: torch.dtype) -> None:
     even = oracle.rounded(tie, dtype)
     assert bool((even.view(torch.int16) & 1 == 0).all())
     assert bool(((even.double() == below) | (even.double() == above)).all())
-
-
-def test_rounded_to_float32_is_what_ieee_conversion_gives() -> None:
-    generator = torch.Generator().manual_seed(1)
-    scale = torch.randint(-155, 128, (4000,), generator=generator)
-    exact = torch.ldexp(torch.rand(4000, generator=generator, dtype=torch.float64), scale)
-    rounded = oracle.rounded(exact, torch.float32)
-    # C converts a double to a float with one rounding.
-    wanted = [struct.unpack("f", struct.pack("f", number))[0] for number in exact.tolist()]
-    assert rounded.tolist() == wanted
-
-
-def test_rounded_rounds_once() -> None:
-    # Just above the tie of 1 and 1 + 2^-7: rounding to float32 first would make it a tie.
-    exact = torch.tensor([1 + 2.0**-8 + 2.0**-40], dtype=torch.float64)
-    assert oracle.rounded(exact, torch.bfloat16).item() == 1 + 2.0**-7
 
 
 def test_rounded_at_the_edges() -> None:

@@ -1,13 +1,10 @@
-"""The public names of the library that the tools use, the private ones in a list that shrinks, and ranks."""
+"""The public names of the library that the tools use, and the private ones in a list that shrinks."""
 
 import ast
 import importlib
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
-from pathlib import Path
 
 from tests.support.helpers import ROOT
-from tests.support.imports import imports_of
 
 SOURCE = ROOT / "src" / "tightrope_tools"
 
@@ -38,9 +35,6 @@ ALLOWED = {
     "stacks": ("named", "`stacks.get` puts its own name into the sentence of an error"),
 }
 
-# A folder may import from those of lower rank; files beside them have rank 0.
-RANKS = dict.fromkeys(("figures", "audit", "convert"), 1)
-RANKS |= {"inspect": 2, "cli": 3, "command": 4, "__main__": 5}
 FILES = {path.relative_to(SOURCE): path.read_text("utf-8") for path in SOURCE.rglob("*.py")}
 
 
@@ -93,21 +87,3 @@ def test_the_tools_use_public_names_of_the_library_and_a_few_others() -> None:
     }
     assert {name for name in used if not is_public(name)} == allowed
     assert len(allowed) <= 30
-
-
-def package_of(path: Path) -> str:
-    return ".".join(("tightrope_tools", *path.parent.parts))
-
-
-def test_imports_among_the_tools_go_down() -> None:
-    graph: dict[str, set[str]] = {}
-    for path, text in FILES.items():
-        here = path.parts[0].removesuffix(".py")
-        wholes = [each.whole.split(".") for each in imports_of(text, package_of(path))]
-        found = {names[1] for names in wholes if names[0] == "tightrope_tools" and names[1:]}
-        graph.setdefault(here, set()).update(found - {here})
-    for here, targets in graph.items():
-        for to in targets:
-            assert RANKS.get(to, 0) < RANKS.get(here, 0), f"{here} imports {to}"
-    TopologicalSorter(graph).prepare()
-    assert graph["cli"] >= {"audit", "convert", "inspect"}

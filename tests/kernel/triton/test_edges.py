@@ -29,9 +29,7 @@ from tightrope.ops.schema import (
     ROUNDINGS,
     SLOPE,
     TRANSPOSE,
-    WORDS,
     Options,
-    options_of,
 )
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("few_programs")]
@@ -146,153 +144,43 @@ def test_roundings_and_full_tables(rounding: int, interleaved: bool, dtype: torc
     assert_same_bits(y[..., 2:38], rounded.rotate(turning, cos, sin, interleaved, name))
 
 
-WRONG: dict[str, tuple[Any, str]] = {
-    "words": (
-        lambda x, w: (x, None, w.float(), None, None, 0, Options().pack(), 1.0),
-        "phase words must be contiguous",
-    ),
-    "turns": (
-        lambda x, w: (x, None, w, w[..., :1], None, 0, Options().pack(), 1.0),
-        "turns must have the shape",
-    ),
-    "layout": (
-        lambda x, w: (x[0], None, w, None, None, 0, Options().pack(), 1.0),
-        "fit the layout",
-    ),
-    "k": (lambda x, w: (x, x.double(), w, None, None, 0, Options().pack(), 1.0), "share a dtype"),
-    "tokens of k": (
-        lambda x, w: (x, x[:, :, :1], w, None, None, 0, Options().pack(), 1.0),
-        "share rows",
-    ),
-    "width": (
-        lambda x, w: (x, None, w, None, None, 0, Options(start=2).pack(), 1.0),
-        "outside the head",
-    ),
-    "rows": (
-        lambda x, _: (x, None, words(1, 3, 1, 4), None, None, 0, Options().pack(), 1.0),
-        "angles must have 1 row",
-    ),
-    "heads": (
-        lambda x, _: (x, None, words(1, 1, 3, 4), None, None, 0, Options().pack(), 1.0),
-        "angles must have 1 head",
-    ),
+X = noise(2, 2, 3, 8, seed=1).float().to(DEVICE)
+W = words(1, 1, 1, 4)
+BY_PHASES = Options(source=PHASES)
+# What is wrong -> the arguments that a sound call has otherwise, and the error.
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "words": ({"primary": W.float()}, "phase words must be contiguous"),
+    "turns": ({"secondary": W[..., :1]}, "turns must have the shape"),
+    "layout": ({"q": X[0]}, "fit the layout"),
+    "k": ({"k": X.double()}, "share a dtype"),
+    "tokens of k": ({"k": X[:, :, :1]}, "share rows"),
+    "width": ({"options": Options(start=2)}, "outside the head"),
+    "rows": ({"primary": words(1, 3, 1, 4)}, "angles must have 1 row"),
+    "heads": ({"primary": words(1, 1, 3, 4)}, "angles must have 1 head"),
     "positions": (
-        lambda x, w: (
-            x,
-            None,
-            w,
-            None,
-            torch.zeros(1, 1, 2, device=DEVICE),
-            0,
-            Options(add_index=False).pack(),
-            1.0,
-        ),
+        {"positions": X[:1, :1, :2, 0], "options": Options(add_index=False)},
         "positions must have the tokens",
     ),
-    "rows of positions": (
-        lambda x, w: (
-            x,
-            None,
-            w,
-            None,
-            torch.zeros(1, 3, 1, device=DEVICE),
-            0,
-            Options().pack(),
-            1.0,
-        ),
-        "positions must have 1 row",
-    ),
-    "axes of positions": (
-        lambda x, w: (
-            x,
-            None,
-            w,
-            None,
-            torch.zeros(2, 1, 1, device=DEVICE),
-            0,
-            Options().pack(),
-            1.0,
-        ),
-        "positions must be",
-    ),
-    "dtype of positions": (
-        lambda x, w: (
-            x,
-            None,
-            w,
-            None,
-            torch.zeros(1, 1, 1, device=DEVICE).bool(),
-            0,
-            Options().pack(),
-            1.0,
-        ),
-        "positions must be int32",
-    ),
-    "phases": (
-        lambda x, w: (x, None, w, None, None, 0, Options(source=PHASES).pack(), 1.0),
-        "phases must be int32 or int64",
-    ),
+    "rows of positions": ({"positions": X.new_zeros(1, 3, 1)}, "positions must have 1 row"),
+    "axes of positions": ({"positions": X.new_zeros(2, 1, 1)}, "positions must be"),
+    "dtype of positions": ({"positions": X[:1, :1, :1, 0].bool()}, "positions must be int32"),
+    "phases": ({"options": BY_PHASES}, "phases must be int32 or int64"),
     "pairs of phases": (
-        lambda x, w: (
-            x,
-            None,
-            phases((1, 1, 3, 2), torch.int32),
-            w,
-            None,
-            0,
-            Options(source=PHASES).pack(),
-            1.0,
-        ),
+        {"primary": phases((1, 1, 3, 2), torch.int32), "secondary": W, "options": BY_PHASES},
         "phases must have the pairs",
     ),
-    "sines": (
-        lambda x, _: (x, None, x, None, None, 0, Options(source=3).pack(), 1.0),
-        "must come with sines",
-    ),
-    "gate": (
-        lambda x, w: (x, None, w, None, None, 0, Options(gate=LOG).pack(), 1.0, [x[..., :3]]),
-        "gates must be",
-    ),
+    "sines": ({"primary": X, "options": Options(source=3)}, "must come with sines"),
+    "gate": ({"options": Options(gate=LOG), "extras": [X[..., :3]]}, "gates must be"),
     "slopes": (
-        lambda x, _: (
-            x,
-            None,
-            words(2, 1, 1, 4),
-            None,
-            None,
-            0,
-            Options(gate=SLOPE).pack(),
-            1.0,
-            [x[0, 0, :1]],
-        ),
+        {"primary": words(2, 1, 1, 4), "options": Options(gate=SLOPE), "extras": [X[0, 0, :1]]},
         "positions of 1 axis",
     ),
     "weight": (
-        lambda x, w: (
-            x,
-            None,
-            w,
-            None,
-            None,
-            0,
-            Options(act=RMS_NORM).pack(),
-            1.0,
-            [x[0, 0, :1, :4]],
-        ),
+        {"options": Options(act=RMS_NORM), "extras": [X[0, 0, :1, :4]]},
         "weights must be",
     ),
     "inputs": (
-        lambda x, w: (
-            x,
-            None,
-            w,
-            None,
-            None,
-            0,
-            Options(act=1, direction=1).pack(),
-            1.0,
-            [x[:, :1]],
-        ),
+        {"options": Options(act=1, direction=1), "extras": [X[:, :1]]},
         "inputs must have",
     ),
 }
@@ -300,10 +188,12 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_direct_call_is_refused(case: str) -> None:
-    x = noise(2, 2, 3, 8, seed=1).float().to(DEVICE)
-    arguments, sentence = WRONG[case]
+    changes, sentence = WRONG[case]
+    given = {"q": X, "k": None, "primary": W, "secondary": None, "positions": None}
+    given |= {"options": Options(), "extras": []} | changes
+    *tensors, options, extras = given.values()
     with pytest.raises(RuntimeError, match=sentence):
-        operators().rotate(*arguments(x, words(1, 1, 1, 4)))
+        operators().rotate(*tensors, 0, options.pack(), 1.0, extras)
 
 
 def freed(x: torch.Tensor) -> torch.Tensor:
@@ -336,9 +226,8 @@ READ: dict[str, Callable[[], list[Any]]] = {
 
 @pytest.mark.parametrize("case", READ)
 def test_freed_storage_is_refused(case: str) -> None:
-    x = noise(2, 2, 3, 8, seed=1).float().to(DEVICE)
     primary, secondary, where, offset, options, *extras = READ[case]()
-    given = [x, None, primary, secondary, where, offset, options.pack(), 1.0, extras, 1e-6]
+    given = [X, None, primary, secondary, where, offset, options.pack(), 1.0, extras, 1e-6]
     operators().rotate(*given)
     for at in range(5):
         if given[at] is not None:
@@ -350,17 +239,15 @@ def test_freed_storage_is_refused(case: str) -> None:
 
 
 def test_overlapping_memory_is_refused() -> None:
-    x = noise(2, 2, 3, 8, seed=1).float().to(DEVICE)
+    x = X.clone()
     arguments = (words(1, 1, 1, 4), None, None, 0, Options().pack(), 1.0)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="memory overlaps"):
-            operators().rotate_(x[:1].expand(2, -1, -1, -1), None, *arguments)
-        with pytest.raises(RuntimeError, match="memory overlaps"):
-            operators().rotate_(x, x, *arguments)
-        with pytest.raises(RuntimeError, match="memory overlaps"):
-            operators().rotate_into(x[:, :, :2], None, x[:, :, 1:], None, *arguments)
-        with pytest.raises(RuntimeError, match="memory overlaps"):
-            operators().rotate_into(x, None, x.transpose(0, 1), None, *arguments)
+        for xs in ((x[:1].expand(2, -1, -1, -1), None), (x, x)):
+            with pytest.raises(RuntimeError, match="memory overlaps"):
+                operators().rotate_(*xs, *arguments)
+        for given, out in ((x[:, :, :2], x[:, :, 1:]), (x, x.transpose(0, 1))):
+            with pytest.raises(RuntimeError, match="memory overlaps"):
+                operators().rotate_into(given, None, out, None, *arguments)
     y, z = x.clone(), torch.empty_like(x)
     operators().rotate_into(y, None, y, None, *arguments)  # each program reads before it writes
     operators().rotate_into(x, None, z, None, *arguments)
@@ -369,7 +256,6 @@ def test_overlapping_memory_is_refused() -> None:
     operators().rotate_(
         fused[:, :, :2].transpose(1, 2), fused[:, :, 2:].transpose(1, 2), *arguments
     )
-    assert options_of(Options().pack()).source == WORDS
 
 
 @pytest.mark.parametrize(

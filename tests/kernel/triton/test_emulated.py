@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.helpers import Output
 from tests.support.triton.cases import needs_stub, needs_triton
+from tests.support.triton.emulated import PLANTS
 from tests.support.triton.ptx.definitions import is_tested
 from tightrope.backends import cpu
 
@@ -110,28 +111,14 @@ def test_sums_over_channels_have_one_order(output_of: Output) -> None:
     assert len(found) == 2
 
 
-CAUGHT = {
-    "nothing, plain": "",
-    "nothing, aligned": "",
-    "nothing, exchanged": "",
-    "a load without its mask": "AssertionError: the error is",
-    "a store without its mask": "Fault: race: a store to what another warp stores",
-    "a mask of one too many": r"Fault: out of bounds: ld\.global",
-    "a wrong stride": "AssertionError: the error is",
-    "missing barriers": "Fault: race: a load of what another warp stores",
-    "a misaligned load": r"Fault: misaligned: .*ld\.global\.v4",
-    "a misaligned store": r"Fault: misaligned: .*st\.global\.v4",
-    "a sign": "AssertionError: the error is",
-    "an unknown instruction": "Fault: the instruction tanh.approx.f32 is unknown",
-}
-
-
-@pytest.mark.parametrize("name", CAUGHT)
+@pytest.mark.parametrize("name", PLANTS)
 def test_faults_in_the_machine_code_are_caught(name: str, output_of: Output) -> None:
     """A fault is planted into the PTX of a kernel, before it is executed."""
-    planted = output_of("tests.support.triton.emulated", "sm_90", "planted")["found"]
-    assert planted.keys() == CAUGHT.keys()
-    error, count = planted[name]["error"], planted[name]["count"]
+    planted, wanted = (
+        output_of("tests.support.triton.emulated", "sm_90", "planted"),
+        PLANTS[name].error,
+    )
+    error, count = (planted["found"][name][key] for key in ("error", "count"))
     assert (count > 0) == (not name.startswith("nothing"))
-    assert bool(error) == bool(CAUGHT[name])
-    assert re.match(CAUGHT[name], error), error
+    assert bool(error) == bool(wanted)
+    assert re.match(wanted, error), error

@@ -6,7 +6,6 @@ groups that the same calls pass to the interpreter, whose results other tests ch
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,16 +38,11 @@ def every_launch(found: Facts) -> Iterator[tuple[str, Facts, Facts]]:
                 yield f"{name}, {way}", *each
 
 
-def value_of(found: Facts, call: str, way: str, parameter: str) -> Any:
-    """Return the value that arrived for a parameter in the only launch of a call."""
-    (meant,), (made,) = (found["calls"][call][way][which] for which in ("meant", "made"))
-    return made["values"][meant["names"].index(parameter)]
-
-
 def test_every_parameter_arrives(found: Facts) -> None:
     """Addresses, integers and fractions are those that are meant, in the order of the machine code.
 
-    A call is made three times: it compiles; it reuses its plan; a hook observes its launches.
+    A call is made three times: it compiles; it reuses its plan; a hook observes its launches. Some have large
+    and negative offsets, and amplitudes that float32 rounds.
     """
     kernels = set()
     for name, meant, made in every_launch(found):
@@ -106,41 +100,6 @@ def test_other_values_compile_nothing(found: Facts) -> None:
         assert found["calls"][name]["first"]["counts"] == [0, 0, 0], name
     for name in ("in place", "in place, short", "frequencies", "gates"):
         assert found["calls"][name]["first"]["counts"][:2] == [1, 1], name
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_large_and_negative_integers_and_fractions_arrive_whole(way: str, found: Facts) -> None:
-    def rounded(x: float) -> float:
-        return float(struct.unpack("<f", struct.pack("<f", x))[0])
-
-    for name, offset, amplitude in (
-        ("far", 2**40 + 7, 1.37),
-        ("before", -(2**33) - 1, 0.1),
-        ("short", -1, 1e-40),
-    ):
-        assert value_of(found, f"in place, {name}", way, "offset") == offset
-        for part in ("cosine", "sine"):
-            value = value_of(found, f"in place, {name}", way, f"amplitude.{part}")
-            assert value == rounded(amplitude)
-    assert value_of(found, "in place, float64", way, "offset") == 2**62
-    (bits,) = struct.unpack("<q", struct.pack("<d", 1.37))
-    assert value_of(found, "in place, float64", way, "amplitude.sine") == bits
-
-
-def test_no_parameter_takes_the_place_of_another(found: Facts) -> None:
-    """Every kernel is launched with different values for all parameters, with and without a hook.
-
-    A grid of no programs is not launched.
-    """
-    assert found["distinct"]
-    for kernel in found["distinct"]:
-        count = len(kernel["values"])
-        assert len(set(kernel["values"])) == count
-        assert len(kernel["made"]) == 2
-        for made in kernel["made"]:
-            assert made["values"] == kernel["values"] + [0] * (len(made["values"]) - count)
-            assert made["types"][:count] == kernel["types"]
-            assert made["grid"] == [7, 5, 3]
 
 
 def test_after_an_error_of_the_driver_the_next_call_works(found: Facts) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from tests.support.tolerances import assert_near
 from tests.support.triton.cases import DEVICE, needs_triton, noise, strided
+from tests.support.triton.running import operators
 from tightrope.ops import phases as definition
 
 # The interpreter's numpy warns of what the masks of the kernel discard.
@@ -34,12 +35,6 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     phases._plans.clear()
     yield
     phases._plans.clear()
-
-
-def operators() -> Any:
-    from tightrope.backends.triton import operators
-
-    return operators
 
 
 def angles(tokens: int, dtype: torch.dtype, rows: int = ROWS, pairs: int = PAIRS) -> torch.Tensor:

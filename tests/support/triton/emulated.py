@@ -100,26 +100,52 @@ def bits(step: int) -> dict[str, Any]:
 
 
 class Plant(NamedTuple):
-    """A fault: what it replaces in PTX by what, as a regular expression, and the call that has it."""
+    """A fault: what it replaces in PTX by what, as a regular expression, the call that has it, and the error's begin."""
 
     pattern: str
     replacement: str
     call: str
+    error: str = ""
 
 
 PLANTS = {
     "nothing, plain": Plant(r"$^", "", "plain"),
     "nothing, aligned": Plant(r"$^", "", "aligned"),
     "nothing, exchanged": Plant(r"$^", "", "exchanged"),
-    "a load without its mask": Plant(r"@!?%p\d+ (ld\.global)", r"\1", "plain"),
-    "a store without its mask": Plant(r"@!?%p\d+ (st\.global)", r"\1", "plain"),
-    "a mask of one too many": Plant(r"setp\.lt\.", "setp.le.", "aligned"),
-    "a wrong stride": Plant(r"(shl\.b64\s+\S+ \S+) 2;", r"\1 3;", "plain"),
-    "missing barriers": Plant(r"bar\.sync\s+0;", "", "exchanged"),
-    "a misaligned load": Plant(r"(ld\.global\.v4.*\[ %rd\d+ \+ )\d+", r"\g<1>4", "aligned"),
-    "a misaligned store": Plant(r"(st\.global\.v4.*\[ %rd\d+ \+ )\d+", r"\g<1>4", "aligned"),
-    "a sign": Plant(r"neg\.f32", "mov.b32", "aligned"),
-    "an unknown instruction": Plant(r"neg\.f32", "tanh.approx.f32", "aligned"),
+    "a load without its mask": Plant(
+        r"@!?%p\d+ (ld\.global)", r"\1", "plain", "AssertionError: the error is"
+    ),
+    "a store without its mask": Plant(
+        r"@!?%p\d+ (st\.global)", r"\1", "plain", "Fault: race: a store to what another warp stores"
+    ),
+    "a mask of one too many": Plant(
+        r"setp\.lt\.", "setp.le.", "aligned", r"Fault: out of bounds: ld\.global"
+    ),
+    "a wrong stride": Plant(
+        r"(shl\.b64\s+\S+ \S+) 2;", r"\1 3;", "plain", "AssertionError: the error is"
+    ),
+    "missing barriers": Plant(
+        r"bar\.sync\s+0;", "", "exchanged", "Fault: race: a load of what another warp stores"
+    ),
+    "a misaligned load": Plant(
+        r"(ld\.global\.v4.*\[ %rd\d+ \+ )\d+",
+        r"\g<1>4",
+        "aligned",
+        r"Fault: misaligned: .*ld\.global\.v4",
+    ),
+    "a misaligned store": Plant(
+        r"(st\.global\.v4.*\[ %rd\d+ \+ )\d+",
+        r"\g<1>4",
+        "aligned",
+        r"Fault: misaligned: .*st\.global\.v4",
+    ),
+    "a sign": Plant(r"neg\.f32", "mov.b32", "aligned", "AssertionError: the error is"),
+    "an unknown instruction": Plant(
+        r"neg\.f32",
+        "tanh.approx.f32",
+        "aligned",
+        "Fault: the instruction tanh.approx.f32 is unknown",
+    ),
 }
 
 

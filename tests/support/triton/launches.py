@@ -311,35 +311,6 @@ def launched(stub: Stub, call: Callable[[], Any], index: int) -> dict[str, Any]:
     return result
 
 
-def distinct(stub: Stub) -> list[dict[str, Any]]:
-    """Launch every compiled kernel with arguments all of which differ."""
-    result = []
-    for (name, device, types, *_), found in launch.compiled.items():
-        kinds = list(launch._members(types))
-        numbers = [
-            {"*": 16 * i + 2**46, "i": (-1) ** i * (2**40 + i), "f": i + 0.1, "c": None}[kind[0]]
-            for i, kind in enumerate(kinds)
-        ]
-        run = launch.runner(found, (7, 5, 3), device)
-        stub.use(device.index)
-        stub.launches.clear()
-        run(*numbers)
-        with observed(lambda _: None):
-            run(*numbers)
-        launch.runner(found, (7, 0, 3), device)(*numbers)  # no programs
-        meant_here = [leaf for number in numbers for leaf in leaves(name, number)]
-        result.append(
-            {
-                "kernel": name,
-                "types": [kind[0] for kind in kinds if kind != "constexpr"],
-                "values": [value for _, _, value in meant_here],
-                "made": list(stub.launches),
-            }
-        )
-    stub.use(0)
-    return result
-
-
 def errors(stub: Stub, call: Callable[[], Any]) -> dict[str, Any]:
     """Return messages and numbers of launches of calls that the driver fails, and of the next ones.
 
@@ -396,8 +367,7 @@ def main(some: bool) -> int:
         found |= {f"{name}, elsewhere": launched(stub, every[name], 1) for name in ELSEWHERE}
         failed = errors(stub, every["bfloat16"])
         plain = hooked(stub, every["bfloat16"])
-        result = {"calls": found, "errors": failed, "hooked": plain, "distinct": distinct(stub)}
-        print(json.dumps(result))
+        print(json.dumps({"calls": found, "errors": failed, "hooked": plain}))
     return 0
 
 

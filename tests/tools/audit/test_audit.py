@@ -66,11 +66,6 @@ def test_without_its_fault_nothing_is_found(name: str) -> None:
     assert report.ok, str(report)
 
 
-def test_the_faults_are_many_and_have_many_names() -> None:
-    assert len(planted.FAULTS) >= 60
-    assert len({fault.code for fault in planted.FAULTS.values()}) >= 35
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_declared", [False, True])
 def test_rounded_angles_of_scaled_frequencies(dtype: torch.dtype, is_declared: bool) -> None:
@@ -340,15 +335,6 @@ def test_a_table_that_ends_is_a_note() -> None:
 # --- tables of the caller ---------------------------------------------------------------------------
 
 
-def outcomes_of(report: Report) -> dict[str, str]:
-    return {check.name: check.outcome for check in report.checks}
-
-
-def test_skipped_checks_have_reasons() -> None:
-    outcomes = outcomes_of(audit(planted.with_tables()))
-    assert outcomes["angles"] == "skipped: the caller provides them"
-
-
 def cut(dim: int) -> planted.Fn:
     """Return a rotation of the first channels by tables of the caller, with each value twice."""
 
@@ -378,8 +364,8 @@ def test_what_tables_of_the_caller_leave_unchecked_is_a_note(
     wanted = "The caller provides cosines and sines, so the audit did not check the declared "
     assert note.sentence == f"{wanted}{what}."
     assert note.mend == "audit a function of (x, positions) that makes them"
-    outcome = outcomes_of(report)["frequencies are as declared"]
-    assert outcome == "skipped: the caller provides them"
+    outcomes = {check.name: check.outcome for check in report.checks}
+    assert outcomes["frequencies are as declared"] == "skipped: the caller provides them"
 
 
 def test_a_factor_in_the_function_is_that_of_the_declared_scaling() -> None:

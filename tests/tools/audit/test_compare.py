@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.command import call
-from tests.support.planted_faults import named
+from tests.support.planted_faults import named, turn
 from tightrope import Axes, RopeSpec, functional
 from tightrope.config.files import RECORD
 from tightrope.frequencies import Linear, Llama3, YaRN
@@ -54,17 +54,9 @@ def rope(
         cos, sin = angles.cos() * factor, angles.sin() * factor
         cos, sin = (t.to(x.dtype if table == "x" else table) for t in (cos, sin))
         turned, rest = x[..., :width], x[..., width:]
-        if interleaved:
-            u, v = turned[..., 0::2], turned[..., 1::2]
-        else:
-            u, v = turned.chunk(2, -1)
         if rounding == "wide":
-            u, v, cos, sin = u.float(), v.float(), cos.float(), sin.float()
-        first, second = u * cos - v * sin, v * cos + u * sin
-        if interleaved:
-            y = torch.stack((first, second), -1).flatten(-2)
-        else:
-            y = torch.cat((first, second), -1)
+            turned, cos, sin = turned.float(), cos.float(), sin.float()
+        y = turn(turned, cos, sin, interleaved=interleaved)
         y = torch.cat((y.to(x.dtype), rest), -1)
         return y + (y.detach() - y) if detach else y
 

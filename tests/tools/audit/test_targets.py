@@ -51,14 +51,6 @@ def test_bfloat16_positions_of_rotary_embedding_torch() -> None:
     named(audit(rope.rotate_queries_or_keys, **ONLY_FLOAT32))
 
 
-def gptj(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    from transformers.models.gptj import modeling_gptj as module
-
-    table = module.create_sinusoidal_positions(int(positions.max()) + 1, 64)[positions]
-    sin, cos = table.to(x.dtype).chunk(2, -1)
-    return module.apply_rotary_pos_emb(x, sin, cos)  # type: ignore[no-any-return]
-
-
 MODELS = {
     "llama": "half (i, i + rotary_dim / 2), 0 to 127 of 128",
     "cohere": "interleaved (2i, 2i + 1), 0 to 127 of 128",
@@ -98,12 +90,6 @@ def test_an_apply_function_alone(name: str, form: str, tables: str, pairing: str
     assert report.facts["called as"] == f"fn({form})"
     assert report.facts["tables"].startswith(tables)
     assert report.facts["pairing"].startswith(pairing)
-
-
-def test_a_model_whose_tables_are_made_by_a_function() -> None:
-    report = named(audit(gptj, longest=8192))
-    assert report.facts["layout"] == "bshd"
-    assert report.facts["pairing"].startswith("interleaved")
 
 
 # --- names, files and configurations ----------------------------------------------------------------

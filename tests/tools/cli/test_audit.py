@@ -110,9 +110,7 @@ def test_a_factory() -> None:
     [
         ("audited_rope:fails", "must return a function to audit but raised RuntimeError: no luck"),
         ("audited_rope:dict", "must return a callable but returned dict"),
-        ("audited_rope:nothing", "module 'audited_rope' must define 'nothing' but does not"),
         ("audited_rope:QUICK", "audited_rope:QUICK must be callable but is list"),
-        ("no_such_module:fn", "module 'no_such_module' must be importable from"),
     ],
 )
 def test_what_makes_no_function_is_refused(target: str, words: str) -> None:
@@ -186,7 +184,6 @@ WRONG: dict[str, tuple[str, str]] = {
     "no module": ("nowhere:f", "module 'nowhere' must be importable from"),
     "no function": ("audited_rope:f", "module 'audited_rope' must define 'f' but does not"),
     "no target": ("./nothing", "target must be MODULE:FUNCTION, the path of a config.json"),
-    "form": (f"{GOOD} --form x,y", "form must list the arguments"),
     "broken config": ("broken.json", f"broken.json {UNREAD} JSONDecodeError"),
     "two values": (
         "twice.json",
@@ -202,7 +199,6 @@ WRONG: dict[str, tuple[str, str]] = {
         "--timeout must be positive and below 1e6 seconds but got nan",
     ),
     "device": (f"{GOOD} --device mars", "device 'mars' must be available but torch raised Runtime"),
-    "short": (f"{GOOD} --longest -5", "longest must be at least 128 but got -5"),
     "long": (f"{GOOD} --longest {10**30}", "longest must be at most 2147483648"),
     "no GGUF": (f"{GOOD} --meant binary.gguf", "must be a GGUF file"),
     "option": (f"{GOOD} --nothing", "unrecognized arguments: --nothing"),

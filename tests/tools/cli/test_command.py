@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import tightrope
-from tests.support.command import call, interrupted
+from tests.support.command import call, interrupted, python
 from tests.support.helpers import ROOT
 from tightrope import RopeSpec, __main__ as program
 from tightrope_tools import command
@@ -32,16 +31,10 @@ ENTRY = re.search(
 SCRIPT = f"import sys; from {ENTRY and ENTRY[1]} import main; sys.exit(main())"
 
 
-def python(script: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a script in a process of its own, with these arguments."""
-    command = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(command, **{"capture_output": True, "text": True, **options})
-
-
 def imports(*arguments: str) -> tuple[str, set[str]]:
     """Run the command line, which must succeed; return its output, and the modules that it imported."""
     start = "import atexit, sys; atexit.register(lambda: sys.stderr.write(' '.join(sys.modules)))"
-    done = python(f"{start}; {SCRIPT}", *arguments)
+    done = python("-c", f"{start}; {SCRIPT}", *arguments)
     assert done.returncode == 0
     return done.stdout, set(done.stderr.split())
 
@@ -67,7 +60,7 @@ def test_version_of_source_that_is_not_installed() -> None:
         "import tightrope\n"
         "print(tightrope.__version__)"
     )
-    assert python(code).stdout == "0+uninstalled\n"
+    assert python("-c", code).stdout == "0+uninstalled\n"
 
 
 @pytest.mark.parametrize("arguments", ["", "--help", *(f"{name} --help" for name in COMMANDS)])
@@ -101,14 +94,14 @@ WITHOUT = "import sys; sys.modules.update(dict.fromkeys({0!r}));" + SCRIPT
     "missing", [("matplotlib", "safetensors"), ("matplotlib",), ("safetensors",)]
 )
 def test_without_the_extra(missing: tuple[str, ...]) -> None:
-    done = python(WITHOUT.format(missing), "info")
+    done = python("-c", WITHOUT.format(missing), "info")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
         f"The tightrope command needs {', '.join(missing)}. "
         'Install with `python -m pip install "tightrope[tools]"`, or in a clone of the repository with '
         "`pip install --no-build-isolation '.[tools]'`."
     ]
-    done = python(WITHOUT.format(missing), "inspect", "--help")
+    done = python("-c", WITHOUT.format(missing), "inspect", "--help")
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -196,7 +189,8 @@ def test_a_closed_pipe_is_no_finding(tmp_path: Path, arguments: str) -> None:
     given = [word.format(spec=spec, folder=tmp_path) for word in arguments.split()]
     read, write = os.pipe()
     os.close(read)
-    done = python(SCRIPT, *given, capture_output=False, stdout=write, stderr=subprocess.PIPE)
+    command = [sys.executable, "-c", SCRIPT, *given]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert done.returncode == 141, done.stderr
     assert "rror" not in done.stderr

@@ -9,16 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.command import call
+from tests.support.model_configs import llama3
 from tightrope_tools.command import main
 
 HEADS = {"hidden_size": 256, "num_attention_heads": 2, "head_dim": 128, "rope_theta": 5e5}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 16.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = llama3(16.0) | {"original_max_position_embeddings": 64}
 VISION = {"model_type": "qwen2_5_vl_vision", "hidden_size": 160, "num_heads": 2}
 FILES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "all layers alike": (

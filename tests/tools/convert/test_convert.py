@@ -157,14 +157,6 @@ def test_norms_over_all_heads_and_one_per_head(converted: Run) -> None:
         assert after[full].shape == tensors[full].shape
 
 
-def test_layers_without_rope_stay(converted: Run) -> None:
-    config = {**LLAMA, "model_type": "smollm3", "no_rope_layers": [1, 0]}
-    done, _ = converted(llama_tensors(), config)
-    assert done.layers_without_rope == (1,)
-    assert all(".layers.0." in name for name in done.changed)
-    assert any("layers without RoPE" in note for note in done.notes)
-
-
 def test_a_low_rank_adapter(converted: Run) -> None:
     place_ = f"base_model.model.{ATTENTION}"
     tensors = {
@@ -191,14 +183,6 @@ def test_parts_of_a_model(converted: Run) -> None:
     done, _ = converted(tensors, stated=Stated(prefix="model"))
     assert len(done.changed) == 12
     assert "vision.encoder.layers.0.self_attn.q_proj.weight" in done.left
-
-
-def test_the_slice_of_an_unknown_family_is_a_flag(converted: Run) -> None:
-    stated = Stated(source="half", naming="llama", rotary_dim=8)
-    one = converted(llama_tensors(), {**LLAMA, "model_type": "mystery"}, stated=stated)[1]
-    other = converted(llama_tensors())[1]
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 # --- names of one's own ---------------------------------------------------------------------------
@@ -238,22 +222,6 @@ def test_names_of_ones_own(
         assert after[name].tolist() == interleaved_rows(
             x.tolist(), [8 * n for n in heads.get(name, ())], 8
         )
-
-
-def test_a_configuration_can_be_set_aside(tmp_path: Path, converted: Run, refused: Run) -> None:
-    config = {**LLAMA, "swa_rope_theta": 5e5}
-    refused(
-        "every key that may give a base must be known but got swa_rope_theta",
-        llama_tensors(),
-        config,
-    )
-    stated = Stated(config=False, source="half", naming="llama", head_dim=8, heads=4)
-    done, _ = converted(llama_tensors(), config, stated=stated)
-    assert len(done.changed) == 12
-    before, after = (
-        path.read_bytes() for path in sorted(tmp_path.glob("converted*/*/config.json"))
-    )
-    assert before == after
 
 
 # --- every layer ----------------------------------------------------------------------------------
@@ -441,14 +409,6 @@ def test_back_to_the_same_bytes(tmp_path: Path, name: str, shards: int) -> None:
     changed = {name for name in before if there[name] != before[name]}
     assert changed
     assert all(name.endswith(".safetensors") for name in changed)
-
-
-def test_infinities_and_payloads_of_nan_are_kept(converted: Run) -> None:
-    tensors = llama_tensors(dtype=torch.bfloat16)
-    name = f"{ATTENTION}.q_proj.weight"
-    bits = torch.randint(-(2**15), 2**15, tensors[name].shape, dtype=torch.int16)
-    after = converted(tensors | {name: bits.view(torch.bfloat16)})[1][name].view(torch.int16)
-    assert after.tolist() == interleaved_rows(bits.tolist(), range(0, 32, 8), 8)
 
 
 # --- quantised weights ----------------------------------------------------------------------------

@@ -66,12 +66,8 @@ _LINEAR = {
     "num_hidden_layers": 4,
 }
 _ATTENTION = {"layer_types": ["full_attention", "full_attention"]}
-_SECTIONS = {
-    "rope_type": "default",
-    "rope_theta": 10000.0,
-    "mrope_section": [4, 4, 4],
-    "mrope_interleaved": True,
-}
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_SECTIONS = {**_PLAIN_ROPE, "mrope_section": [4, 4, 4], "mrope_interleaved": True}
 _VL = {**_WIDE, "rope_parameters": _SECTIONS}
 _HYBRID = {
     **_WIDE,
@@ -98,12 +94,7 @@ _BY_NEED: list[tuple[str, dict[str, Any]]] = [
 OWN: dict[str, dict[str, Any]] = {
     **{family: need for families, need in _BY_NEED for family in families.split()},
     "glm4v_text": {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [1, 1, 2],
-            "partial_rotary_factor": 0.5,
-        }
+        "rope_parameters": _PLAIN_ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
     },
     "qwen3_next": {**_WIDE, **_LINEAR},
     "persimmon": {**_NORMS, **_ONE_KIND},
@@ -252,28 +243,6 @@ def check_conversion(family: str, tmp_path: Path, **own: Any) -> None:
     check(before, after, forgotten)
 
 
-KINDS = {"llama": "LlamaForCausalLM", "gptj": "GPTJForCausalLM"}
-
-
-@pytest.mark.parametrize("family", KINDS)
-def test_logits_of_a_sharded_model(family: str, tmp_path: Path) -> None:
-    torch.manual_seed(2)
-    model = getattr(transformers, KINDS[family])(small(family)).eval()
-    source, out = tmp_path / "source", tmp_path / "out"
-    model.save_pretrained(source, max_shard_size="30KB")
-    assert len(list(source.glob("*.safetensors"))) > 2
-    spec = RopeSpec.from_config(source)
-    done = convert(source, out, to="half" if spec.interleaved else "interleaved")
-    assert len(done.changed) == 4
-    converted = type(model).from_pretrained(out).eval()
-    ids = torch.randint(4, 37, (2, 13), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        before, forgotten = model(ids).logits, converted(ids).logits
-        with switched(family, spec):
-            after = converted(ids).logits
-    check(before, after, forgotten)
-
-
 def test_a_family_with_a_key_for_it_needs_no_switch(tmp_path: Path) -> None:
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(small("deepseek_v3")).eval()
@@ -336,46 +305,31 @@ OF_GROUPS = {**MEGATRON, "num_query_groups": GROUPS}
 WQKV = "layers.0.attention.wqkv"
 LINEAR, QKV = "layers.0.self_attention.linear_qkv", "layers.0.self_attention.query_key_value"
 CHATGLM: dict[str, Any] = {"naming": "chatglm", "source": "interleaved", "rotary_dim": WIDTH // 2}
+IN_GROUPS = {**PLAIN, "multi_query_attention": True, "multi_query_group_num": GROUPS}
+REFINED = {**PLAIN, "model_type": "RefinedWebModel", "rotary_dim": 8, "multi_query": True}
 # Case -> module, its split and groups, configuration, and what the user states.
-REFERENCES: dict[str, tuple[str, Any, int, dict[str, Any], Stated]] = {
-    "internlm2": (WQKV, grouped, GROUPS, {**FAMILY, "num_key_value_heads": GROUPS}, Stated()),
-    "internlm2 without groups": (WQKV, grouped, HEADS, FAMILY, Stated()),
-    "megatron": (LINEAR, grouped, GROUPS, OF_GROUPS, Stated()),
+REFERENCES: dict[str, tuple[str, Any, int, dict[str, Any], dict[str, Any]]] = {
+    "internlm2": (WQKV, grouped, GROUPS, FAMILY | {"num_key_value_heads": GROUPS}, {}),
+    "internlm2 without groups": (WQKV, grouped, HEADS, FAMILY, {}),
+    "megatron": (LINEAR, grouped, GROUPS, OF_GROUPS, {}),
     "megatron, in parallel": (
-        LINEAR,
-        grouped,
-        GROUPS,
-        {**OF_GROUPS, "tensor_model_parallel_size": 3},
-        Stated(),
+        *(LINEAR, grouped, GROUPS),
+        *(OF_GROUPS | {"tensor_model_parallel_size": 3}, {}),
     ),
-    "megatron without groups": (QKV, heads_of_three, HEADS, MEGATRON, Stated()),
+    "megatron without groups": (QKV, heads_of_three, HEADS, MEGATRON, {}),
     "nemo, legacy": (
-        QKV,
-        blocks,
-        HEADS,
-        {**MEGATRON, "megatron_legacy": True},
-        Stated(packing="blocks"),
+        *(QKV, blocks, HEADS),
+        *(MEGATRON | {"megatron_legacy": True}, {"packing": "blocks"}),
     ),
-    "chatglm": (
-        f"encoder.{QKV}",
-        blocks,
-        GROUPS,
-        {**PLAIN, "multi_query_attention": True, "multi_query_group_num": GROUPS},
-        Stated(**CHATGLM),
-    ),
+    "chatglm": (f"encoder.{QKV}", blocks, GROUPS, IN_GROUPS, CHATGLM),
     "chatglm without groups": (
-        f"encoder.{QKV}",
-        heads_of_three,
-        HEADS,
-        {**PLAIN, "multi_query_attention": False, "multi_query_group_num": 1},
-        Stated(**CHATGLM, packing="grouped"),
+        *(f"encoder.{QKV}", heads_of_three, HEADS),
+        IN_GROUPS | {"multi_query_attention": False, "multi_query_group_num": 1},
+        CHATGLM | {"packing": "grouped"},
     ),
     "falcon before transformers": (
-        "h.0.self_attention.query_key_value",
-        grouped,
-        1,
-        {**PLAIN, "model_type": "RefinedWebModel", "rotary_dim": 8, "multi_query": True},
-        Stated(naming="falcon", source="half"),
+        *("h.0.self_attention.query_key_value", grouped, 1),
+        *(REFINED, {"naming": "falcon", "source": "half"}),
     ),
 }
 
@@ -402,7 +356,8 @@ def attended(
 
 @pytest.mark.parametrize("case", REFERENCES)
 def test_a_converted_fused_projection_computes_the_same(case: str, tmp_path: Path) -> None:
-    module, split, groups, config, stated = REFERENCES[case]
+    module, split, groups, config, given = REFERENCES[case]
+    stated = Stated(**given)
     generator = torch.Generator().manual_seed(5)
     rows = (HEADS + 2 * groups) * WIDTH
     before = {

@@ -211,13 +211,6 @@ def test_marking_changes_as_little_as_it_can() -> None:
     assert json.loads(marked("{}", (), "is_neox_style", True)) == {"is_neox_style": False}
 
 
-def test_a_key_of_the_configuration_must_have_one_value(tmp_path: Path, source: Path) -> None:
-    text = json.dumps(LLAMA)[:-1] + ', "num_attention_heads": 2}'
-    (source / "config.json").write_text(text, encoding="utf-8")
-    with refused("each key must have one value but num_attention_heads is 4 and 2"):
-        convert(source, tmp_path / "b", to="interleaved")
-
-
 # --- the path of the result -----------------------------------------------------------------------
 
 
@@ -320,12 +313,6 @@ def test_two_conversions_to_one_place(
     if ends == "second":
         convert(source, tmp_path / "c", to="interleaved")
         assert contents(out) == contents(tmp_path / "c")
-
-
-def test_a_dry_run_writes_nothing(tmp_path: Path, source: Path) -> None:
-    done = convert(source, tmp_path / "b", to="interleaved", dry_run=True)
-    assert (done.written, len(done.changed)) == (False, 12)
-    assert names_in(tmp_path) == ["a"]
 
 
 def test_a_proof_that_fails_gives_no_result(

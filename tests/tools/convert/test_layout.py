@@ -245,28 +245,18 @@ FUSED_LLAMA = {
 STATED: dict[str, tuple[str, int, dict[str, Any], dict[str, Any], Stated, str]] = {
     **{name: (QKV, ROWS, PHI3, more, HALF, text) for name, (more, text) in FUSED_LLAMA.items()},
     "an older order of NeMo": (
-        LINEAR_QKV,
-        ROWS,
-        MEGATRON,
-        {"megatron_legacy": True},
-        HALF,
+        *(LINEAR_QKV, ROWS, MEGATRON, {"megatron_legacy": True}, HALF),
         order_of("grouped", "megatron_legacy", True, "blocks"),
     ),
     "ChatGLM without groups": (
-        "encoder.layers.0.self_attention.query_key_value",
-        96,
-        {**PHI3, "model_type": "llama", "num_key_value_heads": 4},
-        {"multi_query_attention": False},
-        CHATGLM,
+        *("encoder.layers.0.self_attention.query_key_value", 96),
+        PHI3 | {"model_type": "llama", "num_key_value_heads": 4},
+        *({"multi_query_attention": False}, CHATGLM),
         order_of("blocks", "multi_query_attention", False, "grouped"),
     ),
     **{
         f"CodeGen, {key}": (
-            CODEGEN_QKV,
-            96,
-            CODEGEN,
-            {key: 8},
-            INTERLEAVED,
+            *(CODEGEN_QKV, 96, CODEGEN, {key: 8}, INTERLEAVED),
             order_of("quarters", key, 8, EIGHTHS),
         )
         for key in ("head_dim", "mp_num")
@@ -311,6 +301,8 @@ def test_the_layers_that_a_configuration_lists_need_no_option(converted: Run, re
     listed = {"no_rope_layers": [1, 0]}
     done, _ = converted(llama_tensors(), ZEBRA | listed, stated=NAMED, verify=True)
     assert {name.split(".")[2] for name in done.changed} == {"0"}
+    assert done.layers_without_rope == (1,)
+    assert any("layers without RoPE" in note for note in done.notes)
     text = "[convert] rotary_dim and start must not be given if layers have different specs."
     config = {**LLAMA, "model_type": "smollm3", **listed}
     for stated in (Stated(rotary_dim=4), Stated(start=4)):

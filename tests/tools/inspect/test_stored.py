@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support import checkpoints
+from tests.support.model_configs import llama3
 from tests.support.reading import LLAMA
 from tightrope_tools.inspect import inspect
 
@@ -57,13 +58,7 @@ def test_one_wrong_layer_is_named(tmp_path: Path) -> None:
     assert text.startswith(f"{OTHER} {LAYERS[1]}: those of base 10,000, probably")
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 1024,
-}
+LLAMA3 = llama3(8.0) | {"original_max_position_embeddings": 1024}
 
 
 def scaled(base: float, rope: dict[str, Any]) -> torch.Tensor:

@@ -316,28 +316,20 @@ def test_a_copy_has_no_fault() -> None:
     assert torch.equal(copy(COPY), words(100))
 
 
-def test_a_load_without_its_mask() -> None:
-    with pytest.raises(Fault, match=r"^out of bounds: ld\.global\.b32"):
-        copy(COPY.replace("@%p1 ld", "ld"))
-
-
-def test_a_store_without_its_mask() -> None:
-    with pytest.raises(Fault, match=r"^out of bounds: st\.global\.b32"):
-        copy(
-            COPY.replace("@%p1 st", "st").replace(
-                "@%p1 ld.global.b32 %r8, [%rd10]", "mov.b32 %r8, 0"
-            )
-        )
-
-
-def test_a_mask_of_one_too_many() -> None:
-    with pytest.raises(Fault, match=r"^out of bounds"):
-        copy(COPY.replace("%r5, 100", "%r5, 101"))
-
-
-def test_a_wrong_stride() -> None:
-    with pytest.raises(Fault, match=r"^out of bounds"):
-        copy(COPY.replace("%rd10, %r5, 4", "%rd10, %r5, 8"))
+@pytest.mark.parametrize(
+    "right, wrong, text",
+    [
+        ("@%p1 ld", "ld", r"out of bounds: ld\.global\.b32"),
+        ("@%p1 st", "st", r"out of bounds: st\.global\.b32"),
+        ("%r5, 100", "%r5, 101", "out of bounds"),
+        ("%rd10, %r5, 4", "%rd10, %r5, 8", "out of bounds"),
+        ("[%rd10]", "[%rd10+-1099511627776]", "out of bounds"),
+    ],
+    ids=["no mask, load", "no mask, store", "one too many", "a wrong stride", "before all tensors"],
+)
+def test_an_access_out_of_bounds(right: str, wrong: str, text: str) -> None:
+    with pytest.raises(Fault, match=f"^{text}"):
+        copy(COPY.replace(right, wrong))
 
 
 def test_a_load_between_the_elements() -> None:
