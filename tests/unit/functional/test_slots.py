@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import permutations
 
 import pytest
 import torch
@@ -139,33 +138,6 @@ def test_every_layout_and_strides(layout: str, dtype: torch.dtype, backend: str 
             assert torch.equal(base_of(v_cache), expected[1])
             assert cache._version > versions[0]
             assert v_cache._version > versions[1]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
-def test_keys_and_values_packed_side_by_side(order: tuple[int, ...], backend: str | None) -> None:
-    """vLLM's [blocks, heads, entries, 2·d] in its six orders of strides: keys and values are slices of it."""
-    sizes = [4, HEADS, 3]
-    shape = [sizes[i] for i in order]
-    base = torch.full([*shape, 24], 7.0)
-    packed = base.permute(*[order.index(i) for i in range(3)], 3)
-    keys, of_values = packed.transpose(1, 2).split(12, -1)
-    k, v, slots = (
-        noise(TOKENS, HEADS, 12),
-        noise(TOKENS, HEADS, 12, seed=1),
-        some_slots(12, 1, TOKENS)[0],
-    )
-    q = noise(TOKENS, 6, 12, seed=2)
-    want, expected = rotate_qk(q, k, SPEC, layout="thd", backend=backend), base.clone()
-    for x, cache in ((want[1], keys), (v, of_values)):
-        write(x, "thd", same_view(cache, expected), "bthd", slots)
-    new, cache = rotate_qk(
-        q, k, SPEC, layout="thd", out=(q, keys), slots=slots, values=(v, of_values), backend=backend
-    )
-    assert new is q
-    assert cache is keys
-    assert torch.equal(q, want[0])
-    assert torch.equal(base, expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -415,7 +387,6 @@ def each(function: Callable[..., object]) -> list[Callable[[], object]]:
 
 
 OF = "(slots: int64[5], out: float32[4, 3, 3, 12])"
-KEYS = "k: float32[5, 3, 12]"
 X = "x: float32[5, 3, 12]"
 RANGE = "[rotate] slots must be -1 or lie in [0, 12) but got"
 FITS = (
