@@ -251,23 +251,6 @@ def test_the_switch_is_above_the_original_length(rule: Rule) -> None:
     assert rule.regime(4097) == 4097
 
 
-@pytest.mark.parametrize("rule", BY_LENGTH)
-def test_no_history(rule: Rule) -> None:
-    """Frequencies do not depend on earlier calls.
-
-    In transformers 5.23, those of dynamic NTK do: for 3,000 tokens after 6,000.
-    """
-    lengths = [3000, 6000, 3000, 4097, 100000, 5000, 6000]
-    alone = []
-    for length in lengths:
-        _rule._made.cache_clear()
-        alone.append(rule.frequencies(64, 1e4, length))
-    _rule._made.cache_clear()
-    together = [rule.frequencies(64, 1e4, length) for length in lengths]
-    assert together == alone
-    assert together[0] == together[2]
-
-
 def test_equal_regimes_share_their_work() -> None:
     rule = LongRoPE((1.0,) * 32, (4.0,) * 32, 4096, factor=8.0)
     assert rule.frequencies(64, 1e4, 4097) is rule.frequencies(64, 1e4, 10**9)
