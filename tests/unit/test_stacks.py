@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.support.helpers import noise, refusals
 from tests.support.matrix import every_backend
-from tests.support.tolerances import assert_same_bits
+from tests.support.tolerances import assert_same_bits, value
 from tightrope import Axes, RopeSpec, frequencies, functional, gates, positions, stacks
 from tightrope.frequencies import (
     NTK,
@@ -130,6 +130,12 @@ def test_frequencies_of_transformers(rule: str) -> None:
     found, scaling = stacks.get("transformers").frequencies(spec_of(rule))
     assert_same_bits(found, module.inv_freq)
     assert scaling == module.attention_scaling
+    exact = spec_of(rule).frequencies()
+    bound = value("frequency of transformers") * found.double().abs()
+    if isinstance(RULES[rule][0], YaRN):
+        bound += value("ramp of transformers") * RopeSpec(DIM, 50000.0).frequencies().inv_freq
+    assert bool(((exact.inv_freq - found.double()).abs() <= bound).all())
+    assert exact.attention_scaling == pytest.approx(scaling, rel=value("frequency of transformers"))
 
 
 def test_a_model_that_was_cast() -> None:
