@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.helpers import noise, refused
+from tests.support.helpers import Watcher, noise, refused
 from tightrope import RopeSpec, _tracing, frequencies, phases, positions
 from tightrope.activations import RMSNorm
 from tightrope.frequencies import DynamicNTK, LongRoPE
@@ -49,20 +49,6 @@ BY_LENGTH = {
     "dynamic NTK": RopeSpec(16, scaling=DynamicNTK(2.0, original_max_position=64)),
     "LongRoPE": RopeSpec(16, scaling=LongRoPE([1.0] * 8, [2.0] * 8, 64, factor=1.0)),
 }
-
-
-class Watcher(TorchDispatchMode):
-    """Lists the operators that it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def saving(name: str) -> Callable[..., CheckpointPolicy]:
