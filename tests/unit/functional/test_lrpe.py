@@ -105,9 +105,9 @@ def test_it_rotates_by_theta(data: st.DataObject) -> None:
     layout = "bsd" if headless else "bshd"
     theta = noise(*shape, seed=2)
     spec = RopeSpec(width, rotary_dim=2 * pairs, start=start)
+    place = {"start": start, "rotary_dim": 2 * pairs if after else None}
 
     def lrpe(x: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
-        place = {"start": start, "rotary_dim": 2 * pairs if after else None}
         return lrpe_rotate_1d(x, theta, at, act, dim, theta_axis=axis, **place)
 
     def wanted(x: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
@@ -124,6 +124,10 @@ def test_it_rotates_by_theta(data: st.DataObject) -> None:
         y = function(*leaves)
         found.append([y, *torch.autograd.grad(y, leaves, grad)])
     assert_same_bits(*found)
+    if dim != 1:
+        inside = x.clone()
+        assert lrpe_rotate_1d_(inside, theta, at, act, dim, theta_axis=axis, **place) is inside
+        assert_same_bits(inside, found[0][0].detach())
 
 
 @pytest.mark.filterwarnings("ignore:.theta. frequencies should be float32")
