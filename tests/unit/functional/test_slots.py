@@ -200,32 +200,6 @@ def test_every_kind_of_call(name: str, dtype: torch.dtype, backend: str | None) 
         assert torch.equal(base_of(cache), expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_queries_and_keys_of_different_kinds(backend: str | None) -> None:
-    """If q and k differ in the kind of act, two calls run; the keys and values go to their slots once."""
-    q, k, v = (
-        noise(2, 4, TOKENS, 12),
-        noise(2, HEADS, TOKENS, 12, seed=1),
-        noise(2, 1, TOKENS, 4, seed=2),
-    )
-    want = rotate_qk(q, k, SPEC, 3, act=("silu", "relu"), backend=backend)
-    slots = some_slots(18, 2, TOKENS)
-    cache, v_cache, out = (
-        torch.full((2, HEADS, 9, 12), 7.0),
-        torch.full((2, 1, 9, 4), 7.0),
-        torch.empty_like(q),
-    )
-    expected, of_values = cache.clone(), v_cache.clone()
-    write(want[1], "bhtd", expected, "bhtd", slots)
-    write(v, "bhtd", of_values, "bhtd", slots)
-    rotate_qk(
-        q, k, SPEC, 3, act=("silu", "relu"), out=(out, cache), slots=slots, values=(v, v_cache), backend=backend
-    )  # fmt: skip
-    assert torch.equal(out, want[0])
-    assert torch.equal(cache, expected)
-    assert torch.equal(v_cache, of_values)
-
-
 @pytest.mark.parametrize(
     ("rows", "tokens", "heads", "threads"),
     [(64, 1, 2, 1), (1, 512, 8, 2), (6, 300, 2, 2), (300, 2, 16, 2)],
@@ -646,17 +620,23 @@ def test_one_row_of_slots_for_packed_entries(backend: str | None) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_slots_in_memory_that_the_first_of_two_calls_writes(backend: str | None) -> None:
+def test_queries_and_keys_of_different_kinds(backend: str | None) -> None:
+    """Two calls run; the keys and values go to slots that were read before the first one wrote over them."""
     memory = torch.zeros(2 * TOKENS * 12, dtype=torch.int64)
     q = memory.view(torch.float64).view(TOKENS, 2, 12)
     slots = memory[:TOKENS]
     slots.copy_(torch.tensor([4, 2, 0, 7, 9]))
     k, kept = noise(TOKENS, HEADS, 12, dtype=torch.float64), slots.clone()
-    cache = torch.zeros(12, HEADS, 12, dtype=torch.float64)
-    rotate_qk(
-        q, k, SPEC, layout="thd", act=("silu", None), out=(q, cache), slots=slots, backend=backend
-    )
+    v, wanted = k[:, :1] + 1, rotate(q.clone(), SPEC, layout="thd", act="silu", backend=backend)
+    cache, v_cache = (torch.zeros(12, heads, 12, dtype=torch.float64) for heads in (HEADS, 1))
+    options = {"act": ("silu", None), "values": (v, v_cache), "backend": backend}
+    rotate_qk(q, k, SPEC, layout="thd", out=(q, cache), slots=slots, **options)
+    assert torch.equal(q, wanted)
     assert torch.equal(cache[kept], rotate(k, SPEC, layout="thd", backend=backend))
+    assert torch.equal(v_cache[kept], v)
+    rest = [slot for slot in range(12) if slot not in kept]
+    assert not cache[rest].any()
+    assert not v_cache[rest].any()
 
 
 @pytest.mark.parametrize("name", ["keys", "entries"])
