@@ -228,31 +228,6 @@ def test_options_are_one_integer_and_back() -> None:
         schema.Options(start=2**20).pack()
 
 
-def test_several_axes_and_angles_per_row_and_head() -> None:
-    """A call with phase words [axes, rows, heads, pairs] equals one call per row and head.
-
-    It also agrees with successive calls for one axis each.
-    """
-    generator = torch.Generator().manual_seed(1)
-    words = torch.randint(-(2**63), 2**63 - 1, (3, 2, 4, 3), generator=generator)
-    turns = torch.randint(-3, 3, words.shape, generator=generator)
-    ids = torch.rand(3, 2, 5, generator=generator, dtype=torch.float64) * 1000
-    x = noise(2, 4, 5, 8, dtype=torch.float64)
-    options = schema.Options(start=1, add_index=False).pack()
-    (whole,) = schema.rotate(x, None, words, turns, ids, 0, options, 1.0)
-    for row in range(2):
-        for head in range(4):
-            own = slice(row, row + 1), slice(head, head + 1)
-            angles_ = (t[:, own[0], own[1]].contiguous() for t in (words, turns))
-            (part,) = schema.rotate(x[own], None, *angles_, ids[:, own[0]], 0, options, 1.0)
-            assert torch.equal(part[0, 0], whole[row, head])
-    y = x
-    for axis in range(3):
-        one = slice(axis, axis + 1)
-        (y,) = schema.rotate(y, None, words[one], turns[one], ids[one], 0, options, 1.0)
-    assert_near(whole, y, "axes one by one")
-
-
 def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
     x = noise(2, 3, 5, 8)
     words = SPEC.at().angles.words
