@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import oracle, tolerances
@@ -357,19 +356,6 @@ def test_gates_of_q_and_of_k_reach_the_gradients_of_angles() -> None:
         both = [sum(y.pow(3).sum() for y in ys[used]) for ys in (pair, apart)]
         found, wanted = (torch.autograd.grad(loss, (theta, at), retain_graph=True) for loss in both)
         assert_near(found, wanted, "float64 ways, higher order")
-
-
-def test_in_place_on_slices_of_one_projection() -> None:
-    base, theta, at = leaf(1, 6, 4, 8), leaf(3, seed=1), where(SPEC, 1, 4).requires_grad_()
-
-    def function(base: torch.Tensor, theta: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        qkv = base * 1
-        q, k = rotate_qk_(qkv[:, :4], qkv[:, 4:], SPEC, ids(at), inv_freq=theta)
-        rotate_(q, SPEC, ids(at), inv_freq=theta)
-        return torch.cat((q, k), 1).mul_(2)
-
-    assert gradcheck(function, (base, theta, at), fast_mode=True)
-    assert gradgradcheck(function, (base, theta, at), fast_mode=True)
 
 
 @every_shape
