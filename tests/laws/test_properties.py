@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.support import oracle, tolerances
+from tests.support.helpers import noise
 from tightrope import RopeSpec
 from tightrope.functional import rotate
 
@@ -61,11 +62,6 @@ def specs(draw: st.DrawFn) -> RopeSpec:
     )
 
 
-def noise(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
 class Case(NamedTuple):
     """A spec, x [tokens, channels] and a position."""
 
@@ -97,7 +93,7 @@ def cases(
     at: st.SearchStrategy[int] = offsets,
 ) -> Case:
     spec = draw(specs())
-    x = noise(draw(seeds), draw(tokens), spec.head_dim, dtype=draw(dtypes))
+    x = noise(draw(tokens), spec.head_dim, seed=draw(seeds), dtype=draw(dtypes))
     return Case(spec, x, draw(at))
 
 

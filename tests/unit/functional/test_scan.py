@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tests.support import tolerances
+from tests.support import oracle, tolerances
 from tests.support.helpers import noise, refusals
 from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec
@@ -28,9 +28,7 @@ def rotated(x: torch.Tensor, first: int = 0) -> torch.Tensor:
     d = x.shape[-1]
     omega = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
     angle = (first + torch.arange(x.shape[-2], dtype=torch.float64))[:, None] * omega
-    a, b = x[..., ::2], x[..., 1::2]
-    cos, sin = angle.cos(), angle.sin()
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    return oracle.turned(x, angle.cos(), angle.sin(), 0, True)
 
 
 def inputs(
