@@ -14,8 +14,6 @@ import torch
 import tightrope
 from tests.support import tolerances
 from tests.support.helpers import ROOT
-from tests.support.oracle import pair_lengths
-from tests.support.tolerances import assert_rotations
 from tightrope import RopeSpec
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.backends import cpu
@@ -108,23 +106,6 @@ def test_the_operator_under_each_set(file: str, name: str) -> None:
     assert counted is not None
     assert int(counted[1]) > 10
     assert "no such backend" not in done.stdout
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sets_agree(dtype: torch.dtype, interleaved: bool) -> None:
-    """Two instruction sets differ by at most twice the error bound of one."""
-    spec = RopeSpec(90, interleaved=interleaved)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 3, 50, 90, generator=generator, dtype=torch.float64).to(dtype)
-    ids = torch.randint(-(2**31), 2**31, (2, 50), generator=generator)
-    results = []
-    for name in SETS:
-        cpu.use_instruction_set(name)
-        results.append(rotate(x, spec, ids, backend="cpu"))
-    lengths = pair_lengths(x, 90, interleaved=interleaved)
-    for result in results[1:]:
-        assert_rotations(result, results[0], lengths, 2, 2.0**31)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
