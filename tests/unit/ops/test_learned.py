@@ -20,7 +20,7 @@ from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK, Given
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.nn import LrpeRotate1d
-from tightrope.ops import autograd, learned, schema
+from tightrope.ops import autograd, schema
 
 NARROW = r"\[inv_freq\] frequencies should be float32"
 
@@ -228,28 +228,6 @@ def test_compiled_code_does_not_warn_of_16_bit_frequencies() -> None:
         return rotate(x, SPEC, inv_freq=theta)
 
     assert_same_bits(turned(x, theta), rotate(x, SPEC, inv_freq=theta.float()))
-
-
-@every_backend
-@pytest.mark.parametrize("at", [None, 3, TOKENS, TOKENS.double() / 3, TOKENS.float() + 0.5])
-def test_zero_negative_and_huge_frequencies(at: Any, backend: str) -> None:
-    x = noise(2, 2, 5, 8)
-    kept = rotate(x, SPEC, at, inv_freq=torch.zeros(3), backend=backend)
-    assert torch.equal(kept, x)
-    theta = noise(3, seed=1)
-    forth = rotate(x, SPEC, at, inv_freq=theta, backend=backend)
-    back = rotate(forth, SPEC, at, inv_freq=-theta, backend=backend)
-    assert_near(back, x, "float64 ways")
-    assert_near(back, rotate(forth, SPEC, at, inv_freq=theta, inverse=True), "float64 ways")
-    if at is None or not isinstance(at, torch.Tensor) or not at.is_floating_point():
-        # A whole number of turns per position rotates nothing.
-        turn = 2 * math.pi * torch.tensor([1.0, -1000.0, 12345.0]).double()
-        assert_near(rotate(x, SPEC, at, inv_freq=turn, backend=backend), x, "axes one by one")
-    else:
-        turn = torch.tensor([2 * math.pi, -20 * math.pi, 40.0], dtype=torch.float64)
-        whole = torch.as_tensor(at).double()[None, None]
-        want = formula(x, turn[None, None], whole, SPEC)
-        assert_near(rotate(x, SPEC, at, inv_freq=turn, backend=backend), want, "axes one by one")
 
 
 @every_backend
@@ -496,4 +474,3 @@ def test_nothing_is_kept_between_calls() -> None:
     one = rotate(x, prepared)
     rotate(x, prepared, inv_freq=noise(3, seed=1))
     assert_same_bits(rotate(x, prepared), one)
-    assert learned.with_frequencies.__module__ == "tightrope.ops.learned"
