@@ -77,13 +77,6 @@ WATCHING: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", WATCHING)
-def test_a_watching_mode_is_not_tracing(name: str) -> None:
-    with WATCHING[name]():
-        assert not _tracing.is_tracing()
-        assert _tracing.is_readable(torch.zeros(2))
-
-
 def test_tracing_is_noticed() -> None:
     found = []
 
