@@ -80,16 +80,21 @@ every_rule = pytest.mark.parametrize(
 @every_rule
 @pytest.mark.parametrize("stack", [None, "transformers"])
 @pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("how", ["in place", "numpy", "numpy, inference tensor"])
 @pytest.mark.parametrize("kind", [torch.Tensor.clone, positions.per_row])
 def test_ids_that_change_are_read_again(
-    spec: RopeSpec, stack: str | None, used: bool, kind: Callable[[torch.Tensor], Any]
+    spec: RopeSpec, stack: str | None, used: bool, kind: Callable[[torch.Tensor], Any], how: str
 ) -> None:
-    ids = torch.arange(5) if kind is torch.Tensor.clone else torch.tensor([0, 3])
+    with torch.inference_mode("inference" in how):
+        ids = torch.arange(5) if kind is torch.Tensor.clone else torch.tensor([0, 3])
     where: Any = ids if kind is torch.Tensor.clone else kind(ids)
     rope = spec.at(where, stack=stack)
     if used:
         rotate(X, rope)
-    ids += 500
+    if how == "in place":
+        ids += 500
+    else:
+        ids.numpy()[:] += 500  # no version counter counts this
     wanted = rotate(X, spec.at(kind(ids.clone()), stack=stack))
     for _ in range(2):
         assert_same_bits(rotate(X, rope), wanted)

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 #: The folder of the checkout.
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,3 +105,17 @@ def left_as_it_was(folder: Path, name: str, older: bool) -> None:
     assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == (
         {name: "older"} if older else {}
     )
+
+
+class Watcher(TorchDispatchMode):
+    """A dispatch mode that lists the operators that it sees, and changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))

@@ -21,7 +21,7 @@ def act(name: str, x: torch.Tensor) -> torch.Tensor:
     if name == "silu":
         return x / (1 + torch.exp(-x))
     if name == "gelu":
-        return x * torch.special.ndtr(x)
+        return x * torch.erfc(-x * ROOT_HALF) / 2
     if name == "elu":
         return torch.where(x > 0, x, torch.expm1(torch.where(x > 0, 0 * one, x)))
     if name == "relu2":
@@ -33,7 +33,7 @@ def act(name: str, x: torch.Tensor) -> torch.Tensor:
     if name == "leaky_relu":
         return torch.where(x > 0, x, x * 0.01)
     if name == "tanh":
-        return (torch.exp(2 * x) - 1) / (torch.exp(2 * x) + 1)
+        return torch.expm1(2 * x) / (torch.expm1(2 * x) + 2)
     if name == "sin":
         return torch.sin(x)
     if name == "cos":

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.support import oracle, oracle_frequencies, oracle_lrpe, tolerances
+from tests.support import oracle, oracle_acts, oracle_frequencies, tolerances
 from tests.support.tolerances import Result
 
 SIXTEEN = [torch.bfloat16, torch.float16]
@@ -17,7 +17,7 @@ PLAIN = [torch.float32, torch.float64]
 
 
 @pytest.mark.parametrize(
-    "module", [oracle, oracle_frequencies, oracle_lrpe], ids=lambda module: module.__name__
+    "module", [oracle, oracle_acts, oracle_frequencies], ids=lambda module: module.__name__
 )
 def test_oracle_imports_nothing_from_the_library(module: ModuleType) -> None:
     with open(str(module.__file__), encoding="utf-8") as file:

@@ -14,7 +14,6 @@ from tests.support.tolerances import assert_each, assert_near
 from tightrope import RopeSpec, nn, positions
 from tightrope.frequencies import DynamicNTK, LongRoPE, Rule
 from tightrope.functional import (
-    rotary_pos_embedding,
     rotate,
     rotate_,
     rotate_qk,
@@ -140,14 +139,6 @@ def test_compiled_module_has_one_graph_and_leaves_the_module_alone() -> None:
     assert model.rope.max_seq_len_cached == 0
     for x, y in zip(calls, got, strict=True):
         assert torch.equal(y, model(x))
-
-
-def test_a_spec_may_be_made_while_compiling() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return rotate(x, RopeSpec(8, base=33.0), 9) + rotary_pos_embedding(x)
-
-    x = noise(2, 3, 5, 8)
-    assert torch.equal(torch.compile(function, fullgraph=True, backend=BACKEND)(x), function(x))
 
 
 def test_one_compiled_function_takes_any_spec() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import pickle
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.helpers import noise, refused
+from tests.support.helpers import Watcher, noise, refused
 from tightrope import RopeSpec, _tracing, frequencies, phases, positions
 from tightrope.activations import RMSNorm
 from tightrope.frequencies import DynamicNTK, LongRoPE
@@ -49,20 +50,6 @@ BY_LENGTH = {
     "dynamic NTK": RopeSpec(16, scaling=DynamicNTK(2.0, original_max_position=64)),
     "LongRoPE": RopeSpec(16, scaling=LongRoPE([1.0] * 8, [2.0] * 8, 64, factor=1.0)),
 }
-
-
-class Watcher(TorchDispatchMode):
-    """Lists the operators that it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def saving(name: str) -> Callable[..., CheckpointPolicy]:
@@ -88,13 +75,6 @@ WATCHING: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "selective checkpointing": selective_checkpointing,
     "any other": Watcher,
 }
-
-
-@pytest.mark.parametrize("name", WATCHING)
-def test_a_watching_mode_is_not_tracing(name: str) -> None:
-    with WATCHING[name]():
-        assert not _tracing.is_tracing()
-        assert _tracing.is_readable(torch.zeros(2))
 
 
 def test_tracing_is_noticed() -> None:
@@ -225,20 +205,6 @@ for stack in ("transformers", "meta"):
     CALLS[stack] = lambda stack=stack: (lambda rope: lambda x: rotate(x, rope))(
         RopeSpec(16, interleaved=stack == "meta").at(IDS, stack=stack)
     )
-
-
-@pytest.mark.parametrize("learns", [True, False], ids=["grad", "no grad"])
-@pytest.mark.parametrize("name", CALLS)
-def test_a_watching_mode_sees_the_same_operators_in_every_call(name: str, learns: bool) -> None:
-    call = CALLS[name]()
-    seen = []
-    for _ in range(3):
-        with Watcher() as mode:
-            call(X.clone().requires_grad_(learns))
-        seen.append(mode.seen)
-    assert seen[1] == seen[0]
-    assert seen[2] == seen[0]
-    assert any("tightrope" in one for one in seen[0])
 
 
 POLICIES = {"everything": "", "rotations": "tightrope", "the rest": "aten"}
@@ -385,27 +351,26 @@ def test_an_error_after_the_kernel_wrote_reaches_the_caller(
 # --- evaluation before training ---------------------------------------------------------------------
 
 
-def preparations(device: str) -> dict[str, Callable[[], Any]]:
-    """Return ways to prepare a rotation of two rows."""
-    ids = torch.zeros(2, LENGTH, dtype=torch.int64, device=device) + torch.arange(
-        LENGTH, device=device
-    )
-    lengths, halves = torch.tensor([100, 200]).to(device), ids / 2
-    rows = torch.tensor([0, 3]).to(device)
-    found: dict[str, Callable[[], Any]] = {
-        "ids": lambda: RopeSpec(16).at(ids, device),
-        "fractional": lambda: RopeSpec(16).at(halves, device),
-        "ids of the CPU": lambda: RopeSpec(16).at(ids.cpu() if device == "cpu" else IDS, device),
-        "stack": lambda: RopeSpec(16).at(ids, device, stack="transformers"),
-    }
-    for name, spec in BY_LENGTH.items():
-        found |= {
-            f"{name}, offset": lambda spec=spec: spec.at(3, device),
-            f"{name}, ids": lambda spec=spec: spec.at(ids, device),
-            f"{name}, per row": lambda spec=spec: spec.at(positions.per_row(rows), device),
-            f"{name}, lengths": lambda spec=spec: spec.at(ids, device, seq_len=lengths),
-        }
-    return found
+def by_value(name: str, ids: torch.Tensor, lengths: torch.Tensor) -> Any:
+    """Return a prepared rotation whose ids or lengths are these, on their device."""
+    spec = BY_LENGTH["dynamic NTK" if "NTK" in name else "LongRoPE"]
+    if "stack" in name:
+        return RopeSpec(16).at(ids, stack="transformers")
+    if name in ("plain", "fractional"):
+        return RopeSpec(16).at(ids[0])
+    if name == "ids of the CPU":
+        return RopeSpec(16).at(IDS, ids.device)
+    if "offset" in name:
+        return spec.at(3, ids.device)
+    if "per row" in name:
+        return spec.at(positions.per_row(ids[:, 0]))
+    return spec.at(ids, seq_len=lengths if "lengths" in name else None)
+
+
+VALUES = [f"{rule}, {kind}" for rule in BY_LENGTH for kind in ("ids", "per row", "lengths")] + [
+    "stack"
+]
+OTHERS = ["plain", "fractional", "ids of the CPU", *(f"{rule}, offset" for rule in BY_LENGTH)]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -413,14 +378,15 @@ def preparations(device: str) -> dict[str, Callable[[], Any]]:
     ("name", "gate"),
     [
         (name, gate)
-        for name in preparations("cpu")
+        for name in (*VALUES, *OTHERS)
         for gate in (None, XPos(centre=3))
         if gate is None or name != "stack"  # a stack takes no gate
     ],
 )
 def test_evaluation_before_training(name: str, gate: Any, device: str) -> None:
-    prepare = preparations(device)[name]
-    x = X.to(device)
+    x, ids = X.to(device), torch.arange(LENGTH).repeat(2, 1).to(device)
+    ids = ids / 2 if name == "fractional" else ids
+    prepare = functools.partial(by_value, name, ids, torch.tensor([100, 200]).to(device))
     for prepares_in_evaluation, watch in itertools.product((False, True), (False, True)):
         with torch.inference_mode(prepares_in_evaluation):
             rope = prepare()
@@ -457,22 +423,6 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat tensors of the CPU as if they were on a GPU, where reading would synchronise."""
     for module in (_prepared, _lengths):
         monkeypatch.setattr(module, "is_readable", lambda _: False)
-
-
-def by_value(name: str, ids: torch.Tensor, lengths: torch.Tensor) -> Any:
-    spec = BY_LENGTH["dynamic NTK" if "NTK" in name else "LongRoPE"]
-    if "stack" in name:
-        return RopeSpec(16).at(ids, stack="transformers")
-    if name == "plain":
-        return RopeSpec(16).at(ids[0])
-    if "per row" in name:
-        return spec.at(positions.per_row(ids[:, 0]))
-    return spec.at(ids, seq_len=lengths if "lengths" in name else None)
-
-
-VALUES = [f"{rule}, {kind}" for rule in BY_LENGTH for kind in ("ids", "per row", "lengths")] + [
-    "stack"
-]
 
 
 @pytest.mark.usefixtures("unreadable")

@@ -1,11 +1,9 @@
 """The operator's registration with PyTorch: opcheck, the raw schema, fake and meta tensors."""
 
-import copy
 from functools import partial
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests.support import helpers
 from tests.support.tolerances import assert_each, assert_near
@@ -23,12 +21,6 @@ SPEC = RopeSpec(8, rotary_dim=6, start=1)
 
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-
-
-every_layout = pytest.mark.parametrize(
-    "layout, shape",
-    list(enumerate([(2, 3, 5, 8), (2, 5, 3, 8), (5, 2, 3, 8), (5, 3, 8), (2, 5, 8), (5, 8)])),
-)
 
 
 def arguments(
@@ -75,12 +67,6 @@ def outer_call(
 
 def extras_by(call: schema.Packed) -> list[torch.Tensor]:
     return list(schema.Arguments(*call).extras)
-
-
-def with_gradients(call: schema.Packed) -> schema.Packed:
-    """Return the same arguments, with every extra tensor replaced by a leaf that requires grad."""
-    extras = [one.clone().requires_grad_() for one in extras_by(call)]
-    return (*call[:6], extras, call[7]) if extras else call
 
 
 def rotated(q, k, *arguments):
@@ -242,31 +228,6 @@ def test_options_are_one_integer_and_back() -> None:
         schema.Options(start=2**20).pack()
 
 
-def test_several_axes_and_angles_per_row_and_head() -> None:
-    """A call with phase words [axes, rows, heads, pairs] equals one call per row and head.
-
-    It also agrees with successive calls for one axis each.
-    """
-    generator = torch.Generator().manual_seed(1)
-    words = torch.randint(-(2**63), 2**63 - 1, (3, 2, 4, 3), generator=generator)
-    turns = torch.randint(-3, 3, words.shape, generator=generator)
-    ids = torch.rand(3, 2, 5, generator=generator, dtype=torch.float64) * 1000
-    x = noise(2, 4, 5, 8, dtype=torch.float64)
-    options = schema.Options(start=1, add_index=False).pack()
-    (whole,) = schema.rotate(x, None, words, turns, ids, 0, options, 1.0)
-    for row in range(2):
-        for head in range(4):
-            own = slice(row, row + 1), slice(head, head + 1)
-            angles_ = (t[:, own[0], own[1]].contiguous() for t in (words, turns))
-            (part,) = schema.rotate(x[own], None, *angles_, ids[:, own[0]], 0, options, 1.0)
-            assert torch.equal(part[0, 0], whole[row, head])
-    y = x
-    for axis in range(3):
-        one = slice(axis, axis + 1)
-        (y,) = schema.rotate(y, None, words[one], turns[one], ids[one], 0, options, 1.0)
-    assert_near(whole, y, "axes one by one")
-
-
 def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
     x = noise(2, 3, 5, 8)
     words = SPEC.at().angles.words
@@ -304,19 +265,6 @@ def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
 
 
 # ---- fake and meta tensors, vmap of raw operators ----------------------------------------------------
-
-
-def test_fake_tensors_leave_nothing_behind() -> None:
-    spec = RopeSpec(8, base=1234.5)
-    with FakeTensorMode():
-        y = rotate(torch.empty(2, 3, 5, 8), spec, 3)
-        assert isinstance(y, FakeTensor)
-        made_inside = RopeSpec(8, base=4321.5)
-        rotate(torch.empty(2, 3, 5, 8), made_inside)
-    x = noise(2, 3, 5, 8)
-    for one in (spec, made_inside):
-        assert type(one.at().angles.words) is torch.Tensor
-        assert torch.equal(rotate(x, one, 3), rotate(x, copy.deepcopy(one), 3))
 
 
 def test_vmap_in_place() -> None:
@@ -415,21 +363,3 @@ def test_compiled_transforms_of_extra_tensors(what: str, transform: str) -> None
     run = TRANSFORMS[transform](lambda row: EXTRAS[what](x, row))
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(rows), run(rows), rtol=1e-9, atol=1e-9)
-
-
-def test_a_spec_made_under_a_transform_keeps_no_wrapper() -> None:
-    made = []
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        made.append(RopeSpec(8, base=5.0))
-        return rotate(x, made[-1], 3).sum()
-
-    x = noise(2, 3, 5, 8)
-    torch.func.grad(loss)(x)
-    torch.func.jvp(loss, (x,), (x,))
-    torch.vmap(loss)(noise(4, 2, 3, 5, 8))
-    for spec in made:
-        copy.deepcopy(spec.at(3))
-        assert torch.equal(rotate(x, spec, 3), rotate(x, RopeSpec(8, base=5.0), 3))
-        compiled = torch.compile(lambda x, s=spec: rotate(x, s), backend="aot_eager")
-        assert torch.equal(compiled(x), rotate(x, spec))

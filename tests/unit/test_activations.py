@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tests.support import oracle_acts, tolerances
+from tests.support import oracle, oracle_acts, tolerances
 from tests.support.helpers import noise, refusals
 from tests.support.matrix import every_backend, every_dtype, needs_kernel
 from tightrope import RopeSpec, gates
@@ -53,6 +53,38 @@ def test_results_are_rounded_once(name, dtype) -> None:
     inside = "none" if name == "gate" else name
     want = wanted(x.double(), inside, spec, log, weight.double()).to(dtype)
     assert (y == want).double().mean().item() >= tolerances.value("f and P, rounded once")
+
+
+@every_dtype
+@pytest.mark.parametrize("name", [*NAMES, "softmax"])
+def test_each_channel_is_near_its_formula(name, dtype) -> None:
+    """And its gradient. A sum over all channels would hide a channel that is off by more than the others."""
+    unit = tolerances.value("activation, float64" if dtype == torch.float64 else "activation")
+    spec, x = RopeSpec(40, rotary_dim=2), noise(20, 10, 1, 40, dtype=dtype)
+    cotangent = noise(20, 10, 1, 40, dtype=dtype, seed=1)
+    # The only token is at position 0, which does not rotate, so y is f(x).
+    found, wanted = [], []
+    for leaf, f, ys in (
+        (x.clone(), lambda x: rotate(x, spec, act=name), found),
+        (x.double(), lambda x: oracle_acts.act(name, x), wanted),
+    ):
+        y = f(leaf.requires_grad_())
+        ys += y.detach(), *torch.autograd.grad(y, leaf, cotangent.to(y.dtype))
+    slope = torch.func.jvp(
+        lambda x: oracle_acts.act(name, x), (x.double(),), (torch.ones_like(x).double(),)
+    )[1]
+    if name == "softmax":
+        sizes = [wanted[0] * (1 + x.double().abs())] * 2
+    else:
+        sizes = [
+            wanted[0].abs() + (x.double() * slope).abs(),
+            cotangent.double().abs() * slope.abs().clamp(min=1),
+        ]
+    for got, want, size in zip(found, wanted, sizes, strict=True):
+        bound = unit * size
+        if dtype.itemsize == 2:
+            bound = bound + oracle.step_sizes(want, dtype) / 2
+        assert bool(((got.double() - want).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "silu", "exp"])

@@ -258,38 +258,12 @@ def assert_all_near(got: Iterable[Any], wanted: Iterable[Any]) -> None:
     assert_near(got, wanted, "float32 ways")
 
 
-def test_qwen2_vl_text_and_image() -> None:
-    q, k = draw(2, 4, 18, 128), draw(2, 2, 18, 128)
-    where = positions.mrope([4, (2, 2, 3), 2])
-    tables = qwen2_vl.Qwen2VLRotaryEmbedding(QWEN2_VL)(q, where.ids)
-    rope = at(Axes.sections((16, 24, 24)), 1e6, where, head_dim=128)
-    assert_all_near(rotate_qk(q, k, rope), qwen2_vl.apply_rotary_pos_emb(q, k, *tables))
-
-
 def test_glm4v_turns_the_first_half_in_pairs_of_neighbours() -> None:
     q, k = draw(1, 4, 10, 128), draw(1, 2, 10, 128)
     where = positions.mrope([3, (1, 2, 3), 1])
     tables = glm4v.Glm4vTextRotaryEmbedding(GLM4V)(q, where.ids)
     rope = at(Axes.sections((8, 12, 12)), 1e4, where, head_dim=128, interleaved=True)
     assert_all_near(rotate_qk(q, k, rope), glm4v.apply_rotary_pos_emb(q, k, *tables))
-
-
-def test_qwen2_vl_vision() -> None:
-    q, k = draw(24, 8, 80), draw(24, 8, 80)
-    where = positions.grid(4, 6, merge=2)
-    tables = qwen2_vl.Qwen2VLVisionRotaryEmbedding(QWEN2_VL_VISION)(q, where.ids[:, 0].T)
-    rope = at(Axes.blocks((20, 20)), 1e4, where, head_dim=80)
-    wanted = qwen2_vl.apply_rotary_pos_emb_vision(q, k, *tables)
-    assert_all_near(rotate_qk(q, k, rope, layout="thd"), wanted)
-
-
-def test_pixtral_images_of_two_sizes() -> None:
-    q, k = draw(1, 8, 22, 64), draw(1, 8, 22, 64)
-    where = positions.concatenate([positions.grid(2, 5), positions.grid(4, 3)])
-    tables = pixtral.PixtralVisionRotaryEmbedding(PIXTRAL)(q, where.ids[:, 0].T)
-    rope = at(Axes.strided(2, pairs=32), 1e4, where, head_dim=64)
-    wanted = pixtral.apply_rotary_pos_emb(q, k, *tables, unsqueeze_dim=0)
-    assert_all_near(rotate_qk(q, k, rope), wanted)
 
 
 def test_dinov3_leaves_class_and_register_tokens() -> None:
@@ -302,18 +276,6 @@ def test_dinov3_leaves_class_and_register_tokens() -> None:
     got = rotate_qk(q, k, at(Axes.blocks((16, 16)), 100.0, where, head_dim=64))
     assert_all_near(got, wanted)
     assert torch.equal(got[0][:, :, :5], wanted[0][:, :, :5])
-
-
-def test_llama4_vision() -> None:
-    q, k = draw(1, 26, 4, 88), draw(1, 26, 4, 88)
-    table = llama4.Llama4VisionRotaryEmbedding(LLAMA4).freqs_ci
-    # The first block rotates by the column, which is the second coordinate of the grid.
-    axes = Axes(2, tuple((1 - axis, j, dim) for axis, j, dim in Axes.blocks((22, 22)).pairs))
-    still = positions.multi_axis(torch.zeros(2, 1, dtype=torch.int64))
-    where = positions.concatenate([positions.grid(5, 5, start=1), still])
-    rope = at(axes, 1e4, where, head_dim=88, interleaved=True)
-    wanted = llama4.vision_apply_rotary_emb(q, k, table)
-    assert_all_near(rotate_qk(q, k, rope, layout="bshd"), wanted)
 
 
 # --- equality, repr, copies --------------------------------------------------------------------------------------

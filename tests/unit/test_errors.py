@@ -9,14 +9,10 @@ import torch
 
 from tightrope import functional, positions
 from tightrope._errors import (
-    OPERATION,
-    OUT_OF_PLACE,
     Refusal,
-    as_integer,
     bad_index,
     bad_type,
     bad_value,
-    integer,
     public,
     unsupported,
 )
@@ -99,15 +95,6 @@ def test_other_errors_pass() -> None:
     assert caught.value is error
 
 
-def test_a_rule_may_name_the_operation() -> None:
-    @public("turn_")
-    def refuse() -> None:
-        raise bad_value(f"after {OPERATION} call {OUT_OF_PLACE}")
-
-    with pytest.raises(ValueError, match=r"^\[turn_\] after turn_ call turn\.$"):
-        refuse()
-
-
 def test_signature_and_docstring_stay() -> None:
     assert double.__name__ == "double"
     assert double.__doc__ == "Twice x."
@@ -128,24 +115,3 @@ def test_compiled_without_a_break() -> None:
 
     x = torch.ones(2, 3)
     assert torch.equal(torch.compile(caught, fullgraph=True, backend="eager")(x), x)
-
-
-@pytest.mark.parametrize(
-    ("value", "tensors", "wanted"),
-    [
-        (3, False, 3),
-        (True, False, None),
-        (3.0, False, None),
-        ("3", True, None),
-        (torch.tensor(3), False, None),
-        (torch.tensor(3), True, 3),
-        (torch.tensor(True), True, None),
-        (torch.tensor([1, 2]), True, None),
-        (torch.tensor(3, device="meta"), True, None),
-    ],
-)
-def test_what_counts_as_an_integer(value: object, tensors: bool, wanted: int | None) -> None:
-    assert as_integer(value, tensors) == wanted
-    if wanted is None:
-        with pytest.raises(TypeError, match="size must be an int but got"):
-            integer("size", value, tensors=tensors)

@@ -22,7 +22,6 @@ from tightrope.functional import rotate
 from tightrope.spec import _words
 
 LONGEST = 2**31
-CPU = torch.device("cpu")
 OWN = torch.tensor([[50005], [60000], [3]])
 
 
@@ -73,23 +72,6 @@ def test_words_of_any_lengths_are_within_the_bound(
 ) -> None:
     more = limit if above else 0
     assert_words(DynamicNTK(factor, limit), dim, base, [more + length for length in lengths])
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    lengths=st.lists(st.integers(0, 30000), min_size=1, max_size=600),
-    dim=st.sampled_from([2, 6, 64, 130]),
-)
-def test_a_row_has_the_same_words_in_any_batch(lengths: list[int], dim: int) -> None:
-    """As a number or in a tensor, alone or beside others."""
-    spec = spec_of(DynamicNTK(2.0, 4096), dim)
-    together = spec.words_for(lengths)[0].expand(-1, len(lengths), -1, -1)
-    tensor = torch.tensor(lengths)
-    assert torch.equal(spec.words_for(tensor)[0].expand_as(together), together)
-    unread = spec.words.of(tensor.double(), CPU).words
-    assert torch.equal(unread, together)
-    for row in {0, len(lengths) // 2, len(lengths) - 1}:
-        assert torch.equal(spec.words_for(lengths[row])[0], together[:, row : row + 1])
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

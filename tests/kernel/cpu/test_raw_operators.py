@@ -38,12 +38,6 @@ def _each_set(request: pytest.FixtureRequest) -> None:
     cpu.use_instruction_set(request.param)
 
 
-# --- calls ----------------------------------------------------------------------------------------
-
-
-# --- properties of each call ----------------------------------------------------------------------
-
-
 def words(*sizes: int) -> torch.Tensor:
     return torch.ones(sizes, dtype=torch.int64)
 

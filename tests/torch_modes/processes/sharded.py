@@ -23,7 +23,6 @@ SPEC = RopeSpec(16)
 ROWS, HEADS, TOKENS = 4, 4, 10
 #: The dimension of each axis of a tensor.
 BHSD = {"row": 0, "head": 1, "token": 2}
-BSHD = {"row": 0, "token": 1, "head": 2}
 PER_HEAD = {"head": 0}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from tightrope import RopeSpec
 from tightrope.activations import RMSNorm
@@ -141,8 +140,9 @@ def sharded_parameters_in_bfloat16(group: Group) -> None:
         assert ((grad - parts.mean(0)).abs() <= bound).all(), name
 
 
-def pipeline(group: Group, schedule: Callable[..., object]) -> None:
-    """Compare pipeline stages with the same microbatches on one process, to the bit."""
+@scenario()
+def pipeline(group: Group) -> None:
+    """Pipeline stages equal the same microbatches on one process, to the bit."""
     count = group.size
     x, target = torch.randn(2, 2 * count, TOKENS, WIDTH)
     model = layers()
@@ -158,25 +158,13 @@ def pipeline(group: Group, schedule: Callable[..., object]) -> None:
         loss(want[-1], goal).backward()
 
     stage = PipelineStage(parts[group.rank], group.rank, group.size, torch.device("cpu"))
-    runner = schedule(stage, count, loss_fn=loss)
+    runner = Schedule1F1B(stage, count, loss_fn=loss)
     first, last = group.rank == 0, group.rank == group.size - 1
     got = runner.step(*([x] if first else []), **({"target": target} if last else {}))
     if last:
         assert torch.equal(got, torch.cat(want))
     for mine, full in zip(parts[group.rank].parameters(), whole[group.rank].parameters()):
         assert torch.equal(mine.grad, full.grad / count)
-
-
-@scenario()
-def pipeline_gpipe(group: Group) -> None:
-    """All forward passes before all backward passes."""
-    pipeline(group, ScheduleGPipe)
-
-
-@scenario()
-def pipeline_1f1b(group: Group) -> None:
-    """Forward and backward passes in turn."""
-    pipeline(group, Schedule1F1B)
 
 
 @scenario()

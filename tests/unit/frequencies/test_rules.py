@@ -156,29 +156,6 @@ def assert_of_paper(rule: Rule, d: int, base: float, length: int | None = None) 
     return made
 
 
-def words(made: Frequencies) -> tuple[int, ...]:
-    return angles.words_of(made).words
-
-
-def test_the_ends_of_yarns_ramp_are_exact() -> None:
-    """Kept pairs have exactly the phase words of the default rule, divided ones those of Linear."""
-    kept, divided = words(frequencies.default(128, 1e4)), words(Linear(4.0).frequencies(128, 1e4))
-    made = words(YaRN(4.0, 4096).frequencies(128, 1e4))
-    # A pair with 32 turns in 4096 positions would have number 20.9 (of 64), one with 1 turn 45.03.
-    assert made[:21] == kept[:21]
-    assert made[46:] == divided[46:]
-    assert not any(made[k] in (kept[k], divided[k]) for k in range(21, 46))
-
-
-def test_the_ends_of_llama3s_band_are_exact() -> None:
-    kept, divided = words(frequencies.default(128, 5e5)), words(Linear(8.0).frequencies(128, 5e5))
-    made = words(Llama3(8.0, 1.0, 4.0, 8192).frequencies(128, 5e5))
-    turns = [8192 * omega / (2 * oracle.MP.pi) for omega in oracle.frequencies(5e5, 128)]
-    for k, r in enumerate(turns):
-        assert (made[k] == kept[k]) == (r > 4), k
-        assert (made[k] == divided[k]) == (r < 1), k
-
-
 def test_the_softmax_scale_of_deepseek() -> None:
     rule = YaRN(40.0, 4096, mscale=1.0, mscale_all_dim=0.8)
     assert rule.softmax_scaling == float(truth.yarn_mscale(40.0, 0.8) ** 2)
@@ -249,23 +226,6 @@ def test_the_switch_is_above_the_original_length(rule: Rule) -> None:
         assert rule.regime(length) is None
     assert rule.frequencies(64, 1e4, 4097) != within
     assert rule.regime(4097) == 4097
-
-
-@pytest.mark.parametrize("rule", BY_LENGTH)
-def test_no_history(rule: Rule) -> None:
-    """Frequencies do not depend on earlier calls.
-
-    In transformers 5.23, those of dynamic NTK do: for 3,000 tokens after 6,000.
-    """
-    lengths = [3000, 6000, 3000, 4097, 100000, 5000, 6000]
-    alone = []
-    for length in lengths:
-        _rule._made.cache_clear()
-        alone.append(rule.frequencies(64, 1e4, length))
-    _rule._made.cache_clear()
-    together = [rule.frequencies(64, 1e4, length) for length in lengths]
-    assert together == alone
-    assert together[0] == together[2]
 
 
 def test_equal_regimes_share_their_work() -> None:

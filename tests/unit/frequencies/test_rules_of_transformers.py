@@ -5,8 +5,6 @@ digits. Where transformers differs from the papers or contradicts itself, the te
 compares with the formula.
 """
 
-import dataclasses
-import itertools
 import logging
 from typing import Any
 
@@ -19,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tests.support import oracle_frequencies as truth
 from tests.support.tolerances import value
 from tightrope import RopeSpec
-from tightrope.frequencies import DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rule, YaRN
+from tightrope.frequencies import RULES, DynamicNTK, Rule, YaRN
 
 # transformers logs warnings about factors that do not fit lengths, for every configuration.
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -69,75 +67,9 @@ def assert_same(
     assert spec.attention_scaling(seq_len) == mine.attention_scaling
 
 
-# --- rules that both libraries define alike ------------------------------
-
-# (head_dim, fraction that rotates, base)
-HEADS = [
-    *((64, 1.0, 1e4), (128, 1.0, 1e4), (128, 1.0, 5e5), (256, 1.0, 1e6)),
-    *((80, 0.4, 1e4), (96, 1.0, 1e4), (128, 0.5, 150000.0)),
-]
-TRAINED = 4096
-LENGTHS = [None, 1, TRAINED, TRAINED + 1, 3 * TRAINED, 40 * TRAINED]
-YARNS: list[dict[str, Any]] = [
-    {},
-    {"truncate": False},
-    {"beta_fast": 16.0, "beta_slow": 2.0},
-    {"attention_factor": 0.9},
-    {"mscale": 0.707, "mscale_all_dim": 0.707},
-    {"mscale": 1.0, "mscale_all_dim": 0.8},
-    {"attention_factor": 1.1, "mscale": 1.0, "mscale_all_dim": 0.8},
-]
-
-
-def rules(pairs: int) -> list[Rule]:
-    short = [1.0 + 0.01 * k for k in range(pairs)]
-    long = [1.0 + 0.5 * k for k in range(pairs)]
-    return [
-        *map(Linear, (1.0, 2.5, 8.0)),
-        *(DynamicNTK(factor, TRAINED) for factor in (1.0, 2.0, 8.0)),
-        *(YaRN(factor, TRAINED, **more) for factor in (1.0, 4.0, 40.0) for more in YARNS),
-        *(LongRoPE(short, long, TRAINED, factor=factor) for factor in (32.0, 1.0)),
-        LongRoPE(short, long, TRAINED, attention_factor=1.25),
-        *(Llama3(factor, 1.0, 4.0, TRAINED) for factor in (8.0, 32.0)),
-        *(Llama3(factor, 0.5, 16.0, TRAINED) for factor in (8.0, 32.0)),
-        *(Proportional(*given) for given in ((1.0,), (0.25,), (0.25, 8.0), (0.3,))),
-    ]
-
-
-def section_of(rule: Rule) -> dict[str, Any]:
-    """Return the rope section of a configuration of transformers; it lacks what has its default."""
-    names, values = rule.spellings(), zip(dataclasses.fields(rule), rule._values())
-    given = {names[field.name][0]: value for field, value in values if value != field.default}
-    return {"rope_type": rule.names[0], **given}
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("number", range(len(rules(1))))
-@pytest.mark.parametrize("head_dim, share, base", HEADS)
-def test_rule(head_dim: int, share: float, base: float, number: int) -> None:
-    rotary_dim = int(head_dim * share)
-    rule = rules(rotary_dim // 2)[number]
-    section = section_of(rule)
-    if isinstance(rule, Proportional):
-        rotary_dim = head_dim
-        section.setdefault("partial_rotary_factor", 1.0)
-    elif share != 1.0:
-        section["partial_rotary_factor"] = share
-    # For dynamic NTK, max_position_embeddings is the original length; for other rules, the longest.
-    longest = LONGEST
-    if isinstance(rule, DynamicNTK):
-        longest = section.pop("original_max_position_embeddings")
-    sections = [section]
-    if isinstance(rule, LongRoPE) and rule.factor == LONGEST / TRAINED:
-        # A missing factor is max_position_embeddings / original_max_position_embeddings.
-        sections.append({name: value for name, value in section.items() if name != "factor"})
-    for given, length in itertools.product(sections, LENGTHS if rule.by_length else [None]):
-        config = config_of(head_dim, base, dict(given), longest)
-        assert_same(rule, rotary_dim, base, theirs(config, length), length)
-
-
-def test_all_types_are_compared() -> None:
-    assert {rule.names[0] for rule in rules(1)} == set(ROPE_INIT_FUNCTIONS)
+def test_every_type_has_a_rule() -> None:
+    """tests/unit/test_stacks.py compares their numbers."""
+    assert set(ROPE_INIT_FUNCTIONS) <= RULES.keys()
 
 
 # --- where transformers is wrong ------------------------------------------------------------------

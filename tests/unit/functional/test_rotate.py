@@ -8,50 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.helpers import noise, refusals
-from tightrope import RopeSpec, functional, positions
+from tests.support.helpers import refusals
+from tightrope import RopeSpec, positions
 from tightrope.frequencies import DynamicNTK
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.gates import Slope, XPos
 from tightrope.ops import run
-
-
-def test_a_prepared_rotation_is_the_spec_at_its_positions() -> None:
-    spec = RopeSpec(8)
-    x = noise(2, 3, 5, 8)
-    for at in (None, 7, torch.arange(5) * 3, positions.per_row(torch.tensor([4, 9]))):
-        rotation = spec.at(at)
-        for _ in range(2):
-            assert torch.equal(rotate(x, rotation), rotate(x, spec, at))
-        assert torch.equal(rotate_(x.clone(), rotation), rotate(x, spec, at))
-
-
-@pytest.mark.parametrize("backend", ["reference", None])
-def test_positions_equal_explicit_ids(backend: str | None) -> None:
-    spec, x = RopeSpec(8), noise(2, 3, 5, 8)
-    for given, ids in (
-        (positions.per_row(torch.tensor([3.0, 70.0])), torch.tensor([[3], [70]])),
-        (positions.per_row(torch.tensor([3, 70], dtype=torch.int32)), torch.tensor([[3], [70]])),
-        (torch.tensor([9])[0].numpy()[()], 9),
-    ):
-        got = rotate(x, spec, given, backend=backend)
-        assert torch.equal(got, rotate(x, spec, torch.arange(5) + ids, backend=backend))
-
-
-def test_every_public_function_is_documented() -> None:
-    public = [
-        value
-        for name, value in vars(functional).items()
-        if callable(value)
-        and not isinstance(value, type)
-        and value.__module__.startswith(functional.__name__)
-    ]
-    assert {"rotate", "rotate_", "rotate_qk", "rotate_qk_", "rotary_pos_embedding"} <= {
-        f.__name__ for f in public
-    }
-    for function in public:
-        assert ">>>" in function.__doc__, function
-
 
 WAYS: dict[str, tuple[Any, ...]] = {
     "prepared": (RopeSpec(8).at(5),),

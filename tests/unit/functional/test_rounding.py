@@ -162,22 +162,35 @@ def test_tiny_numbers(interleaved: bool, least: int, rounding: str) -> None:
 
 
 @every_way
-def test_phase_words_are_rounded_first(dtype: torch.dtype, backend: str, interleaved: bool) -> None:
-    """ "each" rounds cosine and sine, amplitude included; "wide" leaves them as they are."""
+@pytest.mark.parametrize(
+    "rounding", ["wide", "each", ("each", "wide"), ("once", "each"), ("wide", "each")]
+)
+def test_phase_words_are_rounded_first(
+    dtype: torch.dtype, backend: str, interleaved: bool, rounding: Any
+) -> None:
+    """ "each" rounds cosine and sine, amplitude included; "wide" leaves them as they are.
+
+    The forward rounding determines the cosines that both passes use.
+    """
+    forward, back = rounding if isinstance(rounding, tuple) else (rounding, rounding)
     spec = RopeSpec(64, interleaved=interleaved)
     rotation = spec.at(torch.arange(TOKENS) * 1001)
-    q, k = qk(64, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     ones = torch.ones(1, 1, TOKENS, 64, dtype=wide)
     # Rotating (1, 0) in float64 or float32 gives the cosine and sine themselves.
     first = oracle.join(ones[..., :32], 0 * ones[..., :32], interleaved)
     seen = rotate(first, rotation, backend=backend)
-    cos, sin = (oracle.join(one, one, interleaved) for one in oracle.split(seen, interleaved))
-    for rounding in ("wide", "each"):
-        held = dtype if rounding == "each" else wide
-        for x, y in zip((q, k), rotate_qk(q, k, rotation, rounding=rounding, backend=backend)):
-            want = oracle.rotate(x, cos.to(held), sin.to(held), interleaved, rounding)
-            assert_same_bits(y, want)
+    held = dtype if forward == "each" else wide
+    cos, sin = (
+        oracle.join(one, one, interleaved).to(held) for one in oracle.split(seen, interleaved)
+    )
+    xs, grads = [x.detach().requires_grad_() for x in qk(64, dtype)], qk(64, dtype, seed=2)
+    ys = rotate_qk(*xs, rotation, rounding=rounding, backend=backend)
+    found = torch.autograd.grad(ys, xs, grads)
+    for x, y, grad, by_x in zip(xs, ys, grads, found, strict=True):
+        if forward != "once":
+            assert_same_bits(y, oracle.rotate(x, cos, sin, interleaved, forward))
+        assert_same_bits(by_x, oracle.rotate(grad, cos, sin, interleaved, back, True))
 
 
 def test_every_public_rotation_takes_it() -> None:
@@ -405,24 +418,6 @@ def test_the_inverse_of_full_tables_is_refused() -> None:
 
 
 # --- faults found by review ------------------------------------------------------------
-
-
-@every_backend
-@pytest.mark.parametrize("rounding", [("each", "wide"), ("once", "each"), ("wide", "each")])
-def test_the_backward_pass_reads_the_cosines_of_the_forward_pass(
-    backend: str, rounding: tuple[str, str]
-) -> None:
-    """With phase words, the forward rounding determines the cosines that both passes use."""
-    q, grad = qk(64, torch.bfloat16)[0], qk(64, torch.bfloat16, seed=2)[0]
-    rotation = RopeSpec(64).at(7)
-    leaf = q.detach().requires_grad_()
-    y = rotate(leaf, rotation, rounding=rounding, backend=backend)
-    (by_x,) = torch.autograd.grad(y, leaf, grad)
-    ones = torch.ones(1, 1, TOKENS, 32)
-    seen = rotate(torch.cat((ones, 0 * ones), -1), rotation, backend=backend)
-    held = torch.bfloat16 if rounding[0] == "each" else torch.float32
-    cos, sin = (torch.cat((one, one), -1).to(held) for one in seen.chunk(2, -1))
-    assert_same_bits(by_x, oracle.rotate(grad, cos, sin, False, rounding[1], True))
 
 
 @every_backend

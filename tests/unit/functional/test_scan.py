@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tests.support import tolerances
+from tests.support import oracle, tolerances
 from tests.support.helpers import noise, refusals
 from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec
@@ -28,25 +28,7 @@ def rotated(x: torch.Tensor, first: int = 0) -> torch.Tensor:
     d = x.shape[-1]
     omega = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
     angle = (first + torch.arange(x.shape[-2], dtype=torch.float64))[:, None] * omega
-    a, b = x[..., ::2], x[..., 1::2]
-    cos, sin = angle.cos(), angle.sin()
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
-
-
-def double_sum(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Σ_{i<=t} (q_tᵀ diag(exp(a_{i+1} + … + a_t)) k_i) v_i, and the sum of its |terms|."""
-    group = q.shape[1] // k.shape[1]
-    k, v, decay = (x.repeat_interleave(group, 1) for x in (k, v, decay))
-    out, size = (torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64) for _ in range(2))
-    for t in range(q.shape[2]):
-        for i in range(t + 1):
-            weight = decay[:, :, i + 1 : t + 1].sum(2).exp()
-            terms = q[:, :, t] * weight * k[:, :, i]
-            out[:, :, t] += terms.sum(-1, keepdim=True) * v[:, :, i]
-            size[:, :, t] += terms.abs().sum(-1, keepdim=True) * v[:, :, i].abs()
-    return out, size
+    return oracle.turned(x, angle.cos(), angle.sin(), 0, True)
 
 
 def inputs(
@@ -78,33 +60,21 @@ def spread(decay: torch.Tensor | float | None) -> torch.Tensor:
     return full.expand(2, 2, 37, 8)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", DECAYS)
-def test_each_form_is_the_double_sum(kind: str, form: str) -> None:
-    q, k, v = inputs()
-    exact, size = double_sum(rotated(q), rotated(k), v, spread(DECAYS[kind]))
-    got, state = polar_scan(q, k, v, SPEC, DECAYS[kind], form=form, chunk=20)
-    assert_near(got, exact, "float64 ways")
-    assert state.tokens == 37
-    decay = DECAYS[kind]
-    narrow = decay.float() if isinstance(decay, torch.Tensor) else decay
-    # Round the inputs first: their rounding is not an error of the scan.
-    q, k, v = (x.float().double() for x in (q, k, v))
-    wide = narrow.double() if isinstance(narrow, torch.Tensor) else narrow
-    exact, size = double_sum(rotated(q), rotated(k), v, spread(wide))
-    got, _ = polar_scan(q.float(), k.float(), v.float(), SPEC, narrow, form=form, chunk=20)
-    assert got.dtype == torch.float32
-    assert bool(((got.double() - exact).abs() <= tolerances.value("scan") * size).all())
-
-
-def scan_gradients(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, g: torch.Tensor
+def double_sum(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    g: torch.Tensor | None = None,
+    first: int = 0,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the output and the gradients of q, k, v and decay, then the sums of the magnitudes of their terms.
+    """Return Σ_{i<=t} (q_tᵀ diag(exp(a_{i+1} + … + a_t)) k_i) v_i and the gradients of q, k, v and decay, then
+    the sums of the magnitudes of their terms.
 
-    All are computed term by term in float64. The decay has shape (2, 2, 37, 8).
+    All are computed term by term in float64, after a rotation from a first position on. The decay has shape
+    (2, 2, tokens, 8).
     """
-    later = torch.ones(37, 37, dtype=torch.bool).tril()[..., None]
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()[..., None]
 
     def sums(turn: Callable[[torch.Tensor], torch.Tensor], *given: torch.Tensor) -> Any:
         """Return the output and the gradients of q and k, which `turn` rotates, of v and of the decay."""
@@ -118,13 +88,34 @@ def scan_gradients(
         by_decay[:, :, 0] = 0.0  # a factor of no term; the cumulative sum leaves rounding errors
         return [out.detach(), *grads, by_decay]
 
-    exact = sums(rotated, q, k, v, decay, g)
+    g = torch.ones(*q.shape[:3], v.shape[3], dtype=torch.float64) if g is None else g
+    exact = sums(partial(rotated, first=first), q, k, v, decay, g)
     # All terms are products, so their magnitudes are those of the products of magnitudes.
-    size = sums(lambda x: x, rotated(q).abs(), rotated(k).abs(), v.abs(), decay, g.abs())
+    q, k = (rotated(x, first).abs() for x in (q, k))
+    size = sums(lambda x: x, q, k, v.abs(), decay, g.abs())
     for i in (1, 2):
         both = size[i].unflatten(-1, (4, 2)).sum(-1, keepdim=True)
         size[i] = both.expand(*both.shape[:-1], 2).flatten(-2)
     return exact, size
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", DECAYS)
+def test_each_form_is_the_double_sum(kind: str, form: str) -> None:
+    q, k, v = inputs()
+    (exact, *_), _ = double_sum(q, k, v, spread(DECAYS[kind]))
+    got, state = polar_scan(q, k, v, SPEC, DECAYS[kind], form=form, chunk=20)
+    assert_near(got, exact, "float64 ways")
+    assert state.tokens == 37
+    decay = DECAYS[kind]
+    narrow = decay.float() if isinstance(decay, torch.Tensor) else decay
+    # Round the inputs first: their rounding is not an error of the scan.
+    q, k, v = (x.float().double() for x in (q, k, v))
+    wide = narrow.double() if isinstance(narrow, torch.Tensor) else narrow
+    (exact, *_), (size, *_) = double_sum(q, k, v, spread(wide))
+    got, _ = polar_scan(q.float(), k.float(), v.float(), SPEC, narrow, form=form, chunk=20)
+    assert got.dtype == torch.float32
+    assert bool(((got.double() - exact).abs() <= tolerances.value("scan") * size).all())
 
 
 @pytest.mark.parametrize("narrow_decay", [False, True])
@@ -144,9 +135,7 @@ def test_16_bits_are_rounded_at_the_end_and_nowhere_else(
     leaves = [x.clone().requires_grad_() for x in (q, k, v, decay)]
     out, _ = polar_scan(*leaves[:3], SPEC, leaves[3], form=form, chunk=20)
     got = [out, *torch.autograd.grad(out, leaves, g)]
-    exact, size = scan_gradients(
-        q.double(), k.double(), v.double(), spread(decay.double()), g.double()
-    )
+    exact, size = double_sum(q.double(), k.double(), v.double(), spread(decay.double()), g.double())
     full = decay if decay.dim() == 4 else decay[None, :, None]
     exact[4], size[4] = (
         x.sum_to_size(full.shape).reshape(decay.shape) for x in (exact[4], size[4])
@@ -233,7 +222,7 @@ def test_a_strong_decay_does_not_take_the_digits_of_weak_ones(form: str) -> None
     got, _ = polar_scan(q, k, v, SPEC, decay, form=form)
     after = [x[:, :, 11:].double() for x in (q, k, v)]
     weak = torch.full((2, 2, 26, 8), -0.01, dtype=torch.float32).double()
-    exact, size = double_sum(rotated(after[0], 11), rotated(after[1], 11), after[2], weak)
+    (exact, *_), (size, *_) = double_sum(*after, weak, first=11)
     assert bool(((got[:, :, 11:].double() - exact).abs() <= tolerances.value("scan") * size).all())
 
 

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import permutations
 
 import pytest
 import torch
@@ -142,33 +141,6 @@ def test_every_layout_and_strides(layout: str, dtype: torch.dtype, backend: str 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
-def test_keys_and_values_packed_side_by_side(order: tuple[int, ...], backend: str | None) -> None:
-    """vLLM's [blocks, heads, entries, 2·d] in its six orders of strides: keys and values are slices of it."""
-    sizes = [4, HEADS, 3]
-    shape = [sizes[i] for i in order]
-    base = torch.full([*shape, 24], 7.0)
-    packed = base.permute(*[order.index(i) for i in range(3)], 3)
-    keys, of_values = packed.transpose(1, 2).split(12, -1)
-    k, v, slots = (
-        noise(TOKENS, HEADS, 12),
-        noise(TOKENS, HEADS, 12, seed=1),
-        some_slots(12, 1, TOKENS)[0],
-    )
-    q = noise(TOKENS, 6, 12, seed=2)
-    want, expected = rotate_qk(q, k, SPEC, layout="thd", backend=backend), base.clone()
-    for x, cache in ((want[1], keys), (v, of_values)):
-        write(x, "thd", same_view(cache, expected), "bthd", slots)
-    new, cache = rotate_qk(
-        q, k, SPEC, layout="thd", out=(q, keys), slots=slots, values=(v, of_values), backend=backend
-    )
-    assert new is q
-    assert cache is keys
-    assert torch.equal(q, want[0])
-    assert torch.equal(base, expected)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", ["thd", "bhsd"])
 def test_latent_attention(layout: str, backend: str | None) -> None:
     """The tail of q in place, the key that heads share into its part of the cache, the latent beside it, in one call."""
@@ -226,32 +198,6 @@ def test_every_kind_of_call(name: str, dtype: torch.dtype, backend: str | None) 
         write(want, "bhtd", same_view(cache, expected), "bhtd", slots)
         rotate(x, SPEC, 3, out=cache, slots=slots, backend=backend, **more)
         assert torch.equal(base_of(cache), expected)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_queries_and_keys_of_different_kinds(backend: str | None) -> None:
-    """If q and k differ in the kind of act, two calls run; the keys and values go to their slots once."""
-    q, k, v = (
-        noise(2, 4, TOKENS, 12),
-        noise(2, HEADS, TOKENS, 12, seed=1),
-        noise(2, 1, TOKENS, 4, seed=2),
-    )
-    want = rotate_qk(q, k, SPEC, 3, act=("silu", "relu"), backend=backend)
-    slots = some_slots(18, 2, TOKENS)
-    cache, v_cache, out = (
-        torch.full((2, HEADS, 9, 12), 7.0),
-        torch.full((2, 1, 9, 4), 7.0),
-        torch.empty_like(q),
-    )
-    expected, of_values = cache.clone(), v_cache.clone()
-    write(want[1], "bhtd", expected, "bhtd", slots)
-    write(v, "bhtd", of_values, "bhtd", slots)
-    rotate_qk(
-        q, k, SPEC, 3, act=("silu", "relu"), out=(out, cache), slots=slots, values=(v, v_cache), backend=backend
-    )  # fmt: skip
-    assert torch.equal(out, want[0])
-    assert torch.equal(cache, expected)
-    assert torch.equal(v_cache, of_values)
 
 
 @pytest.mark.parametrize(
@@ -415,7 +361,6 @@ def each(function: Callable[..., object]) -> list[Callable[[], object]]:
 
 
 OF = "(slots: int64[5], out: float32[4, 3, 3, 12])"
-KEYS = "k: float32[5, 3, 12]"
 X = "x: float32[5, 3, 12]"
 RANGE = "[rotate] slots must be -1 or lie in [0, 12) but got"
 FITS = (
@@ -675,17 +620,23 @@ def test_one_row_of_slots_for_packed_entries(backend: str | None) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_slots_in_memory_that_the_first_of_two_calls_writes(backend: str | None) -> None:
+def test_queries_and_keys_of_different_kinds(backend: str | None) -> None:
+    """Two calls run; the keys and values go to slots that were read before the first one wrote over them."""
     memory = torch.zeros(2 * TOKENS * 12, dtype=torch.int64)
     q = memory.view(torch.float64).view(TOKENS, 2, 12)
     slots = memory[:TOKENS]
     slots.copy_(torch.tensor([4, 2, 0, 7, 9]))
     k, kept = noise(TOKENS, HEADS, 12, dtype=torch.float64), slots.clone()
-    cache = torch.zeros(12, HEADS, 12, dtype=torch.float64)
-    rotate_qk(
-        q, k, SPEC, layout="thd", act=("silu", None), out=(q, cache), slots=slots, backend=backend
-    )
+    v, wanted = k[:, :1] + 1, rotate(q.clone(), SPEC, layout="thd", act="silu", backend=backend)
+    cache, v_cache = (torch.zeros(12, heads, 12, dtype=torch.float64) for heads in (HEADS, 1))
+    options = {"act": ("silu", None), "values": (v, v_cache), "backend": backend}
+    rotate_qk(q, k, SPEC, layout="thd", out=(q, cache), slots=slots, **options)
+    assert torch.equal(q, wanted)
     assert torch.equal(cache[kept], rotate(k, SPEC, layout="thd", backend=backend))
+    assert torch.equal(v_cache[kept], v)
+    rest = [slot for slot in range(12) if slot not in kept]
+    assert not cache[rest].any()
+    assert not v_cache[rest].any()
 
 
 @pytest.mark.parametrize("name", ["keys", "entries"])

@@ -158,19 +158,6 @@ def test_gradients(name: str) -> None:
     assert gradgradcheck(function, leaves, fast_mode=True)
 
 
-def test_gradients_of_duplicates_reach_what_was_duplicated() -> None:
-    x = noise(2, 3, 5, 8)
-    for form in ("cat", "repeat"):
-        grads = []
-        for how in (form, "half"):
-            angle = noise(5, 4, seed=1).requires_grad_()
-            cos, sin = written(angle.cos(), how), written(angle.sin(), how)
-            y, _ = apply_rotary_pos_emb(x, None, cos, sin, tables=how)
-            y.pow(3).sum().backward()
-            grads.append(angle.grad)
-        assert_near(*grads, "float64 ways")
-
-
 def test_registration() -> None:
     x = noise(2, 3, 5, 8, dtype=torch.float32).requires_grad_()
     cos, sin = (noise(2, 1, 5, 8, seed=n, dtype=torch.float32).requires_grad_() for n in (1, 2))

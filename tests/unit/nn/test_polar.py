@@ -278,18 +278,6 @@ def test_a_gate_with_opposite_exponents_decays_with_the_distance() -> None:
     assert not torch.allclose(slope(X), slope(X, positions=10), atol=1e-6)
 
 
-def test_a_given_gate_of_a_call() -> None:
-    attention = made(12, 4, 8)
-    table = noise(7, 1, 8)
-    p = detached(attention)
-
-    def g(_where: torch.Tensor, _head: int) -> torch.Tensor:
-        return table[:, 0]
-
-    wanted = plain_attention(X, p, 4, g=g)
-    assert_near(attention(X, gate=Given(table)), wanted, "float64 ways")
-
-
 def test_positions_and_what_is_prepared_are_one() -> None:
     spec = RopeSpec(8, rotary_dim=4, base=500.0)
     attention = made(12, 4, 8, spec=spec, gate="slope")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.helpers import Watcher
 from tightrope.angles import words_from
 from tightrope.backends import triton
 from tightrope.ops import direct
@@ -30,15 +30,6 @@ class OnGpu(TorchFunctionMode):
     ) -> Any:
         if function == torch.Tensor.is_cuda.__get__:
             return self.answer
-        return function(*args, **(kwargs or {}))
-
-
-class Watching(TorchDispatchMode):
-    """A mode that sees every operator."""
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
         return function(*args, **(kwargs or {}))
 
 
@@ -86,7 +77,7 @@ def test_what_the_dispatcher_must_see(
     elif what == "extras":
         packed = (*PACKED, (), 0.0)
     elif what == "mode":
-        watching = Watching()
+        watching = Watcher()
     elif what == "profiler":
         watching = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     else:

@@ -208,21 +208,6 @@ def test_errors_are_those_of_the_slow_path() -> None:
             rotate_qk(q, k, rope, gate=gate)
 
 
-def test_tensors_cached_in_inference_mode_work_outside_of_it() -> None:
-    spec, gate = SPECS["halves"], gates.XPos(centre=3.0)
-    q, k = qk()
-    rope = spec.at(torch.arange(TOKENS))
-    with torch.inference_mode():
-        for _ in range(2):
-            wanted = rotate_qk(q, k, rope, gate=gate)
-    got = rotate_qk(q, k, rope, gate=gate)
-    assert_same_bits(got[0], wanted[0])
-    leaf = q.clone().requires_grad_()
-    y, _ = rotate_qk(leaf, k, rope, gate=gate)
-    y.sum().backward()
-    assert_same_bits(y.detach(), wanted[0])
-
-
 # --- without data ------------------------------------------------------------------------------
 
 WITH_TENSORS = [kind for kind in KINDS if kind not in ("number", "xpos")]

@@ -396,16 +396,6 @@ def test_sets_give_the_same_bits(dtype: torch.dtype) -> None:
 # --- the raw operator is safe -------------------------------------------------------------------
 
 
-def test_gradients_are_only_read() -> None:
-    call = make(heads=(3, 2), at=torch.float64)
-    everything = (*call.ys, *call.grads, call.words, call.positions)
-    kept = [x.clone() for x in everything]
-    versions = [x._version for x in everything]
-    call.run(schema.angle_gradients)
-    assert all(torch.equal(x, y) for x, y in zip(everything, kept))
-    assert versions == [x._version for x in everything]
-
-
 @needs_kernel
 def test_the_raw_operator_reads_nothing_outside_its_tensors() -> None:
     y, grad = noise(2, 3, 5, 8, dtype=torch.float32), noise(2, 3, 5, 8, dtype=torch.float32, seed=1)

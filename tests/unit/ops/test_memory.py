@@ -152,23 +152,6 @@ def test_the_definition_refuses_overlap_too() -> None:
     assert torch.equal(x, before)
 
 
-def test_inference_mode() -> None:
-    x = noise(2, 3, 5, 8)
-    expected = rotate(x, SPEC, 3)
-    with torch.inference_mode():
-        y = rotate(x, SPEC, 3)
-        inside = noise(2, 3, 5, 8)
-        rotate_(inside, SPEC, 3)
-        fresh = RopeSpec(8, base=77.0)
-        rotate(inside, fresh)
-    assert torch.equal(y, expected)
-    assert torch.equal(inside, expected)
-    # The tensors that the spec cached in inference mode must not reach autograd.
-    z = rotate(x.requires_grad_(), fresh)
-    z.sum().backward()
-    assert x.grad is not None
-
-
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_inference_tensors_do_not_change_outside_of_inference_mode(backend: str | None) -> None:
     """Writing to an inference tensor outside inference mode raises an error, as in torch.

@@ -86,7 +86,6 @@ NEAR = {
 }
 NEAR[torch.float64] = "float64 ways"
 OMEGAS = oracle.frequencies(10000.0, 2 * PAIRS)
-THETA = torch.tensor([float(omega) for omega in OMEGAS], dtype=torch.float64)
 
 
 # --- values ---------------------------------------------------------------------------------------

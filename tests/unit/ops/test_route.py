@@ -7,7 +7,6 @@ float64, which other files compare with the oracle.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -228,6 +227,9 @@ def test_the_definition_runs_if_forced_and_with_f_and_p_under_transforms(
     assert_near(got, want, "float64 ways")
 
 
+# --- two kinds ------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("mode", ["vmap", "func.grad"])
 def test_f_and_p_under_transforms_run_as_the_definition(
     mode: str, taken: list[tuple[str, str]]
@@ -235,9 +237,6 @@ def test_f_and_p_under_transforms_run_as_the_definition(
     _, under = MODES[mode]
     under(by("new", **F_AND_P), noise(1, 2, 5, 8))
     assert taken == [("new", DEFINITION)]
-
-
-# --- two kinds ------------------------------------------------------------------------------------
 
 
 def test_a_call_of_two_kinds_runs_as_two(taken: list[tuple[str, str]]) -> None:
@@ -278,16 +277,3 @@ def test_one_tensor_is_not_written_twice_where_there_are_no_addresses() -> None:
 
     with pytest.raises(ValueError, match="the results of q and k must not share memory"):
         torch.vmap(call)(noise(2, 1, 4, 5, 8))
-
-
-def test_only_the_route_module_inspects_modes() -> None:
-    """Only ops/route.py and _tracing.py refer to torch's transforms and forward mode."""
-    source = ROOT / "src" / "tightrope"
-    asks = re.compile(r"_functorch|forward_ad|CInterpreter")
-    allowed = {"ops/route.py", "_tracing.py"}
-    found = {
-        path.relative_to(source).as_posix()
-        for path in source.rglob("*.py")
-        if asks.search(path.read_text(encoding="utf-8"))
-    }
-    assert found == allowed

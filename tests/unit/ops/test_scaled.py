@@ -287,7 +287,6 @@ def pages(width: int = DIM, dtype: torch.dtype = E4M3) -> torch.Tensor:
     return torch.zeros(4, HEADS, 3, width, dtype=dtype)
 
 
-X = "x: float32[2, 3, 5, 16]"
 IN_8_BITS = "must be float8_e4m3fn or float8_e5m2 with a scale, and caches of keys and values alike"
 test_refusals = refusals(
     ValueError={

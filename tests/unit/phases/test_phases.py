@@ -324,23 +324,6 @@ def drifts(
     return (at + made.drift).sin(), made.state.drift.cos() * made.state.drift
 
 
-def test_gradcheck() -> None:
-    # A numerical derivative changes phase words along with the drift, so check the drift alone.
-    x, before = noise(2, 2, 4, 2).requires_grad_(), torch.zeros(2, 2, 2).double().requires_grad_()
-    reset = torch.tensor([[False, False, True, False], [False] * 4])
-    weight = noise(2, 2, 4, 2, seed=1).requires_grad_()
-
-    def linear(weight: torch.Tensor) -> torch.Tensor:
-        made = phases.running(x, PhaseState(torch.zeros_like(before).long(), before), reset)
-        out = (made.drift * weight).sum() + (made.state.drift * weight[:, :, 0]).sum()
-        return torch.cat(
-            [g.flatten() for g in torch.autograd.grad(out, (x, before), create_graph=True)]
-        )
-
-    assert torch.autograd.gradcheck(linear, weight)
-    assert torch.autograd.gradgradcheck(lambda w: linear(w * w), weight)
-
-
 def test_forward_mode_and_transforms_agree_with_autograd() -> None:
     x, before = noise(2, 2, 5, 3), torch.zeros(2, 2, 3, dtype=torch.float64)
     reset = torch.tensor([[False, True, False, False, True], [False] * 5])
@@ -452,17 +435,6 @@ def test_opcheck() -> None:
     leaf, before = x.requires_grad_(), torch.zeros(2, 3, 4).double().requires_grad_()
     torch.library.opcheck(schema.phase_drift, (leaf, before, reset, True))
     torch.library.opcheck(schema.phase_drift, (leaf, None, None, False))
-
-
-def test_meta_tensors() -> None:
-    x = torch.empty(1, 3, 5, 4, device="meta", requires_grad=True)
-    reset = torch.empty(2, 5, dtype=torch.bool, device="meta")
-    made = phases.running(x, reset=reset)
-    assert made.words(wide=False).shape == made.shape == (2, 3, 5, 4)
-    assert made.device == made.words(wide=True).device == torch.device("meta")
-    assert made.state.words.shape == (2, 3, 4)
-    (made.drift.sum() + phases.given(x).drift.sum()).backward()
-    assert x.grad.shape == x.shape
 
 
 # --- errors ---------------------------------------------------------------------------------------

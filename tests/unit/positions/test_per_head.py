@@ -300,7 +300,6 @@ def test_raw_operators_check(triton: bool) -> None:
             raw(ids, plain._replace(gate=schema.SLOPE), gate=torch.zeros(1, DIM))
 
 
-NAMES = "q: float32[2, 3, 5, 16]"
 X = "x: float32[2, 3, 5, 16]"
 
 test_refusals = refusals(

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
 from tests.support import oracle, oracle_frequencies as truth
 from tests.support.by_length import (
@@ -31,7 +30,7 @@ from tests.support.tolerances import (
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK, Given, Rule, YaRN
-from tightrope.functional import rerotate, rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.functional import rerotate, rotate, rotate_, rotate_qk_
 
 # --- rows of 3,000 and 6,000 tokens ---------------------------------------------------------------
 
@@ -46,6 +45,8 @@ PADDED = torch.arange(TOTAL) - (TOTAL - OWN[:, None])
 # each row are at its last positions.
 WAYS: dict[str, Callable[[], tuple[positions.PositionsLike, object]]] = {
     "ids per row": lambda: (LAST, None),
+    "narrow ids": lambda: (LAST.int(), None),
+    "floating ids": lambda: (LAST.double(), None),
     "narrow floating ids": lambda: (LAST.float(), None),
     "offsets per row": lambda: (positions.per_row(OWN - TAIL), None),
     "padded by lengths": lambda: (positions.per_row(OWN - TOTAL), None),
@@ -89,42 +90,13 @@ def test_earlier_calls_change_nothing(rule: str) -> None:
 
 
 @every_rule
-def test_all_four_functions_and_every_layout(rule: str) -> None:
+def test_rows_of_every_layout(rule: str) -> None:
     spec, where = spec_of(rule), positions.per_row(OWN - TAIL)
-    q, k = torch.randn(2, 4, TAIL, 12), torch.randn(2, 2, TAIL, 12)
-    wanted = rotate(q, spec, where), rotate(k, spec, where)
-    for made in (
-        rotate_qk(q, k, spec, where, seq_len=OWN),
-        rotate_qk_(q.clone(), k.clone(), spec, where, seq_len=[3000, 6000]),
-        (rotate_(q.clone(), spec, where), rotate_(k.clone(), spec, where, seq_len=OWN)),
-        (rotate(q, spec, where, out=torch.empty_like(q)), wanted[1]),
-        rotate_qk(q, k, spec.at(where)),
-    ):
-        for got, want in zip(made, wanted, strict=True):
-            assert_same_bits(got, want)
+    x = torch.randn(2, 4, TAIL, 12)
+    wanted = rotate(x, spec, where)
     for layout, dims in (("bshd", (0, 2, 1, 3)), ("sbhd", (2, 0, 1, 3))):
-        y = rotate(q.permute(dims), spec, where, layout=layout)
-        assert_same_bits(y, wanted[0].permute(dims))
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    lengths=st.lists(st.integers(0, 3 * TRAINED), min_size=1, max_size=5),
-    rule=st.sampled_from(sorted(RULES)),
-    interleaved=st.booleans(),
-    width=st.sampled_from([torch.int64, torch.int32, torch.float64]),
-)
-def test_any_rows(lengths: list[int], rule: str, interleaved: bool, width: torch.dtype) -> None:
-    spec = spec_of(rule, interleaved)
-    x = torch.randn(len(lengths), 1, 2, 12)
-    own = torch.tensor(lengths)
-    by_ids = rotate(x, spec, (own[:, None] - 2 + torch.arange(2)).to(width))
-    by_offset = rotate(x, spec, positions.per_row((own - 2).to(width)))
-    stated = rotate(x, spec, positions.per_row(own - 2), seq_len=lengths)
-    for row, length in enumerate(lengths):
-        alone = rotate(x[row : row + 1], spec_of(rule, interleaved), length - 2, seq_len=length)
-        for batch in (by_ids, by_offset, stated):
-            assert_same_bits(batch[row : row + 1], alone)
+        y = rotate(x.permute(dims), spec, where, layout=layout)
+        assert_same_bits(y, wanted.permute(dims))
 
 
 # --- the switch at the original length ------------------------------------------------------------

@@ -37,14 +37,6 @@ def test_at_gives_words_and_positions() -> None:
         rotation.offset = 6  # type: ignore[misc]
 
 
-def test_turns_are_there_where_a_frequency_passes_half_a_turn() -> None:
-    turns = RopeSpec(8, base=1e-3).at().angles.turns
-    assert turns.shape == (1, 1, 1, 4)
-    assert turns.flatten().tolist() == [
-        oracle.phase(omega).turns for omega in oracle.frequencies(1e-3, 8)
-    ]
-
-
 def test_at_goes_where_the_ids_are() -> None:
     ids = torch.zeros(3, dtype=torch.int64, device="meta")
     assert RopeSpec(8).at(ids).device.type == "meta"
@@ -197,14 +189,6 @@ def test_a_table_is_kept_per_device() -> None:
     assert spec.at(1, device="meta").angles.words is spec.at(2, device="meta").angles.words
     assert spec.at(1, device="meta").device.type == "meta"
     assert spec.at(1).device == CPU
-
-
-def test_words_outside_of_a_fake_mode_are_not_fake_ones_of_it() -> None:
-    spec = RopeSpec(8)
-    with FakeTensorMode():
-        inside = spec.at(1).angles.words
-    assert isinstance(inside, FakeTensor)
-    assert not isinstance(spec.at(1).angles.words, FakeTensor)
 
 
 def test_a_cpu_table_survives_a_compiled_first_use() -> None:

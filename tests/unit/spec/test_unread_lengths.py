@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support import oracle
@@ -18,16 +19,11 @@ from tightrope.functional import rotate
 
 def compiled(
     function: Callable[..., torch.Tensor], dynamic: bool | None
-) -> tuple[Callable[..., torch.Tensor], list[object]]:
-    """Return a compiled function, and the list to which it appends its graphs."""
+) -> tuple[Callable[..., torch.Tensor], CompileCounterWithBackend]:
+    """Return a compiled function, and the counter of its graphs."""
     torch.compiler.reset()
-    graphs: list[object] = []
-
-    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
-    return torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic), graphs
+    graphs = CompileCounterWithBackend("eager")
+    return torch.compile(function, fullgraph=True, backend=graphs, dynamic=dynamic), graphs
 
 
 def steps(kind: str) -> Iterator[tuple[torch.Tensor, Any, Any]]:
@@ -71,7 +67,7 @@ def test_one_graph_for_all_lengths(rule: str, dynamic: bool | None, kind: str) -
             lengths = oracle.pair_lengths(x, 8, start=2)
             assert_rotations(got, wanted, lengths, 2, 1000.0)
     # Unless dynamic=True, the first graph is for the first int or size only, and the second for all others.
-    assert len(graphs) == (1 if dynamic or "row" in kind or "tensor" in kind else 2)
+    assert graphs.frame_count == (1 if dynamic or "row" in kind or "tensor" in kind else 2)
 
 
 @pytest.mark.one_in(4)
@@ -112,7 +108,7 @@ def test_unequal_factors_take_a_graph_for_short_and_one_for_long_rows() -> None:
         run, graphs = compiled(turn, True)
         for call in steps(kind):
             assert_same_bits(run(*call), turn(*call))
-        assert len(graphs) == 2, kind
+        assert graphs.frame_count == 2, kind
 
 
 @pytest.mark.parametrize("rule", [*RULES, "unequal"])

@@ -235,12 +235,6 @@ def test_lengths_on_another_device_are_not_read() -> None:
     assert not any(isinstance(tensor, FakeTensor) for tensor in tables_of(RULED["dynamic"]))
 
 
-def test_rows_made_in_inference_mode_can_be_saved_by_autograd() -> None:
-    with torch.inference_mode():
-        words, _ = RopeSpec(8, scaling=DynamicNTK(2.0, 100)).words_for([50, 200])
-    assert not words.is_inference()
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "make",
@@ -331,17 +325,5 @@ def test_words_of_rules_in_many_threads() -> None:
         for spec, words in zip(specs, wanted, strict=True):
             for n, one in enumerate(words, 99):
                 assert torch.equal(spec.words_for(n)[0], one)
-
-    in_threads(*[work] * 4)
-
-
-def test_many_specs_made_in_many_threads() -> None:
-    """Threads that share the caches of rules and phase words get correct words."""
-    bases = [1000.0 + i for i in range(24)]
-    wanted = [[oracle.phase(w).word for w in oracle.frequencies(base, 8)] for base in bases]
-
-    def work() -> None:
-        for base, words in zip(bases, wanted, strict=True):
-            assert RopeSpec(8, base=base).at().angles.words.flatten().tolist() == words
 
     in_threads(*[work] * 4)
