@@ -130,7 +130,7 @@ def context_parallel_packed(group: Group) -> None:
 @scenario()
 def context_parallel_llama(group: Group) -> None:
     """A patched Llama: torch shards tokens, labels and positions in zig-zag."""
-    whole = small_llama(group.size)
+    whole = small_llama(group.size, "sdpa")
     patch(whole, angles="exact")
     model = copy.deepcopy(whole)
     model.set_attn_implementation("ring")
