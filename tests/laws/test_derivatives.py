@@ -69,7 +69,7 @@ def slopes(call: Call, **tensors: torch.Tensor) -> tuple[dict[str, torch.Tensor]
     return dict(zip(call.learned(), found)), size
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_every_pair_of_axes(number: int) -> None:
     case = CASES[number]

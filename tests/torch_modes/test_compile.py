@@ -149,6 +149,7 @@ def test_one_compiled_function_takes_any_spec() -> None:
         assert torch.equal(compiled(x, spec), rotate(x, spec, 9))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rule", [None, DynamicNTK(2.0, 4), LongRoPE([1.0] * 3, [2.0] * 3, 4, 8.0)])
 @pytest.mark.parametrize("used", [False, True])
 def test_equal_specs_share_the_constants_of_a_graph(used: bool, rule: Rule | None) -> None:

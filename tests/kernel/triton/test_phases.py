@@ -88,6 +88,7 @@ def test_each_angle_has_the_phase_word_of_the_definition(dtype: torch.dtype, wid
     check_words(x.to(dtype).to(DEVICE), None, None, False, wide)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tokens", [CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 1])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_sums_have_the_bits_of_the_definition(dtype: torch.dtype, tokens: int) -> None:

@@ -495,6 +495,7 @@ REFUSED: dict[str, Function] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_functions_are_refused(name: str) -> None:
     some = "at some shapes or widths and none at others"

@@ -175,6 +175,7 @@ MODES: dict[str, tuple[str, Callable[[Call, torch.Tensor], torch.Tensor]]] = {
 WITH_GRADIENT = ("requires grad", "func.grad", "compiled with grad")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_rotation(verb: str, mode: str, taken: list[tuple[str, str]], used: list[str]) -> None:

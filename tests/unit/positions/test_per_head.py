@@ -237,6 +237,7 @@ def test_compiled(dynamic: bool) -> None:
 
 
 @needs_triton
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("floating", [False, True])
 @pytest.mark.parametrize("learned", [None, 1, HEADS])
 def test_triton(learned: int | None, floating: bool) -> None:

@@ -136,6 +136,7 @@ def assert_served(got: torch.Tensor, want: torch.Tensor, stack: str) -> None:
     assert got.dtype == F32 or int((off > 0).sum()) <= 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
 @pytest.mark.parametrize(
     ("family", "rope"),
