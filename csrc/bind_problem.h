@@ -5,6 +5,7 @@
 // longer than these checks.
 #pragma once
 
+#include <torch/headeronly/util/Half.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

@@ -9,8 +9,6 @@
 #include <arm_neon.h>
 #elif defined(__AVX2__)
 #include <immintrin.h>
-#else
-#include <torch/headeronly/util/Half.h>
 #endif
 
 #include "rotate.h"
