@@ -141,7 +141,7 @@ inline void copy_rest(const Problem& p, const Heads<Stored>& heads) {
 // Rotates pairs [first, first + n) of each head.
 template <class A>
 inline void rotate_in_loops(const Problem& p, const Heads<typename A::Stored>& heads, int64_t first,
-                          int64_t n, const Row<typename A::Value>& r) {
+                            int64_t n, const Row<typename A::Value>& r) {
   using Stored = typename A::Stored;
   const int64_t pair = p.interleaved ? 2 : 1;
   const int64_t other = p.interleaved ? 1 : p.pairs;

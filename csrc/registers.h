@@ -377,7 +377,7 @@ struct Block<A, BFloat16, true, lanes> {
 // Rotates `blocks` blocks of pairs of all heads; their angles start at pair `at`.
 template <class A, bool interleaved, bool streams, int lanes, int blocks, class Stored>
 inline void rotate_blocks(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t at,
-                        int64_t n, int64_t bytes, const Row<float>& r) {
+                          int64_t n, int64_t bytes, const Row<float>& r) {
   using B = Block<A, typename A::Format, interleaved, lanes>;
   constexpr int64_t kPair = interleaved ? 2 : 1;
   B block[blocks];
@@ -401,7 +401,7 @@ inline void rotate_blocks(const Heads<Stored>& heads, int64_t channel, int64_t o
 // Rotates n pairs of each head of one token; see rotate_in_registers.
 template <class A, bool interleaved, class Stored>
 TIGHTROPE_INLINE void rotate_token(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t n, int64_t bytes,
-                                 const Row<float>& r) {
+                                   const Row<float>& r) {
   using Widest = Block<A, typename A::Format, interleaved, kWidest>;
   constexpr int64_t kPair = interleaved ? 2 : 1;
   int64_t at = 0;
@@ -444,7 +444,7 @@ TIGHTROPE_INLINE void rotate_token(const Heads<Stored>& heads, int64_t channel, 
 // away. The first pass through the heads of a token prefetches the next ones, of this size.
 template <class A, bool interleaved, class Stored>
 TIGHTROPE_LOOP void rotate_in_registers(Heads<Stored> heads, int64_t channel, int64_t other, int64_t n, int64_t bytes,
-                                      const Row<float>* rows) {
+                                        const Row<float>* rows) {
   for (int64_t token = 0; token < heads.tokens; ++token, heads.next_token())
     rotate_token<A, interleaved>(heads, channel, other, n, bytes, rows[token]);
 }

@@ -28,28 +28,24 @@ using RotateHeads = void (*)(const Problem& p, Heads<typename F::Stored> heads, 
 
 template <class A>
 void rotate_heads(const Problem& p, Heads<typename A::Stored> heads, int64_t first, int64_t n,
-                const Row<typename A::Value>* rows) {
+                  const Row<typename A::Value>* rows) {
   const bool copies = first == 0 && heads.in != heads.out && 2 * p.pairs != p.head_dim;
   // Not for double: a register holds too few of them for this to pay.
-  if constexpr (sizeof(typename A::Value) == sizeof(float)) {
-    if (heads.in_channel == 1 && heads.out_channel == 1) {
-      const int64_t channel = p.start + (p.interleaved ? 2 : 1) * first;
-      const int64_t bytes = heads.fetched(p), tokens = heads.tokens;
-      if (copies) heads.tokens = 1;
-      for (int64_t token = 0; token < tokens; token += heads.tokens, heads.next_token()) {
-        if (copies) copy_rest(p, heads);
-        if (p.interleaved) {
-          rotate_in_registers<A, true>(heads, channel, 1, n, bytes, rows + token);
-        } else {
-          rotate_in_registers<A, false>(heads, channel, p.pairs, n, bytes, rows + token);
-        }
-      }
-      return;
-    }
-  }
-  for (int64_t token = 0; token < heads.tokens; ++token, heads.next_token()) {
+  const bool registers = kHasRegisters<typename A::Value> && heads.in_channel == 1 && heads.out_channel == 1;
+  const int64_t tokens = heads.tokens;
+  if (copies || !registers) heads.tokens = 1;
+  for (int64_t token = 0; token < tokens; token += heads.tokens, heads.next_token()) {
     if (copies) copy_rest(p, heads);
-    rotate_in_loops<A>(p, heads, first, n, rows[token]);
+    if (!registers) {
+      rotate_in_loops<A>(p, heads, first, n, rows[token]);
+    } else if constexpr (kHasRegisters<typename A::Value>) {
+      const int64_t channel = p.start + (p.interleaved ? 2 : 1) * first, bytes = heads.fetched(p);
+      if (p.interleaved) {
+        rotate_in_registers<A, true>(heads, channel, 1, n, bytes, rows + token);
+      } else {
+        rotate_in_registers<A, false>(heads, channel, p.pairs, n, bytes, rows + token);
+      }
+    }
   }
 }
 
@@ -102,7 +98,7 @@ inline void sort_by_pair(const Problem& p, const Angles<T>& angles, int64_t toke
 // Rotates a head that lies across. Its tokens are the pairs of a head, and its pairs the tokens.
 template <class F, class T>
 inline void run_across(const Problem& p, const Heads<typename F::Stored>& head, int64_t tokens, int64_t first,
-                        int64_t n, const T* c, const T* s, RotateHeads<F> rotate) {
+                       int64_t n, const T* c, const T* s, RotateHeads<F> rotate) {
   const int64_t step = head.in_channel, pair = (p.interleaved ? 2 : 1) * step;
   const int64_t other = (p.interleaved ? 1 : p.pairs) * step, second = has_full_tables(p) ? n * tokens : 0;
   if (head.in != head.out && first == 0) {
@@ -126,8 +122,8 @@ inline void run_across(const Problem& p, const Heads<typename F::Stored>& head, 
 // Heads [head, head + count) of one row, in the tokens of a tile; those of a token share their angles.
 template <class F>
 inline void run_group(const Problem& p, const Operand& o, int64_t row, int64_t head, int64_t count, int64_t token,
-                       int64_t tokens, int64_t first, int64_t n, const Angles<typename F::Value>& angles,
-                       RotateHeads<F> rotate) {
+                      int64_t tokens, int64_t first, int64_t n, const Angles<typename F::Value>& angles,
+                      RotateHeads<F> rotate) {
   using Stored = typename F::Stored;
   // Adjacent heads are one run of memory, which may end before the next token begins. The processor fetches such a
   // run by itself, in time for float32: there fetching ahead only costs.
@@ -155,7 +151,7 @@ inline void run_group(const Problem& p, const Operand& o, int64_t row, int64_t h
 // A tile whose heads have angles of their own. All operands have the same heads, and share their angles.
 template <class F>
 inline void run_apart(const Problem& p, int64_t row, int64_t begin, int64_t end, int64_t token, int64_t tokens,
-                       int64_t first, int64_t n, RotateHeads<F> rotate) {
+                      int64_t first, int64_t n, RotateHeads<F> rotate) {
   Angles<typename F::Value> angles;
   for (int64_t head = begin; head < end; ++head) {
     take_angles<F>(p, row, head, token, tokens, first, n, angles);
@@ -167,7 +163,7 @@ inline void run_apart(const Problem& p, int64_t row, int64_t begin, int64_t end,
 // Part `part` of a tile whose heads share their angles. The heads of all rows of the item count as one list.
 template <class F>
 inline void run_tile(const Problem& p, int64_t row, int64_t part, int64_t token, int64_t tokens, int64_t first,
-                      int64_t n, RotateHeads<F> rotate) {
+                     int64_t n, RotateHeads<F> rotate) {
   using Stored = typename F::Stored;
   using T = typename F::Value;
   Angles<T> angles;

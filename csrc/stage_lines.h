@@ -20,8 +20,8 @@ constexpr bool kIsAct = !kIs<A, None> && !kIs<A, Norm>;
 // Rotates `blocks` blocks of pairs of all heads, from pair `pair` of the slice on.
 template <class F, bool interleaved, bool back, int blocks, bool whole, class A>
 TIGHTROPE_LOOP void stage_line(const Problem& p, const Line<F>& line, [[maybe_unused]] A act,
-                              [[maybe_unused]] const float* scale, int64_t pair, int64_t row, int64_t bytes,
-                              const float* c, const float* s) {
+                               [[maybe_unused]] const float* scale, int64_t pair, int64_t row, int64_t bytes,
+                               const float* c, const float* s) {
   using T = Turn<F, interleaved>;
   constexpr int kRegisters = T::kRegisters;
   constexpr bool kBrief = Span<F>::kBrief;

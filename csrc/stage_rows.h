@@ -166,8 +166,8 @@ TIGHTROPE_LOOP void turn_row(const Problem& p, const T* from, T* to, const T* c,
 // weight to `by_weight` unless that is null.
 template <class F>
 inline void stage_in_rows(const Problem& p, const Stages& o, const Line<F>& line, const typename F::Value* c,
-                         const typename F::Value* s, typename F::Value* g, typename F::Value* x,
-                         typename F::Value* by_weight) {
+                          const typename F::Value* s, typename F::Value* g, typename F::Value* x,
+                          typename F::Value* by_weight) {
   using T = typename F::Value;
   const int64_t n = p.head_dim;
   // Values that need no conversion come from the input, and go to the output, without a copy.

@@ -179,7 +179,7 @@ inline void add_weights(const Problem& p, const Stages& o, int64_t head, Scratch
 // Processes the heads of a line, the first of which is `head`, with the angles of their token.
 template <class F, class T>
 inline void stage_heads(const Problem& p, const Stages& o, Line<F> line, const T* c, const T* s, int64_t head,
-                         Scratch<T>& w, WeightSums& sums) {
+                        Scratch<T>& w, WeightSums& sums) {
   const bool registers = in_registers<F>(o);
   if constexpr (kHasRegisters<T>)
     if (registers && (o.forward || o.act != Act::kRmsNorm)) return stage_in_lines<F>(p, o, line, c, s);

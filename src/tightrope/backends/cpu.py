@@ -107,7 +107,7 @@ def use_instruction_set(name: str) -> None:
     Raises:
         ValueError: this processor does not support the set, or the native library is not loaded.
     """
-    if _library is None:
+    if _library is None or _missing is not None:
         raise ValueError(f"[use_instruction_set] the native library must be loaded but {_missing}.")
     if not _library.tightrope_use(name.encode()):
         raise ValueError(
