@@ -77,6 +77,9 @@ inline int64_t word_at(const Problem& p, int64_t axis, int64_t row, int64_t head
          first;
 }
 
+// Row of the phase words of a token.
+inline int64_t word_row(const Problem& p, int64_t row, int64_t token) { return p.words_by_token ? token : row; }
+
 // Phases of pairs [first, first + n) of one token; returns false if the position is lost, see Split.
 inline bool phases(const Problem& p, int64_t row, int64_t head, int64_t token, int64_t first,
                    int64_t n, uint64_t* __restrict phase) {
@@ -86,7 +89,7 @@ inline bool phases(const Problem& p, int64_t row, int64_t head, int64_t token, i
   for (int64_t axis = 0; axis < p.axes; ++axis) {
     const Split s = position_at(p, axis, row, token, head);
     found = found && !s.lost;
-    const int64_t at = word_at(p, axis, row, head, first);
+    const int64_t at = word_at(p, axis, word_row(p, row, token), head, first);
     const int64_t* __restrict word = p.words + at;
     const uint64_t whole = uint64_t(s.whole);
     if (axis == 0) {
@@ -304,7 +307,7 @@ inline bool angles_of(const Problem& p, int64_t row, int64_t head, int64_t token
     if (n % 2) sorted[n / 2] = phase[n - 1];
     cos_sin(sorted, n, p.conjugate, amplitude, c, s);
   }
-  if (p.turns != nullptr) lose(p, row, head, first, n, twos, c, s);
+  if (p.turns != nullptr) lose(p, word_row(p, row, token), head, first, n, twos, c, s);
   if (!gone) return true;
   if (p.phases_are_int32) {
     lose<int32_t>(given, INT32_MIN, n, twos, c, s);

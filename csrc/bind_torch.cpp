@@ -39,13 +39,13 @@ void choose_streams(Problem& p) {
 // Makes tokens of rows that have one token each and angles of their own, so that a tile holds many of them.
 void make_tokens(Problem& p) {
   if (p.tokens != 1 || p.phases != nullptr) return;
-  if (p.word_rows != 1) {
-    if (p.cosine.data == nullptr || p.table_length != 1 || p.position_dtype != PositionDtype::kNone || p.offset != 0)
-      return;
+  if (p.word_rows != 1 && p.cosine.data != nullptr) {
+    if (p.table_length != 1 || p.position_dtype != PositionDtype::kNone || p.offset != 0) return;
     p.cosine.stride.token = p.cosine.stride.row, p.sine.stride.token = p.sine.stride.row;
     p.table_length = p.rows, p.word_rows = 1, p.add_index = true;
   } else {
-    if (p.position_row == 0) return;
+    p.words_by_token = p.word_rows != 1;
+    if (!p.words_by_token && p.position_row == 0) return;
     p.position_token = p.position_row, p.position_row = 0, p.add_index = false;
   }
   for (int32_t i = 0; i < p.operands; ++i)

@@ -69,6 +69,7 @@ struct Problem {
   const int64_t* words;
   const int64_t* turns;
   int64_t axes, word_rows, word_heads;
+  bool words_by_token = false;  // whether rows of phase words belong to tokens, not to rows
 
   // Phases of each token, if not null; those of phase words, if there are any, are added to them. In units
   // of 2^-64 turn, or in int32 in units of 2^-32; the smallest number stands for NaN. [phase_rows|1,

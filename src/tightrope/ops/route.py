@@ -178,10 +178,10 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
         if where.layout is not _STRIDED or not 1 <= where.dim() <= 2 or where.dtype not in DTYPES:
             return None
         ids, add_index = where, False
-        if (
-            by_length or not q.is_cpu
-        ):  # only the kernels for CPUs read ids without their leading dimensions
-            ids = as_positions(where).ids
+        if by_length or not q.is_cpu:
+            # Only the kernels for CPUs read ids without their leading dimensions.
+            where = as_positions(where)
+            ids = where.ids
     elif where is not None:
         return None
     if own_axes != axes or (ids is not None and ids.device != device):
@@ -194,10 +194,8 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
             return None
         tokens = shape[at.token]
         lengths: Lengths | None = (min(max(0, offset + tokens), LONGEST),)
-        if ids is not None:
-            packs = type(where) is Positions and where.packed
-            own = Positions(ids, offset, add_index, packs)
-            lengths = spec.words.lengths(own, tokens, device)
+        if type(where) is Positions and ids is not None:
+            lengths = spec.words.lengths(where, tokens, device)
         words, turns = spec.words.of(lengths, device)
         amplitude = float.fromhex(spec.words.amplitude(lengths))
     plain = words, turns, ids, offset, options[add_index], amplitude

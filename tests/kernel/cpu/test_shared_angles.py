@@ -19,6 +19,7 @@ from tightrope.functional import (
     rotate_,
     rotate_qk,
 )
+from tightrope.ops import schema
 from tightrope.spec import PreparedRotation
 
 pytestmark = needs_kernel
@@ -186,6 +187,25 @@ def test_tables_of_any_rank_and_dtype_have_the_same_bits(
         x = q.transpose(1, 2).clone()
         apply_rotary_pos_emb_(x, None, c, s, 2, **options)
         torch.testing.assert_close(x.transpose(1, 2), want[0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@every_dtype
+def test_rows_of_one_token_with_phase_words_of_their_own(dtype: torch.dtype, heads: int) -> None:
+    axes, rows, pairs = 2, 37, 6
+    words = torch.randint(-(2**62), 2**62, (axes, rows, heads, pairs))
+    turns = torch.randint(0, 3, words.shape)
+    turns[0, 5, :, 2] = -(2**63)  # a frequency without phase words: its channels become NaN
+    ids = torch.rand(axes, rows, 1, dtype=torch.float64) * 300
+    x, options = torch.randn(rows, heads, 1, 16).to(dtype), schema.Options(start=3).pack()
+
+    def rotated(part: slice) -> torch.Tensor:
+        own = (words[:, part].contiguous(), turns[:, part].contiguous(), ids[:, part].contiguous())
+        return schema.rotate(x[part].contiguous(), None, *own, 7, options, 1.0)[0]  # type: ignore[no-any-return]
+
+    alone = torch.cat([rotated(slice(row, row + 1)) for row in range(rows)])
+    assert alone.isnan().sum() == 2 * heads
+    torch.testing.assert_close(rotated(slice(None)), alone, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
