@@ -103,7 +103,7 @@ class Call:
             return None
         try:
             cos, sin = read(*[values[name] for name in self.tables])
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             return None
         both = isinstance(cos, torch.Tensor) and isinstance(sin, torch.Tensor)
         return (cos, sin) if both else None

@@ -298,6 +298,8 @@ def test_the_call_is_found(name: str) -> None:
         "geometric, base 10000",
         "provided by the caller, as cosines and sines",
     )
+    pairing = "interleaved" if name in ("cis", "repeat") else "half"
+    assert report.facts["pairing"].startswith(pairing)
 
 
 def test_arguments_without_telling_names() -> None:

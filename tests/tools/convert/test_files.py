@@ -19,6 +19,7 @@ from tests.support.checkpoints import LLAMA, contents, interleaved_rows, llama_t
 from tests.support.helpers import full_disk
 from tightrope_tools import place
 from tightrope_tools.convert import Stated, convert, detect, run
+from tightrope_tools.convert.files import FLOATS, open_checkpoint
 from tightrope_tools.convert.run import marked
 
 Q0 = "model.layers.0.self_attn.q_proj.weight"
@@ -37,6 +38,16 @@ def source(tmp_path: Path) -> Path:
 
 def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=str)
+def test_values_are_read_in_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = torch.linspace(-200, 200, 48).view(6, 8).to(dtype)
+    save_file({"a": values}, tmp_path / "a.safetensors")
+    (entry,) = open_checkpoint(tmp_path / "a.safetensors").entries
+    read = entry.rows(1, 4, 6)
+    assert read.dtype == torch.float64
+    assert torch.equal(read, values[1:5].double())
 
 
 # --- which files ----------------------------------------------------------------------------------

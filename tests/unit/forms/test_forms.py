@@ -10,7 +10,7 @@ import torch
 from tests.support.models.forms import NEW, Function
 from tests.support.tolerances import value
 from tightrope import forms
-from tightrope.forms import ARRANGEMENTS, FORMS, Arrangement, calls_of
+from tightrope.forms import ARRANGEMENTS, FORMS, Argument, Arrangement, Call, calls_of
 from tightrope.integrations._replace import replacement
 from tightrope.integrations.transformers import recognise
 
@@ -116,6 +116,14 @@ def test_a_method_may_have_heads_still_flat() -> None:
 
 
 # --- forms shared by audit and patch --------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", [None, 5, "text", {}, ()])
+@pytest.mark.parametrize("name", TABLES)
+def test_arguments_of_another_kind_are_no_tables(name: str, other: object) -> None:
+    form = TABLES[name]
+    call = Call(form, tuple(Argument(role, role) for role in form.roles))
+    assert call.read(dict.fromkeys(form.roles, other)) is None
 
 
 # --- adding a form ------------------------------------------------------------
