@@ -46,7 +46,7 @@ EXCEPTIONS = {
     ("src/tightrope/frequencies/_blend.py", "ramp"): YARN,
     ("tests/unit/frequencies/test_rules.py", "ramp"): YARN,
     ("tests/unit/frequencies/test_rules_of_transformers.py", "ramp"): YARN,
-    ("tests/unit/test_stacks.py", "ramp"): YARN,
+    ("tests/unit/stacks/test_stacks.py", "ramp"): YARN,
     ("tests/support/tolerances.py", "ramp"): YARN,
     ("src/tightrope/config/keys.py", "outer"): NESTED,
     ("src/tightrope/config/layers.py", "outer"): NESTED,

@@ -1,5 +1,5 @@
 // Cosines and sines by the arithmetic of another library, for compiled code. All steps are torch's own, as in
-// `cos_sin` of stacks.py, so that a process without Python gets the same bits.
+// `cos_sin` of stacks/_stack.py, so that a process without Python gets the same bits.
 #include <array>
 #include <optional>
 #include <tuple>

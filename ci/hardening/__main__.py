@@ -39,7 +39,7 @@ KERNEL = """
     unit/functional/test_lrpe laws/test_numerics unit/functional/test_out unit/test_phase_words
     unit/ops/test_phased unit/phases/test_phases unit/nn/test_polar laws/test_properties
     unit/functional/test_rerotate unit/functional/test_rounding unit/functional/test_scan
-    laws/test_random_stages unit/test_stacks unit/functional/test_tables
+    laws/test_random_stages unit/stacks/test_stacks unit/functional/test_tables
 """
 # Those that compare results of different numbers of threads, or draw many kinds of calls.
 THREADED = """

@@ -68,7 +68,7 @@ def assert_same(
 
 
 def test_every_type_has_a_rule() -> None:
-    """tests/unit/test_stacks.py compares their numbers."""
+    """tests/unit/stacks/test_stacks.py compares their numbers."""
     assert set(ROPE_INIT_FUNCTIONS) <= RULES.keys()
 
 

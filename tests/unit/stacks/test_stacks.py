@@ -29,6 +29,7 @@ from tightrope.frequencies import (
 )
 from tightrope.functional import rotate, rotate_, rotate_qk
 from tightrope.ops import cosines, schema
+from tightrope.stacks._formulas import linear
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 DIM, TOKENS = 64, 37
@@ -526,10 +527,10 @@ def test_stacks_are_pickled_by_name(name: str) -> None:
 
 def test_other_stacks_are_pickled_by_value() -> None:
     """A stack of the user is not confused with that of the library of the same name."""
-    own = dataclasses.replace(stacks.get("transformers"), rules={Linear: stacks._linear})
+    own = dataclasses.replace(stacks.get("transformers"), rules={Linear: linear})
     for copied in (pickle.loads(pickle.dumps(own)), copy.deepcopy(own)):
         assert copied == own
-        assert copied.rules == {Linear: stacks._linear}
+        assert copied.rules == {Linear: linear}
     uncast = dataclasses.replace(stacks.get("meta"), cast_to=torch.bfloat16)
     assert copy.deepcopy(uncast) == uncast
 
