@@ -73,7 +73,7 @@ OF_TOOLS = {
 # Imports that go up, from inside a function or for type checkers only: (from, to) -> why there is no other way.
 LAZY: dict[tuple[str, str], str] = {
     ("spec._rope", "config"): "RopeSpec.from_config calls the readers, which build specs",
-    ("spec._rope", "functional.tables"): "RopeSpec.cos_sin rotates pairs (1, 0) by a spec",
+    ("spec._rope", "functional._cos_sin"): "RopeSpec.cos_sin rotates pairs (1, 0) by a spec",
     ("ops.autograd", "ops.run"): "the gradient of a rotation is a rotation like any other",
     ("config.observed", "integrations"): "few configurations need that a small model runs",
     ("", "integrations"): "tightrope.patch is looked up when it is used, so the import stays light",

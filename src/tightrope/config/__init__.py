@@ -16,7 +16,7 @@ import torch
 
 from .._errors import Refusal, bad_type, public
 from ..spec import RopeSpec
-from . import diffusers, files, formats, keys, observed, timm
+from . import diffusers, files, formats, gguf, keys, observed, timm
 from .families import FAMILIES, SECTIONS, Family
 from .questions import CALL, advised, with_calls
 from .reading import read
@@ -30,7 +30,7 @@ __all__ = ["LayerSpecs", "Provenance", "from_config", "provenance", "sections"]
 _FORMATS = (
     (diffusers.recognised, diffusers.translated),
     (timm.recognised, timm.translated),
-    (formats.is_gguf, formats.gguf),
+    (gguf.is_gguf, gguf.gguf),
     (formats.is_genai, formats.genai),
     (formats.is_meta, formats.meta),
     (formats.is_megatron, formats.megatron),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._cos_sin import build_freqs_cis as build_freqs_cis
 from ._rerotate import rerotate as rerotate, rerotate_ as rerotate_
 from ._rotate import (
     GateLike as GateLike,
@@ -17,7 +18,6 @@ from .scan import PolarState as PolarState, polar_scan as polar_scan
 from .tables import (
     apply_rotary_pos_emb as apply_rotary_pos_emb,
     apply_rotary_pos_emb_ as apply_rotary_pos_emb_,
-    build_freqs_cis as build_freqs_cis,
     rotary_apply as rotary_apply,
     rotary_embedding as rotary_embedding,
 )

@@ -294,7 +294,7 @@ class RopeSpec(Value):
         >>> cos.shape
         torch.Size([1, 4, 64])
         """
-        from ..functional.tables import cos_sin  # functional imports spec
+        from ..functional._cos_sin import cos_sin  # functional imports spec
 
         return cos_sin(self, positions, dtype, device, tables, seq_len)
 
