@@ -1,8 +1,9 @@
 """Sources of rotary functions with what they were found to compute, so that one call confirms it.
 
 The table ``known.json`` holds the functions of installed libraries; ``python -m benchmarks.known`` makes it. What a
-process recognises is added to it in memory. An entry only saves the search: its function is still called and compared, and recognised from the beginning if it
-differs. A function whose result may depend on more than its source and its arguments has no entry.
+process recognises is added to it in memory. An entry only saves the search: its function is still called and
+compared, and recognised from the beginning if it differs. A function whose result may depend on more than its
+source and its arguments has no entry.
 """
 
 from __future__ import annotations

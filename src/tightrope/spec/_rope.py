@@ -151,9 +151,9 @@ class RopeSpec(Value):
 
         Args:
             config: a mapping, a config object, a model with a ``config``, or the path of a JSON file, of
-                a GGUF file, or of a folder with a ``config.json`` or ``params.json``. If `tightrope convert` wrote that folder,
-                or the folder from which transformers loaded a config object, the pairing is that of
-                its conversion record.
+                a GGUF file, or of a folder with a ``config.json`` or ``params.json``. If
+                `tightrope convert` wrote that folder, or the folder from which transformers loaded a
+                config object, the pairing is that of its conversion record.
             layer_type: the type of layer to read, if layers differ; by default all types. A type without
                 attention is an error.
             section: the part of a nested configuration to read, such as ``"text_config"``, if several

@@ -45,9 +45,9 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     the command ``tightrope audit`` ends it. The function's output to ``sys.stdout`` is dropped.
 
     Args:
-        target: a function or module; a model of transformers; ``"MODULE:FUNCTION"``, imported from the current directory or an
-            installed package; ``"stack:NAME"``, a library of :mod:`tightrope.stacks`, with ``spec``; or a
-            config of transformers, its file or folder, or a model type such as
+        target: a function or module; a model of transformers; ``"MODULE:FUNCTION"``, imported from the
+            current directory or an installed package; ``"stack:NAME"``, a library of :mod:`tightrope.stacks`,
+            with ``spec``; or a config of transformers, its file or folder, or a model type such as
             ``"llama"``. For a config or a model type, the rotary module and the apply function of
             the installed transformers are audited together, against the spec of the config.
         spec: the intended rotation. Without it the audit identifies the rotation and reports what
@@ -74,8 +74,8 @@ def audit(  # noqa: PLR0913  (one argument for each option)
 
     Returns:
         A :class:`Report`. Its ``ok`` is False if there are errors or warnings; ``findings`` are the errors, warnings
-        and notes, each with ``code``, ``severity``, ``sentence``, ``evidence`` and ``mend``; ``codes`` are those of errors
-        and warnings; ``facts``, ``checks`` and ``angle_errors`` are what was measured.
+        and notes, each with ``code``, ``severity``, ``sentence``, ``evidence`` and ``mend``; ``codes`` are
+        those of errors and warnings; ``facts``, ``checks`` and ``angle_errors`` are what was measured.
 
     Raises:
         ValueError, TypeError: the target does not exist or is not callable, or an option is wrong.
