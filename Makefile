@@ -13,6 +13,7 @@
 #   make wheel      dist/tightrope-*.whl
 #   make wheels     the wheels of a release for Linux, checked, in dist/: docs/release.md
 #   make versions   the tests with many versions of Python and torch (downloads gigabytes of CUDA)
+#   make tritons    the tests of the Triton kernels with Triton 3.4 to 3.9 (an hour)
 #   make clean      remove what the other targets made, except the results in tightrope-demo/
 #
 #   PYTHON=python3.12   the Python that creates .venv (3.10 or later)
@@ -37,7 +38,7 @@ BUILD := $(BIN)/python setup.py --quiet build_native --inplace
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-tools test-slow emulate versions lint check coverage harden site wheel wheels clean
+.PHONY: help demo test test-tools test-slow emulate versions tritons lint check coverage harden site wheel wheels clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -81,6 +82,9 @@ versions: $(READY)
 	$(MAKE) wheel
 	$(PIP) install --quiet -c $(CONSTRAINTS) uv
 	$(BIN)/python -m ci.versions $(ARGS)
+
+tritons: $(READY)
+	$(BIN)/python -m ci.versions.triton $(ARGS)
 
 # mypy needs torch, for its types.
 lint: $(TOOLS)

@@ -217,7 +217,7 @@ def launch_quick(
         if q.is_inference() or (k is not None and k.is_inference()):
             memory.check_not_frozen(names, present(q, k))
         launch(IN_PLACE, q, k, packed)
-        torch.autograd.graph.increment_version(q if k is None else (q, k))
+        torch._C._increment_version((q,) if k is None else (q, k))
     except RuntimeError as error:
         # Kernels refuse invalid arguments before they write: the checks raise the readable error. Any
         # other error may have come after the kernel wrote, so the call must not run again.

@@ -103,7 +103,7 @@ class Driver:
         with triton.knobs.cache.scope():
             # What is linked with the stub is kept apart from the user's cache.
             triton.knobs.cache.dir = str(self.folder)
-            triton.runtime.driver.active  # noqa: B018
+            triton.runtime.driver.active.utils  # noqa: B018
 
 
 def _library(folder: Path) -> ctypes.CDLL:

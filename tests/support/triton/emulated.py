@@ -121,8 +121,12 @@ PLANTS = {
     "a mask of one too many": Plant(
         r"setp\.lt\.", "setp.le.", "aligned", r"Fault: out of bounds: ld\.global"
     ),
+    # The fifth, which is doubled within the bounds of its tensor.
     "a wrong stride": Plant(
-        r"(shl\.b64\s+\S+ \S+) 2;", r"\1 3;", "plain", "AssertionError: the error is"
+        r"(?s)^((?:.*?shl\.b64\s+\S+ \S+ 2;){4}.*?shl\.b64\s+\S+ \S+) 2;",
+        r"\1 3;",
+        "plain",
+        "AssertionError: the error is",
     ),
     "missing barriers": Plant(
         r"bar\.sync\s+0;", "", "exchanged", "Fault: race: a load of what another warp stores"
@@ -139,9 +143,9 @@ PLANTS = {
         "aligned",
         r"Fault: misaligned: .*st\.global\.v4",
     ),
-    "a sign": Plant(r"neg\.f32", "mov.b32", "aligned", "AssertionError: the error is"),
+    "a sign": Plant(r"add\.rn\.f32", "sub.rn.f32", "aligned", "AssertionError: the error is"),
     "an unknown instruction": Plant(
-        r"neg\.f32",
+        r"mul\.rn\.f32",
         "tanh.approx.f32",
         "aligned",
         "Fault: the instruction tanh.approx.f32 is unknown",

@@ -163,6 +163,19 @@ def meant(kernel: Any, arguments: Any) -> list[tuple[str, str, Any]]:
     ]
 
 
+def divisors(kernel: Any, arguments: Any, aligned: Any) -> list[int]:
+    """Return the number by which the compiler may assume each parameter to be divisible."""
+    found = []
+    for name, kind, _ in meant(kernel, arguments):
+        group, _, leaf = name.rpartition(".")
+        if kind == "*":
+            found.append(16 if aligned.get(leaf) else 1)
+        else:
+            whole = leaf in ("row", "head", "token") and aligned.get(group.rpartition(".")[2])
+            found.append(whole or 1)
+    return found
+
+
 def more() -> dict[str, Callable[[], Any]]:
     """Return calls in place, into given memory, of parts of tensors, and with other values, by name.
 
@@ -243,10 +256,7 @@ def as_interpreted(noted: list[dict[str, Any]]) -> Iterator[None]:
                     "names": names,
                     "types": types,
                     "values": passed,
-                    "aligned": [
-                        kind == "*" and name.rpartition(".")[2] in aligned
-                        for name, kind in zip(names, types)
-                    ],
+                    "divisors": divisors(kernel, arguments, aligned),
                 }
             )
 

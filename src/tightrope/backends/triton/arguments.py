@@ -17,7 +17,7 @@ from ...ops.layouts import BY_CODE
 from ...ops.schema import FORWARD, INVERSE, PHASES, ROUNDINGS, SLOPE, SOURCES, WORDS, Options, scale
 from . import blocks as shapes
 from .groups import Amplitude, AngleKind, AngleSteps, Head, PositionSteps, Steps
-from .views import ACCESS, View, broadcast_strides, is_aligned, vector_of, view_of
+from .views import ACCESS, View, broadcast_strides, is_aligned, steps_of, vector_of, view_of
 
 _FLOATING = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 _POSITIONS = {torch.int32: 1, torch.int64: 1, torch.float32: 2, torch.float64: 2}
@@ -34,6 +34,7 @@ class Source:
         pairs, rows: sizes of the phase words, tables or phases.
         heads: number of heads that have angles of their own, or 1; with phases, that of the phases.
         axes: number of position axes.
+        vector: elements of the tables per 16-byte access; 0 if such accesses are impossible, or without tables.
     """
 
     positions: PositionSteps
@@ -43,6 +44,7 @@ class Source:
     rows: int
     heads: int
     axes: int
+    vector: int
 
     @property
     def values(self) -> dict[str, Any]:
@@ -139,7 +141,7 @@ def source_of(
         # If the two entries of a pair are neighbours, entries are read with a stride of two.
         both = [(*steps[:3], (steps[3] or 1) * step) for steps in both]
         vector = vector_of((primary, secondary), both)
-        cos, sin = [steps_of(found, vector or 1) for found in both]
+        cos, sin = map(steps_of, both)
         steps = AngleSteps(length=length, cos=cos, sin=sin)
     require({rows, own_rows} <= {1, views[0].rows}, "angles must have 1 row or those of q")
     require(
@@ -181,7 +183,6 @@ def source_of(
         places = PositionSteps(axis, row, token, head, places.add_index)
     angles = AngleKind(
         TABLES=options.source not in (WORDS, PHASES),
-        TABLE_VECTOR=vector,
         AXES=axes,
         POSITIONS=kind_of,
         TURNS=options.source == WORDS and secondary is not None,
@@ -194,7 +195,7 @@ def source_of(
         rows, heads = own_rows, own_heads
     else:
         heads = max(heads, place_heads)
-    return Source(places, steps, angles, pairs, rows, heads, axes)
+    return Source(places, steps, angles, pairs, rows, heads, axes, vector)
 
 
 def _words(words: torch.Tensor, device: torch.device) -> torch.Size:
@@ -210,19 +211,13 @@ def _words(words: torch.Tensor, device: torch.device) -> torch.Size:
     return words.shape
 
 
-def steps_of(strides: Sequence[int], unit: int = 1) -> Steps:
-    """Return strides in units of `unit` elements; that of the channels stays in elements."""
-    row, head, token, channel = strides
-    return Steps(row // unit, head // unit, token // unit, channel)
-
-
 def unit_of(views: Sequence[View], element: int, pointers_aligned: bool) -> int:
-    """Return the unit of strides in elements: a 16-byte access if every head is aligned, else 1."""
+    """Return a number that divides all strides: the elements of 16 bytes if every head is aligned, else 1."""
     return ACCESS // element if pointers_aligned and is_aligned(views, element) else 1
 
 
 def head_of(options: Options, pairs: int, head_dim: int) -> Head:
-    """Return the constants of a head; the caller fills in BLOCK_T, UNIT and WIDE."""
+    """Return the constants of a head; the caller fills in BLOCK_T and WIDE."""
     return Head(
         DIM=head_dim,
         START=options.start,
@@ -232,7 +227,6 @@ def head_of(options: Options, pairs: int, head_dim: int) -> Head:
         BLOCK_F=shapes.power_of_two(options.start),
         BLOCK_B=shapes.power_of_two(head_dim - options.start - 2 * pairs),
         INTERLEAVED=options.interleaved,
-        UNIT=None,
         WIDE=None,
     )
 

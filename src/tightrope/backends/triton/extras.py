@@ -9,9 +9,9 @@ import torch
 
 from ...ops.call import Extras
 from ...ops.schema import LOG, SLOPE, Options
-from .arguments import require, steps_of, views_of
+from .arguments import require, views_of
 from .groups import Steps
-from .views import View, broadcast_strides, vector_of
+from .views import View, broadcast_strides, steps_of, vector_of
 
 
 class Read(NamedTuple):
@@ -21,8 +21,7 @@ class Read(NamedTuple):
         norms: for q and for k, 1 if each head has its own norm weights, 0 if they share them;
             empty if the call has none.
         gates, inputs: strides for q and for k; empty if the call has none.
-        gate_vector, input_vector: elements per 16-byte access, the unit of the strides; 0 if such
-            accesses are impossible and strides are in elements.
+        gate_vector, input_vector: elements per 16-byte access; 0 if such accesses are impossible.
     """
 
     norms: Sequence[int]
@@ -90,7 +89,7 @@ def _gates(
         )
         steps = broadcast_strides(gate)
         every.append(steps if options.gate == LOG else (0, steps[0], 0, steps[1]))
-    return _scaled(gates, every)
+    return _read(gates, every)
 
 
 def _inputs(
@@ -100,17 +99,13 @@ def _inputs(
     for x, view in zip(inputs, views):
         (seen,) = views_of([x], options)
         require(seen.sizes == view.sizes, "inputs must have the shapes of q and k")
-        every.append(seen.scaled(1))
-    return _scaled(inputs, every)
+        every.append(seen[4:])
+    return _read(inputs, every)
 
 
-def _scaled(
+def _read(
     tensors: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]]
 ) -> tuple[list[Steps], int]:
-    """Return the strides in units of 16-byte accesses, and that unit in elements.
-
-    If an access is not possible, strides are in elements and the unit is 0.
-    """
+    """Return the strides, and the elements per 16-byte access, or 0."""
     one_size = len({x.element_size() for x in tensors}) == 1
-    vector = vector_of(tensors, strides) if one_size else 0
-    return [steps_of(steps, vector or 1) for steps in strides], vector
+    return list(map(steps_of, strides)), vector_of(tensors, strides) if one_size else 0

@@ -12,12 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Steps(NamedTuple):
-    """Strides of a tensor.
-
-    The strides of rows, heads and tokens are in units of 16 bytes if every head begins at a multiple of
-    16 bytes, otherwise in elements; the constants `VECTOR`, `GATE_VECTOR`, … give the unit. The stride of
-    the channels is always in elements.
-    """
+    """Strides of a tensor, in elements; that of the channels is None if it is 1."""
 
     row: Any
     head: Any
@@ -175,7 +170,6 @@ class Head(NamedTuple):
         BLOCK_T: tokens per tile.
         BLOCK_P, BLOCK_F, BLOCK_B: padded number of pairs, of channels before and after the slice.
         INTERLEAVED: whether the pairing is interleaved.
-        UNIT: whether channels have stride 1.
         WIDE: whether to compute in float64.
     """
 
@@ -187,7 +181,6 @@ class Head(NamedTuple):
     BLOCK_F: Any
     BLOCK_B: Any
     INTERLEAVED: Any
-    UNIT: Any
     WIDE: Any
 
 
@@ -196,8 +189,6 @@ class AngleKind(NamedTuple):
 
     Attributes:
         TABLES: whether angles come from tables; otherwise from phase words.
-        TABLE_VECTOR: unit of the table strides, in elements; 0 if 16-byte accesses are impossible:
-            strides are then in elements.
         AXES: number of position axes.
         POSITIONS: 0 without a position tensor, 1 if positions are integers, 2 if floating.
         TURNS: whether frequencies have whole turns in addition to the phase words.
@@ -208,7 +199,6 @@ class AngleKind(NamedTuple):
     """
 
     TABLES: Any
-    TABLE_VECTOR: Any
     AXES: Any
     POSITIONS: Any
     TURNS: Any
@@ -228,9 +218,6 @@ class Kind(NamedTuple):
         REST: whether to also write the channels outside the slice.
         TOGETHER: number of heads that are loaded at a time.
         FEW: whether a program rotates only so many heads of one token, of q or of k.
-        VECTOR: unit of the strides of x and results, in elements.
-        GATE_VECTOR, INPUT_VECTOR: the same for gates and for the forward call's x; 0 if 16-byte
-            accesses are impossible: strides are then in elements.
         ONE_SUM: whether heads share one sum for the gradient of the norm weights.
         BITS: whether to round to bfloat16 with integer operations.
         ROUNDING: index into ROUNDINGS of tightrope.ops.schema.
@@ -243,9 +230,6 @@ class Kind(NamedTuple):
     REST: Any
     TOGETHER: Any
     FEW: Any
-    VECTOR: Any
-    GATE_VECTOR: Any
-    INPUT_VECTOR: Any
     ONE_SUM: Any
     BITS: Any
     ROUNDING: Any

@@ -8,7 +8,7 @@ trigger a compilation, and a launch costs little more than passing its arguments
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -16,10 +16,12 @@ import torch
 from . import kernels
 from .blocks import Blocks
 from .groups import CONSTANTS
-from .views import address
+from .views import ACCESS, address
 
 #: Arguments of a kernel in the order of its parameters: dtypes in place of tensors, numbers, groups, None.
 Values: TypeAlias = Sequence[Any]
+#: What is known to divide addresses and strides, see :func:`source_of`.
+Aligned: TypeAlias = Mapping[str, int]
 
 _TYPES = {
     torch.float32: "*fp32",
@@ -60,34 +62,39 @@ def _type_of(value: Any) -> Any:
     return "fp32" if isinstance(value, float) else "i64"
 
 
-def _leaves(names: Sequence[str], types: Sequence[Any], values: Values) -> Iterator[Any]:
-    """Yield path, name, type and value of each parameter, and of each field of each group."""
+def leaves_of(
+    names: Sequence[str], types: Sequence[Any], values: Values, aligned: Aligned, group: str = ""
+) -> Iterator[Any]:
+    """Yield path, type, value and known divisor of each parameter, and of each field of each group."""
     for i, (name, kind, value) in enumerate(zip(names, types, values, strict=True)):
         if isinstance(kind, str):
-            yield (i,), name, kind, value
+            of = name if kind[0] == "*" else group if kind == "i64" and name != "channel" else ""
+            yield (
+                (i,),
+                kind,
+                value,
+                ACCESS if kind[0] == "*" and aligned.get(of) else aligned.get(of),
+            )
         else:
-            for path, *leaf in _leaves(value._fields, kind, value):
+            for path, *leaf in leaves_of(value._fields, kind, value, aligned, name):
                 yield (i, *path), *leaf
 
 
-def source_of(kernel: Any, values: Values, aligned: frozenset[str]) -> Any:
+def source_of(kernel: Any, values: Values, aligned: Aligned) -> Any:
     """Return the source object for ``triton.compile``.
 
     Args:
         kernel: a function of :mod:`.kernels`.
         values: for each parameter the dtype of a tensor, a number, a group of :mod:`.groups`, or None.
-        aligned: names of the tensors that begin at a multiple of 16 bytes.
+        aligned: for tensors that begin at a multiple of 16 bytes, by name, any positive number; for groups of
+            strides, by name, a number that divides all but that of the channels; or 0.
     """
     from triton.compiler import ASTSource
 
     types = signature_of(kernel, values)
-    leaves = list(_leaves(kernel.arg_names, types, values))
-    constants = {path: value for path, _, kind, value in leaves if kind == "constexpr"}
-    attributes = {
-        path: [["tt.divisibility", 16]]
-        for path, name, kind, _ in leaves
-        if name in aligned and kind[0] == "*"
-    }
+    leaves = list(leaves_of(kernel.arg_names, types, values, aligned))
+    constants = {path: value for path, kind, value, _ in leaves if kind == "constexpr"}
+    attributes = {path: [["tt.divisibility", by]] for path, _, _, by in leaves if by}
     return ASTSource(kernel, dict(zip(kernel.arg_names, types)), constants, attributes)
 
 
@@ -109,7 +116,7 @@ def launcher(
     kernel: Any,
     grid: tuple[int, int, int],
     values: Values,
-    aligned: frozenset[str],
+    aligned: Aligned,
     blocks: Blocks,
     device: torch.device,
 ) -> Callable[..., None]:
@@ -126,7 +133,7 @@ def launcher(
         return interpret
     types = signature_of(kernel, values)
     constants = tuple(v for v, t in zip(values, types) if t == "constexpr")
-    key = (kernel.__name__, device, types, constants, aligned, blocks)
+    key = (kernel.__name__, device, types, constants, frozenset(aligned.items()), blocks)
     found = compiled.get(key)
     if found is None:
         import triton

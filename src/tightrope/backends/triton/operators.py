@@ -9,7 +9,7 @@ import torch
 
 from ...ops import gradients, phases as of_phases
 from ...ops.call import Slots
-from ...ops.schema import TRANSPOSE, Arguments, new_like, options_of, present
+from ...ops.schema import TRANSPOSE, new_like, options_of, present
 from .. import reference as definition
 from . import phases
 from .arguments import require
@@ -20,22 +20,26 @@ from .sums import angle_sums, gate_sums
 _options_of = lru_cache(maxsize=1024)(options_of)
 
 
-def rotate(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> list[torch.Tensor]:
+def _define(name: str, *arguments: Any) -> Any:
+    """Run a function of the definition below autograd, because a call may come without the dispatcher."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return getattr(definition, name)(*arguments)
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor | None, *given: Any) -> list[torch.Tensor]:
     """Implement ``rotate``; see :mod:`tightrope.ops.schema`."""
-    given = Arguments(*arguments)
-    options = _options_of(given.options)
+    options = _options_of(given[4])
     outs = [new_like(x, options) for x in present(q, k)]
     sums = run(q, k, outs, NEW, given)
     if sums is None:
-        return definition.rotate(q, k, *arguments)
+        return _define("rotate", q, k, *given)  # type: ignore[no-any-return]
     return outs + sums if sums else outs
 
 
-def rotate_(q: torch.Tensor, k: torch.Tensor | None, *arguments: Any) -> None:
+def rotate_(q: torch.Tensor, k: torch.Tensor | None, *given: Any) -> None:
     """Implement ``rotate_`` of the schema."""
-    outs = [q] if k is None else [q, k]
-    if run(q, k, outs, IN_PLACE, Arguments(*arguments)) is None:
-        definition.rotate_(q, k, *arguments)
+    if run(q, k, [q] if k is None else [q, k], IN_PLACE, given) is None:
+        _define("rotate_", q, k, *given)
 
 
 def rotate_into(
@@ -43,12 +47,12 @@ def rotate_into(
     k: torch.Tensor | None,
     out_q: torch.Tensor,
     out_k: torch.Tensor | None,
-    *arguments: Any,
+    *given: Any,
 ) -> None:
     """Implement ``rotate_into`` of the schema."""
     require((k is None) == (out_k is None), "one out for each of q and k")
-    if run(q, k, present(out_q, out_k), GIVEN, Arguments(*arguments)) is None:
-        definition.rotate_into(q, k, out_q, out_k, *arguments)
+    if run(q, k, present(out_q, out_k), GIVEN, given) is None:
+        _define("rotate_into", q, k, out_q, out_k, *given)
 
 
 def rotate_slots(
@@ -57,10 +61,10 @@ def rotate_slots(
     out_q: torch.Tensor,
     out_k: torch.Tensor | None,
     index: torch.Tensor,
-    *arguments: Any,
+    *given: Any,
 ) -> None:
     """Implement ``rotate_slots`` of the schema."""
-    rotate_slots_extras(q, k, None, out_q, out_k, None, index, None, None, *arguments)
+    rotate_slots_extras(q, k, None, out_q, out_k, None, index, None, None, *given)
 
 
 def rotate_slots_extras(
@@ -74,22 +78,22 @@ def rotate_slots_extras(
     *arguments: Any,
 ) -> None:
     """Implement ``rotate_slots.extras`` of the schema."""
-    scale, values_scale, *others = arguments
+    scale, values_scale, *given = arguments
     require((k is None) == (out_k is None), "one out for each of q and k")
     require((values is None) == (out_values is None), "values must come with their cache")
     require(scale is None and values_scale is None, "scales are not supported yet")
-    given, slots = Arguments(*others), Slots(index, values, out_values)
-    require(_options_of(given.options).direction != TRANSPOSE, "slots have no gradient")
+    require(_options_of(given[4]).direction != TRANSPOSE, "slots have no gradient")
+    slots = Slots(index, values, out_values)
     if run(q, k, present(out_q, out_k), GIVEN, given, slots) is None:
-        definition.rotate_slots_extras(q, k, values, out_q, out_k, out_values, index, *arguments)
+        more = out_q, out_k, out_values, index, *arguments
+        _define("rotate_slots_extras", q, k, values, *more)
 
 
-def rotate_slots_(cache: torch.Tensor, index: torch.Tensor, *arguments: Any) -> None:
+def rotate_slots_(cache: torch.Tensor, index: torch.Tensor, *given: Any) -> None:
     """Implement ``rotate_slots_`` of the schema."""
-    given = Arguments(*arguments)
-    require(_options_of(given.options).direction != TRANSPOSE, "slots have no gradient")
+    require(_options_of(given[4]).direction != TRANSPOSE, "slots have no gradient")
     if run(cache, None, [cache], IN_PLACE, given, Slots(index)) is None:
-        definition.rotate_slots_(cache, index, *arguments)
+        _define("rotate_slots_", cache, index, *given)
 
 
 def angle_gradients(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -225,5 +225,5 @@ def _launch(
     lanes = shapes.WALKS.pairs // block
     fixed = walk, *steps, kind, lanes, block
     grid = -(-walk.lanes // lanes), -(-walk.pairs // block), 1
-    run = launcher(kernels.add_tokens, grid, (*types, *fixed), frozenset(), shapes.WALKS, device)
+    run = launcher(kernels.add_tokens, grid, (*types, *fixed), {}, shapes.WALKS, device)
     return _Launch(run, flat(fixed))

@@ -90,19 +90,21 @@ def _kernel(name: str) -> Any:
 
     Triton is imported on the first call.
     """
-    # By device, because each is tried; the first argument of every operator is a tensor.
-    found: dict[torch.device, Any] = {}
+    # By the index of the device, because each is tried; the first argument of every operator is a tensor.
+    found: dict[int, Any] = {}
 
-    def call(first: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        function = found.get(first.device)
+    def call(*arguments: Any) -> Any:
+        index = arguments[0].get_device()
+        function = found.get(index)
         if function is None:
             from . import operators, trial
 
-            reason = trial.why_not(first.device)
+            device = arguments[0].device
+            reason = trial.why_not(device)
             function = getattr(operators, name) if reason is None else trial.definition_of(name)
-            if trial.is_known(first.device):
-                found[first.device] = function
-        return function(first, *arguments, **named)
+            if trial.is_known(device):
+                found[index] = function
+        return function(*arguments)
 
     return call
 

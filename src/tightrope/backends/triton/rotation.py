@@ -11,14 +11,23 @@ from ...activations import NONE, RMS_NORM
 from ...ops.call import Extras, Slots, extras_of
 from ...ops.layouts import BY_CODE
 from ...ops.memory import is_written, shares_memory, shares_slots
-from ...ops.schema import NO_GATE, ONCE, TRANSPOSE, Arguments, Options, options_of
+from ...ops.schema import (
+    NO_GATE,
+    ONCE,
+    TRANSPOSE,
+    Arguments,
+    Options,
+    options_of,
+    pair,
+    present,
+)
 from . import blocks as shapes, kernels
-from .arguments import amplitudes_of, head_of, require, source_of, unit_of, views_of
+from .arguments import Source, amplitudes_of, head_of, require, source_of, unit_of, views_of
 from .extras import Read, read
-from .groups import AngleKind, Carried, Carries, Extent, Kind, OperandSteps
+from .groups import Carried, Carries, Extent, Kind, OperandSteps
 from .launch import INTERPRETED, flat, handle_of, launcher
 from .slots import copy_values, entries_of, steps_of_slots, view_of_cache
-from .views import ACCESS, address, has_unit_channels, starts_aligned, view_of
+from .views import ACCESS, address, starts_aligned, view_of
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -56,7 +65,7 @@ class _Plan(NamedTuple):
     launches: tuple[_Launch, ...] = ()
     fixed: tuple[Any, ...] = ()
     partials: tuple[tuple[int, int, int], ...] = ()
-    apart: set[tuple[int, ...]] = set()  # noqa: RUF012  (each plan is given its own)
+    apart: set[Any] = set()  # noqa: RUF012  (each plan is given its own)
     options: Options | None = None
 
 
@@ -70,7 +79,7 @@ def run(
     k: torch.Tensor | None,
     outs: Sequence[torch.Tensor],
     whose: int,
-    given: Arguments,
+    given: Sequence[Any],
     slots: Slots | None = None,
 ) -> list[torch.Tensor] | None:
     """Rotate q and k into `outs`.
@@ -88,10 +97,11 @@ def run(
     if index >= 0 and torch.accelerator.current_device_index() != index:
         with torch.accelerator.device_index(index):
             return run(q, k, outs, whose, given, slots)
-    primary, secondary, positions, offset, options, amplitude, extras, eps = given
+    primary, secondary, positions, offset, options, amplitude, *more = given
+    extras, eps = Arguments(*given)[6:] if more else ((), 0.0)
     if whose != NEW and any(is_written(t, outs) for t in extras):
         extras = [t.clone() if is_written(t, outs) else t for t in extras]
-        given = given._replace(extras=extras)
+        given = Arguments(*given)._replace(extras=extras)
     q_at = where = q.data_ptr() or address(q)
     k_at = key_of_k = ids_at = key_of_ids = None
     if k is not None:
@@ -127,37 +137,37 @@ def run(
         tuple(map(_key, outs)) if whose == GIVEN else None,
         None if slots is None else tuple(None if x is None else _key(x) for x in slots),
     )
-    plan = _plans.get(key, _UNKNOWN)
-    if plan is _UNKNOWN:
+    try:
+        plan = _plans[key]
+    except KeyError:
         if len(_plans) >= _MOST:
             _plans.clear()
-        plan = _plans[key] = _plan(q, k, outs, whose, where % ACCESS == 0, given, slots)
+        plan = _plans[key] = _plan(q, k, outs, whose, where % ACCESS == 0, Arguments(*given), slots)
     if plan is None:
         return None
     if whose != NEW and (plan.launches or slots is not None):
-        _check_memory(plan, q, k, outs, whose, slots)
+        gaps: Any = k_at and k_at - q_at
+        if whose == GIVEN or slots is not None:
+            others = () if slots is None else (*slots.read(), *slots.written())
+            gaps = (gaps, *[x.data_ptr() - q_at for x in (*outs, *others)])
+        if gaps not in plan.apart:  # each set of distances between the tensors is checked once
+            xs = present(q, k) if whose == GIVEN else []
+            shares = shares_slots(xs, outs, slots) if xs and slots else shares_memory(outs, xs)
+            require(not shares, "memory overlaps")
+            if len(plan.apart) < _MOST:
+                plan.apart.add(gaps)
     if slots is not None and slots.values is not None and slots.cache is not None:
         code = options_of(options).layout
         copy_values(slots.values, slots.cache, slots.slot, outs[-1], code)
     if plan.options is not None:
-        return _run_extras(plan, plan.options, q, k, outs, given, slots)
+        return _run_extras(plan, plan.options, q, k, outs, Arguments(*given), slots)
     if not plan.launches:
         return []
-    out_q, out_k = outs[0], outs[1] if k is not None else None
     if INTERPRETED:
-        tensors: tuple[Any, ...] = (q, k, out_q, out_k, primary, secondary, positions)
-    elif whose == IN_PLACE:
-        tensors = (q_at, k_at, q_at, k_at, words_at, handle_of(secondary), ids_at)
+        tensors: tuple[Any, ...] = (q, k, *pair(outs), primary, secondary, positions)
     else:
-        tensors = (
-            q_at,
-            k_at,
-            out_q.data_ptr(),
-            handle_of(out_k),
-            words_at,
-            handle_of(secondary),
-            ids_at,
-        )
+        ats = (q_at, k_at) if whose == IN_PLACE else (*[x.data_ptr() for x in outs], None)[:2]
+        tensors = (q_at, k_at, *ats, words_at, handle_of(secondary), ids_at)
     carries = _CARRIES_NOTHING
     if slots is not None:
         carries = flat([Carries(slots=handle_of(slots.slot))])
@@ -165,33 +175,7 @@ def run(
     return []
 
 
-_UNKNOWN: Any = object()
 _CARRIES_NOTHING = flat([Carries()])
-
-
-def _check_memory(
-    plan: _Plan,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    outs: Sequence[torch.Tensor],
-    whose: int,
-    slots: Slots | None,
-) -> None:
-    """Refuse overlapping memory; each set of distances between the tensors is checked only once."""
-    xs = [q] if k is None else [q, k]
-    start = q.data_ptr()
-    every = xs if whose == IN_PLACE else [*xs, *outs]
-    if slots is not None:
-        every = [*every, *slots.read(), *slots.written()]
-    gaps = tuple([x.data_ptr() - start for x in every])
-    if gaps in plan.apart:
-        return
-    if slots is not None and whose == GIVEN:
-        require(not shares_slots(xs, outs, slots), "memory overlaps")
-    else:
-        require(not shares_memory(outs, xs if whose == GIVEN else ()), "memory overlaps")
-    if len(plan.apart) < _MOST:
-        plan.apart.add(gaps)
 
 
 def _run_extras(
@@ -250,12 +234,12 @@ def _key(x: torch.Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, address(x) % ACCESS, x.get_device()
 
 
-def _all_whole(kind: AngleKind, reads: Read) -> bool:
+def _all_whole(source: Source, reads: Read) -> bool:
     """Return whether tables, inputs and gates (unless constant over channels) are read in 16-byte units."""
     return (
-        (kind.TABLE_VECTOR > 0 or not kind.TABLES)
+        (source.vector > 0 or not source.kind.TABLES)
         and (reads.input_vector > 0 or not reads.inputs)
-        and (reads.gate_vector > 0 or not any(steps.channel for steps in reads.gates))
+        and (reads.gate_vector > 0 or all(steps.channel == 0 for steps in reads.gates))
     )
 
 
@@ -326,7 +310,7 @@ def _plan(
     step = 2 * source.pairs if options.interleaved else source.pairs
     whole = unit > 1 and options.start % unit == 0 and step % unit == 0
     back = options.act != NONE and options.direction == TRANSPOSE
-    blocks = shapes.blocks_of(element, heavy, back, held > 0, whole, _all_whole(source.kind, reads))
+    blocks = shapes.blocks_of(element, heavy, back, held > 0, whole, _all_whole(source, reads))
     # The kernel loads at most two heads at a time, and only one if a head needs more registers.
     together = 1 if held or heavy else min(blocks.together, heads, 2)
     summed = _summed(options, parts)
@@ -348,21 +332,17 @@ def _plan(
         REST=rest,
         TOGETHER=together,
         FEW=few,
-        VECTOR=unit,
-        GATE_VECTOR=reads.gate_vector,
-        INPUT_VECTOR=reads.input_vector,
         ONE_SUM=one_sum,
         BITS=INTERPRETED,
         ROUNDING=options.rounding,
         NARROW=options.narrow,
     )
-    known = {"partial"}
-    known |= {"q", "k", "out_q", "out_k"} if aligned else set()
-    known |= {"primary"} if starts_aligned(primary) else set()
-    known |= {"secondary"} if secondary is not None and starts_aligned(secondary) else set()
-    known |= {"gate"} if reads.gate_vector else set()
-    known |= {"input"} if reads.input_vector else set()
-    known |= {"norm"} if all(map(starts_aligned, parts.weights)) else set()
+    known = {"x": unit, "out": unit, "cos": source.vector, "sin": source.vector}
+    known |= {"gate": reads.gate_vector, "input": reads.input_vector, "partial": ACCESS}
+    known |= dict.fromkeys(("q", "k", "out_q", "out_k"), ACCESS if aligned else 0)
+    tables = {"primary": [primary], "secondary": [] if secondary is None else [secondary]}
+    for name, tensors in (tables | {"norm": parts.weights}).items():
+        known[name] = ACCESS if all(map(starts_aligned, tensors)) else 0
     parts_of_heads = sum(apart) if few else -(-heads // chunk)
     own_sums = bool(summed) and not one_sum
     at_once = min(tiles, shapes.tiles_summed(heads * head_dim)) if own_sums else tiles
@@ -377,13 +357,13 @@ def _plan(
         "secondary": None if secondary is None else secondary.dtype,
         "positions": None if positions is None else positions.dtype,
         **source.values,
-        "HEAD": head._replace(BLOCK_T=block_tokens, UNIT=has_unit_channels(every), WIDE=wide),
+        "HEAD": head._replace(BLOCK_T=block_tokens, WIDE=wide),
         "KIND": kind,
     }
     for i, (name, x, view, out_view) in enumerate(zip("qk", xs, views, out_views)):
         values |= {name: x.dtype, f"out_{name}": x.dtype}
         values[f"{name}_steps"] = OperandSteps(
-            view.heads, view.scaled(unit), out_view.scaled(unit), **reads.steps(i)
+            view.heads, view.steps, out_view.steps, **reads.steps(i)
         )
         if i + 1 == len(xs):
             values[f"{name}_steps"] = values[f"{name}_steps"]._replace(slots=of_slots)
@@ -400,7 +380,7 @@ def _plan(
     for first in range(0, tiles, at_once):
         some = min(at_once, tiles - first)
         grid = (some, parts_of_heads, 1)
-        launch = launcher(kernel, grid, arguments_, frozenset(known), blocks, q.device)
+        launch = launcher(kernel, grid, arguments_, known, blocks, q.device)
         launches.append(_Launch(launch, first if at_once < tiles else None, some))
     fixed = flat(arguments_[kernel.arg_names.index("extent") :])
     return _Plan(tuple(launches), fixed, tuple(partials), set(), carries)

@@ -116,14 +116,14 @@ def _plan(
         "cache": values.dtype,
         "slots": index.dtype,
         "extent": Extent(x.rows * x.tokens, x.tokens, x.heads),
-        "steps": OperandSteps(x.heads, x.scaled(unit), to.scaled(unit), slots=slots),
+        "steps": OperandSteps(x.heads, x.steps, to.steps, slots=slots),
         "WIDTH": x.channels,
         "BLOCK_T": tokens,
         "BLOCK_W": width,
-        "VECTOR": unit,
     }
     arguments = [given[name] for name in kernel.arg_names]
-    known = frozenset({"values", "cache"} if aligned else ())
+    known = {"values": ACCESS if aligned else 0, "cache": ACCESS if aligned else 0}
+    known |= {"x": unit, "out": unit}
     grid = (-(-x.rows * x.tokens // tokens), x.heads, -(-x.channels // width))
     launch = launcher(kernel, grid, arguments, known, blocks, values.device)
     return launch, flat(arguments[kernel.arg_names.index("extent") :])

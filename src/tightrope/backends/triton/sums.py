@@ -14,7 +14,7 @@ from . import blocks as shapes, kernels
 from .arguments import Source, head_of, require, source_of, unit_of, views_of
 from .groups import Tiling
 from .launch import INTERPRETED, flat, handle_of, launcher
-from .views import View, has_unit_channels, starts_aligned
+from .views import ACCESS, View, starts_aligned
 
 
 def _run(
@@ -22,7 +22,7 @@ def _run(
     grid: tuple[int, int, int],
     tensors: dict[str, torch.Tensor | None],
     values: dict[str, Any],
-    aligned: frozenset[str],
+    aligned: dict[str, int],
     blocks: shapes.Blocks,
     device: torch.device,
 ) -> None:
@@ -110,12 +110,11 @@ def angle_sums(  # noqa: PLR0913, PLR0917  (its parameters are those of the sche
         "tiling": Tiling(rows, tokens, tiles),
         "sign": 1.0 if options.direction == FORWARD else -1.0,
         **source.values,
-        "HEAD": head._replace(BLOCK_T=block_tokens, UNIT=has_unit_channels(every), WIDE=wide),
-        "VECTOR": unit,
+        "HEAD": head._replace(BLOCK_T=block_tokens, WIDE=wide),
     }
     for name, view, grad_view in zip("yz", views, grad_views):
-        values |= {f"{name}_heads": view.heads, f"{name}_steps": view.scaled(unit)}
-        values[f"grad_{name}_steps"] = grad_view.scaled(unit)
+        values |= {f"{name}_heads": view.heads, f"{name}_steps": view.steps}
+        values[f"grad_{name}_steps"] = grad_view.steps
     tensors = {
         "y": y,
         "z": z,
@@ -128,7 +127,8 @@ def angle_sums(  # noqa: PLR0913, PLR0917  (its parameters are those of the sche
         "by_frequency": by_frequency,
     }
     grid = (rows * tiles, source.heads, 1)
-    large = frozenset(("y", "z", "grad_y", "grad_z") if aligned else ())
+    large = dict.fromkeys(("y", "z", "grad_y", "grad_z"), ACCESS if aligned else 0)
+    large |= dict.fromkeys(("y_steps", "z_steps", "grad_y_steps", "grad_z_steps"), unit)
     _run(kernels.add_angles, grid, tensors, values, large, blocks, y.device)
     if phases:
         return _of_phases(by_frequency, source, rows, tokens, y)
@@ -234,13 +234,11 @@ def _one_gate(
         "tiling": Tiling(rows, tokens, tiles),
         "heads": heads,
         "position_steps": places.positions,
-        "y_steps": view.scaled(unit),
-        "grad_steps": grad_view.scaled(unit),
+        "y_steps": view.steps,
+        "grad_steps": grad_view.steps,
         "HEAD_DIM": channels,
         "BLOCK_T": block_tokens,
         "BLOCK_D": block,
-        "UNIT": has_unit_channels([view, grad_view]),
-        "VECTOR": unit,
         "POSITIONS": places.kind.POSITIONS,
         "SLOPES": slopes,
         "OVER_HEADS": over_heads,
@@ -250,7 +248,8 @@ def _one_gate(
     }
     tensors = {"y": y, "grad": grad, "positions": positions if slopes else None, "sums": sums}
     grid = (rows * tiles, 1 if over_heads else heads, 1)
-    large = frozenset(("y", "grad") if aligned else ())
+    large = dict.fromkeys(("y", "grad"), ACCESS if aligned else 0)
+    large |= {"y_steps": unit, "grad_steps": unit}
     _run(kernels.add_gates, grid, tensors, values, large, blocks, y.device)
     if over_tokens:
         sums = sums.sum(1, keepdim=True, dtype=torch.float64)

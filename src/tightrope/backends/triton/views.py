@@ -38,9 +38,16 @@ class View(NamedTuple):
         """All four sizes."""
         return self[0], self[1], self[2], self[3]
 
-    def scaled(self, unit: int) -> Steps:
-        """Return the strides, in units of `unit` elements; that of the channels stays in elements."""
-        return Steps(self.row // unit, self.head // unit, self.token // unit, self.channel)
+    @property
+    def steps(self) -> Steps:
+        """The strides, for a kernel."""
+        return steps_of(self[4:])
+
+
+def steps_of(strides: tuple[int, ...]) -> Steps:
+    """Return the strides of rows, heads, tokens and channels for a kernel."""
+    row, head, token, channel = strides
+    return Steps(row, head, token, None if channel == 1 else channel)
 
 
 def view_of(x: torch.Tensor, layout: Layout) -> View:
@@ -55,11 +62,6 @@ def view_of(x: torch.Tensor, layout: Layout) -> View:
     (rows, row), (heads, head), (tokens, token) = of(layout.row), of(layout.head), of(layout.token)
     channel = strides[-1] if shape[-1] != 1 else 1
     return View(rows, heads, tokens, shape[-1], row, head, token, channel)
-
-
-def has_unit_channels(views: Iterable[View]) -> bool:
-    """Return whether the channels of every head are contiguous."""
-    return all(view.channel == 1 for view in views)
 
 
 def is_aligned(views: Iterable[View], element: int) -> bool:

@@ -191,8 +191,7 @@ class Grid:
                     held[place] = group
                 return
             if control is None:
-                if len(here):
-                    step(self, at)
+                step(self, at)  # for no thread too: its result is then a register of unknown values
             elif control.kind == "branch" and len(here) == len(group):
                 place = control.target
                 continue

@@ -316,6 +316,12 @@ def test_a_copy_has_no_fault() -> None:
     assert torch.equal(copy(COPY), words(100))
 
 
+def test_what_no_thread_loads_may_be_read() -> None:
+    """A value that is unknown in every thread is no fault: compilers combine it and store other threads' results."""
+    unknown = "setp.lt.u32 %p2, %r5, 0; @%p2 ld.global.b32 %r9, [%rd10]; mov.b32 %r12, %r9;"
+    assert torch.equal(copy(f"{COPY} {unknown}"), words(100))
+
+
 @pytest.mark.parametrize(
     "right, wrong, text",
     [

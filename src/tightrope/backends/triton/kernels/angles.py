@@ -174,18 +174,8 @@ def from_tables(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
     at = tl.where(found, at, 0)
     pair = tl.arange(0, HEAD.BLOCK_P)[None, :]
     mask = found[:, None] & (pair < HEAD.PAIRS)
-    cos_step = pair
-    sin_step = pair
-    if ANGLES.TABLE_VECTOR == 0:
-        cos_step = pair * steps.cos.channel
-        sin_step = pair * steps.sin.channel
-    UNIT: tl.constexpr = ANGLES.TABLE_VECTOR if ANGLES.TABLE_VECTOR > 0 else 1
-    cos_at = ((tile.row * steps.cos.row + head * steps.cos.head + at * steps.cos.token) * UNIT)[
-        :, None
-    ] + cos_step
-    sin_at = ((tile.row * steps.sin.row + head * steps.sin.head + at * steps.sin.token) * UNIT)[
-        :, None
-    ] + sin_step
+    cos_at = _entry(steps.cos, tile.row, head, at, pair)
+    sin_at = _entry(steps.sin, tile.row, head, at, pair)
     c = _entries(angles.primary + cos_at, found, mask, HEAD.WIDE)
     s = _entries(angles.secondary + sin_at, found, mask, HEAD.WIDE)
     c2 = c
@@ -193,17 +183,22 @@ def from_tables(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
     if ANGLES.FULL > 0:
         # Neighbours are read with a stride of two entries.
         if HEAD.INTERLEAVED:
-            cos_other = steps.cos.channel // 2
-            sin_other = steps.sin.channel // 2
-        elif ANGLES.TABLE_VECTOR > 0:
-            cos_other = HEAD.PAIRS
-            sin_other = HEAD.PAIRS
+            cos_at += steps.cos.channel // 2
+            sin_at += steps.sin.channel // 2
         else:
-            cos_other = HEAD.PAIRS * steps.cos.channel
-            sin_other = HEAD.PAIRS * steps.sin.channel
-        c2 = _entries(angles.primary + cos_at + cos_other, found, mask, HEAD.WIDE)
-        s2 = _entries(angles.secondary + sin_at + sin_other, found, mask, HEAD.WIDE)
+            cos_at = _entry(steps.cos, tile.row, head, at, pair + HEAD.PAIRS)
+            sin_at = _entry(steps.sin, tile.row, head, at, pair + HEAD.PAIRS)
+        c2 = _entries(angles.primary + cos_at, found, mask, HEAD.WIDE)
+        s2 = _entries(angles.secondary + sin_at, found, mask, HEAD.WIDE)
     return c, s, c2, s2
+
+
+@triton.jit
+def _entry(steps, row, head, at, channel):
+    """Offset of entries of a table."""
+    if steps.channel is not None:
+        channel = channel * steps.channel
+    return (row * steps.row + head * steps.head + at * steps.token)[:, None] + channel
 
 
 @triton.jit

@@ -47,7 +47,7 @@ def factor(
     index = tl.arange(0, BLOCK)[None, :]
     there = index < SIZE
     index = FIRST + index * STEP
-    if KIND.GATE_VECTOR == 0:
+    if gate.channel is not None:
         index = index * gate.channel
     if SIZE != BLOCK:
         value = tl.load(gate.of + (gate.at + index), mask=there, other=0.0)

@@ -1,8 +1,8 @@
 """Load and store the channels of one head for a tile of tokens.
 
 A head consists of up to four tiles: the first and the second members of its pairs, and the channels
-before and after the rotated slice. `at` is the offset of the head for each token, [tokens, 1]. Loads have
-no token mask to wait for: places beyond the last token read that token again. Stores are
+before and after the rotated slice. `at` is the offset of the head for each token, [tokens, 1]; `channel` the
+stride of the channels, None for 1. Loads have no token mask to wait for: places beyond the last token read that token again. Stores are
 masked by `inside`.
 """
 
@@ -49,14 +49,13 @@ def load_segment(
     FIRST: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Load channels [FIRST, FIRST + SIZE), padded with 0: [tokens, BLOCK]."""
     index = tl.arange(0, BLOCK)[None, :]
     there = index < SIZE
     index = index + FIRST
-    if not UNIT:
+    if channel is not None:
         index = index * channel
     if SIZE != BLOCK:
         value = tl.load(x + (at + index), mask=there, other=0.0)
@@ -75,7 +74,6 @@ def store_segment(
     FIRST: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
     BITS: tl.constexpr,
 ):
     """Store channels [FIRST, FIRST + SIZE); the inverse of `load_segment`."""
@@ -84,48 +82,38 @@ def store_segment(
     if SIZE != BLOCK:
         mask = inside & (index < SIZE)
     index = index + FIRST
-    if not UNIT:
+    if channel is not None:
         index = index * channel
     tl.store(x + (at + index), narrow(value, x.dtype.element_ty, BITS), mask=mask)
 
 
 @triton.jit
-def load_pairs(x, at, channel, HEAD: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr):
+def load_pairs(x, at, channel, HEAD: tl.constexpr, WIDE: tl.constexpr):
     """Load the first and second members of the pairs; interleaved pairs are split in registers."""
     START: tl.constexpr = HEAD.START
     PAIRS: tl.constexpr = HEAD.PAIRS
     BLOCK: tl.constexpr = HEAD.BLOCK_P
     if HEAD.INTERLEAVED:
-        both = load_segment(x, at, channel, START, 2 * PAIRS, 2 * BLOCK, UNIT, WIDE)
+        both = load_segment(x, at, channel, START, 2 * PAIRS, 2 * BLOCK, WIDE)
         u, v = tl.split(tl.reshape(both, (both.shape[0], BLOCK, 2)))
     else:
-        u = load_segment(x, at, channel, START, PAIRS, BLOCK, UNIT, WIDE)
-        v = load_segment(x, at, channel, START + PAIRS, PAIRS, BLOCK, UNIT, WIDE)
+        u = load_segment(x, at, channel, START, PAIRS, BLOCK, WIDE)
+        v = load_segment(x, at, channel, START + PAIRS, PAIRS, BLOCK, WIDE)
     return u, v
 
 
 @triton.jit
-def store_pairs(
-    x,
-    at,
-    inside,
-    channel,
-    u,
-    v,
-    HEAD: tl.constexpr,
-    UNIT: tl.constexpr,
-    BITS: tl.constexpr,
-):
+def store_pairs(x, at, inside, channel, u, v, HEAD: tl.constexpr, BITS: tl.constexpr):
     """Store the members of the pairs; the inverse of `load_pairs`."""
     START: tl.constexpr = HEAD.START
     PAIRS: tl.constexpr = HEAD.PAIRS
     BLOCK: tl.constexpr = HEAD.BLOCK_P
     if HEAD.INTERLEAVED:
         both = tl.reshape(tl.join(u, v), (u.shape[0], 2 * BLOCK))
-        store_segment(x, at, inside, channel, both, START, 2 * PAIRS, 2 * BLOCK, UNIT, BITS)
+        store_segment(x, at, inside, channel, both, START, 2 * PAIRS, 2 * BLOCK, BITS)
     else:
-        store_segment(x, at, inside, channel, u, START, PAIRS, BLOCK, UNIT, BITS)
-        store_segment(x, at, inside, channel, v, START + PAIRS, PAIRS, BLOCK, UNIT, BITS)
+        store_segment(x, at, inside, channel, u, START, PAIRS, BLOCK, BITS)
+        store_segment(x, at, inside, channel, v, START + PAIRS, PAIRS, BLOCK, BITS)
 
 
 @triton.jit

@@ -23,9 +23,7 @@ from .slots import slot_of, tile_of
 
 
 @triton.jit
-def load_head(
-    x, at, channel, HEAD: tl.constexpr, REST: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr
-):
+def load_head(x, at, channel, HEAD: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr):
     """Load the tiles of a head: both members of its pairs, and the channels before and after them.
 
     An absent tile is that of the first members once more: what is computed from it is not stored, so that the
@@ -33,42 +31,51 @@ def load_head(
     """
     START: tl.constexpr = HEAD.START
     END: tl.constexpr = HEAD.START + 2 * HEAD.PAIRS
-    u, v = load_pairs(x, at, channel, HEAD, UNIT, WIDE)
+    u, v = load_pairs(x, at, channel, HEAD, WIDE)
     front = u
     back = u
     if REST and START > 0:
-        front = load_segment(x, at, channel, 0, START, HEAD.BLOCK_F, UNIT, WIDE)
+        front = load_segment(x, at, channel, 0, START, HEAD.BLOCK_F, WIDE)
     if REST and END < HEAD.DIM:
-        back = load_segment(x, at, channel, END, HEAD.DIM - END, HEAD.BLOCK_B, UNIT, WIDE)
+        back = load_segment(x, at, channel, END, HEAD.DIM - END, HEAD.BLOCK_B, WIDE)
     return u, v, front, back
 
 
 @triton.jit
 def store_head(
-    x,
-    at,
-    inside,
-    channel,
-    tiles,
-    HEAD: tl.constexpr,
-    REST: tl.constexpr,
-    UNIT: tl.constexpr,
-    BITS: tl.constexpr,
+    x, at, inside, channel, tiles, HEAD: tl.constexpr, REST: tl.constexpr, BITS: tl.constexpr
 ):
     """Store the tiles of a head; the inverse of `load_head`."""
     u, v, front, back = tiles
     START: tl.constexpr = HEAD.START
     END: tl.constexpr = HEAD.START + 2 * HEAD.PAIRS
-    store_pairs(x, at, inside, channel, u, v, HEAD, UNIT, BITS)
+    store_pairs(x, at, inside, channel, u, v, HEAD, BITS)
     if REST and START > 0:
-        store_segment(x, at, inside, channel, front, 0, START, HEAD.BLOCK_F, UNIT, BITS)
+        store_segment(x, at, inside, channel, front, 0, START, HEAD.BLOCK_F, BITS)
     if REST and END < HEAD.DIM:
-        store_segment(x, at, inside, channel, back, END, HEAD.DIM - END, HEAD.BLOCK_B, UNIT, BITS)
+        store_segment(x, at, inside, channel, back, END, HEAD.DIM - END, HEAD.BLOCK_B, BITS)
 
 
 @triton.jit
-def over_head(u, v, front, back, HEAD: tl.constexpr):
+def times(tiles, by):
+    """Multiply the tiles of a head by four others."""
+    u, v, front, back = tiles
+    wu, wv, wf, wb = by
+    return u * wu, v * wv, front * wf, back * wb
+
+
+@triton.jit
+def plus(tiles, others):
+    """Add four tiles to the tiles of a head."""
+    u, v, front, back = tiles
+    du, dv, df, db = others
+    return u + du, v + dv, front + df, back + db
+
+
+@triton.jit
+def over_head(tiles, HEAD: tl.constexpr):
     """Sum over all channels of a head, [tokens, 1]."""
+    u, v, front, back = tiles
     total = add_up(u + v)
     if HEAD.START > 0:
         total += add_up(front)
@@ -78,8 +85,9 @@ def over_head(u, v, front, back, HEAD: tl.constexpr):
 
 
 @triton.jit
-def soft(u, v, front, back, HEAD: tl.constexpr):
+def soft(tiles, HEAD: tl.constexpr):
     """Softmax over all channels of a head."""
+    u, v, front, back = tiles
     START: tl.constexpr = HEAD.START
     BEHIND: tl.constexpr = HEAD.DIM - START - 2 * HEAD.PAIRS
     lowest = float("-inf")
@@ -93,21 +101,18 @@ def soft(u, v, front, back, HEAD: tl.constexpr):
     if BEHIND > 0:
         back = tl.where(tl.arange(0, HEAD.BLOCK_B)[None, :] < BEHIND, back, lowest)
         top = tl.maximum(top, highest(back))
-    u = exp(u - top)
-    v = exp(v - top)
-    front = exp(front - top)
-    back = exp(back - top)
-    total = over_head(u, v, front, back, HEAD)
+    tiles = exp(u - top), exp(v - top), exp(front - top), exp(back - top)
+    total = over_head(tiles, HEAD)
     share = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), total)
-    return u * share, v * share, front * share, back * share
+    return times(tiles, (share, share, share, share))
 
 
 @triton.jit
-def inverse_rms(u, v, front, back, eps, HEAD: tl.constexpr):
-    """1 / sqrt(mean(x²) + eps) of the heads, [tokens, 1]."""
-    total = over_head(u * u, v * v, front * front, back * back, HEAD)
-    mean = mean_of(total, HEAD.DIM)
-    return tl.div_rn(tl.full(mean.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))
+def inverse_rms(tiles, eps, HEAD: tl.constexpr):
+    """1 / sqrt(mean(x²) + eps) of the heads, [tokens, 1], four times."""
+    mean = mean_of(over_head(times(tiles, tiles), HEAD), HEAD.DIM)
+    r = tl.div_rn(tl.full(mean.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))
+    return r, r, r, r
 
 
 @triton.jit
@@ -117,8 +122,9 @@ def mean_of(total, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def gate_head(u, v, front, back, gate, HEAD: tl.constexpr, KIND: tl.constexpr):
+def gate_head(tiles, gate, HEAD: tl.constexpr, KIND: tl.constexpr):
     """Multiply all channels of a head by P, or divide them by P in an inverse call."""
+    u, v, front, back = tiles
     START: tl.constexpr = HEAD.START
     PAIRS: tl.constexpr = HEAD.PAIRS
     BLOCK: tl.constexpr = HEAD.BLOCK_P
@@ -144,78 +150,45 @@ def finish_head(
     Returns:
         The terms of the gradient of the norm weights; without that gradient, the loaded tiles.
     """
-    u, v, front, back = tiles
-    by_weight = (u, v, front, back)
-    steps = operand.steps
+    by_weight = tiles
     ACT: tl.constexpr = KIND.ACT
     GATE: tl.constexpr = KIND.GATE
     DIRECTION: tl.constexpr = KIND.DIRECTION
-    if ACT != 0 and DIRECTION == 1:
-        xu, xv, xf, xb = inputs
     if ACT == RMS_NORM:
         # The weights of this head, loaded as a tile of one token.
-        wu, wv, wf, wb = load_head(operand.carried.norm, places.norm, 1, HEAD, True, True, False)
+        weights = load_head(operand.carried.norm, places.norm, None, HEAD, True, False)
     if DIRECTION == 0:
         if ACT == SOFTMAX:
-            u, v, front, back = soft(u, v, front, back, HEAD)
+            tiles = soft(tiles, HEAD)
         elif ACT == RMS_NORM:
-            r = inverse_rms(u, v, front, back, eps, HEAD)
-            u = u * r * wu
-            v = v * r * wv
-            front = front * r * wf
-            back = back * r * wb
+            tiles = times(times(tiles, inverse_rms(tiles, eps, HEAD)), weights)
         elif ACT != 0:
-            u = act(u, ACT)
-            v = act(v, ACT)
-            front = act(front, ACT)
-            back = act(back, ACT)
+            u, v, front, back = tiles
+            tiles = act(u, ACT), act(v, ACT), act(front, ACT), act(back, ACT)
     elif GATE != 0:
-        u, v, front, back = gate_head(u, v, front, back, gate, HEAD, KIND)
+        tiles = gate_head(tiles, gate, HEAD, KIND)
+    u, v, front, back = tiles
     u, v = turn(u, v, by, operand.x.dtype.element_ty, KIND.ROUNDING, KIND.BITS)
+    tiles = u, v, front, back
     if DIRECTION == 0:
         if GATE != 0:
-            u, v, front, back = gate_head(u, v, front, back, gate, HEAD, KIND)
+            tiles = gate_head(tiles, gate, HEAD, KIND)
+    elif ACT == SOFTMAX:
+        shares = soft(inputs, HEAD)
+        less = -over_head(times(tiles, shares), HEAD)
+        tiles = times(shares, plus(tiles, (less, less, less, less)))
+    elif ACT == RMS_NORM:
+        r = inverse_rms(inputs, eps, HEAD)
+        xs = times(inputs, r)
+        by_weight = times(tiles, xs)
+        tiles = times(tiles, weights)
+        less = -mean_of(over_head(times(tiles, xs), HEAD), HEAD.DIM)
+        tiles = times(r, plus(tiles, times(xs, (less, less, less, less))))
     elif ACT != 0:
-        if ACT == SOFTMAX:
-            xu, xv, xf, xb = soft(xu, xv, xf, xb, HEAD)
-            mean = over_head(u * xu, v * xv, front * xf, back * xb, HEAD)
-            u = xu * (u - mean)
-            v = xv * (v - mean)
-            front = xf * (front - mean)
-            back = xb * (back - mean)
-        elif ACT == RMS_NORM:
-            r = inverse_rms(xu, xv, xf, xb, eps, HEAD)
-            xu = xu * r
-            xv = xv * r
-            xf = xf * r
-            xb = xb * r
-            by_weight = (u * xu, v * xv, front * xf, back * xb)
-            u = u * wu
-            v = v * wv
-            front = front * wf
-            back = back * wb
-            total = over_head(u * xu, v * xv, front * xf, back * xb, HEAD)
-            mean = mean_of(total, HEAD.DIM)
-            u = r * (u - xu * mean)
-            v = r * (v - xv * mean)
-            front = r * (front - xf * mean)
-            back = r * (back - xb * mean)
-        else:
-            u = u * slope(xu, ACT)
-            v = v * slope(xv, ACT)
-            front = front * slope(xf, ACT)
-            back = back * slope(xb, ACT)
-    store_head(
-        operand.out,
-        places.out,
-        inside,
-        steps.out.channel,
-        (u, v, front, back),
-        HEAD,
-        KIND.REST,
-        HEAD.UNIT,
-        KIND.BITS,
-    )
+        u, v, front, back = inputs
+        tiles = times(tiles, (slope(u, ACT), slope(v, ACT), slope(front, ACT), slope(back, ACT)))
+    channel = operand.steps.out.channel
+    store_head(operand.out, places.out, inside, channel, tiles, HEAD, KIND.REST, KIND.BITS)
     return by_weight
 
 
@@ -230,7 +203,7 @@ def store_sums(tiles, inside, partial, at, HEAD: tl.constexpr):
         _over_tokens(front, inside),
         _over_tokens(back, inside),
     )
-    store_head(partial, at, here, 1, sums, HEAD, True, True, False)
+    store_head(partial, at, here, None, sums, HEAD, True, False)
 
 
 @triton.jit
@@ -261,22 +234,19 @@ def _turn_some(
     """
     steps = operand.steps
     at, out_at, gate_at, input_at = starts
-    VECTOR: tl.constexpr = KIND.VECTOR
     inputs = 0.0
     if KIND.ACT != 0 and KIND.DIRECTION == 1:
         # The compiler gives sums the layout of the last load: that is to be x's.
-        INPUT_STEP: tl.constexpr = KIND.INPUT_VECTOR if KIND.INPUT_VECTOR > 0 else 1
-        input_at += head * steps.input.head * INPUT_STEP
-        UNIT: tl.constexpr = KIND.INPUT_VECTOR > 0
+        input_at += head * steps.input.head
         channel = steps.input.channel
-        inputs = load_head(operand.carried.input, input_at, channel, HEAD, True, UNIT, HEAD.WIDE)
-    at += head * steps.x.head * VECTOR
-    tiles = load_head(operand.x, at, steps.x.channel, HEAD, KIND.REST, HEAD.UNIT, HEAD.WIDE)
+        inputs = load_head(operand.carried.input, input_at, channel, HEAD, True, HEAD.WIDE)
+    at += head * steps.x.head
+    tiles = load_head(operand.x, at, steps.x.channel, HEAD, KIND.REST, HEAD.WIDE)
     if KIND.TOGETHER == 2:
         # The last head of an odd number is loaded twice and stored once: with a mask, the second
         # load would wait for the arithmetic of the first.
-        at += tl.where(last - head > 1, steps.x.head * VECTOR, 0)
-        tiles2 = load_head(operand.x, at, steps.x.channel, HEAD, KIND.REST, HEAD.UNIT, HEAD.WIDE)
+        at += tl.where(last - head > 1, steps.x.head, 0)
+        tiles2 = load_head(operand.x, at, steps.x.channel, HEAD, KIND.REST, HEAD.WIDE)
         # row * 0 makes the condition a tile: the interpreter would turn the result of a tile and a
         # scalar bool into integers.
         both = (inside & (common.tile.row * 0 + (last - head) > 1))[:, None]
@@ -286,20 +256,19 @@ def _turn_some(
         by = _angles(operand.x, common.angles, common.tile, head, HEAD, ANGLES, KIND)
     gate_channel = 0
     if KIND.GATE != 0:
-        GATE_STEP: tl.constexpr = KIND.GATE_VECTOR if KIND.GATE_VECTOR > 0 else 1
         gate_channel = steps.gate.channel
-        gate_at += head * steps.gate.head * GATE_STEP
+        gate_at += head * steps.gate.head
     norm_at = 0
     if KIND.ACT == RMS_NORM:
         norm_at = head * steps.norm * HEAD.DIM
-    places = Places(out_at + head * steps.out.head * VECTOR, norm_at)
+    places = Places(out_at + head * steps.out.head, norm_at)
     gate = Gate(operand.carried.gate, gate_at, gate_channel, common.high, common.low)
     sums = finish_head(
         tiles, inputs, by, operand, places, gate, inside[:, None], common.eps, HEAD, KIND
     )
     if KIND.TOGETHER == 2:
         # TOGETHER is 2 only without activation and gate, so the norm and the input are not used.
-        places2 = Places(out_at + (head + 1) * steps.out.head * VECTOR, 0)
+        places2 = Places(out_at + (head + 1) * steps.out.head, 0)
         finish_head(tiles2, inputs, by, operand, places2, gate, both, common.eps, HEAD, KIND)
     return sums
 
@@ -324,36 +293,30 @@ def _turn_heads(
     tile = common.tile
     row = tile.row
     token = tile.token
-    VECTOR: tl.constexpr = KIND.VECTOR
-    HAS_FRONT: tl.constexpr = HEAD.START > 0
-    HAS_BACK: tl.constexpr = HEAD.START + 2 * HEAD.PAIRS < HEAD.DIM
-    at = ((row * steps.x.row + token * steps.x.token) * VECTOR)[:, None]
+    at = (row * steps.x.row + token * steps.x.token)[:, None]
     inside = tile.inside
-    if steps.slots is not None:
+    if operand.slots is not None:
         block, entry, inside = slot_of(operand.slots, steps.slots, tile)
-        out_at = ((block * steps.out.row + entry * steps.out.token) * VECTOR)[:, None]
+        out_at = (block * steps.out.row + entry * steps.out.token)[:, None]
         if steps.slots.in_place is not None:
             at = out_at
     else:
-        out_at = ((row * steps.out.row + token * steps.out.token) * VECTOR)[:, None]
+        out_at = (row * steps.out.row + token * steps.out.token)[:, None]
     gate_at = 0
     input_at = 0
-    # With a unit of 0 the strides are in elements.
-    GATE_STEP: tl.constexpr = KIND.GATE_VECTOR if KIND.GATE_VECTOR > 0 else 1
-    INPUT_STEP: tl.constexpr = KIND.INPUT_VECTOR if KIND.INPUT_VECTOR > 0 else 1
     if KIND.GATE != 0 and KIND.GATE != SLOPE:
-        gate_at = ((row * steps.gate.row + token * steps.gate.token) * GATE_STEP)[:, None]
+        gate_at = (row * steps.gate.row + token * steps.gate.token)[:, None]
     if KIND.ACT != 0 and KIND.DIRECTION == 1:
-        input_at = ((row * steps.input.row + token * steps.input.token) * INPUT_STEP)[:, None]
+        input_at = (row * steps.input.row + token * steps.input.token)[:, None]
     starts = (at, out_at, gate_at, input_at)
     if KIND.ONE_SUM:
         su = tl.full((HEAD.BLOCK_T, HEAD.BLOCK_P), 0.0, tl.float32)
         sv = su
         sf = su
         sb = su
-        if HAS_FRONT:
+        if HEAD.START > 0:
             sf = tl.full((HEAD.BLOCK_T, HEAD.BLOCK_F), 0.0, tl.float32)
-        if HAS_BACK:
+        if HEAD.START + 2 * HEAD.PAIRS < HEAD.DIM:
             sb = tl.full((HEAD.BLOCK_T, HEAD.BLOCK_B), 0.0, tl.float32)
     if KIND.FEW:
         _turn_some(first, last, operand, starts, inside, common, HEAD, ANGLES, KIND)
@@ -361,11 +324,7 @@ def _turn_heads(
         for head in range(first, last, KIND.TOGETHER):
             sums = _turn_some(head, last, operand, starts, inside, common, HEAD, ANGLES, KIND)
             if KIND.ONE_SUM:
-                du, dv, df, db = sums
-                su += du
-                sv += dv
-                sf += df
-                sb += db
+                su, sv, sf, sb = plus((su, sv, sf, sb), sums)
             elif KIND.ACT == RMS_NORM and KIND.DIRECTION == 1:
                 to = (common.own * steps.heads + head) * HEAD.DIM
                 store_sums(sums, inside[:, None], operand.carried.partial, to, HEAD)
@@ -447,12 +406,13 @@ def rotate(
     low = 0.0
     if KIND.GATE == SLOPE:
         high, low = place_of(places, tile, ANGLES.POSITIONS, HEAD.WIDE)
-    of_q = Operand(q, out_q, carries.q, q_steps, carries.slots)
     common = Common(tile, angles, by, high, low, eps, own, sum_at)
     count = extent.chunk
     if k is None:
+        of_q = Operand(q, out_q, carries.q, q_steps, carries.slots)
         _turn_heads(first, count, of_q, common, HEAD, ANGLES, KIND)
     else:
+        of_q = Operand(q, out_q, carries.q, q_steps, None)
         of_k = Operand(k, out_k, carries.k, k_steps, carries.slots)
         if not KIND.FEW:
             _turn_heads(first, count, of_q, common, HEAD, ANGLES, KIND)

@@ -52,24 +52,24 @@ def copy_values(
     WIDTH: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    VECTOR: tl.constexpr,
 ):
     """Copy the values of a tile of tokens to their entries, for one head and up to BLOCK_W channels.
 
     Args:
-        steps: OperandSteps; strides in units of VECTOR elements, which are contiguous if VECTOR is above 1.
+        steps: OperandSteps.
     """
     tile = tile_of(tl.program_id(0).to(tl.int64) * BLOCK_T, extent, BLOCK_T)
     block, entry, inside = slot_of(slots, steps.slots, tile)
     head = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(2) * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
-    at = (tile.row * steps.x.row + tile.token * steps.x.token + head * steps.x.head) * VECTOR
-    to = (block * steps.out.row + entry * steps.out.token + head * steps.out.head) * VECTOR
+    at = tile.row * steps.x.row + tile.token * steps.x.token + head * steps.x.head
+    to = block * steps.out.row + entry * steps.out.token + head * steps.out.head
     here = inside[:, None] & (channel < WIDTH)
     from_channel = channel
     to_channel = channel
-    if VECTOR == 1:
+    if steps.x.channel is not None:
         from_channel = channel * steps.x.channel
+    if steps.out.channel is not None:
         to_channel = channel * steps.out.channel
     value = tl.load(values + (at[:, None] + from_channel), mask=here)
     tl.store(cache + (to[:, None] + to_channel), value, mask=here)

@@ -48,18 +48,17 @@ def _angle_heads(
     y_steps,
     grad_steps,
     HEAD: tl.constexpr,
-    VECTOR: tl.constexpr,
 ):
     """Add u·dv − v·du over heads [first, last) of one operand, for each pair (u, v)."""
     row = tile.row
     token = tile.token
-    at = ((row * y_steps.row + token * y_steps.token) * VECTOR)[:, None]
-    grad_at = ((row * grad_steps.row + token * grad_steps.token) * VECTOR)[:, None]
+    at = (row * y_steps.row + token * y_steps.token)[:, None]
+    grad_at = (row * grad_steps.row + token * grad_steps.token)[:, None]
     for head in range(first, last):
-        own = at + head * y_steps.head * VECTOR
-        by_own = grad_at + head * grad_steps.head * VECTOR
-        u, v = load_pairs(y, own, y_steps.channel, HEAD, HEAD.UNIT, HEAD.WIDE)
-        du, dv = load_pairs(grad, by_own, grad_steps.channel, HEAD, HEAD.UNIT, HEAD.WIDE)
+        own = at + head * y_steps.head
+        by_own = grad_at + head * grad_steps.head
+        u, v = load_pairs(y, own, y_steps.channel, HEAD, HEAD.WIDE)
+        du, dv = load_pairs(grad, by_own, grad_steps.channel, HEAD, HEAD.WIDE)
         high, low = _add(high, low, tl.fma(u, dv, -(v * du)))
     return high, low
 
@@ -88,7 +87,6 @@ def add_angles(
     sign,
     HEAD: tl.constexpr,
     ANGLES: tl.constexpr,
-    VECTOR: tl.constexpr,
 ):
     """Sum the gradients of angles over a tile of tokens, and over all heads that share their angles.
 
@@ -121,12 +119,10 @@ def add_angles(
         z_last = own + 1
     high = tl.full((HEAD.BLOCK_T, BLOCK_P), 0.0, tl.float64 if WIDE else tl.float32)
     low = high
-    high, low = _angle_heads(
-        high, low, first, y_last, y, grad_y, tile, y_steps, grad_y_steps, HEAD, VECTOR
-    )
+    high, low = _angle_heads(high, low, first, y_last, y, grad_y, tile, y_steps, grad_y_steps, HEAD)
     if z is not None:
         high, low = _angle_heads(
-            high, low, first, z_last, z, grad_z, tile, z_steps, grad_z_steps, HEAD, VECTOR
+            high, low, first, z_last, z, grad_z, tile, z_steps, grad_z_steps, HEAD
         )
     total = (high + low) * sign
     pair = tl.arange(0, BLOCK_P)[None, :]
@@ -183,8 +179,6 @@ def add_gates(
     HEAD_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    UNIT: tl.constexpr,
-    VECTOR: tl.constexpr,
     POSITIONS: tl.constexpr,
     SLOPES: tl.constexpr,
     OVER_HEADS: tl.constexpr,
@@ -204,8 +198,8 @@ def add_gates(
     row = tile.row
     token = tile.token
     there = tile.inside[:, None]
-    at = ((row * y_steps.row + token * y_steps.token) * VECTOR)[:, None]
-    grad_at = ((row * grad_steps.row + token * grad_steps.token) * VECTOR)[:, None]
+    at = (row * y_steps.row + token * y_steps.token)[:, None]
+    grad_at = (row * grad_steps.row + token * grad_steps.token)[:, None]
     first = own
     last = own + 1
     if OVER_HEADS:
@@ -214,16 +208,15 @@ def add_gates(
     low = high
     for head in range(first, last):
         value = load_segment(
-            y, at + head * y_steps.head * VECTOR, y_steps.channel, 0, HEAD_DIM, BLOCK_D, UNIT, WIDE
+            y, at + head * y_steps.head, y_steps.channel, 0, HEAD_DIM, BLOCK_D, WIDE
         )
         by_value = load_segment(
             grad,
-            grad_at + head * grad_steps.head * VECTOR,
+            grad_at + head * grad_steps.head,
             grad_steps.channel,
             0,
             HEAD_DIM,
             BLOCK_D,
-            UNIT,
             WIDE,
         )
         high, low = _add(high, low, value * by_value)
