@@ -191,7 +191,9 @@ def build_library() -> Path:
     # -isystem: torch's headers cause warnings under our flags.
     torch_flags += [part for folder in includes for part in ("-isystem", folder)]
     torch_flags += [f"-ffile-prefix-map={folder}=." for folder in includes]
-    # With GCC, -O3 takes about 1.4 times as long to compile; of what it adds, the loops need the last two of these.
+    # With GCC, -O3 takes about 1.4 times as long to compile, and makes rotations of tensors that lie in the caches
+    # faster by 2 to 6 percent with AVX-512. Without the flags in `loops`, gates and channels that do not rotate take
+    # up to 1.4 times as long.
     loops = ["-fversion-loops-for-strides", "-funswitch-loops"]
     optimized = ["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", *loops]
     if "clang" in version:
