@@ -191,13 +191,20 @@ def build_library() -> Path:
     # -isystem: torch's headers cause warnings under our flags.
     torch_flags += [part for folder in includes for part in ("-isystem", folder)]
     torch_flags += [f"-ffile-prefix-map={folder}=." for folder in includes]
+    # With GCC, -O3 takes about 1.4 times as long to compile, and makes rotations of tensors that lie in the caches
+    # faster by 2 to 6 percent with AVX-512. Without the flags in `loops`, gates and channels that do not rotate take
+    # up to 1.4 times as long.
+    loops = ["-fversion-loops-for-strides", "-funswitch-loops"]
+    optimized = ["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", *loops]
+    if "clang" in version:
+        optimized = ["-O3"]
     units = {
         "bind_torch.cpp": torch_flags,
         "bind_gradients.cpp": torch_flags,
         "bind_phases.cpp": torch_flags,
         "bind_cosines.cpp": torch_flags,
         "bind_schemas.cpp": [*torch_flags, f"-DTIGHTROPE_SCHEMAS={schemas()}"],
-        "dispatch.cpp": ["-O3"],
+        "dispatch.cpp": ["-O2"],
         "large_results.cpp": ["-O2"],
         "older_systems.cpp": ["-O2"],
     }
@@ -206,7 +213,7 @@ def build_library() -> Path:
             if not accepts(compiler, flags):
                 continue
             units["dispatch.cpp"].append(OPTIONAL[source])
-        units[source] = ["-O3", *flags]
+        units[source] = [*optimized, *flags]
     missing = [source for source in units if not (CSRC / source).is_file()]
     if missing:
         raise NotBuilt(f"csrc/ lacks {', '.join(missing)}")

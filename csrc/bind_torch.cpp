@@ -25,7 +25,7 @@ void choose_streams(Problem& p) {
   const int64_t element = bytes_of(p.dtype), head = p.head_dim * element;
   const int64_t tokens = p.rows * p.tokens;
   if (!exceed_caches(tokens * int64_t(count_heads(p)) * head)) return;
-  if (head > kStreamed || row_width(p, p.pairs) > kAngles) return;
+  if (p.dtype == Dtype::kDouble || row_width(p, p.pairs) > kAngles) return;
   for (int32_t i = 0; i < p.operands; ++i) {
     Operand& o = p.operand[i];
     const Strides& s = o.out_stride;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "angles.h"
-#include "streams.h"
 
 namespace tightrope {
 namespace TIGHTROPE_ISA {
@@ -78,7 +77,7 @@ struct Heads {
   int64_t in_channel, out_channel;  // from channel to channel
   int64_t count;  // of one token
   int64_t ahead;  // prefetch distance in bytes; 0 for none
-  bool streams;   // whether results go past the caches (streams.h)
+  bool streams;   // whether results go past the caches (large_results.h)
   int64_t tokens = 1, in_token = 0, out_token = 0;  // their number, and from token to token, in elements
 
   void next_token() { in += in_token, out += out_token; }
@@ -148,12 +147,10 @@ inline void rotate_in_loops(const Problem& p, const Heads<typename A::Stored>& h
   const int64_t at = p.start + first * pair;
   const int64_t i = heads.in_channel, j = heads.out_channel;
   const int64_t bytes = heads.fetched(p);
-  Streamed streamed;
   for (int64_t head = 0; head < heads.count; ++head) {
     const Stored* in = heads.in + head * heads.in_step;
-    Stored* const result = heads.out + head * heads.out_step;
-    Stored* const out = heads.streams ? reinterpret_cast<Stored*>(streamed.bytes) : result;
-    prefetch(in, heads.streams ? in : out, heads.ahead, bytes);
+    Stored* out = heads.out + head * heads.out_step;
+    prefetch(in, out, heads.ahead, bytes);
     if (kHasRegisters<typename A::Value> || i != 1 || j != 1) {
       turn_strided<A>(in + at * i, i, out + at * j, j, pair, other, r, n, in_twos(p));
     } else if (p.interleaved) {
@@ -161,7 +158,6 @@ inline void rotate_in_loops(const Problem& p, const Heads<typename A::Stored>& h
     } else {
       turn_halves<A>(in + at, in + at + other, out + at, out + at + other, r, n);
     }
-    if (heads.streams) stream_lines(result + at, out + at, 2 * n * int64_t(sizeof(Stored)) / kLine);
   }
 }
 

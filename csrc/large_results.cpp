@@ -99,7 +99,7 @@ int64_t stream_from() {
   }
   return largest / 2;
 #else
-  return 0;  // streams.h knows no instruction that stores past the caches
+  return 0;  // registers.h has no instruction there that stores past the caches
 #endif
 }
 

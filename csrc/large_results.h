@@ -4,7 +4,7 @@
 // each 4 KB of it, which takes longer than the rotation. Where the system grants huge pages on request,
 // this asks for them before the first write.
 //
-// An ordinary store first reads the line that it overwrites. Streaming stores (streams.h) do not, but
+// An ordinary store first reads the line that it overwrites. Streaming stores do not, but
 // they also leave nothing in the caches for the next reader. So they serve results that the caches could
 // not keep, in memory that has its pages: the system has just cleared new ones, through the caches.
 #pragma once

@@ -36,7 +36,7 @@ struct Operand {
   Strides in_stride;
   Strides out_stride;
   int64_t blocks, entries;  // sizes of `out` along its rows and tokens, which are those of the problem or of a cache
-  bool streams = false;  // whether a rotation streams this result past the caches (streams.h)
+  bool streams = false;  // whether a rotation streams this result past the caches (large_results.h)
   // For a cache: where in `out` each token of [rows, tokens] goes, in elements; -1 for nowhere. In place the token
   // also comes from there.
   const int64_t* places = nullptr;
@@ -213,8 +213,6 @@ using PhaseLoop = void (*)(const PhaseSums&, int64_t begin, int64_t end);
 
 // Bytes of a cache line.
 constexpr int64_t kLine = 64;
-// Bytes of the largest head whose results can be streamed.
-constexpr int64_t kStreamed = 8192;
 
 // The loop keeps this many cosines, and as many sines, of a tile on its stack.
 constexpr int64_t kAngles = 2048;

@@ -217,7 +217,9 @@ void run(const Problem& p, int64_t begin, int64_t end, RotateHeads<F> rotate) {
       first += n;
     } while (first < p.pairs);
   }
-  end_streams();
+#if defined(__AVX2__)
+  _mm_sfence();  // lets other threads see streamed results before anything that this thread stores later
+#endif
 }
 
 // Only the last case, the usual one, relies on the two channels of a pair having the same angle.

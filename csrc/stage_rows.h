@@ -76,10 +76,10 @@ template <class T>
 TIGHTROPE_LOOP T sum(const T* __restrict a, int64_t n) {
   return over_lanes(T(0), n, [&](T sum, int64_t k) { return sum + a[k]; }, [](T x, T y) { return x + y; });
 }
-// Returns the maximum, or NaN if any value is NaN.
+// Returns the maximum, or any number if a value is NaN.
 template <class T>
 TIGHTROPE_LOOP T largest(const T* __restrict a, int64_t n) {
-  const auto larger = [](T top, T x) { return x > top || x != x ? x : top; };
+  const auto larger = [](T top, T x) { return x > top ? x : top; };
   return over_lanes(a[0], n, [&](T top, int64_t k) { return larger(top, a[k]); }, larger);
 }
 
@@ -92,8 +92,13 @@ inline T inverse_rms(const T* x, int64_t n, double eps) {
 template <class T>
 inline void soften(const T* from, T* to, int64_t n) {
   const T top = largest(from, n);
-  TIGHTROPE_INDEPENDENT
-  for (int64_t k = 0; k < n; ++k) to[k] = exponential(from[k] - top);
+  if constexpr (kHasRegisters<T>) {
+    for (int64_t k = 0; k < n; k += kWidest)
+      write_first(to + k, exponential(read_first(from + k, n - k) - all<V>(top)), n - k);
+  } else {
+    TIGHTROPE_INDEPENDENT
+    for (int64_t k = 0; k < n; ++k) to[k] = exponential(from[k] - top);
+  }
   const T scale = T(1) / sum(to, n);
   for (int64_t k = 0; k < n; ++k) to[k] *= scale;
 }

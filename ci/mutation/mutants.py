@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ["angles.py", "frequencies", "positions", "ops", "backends/reference.py"]
 LOOPS = (
     "formats.h heads.h angles.h angle_sums.h gate_sums.h stages.h stage_rows.h acts.h rotate_loops.h overlap.h "
-    "streams.h registers.h vectors.h fast_acts.h norms.h stage_lines.h bind_problem.h bind_stages.h bind_gradients.cpp"
+    "registers.h vectors.h fast_acts.h norms.h stage_lines.h bind_problem.h bind_stages.h bind_gradients.cpp"
 ).split()
 
 _PAIRS = (
