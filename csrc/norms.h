@@ -42,7 +42,43 @@ TIGHTROPE_INLINE Sums squares(const typename F::Stored* in, int64_t n) {
   return sums[0];
 }
 
-// The sum of the partial sums of a head: first of l and l + 8, then within each four of l and l + 2, then of neighbours.
+// Adds up the partial sums of kWidest heads from `first` on; a register of their sums, in order.
+template <class F>
+TIGHTROPE_INLINE V squares_of(const Line<F>& line, int64_t channels, int64_t first) {
+  const auto of = [&](int64_t head) {
+    return head < line.count ? squares<F>(line.in + head * line.in_step, channels) : Sums();
+  };
+#if defined(__aarch64__)
+  V lower[4], upper[4];
+  for (int i = 0; i < 4; ++i) {
+    const Sums sums = of(first + i);
+    lower[i] = sums.at[0] + sums.at[2], upper[i] = sums.at[1] + sums.at[3];
+  }
+  const auto fours = [](const V* x) { return fold_ones(fold_twos(x[0], x[1]), fold_twos(x[2], x[3])); };
+  return fours(lower) + fours(upper);
+#else
+  // First the partial sums l and l + 8. With 16 lanes those of another head fill the upper half.
+  const auto eights = [&](int64_t head) {
+    const Sums sums = of(head);
+#if defined(__AVX512F__)
+    return fold_halves(sums.at[0], of(head + 4).at[0]);
+#else
+    return sums.at[0] + sums.at[1];
+#endif
+  };
+  // Separate statements fix the order of memory accesses; the compiler may evaluate arguments in any order.
+  const auto fours = [&](int64_t head) {
+    V a = eights(head), b = eights(head + 1);
+    const V first_two = fold_twos(a, b);
+    a = eights(head + 2), b = eights(head + 3);
+    return fold_ones(first_two, fold_twos(a, b));
+  };
+  const V lower = fours(first);
+  return fold_fours(lower, fours(first + kWidest / 2));
+#endif
+}
+
+// The sum of the partial sums of one head, in the same order.
 inline float total(const Sums& sums) {
 #if defined(__aarch64__)
   const auto four = [](V x) { return (x[0] + x[2]) + (x[1] + x[3]); };
@@ -63,10 +99,10 @@ inline float total(const Sums& sums) {
 template <class F>
 TIGHTROPE_LOOP void norms(const Problem& p, double eps, const Line<F>& line, float* scale) {
   const V share = all<V>(1.0f / float(p.head_dim)), least = all<V>(eps);
-  for (int64_t head = 0; head < line.count; ++head)
-    scale[head] = total(squares<F>(line.in + head * line.in_step, p.head_dim));
-  for (int64_t head = 0; head < line.count; head += kWidest)
-    Wide::write<false>(scale + head, all<V>(1) / root(fma_(Wide::read(scale + head), share, least)));
+  for (int64_t head = 0; head < line.count; head += kWidest) {
+    const V sums = squares_of<F>(line, p.head_dim, head);
+    Wide::write<false>(scale + head, all<V>(1) / root(fma_(sums, share, least)));
+  }
 }
 
 // Backward pass of a norm, the first head of a line: sums over the head, then the gradient. `g` and `x` are scratch rows.

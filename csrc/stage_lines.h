@@ -153,7 +153,7 @@ inline void stage_in_lines(const Problem& p, const Stages& o, Line<F> line, cons
   if (called.on != nullptr) either(called);
   if (!is_norm) return;
   // Compute the norms of all heads before the first head is overwritten.
-  alignas(64) float scale[kNorms] = {};
+  alignas(64) float scale[kNorms];
   for (int64_t left = line.count; left > 0; left -= kNorms) {
     const int64_t heads = left < kNorms ? left : kNorms;
     // Heads whose weights differ are lines of their own.

@@ -53,6 +53,23 @@ TIGHTROPE_INLINE Words entry_of_16(const int32_t* table, Words k) {
 TIGHTROPE_INLINE Words entry_of_32(const int32_t* table, Words k) {
   return (Words)_mm512_permutex2var_epi32(_mm512_load_si512(table), (__m512i)k, _mm512_load_si512(table + 16));
 }
+
+// The sums of the lanes l and l + 8 of each.
+TIGHTROPE_INLINE V fold_halves(V a, V b) {
+  return _mm512_maskz_shuffle_f32x4(0xFFFF, a, b, 0x44) + _mm512_maskz_shuffle_f32x4(0xFFFF, a, b, 0xEE);
+}
+// Within each four lanes, the sums of l and l + 2; then of neighbours; then of neighbouring fours.
+TIGHTROPE_INLINE V fold_twos(V a, V b) {
+  return _mm512_maskz_unpacklo_ps(0xFFFF, a, b) + _mm512_maskz_unpackhi_ps(0xFFFF, a, b);
+}
+TIGHTROPE_INLINE V fold_ones(V a, V b) {
+  const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+  return _mm512_castpd_ps(_mm512_maskz_unpacklo_pd(0xFF, c, d)) +
+         _mm512_castpd_ps(_mm512_maskz_unpackhi_pd(0xFF, c, d));
+}
+TIGHTROPE_INLINE V fold_fours(V a, V b) {
+  return _mm512_maskz_shuffle_f32x4(0xFFFF, a, b, 0x88) + _mm512_maskz_shuffle_f32x4(0xFFFF, a, b, 0xDD);
+}
 #elif defined(__AVX2__)
 template <>
 TIGHTROPE_INLINE V all<V>(double x) { return _mm256_set1_ps(float(x)); }
@@ -91,6 +108,15 @@ TIGHTROPE_INLINE Words entry_of_16(const int32_t* table, Words k) {
 TIGHTROPE_INLINE Words entry_of_32(const int32_t* table, Words k) {
   return (Words)_mm256_blendv_ps((V)entry_of_16(table, k), (V)entry_of_16(table + 16, k), (V)(k << 27));
 }
+
+TIGHTROPE_INLINE V fold_twos(V a, V b) { return _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b); }
+TIGHTROPE_INLINE V fold_ones(V a, V b) {
+  const __m256d c = _mm256_castps_pd(a), d = _mm256_castps_pd(b);
+  return _mm256_castpd_ps(_mm256_unpacklo_pd(c, d)) + _mm256_castpd_ps(_mm256_unpackhi_pd(c, d));
+}
+TIGHTROPE_INLINE V fold_fours(V a, V b) {
+  return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
+}
 #else
 template <>
 TIGHTROPE_INLINE V all<V>(double x) { return vdupq_n_f32(float(x)); }
@@ -114,6 +140,12 @@ TIGHTROPE_INLINE Words entry_of_32(const int32_t* table, Words k) {
   Words found;
   for (int l = 0; l < 4; ++l) found[l] = uint32_t(table[k[l] % 32]);
   return found;
+}
+
+TIGHTROPE_INLINE V fold_twos(V a, V b) { return vzip1q_f32(a, b) + vzip2q_f32(a, b); }
+TIGHTROPE_INLINE V fold_ones(V a, V b) {
+  const float64x2_t c = vreinterpretq_f64_f32(a), d = vreinterpretq_f64_f32(b);
+  return vreinterpretq_f32_f64(vzip1q_f64(c, d)) + vreinterpretq_f32_f64(vzip2q_f64(c, d));
 }
 #endif
 
