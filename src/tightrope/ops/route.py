@@ -192,12 +192,13 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
         at = BY_NAME[layout]
         if len(shape) != at.dims or (angles is not None and source is None):
             return None
-        tokens = shape[at.token]
+        tokens, own = shape[at.token], spec.words
         lengths: Lengths | None = (min(max(0, offset + tokens), LONGEST),)
         if type(where) is Positions and ids is not None:
-            lengths = spec.words.lengths(where, tokens, device)
-        words, turns = spec.words.of(lengths, device)
-        amplitude = float.fromhex(spec.words.amplitude(lengths))
+            lengths = own.lengths(where, tokens, device)
+        words, turns = own.of(lengths, device)
+        if not own.one_amplitude:
+            amplitude = float.fromhex(own.amplitude(lengths))
     plain = words, turns, ids, offset, options[add_index], amplitude
     if angles is not None and q.is_cpu and not by_length:
         tokens = shape[BY_NAME[layout].token] if len(shape) == BY_NAME[layout].dims else 0

@@ -153,6 +153,7 @@ class Words:
         axis_count: number of coordinates of a position.
         amplitude_hex: the attention scaling within the original length, as a hexadecimal string,
             since the compiler would turn a float into a symbol.
+        one_amplitude: whether longer sequences have the same attention scaling.
     """
 
     def __init__(self, rule: Rule | None, rotary_dim: int, base: float, axes: Axes | None) -> None:
@@ -179,6 +180,7 @@ class Words:
         self.axis_count = within.shape[0]
         self.amplitude_hex = within.amplitude_hex
         self._beyond_hex = beyond.amplitude_hex
+        self.one_amplitude = self._beyond_hex == self.amplitude_hex
         # A captured CUDA graph reads these tensors, so they live as long as the spec.
         self._on: dict[torch.device, OnDevice] = {}
         # The words of the last lengths beyond the original one, with lengths and device: all layers of a step
@@ -239,7 +241,7 @@ class Words:
         if torch.compiler.is_compiling() and isinstance(seq_len, (int, torch.SymInt)):
             if not self.by_length and not isinstance(seq_len, bool):
                 return None  # checking its value would add a guard to the graph
-            if self._beyond_hex == self.amplitude_hex:
+            if self.one_amplitude:
                 seq_len = torch.full((1,), seq_len, dtype=torch.int64, device=device)
         if not self.by_length and isinstance(seq_len, torch.Tensor):
             _lengths.check_tensor(seq_len)  # without reading it
@@ -352,11 +354,12 @@ class Words:
         limit = rule.original_max_position
         if isinstance(lengths, torch.Tensor):
             return rule.scale_beyond(lengths.clamp(min=limit))[:, None, None]
-        scales = [rule.scale_beyond(float(max(length, limit))) for length in lengths]
+        scale = rule.scale_beyond
+        scales = [scale(float(length if length > limit else limit)) for length in lengths]
         if len(scales) == 1:
             # Filled, because a copy from the host would wait for the device.
             return torch.full((1, 1, 1), scales[0], dtype=torch.float64, device=device)
-        return torch.tensor(scales, dtype=torch.float64, device=device)[:, None, None]
+        return torch.tensor(scales, dtype=torch.float64, device=device).view(-1, 1, 1)
 
     def _stretched(self, scale: torch.Tensor, device: torch.device) -> PhaseWords:
         """Compute phase words in float64 for the scales of rows."""
@@ -376,7 +379,7 @@ class Words:
             NotImplementedError: rows whose factors differ, or may differ.
         """
         rule, within, beyond = self.rule, self.amplitude_hex, self._beyond_hex
-        if lengths is None or rule is None or within == beyond:
+        if lengths is None or rule is None or self.one_amplitude:
             return within
         known = not isinstance(lengths, torch.Tensor)
         limit = rule.original_max_position
