@@ -169,6 +169,7 @@ def rotary_apply(
 
     Source: the formula of Su et al., RoFormer (arXiv 2104.09864), equation 34.
 
+    >>> from tightrope.functional import build_freqs_cis
     >>> x = torch.randn(2, 8, 16, 64)
     >>> rotary_apply(x, *build_freqs_cis(16, 64)).shape
     torch.Size([2, 8, 16, 64])
@@ -207,6 +208,7 @@ def rotary_embedding(
 
     Source: PyTorch pull request 187286, not merged as of November 2026.
 
+    >>> from tightrope.functional import build_freqs_cis
     >>> x, (cos, sin) = torch.randn(2, 8, 16, 64), build_freqs_cis(100, 64)
     >>> rotary_embedding(x, cos, sin, torch.arange(16).expand(2, -1) + 50).shape
     torch.Size([2, 8, 16, 64])
