@@ -25,17 +25,7 @@ def run(version: str, arguments: list[str]) -> bool:
     pip = ["pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", str(folder)]
     subprocess.run([sys.executable, "-m", *pip, f"triton=={version}", *others], check=True)
     path = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    pytest = [
-        "pytest",
-        "-n",
-        "2",
-        "--dist",
-        "worksteal",
-        "-m",
-        "not slow",
-        "-p",
-        "no:cacheprovider",
-    ]
+    pytest = [*"pytest -n 2 --dist worksteal -p no:cacheprovider -m".split(), "not slow"]
     command = [sys.executable, "-m", *pytest, *TESTS, *arguments]
     changed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **changed}, check=False)
