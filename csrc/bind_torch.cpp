@@ -20,7 +20,8 @@ using Tensors = std::vector<Tensor>;
 // Bytes that are likely still in the caches if the caller has just made or read them.
 constexpr int64_t kFetched = 1 << 20;
 
-// Decides which results to stream past the caches: those whose rotated halves are whole, aligned lines.
+// Decides which results to stream past the caches: those whose rotated halves are whole, aligned lines. Only registers
+// are streamed, and double has none.
 void choose_streams(Problem& p) {
   const int64_t element = bytes_of(p.dtype), head = p.head_dim * element;
   const int64_t tokens = p.rows * p.tokens;

@@ -82,7 +82,7 @@ constexpr int kForAngles = 8;
     typedef uint32_t Words __attribute__((vector_size(4 * lanes)));                        \
     static Floats read(const float* at) { return p##_loadu_ps(at); }                       \
     static Words read(const Twin* at) { return (Words)p##_loadu_##si((const i*)at); }      \
-    /* Streaming stores (large_results.h) need an aligned address. */                            \
+    /* Streaming stores (large_results.h) need an aligned address. */                      \
     template <bool streams>                                                                \
     static void write(float* at, Floats x) {                                               \
       streams ? p##_stream_ps(at, x) : p##_storeu_ps(at, x);                               \

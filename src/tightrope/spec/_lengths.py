@@ -146,6 +146,7 @@ def ends(ids: torch.Tensor, more: int) -> Lengths:
 
 def _ends(ids: torch.Tensor, more: int) -> list[int]:
     """Do :func:`ends` for ids that can be read; results of integer ids may be negative."""
+    # A row of one coordinate needs no reduction, which takes several times as long as the rest.
     last = (ids if ids.numel() == ids.shape[1] else ids.amax(_within(ids))).reshape(-1).tolist()
     if not ids.is_floating_point():
         return [end + more for end in last]

@@ -2,8 +2,8 @@
 
 A head consists of up to four tiles: the first and the second members of its pairs, and the channels
 before and after the rotated slice. `at` is the offset of the head for each token, [tokens, 1]; `channel` the
-stride of the channels, None for 1. Loads have no token mask to wait for: places beyond the last token read that token again. Stores are
-masked by `inside`.
+stride of the channels, None for 1. Loads have no token mask to wait for: places beyond the last token read that
+token again. Stores are masked by `inside`.
 """
 
 from __future__ import annotations
