@@ -8,9 +8,9 @@
 A mutant is one changed line. It is identified by the line's text, so a list stays valid after other
 changes; a mutant whose line no longer exists is reported as gone. For each mutant, tests run on a
 copy of src/ until a test fails: for Python the tests that run the changed line, for C++ those of
-all files in NEAREST. The test files that NEAREST lists for the changed file run first. The loops in
-csrc/ are built for one instruction set. `run` continues an earlier run with the same RESULTS;
-it works only on Linux, because it forks.
+all files in NEAREST. The test files that NEAREST lists for the changed file, if any, run first. The
+loops in csrc/ are built for one instruction set. `run` continues an earlier run with the same
+RESULTS; it works only on Linux, because it forks.
 """
 
 import collections
@@ -91,7 +91,7 @@ class Tracer:
 
     def __init__(self):
         self.tests, self.lines, self.seen, self.failed = {}, {}, set(), False
-        self.prefixes = tuple(str(ROOT / "src/tightrope" / name) for name in PYTHON)
+        self.prefixes = tuple(str(ROOT / "src" / name) for name in PYTHON)
         self.texts = {str(p): p.read_text().splitlines() for p in source_files()}
 
     def trace(self, frame, event, _):
@@ -195,7 +195,7 @@ def file_of(nodeid):
 def stages(mutant, traced):
     """Return two dictionaries {test: seconds}: the tests of the nearest files, and the others."""
     name, tests = mutant["file"], traced["tests"]
-    near = next(files for pattern, files in NEAREST.items() if re.search(pattern, name)).split()
+    near = next((f for pattern, f in NEAREST.items() if re.search(pattern, name)), "").split()
     if name.startswith("csrc"):
         others = {file for files in NEAREST.values() for file in files.split()}
         found = {n: s for n, (s, _) in tests.items() if file_of(n) in others}

@@ -16,7 +16,10 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = ["angles.py", "frequencies", "positions", "ops", "backends/reference.py"]
+# Parts of src/, and the number of lines for each of which one mutant is chosen.
+PYTHON = dict.fromkeys("angles.py frequencies positions ops backends/reference.py".split(), 44)
+PYTHON |= dict.fromkeys("config forms functional integrations nn phases spec stacks".split(), 150)
+PYTHON = {f"tightrope/{name}": lines for name, lines in PYTHON.items()} | {"tightrope_tools": 150}
 LOOPS = (
     "formats.h heads.h angles.h angle_sums.h gate_sums.h stages.h stage_rows.h acts.h rotate_loops.h overlap.h "
     "registers.h vectors.h fast_acts.h norms.h stage_lines.h bind_problem.h bind_stages.h bind_gradients.cpp"
@@ -144,11 +147,12 @@ def loop_lines(text):
 def choose(path):
     """Yield the mutants of a file: kinds in turn, at most one per line, the same in every run."""
     name, text = path.relative_to(ROOT).as_posix(), path.read_text()
+    every = next((n for part, n in PYTHON.items() if name.startswith(f"src/{part}")), 0)
     found = sorted(set((python_lines if path.suffix == ".py" else loop_lines)(text)))
     chance = random.Random(name)
     chance.shuffle(found)
     lines, used, taken = text.splitlines(), collections.Counter(), set()
-    count = 3 if path.suffix != ".py" else -(-len(lines) // 44) if len(lines) > 45 else 0
+    count = 3 if path.suffix != ".py" else -(-len(lines) // every) if len(lines) > 45 else 0
     while found and len(taken) < count:
         number, kind, after = min(found, key=lambda one: used[one[1]])
         before = lines[number - 1]
@@ -161,7 +165,7 @@ def choose(path):
 
 def source_files():
     for name in PYTHON:
-        where = ROOT / "src/tightrope" / name
+        where = ROOT / "src" / name
         files = [where] if where.is_file() else sorted(where.rglob("*.py"))
         if not files:
             raise FileNotFoundError(f"{where} holds no source")
