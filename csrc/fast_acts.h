@@ -43,16 +43,16 @@ TIGHTROPE_INLINE void one_and_exponential(V* x) {
   // Clamp, because exponent bits hold only 2^-127 to 2^127. 1 + e^-60 is already 1, and e^94 makes the
   // product overflow.
   each([&](int i) { x[i] = at_least(all<V>(-94), at_most(all<V>(60), x[i])); });
-  each([&](int i) { steps[i] = fma_(x[i], all<V>(kSteps), all<V>(kRounder)); });
+  each([&](int i) { steps[i] = fma_(x[i], all<V>(kSteps), all<V>(kRounder<float>)); });
   if (brief) {
-    each([&](int i) { x[i] = fma_(x[i], all<V>(kSteps), all<V>(kRounder + 23) - steps[i]); });
+    each([&](int i) { x[i] = fma_(x[i], all<V>(kSteps), all<V>(kRounder<float> + 23) - steps[i]); });
     each([&](int i) { steps[i] = (V)(entry_of_16(kSixteenths, (Words)steps[i]) + ((Words)steps[i] << 19)); });
     each([&](int i) { x[i] = fma_(x[i], x[i], all<V>(532.744568)); });
     each([&](int i) { x[i] = fma_(steps[i], x[i], all<V>(1)); });
     return;
   }
   each([&](int i) {
-    const V rest = fms_(x[i], all<V>(kSteps), steps[i] - all<V>(kRounder));
+    const V rest = fms_(x[i], all<V>(kSteps), steps[i] - all<V>(kRounder<float>));
     x[i] = fma_(x[i], all<V>(-6.16308170e-7), rest);
   });
   each([&](int i) { steps[i] = (V)(entry_of_32(kThirtySeconds, (Words)steps[i]) + ((Words)steps[i] << 18)); });
@@ -64,8 +64,7 @@ TIGHTROPE_INLINE void one_and_exponential(V* x) {
 template <class A>
 TIGHTROPE_LOOP void correct_large(const V& x, V* to, bool slope) {
   for (int k = 0; k < kWidest; ++k)
-    if (magnitude(x[k]) > kLargeAngle)
-      (*to)[k] = float(slope ? A::template slope<false>(double(x[k])) : A::template f<false>(double(x[k])));
+    if (magnitude(x[k]) > kLargeAngle) (*to)[k] = float(A::far(double(x[k]), slope));
 }
 
 // Activations that are few in models and many in instructions: a call, so that the loops around it stand in the library
@@ -82,7 +81,8 @@ void call_act(const V* x, V* to, int n) {
   for (int i = 0; i < n; ++i) {
     const V from = x[i];
     V found = back ? A::template slope<brief>(from) : A::template f<brief>(from);
-    if (kIsWave<A> && any(magnitude(from) > all<V>(kLargeAngle))) correct_large<A>(from, &found, back);
+    if constexpr (kIsWave<A>)
+      if (any(magnitude(from) > all<V>(kLargeAngle))) correct_large<A>(from, &found, back);
     to[i] = back ? to[i] * found : found;
   }
 }

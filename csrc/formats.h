@@ -63,8 +63,14 @@ TIGHTROPE_INLINE T polynomial(T x, double highest, Numbers... next) {
 inline float rounded_even(float x) { return __builtin_rintf(x); }
 inline double rounded_even(double x) { return __builtin_rint(x); }
 
-// Adding this constant rounds a float to an integer and leaves it in the lowest bits.
-constexpr float kRounder = 12582912.0f;  // 1.5 · 2^23
+// Adding this constant rounds a number to an integer and leaves it in the lowest bits.
+template <class T>
+constexpr double kRounder = kIs<T, double> ? 0x1.8p52 : 0x1.8p23;
+// The integer next to x · factor.
+template <class T>
+TIGHTROPE_INLINE T nearest(T x, double factor) {
+  return fma_(x, all<T>(factor), all<T>(kRounder<T>)) - all<T>(kRounder<T>);
+}
 
 template <class To, class From>
 inline To bits(From from) {

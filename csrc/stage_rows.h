@@ -105,21 +105,27 @@ inline void soften(const T* from, T* to, int64_t n) {
 
 // ---- f and f' -------------------------------------------------------------------------------------
 
-template <class A, class T>
+// Replaces `to` by f of `from`, or multiplies it by f' of `from`.
+template <class A, bool slope, class T>
 TIGHTROPE_LOOP void act_on_row(const T* from, T* to, int64_t n) {
-  TIGHTROPE_INDEPENDENT
-  for (int64_t k = 0; k < n; ++k) to[k] = A::template f<false>(from[k]);
-}
-template <class A, class T>
-TIGHTROPE_LOOP void slope_on_row(const T* __restrict x, T* __restrict g, int64_t n) {
-  for (int64_t k = 0; k < n; ++k) g[k] *= A::template slope<false>(x[k]);
+  const auto each = [&](const auto& act) {
+    TIGHTROPE_INDEPENDENT
+    for (int64_t k = 0; k < n; ++k) to[k] = slope ? to[k] * act(from[k]) : act(from[k]);
+  };
+  const auto act = [](T x) { return slope ? A::template slope<false>(x) : A::template f<false>(x); };
+  if constexpr (kIsWave<A>) {
+    bool far = false;
+    for (int64_t k = 0; k < n; ++k) far |= magnitude(from[k]) > kLargeAngle;
+    if (far) return each([&](T x) { return magnitude(x) > kLargeAngle ? T(A::far(x, slope)) : act(x); });
+  }
+  each(act);
 }
 
 template <class T>
 inline void apply(const Stages& o, const T* weight, const T* from, T* to, int64_t n) {
   if (o.act == Act::kSoftmax) return soften(from, to, n);
   if constexpr (!kHasRegisters<T>) {
-    if (with_act(o.act, [&](auto act) { act_on_row<decltype(act)>(from, to, n); })) return;
+    if (with_act(o.act, [&](auto act) { act_on_row<decltype(act), false>(from, to, n); })) return;
     const T scale = inverse_rms(from, n, o.eps);
     TIGHTROPE_INDEPENDENT
     for (int64_t k = 0; k < n; ++k) to[k] = from[k] * scale * weight[k];
@@ -137,7 +143,7 @@ inline void apply_back(const Stages& o, const T* __restrict weight, T* __restric
     return;
   }
   if constexpr (!kHasRegisters<T>) {
-    if (with_act(o.act, [&](auto act) { slope_on_row<decltype(act)>(x, g, n); })) return;
+    if (with_act(o.act, [&](auto act) { act_on_row<decltype(act), true>(x, g, n); })) return;
     const T scale = inverse_rms(x, n, o.eps);
     for (int64_t k = 0; k < n; ++k) x[k] *= scale;
     if (by_weight != nullptr)

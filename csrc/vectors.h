@@ -190,7 +190,7 @@ TIGHTROPE_INLINE void write_first(Twin* at, Words x, int64_t n) {
 TIGHTROPE_INLINE V choose(Integers which, V yes, V no) { return which ? yes : no; }
 TIGHTROPE_INLINE V magnitude(V x) { return (V)((Words)x & 0x7FFFFFFFu); }
 TIGHTROPE_INLINE V with_sign(V x, V of) { return (V)(((Words)x & 0x7FFFFFFFu) | ((Words)of & 0x80000000u)); }
-TIGHTROPE_INLINE Integers whole_of(V shifted) { return (Integers)((Words)shifted - bits<uint32_t>(kRounder)); }
+TIGHTROPE_INLINE Integers whole_of(V x) { return (Integers)((Words)(x + all<V>(kRounder<float>)) - 0x4B400000u); }
 TIGHTROPE_INLINE V power_of_two(Integers n) { return (V)((n + 127) << 23); }
 
 }  // namespace
