@@ -155,7 +155,9 @@ def in_child(source, isa, options, chosen):
     sys.path[:0] = [str(source)]
     os.environ.update(PYTHONPATH=str(source), TIGHTROPE_CPU_ISA=isa or "")
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(source.parent / "hypothesis")
-    pytest.main(options, plugins=[chosen])
+    status = pytest.main(options, plugins=[chosen])
+    if status in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR):
+        chosen.result |= {"outcome": "crash", "by": "import"}
     chosen.note.write_text(json.dumps(chosen.result))
 
 

@@ -56,8 +56,9 @@ def test_a_tensor_that_needs_no_gradient_or_has_no_part_in_the_loss_gets_none() 
         assert key.grad is None
     assert torch.equal(grads[0], grads[1])
     assert torch.equal(grads[0], grads[2])
-    y, z = rotate_qk(q.detach(), k.clone().requires_grad_(), RopeSpec(8))
-    assert (y.requires_grad, z.requires_grad) == (False, True)
+    for act in (None, "silu"):
+        y, z = rotate_qk(q.detach(), k.clone().requires_grad_(), RopeSpec(8), act=act)
+        assert (y.requires_grad, z.requires_grad) == (False, True)
 
 
 @pytest.mark.parametrize("which", ["ids", "tables", "frequencies"])
