@@ -22,6 +22,7 @@ class Family:
             description.
         pairing_key: the key by which this family's code lets a configuration choose the pairing.
         base: a constant of the code, for families whose configurations have no key for it.
+        fixed: what the code takes from no key: "base", "scaling" or both.
         fraction: ``"optional"``: without a key all channels rotate. ``"required"``: the family
             rotates a part by default, so a configuration must give the part. ``"none"``: all
             channels rotate; the code ignores a key for a part, or fails with one. ``"factor"``: the
@@ -48,6 +49,7 @@ class Family:
     source: str
     pairing_key: str | None = None
     base: float | None = None
+    fixed: tuple[str, ...] = ()
     fraction: str = "optional"
     head_dim: str = "derived"
     width: tuple[str, ...] = ()
@@ -79,7 +81,8 @@ def _each(names: str, function: str = "apply_rotary_pos_emb", **facts: object) -
 
 def _conformer(folder: str, stem: str, **facts: object) -> Family:
     function = f"{stem}SelfAttention._apply_rotary_embedding"
-    return _half(folder, function, position_type="position_embeddings_type", **facts)
+    by_key = {"position_type": "position_embeddings_type", "fixed": ("scaling",)}
+    return _half(folder, function, **by_key, **facts)
 
 
 def _hub(file: str, interleaved: bool = False, **facts: object) -> Family:
@@ -102,6 +105,7 @@ def _own(why: str) -> Family:
 _ANY_PART = {"fraction": "optional"}
 _PART = {"fraction": "required"}
 _HEAD = {"head_dim": "required"}
+_FIXED: dict[str, Any] = {"base": 10000.0, "fixed": ("base", "scaling")}
 
 _MLA_CHOICE = {"start": "nope", "pairing_key": "rope_interleave"}
 _DEEPSEEK_V3 = _pairs("deepseek_v3", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE)
@@ -179,13 +183,13 @@ FAMILIES: dict[str, Family] = {
     **_each("minimax_m2 qwen3_next", **_PART, **_HEAD),
     "bamba": _half("bamba", fraction="half"),
     # --- interleaved pairing ---
-    "codegen": _pairs("codegen", base=10000.0, **_PART),
+    "codegen": _pairs("codegen", **_FIXED, **_PART),
     "cohere": _pairs("cohere"),
     "ernie4_5": _pairs("ernie4_5", **_HEAD),
     "ernie4_5_moe": _pairs("ernie4_5_moe"),
     "glm": _pairs("glm", **_PART),
     "glm4": _pairs("glm4", **_PART, **_HEAD),
-    "gptj": _pairs("gptj", base=10000.0, **_PART),
+    "gptj": _pairs("gptj", **_FIXED, **_PART),
     "helium": _pairs("helium", **_HEAD),
     "moonshine": _pairs("moonshine", **_PART),
     "moonshine_streaming": _pairs("moonshine_streaming", **_PART),
@@ -200,8 +204,8 @@ FAMILIES: dict[str, Family] = {
     "roformer": Family(
         True,
         "roformer: RoFormerSelfAttention.apply_rotary_position_embeddings",
-        base=10000.0,
         fraction="none",
+        **_FIXED,
     ),
     # --- latent attention: the rotated slice comes after channels without RoPE ---
     "axk1": _pairs("axk1", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
@@ -327,7 +331,7 @@ FAMILIES: dict[str, Family] = {
         **_VISION,
     ),
     # --- RoPE is optional ---
-    "esm": _half("esm", base=10000.0, position_type="position_embedding_type"),
+    "esm": _half("esm", base=10000.0, fixed=("scaling",), position_type="position_embedding_type"),
     "seamless_m4t": _conformer(
         "seamless_m4t",
         "SeamlessM4TConformer",

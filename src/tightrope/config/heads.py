@@ -11,7 +11,20 @@ from ..frequencies import Rule
 from . import keys
 from .files import RECORD
 from .scaling import Fact, claimed_by
-from .source import BASE, TRIED, Arguments, Found, Part, Source, Stated, agreed, fail, settle, whole
+from .source import (
+    BASE,
+    TRIED,
+    Arguments,
+    Found,
+    Part,
+    Source,
+    Stated,
+    agreed,
+    fail,
+    ignored,
+    settle,
+    whole,
+)
 
 # Far above the head width of any model: a larger one is an error before anything of its size is made.
 _WIDEST = 65536
@@ -25,9 +38,11 @@ def base_of(source: Source, part: Part) -> tuple[float, str]:
     if tried is not None:
         return float(tried), "tried"
     got = agreed("base", part.inner(keys.BASE) + source.outer(part.base))
-    if got is not None:
-        return got[1], got[0]
     family = source.family
+    if got is not None:
+        if family is not None and "base" in family.fixed and got[1] != family.base:
+            got = ignored(source, "base", f"{family.base:g}", got)
+        return got[1], got[0]
     if family is not None and family.base is not None:
         return family.base, f"constant of the code of {source.name}"
     null = [path for key, (path, _) in part.entries.items() if key in keys.BASE]

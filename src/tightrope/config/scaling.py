@@ -10,7 +10,7 @@ from .._errors import bad_type
 from ..frequencies import NTK, RULES, Given, Linear, Rule, YaRN
 from ..spec import RopeSpec
 from . import keys
-from .source import Found, Part, Source, agreed, fail, settle
+from .source import Found, Part, Source, agreed, fail, ignored, settle
 
 Fact = tuple[str, object, str]
 
@@ -78,6 +78,9 @@ def scaling_of(
         return None, [("scaling", None, given or "no key gives one")]
     if turns:
         fail(f"{source.name} counts coordinates in turns, so it must not have a scaling rule")
+    if source.family is not None and "scaling" in source.family.fixed:
+        path, name = part.inner(keys.TYPE)[0]
+        ignored(source, "scaling", "'default'", (path, name))
     facts: list[Fact] = [("scaling", kind.__name__, given)]
     values: dict[str, Any] = {}
     missing: list[str] = []
@@ -107,6 +110,8 @@ def scaling_of(
         fail(f"scaling by {kind.names[0]!r} must have {', '.join(missing)} but has only {has}")
     for high, low in (("beta_fast", "beta_slow"), ("high_freq_factor", "low_freq_factor")):
         _ordered(values, {name: where for name, _, where in facts}, high, low)
+    if kind is YaRN:
+        values.update(_mscales(values, {name: where for name, _, where in facts}))
     multiplier = part.value("attn_factor")
     switch = part.value("apply_yarn_scaling")
     if not isinstance(switch, bool | None):
@@ -123,6 +128,29 @@ def scaling_of(
         values["attention_factor"] = _times(values, path, multiplier)
         facts.append(("scaling.attention_factor", values["attention_factor"], path))
     return kind(**values), facts
+
+
+def _mscales(values: dict[str, Any], paths: dict[str, str]) -> dict[str, Any]:
+    """Raise an error if just one of YaRN's two mscales is given; return the values that are tried."""
+    both = {name: values.get(name) for name in ("mscale", "mscale_all_dim")}
+    given = [name for name, value in both.items() if value is not None]
+    if values.get("attention_factor") is not None or not given or all(both.values()):
+        return {}
+    unused = dict.fromkeys(both)
+    one, other = (
+        YaRN(**{**values, **more}).frequencies(2, 10000.0).attention_scaling
+        for more in ({}, unused)
+    )
+    if one == other:
+        return {}
+    chosen: dict[str, Any] = settle(
+        f"mscale and mscale_all_dim must both be given and not 0 but the config has only "
+        f"{paths['scaling.' + given[0]]} = {both[given[0]]!r}: DeepSeek's code scales attention by {one:g}, "
+        f"transformers ignores the key and scales by {other:g}",
+        ("as DeepSeek's code", {}),
+        ("as transformers", unused),
+    )
+    return chosen
 
 
 def _ordered(values: dict[str, Any], paths: dict[str, str], high: str, low: str) -> None:
@@ -143,10 +171,21 @@ def _value_of(
     if name != "original_max_position":
         return agreed(name, found)
     got = _original(source, part, found)
-    if got is None and kind.names[0] in keys.SCALED_FROM_MAX_POSITION:
-        context = source.outer(keys.MAX_POSITION)
-        if context:
-            return f"{context[0][0]}, as no key gives the original length", context[0][1]
+    if kind.names[0] not in keys.SCALED_FROM_MAX_POSITION:
+        return got
+    if got is None:
+        context = _context(source)
+        return context and (f"{context[0]}, as no key gives the original length", context[1])
+    # Nomic's code begins at its own key.
+    dynamic = kind.names[0] == "dynamic" and got[0].endswith(keys.ORIGINAL_MAX_POSITION[0])
+    if dynamic and (context := _context(source)) and context[1] != got[1]:
+        one, other = (f"{path} = {value!r}" for path, value in (got, context))
+        got = settle(
+            f"'dynamic' scaling must begin at one length but the config has {one} and {other}, which "
+            "transformers takes",
+            (f"if it begins at {one}", got),
+            (f"if it begins at {other}", context),
+        )
     return got
 
 
@@ -164,14 +203,18 @@ def _wants_ratio(part: Part, one: dataclasses.Field[Any], spelled: tuple[str, ..
 
 def _ratio(source: Source, part: Part) -> Found | None:
     """The longest length / the original length, as transformers computes a missing factor."""
-    original, longest = _original(source, part, []), source.outer(keys.MAX_POSITION)
-    if original is None or not longest:
+    original, longest = _original(source, part, []), _context(source)
+    if original is None or longest is None:
         return None
-    if not isinstance(original[1], int) or not isinstance(longest[0][1], int):
+    if not isinstance(original[1], int) or not isinstance(longest[1], int):
         return None
     if original[1] < 1:
         return None  # the rule raises the error
-    return f"{longest[0][0]} / {original[0]}", longest[0][1] / original[1]
+    return f"{longest[0]} / {original[0]}", longest[1] / original[1]
+
+
+def _context(source: Source) -> Found | None:
+    return agreed("the context length", source.outer(keys.MAX_POSITION))
 
 
 def _times(values: dict[str, Any], path: str, multiplier: object) -> float:

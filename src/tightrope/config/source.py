@@ -167,6 +167,16 @@ def agreed(what: str, found: list[Found], *, choose: bool = True) -> Found | Non
     return found[0] if found else None
 
 
+def ignored(source: Source, what: str, own: str, found: Found) -> Found:
+    """Raise an error for a key that the code of a family ignores; return the key if it is tried."""
+    got: Found = settle(
+        f"{what} must be {own}, as the code of {source.name} reads no key for it, but got {found[1]!r} from "
+        f"{found[0]}",
+        ("for other code, which reads it", found),
+    )
+    return got
+
+
 def whole(found: list[Found], most: int | None = None, least: int = 1) -> list[Found]:
     """Return ``found`` unchanged; an error if a value is not an int from ``least`` to ``most``."""
     for path, value in found:

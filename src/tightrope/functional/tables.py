@@ -76,7 +76,9 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each option)
             entries and then all again; "repeat", each entry twice in a row; "full", one entry per
             channel, in the order of the channels; the two of a pair may differ. For "cat" and
             "repeat" only the first of two duplicates is read; tables whose last row contradicts the
-            format raise an error, unless they require grad, are on a GPU or are being traced.
+            format raise an error, unless they require grad, are on a GPU or are being traced. A tensor is
+            checked again after it has changed, but not if it is an inference tensor or changed through
+            ``.data``.
         start: the first channel that rotates.
         inverse: rotate by the negative angles. If the tables also scale, the result is scaled as in
             the forward rotation. Not with "full" tables, which need not be rotations.

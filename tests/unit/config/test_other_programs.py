@@ -25,6 +25,7 @@ NEMO = {
 
 def test_nemo_spells_two_arguments_of_megatron_in_its_own_way() -> None:
     assert RopeSpec.from_config(NEMO) == RopeSpec(64, rotary_dim=32)
+    assert RopeSpec.from_config({**NEMO, "model_type": "gptj"}) == RopeSpec(64, rotary_dim=32)
     stretched = provenance({**NEMO, "seq_len_interpolation_factor": 4})
     assert stretched.spec == RopeSpec(64, rotary_dim=32, scaling=Linear(4.0))
     sources = {row.field: row.source for row in stretched.rows}

@@ -24,6 +24,8 @@ from tests.support.reading import (
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+GPTJ = {"model_type": "gptj", "n_embd": 256, "n_head": 4, "rotary_dim": 32}
 VLLM = {"head_size": 64, "rotary_dim": 64, "rope_theta": 1e4, "is_neox_style": True}
 MEGATRON = {
     "hidden_size": 4096,
@@ -80,6 +82,33 @@ WRONG: dict[str, tuple[object, str]] = {
             "rope_scaling.original_max_position_embeddings = 8192",
             "original_max_position_embeddings = 4096",
         ),
+    ),
+    "two context lengths": (
+        llama(rope_scaling=DYNAMIC, max_position_embeddings=8192, max_sequence_length=2048),
+        two("the context length", "max_position_embeddings = 8192", "max_sequence_length = 2048"),
+    ),
+    "an original length of dynamic scaling": (
+        llama(
+            rope_scaling={**DYNAMIC, "original_max_position_embeddings": 1024},
+            max_position_embeddings=8192,
+        ),
+        "'dynamic' scaling must begin at one length but the config has "
+        "rope_scaling.original_max_position_embeddings = 1024 and max_position_embeddings = 8192, which transformers "
+        "takes.",
+    ),
+    "one mscale": (
+        llama(rope_scaling={**YARN, "factor": 40.0, "mscale": 0.707}),
+        "mscale and mscale_all_dim must both be given and not 0 but the config has only rope_scaling.mscale = 0.707: "
+        "DeepSeek's code scales attention by 1.2608, transformers ignores the key and scales by 1.36889.",
+    ),
+    "a base of code with a constant": (
+        {**GPTJ, "rope_theta": 5e5},
+        "base must be 10000, as the code of model_type 'gptj' reads no key for it, but got 500000.0 from rope_theta.",
+    ),
+    "scaling of code without": (
+        {**GPTJ, "rope_scaling": LINEAR},
+        "scaling must be 'default', as the code of model_type 'gptj' reads no key for it, but got 'linear' from "
+        "rope_scaling.rope_type.",
     ),
     "two factors on the channels": (
         llama(rope_scaling={**YARN, "attention_factor": 1.5, "attn_factor": 2}),

@@ -343,6 +343,7 @@ def test_what_is_refused_does_not_grow_the_cache() -> None:
         {"attn_mask": lower(4)},
         {"attn_mask": "causal"},
         {"attn_mask": torch.zeros(4, 7, dtype=torch.int64)},
+        {"attn_mask": torch.zeros(4, 1)},
         {"gate": Given(torch.zeros(7, 1, 1))},
         {"positions": torch.arange(7)},
     ]
@@ -421,7 +422,10 @@ COS, SIN = build_freqs_cis(5, 8)
 
 def filled(rows: int, **changes: Any) -> KVCache:
     cache = KVCache()
-    cache.append_(torch.zeros(rows, 4, 3, 8), torch.zeros(rows, 4, 3, 8))
+    assert cache.append_(torch.zeros(rows, 4, 3, 8), torch.ones(rows, 4, 3, 8)) == (
+        cache.k,
+        cache.v,
+    )
     for name, value in changes.items():
         setattr(cache, name, value)
     return cache
