@@ -212,6 +212,29 @@ class GrowingCache(nn.Module):
         return turn(x.float(), angle.cos(), angle.sin()).to(x.dtype)
 
 
+class FirstDtype(nn.Module):
+    """A rotation by a growing table in the dtype of the x that made it grow; with `fixed`, in float32."""
+
+    def __init__(self, fixed: bool) -> None:
+        super().__init__()
+        self.fixed = fixed
+        self.table = torch.zeros(2, 0, DIM // 2)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        length = int(positions.max()) + 1
+        if self.table.shape[1] < length:
+            angle = angles(torch.arange(length), inv_freq())
+            self.table = torch.stack((angle.cos(), angle.sin()))
+            self.table = self.table.to(torch.float32 if self.fixed else x.dtype)
+        cos, sin = self.table[:, positions, None].movedim(-2, -3).float()
+        return turn(x.float(), cos, sin).to(x.dtype)
+
+
+def still(rates: torch.Tensor) -> torch.Tensor:
+    """Return frequencies of which the last are zero."""
+    return torch.where(torch.arange(len(rates)) < 20, rates, 0.0)
+
+
 def on_both(q_side: Fn, k_side: Fn | None) -> Fn:
     """Return a function of q, k and positions; without `k_side` it does not rotate k."""
 
@@ -268,6 +291,12 @@ def per_head(which: slice) -> Fn:
 def by_storage(x: torch.Tensor) -> torch.Tensor:
     """Read the memory of x as if x were contiguous."""
     return torch.as_strided(x, x.shape, torch.empty(x.shape).stride(), x.storage_offset())
+
+
+def rows_by_storage(x: torch.Tensor) -> torch.Tensor:
+    """Read the rows of x as if they followed each other in memory."""
+    rows = (x[0].numel(), *x.stride()[1:])
+    return torch.as_strided(x, x.shape, rows, x.storage_offset())
 
 
 def as_viewed(x: torch.Tensor) -> torch.Tensor:
@@ -470,6 +499,7 @@ FAULTS: dict[str, Fault] = {
     "linear scaling ignored": Fault(
         "scaling-ignored", rope, lambda: rope(divide=4.0), spec=SPEC | {"linear": 4.0}
     ),
+    "pairs that do not turn": Fault("frequencies", lambda: by_rates(still(inv_freq())), spec=SPEC),
     "undeclared linear scaling": Fault("scaling", lambda: rope(divide=4.0), spec=SPEC),
     "partial slice, fractions of head_dim": Fault(
         "denominator",
@@ -520,6 +550,9 @@ FAULTS: dict[str, Fault] = {
     "a cache that grows from 0 again": Fault(
         "history", lambda: GrowingCache(True), lambda: GrowingCache(False)
     ),
+    "a table in the dtype of the call that made it": Fault(
+        "history", lambda: FirstDtype(False), lambda: FirstDtype(True)
+    ),
     "another result each time": Fault("nondeterminism", lambda: rope(touch=noise)),
     # inputs and outputs
     "overwrites x": Fault("mutates", lambda: rope(in_place=True)),
@@ -530,6 +563,7 @@ FAULTS: dict[str, Fault] = {
         also=("gradient-raises",),
     ),
     "reads memory as contiguous": Fault("strides", lambda: rope(touch=by_storage)),
+    "reads rows as contiguous": Fault("strides", lambda: rope(touch=rows_by_storage)),
     "views x": Fault("strides-refused", lambda: rope(touch=as_viewed)),
     "gives float32 back": Fault("output-dtype", lambda: lambda x, p: PLAIN(x.float(), p)),
     # q, k and heads

@@ -240,10 +240,11 @@ def check_inputs(log: Log) -> None:
 
 
 def _inputs(subject: Subject) -> dict[str, torch.Tensor]:
-    """The same x in several places of memory; the heads of the last but one share their memory."""
+    """The same x in several places of memory; the heads of one share their memory."""
     x = subject.random(1, 2, len(_WHERE), seed=11)
     exchanged = x.transpose(1, 2).contiguous().transpose(1, 2)
     wide = subject.laid_out(torch.cat((x, x, x), -1))
+    longer = subject.random(2, 2, 2 * len(_WHERE), seed=12)  # like keys in a cache
     return {
         "": x,
         "with tokens and heads exchanged in memory": exchanged
@@ -253,6 +254,7 @@ def _inputs(subject: Subject) -> dict[str, torch.Tensor]:
         "that is a slice of a wider row": wide[..., subject.head_dim : 2 * subject.head_dim],
         "with heads expanded from one": x[:, :1].expand(-1, x.shape[1], -1, -1),
         "with a stride of 2 in its channels": torch.stack((x, x), -1)[..., 0],
+        "of two rows that are parts of longer ones": subject.laid_out(longer)[:, :, : len(_WHERE)],
     }
 
 
@@ -283,7 +285,12 @@ def _strides(log: Log, subject: Subject) -> None:
         if "expanded" in name and log.found("mutates"):
             continue
         # A copy, because an in-place function would overwrite heads that share memory.
-        wanted = subject.rotate(subject.laid_out(x.clone()), _WHERE).detach().clone()
+        try:
+            wanted = subject.rotate(subject.laid_out(x.clone()), _WHERE).detach().clone()
+        except CallFailed:
+            if len(x) == 1:
+                raise
+            continue  # it takes one row only
         # A stride in the channels is unusual; the other three cases are common.
         severity = "note" if "channels" in name else "warning"
         with log.refusal("strides-refused", severity, what=name):

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -499,12 +500,23 @@ def find_call(
             if found is not None:
                 subject, along = found
                 if along == "tokens":
-                    return replace(subject, fn=fn)
+                    return _uncalled(subject, fn)
                 others.setdefault(along, subject)
     if not others:
         raise NoCallFound(tried)
     order = ("heads", "") if hints.layout is not None else ("", "heads")
-    return replace(next(others[along] for along in order if along in others), fn=fn)
+    return _uncalled(next(others[along] for along in order if along in others), fn)
+
+
+def _uncalled(subject: Subject, fn: Callable[..., Any]) -> Subject:
+    """Return the subject with a function for direct calls; those of :meth:`Subject.fresh` are never copies of it.
+
+    Otherwise they would have the state that direct calls left.
+    """
+    if subject.make is not None:
+        return replace(subject, fn=fn)
+    copied = fresh(fn, None)
+    return replace(subject, fn=copied, make=None if copied is fn else partial(fresh, fn, None))
 
 
 def _rates(spec: RopeSpec | None, width: int) -> torch.Tensor:

@@ -429,7 +429,8 @@ def _cause(
             words = {"head_dim": spec.head_dim, "rotary_dim": spec.rotary_dim}
             return "denominator", words, ""
     ratios = [b / a for a, b in zip(measured, meant, strict=True) if a and b]
-    if len(ratios) > 1 and max(ratios) - min(ratios) <= 2 * _CLOSE * max(ratios):
+    turning = all(bool(a) == bool(b) for a, b in zip(measured, meant, strict=True))
+    if turning and len(ratios) > 1 and max(ratios) - min(ratios) <= 2 * _CLOSE * max(ratios):
         what = f"All frequencies are the declared ones divided by {ratios[0]:.6g}"
         return "scaling", {"what": what}, ""
     found = None if log.identity is None or log.identity.loose else log.identity.spec
