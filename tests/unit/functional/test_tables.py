@@ -14,6 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from tests.support import oracle
 from tests.support.helpers import noise, refusals
 from tests.support.tolerances import assert_near
+from tightrope import angles
 from tightrope.functional import (
     apply_rotary_pos_emb,
     apply_rotary_pos_emb_,
@@ -137,6 +138,8 @@ def test_a_row_outside_the_tables(ids: list[int]) -> None:
     assert y[:, :, outside].isnan().all()
     inside, _ = apply_rotary_pos_emb(x, None, table, table, position_ids=where.clamp(0, 8))
     assert torch.equal(y[:, :, ~outside], inside[:, :, ~outside])
+    found = angles.look_up(table[None, None], "cat", where[None, None], 0, False, 5)
+    assert torch.equal(found.isnan()[0, 0].all(-1), outside)
     form = schema.Options(add_index=False, source=schema.SOURCES.index("cat")).pack()
     (raw,) = schema.rotate(
         x, None, table[None, None], table[None, None], where[None, None], 0, form, 1.0
