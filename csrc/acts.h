@@ -32,21 +32,34 @@ TIGHTROPE_INLINE T at_least(T limit, T x) { return choose(x < limit, limit, x); 
 TIGHTROPE_INLINE int32_t whole_of(float x) { return int32_t(bits<uint32_t>(x + 0x1.8p23f) - 0x4B400000u); }
 TIGHTROPE_INLINE int64_t whole_of(double x) { return int64_t(bits<uint64_t>(x + 0x1.8p52) - 0x4338000000000000u); }
 TIGHTROPE_INLINE float power_of_two(int32_t n) { return bits<float>(uint32_t(n + 127) << 23); }
-TIGHTROPE_INLINE double power_of_two(int64_t n) { return bits<double>(uint64_t(n + 1023) << 52); }
+TIGHTROPE_INLINE double power_of_two(double n) { return bits<double>((bits<uint64_t>(n + 0x1.8p52) + 1023) << 52); }
 // p · 2^whole, in two steps: one exponent has no room for the product's whole range. The first is exact.
 template <class T>
 TIGHTROPE_INLINE T scaled(T p, T whole) {
   const auto n = whole_of(whole), half = n >> 1;
   return p * power_of_two(half) * power_of_two(n - half);
 }
+TIGHTROPE_INLINE double scaled(double p, double whole) {
+  const double half = rounded_even(0.5 * whole);
+  return p * power_of_two(half) * power_of_two(whole - half);
+}
 
 template <class T>
 constexpr bool kWide = kIs<T, double>;
 
-// (e^x − 1 − x) / x², by its Taylor series: for |x| <= 0.5 the error is 3e-18.
-TIGHTROPE_INLINE double rest_of_exponential(double x) {
-  return polynomial(x, 1 / 1307674368000.0, 1 / 87178291200.0, 1 / 6227020800.0, 1 / 479001600.0, 1 / 39916800.0,
-                    1 / 3628800.0, 1 / 362880.0, 1 / 40320.0, 1 / 5040.0, 1 / 720.0, 1 / 120.0, 1 / 24.0, 1 / 6.0, 0.5);
+// e^x = 2^n · (1 + y): returns y, and writes n. In double by the Taylor series, with an error of 4e-18.
+template <class T>
+TIGHTROPE_INLINE T above_power(T x, T* n) {
+  *n = nearest(x, 1.44269504088896341);
+  T r = fma_(*n, all<T>(kWide<T> ? -6.93147180369123816e-1 : -6.93145752e-1), x), p;
+  r = fma_(*n, all<T>(kWide<T> ? -1.90821492927058770e-10 : -1.42860677e-6), r);
+  if constexpr (kWide<T>) {
+    p = polynomial(r, 1 / 6227020800.0, 1 / 479001600.0, 1 / 39916800.0, 1 / 3628800.0, 1 / 362880.0, 1 / 40320.0,
+                   1 / 5040.0, 1 / 720.0, 1 / 120.0, 1 / 24.0, 1 / 6.0, 0.5);
+  } else {
+    p = polynomial(r, 1.38145988e-3, 8.36871658e-3, 4.16683890e-2, 1.66665211e-1, 4.99999940e-1);
+  }
+  return fma_(r * r, p, r);
 }
 
 template <bool brief = false, class T>
@@ -57,27 +70,22 @@ TIGHTROPE_INLINE T exponential(T x) {
     const T t = x * all<T>(1.44269502), n = rounded_down(t);
     return scaled(polynomial(t - n, 1.3534168e-2, 5.2011464e-2, 2.4144275e-1, 6.9300383e-1, 1.0000026), n);
   }
-  const T n = nearest(x, 1.44269504088896341);
-  T r = fma_(n, all<T>(kWide<T> ? -6.93147180369123816e-1 : -6.93145752e-1), x), p;
-  r = fma_(n, all<T>(kWide<T> ? -1.90821492927058770e-10 : -1.42860677e-6), r);
-  if constexpr (kWide<T>) {
-    p = rest_of_exponential(r);
-  } else {
-    p = polynomial(r, 1.38145988e-3, 8.36871658e-3, 4.16683890e-2, 1.66665211e-1, 4.99999940e-1);
-  }
-  return scaled(fma_(r * r, p, r) + all<T>(1), n);
+  T n;
+  const T y = above_power(x, &n);
+  return scaled(y + all<T>(1), n);
 }
 
 // e^x − 1 for x <= 0.
 template <bool brief, class T>
 TIGHTROPE_INLINE T less_one(T x) {
-  T p;
   if constexpr (kWide<T>) {
-    p = rest_of_exponential(x);
+    T n;
+    const T y = above_power(at_least(T(-700), x), &n), power = power_of_two(n);
+    return fma_(power, y, power - 1);
   } else {
-    p = polynomial(x, 1.59956908e-4, 1.36370712e-3, 8.32504407e-3, 4.16652709e-2, 1.66666552e-1, 0.5);
+    const T p = polynomial(x, 1.59956908e-4, 1.36370712e-3, 8.32504407e-3, 4.16652709e-2, 1.66666552e-1, 0.5);
+    return choose(x > all<T>(-0.5), fma_(x * x, p, x), exponential<brief>(x) - all<T>(1));
   }
-  return choose(x > all<T>(-0.5), fma_(x * x, p, x), exponential<brief>(x) - all<T>(1));
 }
 
 // log(1 + x) for x in [0, 1], as 2 artanh(x / (2 + x)); in double by the Taylor series, with an error of 2e-17.
