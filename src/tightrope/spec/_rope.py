@@ -353,10 +353,10 @@ class RopeSpec(Value):
                 their values, so ids that changed give the results of new ones.
             device: device of the rotated tensors; by default that of the ids, else the CPU.
             seq_len: the length of each sequence, for rules that depend on it (DynamicNTK, LongRoPE):
-                an int, one int per row, or a tensor; one on the CPU is read once, here. The default is each
-                row's largest position on any axis, plus 1. A rank that holds a part of a sequence must give the length of the
-                whole. Re-rotate keys that were cached under another length with
-                :func:`tightrope.functional.rerotate` before queries of this length attend to them;
+                an int, one int per row, or a tensor; one on the CPU is read once, here. The default is
+                each row's largest position on any axis, plus 1. A rank that holds a part of a sequence
+                must give the length of the whole. Re-rotate keys that were cached under another length
+                with :func:`tightrope.functional.rerotate` before queries of this length attend to them;
                 see docs/rerotate.md. ``seq_len`` must be at least the row's length. This is not checked
                 if positions or lengths are on a GPU or traced, as that would synchronise, or if
                 positions are a tensor subclass that wraps other tensors: such rows get the frequencies

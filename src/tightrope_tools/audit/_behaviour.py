@@ -291,7 +291,7 @@ def _strides(log: Log, subject: Subject) -> None:
             if len(x) == 1:
                 raise
             continue  # it takes one row only
-        # A stride in the channels is unusual; the other three cases are common.
+        # A stride in the channels is unusual; the other cases are common.
         severity = "note" if "channels" in name else "warning"
         with log.refusal("strides-refused", severity, what=name):
             _compare(log, "strides", subject.rotate(x, _WHERE), wanted, what=name)
