@@ -1,9 +1,9 @@
 // Activations f and their derivatives f': of one number, in operations that vectorise (no branch, no table, no
 // call), or of a register.
 //
-// The error is within 2 ulp of the value in float, and 7 ulp in double, or of its largest term if terms cancel; sigmoid
-// and silu are 0 where 1 + e^-x overflows, as in torch. If the result is rounded to bfloat16 (`brief`), polynomials are
-// short: an error below 2^-18 changes one rounding in thousands.
+// The error is within 2 ulp of the value in float, and 7 ulp in double, or of its largest term if terms cancel; more if
+// the value is subnormal. sigmoid and silu are 0 where 1 + e^-x overflows, as in torch. If the result is rounded to
+// bfloat16 (`brief`), polynomials are short: an error below 2^-18 changes one rounding in thousands.
 #pragma once
 
 #include <math.h>
@@ -29,6 +29,7 @@ TIGHTROPE_INLINE T at_most(T limit, T x) { return choose(x > limit, limit, x); }
 template <class T>
 TIGHTROPE_INLINE T at_least(T limit, T x) { return choose(x < limit, limit, x); }
 
+// An integer as an int: the difference in bits from kRounder, which these numbers are.
 TIGHTROPE_INLINE int32_t whole_of(float x) { return int32_t(bits<uint32_t>(x + 0x1.8p23f) - 0x4B400000u); }
 TIGHTROPE_INLINE int64_t whole_of(double x) { return int64_t(bits<uint64_t>(x + 0x1.8p52) - 0x4338000000000000u); }
 TIGHTROPE_INLINE float power_of_two(int32_t n) { return bits<float>(uint32_t(n + 127) << 23); }

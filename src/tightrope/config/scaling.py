@@ -108,10 +108,11 @@ def scaling_of(
     if missing:
         has = ", ".join(sorted(key for key in part.entries if part.value(key) is not None))
         fail(f"scaling by {kind.names[0]!r} must have {', '.join(missing)} but has only {has}")
+    paths = {name: where for name, _, where in facts}
     for high, low in (("beta_fast", "beta_slow"), ("high_freq_factor", "low_freq_factor")):
-        _ordered(values, {name: where for name, _, where in facts}, high, low)
+        _ordered(values, paths, high, low)
     if kind is YaRN:
-        values.update(_mscales(values, {name: where for name, _, where in facts}))
+        values.update(_mscales(values, paths))
     multiplier = part.value("attn_factor")
     switch = part.value("apply_yarn_scaling")
     if not isinstance(switch, bool | None):

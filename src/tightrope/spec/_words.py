@@ -216,12 +216,12 @@ class Words:
         Fake tensors and functorch transforms get new ones in each call. An export for a runtime that lacks
         the operators gets those that are kept, because it needs their values.
         """
-        may_read = not is_tracing() or needs_plain()
-        found = self._on.get(device) if may_read else None
+        is_shared = not is_tracing() or needs_plain()
+        found = self._on.get(device) if is_shared else None
         if found is None:
             own = self.rule, self._axes, self._rotary_dim, float.fromhex(self._base_hex), device
-            found = _on_device(*own) if may_read else OnDevice(*own)
-            if may_read and may_keep(device):
+            found = _on_device(*own) if is_shared else OnDevice(*own)
+            if is_shared and may_keep(device):
                 self._on[device] = found
         return found
 
