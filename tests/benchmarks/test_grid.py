@@ -39,15 +39,17 @@ def test_all_contenders_are_right(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(grid, "medians", lambda runs, _: (dict.fromkeys(runs, 1.0), False))
     kept = torch.get_num_threads()
     try:
-        assert grid.measure(case, "fp32x2") == (1.0, 1.0, False)
+        assert grid.measure(case, "fp32x2") == (1.0, 1.0, False, False)
     finally:
         torch.set_num_threads(kept)
 
 
 def test_a_wrong_result_is_an_error() -> None:
     x = torch.ones(1, 2, 3, 4)
-    with pytest.raises(RuntimeError, match="the results of bad are off"):
-        grid.check({"bad": lambda: (x + 1e-3,)}, (x.double(),), lambda: None)
+    runs = {"eager": lambda: (x,), "compiled": lambda: (x * torch.nan,)}
+    assert grid.wrong_ones(runs, (x.double(),), lambda: None) == ["compiled"]
+    with pytest.raises(RuntimeError, match="the results of ours, bad are off"):
+        grid.wrong_ones({"ours, bad": lambda: (x + 1e-3,)}, (x.double(),), lambda: None)
 
 
 def test_medians_are_of_the_calls_that_they_name() -> None:
@@ -60,7 +62,13 @@ def test_the_page_shows_what_is_missed(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     cases = [
         {"case": "a, fp32", "goal": 1.0, "eager": [2.0, 3.0, 1.5], "compiled": [1.2, 0.9, 1.1]},
-        {"case": "b, fp32", "goal": 0.9, "eager": [0.8, 0.8, 2.0], "compiled": [1.2, 0.9, 0.7]},
+        {
+            "case": "b, fp32",
+            "goal": 0.9,
+            "eager": [0.8, 0.8, 2.0],
+            "compiled": [1.2, 0.9, 0.7],
+            "wrong": True,
+        },
     ]
     here = {"instruction_set": "avx2", "processor": "P", "cores": 2}
     file.write_text(json.dumps({"environment": here, "cases": cases}))
@@ -68,3 +76,4 @@ def test_the_page_shows_what_is_missed(tmp_path: Path) -> None:
     assert "| a, fp32 | 1.10 (0.90 to 1.20) |" in text
     assert "| b, fp32 | **0.80 (0.70 to 0.80)** |" in text
     assert "1 of 2 with avx2 reach their goal" in text
+    assert text.endswith("Torch's results were wrong with avx2 in: b, fp32.")
