@@ -221,8 +221,10 @@ def contenders(case: Case, xs: Tensors) -> tuple[dict[str, Call], Tensors]:
         "ours, prepared": lambda: by(q, k, prepared, layout=layout),
         "ours, tables": lambda: by_tables(q, k, *own, heads, **more),
     }
+    if not case.interleaved:
+        runs["ours, half tables"] = lambda: by_tables(q, k, *half, heads, tables="half")
     if case.only_tables:
-        runs = {"ours, tables": runs["ours, tables"]}
+        runs = {name: call for name, call in runs.items() if "tables" in name}
     runs["eager"] = of_all(eager, [polar, polar] if case.interleaved else cat, False)
     runs["compiled"] = of_all(shortest, half, True)
     if in_place:

@@ -332,6 +332,12 @@ inline void fill(const Problem& p, int64_t row, int64_t head, int64_t token, int
   }
 }
 
+// Prefetch distance in bytes. The arithmetic of a head fills the processor's out-of-order window, so
+// without prefetching it waits for each cache line (1.2 to 1.8 times longer from cold caches).
+// Prefetching past the end of a tensor is harmless; prefetching memory that another thread writes is
+// not (2 times longer), so for rows that are far apart the caller computes the distance.
+constexpr int64_t kAhead = 6144;
+
 // The order in which a table can be read where it is, through `order`; returns false if it cannot.
 template <class F>
 inline bool readable(const Problem& p, int64_t n, In* order) {
@@ -363,10 +369,14 @@ inline bool point(const Problem& p, int64_t row, int64_t head, int64_t token, in
   const char *c = start(p.cosine), *s = start(p.sine);
   const int64_t c_step = p.cosine.stride.token * entry, s_step = p.sine.stride.token * entry;
   const int64_t other = p.table_other * entry;
+  // The processor fetches rows by itself only where one begins at the end of another.
+  const int64_t fetched = p.fetches && c_step > n * entry ? n * entry : 0;
   for (int64_t t = 0; t < tokens; ++t) {
     const int64_t at = position_at(p, 0, row, token + t).whole;
     if (at < 0 || at >= p.table_length) return false;
     const char *c_row = c + at * c_step, *s_row = s + at * s_step;
+    for (int64_t byte = 0; byte < fetched; byte += 64)
+      __builtin_prefetch(c_row + kAhead + byte), __builtin_prefetch(s_row + kAhead + byte);
     angles.row[t] = {(const T*)c_row, (const T*)s_row, (const T*)(c_row + other), (const T*)(s_row + other), order};
   }
   return true;

@@ -51,12 +51,6 @@ inline void turn_strided(const Stored* x, int64_t x_channel, Stored* y, int64_t 
 
 // ---- heads ---------------------------------------------------------------------------------------
 
-// Prefetch distance in bytes. The arithmetic of a head fills the processor's out-of-order window, so
-// without prefetching it waits for each cache line (1.2 to 1.8 times longer from cold caches).
-// Prefetching past the end of a tensor is harmless; prefetching memory that another thread writes is
-// not (2 times longer), so for rows that are far apart the caller computes the distance.
-constexpr int64_t kAhead = 6144;
-
 // Heads processed together when they are far apart in memory: an L1 cache holds only 8 to 12 lines whose addresses
 // differ by multiples of a large power of two, those of the results among them.
 template <class Stored>

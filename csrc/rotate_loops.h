@@ -131,7 +131,9 @@ inline void run_group(const Problem& p, const Operand& o, int64_t row, int64_t h
   const bool endless = adjacent && count * o.in_stride.head == o.in_stride.token;
   const int64_t token_bytes = o.in_stride.token * int64_t(sizeof(Stored));
   const int64_t group_bytes = count * o.in_stride.head * int64_t(sizeof(Stored));
-  const int64_t ahead = !endless ? token_bytes : sizeof(Stored) < sizeof(float) ? kAhead : 0;
+  // Few heads whose tokens are adjacent are as many endless runs.
+  const bool runs = count == o.heads && o.in_stride.token == p.head_dim;
+  const int64_t ahead = runs ? kAhead : !endless ? token_bytes : sizeof(Stored) < sizeof(float) ? kAhead : 0;
   Heads<Stored> heads = heads_of<Stored>(o, row, head, count, token, 0, ahead);
   heads.in_token = o.in_stride.token, heads.out_token = o.out_stride.token;
   const Stored* const in = static_cast<const Stored*>(o.in) + head * o.in_stride.head;
@@ -140,7 +142,7 @@ inline void run_group(const Problem& p, const Operand& o, int64_t row, int64_t h
   for (int64_t t = 0; t < tokens; t += heads.tokens) {
     const bool last = t + 1 == tokens;
     heads.tokens = last || o.places != nullptr ? 1 : adjacent ? tokens - t : tokens - t - 1;
-    if (last && !adjacent) heads.ahead = group_bytes - t * token_bytes;
+    if (last && !adjacent && !runs) heads.ahead = group_bytes - t * token_bytes;
     const int64_t place = place_of(p, o, row, token + t);
     if (place < 0) continue;
     heads.in = in + o.source_of(row, token + t, place), heads.out = out + place;
