@@ -17,8 +17,8 @@ namespace {
 
 using Tensors = std::vector<Tensor>;
 
-// Bytes that are likely still in the caches if the caller has just made or read them.
-constexpr int64_t kFetched = 1 << 20;
+// Bytes that are likely still in the first-level cache if the caller has just made or read them.
+constexpr int64_t kFetched = 1 << 16;
 
 // Decides which results to stream past the caches: those whose rotated halves are whole, aligned lines. Only registers
 // are streamed, and double has none.
