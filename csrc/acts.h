@@ -3,7 +3,8 @@
 //
 // The error is within 2 ulp of the value in float, and 7 ulp in double, or of its largest term if terms cancel; more if
 // the value is subnormal. sigmoid and silu are 0 where 1 + e^-x overflows, as in torch. If the result is rounded to
-// bfloat16 (`brief`), polynomials are short: an error below 2^-18 changes one rounding in thousands.
+// bfloat16 (`brief`), polynomials are short: an error below 2^-18 changes one rounding in thousands. In double, `brief`
+// says that |x| is at most kNear, so that no exponential leaves the range of normal numbers: the bits are the same.
 #pragma once
 
 #include <math.h>
@@ -33,7 +34,7 @@ TIGHTROPE_INLINE T at_least(T limit, T x) { return choose(x < limit, limit, x); 
 TIGHTROPE_INLINE int32_t whole_of(float x) { return int32_t(bits<uint32_t>(x + 0x1.8p23f) - 0x4B400000u); }
 TIGHTROPE_INLINE int64_t whole_of(double x) { return int64_t(bits<uint64_t>(x + 0x1.8p52) - 0x4338000000000000u); }
 TIGHTROPE_INLINE float power_of_two(int32_t n) { return bits<float>(uint32_t(n + 127) << 23); }
-TIGHTROPE_INLINE double power_of_two(double n) { return bits<double>((bits<uint64_t>(n + 0x1.8p52) + 1023) << 52); }
+TIGHTROPE_INLINE double power_of_two(double n) { return bits<double>(bits<uint64_t>(n + (0x1.8p52 + 1023)) << 52); }
 // p · 2^whole, in two steps: one exponent has no room for the product's whole range. The first is exact.
 template <class T>
 TIGHTROPE_INLINE T scaled(T p, T whole) {
@@ -48,15 +49,18 @@ TIGHTROPE_INLINE double scaled(double p, double whole) {
 template <class T>
 constexpr bool kWide = kIs<T, double>;
 
-// e^x = 2^n · (1 + y): returns y, and writes n. In double by the Taylor series, with an error of 4e-18.
+constexpr float kNear = 37;  // e^(-x²/2), the smallest number in gelu, is then above 2^-1000
+
+// e^x = 2^n · (1 + y): returns y, and writes n. In double with a relative error of 2e-17.
 template <class T>
 TIGHTROPE_INLINE T above_power(T x, T* n) {
   *n = nearest(x, 1.44269504088896341);
   T r = fma_(*n, all<T>(kWide<T> ? -6.93147180369123816e-1 : -6.93145752e-1), x), p;
   r = fma_(*n, all<T>(kWide<T> ? -1.90821492927058770e-10 : -1.42860677e-6), r);
   if constexpr (kWide<T>) {
-    p = polynomial(r, 1 / 6227020800.0, 1 / 479001600.0, 1 / 39916800.0, 1 / 3628800.0, 1 / 362880.0, 1 / 40320.0,
-                   1 / 5040.0, 1 / 720.0, 1 / 120.0, 1 / 24.0, 1 / 6.0, 0.5);
+    p = polynomial(r, 2.511446787914047e-8, 2.7626326854164174e-7, 2.755722797052169e-6, 2.4801504445080598e-5,
+                   1.9841269903012103e-4, 1.3888888932379576e-3, 8.3333333333146e-3, 4.166666666657362e-2,
+                   1.6666666666666685e-1, 5.000000000000006e-1);
   } else {
     p = polynomial(r, 1.38145988e-3, 8.36871658e-3, 4.16683890e-2, 1.66665211e-1, 4.99999940e-1);
   }
@@ -65,15 +69,22 @@ TIGHTROPE_INLINE T above_power(T x, T* n) {
 
 template <bool brief = false, class T>
 TIGHTROPE_INLINE T exponential(T x) {
-  // Beyond these limits e^x is 0 or infinite.
-  x = at_least(all<T>(kWide<T> ? -746 : -104), at_most(all<T>(kWide<T> ? 710 : 89), x));
-  if constexpr (brief) {
-    const T t = x * all<T>(1.44269502), n = rounded_down(t);
-    return scaled(polynomial(t - n, 1.3534168e-2, 5.2011464e-2, 2.4144275e-1, 6.9300383e-1, 1.0000026), n);
+  if constexpr (brief && kWide<T>) {
+    T n;
+    const T y = above_power(x, &n), power = power_of_two(n);
+    return fma_(power, y, power);
+  } else {
+    // Beyond these limits e^x is 0 or infinite.
+    x = at_least(all<T>(kWide<T> ? -746 : -104), at_most(all<T>(kWide<T> ? 710 : 89), x));
+    if constexpr (brief) {
+      const T t = x * all<T>(1.44269502), n = rounded_down(t);
+      return scaled(polynomial(t - n, 1.3534168e-2, 5.2011464e-2, 2.4144275e-1, 6.9300383e-1, 1.0000026), n);
+    } else {
+      T n;
+      const T y = above_power(x, &n);
+      return scaled(y + all<T>(1), n);
+    }
   }
-  T n;
-  const T y = above_power(x, &n);
-  return scaled(y + all<T>(1), n);
 }
 
 // e^x − 1 for x <= 0.
@@ -81,7 +92,7 @@ template <bool brief, class T>
 TIGHTROPE_INLINE T less_one(T x) {
   if constexpr (kWide<T>) {
     T n;
-    const T y = above_power(at_least(T(-700), x), &n), power = power_of_two(n);
+    const T y = above_power(brief ? x : at_least(T(-700), x), &n), power = power_of_two(n);
     return fma_(power, y, power - 1);
   } else {
     const T p = polynomial(x, 1.59956908e-4, 1.36370712e-3, 8.32504407e-3, 4.16652709e-2, 1.66666552e-1, 0.5);
@@ -107,7 +118,7 @@ template <bool brief, class T>
 TIGHTROPE_INLINE T tangent(T x) {
   const T a = magnitude(x), z = x * x;
   if constexpr (kWide<T>) {
-    const T e = less_one<false>(-(a + a));
+    const T e = less_one<brief>(-(a + a));
     return with_sign(-e / (2 + e), x);
   } else {
     const T p =
@@ -136,7 +147,10 @@ TIGHTROPE_INLINE T below(T x, T* density) {
                    1.03721328e-1, 1.33680001e-1, 1.31478593e-1, 6.33963373e-6);
   }
   T e = exponential<brief>(all<T>(-0.5) * square);
-  if (!brief) e = choose(square < all<T>(1e30), fma_(e * fms_(t, t, square), all<T>(-0.5), e), e);
+  if (!brief || kWide<T>) {
+    const T closer = fma_(e * fms_(t, t, square), all<T>(-0.5), e);
+    e = brief ? closer : choose(square < all<T>(1e30), closer, e);
+  }
   *density = e;
   const T tail = e * p;
   return choose(x > all<T>(0), all<T>(1) - tail, tail);
@@ -268,6 +282,9 @@ struct Wave {
 
 template <class A>
 constexpr bool kIsWave = kIs<A, Wave<false>> || kIs<A, Wave<true>>;
+// Acts without an exponential and without a sine.
+template <class A>
+constexpr bool kIsPlain = kIs<A, None> || kIs<A, Relu> || kIs<A, Relu2> || kIs<A, LeakyRelu>;
 
 // Calls use(A()) for an elementwise activation A; returns false for the others.
 template <class Use>

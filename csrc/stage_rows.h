@@ -112,11 +112,16 @@ TIGHTROPE_LOOP void act_on_row(const T* from, T* to, int64_t n) {
     TIGHTROPE_INDEPENDENT
     for (int64_t k = 0; k < n; ++k) to[k] = slope ? to[k] * act(from[k]) : act(from[k]);
   };
-  const auto act = [](T x) { return slope ? A::template slope<false>(x) : A::template f<false>(x); };
-  if constexpr (kIsWave<A>) {
-    bool far = false;
-    for (int64_t k = 0; k < n; ++k) far |= magnitude(from[k]) > kLargeAngle;
-    if (far) return each([&](T x) { return magnitude(x) > kLargeAngle ? T(A::far(x, slope)) : act(x); });
+  const auto act = [](T x) { return slope ? A::template slope<true>(x) : A::template f<true>(x); };
+  if constexpr (!kIsPlain<A>) {
+    int64_t far = 0;  // as wide as the values, so that the loop vectorises
+    for (int64_t k = 0; k < n; ++k) far |= magnitude(from[k]) > (kIsWave<A> ? kLargeAngle : kNear);
+    if (far != 0) {
+      return each([&](T x) {
+        if constexpr (kIsWave<A>) return magnitude(x) > kLargeAngle ? T(A::far(x, slope)) : act(x);
+        else return slope ? A::template slope<false>(x) : A::template f<false>(x);
+      });
+    }
   }
   each(act);
 }
