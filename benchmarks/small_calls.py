@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -98,9 +99,10 @@ def _to_a_cache() -> dict[str, Call]:
     }
 
 
-def measure(rounds: int, runs: int) -> list[dict[str, Any]]:
+def measure(
+    every: Mapping[str, Call], ratios: Sequence[tuple[str, str]], rounds: int, runs: int
+) -> list[dict[str, Any]]:
     """Return each ratio, sorted by size over the runs, and the microseconds of the first run."""
-    every = calls()
     times = [
         medians(every, cold=False, rounds=rounds, rng=random.Random(run)) for run in range(runs)
     ]
@@ -111,20 +113,22 @@ def measure(rounds: int, runs: int) -> list[dict[str, Any]]:
             "ratio": sorted(round(time[name] / time[other], 2) for time in times),
             "microseconds": round(1e6 * times[0][name], 1),
         }
-        for name, other in RATIOS
+        for name, other in ratios
     ]
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def command(
+    about: str | None, every: Mapping[str, Call], ratios: Sequence[tuple[str, str]], rounds: int
+) -> None:
+    """Measure calls, and print their ratios; on request, write them into a file."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--runs", type=int, default=3)
     options = parser.parse_args()
-    found = measure(options.rounds, options.runs)
+    found = measure(every, ratios, options.rounds, options.runs)
     for case in found:
-        low, *_, high = case["ratio"]
+        low, high = case["ratio"][0], case["ratio"][-1]
         print(f"{case['call']}: {low} to {high} times {case['over']}, {case['microseconds']} µs")
     if options.out:
         results = {"environment": asdict(read_environment()), "ratios": found}
@@ -132,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, calls(), RATIOS, 2000)
