@@ -62,22 +62,18 @@ def test_the_environment_forces_a_set(isa: str) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, isa or SETS[0]), done.stderr
 
 
-def test_an_unknown_set_is_an_import_error() -> None:
-    names = ("avx1024", "AVX2", "avx2 ", "best")
-    program = f"""
-import os, sys
-for name in {names}:
-    os.environ["TIGHTROPE_CPU_ISA"] = name
-    try:
-        import tightrope
-    except ImportError as error:
-        print(error)
-    for module in [one for one in sys.modules if one.startswith("tightrope")]:
-        del sys.modules[module]
+@pytest.mark.parametrize("name", ["avx1024", "AVX2", "avx2 "])
+def test_an_unknown_set_is_an_import_error(name: str) -> None:
+    """In a process of its own, because torch 2.10 registers no operator twice."""
+    program = """
+try:
+    import tightrope
+except ImportError as error:
+    print(error)
 """
     start = f"[tightrope] TIGHTROPE_CPU_ISA must be one of {', '.join(SETS)} on this processor"
-    done = python("-c", program, isa="")
-    assert done.stdout.splitlines() == [f"{start} but got {name!r}." for name in names], done.stderr
+    done = python("-c", program, isa=name)
+    assert done.stdout.splitlines() == [f"{start} but got {name!r}."], done.stderr
 
 
 @pytest.mark.parametrize("name", OTHERS)
