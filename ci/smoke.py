@@ -64,9 +64,14 @@ def check_kernel(dtype: torch.dtype, interleaved: bool, instructions: str) -> No
         made[backend] = y, *torch.autograd.grad(y, (x, frequencies), like)
     # A part of the largest number. The gradient of the frequencies is a sum of many.
     part = max(2 * torch.finfo(dtype).eps, 64 * torch.finfo(torch.float32).eps)
-    for one, other in zip(made["cpu"], made["reference"], strict=True):
-        error = float((one - other).abs().max() / other.abs().max())
-        assert error <= part, f"{dtype}, {instructions}: {error} is more than {part}"
+    names = "the result", "the gradient of x", "the gradient of the frequencies"
+    for name, one, other in zip(names, made["cpu"], made["reference"], strict=True):
+        off = (one - other).abs() / other.abs().max()
+        error = float(off.max())
+        assert error <= part, (
+            f"{name}, {dtype}, interleaved={interleaved}, {instructions}: {error} is more than {part} "
+            f"at {(off > part).nonzero().tolist()[:8]}"
+        )
 
 
 def check_error() -> None:
