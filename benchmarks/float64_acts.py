@@ -34,13 +34,16 @@ def calls() -> dict[str, Call]:
     leaf, prepared = x.clone().requires_grad_(), RopeSpec(128).at(None)
     found: dict[str, Call] = {}
 
-    def add(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        found[name] = lambda: function(x)
-        found[f"{name}, training"] = lambda: torch.autograd.grad(function(leaf), leaf, cotangent)
+    def add(name: str, act: str | None, before: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        def both(x: torch.Tensor) -> torch.Tensor:
+            return rotate(before(x), prepared, act=act)
+
+        found[name] = lambda: both(x)
+        found[f"{name}, training"] = lambda: torch.autograd.grad(both(leaf), leaf, cotangent)
 
     for name, of_torch in ACTS.items():
-        add(name, lambda x, name=name: rotate(x, prepared, act=name))  # type: ignore[misc]
-        add(f"torch's {name}", lambda x, act=of_torch: rotate(act(x), prepared))  # type: ignore[misc]
+        add(name, name, lambda x: x)
+        add(f"torch's {name}", None, of_torch)
     return found
 
 

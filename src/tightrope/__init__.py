@@ -5,8 +5,9 @@ from __future__ import annotations
 import typing as _typing
 from importlib.metadata import PackageNotFoundError as _NotFound, version as _version
 
-from . import backends as backends, ops as _ops
+from . import _mkl, backends as backends, ops as _ops
 
+_mkl.choose_code()
 _ops.register()
 backends.register()
 

@@ -31,6 +31,7 @@ RANKS: dict[str, tuple[int, int]] = {
     "_value": (0, 1),
     "_parts": (0, 0),
     "_namespace": (0, 0),
+    "_mkl": (0, 0),
     "ops.schema": (0, 1),
     "ops.registry": (0, 0),
     "channels": (0, 1),
