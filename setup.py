@@ -198,14 +198,13 @@ def build_library() -> Path:
         passes = "predictive-commoning tree-loop-distribution loop-interchange loop-unroll-and-jam"
         optimized += [f"-fno-{name}" for name in passes.split()]
     units = {
-        "bind_torch.cpp": torch_flags,
-        "bind_gradients.cpp": torch_flags,
-        "bind_phases.cpp": torch_flags,
-        "bind_cosines.cpp": torch_flags,
-        "bind_schemas.cpp": [*torch_flags, f"-DTIGHTROPE_SCHEMAS={schemas()}"],
-        "dispatch.cpp": ["-O2"],
-        "large_results.cpp": ["-O2"],
         "older_systems.cpp": ["-O2"],
+        "large_results.cpp": ["-O2"],
+        "dispatch.cpp": ["-O2"],
+        "bind_compiled.cpp": [*torch_flags, f"-DTIGHTROPE_SCHEMAS={schemas()}"],
+        "bind_phases.cpp": torch_flags,
+        "bind_gradients.cpp": torch_flags,
+        "bind_torch.cpp": torch_flags,
     }
     for source, flags in ISA_FLAGS[machine].items():
         if source in OPTIONAL:
@@ -217,8 +216,8 @@ def build_library() -> Path:
     if missing:
         raise NotBuilt(f"csrc/ lacks {', '.join(missing)}")
 
-    # The largest instruction set, which takes longest.
-    largest = next(reversed(units))
+    # The loops take longest: they start first.
+    first = next(reversed(units))
     # Any file of csrc/ that is not .cpp may be included by a unit.
     headers = [p.read_bytes() for p in sorted(CSRC.glob("*")) if p.suffix != ".cpp"]
 
@@ -228,11 +227,10 @@ def build_library() -> Path:
         # Objects do not depend on the folder of the source, see COMMON_FLAGS.
         where = shlex.join(command).replace(str(ROOT), ".")
         key = digest(version, torch_version, where, text, *headers)
-        if source == largest and not target_of(Path(source).stem, key, ".o").exists():
+        if source == first and not target_of(Path(source).stem, key, ".o").exists():
             say("Compiling the CPU kernel of tightrope: about a minute on two cores.")
         return produce(Path(source).stem, key, ".o", command)
 
-    # Start with the largest.
     with ThreadPoolExecutor(JOBS) as pool:
         objects = list(pool.map(compile_unit, reversed(units)))
 

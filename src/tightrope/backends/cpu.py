@@ -39,7 +39,7 @@ def register() -> None:
     if not _PATH.exists():
         _missing = f"the native library is not built; {_HOW}"
     else:
-        # It tells csrc/bind_schemas.cpp that the operators are defined.
+        # It tells csrc/bind_compiled.cpp that the operators are defined.
         os.environ["TIGHTROPE_DEFINED"] = "1"
         try:
             torch.ops.load_library(str(_PATH))

@@ -1,6 +1,8 @@
-// Cosines and sines by the arithmetic of another library, for compiled code. All steps are torch's own, as in
-// `cos_sin` of stacks/_stack.py, so that a process without Python gets the same bits.
+// What only compiled code needs: cosines and sines by the arithmetic of another library, and the definitions of the
+// operators for a process without tightrope's Python.
 #include <array>
+#include <cstdlib>
+#include <exception>
 #include <optional>
 #include <tuple>
 
@@ -16,6 +18,7 @@ Tensor by_torch(const char* name, const char* overload, const Arguments&... argu
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+// All steps are torch's own, as in `cos_sin` of stacks/_stack.py, so that a process without Python gets the same bits.
 std::tuple<Tensor, Tensor> cos_sin(Tensor at, Tensor inv_freq, std::optional<Tensor> divisor,
                                    std::optional<Tensor> multiplier, std::optional<Tensor> factor,
                                    bool polar) {
@@ -38,6 +41,17 @@ std::tuple<Tensor, Tensor> cos_sin(Tensor at, Tensor inv_freq, std::optional<Ten
 }
 
 }  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(tightrope, m) {
+  // backends/cpu.py sets it while it loads this library, because Python has defined the operators.
+  if (std::getenv("TIGHTROPE_DEFINED") != nullptr) return;
+  try {
+    // setup.py passes the schemas of ops/schema.py.
+    for (const char* schema : {TIGHTROPE_SCHEMAS}) m.def(schema);
+  } catch (const std::exception&) {
+    // They are defined already: by Python, which did not load this library, or by a copy of it.
+  }
+}
 
 STABLE_TORCH_LIBRARY_IMPL(tightrope, CPU, m) {
   if (tightrope::can_run()) m.impl("cos_sin", TORCH_BOX(&cos_sin));
