@@ -199,6 +199,10 @@ def test_attributes_and_growth() -> None:
         angle = angles(torch.arange(longest), 8, 5e5).repeat(1, 2)[None, None]
         for table, wanted in ((rope.cos_cached, angle.cos()), (rope.sin_cached, angle.sin())):
             assert_near(table, wanted.float(), "float32 ways")
+    adjacent = RotaryPositionalEmbedding(8, interleaved=True)
+    adjacent(noise(5, 8, dtype=torch.float32))
+    sines = angles(torch.arange(5), 8).sin().repeat_interleave(2, -1)[None, None]
+    assert_near(adjacent.sin_cached, sines.float(), "float32 ways")
 
 
 # --- polar attention ------------------------------------------------------------------------------

@@ -157,6 +157,13 @@ def assert_of_paper(rule: Rule, d: int, base: float, length: int | None = None) 
 
 
 def test_the_softmax_scale_of_deepseek() -> None:
+    """It is the square of transformers' yarn_get_mscale, by which DeepSeek's attention multiplies its scale."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
+
+    for weight in (0.707, 1.0):
+        rule = YaRN(40.0, 4096, mscale=weight, mscale_all_dim=weight)
+        assert rule.softmax_scaling == pytest.approx(yarn_get_mscale(40.0, weight) ** 2, rel=1e-14)
+        assert rule.frequencies(64, 1e4).attention_scaling == 1.0
     rule = YaRN(40.0, 4096, mscale=1.0, mscale_all_dim=0.8)
     assert rule.softmax_scaling == float(truth.yarn_mscale(40.0, 0.8) ** 2)
     assert YaRN(40.0, 4096).softmax_scaling == 1.0

@@ -146,16 +146,3 @@ def test_one_mscale_alone(given: dict[str, float]) -> None:
     assert scaling == pytest.approx(float(truth.yarn_attention(40.0)), rel=1e-14)
     assert made.attention_scaling != pytest.approx(scaling, rel=0.05)
     assert_same(rule, 64, 1e4, (inv_freq, made.attention_scaling))
-
-
-def test_deepseeks_softmax_scale() -> None:
-    """softmax_scaling is the square of transformers' yarn_get_mscale.
-
-    DeepSeek-V3 attention in transformers multiplies its softmax scale by this square.
-    """
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
-
-    for weight in (0.707, 1.0):
-        rule = YaRN(40.0, 4096, mscale=weight, mscale_all_dim=weight)
-        assert rule.softmax_scaling == pytest.approx(yarn_get_mscale(40.0, weight) ** 2, rel=1e-14)
-        assert rule.frequencies(64, 1e4).attention_scaling == 1.0

@@ -35,28 +35,6 @@ def test_positions_and_inverse() -> None:
     assert torch.equal(rope(x, 1, positions=7), rope(x, 1, positions=torch.arange(5) + 7))
 
 
-def test_cached_tables_are_those_of_the_longest_call() -> None:
-    rope = RotaryPositionalEmbedding(8)
-    assert rope.cos_cached is None
-    assert rope.sin_cached is None
-    assert rope.max_seq_len_cached == 0
-    rope(noise(2, 5, 3, 8), seq_dim=1)
-    rope(noise(2, 3, 3, 8), seq_dim=1)
-    assert rope.max_seq_len_cached == 5
-    rope(noise(2, 1, 9, 8))
-    assert rope.max_seq_len_cached == 9
-    angle = torch.arange(9.0)[:, None] * rope.inv_freq
-    for table, expected in ((rope.cos_cached, angle.cos()), (rope.sin_cached, angle.sin())):
-        assert table.shape == (1, 1, 9, 8)
-        assert table.dtype == torch.float32
-        torch.testing.assert_close(table[0, 0], expected.repeat(1, 2))
-    interleaved = RotaryPositionalEmbedding(8, interleaved=True)
-    interleaved(noise(5, 8))
-    torch.testing.assert_close(
-        interleaved.sin_cached[0, 0], angle[:5].sin().repeat_interleave(2, -1)
-    )
-
-
 def test_one_module_in_several_threads() -> None:
     rope = RotaryPositionalEmbedding(64)
     inputs = [noise(1, length, 2, 64) for length in (5, 300, 17, 211)]
