@@ -478,8 +478,8 @@ RULES = {f"{rule.opcode} of {len(rule.sources)}": rule for rule in (*rules(), *p
 #: What other tests test: control, memory, exchanges, and chains of carries.
 _ELSEWHERE = re.compile(
     r"bra(\.uni)?|ret|exit|bar\.sync|bar\.warp\.sync|cvta(\.to)?\.(local|global)\.u64|lop3\.b32"
-    r"|(ld|st)\.(global|shared|local|param)(\.nc|\.L1::\w+)?(\.v[24])?\.[bsu](8|16|32|64)"
-    r"|(ld|st)matrix\.sync\.aligned\.m8n8\.x[124](\.trans)?\.shared\.b16"
+    r"|(ld|st)\.(global|shared(::cta)?|local|param)(\.nc|\.L1::\w+)?(\.v[24])?\.[bsu](8|16|32|64)"
+    r"|(ld|st)matrix\.sync\.aligned\.m8n8\.x[124](\.trans)?\.shared(::cta)?\.b16"
     r"|shfl\.sync\.(up|down|bfly|idx)\.b32|redux\.sync\.\w+(\.NaN)?\.\w+32"
     r"|(add|sub|addc|subc|mad\.lo|madc\.hi)(\.cc)?\.u32"
 )

@@ -166,11 +166,11 @@ MEET:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_matrices_go_through_shared_memory(count: int, transposed: bool) -> None:
+@pytest.mark.parametrize("count, shared", [(1, "shared"), (2, "shared::cta"), (4, "shared")])
+def test_matrices_go_through_shared_memory(count: int, shared: str, transposed: bool) -> None:
     """A lane has elements 2 (l % 4) and the next of row l / 4 of each matrix, or of that column."""
     registers = ", ".join(f"%r{20 + i}" for i in range(count))
-    suffix = f"x{count}{'.trans' if transposed else ''}.shared.b16"
+    suffix = f"x{count}{'.trans' if transposed else ''}.{shared}.b16"
     rows = "and.b32 %r10, %r0, 31; mul.lo.s32 %r11, %r10, 16;"
     # Element e of row r of matrix m is 64 m + 8 r + e.
     fill = " ".join(
@@ -235,9 +235,11 @@ def test_a_false_predicate_keeps_what_was_there() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_shared_memory_and_barriers(seed: int | None) -> None:
     """Each of two programs reverses its numbers."""
-    assert result_of(REVERSED, 128, 2, shared=512, seed=seed) == [
-        100 + 128 * p + 127 - t for p in range(2) for t in range(128)
-    ]
+    for name in ("shared", "shared::cta"):  # the same memory
+        body = REVERSED.replace("shared", name)
+        assert result_of(body, 128, 2, shared=512, seed=seed) == [
+            100 + 128 * p + 127 - t for p in range(2) for t in range(128)
+        ]
 
 
 REVERSED = """

@@ -171,7 +171,6 @@ def from_tables(angles, tile, head, HEAD: tl.constexpr, ANGLES: tl.constexpr):
     steps = angles.steps
     at, _, _ = position_of(angles.positions, 0, tile.row, tile.token, 0, ANGLES.POSITIONS)
     found = (at >= 0) & (at < steps.length)
-    at = tl.where(found, at, 0)
     pair = tl.arange(0, HEAD.BLOCK_P)[None, :]
     mask = found[:, None] & (pair < HEAD.PAIRS)
     cos_at = _entry(steps.cos, tile.row, head, at, pair)
