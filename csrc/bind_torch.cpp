@@ -125,6 +125,7 @@ Places read_slots(const Tensor& slots, const Options& options, const Problem& p,
   } catch (const std::exception&) {
     STD_TORCH_CHECK(false, "tightrope: slots must fit into memory");
   }
+  if (found.empty()) return found;  // there may be more rows without tokens than a loop can visit
   auto next = found.begin();
   for (int64_t i = 0; i < p.rows; ++i)
     for (int64_t j = 0; j < p.tokens; ++j) {

@@ -655,3 +655,10 @@ def test_caches_sliced_outside_of_compiled_code(name: str) -> None:
         step(expected[1], k, slots)
         compiled(both[1], k, slots)
         assert torch.equal(both, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_rows_than_a_loop_can_visit(backend: str | None) -> None:
+    """Rows without tokens, of which there may be any number, take no time."""
+    cache, slots = noise(0, HEADS, 3, 12), torch.empty(2**50, 0, dtype=torch.int64)
+    assert rotate_(cache, SPEC, 3, slots=slots, backend=backend) is cache
