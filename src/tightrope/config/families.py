@@ -22,6 +22,8 @@ class Family:
             description.
         pairing_key: the key by which this family's code lets a configuration choose the pairing.
         base: a constant of the code, for families whose configurations have no key for it.
+        bases: the keys outside a rope section by which the code takes a base; None if it may be any.
+        parts: the same keys of the part of the channels that rotates.
         fixed: what the code takes from no key: "base", "scaling" or both.
         fraction: ``"optional"``: without a key all channels rotate. ``"required"``: the family
             rotates a part by default, so a configuration must give the part. ``"none"``: all
@@ -30,7 +32,8 @@ class Family:
             ``"half"``: half the channels rotate unless the rope section has a factor. ``"sixths"``:
             as many channels rotate as three coordinates with equal numbers of pairs can share.
         head_dim: ``"derived"``: without a key it is hidden size / heads. ``"required"``: the family
-            has another default, so a configuration must give head_dim.
+            has another default, so a configuration must give head_dim. ``"computed"``: the code
+            ignores a key for it.
         width: the keys of the width and of the numbers that divide it into heads, if not the usual
             ones; the code ignores ``kv_channels``.
         start: ``"first"``, ``"nope"`` (after the channels of ``qk_nope_head_dim``) or ``"last"``.
@@ -49,6 +52,8 @@ class Family:
     source: str
     pairing_key: str | None = None
     base: float | None = None
+    bases: tuple[str, ...] | None = None
+    parts: tuple[str, ...] | None = None
     fixed: tuple[str, ...] = ()
     fraction: str = "optional"
     head_dim: str = "derived"
@@ -65,12 +70,20 @@ class Family:
     refused: str | None = None
 
 
+# What most code of transformers has in common.
+_USUAL: dict[str, Any] = {
+    "fraction": "none",
+    "bases": ("rope_theta",),
+    "parts": ("partial_rotary_factor",),
+}
+
+
 def _half(folder: str, function: str = "apply_rotary_pos_emb", **facts: object) -> Family:
-    return Family(False, f"{folder}: {function}", **{"fraction": "none", **facts})  # type: ignore[arg-type]
+    return Family(False, f"{folder}: {function}", **(_USUAL | facts))
 
 
 def _pairs(folder: str, function: str = "apply_rotary_pos_emb", **facts: object) -> Family:
-    return Family(True, f"{folder}: {function}", **{"fraction": "none", **facts})  # type: ignore[arg-type]
+    return Family(True, f"{folder}: {function}", **(_USUAL | facts))
 
 
 def _each(names: str, function: str = "apply_rotary_pos_emb", **facts: object) -> dict[str, Family]:
@@ -81,8 +94,8 @@ def _each(names: str, function: str = "apply_rotary_pos_emb", **facts: object) -
 
 def _conformer(folder: str, stem: str, **facts: object) -> Family:
     function = f"{stem}SelfAttention._apply_rotary_embedding"
-    by_key = {"position_type": "position_embeddings_type", "fixed": ("scaling",)}
-    return _half(folder, function, **by_key, **facts)
+    own = {"position_type": "position_embeddings_type", "fixed": ("scaling",)}
+    return _half(folder, function, bases=("rotary_embedding_base",), **own, **facts)
 
 
 def _hub(file: str, interleaved: bool = False, **facts: object) -> Family:
@@ -117,6 +130,7 @@ _VISION = {"axes": "blocks", "base": 10000.0}
 # The attention of videos to their earlier frames.
 _MEMORY: dict[str, Any] = {
     "axes": "columns, rows",
+    "bases": ("memory_attention_rope_theta",),
     "width": tuple(
         f"memory_attention_{name}"
         for name in ("hidden_size", "downsample_rate", "num_attention_heads")
@@ -134,17 +148,17 @@ FAMILIES: dict[str, Family] = {
     # refused.)
     **_each(
         """arcee aria_text:aria bitnet chameleon csm csm_depth_decoder_model:csm dbrx
-        deepseek_ocr2_encoder:deepseek_ocr2 deepseek_ocr2_text:deepseek_ocr2 diffllama doge dots1
+        deepseek_ocr2_encoder:deepseek_ocr2 diffllama doge dots1
         emu3_text_model:emu3 esmc eurobert EvollaModel:evolla evolla falcon falcon_h1 flex_olmo
         gradium_phonon_tts granite granite4_vision_text:granite4_vision granite_docling_text:granite_docling
         granitemoe granitemoeshared gte hunyuan_v1_dense
         hunyuan_v1_moe hyperclovax idefics jais2 jina_embeddings_v3
         kyutai_speech_to_text lasr_encoder:lasr lfm2 lfm2_moe llama mimi mimi_decoder:mimi mimi_encoder:mimi
         minimax ministral mistral mixtral moshi
-        nomic_bert olmo olmo2 olmoe phimoe pocket_tts
+        olmo olmo2 olmoe phimoe pocket_tts
         pocket_tts_audio_tokenizer pocket_tts_audio_tokenizer_decoder:pocket_tts_audio_tokenizer
         pocket_tts_audio_tokenizer_encoder:pocket_tts_audio_tokenizer qwen2 qwen2_moe
-        qwen3_moe qwen3_omni_moe_talker_text:qwen3_omni_moe starcoder2 unlimited_ocr_text:unlimited_ocr
+        qwen3_moe qwen3_omni_moe_talker_text:qwen3_omni_moe starcoder2
         voxtral_realtime_text:voxtral_realtime"""
     ),
     **_each(
@@ -161,11 +175,16 @@ FAMILIES: dict[str, Family] = {
     "gemma": _half("gemma", **_HEAD),
     "gemma2": _half("gemma2", **_HEAD),
     "gpt_oss": _half("gpt_oss", scaled=True, **_HEAD),
+    **_each(
+        "deepseek_ocr2_text:deepseek_ocr2 unlimited_ocr_text:unlimited_ocr", head_dim="computed"
+    ),
     "granitemoehybrid": _half("granitemoehybrid", position_type="position_embedding_type"),
     "internlm2": _hub("internlm2", fraction="none"),
     "minicpm": _hub("minicpm", fraction="none"),
     "mllama_text_model": _half("mllama"),
     "olmo_hybrid": _half("olmo_hybrid", null_base=True),
+    # The code in its repositories reads rotary_emb_base.
+    "nomic_bert": _half("nomic_bert", bases=("rope_theta", "rotary_emb_base")),
     "nemotron-nas": _hub("decilm", fraction="none"),
     "phi3": _half("phi3", **_ANY_PART),
     "phi4_multimodal": _half("phi4_multimodal", **_ANY_PART),
@@ -174,14 +193,20 @@ FAMILIES: dict[str, Family] = {
     "solar": _hub("solar"),
     # --- some channels, half pairing ---
     **_each(
-        """dots3_note_audio_encoder:dots3_note glm4_moe glmasr_encoder:glmasr gpt_neox gpt_neox_japanese
-        nemotron nemotron3_5_transcribe_asr_audio:nemotron3_5_transcribe
+        """glm4_moe glmasr_encoder:glmasr nemotron nemotron3_5_transcribe_asr_audio:nemotron3_5_transcribe
         nemotron3_5_transcribe_word_timestamp:nemotron3_5_transcribe
         nemotron3_diarization_audio:nemotron3_diarization persimmon phi recurrent_gemma stablelm""",
         **_PART,
     ),
     **_each("minimax_m2 qwen3_next", **_PART, **_HEAD),
     "bamba": _half("bamba", fraction="half"),
+    "dots3_note_audio_encoder": _half("dots3_note", head_dim="computed", **_PART),
+    **_each(
+        "gpt_neox gpt_neox_japanese",
+        bases=("rope_theta", "rotary_emb_base"),
+        parts=("rotary_pct",),
+        **_PART,
+    ),
     # --- interleaved pairing ---
     "codegen": _pairs("codegen", **_FIXED, **_PART),
     "cohere": _pairs("cohere"),
@@ -192,7 +217,7 @@ FAMILIES: dict[str, Family] = {
     "gptj": _pairs("gptj", **_FIXED, **_PART),
     "helium": _pairs("helium", **_HEAD),
     "moonshine": _pairs("moonshine", **_PART),
-    "moonshine_streaming": _pairs("moonshine_streaming", **_PART),
+    "moonshine_streaming": _pairs("moonshine_streaming", parts=(), **_PART),
     "blt_global_transformer": _pairs("blt"),
     "blt_local_decoder": _pairs("blt"),
     "blt_local_encoder": _pairs("blt"),
@@ -244,7 +269,7 @@ FAMILIES: dict[str, Family] = {
     "gemma4_text": _half("gemma4", layers="wide where full", **_HEAD),
     "gemma4_unified_text": _half("gemma4_unified", layers="wide where full", **_HEAD),
     "kolibri1": _half("kolibri1", layers="sliding only, if windows", **_HEAD),
-    "laguna": _half("laguna", **_PART, **_HEAD),
+    "laguna": _half("laguna", parts=(), **_PART, **_HEAD),
     "llama4_text": _pairs("llama4", "apply_rotary_emb", layers="no_rope_layers", **_HEAD),
     "mistral_large4_text": _pairs(
         "mistral_large4",
@@ -253,7 +278,7 @@ FAMILIES: dict[str, Family] = {
         layers="no_rope_layers",
         scaled=True,
     ),
-    "step3p5": _half("step3p7", layers="lists", **_ANY_PART, **_HEAD),
+    "step3p5": _half("step3p7", layers="lists", parts=(), **_ANY_PART, **_HEAD),
     **_each("granite_swa granitemoe_swa", layers="layer_rope_theta"),
     "muse_spark_text": _half("muse_spark", layers="layer_rope_theta", **_HEAD),
     "muse_glimmer_text": _half("muse_glimmer", layers="layer_rope_theta", **_HEAD),
@@ -270,7 +295,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_omni_text": _half("qwen2_5_omni", **_QWEN2_VL),
     "paddleocr_vl_text": _half("paddleocr_vl", **_QWEN2_VL, **_HEAD),
     "cohere_compass_text": _half("cohere_compass", layers="nested", **_QWEN3_VL),
-    "cosmos3_edge_text": _half("cosmos3_edge", **_QWEN3_VL),
+    "cosmos3_edge_text": _half("cosmos3_edge", bases=(), fixed=("scaling",), **_QWEN3_VL),
     "qwen3_omni_moe_text": _half("qwen3_omni_moe", **_QWEN3_VL),
     "qwen3_vl_text": _half("qwen3_vl", **_QWEN3_VL, **_HEAD),
     "qwen3_vl_moe_text": _half("qwen3_vl_moe", **_QWEN3_VL, **_HEAD),

@@ -37,10 +37,17 @@ def base_of(source: Source, part: Part) -> tuple[float, str]:
     tried = (TRIED.get() or {}).get(BASE)
     if tried is not None:
         return float(tried), "tried"
-    got = agreed("base", part.inner(keys.BASE) + source.outer(part.base))
     family = source.family
+    got = agreed("base", part.inner(keys.BASE) + source.outer(part.base))
     if got is not None:
-        if family is not None and "base" in family.fixed and got[1] != family.base:
+        if family is not None and _is_stray(source, part):
+            ways = " or ".join([*(family.bases or ()), "rope_parameters.rope_theta"])
+            got = settle(
+                f"the base must stand where the code of {source.name} reads it, in {ways}, but got "
+                f"{got[1]!r} from {got[0]}",
+                ("for other code, which reads it", got),
+            )
+        elif family is not None and "base" in family.fixed and got[1] != family.base:
             got = ignored(source, "base", f"{family.base:g}", got)
         return got[1], got[0]
     if family is not None and family.base is not None:
@@ -57,6 +64,16 @@ def base_of(source: Source, part: Part) -> tuple[float, str]:
         ("if the base is 10000, as in the paper", 10000.0),
     )
     return base, "tried"
+
+
+def _is_stray(source: Source, part: Part) -> bool:
+    """Return whether the base has none of the keys that the code of the family reads."""
+    read = None if source.family is None else source.family.bases
+    if read is None or any(key not in keys.BASE for key in part.base):
+        return False
+    return not part.inner(["rope_theta"]) and not source.outer(
+        [key for key in read if key in part.base]
+    )
 
 
 def _some(names: list[str], most: int = 8) -> str:
@@ -81,6 +98,7 @@ def slice_of(
         *rope,
     ]
     claimed = claimed_by(rule)
+    _refuse_stray_part(source, part, claimed)
     for path, fraction in _fractions(source, part, claimed):
         if int(head_dim * fraction) < 2:
             fail(f"{path} must give at least 2 of {head_dim} channels but got {fraction!r}")
@@ -158,6 +176,22 @@ def _fractions(source: Source, part: Part, claimed: set[str]) -> list[Found]:
     return found
 
 
+def _refuse_stray_part(source: Source, part: Part, claimed: set[str]) -> None:
+    """Raise an error if the part of the channels has none of the keys that the code of the family reads."""
+    family = source.family
+    if family is None or family.parts is None or family.fraction == "none":
+        return
+    found = _fractions(source, part, claimed)
+    if found and not part.inner(["partial_rotary_factor"]) and not source.outer(family.parts):
+        ways = " or ".join([*family.parts, "rope_parameters.partial_rotary_factor"])
+        path, fraction = found[0]
+        settle(
+            f"the part of the channels that rotates must stand where the code of {source.name} reads it, in "
+            f"{ways}, but got {fraction!r} from {path}",
+            ("for other code, which reads it", None),
+        )
+
+
 def _latent_slice(
     source: Source, part: Part, rope: list[Found], nope: list[Found], stated: Stated
 ) -> tuple[tuple[int, int, int], list[Fact]]:
@@ -199,11 +233,12 @@ def head_dim_of(source: Source, part: Part) -> tuple[int, str]:
     if part.head_dim is not None:
         whole([part.head_dim], _WIDEST)
         return part.head_dim[1], part.head_dim[0]
-    own = source.family is not None and bool(source.family.width)
+    family = source.family
+    own = family is not None and (bool(family.width) or family.head_dim == "computed")
     given = [] if own else whole(source.outer(keys.HEAD_DIM), _WIDEST)
     more = ("head_dim", "head_size") if own else ()
     others = whole(source.outer((*keys.HEAD_DIM_ELSEWHERE, *more)), _WIDEST)
-    found = given or (others if source.family is None else []) or _derived(source)
+    found = given or (others if family is None else []) or _derived(source)
     for name, inner in source.values.items():  # of some layers: attention_other_setting of Step 3.5
         settings = "attention" in str(name) and not str(name).endswith("_config")
         if settings and isinstance(inner, Mapping) and inner.get("head_dim") is not None:

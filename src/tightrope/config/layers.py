@@ -286,9 +286,27 @@ def _scaled_layers(source: Source, flat: Entries, layers: Listed) -> Layers:
 
 def _scaled_where_full(source: Source, flat: Entries, layers: Listed) -> Layers:
     # OLMo 3: sliding-window layers use unscaled frequencies.
-    del source
+    if _by_class(source):
+        _no_flat_parameters(source)
+        for path, base in source.outer(["rope_theta"]):
+            if base != 500000:
+                fail(
+                    f"{path} must be 500000, as the code of {source.name} takes another one for full_attention "
+                    f"only, but got {base!r}; rope_parameters may give each type of layers its own"
+                )
     unscaled = {key: found for key, found in flat.items() if key in keys.BASE}
     return [Part("full_attention", flat), Part("sliding_attention", unscaled)], layers
+
+
+def _by_class(source: Source) -> bool:
+    """Return whether the code is a class of transformers, which reads a few spellings only."""
+    return source.family is not None and source.family.bases is not None
+
+
+def _no_flat_parameters(source: Source) -> None:
+    flat = source.values.get("rope_parameters")
+    if flat and not any(isinstance(value, Mapping) for value in flat.values()):
+        _only_nested(source, {}, None)
 
 
 def _sliding_only(source: Source, flat: Entries, layers: Listed) -> Layers:
@@ -303,6 +321,11 @@ def _sliding_only(source: Source, flat: Entries, layers: Listed) -> Layers:
 
 def _sliding_or_dense(source: Source, flat: Entries, layers: Listed) -> Layers:
     # Cohere 2 MoE: the first layers, without experts, may have no window and rotate all the same.
+    if _by_class(source) and source.values.get("rope_scaling"):
+        fail(
+            f"the scaling must be in rope_parameters, as the code of {source.name} does not read "
+            f"{source.shown('rope_scaling')}"
+        )
     for key in ("layer_types", "mlp_layer_types"):
         _need(source, key, null=False)
     parts, layers = _sliding_only(source, flat, layers)
@@ -379,6 +402,13 @@ def _thetas(source: Source, flat: Entries, layers: Listed) -> Layers:
 def _by_lists(source: Source, flat: Entries, layers: Listed) -> Layers:
     # Step 3.5: a base and a part of the channels for each layer; equal for all layers of one type. Scaling is for
     # some types.
+    if _by_class(source):
+        _no_flat_parameters(source)
+        section = source.values.get("rope_scaling")
+        if isinstance(section, Mapping) and section and "rope_type" not in section:
+            fail(
+                f"{source.shown('rope_scaling')} must have rope_type, as the code of {source.name} reads no type"
+            )
     _need(source, "layer_types", null=False)
     if source.values.get("use_rope_layers"):
         fail(

@@ -194,6 +194,12 @@ def test_the_advice_for_a_part_keeps_what_only_the_code_states(name: str) -> Non
         "attention_head_dim": 128,
         "use_mem_rope": True,
     }
+    if name == "cosmos3_edge_text":
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
+    if name == "olmo3":
+        config["rope_theta"] = 5e5
+    for key in families.FAMILIES[name].bases or ():
+        config[key] = config.get(key, 1e4)
     rule = families.FAMILIES[name].layers or ""
     others = {key for each, own in keys.READ_BY_LAYERS.items() if each != rule for key in own}
     config = {key: value for key, value in config.items() if key not in others}

@@ -198,12 +198,24 @@ def test_junk_is_refused_in_a_sentence(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("key", [key for key in keys.BASE if key != "rotary_base"])
-def test_a_base_may_stand_anywhere_but_must_agree(key: str) -> None:
+def test_a_base_has_the_key_that_the_code_reads(key: str) -> None:
     """Megatron's files, which have rotary_base, have no model_type but give the pairing."""
-    config = without(LLAMA, "rope_theta")
-    assert read({**config, key: 7.0}) == RopeSpec(128, 7.0)
-    assert read({**config, "rope_parameters": {key: 7.0}}) == RopeSpec(128, 7.0)
-    assert read({**LLAMA, key: 500000}) == RopeSpec(128, 5e5)
+    inside = {"rope_parameters": {key: 7.0}}
+    for config in ({**LLAMA, key: 500000}, {**LLAMA, "rope_parameters": {key: 500000}}):
+        assert read(config) == RopeSpec(128, 5e5)
+    bare, stated = without(LLAMA, "rope_theta", "model_type"), {"interleaved": False}
+    for more in ({key: 7.0}, inside):
+        assert read(bare | more, **stated, rotary_dim=128, rope_layers="all") == RopeSpec(128, 7.0)
+        if key == "rope_theta":
+            assert read(without(LLAMA, key) | more) == RopeSpec(128, 7.0)
+            continue
+        path = key if key in more else f"rope_parameters.{key}"
+        refused(
+            without(LLAMA, "rope_theta") | more,
+            f"the base must stand where the code of model_type 'llama' reads it, in rope_theta or "
+            f"rope_parameters.rope_theta, but got 7.0 from {path}; for other code, which reads it: "
+            f"RopeSpec(head_dim=128, base=7.0).",
+        )
 
 
 def test_the_argument_overrules_family_and_key() -> None:
@@ -240,7 +252,7 @@ def test_families_are_complete() -> None:
     for name, family in families.FAMILIES.items():
         assert family.source.strip() or family.refused, name
         assert family.fraction in ("factor", "half", "none", "optional", "required", "sixths")
-        assert family.head_dim in ("derived", "required")
+        assert family.head_dim in ("computed", "derived", "required")
         assert family.start in ("first", "nope", "last")
     assert not families.GGUF_NEIGHBOURS & families.GGUF_HALVES
     for name in families.SECTIONS.values():
