@@ -424,7 +424,8 @@ def test_key_heads_of_every_layer(converted: Run, refused: Run, case: str) -> No
 
 
 def test_query_heads_of_every_layer(tmp_path: Path, converted: Run) -> None:
-    config = {**LLAMA, "model_type": "laguna", "head_dim": 8, "partial_rotary_factor": 1.0}
+    config = {**LLAMA, "model_type": "laguna", "head_dim": 8}
+    config |= {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}}
     config |= {"num_attention_heads_per_layer": [4, 8]}
     tensors = llama_tensors(bias=False)
     name = "model.layers.1.self_attn.q_proj.weight"
