@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 #: The functions of MKL that this library calls, and those close to them.
-FUNCTIONS = ("cos", "erf", "erfc", "exp", "expm1", "log", "log1p", "sin", "sqrt", "tan", "tanh")
+FUNCTIONS = tuple("cos erf erfc exp expm1 log log1p log2 sin sqrt tan tanh".split())
 
 
 def choose_code() -> None:

@@ -40,8 +40,10 @@ def base_of(source: Source, part: Part) -> tuple[float, str]:
     family = source.family
     got = agreed("base", part.inner(keys.BASE) + source.outer(part.base))
     if got is not None:
-        if family is not None and _is_stray(source, part):
-            ways = " or ".join([*(family.bases or ()), "rope_parameters.rope_theta"])
+        read = None if family is None else family.bases
+        own = all(key in keys.BASE for key in part.base)
+        if own and read is not None and _is_stray(source, part, "rope_theta", read):
+            ways = " or ".join([*read, "rope_parameters.rope_theta"])
             got = settle(
                 f"the base must stand where the code of {source.name} reads it, in {ways}, but got "
                 f"{got[1]!r} from {got[0]}",
@@ -66,14 +68,9 @@ def base_of(source: Source, part: Part) -> tuple[float, str]:
     return base, "tried"
 
 
-def _is_stray(source: Source, part: Part) -> bool:
-    """Return whether the base has none of the keys that the code of the family reads."""
-    read = None if source.family is None else source.family.bases
-    if read is None or any(key not in keys.BASE for key in part.base):
-        return False
-    return not part.inner(["rope_theta"]) and not source.outer(
-        [key for key in read if key in part.base]
-    )
+def _is_stray(source: Source, part: Part, inside: str, outside: tuple[str, ...]) -> bool:
+    """Return whether neither key by which the code of a family takes a fact is there: in the section, or outside."""
+    return not part.inner([inside]) and not source.outer(outside)
 
 
 def _some(names: list[str], most: int = 8) -> str:
@@ -182,7 +179,7 @@ def _refuse_stray_part(source: Source, part: Part, claimed: set[str]) -> None:
     if family is None or family.parts is None or family.fraction == "none":
         return
     found = _fractions(source, part, claimed)
-    if found and not part.inner(["partial_rotary_factor"]) and not source.outer(family.parts):
+    if found and _is_stray(source, part, "partial_rotary_factor", family.parts):
         ways = " or ".join([*family.parts, "rope_parameters.partial_rotary_factor"])
         path, fraction = found[0]
         settle(

@@ -304,6 +304,7 @@ def _by_class(source: Source) -> bool:
 
 
 def _no_flat_parameters(source: Source) -> None:
+    """Raise an error for keys in rope_parameters, where the code reads a section for each type of layers."""
     flat = source.values.get("rope_parameters")
     if flat and not any(isinstance(value, Mapping) for value in flat.values()):
         _only_nested(source, {}, None)
