@@ -187,9 +187,9 @@ struct None {
   template <bool, class T> static TIGHTROPE_INLINE T slope(T) { return all<T>(1); }
 };
 struct Relu {
-  // NaN stays NaN.
+  // NaN stays NaN, and its slope is 1, as in torch.
   template <bool, class T> static TIGHTROPE_INLINE T f(T x) { return at_least(all<T>(0), x); }
-  template <bool, class T> static TIGHTROPE_INLINE T slope(T x) { return choose(x > all<T>(0), all<T>(1), all<T>(0)); }
+  template <bool, class T> static TIGHTROPE_INLINE T slope(T x) { return choose(x <= all<T>(0), all<T>(0), all<T>(1)); }
 };
 struct Sigmoid {
   template <bool brief, class T> static TIGHTROPE_INLINE T f(T x) {

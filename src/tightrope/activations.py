@@ -203,7 +203,7 @@ _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 # f'. Each product of two sigmoids replaces a difference that would lose digits by cancellation.
 _SLOPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": torch.ones_like,
-    "relu": lambda x: (x > 0).to(x.dtype),
+    "relu": lambda x: (~(x <= 0)).to(x.dtype),  # 1 at NaN, as in torch
     "sigmoid": lambda x: torch.sigmoid(x) * torch.sigmoid(-x),
     "silu": lambda x: torch.sigmoid(x) * (1 + x * torch.sigmoid(-x)),
     "gelu": lambda x: (

@@ -140,6 +140,16 @@ def test_no_number_stays_none() -> None:
         assert bool(y[0, 0, 1].isfinite().all()), name
 
 
+@every_backend
+@pytest.mark.parametrize("name", ["relu", "leaky_relu"])
+def test_the_slope_at_nan_is_that_of_torch(name, backend) -> None:
+    x = torch.full((1, 1, 1, 8), torch.nan, requires_grad=True)
+    one = torch.ones(8).reshape(x.shape)
+    (got,) = torch.autograd.grad(rotate(x, RopeSpec(8), act=name, backend=backend), x, one)
+    (want,) = torch.autograd.grad(getattr(torch.nn.functional, name)(x), x, one)
+    assert torch.equal(got, want)
+
+
 @every_dtype
 @pytest.mark.parametrize("head_dim", [2, 30, 64, 130])
 def test_softmax_finds_its_largest_value_in_every_channel(

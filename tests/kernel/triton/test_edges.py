@@ -75,6 +75,16 @@ def test_a_gate_in_the_memory_that_is_written(into: bool) -> None:
     assert_same_bits(memory[:, :, 1:], want)
 
 
+@pytest.mark.parametrize("act, slope", [("relu", 1.0), ("leaky_relu", 0.01)])
+def test_the_slope_at_nan_is_that_of_torch(act: str, slope: float) -> None:
+    x = torch.full((1, 1, 1, 8), math.nan, device=DEVICE)
+    options = Options(act=ACTS.index(act), direction=1).pack()
+    (y,) = operators().rotate(
+        torch.ones_like(x), None, words(1, 1, 1, 4) * 0, None, None, 0, options, 1.0, [x]
+    )
+    assert torch.equal(y, torch.full_like(x, slope))
+
+
 def test_calls_that_run_the_definition() -> None:
     """Without pairs, with too wide a head, or with float64 and an act, the definition runs."""
     x = noise(1, 2, 3, 8, seed=1).to(DEVICE)

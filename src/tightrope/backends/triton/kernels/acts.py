@@ -70,7 +70,7 @@ def slope(x, ACT: tl.constexpr):
     # A tile of zeros; x * 0.0 would be NaN for infinities.
     zero = (x != x).to(tl.float32) * 0.0
     if ACT == RELU:
-        return tl.where(x > 0, 1.0 + zero, 0.0)
+        return tl.where(x <= 0, 0.0, 1.0 + zero)
     elif ACT == SIGMOID:
         one, other = of.logistics(x)
         return tl.where(x != x, x, one * other)
