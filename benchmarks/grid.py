@@ -335,7 +335,9 @@ def measure(case: Case, kind: str) -> Times:
 def page(files: Sequence[Path]) -> str:
     """Return a table of the results of files, one column for each."""
     every = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    sets = [each["environment"]["instruction_set"] for each in every]
+    machines = [each["environment"] for each in every]
+    sets = [f"{one['processor']}, {one['instruction_set']}" for one in machines]
+    sets = [name.replace("(R)", "").replace(" Processor", "") for name in sets]
     rows = []
     for results in zip(*(each["cases"] for each in every), strict=True):
         cells = []
@@ -346,12 +348,12 @@ def page(files: Sequence[Path]) -> str:
             cells.append(f"**{text}**" if middle < one["goal"] else text)
         rows.append([results[0]["case"], *cells])
     missed = [sum(row[1 + i].startswith("**") for row in rows) for i in range(len(every))]
-    kept = " and ".join(f"{len(rows) - m} of {len(rows)} with {s}" for m, s in zip(missed, sets))
-    here = every[0]["environment"]
-    last = f"{kept} reach their goal: 1, or 0.9 below 64 Ki elements. {here['processor']}, {here['cores']} cores."
-    for each, instructions in zip(every, sets):
+    kept = "; ".join(f"{len(rows) - m} of {len(rows)} on {s}" for m, s in zip(missed, sets))
+    last = f"So many reach their goal (1, or 0.9 below 64 Ki elements): {kept}. "
+    last += f"{machines[0]['cores']} cores."
+    for each, name in zip(every, sets):
         if wrong := "; ".join(one["case"] for one in each["cases"] if one.get("wrong")):
-            last += f" Torch's results were wrong with {instructions} in: {wrong}."
+            last += f" Torch's results were wrong on {name} in: {wrong}."
     return "\n".join(
         [*table(["time of the better of eager and compiled code / ours", *sets], rows), "", last]
     )

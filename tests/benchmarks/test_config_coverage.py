@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,10 @@ LAYERED = [name for name in ROWS if (family := FAMILIES.get(name)) and family.la
 OTHERS = "llama gptj qwen2_vl deepseek_v2 kimi_k25_vision nanochat".split()
 
 
+@pytest.mark.skipif(
+    importlib.metadata.version("transformers") != DATA["version"],
+    reason="counted with another version of transformers, which has other classes",
+)
 @pytest.mark.parametrize("name", [*OTHERS, *LAYERED])
 def test_a_row_of_today_is_the_committed_one(name: str) -> None:
     assert configs.row(name) == ROWS[name]

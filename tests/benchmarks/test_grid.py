@@ -70,10 +70,11 @@ def test_the_page_shows_what_is_missed(tmp_path: Path) -> None:
             "wrong": True,
         },
     ]
-    here = {"instruction_set": "avx2", "processor": "P", "cores": 2}
+    here = {"instruction_set": "avx2", "processor": "Intel(R) P Processor", "cores": 2}
     file.write_text(json.dumps({"environment": here, "cases": cases}))
     text = grid.page([file])
     assert "| a, fp32 | 1.10 (0.90 to 1.20) |" in text
     assert "| b, fp32 | **0.80 (0.70 to 0.80)** |" in text
-    assert "1 of 2 with avx2 reach their goal" in text
-    assert text.endswith("Torch's results were wrong with avx2 in: b, fp32.")
+    assert "| time of the better of eager and compiled code / ours | Intel P, avx2 |" in text
+    assert "goal (1, or 0.9 below 64 Ki elements): 1 of 2 on Intel P, avx2. 2 cores." in text
+    assert text.endswith("Torch's results were wrong on Intel P, avx2 in: b, fp32.")

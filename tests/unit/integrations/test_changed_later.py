@@ -114,6 +114,10 @@ def test_a_rotary_method_that_is_replaced_later_runs(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("options", [{}, {"angles": "exact"}, {"stack": "sglang"}])
 def test_pickles_hold_public_names_only(options: dict[str, str]) -> None:
     model = small_model("Llama", rope_parameters={"rope_type": "linear", "factor": 2.0})
+    try:
+        pickle.dumps(model)
+    except AttributeError as error:
+        pytest.skip(f"transformers' own model cannot be pickled: {error}")  # 5.20 with kernels
     patch(model, **options)  # type: ignore[arg-type]
     named = {str(arg) for _, arg, _ in pickletools.genops(pickle.dumps(model)) if arg is not None}
     ours = {name for name in named if name.partition(".")[0] == "tightrope"}
