@@ -89,7 +89,23 @@ def many_axes(operator: str) -> Call:
     return schema.angle_gradients, [x, None, x, None, *end], []
 
 
+def lost_positions() -> Call:
+    """Rotate channels that lie apart by tables at positions outside them: the NaNs have other signs if they are adjacent."""
+    x = torch.linspace(-1, 1, 2 * 9 * 24).view(2, 24, 9).transpose(1, 2)
+    options = schema.Options(
+        layout=schema.LAYOUTS.index("bsd"),
+        interleaved=True,
+        direction=schema.INVERSE,
+        add_index=False,
+        source=schema.SOURCES.index("repeat"),
+        rounding=schema.ROUNDINGS.index("wide"),
+    )
+    table = torch.ones(2, 1, 9, 24)
+    return schema.rotate, [x, None, table, table, None, -(2**62), options.pack(), 0.5], []
+
+
 TAKEN: dict[str, Callable[[], Call]] = {
+    "lost positions": lost_positions,
     **{
         f"far apart, {dtype}, {act}": lambda dtype=dtype, act=act: far_apart(dtype, act)
         for dtype in DTYPES
