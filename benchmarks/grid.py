@@ -336,8 +336,8 @@ def page(files: Sequence[Path]) -> str:
     """Return a table of the results of files, one column for each."""
     every = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     machines = [each["environment"] for each in every]
-    sets = [f"{one['processor']}, {one['instruction_set']}" for one in machines]
-    sets = [name.replace("(R)", "").replace(" Processor", "") for name in sets]
+    long_names = [f"{one['processor']}, {one['instruction_set']}" for one in machines]
+    names = [name.replace("(R)", "").replace(" Processor", "") for name in long_names]
     rows = []
     for results in zip(*(each["cases"] for each in every), strict=True):
         cells = []
@@ -348,14 +348,14 @@ def page(files: Sequence[Path]) -> str:
             cells.append(f"**{text}**" if middle < one["goal"] else text)
         rows.append([results[0]["case"], *cells])
     missed = [sum(row[1 + i].startswith("**") for row in rows) for i in range(len(every))]
-    kept = "; ".join(f"{len(rows) - m} of {len(rows)} on {s}" for m, s in zip(missed, sets))
+    kept = "; ".join(f"{len(rows) - m} of {len(rows)} on {s}" for m, s in zip(missed, names))
     last = f"So many reach their goal (1, or 0.9 below 64 Ki elements): {kept}. "
     last += f"{machines[0]['cores']} cores."
-    for each, name in zip(every, sets):
+    for each, name in zip(every, names):
         if wrong := "; ".join(one["case"] for one in each["cases"] if one.get("wrong")):
             last += f" Torch's results were wrong on {name} in: {wrong}."
     return "\n".join(
-        [*table(["time of the better of eager and compiled code / ours", *sets], rows), "", last]
+        [*table(["time of the better of eager and compiled code / ours", *names], rows), "", last]
     )
 
 

@@ -11,14 +11,21 @@ import torch
 from .stand_ins import Anything
 
 
-def torchtitan(family: str, layers: int) -> Any:
-    """The debug model of a family of torchtitan, with this many layers and attention that runs on a CPU."""
+def torchtitan(family: str, layers: int, heads: int | None = None) -> Any:
+    """The debug model of a family of torchtitan, with this many layers and attention that runs on a CPU.
+
+    With a number of heads, it has these in place of its own, whose complex products may be shorter than a vector.
+    """
     attention = importlib.import_module("torchtitan.models.common.attention")
     home = importlib.import_module(f"torchtitan.models.{family}")
     config = vars(home)[f"{family}_configs"]["debugmodel"]("flex")
     config.layers = config.layers[:layers]
     for layer in config.layers:
         layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
+        if heads is not None:
+            own, qkv = layer.attention, layer.attention.qkv_linear
+            own.n_heads = qkv.n_heads = qkv.n_kv_heads = heads
+            own.rope.dim = qkv.head_dim = own.dim // heads
     model = config.build()
     model.init_states()
     return model

@@ -423,7 +423,7 @@ def on_ordinary_memory(arguments: list[Any]) -> list[Any] | None:
 
 
 def with_one_nan(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with one kind of NaN: their signs depend on the order of the operands of a sum."""
+    """Replace every NaN by the same one, as the sign of a NaN depends on the order of the operands of a sum."""
     return x.masked_fill(x.isnan(), torch.nan) if x.is_floating_point() else x
 
 

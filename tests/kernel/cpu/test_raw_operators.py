@@ -90,7 +90,10 @@ def many_axes(operator: str) -> Call:
 
 
 def lost_positions() -> Call:
-    """Rotate channels that lie apart by tables at positions outside them: the NaNs have other signs if they are adjacent."""
+    """Rotate by tables at positions outside them: all results are NaN.
+
+    Some of these NaNs have another sign where channels lie apart than where they are adjacent.
+    """
     x = torch.linspace(-1, 1, 2 * 9 * 24).view(2, 24, 9).transpose(1, 2)
     options = schema.Options(
         layout=schema.LAYOUTS.index("bsd"),

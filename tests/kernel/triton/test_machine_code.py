@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(
 # ptxas before that of Triton 3.7 keeps up to four registers on the stack across 64-bit divisions that come before
 # the loop over tokens, and allocates more registers to that loop.
 OLD = version_of("triton") < (3, 7)
-# Before that of Triton 3.9 it keeps part of what the transpose of a norm loads there, and loads one member of a pair at
-# a time: 280 to 328 bytes of a thread.
+# ptxas before that of Triton 3.9 also keeps part of what the backward pass of a norm loads on the stack, 280 to 328
+# bytes of each thread, and loads one member of a pair at a time.
 SPILLS_NORMS = version_of("triton") < (3, 9)
 
 
