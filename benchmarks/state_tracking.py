@@ -1,4 +1,4 @@
-"""Draw the results of `examples/state_tracking.py --out RESULTS.json`.
+"""Draw the results of `examples/state_tracking.py --longest 262144 --out RESULTS.json`.
 
 python -m benchmarks.state_tracking RESULTS.json --png PICTURE.png
 """
