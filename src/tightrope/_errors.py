@@ -179,6 +179,13 @@ def describe(value: object) -> str:
     return f"a {type(value).__name__}" if len(text) > _LONGEST or "\n" in text else text
 
 
+def as_passed(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without the dimensions of size 1 that the library put before those of the caller's."""
+    while x.dim() > 1 and x.shape[0] == 1:
+        x = x[0]
+    return x
+
+
 def integer(
     name: str, value: object, hint: str = "", *, kind: str = "an int", tensors: bool = False
 ) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from ._errors import bad_type, bad_value
+from ._errors import bad_type, bad_value, describe
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def field_names(kind: type) -> list[str]:
 def dictionary(name: str, values: object) -> dict[str, Any]:
     """Return a copy of a mapping, or raise a TypeError that names it."""
     if not isinstance(values, Mapping):
-        raise bad_type(f"{name} must be a dictionary but got {values!r}")
+        raise bad_type(f"{name} must be a dictionary but got {describe(values)}")
     return dict(values)
 
 

@@ -76,7 +76,10 @@ class RMSNorm:
                     "weight must have shape (head_dim,) or (heads, head_dim)", weight=weight
                 )
         if isinstance(self.eps, bool) or not isinstance(self.eps, numbers.Real):
-            raise bad_type(f"eps must be a number but got {describe(self.eps)}")
+            none = (
+                "; None of torch.nn.RMSNorm is torch.finfo(x.dtype).eps" if self.eps is None else ""
+            )
+            raise bad_type(f"eps must be a number but got {describe(self.eps)}{none}")
         if not 0.0 <= self.eps < math.inf:
             raise bad_value(f"eps must be finite and at least 0 but got {self.eps}")
         if not isinstance(self.unit_offset, bool):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ._errors import bad_type, bad_value, plain_integer
+from ._errors import as_real, bad_type, bad_value, plain_integer
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,19 @@ class Channels:
             raise bad_value(f"head_dim must not be negative but got {head}")
         if rotary_dim is None and not 0 <= first <= head:
             raise bad_value(f"start must lie in [0, {head}] but got {first}")
+        part = as_real(rotary_dim)
+        if part is not None and 0 < part < 1:
+            raise bad_type(
+                f"rotary_dim must be a number of channels but got {rotary_dim}; that part of {head} is "
+                f"rotary_dim={int(part * head)}"
+            )
         width = head - first if rotary_dim is None else plain_integer("rotary_dim", rotary_dim)
         if width % 2:
             default = ", its default of head_dim - start" if rotary_dim is None else ""
-            raise bad_value(f"rotary_dim must be even but got {width}{default}")
+            raise bad_value(
+                f"rotary_dim must be even but got {width}{default}; rotary_dim={width - 1} leaves the last "
+                "channel as it is"
+            )
         if first < 0 or width < 0 or first + width > head:
             raise bad_value(
                 f"channels [start, start + rotary_dim) must lie in [0, {head}) but got "

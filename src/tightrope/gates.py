@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 from ._errors import (
+    as_passed,
     as_real,
     bad_type,
     bad_value,
@@ -512,7 +513,9 @@ def _widened(
     width = channels.head_dim if tied is None else channels.pairs
     if not broadcasts(values.shape[-1], width):
         needed = one_or(width, "channel" if tied is None else "pair")
-        raise bad_value(f"{name} must have {needed} but got {values.shape[-1]}", **{name: values})
+        raise bad_value(
+            f"{name} must have {needed} but got {values.shape[-1]}", **{name: as_passed(values)}
+        )
     values = values.to(_compute_dtype(dtype))
     return values if tied is None else channels.spread(values)
 

@@ -7,10 +7,13 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.coverage import configs, transformers
 from tests.support.advice import calls_in, made_by
 from tests.support.reading import outcome
+from tightrope import RopeSpec, rotate
+from tightrope.frequencies import Given
 
 pytest.importorskip("transformers")
 _ROWS = json.loads(configs.RESULTS.read_text("utf-8"))["models"]
@@ -26,7 +29,10 @@ WITHOUT_CALL: dict[str, tuple[str, str]] = {
         ("no spec describes the rotation", _PATCH),
     ),
     "efficientloftr": ("its key means another part", "at most 1 but got 4.0."),
-    "nanochat": ("it rotates backwards", "make a RopeSpec as for Llama and negate the positions."),
+    "nanochat": (
+        "the call is of another spec",
+        "RopeSpec(rope.head_dim, scaling=Given.of(-rope.frequencies().inv_freq)).",
+    ),
 }
 
 
@@ -56,3 +62,18 @@ def test_the_advice_of_a_refusal_of_the_coverage_works(name: str) -> None:
             assert str(error).endswith(WITHOUT_CALL[name][1])
         else:
             assert None not in led_to(str(error), config)
+
+
+def test_the_advice_for_nanochat_rotates_as_its_code_does() -> None:
+    from transformers import NanoChatConfig
+    from transformers.models.nanochat import modeling_nanochat as code
+
+    config = NanoChatConfig(hidden_size=128, num_attention_heads=2)
+    (call,) = calls_in(str(outcome(config)))
+    rope = RopeSpec.from_config({**config.to_dict(), "model_type": "llama"})
+    spec = eval(call, {"rope": rope, "RopeSpec": RopeSpec, "Given": Given})
+    q, ids = torch.randn(1, 2, 5, 64), torch.arange(7, 12)[None]
+    cos, sin = code.NanoChatRotaryEmbedding(config)(q, ids)
+    theirs, _ = code.apply_rotary_pos_emb(q, q, cos, sin)
+    for positions in (ids, 7):
+        torch.testing.assert_close(rotate(q, spec, positions), theirs, rtol=0, atol=1e-5)

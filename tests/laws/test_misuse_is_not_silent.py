@@ -228,11 +228,11 @@ TYPES = {
 }
 VALUES = {
     "[rotate] positions must have data but are on the meta device while the rotated tensors are "
-    "on cpu; create them with device='cpu' (positions: int64[1, 1, 5]).": (
+    "on cpu; create them with device='cpu' (positions: int64[5]).": (
         lambda: rotate(X, SPEC, IDS.to("meta"))
     ),
     "[rotate] positions that require a gradient must be on the meta device when the rotated "
-    "tensors are, as no gradient can leave it (positions: float32[1, 1, 5]).": (
+    "tensors are, as no gradient can leave it (positions: float32[5]).": (
         lambda: rotate(X.to("meta"), SPEC, IDS.float().requires_grad_())
     ),
     **{

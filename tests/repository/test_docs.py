@@ -2,14 +2,17 @@
 
 The ```python blocks of one page run in order and in one namespace, so that a later block may use
 names of an earlier one. Those of README.md run one by one, as people paste them. Blocks that must
-not run are fenced as ```text or ```console.
+not run are fenced as ```text or ```console. What a block prints is in the ```text that follows it, if one
+does; there … stands for anything, and line breaks do not count.
 """
 
 import ast
+import io
 import re
 import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +22,7 @@ from tests.support.helpers import ROOT
 from tightrope.frequencies import RULES
 
 FENCE = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(r"^```text[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(text: str) -> list[tuple[int, str]]:
@@ -30,11 +34,17 @@ def run(text: str, name: str) -> int:
     """Run a page and return its number of blocks; a traceback shows the line of the page."""
     script = ModuleType("__main__")
     found = blocks(text)
+    after = FENCE.split(text)[2::2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "__main__", script)
-        for line, source in found:
+        for (line, source), rest in zip(found, after, strict=True):
             code = compile("\n" * (line - 1) + source, name, "exec")
-            exec(code, vars(script))
+            with redirect_stdout(io.StringIO()) as printed:
+                exec(code, vars(script))
+            shown = SHOWN.search(rest)
+            if shown and (real := " ".join(printed.getvalue().split())):
+                parts = " ".join(shown[1].split()).split("…")
+                assert re.fullmatch(".*".join(map(re.escape, parts)), real), real
     return len(found)
 
 

@@ -486,7 +486,7 @@ def test_a_stack_by_length_needs_the_length_of_ids_on_a_device() -> None:
     spec, ids = BY_LENGTH["dynamic NTK"], torch.arange(LENGTH)
     text = (
         "[at] seq_len must be given with positions on a device, as the frequencies of this stack depend on the "
-        "largest position (positions: int64[1, 1, 100])."
+        "largest position (positions: int64[100])."
     )
     with refused(ValueError, text):
         spec.at(ids, stack="transformers")

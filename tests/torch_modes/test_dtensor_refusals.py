@@ -114,7 +114,7 @@ def wrong_values(mesh: Any) -> Refusals:
             lambda: positions.shard(OF_16_TOKENS, 0, 2, tokens=16)
         ),
         f"[rotate] {about_length}.": (lambda: rotate(q, BY_LENGTH, OF_RANK_1)),
-        f"[at] {about_length} (positions: int64[1, 3, 13]).": (
+        f"[at] {about_length} (positions: int64[3, 13]).": (
             lambda: BY_LENGTH.at(put(IDS, Shard(1), WHOLE))
         ),
         f"[rotate] weight of RMSNorm {unlike}": [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .._errors import bad_type, describe, public
 from ..ops.registry import BACKENDS, add
 from . import cpu, reference, triton
 
@@ -25,6 +26,7 @@ def why_not() -> dict[str, str | None]:
     return {name: backend.why_not() for name, backend in BACKENDS.items()}
 
 
+@public("which")
 def which(x: torch.Tensor) -> tuple[str, str | None]:
     """Return the backend that would rotate a tensor, and why no preferred one would.
 
@@ -38,6 +40,8 @@ def which(x: torch.Tensor) -> tuple[str, str | None]:
 
     >>> name, reason = which(torch.zeros(1, 1, 4, 8))
     """
+    if not isinstance(x, torch.Tensor):
+        raise bad_type(f"x must be a tensor but got {describe(x)}")
     reasons: list[str] = []
     own = any(x.device.type in backend.DEVICES for backend in BACKENDS.values())
     for name, backend in BACKENDS.items():

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._errors import Refusal, bad_type, public
+from .._errors import Refusal, bad_type, describe, public
 from ..spec import RopeSpec
 from . import diffusers, files, formats, gguf, keys, observed, timm
 from .families import FAMILIES, SECTIONS, Family
@@ -191,7 +191,7 @@ def _load(config: object) -> Mapping[str, Any]:
     values = to_dict() if callable(to_dict) else getattr(config, "__dict__", None)
     if isinstance(config, type) or not isinstance(values, Mapping):
         raise bad_type(
-            f"config must be a mapping, a config object, a model or a path but got {config!r}"
+            f"config must be a mapping, a config object, a model or a path but got {describe(config)}"
         )
     return values
 

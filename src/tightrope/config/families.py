@@ -382,7 +382,8 @@ FAMILIES: dict[str, Family] = {
     "mpt": _none("it uses ALiBi"),
     "musicflamingo": _none("its outer level rotates the features of sounds by their times"),
     "nanochat": _none(
-        "it rotates by negative angles; make a RopeSpec as for Llama and negate the positions"
+        "it rotates by negative angles; make a RopeSpec as for Llama, rope, and rotate with "
+        "RopeSpec(rope.head_dim, scaling=Given.of(-rope.frequencies().inv_freq))"
     ),
     "nemotron_h": _none("its attention layers use no positions"),
     "neomme": _own("its positions have two coordinates, woven in an order of its own"),

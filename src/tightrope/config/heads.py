@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from .._errors import bad_type
+from .._errors import as_real, bad_type
 from ..axes import Axes
 from ..frequencies import Rule
 from . import keys
@@ -51,6 +51,8 @@ def base_of(source: Source, part: Part) -> tuple[float, str]:
             )
         elif family is not None and "base" in family.fixed and got[1] != family.base:
             got = ignored(source, "base", f"{family.base:g}", got)
+        if as_real(got[1]) is None:
+            raise bad_type(f"{got[0]} must be a number but got {got[1]!r}")
         return got[1], got[0]
     if family is not None and family.base is not None:
         return family.base, f"constant of the code of {source.name}"
@@ -60,10 +62,12 @@ def base_of(source: Source, part: Part) -> tuple[float, str]:
         fail(f"the config has no RoPE: {null[0]} is null")
     ways = ", ".join(part.base if part.base and part.base != keys.BASE else keys.USUAL_BASE)
     inside = sorted(path for path, value in part.entries.values() if value is not None)
+    sure = "" if family is not None else ", if its model has RoPE"
+    of_paper = "if the base is 10000" if family is not None else "if it has RoPE of base 10000"
     base: float = settle(
-        f"the config must give the base of the frequencies: add one of {ways} to its keys, which are "
+        f"the config must give the base of the frequencies{sure}: add one of {ways} to its keys, which are "
         f"{_some([*sorted(source.seen), *inside])}",
-        ("if the base is 10000, as in the paper", 10000.0),
+        (f"{of_paper}, as in the paper", 10000.0),
     )
     return base, "tried"
 

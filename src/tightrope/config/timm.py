@@ -76,6 +76,9 @@ _UNKNOWN = Family(
     True, "", refused="the table of timm's architectures with RoPE does not contain it"
 )
 
+# Keys that stand beside the architecture, of which timm writes the first three.
+_KEYS = frozenset({"num_classes", "num_features", "pretrained_cfg", "global_pool", "model_args"})
+
 # Arguments of timm's models that change the rotation; so does each whose name has "rope".
 _CHANGES = frozenset({"embed_dim", "num_heads", "use_rot_pos_emb"})
 
@@ -85,14 +88,15 @@ def recognised(values: Mapping[str, Any]) -> bool:
     given = values.get("architecture")
     if not isinstance(given, str) or "model_type" in values:
         return False
-    return given in ARCHITECTURES or "pretrained_cfg" in values
+    return given in ARCHITECTURES or "_patch" in given or not _KEYS.isdisjoint(values)
 
 
 def translated(values: Mapping[str, Any]) -> Source:
     """Read the configuration of a model of timm, by the table of architectures."""
     given = values["architecture"]
     name = f"architecture {given!r}"
-    family, head_dim = ARCHITECTURES.get(given, (_UNKNOWN, 0))
+    # A tag of pretrained weights may follow the name: eva02_base_patch14_448.mim_in22k
+    family, head_dim = ARCHITECTURES.get(given.partition(".")[0], (_UNKNOWN, 0))
     arguments = values.get("model_args") or {}
     if not isinstance(arguments, Mapping):
         raise bad_type(f"model_args must be a mapping but got {arguments!r}")

@@ -140,8 +140,9 @@ def _prepared(
     part = old.part if operands.sharded else None
     if operands.sharded and new.part != part:
         raise bad_value("positions and new_positions must be those of the tokens of the same rank")
-    before = prepared(from_spec, old, k.device, from_seq_len).for_tokens(tokens)
-    after = prepared(to_spec, new, k.device, to_seq_len).for_tokens(tokens)
+    no_rows = order.row is None
+    before = prepared(from_spec, old, k.device, from_seq_len).for_tokens(tokens, no_rows)
+    after = prepared(to_spec, new, k.device, to_seq_len).for_tokens(tokens, no_rows)
     check_rotation(operands, before, ("from_spec", "positions", "from_seq_len"))
     where = "positions" if stays else "new_positions"
     check_rotation(operands, after, ("to_spec", where, "to_seq_len"))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from .._errors import (
+    as_passed,
     bad_index,
     bad_type,
     bad_value,
@@ -579,7 +580,7 @@ def _check_duplicates(name: str, table: torch.Tensor, tables: str) -> None:
         raise bad_value(
             f"{name} must hold every number twice, as equal {held}, for tables={tables!r}, but its "
             f"last row does not; for another format pass tables={others}",
-            **{name: table},
+            **{name: as_passed(table)},
         )
 
 

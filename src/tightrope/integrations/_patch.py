@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import stacks
-from .._errors import OPERATION, bad_type, bad_value, outside, public
+from .._errors import OPERATION, bad_type, bad_value, describe, outside, public
 from . import _find, _graft, _tables
 from ._candidate import Candidate
 from ._classes import MARK, base_of, core_of, derived, graft_of
@@ -84,8 +84,9 @@ def patch(
     Raises:
         TypeError: model is not a Module.
         ValueError: an unknown value of angles, rounding or stack; exact angles or a stack for a model of
-            which a rotary function, or with a stack a module that makes tables, is not replaced; or no option
-            for a model that was patched with one. Nothing is changed then.
+            which a rotary function, or with a stack a module that makes tables, is not replaced; or a model
+            that was patched with an option, such as ``stack="vllm"``, and would lose it, as neither that
+            option nor another in its place is given. Nothing is changed then.
 
     >>> from transformers import GPTNeoXConfig, GPTNeoXModel
     >>> model = GPTNeoXModel(GPTNeoXConfig(hidden_size=128, num_hidden_layers=1, vocab_size=9))
@@ -95,8 +96,8 @@ def patch(
     """
     check(model, angles, rounding, stack)
     exchanged = angles == "exact" or stack is not None
-    if not exchanged and rounding == "model":
-        _check_no_option_is_lost(model)
+    if not exchanged:
+        _check_no_option_is_lost(model, rounding)
     if exchanged:
         rounding = "once" if stack is None else stacks.get(stack).rounding[0]
     found = _found(model.modules(), rounding)
@@ -228,7 +229,7 @@ def check(
             hint = f", whose modules are {', '.join(names)}; call {OPERATION}(pipeline.{first})"
             model = type(model).__name__
             raise bad_type(f"model must be a torch.nn.Module but got a {model}{hint}")
-        raise bad_type(f"model must be a torch.nn.Module but got {model!r}{hint}")
+        raise bad_type(f"model must be a torch.nn.Module but got {describe(model)}{hint}")
     if angles not in ANGLES:
         raise bad_value(f"angles must be one of {', '.join(ANGLES)} but got {angles!r}")
     if rounding not in ROUNDINGS:
@@ -241,8 +242,8 @@ def check(
         )
 
 
-def _check_no_option_is_lost(model: torch.nn.Module) -> None:
-    """Refuse to patch without options what was patched with one: its bits would change in silence."""
+def _check_no_option_is_lost(model: torch.nn.Module, rounding: str) -> None:
+    """Refuse to patch with the model's own angles what was patched with an option: its bits would change in silence."""
     kept = [vars(module).get(_tables.KEPT) for module in model.modules()]
     options = [
         "angles='exact'" if made.stack is None else f"stack={made.stack!r}"
@@ -250,7 +251,9 @@ def _check_no_option_is_lost(model: torch.nn.Module) -> None:
         if made is not None
     ]
     grafts = [graft_of(core_of(type(module))) for module in model.modules()]
-    options += ["rounding='once'" for graft in grafts if graft and graft.recipe.rounding == "once"]
+    if rounding == "model":
+        once = [graft for graft in grafts if graft and graft.recipe.rounding == "once"]
+        options += ["rounding='once'"] * len(once)
     if options:
         raise bad_value(
             f"model must be patched with the same option again, or unpatched before, but was patched with "

@@ -355,7 +355,7 @@ class PolarRoPEAttention(torch.nn.Module):
     def _check_cache(self, cache: KVCache, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raise an error unless the new keys and values can follow those of the cache."""
         if not isinstance(cache, KVCache):
-            raise bad_type(f"cache must be a KVCache but got {cache!r}")
+            raise bad_type(f"cache must be a KVCache but got {describe(cache)}")
         if not self.causal:
             raise bad_value(
                 "causal must be True with a cache: cached tokens cannot attend to later ones"

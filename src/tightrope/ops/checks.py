@@ -9,6 +9,7 @@ import torch
 
 from .._errors import (
     Refusal,
+    as_passed,
     bad_type,
     bad_value,
     check_dense,
@@ -73,7 +74,8 @@ def prepare(
     names, xs, layout, sharded = operands
     x = xs[0]
     shape = shape_of(names[0], x, layout, sharded)
-    rotation = _rotation(names[0], x, spec, positions, seq_len).for_tokens(shape[layout.token])
+    rotation = _rotation(names[0], x, spec, positions, seq_len)
+    rotation = rotation.for_tokens(shape[layout.token], layout.row is None)
     width = rotation.channels.head_dim
     if shape[-1] != width and not (wider and shape[-1] > width):
         hint = ""
@@ -117,8 +119,10 @@ def check_rotation(
             check_local(positions, ids)
         if not where.add_index and ids.shape[2] != tokens:
             hint = ""
-            if ids.shape[1] == 1 and ids.shape[2] == rows:
-                hint = "; for one offset per row pass positions.per_row(…)"
+            if ids.shape[1:] in ((1, rows), (rows, 1)):
+                hint = (
+                    f"; for one offset per row pass positions.per_row(ids), ids of shape ({rows},)"
+                )
             elif layout.row is None and ids.shape[2] > 1:
                 hint = (
                     "; for sequences packed one after the other pass positions.packed(cu_seqlens)"
@@ -132,7 +136,7 @@ def check_rotation(
         if not broadcasts(ids.shape[1], rows):
             raise bad_value(
                 f"{positions} must have {one_or(rows, 'row')} but got {ids.shape[1]}{no_rows}",
-                **{name: x, positions: ids if where.heads is None else _as_passed(ids)},
+                **{name: x, positions: _as_passed(ids)},
             )
         if where.heads is not None:
             check_heads(positions, where.heads, names, xs, layout)
@@ -173,7 +177,8 @@ def _rotation(
     if isinstance(spec, RopeSpec):
         return prepared(spec, as_positions(positions, sharded=True), x.device, seq_len)
     raise bad_type(
-        f"spec must be a RopeSpec or a prepared rotation (RopeSpec.at) but got {type(spec).__name__}"
+        "spec must be a RopeSpec or a prepared rotation (RopeSpec.at), before the positions, but got "
+        f"{describe(spec)}"
     )
 
 
@@ -236,9 +241,10 @@ def check_floating(name: str, x: object, sharded: bool = False) -> None:
     if not sharded:
         check_local(name, x)
     if x.dtype not in DTYPES:
+        maybe_ids = name == "k" and x.dtype in (torch.int64, torch.int32)
         raise bad_type(
             f"{name} must be float32, float64, bfloat16 or float16 but got "
-            f"{str(x.dtype).removeprefix('torch.')}",
+            f"{str(x.dtype).removeprefix('torch.')}{'; pass ids as positions=' * maybe_ids}",
             **{name: x},
         )
 
@@ -286,7 +292,7 @@ def check_partner(
     if q.dtype != k.dtype or q.device != k.device:
         raise bad_value(
             f"{both} must share dtype and device but got {q.dtype} on {q.device} and {k.dtype} on "
-            f"{k.device}; rotate them one by one",
+            f"{k.device}; rotate them one by one, or pass {k_name}.to({q_name})",
             **about,
         )
 
@@ -324,12 +330,17 @@ def check_heads(
 
 
 def _as_passed(ids: torch.Tensor) -> torch.Tensor:
-    """Return ids without the dimensions of size 1 that precede those of the caller's tensor, heads first."""
-    if ids.dim() == 4:
-        return ids[0].transpose(1, 2)
-    while ids.dim() > 1 and ids.shape[0] == 1:
-        ids = ids[0]
-    return ids
+    """Return ids in the dimensions of the caller's tensor, which has heads before tokens."""
+    return ids[0].transpose(1, 2) if ids.dim() == 4 else as_passed(ids)
+
+
+def for_float8(dtype: torch.dtype) -> str:
+    """The advice for a result in float8, or in bytes that stand for it, without a scale."""
+    if dtype == torch.uint8:
+        return "; to write float8, pass a view such as out.view(torch.float8_e4m3fn), and scale="
+    return (
+        "; to write float8, pass scale=" if dtype.is_floating_point and dtype.itemsize == 1 else ""
+    )
 
 
 def check_outs(
@@ -360,9 +371,7 @@ def check_outs(
             continue
         if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
             devices = f" but is on {out.device}, not {x.device}" if out.device != x.device else ""
-            is_float8 = out.dtype.is_floating_point and out.dtype.itemsize == 1
-            eight = "; to write float8, pass scale=" if is_float8 else ""
             raise bad_value(
-                f"out must have the shape, dtype and device of {name}{devices}{eight}",
+                f"out must have the shape, dtype and device of {name}{devices}{for_float8(out.dtype)}",
                 **{name: x, "out": out},
             )

@@ -195,7 +195,7 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
         tokens, own = shape[at.token], spec.words
         lengths: Lengths | None = (min(max(0, offset + tokens), LONGEST),)
         if type(where) is Positions and ids is not None:
-            lengths = own.lengths(where, tokens, device)
+            lengths = own.lengths(where, tokens, device, at.row is None)
         words, turns = own.of(lengths, device)
         if not own.one_amplitude:
             amplitude = float.fromhex(own.amplitude(lengths))

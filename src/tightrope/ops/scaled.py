@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 
 from .._errors import as_real, bad_type, bad_value, check_local, describe, unsupported
-from .._tracing import have_tangents, is_transformed, needs_plain
+from .._tracing import have_tangents, is_readable, is_transformed, needs_plain
 from . import memory
 from .build import Request, build
 from .call import Call, Slots, tensors_of
@@ -114,13 +114,19 @@ def _scale(name: str, given: object) -> Scale:
             raise bad_value(
                 f"{name} must be a number, or a floating tensor of one element", scale=given
             )
+        if is_readable(given):  # to read one on another device would be to wait for it
+            _check_number(name, given.item())
         return given.reshape(())
     number = as_real(given)
     if number is None:
         raise bad_type(f"{name} must be a number or a tensor but got {describe(given)}")
+    _check_number(name, number)
+    return number
+
+
+def _check_number(name: str, number: float) -> None:
     if not (number > 0 and math.isfinite(number)):
         raise bad_value(f"{name} must be positive and finite but got {number}")
-    return number
 
 
 def _check_caches(caches: Sequence[torch.Tensor], slots: Slots | None) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from .._errors import bad_index, bad_type, bad_value, check_dense, check_local, describe
 from .call import Slots
-from .checks import check_floating
+from .checks import check_floating, for_float8
 from .layouts import BY_NAME, Layout
 from .memory import check_not_negated
 
@@ -120,7 +120,7 @@ def _check_cache(
     ):
         raise bad_value(
             f"{what} must be a cache {_shapes(layout)} with the heads, channels, dtype and device of "
-            f"{name} (layout {layout.name!r})",
+            f"{name} (layout {layout.name!r}){for_float8(cache.dtype)}",
             **{name: x, "out" if what == "out" else "values[1]": cache},
         )
 

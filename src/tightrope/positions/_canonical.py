@@ -32,7 +32,7 @@ class Positions:
             dimension for them, ``[axes, rows|1, tokens, heads]``.
         offset: added to every position.
         add_index: whether to add the token index to every position.
-        packed: whether rows are known to hold several sequences, each with its own length.
+        packed: whether a row holds several sequences, each with its own length; None if that is not known.
         part: for the tokens of one process, made by :func:`tightrope.positions.shard`: its rank, the
             number of ranks, and the number of tokens of the whole; None for whole rows.
     """
@@ -40,7 +40,7 @@ class Positions:
     ids: torch.Tensor | None = None
     offset: int = 0
     add_index: bool = True
-    packed: bool = field(default=False, repr=False)
+    packed: bool | None = field(default=None, repr=False)
     part: tuple[int, int, int] | None = field(default=None, repr=False)
 
     @public("Positions")
@@ -115,7 +115,7 @@ def as_positions(positions: PositionsLike, sharded: bool = False) -> Positions:
         hint = (
             "; pass one offset as an int, or a tensor x of one as positions.per_row(x[None])"
             if positions.dim() == 0
-            else "; see positions.multi_axis"
+            else "; coordinates on several axes are positions.multi_axis(ids)"
         )
         raise bad_value(
             f"positions must have shape (tokens,) or (rows, tokens){hint}", positions=positions
@@ -124,9 +124,14 @@ def as_positions(positions: PositionsLike, sharded: bool = False) -> Positions:
         raise bad_type(f"positions must not be a bool but got {positions}")
     offset = as_integer(positions)
     if offset is None:
+        way = (
+            f"torch.tensor([{positions}]), for one token"
+            if isinstance(positions, numbers.Real)
+            else "torch.as_tensor(positions), if they are numbers"
+        )
         raise bad_type(
             "positions must be None, an int offset, a tensor of ids or a Positions but got "
-            f"{type(positions).__name__}"
+            f"{type(positions).__name__}; pass {way}"
         )
     check_fits("an offset", offset)
     return Positions(offset=offset)
@@ -166,15 +171,28 @@ def check_dtype(
     if not isinstance(ids, torch.Tensor):
         raise bad_type(f"{name} must be a tensor but got {describe(ids)}")
     if ids.dtype not in DTYPES:
-        # bfloat16 cannot count past 256, nor float16 past 2048; a bool tensor is probably a mask.
-        raise bad_type(f"{name} must be int32, int64, float32 or float64{hint}", **{name: ids})
+        raise bad_type(
+            f"{name} must be int32, int64, float32 or float64{hint or _way(name, ids.dtype)}",
+            **{name: ids},
+        )
     check_dense(name, ids)
     if not sharded:
         check_local(name, ids)
 
 
-def count(name: str, value: object) -> int:
-    number = integer(name, value)
+def _way(name: str, dtype: torch.dtype) -> str:
+    """The advice for ids of a dtype that is refused."""
+    if dtype == torch.bool:
+        padded = "; positions.left_padded(mask) makes them from an attention mask"
+        return padded * (name == "positions")
+    if dtype.is_floating_point:
+        whole = int(2 / torch.finfo(dtype).eps)
+        return f"; make them in int64, as this dtype does not hold every integer above {whole}"
+    return "" if dtype.is_complex else f"; pass {name}.long()"
+
+
+def count(name: str, value: object, hint: str = "") -> int:
+    number = integer(name, value, hint)
     if number < 0:
         raise bad_value(f"{name} must not be negative but got {number}")
     return number

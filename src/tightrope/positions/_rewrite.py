@@ -40,7 +40,8 @@ def explicit(
     ids = widened(ids) + where.offset
     if where.add_index:
         ids = ids + torch.arange(tokens, device=ids.device)
-    return Positions(ids, add_index=False, packed=where.packed, part=where.part)
+    packed = False if where.add_index else where.packed
+    return Positions(ids, add_index=False, packed=packed, part=where.part)
 
 
 @public("concatenate")
@@ -84,7 +85,15 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
         if any(ids.shape[dim : dim + 1] != first.shape[dim : dim + 1] for dim in fixed):
             sizes = "axes and rows" if along == "tokens" else "axes and tokens"
             sizes += " and heads" if ids.dim() + first.dim() > 6 else ""
-            raise bad_value(f"parts must have the same numbers of {sizes}", one=first, other=ids)
+            axes, missing = max(len(first), len(ids)), abs(first.shape[2] - ids.shape[2])
+            hint = ""
+            if len(first) != len(ids):
+                hint = f"; positions.text(part, axes={axes}) gives a part equal coordinates on all axes"
+            elif along == "rows" and missing:
+                hint = f"; append positions.multi_axis(torch.zeros({axes}, {missing})) to the shorter one"
+            raise bad_value(
+                f"parts must have the same numbers of {sizes}{hint}", one=first, other=ids
+            )
     if any(ids.dtype != first.dtype for ids in tensors):
         floating = any(ids.is_floating_point() for ids in tensors)
         tensors = [ids.to(torch.float64 if floating else torch.int64) for ids in tensors]
@@ -94,7 +103,7 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
             "parts must all be positions of the tokens of one rank, or all of whole rows"
         )
     ids = torch.cat(tensors, 2 if along == "tokens" else 1)
-    packed = any(where.packed for where in converted)
+    packed = any(where.packed for where in converted) or None
     return Positions(ids, add_index=False, packed=packed, part=part)
 
 

@@ -110,7 +110,8 @@ def grid(
     >>> grid(2, 4, merge=2).ids[1].tolist()
     [[0, 1, 0, 1, 2, 3, 2, 3]]
     """
-    counts = tuple(count("a size", size) for size in sizes)
+    hint = "; pass each as an int: grid(*sizes) of a tuple, or of sizes.tolist()"
+    counts = tuple(count("a size", size, hint) for size in sizes)
     if not counts:
         raise bad_value("a grid must have at least one size but got none")
     axes = len(counts)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from .._errors import bad_type, bad_value, check_local, public
+from .._errors import as_passed, bad_type, bad_value, check_local, public
 from .._tracing import is_readable
 from ..angles import is_lost
 from ..frequencies import Rule, length
@@ -101,17 +101,18 @@ def refuse_longer(lengths: tuple[int, ...], where: Positions, tokens: int, name:
             )
 
 
-def of_ids(where: Positions, ids: torch.Tensor, rule: Rule) -> Lengths | None:
+def of_ids(where: Positions, ids: torch.Tensor, rule: Rule, no_rows: bool) -> Lengths | None:
     """Return the length of each row, its largest coordinate on any axis plus 1; None without tokens.
 
     Args:
         where: positions with an id per token.
         ids: the ids of ``where``, on the device of the rotated tensors.
         rule: the frequency rule; up to its original length all frequencies are the same.
+        no_rows: see :meth:`PreparedRotation.for_tokens`.
 
     Raises:
-        ValueError: no single length is right for a row: its positions start again and it is longer than
-            the original length, or it is packed and its ids cannot be read.
+        ValueError: no single length is right for a row: its positions start again, or it has no dimension
+            for rows, and it is longer than the original length; or it is packed and its ids cannot be read.
     """
     if ids.shape[2] == 0:
         return None
@@ -121,6 +122,16 @@ def of_ids(where: Positions, ids: torch.Tensor, rule: Rule) -> Lengths | None:
         fits = not where.packed  # its rows may exceed the original length
     else:
         fits = max(lengths, default=0) <= limit
+        if fits:
+            return lengths
+    if no_rows and ids.shape[2] > 1 and where.packed is None:
+        raise bad_value(
+            f"seq_len must be given with ids of tokens without rows, as the frequencies of "
+            f"{type(rule).__name__} depend on the length, and the tokens may be of several sequences; pass an "
+            "offset if they are of one, or give each sequence a row: x.unsqueeze(1), layout='bshd' and ids "
+            "(rows, 1) for one token each",
+            positions=as_passed(ids),
+        )
     if not fits and not where.packed:
         fits = ids.shape[2] == 1 or not any(
             back and end > limit for back, end in zip(_starts_again(ids), lengths, strict=True)
@@ -131,7 +142,7 @@ def of_ids(where: Positions, ids: torch.Tensor, rule: Rule) -> Lengths | None:
         "positions must not start again within a row (packed sequences?) because the frequencies of "
         f"{type(rule).__name__} depend on the length; pass one seq_len for all sequences, or rotate "
         "them separately",
-        positions=ids,
+        positions=as_passed(ids),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import positions as positions_
-from .._errors import bad_value, is_dtensor
+from .._errors import as_passed, bad_value, is_dtensor
 from .._parts import Span, Take
 from .._tracing import is_readable, is_tracing, may_keep, outside_modes
 from ..channels import Channels
@@ -163,17 +163,19 @@ class PreparedRotation:
         """The factor on the rotated channels."""
         return float.fromhex(self.angles.amplitude_hex)
 
-    def for_tokens(self, tokens: int) -> PreparedRotation:
+    def for_tokens(self, tokens: int, no_rows: bool = False) -> PreparedRotation:
         """Return the rotation for rows of this many tokens: self, unless its words depend on the length.
 
         Args:
             tokens: number of tokens per row.
+            no_rows: whether the tensors have no dimension for rows, so that their tokens may be of several
+                sequences; an error is raised if their lengths matter.
         """
         source = self.source
         if source is None:
             return self
         if self.stated is None:
-            lengths = source.lengths(self.where, tokens, self.device)
+            lengths = source.lengths(self.where, tokens, self.device, no_rows)
         elif isinstance(lengths := self.stated.lengths, torch.Tensor):
             lengths = source.read(lengths, self.device)
         rows = 1 if lengths is None else len(lengths)
@@ -305,13 +307,16 @@ def prepared(
     """
     words: Words = spec.words
     where = _on(given, words.axis_count, device)
-    if stack is not None and where.ids is not None and where.ids.requires_grad:
-        raise bad_value("positions must not require a gradient with a stack", positions=where.ids)
-    if stack is not None and where.heads is not None:
-        raise bad_value(
-            "positions must be those of all heads with a stack, whose tables have no heads",
-            positions=where.ids,
-        )
+    ids = where.ids
+    if stack is not None and ids is not None:
+        about = {"positions": as_passed(ids)}
+        if ids.requires_grad:
+            raise bad_value("positions must not require a gradient with a stack", **about)
+        if where.heads is not None:
+            raise bad_value(
+                "positions must be those of all heads with a stack, whose tables have no heads",
+                **about,
+            )
     lengths: Lengths | None
     if stack is None:
         lengths = words.read(seq_len, device)
@@ -320,12 +325,11 @@ def prepared(
     stated = None
     if lengths is None and words.by_length:
         _check_whole(where)
-        unread = where.ids is not None and not is_readable(where.ids)
-        if stack is not None and unread and not is_tracing():
+        if stack is not None and ids is not None and not is_readable(ids) and not is_tracing():
             raise bad_value(
                 "seq_len must be given with positions on a device, as the frequencies of this stack depend "
                 "on the largest position",
-                positions=where.ids,
+                positions=as_passed(ids),
             )
     elif lengths is not None:
         # The rotation uses a copy of ids that are elsewhere, so their later changes do not count.
@@ -347,7 +351,7 @@ def _check_whole(where: Positions) -> None:
         raise bad_value(
             "seq_len must be given with the positions of one rank's tokens, as the frequencies depend on "
             "the length of the whole sequence",
-            **({} if where.ids is None else {"positions": where.ids}),
+            **({} if where.ids is None else {"positions": as_passed(where.ids)}),
         )
 
 
@@ -361,13 +365,13 @@ def _on(where: Positions, axes: int, device: torch.device) -> Positions:
         raise bad_value(
             "positions must have data but are on the meta device while the rotated tensors are on "
             f"{device}; create them with device={str(device)!r}",
-            positions=ids,
+            positions=as_passed(ids),
         )
     if device.type == "meta" and ids.requires_grad:
         raise bad_value(
             "positions that require a gradient must be on the meta device when the rotated tensors "
             "are, as no gradient can leave it",
-            positions=ids,
+            positions=as_passed(ids),
         )
     with outside_modes():  # so that autograd can save the copy
         return _with_ids(where, ids.to(device))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import phase_words, positions as positions_
-from .._errors import as_real, bad_type, bad_value, public
+from .._errors import as_real, bad_type, bad_value, describe, public
 from .._value import Value, dictionary, field_names, from_fields
 from ..axes import Axes
 from ..channels import Channels
@@ -76,8 +76,10 @@ class RopeSpec(Value):
         channels = Channels.checked(self.head_dim, self.rotary_dim, self.start, self.interleaved)
         base = _base(self.base)
         if self.scaling is not None and not isinstance(self.scaling, Rule):
+            read = "; RopeSpec.from_config reads configurations" * isinstance(self.scaling, Mapping)
             raise bad_type(
-                f"scaling must be a rule of tightrope.frequencies but got {self.scaling!r}"
+                "scaling must be a rule of tightrope.frequencies, such as YaRN(4.0, 8192), but got "
+                f"{describe(self.scaling)}{read}"
             )
         _check_axes(self.axes, self.scaling, channels.rotary_dim)
         self._set(head_dim=channels.head_dim, start=channels.start, rotary_dim=channels.rotary_dim)
@@ -429,11 +431,14 @@ def _check_axes(axes: object, scaling: Rule | None, rotary_dim: int) -> None:
     if axes is None:
         return
     if not isinstance(axes, Axes):
-        raise bad_type(f"axes must be an Axes but got {axes!r}")
+        raise bad_type(
+            f"axes must be an Axes, such as Axes.blocks((16, 16)), but got {describe(axes)}"
+        )
     if axes.rotary_dim != rotary_dim:
+        pairs, half = len(axes.pairs), len(axes.pairs) == rotary_dim
         raise bad_value(
-            f"axes must have one entry for each of the {rotary_dim // 2} pairs that rotate but got "
-            f"{len(axes.pairs)}; rotary_dim={axes.rotary_dim} would fit"
+            f"axes must have one entry for each of the {rotary_dim // 2} pairs that rotate but got {pairs}; "
+            + ("count pairs, not channels" if half else f"rotary_dim={axes.rotary_dim} would fit")
         )
     if isinstance(scaling, Given) and len(scaling.shape) == 3:
         raise bad_value(

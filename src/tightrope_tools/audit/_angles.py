@@ -84,7 +84,7 @@ def expected_of(log: Log, profile: Profile, declared: bool) -> Expected | None:
     if log.found("length") and not by_length:
         log.skip(name, "they depend on the length of the call, by an undeclared rule")
         return None
-    signs = signs_of(log, profile)
+    signs = signs_of(log, profile, declared=declared)
     # The measured angles at position 0 are less exact: each is one float32 angle.
     starts = profile.starts + profile.shift * profile.omegas
     if float(profile.firsts[0].abs().max()) <= 1e-3:

@@ -111,7 +111,7 @@ def audit(  # noqa: PLR0913  (one argument for each option)
         elif found.unread:
             log.facts["declared"] = f"nothing: {found.unread}"
         try:
-            _check_all(log)
+            check_all(log)
         except CallFailed as error:
             log.add("raises", str(error))
         return log.report()
@@ -191,7 +191,12 @@ def _facts(subject: Subject) -> dict[str, str]:
     return facts
 
 
-def _check_all(log: Log) -> None:
+def check_all(log: Log) -> None:
+    """Run all checks of an audit.
+
+    Raises:
+        CallFailed: a call failed that the checks need.
+    """
     # First, because state that calls leave in the function would falsify all other checks.
     _behaviour.check_memory(log)
     if log.found("nondeterminism", "not-finite"):

@@ -176,6 +176,7 @@ class Subject:
         made: returns the cosines and sines of these tables at positions, if not those of ``rates``.
         make: returns a new ``fn``; None if ``fn`` is copied instead.
         renew: whether each call gets a new ``fn``, because state of earlier calls changes results.
+        one_row: whether each call gets one row, because results depend on the number of rows.
         side: 0 to rotate as q, 1 to rotate as k, if the function takes both.
     """
 
@@ -186,6 +187,7 @@ class Subject:
     make: Callable[[], Callable[..., Any]] | None = None
     device: str = "cpu"
     renew: bool = False
+    one_row: bool = False
     side: int = 0
     made: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
 
@@ -201,7 +203,7 @@ class Subject:
     @property
     def most_rows(self) -> int | None:
         """The number of rows that x can have; None for any."""
-        return None if "b" in self.way.layout else 1
+        return None if "b" in self.way.layout and not self.one_row else 1
 
     def fresh(self) -> Subject:
         """Return the subject with a function that has not been called yet, if possible."""

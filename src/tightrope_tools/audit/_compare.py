@@ -8,6 +8,7 @@ compared too, because each is measured with the function's own earlier ones.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,15 +16,17 @@ import torch
 from tightrope._errors import bad_value, public
 from tightrope.spec import RopeSpec
 
-from ._audit import check_options
+from ._audit import check_all, check_options
 from ._call import CallFailed, Hints, NoCallFound, Subject, undisturbed
 from ._kinds import MENDS, SENTENCES
+from ._log import Log
 from ._profile import (
     NARROW,
     ODD,
     SHORT,
     Angles,
     Profile,
+    apart,
     arithmetic_of,
     measure,
     shares_of,
@@ -35,6 +38,25 @@ from ._targets import Target, names_stack, resolve, subject_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NOT_COMPARED = "not compared", "not compared"
+_FARTHEST = 1 << 17
+
+# Findings of an audit about what the steps below do not measure, as each of them looks at a few usual calls: first
+# those with which the steps can be named wrongly.
+_MISLEADING = frozenset(
+    """nondeterminism history batch row-positions heads position-order not-linear k-not-rotated q-k table-clamp table-wrap
+    table-identity table-zero table-nan position-jump gradient-missing""".split()
+)
+_FURTHER = frozenset(["length", "shape-dependent"])
+# Other calls of which the results are compared to the bit if no step differs: rows, heads, and positions of each row.
+_CALLS: dict[str, tuple[int, int, list[list[int]]]] = {
+    "a token alone": (1, 2, [[3]]),
+    "rows with positions of their own": (2, 3, [[3, 1, 4, 8, 6], [9, 2, 11, 13, 10]]),
+    "many heads": (1, 40, [[1, 3, 5, 9, 2]]),
+    "many tokens": (1, 1, [[*range(5000)]]),
+    "an offset": (1, 2, [[*range(70_000, 70_016)]]),
+    "powers of two": (1, 1, [[2**n + d for n in range(2, 17) for d in (-1, 0, 1)]]),
+    "negative positions": (1, 1, [[-7, -3, -1, 0]]),
+}
 
 
 @public("compare")
@@ -82,15 +104,19 @@ def compare(  # noqa: PLR0913  (one argument for each option)
     check_options(spec, head_dim, device)
     hints = Hints(form, layout, tables, head_dim)
     hints.check()
-    profiles = []
+    profiles, logs = [], []
     with undisturbed():
         try:
             for target in targets:
                 subject = subject_of(target, hints, spec, device)
-                profiles.append(_profile_of(subject.fresh(), target.name))
+                log = Log(target.name, subject, None, (torch.float32,), _FARTHEST)
+                with suppress(CallFailed):
+                    check_all(log)
+                logs.append(log)
+                profiles.append(_profile_of(log.subject.fresh(), target.name))
                 # The call of the second is found by trying.
                 hints = Hints(head_dim=head_dim or targets[1].head_dim or subject.head_dim)
-            return _compared(targets, *profiles)
+            return _compared(targets, logs, *profiles)
         except NoCallFound as error:
             raise bad_value(
                 f"{target.name} must return a rotated x of the same shape but no call was found that "
@@ -156,9 +182,10 @@ class _Steps:
             self.add(code, sentence, f"the first: {one}; the second: {other}")
 
 
-def _compared(targets: list[Target], a: Profile, b: Profile) -> Comparison:
+def _compared(targets: list[Target], logs: list[Log], a: Profile, b: Profile) -> Comparison:
     steps = _Steps(_if_rounded(a, b), _if_rounded(b, a))
     a, b = steps.a, steps.b
+    _compare_findings(steps, logs, _MISLEADING)
     contradicted = [record_of(target.recorded, p) for target, p in zip(targets, (a, b))]
     for which, contrary in zip(("first", "second"), contradicted):
         if contrary and not all(contradicted):
@@ -170,7 +197,10 @@ def _compared(targets: list[Target], a: Profile, b: Profile) -> Comparison:
         if not steps.gets_tables:
             _compare_frequencies(steps, targets)
         dtypes = _compare_arithmetic(steps, *_compare_angles(steps))
+    _compare_findings(steps, logs, _FURTHER)
     shares = shares_of(a, b, dtypes)
+    if not steps.found and not any(part for share in shares.values() for part in share):
+        _compare_calls(steps)
     if not steps.found and any(part for share in shares.values() for part in share):
         steps.add(
             "unexplained",
@@ -197,6 +227,37 @@ def _if_rounded(own: Profile, other: Profile) -> Profile:
         return own
     widths = omegas.abs() * torch.finfo(how.product).eps
     return replace(tried, rounded=how.product, widths=widths)
+
+
+def _compare_findings(steps: _Steps, logs: list[Log], codes: frozenset[str]) -> None:
+    """Report what an audit finds of one function and not of the other."""
+    first, second = logs
+    for which, own, other in (("first", first, second), ("second", second, first)):
+        for each in own.findings:
+            if each.code in codes and not other.found(each.code):
+                steps.add(each.code, each.sentence, f"the {which} alone: {each.evidence}")
+
+
+def _compare_calls(steps: _Steps) -> None:
+    """Compare the results of further calls to the bit; those that a function refuses are left out."""
+    subjects = [p.subject.fresh() for p in (steps.a, steps.b)]
+    if len({s.way.form.takes_tables for s in subjects}) > 1:
+        return
+    heads = min(s.most_heads or 40 for s in subjects)
+    for what, (rows, most, where) in _CALLS.items():
+        for grad in (True, False):
+            x = subjects[0].random(rows, min(heads, most), len(where[0]), seed=21)
+            ids = torch.tensor(where)
+            with suppress(CallFailed), torch.set_grad_enabled(grad):
+                one, other = (s.rotate(s.laid_out(x), ids).detach() for s in subjects)
+                if apart(one, other) > 0:
+                    mode = "" if grad else ", without gradients"
+                    steps.add(
+                        "calls",
+                        f"Results differ in a call with {what}{mode}.",
+                        f"by up to {apart(one, other):.4g}; in the other calls that were compared they are the same",
+                    )
+                    return
 
 
 def _compare_channels(steps: _Steps) -> None:
@@ -332,9 +393,12 @@ def _compare_angles(steps: _Steps) -> tuple[list[int], list[torch.Tensor]]:
     if one != other:
         what = "position" if "positions" in one + other else "angle"
         worst = int(gap.amax((0, 2)).argmax())
+        known = "unknown" not in (one, other)
         steps.add(
-            f"{what}-dtype",
-            f"{what.title()}s are rounded to different dtypes.",
+            f"{what}-dtype" if known else "angles",
+            f"{what.title()}s are rounded to different dtypes."
+            if known
+            else "Angles differ, and no rounding explains it.",
             f"the first: {one}; the second: {other}; at position {odd[worst]:,} a cosine or sine differs by "
             f"{float(gap.max()):.3g}",
         )
@@ -399,6 +463,9 @@ def _compare_arithmetic(
             ("gradient-rounding", "rounding of gradients", "Gradients", one.back, other.back),
         ):
             shown = _named(first), _named(second)
+            if "gradient-missing" in {each.code for each in steps.found} and code != "rounding":
+                steps.facts[f"{fact}, {name}"] = shown
+                continue
             sentence = f"{what} are rounded at different places, for {name} x."
             if first and second and not {*first}.isdisjoint(second):
                 steps.facts[f"{fact}, {name}"] = shown

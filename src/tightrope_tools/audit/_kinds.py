@@ -19,7 +19,7 @@ ERRORS = {
     "not-pairs": "Channels turn neither in half nor in interleaved pairs.",
     "pass-through": "Channels {channels} belong to no pair but are changed.",
     # rotation and direction
-    "sign": "{pairs} in the opposite direction to RoPE: the sine has the wrong sign.",
+    "sign": "{pairs} in the opposite direction to {whose}: the sine has the wrong sign.",
     "sign-missing": "The two sines of a pair have the same sign; in a rotation one of them is negative.",
     "swapped-tables": "Cosine and sine are swapped: at position 0 every pair turns by a quarter turn.",
     "not-a-rotation": "The two channels of a pair are scaled by different factors, so this is not a rotation.",

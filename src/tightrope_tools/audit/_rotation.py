@@ -185,18 +185,24 @@ def rates_of(log: Log, profile: Profile) -> torch.Tensor | None:
     return rates[at] if rates is not None and fits else None
 
 
-def signs_of(log: Log, profile: Profile) -> torch.Tensor:
-    """+1 for each pair that turns its first channel towards the second, -1 for the others."""
+def signs_of(log: Log, profile: Profile, *, declared: bool = True) -> torch.Tensor:
+    """+1 for each pair that turns in the direction that is meant, -1 for the others.
+
+    Args:
+        declared: whether that is the direction of the declared frequencies, of which some may be negative. Else, and
+            without a declaration, a pair turns its first channel towards the second.
+    """
     omegas, rates = profile.omegas, rates_of(log, profile)
     # Half a turn per position is the same in both directions.
     back = (omegas < 0) & (omegas.abs() < math.pi - _CLOSE)
     if rates is not None:
+        back ^= declared & (rates < 0)
         # At whole positions a frequency looks like the same one plus a turn per position.
         tolerance = _CLOSE * rates.abs()
         forward = wrapped(omegas - rates).abs() <= tolerance
         backward = wrapped(omegas + rates).abs() <= tolerance
         fast = (rates.abs() > 3.0) & (forward | backward)
-        back = torch.where(fast, ~forward, back)
+        back = torch.where(fast, ~forward ^ ((rates < 0) & (not declared)), back)
     return torch.where(back, -1.0, 1.0).double()
 
 
@@ -218,13 +224,18 @@ def _direction(log: Log, profile: Profile) -> None:
     elif count:
         k = int(back.nonzero()[0])
         name = "All pairs turn" if count == total else f"{count} of {total} pairs turn"
+        rates = rates_of(log, profile)
+        usual, why = "RoPE", "RoPE turns the first channel towards the second"
+        if rates is not None and float(rates[k]) < 0:
+            usual, why = "the declared one", f"{float(rates[k]):+.4f} was declared"
         log.add(
             "sign",
             f"channels {profile.pairs[k].first} and {profile.pairs[k].second} turn by "
-            f"{float(omegas[k]):+.4f} rad per position; RoPE turns the first channel towards the second. "
+            f"{float(omegas[k]):+.4f} rad per position; {why}. "
             "Either direction works, but the two cannot be mixed",
             "warning" if log.spec is None else "error",
             pairs=name,
+            whose=usual,
         )
     if bool(agree(starts, 0.0, max(1e-3, 2 * profile.noise)).all()):
         return
@@ -321,7 +332,7 @@ def is_of(profile: Profile, spec: RopeSpec) -> bool:
     rates = dict(zip(pairs_of(spec), spec.frequencies().inv_freq.double().cpu().tolist()))
     if not set(profile.pairs) <= set(rates):
         return False
-    wanted = torch.tensor([rates[pair] for pair in profile.pairs], dtype=torch.float64)
+    wanted = torch.tensor([abs(rates[pair]) for pair in profile.pairs], dtype=torch.float64)
     gap = (profile.omegas.abs() - wanted).abs()
     return bool((gap <= _CLOSE * wanted + 2 * profile.blur).all())
 
@@ -530,8 +541,11 @@ def check_keys(log: Log, profile: Profile) -> None:
                 except CallFailed:
                     continue
                 size = apart(ours, theirs)
-                kept = torch.equal(k, x) or log.found("mutates")
-                if size <= 4 * torch.finfo(dtype).eps and kept:
+                if not torch.equal(k, x) and not log.found("mutates"):
+                    log.add(
+                        "mutates", "k is overwritten, and x is not", how=" if it is passed as k"
+                    )
+                if size <= 4 * torch.finfo(dtype).eps:
                     continue
                 if dtype == torch.float32 and torch.equal(theirs, x):
                     log.add("k-not-rotated", "k comes back unchanged at every position")
@@ -539,7 +553,7 @@ def check_keys(log: Log, profile: Profile) -> None:
                 log.add(
                     "q-k",
                     f"for equal {SHORT[dtype]} vectors at positions up to {int(where.max()):,} the results "
-                    f"differ by up to {size:.4g}" + ("" if kept else "; k is overwritten"),
+                    f"differ by up to {size:.4g}",
                 )
         block = range(min(DENSE, profile.reach))
         sides = (fresh, fresh.keys())

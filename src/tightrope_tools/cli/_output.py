@@ -31,6 +31,8 @@ _SLICE = {
     r"\bstart=": "--start=",
     r"with start if": "with --start if",
 }
+# A call that makes a spec by hand, which stays Python; calls in its arguments included.
+_SPEC = re.compile(r"(RopeSpec\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))")
 # Least width at which a column of wrapped text is readable.
 _READABLE = 20
 
@@ -67,9 +69,10 @@ def as_mistakes(spelled: Mapping[str, Spelling] | None = None) -> Iterator[None]
     except (ValueError, TypeError, NotImplementedError) as error:
         # The options are named before the Python call at the end of a sentence.
         text = re.sub(r"; for code like Llama's: RopeSpec\.from_config\(.*\)", "", str(error))
+        parts = _SPEC.split(text)
         for argument, option in ({**spelled, **_SLICE} if spelled else {}).items():
-            text = re.sub(argument, option, text)
-        raise Mistake(text) from error
+            parts[::2] = [re.sub(argument, option, part) for part in parts[::2]]
+        raise Mistake("".join(parts)) from error
 
 
 def write_line(text: str, stream: TextIO) -> None:

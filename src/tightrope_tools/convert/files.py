@@ -203,7 +203,10 @@ def _read_index(folder: Path, index: str, names: list[str]) -> dict[str, str]:
     if not isinstance(listed, dict) or not listed:
         fail(f"{index} must hold a weight_map from tensors to files but does not")
     for file in listed.values():
-        if not isinstance(file, str) or file not in names or not file.endswith(_WEIGHTS):
+        plain = isinstance(file, str) and Path(file).name == file and file.endswith(_WEIGHTS)
+        if plain and not os.path.lexists(folder / file):
+            fail(f"{index} names {file}, but the folder has no such file")
+        if not plain or file not in names:
             fail(f"{index} must name files of weights inside its folder but names {file!r}")
     return listed
 

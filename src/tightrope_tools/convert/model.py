@@ -219,8 +219,7 @@ def read_model(checkpoint: Checkpoint, stated: Stated, *, pairing: bool = True) 
         found = checkpoint.home
     read = found is not None and found is not False
     model = _from_config(found, stated, given) if read else _from_flags(stated)
-    if stated.rotary_dim is not None or stated.start is not None:
-        model = replace(model, specs=_sliced(model.specs, stated))
+    _check_slice(model, stated)
     known = _recorded(checkpoint) if given is None else (given, "the user (--from)")
     if known is not None:
         model = replace(model, interleaved=known[0], who=known[1], assumed=False)
@@ -288,18 +287,19 @@ def _from_flags(stated: Stated) -> Model:
     return Model(spec, None, "the command line", _naming(stated, None), stated, name)
 
 
-def _sliced(spec: RopeSpec | LayerSpecs, stated: Stated) -> RopeSpec | LayerSpecs:
-    if isinstance(spec, LayerSpecs):
-        # The flags have given the slice of a family that is not in the table.
-        own = {(one.rotary_dim, one.start) for one in spec.values() if one}
-        if any(stated.rotary_dim not in (None, r) or stated.start not in (None, s) for r, s in own):
-            fail("rotary_dim and start must not be given if layers have different specs")
-        return spec
-    start = spec.start if stated.start is None else stated.start
-    rotary = stated.rotary_dim
-    if rotary is None:
-        rotary = min(spec.rotary_dim, spec.head_dim - start)
-    return replace(spec, rotary_dim=rotary, start=start, scaling=None, axes=None)
+def _check_slice(model: Model, stated: Stated) -> None:
+    """Refuse a slice that contradicts the configuration; a family that is not in the table has the user's."""
+    specs = [model.specs] if isinstance(model.specs, RopeSpec) else model.specs.values()
+    for spec in filter(None, specs):
+        for flag, given, own in (
+            ("--rotary-dim", stated.rotary_dim, spec.rotary_dim),
+            ("--start", stated.start, spec.start),
+        ):
+            if given not in (None, own):
+                fail(
+                    f"{flag} is {given} but the configuration states {own}: correct the configuration, or pass "
+                    "--no-config and all flags"
+                )
 
 
 def _naming(stated: Stated, family: str | None) -> Naming:

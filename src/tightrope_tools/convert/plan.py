@@ -10,7 +10,7 @@ from tightrope.spec import RopeSpec
 
 from .files import FLOATS, Checkpoint, Entry, fail, shown
 from .model import Model, inside
-from .naming import NAMINGS, PACKINGS, SIDE_PARTS
+from .naming import FAMILY_NAMING, NAMINGS, PACKINGS, SIDE_PARTS
 
 # Suffixes after a module's name: tensors with its rows, tensors that stay, scales.
 _ROWS = re.compile(
@@ -325,15 +325,24 @@ def _check_order(checkpoint: Checkpoint, found: list[Change], model: Model) -> N
                 f"{key} is {facts[key]!r}, but no tensor holds the gates alone: gates among the rows of queries are "
                 "not supported, except those of attn_output_gate with --naming qwen3_next"
             )
-    if "qkv" not in roles or model.stated.packing is not None:
+    if "qkv" not in roles:
         return
+    chosen, own = model.stated.packing, packing
+    if not model.stated.naming and model.family in FAMILY_NAMING:
+        own = NAMINGS[FAMILY_NAMING[model.family]].packing
     parts = {**inside(facts, "mapping"), **facts}
     for key, (orders, usual, advice) in _ORDERS.items():
-        if packing in orders.split() and parts.get(key) not in (None, *usual):
+        if own is not None and own in orders.split() and parts.get(key) not in (None, *usual):
+            if chosen is not None:
+                return
             fail(
-                f"fused rows must be in the order of --packing {packing}, but {key} is {parts[key]!r}: pass --packing "
-                f"{advice.format(packing)}"
+                f"fused rows must be in the order of --packing {own}, but {key} is {parts[key]!r}: pass --packing "
+                f"{advice.format(own)}"
             )
+    if chosen not in (None, own):
+        fail(
+            f"--packing is {chosen} but the code of {model.name} has {own}: for other code, pass its --naming too"
+        )
 
 
 # --- all tensors ----------------------------------------------------------------------------------

@@ -135,9 +135,9 @@ def convert(
     target = Path(out)
     _check_target(found, target)
     if model.interleaved == interleaved:
-        fail(
-            f"the checkpoint is already {to} ({basis(model.who, model.assumed)}); --from overrides that"
-        )
+        other = "half" if interleaved else "interleaved"
+        why = basis(model.who, model.assumed)
+        fail(f"the checkpoint is already {to} ({why}); if it is not, pass --from {other}")
     plan = make_plan(found, model, every_layer=True)
     warnings = _check_weights(plan, model)
     made = replace(_conversion(found, target, model, plan, interleaved), warnings=warnings)

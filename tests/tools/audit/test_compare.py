@@ -118,6 +118,53 @@ def test_planted_differences_are_named_first(name: str) -> None:
         assert Comparison.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
+def at(moved: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Rope:
+    """Return a rotation by positions that `moved` makes of x and those passed."""
+    return lambda x, positions: rope()(x, moved(x, positions))
+
+
+def ahead(positions: torch.Tensor, part: slice) -> torch.Tensor:
+    more = torch.zeros_like(positions)
+    more[part] = 1
+    return positions + more
+
+
+def heads_from_2_ahead(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return torch.cat((rope()(x[:, :2], positions), rope()(x[:, 2:], positions + 1)), 1)
+
+
+# Faults that show in some calls alone -> the function, the first code, and a part of the sentence.
+ELSEWHERE: dict[str, tuple[Rope, str, str]] = {
+    "the second row": (at(lambda _, p: ahead(p, slice(1, 2))), "batch", "rows in its batch"),
+    "rows": (at(lambda _, p: p[:1].expand_as(p)), "row-positions", "positions of row 0"),
+    "heads": (heads_from_2_ahead, "heads", "head 2 differs"),
+    "a token alone": (at(lambda x, p: p + (x.shape[2] == 1)), "shape-dependent", "A token alone"),
+    "a clamp": (at(lambda _, p: p.clamp(max=4095)), "table-clamp", "4,096"),
+    "a modulus": (at(lambda _, p: p % 4096), "table-wrap", "4,096"),
+    "a jump": (at(lambda _, p: p + (p > 8192)), "position-jump", "off by +1"),
+    "no gradient": (lambda x, p: rope()(x.detach(), p), "gradient-missing", "missing"),
+    "x in 16 bits": (lambda x, p: rope()(x.bfloat16().to(x.dtype), p), "not-linear", "16 bits"),
+    "one position": (at(lambda _, p: p + (p == 1000)), "calls", "many tokens"),
+    "negative positions": (at(lambda _, p: p.clamp(min=0)), "calls", "negative positions"),
+    "long calls": (at(lambda x, p: p + (x.shape[2] >= 3000)), "calls", "many tokens"),
+    "without gradients": (
+        at(lambda _, p: p + (not torch.is_grad_enabled())),
+        *("calls", "a token alone, without gradients"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_shows_in_some_calls_alone_is_found(name: str) -> None:
+    wrong, code, words = ELSEWHERE[name]
+    for a, b in ((rope(), wrong), (wrong, rope())):
+        found = compare(a, b, head_dim=DIM)
+        assert found.codes[0] == code, found
+        assert words in found.differences[0].sentence
+        assert not {*found.codes} & {"angle-dtype", "gradient-rounding"} or code == "not-linear"
+    named(compare(wrong, wrong, head_dim=DIM))
+
+
 @pytest.mark.parametrize("shift", [1.0, -1.0, 5.0, 100.0])
 @pytest.mark.parametrize(
     "options",

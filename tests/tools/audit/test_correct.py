@@ -213,7 +213,54 @@ def test_k_is_checked_like_q(name: str) -> None:
 
 def test_keys_are_compared() -> None:
     found = compare(planted.on_both(ROTATE, ROTATE), planted.on_both(ROTATE, None), head_dim=64)
-    named(found, "unexplained")
+    named(found, "k-not-rotated")
+
+
+def test_a_correct_function_that_writes_k_overwrites_it() -> None:
+    def writing(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> Any:
+        return ROTATE(q, positions), k.copy_(ROTATE(k, positions))
+
+    report = named(audit(writing, spec=SPEC), "mutates")
+    assert report.findings[0].sentence == "x is overwritten if it is passed as k."
+
+
+def test_a_row_that_is_off_is_the_only_finding() -> None:
+    """Each further check gives the function one row, so that none has a wrong name for the fault."""
+
+    def second_row_off(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        ahead = torch.zeros_like(positions)
+        ahead[1:2] = 1
+        return ROTATE(x, positions + ahead)
+
+    named(audit(second_row_off, spec=SPEC), "batch")
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_the_direction_is_that_of_the_declared_frequencies(declared: bool) -> None:
+    plain = RopeSpec(64)
+    back = RopeSpec(64, scaling=Given.of(-plain.frequencies().inv_freq))
+    own, other = (back, plain) if declared else (plain, back)
+    named(audit(lambda x, p: functional.rotate(x, own, p), spec=own))
+    report = named(audit(lambda x, p: functional.rotate(x, own, p), spec=other), "sign")
+    whose = "RoPE" if declared else "the declared one"
+    assert report.findings[0].sentence.startswith(
+        f"All pairs turn in the opposite direction to {whose}: "
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, what", [("not-linear", "x or the result were rounded"), ("not-finite", "")]
+)
+def test_rounded_and_infinite_results_are_no_norm(kind: str, what: str) -> None:
+    def rounded(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return ROTATE(x.bfloat16().to(x.dtype), positions)
+
+    def divided(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return ROTATE(x, positions) * (x.abs().sum() / x.abs().sum())
+
+    report = audit(rounded if what else divided, spec=SPEC)
+    assert report.codes[0] == kind, str(report)
+    assert what in report.findings[0].sentence
 
 
 def test_a_token_alone() -> None:

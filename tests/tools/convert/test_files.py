@@ -66,7 +66,6 @@ def edit_index(folder: Path, **changes: Any) -> None:
         "../model.safetensors",
         "below/../../x.safetensors",
         "/etc/passwd",
-        "gone.safetensors",
         "link.safetensors",
         "loop.safetensors",
         "model.safetensors.index.json",
@@ -90,6 +89,15 @@ def test_an_index_cannot_point_elsewhere(tmp_path: Path, file: Any) -> None:
     with refused("the index .* must be a file inside its folder but is a link"):
         convert(index, tmp_path / "b", to="interleaved")
     assert not (tmp_path / "b").exists()
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", llama_tensors(), shards=2)
+    edit_index(source, x="gone.safetensors")
+    with refused(
+        r"model\.safetensors\.index\.json names gone\.safetensors, but the folder has no such file\."
+    ):
+        convert(source, tmp_path / "b", to="interleaved")
 
 
 def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:

@@ -303,9 +303,13 @@ def test_the_layers_that_a_configuration_lists_need_no_option(converted: Run, re
     assert {name.split(".")[2] for name in done.changed} == {"0"}
     assert done.layers_without_rope == (1,)
     assert any("layers without RoPE" in note for note in done.notes)
-    text = "[convert] rotary_dim and start must not be given if layers have different specs."
     config = {**LLAMA, "model_type": "smollm3", **listed}
-    for stated in (Stated(rotary_dim=4), Stated(start=4)):
+    way = "correct the configuration, or pass --no-config and all flags"
+    for stated, what in (
+        (Stated(rotary_dim=4), "rotary-dim is 4 {}8"),
+        (Stated(start=4), "start is 4 {}0"),
+    ):
+        text = f"[convert] --{what.format('but the configuration states ')}: {way}."
         refused(f"^{re.escape(text)}$", llama_tensors(), config, stated=stated)
     assert converted(llama_tensors(), config, stated=Stated(rotary_dim=8))[0].written
 
@@ -401,6 +405,14 @@ BY_LAYER: dict[str, dict[str, Any]] = {
     "OpenELM's lists": {"num_query_heads": [4, 4], "num_kv_heads": [2, 4]}
     | {"num_key_value_heads": None},
 }
+
+
+def test_a_packing_does_not_replace_that_of_the_family(tmp_path: Path, converted: Run) -> None:
+    tensors, grouped = {f"{QKV}.weight": fresh(ROWS, 32)}, Stated(source="half", packing="grouped")
+    text = "--packing is grouped but the code of model_type 'phi3' has blocks: for other code, pass its --naming too"
+    refused_exactly(tmp_path, tensors, PHI3, text, grouped)
+    for stated in (replace(grouped, packing="blocks"), replace(grouped, naming="phi3")):
+        assert converted(tensors, PHI3, stated=stated)[0].written
 
 
 @pytest.mark.parametrize("case", BY_LAYER)

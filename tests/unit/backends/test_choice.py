@@ -30,6 +30,8 @@ def test_which() -> None:
     assert reason.startswith("cpu: ")
     name, reason = tightrope.which(torch.zeros(1))
     assert (name, reason is None) == (("cpu", True) if HAS_CPU else ("reference", False))
+    with pytest.raises(TypeError, match=r"^\[which\] x must be a tensor but got 5\.$"):
+        tightrope.which(5)
 
 
 @pytest.mark.parametrize("backend", [None, "cpu", "reference"])

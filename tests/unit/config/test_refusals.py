@@ -257,7 +257,10 @@ WRONG: dict[str, tuple[object, str]] = {
         {"model_type": "llama", "hidden_size": 64, **dict.fromkeys("abcdefghij")},
         f"{ADD_A_BASE} a, b, c, d, e, f, g, h and 4 more.",
     ),
-    "an empty config": ({}, f"{ADD_A_BASE} none."),
+    "an empty config": (
+        {},
+        f"{ADD_A_BASE.replace('frequencies', 'frequencies, if its model has RoPE')} none.",
+    ),
     "Megatron with two scalings": (
         MEGATRON
         | {"use_rope_scaling": True, "rope_scaling_factor": 8.0}

@@ -56,12 +56,15 @@ def test_an_architecture_gives_its_spec(name: str, wanted: RopeSpec, tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps(config_of(name)), encoding="utf-8")
     assert RopeSpec.from_config(tmp_path) == wanted
     assert RopeSpec.from_config({"architecture": name}) == wanted
+    assert RopeSpec.from_config({"architecture": f"{name}.of_some_weights"}) == wanted
 
 
 @pytest.mark.parametrize(
     ("config", "text"),
     [
         (config_of("resnet50"), "architecture 'resnet50' has no spec: the table of timm's"),
+        ({"architecture": "vit_base_patch16_224"}, "has no spec: the table of timm's"),
+        ({"architecture": "resnet50", "num_classes": 9}, "has no spec: the table of timm's"),
         (config_of("vit_base_patch16_rope_mixed_224"), "has no spec: its frequencies are learned"),
         (
             config_of(EVA, model_args={"rope_temperature": 5, "num_heads": 2}),

@@ -469,7 +469,7 @@ VALUES = {
         rerotate_, to_spec=spec_of(YARN), new_positions=torch.arange(3)
     ),
     "[rerotate] new_positions must have 1 or 2 rows but got 3 (k: float32[2, 3, 4, 16], "
-    "new_positions: int64[1, 3, 1]).": moved(new_positions=positions.per_row(torch.arange(3))),
+    "new_positions: int64[3, 1]).": moved(new_positions=positions.per_row(torch.arange(3))),
     "[rerotate] to_spec must have 1 or 3 heads for k but got 2 (k: float32[2, 3, 4, 4]).": moved(
         k=K[..., :4], from_spec=RopeSpec(4), to_spec=RopeSpec(4, scaling=Given(((1.0, 2.0),) * 2))
     ),

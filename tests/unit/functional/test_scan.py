@@ -411,7 +411,7 @@ VALUES = {
         q=Q.bfloat16(), k=K[:, :, 1:].bfloat16()
     ),
     "[polar_scan] q and k must share dtype and device but got torch.bfloat16 on cpu and "
-    "torch.float16 on cpu; rotate them one by one (q: bfloat16[2, 4, 37, 8], "
+    "torch.float16 on cpu; rotate them one by one, or pass k.to(q) (q: bfloat16[2, 4, 37, 8], "
     "k: float16[2, 2, 37, 8]).": scan(q=Q.bfloat16(), k=K.half()),
     "[polar_scan] chunk must be positive but got 0.": scan(chunk=0),
     "[polar_scan] layout must be one of bhsd, bshd, sbhd but got 'thd'.": scan(

@@ -397,6 +397,11 @@ VALUES = {
     f"[rotate] out {FITS} x (layout 'thd') ({X}, out: float64[4, 3, 3, 12]).": (
         lambda: call(out=CACHE.double())
     ),
+    f"[rotate] out {FITS} x (layout 'thd'); to write float8, pass scale= ({X}, out: float8_e5m2[4, 3, 3, 12]).": (
+        lambda: call(out=CACHE.to(torch.float8_e5m2))
+    ),
+    f"[rotate] out {FITS} x (layout 'thd'); to write float8, pass a view such as out.view(torch.float8_e4m3fn), and "
+    f"scale= ({X}, out: uint8[4, 3, 3, 12]).": lambda: call(out=CACHE.to(torch.uint8)),
     "[rotate] out must be a cache (blocks, heads, entries, channels) with the heads, channels, dtype and device of "
     "x (layout 'bhsd') (x: float32[1, 3, 5, 12], out: float32[3, 5, 12]).": (
         lambda: rotate(torch.zeros(1, 3, 5, 12), SPEC, out=torch.zeros(3, 5, 12), slots=SLOTS)

@@ -168,7 +168,9 @@ FITS = "x must have shape (batch, tokens, 3, 12) or, if num_heads is None, (batc
 test_errors = refusals(
     "LrpeRotate1d",
     ValueError={
-        "rotary_dim must be even but got 7, its default of head_dim - start.": new(head_dim=7),
+        "rotary_dim must be even but got 7, its default of head_dim - start; rotary_dim=6 leaves the last channel as it is.": new(
+            head_dim=7
+        ),
         "num_heads must be positive but got 0.": new(num_heads=0),
         "per must be one of 'head and pair', 'pair', 'head' but got 'token'.": new(per="token"),
         "num_heads must be given for per='head' but is None.": new(per="head"),

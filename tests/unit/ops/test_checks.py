@@ -59,7 +59,7 @@ TENSORS = {
     "[rotate_qk_] q and k must have the same number of rows but got 2 and 1; rotate them one by "
     "one (q: float32[2, 3, 5, 8], k: float32[1, 3, 5, 8]).": lambda: rotate_qk_(X, X[:1], SPEC),
     "[rotate_qk] q and k must share dtype and device but got torch.float32 on cpu and "
-    "torch.float64 on cpu; rotate them one by one (q: float32[2, 3, 5, 8], "
+    "torch.float64 on cpu; rotate them one by one, or pass k.to(q) (q: float32[2, 3, 5, 8], "
     "k: float64[2, 3, 5, 8]).": lambda: rotate_qk(X, X.double(), SPEC),
     "[rotate_qk] k must have head_dim 8 in its last dimension but got 16 "
     "(k: float32[2, 3, 5, 16]).": lambda: rotate_qk(X, torch.zeros(2, 3, 5, 16), SPEC),
@@ -81,14 +81,14 @@ POSITIONS = {
     f"[rotate] {ONE_EACH} 5 tokens but got 1 (layout 'bhsd' has its tokens in dimension 2) "
     f"({IS_X}, positions: int64[1]).": lambda: rotate(X, SPEC, ids(1)),
     f"[rotate] {ONE_EACH} 5 tokens but got 2 (layout 'bhsd' has its tokens in dimension 2); for "
-    "one offset per row pass positions.per_row(…) "
+    "one offset per row pass positions.per_row(ids), ids of shape (2,) "
     f"({IS_X}, positions: int64[2]).": lambda: rotate(X, SPEC, ids(2)),
-    f"[rotate] positions must have 1 or 2 rows but got 3 ({IS_X}, positions: int64[1, 3, 5]).": (
+    f"[rotate] positions must have 1 or 2 rows but got 3 ({IS_X}, positions: int64[3, 5]).": (
         lambda: rotate(X, SPEC, ids(3, 5))
     ),
     "[rotate] positions must have 1 row but got 3 (layout 'sd' has no rows) (x: float32[5, 8], "
-    "positions: int64[1, 3, 5]).": lambda: rotate(X[0, 0], SPEC, ids(3, 5), layout="sd"),
-    f"[rotate] positions must have 1 or 2 rows but got 3 ({IS_X}, positions: int64[1, 3, 1]).": (
+    "positions: int64[3, 5]).": lambda: rotate(X[0, 0], SPEC, ids(3, 5), layout="sd"),
+    f"[rotate] positions must have 1 or 2 rows but got 3 ({IS_X}, positions: int64[3, 1]).": (
         lambda: rotate(X, SPEC, positions.per_row(ids(3)))
     ),
     "[rotate] positions must be None with a prepared rotation, which has its own; call "
@@ -127,7 +127,15 @@ TYPES = {
         lambda: rotate(X.to(torch.complex64), SPEC)
     ),
     "[rotate] x must be a tensor but got [1.0].": lambda: rotate([1.0], SPEC),
-    "[rotate] spec must be a RopeSpec or a prepared rotation (RopeSpec.at) but got int.": (
+    "[rotate_qk] k must be float32, float64, bfloat16 or float16 but got int64; pass ids as positions= (k: int64[5]).": (
+        lambda: rotate_qk(X, torch.arange(5), SPEC)
+    ),
+    "[rotate] positions must be int32, int64, float32 or float64; positions.left_padded(mask) makes them from an "
+    "attention mask (positions: bool[2, 5]).": lambda: rotate(X, SPEC, torch.ones(2, 5) > 0),
+    "[rotate] positions must be int32, int64, float32 or float64; pass positions.long() (positions: int16[5]).": (
+        lambda: rotate(X, SPEC, torch.ones(5).short())
+    ),
+    "[rotate] spec must be a RopeSpec or a prepared rotation (RopeSpec.at), before the positions, but got 8.": (
         lambda: rotate(X, 8)
     ),
     **{
@@ -139,7 +147,7 @@ TYPES = {
     "[Positions] add_index must be a bool but got 'no'.": (
         lambda: positions.Positions(add_index="no")
     ),
-    f"[rotary_pos_embedding] {NOT_REAL} float16[5]).": (
+    f"[rotary_pos_embedding] positions must be {REAL}; make them in int64, as this dtype does not hold every integer above 2048 (positions: float16[5]).": (
         lambda: rotary_pos_embedding(X, ids(5, dtype=torch.float16))
     ),
     f"[rotary_pos_embedding] input_ must be {FLOATING} but got int64 "

@@ -301,6 +301,12 @@ test_refusals = refusals(
         "[rotate] scale must be positive and finite but got nan.": lambda: written(
             scale=float("nan")
         ),
+        **{
+            f"[rotate] scale must be positive and finite but got {scale}.": (
+                lambda scale=scale: written(scale=torch.tensor(scale))
+            )
+            for scale in (-0.0, -2.0, float("inf"))
+        },
         "[rotate] scale must be a number, or a floating tensor of one element (scale: float32[3]).": (
             lambda: written(scale=torch.ones(3))
         ),

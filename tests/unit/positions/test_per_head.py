@@ -326,7 +326,7 @@ test_refusals = refusals(
             lambda: rotate(x_of(), SPEC, per_head(torch.cat((kept(), kept()))))
         ),
         "[at] positions must be those of all heads with a stack, whose tables have no heads (positions: "
-        "int64[1, 2, 5, 3]).": lambda: SPEC.at(per_head(kept()), stack="transformers"),
+        "int64[2, 5, 3]).": lambda: SPEC.at(per_head(kept()), stack="transformers"),
         "[concatenate] parts must have the same numbers of axes and rows and heads (one: int64[1, 2, 5, 3], "
         "other: int64[1, 2, 5]).": lambda: concatenate([per_head(kept()), kept()[:, 0]]),
     },

@@ -53,12 +53,17 @@ AXES = (
     "call positions.multi_axis with ids (2, tokens) or (2, rows, tokens), or "
     "positions.text(…, axes=2) if all coordinates of a token are equal"
 )
+EACH = "; pass each as an int: grid(*sizes) of a tuple, or of sizes.tolist()"
 TYPES: dict[str, Callable[[], object]] = {
     "[at] positions must not be a bool but got False.": lambda: ONE.at(False),
     **{
         "[at] positions must be None, an int offset, a tensor of ids or a Positions but got "
-        f"{type(value).__name__}.": lambda value=value: ONE.at(value)
-        for value in (1.0, "1", [0, 1])
+        f"{type(value).__name__}; pass {way}.": lambda value=value: ONE.at(value)
+        for value, way in (
+            (1.5, "torch.tensor([1.5]), for one token"),
+            ("1", "torch.as_tensor(positions), if they are numbers"),
+            ([0, 1], "torch.as_tensor(positions), if they are numbers"),
+        )
     },
     "[per_row] offsets must be a tensor but got 7.": lambda: per_row(7),
     "[packed] cu_seqlens must be int32 or int64 but got [0, 3, 5].": lambda: packed([0, 3, 5]),
@@ -74,8 +79,8 @@ TYPES: dict[str, Callable[[], object]] = {
     "[left_padded] attention_mask must be bool or integers but got float32[2, 3].": (
         lambda: left_padded(torch.ones(2, 3))
     ),
-    "[grid] a size must be an int but got (4, 2).": lambda: grid((4, 2)),
-    "[grid] a size must be an int but got int64[].": lambda: grid(torch.tensor(4)),
+    f"[grid] a size must be an int but got (4, 2){EACH}.": lambda: grid((4, 2)),
+    f"[grid] a size must be an int but got int64[]{EACH}.": lambda: grid(torch.tensor(4)),
     "[grid] step must be an int or a float but got '1'.": lambda: grid(4, 3, step="1"),
     f"[grid] {SPAN} 2.0.": lambda: grid(4, 3, span=2.0),
     "[grid] an end of span must be an int or a float but got None.": (
@@ -97,7 +102,7 @@ VALUES: dict[str, Callable[[], object]] = {
     "tensor x of one as positions.per_row(x[None]) (positions: int64[]).": (
         lambda: ONE.at(ENDS[0])
     ),
-    "[at] positions must have shape (tokens,) or (rows, tokens); see positions.multi_axis "
+    "[at] positions must have shape (tokens,) or (rows, tokens); coordinates on several axes are positions.multi_axis(ids) "
     "(positions: int64[1, 1, 3]).": lambda: ONE.at(ENDS[None, None]),
     "[per_row] offsets must have shape (rows,) (offsets: int64[1, 3]).": (
         lambda: per_row(ENDS[None])
@@ -181,11 +186,13 @@ VALUES: dict[str, Callable[[], object]] = {
     ),
     f"[concatenate] {WRITTEN} (part: 5).": lambda: concatenate([ENDS, 5]),
     f"[concatenate] {WRITTEN} (part: int64[1, 3, 1]).": lambda: concatenate([per_row(ENDS)]),
-    "[concatenate] parts must have the same numbers of axes and rows (one: int64[2, 1, 4], other: "
+    "[concatenate] parts must have the same numbers of axes and rows; positions.text(part, axes=2) gives a part "
+    "equal coordinates on all axes (one: int64[2, 1, 4], other: "
     "int64[1, 1, 3]).": lambda: concatenate([grid(2, 2), ENDS]),
     "[concatenate] parts must have the same numbers of axes and rows (one: float32[1, 2, 5], other: "
     "float32[1, 3, 5]).": lambda: concatenate([torch.ones(2, 5), torch.ones(3, 5)]),
-    "[concatenate] parts must have the same numbers of axes and tokens (one: int64[2, 1, 4], "
+    "[concatenate] parts must have the same numbers of axes and tokens; append "
+    "positions.multi_axis(torch.zeros(2, 2)) to the shorter one (one: int64[2, 1, 4], "
     "other: int64[2, 1, 6]).": lambda: concatenate([grid(2, 2), grid(2, 3)], along="rows"),
     "[shard] rank must lie in [0, 2) for size 2 but got 2.": lambda: shard(None, 2, 2, tokens=8),
     "[shard] size must be at least 1 but got 0.": lambda: shard(None, 0, 0, tokens=8),

@@ -110,7 +110,7 @@ def test_the_original_length_is_short_and_one_more_is_long(rule: str) -> None:
         assert_exact(stated, x, spec, [float(first + token) for token in range(3)], length)
         own = torch.tensor(length)
         for where, seq_len in ((first, None), (first + torch.arange(3), None), (first, own)):
-            assert_same_bits(rotate(x, spec, where, layout="sd", seq_len=seq_len), stated)
+            assert_same_bits(rotate(x[None], spec, where, layout="bsd", seq_len=seq_len)[0], stated)
 
 
 @every_rule
@@ -118,7 +118,7 @@ def test_fractions_count_as_the_next_whole_length(rule: str) -> None:
     spec, x = spec_of(rule), torch.randn(2, 12, dtype=torch.float64)
     for last, length in ((TRAINED - 1.0, TRAINED), (TRAINED - 0.75, TRAINED + 1)):
         ids = torch.tensor([0.5, last], dtype=torch.float64)
-        y = rotate(x, spec, ids, layout="sd")
+        y = rotate(x[None], spec, ids, layout="bsd")[0]
         assert_exact(y, x, spec, ids.tolist(), length)
         assert_same_bits(y, rotate(x, spec, ids, layout="sd", seq_len=length))
 
@@ -225,6 +225,12 @@ AGAIN = (
     "DynamicNTK depend on the length; pass one seq_len for all sequences, or rotate them separately"
 )
 
+NO_ROWS = (
+    "seq_len must be given with ids of tokens without rows, as the frequencies of DynamicNTK depend on the length, and "
+    "the tokens may be of several sequences; pass an offset if they are of one, or give each sequence a row: "
+    "x.unsqueeze(1), layout='bshd' and ids (rows, 1) for one token each"
+)
+
 
 PAIR = positions.packed(torch.tensor([0, 1, 2]), torch.tensor([30, 600]))
 # Sequences packed in one row, one of them longer than 100.
@@ -248,12 +254,18 @@ def test_packed_sequences(name: str) -> None:
     tokens = where.ids.shape[2]
     x = torch.randn(tokens, 1, 8)
     spec = RopeSpec(8, scaling=DynamicNTK(2.0, 100))
-    for operation, call in {
-        "rotate": lambda: rotate(x, spec, where, layout="thd"),
-        "at": lambda: spec.at(where),
-        "rotate_qk_": lambda: rotate_qk_(x.clone(), x.clone(), spec, where, layout="thd"),
-    }.items():
-        with refused(ValueError, f"[{operation}] {AGAIN} (positions: int64[1, 1, {tokens}])."):
+    without_rows = NO_ROWS if where.packed is None else AGAIN
+    for operation, sentence, call in (
+        ("rotate", without_rows, lambda: rotate(x, spec, where, layout="thd")),
+        ("at", AGAIN, lambda: spec.at(where)),
+        ("rotate", AGAIN, lambda: rotate(x[None], spec, where, layout="bshd")),
+        (
+            "rotate_qk_",
+            without_rows,
+            lambda: rotate_qk_(x.clone(), x.clone(), spec, where, layout="thd"),
+        ),
+    ):
+        with refused(ValueError, f"[{operation}] {sentence} (positions: int64[{tokens}])."):
             call()
     # With one length for all sequences, each token is rotated as it would be alone.
     stated = rotate(x, spec, where, layout="thd", seq_len=700)
@@ -275,7 +287,7 @@ def test_the_positions_of_one_rank_do_not_tell_the_length(
     where = positions.explicit(positions.shard(ids, 1, 2, kind=kind, tokens=8), 4)
     text = (
         "seq_len must be given with the positions of one rank's tokens, as the frequencies depend on "
-        "the length of the whole sequence (positions: int64[1, 1, 4])."
+        "the length of the whole sequence (positions: int64[4])."
     )
     with refused(ValueError, f"[rotate] {text}"):
         rotate(x, spec, where)
@@ -290,8 +302,32 @@ def test_the_positions_of_one_rank_do_not_tell_the_length(
 
 def test_one_sequence_is_no_pack() -> None:
     spec, x = RopeSpec(8, scaling=DynamicNTK(2.0, 100)), torch.randn(120, 1, 8)
-    where = positions.packed(torch.tensor([0, 120]))
-    assert_same_bits(rotate(x, spec, where, layout="thd"), rotate(x, spec, layout="thd"))
+    for where in (positions.packed(torch.tensor([0, 120])), positions.explicit(None, 120)):
+        assert_same_bits(rotate(x, spec, where, layout="thd"), rotate(x, spec, layout="thd"))
+
+
+@pytest.mark.parametrize("ids", [[15, 110], [109, 110], [110, 15]], ids=str)
+@pytest.mark.parametrize("rule", ["dynamic", "longrope", "unequal"])
+def test_tokens_without_rows_may_be_of_several_sequences(rule: str, ids: list[int]) -> None:
+    """Decoding of several requests: each has the frequencies of its own length, or an error is raised."""
+    spec = RopeSpec(8, scaling=UNEQUAL if rule == "unequal" else RULES[rule])
+    x, where = torch.randn(2, 3, 8), torch.tensor(ids) + TRAINED
+    with pytest.raises(
+        ValueError, match=r"^\[rotate\] seq_len must be given with ids of tokens without rows"
+    ):
+        rotate(x, spec, where, layout="thd")
+    if ids == sorted(
+        ids
+    ):  # otherwise the positions start again, which is an error without a layout
+        with pytest.raises(ValueError, match=r"^\[rotate\] seq_len must be given"):
+            rotate(x, spec.at(where), layout="thd")
+    if rule == "unequal":
+        return  # its rows must have one factor, which is tested below
+    each = rotate(x.unsqueeze(1), spec, where[:, None], layout="bshd").squeeze(1)
+    for row, position in enumerate(where.tolist()):
+        assert_same_bits(
+            each[row : row + 1], rotate(x[row : row + 1], spec, position, layout="thd")
+        )
 
 
 def test_sequences_of_the_original_length_may_start_again() -> None:
@@ -308,7 +344,7 @@ def test_packed_positions_that_cannot_be_read_are_refused() -> None:
     spec = RopeSpec(8, scaling=DynamicNTK(2.0, 100))
     x = torch.empty(6, 1, 8, device="meta")
     where = positions.packed(torch.tensor([0, 3, 6], device="meta"), total=6)
-    with refused(ValueError, f"[rotate] {AGAIN} (positions: int64[1, 1, 6])."):
+    with refused(ValueError, f"[rotate] {AGAIN} (positions: int64[6])."):
         rotate(x, spec, where, layout="thd")
     assert rotate(x, spec, where, layout="thd", seq_len=700).shape == x.shape
     one = positions.packed(torch.tensor([0, 6], device="meta"), total=6)

@@ -136,21 +136,21 @@ def test_a_spec_made_in_a_mode_works_after_it(
     name: str, base: float, rule: Rule | None, used_inside: bool
 ) -> None:
     wanted_spec = RopeSpec(10, base=base, scaling=rule)
-    x, ids = torch.randn(4, 10), torch.tensor([-2.25, 0.0, 3.5, 1e6])
-    wanted = rotate(x, wanted_spec, ids, layout="sd")
+    x, ids = torch.randn(1, 4, 10), torch.tensor([-2.25, 0.0, 3.5, 1e6])
+    wanted = rotate(x, wanted_spec, ids, layout="bsd")
     made = []
 
     def make(y: torch.Tensor) -> torch.Tensor:
         made.append(RopeSpec(10, base=base, scaling=rule))
-        return rotate(y, made[0], 7, layout="sd").sum() if used_inside else y.sum()
+        return rotate(y, made[0], 7, layout="bsd").sum() if used_inside else y.sum()
 
     if name == "default float64":
         torch.set_default_dtype(torch.float64)
     if name == "a transform":
-        torch.func.grad(make)(torch.ones(4, 10))
+        torch.func.grad(make)(torch.ones(1, 4, 10))
     else:
         with MODES[name]():
-            make(torch.ones(4, 10))
+            make(torch.ones(1, 4, 10))
     torch.set_default_dtype(torch.float32)
     (spec,) = made
     assert spec == wanted_spec
@@ -162,10 +162,10 @@ def test_a_spec_made_in_a_mode_works_after_it(
     assert rotation.angles.words.dtype == torch.int64
     assert rotation.angles.words.device == CPU
     assert torch.equal(rotation.angles.words, wanted_spec.at().angles.words)
-    assert torch.equal(rotate(x, spec, ids, layout="sd"), wanted)
+    assert torch.equal(rotate(x, spec, ids, layout="bsd"), wanted)
     # Autograd can save the spec's tensors, which it cannot do with inference tensors.
     leaf = x.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(rotate(leaf, spec, ids, layout="sd").sum(), leaf)
+    (grad,) = torch.autograd.grad(rotate(leaf, spec, ids, layout="bsd").sum(), leaf)
     assert grad.shape == x.shape
 
 

@@ -138,7 +138,7 @@ def test_sizes_without_channels_are_fine() -> None:
 
 NUMBER = "base must be positive and finite, above 1e-18 and below 1e300, but got"
 PLACE = "channels [start, start + rotary_dim) must lie in [0, 8) but got"
-RULE = "scaling must be a rule of tightrope.frequencies but got"
+RULE = "scaling must be a rule of tightrope.frequencies, such as YaRN(4.0, 8192), but got"
 test_errors = refusals(
     "RopeSpec",
     TypeError={
@@ -154,13 +154,24 @@ test_errors = refusals(
             for value in (True, 4.0, "4")
         },
         "interleaved must be a bool but got 1.": lambda: RopeSpec(8, interleaved=1),
-        f"{RULE} {{'rope_type': 'yarn'}}.": lambda: RopeSpec(8, scaling={"rope_type": "yarn"}),
+        f"{RULE} {{'rope_type': 'yarn'}}; RopeSpec.from_config reads configurations.": lambda: (
+            RopeSpec(8, scaling={"rope_type": "yarn"})
+        ),
         f"{RULE} {Linear!r}.": lambda: RopeSpec(8, scaling=Linear),
-        "axes must be an Axes but got 2.": lambda: RopeSpec(8, axes=2),
+        "axes must be an Axes, such as Axes.blocks((16, 16)), but got 2.": lambda: RopeSpec(
+            8, axes=2
+        ),
     },
     ValueError={
-        "rotary_dim must be even but got 7, its default of head_dim - start.": lambda: RopeSpec(7),
-        "rotary_dim must be even but got 7.": lambda: RopeSpec(8, rotary_dim=7),
+        "rotary_dim must be even but got 7, its default of head_dim - start; rotary_dim=6 leaves the last channel as it is.": lambda: (
+            RopeSpec(7)
+        ),
+        "axes must have one entry for each of the 4 pairs that rotate but got 8; count pairs, not channels.": (
+            lambda: RopeSpec(8, axes=Axes.blocks((4, 4)))
+        ),
+        "rotary_dim must be even but got 7; rotary_dim=6 leaves the last channel as it is.": lambda: (
+            RopeSpec(8, rotary_dim=7)
+        ),
         f"{PLACE} [0, 10).": lambda: RopeSpec(8, rotary_dim=10),
         f"{PLACE} [6, 10).": lambda: RopeSpec(8, rotary_dim=4, start=6),
         f"{PLACE} [-2, 2).": lambda: RopeSpec(8, rotary_dim=4, start=-2),
