@@ -204,7 +204,7 @@ def sections(config: object) -> tuple[str, ...]:
     """Names of the sections of a configuration that use RoPE; ``""`` is the outer level.
 
     If none is found, the result is the outer level alone. If there are several,
-    :meth:`tightrope.RopeSpec.from_config` needs ``section``.
+    :meth:`tightrope.RopeSpec.from_config` reads the text, unless ``section`` names another.
 
     >>> sections({"model_type": "llama", "rope_theta": 10000.0})
     ('',)

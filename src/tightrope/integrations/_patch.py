@@ -9,12 +9,13 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import stacks
-from .._errors import OPERATION, bad_type, bad_value, describe, outside, public
+from .._errors import OPERATION, bad_type, bad_value, describe, outside, public, sentence
 from . import _find, _graft, _tables
 from ._candidate import Candidate
 from ._classes import MARK, base_of, core_of, derived, graft_of
@@ -109,6 +110,7 @@ def patch(
         makers = [m for m in model.modules() if _tables.makes_angles(base_of(type(m)))]
         made = {module: _tables.read(module, stack) for module in makers if module not in left}
         _check_consumers(model, found, made, stack)
+    _warn_of_record(model, found)
     _undo(model)
     narrow = any(each is not None for each, _ in made.values())
     recipe = _recipe(found, rounding, narrow)
@@ -259,6 +261,26 @@ def _check_no_option_is_lost(model: torch.nn.Module, rounding: str) -> None:
             f"model must be patched with the same option again, or unpatched before, but was patched with "
             f"{options[0]}; call patch(model, {options[0]}), or unpatch(model) first"
         )
+
+
+def _warn_of_record(model: torch.nn.Module, found: _Results) -> None:
+    """Warn if the record of a conversion states that the weights have another pairing than the model's code."""
+    from ..config.files import RECORD, recorded_pairing
+
+    where = getattr(getattr(model, "config", None), "name_or_path", None)
+    recorded = recorded_pairing(Path(where)) if isinstance(where, str) and where else None
+    codes = {
+        result.candidate.rotation.pairs for *_, result in found if result.candidate is not None
+    }
+    if recorded is None or not codes or ("interleaved" if recorded else "half") in codes:
+        return
+    kinds = {"half": "halves", "interleaved": "adjacent channels"}
+    text = (
+        f"the model's code pairs {kinds[min(codes)]}, but {RECORD} beside its weights states that they have the "
+        "other pairing; patch keeps what the code does, so outputs are wrong: convert the weights back, or load "
+        "them into code of their pairing"
+    )
+    warnings.warn(sentence("patch", text), stacklevel=outside())
 
 
 def _check_consumers(

@@ -23,7 +23,7 @@ class LrpeRotate1d(torch.nn.Module):
     θ is initialised to the frequencies of standard RoPE, ``base^(-2k / rotary_dim)`` for pair k, equal
     for all heads; with one θ per head, to ``base^(-h / num_heads)`` for head h.
 
-    θ is a parameter, so ``.to(torch.bfloat16)`` rounds it, by a relative error of up to 2^-9, which
+    θ is a parameter, so ``.to(torch.bfloat16)`` rounds it, by a relative error of up to 2^-8, which
     the position multiplies, and calls warn of it: keep θ in float32 or wider. Weight decay would slow
     every pair down; put θ in an optimiser group without it.
 

@@ -40,7 +40,7 @@ class KVCache:
         return 0 if self.k is None else self.k.shape[2]
 
     def append_(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the keys and values of new tokens and return all of them."""
+        """Append the keys and values of new tokens, ``[rows, heads, tokens, channels]``, and return all of them."""
         self.k, self.v = self.followed_by(k, v)
         return self.k, self.v
 

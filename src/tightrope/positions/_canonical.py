@@ -156,7 +156,10 @@ def check_axes(where: Positions, axes: int) -> None:
         return
     rule = f"positions must have {axes} {'axis' if axes == 1 else 'axes'} for this spec but got "
     hint = f"; pass axes= to RopeSpec, such as Axes.blocks(…) for {where.axes} coordinates"
-    if axes > 1:
+    ids = where.ids
+    if ids is not None and ids.shape[2] == axes > 1 == ids.shape[1]:
+        hint = "; ids (tokens, axes) must be transposed: positions.multi_axis(ids.T)"
+    elif axes > 1:
         hint = (
             f"; call positions.multi_axis with ids ({axes}, tokens) or ({axes}, rows, tokens), or "
             f"positions.text(…, axes={axes}) if all coordinates of a token are equal"

@@ -25,6 +25,10 @@ def per_row(offsets: torch.Tensor) -> Positions:
         offsets: int32, int64, float32 or float64, shape ``(rows,)``; may be negative. Offsets on a
             GPU are read by the kernel, without a synchronisation.
 
+    Raises:
+        ValueError: offsets with another number of dimensions.
+        TypeError: offsets of another dtype.
+
     >>> per_row(torch.tensor([0, 100])).ids.shape
     torch.Size([1, 2, 1])
     """

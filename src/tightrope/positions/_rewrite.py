@@ -57,6 +57,10 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
             number of rows. Along rows, all have the same number of tokens.
         along: "tokens" or "rows".
 
+    Raises:
+        ValueError: no parts, parts that do not fit, or one without an id for each token.
+        TypeError: parts that are no sequence.
+
     >>> concatenate([torch.tensor([0]), torch.tensor([7, 8])]).ids.tolist()
     [[[0, 7, 8]]]
     """
@@ -135,6 +139,11 @@ def shard(
         Positions of ``tokens / size`` tokens. A contiguous shard of 0..n-1, of an offset or of
         offsets per row only changes the offset, and allocates nothing. Rules that depend on the length
         then need ``seq_len``. A rotation of DTensors checks that the rank is that of the process.
+
+    Raises:
+        ValueError: a rank outside the group, tokens that do not split evenly, an unknown ``kind``, or no ``tokens``
+            where they are needed.
+        TypeError: arguments of other types.
 
     Source: Llama 3 (arXiv 2407.21783), section 3.3.2; packed sequences: TransformerEngine's context
     parallelism.

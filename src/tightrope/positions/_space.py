@@ -31,6 +31,10 @@ def multi_axis(ids: torch.Tensor) -> Positions:
         ids: int32, int64, float32 or float64, shape ``(axes, tokens)`` or ``(axes, rows, tokens)``;
             the latter is the shape of ``position_ids`` in multimodal models of transformers.
 
+    Raises:
+        ValueError: ids with another number of dimensions.
+        TypeError: ids of another dtype.
+
     >>> multi_axis(torch.zeros(2, 9, dtype=torch.int64)).ids.shape
     torch.Size([2, 1, 9])
     """
@@ -52,6 +56,10 @@ def text(
         axes: number of coordinates.
         device: device of the rotated tensors, used if ``positions`` is None or an int. By default
             the ids are on the CPU, and each rotation on another device copies them there.
+
+    Raises:
+        ValueError: positions that have several axes already, or ``axes`` below 1.
+        TypeError: positions of another type, or ``axes`` that is no int.
 
     Source: Qwen2-VL (arXiv 2409.12191), section 2.1.
 
@@ -100,8 +108,12 @@ def grid(
     Returns:
         Positions ``[axes, 1, tokens]``.
 
-    Source: span: DINOv3 (arXiv 2508.10104), whose coordinates from -1 to 1 are multiplied by 2π, so its
-    span is ``(-2π, 2π)``; merge: Qwen2-VL (arXiv 2409.12191).
+    Raises:
+        ValueError, TypeError: no size, a negative one, or one that is not an int; other arguments that are no
+            numbers, or not one for each axis; a merge that does not divide a size.
+
+    Source: span: DINOv3 (arXiv 2508.10104), whose span is ``(-1, 1)`` in turns: its spec has
+    ``scaling=Linear(1 / (2 * math.pi))``; merge: Qwen2-VL (arXiv 2409.12191).
 
     >>> grid(2, 3).ids.tolist()
     [[[0, 0, 0, 1, 1, 1]], [[0, 1, 2, 0, 1, 2]]]
@@ -189,6 +201,10 @@ def mrope(
 
     Returns:
         Positions ``[3, 1, tokens]``. For a batch, ``concatenate(rows, along="rows")``.
+
+    Raises:
+        ValueError: sizes below 1, a negative time step, or another ``next_from``.
+        TypeError: segments of another kind.
 
     Source: Qwen2-VL (arXiv 2409.12191), section 2.1; time steps: Qwen2.5-VL (arXiv 2502.13923).
 

@@ -158,10 +158,10 @@ class RopeSpec(Value):
                 config object, the pairing is that of its conversion record.
             layer_type: the type of layer to read, if layers differ; by default all types. A type without
                 attention is an error.
-            section: the part of a nested configuration to read, such as ``"text_config"``, if several
-                have RoPE; ``""`` is the outer level.
+            section: the part of a nested configuration to read, such as ``"vision_config"``; by default the
+                only one with RoPE, or the text; ``""`` is the outer level.
             strict: if true, an unknown key whose name has a word of the rotation is an error; if false, a
-                warning, unless the key may say which layers rotate.
+                warning, unless the key may say which layers rotate, or give a base.
             interleaved: the pairing, if neither the config nor its family determines it; overrides
                 both, and a conversion record.
             rotary_dim, start: the number of channels that rotate, and the first of them, 0 by default, if
@@ -304,7 +304,7 @@ class RopeSpec(Value):
         """Return the factor on the rotated channels, for one length or for rows of different lengths.
 
         Args:
-            seq_len: see :meth:`words_for`.
+            seq_len: see :meth:`at`.
 
         Raises:
             NotImplementedError: the factors of the rows differ, or may differ because the lengths
@@ -357,7 +357,8 @@ class RopeSpec(Value):
             seq_len: the length of each sequence, for rules that depend on it (DynamicNTK, LongRoPE):
                 an int, one int per row, or a tensor; one on the CPU is read once, here. The default is
                 each row's largest position on any axis, plus 1. A rank that holds a part of a sequence
-                must give the length of the whole. Re-rotate keys that were cached under another length
+                must give the length of the whole, and so must a call with ids of tokens in a layout without
+                rows ("thd", "sd"), beyond the original length: they may be of several sequences. Re-rotate keys that were cached under another length
                 with :func:`tightrope.functional.rerotate` before queries of this length attend to them;
                 see docs/rerotate.md. ``seq_len`` must be at least the row's length. This is not checked
                 if positions or lengths are on a GPU or traced, as that would synchronise, or if

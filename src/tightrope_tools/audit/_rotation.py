@@ -441,7 +441,8 @@ def _cause(
             return "denominator", words, ""
     ratios = [b / a for a, b in zip(measured, meant, strict=True) if a and b]
     turning = all(bool(a) == bool(b) for a, b in zip(measured, meant, strict=True))
-    if turning and len(ratios) > 1 and max(ratios) - min(ratios) <= 2 * _CLOSE * max(ratios):
+    alike = len(ratios) > 1 and max(ratios) - min(ratios) <= 2 * _CLOSE * max(ratios)
+    if turning and alike and abs(ratios[0] - 1) > 4 * _CLOSE:
         what = f"All frequencies are the declared ones divided by {ratios[0]:.6g}"
         return "scaling", {"what": what}, ""
     found = None if log.identity is None or log.identity.loose else log.identity.spec

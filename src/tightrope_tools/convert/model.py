@@ -211,6 +211,8 @@ def read_model(checkpoint: Checkpoint, stated: Stated, *, pairing: bool = True) 
         ValueError: a value is missing, or its sources conflict.
         OSError: the configuration cannot be read.
     """
+    if not isinstance(stated, Stated):
+        fail(f"stated must be a Stated, such as Stated(source='half'), but got {stated!r}")
     if stated.source not in (None, "half", "interleaved"):
         fail(f"a pairing must be 'half' or 'interleaved' but got {stated.source!r}")
     given = None if stated.source is None else stated.source == "interleaved"

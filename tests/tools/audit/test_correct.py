@@ -224,6 +224,13 @@ def test_a_correct_function_that_writes_k_overwrites_it() -> None:
     assert report.findings[0].sentence == "x is overwritten if it is passed as k."
 
 
+def test_a_base_that_is_almost_the_declared_one_is_no_scaling() -> None:
+    other = RopeSpec(64, base=500_100.0)
+    report = audit(lambda x, p: functional.rotate(x, other, p), spec=RopeSpec(64, base=500_000.0))
+    sentence = named(report, "base").findings[0].sentence
+    assert sentence == "The base is 500100; 500000 was declared."
+
+
 def test_a_row_that_is_off_is_the_only_finding() -> None:
     """Each further check gives the function one row, so that none has a wrong name for the fault."""
 

@@ -188,6 +188,15 @@ def test_parts_of_a_model(converted: Run) -> None:
 # --- names of one's own ---------------------------------------------------------------------------
 
 
+def test_statements_are_no_mapping(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", llama_tensors())
+    text = re.escape(
+        "[convert] stated must be a Stated, such as Stated(source='half'), but got {'heads': 4}."
+    )
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        convert(source, tmp_path / "b", to="interleaved", stated={"heads": 4})
+
+
 @pytest.mark.parametrize(
     "names, packing, place, suffix",
     [

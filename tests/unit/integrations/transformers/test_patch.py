@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import pickle
 import re
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.support.models.of_transformers import (
 )
 from tests.support.tolerances import assert_each, assert_same_bits, value
 from tightrope import integrations
+from tightrope.config.files import RECORD
 from tightrope.integrations._recognise import to_the_bit
 from tightrope.integrations._replace import replacement
 from tightrope.integrations.transformers import patch, recognise, unpatch
@@ -346,3 +348,16 @@ def test_exact_angles_are_those_that_the_model_has_now(
     assert all(note in str(report).splitlines() for note in report.notes)
     unpatch(llama)
     assert not patch(llama).notes
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_weights_of_another_pairing_than_the_code_are_warned_of(
+    llama: Any, pairing: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The model would write fluent nonsense, patched or not."""
+    (tmp_path / RECORD).write_text(json.dumps({"pairing": pairing}))
+    llama.config._name_or_path = str(tmp_path)
+    assert patch(llama).replaced
+    texts = [str(each.message) for each in recwarn if RECORD in str(each.message)]
+    assert len(texts) == (pairing == "interleaved")
+    assert all(text.startswith("[patch] the model's code pairs halves, but ") for text in texts)
