@@ -45,13 +45,13 @@ class Channels:
         if rotary_dim is None and not 0 <= first <= head:
             raise bad_value(f"start must lie in [0, {head}] but got {first}")
         part = as_real(rotary_dim)
-        if part is not None and 0 < part < 1:
+        if part is not None and part < 1 and part * head >= 2:
             raise bad_type(
                 f"rotary_dim must be a number of channels but got {rotary_dim}; that part of {head} is "
                 f"rotary_dim={int(part * head)}"
             )
         width = head - first if rotary_dim is None else plain_integer("rotary_dim", rotary_dim)
-        if width % 2:
+        if width % 2 and width > 0:
             default = ", its default of head_dim - start" if rotary_dim is None else ""
             raise bad_value(
                 f"rotary_dim must be even but got {width}{default}; rotary_dim={width - 1} leaves the last "

@@ -76,8 +76,8 @@ _UNKNOWN = Family(
     True, "", refused="the table of timm's architectures with RoPE does not contain it"
 )
 
-# Keys that stand beside the architecture, of which timm writes the first three.
-_KEYS = frozenset({"num_classes", "num_features", "pretrained_cfg", "global_pool", "model_args"})
+# The keys of timm's own configurations. With others too, the name of an architecture may be another program's.
+_KEYS = frozenset({"architecture", "num_classes", "num_features", "global_pool", "model_args"})
 
 # Arguments of timm's models that change the rotation; so does each whose name has "rope".
 _CHANGES = frozenset({"embed_dim", "num_heads", "use_rot_pos_emb"})
@@ -88,7 +88,7 @@ def recognised(values: Mapping[str, Any]) -> bool:
     given = values.get("architecture")
     if not isinstance(given, str) or "model_type" in values:
         return False
-    return given in ARCHITECTURES or "_patch" in given or not _KEYS.isdisjoint(values)
+    return given in ARCHITECTURES or "pretrained_cfg" in values or values.keys() <= _KEYS
 
 
 def translated(values: Mapping[str, Any]) -> Source:

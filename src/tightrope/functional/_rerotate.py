@@ -16,6 +16,7 @@ from .. import positions as positions_
 from .._errors import bad_type, bad_value, is_dtensor, public
 from ..ops.build import Request
 from ..ops.checks import Operands, check_rotation, layout_named, shape_of
+from ..ops.layouts import WITH_ROWS
 from ..ops.run import run_entries
 from ..ops.sharded import perform
 from ..ops.slots import check_entries, slots_of, stand_in
@@ -140,9 +141,9 @@ def _prepared(
     part = old.part if operands.sharded else None
     if operands.sharded and new.part != part:
         raise bad_value("positions and new_positions must be those of the tokens of the same rank")
-    no_rows = order.row is None
-    before = prepared(from_spec, old, k.device, from_seq_len).for_tokens(tokens, no_rows)
-    after = prepared(to_spec, new, k.device, to_seq_len).for_tokens(tokens, no_rows)
+    with_rows = WITH_ROWS.get(layout)
+    before = prepared(from_spec, old, k.device, from_seq_len).for_tokens(tokens, with_rows)
+    after = prepared(to_spec, new, k.device, to_seq_len).for_tokens(tokens, with_rows)
     check_rotation(operands, before, ("from_spec", "positions", "from_seq_len"))
     where = "positions" if stays else "new_positions"
     check_rotation(operands, after, ("to_spec", where, "to_seq_len"))

@@ -9,6 +9,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +269,9 @@ def _warn_of_record(model: torch.nn.Module, found: _Results) -> None:
     from ..config.files import RECORD, recorded_pairing
 
     where = getattr(getattr(model, "config", None), "name_or_path", None)
-    recorded = recorded_pairing(Path(where)) if isinstance(where, str) and where else None
+    recorded = None
+    with suppress(OSError, ValueError):  # a name that is no path, or a record that is none
+        recorded = recorded_pairing(Path(where)) if isinstance(where, str) and where else None
     codes = {
         result.candidate.rotation.pairs for *_, result in found if result.candidate is not None
     }

@@ -21,7 +21,7 @@ from .._errors import (
 from .._tracing import broadcasts
 from ..positions import PositionsLike, as_positions
 from ..spec import PreparedRotation, RopeSpec, SeqLen, prepared
-from .layouts import BY_NAME, Layout
+from .layouts import BY_NAME, WITH_ROWS, Layout
 from .memory import check_not_negated
 from .schema import ROUNDINGS
 
@@ -75,7 +75,7 @@ def prepare(
     x = xs[0]
     shape = shape_of(names[0], x, layout, sharded)
     rotation = _rotation(names[0], x, spec, positions, seq_len)
-    rotation = rotation.for_tokens(shape[layout.token], layout.row is None)
+    rotation = rotation.for_tokens(shape[layout.token], WITH_ROWS.get(layout.name))
     width = rotation.channels.head_dim
     if shape[-1] != width and not (wider and shape[-1] > width):
         hint = ""
@@ -119,7 +119,7 @@ def check_rotation(
             check_local(positions, ids)
         if not where.add_index and ids.shape[2] != tokens:
             hint = ""
-            if ids.shape[1:] in ((1, rows), (rows, 1)):
+            if ids.shape[0] == 1 and ids.shape[1:] in ((1, rows), (rows, 1)):
                 hint = (
                     f"; for one offset per row pass positions.per_row(ids), ids of shape ({rows},)"
                 )

@@ -57,3 +57,6 @@ BY_NAME = {
     for code, name in enumerate(LAYOUTS)
 }
 BY_CODE = tuple(BY_NAME.values())
+
+#: Layouts without rows -> the same with rows, or with the tokens of a cache divided into blocks.
+WITH_ROWS = {"thd": "bshd", "sd": "bsd"}

@@ -30,7 +30,7 @@ from . import gating
 from .build import Stages, rotation_options
 from .call import Call, tensors_of
 from .checks import RoundingLike
-from .layouts import BY_NAME
+from .layouts import BY_NAME, WITH_ROWS
 from .registry import takes
 from .schema import (
     FORWARD,
@@ -195,7 +195,7 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
         tokens, own = shape[at.token], spec.words
         lengths: Lengths | None = (min(max(0, offset + tokens), LONGEST),)
         if type(where) is Positions and ids is not None:
-            lengths = own.lengths(where, tokens, device, at.row is None)
+            lengths = own.lengths(where, tokens, device, WITH_ROWS.get(layout))
         words, turns = own.of(lengths, device)
         if not own.one_amplitude:
             amplitude = float.fromhex(own.amplitude(lengths))

@@ -12,11 +12,8 @@ import torch
 from .._errors import bad_index, bad_type, bad_value, check_dense, check_local, describe
 from .call import Slots
 from .checks import check_floating, for_float8
-from .layouts import BY_NAME, Layout
+from .layouts import BY_NAME, WITH_ROWS, Layout
 from .memory import check_not_negated
-
-# Layouts of keys without rows, and the layout of a cache that divides their tokens into blocks.
-_WITH_BLOCKS = {"thd": "bshd", "sd": "bsd"}
 
 
 def slots_of(slots: object, values: object, out: object) -> Slots | None:
@@ -44,7 +41,7 @@ def slots_of(slots: object, values: object, out: object) -> Slots | None:
 
 def layout_of_cache(layout: Layout, dims: int) -> Layout:
     """Return the layout of a cache for keys in a layout: the same, or with blocks if it has one dimension more."""
-    more = _WITH_BLOCKS.get(layout.name)
+    more = WITH_ROWS.get(layout.name)
     return layout if more is None or dims == layout.dims else BY_NAME[more]
 
 
@@ -127,7 +124,7 @@ def _check_cache(
 
 def _shapes(layout: Layout) -> str:
     """Describe the shapes of a cache for keys in a layout."""
-    more = _WITH_BLOCKS.get(layout.name)
+    more = WITH_ROWS.get(layout.name)
     return " or ".join(_words(one) for one in (layout, *([BY_NAME[more]] if more else [])))
 
 

@@ -157,7 +157,7 @@ def check_axes(where: Positions, axes: int) -> None:
     rule = f"positions must have {axes} {'axis' if axes == 1 else 'axes'} for this spec but got "
     hint = f"; pass axes= to RopeSpec, such as Axes.blocks(…) for {where.axes} coordinates"
     ids = where.ids
-    if ids is not None and ids.shape[2] == axes > 1 == ids.shape[1]:
+    if where.axes > 3 and ids is not None and ids.shape[2] == axes > 1 == ids.shape[1]:
         hint = "; ids (tokens, axes) must be transposed: positions.multi_axis(ids.T)"
     elif axes > 1:
         hint = (
@@ -189,8 +189,7 @@ def _way(name: str, dtype: torch.dtype) -> str:
         padded = "; positions.left_padded(mask) makes them from an attention mask"
         return padded * (name == "positions")
     if dtype.is_floating_point:
-        whole = int(2 / torch.finfo(dtype).eps)
-        return f"; make them in int64, as this dtype does not hold every integer above {whole}"
+        return "; make them in int64, as narrow floats do not hold all integers above 256 or 2048"
     return "" if dtype.is_complex else f"; pass {name}.long()"
 
 

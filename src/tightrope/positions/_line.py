@@ -162,7 +162,7 @@ def left_padded(attention_mask: torch.Tensor) -> Positions:
             )
     real = mask != 0
     ids = (real.to(torch.int64).cumsum(-1) - 1).masked_fill(~real, 0)
-    return Positions(ids[None], add_index=False)
+    return Positions(ids[None], add_index=False, packed=False)
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None) -> int:

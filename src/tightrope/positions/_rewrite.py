@@ -91,7 +91,7 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
             sizes += " and heads" if ids.dim() + first.dim() > 6 else ""
             axes, missing = max(len(first), len(ids)), abs(first.shape[2] - ids.shape[2])
             hint = ""
-            if len(first) != len(ids):
+            if len(first) != len(ids) and 1 in (len(first), len(ids)):
                 hint = f"; positions.text(part, axes={axes}) gives a part equal coordinates on all axes"
             elif along == "rows" and missing:
                 hint = f"; append positions.multi_axis(torch.zeros({axes}, {missing})) to the shorter one"
@@ -209,7 +209,8 @@ def _taken(where: Positions, index: torch.Tensor, part: tuple[int, int, int] | N
         ids = widened(where.ids) + index
     else:
         ids = where.ids.index_select(2, index)
-    return Positions(ids, where.offset, add_index=False, packed=where.packed, part=part)
+    packed = False if where.add_index else where.packed
+    return Positions(ids, where.offset, add_index=False, packed=packed, part=part)
 
 
 def _packed_zigzag(cu_seqlens: torch.Tensor, tokens: int, rank: int, size: int) -> torch.Tensor:

@@ -140,7 +140,8 @@ def grid(
         for (low, high), size in zip(_spans(span, axes), counts, strict=True):
             starts.append(low + (high - low) / (2 * max(size, 1)))
             steps.append((high - low) / max(size, 1))
-    return Positions(_cells(counts, starts, steps, merges, device)[:, None], add_index=False)
+    ids = _cells(counts, starts, steps, merges, device)[:, None]
+    return Positions(ids, add_index=False, packed=False)
 
 
 def _cells(
@@ -223,7 +224,7 @@ def mrope(
             time = (cells[:1].to(torch.float32) * time_step).to(torch.int64)
             cells = torch.cat((time, cells[1:]))
         parts.append(cells + begin)
-    return Positions(torch.cat(parts, 1)[:, None], add_index=False)
+    return Positions(torch.cat(parts, 1)[:, None], add_index=False, packed=False)
 
 
 @public("mrope_next")

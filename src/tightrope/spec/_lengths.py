@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 from .._errors import as_passed, bad_type, bad_value, check_local, public
-from .._tracing import is_readable
+from .._tracing import is_readable, is_tracing
 from ..angles import is_lost
 from ..frequencies import Rule, length
 from ..positions import Positions
@@ -101,14 +101,16 @@ def refuse_longer(lengths: tuple[int, ...], where: Positions, tokens: int, name:
             )
 
 
-def of_ids(where: Positions, ids: torch.Tensor, rule: Rule, no_rows: bool) -> Lengths | None:
+def of_ids(
+    where: Positions, ids: torch.Tensor, rule: Rule, with_rows: str | None
+) -> Lengths | None:
     """Return the length of each row, its largest coordinate on any axis plus 1; None without tokens.
 
     Args:
         where: positions with an id per token.
         ids: the ids of ``where``, on the device of the rotated tensors.
         rule: the frequency rule; up to its original length all frequencies are the same.
-        no_rows: see :meth:`PreparedRotation.for_tokens`.
+        with_rows: see :meth:`PreparedRotation.for_tokens`.
 
     Raises:
         ValueError: no single length is right for a row: its positions start again, or it has no dimension
@@ -124,13 +126,13 @@ def of_ids(where: Positions, ids: torch.Tensor, rule: Rule, no_rows: bool) -> Le
         fits = max(lengths, default=0) <= limit
         if fits:
             return lengths
-    if no_rows and ids.shape[2] > 1 and where.packed is None:
+    if with_rows is not None and ids.shape[2] > 1 and where.packed is None:
         raise bad_value(
-            f"seq_len must be given with ids of tokens without rows, as the frequencies of "
-            f"{type(rule).__name__} depend on the length, and the tokens may be of several sequences; pass an "
-            "offset if they are of one, or give each sequence a row: x.unsqueeze(1), layout='bshd' and ids "
+            f"the length must be given (seq_len, or from_seq_len and to_seq_len) with ids of tokens without rows, as the "
+            f"frequencies of {type(rule).__name__} depend on it, and the tokens may be of several sequences; pass an "
+            f"offset if they are of one, or give each sequence a row: x.unsqueeze(1), layout={with_rows!r} and ids "
             "(rows, 1) for one token each",
-            positions=as_passed(ids),
+            **({} if is_tracing() else {"positions": as_passed(ids)}),
         )
     if not fits and not where.packed:
         fits = ids.shape[2] == 1 or not any(

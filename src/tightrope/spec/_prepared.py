@@ -163,19 +163,19 @@ class PreparedRotation:
         """The factor on the rotated channels."""
         return float.fromhex(self.angles.amplitude_hex)
 
-    def for_tokens(self, tokens: int, no_rows: bool = False) -> PreparedRotation:
+    def for_tokens(self, tokens: int, with_rows: str | None = None) -> PreparedRotation:
         """Return the rotation for rows of this many tokens: self, unless its words depend on the length.
 
         Args:
             tokens: number of tokens per row.
-            no_rows: whether the tensors have no dimension for rows, so that their tokens may be of several
-                sequences; an error is raised if their lengths matter.
+            with_rows: for tensors without a dimension for rows, the layout that has one: their tokens may be of
+                several sequences, and an error is raised if their lengths matter.
         """
         source = self.source
         if source is None:
             return self
         if self.stated is None:
-            lengths = source.lengths(self.where, tokens, self.device, no_rows)
+            lengths = source.lengths(self.where, tokens, self.device, with_rows)
         elif isinstance(lengths := self.stated.lengths, torch.Tensor):
             lengths = source.read(lengths, self.device)
         rows = 1 if lengths is None else len(lengths)

@@ -250,14 +250,14 @@ class Words:
         return lengths if self.by_length else None
 
     def lengths(
-        self, where: Positions, tokens: int, device: torch.device, no_rows: bool
+        self, where: Positions, tokens: int, device: torch.device, with_rows: str | None
     ) -> Lengths | None:
         """Return the length of each row: its largest position plus 1; None without tokens.
 
         Args:
             where: the positions of one call.
             tokens: number of tokens per row.
-            no_rows: see :meth:`PreparedRotation.for_tokens`.
+            with_rows: see :meth:`PreparedRotation.for_tokens`.
         """
         ids = where.ids
         if ids is None:
@@ -266,7 +266,7 @@ class Words:
             return None
         if where.add_index:
             return _lengths.ends(ids, where.offset + tokens)
-        return _lengths.of_ids(where, ids, self.rule, no_rows)  # type: ignore[arg-type]
+        return _lengths.of_ids(where, ids, self.rule, with_rows)  # type: ignore[arg-type]
 
     def of(self, lengths: Lengths | None, device: torch.device) -> PhaseWords:
         """Return the phase words of rows of given lengths; one row if all rows share them."""

@@ -416,7 +416,7 @@ def _frequencies(log: Log, spec: RopeSpec, profile: Profile) -> bool:
     if bool((gap <= allowed).all()) or is_rounded(measured, meant, noise):
         return True
     worst = int((gap / torch.clamp(meant.abs(), min=1e-8)).argmax())
-    turns, should = measured.abs().tolist(), meant.tolist()
+    turns, should = measured.tolist(), meant.tolist()
     u, v = pairs[worst]
     kind, words, extra = _cause(log, spec, turns, should)
     evidence = (
@@ -446,7 +446,7 @@ def _cause(
         what = f"All frequencies are the declared ones divided by {ratios[0]:.6g}"
         return "scaling", {"what": what}, ""
     found = None if log.identity is None or log.identity.loose else log.identity.spec
-    if found is None:
+    if found is None or min(measured) < 0:  # it is known by its absolute frequencies
         return "frequencies", {}, ""
     if found.scaling is None and spec.scaling is None:
         return "base", {"seen": found.base, "meant": spec.base}, ""

@@ -333,7 +333,7 @@ def _check_order(checkpoint: Checkpoint, found: list[Change], model: Model) -> N
     parts = {**inside(facts, "mapping"), **facts}
     for key, (orders, usual, advice) in _ORDERS.items():
         if own is not None and own in orders.split() and parts.get(key) not in (None, *usual):
-            if chosen is not None:
+            if chosen in {*advice.format(own).split()} & PACKINGS.keys():
                 return
             fail(
                 f"fused rows must be in the order of --packing {own}, but {key} is {parts[key]!r}: pass --packing "

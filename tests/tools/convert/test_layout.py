@@ -411,6 +411,9 @@ def test_a_packing_does_not_replace_that_of_the_family(tmp_path: Path, converted
     tensors, grouped = {f"{QKV}.weight": fresh(ROWS, 32)}, Stated(source="half", packing="grouped")
     text = "--packing is grouped but the code of model_type 'phi3' has blocks: for other code, pass its --naming too"
     refused_exactly(tmp_path, tensors, PHI3, text, grouped)
+    for n, parts in enumerate(({"tp_size": 2}, {"mp_num": 4})):
+        wrong = order_of("blocks", "tp_size", 2, MERGED) if n == 0 else text
+        refused_exactly(tmp_path / str(n), tensors, {**PHI3, **parts}, wrong, grouped)
     for stated in (replace(grouped, packing="blocks"), replace(grouped, naming="phi3")):
         assert converted(tensors, PHI3, stated=stated)[0].written
 

@@ -147,7 +147,7 @@ TYPES = {
     "[Positions] add_index must be a bool but got 'no'.": (
         lambda: positions.Positions(add_index="no")
     ),
-    f"[rotary_pos_embedding] positions must be {REAL}; make them in int64, as this dtype does not hold every integer above 2048 (positions: float16[5]).": (
+    f"[rotary_pos_embedding] positions must be {REAL}; make them in int64, as narrow floats do not hold all integers above 256 or 2048 (positions: float16[5]).": (
         lambda: rotary_pos_embedding(X, ids(5, dtype=torch.float16))
     ),
     f"[rotary_pos_embedding] input_ must be {FLOATING} but got int64 "

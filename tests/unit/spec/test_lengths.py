@@ -226,9 +226,9 @@ AGAIN = (
 )
 
 NO_ROWS = (
-    "seq_len must be given with ids of tokens without rows, as the frequencies of DynamicNTK depend on the length, and "
-    "the tokens may be of several sequences; pass an offset if they are of one, or give each sequence a row: "
-    "x.unsqueeze(1), layout='bshd' and ids (rows, 1) for one token each"
+    "the length must be given (seq_len, or from_seq_len and to_seq_len) with ids of tokens without rows, as the "
+    "frequencies of DynamicNTK depend on it, and the tokens may be of several sequences; pass an offset if they are of "
+    "one, or give each sequence a row: x.unsqueeze(1), layout='bshd' and ids (rows, 1) for one token each"
 )
 
 
@@ -302,7 +302,13 @@ def test_the_positions_of_one_rank_do_not_tell_the_length(
 
 def test_one_sequence_is_no_pack() -> None:
     spec, x = RopeSpec(8, scaling=DynamicNTK(2.0, 100)), torch.randn(120, 1, 8)
-    for where in (positions.packed(torch.tensor([0, 120])), positions.explicit(None, 120)):
+    for where in (
+        positions.packed(torch.tensor([0, 120])),
+        positions.explicit(None, 120),
+        positions.left_padded(torch.ones(1, 120, dtype=torch.bool)),
+        positions.grid(120),
+        positions.shard(None, 0, 1, kind="zigzag", tokens=120),
+    ):
         assert_same_bits(rotate(x, spec, where, layout="thd"), rotate(x, spec, layout="thd"))
 
 
@@ -312,18 +318,20 @@ def test_tokens_without_rows_may_be_of_several_sequences(rule: str, ids: list[in
     """Decoding of several requests: each has the frequencies of its own length, or an error is raised."""
     spec = RopeSpec(8, scaling=UNEQUAL if rule == "unequal" else RULES[rule])
     x, where = torch.randn(2, 3, 8), torch.tensor(ids) + TRAINED
-    with pytest.raises(
-        ValueError, match=r"^\[rotate\] seq_len must be given with ids of tokens without rows"
-    ):
+    with pytest.raises(ValueError, match=r"^\[rotate\] the length must be given"):
         rotate(x, spec, where, layout="thd")
     if ids == sorted(
         ids
     ):  # otherwise the positions start again, which is an error without a layout
-        with pytest.raises(ValueError, match=r"^\[rotate\] seq_len must be given"):
+        with pytest.raises(ValueError, match=r"^\[rotate\] the length must be given"):
             rotate(x, spec.at(where), layout="thd")
     if rule == "unequal":
         return  # its rows must have one factor, which is tested below
     each = rotate(x.unsqueeze(1), spec, where[:, None], layout="bshd").squeeze(1)
+    key = rotate(x[:, 0].unsqueeze(1), spec, where[:, None], layout="bsd").squeeze(1)
+    assert_same_bits(key, each[:, 0])
+    with pytest.raises(ValueError, match="layout='bsd'"):
+        rotate(x[:, 0], spec, where, layout="sd")
     for row, position in enumerate(where.tolist()):
         assert_same_bits(
             each[row : row + 1], rotate(x[row : row + 1], spec, position, layout="thd")
