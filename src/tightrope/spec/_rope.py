@@ -358,7 +358,8 @@ class RopeSpec(Value):
                 an int, one int per row, or a tensor; one on the CPU is read once, here. The default is
                 each row's largest position on any axis, plus 1. A rank that holds a part of a sequence
                 must give the length of the whole, and so must a call with ids of tokens in a layout without
-                rows ("thd", "sd"), beyond the original length: they may be of several sequences. Re-rotate keys that were cached under another length
+                rows ("thd", "sd"), beyond the original length or where ids are not read: they may be of several
+                sequences. Re-rotate keys that were cached under another length
                 with :func:`tightrope.functional.rerotate` before queries of this length attend to them;
                 see docs/rerotate.md. ``seq_len`` must be at least the row's length. This is not checked
                 if positions or lengths are on a GPU or traced, as that would synchronise, or if

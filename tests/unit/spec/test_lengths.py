@@ -355,6 +355,8 @@ def test_packed_positions_that_cannot_be_read_are_refused() -> None:
     with refused(ValueError, f"[rotate] {AGAIN} (positions: int64[6])."):
         rotate(x, spec, where, layout="thd")
     assert rotate(x, spec, where, layout="thd", seq_len=700).shape == x.shape
+    with refused(ValueError, f"[rotate] {NO_ROWS} (positions: int64[6])."):
+        rotate(x, spec, where.ids[0, 0], layout="thd")
     one = positions.packed(torch.tensor([0, 6], device="meta"), total=6)
     assert rotate(x, spec, one, layout="thd").shape == x.shape
 
