@@ -108,6 +108,8 @@ _ALONE = frozenset({"alpha", "base", "factor"})
 _OF_RULES = frozenset(
     key for rule in RULES.values() for spelled in rule.spellings().values() for key in spelled
 )
+#: The keys that a misspelt one may mean.
+NAMES = sorted({*_OF_RULES, *BASE, *FRACTION, *ROTARY_DIM, *SECTIONS})
 # Words of other parts: experts, losses, and the indexer of sparse attention, which has a rotation of its own.
 _ELSEWHERE = re.compile(
     r"(?:^|\.|dsa_)index(?:er)?[_.] | (?<![a-z])(?:moe|experts?|loss|routed|router)(?![a-z])",

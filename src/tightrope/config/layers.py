@@ -25,6 +25,8 @@ from .source import (
 
 _T = TypeVar("_T")
 _MOST_LAYERS = 65536
+# The types of layers of a family whose layers differ, unless its configuration lists them.
+_BOTH = frozenset({"full_attention", "sliding_attention"})
 # The type of each layer, if the configuration lists them.
 Listed = tuple[str, ...] | None
 Layers = tuple[list[Part], Listed]
@@ -80,8 +82,14 @@ def parts_of(source: Source, stated: Stated) -> tuple[list[Part], Listed]:
     if rule == "main and compress":
         parts, layers = _main_and_compress(source, flat, nested, layers)
     elif nested:
-        if rule in _ONE_SECTION:
+        of_class = source.family is not None and "model_type" in source.values
+        if rule in _ONE_SECTION or (of_class and rule is None):
             fail(f"{source.name} must have one rope section but has one for {', '.join(nested)}")
+        if of_class and layers is None and not _BOTH <= nested.keys():
+            fail(
+                f"{source.name} must have a rope section for {' and '.join(sorted(_BOTH))}, or list its types of layers in "
+                f"layer_types, but has one for {', '.join(nested)}"
+            )
         parts = _nested_parts(source, nested, layers, stated)
     elif rule is not None:
         parts, layers = _LAYERS[rule](source, flat, layers)

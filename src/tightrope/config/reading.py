@@ -8,6 +8,7 @@ rule needs no change here.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import warnings
 from collections.abc import Container, Iterable, Mapping
 
@@ -207,7 +208,7 @@ def _complain(unknown: Mapping[str, str | Base | None], strict: bool) -> None:
     layered = [name for name, effect in unknown.items() if effect == "layers"]
     bases = [name for name, effect in unknown.items() if isinstance(effect, Base)]
     names = layered or bases or [*unknown]
-    known = f"must be known but got {', '.join(names)}"
+    known = f"must be known but got {', '.join(map(_with_guess, names))}"
     if layered:
         settle(
             f"every key that may say which layers rotate {known}; pass a config without it only if it has no effect, "
@@ -230,6 +231,13 @@ def _complain(unknown: Mapping[str, str | Base | None], strict: bool) -> None:
     else:
         text = f"every key about RoPE {known}; {_IGNORED}"
         warnings.warn(sentence(OPERATION, text), UserWarning, stacklevel=outside())
+
+
+def _with_guess(name: str) -> str:
+    """An unknown key, with the known one that it is like."""
+    own = name.rpartition(".")[2]
+    like = [] if own in keys.NAMES else difflib.get_close_matches(own, keys.NAMES, 1, 0.85)
+    return f"{name} (perhaps {like[0]})" if like else name
 
 
 def _unknown_inside(part: Part) -> dict[str, str | Base | None]:

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from .._errors import bad_type
-from ..frequencies import NTK, RULES, Given, Linear, Rule, YaRN
+from ..frequencies import NTK, RULES, Given, Linear, LongRoPE, Rule, YaRN
 from ..spec import RopeSpec
 from . import keys
 from .source import Found, Part, Source, agreed, fail, ignored, settle
@@ -113,6 +113,8 @@ def scaling_of(
         _ordered(values, paths, high, low)
     if kind is YaRN:
         values.update(_mscales(values, paths))
+    if kind is LongRoPE and source.family is not None and "short_mscale" in values:
+        values.update(_longrope_scales(source, values))
     multiplier = part.value("attn_factor")
     switch = part.value("apply_yarn_scaling")
     if not isinstance(switch, bool | None):
@@ -149,6 +151,27 @@ def _mscales(values: dict[str, Any], paths: dict[str, str]) -> dict[str, Any]:
         f"{paths['scaling.' + given[0]]} = {both[given[0]]!r}: DeepSeek's code scales attention by {one:g}, "
         f"transformers ignores the key and scales by {other:g}",
         ("as DeepSeek's code", {}),
+        ("as transformers", unused),
+    )
+    return chosen
+
+
+def _longrope_scales(source: Source, values: dict[str, Any]) -> dict[str, Any]:
+    """Raise an error for the mscales of LongRoPE where the class of transformers ignores them; see :func:`_mscales`."""
+    unused = dict.fromkeys(("short_mscale", "long_mscale"))
+
+    def scales(**more: Any) -> list[float]:
+        rule = LongRoPE(**{**values, **more})
+        channels, beyond = 2 * len(rule.short_factor), rule.original_max_position + 1
+        return [rule.frequencies(channels, 10000.0, n).attention_scaling for n in (None, beyond)]
+
+    one, other = scales(), scales(**unused)
+    if source.values.get("model_type") in (None, "phimoe") or one == other:
+        return {}
+    chosen: dict[str, Any] = settle(
+        f"short_mscale and long_mscale must not be given for {source.name}: vLLM scales attention by {one[0]:g} and "
+        f"{one[1]:g}, transformers ignores the keys and scales by {other[0]:g}",
+        ("as vLLM", {}),
         ("as transformers", unused),
     )
     return chosen

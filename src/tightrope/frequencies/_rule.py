@@ -5,14 +5,23 @@ from __future__ import annotations
 import decimal
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 
-from .._errors import as_real, bad_type, bad_value, integer, plain_integer, public, unsupported
+from .._errors import (
+    as_real,
+    bad_type,
+    bad_value,
+    describe,
+    integer,
+    plain_integer,
+    public,
+    unsupported,
+)
 from .._value import Value, field_names, from_fields
 
 #: The decimal arithmetic of rules, with 60 digits: 20 for the 64 bits of a phase word, and 40 as a
@@ -276,14 +285,30 @@ class Rule(Value):
 
 @lru_cache(maxsize=512)
 def _made(rule: Rule, rotary_dim: int, base: float, regime: int | None) -> Frequencies:
+    _check_class(type(rule))
     with decimal.localcontext(CONTEXT):
         made = rule.make(rotary_dim, base, regime)
+        if not isinstance(made, Frequencies):
+            raise bad_type(f"make must return Frequencies but returned {describe(made)}")
+        made = replace(made, exact=tuple(map(Decimal, made.exact)))  # floats too, exactly
         fastest = float(max(map(abs, made.exact), default=0))
+    shape = made.shape or (len(made.exact),)
+    if shape[-1] != rotary_dim // 2 or math.prod(shape) != len(made.exact):
+        raise bad_value(
+            f"make must return one frequency per pair, {rotary_dim // 2}, but returned {len(made.exact)} of shape {shape}"
+        )
     if fastest >= _FASTEST:
         raise bad_value(
             f"every frequency must stay below {_FASTEST:g} radians per position but got {fastest:g}"
         )
     return made
+
+
+def _check_class(kind: type[Rule]) -> None:
+    """Refuse a rule whose values could change: its phase words are kept."""
+    params = getattr(kind, "__dataclass_params__", None)
+    if params is None or not params.frozen:
+        raise bad_type(f"{kind.__name__} must be decorated with @dataclass(frozen=True)")
 
 
 def number(field: str, value: object, zero: bool = False) -> float:

@@ -41,7 +41,7 @@ from ..ops.layouts import Layout
 from ..ops.phased import PhasesLike
 from ..ops.route import mode
 from ..ops.run import run
-from ..positions import PositionsLike
+from ..positions import Positions, PositionsLike
 from ..spec import PreparedRotation, RopeSpec, SeqLen
 
 _QK = ("q", "k")
@@ -151,6 +151,12 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
         positions = state.tokens if positions is None else positions
     if isinstance(spec, PreparedRotation) and spec.stack is not None:
         raise bad_value(f"spec must have exact angles but was made for stack {spec.stack.name!r}")
+    where = spec.where if isinstance(spec, PreparedRotation) else positions
+    if isinstance(where, Positions) and where.packed:
+        raise bad_value(
+            "positions must be of one sequence in each row, as its memory goes on from token to token, but are of several; "
+            "scan the sequences one by one"
+        )
     request = Request(
         _QK,
         q,

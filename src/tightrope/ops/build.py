@@ -105,7 +105,10 @@ def build(request: Request) -> list[Call]:
     check_flag("inverse", request.inverse)
     if request.q is None and isinstance(request.k, torch.Tensor):
         name = "rotate_" if request.verb == "in place" else "rotate"
-        raise bad_type(f"q must be a tensor but got None; to rotate k alone, call {name}(k, …)")
+        gate = "" if request.stages is None else ", with gate=gate.for_keys() if there is a gate"
+        raise bad_type(
+            f"q must be a tensor but got None; to rotate k alone, call {name}(k, …){gate}"
+        )
     xs = schema.present(request.q, request.k)
     names = request.names[: len(xs)]
     operands = Operands(names, xs, layout)

@@ -112,8 +112,16 @@ def check_rotation(
     rows = 1 if layout.row is None else x.shape[layout.row]
     no_rows = f" (layout {layout.name!r} has no rows)" if layout.row is None else ""
     where, own, ids = rotation.where, rotation.angles, rotation.ids
-    if sharded and where.part is not None:
-        tokens //= where.part[1]
+    if where.part is not None:
+        _, ranks, whole = where.part
+        if sharded:
+            tokens //= ranks
+        elif tokens * ranks != whole:
+            raise bad_value(
+                f"{positions} must be those of the {tokens} tokens of this rank but are of {whole // ranks}: tokens= of "
+                f"positions.shard is their number on all {ranks} ranks",
+                **{name: x},
+            )
     if ids is not None:
         if not sharded:
             check_local(positions, ids)

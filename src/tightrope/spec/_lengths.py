@@ -97,7 +97,7 @@ def refuse_longer(lengths: tuple[int, ...], where: Positions, tokens: int, name:
             raise bad_value(
                 f"{name} must be at least {end}, the largest position{of_row} plus 1, but got {stated}; "
                 "give the length of the whole sequence",
-                **({} if ids is None else {"positions": ids}),
+                **({} if ids is None else {"positions": as_passed(ids)}),
             )
 
 

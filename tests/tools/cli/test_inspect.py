@@ -156,7 +156,7 @@ def test_unknown_keys_are_warned_of_on_request(tmp_path: Path) -> None:
     path = written(tmp_path, {**LLAMA3, "rope_tetha": 1.0})
     code, output, error = run(path)
     assert (code, output) == (2, "")
-    assert "rope_tetha; --lenient ignores them with a warning" in error
+    assert "rope_tetha (perhaps rope_theta); --lenient ignores them with a warning" in error
     code, output, error = run(path, "--lenient")
     assert code == 0
     assert error.startswith("Warning: [from_config] every key about RoPE must be known")

@@ -210,7 +210,9 @@ def test_any_other_object_is_no_layer_type_and_no_section(name: str, value: obje
 
 def test_layers_of_rope_parameters_without_rope() -> None:
     sections = {"a": {"rope_type": "default"}, "b": None}
-    config = llama(layer_types=["a", "b", "a"], rope_parameters=sections)
+    config = llama(
+        model_type="lfm3", head_dim=128, layer_types=["a", "b", "a"], rope_parameters=sections
+    )
     specs = read(config)
     assert specs == {"a": SPEC, "b": None}
     assert specs.layers == ("a", "b", "a")
@@ -221,8 +223,27 @@ def test_layers_of_rope_parameters_without_rope() -> None:
 
 def test_equal_layers_are_one_spec() -> None:
     sections = {name: {"rope_type": "default", "rope_theta": 7.0} for name in "ab"}
-    config = without(llama(layer_types=["a", "b"], rope_parameters=sections), "rope_theta")
+    typed = llama(model_type="lfm3", head_dim=128, layer_types=["a", "b"], rope_parameters=sections)
+    config = without(typed, "rope_theta")
     assert read(config) == read(config, layer_type="b") == RopeSpec(128, 7.0)
+
+
+def test_a_section_for_each_type_of_a_class_that_has_types() -> None:
+    """Llama's class reads one section; Gemma's has two types of layers, whether the file lists them or not."""
+    sections = {
+        name: {"rope_type": "default", "rope_theta": 7.0}
+        for name in ("full_attention", "slidng_attention")
+    }
+    refused(
+        llama(rope_parameters=sections),
+        "model_type 'llama' must have one rope section but has one for full_attention, slidng_attention.",
+    )
+    for some in (sections, {"full_attention": sections["full_attention"]}):
+        refused(
+            llama(model_type="gemma3_text", rope_parameters=some),
+            "model_type 'gemma3_text' must have a rope section for full_attention and sliding_attention, or list its "
+            f"types of layers in layer_types, but has one for {', '.join(some)}.",
+        )
 
 
 def test_one_section_for_all_layers() -> None:

@@ -133,7 +133,7 @@ WRONG: dict[str, tuple[object, str]] = {
     ),
     "misspelt keys": (
         llama(rope_tehta=1e6, rotary_fraction=0.5),
-        unknown("rope_tehta", "rotary_fraction"),
+        unknown("rope_tehta (perhaps rope_theta)", "rotary_fraction (perhaps rotary_emb_fraction)"),
     ),
     "a section without a type": (
         llama(rope_scaling={"factor": 2.0}),
@@ -238,11 +238,19 @@ WRONG: dict[str, tuple[object, str]] = {
         "a rope section must hold keys or layer types but got both: rope_parameters.rope_theta and full_attention.",
     ),
     "a layer type without a section": (
-        llama(layer_types=["a", "b", "conv"], rope_parameters={"a": {"rope_type": "default"}}),
+        llama(
+            model_type="lfm3",
+            layer_types=["a", "b", "conv"],
+            rope_parameters={"a": {"rope_type": "default"}},
+        ),
         "each layer type must have a rope section but the config has none for b.",
     ),
     "a layer type with a line break and a code for a terminal": (
-        llama(layer_types=["a", "b\n\x1b[1m"], rope_parameters={"a": {"rope_type": "default"}}),
+        llama(
+            model_type="lfm3",
+            layer_types=["a", "b\n\x1b[1m"],
+            rope_parameters={"a": {"rope_type": "default"}},
+        ),
         r"each layer type must have a rope section but the config has none for b\n\x1b[1m.",
     ),
     "no rotary embedding": (

@@ -146,7 +146,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
         ),
         (
             {"rope_tehta": 1e6, "rope_scaling": {**LINEAR, "x": 1}},
-            ["rope_tehta", "rope_scaling.x"],
+            ["rope_tehta (perhaps rope_theta)", "rope_scaling.x"],
             Linear(2),
         ),
     ],

@@ -5,7 +5,9 @@ import decimal
 import json
 import math
 import pickle
+import re
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import Any
 
 import numpy
@@ -16,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 from tests.support import oracle, oracle_frequencies as truth
 from tests.support.helpers import refusals, refused
 from tests.support.tolerances import value
-from tightrope import angles, frequencies
+from tightrope import RopeSpec, angles, frequencies, rotate
 from tightrope.frequencies import (
     NTK,
     RULES,
@@ -396,6 +398,67 @@ def test_a_rule_that_makes_nothing() -> None:
 
     with pytest.raises(NotImplementedError):
         Unfinished().frequencies(4, 1e4)
+
+
+@pytest.mark.parametrize(
+    "made, text",
+    [
+        (
+            Frequencies((Decimal(1),) * 3),
+            "make must return one frequency per pair, 4, but returned 3 of shape (3,).",
+        ),
+        (
+            Frequencies((Decimal(1),) * 8),
+            "make must return one frequency per pair, 4, but returned 8 of shape (8,).",
+        ),
+        (
+            Frequencies((Decimal(1),) * 9, 1.0, (2, 4)),
+            "make must return one frequency per pair, 4, but returned 9 of shape (2, 4).",
+        ),
+        ((1.0,) * 4, "make must return Frequencies but returned (1.0, 1.0, 1.0, 1.0)."),
+    ],
+    ids=str,
+)
+def test_a_rule_must_make_one_frequency_per_pair(made: Any, text: str) -> None:
+    """With another number, other channels would rotate."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Wrong(Rule):
+        def make(self, *_: Any) -> Any:
+            return made
+
+    for call in (
+        lambda: Wrong().frequencies(8, 1e4),
+        lambda: rotate(torch.ones(1, 1, 2, 8), RopeSpec(8, scaling=Wrong())),
+    ):
+        with pytest.raises((ValueError, TypeError), match=f"{re.escape(text)}$"):
+            call()
+
+
+def test_a_rule_may_make_floats_and_must_be_frozen() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Floats(Rule):
+        def make(self, *_: Any) -> Frequencies:
+            return Frequencies((0.5, 1))  # type: ignore[arg-type]
+
+    assert Floats().frequencies(4, 1e4).exact == (Decimal("0.5"), Decimal(1))
+
+    class Plain(Floats):
+        later: int = 3
+
+    assert Plain().frequencies(4, 1e4).exact == (Decimal("0.5"), Decimal(1))
+
+    @dataclasses.dataclass(eq=False)
+    class Loose(Rule):
+        factor: float = 2.0
+
+        def make(self, *_: Any) -> Frequencies:
+            return Frequencies((Decimal(1), Decimal(self.factor)))
+
+    with pytest.raises(
+        TypeError, match=r"Loose must be decorated with @dataclass\(frozen=True\)\.$"
+    ):
+        Loose().frequencies(4, 1e4)
 
 
 # --- properties, on generated cases ---------------------------------------------------------------

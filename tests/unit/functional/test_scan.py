@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from tests.support import oracle, tolerances
 from tests.support.helpers import noise, refusals
 from tests.support.tolerances import assert_near, assert_same_bits
-from tightrope import RopeSpec
+from tightrope import RopeSpec, positions
 from tightrope.frequencies import DynamicNTK
 from tightrope.functional import polar_scan
 from tightrope.functional.scan import FORMS, PolarState
@@ -427,6 +427,10 @@ VALUES = {
     "[polar_scan] log_decay must be at most 0 but got 0.5.": scan(log_decay=0.5),
     f"{DECAY} float32[8]).": scan(log_decay=torch.zeros(8)),
     f"{DECAY} float32[4, 1]).": scan(log_decay=torch.zeros(4, 1)),
+    "[polar_scan] positions must be of one sequence in each row, as its memory goes on from token to token, but are of "
+    "several; scan the sequences one by one.": scan(
+        positions=positions.packed(torch.tensor([0, 5, 37]))
+    ),
     "[polar_scan] seq_len must be given with a state, the same in all calls, if the frequencies "
     "depend on the length (spec: RopeSpec(head_dim=8, scaling=DynamicNTK(factor=2.0, "
     "original_max_position=16))).": scan(

@@ -194,6 +194,10 @@ VALUES: dict[str, Callable[[], object]] = {
     "[concatenate] parts must have the same numbers of axes and tokens; append "
     "positions.multi_axis(torch.zeros(2, 2)) to the shorter one (one: int64[2, 1, 4], "
     "other: int64[2, 1, 6]).": lambda: concatenate([grid(2, 2), grid(2, 3)], along="rows"),
+    "[rotate] positions must be those of the 5 tokens of this rank but are of 4: tokens= of positions.shard is their "
+    "number on all 2 ranks (x: float32[2, 5, 8]).": (
+        lambda: rotate(X, ONE, shard(None, 1, 2, tokens=8), layout="bsd")
+    ),
     "[shard] rank must lie in [0, 2) for size 2 but got 2.": lambda: shard(None, 2, 2, tokens=8),
     "[shard] size must be at least 1 but got 0.": lambda: shard(None, 0, 0, tokens=8),
     "[shard] kind must be 'contiguous' or 'zigzag' but got 'striped'.": (
