@@ -76,8 +76,8 @@ class PolarRoPEHead(_QueryHead):
         tied: "pair" gives both channels of a pair the same γ, so scores depend on distances only.
         device, dtype: device and dtype of the parameters.
 
-    Source: RoFormer (arXiv 2104.09864) for the rotation; the gate is the positive factor of the polar
-    decomposition of a position operator.
+    Source: RoFormer (arXiv 2104.09864) for the rotation. Every invertible matrix is a rotation or reflection times a positive
+    definite one (the polar decomposition); here the first is RoPE, and the second the diagonal gate, see docs/polar.md.
 
     >>> head = PolarRoPEHead(32, 8)
     >>> head(torch.randn(2, 5, 32), *functional.build_freqs_cis(5, 8)).shape

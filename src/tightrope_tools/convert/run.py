@@ -113,8 +113,8 @@ def convert(
         stated: facts that the checkpoint's configuration does not state.
         dry_run: report what would change and write nothing.
         verify: check on random activations that scores are unchanged, before ``out`` appears. This
-            shows that the rows moved as they should if the checkpoint had the pairing ``source``, not
-            that it had.
+            shows that the rows moved as they should if the checkpoint had the pairing that ``source`` of the
+            result states, not that it had.
         report: called with the fraction done and a short text.
 
     Returns:
