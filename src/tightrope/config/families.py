@@ -269,7 +269,7 @@ FAMILIES: dict[str, Family] = {
     "gemma4_text": _half("gemma4", layers="wide where full", **_HEAD),
     "gemma4_unified_text": _half("gemma4_unified", layers="wide where full", **_HEAD),
     "kolibri1": _half("kolibri1", layers="sliding only, if windows", **_HEAD),
-    "laguna": _half("laguna", parts=(), **_PART, **_HEAD),
+    "laguna": _half("laguna", parts=(), layers="nested or flat", **_PART, **_HEAD),
     "llama4_text": _pairs("llama4", "apply_rotary_emb", layers="no_rope_layers", **_HEAD),
     "mistral_large4_text": _pairs(
         "mistral_large4",

@@ -488,6 +488,7 @@ _LAYERS: dict[str, Callable[[Source, Entries, Listed], Layers]] = {
     "layer_rope_theta": _thetas,
     "lists": _by_lists,
     "nested": _only_nested,
+    "nested or flat": lambda _, flat, layers: ([Part(None, flat)], layers),
     "wide where full": _only_nested,
 }
 # Rules of families whose code reads one rope section for all layers.
