@@ -172,9 +172,7 @@ def _made(specs: RopeSpec | LayerSpecs | None) -> str:
     for name, spec in named.items():
         if spec is not None:
             calls.setdefault(repr(spec), []).append(name)
-    if any(
-        "…" in call for call in calls
-    ):  # the middle of a long list is not shown, so it would not run
+    if "…" in "".join(calls):  # the middle of a long list is not shown, so a call would not run
         return ""
     return " and ".join(
         f"{call}{' for ' * bool(names[0])}{' and '.join(names)}" for call, names in calls.items()

@@ -113,7 +113,7 @@ def scaling_of(
         _ordered(values, paths, high, low)
     if kind is YaRN:
         values.update(_mscales(values, paths))
-    if kind is LongRoPE and source.family is not None and "short_mscale" in values:
+    if kind is LongRoPE and source.values.get("model_type") not in (None, "phimoe"):
         values.update(_longrope_scales(source, values))
     multiplier = part.value("attn_factor")
     switch = part.value("apply_yarn_scaling")
@@ -165,8 +165,11 @@ def _longrope_scales(source: Source, values: dict[str, Any]) -> dict[str, Any]:
         channels, beyond = 2 * len(rule.short_factor), rule.original_max_position + 1
         return [rule.frequencies(channels, 10000.0, n).attention_scaling for n in (None, beyond)]
 
+    known = any(values.get(name) is not None for name in ("factor", "attention_factor"))
+    if source.family is None or "short_mscale" not in values or not known:
+        return {}
     one, other = scales(), scales(**unused)
-    if source.values.get("model_type") in (None, "phimoe") or one == other:
+    if one == other:
         return {}
     chosen: dict[str, Any] = settle(
         f"short_mscale and long_mscale must not be given for {source.name}: vLLM scales attention by {one[0]:g} and "

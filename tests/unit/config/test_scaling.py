@@ -193,3 +193,25 @@ def test_ntk_has_two_meanings() -> None:
 def test_junk_in_mistrals_own_file_is_refused_in_a_sentence(junk: object) -> None:
     try_everywhere(junk, mistral())
     try_everywhere(junk, mistral(), interleaved=True, rotary_dim=64, rope_layers="all")
+
+
+@pytest.mark.parametrize("name", ["phi3", "llama", "phimoe"])
+def test_mscales_of_longrope_are_read_where_the_class_reads_them(name: str) -> None:
+    """vLLM reads them for all models; the classes of transformers do for Phi-3.5-MoE alone."""
+    scales = {"short_mscale": 1.1, "long_mscale": 1.2}
+    section = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64, **scales}
+    config = llama(
+        model_type=name,
+        rope_scaling=section,
+        max_position_embeddings=131072,
+        original_max_position_embeddings=4096,
+    )
+    if name == "phimoe":
+        made = RopeSpec.from_config(config)
+        assert (made.attention_scaling(9), made.attention_scaling(9999)) == (1.1, 1.2)
+        return
+    refused(
+        config,
+        f"short_mscale and long_mscale must not be given for model_type {name!r}: vLLM scales attention by 1.1 and 1.2, "
+        "transformers ignores the keys and scales by 1.19024.",
+    )
