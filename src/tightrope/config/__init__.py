@@ -157,16 +157,9 @@ def _inner(config: object) -> object:
 
 
 def _recorded(config: object) -> bool | None:
-    """The pairing in the conversion record beside a configuration, or None.
-
-    A configuration of transformers names the folder that it was loaded from.
-    """
-    where = config = _inner(config)
-    if not isinstance(config, str | os.PathLike | Mapping):
-        where = getattr(config, "name_or_path", None)
-    if not isinstance(where, str | os.PathLike) or not os.fspath(where):
-        return None
-    found = files.recorded_pairing(Path(where))
+    """The pairing in the conversion record beside a configuration, or None."""
+    config = _inner(config)
+    found = files.recorded_pairing(config)
     if found is not None and len(sections(config)) > 1:
         shown = ", ".join(name or "the outer level" for name in sections(config))
         fail(

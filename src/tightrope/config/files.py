@@ -59,14 +59,24 @@ def load(path: Path) -> Mapping[str, Any]:
 
 
 @public("from_config")
-def recorded_pairing(path: Path) -> bool | None:
+def recorded_pairing(config: object) -> bool | None:
     """Return whether the conversion record in a folder, or beside its configuration, states "interleaved".
 
     None if there is no record.
 
+    Args:
+        config: the folder or the configuration, as a path; or a configuration of transformers, which names the
+            folder that it was loaded from.
+
     Raises:
         ValueError: the record is not one.
     """
+    where = (
+        config if isinstance(config, str | os.PathLike) else getattr(config, "name_or_path", None)
+    )
+    if not isinstance(where, str | os.PathLike) or not os.fspath(where):
+        return None
+    path = Path(where)
     record = (path if path.is_dir() else path.parent) / RECORD
     if not (path.is_dir() or path.name in NAMES) or not record.is_file():
         return None

@@ -113,7 +113,7 @@ def scaling_of(
         _ordered(values, paths, high, low)
     if kind is YaRN:
         values.update(_mscales(values, paths))
-    if kind is LongRoPE and source.values.get("model_type") not in (None, "phimoe"):
+    if kind is LongRoPE:
         values.update(_longrope_scales(source, values))
     multiplier = part.value("attn_factor")
     switch = part.value("apply_yarn_scaling")
@@ -159,15 +159,17 @@ def _mscales(values: dict[str, Any], paths: dict[str, str]) -> dict[str, Any]:
 def _longrope_scales(source: Source, values: dict[str, Any]) -> dict[str, Any]:
     """Raise an error for the mscales of LongRoPE where the class of transformers ignores them; see :func:`_mscales`."""
     unused = dict.fromkeys(("short_mscale", "long_mscale"))
+    name = source.values.get("model_type")
+    ignored_by_class = source.family is not None and name not in (None, "phimoe")
+    has_factor = any(values.get(name) is not None for name in ("factor", "attention_factor"))
+    if not (ignored_by_class and has_factor and "short_mscale" in values):
+        return {}
 
     def scales(**more: Any) -> list[float]:
         rule = LongRoPE(**{**values, **more})
         channels, beyond = 2 * len(rule.short_factor), rule.original_max_position + 1
         return [rule.frequencies(channels, 10000.0, n).attention_scaling for n in (None, beyond)]
 
-    known = any(values.get(name) is not None for name in ("factor", "attention_factor"))
-    if source.family is None or "short_mscale" not in values or not known:
-        return {}
     one, other = scales(), scales(**unused)
     if one == other:
         return {}

@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -268,10 +267,9 @@ def _warn_of_record(model: torch.nn.Module, found: _Results) -> None:
     """Warn if the record of a conversion states that the weights have another pairing than the model's code."""
     from ..config.files import RECORD, recorded_pairing
 
-    where = getattr(getattr(model, "config", None), "name_or_path", None)
     recorded = None
     with suppress(OSError, ValueError):  # a name that is no path, or a record that is none
-        recorded = recorded_pairing(Path(where)) if isinstance(where, str) and where else None
+        recorded = recorded_pairing(getattr(model, "config", None))
     codes = {
         result.candidate.rotation.pairs for *_, result in found if result.candidate is not None
     }

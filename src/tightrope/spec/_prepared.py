@@ -308,11 +308,16 @@ def prepared(
     words: Words = spec.words
     where = _on(given, words.axis_count, device)
     ids = where.ids
-    if stack is not None and ids is not None and (ids.requires_grad or where.heads is not None):
-        rule = "not require a gradient with a stack"
+    if stack is not None and ids is not None:
+        if ids.requires_grad:
+            raise bad_value(
+                "positions must not require a gradient with a stack", positions=as_passed(ids)
+            )
         if where.heads is not None:
-            rule = "be those of all heads with a stack, whose tables have no heads"
-        raise bad_value(f"positions must {rule}", positions=as_passed(ids))
+            raise bad_value(
+                "positions must be those of all heads with a stack, whose tables have no heads",
+                positions=as_passed(ids),
+            )
     lengths: Lengths | None
     if stack is None:
         lengths = words.read(seq_len, device)

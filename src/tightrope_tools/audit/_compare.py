@@ -467,10 +467,9 @@ def _compare_arithmetic(
             ("gradient-rounding", "rounding of gradients", "Gradients", one.back, other.back),
         ):
             shown = _named(first), _named(second)
-            if "gradient-missing" in {each.code for each in steps.found} and code != "rounding":
-                steps.facts[f"{fact}, {name}"] = shown
-                continue
             sentence = f"{what} are rounded at different places, for {name} x."
+            if (first is None) != (second is None):
+                code, sentence = "gradient-missing", SENTENCES["gradient-missing"]
             if first and second and not {*first}.isdisjoint(second):
                 steps.facts[f"{fact}, {name}"] = shown
             else:

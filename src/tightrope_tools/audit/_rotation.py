@@ -196,13 +196,14 @@ def signs_of(log: Log, profile: Profile, *, declared: bool = True) -> torch.Tens
     # Half a turn per position is the same in both directions.
     back = (omegas < 0) & (omegas.abs() < math.pi - _CLOSE)
     if rates is not None:
-        back ^= declared & (rates < 0)
         # At whole positions a frequency looks like the same one plus a turn per position.
         tolerance = _CLOSE * rates.abs()
         forward = wrapped(omegas - rates).abs() <= tolerance
         backward = wrapped(omegas + rates).abs() <= tolerance
         fast = (rates.abs() > 3.0) & (forward | backward)
-        back = torch.where(fast, ~forward ^ ((rates < 0) & (not declared)), back)
+        negative = rates < 0
+        back = torch.where(fast, forward == negative, back)
+        back = back != negative if declared else back
     return torch.where(back, -1.0, 1.0).double()
 
 
@@ -542,10 +543,9 @@ def check_keys(log: Log, profile: Profile) -> None:
                 except CallFailed:
                     continue
                 size = apart(ours, theirs)
-                if not torch.equal(k, x) and not log.found("mutates"):
-                    log.add(
-                        "mutates", "k is overwritten, and x is not", how=" if it is passed as k"
-                    )
+                if not torch.equal(k, x):  # also if x is, which is one finding
+                    how = " if it is passed as k"
+                    log.add("mutates", "k is overwritten, and x is not", how=how)
                 if size <= 4 * torch.finfo(dtype).eps:
                     continue
                 if dtype == torch.float32 and torch.equal(theirs, x):

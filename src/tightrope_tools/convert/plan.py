@@ -332,7 +332,7 @@ def _check_order(checkpoint: Checkpoint, found: list[Change], model: Model) -> N
         own = NAMINGS[FAMILY_NAMING[model.family]].packing
     parts = {**inside(facts, "mapping"), **facts}
     for key, (orders, usual, advice) in _ORDERS.items():
-        if own is not None and own in orders.split() and parts.get(key) not in (None, *usual):
+        if own in orders.split() and parts.get(key) not in (None, *usual):
             if chosen in {*advice.format(own).split()} & PACKINGS.keys():
                 return
             fail(
