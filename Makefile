@@ -78,7 +78,6 @@ coverage: $(READY)
 # Run this before a release. After a change to code that torch.compile traces, that calls torch from C++ or to a
 # kernel for Triton, run the oldest pair: ARGS='--python 3.10 --torch 2.10'.
 versions: $(READY)
-	$(BIN)/python -m benchmarks.known
 	$(MAKE) wheel
 	$(PIP) install --quiet -c $(CONSTRAINTS) uv
 	$(BIN)/python -m ci.versions $(ARGS)

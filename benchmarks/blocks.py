@@ -17,6 +17,7 @@ import itertools
 import json
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -27,11 +28,10 @@ import torch
 
 from benchmarks.children import Child, serve
 from benchmarks.pages import written
-from tightrope import RopeSpec
+from tightrope import RopeSpec, patch, unpatch
 from tightrope.environment import read_environment
 from tightrope.functional import rotate
-from tightrope.integrations import _graft, patch
-from tightrope.integrations._classes import MARK
+from tightrope.patching import replaced
 
 TOKENS = 4096
 ROUNDS = 2
@@ -103,22 +103,13 @@ class Block:
             torch.manual_seed(0)
             made = MODELS[name](int(tokens), getattr(torch, dtype))
             self.block, self.arguments, self.rotated = made
-            patch(self.block)
-            graft = next(
-                vars(type(p))[MARK]
-                for m in self.block.modules()
-                for p in vars(m).values()
-                if MARK in vars(type(p))
-            )
-            (swap,) = graft.recipe.swaps
-            self.rotate = (
-                _graft.replacement_of(swap, graft.recipe) if self.patched else swap.original()
-            )
-            self.options = dict(swap.constants[0])
-            if not self.patched:
-                from tightrope.integrations import unpatch
-
-                unpatch(self.block)
+            (entry,) = patch(self.block).replaced
+            unpatch(self.block)
+            function = vars(sys.modules[entry.module])[entry.name.rpartition(".")[2]]
+            self.rotate = replaced(function) if self.patched else function
+            self.options = {"sequence_dim": 1} if name == "Flux" else {}
+            if self.patched:
+                patch(self.block)
         train = work == "train"
         self.block.zero_grad()
         x, *tables = self.rotated

@@ -101,7 +101,7 @@ def rotation_seconds(model: Any, ids: torch.Tensor, step: str) -> float:
 
 def times(shape: dict[str, Any], tokens: int, rounds: int, compiled: bool) -> list[dict[str, Any]]:
     """Measure each step, eager and, if `compiled`, compiled too; return one row for each."""
-    from tightrope.integrations.transformers import patch
+    from tightrope import patch
 
     before, after = llama(shape), llama(shape)
     patch(after)
@@ -138,7 +138,7 @@ def score_errors() -> list[dict[str, Any]]:
 
     It covers all pairs of 64 consecutive tokens from each start position, with random q and k.
     """
-    from tightrope.integrations.transformers import patch
+    from tightrope import patch
 
     rows = []
     shape = SMALL | {"head_dim": 128, "num_key_value_heads": 4}

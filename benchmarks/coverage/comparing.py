@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tightrope.integrations._replace import tables_inside
 
 import tightrope
 from tightrope.integrations import Entry, _graft, patch, unpatch
-from tightrope.integrations._replace import tables_inside
 
 from .catalogue import Library, Place, label, places
 

@@ -32,9 +32,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tightrope import RopeSpec
+from tightrope import RopeSpec, patch, unpatch
 from tightrope.config import LayerSpecs, families, provenance
-from tightrope.integrations import patch, unpatch
 from tightrope.ops import schema
 
 from ..pages import between_marks, table, with_marks, written
@@ -121,7 +120,7 @@ def calls_of(subject: Subject) -> list[Call]:
     """Run a small model, patched, and return its calls of the operator, without those of indexers."""
     with ExitStack() as stack, torch.no_grad():
         # Complex products of any size are replaced.
-        patch(subject.model, rounding="once")
+        patch(subject.model, rounding="once", all_models=True)
         stack.callback(unpatch, subject.model)
         recorder = _Recorder(subject.model, stack)
         with recorder:

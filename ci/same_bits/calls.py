@@ -493,7 +493,7 @@ def llama(d: Draw) -> Call:
     """Draw a call of a Llama of transformers, patched or patched and unpatched, with or without a cache."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tightrope.integrations.transformers import patch, unpatch
+    from tightrope import patch, unpatch
 
     torch.manual_seed(d.random.getrandbits(30))
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 50}

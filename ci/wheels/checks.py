@@ -19,7 +19,6 @@ LOADERS = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
 PROCESSORS = {"x86_64": "Advanced Micro Devices X86-64", "aarch64": "AArch64"}
 REQUIRED = {
     *(LIBRARY, "tightrope/__init__.py", "tightrope/py.typed"),
-    "tightrope/integrations/known.json",
     *("tightrope_tools/command.py", "tightrope_tools/py.typed"),
 }
 

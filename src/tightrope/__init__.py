@@ -33,7 +33,7 @@ from .functional import (  # noqa: E402
 from .spec import RopeSpec as RopeSpec  # noqa: E402
 
 if _typing.TYPE_CHECKING:
-    from .integrations import patch as patch, unpatch as unpatch
+    from .patching import patch as patch, unpatch as unpatch
 
 try:
     __version__ = _version("tightrope")
@@ -68,9 +68,9 @@ __all__ = [
 def __getattr__(name: str) -> _typing.Any:
     # Few programs need the functions that patch models, so they are imported on first use.
     if name in ("patch", "unpatch"):
-        from . import integrations
+        from . import patching
 
-        return getattr(integrations, name)
+        return getattr(patching, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 T = TypeVar("T")
 
@@ -209,3 +211,26 @@ def may_keep(device: torch.device) -> bool:
     if is_tracing():
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def undisturbed(device: str = "cpu") -> Iterator[None]:
+    """Run code that is not ours: on one type of device, in float32, without modes and warnings; random numbers stay.
+
+    Inside ``from_pretrained`` of transformers the default dtype is that of the model, and the device may be meta.
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.inference_mode(False),
+            torch.autocast(device, enabled=False),
+            torch.device(device),
+            _disable_current_modes(),  # such as FakeTensorMode, in which a model may be loaded
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_default_dtype(default)

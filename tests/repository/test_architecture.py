@@ -55,6 +55,7 @@ RANKS: dict[str, tuple[int, int]] = {
     "": (5, 1),  # tightrope/__init__.py: the public names
     "environment": (6, 0),
     "forms": (6, 0),
+    "patching": (6, 0),
     "integrations": (6, 1),
     "__main__": (6, 1),
 }
@@ -76,15 +77,12 @@ LAZY: dict[tuple[str, str], str] = {
     ("spec._rope", "config"): "RopeSpec.from_config calls the readers, which build specs",
     ("spec._rope", "functional._cos_sin"): "RopeSpec.cos_sin rotates pairs (1, 0) by a spec",
     ("ops.autograd", "ops.run"): "the gradient of a rotation is a rotation like any other",
-    ("config.observed", "integrations"): "few configurations need that a small model runs",
-    ("", "integrations"): "tightrope.patch is looked up when it is used, so the import stays light",
+    ("", "patching"): "tightrope.patch is looked up when it is used, so the import stays light",
 }
 
 # Modules that import by a computed name -> why, and why this respects the ranks.
 DYNAMIC: dict[str, str] = {
-    "integrations._graft": "the module of a model's rotary function, which a pickled "
-    "model names; it is never one of ours",
-    "integrations._small_model": "the modeling file of a configuration class of transformers; it is never "
+    "config._small_model": "the modeling file of a configuration class of transformers; it is never "
     "one of ours",
 }
 
@@ -349,16 +347,16 @@ def test_import_is_light() -> None:
     assert cost_of("import tightrope") == (set(), set())
 
 
-# Prints the public names of tightrope; whether `patch` is the function of integrations; and whether
-# integrations is imported before the first use of that name, and after it.
+# Prints the public names of tightrope; whether `patch` is the function of patching; and whether
+# patching is imported before the first use of that name, and after it.
 FRONT = """
 import json, sys
 import tightrope
-before = "tightrope.integrations" in sys.modules
+before = "tightrope.patching" in sys.modules
 patch, unpatch = tightrope.patch, tightrope.unpatch
-after = "tightrope.integrations" in sys.modules
-from tightrope import integrations
-same = patch is integrations.patch and unpatch is integrations.unpatch
+after = "tightrope.patching" in sys.modules
+from tightrope import patching
+same = patch is patching.patch and unpatch is patching.unpatch
 print(json.dumps([dir(tightrope), same, before, after]))
 """
 

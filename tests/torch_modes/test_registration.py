@@ -10,9 +10,9 @@ from tests.support.tolerances import assert_each, assert_near
 from tightrope import RopeSpec, angles, gates
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.backends import reference
-from tightrope.forms import widen
 from tightrope.functional import rotate, rotate_
 from tightrope.ops import schema
+from tightrope.patching._kinds import WIDTHS
 
 noise = partial(helpers.noise, dtype=torch.float32)
 
@@ -99,7 +99,7 @@ def test_tables_between_acts_and_gates(act: str, gate: int, direction: int, sour
     """Kernels agree with the definition for tables with f or P, which no public call combines."""
     x, k = noise(2, 3, 5, 8), noise(2, 5, 5, 8).transpose(1, 2)
     call = outer_call(act, gate, direction, x, k, source)
-    call = (*(widen(table, source) for table in call[:2]), *call[2:])
+    call = (*(WIDTHS[source](table) for table in call[:2]), *call[2:])
     wide = (*(table.double() for table in call[:2]), *call[2:6])
     wide += carrying([one.double() for one in extras_by(call)], call)
     right = reference.compose(x.double(), k.double(), *wide)

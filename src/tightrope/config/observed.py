@@ -1,30 +1,17 @@
 """Answer questions about a family of transformers by running a small model of its class.
 
-:mod:`tightrope.integrations` registers the function that runs one. It is imported only when a question is open.
+The function that runs one is imported only when a question is open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from ..spec import RopeSpec
 from .source import Source, Stated
 from .specs import LayerSpecs, Provenance
-
-#: Takes a configuration object and a function that reads it with answers given by name. Returns the answers
-#: with which the specs are those of a small model, and the name of the model's class. Returns None if there are
-#: none, and in calls from inside a call.
-Observe: TypeAlias = Callable[
-    [Any, Callable[..., "RopeSpec | LayerSpecs | None"]], tuple[Mapping[str, Any], str] | None
-]
-_registered: list[Observe] = []
-
-
-def register(function: Observe) -> None:
-    """Register the function that runs a small model."""
-    _registered[:] = [function]
 
 
 def object_of(config: object, prefix: str) -> object | None:
@@ -48,7 +35,7 @@ def answer(
     """The arguments with the open ones as a small model shows them; None if it does not settle them."""
     if source.config is None or "layer_type" in names:
         return None
-    from .. import integrations as integrations  # it registers the function
+    from ._small_model import find
 
     if "rotary_dim" in names and stated.start is None:
         names = {*names, "start"}
@@ -60,7 +47,7 @@ def answer(
         given = {name: found[name] for name in tried}
         return read(source, replace(stated, layer_type=None, **given)).spec
 
-    seen = _registered[0](source.config, specs)
+    seen = find(source.config, specs)
     if seen is None:
         return None
     found, name = seen

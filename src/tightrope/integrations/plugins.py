@@ -13,7 +13,7 @@ import warnings
 from typing import Any
 
 from .._errors import sentence
-from ._patch import patch
+from ..patching import patch
 
 __all__ = ["lightning_callback", "patch_models", "trainer_callback"]
 
@@ -31,19 +31,17 @@ def patch_models() -> None:
 
     Trainers that start their processes by Ray call it in each of them if Ray's runtime environment names it as
     ``worker_process_setup_hook``. The environment variable ``TIGHTROPE_STACK`` is the option ``stack`` of
-    :func:`tightrope.integrations.transformers.patch`; ``tightrope.integrations.transformers.unpatch()`` undoes it.
+    :func:`tightrope.patch`; ``tightrope.unpatch()`` undoes it.
 
     Raises:
         ImportError: transformers is not installed.
         ValueError: ``TIGHTROPE_STACK`` is none of the stacks.
 
-    >>> from tightrope.integrations.transformers import unpatch
+    >>> from tightrope import unpatch
     >>> patch_models()
     >>> unpatch()
     """
-    from .transformers import patch as patch_later
-
-    patch_later(None, **_options())
+    patch(**_options())
 
 
 def trainer_callback(**options: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tightrope.integrations import unpatch
+from tightrope import unpatch
 
 
 def swap(x: torch.Tensor) -> torch.Tensor:

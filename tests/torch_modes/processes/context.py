@@ -23,9 +23,8 @@ from torch.distributed.tensor.experimental._context_parallel._attention import (
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from tightrope import RopeSpec, positions
+from tightrope import RopeSpec, patch, positions
 from tightrope.functional import rotate, rotate_qk
-from tightrope.integrations.transformers import patch
 
 from .harness import Group, scenario
 from .llama import VOCABULARY, small_llama

@@ -26,8 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.utils import logging
 
-from tightrope import functional
-from tightrope.integrations.transformers import patch
+from tightrope import functional, patch
 
 from .harness import Group, scenario
 

@@ -1,4 +1,4 @@
-"""Test the registry of forms that `audit` and `patch` both try on unknown rotary functions."""
+"""Test the registry of forms that `audit` tries on unknown rotary functions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import pickle
 import pytest
 import torch
 
-from tests.support.models.forms import NEW, Function
+from tests.support.models.forms import Function
 from tests.support.tolerances import value
 from tightrope import forms
 from tightrope.forms import ARRANGEMENTS, FORMS, Argument, Arrangement, Call, calls_of
-from tightrope.integrations._replace import replacement
-from tightrope.integrations.transformers import recognise
 
 TABLES = {name: form for name, form in FORMS.items() if form.takes_tables}
 
@@ -124,31 +122,3 @@ def test_arguments_of_another_kind_are_no_tables(name: str, other: object) -> No
     form = TABLES[name]
     call = Call(form, tuple(Argument(role, role) for role in form.roles))
     assert call.read(dict.fromkeys(form.roles, other)) is None
-
-
-# --- adding a form ------------------------------------------------------------
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("name", NEW)
-def test_a_new_form_is_one_entry(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    form, function, _ = NEW[name]
-    assert not recognise(function)
-    monkeypatch.setitem(FORMS, form.name, form)
-    recognition = recognise(function)
-    assert recognition.candidate is not None, recognition.reason
-    assert form.name in str(recognition.candidate)
-    assert pickle.loads(pickle.dumps(recognition.candidate)) == recognition.candidate
-
-    angle = forms.widen(torch.rand(5, 8), recognition.candidate.rotation.width)
-    (tables,) = form.built(angle.cos(), angle.sin())
-    x = torch.randn(2, 3, 5, 16, requires_grad=True)
-    want = function(x, tables)
-    new = replacement(function, [recognition.candidate])
-    got = new(x, tables)
-    near = value("patched outputs") * float(want.detach().abs().max())
-    assert float((got - want).detach().abs().max()) <= near
-    with pytest.raises((TypeError, AttributeError)):  # the function's own
-        new(x, None)
-    (grad,) = torch.autograd.grad(got.sum(), x)
-    assert float((grad - torch.autograd.grad(want.sum(), x)[0]).abs().max()) <= 4 * near

@@ -12,7 +12,8 @@ import transformers
 
 from tests.support.helpers import ROOT, refused
 from tests.support.models.of_transformers import small_model
-from tightrope.integrations import plugins, unpatch
+from tightrope import unpatch
+from tightrope.integrations import plugins
 
 
 def functions_of(report: Any) -> list[str]:
@@ -130,10 +131,9 @@ def test_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
     """verl takes the attribute and calls nothing; models that are built later are patched."""
-    from tightrope.integrations.transformers import unpatch as unpatch_later
 
-    def rotary(model: Any) -> type:
-        return type(model.model.rotary_emb)
+    def rotary(model: Any) -> Any:
+        return type(model.model.rotary_emb).forward
 
     own = rotary(small_model("Llama"))
     try:
@@ -144,7 +144,7 @@ def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
         assert plugins.for_verl is None
         assert rotary(small_model("Llama")) is not own
     finally:
-        unpatch_later()
+        unpatch()
     assert rotary(small_model("Llama")) is own
     monkeypatch.setenv("TIGHTROPE_STACK", "vlm")
     with pytest.raises(ValueError, match="stack must be one of vllm, vllm-native, sglang"):

@@ -9,30 +9,26 @@ from typing import Any
 import torch
 
 from ..._errors import sentence
-from .._recognise import recognise
-from .._replace import replacement
+from ...patching import replaced
 
 LAYER = "rotary_pos_emb"
 #: All that kernels knows. Where this library has no kernel, its operator runs plain torch.
 DEVICES = ("cpu", "cuda", "mps", "neuron", "npu", "rocm", "tpu", "xpu")
 
 # Class that kernels makes for a function -> the replacement of the function, or the function
-# itself if it is not recognised.
+# itself if it is of no known kind.
 _served: dict[type, Any] = {}
 
 
 def serve(cls: type) -> bool:
-    """Recognise the function behind a class, once per class.
+    """Verify the function behind a class, once per class.
 
     The ``kernels`` package makes one class for each function with this layer name, and all of them
     use the same layer. The class identifies the function that it replaces.
     """
     if cls not in _served:
-        module = cls()
-        original = cls.forward.__get__(module)  # type: ignore[attr-defined]
-        recognition = recognise(original)
-        candidate = recognition.candidate
-        _served[cls] = original if candidate is None else replacement(original, [candidate])
+        original = cls.forward.__get__(cls())  # type: ignore[attr-defined]
+        _served[cls] = replaced(original) or original
     return True
 
 
@@ -43,8 +39,8 @@ serve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class RotaryPosEmb(torch.nn.Module):
     """Rotate queries and keys by given cos/sin, for every function with this layer name.
 
-    Each function is tested as in :func:`patch`; its replacement has the same pairing, width and dtypes, and
-    runs the original in the same calls. A function that is not recognised is called unchanged.
+    Each function is verified as in :func:`tightrope.patch`, and its replacement runs the original in the same calls. A
+    function of no known kind is called unchanged.
     """
 
     can_torch_compile = True
@@ -123,8 +119,7 @@ def register() -> None:
     Afterwards ``model.set_use_kernels(True)`` and ``from_pretrained(..., use_kernels=True)`` use this library's
     rotation, for inference and training, on every device, except in calls in which a replacement of
     :func:`patch` runs the original. Nothing is downloaded. ``kernels`` replaces
-    functions for the whole process, so all models of a family change together; :func:`patch` changes
-    one model only.
+    functions for the whole process, so all models of a family change together.
 
     Raises:
         ImportError: the ``kernels`` package is not installed, or its version is none that transformers takes.

@@ -34,7 +34,8 @@ assert import_utils.is_kernels_available()
 from kernels import Mode, kernelize, use_kernel_forward_from_hub, use_kernelized_func, use_kernel_mapping
 from tests.support.models.of_transformers import gradients, outputs, small_inputs, small_model
 from tests.support.models.of_transformers import assert_equal_runs
-from tightrope.integrations.transformers import mapping, patch, register, unpatch
+from tightrope import patch, unpatch
+from tightrope.integrations.transformers import mapping, register
 from transformers.models.llama import modeling_llama as llama
 
 def runs_operator(call):

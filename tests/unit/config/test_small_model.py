@@ -19,10 +19,9 @@ import pytest
 import torch
 import transformers
 
-from tightrope import RopeSpec
+from tightrope import RopeSpec, patch, unpatch
 from tightrope.config import LayerSpecs, observed, provenance
 from tightrope.config.families import FAMILIES
-from tightrope.integrations import patch, transformers as library, unpatch
 
 ASKED = "the table of families does not contain"
 
@@ -294,7 +293,7 @@ def test_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 RUN = """
 import sys
 from transformers import CONFIG_MAPPING
-from tightrope import RopeSpec
+from tightrope import RopeSpec, patch, unpatch
 RopeSpec.from_config(CONFIG_MAPPING["llama"]())
 assert "tightrope.integrations" not in sys.modules
 from tightrope.config.families import FAMILIES
@@ -327,11 +326,11 @@ def test_a_model_is_read_by_its_configuration(name: str) -> None:
 
 
 def test_all_models_may_be_patched_at_that_time() -> None:
-    library.patch(angles="exact")
+    patch(angles="exact")
     try:
         assert RopeSpec.from_config(config_of("gte")) == RopeSpec(64, 160000.0)
     finally:
-        library.unpatch()
+        unpatch()
 
 
 def test_exact_angles_of_a_family_that_is_not_in_the_table() -> None:

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .._tracing import undisturbed
 from ..channels import join_pairs, split_pairs
-from ..config import LayerSpecs, observed
-from ..config.keys import HEADS, HIDDEN, LAYER_COUNT, LAYER_TYPES, LAYERS_WITHOUT_ATTENTION
 from ..spec import RopeSpec
-from ._state import undisturbed
+from .keys import HEADS, HIDDEN, LAYER_COUNT, LAYER_TYPES, LAYERS_WITHOUT_ATTENTION
+from .specs import LayerSpecs
 
 # No other dimension has this size. The first tokens are not compared: a convolution may mix them with padding.
 _TOKENS, _SKIPPED = 13, 5
@@ -85,7 +85,7 @@ def find(
         return None
     token = _running.set(True)
     try:
-        with undisturbed(), _silenced():
+        with undisturbed(), torch.no_grad(), _silenced():
             torch.manual_seed(0)
             kind, small = _class_of(config), _small(config)
             return _answers(small, _ran(kind, small), specs_of), kind.__name__
@@ -330,6 +330,3 @@ def _pairing(scores: _Scores, spec: Any, out: bool) -> bool:
                 if (likeness > 1 - 1e-6).any():
                     return interleaved
     raise _Unsettled
-
-
-observed.register(find)

@@ -1,0 +1,278 @@
+"""The kinds of rotary functions that libraries have, as tables of rows, and the roles of a function's parameters.
+
+A function is of a kind if one row of each table computes the same: a :class:`Form` (how cosines and sines come), a
+:class:`Turn` (what happens to a pair of channels), an :class:`Arithmetic` (where it rounds) and one of SHAPES.
+`_verify` tries the rows on random tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+Both = tuple[torch.Tensor, torch.Tensor]
+
+#: How tables with one entry per pair are widened. Full width: "cat" repeats the whole table, "repeat" each entry.
+#: Half width: "half" has each entry once.
+WIDTHS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cat": lambda table: torch.cat((table, table), -1),
+    "repeat": lambda table: table.repeat_interleave(2, -1),
+    "half": lambda table: table,
+}
+
+
+class Form(NamedTuple):
+    """How a function takes cosines and sines.
+
+    Attributes:
+        build: makes the function's arguments of cosines and sines.
+        read: the inverse; it may raise any error for arguments of another form.
+        narrow: whether the arguments may have 16 bits.
+    """
+
+    build: Callable[..., tuple[Any, ...]]
+    read: Callable[..., Both]
+    narrow: bool = True
+
+
+def _parts(table: torch.Tensor) -> Both:
+    cos, sin = torch.view_as_real(table).unbind(-1)  # raises an error for real tables
+    return cos, sin
+
+
+def _matrices(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor]:
+    entries = cos[..., ::2], -sin[..., ::2], sin[..., 1::2], cos[..., 1::2]
+    return (torch.stack(entries, -1).unflatten(-1, (2, 2)),)
+
+
+def _of_matrices(table: torch.Tensor) -> Both:
+    (a, b), (c, d) = (row.unbind(-1) for row in table.unbind(-2))
+    return torch.stack((a, d), -1).flatten(-2), torch.stack((-b, c), -1).flatten(-2)
+
+
+COS_SIN, COMPLEX, ANGLES = "cos and sin", "a complex table", "angles"
+FORMS = {
+    COS_SIN: Form(lambda cos, sin: (cos, sin), lambda cos, sin: (cos, sin)),
+    "a pair (cos, sin)": Form(lambda *both: (both,), lambda pair: (pair[0], pair[1])),
+    "cosines and sines stacked": Form(
+        lambda *both: (torch.stack(both),), lambda table: table.unbind(0)
+    ),
+    COMPLEX: Form(lambda *both: (torch.complex(*both),), _parts, narrow=False),
+    "2 x 2 matrices": Form(_matrices, _of_matrices),
+    "sines and cosines in one table": Form(
+        lambda cos, sin: (torch.cat((sin, cos), -1),), lambda table: table.chunk(2, -1)[::-1]
+    ),
+    "cosines and sines in one table": Form(
+        lambda cos, sin: (torch.cat((cos, sin), -1),), lambda table: table.chunk(2, -1)
+    ),
+    ANGLES: Form(lambda *both: (both[0],), lambda t: (t.cos(), t.sin()), narrow=False),
+}
+
+
+class Turn(NamedTuple):
+    """What a function does to pairs of channels.
+
+    Attributes:
+        words: the description in reports.
+        interleaved: whether adjacent channels form pairs.
+        tables: the operator's format of the entries that are read.
+        read: selects the entries that the function reads.
+        as_halves: whether adjacent pairs are returned as halves.
+        last: whether narrow tables turn the last channels instead of the first.
+    """
+
+    words: str
+    interleaved: bool
+    tables: str
+    read: Callable[..., Both] = lambda cos, sin: (cos, sin)
+    as_halves: bool = False
+    last: bool = False
+
+
+def _first(cos: torch.Tensor, sin: torch.Tensor) -> Both:
+    return cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
+
+
+TURNS = (
+    Turn("halves (rotate_half)", False, "full"),
+    Turn("adjacent pairs", True, "full"),
+    Turn("adjacent pairs by the first half of the entries", True, "half", _first),
+    Turn("adjacent pairs by the first half of the entries, as halves", True, "half", _first, True),
+    Turn("adjacent pairs by one entry each", True, "half"),
+    Turn("halves by one entry for each pair", False, "half"),
+    Turn(
+        "adjacent pairs by even cosines and odd sines",
+        True,
+        "half",
+        lambda cos, sin: (cos[..., ::2], sin[..., 1::2]),
+    ),
+    Turn("halves, by the negative angles", False, "full", lambda cos, sin: (cos, -sin)),
+    Turn("adjacent pairs of the last channels by one entry each", True, "half", last=True),
+)
+
+
+class Arithmetic(NamedTuple):
+    """Where a function rounds.
+
+    Attributes:
+        rounding: forward and backward; see :func:`tightrope.functional.rotate`.
+        cast: "tables" if tables are cast to the dtype of x first, "float64" if everything is computed in it.
+        result: the dtype of results; None for that of x.
+        dense: for each result, whether it is contiguous instead of having the strides of x, and whether the gradient
+            is.
+        gradients, tables: whether the gradients of x, and those of the tables, have the function's bits too.
+    """
+
+    rounding: tuple[str, str]
+    cast: str = ""
+    result: torch.dtype | None = None
+    dense: tuple[tuple[bool, bool], ...] = ((False, False),) * 3
+    gradients: bool = True
+    tables: bool = True
+
+
+ARITHMETICS = (
+    Arithmetic(("each", "each")),
+    Arithmetic(("wide", "wide")),
+    Arithmetic(("wide", "each")),
+    Arithmetic(("each", "each"), "tables"),
+    Arithmetic(("each", "each"), "float64"),
+)
+
+
+class Shape(NamedTuple):
+    """Letters for the dimensions of x, of k and of its tables.
+
+    b is rows, h heads, s tokens, d channels; f has the channels of all heads. S is two tokens more than s, R twice as
+    many. Tables align with x at the last dimension, if need be after an unsqueeze.
+    """
+
+    x: str
+    k: str
+    table: str
+
+
+def _shape(text: str) -> Shape:
+    xs, table = text.split("/")
+    x, _, k = xs.partition(",")
+    return Shape(x, k or x, table)
+
+
+SHAPES = tuple(
+    _shape(text)
+    for text in (
+        "bhsd/bsd bshd/bsd bshd/sd bhsd/sd bhsd/b1sd bshd/bs1d bsd/bsd bsd/sd shd/sd hsd/sd hsd/1sd shd/s1d bhsd/bhsd "
+        "bhsd/1sd bshd/s1d sbhd/s11d bsf/s11d bhSd/sd bhSd/b1sd bhsd/bSd bsf/S11d bhsd,bhRd/sd bhsd,bhSd/sd"
+    ).split()
+)
+
+
+def fits(shape: Shape, unsqueeze: int | None) -> bool:
+    """Return whether tables fit x, after an unsqueeze at a dimension from the end unless that is None."""
+    table, x = shape.table, shape.x.replace("bsf", "sbhd")
+    if unsqueeze is not None:
+        at = len(table) + 1 + unsqueeze
+        table = f"{table[:at]}1{table[at:]}"
+    pairs = zip(table[::-1].lower(), x[::-1].lower())
+    return len(table) <= len(x) and all(one in ("1", other) for one, other in pairs)
+
+
+# --- the roles of parameters ----------------------------------------------------------------------
+
+#: Parameters that select one of several rotations, or where tables go -> the values that are tried. So are both values
+#: of each parameter that is True or False by default.
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "unsqueeze_dim": (1, 2),
+    "use_real_unbind_dim": (-1, -2),
+    "sequence_dim": (2, 1),
+}
+_COS_SIN, _TABLE = re.compile(r"cos|sin(?!us)"), re.compile(r"sinus|freq|cis|rope|rotary|emb")
+_ROWS, _EXCLUDED = re.compile(r"^position_ids$"), re.compile(r"^num_\w*exclude")
+
+
+class Roles(NamedTuple):
+    """The parameters of a function.
+
+    Attributes:
+        names: all of them, without self.
+        xs: those that rotate, one to three.
+        tables: those that hold cosines and sines, in the order of the form.
+        options: those of which several values are tried.
+        rows: the parameter that selects rows of the tables; None if there is none.
+        excluded: the number of keys at the end that pass through; None if there is none.
+        defaults: the defaults of all that have one. Other parameters must keep theirs.
+        method: whether the function takes self first.
+    """
+
+    names: tuple[str, ...]
+    xs: tuple[str, ...]
+    tables: tuple[str, ...]
+    options: tuple[str, ...]
+    rows: str | None
+    excluded: str | None
+    defaults: dict[str, Any]
+    method: bool
+
+
+def roles(function: Any, method: bool = False, given: str = "") -> Roles | None:
+    """The roles of a rotary function's parameters, by their names; None if it has others.
+
+    Args:
+        method: whether the function takes self first.
+        given: roles by position instead, separated by spaces: "x" rotates, "cos", "sin" and "table" hold them, and "-"
+            keeps its default.
+    """
+    parameters = [*inspect.signature(function).parameters.values()][int(method) :]
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return None
+    parameters = [each for each in parameters if each.kind is not each.VAR_KEYWORD]
+    stated = given.split()
+    if given and len(stated) != len(parameters):
+        return None
+    found: dict[str, str] = {}
+    for at, each in enumerate(parameters):
+        role = stated[at] if given else _role(each)
+        if role is not None and role != "-":
+            found[each.name] = role
+
+    def having(*names: str) -> tuple[str, ...]:
+        named = [name for name, role in found.items() if role in names]
+        return tuple(sorted(named, key=lambda name: names.index(found[name])))
+
+    xs, tables, rows, excluded = (
+        having("x"),
+        having("cos", "sin", "table"),
+        having("rows"),
+        having("excluded"),
+    )
+    held = sorted(found[name] for name in tables)
+    if not 1 <= len(xs) <= 3 or held not in (["table"], ["cos", "sin"]):
+        return None
+    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+    return Roles(
+        tuple(each.name for each in parameters),
+        *(xs, tables, having("option")),
+        rows[0] if rows else None,
+        excluded[0] if excluded else None,
+        *(defaults, method),
+    )
+
+
+def _role(parameter: inspect.Parameter) -> str | None:
+    """The role that a name suggests; None for a parameter that keeps its default."""
+    name, needed = parameter.name, parameter.default in (None, parameter.empty)
+    if name in OPTIONS or isinstance(parameter.default, bool):
+        return "option"
+    if _EXCLUDED.search(name):
+        return "excluded"
+    if needed and (found := _COS_SIN.search(name)):
+        return found[0]
+    if needed and _TABLE.search(name):
+        return "table"
+    if parameter.default is parameter.empty:
+        return "rows" if _ROWS.search(name) else "x"
+    return "x" if name in ("k", "key") else None

@@ -1,0 +1,558 @@
+"""``patch`` and ``unpatch``: rotary functions of a model's files, replaced under their names, for the whole process."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import stacks
+from .._errors import bad_type, bad_value, describe, outside, public, sentence
+from ..config import _small_model
+from ..config.files import RECORD, recorded_pairing
+from . import _find, _tables
+from ._find import Member
+from ._report import Entry, Report
+from ._turn import Kind, Served, replacement
+from ._verify import find
+
+ANGLES, ROUNDINGS, STACKS = ("model", "exact"), ("model", "once"), ("vllm", "vllm-native", "sglang")
+
+# The attribute in which a patched model, and so every deep copy of it, holds its patch.
+_HELD = "_tightrope_patch"
+
+
+class Options(NamedTuple):
+    """The options of a patch that decide bits."""
+
+    angles: str = "model"
+    rounding: str = "model"
+    stack: str | None = None
+    all_models: bool = False
+
+    @property
+    def change_bits(self) -> bool:
+        """Whether results may have other bits than those of the model."""
+        return self.exchange or self.rounding != "model"
+
+    @property
+    def exchange(self) -> bool:
+        """Whether the tables of modules are exchanged."""
+        return self.angles == "exact" or self.stack is not None
+
+    @property
+    def where(self) -> Any:
+        """Where results round; None for the bits of each function."""
+        if self.stack is not None:
+            return stacks.get(self.stack).rounding
+        return ("once", "once") if self.change_bits else None
+
+    def __str__(self) -> str:
+        pairs = zip(self._fields, self, Options())
+        return (
+            ", ".join(f"{name}={value!r}" for name, value, usual in pairs if value != usual)
+            or "no option"
+        )
+
+
+class Patch:
+    """A patch of a model. It lives as long as the model, or a deep copy of it, holds it."""
+
+    def __init__(self, model: str, options: Options) -> None:
+        self.model, self.options = model, options
+
+    def __deepcopy__(self, _: Any) -> Patch:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bool, ()  # a pickled model is not patched where it is loaded
+
+    def __str__(self) -> str:
+        return str(self.options)
+
+
+@dataclass
+class _Slot:
+    """A member and what takes its place.
+
+    Attributes:
+        made: what is put there.
+        entry: makes the entry of the report.
+        served: the calls of a function; None for members of classes that make tables.
+        counts: see :class:`Calls`; empty for a check.
+        patches: the patches that use it.
+    """
+
+    member: Member
+    made: Any
+    options: Options
+    entry: Callable[[], Entry | None]
+    served: Served | None = None
+    counts: list[int] = field(default_factory=list)
+    patches: weakref.WeakSet[Patch] = field(default_factory=weakref.WeakSet)
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return id(self.member.owner), self.member.name
+
+    def undo(self) -> None:
+        """Restore what was there, unless somebody else has put something there since."""
+        if self.served is not None:
+            self.served.active = False  # others may have kept the replacement
+        if self.member.now() is self.made:
+            self.member.put(self.member.value)
+
+
+_lock = threading.RLock()
+_slots: dict[tuple[int, str], _Slot] = {}
+_kinds: weakref.WeakKeyDictionary[Any, dict[str, Kind | None]] = weakref.WeakKeyDictionary()
+_reports: weakref.WeakKeyDictionary[torch.nn.Module, Report] = weakref.WeakKeyDictionary()
+
+
+@public("patch")
+def patch(
+    model: torch.nn.Module | None = None,
+    *,
+    angles: str = "model",
+    rounding: str = "model",
+    stack: str | None = None,
+    functions: Mapping[Callable[..., Any], str] | None = None,
+    all_models: bool = False,
+) -> Report:
+    """Replace the rotary functions in the files of a model's classes with the fused operator.
+
+    Every function whose name has "rot" or "rope", and that the code of the model's classes names, is tried with random
+    tensors. If it computes what a row of this library's tables computes, values, bits and gradients, a replacement takes
+    its place in its module or class. **So it serves every model of that file in this process**, until each patched one is
+    unpatched. The replacement runs the operator, or the original function in calls of a kind that was not compared.
+    Other functions are left and listed in the report.
+
+    Without options no bit of a result or gradient changes, also for other models of these files. With options that
+    change bits, running a model of these files that is not patched raises an error, unless ``all_models`` is given.
+    Threads that build or run models while others patch them may see either function.
+
+    Args:
+        model: any Module, of any library, on any device including meta. Without one, every model of transformers that
+            is built after this call is patched: also those that a trainer or a server builds. Models that exist already
+            are not.
+        angles: "model" keeps the cosines and sines that the model makes. "exact" uses this library's, which are exact at
+            any position; only for modules whose forward takes (x, position_ids), as those of transformers do. Under
+            LongRoPE and dynamic NTK the longest row decides for its batch, as in transformers.
+        rounding: "model" keeps the bits of results and gradients. "once" rounds results only when they are stored, which
+            is more exact. With exact angles, results always round once.
+        stack: "vllm", "vllm-native" or "sglang": rotate as that server does, with its frequencies, tables and roundings,
+            forward and backward; see :mod:`tightrope.stacks`. For modules as with ``angles="exact"``.
+        functions: rotary functions that are not found by their names, each with the roles of its parameters in order,
+            separated by spaces: "x" rotates, "cos", "sin" and "table" hold cosines and sines, and "-" keeps its default.
+            They are verified in the same way.
+        all_models: let options that change bits serve models of the same files that are not patched, too.
+
+    Returns:
+        A report with an entry per function and, with exact angles or a stack, per class that makes cosines and sines.
+        Its notes say what does not fit together, such as weights and a configuration. Without a model it grows as models
+        are built; one that cannot be patched as required has an entry with the reason.
+
+    Raises:
+        TypeError: model is not a Module.
+        ValueError: an unknown value of an option; a model that is patched with other options, or that shares a function
+            with such a model; a function of ``functions`` that is not of the stated kind; exact angles or a stack for a
+            model of which a rotary function is left, or whose tables cannot be exchanged; or ``rounding="once"`` without
+            ``all_models`` for a model that makes no tables as those of transformers do. Nothing is changed then.
+
+    >>> from transformers import GPTNeoXConfig, GPTNeoXModel
+    >>> model = GPTNeoXModel(GPTNeoXConfig(hidden_size=128, num_hidden_layers=1, vocab_size=9))
+    >>> with patch(model) as report:
+    ...     print([entry.name for entry in report.replaced])
+    ['apply_rotary_pos_emb']
+    """
+    options = _checked(model, Options(angles, rounding, stack, all_models))
+    with _lock:
+        if model is None:
+            if functions is not None:
+                raise bad_value("functions must be given with a model")
+            return _later(options)
+        return _patched(model, options, functions or {})
+
+
+@public("unpatch")
+def unpatch(model: torch.nn.Module | None = None) -> None:
+    """Undo :func:`patch`: the model computes what it did before, bit for bit.
+
+    Functions that another patched model uses stay replaced. A deep copy of a patched model counts as patched.
+
+    Args:
+        model: a patched model; without one, ``patch()`` is undone, for the models that were built meanwhile too, but not
+            the patches of single models.
+
+    Raises:
+        TypeError: model is not a Module.
+    """
+    with _lock:
+        if model is None:
+            _end_later()
+            return
+        _checked(model, Options())
+        _undone(model)
+
+
+def _checked(model: Any, options: Options) -> Options:
+    """Raise an error for invalid arguments."""
+    if model is not None and not isinstance(model, torch.nn.Module):
+        hint = ""
+        held = getattr(model, "__dict__", None) or {}
+        if names := [name for name in held if isinstance(held[name], torch.nn.Module)]:
+            first = "transformer" if "transformer" in names else names[0]
+            hint = f", whose modules are {', '.join(names)}; call patch(pipeline.{first})"
+            raise bad_type(
+                f"model must be a torch.nn.Module but got a {type(model).__name__}{hint}"
+            )
+        raise bad_type(f"model must be a torch.nn.Module but got {describe(model)}")
+    allowed = {"angles": ANGLES, "rounding": ROUNDINGS, "stack": (*STACKS, None)}
+    for name, values in allowed.items():
+        if getattr(options, name) not in values:
+            words = ", ".join(str(v) for v in values if v is not None)
+            raise bad_value(f"{name} must be one of {words} but got {getattr(options, name)!r}")
+    if options.stack is not None and options[:2] != ("model", "model"):
+        raise bad_value(
+            f"angles and rounding must not be given with stack={options.stack!r}, which decides both"
+        )
+    return options
+
+
+# --- one model ------------------------------------------------------------------------------------
+
+
+def _patched(model: torch.nn.Module, options: Options, functions: Mapping[Any, str]) -> Report:
+    held = vars(model).get(_HELD)
+    if held and model in _reports and not functions:
+        if held.options != options:
+            raise bad_value(
+                f"model must be unpatched before it is patched with other options, but it is patched with {held}; call "
+                "unpatch(model) first"
+            )
+        return _reports[model]
+    _forget()
+    mine = Patch(type(model).__name__, options)
+    slots, left = _functions(model, options, functions)
+    makers = [module for module in model.modules() if _tables.is_maker(module)]
+    made, kept = _exchanged(model, makers, mine, left) if options.exchange else ({}, [])
+    slots += _makers(makers, options, mine.model)
+    replaced = {slot.member.place() for slot in slots}
+    left += [
+        Entry(
+            cls.__module__, f"{cls.__qualname__}.{name}", None, False, "seems to rotate in its body"
+        )
+        for cls, name in _find.bodies_of(model)
+        if (cls.__module__, f"{cls.__qualname__}.{name}") not in replaced
+    ]
+    if options.change_bits and not (options.all_models or makers):
+        raise bad_value(
+            f"model must have modules that take (x, position_ids) with {options}, so that other models of its files are "
+            f"told apart; call patch(model, {options}, all_models=True), which serves every model of these files"
+        )
+    _warn_of_record(model, [slot.served.first for slot in slots if slot.served is not None])
+    for slot in slots:
+        if slot.key not in _slots:
+            _slots[slot.key] = slot
+            slot.member.put(slot.made)
+        slot.patches.add(mine)
+    vars(model)[_HELD] = mine
+    for module in makers if options.change_bits else []:
+        vars(module)[_tables.KEPT] = made.get(module) or _tables.Made(mine)
+        _rebind(module)
+    report = Report([e for slot in slots if (e := slot.entry()) is not None] + [*left, *kept])
+    report.entries = [*dict.fromkeys(report.entries)]
+    report.notes = _notes(model, makers, options)
+    report._counts = {
+        slot.member.place(): (slot.counts, tuple(slot.counts[:3])) for slot in slots if slot.counts
+    }
+    report._undo = functools.partial(_undo_if_alive, weakref.ref(model))
+    _reports[model] = report
+    return report
+
+
+def _functions(
+    model: torch.nn.Module, options: Options, functions: Mapping[Any, str]
+) -> tuple[list[_Slot], list[Entry]]:
+    """The slots of a model's rotary functions, and entries for those that are left."""
+    members = {(id(m.owner), m.name): (m, "") for m in _find.members_of(model)}
+    for function, given in functions.items():
+        member = _find.member_of(function) if callable(function) else None
+        if member is None:
+            raise bad_value(
+                f"functions must be found under their own names but got {describe(function)}"
+            )
+        members[id(member.owner), member.name] = member, given
+    slots, doubtful = [], []
+    for key, (member, given) in members.items():
+        slot = _slots.get(key)
+        if slot is None:
+            kind = _kind_of(member, given)
+            if kind is None or not (kind.same_bits or options.where):
+                doubtful.append((member, kind))
+                if given:
+                    raise bad_value(
+                        f"functions must be of a known kind, but {member.name} with {given!r} is of none"
+                    )
+                continue
+            slot = _slot(member, kind, given, options)
+        elif slot.options != options:
+            other = next((each for each in slot.patches), None)
+            raise bad_value(
+                f"model must be patched with the options of other models of its files, but {slot.member.name} serves "
+                f"{other and other.model} after patch(…, {slot.options}); unpatch that model first"
+            )
+        slots.append(slot)
+    names = {slot.member.name for slot in slots}
+    left = []
+    for member, kind in doubtful:
+        if not member.rotates() or (kind is None and names & _find.names_in(member.function())):
+            continue  # it does not rotate, or calls a function that is replaced
+        reason = (
+            "is of no known kind" if kind is None else f"computes {kind}, but rounds in another way"
+        )
+        left.append(Entry(*member.place(), None, False, reason))
+    return slots, left
+
+
+def _kind_of(member: Member, given: str, device: str = "cpu") -> Kind | None:
+    key = member.key()
+    known = _kinds.setdefault(key, {})
+    if given + device not in known:
+        known[given + device] = find(member.function(), device, member.takes_self(), given)
+    return known[given + device]
+
+
+def _slot(member: Member, kind: Kind, given: str, options: Options) -> _Slot:
+    served = Served(member.function(), kind, lambda device: _kind_of(member, given, device))
+    made = member.like(replacement(served, options.where))
+
+    def entry() -> Entry:
+        same = kind.same_bits and options.where is None and not kind.is_complex
+        devices = tuple(sorted(served.kinds))
+        return Entry(*member.place(), str(kind), True, same_bits=same, compared=devices)
+
+    return _Slot(member, made, options, entry, served, served.counts)
+
+
+def replaced(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A function that has the operator serve the calls of another, with its bits; None if that is of no known kind."""
+    kind = find(function)
+    if kind is None or not kind.same_bits:
+        return None
+    return replacement(Served(function, kind, lambda device: find(function, device)))
+
+
+def _makers(makers: list[torch.nn.Module], options: Options, model: str) -> list[_Slot]:
+    """The slots of classes of modules that make tables."""
+    slots = []
+    for cls in dict.fromkeys(map(type, makers)):
+        axes = any(_has_axes(module) for module in makers if type(module) is cls)
+        if options.exchange or axes:
+            slots.append(_slots.get((id(cls), "forward")) or _forward_slot(cls, options))
+        if options.change_bits and not options.all_models:
+            check = Member(cls, "_call_impl", vars(cls).get("_call_impl"))
+            made = _tables.check_of(cls, options, model)
+            slots.append(
+                _slots.get((id(cls), "_call_impl")) or _Slot(check, made, options, lambda: None)
+            )
+    return slots
+
+
+def _forward_slot(cls: type, options: Options) -> _Slot:
+    counts = [0, 0, 0, 0]
+    member = Member(cls, "forward", vars(cls).get("forward"))
+
+    def entry() -> Entry | None:
+        if not options.exchange:
+            return None
+        by = (
+            "exact cosines and sines"
+            if options.stack is None
+            else f"cosines and sines of {options.stack}"
+        )
+        return Entry(cls.__module__, cls.__qualname__, by, True)
+
+    return _Slot(
+        member, _tables.forward_of(cls, options.exchange, counts), options, entry, None, counts
+    )
+
+
+def _has_axes(module: Any) -> bool:
+    rope = getattr(getattr(module, "config", None), "rope_parameters", None)
+    return isinstance(rope, dict) and "mrope_section" in rope
+
+
+def _rebind(module: torch.nn.Module) -> None:
+    """Let a forward that a wrapper keeps, as hooks of accelerate do, be that of the class."""
+    for name, value in list(vars(module).items()):
+        if (
+            name != "forward"
+            and getattr(value, "__self__", None) is module
+            and value.__name__ == "forward"
+        ):
+            vars(module)[name] = type(module).forward.__get__(module)
+
+
+def _exchanged(
+    model: torch.nn.Module, makers: list[torch.nn.Module], mine: Patch, left: list[Entry]
+) -> tuple[dict[torch.nn.Module, _tables.Made], list[Entry]]:
+    """What each module that makes tables gets, and an entry for each that keeps its own."""
+    stack = mine.options.stack
+    found, kept = {}, {}
+    for module in makers:
+        cls = type(module)
+        try:
+            found[module] = _tables.read(module, mine, stack)
+        except _tables.Unlike as unlike:
+            kept[cls] = Entry(
+                cls.__module__,
+                cls.__qualname__,
+                None,
+                False,
+                f"keeps its own cosines and sines: {unlike}",
+            )
+    if not makers:
+        cls, reason = (
+            type(model),
+            "none of its modules takes (x, position_ids), so its angles stay as they are",
+        )
+        kept[cls] = Entry(cls.__module__, cls.__qualname__, None, False, reason)
+    reasons = [*left] * bool(found) + [*kept.values()] * (stack is not None)
+    if reasons:
+        words = "; ".join(f"{entry.name} {entry.reason}" for entry in reasons)
+        raise bad_value(
+            f"model must have only functions and tables that can be exchanged, with {mine.options}, but {words}; call "
+            f"patch(model), which keeps the model's own{_part(model, found, mine.options)}"
+        )
+    return found, [*kept.values()]
+
+
+def _part(model: torch.nn.Module, found: Mapping[torch.nn.Module, Any], options: Options) -> str:
+    """Name the largest part of a model whose tables can all be exchanged, such as the text part; "" if none can."""
+    for name, part in sorted(model.named_modules(), key=lambda each: each[0].count(".")):
+        inside = [module for module in part.modules() if _tables.is_maker(module)]
+        if name and inside and all(module in found for module in inside):
+            return f", or patch(model.{name}, {options}) for that part alone"
+    return ""
+
+
+def _notes(model: torch.nn.Module, makers: list[torch.nn.Module], options: Options) -> list[str]:
+    notes = [f"note: {name} holds NaN, and so will what it rotates" for name in _tables.nans(model)]
+    notes += [note for module in makers if (note := _tables.note(module))]
+    changing = {type(m).__name__ for m in makers if "dynamic" in str(getattr(m, "rope_type", ""))}
+    if options.exchange and changing:
+        notes.append(
+            f"note: {', '.join(sorted(changing))} follows dynamic NTK, whose frequencies change with the length of the "
+            "longest row: keys in a cache keep those of their time, as in transformers"
+        )
+    return [*dict.fromkeys(notes)]
+
+
+def _warn_of_record(model: torch.nn.Module, kinds: list[Kind]) -> None:
+    """Warn if the record of a conversion states that the weights have another pairing than the model's code."""
+    recorded = None
+    with suppress(OSError, ValueError):  # a name that is no path, or a record that is none
+        recorded = recorded_pairing(getattr(model, "config", None))
+    codes = {place.turn.interleaved for kind in kinds for place in kind.places.values()}
+    if recorded is None or not codes or recorded in codes:
+        return
+    paired = "adjacent channels" if True in codes else "halves"
+    text = (
+        f"the model's code pairs {paired}, but {RECORD} beside its weights states that they have the "
+        "other pairing; patch keeps what the code does, so outputs are wrong: convert the weights back, or load "
+        "them into code of their pairing"
+    )
+    warnings.warn(sentence("patch", text), stacklevel=outside())
+
+
+def _undone(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        vars(module).pop(_HELD, None)
+        vars(module).pop(_tables.KEPT, None)
+        _reports.pop(module, None)
+    _forget()
+
+
+def _forget() -> None:
+    """Restore what no patched model uses any more."""
+    for key, slot in list(_slots.items()):
+        if not slot.patches:
+            del _slots[key]
+            slot.undo()
+
+
+def _undo_if_alive(model: weakref.ref[torch.nn.Module]) -> None:
+    if (alive := model()) is not None:
+        unpatch(alive)
+
+
+# --- all models of transformers that are built later ----------------------------------------------
+
+
+class _Later:
+    """The active patch of models that are built later."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.report = Report(
+            notes=[
+                "models of transformers that are built from now on are patched, and listed here"
+            ],
+            if_empty="no model of transformers was built since patch()",
+            _undo=unpatch,
+        )
+        self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.base: Any = importlib.import_module("transformers").PreTrainedModel
+        self.original = self.base.post_init
+
+        @functools.wraps(self.original)
+        def post_init(model: Any, *args: Any, **kwargs: Any) -> Any:
+            result = self.original(model, *args, **kwargs)
+            # Another library may have wrapped this function.
+            if _active is self and not _small_model.is_running():
+                self.add(model)
+            return result
+
+        self.wrapped = self.base.post_init = post_init
+
+    def add(self, model: torch.nn.Module) -> None:
+        """Patch a model that was built now."""
+        if vars(model).get(_HELD):
+            return
+        try:
+            made = patch(model, **self.options._asdict())
+            self.models.add(model)
+        except Exception as error:  # noqa: BLE001  # such as one without rotations; it is built nevertheless
+            cls = type(model)
+            made = Report([Entry(cls.__module__, cls.__qualname__, None, False, str(error))])
+        self.report.add(made)
+
+
+_active: _Later | None = None
+
+
+def _later(options: Options) -> Report:
+    global _active
+    if _active is None or _active.options != options:
+        _end_later()
+        _active = _Later(options)
+    return _active.report
+
+
+def _end_later() -> None:
+    global _active
+    if _active is not None:
+        ended, _active = _active, None
+        if ended.base.post_init is ended.wrapped:
+            ended.base.post_init = ended.original
+        for model in list(ended.models):
+            _undone(model)

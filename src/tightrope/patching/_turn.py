@@ -1,0 +1,292 @@
+"""Compute by the operator what a rotary function of a known kind computes, and the function that does so in its place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ..functional.tables import Tables, rotate_by
+from ..ops import route
+from ._kinds import COMPLEX, FORMS, Arithmetic, Roles, Turn
+
+FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Place(NamedTuple):
+    """How calls of one shape are served.
+
+    Attributes:
+        turn: what happens to pairs.
+        unsqueeze: the dimension at which tables are unsqueezed, from the end; None if they are not.
+        single: whether the result is one tensor.
+        tokens: what happens if x has another number of tokens than its tables: the original runs ("same"), "leading"
+            tokens of x pass through, the "first" or "last" rows of the tables are read, or keys "repeat" them.
+        tokens_first: whether tables have tokens in the first of four dimensions. So has x, unless it is flat.
+        flat: whether the last dimension of x has the channels of all heads.
+    """
+
+    turn: Turn
+    unsqueeze: int | None
+    single: bool = False
+    tokens: str = "same"
+    tokens_first: bool = False
+    flat: bool = False
+
+
+@dataclass
+class Kind:
+    """What a function was found to compute on one type of device.
+
+    Attributes:
+        forms: the form of its tables by the values of the options.
+        places: by the values of the options and the shape of a call; see :func:`shape_of`.
+        arithmetics: by the values of the options, and the dtypes of x and of the tables.
+    """
+
+    roles: Roles
+    device: str = "cpu"
+    forms: dict[Any, str] = field(default_factory=dict)
+    places: dict[Any, Place] = field(default_factory=dict)
+    arithmetics: dict[Any, Arithmetic] = field(default_factory=dict)
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether it multiplies complex numbers, which torch rounds otherwise at the end of a vector."""
+        return COMPLEX in self.forms.values()
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether results and gradients in float32 have the function's bits."""
+        wide = torch.float32, torch.float32
+        found = [self.arithmetics.get((options, *wide)) for options in self.forms]
+        return all(each is not None and each.gradients for each in found)
+
+    def __str__(self) -> str:
+        turns = {key[0]: place.turn.words for key, place in reversed(self.places.items())}
+        return " or ".join(dict.fromkeys(f"{turns[o]}, {form}" for o, form in self.forms.items()))
+
+
+def shape_of(xs: list[Any], cos: torch.Tensor) -> tuple[int, int, int, int]:
+    """What decides, besides options, how a call is served: ranks, the number of tensors, the width of tables."""
+    rank, width, channels = xs[0].dim(), cos.shape[-1], xs[0].shape[-1]
+    kind = 3 if cos.dim() > rank else 0 if width == channels else 1 if 2 * width == channels else 2
+    return rank, cos.dim(), sum(x is not None for x in xs), kind
+
+
+def turned(
+    xs: list[torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    place: Place,
+    arithmetic: Arithmetic,
+    excluded: int = 0,
+) -> list[torch.Tensor]:
+    """Turn one to three tensors by the cosines and sines of their call.
+
+    Args:
+        excluded: the number of keys at the end that pass through.
+
+    Raises:
+        TypeError, ValueError: the operator does not take them.
+    """
+    turn, dtype, result = place.turn, xs[0].dtype, arithmetic.result or xs[0].dtype
+    wide = torch.promote_types(dtype, result)
+    if arithmetic.cast:
+        wide = torch.float64 if arithmetic.cast == "float64" else wide
+        narrow = dtype if arithmetic.cast == "tables" else wide
+        cos, sin = cos.to(narrow), sin.to(narrow)
+    cos, sin = turn.read(cos, sin)
+    width = cos.shape[-1] if turn.tables == "full" else 2 * cos.shape[-1]
+    if place.unsqueeze is not None:
+        cos, sin = cos.unsqueeze(place.unsqueeze), sin.unsqueeze(place.unsqueeze)
+    if place.flat:
+        if xs[0].shape[-1] % width:
+            raise ValueError("x must have whole heads")
+        xs = [x.unflatten(-1, (-1, width)) for x in xs]
+    if place.tokens_first:
+        cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
+        xs = xs if place.flat else [x.transpose(0, 1) for x in xs]
+    dims = xs[0].dim()
+    if dims not in (3, 4) or cos.dim() > dims:
+        raise ValueError("x must have 3 or 4 dimensions, and tables not more")
+    missing = (None,) * (dims - cos.dim())
+    cos, sin = cos[missing], sin[missing]
+    behind = cos.shape[-2] == 1 and xs[0].shape[-2] != 1
+    heads, axis = (dims - 2, dims - 3) if behind else (dims - 3, dims - 2)
+    start = xs[0].shape[-1] - width if turn.last else 0
+
+    def given(c: torch.Tensor, s: torch.Tensor, at: int) -> Tables:
+        dense = arithmetic.dense[at]
+        options = heads, turn.interleaved, turn.tables, start
+        return Tables(c, s, *options, rounding=arithmetic.rounding, dense=dense)
+
+    rows = cos.shape[axis]
+    alike = len(xs) == 2 and arithmetic.dense[0] == arithmetic.dense[1] and not excluded
+    if alike and rows == xs[0].shape[axis] == xs[1].shape[axis]:
+        ys = [*rotate_by(xs[0].to(wide), xs[1].to(wide), given(cos, sin, 0))]
+    else:
+        ys = []
+        for at, x in enumerate(xs):
+            leading, x, trailing = _split(x, axis, rows, place.tokens, excluded * (at == 1))
+            c, s = (_rows(t, axis, x.shape[axis], place.tokens, at) for t in (cos, sin))
+            (y,) = rotate_by(x.to(wide), None, given(c, s, at))
+            parts = [t.to(y.dtype) for t in (leading, trailing) if t is not None]
+            ys.append(
+                torch.cat((*parts[: leading is not None], y, *parts[leading is not None :]), axis)
+                if parts
+                else y
+            )
+    if turn.as_halves:
+        ys = [y.unflatten(-1, (-1, 2)).mT.flatten(-2) for y in ys]
+    ys = [y.to(result) for y in ys]
+    if place.flat:
+        return [y.flatten(-2) for y in ys]
+    return [y.transpose(0, 1) for y in ys] if place.tokens_first else ys
+
+
+def _split(
+    x: torch.Tensor, axis: int, rows: int, tokens: str, excluded: int
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """The leading tokens that pass through, those that turn, and the excluded ones."""
+    leading = trailing = None
+    if excluded:
+        kept = x.shape[axis] - excluded
+        if kept <= 0 or excluded < 0:
+            raise ValueError("some keys must turn")
+        x, trailing = x.narrow(axis, 0, kept), x.narrow(axis, kept, excluded)
+    more = x.shape[axis] - rows
+    if tokens == "leading" and more > 0:
+        leading, x = x.narrow(axis, 0, more), x.narrow(axis, more, rows)
+    return leading, x, trailing
+
+
+def _rows(table: torch.Tensor, axis: int, tokens: int, how: str, at: int) -> torch.Tensor:
+    """The rows of a table for x with another number of tokens; see :class:`Place`."""
+    rows = table.shape[axis]
+    if tokens < rows and how in ("first", "last"):
+        return table.narrow(axis, rows - tokens if how == "last" else 0, tokens)
+    if at == 1 and how == "repeat" and tokens > rows and tokens % rows == 0:
+        return torch.cat([table] * (tokens // rows), axis)
+    return table
+
+
+# --- the replacement ------------------------------------------------------------------------------
+
+
+class Served:
+    """The calls of one function: which the operator serves, and how many.
+
+    Attributes:
+        kinds: the kind that was found, by type of device; None if there is none.
+        counts: the eager calls that the operator and the original served.
+        active: false once the replacement is undone; others may have kept it.
+    """
+
+    active = True
+
+    def __init__(self, original: Any, kind: Kind, verify: Callable[[str], Kind | None]) -> None:
+        self.original, self.first, self.verify = original, kind, verify
+        self.kinds: dict[str, Kind | None] = {kind.device: kind}
+        self.counts = [0, 0]
+        known = kind.roles
+        used = {*known.xs, *known.tables, *known.options, known.rows, known.excluded}
+        self.others = [name for name in known.names if name not in used]
+
+    def kind_on(self, device: str) -> Kind | None:
+        """The kind on a type of device; it is verified in the first eager call there."""
+        if device not in self.kinds and not torch.compiler.is_compiling():
+            self.kinds[device] = self.verify(device)
+        return self.kinds.get(device, self.first)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rounding: Any) -> Any:
+        """The results of a call; None if the original must run.
+
+        Args:
+            rounding: where results round; None for the bits of the original.
+        """
+        if not self.active:
+            return None
+        known = self.first.roles
+        values = {**known.defaults, **dict(zip(known.names, args)), **kwargs}
+        if len(args) > len(known.names) or len(values) != len(known.names):
+            return None
+        if any(values[name] is not known.defaults[name] for name in self.others):
+            return None
+        xs = [values[name] for name in known.xs]
+        present = [x for x in xs if x is not None]
+        if xs[0] is None or not all(map(_is_plain, present)):
+            return None
+        options = tuple([values[name] for name in known.options])
+        excluded = values[known.excluded] if known.excluded else 0
+        if any(type(each) not in (bool, int) for each in (*options, excluded)):
+            return None
+        kind = self.first if rounding is not None else self.kind_on(xs[0].device.type)
+        if kind is None or options not in kind.forms:
+            return None
+        try:
+            cos, sin = FORMS[kind.forms[options]].read(*[values[name] for name in known.tables])
+            if known.rows:
+                cos, sin = cos[values[known.rows]], sin[values[known.rows]]
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+            return None
+        if not (_is_plain(cos) and _is_plain(sin)):
+            return None
+        place = kind.places.get((options, *shape_of(xs, cos)))
+        arithmetic: Arithmetic | None
+        if rounding is not None:
+            arithmetic = Arithmetic(rounding, result=xs[0].dtype)
+        else:
+            arithmetic = kind.arithmetics.get((options, xs[0].dtype, cos.dtype))
+        if place is None or arithmetic is None:
+            return None
+        grad = torch.is_grad_enabled()
+        learned = grad and (cos.requires_grad or sin.requires_grad)
+        shared = cos.shape[0] != xs[0].shape[0]  # sums over rows have another order
+        if learned and (shared or not arithmetic.tables):
+            return None
+        if grad and not arithmetic.gradients and any(x.requires_grad for x in present):
+            return None
+        try:
+            ys = turned(present, cos, sin, place, arithmetic, excluded)
+        except (TypeError, ValueError):
+            return None
+        return ys[0] if place.single else (*ys, *[None] * (len(xs) - len(ys)))
+
+
+def _is_plain(x: Any) -> bool:
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter) or torch.compiler.is_exporting()
+    return (
+        plain
+        and x.dtype in FLOATING
+        and x.device.type != "meta"
+        and route.mode() in ("eager", "compiled")
+    )
+
+
+def replacement(served: Served, rounding: Any = None) -> Callable[..., Any]:
+    """A function that has the operator serve the calls that were verified, and the original all others.
+
+    Args:
+        rounding: where results round; None for the bits of the original.
+    """
+    known, original = served.first.roles, served.original
+    skipped = int(known.method)
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        result = served.run(args[skipped:], kwargs, rounding)
+        if not torch.compiler.is_compiling():
+            served.counts[result is None] += 1
+        if result is None:
+            result = original(*args, **kwargs)
+            if rounding is not None:  # exchanged tables may be wider than the model's
+                dtype = {**dict(zip(known.names, args[skipped:])), **kwargs}[known.xs[0]].dtype
+                several = result if isinstance(result, tuple) else (result,)
+                alike = tuple(y if y is None else y.to(dtype) for y in several)
+                result = alike if isinstance(result, tuple) else alike[0]
+        return result
+
+    return functools.update_wrapper(apply, original)

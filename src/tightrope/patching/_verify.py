@@ -1,0 +1,336 @@
+"""Find the kind of a rotary function by calls with random tensors: values, bits, gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from .._tracing import undisturbed
+from ._kinds import (
+    ANGLES,
+    ARITHMETICS,
+    COMPLEX,
+    COS_SIN,
+    FORMS,
+    OPTIONS,
+    SHAPES,
+    TURNS,
+    Arithmetic,
+    Roles,
+    Shape,
+    fits,
+    roles,
+)
+from ._turn import FLOATING, Kind, Place, shape_of, turned
+
+_F32, _BF16 = torch.float32, torch.bfloat16
+_ONCE = Arithmetic(("once", "once"))
+# Sizes by letter; no two tables of different shapes have equally many entries.
+_SIZES = {"b": 2, "h": 3, "s": 19, "d": 64}
+# The dtypes of x and of tables that are tried.
+_DTYPES = (
+    *((_F32, table) for table in (_F32, torch.float64, _BF16, torch.float16)),
+    *((torch.float64, table) for table in (torch.float64, _F32)),
+    *((narrow, table) for narrow in (_BF16, torch.float16) for table in (_F32, narrow)),
+)
+# What a kind is confirmed with: one token, odd widths, and a long sequence with special values.
+_OTHERS: tuple[tuple[dict[str, int], tuple[torch.dtype, torch.dtype]], ...] = (
+    ({"b": 3, "h": 5, "s": 1, "d": 32}, (_F32, _F32)),
+    ({"b": 1, "h": 2, "s": 7, "d": 12}, (_F32, _F32)),
+    ({"b": 3, "h": 1, "s": 5, "d": 20}, (_BF16, _BF16)),
+    ({"b": 1, "h": 4, "s": 9, "d": 96}, (_BF16, _F32)),
+    ({"b": 2, "h": 2, "s": 260, "d": 128}, (_F32, _F32)),
+)
+_SPECIAL = (float("nan"), float("inf"), -float("inf"), 1e30, -1e-30, 0.0, -0.0)
+# Bounds, relative and absolute, of equal values in float32 and in results of 16 bits.
+_CLOSE, _COARSE = 1e-5, 2**-6
+
+
+class _Trial(NamedTuple):
+    """What a call is made of.
+
+    Attributes:
+        width: the last dimension of the tables.
+        unsqueeze: the dimension at which the function is thought to unsqueeze them; None if it does not.
+        tensors: the number of tensors that rotate; the others are None.
+        dtypes: of x, and of the tables.
+    """
+
+    options: tuple[Any, ...]
+    form: str
+    shape: Shape
+    width: int
+    unsqueeze: int | None
+    tensors: int
+    dtypes: tuple[torch.dtype, torch.dtype] = (_F32, _F32)
+    sizes: dict[str, int] = _SIZES
+    excluded: int = 0
+    special: bool = False
+
+
+class _Object:
+    """The attributes that methods of conformers read."""
+
+    num_heads, head_size = _SIZES["h"], _SIZES["d"]
+
+
+class _Probe:
+    """A call of a function: its tensors, and its results ``ys``, none if it raised an error or rotates nothing."""
+
+    def __init__(self, function: Any, known: Roles, trial: _Trial, device: str = "cpu") -> None:
+        self.trial, self.device, form = trial, device, FORMS[trial.form]
+        both = (self._random(trial.shape.table, trial.width, trial.dtypes[1]) for _ in range(2))
+        cos, sin = form.read(*form.build(*both))
+        self.cos, self.sin = (t.detach().requires_grad_() for t in (cos, sin))
+        tables = form.build(cos if trial.form == ANGLES else self.cos, self.sin)
+        if trial.form == ANGLES:  # gradients would flow to the angle
+            angle = torch.randn_like(cos)
+            self.cos, self.sin, tables = angle.cos(), angle.sin(), (angle,)
+        letters = [trial.shape.x, trial.shape.k, trial.shape.x][: trial.tensors]
+        self.xs = [
+            self._random(each, trial.sizes["d"], trial.dtypes[0]).requires_grad_()
+            for each in letters
+        ]
+        given = dict(zip(known.options, trial.options))
+        given |= dict(zip(known.xs, [*self.xs, None, None]))
+        given |= dict(zip(known.tables, tables))
+        if known.excluded:
+            given[known.excluded] = trial.excluded
+        if known.rows:
+            rows = torch.arange(self.cos.shape[0], device=device).flip(0)
+            given[known.rows] = rows
+            self.cos, self.sin = self.cos[rows], self.sin[rows]
+        self.ys: list[torch.Tensor] = []
+        self.single = False
+        first = [_Object()] if known.method else []
+        try:
+            found = function(*first, **given)
+        except Exception:  # noqa: BLE001  # functions raise anything for shapes that they do not take
+            return
+        ys = [y for y in (found if isinstance(found, tuple) else (found,)) if y is not None]
+        same = [getattr(y, "shape", None) for y in ys] == [x.shape for x in self.xs]
+        if same and all(y.is_floating_point() for y in ys) and not any(x._version for x in self.xs):
+            self.ys, self.single = ys, not isinstance(found, tuple)
+
+    def _random(self, letters: str, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of a shape in letters, whose tokens and heads are exchanged in memory, as a projection leaves them."""
+        own = self.trial.sizes
+        sizes = {
+            **own,
+            "d": width,
+            "1": 1,
+            "S": own["s"] + 2,
+            "R": 2 * own["s"],
+            "f": own["h"] * width,
+        }
+        x = torch.randn([sizes[letter] for letter in letters], device=self.device)
+        if self.trial.special:
+            some = x.view(-1)[:: x.numel() // 30]
+            some.copy_(torch.tensor(_SPECIAL).repeat(9)[: len(some)])
+        x = x.to(dtype)
+        return x if len(letters) < 3 else x.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+    def turned(self, place: Place, arithmetic: Arithmetic) -> list[torch.Tensor] | None:
+        """The operator's results; None if it does not take the call."""
+        try:
+            return turned(self.xs, self.cos, self.sin, place, arithmetic, self.trial.excluded)
+        except (TypeError, ValueError):
+            return None
+
+    def agrees(self, place: Place) -> bool | None:
+        """Return whether the operator has the function's values; None if it does not take the call."""
+        mine = self.turned(place, _ONCE)
+        if mine is None:
+            return None
+        bound = _CLOSE if self.ys[0].dtype.itemsize > 2 else _COARSE
+        return all(torch.allclose(a, b.to(a.dtype), bound, bound) for a, b in zip(mine, self.ys))
+
+    def arithmetic(self, place: Place, rows: tuple[Arithmetic, ...]) -> Arithmetic | None:
+        """The row with the function's bits, or one whose gradients alone differ; None if there is none."""
+        count = len(self.xs)
+        grads = [torch.randn_like(y) for y in self.ys]
+        leaves = [*self.xs, *(t for t in (self.cos, self.sin) if t.requires_grad)]
+        wanted = torch.autograd.grad(self.ys, leaves, grads, allow_unused=True)
+        dense = tuple(
+            (y.is_contiguous(), g is not None and g.is_contiguous())
+            for y, g in zip(self.ys, wanted)
+        )
+        nearest = None
+        for row in rows:
+            tried = row._replace(
+                result=self.ys[0].dtype, dense=(*dense, *[(False, False)] * (3 - count))
+            )
+            mine = self.turned(place, tried)
+            if mine is None or not all(map(_alike, mine, self.ys)):
+                continue
+            found = torch.autograd.grad(mine, leaves, grads, allow_unused=True)
+            same = [a is not None and b is not None and _alike(a, b) for a, b in zip(found, wanted)]
+            if all(same[:count]):
+                return tried._replace(tables=len(same) > count and all(same))
+            nearest = tried._replace(gradients=False, tables=False)
+        return nearest
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bits and strides; every NaN counts as one number."""
+    steps = ([n for n, size in zip(x.stride(), x.shape) if size > 1] for x in (one, other))
+    if one.dtype != other.dtype or next(steps) != next(steps):
+        return False
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def find(function: Any, device: str = "cpu", method: bool = False, given: str = "") -> Kind | None:
+    """The kind of a function; None if it is of no kind.
+
+    Args:
+        device: the type of device on which it is tried.
+        method: whether it takes self first.
+        given: the roles of its parameters; see :func:`roles`.
+    """
+    known = roles(function, method, given)
+    if known is None:
+        return None
+    kind = Kind(known, device)
+    # Without functions of tensor subclasses and of modes, such as `with torch.device("meta")`, which take time.
+    with undisturbed(device), torch.enable_grad(), torch._C.DisableTorchFunction():
+        torch.manual_seed(0)
+        tried = []
+        for name in known.options:
+            default = known.defaults.get(name)
+            values = (default, not default) if isinstance(default, bool) else OPTIONS[name]
+            tried.append(dict.fromkeys(values if default is None else (default, *values)))
+        for options in itertools.product(*tried):
+            _Search(function, kind, options).run()
+    return kind if kind.forms else None
+
+
+class _Search:
+    """The search for what a function computes with some values of its options."""
+
+    def __init__(self, function: Any, kind: Kind, options: tuple[Any, ...]) -> None:
+        self.function, self.kind, self.options = function, kind, options
+        self.turns = list(TURNS)
+        self.first: _Trial | None = None
+
+    def run(self) -> None:
+        """Find shapes, then where results round, and confirm both at other sizes."""
+        unlike = []
+        for trial in self._trials():
+            if self.first is not None and trial.form != self.first.form:
+                continue
+            probe = self._probe(trial)
+            if probe.ys:
+                key = self._key(probe)
+                place = self._place(probe)
+                if place is None:
+                    unlike.append((key, probe))
+                    continue
+                self.first = self.first or trial
+                held = self.kind.places.setdefault(key, place)
+                if held._replace(tokens=place.tokens) == place and held.tokens == "same":
+                    self.kind.places[key] = place
+        for (
+            key,
+            probe,
+        ) in unlike:  # another layout of the same ranks, in which the function does something else
+            if self.first is None or probe.trial.form != self.first.form:
+                continue
+            if key in self.kind.places and probe.agrees(self.kind.places[key]) is False:
+                del self.kind.places[key]
+        if self.first is not None and any(key[0] == self.options for key in self.kind.places):
+            self.kind.forms[self.options] = self.first.form
+            self._round(self.first)
+            self._confirm(self.first)
+
+    def _probe(self, trial: _Trial) -> _Probe:
+        return _Probe(self.function, self.kind.roles, trial, self.kind.device)
+
+    def _key(self, probe: _Probe) -> tuple[Any, ...]:
+        missing = [None] * (len(self.kind.roles.xs) - len(probe.xs))
+        return self.options, *shape_of([*probe.xs, *missing], probe.cos)
+
+    def _trials(self) -> Iterator[_Trial]:
+        known = self.kind.roles
+        asked = dict(zip(known.options, self.options)).get("unsqueeze_dim")
+        forms = [name for name in FORMS if (name == COS_SIN) == (len(known.tables) == 2)]
+        for form, shape, part in itertools.product(forms, SHAPES, (1, 2, 4)):
+            if shape.k != shape.x and len(known.xs) < 2:
+                continue
+            places = [None, -2, -3]
+            if asked is not None:
+                places = [asked - len(shape.table) - 1 if asked >= 0 else asked]
+            place = next((p for p in places if fits(shape, p)), "none")
+            if place == "none":
+                continue
+            counts = {len(known.xs), 1} if shape.k == shape.x else {len(known.xs)}
+            for count in counts:
+                trial = _Trial(self.options, form, shape, _SIZES["d"] // part, place, count)  # type: ignore[arg-type]
+                yield trial
+                if known.excluded and shape.k != shape.x:
+                    yield trial._replace(excluded=2)
+
+    def _place(self, probe: _Probe) -> Place | None:
+        """How a call is served; None if no row of TURNS has its values."""
+        shape = probe.trial.shape
+        tokens: tuple[str, ...] = ("same",)
+        if "S" in shape.x or "S" in shape.table:
+            tokens = ("leading",) if "S" in shape.x else ("last", "first")
+        elif "R" in shape.k:
+            tokens = ("repeat",)
+        flat = shape.x.endswith("f")
+        for turn, how in itertools.product(self.turns, tokens):
+            place = Place(
+                turn,
+                probe.trial.unsqueeze,
+                probe.single,
+                how,
+                flat or (shape.x[0] == "s" and len(shape.x) == 4),
+                flat,
+            )
+            if probe.agrees(place):
+                self.turns = [turn, *(t for t in self.turns if t is not turn)]
+                return place
+        return None
+
+    def _round(self, first: _Trial) -> None:
+        """Find where results round, for all dtypes."""
+        narrow = FORMS[first.form].narrow
+        for dtypes in _DTYPES:
+            if not narrow and dtypes[1] not in FLOATING[:2]:
+                continue
+            shown = self.kind.arithmetics.get((self.options, _F32, dtypes[1]))
+            if dtypes[0] != _F32 and shown is None:
+                continue  # results of 16 bits do not show every rounding
+            rows: tuple[Arithmetic, ...] = ARITHMETICS
+            if dtypes[0] in FLOATING[2:] and shown is not None and shown.cast == "float64":
+                rows = tuple(row for row in rows if row.cast == "float64")
+            probe = self._probe(first._replace(dtypes=dtypes))
+            place = probe.ys and self.kind.places.get(self._key(probe))
+            if place and (found := probe.arithmetic(place, rows)) is not None:
+                key = self.options, *dtypes
+                self.kind.arithmetics[key] = found
+
+    def _confirm(self, first: _Trial) -> None:
+        """Compare bits at sizes, strides and values that were not tried; drop what differs."""
+        for sizes, dtypes in _OTHERS:
+            key = self.options, *dtypes
+            arithmetic = self.kind.arithmetics.get(key)
+            if arithmetic is None:
+                continue
+            width = first.width * sizes["d"] // _SIZES["d"]
+            special = sizes["s"] > 100 and first.form != COMPLEX
+            trial = first._replace(sizes=sizes, dtypes=dtypes, width=width, special=special)
+            probe = self._probe(trial)
+            place = probe.ys and self.kind.places.get(self._key(probe))
+            if not place:
+                continue
+            if first.form == COMPLEX:  # its last bit depends on the size
+                same = probe.agrees(place)
+            else:
+                found = probe.arithmetic(place, (arithmetic,))
+                same = found is not None and found.gradients >= arithmetic.gradients
+            if not same:
+                del self.kind.arithmetics[key]
