@@ -38,6 +38,7 @@ class Part:
         layers: the number of layers of this type, if the configuration lists them.
         why_not: why there is no spec.
         at: the numbers of these layers, if the configuration lists them.
+        temperature: the key of a factor on queries that grows with the position, if the configuration has one.
         stored: the buffers of frequencies of these layers in the checkpoint beside the configuration.
     """
 
@@ -48,6 +49,7 @@ class Part:
     layers: int | None = None
     why_not: str | None = None
     at: tuple[int, ...] = ()
+    temperature: str | None = None
     stored: tuple[Stored, ...] = ()
 
 
@@ -156,4 +158,5 @@ def _parts_of(
             rows = [
                 row._replace(source=record[1]) if row.name == "interleaved" else row for row in rows
             ]
-        yield Part(name, spec, tuple(rows), provenance.context, count, at=at)
+        more = {"at": at, "temperature": provenance.temperature}
+        yield Part(name, spec, tuple(rows), provenance.context, count, **more)  # type: ignore[arg-type]

@@ -448,7 +448,7 @@ def test_equal_rotations_are_alike_under_any_name() -> None:
         ),
         (
             RopeSpec(16, scaling=YaRN(40, 64, mscale=1.0, mscale_all_dim=1.0)),
-            "softmax scale is multiplied by 1 in one and",
+            "the factors on the softmax scale are 1 in one and 1.87385 in the other",
         ),
     ],
 )
