@@ -265,21 +265,24 @@ def _check_no_option_is_lost(model: torch.nn.Module, rounding: str) -> None:
 
 def _warn_of_record(model: torch.nn.Module, found: _Results) -> None:
     """Warn if the record of a conversion states that the weights have another pairing than the model's code."""
-    from ..config.files import RECORD, recorded_pairing
+    from ..config import records_of
+    from ..config.files import Record
 
-    recorded = None
+    records: list[Record] = []
     with suppress(OSError, ValueError):  # a name that is no path, or a record that is none
-        recorded = recorded_pairing(getattr(model, "config", None))
+        found_of = records_of(getattr(model, "config", None))
+        records = [record for each in found_of.values() for record in each]
     codes = {
         result.candidate.rotation.pairs for *_, result in found if result.candidate is not None
     }
-    if recorded is None or not codes or ("interleaved" if recorded else "half") in codes:
+    other = [one for one in records if ("interleaved" if one.interleaved else "half") not in codes]
+    if not other or not codes:
         return
     kinds = {"half": "halves", "interleaved": "adjacent channels"}
     text = (
-        f"the model's code pairs {kinds[min(codes)]}, but {RECORD} beside its weights states that they have the "
-        "other pairing; patch keeps what the code does, so outputs are wrong: convert the weights back, or load "
-        "them into code of their pairing"
+        f"the model's code pairs {kinds[min(codes)]}, but {other[0].where} beside its weights states that "
+        f"{min(other[0].tensors)} and others have the other pairing; patch keeps what the code does, so outputs are wrong: "
+        "convert the weights back, or load them into code of their pairing"
     )
     warnings.warn(sentence("patch", text), stacklevel=outside())
 

@@ -1,4 +1,4 @@
-"""What `inspect` reports of a model's attention: factors that keys of RoPE state and no rotation has."""
+"""Factors of the attention that `inspect` reports, which keys of RoPE state and no rotation has."""
 
 import json
 from typing import Any

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import json
 import pickle
 import re
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.support.models.of_transformers import (
     small_inputs,
     small_model,
 )
+from tests.support.records import conversion, write_record
 from tests.support.tolerances import assert_each, assert_same_bits, value
 from tightrope import integrations
 from tightrope.config.files import RECORD
@@ -355,7 +355,7 @@ def test_weights_of_another_pairing_than_the_code_are_warned_of(
     llama: Any, pairing: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     """The model would write fluent nonsense, patched or not."""
-    (tmp_path / RECORD).write_text(json.dumps({"pairing": pairing}))
+    write_record(tmp_path, conversion(pairing))
     llama.config._name_or_path = str(tmp_path)
     assert patch(llama).replaced
     texts = [str(each.message) for each in recwarn if RECORD in str(each.message)]
