@@ -22,7 +22,7 @@ ALLOWED = {
     ),
     "config.families": ("FAMILIES", "the table of families; Provenance could name the family"),
     "config.files": (
-        "ELSEWHERE NAMES RECORD Record load records_in single url_in",
+        "ELSEWHERE NAMES Record load url_in",
         "the writer of a record of a conversion and its reader share the file's name and its checks",
     ),
     "config.formats": ("is_megatron is_meta", "Provenance could name the format"),

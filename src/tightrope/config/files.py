@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .._errors import public
 from . import gguf_file
@@ -71,6 +71,7 @@ class Record:
         tensors: their names.
         left: tensors that the same section describes and that have the other pairing.
         values: the record as it is stored.
+        file: the name of the file that has the record of a folder.
     """
 
     where: str
@@ -81,31 +82,34 @@ class Record:
     left: frozenset[str]
     values: Mapping[str, Any]
 
+    file: ClassVar[str] = RECORD
 
-def records_in(listed: object, where: str) -> list[Record]:
-    """Return the conversions that a file records.
+    @classmethod
+    def listed(cls, listed: object, where: str) -> list[Record]:
+        """Return the conversions that a file lists.
 
-    Raises:
-        ValueError: the record is not one.
-    """
-    try:
-        return [
-            Record(
-                where,
-                one["section"],
-                one["model"],
-                {"half": False, "interleaved": True}[one["pairing"]],
-                frozenset(name for rows in one["rows"] for name in {**rows["tensors"]}),
-                frozenset(one["left"]),
-                one,
+        Raises:
+            ValueError: the list is not one of conversions.
+        """
+        pairings = {"half": False, "interleaved": True}
+        try:
+            return [
+                cls(
+                    where,
+                    one["section"],
+                    one["model"],
+                    pairings[one["pairing"]],
+                    frozenset(name for rows in one["rows"] for name in {**rows["tensors"]}),
+                    frozenset(one["left"]),
+                    one,
+                )
+                for one in listed  # type: ignore[attr-defined]
+            ]
+        except (KeyError, TypeError):
+            fail(
+                f"{where} must list conversions, each with its section, pairing and tensors, but does not: remove the "
+                "record and pass the pairing"
             )
-            for one in listed  # type: ignore[attr-defined]
-        ]
-    except (KeyError, TypeError):
-        fail(
-            f"{where} must list conversions, each with its section, pairing and tensors, but does not: remove the record "
-            "and pass the pairing"
-        )
 
 
 @public("from_config")
@@ -128,7 +132,7 @@ def records_beside(config: object) -> list[Record]:
     record = (path if path.is_dir() else path.parent) / RECORD
     if not (path.is_dir() or path.name in NAMES) or not record.is_file():
         return []
-    return records_in(_json(record).get("conversions"), RECORD)
+    return Record.listed(_json(record).get("conversions"), RECORD)
 
 
 def url_in(path: Path) -> str | None:

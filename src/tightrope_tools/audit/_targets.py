@@ -6,7 +6,6 @@ import copy
 import importlib
 import importlib.util
 import inspect
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from torch import nn
 from tightrope import functional, stacks
 from tightrope._errors import Refusal, bad_type, bad_value
 from tightrope.config import LayerSpecs, from_config, recorded
-from tightrope.config.files import single
+from tightrope.config.files import load
 from tightrope.forms import calls_of
 from tightrope.positions import multi_axis
 from tightrope.spec import RopeSpec
@@ -243,8 +242,8 @@ def _recorded(target: Any) -> bool | None:
 
 
 def _from_file(library: Any, file: Path) -> Any:
-    values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=single)
-    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+    values = dict(load(file))
+    if not isinstance(values.get("model_type"), str):
         raise bad_value(f"{file} must have a model_type that is a string but has none")
     return library.AutoConfig.for_model(values.pop("model_type"), **values)
 

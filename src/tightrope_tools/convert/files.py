@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tightrope._errors import bad_value
-from tightrope.config.files import RECORD as RECORD, Record, load, records_in, url_in
+from tightrope.config.files import Record, load, url_in
 
 # The dtypes of weights and their scales, by safetensors' names; a projection of another dtype is refused.
 FLOATS: dict[str, torch.dtype] = {
@@ -142,7 +142,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if index is not None and wrong:
         fail(f"{index} and the files must agree on where tensors are but differ in {shown(wrong)}")
     weights = [name for name in names if name.lower().endswith((*_WEIGHTS, _INDEX))]
-    others = [name for name in names if name not in (*weights, RECORD)]
+    others = [name for name in names if name not in (*weights, Record.file)]
     others += [] if index is None else [index]
     unused = [name for name in weights if name not in (*chosen, index)]
     ignored |= dict.fromkeys(unused, "other weights, which are not converted")
@@ -284,7 +284,7 @@ def read_header(path: Path) -> tuple[list[Entry], list[Record]]:
             listed = json.loads(metadata[KEY])
         except ValueError:
             listed = None
-    return sorted(entries, key=lambda entry: entry.offset), records_in(listed, path.name)
+    return sorted(entries, key=lambda entry: entry.offset), Record.listed(listed, path.name)
 
 
 def header_with(header: bytes, records: list[dict[str, Any]]) -> bytes:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tightrope.config.files import RECORD, Record, load, records_in
+from tightrope.config.files import Record, load
 
 from .files import Checkpoint, fail, open_checkpoint, shown
 from .model import Model, pairing_name
@@ -32,11 +32,11 @@ def beside(checkpoint: Checkpoint) -> list[Record]:
 
 
 def _in_folder(home: Path, file: str | None = None) -> list[Record]:
-    path = home / RECORD
+    path = home / Record.file
     values = load(path) if path.is_file() else {}
     if not values or file not in (None, *(values.get("files") or [])):
         return []
-    return records_in(values.get("conversions"), RECORD)
+    return Record.listed(values.get("conversions"), Record.file)
 
 
 def known_at(home: Path) -> list[Record]:
@@ -54,7 +54,7 @@ def known_at(home: Path) -> list[Record]:
 
 def whence(record: Record) -> str:
     """Name a record as the source of a pairing."""
-    return f"the conversion record {'' if record.where == RECORD else 'in '}{record.where}"
+    return f"the conversion record {'' if record.where == Record.file else 'in '}{record.where}"
 
 
 def settled(model: Model, plan: Plan, records: list[Record]) -> Model:

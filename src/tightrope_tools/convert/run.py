@@ -21,7 +21,6 @@ from tightrope.config.files import NAMES, Record
 from ..place import placed
 from ._detect import weigh
 from .files import (
-    RECORD,
     Checkpoint,
     Entry,
     fail,
@@ -228,7 +227,7 @@ def _conversion(
     if found.folder is not None:
         files = [path.relative_to(found.folder).as_posix() for path in found.files]
         files += found.others
-        files += [RECORD] * bool(listed)
+        files += [Record.file] * bool(listed)
     left = left_apart(model, plan, known(found), to)
     # A key states one pairing for all layers.
     mark = model.mark if "config.json" in found.others and not left else None
@@ -296,7 +295,7 @@ def _copy(
     copies: dict[str, Entry] = {}
     pairs = dict.fromkeys(found.files, result)
     if found.folder is not None:
-        pairs = {found.folder / name: result / name for name in made.files if name != RECORD}
+        pairs = {found.folder / name: result / name for name in made.files if name != Record.file}
     for source, target in pairs.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(source, "rb") as reading, open(target, "xb") as writing:
@@ -354,10 +353,10 @@ def _mark(
         path = folder / "config.json"
         text = marked(path.read_bytes().decode(), model.at or (), made.marked, interleaved)
         path.write_bytes(text.encode())
-    if RECORD in made.files:
+    if Record.file in made.files:
         by = f"tightrope {__version__}"
         record = {"by": by, "files": made.files, "conversions": listed}
-        (folder / RECORD).write_bytes(f"{json.dumps(record, indent=2)}\n".encode())
+        (folder / Record.file).write_bytes(f"{json.dumps(record, indent=2)}\n".encode())
 
 
 def marked(text: str, at: tuple[str, ...], key: str, interleaved: bool) -> str:
