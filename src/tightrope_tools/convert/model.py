@@ -90,7 +90,7 @@ class Model:
             record; None if unknown.
         mark: the key of the configuration by which the family's own code chooses the pairing, if any.
         at: the keys that lead to the section of the configuration that was read; None without a configuration.
-        alone: whether the configuration has no other section with RoPE.
+        alone: whether the configuration describes no other part of the model, with or without RoPE.
         more: further arguments of the call of `from_config` that reads the same section.
     """
 
@@ -332,9 +332,16 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
         native,
         mark,
         tuple(source.prefix.split(".")[:-1]),
-        len(reader.sections(found)) == 1,
+        not (source.prefix or any(map(_is_section, values.items()))),
         tuple(more),
     )
+
+
+def _is_section(item: tuple[str, Any]) -> bool:
+    """True for a key that may describe another part of a model, and its value."""
+    key, value = item
+    own = str(key).endswith("_config") and key != "quantization_config"
+    return own and isinstance(value, Mapping)
 
 
 def _family(source: Source) -> str | None:

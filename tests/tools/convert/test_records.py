@@ -215,6 +215,22 @@ def test_a_prefix_is_a_part_of_its_section(tmp_path: Path, order: str, family: s
     assert contents(step("d", "e", was, one)) == contents(source)
 
 
+def test_layers_of_a_part_without_rope_are_not_of_the_section(tmp_path: Path) -> None:
+    """Gemma 3 has images from SigLIP, which has layers of the same names and no RoPE."""
+    tensors = {f"language_model.{name}": x for name, x in llama_tensors().items()}
+    tensors |= {f"vision_tower.{name}": x.clone() for name, x in llama_tensors().items()}
+    siglip = {"model_type": "siglip_vision_model", "hidden_size": 32, "num_attention_heads": 4}
+    config = {"model_type": "llava", "text_config": LLAMA, "vision_config": siglip}
+    source = write(tmp_path / "a", tensors, config)
+    stated = Stated(prefix="language_model.model.")
+    done = convert(source, tmp_path / "b", to="interleaved", stated=stated)
+    (call,) = calls_in(done)
+    for read in (eval(call), RopeSpec.from_config(tmp_path / "b")):
+        assert read.interleaved
+    convert(tmp_path / "b", tmp_path / "c", to="half", stated=stated)
+    assert contents(tmp_path / "c") == contents(source)
+
+
 def test_records_of_some_of_the_tensors(tmp_path: Path) -> None:
     source = write(tmp_path / "a", llama_tensors(), shards=2)
     name = "model-00001-of-00002.safetensors"
