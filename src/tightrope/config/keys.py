@@ -76,6 +76,13 @@ INERT: dict[str, str] = {
     "llama_4_scaling_beta": "a temperature of the attention, by position, for rotated queries",
     "finetuned": "whether the model was trained with the scaling",
 }
+# Keys by which code multiplies queries by a factor that grows with their position; the last is that of GGUF.
+TEMPERATURE = (
+    "llama_4_scaling_beta",
+    "llama_4_scaling",
+    "attn_temperature_tuning",
+    "attention.temperature_scale",
+)
 # Keys that do not affect the rotation if they have this value: (key, value) -> why.
 INERT_VALUES: dict[tuple[str, object], str] = {
     ("extrapolation_factor", 1): "weight of YaRN's ramp; 1 is the paper's",

@@ -46,7 +46,7 @@ def read(source: Source, stated: Stated) -> Provenance:
             unknown |= _unknown_inside(part)
     if unknown:
         _complain(unknown, stated.strict)
-    context = _context(source, parts)
+    context, temperature = _context(source, parts), _temperature(source, parts)
     if stated.layer_type is not None:
         parts = _of_type(parts, layers, stated.layer_type)
     asked, answers = questions(source, parts, layers, stated)
@@ -76,8 +76,19 @@ def read(source: Source, stated: Stated) -> Provenance:
         rows = [row._replace(layer=None) for row in rows if row.layer == first]
     elif stated.layer_type is None:
         named = {name: one for name, one in made.items() if name is not None}
-        return Provenance(LayerSpecs(named, layers), tuple(rows), source.name, context)
-    return Provenance(spec, tuple(rows), source.name, context)
+        return Provenance(LayerSpecs(named, layers), tuple(rows), source.name, context, temperature)
+    return Provenance(spec, tuple(rows), source.name, context, temperature)
+
+
+def _temperature(source: Source, parts: Iterable[Part]) -> str | None:
+    """The key of a temperature of the attention by position, if one is on."""
+    found = source.outer(keys.TEMPERATURE)
+    found += [each for part in parts for each in part.inner(keys.TEMPERATURE)]
+    # In GGUF such a key follows the architecture.
+    found += [
+        each for each in source.unread.items() if each[0].partition(".")[2] in keys.TEMPERATURE
+    ]
+    return next((path for path, value in found if value), None)
 
 
 def _context(source: Source, parts: Iterable[Part]) -> Found | None:

@@ -95,12 +95,15 @@ class Provenance:
         rows: layer type, field, value, and the key or fact that gave it.
         name: the kind of configuration: ``model_type 'llama'``.
         context: the key of the context length and its value; None if there is none.
+        temperature: the key of a factor on queries that grows with the position; None if there is none. It belongs to
+            attention, so no spec has it.
     """
 
     spec: RopeSpec | LayerSpecs | None
     rows: tuple[Row, ...]
     name: str = ""
     context: tuple[str, int] | None = None
+    temperature: str | None = None
 
     def __str__(self) -> str:
         shown = [(row.field, _short(row.value), row.source) for row in self.rows]

@@ -228,7 +228,7 @@ class Rule(Value):
 
     @property
     def softmax_scaling(self) -> float:
-        """The factor on the model's softmax scale; 1.0 for all rules but DeepSeek's YaRN.
+        """The factor on the model's softmax scale; 1.0 for all rules but YaRN in DeepSeek's attention.
 
         It belongs to attention, so this library does not apply it.
         """

@@ -155,7 +155,7 @@ class RopeSpec(Value):
             config: a mapping, a config object, a model with a ``config``, or the path of a JSON file, of
                 a GGUF file, or of a folder with a ``config.json`` or ``params.json``. If
                 `tightrope convert` wrote that folder, or the folder from which transformers loaded a
-                config object, the pairing is that of its conversion record.
+                config object, the pairing of a section that was converted is that of the conversion record.
             layer_type: the type of layer to read, if layers differ; by default all types. A type without
                 attention is an error.
             section: the part of a nested configuration to read, such as ``"vision_config"``; by default the

@@ -6,7 +6,6 @@ import copy
 import importlib
 import importlib.util
 import inspect
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -19,8 +18,8 @@ from torch import nn
 
 from tightrope import functional, stacks
 from tightrope._errors import Refusal, bad_type, bad_value
-from tightrope.config import LayerSpecs, from_config
-from tightrope.config.files import NAMES, RECORD, load, single
+from tightrope.config import LayerSpecs, from_config, recorded
+from tightrope.config.files import load
 from tightrope.forms import calls_of
 from tightrope.positions import multi_axis
 from tightrope.spec import RopeSpec
@@ -237,24 +236,14 @@ def _config_of(name: str) -> Any:
 
 
 def _recorded(target: Any) -> bool | None:
-    """Return whether the conversion record beside a config states "interleaved"; None if there is none.
-
-    An object of transformers names the folder that it was loaded from.
-    """
-    where = target if isinstance(target, str | Path) else getattr(target, "name_or_path", None)
-    path = Path(where or "")
-    record = (path if path.is_dir() else path.parent) / RECORD
-    if not where or not (path.is_dir() or path.name in NAMES) or not record.is_file():
-        return None
-    pairing = load(record).get("pairing")
-    if pairing not in ("half", "interleaved"):
-        raise bad_value(f"{record} must state 'half' or 'interleaved' but states {pairing!r}")
-    return bool(pairing == "interleaved")
+    """Return whether the conversion record beside a config states "interleaved"; None if there is none."""
+    record = recorded(target)
+    return None if record is None else record.interleaved
 
 
 def _from_file(library: Any, file: Path) -> Any:
-    values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=single)
-    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+    values = dict(load(file))
+    if not isinstance(values.get("model_type"), str):
         raise bad_value(f"{file} must have a model_type that is a string but has none")
     return library.AutoConfig.for_model(values.pop("model_type"), **values)
 

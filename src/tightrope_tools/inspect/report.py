@@ -32,7 +32,8 @@ class PartReport:
         trained: the scaling rule's original length, else the stated context, else ``context``.
         pairs: all pairs of channels.
         attention_scaling: factor on the rotated channels at the length ``context``.
-        softmax_scaling: factor on the model's softmax scale, apart from the rotation.
+        softmax_scaling: factor on the model's softmax scale, apart from the rotation; None if it is not known whether
+            its attention has one.
         exactness: errors of cosines and sines, for several ways to compute angles.
         notes: notes, warnings first.
     """
@@ -43,7 +44,7 @@ class PartReport:
     trained: int | None
     pairs: tuple[PairRow, ...]
     attention_scaling: float
-    softmax_scaling: float
+    softmax_scaling: float | None
     exactness: Exactness
     notes: tuple[Note, ...] = ()
 
@@ -182,7 +183,7 @@ def _report(part: Part, spec: RopeSpec, context: int | None) -> PartReport:
         trained,
         pairs_of(spec, length, trained),
         spec.attention_scaling(length),
-        spec.softmax_scaling,
+        None if getattr(spec.scaling, "scales_softmax", True) is None else spec.softmax_scaling,
         exactness_of(spec, {*_LENGTHS, length or _LENGTHS[0]}, length),
     )
     return dataclasses.replace(made, notes=notes_on(made))

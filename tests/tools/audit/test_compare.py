@@ -13,8 +13,8 @@ import torch
 
 from tests.support.command import call
 from tests.support.planted_faults import named, turn
+from tests.support.records import conversion, write_record
 from tightrope import Axes, RopeSpec, functional
-from tightrope.config.files import RECORD
 from tightrope.frequencies import Linear, Llama3, YaRN
 from tightrope_tools.audit import Comparison, compare
 from tightrope_tools.command import main
@@ -402,9 +402,8 @@ def test_models_and_configurations(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text(json.dumps(config | {"rope_theta": 5e5}))
     named(compare(str(tmp_path), str(other)), "frequencies")
-    record = tmp_path / RECORD
     for pairing, codes in (("half", ()), ("interleaved", ("record",))):
-        record.write_text(json.dumps({"pairing": pairing}))
+        write_record(tmp_path, conversion(pairing))
         named(compare(str(tmp_path), "stack:transformers"), *codes)
         named(compare("stack:transformers", str(tmp_path)), *codes)
 

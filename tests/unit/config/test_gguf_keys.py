@@ -222,7 +222,7 @@ def test_yarn_of_architectures_with_latent_attention() -> None:
     made = read(gguf("mistral4", **more, rope__scaling__yarn_log_multiplier=0.1))
     assert made.scaling == YaRN(8, 8192, mscale=1, mscale_all_dim=1)
     made = read(gguf("mistral3", **GGUF_YARN, rope__scaling__yarn_log_multiplier=1.0))
-    assert made.scaling == YaRN(8, 8192, mscale=1, mscale_all_dim=1)
+    assert made.scaling == YaRN(8, 8192, mscale=1, mscale_all_dim=1, scales_softmax=False)
     made = read(gguf("qwen2", **GGUF_YARN, rope__scaling__yarn_log_multiplier=1.0))
     assert made.scaling == YaRN(8, 8192)
 
