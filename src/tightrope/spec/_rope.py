@@ -372,7 +372,8 @@ class RopeSpec(Value):
                 :func:`tightrope.stacks.names` or as a :class:`tightrope.stacks.Stack`. Frequencies
                 and tables are computed in that library's arithmetic, and results are rounded where
                 the library rounds. ``seq_len`` is then one int, by default the largest position of
-                all rows, plus 1. Such a rotation takes no act, gate or ``inv_freq``, and its
+                all rows, plus 1; needed where the library goes by a server's length
+                (:attr:`tightrope.stacks.Stack.length`). Such a rotation takes no act, gate or ``inv_freq``, and its
                 positions must not require a gradient. None for exact angles.
 
         Raises:

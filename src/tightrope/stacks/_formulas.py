@@ -101,11 +101,6 @@ def dynamic(problem: Problem) -> Row:
 
 
 def dynamic_once(problem: Problem) -> Row:
-    if problem.seq_len is None:
-        raise unsupported(
-            "seq_len must be given for a DynamicNTK rule: this stack computes one set of frequencies, "
-            "for the longest context that it is configured for"
-        )
     rule: DynamicNTK = problem.rule
     least = math.floor(rule.original_max_position * (rule.factor - 1) / rule.factor) + 1
     if problem.seq_len < least:
@@ -224,6 +219,16 @@ def longrope(problem: Problem) -> Row:
         scaling = math.sqrt(1 + ratio) if extended else 1.0
     divisors = torch.tensor(factors, dtype=problem.dtype, device=problem.device)
     return Row(1.0 / (divisors * problem.powers()), scaling)
+
+
+def longrope_of_sglang(problem: Problem) -> Row:
+    first = problem.rule.original_max_position + 1
+    if problem.seq_len == first:
+        raise unsupported(
+            f"seq_len must not be {first} for this LongRoPE rule: this stack compares positions with the original "
+            "length, and reads the wrong row of its table for the last token of such a step"
+        )
+    return longrope(problem)
 
 
 def proportional(problem: Problem) -> Row:
