@@ -406,7 +406,7 @@ def vllm(source: Source) -> Iterator[Case]:
     )
     yarn = ("common.py", *_YARN, "yarn_scaling_rope.py", "YaRNScalingRotaryEmbedding")
     longrope = ("common.py", "rotate_neox", "phi3_long_rope_scaled_rope.py", _LONGROPE)
-    files = {
+    files: dict[str, Sequence[str]] = {
         "default": ("", "base.py", "RotaryEmbedding"),
         "linear": ("", "linear_scaling_rope.py", "LinearScalingRotaryEmbedding"),
         "dynamic": ("", "dynamic_ntk_scaling_rope.py", "DynamicNTKScalingRotaryEmbedding"),
@@ -437,7 +437,7 @@ def sglang(source: Source) -> Iterator[Case]:
     )
     yarn = ("yarn.py", *_YARN, "yarn_get_mscale_simple", "yarn.py", "YaRNScalingRotaryEmbedding")
     longrope = ("utils.py", "rotate_neox", "rope_variant.py", _LONGROPE)
-    files = {
+    files: dict[str, Sequence[str]] = {
         "default": ("", "base.py", "RotaryEmbedding"),
         "linear": ("", "base.py", "LinearScalingRotaryEmbedding"),
         "yarn": yarn,
