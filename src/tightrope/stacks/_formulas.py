@@ -102,13 +102,14 @@ def dynamic(problem: Problem) -> Row:
 
 def dynamic_once(problem: Problem) -> Row:
     rule: DynamicNTK = problem.rule
+    length: Any = problem.seq_len  # given: the stacks of this formula have a length
     least = math.floor(rule.original_max_position * (rule.factor - 1) / rule.factor) + 1
-    if problem.seq_len < least:
+    if length < least:
         raise unsupported(
             f"seq_len must be at least {least} for this DynamicNTK rule, as this stack would raise a negative "
-            f"number to a power, but got {problem.seq_len}"
+            f"number to a power, but got {length}"
         )
-    return _stretched(problem, problem.seq_len)
+    return _stretched(problem, length)
 
 
 def _stretched(problem: Problem, length: Any) -> Row:
