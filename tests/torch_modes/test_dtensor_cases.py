@@ -174,7 +174,7 @@ CASES = {
         {"q": (Q[0].transpose(0, 1), THD), "k": (K[0].transpose(0, 1), THD)},
     ),
     "lengths of rows": two(lambda q, k: rotate_qk(q, k, LATE, seq_len=LENGTHS)),
-    "length from positions": two(lambda q, k: rotate_qk(q, k, EARLY, 7)),
+    "length from positions": two(lambda q, k: rotate_qk(q, k, EARLY, -7)),
     "length from ids": two(lambda q, k: rotate_qk(q, k, EARLY, IDS.sort().values)),
     "frequencies of heads": one(
         lambda x, theta: rotate(x, SPEC, inv_freq=theta), theta=(noise(6, 6, seed=4), OF_HEADS)

@@ -356,7 +356,9 @@ class RopeSpec(Value):
             device: device of the rotated tensors; by default that of the ids, else the CPU.
             seq_len: the length of each sequence, for rules that depend on it (DynamicNTK, LongRoPE):
                 an int, one int per row, or a tensor; one on the CPU is read once, here. The default is
-                each row's largest position on any axis, plus 1. A rank that holds a part of a sequence
+                each row's largest position on any axis, plus 1. Several tokens at an offset above 0 need
+                ``seq_len``, as they may be a part of a longer sequence; so do ids that follow each other, begin
+                after 0 and end beyond the original length, where they are read. A rank that holds a part of a sequence
                 must give the length of the whole, and so must a call with ids of tokens in a layout without
                 rows ("thd", "sd"), beyond the original length or where ids are not read: they may be of several
                 sequences. Re-rotate keys that were cached under another length
@@ -370,13 +372,14 @@ class RopeSpec(Value):
                 :func:`tightrope.stacks.names` or as a :class:`tightrope.stacks.Stack`. Frequencies
                 and tables are computed in that library's arithmetic, and results are rounded where
                 the library rounds. ``seq_len`` is then one int, by default the largest position of
-                all rows, plus 1. Such a rotation takes no act, gate or ``inv_freq``, and its
+                all rows, plus 1; needed where the library goes by a server's length
+                (:attr:`tightrope.stacks.Stack.length`). Such a rotation takes no act, gate or ``inv_freq``, and its
                 positions must not require a gradient. None for exact angles.
 
         Raises:
             ValueError: positions that do not fit the spec; positions beyond ``seq_len``; a negative
-                length. For a rule that depends on the length, without ``seq_len``: positions that start
-                again within a row longer than the original length, as no single length is right for
+                length. For a rule that depends on the length, without ``seq_len``: a part of a sequence, see
+                above; positions that start again within a row longer than the original length, as no single length is right for
                 that row, and all packed sequences whose ids cannot be read (on a GPU, while
                 compiling).
             TypeError: positions or lengths of the wrong type, lengths also if the rule ignores them.

@@ -141,6 +141,11 @@ def from_stack(name: str, spec: RopeSpec | None) -> Target:
             "it with a configuration"
         )
     stack = None if name == "exact" else stacks.named(name).name
+    if stack is not None and spec.by_length and (length := stacks.get(stack).length):
+        raise bad_value(
+            f"{_STACK}{name} must have frequencies that do not depend on the length but got {spec.scaling!r}; it goes by "
+            f"a length that an audit does not know: {length}"
+        )
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         where = positions if spec.axis_count == 1 else multi_axis(positions)

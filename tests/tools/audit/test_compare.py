@@ -15,7 +15,7 @@ from tests.support.command import call
 from tests.support.planted_faults import named, turn
 from tests.support.records import conversion, write_record
 from tightrope import Axes, RopeSpec, functional
-from tightrope.frequencies import Linear, Llama3, YaRN
+from tightrope.frequencies import DynamicNTK, Linear, Llama3, YaRN
 from tightrope_tools.audit import Comparison, compare
 from tightrope_tools.command import main
 
@@ -384,6 +384,14 @@ def test_yarn_of_litgpt_differs_from_that_of_transformers() -> None:
     assert found.codes[:2] == ("frequencies", "attention-factor")
     assert "ratio 4" in found.differences[0].evidence
     named(compare("stack:vllm-native", "stack:transformers", spec=spec))
+
+
+def test_a_stack_that_goes_by_a_length_of_its_server_is_refused() -> None:
+    spec = RopeSpec(DIM, scaling=DynamicNTK(2.0, 1024))
+    with pytest.raises(
+        ValueError, match=r"goes by a length that an audit does not know: .*max_model_len"
+    ):
+        compare("stack:vllm", "stack:transformers", spec=spec)
 
 
 def test_linear_scaling_of_positions_differs_in_last_bits() -> None:

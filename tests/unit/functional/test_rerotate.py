@@ -256,7 +256,7 @@ def test_angles_wrap_as_those_of_a_rotation_do(after: RopeSpec) -> None:
 STAYS: dict[str, positions.PositionsLike] = {
     "nothing": None,
     "an offset": MILLION,
-    "far": 2**62,
+    "far": 2**61,
     "rows": positions.per_row(ROWS),
     "ids": IDS,
     "fractions": IDS.double() / 7,
@@ -281,10 +281,11 @@ def test_to_where_they_are_changes_no_bit(
     if rule is UNEQUAL and isinstance(where, torch.Tensor):
         where = where[1:]
     k = torch.randn(2, 3, TOKENS, 16).to(dtype)
-    assert_same_bits(rerotate(k, spec, spec, where, backend=backend), k)
+    options = {"from_seq_len": 2**62, "to_seq_len": 2**62, "backend": backend}
+    assert_same_bits(rerotate(k, spec, spec, where, **options), k)
     if where is not None:
-        assert_same_bits(rerotate(k, spec, spec, where, where, backend=backend), k)
-    assert_same_bits(rerotate_(k.clone(), spec, spec, where, backend=backend), k)
+        assert_same_bits(rerotate(k, spec, spec, where, where, **options), k)
+    assert_same_bits(rerotate_(k.clone(), spec, spec, where, **options), k)
     if not spec.by_length:
         twin = spec_of(rule)
         assert_same_bits(rerotate(k, spec, twin, where, backend=backend), k)
@@ -377,13 +378,31 @@ def test_rows_of_their_own_lengths() -> None:
         k = torch.randn(2, 2, TOKENS, 16)
         where = positions.per_row(torch.tensor([100, 5000]))
         moved = rerotate(k, spec, spec, where, from_seq_len=[104, 5004], to_seq_len=[9000, 9000])
-        by_default = rerotate(k, spec, spec, where, to_seq_len=9000)
-        assert_same_bits(moved, by_default)
+        one_length = rerotate(k, spec, spec, where, from_seq_len=[104, 5004], to_seq_len=9000)
+        assert_same_bits(moved, one_length)
         for row, (offset, length) in enumerate(((100, 104), (5000, 5004))):
             alone = rerotate(
                 k[row : row + 1], spec_of(rule), spec, offset, from_seq_len=length, to_seq_len=9000
             )
             assert_same_bits(moved[row : row + 1], alone)
+
+
+@pytest.mark.parametrize("change", [rerotate, rerotate_])
+@pytest.mark.parametrize("rule", [DYNAMIC, LONGROPE], ids=repr)
+def test_a_shift_over_the_original_length_moves_all_keys_in_any_blocks(
+    rule: Any, change: Callable[..., torch.Tensor]
+) -> None:
+    """A cache of 4,100 tokens loses 50 of them: what stays has the frequencies of the shorter sequence."""
+    spec, kept, gone, whole = spec_of(rule), 4, 50, TRAINED + 4
+    keys = torch.randn(1, 2, whole, 16, dtype=torch.float64)
+    cache, lengths = rotate(keys, spec), {"from_seq_len": whole, "to_seq_len": whole - gone}
+    blocks = [change(cache[:, :, :kept], spec, spec, **lengths)]
+    for first in range(kept + gone, whole, 1000):
+        block = cache[:, :, first : first + 1000]
+        blocks.append(change(block, spec, spec, first, first - gone, **lengths))
+    left = torch.cat((keys[:, :, :kept], keys[:, :, kept + gone :]), 2)
+    pairs = oracle.pair_lengths(left, 12, start=2)
+    assert_rotations(torch.cat(blocks, 2), rotate(left, spec), pairs, 3, float(whole))
 
 
 def test_no_keys() -> None:
@@ -430,6 +449,7 @@ def test_a_shift_makes_no_positions() -> None:
 
 K = torch.zeros(2, 3, TOKENS, 16)
 SPEC, LENGTHY = spec_of(), spec_of(DYNAMIC)
+BOTH = {"from_seq_len": 9, "to_seq_len": 9}
 
 
 def moved(change: Callable[..., object] = rerotate, **changes: Any) -> Callable[[], object]:
@@ -479,10 +499,20 @@ VALUES = {
     **{
         f"[rerotate] {name} must be one length, or one for each of 2 rows, but got 3 "
         "(k: float32[2, 3, 4, 16]).": moved(
-            from_spec=LENGTHY, to_spec=LENGTHY, new_positions=None, **{name: [1, 2, 3]}
+            from_spec=LENGTHY, to_spec=LENGTHY, new_positions=None, **(BOTH | {name: [1, 2, 3]})
         )
         for name in ("from_seq_len", "to_seq_len")
     },
+    "[rerotate] from_seq_len must be given, as the frequencies of DynamicNTK depend on the length of the whole "
+    "sequence, of which these keys may be a part; pass from_seq_len= and to_seq_len=, the lengths before and after "
+    "the move, and move all keys of the cache if its frequencies change.": [
+        moved(from_spec=LENGTHY),
+        moved(from_spec=LENGTHY, to_spec=LENGTHY, to_seq_len=9),
+    ],
+    "[rerotate_] to_seq_len must be given, as the frequencies of LongRoPE…": [
+        moved(rerotate_, to_spec=spec_of(LONGROPE)),
+        moved(rerotate_, from_spec=LENGTHY, to_spec=spec_of(LONGROPE), from_seq_len=9),
+    ],
     "[rerotate] layout must be one of bhsd, bshd, sbhd, thd, bsd, sd but got 'bdsh'.": moved(
         layout="bdsh"
     ),

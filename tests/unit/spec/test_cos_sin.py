@@ -105,7 +105,7 @@ def test_positions_from_zero() -> None:
 
 def test_the_length_of_each_row() -> None:
     spec = RopeSpec(8, scaling=DynamicNTK(2.0, 4))
-    ids = torch.tensor([[0, 1, 2], [3, 4, 9]])
+    ids = torch.tensor([[0, 1, 2], [0, 4, 9]])
     for length in (None, 20):
         got = spec.cos_sin(ids, seq_len=length, tables="half")[1]
         for row, own in enumerate((3, 10) if length is None else (20, 20)):

@@ -356,11 +356,47 @@ def test_rules_by_length() -> None:
         want = rotate(q, given.at(where, stack=stack))
         assert_same_bits(rotate(q, spec.at(where, stack=stack, seq_len=seq_len)), want)
     # vLLM has one set of frequencies for the longest context.
+    serving = rotate(q, spec.at(NEAR, stack="vllm", seq_len=1000))
+    for name in ("vllm-native", "sglang-native", "flashinfer"):
+        got = stacks.get(name).frequencies(spec, 1000)[0]
+        assert_same_bits(got, long)
+        assert_same_bits(stacks.get(name).frequencies(spec, 100)[0], short)
+    assert_same_bits(
+        serving, rotate(q, RopeSpec(DIM, scaling=Given.of(long)).at(NEAR, stack="vllm"))
+    )
     dynamic = RopeSpec(DIM, scaling=DynamicNTK(2.0, 128))
     assert_same_bits(
         stacks.get("vllm").frequencies(dynamic, 128)[0],
         stacks.get("vllm").frequencies(RopeSpec(DIM))[0],
     )
+
+
+BY_LENGTH = [
+    RopeSpec(DIM, scaling=rule)
+    for rule in (DynamicNTK(2.0, 128), LongRoPE(tuple(SHORT), tuple(LONG), 128, 1.0))
+]
+
+
+@pytest.mark.parametrize(
+    "name, spec",
+    [
+        *((name, spec) for name in ("vllm", "vllm-native") for spec in BY_LENGTH),
+        *((name, BY_LENGTH[1]) for name in ("sglang-native", "flashinfer")),
+    ],
+)
+def test_the_length_of_a_server_is_not_that_of_its_rows(name: str, spec: RopeSpec) -> None:
+    """Positions do not tell which frequencies a server took: without `seq_len`, nothing is rotated."""
+    stack = stacks.get(name)
+    for call in (
+        lambda: spec.at(NEAR, stack=name),
+        lambda: spec.at(5, stack=name),
+        lambda: stack.frequencies(spec),
+        lambda: stack.tables(spec, NEAR),
+    ):
+        with pytest.raises(
+            ValueError, match=r"seq_len must be given for .* which chooses frequencies"
+        ):
+            call()
 
 
 @pytest.fixture
@@ -476,7 +512,7 @@ def test_roundings_between_are_kept() -> None:
 
 def test_an_offset_is_the_length_that_its_ids_are() -> None:
     spec = RopeSpec(DIM, scaling=DynamicNTK(2.0, 4))
-    for name, offset in (("vllm-native", 3), ("transformers", 3), ("transformers", -2)):
+    for name, offset in (("transformers", 3), ("transformers", -2)):
         stack = stacks.get(name)
         made = stack.tables(spec, offset, tokens=5), stack.tables(spec, torch.arange(5) + offset)
         for got, want in zip(*made, strict=True):
@@ -607,8 +643,8 @@ test_errors = refusals(
         "[at] frequencies per head or axis must not be used with a stack …": (
             lambda: RopeSpec(4, scaling=Given(((1.0, 0.5), (2.0, 0.1)))).at(0, stack="vllm")
         ),
-        "[frequencies] seq_len must be given for a DynamicNTK rule…": (
-            lambda: VLLM.frequencies(RopeSpec(64, scaling=DynamicNTK(2.0, 128)))
+        "[frequencies] seq_len must not be 129 for this LongRoPE rule…": (
+            lambda: stacks.get("sglang-native").frequencies(BY_LENGTH[1], 129)
         ),
         "[frequencies] seq_len must be at least 65 for this DynamicNTK rule, …": (
             lambda: VLLM.frequencies(RopeSpec(64, scaling=DynamicNTK(2.0, 128)), 64)
