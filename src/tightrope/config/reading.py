@@ -115,10 +115,10 @@ def _one(source: Source, part: Part, stated: Stated) -> tuple[RopeSpec, list[Fac
             f"rotary_dim must be even but got {rotary_dim} from {facts[1][2]}",
             *(() if scaling or not base > 0 else ((more, None),)),
         )
-        omega = RopeSpec(2 * rotary_dim, base).frequencies().exact
+        omega = RopeSpec(2 * rotary_dim, base=base).frequencies().exact
         scaling, rotary_dim = Given(tuple(map(float, omega[::2]))), rotary_dim + 1
     # The slice must fit before axes are made.
-    spec = RopeSpec(head_dim, base, rotary_dim, start, pairs)
+    spec = RopeSpec(head_dim, base=base, rotary_dim=rotary_dim, start=start, interleaved=pairs)
     axes, axes_from = axes_of(source, part, rotary_dim)
     return dataclasses.replace(spec, scaling=scaling, axes=axes), [
         facts[0],

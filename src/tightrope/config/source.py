@@ -68,8 +68,9 @@ class Stated:
 
     def __post_init__(self) -> None:
         given = self.rope_layers
-        listed = isinstance(given, Collection) and not isinstance(given, str)
-        named = listed and given and all(isinstance(name, str) for name in given)
+        named = False
+        if isinstance(given, Collection) and not isinstance(given, str):
+            named = len(given) > 0 and all(isinstance(name, str) for name in given)
         if not (given is None or named or (isinstance(given, str) and given == "all")):
             raise bad_type(
                 f"rope_layers must be 'all', a collection of layer types that is not empty, or None but got {given!r}"

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from .._errors import bad_type, bad_value, public
+from .._value import checked_calls
 from ._row import default
 from ._rule import CONTEXT, TWO_PI, Frequencies, Rule
 
 
+@checked_calls
 @dataclass(frozen=True)
 class YaRN(Rule):
     """YaRN: interpolates slow pairs, keeps fast ones, and blends linearly (a ramp) between them.
@@ -144,6 +146,7 @@ class YaRN(Rule):
             return float(self._magnitude(self.mscale_all_dim or 0.0) ** 2)
 
 
+@checked_calls
 @dataclass(frozen=True)
 class Llama3(Rule):
     """Llama 3.1: like YaRN it blends a band of pairs, but the ends of the band are given in turns.

@@ -22,7 +22,7 @@ from .._errors import (
     public,
     unsupported,
 )
-from .._value import Value, field_names, from_fields
+from .._value import Value, dictionary, field_names, from_fields
 
 #: The decimal arithmetic of rules, with 60 digits: 20 for the 64 bits of a phase word, and 40 as a
 #: margin for the rounding of up to thousands of products.
@@ -168,6 +168,7 @@ class Rule(Value):
             TypeError: a length that is not an int, whether or not the rule depends on it.
         """
         regime = None if seq_len is None else self.regime(length(seq_len))
+        rotary_dim = integer("rotary_dim", rotary_dim)
         if rotary_dim < 0 or rotary_dim % 2:
             raise bad_value(f"rotary_dim must be even and not negative but got {rotary_dim}")
         return _made(self, rotary_dim, number("base", base), regime)
@@ -256,7 +257,7 @@ class Rule(Value):
         >>> Rule.from_dict({"rule": "linear", "factor": 4.0})
         Linear(factor=4.0)
         """
-        values = dict(fields)
+        values = dictionary("a rule", fields)
         name = values.pop("rule", None)
         kind = RULES.get(name) if isinstance(name, str) else None
         if kind is None:

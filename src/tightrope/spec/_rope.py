@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 
 from .. import phase_words, positions as positions_
 from .._errors import as_real, bad_type, bad_value, describe, public
-from .._value import Value, dictionary, field_names, from_fields
+from .._value import Value, checked_calls, dictionary, field_names, from_fields
 from ..axes import Axes
 from ..channels import Channels
 from ..frequencies import Frequencies, Given, Rule, length as checked_length
@@ -25,6 +25,7 @@ from ._words import Constants, Words
 VERSION = 1
 
 
+@checked_calls
 @dataclass(frozen=True)
 class RopeSpec(Value):
     """A rotary position embedding: channels, their pairing (half by default), frequencies and axes.
@@ -40,7 +41,7 @@ class RopeSpec(Value):
     ``rotary_dim=None`` to compute it anew.
 
     Args:
-        head_dim: number of channels of one head.
+        head_dim: number of channels of one head. All other arguments are given by name.
         base: base of the geometric row of frequencies, a positive number.
         rotary_dim: number of channels that rotate, even; by default all from ``start`` on.
         start: first channel that rotates.
@@ -64,6 +65,7 @@ class RopeSpec(Value):
     """
 
     head_dim: int
+    _: KW_ONLY
     base: float = 10000.0
     rotary_dim: int = None  # type: ignore[assignment]  # resolved to head_dim - start
     start: int = 0
@@ -117,7 +119,7 @@ class RopeSpec(Value):
         """
         values = dictionary("a spec", saved)
         version = values.pop("version", None)
-        if version != VERSION or isinstance(version, bool):
+        if type(version) is not int or version != VERSION:
             hint = "; pass the result of to_dict" if version is None else ""
             raise bad_value(f"version must be {VERSION} but got {version!r}{hint}")
         if values.get("scaling") is not None:
@@ -127,6 +129,7 @@ class RopeSpec(Value):
         return from_fields("a spec", cls, values)
 
     @classmethod
+    @public("from_config")
     def from_config(
         cls,
         config: object,
@@ -230,6 +233,7 @@ class RopeSpec(Value):
         """
         return 1.0 if self.scaling is None else self.scaling.softmax_scaling
 
+    @public("frequencies")
     def frequencies(self, seq_len: int | None = None) -> Frequencies:
         """Return the frequencies of the pairs and the factor on the rotated channels.
 
@@ -300,6 +304,7 @@ class RopeSpec(Value):
 
         return cos_sin(self, positions, dtype, device, tables, seq_len)
 
+    @public("attention_scaling")
     def attention_scaling(self, seq_len: SeqLen = None) -> float:
         """Return the factor on the rotated channels, for one length or for rows of different lengths.
 

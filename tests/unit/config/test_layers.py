@@ -4,10 +4,13 @@ A key that says which layers rotate is read or is an error; `strict=False` does 
 has no spec is an error, never None in silence.
 """
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 
+from tests.support.helpers import refusals
 from tests.support.reading import (
     JUNK,
     gguf,
@@ -26,7 +29,7 @@ from tightrope.frequencies import YaRN
 LLAMA = llama(num_hidden_layers=4)
 ZEBRA = {**LLAMA, "model_type": "zebra"}
 ANSWERS: dict[str, Any] = {"interleaved": False, "rotary_dim": 128, "rope_layers": "all"}
-SPEC = RopeSpec(128, 5e5)
+SPEC = RopeSpec(128, base=5e5)
 
 
 # --- which layers rotate --------------------------------------------------------------------------
@@ -158,7 +161,7 @@ def test_a_type_of_layer_without_attention_has_no_spec(
         f"has {has}."
     )
     refused(config, text, layer_type=other)
-    assert read(QWEN, layer_type="full_attention") == RopeSpec(256, 1e7, 64)
+    assert read(QWEN, layer_type="full_attention") == RopeSpec(256, base=1e7, rotary_dim=64)
     assert read(BLOCKS, layer_type="attention") == SPEC
 
 
@@ -195,6 +198,39 @@ def test_a_layer_of_a_type_without_a_spec_is_an_error() -> None:
         specs.of(1)
 
 
+test_errors_of_layer_specs = refusals(
+    "LayerSpecs",
+    TypeError={
+        "specs must be a dictionary but got 3.": lambda: LayerSpecs(3),
+        "each spec must be a RopeSpec or None but got 3.": lambda: LayerSpecs({"a": 3}),
+        "layers must be a tuple of layer types or None but got 'ab'.": (
+            lambda: LayerSpecs({"a": None}, "ab")
+        ),
+    },
+    AttributeError={
+        f"{name} must be read from one spec of a layer type, as layers differ; specs['b'].{name}.": (
+            lambda name=name: getattr(LayerSpecs({"a": None, "b": RopeSpec(64)}), name)
+        )
+        for name in ("cos_sin", "at", "head_dim")
+    },
+)
+test_errors_of_layers = refusals(
+    "LayerSpecs.of",
+    TypeError={
+        f"layer must be an int but got {layer!r}.": (
+            lambda layer=layer: LayerSpecs({"a": None}, ("a",)).of(layer)
+        )
+        for layer in ("a", True, 0.5)
+    },
+)
+
+
+def test_other_attributes_of_layer_specs_and_their_copies() -> None:
+    specs = LayerSpecs({"a": RopeSpec(64)})
+    assert not hasattr(specs, "keys_of")
+    assert copy.deepcopy(specs) == pickle.loads(pickle.dumps(specs)) == specs
+
+
 @pytest.mark.parametrize("name", ["layer_type", "section"])
 @pytest.mark.parametrize("value", ["sliding", ["a"], {"a": 1}, 3, b"a"], ids=repr)
 def test_any_other_object_is_no_layer_type_and_no_section(name: str, value: object) -> None:
@@ -225,7 +261,7 @@ def test_equal_layers_are_one_spec() -> None:
     sections = {name: {"rope_type": "default", "rope_theta": 7.0} for name in "ab"}
     typed = llama(model_type="lfm3", head_dim=128, layer_types=["a", "b"], rope_parameters=sections)
     config = without(typed, "rope_theta")
-    assert read(config) == read(config, layer_type="b") == RopeSpec(128, 7.0)
+    assert read(config) == read(config, layer_type="b") == RopeSpec(128, base=7.0)
 
 
 def test_a_section_for_each_type_of_a_class_that_has_types() -> None:
@@ -279,9 +315,9 @@ V4_NESTED: dict[str, Any] = {
 
 
 def test_deepseek_v4_has_a_section_for_layers_that_compress() -> None:
-    main = RopeSpec(512, 1e4, 64, 448, interleaved=True)
+    main = RopeSpec(512, base=1e4, rotary_dim=64, start=448, interleaved=True)
     yarn = YaRN(16, 65536, attention_factor=1)
-    compress = RopeSpec(512, 1.6e5, 64, 448, interleaved=True, scaling=yarn)
+    compress = RopeSpec(512, base=1.6e5, rotary_dim=64, start=448, interleaved=True, scaling=yarn)
     specs = read(V4_FLAT)
     assert specs == {
         "sliding_attention": main,

@@ -107,7 +107,7 @@ def test_no_rotation_is_said_to_be_none(name: str, more: dict[str, Any], why: st
 
 def test_a_base_in_the_section_counts_beside_a_null_one() -> None:
     config = config_of("olmo_hybrid", rope_parameters={"rope_theta": 5e5})
-    assert RopeSpec.from_config({**config, "rope_theta": None}) == RopeSpec(64, 5e5)
+    assert RopeSpec.from_config({**config, "rope_theta": None}) == RopeSpec(64, base=5e5)
 
 
 @pytest.mark.parametrize("name", ["wav2vec2-bert", "wav2vec2-conformer"])
@@ -117,7 +117,7 @@ def test_a_conformer_rotates_if_its_file_says_so(name: str) -> None:
         with pytest.raises(ValueError, match="only if position_embeddings_type selects it"):
             RopeSpec.from_config({**config, **more})
     spec = RopeSpec.from_config({**config, "position_embeddings_type": "rotary"})
-    assert spec == RopeSpec(64, 500)
+    assert spec == RopeSpec(64, base=500)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tightrope.frequencies import Linear, YaRN
 
 LLAMA = llama(layer_types=["full_attention"])
 GGUF = gguf("llama")
-SPEC = RopeSpec(128, 500000.0)
+SPEC = RopeSpec(128, base=500000.0)
 
 
 def gathered(heading: str) -> list[str]:
@@ -60,7 +60,7 @@ def test_there_are_enough_names() -> None:
 @pytest.mark.parametrize("name", ABOUT)
 def test_a_name_about_the_rotation_is_read_or_refused(name: str, value: object) -> None:
     in_gguf = name.startswith("llama.")
-    unscaled = RopeSpec(128, 1e6 if in_gguf else 5e5, interleaved=in_gguf)
+    unscaled = RopeSpec(128, base=1e6 if in_gguf else 5e5, interleaved=in_gguf)
     without_effect = value in WITHOUT_EFFECT.get(name, ("", set()))[1]
     assert (planted(name, value) == unscaled) == without_effect
 
@@ -157,7 +157,7 @@ def test_unknown_keys_can_be_a_warning(
     text = re.escape(f"[from_config] {unknown(*names)}")
     with pytest.warns(UserWarning, match=f"^{text}$") as caught:
         made = RopeSpec.from_config({**LLAMA, **more}, strict=False)
-    assert made == RopeSpec(128, 5e5, scaling=scaling)
+    assert made == RopeSpec(128, base=5e5, scaling=scaling)
     assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]
 
 
@@ -177,7 +177,7 @@ def test_inert_keys_outside_pass_with_a_reason(key: str) -> None:
 def test_some_keys_pass_with_one_value_only(key: str, value: object) -> None:
     assert keys.INERT_VALUES[key, value].strip()
     section: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
-    wanted = RopeSpec(128, 5e5, scaling=YaRN(4, 8192))
+    wanted = RopeSpec(128, base=5e5, scaling=YaRN(4, 8192))
     if key == "factor":
         section, wanted = {"rope_type": "default"}, SPEC
     other = 3 if value == 1 and value is not True else False

@@ -42,7 +42,7 @@ TOKENS = 4
 
 def spec_of(scaling: Any = None, base: float = 1e4, axes: Axes | None = None) -> RopeSpec:
     """Return a spec of 16 channels; the 12 in the middle rotate."""
-    return RopeSpec(16, base, 12, 2, scaling=scaling, axes=axes)
+    return RopeSpec(16, base=base, rotary_dim=12, start=2, scaling=scaling, axes=axes)
 
 
 def rates(spec: RopeSpec, length: int | None) -> list[list[Any]]:
@@ -156,7 +156,15 @@ every_move = pytest.mark.parametrize("name", MOVES)
 
 def with_pairing(move: Move, interleaved: bool) -> Move:
     before, after = (
-        RopeSpec(16, spec.base, 12, 2, interleaved, spec.scaling, spec.axes)
+        RopeSpec(
+            16,
+            base=spec.base,
+            rotary_dim=12,
+            start=2,
+            interleaved=interleaved,
+            scaling=spec.scaling,
+            axes=spec.axes,
+        )
         for spec in (move.before, move.after)
     )
     return move._replace(before=before, after=after)
@@ -347,7 +355,7 @@ def test_layouts(layout: str) -> None:
 
 def test_a_slice_of_a_cache_in_place() -> None:
     """`rerotate_` moves the keys in a slice of a cache to the positions of dropped tokens."""
-    spec = RopeSpec(16, 500_000.0)
+    spec = RopeSpec(16, base=500_000.0)
     keys = torch.randn(1, 2, 100, 16)
     cache = rotate(keys, spec)
     before = cache.clone()
@@ -456,10 +464,14 @@ VALUES = {
     "'thd', 'bsd' (k: float32[3, 4, 16]).": moved(rerotate_, k=K[0]),
     "[rerotate] k must have head_dim 16 in its last dimension but got 12 "
     "(k: float32[2, 3, 4, 12]).": moved(k=K[..., :12]),
-    f"{SAME} rotary_dim but have 12 and 8; {INSTEAD}": moved(to_spec=RopeSpec(16, 1e4, 8, 2)),
-    f"{SAME} start but have 2 and 4; {INSTEAD}": moved(to_spec=RopeSpec(16, 1e4, 12, 4)),
+    f"{SAME} rotary_dim but have 12 and 8; {INSTEAD}": moved(
+        to_spec=RopeSpec(16, base=1e4, rotary_dim=8, start=2)
+    ),
+    f"{SAME} start but have 2 and 4; {INSTEAD}": moved(
+        to_spec=RopeSpec(16, base=1e4, rotary_dim=12, start=4)
+    ),
     f"{SAME} interleaved but have False and True; {INSTEAD}": moved(
-        to_spec=RopeSpec(16, 1e4, 12, 2, True)
+        to_spec=RopeSpec(16, base=1e4, rotary_dim=12, start=2, interleaved=True)
     ),
     f"[rerotate] positions {ONE_EACH} positions: int64[3]).": [
         moved(positions=torch.arange(3)),
