@@ -164,7 +164,7 @@ class RopeSpec(Value):
             section: the part of a nested configuration to read, such as ``"vision_config"``; by default the
                 only one with RoPE, or the text; ``""`` is the outer level.
             strict: if true, an unknown key whose name has a word of the rotation is an error; if false, a
-                warning, unless the key may say which layers rotate, or give a base.
+                warning, unless the key may say which layers rotate, or give a base, a width or the pairing.
             interleaved: the pairing, if neither the config nor its family determines it; overrides
                 both, and a conversion record.
             rotary_dim, start: the number of channels that rotate, and the first of them, 0 by default, if

@@ -38,9 +38,6 @@ SPEC = RopeSpec(128, base=5e5)
 @pytest.mark.parametrize(
     "more",
     [
-        {"no_rope_layers": [1, 1, 1, 0]},  # 1 is a layer that rotates, in all code that reads it
-        {"no_rope_layers": [True, True, True, False]},
-        {"no_rope_layer_interval": 4},
         {"layer_rope_theta": [5e5, 500000, 5e5, 0]},
     ],
     ids=repr,
@@ -59,16 +56,63 @@ def test_a_family_that_is_not_in_the_table_may_list_the_layers_that_rotate(
 
 
 def test_a_list_of_layers_that_all_rotate_answers_the_question_too() -> None:
-    for listed in ({"no_rope_layers": [1] * 4}, {"layer_rope_theta": [5e5] * 4}):
-        assert read({**ZEBRA, **listed}, interleaved=False, rotary_dim=128) == SPEC
-        assert read({**ZEBRA, **listed}, **ANSWERS) == SPEC
+    listed = {"layer_rope_theta": [5e5] * 4}
+    assert read({**ZEBRA, **listed}, interleaved=False, rotary_dim=128) == SPEC
+    assert read({**ZEBRA, **listed}, **ANSWERS) == SPEC
     for listed in (
         {"no_rope_layers": []},
         {"no_rope_layers": (1,) * 4, "no_rope_layer_interval": 4},
     ):
         assert read({**LLAMA, **listed}) == read({**ZEBRA, **listed}, **ANSWERS) == SPEC
-    none = read({**ZEBRA, "no_rope_layers": [0] * 4}, interleaved=False, rotary_dim=128)
-    assert none == {"no_rope": None}
+
+
+# A key that public code reads in two opposite ways -> the types that it gives the layers.
+TWO_WAYS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"no_rope_layers": [1, 1, 1, 0]}, ["no_rope_layers=1"] * 3 + ["no_rope_layers=0"]),
+    ({"no_rope_layers": [True, False] * 2}, ["no_rope_layers=1", "no_rope_layers=0"] * 2),
+    ({"no_rope_layers": [1] * 4}, ["no_rope_layers=1"] * 4),
+    ({"no_rope_layers": [0] * 4}, ["no_rope_layers=0"] * 4),
+    ({"no_rope_layer_interval": 4}, ["others"] * 3 + ["last_of_4"]),
+    ({"no_rope_layers": [], "no_rope_layer_interval": 2}, ["others", "last_of_2"] * 2),
+    (
+        {"no_rope_layers": [0, 1, 1, 1], "layer_types": ["full_attention", "mamba"] * 2},
+        ["no_rope_layers=0", "mamba", "no_rope_layers=1", "mamba"],
+    ),
+]
+
+
+@pytest.mark.parametrize("config", [ZEBRA, without(ZEBRA, "model_type")], ids=["zebra", "no type"])
+@pytest.mark.parametrize("more, types", TWO_WAYS, ids=repr)
+def test_a_key_with_two_meanings_is_a_question_for_a_family_that_is_not_in_the_table(
+    more: dict[str, Any], types: list[str], config: dict[str, Any]
+) -> None:
+    config, rest = {**config, **more}, {"interleaved": False, "rotary_dim": 128}
+    kinds = [name for name in dict.fromkeys(types) if name != "mamba"]
+    text = str(outcome(config, **rest))
+    assert "must give the layers that rotate" in text
+    assert f"of {', '.join(map(repr, kinds))} (public code reads" in text
+    assert read(config, **ANSWERS) == SPEC
+    for kind in kinds:
+        specs = read(config, **rest, rope_layers=[kind])
+        if len(kinds) == 1:
+            assert specs == SPEC
+        else:
+            assert specs == {name: SPEC if name == kind else None for name in kinds}
+            assert specs.layers == tuple(types)
+
+
+def test_such_a_key_without_a_type_for_each_layer_is_an_error() -> None:
+    sections = {name: {"rope_type": "default", "rope_theta": 7.0} for name in "ab"}
+    typed = {
+        **without(ZEBRA, "rope_theta"),
+        "layer_types": ["a", "b"] * 2,
+        "rope_parameters": sections,
+    }
+    for config in (
+        {**typed, "no_rope_layers": [1, 1, 0, 0]},
+        {**without(ZEBRA, "num_hidden_layers"), "no_rope_layer_interval": 4},
+    ):
+        assert "may say which layers rotate must be known" in str(outcome(config, **ANSWERS))
 
 
 # Key -> a value, and whether it is read where the family is not in the table.

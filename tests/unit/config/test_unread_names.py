@@ -161,6 +161,31 @@ def test_unknown_keys_can_be_a_warning(
     assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]
 
 
+# Names of widths, parts of the channels and pairings that no code here reads.
+OF_CHANNELS = """
+    rope_head_dim rope_dim rotary_ndims rotary_emb_dim rope_size rotary_width rope_channels rotary_percentage
+    rope_partial rotary_fraction rope_ratio swa_head_dim rope_start
+    rope_style rope_interleaving rope_is_neox neox gptj_rope rope_gpt_j rope_traditionally rope_pairing rope_pairs
+    permuted_rope rope_layout rotary_mode rope_format rope_half rope_halves rope_complex
+""".split()
+
+
+@pytest.mark.parametrize("value", [32, 0.5, True, "half", {"rope_dim": 32}], ids=repr)
+@pytest.mark.parametrize("name", OF_CHANNELS)
+def test_a_width_or_a_pairing_is_never_ignored(name: str, value: object) -> None:
+    places = {
+        name: {name: value},
+        f"rope_scaling.{name}": {"rope_scaling": {**LINEAR, name: value}},
+    }
+    for path, more in places.items():
+        if value == {"rope_dim": 32} and path != name:
+            continue  # in a rope section, it is the section of a type of layers
+        for strict in (True, False):
+            text = outcome({**LLAMA, **more}, strict=strict)
+            assert f"that may give a width or the pairing must be known but got {path}" in str(text)
+            assert "strict=False" not in str(text)
+
+
 @pytest.mark.parametrize("key", keys.INERT)
 def test_inert_keys_of_a_section_pass_with_a_reason(key: str) -> None:
     assert keys.INERT[key].strip()
