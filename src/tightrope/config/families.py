@@ -45,6 +45,8 @@ class Family:
         null_base: whether a model whose base is null has no RoPE.
         scaling: ``"turns"``: coordinates count turns, so frequencies are multiplied by 2π.
         scaled: whether the class scales by default, so that a configuration must name its rule.
+        learned: the tensor in the weights by which the rotary module computes or replaces its frequencies; see
+            learned.py.
         refused: why no spec can express this family; None for all others.
     """
 
@@ -67,6 +69,7 @@ class Family:
     null_base: bool = False
     scaling: str | None = None
     scaled: bool = False
+    learned: str | None = None
     refused: str | None = None
 
 
@@ -94,7 +97,7 @@ def _each(names: str, function: str = "apply_rotary_pos_emb", **facts: object) -
 
 def _conformer(folder: str, stem: str, **facts: object) -> Family:
     function = f"{stem}SelfAttention._apply_rotary_embedding"
-    own = {"position_type": "position_embeddings_type", "fixed": ("scaling",)}
+    own: dict[str, Any] = {"position_type": "position_embeddings_type", "fixed": ("scaling",)}
     return _half(folder, function, bases=("rotary_embedding_base",), **own, **facts)
 
 
@@ -231,6 +234,7 @@ FAMILIES: dict[str, Family] = {
         "roformer: RoFormerSelfAttention.apply_rotary_position_embeddings",
         fraction="none",
         **_FIXED,
+        learned="embed_positions.weight",
     ),
     # --- latent attention: the rotated slice comes after channels without RoPE ---
     "axk1": _pairs("axk1", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
@@ -277,6 +281,7 @@ FAMILIES: dict[str, Family] = {
         start="nope",
         layers="no_rope_layers",
         scaled=True,
+        learned="alpha",
     ),
     "step3p5": _half("step3p7", layers="lists", parts=(), **_ANY_PART, **_HEAD),
     **_each("granite_swa granitemoe_swa", layers="layer_rope_theta"),
@@ -356,14 +361,21 @@ FAMILIES: dict[str, Family] = {
         **_VISION,
     ),
     # --- RoPE is optional ---
-    "esm": _half("esm", base=10000.0, fixed=("scaling",), position_type="position_embedding_type"),
+    "esm": _half(
+        "esm",
+        base=10000.0,
+        fixed=("scaling",),
+        position_type="position_embedding_type",
+        learned="inv_freq",
+    ),
     "seamless_m4t": _conformer(
         "seamless_m4t",
         "SeamlessM4TConformer",
         width=("hidden_size", "speech_encoder_attention_heads"),
+        learned="inv_freq",
     ),
     "wav2vec2-bert": _conformer("wav2vec2_bert", "Wav2Vec2Bert"),
-    "wav2vec2-conformer": _conformer("wav2vec2_conformer", "Wav2Vec2Conformer"),
+    "wav2vec2-conformer": _conformer("wav2vec2_conformer", "Wav2Vec2Conformer", learned="inv_freq"),
     "zamba2": _half("zamba2", width=("attention_head_dim",), switch="use_mem_rope"),
     # --- no RoPE, or none that a spec can express ---
     "baichuan": _none(

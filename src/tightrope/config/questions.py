@@ -115,7 +115,11 @@ def refuse(source: Source, asked: list[Question], answers: list[Stated]) -> NoRe
 
 def _call(source: Source, stated: Stated) -> str:
     given = {**vars(stated), "section": source.prefix.removesuffix(".") or stated.section}
-    named = [f"{name}={value!r}" for name, value in given.items() if value != getattr(Stated, name)]
+    named = [
+        f"{name}={name if name == 'inv_freq' else repr(value)}"
+        for name, value in given.items()
+        if value != getattr(Stated, name)
+    ]
     return f"{', '.join([CALL, *named])})"
 
 

@@ -18,6 +18,7 @@ from ..spec import RopeSpec
 from . import keys, observed
 from .heads import axes_of, base_of, pairing_of, slice_of
 from .layers import Listed, flagged, parts_of, rule_of, with_attention
+from .learned import given_for
 from .questions import questions, refuse
 from .scaling import Fact, claimed_by, kind_of_rule, scaling_of
 from .source import (
@@ -120,7 +121,12 @@ def _one(source: Source, part: Part, stated: Stated) -> tuple[RopeSpec, list[Fac
     # The slice must fit before axes are made.
     spec = RopeSpec(head_dim, base=base, rotary_dim=rotary_dim, start=start, interleaved=pairs)
     axes, axes_from = axes_of(source, part, rotary_dim)
-    return dataclasses.replace(spec, scaling=scaling, axes=axes), [
+    spec = dataclasses.replace(spec, scaling=scaling, axes=axes)
+    given = given_for(source, spec, stated)
+    if given is not None:
+        spec = dataclasses.replace(spec, scaling=given[0])
+        scaling_facts = [("scaling", "Given", given[1])]
+    return spec, [
         facts[0],
         ("base", spec.base, base_from),
         *facts[1:],

@@ -69,6 +69,21 @@ class Frequencies:
         )
         return flat if self.shape is None else flat.reshape(self.shape)
 
+    def are(self, stored: torch.Tensor) -> bool:
+        """Return whether stored frequencies are these, rounded to the dtype that stores them.
+
+        The relative error may be 1e-6 or, for dtypes narrower than float32, 4 eps of the dtype.
+        """
+        exact = self.inv_freq
+        if not stored.is_floating_point() or stored.shape != exact.shape:
+            return False
+        limits = torch.finfo(stored.dtype)
+        # Allow two roundings to the saved dtype, one of the power of the base and one of the cast, and
+        # underflow below its smallest number.
+        relative, absolute = max(4 * limits.eps, 1e-6), limits.smallest_normal * limits.eps
+        read = stored.detach().to("cpu", torch.float64)
+        return torch.allclose(read, exact, rtol=relative, atol=absolute)
+
     def __repr__(self) -> str:
         # Without the 60 digits of each pair.
         count, ends = len(self.exact), [f"{float(omega)!r}" for omega in self.exact]

@@ -52,23 +52,13 @@ class _Rotary(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _agrees(self, saved: object) -> bool:
-        """Return whether saved frequencies equal the spec's.
-
-        The relative error may be 1e-6 or, for dtypes narrower than float32, 4 eps of the dtype.
-        """
-        exact = self.spec.frequencies().inv_freq
-        if not isinstance(saved, torch.Tensor) or not saved.is_floating_point():
+        """Return whether saved frequencies equal the spec's, rounded to their dtype."""
+        if not isinstance(saved, torch.Tensor):
             return False
-        if saved.shape != exact.shape:
-            return False
-        if saved.device.type == "meta":
-            return True  # a meta tensor has no data to compare
-        limits = torch.finfo(saved.dtype)
-        # Allow two roundings to the saved dtype, one of the power of the base and one of the cast, and
-        # underflow below its smallest number.
-        relative, absolute = max(4 * limits.eps, 1e-6), limits.smallest_normal * limits.eps
-        read = saved.detach().to("cpu", torch.float64)
-        return torch.allclose(read, exact, rtol=relative, atol=absolute)
+        exact = self.spec.frequencies()
+        if saved.device.type == "meta":  # it has no data to compare
+            return saved.is_floating_point() and saved.shape == exact.inv_freq.shape
+        return exact.are(saved)
 
 
 class RotaryEmbedding(_Rotary):

@@ -130,7 +130,7 @@ class RopeSpec(Value):
 
     @classmethod
     @public("from_config")
-    def from_config(
+    def from_config(  # noqa: PLR0913  (one argument for each option)
         cls,
         config: object,
         *,
@@ -141,6 +141,7 @@ class RopeSpec(Value):
         rotary_dim: int | None = None,
         start: int | None = None,
         rope_layers: str | Collection[str] | None = None,
+        inv_freq: torch.Tensor | None = None,
     ) -> Any:
         """Read the spec from a model configuration, without guessing or assuming defaults.
 
@@ -171,6 +172,9 @@ class RopeSpec(Value):
                 neither the config nor its family determines them; must agree with both.
             rope_layers: ``"all"`` if all layers with attention rotate, or the types of those that do, if
                 neither the config nor its family determines it; must agree with both.
+            inv_freq: the frequencies of the pairs in radians per position, a floating tensor, of a family whose
+                weights hold them or a factor on them (Mistral Large 4), or that is not in the table of families.
+                Of a model given as ``config`` they are read from its tensors.
 
         Returns:
             The spec. If layers differ, a :class:`tightrope.config.LayerSpecs`: a mapping from layer type
@@ -198,6 +202,7 @@ class RopeSpec(Value):
             rotary_dim=rotary_dim,
             start=start,
             rope_layers=rope_layers,
+            inv_freq=inv_freq,
         )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tightrope import RopeSpec
 from tightrope.config.families import FAMILIES
@@ -33,7 +34,8 @@ def test_a_missing_section_is_not_taken_for_no_scaling(name: str, more: dict[str
     with pytest.raises(ValueError, match="is scaled by default, so the config must have"):
         RopeSpec.from_config(config_of(name, **more))
     section = {"rope_type": "default", "rope_theta": 1e4}
-    spec = RopeSpec.from_config(config_of(name, rope_parameters=section))
+    given = {"inv_freq": torch.ones(16)} if FAMILIES[name].learned else {}
+    spec = RopeSpec.from_config(config_of(name, rope_parameters=section), **given)
     assert isinstance(spec, RopeSpec) or set(spec) <= {"rope", "no_rope"}
 
 

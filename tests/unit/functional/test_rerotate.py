@@ -485,9 +485,9 @@ VALUES = {
     "[rerotate] to_spec must have 1 or 3 heads for k but got 2 (k: float32[2, 3, 4, 4]).": moved(
         k=K[..., :4], from_spec=RopeSpec(4), to_spec=RopeSpec(4, scaling=Given(((1.0, 2.0),) * 2))
     ),
-    "[rerotate] positions must have 3 axes for this spec but got 1; call positions.multi_axis "
-    "with ids (3, tokens) or (3, rows, tokens), or positions.text(…, axes=3) if all coordinates "
-    "of a token are equal (positions: None).": moved(to_spec=spec_of(axes=SECTIONS)),
+    "[rerotate] new_positions must have 3 axes for this spec but got 1; call positions.multi_axis "
+    "with ids (3, tokens) or (3, rows, tokens), or positions.text(0, axes=3) if all coordinates "
+    "of a token are equal (new_positions: 0).": moved(to_spec=spec_of(axes=SECTIONS)),
     **{
         f"[rerotate] {name} must be one length, or one for each of 2 rows, but got 3 "
         "(k: float32[2, 3, 4, 16]).": moved(
