@@ -96,7 +96,8 @@ def public(
 ) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
     """Decorate a public function: put its name in front of every error about bad input.
 
-    Arguments that the function does not take, or lacks, are such an error too. If one decorated function calls another, an error raised in the inner one has the inner name.
+    Arguments that the function does not take, or lacks, are such an error too. If one decorated function
+    calls another, an error raised in the inner one has the inner name.
 
     Args:
         operation: the name to show, usually that of the function; by default the name of the class

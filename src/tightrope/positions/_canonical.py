@@ -175,7 +175,7 @@ def check_axes(where: Positions, axes: int, name: str = "positions") -> None:
         )
     if where.axes == 4 and axes == 3:
         hint += f"{_FOUR}(ids[1:])"
-    found = where.ids[0] if ids is not None and where.axes == 1 else given
+    found = ids[0] if ids is not None and where.axes == 1 else given
     raise bad_value(f"{rule}{where.axes}{hint}", **{name: found})
 
 

@@ -62,13 +62,12 @@ IN_THE_TABLE: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "cohere": {},
     "cohere2": SLIDING,
-    "smollm3": {},
     "olmo3": SLIDING,
     "gemma3_text": SLIDING,
     "deepseek_v3": LATENT,
     "minicpm3": LATENT,
 }
-KNOWN = {*IN_THE_TABLE, "modernbert", "nanochat", "qwen2", "qwen2_vl_text"}
+KNOWN = {*IN_THE_TABLE, "smollm3", "modernbert", "nanochat", "qwen2", "qwen2_vl_text"}
 
 
 def by_layer(specs: Any) -> list[RopeSpec | None]:
@@ -92,6 +91,17 @@ def test_what_no_spec_of_one_coordinate_describes_is_asked(
 ) -> None:
     monkeypatch.delitem(FAMILIES, name)
     refused(config_of(name, **FEW))
+
+
+def test_layers_that_a_key_with_two_meanings_lists_are_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = config_of("smollm3", **FEW)
+    wanted = RopeSpec.from_config(config)
+    monkeypatch.delitem(FAMILIES, "smollm3")
+    refused(config)
+    given = {"interleaved": False, "rotary_dim": 128, "rope_layers": ["no_rope_layers=1"]}
+    assert by_layer(RopeSpec.from_config(config, **given)) == by_layer(wanted)
 
 
 # --- families that are not in the table -----------------------------------------------------------
