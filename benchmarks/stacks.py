@@ -122,7 +122,7 @@ RULES["longrope, short rows"] = dataclasses.replace(RULES["longrope"], original_
 
 def spec_of(rule: str, interleaved: bool = False, base: float = BASE) -> RopeSpec:
     """Return the spec of a case."""
-    return RopeSpec(64, base, scaling=RULES[rule], interleaved=interleaved)
+    return RopeSpec(64, base=base, scaling=RULES[rule], interleaved=interleaved)
 
 
 def meta(source: Source) -> Iterator[Case]:

@@ -261,7 +261,9 @@ CASES = {
     ),
     "rotary_apply": one(rotary_apply, **tables({"row": 0, "token": 2}, 3, 1, 13, 8)),
     "rotary_pos_embedding": one(lambda x: rotary_pos_embedding(x)),
-    "rerotate": one(lambda x: rerotate(x, SPEC, RopeSpec(16, 5e5, 12, 2), IDS, IDS + 3)),
+    "rerotate": one(
+        lambda x: rerotate(x, SPEC, RopeSpec(16, base=5e5, rotary_dim=12, start=2), IDS, IDS + 3)
+    ),
     "scan": Case(
         scan,
         {

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .._errors import Refusal, bad_type, describe, public
+from ..frequencies import Given
 from ..spec import RopeSpec
 from . import diffusers, files, formats, gguf, keys, observed, timm
 from .families import FAMILIES, SECTIONS, Family
@@ -39,7 +40,7 @@ _FORMATS = (
 
 
 @public("from_config")
-def from_config(
+def from_config(  # noqa: PLR0913  (one argument for each option)
     config: object,
     *,
     layer_type: str | None = None,
@@ -49,14 +50,16 @@ def from_config(
     rotary_dim: int | None = None,
     start: int | None = None,
     rope_layers: str | Collection[str] | None = None,
+    inv_freq: torch.Tensor | None = None,
 ) -> RopeSpec | LayerSpecs | None:
     """See :meth:`tightrope.RopeSpec.from_config`."""
-    stated = Stated(layer_type, section, strict, interleaved, rotary_dim, start, rope_layers)
+    given = None if inv_freq is None else Given.of(inv_freq)
+    stated = Stated(layer_type, section, strict, interleaved, rotary_dim, start, rope_layers, given)
     return _read(config, stated).spec
 
 
 @public("from_config")
-def provenance(
+def provenance(  # noqa: PLR0913  (one argument for each option)
     config: object,
     *,
     layer_type: str | None = None,
@@ -66,6 +69,7 @@ def provenance(
     rotary_dim: int | None = None,
     start: int | None = None,
     rope_layers: str | Collection[str] | None = None,
+    inv_freq: torch.Tensor | None = None,
 ) -> Provenance:
     """Read a configuration like :meth:`tightrope.RopeSpec.from_config`, with the source of each field.
 
@@ -86,7 +90,8 @@ def provenance(
     scaling      None     no key gives one
     axes         None     one coordinate per position
     """
-    stated = Stated(layer_type, section, strict, interleaved, rotary_dim, start, rope_layers)
+    given = None if inv_freq is None else Given.of(inv_freq)
+    stated = Stated(layer_type, section, strict, interleaved, rotary_dim, start, rope_layers, given)
     return _read(config, stated)
 
 
@@ -142,7 +147,8 @@ def source_of(config: object, section: str | None = None) -> Source:
                 )
             return source
     source = _section(values, section)
-    return replace(source, config=observed.object_of(_inner(config), source.prefix))
+    model = config if isinstance(config, torch.nn.Module) else None
+    return replace(source, config=observed.object_of(_inner(config), source.prefix), model=model)
 
 
 def _inner(config: object) -> object:

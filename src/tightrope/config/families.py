@@ -47,6 +47,8 @@ class Family:
         scaled: whether the class scales by default, so that a configuration must name its rule.
         scales_softmax: whether its attention multiplies its softmax scale by the square of YaRN's magnitude at
             ``mscale_all_dim`` (`yarn_apply_mscale` in transformers).
+        learned: the tensor in the weights by which the rotary module computes or replaces its frequencies; see
+            learned.py.
         refused: why no spec can express this family; None for all others.
     """
 
@@ -70,6 +72,7 @@ class Family:
     scaling: str | None = None
     scaled: bool = False
     scales_softmax: bool = False
+    learned: str | None = None
     refused: str | None = None
 
 
@@ -97,7 +100,7 @@ def _each(names: str, function: str = "apply_rotary_pos_emb", **facts: object) -
 
 def _conformer(folder: str, stem: str, **facts: object) -> Family:
     function = f"{stem}SelfAttention._apply_rotary_embedding"
-    own = {"position_type": "position_embeddings_type", "fixed": ("scaling",)}
+    own: dict[str, Any] = {"position_type": "position_embeddings_type", "fixed": ("scaling",)}
     return _half(folder, function, bases=("rotary_embedding_base",), **own, **facts)
 
 
@@ -235,6 +238,7 @@ FAMILIES: dict[str, Family] = {
         "roformer: RoFormerSelfAttention.apply_rotary_position_embeddings",
         fraction="none",
         **_FIXED,
+        learned="embed_positions.weight",
     ),
     # --- latent attention: the rotated slice comes after channels without RoPE ---
     "axk1": _pairs("axk1", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
@@ -281,6 +285,7 @@ FAMILIES: dict[str, Family] = {
         layers="no_rope_layers",
         scaled=True,
         **_MLA,
+        learned="alpha",
     ),
     "step3p5": _half("step3p7", layers="lists", parts=(), **_ANY_PART, **_HEAD),
     **_each("granite_swa granitemoe_swa", layers="layer_rope_theta"),
@@ -360,14 +365,21 @@ FAMILIES: dict[str, Family] = {
         **_VISION,
     ),
     # --- RoPE is optional ---
-    "esm": _half("esm", base=10000.0, fixed=("scaling",), position_type="position_embedding_type"),
+    "esm": _half(
+        "esm",
+        base=10000.0,
+        fixed=("scaling",),
+        position_type="position_embedding_type",
+        learned="inv_freq",
+    ),
     "seamless_m4t": _conformer(
         "seamless_m4t",
         "SeamlessM4TConformer",
         width=("hidden_size", "speech_encoder_attention_heads"),
+        learned="inv_freq",
     ),
     "wav2vec2-bert": _conformer("wav2vec2_bert", "Wav2Vec2Bert"),
-    "wav2vec2-conformer": _conformer("wav2vec2_conformer", "Wav2Vec2Conformer"),
+    "wav2vec2-conformer": _conformer("wav2vec2_conformer", "Wav2Vec2Conformer", learned="inv_freq"),
     "zamba2": _half("zamba2", width=("attention_head_dim",), switch="use_mem_rope"),
     # --- no RoPE, or none that a spec can express ---
     "baichuan": _none(

@@ -264,5 +264,5 @@ def _times(values: dict[str, Any], path: str, multiplier: object) -> float:
 
 def given_by_factors(rotary_dim: int, base: float, factors: list[float]) -> Given:
     """The frequencies of a base, each divided by the factor of its pair."""
-    exact = RopeSpec(rotary_dim, base).frequencies().exact
+    exact = RopeSpec(rotary_dim, base=base).frequencies().exact
     return Given(tuple(float(omega) / factor for omega, factor in zip(exact, factors, strict=True)))

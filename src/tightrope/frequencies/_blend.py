@@ -8,10 +8,12 @@ from decimal import Decimal
 from typing import Any, ClassVar
 
 from .._errors import bad_type, bad_value, public
+from .._value import checked_calls
 from ._row import default
 from ._rule import CONTEXT, TWO_PI, Frequencies, Keys, Rule
 
 
+@checked_calls
 @dataclass(frozen=True)
 class YaRN(Rule):
     """YaRN: interpolates slow pairs, keeps fast ones, and blends linearly (a ramp) between them.
@@ -168,6 +170,7 @@ class YaRN(Rule):
         return factor if self.scales_softmax else 1.0
 
 
+@checked_calls
 @dataclass(frozen=True)
 class Llama3(Rule):
     """Llama 3.1: like YaRN it blends a band of pairs, but the ends of the band are given in turns.

@@ -149,6 +149,9 @@ def _prepared(
     old = positions_.as_positions(positions)
     stays = new_positions is None or new_positions is positions
     new = old if stays else positions_.as_positions(new_positions)
+    where = "positions" if stays else "new_positions"
+    positions_.check_axes(old, from_spec.axis_count)
+    positions_.check_axes(new, to_spec.axis_count, where)
     part = old.part if operands.sharded else None
     if operands.sharded and new.part != part:
         raise bad_value("positions and new_positions must be those of the tokens of the same rank")
@@ -156,7 +159,6 @@ def _prepared(
     before = prepared(from_spec, old, k.device, from_seq_len).for_tokens(tokens, with_rows)
     after = prepared(to_spec, new, k.device, to_seq_len).for_tokens(tokens, with_rows)
     check_rotation(operands, before, ("from_spec", "positions", "from_seq_len"))
-    where = "positions" if stays else "new_positions"
     check_rotation(operands, after, ("to_spec", where, "to_seq_len"))
     if part is not None:
         tokens //= part[1]

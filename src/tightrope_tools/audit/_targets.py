@@ -18,7 +18,7 @@ from torch import nn
 
 from tightrope import functional, stacks
 from tightrope._errors import Refusal, bad_type, bad_value
-from tightrope.config import LayerSpecs, from_config, recorded
+from tightrope.config import LayerSpecs, from_config, recorded, source_of
 from tightrope.config.files import load
 from tightrope.forms import calls_of
 from tightrope.positions import multi_axis
@@ -283,7 +283,7 @@ def from_model(config: Any, layer_type: str | None, model: nn.Module | None = No
         model: take the rotary module of this model, as it is, instead of building one from the config.
     """
     inner = _text_of(config)
-    spec, unread = _meant(inner, layer_type)
+    spec, unread = _meant(inner, layer_type, model)
     try:
         module, rotary, called = _parts(inner, spec)
     except ValueError as error:
@@ -352,10 +352,13 @@ def _text_of(config: Any) -> Any:
         return config
 
 
-def _meant(config: Any, layer_type: str | None) -> tuple[RopeSpec | None, ValueError | None]:
+def _meant(
+    config: Any, layer_type: str | None, model: nn.Module | None
+) -> tuple[RopeSpec | None, ValueError | None]:
     """Return the spec of a config and None, or None and the error that explains why there is none."""
     try:
-        read = from_config(config.to_dict(), layer_type=layer_type, strict=False)
+        source = replace(source_of(config.to_dict()), model=model)  # its weights may be read
+        read = from_config(source, layer_type=layer_type, strict=False)
     except ValueError as error:
         if layer_type is not None:
             raise

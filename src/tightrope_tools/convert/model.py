@@ -284,6 +284,8 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
     if isinstance(found, str | Path):
         found = load(Path(found))
     source = reader.source_of(found, stated.section)
+    if source.family is not None:  # a conversion needs no frequencies
+        source = replace(source, family=replace(source.family, learned=None))
     values, more = source.values, []
     for key, why in {
         "attention_k_eq_v": "uses its keys as values, which must stay in order",

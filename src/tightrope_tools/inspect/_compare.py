@@ -118,7 +118,7 @@ def compare(one: Inspection, other: Inspection) -> Comparison:
 
     >>> from tightrope import RopeSpec
     >>> from .report import inspect
-    >>> made = compare(inspect(RopeSpec(64), context=4096), inspect(RopeSpec(64, 5e5), context=4096))
+    >>> made = compare(inspect(RopeSpec(64), context=4096), inspect(RopeSpec(64, base=5e5), context=4096))
     >>> made.alike, made.parts[0].disagreement.lost
     (False, 8)
     """

@@ -8,6 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tightrope._errors import bad_value, integer, public
 from tightrope.spec import RopeSpec
 
@@ -129,14 +131,15 @@ def inspect(  # noqa: PLR0913  (one argument for each option)
     rotary_dim: int | None = None,
     start: int | None = None,
     rope_layers: str | Collection[str] | None = None,
+    inv_freq: torch.Tensor | None = None,
 ) -> Inspection:
     """Inspect a model's rotary embedding.
 
     Args:
-        config: any input of :meth:`tightrope.RopeSpec.from_config` (a mapping, an object, the path
-            of a JSON or GGUF file, or of a folder), the JSON of a spec, or a spec.
+        config: any input of :meth:`tightrope.RopeSpec.from_config` (a mapping, an object, a model, the
+            path of a JSON or GGUF file, or of a folder), the JSON of a spec, or a spec.
         context: the context length; by default that of the configuration.
-        layer_type, section, strict, interleaved, rotary_dim, start, rope_layers: as in
+        layer_type, section, strict, interleaved, rotary_dim, start, rope_layers, inv_freq: as in
             :meth:`tightrope.RopeSpec.from_config`; without a section, every section that rotates is read.
 
     Raises:
@@ -163,6 +166,7 @@ def inspect(  # noqa: PLR0913  (one argument for each option)
         rotary_dim=rotary_dim,
         start=start,
         rope_layers=rope_layers,
+        inv_freq=inv_freq,
     )
     return Inspection(
         name,

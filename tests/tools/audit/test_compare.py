@@ -286,7 +286,7 @@ SCALED: dict[str, tuple[RopeSpec, RopeSpec, str]] = {
         *(RopeSpec(DIM, scaling=Linear(8.0)), RopeSpec(DIM, scaling=Linear(4.0))),
         "Frequencies are scaled by different rules.",
     ),
-    "base": (RopeSpec(DIM), RopeSpec(DIM, 5e5), "The bases of the frequencies differ."),
+    "base": (RopeSpec(DIM), RopeSpec(DIM, base=5e5), "The bases of the frequencies differ."),
 }
 
 

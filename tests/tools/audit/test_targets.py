@@ -190,7 +190,7 @@ def test_an_apply_function_that_is_a_module(one: bool, monkeypatch: pytest.Monke
 
 def test_a_config_that_the_library_reads_otherwise() -> None:
     # The config has base 10000: the intended rotation is the spec, not the config.
-    report = named(audit(transformers.LlamaConfig(), spec=RopeSpec(128, 500_000.0)), "base")
+    report = named(audit(transformers.LlamaConfig(), spec=RopeSpec(128, base=500_000.0)), "base")
     assert report.findings[0].sentence == "The base is 10000; 500000 was declared."
 
 

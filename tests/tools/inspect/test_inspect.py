@@ -218,7 +218,7 @@ def test_fields_and_their_sources() -> None:
 
 
 def test_a_saved_spec(tmp_path: Path) -> None:
-    spec = RopeSpec(128, 5e5, scaling=Llama3(8, 1, 4, 8192))
+    spec = RopeSpec(128, base=5e5, scaling=Llama3(8, 1, 4, 8192))
     path = tmp_path / "spec.json"
     path.write_text(json.dumps(spec.to_dict()))
     for given in (path, str(path), spec.to_dict()):
@@ -344,7 +344,7 @@ def test_warnings_about_a_spec(spec: RopeSpec, wanted: set[str]) -> None:
             "never-turn",
             "18 of 64 pairs never complete a turn within the 4,096",
         ),
-        (RopeSpec(128, 1000.0), 8192, "wraps", "the slowest in 5,640 of 8,192 positions"),
+        (RopeSpec(128, base=1000.0), 8192, "wraps", "the slowest in 5,640 of 8,192 positions"),
         (RopeSpec(8, scaling=Proportional(0.5)), 64, "no-rotation", "2 of 4 pairs do not turn"),
         (RopeSpec(128), 300, "16-bit", "Up to position 299 cosines are wrong by up to"),
         (RopeSpec(128), 131072, "float32", "times the rounding of a bfloat16"),
@@ -390,7 +390,7 @@ def both(one: RopeSpec, other: RopeSpec, context: int = 500) -> Any:
 @pytest.mark.parametrize(
     "other",
     [
-        RopeSpec(16, 5e5),
+        RopeSpec(16, base=5e5),
         RopeSpec(16, scaling=Linear(4)),
         RopeSpec(16, scaling=YaRN(4, 64)),
         RopeSpec(16, scaling=Given((0.5, 9.0, -1.0, 7.0, 0.0, 2.0, 3.0, 4.0))),
@@ -436,7 +436,7 @@ def test_equal_rotations_are_alike_under_any_name() -> None:
         (RopeSpec(16, interleaved=True), "the pairings differ: half and interleaved"),
         (RopeSpec(16, rotary_dim=8), "16 channels rotate in one and 8 in the other"),
         (RopeSpec(18, rotary_dim=16, start=2), "different channels rotate"),
-        (RopeSpec(16, 5e5), "7 of 8 pairs have different frequencies"),
+        (RopeSpec(16, base=5e5), "7 of 8 pairs have different frequencies"),
         (
             RopeSpec(16, axes=Axes.sections((4, 4))),
             "the coordinates of positions, or the pairs that they turn, differ",
@@ -548,7 +548,7 @@ def test_configurations_of_other_libraries_are_read(config: dict[str, Any], tmp_
 
 def test_a_gguf_file_is_read(tmp_path: Path) -> None:
     (part,) = inspect(gguf.write(tmp_path / "model.gguf")).parts
-    assert part.spec == RopeSpec(128, 5e5, interleaved=True)
+    assert part.spec == RopeSpec(128, base=5e5, interleaved=True)
     assert part.part.context == ("llama.context_length", 131072)
     assert {each.source for each in part.part.fields} >= {"llama.rope.freq_base"}
 

@@ -42,7 +42,7 @@ TOKENS = 4
 
 def spec_of(scaling: Any = None, base: float = 1e4, axes: Axes | None = None) -> RopeSpec:
     """Return a spec of 16 channels; the 12 in the middle rotate."""
-    return RopeSpec(16, base, 12, 2, scaling=scaling, axes=axes)
+    return RopeSpec(16, base=base, rotary_dim=12, start=2, scaling=scaling, axes=axes)
 
 
 def rates(spec: RopeSpec, length: int | None) -> list[list[Any]]:
@@ -156,7 +156,15 @@ every_move = pytest.mark.parametrize("name", MOVES)
 
 def with_pairing(move: Move, interleaved: bool) -> Move:
     before, after = (
-        RopeSpec(16, spec.base, 12, 2, interleaved, spec.scaling, spec.axes)
+        RopeSpec(
+            16,
+            base=spec.base,
+            rotary_dim=12,
+            start=2,
+            interleaved=interleaved,
+            scaling=spec.scaling,
+            axes=spec.axes,
+        )
         for spec in (move.before, move.after)
     )
     return move._replace(before=before, after=after)
@@ -348,7 +356,7 @@ def test_layouts(layout: str) -> None:
 
 def test_a_slice_of_a_cache_in_place() -> None:
     """`rerotate_` moves the keys in a slice of a cache to the positions of dropped tokens."""
-    spec = RopeSpec(16, 500_000.0)
+    spec = RopeSpec(16, base=500_000.0)
     keys = torch.randn(1, 2, 100, 16)
     cache = rotate(keys, spec)
     before = cache.clone()
@@ -476,10 +484,14 @@ VALUES = {
     "'thd', 'bsd' (k: float32[3, 4, 16]).": moved(rerotate_, k=K[0]),
     "[rerotate] k must have head_dim 16 in its last dimension but got 12 "
     "(k: float32[2, 3, 4, 12]).": moved(k=K[..., :12]),
-    f"{SAME} rotary_dim but have 12 and 8; {INSTEAD}": moved(to_spec=RopeSpec(16, 1e4, 8, 2)),
-    f"{SAME} start but have 2 and 4; {INSTEAD}": moved(to_spec=RopeSpec(16, 1e4, 12, 4)),
+    f"{SAME} rotary_dim but have 12 and 8; {INSTEAD}": moved(
+        to_spec=RopeSpec(16, base=1e4, rotary_dim=8, start=2)
+    ),
+    f"{SAME} start but have 2 and 4; {INSTEAD}": moved(
+        to_spec=RopeSpec(16, base=1e4, rotary_dim=12, start=4)
+    ),
     f"{SAME} interleaved but have False and True; {INSTEAD}": moved(
-        to_spec=RopeSpec(16, 1e4, 12, 2, True)
+        to_spec=RopeSpec(16, base=1e4, rotary_dim=12, start=2, interleaved=True)
     ),
     f"[rerotate] positions {ONE_EACH} positions: int64[3]).": [
         moved(positions=torch.arange(3)),
@@ -493,9 +505,9 @@ VALUES = {
     "[rerotate] to_spec must have 1 or 3 heads for k but got 2 (k: float32[2, 3, 4, 4]).": moved(
         k=K[..., :4], from_spec=RopeSpec(4), to_spec=RopeSpec(4, scaling=Given(((1.0, 2.0),) * 2))
     ),
-    "[rerotate] positions must have 3 axes for this spec but got 1; call positions.multi_axis "
-    "with ids (3, tokens) or (3, rows, tokens), or positions.text(…, axes=3) if all coordinates "
-    "of a token are equal (positions: None).": moved(to_spec=spec_of(axes=SECTIONS)),
+    "[rerotate] new_positions must have 3 axes for this spec but got 1; call positions.multi_axis "
+    "with ids (3, tokens) or (3, rows, tokens), or positions.text(0, axes=3) if all coordinates "
+    "of a token are equal (new_positions: 0).": moved(to_spec=spec_of(axes=SECTIONS)),
     **{
         f"[rerotate] {name} must be one length, or one for each of 2 rows, but got 3 "
         "(k: float32[2, 3, 4, 16]).": moved(

@@ -30,7 +30,7 @@ def written(pairs: torch.Tensor, tables: str, interleaved: bool) -> torch.Tensor
 @pytest.mark.parametrize("tables", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_format_is_exact(dtype: torch.dtype, tables: str, interleaved: bool) -> None:
-    spec = RopeSpec(16, 5e5, rotary_dim=8, start=4, interleaved=interleaved)
+    spec = RopeSpec(16, base=5e5, rotary_dim=8, start=4, interleaved=interleaved)
     exact = oracle.cos_sin(IDS, oracle.frequencies(5e5, 8))
     found = spec.cos_sin(IDS, dtype=dtype, tables=tables)
     for got, wanted in zip(found, exact, strict=True):

@@ -188,7 +188,7 @@ def test_ids_on_a_device_are_not_cached() -> None:
 
 
 def test_a_spec_keeps_nothing_that_is_made_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = RopeSpec(16, 777.0, scaling=frequencies.DynamicNTK(2.0, original_max_position=4))
+    spec = RopeSpec(16, base=777.0, scaling=frequencies.DynamicNTK(2.0, original_max_position=4))
     shared = set(_words._shared)
     with monkeypatch.context() as patch:
         for module in (route, _words):

@@ -107,7 +107,7 @@ def rotary_module(rule: str) -> torch.nn.Module:
 
 
 def spec_of(rule: str) -> RopeSpec:
-    return RopeSpec(DIM, 50000.0, scaling=RULES[rule][0])
+    return RopeSpec(DIM, base=50000.0, scaling=RULES[rule][0])
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -134,7 +134,7 @@ def test_frequencies_of_transformers(rule: str) -> None:
     exact = spec_of(rule).frequencies()
     bound = value("frequency of transformers") * found.double().abs()
     if isinstance(RULES[rule][0], YaRN):
-        bound += value("ramp of transformers") * RopeSpec(DIM, 50000.0).frequencies().inv_freq
+        bound += value("ramp of transformers") * RopeSpec(DIM, base=50000.0).frequencies().inv_freq
     assert bool(((exact.inv_freq - found.double()).abs() <= bound).all())
     assert exact.attention_scaling == pytest.approx(scaling, rel=value("frequency of transformers"))
 
@@ -237,7 +237,7 @@ def test_diffusers(name: str, factor: float | None, dtype: torch.dtype) -> None:
         linear_factor=factor or 1.0,
         freqs_dtype=torch.float64 if "64" in name else torch.float32,
     )
-    spec = RopeSpec(DIM, 50000.0, interleaved=True, scaling=factor and Linear(factor))
+    spec = RopeSpec(DIM, base=50000.0, interleaved=True, scaling=factor and Linear(factor))
     rope = spec.at(ids, stack=name)
     assert_rotates_like(
         lambda q, k: (apply_rotary_emb(q, tables), apply_rotary_emb(k, tables)),
@@ -261,7 +261,7 @@ def test_litgpt_does_not_compute_yarn() -> None:
 
 # --- behaviour ----------------------------------------------------------------------------
 
-SPEC = RopeSpec(DIM, 50000.0)
+SPEC = RopeSpec(DIM, base=50000.0)
 
 
 @pytest.mark.parametrize("name", stacks.names())
@@ -415,7 +415,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> None:
 def test_compiled_calls(name: str) -> None:
     """Compiled code has the bits of eager code, wherever the rotation is prepared."""
     rule = Llama3(8.0, 1.0, 4.0, 8192)
-    spec, stack = RopeSpec(DIM, 50000.0, scaling=rule), stacks.get(name)
+    spec, stack = RopeSpec(DIM, base=50000.0, scaling=rule), stacks.get(name)
     if name == "transformers":
         stack = stack.cast(torch.bfloat16)
     ids = FAR * 31
@@ -427,7 +427,7 @@ def test_compiled_calls(name: str) -> None:
         return [rotate(x, r) for r in (rope, spec.at(at, stack=stack)) for x in every]
 
     def made(n: int) -> list[torch.Tensor]:
-        own = RopeSpec(DIM, 50000.0, scaling=Llama3(8.0, 1.0, 4.0, 8192)).at(n, stack=name)
+        own = RopeSpec(DIM, base=50000.0, scaling=Llama3(8.0, 1.0, 4.0, 8192)).at(n, stack=name)
         return [rotate(x, own) for x in every]
 
     want = [rotate(x, spec.at(ids, stack=stack)) for x in every]
@@ -443,7 +443,7 @@ def test_compiled_calls(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_compiled_calls_of_several_axes_and_gradients() -> None:
-    spec = RopeSpec(DIM, 50000.0, axes=Axes.sections((8, 12, 12)))
+    spec = RopeSpec(DIM, base=50000.0, axes=Axes.sections((8, 12, 12)))
     where = torch.stack((FAR, FAR // 7, NEAR.expand_as(FAR)))
     x = qk(torch.float32)[0]
 
@@ -502,7 +502,7 @@ def test_roundings_between_are_kept() -> None:
     rules = {**cast.rules, YaRN: stacks.get("transformers").rules[YaRN]}
     stack = dataclasses.replace(cast, rules=rules)
     for rule in (Linear(3.0), YaRN(4.0, 64)):
-        spec = RopeSpec(32, 50000.0, scaling=rule)
+        spec = RopeSpec(32, base=50000.0, scaling=rule)
         compiled = torch.compile(lambda ids: stack.tables(spec, ids), fullgraph=True, dynamic=True)  # noqa: B023
         for got, want in zip(compiled(FAR), stack.tables(spec, FAR), strict=True):
             assert_same_bits(got, want)
