@@ -11,11 +11,12 @@ from tightrope._errors import bad_type, bad_value, public
 from tightrope.frequencies import LONGEST
 from tightrope.spec import RopeSpec
 
-from . import _angles, _behaviour, _rotation
-from ._call import CallFailed, Hints, NoCallFound, Subject, describe_error, undisturbed
+from . import _angles, _behaviour, _ids, _rotation
+from ._call import CallFailed, Subject, describe_error, undisturbed
 from ._kinds import MENDS, SENTENCES
 from ._log import Log
 from ._report import Finding, Report
+from ._search import Hints, NoCallFound
 from ._targets import resolve, subject_of
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -109,7 +110,8 @@ def audit(  # noqa: PLR0913  (one argument for each option)
         if declared is not None:
             log.facts["declared"] = repr(declared)
         elif found.unread:
-            log.facts["declared"] = f"nothing: {found.unread}"
+            log.facts["declared"] = "nothing: the configuration cannot be read"
+            log.add("config-unread", found.unread)
         try:
             check_all(log)
         except CallFailed as error:
@@ -186,8 +188,8 @@ def _facts(subject: Subject) -> dict[str, str]:
         if way.axes > 1:
             facts["positions"] = f"({way.axes}, {facts['positions'][1:]}"
     else:
-        known = "its own, from an offset" if "offset" in way.roles else "its own, 0 to n − 1"
-        facts["positions"] = known + " for each row" * way.row_offsets
+        known = "its own, from an offset" if way.takes_offset else "its own, 0 to n − 1"
+        facts["positions"] = known + " for each row" * (way.row_offsets or way.packed)
     return facts
 
 
@@ -197,11 +199,11 @@ def check_all(log: Log) -> None:
     Raises:
         CallFailed: a call failed that the checks need.
     """
-    # First, because state that calls leave in the function would falsify all other checks.
-    _behaviour.check_memory(log)
+    _behaviour.check_equal(log)
     if log.found("nondeterminism", "not-finite"):
         return
-    uses_positions = _behaviour.check_ids(log)
+    uses_positions = _ids.check_ids(log)
+    _behaviour.check_memory(log)
     _behaviour.check_rows(log)
     _behaviour.check_inputs(log)
     spec = log.spec

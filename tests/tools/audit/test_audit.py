@@ -81,13 +81,13 @@ SLOW = 1 / (1 + torch.arange(32.0)) ** 2  # no known rule
 JUMPS: dict[str, tuple[Callable[[], Fn], str, str]] = {
     "decoding": (lambda: planted.decoding(1, -1), "offset 1", "-1"),
     "decoding ahead": (lambda: planted.decoding(300, 2), "offset 300", "+2"),
-    "from 1": (lambda: planted.jumping(1, -1), "position 1", "-1"),
+    "from 7": (lambda: planted.jumping(7, -1), "position 7", "-1"),
     "from 2": (lambda: planted.jumping(2, 1), "position 2", "+1"),
     "far": (lambda: planted.jumping(300_000, 1), "position 300,000", "+1"),
     "by many": (lambda: planted.jumping(1, -90), "position 1", "-90"),
     "unknown frequencies": (
-        lambda: planted.by_rates(SLOW, where=lambda p: p - (p > 0).int()),
-        "position 1",
+        lambda: planted.by_rates(SLOW, where=lambda p: p - (p > 6).int()),
+        "position 7",
         "-1",
     ),
     "unknown frequencies, far": (
