@@ -18,6 +18,7 @@ from ._log import Log
 from ._report import Finding, Report
 from ._search import Hints, NoCallFound
 from ._targets import resolve, subject_of
+from ._together import together
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _LONGEST = 2**20
@@ -28,6 +29,7 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     target: object,
     *,
     spec: RopeSpec | None = None,
+    partner: object = None,
     form: str | None = None,
     layout: str | None = None,
     tables: str | None = None,
@@ -55,6 +57,9 @@ def audit(  # noqa: PLR0913  (one argument for each option)
             would be a fault in any rotation; with it, also deviations from the spec. If the spec has
             several axes (M-RoPE), the function gets positions ``(axes, rows, tokens)``: first those of
             text, whose coordinates are equal, then others to test which coordinate turns which pairs.
+        partner: if the target makes cosines and sines, a function or ``"MODULE:FUNCTION"`` that applies them; if it
+            takes them, the function that makes them. The two are audited as one, with what the one returns passed
+            to the other in the same order. Each alone may be right where the two do not fit each other.
         form: the arguments of a call, such as ``"x, positions"``, ``"q, k, cos, sin"``,
             ``"x, seq_dim"``, ``"x, positions -> cos, sin"``; by default found from the
             signature and by trying.
@@ -92,6 +97,8 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     ('sign',) geometric, base 10000
     """
     found = resolve(target, make=make, layer_type=layer_type, spec=spec)
+    if partner is not None:
+        found = together(found, resolve(partner, make=False, layer_type=None))
     declared = found.spec if spec is None else spec
     check_options(declared, head_dim, device)
     hints = Hints(form, layout, tables, head_dim)
@@ -112,6 +119,13 @@ def audit(  # noqa: PLR0913  (one argument for each option)
         elif found.unread:
             log.facts["declared"] = "nothing: the configuration cannot be read"
             log.add("config-unread", found.unread)
+        if subject.way.form.takes_tables or subject.way.form.gives_tables:
+            does = "makes" if subject.way.form.takes_tables else "applies"
+            log.add(
+                "partner-unseen",
+                "each alone may be right where they do not fit each other",
+                does=does,
+            )
         try:
             check_all(log)
         except CallFailed as error:

@@ -97,6 +97,7 @@ NOTES = {
     "half-turns": "Channels only change their sign, as if each pair turned by π per position.",
     "blocks": "Channels turn in {blocks} blocks of half pairs, one after the other.",
     "frequencies-unchecked": "The caller provides cosines and sines, so the audit did not check the declared {what}.",
+    "partner-unseen": "The function that {does} the cosines and sines was not seen.",
     "angle-error": "Below position {position:,} a cosine or sine is off by up to {size:.2g}: the angles are products "
     "in float32.",
     "table-end-refused": "Positions from {first:,} on are refused.",
@@ -141,7 +142,8 @@ MENDS = {
     "phase": "make the angle 0 at position 0",
     "denominator": "divide the exponents by rotary_dim: " + _ROTATE,
     "denominator-or-base": "divide the exponents by rotary_dim: " + _ROTATE,
-    "frequencies-unchecked": "audit a function of (x, positions) that makes them",
+    "frequencies-unchecked": "audit it together with the function that makes them: partner=, or --with",
+    "partner-unseen": "audit the two as one: pass the other with partner=, or --with",
     "position-dtype": "keep positions in int64 or float32 until they are multiplied; or " + _ROTATE,
     "frequency-dtype": f"keep the frequencies in float32, also when the model is cast; or {_ROTATE}",
     "angle-dtype": "compute angles in float32 and cast only cosines and sines; or " + _ROTATE,
