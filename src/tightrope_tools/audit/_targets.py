@@ -24,7 +24,8 @@ from tightrope.forms import calls_of
 from tightrope.positions import multi_axis
 from tightrope.spec import RopeSpec
 
-from ._call import Hints, Subject, describe_error, find_call
+from ._call import Subject, describe_error
+from ._search import Hints, find_call
 
 _FILE = re.compile(r"^(?P<file>.+\.py):(?P<name>[A-Za-z_][\w.]*)$")
 _NAME = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
@@ -71,7 +72,7 @@ def subject_of(target: Target, given: Hints, spec: RopeSpec | None, device: str)
         spec: the intended rotation, if known. Functions that take tables get those of its frequencies.
 
     Raises:
-        NoCallFound: see :func:`._call.find_call`.
+        NoCallFound: see :func:`._search.find_call`.
     """
     form, layout, tables, head_dim = given
     if target.form is not None and form is None:

@@ -12,7 +12,7 @@ from tests.support.planted_faults import named
 from tightrope.forms import FORMS
 from tightrope.integrations.transformers import recognise
 from tightrope_tools.audit import audit
-from tightrope_tools.audit._call import parse
+from tightrope_tools.audit._search import parse
 
 OPTIONS: dict[str, Any] = {"dtypes": [torch.float32], "longest": 2048}
 
