@@ -340,9 +340,8 @@ def _direct(
 ) -> tuple[Any, ...] | None:
     """What :func:`_launch` needs to do what :func:`turned` does; None for calls of rarer kinds."""
     q, turn, dense = xs[0], place.turn, arithmetic.dense[0]
-    simple = (
-        q.dim() == 4 and len(xs) < 3 and not (place.tokens_first or turn.as_halves or turn.last)
-    )
+    simple = q.dim() == 4 and len(xs) < 3 and place.tokens == "same"
+    simple = simple and not (place.tokens_first or turn.as_halves or turn.last)
     plain = not arithmetic.cast and arithmetic.result in (None, q.dtype)
     if not (simple and plain and arithmetic.dense[: len(xs)] == (dense,) * len(xs)):
         return None
@@ -350,22 +349,11 @@ def _direct(
     behind = c.shape[2] == 1 and q.shape[2] != 1
     rows, heads, tokens, width = c.transpose(1, 2).shape if behind else c.shape
     axis = 1 if behind else 2
-    fits = heads == 1 and rows in (1, q.shape[0]) and c.shape == s.shape and c.dtype == s.dtype
-    fits = (
-        fits
-        and width * (1 if turn.tables == "full" else 2) <= q.shape[3]
-        and cos.device == sin.device == q.device
-    )
-    for x in xs:
-        alike = x.dtype == q.dtype and x.device == q.device and x.shape[0] == q.shape[0]
-        fits = (
-            fits
-            and alike
-            and x.shape[axis] == tokens
-            and x.shape[3] == q.shape[3]
-            and x.numel() > 0
-        )
-    if not fits:
+    turning = width if turn.tables == "full" else 2 * width
+    shapes = {(x.shape[0], x.shape[axis], x.shape[3]) for x in xs}
+    fits = turning % 2 == 0 and turning <= q.shape[3] and heads == 1 and rows in (1, q.shape[0])
+    fits = fits and shapes == {(q.shape[0], tokens, q.shape[3])} and all(x.numel() for x in xs)
+    if not fits or (c.shape, c.dtype, c.device) != (s.shape, s.dtype, q.device):
         return None
     layout = BY_NAME["bshd" if behind else "bhsd"]
     options = pack(

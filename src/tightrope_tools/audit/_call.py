@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tightrope.forms import Call, widen
 from tightrope.functional import apply_rotary_pos_emb
+from tightrope_tools.forms import Call, widen
 
 #: Layouts of x, likeliest first: b is batch, h heads, s sequence, d channels, t the tokens of all sequences
 #: packed into one dimension. Each has functions from and to (batch, heads, sequence, channels).

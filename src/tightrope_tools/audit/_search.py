@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from tightrope._errors import bad_value
-from tightrope.forms import FORMS, WIDTHS, Argument, Call, calls_of, entries, signature
 from tightrope.spec import RopeSpec
+from tightrope_tools.forms import FORMS, WIDTHS, Argument, Call, calls_of, entries, signature
 
 from ._call import LAYOUTS, CallFailed, Subject, Way, fresh
 

@@ -20,9 +20,9 @@ from tightrope import functional, stacks
 from tightrope._errors import Refusal, bad_type, bad_value
 from tightrope.config import LayerSpecs, from_config, recorded, source_of
 from tightrope.config.files import load
-from tightrope.forms import calls_of
 from tightrope.positions import multi_axis
 from tightrope.spec import RopeSpec
+from tightrope_tools.forms import calls_of
 
 from ._call import Subject, describe_error
 from ._search import Hints, find_call

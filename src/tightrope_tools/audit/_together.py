@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tightrope._errors import bad_value
-from tightrope.forms import Call, calls_of, signature
+from tightrope_tools.forms import Call, calls_of, signature
 
 from ._targets import Target
 

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[planted.Fn, RopeSpec, str, str]] = {
     ),
     "wider": (
         planted.by_rates(RATES),
-        RopeSpec(64, 10_000 ** (24 / 64), rotary_dim=24),
+        RopeSpec(64, base=10_000 ** (24 / 64), rotary_dim=24),
         "i with i + 32; i with i + 12",
         "the declared ones",
     ),

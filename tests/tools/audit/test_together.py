@@ -157,7 +157,7 @@ def test_an_audit_of_one_of_them_says_that_the_other_was_not_seen(fn: Fn, does: 
 
 
 def test_the_base_of_two_functions_is_compared_with_the_declared_one() -> None:
-    spec = RopeSpec(64, 500_000.0, interleaved=True)
+    spec = RopeSpec(64, base=500_000.0, interleaved=True)
     named(audit(by_complex, partner=of_complex, spec=spec, **QUICK), "base")
 
 
