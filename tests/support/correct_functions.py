@@ -64,7 +64,14 @@ class Case:
         """The rotation."""
         start, width = SLICES[self.where]
         base, scaling = RULES[self.rule]
-        return RopeSpec(DIM, base, width, start, self.interleaved, scaling=scaling(width // 2))
+        return RopeSpec(
+            DIM,
+            base=base,
+            rotary_dim=width,
+            start=start,
+            interleaved=self.interleaved,
+            scaling=scaling(width // 2),
+        )
 
     def __str__(self) -> str:
         pairing = "interleaved" if self.interleaved else "half"

@@ -94,7 +94,9 @@ def test_findings_are_1() -> None:
     ],
 )
 def test_the_declared_rotation(options: str, codes: tuple[str, ...], folder: Path) -> None:
-    (folder / "spec.json").write_text(json.dumps(RopeSpec(64, 2e4).to_dict()), encoding="utf-8")
+    (folder / "spec.json").write_text(
+        json.dumps(RopeSpec(64, base=2e4).to_dict()), encoding="utf-8"
+    )
     config = {"model_type": "llama", "head_dim": 64, "rope_theta": 3e4}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     code, report = in_json("audited_rope:good", *QUICK, *options.split())
