@@ -141,6 +141,27 @@ def _x_offsets(case: Case) -> Fn:
     return fn
 
 
+def _packed(case: Case) -> Fn:
+    """A function of packed rows, each of which begins at position 0."""
+
+    def fn(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        rows = [torch.arange(n) for n in cu_seqlens.diff().tolist()]
+        return case.rotate(x, torch.cat(rows)[None])
+
+    return fn
+
+
+def _qk_packed(case: Case) -> Fn:
+    one = _packed(case)
+
+    def fn(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> Any:
+        if int(cu_seqlens.diff().max()) > max_seqlen:
+            raise ValueError("a row is longer than max_seqlen")
+        return one(q, cu_seqlens), one(k, cu_seqlens)
+
+    return fn
+
+
 class _Growing(nn.Module):
     """A module whose tables grow with the longest sequence."""
 
@@ -212,6 +233,8 @@ FORMS: dict[str, Callable[[Case], Fn]] = {
     "q, k, offset": lambda case: (
         lambda q, k, offset=0: (case.counted(q, offset), case.counted(k, offset))
     ),
+    "x, cu_seqlens": _packed,
+    "q, k, cu_seqlens, max_seqlen": _qk_packed,
     "module": _Growing,
     "held table": _held,
     "q, k, cos, sin": _qk_cos_sin,
@@ -236,6 +259,8 @@ def cases() -> Iterator[Case]:
         ):
             continue
         if case.form == "x, offsets" and case.layout == "thd":
+            continue
+        if "cu_seqlens" in case.form and case.layout == "sbhd":
             continue
         if case.form == "held table" and case.layout == "sbhd":
             continue

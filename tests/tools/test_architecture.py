@@ -31,10 +31,7 @@ ALLOWED = {
         "spellings of a key that the reader knows; Provenance could have the values",
     ),
     "config.source": ("Source", "the type that `source_of` returns"),
-    "forms": (
-        "Argument Call FORMS WIDTHS calls_of entries signature widen",
-        "`audit` and `patch` try the same calls of unknown functions",
-    ),
+    "channels": ("join_pairs split_pairs", "pairs of channels, as the operator splits them"),
     "stacks": ("named", "`stacks.get` puts its own name into the sentence of an error"),
 }
 

@@ -184,6 +184,45 @@ def _names(classes: list[type], modules: list[Any]) -> set[str]:
     return found
 
 
+def callers_of(members: list[Member]) -> tuple[set[type], list[Member]]:
+    """The classes of modules that call functions, in the files of these, and the functions of which a caller is unseen."""
+    classes: set[type] = set()
+    unseen = []
+    for member in members:
+        if isinstance(member.owner, FunctionType):
+            module, names = sys.modules[member.owner.__module__], {member.owner.__name__}
+        else:
+            module = (
+                member.owner
+                if inspect.ismodule(member.owner)
+                else sys.modules[member.owner.__module__]
+            )
+            names = {member.name}
+        held = list(vars(module).values())
+        functions = {f.__name__: names_in(f) for f in held if isinstance(f, FunctionType)}
+        while more := {name for name, read in functions.items() if read & names} - names:
+            names |= more
+        found = {
+            cls
+            for cls in held
+            if isinstance(cls, type)
+            and cls.__module__ == module.__name__
+            and any(_calls(name, value, member, names) for name, value in vars(cls).items())
+        }
+        classes |= {cls for cls in found if issubclass(cls, torch.nn.Module)}
+        if not found or not all(issubclass(cls, torch.nn.Module) for cls in found):
+            unseen.append(member)
+    return classes, unseen
+
+
+def _calls(name: str, value: Any, member: Member, names: set[str]) -> bool:
+    """Return whether a method of a class is one that calls a function, or holds it in its body."""
+    plain = getattr(value, "__func__", value)
+    if isinstance(member.owner, FunctionType):
+        return name in names
+    return isinstance(plain, FunctionType) and name != member.name and bool(names_in(plain) & names)
+
+
 _bodies: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
 
 

@@ -27,8 +27,8 @@ class Place(NamedTuple):
         single: whether the result is one tensor.
         tokens: what happens if x has another number of tokens than its tables: the original runs ("same"), "leading"
             tokens of x pass through, the "first" or "last" rows of the tables are read, or keys "repeat" them.
-        tokens_first: whether tables have tokens in the first of four dimensions. So has x, unless it is flat.
-        flat: whether the last dimension of x has the channels of all heads.
+        tokens_first: whether x and tables have four dimensions, tokens in the first.
+        flat: whether the last dimension of x has the channels of all heads; tables have tokens in the first of four.
     """
 
     turn: Turn
@@ -68,7 +68,10 @@ class Kind:
         return all(each is not None and each.gradients for each in found)
 
     def __str__(self) -> str:
-        turns = {key[0]: place.turn.words for key, place in reversed(self.places.items())}
+        places = sorted(
+            self.places.items(), key=lambda item: item[1].turn.last
+        )  # full width does not show it
+        turns = {key[0]: place.turn.words for key, place in places}
         return " or ".join(dict.fromkeys(f"{turns[o]}, {form}" for o, form in self.forms.items()))
 
 
@@ -109,22 +112,23 @@ def turned(
         if xs[0].shape[-1] % width:
             raise ValueError("x must have whole heads")
         xs = [x.unflatten(-1, (-1, width)) for x in xs]
-    if place.tokens_first:
         cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
-        xs = xs if place.flat else [x.transpose(0, 1) for x in xs]
     dims = xs[0].dim()
     if dims not in (3, 4) or cos.dim() > dims:
         raise ValueError("x must have 3 or 4 dimensions, and tables not more")
     missing = (None,) * (dims - cos.dim())
     cos, sin = cos[missing], sin[missing]
-    behind = cos.shape[-2] == 1 and xs[0].shape[-2] != 1
-    heads, axis = (dims - 2, dims - 3) if behind else (dims - 3, dims - 2)
+    behind = cos.shape[-2] == 1 and xs[0].shape[-2] != 1 and place.tokens == "same"
+    heads, axis = (dims - 2, dims - 3) if behind or place.flat else (dims - 3, dims - 2)
+    name = None
+    if place.tokens_first:
+        name, axis = "sbhd", 0
     start = xs[0].shape[-1] - width if turn.last else 0
 
     def given(c: torch.Tensor, s: torch.Tensor, at: int) -> Tables:
         dense = arithmetic.dense[at]
         options = heads, turn.interleaved, turn.tables, start
-        return Tables(c, s, *options, rounding=arithmetic.rounding, dense=dense)
+        return Tables(c, s, *options, rounding=arithmetic.rounding, dense=dense, layout=name)
 
     rows = cos.shape[axis]
     alike = len(xs) == 2 and arithmetic.dense[0] == arithmetic.dense[1] and not excluded
@@ -145,9 +149,7 @@ def turned(
     if turn.as_halves:
         ys = [y.unflatten(-1, (-1, 2)).mT.flatten(-2) for y in ys]
     ys = [y.to(result) for y in ys]
-    if place.flat:
-        return [y.flatten(-2) for y in ys]
-    return [y.transpose(0, 1) for y in ys] if place.tokens_first else ys
+    return [y.flatten(-2) for y in ys] if place.flat else ys
 
 
 def _split(
@@ -198,6 +200,7 @@ class Served:
     Attributes:
         kinds: the kind that was found, by type of device; None if there is none.
         counts: the eager calls that the operator and the original served.
+        compared: the types of devices on which bits were compared.
         active: false once the replacement is undone; others may have kept it.
     """
 
@@ -207,6 +210,7 @@ class Served:
         self.original, self.first, self.verify = original, kind, verify
         self.kinds: dict[str, Kind | None] = {kind.device: kind}
         self.counts = [0, 0]
+        self.compared = [kind.device]
         self.roles = known = kind.roles
         used = {*known.xs, *known.tables, *known.options, known.rows, known.excluded}
         self.others = [name for name in known.names if name not in used]
@@ -216,7 +220,8 @@ class Served:
     def kind_on(self, device: str) -> Kind | None:
         """The kind on a type of device; it is verified in the first eager call there."""
         if device not in self.kinds and not torch.compiler.is_compiling():
-            self.kinds[device] = self.verify(device)
+            found = self.kinds[device] = self.verify(device)
+            self.compared += [device] * (found is not None and found.same_bits)
         return self.kinds.get(device, self.first)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rounding: Any) -> Any:
@@ -231,7 +236,7 @@ class Served:
         if unusual or not self.active or how not in ("eager", "compiled"):
             return None
         for name in self.others:
-            if values[name] is not known.defaults[name]:
+            if not _is_same(values[name], known.defaults[name]):
                 return None
         options = tuple([values[name] for name in known.options])
         excluded = values[known.excluded] if known.excluded else 0
@@ -276,7 +281,8 @@ class Served:
         present = [x for x in xs if x is not None]
         if xs[0] is None or not all(map(_is_plain, (*present, cos, sin))):
             return None
-        if not all(map(_is_usual, present)):
+        alike = all(x.dtype == xs[0].dtype and x.device == xs[0].device for x in present)
+        if not (alike and all(map(_is_usual, present))):
             return None
         kind = self.first if rounding is not None else self.kind_on(xs[0].device.type)
         if kind is None:
@@ -300,6 +306,11 @@ class Served:
 
 # The most kinds of calls that a function remembers.
 _MOST = 1024
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    number = type(default) in (int, float, bool, str)
+    return value is default or (number and type(value) is type(default) and bool(value == default))
 
 
 def _key(x: Any) -> Any:
@@ -329,9 +340,8 @@ def _direct(
 ) -> tuple[Any, ...] | None:
     """What :func:`_launch` needs to do what :func:`turned` does; None for calls of rarer kinds."""
     q, turn, dense = xs[0], place.turn, arithmetic.dense[0]
-    simple = (
-        q.dim() == 4 and len(xs) < 3 and not (place.tokens_first or turn.as_halves or turn.last)
-    )
+    simple = q.dim() == 4 and len(xs) < 3 and place.tokens == "same"
+    simple = simple and not (place.tokens_first or turn.as_halves or turn.last)
     plain = not arithmetic.cast and arithmetic.result in (None, q.dtype)
     if not (simple and plain and arithmetic.dense[: len(xs)] == (dense,) * len(xs)):
         return None
@@ -339,22 +349,11 @@ def _direct(
     behind = c.shape[2] == 1 and q.shape[2] != 1
     rows, heads, tokens, width = c.transpose(1, 2).shape if behind else c.shape
     axis = 1 if behind else 2
-    fits = heads == 1 and rows in (1, q.shape[0]) and c.shape == s.shape and c.dtype == s.dtype
-    fits = (
-        fits
-        and width * (1 if turn.tables == "full" else 2) <= q.shape[3]
-        and cos.device == sin.device == q.device
-    )
-    for x in xs:
-        alike = x.dtype == q.dtype and x.device == q.device and x.shape[0] == q.shape[0]
-        fits = (
-            fits
-            and alike
-            and x.shape[axis] == tokens
-            and x.shape[3] == q.shape[3]
-            and x.numel() > 0
-        )
-    if not fits:
+    turning = width if turn.tables == "full" else 2 * width
+    shapes = {(x.shape[0], x.shape[axis], x.shape[3]) for x in xs}
+    fits = turning % 2 == 0 and turning <= q.shape[3] and heads == 1 and rows in (1, q.shape[0])
+    fits = fits and shapes == {(q.shape[0], tokens, q.shape[3])} and all(x.numel() for x in xs)
+    if not fits or (c.shape, c.dtype, c.device) != (s.shape, s.dtype, q.device):
         return None
     layout = BY_NAME["bshd" if behind else "bhsd"]
     options = pack(

@@ -20,11 +20,12 @@ from tightrope import functional, stacks
 from tightrope._errors import Refusal, bad_type, bad_value
 from tightrope.config import LayerSpecs, from_config, recorded, source_of
 from tightrope.config.files import load
-from tightrope.forms import calls_of
 from tightrope.positions import multi_axis
 from tightrope.spec import RopeSpec
+from tightrope_tools.forms import calls_of
 
-from ._call import Hints, Subject, describe_error, find_call
+from ._call import Subject, describe_error
+from ._search import Hints, find_call
 
 _FILE = re.compile(r"^(?P<file>.+\.py):(?P<name>[A-Za-z_][\w.]*)$")
 _NAME = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
@@ -71,7 +72,7 @@ def subject_of(target: Target, given: Hints, spec: RopeSpec | None, device: str)
         spec: the intended rotation, if known. Functions that take tables get those of its frequencies.
 
     Raises:
-        NoCallFound: see :func:`._call.find_call`.
+        NoCallFound: see :func:`._search.find_call`.
     """
     form, layout, tables, head_dim = given
     if target.form is not None and form is None:

@@ -81,13 +81,13 @@ SLOW = 1 / (1 + torch.arange(32.0)) ** 2  # no known rule
 JUMPS: dict[str, tuple[Callable[[], Fn], str, str]] = {
     "decoding": (lambda: planted.decoding(1, -1), "offset 1", "-1"),
     "decoding ahead": (lambda: planted.decoding(300, 2), "offset 300", "+2"),
-    "from 1": (lambda: planted.jumping(1, -1), "position 1", "-1"),
+    "from 7": (lambda: planted.jumping(7, -1), "position 7", "-1"),
     "from 2": (lambda: planted.jumping(2, 1), "position 2", "+1"),
     "far": (lambda: planted.jumping(300_000, 1), "position 300,000", "+1"),
     "by many": (lambda: planted.jumping(1, -90), "position 1", "-90"),
     "unknown frequencies": (
-        lambda: planted.by_rates(SLOW, where=lambda p: p - (p > 0).int()),
-        "position 1",
+        lambda: planted.by_rates(SLOW, where=lambda p: p - (p > 6).int()),
+        "position 7",
         "-1",
     ),
     "unknown frequencies, far": (
@@ -362,11 +362,10 @@ def test_what_tables_of_the_caller_leave_unchecked_is_a_note(
     fields: dict[str, Any], what: str
 ) -> None:
     report = audit(cut(16), spec=RopeSpec(32, base=5e5, rotary_dim=16, **fields), **ONLY_FLOAT32)
-    (note,) = named(report).findings
-    assert (note.code, note.severity) == ("frequencies-unchecked", "note")
+    note = notes_of(named(report))["frequencies-unchecked"]
     wanted = "The caller provides cosines and sines, so the audit did not check the declared "
     assert note.sentence == f"{wanted}{what}."
-    assert note.mend == "audit a function of (x, positions) that makes them"
+    assert note.mend == "audit it together with the function that makes them: partner=, or --with"
     outcomes = {check.name: check.outcome for check in report.checks}
     assert outcomes["frequencies are as declared"] == "skipped: the caller provides them"
 
@@ -381,7 +380,8 @@ def test_a_factor_in_the_function_is_that_of_the_declared_scaling() -> None:
 
 
 def test_without_a_declaration_nothing_is_left_unchecked() -> None:
-    assert audit(cut(32), head_dim=32, **ONLY_FLOAT32).findings == ()
+    report = audit(cut(32), head_dim=32, **ONLY_FLOAT32)
+    assert [each.code for each in report.findings] == ["partner-unseen"]
 
 
 def test_frequencies_that_were_checked_have_no_note() -> None:

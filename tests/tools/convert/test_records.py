@@ -281,10 +281,10 @@ def test_the_note_is_about_the_configuration_that_was_read(llava: Path, tmp_path
     other.write_text(json.dumps({**CONFIG["text_config"], "rope_theta": 7e5}), encoding="utf-8")
     more = {"section": None, "prefix": "language_model.model."}
     (call,) = calls_in(go(llava, "b", "interleaved", **more, config=other))
-    assert eval(call) == RopeSpec(16, 7e5, interleaved=True)
+    assert eval(call) == RopeSpec(16, base=7e5, interleaved=True)
     config = json.loads(other.read_text("utf-8"))
     (call,) = calls_in(go(llava, "c", "interleaved", **more, config=config))
-    assert eval(call) == RopeSpec(16, 7e5, interleaved=True)
+    assert eval(call) == RopeSpec(16, base=7e5, interleaved=True)
     known = {"config": False, "head_dim": 16, "heads": 4, "kv_heads": 4, "naming": "llama"}
     done = go(llava, "d", "interleaved", **more, **known, source="half")
     assert [*calls_in(done)] == ["RopeSpec(…, interleaved=True)"]
