@@ -47,7 +47,7 @@ class Member(NamedTuple):
         return getattr(self.value, "__func__", self.value)
 
     def key(self) -> Any:
-        """What its kind is stored under."""
+        """The key under which its kind is stored."""
         return (
             self.value if isinstance(self.value, (CodeType, torch.nn.Module)) else self.function()
         )
@@ -68,7 +68,7 @@ class Member(NamedTuple):
         return bool(_ROTATES.search(self.name))
 
     def now(self) -> Any:
-        """What is in its place now; None if nothing is."""
+        """The function or code in its place now; None if there is none."""
         if isinstance(self.owner, FunctionType):
             return inner_functions(self.owner).get(self.name)
         return vars(self.owner).get(self.name)
@@ -119,7 +119,7 @@ def classes_of(model: torch.nn.Module) -> list[type]:
 
 
 def members_of(model: torch.nn.Module) -> list[Member]:
-    """What may be a rotary function, by its name, and is named by the code of a model's classes."""
+    """The functions named by code of a model's classes that may be rotary functions, by their names."""
     classes = classes_of(model)
     homes = dict.fromkeys(cls.__module__ for cls in classes)
     homes |= dict.fromkeys(

@@ -26,7 +26,7 @@ WIDTHS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Form(NamedTuple):
-    """How a function takes cosines and sines.
+    """A way in which functions take cosines and sines.
 
     Attributes:
         build: makes the function's arguments of cosines and sines.
@@ -74,7 +74,7 @@ FORMS = {
 
 
 class Turn(NamedTuple):
-    """What a function does to pairs of channels.
+    """A way in which functions turn pairs of channels.
 
     Attributes:
         words: the description in reports.
@@ -116,7 +116,7 @@ TURNS = (
 
 
 class Arithmetic(NamedTuple):
-    """Where a function rounds.
+    """The places where a function rounds.
 
     Attributes:
         rounding: forward and backward; see :func:`tightrope.functional.rotate`.

@@ -41,12 +41,12 @@ class Options:
 
     @property
     def change_bits(self) -> bool:
-        """Whether results may have other bits than those of the model."""
+        """True if results may have other bits than those of the model."""
         return self.exchange or self.rounding != "model"
 
     @property
     def exchange(self) -> bool:
-        """Whether the tables of modules are exchanged."""
+        """True if the tables of modules are exchanged."""
         return self.angles == "exact" or self.stack is not None
 
     @property
@@ -102,7 +102,7 @@ class _Slot:
         return id(self.member.owner), self.member.name
 
     def undo(self) -> None:
-        """Restore what was there, unless somebody else has put something there since."""
+        """Restore what was there, unless other code has put something there since."""
         if self.served is not None:
             self.served.active = False  # others may have kept the replacement
         if self.member.now() is self.made:
@@ -245,9 +245,16 @@ def _patched(model: torch.nn.Module, options: Options, functions: Mapping[Any, s
     slots, left = _functions(model, options, functions)
     makers = [module for module in model.modules() if _tables.is_maker(module)]
     made, kept = _exchanged(model, makers, mine, left) if options.exchange else ({}, [])
-    slots += _forwards(makers, options)
+    slots += _forwards(makers, made, options)
     checked = _checks(slots, mine) if options.change_bits and not options.all_models else []
     slots += checked
+    for slot in slots:
+        if slot.options != options:
+            other = next((each.model for each in slot.patches), "a model")
+            raise bad_value(
+                f"model must be patched with the options of other models of its files, but {slot.member.name} serves "
+                f"{other} after patch(…, {slot.options}); unpatch that model first"
+            )
     replaced = {slot.member.place() for slot in slots}
     left += [
         Entry(
@@ -310,12 +317,6 @@ def _functions(
                     )
                 continue
             slot = _slot(member, kind, given, options)
-        elif slot.options != options:
-            other = next((each for each in slot.patches), None)
-            raise bad_value(
-                f"model must be patched with the options of other models of its files, but {slot.member.name} serves "
-                f"{other and other.model} after patch(…, {slot.options}); unpatch that model first"
-            )
         slots.append(slot)
     names = {slot.member.name for slot in slots}
     left = []
@@ -360,10 +361,13 @@ def replaced(function: Callable[..., Any]) -> Callable[..., Any] | None:
     return replacement(Served(function, kind, lambda device: find(function, device)))
 
 
-def _forwards(makers: list[torch.nn.Module], options: Options) -> list[_Slot]:
-    """The slots of the forward of classes of modules that make tables."""
-    axes = {type(module) for module in makers if _has_axes(module)}
-    classes = [cls for cls in dict.fromkeys(map(type, makers)) if options.exchange or cls in axes]
+def _forwards(
+    makers: list[torch.nn.Module], made: Mapping[Any, Any], options: Options
+) -> list[_Slot]:
+    """The slots of the forward of classes of modules whose tables are exchanged, or whose ids are looked at."""
+    classes = dict.fromkeys(
+        type(module) for module in makers if module in made or _has_axes(module)
+    )
     return [_slots.get((id(cls), "forward")) or _forward_slot(cls, options) for cls in classes]
 
 
@@ -373,8 +377,8 @@ def _checks(slots: list[_Slot], mine: Patch) -> list[_Slot]:
     classes, unseen = _find.callers_of([slot.member for slot in slots if slot.served is not None])
     if unseen:
         raise bad_value(
-            f"model must call {unseen[0].name} in modules of its own file with {options}, so that other models of the file "
-            f"are told apart; call patch(model, {options}, all_models=True), which serves every model of it"
+            f"model must call {unseen[0].name} in modules of its own file with {options}, so that a check "
+            f"can find other models of the file; call patch(model, {options}, all_models=True), which serves every model of it"
         )
     return [_slots.get((id(cls), "_call_impl")) or _check_slot(cls, mine) for cls in classes]
 
@@ -430,7 +434,7 @@ def _rebind(module: torch.nn.Module) -> None:
 def _exchanged(
     model: torch.nn.Module, makers: list[torch.nn.Module], mine: Patch, left: list[Entry]
 ) -> tuple[dict[torch.nn.Module, _tables.Made], list[Entry]]:
-    """What each module that makes tables gets, and an entry for each that keeps its own."""
+    """The tables for each module that makes some, and an entry for each that keeps its own."""
     stack = mine.options.stack
     found, kept = {}, {}
     for module in makers:
@@ -587,3 +591,4 @@ def _end_later() -> None:
             ended.base.post_init = ended.original
         for model in list(ended.models):
             _undone(model)
+        _forget()

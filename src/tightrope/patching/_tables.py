@@ -41,7 +41,7 @@ class Unlike(ValueError):
 
 
 class Made:
-    """What takes the place of a module's tables.
+    """The tables that a module of a patched model makes instead of its own.
 
     Attributes:
         owner: the patch that made it.
@@ -106,7 +106,7 @@ def is_bound(module: Any, value: Any) -> bool:
 
 
 def read(module: Any, owner: Any, stack: str | None) -> Made:
-    """What a module's tables are exchanged by.
+    """Recognise the tables of a module by calling it.
 
     Raises:
         Unlike: they cannot be exchanged; the message is the reason.
@@ -202,7 +202,7 @@ def _same(module: Any, fresh: torch.nn.Module) -> bool:
 
 
 def _state(module: Any) -> Any:
-    """What the tables of a module follow from: its configuration, factors, and buffers with their versions."""
+    """The state from which a module makes tables: its configuration, factors, and buffers with their versions."""
     config, own = getattr(module, "config", None), vars(module)
     names = "rope_parameters", "max_position_embeddings", "original_max_position_embeddings"
     values = [copy.deepcopy(getattr(config, name, None)) for name in names]
@@ -368,7 +368,7 @@ def forward_of(cls: Any, exchanged: bool, counts: list[int]) -> Any:
 
 
 def _current(module: Any, made: Made) -> Made:
-    """What a module's tables are exchanged by now; it is read again if its weights or configuration have changed."""
+    """The tables that a module makes now; it is read again if its weights or configuration have changed."""
     state = _state(module)
     if not _changed(made.seen, state):
         return made

@@ -19,7 +19,7 @@ FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Place(NamedTuple):
-    """How calls of one shape are served.
+    """The way in which the operator serves calls of one shape.
 
     Attributes:
         turn: what happens to pairs.
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Kind:
-    """What a function was found to compute on one type of device.
+    """The result of verification: what a function computes on one type of device.
 
     Attributes:
         forms: the form of its tables by the values of the options.
@@ -57,12 +57,12 @@ class Kind:
 
     @property
     def is_complex(self) -> bool:
-        """Whether it multiplies complex numbers, which torch rounds otherwise at the end of a vector."""
+        """True if it multiplies complex numbers, which torch rounds otherwise at the end of a vector."""
         return COMPLEX in self.forms.values()
 
     @property
     def same_bits(self) -> bool:
-        """Whether results and gradients in float32 have the function's bits."""
+        """True if results and gradients in float32 have the function's bits."""
         wide = torch.float32, torch.float32
         found = [self.arithmetics.get((options, *wide)) for options in self.forms]
         return all(each is not None and each.gradients for each in found)
@@ -76,7 +76,7 @@ class Kind:
 
 
 def shape_of(xs: list[Any], cos: torch.Tensor) -> tuple[int, int, int, int]:
-    """What decides, besides options, how a call is served: ranks, the number of tensors, the width of tables."""
+    """The shape of a call, which decides how it is served: ranks, the number of tensors, the width of tables."""
     rank, width, channels = xs[0].dim(), cos.shape[-1], xs[0].shape[-1]
     kind = 3 if cos.dim() > rank else 0 if width == channels else 1 if 2 * width == channels else 2
     return rank, cos.dim(), sum(x is not None for x in xs), kind
@@ -182,7 +182,7 @@ def _rows(table: torch.Tensor, axis: int, tokens: int, how: str, at: int) -> tor
 
 
 class _Way(NamedTuple):
-    """How calls of one kind are served.
+    """The way in which calls of one kind are served.
 
     Attributes:
         place, arithmetic: what the operator computes.
@@ -277,7 +277,7 @@ class Served:
     def _way(
         self, options: Any, excluded: int, xs: list[Any], cos: Any, sin: Any, rounding: Any
     ) -> _Way | None:
-        """How a call is served; None if it is of a kind that was not compared."""
+        """The way in which a call is served; None if it is of a kind that was not compared."""
         present = [x for x in xs if x is not None]
         if xs[0] is None or not all(map(_is_plain, (*present, cos, sin))):
             return None
@@ -300,7 +300,9 @@ class Served:
             return None
         if grad and not arithmetic.gradients and any(x.requires_grad for x in present):
             return None
-        direct = None if learned or excluded else _direct(present, cos, sin, place, arithmetic)
+        direct = None
+        if not (learned or excluded or torch.compiler.is_compiling()):
+            direct = _direct(present, cos, sin, place, arithmetic)
         return _Way(place, arithmetic, direct)
 
 
@@ -314,7 +316,7 @@ def _is_same(value: Any, default: Any) -> bool:
 
 
 def _key(x: Any) -> Any:
-    """What decides how a call with a tensor is served."""
+    """The properties of a tensor that decide how a call is served."""
     if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
         return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
     return None if x is None else type(x)
@@ -338,7 +340,7 @@ def _direct(
     place: Place,
     arithmetic: Arithmetic,
 ) -> tuple[Any, ...] | None:
-    """What :func:`_launch` needs to do what :func:`turned` does; None for calls of rarer kinds."""
+    """The arguments of :func:`_launch` for a call; None for calls of rarer kinds, for which :func:`turned` runs."""
     q, turn, dense = xs[0], place.turn, arithmetic.dense[0]
     simple = q.dim() == 4 and len(xs) < 3 and place.tokens == "same"
     simple = simple and not (place.tokens_first or turn.as_halves or turn.last)

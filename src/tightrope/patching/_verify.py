@@ -53,7 +53,7 @@ _CLOSE, _COARSE = 1e-5, 2**-6
 
 
 class _Trial(NamedTuple):
-    """What a call is made of.
+    """The parts of a call with random tensors.
 
     Attributes:
         width: the last dimension of the tables.
@@ -308,7 +308,7 @@ class _Search:
                     yield trial._replace(excluded=2)
 
     def _place(self, probe: _Probe) -> Place | None:
-        """How a call is served; None if no row of TURNS has its values."""
+        """The way to serve a call; None if no row of TURNS has its values."""
         shape = probe.trial.shape
         tokens: tuple[str, ...] = ("same",)
         if "S" in shape.x or "S" in shape.table:

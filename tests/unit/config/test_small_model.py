@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from tightrope import RopeSpec, patch, unpatch
-from tightrope.config import LayerSpecs, observed, provenance
+from tightrope.config import LayerSpecs, _small_model, observed, provenance
 from tightrope.config.families import FAMILIES
 
 ASKED = "the table of families does not contain"
@@ -250,15 +250,13 @@ def test_every_layer_counts(name: str, factor: int, monkeypatch: pytest.MonkeyPa
 def test_a_model_that_is_too_large_or_slow_settles_nothing(
     limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tightrope.integrations import _small_model
-
     monkeypatch.setattr(_small_model, limit, 0)
     refused(config_of("gte"))
 
 
 def test_code_from_elsewhere_is_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[object] = []
-    monkeypatch.setattr(observed, "_registered", [lambda *given: ran.append(given)])
+    monkeypatch.setattr(_small_model, "find", lambda *given: ran.append(given))
     gte = type(config_of("gte"))
     for home in ("transformers_modules.someone.configuration_gte", "mine"):
         kind = type("GteConfig", (gte,), {})
@@ -306,17 +304,18 @@ def test_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 RUN = """
 import sys
 from transformers import CONFIG_MAPPING
-from tightrope import RopeSpec, patch, unpatch
+from tightrope import RopeSpec
 RopeSpec.from_config(CONFIG_MAPPING["llama"]())
-assert "tightrope.integrations" not in sys.modules
+assert "tightrope.config._small_model" not in sys.modules
 from tightrope.config.families import FAMILIES
 FAMILIES.pop("gte")
 RopeSpec.from_config(CONFIG_MAPPING["gte"]())
-assert "tightrope.integrations" in sys.modules
+assert "tightrope.config._small_model" in sys.modules
+assert not [name for name in sys.modules if name.startswith(("tightrope.integrations", "tightrope.patching"))]
 """
 
 
-def test_integrations_are_imported_only_for_a_question() -> None:
+def test_small_models_are_imported_only_for_a_question() -> None:
     done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
