@@ -16,6 +16,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+from tightrope.forms import unwrapped
 from tightrope.integrations._find import (
     INNER,
     Constants,
@@ -25,8 +26,6 @@ from tightrope.integrations._find import (
     neighbours,
 )
 from tightrope.integrations._graft import Swap
-
-from tightrope.forms import unwrapped
 
 
 @dataclass(frozen=True)

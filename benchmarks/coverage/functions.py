@@ -20,13 +20,13 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from tightrope.forms import unwrapped, widen
 from tightrope.integrations._candidate import Candidate
 from tightrope.integrations._find import BODY, Constants
 from tightrope.integrations._recognise import recognise_member, to_the_bit
 from tightrope.integrations._replace import replacement
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tightrope.forms import unwrapped, widen
 from tightrope.integrations import Recognition
 
 from .catalogue import Library, Rotary, rotary
