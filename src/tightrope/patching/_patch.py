@@ -510,15 +510,15 @@ def _warn_of_record(model: torch.nn.Module, kinds: list[Kind]) -> None:
 
 
 def _undone(model: torch.nn.Module) -> None:
-    held = {weakref.ref(p) for module in model.modules() if (p := vars(module).get(_HELD))}
+    held = set()
     for module in model.modules():
-        vars(module).pop(_HELD, None)
         vars(module).pop(_tables.KEPT, None)
         _reports.pop(module, None)
+        if _HELD in vars(module):
+            held.add(weakref.ref(vars(module).pop(_HELD)))
     _forget()
-    if any(
-        each() is not None for each in held
-    ):  # perhaps in a copy that waits for the garbage collector
+    # A copy that waits for the garbage collector may hold the patch.
+    if any(each() is not None for each in held):
         gc.collect()
         _forget()
 
