@@ -88,9 +88,14 @@ class Record:
     key: ClassVar[str] = "tightrope.convert"
     old_key: ClassVar[str] = "tightrope.pairing"
 
+    @staticmethod
+    def slice_of(spec: RopeSpec) -> str:
+        """Name the slice of a head that a spec rotates, as records do."""
+        return f"{spec.rotary_dim} of {spec.head_dim} channels from {spec.start} on"
+
     @property
     def slices(self) -> set[str]:
-        """The slices of a head that were converted, as :func:`slice_name` names them."""
+        """The slices of a head that were converted."""
         return {rows["slice"] for rows in self.values["rows"]}
 
     @classmethod
@@ -168,11 +173,6 @@ def _in_weights(path: Path) -> list[Record]:
         return Record.in_metadata(json.loads(header).get("__metadata__") or {}, path.name)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError):
         return []
-
-
-def slice_name(spec: RopeSpec) -> str:
-    """Name the slice of a head that a spec rotates."""
-    return f"{spec.rotary_dim} of {spec.head_dim} channels from {spec.start} on"
 
 
 def url_in(path: Path) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tightrope.config.files import Record, load, slice_name
+from tightrope.config.files import Record, load
 
 from .files import Checkpoint, fail, open_checkpoint, shown
 from .model import Model, pairing_name
@@ -159,7 +159,7 @@ def entry(
     for change in plan.changes:
         spec = model.of(change.layer)
         if change.entry.name not in back and spec is not None:
-            at = slice_name(spec)
+            at = Record.slice_of(spec)
             made = {"slice": at, **_rows(change), "tensors": {}}
             rows.setdefault(str(made), made)["tensors"][change.entry.name] = change.layer
     if not rows:
