@@ -272,8 +272,24 @@ class _Search:
                 del self.kind.places[key]
         if self.first is not None and any(key[0] == self.options for key in self.kind.places):
             self.kind.forms[self.options] = self.first.form
-            self._round(self.first)
-            self._confirm(self.first)
+            if not self._known():
+                self._round(self.first)
+                self._confirm(self.first)
+
+    def _known(self) -> bool:
+        """Take where results round from options that differ only in where tables are unsqueezed, if there are some."""
+        names = self.kind.roles.options
+        if "unsqueeze_dim" not in names:
+            return False
+        at = names.index("unsqueeze_dim")
+        found = [
+            (options, *dtypes)
+            for options, *dtypes in self.kind.arithmetics
+            if options[:at] + options[at + 1 :] == self.options[:at] + self.options[at + 1 :]
+        ]
+        for key in found:
+            self.kind.arithmetics[(self.options, key[1], key[2])] = self.kind.arithmetics[key]
+        return bool(found)
 
     def _probe(self, trial: _Trial) -> _Probe:
         return _Probe(self.function, self.kind.roles, trial, self.kind.device)
