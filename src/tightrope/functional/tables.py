@@ -353,7 +353,7 @@ def _packed(
     layout = BY_NAME[name]
     if cos.shape[-2] != q.shape[layout.token]:
         return None
-    options = _pack(layout, start, interleaved, inverse, True, tables, rounding, given.dense)
+    options = pack(layout, start, interleaved, inverse, True, tables, rounding, given.dense)
     return cos, sin, None, 0, options, 1.0
 
 
@@ -387,7 +387,7 @@ def _options(
 
 
 @lru_cache(maxsize=256)
-def _pack(*options: Any) -> int:
+def pack(*options: Any) -> int:
     """Return the packed options of a call that is not compiled."""
     return _options(*options).pack()
 

@@ -9,8 +9,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 import torch
 
@@ -30,7 +30,8 @@ ANGLES, ROUNDINGS, STACKS = ("model", "exact"), ("model", "once"), ("vllm", "vll
 _HELD = "_tightrope_patch"
 
 
-class Options(NamedTuple):
+@dataclass(frozen=True)
+class Options:
     """The options of a patch that decide bits."""
 
     angles: str = "model"
@@ -56,11 +57,8 @@ class Options(NamedTuple):
         return ("once", "once") if self.change_bits else None
 
     def __str__(self) -> str:
-        pairs = zip(self._fields, self, Options())
-        return (
-            ", ".join(f"{name}={value!r}" for name, value, usual in pairs if value != usual)
-            or "no option"
-        )
+        given = [each for each in fields(self) if getattr(self, each.name) != each.default]
+        return ", ".join(f"{e.name}={getattr(self, e.name)!r}" for e in given) or "no option"
 
 
 class Patch:
@@ -220,7 +218,7 @@ def _checked(model: Any, options: Options) -> Options:
         if getattr(options, name) not in values:
             words = ", ".join(str(v) for v in values if v is not None)
             raise bad_value(f"{name} must be one of {words} but got {getattr(options, name)!r}")
-    if options.stack is not None and options[:2] != ("model", "model"):
+    if options.stack is not None and (options.angles, options.rounding) != ("model", "model"):
         raise bad_value(
             f"angles and rounding must not be given with stack={options.stack!r}, which decides both"
         )
@@ -258,6 +256,10 @@ def _patched(model: torch.nn.Module, options: Options, functions: Mapping[Any, s
             f"model must have modules that take (x, position_ids) with {options}, so that other models of its files are "
             f"told apart; call patch(model, {options}, all_models=True), which serves every model of these files"
         )
+    device = next((t.device.type for t in model.parameters()), "cpu")
+    for slot in slots:
+        if slot.served is not None and device not in ("cpu", "meta"):
+            slot.served.kind_on(device)
     _warn_of_record(model, [slot.served.first for slot in slots if slot.served is not None])
     for slot in slots:
         if slot.key not in _slots:
@@ -529,7 +531,7 @@ class _Later:
         if vars(model).get(_HELD):
             return
         try:
-            made = patch(model, **self.options._asdict())
+            made = patch(model, **asdict(self.options))
             self.models.add(model)
         except Exception as error:  # noqa: BLE001  # such as one without rotations; it is built nevertheless
             cls = type(model)

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..functional.tables import Tables, rotate_by
+from ..functional.tables import Tables, pack, rotate_by
 from ..ops import route
+from ..ops.layouts import BY_NAME
+from ..ops.run import run_packed
 from ._kinds import COMPLEX, FORMS, Arithmetic, Roles, Turn
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -177,6 +179,19 @@ def _rows(table: torch.Tensor, axis: int, tokens: int, how: str, at: int) -> tor
 # --- the replacement ------------------------------------------------------------------------------
 
 
+class _Way(NamedTuple):
+    """How calls of one kind are served.
+
+    Attributes:
+        place, arithmetic: what the operator computes.
+        direct: for the commonest kinds, what :func:`_launch` needs; None if :func:`turned` must run.
+    """
+
+    place: Place
+    arithmetic: Arithmetic
+    direct: tuple[Any, ...] | None
+
+
 class Served:
     """The calls of one function: which the operator serves, and how many.
 
@@ -192,9 +207,11 @@ class Served:
         self.original, self.first, self.verify = original, kind, verify
         self.kinds: dict[str, Kind | None] = {kind.device: kind}
         self.counts = [0, 0]
-        known = kind.roles
+        self.roles = known = kind.roles
         used = {*known.xs, *known.tables, *known.options, known.rows, known.excluded}
         self.others = [name for name in known.names if name not in used]
+        # Kinds of eager calls -> how they are served, None if the original runs.
+        self.ways: dict[Any, _Way | None] = {}
 
     def kind_on(self, device: str) -> Kind | None:
         """The kind on a type of device; it is verified in the first eager call there."""
@@ -208,39 +225,66 @@ class Served:
         Args:
             rounding: where results round; None for the bits of the original.
         """
-        if not self.active:
-            return None
-        known = self.first.roles
+        known, how = self.roles, route.mode()
         values = {**known.defaults, **dict(zip(known.names, args)), **kwargs}
-        if len(args) > len(known.names) or len(values) != len(known.names):
+        unusual = len(args) > len(known.names) or len(values) != len(known.names)
+        if unusual or not self.active or how not in ("eager", "compiled"):
             return None
-        if any(values[name] is not known.defaults[name] for name in self.others):
-            return None
-        xs = [values[name] for name in known.xs]
-        present = [x for x in xs if x is not None]
-        if xs[0] is None or not all(map(_is_plain, present)):
-            return None
+        for name in self.others:
+            if values[name] is not known.defaults[name]:
+                return None
         options = tuple([values[name] for name in known.options])
         excluded = values[known.excluded] if known.excluded else 0
-        if any(type(each) not in (bool, int) for each in (*options, excluded)):
-            return None
-        kind = self.first if rounding is not None else self.kind_on(xs[0].device.type)
-        if kind is None or options not in kind.forms:
+        for each in (*options, excluded):
+            if type(each) is not bool and type(each) is not int:
+                return None
+        form = self.first.forms.get(options)
+        if form is None:
             return None
         try:
-            cos, sin = FORMS[kind.forms[options]].read(*[values[name] for name in known.tables])
+            cos, sin = FORMS[form].read(*[values[name] for name in known.tables])
             if known.rows:
                 cos, sin = cos[values[known.rows]], sin[values[known.rows]]
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             return None
-        if not (_is_plain(cos) and _is_plain(sin)):
+        xs = [values[name] for name in known.xs]
+        if how == "compiled":
+            way = self._way(options, excluded, xs, cos, sin, rounding)
+        else:
+            key = options, excluded, torch.is_grad_enabled(), *map(_key, (*xs, cos, sin))
+            if key not in self.ways:
+                if len(self.ways) > _MOST:
+                    self.ways.clear()
+                self.ways[key] = self._way(options, excluded, xs, cos, sin, rounding)
+            way = self.ways[key]
+        if way is None:
+            return None
+        if how == "eager" and way.direct is not None:
+            ys: Any = _launch(xs, cos, sin, way.direct)
+        else:
+            present = [x for x in xs if x is not None]
+            try:
+                ys = turned(present, cos, sin, way.place, way.arithmetic, excluded)
+            except (TypeError, ValueError):
+                return None
+        return ys[0] if way.place.single else (*ys, *[None] * (len(xs) - len(ys)))
+
+    def _way(
+        self, options: Any, excluded: int, xs: list[Any], cos: Any, sin: Any, rounding: Any
+    ) -> _Way | None:
+        """How a call is served; None if it is of a kind that was not compared."""
+        present = [x for x in xs if x is not None]
+        if xs[0] is None or not all(map(_is_plain, (*present, cos, sin))):
+            return None
+        if not all(map(_is_usual, present)):
+            return None
+        kind = self.first if rounding is not None else self.kind_on(xs[0].device.type)
+        if kind is None:
             return None
         place = kind.places.get((options, *shape_of(xs, cos)))
-        arithmetic: Arithmetic | None
+        arithmetic = kind.arithmetics.get((options, xs[0].dtype, cos.dtype))
         if rounding is not None:
             arithmetic = Arithmetic(rounding, result=xs[0].dtype)
-        else:
-            arithmetic = kind.arithmetics.get((options, xs[0].dtype, cos.dtype))
         if place is None or arithmetic is None:
             return None
         grad = torch.is_grad_enabled()
@@ -250,21 +294,94 @@ class Served:
             return None
         if grad and not arithmetic.gradients and any(x.requires_grad for x in present):
             return None
-        try:
-            ys = turned(present, cos, sin, place, arithmetic, excluded)
-        except (TypeError, ValueError):
-            return None
-        return ys[0] if place.single else (*ys, *[None] * (len(xs) - len(ys)))
+        direct = None if learned or excluded else _direct(present, cos, sin, place, arithmetic)
+        return _Way(place, arithmetic, direct)
+
+
+# The most kinds of calls that a function remembers.
+_MOST = 1024
+
+
+def _key(x: Any) -> Any:
+    """What decides how a call with a tensor is served."""
+    if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
+        return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    return None if x is None else type(x)
 
 
 def _is_plain(x: Any) -> bool:
     plain = type(x) in (torch.Tensor, torch.nn.Parameter) or torch.compiler.is_exporting()
-    return (
-        plain
-        and x.dtype in FLOATING
-        and x.device.type != "meta"
-        and route.mode() in ("eager", "compiled")
+    return plain and x.dtype in FLOATING and x.device.type != "meta"
+
+
+def _is_usual(x: torch.Tensor) -> bool:
+    """Return whether rows lie one after the other in memory, and channels do, as in the calls that were compared."""
+    steps = x.stride()
+    return len(steps) > 1 and steps[-1] == 1 and (x.shape[0] == 1 or steps[0] >= max(steps[1:]))
+
+
+def _direct(
+    xs: list[torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    place: Place,
+    arithmetic: Arithmetic,
+) -> tuple[Any, ...] | None:
+    """What :func:`_launch` needs to do what :func:`turned` does; None for calls of rarer kinds."""
+    q, turn, dense = xs[0], place.turn, arithmetic.dense[0]
+    simple = (
+        q.dim() == 4 and len(xs) < 3 and not (place.tokens_first or turn.as_halves or turn.last)
     )
+    plain = not arithmetic.cast and arithmetic.result in (None, q.dtype)
+    if not (simple and plain and arithmetic.dense[: len(xs)] == (dense,) * len(xs)):
+        return None
+    c, s = _placed(cos, sin, turn.read, place.unsqueeze, 4, False)
+    behind = c.shape[2] == 1 and q.shape[2] != 1
+    rows, heads, tokens, width = c.transpose(1, 2).shape if behind else c.shape
+    axis = 1 if behind else 2
+    fits = heads == 1 and rows in (1, q.shape[0]) and c.shape == s.shape and c.dtype == s.dtype
+    fits = (
+        fits
+        and width * (1 if turn.tables == "full" else 2) <= q.shape[3]
+        and cos.device == sin.device == q.device
+    )
+    for x in xs:
+        alike = x.dtype == q.dtype and x.device == q.device and x.shape[0] == q.shape[0]
+        fits = (
+            fits
+            and alike
+            and x.shape[axis] == tokens
+            and x.shape[3] == q.shape[3]
+            and x.numel() > 0
+        )
+    if not fits:
+        return None
+    layout = BY_NAME["bshd" if behind else "bhsd"]
+    options = pack(
+        layout, 0, turn.interleaved, False, True, turn.tables, arithmetic.rounding, dense
+    )
+    return turn.read, place.unsqueeze, 4, behind, options
+
+
+def _placed(
+    cos: torch.Tensor, sin: torch.Tensor, read: Any, unsqueeze: int | None, dims: int, behind: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The entries of tables that are read, with as many dimensions as x: rows, heads, tokens, width."""
+    cos, sin = read(cos, sin)
+    if unsqueeze is not None:
+        cos, sin = cos.unsqueeze(unsqueeze), sin.unsqueeze(unsqueeze)
+    if cos.dim() < dims:
+        missing = (None,) * (dims - cos.dim())
+        cos, sin = cos[missing], sin[missing]
+    return (cos.transpose(1, 2), sin.transpose(1, 2)) if behind else (cos, sin)
+
+
+def _launch(xs: list[Any], cos: torch.Tensor, sin: torch.Tensor, direct: tuple[Any, ...]) -> Any:
+    """Turn q and k by arguments that need no more checks."""
+    *how, options = direct
+    cos, sin = _placed(cos, sin, *how)
+    k = xs[1] if len(xs) > 1 else None
+    return run_packed(xs[0], k, (cos, sin, None, 0, options, 1.0))
 
 
 def replacement(served: Served, rounding: Any = None) -> Callable[..., Any]:

@@ -36,13 +36,16 @@ _DTYPES = (
     *((torch.float64, table) for table in (torch.float64, _F32)),
     *((narrow, table) for narrow in (_BF16, torch.float16) for table in (_F32, narrow)),
 )
-# What a kind is confirmed with: one token, odd widths, and a long sequence with special values.
-_OTHERS: tuple[tuple[dict[str, int], tuple[torch.dtype, torch.dtype]], ...] = (
-    ({"b": 3, "h": 5, "s": 1, "d": 32}, (_F32, _F32)),
-    ({"b": 1, "h": 2, "s": 7, "d": 12}, (_F32, _F32)),
-    ({"b": 3, "h": 1, "s": 5, "d": 20}, (_BF16, _BF16)),
-    ({"b": 1, "h": 4, "s": 9, "d": 96}, (_BF16, _F32)),
-    ({"b": 2, "h": 2, "s": 260, "d": 128}, (_F32, _F32)),
+# What a kind is confirmed with: sizes, dtypes, and how x lies in memory. One token, odd widths, and a long sequence with
+# special values.
+_EXCHANGED, _CONTIGUOUS, _GAPS = "heads and tokens exchanged", "contiguous", "exchanged, with gaps"
+_OTHERS: tuple[tuple[dict[str, int], tuple[torch.dtype, torch.dtype], str], ...] = (
+    ({"b": 3, "h": 5, "s": 1, "d": 32}, (_F32, _F32), _EXCHANGED),
+    ({"b": 1, "h": 2, "s": 7, "d": 12}, (_F32, _F32), _CONTIGUOUS),
+    ({"b": 3, "h": 1, "s": 5, "d": 20}, (_BF16, _BF16), _GAPS),
+    ({"b": 2, "h": 4, "s": 9, "d": 96}, (_BF16, _F32), _CONTIGUOUS),
+    ({"b": 2, "h": 3, "s": 10, "d": 40}, (_F32, _F32), _GAPS),
+    ({"b": 2, "h": 2, "s": 260, "d": 128}, (_F32, _F32), _EXCHANGED),
 )
 _SPECIAL = (float("nan"), float("inf"), -float("inf"), 1e30, -1e-30, 0.0, -0.0)
 # Bounds, relative and absolute, of equal values in float32 and in results of 16 bits.
@@ -69,6 +72,7 @@ class _Trial(NamedTuple):
     sizes: dict[str, int] = _SIZES
     excluded: int = 0
     special: bool = False
+    memory: str = _EXCHANGED
 
 
 class _Object:
@@ -116,7 +120,7 @@ class _Probe:
             self.ys, self.single = ys, not isinstance(found, tuple)
 
     def _random(self, letters: str, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of a shape in letters, whose tokens and heads are exchanged in memory, as a projection leaves them."""
+        """A tensor of a shape in letters; by default as a projection leaves it, with tokens and heads exchanged."""
         own = self.trial.sizes
         sizes = {
             **own,
@@ -131,7 +135,12 @@ class _Probe:
             some = x.view(-1)[:: x.numel() // 30]
             some.copy_(torch.tensor(_SPECIAL).repeat(9)[: len(some)])
         x = x.to(dtype)
-        return x if len(letters) < 3 else x.transpose(-3, -2).contiguous().transpose(-3, -2)
+        if len(letters) < 3 or self.trial.memory == _CONTIGUOUS:
+            return x
+        x = x.transpose(-3, -2).contiguous()
+        if self.trial.memory == _GAPS:
+            x = torch.cat((x, x), -1)[..., : x.shape[-1]]
+        return x.transpose(-3, -2)
 
     def turned(self, place: Place, arithmetic: Arithmetic) -> list[torch.Tensor] | None:
         """The operator's results; None if it does not take the call."""
@@ -315,14 +324,16 @@ class _Search:
 
     def _confirm(self, first: _Trial) -> None:
         """Compare bits at sizes, strides and values that were not tried; drop what differs."""
-        for sizes, dtypes in _OTHERS:
+        for sizes, dtypes, memory in _OTHERS:
             key = self.options, *dtypes
             arithmetic = self.kind.arithmetics.get(key)
             if arithmetic is None:
                 continue
             width = first.width * sizes["d"] // _SIZES["d"]
             special = sizes["s"] > 100 and first.form != COMPLEX
-            trial = first._replace(sizes=sizes, dtypes=dtypes, width=width, special=special)
+            trial = first._replace(
+                sizes=sizes, dtypes=dtypes, width=width, special=special, memory=memory
+            )
             probe = self._probe(trial)
             place = probe.ys and self.kind.places.get(self._key(probe))
             if not place:
