@@ -27,7 +27,16 @@ import torch
 from tightrope.patching._find import Member
 from tightrope.patching._kinds import FORMS
 from tightrope.patching._turn import Kind, Served, replacement
-from tightrope.patching._verify import _alike, _Probe, _Search, _Trial, find
+from tightrope.patching._verify import (
+    _CONTIGUOUS,
+    _EXCHANGED,
+    _GAPS,
+    _alike,
+    _Probe,
+    _Search,
+    _Trial,
+    find,
+)
 
 from .catalogue import Library, Rotary, rotary
 from .comparing import mapped
@@ -46,6 +55,8 @@ class Shape(NamedTuple):
 # A small one, and three that torch divides among threads even where a pair of channels is one element. In the third,
 # halves of the pairs are no multiple of eight; in the last, halves of the elements neither.
 SHAPES = (Shape(2, 11, 4, 32), Shape(2, 600, 4, 32), Shape(3, 911, 3, 16), Shape(3, 731, 3, 20))
+# How each of them lies in memory.
+MEMORY = (_GAPS, _EXCHANGED, _CONTIGUOUS, _GAPS)
 # Dtypes of x and of the tables.
 PAIRS = (
     (torch.float32, torch.float32),
@@ -90,7 +101,10 @@ def row(each: Rotary) -> dict[str, Any]:
     blank["recognised"] = str(kind)
     if not kind.same_bits:
         return {**blank, "status": "left", "reason": "it rounds in another way"}
-    return blank | compare(member, kind)
+    try:
+        return blank | compare(member, kind)
+    except Exception as error:  # noqa: BLE001 - an error of the replacement alone
+        return {**blank, "status": "different", "reason": sentence(error)}
 
 
 def compare(member: Member, kind: Kind) -> dict[str, Any]:
@@ -154,11 +168,14 @@ def trials(function: Any, kind: Kind) -> Iterator[tuple[_Trial, bool]]:
             if not probe or not probe.ys or search._key(probe) not in kind.places:
                 continue
             part = trial.sizes["d"] // trial.width
-            for (rows, tokens, heads, channels), dtypes in itertools.product(SHAPES, PAIRS):
+            shapes = zip(SHAPES, MEMORY, strict=True)
+            for (shape, memory), dtypes in itertools.product(shapes, PAIRS):
+                rows, tokens, heads, channels = shape
                 sizes = {"b": rows, "h": heads, "s": tokens, "d": channels}
                 arithmetic = kind.arithmetics.get((options, *dtypes))
                 if FORMS[form].narrow or dtypes[1] == torch.float32:
-                    now = trial._replace(sizes=sizes, width=channels // part, dtypes=dtypes)
+                    now = trial._replace(sizes=sizes, dtypes=dtypes, memory=memory)
+                    now = now._replace(width=channels // part // 2 * 2)
                     yield now, False
                     if arithmetic is not None and arithmetic.tables:
                         yield now, True
