@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import functools
 import json
 import math
@@ -115,11 +116,13 @@ RULES = {
     ),
     "proportional": frequencies.Proportional(0.25),
 }
+# Beyond all positions that are rotated, so that all of them are of rows within the original length.
+RULES["longrope, short rows"] = dataclasses.replace(RULES["longrope"], original_max_position=4000)
 
 
 def spec_of(rule: str, interleaved: bool = False, base: float = BASE) -> RopeSpec:
     """Return the spec of a case."""
-    return RopeSpec(64, base, scaling=RULES[rule], interleaved=interleaved)
+    return RopeSpec(64, base=base, scaling=RULES[rule], interleaved=interleaved)
 
 
 def meta(source: Source) -> Iterator[Case]:
@@ -333,7 +336,9 @@ def _serving(
                 source.cut(f"{folder}/{file}", kind, RotaryEmbedding=base, **scope), kind
             )
         scaling: Any = RULES[rule]
-        for interleaved in (False, True)[: 1 if rule in ("longrope", "proportional") else 2]:
+        for interleaved in (False, True)[
+            : 1 if rule.startswith(("longrope", "proportional")) else 2
+        ]:
 
             def made(
                 dtype: Any,
@@ -353,10 +358,11 @@ def _serving(
                     return make(*sizes, 1024, *rest, scaling.factor, dtype)
                 if rule == "proportional":
                     return make(64, 16, 4096, *rest, dtype)
-                if rule == "longrope":
+                if rule.startswith("longrope"):
                     factors = [*scaling.short_factor], [*scaling.long_factor]
                     mscales = scaling.short_mscale, scaling.long_mscale
-                    return make(*sizes, 64, *rest, dtype, *factors, *mscales)
+                    original = scaling.original_max_position
+                    return make(*sizes, original, *rest, dtype, *factors, *mscales)
                 both = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
                 return make(
                     64, 64, 1024, *rest, scaling.factor, dtype, **(both if scaling.mscale else {})
@@ -399,14 +405,16 @@ def vllm(source: Source) -> Iterator[Case]:
         rocm_aiter_ops=types.SimpleNamespace(is_triton_rotary_embed_enabled=lambda: False),
     )
     yarn = ("common.py", *_YARN, "yarn_scaling_rope.py", "YaRNScalingRotaryEmbedding")
-    files = {
+    longrope = ("common.py", "rotate_neox", "phi3_long_rope_scaled_rope.py", _LONGROPE)
+    files: dict[str, Sequence[str]] = {
         "default": ("", "base.py", "RotaryEmbedding"),
         "linear": ("", "linear_scaling_rope.py", "LinearScalingRotaryEmbedding"),
         "dynamic": ("", "dynamic_ntk_scaling_rope.py", "DynamicNTKScalingRotaryEmbedding"),
         "yarn": yarn,
         "yarn, mscales": yarn,
         "llama3": ("", "llama3_rope.py", "Llama3RotaryEmbedding"),
-        "longrope": ("common.py", "rotate_neox", "phi3_long_rope_scaled_rope.py", _LONGROPE),
+        "longrope": longrope,
+        "longrope, short rows": longrope,
         "proportional": ("", "gemma4_rope.py", "Gemma4RotaryEmbedding"),
     }
     yield from _serving(source, folder, code.RotaryEmbedding, files)
@@ -428,13 +436,15 @@ def sglang(source: Source) -> Iterator[Case]:
         envs=types.SimpleNamespace(SGLANG_ROPE_CACHE_FP32=types.SimpleNamespace(get=lambda: False)),
     )
     yarn = ("yarn.py", *_YARN, "yarn_get_mscale_simple", "yarn.py", "YaRNScalingRotaryEmbedding")
-    files = {
+    longrope = ("utils.py", "rotate_neox", "rope_variant.py", _LONGROPE)
+    files: dict[str, Sequence[str]] = {
         "default": ("", "base.py", "RotaryEmbedding"),
         "linear": ("", "base.py", "LinearScalingRotaryEmbedding"),
         "yarn": yarn,
         "yarn, mscales": yarn,
         "llama3": ("", "rope_variant.py", "Llama3RotaryEmbedding"),
-        "longrope": ("utils.py", "rotate_neox", "rope_variant.py", _LONGROPE),
+        "longrope": longrope,
+        "longrope, short rows": longrope,
     }
     yield from _serving(source, folder, code.RotaryEmbedding, files)
 
@@ -466,7 +476,10 @@ def compared(
         torch.randn(2, TOKENS, heads, 64, generator=generator).to(dtype) for heads in (HEADS, 1) * 2
     ]
     ids = (torch.arange(TOKENS) * 67 + 5).expand(2, -1)
-    seq_len = 4096 if spec.by_length else None
+    longest = (
+        int(ids.max()) + 1 if stack.name.startswith("sglang") else 4096
+    )  # of a step, or configured
+    seq_len = longest if spec.by_length else None
     outcomes = []
     for rotate in (
         rotation,

@@ -73,7 +73,7 @@ def exact_cases() -> Iterator[tuple[str, RopeSpec, int | None, tuple[int, ...], 
     yield "inverse, yarn", RopeSpec(DIM, scaling=YaRN(4.0, 8192)), None, FAR, True
     yield "first channels", RopeSpec(DIM, rotary_dim=16), None, FAR, False
     yield "last channels", RopeSpec(DIM, start=16, interleaved=True), None, FAR, False
-    yield "base 5e5", RopeSpec(DIM, 5e5), None, FAR, False
+    yield "base 5e5", RopeSpec(DIM, base=5e5), None, FAR, False
     for name, axes in {
         "sections": Axes.sections((4, 6, 6)),
         "interleaved sections": Axes.sections((6, 5, 5), interleaved=True),

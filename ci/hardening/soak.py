@@ -41,7 +41,7 @@ def alive() -> int:
 def various(draw: random.Random) -> None:
     """Make a few calls that fill caches and need memory."""
     pairs = draw.choice((8, 16, 32, 33))
-    spec = RopeSpec(2 * pairs, draw.uniform(1e3, 1e6), interleaved=draw.random() < 0.5)
+    spec = RopeSpec(2 * pairs, base=draw.uniform(1e3, 1e6), interleaved=draw.random() < 0.5)
     x = torch.randn(2, draw.randint(1, 6), draw.randint(1, 300), 2 * pairs)
     x = x.to(draw.choice((torch.float32, torch.float64, torch.bfloat16, torch.float16)))
     offset = draw.choice((0, draw.randrange(2**40), torch.randn(x.shape[2], dtype=torch.float64)))

@@ -139,7 +139,7 @@ def spec_of(d: Draw, axes: int = 1, heads: int = 1) -> RopeSpec:
         share = shares[d.pick("shares", *(list(shares)[: 3 if pairs % axes else 4]))]
     return RopeSpec(
         start + 2 * pairs + after,
-        d.pick("base", 100.0, 1e4, 5e5),
+        base=d.pick("base", 100.0, 1e4, 5e5),
         rotary_dim=2 * pairs,
         start=start,
         interleaved=d.pick("interleaved", False, True),

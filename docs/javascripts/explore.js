@@ -365,7 +365,7 @@
     return [
       "from tightrope import RopeSpec, frequencies", "",
       ...(kind ? [`rule = frequencies.${kind}(${rule})`] : []),
-      `spec = RopeSpec(${c.rotary_dim}, ${c.base}${kind ? ", scaling=rule" : ""})`,
+      `spec = RopeSpec(${c.rotary_dim}, base=${c.base}${kind ? ", scaling=rule" : ""})`,
       `inv_freq = spec.frequencies(seq_len=${c.length}).inv_freq`,
     ].join("\n");
   }

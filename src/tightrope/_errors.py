@@ -9,7 +9,9 @@ public function the user called. The decorator :func:`public` on that function a
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import math
 import numbers
 import operator
@@ -94,7 +96,8 @@ def public(
 ) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
     """Decorate a public function: put its name in front of every error about bad input.
 
-    If one decorated function calls another, an error raised in the inner one has the inner name.
+    Arguments that the function does not take, or lacks, are such an error too. If one decorated function
+    calls another, an error raised in the inner one has the inner name.
 
     Args:
         operation: the name to show, usually that of the function; by default the name of the class
@@ -119,10 +122,49 @@ def public(
                 # Not str(): torch's Dynamo turns that into a repr.
                 text, kind = refusal.args[0], _KINDS[type(refusal)]
                 raise kind(_named(operation or class_of(args[0]), text)) from None
+            except TypeError:
+                text = _misfit(inspect.signature(function), args, kwargs)
+                if not text:
+                    raise
+                raise TypeError(_named(operation or class_of(args[0]), text)) from None
 
         return edge
 
     return decorate
+
+
+# Names of arguments in other programs -> ours.
+_OURS = {"rope_theta": "base", "theta": "base", "dim": "head_dim", "position_ids": "positions"}
+
+
+def _misfit(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """State why arguments do not fit a signature; empty if they do."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        pass
+    else:
+        return ""
+    own = [one for one in signature.parameters.values() if one.name not in ("self", "cls")]
+    bare = [one.name for one in own if one.kind is not one.KEYWORD_ONLY]
+    named = [one.name for one in own if one.kind is not one.POSITIONAL_ONLY]
+    count = len(args) - (len(signature.parameters) - len(own))
+    unknown = [name for name in kwargs if name not in named]
+    if unknown:
+        like = [_OURS.get(unknown[0], ""), *difflib.get_close_matches(unknown[0], named)]
+        hint = next((f"; {name} may be meant" for name in like if name in named), "")
+        if unknown[0] == "stack":
+            hint = "; spec.at(positions, stack=…) takes it, and then the place of the spec"
+        return f"arguments must be of {', '.join(named)} but got {', '.join(unknown)}{hint}."
+    if count > len(bare):
+        rest = ", ".join(f"{name}=" for name in named if name not in bare)
+        some = f"only {', '.join(bare)} may" if bare else "no argument may"
+        return f"{some} be given without a name but got {count} values; name the others: {rest}."
+    twice = [name for name in bare[:count] if name in kwargs]
+    if twice:
+        return f"{twice[0]} must be given once but got two values."
+    lacking = [one.name for one in own if one.default is one.empty and one.name not in kwargs]
+    return f"{', '.join(name for name in lacking if name not in bare[:count])} must be given."
 
 
 def class_of(owner: object) -> str:

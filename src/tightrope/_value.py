@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from ._errors import bad_type, bad_value, describe
+from ._errors import bad_type, bad_value, describe, public
 
 T = TypeVar("T")
 
@@ -39,7 +40,8 @@ class Value:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy computes everything else anew: string hashes, for example, differ between processes.
-        return type(self), self._values()
+        fields = dict(zip(field_names(type(self)), self._values(), strict=True))
+        return functools.partial(type(self), **fields), ()
 
     def _defaults(self) -> dict[str, Any]:
         """Return the names of the fields and their default values."""
@@ -53,6 +55,12 @@ class Value:
         """Store checked fields, converted to their normal types; for ``__post_init__``."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+
+def checked_calls(kind: type[T]) -> type[T]:
+    """Decorate a dataclass: arguments that its constructor does not have raise an error of this library."""
+    kind.__init__ = public()(kind.__init__)  # type: ignore[method-assign]
+    return kind
 
 
 def field_names(kind: type) -> list[str]:

@@ -12,11 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ._errors import bad_type, bad_value, plain_integer, public
-from ._value import Value
+from ._value import Value, checked_calls
 
 __all__ = ["Axes"]
 
 
+@checked_calls
 @dataclass(frozen=True)
 class Axes(Value):
     """An assignment of pairs to coordinates and frequencies.

@@ -81,7 +81,7 @@ def test_published_functions_pair_as_the_table_of_families_says() -> None:
 
 # --- the comparison -------------------------------------------------------------------------------
 
-SPEC = RopeSpec(16, 100.0, 8, start=4)
+SPEC = RopeSpec(16, base=100.0, rotary_dim=8, start=4)
 
 
 def call(spec: RopeSpec, layer: int = 0, **changes: Any) -> Call:
@@ -96,11 +96,11 @@ def test_a_call_is_compared_in_pairing_channels_and_angles() -> None:
     assert differs(call(SPEC), SPEC) == ""
     assert differs(call(SPEC, width=8, start=0), SPEC) == ""  # the channels were cut out first
     for other, what in (
-        (RopeSpec(16, 100.0, 8, start=4, interleaved=True), "the pairing"),
-        (RopeSpec(16, 100.0, 8, start=2), "the channels"),
-        (RopeSpec(16, 100.0, 6, start=4), "the channels"),
-        (RopeSpec(32, 100.0, 8, start=4), "the channels"),
-        (RopeSpec(16, 101.0, 8, start=4), "the angles of token 1"),
+        (RopeSpec(16, base=100.0, rotary_dim=8, start=4, interleaved=True), "the pairing"),
+        (RopeSpec(16, base=100.0, rotary_dim=8, start=2), "the channels"),
+        (RopeSpec(16, base=100.0, rotary_dim=6, start=4), "the channels"),
+        (RopeSpec(32, base=100.0, rotary_dim=8, start=4), "the channels"),
+        (RopeSpec(16, base=101.0, rotary_dim=8, start=4), "the angles of token 1"),
     ):
         assert differs(call(SPEC), other).startswith(what)
     negated = [[-angle for angle in token] for token in call(SPEC).angles]

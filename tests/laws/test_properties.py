@@ -146,7 +146,17 @@ def test_scores_depend_on_the_difference_of_positions_only(case: Case, n: int, s
 def test_the_pairings_are_a_permutation_apart(case: Case) -> None:
     spec, x = case.spec, case.x
     half, interleaved = (
-        Case(RopeSpec(spec.head_dim, spec.base, spec.rotary_dim, spec.start, kind), x, case.offset)
+        Case(
+            RopeSpec(
+                spec.head_dim,
+                base=spec.base,
+                rotary_dim=spec.rotary_dim,
+                start=spec.start,
+                interleaved=kind,
+            ),
+            x,
+            case.offset,
+        )
         for kind in (False, True)
     )
     order = torch.arange(spec.head_dim)

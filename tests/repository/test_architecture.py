@@ -54,7 +54,6 @@ RANKS: dict[str, tuple[int, int]] = {
     "nn": (5, 0),
     "": (5, 1),  # tightrope/__init__.py: the public names
     "environment": (6, 0),
-    "forms": (6, 0),
     "patching": (6, 0),
     "integrations": (6, 1),
     "__main__": (6, 1),
@@ -63,6 +62,7 @@ RANKS: dict[str, tuple[int, int]] = {
 # The same of the tools.
 OF_TOOLS = {
     "place": (0, 0),
+    "forms": (0, 0),
     "figures": (0, 1),
     **dict.fromkeys(("audit", "convert"), (1, 0)),
     "inspect": (2, 0),

@@ -32,7 +32,7 @@ every_rule = pytest.mark.parametrize("rule", RULES)
 def spec_of(rule: str | Rule, interleaved: bool = False) -> RopeSpec:
     """Return a spec of 12 channels; the 8 in the middle rotate."""
     made = RULES[rule] if isinstance(rule, str) else rule
-    return RopeSpec(12, 10000.0, 8, 2, interleaved, made)
+    return RopeSpec(12, base=10000.0, rotary_dim=8, start=2, interleaved=interleaved, scaling=made)
 
 
 def amplitude(rule: Rule | None, length: int) -> float:

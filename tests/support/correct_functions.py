@@ -64,7 +64,14 @@ class Case:
         """The rotation."""
         start, width = SLICES[self.where]
         base, scaling = RULES[self.rule]
-        return RopeSpec(DIM, base, width, start, self.interleaved, scaling=scaling(width // 2))
+        return RopeSpec(
+            DIM,
+            base=base,
+            rotary_dim=width,
+            start=start,
+            interleaved=self.interleaved,
+            scaling=scaling(width // 2),
+        )
 
     def __str__(self) -> str:
         pairing = "interleaved" if self.interleaved else "half"
@@ -130,6 +137,27 @@ def _x_offsets(case: Case) -> Fn:
     def fn(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         tokens = LAYOUTS[case.layout][1](x).shape[2]
         return case.rotate(x, offsets[:, None] + torch.arange(tokens))
+
+    return fn
+
+
+def _packed(case: Case) -> Fn:
+    """A function of packed rows, each of which begins at position 0."""
+
+    def fn(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        rows = [torch.arange(n) for n in cu_seqlens.diff().tolist()]
+        return case.rotate(x, torch.cat(rows)[None])
+
+    return fn
+
+
+def _qk_packed(case: Case) -> Fn:
+    one = _packed(case)
+
+    def fn(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> Any:
+        if int(cu_seqlens.diff().max()) > max_seqlen:
+            raise ValueError("a row is longer than max_seqlen")
+        return one(q, cu_seqlens), one(k, cu_seqlens)
 
     return fn
 
@@ -205,6 +233,8 @@ FORMS: dict[str, Callable[[Case], Fn]] = {
     "q, k, offset": lambda case: (
         lambda q, k, offset=0: (case.counted(q, offset), case.counted(k, offset))
     ),
+    "x, cu_seqlens": _packed,
+    "q, k, cu_seqlens, max_seqlen": _qk_packed,
     "module": _Growing,
     "held table": _held,
     "q, k, cos, sin": _qk_cos_sin,
@@ -229,6 +259,8 @@ def cases() -> Iterator[Case]:
         ):
             continue
         if case.form == "x, offsets" and case.layout == "thd":
+            continue
+        if "cu_seqlens" in case.form and case.layout == "sbhd":
             continue
         if case.form == "held table" and case.layout == "sbhd":
             continue

@@ -230,6 +230,11 @@ class FirstDtype(nn.Module):
         return turn(x.float(), cos, sin).to(x.dtype)
 
 
+def ordinal(positions: torch.Tensor) -> torch.Tensor:
+    """Return the number of each token in its row."""
+    return torch.arange(positions.shape[-1]).expand_as(positions)
+
+
 def still(rates: torch.Tensor) -> torch.Tensor:
     """Return frequencies of which the last are zero."""
     return torch.where(torch.arange(len(rates)) < 20, rates, 0.0)
@@ -412,6 +417,28 @@ def decoding(start: int = 0, by: int = 0) -> Fn:
     return fn
 
 
+def counted(x: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """Rotate by positions from 0 on, whatever the offset."""
+    return PLAIN(x, torch.arange(x.shape[2])[None])  # type: ignore[no-any-return]
+
+
+def through(x: torch.Tensor) -> torch.Tensor:
+    """Number the tokens of all rows through."""
+    rows, _, tokens, _ = x.shape
+    return PLAIN(x, torch.arange(rows * tokens).view(rows, tokens))  # type: ignore[no-any-return]
+
+
+def packed(number: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Fn:
+    """Return a rotation of packed rows x (tokens, heads, channels), with other numbers of the tokens if given."""
+
+    def fn(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
+        p = torch.arange(len(x)) - starts if number is None else number(cu_seqlens)
+        return PLAIN(x.transpose(0, 1)[None], p[None])[0].transpose(0, 1)  # type: ignore[no-any-return]
+
+    return fn
+
+
 def drifting() -> Fn:
     """Return a rotation by positions that grow slightly too fast."""
     omega = inv_freq()
@@ -463,6 +490,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "half where interleaved was declared": Fault(
         "pairing", rope, lambda: rope(interleaved=True), spec=SPEC | {"interleaved": True}
+    ),
+    "declared frequencies on another slice": Fault(
+        "pairing", lambda: rope(rotary_dim=24, over=DIM), spec=SPEC
     ),
     "tables in halves for interleaved pairs": Fault("table-pairing", wrong_halves),
     "a slice that starts too late": Fault(
@@ -522,10 +552,38 @@ FAULTS: dict[str, Fault] = {
     "angles in the type of x": Fault("angle-dtype", lambda: rope(by_x="a_type")),
     "tables in bfloat16": Fault("table-dtype", lambda: rope(table_type=BF16)),
     # positions
-    "positions ignored": Fault(
-        "positions-ignored", lambda: rope(where=lambda p: torch.arange(p.shape[1]).expand_as(p))
-    ),
+    "positions ignored": Fault("positions-ignored", lambda: rope(where=ordinal)),
     "positions sorted": Fault("position-order", lambda: rope(where=lambda p: p.sort(-1).values)),
+    "only the first id": Fault("first-id", lambda: rope(where=lambda p: p[:, :1] + ordinal(p))),
+    "only the smallest id": Fault(
+        "first-id", lambda: rope(where=lambda p: p.amin(-1, keepdim=True) + ordinal(p))
+    ),
+    "only the last id": Fault(
+        "last-id", lambda: rope(where=lambda p: p[:, -1:] - ordinal(p).flip(-1))
+    ),
+    "only the largest id": Fault(
+        "last-id", lambda: rope(where=lambda p: p.amax(-1, keepdim=True) - ordinal(p).flip(-1))
+    ),
+    "restarts lost": Fault("restarts", lambda: rope(where=lambda p: p.cummax(-1).values)),
+    "restarts lost, declared": Fault(
+        "restarts", lambda: rope(where=lambda p: p.cummax(-1).values), spec=SPEC
+    ),
+    "the first position ignored": Fault(
+        "offset-ignored", lambda: rope(where=lambda p: p - p[:, :1])
+    ),
+    "the first position ignored, declared": Fault(
+        "offset-ignored", lambda: rope(where=lambda p: p - p[:, :1]), spec=SPEC
+    ),
+    "an offset ignored": Fault("offset-ignored", lambda: counted, decoding),
+    "rows numbered through": Fault(
+        "numbered-through", lambda: through, lambda: lambda x: counted(x)
+    ),
+    "packed rows numbered through": Fault(
+        "numbered-through", lambda: packed(lambda cu: torch.arange(int(cu[-1]))), packed
+    ),
+    "packed rows by the length of the first": Fault(
+        "batch", lambda: packed(lambda cu: torch.arange(int(cu[-1])) % cu[1]), packed, spec=SPEC
+    ),
     "position 1000 alone a position ahead": Fault(
         "far-angles", lambda: rope(where=lambda p: p + (p == 1000))
     ),
@@ -582,7 +640,11 @@ FAULTS: dict[str, Fault] = {
     "a cosine left out": Fault("not-a-rotation", lengths_differ),
     "turned at position 0": Fault("phase", lambda: by_rates(inv_freq(), phase=0.2)),
     "positions that drift": Fault("far-angles", drifting),
-    "positions behind from 1 on": Fault("position-jump", lambda: jumping(1, -1)),
+    "ids from 1, and 0 is padding": Fault("padding-id", lambda: jumping(1, -1)),
+    "ids from 2, and lower ones are padding": Fault(
+        "padding-id", lambda: rope(where=lambda p: (p - 2).clamp(min=0)), spec=SPEC
+    ),
+    "positions behind from 7 on": Fault("position-jump", lambda: jumping(7, -1)),
     "positions ahead from 5,000 on": Fault("position-jump", lambda: jumping(5000, 3), spec=SPEC),
     "decoding a position behind": Fault("position-jump", lambda: decoding(1, -1), decoding),
     # gradients

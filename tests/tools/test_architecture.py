@@ -16,10 +16,13 @@ ALLOWED = {
         "one sentence for all errors, and none inside tightrope's own calls",
     ),
     "angles": ("cos_sin phase_at", "users rotate; only `inspect` looks at single angles"),
-    "config": ("source_of", "the layout of a checkpoint is read from the same keys as the spec"),
+    "config": (
+        "recorded source_of",
+        "the layout of a checkpoint and the record of a conversion are read as for the spec",
+    ),
     "config.families": ("FAMILIES", "the table of families; Provenance could name the family"),
     "config.files": (
-        "ELSEWHERE NAMES RECORD load single url_in",
+        "ELSEWHERE NAMES Record load url_in",
         "the writer of a record of a conversion and its reader share the file's name and its checks",
     ),
     "config.formats": ("is_megatron is_meta", "Provenance could name the format"),
@@ -28,10 +31,7 @@ ALLOWED = {
         "spellings of a key that the reader knows; Provenance could have the values",
     ),
     "config.source": ("Source", "the type that `source_of` returns"),
-    "forms": (
-        "Argument Call FORMS WIDTHS calls_of entries signature widen",
-        "`audit` and `patch` try the same calls of unknown functions",
-    ),
+    "channels": ("join_pairs split_pairs", "pairs of channels, as the operator splits them"),
     "stacks": ("named", "`stacks.get` puts its own name into the sentence of an error"),
 }
 

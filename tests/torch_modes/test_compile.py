@@ -155,8 +155,8 @@ def test_one_compiled_function_takes_any_spec() -> None:
 def test_equal_specs_share_the_constants_of_a_graph(used: bool, rule: Rule | None) -> None:
     """Nothing is copied from the host in a call, also if compiled code is the first to use a spec."""
     base = 4321.0 + used
-    specs = [RopeSpec(8, base, rotary_dim=6, start=1, scaling=rule) for _ in range(2)]
-    other = RopeSpec(8, base / 2, rotary_dim=6, start=1, scaling=rule)
+    specs = [RopeSpec(8, base=base, rotary_dim=6, start=1, scaling=rule) for _ in range(2)]
+    other = RopeSpec(8, base=base / 2, rotary_dim=6, start=1, scaling=rule)
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:

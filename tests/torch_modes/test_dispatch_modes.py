@@ -191,11 +191,13 @@ CALLS: dict[str, Callable[[], Callable[[torch.Tensor], Any]]] = {
 }
 for name, spec in BY_LENGTH.items():
     CALLS |= {
-        f"{name}, offset": lambda spec=spec: lambda x: rotate(x, spec, 3),
-        f"{name}, prepared": lambda spec=spec: (lambda rope: lambda x: rotate(x, rope))(spec.at(3)),
+        f"{name}, offset": lambda spec=spec: lambda x: rotate(x, spec, -3),
+        f"{name}, prepared": lambda spec=spec: (lambda rope: lambda x: rotate(x, rope))(
+            spec.at(-3)
+        ),
         f"{name}, ids": lambda spec=spec: (lambda rope: lambda x: rotate(x, rope))(spec.at(IDS)),
         f"{name}, per row": lambda spec=spec: (lambda rope: lambda x: rotate(x, rope))(
-            spec.at(positions.per_row(torch.tensor([3, 70])))
+            spec.at(positions.per_row(torch.tensor([-3, -70])))
         ),
         f"{name}, seq_len": lambda spec=spec: (lambda rope: lambda x: rotate(x, rope))(
             spec.at(positions.per_row(torch.tensor([3, 70])), seq_len=[103, 200])
@@ -361,7 +363,7 @@ def by_value(name: str, ids: torch.Tensor, lengths: torch.Tensor) -> Any:
     if name == "ids of the CPU":
         return RopeSpec(16).at(IDS, ids.device)
     if "offset" in name:
-        return spec.at(3, ids.device)
+        return spec.at(-3, ids.device)
     if "per row" in name:
         return spec.at(positions.per_row(ids[:, 0]))
     return spec.at(ids, seq_len=lengths if "lengths" in name else None)

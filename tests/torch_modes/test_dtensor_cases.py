@@ -174,7 +174,7 @@ CASES = {
         {"q": (Q[0].transpose(0, 1), THD), "k": (K[0].transpose(0, 1), THD)},
     ),
     "lengths of rows": two(lambda q, k: rotate_qk(q, k, LATE, seq_len=LENGTHS)),
-    "length from positions": two(lambda q, k: rotate_qk(q, k, EARLY, 7)),
+    "length from positions": two(lambda q, k: rotate_qk(q, k, EARLY, -7)),
     "length from ids": two(lambda q, k: rotate_qk(q, k, EARLY, IDS.sort().values)),
     "frequencies of heads": one(
         lambda x, theta: rotate(x, SPEC, inv_freq=theta), theta=(noise(6, 6, seed=4), OF_HEADS)
@@ -261,7 +261,9 @@ CASES = {
     ),
     "rotary_apply": one(rotary_apply, **tables({"row": 0, "token": 2}, 3, 1, 13, 8)),
     "rotary_pos_embedding": one(lambda x: rotary_pos_embedding(x)),
-    "rerotate": one(lambda x: rerotate(x, SPEC, RopeSpec(16, 5e5, 12, 2), IDS, IDS + 3)),
+    "rerotate": one(
+        lambda x: rerotate(x, SPEC, RopeSpec(16, base=5e5, rotary_dim=12, start=2), IDS, IDS + 3)
+    ),
     "scan": Case(
         scan,
         {

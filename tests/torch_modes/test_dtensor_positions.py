@@ -114,7 +114,11 @@ def test_shards_of_positions_are_rewritten(by: By) -> None:
 
 @every_kind
 def test_rerotate_positions_of_one_rank(kind: str) -> None:
-    x, other, ids = noise(3, 6, 16, 16), RopeSpec(16, 5e5, 12, 2), IDS[:, :1] + torch.arange(16)
+    x, other, ids = (
+        noise(3, 6, 16, 16),
+        RopeSpec(16, base=5e5, rotary_dim=12, start=2),
+        IDS[:, :1] + torch.arange(16),
+    )
     x, *wanted = in_order(kind, x, rerotate(x, SPEC, other), rerotate(x, SPEC, SPEC, ids, 3))
     for number in range(RANKS):
         with rank(number) as mesh:

@@ -216,7 +216,9 @@ def test_published_cosines_and_sines(name: str) -> None:
 def at(
     axes: Axes, base: float, where: Positions, *, head_dim: int, interleaved: bool = False
 ) -> PreparedRotation:
-    spec = RopeSpec(head_dim, base, axes.rotary_dim, interleaved=interleaved, axes=axes)
+    spec = RopeSpec(
+        head_dim, base=base, rotary_dim=axes.rotary_dim, interleaved=interleaved, axes=axes
+    )
     return spec.at(where)
 
 
@@ -247,7 +249,7 @@ def test_against_many_digits(axes: Axes, dtype: torch.dtype, backend: str) -> No
     far = torch.tensor([[[0, 1, 70_001]], [[1_000_003, 2, 17]], [[5, 131_072, 999_999]]])
     x = draw(2, 2, 3, 30).to(dtype)
     for ids in (far, far.double() + 0.375):
-        spec = RopeSpec(30, 5e5, 24, start=3, axes=axes)
+        spec = RopeSpec(30, base=5e5, rotary_dim=24, start=3, axes=axes)
         got = rotate(x, spec, positions.multi_axis(ids), backend=backend)
         exact = oracle.rotate(x, ids.expand(-1, 2, -1), omegas, start=3)
         lengths = oracle.pair_lengths(x, 24, start=3)

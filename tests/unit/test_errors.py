@@ -7,6 +7,7 @@ import traceback
 import pytest
 import torch
 
+from tests.support.helpers import refusals
 from tightrope import functional, positions
 from tightrope._errors import (
     Refusal,
@@ -93,6 +94,37 @@ def test_other_errors_pass() -> None:
     with pytest.raises(ValueError, match="somebody else's") as caught:
         fail()
     assert caught.value is error
+
+
+@public("sum_of")
+def sum_of(x: int, y: int = 0, *, base: int = 0, positions: int = 0) -> int:
+    return x + y + base + positions
+
+
+test_arguments_that_do_not_fit = refusals(
+    "sum_of",
+    TypeError={
+        "x must be given.": lambda: sum_of(),
+        "x must be given once but got two values.": lambda: sum_of(1, x=2),
+        "only x, y may be given without a name but got 3 values; name the others: base=, positions=.": (
+            lambda: sum_of(1, 2, 3)
+        ),
+        "arguments must be of x, y, base, positions but got z.": lambda: sum_of(1, z=2),
+        "arguments must be of x, y, base, positions but got theta; base may be meant.": (
+            lambda: sum_of(1, theta=1e4)
+        ),
+        "arguments must be of x, y, base, positions but got position, q; positions may be meant.": (
+            lambda: sum_of(1, position=1, q=2)
+        ),
+        "arguments must be of x, y, base, positions but got stack; spec.at(positions, stack=…) takes it, "
+        "and then the place of the spec.": lambda: sum_of(1, stack="vllm"),
+    },
+)
+
+
+def test_an_error_inside_of_a_call_that_fits_stays() -> None:
+    with pytest.raises(TypeError, match=r"^can only concatenate str"):
+        sum_of("1")
 
 
 def test_signature_and_docstring_stay() -> None:

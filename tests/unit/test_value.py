@@ -33,8 +33,16 @@ VALUES: list[Any] = [
     *(LongRoPE((1.0, 1.5), (1.0, 32.1), 4096, factor=32.0), Llama3(8.0, 1.0, 4.0, 8192)),
     *(Proportional(0.25, 8.0), Given(((1.0, 0.1), (-2.0, 1 / 3)))),
     *(Axes.sections((16, 24, 24)), Axes.strided(2, pairs=32), Axes(2, ((1, 0, 4), (0, 0, 4)))),
-    RopeSpec(20, 5e5, 12, 3, True, YaRN(4.0, 4096), Axes.sections((2, 4))),
-    RopeSpec(20, 5e5, 12, 3, True, YaRN(4.0, 4096)),
+    RopeSpec(
+        20,
+        base=5e5,
+        rotary_dim=12,
+        start=3,
+        interleaved=True,
+        scaling=YaRN(4.0, 4096),
+        axes=Axes.sections((2, 4)),
+    ),
+    RopeSpec(20, base=5e5, rotary_dim=12, start=3, interleaved=True, scaling=YaRN(4.0, 4096)),
 ]
 COPIES: list[Callable[[Any], Any]] = [
     *(copy.copy, copy.deepcopy, dataclasses.replace),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from .._errors import Refusal, bad_type, describe, public
+from ..frequencies import Given
 from ..spec import RopeSpec
 from . import diffusers, files, formats, gguf, keys, observed, timm
 from .families import FAMILIES, SECTIONS, Family
@@ -38,7 +40,7 @@ _FORMATS = (
 
 
 @public("from_config")
-def from_config(
+def from_config(  # noqa: PLR0913  (one argument for each option)
     config: object,
     *,
     layer_type: str | None = None,
@@ -48,14 +50,16 @@ def from_config(
     rotary_dim: int | None = None,
     start: int | None = None,
     rope_layers: str | Collection[str] | None = None,
+    inv_freq: torch.Tensor | None = None,
 ) -> RopeSpec | LayerSpecs | None:
     """See :meth:`tightrope.RopeSpec.from_config`."""
-    stated = Stated(layer_type, section, strict, interleaved, rotary_dim, start, rope_layers)
+    given = None if inv_freq is None else Given.of(inv_freq)
+    stated = Stated(layer_type, section, strict, interleaved, rotary_dim, start, rope_layers, given)
     return _read(config, stated).spec
 
 
 @public("from_config")
-def provenance(
+def provenance(  # noqa: PLR0913  (one argument for each option)
     config: object,
     *,
     layer_type: str | None = None,
@@ -65,6 +69,7 @@ def provenance(
     rotary_dim: int | None = None,
     start: int | None = None,
     rope_layers: str | Collection[str] | None = None,
+    inv_freq: torch.Tensor | None = None,
 ) -> Provenance:
     """Read a configuration like :meth:`tightrope.RopeSpec.from_config`, with the source of each field.
 
@@ -85,7 +90,8 @@ def provenance(
     scaling      None     no key gives one
     axes         None     one coordinate per position
     """
-    stated = Stated(layer_type, section, strict, interleaved, rotary_dim, start, rope_layers)
+    given = None if inv_freq is None else Given.of(inv_freq)
+    stated = Stated(layer_type, section, strict, interleaved, rotary_dim, start, rope_layers, given)
     return _read(config, stated)
 
 
@@ -94,7 +100,8 @@ def _read(config: object, stated: Stated) -> Provenance:
         return read(config, stated)
     source = source_of(config, stated.section)
     if stated.interleaved is None:
-        source = replace(source, recorded=_recorded(config))
+        record = recorded(config, source.prefix.removesuffix("."))
+        source = replace(source, recorded=None if record is None else record.interleaved)
     try:
         return read(source, stated)
     except Refusal as error:
@@ -140,7 +147,8 @@ def source_of(config: object, section: str | None = None) -> Source:
                 )
             return source
     source = _section(values, section)
-    return replace(source, config=observed.object_of(_inner(config), source.prefix))
+    model = config if isinstance(config, torch.nn.Module) else None
+    return replace(source, config=observed.object_of(_inner(config), source.prefix), model=model)
 
 
 def _inner(config: object) -> object:
@@ -156,17 +164,90 @@ def _inner(config: object) -> object:
     return inner
 
 
-def _recorded(config: object) -> bool | None:
-    """The pairing in the conversion record beside a configuration, or None."""
-    config = _inner(config)
-    found = files.recorded_pairing(config)
-    if found is not None and len(sections(config)) > 1:
-        shown = ", ".join(name or "the outer level" for name in sections(config))
+@public("from_config")
+def recorded(
+    config: object, section: str | None = None, records: list[files.Record] | None = None
+) -> files.Record | None:
+    """Return a conversion record that states the pairing of a section of a configuration; None if none does.
+
+    Internal to the library and its tools.
+
+    Args:
+        section: the section as this configuration names it; ``""`` is its outer level. By default the one that is read
+            if none is given.
+        records: see :func:`records_of`.
+
+    Raises:
+        ValueError: a record is about tensors that this section may describe, or about a part of those that it does.
+    """
+    by_section = records_of(config, records)
+    if by_section and section is None:
+        section = source_of(config).prefix.removesuffix(".")
+    about, unplaced = by_section.get(section or "", []), by_section.get(None, [])
+    if unplaced and not about:
+        where, name = unplaced[0].where, min(unplaced[0].tensors)
         fail(
-            f"interleaved must be given, as {files.RECORD} states the pairing of the weights but not which "
-            f"of {shown} it means"
+            f"interleaved must be given, as {where} states the pairing of {name} and others but not which section of "
+            "this configuration describes them"
         )
+    done: set[str] = set().union(*(record.tensors for record in about))
+    apart = {name for record in about for name in record.left} - done
+    if apart or len({record.interleaved for record in about}) > 1:
+        where, name = about[0].where, min(apart or about[-1].tensors)
+        fail(
+            f"interleaved must be given, as {where} states one pairing of {min(about[0].tensors)} and the other of {name}"
+        )
+    return about[0] if about else None
+
+
+@public("from_config")
+def records_of(
+    config: object, records: list[files.Record] | None = None
+) -> dict[str | None, list[files.Record]]:
+    """Return the conversion records about a configuration, by the section that describes their tensors.
+
+    Internal to the library and its tools.
+
+    Args:
+        config: a configuration, its path, or a model. A text part that transformers loaded from the folder of a
+            larger model is found in the configuration of that folder.
+        records: what is recorded; by default what the folder of the configuration has.
+
+    Returns:
+        Section as this configuration names it -> records; None for records that it cannot place.
+
+    Raises:
+        ValueError: a record is not one.
+    """
+    config = _inner(config)
+    records = files.records_beside(config) if records is None else records
+    found: dict[str | None, list[files.Record]] = {}
+    if not records:
+        return found
+    own = _names(_load(config))
+    whole: dict[str | None, str] = own
+    at: str | None = ""
+    if not isinstance(config, str | os.PathLike | Mapping):
+        with suppress(OSError, ValueError):
+            whole = _names(files.load(Path(getattr(config, "name_or_path", ""))))
+        places = [str(name) for name, model in whole.items() if model == own[""]]
+        at = "" if "" in places else places[0] if len(places) == 1 else None
+    for record in records:
+        if at is None or whole.get(record.section) != record.model:
+            found.setdefault(None, []).append(record)
+        elif not at or f"{record.section}.".startswith(f"{at}."):
+            section = str(record.section)[len(at) :].removeprefix(".")
+            found.setdefault(section, []).append(record)
     return found
+
+
+def _names(values: Mapping[str, Any]) -> dict[str | None, str]:
+    """The kind of each section of a configuration, as errors name it; ``""`` is the outer level."""
+    for recognised, translated in _FORMATS:
+        if recognised(values):
+            return {"": translated(values).name}
+    _, outer, nested = _parts(values)
+    return {"": outer.name, **{name: source.name for name, source in nested.items()}}
 
 
 def _load(config: object) -> Mapping[str, Any]:
@@ -205,16 +286,20 @@ def sections(config: object) -> tuple[str, ...]:
     values = _load(config)
     if any(recognised(values) for recognised, _ in _FORMATS):
         return ("",)
+    values, outer, nested = _parts(values)
+    return tuple(_with_rope(values, outer, nested)) or ("",)
+
+
+def _parts(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], Source, dict[str, Source]]:
+    """The keys of a configuration in the form of transformers, its outer level and its sections."""
     values, spelled = _hoisted(values)
     nested = dict(_nested(values, values.get("model_type"), ""))
-    outer = _source(values, values.get("model_type"), "", spelled)
-    return tuple(_with_rope(values, outer, nested)) or ("",)
+    return values, _source(values, values.get("model_type"), "", spelled), nested
 
 
 def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
     """The section of a configuration that is read: the outer level or one of its ``*_config``."""
-    values, spelled = _hoisted(values)
-    nested = dict(_nested(values, values.get("model_type"), ""))
+    values, outer, nested = _parts(values)
     if chosen is not None and chosen != "":
         if chosen not in [*nested]:  # a list compares objects of any kind
             has = ", ".join(nested) or "none"
@@ -222,7 +307,6 @@ def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
                 f"section must be one of the config's sections but got {chosen!r}; the config has {has}"
             )
         return nested[chosen]
-    outer = _source(values, values.get("model_type"), "", spelled)
     if chosen == "":
         return outer
     found = _with_rope(values, outer, nested)

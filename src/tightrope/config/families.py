@@ -45,6 +45,10 @@ class Family:
         null_base: whether a model whose base is null has no RoPE.
         scaling: ``"turns"``: coordinates count turns, so frequencies are multiplied by 2π.
         scaled: whether the class scales by default, so that a configuration must name its rule.
+        scales_softmax: whether its attention multiplies its softmax scale by the square of YaRN's magnitude at
+            ``mscale_all_dim`` (`yarn_apply_mscale` in transformers).
+        learned: the tensor in the weights by which the rotary module computes or replaces its frequencies; see
+            learned.py.
         refused: why no spec can express this family; None for all others.
     """
 
@@ -67,6 +71,8 @@ class Family:
     null_base: bool = False
     scaling: str | None = None
     scaled: bool = False
+    scales_softmax: bool = False
+    learned: str | None = None
     refused: str | None = None
 
 
@@ -94,7 +100,7 @@ def _each(names: str, function: str = "apply_rotary_pos_emb", **facts: object) -
 
 def _conformer(folder: str, stem: str, **facts: object) -> Family:
     function = f"{stem}SelfAttention._apply_rotary_embedding"
-    own = {"position_type": "position_embeddings_type", "fixed": ("scaling",)}
+    own: dict[str, Any] = {"position_type": "position_embeddings_type", "fixed": ("scaling",)}
     return _half(folder, function, bases=("rotary_embedding_base",), **own, **facts)
 
 
@@ -120,7 +126,8 @@ _PART = {"fraction": "required"}
 _HEAD = {"head_dim": "required"}
 _FIXED: dict[str, Any] = {"base": 10000.0, "fixed": ("base", "scaling")}
 
-_MLA_CHOICE = {"start": "nope", "pairing_key": "rope_interleave"}
+_MLA: dict[str, Any] = {"start": "nope", "scales_softmax": True}
+_MLA_CHOICE = {**_MLA, "pairing_key": "rope_interleave"}
 _DEEPSEEK_V3 = _pairs("deepseek_v3", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE)
 
 # Vision towers of the Qwen line and its relatives: half the pairs rotate by the row, half by the
@@ -231,20 +238,21 @@ FAMILIES: dict[str, Family] = {
         "roformer: RoFormerSelfAttention.apply_rotary_position_embeddings",
         fraction="none",
         **_FIXED,
+        learned="embed_positions.weight",
     ),
     # --- latent attention: the rotated slice comes after channels without RoPE ---
     "axk1": _pairs("axk1", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
-    "axk2": _pairs("axk2", "apply_rotary_pos_emb_interleave", start="nope"),
-    "bailing_hybrid": _pairs("bailing_hybrid", "apply_rotary_pos_emb_interleave", start="nope"),
-    "deepseek_v2": _pairs("deepseek_v2", "apply_rotary_emb", start="nope"),
+    "axk2": _pairs("axk2", "apply_rotary_pos_emb_interleave", **_MLA),
+    "bailing_hybrid": _pairs("bailing_hybrid", "apply_rotary_pos_emb_interleave", **_MLA),
+    "deepseek_v2": _pairs("deepseek_v2", "apply_rotary_emb", **_MLA),
     "deepseek_v3": _DEEPSEEK_V3,
-    "deepseek_v32": _pairs("deepseek_v32", "apply_rotary_pos_emb_interleave", start="nope"),
-    "kimi_k2": _hub("deepseek", True, start="nope"),
-    "longcat_flash": _pairs("longcat_flash", "apply_rotary_pos_emb_interleave", start="nope"),
+    "deepseek_v32": _pairs("deepseek_v32", "apply_rotary_pos_emb_interleave", **_MLA),
+    "kimi_k2": _hub("deepseek", True, **_MLA),
+    "longcat_flash": _pairs("longcat_flash", "apply_rotary_pos_emb_interleave", **_MLA),
     "glm4_moe_lite": _pairs("glm4_moe_lite", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
-    "glm_moe_dsa": _pairs("glm_moe_dsa", "apply_rotary_pos_emb_interleave", start="nope"),
-    "hy_v4": _half("hy_v4", start="nope"),
-    "minicpm3": _half("minicpm3", start="nope"),
+    "glm_moe_dsa": _pairs("glm_moe_dsa", "apply_rotary_pos_emb_interleave", **_MLA),
+    "hy_v4": _half("hy_v4", **_MLA),
+    "minicpm3": _half("minicpm3", **_MLA),
     "mistral4": _pairs("mistral4", "apply_rotary_pos_emb_interleave", scaled=True, **_MLA_CHOICE),
     "youtu": _pairs("youtu", "apply_rotary_pos_emb_interleave", **_MLA_CHOICE),
     "deepseek_v4": _pairs(
@@ -274,9 +282,10 @@ FAMILIES: dict[str, Family] = {
     "mistral_large4_text": _pairs(
         "mistral_large4",
         "apply_rotary_pos_emb_interleave",
-        start="nope",
         layers="no_rope_layers",
         scaled=True,
+        **_MLA,
+        learned="alpha",
     ),
     "step3p5": _half("step3p7", layers="lists", parts=(), **_ANY_PART, **_HEAD),
     **_each("granite_swa granitemoe_swa", layers="layer_rope_theta"),
@@ -356,14 +365,21 @@ FAMILIES: dict[str, Family] = {
         **_VISION,
     ),
     # --- RoPE is optional ---
-    "esm": _half("esm", base=10000.0, fixed=("scaling",), position_type="position_embedding_type"),
+    "esm": _half(
+        "esm",
+        base=10000.0,
+        fixed=("scaling",),
+        position_type="position_embedding_type",
+        learned="inv_freq",
+    ),
     "seamless_m4t": _conformer(
         "seamless_m4t",
         "SeamlessM4TConformer",
         width=("hidden_size", "speech_encoder_attention_heads"),
+        learned="inv_freq",
     ),
     "wav2vec2-bert": _conformer("wav2vec2_bert", "Wav2Vec2Bert"),
-    "wav2vec2-conformer": _conformer("wav2vec2_conformer", "Wav2Vec2Conformer"),
+    "wav2vec2-conformer": _conformer("wav2vec2_conformer", "Wav2Vec2Conformer", learned="inv_freq"),
     "zamba2": _half("zamba2", width=("attention_head_dim",), switch="use_mem_rope"),
     # --- no RoPE, or none that a spec can express ---
     "baichuan": _none(
@@ -396,7 +412,7 @@ FAMILIES: dict[str, Family] = {
         "RopeSpec.from_config(config, section='vision_config.backbone_config'); the memory has that of 'sam2_video'"
     ),
     "t5": _none("it adds a bias that depends on the distance"),
-    "vjepa2": _own("its tables repeat frequencies by halves, but its code pairs neighbours"),
+    "vjepa2": _none("its tables repeat frequencies by halves, but its code pairs neighbours"),
     "xcodec2": _own("it rotates by the number of the head, not by that of the token"),
 }
 

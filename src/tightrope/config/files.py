@@ -7,15 +7,16 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .._errors import public
 from . import gguf_file
 from .source import fail
 
 NAMES = ("config.json", "params.json")
-#: The file in which `tightrope convert` records the pairing of a converted folder.
+#: The file in which `tightrope convert` records its conversions of a folder.
 RECORD = "tightrope_convert.json"
 
 # The commands leave this out of their messages.
@@ -58,11 +59,62 @@ def load(path: Path) -> Mapping[str, Any]:
     return _json(path)
 
 
-@public("from_config")
-def recorded_pairing(config: object) -> bool | None:
-    """Return whether the conversion record in a folder, or beside its configuration, states "interleaved".
+@dataclass(frozen=True)
+class Record:
+    """A conversion that `tightrope convert` did: it states the pairing of the tensors that it names, and of no others.
 
-    None if there is no record.
+    Attributes:
+        where: the name of the file that has the record.
+        section: the section of the configuration that describes the tensors; ``""`` is the outer level, None unknown.
+        model: the kind of that section, such as ``model_type 'llama'``.
+        interleaved: the pairing of the tensors.
+        tensors: their names.
+        left: tensors that the same section describes and that have the other pairing.
+        values: the record as it is stored.
+        file: the name of the file that has the record of a folder.
+    """
+
+    where: str
+    section: str | None
+    model: str
+    interleaved: bool
+    tensors: frozenset[str]
+    left: frozenset[str]
+    values: Mapping[str, Any]
+
+    file: ClassVar[str] = RECORD
+
+    @classmethod
+    def listed(cls, listed: object, where: str) -> list[Record]:
+        """Return the conversions that a file lists.
+
+        Raises:
+            ValueError: the list is not one of conversions.
+        """
+        pairings = {"half": False, "interleaved": True}
+        try:
+            return [
+                cls(
+                    where,
+                    one["section"],
+                    one["model"],
+                    pairings[one["pairing"]],
+                    frozenset(name for rows in one["rows"] for name in {**rows["tensors"]}),
+                    frozenset(one["left"]),
+                    one,
+                )
+                for one in listed  # type: ignore[attr-defined]
+            ]
+        except (KeyError, TypeError):
+            fail(
+                f"{where} must list conversions, each with its section, pairing and tensors, but does not: remove the "
+                "record and pass the pairing"
+            )
+
+
+@public("from_config")
+def records_beside(config: object) -> list[Record]:
+    """Return the conversions that are recorded in a folder, or beside its configuration.
 
     Args:
         config: the folder or the configuration, as a path; or a configuration of transformers, which names the
@@ -75,15 +127,12 @@ def recorded_pairing(config: object) -> bool | None:
         config if isinstance(config, str | os.PathLike) else getattr(config, "name_or_path", None)
     )
     if not isinstance(where, str | os.PathLike) or not os.fspath(where):
-        return None
+        return []
     path = Path(where)
     record = (path if path.is_dir() else path.parent) / RECORD
     if not (path.is_dir() or path.name in NAMES) or not record.is_file():
-        return None
-    pairing = _json(record).get("pairing")
-    if pairing not in ("half", "interleaved"):
-        fail(f"{RECORD} must state 'half' or 'interleaved' but states {pairing!r}")
-    return bool(pairing == "interleaved")
+        return []
+    return Record.listed(_json(record).get("conversions"), RECORD)
 
 
 def url_in(path: Path) -> str | None:

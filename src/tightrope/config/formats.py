@@ -196,7 +196,7 @@ def megatron(values: Mapping[str, Any]) -> Source:
             fail(
                 "rotary_interleaved must be False with latent attention, which is always interleaved"
             )
-        family = Family(True, _MEGATRON_CODE, start="nope")
+        family = Family(True, _MEGATRON_CODE, start="nope", scales_softmax=True)
         move(_MEGATRON_LATENT, outer, "")
         outer.pop("kv_channels", None)
         outer.pop("rotary_percent", None)

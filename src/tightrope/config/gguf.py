@@ -88,7 +88,7 @@ _GGUF_UNFACTORED = _GGUF_CONSTANT | {"pangu-embedded"}
 _GGUF_LATENT = frozenset(
     "bailingmoe3 deepseek2 deepseek32 deepseek4 dots3note glm-dsa hy_v4 minicpm3 mistral4 plm".split()
 )
-# Their converter stores mscale_all_dim / 10.
+# Their converter stores mscale_all_dim / 10, and their graph multiplies the softmax scale.
 _GGUF_TENTH = frozenset({"deepseek2", "deepseek32", "mistral4"})
 # llama.cpp ignores that multiplier in all others.
 _GGUF_MULTIPLIED = _GGUF_TENTH | {"mistral3"}
@@ -294,6 +294,7 @@ def _gguf_family(arch: str, outer: Mapping[str, Any], spark: bool) -> Family | N
         fraction="required" if latent or arch in _GGUF_PART else "optional",
         head_dim="required" if arch in _GGUF_HEAD else "derived",
         base=_GGUF_BASE if arch in _GGUF_CONSTANT else None,
+        scales_softmax=arch in _GGUF_TENTH,
     )
 
 

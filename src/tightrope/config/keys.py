@@ -76,6 +76,13 @@ INERT: dict[str, str] = {
     "llama_4_scaling_beta": "a temperature of the attention, by position, for rotated queries",
     "finetuned": "whether the model was trained with the scaling",
 }
+# Keys by which code multiplies queries by a factor that grows with their position; the last is that of GGUF.
+TEMPERATURE = (
+    "llama_4_scaling_beta",
+    "llama_4_scaling",
+    "attn_temperature_tuning",
+    "attention.temperature_scale",
+)
 # Keys that do not affect the rotation if they have this value: (key, value) -> why.
 INERT_VALUES: dict[tuple[str, object], str] = {
     ("extrapolation_factor", 1): "weight of YaRN's ramp; 1 is the paper's",
@@ -122,6 +129,15 @@ _LAYERS = re.compile(
 
 # Words of keys that give a base, of all layers or of some.
 _BASES = re.compile(r"theta|(?<![a-z])base(?![a-z])")
+# Words of keys that give a width, a part of the channels, or the pairing.
+_CHANNELS = re.compile(
+    r"""
+    interleav | neox | gpt_?j | tradition | pair | permut | neighbo | adjacent
+    | (?<![a-z])(?:n?dims?|sizes?|widths?|channels?|heads?|pct|perc(?:ent(?:age)?)?|partial|fraction|ratio|start)(?![a-z])
+    | (?<![a-z])(?:style|layout|mode|format|order|half|halves|complex|real)(?![a-z])
+    """,
+    re.VERBOSE,
+)
 
 
 def about_rotation(name: object) -> bool:
@@ -149,6 +165,13 @@ def gives_base(name: object, value: object) -> bool:
     inside = any(gives_base(key, one) for key, one in inner if about_rotation(key))
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return inside or (number and _BASES.search(str(name).lower()) is not None)
+
+
+def about_channels(name: object, value: object) -> bool:
+    """Return True if a key about the rotation, or one inside it, has a word of a width or of the pairing."""
+    inner = value.items() if isinstance(value, Mapping) else ()
+    inside = any(about_channels(key, one) for key, one in inner if about_rotation(key))
+    return inside or _CHANNELS.search(str(name).lower()) is not None
 
 
 def holds_rotation(value: object) -> bool:

@@ -25,6 +25,8 @@ from .source import (
 
 _T = TypeVar("_T")
 _MOST_LAYERS = 65536
+# The types of layers of an unknown family that rotate if its code is like that of Llama 4.
+FLAGGED, OTHERS = "no_rope_layers=1", "others"
 # The types of layers of a family whose layers differ, unless its configuration lists them.
 _BOTH = frozenset({"full_attention", "sliding_attention"})
 # The type of each layer, if the configuration lists them.
@@ -77,7 +79,7 @@ def _merged(one: Entries, other: Entries) -> Entries:
 def parts_of(source: Source, stated: Stated) -> tuple[list[Part], Listed]:
     """The layer types of a configuration, and the type of each layer if it lists them."""
     flat, nested = _sections(source)
-    layers = _types(source)
+    layers = flagged(source) or _types(source)
     rule = rule_of(source)
     if rule == "main and compress":
         parts, layers = _main_and_compress(source, flat, nested, layers)
@@ -116,9 +118,23 @@ def rule_of(source: Source) -> str | None:
     """The name of the rule by which layers differ: the family's, or that of a key with one meaning in all code."""
     if source.family is not None:
         return source.family.layers
-    general = ("no_rope_layers", "layer_rope_theta")
-    stated = (rule for rule in general if any(map(source.values.get, keys.READ_BY_LAYERS[rule])))
-    return next(stated, None)
+    return "layer_rope_theta" if source.values.get("layer_rope_theta") else None
+
+
+def flagged(source: Source) -> Listed:
+    """The type of each layer of an unknown family by no_rope_layers or no_rope_layer_interval; None without a list.
+
+    Public code reads both keys in two opposite ways, so the types are named by the key, and the caller states
+    which of them rotate.
+    """
+    if source.family is not None or _sections(source)[1]:
+        return None
+    key, every = "no_rope_layer_interval", source.values.get("no_rope_layer_interval")
+    named = tuple(f"no_rope_layers={int(flag)}" for flag in _flags(source))
+    named = named or _by_interval(source, key, f"last_of_{every}", OTHERS) or ()
+    still = keys.LAYERS_WITHOUT_ATTENTION
+    types = zip(_types(source) or named, named)
+    return tuple(one if one in still else name for one, name in types) or None
 
 
 def _rotates(name: str, stated: Stated) -> bool:
@@ -448,13 +464,20 @@ def _by_number(source: Source, flat: Entries, layers: Listed) -> Layers:
     # Llama 4, SmolLM3: a list with 1 for each layer with RoPE and 0 for the others; or an interval n,
     # and every n-th layer has no RoPE.
     del layers
-    flags = _entries(source, "no_rope_layers")
-    for flag in flags:
-        if not isinstance(flag, int) or flag not in (0, 1):
-            fail(f"{source.shown('no_rope_layers')} must hold 0 and 1 only but got {flag!r}")
-    whole(source.outer(["no_rope_layer_interval"]))
+    flags = _flags(source)
     every = _by_interval(source, "no_rope_layer_interval", 0, 1)
     return _rope_and_no_rope(flat, flags or every or ())
+
+
+def _flags(source: Source) -> list[int]:
+    """The entries of no_rope_layers; [] if absent."""
+    whole(source.outer(["no_rope_layer_interval"]))
+    flags: list[int] = []
+    for flag in _entries(source, "no_rope_layers"):
+        if not isinstance(flag, int) or flag not in (0, 1):
+            fail(f"{source.shown('no_rope_layers')} must hold 0 and 1 only but got {flag!r}")
+        flags.append(flag)
+    return flags
 
 
 def _rope_and_no_rope(flat: Entries, flags: Sequence[object]) -> Layers:

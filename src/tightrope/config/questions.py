@@ -11,7 +11,7 @@ from .._errors import Refusal, bad_value
 from ..spec import RopeSpec
 from . import keys
 from .heads import argument, base_of, head_dim_of, stated_pairing
-from .layers import Listed, with_attention
+from .layers import FLAGGED, OTHERS, Listed, flagged, with_attention
 from .source import BASE, TRIED, Arguments, Base, Part, Source, Stated, Way
 from .specs import LayerSpecs, Provenance
 
@@ -42,13 +42,18 @@ def questions(
         asked.append(("the pairing of channels", advice, [{"interleaved": False}]))
     asked += _about_slice(source, parts, stated)
     named = any(part.name is not None for part in parts)
-    if not named and stated.rope_layers is None and "layers" not in source.knows:
+    listed = flagged(source)
+    asks = "layers" not in source.knows or listed
+    if not named and stated.rope_layers is None and asks:
+        likely: list[str] = [name for name in (FLAGGED, OTHERS) if name in (listed or ())]
         some = [repr(name) for name in with_attention(layers)]
         others = " (to name some of them, add layer_types to the config)"
         if some:
             others = f", or a list of the types that do, of {', '.join(some)}"
+        if listed:
+            others += " (public code reads no_rope_layers and its interval in two opposite ways)"
         advice = f"rope_layers='all' if all layers with attention rotate{others}"
-        asked.append(("the layers that rotate", advice, [{"rope_layers": "all"}]))
+        asked.append(("the layers that rotate", advice, [{"rope_layers": likely or "all"}]))
     answers = [stated]
     for _, _, examples in asked:
         answers = [replace(answer, **example) for answer in answers for example in examples]
@@ -110,7 +115,11 @@ def refuse(source: Source, asked: list[Question], answers: list[Stated]) -> NoRe
 
 def _call(source: Source, stated: Stated) -> str:
     given = {**vars(stated), "section": source.prefix.removesuffix(".") or stated.section}
-    named = [f"{name}={value!r}" for name, value in given.items() if value != getattr(Stated, name)]
+    named = [
+        f"{name}={name if name == 'inv_freq' else repr(value)}"
+        for name, value in given.items()
+        if value != getattr(Stated, name)
+    ]
     return f"{', '.join([CALL, *named])})"
 
 

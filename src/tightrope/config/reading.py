@@ -17,7 +17,8 @@ from ..frequencies import LONGEST, NTK, Given, YaRN
 from ..spec import RopeSpec
 from . import keys, observed
 from .heads import axes_of, base_of, pairing_of, slice_of
-from .layers import Listed, parts_of, rule_of, with_attention
+from .layers import Listed, flagged, parts_of, rule_of, with_attention
+from .learned import given_for
 from .questions import questions, refuse
 from .scaling import Fact, claimed_by, kind_of_rule, scaling_of
 from .source import (
@@ -46,7 +47,7 @@ def read(source: Source, stated: Stated) -> Provenance:
             unknown |= _unknown_inside(part)
     if unknown:
         _complain(unknown, stated.strict)
-    context = _context(source, parts)
+    context, temperature = _context(source, parts), _temperature(source, parts)
     if stated.layer_type is not None:
         parts = _of_type(parts, layers, stated.layer_type)
     asked, answers = questions(source, parts, layers, stated)
@@ -76,8 +77,19 @@ def read(source: Source, stated: Stated) -> Provenance:
         rows = [row._replace(layer=None) for row in rows if row.layer == first]
     elif stated.layer_type is None:
         named = {name: one for name, one in made.items() if name is not None}
-        return Provenance(LayerSpecs(named, layers), tuple(rows), source.name, context)
-    return Provenance(spec, tuple(rows), source.name, context)
+        return Provenance(LayerSpecs(named, layers), tuple(rows), source.name, context, temperature)
+    return Provenance(spec, tuple(rows), source.name, context, temperature)
+
+
+def _temperature(source: Source, parts: Iterable[Part]) -> str | None:
+    """The key of a temperature of the attention by position, if one is on."""
+    found = source.outer(keys.TEMPERATURE)
+    found += [each for part in parts for each in part.inner(keys.TEMPERATURE)]
+    # In GGUF such a key follows the architecture.
+    found += [
+        each for each in source.unread.items() if each[0].partition(".")[2] in keys.TEMPERATURE
+    ]
+    return next((path for path, value in found if value), None)
 
 
 def _context(source: Source, parts: Iterable[Part]) -> Found | None:
@@ -115,12 +127,17 @@ def _one(source: Source, part: Part, stated: Stated) -> tuple[RopeSpec, list[Fac
             f"rotary_dim must be even but got {rotary_dim} from {facts[1][2]}",
             *(() if scaling or not base > 0 else ((more, None),)),
         )
-        omega = RopeSpec(2 * rotary_dim, base).frequencies().exact
+        omega = RopeSpec(2 * rotary_dim, base=base).frequencies().exact
         scaling, rotary_dim = Given(tuple(map(float, omega[::2]))), rotary_dim + 1
     # The slice must fit before axes are made.
-    spec = RopeSpec(head_dim, base, rotary_dim, start, pairs)
+    spec = RopeSpec(head_dim, base=base, rotary_dim=rotary_dim, start=start, interleaved=pairs)
     axes, axes_from = axes_of(source, part, rotary_dim)
-    return dataclasses.replace(spec, scaling=scaling, axes=axes), [
+    spec = dataclasses.replace(spec, scaling=scaling, axes=axes)
+    given = given_for(source, spec, stated)
+    if given is not None:
+        spec = dataclasses.replace(spec, scaling=given[0])
+        scaling_facts = [("scaling", "Given", given[1])]
+    return spec, [
         facts[0],
         ("base", spec.base, base_from),
         *facts[1:],
@@ -166,8 +183,12 @@ def _unknown_outside(source: Source) -> dict[str, str | Base | None]:
             unknown[str(key)] = _effect(inner, value)
     read = {*keys.READ_OUTSIDE, *keys.READ_BY_LAYERS.get(rule_of(source) or "", ())}
     listed = source.values.get("no_rope_layers")
-    if isinstance(listed, list | tuple) and all(listed):  # every layer has RoPE
-        read |= {"no_rope_layers", "no_rope_layer_interval"} if listed else {"no_rope_layers"}
+    if flagged(source):  # the caller states which layers have RoPE
+        read |= keys.READ_BY_LAYERS["no_rope_layers"]
+    elif listed in ([], ()):
+        read |= {"no_rope_layers"}
+    elif source.family is not None and isinstance(listed, list | tuple) and all(listed):
+        read |= keys.READ_BY_LAYERS["no_rope_layers"]  # every layer has RoPE
     for key, value in source.values.items():
         if not isinstance(key, str) or (key.endswith("_config") and _is_part(value)):
             continue
@@ -177,12 +198,12 @@ def _unknown_outside(source: Source) -> dict[str, str | Base | None]:
 
 
 def _effect(name: str, value: object) -> str | Base | None:
-    """The sure effect of an unknown key: "layers", or a base, 0 if a section holds it; else None."""
+    """The effect of an unknown key that nothing may drop: "layers", a base (0 if a section holds it) or "channels"."""
     if keys.about_layers(name, value):
         return "layers"
     if keys.gives_base(name, value):
         return Base(value if isinstance(value, int | float) else 0)
-    return None
+    return "channels" if keys.about_channels(name, value) else None
 
 
 def _is_part(value: object) -> bool:
@@ -207,7 +228,8 @@ _IGNORED = "strict=False ignores them with a warning"
 def _complain(unknown: Mapping[str, str | Base | None], strict: bool) -> None:
     layered = [name for name, effect in unknown.items() if effect == "layers"]
     bases = [name for name, effect in unknown.items() if isinstance(effect, Base)]
-    names = layered or bases or [*unknown]
+    channels = [name for name, effect in unknown.items() if effect == "channels"]
+    names = layered or bases or channels or [*unknown]
     known = f"must be known but got {', '.join(map(_with_guess, names))}"
     if layered:
         settle(
@@ -225,6 +247,12 @@ def _complain(unknown: Mapping[str, str | Base | None], strict: bool) -> None:
                 if one and len(values) == 1
             ],
             ("for layers whose base it is not", None),
+        )
+    elif channels:
+        settle(
+            f"every key that may give a width or the pairing {known}; pass a config without it only if it has no "
+            f"effect, or make a RopeSpec by hand",
+            ("if it has no effect", None),
         )
     elif strict:
         settle(f"every key about RoPE {known}; {_IGNORED}", ("", Arguments(strict=False)))

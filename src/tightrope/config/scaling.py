@@ -113,6 +113,10 @@ def scaling_of(
         _ordered(values, paths, high, low)
     if kind is YaRN:
         values.update(_mscales(values, paths))
+        if values.get("mscale_all_dim"):
+            values["scales_softmax"] = source.family and source.family.scales_softmax
+            why = "not in the table of families" if source.family is None else source.name
+            facts.append(("scaling.scales_softmax", values["scales_softmax"], why))
     if kind is LongRoPE:
         values.update(_longrope_scales(source, values))
     multiplier = part.value("attn_factor")
@@ -260,5 +264,5 @@ def _times(values: dict[str, Any], path: str, multiplier: object) -> float:
 
 def given_by_factors(rotary_dim: int, base: float, factors: list[float]) -> Given:
     """The frequencies of a base, each divided by the factor of its pair."""
-    exact = RopeSpec(rotary_dim, base).frequencies().exact
+    exact = RopeSpec(rotary_dim, base=base).frequencies().exact
     return Given(tuple(float(omega) / factor for omega, factor in zip(exact, factors, strict=True)))

@@ -7,7 +7,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import torch
+
 from .._errors import bad_type, bad_value
+from ..frequencies import Given
 from . import keys
 from .families import Family
 
@@ -60,6 +63,7 @@ class Stated:
     rotary_dim: int | None = None
     start: int | None = None
     rope_layers: str | Collection[str] | None = None
+    inv_freq: Given | None = None
     found: tuple[tuple[str, str], ...] = ()  # (argument that the caller did not give, its source)
 
     def origin(self, name: str) -> str:
@@ -68,8 +72,9 @@ class Stated:
 
     def __post_init__(self) -> None:
         given = self.rope_layers
-        listed = isinstance(given, Collection) and not isinstance(given, str)
-        named = listed and given and all(isinstance(name, str) for name in given)
+        named = False
+        if isinstance(given, Collection) and not isinstance(given, str):
+            named = len(given) > 0 and all(isinstance(name, str) for name in given)
         if not (given is None or named or (isinstance(given, str) and given == "all")):
             raise bad_type(
                 f"rope_layers must be 'all', a collection of layer types that is not empty, or None but got {given!r}"
@@ -93,6 +98,7 @@ class Source:
             without a key for a part; ``"start"``, the first channel; ``"layers"``, all of them.
         recorded: the pairing in the conversion record beside the file, if there is one.
         config: the configuration object, if its class is one of transformers' own.
+        model: the model, if the configuration is that of one.
     """
 
     values: Mapping[str, Any]
@@ -105,6 +111,7 @@ class Source:
     knows: frozenset[str] = frozenset()
     recorded: bool | None = None
     config: object = None
+    model: torch.nn.Module | None = None
 
     def shown(self, path: str) -> str:
         """The name of a path in the user's file."""

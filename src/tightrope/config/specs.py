@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .._errors import bad_value, public
+from .._errors import bad_type, bad_value, describe, integer, public, sentence
+from .._value import dictionary
 from ..spec import RopeSpec
 from .keys import LAYERS_WITHOUT_ATTENTION
 
@@ -26,14 +27,31 @@ class LayerSpecs(Mapping[str, "RopeSpec | None"]):
     (RopeSpec(head_dim=64), None)
     """
 
+    @public()
     def __init__(
         self, specs: Mapping[str, RopeSpec | None], layers: tuple[str, ...] | None = None
     ) -> None:
-        self._specs = dict(specs)
+        self._specs = dictionary("specs", specs)
+        for spec in self._specs.values():
+            if not isinstance(spec, RopeSpec | None):
+                raise bad_type(f"each spec must be a RopeSpec or None but got {describe(spec)}")
+        if not isinstance(layers, tuple | None):
+            raise bad_type(
+                f"layers must be a tuple of layer types or None but got {describe(layers)}"
+            )
         self.layers = layers
 
     def __getitem__(self, layer_type: str) -> RopeSpec | None:
-        return self._specs[layer_type]
+        spec: RopeSpec | None = self._specs[layer_type]
+        return spec
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for what this class lacks. A private name may be asked for before the constructor has run.
+        if name.startswith("_") or not hasattr(RopeSpec(0), name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        one = next((kind for kind, spec in self.items() if spec is not None), "…")
+        rule = f"{name} must be read from one spec of a layer type, as layers differ; specs[{one!r}].{name}"
+        raise AttributeError(sentence(type(self).__name__, rule))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._specs)
@@ -52,9 +70,11 @@ class LayerSpecs(Mapping[str, "RopeSpec | None"]):
         Raises:
             ValueError: the configuration does not list its layers, the layer is not listed, or its type
                 has no spec and is not known to be without attention.
+            TypeError: the number is not an int.
         """
         if self.layers is None:
             raise bad_value("the config must list the type of each layer but does not")
+        layer = integer("layer", layer)
         if not 0 <= layer < len(self.layers):
             raise bad_value(f"layer must lie in [0, {len(self.layers)}) but got {layer}")
         name = self.layers[layer]
@@ -62,7 +82,7 @@ class LayerSpecs(Mapping[str, "RopeSpec | None"]):
             raise bad_value(
                 f"layer {layer} must be of a type with a spec, of {', '.join(self)}, but is {name!r}"
             )
-        return self._specs.get(name)
+        return self.get(name)
 
 
 def _runs(layers: tuple[str, ...]) -> str:
@@ -95,12 +115,15 @@ class Provenance:
         rows: layer type, field, value, and the key or fact that gave it.
         name: the kind of configuration: ``model_type 'llama'``.
         context: the key of the context length and its value; None if there is none.
+        temperature: the key of a factor on queries that grows with the position; None if there is none. It belongs to
+            attention, so no spec has it.
     """
 
     spec: RopeSpec | LayerSpecs | None
     rows: tuple[Row, ...]
     name: str = ""
     context: tuple[str, int] | None = None
+    temperature: str | None = None
 
     def __str__(self) -> str:
         shown = [(row.field, _short(row.value), row.source) for row in self.rows]

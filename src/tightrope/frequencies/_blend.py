@@ -5,12 +5,15 @@ from __future__ import annotations
 import decimal
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import Any, ClassVar
 
 from .._errors import bad_type, bad_value, public
+from .._value import checked_calls
 from ._row import default
-from ._rule import CONTEXT, TWO_PI, Frequencies, Rule
+from ._rule import CONTEXT, TWO_PI, Frequencies, Keys, Rule
 
 
+@checked_calls
 @dataclass(frozen=True)
 class YaRN(Rule):
     """YaRN: interpolates slow pairs, keeps fast ones, and blends linearly (a ramp) between them.
@@ -41,7 +44,7 @@ class YaRN(Rule):
       transformers 5.23 uses the two mscales only together, so it differs if just one is given or
       one is 0.
     - DeepSeek's attention also multiplies its softmax scale by m(mscale_all_dim)²: see
-      :attr:`softmax_scaling`, which this library does not apply.
+      :attr:`softmax_scaling`, which this library does not apply. Others with the same keys do not.
 
     Args:
         factor: ratio of the extended length to L0.
@@ -51,6 +54,9 @@ class YaRN(Rule):
         truncate: whether to round the ends of the ramp outwards to whole indices.
         attention_factor: factor on the rotated channels; None to derive it.
         mscale, mscale_all_dim: DeepSeek's weights of the derived factor.
+        scales_softmax: whether the model's attention multiplies its softmax scale as DeepSeek's does; None if that is
+            not known. Configurations do not state it: :meth:`tightrope.RopeSpec.from_config` has it from a table of
+            model families.
 
     Raises:
         ValueError, TypeError: parameters out of range, or a base of at most 1.
@@ -66,6 +72,7 @@ class YaRN(Rule):
     """
 
     names = ("yarn", "deepseek_yarn")
+    keys: ClassVar[Keys] = {"scales_softmax": ()}
 
     factor: float
     original_max_position: int
@@ -75,6 +82,7 @@ class YaRN(Rule):
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    scales_softmax: bool | None = True
 
     @public("YaRN")
     def __post_init__(self) -> None:
@@ -84,6 +92,8 @@ class YaRN(Rule):
         self._positive("mscale", "mscale_all_dim", zero=True, optional=True)
         if not isinstance(self.truncate, bool):
             raise bad_type(f"truncate must be a bool but got {self.truncate!r}")
+        if not isinstance(self.scales_softmax, bool | None):
+            raise bad_type(f"scales_softmax must be a bool or None but got {self.scales_softmax!r}")
         if self.beta_fast < self.beta_slow:
             raise bad_value(
                 f"beta_fast must be at least beta_slow but got {self.beta_fast} and "
@@ -131,19 +141,36 @@ class YaRN(Rule):
             return Decimal(1)
         return Decimal("0.1") * Decimal(weight) * Decimal(self.factor).ln() + 1
 
+    def to_dict(self) -> dict[str, Any]:
+        """See :meth:`Rule.to_dict`; without ``scales_softmax`` where it has its default, as in 0.3."""
+        made = super().to_dict()
+        return {
+            key: value for key, value in made.items() if (key, value) != ("scales_softmax", True)
+        }
+
     @property
     def softmax_scaling(self) -> float:
-        """The factor m(mscale_all_dim)² that DeepSeek's attention applies to its softmax scale.
+        """The factor on the model's softmax scale: m(mscale_all_dim)² in DeepSeek's attention, 1.0 in others.
 
-        1.0 without ``mscale_all_dim``. It belongs to attention, so this library does not apply it.
+        It belongs to attention, so this library does not apply it.
+
+        Raises:
+            ValueError: ``scales_softmax`` is None, and the factor depends on it.
 
         >>> round(YaRN(40.0, 4096, mscale=1.0, mscale_all_dim=1.0).softmax_scaling, 6)
         1.873854
         """
         with decimal.localcontext(CONTEXT):
-            return float(self._magnitude(self.mscale_all_dim or 0.0) ** 2)
+            factor = float(self._magnitude(self.mscale_all_dim or 0.0) ** 2)
+        if self.scales_softmax is None and factor != 1.0:
+            raise bad_value(
+                f"scales_softmax must be known but is None: if the model's attention multiplies its softmax scale by "
+                f"{factor:.6g} for mscale_all_dim, as DeepSeek's does, pass scales_softmax=True to YaRN, else False"
+            )
+        return factor if self.scales_softmax else 1.0
 
 
+@checked_calls
 @dataclass(frozen=True)
 class Llama3(Rule):
     """Llama 3.1: like YaRN it blends a band of pairs, but the ends of the band are given in turns.

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .._errors import bad_type, bad_value, public
+from .._value import checked_calls
 from ._row import default
 from ._rule import Frequencies, Rule, number
 
@@ -20,6 +21,7 @@ Nested: TypeAlias = (
 )
 
 
+@checked_calls
 @dataclass(frozen=True)
 class LongRoPE(Rule):
     """LongRoPE: one divisor per pair, with separate sets for short and long sequences.
@@ -134,6 +136,7 @@ class LongRoPE(Rule):
         return float((1 + ratio).sqrt())
 
 
+@checked_calls
 @dataclass(frozen=True)
 class Given(Rule):
     """Explicit frequencies: learned and then frozen, or from a rule that is not implemented here.

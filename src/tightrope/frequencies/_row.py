@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 from .._errors import bad_value, public
+from .._value import checked_calls
 from ._rule import CONTEXT, Frequencies, Keys, Length, Rule
 
 
@@ -46,6 +47,7 @@ def _stretched(rotary_dim: int, base: float, scale: Decimal) -> tuple[Decimal, .
     return tuple(row)
 
 
+@checked_calls
 @dataclass(frozen=True)
 class Linear(Rule):
     """Position interpolation: every pair turns ``factor`` times slower, ω' = ω / factor.
@@ -77,6 +79,7 @@ class Linear(Rule):
         return Frequencies(tuple(omega / factor for omega in default(rotary_dim, base).exact))
 
 
+@checked_calls
 @dataclass(frozen=True)
 class NTK(Rule):
     """NTK-aware scaling: a changed base, so that fast pairs keep their speed and slow ones slow down.
@@ -112,6 +115,7 @@ class NTK(Rule):
         return Frequencies(_stretched(rotary_dim, base, Decimal(self.factor)))
 
 
+@checked_calls
 @dataclass(frozen=True)
 class DynamicNTK(Rule):
     """Dynamic NTK-aware scaling: the scale grows with the length of the sequence.
@@ -168,6 +172,7 @@ class DynamicNTK(Rule):
         return [k / max(pairs - 1, 1) for k in range(pairs)]
 
 
+@checked_calls
 @dataclass(frozen=True)
 class Proportional(Rule):
     """p-RoPE: only the fastest pairs rotate; the others have frequency zero.

@@ -22,7 +22,7 @@ from .._errors import (
     public,
     unsupported,
 )
-from .._value import Value, field_names, from_fields
+from .._value import Value, dictionary, field_names, from_fields
 
 #: The decimal arithmetic of rules, with 60 digits: 20 for the 64 bits of a phase word, and 40 as a
 #: margin for the rounding of up to thousands of products.
@@ -68,6 +68,21 @@ class Frequencies:
             [float(omega) for omega in self.exact], dtype=torch.float64, device="cpu"
         )
         return flat if self.shape is None else flat.reshape(self.shape)
+
+    def are(self, stored: torch.Tensor) -> bool:
+        """Return whether stored frequencies are these, rounded to the dtype that stores them.
+
+        The relative error may be 1e-6 or, for dtypes narrower than float32, 4 eps of the dtype.
+        """
+        exact = self.inv_freq
+        if not stored.is_floating_point() or stored.shape != exact.shape:
+            return False
+        limits = torch.finfo(stored.dtype)
+        # Allow two roundings to the saved dtype, one of the power of the base and one of the cast, and
+        # underflow below its smallest number.
+        relative, absolute = max(4 * limits.eps, 1e-6), limits.smallest_normal * limits.eps
+        read = stored.detach().to("cpu", torch.float64)
+        return torch.allclose(read, exact, rtol=relative, atol=absolute)
 
     def __repr__(self) -> str:
         # Without the 60 digits of each pair.
@@ -168,6 +183,7 @@ class Rule(Value):
             TypeError: a length that is not an int, whether or not the rule depends on it.
         """
         regime = None if seq_len is None else self.regime(length(seq_len))
+        rotary_dim = integer("rotary_dim", rotary_dim)
         if rotary_dim < 0 or rotary_dim % 2:
             raise bad_value(f"rotary_dim must be even and not negative but got {rotary_dim}")
         return _made(self, rotary_dim, number("base", base), regime)
@@ -228,7 +244,7 @@ class Rule(Value):
 
     @property
     def softmax_scaling(self) -> float:
-        """The factor on the model's softmax scale; 1.0 for all rules but DeepSeek's YaRN.
+        """The factor on the model's softmax scale; 1.0 for all rules but YaRN in DeepSeek's attention.
 
         It belongs to attention, so this library does not apply it.
         """
@@ -256,7 +272,7 @@ class Rule(Value):
         >>> Rule.from_dict({"rule": "linear", "factor": 4.0})
         Linear(factor=4.0)
         """
-        values = dict(fields)
+        values = dictionary("a rule", fields)
         name = values.pop("rule", None)
         kind = RULES.get(name) if isinstance(name, str) else None
         if kind is None:

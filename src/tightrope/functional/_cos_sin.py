@@ -56,7 +56,7 @@ def build_freqs_cis(
         raise bad_value(f"d must be even but got {d}")
     if dtype not in (torch.float32, torch.float64):
         raise bad_type(f"dtype must be float32 or float64 but got {dtype}")
-    cos, sin = cos_sin(RopeSpec(d, base), None, dtype, device, "half", seq_len)
+    cos, sin = cos_sin(RopeSpec(d, base=base), None, dtype, device, "half", seq_len)
     return cos[0], sin[0]
 
 

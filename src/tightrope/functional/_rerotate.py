@@ -51,15 +51,16 @@ def rerotate(  # noqa: PLR0913  (one argument for each option)
         to_spec: the new spec, with the same channels and pairing.
         positions: the current positions, see :func:`rotate`.
         new_positions: the new positions; unchanged if None.
-        from_seq_len, to_seq_len: the old and the new sequence length, for rules that depend on it;
-            see :meth:`RopeSpec.at`. By default each row's largest position + 1.
+        from_seq_len, to_seq_len: the length of the whole sequence that each spec is for, see
+            :meth:`RopeSpec.at`: the one that the keys were rotated with, and that of the queries to come.
+            Needed for a rule that depends on the length, because keys may be a part of a cache.
         layout, out, backend: see :func:`rotate`.
 
     Returns:
         ``out`` if given, else a new tensor. Differentiable with respect to k and floating positions.
 
     Raises:
-        TypeError, ValueError: invalid arguments; the message names the argument.
+        TypeError, ValueError: invalid arguments, or a missing length; the message names the argument.
         NotImplementedError: see :func:`rotate`.
 
     >>> from tightrope import RopeSpec, rotate
@@ -135,9 +136,22 @@ def _prepared(
     operands = Operands(("k",), (k,), order, sharded=is_dtensor(k))
     tokens = shape_of("k", k, order, operands.sharded)[order.token]
     _check_specs(from_spec, to_spec)
+    for spec, name, seq_len in (
+        (from_spec, "from_seq_len", from_seq_len),
+        (to_spec, "to_seq_len", to_seq_len),
+    ):
+        if spec.by_length and seq_len is None:
+            raise bad_value(
+                f"{name} must be given, as the frequencies of {type(spec.scaling).__name__} depend on the length of "
+                "the whole sequence, of which these keys may be a part; pass from_seq_len= and to_seq_len=, the "
+                "lengths before and after the move, and move all keys of the cache if its frequencies change"
+            )
     old = positions_.as_positions(positions)
     stays = new_positions is None or new_positions is positions
     new = old if stays else positions_.as_positions(new_positions)
+    where = "positions" if stays else "new_positions"
+    positions_.check_axes(old, from_spec.axis_count)
+    positions_.check_axes(new, to_spec.axis_count, where)
     part = old.part if operands.sharded else None
     if operands.sharded and new.part != part:
         raise bad_value("positions and new_positions must be those of the tokens of the same rank")
@@ -145,14 +159,12 @@ def _prepared(
     before = prepared(from_spec, old, k.device, from_seq_len).for_tokens(tokens, with_rows)
     after = prepared(to_spec, new, k.device, to_seq_len).for_tokens(tokens, with_rows)
     check_rotation(operands, before, ("from_spec", "positions", "from_seq_len"))
-    where = "positions" if stays else "new_positions"
     check_rotation(operands, after, ("to_spec", where, "to_seq_len"))
     if part is not None:
         tokens //= part[1]
     amplitude = (after.amplitude / before.amplitude).hex()
-    still = stays and from_seq_len is None and to_seq_len is None
     same = after.angles.words is before.angles.words or (
-        from_spec == to_spec and (still or not to_spec.by_length)
+        from_spec == to_spec and (from_seq_len is to_seq_len or not to_spec.by_length)
     )
     if same and (stays or not (_is_fractional(after) or _is_fractional(before))):
         words, turns = after.angles[:2]

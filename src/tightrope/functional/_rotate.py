@@ -65,7 +65,9 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
             is communicated: see docs/distributed.md.
         spec: the rotation; or one prepared by :meth:`RopeSpec.at`, which includes its positions.
         positions: None for 0..n-1; an int offset; ids ``(tokens,)`` or ``(rows, tokens)`` of int32,
-            int64, float32 or float64; or a :class:`tightrope.positions.Positions`.
+            int64, float32 or float64; or a :class:`tightrope.positions.Positions`. Types and shapes are
+            checked. Whether the numbers are the right ones cannot be: an attention mask of integers is
+            taken as positions 0 and 1. Pass :func:`tightrope.positions.left_padded` of it.
         layout: "bhsd" (batch, heads, tokens, channels), "bshd", "sbhd", "thd" (packed tokens, heads,
             channels), "bsd" or "sd".
         inv_freq: frequencies that replace the spec's, in radians per position: floating

@@ -204,7 +204,7 @@ def _arguments(
 def _spec(head_dim: int, rotary_dim: int, start: int) -> RopeSpec:
     """Return a spec of these channels. Its frequencies are not used; the base is spelled out because
     Dynamo of torch 2.10 makes a symbol of a default value."""
-    return RopeSpec(head_dim, 10000.0, rotary_dim, start)
+    return RopeSpec(head_dim, base=10000.0, rotary_dim=rotary_dim, start=start)
 
 
 _cached_spec = lru_cache(maxsize=64)(_spec)

@@ -40,7 +40,7 @@ def _spec(config: Any, interleaved: bool) -> RopeSpec:
             config.truncate,
             attention_factor=1.0,
         )
-    return RopeSpec(config.dim, config.theta, scaling=rule, interleaved=interleaved)
+    return RopeSpec(config.dim, base=config.theta, scaling=rule, interleaved=interleaved)
 
 
 class _Rotated:

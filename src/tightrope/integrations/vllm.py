@@ -61,7 +61,7 @@ class _Rotated:
         if len(getattr(self, "scaling_factors", "1")) > 1:
             return None  # positions then select one of several tables
         options = {"rotary_dim": self.rotary_dim, "interleaved": not self.is_neox_style}
-        return RopeSpec(self.head_size, self.base, scaling=type(self)._rule(self), **options)
+        return RopeSpec(self.head_size, base=self.base, scaling=type(self)._rule(self), **options)
 
     def _rotate(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, new: bool

@@ -52,23 +52,13 @@ class _Rotary(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _agrees(self, saved: object) -> bool:
-        """Return whether saved frequencies equal the spec's.
-
-        The relative error may be 1e-6 or, for dtypes narrower than float32, 4 eps of the dtype.
-        """
-        exact = self.spec.frequencies().inv_freq
-        if not isinstance(saved, torch.Tensor) or not saved.is_floating_point():
+        """Return whether saved frequencies equal the spec's, rounded to their dtype."""
+        if not isinstance(saved, torch.Tensor):
             return False
-        if saved.shape != exact.shape:
-            return False
-        if saved.device.type == "meta":
-            return True  # a meta tensor has no data to compare
-        limits = torch.finfo(saved.dtype)
-        # Allow two roundings to the saved dtype, one of the power of the base and one of the cast, and
-        # underflow below its smallest number.
-        relative, absolute = max(4 * limits.eps, 1e-6), limits.smallest_normal * limits.eps
-        read = saved.detach().to("cpu", torch.float64)
-        return torch.allclose(read, exact, rtol=relative, atol=absolute)
+        exact = self.spec.frequencies()
+        if saved.device.type == "meta":  # it has no data to compare
+            return saved.is_floating_point() and saved.shape == exact.inv_freq.shape
+        return exact.are(saved)
 
 
 class RotaryEmbedding(_Rotary):
@@ -80,7 +70,7 @@ class RotaryEmbedding(_Rotary):
 
     Args:
         spec: a :class:`tightrope.RopeSpec`, or the number of channels of a head, for a spec with the
-            following options.
+            following options. All other arguments are given by name.
         base, rotary_dim, start, interleaved, scaling, axes: see :class:`tightrope.RopeSpec`; left out
             if ``spec`` is one.
         layout: the layout of q and k, see :func:`tightrope.rotate_qk`.
@@ -109,9 +99,9 @@ class RotaryEmbedding(_Rotary):
     def __init__(  # noqa: PLR0913  (one argument for each option)
         self,
         spec: RopeSpec | int,
+        *,
         base: float = 10000.0,
         rotary_dim: int | None = None,
-        *,
         start: int = 0,
         interleaved: bool = False,
         scaling: Rule | None = None,
@@ -121,10 +111,20 @@ class RotaryEmbedding(_Rotary):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        options = base, rotary_dim, start, interleaved, scaling, axes
+        options: dict[str, Any] = {
+            "base": base,
+            "rotary_dim": rotary_dim,
+            "start": start,
+            "interleaved": interleaved,
+            "scaling": scaling,
+            "axes": axes,
+        }
         if not isinstance(spec, RopeSpec):
-            spec = RopeSpec(spec, *options)  # type: ignore[arg-type]
-        elif options != (10000.0, None, 0, False, None, None):
+            spec = RopeSpec(spec, **options)
+        elif any(
+            isinstance(one, torch.Tensor) or one != default
+            for one, default in zip(options.values(), (10000.0, None, 0, False, None, None))
+        ):
             raise bad_value(
                 "base, rotary_dim, start, interleaved, scaling and axes must be left out with a "
                 f"RopeSpec, which has them, but got {spec} and others"
@@ -229,7 +229,7 @@ class RotaryPositionalEmbedding(_Rotary):
         rounding: RoundingLike = "once",
     ) -> None:
         super().__init__()
-        self.spec = RopeSpec(dim, base, interleaved=interleaved)
+        self.spec = RopeSpec(dim, base=base, interleaved=interleaved)
         self.dim = self.spec.head_dim
         self.max_seq_len = max_seq_len
         self.base = base

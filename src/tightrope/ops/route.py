@@ -193,6 +193,8 @@ def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
         if len(shape) != at.dims or (angles is not None and source is None):
             return None
         tokens, own = shape[at.token], spec.words
+        if tokens > 1 and offset > 0 and ids is None:
+            return None  # a slice of a sequence whose length is not given: an error
         lengths: Lengths | None = (min(max(0, offset + tokens), LONGEST),)
         if type(where) is Positions and ids is not None:
             lengths = own.lengths(where, tokens, device, WITH_ROWS.get(layout))

@@ -3,7 +3,8 @@
 See docs/models.md.
 """
 
+from ._kinds import WIDTHS as WIDTHS
 from ._patch import patch as patch, replaced as replaced, unpatch as unpatch
 from ._report import Calls as Calls, Entry as Entry, Report as Report
 
-__all__ = ["Calls", "Entry", "Report", "patch", "replaced", "unpatch"]
+__all__ = ["WIDTHS", "Calls", "Entry", "Report", "patch", "replaced", "unpatch"]

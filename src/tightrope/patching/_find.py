@@ -47,7 +47,7 @@ class Member(NamedTuple):
         return getattr(self.value, "__func__", self.value)
 
     def key(self) -> Any:
-        """What its kind is stored under."""
+        """The key under which its kind is stored."""
         return (
             self.value if isinstance(self.value, (CodeType, torch.nn.Module)) else self.function()
         )
@@ -68,7 +68,7 @@ class Member(NamedTuple):
         return bool(_ROTATES.search(self.name))
 
     def now(self) -> Any:
-        """What is in its place now; None if nothing is."""
+        """The function or code in its place now; None if there is none."""
         if isinstance(self.owner, FunctionType):
             return inner_functions(self.owner).get(self.name)
         return vars(self.owner).get(self.name)
@@ -119,7 +119,7 @@ def classes_of(model: torch.nn.Module) -> list[type]:
 
 
 def members_of(model: torch.nn.Module) -> list[Member]:
-    """What may be a rotary function, by its name, and is named by the code of a model's classes."""
+    """The functions named by code of a model's classes that may be rotary functions, by their names."""
     classes = classes_of(model)
     homes = dict.fromkeys(cls.__module__ for cls in classes)
     homes |= dict.fromkeys(
@@ -182,6 +182,45 @@ def _names(classes: list[type], modules: list[Any]) -> set[str]:
         pending = set[str]().union(*map(names_in, functions)) - found
         found |= pending
     return found
+
+
+def callers_of(members: list[Member]) -> tuple[set[type], list[Member]]:
+    """The classes of modules that call functions, in the files of these, and the functions of which a caller is unseen."""
+    classes: set[type] = set()
+    unseen = []
+    for member in members:
+        if isinstance(member.owner, FunctionType):
+            module, names = sys.modules[member.owner.__module__], {member.owner.__name__}
+        else:
+            module = (
+                member.owner
+                if inspect.ismodule(member.owner)
+                else sys.modules[member.owner.__module__]
+            )
+            names = {member.name}
+        held = list(vars(module).values())
+        functions = {f.__name__: names_in(f) for f in held if isinstance(f, FunctionType)}
+        while more := {name for name, read in functions.items() if read & names} - names:
+            names |= more
+        found = {
+            cls
+            for cls in held
+            if isinstance(cls, type)
+            and cls.__module__ == module.__name__
+            and any(_calls(name, value, member, names) for name, value in vars(cls).items())
+        }
+        classes |= {cls for cls in found if issubclass(cls, torch.nn.Module)}
+        if not found or not all(issubclass(cls, torch.nn.Module) for cls in found):
+            unseen.append(member)
+    return classes, unseen
+
+
+def _calls(name: str, value: Any, member: Member, names: set[str]) -> bool:
+    """Return whether a method of a class is one that calls a function, or holds it in its body."""
+    plain = getattr(value, "__func__", value)
+    if isinstance(member.owner, FunctionType):
+        return name in names
+    return isinstance(plain, FunctionType) and name != member.name and bool(names_in(plain) & names)
 
 
 _bodies: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()

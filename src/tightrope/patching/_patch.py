@@ -16,8 +16,7 @@ import torch
 
 from .. import stacks
 from .._errors import bad_type, bad_value, describe, outside, public, sentence
-from ..config import _small_model
-from ..config.files import RECORD, recorded_pairing
+from ..config import _small_model, records_of
 from . import _find, _tables
 from ._find import Member
 from ._report import Entry, Report
@@ -26,8 +25,9 @@ from ._verify import find
 
 ANGLES, ROUNDINGS, STACKS = ("model", "exact"), ("model", "once"), ("vllm", "vllm-native", "sglang")
 
-# The attribute in which a patched model, and so every deep copy of it, holds its patch.
-_HELD = "_tightrope_patch"
+# The attribute in which a patched model, and so every deep copy of it, holds its patch. With options that change bits, so
+# do its modules that call what is replaced.
+_HELD = _tables.MARK
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Options:
 
     @property
     def change_bits(self) -> bool:
-        """Whether results may have other bits than those of the model."""
+        """True if results may have other bits than those of the model."""
         return self.exchange or self.rounding != "model"
 
     @property
     def exchange(self) -> bool:
-        """Whether the tables of modules are exchanged."""
+        """True if the tables of modules are exchanged."""
         return self.angles == "exact" or self.stack is not None
 
     @property
@@ -102,7 +102,7 @@ class _Slot:
         return id(self.member.owner), self.member.name
 
     def undo(self) -> None:
-        """Restore what was there, unless somebody else has put something there since."""
+        """Restore what was there, unless other code has put something there since."""
         if self.served is not None:
             self.served.active = False  # others may have kept the replacement
         if self.member.now() is self.made:
@@ -111,7 +111,10 @@ class _Slot:
 
 _lock = threading.RLock()
 _slots: dict[tuple[int, str], _Slot] = {}
-_kinds: weakref.WeakKeyDictionary[Any, dict[str, Kind | None]] = weakref.WeakKeyDictionary()
+# Function -> by roles and device, its kind, and what its global names were then.
+_kinds: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Kind | None]]] = (
+    weakref.WeakKeyDictionary()
+)
 _reports: weakref.WeakKeyDictionary[torch.nn.Module, Report] = weakref.WeakKeyDictionary()
 
 
@@ -242,7 +245,16 @@ def _patched(model: torch.nn.Module, options: Options, functions: Mapping[Any, s
     slots, left = _functions(model, options, functions)
     makers = [module for module in model.modules() if _tables.is_maker(module)]
     made, kept = _exchanged(model, makers, mine, left) if options.exchange else ({}, [])
-    slots += _makers(makers, options, mine.model)
+    slots += _forwards(makers, made, options)
+    checked = _checks(slots, mine) if options.change_bits and not options.all_models else []
+    slots += checked
+    for slot in slots:
+        if slot.options != options:
+            other = next((each.model for each in slot.patches), "a model")
+            raise bad_value(
+                f"model must be patched with the options of other models of its files, but {slot.member.name} serves "
+                f"{other} after patch(…, {slot.options}); unpatch that model first"
+            )
     replaced = {slot.member.place() for slot in slots}
     left += [
         Entry(
@@ -251,11 +263,6 @@ def _patched(model: torch.nn.Module, options: Options, functions: Mapping[Any, s
         for cls, name in _find.bodies_of(model)
         if (cls.__module__, f"{cls.__qualname__}.{name}") not in replaced
     ]
-    if options.change_bits and not (options.all_models or makers):
-        raise bad_value(
-            f"model must have modules that take (x, position_ids) with {options}, so that other models of its files are "
-            f"told apart; call patch(model, {options}, all_models=True), which serves every model of these files"
-        )
     device = next((t.device.type for t in model.parameters()), "cpu")
     for slot in slots:
         if slot.served is not None and device not in ("cpu", "meta"):
@@ -267,9 +274,13 @@ def _patched(model: torch.nn.Module, options: Options, functions: Mapping[Any, s
             slot.member.put(slot.made)
         slot.patches.add(mine)
     vars(model)[_HELD] = mine
-    for module in makers if options.change_bits else []:
-        vars(module)[_tables.KEPT] = made.get(module) or _tables.Made(mine)
-        _rebind(module)
+    classes = tuple(slot.member.owner for slot in checked)
+    for module in model.modules():
+        if isinstance(module, classes):
+            vars(module)[_HELD] = mine
+        if module in made:
+            vars(module)[_tables.KEPT] = made[module]
+            _rebind(module)
     report = Report([e for slot in slots if (e := slot.entry()) is not None] + [*left, *kept])
     report.entries = [*dict.fromkeys(report.entries)]
     report.notes = _notes(model, makers, options)
@@ -306,12 +317,6 @@ def _functions(
                     )
                 continue
             slot = _slot(member, kind, given, options)
-        elif slot.options != options:
-            other = next((each for each in slot.patches), None)
-            raise bad_value(
-                f"model must be patched with the options of other models of its files, but {slot.member.name} serves "
-                f"{other and other.model} after patch(…, {slot.options}); unpatch that model first"
-            )
         slots.append(slot)
     names = {slot.member.name for slot in slots}
     left = []
@@ -326,11 +331,15 @@ def _functions(
 
 
 def _kind_of(member: Member, given: str, device: str = "cpu") -> Kind | None:
-    key = member.key()
-    known = _kinds.setdefault(key, {})
-    if given + device not in known:
-        known[given + device] = find(member.function(), device, member.takes_self(), given)
-    return known[given + device]
+    function, known = member.function(), _kinds.setdefault(member.key(), {})
+    space = getattr(function, "__globals__", {})
+    state = {name: space.get(name) for name in _find.names_in(function)}
+    before, kind = known.get(given + device, (None, None))
+    same = before is not None and all(before.get(name) is value for name, value in state.items())
+    if not same:
+        kind = find(function, device, member.takes_self(), given)
+        known[given + device] = state, kind
+    return kind
 
 
 def _slot(member: Member, kind: Kind, given: str, options: Options) -> _Slot:
@@ -339,8 +348,7 @@ def _slot(member: Member, kind: Kind, given: str, options: Options) -> _Slot:
 
     def entry() -> Entry:
         same = kind.same_bits and options.where is None and not kind.is_complex
-        devices = tuple(sorted(served.kinds))
-        return Entry(*member.place(), str(kind), True, same_bits=same, compared=devices)
+        return Entry(*member.place(), str(kind), True, "", same, served.compared)
 
     return _Slot(member, made, options, entry, served, served.counts)
 
@@ -353,20 +361,39 @@ def replaced(function: Callable[..., Any]) -> Callable[..., Any] | None:
     return replacement(Served(function, kind, lambda device: find(function, device)))
 
 
-def _makers(makers: list[torch.nn.Module], options: Options, model: str) -> list[_Slot]:
-    """The slots of classes of modules that make tables."""
-    slots = []
-    for cls in dict.fromkeys(map(type, makers)):
-        axes = any(_has_axes(module) for module in makers if type(module) is cls)
-        if options.exchange or axes:
-            slots.append(_slots.get((id(cls), "forward")) or _forward_slot(cls, options))
-        if options.change_bits and not options.all_models:
-            check = Member(cls, "_call_impl", vars(cls).get("_call_impl"))
-            made = _tables.check_of(cls, options, model)
-            slots.append(
-                _slots.get((id(cls), "_call_impl")) or _Slot(check, made, options, lambda: None)
-            )
-    return slots
+def _forwards(
+    makers: list[torch.nn.Module], made: Mapping[Any, Any], options: Options
+) -> list[_Slot]:
+    """The slots of the forward of classes of modules whose tables are exchanged, or whose ids are looked at."""
+    classes = dict.fromkeys(
+        type(module) for module in makers if module in made or _has_axes(module)
+    )
+    return [_slots.get((id(cls), "forward")) or _forward_slot(cls, options) for cls in classes]
+
+
+def _checks(slots: list[_Slot], mine: Patch) -> list[_Slot]:
+    """The slots of checks on the classes that call what is replaced, in models that are not patched too."""
+    options = mine.options
+    classes, unseen = _find.callers_of([slot.member for slot in slots if slot.served is not None])
+    if unseen:
+        raise bad_value(
+            f"model must call {unseen[0].name} in modules of its own file with {options}, so that a check "
+            f"can find other models of the file; call patch(model, {options}, all_models=True), which serves every model of it"
+        )
+    return [_slots.get((id(cls), "_call_impl")) or _check_slot(cls, mine) for cls in classes]
+
+
+def _check_slot(cls: type, mine: Patch) -> _Slot:
+    def is_alive() -> bool:
+        if not slot.patches:
+            with _lock:
+                _forget()
+        return bool(slot.patches)
+
+    check = _tables.check_of(cls, mine.options, mine.model, is_alive)
+    member = Member(cls, "_call_impl", vars(cls).get("_call_impl"))
+    slot = _Slot(member, check, mine.options, lambda: None)
+    return slot
 
 
 def _forward_slot(cls: type, options: Options) -> _Slot:
@@ -407,7 +434,7 @@ def _rebind(module: torch.nn.Module) -> None:
 def _exchanged(
     model: torch.nn.Module, makers: list[torch.nn.Module], mine: Patch, left: list[Entry]
 ) -> tuple[dict[torch.nn.Module, _tables.Made], list[Entry]]:
-    """What each module that makes tables gets, and an entry for each that keeps its own."""
+    """The tables for each module that makes some, and an entry for each that keeps its own."""
     stack = mine.options.stack
     found, kept = {}, {}
     for module in makers:
@@ -443,7 +470,10 @@ def _part(model: torch.nn.Module, found: Mapping[torch.nn.Module, Any], options:
     for name, part in sorted(model.named_modules(), key=lambda each: each[0].count(".")):
         inside = [module for module in part.modules() if _tables.is_maker(module)]
         if name and inside and all(module in found for module in inside):
-            return f", or patch(model.{name}, {options}) for that part alone"
+            homes = {type(module).__module__ for module in inside}
+            alone = all(m in inside for m in found if type(m).__module__ in homes)
+            every = "" if alone else ", all_models=True"
+            return f", or patch(model.{name}, {options}{every}) for that part alone"
     return ""
 
 
@@ -461,17 +491,19 @@ def _notes(model: torch.nn.Module, makers: list[torch.nn.Module], options: Optio
 
 def _warn_of_record(model: torch.nn.Module, kinds: list[Kind]) -> None:
     """Warn if the record of a conversion states that the weights have another pairing than the model's code."""
-    recorded = None
+    records: list[Any] = []
     with suppress(OSError, ValueError):  # a name that is no path, or a record that is none
-        recorded = recorded_pairing(getattr(model, "config", None))
+        records = [
+            each for held in records_of(getattr(model, "config", None)).values() for each in held
+        ]
     codes = {place.turn.interleaved for kind in kinds for place in kind.places.values()}
-    if recorded is None or not codes or recorded in codes:
+    other = [record for record in records if record.interleaved not in codes]
+    if not other or not codes:
         return
-    paired = "adjacent channels" if True in codes else "halves"
     text = (
-        f"the model's code pairs {paired}, but {RECORD} beside its weights states that they have the "
-        "other pairing; patch keeps what the code does, so outputs are wrong: convert the weights back, or load "
-        "them into code of their pairing"
+        f"the model's code pairs {'adjacent channels' if True in codes else 'halves'}, but {other[0].where} beside its "
+        f"weights states that {min(other[0].tensors)} and others have the other pairing; patch keeps what the code does, "
+        "so outputs are wrong: convert the weights back, or load them into code of their pairing"
     )
     warnings.warn(sentence("patch", text), stacklevel=outside())
 
@@ -490,6 +522,7 @@ def _forget() -> None:
         if not slot.patches:
             del _slots[key]
             slot.undo()
+            _kinds.pop(slot.member.key(), None) if slot.served is not None else None
 
 
 def _undo_if_alive(model: weakref.ref[torch.nn.Module]) -> None:
@@ -558,3 +591,4 @@ def _end_later() -> None:
             ended.base.post_init = ended.original
         for model in list(ended.models):
             _undone(model)
+        _forget()

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 _ORIGINAL = (
-    "the original runs, and is counted, for shapes, dtypes and arguments that were not compared, cosines and sines that "
-    "need gradients, tensor subclasses, meta tensors, torch.func transforms and forward-mode differentiation"
+    "the original runs, and is counted, for shapes, dtypes, strides and arguments that were not compared, cosines and sines "
+    "that need gradients and that rows share, tensor subclasses, meta tensors, torch.func transforms and forward-mode "
+    "differentiation"
 )
 _SHARED = "replacements serve every model of these files in this process, until each patched one is unpatched"
 _COMPILED = (
@@ -29,7 +30,7 @@ class Entry:
         reason: why it was left; empty if it was replaced.
         same_bits: whether results and gradients keep their bits in the calls that the operator serves. They were
             compared on the devices in ``compared``.
-        compared: the types of devices on which results were compared.
+        compared: the types of devices on which bits were compared; more are added as the model runs on them.
     """
 
     module: str
@@ -38,7 +39,7 @@ class Entry:
     replaced: bool
     reason: str = ""
     same_bits: bool = False
-    compared: tuple[str, ...] = ()
+    compared: list[str] = field(default_factory=list, hash=False, compare=False)
 
     def __str__(self) -> str:
         if not self.replaced:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from ..frequencies import Given
 from ..spec import RopeSpec
 from ._kinds import WIDTHS
 
-#: The attribute in which a module of a patched model keeps what its tables are made from.
-KEPT = "_tightrope_tables"
+#: The attributes in which modules of a patched model keep what their tables are made from, and their patch.
+KEPT, MARK = "_tightrope_tables", "_tightrope_patch"
 # Positions that are compared, as rows, and ends of longer ones, at which a module may raise an error.
 _IDS = ([[3, 1, 7, 2, 12, 40], [28, 10, 64, 19, 109, 361]], [[3], [28]], [[*range(300)]])
 _FAR = (2**13, 2**15, 2**17)
@@ -41,11 +41,11 @@ class Unlike(ValueError):
 
 
 class Made:
-    """What takes the place of a module's tables.
+    """The tables that a module of a patched model makes instead of its own.
 
     Attributes:
         owner: the patch that made it.
-        specs: a spec and a further factor for each type of layers; None if the module keeps its own tables.
+        specs: a spec and a further factor for each type of layers.
         width: the format of the tables, a key of WIDTHS.
         stack: the name of the stack whose arithmetic is used; None for exact angles.
         seen: what the module's own tables follow from; see :func:`_state`.
@@ -100,12 +100,22 @@ def is_maker(module: torch.nn.Module) -> bool:
     return parameters(type(module))[1:] in (["position_ids"], ["position_ids", "layer_type"])
 
 
+def is_bound(module: Any, value: Any) -> bool:
+    """Return whether a value is the forward of a module, bound to it, as hooks of accelerate keep it."""
+    return getattr(value, "__self__", None) is module and value.__name__ == "forward"
+
+
 def read(module: Any, owner: Any, stack: str | None) -> Made:
-    """What a module's tables are exchanged by.
+    """Recognise the tables of a module by calling it.
 
     Raises:
         Unlike: they cannot be exchanged; the message is the reason.
     """
+    own = vars(module)
+    if "forward" in own and not any(
+        name != "forward" and is_bound(module, own[name]) for name in own
+    ):
+        raise Unlike("a wrapper hides its forward; call patch before you replace it")
     if any(True for _ in module.parameters()) or any(t.requires_grad for t in module.buffers()):
         raise Unlike("it has learned tensors, to which exact angles would give no gradients")
     if names := nans(module):
@@ -192,7 +202,7 @@ def _same(module: Any, fresh: torch.nn.Module) -> bool:
 
 
 def _state(module: Any) -> Any:
-    """What the tables of a module follow from: its configuration, factors, and buffers with their versions."""
+    """The state from which a module makes tables: its configuration, factors, and buffers with their versions."""
     config, own = getattr(module, "config", None), vars(module)
     names = "rope_parameters", "max_position_embeddings", "original_max_position_embeddings"
     values = [copy.deepcopy(getattr(config, name, None)) for name in names]
@@ -333,9 +343,9 @@ def forward_of(cls: Any, exchanged: bool, counts: list[int]) -> Any:
             counts[3] += 1
             counts[2] += _restarts(ids)
         made: Any = getattr(self, KEPT, None) if exchanged else None
-        specs = made.specs if made else None
-        if specs is None:
+        if not made:
             return original(self, *args, **kwargs)
+        specs = made.specs
         taken = (
             layer_type in specs and isinstance(x, torch.Tensor) and isinstance(ids, torch.Tensor)
         )
@@ -358,7 +368,7 @@ def forward_of(cls: Any, exchanged: bool, counts: list[int]) -> Any:
 
 
 def _current(module: Any, made: Made) -> Made:
-    """What a module's tables are exchanged by now; it is read again if its weights or configuration have changed."""
+    """The tables that a module makes now; it is read again if its weights or configuration have changed."""
     state = _state(module)
     if not _changed(made.seen, state):
         return made
@@ -381,12 +391,13 @@ def _restarts(ids: Any) -> bool:
     return bool((ids == ids[:1]).all() and (ids[0, :, 1:] < ids[0, :, :-1]).any())
 
 
-def check_of(cls: Any, options: Any, first: str) -> Any:
+def check_of(cls: Any, options: Any, first: str, is_alive: Callable[[], bool]) -> Any:
     """A ``_call_impl`` that refuses to run a module of a model that is not patched, whose bits would change.
 
     Args:
-        options: those of the patches that use the class.
+        options: those of the patches.
         first: the name of the class of the first model.
+        is_alive: whether a patched model exists; what is replaced is restored if not.
     """
     original = cls._call_impl
     text = (
@@ -397,7 +408,7 @@ def check_of(cls: Any, options: Any, first: str) -> Any:
 
     @functools.wraps(original)
     def _call_impl(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self, KEPT, None):
+        if not getattr(self, MARK, None) and is_alive():
             raise ValueError(sentence("patch", text))
         return original(self, *args, **kwargs)
 

@@ -19,29 +19,28 @@ FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Place(NamedTuple):
-    """How calls of one shape are served.
+    """The way in which the operator serves calls of one shape.
 
     Attributes:
         turn: what happens to pairs.
         unsqueeze: the dimension at which tables are unsqueezed, from the end; None if they are not.
         single: whether the result is one tensor.
-        tokens: what happens if x has another number of tokens than its tables: the original runs ("same"), "leading"
-            tokens of x pass through, the "first" or "last" rows of the tables are read, or keys "repeat" them.
-        tokens_first: whether tables have tokens in the first of four dimensions. So has x, unless it is flat.
-        flat: whether the last dimension of x has the channels of all heads.
+        leading: whether x may have leading tokens that its tables lack, which pass through.
+        tokens_first: whether x and tables have four dimensions, tokens in the first.
+        flat: whether the last dimension of x has the channels of all heads; tables have tokens in the first of four.
     """
 
     turn: Turn
     unsqueeze: int | None
     single: bool = False
-    tokens: str = "same"
+    leading: bool = False
     tokens_first: bool = False
     flat: bool = False
 
 
 @dataclass
 class Kind:
-    """What a function was found to compute on one type of device.
+    """The result of verification: what a function computes on one type of device.
 
     Attributes:
         forms: the form of its tables by the values of the options.
@@ -57,23 +56,25 @@ class Kind:
 
     @property
     def is_complex(self) -> bool:
-        """Whether it multiplies complex numbers, which torch rounds otherwise at the end of a vector."""
+        """True if it multiplies complex numbers, which torch rounds otherwise at the end of a vector."""
         return COMPLEX in self.forms.values()
 
     @property
     def same_bits(self) -> bool:
-        """Whether results and gradients in float32 have the function's bits."""
+        """True if results and gradients in float32 have the function's bits."""
         wide = torch.float32, torch.float32
         found = [self.arithmetics.get((options, *wide)) for options in self.forms]
         return all(each is not None and each.gradients for each in found)
 
     def __str__(self) -> str:
-        turns = {key[0]: place.turn.words for key, place in reversed(self.places.items())}
+        # Tables of full width do not show which channels turn by narrow ones.
+        places = sorted(self.places.items(), key=lambda item: item[1].turn.last)
+        turns = {key[0]: place.turn.words for key, place in places}
         return " or ".join(dict.fromkeys(f"{turns[o]}, {form}" for o, form in self.forms.items()))
 
 
 def shape_of(xs: list[Any], cos: torch.Tensor) -> tuple[int, int, int, int]:
-    """What decides, besides options, how a call is served: ranks, the number of tensors, the width of tables."""
+    """The shape of a call, which decides how it is served: ranks, the number of tensors, the width of tables."""
     rank, width, channels = xs[0].dim(), cos.shape[-1], xs[0].shape[-1]
     kind = 3 if cos.dim() > rank else 0 if width == channels else 1 if 2 * width == channels else 2
     return rank, cos.dim(), sum(x is not None for x in xs), kind
@@ -85,12 +86,8 @@ def turned(
     sin: torch.Tensor,
     place: Place,
     arithmetic: Arithmetic,
-    excluded: int = 0,
 ) -> list[torch.Tensor]:
     """Turn one to three tensors by the cosines and sines of their call.
-
-    Args:
-        excluded: the number of keys at the end that pass through.
 
     Raises:
         TypeError, ValueError: the operator does not take them.
@@ -109,78 +106,44 @@ def turned(
         if xs[0].shape[-1] % width:
             raise ValueError("x must have whole heads")
         xs = [x.unflatten(-1, (-1, width)) for x in xs]
-    if place.tokens_first:
         cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
-        xs = xs if place.flat else [x.transpose(0, 1) for x in xs]
     dims = xs[0].dim()
     if dims not in (3, 4) or cos.dim() > dims:
         raise ValueError("x must have 3 or 4 dimensions, and tables not more")
     missing = (None,) * (dims - cos.dim())
     cos, sin = cos[missing], sin[missing]
-    behind = cos.shape[-2] == 1 and xs[0].shape[-2] != 1
-    heads, axis = (dims - 2, dims - 3) if behind else (dims - 3, dims - 2)
+    behind = cos.shape[-2] == 1 and xs[0].shape[-2] != 1 and not place.leading
+    heads, axis = (dims - 2, dims - 3) if behind or place.flat else (dims - 3, dims - 2)
+    name = None
+    if place.tokens_first:
+        name, axis = "sbhd", 0
     start = xs[0].shape[-1] - width if turn.last else 0
 
-    def given(c: torch.Tensor, s: torch.Tensor, at: int) -> Tables:
+    def given(at: int) -> Tables:
         dense = arithmetic.dense[at]
         options = heads, turn.interleaved, turn.tables, start
-        return Tables(c, s, *options, rounding=arithmetic.rounding, dense=dense)
+        return Tables(cos, sin, *options, rounding=arithmetic.rounding, dense=dense, layout=name)
 
     rows = cos.shape[axis]
-    alike = len(xs) == 2 and arithmetic.dense[0] == arithmetic.dense[1] and not excluded
-    if alike and rows == xs[0].shape[axis] == xs[1].shape[axis]:
-        ys = [*rotate_by(xs[0].to(wide), xs[1].to(wide), given(cos, sin, 0))]
+    passed = [max(x.shape[axis] - rows, 0) if place.leading else 0 for x in xs]
+    parts = [x.narrow(axis, n, rows).to(wide) if n else x.to(wide) for x, n in zip(xs, passed)]
+    if len(xs) == 2 and arithmetic.dense[0] == arithmetic.dense[1]:
+        ys = [*rotate_by(parts[0], parts[1], given(0))]
     else:
-        ys = []
-        for at, x in enumerate(xs):
-            leading, x, trailing = _split(x, axis, rows, place.tokens, excluded * (at == 1))
-            c, s = (_rows(t, axis, x.shape[axis], place.tokens, at) for t in (cos, sin))
-            (y,) = rotate_by(x.to(wide), None, given(c, s, at))
-            parts = [t.to(y.dtype) for t in (leading, trailing) if t is not None]
-            ys.append(
-                torch.cat((*parts[: leading is not None], y, *parts[leading is not None :]), axis)
-                if parts
-                else y
-            )
+        ys = [rotate_by(x, None, given(at))[0] for at, x in enumerate(parts)]
     if turn.as_halves:
         ys = [y.unflatten(-1, (-1, 2)).mT.flatten(-2) for y in ys]
-    ys = [y.to(result) for y in ys]
-    if place.flat:
-        return [y.flatten(-2) for y in ys]
-    return [y.transpose(0, 1) for y in ys] if place.tokens_first else ys
-
-
-def _split(
-    x: torch.Tensor, axis: int, rows: int, tokens: str, excluded: int
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-    """The leading tokens that pass through, those that turn, and the excluded ones."""
-    leading = trailing = None
-    if excluded:
-        kept = x.shape[axis] - excluded
-        if kept <= 0 or excluded < 0:
-            raise ValueError("some keys must turn")
-        x, trailing = x.narrow(axis, 0, kept), x.narrow(axis, kept, excluded)
-    more = x.shape[axis] - rows
-    if tokens == "leading" and more > 0:
-        leading, x = x.narrow(axis, 0, more), x.narrow(axis, more, rows)
-    return leading, x, trailing
-
-
-def _rows(table: torch.Tensor, axis: int, tokens: int, how: str, at: int) -> torch.Tensor:
-    """The rows of a table for x with another number of tokens; see :class:`Place`."""
-    rows = table.shape[axis]
-    if tokens < rows and how in ("first", "last"):
-        return table.narrow(axis, rows - tokens if how == "last" else 0, tokens)
-    if at == 1 and how == "repeat" and tokens > rows and tokens % rows == 0:
-        return torch.cat([table] * (tokens // rows), axis)
-    return table
+    for at, n in enumerate(passed):
+        y = ys[at].to(result)
+        ys[at] = torch.cat((xs[at].narrow(axis, 0, n).to(result), y), axis) if n else y
+    return [y.flatten(-2) for y in ys] if place.flat else ys
 
 
 # --- the replacement ------------------------------------------------------------------------------
 
 
 class _Way(NamedTuple):
-    """How calls of one kind are served.
+    """The way in which calls of one kind are served.
 
     Attributes:
         place, arithmetic: what the operator computes.
@@ -198,6 +161,7 @@ class Served:
     Attributes:
         kinds: the kind that was found, by type of device; None if there is none.
         counts: the eager calls that the operator and the original served.
+        compared: the types of devices on which bits were compared.
         active: false once the replacement is undone; others may have kept it.
     """
 
@@ -207,8 +171,9 @@ class Served:
         self.original, self.first, self.verify = original, kind, verify
         self.kinds: dict[str, Kind | None] = {kind.device: kind}
         self.counts = [0, 0]
+        self.compared = [kind.device]
         self.roles = known = kind.roles
-        used = {*known.xs, *known.tables, *known.options, known.rows, known.excluded}
+        used = {*known.xs, *known.tables, *known.options, known.rows}
         self.others = [name for name in known.names if name not in used]
         # Kinds of eager calls -> how they are served, None if the original runs.
         self.ways: dict[Any, _Way | None] = {}
@@ -216,7 +181,8 @@ class Served:
     def kind_on(self, device: str) -> Kind | None:
         """The kind on a type of device; it is verified in the first eager call there."""
         if device not in self.kinds and not torch.compiler.is_compiling():
-            self.kinds[device] = self.verify(device)
+            found = self.kinds[device] = self.verify(device)
+            self.compared += [device] * (found is not None and found.same_bits)
         return self.kinds.get(device, self.first)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rounding: Any) -> Any:
@@ -231,11 +197,10 @@ class Served:
         if unusual or not self.active or how not in ("eager", "compiled"):
             return None
         for name in self.others:
-            if values[name] is not known.defaults[name]:
+            if not _is_same(values[name], known.defaults[name]):
                 return None
         options = tuple([values[name] for name in known.options])
-        excluded = values[known.excluded] if known.excluded else 0
-        for each in (*options, excluded):
+        for each in options:
             if type(each) is not bool and type(each) is not int:
                 return None
         form = self.first.forms.get(options)
@@ -249,13 +214,13 @@ class Served:
             return None
         xs = [values[name] for name in known.xs]
         if how == "compiled":
-            way = self._way(options, excluded, xs, cos, sin, rounding)
+            way = self._way(options, xs, cos, sin, rounding)
         else:
-            key = options, excluded, torch.is_grad_enabled(), *map(_key, (*xs, cos, sin))
+            key = options, torch.is_grad_enabled(), *map(_key, (*xs, cos, sin))
             if key not in self.ways:
                 if len(self.ways) > _MOST:
                     self.ways.clear()
-                self.ways[key] = self._way(options, excluded, xs, cos, sin, rounding)
+                self.ways[key] = self._way(options, xs, cos, sin, rounding)
             way = self.ways[key]
         if way is None:
             return None
@@ -264,19 +229,18 @@ class Served:
         else:
             present = [x for x in xs if x is not None]
             try:
-                ys = turned(present, cos, sin, way.place, way.arithmetic, excluded)
+                ys = turned(present, cos, sin, way.place, way.arithmetic)
             except (TypeError, ValueError):
                 return None
         return ys[0] if way.place.single else (*ys, *[None] * (len(xs) - len(ys)))
 
-    def _way(
-        self, options: Any, excluded: int, xs: list[Any], cos: Any, sin: Any, rounding: Any
-    ) -> _Way | None:
-        """How a call is served; None if it is of a kind that was not compared."""
+    def _way(self, options: Any, xs: list[Any], cos: Any, sin: Any, rounding: Any) -> _Way | None:
+        """The way in which a call is served; None if it is of a kind that was not compared."""
         present = [x for x in xs if x is not None]
         if xs[0] is None or not all(map(_is_plain, (*present, cos, sin))):
             return None
-        if not all(map(_is_usual, present)):
+        alike = all(x.dtype == xs[0].dtype and x.device == xs[0].device for x in present)
+        if not (alike and all(map(_is_usual, present))):
             return None
         kind = self.first if rounding is not None else self.kind_on(xs[0].device.type)
         if kind is None:
@@ -294,7 +258,9 @@ class Served:
             return None
         if grad and not arithmetic.gradients and any(x.requires_grad for x in present):
             return None
-        direct = None if learned or excluded else _direct(present, cos, sin, place, arithmetic)
+        direct = None
+        if not (learned or torch.compiler.is_compiling()):
+            direct = _direct(present, cos, sin, place, arithmetic)
         return _Way(place, arithmetic, direct)
 
 
@@ -302,8 +268,13 @@ class Served:
 _MOST = 1024
 
 
+def _is_same(value: Any, default: Any) -> bool:
+    number = type(default) in (int, float, bool, str)
+    return value is default or (number and type(value) is type(default) and bool(value == default))
+
+
 def _key(x: Any) -> Any:
-    """What decides how a call with a tensor is served."""
+    """The properties of a tensor that decide how a call is served."""
     if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
         return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
     return None if x is None else type(x)
@@ -327,11 +298,10 @@ def _direct(
     place: Place,
     arithmetic: Arithmetic,
 ) -> tuple[Any, ...] | None:
-    """What :func:`_launch` needs to do what :func:`turned` does; None for calls of rarer kinds."""
+    """The arguments of :func:`_launch` for a call; None for calls of rarer kinds, for which :func:`turned` runs."""
     q, turn, dense = xs[0], place.turn, arithmetic.dense[0]
-    simple = (
-        q.dim() == 4 and len(xs) < 3 and not (place.tokens_first or turn.as_halves or turn.last)
-    )
+    simple = q.dim() == 4 and len(xs) < 3 and not place.leading
+    simple = simple and not (place.tokens_first or turn.as_halves or turn.last)
     plain = not arithmetic.cast and arithmetic.result in (None, q.dtype)
     if not (simple and plain and arithmetic.dense[: len(xs)] == (dense,) * len(xs)):
         return None
@@ -339,22 +309,11 @@ def _direct(
     behind = c.shape[2] == 1 and q.shape[2] != 1
     rows, heads, tokens, width = c.transpose(1, 2).shape if behind else c.shape
     axis = 1 if behind else 2
-    fits = heads == 1 and rows in (1, q.shape[0]) and c.shape == s.shape and c.dtype == s.dtype
-    fits = (
-        fits
-        and width * (1 if turn.tables == "full" else 2) <= q.shape[3]
-        and cos.device == sin.device == q.device
-    )
-    for x in xs:
-        alike = x.dtype == q.dtype and x.device == q.device and x.shape[0] == q.shape[0]
-        fits = (
-            fits
-            and alike
-            and x.shape[axis] == tokens
-            and x.shape[3] == q.shape[3]
-            and x.numel() > 0
-        )
-    if not fits:
+    turning = width if turn.tables == "full" else 2 * width
+    shapes = {(x.shape[0], x.shape[axis], x.shape[3]) for x in xs}
+    fits = turning % 2 == 0 and turning <= q.shape[3] and heads == 1 and rows in (1, q.shape[0])
+    fits = fits and shapes == {(q.shape[0], tokens, q.shape[3])} and all(x.numel() for x in xs)
+    if not fits or (c.shape, c.dtype, c.device) != (s.shape, s.dtype, q.device):
         return None
     layout = BY_NAME["bshd" if behind else "bhsd"]
     options = pack(

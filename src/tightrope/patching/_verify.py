@@ -36,16 +36,16 @@ _DTYPES = (
     *((torch.float64, table) for table in (torch.float64, _F32)),
     *((narrow, table) for narrow in (_BF16, torch.float16) for table in (_F32, narrow)),
 )
-# What a kind is confirmed with: sizes, dtypes, and how x lies in memory. One token, odd widths, and a long sequence with
-# special values.
+# What a kind is confirmed with: sizes, with the heads of keys as "k", dtypes, how x lies in memory, and whether it learns. One
+# token, odd widths, and a long sequence with special values.
 _EXCHANGED, _CONTIGUOUS, _GAPS = "heads and tokens exchanged", "contiguous", "exchanged, with gaps"
-_OTHERS: tuple[tuple[dict[str, int], tuple[torch.dtype, torch.dtype], str], ...] = (
-    ({"b": 3, "h": 5, "s": 1, "d": 32}, (_F32, _F32), _EXCHANGED),
-    ({"b": 1, "h": 2, "s": 7, "d": 12}, (_F32, _F32), _CONTIGUOUS),
-    ({"b": 3, "h": 1, "s": 5, "d": 20}, (_BF16, _BF16), _GAPS),
-    ({"b": 2, "h": 4, "s": 9, "d": 96}, (_BF16, _F32), _CONTIGUOUS),
-    ({"b": 2, "h": 3, "s": 10, "d": 40}, (_F32, _F32), _GAPS),
-    ({"b": 2, "h": 2, "s": 260, "d": 128}, (_F32, _F32), _EXCHANGED),
+_OTHERS: tuple[tuple[dict[str, int], tuple[torch.dtype, torch.dtype], str, bool], ...] = (
+    ({"b": 3, "h": 5, "s": 1, "d": 32}, (_F32, _F32), _EXCHANGED, True),
+    ({"b": 1, "h": 4, "k": 2, "s": 7, "d": 12}, (_F32, _F32), _CONTIGUOUS, True),
+    ({"b": 3, "h": 1, "s": 5, "d": 20}, (_BF16, _BF16), _GAPS, True),
+    ({"b": 2, "h": 4, "k": 1, "s": 9, "d": 96}, (_BF16, _F32), _CONTIGUOUS, True),
+    ({"b": 2, "h": 3, "s": 10, "d": 40}, (_F32, _F32), _GAPS, False),
+    ({"b": 2, "h": 2, "s": 260, "d": 128}, (_F32, _F32), _EXCHANGED, True),
 )
 _SPECIAL = (float("nan"), float("inf"), -float("inf"), 1e30, -1e-30, 0.0, -0.0)
 # Bounds, relative and absolute, of equal values in float32 and in results of 16 bits.
@@ -53,7 +53,7 @@ _CLOSE, _COARSE = 1e-5, 2**-6
 
 
 class _Trial(NamedTuple):
-    """What a call is made of.
+    """The parts of a call with random tensors.
 
     Attributes:
         width: the last dimension of the tables.
@@ -70,15 +70,19 @@ class _Trial(NamedTuple):
     tensors: int
     dtypes: tuple[torch.dtype, torch.dtype] = (_F32, _F32)
     sizes: dict[str, int] = _SIZES
-    excluded: int = 0
     special: bool = False
     memory: str = _EXCHANGED
+    learns: bool = True
 
 
 class _Object:
-    """The attributes that methods of conformers read."""
+    """The object of a method: it has the attributes that methods of conformers read, and no others."""
 
-    num_heads, head_size = _SIZES["h"], _SIZES["d"]
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self.num_heads, self.head_size = sizes["h"], sizes["d"]
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name}")  # an AttributeError would become the default of getattr
 
 
 class _Probe:
@@ -93,47 +97,60 @@ class _Probe:
         if trial.form == ANGLES:  # gradients would flow to the angle
             angle = torch.randn_like(cos)
             self.cos, self.sin, tables = angle.cos(), angle.sin(), (angle,)
-        letters = [trial.shape.x, trial.shape.k, trial.shape.x][: trial.tensors]
+        heads = (
+            trial.sizes["h"] if "h" in trial.shape.table else trial.sizes.get("k", trial.sizes["h"])
+        )
         self.xs = [
-            self._random(each, trial.sizes["d"], trial.dtypes[0]).requires_grad_()
-            for each in letters
+            self._random(
+                trial.shape.x, trial.sizes["d"], trial.dtypes[0], heads if at == 1 else None
+            )
+            for at in range(trial.tensors)
         ]
+        for x in self.xs:
+            x.requires_grad_(trial.learns)
         given = dict(zip(known.options, trial.options))
         given |= dict(zip(known.xs, [*self.xs, None, None]))
         given |= dict(zip(known.tables, tables))
-        if known.excluded:
-            given[known.excluded] = trial.excluded
         if known.rows:
             rows = torch.arange(self.cos.shape[0], device=device).flip(0)
             given[known.rows] = rows
             self.cos, self.sin = self.cos[rows], self.sin[rows]
         self.ys: list[torch.Tensor] = []
         self.single = False
-        first = [_Object()] if known.method else []
+        first = [_Object(trial.sizes)] if known.method else []
         try:
             found = function(*first, **given)
         except Exception:  # noqa: BLE001  # functions raise anything for shapes that they do not take
             return
-        ys = [y for y in (found if isinstance(found, tuple) else (found,)) if y is not None]
+        several = found if type(found) is tuple else (found,)
+        ys, rest = several[: len(self.xs)], several[len(self.xs) :]
         same = [getattr(y, "shape", None) for y in ys] == [x.shape for x in self.xs]
-        if same and all(y.is_floating_point() for y in ys) and not any(x._version for x in self.xs):
-            self.ys, self.single = ys, not isinstance(found, tuple)
+        same = same and all(
+            y.is_floating_point() and (y.requires_grad or not trial.learns) for y in ys
+        )
+        whole = len(several) in (1, len(known.xs)) and all(y is None for y in rest)
+        if same and whole and not any(x._version for x in self.xs):
+            self.ys, self.single = list(ys), type(found) is not tuple
 
-    def _random(self, letters: str, width: int, dtype: torch.dtype) -> torch.Tensor:
+    def _random(
+        self, letters: str, width: int, dtype: torch.dtype, heads: int | None = None
+    ) -> torch.Tensor:
         """A tensor of a shape in letters; by default as a projection leaves it, with tokens and heads exchanged."""
         own = self.trial.sizes
         sizes = {
             **own,
+            "h": heads or own["h"],
             "d": width,
             "1": 1,
             "S": own["s"] + 2,
-            "R": 2 * own["s"],
-            "f": own["h"] * width,
+            "f": (heads or own["h"]) * width,
         }
-        x = torch.randn([sizes[letter] for letter in letters], device=self.device)
+        # Of float64, so that float64 tensors are no numbers of float32.
+        shape = [sizes[letter] for letter in letters]
+        x = torch.randn(shape, dtype=torch.float64, device=self.device)
         if self.trial.special:
             some = x.view(-1)[:: x.numel() // 30]
-            some.copy_(torch.tensor(_SPECIAL).repeat(9)[: len(some)])
+            some.copy_(torch.tensor(_SPECIAL, dtype=x.dtype).repeat(9)[: len(some)])
         x = x.to(dtype)
         if len(letters) < 3 or self.trial.memory == _CONTIGUOUS:
             return x
@@ -145,7 +162,7 @@ class _Probe:
     def turned(self, place: Place, arithmetic: Arithmetic) -> list[torch.Tensor] | None:
         """The operator's results; None if it does not take the call."""
         try:
-            return turned(self.xs, self.cos, self.sin, place, arithmetic, self.trial.excluded)
+            return turned(self.xs, self.cos, self.sin, place, arithmetic)
         except (TypeError, ValueError):
             return None
 
@@ -160,6 +177,12 @@ class _Probe:
     def arithmetic(self, place: Place, rows: tuple[Arithmetic, ...]) -> Arithmetic | None:
         """The row with the function's bits, or one whose gradients alone differ; None if there is none."""
         count = len(self.xs)
+        if not self.trial.learns:
+            for row in rows:
+                mine = self.turned(place, row)
+                if mine is not None and all(map(_alike, mine, self.ys)):
+                    return row
+            return None
         grads = [torch.randn_like(y) for y in self.ys]
         leaves = [*self.xs, *(t for t in (self.cos, self.sin) if t.requires_grad)]
         wanted = torch.autograd.grad(self.ys, leaves, grads, allow_unused=True)
@@ -239,15 +262,13 @@ class _Search:
                     continue
                 self.first = self.first or trial
                 held = self.kind.places.setdefault(key, place)
-                if held._replace(tokens=place.tokens) == place and held.tokens == "same":
+                if held._replace(leading=True) == place:
                     self.kind.places[key] = place
-        for (
-            key,
-            probe,
-        ) in unlike:  # another layout of the same ranks, in which the function does something else
+        # Another layout of the same ranks, in which the function does something else.
+        for key, probe in unlike:
             if self.first is None or probe.trial.form != self.first.form:
                 continue
-            if key in self.kind.places and probe.agrees(self.kind.places[key]) is False:
+            if key in self.kind.places and probe.agrees(self.kind.places[key]) is not True:
                 del self.kind.places[key]
         if self.first is not None and any(key[0] == self.options for key in self.kind.places):
             self.kind.forms[self.options] = self.first.form
@@ -266,39 +287,22 @@ class _Search:
         asked = dict(zip(known.options, self.options)).get("unsqueeze_dim")
         forms = [name for name in FORMS if (name == COS_SIN) == (len(known.tables) == 2)]
         for form, shape, part in itertools.product(forms, SHAPES, (1, 2, 4)):
-            if shape.k != shape.x and len(known.xs) < 2:
-                continue
             places = [None, -2, -3]
             if asked is not None:
                 places = [asked - len(shape.table) - 1 if asked >= 0 else asked]
             place = next((p for p in places if fits(shape, p)), "none")
             if place == "none":
                 continue
-            counts = {len(known.xs), 1} if shape.k == shape.x else {len(known.xs)}
-            for count in counts:
+            for count in {len(known.xs), 1}:
                 trial = _Trial(self.options, form, shape, _SIZES["d"] // part, place, count)  # type: ignore[arg-type]
                 yield trial
-                if known.excluded and shape.k != shape.x:
-                    yield trial._replace(excluded=2)
 
     def _place(self, probe: _Probe) -> Place | None:
-        """How a call is served; None if no row of TURNS has its values."""
+        """The way to serve a call; None if no row of TURNS has its values."""
         shape = probe.trial.shape
-        tokens: tuple[str, ...] = ("same",)
-        if "S" in shape.x or "S" in shape.table:
-            tokens = ("leading",) if "S" in shape.x else ("last", "first")
-        elif "R" in shape.k:
-            tokens = ("repeat",)
-        flat = shape.x.endswith("f")
-        for turn, how in itertools.product(self.turns, tokens):
-            place = Place(
-                turn,
-                probe.trial.unsqueeze,
-                probe.single,
-                how,
-                flat or (shape.x[0] == "s" and len(shape.x) == 4),
-                flat,
-            )
+        flat, first = shape.x.endswith("f"), shape.x.startswith("sb")
+        for turn in self.turns:
+            place = Place(turn, probe.trial.unsqueeze, probe.single, "S" in shape.x, first, flat)
             if probe.agrees(place):
                 self.turns = [turn, *(t for t in self.turns if t is not turn)]
                 return place
@@ -324,21 +328,26 @@ class _Search:
 
     def _confirm(self, first: _Trial) -> None:
         """Compare bits at sizes, strides and values that were not tried; drop what differs."""
-        for sizes, dtypes, memory in _OTHERS:
+        for sizes, dtypes, memory, learns in _OTHERS:
             key = self.options, *dtypes
             arithmetic = self.kind.arithmetics.get(key)
             if arithmetic is None:
                 continue
-            width = first.width * sizes["d"] // _SIZES["d"]
-            special = sizes["s"] > 100 and first.form != COMPLEX
             trial = first._replace(
-                sizes=sizes, dtypes=dtypes, width=width, special=special, memory=memory
+                sizes=sizes,
+                dtypes=dtypes,
+                width=first.width * sizes["d"] // _SIZES["d"],
+                special=sizes["s"] > 100 and first.form != COMPLEX,
+                memory=memory,
+                learns=learns,
             )
             probe = self._probe(trial)
-            place = probe.ys and self.kind.places.get(self._key(probe))
-            if not place:
+            place = self.kind.places.get(self._key(probe))
+            if place is None:
                 continue
-            if first.form == COMPLEX:  # its last bit depends on the size
+            if not probe.ys:
+                same: bool | None = False
+            elif first.form == COMPLEX:  # its last bit depends on the size
                 same = probe.agrees(place)
             else:
                 found = probe.arithmetic(place, (arithmetic,))

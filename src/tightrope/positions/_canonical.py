@@ -117,6 +117,8 @@ def as_positions(positions: PositionsLike, sharded: bool = False) -> Positions:
             if positions.dim() == 0
             else "; coordinates on several axes are positions.multi_axis(ids)"
         )
+        if positions.dim() == 3 and len(positions) == 4:
+            hint += f"{_FOUR}(ids[1:])"
         raise bad_value(
             f"positions must have shape (tokens,) or (rows, tokens){hint}", positions=positions
         )
@@ -137,7 +139,11 @@ def as_positions(positions: PositionsLike, sharded: bool = False) -> Positions:
     return Positions(offset=offset)
 
 
-def check_axes(where: Positions, axes: int) -> None:
+# Models of transformers with three coordinates may pass four rows.
+_FOUR = "; if row 0 of ids (4, rows, tokens) holds the text's, drop it: positions.multi_axis"
+
+
+def check_axes(where: Positions, axes: int, name: str = "positions") -> None:
     """Raise an error unless positions have one coordinate for each axis of a spec.
 
     It does not guess: ids ``(rows, tokens)`` are not taken for coordinates even if there are as many
@@ -146,6 +152,7 @@ def check_axes(where: Positions, axes: int) -> None:
     Args:
         where: canonical positions.
         axes: number of coordinates that the spec needs.
+        name: name of the positions in the error.
 
     Raises:
         ValueError: another number of axes; the message shows the call that works.
@@ -154,18 +161,22 @@ def check_axes(where: Positions, axes: int) -> None:
     """
     if where.axes == axes:
         return
-    rule = f"positions must have {axes} {'axis' if axes == 1 else 'axes'} for this spec but got "
+    rule = f"{name} must have {axes} {'axis' if axes == 1 else 'axes'} for this spec but got "
     hint = f"; pass axes= to RopeSpec, such as Axes.blocks(…) for {where.axes} coordinates"
     ids = where.ids
+    given = where.offset if ids is None and where is not ZERO else ids
+    one = "…" if ids is not None else given
     if where.axes > 3 and ids is not None and ids.shape[2] == axes > 1 == ids.shape[1]:
         hint = "; ids (tokens, axes) must be transposed: positions.multi_axis(ids.T)"
     elif axes > 1:
         hint = (
             f"; call positions.multi_axis with ids ({axes}, tokens) or ({axes}, rows, tokens), or "
-            f"positions.text(…, axes={axes}) if all coordinates of a token are equal"
+            f"positions.text({one}, axes={axes}) if all coordinates of a token are equal"
         )
-    found = where.ids[0] if where.ids is not None and where.axes == 1 else where.ids
-    raise bad_value(f"{rule}{where.axes}{hint}", positions=found)
+    if where.axes == 4 and axes == 3:
+        hint += f"{_FOUR}(ids[1:])"
+    found = ids[0] if ids is not None and where.axes == 1 else given
+    raise bad_value(f"{rule}{where.axes}{hint}", **{name: found})
 
 
 def check_dtype(

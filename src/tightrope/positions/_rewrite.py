@@ -94,7 +94,11 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
             if len(first) != len(ids) and 1 in (len(first), len(ids)):
                 hint = f"; positions.text(part, axes={axes}) gives a part equal coordinates on all axes"
             elif along == "rows" and missing:
-                hint = f"; append positions.multi_axis(torch.zeros({axes}, {missing})) to the shorter one"
+                pad = f"positions.multi_axis(torch.zeros({axes}, {missing}, dtype=torch.int64))"
+                hint = (
+                    f"; with pad = {pad}, pass positions.concatenate([part, pad]) in place of the shorter part if "
+                    "its row is padded on the right, and positions.concatenate([pad, part]) if on the left"
+                )
             raise bad_value(
                 f"parts must have the same numbers of {sizes}{hint}", one=first, other=ids
             )

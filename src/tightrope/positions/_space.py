@@ -29,7 +29,8 @@ def multi_axis(ids: torch.Tensor) -> Positions:
 
     Args:
         ids: int32, int64, float32 or float64, shape ``(axes, tokens)`` or ``(axes, rows, tokens)``;
-            the latter is the shape of ``position_ids`` in multimodal models of transformers.
+            the latter is the shape of ``position_ids`` in multimodal models of transformers, where a
+            fourth row before the three coordinates holds positions of the text: pass ``ids[1:]``.
 
     Raises:
         ValueError: ids with another number of dimensions.

@@ -101,6 +101,33 @@ def refuse_longer(lengths: tuple[int, ...], where: Positions, tokens: int, name:
             )
 
 
+def refuse_parts(where: Positions, tokens: int, rule: Rule) -> None:
+    """Raise an error for several consecutive tokens that begin after position 0: a part of a sequence, perhaps.
+
+    A single token is the newest one of its row. Ids that cannot be read are not checked.
+    """
+    ids = where.ids
+    if tokens < 2 or where.packed or is_tracing():
+        return
+    if ids is None:
+        late = where.add_index and where.offset > 0
+    elif not is_readable(ids):
+        return
+    else:
+        bounds = zip(ids.amin(_within(ids)).tolist(), ids.amax(_within(ids)).tolist(), strict=True)
+        late = any(
+            first + where.offset >= 1 and (where.add_index or last - first == tokens - 1)
+            for first, last in bounds
+        )
+    if late:
+        raise bad_value(
+            "seq_len must be given with several tokens that begin after position 0, as the frequencies of "
+            f"{type(rule).__name__} depend on the length of the whole sequence; pass this length with every part of it, "
+            "and with the newest tokens their last position plus 1",
+            **({} if ids is None else {"positions": as_passed(ids)}),
+        )
+
+
 def of_ids(
     where: Positions, ids: torch.Tensor, rule: Rule, with_rows: str | None
 ) -> Lengths | None:
@@ -128,12 +155,13 @@ def of_ids(
             return lengths
     if with_rows is not None and ids.shape[2] > 1 and where.packed is None:
         raise bad_value(
-            f"the length must be given (seq_len, or from_seq_len and to_seq_len) with ids of tokens without rows, as the "
-            f"frequencies of {type(rule).__name__} depend on it, and the tokens may be of several sequences; pass an "
-            f"offset if they are of one, or give each sequence a row: x.unsqueeze(1), layout={with_rows!r} and ids "
-            "(rows, 1) for one token each",
+            f"seq_len must be given with ids of tokens without rows, as the frequencies of {type(rule).__name__} depend "
+            "on it, and the tokens may be of several sequences; if they are, give each sequence a row: x.unsqueeze(1), "
+            f"layout={with_rows!r} and ids (rows, 1) for one token each",
             **({} if is_tracing() else {"positions": as_passed(ids)}),
         )
+    if not fits:
+        refuse_parts(where, ids.shape[2], rule)
     if not fits and not where.packed:
         fits = ids.shape[2] == 1 or not any(
             back and end > limit for back, end in zip(_starts_again(ids), lengths, strict=True)

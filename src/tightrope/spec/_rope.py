@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 
 from .. import phase_words, positions as positions_
 from .._errors import as_real, bad_type, bad_value, describe, public
-from .._value import Value, dictionary, field_names, from_fields
+from .._value import Value, checked_calls, dictionary, field_names, from_fields
 from ..axes import Axes
 from ..channels import Channels
 from ..frequencies import Frequencies, Given, Rule, length as checked_length
@@ -25,6 +25,7 @@ from ._words import Constants, Words
 VERSION = 1
 
 
+@checked_calls
 @dataclass(frozen=True)
 class RopeSpec(Value):
     """A rotary position embedding: channels, their pairing (half by default), frequencies and axes.
@@ -40,7 +41,7 @@ class RopeSpec(Value):
     ``rotary_dim=None`` to compute it anew.
 
     Args:
-        head_dim: number of channels of one head.
+        head_dim: number of channels of one head. All other arguments are given by name.
         base: base of the geometric row of frequencies, a positive number.
         rotary_dim: number of channels that rotate, even; by default all from ``start`` on.
         start: first channel that rotates.
@@ -64,6 +65,7 @@ class RopeSpec(Value):
     """
 
     head_dim: int
+    _: KW_ONLY
     base: float = 10000.0
     rotary_dim: int = None  # type: ignore[assignment]  # resolved to head_dim - start
     start: int = 0
@@ -117,7 +119,7 @@ class RopeSpec(Value):
         """
         values = dictionary("a spec", saved)
         version = values.pop("version", None)
-        if version != VERSION or isinstance(version, bool):
+        if type(version) is not int or version != VERSION:
             hint = "; pass the result of to_dict" if version is None else ""
             raise bad_value(f"version must be {VERSION} but got {version!r}{hint}")
         if values.get("scaling") is not None:
@@ -127,7 +129,8 @@ class RopeSpec(Value):
         return from_fields("a spec", cls, values)
 
     @classmethod
-    def from_config(
+    @public("from_config")
+    def from_config(  # noqa: PLR0913  (one argument for each option)
         cls,
         config: object,
         *,
@@ -138,6 +141,7 @@ class RopeSpec(Value):
         rotary_dim: int | None = None,
         start: int | None = None,
         rope_layers: str | Collection[str] | None = None,
+        inv_freq: torch.Tensor | None = None,
     ) -> Any:
         """Read the spec from a model configuration, without guessing or assuming defaults.
 
@@ -155,19 +159,22 @@ class RopeSpec(Value):
             config: a mapping, a config object, a model with a ``config``, or the path of a JSON file, of
                 a GGUF file, or of a folder with a ``config.json`` or ``params.json``. If
                 `tightrope convert` wrote that folder, or the folder from which transformers loaded a
-                config object, the pairing is that of its conversion record.
+                config object, the pairing of a section that was converted is that of the conversion record.
             layer_type: the type of layer to read, if layers differ; by default all types. A type without
                 attention is an error.
             section: the part of a nested configuration to read, such as ``"vision_config"``; by default the
                 only one with RoPE, or the text; ``""`` is the outer level.
             strict: if true, an unknown key whose name has a word of the rotation is an error; if false, a
-                warning, unless the key may say which layers rotate, or give a base.
+                warning, unless the key may say which layers rotate, or give a base, a width or the pairing.
             interleaved: the pairing, if neither the config nor its family determines it; overrides
                 both, and a conversion record.
             rotary_dim, start: the number of channels that rotate, and the first of them, 0 by default, if
                 neither the config nor its family determines them; must agree with both.
             rope_layers: ``"all"`` if all layers with attention rotate, or the types of those that do, if
                 neither the config nor its family determines it; must agree with both.
+            inv_freq: the frequencies of the pairs in radians per position, a floating tensor, of a family whose
+                weights hold them or a factor on them (Mistral Large 4), or that is not in the table of families.
+                Of a model given as ``config`` they are read from its tensors.
 
         Returns:
             The spec. If layers differ, a :class:`tightrope.config.LayerSpecs`: a mapping from layer type
@@ -195,6 +202,7 @@ class RopeSpec(Value):
             rotary_dim=rotary_dim,
             start=start,
             rope_layers=rope_layers,
+            inv_freq=inv_freq,
         )
 
     @property
@@ -230,6 +238,7 @@ class RopeSpec(Value):
         """
         return 1.0 if self.scaling is None else self.scaling.softmax_scaling
 
+    @public("frequencies")
     def frequencies(self, seq_len: int | None = None) -> Frequencies:
         """Return the frequencies of the pairs and the factor on the rotated channels.
 
@@ -300,6 +309,7 @@ class RopeSpec(Value):
 
         return cos_sin(self, positions, dtype, device, tables, seq_len)
 
+    @public("attention_scaling")
     def attention_scaling(self, seq_len: SeqLen = None) -> float:
         """Return the factor on the rotated channels, for one length or for rows of different lengths.
 
@@ -356,7 +366,9 @@ class RopeSpec(Value):
             device: device of the rotated tensors; by default that of the ids, else the CPU.
             seq_len: the length of each sequence, for rules that depend on it (DynamicNTK, LongRoPE):
                 an int, one int per row, or a tensor; one on the CPU is read once, here. The default is
-                each row's largest position on any axis, plus 1. A rank that holds a part of a sequence
+                each row's largest position on any axis, plus 1. Several tokens at an offset above 0 need
+                ``seq_len``, as they may be a part of a longer sequence; so do ids that follow each other, begin
+                after 0 and end beyond the original length, where they are read. A rank that holds a part of a sequence
                 must give the length of the whole, and so must a call with ids of tokens in a layout without
                 rows ("thd", "sd"), beyond the original length or where ids are not read: they may be of several
                 sequences. Re-rotate keys that were cached under another length
@@ -370,13 +382,14 @@ class RopeSpec(Value):
                 :func:`tightrope.stacks.names` or as a :class:`tightrope.stacks.Stack`. Frequencies
                 and tables are computed in that library's arithmetic, and results are rounded where
                 the library rounds. ``seq_len`` is then one int, by default the largest position of
-                all rows, plus 1. Such a rotation takes no act, gate or ``inv_freq``, and its
+                all rows, plus 1; needed where the library goes by a server's length
+                (:attr:`tightrope.stacks.Stack.length`). Such a rotation takes no act, gate or ``inv_freq``, and its
                 positions must not require a gradient. None for exact angles.
 
         Raises:
             ValueError: positions that do not fit the spec; positions beyond ``seq_len``; a negative
-                length. For a rule that depends on the length, without ``seq_len``: positions that start
-                again within a row longer than the original length, as no single length is right for
+                length. For a rule that depends on the length, without ``seq_len``: a part of a sequence, see
+                above; positions that start again within a row longer than the original length, as no single length is right for
                 that row, and all packed sequences whose ids cannot be read (on a GPU, while
                 compiling).
             TypeError: positions or lengths of the wrong type, lengths also if the rule ignores them.

@@ -258,12 +258,17 @@ class Words:
             where: the positions of one call.
             tokens: number of tokens per row.
             with_rows: see :meth:`PreparedRotation.for_tokens`.
+
+        Raises:
+            ValueError: positions that do not tell the length, see :meth:`tightrope.RopeSpec.at`.
         """
         ids = where.ids
+        if ids is not None and ids.shape[2] == 0:
+            return None
+        if where.add_index:
+            _lengths.refuse_parts(where, tokens, self.rule)  # type: ignore[arg-type]
         if ids is None:
             return self.read(max(0, where.offset + tokens), device)
-        if ids.shape[2] == 0:
-            return None
         if where.add_index:
             return _lengths.ends(ids, where.offset + tokens)
         return _lengths.of_ids(where, ids, self.rule, with_rows)  # type: ignore[arg-type]

@@ -101,19 +101,15 @@ def dynamic(problem: Problem) -> Row:
 
 
 def dynamic_once(problem: Problem) -> Row:
-    if problem.seq_len is None:
-        raise unsupported(
-            "seq_len must be given for a DynamicNTK rule: this stack computes one set of frequencies, "
-            "for the longest context that it is configured for"
-        )
     rule: DynamicNTK = problem.rule
+    length: Any = problem.seq_len  # given: the stacks of this formula have a length
     least = math.floor(rule.original_max_position * (rule.factor - 1) / rule.factor) + 1
-    if problem.seq_len < least:
+    if length < least:
         raise unsupported(
             f"seq_len must be at least {least} for this DynamicNTK rule, as this stack would raise a negative "
-            f"number to a power, but got {problem.seq_len}"
+            f"number to a power, but got {length}"
         )
-    return _stretched(problem, problem.seq_len)
+    return _stretched(problem, length)
 
 
 def _stretched(problem: Problem, length: Any) -> Row:
@@ -224,6 +220,16 @@ def longrope(problem: Problem) -> Row:
         scaling = math.sqrt(1 + ratio) if extended else 1.0
     divisors = torch.tensor(factors, dtype=problem.dtype, device=problem.device)
     return Row(1.0 / (divisors * problem.powers()), scaling)
+
+
+def longrope_of_sglang(problem: Problem) -> Row:
+    first = problem.rule.original_max_position + 1
+    if problem.seq_len == first:
+        raise unsupported(
+            f"seq_len must not be {first} for this LongRoPE rule: this stack compares positions with the original "
+            "length, and reads the wrong row of its table for the last token of such a step"
+        )
+    return longrope(problem)
 
 
 def proportional(problem: Problem) -> Row:

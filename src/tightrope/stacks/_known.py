@@ -17,6 +17,7 @@ from ._formulas import (
     llama3,
     llama3_clamped,
     longrope,
+    longrope_of_sglang,
     proportional,
     yarn,
     yarn_of_gpt_oss,
@@ -41,13 +42,16 @@ _SERVING: dict[type[Rule] | None, Formula] = {
     Linear: linear_by_dividing,
     YaRN: yarn,
     Llama3: llama3,
-    LongRoPE: fixed(longrope, attention_factor=None),
 }
+_LONGROPE = fixed(longrope, attention_factor=None)
+_SGLANG = {**_SERVING, YaRN: _YARN_BY_GIVEN}
 _VLLM = {
     **_SERVING,
+    LongRoPE: _LONGROPE,
     DynamicNTK: dynamic_once,
     Proportional: fixed(proportional, factor=1.0),
 }
+_CONFIGURED = "the longest that the server is configured for (max_model_len), whatever is rotated"
 _ENGINE: dict[type[Rule] | None, Formula] = {None: default, Linear: linear_by_multiplying}
 _ROTARY = "model_executor/layers/rotary_embedding"
 
@@ -166,6 +170,7 @@ _ALL = [
         f"vllm 0.33.0: {_ROTARY}/",
         RUN,
         _VLLM,
+        length=_CONFIGURED,
     ),
     Stack(
         "vllm",
@@ -174,20 +179,22 @@ _ALL = [
         READ,
         _VLLM,
         ("once", "once"),
+        length=_CONFIGURED,
     ),
     Stack(
         "sglang-native",
         "SGLang, forward_native",
         "sglang 0.5.23: srt/layers/rotary_embedding/",
         RUN,
-        {**_SERVING, YaRN: _YARN_BY_GIVEN},
+        {**_SGLANG, LongRoPE: fixed(longrope_of_sglang, attention_factor=None)},
+        length="the largest position of all requests of a step, plus 1",
     ),
     Stack(
         "sglang",
         "SGLang's CUDA kernel, with its cache in float32",
         "sglang 0.5.23: srt/layers/rotary_embedding/",
         READ,
-        {**_SERVING, YaRN: _YARN_BY_GIVEN},
+        _SGLANG,
         ("once", "once"),
         torch.float32,
     ),
@@ -196,9 +203,10 @@ _ALL = [
         "FlashInfer with a cache of cosines and sines, which must be float32",
         "flashinfer-python 0.7.2: rope.py (apply_rope_with_cos_sin_cache)",
         READ,
-        _SERVING,
+        {**_SERVING, LongRoPE: _LONGROPE},
         ("once", "once"),
         torch.float32,
+        length="the one that the cache of cosines and sines was made for",
     ),
     Stack(
         "transformer-engine-unfused",

@@ -112,6 +112,8 @@ class Stack:
         polar: whether cosines and sines come from ``torch.polar``, which computes them one by one: they
             may differ in the last bit from those of ``torch.cos``, which uses vector instructions.
         cast_to: the dtype that the model was cast to, or None.
+        length: the length by which rules that depend on one choose frequencies, where positions do not tell it: a
+            server's, for rows of all lengths. "" for the largest position of a call, plus 1.
     """
 
     name: str
@@ -126,6 +128,7 @@ class Stack:
     casts: str = ""
     polar: bool = False
     cast_to: torch.dtype | None = None
+    length: str = ""
 
     def __repr__(self) -> str:
         cast = "" if self.cast_to is None else f".cast({self.cast_to})"
@@ -172,7 +175,7 @@ class Stack:
 
         Args:
             spec: a :class:`tightrope.RopeSpec`.
-            seq_len: length of the sequence, for rules that depend on it.
+            seq_len: length of the sequence, for rules that depend on it; see :attr:`length`.
             device: the device of the model.
 
         Returns:
@@ -210,7 +213,7 @@ class Stack:
             dtype: the dtype of the tensors to rotate.
             tokens: number of tokens, if the positions do not determine it (None or an int).
             seq_len: length of the sequence, for rules that depend on it; by default the largest position
-                of all rows, plus 1.
+                of all rows, plus 1; see :attr:`length`.
             device: the device of the tables; by default that of the positions, else the CPU.
 
         Returns:
@@ -237,7 +240,8 @@ class Stack:
                 )
             tokens = 1 if where.ids is None else where.ids.shape[2]
         length = None if seq_len is None else checked_length(seq_len)
-        if length is None and spec.scaling is not None and spec.scaling.by_length:
+        by_length = spec.scaling is not None and spec.scaling.by_length
+        if length is None and by_length and not self.length:
             length = length_of(where, tokens)
         row = self.row(spec, length, torch.device(device))
         return self.tables_of(row, spec.axes, where, tokens, dtype)
@@ -245,7 +249,7 @@ class Stack:
     def check(self, spec: Spec, seq_len: int | None) -> None:
         """Raise an error if the stack does not have the frequency rule of a spec."""
         rule = spec.scaling
-        if rule is None or not rule.by_length or seq_len is not None:
+        if rule is None or not rule.by_length or seq_len is not None or self.length:
             self.row(spec, seq_len, torch.device("cpu"))
         else:
             self._formula(rule)
@@ -276,6 +280,11 @@ class Stack:
     def row(self, spec: Spec, seq_len: int | None, device: torch.device) -> Row:
         """Return the frequencies of a spec on a device, as the stack computes them."""
         rule, formula = spec.scaling, self._formula(spec.scaling)
+        if seq_len is None and self.length and rule is not None and rule.by_length:
+            raise bad_value(
+                f"seq_len must be given for {type(rule).__name__} with stack {self.name!r}, which chooses frequencies by "
+                f"one length: {self.length}"
+            )
         where = torch.device("cpu") if self.on_cpu else device
         rounded = self.cast_to if self.cast_to and self.casts != "tables" else self.dtype
         kept = rounded if "positions" in self.casts else self.dtype
@@ -287,7 +296,7 @@ class Stack:
             return row._replace(inv_freq=row.inv_freq.to(device))
         if rule is None or not rule.by_length:
             seq_len = None
-        elif isinstance(rule, LongRoPE):
+        elif isinstance(rule, LongRoPE) and not self.length:
             seq_len = rule.regime(seq_len)
         if seq_len is not None:
             seq_len = operator.index(seq_len)  # NTK by length needs another graph for each length

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ._call import CallFailed
 from ._log import Log
-from ._profile import DENSE, NARROW, ODD, SHORT, Profile, renewed, shift_of
+from ._profile import DENSE, NARROW, ODD, SHORT, Profile, apart, renewed, shift_of
 from ._report import AngleError
 from ._rotation import is_rounded, pairs_of, signs_of
 
 _FAR = (4096, 32768, 131072, 1_048_576)
 _BELOW = (20, 14, 11, 7, 5, 3, 2, 1)
 _ENDS = (
-    *("far-angles", "position-jump", "table-clamp", "table-identity"),
+    *("far-angles", "position-jump", "padding-id", "table-clamp", "table-identity"),
     *("table-nan", "table-wrap", "table-zero"),
 )
 _ROUNDED = ("position-dtype", "frequency-dtype", "angle-dtype")
@@ -143,7 +143,7 @@ def check_angles(log: Log, profile: Profile, expected: Expected) -> None:
 
 
 def _most(log: Log) -> int:
-    counts = not log.subject.way.takes_ids and "offset" not in log.subject.way.roles
+    counts = not log.subject.way.takes_ids and not log.subject.way.takes_offset
     return min(log.longest, _COUNTED) if counts else log.longest
 
 
@@ -179,10 +179,10 @@ def _near(log: Log, profile: Profile, expected: Expected, dtype: torch.dtype) ->
             wrong &= error > _CLEAR  # a smaller error may be due to the measurement
         if bool(wrong.any()):
             worst = int(error.argmax())
-            log.add(
-                "far-angles",
+            _add_wrong(
+                *(log, profile, expected, block[-1]),
                 f"at position {worst:,} a cosine or sine is off by {float(error[worst]):.3g}",
-                where=f" at {int(wrong.sum()):,} of the first {len(block):,} positions",
+                f" at {int(wrong.sum()):,} of the first {len(block):,} positions",
             )
         return
     causes: dict[str, str] = {}
@@ -190,8 +190,8 @@ def _near(log: Log, profile: Profile, expected: Expected, dtype: torch.dtype) ->
         causes = _rounding(profile, expected, positions, seen, max(0.6 * step + 1e-4, 1e-3))
     if not causes and dtype == torch.float32:
         first = next(p for p, bad in zip(positions, wrong) if bad)
-        _where_it_ends(log, profile, expected, first + 1)
-        return
+        if _where_it_ends(log, profile, expected, first + 1) or not expected.sure:
+            return
     if not causes and log.found(*_ENDS):
         return
     # Show the first clear error, else the largest.
@@ -205,7 +205,7 @@ def _near(log: Log, profile: Profile, expected: Expected, dtype: torch.dtype) ->
     for kind, rounded in causes.items():
         log.add(kind, evidence, dtype=rounded, x=named)
     if not causes:
-        log.add("far-angles", evidence, where=named)
+        _add_wrong(log, profile, expected, positions[-1], evidence, named)
 
 
 def _rounding(
@@ -255,7 +255,11 @@ def _far(log: Log, profile: Profile, expected: Expected) -> None:
     if log.found(*_ROUNDED, "table-dtype", *_ENDS):
         return
     if wrong_at is not None:
-        _where_it_ends(log, profile, expected, wrong_at)
+        if not _where_it_ends(log, profile, expected, wrong_at) and expected.sure:
+            evidence = (
+                f"in a call of positions up to {wrong_at:,}, and not in calls of one position"
+            )
+            _add_wrong(log, profile, expected, wrong_at - 1, evidence, f" below {wrong_at:,}")
     elif large is not None and large.float32 is not None and expected.sure:
         log.add(
             "angle-error",
@@ -289,9 +293,10 @@ def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _where_it_ends(log: Log, profile: Profile, expected: Expected, wrong: int) -> None:
+def _where_it_ends(log: Log, profile: Profile, expected: Expected, wrong: int) -> bool:
     """Bisect for the last right position and report what the function does after it.
 
+    Return False, and report nothing, if each position is right in a call of its own.
     If the frequencies were only measured, report nothing but a jump of positions: angles that differ from the
     expected ones in another way may be due to the measurement.
     """
@@ -303,15 +308,62 @@ def _where_it_ends(log: Log, profile: Profile, expected: Expected, wrong: int) -
         return error(position) <= 3 * expected.bound(position) + max(1e-4, profile.noise)
 
     before = (wrong - 1, wrong - 2, wrong - 3)
-    bad = next((p for p in before if p > 0 and not right(p)), wrong - 1)
+    bad = next((p for p in before if p > 0 and not right(p)), None)
+    if bad is None:
+        return False
     last = _bisect(0, bad, right)
     kind, jump = _behaviour_after(log, profile, expected, last, bad)
-    if expected.sure or kind == "position-jump":
+    if expected.sure or kind in ("position-jump", "padding-id"):
         size = last + 1
         evidence = f"right up to position {last:,}; at position {bad:,} a cosine or sine is off by {error(bad):.3g}"
-        count = "offset" if "offset" in log.subject.way.roles else "position"
+        count = "offset" if log.subject.way.takes_offset else "position"
         where = f" from position {size:,} on"
-        log.add(kind, evidence, size=size, last=last, jump=jump, count=count, where=where)
+        if kind == "far-angles":
+            _add_wrong(log, profile, expected, bad, evidence, where)
+        else:
+            log.add(kind, evidence, size=size, last=last, jump=jump, count=count, first=abs(jump))
+    return True
+
+
+def _add_wrong(
+    log: Log, profile: Profile, expected: Expected, bad: int, evidence: str, where: str
+) -> None:
+    """Report angles that are wrong in a call up to a position, by the length of the call if that is the cause."""
+    spec, few = log.spec, (0, 1, 5, 7)
+    where_all = (*few, bad)
+    try:
+        alone, seen = (measured(log, renewed(profile), each) for each in (few, where_all))
+    except CallFailed:
+        log.add("far-angles", evidence, where=where)
+        return
+    slack = 3 * expected.bound(bad) + max(1e-4, profile.noise)
+    depends = apart(alone, seen[:, : len(few)]) > 1e-5
+    wrong = _error(seen, expected.table(where_all)) > slack
+    short = _error(seen, replace(expected, longer=None).table(where_all)) <= slack
+    if depends and log.found("history"):
+        return  # what earlier calls left has a finding
+    if expected.longer is None or spec is None:
+        if depends:
+            add_length(log, evidence, bad + 1)
+            return
+    elif wrong and (depends or short):
+        evidence += f"; declared {spec.scaling!r}"
+        plain = replace(spec, scaling=None)
+        if short and torch.equal(plain.frequencies().inv_freq, spec.frequencies().inv_freq):
+            log.add("scaling-ignored", evidence, plain=plain)
+            return
+        what = "are not those of the declared scaling" if depends else "do not depend on the length"
+        log.add("scaling", evidence, what=f"The frequencies of long calls {what}")
+        return
+    log.add("far-angles", evidence, where=where)
+
+
+def add_length(log: Log, evidence: str, length: int) -> None:
+    """Add the finding that the frequencies depend on the length of the call; a note if that is declared."""
+    log.limit = length
+    log.facts["depends on length"] = f"yes, first seen in calls of {length:,} positions"
+    declared = log.spec is not None and log.spec.by_length
+    log.add("length", evidence, "note" if declared else "warning")
 
 
 def _behaviour_after(
@@ -344,11 +396,13 @@ def _behaviour_after(
             return kind, 0
     if any(not bool(each.isfinite().all()) for each in seen.values()):
         return "table-nan", 0
-    exact = expected.table([size])[:, 0]
-    ahead = torch.atan2(*seen[size][:, 0].flip(0)) - torch.atan2(*exact.flip(0))
-    jump = shift_of(expected.at(size + 1), ahead, 3 * expected.bound(size) + 1e-3)
+    place = after.pop(0)
+    exact = expected.table([place])[:, 0]
+    ahead = torch.atan2(*seen[place][:, 0].flip(0)) - torch.atan2(*exact.flip(0))
+    jump = shift_of(expected.at(place + 1), ahead, 3 * expected.bound(place) + 1e-3)
     if jump and all_are(lambda p: expected.table([p + jump])):
-        return "position-jump", jump
+        by_id = log.subject.way.takes_positions and not log.subject.way.counts
+        return "padding-id" if by_id and last == 0 and abs(jump) <= 2 else "position-jump", jump
     return "far-angles", 0
 
 

@@ -11,12 +11,14 @@ from tightrope._errors import bad_type, bad_value, public
 from tightrope.frequencies import LONGEST
 from tightrope.spec import RopeSpec
 
-from . import _angles, _behaviour, _rotation
-from ._call import CallFailed, Hints, NoCallFound, Subject, describe_error, undisturbed
+from . import _angles, _behaviour, _ids, _rotation
+from ._call import CallFailed, Subject, describe_error, undisturbed
 from ._kinds import MENDS, SENTENCES
 from ._log import Log
 from ._report import Finding, Report
+from ._search import Hints, NoCallFound
 from ._targets import resolve, subject_of
+from ._together import together
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _LONGEST = 2**20
@@ -27,6 +29,7 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     target: object,
     *,
     spec: RopeSpec | None = None,
+    partner: object = None,
     form: str | None = None,
     layout: str | None = None,
     tables: str | None = None,
@@ -54,6 +57,9 @@ def audit(  # noqa: PLR0913  (one argument for each option)
             would be a fault in any rotation; with it, also deviations from the spec. If the spec has
             several axes (M-RoPE), the function gets positions ``(axes, rows, tokens)``: first those of
             text, whose coordinates are equal, then others to test which coordinate turns which pairs.
+        partner: if the target makes cosines and sines, a function or ``"MODULE:FUNCTION"`` that applies them; if it
+            takes them, the function that makes them. The two are audited as one, with what the one returns passed
+            to the other in the same order. Each alone may be right where the two do not fit each other.
         form: the arguments of a call, such as ``"x, positions"``, ``"q, k, cos, sin"``,
             ``"x, seq_dim"``, ``"x, positions -> cos, sin"``; by default found from the
             signature and by trying.
@@ -91,6 +97,8 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     ('sign',) geometric, base 10000
     """
     found = resolve(target, make=make, layer_type=layer_type, spec=spec)
+    if partner is not None:
+        found = together(found, resolve(partner, make=False, layer_type=None))
     declared = found.spec if spec is None else spec
     check_options(declared, head_dim, device)
     hints = Hints(form, layout, tables, head_dim)
@@ -109,7 +117,15 @@ def audit(  # noqa: PLR0913  (one argument for each option)
         if declared is not None:
             log.facts["declared"] = repr(declared)
         elif found.unread:
-            log.facts["declared"] = f"nothing: {found.unread}"
+            log.facts["declared"] = "nothing: the configuration cannot be read"
+            log.add("config-unread", found.unread)
+        if subject.way.form.takes_tables or subject.way.form.gives_tables:
+            does = "makes" if subject.way.form.takes_tables else "applies"
+            log.add(
+                "partner-unseen",
+                "each alone may be right where they do not fit each other",
+                does=does,
+            )
         try:
             check_all(log)
         except CallFailed as error:
@@ -186,8 +202,8 @@ def _facts(subject: Subject) -> dict[str, str]:
         if way.axes > 1:
             facts["positions"] = f"({way.axes}, {facts['positions'][1:]}"
     else:
-        known = "its own, from an offset" if "offset" in way.roles else "its own, 0 to n − 1"
-        facts["positions"] = known + " for each row" * way.row_offsets
+        known = "its own, from an offset" if way.takes_offset else "its own, 0 to n − 1"
+        facts["positions"] = known + " for each row" * (way.row_offsets or way.packed)
     return facts
 
 
@@ -197,11 +213,11 @@ def check_all(log: Log) -> None:
     Raises:
         CallFailed: a call failed that the checks need.
     """
-    # First, because state that calls leave in the function would falsify all other checks.
-    _behaviour.check_memory(log)
+    _behaviour.check_equal(log)
     if log.found("nondeterminism", "not-finite"):
         return
-    uses_positions = _behaviour.check_ids(log)
+    uses_positions = _ids.check_ids(log)
+    _behaviour.check_memory(log)
     _behaviour.check_rows(log)
     _behaviour.check_inputs(log)
     spec = log.spec

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from ._angles import add_length
 from ._call import CallFailed, Subject
 from ._log import Log
 from ._profile import SHORT, apart
-from ._rotation import add_does_nothing
 
 # Positions whose results are compared; one more token sets the length of a call.
 _FEW = (0, 1, 5, 7)
@@ -42,12 +43,14 @@ def _compare(log: Log, kind: str, seen: torch.Tensor, wanted: torch.Tensor, **wo
 # --- other calls, tokens, rows and heads ----------------------------------------------------------------
 
 
-def check_memory(log: Log) -> None:
-    """Check determinism and history; runs first, before other calls have left state."""
+def check_equal(log: Log) -> None:
+    """Check determinism."""
     with log.check("two equal calls give equal results") as fresh:
         _deterministic(log, fresh)
-    if log.found("nondeterminism", "not-finite"):
-        return
+
+
+def check_memory(log: Log) -> None:
+    """Check history and the length of calls."""
     if log.subject.way.form.takes_tables:
         log.skip("results do not depend on earlier calls", "the caller provides the angles")
         return
@@ -114,44 +117,18 @@ def _length(log: Log, subject: Subject) -> None:
         if longer is None:
             return
         if (size := apart(alone, longer[:, :, :-1])) > _SAME:
-            log.limit = length
-            log.facts["depends on length"] = f"yes, first seen in calls of {length:,} positions"
-            log.add(
-                "length",
+            add_length(
+                log,
                 f"tokens at {', '.join(map(str, _FEW))} alone, and with one at {length - 1:,}: the results "
                 f"differ by up to {size:.3g}. Keys cached at one length do not fit queries at another",
-                "note" if log.spec is not None and log.spec.by_length else "warning",
+                length,
             )
             return
 
 
-def check_ids(log: Log) -> bool:
-    """Check that positions are used; return False if not, as angles then cannot be checked."""
-    if not log.subject.way.takes_positions:
-        return True
-    with log.check("positions are used") as fresh:
-        x = fresh.random(1, 2, 3, seed=8)
-        results = [fresh.rotate(x.clone(), where) for where in ([0, 1, 2], [7, 3, 11], [40, 50, 3])]
-        if all(apart(x, each) <= _SAME for each in results):
-            add_does_nothing(log)
-            return False
-        if all(apart(results[0], each) <= _SAME for each in results[1:]):
-            evidence = "tokens at 0, 1, 2 and at 7, 3, 11 and at 40, 50, 3 come out the same"
-            log.add("positions-ignored", evidence)
-            return False
-        in_order = fresh.rotate(x.clone(), [3, 7, 11])
-        if apart(results[1], in_order) <= _SAME:
-            # Positions 3 and 7 may turn alike, as with frequencies of π.
-            first = fresh.rotate(x[:, :, :1].clone(), [7])
-            if apart(first, in_order[:, :, :1]) > _SAME:
-                log.add("position-order", "tokens at 7, 3, 11 come out as if at 3, 7, 11")
-    return True
-
-
 def check_rows(log: Log) -> None:
     """Check that rows and heads do not influence one another."""
-    way = log.subject.way
-    if way.row_offsets or (way.takes_ids and way.rows_differ):
+    if log.subject.way.rows_differ:
         with log.check("rows do not depend on one another") as fresh:
             _rows(log, fresh)
     else:
@@ -165,8 +142,9 @@ def check_rows(log: Log) -> None:
 
 def _rows(log: Log, subject: Subject) -> None:
     x = subject.random(2, 2, 5, seed=5)
-    near = [3, 1, 4, 8, 6]
-    for far in [[9, 2, 11, 13, 10], *([0, 1, 2, 3, length - 1] for length in _lengths(log))]:
+    near, way = [3, 1, 4, 8, 6], log.subject.way
+    longer = [[0, 1, 2, 3, length - 1] for length in _lengths(log)]
+    for far in [[9, 2, 11, 13, 10], *longer * (way.takes_ids or way.row_offsets)]:
         try:
             alone = [
                 log.subject.fresh().rotate(row.clone(), where)
@@ -181,9 +159,18 @@ def _rows(log: Log, subject: Subject) -> None:
         if max(sizes) <= _SAME:
             continue
         ahead = min(near) - min(far)
-        as_first = [p + ahead for p in far] if log.subject.way.row_offsets else near
-        with_first = subject.fresh().rotate(x[1:].clone(), as_first)
-        if apart(both[1:], with_first) <= _SAME and sizes[0] <= _SAME:
+        as_first = [p + ahead for p in far] if way.row_offsets else near
+
+        comes_out_at = partial(_comes_out_at, subject, x[1:], both[1:])
+        if (
+            sizes[0] <= _SAME
+            and not way.takes_ids
+            and comes_out_at([p + max(far) + 1 for p in far])
+        ):
+            evidence = f"in two rows of {max(far) + 1} tokens, row 1 comes out as if at {max(far) + 1} and later"
+            log.add("numbered-through", evidence)
+            log.subject = replace(log.subject, one_row=True)
+        elif sizes[0] <= _SAME and comes_out_at(as_first):
             evidence = f"row 1 at {far} comes out as if at {near}, off by {sizes[1]:.3g}"
             log.add("row-positions", evidence)
         else:
@@ -199,6 +186,10 @@ def _rows(log: Log, subject: Subject) -> None:
     size = apart(subject.rotate(x.clone(), near)[:1], subject.rotate(other, near)[:1])
     if size > _SAME:
         log.add("batch", f"the results differ by up to {size:.3g}", what="values")
+
+
+def _comes_out_at(subject: Subject, x: torch.Tensor, y: torch.Tensor, where: list[int]) -> bool:
+    return apart(y, subject.fresh().rotate(x.clone(), where)) <= _SAME
 
 
 def _heads(log: Log, subject: Subject) -> None:
@@ -358,7 +349,7 @@ def _shapes(log: Log) -> None:
 def check_alone(log: Log) -> None:
     """Check that a token alone is rotated like the same token among others; runs if no error was found."""
     name = "a token alone is rotated like the same token among others"
-    if log.found() or not (log.subject.way.takes_ids or "offset" in log.subject.way.roles):
+    if log.found() or not (log.subject.way.takes_ids or log.subject.way.takes_offset):
         log.skip(name, "it takes no positions" if not log.found() else "there are errors")
         return
     with log.check(name) as subject:

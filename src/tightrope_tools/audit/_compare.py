@@ -17,7 +17,7 @@ from tightrope._errors import bad_value, public
 from tightrope.spec import RopeSpec
 
 from ._audit import check_all, check_options
-from ._call import CallFailed, Hints, NoCallFound, Subject, undisturbed
+from ._call import CallFailed, Subject, undisturbed
 from ._kinds import MENDS, SENTENCES
 from ._log import Log
 from ._profile import (
@@ -34,6 +34,7 @@ from ._profile import (
 )
 from ._report import Comparison, Difference
 from ._rotation import identity_of, is_of, record_of
+from ._search import Hints, NoCallFound
 from ._targets import Target, names_stack, resolve, subject_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,7 +46,8 @@ _FARTHEST, _MOST_TOKENS = 1 << 17, 5000
 # those with which the steps can be named wrongly.
 _MISLEADING = frozenset(
     """nondeterminism history batch row-positions heads position-order not-linear k-not-rotated q-k table-clamp table-wrap
-    table-identity table-zero table-nan position-jump gradient-missing""".split()
+    table-identity table-zero table-nan position-jump padding-id positions-ignored first-id last-id restarts
+    offset-ignored numbered-through gradient-missing""".split()
 )
 _FURTHER = frozenset(["length", "shape-dependent"])
 # Other calls of which the results are compared to the bit if no step differs: rows, heads, and positions of each row.

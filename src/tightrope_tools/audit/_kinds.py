@@ -13,6 +13,7 @@ ERRORS = {
     # channels
     "record": "The weights have {recorded} pairing, as tightrope_convert.json says, but the code has {seen} pairing.",
     "pairing": "Channels are paired {seen}; {meant} was declared.",
+    "pairing-distance": "Channels are paired {seen}; {meant} was declared.",
     "slice": "Channels {seen} rotate; {meant} were declared.",
     "table-pairing": "The two channels of a pair turn by different angles: channels have one pairing, and cosines and "
     "sines have the order of the other.",
@@ -39,6 +40,8 @@ ERRORS = {
     "frequency-dtype": "The frequencies are rounded to {dtype}{x}.",
     "angle-dtype": "Angles, position times frequency, are rounded to {dtype}{x}.",
     "position-jump": "From {count} {size:,} on, positions are off by {jump:+d}.",
+    "padding-id": "Ids count from {first}, as where lower ones are padding: position 0 stays, later positions are off by "
+    "{jump:+d}.",
     "far-angles": "Angles are wrong{where}.",
     "table-clamp": "All positions from {size:,} on are rotated as position {last:,}.",
     "table-wrap": "Positions start again at {size:,}: p is rotated as p modulo {size:,}.",
@@ -51,6 +54,11 @@ ERRORS = {
     "batch": "The result of a row depends on the {what} of the other rows in its batch.",
     "row-positions": "All rows of a batch get the positions of row 0.",
     "heads": "{what}.",
+    "numbered-through": "Rows are numbered through: only the first of a call starts at position 0.",
+    "first-id": "Only the {which} id of a call is used: tokens are numbered from it on.",
+    "last-id": "Only the {which} id of a call is used: tokens are numbered up to it.",
+    "restarts": "Ids that fall or start again are not followed: a token gets the largest id up to its own place.",
+    "offset-ignored": "The position of the first token is ignored: every call is rotated as if it began at position 0.",
     "positions-ignored": "Positions are ignored: tokens are rotated as if at positions 0 to n − 1.",
     "position-order": "Tokens get the positions of the call in rising order, not each its own.",
     "nondeterminism": "Equal calls give different results.",
@@ -70,6 +78,7 @@ ERRORS = {
     "gradient-raises": "The forward or backward pass raises if {name} requires grad.",
 }
 WARNINGS = {
+    "config-unread": "The configuration cannot be read, so the rotation was not compared with what is meant.",
     "amplitude-varies": "The factor on the rotated channels depends on position or pair, as with xPos or a gate.",
     "position-offset": "Positions are off by {whole:+d}: position 0 is rotated as position {whole} should be.",
     "denominator-or-base": "The base is {seen:g}; or it is {base:g}, and the exponents are divided by head_dim, "
@@ -88,6 +97,7 @@ NOTES = {
     "half-turns": "Channels only change their sign, as if each pair turned by π per position.",
     "blocks": "Channels turn in {blocks} blocks of half pairs, one after the other.",
     "frequencies-unchecked": "The caller provides cosines and sines, so the audit did not check the declared {what}.",
+    "partner-unseen": "The function that {does} the cosines and sines was not seen.",
     "angle-error": "Below position {position:,} a cosine or sine is off by up to {size:.2g}: the angles are products "
     "in float32.",
     "table-end-refused": "Positions from {first:,} on are refused.",
@@ -103,6 +113,7 @@ MENDS = {
     "cannot-call": "state form=, layout= and head_dim=, or audit a function of (x, positions) that calls it",
     "raises": "make the function accept this call, or state form= and layout=",
     "refuses": "make the function accept this call, or state form= and layout=",
+    "config-unread": "correct the configuration, or declare the rotation with spec= or --meant",
     # channels
     "record": "run these weights with code whose pairing is {recorded}, or convert them back: "
     "tightrope convert FOLDER OUT --to {seen}",
@@ -131,12 +142,14 @@ MENDS = {
     "phase": "make the angle 0 at position 0",
     "denominator": "divide the exponents by rotary_dim: " + _ROTATE,
     "denominator-or-base": "divide the exponents by rotary_dim: " + _ROTATE,
-    "frequencies-unchecked": "audit a function of (x, positions) that makes them",
+    "frequencies-unchecked": "audit it together with the function that makes them: partner=, or --with",
+    "partner-unseen": "audit the two as one: pass the other with partner=, or --with",
     "position-dtype": "keep positions in int64 or float32 until they are multiplied; or " + _ROTATE,
     "frequency-dtype": f"keep the frequencies in float32, also when the model is cast; or {_ROTATE}",
     "angle-dtype": "compute angles in float32 and cast only cosines and sines; or " + _ROTATE,
     "table-dtype": "keep cosines and sines in float32 for float32 x; or " + _ROTATE,
     "angle-error": _ROTATE + ", whose angles are exact at any position",
+    "padding-id": "count ids from 0, and cover padding with a mask",
     "position-jump": "count positions from the first token of the sequence at every step",
     **dict.fromkeys(("table-clamp", "table-wrap", "table-identity"), _LONGER),
     **dict.fromkeys(("table-zero", "table-nan", "table-end-refused"), _LONGER),
@@ -148,6 +161,13 @@ MENDS = {
     "heads": "state the layout of x: layout= here, and the dimension of tokens where the function is called; "
     'tightrope.functional.rotate(x, {spec}, layout="bhsd") rotates (batch, heads, tokens, channels)',
     "position-order": "rotate each token by its own position, and do not sort positions",
+    **dict.fromkeys(
+        ("first-id", "last-id", "restarts"),
+        "rotate each token by its own id: in packed, padded and "
+        "image rows, ids start again, repeat and leave gaps",
+    ),
+    "offset-ignored": "add the position of the first token, which is not 0 after a cache",
+    "numbered-through": "subtract the start of each row from the numbers of its tokens",
     "positions-ignored": "use the positions that are passed",
     "nondeterminism": "rotate without random numbers",
     "k-not-rotated": "rotate k as well as q",

@@ -116,6 +116,10 @@ def _pairs_are_rotations(log: Log, profile: Profile) -> bool:
         add_does_nothing(log)
         return False
     if profile.blocks > 1 and not tangled and not alone:
+        if log.spec is not None and not set(pairs) <= set(pairs_of(log.spec)):
+            evidence = f"in {profile.blocks} blocks, so the audit checks no frequency and no angle"
+            _add_distance(log, profile, log.spec, evidence)
+            return False
         evidence = "the audit measures one block only, so it checks no frequency and no angle"
         log.add("blocks", evidence, blocks=profile.blocks)
         return False
@@ -398,10 +402,43 @@ def _pairing(log: Log, spec: RopeSpec, profile: Profile) -> bool:
             meant=_PAIRINGS[spec.interleaved],
         )
         return False
-    seen, declared = (f"{p.start} to {p.start + p.rotary_dim - 1}" for p in (profile, spec))
     evidence = f"{len(profile.pairs)} pairs turn, the first being channels {u} and {v}"
+    if part := _declared_part(log, spec, profile):
+        # The base of these frequencies over the channels that turn is no one's.
+        log.facts["frequencies"] = part
+        evidence += f", by {part}"
+        if profile.interleaved is False and profile.rotary_dim != spec.rotary_dim:
+            _add_distance(log, profile, spec, evidence)
+            return False
+    seen, declared = (f"{p.start} to {p.start + p.rotary_dim - 1}" for p in (profile, spec))
     log.add("slice", evidence, seen=seen, meant=declared)
     return False
+
+
+def _declared_part(log: Log, spec: RopeSpec, profile: Profile) -> str:
+    """Name the part of the declared frequencies with which pairs of other channels turn; "" if they are others."""
+    meant = spec.frequencies().inv_freq.double().cpu().abs()
+    meant, own = meant[wrapped(meant).abs() > 1e-6], profile.omegas.abs()
+    count = len(own)
+    if log.subject.way.form.takes_tables or not 1 < count <= len(meant):
+        return ""
+    if bool(((own - meant[:count]).abs() > _CLOSE * meant[:count] + 2 * profile.blur).any()):
+        return ""
+    return (
+        "the declared ones"
+        if count == len(meant)
+        else f"the first {count} of {len(meant)} declared ones"
+    )
+
+
+def _add_distance(log: Log, profile: Profile, spec: RopeSpec, evidence: str) -> None:
+    """Report pairs whose channels are closer or farther apart than those of the spec."""
+    own, meant = min(profile.distances), pairs_of(spec)[0]
+    words: dict[str, Any] = {
+        "seen": f"i with i + {own}",
+        "meant": f"i with i + {meant.second - meant.first}",
+    }
+    log.add("pairing-distance", evidence, code="pairing", **words)
 
 
 def _frequencies(log: Log, spec: RopeSpec, profile: Profile) -> bool:
@@ -498,8 +535,8 @@ def check_axes(log: Log, spec: RopeSpec, profile: Profile) -> None:
     if spec.axes is None:
         return
     name = "each coordinate turns its own pairs"
-    if not log.subject.way.takes_positions:
-        log.skip(name, "the function takes no positions")
+    if not log.subject.way.takes_positions or log.subject.way.counts:
+        log.skip(name, "the function does not take the positions of each token")
         return
     with log.check(name) as subject:
         far = min(log.longest, 2**16)
@@ -532,7 +569,7 @@ def check_keys(log: Log, profile: Profile) -> None:
         return
     rows = 2 if way.rows_differ and way.takes_ids else 1
     where = torch.tensor([[0, 3, 257, 1003, 4099, *NEAR], [7, 300, 2051, 1, 2, *NEAR]])[:rows]
-    if way.axes > 1:
+    if way.axes > 1 and not way.counts:
         where = torch.stack([where + 5 * axis for axis in range(way.axes)])
     with log.check("k is rotated like q") as fresh:
         for dtype in log.dtypes:

@@ -6,7 +6,6 @@ import copy
 import importlib
 import importlib.util
 import inspect
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -19,13 +18,14 @@ from torch import nn
 
 from tightrope import functional, stacks
 from tightrope._errors import Refusal, bad_type, bad_value
-from tightrope.config import LayerSpecs, from_config
-from tightrope.config.files import NAMES, RECORD, load, single
-from tightrope.forms import calls_of
+from tightrope.config import LayerSpecs, from_config, recorded, source_of
+from tightrope.config.files import load
 from tightrope.positions import multi_axis
 from tightrope.spec import RopeSpec
+from tightrope_tools.forms import calls_of
 
-from ._call import Hints, Subject, describe_error, find_call
+from ._call import Subject, describe_error
+from ._search import Hints, find_call
 
 _FILE = re.compile(r"^(?P<file>.+\.py):(?P<name>[A-Za-z_][\w.]*)$")
 _NAME = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
@@ -72,7 +72,7 @@ def subject_of(target: Target, given: Hints, spec: RopeSpec | None, device: str)
         spec: the intended rotation, if known. Functions that take tables get those of its frequencies.
 
     Raises:
-        NoCallFound: see :func:`._call.find_call`.
+        NoCallFound: see :func:`._search.find_call`.
     """
     form, layout, tables, head_dim = given
     if target.form is not None and form is None:
@@ -109,7 +109,7 @@ def resolve(
     elif _is_config(target):
         return replace(from_model(target, layer_type), recorded=_recorded(target))
     elif isinstance(target, nn.Module) and _is_model(target):
-        if any(hasattr(type(each), "_tightrope_graft") for each in target.modules()):
+        if any("_tightrope_patch" in vars(each) for each in target.modules()):
             raise bad_value(
                 "target must be a model as transformers made it, whose functions an audit calls by themselves, but "
                 "this one is patched; call tightrope.unpatch(model) first, or compare what the patched model "
@@ -142,6 +142,11 @@ def from_stack(name: str, spec: RopeSpec | None) -> Target:
             "it with a configuration"
         )
     stack = None if name == "exact" else stacks.named(name).name
+    if stack is not None and spec.by_length and (length := stacks.get(stack).length):
+        raise bad_value(
+            f"{_STACK}{name} must have frequencies that do not depend on the length but got {spec.scaling!r}; it goes by "
+            f"a length that an audit does not know: {length}"
+        )
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         where = positions if spec.axis_count == 1 else multi_axis(positions)
@@ -237,24 +242,14 @@ def _config_of(name: str) -> Any:
 
 
 def _recorded(target: Any) -> bool | None:
-    """Return whether the conversion record beside a config states "interleaved"; None if there is none.
-
-    An object of transformers names the folder that it was loaded from.
-    """
-    where = target if isinstance(target, str | Path) else getattr(target, "name_or_path", None)
-    path = Path(where or "")
-    record = (path if path.is_dir() else path.parent) / RECORD
-    if not where or not (path.is_dir() or path.name in NAMES) or not record.is_file():
-        return None
-    pairing = load(record).get("pairing")
-    if pairing not in ("half", "interleaved"):
-        raise bad_value(f"{record} must state 'half' or 'interleaved' but states {pairing!r}")
-    return bool(pairing == "interleaved")
+    """Return whether the conversion record beside a config states "interleaved"; None if there is none."""
+    record = recorded(target)
+    return None if record is None else record.interleaved
 
 
 def _from_file(library: Any, file: Path) -> Any:
-    values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=single)
-    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+    values = dict(load(file))
+    if not isinstance(values.get("model_type"), str):
         raise bad_value(f"{file} must have a model_type that is a string but has none")
     return library.AutoConfig.for_model(values.pop("model_type"), **values)
 
@@ -289,7 +284,7 @@ def from_model(config: Any, layer_type: str | None, model: nn.Module | None = No
         model: take the rotary module of this model, as it is, instead of building one from the config.
     """
     inner = _text_of(config)
-    spec, unread = _meant(inner, layer_type)
+    spec, unread = _meant(inner, layer_type, model)
     try:
         module, rotary, called = _parts(inner, spec)
     except ValueError as error:
@@ -358,10 +353,13 @@ def _text_of(config: Any) -> Any:
         return config
 
 
-def _meant(config: Any, layer_type: str | None) -> tuple[RopeSpec | None, ValueError | None]:
+def _meant(
+    config: Any, layer_type: str | None, model: nn.Module | None
+) -> tuple[RopeSpec | None, ValueError | None]:
     """Return the spec of a config and None, or None and the error that explains why there is none."""
     try:
-        read = from_config(config.to_dict(), layer_type=layer_type, strict=False)
+        source = replace(source_of(config.to_dict()), model=model)  # its weights may be read
+        read = from_config(source, layer_type=layer_type, strict=False)
     except ValueError as error:
         if layer_type is not None:
             raise

@@ -11,6 +11,7 @@ Examples:
   tightrope audit mymodel:apply_rope --base 500000 --half
   tightrope audit ./Llama-3.1-8B/config.json
   tightrope audit mymodel:make_rope --make --head-dim 64 --json
+  tightrope audit mymodel:apply_rope --with mymodel:make_tables
   tightrope audit ./Llama-3.1-8B --against stack:vllm
 """
 
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", metavar="TARGET", help=_TARGET)
     add("--against", metavar="TARGET", help=_AGAINST)
+    add("--with", dest="partner", metavar="TARGET", help=_WITH)
     add("--form", help="the arguments of the function, such as 'x, positions' or 'q, k, cos, sin'")
     add("--layout", help="bhsd, bshd, sbhd, thd, bsd or sd; by default found by trying")
     add("--tables", help="format of the cosines: cat, repeat or half; by default found by trying")
@@ -75,6 +77,7 @@ _AGAINST = (
     "a second target: report whether both agree to the bit, and where they part. For both targets, stack:NAME is a "
     "library of tightrope.stacks and stack:exact exact angles"
 )
+_WITH = "the other of two functions, one of which makes the cosines and sines that the other takes: audit the two as one"
 _TIMEOUT = "seconds after which the child process is ended, as hanging (default: 600)"
 _FAIL_ON = "the mildest finding that makes the exit code 1: error, warning (default) or note"
 _ISOLATE = "run the audit in a child process, where a crash becomes a finding (default)"
@@ -90,11 +93,16 @@ def run(options: argparse.Namespace) -> int:
         )
     given = {name: getattr(options, name) for name in _SHARED}
     if options.against is not None:
+        if options.partner is not None:
+            raise Mistake(
+                "--against compares two targets, so it takes no --with; audit each pair alone."
+            )
         given["against"] = options.against
     else:
         wanted = {"float32": True, "bfloat16": not options.only_float32, "float16": options.float16}
         given["dtypes"] = [name for name, tested in wanted.items() if tested]
         given["longest"] = options.longest
+        given["partner"] = options.partner
     with as_mistakes():
         given["spec"] = _declared(options)
         if options.isolate:

@@ -48,6 +48,9 @@ _SPELLED: dict[str, Spelling] = {
     "strict=False": "--lenient",
     "rope_layers=": "--rope-layers=",
     "pass rope_layers,": "pass --rope-layers,",
+    "pass the model in place of its configuration, or inv_freq, the frequencies that it rotates by": (
+        "load the model and call tightrope_tools.inspect.inspect(model)"
+    ),
     "layer_type with the rotary_dim of": "--layer-type with the --rotary-dim of",
 }
 

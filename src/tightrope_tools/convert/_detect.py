@@ -31,6 +31,7 @@ from tightrope._errors import public
 from .files import open_checkpoint
 from .model import Model, Stated, describe, pairing_name, read_model
 from .plan import Change, Plan, make_plan
+from .record import known, settled
 
 # The largest chance at which a pairing is reported.
 NEEDED = 1e-5
@@ -108,8 +109,9 @@ def detect(
         OSError: a file cannot be read.
     """
     found = open_checkpoint(Path(checkpoint))
-    model = read_model(found, stated or Stated(), pairing=False)
-    return weigh(make_plan(found, model), model, report)
+    model = read_model(found, stated or Stated())
+    plan = make_plan(found, model)
+    return weigh(plan, settled(model, plan, known(found)), report)
 
 
 def weigh(

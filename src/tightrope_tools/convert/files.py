@@ -11,13 +11,13 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from tightrope._errors import bad_value
-from tightrope.config.files import RECORD as RECORD, load, url_in
+from tightrope.config.files import Record, load, url_in
 
 # The dtypes of weights and their scales, by safetensors' names; a projection of another dtype is refused.
 FLOATS: dict[str, torch.dtype] = {
@@ -39,12 +39,10 @@ _WEIGHTS = (
 _PICKLED_WEIGHTS = re.compile(r"pytorch_model|model|consolidated|adapter_model")
 _INDEX = ".index.json"
 _SHARD = re.compile(r"-\d+-of-\d+\.[a-z]+$")
-# The keys of a record in the metadata of a safetensors file: its pairing, and the one before the conversion.
-PAIRING, WAS = "tightrope.pairing", "tightrope.was"
+# The key of the record in the metadata of a safetensors file, and the one of versions before 0.4.
+KEY, _OLD = "tightrope.convert", "tightrope.pairing"
 _METADATA = "__metadata__"
-_BOTH = rf'"{PAIRING}":"\w+", *"{WAS}":"\w+"'
-
-Pairings = tuple[str, str]
+_OWN = rf'"{re.escape(KEY)}": *"(?:[^"\\]|\\.)*"'
 
 
 def fail(message: str) -> NoReturn:
@@ -96,7 +94,7 @@ class Checkpoint:
     Attributes:
         path: the path that the user gave; for an index, its folder.
         folder: its folder, or None if the path is a single file.
-        files: its files of weights -> the record in the file: its pairing and the one before, or None.
+        files: its files of weights -> the conversions that the metadata of the file records.
         entries: the tensors of all files.
         others: the files of the folder that a conversion copies, as relative paths.
         ignored: files that a conversion leaves out: path -> reason.
@@ -104,7 +102,7 @@ class Checkpoint:
 
     path: Path
     folder: Path | None
-    files: dict[Path, Pairings | None]
+    files: dict[Path, list[Record]]
     entries: tuple[Entry, ...]
     others: tuple[str, ...] = ()
     ignored: dict[str, str] | None = None
@@ -144,7 +142,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if index is not None and wrong:
         fail(f"{index} and the files must agree on where tensors are but differ in {shown(wrong)}")
     weights = [name for name in names if name.lower().endswith((*_WEIGHTS, _INDEX))]
-    others = [name for name in names if name not in (*weights, RECORD)]
+    others = [name for name in names if name not in (*weights, Record.file)]
     others += [] if index is None else [index]
     unused = [name for name in weights if name not in (*chosen, index)]
     ignored |= dict.fromkeys(unused, "other weights, which are not converted")
@@ -244,7 +242,7 @@ def _refuse_pickles(paths: list[Path], target: Path) -> NoReturn:
     )
 
 
-def _read(path: Path) -> tuple[list[Entry], Pairings | None]:
+def _read(path: Path) -> tuple[list[Entry], list[Record]]:
     """Read a header as :func:`read_header` does, if the name of the file is that of safetensors."""
     suffix = path.suffix.lower()
     if suffix in PICKLES:
@@ -257,8 +255,8 @@ def _read(path: Path) -> tuple[list[Entry], Pairings | None]:
 # --- safetensors ----------------------------------------------------------------------------------
 
 
-def read_header(path: Path) -> tuple[list[Entry], Pairings | None]:
-    """Return the tensors of a safetensors file, in the order of their bytes, and the record in its metadata.
+def read_header(path: Path) -> tuple[list[Entry], list[Record]]:
+    """Return the tensors of a safetensors file, in the order of their bytes, and the conversions in its metadata.
 
     The library `safetensors` checks that the file is valid, but does not tell the offsets.
 
@@ -280,40 +278,40 @@ def read_header(path: Path) -> tuple[list[Entry], Pairings | None]:
         begin, stop = info["data_offsets"]
         shape = tuple(info["shape"])
         entries.append(Entry(name, info["dtype"], shape, path, 8 + length + begin, stop - begin))
-    record = None
-    if PAIRING in metadata:
-        record = metadata[PAIRING], str(metadata.get(WAS))
-        if not {*record} <= {"half", "interleaved"}:
-            fail(
-                f"{path.name} must state two pairings in its metadata ({PAIRING}, {WAS}) but states {record}"
-            )
-    return sorted(entries, key=lambda entry: entry.offset), record
+    listed: object = [] if _OLD not in metadata else None
+    if KEY in metadata:
+        try:
+            listed = json.loads(metadata[KEY])
+        except ValueError:
+            listed = None
+    return sorted(entries, key=lambda entry: entry.offset), Record.listed(listed, path.name)
 
 
-def header_with(header: bytes, record: Pairings | None) -> bytes:
-    """Return a safetensors header with ``record`` as its only record, or with none; padded to 8 bytes.
+def header_with(header: bytes, records: list[dict[str, Any]]) -> bytes:
+    """Return a safetensors header that records these conversions and no others; padded to 8 bytes.
 
     All other bytes stay, so that taking the record away restores the header.
 
     >>> before = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}  '
-    >>> after = header_with(before, ("half", "interleaved"))
-    >>> len(after) % 8, header_with(after, None) == before
+    >>> after = header_with(before, [{"pairing": "half"}])
+    >>> len(after) % 8, header_with(after, []) == before
     (0, True)
     """
     made = header.decode()
-    for pattern in (rf'"{_METADATA}":\{{{_BOTH}\}},', f"{_BOTH},?"):
+    for pattern in (rf'"{_METADATA}":\{{{_OWN}\}},', f"{_OWN},?"):
         made = re.sub(pattern, "", made, count=1)
     values = json.loads(header)
     metadata = values.pop(_METADATA, None) or {}
-    metadata = {key: value for key, value in metadata.items() if key not in (PAIRING, WAS)}
-    if record is not None:
+    metadata.pop(KEY, None)
+    if records:
+        text = json.dumps(records, separators=(",", ":"))
         at = re.search(rf'"{_METADATA}"\s*:\s*\{{(\s*\}})?', made)
         before, after = (f'"{_METADATA}":{{', "},") if at is None else ("", "" if at[1] else ",")
         begin = made.index("{") + 1 if at is None else at.end() - len(at[1] or "")
-        parts = [f'{before}"{PAIRING}":"{record[0]}",', f'"{WAS}":"{record[1]}"{after}']
+        parts = [f'{before}"{KEY}":', f"{json.dumps(text)}{after}"]
         padding = " " * (-len("".join(parts)) % 8)
         made = made[:begin] + padding.join(parts) + made[begin:]
-        metadata |= {PAIRING: record[0], WAS: record[1]}
+        metadata[KEY] = text
     wanted = {_METADATA: metadata, **values}
     try:
         if {_METADATA: {}, **json.loads(made)} == wanted:

@@ -18,7 +18,7 @@ from tightrope.config.files import NAMES, load
 from tightrope.config.source import Source
 from tightrope.spec import RopeSpec
 
-from .files import RECORD, Checkpoint, fail, open_checkpoint, shown
+from .files import Checkpoint, fail, shown
 from .naming import FAMILY_NAMING, KEY_HEADS_OPTIONAL, NAMINGS, PACKINGS, Naming, own_naming
 
 HEADS = (*keys.HEADS, "num_query_heads", "attention.head_count")
@@ -89,7 +89,9 @@ class Model:
         native: the pairing that the configuration's family has without any statement of the user or a
             record; None if unknown.
         mark: the key of the configuration by which the family's own code chooses the pairing, if any.
-        at: the keys that lead to the section of the configuration that was read.
+        at: the keys that lead to the section of the configuration that was read; None without a configuration.
+        alone: whether the configuration describes no other part of the model, with or without RoPE.
+        more: further arguments of the call of `from_config` that reads the same section.
     """
 
     specs: RopeSpec | LayerSpecs
@@ -103,7 +105,9 @@ class Model:
     assumed: bool = False
     native: bool | None = None
     mark: str | None = None
-    at: tuple[str, ...] = ()
+    at: tuple[str, ...] | None = None
+    alone: bool = True
+    more: tuple[str, ...] = ()
 
     def of(self, layer: int) -> RopeSpec | None:
         """Return the spec of a layer, or None for a layer without RoPE."""
@@ -201,11 +205,10 @@ def inside(value: Any, *path: str | int) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def read_model(checkpoint: Checkpoint, stated: Stated, *, pairing: bool = True) -> Model:
+def read_model(checkpoint: Checkpoint, stated: Stated) -> Model:
     """Read the model of a checkpoint from its configuration and the user's statements.
 
-    Args:
-        pairing: whether an unknown pairing is an error.
+    Its pairing is that of the family's code or a key; :func:`.record.settled` adds what was recorded.
 
     Raises:
         ValueError: a value is missing, or its sources conflict.
@@ -222,58 +225,9 @@ def read_model(checkpoint: Checkpoint, stated: Stated, *, pairing: bool = True) 
     read = found is not None and found is not False
     model = _from_config(found, stated, given) if read else _from_flags(stated)
     _check_slice(model, stated)
-    known = _recorded(checkpoint) if given is None else (given, "the user (--from)")
-    if known is not None:
-        model = replace(model, interleaved=known[0], who=known[1], assumed=False)
-    if model.interleaved is None and pairing:
-        fail(
-            f"the pairing of the checkpoint must be known, and {model.who} does not state it: pass --from "
-            f"half or --from interleaved (`tightrope detect` may find it from the weights)"
-        )
+    if given is not None:
+        model = replace(model, interleaved=given, who="the user (--from)", assumed=False)
     return model
-
-
-def pairing_beside(home: Path) -> tuple[bool, str] | None:
-    """Read from a conversion record whether a folder's weights are interleaved, and name the record.
-
-    Args:
-        home: a folder, perhaps without weights.
-
-    Returns:
-        (interleaved, name of the record), or None if there is no record or the folder has no readable
-        checkpoint.
-
-    Raises:
-        ValueError: records disagree, or the record file is invalid.
-    """
-    try:
-        found = open_checkpoint(home)
-    except (OSError, ValueError):
-        return None
-    return _recorded(found)
-
-
-def _recorded(checkpoint: Checkpoint) -> tuple[bool, str] | None:
-    """Read the pairing as :func:`pairing_beside` does, for a checkpoint that is already open."""
-    stated = {path.name: pair and pair[0] for path, pair in checkpoint.files.items()}
-    if not any(stated.values()):
-        stated = {}
-    path = checkpoint.home / RECORD
-    record = load(path) if path.is_file() else {}
-    if record and (checkpoint.folder or checkpoint.path.name in (record.get("files") or [])):
-        stated[RECORD] = record.get("pairing")
-        if stated[RECORD] not in ("half", "interleaved"):
-            fail(f"{RECORD} must state 'half' or 'interleaved' but states {stated[RECORD]!r}")
-    if not stated:
-        return None
-    if len({*stated.values()}) > 1:
-        parts = [f"{name}: {pairing or 'nothing'}" for name, pairing in stated.items()]
-        fail(f"conversion records must agree but state {shown(parts)}: pass --from")
-    name, pairing = next(iter(stated.items()))
-    return (
-        pairing == "interleaved",
-        f"the conversion record {'' if name == RECORD else 'in '}{name}",
-    )
 
 
 # --- without a configuration ----------------------------------------------------------------------
@@ -330,7 +284,9 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
     if isinstance(found, str | Path):
         found = load(Path(found))
     source = reader.source_of(found, stated.section)
-    values = source.values
+    if source.family is not None:  # a conversion needs no frequencies
+        source = replace(source, family=replace(source.family, learned=None))
+    values, more = source.values, []
     for key, why in {
         "attention_k_eq_v": "uses its keys as values, which must stay in order",
         "rotary_value": "rotates its values too, and conversion does not support that",
@@ -342,8 +298,11 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
     asked: dict[str, Any] = {"interleaved": False if silent else given}
     if source.family is None:
         # The user states the slice. Layers without RoPE compute the same if their channels are permuted too.
+        more = ["rope_layers=…"] * ("layers" not in source.knows)
         source = replace(source, knows=source.knows | {"layers"})
-        asked |= {"rotary_dim": stated.rotary_dim, "start": stated.start}
+        slice_ = {"rotary_dim": stated.rotary_dim, "start": stated.start}
+        asked |= slice_
+        more += [f"{name}={value}" for name, value in slice_.items() if value is not None]
     read = reader.provenance(source, **asked)
     every = read.spec.values() if isinstance(read.spec, LayerSpecs) else [read.spec]
     first = next((spec for spec in every if spec is not None), None)
@@ -375,7 +334,16 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
         native,
         mark,
         tuple(source.prefix.split(".")[:-1]),
+        not (source.prefix or any(map(_is_section, values.items()))),
+        tuple(more),
     )
+
+
+def _is_section(item: tuple[str, Any]) -> bool:
+    """True for a key that may describe another part of a model, and its value."""
+    key, value = item
+    own = str(key).endswith("_config") and key != "quantization_config"
+    return own and isinstance(value, Mapping)
 
 
 def _family(source: Source) -> str | None:
@@ -407,4 +375,5 @@ def describe(model: Model) -> str:
         for spec in specs
         if spec
     )
-    return f"{model.name}: {shown(list(widths))}"
+    section = f" ({'.'.join(model.at)})" if model.at else ""
+    return f"{model.name}{section}: {shown(list(widths))}"

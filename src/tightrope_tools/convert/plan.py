@@ -99,11 +99,13 @@ class Plan:
         changes: the tensors whose rows move.
         left: the names of all other tensors.
         still: layers without RoPE, whose projections stay.
+        apart: names of the same projections under other prefixes than the requested one.
     """
 
     changes: tuple[Change, ...]
     left: tuple[str, ...]
     still: tuple[int, ...]
+    apart: frozenset[str] = frozenset()
 
 
 def make_plan(checkpoint: Checkpoint, model: Model, *, every_layer: bool = False) -> Plan:
@@ -116,7 +118,8 @@ def make_plan(checkpoint: Checkpoint, model: Model, *, every_layer: bool = False
         ValueError: names, shapes or formats do not fit the model.
     """
     naming = model.naming
-    found = _chosen(_named(checkpoint.entries, model), model)
+    named = _named(checkpoint.entries, model)
+    found = _chosen(named, model)
     if not found:
         wanted = naming.layer.replace("\\", "").replace("(d+)", "N")
         fail(
@@ -148,7 +151,8 @@ def make_plan(checkpoint: Checkpoint, model: Model, *, every_layer: bool = False
         fail("the checkpoint must hold a projection that rotates but holds none")
     names = {change.entry.name for change in changes}
     left = tuple(entry.name for entry in checkpoint.entries if entry.name not in names)
-    return Plan(tuple(changes), left, tuple(sorted(still)))
+    apart = {one.entry.name for one in named if one not in found and _ROWS.fullmatch(one.suffix)}
+    return Plan(tuple(changes), left, tuple(sorted(still)), frozenset(apart))
 
 
 def _named(entries: tuple[Entry, ...], model: Model) -> list[Change]:

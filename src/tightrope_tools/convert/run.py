@@ -8,29 +8,30 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NoReturn
 
 from tightrope import __version__
 from tightrope._errors import public
 from tightrope.config import keys
-from tightrope.config.files import NAMES, load
+from tightrope.config.files import NAMES, Record
 
 from ..place import placed
 from ._detect import weigh
 from .files import (
-    RECORD,
     Checkpoint,
     Entry,
-    Pairings,
     fail,
     header_with,
     open_checkpoint,
     read_header,
+    shown,
 )
 from .model import Model, Stated, basis, describe, pairing_name, read_model
 from .plan import Change, Plan, make_plan
+from .record import beside, entry, kept, known, left_apart, section_of, settled
 from .verify import Verified, verify as compare
 
 # Largest number of layers whose weights are compared with the stated pairing before a conversion.
@@ -99,10 +100,10 @@ def convert(
     """Rewrite the query and key projections of a checkpoint for the other pairing of channels.
 
     The rows of projection weights and biases, of query and key norms, and of per-row scales are
-    reordered; all other tensors are copied unchanged. A record states the new pairing: for a
-    folder, in a file beside the weights; for a single file, in its metadata. If the family's code
-    reads the pairing from a key of config.json, that key is set as well. Converting back removes
-    the record and gives the original files of weights. Memory does not grow with the checkpoint.
+    reordered; all other tensors are copied unchanged. A record names the changed tensors and states
+    their pairing, and that of no others: for a folder, in a file beside the weights; for a single
+    file, in its metadata. If the family's code reads the pairing from a key of config.json, that key
+    is set as well. Converting back removes the record of what is undone, and gives the original files of weights. Memory does not grow with the checkpoint.
     ``out`` appears only once it is complete; until then it is written in the folder `<out>.partial`.
 
     Args:
@@ -131,16 +132,24 @@ def convert(
         fail(f"to must be 'half' or 'interleaved' but got {to!r}")
     interleaved = to == "interleaved"
     found = open_checkpoint(Path(checkpoint))
-    model = read_model(found, stated or Stated())
+    model, records = read_model(found, stated or Stated()), known(found)
     target = Path(out)
     _check_target(found, target)
-    if model.interleaved == interleaved:
-        other = "half" if interleaved else "interleaved"
-        why = basis(model.who, model.assumed)
-        fail(f"the checkpoint is already {to} ({why}); if it is not, pass --from {other}")
     plan = make_plan(found, model, every_layer=True)
+    model = settled(model, plan, records)
+    if model.interleaved is None:
+        fail(
+            f"the pairing of the checkpoint must be known, and {model.who} does not state it: pass --from "
+            f"half or --from interleaved (`tightrope detect` may find it from the weights)"
+        )
+    if model.interleaved == interleaved:
+        _refuse_done(model, records, to)
     warnings = _check_weights(plan, model)
-    made = replace(_conversion(found, target, model, plan, interleaved), warnings=warnings)
+    new = entry(model, plan, records, to, pairing_name(not interleaved))
+    here = records if found.folder is None else beside(found)
+    listed = kept(here, model, plan, interleaved) + ([] if new is None else [new])
+    made = _conversion(found, target, model, plan, interleaved, listed)
+    made = replace(made, warnings=warnings)
     if dry_run:
         return made
     free = shutil.disk_usage(target.parent).free
@@ -149,14 +158,32 @@ def convert(
         raise OSError(errno.ENOSPC, why, str(target))
     report = report or (lambda *_: None)
     with placed(target) as result:
-        copies = _copy(found, made, result, report, 0.8 if verify else 1.0)
+        stored = {
+            path: listed if found.folder is None else kept(each, model, plan, interleaved)
+            for path, each in found.files.items()
+        }
+        copies = _copy(found, made, stored, result, report, 0.8 if verify else 1.0)
         _reorder(plan.changes, copies, interleaved)
         proof = None
         if verify:
             proof = compare(plan.changes, copies, model, interleaved, report)
+        if new is not None:
+            new["verified"] = None if proof is None else vars(proof)
         if found.folder is not None:
-            _mark(result, made, model, interleaved, proof)
+            _mark(result, made, model, interleaved, listed)
     return replace(made, verified=proof, written=True)
+
+
+def _refuse_done(model: Model, records: list[Record], to: str) -> NoReturn:
+    """Refuse a conversion to the pairing that the tensors have, and name sections that were converted."""
+    other = "half" if to == "interleaved" else "interleaved"
+    text = f"the checkpoint is already {to} ({basis(model.who, model.assumed)}); if it is not, pass --from {other}"
+    own = section_of(model)
+    every = {record.section for record in records if record.values["pairing"] == other}
+    rest = {section for section in every if section is not None and section != own}
+    if rest:
+        text += f"; for another part of it, which a record states to be {other}, pass --section {min(rest) or repr('')}"
+    fail(text)
 
 
 def _check_target(found: Checkpoint, target: Path) -> None:
@@ -188,31 +215,36 @@ def _check_weights(plan: Plan, model: Model) -> tuple[str, ...]:
 
 
 def _conversion(
-    found: Checkpoint, target: Path, model: Model, plan: Plan, interleaved: bool
+    found: Checkpoint,
+    target: Path,
+    model: Model,
+    plan: Plan,
+    interleaved: bool,
+    listed: list[dict[str, Any]],
 ) -> Conversion:
     to, source = pairing_name(interleaved), pairing_name(not interleaved)
     files = [target.name]
     if found.folder is not None:
         files = [path.relative_to(found.folder).as_posix() for path in found.files]
         files += found.others
-        path = found.folder / RECORD
-        record = load(path) if path.is_file() else {}
-        # On the way back, the result is the original, which had no record.
-        if (record.get("pairing"), record.get("was")) != (source, to):
-            files.append(RECORD)
-    mark = model.mark if "config.json" in found.others else None
+        files += [Record.file] * bool(listed)
+    left = left_apart(model, plan, known(found), to)
+    # A key states one pairing for all layers.
+    mark = model.mark if "config.json" in found.others and not left else None
     weights = sum(path.stat().st_size for path in found.files)
     disk = weights + sum((found.home / name).stat().st_size for name in found.others)
     notes = []
     if mark is None and model.native != interleaved:
         other = "neighbours" if interleaved else "channel i with i + rotary_dim / 2"
-        call = f"RopeSpec(…, interleaved={interleaved})"
-        if {*NAMES} & {*found.others}:
-            call = f'RopeSpec.from_config("{target}", interleaved={interleaved})'
         lacks = "the result has no config.json to state the pairing"
         if model.mark is None:
             lacks = f"no key of {model.name} states the pairing"
-        notes.append(f"{lacks}: rotate the result by {call}, which pairs {other}")
+        if left:
+            lacks = f"projections under other prefixes stay {source} ({shown(sorted(left), 1)})"
+        call = _call(found, target, model, interleaved)
+        whole = f"{section_of(model)} of the result" if model.at else "the result"
+        what = "those that changed" if left else whole
+        notes.append(f"{lacks}: rotate {what} by {call}, which pairs {other}")
     if plan.still:
         notes.append(f"layers without RoPE stay as they are: {', '.join(map(str, plan.still))}")
     return Conversion(
@@ -235,27 +267,41 @@ def _conversion(
     )
 
 
+def _call(found: Checkpoint, target: Path, model: Model, interleaved: bool) -> str:
+    """The call that makes the spec of the converted tensors from the configuration that was read."""
+    config, pairing = model.stated.config, f"interleaved={interleaved}"
+    if model.at is None or (config is None and not {*NAMES} & {*found.others}):
+        return f"RopeSpec(…, {pairing})"
+    where = "config"
+    if config is None or isinstance(config, str | os.PathLike):
+        where = f'"{target if config is None else os.fspath(config)}"'
+    section = [f"section={'.'.join(model.at)!r}"] * bool(model.at)
+    return f"RopeSpec.from_config({', '.join([where, *section, pairing, *model.more])})"
+
+
 # --- the result -----------------------------------------------------------------------------------
 
 
 def _copy(
-    found: Checkpoint, made: Conversion, result: Path, report: Report, share: float
+    found: Checkpoint,
+    made: Conversion,
+    stored: Mapping[Path, list[dict[str, Any]]],
+    result: Path,
+    report: Report,
+    share: float,
 ) -> dict[str, Entry]:
-    """Copy the files, with the new record in those that carry one; return the tensors of the copy by name."""
+    """Copy the files, with the records to store in those of weights; return the tensors of the copy by name."""
     done = 0
     copies: dict[str, Entry] = {}
     pairs = dict.fromkeys(found.files, result)
     if found.folder is not None:
-        pairs = {found.folder / name: result / name for name in made.files if name != RECORD}
+        pairs = {found.folder / name: result / name for name in made.files if name != Record.file}
     for source, target in pairs.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(source, "rb") as reading, open(target, "xb") as writing:
-            had = found.files.get(source)
-            if had is not None or (source in found.files and found.folder is None):
+            if stored.get(source) or found.files.get(source):
                 header = reading.read(int.from_bytes(reading.read(8), "little"))
-                # The way back takes the record away.
-                record: Pairings | None = (made.to, made.source)
-                header = header_with(header, None if had and had[1] == made.to else record)
+                header = header_with(header, stored[source])
                 writing.write(len(header).to_bytes(8, "little") + header)
             while part := reading.read(_BUFFER):
                 writing.write(part)
@@ -300,24 +346,17 @@ def source_row(row: int, width: int, interleaved: bool) -> int:
 
 
 def _mark(
-    folder: Path, made: Conversion, model: Model, interleaved: bool, proof: Verified | None
+    folder: Path, made: Conversion, model: Model, interleaved: bool, listed: list[dict[str, Any]]
 ) -> None:
     """State the pairing in the configuration, if its family's code reads it there, and in a record."""
     if made.marked is not None:
         path = folder / "config.json"
-        text = marked(path.read_bytes().decode(), model.at, made.marked, interleaved)
+        text = marked(path.read_bytes().decode(), model.at or (), made.marked, interleaved)
         path.write_bytes(text.encode())
-    if RECORD in made.files:
-        record = {
-            "pairing": made.to,
-            "was": made.source,
-            "by": f"tightrope {__version__}",
-            "model": made.model,
-            "files": made.files,
-            "changed": made.changed,
-            "verified": None if proof is None else vars(proof),
-        }
-        (folder / RECORD).write_bytes(f"{json.dumps(record, indent=2)}\n".encode())
+    if Record.file in made.files:
+        by = f"tightrope {__version__}"
+        record = {"by": by, "files": made.files, "conversions": listed}
+        (folder / Record.file).write_bytes(f"{json.dumps(record, indent=2)}\n".encode())
 
 
 def marked(text: str, at: tuple[str, ...], key: str, interleaved: bool) -> str:

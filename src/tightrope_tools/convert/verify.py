@@ -74,7 +74,11 @@ def verify(
         ):
             continue
         plain = RopeSpec(
-            spec.head_dim, 10000.0, spec.rotary_dim, spec.start, interleaved=not interleaved
+            spec.head_dim,
+            base=10000.0,
+            rotary_dim=spec.rotary_dim,
+            start=spec.start,
+            interleaved=not interleaved,
         )
         if indexer:
             plain = replace(plain, head_dim=model.size("index_head_dim") or spec.head_dim, start=0)

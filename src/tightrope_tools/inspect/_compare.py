@@ -118,7 +118,7 @@ def compare(one: Inspection, other: Inspection) -> Comparison:
 
     >>> from tightrope import RopeSpec
     >>> from .report import inspect
-    >>> made = compare(inspect(RopeSpec(64), context=4096), inspect(RopeSpec(64, 5e5), context=4096))
+    >>> made = compare(inspect(RopeSpec(64), context=4096), inspect(RopeSpec(64, base=5e5), context=4096))
     >>> made.alike, made.parts[0].disagreement.lost
     (False, 8)
     """
@@ -145,6 +145,10 @@ def _parts(one: PartReport, other: PartReport) -> PartComparison:
     mine, theirs = (part.spec.frequencies(context).exact for part in (one, other))
     apart = _disagreement(mine, theirs, context) if len(mine) == len(theirs) else None
     why = list(_unlike(one.spec, other.spec, context))
+    factors = [each.softmax_scaling for each in (one, other)]
+    if factors[0] != factors[1]:
+        a, b = ("unknown" if each is None else f"{each:.6g}" for each in factors)
+        why.append(f"the factors on the softmax scale are {a} in one and {b} in the other")
     if apart is not None and mine != theirs:
         count = sum(x != y for x, y in zip(mine, theirs, strict=True))
         why.append(f"{count} of {len(mine)} pairs have different frequencies")
@@ -165,11 +169,6 @@ def _unlike(a: RopeSpec, b: RopeSpec, context: int) -> Iterator[str]:
     scales = [spec.attention_scaling(context) for spec in (a, b)]
     if scales[0] != scales[1]:
         yield f"rotated channels are scaled by {scales[0]:.6g} in one and {scales[1]:.6g} in the other"
-    if a.softmax_scaling != b.softmax_scaling:
-        yield (
-            f"the softmax scale is multiplied by {a.softmax_scaling:.6g} in one and "
-            f"{b.softmax_scaling:.6g} in the other"
-        )
 
 
 def _fields(one: PartReport, other: PartReport) -> Iterator[Difference]:

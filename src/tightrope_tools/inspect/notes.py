@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -250,13 +251,26 @@ def rounded(length: int) -> int:
 
 
 def _elsewhere(part: PartReport) -> _Found:
-    rule, factor = part.spec.scaling, part.spec.softmax_scaling
+    rule, factor = part.spec.scaling, part.softmax_scaling
     if rule is not None and rule.by_length:
         text = (
             f"Beyond {rule.original_max_position:,} positions the frequencies depend on the length of "
             "the sequence, so keys cached under another length must be rotated anew (rerotate)."
         )
         yield "by-length", text
-    if factor != 1.0:
+    if isinstance(rule, YaRN) and factor is None:
+        factor = dataclasses.replace(rule, scales_softmax=True).softmax_scaling
+        text = (
+            f"DeepSeek's attention multiplies its softmax scale by {factor:.6g} for mscale_all_dim, and others do not; "
+            "what the attention of this model does is not known. It is not part of the rotation."
+        )
+        yield "softmax", text
+    elif factor != 1.0:
         text = f"The model multiplies its softmax scale by {factor:.6g}; that is not part of the rotation."
         yield "softmax", text
+    if part.part.temperature is not None:
+        text = (
+            f"{part.part.temperature} is a temperature of the attention: code that reads it multiplies queries by a "
+            "factor that grows with their position. It is not part of the rotation."
+        )
+        yield "temperature", text

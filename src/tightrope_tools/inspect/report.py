@@ -8,6 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tightrope._errors import bad_value, integer, public
 from tightrope.spec import RopeSpec
 
@@ -32,7 +34,8 @@ class PartReport:
         trained: the scaling rule's original length, else the stated context, else ``context``.
         pairs: all pairs of channels.
         attention_scaling: factor on the rotated channels at the length ``context``.
-        softmax_scaling: factor on the model's softmax scale, apart from the rotation.
+        softmax_scaling: factor on the model's softmax scale, apart from the rotation; None if it is not known whether
+            its attention has one.
         exactness: errors of cosines and sines, for several ways to compute angles.
         notes: notes, warnings first.
     """
@@ -43,7 +46,7 @@ class PartReport:
     trained: int | None
     pairs: tuple[PairRow, ...]
     attention_scaling: float
-    softmax_scaling: float
+    softmax_scaling: float | None
     exactness: Exactness
     notes: tuple[Note, ...] = ()
 
@@ -128,14 +131,15 @@ def inspect(  # noqa: PLR0913  (one argument for each option)
     rotary_dim: int | None = None,
     start: int | None = None,
     rope_layers: str | Collection[str] | None = None,
+    inv_freq: torch.Tensor | None = None,
 ) -> Inspection:
     """Inspect a model's rotary embedding.
 
     Args:
-        config: any input of :meth:`tightrope.RopeSpec.from_config` (a mapping, an object, the path
-            of a JSON or GGUF file, or of a folder), the JSON of a spec, or a spec.
+        config: any input of :meth:`tightrope.RopeSpec.from_config` (a mapping, an object, a model, the
+            path of a JSON or GGUF file, or of a folder), the JSON of a spec, or a spec.
         context: the context length; by default that of the configuration.
-        layer_type, section, strict, interleaved, rotary_dim, start, rope_layers: as in
+        layer_type, section, strict, interleaved, rotary_dim, start, rope_layers, inv_freq: as in
             :meth:`tightrope.RopeSpec.from_config`; without a section, every section that rotates is read.
 
     Raises:
@@ -162,6 +166,7 @@ def inspect(  # noqa: PLR0913  (one argument for each option)
         rotary_dim=rotary_dim,
         start=start,
         rope_layers=rope_layers,
+        inv_freq=inv_freq,
     )
     return Inspection(
         name,
@@ -182,7 +187,7 @@ def _report(part: Part, spec: RopeSpec, context: int | None) -> PartReport:
         trained,
         pairs_of(spec, length, trained),
         spec.attention_scaling(length),
-        spec.softmax_scaling,
+        None if getattr(spec.scaling, "scales_softmax", True) is None else spec.softmax_scaling,
         exactness_of(spec, {*_LENGTHS, length or _LENGTHS[0]}, length),
     )
     return dataclasses.replace(made, notes=notes_on(made))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,7 +13,7 @@ from tightrope.config import LayerSpecs, Provenance, files
 from tightrope.frequencies import Rule
 from tightrope.spec import RopeSpec
 
-from ..convert.model import pairing_beside, pairing_name
+from ..convert.record import known_at, whence
 from .stored import Stored, shared_out, stored_in
 
 
@@ -38,6 +37,7 @@ class Part:
         layers: the number of layers of this type, if the configuration lists them.
         why_not: why there is no spec.
         at: the numbers of these layers, if the configuration lists them.
+        temperature: the key of a factor on queries that grows with the position, if the configuration has one.
         stored: the buffers of frequencies of these layers in the checkpoint beside the configuration.
     """
 
@@ -48,6 +48,7 @@ class Part:
     layers: int | None = None
     why_not: str | None = None
     at: tuple[int, ...] = ()
+    temperature: str | None = None
     stored: tuple[Stored, ...] = ()
 
 
@@ -64,14 +65,14 @@ def read(
         config: a spec, any input of :meth:`tightrope.RopeSpec.from_config`, or the JSON of
             :meth:`tightrope.RopeSpec.to_dict`, as a mapping or in a file. If the configuration
             lies in a folder that `tightrope convert` wrote, and ``interleaved`` is None, the
-            pairing is read from the conversion record.
+            pairing of each section that was converted is read from the record.
         section, interleaved, stated: as in :meth:`tightrope.RopeSpec.from_config`. Without a section,
             every part that rotates is read.
 
     Raises:
         OSError, ValueError, TypeError: as in :meth:`tightrope.RopeSpec.from_config`.
     """
-    name, record = type(config).__name__, None
+    name, records = type(config).__name__, list[files.Record]()
     stored: list[Stored] = []
     if isinstance(config, RopeSpec):
         return name, "a RopeSpec", [_of_spec(config, "given")]
@@ -81,22 +82,13 @@ def read(
         if path.is_dir() or path.name in files.NAMES:
             folder = path if path.is_dir() else path.parent
             stored = stored_in(folder)
-            record = pairing_beside(folder) if interleaved is None else None
+            records = known_at(folder) if interleaved is None else []
     saved = isinstance(config, Mapping) and {"version", "head_dim"} <= config.keys()
     if saved and "model_type" not in config:  # type: ignore[operator]
         spec = RopeSpec.from_dict(config)  # type: ignore[arg-type]
         return name, "RopeSpec JSON", [_of_spec(spec, "the file")]
     sections = reader.sections(config)
     several = section is None and len(sections) > 1
-    if record is not None and several:
-        warnings.warn(
-            f"{record[1]} states that the weights are {pairing_name(record[0])}, but not which of "
-            f"{', '.join(one or 'the outer level' for one in sections)} it means: give the section",
-            UserWarning,
-            stacklevel=3,
-        )
-    elif record is not None:
-        interleaved = record[0]
     forms: list[str] = []
     found: list[Part] = []
     for one in sections if section is None else [section]:
@@ -104,16 +96,16 @@ def read(
         label = one or "outer level" * several
         chosen = one or section if only else one  # the only part, also if it is not the text
         try:
-            provenance = reader.provenance(
-                config, section=chosen, interleaved=interleaved, **stated
-            )
+            record = reader.recorded(config, one, records)
+            pairing = interleaved if record is None else record.interleaved
+            provenance = reader.provenance(config, section=chosen, interleaved=pairing, **stated)
         except (ValueError, TypeError) as error:
             if not several:
                 raise
             found.append(Part(label, None, why_not=str(error)))
         else:
             forms.append(provenance.name)
-            found += _parts_of(provenance, label, None if several else record)
+            found += _parts_of(provenance, label, record)
     if not forms:
         raise ValueError(found[0].why_not)
     return name, ", ".join(forms), shared_out(stored, found)
@@ -135,9 +127,7 @@ def _of_spec(spec: RopeSpec, source: str) -> Part:
     return Part("", spec, tuple(rows))
 
 
-def _parts_of(
-    provenance: Provenance, section: str, record: tuple[bool, str] | None
-) -> Iterator[Part]:
+def _parts_of(provenance: Provenance, section: str, record: files.Record | None) -> Iterator[Part]:
     """Yield the parts of a section; a conversion record is the source of their pairing."""
     specs: Mapping[Any, RopeSpec | None]
     specs, layers = {None: provenance.spec}, None  # type: ignore[dict-item]
@@ -154,6 +144,8 @@ def _parts_of(
         rows = [Field(*row[1:]) for row in provenance.rows if layer in (None, row.layer)]
         if record is not None:
             rows = [
-                row._replace(source=record[1]) if row.name == "interleaved" else row for row in rows
+                row._replace(source=whence(record)) if row.name == "interleaved" else row
+                for row in rows
             ]
-        yield Part(name, spec, tuple(rows), provenance.context, count, at=at)
+        more = {"at": at, "temperature": provenance.temperature}
+        yield Part(name, spec, tuple(rows), provenance.context, count, **more)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tightrope.forms import Form
+from tightrope_tools.forms import Form
 
 Function = Callable[..., Any]
 

@@ -1,71 +1,64 @@
-"""Small random models of the common transformers families, whose outputs depend on the rotation."""
+"""Small random models of families of transformers, whose outputs depend on the rotation."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    ModernBertForMaskedLM,
-    PreTrainedModel,
-    Qwen2VLForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tests.support.tolerances import value
 
-VOCABULARY, TOKENS = 96, 12
-TEXT = {
+VOCABULARY, TOKENS, DIM = 96, 12, 16
+TEXT: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": VOCABULARY,
-    "head_dim": 16,
-    "pad_token_id": 0,
+    "head_dim": DIM,
     "max_position_embeddings": 256,
-}
-_VISION = {
-    "depth": 2,
-    "embed_dim": 32,
-    "num_heads": 2,
-    "hidden_size": 64,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 _PLAIN = {k: v for k, v in TEXT.items() if k not in ("num_key_value_heads", "head_dim")}
-IMAGE, START, END = 90, 91, 92
+DEFAULT: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
+MROPE: dict[str, Any] = {**DEFAULT, "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+#: Beyond 32 tokens the long factors count.
+LONGROPE: dict[str, Any] = {
+    **DEFAULT,
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 32,
+    "factor": 8.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0 + pair for pair in range(8)],
+}
+YARN: dict[str, Any] = {
+    **DEFAULT,
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
+DYNAMIC: dict[str, Any] = {**DEFAULT, "rope_type": "dynamic", "factor": 4.0}
 
-#: family -> model_type and settings.
+#: Family -> model_type and settings.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", TEXT),
-    "Mistral": ("mistral", {**TEXT, "sliding_window": 6}),
-    "Qwen2": ("qwen2", TEXT),
-    "Qwen3": ("qwen3", TEXT),
+    "Phi-3": (
+        "phi3",
+        {**TEXT, "rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+    ),
+    "GPT-NeoX": (
+        "gpt_neox",
+        {**_PLAIN, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}},
+    ),
+    "GPT-J": ("gptj", {**_PLAIN, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}),
     "Gemma 3": (
         "gemma3_text",
         {**TEXT, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
     ),
-    "Phi-3": ("phi3", TEXT),
-    "GPT-NeoX": ("gpt_neox", _PLAIN),
-    "GPT-J": (
-        "gptj",
-        {
-            "n_embd": 64,
-            "n_layer": 2,
-            "n_head": 4,
-            "rotary_dim": 8,
-            "vocab_size": VOCABULARY,
-            "n_positions": 256,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    ),
-    "Cohere": ("cohere", TEXT),
     "DeepSeek-V3": (
         "deepseek_v3",
         {
@@ -74,7 +67,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 32,
             "q_lora_rank": 24,
             "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
+            "qk_rope_head_dim": DIM,
             "qk_nope_head_dim": 8,
             "v_head_dim": 16,
             "n_routed_experts": 4,
@@ -85,44 +78,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_interleave": True,
         },
     ),
-    "Qwen2-VL": (
-        "qwen2_vl",
-        {
-            "text_config": {
-                **TEXT,
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 1e6,
-                    "mrope_section": [2, 3, 3],
-                },
-            },
-            "vision_config": _VISION,
-            "image_token_id": IMAGE,
-            "vision_start_token_id": START,
-            "vision_end_token_id": END,
-            "video_token_id": 93,
-        },
+    "Llama 4": (
+        "llama4_text",
+        {**TEXT, "num_local_experts": 2, "intermediate_size_mlp": 96, "attention_chunk_size": 64},
     ),
-    "ModernBERT": (
-        "modernbert",
-        {
-            **_PLAIN,
-            "local_attention": 6,
-            "cls_token_id": 1,
-            "sep_token_id": 2,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    ),
-}
-
-_CLASSES: dict[str, Any] = {
-    "ModernBERT": ModernBertForMaskedLM,
-    "Qwen2-VL": Qwen2VLForConditionalGeneration,
+    "Qwen2.5-VL": ("qwen2_5_vl_text", {**TEXT, "rope_parameters": MROPE}),
 }
 
 
-def small_model(family: str, **settings: Any) -> PreTrainedModel:
+def small_model(family: str, **settings: Any) -> Any:
     """Make a model in eval mode.
 
     Its weights keep the variance of activations, so that attention scores depend on angles.
@@ -130,11 +94,8 @@ def small_model(family: str, **settings: Any) -> PreTrainedModel:
     model_type, own = FAMILIES[family]
     config = AutoConfig.for_model(model_type, **{**own, **settings})
     torch.manual_seed(0)
-    maker = _CLASSES.get(family)
-    if maker is None:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    else:
-        model = maker._from_config(config, attn_implementation="eager")
+    maker: Any = AutoModel if family == "Qwen2.5-VL" else AutoModelForCausalLM
+    model = maker.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
@@ -142,40 +103,27 @@ def small_model(family: str, **settings: Any) -> PreTrainedModel:
     return model.eval()
 
 
-def small_inputs(family: str) -> dict[str, torch.Tensor]:
-    """Make two rows of tokens; for Qwen2-VL with an image, whose tokens' coordinates differ."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(5, 80, (2, TOKENS), generator=generator)
-    if family != "Qwen2-VL":
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    kinds = torch.zeros_like(ids)
-    picture = torch.tensor([START, *[IMAGE] * 6, END])
-    ids[:, 2:10] = picture
-    kinds[:, 3:9] = 1
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "mm_token_type_ids": kinds,
-        "pixel_values": torch.randn(2 * 24, 3 * 2 * 4 * 4, generator=generator),
-        "image_grid_thw": torch.tensor([[1, 4, 6]] * 2),
-    }
+def small_inputs(tokens: int = TOKENS) -> dict[str, torch.Tensor]:
+    """Make two rows of tokens."""
+    ids = torch.randint(5, 80, (2, tokens), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def outputs(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the logits."""
-    logits: torch.Tensor = model(**inputs).logits
-    return logits
+def outputs(model: Any, inputs: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    """Return the logits, or the hidden states of a model without a head."""
+    found: torch.Tensor = model(**(inputs or small_inputs()))[0]
+    return found
 
 
 def gradients(
-    model: torch.nn.Module, inputs: dict[str, torch.Tensor]
+    model: Any, inputs: dict[str, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the logits and the gradients of a loss that depends on every logit."""
+    """Return the outputs, and the gradients of a loss that depends on all of them."""
     model.zero_grad()
-    logits = outputs(model, inputs)
-    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
-    (logits * weights).mean().backward()
-    return logits.detach(), {
+    found = outputs(model, inputs)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
+    (found * weights).mean().backward()
+    return found.detach(), {
         name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
     }
 
@@ -197,10 +145,3 @@ def assert_equal_runs(
     assert got[1].keys() == want[1].keys()
     for name, gradient in want[1].items():
         assert torch.equal(got[1][name], gradient), name
-
-
-def assert_calls_operator(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        with torch.no_grad():
-            outputs(model, given)
-    assert any(event.key == "tightrope::rotate" for event in profile.key_averages())

@@ -70,7 +70,7 @@ def test_without_its_fault_nothing_is_found(name: str) -> None:
 @pytest.mark.parametrize("is_declared", [False, True])
 def test_rounded_angles_of_scaled_frequencies(dtype: torch.dtype, is_declared: bool) -> None:
     """Rounded angles show each frequency to few digits; those of many positions together show the rule."""
-    spec = RopeSpec(64, 500_000.0, scaling=Llama3(8.0, 1.0, 4.0, 8192))
+    spec = RopeSpec(64, base=500_000.0, scaling=Llama3(8.0, 1.0, 4.0, 8192))
     rope = planted.by_rates(spec.frequencies().inv_freq.float(), a_type=dtype)
     report = named(audit(rope, spec=spec if is_declared else None, longest=4096), "angle-dtype")
     assert "Llama 3 scaling by 8" in report.facts["frequencies"]
@@ -81,13 +81,13 @@ SLOW = 1 / (1 + torch.arange(32.0)) ** 2  # no known rule
 JUMPS: dict[str, tuple[Callable[[], Fn], str, str]] = {
     "decoding": (lambda: planted.decoding(1, -1), "offset 1", "-1"),
     "decoding ahead": (lambda: planted.decoding(300, 2), "offset 300", "+2"),
-    "from 1": (lambda: planted.jumping(1, -1), "position 1", "-1"),
+    "from 7": (lambda: planted.jumping(7, -1), "position 7", "-1"),
     "from 2": (lambda: planted.jumping(2, 1), "position 2", "+1"),
     "far": (lambda: planted.jumping(300_000, 1), "position 300,000", "+1"),
     "by many": (lambda: planted.jumping(1, -90), "position 1", "-90"),
     "unknown frequencies": (
-        lambda: planted.by_rates(SLOW, where=lambda p: p - (p > 0).int()),
-        "position 1",
+        lambda: planted.by_rates(SLOW, where=lambda p: p - (p > 6).int()),
+        "position 7",
         "-1",
     ),
     "unknown frequencies, far": (
@@ -121,7 +121,7 @@ def test_an_offset_of_all_positions(shift: int) -> None:
 
 
 def half_rotary(base: float, scaling: Any = None) -> Fn:
-    spec = RopeSpec(64, base, scaling=scaling)
+    spec = RopeSpec(64, base=base, scaling=scaling)
     return lambda x, positions: functional.rotate(x, spec, positions)
 
 
@@ -184,7 +184,8 @@ def identified(omegas: list[float], head_dim: int = 64) -> Any:
 
 
 @pytest.mark.parametrize(
-    "spec", [RopeSpec(64, 1e4, scaling=Linear(3.0)), RopeSpec(128, 5e5), RopeSpec(32, 1e6)]
+    "spec",
+    [RopeSpec(64, base=1e4, scaling=Linear(3.0)), RopeSpec(128, base=5e5), RopeSpec(32, base=1e6)],
 )
 def test_frequencies_name_their_rule(spec: RopeSpec) -> None:
     found = identified(spec.frequencies().inv_freq.float().tolist(), spec.head_dim)
@@ -360,12 +361,11 @@ def cut(dim: int) -> planted.Fn:
 def test_what_tables_of_the_caller_leave_unchecked_is_a_note(
     fields: dict[str, Any], what: str
 ) -> None:
-    report = audit(cut(16), spec=RopeSpec(32, 5e5, rotary_dim=16, **fields), **ONLY_FLOAT32)
-    (note,) = named(report).findings
-    assert (note.code, note.severity) == ("frequencies-unchecked", "note")
+    report = audit(cut(16), spec=RopeSpec(32, base=5e5, rotary_dim=16, **fields), **ONLY_FLOAT32)
+    note = notes_of(named(report))["frequencies-unchecked"]
     wanted = "The caller provides cosines and sines, so the audit did not check the declared "
     assert note.sentence == f"{wanted}{what}."
-    assert note.mend == "audit a function of (x, positions) that makes them"
+    assert note.mend == "audit it together with the function that makes them: partner=, or --with"
     outcomes = {check.name: check.outcome for check in report.checks}
     assert outcomes["frequencies are as declared"] == "skipped: the caller provides them"
 
@@ -380,7 +380,8 @@ def test_a_factor_in_the_function_is_that_of_the_declared_scaling() -> None:
 
 
 def test_without_a_declaration_nothing_is_left_unchecked() -> None:
-    assert audit(cut(32), head_dim=32, **ONLY_FLOAT32).findings == ()
+    report = audit(cut(32), head_dim=32, **ONLY_FLOAT32)
+    assert [each.code for each in report.findings] == ["partner-unseen"]
 
 
 def test_frequencies_that_were_checked_have_no_note() -> None:
@@ -477,7 +478,7 @@ def test_the_mend_of_a_denominator_rotates_as_meant(name: str) -> None:
 
 @pytest.mark.parametrize("layout, function", [("bshd", bshd), ("sbhd", sbhd)])
 def test_a_mend_has_the_layout_of_the_function(layout: str, function: Fn) -> None:
-    spec = RopeSpec(64, 5e5)
+    spec = RopeSpec(64, base=5e5)
     report = named(audit(function, spec=spec, **QUICK), "base")
     named(audit(of_the_mend(report.findings[0].mend), spec=spec, layout=layout, **QUICK))
 

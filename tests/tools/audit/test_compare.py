@@ -13,9 +13,9 @@ import torch
 
 from tests.support.command import call
 from tests.support.planted_faults import named, turn
+from tests.support.records import conversion, write_record
 from tightrope import Axes, RopeSpec, functional
-from tightrope.config.files import RECORD
-from tightrope.frequencies import Linear, Llama3, YaRN
+from tightrope.frequencies import DynamicNTK, Linear, Llama3, YaRN
 from tightrope_tools.audit import Comparison, compare
 from tightrope_tools.command import main
 
@@ -286,7 +286,7 @@ SCALED: dict[str, tuple[RopeSpec, RopeSpec, str]] = {
         *(RopeSpec(DIM, scaling=Linear(8.0)), RopeSpec(DIM, scaling=Linear(4.0))),
         "Frequencies are scaled by different rules.",
     ),
-    "base": (RopeSpec(DIM), RopeSpec(DIM, 5e5), "The bases of the frequencies differ."),
+    "base": (RopeSpec(DIM), RopeSpec(DIM, base=5e5), "The bases of the frequencies differ."),
 }
 
 
@@ -386,6 +386,14 @@ def test_yarn_of_litgpt_differs_from_that_of_transformers() -> None:
     named(compare("stack:vllm-native", "stack:transformers", spec=spec))
 
 
+def test_a_stack_that_goes_by_a_length_of_its_server_is_refused() -> None:
+    spec = RopeSpec(DIM, scaling=DynamicNTK(2.0, 1024))
+    with pytest.raises(
+        ValueError, match=r"goes by a length that an audit does not know: .*max_model_len"
+    ):
+        compare("stack:vllm", "stack:transformers", spec=spec)
+
+
 def test_linear_scaling_of_positions_differs_in_last_bits() -> None:
     """vLLM divides positions, transformers frequencies: the same but for roundings."""
     spec = RopeSpec(DIM, scaling=Linear(3.0))
@@ -402,9 +410,8 @@ def test_models_and_configurations(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text(json.dumps(config | {"rope_theta": 5e5}))
     named(compare(str(tmp_path), str(other)), "frequencies")
-    record = tmp_path / RECORD
     for pairing, codes in (("half", ()), ("interleaved", ("record",))):
-        record.write_text(json.dumps({"pairing": pairing}))
+        write_record(tmp_path, conversion(pairing))
         named(compare(str(tmp_path), "stack:transformers"), *codes)
         named(compare("stack:transformers", str(tmp_path)), *codes)
 

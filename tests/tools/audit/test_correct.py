@@ -181,7 +181,7 @@ def test_assert_rope() -> None:
 
     assert_rope(ours, SPEC)
     with pytest.raises(AssertionError, match=r"ERROR base: The base is 10000; 500000 was declared"):
-        assert_rope(ours, RopeSpec(64, 5e5))
+        assert_rope(ours, RopeSpec(64, base=5e5))
 
 
 # --- what a review found ------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ import torch
 
 from tests.support.models.forms import NEW, Function, along, by_one_table, by_rows
 from tests.support.planted_faults import named
-from tightrope.forms import FORMS
 from tightrope.integrations.transformers import recognise
 from tightrope_tools.audit import audit
-from tightrope_tools.audit._call import parse
+from tightrope_tools.audit._search import parse
+from tightrope_tools.forms import FORMS
 
 OPTIONS: dict[str, Any] = {"dtypes": [torch.float32], "longest": 2048}
 

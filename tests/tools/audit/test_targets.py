@@ -15,8 +15,8 @@ import transformers
 
 from tests.support import planted_faults as planted
 from tests.support.planted_faults import named
+from tests.support.records import conversion, write_record
 from tightrope import Axes, RopeSpec, patch
-from tightrope.config.files import RECORD
 from tightrope_tools.audit import audit
 from tightrope_tools.audit._targets import from_model
 
@@ -153,9 +153,8 @@ def test_a_config_file(tmp_path: Path) -> None:
 
 def test_a_conversion_record_that_contradicts_the_code(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "head_dim": 64}))
-    record = tmp_path / RECORD
     for pairing, codes in (("half", ()), ("interleaved", ("record",))):
-        record.write_text(json.dumps({"pairing": pairing}))
+        write_record(tmp_path, conversion(pairing))
         report = named(audit(str(tmp_path), **ONLY_FLOAT32, longest=4096), *codes)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     named(audit(config, **ONLY_FLOAT32, longest=4096), "record")
@@ -191,7 +190,7 @@ def test_an_apply_function_that_is_a_module(one: bool, monkeypatch: pytest.Monke
 
 def test_a_config_that_the_library_reads_otherwise() -> None:
     # The config has base 10000: the intended rotation is the spec, not the config.
-    report = named(audit(transformers.LlamaConfig(), spec=RopeSpec(128, 500_000.0)), "base")
+    report = named(audit(transformers.LlamaConfig(), spec=RopeSpec(128, base=500_000.0)), "base")
     assert report.findings[0].sentence == "The base is 10000; 500000 was declared."
 
 

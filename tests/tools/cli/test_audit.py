@@ -94,7 +94,9 @@ def test_findings_are_1() -> None:
     ],
 )
 def test_the_declared_rotation(options: str, codes: tuple[str, ...], folder: Path) -> None:
-    (folder / "spec.json").write_text(json.dumps(RopeSpec(64, 2e4).to_dict()), encoding="utf-8")
+    (folder / "spec.json").write_text(
+        json.dumps(RopeSpec(64, base=2e4).to_dict()), encoding="utf-8"
+    )
     config = {"model_type": "llama", "head_dim": 64, "rope_theta": 3e4}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     code, report = in_json("audited_rope:good", *QUICK, *options.split())
@@ -252,3 +254,30 @@ def test_it_fits_the_terminal(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     for words in ("[red]no markup[/red]", "1 error, 1 note; 1 check passed.", "4,096"):
         assert words in text
+
+
+PAIR = """
+import torch
+from tests.support.planted_faults import inv_freq, turn
+
+def tables(positions):
+    angle = positions[..., None] * inv_freq()
+    return angle.sin(), angle.cos()
+
+def apply(x, cos, sin):
+    return turn(x.float(), cos[:, None], sin[:, None]).to(x.dtype)
+"""
+
+
+def test_a_function_with_its_partner(folder: Path) -> None:
+    (folder / "audited_pair.py").write_text(PAIR, encoding="utf-8")
+    sys.modules.pop("audited_pair", None)
+    code, report = in_json("audited_pair:apply", *QUICK)
+    assert (code, [each.code for each in report.findings]) == (0, ["partner-unseen"])
+    code, report = in_json("audited_pair:apply", "--with", "audited_pair:tables", *QUICK)
+    assert (code, report.codes) == (1, ("swapped-tables",))
+    code, _, err = audit(
+        "audited_pair:apply", "--with", "audited_pair:tables", "--against", "llama"
+    )
+    assert code == 2
+    assert "--against compares two targets, so it takes no --with" in " ".join(err.split())

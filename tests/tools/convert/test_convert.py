@@ -566,16 +566,16 @@ def test_a_checkpoint_without_configuration(converted: Run, refused: Run) -> Non
         ({}, "without config.json or params.json, pass --config, or --head-dim and --naming"),
         (
             {"head_dim": 8, "naming": "llama"},
-            "the pairing of the checkpoint must be known, and the command line does not state it",
+            "the number of query heads in model.layers.0.self_attn.q_.* must be known: pass --heads[.]$",
         ),
         (
-            {"source": "half"},
-            "the number of query heads in model.layers.0.self_attn.q_.* must be known: pass --heads[.]$",
+            {"heads": 4},
+            "the pairing of the checkpoint must be known, and the command line does not state it",
         ),
     ):
         known |= more
         refused(text, llama_tensors(), None, stated=Stated(**known))
-    done, _ = converted(llama_tensors(), None, stated=Stated(**known, heads=4))
+    done, _ = converted(llama_tensors(), None, stated=Stated(**known, source="half"))
     assert len(done.changed) == 12
 
 

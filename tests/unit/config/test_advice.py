@@ -76,14 +76,14 @@ def test_a_key_that_gives_a_base_is_never_ignored(key: str, strict: bool) -> Non
     config = llama(**{key: 1e4})
     refused(config, f"{BASES} {key}; {BY_HAND}.", strict=strict)
     own, others = (made_by(call, config) for call in calls_in(str(outcome(config, strict=strict))))
-    assert (own, others) == (RopeSpec(128), RopeSpec(128, 5e5))
+    assert (own, others) == (RopeSpec(128), RopeSpec(128, base=5e5))
 
 
 def test_a_base_in_a_section_of_an_unknown_name_is_never_ignored() -> None:
     config = llama(positions={"rope_theta": 1e4})
     refused(config, f"{BASES} positions; {BY_HAND}.", strict=False)
     (call,) = calls_in(str(outcome(config)))  # which layers have that base is not known
-    assert made_by(call, config) == RopeSpec(128, 5e5)
+    assert made_by(call, config) == RopeSpec(128, base=5e5)
 
 
 def test_values_that_advice_cannot_choose_are_refused_without() -> None:

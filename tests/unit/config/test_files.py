@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.reading import LLAMA, read, refused
-from tightrope.config import provenance
+from tests.support.records import conversion, write_record
+from tightrope.config import provenance, records_of
 
 
 def test_a_folder_must_have_one_file(tmp_path: Path) -> None:
@@ -40,10 +41,25 @@ def test_a_key_of_a_file_must_have_one_value(tmp_path: Path) -> None:
 # --- the record of a conversion -------------------------------------------------------------------
 
 
-def converted(folder: Path, config: dict[str, Any], record: str) -> Path:
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "rope_theta": 1e4, "num_hidden_layers": 1}
+LLAVA: dict[str, Any] = {
+    "model_type": "llava",
+    "image_token_index": 5,
+    "text_config": {"model_type": "llama", "vocab_size": 8, "intermediate_size": 8, **SIZES},
+    "vision_config": {"model_type": "pixtral", "head_dim": 8, "intermediate_size": 8, **SIZES},
+}
+IN_TEXT = {"section": "text_config", "model": "model_type 'llama'"}
+IN_VISION = {"section": "vision_config", "model": "model_type 'pixtral'"}
+UNPLACED = (
+    "[from_config] interleaved must be given, as tightrope_convert.json states the pairing of "
+    "model.layers.0.self_attn.q_proj.weight and others but not which section of this configuration describes them."
+)
+
+
+def converted(folder: Path, config: dict[str, Any], *conversions: dict[str, Any]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (folder / "tightrope_convert.json").write_text(f'{{"pairing": "{record}"}}', encoding="utf-8")
+    write_record(folder, *conversions)
     return folder
 
 
@@ -51,7 +67,7 @@ def test_a_converted_folder_has_the_pairing_of_its_record(tmp_path: Path) -> Non
     """Otherwise a converted checkpoint would be rotated with the pairing that it had before."""
     from transformers import AutoConfig
 
-    folder = converted(tmp_path / "a", LLAMA, "interleaved")
+    folder = converted(tmp_path / "a", LLAMA, conversion("interleaved"))
     for config in (folder, str(folder), folder / "config.json", AutoConfig.from_pretrained(folder)):
         assert read(config).interleaved
         assert not read(config, interleaved=False).interleaved
@@ -62,16 +78,110 @@ def test_a_converted_folder_has_the_pairing_of_its_record(tmp_path: Path) -> Non
     assert not read(LLAMA).interleaved
 
 
-def test_a_record_of_several_sections_or_no_pairing_is_an_error(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "rope_theta": 1e4}
-    parts = {"text_config": sizes, "vision_config": {"hidden_size": 32, "num_heads": 4}}
-    folder = converted(tmp_path / "a", {"model_type": "qwen2_5_vl", **parts}, "interleaved")
-    text = (
-        "interleaved must be given, as tightrope_convert.json states the pairing of the weights but not which of "
-        "text_config, vision_config it means."
+@pytest.mark.parametrize("record", [IN_TEXT, IN_VISION])
+def test_a_record_settles_nothing_about_other_sections(
+    tmp_path: Path, record: dict[str, str]
+) -> None:
+    folder = converted(tmp_path / "a", LLAVA, conversion("interleaved", **record))
+    text, vision = (
+        read(folder, section=name).interleaved for name in ("text_config", "vision_config")
     )
-    refused(folder, text, section="text_config")
-    folder = converted(tmp_path / "b", LLAMA, "sideways")
-    sentence = "tightrope_convert.json must state 'half' or 'interleaved' but states 'sideways'"
-    with pytest.raises(ValueError, match=sentence):
-        read(folder)
+    assert (text, vision) == (record is IN_TEXT, record is IN_VISION)
+    assert read(folder).interleaved == text
+    write_record(folder, *(conversion("interleaved", **each) for each in (IN_TEXT, IN_VISION)))
+    assert read(folder, section="text_config").interleaved
+    assert read(folder, section="vision_config").interleaved
+
+
+@pytest.mark.parametrize("record", [IN_TEXT, IN_VISION])
+def test_a_part_that_was_loaded_from_the_folder_of_the_whole(
+    tmp_path: Path, record: dict[str, str]
+) -> None:
+    """transformers gives the configuration of a loaded text part the name of the folder."""
+    from transformers import AutoConfig
+
+    folder = converted(tmp_path / "a", LLAVA, conversion("interleaved", **record))
+    whole = AutoConfig.from_pretrained(folder)
+    assert read(whole).interleaved == (record is IN_TEXT)
+    assert [*records_of(whole)] == [record["section"]]
+    for name, inside in (("text_config", IN_TEXT), ("vision_config", IN_VISION)):
+        part = getattr(whole, name)
+        assert not records_of(part)  # it has no name, as long as it is a part
+        part.name_or_path = str(folder)
+        assert read(part).interleaved == (record is inside)
+        assert [*records_of(part)] == [""] * (record is inside)
+
+
+def test_a_part_with_parts_is_found_too(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    inner = {"model_type": "qwen2_5_omni", "thinker_config": {"text_config": {**SIZES}}}
+    config = AutoConfig.for_model(**inner).to_dict()
+    where = {"section": "thinker_config.text_config", "model": "model_type 'qwen2_5_omni_text'"}
+    folder = converted(tmp_path / "a", config, conversion("interleaved", **where))
+    thinker = AutoConfig.from_pretrained(folder).thinker_config
+    thinker.name_or_path = str(folder)
+    assert [*records_of(thinker)] == ["text_config"]
+    thinker.text_config.name_or_path = str(folder)
+    assert [*records_of(thinker.text_config)] == [""]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"section": None, "model": "a checkpoint without configuration"},
+        {"section": "", "model": "model_type 'llama'"},
+        {"section": "text_config", "model": "model_type 'mistral'"},
+        {"section": "gone_config", "model": "model_type 'llama'"},
+    ],
+)
+def test_a_record_of_a_section_that_is_not_known_is_a_question(
+    tmp_path: Path, record: dict[str, Any]
+) -> None:
+    folder = converted(tmp_path / "a", LLAVA, conversion("interleaved", **record))
+    for section in ("text_config", "vision_config", None):
+        refused(folder, UNPLACED.removeprefix("[from_config] "), section=section)
+    assert not read(folder, interleaved=False).interleaved
+
+
+def test_two_parts_of_one_kind_are_a_question(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    part = LLAVA["text_config"]
+    config = {**LLAVA, "vision_config": part}
+    folder = converted(tmp_path / "a", config, conversion("interleaved", **IN_TEXT))
+    inner = AutoConfig.for_model(**part)
+    inner.name_or_path = str(folder)
+    refused(inner, UNPLACED.removeprefix("[from_config] "))
+
+
+def test_a_record_of_a_part_of_a_section_is_a_question(tmp_path: Path) -> None:
+    folder = converted(tmp_path / "a", LLAMA, conversion("interleaved", left=["b"]))
+    text = "interleaved must be given, as tightrope_convert.json states one pairing of {} and the other of {}."
+    name = "model.layers.0.self_attn.q_proj.weight"
+    refused(folder, text.format(name, "b"))
+    write_record(folder, conversion("interleaved", left=["b"]), conversion("half", tensors=["b"]))
+    refused(folder, text.format(name, "b"))
+    write_record(
+        folder, conversion("interleaved", left=["b"]), conversion("interleaved", tensors=["b"])
+    )
+    assert read(folder).interleaved
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"pairing": "half"}',
+        '{"conversions": [{"pairing": "half"}]}',
+        json.dumps({"conversions": [conversion("sideways")]}),
+        json.dumps({"conversions": {"pairing": "half"}}),
+    ],
+)
+def test_an_invalid_record_is_refused(tmp_path: Path, text: str) -> None:
+    folder = converted(tmp_path / "b", LLAMA)
+    (folder / "tightrope_convert.json").write_text(text, encoding="utf-8")
+    refused(
+        folder,
+        "tightrope_convert.json must list conversions, each with its section, pairing and tensors, but does not: remove "
+        "the record and pass the pairing.",
+    )

@@ -70,13 +70,13 @@ LATENT: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", [None, "rope", "yarn"])
 def test_a_dense_dump_of_megatron_has_the_widths_of_latent_attention_too(kind: object) -> None:
-    assert read({**DENSE, "rope_type": kind}) == RopeSpec(128, 5e5)
+    assert read({**DENSE, "rope_type": kind}) == RopeSpec(128, base=5e5)
     narrow = {**DENSE, "rope_type": kind, "kv_channels": 64}  # not the default of qk_head_dim
-    assert read(narrow) == RopeSpec(64, 5e5)
+    assert read(narrow) == RopeSpec(64, base=5e5)
 
 
 def test_latent_attention_of_megatron_is_what_its_switch_says() -> None:
-    assert read(LATENT) == RopeSpec(192, 5e5, 64, 128, interleaved=True)
+    assert read(LATENT) == RopeSpec(192, base=5e5, rotary_dim=64, start=128, interleaved=True)
     yarn = {
         "rope_type": "yarn",
         "rotary_scaling_factor": 40.0,
@@ -84,7 +84,7 @@ def test_latent_attention_of_megatron_is_what_its_switch_says() -> None:
     }
     scaling = YaRN(40, 4096, mscale=1, mscale_all_dim=0)
     assert read({**LATENT, **yarn}) == RopeSpec(
-        192, 5e5, 64, 128, interleaved=True, scaling=scaling
+        192, base=5e5, rotary_dim=64, start=128, interleaved=True, scaling=scaling
     )
 
 
@@ -92,7 +92,7 @@ def test_latent_attention_of_megatron_is_what_its_switch_says() -> None:
 def test_without_its_switch_megatron_is_asked(key: str) -> None:
     unused = ("multi_latent_attention", "qk_pos_emb_head_dim", "kv_lora_rank", "qk_head_dim")
     config = without(DENSE, *unused)
-    assert read(config) == read({**config, key: None}) == RopeSpec(128, 5e5)
+    assert read(config) == read({**config, key: None}) == RopeSpec(128, base=5e5)
     text = (
         f"Megatron's arguments must come with multi_latent_attention, true or false, as they have {key}, which both "
         f"kinds of attention may have."
@@ -117,7 +117,7 @@ def test_llama4s_own_file() -> None:
         "rope_theta": 500000.0,
         "use_scaled_rope": True,
     }
-    rotated = RopeSpec(128, 5e5, interleaved=True, scaling=Llama3(16, 1, 1, 8192))
+    rotated = RopeSpec(128, base=5e5, interleaved=True, scaling=Llama3(16, 1, 1, 8192))
     made = read(params)
     assert made == {"rope": rotated, "no_rope": None}
     assert made.layers is not None
@@ -134,7 +134,7 @@ def test_the_trained_length_of_nomic_is_where_its_scaling_begins() -> None:
         "max_trained_positions": 2048,
         "n_positions": 8192,
     }
-    assert read(nomic) == RopeSpec(64, 1000)
+    assert read(nomic) == RopeSpec(64, base=1000)
     with pytest.raises(ValueError, match="known but got rotary_scaling_factor; "):
         read({**nomic, "rotary_scaling_factor": 2})
     dynamic = {**nomic, "rope_scaling": {"type": "dynamic", "factor": 4.0}}
@@ -222,5 +222,5 @@ def test_the_advice_for_a_part_keeps_what_only_the_code_states(name: str) -> Non
         advice = f"without its model_type, with interleaved={interleaved} and rope_layers='all'"
         assert text.endswith(advice)
         made = read(without(config, "model_type"), **stated)
-        assert made == RopeSpec(128, 1e4, 64, interleaved=interleaved)
+        assert made == RopeSpec(128, base=1e4, rotary_dim=64, interleaved=interleaved)
         assert found == [made]

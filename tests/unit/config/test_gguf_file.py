@@ -34,7 +34,7 @@ def test_metadata_is_read_and_long_lists_are_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["model.gguf", "no.suffix"])
 def test_a_spec_from_a_file(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name)
-    assert RopeSpec.from_config(path) == RopeSpec(128, 5e5, interleaved=True)
+    assert RopeSpec.from_config(path) == RopeSpec(128, base=5e5, interleaved=True)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -43,7 +43,7 @@ def test_divisors_are_in_a_tensor(tmp_path: Path, dtype: type, order: Any) -> No
     divisors = DIVISORS.astype(dtype)
     path = write(tmp_path / "model.gguf", rope_freqs__weight=divisors, order=order)
     spec = RopeSpec.from_config(path)
-    plain = RopeSpec(128, 5e5).frequencies().exact
+    plain = RopeSpec(128, base=5e5).frequencies().exact
     wanted = tuple(float(omega) / float(d) for omega, d in zip(plain, divisors, strict=True))
     assert spec.scaling == Given(wanted)
 

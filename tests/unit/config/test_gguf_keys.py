@@ -84,7 +84,7 @@ def test_no_scaling_may_have_a_factor_of_one(factor: float) -> None:
     """The converter writes it for Hunyuan, whose alpha is in the base."""
     more = {"type": "none", "factor": factor, "original_context_length": 262144}
     config = gguf("hunyuan-dense", **{f"rope__scaling__{key}": each for key, each in more.items()})
-    assert read(config) == RopeSpec(128, 1e6)
+    assert read(config) == RopeSpec(128, base=1e6)
     with pytest.raises(ValueError, match=r"known but got hunyuan-dense\.rope\.scaling\.factor; "):
         read({**config, "hunyuan-dense.rope.scaling.factor": 2.0})
 
@@ -115,28 +115,28 @@ def test_gguf_longrope() -> None:
     short, long = (1.0,) * 48, (2.0,) * 48
     tensors = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
     wanted = LongRoPE(short, long, 4096, attention_factor=1.19)
-    assert read({**phi, **tensors}) == RopeSpec(128, 1e6, 96, scaling=wanted)
+    assert read({**phi, **tensors}) == RopeSpec(128, base=1e6, rotary_dim=96, scaling=wanted)
 
 
 def test_gguf_linear_by_the_absence_of_a_type() -> None:
     for key in ("scaling.factor", "scale_linear"):
         made = read({**GGUF, f"qwen2.rope.{key}": 4.0})
-        assert made == RopeSpec(128, 1e6, scaling=Linear(4))
-    assert read({**GGUF, "qwen2.rope.scaling.factor": 0.0}) == RopeSpec(128, 1e6)
+        assert made == RopeSpec(128, base=1e6, scaling=Linear(4))
+    assert read({**GGUF, "qwen2.rope.scaling.factor": 0.0}) == RopeSpec(128, base=1e6)
 
 
 def test_gguf_without_its_architecture() -> None:
     config = {key: value for key, value in GGUF.items() if key != "general.architecture"}
-    assert read(config) == read(GGUF) == RopeSpec(128, 1e6)
+    assert read(config) == read(GGUF) == RopeSpec(128, base=1e6)
 
 
 def test_gguf_local_layers() -> None:
     linear = {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0}
     gemma = gguf("gemma3", attention__key_length=256, **linear)
-    full = RopeSpec(256, 1e6, scaling=Linear(8))
+    full = RopeSpec(256, base=1e6, scaling=Linear(8))
     assert read(gemma) == {"full_attention": full, "sliding_attention": RopeSpec(256)}
     made = read({**gemma, "gemma3.rope.freq_base_swa": 500.0})
-    assert made == {"full_attention": full, "sliding_attention": RopeSpec(256, 500.0)}
+    assert made == {"full_attention": full, "sliding_attention": RopeSpec(256, base=500.0)}
 
 
 def test_provenance_names_the_users_own_keys() -> None:
@@ -168,7 +168,7 @@ GGUF_YARN = {
     "rope__scaling__factor": 8.0,
     "rope__scaling__original_context_length": 8192,
 }
-HALF, PAIRS = RopeSpec(128, 1e6), RopeSpec(128, 1e6, interleaved=True)
+HALF, PAIRS = RopeSpec(128, base=1e6), RopeSpec(128, base=1e6, interleaved=True)
 SLIDING = {"sliding_attention": HALF, "full_attention": None}
 NUMBERED = {"rope": HALF, "no_rope": None}
 # Facts of llama.cpp's src/models that no file gives.
@@ -184,10 +184,13 @@ LLAMA_CPP: dict[str, tuple[dict[str, Any], Any]] = {
     "muse-glimmer": (gguf("muse-glimmer", **WINDOW), {**SLIDING, "sliding_attention": PAIRS}),
     "olmo2 of OLMo 3": (
         gguf("olmo2", **WINDOW, **GGUF_YARN),
-        {"full_attention": RopeSpec(128, 1e6, scaling=YaRN(8, 8192)), "sliding_attention": HALF},
+        {
+            "full_attention": RopeSpec(128, base=1e6, scaling=YaRN(8, 8192)),
+            "sliding_attention": HALF,
+        },
     ),
     **{
-        arch: (gguf(arch, **GGUF_YARN), RopeSpec(128, 1e6, scaling=YaRN(8, 8192)))
+        arch: (gguf(arch, **GGUF_YARN), RopeSpec(128, base=1e6, scaling=YaRN(8, 8192)))
         for arch in ("mellum", "olmo2")
     },
     "gemma-embedding": (
@@ -201,7 +204,7 @@ LLAMA_CPP: dict[str, tuple[dict[str, Any], Any]] = {
     "modern-bert without windows": (gguf("modern-bert", attention__sliding_window=0), HALF),
     "glm-dsa": (
         gguf("glm-dsa", attention__key_length_mla=256, rope__dimension_count=64),
-        RopeSpec(256, 1e6, 64, 192, interleaved=True),
+        RopeSpec(256, base=1e6, rotary_dim=64, start=192, interleaved=True),
     ),
     "baichuan 7B": (gguf("baichuan", 32), PAIRS),
     "granite": (gguf("granite", rope__scaling__finetuned=True), PAIRS),
@@ -222,7 +225,7 @@ def test_yarn_of_architectures_with_latent_attention() -> None:
     made = read(gguf("mistral4", **more, rope__scaling__yarn_log_multiplier=0.1))
     assert made.scaling == YaRN(8, 8192, mscale=1, mscale_all_dim=1)
     made = read(gguf("mistral3", **GGUF_YARN, rope__scaling__yarn_log_multiplier=1.0))
-    assert made.scaling == YaRN(8, 8192, mscale=1, mscale_all_dim=1)
+    assert made.scaling == YaRN(8, 8192, mscale=1, mscale_all_dim=1, scales_softmax=False)
     made = read(gguf("qwen2", **GGUF_YARN, rope__scaling__yarn_log_multiplier=1.0))
     assert made.scaling == YaRN(8, 8192)
 
@@ -249,7 +252,7 @@ GEMMA4 = gguf(
 )
 LAGUNA = {"attention__key_length": 128, "rope__dimension_count": 64, **GGUF_YARN}
 YARN_8 = YaRN(8, 8192)
-SCALED = RopeSpec(128, 1e6, scaling=YARN_8)
+SCALED = RopeSpec(128, base=1e6, scaling=YARN_8)
 
 
 def test_layers_of_gemma4_differ_in_the_width_of_a_head() -> None:
@@ -268,31 +271,31 @@ def test_layers_of_gemma4_differ_in_the_width_of_a_head() -> None:
 
 # Architecture, keys -> the specs of layers with full attention and with a window.
 WINDOWED: dict[str, tuple[dict[str, Any], RopeSpec, RopeSpec]] = {
-    "gemma3": (gguf("gemma3", **LOCAL), HALF, RopeSpec(128, 5e3)),
+    "gemma3": (gguf("gemma3", **LOCAL), HALF, RopeSpec(128, base=5e3)),
     "laguna": (
         gguf("laguna", **LAGUNA, **LISTED, rope__freq_base_swa=1e4, rope__dimension_count_swa=128),
-        RopeSpec(128, 1e6, 64, scaling=YARN_8),
+        RopeSpec(128, base=1e6, rotary_dim=64, scaling=YARN_8),
         RopeSpec(128),
     ),
     "laguna without keys for windows": (
         gguf("laguna", **LAGUNA, **LISTED),
-        RopeSpec(128, 1e6, 64, scaling=YARN_8),
-        RopeSpec(128, 1e6, 64),
+        RopeSpec(128, base=1e6, rotary_dim=64, scaling=YARN_8),
+        RopeSpec(128, base=1e6, rotary_dim=64),
     ),
     "mimo2": (
         gguf("mimo2", **LOCAL, rope__dimension_count=64),
-        RopeSpec(128, 1e6, 64),
-        RopeSpec(128, 5e3, 64),
+        RopeSpec(128, base=1e6, rotary_dim=64),
+        RopeSpec(128, base=5e3, rotary_dim=64),
     ),
     "step35": (
         gguf("step35", **LOCAL, rope__dimension_count=128),
-        RopeSpec(128, 1e6, 64),
-        RopeSpec(128, 5e3),
+        RopeSpec(128, base=1e6, rotary_dim=64),
+        RopeSpec(128, base=5e3),
     ),
     "step35 with a width of its own": (
         gguf("step35", **LOCAL, rope__dimension_count=64, rope__dimension_count_swa=128),
-        RopeSpec(128, 1e6, 32),
-        RopeSpec(128, 5e3),
+        RopeSpec(128, base=1e6, rotary_dim=32),
+        RopeSpec(128, base=5e3),
     ),
     # Layers with a window may share the base but not the scaling.
     **{arch: (gguf(arch, **LOCAL, **GGUF_YARN), SCALED, HALF) for arch in ("mellum", "olmo2")},
@@ -309,13 +312,13 @@ def test_layers_with_a_window_have_keys_of_their_own(name: str) -> None:
 
 @pytest.mark.parametrize("arch", ["gpt-oss", "gemma2"])
 def test_layers_with_a_window_are_scaled_where_llama_cpp_scales_them(arch: str) -> None:
-    sliding = RopeSpec(128, 5e3, scaling=YARN_8)
+    sliding = RopeSpec(128, base=5e3, scaling=YARN_8)
     made = read(gguf(arch, **LOCAL, **GGUF_YARN))
     assert made == {"full_attention": SCALED, "sliding_attention": sliding}
 
 
 def test_laguna_may_have_no_windows() -> None:
-    spec = RopeSpec(128, 1e6, 64, scaling=YARN_8)
+    spec = RopeSpec(128, base=1e6, rotary_dim=64, scaling=YARN_8)
     for more in ({}, {"attention__sliding_window": 0}, {"rope__freq_base_swa": 1e4}):
         assert read(gguf("laguna", **LAGUNA, **more)) == spec
 
@@ -324,7 +327,7 @@ def test_the_factors_of_step35_are_for_its_full_layers() -> None:
     config = gguf("step35", **LOCAL, rope__dimension_count=128)
     specs = read({**config, "rope_freqs.weight": [2.0] * 64})
     assert_divided(specs["full_attention"], 64, 1e6, [2.0] * 32)
-    assert specs["sliding_attention"] == RopeSpec(128, 5e3)
+    assert specs["sliding_attention"] == RopeSpec(128, base=5e3)
 
 
 @pytest.mark.parametrize(

@@ -25,21 +25,21 @@ LATENT = {
 #: The width of a head, where that is not hidden size / heads.
 WIDTH = {"attention__key_length": 128}
 PART = {**WIDTH, "rope__dimension_count": 64}
-HALF, PAIRS = RopeSpec(128, 1e6), RopeSpec(128, 1e6, interleaved=True)
-TAIL = RopeSpec(192, 1e6, 64, 128, interleaved=True)
+HALF, PAIRS = RopeSpec(128, base=1e6), RopeSpec(128, base=1e6, interleaved=True)
+TAIL = RopeSpec(192, base=1e6, rotary_dim=64, start=128, interleaved=True)
 YARN = YaRN(4, 262144)
 
 # --- one rotation in all layers with attention -------------------------------------------------------
 
 MODELS: dict[str, tuple[Any, RopeSpec]] = {
     # hy-v3.cpp, jais2.cpp, talkie.cpp, hrm-text.cpp and pangu-embed.cpp: halves of the whole head
-    "hy_v3": (gguf("hy_v3", **WIDTH, **YARN_4), RopeSpec(128, 1e6, scaling=YARN)),
+    "hy_v3": (gguf("hy_v3", **WIDTH, **YARN_4), RopeSpec(128, base=1e6, scaling=YARN)),
     **{arch: (gguf(arch), HALF) for arch in ("jais2", "talkie", "pangu-embedded")},
     "hrm_text": (gguf("hrm_text", hrm__h_cycles=2), HALF),
     # minimax-m3.cpp: the first n_rot channels, by halves
-    "minimax-m3": (gguf("minimax-m3", **PART), RopeSpec(128, 1e6, 64)),
+    "minimax-m3": (gguf("minimax-m3", **PART), RopeSpec(128, base=1e6, rotary_dim=64)),
     # minimax-01.cpp: the same in every eighth layer; the others have linear attention
-    "minimax-01": (gguf("minimax-01", **PART), RopeSpec(128, 1e6, 64)),
+    "minimax-01": (gguf("minimax-01", **PART), RopeSpec(128, base=1e6, rotary_dim=64)),
     # nanbeige.cpp, pockettts.cpp, eagle3.cpp and granite-switch.cpp: neighbours
     **{arch: (gguf(arch), PAIRS) for arch in ("pockettts", "eagle3")},
     "nanbeige": (gguf("nanbeige", num_loops=2), PAIRS),
@@ -80,7 +80,7 @@ WOVEN = axes(woven="012" * 10 + "01")
 OF_64 = {"attention__key_length": 256, "rope__dimension_count": 64}
 WOVEN_64 = {**OF_64, "rope__dimension_sections": [11, 11, 10, 0]}
 GLM4V = {"rope__dimension_count": 64, "rope__dimension_sections": [8, 12, 12, 0]}
-GLM = RopeSpec(128, 1e6, 64, axes=axes(8, 12, 12))
+GLM = RopeSpec(128, base=1e6, rotary_dim=64, axes=axes(8, 12, 12))
 HUNYUAN_OCR: dict[str, Any] = {
     **WIDTH,
     "context_length": 32768,
@@ -95,14 +95,17 @@ SECTIONS: dict[str, tuple[Any, RopeSpec]] = {
     # glm4.cpp, glm4-moe.cpp: LLAMA_ROPE_TYPE_MROPE, of halves, if the first two sections are not 0
     "GLM-4.1V": (gguf("glm4", **GLM4V), GLM),
     "GLM-4.5V": (gguf("glm4moe", **GLM4V), GLM),
-    "GLM-4": (gguf("glm4", rope__dimension_count=64), RopeSpec(128, 1e6, 64, interleaved=True)),
+    "GLM-4": (
+        gguf("glm4", rope__dimension_count=64),
+        RopeSpec(128, base=1e6, rotary_dim=64, interleaved=True),
+    ),
     "GLM-4 with sections of 0": (
         gguf("glm4", **{**GLM4V, "rope__dimension_sections": [0] * 4}),
-        RopeSpec(128, 1e6, 64, interleaved=True),
+        RopeSpec(128, base=1e6, rotary_dim=64, interleaved=True),
     ),
     "GLM-4.5 with one section": (
         gguf("glm4moe", **{**GLM4V, "rope__dimension_sections": [32, 0, 0, 0]}),
-        RopeSpec(128, 1e6, 64),
+        RopeSpec(128, base=1e6, rotary_dim=64),
     ),
     # hunyuan-vl.cpp: base * alpha ** (d / (d - 2)), and four sections
     "HunyuanOCR": (
@@ -113,17 +116,17 @@ SECTIONS: dict[str, tuple[Any, RopeSpec]] = {
     # bailingmoe3.cpp: "VL files carry mrope sections"
     "Ling 3 VL": (
         gguf("bailingmoe3", **LATENT, rope__dimension_sections=[12, 10, 10, 0]),
-        RopeSpec(192, 1e6, 64, 128, axes=axes(12, 10, 10)),
+        RopeSpec(192, base=1e6, rotary_dim=64, start=128, axes=axes(12, 10, 10)),
     ),
     # qwen3vl.cpp (qwen3tts has its graph), clef.cpp, qwen4exp.cpp: LLAMA_ROPE_TYPE_IMROPE
     "Qwen3-TTS": (
         gguf("qwen3tts", rope__dimension_sections=[24, 20, 20, 0]),
-        RopeSpec(128, 1e6, axes=axes(woven="012" * 20 + "0000")),
+        RopeSpec(128, base=1e6, axes=axes(woven="012" * 20 + "0000")),
     ),
-    "Clef": (gguf("clef", **WOVEN_64), RopeSpec(256, 1e6, 64, axes=WOVEN)),
+    "Clef": (gguf("clef", **WOVEN_64), RopeSpec(256, base=1e6, rotary_dim=64, axes=WOVEN)),
     "Qwen 4 Exp": (
         gguf("qwen4exp", attention__compress_ratios=[0, 0, 0, 16] * 2, **WOVEN_64),
-        RopeSpec(256, 1e6, 64, axes=WOVEN),
+        RopeSpec(256, base=1e6, rotary_dim=64, axes=WOVEN),
     ),
 }
 
@@ -197,12 +200,15 @@ LAYERED: dict[str, tuple[Any, dict[str, Any], dict[str, set[int]]]] = {
     # spark2-5.cpp: a base (by default the common one) and a part for each kind; all are scaled
     "spark2_5": (
         gguf("spark2_5", **SPARK, rope__freq_base_swa=1e4),
-        {FULL: RopeSpec(128, 1e6, 64), SLIDING: RopeSpec(128)},
+        {FULL: RopeSpec(128, base=1e6, rotary_dim=64), SLIDING: RopeSpec(128)},
         {FULL: {0, 4}},
     ),
     "spark2_5 with one base and YaRN": (
         gguf("spark2_5", **SPARK, **YARN_4),
-        {FULL: RopeSpec(128, 1e6, 64, scaling=YARN), SLIDING: RopeSpec(128, 1e6, scaling=YARN)},
+        {
+            FULL: RopeSpec(128, base=1e6, rotary_dim=64, scaling=YARN),
+            SLIDING: RopeSpec(128, base=1e6, scaling=YARN),
+        },
         {FULL: {0, 4}},
     ),
     # granite-swa.cpp: a list of the layers that rotate, all by one base
@@ -214,15 +220,17 @@ LAYERED: dict[str, tuple[Any, dict[str, Any], dict[str, set[int]]]] = {
     # gemma-embedding2.cpp: as Gemma 4, but without factors; every sixth layer has no window
     "gemma-embedding2": (
         gguf("gemma-embedding2", 24, attention__sliding_window=1024, **GEMMA_WIDTHS),
-        {FULL: RopeSpec(512, 1e6), SLIDING: RopeSpec(256)},
+        {FULL: RopeSpec(512, base=1e6), SLIDING: RopeSpec(256)},
         {FULL: {5, 11, 17, 23}},
     ),
     # dots3note.cpp: heads of two widths, whose last 64 channels rotate, by two bases; one layer only predicts
     "dots3note": (
         gguf("dots3note", 9, **DOTS3, **YARN_4, **ONE_OF_FOUR, nextn_predict_layers=1),
         {
-            FULL: RopeSpec(192, 1e6, 64, 128, True, scaling=YARN),
-            SLIDING: RopeSpec(256, 1e4, 64, 192, True, scaling=YARN),
+            FULL: RopeSpec(192, base=1e6, rotary_dim=64, start=128, interleaved=True, scaling=YARN),
+            SLIDING: RopeSpec(
+                256, base=1e4, rotary_dim=64, start=192, interleaved=True, scaling=YARN
+            ),
         },
         {FULL: {3, 7}},
     ),
@@ -306,7 +314,7 @@ V4_SIZES: dict[str, Any] = {
     "rope__scaling__yarn_beta_slow": 1.0,
 }
 RATIOS = [0, 0, *[4, 128] * 20, 4, 0]  # of DeepSeek V4 Flash: 43 layers, and one that only predicts
-MAIN = RopeSpec(512, 1e4, 64, 448, interleaved=True)
+MAIN = RopeSpec(512, base=1e4, rotary_dim=64, start=448, interleaved=True)
 
 
 def test_deepseek4_has_layers_of_two_bases() -> None:
@@ -314,7 +322,9 @@ def test_deepseek4_has_layers_of_two_bases() -> None:
     metadata = gguf("deepseek4", 43, **V4_SIZES, attention__compress_ratios=RATIOS)
     specs = read(metadata)
     scaled = YaRN(16, 65536, attention_factor=1)
-    compressed = RopeSpec(512, 160000.0, 64, 448, True, scaling=scaled)
+    compressed = RopeSpec(
+        512, base=160000.0, rotary_dim=64, start=448, interleaved=True, scaling=scaled
+    )
     assert specs == {
         "sliding_attention": MAIN,
         "compressed_sparse_attention": compressed,
@@ -351,7 +361,7 @@ DRAFTERS: dict[str, tuple[Any, RopeSpec]] = {
     ),
     "of Laguna": (
         gguf("dflash", 5, **DFLASH, rope__freq_base_swa=1e4, **YARN_4),
-        RopeSpec(128, 1e6, scaling=YARN),
+        RopeSpec(128, base=1e6, scaling=YARN),
     ),
     # hyper_connection.count > 0: a layer of DeepSeek V4, whose scaling and second base it does not use
     "of DeepSeek V4": (

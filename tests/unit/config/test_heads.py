@@ -11,13 +11,13 @@ from tightrope.config import keys
 LLAMA = llama(num_hidden_layers=4)
 ZEBRA = {**LLAMA, "model_type": "zebra"}
 ANSWERS: dict[str, Any] = {"interleaved": False, "rotary_dim": 128, "rope_layers": "all"}
-SPEC = RopeSpec(128, 5e5)
+SPEC = RopeSpec(128, base=5e5)
 DERIVED = "hidden_size / num_attention_heads = 4096 / 32 = 128"
 
 
 @pytest.mark.parametrize("key", [*keys.HEAD_DIM, *keys.HEAD_DIM_ELSEWHERE])
 def test_every_key_for_the_width_of_a_head_is_read_or_contradicts(key: str) -> None:
-    assert read({**ZEBRA, key: 256}, **ANSWERS | {"rotary_dim": 256}) == RopeSpec(256, 5e5)
+    assert read({**ZEBRA, key: 256}, **ANSWERS | {"rotary_dim": 256}) == RopeSpec(256, base=5e5)
     assert read({**LLAMA, key: 128}) == SPEC
     if key == "head_dim":
         return
@@ -76,10 +76,10 @@ COLUMNS = Axes(2, tuple((1 - k // 32, k % 32, 64) for k in range(64)))
     ("config", "spec"),
     [
         # Its class computes heads of 2 * 3584 / 32 channels, and kv_channels of half of them.
-        ({**ZAMBA, "kv_channels": 112}, RopeSpec(224, 5e5)),
+        ({**ZAMBA, "kv_channels": 112}, RopeSpec(224, base=5e5)),
         ({"model_type": "sam2_video", **MEMORY}, RopeSpec(128, interleaved=True, axes=COLUMNS)),
         ({"model_type": "edgetam_video", **MEMORY}, RopeSpec(128, interleaved=True, axes=COLUMNS)),
-        ({"model_type": "seamless_m4t", **SPEECH}, RopeSpec(64, 500)),
+        ({"model_type": "seamless_m4t", **SPEECH}, RopeSpec(64, base=500)),
     ],
 )
 def test_heads_whose_width_has_keys_of_its_own(config: dict[str, Any], spec: RopeSpec) -> None:
@@ -182,7 +182,7 @@ def test_heads_of_several_widths_are_asked_about_one_by_one() -> None:
     for call, spec in zip(calls, WIDE_SPECS.values(), strict=True):
         assert eval(call, {"RopeSpec": RopeSpec, "config": WIDE}) == spec
     half = read(WIDE, layer_type="full_attention", interleaved=False, rotary_dim=128, start=384)
-    assert half == RopeSpec(512, 1e6, 128, 384)
+    assert half == RopeSpec(512, base=1e6, rotary_dim=128, start=384)
     parted = {**WIDE, "partial_rotary_factor": 0.5}  # a part of each width
     assert {spec.rotary_dim for spec in read(parted, interleaved=False).values()} == {128, 256}
 
@@ -208,7 +208,7 @@ def test_a_width_of_single_layers_is_read_or_refused() -> None:
     refused({**typed, **single("1", 64)}, text)
     assert read({**LLAMA, **single("1", 128)}) == SPEC
     every = {str(n): {"head_dim": 64} for n in range(4)}
-    assert read({**typed, "per_layer_config": every}) == RopeSpec(64, 5e5)
+    assert read({**typed, "per_layer_config": every}) == RopeSpec(64, base=5e5)
     some = {**WIDE, "model_type": "embedding_gemma2_text", **single("1", 512)}
     refused(some, two("head_dim", "per_layer_config.1.head_dim = 512", "head_dim = 256"))
 

@@ -4,10 +4,13 @@ A key that says which layers rotate is read or is an error; `strict=False` does 
 has no spec is an error, never None in silence.
 """
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 
+from tests.support.helpers import refusals
 from tests.support.reading import (
     JUNK,
     gguf,
@@ -26,7 +29,7 @@ from tightrope.frequencies import YaRN
 LLAMA = llama(num_hidden_layers=4)
 ZEBRA = {**LLAMA, "model_type": "zebra"}
 ANSWERS: dict[str, Any] = {"interleaved": False, "rotary_dim": 128, "rope_layers": "all"}
-SPEC = RopeSpec(128, 5e5)
+SPEC = RopeSpec(128, base=5e5)
 
 
 # --- which layers rotate --------------------------------------------------------------------------
@@ -35,9 +38,6 @@ SPEC = RopeSpec(128, 5e5)
 @pytest.mark.parametrize(
     "more",
     [
-        {"no_rope_layers": [1, 1, 1, 0]},  # 1 is a layer that rotates, in all code that reads it
-        {"no_rope_layers": [True, True, True, False]},
-        {"no_rope_layer_interval": 4},
         {"layer_rope_theta": [5e5, 500000, 5e5, 0]},
     ],
     ids=repr,
@@ -56,16 +56,63 @@ def test_a_family_that_is_not_in_the_table_may_list_the_layers_that_rotate(
 
 
 def test_a_list_of_layers_that_all_rotate_answers_the_question_too() -> None:
-    for listed in ({"no_rope_layers": [1] * 4}, {"layer_rope_theta": [5e5] * 4}):
-        assert read({**ZEBRA, **listed}, interleaved=False, rotary_dim=128) == SPEC
-        assert read({**ZEBRA, **listed}, **ANSWERS) == SPEC
+    listed = {"layer_rope_theta": [5e5] * 4}
+    assert read({**ZEBRA, **listed}, interleaved=False, rotary_dim=128) == SPEC
+    assert read({**ZEBRA, **listed}, **ANSWERS) == SPEC
     for listed in (
         {"no_rope_layers": []},
         {"no_rope_layers": (1,) * 4, "no_rope_layer_interval": 4},
     ):
         assert read({**LLAMA, **listed}) == read({**ZEBRA, **listed}, **ANSWERS) == SPEC
-    none = read({**ZEBRA, "no_rope_layers": [0] * 4}, interleaved=False, rotary_dim=128)
-    assert none == {"no_rope": None}
+
+
+# A key that public code reads in two opposite ways -> the types that it gives the layers.
+TWO_WAYS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"no_rope_layers": [1, 1, 1, 0]}, ["no_rope_layers=1"] * 3 + ["no_rope_layers=0"]),
+    ({"no_rope_layers": [True, False] * 2}, ["no_rope_layers=1", "no_rope_layers=0"] * 2),
+    ({"no_rope_layers": [1] * 4}, ["no_rope_layers=1"] * 4),
+    ({"no_rope_layers": [0] * 4}, ["no_rope_layers=0"] * 4),
+    ({"no_rope_layer_interval": 4}, ["others"] * 3 + ["last_of_4"]),
+    ({"no_rope_layers": [], "no_rope_layer_interval": 2}, ["others", "last_of_2"] * 2),
+    (
+        {"no_rope_layers": [0, 1, 1, 1], "layer_types": ["full_attention", "mamba"] * 2},
+        ["no_rope_layers=0", "mamba", "no_rope_layers=1", "mamba"],
+    ),
+]
+
+
+@pytest.mark.parametrize("config", [ZEBRA, without(ZEBRA, "model_type")], ids=["zebra", "no type"])
+@pytest.mark.parametrize("more, types", TWO_WAYS, ids=repr)
+def test_a_key_with_two_meanings_is_a_question_for_a_family_that_is_not_in_the_table(
+    more: dict[str, Any], types: list[str], config: dict[str, Any]
+) -> None:
+    config, rest = {**config, **more}, {"interleaved": False, "rotary_dim": 128}
+    kinds = [name for name in dict.fromkeys(types) if name != "mamba"]
+    text = str(outcome(config, **rest))
+    assert "must give the layers that rotate" in text
+    assert f"of {', '.join(map(repr, kinds))} (public code reads" in text
+    assert read(config, **ANSWERS) == SPEC
+    for kind in kinds:
+        specs = read(config, **rest, rope_layers=[kind])
+        if len(kinds) == 1:
+            assert specs == SPEC
+        else:
+            assert specs == {name: SPEC if name == kind else None for name in kinds}
+            assert specs.layers == tuple(types)
+
+
+def test_such_a_key_without_a_type_for_each_layer_is_an_error() -> None:
+    sections = {name: {"rope_type": "default", "rope_theta": 7.0} for name in "ab"}
+    typed = {
+        **without(ZEBRA, "rope_theta"),
+        "layer_types": ["a", "b"] * 2,
+        "rope_parameters": sections,
+    }
+    for config in (
+        {**typed, "no_rope_layers": [1, 1, 0, 0]},
+        {**without(ZEBRA, "num_hidden_layers"), "no_rope_layer_interval": 4},
+    ):
+        assert "may say which layers rotate must be known" in str(outcome(config, **ANSWERS))
 
 
 # Key -> a value, and whether it is read where the family is not in the table.
@@ -158,7 +205,7 @@ def test_a_type_of_layer_without_attention_has_no_spec(
         f"has {has}."
     )
     refused(config, text, layer_type=other)
-    assert read(QWEN, layer_type="full_attention") == RopeSpec(256, 1e7, 64)
+    assert read(QWEN, layer_type="full_attention") == RopeSpec(256, base=1e7, rotary_dim=64)
     assert read(BLOCKS, layer_type="attention") == SPEC
 
 
@@ -195,6 +242,39 @@ def test_a_layer_of_a_type_without_a_spec_is_an_error() -> None:
         specs.of(1)
 
 
+test_errors_of_layer_specs = refusals(
+    "LayerSpecs",
+    TypeError={
+        "specs must be a dictionary but got 3.": lambda: LayerSpecs(3),
+        "each spec must be a RopeSpec or None but got 3.": lambda: LayerSpecs({"a": 3}),
+        "layers must be a tuple of layer types or None but got 'ab'.": (
+            lambda: LayerSpecs({"a": None}, "ab")
+        ),
+    },
+    AttributeError={
+        f"{name} must be read from one spec of a layer type, as layers differ; specs['b'].{name}.": (
+            lambda name=name: getattr(LayerSpecs({"a": None, "b": RopeSpec(64)}), name)
+        )
+        for name in ("cos_sin", "at", "head_dim")
+    },
+)
+test_errors_of_layers = refusals(
+    "LayerSpecs.of",
+    TypeError={
+        f"layer must be an int but got {layer!r}.": (
+            lambda layer=layer: LayerSpecs({"a": None}, ("a",)).of(layer)
+        )
+        for layer in ("a", True, 0.5)
+    },
+)
+
+
+def test_other_attributes_of_layer_specs_and_their_copies() -> None:
+    specs = LayerSpecs({"a": RopeSpec(64)})
+    assert not hasattr(specs, "keys_of")
+    assert copy.deepcopy(specs) == pickle.loads(pickle.dumps(specs)) == specs
+
+
 @pytest.mark.parametrize("name", ["layer_type", "section"])
 @pytest.mark.parametrize("value", ["sliding", ["a"], {"a": 1}, 3, b"a"], ids=repr)
 def test_any_other_object_is_no_layer_type_and_no_section(name: str, value: object) -> None:
@@ -225,7 +305,7 @@ def test_equal_layers_are_one_spec() -> None:
     sections = {name: {"rope_type": "default", "rope_theta": 7.0} for name in "ab"}
     typed = llama(model_type="lfm3", head_dim=128, layer_types=["a", "b"], rope_parameters=sections)
     config = without(typed, "rope_theta")
-    assert read(config) == read(config, layer_type="b") == RopeSpec(128, 7.0)
+    assert read(config) == read(config, layer_type="b") == RopeSpec(128, base=7.0)
 
 
 def test_a_section_for_each_type_of_a_class_that_has_types() -> None:
@@ -279,9 +359,9 @@ V4_NESTED: dict[str, Any] = {
 
 
 def test_deepseek_v4_has_a_section_for_layers_that_compress() -> None:
-    main = RopeSpec(512, 1e4, 64, 448, interleaved=True)
+    main = RopeSpec(512, base=1e4, rotary_dim=64, start=448, interleaved=True)
     yarn = YaRN(16, 65536, attention_factor=1)
-    compress = RopeSpec(512, 1.6e5, 64, 448, interleaved=True, scaling=yarn)
+    compress = RopeSpec(512, base=1.6e5, rotary_dim=64, start=448, interleaved=True, scaling=yarn)
     specs = read(V4_FLAT)
     assert specs == {
         "sliding_attention": main,

@@ -30,7 +30,7 @@ STEP = {
     "yarn_only_types": ["full_attention"],
     "use_rope_layers": [],
 }
-WIDE = RopeSpec(64, 5e6, 32, scaling=Llama3(2.0, 1.0, 32.0, 128))
+WIDE = RopeSpec(64, base=5e6, rotary_dim=32, scaling=Llama3(2.0, 1.0, 32.0, 128))
 
 
 def test_step_has_a_base_and_a_part_for_each_layer() -> None:

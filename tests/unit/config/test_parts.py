@@ -11,7 +11,7 @@ from tightrope.config import sections
 
 TEXT = {"model_type": "qwen2", "hidden_size": 128, "num_attention_heads": 2, "rope_theta": 5e5}
 OTHER = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "rope_theta": 1e4}
-SPEC, OTHERS = RopeSpec(64, 5e5), RopeSpec(32)
+SPEC, OTHERS = RopeSpec(64, base=5e5), RopeSpec(32)
 
 
 @pytest.mark.parametrize("name", ["text_config", "language_config", "llm_config"])

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.reading import (
     JUNK,
@@ -37,10 +38,12 @@ ZEBRA_GGUF = without(
 
 
 def test_every_answer_is_used() -> None:
-    part = RopeSpec(128, 5e5, 64, interleaved=True)
+    part = RopeSpec(128, base=5e5, rotary_dim=64, interleaved=True)
     assert read(ZEBRA, **ANSWERS) == part
-    assert read(ZEBRA, **ANSWERS | {"rotary_dim": 128}) == RopeSpec(128, 5e5, interleaved=True)
-    assert read(ZEBRA, **ANSWERS, start=64) == RopeSpec(128, 5e5, 64, 64, interleaved=True)
+    assert read(ZEBRA, **ANSWERS | {"rotary_dim": 128}) == RopeSpec(128, base=5e5, interleaved=True)
+    assert read(ZEBRA, **ANSWERS, start=64) == RopeSpec(
+        128, base=5e5, rotary_dim=64, start=64, interleaved=True
+    )
     specs = read(ZEBRA, **ANSWERS | {"rope_layers": ["sliding_attention"]})
     assert specs == {"full_attention": None, "sliding_attention": part}
     assert [specs.of(layer) for layer in range(3)] == [None, part, None]
@@ -87,7 +90,7 @@ def test_only_what_is_missing_is_asked(config: dict[str, Any], missing: str) -> 
 
 def test_the_start_of_a_slice_of_latent_attention_can_be_answered() -> None:
     made = read(LATENT_GGUF, interleaved=False, start=128, rope_layers="all")
-    assert made == RopeSpec(192, 1e6, rotary_dim=64, start=128)
+    assert made == RopeSpec(192, base=1e6, rotary_dim=64, start=128)
 
 
 def test_layers_can_be_named_where_the_config_lists_them() -> None:
@@ -101,7 +104,7 @@ def test_layers_can_be_named_where_the_config_lists_them() -> None:
     specs = read(
         {**ZEBRA_GGUF, "layer_types": ["a", "b"]}, interleaved=True, start=0, rope_layers=["b"]
     )
-    assert specs == {"a": None, "b": RopeSpec(128, 1e6, rotary_dim=64, interleaved=True)}
+    assert specs == {"a": None, "b": RopeSpec(128, base=1e6, rotary_dim=64, interleaved=True)}
 
 
 def test_the_first_channel_is_asked_for_where_a_part_rotates() -> None:
@@ -132,7 +135,7 @@ def test_a_section_for_each_type_of_layer_may_lack_those_that_do_not_rotate() ->
     )
     refused(config, text, interleaved=True, rotary_dim=64)
     specs = read(config, **ANSWERS | {"rope_layers": ["full_attention"]})
-    wanted = RopeSpec(128, 5e5, 64, interleaved=True)
+    wanted = RopeSpec(128, base=5e5, rotary_dim=64, interleaved=True)
     assert specs == {"full_attention": wanted, "sliding_attention": None}
 
 
@@ -155,7 +158,7 @@ def test_the_call_of_a_refusal_gives_a_spec(config: dict[str, Any]) -> None:
             r"for code like Llama's: RopeSpec\.from_config\((.*)\)\.$", str(outcome(one, **stated))
         )
         assert call is not None
-        assert eval(f"read({call[1]})", {"read": read, "config": one}) == RopeSpec(128, 5e5)
+        assert eval(f"read({call[1]})", {"read": read, "config": one}) == RopeSpec(128, base=5e5)
 
 
 # --- arguments that contradict --------------------------------------------------------------------
@@ -166,11 +169,13 @@ COHERE = {**LLAMA, "model_type": "cohere2"}
 
 
 def test_arguments_may_repeat_keys_and_families() -> None:
-    assert read(LLAMA, rotary_dim=128, start=0, rope_layers="all") == RopeSpec(128, 5e5)
-    assert read(LLAMA, rope_layers={"full_attention", "sliding_attention"}) == RopeSpec(128, 5e5)
-    assert read(PHI, rotary_dim=32) == RopeSpec(128, 5e5, 32)
+    assert read(LLAMA, rotary_dim=128, start=0, rope_layers="all") == RopeSpec(128, base=5e5)
+    assert read(LLAMA, rope_layers={"full_attention", "sliding_attention"}) == RopeSpec(
+        128, base=5e5
+    )
+    assert read(PHI, rotary_dim=32) == RopeSpec(128, base=5e5, rotary_dim=32)
     assert read(DEEPSEEK, rotary_dim=32, start=96).start == 96
-    sliding = RopeSpec(128, 5e5, interleaved=True)
+    sliding = RopeSpec(128, base=5e5, interleaved=True)
     assert read(COHERE, rope_layers=["sliding_attention"])["sliding_attention"] == sliding
 
 
@@ -238,7 +243,7 @@ def test_a_width_is_a_whole_number() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    ["full_attention", 3, [], (), set(), frozenset(), {}, "", b"", b"all"],
+    ["full_attention", 3, [], (), set(), frozenset(), {}, "", b"", b"all", torch.ones(3)],
     ids=repr,
 )
 def test_rope_layers_is_all_or_a_collection_that_is_not_empty(wrong: Any) -> None:

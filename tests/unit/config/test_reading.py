@@ -202,12 +202,14 @@ def test_a_base_has_the_key_that_the_code_reads(key: str) -> None:
     """Megatron's files, which have rotary_base, have no model_type but give the pairing."""
     inside = {"rope_parameters": {key: 7.0}}
     for config in ({**LLAMA, key: 500000}, {**LLAMA, "rope_parameters": {key: 500000}}):
-        assert read(config) == RopeSpec(128, 5e5)
+        assert read(config) == RopeSpec(128, base=5e5)
     bare, stated = without(LLAMA, "rope_theta", "model_type"), {"interleaved": False}
     for more in ({key: 7.0}, inside):
-        assert read(bare | more, **stated, rotary_dim=128, rope_layers="all") == RopeSpec(128, 7.0)
+        assert read(bare | more, **stated, rotary_dim=128, rope_layers="all") == RopeSpec(
+            128, base=7.0
+        )
         if key == "rope_theta":
-            assert read(without(LLAMA, key) | more) == RopeSpec(128, 7.0)
+            assert read(without(LLAMA, key) | more) == RopeSpec(128, base=7.0)
             continue
         path = key if key in more else f"rope_parameters.{key}"
         refused(
@@ -219,9 +221,9 @@ def test_a_base_has_the_key_that_the_code_reads(key: str) -> None:
 
 
 def test_the_argument_overrules_family_and_key() -> None:
-    assert read(LLAMA, interleaved=True) == RopeSpec(128, 5e5, interleaved=True)
+    assert read(LLAMA, interleaved=True) == RopeSpec(128, base=5e5, interleaved=True)
     stated: dict[str, Any] = {"interleaved": False, "rotary_dim": 128, "rope_layers": "all"}
-    assert read(llama(model_type="zebra"), **stated) == RopeSpec(128, 5e5)
+    assert read(llama(model_type="zebra"), **stated) == RopeSpec(128, base=5e5)
     assert read(llama(rope_interleaved=True), interleaved=True).interleaved
 
 
@@ -245,7 +247,7 @@ def test_objects_with_attributes() -> None:
         def to_dict(self) -> dict[str, Any]:
             return dict(LLAMA)
 
-    assert read(Saved()) == read(argparse.Namespace(**LLAMA)) == RopeSpec(128, 5e5)
+    assert read(Saved()) == read(argparse.Namespace(**LLAMA)) == RopeSpec(128, base=5e5)
 
 
 def test_families_are_complete() -> None:

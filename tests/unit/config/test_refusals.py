@@ -132,8 +132,13 @@ WRONG: dict[str, tuple[object, str]] = {
         unknown("rope_scaling.factor"),
     ),
     "misspelt keys": (
+        llama(rope_tehta=1e6, rope_tipe="yarn"),
+        unknown("rope_tehta (perhaps rope_theta)", "rope_tipe"),
+    ),
+    "a misspelt width": (
         llama(rope_tehta=1e6, rotary_fraction=0.5),
-        unknown("rope_tehta (perhaps rope_theta)", "rotary_fraction (perhaps rotary_emb_fraction)"),
+        "every key that may give a width or the pairing must be known but got rotary_fraction (perhaps "
+        "rotary_emb_fraction); pass a config without it only if it has no effect, or make a RopeSpec by hand.",
     ),
     "a section without a type": (
         llama(rope_scaling={"factor": 2.0}),

@@ -147,7 +147,7 @@ def test_other_keys_of_mistrals_own_file() -> None:
         "vision_encoder": {"rope_theta": 10000.0, "hidden_size": 1024},
         "model_type": None,
     }
-    assert read({**MISTRAL, **other}) == read(MISTRAL) == RopeSpec(128, 1e6, interleaved=True)
+    assert read({**MISTRAL, **other}) == read(MISTRAL) == RopeSpec(128, base=1e6, interleaved=True)
     assert read({**mistral(), **LATENT, "head_dim": None}).start == 96
 
 

@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from tightrope import RopeSpec, patch, unpatch
-from tightrope.config import LayerSpecs, observed, provenance
+from tightrope.config import LayerSpecs, _small_model, observed, provenance
 from tightrope.config.families import FAMILIES
 
 ASKED = "the table of families does not contain"
@@ -61,13 +61,12 @@ IN_THE_TABLE: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "cohere": {},
     "cohere2": SLIDING,
-    "smollm3": {},
     "olmo3": SLIDING,
     "gemma3_text": SLIDING,
     "deepseek_v3": LATENT,
     "minicpm3": LATENT,
 }
-KNOWN = {*IN_THE_TABLE, "modernbert", "nanochat", "qwen2", "qwen2_vl_text"}
+KNOWN = {*IN_THE_TABLE, "smollm3", "modernbert", "nanochat", "qwen2", "qwen2_vl_text"}
 
 
 def by_layer(specs: Any) -> list[RopeSpec | None]:
@@ -93,17 +92,31 @@ def test_what_no_spec_of_one_coordinate_describes_is_asked(
     refused(config_of(name, **FEW))
 
 
+def test_layers_that_a_key_with_two_meanings_lists_are_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = config_of("smollm3", **FEW)
+    wanted = RopeSpec.from_config(config)
+    monkeypatch.delitem(FAMILIES, "smollm3")
+    refused(config)
+    given = {"interleaved": False, "rotary_dim": 128, "rope_layers": ["no_rope_layers=1"]}
+    assert by_layer(RopeSpec.from_config(config, **given)) == by_layer(wanted)
+
+
 # --- families that are not in the table -----------------------------------------------------------
 
 FOUND: dict[str, tuple[dict[str, Any], Any]] = {
-    "gte": ({}, RopeSpec(64, 160000.0)),
+    "gte": ({}, RopeSpec(64, base=160000.0)),
     "gpt_neox_japanese": ({}, RopeSpec(80)),
     "blt_patcher": ({}, RopeSpec(64, interleaved=True)),
     "axk2": (FEW, RopeSpec(96, start=64, interleaved=True)),
     "nemotron3_5_transcribe_asr_audio": (FEW, RopeSpec(128, rotary_dim=64)),
     "zaya": (  # a convolution precedes the rotation, and there are as many experts as layers
         FEW,
-        {"hybrid": RopeSpec(128, 5e6, 64), "hybrid_sliding": RopeSpec(128, 1e4, 64)},
+        {
+            "hybrid": RopeSpec(128, base=5e6, rotary_dim=64),
+            "hybrid_sliding": RopeSpec(128, base=1e4, rotary_dim=64),
+        },
     ),
     "cohere2_moe": (
         {**FEW, **SLIDING},
@@ -152,7 +165,7 @@ def test_the_source_is_the_model_that_was_run() -> None:
 def test_arguments_come_first() -> None:
     config = config_of("gte")
     assert RopeSpec.from_config(config, interleaved=True) == RopeSpec(
-        64, 160000.0, interleaved=True
+        64, base=160000.0, interleaved=True
     )
     refused(config, rotary_dim=32)  # it rotates all
 
@@ -162,7 +175,7 @@ def test_unknown_keys_are_refused_first_and_warned_of_once() -> None:
     with pytest.raises(ValueError, match="every key about RoPE must be known but got rope_flavour"):
         RopeSpec.from_config(config)
     with pytest.warns(UserWarning, match="got rope_flavour") as caught:
-        assert RopeSpec.from_config(config, strict=False) == RopeSpec(64, 160000.0)
+        assert RopeSpec.from_config(config, strict=False) == RopeSpec(64, base=160000.0)
     assert len(caught) == 1
 
 
@@ -206,7 +219,7 @@ def test_the_names_of_rotary_functions_do_not_matter(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         modeling_gte, "apply_rotary_pos_emb", lambda *args: tuple(x.clone() for x in old(*args))
     )
-    assert RopeSpec.from_config(config_of("gte")) == RopeSpec(64, 160000.0)
+    assert RopeSpec.from_config(config_of("gte")) == RopeSpec(64, base=160000.0)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "modernbert"])
@@ -237,15 +250,13 @@ def test_every_layer_counts(name: str, factor: int, monkeypatch: pytest.MonkeyPa
 def test_a_model_that_is_too_large_or_slow_settles_nothing(
     limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tightrope.integrations import _small_model
-
     monkeypatch.setattr(_small_model, limit, 0)
     refused(config_of("gte"))
 
 
 def test_code_from_elsewhere_is_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[object] = []
-    monkeypatch.setattr(observed, "_registered", [lambda *given: ran.append(given)])
+    monkeypatch.setattr(_small_model, "find", lambda *given: ran.append(given))
     gte = type(config_of("gte"))
     for home in ("transformers_modules.someone.configuration_gte", "mine"):
         kind = type("GteConfig", (gte,), {})
@@ -282,7 +293,7 @@ def test_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     state, dtype = torch.get_rng_state(), torch.get_default_dtype()
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("error")
-        assert RopeSpec.from_config(config) == RopeSpec(64, 160000.0)
+        assert RopeSpec.from_config(config) == RopeSpec(64, base=160000.0)
         assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_default_dtype() == dtype
@@ -293,17 +304,18 @@ def test_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 RUN = """
 import sys
 from transformers import CONFIG_MAPPING
-from tightrope import RopeSpec, patch, unpatch
+from tightrope import RopeSpec
 RopeSpec.from_config(CONFIG_MAPPING["llama"]())
-assert "tightrope.integrations" not in sys.modules
+assert "tightrope.config._small_model" not in sys.modules
 from tightrope.config.families import FAMILIES
 FAMILIES.pop("gte")
 RopeSpec.from_config(CONFIG_MAPPING["gte"]())
-assert "tightrope.integrations" in sys.modules
+assert "tightrope.config._small_model" in sys.modules
+assert not [name for name in sys.modules if name.startswith(("tightrope.integrations", "tightrope.patching"))]
 """
 
 
-def test_integrations_are_imported_only_for_a_question() -> None:
+def test_small_models_are_imported_only_for_a_question() -> None:
     done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -328,7 +340,7 @@ def test_a_model_is_read_by_its_configuration(name: str) -> None:
 def test_all_models_may_be_patched_at_that_time() -> None:
     patch(angles="exact")
     try:
-        assert RopeSpec.from_config(config_of("gte")) == RopeSpec(64, 160000.0)
+        assert RopeSpec.from_config(config_of("gte")) == RopeSpec(64, base=160000.0)
     finally:
         unpatch()
 

@@ -30,7 +30,7 @@ def config_of(name: str, **more: Any) -> dict[str, Any]:
     ("name", "wanted"),
     [
         ("eva02_base_patch14_448", RopeSpec(64, interleaved=True, axes=TWO)),
-        ("vit_base_patch16_rope_224", RopeSpec(64, 100.0, interleaved=True, axes=TWO)),
+        ("vit_base_patch16_rope_224", RopeSpec(64, base=100.0, interleaved=True, axes=TWO)),
         (
             "vit_pe_core_gigantic_patch14_448",
             RopeSpec(96, interleaved=True, axes=Axes.blocks((24, 24))),
@@ -87,7 +87,7 @@ def test_arguments_that_do_not_change_the_rotation_are_ignored() -> None:
 def test_a_config_of_another_program_is_not_taken_for_one_of_timm() -> None:
     config = {"architecture": "mine", "head_dim": 64, "rope_theta": 500.0}
     config |= {"rotary_dim": 64, "is_neox_style": True}
-    assert RopeSpec.from_config(config) == RopeSpec(64, 500.0)
+    assert RopeSpec.from_config(config) == RopeSpec(64, base=500.0)
 
 
 @pytest.mark.slow

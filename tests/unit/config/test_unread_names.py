@@ -19,7 +19,7 @@ from tightrope.frequencies import Linear, YaRN
 
 LLAMA = llama(layer_types=["full_attention"])
 GGUF = gguf("llama")
-SPEC = RopeSpec(128, 500000.0)
+SPEC = RopeSpec(128, base=500000.0)
 
 
 def gathered(heading: str) -> list[str]:
@@ -60,7 +60,7 @@ def test_there_are_enough_names() -> None:
 @pytest.mark.parametrize("name", ABOUT)
 def test_a_name_about_the_rotation_is_read_or_refused(name: str, value: object) -> None:
     in_gguf = name.startswith("llama.")
-    unscaled = RopeSpec(128, 1e6 if in_gguf else 5e5, interleaved=in_gguf)
+    unscaled = RopeSpec(128, base=1e6 if in_gguf else 5e5, interleaved=in_gguf)
     without_effect = value in WITHOUT_EFFECT.get(name, ("", set()))[1]
     assert (planted(name, value) == unscaled) == without_effect
 
@@ -157,8 +157,33 @@ def test_unknown_keys_can_be_a_warning(
     text = re.escape(f"[from_config] {unknown(*names)}")
     with pytest.warns(UserWarning, match=f"^{text}$") as caught:
         made = RopeSpec.from_config({**LLAMA, **more}, strict=False)
-    assert made == RopeSpec(128, 5e5, scaling=scaling)
+    assert made == RopeSpec(128, base=5e5, scaling=scaling)
     assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]
+
+
+# Names of widths, parts of the channels and pairings that no code here reads.
+OF_CHANNELS = """
+    rope_head_dim rope_dim rotary_ndims rotary_emb_dim rope_size rotary_width rope_channels rotary_percentage
+    rope_partial rotary_fraction rope_ratio swa_head_dim rope_start
+    rope_style rope_interleaving rope_is_neox neox gptj_rope rope_gpt_j rope_traditionally rope_pairing rope_pairs
+    permuted_rope rope_layout rotary_mode rope_format rope_half rope_halves rope_complex
+""".split()
+
+
+@pytest.mark.parametrize("value", [32, 0.5, True, "half", {"rope_dim": 32}], ids=repr)
+@pytest.mark.parametrize("name", OF_CHANNELS)
+def test_a_width_or_a_pairing_is_never_ignored(name: str, value: object) -> None:
+    places = {
+        name: {name: value},
+        f"rope_scaling.{name}": {"rope_scaling": {**LINEAR, name: value}},
+    }
+    for path, more in places.items():
+        if value == {"rope_dim": 32} and path != name:
+            continue  # in a rope section, it is the section of a type of layers
+        for strict in (True, False):
+            text = outcome({**LLAMA, **more}, strict=strict)
+            assert f"that may give a width or the pairing must be known but got {path}" in str(text)
+            assert "strict=False" not in str(text)
 
 
 @pytest.mark.parametrize("key", keys.INERT)
@@ -177,7 +202,7 @@ def test_inert_keys_outside_pass_with_a_reason(key: str) -> None:
 def test_some_keys_pass_with_one_value_only(key: str, value: object) -> None:
     assert keys.INERT_VALUES[key, value].strip()
     section: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
-    wanted = RopeSpec(128, 5e5, scaling=YaRN(4, 8192))
+    wanted = RopeSpec(128, base=5e5, scaling=YaRN(4, 8192))
     if key == "factor":
         section, wanted = {"rope_type": "default"}, SPEC
     other = 3 if value == 1 and value is not True else False

@@ -647,6 +647,9 @@ test_errors = refusals(
         ),
     },
     TypeError={
+        "[Linear] rotary_dim must be an int but got 8.0.": lambda: Linear(2.0).frequencies(
+            8.0, 1e4
+        ),
         **{
             f"[{kind} must be a number but got {bad!r}.": lambda make=make, bad=bad: make(bad)
             for kind, make in {

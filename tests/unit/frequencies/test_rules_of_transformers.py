@@ -51,7 +51,7 @@ def theirs(
 def assert_same(
     rule: Rule, rotary_dim: int, base: float, got: tuple[Any, float], seq_len: int | None = None
 ) -> None:
-    spec = RopeSpec(rotary_dim, base, scaling=rule)
+    spec = RopeSpec(rotary_dim, base=base, scaling=rule)
     mine = spec.frequencies(seq_len)
     inv_freq, scaling = got
     assert inv_freq.dtype == torch.float32
@@ -59,7 +59,9 @@ def assert_same(
     relative = value("frequency of transformers")
     bound = relative * inv_freq.double().abs()
     if isinstance(rule, YaRN):
-        bound += value("ramp of transformers") * RopeSpec(rotary_dim, base).frequencies().inv_freq
+        bound += (
+            value("ramp of transformers") * RopeSpec(rotary_dim, base=base).frequencies().inv_freq
+        )
     error = (mine.inv_freq - inv_freq.double()).abs()
     # Written so that NaN fails.
     assert bool((error <= bound).all()), (error / inv_freq).max()
@@ -83,7 +85,7 @@ def test_dynamic_ntk_without_history() -> None:
     """
     section = {"rope_type": "dynamic", "factor": 2.0}
     module = LlamaRotaryEmbedding(config_of(64, 1e4, section, longest=2048))
-    spec = RopeSpec(64, 1e4, scaling=DynamicNTK(2.0, 2048))
+    spec = RopeSpec(64, base=1e4, scaling=DynamicNTK(2.0, 2048))
 
     def after(length: int) -> torch.Tensor:
         module(torch.zeros(1, 1, 64), torch.arange(length)[None])

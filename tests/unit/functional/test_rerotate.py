@@ -42,7 +42,7 @@ TOKENS = 4
 
 def spec_of(scaling: Any = None, base: float = 1e4, axes: Axes | None = None) -> RopeSpec:
     """Return a spec of 16 channels; the 12 in the middle rotate."""
-    return RopeSpec(16, base, 12, 2, scaling=scaling, axes=axes)
+    return RopeSpec(16, base=base, rotary_dim=12, start=2, scaling=scaling, axes=axes)
 
 
 def rates(spec: RopeSpec, length: int | None) -> list[list[Any]]:
@@ -156,7 +156,15 @@ every_move = pytest.mark.parametrize("name", MOVES)
 
 def with_pairing(move: Move, interleaved: bool) -> Move:
     before, after = (
-        RopeSpec(16, spec.base, 12, 2, interleaved, spec.scaling, spec.axes)
+        RopeSpec(
+            16,
+            base=spec.base,
+            rotary_dim=12,
+            start=2,
+            interleaved=interleaved,
+            scaling=spec.scaling,
+            axes=spec.axes,
+        )
         for spec in (move.before, move.after)
     )
     return move._replace(before=before, after=after)
@@ -256,7 +264,7 @@ def test_angles_wrap_as_those_of_a_rotation_do(after: RopeSpec) -> None:
 STAYS: dict[str, positions.PositionsLike] = {
     "nothing": None,
     "an offset": MILLION,
-    "far": 2**62,
+    "far": 2**61,
     "rows": positions.per_row(ROWS),
     "ids": IDS,
     "fractions": IDS.double() / 7,
@@ -281,10 +289,11 @@ def test_to_where_they_are_changes_no_bit(
     if rule is UNEQUAL and isinstance(where, torch.Tensor):
         where = where[1:]
     k = torch.randn(2, 3, TOKENS, 16).to(dtype)
-    assert_same_bits(rerotate(k, spec, spec, where, backend=backend), k)
+    options = {"from_seq_len": 2**62, "to_seq_len": 2**62, "backend": backend}
+    assert_same_bits(rerotate(k, spec, spec, where, **options), k)
     if where is not None:
-        assert_same_bits(rerotate(k, spec, spec, where, where, backend=backend), k)
-    assert_same_bits(rerotate_(k.clone(), spec, spec, where, backend=backend), k)
+        assert_same_bits(rerotate(k, spec, spec, where, where, **options), k)
+    assert_same_bits(rerotate_(k.clone(), spec, spec, where, **options), k)
     if not spec.by_length:
         twin = spec_of(rule)
         assert_same_bits(rerotate(k, spec, twin, where, backend=backend), k)
@@ -347,7 +356,7 @@ def test_layouts(layout: str) -> None:
 
 def test_a_slice_of_a_cache_in_place() -> None:
     """`rerotate_` moves the keys in a slice of a cache to the positions of dropped tokens."""
-    spec = RopeSpec(16, 500_000.0)
+    spec = RopeSpec(16, base=500_000.0)
     keys = torch.randn(1, 2, 100, 16)
     cache = rotate(keys, spec)
     before = cache.clone()
@@ -377,13 +386,31 @@ def test_rows_of_their_own_lengths() -> None:
         k = torch.randn(2, 2, TOKENS, 16)
         where = positions.per_row(torch.tensor([100, 5000]))
         moved = rerotate(k, spec, spec, where, from_seq_len=[104, 5004], to_seq_len=[9000, 9000])
-        by_default = rerotate(k, spec, spec, where, to_seq_len=9000)
-        assert_same_bits(moved, by_default)
+        one_length = rerotate(k, spec, spec, where, from_seq_len=[104, 5004], to_seq_len=9000)
+        assert_same_bits(moved, one_length)
         for row, (offset, length) in enumerate(((100, 104), (5000, 5004))):
             alone = rerotate(
                 k[row : row + 1], spec_of(rule), spec, offset, from_seq_len=length, to_seq_len=9000
             )
             assert_same_bits(moved[row : row + 1], alone)
+
+
+@pytest.mark.parametrize("change", [rerotate, rerotate_])
+@pytest.mark.parametrize("rule", [DYNAMIC, LONGROPE], ids=repr)
+def test_a_shift_over_the_original_length_moves_all_keys_in_any_blocks(
+    rule: Any, change: Callable[..., torch.Tensor]
+) -> None:
+    """A cache of 4,100 tokens loses 50 of them: what stays has the frequencies of the shorter sequence."""
+    spec, kept, gone, whole = spec_of(rule), 4, 50, TRAINED + 4
+    keys = torch.randn(1, 2, whole, 16, dtype=torch.float64)
+    cache, lengths = rotate(keys, spec), {"from_seq_len": whole, "to_seq_len": whole - gone}
+    blocks = [change(cache[:, :, :kept], spec, spec, **lengths)]
+    for first in range(kept + gone, whole, 1000):
+        block = cache[:, :, first : first + 1000]
+        blocks.append(change(block, spec, spec, first, first - gone, **lengths))
+    left = torch.cat((keys[:, :, :kept], keys[:, :, kept + gone :]), 2)
+    pairs = oracle.pair_lengths(left, 12, start=2)
+    assert_rotations(torch.cat(blocks, 2), rotate(left, spec), pairs, 3, float(whole))
 
 
 def test_no_keys() -> None:
@@ -430,6 +457,7 @@ def test_a_shift_makes_no_positions() -> None:
 
 K = torch.zeros(2, 3, TOKENS, 16)
 SPEC, LENGTHY = spec_of(), spec_of(DYNAMIC)
+BOTH = {"from_seq_len": 9, "to_seq_len": 9}
 
 
 def moved(change: Callable[..., object] = rerotate, **changes: Any) -> Callable[[], object]:
@@ -456,10 +484,14 @@ VALUES = {
     "'thd', 'bsd' (k: float32[3, 4, 16]).": moved(rerotate_, k=K[0]),
     "[rerotate] k must have head_dim 16 in its last dimension but got 12 "
     "(k: float32[2, 3, 4, 12]).": moved(k=K[..., :12]),
-    f"{SAME} rotary_dim but have 12 and 8; {INSTEAD}": moved(to_spec=RopeSpec(16, 1e4, 8, 2)),
-    f"{SAME} start but have 2 and 4; {INSTEAD}": moved(to_spec=RopeSpec(16, 1e4, 12, 4)),
+    f"{SAME} rotary_dim but have 12 and 8; {INSTEAD}": moved(
+        to_spec=RopeSpec(16, base=1e4, rotary_dim=8, start=2)
+    ),
+    f"{SAME} start but have 2 and 4; {INSTEAD}": moved(
+        to_spec=RopeSpec(16, base=1e4, rotary_dim=12, start=4)
+    ),
     f"{SAME} interleaved but have False and True; {INSTEAD}": moved(
-        to_spec=RopeSpec(16, 1e4, 12, 2, True)
+        to_spec=RopeSpec(16, base=1e4, rotary_dim=12, start=2, interleaved=True)
     ),
     f"[rerotate] positions {ONE_EACH} positions: int64[3]).": [
         moved(positions=torch.arange(3)),
@@ -473,16 +505,26 @@ VALUES = {
     "[rerotate] to_spec must have 1 or 3 heads for k but got 2 (k: float32[2, 3, 4, 4]).": moved(
         k=K[..., :4], from_spec=RopeSpec(4), to_spec=RopeSpec(4, scaling=Given(((1.0, 2.0),) * 2))
     ),
-    "[rerotate] positions must have 3 axes for this spec but got 1; call positions.multi_axis "
-    "with ids (3, tokens) or (3, rows, tokens), or positions.text(…, axes=3) if all coordinates "
-    "of a token are equal (positions: None).": moved(to_spec=spec_of(axes=SECTIONS)),
+    "[rerotate] new_positions must have 3 axes for this spec but got 1; call positions.multi_axis "
+    "with ids (3, tokens) or (3, rows, tokens), or positions.text(0, axes=3) if all coordinates "
+    "of a token are equal (new_positions: 0).": moved(to_spec=spec_of(axes=SECTIONS)),
     **{
         f"[rerotate] {name} must be one length, or one for each of 2 rows, but got 3 "
         "(k: float32[2, 3, 4, 16]).": moved(
-            from_spec=LENGTHY, to_spec=LENGTHY, new_positions=None, **{name: [1, 2, 3]}
+            from_spec=LENGTHY, to_spec=LENGTHY, new_positions=None, **(BOTH | {name: [1, 2, 3]})
         )
         for name in ("from_seq_len", "to_seq_len")
     },
+    "[rerotate] from_seq_len must be given, as the frequencies of DynamicNTK depend on the length of the whole "
+    "sequence, of which these keys may be a part; pass from_seq_len= and to_seq_len=, the lengths before and after "
+    "the move, and move all keys of the cache if its frequencies change.": [
+        moved(from_spec=LENGTHY),
+        moved(from_spec=LENGTHY, to_spec=LENGTHY, to_seq_len=9),
+    ],
+    "[rerotate_] to_seq_len must be given, as the frequencies of LongRoPE…": [
+        moved(rerotate_, to_spec=spec_of(LONGROPE)),
+        moved(rerotate_, from_spec=LENGTHY, to_spec=spec_of(LONGROPE), from_seq_len=9),
+    ],
     "[rerotate] layout must be one of bhsd, bshd, sbhd, thd, bsd, sd but got 'bdsh'.": moved(
         layout="bdsh"
     ),

@@ -24,7 +24,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "ids of rows": (RopeSpec(8), torch.arange(3)[None]),
     "fractions": (RopeSpec(8), torch.arange(3) / 2),
     "per row": (RopeSpec(8), positions.per_row(torch.tensor([5]))),
-    "by length": (RopeSpec(8, scaling=DynamicNTK(2.0, 4)), 5),
+    "by length": (RopeSpec(8, scaling=DynamicNTK(2.0, 4)), -1),
 }
 # Positions that no call takes.
 NO_POSITIONS: list[Any] = [

@@ -363,7 +363,7 @@ def test_everything_else(length: Any) -> None:
 @pytest.mark.slow
 def test_the_frequencies_of_a_stack_are_constants() -> None:
     """They are those of torch; only cosines are computed by ONNX Runtime."""
-    spec = RopeSpec(32, 50000.0, scaling=YaRN(4.0, original_max_position=32))
+    spec = RopeSpec(32, base=50000.0, scaling=YaRN(4.0, original_max_position=32))
 
     def call(_: torch.Tensor, x: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
         return [rotate(x, spec.at(ids, stack=name)) for name in ("transformers", "vllm-native")]

@@ -72,6 +72,7 @@ def test_options_of_patch(tmp_path: Any) -> None:
     callback.on_train_begin(None, None, None, model=model)
     assert callback.report is report
     assert len(report.replaced) == 2  # the function, and the class that makes tables
+    unpatch(model)
 
 
 @pytest.fixture
@@ -92,6 +93,7 @@ def test_a_trainer_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert functions_of(report) == ["apply_rotary_pos_emb"]
     callback.on_validation_start(None, model)
     assert callback.report is report
+    unpatch(model)
     assert plugins.for_lightning() == []
     monkeypatch.setenv("TIGHTROPE_PLUGINS", "vllm, lightning")
     assert [type(one).__name__ for one in plugins.for_lightning()] == ["Patch"]

@@ -55,7 +55,7 @@ def test_it_begins_as_an_ordinary_rotation() -> None:
     x = noise(2, 5, 3, 12)
     for options in ({}, {"num_heads": 3}):
         got = LrpeRotate1d(12, base=500.0, dtype=torch.float64, **options)(x)
-        assert_near(got, rotate(x, RopeSpec(12, 500.0), layout="bshd"), "float32 ways")
+        assert_near(got, rotate(x, RopeSpec(12, base=500.0), layout="bshd"), "float32 ways")
     got = LrpeRotate1d(12, rotary_dim=8, pairs=3)(x)
     assert_near(
         got[..., :3], rotate(x, RopeSpec(12, rotary_dim=8), layout="bshd")[..., :3], "float32 ways"

@@ -22,12 +22,12 @@ Q, K = noise(2, 4, 5, 8), noise(2, 2, 5, 8, seed=1)
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_it_is_rotate_qk_with_its_spec(layout: str) -> None:
-    spec = RopeSpec(8, 500.0, rotary_dim=4, start=2, interleaved=True, scaling=Linear(2.0))
+    spec = RopeSpec(8, base=500.0, rotary_dim=4, start=2, interleaved=True, scaling=Linear(2.0))
     options: dict[str, Any] = {"start": 2, "interleaved": True, "scaling": Linear(2.0)}
     q, k = (x if layout == "bhsd" else x.transpose(1, 2) for x in (Q, K))
     for rope in (
         RotaryEmbedding(spec, layout=layout),
-        RotaryEmbedding(8, 500.0, 4, layout=layout, **options),
+        RotaryEmbedding(8, base=500.0, rotary_dim=4, layout=layout, **options),
     ):
         assert rope.spec == spec
         for at in (
@@ -90,7 +90,7 @@ def test_one_graph(learnable: bool) -> None:
 
 def test_repr() -> None:
     assert repr(RotaryEmbedding(8)) == "RotaryEmbedding(RopeSpec(head_dim=8), layout='bhsd')"
-    assert repr(RotaryEmbedding(RopeSpec(8, 500.0), layout="thd", learnable=True)) == (
+    assert repr(RotaryEmbedding(RopeSpec(8, base=500.0), layout="thd", learnable=True)) == (
         "RotaryEmbedding(RopeSpec(head_dim=8, base=500.0), layout='thd', learnable=True)"
     )
 
@@ -100,7 +100,10 @@ test_errors = refusals(
     ValueError={
         "base, rotary_dim, start, interleaved, scaling and axes must be left out with a RopeSpec, "
         "which has them, but got RopeSpec(head_dim=8) and others.": (
-            lambda: RotaryEmbedding(RopeSpec(8), 500.0)
+            [
+                lambda: RotaryEmbedding(RopeSpec(8), base=500.0),
+                lambda: RotaryEmbedding(RopeSpec(8), base=torch.ones(2)),
+            ]
         ),
         "layout must be one of bhsd, bshd, sbhd, thd, bsd, sd but got 'hb'.": (
             lambda: RotaryEmbedding(8, layout="hb")
@@ -110,7 +113,13 @@ test_errors = refusals(
             lambda: RotaryEmbedding(8, scaling=DynamicNTK(2.0, 4), learnable=True)
         ),
     },
-    TypeError={"learnable must be a bool but got 1.": lambda: RotaryEmbedding(8, learnable=1)},
+    TypeError={
+        "learnable must be a bool but got 1.": lambda: RotaryEmbedding(8, learnable=1),
+        "only spec may be given without a name but got 2 values; name the others: base=, rotary_dim=, "
+        "start=, interleaved=, scaling=, axes=, layout=, learnable=, device=.": (
+            lambda: RotaryEmbedding(64, 8192)
+        ),
+    },
 )
 
 

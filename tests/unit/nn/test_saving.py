@@ -14,7 +14,7 @@ from tightrope import RopeSpec
 from tightrope.nn import RotaryEmbedding, RotaryPositionalEmbedding
 
 X = noise(2, 50, 3, 8, dtype=torch.float32)
-ROTARY = partial(RotaryEmbedding, 8, 777.0, interleaved=True, layout="bshd")
+ROTARY = partial(RotaryEmbedding, 8, base=777.0, interleaved=True, layout="bshd")
 MODULES: dict[str, Callable[[], Any]] = {
     "rotary": ROTARY,
     "learned": partial(ROTARY, learnable=True),

@@ -125,7 +125,7 @@ def test_the_own_frequencies_of_a_spec_within_the_bound(base: float) -> None:
 
     Their relative error is at most 2^-53.
     """
-    spec = RopeSpec(16, base)
+    spec = RopeSpec(16, base=base)
     theta = torch.tensor(list(map(float, oracle.frequencies(base, 16))), dtype=torch.float64)
     for reach in (1, 2**10, 2**20, 2**31):
         generator = torch.Generator().manual_seed(0)

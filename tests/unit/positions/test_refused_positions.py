@@ -9,7 +9,7 @@ import torch
 from tests.support.helpers import refusals
 from tightrope import RopeSpec
 from tightrope.axes import Axes
-from tightrope.functional import rotate
+from tightrope.functional import rerotate, rerotate_, rotate
 from tightrope.positions import (
     concatenate,
     explicit,
@@ -27,6 +27,7 @@ from tightrope.positions import (
 ENDS = torch.tensor([0, 3, 5])
 X = torch.ones(2, 5, 8)
 ONE, TWO = RopeSpec(8), RopeSpec(8, axes=Axes.blocks((2, 2)))
+THREE = RopeSpec(12, axes=Axes.blocks((2, 2, 2)))
 DTYPES = [torch.bool, torch.float16, torch.bfloat16, torch.int16, torch.uint8, torch.complex64]
 
 
@@ -53,6 +54,7 @@ AXES = (
     "call positions.multi_axis with ids (2, tokens) or (2, rows, tokens), or "
     "positions.text(…, axes=2) if all coordinates of a token are equal"
 )
+DROP = "if row 0 of ids (4, rows, tokens) holds the text's, drop it: positions.multi_axis(ids[1:])"
 EACH = "; pass each as an int: grid(*sizes) of a tuple, or of sizes.tolist()"
 TYPES: dict[str, Callable[[], object]] = {
     "[at] positions must not be a bool but got False.": lambda: ONE.at(False),
@@ -191,9 +193,12 @@ VALUES: dict[str, Callable[[], object]] = {
     "int64[1, 1, 3]).": lambda: concatenate([grid(2, 2), ENDS]),
     "[concatenate] parts must have the same numbers of axes and rows (one: float32[1, 2, 5], other: "
     "float32[1, 3, 5]).": lambda: concatenate([torch.ones(2, 5), torch.ones(3, 5)]),
-    "[concatenate] parts must have the same numbers of axes and tokens; append "
-    "positions.multi_axis(torch.zeros(2, 2)) to the shorter one (one: int64[2, 1, 4], "
-    "other: int64[2, 1, 6]).": lambda: concatenate([grid(2, 2), grid(2, 3)], along="rows"),
+    "[concatenate] parts must have the same numbers of axes and tokens; with pad = "
+    "positions.multi_axis(torch.zeros(2, 2, dtype=torch.int64)), pass positions.concatenate([part, pad]) in place of "
+    "the shorter part if its row is padded on the right, and positions.concatenate([pad, part]) if on the left (one: "
+    "int64[2, 1, 4], other: int64[2, 1, 6]).": lambda: concatenate(
+        [grid(2, 2), grid(2, 3)], along="rows"
+    ),
     "[rotate] positions must be those of the 5 tokens of this rank but are of 4: tokens= of positions.shard is their "
     "number on all 2 ranks (x: float32[2, 5, 8]).": (
         lambda: rotate(X, ONE, shard(None, 1, 2, tokens=8), layout="bsd")
@@ -222,8 +227,27 @@ VALUES: dict[str, Callable[[], object]] = {
         lambda: shard(None, 0, 2, tokens=8, kind="zigzag", cu_seqlens=ENDS)
     ),
     # A spec refuses positions with another number of axes.
-    f"[rotate] positions must have 2 axes for this spec but got 1; {AXES} (positions: None).": (
-        lambda: rotate(X, TWO, layout="bsd")
+    f"[rotate] positions must have 2 axes for this spec but got 1; {AXES.replace('…', 'None')} (positions: "
+    "None).": lambda: rotate(X, TWO, layout="bsd"),
+    **{
+        f"[{call.__name__}] {name} must have 2 axes for this spec but got 1; {AXES.replace('…', '7')} ({name}: "
+        "7).": lambda call=call, more=more: call(X, *more, layout="bsd")
+        for call, name, more in (
+            (rotate, "positions", (TWO, 7)),
+            (rerotate_, "positions", (TWO, TWO, 7, grid(1, 5))),
+            (rerotate_, "new_positions", (TWO, TWO, grid(1, 5), 7)),
+            (rerotate, "new_positions", (ONE, TWO, 0, 7)),
+        )
+    },
+    f"[at] positions must have 3 axes for this spec but got 4; {AXES.replace('2', '3')}; {DROP} (positions: int64[4, "
+    "2, 5]).": lambda: THREE.at(multi_axis(torch.zeros(4, 2, 5, dtype=torch.int64))),
+    "[at] positions must have 3 axes for this spec but got 4; ids (tokens, axes) must be transposed: "
+    f"positions.multi_axis(ids.T); {DROP} (positions: int64[4, 1, 3]).": (
+        lambda: THREE.at(multi_axis(torch.zeros(4, 1, 3, dtype=torch.int64)))
+    ),
+    "[at] positions must have shape (tokens,) or (rows, tokens); coordinates on several axes are "
+    f"positions.multi_axis(ids); {DROP} (positions: int64[4, 2, 5]).": (
+        lambda: THREE.at(torch.zeros(4, 2, 5, dtype=torch.int64))
     ),
     f"[at] positions must have 2 axes for this spec but got 1; {AXES} (positions: float32[2, 5]).": (
         lambda: TWO.at(X[..., 0])
@@ -234,6 +258,15 @@ VALUES: dict[str, Callable[[], object]] = {
     "[at] positions must have 1 axis for this spec but got 2; pass axes= to RopeSpec, such as "
     "Axes.blocks(…) for 2 coordinates (positions: int64[2, 1, 4]).": lambda: ONE.at(grid(2, 2)),
 }
+
+
+def test_padding_at_either_end_makes_rows_equally_long() -> None:
+    pad = multi_axis(torch.zeros(2, 2, dtype=torch.int64))
+    for parts in ([grid(2, 2), pad], [pad, grid(2, 2)]):
+        both = concatenate([concatenate(parts), grid(2, 3)], along="rows")
+        assert both.ids is not None
+        assert both.ids.shape == (2, 2, 6)
+        assert both.ids.dtype == torch.int64
 
 
 test_invalid_positions = refusals(TypeError=TYPES, ValueError=VALUES)

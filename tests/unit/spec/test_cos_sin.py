@@ -30,7 +30,7 @@ def written(pairs: torch.Tensor, tables: str, interleaved: bool) -> torch.Tensor
 @pytest.mark.parametrize("tables", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_format_is_exact(dtype: torch.dtype, tables: str, interleaved: bool) -> None:
-    spec = RopeSpec(16, 5e5, rotary_dim=8, start=4, interleaved=interleaved)
+    spec = RopeSpec(16, base=5e5, rotary_dim=8, start=4, interleaved=interleaved)
     exact = oracle.cos_sin(IDS, oracle.frequencies(5e5, 8))
     found = spec.cos_sin(IDS, dtype=dtype, tables=tables)
     for got, wanted in zip(found, exact, strict=True):
@@ -105,7 +105,7 @@ def test_positions_from_zero() -> None:
 
 def test_the_length_of_each_row() -> None:
     spec = RopeSpec(8, scaling=DynamicNTK(2.0, 4))
-    ids = torch.tensor([[0, 1, 2], [3, 4, 9]])
+    ids = torch.tensor([[0, 1, 2], [0, 4, 9]])
     for length in (None, 20):
         got = spec.cos_sin(ids, seq_len=length, tables="half")[1]
         for row, own in enumerate((3, 10) if length is None else (20, 20)):

@@ -36,7 +36,7 @@ from tightrope.functional import rerotate, rotate, rotate_, rotate_qk_
 
 LENGTHS = (3000, 6000)
 OWN = torch.tensor(LENGTHS)
-TAIL = 3
+TAIL = 1
 LAST = OWN[:, None] - TAIL + torch.arange(TAIL)  # the last positions of each row
 TOTAL = 6001  # so that both rows can have padding
 PADDED = torch.arange(TOTAL) - (TOTAL - OWN[:, None])
@@ -79,14 +79,14 @@ def test_each_row_gets_what_it_would_get_alone(rule: str, way: str, prepared: bo
 
 @every_rule
 def test_earlier_calls_change_nothing(rule: str) -> None:
-    spec, x = spec_of(rule), torch.randn(1, 1, 5, 12)
-    first = {offset: rotate(x, spec_of(rule), offset) for offset in (2995, 5995, 4091, 4092, 0)}
-    for offset in (5995, 2995, 0, 4092, 4091, 5995, 2995):
+    spec, x = spec_of(rule), torch.randn(1, 1, 1, 12)
+    first = {offset: rotate(x, spec_of(rule), offset) for offset in (2995, 5995, 4095, 4096, 0)}
+    for offset in (5995, 2995, 0, 4096, 4095, 5995, 2995):
         assert_same_bits(rotate(x, spec, offset), first[offset])
-    rotation = spec.at(2995)
-    for tokens in (5, 3000, 1, 5):  # 3,000 tokens end at 5,995
+    rotation = spec.at(-5)
+    for tokens in (10, 6000, 1, 10):
         y = torch.randn(1, 1, tokens, 12)
-        assert_same_bits(rotate(y, rotation), rotate(y, spec_of(rule), 2995))
+        assert_same_bits(rotate(y, rotation), rotate(y, spec_of(rule), -5))
 
 
 @every_rule
@@ -104,12 +104,12 @@ def test_rows_of_every_layout(rule: str) -> None:
 
 @every_rule
 def test_the_original_length_is_short_and_one_more_is_long(rule: str) -> None:
-    spec, x = spec_of(rule), torch.randn(3, 12, dtype=torch.float64)
-    for first, length in ((TRAINED - 3, TRAINED), (TRAINED - 2, TRAINED + 1)):
-        stated = rotate(x, spec, first, layout="sd", seq_len=length)
-        assert_exact(stated, x, spec, [float(first + token) for token in range(3)], length)
+    spec, x = spec_of(rule), torch.randn(1, 12, dtype=torch.float64)
+    for last, length in ((TRAINED - 1, TRAINED), (TRAINED, TRAINED + 1)):
+        stated = rotate(x, spec, last, layout="sd", seq_len=length)
+        assert_exact(stated, x, spec, [float(last)], length)
         own = torch.tensor(length)
-        for where, seq_len in ((first, None), (first + torch.arange(3), None), (first, own)):
+        for where, seq_len in ((last, None), (torch.tensor([last]), None), (last, own)):
             assert_same_bits(rotate(x[None], spec, where, layout="bsd", seq_len=seq_len)[0], stated)
 
 
@@ -138,8 +138,8 @@ def test_negative_positions_are_short(rule: str) -> None:
 def test_lost_positions_spoil_nothing_but_their_token(rule: str) -> None:
     spec, x = spec_of(rule), torch.randn(1, 1, 4, 12)
     for lost in (float("nan"), float("inf"), -float("inf")):
-        y = rotate(x, spec, torch.tensor([[4999.0, lost, 5000.0, 5001.0]]))
-        wanted = rotate(x, spec, torch.tensor([[4999.0, 4999.0, 5000.0, 5001.0]]))
+        y = rotate(x, spec, torch.tensor([[0.0, lost, 5000.0, 5001.0]]))
+        wanted = rotate(x, spec, torch.tensor([[0.0, 4999.0, 5000.0, 5001.0]]))
         assert y[:, :, 1, 2:10].isnan().all()
         keep = [0, 2, 3]
         assert_same_bits(y[:, :, keep], wanted[:, :, keep])
@@ -168,16 +168,16 @@ def test_nothing_to_rotate(rule: str) -> None:
     for shape, where in (
         ((0, 1, 3, 12), torch.zeros(0, 3, dtype=torch.int64)),
         ((0, 1, 3, 12), positions.per_row(torch.zeros(0, dtype=torch.int64))),
-        ((0, 1, 3, 12), 5000),
+        ((0, 1, 1, 12), 5000),
         ((2, 1, 0, 12), None),
         ((2, 1, 0, 12), torch.zeros(2, 0)),
         ((2, 1, 0, 12), positions.per_row(OWN)),
-        ((2, 0, 3, 12), 5000),
+        ((2, 0, 1, 12), 5000),
     ):
         assert rotate(torch.zeros(shape), spec, where).shape == shape  # type: ignore[arg-type]
     assert rotate(torch.zeros(0, 1, 3, 12), spec, seq_len=[]).shape == (0, 1, 3, 12)
     still = RopeSpec(8, rotary_dim=0, scaling=DynamicNTK(2.0, TRAINED))
-    x = torch.randn(2, 8)
+    x = torch.randn(1, 8)
     assert_same_bits(rotate(x, still, 9000, layout="sd"), x)
 
 
@@ -200,9 +200,9 @@ def test_the_largest_coordinate_is_the_last_position(rule: str) -> None:
     wanted = oracle.rotate(x, ids[:, None], per_axis) * amplitude(spec.scaling, 6000)
     lengths = oracle.pair_lengths(x, 8) * amplitude(spec.scaling, 6000)
     assert_rotated([Result(y, wanted, lengths, 3 * 6000.0)])
-    offset = positions.text(positions.per_row(torch.tensor([5998])), axes=3)
-    text = positions.text(torch.tensor([5998, 5999]), axes=3)
-    assert_same_bits(rotate(x, spec, offset), rotate(x, spec, text))
+    offset = positions.text(positions.per_row(torch.tensor([5999])), axes=3)
+    text = positions.text(torch.tensor([5999]), axes=3)
+    assert_same_bits(rotate(x[:, :, :1], spec, offset), rotate(x[:, :, :1], spec, text))
 
 
 def test_coordinates_of_an_image_start_no_new_sequence() -> None:
@@ -226,9 +226,9 @@ AGAIN = (
 )
 
 NO_ROWS = (
-    "the length must be given (seq_len, or from_seq_len and to_seq_len) with ids of tokens without rows, as the "
-    "frequencies of DynamicNTK depend on it, and the tokens may be of several sequences; pass an offset if they are of "
-    "one, or give each sequence a row: x.unsqueeze(1), layout='bshd' and ids (rows, 1) for one token each"
+    "seq_len must be given with ids of tokens without rows, as the frequencies of DynamicNTK depend on it, and the "
+    "tokens may be of several sequences; if they are, give each sequence a row: x.unsqueeze(1), layout='bshd' and ids "
+    "(rows, 1) for one token each"
 )
 
 
@@ -318,12 +318,11 @@ def test_tokens_without_rows_may_be_of_several_sequences(rule: str, ids: list[in
     """Decoding of several requests: each has the frequencies of its own length, or an error is raised."""
     spec = RopeSpec(8, scaling=UNEQUAL if rule == "unequal" else RULES[rule])
     x, where = torch.randn(2, 3, 8), torch.tensor(ids) + TRAINED
-    with pytest.raises(ValueError, match=r"^\[rotate\] the length must be given"):
+    with pytest.raises(ValueError, match=r"^\[rotate\] seq_len must be given with ids"):
         rotate(x, spec, where, layout="thd")
-    if ids == sorted(
-        ids
-    ):  # otherwise the positions start again, which is an error without a layout
-        with pytest.raises(ValueError, match=r"^\[rotate\] the length must be given"):
+    # Without a layout, positions that start again or follow each other have errors of their own.
+    if ids == [15, 110]:
+        with pytest.raises(ValueError, match=r"^\[rotate\] seq_len must be given with ids"):
             rotate(x, spec.at(where), layout="thd")
     if rule == "unequal":
         return  # its rows must have one factor, which is tested below
@@ -343,7 +342,7 @@ def test_sequences_of_the_original_length_may_start_again() -> None:
     x, again = torch.randn(2, 1, 105, 8), torch.cat((torch.arange(5), torch.arange(100)))
     for where in (again, positions.packed(torch.tensor([0, 5, 105]))):
         assert_same_bits(rotate(x, spec, where), rotate(x, plain, where))
-    beside_a_longer_row = torch.stack((torch.arange(105) + 10, again))
+    beside_a_longer_row = torch.stack((torch.arange(105) * 2, again))
     assert_same_bits(rotate(x, spec, beside_a_longer_row)[1:], rotate(x[1:], plain, again))
 
 
@@ -359,6 +358,58 @@ def test_packed_positions_that_cannot_be_read_are_refused() -> None:
         rotate(x, spec, where.ids[0, 0], layout="thd")
     one = positions.packed(torch.tensor([0, 6], device="meta"), total=6)
     assert rotate(x, spec, one, layout="thd").shape == x.shape
+
+
+# --- parts of a sequence --------------------------------------------------------------------------
+
+PARTS: dict[str, Callable[[int, int], positions.PositionsLike]] = {
+    "an offset": lambda first, _: first,
+    "an offset per row": lambda first, _: positions.per_row(torch.tensor([first, 0])),
+    "ids": lambda first, end: torch.arange(first, end),
+    "ids of rows": lambda first, end: torch.arange(first, end).expand(2, -1),
+    "floating ids": lambda first, end: torch.arange(first, end).double(),
+    "one sequence": lambda first, end: positions.packed(torch.tensor([0, end - first]), first),
+}
+
+
+@pytest.mark.parametrize("way", PARTS)
+@every_rule
+def test_a_prompt_in_chunks_needs_its_length(rule: str, way: str) -> None:
+    """With `seq_len`, chunks have the bits of one call; without it they are refused, at the latest in the last."""
+    total, size = TRAINED + 1000, 1024
+    spec, x = spec_of(rule), torch.randn(2, 1, total, 12)
+    whole = rotate(x, spec)
+    ends = [(first, min(first + size, total)) for first in range(0, total, size)]
+    for first, end in ends:
+        part, where = x[:, :, first:end], PARTS[way](first, end)
+        wanted = whole[:, :, first:end]
+        rows = slice(0, 1) if way == "an offset per row" else slice(None)
+        for y in (
+            rotate(part, spec, where, seq_len=total),
+            rotate_(part.clone(), spec.at(where, seq_len=total)),
+        ):
+            assert_same_bits(y[rows], wanted[rows])
+        if first > 0 and ("offset" in way or end > TRAINED):
+            with pytest.raises(ValueError, match=r"^\[rotate\] seq_len must be given with several"):
+                rotate(part, spec, where)
+            with pytest.raises(ValueError, match="seq_len must be given with several tokens"):
+                rotate_(part.clone(), spec.at(where))
+
+
+@every_rule
+def test_tokens_that_are_no_part_need_no_length(rule: str) -> None:
+    """A single token is the newest of its row, and ids that do not follow each other are no chunk."""
+    spec, x = spec_of(rule), torch.randn(2, 1, 3, 12)
+    for where, tokens in (
+        (TRAINED, 1),
+        (positions.per_row(torch.tensor([5, 9000])), 1),
+        (torch.tensor([[5], [9000]]), 1),
+        (-TRAINED, 3),
+        (torch.tensor([7, 8, TRAINED]), 3),
+        (torch.tensor([7, 8, 9]), 3),
+        (positions.left_padded(torch.tensor([[0, 1, 1], [1, 1, 1]])), 3),
+    ):
+        rotate(x[:, :, :tokens], spec, where)
 
 
 # --- attention scaling ----------------------------------------------------------------------------
@@ -379,9 +430,8 @@ def test_the_rotated_channels_are_scaled(name: str, interleaved: bool, backend: 
     rule, length = SCALED[name]
     spec = spec_of(rule, interleaved)
     assert spec.attention_scaling(length) == amplitude(rule, length) != 1.0
-    x = torch.randn(2, 3, 4, 12, dtype=torch.float64)
-    ids = [float(length - 4 + token) for token in range(4)]
-    where = length - 4
+    x = torch.randn(2, 3, 1, 12, dtype=torch.float64)
+    where, ids = length - 1, [length - 1.0]
     still = [0, 1, 10, 11]
     y = rotate(x, spec, where, backend=backend)
     assert_exact(y, x, spec, ids, length)
@@ -396,14 +446,14 @@ def test_the_rotated_channels_are_scaled(name: str, interleaved: bool, backend: 
 
 
 def test_rows_of_unequal_factors_are_refused_together() -> None:
-    spec, x = spec_of(UNEQUAL), torch.randn(2, 1, 3, 12)
+    spec, x = spec_of(UNEQUAL), torch.randn(2, 1, 1, 12)
     text = (
         "[RopeSpec] all rows of one call must have one attention scaling but got 1.25, 1.5; rotate "
         "short and long rows separately."
     )
     for where, seq_len in (
         (positions.per_row(torch.tensor([0, 5000])), None),
-        (torch.tensor([[1, 2, 3], [4094, 4095, 4096]]), None),
+        (torch.tensor([[3], [4096]]), None),
         (0, [4096, 4097]),
         (0, torch.tensor([4096, 4097])),
     ):

@@ -103,7 +103,7 @@ for name, rule in {
     by_length = RopeSpec(16, scaling=rule)
     CALLS |= {
         f"{name}, ids": lambda spec=by_length: rotate_qk(Q, K, spec, IDS),
-        f"{name}, offset": lambda spec=by_length: rotate_qk(Q, K, spec, 3),
+        f"{name}, offset": lambda spec=by_length: rotate_qk(Q, K, spec, -1),
         f"{name}, lengths": lambda spec=by_length: rotate_qk(Q, K, spec, 3, seq_len=IDS[:, 0]),
     }
 
@@ -188,14 +188,14 @@ def test_ids_on_a_device_are_not_cached() -> None:
 
 
 def test_a_spec_keeps_nothing_that_is_made_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = RopeSpec(16, 777.0, scaling=frequencies.DynamicNTK(2.0, original_max_position=4))
+    spec = RopeSpec(16, base=777.0, scaling=frequencies.DynamicNTK(2.0, original_max_position=4))
     shared = set(_words._shared)
     with monkeypatch.context() as patch:
         for module in (route, _words):
             patch.setattr(module, "may_keep", lambda _: False)
         for seq_len in (3, 5000, [3, 5000], IDS[:, 0]):
             spec.words_for(seq_len, DEVICE)
-        rotate(Q, spec, 7)
+        rotate(Q, spec, 0)
     assert set(_words._shared) == shared
     assert set(spec.words._on) == {torch.device("cpu")}
     assert spec.words._last is None

@@ -13,7 +13,7 @@ from tests.support import oracle
 from tests.support.helpers import refusals
 from tightrope import RopeSpec
 from tightrope.axes import Axes
-from tightrope.frequencies import NTK, Given, Linear, YaRN
+from tightrope.frequencies import NTK, Given, Linear, Rule, YaRN
 
 
 def test_defaults() -> None:
@@ -29,16 +29,16 @@ def test_numbers_take_one_form() -> None:
     assert type(spec.head_dim) is int
     assert type(spec.rotary_dim) is int
     assert type(spec.base) is float
-    assert spec == RopeSpec(64, 5e5, 32)
+    assert spec == RopeSpec(64, base=5e5, rotary_dim=32)
 
 
 def test_equality_and_hash() -> None:
     spec = RopeSpec(64)
-    assert spec == RopeSpec(64, 10000.0, 64, 0, False)
-    assert hash(spec) == hash(RopeSpec(64, 10000, 64))
+    assert spec == RopeSpec(64, base=10000.0, rotary_dim=64, start=0, interleaved=False)
+    assert hash(spec) == hash(RopeSpec(64, base=10000, rotary_dim=64))
     others = [
         RopeSpec(66),
-        RopeSpec(64, 10001.0),
+        RopeSpec(64, base=10001.0),
         RopeSpec(64, rotary_dim=32),
         RopeSpec(64, rotary_dim=32, start=2),
         RopeSpec(64, interleaved=True),
@@ -62,9 +62,9 @@ def test_frequencies() -> None:
 def test_replace_derives_anew() -> None:
     spec = RopeSpec(20)
     other = dataclasses.replace(spec, base=5e5)
-    assert other == RopeSpec(20, 5e5)
+    assert other == RopeSpec(20, base=5e5)
     assert not torch.equal(other.at().angles.words, spec.at().angles.words)
-    assert hash(other) == hash(RopeSpec(20, 5e5))
+    assert hash(other) == hash(RopeSpec(20, base=5e5))
 
 
 def test_replace_hands_over_the_resolved_rotary_dim() -> None:
@@ -85,10 +85,14 @@ def test_a_pickle_carries_no_tensor() -> None:
 
 
 REPRS = {
-    "RopeSpec(head_dim=64)": RopeSpec(64, 10000, 64, 0, False, None, None),
+    "RopeSpec(head_dim=64)": RopeSpec(
+        64, base=10000, rotary_dim=64, start=0, interleaved=False, scaling=None, axes=None
+    ),
     "RopeSpec(head_dim=64, start=16)": RopeSpec(64, start=16),
     "RopeSpec(head_dim=64, rotary_dim=16, start=16)": RopeSpec(64, rotary_dim=16, start=16),
-    "RopeSpec(head_dim=64, base=500000.0, interleaved=True)": RopeSpec(64, 5e5, interleaved=True),
+    "RopeSpec(head_dim=64, base=500000.0, interleaved=True)": RopeSpec(
+        64, base=5e5, interleaved=True
+    ),
     "RopeSpec(head_dim=64, scaling=YaRN(factor=4.0, original_max_position=4096, truncate=False))": (
         RopeSpec(64, scaling=YaRN(4.0, 4096, truncate=False))
     ),
@@ -106,7 +110,15 @@ def test_repr_shows_values_other_than_the_defaults(text: str) -> None:
 
 def test_the_form_of_a_dictionary() -> None:
     """`to_dict` writes version 1 of the format, which saved files contain."""
-    spec = RopeSpec(12, 5e5, 8, 2, True, Linear(3.3), Axes.sections((1, 3)))
+    spec = RopeSpec(
+        12,
+        base=5e5,
+        rotary_dim=8,
+        start=2,
+        interleaved=True,
+        scaling=Linear(3.3),
+        axes=Axes.sections((1, 3)),
+    )
     assert spec.to_dict() == {
         "version": 1,
         "head_dim": 12,
@@ -154,6 +166,14 @@ test_errors = refusals(
             for value in (True, 4.0, "4")
         },
         "interleaved must be a bool but got 1.": lambda: RopeSpec(8, interleaved=1),
+        "only head_dim may be given without a name but got 2 values; name the others: base=, "
+        "rotary_dim=, start=, interleaved=, scaling=, axes=.": lambda: RopeSpec(64, 32),
+        "arguments must be of head_dim, base, rotary_dim, start, interleaved, scaling, axes but got "
+        "theta; base may be meant.": [
+            lambda: RopeSpec(64, theta=1e4),
+            lambda: dataclasses.replace(RopeSpec(64), theta=1e4),
+        ],
+        f"{RULE} float32[32].": lambda: RopeSpec(64, scaling=torch.ones(32)),
         f"{RULE} {{'rope_type': 'yarn'}}; RopeSpec.from_config reads configurations.": lambda: (
             RopeSpec(8, scaling={"rope_type": "yarn"})
         ),
@@ -196,12 +216,21 @@ test_errors_of_dictionaries = refusals(
     "from_dict",
     TypeError={
         "a spec must be a dictionary but got '{}'.": lambda: RopeSpec.from_dict("{}"),
+        "a spec must be a dictionary but got RopeSpec(head_dim=8).": (
+            lambda: RopeSpec.from_dict(RopeSpec(8))
+        ),
+        "a rule must be a dictionary but got Linear(factor=2.0).": lambda: Rule.from_dict(
+            Linear(2.0)
+        ),
         "scaling must be a dictionary but got 'yarn'.": (
             lambda: RopeSpec.from_dict({**SAVED, "scaling": "yarn"})
         ),
     },
     ValueError={
         "version must be 1 but got 2.": lambda: RopeSpec.from_dict({**SAVED, "version": 2}),
+        "version must be 1 but got tensor([1., 1.]).": (
+            lambda: RopeSpec.from_dict({**SAVED, "version": torch.ones(2)})
+        ),
         "version must be 1 but got True.": lambda: RopeSpec.from_dict({**SAVED, "version": True}),
         "version must be 1 but got None; pass the result of to_dict.": (
             lambda: RopeSpec.from_dict({"head_dim": 8})

@@ -27,13 +27,13 @@ from tightrope.frequencies import (
 )
 
 RULED: dict[str, RopeSpec] = {
-    "plain": RopeSpec(12, 5e5, 8, 2, True),
+    "plain": RopeSpec(12, base=5e5, rotary_dim=8, start=2, interleaved=True),
     "linear": RopeSpec(8, scaling=Linear(3.3)),
     "ntk": RopeSpec(8, scaling=NTK(8.0)),
     "dynamic": RopeSpec(8, scaling=DynamicNTK(2.0, 100)),
     "yarn": RopeSpec(8, scaling=YaRN(40.0, 4096, mscale=0.707, mscale_all_dim=0.707)),
     "longrope": RopeSpec(8, scaling=LongRoPE((1.0,) * 4, (1.0, 1.1, 2.0, 32.0), 100, factor=32.0)),
-    "llama3": RopeSpec(8, 5e5, scaling=Llama3(8.0, 1.0, 4.0, 8192)),
+    "llama3": RopeSpec(8, base=5e5, scaling=Llama3(8.0, 1.0, 4.0, 8192)),
     "proportional": RopeSpec(8, scaling=Proportional(0.5)),
     "given": RopeSpec(8, scaling=Given((1.0, 1 / 3, -0.1, 7.0))),
     "given per head": RopeSpec(4, scaling=Given(((1.0, 0.1), (0.5, 9.0), (1e-3, 1e-5)))),
@@ -42,8 +42,8 @@ RULED: dict[str, RopeSpec] = {
         4, scaling=Given((((1.0, 0.1), (2.0, 0.2)), ((0.5, 9.0), (-1.0, 0.0))))
     ),
     "sections": RopeSpec(12, axes=Axes.sections((1, 2, 3))),
-    "blocks": RopeSpec(12, 100.0, axes=Axes.blocks((4, 2))),
-    "blocks, slice": RopeSpec(12, 100.0, 8, 1, axes=Axes.blocks((1, 3))),
+    "blocks": RopeSpec(12, base=100.0, axes=Axes.blocks((4, 2))),
+    "blocks, slice": RopeSpec(12, base=100.0, rotary_dim=8, start=1, axes=Axes.blocks((1, 3))),
     "strided": RopeSpec(16, axes=Axes.strided(2, 8)),
     "scaled sections": RopeSpec(12, axes=Axes.sections((2, 2, 2), True), scaling=YaRN(4.0, 4096)),
     "dynamic blocks": RopeSpec(16, axes=Axes.blocks((2, 6)), scaling=DynamicNTK(2.0, 100)),
@@ -52,7 +52,7 @@ RULED: dict[str, RopeSpec] = {
         axes=Axes.sections((3, 1)),
         scaling=LongRoPE((1.0,) * 4, (1.0, 1.1, 2.0, 32.0), 100, attention_factor=1.5),
     ),
-    "fast sections": RopeSpec(8, 1e-3, axes=Axes.sections((2, 2))),
+    "fast sections": RopeSpec(8, base=1e-3, axes=Axes.sections((2, 2))),
     "heads on sections": RopeSpec(
         8, axes=Axes.sections((1, 3)), scaling=Given(((1.0, 2.0, 3.0, 4.0), (0.1, 0.2, 0.3, 0.4)))
     ),
@@ -301,7 +301,9 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-@pytest.mark.parametrize("spec", [RULED["dynamic"], RopeSpec(6, 3.0, scaling=DynamicNTK(1.5, 90))])
+@pytest.mark.parametrize(
+    "spec", [RULED["dynamic"], RopeSpec(6, base=3.0, scaling=DynamicNTK(1.5, 90))]
+)
 def test_words_of_a_growing_sequence_are_those_of_each_length(name: str, spec: RopeSpec) -> None:
     grows, device = pickle.loads(pickle.dumps(spec)).words, torch.device("cpu")
     for length in LENGTHS[name]:

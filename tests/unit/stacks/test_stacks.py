@@ -107,7 +107,7 @@ def rotary_module(rule: str) -> torch.nn.Module:
 
 
 def spec_of(rule: str) -> RopeSpec:
-    return RopeSpec(DIM, 50000.0, scaling=RULES[rule][0])
+    return RopeSpec(DIM, base=50000.0, scaling=RULES[rule][0])
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -134,7 +134,7 @@ def test_frequencies_of_transformers(rule: str) -> None:
     exact = spec_of(rule).frequencies()
     bound = value("frequency of transformers") * found.double().abs()
     if isinstance(RULES[rule][0], YaRN):
-        bound += value("ramp of transformers") * RopeSpec(DIM, 50000.0).frequencies().inv_freq
+        bound += value("ramp of transformers") * RopeSpec(DIM, base=50000.0).frequencies().inv_freq
     assert bool(((exact.inv_freq - found.double()).abs() <= bound).all())
     assert exact.attention_scaling == pytest.approx(scaling, rel=value("frequency of transformers"))
 
@@ -237,7 +237,7 @@ def test_diffusers(name: str, factor: float | None, dtype: torch.dtype) -> None:
         linear_factor=factor or 1.0,
         freqs_dtype=torch.float64 if "64" in name else torch.float32,
     )
-    spec = RopeSpec(DIM, 50000.0, interleaved=True, scaling=factor and Linear(factor))
+    spec = RopeSpec(DIM, base=50000.0, interleaved=True, scaling=factor and Linear(factor))
     rope = spec.at(ids, stack=name)
     assert_rotates_like(
         lambda q, k: (apply_rotary_emb(q, tables), apply_rotary_emb(k, tables)),
@@ -261,7 +261,7 @@ def test_litgpt_does_not_compute_yarn() -> None:
 
 # --- behaviour ----------------------------------------------------------------------------
 
-SPEC = RopeSpec(DIM, 50000.0)
+SPEC = RopeSpec(DIM, base=50000.0)
 
 
 @pytest.mark.parametrize("name", stacks.names())
@@ -356,11 +356,47 @@ def test_rules_by_length() -> None:
         want = rotate(q, given.at(where, stack=stack))
         assert_same_bits(rotate(q, spec.at(where, stack=stack, seq_len=seq_len)), want)
     # vLLM has one set of frequencies for the longest context.
+    serving = rotate(q, spec.at(NEAR, stack="vllm", seq_len=1000))
+    for name in ("vllm-native", "sglang-native", "flashinfer"):
+        got = stacks.get(name).frequencies(spec, 1000)[0]
+        assert_same_bits(got, long)
+        assert_same_bits(stacks.get(name).frequencies(spec, 100)[0], short)
+    assert_same_bits(
+        serving, rotate(q, RopeSpec(DIM, scaling=Given.of(long)).at(NEAR, stack="vllm"))
+    )
     dynamic = RopeSpec(DIM, scaling=DynamicNTK(2.0, 128))
     assert_same_bits(
         stacks.get("vllm").frequencies(dynamic, 128)[0],
         stacks.get("vllm").frequencies(RopeSpec(DIM))[0],
     )
+
+
+BY_LENGTH = [
+    RopeSpec(DIM, scaling=rule)
+    for rule in (DynamicNTK(2.0, 128), LongRoPE(tuple(SHORT), tuple(LONG), 128, 1.0))
+]
+
+
+@pytest.mark.parametrize(
+    "name, spec",
+    [
+        *((name, spec) for name in ("vllm", "vllm-native") for spec in BY_LENGTH),
+        *((name, BY_LENGTH[1]) for name in ("sglang-native", "flashinfer")),
+    ],
+)
+def test_the_length_of_a_server_is_not_that_of_its_rows(name: str, spec: RopeSpec) -> None:
+    """Positions do not tell which frequencies a server took: without `seq_len`, nothing is rotated."""
+    stack = stacks.get(name)
+    for call in (
+        lambda: spec.at(NEAR, stack=name),
+        lambda: spec.at(5, stack=name),
+        lambda: stack.frequencies(spec),
+        lambda: stack.tables(spec, NEAR),
+    ):
+        with pytest.raises(
+            ValueError, match=r"seq_len must be given for .* which chooses frequencies"
+        ):
+            call()
 
 
 @pytest.fixture
@@ -379,7 +415,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> None:
 def test_compiled_calls(name: str) -> None:
     """Compiled code has the bits of eager code, wherever the rotation is prepared."""
     rule = Llama3(8.0, 1.0, 4.0, 8192)
-    spec, stack = RopeSpec(DIM, 50000.0, scaling=rule), stacks.get(name)
+    spec, stack = RopeSpec(DIM, base=50000.0, scaling=rule), stacks.get(name)
     if name == "transformers":
         stack = stack.cast(torch.bfloat16)
     ids = FAR * 31
@@ -391,7 +427,7 @@ def test_compiled_calls(name: str) -> None:
         return [rotate(x, r) for r in (rope, spec.at(at, stack=stack)) for x in every]
 
     def made(n: int) -> list[torch.Tensor]:
-        own = RopeSpec(DIM, 50000.0, scaling=Llama3(8.0, 1.0, 4.0, 8192)).at(n, stack=name)
+        own = RopeSpec(DIM, base=50000.0, scaling=Llama3(8.0, 1.0, 4.0, 8192)).at(n, stack=name)
         return [rotate(x, own) for x in every]
 
     want = [rotate(x, spec.at(ids, stack=stack)) for x in every]
@@ -407,7 +443,7 @@ def test_compiled_calls(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_compiled_calls_of_several_axes_and_gradients() -> None:
-    spec = RopeSpec(DIM, 50000.0, axes=Axes.sections((8, 12, 12)))
+    spec = RopeSpec(DIM, base=50000.0, axes=Axes.sections((8, 12, 12)))
     where = torch.stack((FAR, FAR // 7, NEAR.expand_as(FAR)))
     x = qk(torch.float32)[0]
 
@@ -466,7 +502,7 @@ def test_roundings_between_are_kept() -> None:
     rules = {**cast.rules, YaRN: stacks.get("transformers").rules[YaRN]}
     stack = dataclasses.replace(cast, rules=rules)
     for rule in (Linear(3.0), YaRN(4.0, 64)):
-        spec = RopeSpec(32, 50000.0, scaling=rule)
+        spec = RopeSpec(32, base=50000.0, scaling=rule)
         compiled = torch.compile(lambda ids: stack.tables(spec, ids), fullgraph=True, dynamic=True)  # noqa: B023
         for got, want in zip(compiled(FAR), stack.tables(spec, FAR), strict=True):
             assert_same_bits(got, want)
@@ -476,7 +512,7 @@ def test_roundings_between_are_kept() -> None:
 
 def test_an_offset_is_the_length_that_its_ids_are() -> None:
     spec = RopeSpec(DIM, scaling=DynamicNTK(2.0, 4))
-    for name, offset in (("vllm-native", 3), ("transformers", 3), ("transformers", -2)):
+    for name, offset in (("transformers", 3), ("transformers", -2)):
         stack = stacks.get(name)
         made = stack.tables(spec, offset, tokens=5), stack.tables(spec, torch.arange(5) + offset)
         for got, want in zip(*made, strict=True):
@@ -607,8 +643,8 @@ test_errors = refusals(
         "[at] frequencies per head or axis must not be used with a stack …": (
             lambda: RopeSpec(4, scaling=Given(((1.0, 0.5), (2.0, 0.1)))).at(0, stack="vllm")
         ),
-        "[frequencies] seq_len must be given for a DynamicNTK rule…": (
-            lambda: VLLM.frequencies(RopeSpec(64, scaling=DynamicNTK(2.0, 128)))
+        "[frequencies] seq_len must not be 129 for this LongRoPE rule…": (
+            lambda: stacks.get("sglang-native").frequencies(BY_LENGTH[1], 129)
         ),
         "[frequencies] seq_len must be at least 65 for this DynamicNTK rule, …": (
             lambda: VLLM.frequencies(RopeSpec(64, scaling=DynamicNTK(2.0, 128)), 64)

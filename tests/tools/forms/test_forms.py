@@ -9,8 +9,8 @@ import torch
 
 from tests.support.models.forms import Function
 from tests.support.tolerances import value
-from tightrope import forms
-from tightrope.forms import ARRANGEMENTS, FORMS, Argument, Arrangement, Call, calls_of
+from tightrope_tools import forms
+from tightrope_tools.forms import ARRANGEMENTS, FORMS, Argument, Arrangement, Call, calls_of
 
 TABLES = {name: form for name, form in FORMS.items() if form.takes_tables}
 

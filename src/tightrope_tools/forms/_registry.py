@@ -53,6 +53,11 @@ class Form:
         """True if the caller passes cosines and sines, in any format."""
         return self.read is not None
 
+    @property
+    def packed(self) -> bool:
+        """True if rows are packed into one, and the caller passes where each begins."""
+        return self.roles == ("cu_seqlens",)
+
     def built(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[Any, ...]:
         """The arguments that hold given cosines and sines; :attr:`read` is the inverse."""
         space = {"torch": torch, "cos": cos, "sin": sin, "of_grids": _of_grids}
@@ -207,6 +212,7 @@ FORMS: dict[str, Form] = {
             narrow=False,
             grids=True,
         ),
+        Form("packed rows", ("cu_seqlens",)),
         Form("an offset", ("offset",)),
         Form("no positions", ()),
     )

@@ -6,18 +6,11 @@ and 1 a dimension of size one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-#: How tables with one entry per pair are widened. Full width: "cat" repeats the whole table, "repeat" each entry.
-#: Half width: "half" has each entry once.
-WIDTHS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "cat": lambda table: torch.cat((table, table), -1),
-    "repeat": lambda table: table.repeat_interleave(2, -1),
-    "half": lambda table: table,
-}
+from tightrope.patching import WIDTHS as WIDTHS
 
 
 def widen(table: torch.Tensor, width: str) -> torch.Tensor:

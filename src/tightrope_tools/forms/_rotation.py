@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from ..channels import join_pairs, split_pairs
+from tightrope.channels import join_pairs, split_pairs
 
 HALF, INTERLEAVED = "half", "interleaved"
 

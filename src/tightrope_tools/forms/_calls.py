@@ -21,11 +21,15 @@ ROTATED = ("x", "q", "k", "more")
 _NAMES = {
     "q": re.compile(r"^(x?q|q_|query|queries)(_states|_layer|_heads?)?$"),
     "k": re.compile(r"^(x?k|k_|key|keys)(_states|_layer|_heads?)?$"),
+    "cu_seqlens": re.compile(r"^cu_?(seq_?)?len|(^|_)start_loc$|seq_loc$"),
+    "max_seqlen": re.compile(r"^max_?seq_?len"),
     "offset": re.compile(r"offset|start_pos|position_start|^past_len"),
     "seq_dim": re.compile(r"(^|_)seq(uence)?_(dim|axis)$"),
     "positions": re.compile(r"pos(ition)?|(^|_)ids$"),
     "unsqueeze_dim": re.compile(r"(?<!unbind_)dim$|axis$"),
 }
+# Roles that only packed rows have.
+_PACKED = ("cu_seqlens", "max_seqlen")
 # Names of parameters that never take a tensor to rotate.
 _OTHER = re.compile(r"config|mask|cache|past_key")
 _TABLE = re.compile(r"cos|sin|freq|cis|rope|rotary|emb(ed(ding)?)?s?$|^angles?$|^theta$|^pe$")
@@ -38,7 +42,8 @@ class Argument(NamedTuple):
     Attributes:
         role: one of ROTATED; a role of the form; "positions" (if the function takes tables: the
             rows to take from them); "offset", the position of the first token; "seq_dim", the
-            sequence dimension of x; "unsqueeze_dim", the dimension at which tables are unsqueezed.
+            sequence dimension of x; "unsqueeze_dim", the dimension at which tables are unsqueezed;
+            "cu_seqlens", where each packed row begins, and "max_seqlen", the length of the longest.
         name: the name of the parameter; None if unknown.
         keyword: whether to pass it by name, because it is optional or keyword-only.
     """
@@ -137,7 +142,7 @@ def signature(function: Any) -> inspect.Signature | None:
         return None
 
 
-def calls_of(function: Any, *, method: bool = False) -> list[Call]:
+def calls_of(function: Any, *, method: bool = False, packed: bool = False) -> list[Call]:
     """Ways to call a function that its parameter names suggest, likeliest first.
 
     Names only suggest what to try; the caller verifies each way numerically.
@@ -145,16 +150,20 @@ def calls_of(function: Any, *, method: bool = False) -> list[Call]:
     Args:
         function: a rotary function, or a module whose forward is one.
         method: whether the function takes self first.
+        packed: whether to suggest calls with packed rows too.
     """
     seen = signature(function)
     parameters = [] if seen is None else list(seen.parameters.values())
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         return []
     parameters = [each for each in parameters if each.kind is not each.VAR_KEYWORD][int(method) :]
-    return [call for form in FORMS.values() for call in _bound(form, parameters, method)]
+    forms = [form for form in FORMS.values() if packed or not form.packed]
+    return [call for form in forms for call in _bound(form, parameters, method, packed)]
 
 
-def _bound(form: Form, parameters: Sequence[inspect.Parameter], method: bool) -> Iterator[Call]:
+def _bound(
+    form: Form, parameters: Sequence[inspect.Parameter], method: bool, packed: bool
+) -> Iterator[Call]:
     """The calls of one form that fit a function's parameters, if any."""
     tables = [
         each.name
@@ -173,20 +182,25 @@ def _bound(form: Form, parameters: Sequence[inspect.Parameter], method: bool) ->
     calls = []
     for order in orders:
         roles = dict(zip(order, form.roles)) if form.takes_tables else {}
-        arguments = _arguments(form, parameters, roles)
+        arguments = _arguments(form, parameters, roles, packed)
         if arguments is not None:
             calls.append(Call(form, arguments, method))
     yield from sorted(calls, key=lambda call: not call.names_its_form)
 
 
 def _arguments(
-    form: Form, parameters: Sequence[inspect.Parameter], tables: Mapping[str, str]
+    form: Form, parameters: Sequence[inspect.Parameter], tables: Mapping[str, str], packed: bool
 ) -> tuple[Argument, ...] | None:
     found: list[Argument] = []
     rotated = 0
     for each in parameters:
         optional = each.default is not each.empty
         role = tables.get(each.name) or _role(each)
+        if role in _PACKED:
+            if not packed:
+                role = None
+            elif optional and not form.packed:
+                continue
         if role is None or role in ("q", "k"):
             # If the function takes tables, each other parameter that is required, or None by
             # default, is tried as a tensor.
@@ -210,8 +224,10 @@ def _arguments(
             continue
         elif role == "seq_dim" and form.takes_tables and optional:
             continue
+        elif role in _PACKED and not (form.takes_tables or form.packed):
+            return None
         elif role in ("positions", "offset") and role not in form.roles:
-            if form.takes_tables and optional:
+            if (form.takes_tables or form.packed) and optional:
                 continue  # unused: a remnant of functions that indexed their tables themselves
             if role == "offset" and "positions" in form.roles:
                 continue

@@ -1,0 +1,304 @@
+"""The search for a way to call an unknown rotary function."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tightrope._errors import bad_value
+from tightrope.spec import RopeSpec
+from tightrope_tools.forms import FORMS, WIDTHS, Argument, Call, calls_of, entries, signature
+
+from ._call import LAYOUTS, CallFailed, Subject, Way, fresh
+
+_HEAD_DIMS = (64, 128, 32, 96, 80, 256, 48, 16, 8)
+_HINTS = ("head_dim", "head_size", "dim", "rotary_dim", "rot_dim", "d_head")
+# All different, and no two of them broadcast against each other.
+_ROWS, _HEADS, _TOKENS = 2, 3, 5
+# The usual calls, by the number of required parameters.
+_USUAL = {
+    1: ("x",),
+    2: ("x, positions", "x, positions -> cos, sin", "x, seq_dim"),
+    3: ("q, k, positions", "x, cos, sin", "q, k, cis"),
+    4: ("q, k, cos, sin",),
+}
+
+
+_SAME_ERROR = "the same error with another size"
+
+
+class Hints(NamedTuple):
+    """The user's options for the call, named as in :func:`tightrope_tools.audit.audit`.
+
+    None means that the audit finds the value.
+    """
+
+    form: str | None = None
+    layout: str | None = None
+    tables: str | None = None
+    head_dim: int | None = None
+
+    def check(self) -> None:
+        """Refuse options that no call can meet."""
+        if self.form is not None:
+            parse(self.form)
+        for name, value, known in (
+            ("layout", self.layout, LAYOUTS),
+            ("tables", self.tables, WIDTHS),
+        ):
+            if value is not None and value not in known:
+                raise bad_value(f"{name} must be one of {', '.join(known)} but got {value!r}")
+        if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
+            raise bad_value(f"head_dim must be even and positive but got {self.head_dim}")
+
+
+class NoCallFound(Exception):
+    """No way to call the function was found; the message lists the calls that were tried, with their errors."""
+
+    def __init__(self, tried: dict[str, str]) -> None:
+        found: dict[str, str] = {}
+        for call, why in tried.items():
+            found.setdefault(why.rpartition(": ")[2], f"fn({call}), {why}")
+        reasons = "; ".join([*found.values()][:4])
+        super().__init__(reasons or "the names of its arguments do not show their roles")
+
+
+def find_call(
+    fn: Callable[..., Any],
+    hints: Hints,
+    *,
+    spec: RopeSpec | None,
+    make: Callable[[], Callable[..., Any]] | None,
+    device: str,
+) -> Subject:
+    """Return the subject with the first call whose result has the right shape and differs by token.
+
+    If no result does, the first call whose result has the right shape is taken, preferably one whose result
+    differs by head.
+
+    Args:
+        hints: the user's options.
+        spec: the intended rotation, if known. The tables that the audit makes have its frequencies and, unless
+            the function takes only others, its number of channels.
+
+    Raises:
+        NoCallFound: no call gives a result of the right shape.
+    """
+    axes = 1 if spec is None else spec.axis_count
+    calls = [
+        way
+        for call in (_calls(fn) if hints.form is None else [parse(hints.form)])
+        if (way := Way.of(call, axes)) is not None
+    ]
+    dims = _dims_of(fn) if hints.head_dim is None else [hints.head_dim]
+    sizes = [(dim, dim if spec is None else spec.rotary_dim, calls) for dim in dims]
+    if hints.head_dim is not None:
+        # If no tables of that size give a rotation, the function may rotate another slice: one whose
+        # tables are as wide as those tried, in another format, or a usual one.
+        with_tables = [call for call in calls if call.form.takes_tables and call.names_its_form]
+        first = sizes[0][1]
+        widths = {hints.head_dim, 2 * first, first // 2, *range(8, hints.head_dim, 8)} - {first}
+        # Tables for one pair may have one entry, which fits any slice.
+        sizes += [(hints.head_dim, width, with_tables) for width in sorted(widths) if width > 2]
+    # A function that does not rotate by token can still be audited: that is a finding.
+    others: dict[str, Subject] = {}
+    tried: dict[str, str] = {}
+    errors: dict[Way, str] = {}
+    for dim, width, some in sizes:
+        rates = _rates(spec, width)
+        ways = (way for call in some for way in _variants(call, hints.layout, hints.tables))
+        for way in ways:
+            if errors.get(way) == _SAME_ERROR:
+                continue
+            try:
+                found = _fit(Subject(fresh(fn, make), way, dim, rates, make, device))
+            except CallFailed as error:
+                text = str(error)
+                tried.setdefault(str(way), f"head_dim {dim}, {way.layout}: {text}")
+                # An error of torch that does not depend on the size will come again.
+                again = text == errors.get(way) and text.startswith("RuntimeError: ")
+                errors[way] = _SAME_ERROR if again else text
+                continue
+            if found is not None:
+                subject, along = found
+                if along == "tokens":
+                    return _uncalled(subject, fn)
+                others.setdefault(along, subject)
+    if not others:
+        raise NoCallFound(tried)
+    order = ("heads", "") if hints.layout is not None else ("", "heads")
+    return _uncalled(next(others[along] for along in order if along in others), fn)
+
+
+def _uncalled(subject: Subject, fn: Callable[..., Any]) -> Subject:
+    """Return the subject with a function for direct calls; those of :meth:`Subject.fresh` are never copies of it.
+
+    Otherwise they would have the state that direct calls left.
+    """
+    if subject.make is not None:
+        return replace(subject, fn=fn)
+    copied = fresh(fn, None)
+    return replace(subject, fn=copied, make=None if copied is fn else partial(fresh, fn, None))
+
+
+def _rates(spec: RopeSpec | None, width: int) -> torch.Tensor:
+    """The frequencies of the tables that the audit makes for so many channels."""
+    if spec is not None and spec.rotary_dim == width:
+        return spec.frequencies().inv_freq.double().cpu()
+    base = 10000.0 if spec is None else spec.base
+    return torch.tensor(base) ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+
+
+def _calls(fn: Callable[..., Any]) -> list[Call]:
+    """Return calls to try: those that the argument names suggest, then the usual ones."""
+    found = [call for call in calls_of(fn, packed=True) if not call.form.grids]
+    # If argument names tell cos from sin, the swapped order is not tried: it could hide a fault.
+    stated = {call.form for call in found if call.names_its_form}
+    named = [call for call in found if call.names_its_form or call.form not in stated]
+    known = {str(call) for call in named}
+    seen = signature(fn)
+    every = [] if seen is None else list(seen.parameters.values())
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = sum(each.default is each.empty and each.kind in kinds for each in every)
+    usual = [text for texts in _USUAL.values() for text in texts]
+    if seen is not None and not any(each.kind is each.VAR_POSITIONAL for each in every):
+        usual = [*_USUAL.get(needed, ())]
+    return [*named, *(parse(text) for text in usual if text not in known)]
+
+
+def _variants(call: Way, layout: str | None, width: str | None) -> Iterator[Way]:
+    layouts: Sequence[str] = LAYOUTS if layout is None else (layout,)
+    shapes = ["sd"] if call.takes_rows else ["bsd", "sd", "b1sd", "bs1d"]
+    if call.packed:
+        shapes = ["sd", "s11d"]
+        layouts = ("thd", "bshd", "bhsd", "bsd", "sd") if layout is None else layouts
+    widths: Sequence[str] = call.form.widths if width not in call.form.widths else (width,)
+    if call.form.gives_tables:
+        yield from (replace(call, shared_positions=shared) for shared in (False, True))
+        return
+    for each in layouts:
+        if call.form.takes_tables:
+            for shape, held in itertools.product(shapes, widths):
+                yield replace(call, layout=each, width=held, table_shape=shape)
+        elif not call.takes_positions or each not in ("thd", "sd"):
+            yield replace(call, layout=each)
+    if call.takes_positions:
+        # Tried last, because positions of shape (tokens,) may broadcast where they should not.
+        yield from (replace(call, layout=each, shared_positions=True) for each in layouts)
+    if "offset" in call.roles:
+        rows = (each for each in layouts if "b" in each)
+        yield from (replace(call, layout=each, row_offsets=True) for each in rows)
+
+
+def _fit(subject: Subject) -> tuple[Subject, str] | None:
+    """Try a call; return None if it does not fit.
+
+    Else return the subject and along what equal vectors are rotated differently: "tokens", "heads" or "".
+    """
+    way = subject.way
+    if way.form.gives_tables:
+        return _gives_tables(subject)
+    rows, heads = subject.most_rows or _ROWS, subject.most_heads or _HEADS
+    ones = torch.linspace(0.5, 1.5, subject.head_dim).expand(rows, heads, _TOKENS, -1)
+    x = subject.laid_out(ones)
+    ids = torch.arange(_TOKENS)[None] + 3 * way.takes_ids * torch.arange(rows)[:, None]
+    if not way.rows_differ:
+        ids = ids[:1].expand(rows, -1)
+    y = subject.rotate(x, ids).detach().double().cpu()
+    if way.form.takes_tables and not _is_sound(subject, x):
+        return (subject, "") if way.names_its_form else None
+    ambiguous = way.form.takes_tables and not way.names_its_form
+    if ambiguous and bool((subject.rotate(x, [0] * _TOKENS) < 0).any()):
+        return None  # a quarter turn of positive numbers: sines in place of cosines
+    # x is the same for all tokens and heads: positions make tokens differ, but not heads.
+    if bool((y[:, :, 1:] - y[:, :, :1]).abs().amax(-1).min() > 1e-4):
+        return subject, "tokens"
+    across = y.shape[1] > 1 and bool((y[:, 1:] - y[:, :1]).abs().amax(-1).min() > 1e-4)
+    return subject, "heads" if across else ""
+
+
+def _is_sound(subject: Subject, x: torch.Tensor) -> bool:
+    """True if tables of this format give a rotation, which preserves the length of x, at other sizes too."""
+    fewer = subject.laid_out(
+        torch.ones(subject.most_rows or 4, subject.most_heads or 2, 3, subject.head_dim)
+    )
+    for each, where in ((x, [1, 2, 3, 5, 7]), (fewer, [1, 2, 5])):
+        y = subject.rotate(each, where)
+        before, after = each.double().norm(dim=-1), y.detach().double().norm(dim=-1)
+        if not bool(((after - before).abs() <= 1e-3 * before).all()):
+            return False
+    return True
+
+
+def _gives_tables(subject: Subject) -> tuple[Subject, str]:
+    ids = subject.ids(torch.arange(1, _TOKENS + 1), _ROWS)
+    x = subject.random(_ROWS, _HEADS, _TOKENS)
+    result = subject.run({"x": x, "positions": subject._positions(ids)})
+    pair = isinstance(result, tuple) and len(result) == 2
+    if not pair or not all(isinstance(table, torch.Tensor) for table in result):
+        raise CallFailed("it does not return (cos, sin)")
+    cos, sin = result
+    wanted = (_TOKENS,) if subject.way.shared_positions else (_ROWS, _TOKENS)
+    if cos.shape != sin.shape or tuple(cos.shape[:-1]) != wanted:
+        lead = ", ".join(map(str, wanted))
+        raise CallFailed(
+            f"its tables must have shape ({lead}, channels) but have {tuple(cos.shape)}"
+        )
+    twice = (each for each in WIDTHS if all(torch.equal(*entries(t, each)) for t in (cos, sin)))
+    width = next(twice, "half")
+    # The full width of the tables may exceed the guessed head_dim.
+    channels = cos.shape[-1] * (2 if width == "half" else 1)
+    way = replace(subject.way, width=width)
+    fixed = replace(subject, way=way, head_dim=max(channels, subject.head_dim))
+    y = fixed.rotate(fixed.random(_ROWS, _HEADS, _TOKENS), ids)
+    return fixed, "tokens" if bool(y.isfinite().all()) else ""
+
+
+def _dims_of(fn: Callable[..., Any]) -> list[int]:
+    """Return head dimensions to try, first those found in the object's attributes."""
+    owner = getattr(fn, "__self__", fn)
+    owner = getattr(owner, "rotary", owner)
+    hints: list[Any] = []
+    if isinstance(owner, nn.Module):
+        values = vars(owner) | owner._buffers
+        tables = [values.get(name) for name in ("inv_freq", "freqs")]
+        hints = [values.get(name) for name in _HINTS]
+        hints += [2 * t.numel() for t in tables if isinstance(t, torch.Tensor) and t.ndim == 1]
+    usable = [n for n in hints if type(n) is int and 2 <= n <= 1024 and n % 2 == 0]
+    return list(dict.fromkeys([*usable, *_HEAD_DIMS]))
+
+
+def parse(text: str) -> Call:
+    """Parse a call: ``"x, positions"``, ``"q, k, cos, sin"``, ``"x, positions -> cos, sin"``.
+
+    Raises:
+        ValueError: the text is not a valid list of roles.
+    """
+    head, arrow, result = text.partition("->")
+    names = [name.strip() for name in head.split(",")]
+    sound = len(set(names)) == len(names)
+    if arrow:
+        sound &= "x" in names and "".join(result.split()) == "cos,sin"
+    usable = [form for form in FORMS.values() if not form.flat and not form.grids]
+    for form in usable:
+        unrotated = {"seq_dim"}
+        if form.takes_tables or "positions" in form.roles:
+            unrotated |= {"positions", "offset"}
+        if form.takes_tables or form.packed:
+            unrotated |= {"cu_seqlens", "max_seqlen"}
+        rotated = set(names) - set(form.roles) - unrotated
+        fits = set(form.roles) <= set(names) and form.gives_tables == bool(arrow)
+        if sound and fits and rotated in ({"x"}, {"q"}, {"q", "k"}):
+            return Call(form, tuple(Argument(name) for name in names))
+    listed = ", ".join(dict.fromkeys(role for form in usable for role in form.roles))
+    raise bad_value(
+        f"form must list the arguments, each one of x, q, k, seq_dim, {listed}, as in 'x, positions' or "
+        f"'q, k, cos, sin', but got {text!r}"
+    )

@@ -1,0 +1,136 @@
+"""A function that makes cosines and sines, and one that applies them, audited as one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tightrope._errors import bad_value
+from tightrope_tools.forms import Call, calls_of, signature
+
+from ._targets import Target
+
+# Roles of the parameters of a function that makes tables, by their names.
+_NAMES = {
+    "positions": re.compile(r"pos|(^|_)ids$"),
+    "length": re.compile(r"len|^end$|^n$|size$"),
+    "head_dim": re.compile(r"dim$|^d$"),
+}
+
+
+class _Parameter(NamedTuple):
+    role: str
+    name: str
+    keyword: bool
+
+
+def together(target: Target, partner: Target) -> Target:
+    """Return the target of two functions, one of which makes the tables that the other takes.
+
+    Raises:
+        ValueError: it is not clear which of them takes tables.
+    """
+    for each in (target, partner):
+        if each.form is not None:
+            raise bad_value(
+                "target and partner must be functions, as those of a model or a stack are audited together already, "
+                f"but got {each.name}"
+            )
+    applies = [_applied(each.fn) for each in (target, partner)]
+    if (applies[0] is None) == (applies[1] is None):
+        raise bad_value(
+            "target and partner must be a function that makes cosines and sines and one that takes them, by "
+            f"parameters such as cos and sin, but {'none' if applies[0] is None else 'both'} of {target.name} and "
+            f"{partner.name} take{'s' * (applies[0] is None)} them"
+        )
+    last = 0 if applies[0] is not None else 1
+    call = applies[last]
+    assert call is not None  # noqa: S101
+    maker = (target, partner)[1 - last]
+    given = _given(maker.fn)
+    rest = [
+        each.role
+        for each in call.arguments
+        if each.role not in (*call.form.roles, "more", "unsqueeze_dim")
+    ]
+    if {"positions"} & {each.role for each in given} and "positions" not in rest:
+        rest.append("positions")
+    if "positions" not in rest and "seq_dim" not in rest:
+        rest.append("seq_dim")
+
+    def join(first: Callable[..., Any]) -> Together:
+        both = first, partner.fn
+        return Together(both[1 - last], both[last], call, given, tuple(rest))
+
+    make = None if target.make is None else lambda: join(target.make())  # type: ignore[misc]
+    name = f"{maker.name} with {(target, partner)[last].name}"
+    return replace(target, name=name, fn=join(target.fn), make=make, form=", ".join(rest))
+
+
+def _applied(fn: Callable[..., Any]) -> Call | None:
+    """The likeliest call with tables, or None if the function takes none."""
+    calls = (each for each in calls_of(fn, packed=True) if each.form.takes_tables)
+    return next((each for each in calls if not each.form.grids), None)
+
+
+def _given(fn: Callable[..., Any]) -> list[_Parameter]:
+    """The arguments of a function that makes tables: those that it needs, and lengths that may be left out."""
+    found = []
+    seen = signature(fn)
+    for each in () if seen is None else seen.parameters.values():
+        role = next((role for role, names in _NAMES.items() if names.search(each.name)), None)
+        needed = each.default is each.empty
+        if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL) and (
+            needed or (role == "length" and each.default is None)
+        ):
+            by_name = not needed or each.kind is each.KEYWORD_ONLY
+            found.append(_Parameter(role or "x", each.name, by_name))
+    if [each.role for each in found] == ["x"] and not found[0].name.startswith(
+        ("x", "q", "hidden")
+    ):
+        found = [found[0]._replace(role="positions")]
+    return found
+
+
+class Together(nn.Module):
+    """Two functions as one, whose arguments have the given roles.
+
+    What the first returns is passed to the parameters of the second that take tables, in their order.
+    """
+
+    def __init__(
+        self,
+        rotary: Callable[..., Any],
+        apply: Callable[..., Any],
+        call: Call,
+        given: list[_Parameter],
+        roles: tuple[str, ...],
+    ) -> None:
+        super().__init__()
+        self.rotary, self.apply_function = rotary, apply
+        self.call, self.given, self.roles = call, given, roles
+
+    def forward(self, *arguments: Any) -> Any:
+        """Make the tables and apply them."""
+        values = dict(zip(self.roles, arguments, strict=True))
+        x = values["q"] if "q" in values else values["x"]
+        where = values.get("positions")
+        length = x.shape[values.get("seq_dim", 0)]
+        if isinstance(where, torch.Tensor):
+            length = int(where.max()) + 1 if where.numel() else 0
+        known = {"x": x, "head_dim": x.shape[-1], "length": length, "positions": where}
+        positional = [known[each.role] for each in self.given if not each.keyword]
+        named = {each.name: known[each.role] for each in self.given if each.keyword}
+        made = self.rotary(*positional, **named)
+        tables = [each for each in self.call.arguments if each.role in self.call.form.roles]
+        held = made if len(tables) > 1 else (made,)
+        values |= zip((each.role for each in tables), held, strict=True)
+        passed = [each for each in self.call.arguments if each.role in values]
+        positional = [values[each.role] for each in passed if not each.keyword]
+        named = {str(each.name): values[each.role] for each in passed if each.keyword}
+        return self.apply_function(*positional, **named)

@@ -1,0 +1,180 @@
+"""Two functions, one of which makes the cosines and sines that the other takes, audited as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import planted_faults as planted
+from tests.support.planted_faults import named
+from tightrope import RopeSpec
+from tightrope_tools.audit import audit
+
+Fn = Callable[..., Any]
+QUICK: dict[str, Any] = {"dtypes": [torch.float32], "longest": 2**14}
+INV_FREQ = planted.inv_freq()
+
+
+class Rotary(nn.Module):
+    """A module that makes cosines and sines of full width."""
+
+    def __init__(self, repeats: bool = False, sign: float = 1.0) -> None:
+        super().__init__()
+        self.repeats, self.sign = repeats, sign
+        self.register_buffer("inv_freq", INV_FREQ)
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        angle = position_ids[..., None].float() * INV_FREQ
+        wide = angle.repeat_interleave(2, -1) if self.repeats else torch.cat((angle, angle), -1)
+        return wide.cos().to(x), self.sign * wide.sin().to(x)
+
+
+def half(x: torch.Tensor) -> torch.Tensor:
+    u, v = x.chunk(2, -1)
+    return torch.cat((-v, u), -1)
+
+
+def neighbours(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+def applied(turned: Fn) -> Fn:
+    def apply(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return tuple(x * cos[:, None] + turned(x) * sin[:, None] for x in (q, k))
+
+    return apply
+
+
+def by_length(seq_len: int) -> Any:
+    angle = torch.arange(seq_len)[:, None].float() * INV_FREQ
+    wide = torch.cat((angle, angle), -1)
+    return wide.cos(), wide.sin()
+
+
+def angles_of(max_seq_len: int) -> Any:
+    angle = torch.arange(max_seq_len)[:, None].float() * INV_FREQ
+    return torch.cat((angle, angle), -1)[:, None, None]
+
+
+def by_rows(q: Any, k: Any, cos: Any, sin: Any, position_ids: Any) -> Any:
+    cos, sin = (t[position_ids][:, None] for t in (cos, sin))
+    return tuple((x * cos + half(x) * sin).to(x.dtype) for x in (q, k))
+
+
+def of_complex(dim: int, end: int, theta: float = 10_000.0) -> Any:
+    angle = torch.arange(end)[:, None] * planted.inv_freq(dim, theta)
+    return torch.polar(torch.ones_like(angle), angle)
+
+
+def by_complex(xq: Any, xk: Any, freqs_cis: Any) -> Any:
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        z = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(z * freqs_cis[:, None]).flatten(-2).to(x)
+
+    return turn(xq), turn(xk)
+
+
+def of_packed(t: Any, cu_seqlens: Any, freqs: Any) -> Any:
+    rows = torch.cat([freqs[:n, 0] for n in cu_seqlens.diff().tolist()])
+    return t * rows.cos() + half(t) * rows.sin()
+
+
+def of_rows_numbered_through(t: Any, cu_seqlens: Any, freqs: Any) -> Any:
+    return of_packed(t, cu_seqlens[[0, -1]], freqs)
+
+
+def sines_first(positions: Any) -> Any:
+    angle = positions[..., None].float() * INV_FREQ
+    return angle.sin(), angle.cos()
+
+
+def cosines_first(positions: Any) -> Any:
+    return sines_first(positions)[::-1]
+
+
+def takes_sines_first(tensor: Any, sin: Any, cos: Any) -> Any:
+    sin, cos = (t[:, None].repeat_interleave(2, -1) for t in (sin, cos))
+    return tensor * cos + neighbours(tensor) * sin
+
+
+def takes_both(x: Any, rope: Any) -> Any:
+    cos, sin = rope
+    return x * cos[:, None] + half(x) * sin[:, None]
+
+
+FIT: dict[str, tuple[Fn, Fn]] = {
+    "module": (Rotary(), applied(half)),
+    "neighbours": (Rotary(True), applied(neighbours)),
+    "by length, with rows": (by_length, by_rows),
+    "complex": (of_complex, by_complex),
+    "angles": (angles_of, of_packed),
+    "sines first": (sines_first, takes_sines_first),
+    "one argument": (Rotary(), takes_both),
+}
+
+
+@pytest.mark.parametrize("first", ["makes", "applies"])
+@pytest.mark.parametrize("name", FIT)
+def test_two_functions_that_fit(name: str, first: str) -> None:
+    make, apply = FIT[name]
+    target, partner = (make, apply) if first == "makes" else (apply, make)
+    report = named(audit(target, partner=partner, **QUICK))
+    assert report.facts["frequencies"] == "geometric, base 10000"
+    assert "partner-unseen" not in {each.code for each in report.findings}
+
+
+WRONG: dict[str, tuple[Fn, Fn, str]] = {
+    "tables in halves for neighbours": (Rotary(), applied(neighbours), "table-pairing"),
+    "tables of neighbours for halves": (Rotary(True), applied(half), "table-pairing"),
+    "sines first": (cosines_first, takes_sines_first, "swapped-tables"),
+    "sines that hold the sign": (Rotary(sign=-1.0), applied(half), "sign"),
+    "rows numbered through": (
+        angles_of,
+        of_rows_numbered_through,
+        "numbered-through",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_two_functions_that_do_not_fit(name: str) -> None:
+    make, apply, code = WRONG[name]
+    named(audit(apply, partner=make, **QUICK), code)
+
+
+@pytest.mark.parametrize(
+    "fn, does", [(Rotary(), "applies"), (Rotary(True), "applies"), (applied(half), "makes")]
+)
+def test_an_audit_of_one_of_them_says_that_the_other_was_not_seen(fn: Fn, does: str) -> None:
+    (note,) = (each for each in named(audit(fn, **QUICK)).findings if each.code == "partner-unseen")
+    assert note.severity == "note"
+    assert note.sentence == f"The function that {does} the cosines and sines was not seen."
+    assert "--with" in note.mend
+
+
+def test_the_base_of_two_functions_is_compared_with_the_declared_one() -> None:
+    spec = RopeSpec(64, base=500_000.0, interleaved=True)
+    named(audit(by_complex, partner=of_complex, spec=spec, **QUICK), "base")
+
+
+@pytest.mark.parametrize(
+    "target, partner, words",
+    [
+        (applied(half), by_rows, "but both of .* take them"),
+        (by_length, Rotary(), "but none of .* takes them"),
+        (applied(half), "stack:vllm", "stack"),
+        ("llama", by_length, "are audited together already, but got llama"),
+    ],
+)
+def test_what_makes_no_pair_is_refused(target: object, partner: object, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"^\[audit\] .*{words}"):
+        audit(target, partner=partner)
+
+
+def test_a_pair_of_a_factory() -> None:
+    report = audit(lambda: applied(half), partner=Rotary(), make=True, **QUICK)
+    assert named(report).facts["called as"] == "fn(q, k, positions)"

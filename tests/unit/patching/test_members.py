@@ -1,0 +1,365 @@
+"""Where `patch` finds rotary functions, what it puts in their places, and what it says of the others."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import zoo
+from tests.support.zoo import halves, turn
+from tightrope import patch, unpatch
+from tightrope.patching import Calls, Report
+
+GENERATOR = torch.Generator().manual_seed(0)
+X, COS, SIN = (torch.randn(size, generator=GENERATOR) for size in ((2, 3, 7, 16), (7, 16), (7, 16)))
+
+
+def apply_rope(x: Any, cos: Any, sin: Any) -> Any:
+    return turn(x, cos, sin)
+
+
+def spin(t: Any, c: Any, s: Any, scale: float = 1.0) -> Any:
+    """Rotate, under names that do not tell."""
+    return turn(t, c, s) * scale if scale != 1.0 else turn(t, c, s)
+
+
+def helper(x: Any, cos: Any, sin: Any) -> Any:
+    return apply_rope(x, cos, sin)
+
+
+def logged(function: Any) -> Any:
+    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+
+
+def unnamed(function: Any) -> Any:
+    return lambda *args: function(*args)
+
+
+apply_rope_logged = logged(lambda x, cos, sin: turn(x, cos, sin))
+apply_rope_unnamed = unnamed(apply_rope)
+
+
+class Kernel(nn.Module):
+    """What the kernels package makes of a function."""
+
+    def forward(self, x: Any, cos: Any, sin: Any) -> Any:
+        return turn(x, cos, sin)
+
+
+apply_rope_kernel = Kernel()
+
+
+class Model(nn.Module):
+    """Rotates in a method, which subclasses define in other ways."""
+
+    def turned(self, x: Any, cos: Any, sin: Any) -> Any:
+        raise NotImplementedError
+
+    def forward(self, x: Any, cos: Any, sin: Any) -> Any:
+        return self.turned(x, cos, sin)
+
+
+class Direct(Model):
+    def turned(self, x: Any, cos: Any, sin: Any) -> Any:
+        return apply_rope(x, cos, sin)
+
+
+class ByHelper(Model):
+    def turned(self, x: Any, cos: Any, sin: Any) -> Any:
+        return helper(x, cos, sin)
+
+
+class ByLogged(Model):
+    def turned(self, x: Any, cos: Any, sin: Any) -> Any:
+        return apply_rope_logged(x, cos, sin)
+
+
+class ByKernel(Model):
+    def turned(self, x: Any, cos: Any, sin: Any) -> Any:
+        return apply_rope_kernel(x, cos, sin)
+
+
+class ByMethod(Model):
+    def apply_rotary(self, x: Any, cos: Any, sin: Any) -> Any:
+        return turn(x, cos, sin)
+
+    def turned(self, x: Any, cos: Any, sin: Any) -> Any:
+        return self.apply_rotary(x, cos, sin)
+
+
+class BySuper(ByMethod):
+    def apply_rotary(self, x: Any, cos: Any, sin: Any) -> Any:
+        return super().apply_rotary(x, cos, sin)
+
+
+class ByStatic(Model):
+    @staticmethod
+    def apply_rotary(x: Any, cos: Any, sin: Any) -> Any:
+        return turn(x, cos, sin)
+
+    def turned(self, x: Any, cos: Any, sin: Any) -> Any:
+        return self.apply_rotary(x, cos, sin)
+
+
+class ByInner(Model):
+    def turned(self, x: Any, cos: Any, sin: Any) -> Any:
+        def apply_rotary(x: Any, cos: Any, sin: Any) -> Any:
+            return x * cos + halves(x) * sin
+
+        return apply_rotary(x, cos, sin)
+
+
+class Processor:
+    """A plain object that a module calls."""
+
+    def __call__(self, x: Any, cos: Any, sin: Any) -> Any:
+        return apply_rope(x, cos, sin)
+
+
+class ByProcessor(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.processor = Processor()
+
+    def turned(self, x: Any, cos: Any, sin: Any) -> Any:
+        return self.processor(x, cos, sin)
+
+
+class ByUnnamed(Model):
+    def turned(self, x: Any, cos: Any, sin: Any) -> Any:
+        return apply_rope_unnamed(x, cos, sin)
+
+
+class ByClass(Model):
+    @classmethod
+    def apply_rotary(cls, x: Any, cos: Any, sin: Any) -> Any:
+        return turn(x, cos, sin)
+
+    def turned(self, x: Any, cos: Any, sin: Any) -> Any:
+        return self.apply_rotary(x, cos, sin)
+
+
+class InBody(Model):
+    def turned(self, x: Any, cos: Any, sin: Any) -> Any:
+        y = x * cos + halves(x) * sin
+        return y + x
+
+
+class ByAttribute(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 3.0
+
+    def apply_rotary(self, x: Any, cos: Any, sin: Any) -> Any:
+        return turn(x, cos, sin) * getattr(self, "factor", 1.0)
+
+    def turned(self, x: Any, cos: Any, sin: Any) -> Any:
+        return self.apply_rotary(x, cos, sin)
+
+
+class ByHeads(ByAttribute):
+    num_heads = 6
+
+    def apply_rotary(self, x: Any, cos: Any, sin: Any) -> Any:
+        return turn(x, cos, sin) * (self.num_heads / 3)
+
+
+class Unnamed(Model):
+    def turned(self, x: Any, cos: Any, sin: Any) -> Any:
+        return spin(x, cos, sin)
+
+
+class Gates(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x.sigmoid() * x + (1 - x.sigmoid()) * x.tanh()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    """After each test, every name of this file has its function again."""
+    owners = [
+        sys.modules[__name__],
+        *(each for each in globals().values() if isinstance(each, type)),
+    ]
+    before = [dict(vars(owner)) for owner in owners]
+    code = ByInner.turned.__code__
+    yield
+    for owner, names in zip(owners, before):
+        changed = [name for name in names if vars(owner)[name] is not names[name]]
+        assert not changed, owner
+    assert ByInner.turned.__code__ == code
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [
+        (Direct, "apply_rope"),
+        (ByHelper, "apply_rope"),
+        (ByLogged, "apply_rope_logged"),
+        (ByKernel, "apply_rope_kernel"),
+        (ByMethod, "ByMethod.apply_rotary"),
+        (BySuper, "ByMethod.apply_rotary"),
+        (ByStatic, "ByStatic.apply_rotary"),
+        (ByInner, "ByInner.turned.<locals>.apply_rotary"),
+        (ByProcessor, "apply_rope"),
+    ],
+)
+def test_a_function_is_served_until_unpatch(cls: type[Model], name: str) -> None:
+    model, other = cls(), cls()
+    wanted = model(X, COS, SIN)
+    report = patch(model)
+    assert [(entry.module, entry.name) for entry in report.replaced] == [(__name__, name)]
+    assert torch.equal(model(X, COS, SIN), wanted)
+    assert torch.equal(other(X, COS, SIN), wanted)
+    assert report.calls() == {f"{__name__}.{name}": Calls(2, 0)}
+    unpatch(model)
+    assert torch.equal(model(X, COS, SIN), wanted)
+    assert report.calls() == {f"{__name__}.{name}": Calls(2, 0)}
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "reason"),
+    [
+        (ByUnnamed, "apply_rope_unnamed", "is of no known kind"),
+        (ByClass, "ByClass.apply_rotary", "is of no known kind"),
+        (InBody, "InBody.turned", "seems to rotate in its body"),
+        (ByAttribute, "ByAttribute.apply_rotary", "is of no known kind"),
+        (ByHeads, "ByHeads.apply_rotary", "is of no known kind"),
+    ],
+)
+def test_others_are_left_with_the_reason(cls: type[Model], name: str, reason: str) -> None:
+    model = cls()
+    wanted = model(X, COS, SIN)
+    with patch(model) as report:
+        assert [(entry.name, entry.reason) for entry in report if entry.name == name] == [
+            (name, reason)
+        ]
+        assert torch.equal(model(X, COS, SIN), wanted)
+
+
+def test_a_model_that_does_not_rotate() -> None:
+    report = patch(Gates())
+    assert len(report) == 0
+    assert str(report).startswith("no rotary function found")
+    assert str(Report()) == str(report)
+
+
+def test_a_function_that_is_imported_is_replaced_in_the_file_that_imports_it() -> None:
+    """Another file that has the function keeps it."""
+    home = zoo.file_of(lambda x, cos, sin: turn(x, cos, sin))
+    file: Any = types.ModuleType("importing")
+    sys.modules["importing"] = file
+    file.apply_rope = function = home.apply_rope
+    exec(
+        "from torch import nn\nclass Model(nn.Module):\n    def forward(self, *a): return apply_rope(*a)",
+        vars(file),
+    )
+    model = file.Model()
+    with patch(model):
+        assert file.apply_rope is not function
+        assert home.apply_rope is function
+    assert file.apply_rope is function
+
+
+def test_functions_of_one_name_are_counted_apart() -> None:
+    files = [zoo.file_of(lambda x, cos, sin, n=n: turn(x, cos, sin)) for n in range(2)]
+    models = nn.ModuleList(file.Model() for file in files)
+    with patch(models) as report:
+        models[0](X, COS, SIN)
+        counts = {place: calls.operator for place, calls in report.calls().items()}
+    assert counts == {f"{files[0].__name__}.apply_rope": 1, f"{files[1].__name__}.apply_rope": 0}
+
+
+# --- functions that a person names ----------------------------------------------------------------
+
+
+def test_a_function_under_another_name_is_named() -> None:
+    model = Unnamed()
+    assert not len(patch(model))
+    wanted = model(X, COS, SIN)
+    report = patch(model, functions={spin: "x cos sin -"})
+    assert [entry.name for entry in report.replaced] == ["spin"]
+    assert torch.equal(model(X, COS, SIN), wanted)
+    assert torch.equal(spin(X, COS, SIN, 2.0), wanted * 2.0)
+    assert report.calls() == {f"{__name__}.spin": Calls(1, 1)}
+    unpatch(model)
+
+
+@pytest.mark.parametrize(
+    ("functions", "words"),
+    [
+        (
+            {lambda x, cos, sin: x: "x cos sin"},
+            "functions must be found under their own names but got",
+        ),
+        ({"spin": "x cos sin -"}, "functions must be found under their own names but got 'spin'"),
+        (
+            {spin: "x cos sin"},
+            "functions must be of a known kind, but spin with 'x cos sin' is of none",
+        ),
+        ({spin: "x sin cos -"}, "functions must be of a known kind, but spin"),
+        ({halves: "x cos"}, "functions must be of a known kind, but halves"),
+    ],
+)
+def test_named_functions_that_are_refused(functions: Any, words: str) -> None:
+    model = Unnamed()
+    with pytest.raises(ValueError, match=words):
+        patch(model, functions=functions)
+    assert not vars(model).get("_tightrope_patch")
+
+
+def test_named_functions_need_a_model() -> None:
+    with pytest.raises(ValueError, match="functions must be given with a model"):
+        patch(functions={spin: "x cos sin -"})
+
+
+# --- when other code changes the function ---------------------------------------------------------
+
+
+def test_a_function_that_others_put_there_runs_and_stays() -> None:
+    """As `apply_liger_kernel_to_llama` puts its own there."""
+    model, file = Direct(), vars(sys.modules[__name__])
+    original, report = apply_rope, patch(model)
+    file["apply_rope"] = theirs = lambda x, cos, sin: x + 1
+    assert torch.equal(model(X, COS, SIN), X + 1)
+    assert report.calls() == {f"{__name__}.apply_rope": Calls(0, 0)}
+    unpatch(model)
+    assert file["apply_rope"] is theirs
+    file["apply_rope"] = original
+
+
+def test_a_replacement_that_others_kept_runs_the_original() -> None:
+    model = Direct()
+    wanted = model(X, COS, SIN)
+    report = patch(model)
+    ours: Callable[..., Any] = apply_rope
+    unpatch(model)
+    assert torch.equal(ours(X, COS, SIN), wanted)
+    assert report.calls()[f"{__name__}.apply_rope"].operator == 0
+
+
+STYLE = 1.0
+
+
+def test_what_a_function_reads_may_change_between_two_patches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = zoo.file_of(apply_rope_in_style)
+    model = file.Model()
+    with patch(model) as report:
+        assert report.replaced
+    monkeypatch.setitem(globals(), "STYLE", 2.0)
+    wanted = model(X, COS, SIN)
+    with patch(model):
+        assert torch.equal(model(X, COS, SIN), wanted)
+
+
+def apply_rope_in_style(x: Any, cos: Any, sin: Any) -> Any:
+    return turn(x, cos, sin * STYLE)

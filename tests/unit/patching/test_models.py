@@ -1,0 +1,405 @@
+"""`patch` and `unpatch` on small models: bits, options, and which models they concern."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
+
+from tests.support.models.of_transformers import (
+    DYNAMIC,
+    FAMILIES,
+    assert_equal_runs,
+    assert_outputs,
+    gradients,
+    outputs,
+    small_inputs,
+    small_model,
+)
+from tests.support.tolerances import assert_same_bits, value
+from tightrope import patch, unpatch
+from tightrope.config.files import RECORD
+from tightrope.patching import Report
+
+CHANGING: list[dict[str, str]] = [{"angles": "exact"}, {"rounding": "once"}, {"stack": "vllm"}]
+F32, BF16 = torch.float32, torch.bfloat16
+NEAR = {F32: "patched outputs", BF16: "patched outputs in bfloat16"}
+
+
+@pytest.fixture
+def llama() -> Any:
+    return small_model("Llama")
+
+
+@torch.no_grad()
+def run(model: Any, tokens: int = 12) -> torch.Tensor:
+    return outputs(model, small_inputs(tokens))
+
+
+def served(report: Report) -> bool:
+    """Return whether the operator served all calls of rotary functions, and some."""
+    found = [calls for place, calls in report.calls().items() if "apply" in place]
+    return any(each.operator for each in found) and not any(each.original for each in found)
+
+
+# --- bits -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_bit_changes(family: str, dtype: torch.dtype) -> None:
+    """Of outputs and gradients; complex tables round otherwise at the ends of vectors."""
+    model, other = (small_model(family).to(dtype) for _ in range(2))
+    before = gradients(model)
+    report = patch(model)
+    assert not report.left, str(report)
+    after = gradients(model)
+    assert served(report)
+    assert all(entry.same_bits == (family != "Llama 4") for entry in report)
+    if family == "Llama 4":
+        assert_outputs(after[0], before[0], NEAR[dtype])
+    else:
+        assert_equal_runs(after, before)
+        assert_equal_runs(gradients(other), before)
+    unpatch(model)
+    assert_equal_runs(gradients(model), before)
+
+
+@pytest.mark.parametrize("options", CHANGING, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_options_that_change_bits_change_little(family: str, options: dict[str, str]) -> None:
+    model = small_model(family)
+    before = run(model)
+    if "stack" in options and family in ("Phi-3", "Llama 4", "GPT-J"):
+        with pytest.raises(ValueError, match="can be exchanged|take .x, position_ids."):
+            patch(model, **options)  # type: ignore[arg-type]
+    elif family == "GPT-J":  # no module of it makes tables
+        with pytest.raises(ValueError, match=r"told apart; call patch\(model, .*all_models=True\)"):
+            patch(model, **options)  # type: ignore[arg-type]
+    else:
+        report = patch(model, **options)  # type: ignore[arg-type]
+        assert not any(entry.same_bits for entry in report)
+        assert_outputs(run(model), before, "exact angles outputs")
+        assert served(report)
+    unpatch(model)
+    assert_same_bits(run(model), before)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-NeoX"])
+def test_one_rounding_is_as_near_to_float64_as_before(family: str) -> None:
+    model = small_model(family).to(BF16)
+    exact, before = run(copy.deepcopy(model).double()), run(model)
+    with patch(model, rounding="once"):
+        after = run(model)
+    error = [(y.double() - exact).square().mean().sqrt().item() for y in (before, after)]
+    assert error[1] <= value("patched bfloat16 outputs") * error[0], error
+    assert not torch.equal(after, before)
+
+
+def test_a_block_of_diffusers() -> None:
+    """Its processor imports the function in its body."""
+    from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
+
+    torch.manual_seed(0)
+    block = CogVideoXBlock(dim=32, num_attention_heads=2, attention_head_dim=16, time_embed_dim=8)
+    x, text, time = torch.randn(2, 7, 32), torch.randn(2, 3, 32), torch.randn(2, 8)
+    tables = torch.randn(7, 16), torch.randn(7, 16)
+    before = block(x, text, time, tables)[0]
+    with patch(block) as report:
+        assert [entry.name for entry in report.replaced] == ["apply_rotary_emb"]
+        assert torch.equal(block(x, text, time, tables)[0], before)
+        assert served(report)
+
+
+# --- which models a patch concerns ----------------------------------------------------------------
+
+
+def test_a_file_stays_replaced_until_its_last_patched_model_is_unpatched(llama: Any) -> None:
+    other = small_model("Llama")
+    function = modeling_llama.apply_rotary_pos_emb
+    patch(llama)
+    ours = modeling_llama.apply_rotary_pos_emb
+    assert ours is not function
+    patch(other)
+    assert modeling_llama.apply_rotary_pos_emb is ours
+    unpatch(llama)
+    assert modeling_llama.apply_rotary_pos_emb is ours
+    unpatch(llama)
+    unpatch(other)
+    assert modeling_llama.apply_rotary_pos_emb is function
+
+
+def test_patching_twice_changes_nothing(llama: Any) -> None:
+    report = patch(llama)
+    assert patch(llama) is report
+    assert patch(llama, rounding="model", angles="model") is report
+    unpatch(llama)
+
+
+@pytest.mark.parametrize("options", CHANGING, ids=str)
+def test_an_unpatched_model_of_the_file_is_an_error(options: dict[str, Any], llama: Any) -> None:
+    other, ((name, given),) = small_model("Llama"), options.items()
+    before = run(other)
+    patch(llama, **options)
+    words = (
+        rf"LlamaRotaryEmbedding must belong to a patched model, because patch\(LlamaForCausalLM, {name}='{given}'\) "
+        r".*; call patch\(other_model, .*, or unpatch\(model\) before .*all_models=True\)"
+    )
+    for each in (other, torch.compile(other, backend="eager")):
+        with pytest.raises(ValueError, match=words):
+            run(each)
+    run(llama)
+    patch(other, **options)
+    assert_outputs(run(other), before, "exact angles outputs")
+    unpatch(llama)
+    unpatch(other)
+    assert_same_bits(run(other), before)
+
+
+@pytest.mark.parametrize("options", CHANGING, ids=str)
+def test_all_models_are_served_if_that_is_said(options: dict[str, Any], llama: Any) -> None:
+    """Those that are not patched keep their own tables."""
+    llama.to(BF16)
+    other = copy.deepcopy(llama)
+    before = run(other)
+    patch(llama, **options, all_models=True)
+    assert_outputs(run(other), before, NEAR[BF16])
+    assert torch.equal(run(llama), run(other)) == ("rounding" in options)
+    unpatch(llama)
+
+
+@pytest.mark.parametrize("first", [{}, *CHANGING], ids=str)
+@pytest.mark.parametrize(
+    "second", [{}, *CHANGING, {"stack": "sglang"}, {"all_models": True}], ids=str
+)
+def test_other_options_are_refused_by_name(
+    first: dict[str, Any], second: dict[str, Any], llama: Any
+) -> None:
+    """For the same model, for a copy of it, and for another model of the file; nothing changes then."""
+    if first == second:
+        return
+    patch(llama, **first)
+    before, said = run(llama), ", ".join(f"{k}='{v}'" for k, v in first.items()) or "no option"
+    with pytest.raises(
+        ValueError, match=rf"it is patched with {said}; call unpatch\(model\) first"
+    ):
+        patch(llama, **second)
+    for other in (copy.deepcopy(llama), small_model("Llama")):
+        with pytest.raises(
+            ValueError,
+            match=rf"apply_rotary_pos_emb serves LlamaForCausalLM after patch\(…, {said}\); unpatch that model first",
+        ):
+            patch(other, **second)
+    assert_same_bits(run(llama), before)
+    unpatch(llama)
+    with patch(other, **second):
+        pass
+
+
+def test_a_deep_copy_counts_as_patched(llama: Any) -> None:
+    patch(llama, angles="exact")
+    want = run(llama)
+    copied = copy.deepcopy(llama)
+    unpatch(llama)
+    assert_same_bits(run(copied), want)
+    with pytest.raises(ValueError, match="must belong to a patched model"):
+        run(llama)
+    unpatch(copied)
+    run(llama)
+
+
+@pytest.mark.parametrize("options", [{}, *CHANGING], ids=str)
+def test_a_pickled_model_is_not_patched_where_it_is_loaded(
+    options: dict[str, Any], llama: Any
+) -> None:
+    before = run(llama)
+    patch(llama, **options)
+    data = pickle.dumps(llama)
+    assert b"tightrope." not in data  # no module of it, so that it is loaded without
+    unpatch(llama)
+    assert_same_bits(run(pickle.loads(data)), before)
+
+
+def test_a_deleted_model_leaves_nothing(llama: Any) -> None:
+    other = small_model("Llama")
+    before = run(other)
+    patch(small_model("Llama"), stack="vllm")
+    assert_same_bits(run(other), before)
+
+
+@pytest.mark.parametrize("options", [{}, {"angles": "exact"}], ids=str)
+def test_saved_files_are_the_same(options: dict[str, Any], llama: Any, tmp_path: Path) -> None:
+    before = run(llama)
+    llama.save_pretrained(tmp_path / "before")
+    patch(llama, **options)
+    llama.save_pretrained(tmp_path / "after")
+    unpatch(llama)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "after" / name).read_bytes() == (tmp_path / "before" / name).read_bytes()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "after", attn_implementation="eager")
+    assert_same_bits(run(loaded.eval()), before)
+
+
+# --- models that something wraps or runs in another way -------------------------------------------
+
+
+class Adapter(nn.Module):
+    """A wrapper as that of PEFT, with the model inside."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.base_model, self.scale = model, nn.Parameter(torch.ones(()))
+
+    def forward(self, **given: Any) -> Any:
+        return (self.base_model(**given)[0] * self.scale,)
+
+
+def hooked(model: Any) -> Any:
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    for module in [*model.modules()]:
+        add_hook_to_module(module, AlignDevicesHook("cpu", io_same_device=True))
+    return model
+
+
+def offloaded(model: Any) -> Any:
+    from accelerate import cpu_offload
+
+    return cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True) or model
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "PEFT": Adapter,
+    "hooks": hooked,
+    "offloaded": offloaded,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "parallel": lambda model: nn.Sequential(model)[0],
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"angles": "exact"}, {"stack": "vllm"}], ids=str)
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_wrapped_before_or_after(wrap: Any, options: dict[str, Any], llama: Any) -> None:
+    before = run(llama)
+    with patch(llama, **options):
+        want = run(llama)
+    after = copy.deepcopy(llama)
+    wrapped = wrap(llama)
+    report = patch(wrapped, **options)
+    assert_same_bits(run(wrapped), want)
+    assert served(report) or wrap is WRAPPERS["compiled"]  # where calls are not counted
+    unpatch(wrapped)
+    assert_same_bits(run(wrapped), before)
+    patch(after, **options)
+    wrapped = wrap(after)
+    assert_same_bits(run(wrapped), want)
+    unpatch(after)
+    assert_same_bits(run(wrapped), before)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool, llama: Any) -> None:
+    llama.train()
+    before = gradients(llama)
+    llama.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    llama.enable_input_require_grads()
+    with patch(llama) as report:
+        assert_equal_runs(gradients(llama), before)
+        assert served(report)
+
+
+@pytest.mark.parametrize("options", [{}, {"angles": "exact"}], ids=str)
+def test_one_graph(options: dict[str, Any], llama: Any, fresh_compiler: None) -> None:
+    patch(llama, **options)
+    want = gradients(llama)
+    after, grads = gradients(torch.compile(llama, fullgraph=True, backend="aot_eager"))
+    assert_equal_runs((after, {k.removeprefix("_orig_mod."): v for k, v in grads.items()}), want)
+    unpatch(llama)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Phi-3", "GPT-J"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_model_generates_the_same(family: str, cache: str) -> None:
+    model, given = small_model(family), small_inputs(28)
+    options = {"max_new_tokens": 8, "do_sample": False, "disable_compile": True}
+    options |= {"cache_implementation": "static"} if cache == "static" and family != "GPT-J" else {}
+    before = model.generate(**given, **options)
+    with patch(model):
+        assert torch.equal(model.generate(**given, **options), before)
+
+
+# --- what is warned of, and errors ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_weights_of_another_pairing_than_the_code_are_warned_of(
+    pairing: str, llama: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The model would write fluent nonsense, patched or not."""
+    (tmp_path / RECORD).write_text(json.dumps({"pairing": pairing}))
+    llama.config._name_or_path = str(tmp_path)
+    with patch(llama) as report:
+        assert report.replaced
+    texts = [str(each.message) for each in recwarn if RECORD in str(each.message)]
+    assert len(texts) == (pairing == "interleaved")
+    assert all(text.startswith("[patch] the model's code pairs halves, but ") for text in texts)
+
+
+class Pipeline:
+    """As a pipeline of diffusers: no module, with modules in its attributes."""
+
+    def __init__(self) -> None:
+        self.vae, self.transformer, self.name = nn.Linear(2, 2), nn.Linear(2, 2), "any"
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda: patch(3), TypeError, r"\[patch\] model must be a torch.nn.Module but got 3\."),
+        (lambda: unpatch(3), TypeError, r"\[unpatch\] model must be a torch.nn.Module but got 3\."),
+        (
+            lambda: patch(Pipeline()),
+            TypeError,
+            r"got a Pipeline, whose modules are vae, transformer; call patch\(pipeline.transformer\)",
+        ),
+        (lambda: unpatch(Pipeline()), TypeError, r"call unpatch\(pipeline.transformer\)"),
+        (
+            lambda: patch(nn.Identity(), angles="x"),
+            ValueError,
+            "angles must be one of model, exact but got 'x'",
+        ),
+        (
+            lambda: patch(nn.Identity(), rounding="each"),
+            ValueError,
+            "rounding must be one of model, once but got",
+        ),
+        (
+            lambda: patch(nn.Identity(), stack="x"),
+            ValueError,
+            "stack must be one of vllm, vllm-native, sglang but",
+        ),
+        (
+            lambda: patch(nn.Identity(), stack="vllm", rounding="once"),
+            ValueError,
+            "must not be given with stack='vllm'",
+        ),
+        (
+            lambda: patch(nn.Identity(), rounding="once"),
+            ValueError,
+            "must have modules that take .x, position_ids.",
+        ),
+    ],
+)
+def test_calls_that_are_refused(call: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        call()

@@ -1,0 +1,296 @@
+"""Laws over the zoo: replaced functions keep values, gradients and strides to the bit; faulty ones are left."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import distribute_tensor, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from tests.support import zoo
+from tests.support.helpers import Watcher
+from tests.support.tolerances import assert_each, value
+from tests.support.zoo import FAULTS, ROWS, Call, Outcome, Row, call_of, model_of, outcome
+from tightrope import patch, unpatch
+from tightrope.patching import Calls, Report, _kinds, _verify
+
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+PLAIN = {"b": 2, "h": 3, "s": 11, "d": 40}
+# None is a size that verification tries.
+SIZES = (PLAIN, {"b": 1, "h": 3, "s": 1, "d": 16}, {"b": 1, "h": 3, "s": 301, "d": 8})
+KINDS = [
+    pytest.param(row, letters, id=f"{name} {letters}")
+    for name, row in ROWS.items()
+    for letters in row.calls
+]
+
+
+def calls_of(report: Report) -> Calls:
+    """The calls of the one function of a model."""
+    (calls,) = report.calls().values()
+    return calls
+
+
+def assert_alike(got: Outcome, wanted: Outcome, steps: float = 0.0) -> None:
+    """Assert equal errors, dtypes, strides and bits; every NaN counts as one number.
+
+    Args:
+        steps: how many steps of the dtype, at the largest magnitude, a number may be off.
+    """
+
+    def check(one: Any, other: Any) -> None:
+        assert (one is None) == (other is None)
+        if one is not None:
+            bound = steps * torch.finfo(other.dtype).eps * other.detach().abs().amax()
+            assert one.dtype == other.dtype
+            assert (
+                (one == other) | (one.isnan() & other.isnan()) | ((one - other).abs() <= bound)
+            ).all()
+
+    assert got.error == wanted.error
+    assert_each(check, got.ys, wanted.ys)
+    assert_each(check, got.grads, wanted.grads)
+
+
+def steps_of(row: Row) -> float:
+    return value("complex products") if row.form == "complex" else 0.0
+
+
+# --- the zoo --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_report_names_the_kind(name: str) -> None:
+    row = ROWS[name]
+    model = model_of(row.function, row.method)
+    report = patch(model)
+    unpatch(model)
+    (entry,) = report.replaced
+    assert not report.left
+    words = entry.kind or ""
+    assert row.words in (words, *words.split(" or "))
+    assert entry.same_bits == ("complex" not in words)
+    assert entry.compared == ("cpu",)
+
+
+def test_every_row_of_the_tables_of_kinds_has_a_function() -> None:
+    kinds = [_verify.find(row.function, method=row.method) for row in ROWS.values()]
+    found = [kind for kind in kinds if kind is not None]
+    assert {form for kind in found for form in kind.forms.values()} == set(_kinds.FORMS)
+    turns = {place.turn.words for kind in found for place in kind.places.values()}
+    assert turns == {turn.words for turn in _kinds.TURNS}
+    made = {(a.rounding, a.cast) for kind in found for a in kind.arithmetics.values()}
+    assert made == {(a.rounding, a.cast) for a in _kinds.ARITHMETICS}
+    shapes = {zoo.letters_of(each) for row in ROWS.values() for each in row.calls}
+    assert shapes == {tuple(shape) for shape in _kinds.SHAPES}
+
+
+def variants(row: Row) -> list[tuple[tuple[torch.dtype, torch.dtype], bool, bool]]:
+    """The dtypes of x and of the tables, whether gradients are needed, and whether the operator must serve."""
+    narrow = row.form not in ("complex", "angles")
+    return [
+        ((F32, F32), True, True),
+        ((BF16, BF16), True, True) if narrow else ((BF16, F32), True, True),
+        ((BF16, F32), False, True),
+        ((F64, F64), True, False),
+        ((F64, F64), False, False),
+    ]
+
+
+@pytest.mark.parametrize("row, letters", KINDS)
+def test_results_and_gradients_keep_their_bits(row: Row, letters: str) -> None:
+    """In sizes and strides that verification never tries; where it must, the operator serves."""
+    model = model_of(row.function, row.method)
+    every = [*itertools.product(SIZES, variants(row), zoo.STRIDES, [False])]
+    every += [*itertools.product(SIZES[:2], variants(row)[:2], ["contiguous"], [True])]
+    for sizes, (dtypes, grads, must), strides, learned in every:
+        if "f" in letters and "transposed" in strides:
+            continue
+        call = call_of(row, letters, sizes, dtypes, strides, learned)
+        with torch.set_grad_enabled(grads):
+            wanted = outcome(model, call)
+            with patch(model) as report:
+                got = outcome(model, call)
+        assert_alike(got, wanted, steps_of(row))
+        assert not must or learned or calls_of(report) == Calls(1, 0), (sizes, dtypes, strides)
+        if strides != "expanded":
+            assert list(map(zoo.strides_of, got.ys)) == list(map(zoo.strides_of, wanted.ys))
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_faulty_function_is_left(what: str) -> None:
+    model = model_of(FAULTS[what])
+    report = patch(model)
+    unpatch(model)
+    assert not report.replaced
+    (entry,) = report.left
+    assert entry.name == "apply_rope"
+    assert entry.reason.startswith(("is of no known kind", "computes "))
+
+
+def test_special_values_keep_their_bits() -> None:
+    row = ROWS["llama"]
+    model, call = model_of(row.function), call_of(row, "bhsd/bsd", PLAIN)
+    with torch.no_grad():
+        for x in call.args:
+            some = x.view(-1)[::7]
+            some.copy_(
+                torch.tensor([torch.nan, torch.inf, -torch.inf, 1e38, -1e-42, -0.0]).repeat(99)[
+                    : len(some)
+                ]
+            )
+    wanted = outcome(model, call)
+    with patch(model) as report:
+        assert_alike(outcome(model, call), wanted)
+        assert calls_of(report).operator == 1
+
+
+# --- calls that were not compared run the original ------------------------------------------------
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def tangents(function: Any, q: Any, *others: Any) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        y = function(torch.autograd.forward_ad.make_dual(q, q), *others)[0]
+        return torch.autograd.forward_ad.unpack_dual(y).tangent
+
+
+OTHERS: dict[str, Callable[..., Any]] = {
+    "five dimensions": lambda f, q, k, c, s: f(q[None], k[None], c[None], s[None], 2),
+    "two dimensions": lambda f, q, k, c, s: f(q[0, 0], k[0, 0], c[0, 0], s[0, 0], -2),
+    "unsqueeze_dim from the end": lambda f, *given: f(*given, -3),
+    "another argument": lambda f, *given: f(*given, scale=0.5),
+    "a subclass": lambda f, q, *others: f(q.as_subclass(Subclass), *others),
+    "tables of a subclass": lambda f, q, k, c, s: f(q, k, c.as_subclass(Subclass), s),
+    "meta tensors": lambda f, *given: f(*(each.to("meta") for each in given)),
+    "integers": lambda f, q, *others: f(q.long(), *others),
+    "complex numbers": lambda f, q, *others: f(q + 0j, *others),
+    "float64 tables of bfloat16": lambda f, q, k, c, s: f(
+        q.bfloat16(), k.bfloat16(), c.double(), s.double()
+    ),
+    "two dtypes": lambda f, q, k, *others: f(q, k.bfloat16(), *others),
+    "vmap": lambda f, *given: torch.func.vmap(f)(*(each[None] for each in given)),
+    "a gradient transform": lambda f, q, *others: torch.func.grad(lambda x: f(x, *others)[0].sum())(
+        q
+    ),
+    "tangents": tangents,
+    "tables that do not fit": lambda f, q, k, c, s: f(q, k, c[:, :3], s[:, :3]),
+    "a missing argument": lambda f, q, k, c, s: f(q, k, c),
+    "learned tables for all rows": lambda f, q, k, c, s: f(
+        q, k, c[:1].clone().requires_grad_(), s[:1]
+    ),
+}
+
+
+def run(call: Callable[..., Any], model: Any) -> Any:
+    """A call of a model of Llama's function; in place of an error its type."""
+    row = ROWS["llama"]
+    args = [each.detach() for each in call_of(row, "bhsd/bsd", PLAIN).args]
+    try:
+        return call(model, *args)
+    except (IndexError, RuntimeError, TypeError) as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_the_original_runs_and_is_counted(what: str) -> None:
+    model = model_of(zoo.llama)
+    wanted = run(OTHERS[what], model)
+    with patch(model) as report:
+        got = run(OTHERS[what], model)
+    assert calls_of(report) == Calls(0, 1)
+    assert type(got) is type(wanted)
+    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, wanted))):
+        assert one is other or one.is_meta or torch.equal(one, other)
+
+
+def test_fake_tensors_run_the_original() -> None:
+    model = model_of(zoo.llama)
+    with patch(model) as report, FakeTensorMode() as mode:
+        given = [mode.from_tensor(each) for each in call_of(ROWS["llama"], "bhsd/bsd", PLAIN).args]
+        assert model(*given)[0].shape == given[0].shape
+    assert calls_of(report) == Calls(0, 1)
+
+
+def test_distributed_tensors_run_the_original(one_process: None) -> None:
+    model, args = model_of(zoo.llama), call_of(ROWS["llama"], "bhsd/bsd", PLAIN).args
+    mesh = init_device_mesh("cpu", (1,))
+    with patch(model) as report:
+        found = model(*(distribute_tensor(each.detach(), mesh) for each in args))
+        assert calls_of(report) == Calls(0, 1)
+    assert_each(torch.equal, [y.full_tensor() for y in found], model(*args))
+
+
+def watched(function: Any, *given: Any) -> Any:
+    with Watcher():
+        return function(*given)
+
+
+SERVED: dict[str, Callable[..., Any]] = {
+    "by keyword": lambda f, q, k, c, s: f(sin=s, cos=c, k=k, q=q, unsqueeze_dim=1),
+    "no gradients": lambda f, *given: torch.no_grad()(f)(*given),
+    "inference": lambda f, *given: torch.inference_mode()(f)(*given),
+    "autocast": lambda f, *given: torch.autocast("cpu", torch.bfloat16)(f)(*given),
+    "a mode that watches": watched,
+    "parameters": lambda f, q, *others: f(torch.nn.Parameter(q), *others),
+    "grouped queries": lambda f, q, k, *others: f(q, k[:, :1], *others),
+    "checkpoint": lambda f, *given: checkpoint(f, *given, use_reentrant=False),
+    "no tokens": lambda f, q, k, c, s: f(q[:, :, :0], k[:, :, :0], c[:, :0], s[:, :0]),
+    "rows of one table": lambda f, q, k, c, s: f(q, k, c[:1], s[:1]),
+}
+
+
+@pytest.mark.parametrize("what", SERVED)
+def test_the_operator_serves(what: str) -> None:
+    model = model_of(zoo.llama)
+    wanted = run(SERVED[what], model)
+    with patch(model) as report:
+        got = run(SERVED[what], model)
+    assert calls_of(report) == Calls(1, 0)
+    assert_each(torch.equal, got, wanted)
+
+
+# --- compiled code --------------------------------------------------------------------------------
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("row, letters", KINDS)
+def test_compiled_calls_have_the_bits_of_eager_ones(
+    row: Row, letters: str, fresh_compiler: None
+) -> None:
+    """In one graph with the operator, also in sizes that come later."""
+    model = model_of(row.function, row.method)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with patch(model) as report:
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        for sizes in (PLAIN, {**PLAIN, "s": 17}, {**PLAIN, "s": 23}):
+            call = call_of(row, letters, sizes)
+            assert_alike(outcome(compiled, call), outcome(model, call))
+        assert calls_of(report).original == 0
+        assert calls_of(report).operator == 3  # the eager ones
+    assert all("tightrope" in graph.print_readable(print_output=False) for graph in graphs)
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("name", ROWS)
+def test_exported_programs_hold_the_operator(name: str) -> None:
+    row = ROWS[name]
+    model = model_of(row.function, row.method)
+    call = call_of(row, row.calls[0], PLAIN)
+    with patch(model), torch.no_grad():
+        program = torch.export.export(model, call.args, call.options, strict=False)
+        assert_alike(outcome(program.module(), call), outcome(model, call))
+    assert any("tightrope" in str(node.target) for node in program.graph.nodes)
