@@ -230,8 +230,8 @@ class Subject:
         if not reason and wrong.none:
             reason = "no output depends on the rotation"
         if not reason and not change.none:
-            reason = f"the last bits of complex products differ: by {change.numbers}"
-            return {**out, "status": "close", "reason": reason}
+            reason = "the last bits of complex products differ"
+            return {**out, "status": "close", "reason": reason, "differences": change.numbers}
         return {**out, "status": "not exercised" if reason else "equal", "reason": reason}
 
     def unused(self, before: Run, after: Run, replaced: list[str]) -> str:
