@@ -179,7 +179,7 @@ def fits(shape: Shape, unsqueeze: int | None) -> bool:
 #: Parameters that select one of several rotations, or where tables go -> the values that are tried. So are both values
 #: of each parameter that is True or False by default.
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "unsqueeze_dim": (1, 2),
+    "unsqueeze_dim": (1, 2, 0),
     "use_real_unbind_dim": (-1, -2),
     "sequence_dim": (2, 1),
 }
