@@ -6,6 +6,7 @@ import ast
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import json
 import re
 import sys
@@ -16,17 +17,11 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from tightrope.integrations._find import (
-    INNER,
-    Constants,
-    codes,
-    constants_of,
-    layers,
-    neighbours,
-)
-from tightrope.integrations._graft import Swap
+from tightrope.patching import _find
+from tightrope.patching._find import Member
 
-from tightrope.forms import unwrapped
+# The separator of a function and one in its body, in qualified names.
+INNER = ".<locals>."
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,6 @@ class Library:
         all_of: a folder in `folder` whose every model class is listed. Of other folders, those in
             files with rotary functions are.
         bodies: methods that rotate in their own body: (file, name).
-        constants: whether functions are also tried with the constants that the library's files pass.
         stand_ins: packages that its files import and that need not be installed, separated by spaces.
         absent: the reason why it cannot be measured if it is not there.
     """
@@ -57,7 +51,6 @@ class Library:
     base: str = ""
     all_of: str = ""
     bodies: tuple[tuple[str, str], ...] = ()
-    constants: bool = True
     stand_ins: str = ""
     absent: str = "absent: neither installed nor unpacked in the folder"
 
@@ -90,7 +83,6 @@ TRANSFORMERS = Library(
     folder="models",
     rotary=r"apply(?!.*mrope)[^.]*(rot|rope)[^.]*$|\brotate_queries_or_keys$",
     files="**/modeling_*.py",
-    constants=False,
 )
 LIBRARIES = {
     each.name: each
@@ -183,15 +175,25 @@ class Rotary:
         """The function's own name."""
         return self.name.rpartition(".")[2]
 
-    def found(self) -> tuple[Any, type | None]:
-        """The function, and the class whose method it is; the module is imported."""
-        return Swap(self.library.module_name(self.file), self.name).found()
+    def found(self) -> Member:
+        """The function in its place; the module is imported.
+
+        Raises:
+            LookupError: it is not there, or reads variables of the function around it.
+        """
+        owner: Any = importlib.import_module(self.library.module_name(self.file))
+        outer, _, name = self.name.replace(INNER, ".").rpartition(".")
+        for part in filter(None, outer.split(".")):
+            owner = vars(owner)[part]
+        if INNER in self.name:
+            owner = inspect.unwrap(getattr(owner, "__func__", owner))
+            return Member(owner, name, _find.inner_functions(owner)[name])
+        return Member(owner, name, vars(owner)[name])
 
     @cached_property
     def code(self) -> CodeType:
-        """Its code, without decorators."""
-        (code,) = _code(self.found()[0])
-        return code
+        """Its code, without decorators; it stays that of the original after `patch`."""
+        return _code(self.found().function())
 
     @property
     def place(self) -> Place:
@@ -200,37 +202,15 @@ class Rotary:
 
     def called(self) -> Iterator[CodeType]:
         """Yield the code of the functions that it calls by name or defines in its body."""
-        function = unwrapped(self.found()[0])
-        yield from list(codes(function.__code__))[1:]
-        for _name, value in neighbours(function):
-            yield from _code(value)
-
-    def constants(self, value: Any) -> tuple[Constants, ...]:
-        """The constants with which the files of the library that define or import it call it."""
-        library = self.library
-        every = [self.file] if INNER in self.name else sources(library) if library.constants else ()
-        names = [library.module_name(f) for f in every if f == self.file or self._imported_by(f)]
-        found = dict.fromkeys(c for each in names for c in constants_of(self.last, value, each))
-        return tuple(found) or ((),)
-
-    def _imported_by(self, file: str) -> bool:
-        """Return whether a file imports the function, or the class whose method it is."""
-        first = self.name.partition(".")[0]
-        own = vars(importlib.import_module(self.library.module_name(self.file)))
-        for node in ast.walk(sources(self.library)[file]):
-            if isinstance(node, ast.ImportFrom) and any(n.name == first for n in node.names):
-                # A file that needs other packages than those installed calls nothing.
-                with contextlib.suppress(ImportError):
-                    home = importlib.import_module(self.library.module_name(file)).__package__
-                    source = importlib.import_module("." * node.level + (node.module or ""), home)
-                    return vars(source).get(first) is own[first]
-        return False
+        function = inspect.unwrap(self.found().function())
+        yield from _find.inner_functions(function).values()
+        values = (function.__globals__.get(name) for name in _find.names_in(function))
+        yield from (_code(value) for value in values if isinstance(value, FunctionType))
 
 
-def _code(value: Any) -> list[CodeType]:
-    """The code of a function without its decorators; none for other objects."""
-    plain = unwrapped(value)
-    return [[*layers(plain)][-1].__code__] if isinstance(plain, FunctionType) else []
+def _code(function: Any) -> CodeType:
+    code: CodeType = inspect.unwrap(function).__code__
+    return code
 
 
 @cache
@@ -320,30 +300,7 @@ def mentions(library: Library, file: str) -> bool:
     return bool(re.search(r"rotary|rope", ast.unparse(sources(library)[file]), re.IGNORECASE))
 
 
-def used_names(library: Library, model: Any) -> frozenset[str]:
-    """Every name in the methods of a model's modules and in the functions they call.
-
-    Methods and functions of the library count, those of torch do not.
-    """
-    package = library.home.partition(".")[0]
-
-    def theirs(value: Any) -> bool:
-        return f"{value.__module__ or ''}.".startswith(f"{package}.")
-
-    classes = {k for module in model.modules() for k in type(module).__mro__ if theirs(k)}
-    values = [value for k in classes for value in vars(k).values()]
-    seen: set[CodeType] = set()
-    names: set[str] = set()
-    while values:
-        value = values.pop()
-        for held in ("fget", "__func__", "__wrapped__"):
-            if (inner := getattr(value, held, None)) is not None:
-                values.append(inner)
-        if not isinstance(value, FunctionType) or not theirs(value) or value.__code__ in seen:
-            continue
-        names.add(value.__name__)
-        for code in codes(value.__code__):
-            seen.add(code)
-            names.update(code.co_names)
-            values += [value.__globals__.get(name) for name in code.co_names]
-    return frozenset(names)
+def used_names(model: Any) -> set[str]:
+    """Every name in the methods of a model's modules, and in the functions of their files that these name."""
+    classes = _find.classes_of(model)
+    return _find._names(classes, [sys.modules[name] for name in {c.__module__ for c in classes}])

@@ -119,7 +119,6 @@ class _Recorder(TorchDispatchMode):
 def calls_of(subject: Subject) -> list[Call]:
     """Run a small model, patched, and return its calls of the operator, without those of indexers."""
     with ExitStack() as stack, torch.no_grad():
-        # Complex products of any size are replaced.
         patch(subject.model, rounding="once", all_models=True)
         stack.callback(unpatch, subject.model)
         recorder = _Recorder(subject.model, stack)

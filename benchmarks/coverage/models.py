@@ -4,8 +4,10 @@ The status of a row is:
 
 - equal: no bit of any output or gradient changes, in float32 and, unless the row states why not, in
   bfloat16; this library served calls of the rotary functions, of transformers those of the model's file; a fault
-  of one per cent in the replacements is detected;
-- different: a bit changes, `unpatch` did not restore the model, or two runs of the original differ;
+  of one per cent in the replacements is detected; `unpatch` restores the model;
+- close: the same, but the model multiplies complex numbers, whose last bit may differ, and does in its outputs or
+  gradients;
+- different: more changes, `unpatch` did not restore the model, or two runs of the original differ;
 - not exercised: the model ran, but did not test the replacement, for the given reason;
 - not built: no small model could be built or run, for the given reason;
 - does not rotate: the model ran no rotary function, and no code of its modules can reach one, or none
@@ -23,13 +25,9 @@ import warnings
 from collections.abc import Container, Iterator
 from typing import Any
 
-import torch
-
 from . import building, stand_ins, transformers
 from .catalogue import LIBRARIES, TRANSFORMERS, Library, catalogued, mentions, table, used_names
 
-# Threads that torch computes on.
-THREADS = 2
 # Time limit of one model in seconds.
 SECONDS = 600
 
@@ -63,7 +61,7 @@ def row(library: Library, name: str) -> dict[str, Any]:
 
 def why_none(library: Library, model: Any) -> str:
     """The reason why a model in which no rotary function ran cannot rotate; empty if it might."""
-    names = used_names(library, model)
+    names = used_names(model)
     if not any(re.search(library.rotary, name) for name in names):
         return "no method of its modules reaches a rotary function"
     if not names & {"cos", "polar"}:
@@ -80,10 +78,9 @@ def sentence(error: BaseException) -> str:
 
 
 def quiet(library: Library) -> None:
-    """Silence the warnings of a library, and set the number of threads."""
+    """Silence the warnings of a library."""
     warnings.simplefilter("ignore")
     logging.getLogger(library.name).setLevel(logging.ERROR)
-    torch.set_num_threads(THREADS)
 
 
 def work(pipe: Any, name: str, path: list[str]) -> None:

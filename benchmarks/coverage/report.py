@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..pages import table, written
-from .comparing import GRAIN
 
 Row = dict[str, Any]
-SERVED = ("equal", "delegates")
+SERVED = ("equal", "close", "delegates")
 
 
 def write(path: Path, data: Row) -> None:
@@ -54,7 +53,7 @@ def _counts(counter: Counter[str]) -> str:
 
 def page(data: list[Row]) -> str:
     """A table of all libraries, then a section for each."""
-    headings = ["library", "version", "functions replaced", "models equal", "measured with"]
+    headings = ["library", "version", "functions replaced", "models replaced", "measured with"]
     rows = []
     for each in data:
         functions, models = each.get("functions", []), each.get("models", [])
@@ -87,36 +86,38 @@ def _functions(data: Row) -> Iterator[str]:
     if not rows:
         return
     shapes = " or ".join(" × ".join(map(str, shape)) for shape in data["shapes"])
-    back = sum("given_back" in row for row in rows)
-    some = f", some of which the original rotated in {back} functions" if back else ""
+    count = Counter(row["status"] for row in rows)
+    calls = sum(row.get("calls", 0) for row in rows)
     yield from (
         "",
-        f"{_of(rows)} rotary functions are replaced, and no bit of a result or gradient changes in calls with "
-        f"tensors of {shapes} (rows × tokens × heads × channels){some}, in float32 and in bfloat16.",
+        f"{_of(rows)} rotary functions are replaced. In {calls:,} calls with tensors of {shapes} (rows × tokens × heads "
+        f"× channels), in float32 and in bfloat16, {count['equal']} keep every bit of results and gradients, and "
+        f"{count['close']}, which multiply complex numbers, differ in some last bits.",
         "",
     )
     by_text: dict[str, dict[str, list[str]]] = {}
     for row in rows:
-        if row["status"] == "equal":
-            names = by_text.setdefault(row["recognised"], {})
-            names.setdefault(_name(row), []).append(_last(row))
+        if row["status"] in ("equal", "close"):
+            text = row["recognised"] + "; the last bit may differ" * (row["status"] == "close")
+            names = by_text.setdefault(text, {})
+            names.setdefault(f"`{row['function']}`", []).append(_last(row))
     found = []
     for text, names in sorted(by_text.items(), key=lambda item: -sum(map(len, item[1].values()))):
         each = (f"{name} of {', '.join(files)}" for name, files in names.items())
         found.append([text, str(sum(map(len, names.values()))), "; ".join(each)])
-    yield from table(["recognised as", "number", "functions"], found)
-    if rest := [row for row in rows if row["status"] != "equal"]:
-        cells = ([row["file"], _name(row), row["status"], row["reason"]] for row in rest)
+    yield from table(["kind", "number", "functions"], found)
+    if rest := [row for row in rows if row["status"] not in ("equal", "close")]:
+        cells = ([r["file"], f"`{r['function']}`", r["status"], _reason(r)] for r in rest)
         yield from ("", *table(["file", "function", "status", "reason"], cells))
+
+
+def _reason(row: Row) -> str:
+    kind = f"{row['recognised']}: " if "recognised" in row else ""
+    return f"{kind}{row['reason']}"
 
 
 def _last(row: Row) -> str:
     return str(row["file"]).rpartition("/")[2].removeprefix("modeling_")
-
-
-def _name(row: Row) -> str:
-    constants = ", ".join(f"{k}={v!r}" for k, v in row.get("constants", {}).items())
-    return f"`{row['function']}`" + (f" with `{constants}`" if constants else "")
 
 
 def _models(data: Row) -> Iterator[str]:
@@ -124,28 +125,28 @@ def _models(data: Row) -> Iterator[str]:
     if not rows:
         return
     ran = rotating(rows)
-    equal = [row for row in ran if row["status"] == "equal"]
-    divided = sum("elements" not in row for row in equal)
-    yield from (
-        "",
-        f"Of {len(rows)} small models, rotary functions run in {len(ran)}. {len(equal)} of these are equal before and "
-        "after `patch`: no bit of an output or gradient changes, a fault of one per cent is detected, and `unpatch` "
-        f"restores the model. In {divided} of the {len(equal)}, the largest rotated tensor has more than {GRAIN:,} "
-        "elements, or pairs of channels where numbers are complex, so that torch divides operations on it among its "
-        "threads.",
-        "",
-    )
+    count = Counter(row["status"] for row in ran)
+    served = [row for row in ran if row["status"] in SERVED]
     passing = {
         f"{_last(row)}.{row['function']}"
         for row in data.get("functions", [])
         if row["status"] == "delegates"
     }
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for row in equal:
-        key = row["file"], row.get("bfloat16", ""), "; ".join(_left(row, passing))
+    whole = sum(not _back(row, passing) for row in served)
+    yield from (
+        "",
+        f"Of {len(rows)} small models, rotary functions run in {len(ran)}. {count['equal']} of these have equal bits "
+        f"before and after `patch`, and {count['close']} differ by the last bits of complex products. In {whole} of "
+        "them no call reaches an original.",
+        "",
+    )
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in served:
+        close = row["reason"] if row["status"] == "close" else ""
+        key = row["file"], close, row.get("bfloat16", ""), "; ".join(_left(row, passing))
         groups.setdefault(key, []).append(row["model"])
     found = ([file, ", ".join(names), *texts] for (file, *texts), names in sorted(groups.items()))
-    yield from table(["file", "equal", "in float32 only", "left"], found)
+    yield from table(["file", "replaced", "not equal", "in float32 only", "left"], found)
     for status in ("different", "not exercised", "not built", "does not rotate"):
         if those := [row for row in rows if row["status"] == status]:
             cells = (
@@ -154,9 +155,15 @@ def _models(data: Row) -> Iterator[str]:
             yield from ("", *table([status, "reason"], cells))
 
 
+def _back(row: Row, passing: set[str]) -> dict[str, int]:
+    """The calls that still reached an original, by its label, without functions that delegate."""
+    calls = row.get("given_back", {}).items()
+    return {name: count for name, count in calls if name.partition(" ")[0] not in passing}
+
+
 def _left(row: Row, passing: set[str]) -> Iterator[str]:
     """Calls and reasons of originals that the patched model called, without functions that delegate."""
-    back = {n: c for n, c in row.get("given_back", {}).items() if n not in passing}
+    back = _back(row, passing)
     yield from (each for each in row.get("left", []) if re.split(r"[:(]", each)[0] in back)
     yield from (f"{c} call{'s' * (c > 1)} of {n}" for n, c in back.items())
     yield from (f"{name} without gradients" for name in row.get("frozen", []))

@@ -12,7 +12,7 @@ all files in NEAREST. The test files that NEAREST lists for the changed file, if
 loops in csrc/ are built for one instruction set. `run` continues an earlier run with the same
 RESULTS; it works only on Linux, because it forks.
 
-`alone.jsonl` beside this file is a list of a mutant for each of 99 test files, `by` whose tests
+`alone.jsonl` beside this file is a list of a mutant for each of 83 test files, `by` whose tests
 alone it is noticed. Before you delete tests of these files, run it.
 """
 

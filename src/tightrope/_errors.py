@@ -159,7 +159,8 @@ def _misfit(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[st
     if count > len(bare):
         rest = ", ".join(f"{name}=" for name in named if name not in bare)
         some = f"only {', '.join(bare)} may" if bare else "no argument may"
-        return f"{some} be given without a name but got {count} values; name the others: {rest}."
+        advice = f"; name the others: {rest}" * bool(rest)
+        return f"{some} be given without a name but got {count} values{advice}."
     twice = [name for name in bare[:count] if name in kwargs]
     if twice:
         return f"{twice[0]} must be given once but got two values."

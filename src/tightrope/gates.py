@@ -32,6 +32,7 @@ from ._errors import (
 )
 from ._parts import Take
 from ._tracing import broadcasts, is_readable, is_tracing, may_keep, outside_modes
+from ._value import checked_calls
 from .channels import Channels as Channels, by_head
 
 __all__ = ["Exp", "Gate", "Given", "Scalar", "Slope", "XPos"]
@@ -102,6 +103,7 @@ class Gate:
         )
 
 
+@checked_calls
 @dataclass(frozen=True, eq=False)
 class Scalar(Gate):
     """One factor for all tokens, heads and channels.
@@ -156,6 +158,7 @@ class Scalar(Gate):
         return torch.full((1, 1, 1, 1), math.log(self.value), dtype=inside, device=device)
 
 
+@checked_calls
 @dataclass(frozen=True, eq=False)
 class Exp(Gate):
     """exp(γ), for each head and channel.
@@ -192,6 +195,7 @@ class Exp(Gate):
         return replace(self, gamma=take("gamma of the gate Exp", self.gamma, ("head", None)))
 
 
+@checked_calls
 @dataclass(frozen=True, eq=False)
 class Slope(Gate):
     """exp(slope · position): a factor that grows or shrinks along the positions.
@@ -236,6 +240,7 @@ class Slope(Gate):
         return replace(self, slope=take("slope of the gate Slope", self.slope, ("head", None)))
 
 
+@checked_calls
 @dataclass(frozen=True, eq=False)
 class Given(Gate):
     """exp(g), for a given g: one value for each token of the call, each head and each channel.
@@ -279,6 +284,7 @@ class Given(Gate):
         return replace(self, log=take("log of the gate Given", self.log, axes))
 
 
+@checked_calls
 @dataclass(frozen=True)
 class XPos(Gate):
     """xPos: queries shrink and keys grow with position, so scores decay with distance to past keys.

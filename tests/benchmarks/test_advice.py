@@ -24,10 +24,11 @@ WITHOUT_CALL: dict[str, tuple[str, str]] = {
     **dict.fromkeys(
         (
             "gemma4_vision hunyuan_vl hunyuan_vl_text neomme neucodec qwen2_5_omni_dit "
-            "qwen2_5_omni_token2wav vjepa2 xcodec2"
+            "qwen2_5_omni_token2wav xcodec2"
         ).split(),
         ("no spec describes the rotation", _PATCH),
     ),
+    "vjepa2": ("no spec describes the rotation, which patch does not serve", "pairs neighbours."),
     "efficientloftr": ("its key means another part", "at most 1 but got 4.0."),
     "nanochat": (
         "the call is of another spec",

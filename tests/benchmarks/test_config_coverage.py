@@ -76,7 +76,7 @@ def test_published_functions_pair_as_the_table_of_families_says() -> None:
         if family.refused is None and "repository" not in family.source:
             folder, function = family.source.split(": ")
             found = recognised[f"{folder}/modeling_{folder}", function]
-            assert found.startswith("adjacent pairs" if family.interleaved else "rotate_half"), name
+            assert found.startswith("adjacent pairs" if family.interleaved else "halves"), name
 
 
 # --- the comparison -------------------------------------------------------------------------------

@@ -17,8 +17,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from tests.support.helpers import ROOT
+from tightrope import unpatch
 from tightrope.frequencies import RULES
 
 FENCE = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
@@ -45,6 +47,9 @@ def run(text: str, name: str) -> int:
             if shown and (real := " ".join(printed.getvalue().split())):
                 parts = " ".join(shown[1].split()).split("…")
                 assert re.fullmatch(".*".join(map(re.escape, parts)), real), real
+    for value in vars(script).values():
+        if isinstance(value, torch.nn.Module):
+            unpatch(value)  # other pages must not see the end of this one
     return len(found)
 
 

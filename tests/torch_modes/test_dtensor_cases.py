@@ -141,6 +141,8 @@ def tables(dims: Dims, *shape: int) -> dict[str, tuple[torch.Tensor, Dims]]:
 
 PREPARED = SPEC.at(IDS)
 LENGTHS = torch.tensor([100, 3000, 9000])
+# Rows that begin at 0, as those of whole sequences do.
+WHOLE = IDS.sort().values - IDS.amin(1, keepdim=True)
 LATE, EARLY = (RopeSpec(16, scaling=DynamicNTK(4.0, length)) for length in (64, 4))
 TWO_AXES = RopeSpec(16, scaling=Given((((0.5,) * 8,), ((0.1,) * 8,))))
 WITH_HEADS = RopeSpec(16, scaling=Given(noise(6, 8, seed=4).tolist()))
@@ -175,7 +177,7 @@ CASES = {
     ),
     "lengths of rows": two(lambda q, k: rotate_qk(q, k, LATE, seq_len=LENGTHS)),
     "length from positions": two(lambda q, k: rotate_qk(q, k, EARLY, -7)),
-    "length from ids": two(lambda q, k: rotate_qk(q, k, EARLY, IDS.sort().values)),
+    "length from ids": two(lambda q, k: rotate_qk(q, k, EARLY, WHOLE)),
     "frequencies of heads": one(
         lambda x, theta: rotate(x, SPEC, inv_freq=theta), theta=(noise(6, 6, seed=4), OF_HEADS)
     ),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.helpers import refusals
-from tightrope import functional, positions
+from tightrope import functional, gates, nn, positions
 from tightrope._errors import (
     Refusal,
     bad_index,
@@ -118,6 +118,26 @@ test_arguments_that_do_not_fit = refusals(
         ),
         "arguments must be of x, y, base, positions but got stack; spec.at(positions, stack=…) takes it, "
         "and then the place of the spec.": lambda: sum_of(1, stack="vllm"),
+    },
+)
+
+
+test_arguments_of_a_gate = refusals(
+    "Scalar",
+    TypeError={
+        "value must be given.": lambda: gates.Scalar(),  # type: ignore[call-arg]
+        "arguments must be of value but got factor.": lambda: gates.Scalar(factor=2.0),  # type: ignore[call-arg]
+        "only value may be given without a name but got 2 values.": lambda: gates.Scalar(1.0, 2.0),  # type: ignore[call-arg]
+    },
+)
+
+
+test_arguments_of_a_module = refusals(
+    "RotaryEmbedding",
+    TypeError={
+        "arguments must be of q, k, positions, seq_len but got position_ids; positions may be meant.": (
+            lambda: nn.RotaryEmbedding(8)(torch.ones(1, 1, 2, 8), position_ids=0)
+        )
     },
 )
 

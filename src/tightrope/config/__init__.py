@@ -100,8 +100,7 @@ def _read(config: object, stated: Stated) -> Provenance:
         return read(config, stated)
     source = source_of(config, stated.section)
     if stated.interleaved is None:
-        record = recorded(config, source.prefix.removesuffix("."))
-        source = replace(source, recorded=None if record is None else record.interleaved)
+        source = replace(source, recorded=recorded(config, source.prefix.removesuffix(".")))
     try:
         return read(source, stated)
     except Refusal as error:
@@ -197,7 +196,8 @@ def recorded(
         fail(
             f"interleaved must be given, as {where} states one pairing of {min(about[0].tensors)} and the other of {name}"
         )
-    return about[0] if about else None
+    rows = [each for record in about for each in record.values["rows"]]
+    return replace(about[0], values={**about[0].values, "rows": rows}) if about else None
 
 
 @public("from_config")

@@ -412,7 +412,7 @@ FAMILIES: dict[str, Family] = {
         "RopeSpec.from_config(config, section='vision_config.backbone_config'); the memory has that of 'sam2_video'"
     ),
     "t5": _none("it adds a bias that depends on the distance"),
-    "vjepa2": _own("its tables repeat frequencies by halves, but its code pairs neighbours"),
+    "vjepa2": _none("its tables repeat frequencies by halves, but its code pairs neighbours"),
     "xcodec2": _own("it rotates by the number of the head, not by that of the token"),
 }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from .._errors import public
+from ..spec import RopeSpec
 from . import gguf_file
 from .source import fail
 
@@ -72,6 +73,7 @@ class Record:
         left: tensors that the same section describes and that have the other pairing.
         values: the record as it is stored.
         file: the name of the file that has the record of a folder.
+        key, old_key: the key of a record in the metadata of a safetensors file, and the one of versions before 0.4.
     """
 
     where: str
@@ -83,6 +85,18 @@ class Record:
     values: Mapping[str, Any]
 
     file: ClassVar[str] = RECORD
+    key: ClassVar[str] = "tightrope.convert"
+    old_key: ClassVar[str] = "tightrope.pairing"
+
+    @staticmethod
+    def slice_of(spec: RopeSpec) -> str:
+        """Name the slice of a head that a spec rotates, as records do."""
+        return f"{spec.rotary_dim} of {spec.head_dim} channels from {spec.start} on"
+
+    @property
+    def slices(self) -> set[str]:
+        """The slices of a head that were converted."""
+        return {rows["slice"] for rows in self.values["rows"]}
 
     @classmethod
     def listed(cls, listed: object, where: str) -> list[Record]:
@@ -111,10 +125,21 @@ class Record:
                 "record and pass the pairing"
             )
 
+    @classmethod
+    def in_metadata(cls, metadata: Mapping[str, Any], where: str) -> list[Record]:
+        """Return the conversions in the metadata of a safetensors file."""
+        listed: object = [] if cls.old_key not in metadata else None
+        if cls.key in metadata:
+            try:
+                listed = json.loads(metadata[cls.key])
+            except ValueError:
+                listed = None
+        return cls.listed(listed, where)
+
 
 @public("from_config")
 def records_beside(config: object) -> list[Record]:
-    """Return the conversions that are recorded in a folder, or beside its configuration.
+    """Return the conversions that are recorded in a folder, or beside its configuration, also in its files of weights.
 
     Args:
         config: the folder or the configuration, as a path; or a configuration of transformers, which names the
@@ -129,10 +154,25 @@ def records_beside(config: object) -> list[Record]:
     if not isinstance(where, str | os.PathLike) or not os.fspath(where):
         return []
     path = Path(where)
-    record = (path if path.is_dir() else path.parent) / RECORD
-    if not (path.is_dir() or path.name in NAMES) or not record.is_file():
+    folder = path if path.is_dir() else path.parent
+    if not (path.is_dir() or path.name in NAMES):
         return []
-    return Record.listed(_json(record).get("conversions"), RECORD)
+    found = [one for file in sorted(folder.glob("model*.safetensors")) for one in _in_weights(file)]
+    if (folder / RECORD).is_file():
+        found += Record.listed(_json(folder / RECORD).get("conversions"), RECORD)
+    return found
+
+
+def _in_weights(path: Path) -> list[Record]:
+    """Return the conversions in the metadata of a file, which may be damaged or a stand-in for one."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(min(int.from_bytes(file.read(8), "little"), _LARGEST))
+        if b"tightrope." not in header:
+            return []
+        return Record.in_metadata(json.loads(header).get("__metadata__") or {}, path.name)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return []
 
 
 def url_in(path: Path) -> str | None:

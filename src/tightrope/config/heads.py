@@ -9,7 +9,6 @@ from .._errors import as_real, bad_type
 from ..axes import Axes
 from ..frequencies import Rule
 from . import keys
-from .files import RECORD
 from .scaling import Fact, claimed_by
 from .source import (
     BASE,
@@ -288,7 +287,7 @@ def pairing_of(source: Source, stated: Stated) -> tuple[bool, str]:
             raise bad_type(f"interleaved must be a bool or None but got {interleaved!r}")
         return interleaved, stated.origin("interleaved")
     if source.recorded is not None:
-        return source.recorded, f"the conversion record {RECORD}"
+        return source.recorded.interleaved, f"the conversion record {source.recorded.where}"
     got = stated_pairing(source)
     family = source.family
     if got is None and family is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ..frequencies import RULES
 
@@ -151,26 +151,29 @@ def about_rotation(name: object) -> bool:
     return key in _OF_RULES or key in _ALONE or named
 
 
+def _inside(name: object, value: object) -> Iterator[tuple[object, object]]:
+    """The keys about the rotation in a mapping, with their values: all of one whose name is about it."""
+    inner = value.items() if isinstance(value, Mapping) else ()
+    return ((key, one) for key, one in inner if about_rotation(name) or about_rotation(key))
+
+
 def about_layers(name: object, value: object) -> bool:
     """Return True if a key about the rotation, or one inside it, may say which layers rotate: by its words or as a list."""
     listed = isinstance(value, list | tuple) and name not in _OF_RULES
-    inner = value.items() if isinstance(value, Mapping) else ()
-    inside = any(about_layers(key, one) for key, one in inner if about_rotation(key))
+    inside = any(about_layers(key, one) for key, one in _inside(name, value))
     return listed or inside or _LAYERS.search(str(name).lower()) is not None
 
 
 def gives_base(name: object, value: object) -> bool:
     """Return True if a key about the rotation, or one inside it, has a number and a word of a base."""
-    inner = value.items() if isinstance(value, Mapping) else ()
-    inside = any(gives_base(key, one) for key, one in inner if about_rotation(key))
+    inside = any(gives_base(key, one) for key, one in _inside(name, value))
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return inside or (number and _BASES.search(str(name).lower()) is not None)
 
 
 def about_channels(name: object, value: object) -> bool:
     """Return True if a key about the rotation, or one inside it, has a word of a width or of the pairing."""
-    inner = value.items() if isinstance(value, Mapping) else ()
-    inside = any(about_channels(key, one) for key, one in inner if about_rotation(key))
+    inside = any(about_channels(key, one) for key, one in _inside(name, value))
     return inside or _CHANNELS.search(str(name).lower()) is not None
 
 

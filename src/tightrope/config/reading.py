@@ -16,6 +16,7 @@ from .._errors import outside, sentence
 from ..frequencies import LONGEST, NTK, Given, YaRN
 from ..spec import RopeSpec
 from . import keys, observed
+from .files import Record
 from .heads import axes_of, base_of, pairing_of, slice_of
 from .layers import Listed, flagged, parts_of, rule_of, with_attention
 from .learned import given_for
@@ -131,6 +132,12 @@ def _one(source: Source, part: Part, stated: Stated) -> tuple[RopeSpec, list[Fac
         scaling, rotary_dim = Given(tuple(map(float, omega[::2]))), rotary_dim + 1
     # The slice must fit before axes are made.
     spec = RopeSpec(head_dim, base=base, rotary_dim=rotary_dim, start=start, interleaved=pairs)
+    record, name = source.recorded, Record.slice_of(spec)
+    if record is not None and stated.interleaved is None and name not in record.slices:
+        fail(
+            f"interleaved must be given, as {record.where} states the pairing of {' and '.join(sorted(record.slices))} "
+            f"and the configuration another slice, {name}"
+        )
     axes, axes_from = axes_of(source, part, rotary_dim)
     spec = dataclasses.replace(spec, scaling=scaling, axes=axes)
     given = given_for(source, spec, stated)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -13,6 +13,9 @@ from .._errors import bad_type, bad_value
 from ..frequencies import Given
 from . import keys
 from .families import Family
+
+if TYPE_CHECKING:
+    from .files import Record
 
 OPERATION = "from_config"
 
@@ -96,7 +99,7 @@ class Source:
             in which every key of ``values`` was.
         knows: what the format determines even if the family is unknown: ``"slice"``, all channels
             without a key for a part; ``"start"``, the first channel; ``"layers"``, all of them.
-        recorded: the pairing in the conversion record beside the file, if there is one.
+        recorded: the conversion record beside the file that states the pairing, if there is one.
         config: the configuration object, if its class is one of transformers' own.
         model: the model, if the configuration is that of one.
     """
@@ -109,7 +112,7 @@ class Source:
     seen: tuple[str, ...] = ()
     unread: Mapping[str, Any] = field(default_factory=dict)
     knows: frozenset[str] = frozenset()
-    recorded: bool | None = None
+    recorded: Record | None = None
     config: object = None
     model: torch.nn.Module | None = None
 

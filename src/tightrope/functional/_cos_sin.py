@@ -100,6 +100,7 @@ def cos_sin(
     split_pairs(x[..., turning], spec.interleaved)[0].fill_(1.0)
     rotation = prepared(spec, where, x.device, seq_len)
     rotation.check_passed(ids.shape[2])
+    rotation.for_tokens(ids.shape[2])
     y = rotate(x, rotation)[..., turning]
     cos, sin = split_pairs(y[:, 0] if heads == 1 else y, spec.interleaved)
     if tables == "half":

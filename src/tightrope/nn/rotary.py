@@ -151,6 +151,7 @@ class RotaryEmbedding(_Rotary):
             with torch.no_grad():
                 self.inv_freq.copy_(self.spec.frequencies().inv_freq)
 
+    @public()
     def forward(
         self,
         q: torch.Tensor,

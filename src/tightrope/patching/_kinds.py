@@ -145,28 +145,21 @@ ARITHMETICS = (
 
 
 class Shape(NamedTuple):
-    """Letters for the dimensions of x, of k and of its tables.
+    """Letters for the dimensions of x and of its tables.
 
-    b is rows, h heads, s tokens, d channels; f has the channels of all heads. S is two tokens more than s, R twice as
-    many. Tables align with x at the last dimension, if need be after an unsqueeze.
+    b is rows, h heads, s tokens, d channels; f has the channels of all heads, and S is two tokens more than s. Tables align
+    with x at the last dimension, if need be after an unsqueeze.
     """
 
     x: str
-    k: str
     table: str
 
 
-def _shape(text: str) -> Shape:
-    xs, table = text.split("/")
-    x, _, k = xs.partition(",")
-    return Shape(x, k or x, table)
-
-
 SHAPES = tuple(
-    _shape(text)
+    Shape(*text.split("/"))
     for text in (
         "bhsd/bsd bshd/bsd bshd/sd bhsd/sd bhsd/b1sd bshd/bs1d bsd/bsd bsd/sd shd/sd hsd/sd hsd/1sd shd/s1d bhsd/bhsd "
-        "bhsd/1sd bshd/s1d sbhd/s11d bsf/s11d bhSd/sd bhSd/b1sd bhsd/bSd bsf/S11d bhsd,bhRd/sd bhsd,bhSd/sd"
+        "bhsd/1sd bshd/s1d sbhd/s11d bsf/s11d bhSd/sd bhSd/b1sd"
     ).split()
 )
 
@@ -177,7 +170,7 @@ def fits(shape: Shape, unsqueeze: int | None) -> bool:
     if unsqueeze is not None:
         at = len(table) + 1 + unsqueeze
         table = f"{table[:at]}1{table[at:]}"
-    pairs = zip(table[::-1].lower(), x[::-1].lower())
+    pairs = zip(table[::-1], x[::-1].lower())
     return len(table) <= len(x) and all(one in ("1", other) for one, other in pairs)
 
 
@@ -186,12 +179,11 @@ def fits(shape: Shape, unsqueeze: int | None) -> bool:
 #: Parameters that select one of several rotations, or where tables go -> the values that are tried. So are both values
 #: of each parameter that is True or False by default.
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "unsqueeze_dim": (1, 2),
+    "unsqueeze_dim": (1, 2, 0),
     "use_real_unbind_dim": (-1, -2),
     "sequence_dim": (2, 1),
 }
 _COS_SIN, _TABLE = re.compile(r"cos|sin(?!us)"), re.compile(r"sinus|freq|cis|rope|rotary|emb")
-_ROWS, _EXCLUDED = re.compile(r"^position_ids$"), re.compile(r"^num_\w*exclude")
 
 
 class Roles(NamedTuple):
@@ -203,7 +195,6 @@ class Roles(NamedTuple):
         tables: those that hold cosines and sines, in the order of the form.
         options: those of which several values are tried.
         rows: the parameter that selects rows of the tables; None if there is none.
-        excluded: the number of keys at the end that pass through; None if there is none.
         defaults: the defaults of all that have one. Other parameters must keep theirs.
         method: whether the function takes self first.
     """
@@ -213,7 +204,6 @@ class Roles(NamedTuple):
     tables: tuple[str, ...]
     options: tuple[str, ...]
     rows: str | None
-    excluded: str | None
     defaults: dict[str, Any]
     method: bool
 
@@ -243,22 +233,18 @@ def roles(function: Any, method: bool = False, given: str = "") -> Roles | None:
         named = [name for name, role in found.items() if role in names]
         return tuple(sorted(named, key=lambda name: names.index(found[name])))
 
-    xs, tables, rows, excluded = (
-        having("x"),
-        having("cos", "sin", "table"),
-        having("rows"),
-        having("excluded"),
-    )
+    xs, tables, rows = having("x"), having("cos", "sin", "table"), having("rows")
     held = sorted(found[name] for name in tables)
     if not 1 <= len(xs) <= 3 or held not in (["table"], ["cos", "sin"]):
         return None
-    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
     return Roles(
-        tuple(each.name for each in parameters),
-        *(xs, tables, having("option")),
-        rows[0] if rows else None,
-        excluded[0] if excluded else None,
-        *(defaults, method),
+        names=tuple(each.name for each in parameters),
+        xs=xs,
+        tables=tables,
+        options=having("option"),
+        rows=rows[0] if rows else None,
+        defaults={p.name: p.default for p in parameters if p.default is not p.empty},
+        method=method,
     )
 
 
@@ -267,12 +253,10 @@ def _role(parameter: inspect.Parameter) -> str | None:
     name, needed = parameter.name, parameter.default in (None, parameter.empty)
     if name in OPTIONS or isinstance(parameter.default, bool):
         return "option"
-    if _EXCLUDED.search(name):
-        return "excluded"
     if needed and (found := _COS_SIN.search(name)):
         return found[0]
     if needed and _TABLE.search(name):
         return "table"
     if parameter.default is parameter.empty:
-        return "rows" if _ROWS.search(name) else "x"
+        return "rows" if name == "position_ids" else "x"
     return "x" if name in ("k", "key") else None

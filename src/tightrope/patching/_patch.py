@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import threading
 import warnings
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import stacks
-from .._errors import bad_type, bad_value, describe, outside, public, sentence
+from .._errors import OPERATION, bad_type, bad_value, describe, outside, public, sentence
 from ..config import _small_model, records_of
 from . import _find, _tables
 from ._find import Member
@@ -211,7 +212,7 @@ def _checked(model: Any, options: Options) -> Options:
         held = getattr(model, "__dict__", None) or {}
         if names := [name for name in held if isinstance(held[name], torch.nn.Module)]:
             first = "transformer" if "transformer" in names else names[0]
-            hint = f", whose modules are {', '.join(names)}; call patch(pipeline.{first})"
+            hint = f", whose modules are {', '.join(names)}; call {OPERATION}(pipeline.{first})"
             raise bad_type(
                 f"model must be a torch.nn.Module but got a {type(model).__name__}{hint}"
             )
@@ -509,11 +510,17 @@ def _warn_of_record(model: torch.nn.Module, kinds: list[Kind]) -> None:
 
 
 def _undone(model: torch.nn.Module) -> None:
+    held = set()
     for module in model.modules():
-        vars(module).pop(_HELD, None)
         vars(module).pop(_tables.KEPT, None)
         _reports.pop(module, None)
+        if _HELD in vars(module):
+            held.add(weakref.ref(vars(module).pop(_HELD)))
     _forget()
+    # A copy that waits for the garbage collector may hold the patch.
+    if any(each() is not None for each in held):
+        gc.collect()
+        _forget()
 
 
 def _forget() -> None:

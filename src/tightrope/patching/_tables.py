@@ -175,7 +175,7 @@ def _built(module: Any) -> Any:
     try:
         return type(module)(module.config)
     except Exception as error:  # noqa: BLE001  # third-party code can raise anything
-        return error
+        return error.with_traceback(None)  # whose frames would hold the patch
 
 
 def _same(module: Any, fresh: torch.nn.Module) -> bool:
@@ -247,7 +247,7 @@ def _held(fresh: Any, types: list[str | None]) -> dict[str | None, Any]:
     for layer_type in types:
         prefix = f"{layer_type}_" if layer_type else ""
         held = getattr(fresh, f"{prefix}inv_freq", None)
-        if not isinstance(held, torch.Tensor) or held.dim() != 1:
+        if type(held) is not torch.Tensor or held.dim() != 1:
             return {}
         values = tuple(held.double().tolist())
         factor = float(getattr(fresh, f"{prefix}attention_scaling", 1.0))

@@ -25,8 +25,7 @@ class Place(NamedTuple):
         turn: what happens to pairs.
         unsqueeze: the dimension at which tables are unsqueezed, from the end; None if they are not.
         single: whether the result is one tensor.
-        tokens: what happens if x has another number of tokens than its tables: the original runs ("same"), "leading"
-            tokens of x pass through, the "first" or "last" rows of the tables are read, or keys "repeat" them.
+        leading: whether x may have leading tokens that its tables lack, which pass through.
         tokens_first: whether x and tables have four dimensions, tokens in the first.
         flat: whether the last dimension of x has the channels of all heads; tables have tokens in the first of four.
     """
@@ -34,7 +33,7 @@ class Place(NamedTuple):
     turn: Turn
     unsqueeze: int | None
     single: bool = False
-    tokens: str = "same"
+    leading: bool = False
     tokens_first: bool = False
     flat: bool = False
 
@@ -68,9 +67,8 @@ class Kind:
         return all(each is not None and each.gradients for each in found)
 
     def __str__(self) -> str:
-        places = sorted(
-            self.places.items(), key=lambda item: item[1].turn.last
-        )  # full width does not show it
+        # Tables of full width do not show which channels turn by narrow ones.
+        places = sorted(self.places.items(), key=lambda item: item[1].turn.last)
         turns = {key[0]: place.turn.words for key, place in places}
         return " or ".join(dict.fromkeys(f"{turns[o]}, {form}" for o, form in self.forms.items()))
 
@@ -88,12 +86,8 @@ def turned(
     sin: torch.Tensor,
     place: Place,
     arithmetic: Arithmetic,
-    excluded: int = 0,
 ) -> list[torch.Tensor]:
     """Turn one to three tensors by the cosines and sines of their call.
-
-    Args:
-        excluded: the number of keys at the end that pass through.
 
     Raises:
         TypeError, ValueError: the operator does not take them.
@@ -118,64 +112,31 @@ def turned(
         raise ValueError("x must have 3 or 4 dimensions, and tables not more")
     missing = (None,) * (dims - cos.dim())
     cos, sin = cos[missing], sin[missing]
-    behind = cos.shape[-2] == 1 and xs[0].shape[-2] != 1 and place.tokens == "same"
+    behind = cos.shape[-2] == 1 and xs[0].shape[-2] != 1 and not place.leading
     heads, axis = (dims - 2, dims - 3) if behind or place.flat else (dims - 3, dims - 2)
     name = None
     if place.tokens_first:
         name, axis = "sbhd", 0
     start = xs[0].shape[-1] - width if turn.last else 0
 
-    def given(c: torch.Tensor, s: torch.Tensor, at: int) -> Tables:
+    def given(at: int) -> Tables:
         dense = arithmetic.dense[at]
         options = heads, turn.interleaved, turn.tables, start
-        return Tables(c, s, *options, rounding=arithmetic.rounding, dense=dense, layout=name)
+        return Tables(cos, sin, *options, rounding=arithmetic.rounding, dense=dense, layout=name)
 
     rows = cos.shape[axis]
-    alike = len(xs) == 2 and arithmetic.dense[0] == arithmetic.dense[1] and not excluded
-    if alike and rows == xs[0].shape[axis] == xs[1].shape[axis]:
-        ys = [*rotate_by(xs[0].to(wide), xs[1].to(wide), given(cos, sin, 0))]
+    passed = [max(x.shape[axis] - rows, 0) if place.leading else 0 for x in xs]
+    parts = [x.narrow(axis, n, rows).to(wide) if n else x.to(wide) for x, n in zip(xs, passed)]
+    if len(xs) == 2 and arithmetic.dense[0] == arithmetic.dense[1]:
+        ys = [*rotate_by(parts[0], parts[1], given(0))]
     else:
-        ys = []
-        for at, x in enumerate(xs):
-            leading, x, trailing = _split(x, axis, rows, place.tokens, excluded * (at == 1))
-            c, s = (_rows(t, axis, x.shape[axis], place.tokens, at) for t in (cos, sin))
-            (y,) = rotate_by(x.to(wide), None, given(c, s, at))
-            parts = [t.to(y.dtype) for t in (leading, trailing) if t is not None]
-            ys.append(
-                torch.cat((*parts[: leading is not None], y, *parts[leading is not None :]), axis)
-                if parts
-                else y
-            )
+        ys = [rotate_by(x, None, given(at))[0] for at, x in enumerate(parts)]
     if turn.as_halves:
         ys = [y.unflatten(-1, (-1, 2)).mT.flatten(-2) for y in ys]
-    ys = [y.to(result) for y in ys]
+    for at, n in enumerate(passed):
+        y = ys[at].to(result)
+        ys[at] = torch.cat((xs[at].narrow(axis, 0, n).to(result), y), axis) if n else y
     return [y.flatten(-2) for y in ys] if place.flat else ys
-
-
-def _split(
-    x: torch.Tensor, axis: int, rows: int, tokens: str, excluded: int
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-    """The leading tokens that pass through, those that turn, and the excluded ones."""
-    leading = trailing = None
-    if excluded:
-        kept = x.shape[axis] - excluded
-        if kept <= 0 or excluded < 0:
-            raise ValueError("some keys must turn")
-        x, trailing = x.narrow(axis, 0, kept), x.narrow(axis, kept, excluded)
-    more = x.shape[axis] - rows
-    if tokens == "leading" and more > 0:
-        leading, x = x.narrow(axis, 0, more), x.narrow(axis, more, rows)
-    return leading, x, trailing
-
-
-def _rows(table: torch.Tensor, axis: int, tokens: int, how: str, at: int) -> torch.Tensor:
-    """The rows of a table for x with another number of tokens; see :class:`Place`."""
-    rows = table.shape[axis]
-    if tokens < rows and how in ("first", "last"):
-        return table.narrow(axis, rows - tokens if how == "last" else 0, tokens)
-    if at == 1 and how == "repeat" and tokens > rows and tokens % rows == 0:
-        return torch.cat([table] * (tokens // rows), axis)
-    return table
 
 
 # --- the replacement ------------------------------------------------------------------------------
@@ -212,7 +173,7 @@ class Served:
         self.counts = [0, 0]
         self.compared = [kind.device]
         self.roles = known = kind.roles
-        used = {*known.xs, *known.tables, *known.options, known.rows, known.excluded}
+        used = {*known.xs, *known.tables, *known.options, known.rows}
         self.others = [name for name in known.names if name not in used]
         # Kinds of eager calls -> how they are served, None if the original runs.
         self.ways: dict[Any, _Way | None] = {}
@@ -239,8 +200,7 @@ class Served:
             if not _is_same(values[name], known.defaults[name]):
                 return None
         options = tuple([values[name] for name in known.options])
-        excluded = values[known.excluded] if known.excluded else 0
-        for each in (*options, excluded):
+        for each in options:
             if type(each) is not bool and type(each) is not int:
                 return None
         form = self.first.forms.get(options)
@@ -254,13 +214,13 @@ class Served:
             return None
         xs = [values[name] for name in known.xs]
         if how == "compiled":
-            way = self._way(options, excluded, xs, cos, sin, rounding)
+            way = self._way(options, xs, cos, sin, rounding)
         else:
-            key = options, excluded, torch.is_grad_enabled(), *map(_key, (*xs, cos, sin))
+            key = options, torch.is_grad_enabled(), *map(_key, (*xs, cos, sin))
             if key not in self.ways:
                 if len(self.ways) > _MOST:
                     self.ways.clear()
-                self.ways[key] = self._way(options, excluded, xs, cos, sin, rounding)
+                self.ways[key] = self._way(options, xs, cos, sin, rounding)
             way = self.ways[key]
         if way is None:
             return None
@@ -269,14 +229,12 @@ class Served:
         else:
             present = [x for x in xs if x is not None]
             try:
-                ys = turned(present, cos, sin, way.place, way.arithmetic, excluded)
+                ys = turned(present, cos, sin, way.place, way.arithmetic)
             except (TypeError, ValueError):
                 return None
         return ys[0] if way.place.single else (*ys, *[None] * (len(xs) - len(ys)))
 
-    def _way(
-        self, options: Any, excluded: int, xs: list[Any], cos: Any, sin: Any, rounding: Any
-    ) -> _Way | None:
+    def _way(self, options: Any, xs: list[Any], cos: Any, sin: Any, rounding: Any) -> _Way | None:
         """The way in which a call is served; None if it is of a kind that was not compared."""
         present = [x for x in xs if x is not None]
         if xs[0] is None or not all(map(_is_plain, (*present, cos, sin))):
@@ -301,7 +259,7 @@ class Served:
         if grad and not arithmetic.gradients and any(x.requires_grad for x in present):
             return None
         direct = None
-        if not (learned or excluded or torch.compiler.is_compiling()):
+        if not (learned or torch.compiler.is_compiling()):
             direct = _direct(present, cos, sin, place, arithmetic)
         return _Way(place, arithmetic, direct)
 
@@ -342,7 +300,7 @@ def _direct(
 ) -> tuple[Any, ...] | None:
     """The arguments of :func:`_launch` for a call; None for calls of rarer kinds, for which :func:`turned` runs."""
     q, turn, dense = xs[0], place.turn, arithmetic.dense[0]
-    simple = q.dim() == 4 and len(xs) < 3 and place.tokens == "same"
+    simple = q.dim() == 4 and len(xs) < 3 and not place.leading
     simple = simple and not (place.tokens_first or turn.as_halves or turn.last)
     plain = not arithmetic.cast and arithmetic.result in (None, q.dtype)
     if not (simple and plain and arithmetic.dense[: len(xs)] == (dense,) * len(xs)):

@@ -70,7 +70,6 @@ class _Trial(NamedTuple):
     tensors: int
     dtypes: tuple[torch.dtype, torch.dtype] = (_F32, _F32)
     sizes: dict[str, int] = _SIZES
-    excluded: int = 0
     special: bool = False
     memory: str = _EXCHANGED
     learns: bool = True
@@ -98,21 +97,20 @@ class _Probe:
         if trial.form == ANGLES:  # gradients would flow to the angle
             angle = torch.randn_like(cos)
             self.cos, self.sin, tables = angle.cos(), angle.sin(), (angle,)
-        letters = [trial.shape.x, trial.shape.k, trial.shape.x][: trial.tensors]
         heads = (
             trial.sizes["h"] if "h" in trial.shape.table else trial.sizes.get("k", trial.sizes["h"])
         )
         self.xs = [
-            self._random(each, trial.sizes["d"], trial.dtypes[0], heads if at == 1 else None)
-            for at, each in enumerate(letters)
+            self._random(
+                trial.shape.x, trial.sizes["d"], trial.dtypes[0], heads if at == 1 else None
+            )
+            for at in range(trial.tensors)
         ]
         for x in self.xs:
             x.requires_grad_(trial.learns)
         given = dict(zip(known.options, trial.options))
         given |= dict(zip(known.xs, [*self.xs, None, None]))
         given |= dict(zip(known.tables, tables))
-        if known.excluded:
-            given[known.excluded] = trial.excluded
         if known.rows:
             rows = torch.arange(self.cos.shape[0], device=device).flip(0)
             given[known.rows] = rows
@@ -145,7 +143,6 @@ class _Probe:
             "d": width,
             "1": 1,
             "S": own["s"] + 2,
-            "R": 2 * own["s"],
             "f": (heads or own["h"]) * width,
         }
         # Of float64, so that float64 tensors are no numbers of float32.
@@ -165,7 +162,7 @@ class _Probe:
     def turned(self, place: Place, arithmetic: Arithmetic) -> list[torch.Tensor] | None:
         """The operator's results; None if it does not take the call."""
         try:
-            return turned(self.xs, self.cos, self.sin, place, arithmetic, self.trial.excluded)
+            return turned(self.xs, self.cos, self.sin, place, arithmetic)
         except (TypeError, ValueError):
             return None
 
@@ -265,20 +262,34 @@ class _Search:
                     continue
                 self.first = self.first or trial
                 held = self.kind.places.setdefault(key, place)
-                if held._replace(tokens=place.tokens) == place and held.tokens == "same":
+                if held._replace(leading=True) == place:
                     self.kind.places[key] = place
-        for (
-            key,
-            probe,
-        ) in unlike:  # another layout of the same ranks, in which the function does something else
+        # Another layout of the same ranks, in which the function does something else.
+        for key, probe in unlike:
             if self.first is None or probe.trial.form != self.first.form:
                 continue
             if key in self.kind.places and probe.agrees(self.kind.places[key]) is not True:
                 del self.kind.places[key]
         if self.first is not None and any(key[0] == self.options for key in self.kind.places):
             self.kind.forms[self.options] = self.first.form
-            self._round(self.first)
-            self._confirm(self.first)
+            if not self._known():
+                self._round(self.first)
+                self._confirm(self.first)
+
+    def _known(self) -> bool:
+        """Take where results round from options that differ only in where tables are unsqueezed, if there are some."""
+        names = self.kind.roles.options
+        if "unsqueeze_dim" not in names:
+            return False
+        at = names.index("unsqueeze_dim")
+        found = [
+            (options, *dtypes)
+            for options, *dtypes in self.kind.arithmetics
+            if options[:at] + options[at + 1 :] == self.options[:at] + self.options[at + 1 :]
+        ]
+        for key in found:
+            self.kind.arithmetics[(self.options, key[1], key[2])] = self.kind.arithmetics[key]
+        return bool(found)
 
     def _probe(self, trial: _Trial) -> _Probe:
         return _Probe(self.function, self.kind.roles, trial, self.kind.device)
@@ -292,39 +303,22 @@ class _Search:
         asked = dict(zip(known.options, self.options)).get("unsqueeze_dim")
         forms = [name for name in FORMS if (name == COS_SIN) == (len(known.tables) == 2)]
         for form, shape, part in itertools.product(forms, SHAPES, (1, 2, 4)):
-            if shape.k != shape.x and len(known.xs) < 2:
-                continue
             places = [None, -2, -3]
             if asked is not None:
                 places = [asked - len(shape.table) - 1 if asked >= 0 else asked]
             place = next((p for p in places if fits(shape, p)), "none")
             if place == "none":
                 continue
-            counts = {len(known.xs), 1} if shape.k == shape.x else {len(known.xs)}
-            for count in counts:
+            for count in {len(known.xs), 1}:
                 trial = _Trial(self.options, form, shape, _SIZES["d"] // part, place, count)  # type: ignore[arg-type]
                 yield trial
-                if known.excluded and shape.k != shape.x:
-                    yield trial._replace(excluded=2)
 
     def _place(self, probe: _Probe) -> Place | None:
         """The way to serve a call; None if no row of TURNS has its values."""
         shape = probe.trial.shape
-        tokens: tuple[str, ...] = ("same",)
-        if "S" in shape.x or "S" in shape.table:
-            tokens = ("leading",) if "S" in shape.x else ("last", "first")
-        elif "R" in shape.k:
-            tokens = ("repeat",)
-        flat = shape.x.endswith("f")
-        for turn, how in itertools.product(self.turns, tokens):
-            place = Place(
-                turn,
-                probe.trial.unsqueeze,
-                probe.single,
-                how,
-                shape.x[0] == "s" and len(shape.x) == 4,
-                flat,
-            )
+        flat, first = shape.x.endswith("f"), shape.x.startswith("sb")
+        for turn in self.turns:
+            place = Place(turn, probe.trial.unsqueeze, probe.single, "S" in shape.x, first, flat)
             if probe.agrees(place):
                 self.turns = [turn, *(t for t in self.turns if t is not turn)]
                 return place

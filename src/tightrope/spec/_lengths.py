@@ -102,24 +102,18 @@ def refuse_longer(lengths: tuple[int, ...], where: Positions, tokens: int, name:
 
 
 def refuse_parts(where: Positions, tokens: int, rule: Rule) -> None:
-    """Raise an error for several consecutive tokens that begin after position 0: a part of a sequence, perhaps.
+    """Raise an error for several tokens of a row that begin after position 0: a part of a sequence, perhaps.
 
-    A single token is the newest one of its row. Ids that cannot be read are not checked.
+    A single token is the newest one of its row. Ids up to the original length are those of a short row, and ids that
+    cannot be read are not checked.
     """
-    ids = where.ids
-    if tokens < 2 or where.packed or is_tracing():
+    ids, rows = where.ids, [(0, 0)]
+    if tokens < 2 or where.packed or is_tracing() or not (ids is None or is_readable(ids)):
         return
-    if ids is None:
-        late = where.add_index and where.offset > 0
-    elif not is_readable(ids):
-        return
-    else:
-        bounds = zip(ids.amin(_within(ids)).tolist(), ids.amax(_within(ids)).tolist(), strict=True)
-        late = any(
-            first + where.offset >= 1 and (where.add_index or last - first == tokens - 1)
-            for first, last in bounds
-        )
-    if late:
+    if ids is not None:
+        rows = list(zip(*(of(_within(ids)).tolist() for of in (ids.amin, ids.amax)), strict=True))
+    beyond = 0 if where.add_index else rule.original_max_position
+    if any(first + where.offset >= 1 and last + where.offset >= beyond for first, last in rows):
         raise bad_value(
             "seq_len must be given with several tokens that begin after position 0, as the frequencies of "
             f"{type(rule).__name__} depend on the length of the whole sequence; pass this length with every part of it, "

@@ -367,7 +367,7 @@ class RopeSpec(Value):
             seq_len: the length of each sequence, for rules that depend on it (DynamicNTK, LongRoPE):
                 an int, one int per row, or a tensor; one on the CPU is read once, here. The default is
                 each row's largest position on any axis, plus 1. Several tokens at an offset above 0 need
-                ``seq_len``, as they may be a part of a longer sequence; so do ids that follow each other, begin
+                ``seq_len``, as they may be a part of a longer sequence; so do ids of a row that begin
                 after 0 and end beyond the original length, where they are read. A rank that holds a part of a sequence
                 must give the length of the whole, and so must a call with ids of tokens in a layout without
                 rows ("thd", "sd"), beyond the original length or where ids are not read: they may be of several

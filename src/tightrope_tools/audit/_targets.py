@@ -109,7 +109,7 @@ def resolve(
     elif _is_config(target):
         return replace(from_model(target, layer_type), recorded=_recorded(target))
     elif isinstance(target, nn.Module) and _is_model(target):
-        if any(hasattr(type(each), "_tightrope_graft") for each in target.modules()):
+        if any("_tightrope_patch" in vars(each) for each in target.modules()):
             raise bad_value(
                 "target must be a model as transformers made it, whose functions an audit calls by themselves, but "
                 "this one is patched; call tightrope.unpatch(model) first, or compare what the patched model "

@@ -111,7 +111,7 @@ def detect(
     found = open_checkpoint(Path(checkpoint))
     model = read_model(found, stated or Stated())
     plan = make_plan(found, model)
-    return weigh(plan, settled(model, plan, known(found)), report)
+    return weigh(plan, settled(found, model, plan, known(found)), report)
 
 
 def weigh(

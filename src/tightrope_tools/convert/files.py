@@ -39,10 +39,8 @@ _WEIGHTS = (
 _PICKLED_WEIGHTS = re.compile(r"pytorch_model|model|consolidated|adapter_model")
 _INDEX = ".index.json"
 _SHARD = re.compile(r"-\d+-of-\d+\.[a-z]+$")
-# The key of the record in the metadata of a safetensors file, and the one of versions before 0.4.
-KEY, _OLD = "tightrope.convert", "tightrope.pairing"
 _METADATA = "__metadata__"
-_OWN = rf'"{re.escape(KEY)}": *"(?:[^"\\]|\\.)*"'
+_OWN = rf'"{re.escape(Record.key)}": *"(?:[^"\\]|\\.)*"'
 
 
 def fail(message: str) -> NoReturn:
@@ -278,13 +276,8 @@ def read_header(path: Path) -> tuple[list[Entry], list[Record]]:
         begin, stop = info["data_offsets"]
         shape = tuple(info["shape"])
         entries.append(Entry(name, info["dtype"], shape, path, 8 + length + begin, stop - begin))
-    listed: object = [] if _OLD not in metadata else None
-    if KEY in metadata:
-        try:
-            listed = json.loads(metadata[KEY])
-        except ValueError:
-            listed = None
-    return sorted(entries, key=lambda entry: entry.offset), Record.listed(listed, path.name)
+    records = Record.in_metadata(metadata, path.name)
+    return sorted(entries, key=lambda entry: entry.offset), records
 
 
 def header_with(header: bytes, records: list[dict[str, Any]]) -> bytes:
@@ -302,16 +295,16 @@ def header_with(header: bytes, records: list[dict[str, Any]]) -> bytes:
         made = re.sub(pattern, "", made, count=1)
     values = json.loads(header)
     metadata = values.pop(_METADATA, None) or {}
-    metadata.pop(KEY, None)
+    metadata.pop(Record.key, None)
     if records:
         text = json.dumps(records, separators=(",", ":"))
         at = re.search(rf'"{_METADATA}"\s*:\s*\{{(\s*\}})?', made)
         before, after = (f'"{_METADATA}":{{', "},") if at is None else ("", "" if at[1] else ",")
         begin = made.index("{") + 1 if at is None else at.end() - len(at[1] or "")
-        parts = [f'{before}"{KEY}":', f"{json.dumps(text)}{after}"]
+        parts = [f'{before}"{Record.key}":', f"{json.dumps(text)}{after}"]
         padding = " " * (-len("".join(parts)) % 8)
         made = made[:begin] + padding.join(parts) + made[begin:]
-        metadata[KEY] = text
+        metadata[Record.key] = text
     wanted = {_METADATA: metadata, **values}
     try:
         if {_METADATA: {}, **json.loads(made)} == wanted:

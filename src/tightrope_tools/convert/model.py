@@ -14,7 +14,7 @@ from typing import Any
 from tightrope import config as reader
 from tightrope.config import LayerSpecs, formats, keys
 from tightrope.config.families import FAMILIES
-from tightrope.config.files import NAMES, load
+from tightrope.config.files import NAMES, Record, load
 from tightrope.config.source import Source
 from tightrope.spec import RopeSpec
 
@@ -370,10 +370,6 @@ def _facts(values: Mapping[str, Any], found: object) -> dict[str, Any]:
 def describe(model: Model) -> str:
     """Describe a model in one line: its name and slice. The pairing is that of a checkpoint, not a model."""
     specs = [model.specs] if isinstance(model.specs, RopeSpec) else list(model.specs.values())
-    widths = dict.fromkeys(
-        f"{spec.rotary_dim} of {spec.head_dim} channels from {spec.start} on"
-        for spec in specs
-        if spec
-    )
+    widths = dict.fromkeys(Record.slice_of(spec) for spec in specs if spec)
     section = f" ({'.'.join(model.at)})" if model.at else ""
     return f"{model.name}{section}: {shown(list(widths))}"

@@ -57,16 +57,24 @@ def whence(record: Record) -> str:
     return f"the conversion record {'' if record.where == Record.file else 'in '}{record.where}"
 
 
-def settled(model: Model, plan: Plan, records: list[Record]) -> Model:
+def settled(checkpoint: Checkpoint, model: Model, plan: Plan, records: list[Record]) -> Model:
     """Return the model with the pairing that records state of the planned tensors, if no user states it.
 
     Raises:
-        ValueError: records disagree, are about a part of the tensors, or about other rows of them.
+        ValueError: records disagree, are about a part of the tensors, about other rows of them, or about tensors that
+            the checkpoint does not have, perhaps because they were renamed.
     """
     if model.stated.source is not None:
         return model
     names = {change.entry.name for change in plan.changes}
     about = [record for record in records if names & (record.tensors | record.left)]
+    there = {entry.name for entry in checkpoint.entries}
+    lost = {name for record in records for name in record.tensors} - there
+    if lost and not about and checkpoint.folder is not None:
+        fail(
+            f"the tensors of a conversion record must be in the checkpoint but {shown(sorted(lost))} are not, perhaps "
+            f"because they were renamed: pass --from, or remove {records[0].where} if it is about other weights"
+        )
     if not about:
         return model
     stated = {(record.where, _of(record, name)) for record in about for name in names} - {
@@ -151,7 +159,7 @@ def entry(
     for change in plan.changes:
         spec = model.of(change.layer)
         if change.entry.name not in back and spec is not None:
-            at = f"{spec.rotary_dim} of {spec.head_dim} channels from {spec.start} on"
+            at = Record.slice_of(spec)
             made = {"slice": at, **_rows(change), "tensors": {}}
             rows.setdefault(str(made), made)["tensors"][change.entry.name] = change.layer
     if not rows:

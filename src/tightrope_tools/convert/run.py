@@ -136,7 +136,7 @@ def convert(
     target = Path(out)
     _check_target(found, target)
     plan = make_plan(found, model, every_layer=True)
-    model = settled(model, plan, records)
+    model = settled(found, model, plan, records)
     if model.interleaved is None:
         fail(
             f"the pairing of the checkpoint must be known, and {model.who} does not state it: pass --from "

@@ -241,6 +241,63 @@ def test_records_of_some_of_the_tensors(tmp_path: Path) -> None:
         detect(source)
 
 
+def test_a_record_about_tensors_that_were_renamed(tmp_path: Path) -> None:
+    """Neither the record nor the family states their pairing: the family's would permute them twice."""
+    source = write(tmp_path / "a", llama_tensors(), LLAMA)
+    convert(source, tmp_path / "b", to="interleaved")
+    file = tmp_path / "b" / "model.safetensors"
+    save_file({f"wrapped.{name}": tensor for name, tensor in load_file(file).items()}, file)
+    for to in ("half", "interleaved"):
+        with pytest.raises(
+            ValueError, match=r"must be in the checkpoint but .* are not, perhaps because they were"
+        ):
+            convert(tmp_path / "b", tmp_path / "c", to=to)
+    with pytest.raises(
+        ValueError, match="perhaps because they were renamed: pass --from, or remove"
+    ):
+        detect(tmp_path / "b")
+    convert(tmp_path / "b", tmp_path / "c", to="half", stated=Stated(source="interleaved"))
+    assert {
+        name.removeprefix("wrapped."): each.tolist()
+        for name, each in load_file(tmp_path / "c" / "model.safetensors").items()
+    } == {name: each.tolist() for name, each in load_file(source / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_from_config_obeys_a_record_in_the_files_of_weights(tmp_path: Path, shards: int) -> None:
+    source = write(tmp_path / "a", llama_tensors(), LLAMA, shards=shards)
+    for file in sorted(source.glob("*.safetensors")):
+        convert(file, tmp_path / file.name, to="interleaved", stated=Stated(config=source))
+        (tmp_path / file.name).rename(file)
+    for config in (source, source / "config.json"):
+        assert RopeSpec.from_config(config).interleaved  # type: ignore[union-attr]
+    (part,) = inspect(source).parts
+    assert part.spec.interleaved
+    # A stand-in for a file of weights, and a damaged one, have no record.
+    for text in (
+        b"version https://git-lfs.github.com/spec/v1",
+        b"\x15\0\0\0\0\0\0\0{tightrope.convert: 1}",
+    ):
+        for file in source.glob("*.safetensors"):
+            file.write_bytes(text)
+        assert not RopeSpec.from_config(source).interleaved  # type: ignore[union-attr]
+
+
+def test_a_record_is_about_the_slice_that_was_converted(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", llama_tensors(), LLAMA)
+    convert(source, tmp_path / "b", to="interleaved")
+    config = tmp_path / "b" / "config.json"
+    config.write_text(json.dumps({**LLAMA, "rope_theta": 3e4}))
+    assert RopeSpec.from_config(tmp_path / "b").interleaved  # type: ignore[union-attr]
+    config.write_text(json.dumps({**LLAMA, "head_dim": 4, "num_attention_heads": 8}))
+    with pytest.raises(
+        ValueError,
+        match=r"interleaved must be given, as .* and the configuration another slice, 4 of 4",
+    ):
+        RopeSpec.from_config(tmp_path / "b")
+    assert RopeSpec.from_config(tmp_path / "b", interleaved=True)
+
+
 @pytest.mark.parametrize("other", ["packing", "rotary_dim"])
 def test_the_way_back_of_other_rows_is_refused(tmp_path: Path, other: str) -> None:
     tensors = {"layers.0.attn.qkv.weight": torch.randn(96, 32)}

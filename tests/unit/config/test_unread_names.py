@@ -186,6 +186,25 @@ def test_a_width_or_a_pairing_is_never_ignored(name: str, value: object) -> None
             assert "strict=False" not in str(text)
 
 
+@pytest.mark.parametrize(
+    "inner, what",
+    [
+        ({"dim": 32}, "a width or the pairing"),
+        ({"start_channel": 8}, "a width or the pairing"),
+        ({"traditional": True}, "a width or the pairing"),
+        ({"local_base": 1e4}, "a base"),
+        ({"every": [0, 1]}, "say which layers rotate"),
+    ],
+    ids=str,
+)
+def test_all_keys_in_a_mapping_about_rope_count(inner: dict[str, object], what: str) -> None:
+    for strict in (True, False):
+        text = str(outcome({**LLAMA, "rope": inner}, strict=strict))
+        assert what in text
+        assert "must be known but got rope;" in text
+        assert "strict=False" not in text
+
+
 @pytest.mark.parametrize("key", keys.INERT)
 def test_inert_keys_of_a_section_pass_with_a_reason(key: str) -> None:
     assert keys.INERT[key].strip()

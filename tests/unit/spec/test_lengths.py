@@ -1,6 +1,7 @@
 """Frequency rules that depend on the length: each row of a batch is rotated as if it were alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -320,10 +321,8 @@ def test_tokens_without_rows_may_be_of_several_sequences(rule: str, ids: list[in
     x, where = torch.randn(2, 3, 8), torch.tensor(ids) + TRAINED
     with pytest.raises(ValueError, match=r"^\[rotate\] seq_len must be given with ids"):
         rotate(x, spec, where, layout="thd")
-    # Without a layout, positions that start again or follow each other have errors of their own.
-    if ids == [15, 110]:
-        with pytest.raises(ValueError, match=r"^\[rotate\] seq_len must be given with ids"):
-            rotate(x, spec.at(where), layout="thd")
+    with pytest.raises(ValueError, match="seq_len must be given with several tokens"):
+        spec.at(where)  # without a layout
     if rule == "unequal":
         return  # its rows must have one factor, which is tested below
     each = rotate(x.unsqueeze(1), spec, where[:, None], layout="bshd").squeeze(1)
@@ -398,18 +397,42 @@ def test_a_prompt_in_chunks_needs_its_length(rule: str, way: str) -> None:
 
 @every_rule
 def test_tokens_that_are_no_part_need_no_length(rule: str) -> None:
-    """A single token is the newest of its row, and ids that do not follow each other are no chunk."""
+    """A single token is the newest of its row, and a row that begins at 0 or is short is no chunk."""
     spec, x = spec_of(rule), torch.randn(2, 1, 3, 12)
     for where, tokens in (
         (TRAINED, 1),
         (positions.per_row(torch.tensor([5, 9000])), 1),
         (torch.tensor([[5], [9000]]), 1),
         (-TRAINED, 3),
-        (torch.tensor([7, 8, TRAINED]), 3),
+        (torch.tensor([0, 8, TRAINED]), 3),
         (torch.tensor([7, 8, 9]), 3),
+        (torch.tensor([[1, 1, 1], [0, 8, TRAINED]]), 3),  # a row of padding
         (positions.left_padded(torch.tensor([[0, 1, 1], [1, 1, 1]])), 3),
     ):
         rotate(x[:, :, :tokens], spec, where)
+
+
+@every_rule
+@pytest.mark.parametrize(
+    "where",
+    [
+        torch.tensor([7, 8, TRAINED]),
+        torch.arange(TRAINED, TRAINED + 6, 2),  # of one rank of several
+        torch.tensor([TRAINED, TRAINED + 1, TRAINED + 1]),  # drafts
+        torch.tensor([7, 9000, 9500]),  # one token of each of three requests
+        positions.per_head(torch.tensor([[[5, 6, 9000], [7, 8, 9000]]])),
+        positions.multi_axis(torch.tensor([[5, 5, 9000], [5, 6, 9000], [6, 5, 9000]])),
+    ],
+    ids=str,
+)
+def test_tokens_with_gaps_between_them_may_be_a_part(rule: str, where: object) -> None:
+    spec = spec_of(rule)
+    if isinstance(where, positions.Positions) and where.axes == 3:
+        spec = replace(spec, axes=Axes.sections((2, 1, 1)))
+    with pytest.raises(ValueError, match="seq_len must be given with several tokens"):
+        rotate(torch.randn(1, 2, 3, 12), spec, where)
+    with pytest.raises(ValueError, match=r"\[cos_sin\] seq_len must be given with several tokens"):
+        spec.cos_sin(where)
 
 
 # --- attention scaling ----------------------------------------------------------------------------

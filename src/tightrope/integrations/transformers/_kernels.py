@@ -118,8 +118,8 @@ def register() -> None:
 
     Afterwards ``model.set_use_kernels(True)`` and ``from_pretrained(..., use_kernels=True)`` use this library's
     rotation, for inference and training, on every device, except in calls in which a replacement of
-    :func:`patch` runs the original. Nothing is downloaded. ``kernels`` replaces
-    functions for the whole process, so all models of a family change together.
+    :func:`tightrope.patch` runs the original. Nothing is downloaded. ``kernels`` replaces functions for the whole
+    process, so all models of a family change together.
 
     Raises:
         ImportError: the ``kernels`` package is not installed, or its version is none that transformers takes.
