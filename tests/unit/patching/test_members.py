@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -280,6 +281,32 @@ def test_a_function_that_is_imported_is_replaced_in_the_file_that_imports_it() -
         assert file.apply_rope is not function
         assert home.apply_rope is function
     assert file.apply_rope is function
+
+
+def test_the_text_and_the_data_of_a_report() -> None:
+    model = nn.ModuleDict({"one": Direct(), "other": InBody()})
+    with patch(model) as report:
+        for x in (X, X, X.double()[0, 0]):
+            model["one"](x, COS, SIN)
+    assert len(report) == len([*report]) == 2
+    lines = str(report).splitlines()
+    assert lines[0] == "1 replaced, 1 left"
+    assert (
+        lines[1]
+        == f"replaced test_members.apply_rope (same bits, compared on cpu): {zoo.HALVES}, cos and sin"
+    )
+    assert lines[2] == "left     test_members.InBody.turned: seems to rotate in its body"
+    assert lines[3].startswith(
+        "the original runs, and is counted, for shapes, dtypes and arguments that were not"
+    )
+    assert lines[4].startswith("replacements serve every model of these files in this process")
+    assert lines[5].startswith("compiled code has these bits too")
+    place = f"{__name__}.apply_rope"
+    assert lines[6:] == [f"calls of {place}: the operator served 2, the original ran in 1"]
+    saved = json.loads(json.dumps(report.to_dict()))
+    assert saved["calls"] == {place: {"operator": 2, "original": 1, "doubtful": 0}}
+    assert [entry["replaced"] for entry in saved["entries"]] == [True, False]
+    assert saved["entries"][0]["compared"] == ["cpu"]
 
 
 def test_functions_of_one_name_are_counted_apart() -> None:

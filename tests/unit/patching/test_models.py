@@ -280,7 +280,13 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", [{}, {"angles": "exact"}, {"stack": "vllm"}], ids=str)
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(wrap, id=name, marks=[pytest.mark.slow] * (name == "compiled"))
+        for name, wrap in WRAPPERS.items()
+    ],
+)
 def test_wrapped_before_or_after(wrap: Any, options: dict[str, Any], llama: Any) -> None:
     before = run(llama)
     with patch(llama, **options):
