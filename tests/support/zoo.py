@@ -144,7 +144,12 @@ def nanochat(q: Any, k: Any, cos: Any, sin: Any) -> Any:
     return tuple(x * cos + -halves(x) * sin for x in (q, k))
 
 
-@row(f"{ONE_EACH}, cos and sin", "bhsd/bsd", entries=0.25, tensors=1)
+@row(
+    "adjacent pairs of the last channels by one entry each, cos and sin",
+    "bhsd/bsd",
+    entries=0.25,
+    tensors=1,
+)
 def last_channels(x: Any, cos: Any, sin: Any) -> Any:
     cos, sin = (t[:, None].repeat_interleave(2, -1) for t in (cos, sin))
     first, last = x[..., : -cos.shape[-1]], x[..., -cos.shape[-1] :]
@@ -352,7 +357,7 @@ FAULTS: dict[str, Function] = {
         llama(q, k, c, -s)[1],
     ),
     "keys by sines and cosines": lambda q, k, c, s: (llama(q, k, c, s)[0], llama(q, k, s, c)[1]),
-    "cosines only": lambda q, k, c, s: tuple(x * c[:, None] for x in (q, k)),
+    "cosines only": lambda q, k, c, _: tuple(x * c[:, None] for x in (q, k)),
     "tokens in another order": lambda q, k, c, s: llama(q, k, c.flip(-2), s.flip(-2)),
     "heads in another order": lambda q, k, c, s: llama(q.roll(1, 1), k, c, s),
     "rows in another order": lambda q, k, c, s: llama(q, k, c.roll(1, 0), s.roll(1, 0)),
@@ -367,7 +372,7 @@ FAULTS: dict[str, Function] = {
     "half the sines for wide heads": halving(lambda q, _: q.shape[-1] >= 128),
     "half the sines for grouped queries": halving(lambda q, k: q.shape[1] != k.shape[1]),
     "half the sines for contiguous queries": halving(lambda q, _: q.is_contiguous()),
-    "half the sines without gradients": halving(lambda *_: not torch.is_grad_enabled()),
+    "half the sines without gradients": halving(lambda q, _: not q.requires_grad),
     "zeros for NaN": lambda q, k, c, s: llama(torch.nan_to_num(q, posinf=torch.inf), k, c, s),
     "limits of large queries": lambda q, k, c, s: llama(q.clamp(-1e4, 1e4), k, c, s),
     "an error for NaN": refusing(lambda q: q.isnan().any()),
@@ -422,7 +427,9 @@ def file_of(function: Function, method: bool = False) -> types.ModuleType:
     module = types.ModuleType(f"zoo_{next(_made)}")
     sys.modules[module.__name__] = module
     exec(_MODEL.format("self." if method else ""), vars(module))
-    setattr(module.Model if method else module, "apply_rope", function)
+    vars(module)["apply_rope"] = None if method else function
+    if method:
+        module.Model.apply_rope = function
     return module
 
 

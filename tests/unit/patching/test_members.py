@@ -231,7 +231,11 @@ def test_a_function_is_served_until_unpatch(cls: type[Model], name: str) -> None
         (ByClass, "ByClass.apply_rotary", "is of no known kind"),
         (InBody, "InBody.turned", "seems to rotate in its body"),
         (ByAttribute, "ByAttribute.apply_rotary", "is of no known kind"),
-        (ByHeads, "ByHeads.apply_rotary", "is of no known kind"),
+        (
+            ByHeads,
+            "ByHeads.apply_rotary",
+            "computes halves (rotate_half), cos and sin, but rounds in another way",
+        ),
     ],
 )
 def test_others_are_left_with_the_reason(cls: type[Model], name: str, reason: str) -> None:
@@ -242,6 +246,16 @@ def test_others_are_left_with_the_reason(cls: type[Model], name: str, reason: st
             (name, reason)
         ]
         assert torch.equal(model(X, COS, SIN), wanted)
+
+
+def test_options_that_change_bits_need_callers_that_are_modules() -> None:
+    """Others could not tell whether they belong to a patched model: here a processor calls it too."""
+    model = Direct()
+    words = r"model must call apply_rope in modules of its own file with rounding='once'.*all_models=True"
+    with pytest.raises(ValueError, match=words):
+        patch(model, rounding="once")
+    with patch(model, rounding="once", all_models=True) as report:
+        assert [entry.name for entry in report.replaced] == ["apply_rope"]
 
 
 def test_a_model_that_does_not_rotate() -> None:
@@ -269,7 +283,7 @@ def test_a_function_that_is_imported_is_replaced_in_the_file_that_imports_it() -
 
 
 def test_functions_of_one_name_are_counted_apart() -> None:
-    files = [zoo.file_of(lambda x, cos, sin, n=n: turn(x, cos, sin)) for n in range(2)]
+    files = [zoo.file_of(lambda x, cos, sin: turn(x, cos, sin)) for _ in range(2)]
     models = nn.ModuleList(file.Model() for file in files)
     with patch(models) as report:
         models[0](X, COS, SIN)
@@ -296,7 +310,7 @@ def test_a_function_under_another_name_is_named() -> None:
     ("functions", "words"),
     [
         (
-            {lambda x, cos, sin: x: "x cos sin"},
+            {lambda x, *_: x: "x"},
             "functions must be found under their own names but got",
         ),
         ({"spin": "x cos sin -"}, "functions must be found under their own names but got 'spin'"),
@@ -327,7 +341,7 @@ def test_a_function_that_others_put_there_runs_and_stays() -> None:
     """As `apply_liger_kernel_to_llama` puts its own there."""
     model, file = Direct(), vars(sys.modules[__name__])
     original, report = apply_rope, patch(model)
-    file["apply_rope"] = theirs = lambda x, cos, sin: x + 1
+    file["apply_rope"] = theirs = lambda x, *_: x + 1
     assert torch.equal(model(X, COS, SIN), X + 1)
     assert report.calls() == {f"{__name__}.apply_rope": Calls(0, 0)}
     unpatch(model)
@@ -348,6 +362,7 @@ def test_a_replacement_that_others_kept_runs_the_original() -> None:
 STYLE = 1.0
 
 
+@pytest.mark.usefixtures("verified_anew")
 def test_what_a_function_reads_may_change_between_two_patches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

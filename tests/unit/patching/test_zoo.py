@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.support import zoo
 from tests.support.helpers import Watcher
 from tests.support.tolerances import assert_each, value
-from tests.support.zoo import FAULTS, ROWS, Call, Outcome, Row, call_of, model_of, outcome
+from tests.support.zoo import FAULTS, ROWS, Outcome, Row, call_of, model_of, outcome
 from tightrope import patch, unpatch
-from tightrope.patching import Calls, Report, _kinds, _verify
+from tightrope.patching import Calls, Report, _kinds, _patch
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 PLAIN = {"b": 2, "h": 3, "s": 11, "d": 40}
@@ -75,11 +75,12 @@ def test_the_report_names_the_kind(name: str) -> None:
     words = entry.kind or ""
     assert row.words in (words, *words.split(" or "))
     assert entry.same_bits == ("complex" not in words)
-    assert entry.compared == ("cpu",)
+    assert entry.compared == ["cpu"]
 
 
 def test_every_row_of_the_tables_of_kinds_has_a_function() -> None:
-    kinds = [_verify.find(row.function, method=row.method) for row in ROWS.values()]
+    functions = {row.function: row.method for row in ROWS.values()}
+    kinds = [_patch.find(each, "cpu", method, "") for each, method in functions.items()]
     found = [kind for kind in kinds if kind is not None]
     assert {form for kind in found for form in kind.forms.values()} == set(_kinds.FORMS)
     turns = {place.turn.words for kind in found for place in kind.places.values()}
@@ -104,22 +105,30 @@ def variants(row: Row) -> list[tuple[tuple[torch.dtype, torch.dtype], bool, bool
 
 @pytest.mark.parametrize("row, letters", KINDS)
 def test_results_and_gradients_keep_their_bits(row: Row, letters: str) -> None:
-    """In sizes and strides that verification never tries; where it must, the operator serves."""
+    """In sizes and strides that verification never tries, in any order; where it must, the operator serves."""
     model = model_of(row.function, row.method)
     every = [*itertools.product(SIZES, variants(row), zoo.STRIDES, [False])]
     every += [*itertools.product(SIZES[:2], variants(row)[:2], ["contiguous"], [True])]
-    for sizes, (dtypes, grads, must), strides, learned in every:
-        if "f" in letters and "transposed" in strides:
-            continue
-        call = call_of(row, letters, sizes, dtypes, strides, learned)
+    cases = [each for each in every if "f" not in letters or "transposed" not in each[2]]
+
+    def run(case: Any) -> Outcome:
+        sizes, (dtypes, grads, _), strides, learned = case
         with torch.set_grad_enabled(grads):
-            wanted = outcome(model, call)
-            with patch(model) as report:
-                got = outcome(model, call)
-        assert_alike(got, wanted, steps_of(row))
-        assert not must or learned or calls_of(report) == Calls(1, 0), (sizes, dtypes, strides)
-        if strides != "expanded":
-            assert list(map(zoo.strides_of, got.ys)) == list(map(zoo.strides_of, wanted.ys))
+            return outcome(model, call_of(row, letters, sizes, dtypes, strides, learned))
+
+    wanted = list(map(run, cases))
+    with patch(model) as report:
+        for case, want in [*zip(cases, wanted), *zip(cases[:20:4], wanted[::4])]:
+            before = calls_of(report).original
+            got = run(case)
+            assert_alike(got, want, steps_of(row))
+            _, (_, _, must), strides, learned = case
+            rare = strides == "expanded" or (
+                "transposed" in strides and len(letters.split("/")[0]) == 3
+            )
+            assert not must or learned or rare or calls_of(report).original == before, case
+            if strides != "expanded":
+                assert list(map(zoo.strides_of, got.ys)) == list(map(zoo.strides_of, want.ys)), case
 
 
 @pytest.mark.parametrize("what", FAULTS)
@@ -183,7 +192,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
     ),
     "tangents": tangents,
     "tables that do not fit": lambda f, q, k, c, s: f(q, k, c[:, :3], s[:, :3]),
-    "a missing argument": lambda f, q, k, c, s: f(q, k, c),
+    "a missing argument": lambda f, q, k, c, _: f(q, k, c),
     "learned tables for all rows": lambda f, q, k, c, s: f(
         q, k, c[:1].clone().requires_grad_(), s[:1]
     ),
@@ -261,7 +270,7 @@ def test_the_operator_serves(what: str) -> None:
 # --- compiled code --------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("row, letters", KINDS)
 def test_compiled_calls_have_the_bits_of_eager_ones(
     row: Row, letters: str, fresh_compiler: None
@@ -284,7 +293,7 @@ def test_compiled_calls_have_the_bits_of_eager_ones(
     assert all("tightrope" in graph.print_readable(print_output=False) for graph in graphs)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("name", ROWS)
 def test_exported_programs_hold_the_operator(name: str) -> None:
     row = ROWS[name]
