@@ -510,12 +510,12 @@ def _warn_of_record(model: torch.nn.Module, kinds: list[Kind]) -> None:
 
 
 def _undone(model: torch.nn.Module) -> None:
-    held = set()
+    held = []
     for module in model.modules():
         vars(module).pop(_tables.KEPT, None)
         _reports.pop(module, None)
         if _HELD in vars(module):
-            held.add(weakref.ref(vars(module).pop(_HELD)))
+            held.append(weakref.ref(vars(module).pop(_HELD)))
     _forget()
     # A copy that waits for the garbage collector may hold the patch.
     if any(each() is not None for each in held):
