@@ -46,6 +46,7 @@ class Kind:
         forms: the form of its tables by the values of the options.
         places: by the values of the options and the shape of a call; see :func:`shape_of`.
         arithmetics: by the values of the options, and the dtypes of x and of the tables.
+        apart: whether channels of x may lie apart in memory.
     """
 
     roles: Roles
@@ -53,6 +54,7 @@ class Kind:
     forms: dict[Any, str] = field(default_factory=dict)
     places: dict[Any, Place] = field(default_factory=dict)
     arithmetics: dict[Any, Arithmetic] = field(default_factory=dict)
+    apart: bool = True
 
     @property
     def is_complex(self) -> bool:
@@ -240,10 +242,8 @@ class Served:
         if xs[0] is None or not all(map(_is_plain, (*present, cos, sin))):
             return None
         alike = all(x.dtype == xs[0].dtype and x.device == xs[0].device for x in present)
-        if not (alike and all(map(_is_usual, present))):
-            return None
         kind = self.first if rounding is not None else self.kind_on(xs[0].device.type)
-        if kind is None:
+        if kind is None or not (alike and all(_is_usual(x, kind.apart) for x in present)):
             return None
         place = kind.places.get((options, *shape_of(xs, cos)))
         arithmetic = kind.arithmetics.get((options, xs[0].dtype, cos.dtype))
@@ -285,10 +285,11 @@ def _is_plain(x: Any) -> bool:
     return plain and x.dtype in FLOATING and x.device.type != "meta"
 
 
-def _is_usual(x: torch.Tensor) -> bool:
-    """Return whether rows lie one after the other in memory, and channels do, as in the calls that were compared."""
+def _is_usual(x: torch.Tensor, apart: bool) -> bool:
+    """Return whether x lies in memory as in the calls that were compared: rows, and unless they may lie apart, channels."""
     steps = x.stride()
-    return len(steps) > 1 and steps[-1] == 1 and (x.shape[0] == 1 or steps[0] >= max(steps[1:]))
+    near = apart or steps[-1:] == (1,)
+    return near and len(steps) > 1 and (x.shape[0] == 1 or steps[0] >= max(steps[1:]))
 
 
 def _direct(

@@ -39,6 +39,7 @@ _DTYPES = (
 # What a kind is confirmed with: sizes, with the heads of keys as "k", dtypes, how x lies in memory, and whether it learns. One
 # token, odd widths, and a long sequence with special values.
 _EXCHANGED, _CONTIGUOUS, _GAPS = "heads and tokens exchanged", "contiguous", "exchanged, with gaps"
+_APART = "channels apart"
 _OTHERS: tuple[tuple[dict[str, int], tuple[torch.dtype, torch.dtype], str, bool], ...] = (
     ({"b": 3, "h": 5, "s": 1, "d": 32}, (_F32, _F32), _EXCHANGED, True),
     ({"b": 1, "h": 4, "k": 2, "s": 7, "d": 12}, (_F32, _F32), _CONTIGUOUS, True),
@@ -46,6 +47,7 @@ _OTHERS: tuple[tuple[dict[str, int], tuple[torch.dtype, torch.dtype], str, bool]
     ({"b": 2, "h": 4, "k": 1, "s": 9, "d": 96}, (_BF16, _F32), _CONTIGUOUS, True),
     ({"b": 2, "h": 3, "s": 10, "d": 40}, (_F32, _F32), _GAPS, False),
     ({"b": 2, "h": 2, "s": 260, "d": 128}, (_F32, _F32), _EXCHANGED, True),
+    ({"b": 2, "h": 3, "s": 11, "d": 16}, (_F32, _F32), _APART, True),
 )
 _SPECIAL = (float("nan"), float("inf"), -float("inf"), 1e30, -1e-30, 0.0, -0.0)
 # Bounds, relative and absolute, of equal values in float32 and in results of 16 bits.
@@ -154,6 +156,8 @@ class _Probe:
         x = x.to(dtype)
         if len(letters) < 3 or self.trial.memory == _CONTIGUOUS:
             return x
+        if self.trial.memory == _APART:
+            return x.mT.contiguous().mT
         x = x.transpose(-3, -2).contiguous()
         if self.trial.memory == _GAPS:
             x = torch.cat((x, x), -1)[..., : x.shape[-1]]
@@ -368,5 +372,7 @@ class _Search:
             else:
                 found = probe.arithmetic(place, (arithmetic,))
                 same = found is not None and found.gradients >= arithmetic.gradients
-            if not same:
+            if memory == _APART:
+                self.kind.apart = self.kind.apart and bool(same)
+            elif not same:
                 del self.kind.arithmetics[key]
