@@ -96,7 +96,7 @@ class Record:
     @property
     def slices(self) -> set[str]:
         """The slices of a head that were converted."""
-        return {rows["slice"] for rows in self.values["rows"]}
+        return {rows["slice"] for rows in self.values["rows"] if "slice" in rows}
 
     @classmethod
     def listed(cls, listed: object, where: str) -> list[Record]:

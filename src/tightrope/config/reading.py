@@ -133,9 +133,10 @@ def _one(source: Source, part: Part, stated: Stated) -> tuple[RopeSpec, list[Fac
     # The slice must fit before axes are made.
     spec = RopeSpec(head_dim, base=base, rotary_dim=rotary_dim, start=start, interleaved=pairs)
     record, name = source.recorded, Record.slice_of(spec)
-    if record is not None and stated.interleaved is None and name not in record.slices:
+    slices = record.slices if record is not None and stated.interleaved is None else set()
+    if record is not None and slices and name not in slices:
         fail(
-            f"interleaved must be given, as {record.where} states the pairing of {' and '.join(sorted(record.slices))} "
+            f"interleaved must be given, as {record.where} states the pairing of {' and '.join(sorted(slices))} "
             f"and the configuration another slice, {name}"
         )
     axes, axes_from = axes_of(source, part, rotary_dim)

@@ -8,7 +8,7 @@ import pytest
 from tests.support.advice import calls_in, made_by
 from tests.support.reading import LATENT, LLAMA, llama, outcome, refused, without
 from tightrope import RopeSpec
-from tightrope.config import observed
+from tightrope.config import _small_model
 
 YARN = {"rope_type": "yarn", "factor": 0.25, "original_max_position_embeddings": 4096}
 BASES = "every key that may give a base must be known but got"
@@ -93,7 +93,7 @@ def test_values_that_advice_cannot_choose_are_refused_without() -> None:
 
 def test_the_advice_for_an_object_runs_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr(observed, "_registered", [lambda *_: pytest.fail("a model was run")])
+    monkeypatch.setattr(_small_model, "find", lambda *_: pytest.fail("a model was run"))
     config = transformers.AutoConfig.for_model("gpt_oss", rope_tehta=1.0)
     (call,) = calls_in(str(outcome(config)))
     assert call == "RopeSpec.from_config(config, strict=False)"
