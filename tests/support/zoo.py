@@ -380,6 +380,7 @@ FAULTS: dict[str, Function] = {
     ),
     "no gradient": torch.no_grad()(lambda q, k, c, s: llama(q, k, c, s)),
     "no gradient of keys": lambda q, k, c, s: llama(q, k.detach(), c, s),
+    "results in columns": lambda q, k, c, s: tuple(y.mT.contiguous().mT for y in llama(q, k, c, s)),
     "a list": lambda q, k, c, s: list(llama(q, k, c, s)),
     "results with names": lambda q, k, c, s: Both(*llama(q, k, c, s)),
     "a third result": lambda q, k, c, s: (*llama(q, k, c, s), None),
