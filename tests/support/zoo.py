@@ -20,8 +20,8 @@ class Row(NamedTuple):
     Attributes:
         function: what rotates.
         words: what the report calls it.
-        calls: the dimensions of x (and of k, if it has others) and of the tables, in letters, for each kind of call: b
-            rows, h heads, s tokens, d channels, f the channels of all heads, S two tokens more, R twice as many, 1 one.
+        calls: the dimensions of x and of the tables, in letters, for each kind of call: b rows, h heads, s tokens, d
+            channels, f the channels of all heads, S two tokens more, 1 one.
         form: how cosines and sines come; see `TABLES`.
         entries: the width of the tables by that of x.
         tensors: the number of tensors that rotate.
@@ -91,6 +91,7 @@ ONE_EACH = "adjacent pairs by one entry each"
 
 @row(f"{HALVES}, cos and sin", "bhsd/bsd")
 @row(f"{HALVES}, cos and sin", "bshd/bsd", unsqueeze_dim=2)
+@row(f"{HALVES}, cos and sin", "bhsd/sd", unsqueeze_dim=0)
 def llama(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1, scale: float = 1.0) -> Any:
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return tuple(turn(x, cos, sin) if scale == 1.0 else turn(x, cos, sin) * scale for x in (q, k))
@@ -240,7 +241,7 @@ def packed(x: Any, cos: Any, sin: Any) -> Any:
     return torch.stack((u * c - v * s, u * s + v * c), -1).flatten(-2).type_as(x)
 
 
-@row(f"{HALVES}, cosines and sines stacked", "bsf/s11d bsf/S11d", "stacked", tensors=1, method=True)
+@row(f"{HALVES}, cosines and sines stacked", "bsf/s11d", "stacked", tensors=1, method=True)
 def conformer(self: Any, hidden_states: Any, position_embeddings: Any) -> Any:
     rows, tokens, width = hidden_states.shape
     x = hidden_states.view(rows, tokens, self.num_heads, -1).transpose(0, 1)
@@ -261,21 +262,6 @@ def after_prefix(q: Any, k: Any, cos: Any, sin: Any) -> Any:
     first = q.shape[-2] - cos.shape[-2]
     parts = [(x[..., :first, :], x[..., first:, :]) for x in (q, k)]
     return tuple(torch.cat((front, turn(back, cos, sin)), -2) for front, back in parts)
-
-
-@row(f"{HALVES}, angles", "bhsd/bSd", "angles", tensors=1)
-def last_rows(t: Any, freqs: Any) -> Any:
-    freqs = freqs[:, None, -t.shape[-2] :]
-    return turn(t, freqs.cos(), freqs.sin()).type(t.dtype)
-
-
-@row(f"{PAIRS}, cos and sin", "bhsd,bhRd/sd")
-@row(f"{PAIRS}, cos and sin", "bhsd,bhSd/sd", num_k_exclude_rope=2)
-def memory(q: Any, k: Any, cos: Any, sin: Any, num_k_exclude_rope: int = 0) -> Any:
-    kept = k.shape[-2] - num_k_exclude_rope
-    k, rest, times = k[..., :kept, :], k[..., kept:, :], kept // q.shape[-2]
-    turned = turn(k.float(), cos.repeat(times, 1), sin.repeat(times, 1), adjacent)
-    return turn(q.float(), cos, sin, adjacent).type_as(q), torch.cat((turned.type_as(k), rest), -2)
 
 
 @row(f"{HALVES}, cos and sin", "sbhd/s11d", tensors=1)
@@ -394,6 +380,7 @@ FAULTS: dict[str, Function] = {
     ),
     "no gradient": torch.no_grad()(lambda q, k, c, s: llama(q, k, c, s)),
     "no gradient of keys": lambda q, k, c, s: llama(q, k.detach(), c, s),
+    "results in columns": lambda q, k, c, s: tuple(y.mT.contiguous().mT for y in llama(q, k, c, s)),
     "a list": lambda q, k, c, s: list(llama(q, k, c, s)),
     "results with names": lambda q, k, c, s: Both(*llama(q, k, c, s)),
     "a third result": lambda q, k, c, s: (*llama(q, k, c, s), None),
@@ -472,13 +459,6 @@ class Call(NamedTuple):
     leaves: list[torch.Tensor]
 
 
-def letters_of(call: str) -> tuple[str, str, str]:
-    """The letters of x, k and the tables."""
-    xs, _, tables = call.partition("/")
-    x, _, k = xs.partition(",")
-    return x, k or x, tables
-
-
 def call_of(
     of: Row,
     letters: str,
@@ -503,10 +483,9 @@ def call_of(
         return made
 
     s, channels = sizes["s"], sizes["h"] * sizes["d"]
-    sizes = {**sizes, "1": 1, "S": s + 2, "R": 2 * s, "f": channels}
-    *names, of_tables = letters_of(letters)
-    each = (names * 2)[: of.tensors] if names[0] != names[1] else names[:1] * of.tensors
-    xs = [STRIDES[strides](random, [sizes[letter] for letter in name]) for name in each]
+    sizes = {**sizes, "1": 1, "S": s + 2, "f": channels}
+    of_xs, _, of_tables = letters.partition("/")
+    xs = [STRIDES[strides](random, [sizes[letter] for letter in of_xs]) for _ in range(of.tensors)]
     shape = [{**sizes, "d": int(of.entries * sizes["d"])}[letter] for letter in of_tables]
     tables = TABLES[of.form](lambda: random(*shape, at=1))
     options = dict(of.options)

@@ -41,6 +41,14 @@ YARN: dict[str, Any] = {
     "factor": 8.0,
     "original_max_position_embeddings": 64,
 }
+LLAMA3: dict[str, Any] = {
+    **DEFAULT,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 DYNAMIC: dict[str, Any] = {**DEFAULT, "rope_type": "dynamic", "factor": 4.0}
 
 #: Family -> model_type and settings.

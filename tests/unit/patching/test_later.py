@@ -82,6 +82,8 @@ def test_loaded_models(options: dict[str, Any], dtype: torch.dtype, tmp_path: Pa
     assert_same_bits(run(model), want)
     model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False)
     model.save_pretrained(tmp_path / "again")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
     again = AutoModelForCausalLM.from_pretrained(
         tmp_path / "again", dtype=dtype, attn_implementation="eager"
     )

@@ -5,14 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
-from transformers.models.llama import modeling_llama
 
 from tests.support.models.of_transformers import (
     FAMILIES,
@@ -121,21 +118,6 @@ def test_a_block_of_diffusers() -> None:
 # --- which models a patch concerns ----------------------------------------------------------------
 
 
-def test_a_file_stays_replaced_until_its_last_patched_model_is_unpatched(llama: Any) -> None:
-    other = small_model("Llama")
-    function = modeling_llama.apply_rotary_pos_emb
-    patch(llama)
-    ours = modeling_llama.apply_rotary_pos_emb
-    assert ours is not function
-    patch(other)
-    assert modeling_llama.apply_rotary_pos_emb is ours
-    unpatch(llama)
-    assert modeling_llama.apply_rotary_pos_emb is ours
-    unpatch(llama)
-    unpatch(other)
-    assert modeling_llama.apply_rotary_pos_emb is function
-
-
 def test_patching_twice_changes_nothing(llama: Any) -> None:
     report = patch(llama)
     assert patch(llama) is report
@@ -197,18 +179,6 @@ def test_other_options_are_refused_by_name(first: dict[str, Any], llama: Any) ->
         pass
 
 
-def test_a_deep_copy_counts_as_patched(llama: Any) -> None:
-    patch(llama, angles="exact")
-    want = run(llama)
-    copied = copy.deepcopy(llama)
-    unpatch(llama)
-    assert_same_bits(run(copied), want)
-    with pytest.raises(ValueError, match="must belong to a patched model"):
-        run(llama)
-    unpatch(copied)
-    run(llama)
-
-
 @pytest.mark.parametrize("options", [{}, *CHANGING], ids=str)
 def test_a_pickled_model_is_not_patched_where_it_is_loaded(
     options: dict[str, Any], llama: Any
@@ -219,26 +189,6 @@ def test_a_pickled_model_is_not_patched_where_it_is_loaded(
     assert b"tightrope." not in data  # no module of it, so that it is loaded without
     unpatch(llama)
     assert_same_bits(run(pickle.loads(data)), before)
-
-
-def test_a_deleted_model_leaves_nothing(llama: Any) -> None:
-    other = small_model("Llama")
-    before = run(other)
-    patch(small_model("Llama"), stack="vllm")
-    assert_same_bits(run(other), before)
-
-
-@pytest.mark.parametrize("options", [{}, {"angles": "exact"}], ids=str)
-def test_saved_files_are_the_same(options: dict[str, Any], llama: Any, tmp_path: Path) -> None:
-    before = run(llama)
-    llama.save_pretrained(tmp_path / "before")
-    patch(llama, **options)
-    llama.save_pretrained(tmp_path / "after")
-    unpatch(llama)
-    for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "after" / name).read_bytes() == (tmp_path / "before" / name).read_bytes()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "after", attn_implementation="eager")
-    assert_same_bits(run(loaded.eval()), before)
 
 
 # --- models that something wraps or runs in another way -------------------------------------------
@@ -274,7 +224,6 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "hooks": hooked,
     "offloaded": offloaded,
     "compiled": lambda model: torch.compile(model, backend="eager"),
-    "parallel": lambda model: nn.Sequential(model)[0],
 }
 
 

@@ -18,6 +18,7 @@ from tests.support.models.of_transformers import (
     DEFAULT,
     DIM,
     DYNAMIC,
+    LLAMA3,
     LONGROPE,
     TEXT,
     YARN,
@@ -31,14 +32,6 @@ from tests.support.zoo import turn
 from tightrope import patch, unpatch
 from tightrope.patching import Calls, Entry, Report
 
-LLAMA3 = {
-    **DEFAULT,
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 ROPES: dict[str, dict[str, Any]] = {
     "default": DEFAULT,
     "linear": {**DEFAULT, "rope_type": "linear", "factor": 10.0},
@@ -105,12 +98,6 @@ def test_far_angles_are_exact(dtype: torch.dtype) -> None:
     assert (rough.double() - torch.cat((exact, exact), -1)).abs().max() > 1000 * value(
         "float32 angle"
     )
-
-
-def test_results_keep_the_dtype_of_the_model() -> None:
-    model = llama(DEFAULT).to(BF16)
-    with patch(model, angles="exact"):
-        assert outputs(model).dtype == BF16
 
 
 def test_each_type_of_layers_has_its_angles() -> None:
@@ -303,12 +290,6 @@ class Learned(Angles):
         self.inv_freq = nn.Parameter(frequencies())
 
 
-class Traced(Angles):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inv_freq.requires_grad_()
-
-
 class Squared(Angles):
     def angle(self, ids: torch.Tensor) -> torch.Tensor:
         return super().angle(ids) ** 1.01
@@ -360,7 +341,6 @@ LEARNED = "it has learned tensors, to which exact angles would give no gradients
     ("cls", "reason"),
     [
         (Learned, LEARNED),
-        (Traced, LEARNED),
         (Squared, UNLIKE),
         (Clamped, UNLIKE),
         (ByLength, UNLIKE),
