@@ -18,7 +18,9 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 # Parts of src/, and the number of lines for each of which one mutant is chosen.
 PYTHON = dict.fromkeys("angles.py frequencies positions ops backends/reference.py".split(), 44)
-PYTHON |= dict.fromkeys("config functional integrations nn patching phases spec stacks".split(), 150)
+PYTHON |= dict.fromkeys(
+    "config functional integrations nn patching phases spec stacks".split(), 150
+)
 PYTHON = {f"tightrope/{name}": lines for name, lines in PYTHON.items()} | {"tightrope_tools": 150}
 LOOPS = (
     "formats.h heads.h angles.h angle_sums.h gate_sums.h stages.h stage_rows.h acts.h rotate_loops.h overlap.h "
