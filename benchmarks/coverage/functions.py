@@ -19,7 +19,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Container, Iterator
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -68,12 +68,18 @@ BODY = "it rotates in its body"
 
 
 def run(library: Library, only: str = "") -> list[dict[str, Any]]:
-    """A row for each rotary function of the files whose names match `only`."""
+    """A row for each rotary function of the files whose names match `only`; equal code is measured once."""
     from tqdm import tqdm
 
     chosen = [each for each in rotary(library) if re.search(only, each.file)]
     progress = tqdm(chosen, file=sys.stderr, mininterval=5, unit="function")
-    found = [(each, row(each)) for each in progress]
+    measured: dict[Any, dict[str, Any]] = {}
+    found = []
+    for each in progress:
+        key = _code_of(each)
+        if key not in measured:
+            measured[key] = row(each)
+        found.append((each, {**measured[key], "file": each.file}))
     served = {each.code: each.last for each, row in found if row["status"] in ("equal", "close")}
     for each, row_ in found:
         if row_["status"] == "left" and row_["reason"] != BODY:
@@ -83,6 +89,16 @@ def run(library: Library, only: str = "") -> list[dict[str, Any]]:
             if names:
                 row_ |= {"status": "delegates", "reason": f"calls {names}, which is replaced"}
     return [row for _, row in found]
+
+
+def _code_of(each: Rotary) -> Any:
+    """The code of a function and of those that it calls, without places; the function itself if it has none."""
+    try:
+        codes = [each.code, *each.called()]
+    except Exception:  # noqa: BLE001 - `row` records why
+        return each
+    kept = (tuple(c for c in code.co_consts if not isinstance(c, CodeType)) for code in codes)
+    return each.name, repr([(code.co_code, code.co_names, c) for code, c in zip(codes, kept)])
 
 
 def row(each: Rotary) -> dict[str, Any]:

@@ -29,6 +29,10 @@ WITHOUT_CALL: dict[str, tuple[str, str]] = {
         ("no spec describes the rotation", _PATCH),
     ),
     "vjepa2": ("no spec describes the rotation, which patch does not serve", "pairs neighbours."),
+    **dict.fromkeys(
+        ("mistral_large4", "mistral_large4_text"),
+        ("its weights hold the frequencies", "inv_freq, the frequencies that it rotates by."),
+    ),
     "efficientloftr": ("its key means another part", "at most 1 but got 4.0."),
     "nanochat": (
         "the call is of another spec",

@@ -25,7 +25,10 @@ ROWS = {row["model"]: row for row in DATA["models"]}
 def test_no_committed_row_differs_and_most_are_equal() -> None:
     status = [row["status"] for row in ROWS.values()]
     assert "different" not in status
-    assert status.count("equal") >= 287
+    # Of those whose frequencies only weights hold, `from_config` asks for a model.
+    held = [row for row in ROWS.values() if "only its weights hold" in str(row.get("reason", ""))]
+    assert status.count("equal") + len(held) >= 287
+    assert len(held) <= 2
     assert not [row["model"] for row in ROWS.values() if "object" in row]
     assert len(status) >= 311
     assert len(LAYERED) >= 36  # a rule that is lost would lose its test

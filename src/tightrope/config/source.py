@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -13,9 +13,6 @@ from .._errors import bad_type, bad_value
 from ..frequencies import Given
 from . import keys
 from .families import Family
-
-if TYPE_CHECKING:
-    from .files import Record
 
 OPERATION = "from_config"
 
@@ -112,7 +109,7 @@ class Source:
     seen: tuple[str, ...] = ()
     unread: Mapping[str, Any] = field(default_factory=dict)
     knows: frozenset[str] = frozenset()
-    recorded: Record | None = None
+    recorded: Any = None  # a files.Record, which imports this module
     config: object = None
     model: torch.nn.Module | None = None
 

@@ -1,4 +1,4 @@
-"""What the tests of `patch` share: nothing is patched after a test, and a function is verified once."""
+"""Fixtures of the tests of `patch`: nothing is patched after a test, and a function is verified once."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def rotary(x: Any, cos: Any, sin: Any) -> Any:
 
 
 def plus(x: Any, cos: Any, sin: Any) -> Any:
-    """What another library puts under the name."""
+    """The function that another library puts under the name."""
     return rotary(x, cos, sin) + 1
 
 

@@ -48,7 +48,7 @@ apply_rope_unnamed = unnamed(apply_rope)
 
 
 class Kernel(nn.Module):
-    """What the kernels package makes of a function."""
+    """A module as the kernels package makes of a function."""
 
     def forward(self, x: Any, cos: Any, sin: Any) -> Any:
         return turn(x, cos, sin)

@@ -52,7 +52,7 @@ def served(report: Report) -> bool:
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_bit_changes(family: str, dtype: torch.dtype) -> None:
-    """Of outputs and gradients; complex tables round otherwise at the ends of vectors."""
+    """The differences of outputs and gradients; complex tables round otherwise at the ends of vectors."""
     model, other = (small_model(family).to(dtype) for _ in range(2))
     before = gradients(model)
     report = patch(model)
