@@ -61,7 +61,7 @@ def measure(library: Library, options: argparse.Namespace) -> None:
         # Results of an earlier run stay.
         return report.write(path, data or {"library": library.name, "version": library.absent})
     data |= {"library": library.name, "version": version, "torch": torch.__version__}
-    data |= {"threads": torch.get_num_threads(), "shapes": functions.SHAPES}
+    data |= {"threads": torch.get_num_threads()}
     both = options.functions == options.models
     if options.functions or both:
         with stand_ins.installed(library.stand_ins.split()):

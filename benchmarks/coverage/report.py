@@ -85,14 +85,11 @@ def _functions(data: Row) -> Iterator[str]:
     rows: list[Row] = data.get("functions", [])
     if not rows:
         return
-    shapes = " or ".join(" × ".join(map(str, shape)) for shape in data["shapes"])
     count = Counter(row["status"] for row in rows)
-    calls = sum(row.get("calls", 0) for row in rows)
     yield from (
         "",
-        f"{_of(rows)} rotary functions are replaced. In {calls:,} calls with tensors of {shapes} (rows × tokens × heads "
-        f"× channels), in float32 and in bfloat16, {count['equal']} keep every bit of results and gradients, and "
-        f"{count['close']}, which multiply complex numbers, differ in some last bits.",
+        f"{_of(rows)} rotary functions are replaced: {count['equal']} with equal bits of results and gradients, and "
+        f"{count['close']} that multiply complex numbers, whose last bits may differ.",
         "",
     )
     by_text: dict[str, dict[str, list[str]]] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.coverage import functions, models, report, transformers
+from benchmarks.coverage import models, report, transformers
 from benchmarks.coverage.__main__ import RESULTS
 from benchmarks.coverage.catalogue import LIBRARIES, TRANSFORMERS, Rotary, catalogued, rotary, table
 from benchmarks.coverage.comparing import Run, Subject, difference, faulty, relative, spoilt
@@ -18,8 +18,6 @@ from benchmarks.coverage.inputs import SPECIAL
 from benchmarks.coverage.transformers import sections, sized, small_config
 from tightrope import patch, unpatch
 from tightrope.patching import _patch
-from tightrope.patching._find import Member
-from tightrope.patching._verify import find
 
 pytest.importorskip("transformers")
 
@@ -196,34 +194,6 @@ def test_small_configurations_fit_together() -> None:
     # One layer of each type remains.
     kinds = small_config(CONFIG_MAPPING["gemma3_text"], {}).layer_types
     assert set(kinds) == {"sliding_attention", "full_attention"}
-
-
-def plain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    x1, x2 = x.chunk(2, -1)
-    return x * cos + torch.cat((-x2, x1), -1) * sin
-
-
-def compared(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Compare a function with its changed replacement."""
-    real, kind = functions.replacement, find(plain)
-    assert kind is not None
-    monkeypatch.setattr(functions, "replacement", lambda served: change(real(served)))
-    monkeypatch.setattr(functions, "SHAPES", functions.SHAPES[:1])
-    monkeypatch.setattr(functions, "MEMORY", functions.MEMORY[:1])
-    return functions.compare(Member(None, "plain", plain), kind)
-
-
-def test_a_replacement_with_other_bits_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compared(monkeypatch, lambda real: real)["status"] == "equal"
-    row = compared(monkeypatch, lambda real: lambda x, cos, sin: real(x, cos, 1.001 * sin))
-    assert row["status"] == "different"
-    assert row["differ"]["float32"] > 0
-
-
-def test_a_replacement_that_calls_the_original_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert compared(monkeypatch, lambda real: real.__wrapped__)["status"] == "left"
 
 
 def test_code_of_a_function_stays_that_of_the_original_while_it_is_replaced() -> None:

@@ -168,7 +168,7 @@ def test_equal_specs_share_the_constants_of_a_graph(used: bool, rule: Rule | Non
             q = rotate(q, spec, offset)
         return q
 
-    q = noise(1, 2, 3, 8)
+    q = noise(1, 2, 1, 8)
     if used:
         layers(q, 0)
     compiled = torch.compile(layers, fullgraph=True, backend=backend, dynamic=True)
