@@ -62,7 +62,8 @@ def test_as_many_are_equal_as_were_asked_for() -> None:
     assert len(EQUAL["diffusers"]) >= 58
     for name, row in MODELS:
         if name == "transformers" and "bfloat16" in row:
-            assert "does not run" in row["bfloat16"], row
+            allowed = "does not run", "the original served every call"
+            assert any(words in row["bfloat16"] for words in allowed), row
 
 
 def test_the_page_is_written_from_the_numbers() -> None:
