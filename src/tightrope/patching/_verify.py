@@ -264,6 +264,9 @@ class _Search:
                 if place is None:
                     unlike.append((key, probe))
                     continue
+                few = self._probe(trial._replace(sizes={**_SIZES, "b": 3, "h": 1}))
+                if few.ys and few.agrees(place) is False:
+                    continue  # it takes one head for another dimension
                 self.first = self.first or trial
                 held = self.kind.places.setdefault(key, place)
                 if held._replace(leading=True) == place:
