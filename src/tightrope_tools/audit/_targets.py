@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tightrope import functional, stacks
-from tightrope._errors import Refusal, bad_type, bad_value
+from tightrope._errors import bad_type, bad_value
 from tightrope.config import LayerSpecs, from_config, recorded, source_of
 from tightrope.config.files import load
 from tightrope.positions import multi_axis
@@ -221,37 +221,34 @@ def _config_of(name: str) -> Any:
     """Load the config of a file or folder, or the defaults of a model type."""
     path = Path(name)
     library = _transformers()
-    try:
-        if path.is_dir() or path.is_file():
-            file = path / "config.json" if path.is_dir() else path
-            if not file.is_file():
-                raise bad_value(f"{path} must hold a config.json but does not")
-            return _from_file(library, file)
-        if name in library.CONFIG_MAPPING:
-            return library.AutoConfig.for_model(name)
-    except Exception as error:  # config classes raise many types of errors
-        if isinstance(error, Refusal):
-            raise
+    values: dict[str, Any] = {}
+    if path.is_dir() or path.is_file():
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise bad_value(f"{path} must hold a config.json but does not")
+        values = dict(load(file))
+        kind = values.pop("model_type", None)
+        if not isinstance(kind, str):
+            raise bad_value(f"{path} must have a model_type that is a string but has {kind!r}")
+    elif name in library.CONFIG_MAPPING:
+        kind = name
+    else:
         raise bad_value(
-            f"{name} must be a configuration but reading it raised {describe_error(error)}"
+            "target must be MODULE:FUNCTION, the path of a config.json or its folder, or a model type "
+            f"of transformers, such as llama, but got {name!r}"
+        )
+    try:
+        return library.AutoConfig.for_model(kind, **values)
+    except Exception as error:  # noqa: BLE001  # config classes raise many types of errors
+        raise bad_value(
+            f"{name} must be a configuration but its class raised {describe_error(error)}"
         ) from None
-    raise bad_value(
-        "target must be MODULE:FUNCTION, the path of a config.json or its folder, or a model type "
-        f"of transformers, such as llama, but got {name!r}"
-    )
 
 
 def _recorded(target: Any) -> bool | None:
     """Return whether the conversion record beside a config states "interleaved"; None if there is none."""
     record = recorded(target)
     return None if record is None else record.interleaved
-
-
-def _from_file(library: Any, file: Path) -> Any:
-    values = dict(load(file))
-    if not isinstance(values.get("model_type"), str):
-        raise bad_value(f"{file} must have a model_type that is a string but has none")
-    return library.AutoConfig.for_model(values.pop("model_type"), **values)
 
 
 class RotaryAndApply(nn.Module):
