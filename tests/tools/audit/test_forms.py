@@ -1,4 +1,4 @@
-"""The audit calls every form of a rotary function that patch replaces."""
+"""The audit calls rotary functions of many forms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from tests.support.models.forms import NEW, Function, along, by_one_table, by_rows
 from tests.support.planted_faults import named
-from tightrope.integrations.transformers import recognise
 from tightrope_tools.audit import audit
 from tightrope_tools.audit._search import parse
 from tightrope_tools.forms import FORMS
@@ -28,10 +27,9 @@ def with_wrong_sign(q: Any, k: Any, cos: Any, sin: Any, position_ids: Any) -> An
         (by_one_table, "fn(x, sin_cos)", "bshd", "interleaved"),
     ],
 )
-def test_the_audit_calls_every_function_that_patch_replaces(
+def test_the_audit_calls_functions_of_rarer_forms(
     function: Function, call: str, layout: str, pairing: str
 ) -> None:
-    assert recognise(function)
     report = named(audit(function, **OPTIONS))
     assert (report.facts["called as"], report.facts["layout"]) == (call, layout)
     assert report.facts["pairing"].startswith(pairing)
