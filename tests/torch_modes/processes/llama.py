@@ -26,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.utils import logging
 
-from tightrope import functional, patch
+from tightrope import functional, patch, unpatch
 
 from .harness import Group, scenario
 
@@ -151,14 +151,15 @@ def compare(
     whole = small_llama(group.size)
     sharded = copy.deepcopy(whole)
     angles = "exact" if exact else "model"
+    # A patch serves every model of a file, so the original runs before it.
     if exact:
         patch(whole, angles=angles)
+    want, whole_layers = train(whole, patched=exact)
     if patch_first:
         patch(sharded, angles=angles)
     parallelize_module(sharded, group.mesh, plan)
     if not patch_first:
         patch(sharded, angles=angles)
-    want, whole_layers = train(whole, patched=exact)
     got, layers = train(sharded)
 
     for index, (one, all_) in enumerate(zip(layers, whole_layers)):
@@ -172,6 +173,8 @@ def compare(
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     for mine, full in zip(sharded.parameters(), whole.parameters()):
         torch.testing.assert_close(full_grad(mine), full.grad, rtol=1e-4, atol=1e-6)
+    unpatch(whole)
+    unpatch(sharded)
 
 
 def full_grad(parameter: nn.Parameter) -> torch.Tensor:
@@ -271,6 +274,8 @@ def sharded_llama_with_exact_angles(group: Group) -> None:
     for mine, full in zip(model.parameters(), whole.parameters()):
         # All processes have the same rows, so their mean is exact.
         assert torch.equal(full_grad(mine), full.grad.float())
+    unpatch(whole)
+    unpatch(model)
 
 
 @scenario()
@@ -285,9 +290,10 @@ def tensor_parallel_of_transformers(group: Group) -> None:
         attn_implementation="recorded",
         distributed_config=DistributedConfig(tp_size=group.size),
     )
-    patch(model)
     want, _ = train(whole, patched=False)
+    patch(model)
     got, layers = train(model)
+    unpatch(model)
     for layer in layers:
         check_rotation(group, layer, exact=False)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
