@@ -194,15 +194,13 @@ def unpatch(model: torch.nn.Module | None = None) -> None:
 def _checked(model: Any, options: Options) -> Options:
     """Raise an error for invalid arguments."""
     if model is not None and not isinstance(model, torch.nn.Module):
-        hint = ""
         held = getattr(model, "__dict__", None) or {}
-        if names := [name for name in held if isinstance(held[name], torch.nn.Module)]:
+        names, got = [n for n in held if isinstance(held[n], torch.nn.Module)], describe(model)
+        if names:
             first = "transformer" if "transformer" in names else names[0]
-            hint = f", whose modules are {', '.join(names)}; call {OPERATION}(pipeline.{first})"
-            raise bad_type(
-                f"model must be a torch.nn.Module but got a {type(model).__name__}{hint}"
-            )
-        raise bad_type(f"model must be a torch.nn.Module but got {describe(model)}")
+            hint = f"whose modules are {', '.join(names)}; call {OPERATION}(pipeline.{first})"
+            got = f"a {type(model).__name__}, {hint}"
+        raise bad_type(f"model must be a torch.nn.Module but got {got}")
     allowed = {"angles": ANGLES, "rounding": ROUNDINGS, "stack": (*STACKS, None)}
     for name, values in allowed.items():
         if getattr(options, name) not in values:
@@ -433,13 +431,11 @@ def _notes(model: torch.nn.Module, makers: list[torch.nn.Module], options: Optio
 
 def _warn_of_record(model: torch.nn.Module, kinds: list[Kind]) -> None:
     """Warn if the record of a conversion states that the weights have another pairing than the model's code."""
-    records: list[Any] = []
+    held: Any = {}
     with suppress(OSError, ValueError):  # a name that is no path, or a record that is none
-        records = [
-            each for held in records_of(getattr(model, "config", None)).values() for each in held
-        ]
+        held = records_of(getattr(model, "config", None))
     codes = {place.turn.interleaved for kind in kinds for place in kind.places.values()}
-    other = [record for record in records if record.interleaved not in codes]
+    other = [each for found in held.values() for each in found if each.interleaved not in codes]
     if not other or not codes:
         return
     text = (
@@ -481,31 +477,30 @@ def _undo_if_alive(model: weakref.ref[torch.nn.Module]) -> None:
 # --- all models of transformers that are built later ----------------------------------------------
 
 
+_LATER = "models of transformers that are built from now on are patched, and listed here"
+_NONE_YET = "no model of transformers was built since patch()"
+
+
 class _Later:
     """The active patch of models that are built later."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.report = Report(
-            notes=[
-                "models of transformers that are built from now on are patched, and listed here"
-            ],
-            if_empty="no model of transformers was built since patch()",
-            _undo=unpatch,
-        )
         self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self.base: Any = importlib.import_module("transformers").PreTrainedModel
-        self.original = self.base.post_init
+        self.report = Report(notes=[_LATER], if_empty=_NONE_YET, _undo=unpatch)
+        base: Any = importlib.import_module("transformers").PreTrainedModel
+        original = base.post_init
 
-        @functools.wraps(self.original)
+        @functools.wraps(original)
         def post_init(model: Any, *args: Any, **kwargs: Any) -> Any:
-            result = self.original(model, *args, **kwargs)
+            result = original(model, *args, **kwargs)
             # Another library may have wrapped this function.
             if _active is self and not _small_model.is_running():
                 self.add(model)
             return result
 
-        self.wrapped = self.base.post_init = post_init
+        self.slot = _Slot(Member(base, "post_init", original), post_init, options)
+        base.post_init = post_init
 
     def add(self, model: torch.nn.Module) -> None:
         """Patch a model that was built now."""
@@ -534,8 +529,7 @@ def _end_later() -> None:
     global _active
     if _active is not None:
         ended, _active = _active, None
-        if ended.base.post_init is ended.wrapped:
-            ended.base.post_init = ended.original
+        ended.slot.undo()
         for model in list(ended.models):
             _undone(model)
         _forget()

@@ -204,11 +204,12 @@ class Served:
         unusual = len(args) > len(known.names) or len(values) != len(known.names)
         if unusual or not self.active or how not in ("eager", "compiled"):
             return None
-        for name in self.others:
-            if not _is_same(values[name], known.defaults[name]):
-                return None
         options = tuple([values[name] for name in known.options])
         try:
+            for name in self.others:
+                value, default = values[name], known.defaults[name]
+                if value is not default and (type(value) is not type(default) or value != default):
+                    return None
             form = FORMS[self.first.forms[options]]
             cos, sin = form.read(*[values[name] for name in known.tables])
             for name in known.rows:
@@ -222,18 +223,18 @@ class Served:
         way = way or self._way(options, xs, cos, sin, rounding)
         if way is None:
             return None
-        if way.direct is not None:
-            ys: Any = _launch(xs, cos, sin, way.place, *way.direct)
-            return ys[0] if way.place.single else (*ys, *[None] * (len(xs) - len(ys)))
         present = [x for x in xs if x is not None]
-        try:
-            ys = turned(present, cos, sin, way.place, way.arithmetic)
-        except (TypeError, ValueError):
-            return None
-        if eager:
-            if len(self.ways) > _MOST:
-                self.ways.clear()
-            self.ways[key] = way._replace(direct=_direct(present, cos, sin, *way[:2]))
+        if way.direct is not None:
+            ys: Any = _launch(present, cos, sin, way.place, *way.direct)
+        else:
+            try:
+                ys = turned(present, cos, sin, way.place, way.arithmetic)
+            except (TypeError, ValueError):
+                return None
+            if eager:
+                if len(self.ways) > _MOST:
+                    self.ways.clear()
+                self.ways[key] = way._replace(direct=_direct(present, cos, sin, *way[:2]))
         return ys[0] if way.place.single else (*ys, *[None] * (len(xs) - len(ys)))
 
     def _way(self, options: Any, xs: list[Any], cos: Any, sin: Any, rounding: Any) -> _Way | None:
@@ -264,11 +265,6 @@ class Served:
 
 # The most kinds of calls that a function remembers.
 _MOST = 1024
-
-
-def _is_same(value: Any, default: Any) -> bool:
-    number = type(default) in (int, float, bool, str)
-    return value is default or (number and type(value) is type(default) and bool(value == default))
 
 
 def _key(x: Any) -> Any:

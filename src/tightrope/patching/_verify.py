@@ -10,22 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .._tracing import undisturbed
-from ._kinds import (
-    ANGLES,
-    ARITHMETICS,
-    COMPLEX,
-    COS_SIN,
-    FORMS,
-    OPTIONS,
-    SHAPES,
-    TURNS,
-    Arithmetic,
-    Roles,
-    Shape,
-    Turn,
-    fits,
-    roles,
-)
+from . import _kinds
+from ._kinds import ANGLES, COMPLEX, COS_SIN, FORMS, Arithmetic, Roles, Shape, Turn
 from ._turn import FLOATING, Kind, Place, shape_of, turned
 
 _F32, _BF16 = torch.float32, torch.bfloat16
@@ -224,7 +210,7 @@ def find(function: Any, device: str = "cpu", method: bool = False, given: str = 
         method: whether it takes self first.
         given: the roles of its parameters; see :func:`roles`.
     """
-    known = roles(function, method, given)
+    known = _kinds.roles(function, method, given)
     if known is None:
         return None
     kind = Kind(known, device)
@@ -234,7 +220,7 @@ def find(function: Any, device: str = "cpu", method: bool = False, given: str = 
         tried = []
         for name in known.options:
             default = known.defaults.get(name)
-            values = (default, not default) if isinstance(default, bool) else OPTIONS[name]
+            values = (default, not default) if isinstance(default, bool) else _kinds.OPTIONS[name]
             tried.append(dict.fromkeys(values if default is None else (default, *values)))
         for options in itertools.product(*tried):
             _search(kind, options, functools.partial(_Probe, function, kind, options))
@@ -257,7 +243,7 @@ def _search(kind: Kind, options: tuple[Any, ...], probe_of: Any) -> None:
                 if not probe.ys:
                     break
                 tried.setdefault((options, *shape_of(probe.xs, probe.cos)), []).append(probe)
-        turns = [*TURNS]  # those that were found come first
+        turns = [*_kinds.TURNS]  # those that were found come first
         found = {key: place for key, each in tried.items() if (place := _place(each, turns))}
         if found:
             kind.forms[options] = form
@@ -268,11 +254,11 @@ def _search(kind: Kind, options: tuple[Any, ...], probe_of: Any) -> None:
 
 def _trials(known: Roles, options: tuple[Any, ...], form: str) -> Iterator[_Trial]:
     asked = dict(zip(known.options, options)).get("unsqueeze_dim")
-    for shape, part in itertools.product(SHAPES, (1, 2, 4)):
+    for shape, part in itertools.product(_kinds.SHAPES, (1, 2, 4)):
         places = [None, -2, -3]
         if asked is not None:
             places = [asked - len(shape.table) - 1 if asked >= 0 else asked]
-        for place in [each for each in places if fits(shape, each)][:1]:
+        for place in [each for each in places if _kinds.fits(shape, each)][:1]:
             yield from (_Trial(form, shape, part, place, n) for n in {len(known.xs), 1})
 
 
@@ -306,7 +292,7 @@ def _round(kind: Kind, options: tuple[Any, ...], probe_of: Any) -> None:
         place = kind.places.get((options, *shape_of(probe.xs, probe.cos)))
         if place is None:
             continue
-        rows = [row for row in ARITHMETICS if known is None or row[:2] == known[:2]]
+        rows = [row for row in _kinds.ARITHMETICS if known is None or row[:2] == known[:2]]
         if shown is not None and shown.cast == "float64" and own.itemsize == 2:
             rows = [row for row in rows if row.cast == "float64"]
         seen = probe.arithmetic(place, rows)
