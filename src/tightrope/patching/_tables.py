@@ -135,7 +135,7 @@ def read(module: Any, owner: Any, stack: str | None) -> Made:
             types = [n[: -len("_inv_freq")] for n in names if "original_inv_freq" not in n]
         found = _matching(fresh, _declared(module, types), owner)
         if not found and stack is None:
-            found = _matching(fresh, _held(fresh, types), owner)
+            found = _matching(fresh, {each: _held(fresh, each) for each in types}, owner)
         if len(found) != 1:
             raise Unlike(
                 "its cosines and sines are those of neither its configuration nor its inv_freq"
@@ -240,18 +240,14 @@ def _declared(module: Any, types: list[str | None]) -> dict[str | None, Any]:
         return {}
 
 
-def _held(fresh: Any, types: list[str | None]) -> dict[str | None, Any]:
-    """The spec of each type of layers by the frequencies that a module holds; empty if it holds none."""
-    found: dict[str | None, Any] = {}
-    for layer_type in types:
-        prefix = f"{layer_type}_" if layer_type else ""
-        held = getattr(fresh, f"{prefix}inv_freq", None)
-        if type(held) is not torch.Tensor or held.dim() != 1:
-            return {}
-        values = tuple(held.double().tolist())
-        factor = float(getattr(fresh, f"{prefix}attention_scaling", 1.0))
-        found[layer_type] = RopeSpec(2 * len(values), scaling=Given(values)), factor
-    return found
+def _held(fresh: Any, layer_type: str | None) -> tuple[RopeSpec | None, float]:
+    """The spec of a type of layers by the frequencies that a module holds, and its factor; None if it holds none."""
+    prefix = f"{layer_type}_" if layer_type else ""
+    held = getattr(fresh, f"{prefix}inv_freq", None)
+    if type(held) is not torch.Tensor or held.dim() != 1:
+        return None, 1.0
+    spec = RopeSpec(2 * len(held), scaling=Given(tuple(held.double().tolist())))
+    return spec, float(getattr(fresh, f"{prefix}attention_scaling", 1.0))
 
 
 def _matching(fresh: Any, specs: dict[str | None, Any], owner: Any) -> list[Made]:
