@@ -41,11 +41,6 @@ class Options:
     all_models: bool = False
 
     @property
-    def change_bits(self) -> bool:
-        """True if results may have other bits than those of the model."""
-        return self.exchange or self.rounding != "model"
-
-    @property
     def exchange(self) -> bool:
         """True if the tables of modules are exchanged."""
         return self.angles == "exact" or self.stack is not None
@@ -55,7 +50,7 @@ class Options:
         """Where results round; None for the bits of each function."""
         if self.stack is not None:
             return stacks.get(self.stack).rounding
-        return ("once", "once") if self.change_bits else None
+        return ("once", "once") if self.exchange or self.rounding != "model" else None
 
     def __str__(self) -> str:
         given = [each for each in fields(self) if getattr(self, each.name) != each.default]
@@ -231,7 +226,7 @@ def _patched(model: torch.nn.Module, options: Options, functions: Mapping[Any, s
     served = [slot.served for slot in slots if slot.served is not None]
     makers = [module for module in model.modules() if _tables.is_maker(module)]
     made, kept = _exchanged(model, makers, mine, left) if options.exchange else ({}, [])
-    checked = _checks(slots, mine) if options.change_bits and not options.all_models else []
+    checked = _checks(slots, mine) if options.where and not options.all_models else []
     slots += [*_forwards(makers, made, options), *checked]
     for slot in slots:
         if slot.options != options:

@@ -95,6 +95,13 @@ def turned(
     Raises:
         TypeError, ValueError: the operator does not take them.
     """
+    if place.leading:
+        first = [max(x.shape[-2] - cos.shape[-2], 0) for x in xs]
+        rest = [x[..., n:, :] if n else x for x, n in zip(xs, first)]
+        ys = turned(rest, cos, sin, place._replace(leading=False), arithmetic)
+        fronts = [x[..., :n, :].to(y.dtype) for x, y, n in zip(xs, ys, first)]
+        both = zip(fronts, ys)
+        return [torch.cat((front, y), -2) if front.shape[-2] else y for front, y in both]
     turn, own, result = place.turn, xs[0].dtype, arithmetic.result or xs[0].dtype
     wide = torch.promote_types(own, result)
     if arithmetic.cast:
@@ -111,26 +118,20 @@ def turned(
     dims = xs[0].dim()
     if dims not in (3, 4) or cos.dim() > dims:
         raise ValueError("x must have 3 or 4 dimensions, and tables not more")
-    behind = cos.shape[-2] == 1 and xs[0].shape[-2] != 1 and not place.leading
-    heads, axis = (dims - 2, dims - 3) if behind or place.flat else (dims - 3, dims - 2)
-    name, axis = ("sbhd", 0) if place.tokens_first else (None, axis)
+    behind = place.flat or (cos.shape[-2] == 1 and xs[0].shape[-2] != 1)
+    heads, name = dims - 2 if behind else dims - 3, "sbhd" if place.tokens_first else None
     start = xs[0].shape[-1] - width if turn.last else 0
-    first = Tables(cos, sin, heads, turn.interleaved, turn.tables, start, layout=name)
-    rows = cos.shape[axis]
-    passed = [max(x.shape[axis] - rows, 0) if place.leading else 0 for x in xs]
-    parts = [x.narrow(axis, n, rows).to(wide) if n else x.to(wide) for x, n in zip(xs, passed)]
+    given = Tables(cos, sin, heads, turn.interleaved, turn.tables, start, layout=name)
+    given = given._replace(rounding=arithmetic.rounding)
+    parts = [x.to(wide) for x in xs]
     alike = len(xs) == 2 and arithmetic.dense[0] == arithmetic.dense[1]
-    ys: list[torch.Tensor] = []
-    for (q, k), dense in zip([parts] if alike else [(x, None) for x in parts], arithmetic.dense):
-        ys += rotate_by(q, k, first._replace(rounding=arithmetic.rounding, dense=dense))
+    pairs: list[Any] = [parts] if alike else [(x, None) for x in parts]
+    ys = []
+    for (q, k), dense in zip(pairs, arithmetic.dense):
+        ys += rotate_by(q, k, given._replace(dense=dense))
     if turn.as_halves:
         ys = [y.unflatten(-1, (-1, 2)).mT.flatten(-2) for y in ys]
-    ys = [y.to(result) for y in ys]
-    ys = [
-        torch.cat((x.narrow(axis, 0, n).to(result), y), axis) if n else y
-        for x, y, n in zip(xs, ys, passed)
-    ]
-    return [y.flatten(-2) for y in ys] if place.flat else ys
+    return [(y.flatten(-2) if place.flat else y).to(result) for y in ys]
 
 
 def _placed(
@@ -295,10 +296,12 @@ def _direct(
 ) -> tuple[bool, int] | None:
     """What :func:`_launch` needs for calls like one that :func:`turned` has served; None for rarer kinds."""
     q, turn, dense = xs[0], place.turn, arithmetic.dense[: len(xs)]
-    rare = place.leading or place.tokens_first or turn.as_halves or turn.last or arithmetic.cast
-    rare = rare or q.dim() != 4 or len(xs) > 2 or len({*dense}) > 1 or not q.numel()
     learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-    if rare or learned or arithmetic.result not in (None, q.dtype):
+    if place.leading or place.tokens_first or turn.as_halves or turn.last or learned:
+        return None
+    if q.dim() != 4 or len(xs) > 2 or len({*dense}) > 1 or not q.numel():
+        return None
+    if arithmetic.cast or arithmetic.result not in (None, q.dtype):
         return None
     behind = _placed(cos, sin, place, 4)[0].shape[2] == 1 and q.shape[2] != 1
     layout, rounding = BY_NAME["bshd" if behind else "bhsd"], arithmetic.rounding
