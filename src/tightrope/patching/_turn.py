@@ -211,8 +211,10 @@ class Served:
                 value, default = values[name], known.defaults[name]
                 if value is not default and (type(value) is not type(default) or value != default):
                     return None
-            form = FORMS[self.first.forms[options]]
-            cos, sin = form.read(*[values[name] for name in known.tables])
+            form = self.first.forms.get(options)
+            if form is None:
+                return None
+            cos, sin = FORMS[form].read(*[values[name] for name in known.tables])
             for name in known.rows:
                 cos, sin = cos[values[name]], sin[values[name]]
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
@@ -226,7 +228,11 @@ class Served:
             return None
         present = [x for x in xs if x is not None]
         if way.direct is not None:
-            ys: Any = _launch(present, cos, sin, way.place, *way.direct)
+            k, (behind, packed) = present[1] if len(present) > 1 else None, way.direct
+            cos, sin = _placed(cos, sin, way.place, 4)
+            if behind:
+                cos, sin = cos.transpose(1, 2), sin.transpose(1, 2)
+            ys: Any = run_packed(present[0], k, (cos, sin, None, 0, packed, 1.0))
         else:
             try:
                 ys = turned(present, cos, sin, way.place, way.arithmetic)
@@ -294,7 +300,7 @@ def _direct(
     place: Place,
     arithmetic: Arithmetic,
 ) -> tuple[bool, int] | None:
-    """What :func:`_launch` needs for calls like one that :func:`turned` has served; None for rarer kinds."""
+    """The direct way of calls like one that :func:`turned` has served; None for rarer kinds."""
     q, turn, dense = xs[0], place.turn, arithmetic.dense[: len(xs)]
     learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
     if place.leading or place.tokens_first or turn.as_halves or turn.last or learned:
@@ -306,16 +312,6 @@ def _direct(
     behind = _placed(cos, sin, place, 4)[0].shape[2] == 1 and q.shape[2] != 1
     layout, rounding = BY_NAME["bshd" if behind else "bhsd"], arithmetic.rounding
     return behind, pack(layout, 0, turn.interleaved, False, True, turn.tables, rounding, dense[0])
-
-
-def _launch(
-    xs: list[Any], cos: torch.Tensor, sin: torch.Tensor, place: Place, behind: bool, options: int
-) -> Any:
-    """Turn q and k by arguments that need no more checks."""
-    cos, sin = _placed(cos, sin, place, 4)
-    if behind:
-        cos, sin = cos.transpose(1, 2), sin.transpose(1, 2)
-    return run_packed(xs[0], xs[1] if len(xs) > 1 else None, (cos, sin, None, 0, options, 1.0))
 
 
 def replacement(served: Served, rounding: Any = None) -> Callable[..., Any]:
