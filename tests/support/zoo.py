@@ -414,9 +414,8 @@ def file_of(function: Function, method: bool = False) -> types.ModuleType:
     module = types.ModuleType(f"zoo_{next(_made)}")
     sys.modules[module.__name__] = module
     exec(_MODEL.format("self." if method else ""), vars(module))
-    vars(module)["apply_rope"] = None if method else function
-    if method:
-        module.Model.apply_rope = function
+    owner: Any = module.Model if method else module
+    owner.apply_rope = function
     return module
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import operator
 import re
 import sys
-import weakref
-from collections.abc import Iterator
-from contextlib import suppress
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -15,8 +14,8 @@ import torch
 
 # Packages whose classes hold no code of models.
 _FOREIGN = ("torch", "builtins", "typing", "abc", "collections", "tightrope")
-# Files whose functions others import in the bodies of methods, by package.
-_SHARED = {"diffusers": "diffusers.models.embeddings"}
+# The file of diffusers whose functions others import in the bodies of methods.
+_SHARED = "diffusers.models.embeddings"
 _NAME = re.compile(r"rot|rope", re.IGNORECASE)
 # Names of functions that rotate, and lines that do: these are listed if they are of no kind.
 _ROTATES = re.compile(
@@ -47,10 +46,8 @@ class Member(NamedTuple):
         return getattr(self.value, "__func__", self.value)
 
     def key(self) -> Any:
-        """The key under which its kind is stored."""
-        return (
-            self.value if isinstance(self.value, (CodeType, torch.nn.Module)) else self.function()
-        )
+        """What its kind is stored for: the same object in each file that imports a function."""
+        return getattr(self.value, "__func__", self.value)
 
     def takes_self(self) -> bool:
         """Return whether it is a method that takes self first."""
@@ -107,14 +104,10 @@ def inner_functions(function: FunctionType) -> dict[str, CodeType]:
 
 def classes_of(model: torch.nn.Module) -> list[type]:
     """The classes of a model's modules, and of objects in them that are called, with their bases."""
-    objects: list[Any] = [*model.modules()]
-    objects += [
-        o
-        for m in model.modules()
-        for o in vars(m).values()
-        if callable(o) and hasattr(o, "__dict__")
-    ]
-    found = dict.fromkeys(cls for each in objects for cls in type(each).__mro__)
+    found = dict[type, None]()
+    for module in model.modules():
+        called = [each for each in vars(module).values() if callable(each)]
+        found |= dict.fromkeys(cls for each in (module, *called) for cls in type(each).__mro__)
     return [cls for cls in found if cls.__module__.partition(".")[0] not in _FOREIGN]
 
 
@@ -122,9 +115,8 @@ def members_of(model: torch.nn.Module) -> list[Member]:
     """The functions named by code of a model's classes that may be rotary functions, by their names."""
     classes = classes_of(model)
     homes = dict.fromkeys(cls.__module__ for cls in classes)
-    homes |= dict.fromkeys(
-        _SHARED[p] for p in {h.partition(".")[0] for h in homes} & _SHARED.keys()
-    )
+    if any(home.startswith("diffusers.") for home in homes):
+        homes[_SHARED] = None
     modules = [sys.modules[name] for name in homes if name in sys.modules]
     names, found = _names(classes, modules), []
     for owner in (*modules, *classes):
@@ -145,30 +137,27 @@ def members_of(model: torch.nn.Module) -> list[Member]:
 
 def member_of(function: Any) -> Member | None:
     """A function under its own name; None if it is not there."""
-    outer, _, name = function.__qualname__.rpartition(".")
-    owner: Any = sys.modules.get(function.__module__)
-    with suppress(AttributeError):
-        for part in filter(None, outer.split(".")):
-            owner = getattr(owner, part)
-        value = vars(owner)[name] if name in vars(owner) else None
-        if getattr(value, "__func__", value) is function:
-            return Member(owner, name, value)
-    return None
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _codes(each)
+    try:
+        outer, _, name = function.__qualname__.rpartition(".")
+        owner: Any = sys.modules[function.__module__]
+        owner = operator.attrgetter(outer)(owner) if outer else owner
+        member = Member(owner, name, vars(owner)[name])
+    except (AttributeError, LookupError):
+        return None
+    return member if member.function() is function else None
 
 
 def names_in(function: Any) -> set[str]:
-    """The names that a function's code reads, with those of functions in its body and of what it decorates."""
-    found: set[str] = set()
-    while isinstance(function, FunctionType):
-        found.update(name for code in _codes(function.__code__) for name in code.co_names)
-        function = getattr(function, "__wrapped__", None)
+    """The names that a function's code reads, and those of functions in its body; also of what it decorates."""
+    found, pending = set[str](), [function]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, FunctionType):
+            pending += [each.__code__, getattr(each, "__wrapped__", None)]
+        elif isinstance(each, CodeType):
+            inner = [code for code in each.co_consts if isinstance(code, CodeType)]
+            found.update(each.co_names, (code.co_name for code in inner))
+            pending += inner
     return found
 
 
@@ -184,65 +173,31 @@ def _names(classes: list[type], modules: list[Any]) -> set[str]:
     return found
 
 
-def callers_of(members: list[Member]) -> tuple[set[type], list[Member]]:
-    """The classes of modules that call functions, in the files of these, and the functions of which a caller is unseen."""
-    classes: set[type] = set()
-    unseen = []
-    for member in members:
-        if isinstance(member.owner, FunctionType):
-            module, names = sys.modules[member.owner.__module__], {member.owner.__name__}
-        else:
-            module = (
-                member.owner
-                if inspect.ismodule(member.owner)
-                else sys.modules[member.owner.__module__]
-            )
-            names = {member.name}
-        held = list(vars(module).values())
-        functions = {f.__name__: names_in(f) for f in held if isinstance(f, FunctionType)}
-        while more := {name for name, read in functions.items() if read & names} - names:
-            names |= more
-        found = {
-            cls
-            for cls in held
-            if isinstance(cls, type)
-            and cls.__module__ == module.__name__
-            and any(_calls(name, value, member, names) for name, value in vars(cls).items())
-        }
-        classes |= {cls for cls in found if issubclass(cls, torch.nn.Module)}
-        if not found or not all(issubclass(cls, torch.nn.Module) for cls in found):
-            unseen.append(member)
-    return classes, unseen
+def callers_of(member: Member) -> list[type]:
+    """The classes in the file of a function that call it, or hold it in the body of a method."""
+    owner = member.owner
+    module = owner if inspect.ismodule(owner) else sys.modules[owner.__module__]
+    held = [cls for cls in vars(module).values() if isinstance(cls, type)]
+    own = [cls for cls in held if cls.__module__ == module.__name__]
+    return [cls for cls in own if member.name in _names([cls], [module])]
 
 
-def _calls(name: str, value: Any, member: Member, names: set[str]) -> bool:
-    """Return whether a method of a class is one that calls a function, or holds it in its body."""
-    plain = getattr(value, "__func__", value)
-    if isinstance(member.owner, FunctionType):
-        return name in names
-    return isinstance(plain, FunctionType) and name != member.name and bool(names_in(plain) & names)
+def bodies_of(model: torch.nn.Module) -> list[Member]:
+    """The methods that rotate in their body, by the look of a line of their source."""
+    return [
+        Member(cls, name, method)
+        for cls in classes_of(model)
+        for name, method in vars(cls).items()
+        if isinstance(method, FunctionType)
+        and name != "__init__"
+        and not inner_functions(method)
+        and _has_line(inspect.unwrap(method).__code__)
+    ]
 
 
-_bodies: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
-
-
-def bodies_of(model: torch.nn.Module) -> Iterator[tuple[type, str]]:
-    """Yield the methods that rotate in their body, by the look of a line of their source."""
-    for cls in classes_of(model):
-        if cls not in _bodies:
-            _bodies[cls] = [
-                name
-                for name, method in vars(cls).items()
-                if isinstance(method, FunctionType)
-                and name != "__init__"
-                and not inner_functions(method)
-                and _LINE.search(_source(method))
-            ]
-        yield from ((cls, name) for name in _bodies[cls])
-
-
-def _source(function: Any) -> str:
+@functools.lru_cache(4096)
+def _has_line(code: CodeType) -> bool:
     try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        return ""
+        return bool(_LINE.search(inspect.getsource(code)))
+    except OSError:
+        return False

@@ -194,7 +194,7 @@ class Roles(NamedTuple):
         xs: those that rotate, one to three.
         tables: those that hold cosines and sines, in the order of the form.
         options: those of which several values are tried.
-        rows: the parameter that selects rows of the tables; None if there is none.
+        rows: the parameter that selects rows of the tables, if there is one.
         defaults: the defaults of all that have one. Other parameters must keep theirs.
         method: whether the function takes self first.
     """
@@ -203,9 +203,13 @@ class Roles(NamedTuple):
     xs: tuple[str, ...]
     tables: tuple[str, ...]
     options: tuple[str, ...]
-    rows: str | None
+    rows: tuple[str, ...]
     defaults: dict[str, Any]
     method: bool
+
+    def rounding(self, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The values of options without the place of an unsqueeze, which does not change where results round."""
+        return tuple(value for name, value in zip(self.options, options) if name != "unsqueeze_dim")
 
 
 def roles(function: Any, method: bool = False, given: str = "") -> Roles | None:
@@ -220,36 +224,29 @@ def roles(function: Any, method: bool = False, given: str = "") -> Roles | None:
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         return None
     parameters = [each for each in parameters if each.kind is not each.VAR_KEYWORD]
-    stated = given.split()
-    if given and len(stated) != len(parameters):
+    held = given.split() or [_role(each) for each in parameters]
+    if len(held) != len(parameters):
         return None
-    found: dict[str, str] = {}
-    for at, each in enumerate(parameters):
-        role = stated[at] if given else _role(each)
-        if role is not None and role != "-":
-            found[each.name] = role
 
-    def having(*names: str) -> tuple[str, ...]:
-        named = [name for name, role in found.items() if role in names]
-        return tuple(sorted(named, key=lambda name: names.index(found[name])))
+    def having(*wanted: str) -> tuple[str, ...]:
+        return tuple(p.name for role in wanted for p, own in zip(parameters, held) if own == role)
 
-    xs, tables, rows = having("x"), having("cos", "sin", "table"), having("rows")
-    held = sorted(found[name] for name in tables)
-    if not 1 <= len(xs) <= 3 or held not in (["table"], ["cos", "sin"]):
+    of_tables = sorted(role for role in held if role in ("cos", "sin", "table"))
+    if not 1 <= held.count("x") <= 3 or of_tables not in (["table"], ["cos", "sin"]):
         return None
     return Roles(
         names=tuple(each.name for each in parameters),
-        xs=xs,
-        tables=tables,
+        xs=having("x"),
+        tables=having("cos", "sin", "table"),
         options=having("option"),
-        rows=rows[0] if rows else None,
+        rows=having("rows")[:1],
         defaults={p.name: p.default for p in parameters if p.default is not p.empty},
         method=method,
     )
 
 
-def _role(parameter: inspect.Parameter) -> str | None:
-    """The role that a name suggests; None for a parameter that keeps its default."""
+def _role(parameter: inspect.Parameter) -> str:
+    """The role that a name suggests; "-" for a parameter that keeps its default."""
     name, needed = parameter.name, parameter.default in (None, parameter.empty)
     if name in OPTIONS or isinstance(parameter.default, bool):
         return "option"
@@ -259,4 +256,4 @@ def _role(parameter: inspect.Parameter) -> str | None:
         return "table"
     if parameter.default is parameter.empty:
         return "rows" if name == "position_ids" else "x"
-    return "x" if name in ("k", "key") else None
+    return "x" if name in ("k", "key") else "-"

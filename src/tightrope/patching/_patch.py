@@ -41,11 +41,6 @@ class Options:
     all_models: bool = False
 
     @property
-    def change_bits(self) -> bool:
-        """True if results may have other bits than those of the model."""
-        return self.exchange or self.rounding != "model"
-
-    @property
     def exchange(self) -> bool:
         """True if the tables of modules are exchanged."""
         return self.angles == "exact" or self.stack is not None
@@ -55,27 +50,18 @@ class Options:
         """Where results round; None for the bits of each function."""
         if self.stack is not None:
             return stacks.get(self.stack).rounding
-        return ("once", "once") if self.change_bits else None
+        return ("once", "once") if self.exchange or self.rounding != "model" else None
 
     def __str__(self) -> str:
         given = [each for each in fields(self) if getattr(self, each.name) != each.default]
         return ", ".join(f"{e.name}={getattr(self, e.name)!r}" for e in given) or "no option"
 
 
-class Patch:
+class Patch(_tables.Kept):
     """A patch of a model. It lives as long as the model, or a deep copy of it, holds it."""
 
     def __init__(self, model: str, options: Options) -> None:
         self.model, self.options = model, options
-
-    def __deepcopy__(self, _: Any) -> Patch:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return bool, ()  # a pickled model is not patched where it is loaded
-
-    def __str__(self) -> str:
-        return str(self.options)
 
 
 @dataclass
@@ -84,7 +70,7 @@ class _Slot:
 
     Attributes:
         made: what is put there.
-        entry: makes the entry of the report.
+        entry: that of the report; None if there is none.
         served: the calls of a function; None for members of classes that make tables.
         counts: see :class:`Calls`; empty for a check.
         patches: the patches that use it.
@@ -93,14 +79,10 @@ class _Slot:
     member: Member
     made: Any
     options: Options
-    entry: Callable[[], Entry | None]
+    entry: Entry | None = None
     served: Served | None = None
     counts: list[int] = field(default_factory=list)
     patches: weakref.WeakSet[Patch] = field(default_factory=weakref.WeakSet)
-
-    @property
-    def key(self) -> tuple[int, str]:
-        return id(self.member.owner), self.member.name
 
     def undo(self) -> None:
         """Restore what was there, unless other code has put something there since."""
@@ -111,11 +93,10 @@ class _Slot:
 
 
 _lock = threading.RLock()
-_slots: dict[tuple[int, str], _Slot] = {}
-# Function -> by roles and device, its kind, and what its global names were then.
-_kinds: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Kind | None]]] = (
-    weakref.WeakKeyDictionary()
-)
+# By owner and name.
+_slots: dict[tuple[Any, str], _Slot] = {}
+# The kinds of functions, by roles and type of device, as long as something is patched.
+_kinds: dict[tuple[Any, str, str], Kind | None] = {}
 _reports: weakref.WeakKeyDictionary[torch.nn.Module, Report] = weakref.WeakKeyDictionary()
 
 
@@ -208,15 +189,13 @@ def unpatch(model: torch.nn.Module | None = None) -> None:
 def _checked(model: Any, options: Options) -> Options:
     """Raise an error for invalid arguments."""
     if model is not None and not isinstance(model, torch.nn.Module):
-        hint = ""
         held = getattr(model, "__dict__", None) or {}
-        if names := [name for name in held if isinstance(held[name], torch.nn.Module)]:
+        names, got = [n for n in held if isinstance(held[n], torch.nn.Module)], describe(model)
+        if names:
             first = "transformer" if "transformer" in names else names[0]
-            hint = f", whose modules are {', '.join(names)}; call {OPERATION}(pipeline.{first})"
-            raise bad_type(
-                f"model must be a torch.nn.Module but got a {type(model).__name__}{hint}"
-            )
-        raise bad_type(f"model must be a torch.nn.Module but got {describe(model)}")
+            hint = f"whose modules are {', '.join(names)}; call {OPERATION}(pipeline.{first})"
+            got = f"a {type(model).__name__}, {hint}"
+        raise bad_type(f"model must be a torch.nn.Module but got {got}")
     allowed = {"angles": ANGLES, "rounding": ROUNDINGS, "stack": (*STACKS, None)}
     for name, values in allowed.items():
         if getattr(options, name) not in values:
@@ -237,18 +216,18 @@ def _patched(model: torch.nn.Module, options: Options, functions: Mapping[Any, s
     if held and model in _reports and not functions:
         if held.options != options:
             raise bad_value(
-                f"model must be unpatched before it is patched with other options, but it is patched with {held}; call "
+                f"model must be unpatched before it is patched with other options, but it is patched with {held.options}; call "
                 "unpatch(model) first"
             )
         return _reports[model]
     _forget()
     mine = Patch(type(model).__name__, options)
     slots, left = _functions(model, options, functions)
+    served = [slot.served for slot in slots if slot.served is not None]
     makers = [module for module in model.modules() if _tables.is_maker(module)]
     made, kept = _exchanged(model, makers, mine, left) if options.exchange else ({}, [])
-    slots += _forwards(makers, made, options)
-    checked = _checks(slots, mine) if options.change_bits and not options.all_models else []
-    slots += checked
+    checked = _checks(slots, mine) if options.where and not options.all_models else []
+    slots += [*_forwards(makers, made, options), *checked]
     for slot in slots:
         if slot.options != options:
             other = next((each.model for each in slot.patches), "a model")
@@ -257,21 +236,15 @@ def _patched(model: torch.nn.Module, options: Options, functions: Mapping[Any, s
                 f"{other} after patch(…, {slot.options}); unpatch that model first"
             )
     replaced = {slot.member.place() for slot in slots}
-    left += [
-        Entry(
-            cls.__module__, f"{cls.__qualname__}.{name}", None, False, "seems to rotate in its body"
-        )
-        for cls, name in _find.bodies_of(model)
-        if (cls.__module__, f"{cls.__qualname__}.{name}") not in replaced
-    ]
+    bodies = [place for m in _find.bodies_of(model) if (place := m.place()) not in replaced]
+    left += [Entry(*place, None, False, "seems to rotate in its body") for place in bodies]
     device = next((t.device.type for t in model.parameters()), "cpu")
+    for each in served if device not in ("cpu", "meta") else ():
+        each.kind_on(device)
+    _warn_of_record(model, [each.first for each in served])
     for slot in slots:
-        if slot.served is not None and device not in ("cpu", "meta"):
-            slot.served.kind_on(device)
-    _warn_of_record(model, [slot.served.first for slot in slots if slot.served is not None])
-    for slot in slots:
-        if slot.key not in _slots:
-            _slots[slot.key] = slot
+        if slot.member[:2] not in _slots:
+            _slots[slot.member[:2]] = slot
             slot.member.put(slot.made)
         slot.patches.add(mine)
     vars(model)[_HELD] = mine
@@ -281,13 +254,12 @@ def _patched(model: torch.nn.Module, options: Options, functions: Mapping[Any, s
             vars(module)[_HELD] = mine
         if module in made:
             vars(module)[_tables.KEPT] = made[module]
-            _rebind(module)
-    report = Report([e for slot in slots if (e := slot.entry()) is not None] + [*left, *kept])
-    report.entries = [*dict.fromkeys(report.entries)]
-    report.notes = _notes(model, makers, options)
-    report._counts = {
-        slot.member.place(): (slot.counts, tuple(slot.counts[:3])) for slot in slots if slot.counts
-    }
+            for name in _tables.kept_forwards(module):
+                vars(module)[name] = type(module).forward.__get__(module)
+    entries = [slot.entry for slot in slots if slot.entry is not None]
+    report = Report([*dict.fromkeys([*entries, *left, *kept])], _notes(model, makers, options))
+    counted = {slot.member.place(): slot.counts for slot in slots if slot.counts}
+    report._counts = {place: (counts, tuple(counts[:3])) for place, counts in counted.items()}
     report._undo = functools.partial(_undo_if_alive, weakref.ref(model))
     _reports[model] = report
     return report
@@ -297,61 +269,56 @@ def _functions(
     model: torch.nn.Module, options: Options, functions: Mapping[Any, str]
 ) -> tuple[list[_Slot], list[Entry]]:
     """The slots of a model's rotary functions, and entries for those that are left."""
-    members = {(id(m.owner), m.name): (m, "") for m in _find.members_of(model)}
+    members = {member[:2]: (member, "") for member in _find.members_of(model)}
     for function, given in functions.items():
-        member = _find.member_of(function) if callable(function) else None
+        member = _find.member_of(function)
         if member is None:
             raise bad_value(
                 f"functions must be found under their own names but got {describe(function)}"
             )
-        members[id(member.owner), member.name] = member, given
+        members[member[:2]] = member, given
     slots, doubtful = [], []
     for key, (member, given) in members.items():
-        slot = _slots.get(key)
-        if slot is None:
-            kind = _kind_of(member, given)
-            if kind is None or not (kind.same_bits or options.where):
-                doubtful.append((member, kind))
-                if given:
-                    raise bad_value(
-                        f"functions must be of a known kind, but {member.name} with {given!r} is of none"
-                    )
-                continue
-            slot = _slot(member, kind, given, options)
-        slots.append(slot)
+        if key in _slots:
+            slots.append(_slots[key])
+            continue
+        kind = _kind_of(member, given)
+        if kind is not None and (kind.same_bits or options.where):
+            slots.append(_slot(member, kind, given, options))
+        elif given:
+            words = f"{member.name} with {given!r} is of none"
+            raise bad_value(f"functions must be of a known kind, but {words}")
+        else:
+            doubtful.append((member, kind))
     names = {slot.member.name for slot in slots}
     left = []
     for member, kind in doubtful:
         if not member.rotates() or (kind is None and names & _find.names_in(member.function())):
             continue  # it does not rotate, or calls a function that is replaced
-        reason = (
-            "is of no known kind" if kind is None else f"computes {kind}, but rounds in another way"
-        )
+        reason = f"computes {kind}, but rounds in another way" if kind else "is of no known kind"
         left.append(Entry(*member.place(), None, False, reason))
     return slots, left
 
 
 def _kind_of(member: Member, given: str, device: str = "cpu") -> Kind | None:
-    function, known = member.function(), _kinds.setdefault(member.key(), {})
-    space = getattr(function, "__globals__", {})
-    state = {name: space.get(name) for name in _find.names_in(function)}
-    before, kind = known.get(given + device, (None, None))
-    same = before is not None and all(before.get(name) is value for name, value in state.items())
-    if not same:
-        kind = find(function, device, member.takes_self(), given)
-        known[given + device] = state, kind
-    return kind
+    key = member.key(), given, device
+    if key not in _kinds:
+        _kinds[key] = find(member.function(), device, member.takes_self(), given)
+    return _kinds[key]
 
 
 def _slot(member: Member, kind: Kind, given: str, options: Options) -> _Slot:
     served = Served(member.function(), kind, lambda device: _kind_of(member, given, device))
     made = member.like(replacement(served, options.where))
-
-    def entry() -> Entry:
-        same = kind.same_bits and options.where is None and not kind.is_complex
-        return Entry(*member.place(), str(kind), True, "", same, served.compared)
-
+    same = kind.same_bits and options.where is None and not kind.is_complex
+    entry = Entry(*member.place(), str(kind), True, "", same, served.compared)
     return _Slot(member, made, options, entry, served, served.counts)
+
+
+def _of_class(cls: type, name: str, made: Any, *more: Any) -> _Slot:
+    """The slot of a method of a class that something is put before."""
+    known = _slots.get((cls, name))
+    return known or _Slot(Member(cls, name, vars(cls).get(name)), made, *more)
 
 
 def replaced(function: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -366,54 +333,14 @@ def _forwards(
     makers: list[torch.nn.Module], made: Mapping[Any, Any], options: Options
 ) -> list[_Slot]:
     """The slots of the forward of classes of modules whose tables are exchanged, or whose ids are looked at."""
-    classes = dict.fromkeys(
-        type(module) for module in makers if module in made or _has_axes(module)
-    )
-    return [_slots.get((id(cls), "forward")) or _forward_slot(cls, options) for cls in classes]
-
-
-def _checks(slots: list[_Slot], mine: Patch) -> list[_Slot]:
-    """The slots of checks on the classes that call what is replaced, in models that are not patched too."""
-    options = mine.options
-    classes, unseen = _find.callers_of([slot.member for slot in slots if slot.served is not None])
-    if unseen:
-        raise bad_value(
-            f"model must call {unseen[0].name} in modules of its own file with {options}, so that a check "
-            f"can find other models of the file; call patch(model, {options}, all_models=True), which serves every model of it"
-        )
-    return [_slots.get((id(cls), "_call_impl")) or _check_slot(cls, mine) for cls in classes]
-
-
-def _check_slot(cls: type, mine: Patch) -> _Slot:
-    def is_alive() -> bool:
-        if not slot.patches:
-            with _lock:
-                _forget()
-        return bool(slot.patches)
-
-    check = _tables.check_of(cls, mine.options, mine.model, is_alive)
-    member = Member(cls, "_call_impl", vars(cls).get("_call_impl"))
-    slot = _Slot(member, check, mine.options, lambda: None)
-    return slot
-
-
-def _forward_slot(cls: type, options: Options) -> _Slot:
-    counts = [0, 0, 0, 0]
-    member = Member(cls, "forward", vars(cls).get("forward"))
-
-    def entry() -> Entry | None:
-        if not options.exchange:
-            return None
-        by = (
-            "exact cosines and sines"
-            if options.stack is None
-            else f"cosines and sines of {options.stack}"
-        )
-        return Entry(cls.__module__, cls.__qualname__, by, True)
-
-    return _Slot(
-        member, _tables.forward_of(cls, options.exchange, counts), options, entry, None, counts
-    )
+    by = f"cosines and sines of {options.stack}" if options.stack else "exact cosines and sines"
+    slots = []
+    for cls in dict.fromkeys(type(m) for m in makers if m in made or _has_axes(m)):
+        entry = Entry(cls.__module__, cls.__qualname__, by, True) if options.exchange else None
+        counts = [0, 0, 0, 0]
+        forward = _tables.forward_of(cls, options.exchange, counts)
+        slots.append(_of_class(cls, "forward", forward, options, entry, None, counts))
+    return slots
 
 
 def _has_axes(module: Any) -> bool:
@@ -421,49 +348,55 @@ def _has_axes(module: Any) -> bool:
     return isinstance(rope, dict) and "mrope_section" in rope
 
 
-def _rebind(module: torch.nn.Module) -> None:
-    """Let a forward that a wrapper keeps, as hooks of accelerate do, be that of the class."""
-    for name, value in list(vars(module).items()):
-        if (
-            name != "forward"
-            and getattr(value, "__self__", None) is module
-            and value.__name__ == "forward"
-        ):
-            vars(module)[name] = type(module).forward.__get__(module)
+def _checks(slots: list[_Slot], mine: Patch) -> list[_Slot]:
+    """The slots of checks on the classes that call what is replaced, in models that are not patched too."""
+    options, classes = mine.options, dict[type, None]()
+    for slot in slots:
+        callers = _find.callers_of(slot.member)
+        classes |= dict.fromkeys(callers)
+        if not callers or not all(issubclass(cls, torch.nn.Module) for cls in callers):
+            raise bad_value(
+                f"model must call {slot.member.name} in modules of its own file with {options}, so that a check "
+                f"can find other models of the file; call patch(model, {options}, all_models=True), which serves "
+                "every model of it"
+            )
+    checks = {cls: _tables.check_of(cls, options, mine.model, _is_checked) for cls in classes}
+    return [_of_class(cls, "_call_impl", check, options) for cls, check in checks.items()]
+
+
+def _is_checked(cls: type) -> bool:
+    """Return whether a patched model exists because of which modules of a class are checked."""
+    with _lock:
+        _forget()
+    return (cls, "_call_impl") in _slots
 
 
 def _exchanged(
     model: torch.nn.Module, makers: list[torch.nn.Module], mine: Patch, left: list[Entry]
 ) -> tuple[dict[torch.nn.Module, _tables.Made], list[Entry]]:
     """The tables for each module that makes some, and an entry for each that keeps its own."""
-    stack = mine.options.stack
-    found, kept = {}, {}
+    found, kept, options = {}, {}, mine.options
     for module in makers:
-        cls = type(module)
         try:
-            found[module] = _tables.read(module, mine, stack)
+            found[module] = _tables.read(module, mine, options.stack)
         except _tables.Unlike as unlike:
-            kept[cls] = Entry(
-                cls.__module__,
-                cls.__qualname__,
-                None,
-                False,
-                f"keeps its own cosines and sines: {unlike}",
-            )
+            kept[type(module)] = _left(module, f"keeps its own cosines and sines: {unlike}")
     if not makers:
-        cls, reason = (
-            type(model),
-            "none of its modules takes (x, position_ids), so its angles stay as they are",
-        )
-        kept[cls] = Entry(cls.__module__, cls.__qualname__, None, False, reason)
-    reasons = [*left] * bool(found) + [*kept.values()] * (stack is not None)
+        words = "none of its modules takes (x, position_ids), so its angles stay as they are"
+        kept[type(model)] = _left(model, words)
+    reasons = [*left] * bool(found) + [*kept.values()] * (options.stack is not None)
     if reasons:
         words = "; ".join(f"{entry.name} {entry.reason}" for entry in reasons)
         raise bad_value(
-            f"model must have only functions and tables that can be exchanged, with {mine.options}, but {words}; call "
-            f"patch(model), which keeps the model's own{_part(model, found, mine.options)}"
+            f"model must have only functions and tables that can be exchanged, with {options}, but {words}; call "
+            f"patch(model), which keeps the model's own{_part(model, found, options)}"
         )
     return found, [*kept.values()]
+
+
+def _left(module: torch.nn.Module, reason: str) -> Entry:
+    """The entry of a class that stays as it is."""
+    return Entry(type(module).__module__, type(module).__qualname__, None, False, reason)
 
 
 def _part(model: torch.nn.Module, found: Mapping[torch.nn.Module, Any], options: Options) -> str:
@@ -480,7 +413,8 @@ def _part(model: torch.nn.Module, found: Mapping[torch.nn.Module, Any], options:
 
 def _notes(model: torch.nn.Module, makers: list[torch.nn.Module], options: Options) -> list[str]:
     notes = [f"note: {name} holds NaN, and so will what it rotates" for name in _tables.nans(model)]
-    notes += [note for module in makers if (note := _tables.note(module))]
+    doubts = [_tables.by_configuration(each)[1] for each in makers if hasattr(each, "config")]
+    notes += [f"note: {doubt}" for doubt in doubts if doubt]
     changing = {type(m).__name__ for m in makers if "dynamic" in str(getattr(m, "rope_type", ""))}
     if options.exchange and changing:
         notes.append(
@@ -492,13 +426,11 @@ def _notes(model: torch.nn.Module, makers: list[torch.nn.Module], options: Optio
 
 def _warn_of_record(model: torch.nn.Module, kinds: list[Kind]) -> None:
     """Warn if the record of a conversion states that the weights have another pairing than the model's code."""
-    records: list[Any] = []
+    held: Any = {}
     with suppress(OSError, ValueError):  # a name that is no path, or a record that is none
-        records = [
-            each for held in records_of(getattr(model, "config", None)).values() for each in held
-        ]
+        held = records_of(getattr(model, "config", None))
     codes = {place.turn.interleaved for kind in kinds for place in kind.places.values()}
-    other = [record for record in records if record.interleaved not in codes]
+    other = [each for found in held.values() for each in found if each.interleaved not in codes]
     if not other or not codes:
         return
     text = (
@@ -510,15 +442,14 @@ def _warn_of_record(model: torch.nn.Module, kinds: list[Kind]) -> None:
 
 
 def _undone(model: torch.nn.Module) -> None:
-    held = []
+    gone = weakref.WeakSet[Patch]()
     for module in model.modules():
         vars(module).pop(_tables.KEPT, None)
         _reports.pop(module, None)
         if _HELD in vars(module):
-            held.append(weakref.ref(vars(module).pop(_HELD)))
+            gone.add(vars(module).pop(_HELD))
     _forget()
-    # A copy that waits for the garbage collector may hold the patch.
-    if any(each() is not None for each in held):
+    if gone:  # a copy that waits for the garbage collector may hold the patch
         gc.collect()
         _forget()
 
@@ -529,7 +460,8 @@ def _forget() -> None:
         if not slot.patches:
             del _slots[key]
             slot.undo()
-            _kinds.pop(slot.member.key(), None) if slot.served is not None else None
+    if not _slots:
+        _kinds.clear()  # what functions read may change
 
 
 def _undo_if_alive(model: weakref.ref[torch.nn.Module]) -> None:
@@ -540,31 +472,30 @@ def _undo_if_alive(model: weakref.ref[torch.nn.Module]) -> None:
 # --- all models of transformers that are built later ----------------------------------------------
 
 
+_LATER = "models of transformers that are built from now on are patched, and listed here"
+_NONE_YET = "no model of transformers was built since patch()"
+
+
 class _Later:
     """The active patch of models that are built later."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.report = Report(
-            notes=[
-                "models of transformers that are built from now on are patched, and listed here"
-            ],
-            if_empty="no model of transformers was built since patch()",
-            _undo=unpatch,
-        )
         self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self.base: Any = importlib.import_module("transformers").PreTrainedModel
-        self.original = self.base.post_init
+        self.report = Report(notes=[_LATER], if_empty=_NONE_YET, _undo=unpatch)
+        base: Any = importlib.import_module("transformers").PreTrainedModel
+        original = base.post_init
 
-        @functools.wraps(self.original)
+        @functools.wraps(original)
         def post_init(model: Any, *args: Any, **kwargs: Any) -> Any:
-            result = self.original(model, *args, **kwargs)
+            result = original(model, *args, **kwargs)
             # Another library may have wrapped this function.
             if _active is self and not _small_model.is_running():
                 self.add(model)
             return result
 
-        self.wrapped = self.base.post_init = post_init
+        self.slot = _Slot(Member(base, "post_init", original), post_init, options)
+        base.post_init = post_init
 
     def add(self, model: torch.nn.Module) -> None:
         """Patch a model that was built now."""
@@ -574,8 +505,7 @@ class _Later:
             made = patch(model, **asdict(self.options))
             self.models.add(model)
         except Exception as error:  # noqa: BLE001  # such as one without rotations; it is built nevertheless
-            cls = type(model)
-            made = Report([Entry(cls.__module__, cls.__qualname__, None, False, str(error))])
+            made = Report([_left(model, str(error))])
         self.report.add(made)
 
 
@@ -594,8 +524,7 @@ def _end_later() -> None:
     global _active
     if _active is not None:
         ended, _active = _active, None
-        if ended.base.post_init is ended.wrapped:
-            ended.base.post_init = ended.original
+        ended.slot.undo()
         for model in list(ended.models):
             _undone(model)
         _forget()

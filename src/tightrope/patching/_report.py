@@ -42,15 +42,11 @@ class Entry:
     compared: list[str] = field(default_factory=list, hash=False, compare=False)
 
     def __str__(self) -> str:
+        place = f"{self.module.rsplit('.', 1)[-1]}.{self.name}"
         if not self.replaced:
-            return f"left     {self.place}: {self.reason}"
+            return f"left     {place}: {self.reason}"
         bits = f" (same bits, compared on {' and '.join(self.compared)})" if self.same_bits else ""
-        return f"replaced {self.place}{bits}: {self.kind}"
-
-    @property
-    def place(self) -> str:
-        """The last part of the module's name and the name: ``modeling_llama.apply_rotary_pos_emb``."""
-        return f"{self.module.rsplit('.', 1)[-1]}.{self.name}"
+        return f"replaced {place}{bits}: {self.kind}"
 
 
 @dataclass(frozen=True)
@@ -148,8 +144,8 @@ class Report:
         lines += [_COMPILED] if any(entry.same_bits for entry in self.replaced) else []
         for place, calls in self.calls().items():
             if calls.operator or calls.original:
-                line = f"calls of {place}: the operator served {calls.operator:,}, the original ran in {calls.original:,}"
-                lines.append(line)
+                served = f"the operator served {calls.operator:,}"
+                lines.append(f"calls of {place}: {served}, the original ran in {calls.original:,}")
             if calls.doubtful:
                 lines.append(
                     f"calls of {place} in which ids restart within a row, equal on all axes: {calls.doubtful:,}; give "

@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ _ANGLE, _VALUE = 6e-7, 4e-6
 # Relative and absolute error of a cast of frequencies to bfloat16 or float16.
 _CAST, _CAST_TINY = 2**-8, 2**-24
 _INTEGERS = torch.int64, torch.int32
+# The endings of attributes that decide tables, besides buffers.
+_FACTORS = "rope_type", "attention_scaling"
 # The calls of a module whose ids are looked at.
 _LOOKED = 100
 
@@ -40,7 +43,18 @@ class Unlike(ValueError):
     """The tables of a module cannot be exchanged; the message is the reason."""
 
 
-class Made:
+class Kept:
+    """What modules of a patched model hold: deep copies share it, and a pickled model has none where it is loaded."""
+
+    def __deepcopy__(self, _: Any) -> Any:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bool, ()
+
+
+@dataclass(eq=False)
+class Made(Kept):
     """The tables that a module of a patched model makes instead of its own.
 
     Attributes:
@@ -51,19 +65,11 @@ class Made:
         seen: what the module's own tables follow from; see :func:`_state`.
     """
 
-    def __init__(
-        self, owner: Any, specs: Any = None, width: str = "", stack: str | None = None
-    ) -> None:
-        self.owner, self.specs, self.width, self.stack = owner, specs, width, stack
-        self.seen: Any = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Made:
-        made = Made(self.owner, self.specs, self.width, self.stack)
-        made.seen = copy.deepcopy(self.seen, memo)
-        return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return bool, ()  # a pickled model is not patched where it is loaded
+    owner: Any
+    specs: dict[str | None, Any]
+    width: str
+    stack: str | None = None
+    seen: Any = None
 
     def tables(
         self, ids: torch.Tensor, layer_type: str | None, dtype: torch.dtype
@@ -100,9 +106,13 @@ def is_maker(module: torch.nn.Module) -> bool:
     return parameters(type(module))[1:] in (["position_ids"], ["position_ids", "layer_type"])
 
 
-def is_bound(module: Any, value: Any) -> bool:
-    """Return whether a value is the forward of a module, bound to it, as hooks of accelerate keep it."""
-    return getattr(value, "__self__", None) is module and value.__name__ == "forward"
+def kept_forwards(module: Any) -> list[str]:
+    """The names under which hooks of a module, such as those of accelerate, keep its forward."""
+    return [
+        name
+        for name, held in vars(module).items()
+        if getattr(held, "__self__", None) is module and held.__name__ == "forward"
+    ]
 
 
 def read(module: Any, owner: Any, stack: str | None) -> Made:
@@ -111,10 +121,7 @@ def read(module: Any, owner: Any, stack: str | None) -> Made:
     Raises:
         Unlike: they cannot be exchanged; the message is the reason.
     """
-    own = vars(module)
-    if "forward" in own and not any(
-        name != "forward" and is_bound(module, own[name]) for name in own
-    ):
+    if "forward" in vars(module) and not kept_forwards(module):
         raise Unlike("a wrapper hides its forward; call patch before you replace it")
     if any(True for _ in module.parameters()) or any(t.requires_grad for t in module.buffers()):
         raise Unlike("it has learned tensors, to which exact angles would give no gradients")
@@ -125,13 +132,10 @@ def read(module: Any, owner: Any, stack: str | None) -> Made:
         types: list[str | None] = [None]
         if "layer_type" in parameters(type(module)):
             names = [n for n, _ in fresh.named_buffers() if n.endswith("_inv_freq")]
-            types = [
-                n.removesuffix("_inv_freq") for n in names if not n.endswith("original_inv_freq")
-            ]
-        declared = _declared(module, types)
-        found = _matching(fresh, declared, owner)
+            types = [n[: -len("_inv_freq")] for n in names if "original_inv_freq" not in n]
+        found = _matching(fresh, _declared(module, types), owner)
         if not found and stack is None:
-            found = _matching(fresh, _held(fresh, types), owner)
+            found = _matching(fresh, {each: _held(fresh, each) for each in types}, owner)
         if len(found) != 1:
             raise Unlike(
                 "its cosines and sines are those of neither its configuration nor its inv_freq"
@@ -152,71 +156,66 @@ def read(module: Any, owner: Any, stack: str | None) -> Made:
 
 def _fresh(module: Any) -> Any:
     """A module with the same tables in float32 on the CPU: built from the configuration if that gives its buffers."""
-    built = _built(module)
-    if isinstance(built, torch.nn.Module) and _same(module, built):
+    built, doubt = by_configuration(module)
+    if not doubt:
         return built
     if any(t.is_meta or t.dtype != torch.float32 for t in module.buffers()):
         raise Unlike(
             "its frequencies are on the meta device or not float32, and its configuration does not give them"
         )
     copied = copy.deepcopy(module).cpu()
-    for name in (
-        KEPT,
-        "forward",
-        "_old_forward",
-        "_hf_hook",
-    ):  # of a wrapper, which may call the original module
+    # Of a wrapper, which may call the original module.
+    for name in (KEPT, "forward", "_old_forward", "_hf_hook"):
         vars(copied).pop(name, None)
     return copied
 
 
-def _built(module: Any) -> Any:
-    """A module of the same class, built from the configuration that the module has now; the error if that fails."""
-    try:
-        return type(module)(module.config)
-    except Exception as error:  # noqa: BLE001  # third-party code can raise anything
-        return error.with_traceback(None)  # whose frames would hold the patch
+def by_configuration(module: Any) -> tuple[Any, str]:
+    """A module of the same class, built from the configuration that it has now, and how it differs: "" if it does not."""
+    config, name = getattr(module, "config", None), type(module).__name__
+    stated = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    with undisturbed(), torch.no_grad():
+        try:
+            built = type(module)(module.config)
+        except Exception as error:  # noqa: BLE001  # third-party code can raise anything
+            words = f"cannot be built again from its configuration, which states {stated}: {error}"
+            return None, f"{name} {words}"
+        if _same(module, built):
+            return built, ""
+    return built, (
+        f"the configuration states {stated}; {name} holds other frequencies or another factor, which are used. "
+        "Build the model from the configuration to use its own."
+    )
 
 
-def _same(module: Any, fresh: torch.nn.Module) -> bool:
+def _same(module: Any, built: torch.nn.Module) -> bool:
     """Return whether a module has the buffers of another, up to the rounding of a cast, and its factor.
 
     If frequencies depend on the length, the buffer holds those of the last call, and ``original_inv_freq`` the first.
     """
-    kinds = getattr(module, "rope_type", None)
-    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-    by_length = any("dynamic" in str(kind) or kind == "longrope" for kind in kinds)
-    for name, began in fresh.named_buffers():
+    rules = str(getattr(module, "rope_type", ""))
+    kept = "original_inv_freq" if "dynamic" in rules or "longrope" in rules else ""
+    for name, began in built.named_buffers():
         now = getattr(module, name, None)
-        if (
-            not isinstance(now, torch.Tensor)
-            or now.is_meta
-            or (by_length and not name.endswith("original_inv_freq"))
-        ):
+        if not isinstance(now, torch.Tensor) or now.is_meta or not name.endswith(kept):
             continue
         now, began = now.detach().cpu().float(), began.float()
         if now.shape != began.shape or not torch.allclose(now, began, _CAST, _CAST_TINY):
             return False
-    names = [name for name in vars(module) if name.endswith(("rope_type", "attention_scaling"))]
-    return all(getattr(module, name) == getattr(fresh, name, None) for name in names)
+    names = [name for name in vars(module) if name.endswith(_FACTORS)]
+    return all(getattr(module, name) == getattr(built, name, None) for name in names)
 
 
-def _state(module: Any) -> Any:
-    """The state from which a module makes tables: its configuration, factors, and buffers with their versions."""
-    config, own = getattr(module, "config", None), vars(module)
+def _state(module: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The state from which a module makes tables: its configuration, factors, and buffers with their versions.
+
+    The buffers themselves come second: while they are held, no other tensor has their identities.
+    """
+    config, own, held = getattr(module, "config", None), vars(module), [*module.buffers()]
     names = "rope_parameters", "max_position_embeddings", "original_max_position_embeddings"
     values = [copy.deepcopy(getattr(config, name, None)) for name in names]
-    factors = {name: own[name] for name in own if name.endswith(("rope_type", "attention_scaling"))}
-    buffers = [(t, None if t.is_inference() else t._version) for t in module.buffers()]
-    return values, copy.deepcopy(factors), buffers
-
-
-def _changed(before: Any, after: Any) -> bool:
-    return bool(
-        before[:2] != after[:2]
-        or len(before[2]) != len(after[2])
-        or any(a is not b or n != m for (a, n), (b, m) in zip(before[2], after[2]))
-    )
+    factors = {name: copy.deepcopy(own[name]) for name in own if name.endswith(_FACTORS)}
+    return (values, factors, [(id(t), t.is_inference() or t._version) for t in held]), held
 
 
 def nans(module: torch.nn.Module) -> list[str]:
@@ -241,18 +240,14 @@ def _declared(module: Any, types: list[str | None]) -> dict[str | None, Any]:
         return {}
 
 
-def _held(fresh: Any, types: list[str | None]) -> dict[str | None, Any]:
-    """The spec of each type of layers by the frequencies that a module holds; empty if it holds none."""
-    found: dict[str | None, Any] = {}
-    for layer_type in types:
-        prefix = f"{layer_type}_" if layer_type else ""
-        held = getattr(fresh, f"{prefix}inv_freq", None)
-        if type(held) is not torch.Tensor or held.dim() != 1:
-            return {}
-        values = tuple(held.double().tolist())
-        factor = float(getattr(fresh, f"{prefix}attention_scaling", 1.0))
-        found[layer_type] = RopeSpec(2 * len(values), scaling=Given(values)), factor
-    return found
+def _held(fresh: Any, layer_type: str | None) -> tuple[RopeSpec | None, float]:
+    """The spec of a type of layers by the frequencies that a module holds, and its factor; None if it holds none."""
+    prefix = f"{layer_type}_" if layer_type else ""
+    held = getattr(fresh, f"{prefix}inv_freq", None)
+    if type(held) is not torch.Tensor or held.dim() != 1:
+        return None, 1.0
+    spec = RopeSpec(2 * len(held), scaling=Given(tuple(held.double().tolist())))
+    return spec, float(getattr(fresh, f"{prefix}attention_scaling", 1.0))
 
 
 def _matching(fresh: Any, specs: dict[str | None, Any], owner: Any) -> list[Made]:
@@ -290,35 +285,16 @@ def _alike(fresh: Any, made: Made, layer_type: str | None) -> bool:
 def _positions(fresh: Any, spec: RopeSpec) -> Iterator[tuple[torch.Tensor, bool]]:
     """Positions to try, and whether a module must take them."""
     config = getattr(fresh, "config", None)
-    held = [
-        getattr(config, n, None)
-        for n in ("max_position_embeddings", "original_max_position_embeddings")
-    ]
-    ends = sorted({*_FAR, *(n for n in held if isinstance(n, int) and 8 < n < 2**21)})
-    rows = [(each, True) for each in _IDS] + [
-        ([[n, n + 1]], False) for m in ends for n in (m - 2, m)
-    ]
+    names = "max_position_embeddings", "original_max_position_embeddings"
+    stated = [getattr(config, name, None) for name in names]
+    ends = {*_FAR, *(n for n in stated if isinstance(n, int) and 8 < n < 2**21)}
+    rows = [(each, True) for each in _IDS]
+    rows += [([[n, n + 1]], False) for end in ends for n in (end - 2, end)]
     for values, needed in rows:
         ids = torch.tensor(values)
         yield ids, needed
         if spec.axes is not None:
             yield torch.stack([ids // (axis + 1) + axis for axis in range(spec.axis_count)]), needed
-
-
-def note(module: Any) -> str | None:
-    """A line of the report for a module that holds other frequencies than its configuration states, else None."""
-    with undisturbed(), torch.no_grad():
-        built = _built(module)
-    config, name = getattr(module, "config", None), type(module).__name__
-    if config is None or (isinstance(built, torch.nn.Module) and _same(module, built)):
-        return None
-    stated = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    if isinstance(built, Exception):
-        return f"note: {name} cannot be built again from its configuration, which states {stated}: {built}"
-    return (
-        f"note: the configuration states {stated}; {name} holds other frequencies or another factor, which are "
-        "used. Build the model from the configuration to use its own."
-    )
 
 
 def forward_of(cls: Any, exchanged: bool, counts: list[int]) -> Any:
@@ -337,21 +313,18 @@ def forward_of(cls: Any, exchanged: bool, counts: list[int]) -> Any:
         values = {"layer_type": None, **dict(zip(names, args)), **kwargs}
         x: Any = values.get(names[0])
         ids: Any = values.get("position_ids")
-        layer_type = values["layer_type"]
-        eager = not torch.compiler.is_compiling()
+        layer_type, eager = values["layer_type"], not torch.compiler.is_compiling()
         if eager and counts[3] < _LOOKED:
             counts[3] += 1
             counts[2] += _restarts(ids)
         made: Any = getattr(self, KEPT, None) if exchanged else None
         if not made:
             return original(self, *args, **kwargs)
-        specs = made.specs
-        taken = (
-            layer_type in specs and isinstance(x, torch.Tensor) and isinstance(ids, torch.Tensor)
-        )
-        ranks = (2, 3) if taken and specs[layer_type][0].axes is not None else (2,)
-        taken = taken and ids.dtype in _INTEGERS and x.is_floating_point() and ids.dim() in ranks
-        if not taken or len(values) != len(known_names):
+        spec, _ = made.specs.get(layer_type, (None, 1.0))
+        taken = spec is not None and len(values) == len(known_names)
+        taken = taken and isinstance(x, torch.Tensor) and isinstance(ids, torch.Tensor)
+        taken = taken and ids.dtype in _INTEGERS and x.is_floating_point()
+        if not taken or ids.dim() not in (2, 2 if spec.axes is None else 3):
             counts[1] += eager
             return original(self, *args, **kwargs)
         if eager:
@@ -369,15 +342,14 @@ def forward_of(cls: Any, exchanged: bool, counts: list[int]) -> Any:
 
 def _current(module: Any, made: Made) -> Made:
     """The tables that a module makes now; it is read again if its weights or configuration have changed."""
-    state = _state(module)
-    if not _changed(made.seen, state):
+    if made.seen[0] == _state(module)[0]:
         return made
     try:
         now = read(module, made.owner, made.stack)
     except Unlike as unlike:
         text = (
             f"{type(module).__name__} must have frequencies that can be exchanged, but its weights or configuration "
-            f"have changed since patch(model, {made.owner}), and {unlike}; call unpatch(model)"
+            f"have changed since patch(model, {made.owner.options}), and {unlike}; call unpatch(model)"
         )
         raise ValueError(sentence("patch", text)) from None
     vars(module)[KEPT] = now
@@ -391,13 +363,13 @@ def _restarts(ids: Any) -> bool:
     return bool((ids == ids[:1]).all() and (ids[0, :, 1:] < ids[0, :, :-1]).any())
 
 
-def check_of(cls: Any, options: Any, first: str, is_alive: Callable[[], bool]) -> Any:
+def check_of(cls: Any, options: Any, first: str, is_checked: Callable[[type], bool]) -> Any:
     """A ``_call_impl`` that refuses to run a module of a model that is not patched, whose bits would change.
 
     Args:
         options: those of the patches.
         first: the name of the class of the first model.
-        is_alive: whether a patched model exists; what is replaced is restored if not.
+        is_checked: whether a patched model of the class exists; what is replaced is restored if not.
     """
     original = cls._call_impl
     text = (
@@ -408,7 +380,7 @@ def check_of(cls: Any, options: Any, first: str, is_alive: Callable[[], bool]) -
 
     @functools.wraps(original)
     def _call_impl(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self, MARK, None) and is_alive():
+        if not getattr(self, MARK, None) and is_checked(cls):
             raise ValueError(sentence("patch", text))
         return original(self, *args, **kwargs)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ..functional.tables import Tables, pack, rotate_by
 from ..ops import route
@@ -45,7 +46,7 @@ class Kind:
     Attributes:
         forms: the form of its tables by the values of the options.
         places: by the values of the options and the shape of a call; see :func:`shape_of`.
-        arithmetics: by the values of the options, and the dtypes of x and of the tables.
+        arithmetics: by the values of options that :meth:`Roles.rounding` keeps, and the dtypes of x and of the tables.
         apart: whether channels of x may lie apart in memory.
     """
 
@@ -64,8 +65,8 @@ class Kind:
     @property
     def same_bits(self) -> bool:
         """True if results and gradients in float32 have the function's bits."""
-        wide = torch.float32, torch.float32
-        found = [self.arithmetics.get((options, *wide)) for options in self.forms]
+        fixed = map(self.roles.rounding, self.forms)
+        found = [self.arithmetics.get((each, torch.float32, torch.float32)) for each in fixed]
         return all(each is not None and each.gradients for each in found)
 
     def __str__(self) -> str:
@@ -94,16 +95,21 @@ def turned(
     Raises:
         TypeError, ValueError: the operator does not take them.
     """
-    turn, dtype, result = place.turn, xs[0].dtype, arithmetic.result or xs[0].dtype
-    wide = torch.promote_types(dtype, result)
+    if place.leading:
+        first = [max(x.shape[-2] - cos.shape[-2], 0) for x in xs]
+        rest = [x[..., n:, :] if n else x for x, n in zip(xs, first)]
+        ys = turned(rest, cos, sin, place._replace(leading=False), arithmetic)
+        fronts = [x[..., :n, :].to(y.dtype) for x, y, n in zip(xs, ys, first)]
+        both = zip(fronts, ys)
+        return [torch.cat((front, y), -2) if front.shape[-2] else y for front, y in both]
+    turn, own, result = place.turn, xs[0].dtype, arithmetic.result or xs[0].dtype
+    wide = torch.promote_types(own, result)
     if arithmetic.cast:
         wide = torch.float64 if arithmetic.cast == "float64" else wide
-        narrow = dtype if arithmetic.cast == "tables" else wide
+        narrow = own if arithmetic.cast == "tables" else wide
         cos, sin = cos.to(narrow), sin.to(narrow)
-    cos, sin = turn.read(cos, sin)
+    cos, sin = _placed(cos, sin, place, 4 if place.flat else xs[0].dim())
     width = cos.shape[-1] if turn.tables == "full" else 2 * cos.shape[-1]
-    if place.unsqueeze is not None:
-        cos, sin = cos.unsqueeze(place.unsqueeze), sin.unsqueeze(place.unsqueeze)
     if place.flat:
         if xs[0].shape[-1] % width:
             raise ValueError("x must have whole heads")
@@ -112,33 +118,33 @@ def turned(
     dims = xs[0].dim()
     if dims not in (3, 4) or cos.dim() > dims:
         raise ValueError("x must have 3 or 4 dimensions, and tables not more")
-    missing = (None,) * (dims - cos.dim())
-    cos, sin = cos[missing], sin[missing]
-    behind = cos.shape[-2] == 1 and xs[0].shape[-2] != 1 and not place.leading
-    heads, axis = (dims - 2, dims - 3) if behind or place.flat else (dims - 3, dims - 2)
-    name = None
-    if place.tokens_first:
-        name, axis = "sbhd", 0
+    behind = place.flat or (cos.shape[-2] == 1 and xs[0].shape[-2] != 1)
+    heads, name = dims - 2 if behind else dims - 3, "sbhd" if place.tokens_first else None
     start = xs[0].shape[-1] - width if turn.last else 0
-
-    def given(at: int) -> Tables:
-        dense = arithmetic.dense[at]
-        options = heads, turn.interleaved, turn.tables, start
-        return Tables(cos, sin, *options, rounding=arithmetic.rounding, dense=dense, layout=name)
-
-    rows = cos.shape[axis]
-    passed = [max(x.shape[axis] - rows, 0) if place.leading else 0 for x in xs]
-    parts = [x.narrow(axis, n, rows).to(wide) if n else x.to(wide) for x, n in zip(xs, passed)]
-    if len(xs) == 2 and arithmetic.dense[0] == arithmetic.dense[1]:
-        ys = [*rotate_by(parts[0], parts[1], given(0))]
-    else:
-        ys = [rotate_by(x, None, given(at))[0] for at, x in enumerate(parts)]
+    given = Tables(cos, sin, heads, turn.interleaved, turn.tables, start, layout=name)
+    given = given._replace(rounding=arithmetic.rounding)
+    parts = [x.to(wide) for x in xs]
+    alike = len(xs) == 2 and arithmetic.dense[0] == arithmetic.dense[1]
+    pairs: list[Any] = [parts] if alike else [(x, None) for x in parts]
+    ys = []
+    for (q, k), dense in zip(pairs, arithmetic.dense):
+        ys += rotate_by(q, k, given._replace(dense=dense))
     if turn.as_halves:
         ys = [y.unflatten(-1, (-1, 2)).mT.flatten(-2) for y in ys]
-    for at, n in enumerate(passed):
-        y = ys[at].to(result)
-        ys[at] = torch.cat((xs[at].narrow(axis, 0, n).to(result), y), axis) if n else y
-    return [y.flatten(-2) for y in ys] if place.flat else ys
+    return [(y.flatten(-2) if place.flat else y).to(result) for y in ys]
+
+
+def _placed(
+    cos: torch.Tensor, sin: torch.Tensor, place: Place, dims: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The entries of tables that are read, with as many dimensions as x."""
+    cos, sin = place.turn.read(cos, sin)
+    if place.unsqueeze is not None:
+        cos, sin = cos.unsqueeze(place.unsqueeze), sin.unsqueeze(place.unsqueeze)
+    if cos.dim() < dims:
+        missing = (None,) * (dims - cos.dim())
+        cos, sin = cos[missing], sin[missing]
+    return cos, sin
 
 
 # --- the replacement ------------------------------------------------------------------------------
@@ -149,12 +155,13 @@ class _Way(NamedTuple):
 
     Attributes:
         place, arithmetic: what the operator computes.
-        direct: for the commonest kinds, what :func:`_launch` needs; None if :func:`turned` must run.
+        direct: for the commonest kinds, once :func:`turned` has served one: whether heads are behind tokens, and the
+            packed options of the operator.
     """
 
     place: Place
     arithmetic: Arithmetic
-    direct: tuple[Any, ...] | None
+    direct: tuple[bool, int] | None = None
 
 
 class Served:
@@ -175,10 +182,10 @@ class Served:
         self.counts = [0, 0]
         self.compared = [kind.device]
         self.roles = known = kind.roles
-        used = {*known.xs, *known.tables, *known.options, known.rows}
+        used = {*known.xs, *known.tables, *known.options, *known.rows}
         self.others = [name for name in known.names if name not in used]
-        # Kinds of eager calls -> how they are served, None if the original runs.
-        self.ways: dict[Any, _Way | None] = {}
+        # Kinds of eager calls -> how they are served.
+        self.ways: dict[Any, _Way] = {}
 
     def kind_on(self, device: str) -> Kind | None:
         """The kind on a type of device; it is verified in the first eager call there."""
@@ -198,42 +205,43 @@ class Served:
         unusual = len(args) > len(known.names) or len(values) != len(known.names)
         if unusual or not self.active or how not in ("eager", "compiled"):
             return None
-        for name in self.others:
-            if not _is_same(values[name], known.defaults[name]):
-                return None
         options = tuple([values[name] for name in known.options])
-        for each in options:
-            if type(each) is not bool and type(each) is not int:
-                return None
-        form = self.first.forms.get(options)
-        if form is None:
-            return None
         try:
+            for name in self.others:
+                value, default = values[name], known.defaults[name]
+                if value is not default and (type(value) is not type(default) or value != default):
+                    return None
+            form = self.first.forms.get(options)
+            if form is None:
+                return None
             cos, sin = FORMS[form].read(*[values[name] for name in known.tables])
-            if known.rows:
-                cos, sin = cos[values[known.rows]], sin[values[known.rows]]
+            for name in known.rows:
+                cos, sin = cos[values[name]], sin[values[name]]
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             return None
-        xs = [values[name] for name in known.xs]
-        if how == "compiled":
-            way = self._way(options, xs, cos, sin, rounding)
-        else:
+        xs, eager, key = [values[name] for name in known.xs], how == "eager", None
+        if eager:
             key = options, torch.is_grad_enabled(), *map(_key, (*xs, cos, sin))
-            if key not in self.ways:
-                if len(self.ways) > _MOST:
-                    self.ways.clear()
-                self.ways[key] = self._way(options, xs, cos, sin, rounding)
-            way = self.ways[key]
+        way = self.ways.get(key) if eager else None
+        way = way or self._way(options, xs, cos, sin, rounding)
         if way is None:
             return None
-        if how == "eager" and way.direct is not None:
-            ys: Any = _launch(xs, cos, sin, way.direct)
+        present = [x for x in xs if x is not None]
+        if way.direct is not None:
+            k, (behind, packed) = present[1] if len(present) > 1 else None, way.direct
+            cos, sin = _placed(cos, sin, way.place, 4)
+            if behind:
+                cos, sin = cos.transpose(1, 2), sin.transpose(1, 2)
+            ys: Any = run_packed(present[0], k, (cos, sin, None, 0, packed, 1.0))
         else:
-            present = [x for x in xs if x is not None]
             try:
                 ys = turned(present, cos, sin, way.place, way.arithmetic)
             except (TypeError, ValueError):
                 return None
+            if eager:
+                if len(self.ways) > _MOST:
+                    self.ways.clear()
+                self.ways[key] = way._replace(direct=_direct(present, cos, sin, *way[:2]))
         return ys[0] if way.place.single else (*ys, *[None] * (len(xs) - len(ys)))
 
     def _way(self, options: Any, xs: list[Any], cos: Any, sin: Any, rounding: Any) -> _Way | None:
@@ -241,14 +249,15 @@ class Served:
         present = [x for x in xs if x is not None]
         if xs[0] is None or not all(map(_is_plain, (*present, cos, sin))):
             return None
-        alike = all(x.dtype == xs[0].dtype and x.device == xs[0].device for x in present)
-        kind = self.first if rounding is not None else self.kind_on(xs[0].device.type)
+        dtype, device = xs[0].dtype, xs[0].device
+        alike = all(x.dtype == dtype and x.device == device for x in present)
+        kind = self.first if rounding is not None else self.kind_on(device.type)
         if kind is None or not (alike and all(_is_usual(x, kind.apart) for x in present)):
             return None
         place = kind.places.get((options, *shape_of(xs, cos)))
-        arithmetic = kind.arithmetics.get((options, xs[0].dtype, cos.dtype))
+        arithmetic = kind.arithmetics.get((self.roles.rounding(options), dtype, cos.dtype))
         if rounding is not None:
-            arithmetic = Arithmetic(rounding, result=xs[0].dtype)
+            arithmetic = Arithmetic(rounding, result=dtype)
         if place is None or arithmetic is None:
             return None
         grad = torch.is_grad_enabled()
@@ -258,19 +267,11 @@ class Served:
             return None
         if grad and not arithmetic.gradients and any(x.requires_grad for x in present):
             return None
-        direct = None
-        if not (learned or torch.compiler.is_compiling()):
-            direct = _direct(present, cos, sin, place, arithmetic)
-        return _Way(place, arithmetic, direct)
+        return _Way(place, arithmetic)
 
 
 # The most kinds of calls that a function remembers.
 _MOST = 1024
-
-
-def _is_same(value: Any, default: Any) -> bool:
-    number = type(default) in (int, float, bool, str)
-    return value is default or (number and type(value) is type(default) and bool(value == default))
 
 
 def _key(x: Any) -> Any:
@@ -298,50 +299,19 @@ def _direct(
     sin: torch.Tensor,
     place: Place,
     arithmetic: Arithmetic,
-) -> tuple[Any, ...] | None:
-    """The arguments of :func:`_launch` for a call; None for calls of rarer kinds, for which :func:`turned` runs."""
-    q, turn, dense = xs[0], place.turn, arithmetic.dense[0]
-    simple = q.dim() == 4 and len(xs) < 3 and not place.leading
-    simple = simple and not (place.tokens_first or turn.as_halves or turn.last)
-    plain = not arithmetic.cast and arithmetic.result in (None, q.dtype)
-    if not (simple and plain and arithmetic.dense[: len(xs)] == (dense,) * len(xs)):
+) -> tuple[bool, int] | None:
+    """The direct way of calls like one that :func:`turned` has served; None for rarer kinds."""
+    q, turn, dense = xs[0], place.turn, arithmetic.dense[: len(xs)]
+    learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    if place.leading or place.tokens_first or turn.as_halves or turn.last or learned:
         return None
-    c, s = _placed(cos, sin, turn.read, place.unsqueeze, 4, False)
-    behind = c.shape[2] == 1 and q.shape[2] != 1
-    rows, heads, tokens, width = c.transpose(1, 2).shape if behind else c.shape
-    axis = 1 if behind else 2
-    turning = width if turn.tables == "full" else 2 * width
-    shapes = {(x.shape[0], x.shape[axis], x.shape[3]) for x in xs}
-    fits = turning % 2 == 0 and turning <= q.shape[3] and heads == 1 and rows in (1, q.shape[0])
-    fits = fits and shapes == {(q.shape[0], tokens, q.shape[3])} and all(x.numel() for x in xs)
-    if not fits or (c.shape, c.dtype, c.device) != (s.shape, s.dtype, q.device):
+    if q.dim() != 4 or len(xs) > 2 or len({*dense}) > 1 or not q.numel():
         return None
-    layout = BY_NAME["bshd" if behind else "bhsd"]
-    options = pack(
-        layout, 0, turn.interleaved, False, True, turn.tables, arithmetic.rounding, dense
-    )
-    return turn.read, place.unsqueeze, 4, behind, options
-
-
-def _placed(
-    cos: torch.Tensor, sin: torch.Tensor, read: Any, unsqueeze: int | None, dims: int, behind: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The entries of tables that are read, with as many dimensions as x: rows, heads, tokens, width."""
-    cos, sin = read(cos, sin)
-    if unsqueeze is not None:
-        cos, sin = cos.unsqueeze(unsqueeze), sin.unsqueeze(unsqueeze)
-    if cos.dim() < dims:
-        missing = (None,) * (dims - cos.dim())
-        cos, sin = cos[missing], sin[missing]
-    return (cos.transpose(1, 2), sin.transpose(1, 2)) if behind else (cos, sin)
-
-
-def _launch(xs: list[Any], cos: torch.Tensor, sin: torch.Tensor, direct: tuple[Any, ...]) -> Any:
-    """Turn q and k by arguments that need no more checks."""
-    *how, options = direct
-    cos, sin = _placed(cos, sin, *how)
-    k = xs[1] if len(xs) > 1 else None
-    return run_packed(xs[0], k, (cos, sin, None, 0, options, 1.0))
+    if arithmetic.cast or arithmetic.result not in (None, q.dtype):
+        return None
+    behind = _placed(cos, sin, place, 4)[0].shape[2] == 1 and q.shape[2] != 1
+    layout, rounding = BY_NAME["bshd" if behind else "bhsd"], arithmetic.rounding
+    return behind, pack(layout, 0, turn.interleaved, False, True, turn.tables, rounding, dense[0])
 
 
 def replacement(served: Served, rounding: Any = None) -> Callable[..., Any]:
@@ -361,9 +331,7 @@ def replacement(served: Served, rounding: Any = None) -> Callable[..., Any]:
             result = original(*args, **kwargs)
             if rounding is not None:  # exchanged tables may be wider than the model's
                 dtype = {**dict(zip(known.names, args[skipped:])), **kwargs}[known.xs[0]].dtype
-                several = result if isinstance(result, tuple) else (result,)
-                alike = tuple(y if y is None else y.to(dtype) for y in several)
-                result = alike if isinstance(result, tuple) else alike[0]
+                result = tree_map_only(torch.Tensor, lambda y: y.to(dtype), result)
         return result
 
     return functools.update_wrapper(apply, original)

@@ -28,12 +28,6 @@ def _verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_patch, "find", _find)
 
 
-@pytest.fixture
-def verified_anew(_verified_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verify functions in every patch, as users do."""
-    monkeypatch.setattr(_patch, "find", _verify.find)
-
-
 @pytest.fixture(autouse=True)
 def _nothing_stays(_verified_once: None) -> Iterator[None]:
     """Undo all patches after a test, also those that a failed one left."""

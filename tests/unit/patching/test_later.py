@@ -32,11 +32,8 @@ def names(report: Report) -> set[str]:
 
 
 def test_models_that_are_built_afterwards_are_served_until_the_end() -> None:
-    before, hook, function = (
-        small_model("Llama"),
-        PreTrainedModel.post_init,
-        modeling_llama.apply_rotary_pos_emb,
-    )
+    hook, function = PreTrainedModel.post_init, modeling_llama.apply_rotary_pos_emb
+    before = small_model("Llama")
     want = run(before)
     report = patch()
     assert str(report).startswith("no model of transformers was built since patch()")

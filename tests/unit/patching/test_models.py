@@ -298,39 +298,25 @@ class Pipeline:
         self.vae, self.transformer, self.name = nn.Linear(2, 2), nn.Linear(2, 2), "any"
 
 
+@pytest.mark.parametrize("function", [patch, unpatch])
+def test_what_is_no_module_is_refused(function: Any) -> None:
+    words = rf"\[{function.__name__}\] model must be a torch.nn.Module but got "
+    with pytest.raises(TypeError, match=words + r"3\."):
+        function(3)
+    held = rf"a Pipeline, whose modules are vae, transformer; call {function.__name__}\(pipeline.transformer\)"
+    with pytest.raises(TypeError, match=words + held):
+        function(Pipeline())
+
+
 @pytest.mark.parametrize(
-    ("call", "kind", "words"),
+    ("options", "words"),
     [
-        (lambda: patch(3), TypeError, r"\[patch\] model must be a torch.nn.Module but got 3\."),
-        (lambda: unpatch(3), TypeError, r"\[unpatch\] model must be a torch.nn.Module but got 3\."),
-        (
-            lambda: patch(Pipeline()),
-            TypeError,
-            r"got a Pipeline, whose modules are vae, transformer; call patch\(pipeline.transformer\)",
-        ),
-        (lambda: unpatch(Pipeline()), TypeError, r"call unpatch\(pipeline.transformer\)"),
-        (
-            lambda: patch(nn.Identity(), angles="x"),
-            ValueError,
-            "angles must be one of model, exact but got 'x'",
-        ),
-        (
-            lambda: patch(nn.Identity(), rounding="each"),
-            ValueError,
-            "rounding must be one of model, once but got",
-        ),
-        (
-            lambda: patch(nn.Identity(), stack="x"),
-            ValueError,
-            "stack must be one of vllm, vllm-native, sglang but",
-        ),
-        (
-            lambda: patch(nn.Identity(), stack="vllm", rounding="once"),
-            ValueError,
-            "must not be given with stack='vllm'",
-        ),
+        ({"angles": "x"}, "angles must be one of model, exact but got 'x'"),
+        ({"rounding": "each"}, "rounding must be one of model, once but got"),
+        ({"stack": "x"}, "stack must be one of vllm, vllm-native, sglang but"),
+        ({"stack": "vllm", "rounding": "once"}, "must not be given with stack='vllm'"),
     ],
 )
-def test_calls_that_are_refused(call: Any, kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind, match=words):
-        call()
+def test_options_that_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        patch(nn.Identity(), **options)

@@ -153,8 +153,7 @@ def test_notes_of_dynamic_ntk() -> None:
     with patch(model, angles="exact") as report:
         assert [note for note in report.notes if note.startswith(words)]
         assert words in str(report)
-    with patch(model) as report:
-        assert not report.notes
+    assert not notes_of(model)
 
 
 # --- what changes after patch ---------------------------------------------------------------------
@@ -191,22 +190,24 @@ def test_angles_are_those_that_the_module_has_now(what: str, when: str) -> None:
     assert_tables(got, tables(model.model.rotary_emb))
 
 
+def notes_of(model: Any) -> list[str]:
+    with patch(model) as report:
+        return report.notes
+
+
 def test_plain_patch_notes_what_does_not_go_together() -> None:
     model = llama(DEFAULT)
-    assert not patch(model).notes
-    unpatch(model)
+    assert not notes_of(model)
     model.model.rotary_emb.inv_freq.mul_(0.25)
-    (note,) = patch(model).notes
-    unpatch(model)
+    (note,) = notes_of(model)
     assert "LlamaRotaryEmbedding holds other frequencies" in note
     model.model.rotary_emb.inv_freq.fill_(torch.nan)
-    notes = patch(model).notes
-    unpatch(model)
-    assert notes[0] == "note: model.rotary_emb.inv_freq holds NaN, and so will what it rotates"
+    words = "note: model.rotary_emb.inv_freq holds NaN, and so will what it rotates"
+    assert notes_of(model)[0] == words
     model = llama(DEFAULT)
     model.model.rotary_emb.config = LlamaConfig(**TEXT)
     model.model.rotary_emb.config.rope_parameters = {"rope_type": "new"}
-    (note,) = patch(model).notes
+    (note,) = notes_of(model)
     assert "cannot be built again from its configuration, which states {'rope_type': 'new'}" in note
 
 
@@ -233,11 +234,10 @@ def test_a_new_configuration_and_its_weights_are_followed(assign: bool) -> None:
     model, other = llama(DEFAULT), llama({**DEFAULT, "rope_theta": 5e5})
     patch(model, angles="exact")
     outputs(model)
+    model.config.rope_parameters = other.config.rope_parameters
     if assign:
-        model.config.rope_parameters = other.config.rope_parameters
         model.model.rotary_emb.__init__(model.config)
     else:
-        model.config.rope_parameters = other.config.rope_parameters
         model.model.rotary_emb.inv_freq.copy_(other.model.rotary_emb.inv_freq)
     assert_exact(model.model.rotary_emb, F32, oracle.frequencies(5e5, DIM))
 
@@ -339,12 +339,7 @@ LEARNED = "it has learned tensors, to which exact angles would give no gradients
 
 @pytest.mark.parametrize(
     ("cls", "reason"),
-    [
-        (Learned, LEARNED),
-        (Squared, UNLIKE),
-        (Clamped, UNLIKE),
-        (ByLength, UNLIKE),
-    ],
+    [(Learned, LEARNED), (Squared, UNLIKE), (Clamped, UNLIKE), (ByLength, UNLIKE)],
 )
 def test_modules_that_compute_something_else_are_left(cls: type[Angles], reason: str) -> None:
     model = Model(cls)
