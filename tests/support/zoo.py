@@ -232,6 +232,13 @@ def of_angles(t: Any, freqs: Any) -> Any:
     return turn(t.float(), freqs.cos(), freqs.sin()).to(t.dtype)
 
 
+@row(f"{HALVES}, angles", "bshd/sd", "angles", tensors=1)
+def of_last_angles(t: Any, freqs: Any) -> Any:
+    """In tables of three dimensions it takes heads for tokens."""
+    freqs = freqs[-t.shape[-3] :].float()[:, None]
+    return turn(t.float(), freqs.cos(), freqs.sin()).to(t.dtype)
+
+
 # --- where heads and tokens are, and which tokens turn --------------------------------------------
 
 

@@ -16,10 +16,10 @@ from ._turn import FLOATING, Kind, Place, shape_of, turned
 
 _F32, _BF16 = torch.float32, torch.bfloat16
 _ONCE = Arithmetic(("once", "once"))
-# Sizes by letter; no two tables of different shapes have equally many entries. And those in which one head could be taken
-# for another dimension.
+# Sizes by letter; no two tables of different shapes have equally many entries. And those in which heads could be taken for
+# another dimension.
 _SIZES = {"b": 2, "h": 3, "s": 19, "d": 64}
-_ONE_HEAD = {**_SIZES, "b": 3, "h": 1}
+_ALIKE = ({**_SIZES, "b": 3, "h": 1}, {**_SIZES, "b": 3, "h": 3})
 # How tensors lie in memory.
 _EXCHANGED, _CONTIGUOUS, _GAPS = "heads and tokens exchanged", "contiguous", "exchanged, with gaps"
 _APART = "channels apart"
@@ -238,7 +238,7 @@ def _search(kind: Kind, options: tuple[Any, ...], probe_of: Any) -> None:
             continue
         tried: dict[Any, list[_Probe]] = {}
         for trial in _trials(kind.roles, options, form):
-            for sizes in (_SIZES, _ONE_HEAD):
+            for sizes in (_SIZES, *_ALIKE):
                 probe = probe_of(trial, _Bits(sizes=sizes))
                 if not probe.ys:
                     break
@@ -248,7 +248,11 @@ def _search(kind: Kind, options: tuple[Any, ...], probe_of: Any) -> None:
         if found:
             kind.forms[options] = form
             kind.places |= found
-            _round(kind, options, functools.partial(probe_of, tried[next(iter(found))][0].trial))
+            # A function that takes one head for another dimension shows its roundings in other shapes.
+            for key in found:
+                _round(kind, options, functools.partial(probe_of, tried[key][0].trial))
+                if kind.arithmetics:
+                    return
             return
 
 

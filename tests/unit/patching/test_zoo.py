@@ -22,7 +22,12 @@ from tightrope.patching import Calls, Report, _kinds, _patch
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 PLAIN = {"b": 2, "h": 3, "s": 11, "d": 40}
 # None is a size that verification tries.
-SIZES = (PLAIN, {"b": 1, "h": 3, "s": 1, "d": 16}, {"b": 1, "h": 3, "s": 301, "d": 8})
+SIZES = (
+    PLAIN,
+    {"b": 1, "h": 3, "s": 1, "d": 16},
+    {"b": 1, "h": 3, "s": 301, "d": 8},
+    {"b": 3, "h": 3, "s": 3, "d": 24},
+)
 KINDS = [
     pytest.param(row, letters, id=f"{name} {letters}")
     for name, row in ROWS.items()
@@ -284,3 +289,14 @@ def test_exported_programs_hold_the_operator(name: str) -> None:
         program = torch.export.export(model, call.args, call.options, strict=False)
         assert_alike(outcome(program.module(), call), outcome(model, call))
     assert any("tightrope" in str(node.target) for node in program.graph.nodes)
+
+
+def test_tables_whose_dimensions_the_function_reads_otherwise_run_the_original() -> None:
+    """As many rows as heads: only values show which of the two a table has."""
+    model = model_of(zoo.of_last_angles, False)
+    for rows, heads in ((3, 1), (3, 3), (2, 3)):
+        x, freqs = torch.randn(rows, heads, 5, 16), torch.randn(rows, 5, 16)
+        wanted = model(x, freqs)
+        with patch(model) as report:
+            assert torch.equal(model(x, freqs), wanted)
+            assert calls_of(report).original == 1
