@@ -42,7 +42,6 @@ NESTED = "the enclosing part of a nested configuration"
 # (file, found) -> the reason why it stays.
 EXCEPTIONS = {
     ("docs/audit.md", "ramp"): YARN,
-    ("src/tightrope/config/keys.py", "ramp"): YARN,
     ("src/tightrope/frequencies/_blend.py", "ramp"): YARN,
     ("tests/unit/frequencies/test_rules.py", "ramp"): YARN,
     ("tests/unit/frequencies/test_rules_of_transformers.py", "ramp"): YARN,

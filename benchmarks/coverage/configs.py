@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support import class_files
 from tightrope import RopeSpec, patch, unpatch
 from tightrope.config import LayerSpecs, families, provenance
 from tightrope.ops import schema
@@ -267,10 +268,13 @@ def _sections_of(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield one
 
 
-def published() -> dict[str, list[str]]:
-    """Read the published configurations whose specs the tests hold: their names and formats, by status."""
-    found: dict[str, list[str]] = {"equal": [], "different": []}
-    for each in json.loads(PUBLISHED.read_text("utf-8"))["models"]:
+def published() -> dict[str, list[Any]]:
+    """Read the published configurations that the tests hold: names and formats, or the reasons of refusals, by status."""
+    found: dict[str, list[Any]] = {"equal": [], "different": [], "refused": []}
+    files = json.loads(PUBLISHED.read_text("utf-8"))
+    for each in files["refused"]:
+        found["refused"].append([each["origin"], each["why"].removeprefix("[from_config] ")])
+    for each in files["models"]:
         options = each.get("options", {})
         with warnings.catch_warnings():
             warnings.simplefilter(
@@ -285,6 +289,20 @@ def published() -> dict[str, list[str]]:
             equal = isinstance(made, LayerSpecs) and dict(made) == specs
         given = each["form"] + "".join(f", {name}={value!r}" for name, value in options.items())
         found["equal" if equal else "different"].append(f"{each['origin']} ({given})")
+    return found
+
+
+def styles() -> dict[str, dict[str, int]]:
+    """Count the files of each style that are read as their classes read them, read otherwise, or refused."""
+    found = {}
+    for style, (names, _) in class_files.STYLES.items():
+        counts = {"equal": 0, "different": 0, "refused": 0}
+        for name in names:
+            for _, made, wanted in class_files.compared(name, style):
+                counts[
+                    "refused" if made is None else "equal" if made == wanted else "different"
+                ] += 1
+        found[style] = counts
     return found
 
 
@@ -325,6 +343,19 @@ def page(data: dict[str, Any]) -> str:
     ]
     if files["different"]:
         lines += ["", f"Different: {'; '.join(files['different'])}."]
+    lines += ["", "Refused:", "", *table(["model", "reason"], files["refused"])]
+    rows_ = [[style, *map(str, counts.values())] for style, counts in data["styles"].items()]
+    lines += [
+        "",
+        "## Files of each style",
+        "",
+        "What a class of transformers makes of the same keys is the other side. *Saved* files have every key, and some one or "
+        "two more, which other programs write; *older* ones have no rope section; *short* ones have the widths of a head and "
+        "at most a few keys; *composite* ones have a text that says little more than its type. A refusal names the key that "
+        "the class ignores, or what is missing.",
+        "",
+        *table(["style", "equal", "different", "refused", "only the object refused"], rows_),
+    ]
     return "\n".join(lines)
 
 
@@ -362,6 +393,7 @@ def main(arguments: list[str] | None = None) -> None:
         "torch": torch.__version__,
         "models": [kept[name] for name in sorted(kept)],
         "published": published(),
+        "styles": styles(),
     }
     options.results.write_text(written(data), encoding="utf-8")
     between_marks(options.page, MARK, page(data))

@@ -20,6 +20,10 @@ PROCESSORS = {"x86_64": "Advanced Micro Devices X86-64", "aarch64": "AArch64"}
 REQUIRED = {
     *(LIBRARY, "tightrope/__init__.py", "tightrope/py.typed"),
     *("tightrope_tools/command.py", "tightrope_tools/py.typed"),
+    *(
+        f"tightrope/config/{name}.json"
+        for name in ("diffusers", "families", "formats", "gguf", "keys", "timm")
+    ),
 }
 
 

@@ -81,10 +81,7 @@ LAZY: dict[tuple[str, str], str] = {
 }
 
 # Modules that import by a computed name -> why, and why this respects the ranks.
-DYNAMIC: dict[str, str] = {
-    "config._small_model": "the modeling file of a configuration class of transformers; it is never "
-    "one of ours",
-}
+DYNAMIC: dict[str, str] = {}
 
 
 # --- reading the source ---------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -70,18 +69,15 @@ def outcome(config: object, **stated: Any) -> Any:
 
 
 def refused(config: object, text: str, kind: type[Exception] = ValueError, **stated: Any) -> None:
-    """Check that `from_config` raises exactly this sentence, before its advice, and that each advised call works."""
+    """Check that `from_config` raises an error with this phrase, and that each call that it advises works."""
     with pytest.raises(kind) as caught:
         read(config, **stated)
-    said, stem = str(caught.value), f"[from_config] {text.removesuffix('.')}"
-    assert said.startswith(stem)
-    advice = said.removeprefix(stem)
-    calls = calls_in(advice)
-    assert advice == "." if not calls else re.match(r"(; [^;]*)?: ", advice)
-    assert calls == [] or f"{calls[-1]}." in advice or f"{calls[-1]} for " in advice
+    said = str(caught.value)
+    assert said.startswith("[from_config] ")
+    assert text.removesuffix(".") in said
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of strict=False
-        for call in calls:
+        for call in calls_in(said) if "config, " in said else []:
             assert made_by(call, config) is not None
 
 
@@ -90,14 +86,9 @@ def unknown(*names: str) -> str:
     return f"every key about RoPE must be known but got {', '.join(names)}; strict=False ignores them with a warning."
 
 
-def axial(path: str, name: str, dim: int, like: str = "") -> str:
+def axial(path: str, name: str) -> str:
     """Return the sentence about a rotation of images in a family that is not known to rotate them."""
-    half = dim // 4
-    return (
-        f"{path} is 'axial', but model_type {name!r} is not known to have several axes; if the first half of the pairs "
-        f"rotates by the row and the rest by the column{like}: RopeSpec(head_dim={dim}, base=500000.0, "
-        f"axes=Axes.blocks(({half}, {half})))."
-    )
+    return f"{path} is 'axial', but model_type {name!r} is not known to have several axes."
 
 
 def two(what: str, one: str, other: str) -> str:
@@ -105,12 +96,11 @@ def two(what: str, one: str, other: str) -> str:
     return f"{what} must have one value but got {one} and {other}."
 
 
-def whole_head(family: str, got: str, interleaved: bool = False) -> str:
+def whole_head(family: str, got: str) -> str:
     """Return the sentence about a part of the channels, for a family that rotates all 128."""
     return (
         f"rotary_dim must be 128, as the code of model_type {family!r} rotates all channels of a head, but got {got}; "
-        f"for other code, which rotates a part, pass a config without its model_type, with interleaved={interleaved} "
-        "and rope_layers='all'."
+        "for other code, which rotates a part, make a RopeSpec by hand."
     )
 
 

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from .._errors import Refusal, bad_type, describe, public
+from .._errors import bad_type, describe, public
 from ..frequencies import Given
 from ..spec import RopeSpec
-from . import diffusers, files, formats, gguf, keys, observed, timm
-from .families import FAMILIES, SECTIONS, Family
-from .questions import CALL, advised, with_calls
+from . import diffusers, files, formats, gguf, timm
+from .parts import chosen, parts_of, rotating
 from .reading import read
 from .source import Source, Stated, fail
 from .specs import LayerSpecs as LayerSpecs, Provenance as Provenance
@@ -39,23 +38,9 @@ _FORMATS = (
 )
 
 
-@public("from_config")
-def from_config(  # noqa: PLR0913  (one argument for each option)
-    config: object,
-    *,
-    layer_type: str | None = None,
-    section: str | None = None,
-    strict: bool = True,
-    interleaved: bool | None = None,
-    rotary_dim: int | None = None,
-    start: int | None = None,
-    rope_layers: str | Collection[str] | None = None,
-    inv_freq: torch.Tensor | None = None,
-) -> RopeSpec | LayerSpecs | None:
-    """See :meth:`tightrope.RopeSpec.from_config`."""
-    given = None if inv_freq is None else Given.of(inv_freq)
-    stated = Stated(layer_type, section, strict, interleaved, rotary_dim, start, rope_layers, given)
-    return _read(config, stated).spec
+def from_config(config: object, **options: Any) -> RopeSpec | LayerSpecs | None:
+    """Read a configuration; see :meth:`tightrope.RopeSpec.from_config`, which takes the same options."""
+    return provenance(config, **options).spec
 
 
 @public("from_config")
@@ -65,6 +50,7 @@ def provenance(  # noqa: PLR0913  (one argument for each option)
     layer_type: str | None = None,
     section: str | None = None,
     strict: bool = True,
+    base: float | None = None,
     interleaved: bool | None = None,
     rotary_dim: int | None = None,
     start: int | None = None,
@@ -91,43 +77,15 @@ def provenance(  # noqa: PLR0913  (one argument for each option)
     axes         None     one coordinate per position
     """
     given = None if inv_freq is None else Given.of(inv_freq)
-    stated = Stated(layer_type, section, strict, interleaved, rotary_dim, start, rope_layers, given)
-    return _read(config, stated)
-
-
-def _read(config: object, stated: Stated) -> Provenance:
+    stated = Stated(
+        layer_type, section, strict, base, interleaved, rotary_dim, start, rope_layers, given
+    )
     if isinstance(config, Source):  # of convert, which adds what it knows
         return read(config, stated)
-    source = source_of(config, stated.section)
-    if stated.interleaved is None:
+    source = source_of(config, section)
+    if interleaved is None:
         source = replace(source, recorded=recorded(config, source.prefix.removesuffix(".")))
-    try:
-        return read(source, stated)
-    except Refusal as error:
-        text = advised(source, stated, read, error)
-        whole = stated.section is None and not source.prefix and not _without_spec(source)
-        if whole and "RopeSpec" not in text:
-            text = with_calls(text, *_of_a_part(config, source, stated))
-        error.args = (text,)
-        raise
-
-
-def _of_a_part(config: object, source: Source, stated: Stated) -> list[str]:
-    """The calls that read a part of a model whose outer level was refused, or are refused with better advice."""
-    found: dict[bool, list[str]] = {True: [], False: []}
-    for name, inner in _nested(source.values, source.values.get("model_type"), ""):
-        call = f"{CALL}, section={name!r})"
-        if not keys.holds_rotation(inner.values):
-            continue
-        try:
-            _read(config, replace(stated, section=name))
-        except (ValueError, TypeError) as error:
-            if "RopeSpec" in str(error):
-                found[False].append(call)
-        else:
-            found[True].append(call)
-    calls = found[True] or found[False]
-    return [f"; for a part of it: {' or '.join(calls[:3])}"] if calls else []
+    return read(source, stated)
 
 
 @public("from_config")
@@ -137,17 +95,25 @@ def source_of(config: object, section: str | None = None) -> Source:
     Internal to the library.
     """
     values = _load(config)
-    for recognised, translated in _FORMATS:
-        if recognised(values):
-            source = translated(values)
-            if section is not None:
-                fail(
-                    f"section must be None for {source.name}, which has no sections, but got {section!r}"
-                )
-            return source
-    source = _section(values, section)
-    model = config if isinstance(config, torch.nn.Module) else None
-    return replace(source, config=observed.object_of(_inner(config), source.prefix), model=model)
+    source = _of_other_format(values)
+    if source is None:
+        model = config if isinstance(config, torch.nn.Module) else None
+        return replace(chosen(values, section), model=model)
+    if section is not None:
+        fail(f"section must be None for {source.name}, which has no sections, but got {section!r}")
+    return source
+
+
+def _of_other_format(values: Mapping[str, Any]) -> Source | None:
+    """The configuration, translated; None if it has the key names of transformers."""
+    found = (translated(values) for recognised, translated in _FORMATS if recognised(values))
+    return next(found, None)
+
+
+def _parts(values: Mapping[str, Any]) -> dict[str, Source]:
+    """The parts of a configuration in any format; ``""`` is the outer level."""
+    source = _of_other_format(values)
+    return parts_of(values) if source is None else {"": source}
 
 
 def _inner(config: object) -> object:
@@ -243,11 +209,7 @@ def records_of(
 
 def _names(values: Mapping[str, Any]) -> dict[str | None, str]:
     """The kind of each section of a configuration, as errors name it; ``""`` is the outer level."""
-    for recognised, translated in _FORMATS:
-        if recognised(values):
-            return {"": translated(values).name}
-    _, outer, nested = _parts(values)
-    return {"": outer.name, **{name: source.name for name, source in nested.items()}}
+    return {name: source.name for name, source in _parts(values).items()}
 
 
 def _load(config: object) -> Mapping[str, Any]:
@@ -286,129 +248,4 @@ def sections(config: object) -> tuple[str, ...]:
     values = _load(config)
     if any(recognised(values) for recognised, _ in _FORMATS):
         return ("",)
-    values, outer, nested = _parts(values)
-    return tuple(_with_rope(values, outer, nested)) or ("",)
-
-
-def _parts(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], Source, dict[str, Source]]:
-    """The keys of a configuration in the form of transformers, its outer level and its sections."""
-    values, spelled = _hoisted(values)
-    nested = dict(_nested(values, values.get("model_type"), ""))
-    return values, _source(values, values.get("model_type"), "", spelled), nested
-
-
-def _section(values: Mapping[str, Any], chosen: str | None) -> Source:
-    """The section of a configuration that is read: the outer level or one of its ``*_config``."""
-    values, outer, nested = _parts(values)
-    if chosen is not None and chosen != "":
-        if chosen not in [*nested]:  # a list compares objects of any kind
-            has = ", ".join(nested) or "none"
-            fail(
-                f"section must be one of the config's sections but got {chosen!r}; the config has {has}"
-            )
-        return nested[chosen]
-    if chosen == "":
-        return outer
-    found = _with_rope(values, outer, nested)
-    if not found or found == [""]:
-        return outer
-    texts = [name for name in nested if name.rpartition(".")[2] in keys.TEXT]
-    parts = [] if "" in found else [name for name in texts if name in found]
-    if len(parts) > 1:
-        parts = [name for name in parts if name.startswith(keys.THINKER)]
-    if texts and not {"", *texts} & {*found}:
-        fail(
-            f"section must be given, as the text part, {texts[0]}, has no RoPE or no base; for example "
-            f"RopeSpec.from_config(config, section={found[0]!r})"
-        )
-    if len(found) == 1 or len(parts) == 1:
-        # The keys of the outer level that describe no part of the model could still be about this one.
-        described = {name.partition(".")[0] for name in nested}
-        outside = {
-            key: value
-            for key, value in values.items()
-            if key not in described
-            and not str(key).endswith("_config")
-            and not _without_spec(outer)
-        }
-        return replace(nested[(parts or found)[0]], unread=outside)
-    shown = ", ".join(repr(name) if name else "'' (the outer level)" for name in found)
-    fail(
-        f"section must name one part of the config, as RoPE is in {shown}; for example "
-        f"RopeSpec.from_config(config, section={found[-1]!r})"
-    )
-
-
-def _without_spec(source: Source) -> bool:
-    return source.family is not None and source.family.refused is not None
-
-
-def _with_rope(values: Mapping[str, Any], outer: Source, nested: Mapping[str, Source]) -> list[str]:
-    """Names of the sections that use RoPE; the outer level is the empty name."""
-    found = [name for name, source in nested.items() if _has_rope(source)]
-    if _without_spec(outer):
-        return [name for name in found if name.rpartition(".")[2] in keys.TEXT] or [""]
-    if _has_frequencies(values):
-        found = [name for name in found if _has_frequencies(nested[name].values)]
-        return ["", *(name for name in found if name.rpartition(".")[2] == "text_config")]
-    return found
-
-
-def _nested(values: Mapping[str, Any], model_type: object, prefix: str) -> list[tuple[str, Source]]:
-    found: list[tuple[str, Source]] = []
-    for key, inner in values.items():
-        if not isinstance(inner, Mapping) or key in ("quantization_config", "per_layer_config"):
-            continue
-        bare = key in keys.BARE_SECTIONS and "model_type" in inner
-        if not bare and not str(key).endswith("_config"):
-            continue
-        own = inner.get("model_type")
-        if own is None or own == model_type:
-            own = SECTIONS.get((str(model_type), key), own)
-        found.append((f"{prefix}{key}", _source(inner, own, f"{prefix}{key}.")))
-        found += _nested(inner, own, f"{prefix}{key}.")
-    return found
-
-
-def _source(
-    values: Mapping[str, Any],
-    model_type: object,
-    prefix: str,
-    spelled: Mapping[str, str] | None = None,
-) -> Source:
-    family: Family | None = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    name = "a config without model_type" if model_type is None else f"model_type {model_type!r}"
-    seen = tuple(f"{prefix}{key}" for key in values)
-    # A mapping without layers, such as vLLM's arguments, describes one rotation.
-    layered = any(key in keys.LAYERS for key in values)
-    knows = frozenset({"start"} if layered else {"start", "layers"})
-    return Source(values, family, name, spelled or {}, prefix, seen, knows=knows)
-
-
-def _has_frequencies(values: Mapping[str, Any]) -> bool:
-    """Return True if this level itself has a base or a rope section."""
-    bases = (*keys.BASE, "rope_local_base_freq", "global_rope_theta")
-    if any(values.get(key) is not None for key in bases):
-        return True
-    return any(bool(values.get(key)) for key in keys.SECTION)
-
-
-def _has_rope(source: Source) -> bool:
-    if source.family is not None and source.family.position_type is not None:
-        return source.values.get(source.family.position_type) in [*keys.POSITION_TYPES_WITH_ROPE]
-    if _has_frequencies(source.values):
-        return True
-    return source.family is not None and source.family.refused is None
-
-
-def _hoisted(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """The outer level, with DBRX's base moved there from ``attn_config``, and that key's old path."""
-    inner = values.get("attn_config")
-    if values.get("model_type") != "dbrx" or not isinstance(inner, Mapping):
-        return values, {}
-    base = inner.get("rope_theta")
-    if base is None or "rope_theta" in values:
-        return values, {}
-    rest = {key: value for key, value in inner.items() if key != "rope_theta"}
-    moved = {**values, "attn_config": rest, "rope_theta": base}
-    return moved, {"rope_theta": "attn_config.rope_theta"}
+    return tuple(rotating(parts_of(values))) or ("",)

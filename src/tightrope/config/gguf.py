@@ -1,138 +1,111 @@
-"""Translate the metadata of a GGUF file to the key names of transformers."""
+"""Translate the metadata of a GGUF file to the key names of transformers.
+
+gguf.json has the names of the keys, and a row of facts for each architecture, which llama.cpp decides in its code
+and no file gives: the pairing (``llama_model_rope_type``) and the rest (src/models), as of October 2026. The pairing
+differs from that of transformers where the converter permutes weights. What is a rule is code here.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
+from .._errors import as_real, bad_type, describe
 from . import keys
-from .families import (
-    GGUF_HALVES,
-    GGUF_INTERLEAVED_SECTIONS,
-    GGUF_MAYBE_SECTIONS,
-    GGUF_NEIGHBOURS,
-    GGUF_SECTIONS,
-    GGUF_WITHOUT_ROPE,
-    Family,
-)
+from .families import LAST_OF_EACH, Family
 from .scaling import given_by_factors
-from .source import Source, fail
+from .source import Found, Source, fail, whole
 
-_GGUF_CODE = "llama.cpp: llama_model_rope_type"
-_GGUF_KEY = re.compile(r"^([A-Za-z0-9_-]+)\.(rope|attention|embedding_length|context_length)(\.|$)")
-
-# Suffix of the key -> the name in transformers.
-_GGUF_OUTER = {
-    "embedding_length": "hidden_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.key_length": "head_dim",
-    "context_length": "max_position_embeddings",
-    "attention.sliding_window": "sliding_window",
-    "block_count": "num_hidden_layers",
-    "rope.dimension_count": "rotary_dim",
-    "rope.freq_base": "rope_theta",
-}
-_GGUF_SCALING = {
-    "rope.scaling.type": "rope_type",
-    "rope.scaling.factor": "factor",
-    "rope.scale_linear": "factor",
-    "rope.scaling.original_context_length": "original_max_position_embeddings",
-    "rope.scaling.yarn_beta_fast": "beta_fast",
-    "rope.scaling.yarn_beta_slow": "beta_slow",
-    "rope.scaling.attn_factor": "attn_factor",
-    "rope.scaling.finetuned": "finetuned",
-}
-# The widths of the heads of layers with a sliding window; with latent attention, key_length_mla_swa.
-_GGUF_WIDTHS = {
-    "attention.key_length_swa": keys.OWN_HEAD_DIM,
-    "rope.dimension_count_swa": keys.OWN_ROTARY_DIM,
-}
-# How many tokens a compressed entry of the cache has, by layer, and the base of layers that have such entries.
-_GGUF_COMPRESSED = {
-    "attention.compress_ratios": "compress_ratios",
-    "attention.compress_rope_freq_base": "compress_rope_theta",
-}
-_GGUF_TENSORS = {
-    "rope_factors_short.weight": "short_factor",
-    "rope_factors_long.weight": "long_factor",
-}
-# How layers differ; llama.cpp decides this in its code (src/models, October 2026), by architecture, and no file lists it.
-_GGUF_LAYERS = {
-    **dict.fromkeys(("afmoe", "llama4", "smollm3"), "no_rope_layers"),  # every fourth
-    **dict.fromkeys(("cohere2", "exaone-moe", "maple", "muse-glimmer"), "sliding only"),
-    "cohere2moe": "sliding or dense",
-    "deepseek4": "main and compress",
-    "exaone4": "sliding only, if windows",
-}
-# The same for models whose files give a window; smallthinker has no RoPE in the first layer, the fifth, ….
-_GGUF_WINDOWED = {
-    **dict.fromkeys(("mellum", "olmo2"), "scaled where full"),
-    "smallthinker": "no_rope_layers",
-}
-# All layers have one base; llama.cpp does not use that of layers with a window.
-_GGUF_ONE_BASE = frozenset({"cohere2", "cohere2moe", "dflash", "mellum", "olmo2"})
-# Layers with full attention are scaled by this tensor.
-_GGUF_FACTORED = frozenset({"gemma4", "gemma4-assistant"})
-_GGUF_REFUSED = {
-    **dict.fromkeys(GGUF_WITHOUT_ROPE, "llama.cpp rotates none of its layers"),
-    "baichuan": "llama.cpp rotates only its 7B, which has 32 layers",
-}
-# `rope.scaling.finetuned` is their switch for RoPE.
-_GGUF_SWITCHED = frozenset({"granite", "granitemoe", "granitehybrid", "graniteswitch"})
-# Their base is a constant of llama.cpp's code, which rotates all channels and scales nothing.
-_GGUF_CONSTANT = frozenset({"cogvlm", "deepseek2-ocr"})
-# Their code loads no factors, or loads some and does not use them.
-_GGUF_UNFACTORED = _GGUF_CONSTANT | {"pangu-embedded"}
-# Latent attention: the channels without RoPE come first.
-_GGUF_LATENT = frozenset(
-    "bailingmoe3 deepseek2 deepseek32 deepseek4 dots3note glm-dsa hy_v4 minicpm3 mistral4 plm".split()
-)
-# Their converter stores mscale_all_dim / 10, and their graph multiplies the softmax scale.
-_GGUF_TENTH = frozenset({"deepseek2", "deepseek32", "mistral4"})
-# llama.cpp ignores that multiplier in all others.
-_GGUF_MULTIPLIED = _GGUF_TENTH | {"mistral3"}
-# Architectures that rotate a part of a head (_GGUF_PART), or whose head_dim is not hidden size / heads
-# (_GGUF_HEAD). Their files always have the key for this number; a file without the key is damaged.
-_GGUF_PART = frozenset(
-    """chatglm glm4 glm4moe gptneox laguna mimo2 minimax-01 minimax-m2 minimax-m3 nemotron phi2
-    qwen3next stablelm step35""".split()
-)
-_GGUF_HEAD = frozenset(
-    """cohere2moe deepseek4 dflash gemma gemma2 gemma3 gemma3n gemma4 gemma4-assistant gemma-embedding2
-    gpt-oss grovemoe hunyuan_vl hy_v3 laguna maincoder maple mimo2 minimax-01 minimax-m3 qwen3 qwen3moe
-    qwen3next rnd1 seed_oss step35""".split()
-)
-# Layers with a sliding window have their own base, by default 10000.
-_GGUF_LOCAL_BASE = frozenset(
-    """dots3note gemma3 gemma3n gemma4 gemma4-assistant gemma-embedding gemma-embedding2 mimo2
-    modern-bert plamo3 step35""".split()
-)
-# They have the common base by default.
-_GGUF_COMMON_BASE = frozenset({"laguna", "spark2_5"})
-# They may have widths of their own.
-_GGUF_LOCAL_WIDTHS = frozenset(
-    "dots3note gemma4 gemma4-assistant gemma-embedding2 laguna spark2_5 step35".split()
-)
-# They are scaled like the others.
-_GGUF_LOCAL_SCALED = frozenset({"dots3note", "gemma2", "gpt-oss", "spark2_5"})
-# Architectures that tell layers with a window by a list, or by a period -> the period of files without either (None:
-# the list must be there), and the first layer with full attention. From `set_swa_pattern` in llama.cpp's src/models,
-# October 2026.
-_GGUF_PERIODS: dict[str, tuple[int | None, int]] = {
-    **dict.fromkeys(("gemma3", "gemma-embedding", "gemma-embedding2"), (6, 5)),
-    **dict.fromkeys(("cohere2", "exaone4", "mellum", "olmo2"), (4, 3)),
-    **dict.fromkeys(
-        ("dots3note", "gemma4", "gemma4-assistant", "maple", "mimo2", "spark2_5", "step35"),
-        (None, 0),
-    ),
-    **dict.fromkeys(("cohere2moe", "laguna"), (4, 0)),
-    "plamo3": (8, 7),
-    "modern-bert": (3, 0),
-}
+_KEY = re.compile(r"^([A-Za-z0-9_-]+)\.(rope|attention|embedding_length|context_length)(\.|$)")
 _MOST_LAYERS = 65536
-# The base of llama.cpp where neither a file nor an architecture has another.
-_GGUF_BASE = 10000.0
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_RATIOS, _COMPRESSED_BASE = "attention.compress_ratios", "attention.compress_rope_freq_base"
+_WINDOW_BASE, _PATTERN = "rope.freq_base_swa", "attention.sliding_window_pattern"
+_FACTORS = "rope_freqs.weight"
+# Type of layers -> the keys of its rope section.
+_Sections = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Facts of llama.cpp's code about one architecture.
+
+    Attributes:
+        interleaved: the pairing, as in :class:`tightrope.RopeSpec`; with axes always by halves.
+        axes: how pairs are divided among coordinates, as in :class:`tightrope.config.families.Family`; or
+            ``"sections or none"``: by sections if the file has them, for two coordinates at least.
+        latent: whether heads are those of latent attention, which rotate their last channels.
+        needs: the keys without one meaning if they are missing: of the part of each head that rotates, or of the width of
+            heads other than hidden size / heads. Its files always have them.
+        whole: whether all channels rotate, whatever the key for a part says.
+        base: a constant of the code, which scales nothing; files may not contradict either.
+        unscaled: whether the code does not read the scaling of its files.
+        factors: ``"needed"``: the tensor ``rope_freqs.weight`` scales its layers with full attention.
+            ``"unused"``: the code loads no factors, or does not use them.
+        switched: whether ``rope.scaling.finetuned`` is its switch for RoPE.
+        alpha: whether ``rope.scaling.alpha`` changes the base.
+        beta_fast: YaRN's, if no key gives it.
+        yarn_multiplier: by how much to multiply ``yarn_log_multiplier`` for YaRN's mscale_all_dim; with 10, the
+            attention multiplies its softmax scale too. None where the code does not read the key.
+        equal_mscales: whether YaRN's mscale is mscale_all_dim, as in DeepSeek V2; otherwise it is 1.
+        ratios: ``"zero"``: no layer has compressed entries. ``"unused"``: ``attention.compress_ratios`` is about blocks
+            of keys, not the rotation.
+        rotates: the only types of layers that rotate, as in :class:`tightrope.config.families.Family`.
+        layers: how layers differ otherwise. ``"every fourth still"``: it does not rotate. ``"some still"``: the
+            same for others, if some have a window. ``"compressed"``: those with compressed entries of the cache have
+            their own base, and they alone are scaled.
+        keys: more keys that its files may have -> their names in transformers.
+        windows: the period of layers without a window, if a file has neither a list nor a period; or ``"listed"``.
+        full_first: whether the first layer of a period has no window, and not the last.
+        windows_if_layers: the number of layers of the models that have windows.
+        windows_needed: whether without windows the number of layers decides which rotate.
+        windows_optional: whether some models have no windows, so that all layers are alike.
+        window_base: the base of layers with a window if no key gives it, a constant or ``"common"``, that of the others;
+            such layers are not scaled. ``"always common"``: whatever the key says. ``"ignored"``: they are like the
+            others, whatever it says. ``"own"``: no other layers rotate. None: they are like the others without the key.
+        window_widths: whether the heads of layers with a window may have their own widths.
+        window_scaled: whether layers with a window are scaled all the same.
+        full_half: whether layers with full attention rotate half of what the key says.
+        refused: why no spec can express this architecture.
+        only_layers: the number of layers of the one model that is not refused.
+    """
+
+    interleaved: bool = False
+    axes: str | None = None
+    latent: bool = False
+    needs: Sequence[str] = ()
+    whole: bool = False
+    base: float | None = None
+    unscaled: bool = False
+    factors: str | None = None
+    switched: bool = False
+    alpha: bool = False
+    beta_fast: float | None = None
+    yarn_multiplier: int | None = None
+    equal_mscales: bool = False
+    ratios: str | None = None
+    rotates: Sequence[str] = ()
+    layers: str | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+    windows: int | str | None = None
+    full_first: bool = False
+    windows_if_layers: int | None = None
+    windows_needed: bool = False
+    windows_optional: bool = False
+    window_base: float | str | None = None
+    window_widths: bool = False
+    window_scaled: bool = False
+    full_half: bool = False
+    refused: str | None = None
+    only_layers: int | None = None
+
+
+_TABLE = keys.table("gguf")
+ARCHITECTURES = {name: Architecture(**facts) for name, facts in _TABLE["architectures"].items()}
+_UNKNOWN = Architecture()
 
 
 def is_gguf(values: Mapping[str, Any]) -> bool:
@@ -142,11 +115,32 @@ def is_gguf(values: Mapping[str, Any]) -> bool:
     return any(isinstance(key, str) and ".rope." in key for key in values)
 
 
+def gguf(values: Mapping[str, Any]) -> Source:
+    """Read GGUF metadata: keys of the architecture, and factor tensors, if any.
+
+    The keys are ``<arch>.rope.*``, ``<arch>.attention.*`` and sizes (``<arch>.context_length``, …).
+    """
+    found = _Metadata(values)
+    facts = found.facts
+    exempt = facts.only_layers is not None and found.given("block_count") == facts.only_layers
+    if facts.refused is not None and not exempt:
+        refused = Family(False, "", refused=facts.refused)
+        return Source({}, refused, found.name, seen=tuple(values))
+    found.take_all()
+    found.take_scaling()
+    found.take_factors()
+    found.list_windows()
+    family = found.family()
+    found.split()
+    unread = {key: value for key, value in values.items() if key not in found.read}
+    return Source(found.outer, family, found.name, found.spelled, seen=tuple(values), unread=unread)
+
+
 def _architecture(values: Mapping[str, Any]) -> str:
     given = values.get("general.architecture")
     if given is not None:
         return str(given)
-    found = {match[1] for key in values if (match := _GGUF_KEY.match(str(key)))}
+    found = {match[1] for key in values if (match := _KEY.match(str(key)))}
     if len(found) != 1:
         fail(
             f"GGUF metadata must be of one architecture but got {', '.join(sorted(found)) or 'none'}"
@@ -154,323 +148,359 @@ def _architecture(values: Mapping[str, Any]) -> str:
     return found.pop()
 
 
-def gguf(values: Mapping[str, Any]) -> Source:
-    """Read GGUF metadata: keys of the architecture, and factor tensors, if any.
+class _Metadata:
+    """The metadata of one architecture while it is translated.
 
-    The keys are ``<arch>.rope.*``, ``<arch>.attention.*`` and sizes (``<arch>.context_length``, …).
+    Attributes:
+        outer: name in transformers -> value.
+        section: the same for the keys of the rope section.
+        spelled: path -> key of the file.
+        read: the keys that were read.
+        constant: the source of what only llama.cpp's code states.
     """
-    arch = _architecture(values)
-    outer: dict[str, Any] = {}
-    section: dict[str, Any] = {}
-    spelled: dict[str, str] = {}
-    read = set(_GGUF_TENSORS) | {"rope_freqs.weight"}
 
-    def take(suffix: str, into: dict[str, Any], name: str, path: str) -> Any:
-        key = f"{arch}.{suffix}"
-        read.add(key)
-        value = values.get(key)
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values, self.arch = values, _architecture(values)
+        self.name = f"GGUF architecture {self.arch!r}"
+        self.outer: dict[str, Any] = {}
+        self.section: dict[str, Any] = {}
+        self.spelled: dict[str, str] = {}
+        self.read = {*_TABLE["tensors"], _FACTORS}
+        # A drafter of DeepSeek V4 is one of its layers without compressed entries.
+        drafter = self.arch == "dflash" and bool(self.given("hyper_connection.count"))
+        row = "dflash of deepseek4" if drafter else self.arch
+        self.facts = ARCHITECTURES.get(row, _UNKNOWN)
+        self.constant = f"constant of llama.cpp for {self.arch}"
+
+    def key(self, suffix: str) -> str:
+        """A key of the file."""
+        return f"{self.arch}.{suffix}"
+
+    def given(self, suffix: str) -> Any:
+        """The value of a key; None if it is missing."""
+        return self.values.get(self.key(suffix))
+
+    def take(self, suffix: str, into: dict[str, Any], path: str) -> Any:
+        """Read a key under its name in transformers; an error if another key gave another value."""
+        key, value, name = self.key(suffix), self.given(suffix), path.rpartition(".")[2]
+        self.read.add(key)
         if value is not None:
             if name in into and into[name] != value:
-                fail(
-                    f"{name} must have one value but got {spelled[path]} = {into[name]!r} and {key} = {value!r}"
-                )
-            into[name] = value
-            spelled[path] = key
+                one, other = f"{self.spelled[path]} = {into[name]!r}", f"{key} = {value!r}"
+                fail(f"{name} must have one value but got {one} and {other}")
+            into[name], self.spelled[path] = value, key
         return value
 
-    for suffix, name in _GGUF_OUTER.items():
-        # With latent attention, key_length is the width of the cache, which all heads share, and
-        # key_length_mla that of a head.
-        latent = f"{suffix}_mla"
-        take(latent if f"{arch}.{latent}" in values else suffix, outer, name, name)
-    for suffix, name in _GGUF_SCALING.items():
-        take(suffix, section, name, f"rope_scaling.{name}")
-    if isinstance(outer.get("num_attention_heads"), list | tuple):
-        # One number per layer, so head_dim cannot be derived and must be given.
-        del outer["num_attention_heads"]
-    if section.get("factor") == 0:
-        del section["factor"]  # llama.cpp writes 0 for "no scaling"
-    if arch in _GGUF_SWITCHED and section.get("finetuned") is False:
-        fail(f"the config has no RoPE: {spelled['rope_scaling.finetuned']} is False")
-    # A drafter of DeepSeek V4 is one of its layers without compressed entries.
-    spark = arch == "dflash" and bool(values.get("dflash.hyper_connection.count"))
-    for suffix, name in _GGUF_COMPRESSED.items():
-        if arch == "deepseek4":
-            take(suffix, outer, name, name)
-        elif spark or arch == "qwen4exp":
-            read.add(f"{arch}.{suffix}")  # qwen4exp: the sizes of blocks of keys
-    ratios = values.get("dflash.attention.compress_ratios")
-    if spark and isinstance(ratios, list | tuple) and any(ratios):
-        fail(f"dflash.attention.compress_ratios must hold 0 only but got {ratios}")
-    _scaling(values, arch, section, spelled, take)
-    if spark:
-        section.clear()
-    if arch in _GGUF_UNFACTORED:
-        _settle_constants(values, arch, outer, section, spelled)
-    sizes = values.get(f"{arch}.rope.dimension_sections")
-    read.add(f"{arch}.rope.dimension_sections")
-    if sizes is not None and not (arch in GGUF_MAYBE_SECTIONS and _one_coordinate(sizes)):
-        # llama.cpp writes four entries; the last is 0 but in HunyuanVL.
-        tail = isinstance(sizes, list | tuple) and len(sizes) == 4 and sizes[3] == 0
-        outer["mrope_section"] = sizes[:3] if tail else sizes
-        spelled["mrope_section"] = f"{arch}.rope.dimension_sections"
-    factors = values.get("rope_freqs.weight")
-    if factors is not None:
-        if section.get("rope_type", "none") != "none":
-            fail("rope_freqs.weight must not come with rope.scaling but the metadata has both")
-        section = {"rope_type": "given", "inv_freq": _divided(outer, arch, list(factors))}
-        spelled["rope_scaling.rope_type"] = spelled["rope_scaling.inv_freq"] = "rope_freqs.weight"
-    elif arch in _GGUF_FACTORED:
-        fail(
-            f"{arch} must come with rope_freqs.weight, which scales its layers with full attention; pass the path of "
-            f"the .gguf file, or add the tensor to the metadata"
-        )
-    outer |= {key: values[key] for key in keys.LAYER_TYPES if key in values}
-    if arch == "exaone4" and outer.get("num_hidden_layers") not in (None, 64):
-        outer.setdefault("sliding_window", None)  # only the large model has windows
-    if arch == "granite_swa":
-        take("attention.rope_pattern", outer, "no_rope_layers", "no_rope_layers")
-    family = _gguf_family(arch, outer, spark)
-    if family is not None and _GGUF_LAYERS.get(arch) == "no_rope_layers":
-        outer["no_rope_layer_interval"] = 4
-        spelled["no_rope_layer_interval"] = f"constant of llama.cpp for {arch}"
-    if section:
-        outer["rope_scaling"] = section
-    _list_windows(values, arch, outer, spelled, read)
-    if arch == "cohere2moe":
-        _list_dense(values, arch, outer, spelled)
-    local = _local(values, arch, outer, spelled, read)
-    if local is not None:
-        base = outer.pop("rope_theta", None)
-        full = {**section, "rope_theta": base}
-        outer.pop("rope_scaling", None)
-        sliding = {**(section if arch in _GGUF_LOCAL_SCALED else {}), "rope_theta": local}
-        if arch in _GGUF_LOCAL_WIDTHS:
-            path = "rope_parameters.sliding_attention"
-            for suffix, name in _GGUF_WIDTHS.items():
-                read.add(f"{arch}.{suffix}")
-                latent = suffix.replace("key_length", "key_length_mla")
-                given = latent if f"{arch}.{latent}" in values else suffix
-                take(given, sliding, name, f"{path}.{name}")
-        if arch == "step35" and isinstance(outer.get("rotary_dim"), int):
-            full[keys.OWN_ROTARY_DIM] = outer["rotary_dim"] // 2
-            spelled[f"rope_scaling.{keys.OWN_ROTARY_DIM}"] = f"half of {spelled['rotary_dim']}"
-        outer["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
-        for key in sliding.keys() & section.keys():
-            spelled[f"rope_parameters.sliding_attention.{key}"] = spelled[f"rope_scaling.{key}"]
-        for key in full:
-            spelled[f"rope_parameters.full_attention.{key}"] = spelled.get(
-                f"rope_scaling.{key}", spelled.get(key, key)
+    def put(self, name: str, value: object, source: str) -> None:
+        """Set a key of the rope section."""
+        self.section[name], self.spelled[f"rope_scaling.{name}"] = value, source
+
+    def number(self, suffix: str) -> float | None:
+        """Read a number; None if it is missing."""
+        value = self.given(suffix)
+        self.read.add(self.key(suffix))
+        if value is not None and as_real(value) is None:
+            fail(f"{self.key(suffix)} must be a number but got {value!r}")
+        return as_real(value)
+
+    def tensor(self, name: str) -> list[float] | None:
+        """A tensor of factors; None if it is missing."""
+        given = self.values.get(name)
+        factors = [as_real(one) for one in given or ()] if isinstance(given, list | tuple) else []
+        if given is not None and (not factors or not all(factors)):
+            raise bad_type(
+                f"{name} must be a list of numbers other than 0 but got {describe(given)}"
             )
-    unread = {key: value for key, value in values.items() if key not in read}
-    name = f"GGUF architecture {arch!r}"
-    return Source(outer, family, name, spelled, seen=tuple(values), unread=unread)
+        return [one for one in factors if one] or None
 
+    def take_all(self) -> None:
+        """Read the keys that all architectures share, and what some have besides."""
+        facts, outer, section = self.facts, self.outer, self.section
+        for suffix, name in {**_TABLE["keys"], **facts.keys}.items():
+            # With latent attention, key_length is the width of the cache, which all heads share, and
+            # key_length_mla that of a head.
+            latent = self.key(f"{suffix}_mla") in self.values
+            self.take(f"{suffix}_mla" if latent else suffix, outer, name)
+        for suffix, name in _TABLE["scaling"].items():
+            self.take(suffix, section, f"rope_scaling.{name}")
+        if isinstance(outer.get("num_attention_heads"), list | tuple):
+            # One number per layer, so head_dim cannot be derived and must be given.
+            del outer["num_attention_heads"]
+        if section.get("factor") == 0:
+            del section["factor"]  # llama.cpp writes 0 for "no scaling"
+        if facts.switched and section.get("finetuned") is False:
+            fail(f"the config has no RoPE: {self.spelled['rope_scaling.finetuned']} is False")
+        if facts.whole:
+            outer.pop("rotary_dim", None)  # its files have 0
+        self.take_sections()
+        outer |= {key: self.values[key] for key in keys.LAYER_TYPES if key in self.values}
+        ratios = self.given(_RATIOS)
+        if facts.ratios is not None or facts.layers == "compressed":
+            self.read |= {self.key(_RATIOS), self.key(_COMPRESSED_BASE)}
+        if facts.ratios == "zero" and isinstance(ratios, list | tuple) and any(ratios):
+            fail(f"{self.key(_RATIOS)} must hold 0 only but got {ratios}")
+        self.check()
 
-def _gguf_family(arch: str, outer: Mapping[str, Any], spark: bool) -> Family | None:
-    window = outer.get("sliding_window")
-    refused = _GGUF_REFUSED.get(arch)
-    if refused is not None and (arch != "baichuan" or outer.get("num_hidden_layers") != 32):
-        return Family(False, "", refused=refused)
-    if arch == "llama4" and window == 0:
-        return None  # llama.cpp leaves out one layer at most, by the number of layers
-    layers = _GGUF_LAYERS.get(arch) or (_GGUF_WINDOWED.get(arch) if window else None)
-    if "no_rope_layers" in outer:
-        layers = "no_rope_layers"
-    axes = None
-    if arch in GGUF_SECTIONS or (arch in GGUF_MAYBE_SECTIONS and "mrope_section" in outer):
-        axes = "sections"
-    elif arch in GGUF_INTERLEAVED_SECTIONS:
-        axes = "interleaved sections"
-    elif arch not in GGUF_NEIGHBOURS | GGUF_HALVES:
-        return None
-    latent = spark or arch in _GGUF_LATENT
-    return Family(
-        (spark or arch in GGUF_NEIGHBOURS) and axes is None,
-        _GGUF_CODE,
-        start="last" if latent else "first",
-        axes=axes,
-        layers=layers,
-        fraction="required" if latent or arch in _GGUF_PART else "optional",
-        head_dim="required" if arch in _GGUF_HEAD else "derived",
-        base=_GGUF_BASE if arch in _GGUF_CONSTANT else None,
-        scales_softmax=arch in _GGUF_TENTH,
-    )
+    def take_sections(self) -> None:
+        """Read the number of pairs of each coordinate."""
+        sizes = self.take("rope.dimension_sections", self.outer, "mrope_section")
+        if not isinstance(sizes, list | tuple):
+            return
+        if self.facts.axes == "sections or none" and 0 in sizes[:2]:
+            del self.outer[
+                "mrope_section"
+            ]  # llama.cpp does not use sections without a second coordinate
+        elif len(sizes) == 4 and sizes[3] == 0:
+            # llama.cpp writes four entries; the last is 0 but in HunyuanVL.
+            self.outer["mrope_section"] = sizes[:3]
 
+    def check(self) -> None:
+        """Raise an error if a key that files of this architecture always have is missing, or contradicts the code."""
+        for suffix in self.facts.needs:
+            if _TABLE["keys"][suffix] not in self.outer:
+                fail(f"{self.name} must come with {self.key(suffix)}, as all its files do")
+        constant, base = self.facts.base, self.outer.get("rope_theta")
+        if None not in (constant, base) and base != constant:
+            fail(
+                f"{self.spelled['rope_theta']} must be {constant:g}, the {self.constant}, but got {base!r}; for other "
+                f"code, make a RopeSpec by hand"
+            )
 
-def _one_coordinate(sizes: Any) -> bool:
-    """Return True for sections without a second coordinate, which llama.cpp does not use."""
-    return isinstance(sizes, list | tuple) and 0 in sizes[:2]
+    def take_scaling(self) -> None:
+        """Translate scaling that GGUF stores differently: an implied type, YaRN's mscale, factor tensors."""
+        facts, section = self.facts, self.section
+        for tensor, name in _TABLE["tensors"].items():
+            factors = self.tensor(tensor)
+            if factors is not None:
+                self.put(name, factors, tensor)
+                if "rope_type" not in section:
+                    self.put("rope_type", "longrope", tensor)
+        alpha = self.number("rope.scaling.alpha") if facts.alpha else None
+        if alpha:
+            key, kind = self.key("rope.scaling.alpha"), section.get("rope_type", "none")
+            if kind != "none":
+                fail(f"{key} must not come with scaling by {kind!r}")
+            self.put("alpha", alpha, key)
+            self.put("rope_type", "dynamic", key)  # with alpha, a fixed change of the base
+        if "rope_type" not in section and section.get("factor") is not None:
+            self.put("rope_type", "linear", f"{self.key('rope.scaling.type')} (absent)")
+        kind = section.get("rope_type", "none")
+        if kind == "longrope" and "attn_factor" in section:
+            key = self.key("rope.scaling.attn_factor")
+            self.put("attention_factor", section.pop("attn_factor"), key)
+        self.take_yarn(kind == "yarn")
+        if facts.unscaled:
+            section.clear()
+        elif facts.base is not None and kind != "none":
+            fail(f"{self.arch} must have no scaling, as llama.cpp ignores it, but got {kind!r}")
 
-
-def _scaling(
-    values: Mapping[str, Any],
-    arch: str,
-    section: dict[str, Any],
-    spelled: dict[str, str],
-    take: Any,
-) -> None:
-    """Translate scaling that GGUF stores differently: an implied type, YaRN's mscale, factor tensors."""
-    for tensor, name in _GGUF_TENSORS.items():
-        if values.get(tensor) is not None:
-            section[name] = list(values[tensor])
-            spelled[f"rope_scaling.{name}"] = tensor
-            section.setdefault("rope_type", "longrope")
-            spelled.setdefault("rope_scaling.rope_type", tensor)
-    kind = section.get("rope_type")
-    holder: dict[str, Any] = {}
-    if arch == "hunyuan_vl" and take("rope.scaling.alpha", holder, "alpha", "rope_scaling.alpha"):
-        if kind not in (None, "none"):
-            fail(f"{arch}.rope.scaling.alpha must not come with scaling by {kind!r}")
-        kind = "dynamic"  # with alpha, a fixed change of the base
-        section |= {"rope_type": kind, **holder}
-        spelled["rope_scaling.rope_type"] = spelled["rope_scaling.alpha"]
-    if kind is None and section.get("factor") is not None:
-        section["rope_type"] = "linear"
-        spelled["rope_scaling.rope_type"] = f"{arch}.rope.scaling.type (absent)"
-    if kind == "longrope" and "attn_factor" in section:
-        section["attention_factor"] = section.pop("attn_factor")
-        spelled["rope_scaling.attention_factor"] = f"{arch}.rope.scaling.attn_factor"
-    if kind == "yarn" and arch == "grok" and "beta_fast" not in section:
-        section["beta_fast"] = 8.0
-        spelled["rope_scaling.beta_fast"] = "constant of llama.cpp for grok"
-    share = take("rope.scaling.yarn_log_multiplier", holder, "mscale_all_dim", "")
-    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
-        fail(f"{arch}.rope.scaling.yarn_log_multiplier must be a number but got {share!r}")
-    if share is not None and kind == "yarn" and arch in _GGUF_MULTIPLIED:
-        key = f"{arch}.rope.scaling.yarn_log_multiplier"
-        # DeepSeek's mscale equals mscale_all_dim, so they cancel on the rotated channels; elsewhere mscale is 1.
-        section["mscale_all_dim"] = 10 * share if arch in _GGUF_TENTH else share
-        section["mscale"] = section["mscale_all_dim"] if arch == "deepseek2" else 1.0
-        spelled["rope_scaling.mscale"] = spelled["rope_scaling.mscale_all_dim"] = key
-
-
-def _settle_constants(
-    values: Mapping[str, Any],
-    arch: str,
-    outer: dict[str, Any],
-    section: dict[str, Any],
-    spelled: dict[str, str],
-) -> None:
-    """Refuse keys that constants of llama.cpp's code contradict; drop a width that it ignores."""
-    unused = [
-        name for name in (*_GGUF_TENSORS, "rope_freqs.weight") if values.get(name) is not None
-    ]
-    if unused:
-        fail(
-            f"{arch} must not come with {unused[0]}, which llama.cpp does not use; to rotate as it does, pass the "
-            f"metadata without it"
+    def take_yarn(self, on: bool) -> None:
+        """Read YaRN's parameters that have no name of their own in transformers."""
+        facts, section, factor = self.facts, self.section, self.section.get("factor")
+        if on and facts.beta_fast is not None and "beta_fast" not in section:
+            self.put("beta_fast", facts.beta_fast, self.constant)
+        multiplier, ext, attn = (
+            f"rope.scaling.yarn_{name}" for name in ("log_multiplier", "ext_factor", "attn_factor")
         )
-    if arch not in _GGUF_CONSTANT:
-        return
-    base = outer.get("rope_theta", _GGUF_BASE)
-    if base != _GGUF_BASE:
-        fail(
-            f"{spelled['rope_theta']} must be 10000, the constant of llama.cpp for {arch}, but got {base!r}; for other "
-            f"code, make a RopeSpec by hand"
+        share = self.number(multiplier)
+        if share is not None and on and facts.yarn_multiplier is not None:
+            # DeepSeek's mscale equals mscale_all_dim, so they cancel on the rotated channels; elsewhere mscale is 1.
+            all_dim = facts.yarn_multiplier * share
+            self.put("mscale_all_dim", all_dim, self.key(multiplier))
+            self.put("mscale", all_dim if facts.equal_mscales else 1.0, self.key(multiplier))
+        weight = self.number(ext)  # negative: not set
+        if weight is not None and not weight < 0 and weight != on:
+            fail(
+                f"{self.key(ext)}, the weight of YaRN's ramp, must be {on:d}, as no rule has another one, but got "
+                f"{weight!r}"
+            )
+        # llama.cpp puts YaRN's own factor in the place of this one, which in files is 1 or a copy of that.
+        scaled, given = as_real(factor), self.number(attn)
+        own = 1 + 0.1 * math.log(scaled) if on and scaled is not None and scaled > 1 else 1.0
+        if given not in (None, 1) and not math.isclose(given, own, rel_tol=1e-5):
+            fail(
+                f"{self.key(attn)} must be 1 or {own:.7g}, which llama.cpp takes in its place, but got {given!r}"
+            )
+
+    def take_factors(self) -> None:
+        """Read the tensor of factors, which is the whole scaling of its files."""
+        facts, factors, rotary = self.facts, self.tensor(_FACTORS), self.outer.get("rotary_dim")
+        unused = [name for name in (*_TABLE["tensors"], _FACTORS) if self.values.get(name)]
+        if unused and facts.factors == "unused":
+            fail(
+                f"{self.arch} must not come with {unused[0]}, which llama.cpp does not use; to rotate as it does, pass "
+                f"the metadata without it"
+            )
+        if factors is None:
+            if facts.factors == "needed":
+                fail(
+                    f"{self.arch} must come with {_FACTORS}, which scales its layers with full attention; pass the path of "
+                    f"the .gguf file, or add the tensor to the metadata"
+                )
+            return
+        if self.section.get("rope_type", "none") != "none":
+            fail(f"{_FACTORS} must not come with rope.scaling but the metadata has both")
+        base = self.outer.get("rope_theta")
+        if base is None:
+            fail(
+                f"{_FACTORS} must come with {self.key('rope.freq_base')} but the metadata has none"
+            )
+        if facts.full_half and isinstance(rotary, int):
+            factors = factors[: rotary // 4]
+        divided = given_by_factors(2 * len(factors), base, factors)
+        self.section = {}
+        self.put("rope_type", "given", _FACTORS)
+        self.put("inv_freq", list(divided.inv_freq), _FACTORS)
+
+    # --- layers that differ -----------------------------------------------------------------------
+
+    def list_windows(self) -> None:
+        """Add the type of each layer, by a list or a period in the file or in llama.cpp's code."""
+        facts, outer = self.facts, self.outer
+        key, count = self.key(_PATTERN), outer.get("num_hidden_layers")
+        pattern = self.given(_PATTERN)
+        if pattern is None and facts.windows != "listed":
+            pattern = facts.windows
+        windows = outer.get("sliding_window", facts.windows_if_layers in (None, count))
+        stated = any(name in outer for name in keys.LAYER_TYPES)
+        if facts.windows is None or not windows or stated or not isinstance(count, int):
+            return
+        period = type(pattern) is int and facts.windows != "listed"
+        if not period and not isinstance(pattern, list | tuple):
+            return
+        self.read.add(key)
+        whole([Found(count, self.spelled["num_hidden_layers"])], _MOST_LAYERS)
+        main = self.without_predicting(count)
+        if period:
+            full = 0 if facts.full_first else max(pattern, 1) - 1
+            pattern = [not pattern or layer % pattern != full for layer in range(main)]
+            pattern += [False] * (count - main)
+        if len(pattern) < main:
+            fail(f"{key} must have an entry for each of {main} layers but has {len(pattern)}")
+        outer["num_hidden_layers"] = min(count, len(pattern))
+        outer["layer_types"] = [_SLIDING if one else _FULL for one in pattern[:count]]
+        self.spelled["layer_types"] = key
+
+    def without_predicting(self, count: int) -> int:
+        """The number of layers but the last ones, which only predict."""
+        more = self.given("nextn_predict_layers")
+        return max(count - more, 0) if isinstance(more, int) and more > 0 else count
+
+    def family(self) -> Family | None:
+        """The facts in the form of the reader; None for an architecture that is not known."""
+        facts, outer = self.facts, self.outer
+        if facts is _UNKNOWN or (facts.windows_needed and outer.get("sliding_window") == 0):
+            return None
+        axes = facts.axes
+        if axes == "sections or none":
+            axes = "sections" if "mrope_section" in outer else None
+        if facts.layers == "every fourth still":
+            outer["no_rope_layer_interval"] = 4
+            self.spelled["no_rope_layer_interval"] = self.constant
+        still = facts.layers == "some still" and bool(outer.get("sliding_window"))
+        flagged = still or not outer.keys().isdisjoint(("no_rope_layers", "no_rope_layer_interval"))
+        return Family(
+            facts.interleaved and axes is None,
+            "llama.cpp: llama_model_rope_type",
+            start="last" if facts.latent else "first",
+            axes=axes,
+            rotates=tuple(self.rotating()),
+            **(_TABLE["compressed"] if facts.layers == "compressed" else {}),
+            flags="no_rope_layers" if flagged else None,
+            lists=LAST_OF_EACH,
+            base=facts.base,
+            scales_softmax=facts.yarn_multiplier == 10,
         )
-    kind = section.get("rope_type", "none")
-    if kind != "none":
-        fail(f"{arch} must have no scaling, as llama.cpp ignores it, but got {kind!r}")
-    if arch == "deepseek2-ocr":
-        outer.pop("rotary_dim", None)  # its files have 0; all channels rotate
 
+    def split(self) -> None:
+        """Give each type of layers its own rope section, if layers differ; otherwise one to all."""
+        outer, spelled, sections = self.outer, self.spelled, self.sections()
+        if sections is None and self.section:
+            outer["rope_scaling"] = self.section
+        if sections is None:
+            return
+        outer["rope_parameters"] = sections
+        for kind, section in sections.items():
+            for key in section:
+                common = spelled.get(f"rope_scaling.{key}", spelled.get(key, key))
+                spelled.setdefault(f"rope_parameters.{kind}.{key}", common)
+        outer.pop("rope_theta", None)
 
-def _divided(outer: dict[str, Any], arch: str, factors: list[float]) -> list[float]:
-    base = outer.get("rope_theta")
-    if base is None:
-        fail(f"rope_freqs.weight must come with {arch}.rope.freq_base but the metadata has none")
-    if arch == "step35" and isinstance(outer.get("rotary_dim"), int):
-        # The first ones, for the half of the channels that rotates.
-        factors = factors[: outer["rotary_dim"] // 4]
-    return list(given_by_factors(2 * len(factors), base, factors).inv_freq)  # type: ignore[arg-type]
+    def sections(self) -> _Sections | None:
+        """The rope section of each type of layers; None if they do not differ, or only by a list of flags."""
+        facts, outer = self.facts, self.outer
+        if facts.window_base is not None or not (facts.layers or facts.rotates):
+            self.read.add(self.key(_WINDOW_BASE))
+        plain = {"rope_theta": outer.get("rope_theta")}
+        if facts.layers == "compressed":
+            return self.compressed(plain)
+        base = self.window_base() if facts.layers is None and not facts.rotates else None
+        if base is None:
+            return None
+        full = {**self.section, **plain}
+        sliding = {**(self.section if facts.window_scaled else {}), "rope_theta": base}
+        path = f"rope_parameters.{_SLIDING}"
+        if facts.window_widths:
+            latent = self.key("attention.key_length_mla_swa") in self.values
+            width = f"attention.key_length_{'mla_' if latent else ''}swa"
+            self.read.add(self.key("attention.key_length_swa"))
+            self.take(width, sliding, f"{path}.{keys.OWN_HEAD_DIM}")
+            self.take("rope.dimension_count_swa", sliding, f"{path}.{keys.OWN_ROTARY_DIM}")
+        if facts.full_half and isinstance(outer.get("rotary_dim"), int):
+            full[keys.OWN_ROTARY_DIM] = outer["rotary_dim"] // 2
+            half = f"half of {self.spelled['rotary_dim']}"
+            self.spelled[f"rope_parameters.{_FULL}.{keys.OWN_ROTARY_DIM}"] = half
+        return {_FULL: full, _SLIDING: sliding}
 
-
-def _list_windows(
-    values: Mapping[str, Any],
-    arch: str,
-    outer: dict[str, Any],
-    spelled: dict[str, str],
-    read: set[str],
-) -> None:
-    """Add the type of each layer, by a list or a period in the file or in llama.cpp's code."""
-    key = f"{arch}.attention.sliding_window_pattern"
-    period, first = _GGUF_PERIODS.get(arch, (None, 0))
-    count, pattern = outer.get("num_hidden_layers"), values.get(key, period)
-    windows = outer.get("sliding_window", 1) not in (0, None)
-    stated = any(name in outer for name in keys.LAYER_TYPES)
-    if arch not in _GGUF_PERIODS or not windows or stated or not isinstance(count, int):
-        return
-    single = isinstance(pattern, int) and not isinstance(pattern, bool) and period is not None
-    if not single and not isinstance(pattern, list | tuple):
-        return
-    read.add(key)
-    if count > _MOST_LAYERS:
-        fail(f"{spelled['num_hidden_layers']} must be at most {_MOST_LAYERS} but got {count}")
-    main = _without_predicting(values, arch, count)
-    if isinstance(pattern, int):
-        last = 0 if first == 0 else max(pattern, 1) - 1
-        pattern = [not pattern or layer % pattern != last for layer in range(main)]
-        pattern += [False] * (count - main)
-    if len(pattern) < main:
-        fail(f"{key} must have an entry for each of {main} layers but has {len(pattern)}")
-    outer["num_hidden_layers"] = min(count, len(pattern))
-    outer["layer_types"] = [f"{'sliding' if one else 'full'}_attention" for one in pattern[:count]]
-    spelled["layer_types"] = key
-
-
-def _without_predicting(values: Mapping[str, Any], arch: str, count: int) -> int:
-    """The number of layers but the last ones, which only predict."""
-    more = values.get(f"{arch}.nextn_predict_layers")
-    return max(count - more, 0) if isinstance(more, int) and more > 0 else count
-
-
-def _list_dense(
-    values: Mapping[str, Any], arch: str, outer: dict[str, Any], spelled: dict[str, str]
-) -> None:
-    """Add which layers have no experts: the first; and the last, which only predict, rotate like them."""
-    key = f"{arch}.leading_dense_block_count"
-    spelled["mlp_layer_types"] = key
-    dense, count = values.get(key), values.get(f"{arch}.block_count")
-    if isinstance(dense, int) and "layer_types" in outer and isinstance(count, int):
-        main = _without_predicting(values, arch, count)
-        outer["mlp_layer_types"] = [
-            "dense" if layer < dense or layer >= main else "sparse"
-            for layer in range(outer["num_hidden_layers"])
-        ]
-
-
-def _local(
-    values: Mapping[str, Any],
-    arch: str,
-    outer: dict[str, Any],
-    spelled: dict[str, str],
-    read: set[str],
-) -> Any:
-    """The base of layers with a sliding window; None if all layers share one base."""
-    key = f"{arch}.rope.freq_base_swa"
-    read.add(key)
-    base = values.get(key)
-    path = "rope_parameters.sliding_attention.rope_theta"
-    if arch in _GGUF_ONE_BASE:
-        return None
-    if arch == "maple":
-        if base is not None:  # only these layers rotate
-            outer["rope_theta"], spelled["rope_theta"] = base, key
-        return None
-    if arch in ("laguna", "plamo3") and not outer.get("sliding_window"):
-        return None  # some of their models have no windows
-    if arch in _GGUF_COMMON_BASE and base is None:
-        spelled[path] = spelled.get("rope_theta", "rope_theta")
-        return outer.get("rope_theta")
-    if base is not None:
-        spelled[path] = key
+    def window_base(self) -> Any:
+        """The base of layers with a window; None if all layers share one base and scaling."""
+        facts, key = self.facts, self.key(_WINDOW_BASE)
+        base, common = self.values.get(key), self.outer.get("rope_theta")
+        window, constant = self.outer.get("sliding_window"), facts.window_base
+        if constant == "ignored" or (facts.windows_optional and not window):
+            return None
+        if constant == "always common" or (base is None and constant == "common"):
+            base, key = common, self.spelled.get("rope_theta", "")
+        elif base is None and constant is not None and common is not None and window != 0:
+            base, key = constant, self.constant
+        self.spelled[f"rope_parameters.{_SLIDING}.rope_theta"] = key
         return base
-    if (
-        arch in _GGUF_LOCAL_BASE
-        and outer.get("rope_theta") is not None
-        and outer.get("sliding_window") != 0
-    ):
-        spelled[path] = f"constant of llama.cpp for {arch}"
-        return _GGUF_BASE
-    return None
+
+    def rotating(self) -> Sequence[str]:
+        """The types of layers that rotate, for an architecture where some do not; () if all do."""
+        facts, outer = self.facts, self.outer
+        if facts.windows_if_layers is not None and outer.get("sliding_window") is None:
+            if outer.get("num_hidden_layers") in (None, facts.windows_if_layers):
+                self.need("attention.sliding_window")
+            return ()
+        if facts.window_base == "own" and self.given(_WINDOW_BASE) is not None:
+            self.spelled["rope_theta"] = self.key(_WINDOW_BASE)
+            outer["rope_theta"] = self.given(_WINDOW_BASE)
+        if "dense" in facts.rotates:
+            # The first layers have no experts; the last, which only predict, rotate like them.
+            dense, count = self.given("leading_dense_block_count"), self.given("block_count")
+            types = outer.get("layer_types")
+            if not isinstance(dense, int):
+                self.need("leading_dense_block_count")
+            if not isinstance(count, int) or not isinstance(types, list | tuple):
+                self.need(_PATTERN)
+            experts = range(dense, self.without_predicting(count))
+            outer["mlp_layer_types"] = [
+                "sparse" if layer in experts else "dense" for layer in range(len(types))
+            ]
+        return facts.rotates
+
+    def compressed(self, plain: dict[str, Any]) -> _Sections:
+        """The sections of DeepSeek V4: layers with compressed entries have their own base, and scaling."""
+        base = self.given(_COMPRESSED_BASE)
+        if base is None:
+            self.need(_COMPRESSED_BASE)
+        self.take(_RATIOS, self.outer, "compress_ratios")
+        if self.section.get("rope_type") == "yarn" and "attention_factor" not in self.section:
+            self.put("attention_factor", 1.0, self.constant)
+        self.spelled["rope_parameters.compress.rope_theta"] = self.key(_COMPRESSED_BASE)
+        return {"main": plain, "compress": {**self.section, "rope_theta": base}}
+
+    def need(self, suffix: str) -> NoReturn:
+        """Raise the error for a missing key that tells layers apart."""
+        fail(f"{self.name} has layers that differ, so it must come with {self.key(suffix)}")

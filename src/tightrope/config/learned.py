@@ -25,7 +25,7 @@ _COPIES = ("inv_freq", "embed_positions.weight")
 def given_for(source: Source, spec: RopeSpec, stated: Stated) -> tuple[Given, str] | None:
     """The frequencies that the caller or the weights give, and their source; None if they are those of the spec."""
     name = None if source.family is None else source.family.learned
-    given, origin = stated.inv_freq, stated.origin("inv_freq")
+    given, origin = stated.inv_freq, "the argument inv_freq"
     if given is not None and source.family is not None and name is None:
         fail(
             f"inv_freq must be None for {source.name}, whose code computes the frequencies from its configuration, "

@@ -1,305 +1,288 @@
-"""Read a spec from a mapping with the key names of transformers; a missing fact is an error.
+"""Read a spec from a configuration with the key names of transformers; a missing fact is a question.
 
-The facts are data in other places: the names of keys in keys.py, the facts of model families in
-families.py, the parameters of a scaling rule in the rule itself (``Rule.names``, ``Rule.keys``). A new
-rule needs no change here.
+The facts are data in other places: the names of keys in keys.py, the facts of model families in families.json, the
+parameters of a scaling rule in the rule itself (``Rule.names``, ``Rule.keys``). A new rule needs no change here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import warnings
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import NoReturn
 
-from .._errors import outside, sentence
-from ..frequencies import LONGEST, NTK, Given, YaRN
+from .._errors import as_real, bad_type
+from ..frequencies import LONGEST
 from ..spec import RopeSpec
-from . import keys, observed
+from . import keys
 from .files import Record
-from .heads import axes_of, base_of, pairing_of, slice_of
-from .layers import Listed, flagged, parts_of, rule_of, with_attention
+from .heads import axes_of, by_object, pairing_of, slice_of, some
+from .layers import Layer, Listed, flagged, layers_of, types_of, with_attention
 from .learned import given_for
-from .questions import questions, refuse
-from .scaling import Fact, claimed_by, kind_of_rule, scaling_of
-from .source import (
-    OPERATION,
-    TRIED,
-    Arguments,
-    Base,
-    Found,
-    Part,
-    Source,
-    Stated,
-    fail,
-    settle,
-    whole,
-)
+from .scaling import scaling_of
+from .source import Asked, Found, Question, Section, Source, Stated, agreed, fail, whole
 from .specs import LayerSpecs, Provenance, Row
+from .unknown import refuse_unknown
+
+#: The call that advice spells.
+CALL = "RopeSpec.from_config(config"
+_LIKE_LLAMA = "for code like Llama's"
+_WIDTHS_AND_BASES = (*keys.HEAD_DIM, *keys.HIDDEN, *keys.HEADS, *keys.BASE)
 
 
 def read(source: Source, stated: Stated) -> Provenance:
     """Read specs and their provenance from a configuration with the key names of transformers."""
     _refuse_without_rope(source)
-    unknown = _unknown_outside(source)
-    parts, layers = parts_of(source, stated)
-    for part in parts:
-        if part.rope:
-            unknown |= _unknown_inside(part)
-    if unknown:
-        _complain(unknown, stated.strict)
-    context, temperature = _context(source, parts), _temperature(source, parts)
+    layers, listed = layers_of(source, stated)
+    refuse_unknown(source, layers, stated.strict)
+    about = source.name, _context(source, layers), _temperature(source, layers)
     if stated.layer_type is not None:
-        parts = _of_type(parts, layers, stated.layer_type)
-    asked, answers = questions(source, parts, layers, stated)
-    if asked:
-        names = {name for *_, examples in asked for one in examples for name in one}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of unknown keys: each has had its warning
-            for answer in answers:
-                read(source, answer)  # first, an error that no answer would mend
-            # Advice runs no model.
-            found = observed.answer(source, stated, names, read) if TRIED.get() is None else None
-            if found is not None:
-                return read(source, found)
-        refuse(source, asked, answers)
+        layers = _of_type(layers, listed, stated.layer_type)
+    asked: Asked = {}
+    rotating = [layer for layer in layers if layer.section is not None]
+    slices = {layer.name: slice_of(source, layer, listed, stated, asked) for layer in rotating}
+    if _ask_for_each_width(source, slices, stated, asked) and stated.rotary_dim is not None:
+        _refuse(source, asked, stated)  # no spec could be made
     made: dict[str | None, RopeSpec | None] = {}
     rows: list[Row] = []
-    for part in parts:
-        if not part.rope:
-            made[part.name] = None
-            rows.append(Row(part.name, "no RoPE", None, part.why or source.name))
-            continue
-        made[part.name], facts = _one(source, part, stated)
-        rows += [Row(part.name, *fact) for fact in facts]
-    first = parts[0].name
-    spec = made[first]
-    if stated.layer_type is None and spec is not None and len(set(made.values())) == 1:
+    for layer in layers:
+        facts = {"no RoPE": Found(None, layer.why or source.name)}
+        made[layer.name] = None
+        if layer.section is not None:
+            made[layer.name], facts = _one(source, layer, slices[layer.name], stated, asked)
+        rows += [Row(layer.name, name, found.value, found.source) for name, found in facts.items()]
+    _ask_for_layers(source, layers, stated, asked)
+    if asked:
+        _refuse(source, asked, stated)
+    first = layers[0].name
+    if stated.layer_type is not None:
+        return Provenance(made[first], tuple(rows), *about)
+    if made[first] is not None and len({*made.values()}) == 1:
         rows = [row._replace(layer=None) for row in rows if row.layer == first]
-    elif stated.layer_type is None:
-        named = {name: one for name, one in made.items() if name is not None}
-        return Provenance(LayerSpecs(named, layers), tuple(rows), source.name, context, temperature)
-    return Provenance(spec, tuple(rows), source.name, context, temperature)
+        return Provenance(made[first], tuple(rows), *about)
+    named = {name: one for name, one in made.items() if name is not None}
+    return Provenance(LayerSpecs(named, listed), tuple(rows), *about)
 
 
-def _temperature(source: Source, parts: Iterable[Part]) -> str | None:
+def _in_sections(layers: Iterable[Layer], names: tuple[str, ...]) -> list[Found]:
+    sections = [layer.section for layer in layers if layer.section]
+    return [section[name] for section in sections for name in names if name in section]
+
+
+def _temperature(source: Source, layers: Iterable[Layer]) -> str | None:
     """The key of a temperature of the attention by position, if one is on."""
-    found = source.outer(keys.TEMPERATURE)
-    found += [each for part in parts for each in part.inner(keys.TEMPERATURE)]
-    # In GGUF such a key follows the architecture.
-    found += [
-        each for each in source.unread.items() if each[0].partition(".")[2] in keys.TEMPERATURE
-    ]
-    return next((path for path, value in found if value), None)
+    found = source.given(*keys.TEMPERATURE) + _in_sections(layers, keys.TEMPERATURE)
+    for key, value in source.unread.items():
+        if key.partition(".")[2] in keys.TEMPERATURE:  # in GGUF, after the architecture
+            found.append(Found(value, key))
+    return next((each.source for each in found if each.value), None)
 
 
-def _context(source: Source, parts: Iterable[Part]) -> Found | None:
+def _context(source: Source, layers: Iterable[Layer]) -> tuple[str, int] | None:
     """The key and value of the context length; an error if any length in the configuration is invalid."""
-    given = source.outer(keys.MAX_POSITION)
-    others = source.outer(keys.ORIGINAL_MAX_POSITION)
-    for part in parts:
-        others += part.inner((*keys.MAX_POSITION, *keys.ORIGINAL_MAX_POSITION))
-    return next(iter(whole([*given, *others], LONGEST)[: len(given)]), None)
+    given = source.given(*keys.MAX_POSITION)
+    names = (*keys.MAX_POSITION, *keys.ORIGINAL_MAX_POSITION)
+    others = source.given(*keys.ORIGINAL_MAX_POSITION) + _in_sections(layers, names)
+    whole([*given, *others], LONGEST)
+    return (given[0].source, given[0].value) if given else None
 
 
-def _of_type(parts: list[Part], layers: Listed, layer_type: str) -> list[Part]:
-    """The part of a layer type; an error if the configuration has no such type, or none with attention."""
-    named = [part.name for part in parts if part.name is not None]
-    types = sorted({*named, *with_attention(layers)})
+def _of_type(layers: list[Layer], listed: Listed, layer_type: str) -> list[Layer]:
+    """The layers of a type; an error if the configuration has none, or none with attention."""
+    named = [layer.name for layer in layers if layer.name is not None]
+    types = sorted({*named, *with_attention(listed)})
     if layer_type not in types:
         has = ", ".join(types) if types else "one type only, without a name"
-        why = ", which has no attention" if layer_type in (layers or ()) else ""
+        why = ", which has no attention" if layer_type in (listed or ()) else ""
         fail(
             f"layer_type must be one of the config's layer types but got {layer_type!r}{why}; the config has {has}"
         )
-    return [part for part in parts if part.name in (layer_type, None)]
+    return [layer for layer in layers if layer.name in (layer_type, None)]
 
 
-def _one(source: Source, part: Part, stated: Stated) -> tuple[RopeSpec, list[Fact]]:
-    rule = kind_of_rule(part)
-    base, base_from = base_of(source, part)
-    slice_, facts = slice_of(source, part, rule, stated)
-    head_dim, rotary_dim, start = slice_
-    pairs, pairs_from = pairing_of(source, stated)
-    scaling, scaling_facts = scaling_of(source, part, rule)
-    if rotary_dim % 2:
-        more = f"for code that then rotates {rotary_dim + 1}, by base ** (-2 * k / {rotary_dim})"
-        settle(
-            f"rotary_dim must be even but got {rotary_dim} from {facts[1][2]}",
-            *(() if scaling or not base > 0 else ((more, None),)),
-        )
-        omega = RopeSpec(2 * rotary_dim, base=base).frequencies().exact
-        scaling, rotary_dim = Given(tuple(map(float, omega[::2]))), rotary_dim + 1
+def _one(
+    source: Source, layer: Layer, facts: dict[str, Found], stated: Stated, asked: Asked
+) -> tuple[RopeSpec | None, dict[str, Found]]:
+    """The spec of a type of layers, and the source of each field; None if no key gives the width of a head."""
+    section = layer.section or {}
+    path = f"{layer.name}.rope_theta" if source.facts.nested else "rope_theta"
+    base = _base(source, section, path, stated, asked)
+    pairs = pairing_of(source, stated, asked)
+    if not facts:
+        return None, {}
+    head, rotary, start = (facts[name].value for name in ("head_dim", "rotary_dim", "start"))
+    scaling, of_rule = scaling_of(source, section)
+    if rotary % 2:
+        fail(f"rotary_dim must be even but got {rotary} from {facts['rotary_dim'].source}")
     # The slice must fit before axes are made.
-    spec = RopeSpec(head_dim, base=base, rotary_dim=rotary_dim, start=start, interleaved=pairs)
+    spec = RopeSpec(head, base=base.value, rotary_dim=rotary, start=start, interleaved=pairs.value)
+    _check_record(source, spec, stated)
+    axes = axes_of(source, section, rotary)
+    spec = dataclasses.replace(spec, scaling=scaling, axes=axes.value)
+    given = given_for(source, spec, stated)
+    if given is not None:
+        spec = dataclasses.replace(spec, scaling=given[0])
+        of_rule = {"scaling": Found("Given", given[1])}
+    of_head = {"head_dim": facts["head_dim"], "base": base._replace(value=spec.base)}
+    return spec, {**of_head, **facts, "interleaved": pairs, **of_rule, "axes": axes}
+
+
+def _check_record(source: Source, spec: RopeSpec, stated: Stated) -> None:
     record, name = source.recorded, Record.slice_of(spec)
     slices = record.slices if record is not None and stated.interleaved is None else set()
-    if record is not None and slices and name not in slices:
+    if slices and name not in slices:
         fail(
             f"interleaved must be given, as {record.where} states the pairing of {' and '.join(sorted(slices))} "
             f"and the configuration another slice, {name}"
         )
-    axes, axes_from = axes_of(source, part, rotary_dim)
-    spec = dataclasses.replace(spec, scaling=scaling, axes=axes)
-    given = given_for(source, spec, stated)
-    if given is not None:
-        spec = dataclasses.replace(spec, scaling=given[0])
-        scaling_facts = [("scaling", "Given", given[1])]
-    return spec, [
-        facts[0],
-        ("base", spec.base, base_from),
-        *facts[1:],
-        ("interleaved", pairs, pairs_from),
-        *scaling_facts,
-        ("axes", axes, axes_from),
+
+
+def _base(source: Source, section: Section, path: str, stated: Stated, asked: Asked) -> Found:
+    """The base: of a key, of the class, or a constant of the family's code.
+
+    Args:
+        path: its path in the section of the class.
+    """
+    facts, argument = source.facts, stated.argument("base")
+    found = section.get("rope_theta")
+    if "base" in facts.fixed:
+        for other in [found] if found is not None else source.given(*keys.BASE):
+            if other.given and other.value != facts.base:
+                fail(
+                    f"base must be {facts.base:g}, as the code of {source.name} reads no key for it, but got "
+                    f"{other.value!r} from {other.source}"
+                )
+    if found is None and facts.base is not None:
+        found = Found(facts.base, f"constant of the code of {source.name}", given=False)
+    elif found is not None and not found.given and path in facts.differs:
+        # A base that the file gives to other layers, equal to the default, shows its version.
+        if all(other.value != found.value for other in source.given(*facts.bases)):
+            found = None if argument else _of_version(source, found, facts.differs[path], asked)
+    got = agreed("base", [*([found] if found is not None else []), *argument])
+    if got is not None:
+        if as_real(got.value) is None:
+            raise bad_type(f"{got.source} must be a number but got {got.value!r}")
+        return got
+    if facts.null_base:
+        fail(f"the config has no RoPE: {source.shown('rope_theta')} is null")
+    ways = ", ".join(facts.bases or keys.USUAL_BASE)
+    inside = sorted(each.source for each in section.values() if each.given)
+    sure = "" if source.family is not None else ", if its model has RoPE"
+    asked["base"] = Question(
+        f"the base of the frequencies{sure}",
+        f"base=10000.0 if it is that of the paper, or a config with one of {ways}, as its keys are "
+        f"{some([*sorted(source.seen), *inside])}",
+        10000.0,
+    )
+    return Found(10000.0, "", given=False)
+
+
+def _of_version(source: Source, found: Found, differs: Mapping[str, float], asked: Asked) -> Found:
+    """The default of the version of transformers that wrote a file; a question if that cannot be told."""
+    facts = source.facts
+    (old, before), (new, now) = sorted(differs.items(), key=lambda item: _numbers(item[0]))
+    wrote = _numbers(source.version or "") or None
+    for version, base, wrote_it in (
+        (old, before, wrote is not None and wrote <= _numbers(old)),
+        (new, now, wrote is not None and wrote >= _numbers(new)),
+    ):
+        if wrote_it:
+            origin = f"default of {facts.made_by}, transformers {version}"
+            return found._replace(value=base, source=origin)
+    asked["base"] = Question(
+        "the base of the frequencies",
+        f"base={before!r}, the default of {facts.made_by} in transformers {old}, or base={now!r}, that of {new}",
+        now,
+    )
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    numbers = [part for part in version.split(".")[:2] if part.isdecimal()]
+    return tuple(map(int, numbers))
+
+
+# --- what is missing ------------------------------------------------------------------------------
+
+
+def _ask_for_layers(source: Source, layers: list[Layer], stated: Stated, asked: Asked) -> None:
+    """Ask which layers of an unknown family rotate, unless sections or flags of their own say it."""
+    by_number, named = flagged(source), any(layer.name is not None for layer in layers)
+    if source.family is not None or stated.rope_layers is not None or named:
+        return
+    if "layers" in source.knows and not by_number:
+        return
+    types, likely = with_attention(by_number or types_of(source)), list[str]()
+    others = " (to name some of them, add layer_types to the config)"
+    if types:
+        others = f", or a list of the types that do, of {', '.join(map(repr, types))}"
+    if by_number:
+        others += " (public code reads no_rope_layers and its interval in two opposite ways)"
+        likely = [name for name in types if name in ("no_rope_layers=1", "others")]
+    advice = f"rope_layers='all' if all layers with attention rotate{others}"
+    asked["rope_layers"] = Question("the layers that rotate", advice, likely or "all")
+
+
+def _ask_for_each_width(
+    source: Source, slices: dict[str | None, dict[str, Found]], stated: Stated, asked: Asked
+) -> bool:
+    """Ask for one type of layers at a time where one number of channels cannot answer for heads of several widths."""
+    widths = {name: facts["head_dim"].value for name, facts in slices.items() if facts}
+    several = source.family is None and len({*widths.values()}) > 1
+    if several and ("rotary_dim" in asked or stated.rotary_dim is not None):
+        each = " and ".join(f"{width} channels in {name}" for name, width in widths.items())
+        advice = f"layer_type with the rotary_dim of its layers, as heads have {each}"
+        asked["rotary_dim"] = Question("the channels that rotate", advice, None)
+    return several
+
+
+def _refuse(source: Source, asked: Asked, stated: Stated) -> NoReturn:
+    """Raise the error that asks all questions, with the call that answers them for code like Llama's."""
+    order = ("head_dim", "base", "interleaved", "rotary_dim", "start", "rope_layers")
+    asked = {name: asked[name] for name in order if name in asked}
+    *rest, last = [question.fact for question in asked.values()]
+    facts = f"{', '.join(rest)} and {last}" if rest else last
+    advice = "; ".join(question.advice for question in asked.values())
+    given = {**vars(stated), "section": source.prefix.removesuffix(".") or stated.section}
+    given |= {name: each.likely for name, each in asked.items() if each.likely is not None}
+    named = [
+        f"{name}={name if name == 'inv_freq' else repr(value)}"
+        for name, value in given.items()
+        if value != getattr(Stated, name)
     ]
-
-
-# --- refused configurations and unknown keys ------------------------------------------------------
+    # An object keeps null.
+    null = any(
+        value is None
+        for key, value in source.values.items()
+        if key in {*_WIDTHS_AND_BASES, *source.facts.bases}
+    )
+    why, call = "", "" if null else by_object(source)
+    if source.family is None:
+        why = f", as the table of families does not contain {source.name}"
+        if all(question.likely is not None for question in asked.values()):
+            call = f"; {_LIKE_LLAMA}: {', '.join([CALL, *named])})"
+    fail(f"the config must give {facts}{why}; pass {advice}{call}")
 
 
 def _refuse_without_rope(source: Source) -> None:
-    family = source.family
-    if family is not None and family.refused is not None:
-        fail(f"{source.name} has no spec: {family.refused}")
+    facts = source.facts
+    if facts.refused is not None:
+        fail(f"{source.name} has no spec: {facts.refused}")
     for key, on in keys.SWITCHES.items():
         if source.values.get(key) is (not on):
             fail(f"the config has no RoPE: {source.shown(key)} is {not on}")
-    switch = family.switch if family is not None else None
-    if switch is not None and source.values.get(switch) is not True:
-        fail(f"the config has no RoPE: {source.shown(switch)} is not True")
-    if family is not None and family.position_type is None:
+    if facts.switch is not None:
+        switch = source.get(facts.switch)
+        if switch is None or switch.value is not True:
+            fail(f"the config has no RoPE: {source.shown(facts.switch)} is not True")
+    if source.family is not None and facts.position_type is None:
         return  # its code ignores position_embedding_type, which is often a left-over
-    selecting = keys.POSITION_TYPE if family is None else (str(family.position_type),)
-    given = source.outer(selecting)
-    for path, value in given:
-        if not isinstance(value, str) or value not in keys.POSITION_TYPES_WITH_ROPE:
-            fail(f"the config has no RoPE: {path} is {value!r}")
-    if family is not None and not given:
-        fail(
-            f"{source.name} has RoPE only if {selecting[0]} selects it, but the config "
-            f"has no such key"
-        )
-
-
-def _unknown_outside(source: Source) -> dict[str, str | Base | None]:
-    """Unknown keys of the outer level that could be about the rotation -> their effect, if it is sure."""
-    unknown: dict[str, str | Base | None] = {}
-    for key, value in source.unread.items():
-        inner = str(key).partition(".")[2] or str(key)  # in GGUF, after the architecture
-        if _is_unknown(inner, value, keys.INERT_OUTSIDE.keys()):
-            unknown[str(key)] = _effect(inner, value)
-    read = {*keys.READ_OUTSIDE, *keys.READ_BY_LAYERS.get(rule_of(source) or "", ())}
-    listed = source.values.get("no_rope_layers")
-    if flagged(source):  # the caller states which layers have RoPE
-        read |= keys.READ_BY_LAYERS["no_rope_layers"]
-    elif listed in ([], ()):
-        read |= {"no_rope_layers"}
-    elif source.family is not None and isinstance(listed, list | tuple) and all(listed):
-        read |= keys.READ_BY_LAYERS["no_rope_layers"]  # every layer has RoPE
-    for key, value in source.values.items():
-        if not isinstance(key, str) or (key.endswith("_config") and _is_part(value)):
+    selecting = keys.POSITION_TYPE if facts.position_type is None else (facts.position_type,)
+    for each in [source.get(name) for name in selecting]:
+        if each is not None and each.value in [*keys.POSITION_TYPES_WITH_ROPE]:
             continue
-        if _is_unknown(key, value, read):
-            unknown[source.shown(key)] = _effect(key, value)
-    return unknown
-
-
-def _effect(name: str, value: object) -> str | Base | None:
-    """The effect of an unknown key that nothing may drop: "layers", a base (0 if a section holds it) or "channels"."""
-    if keys.about_layers(name, value):
-        return "layers"
-    if keys.gives_base(name, value):
-        return Base(value if isinstance(value, int | float) else 0)
-    return "channels" if keys.about_channels(name, value) else None
-
-
-def _is_part(value: object) -> bool:
-    """Return True if a nested mapping describes a part of a model, such as the vision tower."""
-    names = (*keys.LAYERS, *keys.HIDDEN, *keys.HEADS)
-    return isinstance(value, Mapping) and any(name in value for name in names)
-
-
-def _is_unknown(key: str, value: object, known: Container[str]) -> bool:
-    """Return True if a key, or one that its value holds, could be about the rotation and is not known."""
-    name = key.rpartition(".")[2]
-    if value is None or name in known or value is keys.SWITCHES.get(name):
-        return False
-    if (name, _plain(value)) in keys.INERT_OUTSIDE_VALUES:
-        return False
-    return keys.about_rotation(key) or keys.holds_rotation(value)
-
-
-_IGNORED = "strict=False ignores them with a warning"
-
-
-def _complain(unknown: Mapping[str, str | Base | None], strict: bool) -> None:
-    layered = [name for name, effect in unknown.items() if effect == "layers"]
-    bases = [name for name, effect in unknown.items() if isinstance(effect, Base)]
-    channels = [name for name, effect in unknown.items() if effect == "channels"]
-    names = layered or bases or channels or [*unknown]
-    known = f"must be known but got {', '.join(map(_with_guess, names))}"
-    if layered:
-        settle(
-            f"every key that may say which layers rotate {known}; pass a config without it only if it has no effect, "
-            f"or make a spec by hand for each kind of layers",
-            ("for layers that it does not affect", None),
-        )
-    elif bases:
-        values = [unknown[name] for name in bases]
-        settle(
-            f"every key that may give a base {known}; make a spec by hand for each kind of layers",
-            *[
-                ("for layers whose base it is", one)
-                for one in values[:1]
-                if one and len(values) == 1
-            ],
-            ("for layers whose base it is not", None),
-        )
-    elif channels:
-        settle(
-            f"every key that may give a width or the pairing {known}; pass a config without it only if it has no "
-            f"effect, or make a RopeSpec by hand",
-            ("if it has no effect", None),
-        )
-    elif strict:
-        settle(f"every key about RoPE {known}; {_IGNORED}", ("", Arguments(strict=False)))
-    else:
-        text = f"every key about RoPE {known}; {_IGNORED}"
-        warnings.warn(sentence(OPERATION, text), UserWarning, stacklevel=outside())
-
-
-def _with_guess(name: str) -> str:
-    """An unknown key, with the known one that it is like."""
-    own = name.rpartition(".")[2]
-    like = [] if own in keys.NAMES else difflib.get_close_matches(own, keys.NAMES, 1, 0.85)
-    return f"{name} (perhaps {like[0]})" if like else name
-
-
-def _unknown_inside(part: Part) -> dict[str, str | Base | None]:
-    """The same for the keys of a rope section."""
-    rule = kind_of_rule(part)
-    known = {
-        *keys.TYPE,
-        *keys.BASE,
-        *keys.FRACTION,
-        *keys.SECTIONS,
-        *keys.SECTIONS_INTERLEAVED,
-        *keys.INERT,
-        keys.OWN_HEAD_DIM,
-        keys.OWN_ROTARY_DIM,
-        *claimed_by(rule),
-    }
-    if rule is YaRN:
-        known |= {"attn_factor", "apply_yarn_scaling"}
-    if rule is NTK and "alpha" in part.entries:
-        known = (known | keys.INERT_BESIDE_ALPHA) - {"factor"}
-    return {
-        path: _effect(key, value)
-        for key, (path, value) in part.entries.items()
-        if key not in known and value is not None and (key, _plain(value)) not in keys.INERT_VALUES
-    }
-
-
-def _plain(value: object) -> object:
-    return value if isinstance(value, int | float | str) else None
+        if each is not None and each.given:
+            fail(f"the config has no RoPE: {each.source} is {each.value!r}")
+        if source.family is not None:
+            fail(
+                f"{source.name} has RoPE only if {selecting[0]} selects it, but the config has no such key"
+            )

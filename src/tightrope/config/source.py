@@ -1,11 +1,10 @@
-"""A configuration in one format: its keys, the user's names for them, and its model family."""
+"""A configuration in one format, over the defaults of its class: its keys, the user's names for them, and its family."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from contextvars import ContextVar
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -15,41 +14,50 @@ from . import keys
 from .families import Family
 
 OPERATION = "from_config"
-
-# The path of a key, and its value.
-Found = tuple[str, Any]
-# A rope section: key -> (path, value).
-Entries = dict[str, Found]
+# Far above the head width of any model: a larger one is an error before anything of its size is made.
+WIDEST = 65536
+_MOST_LAYERS = 65536
 
 
-# A way to settle what a file leaves open: when it is right, and the value that then holds, or the arguments of
-# from_config that state it.
-Way = tuple[str, Any]
-# Refusal -> the value that its advice tries, in questions.py; and BASE -> a base.
-TRIED: ContextVar[Mapping[str, Any] | None] = ContextVar("tried", default=None)
-BASE = "base"
+class Found(NamedTuple):
+    """A value and where it is from.
+
+    Attributes:
+        value: any value.
+        source: the path of its key, or the class or argument that gave it.
+        given: whether the file or the caller gave it; False for what a class fills in.
+    """
+
+    value: Any
+    source: str
+    given: bool = True
 
 
-class Arguments(dict[str, Any]):
-    """Arguments of from_config that settle what a file leaves open."""
+# A rope section: key -> value and path.
+Section = dict[str, Found]
 
 
-class Base(float):
-    """The base of all layers, in place of what the file gives."""
+class Question(NamedTuple):
+    """A fact that neither a file nor the table of families gives.
+
+    Attributes:
+        fact: what is missing.
+        advice: the argument that answers, and its values.
+        likely: the answer for code like Llama's.
+    """
+
+    fact: str
+    advice: str
+    likely: Any
+
+
+# Argument of from_config -> the question that it answers.
+Asked = dict[str, Question]
 
 
 def fail(message: str) -> NoReturn:
     """Raise a ValueError whose message has the form of all errors of this library."""
     raise bad_value(message)
-
-
-def settle(message: str, *ways: Way) -> Any:
-    """Raise a ValueError that ends with the call for each way that works; return a value that is tried."""
-    error, tried = bad_value(message), TRIED.get() or {}
-    if error.args[0] in tried:
-        return tried[error.args[0]]
-    error.ways = ways
-    raise error
 
 
 @dataclass(frozen=True)
@@ -59,16 +67,12 @@ class Stated:
     layer_type: str | None = None
     section: str | None = None
     strict: bool = True
+    base: float | None = None
     interleaved: bool | None = None
     rotary_dim: int | None = None
     start: int | None = None
     rope_layers: str | Collection[str] | None = None
     inv_freq: Given | None = None
-    found: tuple[tuple[str, str], ...] = ()  # (argument that the caller did not give, its source)
-
-    def origin(self, name: str) -> str:
-        """The source of an argument."""
-        return dict(self.found).get(name, f"the argument {name}")
 
     def __post_init__(self) -> None:
         given = self.rope_layers
@@ -79,6 +83,11 @@ class Stated:
             raise bad_type(
                 f"rope_layers must be 'all', a collection of layer types that is not empty, or None but got {given!r}"
             )
+
+    def argument(self, name: str) -> list[Found]:
+        """An argument as if it were a key; empty for None."""
+        value = getattr(self, name)
+        return [] if value is None else [Found(value, f"the argument {name}")]
 
 
 @dataclass(frozen=True)
@@ -97,8 +106,8 @@ class Source:
         knows: what the format determines even if the family is unknown: ``"slice"``, all channels
             without a key for a part; ``"start"``, the first channel; ``"layers"``, all of them.
         recorded: the conversion record beside the file that states the pairing, if there is one.
-        config: the configuration object, if its class is one of transformers' own.
         model: the model, if the configuration is that of one.
+        version: the version of transformers that wrote the file, as its keys state it.
     """
 
     values: Mapping[str, Any]
@@ -110,87 +119,108 @@ class Source:
     unread: Mapping[str, Any] = field(default_factory=dict)
     knows: frozenset[str] = frozenset()
     recorded: Any = None  # a files.Record, which imports this module
-    config: object = None
     model: torch.nn.Module | None = None
+    version: str | None = None
+
+    @property
+    def facts(self) -> Family:
+        """The facts of the family; empty ones if it is unknown."""
+        return self.family or _UNKNOWN
 
     def shown(self, path: str) -> str:
         """The name of a path in the user's file."""
         return self.spelled.get(path, self.prefix + path)
 
-    def outer(self, spellings: Iterable[str]) -> list[Found]:
-        """(Path, value) for each of these spellings at the outer level; null counts as absent."""
+    def given(self, *names: str) -> list[Found]:
+        """What the file gives by these keys, or by the class's other names for them; null counts as absent."""
+        every = dict.fromkeys(each for name in names for each in self._named(name))
         return [
-            (self.shown(key), self.values[key])
-            for key in spellings
+            Found(self.values[key], self.shown(key))
+            for key in every
             if self.values.get(key) is not None
         ]
 
+    def _named(self, name: str) -> list[str]:
+        """A key, and the class's other names for it."""
+        also = self.facts.also
+        return [name, *filter(None, [also.get(name)]), *(key for key in also if also[key] == name)]
 
-@dataclass(frozen=True)
-class Part:
-    """One layer type and its keys.
+    def get(self, *names: str, default: bool = True) -> Found | None:
+        """The file's value, which all these keys share, or the class's default; null is not the default."""
+        found = agreed(names[0], self.given(*names))
+        if found is not None or not default or any(name in self.values for name in names):
+            return found
+        defaults, also = self.facts.keys, self.facts.also
+        own = [key for name in names for key in (name, also.get(name, name)) if key in defaults]
+        return Found(defaults[own[0]], self.facts.owner, given=False) if own else None
 
-    Attributes:
-        name: the layer type; None if the layers do not differ.
-        entries: the keys of its rope section.
-        base: the keys outside the rope section that may give its base.
-        head_dim: its head width, if layers differ in it.
-        rope: whether these layers have RoPE.
-        why: the source of that, if it is not the family.
-    """
+    def width(self, *names: str) -> Found | None:
+        """A width: of a part of a composite, perhaps the class's default; in an outer level a key must give it."""
+        found = self.get(*names, default=bool(self.prefix))
+        return None if found is None else whole([found], WIDEST)[0]
 
-    name: str | None
-    entries: Entries
-    base: tuple[str, ...] = keys.BASE
-    head_dim: Found | None = None
-    rope: bool = True
-    why: str = ""
+    def layer_count(self) -> int | None:
+        """The number of layers; of an outer level only if a key gives it."""
+        found = self.get(*keys.LAYER_COUNT, default=bool(self.prefix))
+        return None if found is None else int(whole([found], _MOST_LAYERS)[0].value)
 
-    def inner(self, spellings: Iterable[str]) -> list[Found]:
-        """(Path, value) for each of these spellings in the rope section; null counts as absent."""
-        found = (self.entries[key] for key in spellings if key in self.entries)
-        return [(path, value) for path, value in found if value is not None]
+    def listed(self, key: str, predicting: bool = False) -> list[Any]:
+        """The entry of a list for each layer: the file's, or as its class fills them in; [] without one.
 
-    def value(self, key: str) -> Any:
-        """The value of a key of the rope section; None if it is missing."""
-        return self.entries[key][1] if key in self.entries else None
+        Args:
+            predicting: whether the list may have more entries, for layers that only predict.
+        """
+        found, count = self.get(key, default=False), self.layer_count()
+        if found is not None:
+            if not isinstance(found.value, list | tuple):
+                raise bad_type(f"{found.source} must be a list but got {found.value!r}")
+            own = count if self.given(*keys.LAYER_COUNT) else None
+            has, least = len(found.value), own or 0
+            lengths = {0, own or has}
+            for more in self.given("num_nextn_predict_layers"):
+                lengths.add(least + (more.value if isinstance(more.value, int) else 0))
+            if has not in lengths and not (predicting and has > least):
+                fail(f"{found.source} must have an entry for each of {own} layers but has {has}")
+            if has:
+                return list(found.value[:own])
+        rule = self.facts.lists.get(key)
+        if rule is None or count is None:
+            return []
+        if any(
+            self.values.get(other, value) != value for other, value in rule.get("only", {}).items()
+        ):
+            return []
+        if "windows" in rule and self.get("sliding_window") is None:
+            return []
+        body = list(rule["repeat"])
+        every = whole(self.given(*rule.get("every", "").split()), _MOST_LAYERS)
+        if every and len({*body}) == 2:
+            odd, other = sorted(dict.fromkeys(body), key=body.count)
+            rest = [other] * (every[0].value - 1)
+            body = [odd, *rest] if body[0] == odd else [*rest, odd]
+        made = [body[layer % len(body)] for layer in range(count)]
+        return [*made[:-1], rule["last"]] if "last" in rule else made
 
 
-def agreed(what: str, found: list[Found], *, choose: bool = True) -> Found | None:
-    """The first key and the value that all keys share; None without keys, an error if values differ.
+_UNKNOWN = Family()
 
-    Args:
-        choose: whether advice may choose one of the values; the caller must then use the result.
-    """
-    for one, other in ((found[0], other) for other in found[1:]):
-        if one[1] != other[1]:
-            both = [f"{path} = {value!r}" for path, value in (one, other)]
-            ways = (f"if {both[0]} is right", one), (f"if {both[1]} is right", other)
-            chosen: Found = settle(
-                f"{what} must have one value but got {' and '.join(both)}",
-                *(ways if choose else ()),
-            )
-            return chosen
+
+def agreed(what: str, found: list[Found]) -> Found | None:
+    """The first of several values, which must be equal; None without one."""
+    for other in found[1:]:
+        if other.value != found[0].value:
+            both = [f"{each.source} = {each.value!r}" for each in (found[0], other)]
+            fail(f"{what} must have one value but got {both[0]} and {both[1]}")
     return found[0] if found else None
-
-
-def ignored(source: Source, what: str, own: str, found: Found) -> Found:
-    """Raise an error for a key that the code of a family ignores; return the key if it is tried."""
-    got: Found = settle(
-        f"{what} must be {own}, as the code of {source.name} reads no key for it, but got {found[1]!r} from "
-        f"{found[0]}",
-        ("for other code, which reads it", found),
-    )
-    return got
 
 
 def whole(found: list[Found], most: int | None = None, least: int = 1) -> list[Found]:
     """Return ``found`` unchanged; an error if a value is not an int from ``least`` to ``most``."""
-    for path, value in found:
+    for value, source, _ in found:
         if isinstance(value, bool) or not isinstance(value, int):
-            raise bad_type(f"{path} must be an int but got {value!r}")
+            raise bad_type(f"{source} must be an int but got {value!r}")
         if value < least:
-            fail(f"{path} must be at least {least} but got {value}")
+            fail(f"{source} must be at least {least} but got {value}")
         if most is not None and value > most:
-            fail(f"{path} must be at most {most} but got {value}")
+            fail(f"{source} must be at most {most} but got {value}")
     return found

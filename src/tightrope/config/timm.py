@@ -1,8 +1,8 @@
 """Read configurations of timm's vision transformers.
 
-Such a configuration names an ``architecture``, and only timm's code gives the rotation of each. A
-table, architecture -> facts; ``model_args`` that change one of them are an error.
-`tests/unit/config/test_timm.py` compares the table with timm where it is installed.
+Such a configuration names an ``architecture``, and only timm's code gives the rotation of each. They are in
+timm.json, as timm 1.0.31 has them: the rotations, and architecture -> (rotation, head_dim). ``model_args`` that
+change a rotation are an error. `tests/unit/config/test_timm.py` compares the table with timm where it is installed.
 """
 
 from __future__ import annotations
@@ -12,65 +12,14 @@ from typing import Any
 
 from .._errors import bad_type
 from .families import Family
+from .keys import table
 from .source import Source, fail
 
-_AXIAL = "timm eva.py: RotaryEmbeddingCat"
-_EVA = Family(True, _AXIAL, base=10000.0, axes="blocks")
-_ROPE_VIT = Family(True, _AXIAL, base=100.0, axes="blocks")
-_DINO = Family(
-    False, "timm eva.py: RotaryEmbeddingDinoV3", base=100.0, axes="blocks", scaling="turns"
-)
-_MIXED = Family(True, "", refused="its frequencies are learned: they are in the weights")
-
-# Facts and head_dim -> the architectures of timm 1.0.31 that have them.
-_GROUPS: tuple[tuple[Family, int, str], ...] = (
-    (
-        _EVA,
-        64,
-        """eva02_tiny_patch14_224 eva02_small_patch14_224 eva02_base_patch14_224
-        eva02_large_patch14_224 eva02_tiny_patch14_336 eva02_small_patch14_336
-        eva02_base_patch14_448 eva02_large_patch14_448 eva02_base_patch16_clip_224
-        eva02_large_patch14_clip_224 eva02_large_patch14_clip_336
-        vit_medium_patch16_rope_reg1_gap_256 vit_mediumd_patch16_rope_reg1_gap_256
-        vit_betwixt_patch16_rope_reg4_gap_256 vit_base_patch16_rope_reg1_gap_256
-        vit_pe_core_tiny_patch16_384 vit_pe_core_small_patch16_384 vit_pe_core_base_patch16_224
-        vit_pe_core_large_patch14_336 vit_pe_lang_large_patch14_448
-        vit_pe_spatial_tiny_patch16_512 vit_pe_spatial_small_patch16_512
-        vit_pe_spatial_base_patch16_512 vit_pe_spatial_large_patch14_448""",
-    ),
-    (
-        _EVA,
-        96,
-        """vit_pe_core_gigantic_patch14_448 vit_pe_lang_gigantic_patch14_448
-        vit_pe_spatial_gigantic_patch14_448""",
-    ),
-    (
-        _ROPE_VIT,
-        64,
-        """vit_small_patch16_rope_224 vit_base_patch16_rope_224 vit_large_patch16_rope_224
-        vit_small_patch16_rope_ape_224 vit_base_patch16_rope_ape_224
-        vit_large_patch16_rope_ape_224""",
-    ),
-    (
-        _DINO,
-        64,
-        """vit_tiny_patch16_dinov3_qkvb vit_small_patch16_dinov3 vit_small_patch16_dinov3_qkvb
-        vit_small_plus_patch16_dinov3 vit_small_plus_patch16_dinov3_qkvb vit_base_patch16_dinov3
-        vit_base_patch16_dinov3_qkvb vit_large_patch16_dinov3 vit_large_patch16_dinov3_qkvb
-        vit_huge_plus_patch16_dinov3 vit_huge_plus_patch16_dinov3_qkvb vit_small_patch16_lingbot
-        vit_base_patch16_lingbot vit_large_patch16_lingbot vit_giant_patch16_lingbot""",
-    ),
-    (_DINO, 128, "vit_7b_patch16_dinov3"),
-    (
-        _MIXED,
-        64,
-        """vit_small_patch16_rope_mixed_224 vit_base_patch16_rope_mixed_224
-        vit_large_patch16_rope_mixed_224 vit_small_patch16_rope_mixed_ape_224
-        vit_base_patch16_rope_mixed_ape_224 vit_large_patch16_rope_mixed_ape_224""",
-    ),
-)
+_TABLE = table("timm")
+_ROTATIONS = {name: Family(**facts) for name, facts in _TABLE["rotations"].items()}
 ARCHITECTURES: dict[str, tuple[Family, int]] = {
-    name: (family, head_dim) for family, head_dim, names in _GROUPS for name in names.split()
+    name: (_ROTATIONS[rotation], head_dim)
+    for name, (rotation, head_dim) in _TABLE["architectures"].items()
 }
 _UNKNOWN = Family(
     True, "", refused="the table of timm's architectures with RoPE does not contain it"
@@ -104,7 +53,7 @@ def translated(values: Mapping[str, Any]) -> Source:
     if changed:
         fail(
             f"{name} must have the rotation that timm's code gives it, but model_args has "
-            f"{', '.join(sorted(changed))}"
+            f"{', '.join(sorted(map(str, changed)))}"
         )
     origin = f"{name} ({family.source})"
     unread = {key: value for key, value in values.items() if key != "architecture"}

@@ -17,7 +17,7 @@ import torch
 
 from .. import stacks
 from .._errors import OPERATION, bad_type, bad_value, describe, outside, public, sentence
-from ..config import _small_model, records_of
+from ..config import records_of
 from . import _find, _tables
 from ._find import Member
 from ._report import Entry, Report
@@ -490,7 +490,7 @@ class _Later:
         def post_init(model: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(model, *args, **kwargs)
             # Another library may have wrapped this function.
-            if _active is self and not _small_model.is_running():
+            if _active is self:
                 self.add(model)
             return result
 

@@ -137,23 +137,23 @@ class RopeSpec(Value):
         layer_type: str | None = None,
         section: str | None = None,
         strict: bool = True,
+        base: float | None = None,
         interleaved: bool | None = None,
         rotary_dim: int | None = None,
         start: int | None = None,
         rope_layers: str | Collection[str] | None = None,
         inv_freq: torch.Tensor | None = None,
     ) -> Any:
-        """Read the spec from a model configuration, without guessing or assuming defaults.
+        """Read the spec from a model configuration, as the model's code reads it.
 
         Reads transformers (v4 and v5, files and objects), Meta's ``params.json``, GGUF metadata,
         transformers of diffusers, models of timm, and the key names of vLLM and Megatron.
         :func:`tightrope.config.provenance` shows which key gave which field.
 
-        No configuration states everything: the pairing, the channels that rotate and the layers without
-        RoPE are often only in a model's code. For a family that is not in the table of families, one
-        error asks for all that is missing, and ends with a call that answers it. If ``config`` is an object of
-        one of transformers' own classes, a small random model of that class is run first, which takes a second or
-        so; the error comes only if that does not settle it.
+        A key that a file leaves out has the value that its class of transformers fills in; provenance names that class.
+        Widths of the outer level are not filled in, as a misspelt key would become another model. Null is not absent.
+        The pairing, the channels that rotate and the layers without RoPE are often only in a model's code: for a family
+        that is not in the table of families, one error asks for all that is missing, with the argument that answers.
 
         Args:
             config: a mapping, a config object, a model with a ``config``, or the path of a JSON file, of
@@ -166,6 +166,7 @@ class RopeSpec(Value):
                 only one with RoPE, or the text; ``""`` is the outer level.
             strict: if true, an unknown key whose name has a word of the rotation is an error; if false, a
                 warning, unless the key may say which layers rotate, or give a base, a width or the pairing.
+            base: the base of the frequencies, if neither the config nor its family determines it; must agree with both.
             interleaved: the pairing, if neither the config nor its family determines it; overrides
                 both, and a conversion record.
             rotary_dim, start: the number of channels that rotate, and the first of them, 0 by default, if
@@ -198,6 +199,7 @@ class RopeSpec(Value):
             layer_type=layer_type,
             section=section,
             strict=strict,
+            base=base,
             interleaved=interleaved,
             rotary_dim=rotary_dim,
             start=start,

@@ -23,11 +23,11 @@ _NAMING_HELP = (
 # Advice in the library's errors -> the same with the options of these commands.
 _SPELLED = {
     r"^\[(convert|detect)\] ": "",
-    r"strict=False ignores them with a warning|make a spec by hand for each kind of layers(?=\.$)": "pass --config, a file without them, if they do not change "
-    "which channels rotate",
+    r"strict=False ignores them with a warning|pass a config without it only if it has no effect, or make a .*(?=\.$)": (
+        "pass --config, a file without them, if they do not change which channels rotate"
+    ),
     r"RopeSpec\.from_config\(config, section='(.*)'\)": r"--section \1",
-    r"interleaved=False and rope_layers='all'": "--from half",
-    r"interleaved=True and rope_layers='all'": "--from interleaved",
+    r"make a RopeSpec by hand": "pass --no-config and state the slice",
     r"interleaved=(False|True) if the key": "--from if the key",
     r"layer_type with the rotary_dim of its layers": "--config, a file with partial_rotary_factor",
 }

@@ -18,31 +18,16 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import ast
-import re
 import sys
 import warnings
 from pathlib import Path
 
 from ._output import FINDING, Mistake, Spelling, add_pairing, as_mistakes, show_json, write_line
 
-
-def _options(call: re.Match[str]) -> str:
-    """The options of this command for a call of from_config."""
-    options = []
-    for argument in ast.parse(call[0], mode="eval").body.keywords:  # type: ignore[attr-defined]
-        value = ast.literal_eval(argument.value)
-        shown = ",".join(value) if isinstance(value, list) else value
-        options.append(f"--{argument.arg.replace('_', '-')}={shown}")
-    return " ".join(options)
-
-
 # Texts of the library's error sentences, such as keyword arguments -> command-line options.
 _SPELLED: dict[str, Spelling] = {
-    r"RopeSpec\.from_config\([^()]*\)": _options,
-    "--strict=False": "--lenient",
-    "--interleaved=False": "--half",
-    "--interleaved=True": "--interleaved",
+    r"RopeSpec\.from_config\(config, section='(.*)'\)": r"--section=\1",
+    "base=": "--base=",
     "interleaved=False": "--half",
     "interleaved=True": "--interleaved",
     "strict=False": "--lenient",
@@ -73,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="part of a nested configuration, such as text_config; '' is its outer level",
     )
     add("--layer-type", help="layer type, where layers differ, such as full_attention")
+    add(
+        "--base",
+        type=float,
+        help="base of the frequencies, where the configuration does not state it",
+    )
     add_pairing(parser, "the pairing, where the configuration does not state it")
     add("--rotary-dim", type=int, help=_CHANNELS)
     add("--start", type=int, help="first channel that rotates; by default 0")
@@ -88,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     from ..inspect import compare, inspect
     from ._inspection import show_comparison, show_inspection
 
-    names = ("context", "section", "layer_type", "interleaved", "rotary_dim", "start")
+    names = ("context", "section", "layer_type", "base", "interleaved", "rotary_dim", "start")
     stated = {name: getattr(options, name) for name in names}
     layers = options.rope_layers
     stated["rope_layers"] = layers if layers in (None, "all") else layers.split(",")

@@ -127,6 +127,7 @@ def inspect(  # noqa: PLR0913  (one argument for each option)
     layer_type: str | None = None,
     section: str | None = None,
     strict: bool = True,
+    base: float | None = None,
     interleaved: bool | None = None,
     rotary_dim: int | None = None,
     start: int | None = None,
@@ -139,7 +140,7 @@ def inspect(  # noqa: PLR0913  (one argument for each option)
         config: any input of :meth:`tightrope.RopeSpec.from_config` (a mapping, an object, a model, the
             path of a JSON or GGUF file, or of a folder), the JSON of a spec, or a spec.
         context: the context length; by default that of the configuration.
-        layer_type, section, strict, interleaved, rotary_dim, start, rope_layers, inv_freq: as in
+        layer_type, section, strict, base, interleaved, rotary_dim, start, rope_layers, inv_freq: as in
             :meth:`tightrope.RopeSpec.from_config`; without a section, every section that rotates is read.
 
     Raises:
@@ -162,6 +163,7 @@ def inspect(  # noqa: PLR0913  (one argument for each option)
         layer_type=layer_type,
         section=section,
         strict=strict,
+        base=base,
         interleaved=interleaved,
         rotary_dim=rotary_dim,
         start=start,

@@ -132,7 +132,11 @@ GLM = {"model_type": "glm", "head_dim": 8, "partial_rotary_factor": 0.5, "rope_i
     [
         ({"swa_rope_theta": 5e5}, "", "got swa_rope_theta; pass --config, a file without them, if"),
         (ZOO, "", "as RoPE is in 'a_config', 'b_config'; for example --section b_config"),
-        ({"partial_rotary_factor": 0.5}, "", "without its model_type, with --from half"),
+        (
+            {"partial_rotary_factor": 0.5},
+            "",
+            "which rotates a part, pass --no-config and state the slice",
+        ),
         ({"model_type": "zebra"}, "--start 4", "pass --rotary-dim=4 if all 4 channels from 4 on"),
         ({"model_type": "zebra"}, "", "pass --rotary-dim=8 if all 8 channels of a head rotate"),
         ({"model_type": "zebra"}, "", "or the number that do, with --start if they"),

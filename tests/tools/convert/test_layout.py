@@ -440,8 +440,10 @@ def test_key_heads_of_every_layer(converted: Run, refused: Run, case: str) -> No
 
 def test_query_heads_of_every_layer(tmp_path: Path, converted: Run) -> None:
     config = {**LLAMA, "model_type": "laguna", "head_dim": 8}
-    config |= {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}}
+    section = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    config |= {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), section)}
     config |= {"num_attention_heads_per_layer": [4, 8]}
+    del config["rope_theta"]
     tensors = llama_tensors(bias=False)
     name = "model.layers.1.self_attn.q_proj.weight"
     converted(tensors | {name: fresh(64, 32)}, config, verify=True)

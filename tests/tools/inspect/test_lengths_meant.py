@@ -51,7 +51,7 @@ def test_a_factor_below_one_is_probably_an_inverse(factor: float, inverse: str) 
     (note,) = inspect({**LLAMA, "rope_scaling": scaling}).warnings
     assert note.code == "factor"
     assert note.text.endswith(f"probably the inverse, {inverse}.")
-    with pytest.raises(ValueError, match=rf"; its inverse is {inverse}; if it is the ratio"):
+    with pytest.raises(ValueError, match=rf"; its inverse is {inverse}\."):
         inspect({**LLAMA, "rope_scaling": {**scaling, "rope_type": "linear"}})
 
 
@@ -69,8 +69,7 @@ def test_lengths_without_a_factor_are_probably_swapped() -> None:
         (
             {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 32},
             r"rope_scaling.beta_fast must be at least rope_scaling.beta_slow but got 1 and 32; they are probably "
-            r"swapped; if they are: RopeSpec\(head_dim=64, base=1000000.0, scaling=YaRN\(factor=4.0, "
-            r"original_max_position=4096\)\)\.",
+            r"swapped\.",
         ),
         (
             {
@@ -81,8 +80,7 @@ def test_lengths_without_a_factor_are_probably_swapped() -> None:
             }
             | {"low_freq_factor": 4.0, "high_freq_factor": 1.0},
             r"rope_scaling.high_freq_factor must be at least rope_scaling.low_freq_factor but got 1.0 and 4.0; they are "
-            r"probably swapped; if they are: RopeSpec\(head_dim=64, base=1000000.0, scaling=Llama3\(factor=4.0, "
-            r"low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=1024\)\)\.",
+            r"probably swapped\.",
         ),
     ],
 )

@@ -1,9 +1,10 @@
-"""Check the table of families and `from_config` against transformers itself.
+"""Check the facts of code in families.json and `from_config` against transformers itself.
 
 The configuration objects of transformers give the same specs as dictionaries with the same keys. Its rotary
-modules, built from these objects and from those of defaults, have the frequencies of the specs. Sections that
-only its modeling code states equal those in the table. tests/benchmarks/test_config_coverage.py has the pairing
-of functions and the layers that small models rotate.
+modules, built from these objects and from those of defaults, have the frequencies of the specs. Named functions
+pair channels as the facts say, and sections that only modeling code states equal theirs.
+tests/benchmarks/test_config_coverage.py has the layers that small models rotate, and test_byclass.py the facts that
+configuration classes give.
 """
 
 import functools
@@ -12,6 +13,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,10 +31,11 @@ from tightrope.config.families import FAMILIES
 
 PACKAGE = Path(transformers.__file__).parent / "models"
 
+# model_type -> folder and function of transformers. Composites have no source, as their parts rotate.
 PUBLISHED = {
     name: tuple(family.source.split(": "))
     for name, family in FAMILIES.items()
-    if family.refused is None and "repository" not in family.source
+    if family.refused is None and family.source and "repository" not in family.source
 }
 
 
@@ -88,16 +91,20 @@ def specs_of(specs: Any) -> set[RopeSpec | None]:
 # --- frequencies ----------------------------------------------------------------------------------
 
 
-def modeling(config: Any) -> ModuleType:
+def modeling(config: Any) -> tuple[ModuleType, str]:
+    """The modeling file of a configuration and the stem of its classes, or those of another family's model."""
     name = type(config).__module__.replace("configuration_", "modeling_")
-    return importlib.import_module(name)
+    if find_spec(name) is not None:
+        return importlib.import_module(name), type(config).__name__.removesuffix("Config")
+    model = transformers.MODEL_MAPPING[type(config)]
+    return importlib.import_module(model.__module__), model.__name__.removesuffix("Model")
 
 
 def rotary_module(config: Any) -> torch.nn.Module | None:
     """Build the rotary module of a configuration; None if its modeling file has none."""
-    stem = type(config).__name__.removesuffix("Config")
+    module, stem = modeling(config)
     for name in (stem, stem.removesuffix("Text")):
-        kind = getattr(modeling(config), f"{name}RotaryEmbedding", None)
+        kind = getattr(module, f"{name}RotaryEmbedding", None)
         if kind is not None:
             return kind(config)  # type: ignore[no-any-return]
     return None
@@ -107,7 +114,7 @@ TEXT = [
     model
     for model in OBJECTS
     if not model.options
-    and "vision_config" not in model.config
+    and not {"vision_config", "text_config"} & {*model.config}
     and model.config["model_type"] not in ("gptj", "codegen", "roformer", "dinov3_vit")
 ]
 
@@ -139,20 +146,20 @@ def test_the_frequencies_are_those_of_the_published_module(model: Model) -> None
 
 # --- facts that only the modeling code has -----------------------------------------------------
 
-SECTIONED = [name for name, family in FAMILIES.items() if family.sections is not None]
+SECTIONED = [name for name in PUBLISHED if FAMILIES[name].sections is not None]
 
 
 @pytest.mark.parametrize("name", SECTIONED)
 def test_sections_that_no_key_states_are_those_of_the_code(name: str) -> None:
-    folder = FAMILIES[name].source.split(": ")[0]
+    folder = PUBLISHED[name][0]
     code = (PACKAGE / folder / f"modeling_{folder}.py").read_text(encoding="utf-8")
     found = re.findall(r'\.get\("mrope_section", \[([\d, ]+)\]\)', code)
     assert {tuple(map(int, sizes.split(","))) for sizes in found} == {FAMILIES[name].sections}
 
 
 def test_the_defaults_of_a_class_with_axes_do_not_give_the_part() -> None:
-    text = "rotates a part of each head, so the config must give one of partial_rot"
-    with pytest.raises(ValueError, match=text):
+    """Its default sections fit half the channels, but by default its module rotates them all."""
+    with pytest.raises(ValueError, match="64 pairs that rotate"):
         RopeSpec.from_config(transformers.CONFIG_MAPPING["glm4v_text"]())
 
 
@@ -166,8 +173,8 @@ def rotary_modules(config: Any) -> list[torch.nn.Module]:
     """Return the rotary modules of the configuration's modeling file that have frequencies of it."""
     made = []
     try:
-        module = modeling(config)
-    except ModuleNotFoundError:
+        module, _ = modeling(config)
+    except (ImportError, KeyError):
         return []
     for name, kind in vars(module).items():
         if (
@@ -286,7 +293,7 @@ BUILT = [
     for name in PUBLISHED
     if name in transformers.CONFIG_MAPPING
     and FAMILIES[name].start == "first"
-    and FAMILIES[name].fraction != "sixths"
+    and FAMILIES[name].part != "sixths"
     and name not in ("qwen2_vl", "qwen2_5_vl", "glm4v", "gptj", "codegen", "diffusion_gemma_text")
 ]
 
@@ -324,7 +331,7 @@ def test_a_part_rotates_only_where_the_code_rotates_a_part(name: str, kind: str)
             continue
         found |= {spec.rotary_dim for spec in specs if spec is not None}
     assert own or kind != "default" or name in WITHOUT_TABLES
-    if FAMILIES[name].fraction != "none":
+    if FAMILIES[name].part != "none":
         assert found <= {64}
         assert own <= {64}
     else:

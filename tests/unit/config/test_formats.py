@@ -1,16 +1,12 @@
-"""Test files of other programs: Megatron's arguments with their defaults, Llama 4's own file, and Nomic's.
-
-Also the advice for families that rotate all channels, which must not lose a fact that only their code has.
-"""
+"""Test files of other programs: Megatron's arguments with their defaults, Llama 4's own file, and Nomic's."""
 
 from typing import Any
 
 import pytest
 
-from tests.support.advice import calls_in, made_by
-from tests.support.reading import read, refused, two, without
+from tests.support.reading import llama, read, refused, two, whole_head, without
 from tightrope import RopeSpec
-from tightrope.config import families, keys
+from tightrope.config import families
 from tightrope.frequencies import Llama3, YaRN
 
 # --- Megatron ---------------------------------------------------------------------------------------
@@ -146,81 +142,15 @@ def test_the_trained_length_of_nomic_is_where_its_scaling_begins() -> None:
 
 # --- families that rotate all channels ----------------------------------------------------------------
 
-WHOLE = [
-    name
-    for name, family in families.FAMILIES.items()
-    if family.fraction == "none" and family.start == "first" and not family.refused
-]
-# Facts of the code of these, by reading it: layers without RoPE or with a base of their own, several coordinates,
-# coordinates in turns, heads of another width, or a base that no key gives.
-WITH_FACTS = set(
-    """afmoe cohere2 cohere2_moe cohere_compass_text cosmos3_edge_text diffusion_gemma_text dinov3_vit
-    embedding_gemma2_text eomt_dinov3 ernie4_5_vl_moe_text esm exaone4 exaone_moe flint gemma3_text gemma3n_text
-    gemma4_text gemma4_unified_text granite_swa granitemoe_swa kolibri1 llama4_text modernbert molmo2_text
-    muse_glimmer_text muse_spark_text olmo3 paddleocr_vl_text pixtral qwen2_5_omni_talker qwen2_5_omni_text qwen2_5_vl
-    qwen2_5_vl_text qwen2_vl qwen2_vl_text qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text roformer smollm3
-    llama4_vision_model mlcd mlcd_vision_model qwen2_5_omni_vision_encoder qwen3_omni_moe_vision_encoder
-    dots3_note_vision_encoder sapiens2 sam3_vit_model sam2_video edgetam_video seamless_m4t zamba2""".split()
-) | {
-    name for name in WHOLE if name.endswith("_vision") or families.FAMILIES[name].layers == "nested"
-}
-BY_HAND = "make a RopeSpec by hand"
 
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_the_advice_for_a_part_keeps_what_only_the_code_states(name: str) -> None:
-    config: dict[str, Any] = {
-        "model_type": name,
-        "head_dim": 128,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "rope_theta": 1e4,
-        "num_hidden_layers": 2,
-        "sliding_window": 8,
-        "rope_local_base_freq": 1e4,
-        "global_head_dim": 128,
-        "position_embedding_type": "rope",
-        "position_embeddings_type": "rotary",
-        "global_rope_theta": 1e4,
-        "local_rope_theta": 1e4,
-        "layer_rope_theta": [1e4, 0],
-        "partial_rotary_factor": 0.5,
-        "embed_dim": 4096,
-        "num_heads": 32,
-        "speech_encoder_attention_heads": 32,
-        "memory_attention_hidden_size": 4096,
-        "memory_attention_downsample_rate": 2,
-        "memory_attention_num_attention_heads": 16,
-        "attention_head_dim": 128,
-        "use_mem_rope": True,
-    }
-    if name == "cosmos3_edge_text":
-        config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
-    if name == "olmo3":
-        config["rope_theta"] = 5e5
-    for key in families.FAMILIES[name].bases or ():
-        config[key] = config.get(key, 1e4)
-    rule = families.FAMILIES[name].layers or ""
-    others = {key for each, own in keys.READ_BY_LAYERS.items() if each != rule for key in own}
-    config = {key: value for key, value in config.items() if key not in others}
-    if rule == "sliding or dense":
-        config |= {"layer_types": ["sliding_attention"] * 2, "mlp_layer_types": ["sparse"] * 2}
-    if rule in ("wide where full", "nested"):
-        section = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
-        config["rope_parameters"] = {"sliding_attention": section, "full_attention": section}
-    with pytest.raises(
-        ValueError, match=f"the code of model_type '{name}' rotates all channels"
-    ) as caught:
-        read(config)
-    text, _, call = str(caught.value).removesuffix(".").partition("; by hand")
-    assert text.endswith(BY_HAND) == (name in WITH_FACTS)
-    found = [made_by(each, config) for each in calls_in(call)]
-    assert {spec.rotary_dim for spec in found} <= {64}
-    if name not in WITH_FACTS:  # the advice works
-        interleaved = families.FAMILIES[name].interleaved
-        stated: dict[str, Any] = {"interleaved": interleaved, "rope_layers": "all"}
-        advice = f"without its model_type, with interleaved={interleaved} and rope_layers='all'"
-        assert text.endswith(advice)
-        made = read(without(config, "model_type"), **stated)
-        assert made == RopeSpec(128, base=1e4, rotary_dim=64, interleaved=interleaved)
-        assert found == [made]
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gptj", "cohere", "granite_swa", "phimoe"])
+def test_a_part_is_refused_where_the_code_rotates_all_channels(name: str) -> None:
+    section = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    config = llama(model_type=name, num_hidden_layers=2, rope_parameters=section)
+    del config["rope_theta"]
+    whole = families.FAMILIES[name].part == "none"
+    assert whole == (name != "gptj")
+    if whole:
+        refused(
+            config, whole_head(name, "64 from rope_parameters.partial_rotary_factor = 0.5 of 128")
+        )

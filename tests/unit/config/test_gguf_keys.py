@@ -7,7 +7,8 @@ import pytest
 
 from tests.support.reading import assert_divided, gguf, read, refused
 from tightrope import RopeSpec
-from tightrope.config import Provenance, families, provenance
+from tightrope.config import Provenance, provenance
+from tightrope.config.gguf import ARCHITECTURES as ROWS
 from tightrope.frequencies import Given, Linear, LongRoPE, YaRN
 
 GGUF = gguf("qwen2", context_length=32768)
@@ -16,11 +17,25 @@ GGUF = gguf("qwen2", context_length=32768)
 # --- every architecture -----------------------------------------------------------------------------
 
 ARCHITECTURES = sorted(
-    families.GGUF_NEIGHBOURS
-    | families.GGUF_HALVES
-    | families.GGUF_SECTIONS
-    | families.GGUF_INTERLEAVED_SECTIONS
+    name
+    for name, facts in ROWS.items()
+    if (facts.refused is None or facts.only_layers) and name != "dflash of deepseek4"
 )
+# Field of a row -> the values that the code knows; another one would have no effect.
+RULES: dict[str, set[Any]] = {
+    "axes": {None, "sections", "interleaved sections", "sections or none"},
+    "factors": {None, "needed", "unused"},
+    "layers": {None, "compressed", "every fourth still", "some still"},
+    "ratios": {None, "unused", "zero"},
+    "window_base": {None, 10000.0, "always common", "common", "ignored", "own"},
+}
+
+
+@pytest.mark.parametrize("field", RULES)
+def test_each_rule_that_a_row_names_is_known(field: str) -> None:
+    assert {getattr(facts, field) for facts in ROWS.values()} == RULES[field]
+
+
 # Keys that are read, after the architecture; those that begin with rope are all about the rotation.
 READ = {
     "context_length",
@@ -66,7 +81,7 @@ def test_keys_of_any_architecture_are_read_without_its_name(arch: str) -> None:
         "rope__dimension_count": 64,
         "context_length": 4096,
     }
-    if arch in families.GGUF_SECTIONS | families.GGUF_INTERLEAVED_SECTIONS:
+    if ROWS[arch].axes in ("sections", "interleaved sections"):
         known["rope__dimension_sections"] = [11, 11, 10, 0]
     config = gguf(arch, 32, **known)
     config |= KNOWN.get(arch, {})

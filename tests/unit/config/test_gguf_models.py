@@ -284,7 +284,7 @@ def test_models_whose_layers_may_differ_but_do_not() -> None:
 def test_the_layers_of_cohere2moe_must_be_known() -> None:
     metadata, _, _ = LAYERED["cohere2moe"]
     key = "cohere2moe.leading_dense_block_count"
-    text = f"GGUF architecture 'cohere2moe' has layers that differ, so the config must give {key}."
+    text = f"GGUF architecture 'cohere2moe' has layers that differ, so it must come with {key}."
     refused({name: value for name, value in metadata.items() if name != key}, text)
 
 
@@ -342,7 +342,7 @@ def test_deepseek4_without_its_second_base(key: str) -> None:
     if key == "compress_ratios":  # the types have their specs, but the layers are not listed
         assert read(metadata).layers is None
     else:
-        text = "GGUF architecture 'deepseek4' has layers that differ, so the config must give compress_rope_theta."
+        text = f"GGUF architecture 'deepseek4' has layers that differ, so it must come with deepseek4.attention.{key}."
         refused(metadata, text)
 
 
@@ -428,8 +428,28 @@ CONTRADICTED: dict[str, tuple[Any, str]] = {
     # minimax-m3.cpp: rope.dimension_count is 64 of 128
     "a part that is missing": (
         gguf("minimax-m3", **WIDTH),
-        "GGUF architecture 'minimax-m3' rotates a part of each head, so the config must give one of "
-        "partial_rotary_factor, rotary_pct, rope_pct, rotary_percent, rotary_emb_fraction, rotary_dim",
+        "GGUF architecture 'minimax-m3' must come with minimax-m3.rope.dimension_count, as all its files do.",
+    ),
+    "a part of latent attention that is missing": (
+        gguf("hy_v4", attention__key_length_mla=192),
+        "GGUF architecture 'hy_v4' must come with hy_v4.rope.dimension_count, as all its files do.",
+    ),
+    "a width that is missing": (
+        gguf("gemma", rope__dimension_count=128),
+        "GGUF architecture 'gemma' must come with gemma.attention.key_length, as all its files do.",
+    ),
+    "compressed entries of another size": (
+        gguf("deepseek4", 2, **{**V4_SIZES, "attention__compress_ratios": [0, 8]}),
+        "deepseek4.attention.compress_ratios must hold 0, 4 and 128 only but got [0, 8].",
+    ),
+    "too few layers with compressed entries": (
+        gguf("deepseek4", 3, **{**V4_SIZES, "attention__compress_ratios": [0, 4]}),
+        "deepseek4.attention.compress_ratios must have an entry for each of 3 layers but has 2.",
+    ),
+    # They have one base, and llama.cpp reads no other one.
+    "a second base": (
+        gguf("exaone-moe", rope__freq_base_swa=1e4),
+        "every key that may give a base must be known but got exaone-moe.rope.freq_base_swa",
     ),
 }
 
@@ -443,3 +463,71 @@ def test_keys_that_the_code_of_llama_cpp_contradicts(name: str) -> None:
 def test_the_base_of_a_constant_need_not_be_given() -> None:
     metadata = {key: value for key, value in COGVLM.items() if key != "cogvlm.rope.freq_base"}
     assert read(metadata) == RopeSpec(128)
+
+
+# --- YaRN's weight and factor ------------------------------------------------------------------------------
+
+EXT, ATTN = "rope__scaling__yarn_ext_factor", "rope__scaling__yarn_attn_factor"
+OWN = 1.138629436111989  # 0.1 * ln(4) + 1, for the factor 4
+
+
+@pytest.mark.parametrize("ext", [{}, {EXT: -1.0}, {EXT: 1.0}])
+@pytest.mark.parametrize("attn", [{}, {ATTN: 1.0}, {ATTN: 1.1386294364929199}])
+@pytest.mark.parametrize("arch", ["grok", "laguna", "qwen2"])
+def test_the_weight_and_the_factor_of_yarn_may_be_its_own(
+    arch: str, ext: dict[str, Any], attn: dict[str, Any]
+) -> None:
+    """llama-context.cpp: cparams.yarn_attn_factor is set to YaRN's own where yarn_ext_factor is not 0."""
+    made = read(gguf(arch, **PART, **YARN_4, **ext, **attn))
+    assert made == read(gguf(arch, **PART, **YARN_4))
+    assert made.frequencies().attention_scaling == pytest.approx(OWN, rel=1e-15)
+
+
+@pytest.mark.parametrize("kind", ["none", "linear"])
+def test_without_yarn_its_weight_is_0_and_its_factor_1(kind: str) -> None:
+    scaling = {"rope__scaling__type": kind, "rope__scaling__factor": 4.0}
+    scaling = scaling if kind == "linear" else {}
+    assert read(gguf("grok", **scaling, **{EXT: 0.0, ATTN: 1.0})) == read(gguf("grok", **scaling))
+
+
+WEIGHT = "the weight of YaRN's ramp, must be {}, as no rule has another one, but got {}."
+REPLACED = "must be 1 or {}, which llama.cpp takes in its place, but got {}."
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "no ramp": ({**YARN_4, EXT: 0.0}, f"ext_factor, {WEIGHT.format(1, 0.0)}"),
+    "half a ramp": ({**YARN_4, EXT: 0.5}, f"ext_factor, {WEIGHT.format(1, 0.5)}"),
+    "the ratio of the lengths": ({**YARN_4, EXT: 4.0}, f"ext_factor, {WEIGHT.format(1, 4.0)}"),
+    "no number": ({**YARN_4, EXT: float("nan")}, f"ext_factor, {WEIGHT.format(1, 'nan')}"),
+    "a ramp without YaRN": ({EXT: 1.0}, f"ext_factor, {WEIGHT.format(0, 1.0)}"),
+    "another factor": ({**YARN_4, ATTN: 1.5}, f"attn_factor {REPLACED.format(1.138629, 1.5)}"),
+    "a factor without YaRN": ({ATTN: 1.5}, f"attn_factor {REPLACED.format(1, 1.5)}"),
+    "a word": ({**YARN_4, ATTN: "x"}, "attn_factor must be a number but got 'x'."),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_weight_or_factor_of_yarn_is_refused(name: str) -> None:
+    more, text = OTHERS[name]
+    refused(gguf("grok", **more), f"grok.rope.scaling.yarn_{text}")
+
+
+# --- damaged metadata ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factors", ["x", [], [0.0] * 64, ["x"] * 64, 3, [[1.0]]])
+@pytest.mark.parametrize("name", ["rope_freqs.weight", "rope_factors_short.weight"])
+def test_factors_are_numbers_that_divide(name: str, factors: Any) -> None:
+    shown = repr(factors) if len(repr(factors)) < 100 else "a list"
+    text = f"{name} must be a list of numbers other than 0 but got {shown}."
+    refused({**gguf("llama"), name: factors}, text, TypeError)
+
+
+def test_compressed_entries_are_a_list() -> None:
+    metadata = gguf("deepseek4", 2, **V4_SIZES, attention__compress_ratios=4)
+    text = "deepseek4.attention.compress_ratios must be a list but got 4."
+    refused(metadata, text, TypeError)
+
+
+def test_cohere2moe_without_windows_does_not_say_which_layers_rotate() -> None:
+    key = "cohere2moe.attention.sliding_window_pattern"
+    text = f"GGUF architecture 'cohere2moe' has layers that differ, so it must come with {key}."
+    refused(gguf("cohere2moe", **COHERE, attention__sliding_window=0), text)

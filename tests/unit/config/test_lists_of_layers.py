@@ -61,7 +61,7 @@ def test_one_base_and_all_channels_for_all_layers_of_step() -> None:
             r"rope_theta must have an entry for each of 4 layers but has 2",
         ),
         ({"use_rope_layers": [1]}, r"use_rope_layers must be empty"),
-        ({"layer_types": None}, r"must give layer_types"),
+        ({"layer_types": None, "num_hidden_layers": None}, r"must give layer_types"),
     ],
 )
 def test_lists_of_step_that_no_layer_type_can_hold_are_refused(
@@ -98,10 +98,13 @@ def test_layers_without_experts_rotate_without_a_window(
     assert [specs.of(layer) for layer in range(4)] == [spec if each else None for each in rotate]
 
 
-def test_layers_without_experts_must_be_listed() -> None:
+def test_layers_without_experts_must_be_listed_or_counted() -> None:
     config = {key: value for key, value in COMMAND.items() if key != "mlp_layer_types"}
     with pytest.raises(ValueError, match="must give mlp_layer_types"):
         RopeSpec.from_config(config)
+    assert (
+        RopeSpec.from_config({**config, "num_hidden_layers": 4}).layers is not None
+    )  # as its class
 
 
 MOLMO = {

@@ -140,7 +140,7 @@ def test_a_section_for_each_type_of_layer_may_lack_those_that_do_not_rotate() ->
 
 
 def test_an_error_that_no_answer_mends_comes_first() -> None:
-    text = axial("rope_parameters.rope_type", "zebra", 128, ", for code like Llama's")
+    text = axial("rope_parameters.rope_type", "zebra")
     refused({**ZEBRA, "rope_parameters": {"rope_type": "axial"}}, text)
     with pytest.raises(TypeError, match="factor must be"):
         read({**ZEBRA, "rope_scaling": {"type": "linear", "factor": "x"}})
@@ -163,7 +163,7 @@ def test_the_call_of_a_refusal_gives_a_spec(config: dict[str, Any]) -> None:
 
 # --- arguments that contradict --------------------------------------------------------------------
 
-PHI = {**LLAMA, "model_type": "phi"}  # its files must give a part
+PHI = {**LLAMA, "model_type": "phi"}  # its class rotates half of the channels by default
 DEEPSEEK = {**LLAMA, "model_type": "deepseek_v3", **LATENT}
 COHERE = {**LLAMA, "model_type": "cohere2"}
 
@@ -173,7 +173,7 @@ def test_arguments_may_repeat_keys_and_families() -> None:
     assert read(LLAMA, rope_layers={"full_attention", "sliding_attention"}) == RopeSpec(
         128, base=5e5
     )
-    assert read(PHI, rotary_dim=32) == RopeSpec(128, base=5e5, rotary_dim=32)
+    assert read(PHI, rotary_dim=64, base=5e5) == RopeSpec(128, base=5e5, rotary_dim=64)
     assert read(DEEPSEEK, rotary_dim=32, start=96).start == 96
     sliding = RopeSpec(128, base=5e5, interleaved=True)
     assert read(COHERE, rope_layers=["sliding_attention"])["sliding_attention"] == sliding
@@ -187,6 +187,7 @@ HAS = "; the config has full_attention, sliding_attention."
     "config, stated, text",
     [
         (LLAMA, {"rotary_dim": 64}, whole_head("llama", "64 from the argument rotary_dim")),
+        (LLAMA, {"base": 1e4}, two("base", "rope_theta = 500000.0", "the argument base = 10000.0")),
         (LLAMA, {"start": 64}, "start must be 0 (from the first channel) but got 64."),
         (
             LLAMA,
@@ -195,9 +196,13 @@ HAS = "; the config has full_attention, sliding_attention."
             "['full_attention'].",
         ),
         (
-            {**PHI, "rotary_dim": 64},
-            {"rotary_dim": 32},
-            two("rotary_dim", "rotary_dim = 64", "the argument rotary_dim = 32"),
+            {**PHI, "rotary_dim": 32},  # its class takes a part from the section alone
+            {},
+            two(
+                "rotary_dim",
+                "rotary_dim = 32",
+                "default of PhiConfig, transformers 5.23 = 0.5 of 128 = 64",
+            ),
         ),
         (
             {**ZEBRA, "rotary_dim": 64},

@@ -35,8 +35,8 @@ MEGATRON = {
     "rotary_percent": 1.0,
 }
 ADD_A_BASE = (
-    "the config must give the base of the frequencies: add one of rope_theta, rotary_emb_base, rotary_base, rope_base "
-    "to its keys, which are"
+    "base=10000.0 if it is that of the paper, or a config with one of rope_theta, rotary_emb_base, rotary_base, rope_base, "
+    "as its keys are"
 )
 CHANNELS = "rotary_dim=128 if all 128 channels of a head rotate, or the number that do, with start if they are not the first"
 ADD_TYPES = f"{LAYERS} (to name some of them, add layer_types to the config)"
@@ -63,7 +63,7 @@ WRONG: dict[str, tuple[object, str]] = {
     ),
     "a fraction and a width": (
         llama(partial_rotary_factor=0.5, rotary_dim=32),
-        two("rotary_dim", "rotary_dim = 32", "partial_rotary_factor = 0.5 of 128 = 64"),
+        whole_head("llama", "64 from partial_rotary_factor = 0.5 of 128"),
     ),
     "two kinds of scaling": (
         llama(rope_scaling={**YARN, "type": "linear"}),
@@ -177,19 +177,20 @@ WRONG: dict[str, tuple[object, str]] = {
         llama(model_type="minimax", rotary_dim=64),
         whole_head("minimax", "64 from rotary_dim"),
     ),
-    "a missing fraction": (
-        llama(model_type="phi"),
-        "model_type 'phi' rotates a part of each head, so the config must give one of partial_rotary_factor, "
-        "rotary_pct, rope_pct, rotary_percent, rotary_emb_fraction, rotary_dim.",
+    "a missing number of channels": (
+        {"model_type": "gptj", "n_embd": 4096, "n_head": 16},
+        "the config must give the channels that rotate; pass rotary_dim=64, the default of GPTJConfig, transformers 5.23, or "
+        "the number that do",
     ),
     "a missing head width": (
         llama(model_type="gemma"),
-        "model_type 'gemma' has a head_dim other than hidden size / heads, so the config must give head_dim.",
+        "a config with head_dim, as model_type 'gemma' has another one than hidden size / heads; "
+        "transformers.AutoConfig.from_pretrained(…) gives what GemmaConfig fills in.",
     ),
     "no width": (
         {"model_type": "llama", "rope_theta": 1e4, "hidden_size": 64},
-        "the config must give the width of a head, by one of head_dim, kv_channels, head_size, or by hidden_size and "
-        "num_attention_heads, but its keys are hidden_size, model_type, rope_theta.",
+        "the config must give the width of a head; pass a config with one of head_dim, kv_channels, head_size, or with "
+        "hidden_size and num_attention_heads, as its keys are hidden_size, model_type, rope_theta",
     ),
     "a width that does not divide": (
         llama(num_attention_heads=33),
@@ -236,7 +237,7 @@ WRONG: dict[str, tuple[object, str]] = {
     ),
     "axial in a family without": (
         llama(rope_scaling={"type": "axial"}),
-        axial("rope_scaling.type", "llama", 128),
+        axial("rope_scaling.type", "llama"),
     ),
     "keys beside layer types": (
         llama(rope_parameters={"full_attention": {"rope_theta": 1.0}, "rope_theta": 2.0}),
@@ -267,12 +268,13 @@ WRONG: dict[str, tuple[object, str]] = {
         f"{ADD_A_BASE} general.architecture, qwen2.attention.head_count, qwen2.block_count, qwen2.embedding_length.",
     ),
     "no base among many keys": (
-        {"model_type": "llama", "hidden_size": 64, **dict.fromkeys("abcdefghij")},
-        f"{ADD_A_BASE} a, b, c, d, e, f, g, h and 4 more.",
+        {"model_type": "zebra", "hidden_size": 64, **dict.fromkeys("abcdefghij")},
+        f"{ADD_A_BASE} a, b, c, d, e, f, g, h and 4 more",
     ),
     "an empty config": (
         {},
-        f"{ADD_A_BASE.replace('frequencies', 'frequencies, if its model has RoPE')} none.",
+        "the config must give the width of a head, the base of the frequencies, if its model has RoPE, the pairing of "
+        "channels and the channels that rotate, as the table of families does not contain a config without model_type",
     ),
     "Megatron with two scalings": (
         MEGATRON
