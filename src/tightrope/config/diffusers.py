@@ -15,7 +15,7 @@ from typing import Any
 from .._errors import bad_type
 from .families import Family
 from .keys import table
-from .source import WIDEST, Found, Source, fail, whole
+from .source import WIDEST, Found, Source, fail, integers, whole
 
 CLASS = "_class_name"
 
@@ -130,12 +130,10 @@ def _sizes(
     source = f"half of {key}"
     if widths is None:
         widths, source = facts.default, origin
-    if not isinstance(widths, list | tuple):
-        raise bad_type(f"{key} must be a list but got {widths!r}")
-    whole([Found(width, key) for width in widths])
+    widths = integers(Found(widths, key))
     whole([Found(sum(widths), f"the sum of {key}")], WIDEST)
     if any(width % 2 for width in widths):
-        fail(f"{key} must hold even numbers but got {list(widths)}")
+        fail(f"{key} must hold even numbers but got {widths}")
     return [width // 2 for width in widths], source
 
 

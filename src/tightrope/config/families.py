@@ -31,7 +31,7 @@ class Family:
         head_dim: ``"computed"`` if the code ignores a key for the width of a head.
         width: the keys of the width and of the numbers that divide it into heads.
         start: ``"first"``, ``"nope"`` (after the channels of ``qk_nope_head_dim``) or ``"last"``.
-        axes: the name of the rule that assigns coordinates to pairs; see ``axes_of`` in heads.py.
+        axes: the name of the rule that assigns coordinates to pairs; see ``axes_of`` in pairs.py.
         sections: the number of pairs of each coordinate if no key gives it.
         axes_with_sections: whether positions have one coordinate if no key gives sections.
         time_first: whether the first of three numbers of pairs is that of the time.
@@ -151,11 +151,10 @@ def _family(row: Mapping[str, Any]) -> Family:
             else [*values.get(key, ()), *more]
         )
     values |= values.pop("code", {})
-    lists = {each.name for each in fields(Family) if "tuple" in str(each.type)}
-    made: dict[str, Any] = {
-        key: tuple(value) if key in lists else value for key, value in values.items()
-    }
-    return Family(**made)
+    for each in fields(Family):
+        if each.name in values and "tuple" in str(each.type):
+            values[each.name] = tuple(values[each.name])
+    return Family(**values)
 
 
 _DATA = table("families")

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .._errors import bad_type
 from .families import LAST_OF_EACH, Family
 from .keys import table
-from .source import Source, fail
+from .source import Found, Source, boolean, fail, items
 
 _TABLES = table("formats")
 _META, _MEGATRON, _NEMO = _TABLES["meta"], _TABLES["megatron"], _TABLES["megatron"]["NeMo"]
@@ -84,11 +83,9 @@ def meta(values: Mapping[str, Any]) -> Source:
 
 def _mistral_yarn(yarn: Any, spelled: dict[str, str], latent: bool) -> dict[str, Any]:
     """Read ``yarn`` of Mistral's ``params.json``."""
-    if not isinstance(yarn, Mapping):
-        raise bad_type(f"yarn must be a mapping but got {yarn!r}")
     section: dict[str, Any] = {"rope_type": "yarn"}
     spelled["rope_scaling.rope_type"] = "yarn"
-    for key, value in yarn.items():
+    for key, value in items(Found(yarn, "yarn")).items():
         name = _MISTRAL_YARN.get(key, f"yarn.{key}")  # a key of another name is reported as unknown
         section[name], spelled[f"rope_scaling.{name}"] = value, f"yarn.{key}"
     scale = section.pop("yarn.apply_scale", None)
@@ -194,6 +191,4 @@ def _is_latent(values: Mapping[str, Any], name: str) -> bool:
             f"{name} must come with multi_latent_attention, true or false, as they have {either[0]}, which both "
             f"kinds of attention may have"
         )
-    if not isinstance(latent, bool | None):
-        raise bad_type(f"multi_latent_attention must be a bool but got {latent!r}")
-    return bool(latent)
+    return latent is not None and boolean(Found(latent, "multi_latent_attention"))

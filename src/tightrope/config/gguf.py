@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from .._errors import as_real, bad_type, describe
@@ -30,18 +30,16 @@ _Sections = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Architecture:
+class Architecture(Family):
     """Facts of llama.cpp's code about one architecture.
 
+    Those that :class:`tightrope.config.families.Family` has too mean the same here. With axes, the pairing is always by
+    halves; axes may be ``"sections or none"``: by sections if the file has them, for two coordinates at least.
+
     Attributes:
-        interleaved: the pairing, as in :class:`tightrope.RopeSpec`; with axes always by halves.
-        axes: how pairs are divided among coordinates, as in :class:`tightrope.config.families.Family`; or
-            ``"sections or none"``: by sections if the file has them, for two coordinates at least.
-        latent: whether heads are those of latent attention, which rotate their last channels.
         needs: the keys without one meaning if they are missing: of the part of each head that rotates, or of the width of
             heads other than hidden size / heads. Its files always have them.
         whole: whether all channels rotate, whatever the key for a part says.
-        base: a constant of the code, which scales nothing; files may not contradict either.
         unscaled: whether the code does not read the scaling of its files.
         factors: ``"needed"``: the tensor ``rope_freqs.weight`` scales its layers with full attention.
             ``"unused"``: the code loads no factors, or does not use them.
@@ -51,13 +49,12 @@ class Architecture:
         yarn_multiplier: by how much to multiply ``yarn_log_multiplier`` for YaRN's mscale_all_dim; with 10, the
             attention multiplies its softmax scale too. None where the code does not read the key.
         equal_mscales: whether YaRN's mscale is mscale_all_dim, as in DeepSeek V2; otherwise it is 1.
-        ratios: ``"zero"``: no layer has compressed entries. ``"unused"``: ``attention.compress_ratios`` is about blocks
+        compress_ratios: ``"zero"``: no layer has compressed entries. ``"unused"``: ``attention.compress_ratios`` is about blocks
             of keys, not the rotation.
-        rotates: the only types of layers that rotate, as in :class:`tightrope.config.families.Family`.
         layers: how layers differ otherwise. ``"every fourth still"``: it does not rotate. ``"some still"``: the
             same for others, if some have a window. ``"compressed"``: those with compressed entries of the cache have
             their own base, and they alone are scaled.
-        keys: more keys that its files may have -> their names in transformers.
+        more_keys: more keys that its files may have -> their names in transformers.
         windows: the period of layers without a window, if a file has neither a list nor a period; or ``"listed"``.
         full_first: whether the first layer of a period has no window, and not the last.
         windows_if_layers: the number of layers of the models that have windows.
@@ -69,16 +66,11 @@ class Architecture:
         window_widths: whether the heads of layers with a window may have their own widths.
         window_scaled: whether layers with a window are scaled all the same.
         full_half: whether layers with full attention rotate half of what the key says.
-        refused: why no spec can express this architecture.
         only_layers: the number of layers of the one model that is not refused.
     """
 
-    interleaved: bool = False
-    axes: str | None = None
-    latent: bool = False
     needs: Sequence[str] = ()
     whole: bool = False
-    base: float | None = None
     unscaled: bool = False
     factors: str | None = None
     switched: bool = False
@@ -86,10 +78,9 @@ class Architecture:
     beta_fast: float | None = None
     yarn_multiplier: int | None = None
     equal_mscales: bool = False
-    ratios: str | None = None
-    rotates: Sequence[str] = ()
+    compress_ratios: str | None = None
     layers: str | None = None
-    keys: Mapping[str, str] = field(default_factory=dict)
+    more_keys: Mapping[str, str] = field(default_factory=dict)
     windows: int | str | None = None
     full_first: bool = False
     windows_if_layers: int | None = None
@@ -99,7 +90,6 @@ class Architecture:
     window_widths: bool = False
     window_scaled: bool = False
     full_half: bool = False
-    refused: str | None = None
     only_layers: int | None = None
 
 
@@ -124,8 +114,7 @@ def gguf(values: Mapping[str, Any]) -> Source:
     facts = found.facts
     exempt = facts.only_layers is not None and found.given("block_count") == facts.only_layers
     if facts.refused is not None and not exempt:
-        refused = Family(False, "", refused=facts.refused)
-        return Source({}, refused, found.name, seen=tuple(values))
+        return Source({}, facts, found.name, seen=tuple(values))
     found.take_all()
     found.take_scaling()
     found.take_factors()
@@ -216,7 +205,7 @@ class _Metadata:
     def take_all(self) -> None:
         """Read the keys that all architectures share, and what some have besides."""
         facts, outer, section = self.facts, self.outer, self.section
-        for suffix, name in {**_TABLE["keys"], **facts.keys}.items():
+        for suffix, name in {**_TABLE["keys"], **facts.more_keys}.items():
             # With latent attention, key_length is the width of the cache, which all heads share, and
             # key_length_mla that of a head.
             latent = self.key(f"{suffix}_mla") in self.values
@@ -235,11 +224,13 @@ class _Metadata:
         self.take_sections()
         outer |= {key: self.values[key] for key in keys.LAYER_TYPES if key in self.values}
         ratios = self.given(_RATIOS)
-        if facts.ratios is not None or facts.layers == "compressed":
+        if facts.compress_ratios is not None or facts.layers == "compressed":
             self.read |= {self.key(_RATIOS), self.key(_COMPRESSED_BASE)}
-        if facts.ratios == "zero" and isinstance(ratios, list | tuple) and any(ratios):
+        if facts.compress_ratios == "zero" and isinstance(ratios, list | tuple) and any(ratios):
             fail(f"{self.key(_RATIOS)} must hold 0 only but got {ratios}")
-        self.check()
+        for suffix in facts.needs:
+            if _TABLE["keys"][suffix] not in outer:
+                fail(f"{self.name} must come with {self.key(suffix)}, as all its files do")
 
     def take_sections(self) -> None:
         """Read the number of pairs of each coordinate."""
@@ -247,24 +238,11 @@ class _Metadata:
         if not isinstance(sizes, list | tuple):
             return
         if self.facts.axes == "sections or none" and 0 in sizes[:2]:
-            del self.outer[
-                "mrope_section"
-            ]  # llama.cpp does not use sections without a second coordinate
+            # llama.cpp does not use sections without a second coordinate.
+            del self.outer["mrope_section"]
         elif len(sizes) == 4 and sizes[3] == 0:
             # llama.cpp writes four entries; the last is 0 but in HunyuanVL.
             self.outer["mrope_section"] = sizes[:3]
-
-    def check(self) -> None:
-        """Raise an error if a key that files of this architecture always have is missing, or contradicts the code."""
-        for suffix in self.facts.needs:
-            if _TABLE["keys"][suffix] not in self.outer:
-                fail(f"{self.name} must come with {self.key(suffix)}, as all its files do")
-        constant, base = self.facts.base, self.outer.get("rope_theta")
-        if None not in (constant, base) and base != constant:
-            fail(
-                f"{self.spelled['rope_theta']} must be {constant:g}, the {self.constant}, but got {base!r}; for other "
-                f"code, make a RopeSpec by hand"
-            )
 
     def take_scaling(self) -> None:
         """Translate scaling that GGUF stores differently: an implied type, YaRN's mscale, factor tensors."""
@@ -291,8 +269,6 @@ class _Metadata:
         self.take_yarn(kind == "yarn")
         if facts.unscaled:
             section.clear()
-        elif facts.base is not None and kind != "none":
-            fail(f"{self.arch} must have no scaling, as llama.cpp ignores it, but got {kind!r}")
 
     def take_yarn(self, on: bool) -> None:
         """Read YaRN's parameters that have no name of their own in transformers."""
@@ -399,16 +375,16 @@ class _Metadata:
             self.spelled["no_rope_layer_interval"] = self.constant
         still = facts.layers == "some still" and bool(outer.get("sliding_window"))
         flagged = still or not outer.keys().isdisjoint(("no_rope_layers", "no_rope_layer_interval"))
-        return Family(
-            facts.interleaved and axes is None,
-            "llama.cpp: llama_model_rope_type",
-            start="last" if facts.latent else "first",
+        return replace(
+            facts,
+            **(_TABLE["compressed"] if facts.layers == "compressed" else {}),
+            interleaved=facts.interleaved and axes is None,
+            source="llama.cpp: llama_model_rope_type",
+            refused=None,
             axes=axes,
             rotates=tuple(self.rotating()),
-            **(_TABLE["compressed"] if facts.layers == "compressed" else {}),
             flags="no_rope_layers" if flagged else None,
             lists=LAST_OF_EACH,
-            base=facts.base,
             scales_softmax=facts.yarn_multiplier == 10,
         )
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, NoReturn
 from .._errors import bad_type
 from . import keys
 from .rope_section import rule_name, sections_of
-from .source import Found, Section, Source, Stated, agreed, fail, whole
+from .source import Found, Section, Source, agreed, fail, integers, whole
 
 # The type of each layer, if the configuration or its class lists them.
 Listed = tuple[str, ...] | None
@@ -31,9 +31,9 @@ class Layer(NamedTuple):
 Layers = tuple[list[Layer], Listed]
 
 
-def layers_of(source: Source, stated: Stated) -> Layers:
+def layers_of(source: Source) -> Layers:
     """The types of layers of a configuration, and the type of each layer if it is known."""
-    layers, listed = _layers(source, stated)
+    layers, listed = _layers(source)
     named = [layer.name for layer in layers if layer.name is not None]
     more = [name for name in with_attention(listed) if name not in named]
     if named and more:
@@ -41,11 +41,11 @@ def layers_of(source: Source, stated: Stated) -> Layers:
             f"{source.name} must have layers of types {', '.join(named)} only, but layer_types has "
             f"{', '.join(more)}"
         )
-    _check_stated(source, stated, layers, named or with_attention(listed))
+    _check_stated(source, layers, named or with_attention(listed))
     return layers, listed
 
 
-def _layers(source: Source, stated: Stated) -> Layers:
+def _layers(source: Source) -> Layers:
     facts, listed = source.facts, types_of(source)
     if facts.rule == "step3p5" and not _has_sections(source):
         return _by_lists(source, listed)
@@ -61,8 +61,8 @@ def _layers(source: Source, stated: Stated) -> Layers:
             return _scaled(source, section)
         if facts.rotates or windows:
             return _some(source, section, facts.rotates or windows, listed)
-    if source.family is None and stated.rope_layers not in (None, "all"):
-        return _chosen(made, stated, flagged(source) or listed)
+    if source.family is None and source.stated.rope_layers not in (None, "all"):
+        return _chosen(source, made, flagged(source) or listed)
     if None in made:
         return [Layer(None, made[None])], listed or flagged(source)
     names = with_attention(listed)
@@ -145,9 +145,9 @@ def _has_sections(source: Source) -> bool:
     )
 
 
-def _check_stated(source: Source, stated: Stated, layers: list[Layer], types: list[str]) -> None:
+def _check_stated(source: Source, layers: list[Layer], types: list[str]) -> None:
     """Raise an error if the argument rope_layers contradicts the layers as they were read."""
-    given = stated.rope_layers
+    given = source.stated.rope_layers
     if given is None:
         return
     chosen = set(types if given == "all" else given)
@@ -220,11 +220,9 @@ def _scaled(source: Source, section: Section) -> Layers:
         return [Layer(None, section)], None
     if count is None:
         _need(source, "num_hidden_layers")
-    if not isinstance(found.value, list | tuple):
-        raise bad_type(f"{found.source} must be a list but got {found.value!r}")
-    whole([Found(number, found.source) for number in found.value], count - 1, least=0)
+    numbers = integers(found, count - 1, least=0)
     plain = {key: each for key, each in section.items() if key == "rope_theta"}
-    names = tuple("scaled" if layer in found.value else "unscaled" for layer in range(count))
+    names = tuple("scaled" if layer in numbers else "unscaled" for layer in range(count))
     if {*names} <= {"scaled"}:
         return [Layer(None, section)], None
     both = {"scaled": section, "unscaled": plain}
@@ -255,13 +253,13 @@ def _some(source: Source, section: Section, rotating: Sequence[str], listed: Lis
     return [*layers, Layer("full_attention", None, why)], listed
 
 
-def _chosen(made: dict[str | None, Section | None], stated: Stated, listed: Listed) -> Layers:
+def _chosen(source: Source, made: dict[str | None, Section | None], listed: Listed) -> Layers:
     """The layers of an unknown family, of which the caller says which rotate."""
     layers, why = [], "the argument rope_layers"
     for name in dict.fromkeys(
         [*with_attention(listed), *(name for name in made if name is not None)]
     ):
-        rotates = name in (stated.rope_layers or ())
+        rotates = name in (source.stated.rope_layers or ())
         if rotates and made.get(name, made.get(None)) is None and None not in made:
             _lack_sections([name])
         layers.append(Layer(name, made.get(name, made.get(None)) if rotates else None, why))

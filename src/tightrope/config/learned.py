@@ -9,7 +9,7 @@ import torch
 from .._errors import describe
 from ..frequencies import Given
 from ..spec import RopeSpec
-from .source import Source, Stated, fail
+from .source import Source, fail
 
 # `Family.learned` -> the frequencies, from the tensor of that name and from those of the configuration.
 _FREQUENCIES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -22,10 +22,10 @@ _FREQUENCIES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = 
 _COPIES = ("inv_freq", "embed_positions.weight")
 
 
-def given_for(source: Source, spec: RopeSpec, stated: Stated) -> tuple[Given, str] | None:
+def given_for(source: Source, spec: RopeSpec) -> tuple[Given, str] | None:
     """The frequencies that the caller or the weights give, and their source; None if they are those of the spec."""
     name = None if source.family is None else source.family.learned
-    given, origin = stated.inv_freq, "the argument inv_freq"
+    given, origin = source.stated.inv_freq, "the argument inv_freq"
     if given is not None and source.family is not None and name is None:
         fail(
             f"inv_freq must be None for {source.name}, whose code computes the frequencies from its configuration, "

@@ -15,11 +15,12 @@ from ..frequencies import LONGEST
 from ..spec import RopeSpec
 from . import keys
 from .files import Record
-from .heads import axes_of, by_object, pairing_of, slice_of, some
+from .heads import slice_of, some
 from .layers import Layer, Listed, flagged, layers_of, types_of, with_attention
 from .learned import given_for
+from .pairs import axes_of, pairing_of
 from .scaling import scaling_of
-from .source import Asked, Found, Question, Section, Source, Stated, agreed, fail, whole
+from .source import Found, Section, Source, Stated, agreed, fail, whole
 from .specs import LayerSpecs, Provenance, Row
 from .unknown import refuse_unknown
 
@@ -31,30 +32,30 @@ _WIDTHS_AND_BASES = (*keys.HEAD_DIM, *keys.HIDDEN, *keys.HEADS, *keys.BASE)
 
 def read(source: Source, stated: Stated) -> Provenance:
     """Read specs and their provenance from a configuration with the key names of transformers."""
+    source = dataclasses.replace(source, stated=stated, asked={})
     _refuse_without_rope(source)
-    layers, listed = layers_of(source, stated)
-    refuse_unknown(source, layers, stated.strict)
+    layers, listed = layers_of(source)
+    refuse_unknown(source, layers, source.stated.strict)
     about = source.name, _context(source, layers), _temperature(source, layers)
-    if stated.layer_type is not None:
-        layers = _of_type(layers, listed, stated.layer_type)
-    asked: Asked = {}
+    if source.stated.layer_type is not None:
+        layers = _of_type(layers, listed, source.stated.layer_type)
     rotating = [layer for layer in layers if layer.section is not None]
-    slices = {layer.name: slice_of(source, layer, listed, stated, asked) for layer in rotating}
-    if _ask_for_each_width(source, slices, stated, asked) and stated.rotary_dim is not None:
-        _refuse(source, asked, stated)  # no spec could be made
+    slices = {layer.name: slice_of(source, layer, listed) for layer in rotating}
+    if _ask_for_each_width(source, slices) and source.stated.rotary_dim is not None:
+        _refuse(source)  # no spec could be made
     made: dict[str | None, RopeSpec | None] = {}
     rows: list[Row] = []
     for layer in layers:
         facts = {"no RoPE": Found(None, layer.why or source.name)}
         made[layer.name] = None
         if layer.section is not None:
-            made[layer.name], facts = _one(source, layer, slices[layer.name], stated, asked)
+            made[layer.name], facts = _one(source, layer, slices[layer.name])
         rows += [Row(layer.name, name, found.value, found.source) for name, found in facts.items()]
-    _ask_for_layers(source, layers, stated, asked)
-    if asked:
-        _refuse(source, asked, stated)
+    _ask_for_layers(source, layers)
+    if source.asked:
+        _refuse(source)
     first = layers[0].name
-    if stated.layer_type is not None:
+    if source.stated.layer_type is not None:
         return Provenance(made[first], tuple(rows), *about)
     if made[first] is not None and len({*made.values()}) == 1:
         rows = [row._replace(layer=None) for row in rows if row.layer == first]
@@ -100,13 +101,13 @@ def _of_type(layers: list[Layer], listed: Listed, layer_type: str) -> list[Layer
 
 
 def _one(
-    source: Source, layer: Layer, facts: dict[str, Found], stated: Stated, asked: Asked
+    source: Source, layer: Layer, facts: dict[str, Found]
 ) -> tuple[RopeSpec | None, dict[str, Found]]:
     """The spec of a type of layers, and the source of each field; None if no key gives the width of a head."""
     section = layer.section or {}
     path = f"{layer.name}.rope_theta" if source.facts.nested else "rope_theta"
-    base = _base(source, section, path, stated, asked)
-    pairs = pairing_of(source, stated, asked)
+    base = _base(source, section, path)
+    pairs = pairing_of(source)
     if not facts:
         return None, {}
     head, rotary, start = (facts[name].value for name in ("head_dim", "rotary_dim", "start"))
@@ -115,10 +116,10 @@ def _one(
         fail(f"rotary_dim must be even but got {rotary} from {facts['rotary_dim'].source}")
     # The slice must fit before axes are made.
     spec = RopeSpec(head, base=base.value, rotary_dim=rotary, start=start, interleaved=pairs.value)
-    _check_record(source, spec, stated)
+    _check_record(source, spec)
     axes = axes_of(source, section, rotary)
     spec = dataclasses.replace(spec, scaling=scaling, axes=axes.value)
-    given = given_for(source, spec, stated)
+    given = given_for(source, spec)
     if given is not None:
         spec = dataclasses.replace(spec, scaling=given[0])
         of_rule = {"scaling": Found("Given", given[1])}
@@ -126,9 +127,9 @@ def _one(
     return spec, {**of_head, **facts, "interleaved": pairs, **of_rule, "axes": axes}
 
 
-def _check_record(source: Source, spec: RopeSpec, stated: Stated) -> None:
+def _check_record(source: Source, spec: RopeSpec) -> None:
     record, name = source.recorded, Record.slice_of(spec)
-    slices = record.slices if record is not None and stated.interleaved is None else set()
+    slices = record.slices if record is not None and source.stated.interleaved is None else set()
     if slices and name not in slices:
         fail(
             f"interleaved must be given, as {record.where} states the pairing of {' and '.join(sorted(slices))} "
@@ -136,13 +137,13 @@ def _check_record(source: Source, spec: RopeSpec, stated: Stated) -> None:
         )
 
 
-def _base(source: Source, section: Section, path: str, stated: Stated, asked: Asked) -> Found:
+def _base(source: Source, section: Section, path: str) -> Found:
     """The base: of a key, of the class, or a constant of the family's code.
 
     Args:
         path: its path in the section of the class.
     """
-    facts, argument = source.facts, stated.argument("base")
+    facts, argument = source.facts, source.stated.argument("base")
     found = section.get("rope_theta")
     if "base" in facts.fixed:
         for other in [found] if found is not None else source.given(*keys.BASE):
@@ -156,7 +157,7 @@ def _base(source: Source, section: Section, path: str, stated: Stated, asked: As
     elif found is not None and not found.given and path in facts.differs:
         # A base that the file gives to other layers, equal to the default, shows its version.
         if all(other.value != found.value for other in source.given(*facts.bases)):
-            found = None if argument else _of_version(source, found, facts.differs[path], asked)
+            found = None if argument else _of_version(source, found, facts.differs[path])
     got = agreed("base", [*([found] if found is not None else []), *argument])
     if got is not None:
         if as_real(got.value) is None:
@@ -167,7 +168,8 @@ def _base(source: Source, section: Section, path: str, stated: Stated, asked: As
     ways = ", ".join(facts.bases or keys.USUAL_BASE)
     inside = sorted(each.source for each in section.values() if each.given)
     sure = "" if source.family is not None else ", if its model has RoPE"
-    asked["base"] = Question(
+    source.ask(
+        "base",
         f"the base of the frequencies{sure}",
         f"base=10000.0 if it is that of the paper, or a config with one of {ways}, as its keys are "
         f"{some([*sorted(source.seen), *inside])}",
@@ -176,7 +178,7 @@ def _base(source: Source, section: Section, path: str, stated: Stated, asked: As
     return Found(10000.0, "", given=False)
 
 
-def _of_version(source: Source, found: Found, differs: Mapping[str, float], asked: Asked) -> Found:
+def _of_version(source: Source, found: Found, differs: Mapping[str, float]) -> Found:
     """The default of the version of transformers that wrote a file; a question if that cannot be told."""
     facts = source.facts
     (old, before), (new, now) = sorted(differs.items(), key=lambda item: _numbers(item[0]))
@@ -188,7 +190,8 @@ def _of_version(source: Source, found: Found, differs: Mapping[str, float], aske
         if wrote_it:
             origin = f"default of {facts.made_by}, transformers {version}"
             return found._replace(value=base, source=origin)
-    asked["base"] = Question(
+    source.ask(
+        "base",
         "the base of the frequencies",
         f"base={before!r}, the default of {facts.made_by} in transformers {old}, or base={now!r}, that of {new}",
         now,
@@ -204,10 +207,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 # --- what is missing ------------------------------------------------------------------------------
 
 
-def _ask_for_layers(source: Source, layers: list[Layer], stated: Stated, asked: Asked) -> None:
+def _ask_for_layers(source: Source, layers: list[Layer]) -> None:
     """Ask which layers of an unknown family rotate, unless sections or flags of their own say it."""
     by_number, named = flagged(source), any(layer.name is not None for layer in layers)
-    if source.family is not None or stated.rope_layers is not None or named:
+    if source.family is not None or source.stated.rope_layers is not None or named:
         return
     if "layers" in source.knows and not by_number:
         return
@@ -219,29 +222,28 @@ def _ask_for_layers(source: Source, layers: list[Layer], stated: Stated, asked: 
         others += " (public code reads no_rope_layers and its interval in two opposite ways)"
         likely = [name for name in types if name in ("no_rope_layers=1", "others")]
     advice = f"rope_layers='all' if all layers with attention rotate{others}"
-    asked["rope_layers"] = Question("the layers that rotate", advice, likely or "all")
+    source.ask("rope_layers", "the layers that rotate", advice, likely or "all")
 
 
-def _ask_for_each_width(
-    source: Source, slices: dict[str | None, dict[str, Found]], stated: Stated, asked: Asked
-) -> bool:
+def _ask_for_each_width(source: Source, slices: dict[str | None, dict[str, Found]]) -> bool:
     """Ask for one type of layers at a time where one number of channels cannot answer for heads of several widths."""
     widths = {name: facts["head_dim"].value for name, facts in slices.items() if facts}
     several = source.family is None and len({*widths.values()}) > 1
-    if several and ("rotary_dim" in asked or stated.rotary_dim is not None):
+    if several and ("rotary_dim" in source.asked or source.stated.rotary_dim is not None):
         each = " and ".join(f"{width} channels in {name}" for name, width in widths.items())
         advice = f"layer_type with the rotary_dim of its layers, as heads have {each}"
-        asked["rotary_dim"] = Question("the channels that rotate", advice, None)
+        source.ask("rotary_dim", "the channels that rotate", advice, None)
     return several
 
 
-def _refuse(source: Source, asked: Asked, stated: Stated) -> NoReturn:
+def _refuse(source: Source) -> NoReturn:
     """Raise the error that asks all questions, with the call that answers them for code like Llama's."""
     order = ("head_dim", "base", "interleaved", "rotary_dim", "start", "rope_layers")
-    asked = {name: asked[name] for name in order if name in asked}
+    asked = {name: source.asked[name] for name in order if name in source.asked}
     *rest, last = [question.fact for question in asked.values()]
     facts = f"{', '.join(rest)} and {last}" if rest else last
     advice = "; ".join(question.advice for question in asked.values())
+    stated = source.stated
     given = {**vars(stated), "section": source.prefix.removesuffix(".") or stated.section}
     given |= {name: each.likely for name, each in asked.items() if each.likely is not None}
     named = [
@@ -255,7 +257,9 @@ def _refuse(source: Source, asked: Asked, stated: Stated) -> NoReturn:
         for key, value in source.values.items()
         if key in {*_WIDTHS_AND_BASES, *source.facts.bases}
     )
-    why, call = "", "" if null else by_object(source)
+    why = call = ""
+    if source.facts.made_by is not None and not null:
+        call = f"; transformers.AutoConfig.from_pretrained(…) gives what {source.facts.made_by} fills in"
     if source.family is None:
         why = f", as the table of families does not contain {source.name}"
         if all(question.likely is not None for question in asked.values()):

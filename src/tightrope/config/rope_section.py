@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .._errors import bad_type
 from ..frequencies import RULES
 from . import keys
-from .source import Found, Section, Source, agreed, fail
+from .source import Found, Section, Source, agreed, fail, items
 
 _BASE, _PART = "rope_theta", "partial_rotary_factor"
 # Type of layers -> its section, None for a type that does not rotate; the key None is that of all layers.
@@ -41,11 +40,9 @@ def _given(source: Source) -> tuple[dict[str, Section], Made, set[str]]:
     inner: Made = {}
     nulls: set[str] = set()
     for name in keys.SECTION:
-        section = source.values.get(name)
-        if section is None:
+        if source.values.get(name) is None:
             continue
-        if not isinstance(section, Mapping):
-            raise bad_type(f"{source.shown(name)} must be a mapping but got {section!r}")
+        section = items(Found(source.values.get(name), source.shown(name)))
         _refuse_lost(source, name, section)
         held = any(isinstance(value, Mapping) for value in section.values())
         plain = {}

@@ -7,12 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._errors import as_real, bad_type
+from .._errors import as_real
 from ..frequencies import NTK, RULES, Given, Linear, LongRoPE, Rule, YaRN
 from ..spec import RopeSpec
 from . import keys
 from .rope_section import rule_name
-from .source import Found, Section, Source, agreed, fail, whole
+from .source import Found, Section, Source, agreed, boolean, fail, whole
 
 # Facts of a rule: "scaling" and "scaling.factor" and so on.
 Facts = dict[str, Found]
@@ -221,9 +221,7 @@ def _attention_factor(section: Section, values: dict[str, Any]) -> Found | None:
     """YaRN's factor on the rotated channels with vLLM's and llama.cpp's keys for it; None without them."""
     times, switch = section.get("attn_factor"), section.get("apply_yarn_scaling")
     stated = section.get("attention_factor")
-    if switch is not None and not isinstance(switch.value, bool):
-        raise bad_type(f"{switch.source} must be a bool but got {switch.value!r}")
-    if switch is not None and not switch.value:  # vLLM then scales by attn_factor alone
+    if switch is not None and not boolean(switch):  # vLLM then scales by attn_factor alone
         alone = Found(1.0 if times is None else times.value, switch.source)
         return agreed("attention_factor", [alone] if stated is None else [stated, alone])
     if times is None or times.value == 1:

@@ -51,10 +51,6 @@ class Question(NamedTuple):
     likely: Any
 
 
-# Argument of from_config -> the question that it answers.
-Asked = dict[str, Question]
-
-
 def fail(message: str) -> NoReturn:
     """Raise a ValueError whose message has the form of all errors of this library."""
     raise bad_value(message)
@@ -108,6 +104,8 @@ class Source:
         recorded: the conversion record beside the file that states the pairing, if there is one.
         model: the model, if the configuration is that of one.
         version: the version of transformers that wrote the file, as its keys state it.
+        stated: the arguments of the caller.
+        asked: argument -> the question that it answers, as far as the configuration was read.
     """
 
     values: Mapping[str, Any]
@@ -121,11 +119,17 @@ class Source:
     recorded: Any = None  # a files.Record, which imports this module
     model: torch.nn.Module | None = None
     version: str | None = None
+    stated: Stated = field(default_factory=Stated)
+    asked: dict[str, Question] = field(default_factory=dict)
 
     @property
     def facts(self) -> Family:
         """The facts of the family; empty ones if it is unknown."""
         return self.family or _UNKNOWN
+
+    def ask(self, argument: str, fact: str, advice: str, likely: Any) -> None:
+        """Ask a question that an argument of from_config answers; see :class:`Question`."""
+        self.asked[argument] = Question(fact, advice, likely)
 
     def shown(self, path: str) -> str:
         """The name of a path in the user's file."""
@@ -172,10 +176,8 @@ class Source:
         """
         found, count = self.get(key, default=False), self.layer_count()
         if found is not None:
-            if not isinstance(found.value, list | tuple):
-                raise bad_type(f"{found.source} must be a list but got {found.value!r}")
             own = count if self.given(*keys.LAYER_COUNT) else None
-            has, least = len(found.value), own or 0
+            has, least = len(entries(found)), own or 0
             lengths = {0, own or has}
             for more in self.given("num_nextn_predict_layers"):
                 lengths.add(least + (more.value if isinstance(more.value, int) else 0))
@@ -212,6 +214,34 @@ def agreed(what: str, found: list[Found]) -> Found | None:
             both = [f"{each.source} = {each.value!r}" for each in (found[0], other)]
             fail(f"{what} must have one value but got {both[0]} and {both[1]}")
     return found[0] if found else None
+
+
+def entries(found: Found) -> list[Any]:
+    """The entries of a list."""
+    if not isinstance(found.value, list | tuple):
+        raise bad_type(f"{found.source} must be a list but got {found.value!r}")
+    return list(found.value)
+
+
+def integers(found: Found, most: int | None = None, least: int = 1) -> list[int]:
+    """The entries of a list of ints from ``least`` to ``most``."""
+    numbers = entries(found)
+    whole([found._replace(value=number) for number in numbers], most, least)
+    return numbers
+
+
+def items(found: Found) -> Mapping[Any, Any]:
+    """The keys of a mapping; none of None."""
+    if not isinstance(found.value, Mapping | None):
+        raise bad_type(f"{found.source} must be a mapping but got {found.value!r}")
+    return found.value or {}
+
+
+def boolean(found: Found) -> bool:
+    """True or False."""
+    if not isinstance(found.value, bool):
+        raise bad_type(f"{found.source} must be a bool but got {found.value!r}")
+    return found.value
 
 
 def whole(found: list[Found], most: int | None = None, least: int = 1) -> list[Found]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from .._errors import bad_type, bad_value, describe, integer, public, sentence
@@ -87,14 +88,8 @@ class LayerSpecs(Mapping[str, "RopeSpec | None"]):
 
 def _runs(layers: tuple[str, ...]) -> str:
     """A short text for a list of layer types: ``3 × local, 1 × global, …``."""
-    runs: list[tuple[str, int]] = []
-    for name in layers:
-        if runs and runs[-1][0] == name:
-            runs[-1] = (name, runs[-1][1] + 1)
-        else:
-            runs.append((name, 1))
-    shown = [f"{count} × {name}" for name, count in runs[:4]]
-    return f"<{', '.join([*shown, '…'] if len(runs) > 4 else shown)}>"
+    runs = [f"{len([*run])} × {name}" for name, run in groupby(layers)]
+    return f"<{', '.join([*runs[:4], '…'] if len(runs) > 4 else runs)}>"
 
 
 class Row(NamedTuple):

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .._errors import bad_type
 from .families import Family
 from .keys import table
-from .source import Source, fail
+from .source import Found, Source, fail, items
 
 _TABLE = table("timm")
 _ROTATIONS = {name: Family(**facts) for name, facts in _TABLE["rotations"].items()}
@@ -46,9 +45,7 @@ def translated(values: Mapping[str, Any]) -> Source:
     name = f"architecture {given!r}"
     # A tag of pretrained weights may follow the name: eva02_base_patch14_448.mim_in22k
     family, head_dim = ARCHITECTURES.get(given.partition(".")[0], (_UNKNOWN, 0))
-    arguments = values.get("model_args") or {}
-    if not isinstance(arguments, Mapping):
-        raise bad_type(f"model_args must be a mapping but got {arguments!r}")
+    arguments = items(Found(values.get("model_args") or None, "model_args"))
     changed = [key for key in arguments if key in _CHANGES or "rope" in str(key)]
     if changed:
         fail(

@@ -26,7 +26,7 @@ RULES: dict[str, set[Any]] = {
     "axes": {None, "sections", "interleaved sections", "sections or none"},
     "factors": {None, "needed", "unused"},
     "layers": {None, "compressed", "every fourth still", "some still"},
-    "ratios": {None, "unused", "zero"},
+    "compress_ratios": {None, "unused", "zero"},
     "window_base": {None, 10000.0, "always common", "common", "ignored", "own"},
 }
 

@@ -395,12 +395,13 @@ PANGU, COGVLM, OCR = (MODELS[arch][0] for arch in ("pangu-embedded", "cogvlm", "
 CONTRADICTED: dict[str, tuple[Any, str]] = {
     "a base of CogVLM2": (
         {**COGVLM, "cogvlm.rope.freq_base": 5e5},
-        "cogvlm.rope.freq_base must be 10000, the constant of llama.cpp for cogvlm, but got 500000.0; for other code, "
-        "make a RopeSpec by hand.",
+        "base must be 10000, as the code of GGUF architecture 'cogvlm' reads no key for it, but got 500000.0 from "
+        "cogvlm.rope.freq_base.",
     ),
     "a scaling": (
         {**OCR, "deepseek2-ocr.rope.scaling.factor": 4.0},
-        "deepseek2-ocr must have no scaling, as llama.cpp ignores it, but got 'linear'.",
+        "scaling must be 'default', as the code of GGUF architecture 'deepseek2-ocr' reads no key for it, but got 'linear' "
+        "from deepseek2-ocr.rope.scaling.type (absent).",
     ),
     "factors of LongRoPE": (
         {**PANGU, "rope_factors_long.weight": [1.0] * 64},
