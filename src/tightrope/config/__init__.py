@@ -73,7 +73,7 @@ def provenance(  # noqa: PLR0913  (one argument for each option)
     rotary_dim   20       rotary_pct = 0.25 of 80
     start        0        from the first channel
     interleaved  False    model_type 'gpt_neox' (gpt_neox: apply_rotary_pos_emb)
-    scaling      None     no key gives one
+    scaling      None     default of GPTNeoXConfig, transformers 5.23
     axes         None     one coordinate per position
     """
     given = None if inv_freq is None else Given.of(inv_freq)

@@ -26,7 +26,7 @@ class Family:
         base: a constant of the code, for families whose configurations have no key for it.
         fixed: what the code takes from no key: "base", "scaling" or both.
         part: ``"none"``: the code rotates all channels whatever a key says. ``"factor"``: it reads a factor, and no
-            number of channels. ``"sixths"``: as many channels rotate as three coordinates with equal numbers of pairs
+            number of channels. ``"stated"``: a section must give a factor. ``"sixths"``: as many channels rotate as three coordinates with equal numbers of pairs
             can share.
         head_dim: ``"computed"`` if the code ignores a key for the width of a head.
         width: the keys of the width and of the numbers that divide it into heads.
@@ -42,6 +42,7 @@ class Family:
         wide: type of layers -> the key of the width of their heads.
         labels: type of layers -> the label of its rope section.
         ratios: entry of ``compress_ratios`` -> type of layers, for files that do not list the types.
+        alpha: whether ``alpha`` makes "dynamic" a fixed change of the base.
         attention_factor: label of a section -> YaRN's factor on the channels if no key gives it.
         rule: the name of a rule in layers.py that no fact above can state.
         position_type: the key that must select RoPE, as the model has none otherwise.
@@ -97,6 +98,7 @@ class Family:
     wide: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     ratios: Mapping[str, str] = field(default_factory=dict)
+    alpha: bool = False
     attention_factor: Mapping[str, float] = field(default_factory=dict)
     rule: str | None = None
     position_type: str | None = None

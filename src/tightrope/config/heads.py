@@ -107,7 +107,9 @@ def _latent(source: Source, layer: Layer, nope: Found | None, rope: Found | None
     counts = source.given(*keys.ROTARY_DIM) + source.stated.argument("rotary_dim")
     agreed("rotary_dim", [rope, *whole(counts)])
     for part in parts:
-        fits = rope.value in [_part(width, part) for width in (total, *own)]
+        # A class takes it of the width that a key gives.
+        widths = own if source.facts.made_by and own else [total, *own]
+        fits = rope.value in [_part(width, part) for width in widths]
         if part.given and part.value != 1 and not fits:
             fail(
                 f"rotary_dim must have one value but got {rope.source} = {rope.value} and {part.source} = {part.value!r}"
@@ -138,6 +140,11 @@ def _channels(source: Source, layer: Layer, head: Found, rope: Found | None) -> 
         found.append(Found(channels, f"{part.source} = {part.value!r} of {head.value}", part.given))
     if facts.start == "last" and rope is not None and rope.given:
         found.append(rope)
+    if facts.part == "stated" and part is None:
+        fail(
+            f"a rope section of {source.name} must give partial_rotary_factor, as the default of its code depends on the "
+            "rule"
+        )
     if facts.part == "factor" and part is None:
         every = "all of head_dim, as the code reads a factor only"
         found.append(Found(head.value, every, given=False))
@@ -199,14 +206,14 @@ def _head_dim(source: Source, layer: Layer) -> Found | None:
     ignored = "head_dim" in facts.ignored
     plain = not {*facts.width} - {*keys.HIDDEN, *keys.HEADS}
     own = ignored or facts.head_dim == "computed" or not plain
-    # A class reads the keys that it has.
-    of_class = {*facts.keys, *facts.beside, *facts.also, *facts.also.values()}
+    # A class reads the keys that it has, and code head_dim.
+    of_class = {"head_dim", *facts.keys, *facts.beside, *facts.also, *facts.also.values()}
     mine = [key for key in keys.HEAD_DIM if not own and (not facts.made_by or key in of_class)]
     given = whole(source.given(*mine), WIDEST)
     more = [key for key in (_HEAD if own else keys.HEAD_DIM) if key not in (*mine, *facts.ignored)]
     others = whole(source.given(*keys.HEAD_DIM_ELSEWHERE, *more), WIDEST)
     found = given or (others if source.family is None else [])
-    if not found and not own and (default := source.width(*keys.HEAD_DIM)):
+    if not found and mine and (default := source.width(*mine)):
         found = [default]
     for name, inner in source.values.items():  # of some layers: attention_other_setting of Step 3.5
         settings = "attention" in str(name) and not str(name).endswith("_config")

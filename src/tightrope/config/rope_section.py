@@ -266,7 +266,12 @@ def rule_name(section: Section) -> Any:
         if not isinstance(each.value, str):
             fail(f"{each.source} must be a string but got {each.value!r}")
     named = [each for each in found if each.value != "default"]
-    # Two spellings of one rule agree.
-    if len({RULES.get(each.value, each.value) for each in named}) > 1:
-        agreed("the kind of scaling", named)
+    # Two spellings of one rule agree, and those of none.
+    kinds = [
+        RULES.get(each.value, each.value in keys.TYPES_WITHOUT_RULE or each.value)
+        for each in found
+        if each.given
+    ]
+    if len({*kinds}) > 1:
+        agreed("the kind of scaling", [each for each in found if each.given])
     return (named or found)[0].value if found else None

@@ -68,6 +68,7 @@ def scaling_of(source: Source, section: Section) -> tuple[Rule | None, Facts]:
             f"scaling must be 'default', as the code of {source.name} reads no key for it, but got {named[0].value!r} "
             f"from {named[0].source}"
         )
+    _refuse_elsewhere(source, section)
     found = {"scaling": Found(kind.__name__, given)}
     missing = []
     for one in dataclasses.fields(kind):  # type: ignore[arg-type]
@@ -93,6 +94,22 @@ def scaling_of(source: Source, section: Section) -> tuple[Rule | None, Facts]:
             values["attention_factor"] = factor.value
             found["scaling.attention_factor"] = factor
     return kind(**values), found
+
+
+# Keys that other programs read and most classes of transformers do not -> the value that changes nothing.
+_ELSEWHERE = {"alpha": None, "attn_factor": 1, "apply_yarn_scaling": True}
+
+
+def _refuse_elsewhere(source: Source, section: Section) -> None:
+    """Raise an error for a key of a rule that vLLM would read and the class of the family does not."""
+    facts = source.facts
+    for key, same in _ELSEWHERE.items() if facts.made_by else ():
+        found = section.get(key)
+        if found is not None and found.value != same and not (key == "alpha" and facts.alpha):
+            fail(
+                f"{found.source} must not be given for {source.name}, as {facts.made_by} does not read it, but got "
+                f"{found.value!r}"
+            )
 
 
 def _parameter(
@@ -128,9 +145,15 @@ def _context(source: Source) -> Found | None:
 
 def _stated_original(source: Source, section: Section) -> Found | None:
     """The length at which scaling begins; Phi-3 has it at the outer level."""
-    names = keys.ORIGINAL_MAX_POSITION
+    names, facts = keys.ORIGINAL_MAX_POSITION, source.facts
     inside = [section[key] for key in names if key in section]
-    found = [each for each in inside if each.given] + source.given(*names)
+    outside = source.given(*names)
+    if outside and not inside and facts.nested and facts.made_by:
+        fail(
+            f"{outside[0].source} must stand in the rope section of each type of layers, as {facts.made_by} does not read "
+            "it beside them"
+        )
+    found = [each for each in inside if each.given] + outside
     return agreed("original_max_position", found) or (inside[0] if inside else source.get(*names))
 
 

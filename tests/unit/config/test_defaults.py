@@ -90,7 +90,7 @@ def test_a_switch_must_be_a_bool(value: object) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     with pytest.raises(TypeError, match="apply_yarn_scaling must be a bool"):
         RopeSpec.from_config(
-            config_of("llama", rope_scaling={**scaling, "apply_yarn_scaling": value})
+            config_of("internlm2", rope_scaling={**scaling, "apply_yarn_scaling": value})
         )
 
 
@@ -222,6 +222,7 @@ def test_a_misspelt_width_of_a_part_is_not_taken_for_the_default() -> None:
 # --- keys that a class does not read, or drops --------------------------------------------------------
 
 LINEAR = {"rope_type": "linear", "factor": 8.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LOST: dict[str, tuple[dict[str, Any], str]] = {
     "a width under another program's name": (
         config_of("llama", kv_channels=96),
@@ -256,6 +257,41 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
     "two sections": (
         config_of("llama", rope_scaling=LINEAR, rope_parameters={"rope_theta": 1e4}),
         "must have one rope section but rope_scaling and rope_parameters differ, of which LlamaConfig takes the first",
+    ),
+    "a rule beside none": (
+        config_of("llama", rope_scaling={"rope_type": "default", "type": "linear", "factor": 8.0}),
+        "the kind of scaling must have one value but got",
+    ),
+    "an alpha": (
+        config_of("llama", rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0}),
+        "rope_scaling.alpha must not be given for model_type 'llama', as LlamaConfig does not read it, but got 1000.0",
+    ),
+    "a factor of another program": (
+        config_of("llama", rope_scaling={**YARN, "attn_factor": 1.3}),
+        "rope_scaling.attn_factor must not be given for model_type 'llama'",
+    ),
+    "a switch of another program": (
+        config_of("llama", rope_scaling={**YARN, "apply_yarn_scaling": False}),
+        "rope_scaling.apply_yarn_scaling must not be given for model_type 'llama'",
+    ),
+    "a length beside sections of types of layers": (
+        config_of(
+            "gemma3_text",
+            original_max_position_embeddings=64,
+            rope_parameters={
+                "full_attention": {"rope_type": "yarn", "factor": 4.0},
+                "sliding_attention": {"rope_type": "default"},
+            },
+        ),
+        "original_max_position_embeddings must stand in the rope section of each type of layers",
+    ),
+    "a part whose default depends on the rule": (
+        config_of("mimo_v2_flash", rope_parameters={"full_attention": {"rope_theta": 1e4}}),
+        "a rope section of model_type 'mimo_v2_flash' must give partial_rotary_factor",
+    ),
+    "a part of another width than that of the code": (
+        config_of("glm4_moe_lite", qk_nope_head_dim=96, partial_rotary_factor=0.25),
+        "rotary_dim must have one value but got",
     ),
     "a list of which class and code use the zeros only": (
         config_of("muse_spark_text", layer_rope_theta=[5e5] * 8, rope_parameters=LINEAR),
@@ -294,7 +330,8 @@ def test_what_a_class_reads_from_few_keys() -> None:
     specs = RopeSpec.from_config(modern)
     assert specs.layers == ("full_attention", "sliding_attention") * 3
     section = {"rope_type": "default", "rope_theta": 1e4}
-    both = {"full_attention": section, "sliding_attention": section}
+    stated = {**section, "partial_rotary_factor": 0.334}
+    both = {"full_attention": stated, "sliding_attention": stated}
     mimo = config_of("mimo_v2_flash", rope_parameters=both) | {"head_dim": 192}
     assert RopeSpec.from_config(mimo) == RopeSpec(192, rotary_dim=64)
     moshi = config_of("moshi", audio_encoder_config={"model_type": "mimi", "rope_theta": 1e4})

@@ -39,7 +39,13 @@ def test_a_genai_config_names_the_file_to_pass() -> None:
         RopeSpec.from_config(config)
 
 
-LLAMA = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 2, "rope_theta": 1e4}
+# A family that has its code in its own repository: vLLM reads its rules.
+INTERN = {
+    "model_type": "internlm2",
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "rope_theta": 1e4,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -53,11 +59,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
 )
 def test_vllm_can_switch_off_the_factor_of_yarn(change: Any, factor: float | None) -> None:
-    spec = RopeSpec.from_config({**LLAMA, "rope_scaling": {**YARN, **change}})
+    spec = RopeSpec.from_config({**INTERN, "rope_scaling": {**YARN, **change}})
     assert spec.scaling == YaRN(4.0, 64, attention_factor=factor)
 
 
 def test_a_factor_beside_the_switch_of_vllm_must_agree() -> None:
     scaling = {**YARN, "apply_yarn_scaling": False, "attention_factor": 1.2}
     with pytest.raises(ValueError, match="attention_factor must have one value"):
-        RopeSpec.from_config({**LLAMA, "rope_scaling": scaling})
+        RopeSpec.from_config({**INTERN, "rope_scaling": scaling})

@@ -111,7 +111,9 @@ WRONG: dict[str, tuple[object, str]] = {
         "rope_scaling.rope_type.",
     ),
     "two factors on the channels": (
-        llama(rope_scaling={**YARN, "attention_factor": 1.5, "attn_factor": 2}),
+        llama(
+            model_type="internlm2", rope_scaling={**YARN, "attention_factor": 1.5, "attn_factor": 2}
+        ),
         two("attention_factor", "attention_factor = 1.5", "rope_scaling.attn_factor = 2"),
     ),
     "two pairings": (

@@ -70,7 +70,7 @@ def test_longrope_takes_its_factor_from_the_lengths() -> None:
 
 def test_attn_factor_multiplies_yarns_own_factor() -> None:
     own = YaRN(4, 8192).frequencies(128, 1e4).attention_scaling
-    made = scaling({**YARN, "attn_factor": 2.0})
+    made = read(llama(model_type="internlm2", rope_scaling={**YARN, "attn_factor": 2.0})).scaling
     assert made is not None
     assert made.frequencies(128, 1e4).attention_scaling == pytest.approx(2 * own, rel=1e-15)
 
