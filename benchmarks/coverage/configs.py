@@ -293,15 +293,18 @@ def published() -> dict[str, list[Any]]:
 
 
 def styles() -> dict[str, dict[str, int]]:
-    """Count the files of each style that are read as their classes read them, read otherwise, or refused."""
+    """Count the files of each style: read as their classes read them, read otherwise, or refused."""
     found = {}
     for style, (names, _) in class_files.STYLES.items():
-        counts = {"equal": 0, "different": 0, "refused": 0}
+        counts = {"equal": 0, "different": 0, "refused": 0, "only the object refused": 0}
         for name in names:
             for _, made, wanted in class_files.compared(name, style):
-                counts[
-                    "refused" if made is None else "equal" if made == wanted else "different"
-                ] += 1
+                if made is None:
+                    counts["refused"] += 1
+                elif wanted is None:
+                    counts["only the object refused"] += 1
+                else:
+                    counts["equal" if made == wanted else "different"] += 1
         found[style] = counts
     return found
 

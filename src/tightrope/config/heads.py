@@ -27,7 +27,7 @@ def slice_of(source: Source, layer: Layer, listed: Listed) -> Facts:
         for key in (*keys.NOPE_DIM, *keys.ROPE_DIM)
     )
     if facts.start == "nope" or (facts.start != "last" and (nope or rope)):
-        return _latent(source, layer, nope, rope)
+        return _latent(source, layer, nope, rope, single.get("head_dim", []))
     head = agreed("head_dim", single.get("head_dim", [])) or _head_dim(source, layer)
     if head is None:
         if source.family is None and source.stated.rotary_dim is None:
@@ -87,8 +87,14 @@ def _of_layer(source: Source, layer: Layer, listed: Listed) -> dict[str, list[Fo
     return found
 
 
-def _latent(source: Source, layer: Layer, nope: Found | None, rope: Found | None) -> Facts:
-    """The slice of latent attention: it comes after the channels without RoPE."""
+def _latent(
+    source: Source, layer: Layer, nope: Found | None, rope: Found | None, single: list[Found]
+) -> Facts:
+    """The slice of latent attention: it comes after the channels without RoPE.
+
+    Args:
+        single: the width of a head in layers of this type alone.
+    """
     section = layer.section or {}
     if nope is None or rope is None:
         has = ", ".join(each.source for each in (nope, rope) if each is not None) or "neither"
@@ -108,7 +114,8 @@ def _latent(source: Source, layer: Layer, nope: Found | None, rope: Found | None
     agreed("rotary_dim", [rope, *whole(counts)])
     for part in parts:
         # A class takes it of the width that a key gives.
-        widths = own if source.facts.made_by and own else [total, *own]
+        alone = whole(single or source.given("head_dim")) if source.facts.made_by else []
+        widths = alone or [total, *own]
         fits = rope.value in [_part(width, part) for width in widths]
         if part.given and part.value != 1 and not fits:
             fail(

@@ -289,6 +289,10 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
         config_of("mimo_v2_flash", rope_parameters={"full_attention": {"rope_theta": 1e4}}),
         "a rope section of model_type 'mimo_v2_flash' must give partial_rotary_factor",
     ),
+    "a width that code computes": (
+        config_of("wav2vec2-bert", head_dim=32, position_embeddings_type="rotary"),
+        "head_dim must have one value but got hidden_size / num_attention_heads = ",
+    ),
     "a part of another width than that of the code": (
         config_of("glm4_moe_lite", qk_nope_head_dim=96, partial_rotary_factor=0.25),
         "rotary_dim must have one value but got",
