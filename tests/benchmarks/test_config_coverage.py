@@ -27,7 +27,8 @@ def test_no_committed_row_differs_and_most_are_equal() -> None:
     assert "different" not in status
     # Of those whose frequencies only weights hold, `from_config` asks for a model.
     held = [row for row in ROWS.values() if "only its weights hold" in str(row.get("reason", ""))]
-    assert status.count("equal") + len(held) >= 287
+    # Nor those that `patch` leaves to their code, so that no call shows what rotates (muse_glimmer_assistant).
+    assert status.count("equal") + len(held) >= 286
     assert len(held) <= 2
     assert not [row["model"] for row in ROWS.values() if "object" in row]
     assert len(status) >= 311
