@@ -1,1 +1,1 @@
-"""Benchmarks for developers, run from a clone; `benchmarks.speed` times rotations on a CPU."""
+"""Benchmarks for developers, run from a clone: `python -m benchmarks` takes times."""

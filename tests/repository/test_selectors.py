@@ -101,11 +101,3 @@ def test_a_fuzzer_instruments_only_modules_that_are_imported() -> None:
         fuzzing.instrumented(False, "json", "nowhere"),
     ):
         pass
-
-
-def test_the_gpu_benchmark_needs_the_tests_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.gpu import __main__ as gpu
-
-    monkeypatch.setattr(gpu, "KERNEL_TESTS", "tests/repository/test_prose.py")
-    with pytest.raises(FileNotFoundError, match="not the tests of the kernels"):
-        gpu.phases()

@@ -1,1 +1,0 @@
-"""Checks and benchmarks of the Triton kernels on a GPU: `python -m benchmarks.gpu --help`."""
