@@ -287,7 +287,7 @@ class _Metadata:
         weight = self.number(ext)  # negative: not set
         if weight is not None and not weight < 0 and weight != on:
             fail(
-                f"{self.key(ext)}, the weight of YaRN's ramp, must be {on:d}, as no rule has another one, but got "
+                f"{self.key(ext)}, YaRN's weight, must be {on:d}, as no rule has another one, but got "
                 f"{weight!r}"
             )
         # llama.cpp puts YaRN's own factor in the place of this one, which in files is 1 or a copy of that.

@@ -143,7 +143,7 @@ def about_rotation(name: object) -> bool:
 
 
 def effect(name: object, value: object) -> str:
-    """What a key about the rotation, or one inside it, may change: "layers", "base", "channels", or "" by no word of it.
+    """The effect that a key about the rotation, or one inside it, may have: "layers", "base", "channels", or "" by no word of it.
 
     A list may say which layers rotate, whatever its name. All keys of a mapping whose name is about the rotation count.
     """

@@ -179,7 +179,7 @@ def _base(source: Source, section: Section, path: str) -> Found:
 
 
 def _of_version(source: Source, found: Found, differs: Mapping[str, float]) -> Found:
-    """The default of the version of transformers that wrote a file; a question if that cannot be told."""
+    """The default of the version of transformers that wrote a file; a question if nothing states it."""
     facts = source.facts
     (old, before), (new, now) = sorted(differs.items(), key=lambda item: _numbers(item[0]))
     wrote = _numbers(source.version or "") or None

@@ -136,7 +136,7 @@ class Source:
         return self.spelled.get(path, self.prefix + path)
 
     def given(self, *names: str) -> list[Found]:
-        """What the file gives by these keys, or by the class's other names for them; null counts as absent."""
+        """The values that the file has under these keys, or by the class's other names for them; null counts as absent."""
         every = dict.fromkeys(each for name in names for each in self._named(name))
         return [
             Found(self.values[key], self.shown(key))

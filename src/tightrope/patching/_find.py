@@ -46,7 +46,7 @@ class Member(NamedTuple):
         return getattr(self.value, "__func__", self.value)
 
     def key(self) -> Any:
-        """What its kind is stored for: the same object in each file that imports a function."""
+        """The object that its kind is stored for: the same one in each file that imports a function."""
         return getattr(self.value, "__func__", self.value)
 
     def takes_self(self) -> bool:

@@ -44,7 +44,7 @@ class Unlike(ValueError):
 
 
 class Kept:
-    """What modules of a patched model hold: deep copies share it, and a pickled model has none where it is loaded."""
+    """The state that modules of a patched model hold: deep copies share it, and a pickled model has none where it is loaded."""
 
     def __deepcopy__(self, _: Any) -> Any:
         return self

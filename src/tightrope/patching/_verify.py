@@ -159,7 +159,7 @@ class _Probe:
 
     @functools.cached_property
     def wanted(self) -> tuple[Any, Any, Any]:
-        """What gets gradients, the gradients of results, and those that the function then has."""
+        """The tensors that get gradients, the gradients of results, and those that the function then has."""
         leaves = [t for t in (*self.xs, self.cos, self.sin) if t.requires_grad]
         grads = [torch.randn_like(y) for y in self.ys]
         return leaves, grads, torch.autograd.grad(self.ys, leaves, grads, allow_unused=True)

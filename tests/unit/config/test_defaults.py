@@ -1,4 +1,4 @@
-"""What a class of transformers adds by default is read with its name, or asked for; null is not absent."""
+"""A default that a class of transformers adds is read with its name, or asked for; null is not absent."""
 
 from __future__ import annotations
 

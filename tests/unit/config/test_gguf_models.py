@@ -491,14 +491,14 @@ def test_without_yarn_its_weight_is_0_and_its_factor_1(kind: str) -> None:
     assert read(gguf("grok", **scaling, **{EXT: 0.0, ATTN: 1.0})) == read(gguf("grok", **scaling))
 
 
-WEIGHT = "the weight of YaRN's ramp, must be {}, as no rule has another one, but got {}."
+WEIGHT = "YaRN's weight, must be {}, as no rule has another one, but got {}."
 REPLACED = "must be 1 or {}, which llama.cpp takes in its place, but got {}."
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "no ramp": ({**YARN_4, EXT: 0.0}, f"ext_factor, {WEIGHT.format(1, 0.0)}"),
-    "half a ramp": ({**YARN_4, EXT: 0.5}, f"ext_factor, {WEIGHT.format(1, 0.5)}"),
+    "half a weight": ({**YARN_4, EXT: 0.5}, f"ext_factor, {WEIGHT.format(1, 0.5)}"),
     "the ratio of the lengths": ({**YARN_4, EXT: 4.0}, f"ext_factor, {WEIGHT.format(1, 4.0)}"),
     "no number": ({**YARN_4, EXT: float("nan")}, f"ext_factor, {WEIGHT.format(1, 'nan')}"),
-    "a ramp without YaRN": ({EXT: 1.0}, f"ext_factor, {WEIGHT.format(0, 1.0)}"),
+    "a weight without YaRN": ({EXT: 1.0}, f"ext_factor, {WEIGHT.format(0, 1.0)}"),
     "another factor": ({**YARN_4, ATTN: 1.5}, f"attn_factor {REPLACED.format(1.138629, 1.5)}"),
     "a factor without YaRN": ({ATTN: 1.5}, f"attn_factor {REPLACED.format(1, 1.5)}"),
     "a word": ({**YARN_4, ATTN: "x"}, "attn_factor must be a number but got 'x'."),
