@@ -237,15 +237,11 @@ VALUES = {
         lambda: rotate(X.to("meta"), SPEC, IDS.float().requires_grad_())
     ),
     **{
-        "[from_config] rope_scaling.factor must be at least 1, the ratio of the new to the old length, "
-        "but got 0.25; its inverse is 4; if it is the ratio of the old to the new: "
-        f"RopeSpec(head_dim=8, scaling={meant}).": partial(
-            RopeSpec.from_config, LLAMA | {"rope_scaling": {"type": kind, "factor": 0.25}}
+        f"[from_config] rope_scaling.factor must be at least 1, the ratio of the new to the old length, "
+        f"but got {factor}; its inverse is {meant}.": partial(
+            RopeSpec.from_config, LLAMA | {"rope_scaling": {"type": kind, "factor": factor}}
         )
-        for kind, meant in (
-            ("linear", "Linear(factor=4.0)"),
-            ("yarn", "YaRN(factor=4.0, original_max_position=4096)"),
-        )
+        for kind, factor, meant in (("linear", 0.25, "4"), ("yarn", 0.125, "8"))
     },
 }
 test_sentence = refusals(TypeError=TYPES, ValueError=VALUES)
