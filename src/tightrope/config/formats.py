@@ -139,7 +139,8 @@ def megatron(values: Mapping[str, Any]) -> Source:
     outer = {_NEMO.get(key, key): value for key, value in values.items()}
     outer.pop("model_type", None)  # not the model_type of transformers
     spelled = {name: key for key, name in _NEMO.items() if key in values}
-    scaled = [key for key in ("use_rope_scaling", "rope_scaling") if outer.pop(key, None) is True]
+    switches = {key: outer.pop(key, None) for key in ("use_rope_scaling", "rope_scaling")}
+    scaled = [key for key, on in switches.items() if on is not None and boolean(Found(on, key))]
     rope_type, switch, of_yarn = outer.pop("rope_type", None), "position_embedding_type", _YARN
     if _is_latent(values, name):
         # Megatron's code uses the interleaved pairing for latent attention (`multi_latent_attention`).

@@ -22,6 +22,11 @@ _ROTATE = "the channels that rotate"
 def slice_of(source: Source, layer: Layer, listed: Listed) -> Facts:
     """The width of a head, the channels that rotate and the first of them; nothing if no key gives the width."""
     facts, single = source.facts, _of_layer(source, layer, listed)
+    for key, target in facts.also.items():
+        if source.values.get(key, key) is None:
+            fail(
+                f"{source.shown(key)} must not be null, as {facts.made_by or source.name} takes it for {target}"
+            )
     nope, rope = (
         agreed(key, single[key]) if key in single else source.width(key)
         for key in (*keys.NOPE_DIM, *keys.ROPE_DIM)
@@ -112,10 +117,15 @@ def _latent(
             agreed("head_dim", [other, total])
     counts = source.given(*keys.ROTARY_DIM) + source.stated.argument("rotary_dim")
     agreed("rotary_dim", [rope, *whole(counts)])
+    widths, facts = [total, *own], source.facts
+    ignored = "head_dim" in facts.ignored
+    if facts.made_by and not ignored and source.values.get("head_dim", 0) is None:
+        fail(f"{source.shown('head_dim')} must not be null, as {facts.made_by} computes it then")
+    if facts.made_by and (not ignored or kind_of_rule(section)):
+        # Its class takes a part of head_dim, which is often another width; without a rule, not all code takes a part.
+        default = None if ignored else source.get("head_dim")
+        widths = whole(single or ([] if default is None else [default]))
     for part in parts:
-        # A class takes it of the width that a key gives.
-        alone = whole(single or source.given("head_dim")) if source.facts.made_by else []
-        widths = alone or [total, *own]
         fits = rope.value in [_part(width, part) for width in widths]
         if part.given and part.value != 1 and not fits:
             fail(

@@ -57,8 +57,8 @@ def _given(source: Source) -> tuple[dict[str, Section], Made, set[str]]:
             else:
                 plain[key] = value
         nulls |= {key for key, value in plain.items() if value is None}
-        if found := _section(source, name, plain):
-            flat[name] = found
+        if plain:  # keys that are all null count for a class
+            flat[name] = _section(source, name, plain)
     if inner and flat:
         has = sorted(found.source for section in flat.values() for found in section.values())
         fail(
@@ -233,12 +233,14 @@ def _take(source: Source, section: Section, prefix: str, own: bool, apart: bool 
         for name, paths in places.items():
             if prefix + target not in [path or target for path in paths]:
                 continue
-            if name in source.values and source.values[name] is None and not own:
-                if target == _PART and target in section:
+            if name in source.values and source.values[name] is None:
+                if target == _PART and target in section and not section[target].given:
                     fail(
-                        f"{source.shown(name)} must not be null, as {facts.made_by} takes {section[target].value!r} then"
+                        f"{source.shown(name)} must not be null, as null is not the default of {facts.made_by}, "
+                        f"{section[target].value!r}"
                     )
-                section.pop(target, None)  # null is not the default
+                if not own:
+                    section.pop(target, None)
             found = agreed(name, source.given(name))
             if found is None or isinstance(found.value, list | tuple):
                 continue

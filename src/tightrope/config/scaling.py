@@ -96,14 +96,16 @@ def scaling_of(source: Source, section: Section) -> tuple[Rule | None, Facts]:
     return kind(**values), found
 
 
-# Keys that other programs read and most classes of transformers do not -> the value that changes nothing.
+# Keys that other programs read and most classes of transformers do not -> the value that changes nothing. Those with
+# a section for each type of layers do not read truncate, either.
 _ELSEWHERE = {"alpha": None, "attn_factor": 1, "apply_yarn_scaling": True}
 
 
 def _refuse_elsewhere(source: Source, section: Section) -> None:
     """Raise an error for a key of a rule that vLLM would read and the class of the family does not."""
     facts = source.facts
-    for key, same in _ELSEWHERE.items() if facts.made_by else ():
+    ignored = _ELSEWHERE | ({"truncate": True} if facts.nested else {})
+    for key, same in ignored.items() if facts.made_by else ():
         found = section.get(key)
         if found is not None and found.value != same and not (key == "alpha" and facts.alpha):
             fail(
@@ -139,22 +141,39 @@ def _parameter(
 
 
 def _context(source: Source) -> Found | None:
-    names = keys.MAX_POSITION
-    return agreed("the context length", source.given(*names)) or source.get(*names)
+    found, others = _of_class(source, keys.MAX_POSITION)
+    return agreed("the context length", [*found, *others])
+
+
+def _of_class(source: Source, names: tuple[str, ...]) -> tuple[list[Found], list[Found]]:
+    """A length by the keys that the class reads, and by those of other programs, which must agree."""
+    facts = source.facts
+    own = {names[0], *facts.keys, *facts.known, *facts.also, *facts.also.values()}
+    mine = [name for name in names if not facts.made_by or name in own]
+    got = source.given(*mine)
+    if not got and (default := source.get(*mine)):
+        got = [default]
+    return got, source.given(*(name for name in names if name not in mine))
 
 
 def _stated_original(source: Source, section: Section) -> Found | None:
     """The length at which scaling begins; Phi-3 has it at the outer level."""
     names, facts = keys.ORIGINAL_MAX_POSITION, source.facts
     inside = [section[key] for key in names if key in section]
-    outside = source.given(*names)
-    if outside and not inside and facts.nested and facts.made_by:
+    outside, others = _of_class(source, names)
+    if facts.nested and facts.made_by:
+        if outside and not inside:
+            fail(
+                f"{outside[0].source} must stand in the rope section of each type of layers, as {facts.made_by} does not "
+                "read it beside them"
+            )
+    # A class that has the key at the outer level takes its default, too, in place of that of a section.
+    found = [each for each in inside if each.given] + outside or inside
+    if others and not found:
         fail(
-            f"{outside[0].source} must stand in the rope section of each type of layers, as {facts.made_by} does not read "
-            "it beside them"
+            f"{others[0].source} must not be given for {source.name}, as {facts.made_by} does not read it"
         )
-    found = [each for each in inside if each.given] + outside
-    return agreed("original_max_position", found) or (inside[0] if inside else source.get(*names))
+    return agreed("original_max_position", found + others)
 
 
 def _original(source: Source, section: Section, rule: str) -> Found | None:

@@ -293,6 +293,45 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
         config_of("wav2vec2-bert", head_dim=32, position_embeddings_type="rotary"),
         "head_dim must have one value but got hidden_size / num_attention_heads = ",
     ),
+    "a length under another program's name": (
+        config_of("llama", max_trained_positions=32, rope_scaling={"type": "yarn", "factor": 4.0}),
+        "max_trained_positions must not be given for model_type 'llama', as LlamaConfig does not read it",
+    ),
+    "a length that the class has outside of the section": (
+        config_of("phi3", rope_scaling=YARN),
+        "original_max_position must have one value but got rope_scaling.original_max_position_embeddings = 64 and "
+        "default of Phi3Config, transformers 5.23 = 4096",
+    ),
+    "a switch that sections of types of layers do not have": (
+        config_of(
+            "gemma3_text",
+            rope_parameters={
+                "full_attention": {**YARN, "truncate": False},
+                "sliding_attention": {"rope_type": "default"},
+            },
+        ),
+        "truncate must not be given for model_type 'gemma3_text', as Gemma3TextConfig does not read it",
+    ),
+    "a part that is null": (
+        config_of("phi", partial_rotary_factor=None, rope_scaling=LINEAR),
+        "partial_rotary_factor must not be null, as null is not the default of PhiConfig, 0.5",
+    ),
+    "an alias that is null": (
+        config_of("jetmoe", head_dim=None),
+        "head_dim must not be null, as JetMoeConfig takes it for kv_channels",
+    ),
+    "a width of latent attention that is null": (
+        config_of("deepseek_v3", head_dim=None),
+        "head_dim must not be null, as DeepseekV3Config computes it then",
+    ),
+    "another name of the heads": (
+        config_of("dots3_note_vision_encoder", num_heads=3, head_dim=None),
+        "num_attention_heads must have one value but got",
+    ),
+    "a section whose keys are null": (
+        config_of("gemma3_text", rope_parameters={"rope_theta": None}),
+        "model_type 'gemma3_text' must have a rope section for each type of layers",
+    ),
     "a part of another width than that of the code": (
         config_of("glm4_moe_lite", qk_nope_head_dim=96, partial_rotary_factor=0.25),
         "rotary_dim must have one value but got",

@@ -140,6 +140,12 @@ def test_the_trained_length_of_nomic_is_where_its_scaling_begins() -> None:
     refused({**dynamic, **length}, two("original_max_position", one, other))
 
 
+def test_a_rope_section_is_no_switch_of_megatron() -> None:
+    arguments = {"rotary_base": 10000, "rotary_interleaved": False, "rope_scaling": {"factor": 2.0}}
+    with pytest.raises(TypeError, match="rope_scaling must be a bool but got"):
+        read(arguments)
+
+
 # --- families that rotate all channels ----------------------------------------------------------------
 
 
