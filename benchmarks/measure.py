@@ -351,6 +351,7 @@ def medians(timer: Timer, how: How, rng: random.Random) -> tuple[dict[str, float
 @contextmanager
 def settings(case: Case) -> Iterator[None]:
     """Set the number of threads of a case, and whether gradients are recorded; forget compiled code."""
+    kept = dict(os.environ)
     # torch 2.13 crashed when it read code that a process with another instruction set had stored.
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
     # One kernel compiles faster than a pool of compilers starts.
@@ -366,6 +367,8 @@ def settings(case: Case) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
+        os.environ.clear()
+        os.environ.update(kept)
 
 
 def measure(case: Case, built: Built, how: How) -> dict[str, Any]:

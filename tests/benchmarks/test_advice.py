@@ -33,6 +33,17 @@ WITHOUT_CALL: dict[str, tuple[str, str]] = {
         ("mistral_large4", "mistral_large4_text"),
         ("its weights hold the frequencies", "inv_freq, the frequencies that it rotates by."),
     ),
+    **dict.fromkeys(
+        ("blt", "clvp"),
+        (
+            "no call reads several parts at once",
+            "(to name some of them, add layer_types to the config).",
+        ),
+    ),
+    "esmfold2": (
+        "its atoms have a section of their own",
+        "make a spec by hand for each kind of layers.",
+    ),
     "efficientloftr": ("its key means another part", "at most 1 but got 4.0."),
     "nanochat": (
         "the call is of another spec",

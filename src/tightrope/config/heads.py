@@ -123,8 +123,13 @@ def _latent(
         fail(f"{source.shown('head_dim')} must not be null, as {facts.made_by} computes it then")
     if facts.made_by and (not ignored or kind_of_rule(section)):
         # Its class takes a part of head_dim, which is often another width; without a rule, not all code takes a part.
-        default = None if ignored else source.get("head_dim")
-        widths = whole(single or ([] if default is None else [default]))
+        width = None if ignored else source.get("head_dim")
+        names = ("head_dim", keys.NOPE_DIM[0], keys.ROPE_DIM[0])
+        whole_head, *rest = (facts.keys.get(name, 0) for name in names)
+        # Mistral 4 computes head_dim as the sum.
+        if width is not None and not width.given and whole_head == sum(rest):
+            width = total
+        widths = whole(single or ([] if width is None else [width]))
     for part in parts:
         fits = rope.value in [_part(width, part) for width in widths]
         if part.given and part.value != 1 and not fits:

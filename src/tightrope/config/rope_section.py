@@ -247,7 +247,10 @@ def _take(source: Source, section: Section, prefix: str, own: bool, apart: bool 
             now = section.get(target)
             if now is not None and now.given:
                 # Objects of a class keep its default beside a section, where it no longer counts.
-                if not apart and found.value != facts.fill.get(target):
+                if not apart and found.value not in (
+                    facts.fill.get(target),
+                    facts.rope.get(target),
+                ):
                     agreed("base" if target == _BASE else target, [now, found])
             elif name in facts.lost and not own and now is not None and now.value != found.value:
                 fail(
