@@ -81,9 +81,9 @@ def main(arguments: list[str] | None = None) -> int:
             f"This machine is busy, so that ratios may be wrong: {load:.1f} processes run on {cores} cores."
         )
     how = DRY if options.dry_run else QUICK if options.quick else How(options.runs)
-    results, code = list[dict[str, Any]](), FINE
     command = shlex.join(["python", "-m", "benchmarks", *_public(arguments)])
-    document = report.new(name, command, how.runs, results)
+    document, code = report.new(name, command, how.runs), FINE
+    results: list[dict[str, Any]] = document["results"]
     whole = {case.name: case.moved for case in suite.cases}
     try:
         for index, case in enumerate(cases):
@@ -91,12 +91,11 @@ def main(arguments: list[str] | None = None) -> int:
             smaller = case.moved < whole[case.name] and not options.dry_run
             cut = {"cut": True} if smaller else {}
             try:
-                results.append(result_of(case, wanted, how) | cut)
+                found = result_of(case, wanted, how) | cut
             except RuntimeError as error:
                 print(f"Error: {error}", file=sys.stderr)
-                results.append({"case": case.name, "absent": {OURS: str(error)}})
-                code = WRONG
-            document = report.new(name, command, how.runs, results)
+                found, code = {"case": case.name, "absent": {OURS: str(error)}}, WRONG
+            results.append({"suite": name, **found})
             if options.json is not None:
                 report.save(options.json, document)
     except KeyboardInterrupt:
@@ -111,10 +110,10 @@ def main(arguments: list[str] | None = None) -> int:
             "A dry run: times mean nothing." if options.dry_run else "A first look: quote no time."
         )
     print(report.ratios(document, name))
-    text = report.summary(name, results if judged else [{**one, "case": ""} for one in results])
-    print(*([text] if text else []), sep="\n")
-    missed = judged and any(v == "MISSED" for v, _ in report.verdicts(name, results))
-    return code or (WRONG if missed else FINE)
+    every = list(report.verdicts(name, results)) if judged else []
+    if text := report.summary(results, every):
+        print(text)
+    return code or (WRONG if any(verdict == "MISSED" for verdict, _ in every) else FINE)
 
 
 def _parsed(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:

@@ -41,6 +41,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -118,13 +119,8 @@ class Child:
     ) -> None:
         self._connection, theirs = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(target=_serve, args=(theirs, make, *given), daemon=True)
-        kept = dict(os.environ)
-        os.environ.update(environment)
-        try:
+        with patch.dict(os.environ, environment):
             self._process.start()
-        finally:
-            os.environ.clear()
-            os.environ.update(kept)
         theirs.close()
         self._connection.recv()
 
@@ -348,14 +344,17 @@ def medians(timer: Timer, how: How, rng: random.Random) -> tuple[dict[str, float
 # ---- a case ---------------------------------------------------------------------------------------
 
 
+_COMPILER = {
+    # torch 2.13 crashed when it read code that a process with another instruction set had stored.
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+    # One kernel compiles faster than a pool of compilers starts.
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
+
+
 @contextmanager
 def settings(case: Case) -> Iterator[None]:
     """Set the number of threads of a case, and whether gradients are recorded; forget compiled code."""
-    kept = dict(os.environ)
-    # torch 2.13 crashed when it read code that a process with another instruction set had stored.
-    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
-    # One kernel compiles faster than a pool of compilers starts.
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.empty(2**25 - 2**17, dtype=torch.uint8)  # from here on, glibc recycles blocks up to 32 MB
     threads = torch.get_num_threads()
     torch.set_num_threads(case.threads or threads)
@@ -363,12 +362,10 @@ def settings(case: Case) -> Iterator[None]:
         # Compilations for other cases count towards torch's limit of recompilations.
         torch._dynamo.reset()
     try:
-        with torch.set_grad_enabled(case.work == "training"):
+        with patch.dict(os.environ, _COMPILER), torch.set_grad_enabled(case.work == "training"):
             yield
     finally:
         torch.set_num_threads(threads)
-        os.environ.clear()
-        os.environ.update(kept)
 
 
 def measure(case: Case, built: Built, how: How) -> dict[str, Any]:

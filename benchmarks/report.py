@@ -40,14 +40,14 @@ _SAME = ("processor", "cores", "instruction_set", "gpus", "torch")
 DRAWN = (OURS, "eager", "compiled eager")
 
 
-def new(suite: str, command: str, runs: int, results: Sequence[Mapping[str, Any]]) -> Document:
-    """Return the document of a suite that was just measured here."""
+def new(suite: str, command: str, runs: int) -> Document:
+    """Return the document of a suite that is measured here, without results yet."""
     here = asdict(read_environment())
     how = {"command": command, "tree": here["commit"], "date": here["date"], "runs": runs}
     return {
         "machine": {key: here[key] for key in _MACHINE},
         "suites": {suite: {**how, "threads": here["threads"]}},
-        "results": [{"suite": suite, **result} for result in results],
+        "results": [],
     }
 
 
@@ -84,9 +84,8 @@ def ratios(document: Document, suite: str) -> str:
     """Return a Markdown table of our time, and of our time over each contender's, and a line about the runs."""
     rows = [one for one in document["results"] if one["suite"] == suite]
     found = {name for row in rows for name in row.get("ratios", {})}
-    known = [name for name in (one.name for one in EVERY) if name in found]
-    names = known + [name for row in rows for name in row.get("ratios", {}) if name not in known]
-    names = list(dict.fromkeys(names))
+    known = [one.name for one in EVERY if one.name in found]
+    names = dict.fromkeys([*known, *(name for row in rows for name in row.get("ratios", {}))])
     cases = {case.name: case for case in SUITES[suite].cases}
     on_gpu = SUITES[suite].device == "cuda"
     lines = []
@@ -127,9 +126,12 @@ def verdicts(suite: str, results: Iterable[Mapping[str, Any]]) -> Iterator[tuple
             yield verdict, f"{case.name}: {name} {span(values)}, at most {most:.3g}: {verdict}"
 
 
-def summary(suite: str, results: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many bounds hold, the others one by one, and who did not take part, and why."""
-    every = list(verdicts(suite, results))
+def summary(results: Sequence[Mapping[str, Any]], every: Sequence[tuple[str, str]]) -> str:
+    """Return how many bounds hold, the others one by one, and who did not take part, and why.
+
+    Args:
+        every: the verdicts; see :func:`verdicts`.
+    """
     lines = [sentence for verdict, sentence in every if verdict != "held"]
     if every:
         lines.insert(0, f"{sum(v == 'held' for v, _ in every)} of {len(every)} bounds held")
