@@ -14,54 +14,8 @@ another name of the type given there.
 The rows of other families have the facts of a class by hand, as far as its programs agree on them; without a
 default the configuration must give the key.
 
-The facts of a class:
-    class: its name.
-    width: its keys for the hidden size and the number of heads.
-    ignored: keys that it overrules.
-    keys: the defaults of its plain keys.
-    beside: its other keys whose names contain one of a width, so that they are no misspelt width.
-    also: key -> another name by which it reads the key.
-    rope: its default rope section; nested: there is one for each layer type.
-    known: its other keys with names about RoPE.
-    sections: "rope_scaling" and "rope_parameters" -> the sections that keys of such a flat section go to. None if the
-        class does not read it; "" is the only section, or, if nested, says that it must have one for each type.
-    fill: what it adds to a section that lacks a base or a part; of nested ones, for each layer type.
-    adds: it adds the default sections of layer types that are left out.
-    untyped: it does not read the older key "type" of a rule.
-    spare: keys beside nested sections that give a base to those without one.
-    bases, fractions: key outside a section -> the places in the section where the class puts its value.
-    lost: those of them that it drops if there is no section.
-    lists: list of layers -> the entries that repeat, the last if it is another, the key of the interval ("every"),
-        and whether there is no list without windows.
-    per_layer: layer type -> the widths of its layers.
-    parts: key of a part -> the model type of the part.
-    differs: path of a base in the section -> version -> its default.
-    flat: a composite puts keys of the outer level into its text.
-    defaults: key of a part -> the keys whose defaults the class of the whole gives, if they are others.
-    outer: key of a part -> the keys of the whole that are about this part (by hand).
-
-The facts of code:
-    interleaved: the pairing, as in RopeSpec; source: where it was read, `folder: function` of transformers or words.
-    refused: why no spec can express the family; it has no other facts.
-    pairing_key: the key by which the code lets a configuration choose the pairing.
-    base: a constant of the code. fixed: what the code takes from no key: "base", "scaling" or both.
-    part: "none": all channels rotate whatever a key says, or a key for a part fails. "factor": a factor gives the
-        part, and the code ignores rotary_dim. "sixths": as many as three coordinates with equal numbers of pairs share.
-    head_dim: "computed": the code ignores a key for it. width: the keys of the width and of its divisors.
-    start: "nope": the slice comes after the channels of qk_nope_head_dim. "last": it ends the head.
-    axes: the rule that assigns coordinates to pairs; sections: the pairs of each coordinate if no key gives them;
-        axes_with_sections: positions have one coordinate if none does; time_first: the order of the key's numbers.
-    nested: the code reads a section for each layer type, though the class makes none by default.
-    rotates: the layer types that rotate; rotates_if_windows: the same, but all rotate if there are no windows.
-    flags: the list whose entries say which layers rotate; scaled: the list of the layers that are scaled.
-    wide: layer type -> the key of its own head_dim; labels: layer type -> the label of its section.
-    ratios: entry of compress_ratios -> layer type, if there are no layer_types that the class reads.
-    attention_factor: label of a section -> the factor of YaRN where no key gives one.
-    rule: the name of a rule in the reader, for what no fact expresses.
-    position_type: the key that must select RoPE; switch: the key that must be true; null_base: null means no RoPE.
-    turns: coordinates count turns, so frequencies are multiplied by 2π.
-    scales_softmax: attention multiplies its softmax scale by the square of YaRN's magnitude at mscale_all_dim.
-    learned: the tensor in the weights that the frequencies depend on.
+`tightrope.config.families.Family` explains each fact; there "class" is `made_by`, and "sections" of a row, not of its
+"code", is `places`. A composite's "outer" is by hand, too.
 """
 
 from __future__ import annotations
@@ -81,6 +35,8 @@ from typing import Any
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tightrope.config import keys as spelled
+
 PATH = Path(__file__).resolve().parents[1] / "src" / "tightrope" / "config" / "families.json"
 
 Keys = dict[str, Any]
@@ -90,16 +46,15 @@ Row = dict[str, Any]
 FACTS = """as class width ignored keys beside also rope known sections nested fill adds untyped spare bases fractions lost
     lists per_layer differs parts flat defaults outer more code""".split()
 
-HIDDEN = "hidden_size n_embd d_model dim embed_dim".split()
-HEADS = """num_attention_heads n_head n_heads num_heads encoder_num_attention_heads
-    decoder_num_attention_heads""".split()
+HIDDEN, HEADS = (*spelled.HIDDEN, "embed_dim"), spelled.HEADS
 HEAD_DIM = "head_dim kv_channels attention_head_dim".split()
 COUNTS = "num_hidden_layers num_layers n_layer depth".split()
-BASES = """rope_theta rotary_emb_base rotary_base rope_base rotary_embedding_base rope_local_base_freq
-    global_rope_theta local_rope_theta swa_rope_theta compress_rope_theta memory_attention_rope_theta""".split()
-FRACTIONS = (
-    """partial_rotary_factor rotary_pct rope_pct rotary_percent rotary_emb_fraction""".split()
+# Those of all layers, and of some.
+BASES = (
+    *spelled.BASE,
+    *"rope_local_base_freq global_rope_theta local_rope_theta swa_rope_theta compress_rope_theta".split(),
 )
+FRACTIONS = spelled.FRACTION
 # Other keys whose defaults matter.
 PLAIN = """head_dim kv_channels attention_head_dim global_head_dim qk_nope_head_dim qk_rope_head_dim rotary_dim
     max_position_embeddings n_positions max_position num_hidden_layers num_layers n_layer depth sliding_window
@@ -495,19 +450,22 @@ def refreshed(old: Row, cls: Any, version: str) -> Row:
 
 def whole_of(found: Mapping[str, Any], name: str, parts: Mapping[str, str]) -> Row:
     """The effect of a composite on its parts: defaults of its own, and keys of the outer level that go to the text."""
-    made = Probe(found[name]).made(max_position_embeddings=LENGTH) if "text_config" in parts else {}
+    whole = Probe(found[name])
+    made = whole.made(max_position_embeddings=LENGTH) if "text_config" in parts else {}
     flat = (made.get("text_config") or {}).get("max_position_embeddings") == LENGTH
-    facts = {"flat": flat, "defaults": part_defaults(found, name, parts)}
+    facts = {"flat": flat, "defaults": part_defaults(whole, found, parts)}
     return {fact: value for fact, value in facts.items() if value}
 
 
-def part_defaults(found: Mapping[str, Any], name: str, parts: Mapping[str, str]) -> dict[str, Keys]:
+def part_defaults(
+    whole: Probe, found: Mapping[str, Any], parts: Mapping[str, str]
+) -> dict[str, Keys]:
     """Key of a part -> the keys that the class of a composite sets in it, where that makes a difference."""
     made = {}
     for part, kind in parts.items():
         if kind not in found:
             continue
-        whole, alone = Probe(found[name]), Probe(found[kind])
+        alone = Probe(found[kind])
 
         def inner(**keys: Any) -> Keys:
             return whole.made(**{part: {"model_type": kind, **keys}}).get(part) or {}  # noqa: B023  # called here
