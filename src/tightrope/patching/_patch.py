@@ -26,10 +26,6 @@ from ._verify import find
 
 ANGLES, ROUNDINGS, STACKS = ("model", "exact"), ("model", "once"), ("vllm", "vllm-native", "sglang")
 
-# The attribute in which a patched model, and so every deep copy of it, holds its patch. With options that change bits, so
-# do its modules that call what is replaced.
-_HELD = _tables.MARK
-
 
 @dataclass(frozen=True)
 class Options:
@@ -212,7 +208,7 @@ def _checked(model: Any, options: Options) -> Options:
 
 
 def _patched(model: torch.nn.Module, options: Options, functions: Mapping[Any, str]) -> Report:
-    held = vars(model).get(_HELD)
+    held = vars(model).get(_tables.MARK)
     if held and model in _reports and not functions:
         if held.options != options:
             raise bad_value(
@@ -247,11 +243,11 @@ def _patched(model: torch.nn.Module, options: Options, functions: Mapping[Any, s
             _slots[slot.member[:2]] = slot
             slot.member.put(slot.made)
         slot.patches.add(mine)
-    vars(model)[_HELD] = mine
+    vars(model)[_tables.MARK] = mine
     classes = tuple(slot.member.owner for slot in checked)
     for module in model.modules():
         if isinstance(module, classes):
-            vars(module)[_HELD] = mine
+            vars(module)[_tables.MARK] = mine
         if module in made:
             vars(module)[_tables.KEPT] = made[module]
             for name in _tables.kept_forwards(module):
@@ -446,8 +442,8 @@ def _undone(model: torch.nn.Module) -> None:
     for module in model.modules():
         vars(module).pop(_tables.KEPT, None)
         _reports.pop(module, None)
-        if _HELD in vars(module):
-            gone.add(vars(module).pop(_HELD))
+        if _tables.MARK in vars(module):
+            gone.add(vars(module).pop(_tables.MARK))
     _forget()
     if gone:  # a copy that waits for the garbage collector may hold the patch
         gc.collect()
@@ -499,7 +495,7 @@ class _Later:
 
     def add(self, model: torch.nn.Module) -> None:
         """Patch a model that was built now."""
-        if vars(model).get(_HELD):
+        if vars(model).get(_tables.MARK):
             return
         try:
             made = patch(model, **asdict(self.options))

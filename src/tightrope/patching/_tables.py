@@ -23,8 +23,11 @@ from ..frequencies import Given
 from ..spec import RopeSpec
 from ._kinds import WIDTHS
 
-#: The attributes in which modules of a patched model keep what their tables are made from, and their patch.
-KEPT, MARK = "_tightrope_tables", "_tightrope_patch"
+#: The attribute in which modules of a patched model keep what their tables are made from.
+KEPT = "_tightrope_tables"
+#: The attribute in which a patched model, and so every deep copy of it, holds its patch. With options that change bits, so
+#: do its modules that call what is replaced.
+MARK = "_tightrope_patch"
 # Positions that are compared, as rows, and ends of longer ones, at which a module may raise an error.
 _IDS = ([[3, 1, 7, 2, 12, 40], [28, 10, 64, 19, 109, 361]], [[3], [28]], [[*range(300)]])
 _FAR = (2**13, 2**15, 2**17)
@@ -150,7 +153,8 @@ def read(module: Any, owner: Any, stack: str | None) -> Made:
                 stacks.get(stack).frequencies(spec)
             except NotImplementedError as error:
                 raise Unlike(str(error)) from error
-    made.seen = _state(module)
+    decides, held = _state(module)
+    made.seen = copy.deepcopy(decides), held
     return made
 
 
@@ -207,14 +211,14 @@ def _same(module: Any, built: torch.nn.Module) -> bool:
 
 
 def _state(module: Any) -> tuple[Any, list[torch.Tensor]]:
-    """The state from which a module makes tables: its configuration, factors, and buffers with their versions.
+    """The state from which a module makes tables: its configuration, factors, and buffers with their versions; no copy.
 
     The buffers themselves come second: while they are held, no other tensor has their identities.
     """
     config, own, held = getattr(module, "config", None), vars(module), [*module.buffers()]
     names = "rope_parameters", "max_position_embeddings", "original_max_position_embeddings"
-    values = [copy.deepcopy(getattr(config, name, None)) for name in names]
-    factors = {name: copy.deepcopy(own[name]) for name in own if name.endswith(_FACTORS)}
+    values = [getattr(config, name, None) for name in names]
+    factors = {name: own[name] for name in own if name.endswith(_FACTORS)}
     return (values, factors, [(id(t), t.is_inference() or t._version) for t in held]), held
 
 

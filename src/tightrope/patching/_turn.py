@@ -118,7 +118,7 @@ def turned(
     dims = xs[0].dim()
     if dims not in (3, 4) or cos.dim() > dims:
         raise ValueError("x must have 3 or 4 dimensions, and tables not more")
-    behind = place.flat or (cos.shape[-2] == 1 and xs[0].shape[-2] != 1)
+    behind = place.flat or _behind(cos, xs[0])
     heads, name = dims - 2 if behind else dims - 3, "sbhd" if place.tokens_first else None
     start = xs[0].shape[-1] - width if turn.last else 0
     given = Tables(cos, sin, heads, turn.interleaved, turn.tables, start, layout=name)
@@ -132,6 +132,11 @@ def turned(
     if turn.as_halves:
         ys = [y.unflatten(-1, (-1, 2)).mT.flatten(-2) for y in ys]
     return [(y.flatten(-2) if place.flat else y).to(result) for y in ys]
+
+
+def _behind(cos: torch.Tensor, x: torch.Tensor) -> bool:
+    """Return whether the heads of x come after its tokens, by the dimension that placed tables lack."""
+    return cos.shape[-2] == 1 and x.shape[-2] != 1
 
 
 def _placed(
@@ -309,7 +314,7 @@ def _direct(
         return None
     if arithmetic.cast or arithmetic.result not in (None, q.dtype):
         return None
-    behind = _placed(cos, sin, place, 4)[0].shape[2] == 1 and q.shape[2] != 1
+    behind = _behind(_placed(cos, sin, place, 4)[0], q)
     layout, rounding = BY_NAME["bshd" if behind else "bhsd"], arithmetic.rounding
     return behind, pack(layout, 0, turn.interleaved, False, True, turn.tables, rounding, dense[0])
 
