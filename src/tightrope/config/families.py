@@ -28,7 +28,8 @@ class Family:
         part: ``"none"``: the code rotates all channels whatever a key says. ``"factor"``: it reads a factor, and no
             number of channels. ``"stated"``: a section must give a factor. ``"sixths"``: as many channels rotate as three coordinates with equal numbers of pairs
             can share.
-        head_dim: ``"computed"`` if the code ignores a key for the width of a head.
+        head_dim: ``"computed"`` if the code ignores a key for the width of a head; ``"summed"`` if the class adds the two
+            widths of latent attention in its place.
         width: the keys of the width and of the numbers that divide it into heads.
         start: ``"first"``, ``"nope"`` (after the channels of ``qk_nope_head_dim``) or ``"last"``.
         axes: the name of the rule that assigns coordinates to pairs; see ``axes_of`` in pairs.py.

@@ -22,11 +22,6 @@ _ROTATE = "the channels that rotate"
 def slice_of(source: Source, layer: Layer, listed: Listed) -> Facts:
     """The width of a head, the channels that rotate and the first of them; nothing if no key gives the width."""
     facts, single = source.facts, _of_layer(source, layer, listed)
-    for key, target in facts.also.items():
-        if source.values.get(key, key) is None:
-            fail(
-                f"{source.shown(key)} must not be null, as {facts.made_by or source.name} takes it for {target}"
-            )
     nope, rope = (
         agreed(key, single[key]) if key in single else source.width(key)
         for key in (*keys.NOPE_DIM, *keys.ROPE_DIM)
@@ -117,19 +112,8 @@ def _latent(
             agreed("head_dim", [other, total])
     counts = source.given(*keys.ROTARY_DIM) + source.stated.argument("rotary_dim")
     agreed("rotary_dim", [rope, *whole(counts)])
-    widths, facts = [total, *own], source.facts
-    ignored = "head_dim" in facts.ignored
-    if facts.made_by and not ignored and source.values.get("head_dim", 0) is None:
-        fail(f"{source.shown('head_dim')} must not be null, as {facts.made_by} computes it then")
-    if facts.made_by and (not ignored or kind_of_rule(section)):
-        # Its class takes a part of head_dim, which is often another width; without a rule, not all code takes a part.
-        width = None if ignored else source.get("head_dim")
-        names = ("head_dim", keys.NOPE_DIM[0], keys.ROPE_DIM[0])
-        whole_head, *rest = (facts.keys.get(name, 0) for name in names)
-        # Mistral 4 computes head_dim as the sum.
-        if width is not None and not width.given and whole_head == sum(rest):
-            width = total
-        widths = whole(single or ([] if width is None else [width]))
+    widths = _whole_of_part(source, layer, total, single) if source.facts.made_by else None
+    widths = [total, *own] if widths is None else widths
     for part in parts:
         fits = rope.value in [_part(width, part) for width in widths]
         if part.given and part.value != 1 and not fits:
@@ -137,6 +121,22 @@ def _latent(
                 f"rotary_dim must have one value but got {rope.source} = {rope.value} and {part.source} = {part.value!r}"
             )
     return {"head_dim": total, "rotary_dim": rope, "start": _start(source, nope)}
+
+
+def _whole_of_part(
+    source: Source, layer: Layer, total: Found, single: list[Found]
+) -> list[Found] | None:
+    """The width of which a class takes a part: head_dim, often another one than the total; None if any may be meant."""
+    facts = source.facts
+    if "head_dim" in facts.ignored:
+        # Its value is not in the table. Without a rule, not all code takes a part.
+        return whole(single) if kind_of_rule(layer.section or {}) else None
+    if source.values.get("head_dim", 0) is None:
+        fail(f"{source.shown('head_dim')} must not be null, as {facts.made_by} computes it then")
+    width = source.get("head_dim")
+    if facts.head_dim == "summed" and width is not None and not width.given:
+        width = total
+    return whole(single or ([] if width is None else [width]))
 
 
 def _channels(source: Source, layer: Layer, head: Found, rope: Found | None) -> Found:

@@ -34,6 +34,7 @@ def read(source: Source, stated: Stated) -> Provenance:
     """Read specs and their provenance from a configuration with the key names of transformers."""
     source = dataclasses.replace(source, stated=stated, asked={})
     _refuse_without_rope(source)
+    _refuse_null_alias(source)
     layers, listed = layers_of(source)
     refuse_unknown(source, layers, source.stated.strict)
     about = source.name, _context(source, layers), _temperature(source, layers)
@@ -182,14 +183,11 @@ def _of_version(source: Source, found: Found, differs: Mapping[str, float]) -> F
     """The default of the version of transformers that wrote a file; a question if nothing states it."""
     facts = source.facts
     (old, before), (new, now) = sorted(differs.items(), key=lambda item: _numbers(item[0]))
-    wrote = _numbers(source.version or "") or None
-    for version, base, wrote_it in (
-        (old, before, wrote is not None and wrote <= _numbers(old)),
-        (new, now, wrote is not None and wrote >= _numbers(new)),
-    ):
-        if wrote_it:
-            origin = f"default of {facts.made_by}, transformers {version}"
-            return found._replace(value=base, source=origin)
+    wrote = _numbers(source.version or "")
+    if wrote and not _numbers(old) < wrote < _numbers(new):
+        late = wrote >= _numbers(new)
+        origin = f"default of {facts.made_by}, transformers {new if late else old}"
+        return found._replace(value=now if late else before, source=origin)
     source.ask(
         "base",
         "the base of the frequencies",
@@ -265,6 +263,15 @@ def _refuse(source: Source) -> NoReturn:
         if all(question.likely is not None for question in asked.values()):
             call = f"; {_LIKE_LLAMA}: {', '.join([CALL, *named])})"
     fail(f"the config must give {facts}{why}; pass {advice}{call}")
+
+
+def _refuse_null_alias(source: Source) -> None:
+    facts = source.facts
+    for key, target in facts.also.items():
+        if source.values.get(key, key) is None:
+            fail(
+                f"{source.shown(key)} must not be null, as {facts.made_by or source.name} takes it for {target}"
+            )
 
 
 def _refuse_without_rope(source: Source) -> None:

@@ -270,13 +270,10 @@ def rule_name(section: Section) -> Any:
     for each in found:
         if not isinstance(each.value, str):
             fail(f"{each.source} must be a string but got {each.value!r}")
-    named = [each for each in found if each.value != "default"]
+    given = [each for each in found if each.given]
     # Two spellings of one rule agree, and those of none.
-    kinds = [
-        RULES.get(each.value, each.value in keys.TYPES_WITHOUT_RULE or each.value)
-        for each in found
-        if each.given
-    ]
-    if len({*kinds}) > 1:
-        agreed("the kind of scaling", [each for each in found if each.given])
+    none = dict.fromkeys(keys.TYPES_WITHOUT_RULE)
+    if len({(RULES | none).get(each.value, each.value) for each in given}) > 1:
+        agreed("the kind of scaling", given)
+    named = [each for each in found if each.value != "default"]
     return (named or found)[0].value if found else None

@@ -161,12 +161,11 @@ def _stated_original(source: Source, section: Section) -> Found | None:
     names, facts = keys.ORIGINAL_MAX_POSITION, source.facts
     inside = [section[key] for key in names if key in section]
     outside, others = _of_class(source, names)
-    if facts.nested and facts.made_by:
-        if outside and not inside:
-            fail(
-                f"{outside[0].source} must stand in the rope section of each type of layers, as {facts.made_by} does not "
-                "read it beside them"
-            )
+    if outside and not inside and facts.nested and facts.made_by:
+        fail(
+            f"{outside[0].source} must stand in the rope section of each type of layers, as {facts.made_by} does not read "
+            "it beside them"
+        )
     # A class that has the key at the outer level takes its default, too, in place of that of a section.
     found = [each for each in inside if each.given] + outside or inside
     if others and not found:
