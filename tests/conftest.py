@@ -41,6 +41,21 @@ def _process_settings() -> Iterator[None]:
         torch.set_default_device(None)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_stays_patched() -> Iterator[None]:
+    """Fail a test that leaves a model patched: its file's functions would be replaced in later tests."""
+    yield
+    patching = sys.modules.get("tightrope.patching._patch")
+    if patching is not None and patching._slots:
+        gc.collect()  # a model that is gone leaves nothing
+        patching._forget()
+        left = [slot.member.name for slot in patching._slots.values()]
+        for slot in patching._slots.values():
+            slot.undo()
+        patching._slots.clear()
+        assert not left, f"the test leaves {', '.join(left)} replaced; call unpatch(model)"
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Spare the garbage collector the modules and tests, which live until the end.

@@ -144,12 +144,13 @@ def _channels(source: Source, layer: Layer, head: Found, rope: Found | None) -> 
     facts, section = source.facts, layer.section or {}
     own = section.get(keys.OWN_ROTARY_DIM)
     counts = whole(source.given(*keys.ROTARY_DIM) if own is None else [own])
-    # A class that has no such key takes a part from the section alone; a number must agree with it.
-    stray = facts.made_by is not None and not {"rotary_dim"} & {*facts.keys, *facts.known}
+    claimed = "partial_rotary_factor" in claimed_by(kind_of_rule(section))
+    # A class that has no such key takes a part from the section alone; a number must agree with it. A rule that
+    # takes the part itself is for whole heads.
+    read = {"rotary_dim"} & {*facts.keys, *facts.known}
+    stray = facts.made_by is not None and (claimed or not read)
     found = [] if stray else counts
-    part = section.get("partial_rotary_factor")
-    if "partial_rotary_factor" in claimed_by(kind_of_rule(section)):
-        part = None
+    part = None if claimed else section.get("partial_rotary_factor")
     default = None if counts or facts.part == "factor" else source.get(*keys.ROTARY_DIM)
     if default is not None and source.prefix and (part is None or not part.given):
         found, part = [default], None

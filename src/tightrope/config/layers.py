@@ -292,10 +292,12 @@ def _by_lists(source: Source, listed: Listed) -> Layers:
             ("partial_rotary_factor", "partial_rotary_factors"),
         ):
             value, path = source.values.get(key), source.shown(key)
-            found = [Found(value, path)]
+            found = [Found(value, path)] if value is not None else []
             if isinstance(value, list | tuple):
                 each = zip(source.listed(key, predicting=True), listed or ())
                 found = [Found(v, f"{path}[{n}]") for n, (v, of) in enumerate(each) if of == kind]
+            # The section is read last. Its value counts for the class; other code may read the list.
+            found += [own[name]] if name in own and own[name].given else []
             got = agreed(f"{name} of {kind}", found)
             if got is not None and got.value is not None:
                 own[name] = got

@@ -46,6 +46,13 @@ def test_step_is_read_like_the_object_of_transformers() -> None:
     )
 
 
+def test_a_base_in_the_section_of_step_is_for_scaled_layers() -> None:
+    config = {**STEP, "rope_scaling": {**LLAMA3, "rope_theta": 5e6}}
+    assert RopeSpec.from_config(config) == RopeSpec.from_config(STEP)
+    config = {key: value for key, value in config.items() if key != "rope_theta"}
+    assert [RopeSpec.from_config(config).of(layer) for layer in (0, 1)] == [WIDE, RopeSpec(64)]
+
+
 def test_one_base_and_all_channels_for_all_layers_of_step() -> None:
     config = {**STEP, "rope_theta": 1e4}
     del config["partial_rotary_factors"], config["rope_scaling"]
@@ -62,6 +69,14 @@ def test_one_base_and_all_channels_for_all_layers_of_step() -> None:
         ),
         ({"use_rope_layers": [1]}, r"use_rope_layers must be empty"),
         ({"layer_types": None, "num_hidden_layers": None}, r"must give layer_types"),
+        (
+            {"rope_scaling": {**LLAMA3, "rope_theta": 1e5}},
+            r"but got rope_theta\[0\] = 5000000.0 and rope_scaling.rope_theta = 100000.0",
+        ),
+        (
+            {"rope_scaling": {**LLAMA3, "partial_rotary_factor": 1.0}},
+            r"partial_rotary_factor of full_attention must have one value",
+        ),
     ],
 )
 def test_lists_of_step_that_no_layer_type_can_hold_are_refused(

@@ -24,6 +24,7 @@ from tightrope.frequencies import (
     DynamicNTK,
     Frequencies,
     LongRoPE,
+    Proportional,
     Rule,
     YaRN,
     default,
@@ -215,3 +216,15 @@ def test_mscales_of_longrope_are_read_where_the_class_reads_them(name: str) -> N
         f"short_mscale and long_mscale must not be given for model_type {name!r}: vLLM scales attention by 1.1 and 1.2, "
         "transformers ignores the keys and scales by 1.19024.",
     )
+
+
+def test_the_proportional_rule_of_a_class_is_for_whole_heads() -> None:
+    """The classes of transformers take its part of head_dim, whatever rotary_dim says."""
+    section = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    config = {"model_type": "minimax_m2", "hidden_size": 256, "num_attention_heads": 2}
+    config |= {"head_dim": 128, "rope_parameters": section}
+    whole = RopeSpec(128, scaling=Proportional(0.5))
+    assert RopeSpec.from_config(config) == whole
+    assert RopeSpec.from_config({**config, "rotary_dim": 128}) == whole
+    with pytest.raises(ValueError, match="rotary_dim = 64 and all of head_dim = 128"):
+        RopeSpec.from_config({**config, "rotary_dim": 64})
