@@ -1,1 +1,1 @@
-"""Which rotary functions and models of other libraries `patch` serves: rows, and what measures them again."""
+"""Rows of other libraries' rotary functions and models, with what `patch` makes of them, and the code that measures them."""

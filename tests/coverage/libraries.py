@@ -58,23 +58,12 @@ class Library:
         parts = self.package or self.name.replace("-", "_"), self.folder, file
         return ".".join(filter(None, parts)).replace("/", ".")
 
-    @property
-    def root(self) -> Path:
-        """The folder of models.
-
-        Raises:
-            ImportError: the library is neither installed nor in a folder of `sys.path`.
-        """
-        package, *folders = self.module_name().split(".")
-        spec = importlib.util.find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            raise ImportError(f"{self.name} is not installed: pip install {self.name}")
-        return Path(spec.submodule_search_locations[0], *folders)
-
     @cached_property
     def sources(self) -> dict[str, ast.Module]:
         """The syntax tree of each file of models; an empty one if the file cannot mention rotary embeddings."""
-        root, found = self.root, {}
+        package, *folders = self.module_name().split(".")
+        spec: Any = importlib.util.find_spec(package)
+        root, found = Path(spec.submodule_search_locations[0], *folders), {}
         for path in sorted(root.glob(self.files)):
             text = path.read_text("utf-8")
             rotates = re.search("rotary|rope|rotate_|rot_", text, re.IGNORECASE)

@@ -2,9 +2,10 @@
 
 Sizes are chosen by the name of the setting, as `sizes.json` says: "largest" has the largest value of an integer setting
 for patterns of its whole name, the first that matches, null for the default; "filled" the values of settings that are
-None by default but that some classes need; "untouched" the settings that do not affect the shape of a model. Every part
-has the same width, WIDTH channels in HEADS heads, so that parts fit together. Exceptions for single types are in
-`models/transformers.json`; see `building`.
+None by default but that some classes need; "untouched" the settings that do not affect the shape of a model; "inputs"
+those of a type whose entry lists none, if its forward has them, and "embedded" those without tokens; "preferred" the
+endings of model classes: those with a language head run all other parts. Every part has the same width, 64 channels in
+HEADS heads, so that parts fit together. Exceptions for single types are in `models/transformers.json`; see `building`.
 """
 
 from __future__ import annotations
@@ -25,27 +26,13 @@ from .building import SEED, made, reweigh
 from .libraries import FOLDER, TRANSFORMERS, label
 from .runs import Run, Subject
 
-WIDTH, HEADS, LAYERS, TOKENS = 64, 4, 2, 14
-HEAD = WIDTH // HEADS
+HEADS, HEAD, LAYERS = 4, 16, 2
 # First id of special tokens; ordinary tokens have smaller ids.
 SPECIAL = 160
 LARGEST = 20_000_000  # parameters of a small model
 SIZES = json.loads((FOLDER / "sizes.json").read_text("utf-8"))
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
 TOKEN = re.compile(r"(^|_)(token_id|token_index|tokenid)$|_token$|_start_id$|_end_id$")
-# Inputs of a type whose entry lists none, if its forward has them.
-INPUTS = {
-    "input_ids": f"ids {TOKENS}",
-    "attention_mask": f"int64 1 2 {TOKENS}",
-    "mm_token_type_ids": f"int64 0 2 {TOKENS}",
-    "decoder_input_ids": f"ids {TOKENS}",
-}
-EMBEDDED = {"inputs_embeds": f"randn 2 {TOKENS} {WIDTH}"}
-# Endings of model classes, the preferred first: those with a language head run all other parts.
-PREFERRED = (
-    *("ForConditionalGeneration", "ForCausalLM", "LMHeadModel", "ForMaskedLM"),
-    *("ForCTC", "ForRNNT", "ForTDT", "Model"),
-)
 
 
 def sized(name: str, value: int, key_heads: int = 2) -> int:
@@ -235,8 +222,8 @@ def model_class(module: ModuleType, config_class: type[Any]) -> type[Any]:
     ]
 
     def rank(value: type[Any]) -> tuple[int, int]:
-        ends = [i for i, end in enumerate(PREFERRED) if value.__name__.endswith(end)]
-        return (ends[0] if ends else len(PREFERRED), len(value.__name__))
+        ends = [i for i, end in enumerate(SIZES["preferred"]) if value.__name__.endswith(end)]
+        return (ends[0] if ends else len(SIZES["preferred"]), len(value.__name__))
 
     if not found:
         raise LookupError(f"no model class takes a {config_class.__name__}")
@@ -247,7 +234,7 @@ def inputs(called: Any, config: Any, given: dict[str, Any] | None) -> dict[str, 
     """The inputs that an entry lists, or those of a model of tokens or embeddings."""
     if given is None:
         names = inspect.signature(getattr(called, "forward", called)).parameters
-        plain = INPUTS if "input_ids" in names else EMBEDDED
+        plain = SIZES["inputs" if "input_ids" in names else "embedded"]
         given = {name: text for name, text in plain.items() if name in names}
     found: dict[str, Any] = made(given, torch.Generator().manual_seed(SEED), config)
     return found
