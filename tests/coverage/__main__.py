@@ -9,10 +9,11 @@ from all rows docs/coverage.md and docs/config-coverage.md; without `--library`,
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import sys
+from collections.abc import Callable
 from importlib import metadata
-from typing import Any
 
 import torch
 
@@ -32,19 +33,11 @@ def main(arguments: list[str] | None = None) -> None:
         if options.library in (name, *([] if name in BIG else ["others"])):
             measure(library, options.only)
     if options.library == "configs":
+        old, first = rows.read("configs"), header("transformers")
+        types = [row["model"] for row in rows.read("transformers") if row.get("calls")]
         with rows.loadable(TRANSFORMERS):
-            types = [row["model"] for row in rows.read("transformers") if row.get("calls")]
-            kept = rows.read("configs")
-            new = {name: configs.row(name) for name in progress(types, options.only)}
-            rows.write("configs", [header("transformers"), *merged(types, kept, new)])
+            replace("configs", [first], old, types, configs.row, options.only)
     pages.write()
-
-
-def progress(names: list[str], only: str) -> Any:
-    """The names that match, with a bar."""
-    from tqdm import tqdm
-
-    return tqdm([name for name in names if re.search(only, name)], file=sys.stderr, mininterval=5)
 
 
 def header(name: str) -> rows.Row:
@@ -52,14 +45,8 @@ def header(name: str) -> rows.Row:
     return {"library": name, "version": metadata.version(name), "torch": torch.__version__}
 
 
-def merged(names: list[str], old: list[rows.Row], new: dict[str, rows.Row]) -> list[rows.Row]:
-    """The row of each model: a new one, or else the old one."""
-    found = {row["model"]: row for row in old if "model" in row} | new
-    return [found[name] for name in names if name in found]
-
-
 def measure(library: Library, only: str) -> None:
-    """Measure a library, and write its rows; of one that is not there, they stay."""
+    """Measure a library; the rows of one that is not there stay."""
     try:
         first = header(library.name)
     except metadata.PackageNotFoundError:
@@ -69,9 +56,31 @@ def measure(library: Library, only: str) -> None:
         functions = rows.of_functions(library, only)
         again = {row["file"] for row in functions}
         functions += [row for row in old if "function" in row and row["file"] not in again]
-        models = {name: rows.of_model(library, name) for name in progress([*library.models], only)}
-    functions.sort(key=lambda row: row["file"])
-    rows.write(library.name, [first, *functions, *merged([*library.models], old, models)])
+        functions.sort(key=lambda row: row["file"])
+        measured = functools.partial(rows.of_model, library)
+        replace(library.name, [first, *functions], old, [*library.models], measured, only)
+
+
+def replace(
+    file: str,
+    begin: list[rows.Row],
+    old: list[rows.Row],
+    names: list[str],
+    measured: Callable[[str], rows.Row],
+    only: str,
+) -> None:
+    """Write the rows of models, new ones for names that match; after each, as a run may end early."""
+    from tqdm import tqdm
+
+    found = {row["model"]: row for row in old if "model" in row}
+
+    def save() -> None:
+        rows.write(file, [*begin, *(found[name] for name in names if name in found)])
+
+    save()
+    for name in tqdm([n for n in names if re.search(only, n)], file=sys.stderr, mininterval=5):
+        found[name] = measured(name)
+        save()
 
 
 if __name__ == "__main__":

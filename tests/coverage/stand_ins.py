@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 
@@ -21,8 +20,13 @@ class Base:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
 
-class Anything(MagicMock):
-    """A module, a class, a value, a function whose result is not used, or a decorator that changes nothing."""
+class Anything:
+    """A class, a value, a function whose result is not used, or a decorator that changes nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return vars(self).setdefault(name, Anything())
 
     def __call__(self, first: Any = None, *_: Any, **__: Any) -> Any:
         """Return the first argument if it is a function, as a decorator does."""
@@ -33,6 +37,23 @@ class Anything(MagicMock):
 
     def __instancecheck__(self, _: Any) -> bool:
         return False
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __or__(self, _: Any) -> Any:
+        return self
+
+    __ror__ = __getitem__ = __or__
+
+
+class _Module(ModuleType):
+    __getattr__ = Anything.__getattr__  # type: ignore[assignment]
 
 
 def _linear(inputs: int, outputs: int, bias: bool = True, **_: Any) -> torch.nn.Module:
@@ -69,9 +90,11 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """Return the stand-in."""
-        return Anything(name=spec.name, **REAL.get(spec.name, {}))
+        made = _Module(spec.name)
+        vars(made).update(REAL.get(spec.name, {}))
+        return made
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: a stand-in has no code."""
@@ -89,5 +112,5 @@ def installed(names: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in [name for name, module in sys.modules.items() if isinstance(module, Anything)]:
+        for name in [name for name, module in sys.modules.items() if isinstance(module, _Module)]:
             del sys.modules[name]
