@@ -89,7 +89,7 @@ def made(value: Any, generator: torch.Generator | None = None, config: Any = Non
         generator: makes random numbers; without it, texts and objects describe no tensors.
         config: has the special tokens.
     """
-    if isinstance(value, str) and generator is not None:
+    if isinstance(value, str) and " " in value and generator is not None:
         return _tensor(value, generator, config)
     if isinstance(value, dict):
         kind = getattr(torch, next(iter(value), ""), None)
