@@ -2,7 +2,7 @@
 #
 #   make demo       train small models on real text, and compare the speed with eager rotation
 #   make test       the tests of the library, except slow ones, which rarely fail if the others pass
-#   make test-tools the tests of the tools, the benchmarks and the repository, except slow ones
+#   make test-tools the tests of the tools, the benchmarks, other libraries' models and the repository, except slow ones
 #   make test-slow  the slow tests of all these
 #   make emulate    the Triton kernels, compiled for four kinds of GPU and executed on the CPU (an hour)
 #   make lint       formatting, lint, types
@@ -50,7 +50,7 @@ demo: $(if $(wildcard $(READY)),$(READY),$(DEMO))
 # One thread per process: more would only compete for the cores. Tests of threading set their own
 # number of threads. DOCUMENTS are tested in `make check`.
 DOCUMENTS := tests/repository/test_docs.py tests/repository/test_site.py
-TOOL_TESTS := tests/tools tests/benchmarks tests/repository
+TOOL_TESTS := tests/tools tests/benchmarks tests/coverage tests/repository
 TEST := -n $(WORKERS) --dist worksteal $(DOCUMENTS:%=--ignore=%)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST)
 

@@ -36,6 +36,7 @@ ALLOWED = {
     "tests": "tightrope tests.support tests.torch_modes.processes",
     "tests/tools": "tightrope tightrope_tools tests.support",
     "tests/benchmarks": "tightrope benchmarks tests.support",
+    "tests/coverage": "tightrope tests.coverage tests.support benchmarks.pages",
     "tests/repository": " ".join(OURS),
     "ci": "tightrope tightrope_tools ci benchmarks.pages tests.support",
 }

@@ -3,7 +3,7 @@
 The configuration objects of transformers give the same specs as dictionaries with the same keys. Its rotary
 modules, built from these objects and from those of defaults, have the frequencies of the specs. Named functions
 pair channels as the facts say, and sections that only modeling code states equal theirs.
-tests/benchmarks/test_config_coverage.py has the layers that small models rotate, and test_byclass.py the facts that
+tests/coverage/test_rows.py has the layers that small models rotate, and test_byclass.py the facts that
 configuration classes give.
 """
 

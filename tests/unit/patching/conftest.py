@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from torch import nn
 
+from tests.support.verified import verified_once
 from tightrope import unpatch
-from tightrope.patching import _patch, _verify
-
-_found: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-
-
-def _find(function: Any, *how: Any) -> Any:
-    known = _found.setdefault(function, {})
-    if how not in known:
-        known[how] = _verify.find(function, *how)
-    return known[how]
+from tightrope.patching import _patch
 
 
 @pytest.fixture(autouse=True)
-def _verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verification takes a fifth of a second, so tests that are not about it share its outcome."""
-    monkeypatch.setattr(_patch, "find", _find)
+def _verified_once() -> Iterator[None]:
+    with verified_once():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,1 +1,0 @@
-"""Coverage of a library by `patch`: `python -m benchmarks.coverage --help`."""
