@@ -245,12 +245,13 @@ def test_help_fits(command: str, width: int) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_removes_written_files(source: Path, tmp_path: Path) -> None:
-    # The copy waits, so that the signal arrives during it.
+@pytest.mark.parametrize("step", ["_copy", "_reorder", "_mark"])
+def test_ctrl_c_removes_written_files(source: Path, tmp_path: Path, step: str) -> None:
+    # The step waits, so that the signal arrives before it.
     script = (
         "import sys, time; from tightrope_tools.convert import run\n"
         "def slow(*_): print('begun', flush=True); time.sleep(30)\n"
-        "run._reorder = slow\n"
+        f"run.{step} = slow\n"
         "from tightrope_tools.command import main; sys.exit(main())"
     )
     before = contents(source)
