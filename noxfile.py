@@ -11,6 +11,7 @@ import platform
 import re
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import nox
@@ -201,9 +202,19 @@ def wheels(session: nox.Session) -> None:
         env={"TIGHTROPE_NATIVE": "1"},
     )
     (built,) = (ROOT / "dist").glob("*.whl")
-    session.run("check-wheel-contents", str(built))
     # It reads the symbols that the kernel needs of the system. Torch is there when the kernel is loaded.
     system = f"manylinux_2_28_{platform.machine()}"
     repair = ("repair", "--exclude", "libtorch_cpu.so", "--plat", system, "--only-plat")
     session.run("auditwheel", *repair, "--wheel-dir", str(ROOT / "dist"), str(built))
     built.unlink()
+    (wheel,) = (ROOT / "dist").glob("*.whl")
+    session.run("check-wheel-contents", str(wheel))
+    venv = ROOT / "build" / "wheels"
+    session.run("uv", "venv", "--quiet", "--clear", "--python", PYTHON, str(venv))
+    install = ("pip", "install", "--quiet", "--no-deps", "--python", str(venv))
+    session.run("uv", *install, str(wheel))
+    (packages,) = venv.glob("lib/python*/site-packages")
+    torch = Path(str(find_spec("torch").origin))  # this environment's
+    (packages / "torch.pth").write_text(f"{torch.parents[1]}\n", "utf-8")
+    smoke = (str(venv / "bin" / "python"), "ci/smoke.py", wheel.name)
+    session.run(*smoke, env={"PYTHONPATH": ""})
