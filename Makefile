@@ -115,7 +115,7 @@ wheels: $(READY)
 
 clean:
 	rm -rf $(VENV) build dist site src/*.egg-info src/tightrope/_native.*
-	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .hypothesis .mypy_cache .nox .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment. torch and the build tools come first: the package is built without isolation,
