@@ -26,8 +26,7 @@ KERNEL = [
     *(f"tests/kernel/cpu/test_{name}.py" for name in ("raw_operators", "instruction_sets")),
     *("tests/laws", "tests/unit/functional", "tests/unit/ops", "tests/unit/phases"),
 ]
-# Its report of a call without an end is not captured.
-FUZZ = ("ci/hardening/test_fuzz.py", "--capture=sys")
+FUZZ = "ci/hardening/test_fuzz.py"
 
 
 def is_quick(session: nox.Session) -> bool:
@@ -35,9 +34,9 @@ def is_quick(session: nox.Session) -> bool:
     return "--quick" in session.posargs
 
 
-def profile(session: nox.Session) -> str:
-    """Return the option for the number of examples: ci/hardening/conftest.py."""
-    return f"--hypothesis-profile={'quick' if is_quick(session) else 'long'}"
+def examples(session: nox.Session, quick: str, long: str) -> str:
+    """Return the option for the number of examples of the fuzzers: ci/hardening/conftest.py."""
+    return f"--hypothesis-profile={quick if is_quick(session) else long}"
 
 
 def part(number: int, of: int) -> list[str]:
@@ -86,7 +85,7 @@ def addresses(session: nox.Session) -> None:
     options = f"detect_leaks=0:allocator_may_return_null=1:exitcode={REPORTED}"
     env |= {"ASAN_OPTIONS": options, "UBSAN_OPTIONS": "print_stacktrace=1"}
     session.run(PYTHON, "-c", OUTSIDE, env=env, success_codes=[REPORTED], silent=True)
-    session.run(*PYTEST, *FUZZ, "-k", "calls", profile(session), env=env)
+    session.run(*PYTEST, FUZZ, "-k", "calls", examples(session, "few", "more"), env=env)
     if not is_quick(session):
         names = "from tightrope.backends import cpu; print(*cpu.instruction_sets())"
         sets = str(session.run(PYTHON, "-c", names, env=env, silent=True)).split()
@@ -131,7 +130,7 @@ def unwritten(session: nox.Session) -> None:
 @nox.session(tags=["harden"])
 def fuzz(session: nox.Session) -> None:
     """Damaged files and drawn calls are taken, or refused in one sentence."""
-    session.run(*PYTEST, *FUZZ, profile(session), env={"OMP_NUM_THREADS": "1"})
+    session.run(*PYTEST, FUZZ, examples(session, "some", "many"), env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(tags=["harden"])
