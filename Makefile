@@ -6,19 +6,19 @@
 #   make test-slow  the slow tests of all these
 #   make emulate    the Triton kernels, compiled for four kinds of GPU and executed on the CPU (an hour)
 #   make lint       formatting, lint, types
-#   make check      lint, wording, spelling, documentation and the code in it
+#   make check      lint, spelling, documentation and the code in it
 #   make site       build the documentation, and serve it until Ctrl-C
 #   make coverage   which lines and branches of src/ all tests run (half an hour; ARGS as for test)
-#   make harden     a search for faults of memory, races and leaks (ARGS='--minutes 60' or --quick)
+#   make harden     a search for faults of memory, races and leaks (two hours; ARGS=--quick: two minutes)
 #   make wheel      dist/tightrope-*.whl
-#   make wheels     the wheels of a release for Linux, checked, in dist/: docs/release.md
-#   make versions   the tests with many versions of Python and torch (downloads gigabytes of CUDA)
+#   make wheels     the source archive and this machine's wheel of a release, checked, in dist/: docs/release.md
+#   make versions   the tests with many versions of Python and torch (downloads gigabytes of CUDA): docs/versions.md
 #   make tritons    the tests of the Triton kernels with Triton 3.4 to 3.9 (an hour)
 #   make clean      remove what the other targets made, except the results in tightrope-demo/
 #
 #   PYTHON=python3.12   the Python that creates .venv (3.10 or later)
 #   WORKERS=4           number of test processes
-#   ARGS='-k half'      more arguments for pytest (test, test-tools, test-slow), versions, wheels, the demo or harden
+#   ARGS='-k half'      more arguments for pytest (test, test-tools, test-slow), nox (versions), the demo or harden
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -34,6 +34,8 @@ TOOLS := $(VENV)/tools.stamp
 READY := $(VENV)/ready.stamp
 # A variable, because a comma would end an argument of `call`.
 EVERYTHING := .[tools,dev]
+# What other builds and other packages need is in noxfile.py.
+NOX := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/nox
 BUILD := $(BIN)/python setup.py --quiet build_native --inplace
 
 .DEFAULT_GOAL := help
@@ -76,14 +78,13 @@ coverage: $(READY)
 	$(BIN)/coverage report
 
 # Run this before a release. After a change to code that torch.compile traces, that calls torch from C++ or to a
-# kernel for Triton, run the oldest pair: ARGS='--python 3.10 --torch 2.10'.
+# kernel for Triton, run the oldest pair: ARGS='--python 3.10 --tags torch-2.10'.
 versions: $(READY)
 	$(MAKE) wheel
-	$(PIP) install --quiet -c $(CONSTRAINTS) uv
-	$(BIN)/python -m ci.versions $(ARGS)
+	$(NOX) --session versions $(ARGS)
 
 tritons: $(READY)
-	$(BIN)/python -m ci.versions.triton $(ARGS)
+	$(NOX) --session tritons $(ARGS)
 
 # mypy needs torch, for its types.
 lint: $(TOOLS)
@@ -94,7 +95,6 @@ lint: $(TOOLS)
 # With --quiet, mkdocs does not count warnings, and dead links pass --strict.
 check: lint $(READY)
 	$(BIN)/codespell . .ci/*
-	$(BIN)/python -m ci.prose
 	$(BIN)/python -m pytest --doctest-modules src/tightrope src/tightrope_tools $(DOCUMENTS) \
 		--ignore src/tightrope/integrations/torchtitan.py  # needs torchtitan
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
@@ -103,7 +103,7 @@ site: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 harden: $(READY)
-	$(BIN)/python -m ci.hardening $(ARGS)
+	$(NOX) --tags harden -- $(ARGS)
 
 wheel: $(READY)
 	rm -rf dist
@@ -111,12 +111,11 @@ wheel: $(READY)
 	@ls dist
 
 wheels: $(READY)
-	$(PIP) install --quiet -c $(CONSTRAINTS) auditwheel
-	$(BIN)/python -m ci.wheels $(ARGS)
+	$(NOX) --session wheels
 
 clean:
 	rm -rf $(VENV) build dist site src/*.egg-info src/tightrope/_native.*
-	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .hypothesis .mypy_cache .nox .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment. torch and the build tools come first: the package is built without isolation,

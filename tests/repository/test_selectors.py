@@ -22,11 +22,11 @@ def collected(*arguments: str, cwd: Path = ROOT) -> CompletedProcess[str]:
 def test_paths_to_leave_out_must_exist() -> None:
     options = "--ignore=tests/test_x.py", "--deselect=tests/test_x.py::test"
     for option in options:
-        done = collected(option, "tests/repository/test_prose.py")
+        done = collected(option, "tests/repository/test_imports.py")
         assert done.returncode == pytest.ExitCode.USAGE_ERROR
         assert f"{option}: there is no such file" in done.stderr
     sound = [each.replace("tests/test_x", "tests/repository/test_selectors") for each in options]
-    assert collected(*sound, "tests/repository/test_prose.py").returncode == 0
+    assert collected(*sound, "tests/repository/test_imports.py").returncode == 0
 
 
 CASES = """
@@ -89,15 +89,3 @@ def test_mutants_are_planted_in_sources_that_exist(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mutants, "PYTHON", ["nowhere"])
     with pytest.raises(FileNotFoundError, match="nowhere"):
         list(mutants.source_files())
-
-
-def test_a_fuzzer_instruments_only_modules_that_are_imported() -> None:
-    from ci.hardening import fuzzing
-
-    with fuzzing.instrumented(False, "json"):
-        pass
-    with (
-        pytest.raises(RuntimeError, match="nowhere"),
-        fuzzing.instrumented(False, "json", "nowhere"),
-    ):
-        pass

@@ -37,7 +37,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make the source archive, in a copy of this checkout, because setuptools writes into it."""
     folder = tmp_path_factory.mktemp("archive")
     made = shutil.ignore_patterns(
-        ".git", ".venv*", ".*_cache", "build", "dist", "site", "_native.*"
+        ".git", ".nox", ".venv*", ".*_cache", "build", "dist", "site", "_native.*"
     )
     shutil.copytree(ROOT, folder / "copy", symlinks=True, ignore=made)
     command = [sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", str(folder)]

@@ -255,7 +255,7 @@ def rotation(draw: Draw) -> Call:
         made = [draw.tensor(draw.sizes(one), dtype, written=written) for one in xs]
         return [*made, *[None] * (2 - len(made))]
 
-    few = not any(n in HUGE for n in (rows, tokens, head_dim, *heads))
+    few = not any(n in HUGE for n in (rows if tokens else 0, tokens, head_dim, *heads))
     if few and draw.sometimes(0.3):
         end = end if carries else [*end, [], 0.0]
         return to_slots(draw, layout, (rows, tokens, head_dim), heads, operands(written=False), end)

@@ -1,1 +1,0 @@
-"""The CPU kernel on aarch64, under an emulator: `python -m ci.aarch64 --help`."""
