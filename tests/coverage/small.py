@@ -38,7 +38,7 @@ TOKEN = re.compile(r"(^|_)(token_id|token_index|tokenid)$|_token$|_start_id$|_en
 def sized(name: str, value: int, key_heads: int = 2) -> int:
     """A small value for an integer setting, at most the given one."""
     if re.fullmatch(SIZES["key_heads"], name):
-        return min(key_heads, value)
+        return key_heads if value > 1 else value
     for pattern, largest in SIZES["largest"].items():
         if re.fullmatch(pattern, name):
             return value if largest is None else min(largest, value)
