@@ -1,10 +1,10 @@
-"""Run the code of other libraries and compare it with `tightrope.stacks`: `python -m benchmarks.stacks FOLDER`.
+"""Run the code of other libraries and compare it with `tightrope.stacks`: `python -m tests.coverage.stacks FOLDER`.
 
 FOLDER holds the libraries' source, unpacked: wheels or source distributions, each in a folder of its
 own. Only the functions and classes that rotate are executed, cut out of their files, because most of
 these libraries import far more than they need here. For each stack, the library's own code and
 Tightrope with that stack rotate the same queries and keys; results and gradients are compared bit
-for bit. The counts are stored with the versions in benchmarks/results/stacks.json.
+for bit. The counts are stored with the versions in tests/coverage/rows/stacks.json.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from typing import Any
 
 import torch
 
+from benchmarks import pages
 from tightrope import RopeSpec, frequencies, stacks
 from tightrope.functional import rotate_qk
 
-from . import pages
-
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "stacks.md"
-RESULTS = Path(__file__).resolve().parent / "results" / "stacks.json"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "stacks.md"
+RESULTS = Path(__file__).resolve().parent / "rows" / "stacks.json"
 TOKENS, HEADS, BASE = 60, 3, 10000.0
 CAST = ", cast"  # ends the name of a case whose module was cast to the dtype of q and k
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -533,7 +532,7 @@ def table() -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stacks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.coverage.stacks", description=__doc__)
     parser.add_argument(
         "folder", type=Path, nargs="?", help="the libraries' source; none to write the page only"
     )

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 
-from tests.support.helpers import ROOT
+from tests.coverage.stacks import PAGE, RESULTS, table
 from tightrope import stacks
 
 
 def test_stacks_that_claim_to_have_run_did() -> None:
-    """The stacks marked as run are those of the tests above and of the stored comparisons.
+    """The stacks marked as run are those of tests/unit/stacks and of the stored comparisons.
 
     In the stored comparisons no result and no gradient differs.
     """
-    file = ROOT / "benchmarks" / "results" / "stacks.json"
-    stored = json.loads(file.read_text())
-    here = {"transformers", "diffusers", "diffusers-float64"}  # the tests above
+    stored = json.loads(RESULTS.read_text(encoding="utf-8"))
+    here = {"transformers", "diffusers", "diffusers-float64"}  # tests/unit/stacks
     ran = {name for name in stacks.names() if stacks.get(name).verified == stacks.RUN}
     assert ran == here | stored.keys()
     for name, entry in stored.items():
@@ -28,6 +27,4 @@ def test_stacks_that_claim_to_have_run_did() -> None:
 
 
 def test_the_page_lists_all_stacks() -> None:
-    from benchmarks.stacks import PAGE, table
-
     assert table() in PAGE.read_text(encoding="utf-8")
