@@ -10,6 +10,7 @@
 #   make site       build the documentation, and serve it until Ctrl-C
 #   make coverage   which lines and branches of src/ all tests run (half an hour; ARGS as for test)
 #   make harden     a search for faults of memory, races and leaks (two hours; ARGS=--quick: two minutes)
+#   make mutants    small faults, planted one at a time: which tests notice each (ARGS=--help)
 #   make wheel      dist/tightrope-*.whl
 #   make wheels     the source archive and this machine's wheel of a release, checked, in dist/: docs/release.md
 #   make versions   the tests with many versions of Python and torch (downloads gigabytes of CUDA): docs/versions.md
@@ -40,7 +41,7 @@ BUILD := $(BIN)/python setup.py --quiet build_native --inplace
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-tools test-slow emulate versions tritons lint check coverage harden site wheel wheels clean
+.PHONY: help demo test test-tools test-slow emulate versions tritons lint check coverage harden mutants site wheel wheels clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -104,6 +105,11 @@ site: $(READY)
 
 harden: $(READY)
 	$(NOX) --tags harden -- $(ARGS)
+
+# Without what the second asks for: it imports nothing of it here.
+mutants: $(READY)
+	$(PIP) install --quiet --no-deps -c $(CONSTRAINTS) pytest-cov universalmutator
+	OMP_NUM_THREADS=1 $(BIN)/python -m ci.mutation $(ARGS)
 
 wheel: $(READY)
 	rm -rf dist

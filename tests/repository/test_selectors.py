@@ -71,21 +71,3 @@ def test_the_file_of_a_test_does_not_change_the_cases_that_are_drawn(tmp_path: P
         names.append([line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line])
     assert names[0] == names[1]
     assert len(names[0]) == 10
-
-
-def test_the_lists_of_the_mutants_name_tests_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ci.mutation import __main__ as mutation
-
-    mutation.check_nearest()
-    monkeypatch.setitem(mutation.NEAREST, "tightrope/x", "angles nowhere")
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        mutation.check_nearest()
-
-
-def test_mutants_are_planted_in_sources_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ci.mutation import mutants
-
-    assert len(list(mutants.source_files())) > 40
-    monkeypatch.setattr(mutants, "PYTHON", ["nowhere"])
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        list(mutants.source_files())
