@@ -386,6 +386,14 @@ inline bool is_empty(const Problem& p) {
   return p.rows == 0 || p.tokens == 0 || count_heads(p) == 0 || p.head_dim == 0;
 }
 
+// A cache without entries takes no token, and may have more heads than a loop can visit.
+inline void leave_empty_caches(Problem& p) {
+  for (int32_t i = 0; i < p.operands; ++i) {
+    Operand& o = p.operand[i];
+    if (o.places != nullptr && (o.blocks == 0 || o.entries == 0)) o.heads = 0;
+  }
+}
+
 // Divides the work into tiles of at most `tile` tokens of one row; returns the number of tiles.
 inline int64_t divide(Problem& p, int64_t tile) {
   p.tile = tile > p.tokens ? p.tokens : tile;

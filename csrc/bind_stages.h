@@ -178,6 +178,7 @@ inline Stages stages_of(const Problem& p, const Operands& xs, const Arguments& a
 inline std::vector<Tensor> run_stages(Problem& p, const Operands& xs, const Arguments& a) {
   Values values(p.dtype == Dtype::kDouble);
   Stages o = stages_of(p, xs, a, values);
+  leave_empty_caches(p);
   const bool sums = o.act == Act::kRmsNorm && !o.forward, empty = is_empty(p);
   int64_t items = empty ? 0 : divide(p, tile_of(p));
   if (sums && !empty) {

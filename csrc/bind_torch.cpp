@@ -95,6 +95,7 @@ Tensors run(Problem& p, const Operands& xs, Outs whose, const Arguments& a) {
   STD_TORCH_CHECK(plain || (p.rounding == Rounding::kOnce && !has_full_tables(p)),
                   "tightrope: an act or a gate needs rounding once, and tables that are not full");
   if (!plain) return run_stages(p, xs, a);
+  leave_empty_caches(p);
   if (is_empty(p)) return {};
   const int64_t items = divide_rotation(p);
   if (whose != Outs::kInPlace) choose_streams(p);

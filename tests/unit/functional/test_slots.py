@@ -11,6 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 from tests.support import helpers
 from tests.support.helpers import refusals
+from tests.support.matrix import needs_kernel
 from tightrope import RopeSpec, positions
 from tightrope.activations import RMSNorm
 from tightrope.frequencies import YaRN
@@ -667,3 +668,11 @@ def test_more_rows_than_a_loop_can_visit(backend: str | None) -> None:
     """Rows without tokens, of which there may be any number, take no time."""
     cache, slots = noise(0, HEADS, 3, 12), torch.empty(2**50, 0, dtype=torch.int64)
     assert rotate_(cache, SPEC, 3, slots=slots, backend=backend) is cache
+
+
+@needs_kernel
+@pytest.mark.parametrize("act", [None, "silu"])
+def test_more_heads_than_a_loop_can_visit(act: str | None) -> None:
+    """A cache without entries takes none of them. The definition would make them, and has no memory for that."""
+    cache, slots = torch.empty(1, 2**55, 0, 12), torch.tensor([-1, -1])
+    assert rotate_(cache, SPEC, 3, slots=slots, act=act) is cache
