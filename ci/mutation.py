@@ -397,7 +397,8 @@ def main():
     first, *others = options.paths
     if options.command == "choose":
         every = [*sorted((ROOT / "src").rglob("*.py")), *sorted((ROOT / "csrc").glob("*.*"))]
-        rows = [row for path in others or every for row in choose(path.resolve(), options)]
+        files = [*others, *map(Path, options.arguments)] or every  # before and after the options
+        rows = [row for path in files for row in choose(path.resolve(), options)]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         first.write_text(text, encoding="utf-8")
     elif options.command == "trace":
