@@ -27,6 +27,7 @@ KERNEL = [
     *("tests/laws", "tests/unit/functional", "tests/unit/ops", "tests/unit/phases"),
 ]
 FUZZ = "ci/hardening/test_fuzz.py"
+NO_END = ROOT / "build" / "no-end.txt"  # it names a call that did not end
 
 
 def is_quick(session: nox.Session) -> bool:
@@ -37,6 +38,16 @@ def is_quick(session: nox.Session) -> bool:
 def examples(session: nox.Session, quick: str, long: str) -> str:
     """Return the option for the number of examples of the fuzzers: ci/hardening/conftest.py."""
     return f"--hypothesis-profile={quick if is_quick(session) else long}"
+
+
+def fuzzed(session: nox.Session, *options: str, env: dict[str, str]) -> None:
+    """Run the fuzzers; say which call did not end, as pytest keeps what its process prints then."""
+    NO_END.unlink(missing_ok=True)
+    try:
+        session.run(*PYTEST, FUZZ, *options, env=env)
+    finally:
+        if NO_END.exists():
+            session.warn(f"a call did not end in five minutes: {NO_END.read_text('utf-8')}")
 
 
 def part(number: int, of: int) -> list[str]:
@@ -85,7 +96,7 @@ def addresses(session: nox.Session) -> None:
     options = f"detect_leaks=0:allocator_may_return_null=1:exitcode={REPORTED}"
     env |= {"ASAN_OPTIONS": options, "UBSAN_OPTIONS": "print_stacktrace=1"}
     session.run(PYTHON, "-c", OUTSIDE, env=env, success_codes=[REPORTED], silent=True)
-    session.run(*PYTEST, FUZZ, "-k", "calls", examples(session, "few", "more"), env=env)
+    fuzzed(session, "-k", "calls", examples(session, "few", "more"), env=env)
     if not is_quick(session):
         names = "from tightrope.backends import cpu; print(*cpu.instruction_sets())"
         sets = str(session.run(PYTHON, "-c", names, env=env, silent=True)).split()
@@ -130,7 +141,7 @@ def unwritten(session: nox.Session) -> None:
 @nox.session(tags=["harden"])
 def fuzz(session: nox.Session) -> None:
     """Damaged files and drawn calls are taken, or refused in one sentence."""
-    session.run(*PYTEST, FUZZ, examples(session, "some", "many"), env={"OMP_NUM_THREADS": "1"})
+    fuzzed(session, examples(session, "some", "many"), env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(tags=["harden"])

@@ -45,10 +45,6 @@ TESTS = """
 """
 # Inductor compiles with the compiler of the machine that it runs on, and the emulator has none.
 WITHOUT = "tests/unit/ops/test_phased.py::test_compiled"
-DRAWN = (
-    *(raw_calls.rotation, raw_calls.angle_gradients),
-    *(raw_calls.gate_gradients, raw_calls.phases),
-)
 SPECIAL = (0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, 6e-8, 3e38, 65519.0, -70.0)
 
 
@@ -117,7 +113,7 @@ def prepare() -> None:
 
 def calls() -> Iterator[raw_calls.Call]:
     """Draw calls of raw operators; a fifth of the numbers of every second one are special."""
-    for make in DRAWN:
+    for make in raw_calls.MAKERS:
         for seed in range(500):
             with contextlib.suppress(RuntimeError):  # torch cannot make such a tensor
                 operator, arguments, written = make(raw_calls.Draw(seed))

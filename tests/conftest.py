@@ -47,12 +47,10 @@ def _nothing_stays_patched() -> Iterator[None]:
     yield
     patching = sys.modules.get("tightrope.patching._patch")
     if patching is not None and patching._slots:
+        from tests.support.verified import undo_all
+
         gc.collect()  # a model that is gone leaves nothing
-        patching._forget()
-        left = [slot.member.name for slot in patching._slots.values()]
-        for slot in patching._slots.values():
-            slot.undo()
-        patching._slots.clear()
+        left = undo_all()
         assert not left, f"the test leaves {', '.join(left)} replaced; call unpatch(model)"
 
 

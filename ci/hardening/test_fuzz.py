@@ -33,13 +33,6 @@ from tightrope.backends import cpu
 from tightrope_tools.convert import Stated, convert, detect
 from tightrope_tools.inspect import inspect
 
-OPERATORS = (
-    raw_calls.rotation,
-    raw_calls.angle_gradients,
-    raw_calls.gate_gradients,
-    raw_calls.phases,
-)
-
 
 @contextlib.contextmanager
 def ending(name: str) -> Iterator[None]:
@@ -61,7 +54,7 @@ def ending(name: str) -> Iterator[None]:
 
 
 @needs_kernel
-@pytest.mark.parametrize("make", OPERATORS)
+@pytest.mark.parametrize("make", raw_calls.MAKERS)
 @given(seed=st.integers(0, 2**60))
 def test_calls(make: Callable[[raw_calls.Draw], raw_calls.Call], seed: int) -> None:
     """A call fails before it writes, or has the result of the same call on contiguous copies; both end."""

@@ -412,6 +412,10 @@ def phases(draw: Draw) -> Call:
     return schema.phase_words, [x, start, reset, running, draw.sometimes(0.5)], []
 
 
+# What draws a call, of each kind.
+MAKERS = (rotation, angle_gradients, gate_gradients, phases)
+
+
 def on_ordinary_memory(arguments: list[Any]) -> list[Any] | None:
     """Return contiguous copies of the tensors; None if they are too large for torch or the test."""
     if any(x.numel() > FEW for x in tensors_of(arguments)):

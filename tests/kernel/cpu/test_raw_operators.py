@@ -14,14 +14,11 @@ import torch
 from tests.support.matrix import DISTINCT_SETS, DTYPES, needs_kernel
 from tests.support.raw_calls import (
     FEW,
+    MAKERS,
     Call,
     Draw,
-    angle_gradients,
-    gate_gradients,
     holds,
     memory_of,
-    phases,
-    rotation,
     tame,
     tensors_of,
 )
@@ -200,7 +197,7 @@ def unread_by(operator: Callable[..., Any], arguments: list[Any]) -> torch.Tenso
     return None
 
 
-@pytest.mark.parametrize("of", [rotation, angle_gradients, gate_gradients, phases, cosines])
+@pytest.mark.parametrize("of", [*MAKERS, cosines])
 def test_freed_storage_is_refused(of: Callable[[Draw], Call]) -> None:
     tried = 0
     for seed in range(60):
@@ -223,7 +220,7 @@ def test_freed_storage_is_refused(of: Callable[[Draw], Call]) -> None:
     assert tried > 40
 
 
-@pytest.mark.parametrize("of", [rotation, angle_gradients, gate_gradients, phases])
+@pytest.mark.parametrize("of", MAKERS)
 def test_drawn_calls(of: Callable[[Draw], Call]) -> None:
     taken, refused = 0, 0
     for seed in range(200):

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from torch import nn
 
-from tests.support.verified import verified_once
-from tightrope import unpatch
-from tightrope.patching import _patch
+from tests.support.verified import undo_all, verified_once
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +19,4 @@ def _verified_once() -> Iterator[None]:
 def _nothing_stays(_verified_once: None) -> Iterator[None]:
     """Undo all patches after a test, also those that a failed one left."""
     yield
-    unpatch()
-    for slot in _patch._slots.values():
-        slot.patches.clear()
-    unpatch(nn.Identity())
+    undo_all()
