@@ -40,16 +40,17 @@ Call: TypeAlias = Callable[[], object]
 
 
 def refusals(of: str = "", **errors: Mapping[str, Call | list[Call]]) -> Callable[..., None]:
-    """Return a test that calls raise errors with exactly their texts, with a case for each.
+    """Return a test that calls raise errors with given texts, with a case for each.
 
     Args:
         of: the operation that all texts begin with, in brackets; "" if each text has its own.
-        errors: the call or calls of each text, for each type of error. A text that ends with "…" is
-            the beginning of a longer one.
+        errors: the call or calls of each text, for each type of error. A text that ends with a full stop
+            is the whole one, or, if it begins with "…", its end. One that ends with "…" is its beginning.
+            Any other is a phrase in it: the text must then be a sentence after the name of an operation.
     """
     start = f"[{of}] " if of else ""
     rows = [
-        pytest.param(getattr(builtins, kind), start + text, call, id=start + text)
+        pytest.param(getattr(builtins, kind), text, call, id=start + text)
         for kind, sentences in errors.items()
         for text, calls in sentences.items()
         for call in (calls if isinstance(calls, list) else [calls])
@@ -57,8 +58,11 @@ def refusals(of: str = "", **errors: Mapping[str, Call | list[Call]]) -> Callabl
 
     @pytest.mark.parametrize("kind, text, call", rows)
     def test(kind: type[Exception], text: str, call: Call) -> None:
-        whole = re.escape(text.removesuffix("…")) + ("" if text.endswith("…") else "$")
-        with pytest.raises(kind, match=f"^{whole}"):
+        head = re.escape(start)
+        if text.startswith("…") or not text.endswith((".", "…")):
+            head = "" if text.startswith("[") else (head or r"\[[\w.]+\] ") + ".*"
+        tail = {".": "$", "…": ""}.get(text[-1], r".*\.$")
+        with pytest.raises(kind, match=f"^{head}{re.escape(text.strip('…'))}{tail}"):
             call()
 
     return test

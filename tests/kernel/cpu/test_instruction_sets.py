@@ -86,7 +86,7 @@ except ImportError as error:
             for name in (
                 "laws/test_invariance",
                 "unit/functional/test_tables",
-                "unit/functional/test_out",
+                "laws/test_slots",
                 "unit/ops/test_gradients",
                 "unit/ops/test_memory",
                 "unit/test_activations",

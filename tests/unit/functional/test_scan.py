@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from tests.support import oracle, tolerances
-from tests.support.helpers import noise, refusals
+from tests.support.helpers import noise
 from tests.support.tolerances import assert_near, assert_same_bits
-from tightrope import RopeSpec, positions
-from tightrope.frequencies import DynamicNTK
+from tightrope import RopeSpec
 from tightrope.functional import polar_scan
 from tightrope.functional.scan import FORMS, PolarState
 from tightrope.gates import Exp
@@ -347,98 +346,3 @@ def test_empty_inputs_have_gradients(empty: str, form: str) -> None:
 def test_numbers_of_any_kind(given: dict[str, Any], plain: dict[str, Any]) -> None:
     q, k, v = inputs()
     assert torch.equal(polar_scan(q, k, v, SPEC, **given)[0], polar_scan(q, k, v, SPEC, **plain)[0])
-
-
-Q, K, V = inputs()
-
-
-def scan(**changes: Any) -> Callable[[], object]:
-    """Return a call of `polar_scan` with these arguments, and valid ones otherwise."""
-    return partial(polar_scan, **({"q": Q, "k": K, "v": V, "spec": SPEC} | changes))
-
-
-def state(*shape: int, dtype: torch.dtype = torch.float64, **options: Any) -> PolarState:
-    return PolarState(torch.zeros(*shape, dtype=dtype, **options), 1)
-
-
-MEMORY = (2, 2, 8, 5)
-NO_STATE = "[polar_scan] state must be None or a state returned by polar_scan but got"
-SPARSE = "must be a dense tensor but got one that is sparse_coo."
-DECAY = (
-    "[polar_scan] log_decay must have shape (), (2|1, 8|1) or (2|1, 2|1, 37|1, 8|1), for the rows, "
-    "heads, tokens and channels of k (log_decay:"
-)
-TYPES = {
-    "[polar_scan] k must be a tensor but got None.": scan(k=None),
-    f"{NO_STATE} PolarState(memory=None, tokens=1).": scan(state=PolarState(None, 1)),
-    f"{NO_STATE} a PolarState.": scan(state=PolarState(torch.zeros(MEMORY), 1.5)),
-    f"{NO_STATE} 3.": scan(state=3),
-    f"[polar_scan] the memory of state {SPARSE}": scan(
-        state=PolarState(torch.zeros(MEMORY).to_sparse(), 1)
-    ),
-    f"[polar_scan] v {SPARSE}": scan(v=V.to_sparse()),
-    f"[polar_scan] log_decay {SPARSE}": scan(log_decay=torch.zeros(2, 1).to_sparse()),
-    "[polar_scan] v must be a tensor of torch.bfloat16 on cpu (v: float32[2, 2, 37, 5]).": scan(
-        q=Q.bfloat16(), k=K.bfloat16(), v=V.float()
-    ),
-    "[polar_scan] v must be a tensor of torch.float64 on cpu (v: float32[2, 2, 37, 5]).": scan(
-        v=V.float()
-    ),
-    "[polar_scan] chunk must be an int but got 1.5.": scan(chunk=1.5),
-    "[polar_scan] log_decay must be floating but got torch.int64.": scan(
-        log_decay=torch.zeros(2, 1, dtype=torch.int64)
-    ),
-    "[polar_scan] log_decay must be None, a number or a tensor but got 'slow'.": scan(
-        log_decay="slow"
-    ),
-}
-VALUES = {
-    "[polar_scan] the number of heads of q must be a multiple of that of k, 0, but got 4.": scan(
-        k=K[:, :0], v=V[:, :0]
-    ),
-    "[polar_scan] the number of heads of q must be a multiple of that of k, 2, but got 3.": scan(
-        q=Q[:, :3]
-    ),
-    "[polar_scan] log_decay is on meta but k is on cpu (log_decay: float32[2, 1]).": scan(
-        log_decay=torch.zeros(2, 1, device="meta")
-    ),
-    "[polar_scan] state is on meta but k is on cpu (memory: float64[2, 2, 8, 5]).": scan(
-        state=state(*MEMORY, device="meta")
-    ),
-    "[polar_scan] form must be one of chunked, step but got 'parallel'.": scan(form="parallel"),
-    "[polar_scan] q and k must have the same number of tokens but got 37 and 36; rotate them one "
-    "by one (q: bfloat16[2, 4, 37, 8], k: bfloat16[2, 2, 36, 8]).": scan(
-        q=Q.bfloat16(), k=K[:, :, 1:].bfloat16()
-    ),
-    "[polar_scan] q and k must share dtype and device but got torch.bfloat16 on cpu and "
-    "torch.float16 on cpu; rotate them one by one, or pass k.to(q) (q: bfloat16[2, 4, 37, 8], "
-    "k: float16[2, 2, 37, 8]).": scan(q=Q.bfloat16(), k=K.half()),
-    "[polar_scan] chunk must be positive but got 0.": scan(chunk=0),
-    "[polar_scan] layout must be one of bhsd, bshd, sbhd but got 'thd'.": scan(
-        q=Q[0], k=K[0], v=V[0], layout="thd"
-    ),
-    "[polar_scan] q must have head_dim 8 in its last dimension but got 7 "
-    "(q: float64[2, 4, 37, 7]).": scan(q=Q[..., :7], k=K[..., :7]),
-    "[polar_scan] v must have the 2 rows, 2 heads and 37 tokens of k "
-    "(v: float64[2, 2, 36, 5]).": scan(v=V[:, :, 1:]),
-    "[polar_scan] log_decay must be at most 0 but reaches 0.5 (log_decay: float32[2, 1]).": scan(
-        log_decay=torch.full((2, 1), 0.5)
-    ),
-    "[polar_scan] log_decay must be at most 0 but got 0.5.": scan(log_decay=0.5),
-    f"{DECAY} float32[8]).": scan(log_decay=torch.zeros(8)),
-    f"{DECAY} float32[4, 1]).": scan(log_decay=torch.zeros(4, 1)),
-    "[polar_scan] positions must be of one sequence in each row, as its memory goes on from token to token, but are of "
-    "several; scan the sequences one by one.": scan(
-        positions=positions.packed(torch.tensor([0, 5, 37]))
-    ),
-    "[polar_scan] seq_len must be given with a state, the same in all calls, if the frequencies "
-    "depend on the length (spec: RopeSpec(head_dim=8, scaling=DynamicNTK(factor=2.0, "
-    "original_max_position=16))).": scan(
-        spec=RopeSpec(8, scaling=DynamicNTK(2.0, 16)), state=state(*MEMORY)
-    ),
-    "[polar_scan] state must have a memory float64[2, 2, 8, 5] for this q, k and v "
-    "(memory: float32[2, 2, 8, 4]).": scan(state=state(2, 2, 8, 4, dtype=torch.float32)),
-    "[polar_scan] state must have a memory float64[2, 2, 8, 5] for this q, k and v "
-    "(memory: float32[2, 2, 8, 5]).": scan(state=state(*MEMORY, dtype=torch.float32)),
-}
-test_sentence = refusals(TypeError=TYPES, ValueError=VALUES)

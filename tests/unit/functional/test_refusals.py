@@ -1,0 +1,551 @@
+"""What the public functions refuse: the kind of error, and the phrase that says the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwAD
+
+from tests.support.helpers import noise, refusals, refused
+from tests.support.matrix import every_backend
+from tests.support.tolerances import assert_same_bits
+from tightrope import RopeSpec, positions
+from tightrope.axes import Axes
+from tightrope.frequencies import DynamicNTK, Given, LongRoPE, YaRN
+from tightrope.functional import (
+    apply_rotary_pos_emb,
+    lrpe_rotate_1d,
+    lrpe_rotate_1d_,
+    polar_scan,
+    rerotate,
+    rerotate_,
+    rotary_embedding,
+    rotate,
+    rotate_,
+    rotate_qk,
+    rotate_qk_,
+)
+from tightrope.functional.scan import PolarState
+from tightrope.gates import XPos
+from tightrope.nn import RotaryPositionalEmbedding
+
+Call = Callable[[], object]
+
+SPEC = RopeSpec(12, rotary_dim=8, start=2)
+X, Y, OUT = (torch.zeros(2, 3, 5, 12) for _ in range(3))
+SPARSE = "must be a dense tensor but got one that is sparse_coo."
+
+
+def calls_of(function: Callable[..., object], **valid: Any) -> Callable[..., Call]:
+    """Return a function that returns a call with some arguments changed, and valid ones otherwise."""
+    return lambda **changes: partial(function, **(valid | changes))
+
+
+def on_each_backend(call: Call) -> list[Call]:
+    return [partial(call, backend=backend) for backend in (None, "reference")]
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+# --- out ------------------------------------------------------------------------------------------
+
+one = calls_of(rotate, x=X, spec=SPEC)
+both = calls_of(rotate_qk, q=X, k=Y, spec=SPEC)
+both_ = calls_of(rotate_qk_, q=X, k=Y, spec=SPEC)
+negated = torch.complex(OUT, OUT).conj().imag
+twice = torch.zeros(1, 1, 1, 12).expand(2, 3, 5, 12)
+LIKE_X = "out must have the shape, dtype and device of x"
+OVERLAP = "out must not overlap itself or the input in memory; to rotate in place call"
+NO_GRADIENT = "a result written to out has no gradient, but x or out requires one"
+PAIR = "out must be a pair of tensors for q and k, with None for a k that is None, but got"
+
+test_out = refusals(
+    "rotate",
+    ValueError={
+        LIKE_X: [one(out=OUT[:, :, :4]), one(out=OUT.double())],
+        f"{LIKE_X}; to write float8, pass scale=": one(out=OUT.to(torch.float8_e4m3fn)),
+        f"{LIKE_X} but is on meta, not cpu": one(out=X.to("meta")),
+        NO_GRADIENT: [
+            one(x=X.clone().requires_grad_(), out=OUT),
+            one(out=OUT.clone().requires_grad_()),
+        ],
+        f"{OVERLAP} rotate_": [one(out=X.view(3, 2, 5, 12).transpose(0, 1)), one(out=twice)],
+        "call out.resolve_neg() first": on_each_backend(one(out=negated)),
+    },
+    TypeError={
+        "out must be a tensor for x but got 3.": one(out=3),
+        f"out {SPARSE}": one(out=X.to_sparse()),
+    },
+)
+test_out_of_both = refusals(
+    "rotate_qk",
+    ValueError={
+        "out must hold one tensor for each of q, k but got 1.": both(out=(OUT, None)),
+        "out must hold one tensor for each of q, k but got 3.": both(out=(OUT, OUT, OUT)),
+        f"{OVERLAP} rotate_qk_": [both(out=(OUT, OUT)), both(out=(Y, X))],
+        "call out.resolve_neg() first": on_each_backend(both(out=(OUT, negated))),
+    },
+    TypeError={
+        f"{PAIR} 3.": both(out=3),
+        f"{PAIR} None for q; pass torch.empty_like(q).": both(k=None, out=(None, 3)),
+        "q must be a tensor but got None; to rotate k alone, call rotate(k, …).": both(q=None),
+    },
+)
+test_k_alone = refusals(
+    "rotate_qk_",
+    TypeError={
+        "q must be a tensor but got None; to rotate k alone, call rotate_(k, …).": both_(q=None)
+    },
+)
+
+
+@every_backend
+def test_nothing_is_written_where_memory_overlaps(backend: str | None) -> None:
+    buffer = noise(2, 3, 9, 12)
+    before = buffer.clone()
+    with pytest.raises(ValueError, match=r"^\[rotate\] out must not overlap"):
+        rotate(buffer[:, :, :5], SPEC, out=buffer[:, :, 3:8], backend=backend)
+    out, seven = (
+        torch.complex(buffer, buffer).conj().imag[:, :, :5],
+        torch.full_like(X, 7.0).double(),
+    )
+    with pytest.raises(ValueError, match="negated view"):
+        rotate_qk(seven, seven.clone(), SPEC, out=(OUT.double(), out), backend=backend)
+    assert torch.equal(buffer, before)
+    assert not OUT.any()
+
+
+# --- slots ----------------------------------------------------------------------------------------
+
+K, V, SLOTS = torch.zeros(5, 3, 12), torch.zeros(5, 3, 7), torch.arange(5)
+CACHE, OF_VALUES = torch.zeros(4, 3, 3, 12), torch.zeros(4, 3, 3, 7)
+shared = torch.zeros(1, 3, 3, 12).expand(4, 3, 3, 12)
+THD = {"spec": SPEC, "layout": "thd", "slots": SLOTS}
+slot = calls_of(rotate, x=K, out=CACHE, values=(V, OF_VALUES), **THD)
+slots = calls_of(rotate_qk, q=K, k=K.clone(), out=(OUT[0, :, :, :12], CACHE), **THD)
+entry = calls_of(rotate_, x=CACHE.clone(), **THD)
+rows = calls_of(rotate, x=torch.zeros(1, 3, 5, 12), spec=SPEC, slots=SLOTS)
+CACHES = "must be a cache (entries, heads, channels) or (blocks, entries, heads, channels) with the heads"
+FLOAT8 = "to write float8, pass"
+BESIDE = "out, the cache of values and the inputs must not overlap in memory, nor a cache itself"
+RANGE = "slots must be -1 or lie in [0, 12) but got"
+TRANSFORM = "slots cannot be used in vmap, grad or another transform of torch.func."
+
+
+def with_tangent(which: str) -> Call:
+    def run() -> None:
+        with fwAD.dual_level():
+            given = {"x": K, "out": CACHE}
+            given[which] = fwAD.make_dual(given[which], torch.ones_like(given[which]))
+            slot(**given)()
+
+    return run
+
+
+test_slots = refusals(
+    "rotate",
+    IndexError={
+        f"{RANGE} 12": on_each_backend(slot(slots=SLOTS + 8)),
+        f"{RANGE} -2": on_each_backend(slot(slots=SLOTS - 2)),
+    },
+    ValueError={
+        "slots must come with out, the cache to write to.": slot(out=None),
+        "values must come with slots, the entries of their cache to write to.": slot(slots=None),
+        "slots must have shape (1, 5) or (5,), one for each token": slot(slots=SLOTS[:4]),
+        "slots must have shape (2, 5), one for each token": rows(x=X, out=OUT),
+        f"out {CACHES}": [
+            slot(out=torch.zeros(4, 3, 4, 12)),
+            slot(out=CACHE[0, 0, 0]),
+            slot(out=CACHE.double()),
+        ],
+        f"{FLOAT8} scale=": slot(out=CACHE.to(torch.float8_e5m2)),
+        f"{FLOAT8} a view such as out.view(torch.float8_e4m3fn), and scale=": slot(
+            out=CACHE.to(torch.uint8)
+        ),
+        "out must be a cache (blocks, heads, entries, channels) with": rows(out=K.transpose(0, 1)),
+        f"the cache of values {CACHES}": slot(values=(V, OF_VALUES[..., 1:])),
+        "the cache of values must have the blocks and entries of out": slot(
+            values=(V, OF_VALUES[1:])
+        ),
+        "values must have the rows, tokens, dtype, device and layout of x": [
+            slot(values=(V[1:], OF_VALUES)),
+            slot(values=(V.double(), OF_VALUES.double())),
+        ],
+        BESIDE: [
+            *on_each_backend(slot(out=K, values=None)),
+            *on_each_backend(slot(out=shared)),
+            *on_each_backend(slot(values=(CACHE.view(12, 3, 12)[:5, :, :7], OF_VALUES))),
+            *on_each_backend(slot(values=(V, CACHE[..., :7]))),
+        ],
+        NO_GRADIENT: slot(x=K.clone().requires_grad_()),
+        "values and their cache must not require grad": slot(
+            values=(V.clone().requires_grad_(), OF_VALUES)
+        ),
+    },
+    TypeError={
+        "slots must be a tensor but got [0].": slot(slots=[0]),
+        "values must be a pair of tensors, the values and their cache, but got 3.": slot(values=3),
+        "slots must be int32 or int64 on the device of x but got float32": slot(slots=SLOTS / 1),
+    },
+    NotImplementedError={
+        TRANSFORM: [
+            lambda: torch.vmap(lambda k: slot(x=k, values=None)())(K[None]),
+            lambda: torch.func.grad(lambda k: slot(x=k, values=None)().sum())(K),  # type: ignore[attr-defined]
+        ],
+        "slots have no forward-mode derivative": [with_tangent("x"), with_tangent("out")],
+    },
+)
+test_slots_of_both = refusals(
+    "rotate_qk",
+    ValueError={
+        "slots must come with k, which goes to them; to write q alone, call rotate.": slots(k=None),
+        BESIDE: on_each_backend(slots(out=(CACHE.view(12, 3, 12)[:5], CACHE))),
+    },
+)
+test_entries = refusals(
+    "rotate_",
+    IndexError={f"{RANGE} 12": on_each_backend(entry(slots=SLOTS + 8))},
+    ValueError={
+        "x must be a cache (entries, heads, channels) or": entry(x=CACHE[0, 0]),
+        "slots must have shape (tokens,) or (1, tokens)": entry(slots=SLOTS.expand(2, 5)),
+        "slots must have shape (tokens,) or (rows, tokens)": entry(
+            slots=SLOTS[None, None], layout="bhsd"
+        ),
+        "slots must differ": on_each_backend(entry(slots=SLOTS // 2)),
+        "x must not overlap itself in memory": on_each_backend(entry(x=shared)),
+        "slots rotate without a gradient": entry(x=CACHE.clone().requires_grad_()),
+    },
+    TypeError={
+        "slots must be a tensor but got [0].": entry(slots=[0]),
+        f"slots {SPARSE}": entry(slots=SLOTS.to_sparse()),
+    },
+    NotImplementedError={TRANSFORM: lambda: torch.vmap(lambda x: entry(x=x)())(CACHE[None])},
+)
+
+
+@every_backend
+@pytest.mark.parametrize("last", [12, -2])
+def test_no_slot_is_written_before_an_error(last: int, backend: str | None) -> None:
+    q, k, v, base = (
+        noise(5, 3, 12),
+        noise(5, 3, 12),
+        noise(5, 3, 7),
+        torch.ones(4, 3, 3, 20).double(),
+    )
+    before, to = q.clone(), torch.tensor([0, 1, 2, 3, last])
+    place = {"out": (q, base[..., :12]), "slots": to, "values": (v, base[..., 12:19])}
+    for act in (None, ("silu", "relu")):
+        with pytest.raises(IndexError):
+            rotate_qk(q, k, SPEC, layout="thd", act=act, backend=backend, **place)
+        assert torch.equal(q, before)
+        assert (base == 1).all()
+
+
+# --- rounding -------------------------------------------------------------------------------------
+
+table = calls_of(apply_rotary_pos_emb, q=X, k=None, cos=X[0, 0], sin=X[0, 0])
+ROUNDINGS = "rounding must be 'once', 'wide' or 'each', or a pair of them for forward and backward"
+test_rounding = refusals(
+    ValueError={
+        ROUNDINGS: [
+            call(rounding=value)
+            for value in ("twice", ("once",), ("once", "none"), 1, ["once", "each"])
+            for call in (
+                one,
+                calls_of(rotate, x=X, spec=SPEC.at(0)),
+                calls_of(RotaryPositionalEmbedding, dim=8),
+                partial(table, tables="full"),
+            )
+        ],
+        "…rounding must be 'once' with an act or a gate but got 'each'.": [
+            calls_of(rotate, x=X, spec=spec, rounding="each")(**more)
+            for more in ({"act": "silu"}, {"gate": XPos(8)})
+            for spec in (SPEC, SPEC.at(0))
+        ],
+        "inverse must be False with tables='full'": table(tables="full", inverse=True),
+    },
+)
+
+
+# --- rerotate -------------------------------------------------------------------------------------
+
+
+def spec_of(scaling: Any = None, rotary_dim: int = 8, start: int = 2, **more: Any) -> RopeSpec:
+    return RopeSpec(12, rotary_dim=rotary_dim, start=start, scaling=scaling, **more)
+
+
+DYNAMIC, LONG = DynamicNTK(2.0, 4096), LongRoPE((1.0,) * 4, (2.0,) * 4, 4096, factor=32.0)
+HEADS, AXES = RopeSpec(4, scaling=Given(((1.0, 2.0),) * 2)), spec_of(axes=Axes.blocks((2, 2)))
+MOVE = {"k": X, "from_spec": SPEC, "to_spec": SPEC, "positions": 5, "new_positions": 0}
+move, move_ = calls_of(rerotate, **MOVE), calls_of(rerotate_, **MOVE)
+resized = calls_of(rerotate, k=X, from_spec=spec_of(DYNAMIC), to_spec=spec_of(DYNAMIC), positions=5)
+PREPARED = "must be a RopeSpec but got PreparedRotation; pass the spec that it was made from, and its positions as"
+INSTEAD = "rotate by from_spec with inverse=True, then by to_spec."
+LENGTHS = "must be one length, or one for each of 2 rows, but got 3"
+test_rerotate = refusals(
+    "rerotate",
+    TypeError={
+        "k must be a tensor but got None.": move(k=None),
+        f"from_spec {PREPARED} positions=.": move(from_spec=SPEC.at(5)),
+        f"to_spec {PREPARED} new_positions=.": move(to_spec=SPEC.at(5)),
+    },
+    ValueError={
+        "k must have head_dim 12 in its last dimension but got 8": move(k=X[..., :8]),
+        f"…the same rotary_dim but have 8 and 6; {INSTEAD}": move(to_spec=spec_of(rotary_dim=6)),
+        f"…the same start but have 2 and 4; {INSTEAD}": move(to_spec=spec_of(start=4)),
+        f"…the same interleaved but have False and True; {INSTEAD}": move(
+            to_spec=spec_of(interleaved=True)
+        ),
+        "positions must hold one position for each of 5 tokens but got 3": [
+            move(positions=torch.arange(3)),
+            move(positions=torch.arange(3), new_positions=None),
+        ],
+        "new_positions must have 1 or 2 rows but got 3": move(
+            new_positions=positions.per_row(SLOTS[:3])
+        ),
+        "to_spec must have 1 or 3 heads for k but got 2": move(
+            k=X[..., :4], from_spec=RopeSpec(4), to_spec=HEADS
+        ),
+        "new_positions must have 2 axes for this spec but got 1; call positions.multi_axis": move(
+            to_spec=AXES
+        ),
+        f"from_seq_len {LENGTHS}": resized(from_seq_len=[1, 2, 3], to_seq_len=9),
+        f"to_seq_len {LENGTHS}": resized(from_seq_len=99, to_seq_len=[1, 2, 3]),
+        "from_seq_len must be given, as the frequencies of DynamicNTK depend on the length": [
+            move(from_spec=spec_of(DYNAMIC)),
+            resized(to_seq_len=9),
+        ],
+        "to_seq_len must be given, as the frequencies of LongRoPE": [
+            move(to_spec=spec_of(LONG)),
+            resized(to_spec=spec_of(LONG), from_seq_len=9),
+        ],
+        "layout must be one of bhsd, bshd, sbhd, thd, bsd, sd but got 'bdsh'.": move(layout="bdsh"),
+        "to rotate in place call rerotate_": move(out=X.view(3, 2, 5, 12).transpose(0, 1)),
+    },
+)
+test_rerotate_ = refusals(
+    "rerotate_",
+    TypeError={"to_spec must be a RopeSpec but got int.": move_(to_spec=5)},
+    ValueError={
+        "k must have 4 dimensions for layout 'bhsd' but got 3": move_(k=X[0]),
+        "new_positions must hold one position for each of 5 tokens but got 3": move_(
+            to_spec=spec_of(YaRN(4.0, 4096)), new_positions=torch.arange(3)
+        ),
+        "to_seq_len must be given": move_(to_spec=spec_of(LONG)),
+    },
+)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+Q, C = torch.zeros(2, 3, 5, 8), torch.zeros(5, 8)
+turn = calls_of(apply_rotary_pos_emb, q=Q, k=None, cos=C, sin=C)
+embedding = calls_of(
+    rotary_embedding, x=Q, cos=torch.zeros(9, 4), sin=torch.zeros(9, 4), position_ids=ints(2, 5)
+)
+
+
+def with_tables(*shape: int, **changes: Any) -> Call:
+    return turn(cos=torch.zeros(shape), sin=torch.zeros(shape), **changes)
+
+
+START = "start must lie between 0 and 4, because tables 'cat' of width 4 rotate 4 channels, but got"
+FLOATING = "must be float32, float64, bfloat16 or float16 but got int32"
+SELECT = "; give position_ids to select rows"
+test_tables = refusals(
+    "apply_rotary_pos_emb",
+    ValueError={
+        "unsqueeze_dim must be the heads dimension of q: 1 or 2": turn(unsqueeze_dim=3),
+        "tables must be one of cat, repeat, half, full but got 'neox'.": turn(tables="neox"),
+        "cos and sin must share shape, dtype and device": [
+            turn(sin=C[:, :4]),
+            turn(sin=C.double()),
+        ],
+        "tables 'half' of width 8 rotate 16 channels but q has 8": turn(tables="half"),
+        "tables 'cat' must have an even width but got 5": with_tables(5, 5),
+        f"one row for each of 5 tokens but got 4{SELECT}": with_tables(4, 8),
+        f"one row for each of 3 tokens but got 5{SELECT}": turn(unsqueeze_dim=2),
+        "cos and sin must have 1 or 2 rows but got 3": with_tables(3, 5, 8),
+        "cos and sin must have 1 or 2 heads for k but got 3": with_tables(2, 3, 5, 8, k=Q[:, :2]),
+        "cos and sin must have 2, 3 or 4 dimensions for a q of 4 but got 1": with_tables(8),
+        "q and k must have the same number of tokens but got 5 and 4": turn(k=Q[:, :, :4]),
+        "q and k must have the same number of channels but got 8 and 16": turn(
+            k=torch.zeros(2, 3, 5, 16)
+        ),
+        "position_ids must have shape (5,) or (2, 5)": turn(position_ids=ints(3, 5)),
+        f"{START} 5": with_tables(5, 4, start=5),
+        f"{START} -1": with_tables(5, 4, start=-1),
+    },
+    TypeError={
+        f"q {FLOATING}": turn(q=Q.int()),
+        "q must be a tensor but got None.": turn(q=None),
+        f"sin {FLOATING}": turn(sin=C.int()),
+        "cos must be a tensor but got None.": turn(cos=None),
+        "position_ids must be int32 or int64 but got float32[5].": turn(
+            position_ids=torch.zeros(5)
+        ),
+        "start must be an int but got 1.0.": turn(start=1.0),
+        "start must be an int but got True.": turn(start=True),
+    },
+)
+test_rotary_embedding = refusals(
+    "rotary_embedding",
+    ValueError={
+        "x must have shape (batch, heads, seq, d) with an even d": embedding(x=Q[0]),
+        "sin must have shape (n, 4) with position_ids": embedding(sin=torch.zeros(9, 3)),
+    },
+    IndexError={
+        "position_ids must lie in [0, 9), the rows of cos and sin": embedding(
+            position_ids=ints(2, 5) + 9
+        )
+    },
+)
+
+
+# --- the scan -------------------------------------------------------------------------------------
+
+INTERLEAVED = RopeSpec(8, interleaved=True)
+QUERY, KEY, VALUE = torch.zeros(2, 4, 7, 8), torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7, 5)
+MEMORY = torch.zeros(2, 2, 8, 5)
+scan = calls_of(polar_scan, q=QUERY, k=KEY, v=VALUE, spec=INTERLEAVED)
+NO_STATE = "state must be None or a state returned by polar_scan but got"
+DECAY = "log_decay must have shape (), (2|1, 8|1) or (2|1, 2|1, 7|1, 8|1)"
+OF_STATE = "state must have a memory float32[2, 2, 8, 5] for this q, k and v"
+
+
+def remembered(memory: Any, tokens: Any = 1) -> Call:
+    return scan(state=PolarState(memory, tokens))
+
+
+test_scan = refusals(
+    "polar_scan",
+    TypeError={
+        "k must be a tensor but got None.": scan(k=None),
+        f"{NO_STATE} PolarState(memory=None, tokens=1).": remembered(None),
+        f"{NO_STATE} a PolarState.": remembered(MEMORY, 1.5),
+        f"{NO_STATE} 3.": scan(state=3),
+        f"the memory of state {SPARSE}": remembered(MEMORY.to_sparse()),
+        f"v {SPARSE}": scan(v=VALUE.to_sparse()),
+        f"log_decay {SPARSE}": scan(log_decay=torch.zeros(2, 1).to_sparse()),
+        "v must be a tensor of torch.bfloat16 on cpu": scan(q=QUERY.bfloat16(), k=KEY.bfloat16()),
+        "v must be a tensor of torch.float32 on cpu": scan(v=VALUE.double()),
+        "chunk must be an int but got 1.5.": scan(chunk=1.5),
+        "log_decay must be floating but got torch.int64.": scan(log_decay=ints(2, 1)),
+        "log_decay must be None, a number or a tensor but got 'slow'.": scan(log_decay="slow"),
+    },
+    ValueError={
+        "…a multiple of that of k, 0, but got 4.": scan(k=KEY[:, :0], v=VALUE[:, :0]),
+        "…a multiple of that of k, 2, but got 3.": scan(q=QUERY[:, :3]),
+        "log_decay is on meta but k is on cpu": scan(log_decay=torch.zeros(2, 1, device="meta")),
+        "state is on meta but k is on cpu": remembered(MEMORY.to("meta")),
+        "form must be one of chunked, step but got 'parallel'.": scan(form="parallel"),
+        "the same number of tokens but got 7 and 6": scan(q=QUERY.half(), k=KEY[:, :, 1:].half()),
+        "q and k must share dtype and device": scan(q=QUERY.bfloat16(), k=KEY.half()),
+        "chunk must be positive but got 0.": scan(chunk=0),
+        "layout must be one of bhsd, bshd, sbhd but got 'thd'.": scan(
+            q=QUERY[0], k=KEY[0], v=VALUE[0], layout="thd"
+        ),
+        "q must have head_dim 8 in its last dimension": scan(q=QUERY[..., :7], k=KEY[..., :7]),
+        "v must have the 2 rows, 2 heads and 7 tokens of k": scan(v=VALUE[:, :, 1:]),
+        "log_decay must be at most 0 but reaches 0.5": scan(log_decay=torch.full((2, 1), 0.5)),
+        "log_decay must be at most 0 but got 0.5.": scan(log_decay=0.5),
+        f"{DECAY}": [scan(log_decay=torch.zeros(8)), scan(log_decay=torch.zeros(4, 1))],
+        "positions must be of one sequence in each row": scan(
+            positions=positions.packed(torch.tensor([0, 5, 7]))
+        ),
+        "seq_len must be given with a state": scan(
+            spec=RopeSpec(8, scaling=DynamicNTK(2.0, 16)), state=PolarState(MEMORY, 1)
+        ),
+        OF_STATE: [remembered(MEMORY[..., 1:]), remembered(MEMORY.double())],
+    },
+)
+
+
+# --- LRPE -----------------------------------------------------------------------------------------
+
+STILL = torch.zeros(2, 5, 4, 16)
+THETA = (
+    "theta must have shape (8,), (4, 8), (1, 8), (4,) or (4, 1); fewer than 8 pairs are accepted"
+)
+OVER = "dim must be -1 (the channels of a head) or 1 (the tokens) for act 'softmax' but got"
+WHOLE = "offset must be 0 for a softmax over the tokens, which needs all of them in one call"
+PACK = positions.packed(torch.tensor([0, 2, 5]))
+
+
+def refusals_of_lrpe(function: Callable[..., object]) -> Callable[..., None]:
+    wrong = calls_of(function, x=STILL, theta=torch.zeros(8))
+    softmax = calls_of(function, x=STILL, theta=torch.zeros(8), act="softmax")
+    return refusals(
+        function.__name__,
+        TypeError={
+            "x must be a tensor but got 3.": wrong(x=3),
+            "x must be float32, float64, bfloat16 or float16 but got int64": wrong(x=STILL.long()),
+            "start must be an int but got 1.5.": wrong(start=1.5),
+            "theta must be a floating tensor but got 0.5.": wrong(theta=0.5),
+            "theta must be a floating tensor but got int64[8].": wrong(theta=ints(8)),
+            "act must be None, one of none, relu,": wrong(act=3),
+            "act must be a single value for one tensor but got a pair": [
+                wrong(act=("relu", "relu")),
+                wrong(act=("softmax", "relu"), dim=1),
+            ],
+            "dim must be an int but got 1.0.": softmax(dim=1.0),
+            "dim must be an int but got True.": softmax(dim=True),
+            "offset must be an int but got 1.5.": wrong(offset=1.5),
+            "offset must be an int but got True.": wrong(offset=True),
+            "offset must be an int but got None.": wrong(offset=None),
+            "offset must be int32, int64, float32 or float64": wrong(offset=ints(2).bool()),
+        },
+        ValueError={
+            "x must have shape (batch, tokens, heads, channels) or": wrong(x=STILL[0, 0]),
+            "rotary_dim must be even but got 15": wrong(x=STILL[..., :15]),
+            "rotary_dim must be even but got 5": wrong(rotary_dim=5),
+            "must lie in [0, 16) but got [2, 18)": wrong(start=2, rotary_dim=16),
+            "theta is on meta but x is on cpu": wrong(theta=torch.zeros(8, device="meta")),
+            THETA: [wrong(theta=torch.zeros(shape)) for shape in ((9,), (3, 8), (1, 4, 8), ())],
+            "theta must have shape (4,) or (4, 1) for theta_axis='head'": wrong(
+                theta=torch.zeros(4, 8), theta_axis="head"
+            ),
+            "theta must have shape (8,), (4, 8) or (1, 8); fewer": wrong(
+                theta=torch.zeros(9), theta_axis="pair"
+            ),
+            "theta_axis must be one of auto, head, pair but got 'heads'.": wrong(
+                theta_axis="heads"
+            ),
+            "theta may mean one angle for each of 8 heads or of 8 pairs": wrong(
+                x=STILL.repeat(1, 1, 2, 1)
+            ),
+            "act must be one of none, relu,": wrong(act="swish"),
+            "dim must be None for act 'relu' but got -1": wrong(act="relu", dim=-1),
+            "dim must be None for act 'none' but got 1": wrong(dim=1),
+            **{f"{OVER} {dim}": softmax(dim=dim) for dim in (None, 0, 2, 4, -2)},
+            WHOLE: [
+                softmax(dim=1, offset=3),
+                softmax(dim=-3, offset=ints(2)),
+                softmax(dim=1, offset=PACK),
+            ],
+            "offset must have 1 axis but got 2": wrong(offset=positions.multi_axis(ints(2, 5))),
+            "an offset must fit in 64 bits but got": wrong(offset=2**63),
+            "offset must be an int or have shape (2,)": [
+                wrong(offset=ints(3)),
+                wrong(offset=ints()),
+            ],
+        },
+    )
+
+
+test_lrpe, test_lrpe_ = map(refusals_of_lrpe, (lrpe_rotate_1d, lrpe_rotate_1d_))
+
+
+def test_a_softmax_over_the_tokens_is_refused_in_place() -> None:
+    x = noise(2, 5, 4, 16)
+    before = x.clone()
+    text = "a softmax over the tokens cannot be computed in place; call lrpe_rotate_1d (x: float64[2, 5, 4, 16])."
+    with refused(ValueError, f"[lrpe_rotate_1d_] {text}"):
+        lrpe_rotate_1d_(x, torch.zeros(8), act="softmax", dim=1)
+    assert_same_bits(x, before)
