@@ -15,7 +15,7 @@ from tests.support.matrix import every_backend
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
-from tightrope.frequencies import DynamicNTK, Given, LongRoPE, YaRN
+from tightrope.frequencies import DynamicNTK, Given, LongRoPE
 from tightrope.functional import (
     apply_rotary_pos_emb,
     lrpe_rotate_1d,
@@ -45,12 +45,16 @@ def calls_of(function: Callable[..., object], **valid: Any) -> Callable[..., Cal
     return lambda **changes: partial(function, **(valid | changes))
 
 
-def on_each_backend(call: Call) -> list[Call]:
-    return [partial(call, backend=backend) for backend in (None, "reference")]
+def on_each_backend(*calls: Call) -> list[Call]:
+    return [partial(call, backend=backend) for call in calls for backend in (None, "reference")]
 
 
 def ints(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int64)
+
+
+def learns(x: torch.Tensor) -> torch.Tensor:
+    return x.clone().requires_grad_()
 
 
 # --- out ------------------------------------------------------------------------------------------
@@ -71,10 +75,7 @@ test_out = refusals(
         LIKE_X: [one(out=OUT[:, :, :4]), one(out=OUT.double())],
         f"{LIKE_X}; to write float8, pass scale=": one(out=OUT.to(torch.float8_e4m3fn)),
         f"{LIKE_X} but is on meta, not cpu": one(out=X.to("meta")),
-        NO_GRADIENT: [
-            one(x=X.clone().requires_grad_(), out=OUT),
-            one(out=OUT.clone().requires_grad_()),
-        ],
+        NO_GRADIENT: [one(x=learns(X), out=OUT), one(out=learns(OUT))],
         f"{OVERLAP} rotate_": [one(out=X.view(3, 2, 5, 12).transpose(0, 1)), one(out=twice)],
         "call out.resolve_neg() first": on_each_backend(one(out=negated)),
     },
@@ -97,12 +98,7 @@ test_out_of_both = refusals(
         "q must be a tensor but got None; to rotate k alone, call rotate(k, …).": both(q=None),
     },
 )
-test_k_alone = refusals(
-    "rotate_qk_",
-    TypeError={
-        "q must be a tensor but got None; to rotate k alone, call rotate_(k, …).": both_(q=None)
-    },
-)
+test_k_alone = refusals(TypeError={"[rotate_qk_] q …": both_(q=None), "rotate_(k": both_(q=None)})
 
 
 @every_backend
@@ -111,12 +107,9 @@ def test_nothing_is_written_where_memory_overlaps(backend: str | None) -> None:
     before = buffer.clone()
     with pytest.raises(ValueError, match=r"^\[rotate\] out must not overlap"):
         rotate(buffer[:, :, :5], SPEC, out=buffer[:, :, 3:8], backend=backend)
-    out, seven = (
-        torch.complex(buffer, buffer).conj().imag[:, :, :5],
-        torch.full_like(X, 7.0).double(),
-    )
+    q, out = torch.ones_like(X), torch.complex(X, X).conj().imag
     with pytest.raises(ValueError, match="negated view"):
-        rotate_qk(seven, seven.clone(), SPEC, out=(OUT.double(), out), backend=backend)
+        rotate_qk(q, q.clone(), SPEC, out=(OUT, out), backend=backend)
     assert torch.equal(buffer, before)
     assert not OUT.any()
 
@@ -125,12 +118,13 @@ def test_nothing_is_written_where_memory_overlaps(backend: str | None) -> None:
 
 K, V, SLOTS = torch.zeros(5, 3, 12), torch.zeros(5, 3, 7), torch.arange(5)
 CACHE, OF_VALUES = torch.zeros(4, 3, 3, 12), torch.zeros(4, 3, 3, 7)
-shared = torch.zeros(1, 3, 3, 12).expand(4, 3, 3, 12)
+FLAT, shared = CACHE.view(12, 3, 12)[:5], CACHE[:1].expand(4, 3, 3, 12)
 THD = {"spec": SPEC, "layout": "thd", "slots": SLOTS}
 slot = calls_of(rotate, x=K, out=CACHE, values=(V, OF_VALUES), **THD)
 slots = calls_of(rotate_qk, q=K, k=K.clone(), out=(OUT[0, :, :, :12], CACHE), **THD)
 entry = calls_of(rotate_, x=CACHE.clone(), **THD)
-rows = calls_of(rotate, x=torch.zeros(1, 3, 5, 12), spec=SPEC, slots=SLOTS)
+rows = calls_of(rotate, x=X[:1], spec=SPEC, slots=SLOTS)
+rows_ = calls_of(rotate_, x=X[:1], spec=SPEC)
 CACHES = "must be a cache (entries, heads, channels) or (blocks, entries, heads, channels) with the heads"
 FLOAT8 = "to write float8, pass"
 BESIDE = "out, the cache of values and the inputs must not overlap in memory, nor a cache itself"
@@ -159,34 +153,24 @@ test_slots = refusals(
         "values must come with slots, the entries of their cache to write to.": slot(slots=None),
         "slots must have shape (1, 5) or (5,), one for each token": slot(slots=SLOTS[:4]),
         "slots must have shape (2, 5), one for each token": rows(x=X, out=OUT),
-        f"out {CACHES}": [
-            slot(out=torch.zeros(4, 3, 4, 12)),
-            slot(out=CACHE[0, 0, 0]),
-            slot(out=CACHE.double()),
-        ],
+        f"out {CACHES}": [slot(out=c) for c in (CACHE[:, :, 1:], CACHE[0, 0, 0], CACHE.double())],
         f"{FLOAT8} scale=": slot(out=CACHE.to(torch.float8_e5m2)),
-        f"{FLOAT8} a view such as out.view(torch.float8_e4m3fn), and scale=": slot(
-            out=CACHE.to(torch.uint8)
-        ),
+        f"{FLOAT8} a view such as out.view(torch.float8_e4m3fn)": slot(out=CACHE.byte()),
         "out must be a cache (blocks, heads, entries, channels) with": rows(out=K.transpose(0, 1)),
         f"the cache of values {CACHES}": slot(values=(V, OF_VALUES[..., 1:])),
-        "the cache of values must have the blocks and entries of out": slot(
-            values=(V, OF_VALUES[1:])
-        ),
+        "values must have the blocks and entries of out": slot(values=(V, OF_VALUES[1:])),
         "values must have the rows, tokens, dtype, device and layout of x": [
             slot(values=(V[1:], OF_VALUES)),
             slot(values=(V.double(), OF_VALUES.double())),
         ],
         BESIDE: [
-            *on_each_backend(slot(out=K, values=None)),
-            *on_each_backend(slot(out=shared)),
-            *on_each_backend(slot(values=(CACHE.view(12, 3, 12)[:5, :, :7], OF_VALUES))),
-            *on_each_backend(slot(values=(V, CACHE[..., :7]))),
+            *on_each_backend(slot(out=K, values=None), slot(out=shared)),
+            *on_each_backend(
+                slot(values=(FLAT[..., :7], OF_VALUES)), slot(values=(V, CACHE[..., :7]))
+            ),
         ],
-        NO_GRADIENT: slot(x=K.clone().requires_grad_()),
-        "values and their cache must not require grad": slot(
-            values=(V.clone().requires_grad_(), OF_VALUES)
-        ),
+        NO_GRADIENT: slot(x=learns(K)),
+        "values and their cache must not require grad": slot(values=(learns(V), OF_VALUES)),
     },
     TypeError={
         "slots must be a tensor but got [0].": slot(slots=[0]),
@@ -196,7 +180,7 @@ test_slots = refusals(
     NotImplementedError={
         TRANSFORM: [
             lambda: torch.vmap(lambda k: slot(x=k, values=None)())(K[None]),
-            lambda: torch.func.grad(lambda k: slot(x=k, values=None)().sum())(K),  # type: ignore[attr-defined]
+            lambda: torch.func.grad(lambda k: slot(x=k, values=None)())(K),
         ],
         "slots have no forward-mode derivative": [with_tangent("x"), with_tangent("out")],
     },
@@ -205,7 +189,7 @@ test_slots_of_both = refusals(
     "rotate_qk",
     ValueError={
         "slots must come with k, which goes to them; to write q alone, call rotate.": slots(k=None),
-        BESIDE: on_each_backend(slots(out=(CACHE.view(12, 3, 12)[:5], CACHE))),
+        BESIDE: on_each_backend(slots(out=(FLAT, CACHE))),
     },
 )
 test_entries = refusals(
@@ -214,12 +198,10 @@ test_entries = refusals(
     ValueError={
         "x must be a cache (entries, heads, channels) or": entry(x=CACHE[0, 0]),
         "slots must have shape (tokens,) or (1, tokens)": entry(slots=SLOTS.expand(2, 5)),
-        "slots must have shape (tokens,) or (rows, tokens)": entry(
-            slots=SLOTS[None, None], layout="bhsd"
-        ),
+        "slots must have shape (tokens,) or (rows, tokens)": rows_(slots=SLOTS[None, None]),
         "slots must differ": on_each_backend(entry(slots=SLOTS // 2)),
         "x must not overlap itself in memory": on_each_backend(entry(x=shared)),
-        "slots rotate without a gradient": entry(x=CACHE.clone().requires_grad_()),
+        "slots rotate without a gradient": entry(x=learns(CACHE)),
     },
     TypeError={
         "slots must be a tensor but got [0].": entry(slots=[0]),
@@ -232,12 +214,7 @@ test_entries = refusals(
 @every_backend
 @pytest.mark.parametrize("last", [12, -2])
 def test_no_slot_is_written_before_an_error(last: int, backend: str | None) -> None:
-    q, k, v, base = (
-        noise(5, 3, 12),
-        noise(5, 3, 12),
-        noise(5, 3, 7),
-        torch.ones(4, 3, 3, 20).double(),
-    )
+    q, k, v, base = noise(5, 3, 12), noise(5, 3, 12), noise(5, 3, 7), noise(4, 3, 3, 20).fill_(1)
     before, to = q.clone(), torch.tensor([0, 1, 2, 3, last])
     place = {"out": (q, base[..., :12]), "slots": to, "values": (v, base[..., 12:19])}
     for act in (None, ("silu", "relu")):
@@ -249,26 +226,22 @@ def test_no_slot_is_written_before_an_error(last: int, backend: str | None) -> N
 
 # --- rounding -------------------------------------------------------------------------------------
 
-table = calls_of(apply_rotary_pos_emb, q=X, k=None, cos=X[0, 0], sin=X[0, 0])
+prepared = calls_of(rotate, x=X, spec=SPEC.at(0))
+full = calls_of(apply_rotary_pos_emb, q=X, k=None, cos=X[0, 0], sin=X[0, 0], tables="full")
 ROUNDINGS = "rounding must be 'once', 'wide' or 'each', or a pair of them for forward and backward"
 test_rounding = refusals(
     ValueError={
         ROUNDINGS: [
             call(rounding=value)
             for value in ("twice", ("once",), ("once", "none"), 1, ["once", "each"])
-            for call in (
-                one,
-                calls_of(rotate, x=X, spec=SPEC.at(0)),
-                calls_of(RotaryPositionalEmbedding, dim=8),
-                partial(table, tables="full"),
-            )
+            for call in (one, prepared, calls_of(RotaryPositionalEmbedding, dim=8), full)
         ],
         "…rounding must be 'once' with an act or a gate but got 'each'.": [
-            calls_of(rotate, x=X, spec=spec, rounding="each")(**more)
+            call(rounding="each", **more)
             for more in ({"act": "silu"}, {"gate": XPos(8)})
-            for spec in (SPEC, SPEC.at(0))
+            for call in (one, prepared)
         ],
-        "inverse must be False with tables='full'": table(tables="full", inverse=True),
+        "inverse must be False with tables='full'": full(inverse=True),
     },
 )
 
@@ -281,7 +254,8 @@ def spec_of(scaling: Any = None, rotary_dim: int = 8, start: int = 2, **more: An
 
 
 DYNAMIC, LONG = DynamicNTK(2.0, 4096), LongRoPE((1.0,) * 4, (2.0,) * 4, 4096, factor=32.0)
-HEADS, AXES = RopeSpec(4, scaling=Given(((1.0, 2.0),) * 2)), spec_of(axes=Axes.blocks((2, 2)))
+HEADS, AXES = spec_of(Given(((1.0,) * 4,) * 2)), spec_of(axes=Axes.blocks((2, 2)))
+THREE = positions.per_row(SLOTS[:3])
 MOVE = {"k": X, "from_spec": SPEC, "to_spec": SPEC, "positions": 5, "new_positions": 0}
 move, move_ = calls_of(rerotate, **MOVE), calls_of(rerotate_, **MOVE)
 resized = calls_of(rerotate, k=X, from_spec=spec_of(DYNAMIC), to_spec=spec_of(DYNAMIC), positions=5)
@@ -297,34 +271,21 @@ test_rerotate = refusals(
     },
     ValueError={
         "k must have head_dim 12 in its last dimension but got 8": move(k=X[..., :8]),
-        f"…the same rotary_dim but have 8 and 6; {INSTEAD}": move(to_spec=spec_of(rotary_dim=6)),
-        f"…the same start but have 2 and 4; {INSTEAD}": move(to_spec=spec_of(start=4)),
-        f"…the same interleaved but have False and True; {INSTEAD}": move(
-            to_spec=spec_of(interleaved=True)
-        ),
+        f"…rotary_dim but have 8 and 6; {INSTEAD}": move(to_spec=spec_of(rotary_dim=6)),
+        f"…start but have 2 and 4; {INSTEAD}": move(to_spec=spec_of(start=4)),
+        f"…interleaved but have False and True; {INSTEAD}": move(to_spec=spec_of(interleaved=True)),
         "positions must hold one position for each of 5 tokens but got 3": [
-            move(positions=torch.arange(3)),
-            move(positions=torch.arange(3), new_positions=None),
+            move(positions=SLOTS[:3], new_positions=new) for new in (0, None)
         ],
-        "new_positions must have 1 or 2 rows but got 3": move(
-            new_positions=positions.per_row(SLOTS[:3])
-        ),
-        "to_spec must have 1 or 3 heads for k but got 2": move(
-            k=X[..., :4], from_spec=RopeSpec(4), to_spec=HEADS
-        ),
-        "new_positions must have 2 axes for this spec but got 1; call positions.multi_axis": move(
-            to_spec=AXES
-        ),
+        "new_positions must have 1 or 2 rows but got 3": move(new_positions=THREE),
+        "to_spec must have 1 or 3 heads for k but got 2": move(to_spec=HEADS),
+        "new_positions must have 2 axes for this spec but got 1": move(to_spec=AXES),
         f"from_seq_len {LENGTHS}": resized(from_seq_len=[1, 2, 3], to_seq_len=9),
         f"to_seq_len {LENGTHS}": resized(from_seq_len=99, to_seq_len=[1, 2, 3]),
-        "from_seq_len must be given, as the frequencies of DynamicNTK depend on the length": [
-            move(from_spec=spec_of(DYNAMIC)),
-            resized(to_seq_len=9),
-        ],
-        "to_seq_len must be given, as the frequencies of LongRoPE": [
-            move(to_spec=spec_of(LONG)),
-            resized(to_spec=spec_of(LONG), from_seq_len=9),
-        ],
+        "from_seq_len must be given, as the frequencies of DynamicNTK": resized(to_seq_len=9),
+        "from_seq_len must be given": move(from_spec=spec_of(DYNAMIC)),
+        "to_seq_len must be given, as the frequencies of LongRoPE": move(to_spec=spec_of(LONG)),
+        "to_seq_len must be given": resized(from_seq_len=9),
         "layout must be one of bhsd, bshd, sbhd, thd, bsd, sd but got 'bdsh'.": move(layout="bdsh"),
         "to rotate in place call rerotate_": move(out=X.view(3, 2, 5, 12).transpose(0, 1)),
     },
@@ -334,9 +295,7 @@ test_rerotate_ = refusals(
     TypeError={"to_spec must be a RopeSpec but got int.": move_(to_spec=5)},
     ValueError={
         "k must have 4 dimensions for layout 'bhsd' but got 3": move_(k=X[0]),
-        "new_positions must hold one position for each of 5 tokens but got 3": move_(
-            to_spec=spec_of(YaRN(4.0, 4096)), new_positions=torch.arange(3)
-        ),
+        "new_positions must hold one position for each of 5": move_(new_positions=SLOTS[:3]),
         "to_seq_len must be given": move_(to_spec=spec_of(LONG)),
     },
 )
@@ -346,9 +305,8 @@ test_rerotate_ = refusals(
 
 Q, C = torch.zeros(2, 3, 5, 8), torch.zeros(5, 8)
 turn = calls_of(apply_rotary_pos_emb, q=Q, k=None, cos=C, sin=C)
-embedding = calls_of(
-    rotary_embedding, x=Q, cos=torch.zeros(9, 4), sin=torch.zeros(9, 4), position_ids=ints(2, 5)
-)
+LONG_TABLE = torch.zeros(9, 4)
+embedding = calls_of(rotary_embedding, x=Q, cos=LONG_TABLE, sin=LONG_TABLE, position_ids=ints(2, 5))
 
 
 def with_tables(*shape: int, **changes: Any) -> Call:
@@ -363,10 +321,7 @@ test_tables = refusals(
     ValueError={
         "unsqueeze_dim must be the heads dimension of q: 1 or 2": turn(unsqueeze_dim=3),
         "tables must be one of cat, repeat, half, full but got 'neox'.": turn(tables="neox"),
-        "cos and sin must share shape, dtype and device": [
-            turn(sin=C[:, :4]),
-            turn(sin=C.double()),
-        ],
+        "cos and sin must share shape, dtype": [turn(sin=C[:, :4]), turn(sin=C.double())],
         "tables 'half' of width 8 rotate 16 channels but q has 8": turn(tables="half"),
         "tables 'cat' must have an even width but got 5": with_tables(5, 5),
         f"one row for each of 5 tokens but got 4{SELECT}": with_tables(4, 8),
@@ -375,9 +330,7 @@ test_tables = refusals(
         "cos and sin must have 1 or 2 heads for k but got 3": with_tables(2, 3, 5, 8, k=Q[:, :2]),
         "cos and sin must have 2, 3 or 4 dimensions for a q of 4 but got 1": with_tables(8),
         "q and k must have the same number of tokens but got 5 and 4": turn(k=Q[:, :, :4]),
-        "q and k must have the same number of channels but got 8 and 16": turn(
-            k=torch.zeros(2, 3, 5, 16)
-        ),
+        "q and k must have the same number of channels but got 8 and 12": turn(k=X),
         "position_ids must have shape (5,) or (2, 5)": turn(position_ids=ints(3, 5)),
         f"{START} 5": with_tables(5, 4, start=5),
         f"{START} -1": with_tables(5, 4, start=-1),
@@ -387,9 +340,7 @@ test_tables = refusals(
         "q must be a tensor but got None.": turn(q=None),
         f"sin {FLOATING}": turn(sin=C.int()),
         "cos must be a tensor but got None.": turn(cos=None),
-        "position_ids must be int32 or int64 but got float32[5].": turn(
-            position_ids=torch.zeros(5)
-        ),
+        "position_ids must be int32 or int64 but got float32": turn(position_ids=C[:, 0]),
         "start must be an int but got 1.0.": turn(start=1.0),
         "start must be an int but got True.": turn(start=True),
     },
@@ -400,11 +351,7 @@ test_rotary_embedding = refusals(
         "x must have shape (batch, heads, seq, d) with an even d": embedding(x=Q[0]),
         "sin must have shape (n, 4) with position_ids": embedding(sin=torch.zeros(9, 3)),
     },
-    IndexError={
-        "position_ids must lie in [0, 9), the rows of cos and sin": embedding(
-            position_ids=ints(2, 5) + 9
-        )
-    },
+    IndexError={"position_ids must lie in [0, 9)": embedding(position_ids=ints(2, 5) + 9)},
 )
 
 
@@ -412,15 +359,15 @@ test_rotary_embedding = refusals(
 
 INTERLEAVED = RopeSpec(8, interleaved=True)
 QUERY, KEY, VALUE = torch.zeros(2, 4, 7, 8), torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7, 5)
-MEMORY = torch.zeros(2, 2, 8, 5)
+MEMORY, PACK = torch.zeros(2, 2, 8, 5), positions.packed(torch.tensor([0, 2, 7]))
 scan = calls_of(polar_scan, q=QUERY, k=KEY, v=VALUE, spec=INTERLEAVED)
 NO_STATE = "state must be None or a state returned by polar_scan but got"
 DECAY = "log_decay must have shape (), (2|1, 8|1) or (2|1, 2|1, 7|1, 8|1)"
 OF_STATE = "state must have a memory float32[2, 2, 8, 5] for this q, k and v"
 
 
-def remembered(memory: Any, tokens: Any = 1) -> Call:
-    return scan(state=PolarState(memory, tokens))
+def remembered(memory: Any, tokens: Any = 1, **more: Any) -> Call:
+    return scan(state=PolarState(memory, tokens), **more)
 
 
 test_scan = refusals(
@@ -448,20 +395,14 @@ test_scan = refusals(
         "the same number of tokens but got 7 and 6": scan(q=QUERY.half(), k=KEY[:, :, 1:].half()),
         "q and k must share dtype and device": scan(q=QUERY.bfloat16(), k=KEY.half()),
         "chunk must be positive but got 0.": scan(chunk=0),
-        "layout must be one of bhsd, bshd, sbhd but got 'thd'.": scan(
-            q=QUERY[0], k=KEY[0], v=VALUE[0], layout="thd"
-        ),
+        "layout must be one of bhsd, bshd, sbhd but got 'thd'.": scan(layout="thd"),
         "q must have head_dim 8 in its last dimension": scan(q=QUERY[..., :7], k=KEY[..., :7]),
         "v must have the 2 rows, 2 heads and 7 tokens of k": scan(v=VALUE[:, :, 1:]),
         "log_decay must be at most 0 but reaches 0.5": scan(log_decay=torch.full((2, 1), 0.5)),
         "log_decay must be at most 0 but got 0.5.": scan(log_decay=0.5),
         f"{DECAY}": [scan(log_decay=torch.zeros(8)), scan(log_decay=torch.zeros(4, 1))],
-        "positions must be of one sequence in each row": scan(
-            positions=positions.packed(torch.tensor([0, 5, 7]))
-        ),
-        "seq_len must be given with a state": scan(
-            spec=RopeSpec(8, scaling=DynamicNTK(2.0, 16)), state=PolarState(MEMORY, 1)
-        ),
+        "positions must be of one sequence in each row": scan(positions=PACK),
+        "seq_len must be given with a state": remembered(MEMORY, spec=spec_of(DYNAMIC)),
         OF_STATE: [remembered(MEMORY[..., 1:]), remembered(MEMORY.double())],
     },
 )
@@ -469,13 +410,10 @@ test_scan = refusals(
 
 # --- LRPE -----------------------------------------------------------------------------------------
 
-STILL = torch.zeros(2, 5, 4, 16)
-THETA = (
-    "theta must have shape (8,), (4, 8), (1, 8), (4,) or (4, 1); fewer than 8 pairs are accepted"
-)
+STILL, WIDE = torch.zeros(2, 5, 4, 16), torch.zeros(2, 5, 8, 16)
+THETA = "theta must have shape (8,), (4, 8), (1, 8), (4,) or (4, 1); fewer than 8 pairs are"
 OVER = "dim must be -1 (the channels of a head) or 1 (the tokens) for act 'softmax' but got"
 WHOLE = "offset must be 0 for a softmax over the tokens, which needs all of them in one call"
-PACK = positions.packed(torch.tensor([0, 2, 5]))
 
 
 def refusals_of_lrpe(function: Callable[..., object]) -> Callable[..., None]:
@@ -490,10 +428,7 @@ def refusals_of_lrpe(function: Callable[..., object]) -> Callable[..., None]:
             "theta must be a floating tensor but got 0.5.": wrong(theta=0.5),
             "theta must be a floating tensor but got int64[8].": wrong(theta=ints(8)),
             "act must be None, one of none, relu,": wrong(act=3),
-            "act must be a single value for one tensor but got a pair": [
-                wrong(act=("relu", "relu")),
-                wrong(act=("softmax", "relu"), dim=1),
-            ],
+            "act must be a single value for one tensor": softmax(act=("softmax", "relu"), dim=1),
             "dim must be an int but got 1.0.": softmax(dim=1.0),
             "dim must be an int but got True.": softmax(dim=True),
             "offset must be an int but got 1.5.": wrong(offset=1.5),
@@ -508,32 +443,19 @@ def refusals_of_lrpe(function: Callable[..., object]) -> Callable[..., None]:
             "must lie in [0, 16) but got [2, 18)": wrong(start=2, rotary_dim=16),
             "theta is on meta but x is on cpu": wrong(theta=torch.zeros(8, device="meta")),
             THETA: [wrong(theta=torch.zeros(shape)) for shape in ((9,), (3, 8), (1, 4, 8), ())],
-            "theta must have shape (4,) or (4, 1) for theta_axis='head'": wrong(
-                theta=torch.zeros(4, 8), theta_axis="head"
-            ),
-            "theta must have shape (8,), (4, 8) or (1, 8); fewer": wrong(
-                theta=torch.zeros(9), theta_axis="pair"
-            ),
-            "theta_axis must be one of auto, head, pair but got 'heads'.": wrong(
-                theta_axis="heads"
-            ),
-            "theta may mean one angle for each of 8 heads or of 8 pairs": wrong(
-                x=STILL.repeat(1, 1, 2, 1)
-            ),
+            "theta must have shape (4,) or (4, 1) for theta_axis='head'": wrong(theta_axis="head"),
+            "theta must have shape (8,), (4, 8) or (1, 8); ": wrong(theta=K[0], theta_axis="pair"),
+            "theta_axis must be one of auto, head, pair but got": wrong(theta_axis="heads"),
+            "theta may mean one angle for each of 8 heads or of 8 pairs": wrong(x=WIDE),
             "act must be one of none, relu,": wrong(act="swish"),
             "dim must be None for act 'relu' but got -1": wrong(act="relu", dim=-1),
             "dim must be None for act 'none' but got 1": wrong(dim=1),
             **{f"{OVER} {dim}": softmax(dim=dim) for dim in (None, 0, 2, 4, -2)},
-            WHOLE: [
-                softmax(dim=1, offset=3),
-                softmax(dim=-3, offset=ints(2)),
-                softmax(dim=1, offset=PACK),
-            ],
+            WHOLE: [softmax(dim=dim, offset=at) for dim, at in ((1, 3), (-3, ints(2)), (1, PACK))],
             "offset must have 1 axis but got 2": wrong(offset=positions.multi_axis(ints(2, 5))),
             "an offset must fit in 64 bits but got": wrong(offset=2**63),
             "offset must be an int or have shape (2,)": [
-                wrong(offset=ints(3)),
-                wrong(offset=ints()),
+                wrong(offset=at) for at in (SLOTS, SLOTS[0])
             ],
         },
     )
