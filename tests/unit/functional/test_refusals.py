@@ -24,6 +24,7 @@ from tightrope.functional import (
     rerotate,
     rerotate_,
     rotary_embedding,
+    rotary_pos_embedding,
     rotate,
     rotate_,
     rotate_qk,
@@ -97,6 +98,17 @@ test_out_of_both = refusals(
         f"{PAIR} None for q; pass torch.empty_like(q).": both(k=None, out=(None, 3)),
         "q must be a tensor but got None; to rotate k alone, call rotate(k, …).": both(q=None),
     },
+)
+whole = calls_of(rotary_pos_embedding, input_=X)
+test_rotary_pos_embedding = refusals(
+    "rotary_pos_embedding",
+    ValueError={
+        "position_ids must have shape (5,)": [
+            whole(position_ids=ids) for ids in ([0] * 5, ints(4))
+        ],
+        "input_ must have shape (..., seq_len, embed_dim)": whole(input_=X[0, 0, 0]),
+    },
+    TypeError={"input_ must be a tensor but got 3.": whole(input_=3)},
 )
 test_k_alone = refusals(TypeError={"[rotate_qk_] q …": both_(q=None), "rotate_(k": both_(q=None)})
 
