@@ -40,10 +40,7 @@ ALLOWED = {
     "tests/repository": " ".join(OURS),
     "ci": "tightrope tightrope_tools ci benchmarks.pages tests.support",
 }
-IN_FAMILIES = {
-    "unit/config/test_byclass": ("quiet", "refreshed_rows"),
-    "support/class_files": ("COUNTS", "PATH", "classes", "quiet"),
-}
+IN_FAMILIES = {"unit/config/test_classes": ("COUNTS", "PATH", "classes", "quiet", "refreshed_rows")}
 # (file, import) -> why.
 EXCEPTIONS = {
     **dict.fromkeys(
