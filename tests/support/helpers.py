@@ -39,31 +39,46 @@ def refused(kind: type[Exception], text: str) -> AbstractContextManager[object]:
 Call: TypeAlias = Callable[[], object]
 
 
-def refusals(of: str = "", **errors: Mapping[str, Call | list[Call]]) -> Callable[..., None]:
-    """Return a test that calls raise errors with given texts, with a case for each.
+#: The form of every error about bad input: ``[rotate] x must … (x: float32[2, 8]).``
+SENTENCE = re.compile(r"\[\w[\w.]*\] \S.*[^.…]\.")
+
+
+def assert_form(error: Exception, kind: type[Exception], of: str = "") -> None:
+    """Assert that an error about bad input is plain and one sentence, and names its operation.
 
     Args:
-        of: the operation that all texts begin with, in brackets; "" if each text has its own.
-        errors: the call or calls of each text, for each type of error. A text that ends with a full stop
-            is the whole one, or, if it begins with "…", its end. One that ends with "…" is its beginning.
-            Any other is a phrase in it: the text must then be a sentence after the name of an operation.
+        kind: its exact type; a derived one would show a name of this library's own.
+        of: the operation that it must name; "" for any.
     """
-    start = f"[{of}] " if of else ""
+    text = str(error)
+    assert type(error) is kind, repr(error)
+    assert SENTENCE.fullmatch(text), text
+    assert text.startswith(f"[{of}] ") or not of, text
+    assert error.__suppress_context__ or error.__context__ is None, text
+
+
+def refusals(of: str = "", **errors: Mapping[str, Call | list[Call]]) -> Callable[..., None]:
+    """Return a test that calls are refused: a row has a type of error, a phrase, and the call.
+
+    The phrase carries the rule, and is found anywhere in the text; an "…" at either end is left out. What all
+    texts have in common is checked by :func:`assert_form`.
+
+    Args:
+        of: the operation that all errors name; "" if it differs, or is a part of the phrases.
+        errors: the call or calls of each phrase, for each type of error.
+    """
     rows = [
-        pytest.param(getattr(builtins, kind), text, call, id=start + text)
-        for kind, sentences in errors.items()
-        for text, calls in sentences.items()
+        pytest.param(getattr(builtins, kind), phrase.strip("…"), call, id=phrase)
+        for kind, phrases in errors.items()
+        for phrase, calls in phrases.items()
         for call in (calls if isinstance(calls, list) else [calls])
     ]
 
-    @pytest.mark.parametrize("kind, text, call", rows)
-    def test(kind: type[Exception], text: str, call: Call) -> None:
-        head = re.escape(start)
-        if text.startswith("…") or not text.endswith((".", "…")):
-            head = "" if text.startswith("[") else (head or r"\[[\w.]+\] ") + ".*"
-        tail = {".": "$", "…": ""}.get(text[-1], r".*\.$")
-        with pytest.raises(kind, match=f"^{head}{re.escape(text.strip('…'))}{tail}"):
+    @pytest.mark.parametrize("kind, phrase, call", rows)
+    def test(kind: type[Exception], phrase: str, call: Call) -> None:
+        with pytest.raises(kind, match=re.escape(phrase)) as caught:
             call()
+        assert_form(caught.value, kind, of)
 
     return test
 
