@@ -1,4 +1,4 @@
-"""The command line: commands end to end, Ctrl-C, wrong options, and a missing `tools` extra."""
+"""Commands in processes of their own: imports, a missing `tools` extra, Ctrl-C, closed pipes, kills, memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 import tightrope
+from tests.support.checkpoints import LLAMA, contents, llama_tensors, write
 from tests.support.command import call, interrupted, python
 from tests.support.helpers import ROOT
 from tightrope import RopeSpec, __main__ as program
 from tightrope_tools import command
-from tightrope_tools.cli._output import progress
 
 COMMANDS = ("inspect", "audit", "convert", "detect", "info")
 PYPROJECT = ROOT / "pyproject.toml"
@@ -39,16 +39,6 @@ def imports(*arguments: str) -> tuple[str, set[str]]:
     return done.stdout, set(done.stderr.split())
 
 
-def test_progress_off_a_terminal_is_a_few_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress("work") as update:
-        for index in range(101):
-            update(index / 100, f"[{index}]")
-    output, error = capsys.readouterr()
-    assert output == ""
-    lines = error.splitlines()
-    assert (len(lines), lines[0], lines[-1]) == (11, "work   0%  [0]", "work 100%  [100]")
-
-
 # --- the command line itself ----------------------------------------------------------------------
 
 
@@ -61,30 +51,6 @@ def test_version_of_source_that_is_not_installed() -> None:
         "print(tightrope.__version__)"
     )
     assert python("-c", code).stdout == "0+uninstalled\n"
-
-
-@pytest.mark.parametrize("arguments", ["", "--help", *(f"{name} --help" for name in COMMANDS)])
-def test_help_has_an_example(arguments: str) -> None:
-    code, output, _ = call(command.main, *arguments.split())
-    assert code == 0
-    assert "Example" in output
-    assert f"tightrope {arguments.removesuffix('--help').strip() or 'inspect'}" in output
-
-
-@pytest.mark.parametrize(
-    "arguments, about",
-    [
-        ("inspect --context soon", "--context"),
-        (f"inspect {__file__}/below", "No such file or directory"),
-        ("audit llama --sped", "--sped"),
-        ("sing", "sing"),
-    ],
-)
-def test_a_wrong_option_is_one_line(arguments: str, about: str) -> None:
-    code, output, error = call(command.main, *arguments.split())
-    assert (code, output, error.count("\n")) == (2, "", 1)
-    assert error.startswith("Error: ")
-    assert about in error
 
 
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys({0!r}));" + SCRIPT
@@ -195,3 +161,80 @@ def test_a_closed_pipe_is_no_finding(tmp_path: Path, arguments: str) -> None:
     assert done.returncode == 141, done.stderr
     assert "rror" not in done.stderr
     assert not any(path.name.endswith("partial") for path in tmp_path.iterdir())
+
+
+# --- audit and convert ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+def test_ctrl_c_ends_both_processes_of_an_audit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "import sys, time\nsys.stderr.write('begun\\n')\nsys.stderr.flush()\ntime.sleep(60)\n"
+    Path("slow_rope.py").write_text(text, encoding="utf-8")
+    paths = f"{ROOT}:{ROOT / 'src'}"
+    code, rest = interrupted(SCRIPT, "audit", "slow_rope:f", at="begun", PYTHONPATH=paths)
+    assert code == 130
+    assert "Traceback" not in rest
+
+
+def test_wrong_use_that_the_other_process_finds(capfd: pytest.CaptureFixture[str]) -> None:
+    name = "tests.tools.cli.audited"
+    code, output, error = call(command.main, "audit", "--isolate", f"{name}:f")
+    assert (code, output) == (2, "")
+    error += "".join(capfd.readouterr())
+    assert f"module '{name}' must define 'f' but does not" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["_copy", "_reorder", "_mark"])
+def test_ctrl_c_removes_written_files(tmp_path: Path, step: str) -> None:
+    # The step waits, so that the signal arrives before it.
+    script = (
+        "import sys, time; from tightrope_tools.convert import run\n"
+        "def slow(*_): print('begun', flush=True); time.sleep(30)\n"
+        f"run.{step} = slow\n"
+        "from tightrope_tools.command import main; sys.exit(main())"
+    )
+    source = write(tmp_path / "model", llama_tensors(), shards=2)
+    before = contents(source)
+    arguments = ["convert", str(source), str(tmp_path / "out"), "--to", "interleaved", "--json"]
+    for sent, wanted, left in (
+        (signal.SIGKILL, -9, {"model", "out.partial"}),
+        (signal.SIGINT, 130, {"model"}),
+    ):
+        code, rest = interrupted(script, *arguments, at="begun", sent=sent)
+        assert code == wanted
+        assert "Traceback" not in rest
+        assert {path.name for path in tmp_path.iterdir()} == left
+        assert contents(source) == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of a process from Linux")
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    """Converting 220 MB takes at most 128 MB more than `tightrope info`, there and back, and the bytes are the same."""
+    config = {**LLAMA, "hidden_size": 1024, "num_hidden_layers": 40}
+    tensors = llama_tensors(config, dtype=torch.bfloat16)
+    source = write(tmp_path / "model", tensors, config, shards=16)
+    script = (
+        "import sys; from tightrope_tools.command import main; code = main()\n"
+        "print(*[line for line in open('/proc/self/status') if line.startswith('VmHWM')])\n"
+        "sys.exit(code)"
+    )
+
+    def peak(*arguments: object) -> int:
+        done = python("-c", script, *arguments)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout.split()[-2]) // 1024
+
+    before = peak("info")
+    assert peak("convert", source, tmp_path / "there", "--to", "interleaved") < before + 128
+    back = tmp_path / "back"
+    assert peak("convert", tmp_path / "there", back, "--to", "half", "--verify") < before + 128
+    for shard in source.glob("*.safetensors"):
+        assert (back / shard.name).read_bytes() == shard.read_bytes()
+        assert (tmp_path / "there" / shard.name).read_bytes() != shard.read_bytes()
