@@ -39,6 +39,16 @@ def refused(kind: type[Exception], text: str) -> AbstractContextManager[object]:
 Call: TypeAlias = Callable[[], object]
 
 
+def assert_refused(kind: type[Exception], of: str, text: str, call: Call) -> None:
+    """Assert that a call raises an error with this text; see :func:`refusals`."""
+    head = re.escape(f"[{of}] " if of else "")
+    if text.startswith("…") or not text.endswith((".", "…")):
+        head = "" if text.startswith("[") else (head or r"\[[\w.]+\] ") + ".*"
+    tail = {".": "$", "…": ""}.get(text[-1], r".*\.$")
+    with pytest.raises(kind, match=f"^{head}{re.escape(text.strip('…'))}{tail}"):
+        call()
+
+
 def refusals(of: str = "", **errors: Mapping[str, Call | list[Call]]) -> Callable[..., None]:
     """Return a test that calls raise errors with given texts, with a case for each.
 
@@ -48,9 +58,8 @@ def refusals(of: str = "", **errors: Mapping[str, Call | list[Call]]) -> Callabl
             is the whole one, or, if it begins with "…", its end. One that ends with "…" is its beginning.
             Any other is a phrase in it: the text must then be a sentence after the name of an operation.
     """
-    start = f"[{of}] " if of else ""
     rows = [
-        pytest.param(getattr(builtins, kind), text, call, id=start + text)
+        pytest.param(getattr(builtins, kind), text, call, id=f"[{of}] {text}" if of else text)
         for kind, sentences in errors.items()
         for text, calls in sentences.items()
         for call in (calls if isinstance(calls, list) else [calls])
@@ -58,12 +67,7 @@ def refusals(of: str = "", **errors: Mapping[str, Call | list[Call]]) -> Callabl
 
     @pytest.mark.parametrize("kind, text, call", rows)
     def test(kind: type[Exception], text: str, call: Call) -> None:
-        head = re.escape(start)
-        if text.startswith("…") or not text.endswith((".", "…")):
-            head = "" if text.startswith("[") else (head or r"\[[\w.]+\] ") + ".*"
-        tail = {".": "$", "…": ""}.get(text[-1], r".*\.$")
-        with pytest.raises(kind, match=f"^{head}{re.escape(text.strip('…'))}{tail}"):
-            call()
+        assert_refused(kind, of, text, call)
 
     return test
 
