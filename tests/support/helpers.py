@@ -57,6 +57,13 @@ def assert_form(error: Exception, kind: type[Exception], of: str = "") -> None:
     assert error.__suppress_context__ or error.__context__ is None, text
 
 
+def assert_refused(kind: type[Exception], of: str, phrase: str, call: Call) -> None:
+    """Assert that a call is refused by a sentence with this phrase; see :func:`refusals`."""
+    with pytest.raises(kind, match=re.escape(phrase.strip("…"))) as caught:
+        call()
+    assert_form(caught.value, kind, of)
+
+
 def refusals(of: str = "", **errors: Mapping[str, Call | list[Call]]) -> Callable[..., None]:
     """Return a test that calls are refused: a row has a type of error, a phrase, and the call.
 
@@ -68,17 +75,15 @@ def refusals(of: str = "", **errors: Mapping[str, Call | list[Call]]) -> Callabl
         errors: the call or calls of each phrase, for each type of error.
     """
     rows = [
-        pytest.param(getattr(builtins, kind), phrase.strip("…"), call, id=phrase)
-        for kind, phrases in errors.items()
-        for phrase, calls in phrases.items()
+        pytest.param(getattr(builtins, kind), text, call, id=f"[{of}] {text}" if of else text)
+        for kind, sentences in errors.items()
+        for text, calls in sentences.items()
         for call in (calls if isinstance(calls, list) else [calls])
     ]
 
-    @pytest.mark.parametrize("kind, phrase, call", rows)
-    def test(kind: type[Exception], phrase: str, call: Call) -> None:
-        with pytest.raises(kind, match=re.escape(phrase)) as caught:
-            call()
-        assert_form(caught.value, kind, of)
+    @pytest.mark.parametrize("kind, text, call", rows)
+    def test(kind: type[Exception], text: str, call: Call) -> None:
+        assert_refused(kind, of, text, call)
 
     return test
 

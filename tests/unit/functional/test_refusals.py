@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.autograd.forward_ad as fwAD
 
 from tests.support.helpers import noise, refusals, refused
 from tests.support.matrix import every_backend
+from tests.support.refused_calls import refused_calls
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
@@ -98,17 +100,6 @@ test_out_of_both = refusals(
         f"{PAIR} None for q; pass torch.empty_like(q).": both(k=None, out=(None, 3)),
         "q must be a tensor but got None; to rotate k alone, call rotate(k, …).": both(q=None),
     },
-)
-whole = calls_of(rotary_pos_embedding, input_=X)
-test_rotary_pos_embedding = refusals(
-    "rotary_pos_embedding",
-    ValueError={
-        "position_ids must have shape (5,)": [
-            whole(position_ids=ids) for ids in ([0] * 5, ints(4))
-        ],
-        "input_ must have shape (..., seq_len, embed_dim)": whole(input_=X[0, 0, 0]),
-    },
-    TypeError={"input_ must be a tensor but got 3.": whole(input_=3)},
 )
 test_k_alone = refusals(TypeError={"[rotate_qk_] q …": both_(q=None), "rotate_(k": both_(q=None)})
 
@@ -266,7 +257,7 @@ def spec_of(scaling: Any = None, rotary_dim: int = 8, start: int = 2, **more: An
 
 
 DYNAMIC, LONG = DynamicNTK(2.0, 4096), LongRoPE((1.0,) * 4, (2.0,) * 4, 4096, factor=32.0)
-HEADS, AXES = spec_of(Given(((1.0,) * 4,) * 2)), spec_of(axes=Axes.blocks((2, 2)))
+TWO_HEADS, AXES = spec_of(Given(((1.0,) * 4,) * 2)), spec_of(axes=Axes.blocks((2, 2)))
 THREE = positions.per_row(SLOTS[:3])
 MOVE = {"k": X, "from_spec": SPEC, "to_spec": SPEC, "positions": 5, "new_positions": 0}
 move, move_ = calls_of(rerotate, **MOVE), calls_of(rerotate_, **MOVE)
@@ -290,7 +281,7 @@ test_rerotate = refusals(
             move(positions=SLOTS[:3], new_positions=new) for new in (0, None)
         ],
         "new_positions must have 1 or 2 rows but got 3": move(new_positions=THREE),
-        "to_spec must have 1 or 3 heads for k but got 2": move(to_spec=HEADS),
+        "to_spec must have 1 or 3 heads for k but got 2": move(to_spec=TWO_HEADS),
         "new_positions must have 2 axes for this spec but got 1": move(to_spec=AXES),
         f"from_seq_len {LENGTHS}": resized(from_seq_len=[1, 2, 3], to_seq_len=9),
         f"to_seq_len {LENGTHS}": resized(from_seq_len=99, to_seq_len=[1, 2, 3]),
@@ -313,68 +304,27 @@ test_rerotate_ = refusals(
 )
 
 
-# --- tables ---------------------------------------------------------------------------------------
+# --- tables, the scan and LRPE --------------------------------------------------------------------
 
-Q, C = torch.zeros(2, 3, 5, 8), torch.zeros(5, 8)
-turn = calls_of(apply_rotary_pos_emb, q=Q, k=None, cos=C, sin=C)
-LONG_TABLE = torch.zeros(9, 4)
-embedding = calls_of(rotary_embedding, x=Q, cos=LONG_TABLE, sin=LONG_TABLE, position_ids=ints(2, 5))
-
-
-def with_tables(*shape: int, **changes: Any) -> Call:
-    return turn(cos=torch.zeros(shape), sin=torch.zeros(shape), **changes)
-
-
-START = "start must lie between 0 and 4, because tables 'cat' of width 4 rotate 4 channels, but got"
-FLOATING = "must be float32, float64, bfloat16 or float16 but got int32"
-SELECT = "; give position_ids to select rows"
-test_tables = refusals(
-    "apply_rotary_pos_emb",
-    ValueError={
-        "unsqueeze_dim must be the heads dimension of q: 1 or 2": turn(unsqueeze_dim=3),
-        "tables must be one of cat, repeat, half, full but got 'neox'.": turn(tables="neox"),
-        "cos and sin must share shape, dtype": [turn(sin=C[:, :4]), turn(sin=C.double())],
-        "tables 'half' of width 8 rotate 16 channels but q has 8": turn(tables="half"),
-        "tables 'cat' must have an even width but got 5": with_tables(5, 5),
-        f"one row for each of 5 tokens but got 4{SELECT}": with_tables(4, 8),
-        f"one row for each of 3 tokens but got 5{SELECT}": turn(unsqueeze_dim=2),
-        "cos and sin must have 1 or 2 rows but got 3": with_tables(3, 5, 8),
-        "cos and sin must have 1 or 2 heads for k but got 3": with_tables(2, 3, 5, 8, k=Q[:, :2]),
-        "cos and sin must have 2, 3 or 4 dimensions for a q of 4 but got 1": with_tables(8),
-        "q and k must have the same number of tokens but got 5 and 4": turn(k=Q[:, :, :4]),
-        "q and k must have the same number of channels but got 8 and 12": turn(k=X),
-        "position_ids must have shape (5,) or (2, 5)": turn(position_ids=ints(3, 5)),
-        f"{START} 5": with_tables(5, 4, start=5),
-        f"{START} -1": with_tables(5, 4, start=-1),
-    },
-    TypeError={
-        f"q {FLOATING}": turn(q=Q.int()),
-        "q must be a tensor but got None.": turn(q=None),
-        f"sin {FLOATING}": turn(sin=C.int()),
-        "cos must be a tensor but got None.": turn(cos=None),
-        "position_ids must be int32 or int64 but got float32": turn(position_ids=C[:, 0]),
-        "start must be an int but got 1.0.": turn(start=1.0),
-        "start must be an int but got True.": turn(start=True),
+Q, C, TABLE = torch.zeros(2, 3, 5, 8), torch.zeros(5, 8), torch.zeros(9, 4)
+HEADS = {"q": torch.zeros(2, 4, 7, 8), "k": torch.zeros(2, 2, 7, 8), "v": torch.zeros(2, 2, 7, 5)}
+LRPE = {"x": torch.zeros(2, 5, 4, 16), "theta": torch.zeros(8)}
+embedding = partial(rotary_embedding, x=Q, cos=TABLE, sin=TABLE, position_ids=ints(2, 5))
+test_calls = refused_calls(
+    Path(__file__).with_name("refused_calls.jsonl"),
+    {
+        "apply_rotary_pos_emb": partial(apply_rotary_pos_emb, q=Q, k=None, cos=C, sin=C),
+        "rotary_embedding": embedding,
+        "rotary_pos_embedding": partial(rotary_pos_embedding, input_=X),
+        "polar_scan": partial(polar_scan, spec=RopeSpec(8, interleaved=True), **HEADS),
+        "lrpe_rotate_1d": partial(lrpe_rotate_1d, **LRPE),
+        "lrpe_rotate_1d_": partial(lrpe_rotate_1d_, **LRPE),
     },
 )
-test_rotary_embedding = refusals(
-    "rotary_embedding",
-    ValueError={
-        "x must have shape (batch, heads, seq, d) with an even d": embedding(x=Q[0]),
-        "sin must have shape (n, 4) with position_ids": embedding(sin=torch.zeros(9, 3)),
-    },
-    IndexError={"position_ids must lie in [0, 9)": embedding(position_ids=ints(2, 5) + 9)},
-)
 
-
-# --- the scan -------------------------------------------------------------------------------------
-
-INTERLEAVED = RopeSpec(8, interleaved=True)
-QUERY, KEY, VALUE = torch.zeros(2, 4, 7, 8), torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7, 5)
 MEMORY, PACK = torch.zeros(2, 2, 8, 5), positions.packed(torch.tensor([0, 2, 7]))
-scan = calls_of(polar_scan, q=QUERY, k=KEY, v=VALUE, spec=INTERLEAVED)
+scan = calls_of(polar_scan, spec=RopeSpec(8, interleaved=True), **HEADS)
 NO_STATE = "state must be None or a state returned by polar_scan but got"
-DECAY = "log_decay must have shape (), (2|1, 8|1) or (2|1, 2|1, 7|1, 8|1)"
 OF_STATE = "state must have a memory float32[2, 2, 8, 5] for this q, k and v"
 
 
@@ -385,95 +335,33 @@ def remembered(memory: Any, tokens: Any = 1, **more: Any) -> Call:
 test_scan = refusals(
     "polar_scan",
     TypeError={
-        "k must be a tensor but got None.": scan(k=None),
         f"{NO_STATE} PolarState(memory=None, tokens=1).": remembered(None),
         f"{NO_STATE} a PolarState.": remembered(MEMORY, 1.5),
-        f"{NO_STATE} 3.": scan(state=3),
         f"the memory of state {SPARSE}": remembered(MEMORY.to_sparse()),
-        f"v {SPARSE}": scan(v=VALUE.to_sparse()),
+        f"v {SPARSE}": scan(v=HEADS["v"].to_sparse()),
         f"log_decay {SPARSE}": scan(log_decay=torch.zeros(2, 1).to_sparse()),
-        "v must be a tensor of torch.bfloat16 on cpu": scan(q=QUERY.bfloat16(), k=KEY.bfloat16()),
-        "v must be a tensor of torch.float32 on cpu": scan(v=VALUE.double()),
-        "chunk must be an int but got 1.5.": scan(chunk=1.5),
-        "log_decay must be floating but got torch.int64.": scan(log_decay=ints(2, 1)),
-        "log_decay must be None, a number or a tensor but got 'slow'.": scan(log_decay="slow"),
     },
     ValueError={
-        "…a multiple of that of k, 0, but got 4.": scan(k=KEY[:, :0], v=VALUE[:, :0]),
-        "…a multiple of that of k, 2, but got 3.": scan(q=QUERY[:, :3]),
-        "log_decay is on meta but k is on cpu": scan(log_decay=torch.zeros(2, 1, device="meta")),
         "state is on meta but k is on cpu": remembered(MEMORY.to("meta")),
-        "form must be one of chunked, step but got 'parallel'.": scan(form="parallel"),
-        "the same number of tokens but got 7 and 6": scan(q=QUERY.half(), k=KEY[:, :, 1:].half()),
-        "q and k must share dtype and device": scan(q=QUERY.bfloat16(), k=KEY.half()),
-        "chunk must be positive but got 0.": scan(chunk=0),
-        "layout must be one of bhsd, bshd, sbhd but got 'thd'.": scan(layout="thd"),
-        "q must have head_dim 8 in its last dimension": scan(q=QUERY[..., :7], k=KEY[..., :7]),
-        "v must have the 2 rows, 2 heads and 7 tokens of k": scan(v=VALUE[:, :, 1:]),
-        "log_decay must be at most 0 but reaches 0.5": scan(log_decay=torch.full((2, 1), 0.5)),
-        "log_decay must be at most 0 but got 0.5.": scan(log_decay=0.5),
-        f"{DECAY}": [scan(log_decay=torch.zeros(8)), scan(log_decay=torch.zeros(4, 1))],
         "positions must be of one sequence in each row": scan(positions=PACK),
         "seq_len must be given with a state": remembered(MEMORY, spec=spec_of(DYNAMIC)),
         OF_STATE: [remembered(MEMORY[..., 1:]), remembered(MEMORY.double())],
     },
 )
-
-
-# --- LRPE -----------------------------------------------------------------------------------------
-
-STILL, WIDE = torch.zeros(2, 5, 4, 16), torch.zeros(2, 5, 8, 16)
-THETA = "theta must have shape (8,), (4, 8), (1, 8), (4,) or (4, 1); fewer than 8 pairs are"
-OVER = "dim must be -1 (the channels of a head) or 1 (the tokens) for act 'softmax' but got"
-WHOLE = "offset must be 0 for a softmax over the tokens, which needs all of them in one call"
-
-
-def refusals_of_lrpe(function: Callable[..., object]) -> Callable[..., None]:
-    wrong = calls_of(function, x=STILL, theta=torch.zeros(8))
-    softmax = calls_of(function, x=STILL, theta=torch.zeros(8), act="softmax")
-    return refusals(
-        function.__name__,
-        TypeError={
-            "x must be a tensor but got 3.": wrong(x=3),
-            "x must be float32, float64, bfloat16 or float16 but got int64": wrong(x=STILL.long()),
-            "start must be an int but got 1.5.": wrong(start=1.5),
-            "theta must be a floating tensor but got 0.5.": wrong(theta=0.5),
-            "theta must be a floating tensor but got int64[8].": wrong(theta=ints(8)),
-            "act must be None, one of none, relu,": wrong(act=3),
-            "act must be a single value for one tensor": softmax(act=("softmax", "relu"), dim=1),
-            "dim must be an int but got 1.0.": softmax(dim=1.0),
-            "dim must be an int but got True.": softmax(dim=True),
-            "offset must be an int but got 1.5.": wrong(offset=1.5),
-            "offset must be an int but got True.": wrong(offset=True),
-            "offset must be an int but got None.": wrong(offset=None),
-            "offset must be int32, int64, float32 or float64": wrong(offset=ints(2).bool()),
-        },
-        ValueError={
-            "x must have shape (batch, tokens, heads, channels) or": wrong(x=STILL[0, 0]),
-            "rotary_dim must be even but got 15": wrong(x=STILL[..., :15]),
-            "rotary_dim must be even but got 5": wrong(rotary_dim=5),
-            "must lie in [0, 16) but got [2, 18)": wrong(start=2, rotary_dim=16),
-            "theta is on meta but x is on cpu": wrong(theta=torch.zeros(8, device="meta")),
-            THETA: [wrong(theta=torch.zeros(shape)) for shape in ((9,), (3, 8), (1, 4, 8), ())],
-            "theta must have shape (4,) or (4, 1) for theta_axis='head'": wrong(theta_axis="head"),
-            "theta must have shape (8,), (4, 8) or (1, 8); ": wrong(theta=K[0], theta_axis="pair"),
-            "theta_axis must be one of auto, head, pair but got": wrong(theta_axis="heads"),
-            "theta may mean one angle for each of 8 heads or of 8 pairs": wrong(x=WIDE),
-            "act must be one of none, relu,": wrong(act="swish"),
-            "dim must be None for act 'relu' but got -1": wrong(act="relu", dim=-1),
-            "dim must be None for act 'none' but got 1": wrong(dim=1),
-            **{f"{OVER} {dim}": softmax(dim=dim) for dim in (None, 0, 2, 4, -2)},
-            WHOLE: [softmax(dim=dim, offset=at) for dim, at in ((1, 3), (-3, ints(2)), (1, PACK))],
-            "offset must have 1 axis but got 2": wrong(offset=positions.multi_axis(ints(2, 5))),
-            "an offset must fit in 64 bits but got": wrong(offset=2**63),
-            "offset must be an int or have shape (2,)": [
-                wrong(offset=at) for at in (SLOTS, SLOTS[0])
-            ],
-        },
-    )
-
-
-test_lrpe, test_lrpe_ = map(refusals_of_lrpe, (lrpe_rotate_1d, lrpe_rotate_1d_))
+lrpe, lrpe_ = (calls_of(f, **LRPE) for f in (lrpe_rotate_1d, lrpe_rotate_1d_))
+TWO_AXES, OVER_TOKENS = positions.multi_axis(ints(2, 5)), {"act": "softmax", "dim": 1}
+test_positions = refusals(
+    ValueError={
+        "offset must have 1 axis but got 2": [lrpe(offset=TWO_AXES), lrpe_(offset=TWO_AXES)],
+        "offset must be 0 for a softmax over the tokens": [
+            lrpe(offset=PACK, **OVER_TOKENS),
+            lrpe_(offset=PACK, **OVER_TOKENS),
+        ],
+    },
+    IndexError={
+        "position_ids must lie in [0, 9)": partial(embedding, position_ids=ints(2, 5) + 9),
+    },
+)
 
 
 def test_a_softmax_over_the_tokens_is_refused_in_place() -> None:

@@ -200,12 +200,9 @@ def test_made_on_the_meta_device_and_of_fake_tensors(make: Any, wanted: Any) -> 
     assert (meta.offset, meta.add_index) == (right.offset, right.add_index)
 
 
+# Beside those of tests/support/calls.py.
 FLOATING: dict[str, Callable[[torch.Tensor], positions.PositionsLike]] = {
-    "ids": lambda p: p[0],
-    "ids per row": lambda p: p[:2],
-    "offset per row": lambda p: per_row(p[:2, 0]),
     "packed": lambda p: packed(torch.tensor([0, 3, 8]), p[0, :2]),
-    "axes": lambda p: multi_axis(p[:2]),
     "text": lambda p: text(p[0], axes=2),
     "several": lambda p: concatenate([multi_axis(p[:2, :5]), grid(1, 3)]),
     "shard": lambda p: shard(multi_axis(torch.cat((p[:2], p[2:]), 1)), 0, 2, kind="zigzag"),

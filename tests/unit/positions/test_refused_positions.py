@@ -1,14 +1,15 @@
 """The errors for invalid positions."""
 
-import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.helpers import refusals
+from tests.support.refused_calls import refused_calls
 from tightrope import RopeSpec
 from tightrope.axes import Axes
 from tightrope.functional import rerotate, rerotate_, rotate, rotate_qk
@@ -61,11 +62,7 @@ def turn(x: torch.Tensor, *rope: Any, by: Callable[..., object] = rotate) -> Cal
     return partial(by, x, *rope, layout={4: "bhsd", 3: "bsd"}[x.dim()])
 
 
-zigzag = partial(shard, None, 0, 2, kind="zigzag")
 NUMBERS = "pass torch.as_tensor(positions), if they are numbers."
-SPAN = "span must be (low, high), or one such pair for each of 2 axes, but got"
-KINDS = "ints and tuples (t, h, w) or (t, h, w, time_step) but got"
-STEP = "time_step must not be negative, and t · time_step below 2^63, but got"
 WRITTEN = "parts must have an id for each token; call positions.explicit(part, tokens)"
 NEED = "axes for this spec but got"
 DROP = "if row 0 of ids (4, rows, tokens) holds the text's, drop it: positions.multi_axis(ids[1:])"
@@ -114,101 +111,23 @@ test_rotations = refusals(
         "positions must have 1 or 2 rows but got 4": turn(Q[:, :3], ONE, per_head(ids(4, 3, 5))),
     },
 )
-test_makers = refusals(
-    TypeError={
-        "[per_row] offsets must be a tensor but got 7.": lambda: per_row(7),
-        "[packed] cu_seqlens must be int32 or int64 but got [0, 3, 5].": lambda: packed([0, 3, 5]),
-        "…cu_seqlens must be int32 or int64 but got float32[3].": lambda: packed(ENDS / 1),
-        "[packed] total must be an int but got 5.0.": lambda: packed(ENDS, total=5.0),
-        "offsets must be int32, int64, float32 or float64": lambda: packed(ENDS, ENDS[1:] > 3),
-        "…Positions; pass the tensor itself.": lambda: packed(ENDS, per_row(ENDS[1:])),
-        "…one offset for each sequence but got a bool.": lambda: packed(ENDS, True),
-        "attention_mask must be bool or integers": lambda: left_padded(torch.ones(2, 3)),
-        "pass each as an int: grid(*sizes) of a tuple": [
-            lambda: grid((4, 2)),
-            lambda: grid(torch.tensor(4)),
-        ],
-        "[grid] step must be an int or a float but got '1'.": lambda: grid(4, 3, step="1"),
-        f"[grid] {SPAN} 2.0.": lambda: grid(4, 3, span=2.0),
-        "[grid] an end of span must be an int or a float": lambda: grid(4, span=(None, 1)),
-        f"[mrope] segments must be an iterable of {KINDS} 5.": lambda: mrope(5),
-        "[mrope] a number of text tokens must be an int but got 2.5.": lambda: mrope([2.5]),
-        "[mrope] start must be an int but got 0.5.": lambda: mrope([2], start=0.5),
-        "…parts must be a sequence of positions but got int64[3].": lambda: concatenate(ENDS),
-    },
-    ValueError={
-        "offsets must have shape (rows,)": lambda: per_row(ENDS[None]),
-        "ids must have shape (heads, tokens) or (rows, heads, tokens)": lambda: per_head(ENDS),
-        "ids must have shape (axes, tokens) or (axes, rows, tokens)": [
-            partial(multi_axis, torch.ones(shape)) for shape in ((), (3,), (1, 2, 3, 4))
-        ],
-        "cu_seqlens must have shape (sequences + 1,) with at least one sequence": [
-            lambda: packed(ENDS[None]),
-            lambda: packed(ENDS[:1]),
-        ],
-        "cu_seqlens must start with 0 and never decrease": [
-            lambda: packed(ENDS + 1),
-            lambda: packed(torch.tensor([0, 5, 3])),
-        ],
-        "…cu_seqlens must end with the number of tokens 6 but got 5.": lambda: packed(ENDS, total=6),
-        "[packed] total must not be negative but got -1.": lambda: packed(ENDS, total=-1),
-        "[packed] total must be given if reading": lambda: packed(ENDS.to("meta")),
-        "offsets must have shape (2,), one for each sequence": lambda: packed(ENDS, ENDS),
-        "on the device of cu_seqlens": lambda: packed(ENDS, ENDS[1:].to("meta")),
-        "attention_mask must have shape (rows, tokens)": lambda: left_padded(ENDS > 3),
-        "hold only 0 and 1 but goes from 1 to 2": lambda: left_padded(torch.tensor([[1, 1, 2]])),
-        "[text] positions must have 1 axis but got 2": lambda: text(grid(2, 2), axes=3),
-        "[text] axes must not be negative but got -1.": lambda: text(axes=-1),
-        "[text] axes must be at least 1 but got 0.": lambda: text(3, axes=0),
-        "[grid] a grid must have at least one size but got none.": lambda: grid(),
-        "[grid] a size must not be negative but got -1.": lambda: grid(4, -1),
-        "…got (4, 3) and (2, 2).": lambda: grid(4, 3, merge=2),
-        "sizes must be multiples of merge": lambda: grid(4, 3, merge=0),
-        "start must be one number, or one for each of 2": lambda: grid(4, 3, start=(1, 2, 3)),
-        "span must be None if start or step is given": lambda: grid(4, 3, span=(-1, 1), step=2),
-        f"[grid] {SPAN} ((0, 1),).": lambda: grid(4, 3, span=((0, 1),)),
-        f"[grid] {SPAN} (0, 1, 2).": lambda: grid(4, 3, span=(0, 1, 2)),
-        "[grid] start must fit in 64 bits": lambda: grid(2, start=2**70),
-        "[grid] step must fit in 64 bits": lambda: grid(2, step=-(2**70), start=0.5),
-        f"[mrope] segments must be {KINDS} (4, 4).": lambda: mrope([2, (4, 4)]),
-        "[mrope] a number of text tokens must not be negative": lambda: mrope([-2]),
-        "[mrope] t, h and w must be positive but got (1, 0, 4).": lambda: mrope([(1, 0, 4)]),
-        f"[mrope_next] {STEP} -1.0.": lambda: mrope_next([(2, 2, 4, -1.0)]),
-        f"[mrope] {STEP} nan.": lambda: mrope([(2, 2, 4, math.nan)]),
-        f"[mrope] {STEP} 1e+39.": lambda: mrope([(2, 1, 1, 1e39)]),
-        "[mrope] start must fit in 64 bits": lambda: mrope([2], start=2**63),
-        "the position after the last must fit": lambda: mrope([(1, 1, 2), 3], start=2**63 - 5),
-        "…next_from must be 'all' or 'space' but got 'time'.": lambda: mrope([2], next_from="time"),
-    },
+MAKERS = (
+    *(concatenate, explicit, grid, left_padded, mrope, mrope_next, multi_axis, packed, per_head),
+    *(per_row, shard, text),
 )
-test_rewriting = refusals(
+test_makers = refused_calls(
+    Path(__file__).with_name("refused_calls.jsonl"), {make.__name__: make for make in MAKERS}
+)
+test_parts_that_do_not_fit = refusals(
+    TypeError={"…Positions; pass the tensor itself.": lambda: packed(ENDS, per_row(ENDS[1:]))},
     ValueError={
-        "[explicit] tokens must be given for positions without": lambda: explicit(5),
-        "[explicit] positions must hold one position for each of 4": lambda: explicit(ENDS, 4),
-        "[concatenate] parts must have at least one element": lambda: concatenate([]),
-        "…along must be 'tokens' or 'rows' but got 'heads'.": partial(
-            concatenate, [ENDS], along="heads"
-        ),
-        WRITTEN: [lambda: concatenate([ENDS, 5]), lambda: concatenate([per_row(ENDS)])],
-        "the same numbers of axes and rows; positions.text(part, axes=2) gives a part": (
-            lambda: concatenate([grid(2, 2), ENDS])
-        ),
-        "the same numbers of axes and rows (one": lambda: concatenate([X[..., 0], ids(3, 5) / 1]),
+        "[text] positions must have 1 axis but got 2": lambda: text(grid(2, 2), axes=3),
+        WRITTEN: lambda: concatenate([per_row(ENDS)]),
+        "positions.text(part, axes=2) gives a part": lambda: concatenate([grid(2, 2), ENDS]),
         "the same numbers of axes and rows and heads": lambda: concatenate([HEADS, ids(2, 5)]),
         "pad = positions.multi_axis(torch.zeros(2, 2, dtype=torch.int64))": (
             lambda: concatenate([grid(2, 2), grid(2, 3)], along="rows")
         ),
-        "[shard] rank must lie in [0, 2) for size 2 but got 2.": lambda: shard(ENDS, 2, 2),
-        "[shard] size must be at least 1 but got 0.": lambda: shard(ENDS, 0, 0),
-        "kind must be 'contiguous' or 'zigzag'": lambda: shard(ENDS, 0, 1, kind="striped"),
-        "[shard] tokens must be given for positions without": lambda: shard(None, 0, 2),
-        "…a multiple of 2 for 2 contiguous shards but got 3.": lambda: shard(ENDS, 0, 2),
-        "…a multiple of 4 for 2 zigzag shards but got 6.": lambda: zigzag(tokens=6),
-        "None for kind 'contiguous'": lambda: shard(None, 0, 1, tokens=5, cu_seqlens=ENDS),
-        "every sequence must have a multiple of 4 tokens for 2 zigzag shards": (
-            lambda: zigzag(tokens=8, cu_seqlens=torch.tensor([0, 6, 8]))
-        ),
-        "…end with the number of tokens 8 but got 5.": lambda: zigzag(tokens=8, cu_seqlens=ENDS),
     },
 )
 
