@@ -5,7 +5,8 @@ The phase words of specs are exact, see spec/test_words.py. Here the operator mu
 
 import math
 import random
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -36,46 +37,36 @@ FRACTIONS = [
 ]
 
 
-class Case(NamedTuple):
-    """Frequencies of each axis, and positions ``[axes, tokens]``."""
-
-    omegas: list[Any]
-    ids: torch.Tensor
-
-
 def draws(*shape: int, seed: int = 5) -> torch.Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-WIDE = (MP.mpf(0),) * 3 + oracle.frequencies(1e6, 12)[
-    3:
-]  # leaves half of the pairs to the other axis
-CASES: dict[str, Case] = {
-    f"base {base:g}, {dim} channels": Case(
-        [oracle.frequencies(base, dim)], torch.tensor([INTEGERS])
-    )
-    for base in (1e2, 1e4, 5e5, 1e9)
-    for dim in (8, 96, 250)
-}
-for dtype in DTYPES:
-    CASES |= {
-        f"{dtype}, base {base:g}": Case(
-            [oracle.frequencies(base, 16)], torch.tensor([FRACTIONS], dtype=dtype)
-        )
-        for base in (1e-9, 1e-3, 0.03, 1.0, 1e4)
-    } | {
-        # Phase words of 0, as in DINOv3.
-        f"{dtype}, {whole} turns": Case(
-            [[2 * MP.pi * whole]], torch.tensor([[0.25, 0.5, 1.0, -3.125, 7.0625]], dtype=dtype)
-        )
-        for whole in (1, 2, -1, 5)
-    }
-CASES["two axes"] = Case(
-    [oracle.frequencies(100.0, 12), WIDE], (draws(2, 5) * 2**31).long() - 2**30
-)
-CASES["two axes, fractions"] = Case(
-    [oracle.frequencies(100.0, 12), WIDE], draws(2, 5) * 4000 - 2000
-)
+def assert_near_exact(found: Any, omegas: Sequence[Any], ids: torch.Tensor) -> None:
+    """Assert that cosines and sines [tokens, pairs] are within the bound at each position."""
+    whole = max(float(abs(omega)) for omega in omegas) / (2 * math.pi)
+    for got, wanted in zip(found, oracle.cos_sin(ids, omegas), strict=True):
+        for token, reach in enumerate(ids.double().abs().tolist()):
+            if got.dtype == torch.float32 and reach > 2 * 2**31:
+                continue  # beyond what the bound covers
+            axes = int(ids.is_floating_point())
+            assert_angles(got[token], wanted[0, token], reach, axes, whole)
+
+
+@every_backend
+@pytest.mark.parametrize("base", [1e-9, 1e-3, 0.03, 1.0, 1e2, 1e4, 1e9])
+def test_positions(base: float, backend: str) -> None:
+    """With a base below 1, fractional positions also need the whole turns of pairs with ω > π."""
+    fractions = [torch.tensor(FRACTIONS, dtype=dtype) for dtype in DTYPES]
+    for dim, ids in (
+        (8, torch.tensor(INTEGERS)),
+        (250, torch.tensor(INTEGERS)),
+        *((16, f) for f in fractions),
+    ):
+        for dtype in DTYPES:
+            x = torch.zeros(len(ids), dim, dtype=dtype)
+            x[:, : dim // 2] = 1
+            y = rotate(x, RopeSpec(dim, base=base), ids, layout="sd", backend=backend)
+            assert_near_exact(y.chunk(2, -1), oracle.frequencies(base, dim), ids)
 
 
 def cos_sin(words: Any, turns: Any, ids: Any, backend: str, shape: Any, **more: Any) -> Any:
@@ -85,29 +76,20 @@ def cos_sin(words: Any, turns: Any, ids: Any, backend: str, shape: Any, **more: 
     x = torch.zeros(*sizes, 2 * pairs, dtype=dtype)
     x[..., :pairs] = 1
     operator = reference.compose if backend == "reference" else torch.ops.tightrope.rotate
-    offset = more.pop("offset", 0)
-    options = Options(add_index=bool(more.get("add_index"))).pack()
-    y = operator(x, None, words, turns, ids, offset, options, 1.0)[0]
+    options = Options(add_index=bool(more)).pack()
+    y = operator(x, None, words, turns, ids, more.get("offset", 0), options, 1.0)[0]
     return y[..., :pairs], y[..., pairs:]
 
 
 @every_backend
-@pytest.mark.parametrize("name", CASES)
-def test_angles_are_within_the_bound_of_phase_words(name: str, backend: str) -> None:
-    """At any position; with fractions, pairs with ω > π also need whole turns."""
-    omegas, ids = CASES[name]
-    phases = torch.tensor([[oracle.phase(omega) for omega in axis] for axis in omegas])
-    words, turns = (phases[:, None, None, :, i].contiguous() for i in (0, 1))
-    exact = oracle.cos_sin(ids[:, None], omegas)
-    whole = max(float(abs(omega)) for axis in omegas for omega in axis) / (2 * math.pi)
-    axes = len(ids) if ids.is_floating_point() else 0
+@pytest.mark.parametrize("whole", [1, 2, -1, 5])
+def test_whole_turns_per_position_are_not_lost(whole: int, backend: str) -> None:
+    """Their phase word is 0, as in DINOv3, so that fractional positions use the turns alone."""
+    words = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    ids = torch.tensor([0.25, 0.5, 1.0, -3.125, 7.0625], dtype=torch.float64)
     for dtype in DTYPES:
-        found = cos_sin(words, turns, ids[:, None], backend, (1, 1, ids.shape[1], dtype))
-        for got, wanted in zip(found, exact, strict=True):
-            for token, reach in enumerate(ids.double().abs().sum(0).tolist()):
-                if dtype == torch.float32 and reach > 2 * 2**31:
-                    continue  # beyond what the bound covers
-                assert_angles(got[0, :, token], wanted[:, token], reach, axes, whole)
+        found = cos_sin(words, words + whole, ids[None, None], backend, (1, 1, 5, dtype))
+        assert_near_exact([table[0, 0] for table in found], [2 * MP.pi * whole], ids)
 
 
 @every_backend
@@ -116,8 +98,7 @@ def test_words_per_row_and_per_head(backend: str) -> None:
     generator = torch.Generator().manual_seed(6)
     words = torch.randint(-(2**63), 2**63 - 1, (1, 2, 3, 5), generator=generator)
     for some in (words, words[:, :1].contiguous(), words[:, :, :1].contiguous()):
-        more = {"offset": 100, "add_index": True}
-        found = cos_sin(some, None, None, backend, (2, 3, 4, torch.float64), **more)
+        found = cos_sin(some, None, None, backend, (2, 3, 4, torch.float64), offset=100)
         for row in range(2):
             for head in range(3):
                 own = some[0, row % some.shape[1], head % some.shape[2]].tolist()
@@ -207,12 +188,3 @@ def test_words_of_whole_and_half_turns() -> None:
     assert made.words == (2**62, -(2**63), 0, -(2**63), 0)
     assert made.turns == (0, 1, 1, 0, 3)
     assert abs(MP.mpf(str(turn)) - 2 * MP.pi) < MP.mpf(10) ** -75
-
-
-def test_inv_freq_is_read_back_from_words() -> None:
-    """Their resolution is absolute: a slow pair has fewer digits."""
-    for base in (1e-3, 1e4):
-        words, turns = RopeSpec(16, base=base).words_for()
-        read = angles.inv_freq(words, turns, torch.float64).flatten().tolist()
-        for got, omega in zip(read, oracle.frequencies(base, 16), strict=True):
-            assert abs(got - float(omega)) <= value("word") + 4e-16 * float(omega)

@@ -271,21 +271,3 @@ def test_a_gate_of_the_call_learns_where_no_parameter_does(learned: bool) -> Non
     ys = attention(X, gate=Given(log)), plain(X, p, 4, log=log)
     got, wanted = (torch.autograd.grad(y.square().sum(), log)[0] for y in ys)
     assert_near(got, wanted, "float64 ways")
-
-
-def test_gradients() -> None:
-    attention = PolarRoPEAttention(
-        4, 2, 4, num_kv_heads=1, causal=True, gate="slope", dtype=torch.float64
-    )
-    names = [name for name, _ in attention.named_parameters()]
-
-    def run(x: torch.Tensor, *values: torch.Tensor) -> Any:
-        return torch.func.functional_call(attention, dict(zip(names, values)), (x,))
-
-    values = [p.detach() + 0.1 * noise(*p.shape) for p in attention.parameters()]
-    values = [p.requires_grad_() for p in values]
-    x = noise(1, 3, 4).requires_grad_()
-    assert torch.autograd.gradcheck(run, (x, *values))
-    got = torch.func.grad(lambda x: run(x, *values).square().sum())(x.detach())
-    (wanted,) = torch.autograd.grad(run(x, *values).square().sum(), x)
-    assert_near(got, wanted, "float64 ways")

@@ -156,6 +156,7 @@ def test_nothing_to_rotate(rule: str) -> None:
     for shape, where, seq_len in (
         ((0, 1, 3, 12), torch.zeros(0, 3, dtype=torch.int64), None),
         ((0, 1, 3, 12), positions.per_row(zeros), None),
+        ((0, 1, 3, 12), torch.zeros(0, 3, dtype=torch.int64), 0),
         ((0, 1, 1, 12), 5000, None),
         ((0, 1, 3, 12), None, []),
         ((2, 1, 0, 12), None, None),
@@ -358,12 +359,13 @@ def test_what_is_one_sequence_needs_no_length() -> None:
 
 
 def test_sequences_of_the_original_length_may_start_again() -> None:
+    """Also beside a longer row."""
     x, again = noise(2, 1, 105, 8), torch.cat((torch.arange(5), torch.arange(100)))
+    wanted = rotate(x, RopeSpec(8), again)
     for where in (again, positions.packed(torch.tensor([0, 5, 105]))):
-        assert_same_bits(rotate(x, SHORT, where), rotate(x, RopeSpec(8), where))
-    beside_a_longer_row = torch.stack((torch.arange(105) * 2, again))
-    y = rotate(x, SHORT, beside_a_longer_row)
-    assert_same_bits(y[1:], rotate(x[1:], RopeSpec(8), again))
+        assert_same_bits(rotate(x, SHORT, where), wanted)
+    beside = torch.stack((torch.arange(105) * 2, again))
+    assert_same_bits(rotate(x, SHORT, beside)[1:], wanted[1:])
 
 
 # --- attention scaling ----------------------------------------------------------------------------

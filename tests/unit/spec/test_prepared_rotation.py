@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tests.support.helpers import in_threads
 from tests.support.kept_tensors import tables_of
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, positions
@@ -159,20 +158,3 @@ def test_a_compiled_first_use_leaves_real_tensors() -> None:
     turn = torch.compile(lambda x: rotate(x, spec, 5, layout="sd"), fullgraph=True, backend="eager")
     assert_same_bits(turn(x), rotate(x, spec, 5, layout="sd"))
     assert_real(spec)
-
-
-def test_one_spec_on_two_devices_in_many_threads() -> None:
-    x = torch.randn(4, 16)
-    wanted = rotate(x, RopeSpec(16, base=777.0), 11, layout="sd")
-    spec = RopeSpec(16, base=777.0)
-
-    def work() -> None:
-        for _ in range(50):
-            assert torch.equal(rotate(x, spec, 11, layout="sd"), wanted)
-
-    def work_on_meta() -> None:
-        for _ in range(50):
-            y = rotate(x.to("meta"), spec, 11, layout="sd")
-            assert (y.shape, y.device.type) == (x.shape, "meta")
-
-    in_threads(*[work, work_on_meta] * 4)

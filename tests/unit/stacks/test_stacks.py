@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +26,6 @@ from tightrope.frequencies import (
     Given,
     Linear,
     Llama3,
-    LongRoPE,
-    Proportional,
     Rule,
     YaRN,
 )
@@ -37,35 +37,14 @@ LOW = [torch.float32, torch.bfloat16, torch.float16]
 every_dtype = pytest.mark.parametrize("dtype", LOW)
 every_stack = pytest.mark.parametrize("name", stacks.names())
 DIM, TOKENS = 64, 37
-SHORT, LONG = [1 + k / 32 for k in range(32)], [2 + k / 3 for k in range(32)]
 # Positions within and beyond the original length of the rules below.
 NEAR, FAR = torch.arange(TOKENS)[None], torch.tensor([[0], [5]]) + torch.arange(TOKENS) * 97
 SPEC = RopeSpec(DIM, base=50000.0)
 
-MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.1, "beta_fast": 16.0, "beta_slow": 2.0}
-GIVEN: dict[str, Any] = {"truncate": False, "attention_factor": 1.25}
-ONE: dict[str, Any] = {"mscale": 0.0, "mscale_all_dim": 0.0}
-BAND = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-# Rule, and its parameters in a configuration of transformers with max_position_embeddings 512.
-RULES: dict[str, tuple[Rule | None, dict[str, Any]]] = {
-    "default": (None, {}),
-    "linear": (Linear(3.0), {"factor": 3.0}),
-    "dynamic": (DynamicNTK(2.5, 512), {"factor": 2.5}),
-    "yarn": (YaRN(4.0, 128), {"factor": 4.0}),
-    "yarn, mscales": (YaRN(4.0, 128, **MSCALES), {"factor": 4.0, **MSCALES}),
-    "yarn, no mscales": (YaRN(4.0, 128, **ONE), {"factor": 4.0, **ONE}),
-    "yarn, untruncated": (YaRN(4.0, 128, **GIVEN), {"factor": 4.0, **GIVEN}),
-    "yarn, shorter than a turn": (
-        YaRN(4.0, 5),
-        {"factor": 4.0, "original_max_position_embeddings": 5},
-    ),
-    "llama3": (Llama3(8.0, 1.0, 4.0, 128), {"factor": 8.0, **BAND}),
-    "longrope": (
-        LongRoPE(tuple(SHORT), tuple(LONG), 128, factor=4.0),
-        {"factor": 4.0, "short_factor": SHORT, "long_factor": LONG},
-    ),
-    "proportional": (Proportional(0.25, 2.0), {"partial_rotary_factor": 0.25, "factor": 2.0}),
-}
+# Rules, and their parameters in a configuration of transformers with max_position_embeddings 512.
+ROWS = Path(__file__).with_name("rules.jsonl").read_text(encoding="utf-8").splitlines()
+THEIRS = {row["name"]: row["transformers"] for row in map(json.loads, ROWS)}
+RULES = {row["name"]: row["ours"] and Rule.from_dict(row["ours"]) for row in map(json.loads, ROWS)}
 every_rule = pytest.mark.parametrize("rule", RULES)
 
 
@@ -96,21 +75,20 @@ def assert_rotates_like(
 def rotary_module(rule: str) -> Any:
     from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
-    kind, more = rule.partition(",")[0], RULES[rule][1]
-    if kind in ("yarn", "llama3", "longrope"):
-        more = {"original_max_position_embeddings": 128, **more}
+    kind = rule.partition(",")[0]
+    parameters = {"rope_type": kind, "rope_theta": 50000.0, **THEIRS[rule]}
     return LlamaRotaryEmbedding(
         LlamaConfig(
             hidden_size=2 * DIM,
             num_attention_heads=2,
             max_position_embeddings=512,
-            rope_parameters={"rope_type": kind, "rope_theta": 50000.0, **more},
+            rope_parameters=parameters,
         )
     )
 
 
 def spec_of(rule: str) -> RopeSpec:
-    return RopeSpec(DIM, base=50000.0, scaling=RULES[rule][0])
+    return RopeSpec(DIM, base=50000.0, scaling=RULES[rule])
 
 
 @every_dtype
@@ -133,10 +111,10 @@ def test_frequencies_of_transformers_are_near_the_exact_ones(rule: str) -> None:
     found, scaling = stacks.get("transformers").frequencies(spec_of(rule))
     assert_same_bits(found, module.inv_freq)
     assert scaling == module.attention_scaling
-    if rule == "yarn, no mscales":
+    if rule == "yarn, mscales of 0":
         return  # transformers takes an mscale of 0 for one that is not given
     bound = value("frequency of transformers") * found.double().abs()
-    if isinstance(RULES[rule][0], YaRN):
+    if isinstance(RULES[rule], YaRN):
         bound += value("ramp of transformers") * SPEC.frequencies().inv_freq
     assert ((exact.inv_freq - found.double()).abs() <= bound).all()
     assert exact.attention_scaling == pytest.approx(scaling, rel=value("frequency of transformers"))
@@ -286,10 +264,8 @@ def test_ids_of_32_bits_that_become_larger(name: str) -> None:
 
 def test_rules_by_length() -> None:
     """The length is `seq_len` if it is given, else the largest position of all rows plus 1."""
-    spec, stack = (
-        RopeSpec(DIM, scaling=LongRoPE(tuple(SHORT), tuple(LONG), 128, 1.0)),
-        "transformers",
-    )
+    rule, stack = dataclasses.replace(RULES["longrope"], factor=1.0), "transformers"
+    spec = RopeSpec(DIM, scaling=rule)
     short, long = (stacks.get(stack).frequencies(spec, n)[0] for n in (None, 129))
     assert not torch.equal(short, long)
     q = Q[torch.float32]
@@ -312,7 +288,7 @@ def test_rules_by_length() -> None:
     assert_same_bits(y, by_given(long, NEAR, "vllm"))
     for name in ("vllm-native", "sglang-native", "flashinfer"):
         assert_same_bits(stacks.get(name).frequencies(spec, 1000)[0], long)
-        assert_same_bits(stacks.get(name).frequencies(spec, 100)[0], short)
+        assert_same_bits(stacks.get(name).frequencies(spec, 128)[0], short)
     dynamic, vllm = RopeSpec(DIM, scaling=DynamicNTK(2.0, 128)), stacks.get("vllm")
     assert_same_bits(vllm.frequencies(dynamic, 128)[0], vllm.frequencies(RopeSpec(DIM))[0])
     # An offset is the length that its ids are.
@@ -356,94 +332,75 @@ def compiler(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> None:
 
 
 slow = pytest.mark.slow
+ENGINE = stacks.get("transformer-engine").cast(torch.bfloat16)
+YARN = {**ENGINE.rules, YaRN: stacks.get("transformers").rules[YaRN]}
+LLAMA, SECTIONS = Llama3(8.0, 1.0, 4.0, 8192), Axes.sections((8, 12, 12))
+# Stacks with the fields of specs.
+COMPILED: dict[str, tuple[str | stacks.Stack, dict[str, Any]]] = {
+    "vllm-native": ("vllm-native", {"scaling": LLAMA}),
+    "meta": ("meta", {"scaling": LLAMA}),
+    "cast": (stacks.get("transformers").cast(torch.bfloat16), {"scaling": LLAMA}),
+    "several axes": ("diffusers-float64", {"axes": SECTIONS}),
+    # Frequencies, positions, cosines and products with a factor are all rounded to bfloat16.
+    "roundings between": (ENGINE, {"scaling": Linear(3.0)}),
+    "a factor": (dataclasses.replace(ENGINE, rules=YARN), {"scaling": YaRN(4.0, 64)}),
+}
 
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
-    "name",
-    ["vllm-native", pytest.param("meta", marks=slow), pytest.param("transformers", marks=slow)],
+    "case", [pytest.param(name, marks=slow if i else ()) for i, name in enumerate(COMPILED)]
 )
-def test_compiled_calls(name: str) -> None:
-    """Compiled code has the bits of eager code, wherever the rotation is prepared."""
-    spec, stack = RopeSpec(DIM, base=50000.0, scaling=Llama3(8.0, 1.0, 4.0, 8192)), stacks.get(name)
-    if name == "transformers":
-        stack = stack.cast(torch.bfloat16)
-    ids = FAR * 31
-    rope = spec.at(ids, stack=stack)
+def test_compiled_calls(case: str) -> None:
+    """Compiled code has the bits of eager code, with gradients, wherever the rotation is prepared."""
+    stack, fields = COMPILED[case]
+    ids = torch.stack((FAR * 31, FAR // 7, FAR % 17))[: 3 if "axes" in fields else 1]
+    spec = RopeSpec(DIM, base=50000.0, **fields)
+    rope = spec.at(positions.multi_axis(ids), stack=stack)
 
     # In one graph, as each takes a second to compile.
-    def inside(at: torch.Tensor) -> list[torch.Tensor]:
-        return [rotate(x, r) for r in (rope, spec.at(at, stack=stack)) for x in Q.values()]
+    def inside(at: torch.Tensor, *xs: torch.Tensor) -> list[torch.Tensor]:
+        own = spec.at(positions.multi_axis(at), stack=stack)
+        return [rotate(x, each) for each in (own, rope) for x in xs]
 
-    def made(n: int) -> list[torch.Tensor]:
-        own = RopeSpec(DIM, base=50000.0, scaling=Llama3(8.0, 1.0, 4.0, 8192)).at(n, stack=name)
-        return [rotate(x, own) for x in Q.values()]
+    def after(n: int) -> list[torch.Tensor]:
+        where = positions.text(n, axes=3) if "axes" in fields else n
+        return [rotate(x, spec.at(where, stack=stack)) for x in Q.values()]
 
     compiled = torch.compile(inside, fullgraph=True)
-    for at in (ids, ids.t().contiguous().t()):
-        assert_same_bits(compiled(at), inside(ids))
-    compiled = torch.compile(made, fullgraph=True, dynamic=True)
+    for at in (ids, ids.mT.contiguous().mT):
+        found = []
+        for run in (compiled, inside):
+            xs = [x.clone().requires_grad_() for x in Q.values()]
+            ys = run(at, *xs)
+            grads = [noise(*y.shape, seed=9).to(y.dtype) for y in ys]
+            found.append((*ys, *torch.autograd.grad(ys, xs, grads)))
+        assert_same_bits(*found)
+    compiled = torch.compile(after, fullgraph=True, dynamic=True)
     for offset in (3, 100_001):
-        assert_same_bits(compiled(offset), made(offset))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("compiler")
-def test_compiled_calls_of_several_axes_and_gradients() -> None:
-    spec = RopeSpec(DIM, base=50000.0, axes=Axes.sections((8, 12, 12)))
-    where, x = torch.stack((FAR, FAR // 7, NEAR.expand_as(FAR))), qk(torch.float32)[0]
-
-    def loss(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        rope = spec.at(positions.multi_axis(ids), stack="diffusers-float64")
-        return rotate(x, rope).square().sin()
-
-    found = []
-    for each in (loss, torch.compile(loss, fullgraph=True, dynamic=True)):
-        y = each(x, where)
-        found.append((y, *torch.autograd.grad(y.sum(), x)))
-    # Inductor computes the sine of the loss itself.
-    for got, want, bound in zip(found[1], found[0], (1e-6, 1e-5), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=bound)
+        assert_same_bits(compiled(offset), after(offset))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_compiled_rules_by_length() -> None:
     """The length of an offset is known while compiling; that of ids must be given."""
-    spec, q = RopeSpec(DIM, scaling=DynamicNTK(2.0, 40)), Q[torch.float32]
-    long = RopeSpec(DIM, scaling=LongRoPE(tuple(SHORT), tuple(LONG), 64, factor=4.0))
+    q, dynamic = Q[torch.float32], RopeSpec(DIM, scaling=DynamicNTK(2.0, 40))
+    long, counter = spec_of("longrope"), CompileCounterWithBackend("aot_eager")
 
     def turn(spec: RopeSpec, where: Any, n: int | None = None) -> torch.Tensor:
         return rotate(q, spec.at(where, seq_len=n, stack="transformers"))
 
-    compiled = torch.compile(lambda n: turn(spec, n), fullgraph=True, dynamic=True)
+    compiled = torch.compile(turn, fullgraph=True, dynamic=True)
     for offset in (0, 3, 4, 1000):  # up to the original length, and beyond it
-        assert_same_bits(compiled(offset), turn(spec, offset))
-    counter = CompileCounterWithBackend("aot_eager")
-    options: Any = {"fullgraph": True, "dynamic": True, "backend": counter}
-    longer = torch.compile(lambda n: turn(long, NEAR, n), **options)
-    for length in (40, 50, 300, 400, 500):
-        assert_same_bits(longer(length), turn(long, NEAR, length))
+        assert_same_bits(compiled(dynamic, offset), turn(dynamic, offset))
+    longer = torch.compile(turn, fullgraph=True, dynamic=True, backend=counter)
+    for length in (100, 120, 300, 400, 500):
+        assert_same_bits(longer(long, NEAR, length), turn(long, NEAR, length))
     assert counter.frame_count == 2
-    given = torch.compile(lambda at: turn(spec, at, 5000), fullgraph=True)
-    assert_same_bits(given(FAR), turn(spec, FAR, 5000))
+    assert_same_bits(compiled(dynamic, FAR, 5000), turn(dynamic, FAR, 5000))
     with pytest.raises(Exception, match="seq_len must be given in compiled code"):
-        torch.compile(lambda at: turn(spec, at), fullgraph=True)(FAR)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("compiler")
-def test_roundings_between_are_kept() -> None:
-    """Tables whose frequencies, positions, cosines and products with a factor are bfloat16."""
-    cast = stacks.get("transformer-engine").cast(torch.bfloat16)
-    rules = {**cast.rules, YaRN: stacks.get("transformers").rules[YaRN]}
-    stack = dataclasses.replace(cast, rules=rules)
-    for rule in (Linear(3.0), YaRN(4.0, 64)):
-        spec = RopeSpec(32, base=50000.0, scaling=rule)
-        compiled = torch.compile(lambda ids: stack.tables(spec, ids), fullgraph=True, dynamic=True)  # noqa: B023
-        assert_same_bits(compiled(FAR), stack.tables(spec, FAR))
-        with torch.device("meta"):
-            compiled(FAR)
+        compiled(dynamic, FAR)
 
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=slow)])
