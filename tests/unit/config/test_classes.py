@@ -15,6 +15,7 @@ import functools
 import json
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,28 +70,11 @@ def test_rows_come_from_classes_or_from_hand() -> None:
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 2048}
-LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-SECTION = {"rope_type": "default", "rope_theta": 54321.0}
 HEAD_DIM = ("head_dim", "kv_channels")
-ADDED: dict[str, dict[str, Any]] = {
-    "base": {"rope_theta": 54321.0},
-    "linear": {"rope_scaling": {"type": "linear", "factor": 2.0}},
-    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-    "yarn": {"rope_scaling": YARN, "max_position_embeddings": 8192},
-    "llama3": {"rope_scaling": LLAMA3, "max_position_embeddings": 16384},
-    "section": {"rope_parameters": SECTION},
-    "scaled section": {"rope_parameters": {**SECTION, **YARN}, "max_position_embeddings": 8192},
-    "a part, in a section": {"rope_parameters": {**SECTION, "partial_rotary_factor": 0.25}},
-    "a base beside a section": {"rope_parameters": SECTION, "rope_theta": 999.0},
-    "two sections": {"rope_parameters": SECTION, "rope_scaling": LINEAR},
-    "a part": {"partial_rotary_factor": 0.5},
-    "a part, as in GPT-NeoX": {"rotary_pct": 0.5},
-    "a base, as in GPT-NeoX": {"rotary_emb_base": 77777},
-    "a base, as in torchtune": {"rope_base": 77777},
-    "a base, as in Conformers": {"rotary_embedding_base": 77777},
-    "head_dim": {"head_dim": 32},
-}
+# What a person or another program may add to a file.
+ADDED: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).with_name("rows") / "added.json").read_text("utf-8")
+)
 
 
 @functools.cache

@@ -83,7 +83,7 @@ def modeling(config: Any) -> tuple[ModuleType, str]:
     name = type(config).__module__.replace("configuration_", "modeling_")
     if find_spec(name) is not None:
         return importlib.import_module(name), type(config).__name__.removesuffix("Config")
-    model = transformers.MODEL_MAPPING[type(config)]
+    model: Any = transformers.MODEL_MAPPING[type(config)]
     return importlib.import_module(model.__module__), model.__name__.removesuffix("Model")
 
 

@@ -16,51 +16,13 @@ from tests.support.reading import JUNK, outcome, read
 from tightrope import RopeSpec
 from tightrope.config import keys, provenance
 
-BASES: dict[str, dict[str, Any]] = json.loads(
-    Path(__file__).with_name("rows").joinpath("bases.json").read_text("utf-8")
-)
+ROWS = Path(__file__).with_name("rows")
+BASES: dict[str, dict[str, Any]] = json.loads((ROWS / "bases.json").read_text("utf-8"))
 ANSWERS: dict[str, Any] = {"interleaved": False, "rotary_dim": 128, "rope_layers": "all"}
 
-# The last part of a key's path -> the default if the key is absent, which no class gives. A file without one of
-# these keys describes another valid model.
-ABSENCE: dict[str, str] = {
-    "rope_scaling": "no scaling: nothing tells an unscaled model from one whose section was lost",
-    "rope_parameters": "as for rope_scaling, if the base is outside the section",
-    "head_dim": "hidden size / heads, as in the first Llama; families with another default ask for it",
-    "kv_channels": "as for head_dim, in Megatron's arguments",
-    "llama.attention.key_length": "as for head_dim, in GGUF",
-    "head_size": "as for head_dim, in vLLM",
-    "layer_types": "the same specs, without the list of layers",
-    "use_scaled_rope": "no scaling: Meta wrote it from Llama 3.1 on",
-    "use_rope_scaling": "no scaling",
-    "rotary_seq_len_interpolation_factor": "no scaling",
-    "rotary_percent": "all channels",
-    "rotary_dim": "all channels, for families that rotate them all",
-    "partial_rotary_factor": "all channels, in Phi-3",
-    "beta_fast": "the paper's 32",
-    "beta_slow": "the paper's 1",
-    "truncate": "the paper's true",
-    "attention_factor": "the paper's, computed from factor",
-    "mscale": "1, as in DeepSeek's code",
-    "mscale_all_dim": "0, as in DeepSeek's code",
-    "alpha": "dynamic NTK, which has no alpha",
-    "original_max_position_embeddings": "max_position_embeddings, for yarn and dynamic",
-    "max_position_embeddings": "LongRoPE with mscales then has no factor; rules that need the length require it",
-    "rope_type": "no scaling, if the section has only a base",
-    "general.architecture": "inferred from the prefix of the other keys",
-}
-# The same for the ends of keys of GGUF, which has one for each parameter of scaling.
-ABSENCE_IN_GGUF = tuple(
-    f".{end}"
-    for end in (
-        *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
-        *(
-            "rope.scaling.yarn_log_multiplier",
-            "rope.dimension_sections",
-            "attention.key_length_mla",
-        ),
-    )
-)
+# The last part of a key's path, or the end of a key of GGUF -> what the file means without it, which no class gives: a
+# file without one of these keys describes another valid model.
+ABSENCE: dict[str, str] = json.loads((ROWS / "absence.json").read_text("utf-8"))
 SPELLINGS = ["{}x", "{}_", "{}s", "{}_old", "{}2", "x_{}", "zzz"]
 
 
@@ -84,7 +46,7 @@ def changed(config: Mapping[str, Any], path: tuple[str, ...], /, **put: Any) -> 
 
 
 def tolerated(key: str) -> bool:
-    return key in ABSENCE or key.endswith(ABSENCE_IN_GGUF)
+    return key in ABSENCE or key.endswith(tuple(end for end in ABSENCE if end.startswith(".")))
 
 
 def is_harmless(model: Model, config: dict[str, Any]) -> bool:

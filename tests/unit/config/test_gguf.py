@@ -44,7 +44,7 @@ def test_metadata_is_read_and_long_lists_are_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("order", [package.GGUFEndian.LITTLE, package.GGUFEndian.BIG])
 def test_divisors_are_in_a_tensor(tmp_path: Path, dtype: type, order: Any) -> None:
-    divisors = DIVISORS.astype(dtype)
+    divisors: Any = DIVISORS.astype(dtype)
     spec = read(write(tmp_path / "model.gguf", rope_freqs__weight=divisors, order=order))
     plain = RopeSpec(128, base=5e5).frequencies().exact
     wanted = tuple(float(omega) / float(d) for omega, d in zip(plain, divisors, strict=True))

@@ -74,15 +74,7 @@ def test_other_names_are_no_unknown_keys() -> None:
 
 # --- in real files --------------------------------------------------------------------------------
 
-SPELLINGS = """
-    yarn yarn_factor ntk_alpha use_dynamic_ntk longrope_scaling_factor swa_rope_theta freq_base
-    inv_freq logn nope_layers original_seq_len compress_theta my_theta rope_tehta useRopeScaling
-    partial_rotary_facter xpos_base swa_head_dim scaling_factor neox interleaved no_rope_freq
-    window_head_dim head_dim_per_layer trained_seqlen use_alibi position_encoding_2d
-    max_wavelength position_embedding_base interpolation_factor position_interpolation
-    pos_emb_base local_base use_long_context linear_scaling context_scale no_pe_layers
-    positional_embedding
-""".split()
+SPELLINGS = gathered("nobody has, about the rotation")
 SECTIONS = (
     {"rope_theta": 1.0},
     {"a": [{"b": {"yarn_factor": 2}}]},
@@ -116,13 +108,7 @@ def test_the_type_of_another_part_is_no_rope_section(value: object) -> None:
 
 # --- keys that strict=False does not silence, and those that it does ----------------------------------
 
-# Names of widths, parts of the channels and pairings that no code here reads.
-OF_CHANNELS = """
-    rope_head_dim rope_dim rotary_ndims rotary_emb_dim rope_size rotary_width rope_channels rotary_percentage
-    rope_partial rotary_fraction rope_ratio swa_head_dim rope_start
-    rope_style rope_interleaving rope_is_neox neox gptj_rope rope_gpt_j rope_traditionally rope_pairing rope_pairs
-    permuted_rope rope_layout rotary_mode rope_format rope_half rope_halves rope_complex
-""".split()
+OF_CHANNELS = gathered("nobody has, of widths, parts of the channels and pairings")
 
 
 @pytest.mark.parametrize("name", OF_CHANNELS)
