@@ -245,17 +245,6 @@ def of_axes(spec: RopeSpec) -> Fn:
     return fn
 
 
-def cut(dim: int, factor: float = 1.0) -> Fn:
-    """Return a rotation of the first channels by tables of the caller, with each value twice."""
-
-    def fn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        u, v = x[..., :dim].chunk(2, -1)
-        y = x[..., :dim] * cos + torch.cat((-v, u), -1) * sin
-        return torch.cat((factor * y, x[..., dim:]), -1)
-
-    return fn
-
-
 def half_turns(rates: torch.Tensor, interleaved: bool, dtype: torch.dtype) -> Fn:
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         angle = positions.to(dtype)[:, None, :, None] * rates.to(dtype)
@@ -373,13 +362,13 @@ CASES: dict[str, Case] = {
     "a slice of wider heads": case(
         planted.rope(rotary_dim=32), head_dim=80, facts={"channels": "0 to 31 of 80"}
     ),
-    "a slice by tables": case(cut(16), head_dim=32, facts={"channels": "0 to 15 of 32"}),
+    "a slice by tables": case(planted.cut(16), head_dim=32, facts={"channels": "0 to 15 of 32"}),
     "the call as stated": case(
         lambda a, b: PLAIN(a, b), form="x, positions", layout="bhsd", head_dim=64
     ),
     "another axis of tokens than was tried": case(along, longest=2048),
     "the factor of the declared scaling": case(
-        cut(32, RopeSpec(32, scaling=YARN).attention_scaling()),
+        planted.cut(32, RopeSpec(32, scaling=YARN).attention_scaling()),
         form="x, cos, sin",
         spec=RopeSpec(32, scaling=YARN),
     ),
@@ -401,7 +390,7 @@ CASES: dict[str, Case] = {
     "two blocks of half pairs": case(blocks(torch.linspace(1.0, 0.01, 16)), notes={"blocks": "2"}),
     **{
         f"unchecked, {what}": case(
-            cut(16),
+            planted.cut(16),
             spec=RopeSpec(32, base=5e5, rotary_dim=16, **fields),
             notes={"frequencies-unchecked": f"{NOT_CHECKED}{what}"},
         )
