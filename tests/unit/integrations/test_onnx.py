@@ -7,7 +7,6 @@ number of rows and tokens, and runs with two of each.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -424,9 +423,3 @@ test_refusals = refusals(
         "[rotate] slots cannot be exported to ONNX; rotate without out, …": write_slots,
     },
 )
-
-
-def test_without_onnxscript(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(NotImplementedError, match=r"onnxscript must be installed, as by pip inst"):
-        onnx.export(Model(rotations(CASES)))
