@@ -23,7 +23,7 @@ from tests.support.command import call
 from tests.support.model_configs import MODELS, QWEN3_VL, damaged, llama3, v4
 from tightrope import RopeSpec
 from tightrope.environment import PACKAGES, read_environment
-from tightrope_tools.cli._output import progress, show
+from tightrope_tools.cli._output import progress
 from tightrope_tools.command import main
 from tightrope_tools.convert import run as conversion
 
@@ -86,20 +86,6 @@ def test_a_width_that_no_terminal_has(
         assert (code, len(lines) > 20, max(map(len, lines)) <= 120) == (0, True, True)
 
 
-@pytest.mark.parametrize("columns, width", [("72", 72), (None, 110)])
-def test_a_pipe_has_a_width(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    columns: str | None,
-    width: int,
-) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    if columns is not None:
-        monkeypatch.setenv("COLUMNS", columns)
-    show("ab " * 200)
-    assert max(map(len, capsys.readouterr().out.splitlines())) == width - (width - 2) % 3
-
-
 def test_progress_off_a_terminal_is_a_few_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with progress("work") as update:
         for index in range(101):
@@ -129,27 +115,22 @@ def test_the_pairs_that_matter_are_shown(tmp_path: Path) -> None:
     assert float(rows[str(last)][7]) > 1 > float(rows[str(last + 1)][7])
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("form", MAGIC)
-def test_a_picture(tmp_path: Path, form: str) -> None:
+SMALL = RopeSpec(2)
+PICTURES = [("png", (LLAMA31,)), ("pdf", (LLAMA31,)), ("svg", (LLAMA31,))]
+PICTURES += [("png", models) for models in ((QWEN3_VL,), (SMALL,), (LLAMA3, SMALL))]
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("form, models", PICTURES)
+def test_a_picture_of_parts_and_models(
+    tmp_path: Path, form: str, models: tuple[object, ...]
+) -> None:
     path = tmp_path / f"picture.{form}"
-    code, output, _ = call(main, "inspect", written(tmp_path, LLAMA31), "--plot", path)
-    assert code == 0
+    inputs = [written(tmp_path, one, f"{number}.json") for number, one in enumerate(models)]
+    code, output, _ = call(main, "inspect", *inputs, "--plot", path)
+    assert code == len(models) - 1  # two that differ
     assert output.splitlines()[-1] == f"picture  {path}"
     assert path.read_bytes().startswith(MAGIC[form])
-
-
-@pytest.mark.slow
-def test_pictures_of_several_parts_and_models(tmp_path: Path) -> None:
-    config, small, llama = (
-        written(tmp_path, one, f"{number}.json")
-        for number, one in enumerate((QWEN3_VL, RopeSpec(2), LLAMA3))
-    )
-    path = tmp_path / "picture.png"
-    for inputs in ([config], [small], [llama, small]):
-        call(main, "inspect", *inputs, "--plot", path)
-        assert path.read_bytes().startswith(MAGIC["png"]), inputs
-        path.unlink()
 
 
 def test_info(monkeypatch: pytest.MonkeyPatch) -> None:

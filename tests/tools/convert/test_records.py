@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.checkpoints import (
     DEEPSEEK,
     LLAMA,
+    LLAVA,
     contents,
     latent_tensors,
     llama_tensors,
@@ -48,24 +49,6 @@ def calls_in(done: Conversion) -> list[str]:
 
 TOWER = "vision_tower.layers.*.attention."
 TEXT, VISION = "language_model.model.layers.0.self_attn.", "vision_tower.layers.0.attention."
-CONFIG: dict[str, Any] = {
-    "model_type": "llava",
-    "text_config": {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "rope_theta": 5e5,
-        "num_hidden_layers": 1,
-    },
-    "vision_config": {
-        "model_type": "pixtral",
-        "hidden_size": 64,
-        "num_attention_heads": 2,
-        "head_dim": 32,
-        "num_hidden_layers": 1,
-        "rope_theta": 1e4,
-    },
-}
 SECTIONS: dict[str, dict[str, Any]] = {
     "text_config": {"section": "text_config", "prefix": "language_model.model."},
     "vision_config": {
@@ -78,7 +61,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def llava(tmp_path: Path) -> Path:
     names = [f"{place}{x}_proj.weight" for place in (TEXT, VISION) for x in "qkv"]
-    return write(tmp_path / "a", {name: torch.randn(64, 64) for name in names}, CONFIG)
+    return write(tmp_path / "a", {name: torch.randn(64, 64) for name in names}, LLAVA)
 
 
 def sections_of(folder: Path) -> dict[str, bool]:
@@ -135,7 +118,7 @@ def test_the_record_of_a_section(llava: Path) -> None:
 
 def test_the_note_is_about_the_configuration_that_was_read(llava: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
-    config = {**CONFIG["text_config"], "rope_theta": 7e5}
+    config = {**LLAVA["text_config"], "rope_theta": 7e5}
     other.write_text(json.dumps(config), encoding="utf-8")
     known = {"config": False, "head_dim": 16, "heads": 4, "kv_heads": 4, "naming": "llama"}
     for out, given in (("b", other), ("c", config), ("d", None)):
