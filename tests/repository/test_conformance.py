@@ -137,18 +137,6 @@ def test_the_command_writes_the_same_vectors(tmp_path: Path) -> None:
     assert kinds[0] == kinds[1]
 
 
-@each("exact")
-def test_exact_vectors_agree_with_the_oracle(case: dict[str, Any]) -> None:
-    """The oracle, which shares no code with the command, rounds to the same numbers."""
-    if case["spec"]["scaling"] is None and case["spec"]["axes"] is None:
-        spec, name = RopeSpec.from_dict(case["spec"]), case["name"]
-        omega = oracle.frequencies(spec.base, spec.rotary_dim)
-        how = {"start": spec.start, "interleaved": spec.interleaved, "inverse": case["inverse"]}
-        exact = oracle.rotate(EXACT["x"], EXACT[f"{name}/positions"][0], omega, layout="sd", **how)
-        for kind, dtype in DTYPES.items():
-            assert_same_bits(oracle.rounded(exact, dtype), EXACT[f"{name}/y/{kind}"])
-
-
 CHECKS = 7 * len(DESCRIBED["exact"]) + 6 * len(DESCRIBED["stacks"])
 # A module of another implementation -> the exit code of check.py, and what it prints.
 SINE = "u * cos - v * sin, v * cos +", "u * cos + v * sin, v * cos -"

@@ -68,13 +68,32 @@ def test_without_matplotlib_it_says_how_to_install_it(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1].endswith("Install it: pip install matplotlib")
 
 
+class WrongBackward(torch.autograd.Function):
+    """Return x unchanged, with a larger gradient."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 1.1 * gradient
+
+
+@pytest.mark.parametrize("fault", ["unrotated", "backward"])
 def test_a_wrong_rotation_is_noticed(
     demo: ModuleType,
+    fault: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(demo, "eager_rotate", lambda x, *_: x)
+    right = demo.eager_rotate
+
+    def rotated(x: torch.Tensor, *tables: torch.Tensor) -> Any:
+        return x if fault == "unrotated" else WrongBackward.apply(right(x, *tables))
+
+    monkeypatch.setattr(demo, "eager_rotate", rotated)
     assert demo.main([*QUICK, "--out", str(tmp_path)]) == 1
     assert "THE TWO ROTATIONS DIFFER" in capsys.readouterr().out
 
@@ -107,34 +126,6 @@ def test_the_tolerance_decides(
     found = demo.Results(size, losses, gaps, gradient, by_position, [timing])
     assert demo.summarize(found) is agree
     assert sentence in capsys.readouterr().out
-
-
-class WrongBackward(torch.autograd.Function):
-    """Return x unchanged, with a larger gradient."""
-
-    @staticmethod
-    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return 1.1 * gradient
-
-
-def test_losses_and_gradients_at_the_same_weights(
-    demo: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Readers follow the weights as they train; a fault in the backward alone is in the gradient."""
-    size, text = demo.Size(2, 2, 32, context=64, batch=4), demo.train_bytes.load_text()
-    options = demo.argparse.Namespace(steps=40, seconds=1.0, seed=0)
-    _, gaps, gradient = demo.train(size, text, options)
-    assert max(gaps["tightrope"]) < 1e-5 < max(gaps["wrong base"])
-    assert gradient < 1e-6
-    right = demo.eager_rotate
-    monkeypatch.setattr(demo, "eager_rotate", lambda *given: WrongBackward.apply(right(*given)))
-    _, gaps, gradient = demo.train(size, text, options)
-    assert max(gaps["tightrope"]) < 1e-5
-    assert gradient > demo.GRADIENT_TOLERANCE
 
 
 def test_polar_scores_fade_with_distance(demo: ModuleType) -> None:

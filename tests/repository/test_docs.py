@@ -61,7 +61,7 @@ def test_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mo
     run(page, *blocks(page))
 
 
-@pytest.mark.parametrize("block", blocks(README))
+@pytest.mark.parametrize("block", [*blocks(README)])
 def test_a_block_of_the_readme_runs_alone(block: tuple[int, str, str]) -> None:
     run(README, block)
 

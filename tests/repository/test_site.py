@@ -1,4 +1,4 @@
-"""The documentation site in a browser: pages, links, search, and the numbers of docs/explore.md.
+"""The documentation site in a browser: pages, links, and the numbers of docs/explore.md.
 
 Needs playwright and a Chromium of the system. With SCREENSHOTS=folder in the environment it also
 writes a picture of every page, at both widths.
@@ -66,8 +66,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def context(browser: Any) -> Iterator[Any]:
-    allowed = ["clipboard-read", "clipboard-write"]
-    with browser.new_context(color_scheme="light", permissions=allowed) as context:
+    with browser.new_context(color_scheme="light") as context:
         context.set_default_timeout(120_000)
         yield context
 
@@ -151,28 +150,6 @@ def test_links_and_anchors_lead_somewhere(
             if not alive:
                 dead.append(f"{address} -> {link}")
     assert dead == []
-
-
-# ---- The controls of the site --------------------------------------------------------------------
-
-
-def test_the_controls_that_are_switched_on(page: Any, site: str) -> None:
-    """A button copies code, dark mode stays, and the search finds a function."""
-    page.goto(site)
-    code = page.locator("pre code").first
-    code.hover()
-    page.locator("pre button, .md-clipboard, .md-code__button").first.click()
-    page.wait_for_function("navigator.clipboard.readText().then((text) => text !== '')")
-    assert page.evaluate("navigator.clipboard.readText()").strip() == code.inner_text().strip()
-    page.locator("label[title='Switch to dark mode']").click()
-    page.reload()
-    assert page.evaluate("document.body.getAttribute('data-md-color-scheme')") == "slate"
-    # Typed, because the search reads its field when a key is released.
-    page.get_by_placeholder("Search").press_sequentially("rotate_qk_")
-    first = """[...document.querySelectorAll(".md-search-result__item > a")].slice(0, 5)
-        .map((a) => a.href).find((href) => /[/](api|reference)/.test(href))"""
-    page.goto(page.wait_for_function(first).json_value())
-    assert "rotate_qk_" in page.locator("article").inner_text()
 
 
 # ---- docs/explore.md -----------------------------------------------------------------------------
