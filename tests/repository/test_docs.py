@@ -43,7 +43,8 @@ def run(page: Path, *parts: tuple[int, str, str]) -> None:
     """Run blocks of a page in one namespace; a traceback shows the line of the page."""
     script = ModuleType("__main__")
     # A block may define a rule.
-    with mock.patch.dict(sys.modules, __main__=script), mock.patch.dict(RULES):
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(RULES):
+        patch.setitem(sys.modules, "__main__", script)
         for line, source, shown in parts:
             with redirect_stdout(io.StringIO()) as printed:
                 exec(compile("\n" * line + source, str(page), "exec"), vars(script))

@@ -442,8 +442,8 @@ def _undone(model: torch.nn.Module) -> None:
     for module in model.modules():
         vars(module).pop(_tables.KEPT, None)
         _reports.pop(module, None)
-        if mark := vars(module).pop(_tables.MARK, None):  # False in a model that was pickled
-            gone.add(mark)
+        if vars(module).get(_tables.MARK):  # False in a model that was pickled
+            gone.add(vars(module).pop(_tables.MARK))
     _forget()
     if gone:  # a copy that waits for the garbage collector may hold the patch
         gc.collect()

@@ -92,6 +92,7 @@ class Patched(RuleBasedStateMachine):
         else:
             raise AssertionError("two options in one file")
 
+    @precondition(lambda self: self.by)
     @rule(at=models)
     def unpatch(self, at: int) -> None:
         unpatch(self.alive[at])
@@ -104,6 +105,7 @@ class Patched(RuleBasedStateMachine):
         self.alive.append(model)
         return len(self.alive) - 1
 
+    @precondition(lambda self: self.by and len(self.alive) < 4)
     @rule(target=models, at=models)
     def copy(self, at: int) -> int:
         """A copy of a patched model counts as patched."""
@@ -111,17 +113,19 @@ class Patched(RuleBasedStateMachine):
         self.by |= {made: self.by[at]} if at in self.by else {}
         return made
 
+    @precondition(lambda self: self.by and len(self.alive) < 4)
     @rule(target=models, at=models)
     def pickle(self, at: int) -> int:
         """A pickled model is loaded unpatched."""
         return self.added(pickle.loads(pickle.dumps(self.alive[at])))
 
+    @precondition(lambda self: len(self.alive) > 2)
     @rule(at=consumes(models))
     def delete(self, at: int) -> None:
         self.alive[at] = nn.Identity()
         self.by.pop(at, None)
 
-    @precondition(lambda self: not self.foreign)
+    @precondition(lambda self: self.by and not self.foreign)
     @rule()
     def put_another_function_there(self) -> None:
         self.below, FILE.apply_rope = FILE.apply_rope, plus
