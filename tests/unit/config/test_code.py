@@ -134,7 +134,10 @@ def test_the_frequencies_are_those_of_the_published_module(model: Model) -> None
 WITHOUT_INV_FREQ = {"codegen", "gptj", "roformer"}
 FULL_OR_SLIDING = ("full_attention", "sliding_attention", "hybrid_sliding")
 # DeepSeek V4's modules have buffers by section.
-SECTION_OF = {"compressed_sparse_attention": "compress", "heavily_compressed_attention": "compress"}
+SECTION_OF: dict[Any, Any] = {
+    "compressed_sparse_attention": "compress",
+    "heavily_compressed_attention": "compress",
+}
 
 
 def rotary_modules(config: Any) -> Iterator[torch.nn.Module]:
