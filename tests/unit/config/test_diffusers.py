@@ -194,7 +194,7 @@ def of_images(make: Any, config: dict[str, Any]) -> Made:
 VIDEOS = (
     "HunyuanVideo15 HunyuanVideo MotifVideo SanaVideo SkyReelsV2 WanAnimate Wan WanVACE".split()
 )
-TABLES: dict[str, Callable[..., Made]] = {
+TABLES: dict[str, Any] = {
     **{f"{name}Transformer3DModel": by_latents for name in VIDEOS},
     "AceStepTransformer1DModel": line(
         lambda make, config: make(
@@ -234,7 +234,7 @@ def module_of(file: str) -> Any:
     return importlib.import_module(f"{folder}.{file}")
 
 
-def keywords_of(code: Any) -> dict[str, Any]:
+def keywords_of(code: Any) -> dict[Any, Any]:
     """Return the constant arguments with which some code calls embeddings.apply_rotary_emb."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     calls = [

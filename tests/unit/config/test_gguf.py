@@ -5,6 +5,7 @@ What the metadata of each architecture gives is in rows/gguf.jsonl.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import struct
@@ -135,6 +136,13 @@ KNOWN: dict[str, dict[str, Any]] = {
     "cohere2moe": {"cohere2moe.leading_dense_block_count": 1},
     **{arch: {f"{arch}.rope.freq_base": 1e4} for arch in ("cogvlm", "deepseek2-ocr")},
 }
+
+
+def test_the_pairing_of_an_architecture_is_that_of_llama_cpp() -> None:
+    stated = json.loads((Path(__file__).parent / "rows/pairings_of_gguf.json").read_text("utf-8"))
+    for pairing in ("adjacent", "halves"):
+        for arch in stated[pairing].split():
+            assert ROWS[arch].interleaved == (pairing == "adjacent"), arch
 
 
 def test_each_rule_that_a_row_names_is_known() -> None:

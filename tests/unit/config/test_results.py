@@ -41,19 +41,20 @@ def test_a_layer_has_the_spec_of_its_type() -> None:
     assert [specs.of(layer) for layer in range(3)] == [RopeSpec(64), None, None]
 
 
-OF_A = LayerSpecs({"a": RopeSpec(64)}, ("a", "b"))
+ANY: Any = LayerSpecs  # also of arguments that have no such types
+OF_A = ANY({"a": RopeSpec(64)}, ("a", "b"))
 test_errors_of_layer_specs = refusals(
     "LayerSpecs",
     TypeError={
-        "specs must be a dictionary but got 3.": lambda: LayerSpecs(3),
-        "each spec must be a RopeSpec or None but got 3.": lambda: LayerSpecs({"a": 3}),
+        "specs must be a dictionary but got 3.": lambda: ANY(3),
+        "each spec must be a RopeSpec or None but got 3.": lambda: ANY({"a": 3}),
         "layers must be a tuple of layer types or None but got 'ab'.": (
-            lambda: LayerSpecs({"a": None}, "ab")
+            lambda: ANY({"a": None}, "ab")
         ),
     },
     AttributeError={
         f"{name} must be read from one spec of a layer type, as layers differ; specs['b'].{name}.": (
-            lambda name=name: getattr(LayerSpecs({"a": None, "b": RopeSpec(64)}), name)
+            lambda name=name: getattr(ANY({"a": None, "b": RopeSpec(64)}), name)
         )
         for name in ("cos_sin", "at", "head_dim")
     },
@@ -69,7 +70,7 @@ test_errors_of_layers = refusals(
         "layer must lie in [0, 2) but got -1.": lambda: OF_A.of(-1),
         "layer 1 must be of a type with a spec, of a, but is 'b'.": lambda: OF_A.of(1),
         "the config must list the type of each layer but does not.": (
-            lambda: LayerSpecs({"a": None}).of(0)
+            lambda: ANY({"a": None}).of(0)
         ),
     },
 )
@@ -88,7 +89,8 @@ def test_a_layer_type_gives_its_spec_or_none() -> None:
 def test_any_other_object_is_no_layer_type_and_no_section(name: str, value: object) -> None:
     what = {"layer_type": "layer types", "section": "sections"}[name]
     text = f"{name} must be one of the config's {what} but got {value!r}; the config has "
-    refused({**LLAMA, "layer_types": ["a"] * 4}, text, **{name: value})
+    given: Any = {name: value}
+    refused({**LLAMA, "layer_types": ["a"] * 4}, text, **given)
 
 
 @pytest.mark.parametrize(

@@ -38,5 +38,6 @@ def compare(name: str, timm: Any, layers: Any) -> None:
     tables = made.get_embed(shape=(ROWS, COLUMNS))
     x = torch.randn(1, 2, ROWS * COLUMNS, head_dim, generator=torch.Generator().manual_seed(1))
     wanted = layers.apply_rot_embed_cat(x, tables, half=attention.rotate_half)
-    where = positions.grid(ROWS, COLUMNS, **({"span": (-1, 1)} if dino else {}))
+    span: Any = {"span": (-1, 1)} if dino else {}
+    where = positions.grid(ROWS, COLUMNS, **span)
     assert_near(rotate(x, spec, where), wanted, "published image angles")
