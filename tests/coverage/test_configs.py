@@ -21,8 +21,8 @@ SPEC, BLOCKS = RopeSpec(**GIVEN), RopeSpec(8, axes=Axes.blocks((2, 2)))
 def call(layer: int = 0, **changes: Any) -> Call:
     """The call of a rotation by SPEC."""
     angles = torch.arange(9.0)[:, None] * SPEC.frequencies().inv_freq
-    angles = torch.atan2(angles.sin(), angles.cos()).tolist()
-    return Call(f"layers.{layer}.attn", 16, 4, False, angles)._replace(**changes)
+    found = torch.atan2(angles.sin(), angles.cos()).tolist()
+    return Call(f"layers.{layer}.attn", 16, 4, False, found)._replace(**changes)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_small_configurations_fit_together() -> None:
         fitted({**config, "model_type": "qwen2_vl_text"})["rope_parameters"]
         == rope["rope_parameters"]
     )
-    config = small.small_config(CONFIG_MAPPING["qwen2_vl"], {})
-    assert config.text_config.rope_parameters["mrope_section"] == [2, 3, 3]
-    assert config.image_token_id >= small.SPECIAL
+    made = small.small_config(CONFIG_MAPPING["qwen2_vl"], {})
+    assert made.text_config.rope_parameters["mrope_section"] == [2, 3, 3]
+    assert made.image_token_id >= small.SPECIAL
     # One layer of each type remains.
     kinds = small.small_config(CONFIG_MAPPING["gemma3_text"], {}).layer_types
     assert set(kinds) == {"sliding_attention", "full_attention"}

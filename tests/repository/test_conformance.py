@@ -53,7 +53,7 @@ def test_exact_rotations(case: dict[str, Any], backend: str) -> None:
     spec, name = RopeSpec.from_dict(case["spec"]), case["name"]
     ids = EXACT[f"{name}/positions"]
     where = ids[0] if ids.shape[0] == 1 else positions.multi_axis(ids)
-    how = {"layout": "sd", "backend": backend, "seq_len": case["seq_len"]}
+    how: dict[str, Any] = {"layout": "sd", "backend": backend, "seq_len": case["seq_len"]}
     how["inverse"] = case["inverse"]
     for kind, dtype in DTYPES.items():
         found = run(lambda x: rotate(x, spec, where, **how), EXACT, dtype)
@@ -99,7 +99,11 @@ def test_stacks(case: dict[str, Any], backend: str) -> None:
     assert scaling == case["attention_scaling"]
     assert inv_freq.dtype == stored.dtype
     assert torch.allclose(inv_freq, stored, rtol=4 * torch.finfo(stored.dtype).eps, atol=0)
-    how = {"tables": "half", "interleaved": spec.interleaved, "rounding": stack.rounding}
+    how: dict[str, Any] = {
+        "tables": "half",
+        "interleaved": spec.interleaved,
+        "rounding": stack.rounding,
+    }
     for kind, dtype in DTYPES.items():
         kept = stack.table_dtype or dtype
         cos, sin = (STACKS[f"{name}/{which}"].to(kept) for which in ("cos", "sin"))

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ def pip_wheel(source: Path, *options: str, **environment: str) -> tuple[str, str
     folder = source.parent / "wheels"
     pip = [sys.executable, "-m", "pip", "wheel", "--verbose", "--no-deps", "--no-cache-dir"]
     command = [*pip, "--wheel-dir", str(folder), *options, str(source)]
-    out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    out: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run(command, env={**clean, **environment}, check=False, **out)
     if "Could not find a version that satisfies the requirement setuptools" in done.stdout:
         pytest.skip("pip finds no setuptools for an isolated build")

@@ -119,11 +119,13 @@ class Patched(RuleBasedStateMachine):
         """A pickled model is loaded unpatched."""
         return self.added(pickle.loads(pickle.dumps(self.alive[at])))
 
-    @precondition(lambda self: len(self.alive) > 2)
+    @precondition(lambda self: sum(type(model) is not nn.Identity for model in self.alive) > 1)
     @rule(at=consumes(models))
     def delete(self, at: int) -> None:
+        """A check restores what a model that is gone leaves; without checks, the next call of unpatch does."""
         self.alive[at] = nn.Identity()
-        self.by.pop(at, None)
+        if self.by.pop(at, None) == ALL:
+            unpatch(self.alive[at])
 
     @precondition(lambda self: self.by and not self.foreign)
     @rule()

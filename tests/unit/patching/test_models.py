@@ -241,7 +241,7 @@ def test_a_pickled_model_is_loaded_unpatched(options: dict[str, Any], llama: Any
 
 # --- warnings and errors --------------------------------------------------------------------------
 
-SIZES = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2}
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 2, "num_hidden_layers": 1}
 LLAVA: dict[str, Any] = {
     "model_type": "llava",
