@@ -60,7 +60,8 @@ def test_each_channel_is_near_its_formula(name: str, dtype: torch.dtype) -> None
     """And its gradient. A sum over all channels would hide a channel that is off by more than the others."""
     unit = tolerances.value("activation, float64" if dtype == torch.float64 else "activation")
     x, cotangent = (noise(20, 10, 1, 40, dtype=dtype, seed=seed) for seed in (0, 1))
-    found, wanted = [], []
+    found: list[torch.Tensor] = []
+    wanted: list[torch.Tensor] = []
     for leaf, f, ys in (
         (x.clone(), lambda x: rotate(x, SLICE, act=name), found),
         (x.double(), lambda x: oracle_acts.act(name, x), wanted),
@@ -226,7 +227,8 @@ def test_slopes_without_end(dtype: torch.dtype, backend: str) -> None:
 @every_backend
 def test_an_overflow_that_a_gate_undoes_has_gradients_by_angles(backend: str) -> None:
     """Where f = exp(12) overflows float16, but f times the gate of 1/8 does not."""
-    x, found = torch.full((1, 1, 2, 4), 12.0, dtype=torch.float16), []
+    x = torch.full((1, 1, 2, 4), 12.0, dtype=torch.float16)
+    found: list[torch.Tensor] = []
     for dtype in (torch.float16, torch.float64):
         ids = torch.tensor([0.5, 1.5], dtype=torch.float64, requires_grad=True)
         gate = gates.Scalar(0.125)

@@ -184,7 +184,7 @@ VALUES = st.one_of(
 @given(VALUES)
 def test_the_repr_and_lists_make_an_equal_value(axes: Axes) -> None:
     assert eval(repr(axes), {"Axes": Axes}) == axes
-    assert Axes(axes.count, [list(pair) for pair in axes.pairs]) == axes  # type: ignore[arg-type,misc]
+    assert Axes(axes.count, [list(pair) for pair in axes.pairs]) == axes  # type: ignore[arg-type]
 
 
 def test_the_repr_is_the_shortest_call() -> None:

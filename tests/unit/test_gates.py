@@ -77,7 +77,7 @@ def test_xpos_is_the_formula_of_the_paper(kind: torch.dtype, centre: float) -> N
     opposite = gate.for_keys().factor(HALF, torch.tensor([near], dtype=kind), torch.float32)
     assert_near(got * opposite, torch.ones_like(got), "float32 ways")
     assert gates.pair((gate, gate))[1] == gate
-    assert gates.pair(gate)[1] == gate.for_keys() != gate == gate.for_keys().for_keys()  # type: ignore[attr-defined]
+    assert gates.pair(gate)[1] == gate.for_keys() != gate == gate.for_keys().for_keys()
 
 
 def test_xpos_up_to_the_last_position_that_fits() -> None:

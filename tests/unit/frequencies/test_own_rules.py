@@ -59,7 +59,7 @@ def changed(name: str) -> type[DynamicNTK]:
     bases = (Mixin, DynamicNTK) if name == "mixin" else (DynamicNTK,)
     own = {} if name in ("mixin", "nothing") else {name: method}
     kind = dataclass(frozen=True)(type("Changed", bases, {"names": (), **own}))
-    return kind  # type: ignore[return-value]
+    return kind
 
 
 @pytest.mark.parametrize("name", ["make", "regime", "frequencies", "mixin", "nothing"])

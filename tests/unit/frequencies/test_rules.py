@@ -191,7 +191,7 @@ def test_any_longrope(
 def test_given_scalings_of_longrope_come_first(
     given: dict[str, float], short: float, long: float
 ) -> None:
-    rule = LongRoPE((1.0, 1.0), (1.0, 1.0), 4096, **given)  # type: ignore[arg-type]
+    rule = LongRoPE((1.0, 1.0), (1.0, 1.0), 4096, **given)
     found = [rule.frequencies(4, 1e4, length).attention_scaling for length in (None, 4096, 4097)]
     assert found == [short, short, long]
 
@@ -263,7 +263,7 @@ def test_the_switch_is_above_the_original_length(rule: Rule) -> None:
 
 
 def test_numbers_take_one_form() -> None:
-    rule = YaRN(numpy.float32(4), numpy.int64(4096), beta_fast=16)  # type: ignore[arg-type]
+    rule = YaRN(numpy.float32(4), numpy.int64(4096), beta_fast=16)
     assert rule == YaRN(4.0, 4096, 16.0)
     numbers = rule.factor, rule.original_max_position, rule.beta_fast
     assert [*map(type, numbers)] == [float, int, float]

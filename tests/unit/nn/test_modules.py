@@ -110,7 +110,8 @@ def test_copies_and_checkpoints_give_the_same_bits(name: str) -> None:
 def test_meta_and_fake_tensors(name: str, fake: bool) -> None:
     make, shape = KINDS[name]
     with FakeTensorMode() if fake else torch.device("meta"):
-        module, x, calls = make(), torch.randn(shape, requires_grad=True), [{}]
+        module, x = make(), torch.randn(shape, requires_grad=True)
+        calls: list[dict[str, Any]] = [{}]
         leaves = [x, *module.parameters()]
         if "polar" in name:
             mask, ids = torch.ones(2, 1, 1, 6, dtype=torch.bool), torch.arange(6).expand(2, 6)

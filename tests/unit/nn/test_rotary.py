@@ -54,7 +54,7 @@ def test_several_axes_and_lengths() -> None:
 
 def test_learned_frequencies() -> None:
     rope = RotaryEmbedding(8, learnable=True)
-    assert rope.inv_freq.dtype == torch.float32  # type: ignore[union-attr]
+    assert rope.inv_freq.dtype == torch.float32
     assert_near(rope(Q, K, 3)[1].detach(), rotate(K, RopeSpec(8), 3), "float32 ways")
     rope(Q, K, 3)[0].square()[..., :2].sum().backward()
     assert rope.inv_freq.grad.any()  # type: ignore[union-attr]
@@ -164,7 +164,7 @@ def test_other_keys_are_unexpected(kind: Any) -> None:
 def test_learned_frequencies_load_as_they_are() -> None:
     rope = RotaryEmbedding(8, learnable=True)
     loads(rope, inv_freq=ROWS[0, :4] / 7)()
-    assert torch.equal(rope.inv_freq, ROWS[0, :4] / 7)  # type: ignore[arg-type]
+    assert torch.equal(rope.inv_freq, ROWS[0, :4] / 7)
 
 
 # --- LrpeRotate1d ---------------------------------------------------------------------------------

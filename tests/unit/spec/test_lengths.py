@@ -166,7 +166,7 @@ def test_nothing_to_rotate(rule: str) -> None:
         ((2, 1, 0, 12), zeros, 0),
         ((2, 0, 1, 12), 5000, None),
     ):
-        assert rotate(torch.zeros(shape), spec, where, seq_len=seq_len).shape == shape  # type: ignore[arg-type]
+        assert rotate(torch.zeros(shape), spec, where, seq_len=seq_len).shape == shape
     x, still = noise(1, 8), RopeSpec(8, rotary_dim=0, scaling=DynamicNTK(2.0, TRAINED))
     assert_same_bits(rotate(x, still, 9000, layout="sd"), x)
 

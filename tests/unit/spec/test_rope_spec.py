@@ -34,7 +34,7 @@ def test_defaults_and_equality() -> None:
 
 
 def test_numbers_take_one_form() -> None:
-    spec = RopeSpec(numpy.int64(64), base=500000, rotary_dim=numpy.int32(32))  # type: ignore[arg-type]
+    spec = RopeSpec(numpy.int64(64), base=500000, rotary_dim=numpy.int32(32))
     assert [*map(type, (spec.head_dim, spec.rotary_dim, spec.base))] == [int, int, float]
     assert spec == RopeSpec(64, base=5e5, rotary_dim=32)
     for base in (Fraction(3, 2), numpy.float32(1.5), 1.5):

@@ -70,9 +70,8 @@ def test_integers_of_every_library_are_lengths(rule: str) -> None:
     spec, x = SPECS[rule], noise(2, 2, 3, 12)
     wanted = rotate(x, spec, 9, seq_len=6000)
     assert torch.equal(wanted, rotate(x, spec, 9, seq_len=4000)) == (rule in PLAIN)
-    for kind in (numpy.array, numpy.int32, numpy.uint64, torch.tensor, lambda n: [n, n], iter):
-        if kind is iter:
-            kind = lambda n: iter([n] * 2)  # noqa: E731
+    kinds: list[Callable[[int], Any]] = [numpy.array, numpy.int32, numpy.uint64, torch.tensor]
+    for kind in (*kinds, lambda n: [n, n], lambda n: iter([n, n])):
         for y in (
             rotate(x, spec, 9, seq_len=kind(6000)),
             rotate_(x.clone(), spec, 9, seq_len=kind(6000)),

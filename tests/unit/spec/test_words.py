@@ -272,10 +272,10 @@ def test_attention_scaling() -> None:
         assert spec.frequencies(5000).attention_scaling == wanted
     rule = LongRoPE((1.0,) * 4, (2.0,) * 4, 100, short_mscale=1.25, long_mscale=1.5)
     spec = RopeSpec(8, scaling=rule)
-    for length in (None, 100, torch.tensor([7, 100]), []):
-        assert spec.attention_scaling(length) == 1.25
-    for length in (101, [101, 5000]):
-        assert spec.attention_scaling(length) == 1.5
+    for short in (None, 100, torch.tensor([7, 100]), []):
+        assert spec.attention_scaling(short) == 1.25
+    for long in (101, [101, 5000]):
+        assert spec.attention_scaling(long) == 1.5
     for length in ([100, 101], torch.tensor([101], device="meta")):
         with pytest.raises(
             NotImplementedError, match=r"one attention scaling but got 1\.25, 1\.5; "

@@ -312,9 +312,9 @@ def test_litgpt_does_not_compute_yarn() -> None:
 @pytest.mark.parametrize("name", ["transformers", "meta", "diffusers-float64"])
 def test_another_default_device_and_pickles(name: str, where: Any) -> None:
     x, rope = Q[torch.float32], SPEC.at(where, stack=name)
-    fresh = pickle.loads(pickle.dumps(rope))
+    copies = [pickle.loads(pickle.dumps(rope))]
     want = rotate(x, rope)
-    for copied in (fresh, pickle.loads(pickle.dumps(rope))):
+    for copied in (*copies, pickle.loads(pickle.dumps(rope))):
         assert_same_bits(rotate(x, copied), want)
     with torch.device("meta"):
         assert_same_bits(rotate(x, SPEC.at(where, device="cpu", stack=name)), want)
