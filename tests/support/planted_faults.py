@@ -533,9 +533,11 @@ NAMED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "only_inference": only_inference,
     "packed, through": lambda cu: torch.arange(int(cu[-1])),
     "packed, the first length": lambda cu: torch.arange(int(cu[-1])) % cu[1],
-    "packed, two rows": lambda cu: torch.cat([torch.arange(n) for n in (cu[1], cu[-1] - cu[1])]),
-    "packed, from 1": lambda cu: torch.cat([torch.arange(n) + 1 for n in cu.diff()]),
-    "packed, backwards": lambda cu: torch.cat([-torch.arange(n) for n in cu.diff()]),
+    "packed, two rows": lambda cu: torch.cat(
+        [torch.arange(n) for n in (int(cu[1]), int(cu[-1] - cu[1]))]
+    ),
+    "packed, from 1": lambda cu: torch.cat([torch.arange(n) + 1 for n in cu.diff().tolist()]),
+    "packed, backwards": lambda cu: torch.cat([-torch.arange(n) for n in cu.diff().tolist()]),
 }
 DTYPES = ("float32", "bfloat16", "float16")
 

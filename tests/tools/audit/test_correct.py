@@ -47,7 +47,11 @@ def test_a_correct_function_is_not_condemned(
 ) -> None:
     # Positions are (tokens,) for packed sequences, and tables end at 5,000.
     spec = correct.spec if declared else None
-    options = {"head_dim": correct_functions.DIM, "layout": correct.layout, "longest": 2**14}
+    options: dict[str, Any] = {
+        "head_dim": correct_functions.DIM,
+        "layout": correct.layout,
+        "longest": 2**14,
+    }
     report = named(audit(correct.make(), spec=spec, **options))
     form = CALLED.get(correct.form, correct.form)
     assert report.facts["called as"] == f"fn({form})"
@@ -64,7 +68,7 @@ def test_a_correct_function_is_not_condemned(
 def test_a_rotation_is_described(
     base: float, pairs: int, start: int, interleaved: bool, sign: float
 ) -> None:
-    sizes = {"rotary_dim": 2 * pairs, "start": start, "interleaved": interleaved}
+    sizes: dict[str, Any] = {"rotary_dim": 2 * pairs, "start": start, "interleaved": interleaved}
     report = audit(planted.rope(base=base, sign=sign, **sizes), **ONLY_FLOAT32, longest=8192)
     assert report.facts["channels"] == f"{start} to {start + 2 * pairs - 1} of 64"
     assert report.facts["pairing"].startswith("interleaved" if interleaved else "half")

@@ -26,7 +26,7 @@ def declared(fields: dict[str, Any] | None) -> RopeSpec | None:
     """Return the spec of a row; one field may stand for a rule and its number."""
     if fields is None:
         return None
-    rules = {
+    rules: dict[str, Any] = {
         "linear": Linear,
         "proportional": Proportional,
         "dynamic": lambda original: DynamicNTK(2.0, original),
