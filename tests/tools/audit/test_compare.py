@@ -155,18 +155,12 @@ def test_rows_that_are_off_by_different_numbers() -> None:
     named(compare(one, one, head_dim=DIM))
 
 
+EXACT = {"angle": "float64", "frequency": "float64"}
+BESIDE = ({}, {"sign": -1.0}, {"base": 5e5, "interleaved": True}, EXACT, {"table_type": "bfloat16"})
+
+
 @pytest.mark.parametrize("shift", [1.0, -1.0, 5.0, 100.0])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"sign": -1.0},
-        {"base": 5e5, "interleaved": True},
-        {"angle": "float64", "frequency": "float64"},
-        {"table_type": "bfloat16"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", BESIDE, ids=str)
 def test_an_offset_alone_is_the_only_difference(shift: float, options: dict[str, Any]) -> None:
     """Later steps are compared at the same angles: an offset does not make them differ."""
     for a, b, ahead in ((shift, 0.0, shift), (0.0, shift, -shift), (shift, 2.0, shift - 2.0)):
