@@ -66,14 +66,15 @@ def angles(
     positions: torch.Tensor,
     omega: torch.Tensor,
     *,
+    shift: float = 0,
     p_type: torch.dtype | None = None,
     w_type: torch.dtype | None = None,
     a_type: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return position · ω as float32, with positions, ω and angles rounded to the given dtypes."""
-    p = positions.float() if p_type is None else positions.to(p_type).float()
-    w = omega if w_type is None else omega.to(w_type).float()
-    angle = p[..., None] * w
+    """Return (position + shift) · ω in the dtype of ω, with positions, ω and angles rounded to the given dtypes."""
+    p = positions if p_type is None else positions.to(p_type)
+    w = omega if w_type is None else omega.to(w_type).to(omega)
+    angle = (p.to(omega) + shift)[..., None] * w
     return angle if a_type is None else angle.to(a_type).float()
 
 
@@ -85,36 +86,47 @@ def rope(
     over: int | None = None,
     divide: float = 1.0,
     amplitude: float = 1.0,
-    shift: int = 0,
+    shift: float = 0,
     swap: bool = False,
-    table_type: torch.dtype | None = None,
+    table_type: torch.dtype | str | None = None,
     by_x: str = "",
     where: Callable[[torch.Tensor], torch.Tensor] | None = None,
     touch: Callable[[torch.Tensor], torch.Tensor] | None = None,
     types: dict[str, torch.dtype] | None = None,
+    rates: torch.Tensor | None = None,
+    rounding: str = "wide",
     **rest: Any,
 ) -> Fn:
-    """Return a rotation of x (rows, heads, tokens, channels) by positions (rows, tokens)."""
-    omega = inv_freq(rotary_dim, base, over) / divide
+    """Return a rotation of x (rows, heads, tokens, channels) by positions (rows, tokens).
+
+    Args:
+        table_type: of cosines and sines; "x" for that of x.
+        by_x: the name of one of `types` that is that of x.
+        rates: frequencies in place of those of base; angles have their dtype.
+        rounding: "wide" for products in float32, "each" for products in the dtype of x.
+    """
+    omega = inv_freq(rotary_dim, base, over) / divide if rates is None else rates
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         dtypes = dict(types or {})
         if by_x:
             dtypes[by_x] = x.dtype
         p = positions if where is None else where(positions)
-        angle = angles(p + shift, omega, **dtypes)[:, None]
+        angle = angles(p, omega, shift=shift, **dtypes)[:, None]
         cos, sin = angle.cos() * amplitude, angle.sin() * amplitude
         if swap:
             cos, sin = sin, cos
         if table_type is not None:
-            cos, sin = cos.to(table_type), sin.to(table_type)
+            cos, sin = (t.to(x.dtype if table_type == "x" else table_type) for t in (cos, sin))
         if touch is not None:
             x = touch(x)
         inside = x[..., start : start + rotary_dim]
         if rest.get("in_place"):
             turn(inside, cos.to(x.dtype), sin.to(x.dtype), **rest)
             return x
-        y = turn(inside.float(), cos.float(), sin.float(), **rest).to(x.dtype)
+        if rounding == "wide":
+            inside, cos, sin = inside.float(), cos.float(), sin.float()
+        y = turn(inside, cos, sin, **rest).to(x.dtype)
         return torch.cat((x[..., :start], y, x[..., start + rotary_dim :]), -1)
 
     return fn
@@ -521,9 +533,11 @@ NAMED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "only_inference": only_inference,
     "packed, through": lambda cu: torch.arange(int(cu[-1])),
     "packed, the first length": lambda cu: torch.arange(int(cu[-1])) % cu[1],
-    "packed, two rows": lambda cu: torch.cat([torch.arange(n) for n in (cu[1], cu[-1] - cu[1])]),
-    "packed, from 1": lambda cu: torch.cat([torch.arange(n) + 1 for n in cu.diff()]),
-    "packed, backwards": lambda cu: torch.cat([-torch.arange(n) for n in cu.diff()]),
+    "packed, two rows": lambda cu: torch.cat(
+        [torch.arange(n) for n in (int(cu[1]), int(cu[-1] - cu[1]))]
+    ),
+    "packed, from 1": lambda cu: torch.cat([torch.arange(n) + 1 for n in cu.diff().tolist()]),
+    "packed, backwards": lambda cu: torch.cat([-torch.arange(n) for n in cu.diff().tolist()]),
 }
 DTYPES = ("float32", "bfloat16", "float16")
 

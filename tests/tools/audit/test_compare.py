@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support import planted_faults as planted
-from tests.support.planted_faults import named, turn
+from tests.support.planted_faults import named
 from tests.support.records import conversion, write_record
 from tests.support.rows import read_rows
 from tightrope import Axes, RopeSpec, functional
@@ -25,48 +25,36 @@ Rope = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def rope(
     *,
-    interleaved: bool = False,
-    width: int = DIM,
-    shift: float = 0.0,
-    sign: float = 1.0,
     base: float = 10000.0,
+    width: int = DIM,
     slowed: int | None = None,
-    factor: float = 1.0,
-    rounding: str = "each",
+    angle: str = "float32",
+    frequency: str = "float32",
     detach: bool = False,
-    **dtypes: str,
+    **row: Any,
 ) -> Rope:
-    """Return a rotation in plain PyTorch; each argument changes one step of it.
+    """Return a rotation in plain PyTorch, whose frequencies and tables have the dtypes of transformers.
 
     Args:
-        dtypes: of `frequency`, `position`, `angle` (in which angles are computed), `rounded` (angles) and `table`; "x"
-            is that of x.
+        slowed: a pair whose frequency is halved.
+        angle, frequency: the dtypes in which angles are computed, and to which frequencies are rounded before.
+        detach: whether the gradient is that of another rounding.
+        row: as for planted faults.
     """
-
-    def dtype(step: str, x: torch.Tensor | None = None, usual: str = "float32") -> Any:
-        name = dtypes.get(step, usual)
-        return x.dtype if x is not None and name == "x" else getattr(torch, name)
-
-    exponent = torch.arange(0, width, 2, dtype=dtype("angle"))
-    inv_freq = (1.0 / base ** (exponent / width)).to(dtype("frequency")).to(dtype("angle"))
+    exponent = torch.arange(0, width, 2, dtype=getattr(torch, angle)) / width
+    rates = (1.0 / base**exponent).to(getattr(torch, frequency)).to(exponent)
     if slowed is not None:
-        inv_freq[slowed] *= 0.5
+        rates[slowed] *= 0.5
+    usual = {"table_type": "x", "rounding": "each"}
+    rotate = planted.rope(rates=rates, rotary_dim=width, **usual | planted.known(row))
+    if not detach:
+        return rotate
 
-    def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        where = positions.to(dtype("position", x)).to(dtype("angle")) + shift
-        angles = sign * where[:, None, :, None] * inv_freq
-        if "rounded" in dtypes:
-            angles = angles.to(dtype("rounded", x)).float()
-        cos, sin = angles.cos() * factor, angles.sin() * factor
-        cos, sin = (t.to(dtype("table", x, "x")) for t in (cos, sin))
-        turned, rest = x[..., :width], x[..., width:]
-        if rounding == "wide":
-            turned, cos, sin = turned.float(), cos.float(), sin.float()
-        y = turn(turned, cos, sin, interleaved=interleaved)
-        y = torch.cat((y.to(x.dtype), rest), -1)
-        return y + (y.detach() - y) if detach else y
+    def detached(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        y = rotate(x, positions)
+        return y + (y.detach() - y)
 
-    return rotate
+    return detached
 
 
 ROWS = read_rows(Path(__file__).with_name("compare.jsonl"))
@@ -167,18 +155,12 @@ def test_rows_that_are_off_by_different_numbers() -> None:
     named(compare(one, one, head_dim=DIM))
 
 
+EXACT = {"angle": "float64", "frequency": "float64"}
+BESIDE = ({}, {"sign": -1.0}, {"base": 5e5, "interleaved": True}, EXACT, {"table_type": "bfloat16"})
+
+
 @pytest.mark.parametrize("shift", [1.0, -1.0, 5.0, 100.0])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"sign": -1.0},
-        {"base": 5e5, "interleaved": True},
-        {"angle": "float64", "frequency": "float64"},
-        {"table": "bfloat16"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", BESIDE, ids=str)
 def test_an_offset_alone_is_the_only_difference(shift: float, options: dict[str, Any]) -> None:
     """Later steps are compared at the same angles: an offset does not make them differ."""
     for a, b, ahead in ((shift, 0.0, shift), (0.0, shift, -shift), (shift, 2.0, shift - 2.0)):
@@ -262,8 +244,8 @@ def apply(
 
 TAKERS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     "the same": (apply, {}, ()),
-    "an offset and a factor": (apply, {"shift": 3.0, "factor": 1.2, "base": 5e5}, ()),
-    "rounded positions": (apply, {"position": "bfloat16"}, ()),
+    "an offset and a factor": (apply, {"shift": 3.0, "amplitude": 1.2, "base": 5e5}, ()),
+    "rounded positions": (apply, {"types": {"p_type": "bfloat16"}}, ()),
     "another direction": (partial(apply, sign=-1.0), {}, ("sign",)),
     "both backwards": (partial(apply, sign=-1.0), {"sign": -1.0}, ()),
     "roundings": (apply, {"rounding": "wide"}, ("rounding", "gradient-rounding")),
@@ -281,7 +263,7 @@ def test_a_function_that_takes_tables_gets_those_of_the_other(name: str) -> None
 
 
 def test_tables_of_another_dtype_are_not_counted() -> None:
-    found = compare(rope(table="float32", rounding="wide"), apply, head_dim=DIM)
+    found = compare(rope(table_type="float32", rounding="wide"), apply, head_dim=DIM)
     assert found.shares.keys() == {"float32"}
     assert found.facts["results, bfloat16"] == ("not compared", "not compared")
 
@@ -297,7 +279,7 @@ def test_functions_that_know_the_dtype_of_x() -> None:
 
 @pytest.mark.parametrize(
     "stack, options",
-    [("transformers", {}), ("diffusers", {"table": "float32", "rounding": "wide"})],
+    [("transformers", {}), ("diffusers", {"table_type": "float32", "rounding": "wide"})],
 )
 def test_functions_and_stacks(stack: str, options: dict[str, Any]) -> None:
     """The arithmetic of a stack, written out, agrees with it; in the backward pass too."""

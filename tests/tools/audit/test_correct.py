@@ -47,7 +47,11 @@ def test_a_correct_function_is_not_condemned(
 ) -> None:
     # Positions are (tokens,) for packed sequences, and tables end at 5,000.
     spec = correct.spec if declared else None
-    options = {"head_dim": correct_functions.DIM, "layout": correct.layout, "longest": 2**14}
+    options: dict[str, Any] = {
+        "head_dim": correct_functions.DIM,
+        "layout": correct.layout,
+        "longest": 2**14,
+    }
     report = named(audit(correct.make(), spec=spec, **options))
     form = CALLED.get(correct.form, correct.form)
     assert report.facts["called as"] == f"fn({form})"
@@ -64,7 +68,7 @@ def test_a_correct_function_is_not_condemned(
 def test_a_rotation_is_described(
     base: float, pairs: int, start: int, interleaved: bool, sign: float
 ) -> None:
-    sizes = {"rotary_dim": 2 * pairs, "start": start, "interleaved": interleaved}
+    sizes: dict[str, Any] = {"rotary_dim": 2 * pairs, "start": start, "interleaved": interleaved}
     report = audit(planted.rope(base=base, sign=sign, **sizes), **ONLY_FLOAT32, longest=8192)
     assert report.facts["channels"] == f"{start} to {start + 2 * pairs - 1} of 64"
     assert report.facts["pairing"].startswith("interleaved" if interleaved else "half")
@@ -196,10 +200,10 @@ def test_the_call_is_found(name: str) -> None:
 @pytest.mark.parametrize("name", NEW)
 def test_a_new_form_is_audited(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     form, function, pairing = NEW[name]
-    holds(case(function, "cannot-call", longest=2048))
+    holds(audit, case(function, "cannot-call", longest=2048))
     monkeypatch.setitem(FORMS, form.name, form)
     facts = {"called as": f"fn(x, {form.roles[0]})", "pairing": pairing}
-    holds(case(function, longest=2048, facts=facts))
+    holds(audit, case(function, longest=2048, facts=facts))
 
 
 # --- rows: correct functions, with what is said of them -------------------------------------------
@@ -397,12 +401,12 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_said_of_a_function(name: str) -> None:
-    holds(CASES[name])
+    holds(audit, CASES[name])
 
 
 @pytest.mark.parametrize("rule", SCALED)
 def test_the_rule_of_frequencies_is_named_and_our_angles_are_exact(rule: str) -> None:
-    report = holds(case(rotate(SCALED[rule]), longest=2**20))
+    report = holds(audit, case(rotate(SCALED[rule]), longest=2**20))
     assert report.facts["frequencies"] == f"geometric, {rule}"
     for each in report.angle_errors:
         assert each.float32 is not None
@@ -519,7 +523,7 @@ def test_nothing_is_printed_no_seed_is_moved_and_a_module_stays(
         return PLAIN(x, positions)  # type: ignore[no-any-return]
 
     before, module = torch.get_rng_state(), planted.GrowingCache(False)
-    holds(case(fn))
+    holds(audit, case(fn))
     audit(module, longest=4096)
     assert torch.equal(torch.get_rng_state(), before)
     assert capsys.readouterr() == ("", "")

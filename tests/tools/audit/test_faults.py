@@ -26,7 +26,7 @@ def declared(fields: dict[str, Any] | None) -> RopeSpec | None:
     """Return the spec of a row; one field may stand for a rule and its number."""
     if fields is None:
         return None
-    rules = {
+    rules: dict[str, Any] = {
         "linear": Linear,
         "proportional": Proportional,
         "dynamic": lambda original: DynamicNTK(2.0, original),
@@ -132,7 +132,7 @@ def test_two_faults_have_two_names(name: str, other: str) -> None:
 @pytest.mark.parametrize("name", MAPS)
 def test_the_positions_that_tokens_got_are_the_evidence(name: str) -> None:
     code, where = MAPS[name], planted.NAMED[name]
-    evidence = holds(case(planted.rope(where=where), code)).findings[0].evidence
+    evidence = holds(audit, case(planted.rope(where=where), code)).findings[0].evidence
     words = evidence.removeprefix("tokens at ").split(" come out as if at ")
     given, got = (torch.tensor([[*map(int, each.split(", "))]]) for each in words)
     assert torch.equal(where(given), got)
@@ -394,7 +394,7 @@ CASES |= {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_has_its_name(name: str) -> None:
-    holds(CASES[name])
+    holds(audit, CASES[name])
 
 
 def test_a_function_that_raises_now_and_then() -> None:

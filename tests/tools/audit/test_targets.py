@@ -110,8 +110,8 @@ def test_a_model_with_sections_is_audited_against_them(outer: bool) -> None:
 
 
 def llama(**fields: Any) -> Any:
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 9}
-    sizes |= {"intermediate_size": 8, "max_position_embeddings": 512}
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    sizes |= {"vocab_size": 9, "intermediate_size": 8, "max_position_embeddings": 512}
     return transformers.LlamaModel(transformers.LlamaConfig(**sizes, **fields))
 
 

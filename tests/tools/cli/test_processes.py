@@ -61,12 +61,10 @@ WITHOUT = "import sys; sys.modules.update(dict.fromkeys({0!r}));" + SCRIPT
 )
 def test_without_the_extra(missing: tuple[str, ...]) -> None:
     done = python("-c", WITHOUT.format(missing), "info")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines() == [
-        f"The tightrope command needs {', '.join(missing)}. "
-        'Install with `python -m pip install "tightrope[tools]"`, or in a clone of the repository with '
-        "`pip install --no-build-isolation '.[tools]'`."
-    ]
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(
+        f"The tightrope command needs {', '.join(missing)}. Install with "
+    )
     done = python("-c", WITHOUT.format(missing), "inspect", "--help")
     assert (done.returncode, done.stderr) == (0, "")
 

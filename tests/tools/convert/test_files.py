@@ -355,3 +355,14 @@ def test_damaged_files_are_reported_and_lose_nothing(tmp_path: Path, name: str) 
 def test_a_checkpoint_that_is_not_there() -> None:
     with refused(r"^\[detect\] the checkpoint must exist"):
         detect("gone")
+
+
+def test_a_section_states_its_own_pairing(tmp_path: Path) -> None:
+    tensors = {f"language_model.{name}": x for name, x in latent_tensors().items()}
+    config = {"model_type": "llava", "text_config": DEEPSEEK, "rope_interleave": None}
+    source = write(tmp_path / "a", tensors, config)
+    stated = Stated(section="text_config", prefix="language_model.model.")
+    done = convert(source, tmp_path / "b", to="half", stated=stated)
+    assert done.marked == "rope_interleave"
+    found = json.loads((tmp_path / "b" / "config.json").read_text("utf-8"))
+    assert found == {**config, "text_config": {**DEEPSEEK, "rope_interleave": False}}
