@@ -241,16 +241,6 @@ def test_vmap_and_gradients_in_it(case: Mapping[str, Any]) -> None:
     assert_near(found, wanted, "float64 ways, higher order")
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("case", CASES[5::16], ids=range(len(CASES[5::16])))
-def test_compiled_with_symbolic_sizes(case: Mapping[str, Any]) -> None:
-    """One graph, with the results and the gradients of eager code."""
-    call = Call({**case, "dtype": torch.float64})
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
-    assert_near(gradients(call, compiled), gradients(call), "float64 ways, higher order")
-
-
 # --- registration ---------------------------------------------------------------------------------
 
 
