@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.support import calls
+from tests.support.calls import Call
 from tests.support.dtensors import (
     BHSD,
     IDS,
@@ -46,7 +48,6 @@ from tightrope.functional import (
     rotary_apply,
     rotary_pos_embedding,
     rotate,
-    rotate_,
     rotate_qk,
     rotate_qk_,
 )
@@ -64,32 +65,30 @@ class Case:
         sharded: tensors that are rotated, and the dimensions of their axes; results have these placements,
             in this order.
         others: other tensors.
-        results: names of the sharded tensors that the results look like.
+        results: the dimensions of the axes of results that are not placed like the sharded tensors.
         only: the axes that may be sharded.
     """
 
     function: Callable[..., Any]
     sharded: Placed
     others: Placed = field(default_factory=dict)
-    results: Sequence[str] = ()
+    results: Sequence[Dims] = ()
     only: Sequence[str] = AXES
 
-    def call(self, tensors: Mapping[str, Any]) -> list[Any]:
-        """Return the results for tensors by name."""
+    def __call__(self, tensors: Mapping[str, Any]) -> list[Any]:
         found = self.function(**tensors)
         return [y for y in ([found] if isinstance(found, torch.Tensor) else found) if y is not None]
 
-    def tensors(self) -> Placed:
-        """Return all tensors."""
-        return {**self.sharded, **self.others}
+    def placements(self, by: By) -> list[list[Any]]:
+        """Return the placements of the results."""
+        dims = self.results or [dims for _, dims in self.sharded.values()]
+        return [placements_of(own, by) for own in dims]
 
-    def names(self) -> Sequence[str]:
-        """Return the names of the results."""
-        return self.results or list(self.sharded)
-
-    def dims(self, key: str) -> Dims:
-        """Return the dimensions of the axes of a result."""
-        return {"out": BHSD, "state": BHSD}.get(key) or self.sharded[key][1]
+    def divisions(self) -> list[By]:
+        """Return the ways to divide its tensors."""
+        has = next(iter(self.sharded.values()))[1]
+        may = {None, *(axis for axis in self.only if axis in has)}
+        return [by for by in BYS if may.issuperset(by)]
 
 
 BSHD, THD = {"row": 0, "token": 1, "head": 2}, {"token": 0, "head": 1}
@@ -149,26 +148,12 @@ WITH_HEADS = RopeSpec(16, scaling=Given(noise(6, 8, seed=4).tolist()))
 PACKED = positions.packed(torch.tensor([0, 4, 13]))
 PER_HEAD, PER_CHANNEL = (noise(6, 16, seed=5), OF_HEADS), (noise(16, seed=6), {})
 CASES = {
-    "from 0": two(lambda q, k: rotate_qk(q, k, SPEC)),
-    "offset": two(lambda q, k: rotate_qk(q, k, SPEC, -5)),
-    "ids": two(by_ids, ids=(IDS, OF_BOTH)),
-    "ids of all rows": two(by_ids, ids=(IDS[1], OF_TOKENS)),
-    "fractional ids": two(by_ids, ids=(IDS.double() / 7, OF_BOTH)),
-    "offsets per row": two(
-        lambda q, k, ids: by_ids(q, k, positions.per_row(ids)), ids=(IDS[:, 0], {"row": 0})
-    ),
-    "positions of heads": one(
-        lambda x, ids: rotate(x, SPEC, positions.per_head(ids)),
-        ids=(IDS[:, None] + 10 * torch.arange(6)[:, None], {"row": 0, "head": 1, "token": 2}),
-    ),
-    "several axes": two(
-        lambda q, k, ids: rotate_qk(q, k, TWO_AXES, positions.multi_axis(ids)),
-        ids=(torch.stack((IDS, IDS + 5)), {"row": 1, "token": 2}),
-    ),
+    "uneven ids": two(by_ids, ids=(IDS, OF_BOTH)),
+    "uneven fractional ids": two(by_ids, ids=(IDS.double() / 7, OF_BOTH)),
     "prepared": Case(
         lambda q, k: (*rotate_qk(q, k, PREPARED), *rotate_qk(q, k, PREPARED)),
         QK,
-        results=("q", "k", "q", "k"),
+        results=(BHSD,) * 4,
     ),
     "prepared, ids": two(lambda q, k, ids: rotate_qk(q, k, SPEC.at(ids)), ids=(IDS, OF_BOTH)),
     "packed": Case(
@@ -178,38 +163,20 @@ CASES = {
     "lengths of rows": two(lambda q, k: rotate_qk(q, k, LATE, seq_len=LENGTHS)),
     "length from positions": two(lambda q, k: rotate_qk(q, k, EARLY, -7)),
     "length from ids": two(lambda q, k: rotate_qk(q, k, EARLY, WHOLE)),
-    "frequencies of heads": one(
-        lambda x, theta: rotate(x, SPEC, inv_freq=theta), theta=(noise(6, 6, seed=4), OF_HEADS)
-    ),
-    "frequencies": two(
-        lambda q, k, theta: rotate_qk(q, k, SPEC, inv_freq=theta), theta=(noise(6, seed=4), {})
-    ),
     "spec with heads": one(lambda x: rotate(x, WITH_HEADS)),
     "norm": two(
         lambda q, k, w, v: rotate_qk(q, k, SPEC, act=(RMSNorm(w), RMSNorm(v, unit_offset=True))),
         w=PER_HEAD,
         v=PER_CHANNEL,
     ),
-    "activation": two(lambda q, k: rotate_qk(q, k, SPEC, act="silu")),
-    "scalar": two(lambda q, k: rotate_qk(q, k, SPEC, gate=gates.Scalar(0.5))),
-    "learned scalar": one(
-        lambda x, g: rotate(x, SPEC, gate=gates.Scalar(g)),
-        g=(torch.tensor(0.7, dtype=torch.float64), {}),
-    ),
     "exp": two(
         lambda q, k, g, h: rotate_qk(q, k, SPEC, gate=(gates.Exp(g), gates.Exp(h, tied="pair"))),
         g=PER_HEAD,
         h=(noise(6, seed=6), {}),
     ),
-    "slope": one(lambda x, g: rotate(x, SPEC, 3, gate=gates.Slope(0.01 * g)), g=PER_HEAD),
     "given": one(
         lambda x, g: rotate(x, SPEC, gate=gates.Given(g)), g=(0.1 * noise(3, 13, 6, 16), BSHD)
     ),
-    "given, shared": one(
-        lambda x, g: rotate(x, SPEC, gate=gates.Given(g)), g=(0.1 * noise(13, 1, 16), OF_TOKENS)
-    ),
-    "xPos": two(lambda q, k: rotate_qk(q, k, SPEC, gate=gates.XPos(centre=6))),
-    "inverse": two(lambda q, k: rotate_qk(q, k, SPEC, inverse=True)),
     "rounding": two(lambda q, k: rotate_qk(q, k, SPEC, rounding=("wide", "each"))),
     "a stack": Case(lambda q, k: rotate_qk(q, k, RopeSpec(16).at(5, stack="transformers")), NARROW),
     "a stack by length": Case(lambda q, k: rotate_qk(q, k, EARLY.at(stack="transformers")), NARROW),
@@ -217,8 +184,6 @@ CASES = {
         lambda q, k: rotate_qk(q, k, SPEC, layout="bshd"),
         {"q": (Q.transpose(1, 2), BSHD), "k": (K.transpose(1, 2), BSHD)},
     ),
-    "in place": two(in_place(lambda q, k: rotate_qk_(q, k, SPEC, 9))),
-    "in place, one": one(in_place(lambda x: rotate_(x, SPEC, 9, act="silu"))),
     "in place, prepared": two(in_place(lambda q, k: rotate_qk_(q, k, PREPARED))),
     "lrpe": lrpe(
         lambda x, theta: lrpe_rotate_1d(x, theta, 5, act="silu"),
@@ -277,7 +242,7 @@ CASES = {
             "decay": (-noise(3, 4, 13, 1, seed=5).abs(), BHSD),
             "memory": (noise(3, 4, 16, 8, seed=6), {"row": 0, "head": 1}),
         },
-        results=("out", "state"),
+        results=(BHSD, BHSD),
         only=("row", "head"),
     ),
 }
@@ -291,26 +256,73 @@ BYS: dict[By, tuple[int, ...]] = {
     ("token", "token"): (2, 2),
     (None, "token"): (2, 2),
 }
-#: How the other tensors are given if they get gradients; they may be plain if not.
-MODES = ("replicated", "sharded")
+# --- calls with all pairs of options ------------------------------------------------------------------
 
 
-def allowed(case: Case) -> list[By]:
-    has = next(iter(case.sharded.values()))[1]
-    return [
-        by for by in BYS if all(axis is None or (axis in has and axis in case.only) for axis in by)
-    ]
+def of_generator(options: Mapping[str, Any]) -> Case:
+    """Return a call of tests/support/calls.py."""
+    call, layout = Call(options), options["layout"].replace("t", "s")
+    letters = {"row": "b", "head": "h", "token": "s"}
+    of_x = {axis: layout.index(each) for axis, each in letters.items() if each in layout}
+    of_positions = {
+        "learned": OF_TOKENS,
+        "learned per row": OF_BOTH,
+        "learned offsets": {"row": 0},
+        "learned per head": {"head": 0, "token": 1},
+        "learned grid": {"token": 2},
+    }
+    dims: dict[str, Dims] = {
+        "q": of_x,
+        "k": of_x,
+        "weight": OF_HEADS if "head" in options["act"] else {},
+        "gate": {"exp per head": OF_HEADS, "given": OF_TOKENS}.get(options["gate"], {}),
+        "positions": of_positions.get(options["positions"], {}),
+    }
+    if "inv_freq" in call.leaves and "head" in options["frequencies"]:
+        dims["inv_freq"] = {"head": call.leaves["inv_freq"].dim() - 2}
+    both = {name: (x, dims.get(name, {})) for name, x in call.leaves.items()}
+    return Case(
+        call,
+        {name: pair for name, pair in both.items() if name in "qk"},
+        {name: pair for name, pair in both.items() if name not in "qk"},
+    )
+
+
+def local(case: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the case in float64; q is alone where k would be repeated for its heads, which communicates."""
+    per_head = any("per head" in str(value) for value in case.values())
+    verb = case["verb"].replace("_qk", "") if per_head else case["verb"]
+    return {**case, "verb": verb, "dtype": torch.float64}
+
+
+# Phases are refused with DTensors.
+GENERATED = [local(case) for case in calls.CASES if case["phases"] == "none"][::5]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("options", GENERATED, ids=range(len(GENERATED)))
+def test_every_pair_of_options(options: Mapping[str, Any]) -> None:
+    check_gradients(of_generator(options))
+
+
+# --- results and gradients ----------------------------------------------------------------------------
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CASES)
 def test_results(name: str) -> None:
     case = CASES[name]
-    wanted = case.call({key: x.clone() for key, (x, _) in case.tensors().items()})
-    for by in allowed(case):
+    wanted = case({key: x.clone() for key, (x, _) in (*case.sharded.items(), *case.others.items())})
+    for by in case.divisions():
         for number in range(RANKS):
             with rank(number, *BYS[by]) as mesh:
-                check_results(case, mesh, by, case.call(placed(case, mesh, by, "plain")), wanted)
+                check_results(case, mesh, by, case(placed(case, mesh, by, "plain")), wanted)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name: str) -> None:
+    check_gradients(CASES[name])
 
 
 def placed(case: Case, mesh: Any, by: By, mode: str) -> dict[str, Any]:
@@ -327,44 +339,37 @@ def placed(case: Case, mesh: Any, by: By, mode: str) -> dict[str, Any]:
 def check_results(
     case: Case, mesh: Any, by: By, found: Sequence[Any], wanted: Sequence[torch.Tensor]
 ) -> None:
-    for key, one, whole in zip(case.names(), found, wanted, strict=True):
-        own = placements_of(case.dims(key), by)
+    for own, one, whole in zip(case.placements(by), found, wanted, strict=True):
         assert isinstance(one, DTensor)
         assert list(one.placements) == own
         assert (one.shape, one.stride(), one.dtype) == (whole.shape, whole.stride(), whole.dtype)
         assert_parts([one], [whole], mesh, *own)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("name", CASES)
-def test_gradients(name: str) -> None:
-    case = CASES[name]
+def check_gradients(case: Case) -> None:
+    """Check results and gradients, with the other tensors replicated and sharded."""
     leaves = {
         key: x.clone().requires_grad_(x.is_floating_point())
-        for key, (x, _) in case.tensors().items()
+        for key, (x, _) in (*case.sharded.items(), *case.others.items())
     }
-    wanted = case.call(leaves)
+    wanted = case(leaves)
     weights = [noise(*y.shape, seed=9, dtype=y.dtype) for y in wanted]
     floating = [key for key, x in leaves.items() if x.requires_grad]
-    whole = dict(
-        zip(floating, torch.autograd.grad(wanted, [leaves[key] for key in floating], weights))
-    )
-    for by in allowed(case):
-        for mode in MODES if case.others else MODES[:1]:
+    grads = torch.autograd.grad(wanted, [leaves[key] for key in floating], weights)
+    whole = dict(zip(floating, grads))
+    for by in case.divisions():
+        for mode in ("replicated", "sharded") if case.others else ("replicated",):
             sums = {key: torch.zeros_like(whole[key]) for key in floating if key in case.others}
             for number in range(RANKS):
                 with rank(number, *BYS[by]) as mesh:
                     given = placed(case, mesh, by, mode)
                     for key in floating:
                         given[key].requires_grad_()
-                    found = case.call(given)
+                    found = case(given)
                     check_results(case, mesh, by, found, wanted)
-                    own = [placements_of(case.dims(key), by) for key in case.names()]
-                    grads = torch.autograd.grad(
-                        [y.to_local() for y in found],
-                        [given[key] for key in floating],
-                        [share(g, mesh, p) for g, p in zip(weights, own)],
-                    )
+                    own = [share(g, mesh, p) for g, p in zip(weights, case.placements(by))]
+                    local = [y.to_local() for y in found]
+                    grads = torch.autograd.grad(local, [given[key] for key in floating], own)
                     for key, grad in zip(floating, grads):
                         assert isinstance(grad, DTensor)
                         assert grad.placements == given[key].placements

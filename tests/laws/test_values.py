@@ -1,13 +1,14 @@
-"""Random calls with prologue f and epilogue P, and the gradients of all tensors that require grad.
+"""Results and gradients of random calls of all sizes, compared with the equation in float64.
 
-Other files test one feature at a time. Here f, P, layout, strides, positions, dtype, in place or not,
-forward or inverse, and the set of tensors that require grad combine at random. Each instruction set,
-and the definition, is compared with the same formula in float64, differentiated by autograd.
+f, P, phases, layout, strides, positions, dtype, in place or not, forward or inverse, and the set of tensors
+that require grad combine at random. Each instruction set, and the definition, is compared with one formula,
+which autograd differentiates.
 """
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.support import oracle, oracle_acts, tolerances
 from tests.support.matrix import DISTINCT_SETS, DTYPES, needs_kernel
-from tightrope import RopeSpec, gates
+from tightrope import RopeSpec, gates, phases
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.backends import cpu
 from tightrope.functional import rotate, rotate_
@@ -23,63 +24,36 @@ from tightrope.ops.schema import LAYOUTS
 
 WAYS = ["reference", *DISTINCT_SETS]
 STRIDES = ("contiguous", "permuted", "inside", "every other channel", "expanded", "misaligned")
-LEARN = ("x", "weight", "gate", "omega", "where")
-GATES = ("none", "scalar", "exp", "slope", "given", "xpos")
-
-
-class Drawn(NamedTuple):
-    layout: str
-    rows: int
-    heads: int
-    tokens: int
-    spec: RopeSpec
-    act: str
-    unit_offset: bool
-    gate: str
-    tied: bool
-    per_head: bool
-    positions: str
-    learned: bool
-    strides: str
-    of_grad: str
-    dtype: torch.dtype
-    inverse: bool
-    in_place: bool
-    learns: frozenset[str]
-    seed: int
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Drawn:
-    pairs = draw(st.sampled_from([1, 2, 3, 7, 8, 16, 17, 33]))
-    before, after = draw(st.integers(0, 3)), draw(st.integers(0, 3))
-    layout = draw(st.sampled_from(sorted(LAYOUTS)))
-    act = draw(st.sampled_from(["none", "rms_norm", "rms_norm", *ACTS]))
-    return Drawn(
+def cases(draw: st.DrawFn) -> SimpleNamespace:
+    def one_of(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
+    pairs, before, after = one_of(1, 2, 3, 7, 8, 16, 17, 33), one_of(*range(4)), one_of(*range(4))
+    layout, act = one_of(*LAYOUTS), one_of("none", "rms_norm", "rms_norm", *ACTS)
+    place = {"rotary_dim": 2 * pairs, "start": before, "interleaved": draw(st.booleans())}
+    return SimpleNamespace(
         layout=layout,
-        rows=draw(st.integers(1, 3)) if "b" in layout else 1,
-        heads=draw(st.integers(1, 4)) if "h" in layout else 1,
-        tokens=draw(st.sampled_from([1, 2, 3, 5, 18])),
-        spec=RopeSpec(
-            before + 2 * pairs + after,
-            rotary_dim=2 * pairs,
-            start=before,
-            interleaved=draw(st.booleans()),
-            base=100.0,
-        ),
+        rows=one_of(1, 2, 3) if "b" in layout else 1,
+        heads=one_of(1, 2, 3, 4, 40) if "h" in layout else 1,
+        tokens=one_of(1, 2, 3, 5, 18),
+        spec=RopeSpec(before + 2 * pairs + after, base=100.0, **place),
         act=act,
         unit_offset=draw(st.booleans()),
-        gate=draw(st.sampled_from(GATES)),
+        gate=one_of("none", "scalar", "exp", "slope", "given", "xpos"),
         tied=draw(st.booleans()),
         per_head=draw(st.booleans()),
-        positions=draw(st.sampled_from(["offset", "ids", "rows", "fractions"])),
+        positions=one_of("offset", "ids", "rows", "fractions"),
+        phased=draw(st.booleans()),
         learned=draw(st.booleans()),
-        strides=draw(st.sampled_from(STRIDES)),
-        of_grad=draw(st.sampled_from(STRIDES)),
-        dtype=draw(st.sampled_from(DTYPES)),
+        strides=one_of(*STRIDES),
+        of_grad=one_of(*STRIDES),
+        dtype=one_of(*DTYPES),
         inverse=act == "none" and draw(st.booleans()),
         in_place=draw(st.booleans()),
-        learns=frozenset(name for name in LEARN if draw(st.booleans())),
+        learns=[name for name in Inputs._fields if draw(st.booleans())],
         seed=draw(st.integers(0, 2**32 - 1)),
     )
 
@@ -108,9 +82,10 @@ class Inputs(NamedTuple):
     gate: torch.Tensor
     omega: torch.Tensor
     where: torch.Tensor
+    phases: torch.Tensor
 
 
-def made(case: Drawn) -> Inputs:
+def made(case: SimpleNamespace) -> Inputs:
     generator = torch.Generator().manual_seed(case.seed)
 
     def noise(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -142,10 +117,11 @@ def made(case: Drawn) -> Inputs:
         gate,
         0.5 * noise(heads, spec.rotary_dim // 2).abs(),
         where,
+        3 * noise(case.rows if case.tied else 1, heads, case.tokens, spec.rotary_dim // 2),
     )
 
 
-def leaves(case: Drawn, inputs: Inputs) -> dict[str, torch.Tensor]:
+def leaves(case: SimpleNamespace, inputs: Inputs) -> dict[str, torch.Tensor]:
     """Make the tensors that the case differentiates require grad; return them by name."""
     used = {
         "x": True,
@@ -153,13 +129,12 @@ def leaves(case: Drawn, inputs: Inputs) -> dict[str, torch.Tensor]:
         "gate": case.gate not in ("none", "xpos"),
         "omega": case.learned,
         "where": case.positions == "fractions",
+        "phases": case.phased,
     }
-    return {
-        name: getattr(inputs, name).requires_grad_() for name in sorted(case.learns) if used[name]
-    }
+    return {name: getattr(inputs, name).requires_grad_() for name in case.learns if used.get(name)}
 
 
-def found(case: Drawn, way: str) -> dict[str, torch.Tensor]:
+def found(case: SimpleNamespace, way: str) -> dict[str, torch.Tensor]:
     """Return the result and the gradients of the library."""
     if way != "reference":
         cpu.use_instruction_set(way)
@@ -187,6 +162,7 @@ def found(case: Drawn, way: str) -> dict[str, torch.Tensor]:
         "gate": gate,
         "inverse": case.inverse,
         "inv_freq": inputs.omega if case.learned else None,
+        "phases": phases.given(inputs.phases) if case.phased else None,
         "backend": "reference" if way == "reference" else None,
     }
     # A copy, because expanded tensors and leaves would be refused.
@@ -199,7 +175,7 @@ def found(case: Drawn, way: str) -> dict[str, torch.Tensor]:
     return result
 
 
-def true(case: Drawn) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def true(case: SimpleNamespace) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return what `found` returns, from the formula in float64, and the size that errors are relative to.
 
     The size is the largest element. For a gradient that is a sum over elements, it is at least the largest
@@ -238,7 +214,7 @@ def true(case: Drawn) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         log = spread(inputs.gate).transpose(0, 1)[None]
     else:
         log = spread(inputs.gate)[None, :, None] * (at if case.gate == "slope" else 1.0)
-    angle = at * omega[None, :, None]
+    angle = at * omega[None, :, None] + (inputs.phases if case.phased else 0.0)
     if case.inverse:
         x, angle, log = x * torch.exp(-log), -angle, torch.zeros((), dtype=torch.float64)
     y = oracle.turned(x, angle.cos(), angle.sin(), spec.start, spec.interleaved) * torch.exp(log)
@@ -265,7 +241,7 @@ def true(case: Drawn) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(cases())
-def test_random_combinations(case: Drawn) -> None:
+def test_random_calls(case: SimpleNamespace) -> None:
     wanted, sizes = true(case)
     inputs = made(case)._asdict()
     bound = tolerances.value(f"f and P, {str(case.dtype)[6:]}")
