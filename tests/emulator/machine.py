@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.support.triton.ptx.instructions import (
+from tests.emulator.instructions import (
     BITS,
     Array,
     Meaning,
@@ -20,8 +20,8 @@ from tests.support.triton.ptx.instructions import (
     read,
     write,
 )
-from tests.support.triton.ptx.memory import Global, Local, Runs, Shared, Warps
-from tests.support.triton.ptx.parse import Fault, Instruction, Kernel
+from tests.emulator.memory import Global, Local, Runs, Shared, Warps
+from tests.emulator.parse import Fault, Instruction, Kernel
 
 At = Any  # of an array of registers: an array of threads, or a slice of all
 Read = Callable[["Grid", At], Array]

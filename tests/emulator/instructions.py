@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tests.support.triton.ptx.parse import Fault
+from tests.emulator.parse import Fault
 
 Array = npt.NDArray[Any]
 

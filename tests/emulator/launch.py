@@ -15,10 +15,10 @@ from unittest import mock
 import torch
 from triton.compiler import CompiledKernel
 
-from tests.support.triton.driver import Driver
-from tests.support.triton.ptx.machine import Grid, Program
-from tests.support.triton.ptx.memory import runs_of
-from tests.support.triton.ptx.parse import Fault, parse
+from tests.emulator.driver import Driver
+from tests.emulator.machine import Grid, Program
+from tests.emulator.memory import runs_of
+from tests.emulator.parse import Fault, parse
 
 LAUNCH_FAILED = 719
 

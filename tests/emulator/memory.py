@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.support.triton.ptx.parse import Fault
+from tests.emulator.parse import Fault
 
 Array = npt.NDArray[Any]
 Runs = tuple[Array, Array]  # first addresses, and the addresses after the last

@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.support.triton.ptx.assembled import kernel, run
-from tests.support.triton.ptx.definitions import (
+from tests.emulator.assembled import kernel, run
+from tests.emulator.definitions import (
     FORMATS,
     RULES,
     Rule,
@@ -25,8 +25,8 @@ from tests.support.triton.ptx.definitions import (
     wanted,
     whole_bits,
 )
-from tests.support.triton.ptx.instructions import _TABLE, meaning_of
-from tests.support.triton.ptx.parse import Fault
+from tests.emulator.instructions import _TABLE, meaning_of
+from tests.emulator.parse import Fault
 
 
 def special(kind: str) -> list[int]:

@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.emulator.assembled import kernel, run
+from tests.emulator.machine import Grid
+from tests.emulator.memory import runs_of
+from tests.emulator.parse import Fault, parse
 from tests.support.helpers import refused
-from tests.support.triton.ptx.assembled import kernel, run
-from tests.support.triton.ptx.machine import Grid
-from tests.support.triton.ptx.memory import runs_of
-from tests.support.triton.ptx.parse import Fault, parse
 
 SEEDS = (None, 0, 1, 2, 3)
 # %rd10 is the address of the thread's element of the first pointer, %rd11 of the second; %r5 is its index.
@@ -92,7 +92,7 @@ def test_every_thread_knows_its_place() -> None:
 
 
 def test_a_kernel_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.support.triton.ptx.machine._MOST_STEPS", 1000)
+    monkeypatch.setattr("tests.emulator.machine._MOST_STEPS", 1000)
     with refused(Fault, "the kernel does not end"):
         result_of("AGAIN: bra.uni AGAIN;")
 

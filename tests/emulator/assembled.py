@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tests.support.triton.ptx.launch import execute
-from tests.support.triton.ptx.machine import Grid, Program
-from tests.support.triton.ptx.parse import parse
+from tests.emulator.launch import execute
+from tests.emulator.machine import Grid, Program
+from tests.emulator.parse import parse
 
 
 def kernel(body: str, pointers: int, threads: int = 32, head: str = "") -> str:
