@@ -6,6 +6,7 @@ The cases contain every valid pair of values of any two options; see tests/suppo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -167,9 +168,12 @@ def test_selective_checkpointing_gives_the_same_results_and_gradients(
 
         return gradients(call, run)
 
-    # torch refuses to save a tensor that then changes in place.
-    for name in ["rotations"] if case["verb"].endswith("_") else POLICIES:
-        assert_each(assert_same_bits, found(name), found(None))
+    # torch refuses to save a tensor that then changes in place. Where results are copied into x, autograd adds the
+    # zeros of what x was, and a gradient of -0 becomes 0.
+    in_place = case["verb"].endswith("_")
+    check = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
+    for name in ["rotations"] if in_place else POLICIES:
+        assert_each(check if in_place else assert_same_bits, found(name), found(None))
 
 
 # --- without data ---------------------------------------------------------------------------------

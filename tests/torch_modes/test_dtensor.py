@@ -292,7 +292,7 @@ def local(case: Mapping[str, Any]) -> dict[str, Any]:
     """Return the case in float64; q is alone where k would be repeated for its heads, which communicates."""
     per_head = any("per head" in str(value) for value in case.values())
     verb = case["verb"].replace("_qk", "") if per_head else case["verb"]
-    return {**case, "verb": verb, "dtype": torch.float64}
+    return {**case, "verb": verb, "dtype": torch.float64, "backend": None}
 
 
 # Phases are refused with DTensors.

@@ -63,7 +63,9 @@ def published(
     # What the method uses of a model: the configuration and one other method.
     own = {"get_vision_position_ids": model.get_vision_position_ids}
     stub = type("Stub", (), {**own, "config": SimpleNamespace(vision_config=vision)})()
-    found = [torch.tensor(each) if each else None for each in (images, videos[:1] if frames else videos)]
+    found = [
+        torch.tensor(each) if each else None for each in (images, videos[:1] if frames else videos)
+    ]
     result: tuple[torch.Tensor, torch.Tensor] = model.get_rope_index(
         stub, padded, padded, *found, attention_mask=real if len(rows) > 1 else None, **more
     )
