@@ -81,6 +81,7 @@ def test_results_and_gradients_are_those_of_the_definition(
     use_programs(programs)
     if programs > 1:
         monkeypatch.setattr(blocks, "MOST_SUMS", 1)
+    case = {**case, "rounding": "once"}  # others round more, and have the bits of the CPU kernel
     kind, leaves = case["dtype"], Call(case).leaves
     found = results_of(case, {n: x.clone().to(DEVICE) for n, x in leaves.items()}, backend=None)
     wide = {"dtype": torch.float64, "backend": "reference"}
