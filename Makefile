@@ -5,7 +5,7 @@
 #   make test-tools the tests of the tools, the benchmarks, other libraries' models and the repository, except slow ones
 #   make test-slow  the slow tests of all these
 #   make emulate    the Triton kernels, compiled for four kinds of GPU and executed on the CPU (an hour)
-#   make lint       formatting, lint, types
+#   make lint       formatting, lint, imports, types
 #   make check      lint, spelling, documentation and the code in it
 #   make site       build the documentation, and serve it until Ctrl-C
 #   make coverage   which lines and branches of src/ all tests run (half an hour; ARGS as for test)
@@ -91,6 +91,7 @@ tritons: $(READY)
 lint: $(TOOLS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
 # With --quiet, mkdocs does not count warnings, and dead links pass --strict.

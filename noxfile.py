@@ -171,7 +171,7 @@ def versions(session: nox.Session, torch: str) -> None:
     try:
         packages = ("pip", "setuptools", "wheel", f"torch=={torch}.*", tightrope)
         session.install("--constraints", str(constraints), *packages)
-        pinned = ("docs", "site", "architecture")  # tests of tools that have one version
+        pinned = ("docs", "site", "imports")  # tests of tools that have one version
         without = [f"--ignore=tests/repository/test_{name}.py" for name in pinned]
         options = ("-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider", "-m", "not slow")
         env = {"OMP_NUM_THREADS": "1"}

@@ -2,7 +2,7 @@
 
 `--compute` first measures the errors that error-by-position.svg shows (15 seconds; needs transformers
 and mpmath) and writes them to docs/images/error-by-position.json. The rest is drawn from that file and
-the library; tests/repository/test_pictures.py compares the result with the committed files.
+the library.
 """
 
 import json

@@ -6,6 +6,7 @@ The cases contain every valid pair of values of any two options; see tests/suppo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 from tests.support import oracle
 from tests.support.calls import CASES, Call, allowed
+from tests.support.checkpointing import POLICIES, saving
+from tests.support.extra_tensors import Wrapper, negated
 from tests.support.helpers import noise
 from tests.support.matrix import needs_kernel
 from tests.support.tolerances import assert_each, assert_near, assert_same_bits, value
@@ -105,6 +109,71 @@ def test_the_inverse_undoes(case: Mapping[str, Any]) -> None:
     plain = {**case, "act": "none", "dtype": torch.float64}
     there, back = (Call({**plain, "inverse": inverse}) for inverse in (False, True))
     assert_near(back(q=there()[0])[0], there.leaves["q"], "float64 ways")
+
+
+def gradients(call: Call, run: Callable[..., Any] | None = None) -> list[torch.Tensor]:
+    """Return the results of a call and the gradients of a loss, by the tensors that the case differentiates."""
+    leaves = {
+        name: x.clone().requires_grad_(name in call.learned()) for name, x in call.leaves.items()
+    }
+    ys = (run or call)(**leaves)
+    loss = sum((y * y.detach().cos()).sum() for y in ys)
+    return [*ys, *torch.autograd.grad(loss, [leaves[name] for name in call.learned()])]
+
+
+@pytest.mark.parametrize("make", [negated, Wrapper])
+@every_case
+def test_weights_and_gates_are_taken_as_the_numbers_that_they_are(
+    case: Mapping[str, Any], make: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """The dispatcher inspects tensors in a list only if the list is not optional: a kernel would read others' memory."""
+    call = Call(case)
+    others = {name: make(x) for name, x in call.leaves.items() if name in ("weight", "gate")}
+    if others:
+        assert_each(near, call(**others), call())
+    if others and make is negated:
+        views = lambda **leaves: call(**leaves | {name: negated(leaves[name]) for name in others})  # noqa: E731
+        wanted = gradients(call)
+        assert_each(check_of(case), gradients(call, views), wanted)
+
+
+# --- modes that watch ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES[::5], ids=range(len(CASES[::5])))
+def test_selective_checkpointing_gives_the_same_results_and_gradients(
+    case: Mapping[str, Any],
+) -> None:
+    """In the backward pass it repeats the forward pass, and takes each saved result by its number.
+
+    Evaluation before training, in inference mode, leaves nothing that the backward pass could not use.
+    """
+    first = Call(case)
+    with torch.inference_mode():
+        first()
+    assert_each(assert_same_bits, gradients(first), gradients(Call(case)))
+
+    def found(name: str | None) -> list[torch.Tensor]:
+        call = Call(case)  # with nothing kept
+
+        def layer(names: list[str], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(y.sin() * y for y in call(**dict(zip(names, tensors))))
+
+        def run(**leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            arguments = list(leaves), *leaves.values()
+            if name is None:
+                return layer(*arguments)
+            context = saving(POLICIES[name])
+            return checkpoint(layer, *arguments, use_reentrant=False, context_fn=context)
+
+        return gradients(call, run)
+
+    # torch refuses to save a tensor that then changes in place. Where results are copied into x, autograd adds the
+    # zeros of what x was, and a gradient of -0 becomes 0.
+    in_place = case["verb"].endswith("_")
+    check = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
+    for name in ["rotations"] if in_place else POLICIES:
+        assert_each(check if in_place else assert_same_bits, found(name), found(None))
 
 
 # --- without data ---------------------------------------------------------------------------------

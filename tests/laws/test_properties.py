@@ -9,22 +9,24 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.support import oracle, tolerances
 from tests.support.helpers import noise
+from tests.support.matrix import DTYPES
+from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec
 from tightrope.functional import rotate
-
-PROFILE = settings(
-    derandomize=True,  # all machines run the same cases
-    database=None,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
 
 
 def holds_for(
     cases: int, **strategies: st.SearchStrategy[Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turn a property into a test that runs on this number of generated cases."""
-    return lambda law: settings(PROFILE, max_examples=cases)(given(**strategies)(law))
+    """Turn a property into a test that runs on this number of generated cases, the same on all machines."""
+    profile = settings(
+        derandomize=True,
+        database=None,
+        deadline=None,
+        max_examples=cases,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    return lambda law: profile(given(**strategies)(law))
 
 
 # --- parts of the cases ---------------------------------------------------------------------------
@@ -40,26 +42,15 @@ offsets = st.one_of(
     ),
 )
 bases = st.one_of(st.sampled_from([100.0, 1e4, 5e5, 1e9]), st.floats(1.0, 1e9))
-plain_dtypes = st.sampled_from([torch.float32, torch.float64])
-dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
-seeds = st.integers(0, 2**32 - 1)
 sizes = st.integers(0, 5)
+plain_dtypes, dtypes = st.sampled_from(DTYPES[:2]), st.sampled_from(DTYPES)
 
 
 @st.composite
 def specs(draw: st.DrawFn) -> RopeSpec:
-    pairs, before, after = (
-        draw(st.integers(0, 40)),
-        draw(st.integers(0, 9)),
-        draw(st.integers(0, 9)),
-    )
-    return RopeSpec(
-        before + 2 * pairs + after,
-        base=draw(bases),
-        rotary_dim=2 * pairs,
-        start=before,
-        interleaved=draw(st.booleans()),
-    )
+    pairs, before, after = (draw(st.integers(0, most)) for most in (40, 9, 9))
+    place = {"rotary_dim": 2 * pairs, "start": before, "interleaved": draw(st.booleans())}
+    return RopeSpec(before + 2 * pairs + after, base=draw(bases), **place)
 
 
 class Case(NamedTuple):
@@ -77,12 +68,8 @@ class Case(NamedTuple):
     def lengths(self, x: torch.Tensor | None = None) -> torch.Tensor:
         """Return the lengths of the pairs of x, or of another tensor."""
         spec, x = self.spec, self.x if x is None else x
-        return oracle.pair_lengths(
-            x, spec.rotary_dim, start=spec.start, interleaved=spec.interleaved
-        )
-
-    def reach(self) -> int:
-        return abs(self.offset) + len(self.x)
+        place = {"start": spec.start, "interleaved": spec.interleaved}
+        return oracle.pair_lengths(x, spec.rotary_dim, **place)
 
 
 @st.composite
@@ -90,11 +77,10 @@ def cases(
     draw: st.DrawFn,
     dtypes: st.SearchStrategy[torch.dtype] = dtypes,
     tokens: st.SearchStrategy[int] = sizes,
-    at: st.SearchStrategy[int] = offsets,
 ) -> Case:
-    spec = draw(specs())
-    x = noise(draw(tokens), spec.head_dim, seed=draw(seeds), dtype=draw(dtypes))
-    return Case(spec, x, draw(at))
+    spec, seed = draw(specs()), draw(st.integers(0, 2**32 - 1))
+    x = noise(draw(tokens), spec.head_dim, seed=seed, dtype=draw(dtypes))
+    return Case(spec, x, draw(offsets))
 
 
 # --- laws of rotations ----------------------------------------------------------------------------
@@ -107,15 +93,16 @@ def test_every_rotation_is_the_oracles(case: Case, inverse: bool) -> None:
     omegas = oracle.frequencies(spec.base, spec.rotary_dim)
     place = {"start": spec.start, "interleaved": spec.interleaved}
     exact = oracle.rotate(case.x, ids, omegas, layout="sd", inverse=inverse, **place)
-    results = tolerances.Result(case.rotated(inverse=inverse), exact, case.lengths(), case.reach())
-    tolerances.assert_rotated([results])
+    reach = abs(case.offset) + len(case.x)
+    result = tolerances.Result(case.rotated(inverse=inverse), exact, case.lengths(), reach)
+    tolerances.assert_rotated([result])
 
 
 @holds_for(300, case=cases(tokens=st.just(2)))
 def test_the_inverse_is_a_turn_the_other_way(case: Case) -> None:
     """`inverse=True` has the bits of negated positions: cosines are even and sines odd."""
     ids = torch.tensor([case.offset, -case.offset])
-    tolerances.assert_same_bits(case.rotated(at=ids, inverse=True), case.rotated(at=-ids))
+    assert_same_bits(case.rotated(at=ids, inverse=True), case.rotated(at=-ids))
 
 
 @holds_for(
@@ -144,28 +131,16 @@ def test_scores_depend_on_the_difference_of_positions_only(case: Case, n: int, s
 
 @holds_for(400, case=cases())
 def test_the_pairings_are_a_permutation_apart(case: Case) -> None:
-    spec, x = case.spec, case.x
+    spec = case.spec
+    place = {"base": spec.base, "rotary_dim": spec.rotary_dim, "start": spec.start}
     half, interleaved = (
-        Case(
-            RopeSpec(
-                spec.head_dim,
-                base=spec.base,
-                rotary_dim=spec.rotary_dim,
-                start=spec.start,
-                interleaved=kind,
-            ),
-            x,
-            case.offset,
-        )
+        case._replace(spec=RopeSpec(spec.head_dim, interleaved=kind, **place))
         for kind in (False, True)
     )
     order = torch.arange(spec.head_dim)
-    first, second = oracle.channels(spec.rotary_dim, spec.start)
-    order[spec.start : spec.start + spec.rotary_dim] = (
-        torch.tensor([first, second]).long().T.flatten()
-    )
-    z = interleaved.rotated(x[:, order])
-    tolerances.assert_same_bits(z, half.rotated()[:, order])
+    pairs = torch.tensor(oracle.channels(spec.rotary_dim, spec.start)).long().T
+    order[spec.start : spec.start + spec.rotary_dim] = pairs.flatten()
+    assert_same_bits(interleaved.rotated(case.x[:, order]), half.rotated()[:, order])
 
 
 @holds_for(
@@ -183,16 +158,12 @@ def test_how_ids_are_stored_does_not_matter(
     wanted = rotate(x, case.spec, plain, layout="bsd")
     every_third = torch.zeros(3 * tokens, dtype=torch.int64)[::3].copy_(plain)
     for other in (plain.to(id_dtype), every_third, plain.expand(2, -1), plain.repeat(2, 1)):
-        tolerances.assert_same_bits(rotate(x, case.spec, other, layout="bsd"), wanted)
+        assert_same_bits(rotate(x, case.spec, other, layout="bsd"), wanted)
 
 
-@holds_for(
-    300,
-    case=cases(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])),
-    scale=st.integers(-8, 8),
-)
+@holds_for(300, case=cases(st.sampled_from(DTYPES[:3])), scale=st.integers(-8, 8))
 def test_a_power_of_two_passes_through(case: Case, scale: int) -> None:
     """Scaling x by −1 or a power of two scales the result exactly, except for subnormal numbers."""
     x, y = case.x, case.rotated()
-    tolerances.assert_same_bits(case.rotated(x * 2.0**scale), y * 2.0**scale)
-    tolerances.assert_same_bits(case.rotated(-x), -y)
+    assert_same_bits(case.rotated(x * 2.0**scale), y * 2.0**scale)
+    assert_same_bits(case.rotated(-x), -y)

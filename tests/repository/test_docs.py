@@ -1,4 +1,4 @@
-"""Every Python block of README.md and docs/*.md runs, and the API reference has every public name.
+"""Every Python block of README.md and docs/*.md runs, links lead somewhere, and the API reference has every public name.
 
 The ```python blocks of one page run in order and in one namespace, so that a later block may use
 names of an earlier one. Those of README.md run one by one, as people paste them. Blocks that must
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -23,84 +24,57 @@ from tests.support.helpers import ROOT
 from tightrope import unpatch
 from tightrope.frequencies import RULES
 
-FENCE = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
-SHOWN = re.compile(r"^```text[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+FENCE = re.compile(r"^```(python|text)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
-def blocks(text: str) -> list[tuple[int, str]]:
-    """Return the Python blocks of a page, each with the number of its first line."""
-    return [(text.count("\n", 0, hit.start(1)) + 1, hit.group(1)) for hit in FENCE.finditer(text)]
+def blocks(page: Path) -> Iterator[tuple[int, str, str]]:
+    """Yield the Python blocks of a page: the line before, the code, and what it should print, or nothing."""
+    text = page.read_text(encoding="utf-8")
+    found = list(FENCE.finditer(text))
+    for hit, after in zip(found, [*found[1:], None]):
+        if hit[1] == "python":
+            shown = after[2] if after and after[1] == "text" else ""
+            yield text.count("\n", 0, hit.start(2)), hit[2], shown
 
 
-def run(text: str, name: str) -> int:
-    """Run a page and return its number of blocks; a traceback shows the line of the page."""
+def run(page: Path, *parts: tuple[int, str, str]) -> None:
+    """Run blocks of a page in one namespace; a traceback shows the line of the page."""
     script = ModuleType("__main__")
-    found = blocks(text)
-    after = FENCE.split(text)[2::2]
-    with pytest.MonkeyPatch.context() as patch:
+    # A block may define a rule.
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(RULES):
         patch.setitem(sys.modules, "__main__", script)
-        for (line, source), rest in zip(found, after, strict=True):
-            code = compile("\n" * (line - 1) + source, name, "exec")
+        for line, source, shown in parts:
             with redirect_stdout(io.StringIO()) as printed:
-                exec(code, vars(script))
-            shown = SHOWN.search(rest)
+                exec(compile("\n" * line + source, str(page), "exec"), vars(script))
             if shown and (real := " ".join(printed.getvalue().split())):
-                parts = " ".join(shown[1].split()).split("…")
-                assert re.fullmatch(".*".join(map(re.escape, parts)), real), real
+                wanted = map(re.escape, " ".join(shown.split()).split("…"))
+                assert re.fullmatch(".*".join(wanted), real), real
     for value in vars(script).values():
         if isinstance(value, torch.nn.Module):
             unpatch(value)  # other pages must not see the end of this one
-    return len(found)
-
-
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a block may write files
-    before = dict(RULES)
-    run(page.read_text(encoding="utf-8"), str(page))
-    RULES.clear()  # a block may define a rule
-    RULES.update(before)
+    run(page, *blocks(page))
 
 
-@pytest.mark.parametrize("source", [source for _, source in blocks(README)])
-def test_a_block_of_the_readme_runs_alone(source: str) -> None:
-    assert run(f"```python\n{source}```\n", "README.md") == 1
-
-
-def test_the_first_pages_show_code() -> None:
-    assert blocks(README)
-    assert blocks((ROOT / "docs/index.md").read_text(encoding="utf-8"))
-
-
-def test_the_readme_stays_short_and_starts_with_what_a_visitor_does() -> None:
-    assert len(README.split()) <= 900
-    first_screen = "\n".join(README.splitlines()[:60])
-    for command in ("make demo", "make test", "pip install", "```python"):
-        assert command in first_screen
+@pytest.mark.parametrize("block", [*blocks(README)])
+def test_a_block_of_the_readme_runs_alone(block: tuple[int, str, str]) -> None:
+    run(README, block)
 
 
 def test_links_of_the_readme_lead_to_files_and_headings() -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)#?([^)]*)\)", README)
+    """Links in docs/ are checked when the site is built."""
+    links = re.findall(r"\]\((?!https?:)([^)#]+)#?([^)]*)\)", README.read_text("utf-8"))
     assert len(links) > 20
     for file, anchor in links:
-        assert (ROOT / file).is_file(), file
-        if anchor:
-            headings = re.findall(r"^#+ (.*)", (ROOT / file).read_text(encoding="utf-8"), re.M)
-            slugs = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in headings]
-            assert anchor in slugs, (file, anchor)
-
-
-def test_a_wrong_block_fails_at_its_line() -> None:
-    with pytest.raises(ZeroDivisionError) as caught:
-        run("one\n\n```python\na = 1\na / 0\n```\n", "page")
-    assert caught.traceback[-1].lineno + 1 == 5
-
-
-# --- the API reference ---
+        headings = re.findall(r"^#+ (.*)", (ROOT / file).read_text("utf-8"), re.M)
+        slugs = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in headings]
+        assert not anchor or anchor in slugs, (file, anchor)
 
 
 def public_names() -> Iterator[str]:
@@ -112,11 +86,8 @@ def public_names() -> Iterator[str]:
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
                 found[module] = ast.literal_eval(node.value)
-    for module, names in found.items():
-        for name in names:
-            path = f"{module}.{name}"
-            if path not in found and name != "__version__":
-                yield path
+    every = {f"{module}.{name}" for module, names in found.items() for name in names}
+    yield from every - found.keys() - {"tightrope.__version__"}
 
 
 def test_the_reference_has_every_public_name(folder: Path) -> None:
@@ -129,8 +100,6 @@ def test_the_reference_has_every_public_name(folder: Path) -> None:
 
 
 def test_the_reference_shows_no_markup_of_docstrings(folder: Path) -> None:
+    markup = re.compile(r".*(?::(?:func|class|meth|mod|data|attr):|&gt;&gt;&gt;|``).*")
     for page in (folder / "api").rglob("*.html"):
-        text = re.sub(r"<[^>]*>", "", page.read_text(encoding="utf-8"))
-        assert (
-            re.findall(r".*(?::(?:func|class|meth|mod|data|attr):|&gt;&gt;&gt;|``).*", text) == []
-        )
+        assert markup.findall(re.sub(r"<[^>]*>", "", page.read_text("utf-8"))) == []

@@ -1,124 +1,131 @@
-"""Imports among the folders of the repository; ranks within the library are in test_architecture.py."""
+"""Imports follow the contracts in pyproject.toml, `import tightrope` stays light, and rules that torch sets for the source."""
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Iterator
-from pathlib import PurePath
+import ast
+import json
+import re
+from typing import Any
 
 import pytest
 
+import tightrope
+from tests.support.command import python
 from tests.support.helpers import ROOT
-from tests.support.imports import imports_of
 
-EXAMPLES = ("demo", "state_tracking", "train_bytes", "examples")
-OURS = (
-    "tightrope",
-    "tightrope_tools",
-    "benchmarks",
-    "tests",
-    "ci",
-    "conformance",
-    "hub",
-    *EXAMPLES,
-)
-
-# Folder -> the packages of this repository that its files may import. The longest folder counts.
-ALLOWED = {
-    "src/tightrope": "tightrope",
-    "src/tightrope_tools": "tightrope tightrope_tools",
-    "examples": f"tightrope {' '.join(EXAMPLES)}",
-    "hub": "tightrope hub",  # its files are copied into the package
-    "comfyui": "tightrope",
-    "docs": "tightrope",
-    "conformance": "tightrope conformance tests.support",
-    "benchmarks": "tightrope benchmarks tests.support examples tightrope_tools.figures",
-    "tests": "tightrope tests.support tests.torch_modes.processes",
-    "tests/tools": "tightrope tightrope_tools tests.support",
-    "tests/benchmarks": "tightrope benchmarks tests.support",
-    "tests/coverage": "tightrope tests.coverage tests.support benchmarks.pages",
-    "tests/repository": " ".join(OURS),
-    "ci": "tightrope tightrope_tools ci benchmarks.pages tests.support",
-}
-IN_FAMILIES = {
-    "unit/config/test_byclass": ("quiet", "refreshed_rows"),
-    "support/class_files": ("COUNTS", "PATH", "classes", "quiet"),
-}
-# (file, import) -> why.
-EXCEPTIONS = {
-    **dict.fromkeys(
-        [
-            (f"tests/{file}.py", f"ci.families.{name}")
-            for file, names in IN_FAMILIES.items()
-            for name in names
-        ],
-        "it compares the table of families with what its program finds",
-    ),
-    (
-        "tests/support/models/forms.py",
-        "tightrope_tools.forms",
-    ): "a test of the tools adds its forms",
-}
+SOURCE = ROOT / "src" / "tightrope"
 
 
-def problems(path: PurePath, text: str) -> Iterator[tuple[str, str]]:
-    """Yield (file, import) for each import that the file's folder may not have."""
-    folder = max((f for f in ALLOWED if path.is_relative_to(f)), key=len, default=None)
-    if folder is None:
-        return
-    allowed = ALLOWED[folder].split()
-    package = ".".join(path.parent.parts).removeprefix("src.")
-    for name in (each.whole for each in imports_of(text, package)):
-        if name.split(".")[0] not in OURS:
-            continue
-        is_test = any(part.startswith("test_") for part in name.split(".")[:-1])
-        if is_test or not any(f"{name}.".startswith(f"{one}.") for one in allowed):
-            yield path.as_posix(), name
+def last_line_of(program: str) -> Any:
+    """Run a program in a new process and return its last line, which is JSON."""
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def files() -> list[PurePath]:
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [PurePath(line) for line in listed.splitlines() if (ROOT / line).is_file()]
+def test_imports_follow_the_contracts() -> None:
+    """The ranks of docs/design.md, no circles, and which folder may import what."""
+    cli = pytest.importorskip("importlinter.cli")
+    assert cli.lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
 
 
-def test_folders_import_what_they_may() -> None:
-    found = [each for path in files() for each in problems(path, (ROOT / path).read_text("utf-8"))]
-    listed = set()
-    for path, name in found:
-        known = [key for key in EXCEPTIONS if key[0] == path and name.startswith(key[1])]
-        assert known, f"{path} may not import {name}"
-        listed.update(known)
-    assert listed == set(EXCEPTIONS)
+def test_no_test_file_imports_another() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        found = re.findall(r"^ *(?:from|import) .*\btest_\w+.*", path.read_text("utf-8"), re.M)
+        assert not [line for line in found if re.search(r"tests\.|from \.", line)], path
 
 
-def test_every_folder_with_python_has_a_rule() -> None:
-    without = {path.parts[0] for path in files() if not any(map(path.is_relative_to, ALLOWED))}
-    assert without <= {"setup.py", "noxfile.py", ".ci"}
-    assert all((ROOT / folder).is_dir() for folder in ALLOWED)
+# --- what an import costs -------------------------------------------------------------------------
+
+# Runs after `import torch`; prints the modules that `import tightrope` imports, the device functions that it
+# calls, whether `patching` is imported before its first use, and whether the names of the package are its own.
+LIGHT = """
+import json, sys
+import torch, torch.cuda
+before, asked = set(sys.modules), []
+def watch(owner, name):
+    real = getattr(owner, name)
+    setattr(owner, name, lambda *a, **n: (asked.append(name), real(*a, **n))[1])
+for name in ("_lazy_init", "is_available", "device_count", "current_device"):
+    watch(torch.cuda, name)
+for name in ("is_available", "device_count"):
+    watch(torch.accelerator, name)
+import tightrope
+asked += ["is_initialized"] * torch.cuda.is_initialized()
+added = sorted(set(sys.modules) - before)
+patch, unpatch = tightrope.patch, tightrope.unpatch
+from tightrope import patching
+same = patch is patching.patch and unpatch is patching.unpatch
+print(json.dumps([added, asked, same]))
+"""
+HEAVY = ("triton", "matplotlib", "safetensors", "torch._dynamo", "torch._inductor")
 
 
-@pytest.mark.parametrize(
-    "path, text",
-    [
-        ("src/tightrope/spec/a.py", "def f():\n    import tightrope_tools.audit"),
-        ("src/tightrope/a.py", "from benchmarks import cases"),
-        ("src/tightrope_tools/audit/a.py", "from examples import demo"),
-        ("examples/a.py", "from tightrope_tools.figures import save"),
-        ("benchmarks/a.py", "from tightrope_tools.place import write_whole"),
-        ("tests/unit/ops/test_a.py", "from tightrope_tools.audit import audit"),
-        ("tests/laws/test_a.py", "from benchmarks.measure import measure"),
-        ("tests/unit/test_a.py", "from tests.unit.test_b import helper"),
-        ("tests/repository/test_a.py", "from tests.unit.test_b import helper"),
-        ("tests/tools/cli/test_a.py", "from benchmarks import pages"),
-    ],
-)
-def test_a_wrong_import_is_found(path: str, text: str) -> None:
-    assert list(problems(PurePath(path), text))
+def test_the_import_is_light() -> None:
+    """It imports torch alone, asks for no device, and `patch` imports its package when it is used."""
+    added, asked, same = last_line_of(LIGHT)
+    assert "tightrope.spec" in added
+    heavy = [name for name in added if f"{name}.".startswith(tuple(f"{one}." for one in HEAVY))]
+    assert (heavy, asked, same) == ([], [], True)
+    assert "tightrope.patching" not in added
+    assert set(tightrope.__all__) <= set(dir(tightrope))
+    with pytest.raises(AttributeError, match=r"^module 'tightrope' has no attribute 'nowhere'$"):
+        tightrope.nowhere  # noqa: B018
 
 
-def test_right_imports_pass() -> None:
-    relative = "from . import b\nfrom .. import angles\nfrom ..config import keys\nimport torch"
-    assert list(problems(PurePath("src/tightrope/spec/a.py"), relative)) == []
-    helpers = "from tests.support.helpers import noise\nfrom tests.support import oracle"
-    assert list(problems(PurePath("tests/laws/test_a.py"), helpers)) == []
+# Imports every module, without the tools; prints the modules, and those that their packages do not have under
+# their names.
+EVERY = """
+import importlib, json, pkgutil, sys
+sys.modules["tightrope_tools"] = None
+import tightrope, tightrope.__main__
+found, hidden = [], []
+for each in pkgutil.walk_packages(tightrope.__path__, "tightrope."):
+    if each.name.endswith((".__main__", "._native")):
+        continue
+    try:
+        module = importlib.import_module(each.name)
+    except ImportError as error:  # of a library that is not installed
+        if (error.name or "tightrope").startswith("tightrope"):
+            raise
+        continue
+    found.append(each.name)
+    package, _, name = each.name.rpartition(".")
+    if getattr(sys.modules[package], name) is not module:
+        hidden.append(each.name)
+print(json.dumps([found, hidden]))
+"""
+
+
+def test_no_module_needs_the_tools_and_no_function_hides_a_module() -> None:
+    """``import tightrope.backends.cpu as cpu`` works, as does every other module under its name."""
+    found, hidden = last_line_of(EVERY)
+    assert {"tightrope.backends.cpu", "tightrope.functional.tables"} <= set(found)
+    assert len(found) > 90
+    assert hidden == []
+
+
+# --- rules of the source --------------------------------------------------------------------------
+
+
+def test_no_named_tuple_that_is_traced_has_a_property() -> None:
+    """Torch 2.10 cannot trace it. Code in two folders is not traced."""
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases):
+                untraced = path.relative_to(SOURCE).parts[0] in ("backends", "config")
+                assert untraced or "@property" not in ast.unparse(node), f"{path}: {node.name}"
+
+
+def test_only_the_binding_includes_torch() -> None:
+    """Only bind_problem.h includes torch, and only units that bind operators include it.
+
+    The loops are compiled once per instruction set. If they included torch's headers, the linker
+    would keep one copy of each function in them, which could use instructions that the machine
+    lacks.
+    """
+    folder = ROOT / "csrc"
+    aware = {path.name for path in folder.iterdir() if "<torch/" in path.read_text()}
+    assert aware == {"bind_problem.h"}
+    units = {path.name for path in folder.glob("*.cpp") if '"bind_' in path.read_text()}
+    assert units == {f"bind_{name}.cpp" for name in ("compiled", "gradients", "phases", "torch")}

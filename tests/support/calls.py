@@ -5,23 +5,26 @@ The laws that hold for every call draw their cases from here; see tests/laws.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from tests.support import pairwise
+from tests.support import oracle, pairwise
 from tests.support.helpers import noise
 from tightrope import RopeSpec, gates, phases, positions
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.axes import Axes
-from tightrope.frequencies import YaRN
+from tightrope.frequencies import DynamicNTK, LongRoPE, YaRN
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.ops.schema import LAYOUTS
 
 ROWS, HEADS, KV_HEADS, TOKENS, WIDTH = 2, 2, 1, 4, 8
 # A bound on the positions of all cases.
 REACH = 50.0
+# The original length of the rules that depend on the length.
+TRAINED = 64
 CHANNELS = {"whole": (6, 0), "slice": (4, 1)}
 
 # Kinds of positions that have several axes, that rows have of their own, and that heads have of their own.
@@ -36,19 +39,21 @@ VERBS: dict[str, Callable[..., Any]] = {
     "rotate_qk_": rotate_qk_,
 }
 # A call may also have the verb "rotate into" or "rotate_qk into": it then writes into given tensors.
+# What is written to slots and in float8 has no gradients: see tests/laws/test_slots.py.
 AXES: dict[str, Any] = {
     "verb": tuple(VERBS),
     "layout": LAYOUTS,
     "interleaved": (False, True),
     "channels": tuple(CHANNELS),
-    "frequencies": ("spec", "prepared", "learned", "learned per head"),
+    "frequencies": ("spec", "prepared", "by length", "learned", "learned per head"),
     "positions": (
         *("none", "offset", "ids", "fractional", "learned"),
         *(*OF_ROWS, *OF_HEADS, *SPACES),
     ),
     "act": ("none", "rms_norm per head", *ACTS[1:]),
-    "phases": ("none", "given", "given per head", "shared"),
+    "phases": ("none", "given", "given per head", "shared", "running"),
     "gate": ("none", "scalar", "exp", "exp per head", "exp per pair", "slope", "given", "xpos"),
+    "rounding": ("once", "each", ("wide", "each")),
     "inverse": (False, True),
     "amplitude": (1.0, 1.3),
     "learns": ("everything", "x", "the rest"),
@@ -63,6 +68,11 @@ def allowed(case: Mapping[str, Any]) -> bool:
     both = case.get("verb") in ("rotate_qk", "rotate_qk_")
     return not (
         (case.get("inverse") and case.get("act", "none") != "none")
+        or (
+            case.get("rounding", "once") != "once"
+            and {case.get("act", "none"), case.get("gate", "none")} != {"none"}
+        )
+        or (where in SPACES and case.get("frequencies") == "by length")
         or (case.get("layout") in ("thd", "sd") and where in OF_ROWS)
         or (no_heads and (case.get("frequencies") == "learned per head" or where in OF_HEADS))
         or (no_heads and "per head" in (case.get("gate", "") + case.get("act", "")))
@@ -77,13 +87,18 @@ CASES = pairwise.covering(AXES, allowed)
 
 def spec_of(case: Mapping[str, Any]) -> RopeSpec:
     rotary_dim, start = CHANNELS[case["channels"]]
+    rules: dict[float, Any] = {1.0: None, 1.3: YaRN(4.0, 64, attention_factor=1.3)}
+    if case["frequencies"] == "by length":
+        longer = (1.0,) * (rotary_dim // 2), (2.0,) * (rotary_dim // 2)
+        scaled = LongRoPE(*longer, TRAINED, short_mscale=1.3, long_mscale=1.3)
+        rules = {1.0: DynamicNTK(2.0, TRAINED), 1.3: scaled}
     return RopeSpec(
         WIDTH,
         base=50.0,
         rotary_dim=rotary_dim,
         start=start,
         interleaved=case["interleaved"],
-        scaling=None if case["amplitude"] == 1.0 else YaRN(4.0, 64, attention_factor=1.3),
+        scaling=rules[case["amplitude"]],
         axes=Axes.blocks((1, rotary_dim // 2 - 1)) if case["positions"] in SPACES else None,
     )
 
@@ -98,6 +113,7 @@ class Call:
     def __init__(self, case: Mapping[str, Any]) -> None:
         self.case = case
         self.spec = spec_of(case)
+        self.rows, self.heads = slice(None), slice(None)
         spec, layout, dtype = self.spec, case["layout"], case["dtype"]
         heads = {"q": HEADS, "k": KV_HEADS if "qk" in case["verb"] else 0}
         self.leaves: dict[str, torch.Tensor] = {}
@@ -140,6 +156,33 @@ class Call:
         if where is not None:
             self.leaves["positions"] = 5 * noise(*where, seed=5)
 
+    def part(self, axis: str, index: int) -> Call:
+        """Return the call of x alone for one row ("b") or one head ("h") of this one."""
+        own, part = slice(index, index + 1), copy.copy(self)
+        part.rows, part.heads = (own, self.heads) if axis == "b" else (self.rows, own)
+        # The dimension of rows or heads of each tensor that has one.
+        where = "per head" if axis == "h" else "per row"
+        dims = {
+            "q": self.case["layout"].index(axis),
+            "weight": 0 if where in self.case["act"] else None,
+            "gate": 0 if where in self.case["gate"] else None,
+            "inv_freq": -2 if where in self.case["frequencies"] else None,
+            "phases": "bh".index(axis),
+            "positions": 0,
+        }
+        if axis == "h" and where not in self.case["positions"]:
+            dims["positions"] = None
+        if axis == "b" and self.case["positions"] not in OF_ROWS:
+            dims["positions"] = None
+        part.leaves = {
+            name: x
+            if dims[name] is None or x.shape[dims[name]] == 1
+            else x.narrow(dims[name] % x.dim(), index, 1)
+            for name, x in self.leaves.items()
+            if name != "k"
+        }
+        return part
+
     def learned(self) -> list[str]:
         """Return the names of the tensors that require grad."""
         own = [name for name in self.leaves if name in ("q", "k")]
@@ -148,26 +191,42 @@ class Call:
 
     def __call__(self, **tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the results for these tensors, and the leaves of other names."""
+        xs, rope, options = self.arguments(**tensors)
+        verb, _, into = self.case["verb"].partition(" ")
+        if verb.endswith("_"):
+            # In-place calls need tensors that are not leaves.
+            xs = [x.clone() for x in xs]
+        if into:
+            outs = tuple(torch.empty_like(x) for x in xs)
+            options["out"] = outs if len(xs) == 2 else outs[0]
+        made = VERBS[verb](*xs, *rope, **options)
+        return (made,) if isinstance(made, torch.Tensor) else made
+
+    def arguments(self, **tensors: torch.Tensor) -> tuple[list[torch.Tensor], Any, dict[str, Any]]:
+        """Return x or q and k, the spec and the positions, and the options of the call."""
         case, given = self.case, self.leaves | tensors
         where = self._positions(given.get("positions"))
-        options: dict[str, Any] = {
-            "layout": case["layout"],
-            "inverse": case["inverse"],
-            "backend": case["backend"],
-        }
+        options: dict[str, Any] = {name: case[name] for name in ("layout", "inverse", "backend")}
         rope: Any = self.spec
         if case["frequencies"] == "prepared":
             rope, where = rope.at(where, given["q"].device), None
+        if case["frequencies"] == "by length":
+            lengths, rows = [60, 90][self.rows], oracle.as_bhsd(given["q"], case["layout"]).shape[0]
+            options["seq_len"] = lengths if rows == len(lengths) else 90
         if "inv_freq" in given:
             options["inv_freq"] = given["inv_freq"]
         if "phases" in given:
-            options["phases"] = phases.given(given["phases"])
+            made = phases.given(given["phases"])
+            if case["phases"] == "running":
+                made = phases.running(given["phases"], reset=torch.arange(TOKENS) == 2)
+            options["phases"] = made
         if case["act"] != "none":
             norm = RMSNorm(given["weight"], 1e-3) if "weight" in given else None
             options["act"] = norm or case["act"]
         if case["gate"] != "none":
             options["gate"] = self._gate(given.get("gate"))
-        verb, _, into = case["verb"].partition(" ")
+        if case["rounding"] != "once":
+            options["rounding"] = case["rounding"]
         xs = [given[name] for name in ("q", "k") if name in given]
         if len(xs) == 2 and (
             "per head" in case["frequencies"] + case["gate"] + case["act"]
@@ -175,18 +234,11 @@ class Call:
         ):
             # What differs between heads needs as many of them in k as in q.
             xs[1] = xs[1].repeat_interleave(HEADS // KV_HEADS, case["layout"].index("h"))
-        if verb.endswith("_"):
-            # In-place calls need tensors that are not leaves.
-            xs = [x.clone() for x in xs]
-        if into:
-            outs = tuple(torch.empty_like(x) for x in xs)
-            options["out"] = outs if len(xs) == 2 else outs[0]
-        made = VERBS[verb](*xs, rope, where, **options)
-        return (made,) if isinstance(made, torch.Tensor) else made
+        return xs, (rope, where), options
 
     def _positions(self, learned: torch.Tensor | None) -> Any:
         ids = torch.tensor([3, -2, 7, 40])
-        rows = torch.arange(ROWS)[:, None]
+        rows, heads = torch.arange(ROWS)[self.rows, None], torch.arange(HEADS)[self.heads, None]
         made: dict[str, Callable[[], Any]] = {
             "none": lambda: None,
             "offset": lambda: 7,
@@ -197,7 +249,7 @@ class Call:
             "learned": lambda: learned,
             "learned per row": lambda: learned,
             "learned offsets": lambda: positions.per_row(learned),
-            "per head": lambda: positions.per_head(ids + 5 * rows),
+            "per head": lambda: positions.per_head(ids + 5 * heads),
             "learned per head": lambda: positions.per_head(learned),
             "grid": lambda: positions.grid(2, 2),
             "text": lambda: positions.text(3, axes=2),

@@ -15,26 +15,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "rope_theta": 10000.0,
-}
-DEEPSEEK: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 1,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 4,
-    "rope_theta": 10000.0,
-}
+#: Configurations of small models.
+CONFIGS: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "data" / "checkpoints.json").read_text("utf-8")
+)
+LLAMA, TRAINED, DEEPSEEK, LLAVA = (
+    CONFIGS[name] for name in ("llama", "trained", "deepseek", "llava")
+)
 
 
 def interleaved_rows(rows: Sequence[Any], starts: Sequence[int], width: int) -> list[Any]:
@@ -72,10 +59,10 @@ def llama_tensors(
     return made
 
 
-def latent_tensors(rows: int = 20) -> dict[str, torch.Tensor]:
-    """Make random weights of DeepSeek's latent attention; the keys have `rows` rows, 20 in all that fit."""
+def latent_tensors() -> dict[str, torch.Tensor]:
+    """Make random weights of DeepSeek's latent attention."""
+    shapes = {"q_proj": (24, 16), "kv_a_proj_with_mqa": (20, 16)}
     place = "model.layers.0.self_attn"
-    shapes = {"q_proj": (24, 16), "kv_a_proj_with_mqa": (rows, 16)}
     return {f"{place}.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
 
 
@@ -118,8 +105,6 @@ def trained(
     interleaved: bool,
     *,
     layers: int = 12,
-    heads: int = 8,
-    kv_heads: int = 4,
     width: int = 32,
     strength: float = 0.5,
     seed: int = 0,
@@ -135,7 +120,7 @@ def trained(
     profile = strength * torch.linspace(1.0, -1.0, half) ** 3
     profile[3 * half // 4] += strength
     for layer in range(layers):
-        for name, count in (("q", heads), ("k", kv_heads)):
+        for name, count in (("q", 8), ("k", 4)):
             rows = torch.randn(count, 2, half, 64, generator=generator)
             size = profile + 0.2 * strength * torch.randn(half, generator=generator)
             own = size + 0.3 * torch.randn(count, half, generator=generator)
@@ -146,14 +131,3 @@ def trained(
             order = torch.stack(turned, 2 if interleaved else 1).reshape(count * width, 64)
             made[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = order.contiguous()
     return made
-
-
-TRAINED: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "head_dim": 32,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 12,
-    "rope_theta": 10000.0,
-}

@@ -39,17 +39,43 @@ def refused(kind: type[Exception], text: str) -> AbstractContextManager[object]:
 Call: TypeAlias = Callable[[], object]
 
 
-def refusals(of: str = "", **errors: Mapping[str, Call | list[Call]]) -> Callable[..., None]:
-    """Return a test that calls raise errors with exactly their texts, with a case for each.
+#: The form of every error about bad input: ``[rotate] x must … (x: float32[2, 8]).``
+SENTENCE = re.compile(r"\[\w[\w.]*\] \S.*[^.…]\.")
+
+
+def assert_form(error: Exception, kind: type[Exception], of: str = "") -> None:
+    """Assert that an error about bad input is plain and one sentence, and names its operation.
 
     Args:
-        of: the operation that all texts begin with, in brackets; "" if each text has its own.
-        errors: the call or calls of each text, for each type of error. A text that ends with "…" is
-            the beginning of a longer one.
+        kind: its exact type; a derived one would show a name of this library's own.
+        of: the operation that it must name; "" for any.
     """
-    start = f"[{of}] " if of else ""
+    text = str(error)
+    assert type(error) is kind, repr(error)
+    assert SENTENCE.fullmatch(text), text
+    assert text.startswith(f"[{of}] ") or not of, text
+    assert error.__suppress_context__ or error.__context__ is None, text
+
+
+def assert_refused(kind: type[Exception], of: str, phrase: str, call: Call) -> None:
+    """Assert that a call is refused by a sentence with this phrase; see :func:`refusals`."""
+    with pytest.raises(kind, match=re.escape(phrase.strip("…"))) as caught:
+        call()
+    assert_form(caught.value, kind, of)
+
+
+def refusals(of: str = "", **errors: Mapping[str, Call | list[Call]]) -> Callable[..., None]:
+    """Return a test that calls are refused: a row has a type of error, a phrase, and the call.
+
+    The phrase carries the rule, and is found anywhere in the text; an "…" at either end is left out. What all
+    texts have in common is checked by :func:`assert_form`.
+
+    Args:
+        of: the operation that all errors name; "" if it differs, or is a part of the phrases.
+        errors: the call or calls of each phrase, for each type of error.
+    """
     rows = [
-        pytest.param(getattr(builtins, kind), start + text, call, id=start + text)
+        pytest.param(getattr(builtins, kind), text, call, id=f"[{of}] {text}" if of else text)
         for kind, sentences in errors.items()
         for text, calls in sentences.items()
         for call in (calls if isinstance(calls, list) else [calls])
@@ -57,9 +83,7 @@ def refusals(of: str = "", **errors: Mapping[str, Call | list[Call]]) -> Callabl
 
     @pytest.mark.parametrize("kind, text, call", rows)
     def test(kind: type[Exception], text: str, call: Call) -> None:
-        whole = re.escape(text.removesuffix("…")) + ("" if text.endswith("…") else "$")
-        with pytest.raises(kind, match=f"^{whole}"):
-            call()
+        assert_refused(kind, of, text, call)
 
     return test
 

@@ -2,18 +2,21 @@
 
 Nothing here uses the library under test. Most faults are keyword arguments of `rope`, a plain float32
 rotation, each of which breaks one step; faults with state or another signature have functions of their
-own.
+own. The faults are rows of data/planted_faults.jsonl.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from tests.support.rows import read_rows
 
 Fn = Callable[..., Any]
 DIM = 64
@@ -63,14 +66,15 @@ def angles(
     positions: torch.Tensor,
     omega: torch.Tensor,
     *,
+    shift: float = 0,
     p_type: torch.dtype | None = None,
     w_type: torch.dtype | None = None,
     a_type: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return position · ω as float32, with positions, ω and angles rounded to the given dtypes."""
-    p = positions.float() if p_type is None else positions.to(p_type).float()
-    w = omega if w_type is None else omega.to(w_type).float()
-    angle = p[..., None] * w
+    """Return (position + shift) · ω in the dtype of ω, with positions, ω and angles rounded to the given dtypes."""
+    p = positions if p_type is None else positions.to(p_type)
+    w = omega if w_type is None else omega.to(w_type).to(omega)
+    angle = (p.to(omega) + shift)[..., None] * w
     return angle if a_type is None else angle.to(a_type).float()
 
 
@@ -82,36 +86,47 @@ def rope(
     over: int | None = None,
     divide: float = 1.0,
     amplitude: float = 1.0,
-    shift: int = 0,
+    shift: float = 0,
     swap: bool = False,
-    table_type: torch.dtype | None = None,
+    table_type: torch.dtype | str | None = None,
     by_x: str = "",
     where: Callable[[torch.Tensor], torch.Tensor] | None = None,
     touch: Callable[[torch.Tensor], torch.Tensor] | None = None,
     types: dict[str, torch.dtype] | None = None,
+    rates: torch.Tensor | None = None,
+    rounding: str = "wide",
     **rest: Any,
 ) -> Fn:
-    """Return a rotation of x (rows, heads, tokens, channels) by positions (rows, tokens)."""
-    omega = inv_freq(rotary_dim, base, over) / divide
+    """Return a rotation of x (rows, heads, tokens, channels) by positions (rows, tokens).
+
+    Args:
+        table_type: of cosines and sines; "x" for that of x.
+        by_x: the name of one of `types` that is that of x.
+        rates: frequencies in place of those of base; angles have their dtype.
+        rounding: "wide" for products in float32, "each" for products in the dtype of x.
+    """
+    omega = inv_freq(rotary_dim, base, over) / divide if rates is None else rates
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         dtypes = dict(types or {})
         if by_x:
             dtypes[by_x] = x.dtype
         p = positions if where is None else where(positions)
-        angle = angles(p + shift, omega, **dtypes)[:, None]
+        angle = angles(p, omega, shift=shift, **dtypes)[:, None]
         cos, sin = angle.cos() * amplitude, angle.sin() * amplitude
         if swap:
             cos, sin = sin, cos
         if table_type is not None:
-            cos, sin = cos.to(table_type), sin.to(table_type)
+            cos, sin = (t.to(x.dtype if table_type == "x" else table_type) for t in (cos, sin))
         if touch is not None:
             x = touch(x)
         inside = x[..., start : start + rotary_dim]
         if rest.get("in_place"):
             turn(inside, cos.to(x.dtype), sin.to(x.dtype), **rest)
             return x
-        y = turn(inside.float(), cos.float(), sin.float(), **rest).to(x.dtype)
+        if rounding == "wide":
+            inside, cos, sin = inside.float(), cos.float(), sin.float()
+        y = turn(inside, cos, sin, **rest).to(x.dtype)
         return torch.cat((x[..., :start], y, x[..., start + rotary_dim :]), -1)
 
     return fn
@@ -235,9 +250,14 @@ def ordinal(positions: torch.Tensor) -> torch.Tensor:
     return torch.arange(positions.shape[-1]).expand_as(positions)
 
 
-def still(rates: torch.Tensor) -> torch.Tensor:
-    """Return frequencies of which the last are zero."""
-    return torch.where(torch.arange(len(rates)) < 20, rates, 0.0)
+def still(turning: int = 20) -> Fn:
+    """Return a rotation of which only the first pairs turn."""
+    return by_rates(torch.where(torch.arange(DIM // 2) < turning, inv_freq(), 0.0))
+
+
+def turned(phase: float) -> Fn:
+    """Return a rotation that adds an angle, also at position 0."""
+    return by_rates(inv_freq(), phase=phase)
 
 
 def on_both(q_side: Fn, k_side: Fn | None) -> Fn:
@@ -280,15 +300,26 @@ def wrong_halves() -> Fn:
     return fn
 
 
-def per_head(which: slice) -> Fn:
+def per_head(first: int, step: int) -> Fn:
     """Return a rotation that rotates some heads by the previous position."""
-    plain = rope()
+    plain, which = rope(), slice(first, None, step)
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         y = plain(x, positions).clone()
         if x[:, which].numel():
             y[:, which] = plain(x[:, which], positions - 1)
         return y
+
+    return fn
+
+
+def cut(dim: int, factor: float = 1.0) -> Fn:
+    """Return a rotation of the first channels by tables of the caller, with each value twice."""
+
+    def fn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        u, v = x[..., :dim].chunk(2, -1)
+        y = x[..., :dim] * cos + torch.cat((-v, u), -1) * sin
+        return torch.cat((factor * y, x[..., dim:]), -1)
 
     return fn
 
@@ -349,6 +380,18 @@ class ForwardAgain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return PLAIN(grads[0], ctx.positions), None
+
+
+def forwards() -> Fn:
+    return lambda x, positions: ForwardAgain.apply(x, positions)
+
+
+def does_nothing() -> Fn:
+    return lambda x, _: x.clone()
+
+
+def gives_float32() -> Fn:
+    return lambda x, positions: PLAIN(x.float(), positions)
 
 
 def by_sizes() -> Fn:
@@ -417,15 +460,23 @@ def decoding(start: int = 0, by: int = 0) -> Fn:
     return fn
 
 
-def counted(x: torch.Tensor, offset: int = 0) -> torch.Tensor:
-    """Rotate by positions from 0 on, whatever the offset."""
-    return PLAIN(x, torch.arange(x.shape[2])[None])  # type: ignore[no-any-return]
+def counting() -> Fn:
+    """Return a rotation by positions from 0 on, whatever the offset."""
+    return lambda x, offset=0: PLAIN(x, torch.arange(x.shape[2])[None])  # noqa: ARG005
 
 
-def through(x: torch.Tensor) -> torch.Tensor:
-    """Number the tokens of all rows through."""
-    rows, _, tokens, _ = x.shape
-    return PLAIN(x, torch.arange(rows * tokens).view(rows, tokens))  # type: ignore[no-any-return]
+def counting_alone() -> Fn:
+    return lambda x: PLAIN(x, torch.arange(x.shape[2])[None])
+
+
+def through() -> Fn:
+    """Return a rotation that numbers the tokens of all rows through."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        rows, _, tokens, _ = x.shape
+        return PLAIN(x, torch.arange(rows * tokens).view(rows, tokens))  # type: ignore[no-any-return]
+
+    return fn
 
 
 def packed(number: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Fn:
@@ -451,13 +502,59 @@ def drifting() -> Fn:
     return fn
 
 
-def both() -> Fn:
-    """Return a rotation of q and k."""
-    return on_both(PLAIN, PLAIN)
+def both(k: dict[str, Any] | None = {}) -> Fn:  # noqa: B006  (is not changed)
+    """Return a rotation of q and k, of which k has its own row of arguments; None does not rotate k."""
+    return on_both(PLAIN, None if k is None else made(k))
 
 
 PLAIN = rope()
-SPEC: dict[str, Any] = {"head_dim": DIM}
+# What functions make of positions (rows, tokens), of x before its rotation, and of `cu_seqlens`.
+NAMED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "ordinal": ordinal,
+    "sorted": lambda p: p.sort(-1).values,
+    "first id": lambda p: p[:, :1] + ordinal(p),
+    "first id, clamped": lambda p: (p[:, :1] + ordinal(p)).clamp(max=4999),
+    "first id of row 0": lambda p: p[:1, :1] + ordinal(p),
+    "smallest id": lambda p: p.amin(-1, keepdim=True) + ordinal(p),
+    "last id": lambda p: p[:, -1:] - ordinal(p).flip(-1),
+    "largest id": lambda p: p.amax(-1, keepdim=True) - ordinal(p).flip(-1),
+    "largest so far": lambda p: p.cummax(-1).values,
+    "from 0": lambda p: p - p[:, :1],
+    "from the last restart": lambda p: p - p.cummin(-1).values,
+    "from 2": lambda p: (p - 2).clamp(min=0),
+    "1000 ahead": lambda p: p + (p == 1000),
+    "row 0": lambda p: p[:1].expand_as(p),
+    "second row ahead": lambda p: p + (torch.arange(len(p)) == 1)[:, None],
+    "0 alone": lambda p: p * 0 if p.shape[1] == 1 else p,
+    "int32 behind": lambda p: p - int(p.dtype is torch.int32),
+    "shifted": lambda x: x + 0.1,
+    "detached": torch.Tensor.detach,
+    **{f.__name__: f for f in (normed, noise, by_storage, rows_by_storage, as_viewed, mixed)},
+    "only_inference": only_inference,
+    "packed, through": lambda cu: torch.arange(int(cu[-1])),
+    "packed, the first length": lambda cu: torch.arange(int(cu[-1])) % cu[1],
+    "packed, two rows": lambda cu: torch.cat(
+        [torch.arange(n) for n in (int(cu[1]), int(cu[-1] - cu[1]))]
+    ),
+    "packed, from 1": lambda cu: torch.cat([torch.arange(n) + 1 for n in cu.diff().tolist()]),
+    "packed, backwards": lambda cu: torch.cat([-torch.arange(n) for n in cu.diff().tolist()]),
+}
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def known(value: Any) -> Any:
+    """Return what a value of a row stands for: a dtype, one of NAMED, or itself."""
+    if isinstance(value, str):
+        return getattr(torch, value) if value in DTYPES else NAMED.get(value, value)
+    return {key: known(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def made(values: dict[str, Any]) -> Fn:
+    """Return the function of a row: the name of what makes it, `rope` if there is none, and the arguments."""
+    arguments = {key: value for key, value in values.items() if key != "make"}
+    if "k" not in arguments:
+        arguments = known(arguments)
+    return globals()[values.get("make", "rope")](**arguments)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -466,193 +563,23 @@ class Fault:
 
     Attributes:
         code: the code of the finding.
-        bad, good: factories of the function with and without the fault.
+        bad, good: rows of the function with and without the fault.
         also: codes of further findings that the audit may report for the fault.
         spec: fields of the declared spec, with "linear" for the factor of linear scaling; if None,
             no spec is declared.
         options: options of the audit.
+        severity: that of the finding.
     """
 
+    of: str
     code: str
-    bad: Callable[[], Fn]
-    good: Callable[[], Fn] = rope
+    bad: dict[str, Any]
+    good: dict[str, Any]
     also: tuple[str, ...] = ()
     spec: dict[str, Any] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] | None = None
+    severity: str = "error"
 
 
-BF16, FP16 = torch.bfloat16, torch.float16
-
-FAULTS: dict[str, Fault] = {
-    # pairing
-    "interleaved where half was declared": Fault(
-        "pairing", lambda: rope(interleaved=True), spec=SPEC
-    ),
-    "half where interleaved was declared": Fault(
-        "pairing", rope, lambda: rope(interleaved=True), spec=SPEC | {"interleaved": True}
-    ),
-    "declared frequencies on another slice": Fault(
-        "pairing", lambda: rope(rotary_dim=24, over=DIM), spec=SPEC
-    ),
-    "tables in halves for interleaved pairs": Fault("table-pairing", wrong_halves),
-    "a slice that starts too late": Fault(
-        "slice",
-        lambda: rope(rotary_dim=32, start=32),
-        lambda: rope(rotary_dim=32),
-        spec=SPEC | {"rotary_dim": 32},
-    ),
-    "a slice that is too wide": Fault(
-        "slice", rope, lambda: rope(rotary_dim=32), spec=SPEC | {"rotary_dim": 32}
-    ),
-    "channels outside the slice halved": Fault(
-        "pass-through", other_columns, lambda: rope(rotary_dim=32)
-    ),
-    "a norm before the rotation": Fault("not-linear", lambda: rope(touch=normed)),
-    "a constant added to x": Fault("not-linear", lambda: rope(touch=lambda x: x + 0.1)),
-    "a constant added to x, declared": Fault(
-        "not-linear", lambda: rope(touch=lambda x: x + 0.1), spec=SPEC
-    ),
-    # direction
-    "sine with the wrong sign": Fault("sign", lambda: rope(sign=-1.0)),
-    "both sines positive": Fault("sign-missing", lambda: rope(both_plus=True)),
-    "cosine and sine swapped": Fault("swapped-tables", lambda: rope(swap=True)),
-    "cosine and sine swapped, tables given": Fault(
-        "swapped-tables", lambda: with_tables(swap=True), with_tables
-    ),
-    "positions from 1": Fault("position-offset", lambda: rope(shift=1)),
-    "amplitude 1.2": Fault("amplitude", lambda: rope(amplitude=1.2)),
-    "amplitude 1.005": Fault("amplitude", lambda: rope(amplitude=1.005)),
-    "amplitude 0.998, declared": Fault("amplitude", lambda: rope(amplitude=0.998), spec=SPEC),
-    "does nothing": Fault("does-nothing", lambda: lambda x, _: x.clone()),
-    # frequencies
-    "base 500000 where 10000 was declared": Fault("base", lambda: rope(base=500_000.0), spec=SPEC),
-    "linear scaling ignored": Fault(
-        "scaling-ignored", rope, lambda: rope(divide=4.0), spec=SPEC | {"linear": 4.0}
-    ),
-    "pairs that do not turn": Fault("frequencies", lambda: by_rates(still(inv_freq())), spec=SPEC),
-    "undeclared linear scaling": Fault("scaling", lambda: rope(divide=4.0), spec=SPEC),
-    "partial slice, fractions of head_dim": Fault(
-        "denominator",
-        lambda: rope(rotary_dim=32, over=DIM),
-        lambda: rope(rotary_dim=32),
-        spec=SPEC | {"rotary_dim": 32},
-    ),
-    "partial slice, fractions of head_dim, undeclared": Fault(
-        "denominator", lambda: rope(rotary_dim=32, over=DIM), lambda: rope(rotary_dim=32)
-    ),
-    # dtypes of intermediate values
-    "frequencies in bfloat16": Fault("frequency-dtype", lambda: rope(types={"w_type": BF16})),
-    "frequencies in float16": Fault(
-        "frequency-dtype", lambda: rope(types={"w_type": FP16}), spec=SPEC
-    ),
-    "positions in bfloat16": Fault("position-dtype", lambda: rope(types={"p_type": BF16})),
-    "positions in float16": Fault("position-dtype", lambda: rope(types={"p_type": FP16})),
-    "positions in the type of x": Fault("position-dtype", lambda: rope(by_x="p_type")),
-    "angles in bfloat16": Fault("angle-dtype", lambda: rope(types={"a_type": BF16})),
-    "angles in the type of x": Fault("angle-dtype", lambda: rope(by_x="a_type")),
-    "tables in bfloat16": Fault("table-dtype", lambda: rope(table_type=BF16)),
-    # positions
-    "positions ignored": Fault("positions-ignored", lambda: rope(where=ordinal)),
-    "positions sorted": Fault("position-order", lambda: rope(where=lambda p: p.sort(-1).values)),
-    "only the first id": Fault("first-id", lambda: rope(where=lambda p: p[:, :1] + ordinal(p))),
-    "only the smallest id": Fault(
-        "first-id", lambda: rope(where=lambda p: p.amin(-1, keepdim=True) + ordinal(p))
-    ),
-    "only the last id": Fault(
-        "last-id", lambda: rope(where=lambda p: p[:, -1:] - ordinal(p).flip(-1))
-    ),
-    "only the largest id": Fault(
-        "last-id", lambda: rope(where=lambda p: p.amax(-1, keepdim=True) - ordinal(p).flip(-1))
-    ),
-    "restarts lost": Fault("restarts", lambda: rope(where=lambda p: p.cummax(-1).values)),
-    "restarts lost, declared": Fault(
-        "restarts", lambda: rope(where=lambda p: p.cummax(-1).values), spec=SPEC
-    ),
-    "the first position ignored": Fault(
-        "offset-ignored", lambda: rope(where=lambda p: p - p[:, :1])
-    ),
-    "the first position ignored, declared": Fault(
-        "offset-ignored", lambda: rope(where=lambda p: p - p[:, :1]), spec=SPEC
-    ),
-    "an offset ignored": Fault("offset-ignored", lambda: counted, decoding),
-    "rows numbered through": Fault(
-        "numbered-through", lambda: through, lambda: lambda x: counted(x)
-    ),
-    "packed rows numbered through": Fault(
-        "numbered-through", lambda: packed(lambda cu: torch.arange(int(cu[-1]))), packed
-    ),
-    "packed rows by the length of the first": Fault(
-        "batch", lambda: packed(lambda cu: torch.arange(int(cu[-1])) % cu[1]), packed, spec=SPEC
-    ),
-    "position 1000 alone a position ahead": Fault(
-        "far-angles", lambda: rope(where=lambda p: p + (p == 1000))
-    ),
-    "position 1000 alone a position ahead, declared": Fault(
-        "far-angles", lambda: rope(where=lambda p: p + (p == 1000)), spec=SPEC
-    ),
-    "row 0 for all rows": Fault("row-positions", lambda: rope(where=lambda p: p[:1].expand_as(p))),
-    "table clamped": Fault("table-clamp", lambda: table_of(5000, "clamp")),
-    "table wraps": Fault("table-wrap", lambda: table_of(20_000, "wrap")),
-    "identity past the table": Fault("table-identity", lambda: table_of(2048, "identity")),
-    "zeros past the table": Fault("table-zero", lambda: table_of(70_000, "zero")),
-    "NaN past the table": Fault("table-nan", lambda: table_of(33_000, "nan")),
-    # dependence on other calls and rows
-    "dynamic NTK that remembers": Fault(
-        "history",
-        lambda: dynamic_ntk(remembers=True),
-        also=("batch", "length"),
-        options={"head_dim": DIM},
-    ),
-    "dynamic NTK by the longest row": Fault("batch", dynamic_ntk, also=("length",)),
-    "dynamic NTK by the row": Fault("length", lambda: dynamic_ntk(by_batch=False)),
-    "a cache that grows from 0 again": Fault(
-        "history", lambda: GrowingCache(True), lambda: GrowingCache(False)
-    ),
-    "a table in the dtype of the call that made it": Fault(
-        "history", lambda: FirstDtype(False), lambda: FirstDtype(True)
-    ),
-    "another result each time": Fault("nondeterminism", lambda: rope(touch=noise)),
-    # inputs and outputs
-    "overwrites x": Fault("mutates", lambda: rope(in_place=True)),
-    "overwrites its tables": Fault(
-        "mutates-tables",
-        lambda: with_tables(in_place=True),
-        with_tables,
-        also=("gradient-raises",),
-    ),
-    "reads memory as contiguous": Fault("strides", lambda: rope(touch=by_storage)),
-    "reads rows as contiguous": Fault("strides", lambda: rope(touch=rows_by_storage)),
-    "views x": Fault("strides-refused", lambda: rope(touch=as_viewed)),
-    "gives float32 back": Fault("output-dtype", lambda: lambda x, p: PLAIN(x.float(), p)),
-    # q, k and heads
-    "k not rotated": Fault("k-not-rotated", lambda: on_both(PLAIN, None), both),
-    "k with another base": Fault("q-k", lambda: on_both(PLAIN, rope(base=20_000.0)), both),
-    "head 1 a position behind": Fault("heads", lambda: per_head(slice(1, None, 4))),
-    "head 6 a position behind": Fault("heads", lambda: per_head(slice(6, 7))),
-    "k with fewer heads refused": Fault("grouped", lambda: grouped(True), both),
-    "k with fewer heads a position behind": Fault("grouped", lambda: grouped(False), both),
-    "as many heads as tokens": Fault("shape-dependent", by_sizes),
-    "int32 positions from 1": Fault(
-        "position-type", lambda: rope(where=lambda p: p - int(p.dtype is torch.int32))
-    ),
-    "a decay over positions": Fault("amplitude-varies", xpos, also=("relative",)),
-    "all channels mixed": Fault("not-pairs", lambda: rope(touch=mixed)),
-    "a cosine left out": Fault("not-a-rotation", lengths_differ),
-    "turned at position 0": Fault("phase", lambda: by_rates(inv_freq(), phase=0.2)),
-    "positions that drift": Fault("far-angles", drifting),
-    "ids from 1, and 0 is padding": Fault("padding-id", lambda: jumping(1, -1)),
-    "ids from 2, and lower ones are padding": Fault(
-        "padding-id", lambda: rope(where=lambda p: (p - 2).clamp(min=0)), spec=SPEC
-    ),
-    "positions behind from 7 on": Fault("position-jump", lambda: jumping(7, -1)),
-    "positions ahead from 5,000 on": Fault("position-jump", lambda: jumping(5000, 3), spec=SPEC),
-    "decoding a position behind": Fault("position-jump", lambda: decoding(1, -1), decoding),
-    # gradients
-    "raises where grad is required": Fault("gradient-raises", lambda: rope(touch=only_inference)),
-    "no gradient": Fault("gradient-missing", lambda: rope(touch=torch.Tensor.detach)),
-    "sine part detached": Fault("gradient-wrong", lambda: rope(detach="sin")),
-    "cosine part detached": Fault("gradient-wrong", lambda: rope(detach="cos")),
-    "gradient rotated forwards": Fault(
-        "gradient-wrong", lambda: lambda x, positions: ForwardAgain.apply(x, positions)
-    ),
-}
+_ROWS = read_rows(Path(__file__).parent / "data" / "planted_faults.jsonl")
+FAULTS = {name: Fault(**{"good": {}, **row}) for name, row in _ROWS.items()}

@@ -44,18 +44,13 @@ def test_in_place_on_views_of_a_projection() -> None:
 
 def test_a_tensor_that_needs_no_gradient_or_has_no_part_in_the_loss_gets_none() -> None:
     q, k = noise(1, 2, 5, 8).requires_grad_(), noise(1, 1, 5, 8, seed=1)
-    grads = []
-    for call, learns in ((rotate_qk, False), (rotate_qk, True), (rotate_qk_, False)):
-        key = k.clone().requires_grad_(learns)
-        y, z = call(q * 1, key, RopeSpec(8))
-        assert (y.requires_grad, z.requires_grad) == (True, learns)
-        (grad,) = torch.autograd.grad(y.sum(), q)
-        grads.append(grad)
-        y, _ = call(q * 1, key * 1, RopeSpec(8))
-        y.sum().backward()
-        assert key.grad is None
-    assert torch.equal(grads[0], grads[1])
-    assert torch.equal(grads[0], grads[2])
+    for call in (rotate_qk, rotate_qk_):
+        for learns in (False, True):
+            key = k.clone().requires_grad_(learns)
+            y, z = call(q * 1, key * 1, RopeSpec(8))
+            assert (y.requires_grad, z.requires_grad) == (True, learns)
+            y.sum().backward()
+            assert key.grad is None
     for act in (None, "silu"):
         y, z = rotate_qk(q.detach(), k.clone().requires_grad_(), RopeSpec(8), act=act)
         assert (y.requires_grad, z.requires_grad) == (False, True)

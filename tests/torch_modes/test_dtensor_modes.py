@@ -47,43 +47,26 @@ HEADS, EVERYWHERE = Shard(1), Replicate()
 # --- destinations ---------------------------------------------------------------------------------
 
 
-def test_out() -> None:
-    wanted = rotate_qk(Q, K, SPEC, 3)
+def test_what_is_written_is_returned_and_counts_as_a_change() -> None:
     with rank(1) as mesh:
         q, k, *outs = (place(x, mesh, HEADS) for x in (Q, K, Q * 0, K * 0))
-        versions = [out._version for out in outs]
-        found = rotate_qk(q, k, SPEC, 3, out=(outs[0], outs[1]))
-        assert all(one is out for one, out in zip(found, outs))
-        assert all(out._version > version for out, version in zip(outs, versions))
-        assert_parts(found, wanted, mesh, HEADS)
-        with refused(ValueError, "[rotate] out must be a DTensor that is placed like x."):
-            rotate(q, SPEC, out=place(Q, mesh, Shard(0)))
-
-
-def test_out_of_a_tensor_that_learns() -> None:
-    """A result written to `out` has no gradient, which would be lost silently."""
-    with rank(1) as mesh:
-        x, out = place(Q, mesh, HEADS).requires_grad_(), place(Q * 0, mesh, HEADS)
-        with pytest.raises(
-            ValueError, match="written to out has no gradient, but x or out requires"
+        for call, written in (
+            (lambda: rotate_qk(q, k, SPEC, IDS, out=(outs[0], outs[1])), outs),
+            (lambda: rotate_qk_(q, k, SPEC.at(IDS)), (q, k)),
         ):
-            rotate(x, SPEC, 3, out=out)
-        assert not out.to_local().any()
-
-
-def test_in_place_returns_its_arguments_and_counts_as_a_change() -> None:
-    with rank(1) as mesh:
-        q, k = (place(x, mesh, HEADS) for x in (Q, K))
-        before = q._version, k._version
-        found = rotate_qk_(q, k, SPEC.at(IDS))
-        assert found[0] is q
-        assert found[1] is k
-        assert q._version > before[0]
-        assert k._version > before[1]
-        leaf = place(Q, mesh, HEADS).requires_grad_()
-        with pytest.raises(ValueError, match="x is a leaf that requires grad, or a view of one"):
-            rotate_(leaf, SPEC)
-        assert_parts([leaf], [Q], mesh, HEADS)
+            versions = [x._version for x in written]
+            found = call()
+            assert all(one is x for one, x in zip(found, written))
+            assert all(x._version > version for x, version in zip(written, versions))
+            assert_parts(found, rotate_qk(Q, K, SPEC, IDS), mesh, HEADS)
+        for x, text in (
+            (place(Q, mesh, HEADS).requires_grad_(), "x is a leaf that requires grad, or a view"),
+            (q.requires_grad_() * 1, "q and k must not share memory"),
+        ):
+            before = x.to_local().clone()
+            with pytest.raises(ValueError, match=text):
+                rotate_(x, SPEC) if x.is_leaf else rotate_qk_(x, x, SPEC)
+            assert_same_bits(x.to_local(), before)
 
 
 def test_local_tensors_with_gaps() -> None:
@@ -107,11 +90,13 @@ def test_k_on_all_processes() -> None:
         theta = noise(6, 6, seed=4)
         alone = "because q and k are sharded differently along heads; rotate q and k one by one."
         six = place(torch.cat((K, K), 1), mesh, EVERYWHERE)
-        with refused(ValueError, f"[rotate_qk] inv_freq must not have heads, {alone}"):
-            rotate_qk(given[0], six, SPEC, inv_freq=theta)
         learned = place(theta[0], mesh, EVERYWHERE).requires_grad_()
-        with refused(ValueError, f"[rotate_qk] inv_freq must not require grad, {alone}"):
-            rotate_qk(*given, SPEC, inv_freq=learned)
+        for pair, own, rule in (
+            ((given[0], six), theta, "must not have heads"),
+            (given, learned, "must not require grad"),
+        ):
+            with refused(ValueError, f"[rotate_qk] inv_freq {rule}, {alone}"):
+                rotate_qk(*pair, SPEC, inv_freq=own)
         # The part of a rotation that is kept for divided heads is not used for others.
         with_heads = RopeSpec(16, scaling=Given(noise(6, 8).tolist())).at(3)
         rotate(given[0], with_heads)
@@ -167,13 +152,6 @@ def test_what_is_kept_for_the_backward_pass_must_not_change() -> None:
         x.mul_(2)
         y.mul_(2)
         torch.autograd.grad(y.to_local().sum(), leaf)
-
-
-def test_in_place_memory_under_autograd() -> None:
-    with rank(1) as mesh:
-        x = place(Q, mesh, HEADS).requires_grad_() * 1
-        with pytest.raises(ValueError, match="q and k must not share memory"):
-            rotate_qk_(x, x, SPEC)
 
 
 def test_results_are_on_the_callers_mesh() -> None:
@@ -238,43 +216,39 @@ def compiler(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("learns", [False, True])
-def test_compiled(learns: bool, compiler: None) -> None:
+def test_compiled(learns: bool) -> None:
     """A compiled call is one graph, and rotates as in eager code, also in place."""
 
     def step(q: Any, k: Any, w: Any, ids: Any) -> Any:
         q, k = rotate_qk(q * 1, k * 1, SPEC, ids, act=(RMSNorm(w), None))
         return rotate_qk_(q * 1, k * 1, SPEC, 5)
 
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     with rank(1, 2, 2) as mesh:
         own = placements_of(BHSD, ("token", "head"))
-        xs = Q[:, :, :12], torch.cat((K, K), 1)[:, :, :12]
-        given = [place(x, mesh, *own) for x in xs]
+        given = [place(x[:, :, :12], mesh, *own) for x in (Q, torch.cat((K, K), 1))]
         given.append(place(noise(6, 16, seed=5), mesh, EVERYWHERE, Shard(0)))
         ids = place(IDS[:, :12], mesh, HEADS, EVERYWHERE)
         given = [x.requires_grad_(learns) for x in given]
-        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-        wanted, found = step(*given, ids), compiled(*given, ids)
-        for one, other in zip(wanted, found):
-            assert one.placements == other.placements
-            assert_same_bits(one.to_local(), other.to_local())
-        if not learns:
-            return
-        grads = [
-            torch.autograd.grad([y.to_local().sum() for y in ys], given) for ys in (wanted, found)
-        ]
-        for one, other in zip(*grads, strict=True):
+        found = []
+        for run in (step, compiled):
+            ys = run(*given, ids)
+            total = sum(y.to_local().sum() for y in ys)
+            found.append((*ys, *(torch.autograd.grad(total, given) if learns else ())))
+        for one, other in zip(*found, strict=True):
             assert one.placements == other.placements
             assert_near(other.to_local(), one.to_local(), "gradient added up over ranks")
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_compiled_for_several_lengths(dynamic: bool | None, compiler: None) -> None:
-    compiled = torch.compile(
-        lambda x: rotate(x, SPEC, 3), backend="aot_eager", fullgraph=True, dynamic=dynamic
-    )
+def test_compiled_for_several_lengths(dynamic: bool | None) -> None:
+    options = {"backend": "aot_eager", "fullgraph": True, "dynamic": dynamic}
+    compiled = torch.compile(lambda x: rotate(x, SPEC, 3), **options)
     with rank(1) as mesh:
         for tokens in (12, 16, 21):
             x = noise(3, 6, tokens, 16)

@@ -20,7 +20,7 @@ from tests.support.dtensors import (
     placements_of,
     rank,
 )
-from tests.support.helpers import noise, refused
+from tests.support.helpers import noise
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, positions
 from tightrope.frequencies import Given
@@ -71,25 +71,17 @@ def test_packed_sequences_in_zigzag_order() -> None:
             assert_same_bits(y.to_local(), wanted[r][:, 3 * head :][:, :3])
 
 
-def test_ids_that_are_sharded_by_hand() -> None:
-    """Ids as a DTensor may be any tokens, which no process has to know as a whole."""
-    wanted = rotate(Q, SPEC, IDS)
+def test_ids_that_are_sharded_by_hand_and_one_token() -> None:
+    """Ids as a DTensor may be any tokens; only the first rank holds the one of decoding."""
+    wanted, token = rotate(Q, SPEC, IDS), Q[:, :, :1]
     for number in range(RANKS):
         with rank(number) as mesh:
             ids, x = place(IDS, mesh, Shard(1)), place(Q, mesh, TOKENS)
             found = rotate(x, SPEC, ids), rotate(x, SPEC.at(ids))
             assert_parts(found, [wanted] * 2, mesh, TOKENS)
-
-
-def test_one_token() -> None:
-    """A token that only the first rank holds, as in decoding."""
-    x = noise(2, 4, 1, 16)
-    wanted = rotate(x, SPEC, 7)
-    for number in range(RANKS):
-        with rank(number) as mesh:
             ways = (SPEC, 7), (SPEC.at(7), None), (SPEC, torch.tensor([7]))
-            found = [rotate(place(x, mesh, TOKENS), spec, at) for spec, at in ways]
-            assert_parts(found, [wanted] * 3, mesh, TOKENS)
+            found = [rotate(place(token, mesh, TOKENS), spec, at) for spec, at in ways]
+            assert_parts(found, [rotate(token, SPEC, 7)] * 3, mesh, TOKENS)
 
 
 @pytest.mark.parametrize("by", [("token",), ("token", "token")], ids=["one", "two"])
@@ -114,11 +106,8 @@ def test_shards_of_positions_are_rewritten(by: By) -> None:
 
 @every_kind
 def test_rerotate_positions_of_one_rank(kind: str) -> None:
-    x, other, ids = (
-        noise(3, 6, 16, 16),
-        RopeSpec(16, base=5e5, rotary_dim=12, start=2),
-        IDS[:, :1] + torch.arange(16),
-    )
+    x, ids = noise(3, 6, 16, 16), IDS[:, :1] + torch.arange(16)
+    other = RopeSpec(16, base=5e5, rotary_dim=12, start=2)
     x, *wanted = in_order(kind, x, rerotate(x, SPEC, other), rerotate(x, SPEC, SPEC, ids, 3))
     for number in range(RANKS):
         with rank(number) as mesh:
@@ -127,16 +116,9 @@ def test_rerotate_positions_of_one_rank(kind: str) -> None:
                 return positions.shard(where, number, RANKS, kind=kind, tokens=16)
 
             given = place(x, mesh, TOKENS)
-            found = (
-                rerotate(given, SPEC, other, own(None)),
-                rerotate(given, SPEC, SPEC, own(ids), own(3)),
-            )
-            assert_parts(found, wanted, mesh, TOKENS)
-            with refused(
-                ValueError,
-                "[rerotate] positions and new_positions must be those of the tokens of the same rank.",
-            ):
-                rerotate(given, SPEC, SPEC, None, own(3))
+            changed = rerotate(given, SPEC, other, own(None))
+            moved = rerotate(given, SPEC, SPEC, own(ids), own(3))
+            assert_parts((changed, moved), wanted, mesh, TOKENS)
 
 
 def test_ids_of_a_stack() -> None:

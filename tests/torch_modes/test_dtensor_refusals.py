@@ -1,10 +1,13 @@
-"""Calls on DTensors that are refused, and what the errors say."""
+"""Calls on DTensors that are refused: the beginning of each error, up to the phrase that carries the rule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -20,203 +23,188 @@ from tightrope.functional import (
     apply_rotary_pos_emb,
     lrpe_rotate_1d,
     polar_scan,
+    rerotate,
     rotate,
     rotate_,
     rotate_qk,
 )
 
-Refusals = dict[str, Callable[[], object] | list[Callable[[], object]]]
-WHOLE = Replicate()
+WHOLE, ROWS, HEADS, TOKENS = Replicate(), Shard(0), Shard(1), Shard(2)
 BY_LENGTH = RopeSpec(16, scaling=DynamicNTK(4.0, 4))
 OF_RANK_1 = positions.shard(None, 1, 4, tokens=52)
 OF_16_TOKENS = positions.shard(None, 1, 4, tokens=16)
 
 
-def wrong_values(mesh: Any) -> Refusals:
-    """Return calls that must be refused with a ValueError on rank 1 of (2, 2), and the messages."""
+def refuse(
+    kind: type[Exception], text: str, call: Callable[..., object], *arguments: Any, **options: Any
+) -> None:
+    """Expect an error of this type, which begins with the name of the call and then this text."""
+    start = re.escape(f"[{options.pop('of', call.__name__)}] {text}")
+    with pytest.raises(kind, match=f"^{start}"):
+        call(*arguments, **options)
 
-    def put(x: torch.Tensor, *own: Any) -> Any:
-        return place(x, mesh, *own)
+
+value, kind = partial(refuse, ValueError), partial(refuse, TypeError)
+
+
+@pytest.fixture
+def put() -> Iterator[Callable[..., Any]]:
+    """A function that places a tensor on a mesh of (2, 2), of which rank 1 is played."""
+    with rank(1, 2, 2) as mesh:
+        yield lambda x, *own: place(x, mesh, *own)
+
+
+def test_placements_that_do_not_fit_a_rotation(put: Callable[..., Any]) -> None:
+    q = put(Q, TOKENS, HEADS)
+    mesh, of_spec = q.device_mesh, type(q._spec)
+
+    def made(local: torch.Tensor, places: Any, **others: Any) -> Any:
+        """Return a DTensor of a specification that no public function makes."""
+        return DTensor(local, of_spec(mesh, places, **others), requires_grad=False)
+
+    whole = "x must be replicated or sharded but is"
+    value(f"{whole} P(sum) on", rotate, DTensor.from_local(Q, mesh, [Partial(), WHOLE]), SPEC)
+    by = _StridedShard(2, split_factor=2), HEADS
+    strided = made(q.to_local(), by, tensor_meta=q._spec.tensor_meta)
+    value(f"{whole} _S(2, 2) on dimension 0 of its mesh", rotate, strided, SPEC)
+    value("x must not be sharded along its channels", rotate, put(Q, Shard(3), WHOLE), SPEC)
+    narrow = given_whole(Q[:, :2], Q, mesh, TOKENS, HEADS)
+    text = "so that this process holds [3, 3, 7, 16], but it holds [3, 2, 13, 16]; give its whole"
+    value(f"x must be divided as by torch.chunk, {text}", rotate, narrow, SPEC)
+    shape = torch.Size((3, 6, 12, 16))
+    meta = type(q._spec.tensor_meta)(shape, (1152, 192, 16, 1), Q.dtype)
+    order = (ShardOrderEntry(2, (1, 0)),)
+    local, places = noise(3, 6, 3, 16), (TOKENS, TOKENS)
+    reordered = made(local, places, tensor_meta=meta, shard_order=order)
+    text = "but they divide dimension 2 in the order (1, 0)"
+    value(
+        f"x must be divided by the dimensions of its mesh in their order, {text}",
+        rotate,
+        reordered,
+        SPEC,
+    )
+    flat = put(torch.zeros(3, 13, 13), WHOLE, HEADS)
+    value("x must have 4 dimensions for layout 'bhsd' but got 3; layouts", rotate, flat, SPEC)
+    text = "q and k must be sharded alike along rows and tokens but are placed as"
+    value(text, rotate_qk, q, put(K, ROWS, HEADS), SPEC)
+    k = put(K[:, :, :12], TOKENS, HEADS)
+    value("q and k must have the same number of tokens but got 13 and 12", rotate_qk, q, k, SPEC)
+    kind("q and k must all be DTensors or all be local tensors (k: f", rotate_qk, q, K, SPEC)
+
+
+def test_positions_of_other_tokens(put: Callable[..., Any]) -> None:
+    q, whole, ids = put(Q, TOKENS, HEADS), put(Q, WHOLE, WHOLE), put(IDS, HEADS, WHOLE)
+    text = "positions must hold one position for each of 13 tokens but got 12"
+    value(text, rotate, q, SPEC, torch.arange(12))
+    text = "positions must be replicated, or sharded like x; call its method redistribute."
+    value(text, rotate, q, SPEC, put(IDS, WHOLE, HEADS))
+    text = "positions are those of rank 1 of 4, but this process holds part 0 of"
+    value(f"{text} 2 of the tokens of x.", rotate, q, SPEC, OF_RANK_1)
+    value(f"{text} 1 of the tokens of x.", rotate, whole, SPEC, OF_RANK_1)
+    text = (
+        "positions must be those of a part of 24 tokens, like the whole x, but are those of a part"
+    )
+    value(text, rotate, put(noise(3, 6, 24, 16), TOKENS, TOKENS), SPEC, OF_16_TOKENS)
+    at = torch.arange(4)[None, None]
+    rows = [positions.Positions(at, 0, False, part=(r, 4, 16)) for r in range(2)]
+    text = "parts must all be positions of the tokens of one rank, or all of whole"
+    value(text, positions.concatenate, rows, along="rows")
+    text = "tokens must be 4, the number of tokens of the rank, but got 16."
+    value(text, positions.shard, OF_16_TOKENS, 0, 2, tokens=16)
+    text = "positions and new_positions must be those of the tokens of the same rank."
+    x = put(noise(3, 6, 16, 16), TOKENS, TOKENS)
+    value(text, rerotate, x, SPEC, SPEC, None, OF_16_TOKENS)
+    text = "seq_len must be given with the positions of one rank's tokens"
+    value(text, rotate, q, BY_LENGTH, OF_RANK_1)
+    value(text, BY_LENGTH.at, ids)
+
+
+def test_other_tensors_that_do_not_fit(put: Callable[..., Any]) -> None:
+    q, whole = put(Q, TOKENS, HEADS), put(Q, WHOLE, WHOLE)
+    mesh = q.device_mesh
 
     def norm(weight: torch.Tensor) -> Any:
         return rotate(q, SPEC, act=RMSNorm(weight))
 
-    def made(local: torch.Tensor, places: Any, **others: Any) -> Any:
-        return DTensor(local, type(q._spec)(mesh, places, **others), requires_grad=False)
-
-    q, k = (put(x, Shard(2), Shard(1)) for x in (Q, K))
-    whole, heads, other_heads = (
-        put(Q, WHOLE, WHOLE),
-        put(Q, WHOLE, Shard(1)),
-        put(K, WHOLE, Shard(1)),
+    of = {"of": "rotate"}
+    one = noise(1, 16)
+    text = "weight of RMSNorm must be replicated, or sharded like x; call its method redistribute."
+    value(text, norm, put(noise(6, 16), ROWS, WHOLE), **of)
+    value(text, norm, given_whole(one, one, mesh, WHOLE, ROWS), **of)
+    text = "weight of RMSNorm must have 1 or 6 heads, like the whole x, but got 3"
+    value(text, norm, noise(3, 16), **of)
+    text = "weight of RMSNorm must be divided as by torch.chunk, so that this process holds [3, 16], but"
+    value(text, norm, given_whole(one, noise(6, 16), mesh, WHOLE, ROWS), **of)
+    value(
+        "out must not require grad", rotate, whole, SPEC, out=put(Q, WHOLE, WHOLE).requires_grad_()
     )
-    summed = DTensor.from_local(Q, mesh, [Partial(), WHOLE])
-    by = _StridedShard(2, split_factor=2), Shard(1)
-    strided = made(q.to_local(), by, tensor_meta=q._spec.tensor_meta)
-    wrong = given_whole(Q[:, :2], Q, mesh, Shard(2), Shard(1))
-    rows_of_ranks = [
-        positions.Positions(torch.arange(4)[None, None], 0, False, part=(r, 4, 16))
-        for r in range(2)
-    ]
-    alone, too_few = (
-        given_whole(noise(1, 16), noise(heads, 16), mesh, WHOLE, Shard(0)) for heads in (1, 6)
+    value("out must be a DTensor that is placed like x.", rotate, q, SPEC, out=put(Q, WHOLE, ROWS))
+    learns = put(Q, WHOLE, WHOLE).requires_grad_()
+    value("a result written to out has no gradient, but x", rotate, learns, SPEC, out=whole)
+    x = put(Q, HEADS, WHOLE)
+    text = "x must not be sharded along tokens for a softmax over the tokens"
+    value(text, lrpe_rotate_1d, x, noise(8), act="softmax", dim=1)
+    heads, k = put(Q, WHOLE, HEADS), put(K, WHOLE, HEADS)
+    text = "must be sharded like q, along rows and heads only, because a scan needs all tokens"
+    value(f"q {text}", polar_scan, q, put(K, TOKENS, HEADS), put(K, TOKENS, HEADS), SPEC)
+    value(f"v {text}", polar_scan, whole, whole, heads, SPEC)
+    text = "v must have the 6 heads of k but got 3"
+    value(text, polar_scan, whole, whole, put(K, WHOLE, WHOLE), SPEC)
+    text = "share, but it has heads 3 to 6 of q and 2 to 3 of k"
+    text = f"q and k must be sharded such that each process has the heads of k that its heads of q {text}"
+    value(text, polar_scan, heads, k, k, SPEC)
+    text = "slots must be None with DTensors"
+    kind(text, rotate, q, SPEC, out=q, slots=IDS)
+    text = "gate must be one of tightrope.gates with DTensors but got a Gate"
+    kind(text, rotate, q, SPEC, gate=gates.Gate())
+    text = "phases must be None with DTensors; rotate to_local() by the phases of its own"
+    kind(text, rotate, q, SPEC, phases=phases.given(noise(1, 1, 13, 6)))
+    tables = tuple(cos_sin(13, 16).values())
+    text = "q and k must all be DTensors or all be local tensors"
+    kind(text, apply_rotary_pos_emb, Q, put(K, TOKENS, HEADS), *tables)
+    text = "cos must be a tensor but got None."
+    kind(text, apply_rotary_pos_emb, q, None, None, None)
+    text = "unsqueeze_dim must be an int but got int64[3, 13]; pass ids as"
+    kind(text, apply_rotary_pos_emb, q, None, *tables, IDS)
+    grad = (
+        "requires grad: its gradient is summed over the mesh; make it one with distribute_tensor."
     )
-    meta = type(q._spec.tensor_meta)(torch.Size((3, 6, 12, 16)), (1152, 192, 16, 1), Q.dtype)
-    order = (ShardOrderEntry(2, (1, 0)),)
-    reordered = made(noise(3, 6, 3, 16), (Shard(2), Shard(2)), tensor_meta=meta, shard_order=order)
-    scan = "must be sharded like q, along rows and heads only, because a scan needs all tokens of a head"
-    part = "this process holds part 0 of"
-    unlike = "must be replicated, or sharded like x; call its method redistribute."
-    about_length = (
-        "seq_len must be given with the positions of one rank's tokens, as the frequencies depend on the "
-        "length of the whole sequence"
-    )
-    return {
-        "[rotate] x must be replicated or sharded but is P(sum) on dimension 0 of its mesh; call "
-        "x.redistribute.": (lambda: rotate(summed, SPEC)),
-        "[rotate] x must be replicated or sharded but is _S(2, 2) on dimension 0 of its mesh; call "
-        "x.redistribute.": (lambda: rotate(strided, SPEC)),
-        "[rotate] x must not be sharded along its channels, which a rotation mixes; call "
-        "x.redistribute to replicate it, or to shard its rows, heads or tokens.": (
-            lambda: rotate(put(Q, Shard(3), WHOLE), SPEC)
-        ),
-        "[rotate] x must be divided as by torch.chunk, so that this process holds [3, 3, 7, 16], but "
-        "it holds [3, 2, 13, 16]; give its whole shape to DTensor.from_local (x: float64[3, 6, 13, 16]).": (
-            lambda: rotate(wrong, SPEC)
-        ),
-        "[rotate_qk] q and k must be sharded alike along rows and tokens but are placed as "
-        "(Shard(dim=2), Shard(dim=1)) and (Shard(dim=0), Shard(dim=1)); rotate them one by one.": (
-            lambda: rotate_qk(q, put(K, Shard(0), Shard(1)), SPEC)
-        ),
-        "[rotate_qk] q and k must have the same number of tokens but got 13 and 12; rotate them one "
-        "by one (q: float64[3, 6, 13, 16], k: float64[3, 3, 12, 16]).": (
-            lambda: rotate_qk(q, put(K[:, :, :12], Shard(2), Shard(1)), SPEC)
-        ),
-        "[rotate] positions must hold one position for each of 13 tokens but got 12 (layout 'bhsd' "
-        "has its tokens in dimension 2) (x: float64[3, 6, 13, 16], positions: int64[12]).": (
-            lambda: rotate(q, SPEC, torch.arange(12))
-        ),
-        f"[rotate] positions {unlike}": (lambda: rotate(q, SPEC, put(IDS, WHOLE, Shard(1)))),
-        f"[rotate] positions are those of rank 1 of 4, but {part} 2 of the tokens of x.": (
-            lambda: rotate(q, SPEC, OF_RANK_1)
-        ),
-        f"[rotate] positions are those of rank 1 of 4, but {part} 1 of the tokens of x.": (
-            lambda: rotate(whole, SPEC, OF_RANK_1)
-        ),
-        "[rotate] positions must be those of a part of 24 tokens, like the whole x, but are those of a "
-        "part of 16.": (
-            lambda: rotate(put(noise(3, 6, 24, 16), Shard(2), Shard(2)), SPEC, OF_16_TOKENS)
-        ),
-        "[concatenate] parts must all be positions of the tokens of one rank, or all of whole rows.": (
-            lambda: positions.concatenate(rows_of_ranks, along="rows")
-        ),
-        "[shard] tokens must be 4, the number of tokens of the rank, but got 16.": (
-            lambda: positions.shard(OF_16_TOKENS, 0, 2, tokens=16)
-        ),
-        f"[rotate] {about_length}.": (lambda: rotate(q, BY_LENGTH, OF_RANK_1)),
-        f"[at] {about_length} (positions: int64[3, 13]).": (
-            lambda: BY_LENGTH.at(put(IDS, Shard(1), WHOLE))
-        ),
-        f"[rotate] weight of RMSNorm {unlike}": [
-            (lambda: norm(put(noise(6, 16), Shard(0), WHOLE))),
-            (lambda: norm(alone)),
-        ],
-        "[rotate] weight of RMSNorm must have 1 or 6 heads, like the whole x, but got 3 (weight of "
-        "RMSNorm: float64[3, 16]).": (lambda: norm(noise(3, 16))),
-        "[rotate] weight of RMSNorm must be divided as by torch.chunk, so that this process holds [3, "
-        "16], but it holds [1, 16]; give its whole shape to DTensor.from_local (weight of RMSNorm: "
-        "float64[6, 16]).": (lambda: norm(too_few)),
-        "[rotate] x must be divided by the dimensions of its mesh in their order, but they divide "
-        "dimension 2 in the order (1, 0); call x.redistribute.": (lambda: rotate(reordered, SPEC)),
-        "[rotate] out must not require grad, because a result written to it has none; use "
-        "torch.no_grad(), or omit out (out: float64[3, 6, 13, 16]).": (
-            lambda: rotate(whole, SPEC, out=put(Q, WHOLE, WHOLE).requires_grad_())
-        ),
-        "[polar_scan] v must have the 6 heads of k but got 3 (v: float64[3, 3, 13, 16]).": (
-            lambda: polar_scan(whole, whole, put(K, WHOLE, WHOLE), SPEC)
-        ),
-        "[lrpe_rotate_1d] x must not be sharded along tokens for a softmax over the tokens, which "
-        "needs all of them; call x.redistribute (x: float64[3, 6, 13, 16]).": (
-            lambda: lrpe_rotate_1d(put(Q, Shard(1), WHOLE), noise(8), act="softmax", dim=1)
-        ),
-        f"[polar_scan] q {scan}; call q.redistribute (q: float64[3, 6, 13, 16]).": (
-            lambda: polar_scan(q, k, k, SPEC)
-        ),
-        f"[polar_scan] v {scan}; call v.redistribute (v: float64[3, 6, 13, 16]).": (
-            lambda: polar_scan(whole, whole, heads, SPEC)
-        ),
-        "[polar_scan] q and k must be sharded such that each process has the heads of k that its "
-        "heads of q share, but it has heads 3 to 6 of q and 2 to 3 of k (q: float64[3, 6, 13, 16], k: "
-        "float64[3, 3, 13, 16]).": (lambda: polar_scan(heads, other_heads, other_heads, SPEC)),
-        "[rotate] x must have 4 dimensions for layout 'bhsd' but got 3; layouts with 3 dimensions: "
-        "'thd', 'bsd' (x: float32[3, 13, 13]).": (
-            lambda: rotate(put(torch.zeros(3, 13, 13), WHOLE, Shard(1)), SPEC)
-        ),
-    }
-
-
-def wrong_types(mesh: Any) -> Refusals:
-    """Return calls that must be refused with a TypeError on rank 1 of (2, 2), and the messages."""
-    q, k = (place(x, mesh, Shard(2), Shard(1)) for x in (Q, K))
-    whole, heads = place(Q, mesh, WHOLE, WHOLE), place(K, mesh, WHOLE, Shard(1))
-    rows = place(Q, mesh, Shard(0), WHOLE)
     weight, fractional = noise(16).requires_grad_(), IDS.double().requires_grad_()
-    ids, tables = place(IDS, mesh, Shard(1), WHOLE), tuple(cos_sin(13, 16).values())
-    both = "q and k must all be DTensors or all be local tensors"
-
-    def local(name: str, sharded: str = "x") -> str:
-        return (
-            f"{name} must be a DTensor because {sharded} is one and {name} requires grad: its gradient is "
-            "summed over the mesh; make it one with distribute_tensor."
-        )
-
-    return {
-        f"[rotate_qk] {both} (k: float64[3, 3, 13, 16]).": (lambda: rotate_qk(q, K, SPEC)),
-        f"[apply_rotary_pos_emb] {both} (q: float64[3, 6, 13, 16]).": (
-            lambda: apply_rotary_pos_emb(Q, k, *tables)
-        ),
-        f"[rotate] {local('weight of RMSNorm')}": (lambda: rotate(q, SPEC, act=RMSNorm(weight))),
-        f"[lrpe_rotate_1d] {local('theta')}": (lambda: lrpe_rotate_1d(rows, weight[:8])),
-        f"[rotate_qk] {local('positions', 'q')}": (
-            lambda: rotate_qk(whole, heads, SPEC, fractional)
-        ),
-        "[apply_rotary_pos_emb] cos must be a tensor but got None.": (
-            lambda: apply_rotary_pos_emb(q, None, None, None)
-        ),
-        "[apply_rotary_pos_emb] unsqueeze_dim must be an int but got int64[3, 13]; pass ids as "
-        "position_ids=.": (lambda: apply_rotary_pos_emb(q, None, *tables, IDS)),
-        "[rotate] gate must be one of tightrope.gates with DTensors but got a Gate; rotate "
-        "to_local() and convert the result with DTensor.from_local.": (
-            lambda: rotate(q, SPEC, gate=gates.Gate())
-        ),
-        "[rotate] phases must be None with DTensors; rotate to_local() by the phases of its own "
-        "tokens, and convert the result with DTensor.from_local.": (
-            lambda: rotate(q, SPEC, phases=phases.given(noise(1, 1, 13, 6)))
-        ),
-        "[rotate] slots must be None with DTensors; pass to_local() of the keys, and local caches.": (
-            lambda: rotate(q, SPEC, out=q, slots=IDS)
-        ),
-        "[rotate] out must be a local tensor but got a DTensor; pass its to_local() or full_tensor().": (
-            lambda: rotate(Q, SPEC, out=q, slots=IDS)
-        ),
-        "[rotate] slots must be a local tensor but got a DTensor; pass its to_local() or full_tensor().": (
-            lambda: rotate(Q, SPEC, out=Q.clone(), slots=ids)
-        ),
-        "[rotate_] x must be a local tensor but got a DTensor; pass its to_local() or full_tensor().": (
-            lambda: rotate_(q, SPEC, slots=IDS)
-        ),
-        "[rotate] positions must be a local tensor but got a DTensor; pass its to_local() or "
-        "full_tensor().": (lambda: rotate(Q, SPEC, ids)),
-    }
+    text = f"weight of RMSNorm must be a DTensor because x is one and weight of RMSNorm {grad}"
+    kind(text, norm, weight, **of)
+    text = f"theta must be a DTensor because x is one and theta {grad}"
+    kind(text, lrpe_rotate_1d, put(Q, ROWS, WHOLE), weight[:8])
+    text = f"positions must be a DTensor because q is one and positions {grad}"
+    kind(text, rotate_qk, whole, k, SPEC, fractional)
 
 
-def test_refusals() -> None:
-    with rank(1, 2, 2) as mesh:
-        for kind, calls in ((ValueError, wrong_values(mesh)), (TypeError, wrong_types(mesh))):
-            for text, wrong in calls.items():
-                for call in wrong if isinstance(wrong, list) else [wrong]:
-                    with refused(kind, text):
-                        call()
+def test_dtensors_beside_local_tensors(put: Callable[..., Any]) -> None:
+    """A kernel would read memory that they do not have."""
+    local = "must be a local tensor but got a DTensor; pass its to_local() or full_tensor()."
+    q, learned, ids = put(Q, WHOLE, WHOLE), put(noise(6, 16), WHOLE, WHOLE), put(IDS, WHOLE, WHOLE)
+    log = put(noise(13, 6, 16), WHOLE, WHOLE)
+    of, tables = ids[0], tuple(cos_sin(13, 16).values())
+    kind(f"out {local}", rotate, Q, SPEC, out=q, slots=IDS)
+    kind(f"out {local}", rotate, Q, SPEC, out=q)
+    kind(f"slots {local}", rotate, Q, SPEC, out=Q.clone(), slots=ids)
+    kind(f"x {local}", rotate_, q, SPEC, slots=IDS)
+    kind(f"positions {local}", rotate, Q, SPEC, ids)
+    kind(f"positions {local}", rotate_, Q.clone(), SPEC.at(ids))
+    kind(f"the weight of RMSNorm for x {local}", rotate, Q, SPEC, act=RMSNorm(learned))
+    kind(f"gamma of the gate Exp {local}", rotate, Q, SPEC, gate=gates.Exp(learned))
+    kind(f"slope of the gate Slope {local}", rotate, Q, SPEC, gate=gates.Slope(learned))
+    kind(f"log of the gate Given {local}", rotate, Q, SPEC, gate=gates.Given(log))
+    kind(f"theta {local}", lrpe_rotate_1d, Q.transpose(1, 2), learned[:, :8])
+    kind(f"inv_freq {local}", rotate, Q, SPEC, inv_freq=learned[:, :6])
+    kind(f"cu_seqlens {local}", positions.packed, of)
+    kind(f"attention_mask {local}", positions.left_padded, ids)
+    kind(f"positions {local}", positions.explicit, positions.per_row(of), 5)
+    kind(f"positions {local}", positions.shard, positions.multi_axis(ids), 0, 1)
+    kind(f"positions {local}", positions.concatenate, [of])
+    kind(f"lengths {local}", rotate, Q, BY_LENGTH, seq_len=of[:3], of="seq_len")
+    kind(f"positions {local}", rerotate, Q, SPEC, SPEC, 0, of)
+    text = f"position_ids {local}"
+    kind(text, apply_rotary_pos_emb, Q, None, *tables, position_ids=of)
 
 
 def test_a_process_outside_the_mesh() -> None:
@@ -228,11 +216,8 @@ def test_a_process_outside_the_mesh() -> None:
 
 def test_a_local_weight_with_a_tangent() -> None:
     """DTensors have no tangents, so that of the result would be lost."""
-    weight = noise(16)
+    weight, text = noise(16), "[rotate] weight of RMSNorm must not have a tangent because x is a"
     with rank(1) as mesh, torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(weight, weight)
-        with refused(
-            TypeError,
-            "[rotate] weight of RMSNorm must not have a tangent because x is a DTensor, which has none.",
-        ):
+        with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
             rotate(place(Q, mesh, Shard(1)), SPEC, act=RMSNorm(dual))

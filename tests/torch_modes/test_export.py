@@ -1,13 +1,10 @@
-"""Deployment: exported programs and packages in processes without tightrope; the source archive."""
+"""Deployment: exported programs and packages in processes without tightrope."""
 
-import ast
-import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +14,8 @@ import tightrope
 from tests.support import oracle
 from tests.support.helpers import ROOT, noise
 from tests.support.matrix import COMPILER, needs_compiler, needs_kernel
-from tests.support.tolerances import assert_each, assert_rotations, assert_same_bits
-from tightrope import RopeSpec, positions
+from tests.support.tolerances import assert_rotations, assert_same_bits
+from tightrope import RopeSpec, nn, positions
 from tightrope.activations import RMSNorm
 from tightrope.backends import cpu
 from tightrope.frequencies import Linear
@@ -75,10 +72,6 @@ def export() -> torch.export.ExportedProgram:
     )
 
 
-def assert_results(got, wanted) -> None:
-    assert_each(assert_same_bits, got, wanted)
-
-
 def run_alone(folder: Path, script: str) -> None:
     """Run a script in a process of its own, with the library's path in `LIBRARY`."""
     start = f"import sys, torch\nLIBRARY = {str(cpu.library_path())!r}\n"
@@ -95,6 +88,18 @@ def run_alone(folder: Path, script: str) -> None:
 
 
 # ---- torch.export --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_a_module(strict: bool) -> None:
+    model, tokens = nn.RotaryPositionalEmbedding(6), torch.export.Dim("tokens", min=2)
+    shapes = {"x": {1: tokens}, "seq_dim": None}
+    x = noise(2, 5, 3, 8)
+    program = torch.export.export(model, (x, 1), dynamic_shapes=shapes, strict=strict)
+    for length in (5, 9, 31):
+        x = noise(2, length, 3, 8)
+        assert torch.equal(program.module()(x, 1), model(x, 1))
+    assert not program.state_dict
 
 
 def test_export_with_a_dynamic_offset_and_dynamic_tokens() -> None:
@@ -140,19 +145,10 @@ assert torch.equal(torch.compile(rotate, backend="eager", fullgraph=True)(x, spe
     )
     results, schemas = torch.load(tmp_path / "results.pt")
     for got, case in zip(results, CASES, strict=True):
-        assert_results(got, MODEL(*inputs(*case)))
+        assert_same_bits(got, MODEL(*inputs(*case)))
     named = (one for one in torch._C._jit_get_all_schemas() if one.name.startswith("tightrope::"))
     assert sorted(schemas) == sorted(map(str, named))
     assert len(schemas) == len(schema.SCHEMAS)
-
-
-def test_setup_passes_the_schemas_to_the_compiler() -> None:
-    found = importlib.util.spec_from_file_location("tightrope_setup", ROOT / "setup.py")
-    setup = importlib.util.module_from_spec(found)
-    with mock.patch("setuptools.setup"):
-        found.loader.exec_module(setup)
-    for _ in range(2):
-        assert ast.literal_eval(f"({setup.schemas()})") == schema.SCHEMAS
 
 
 # ---- AOTInductor ---------------------------------------------------------------------------------
@@ -176,7 +172,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_a_package_in_a_process_with_tightrope(package: Path) -> None:
     model = torch._inductor.aoti_load_package(str(package))
     for case in CASES:
-        assert_results(model(*inputs(*case)), MODEL(*inputs(*case)))
+        assert_same_bits(model(*inputs(*case)), MODEL(*inputs(*case)))
 
 
 @pytest.mark.slow
@@ -194,7 +190,7 @@ assert "tightrope" not in sys.modules
 """,
     )
     for got, case in zip(torch.load(tmp_path / "results.pt"), CASES, strict=True):
-        assert_results(got, MODEL(*inputs(*case)))
+        assert_same_bits(got, MODEL(*inputs(*case)))
 
 
 @pytest.mark.slow
@@ -256,6 +252,3 @@ def test_a_package_in_a_program_without_python(package: Path, tmp_path: Path) ->
     done = run(5, 7, TIGHTROPE_CPU_ISA="none")
     assert done.returncode == 1
     assert "TIGHTROPE_CPU_ISA names an instruction set" in done.stderr
-
-
-# ---- the source archive --------------------------------------------------------------------------

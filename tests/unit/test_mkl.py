@@ -16,10 +16,8 @@ from tightrope import _mkl
 
 #: torch's functions that call MKL, and may be called where a tensor is large.
 OF_MKL = (
-    *("acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "expm1", "log", "log10"),
-    *("log1p", "log2", "sin", "sqrt", "tan", "tanh"),
+    "acos asin atan cos erf erfc erfinv exp expm1 log log10 log1p log2 sin sqrt tan tanh".split()
 )
-
 PROGRAM = """
 import sys, torch
 called = []
@@ -33,25 +31,20 @@ print(*called, sep="\\n")
 """
 
 
-def test_every_function_that_the_library_calls_is_guarded() -> None:
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch has no MKL here")
+def test_the_import_calls_every_function_that_the_library_uses_in_one_thread() -> None:
     call = re.compile(rf"(?<!\bmath)\.({'|'.join(OF_MKL)})_?\(")
     folder = Path(tightrope.__file__).parent
-    found = {
+    used = {
         name
         for path in [*folder.rglob("*.py"), *folder.with_name("tightrope_tools").rglob("*.py")]
         if path.name != "_mkl.py" and "triton" not in path.parts
         for name in call.findall(path.read_text(encoding="utf-8"))
     }
-    assert {"cos", "sin", "exp", "log", "sqrt"} <= found <= set(_mkl.FUNCTIONS)
-
-
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch has no MKL here")
-def test_the_import_calls_each_in_one_thread() -> None:
-    done = python("-c", PROGRAM, *_mkl.FUNCTIONS)
+    assert {"cos", "sin", "exp", "log", "sqrt"} <= used
+    done = python("-c", PROGRAM, *used, *_mkl.FUNCTIONS)
     assert done.returncode == 0, done.stderr
-    wanted = {
-        str((name, dtype, True))
-        for name in _mkl.FUNCTIONS
-        for dtype in ("torch.float32", "torch.float64")
-    }
-    assert set(done.stdout.splitlines()) == wanted
+    for name in used:
+        for dtype in ("torch.float32", "torch.float64"):
+            assert str((name, dtype, True)) in done.stdout
+    assert "False" not in done.stdout

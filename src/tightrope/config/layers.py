@@ -8,7 +8,7 @@ from typing import NamedTuple, NoReturn
 from .._errors import bad_type
 from . import keys
 from .rope_section import rule_name, sections_of
-from .source import Found, Section, Source, agreed, fail, integers, whole
+from .source import Found, Section, Source, agreed, entries, fail, integers, items, whole
 
 # The type of each layer, if the configuration or its class lists them.
 Listed = tuple[str, ...] | None
@@ -271,18 +271,18 @@ def _by_lists(source: Source, listed: Listed) -> Layers:
     # some types.
     if not listed:
         _need(source, "layer_types")
-    section = source.values.get("rope_scaling") or {}
+    path = source.shown("rope_scaling")
+    section = items(Found(source.values.get("rope_scaling"), path))
     if section and "rope_type" not in section:
-        fail(
-            f"{source.shown('rope_scaling')} must have rope_type, as the code of {source.name} reads no type"
-        )
+        fail(f"{path} must have rope_type, as the code of {source.name} reads no type")
     if source.values.get("use_rope_layers"):
         fail(
             f"{source.shown('use_rope_layers')} must be empty; make a RopeSpec by hand for each layer"
         )
-    path = source.shown("rope_scaling")
     scaling = {k: Found(v, f"{path}.{k}") for k, v in section.items() if v is not None}
-    scaled = source.values.get("yarn_only_types") or ["full_attention"]
+    only = source.values.get("yarn_only_types")
+    scaled = entries(Found(only, source.shown("yarn_only_types"))) if only is not None else []
+    scaled = scaled or ["full_attention"]
     fill = Found(source.facts.rope["full_attention"]["rope_theta"], source.facts.owner, given=False)
     layers = []
     for kind in with_attention(listed):

@@ -2,7 +2,7 @@
 
 Every route can make new tensors. For the other verbs these are copied into their destination, unless the
 route can write there itself. docs/design.md shows what runs for each verb and route, and
-tests/unit/ops/test_route.py tests every case. If q and k differ in the kind of f or P, a public call becomes
+tests/laws/test_modes.py runs every case. If q and k differ in the kind of f or P, a public call becomes
 two calls, one for each.
 """
 

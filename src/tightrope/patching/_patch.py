@@ -442,7 +442,7 @@ def _undone(model: torch.nn.Module) -> None:
     for module in model.modules():
         vars(module).pop(_tables.KEPT, None)
         _reports.pop(module, None)
-        if _tables.MARK in vars(module):
+        if vars(module).get(_tables.MARK):  # False in a model that was pickled
             gone.add(vars(module).pop(_tables.MARK))
     _forget()
     if gone:  # a copy that waits for the garbage collector may hold the patch

@@ -6,11 +6,13 @@ An accepted call is compared with the same call on contiguous copies, unless the
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.helpers import noise
 from tests.support.matrix import DISTINCT_SETS, DTYPES, needs_kernel
 from tests.support.raw_calls import (
     FEW,
@@ -104,7 +106,15 @@ def lost_positions() -> Call:
     return schema.rotate, [x, None, table, table, None, -(2**62), options.pack(), 0.5], []
 
 
+def to_slot(slot: int) -> Call:
+    """Write one token to a slot of a cache of 6 entries, which has other memory behind them."""
+    k, cache = torch.ones(1, 1, 1, 8), torch.zeros(3, 1, 3, 8)[:2]
+    end = [torch.tensor([[slot]]), words(1, 1, 1, 4), None, None, 5, schema.Options().pack(), 1.0]
+    return schema.rotate_slots, [k, None, cache, None, *end], [2]
+
+
 TAKEN: dict[str, Callable[[], Call]] = {
+    **{f"slot {slot}": lambda slot=slot: to_slot(slot) for slot in (-1, 0, 5)},
     "lost positions": lost_positions,
     **{
         f"far apart, {dtype}, {act}": lambda dtype=dtype, act=act: far_apart(dtype, act)
@@ -121,6 +131,13 @@ TAKEN: dict[str, Callable[[], Call]] = {
     "gradients by axes without pairs": lambda: many_axes("angle_gradients"),
 }
 REFUSED: dict[str, tuple[str, Callable[[], Call]]] = {
+    **{
+        f"slot {slot}": (
+            "slots must be -1 or entries of the cache",
+            lambda slot=slot: to_slot(slot),
+        )
+        for slot in (-2, 6, 7, 2**40)
+    },
     **{
         f"a table {width} wide, {source}": (
             "rotated channels lie outside the head",
@@ -151,6 +168,62 @@ def test_calls_that_are_refused(name: str) -> None:
     assert not holds(call)
     with pytest.raises(RuntimeError, match=text):
         call[0](*call[1])
+
+
+@pytest.mark.parametrize("source", ["half", "cat", "repeat", "full"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_positions_outside_a_table_give_nan(dtype: torch.dtype, source: str) -> None:
+    """Also the first one behind it, with memory there; tables are read where they are, or copied."""
+    memory = torch.ones(1, 1, 9, 8)
+    for held in {dtype, torch.float32}:
+        table = memory.to(held)[:, :, 1:6, : 4 if source == "half" else 8]
+        for offset, interleaved in ((0, False), (2**40, True)):
+            kind = schema.SOURCES.index(source)
+            options = schema.Options(add_index=False, source=kind, interleaved=interleaved)
+            for own in ([-1, 0, 4, 5, 6], [0, 4, 5], [-1, 4], [5]):
+                ids = torch.tensor([[own]]) - offset
+                given = table, table, ids, offset, options.pack(), 1.0
+                (y,) = schema.rotate(torch.ones(1, 2, len(own), 8, dtype=dtype), None, *given)
+                assert y.isnan().all(-1)[0, 0].tolist() == [not 0 <= at < 5 for at in own]
+                assert torch.equal(y.isnan().any(-1), y.isnan().all(-1))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_rows_heads_and_tokens_further_apart_than_32_bits(dim: int, tmp_path: Path) -> None:
+    """In the input, the result, gates, inputs of an activation, gradients, tables and caches."""
+    files = (tmp_path / str(number) for number in range(9))
+
+    def far(x: torch.Tensor) -> torch.Tensor:
+        """Copy x to a file with holes, in which it spans more than 2^31 elements but touches few pages."""
+        strides, length = list(x.stride()), x.shape[dim]
+        strides[dim] = 2**31 + 64 if length == 2 else 2**26 + 64
+        count = (length - 1) * strides[dim] + x.numel()
+        memory = torch.from_file(str(next(files)), shared=True, size=count, dtype=x.dtype)
+        return memory.as_strided(x.shape, strides).copy_(x)
+
+    # More tokens than are processed together.
+    x, other, table = (noise(2, 2, 70, n, seed=n).bfloat16() for n in (8, 8, 4))
+    end = words(1, 1, 1, 4), None, None, 5, schema.Options().pack(), 1.0
+    (want,) = schema.rotate(x, None, *end)
+    inside, out = far(x), far(x * 0)
+    schema.rotate_into(inside, None, out, None, *end)
+    assert_same_bits(out, want)
+    schema.rotate_(inside, None, *end)
+    assert_same_bits(inside, want)
+    slots = torch.randperm(140).view(2, 70)
+    by_table = 0, schema.Options(source=schema.HALF).pack(), 1.0
+    found = []
+    for one, held, cache in (
+        (other, table, torch.zeros_like(x)),
+        (far(other), far(table), far(x * 0)),
+    ):
+        schema.rotate_slots(x, None, cache, None, slots, *end)
+        own = [cache, *schema.angle_gradients(x, None, one, None, *end[:5], True, True)]
+        own += schema.rotate(x, None, held, held, None, *by_table)
+        for options in (schema.Options(gate=schema.LOG), schema.Options(act=3, direction=1)):
+            own += schema.rotate_extras(x, None, *end[:4], options.pack(), 1.0, [one], 0.0)
+        found.append(own)
+    assert_same_bits(*found)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from tests.support.helpers import noise
 from tests.support.matrix import DISTINCT_SETS, DTYPES, every_dtype, needs_kernel
+from tests.support.tolerances import assert_each, assert_same_bits
 from tightrope import RopeSpec
 from tightrope.backends import cpu
 from tightrope.frequencies import YaRN
@@ -20,7 +22,7 @@ from tightrope.functional import (
     rotate_qk,
 )
 from tightrope.ops import schema
-from tightrope.spec import PreparedRotation
+from tightrope.positions import per_head
 
 pytestmark = needs_kernel
 
@@ -29,6 +31,10 @@ pytestmark = needs_kernel
 def isa(request: pytest.FixtureRequest) -> None:
     """Run each test with each instruction set of this machine."""
     cpu.use_instruction_set(request.param)
+
+
+def same(found: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
 
 
 # (rows, heads, tokens): rows that become heads; one head, more heads than a group; a tile of tokens and a rest;
@@ -49,108 +55,97 @@ def test_rows_heads_and_tokens_rotate_as_if_each_were_alone(dtype: torch.dtype, 
     for shape, interleaved, rounding in itertools.product(SHAPES, (False, True), ("once", "each")):
         # 19 pairs: registers of every width, and a rest.
         spec = RopeSpec(44, rotary_dim=38, start=2, interleaved=interleaved)
-        q = laid(shape, 44, dtype, order)
-        k = laid((shape[0], 2, shape[2]), 44, dtype, order)
-        found = rotate_qk(q, k, spec, 1000, rounding=rounding)
-        together = torch.cat(found, 1)
-        for x, y in zip((q, k), found):
+        both = [laid((shape[0], heads, shape[2]), 44, dtype, order) for heads in (shape[1], 2)]
+        found = rotate_qk(*both, spec, 1000, rounding=rounding)
+        for x, y in zip(both, found):
             assert y.stride() == x.stride()
             rotated = x.clone(memory_format=torch.preserve_format)
             assert torch.equal(rotate_(rotated, spec, 1000, rounding=rounding), y)
-        whole = torch.cat((q, k), 1)
-        for row, head, token in {
-            (index % shape[0], index * 7 % (shape[1] + 2), index * 5 % shape[2])
-            for index in range(40)
-        }:
-            alone = whole[row, head, token].clone()[None]
-            y = rotate(alone, spec, 1000 + token, layout="sd", rounding=rounding)
-            assert torch.equal(together[row, head, token], y[0]), (
-                shape,
-                interleaved,
-                row,
-                head,
-                token,
-            )
+        whole, together = torch.cat(both, 1), torch.cat(found, 1)
+        for index in range(40):
+            at = index % shape[0], index * 7 % (shape[1] + 2), index * 5 % shape[2]
+            alone = whole[at].clone()[None]
+            y = rotate(alone, spec, 1000 + at[2], layout="sd", rounding=rounding)
+            assert torch.equal(together[at], y[0]), (shape, interleaved, at)
+
+
+@pytest.mark.parametrize("threads", [2, 7])
+@pytest.mark.parametrize("heads", [131, 701])
+def test_threads_divide_heads(heads: int, threads: int) -> None:
+    """Of one or two tokens, also where their number does not divide that of the heads: no head is lost."""
+    spec = RopeSpec(512)
+    for tokens, rows, kind in itertools.product((1, 2), (1, 3), ("shared", "per head", "silu")):
+        q = noise(rows, heads, tokens, 512, dtype=torch.float32)
+        own = per_head(torch.arange(heads * tokens).view(heads, tokens))
+        where = own if kind == "per head" else 5
+        options: dict[str, Any] = {"act": "silu" if kind == "silu" else None}
+        torch.set_num_threads(1)
+        want = rotate(q, spec, where, **options)
+        torch.set_num_threads(threads)
+        out = torch.full_like(q, torch.nan)
+        rotate(q, spec, where, out=out, **options)
+        assert_same_bits(out, want)
+
+
+# --- kept angles ----------------------------------------------------------------------------------
+
+
+def kept(at: Any) -> bool:
+    return any("angles" in key for key in at.kept._values)
+
+
+IDS = torch.randint(-9, 2**40, (300,), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @every_dtype
 def test_a_prepared_rotation_keeps_the_angles_of_few_heads(dtype: torch.dtype, layout: str) -> None:
-    ids = torch.randint(-9, 2**40, (300,))
+    """They change no bit, and ids that change are seen."""
+    own = torch.randn(2, 300).double() * 50
+    specs = (
+        RopeSpec(48, rotary_dim=30, start=8),
+        RopeSpec(48, interleaved=True, scaling=YaRN(4.0, 1024)),
+    )
+    q, k = torch.randn(2, 2, 300, 48).to(dtype), torch.randn(2, 1, 300, 48).to(dtype)
+    if layout == "bshd":
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
     for positions, inverse, rounding, spec in itertools.product(
-        (None, -7, ids, torch.randn(2, 300).double() * 50),
-        (False, True),
-        ("once", "wide"),
-        (
-            RopeSpec(48, rotary_dim=30, start=8),
-            RopeSpec(48, interleaved=True, scaling=YaRN(4.0, 1024)),
-        ),
+        (None, -7, IDS.clone(), own), (False, True), ("once", "wide"), specs
     ):
-        q, k = torch.randn(2, 2, 300, 48).to(dtype), torch.randn(2, 1, 300, 48).to(dtype)
-        if layout == "bshd":
-            q, k = q.transpose(1, 2), k.transpose(1, 2)
-        want = rotate_qk(q, k, spec, positions, layout=layout, inverse=inverse, rounding=rounding)
+        options: dict[str, Any] = {"layout": layout, "inverse": inverse, "rounding": rounding}
         at = spec.at(positions)
-        for call in range(3):
-            found = rotate_qk(q, k, at, layout=layout, inverse=inverse, rounding=rounding)
-            assert bool(kept(at)) == (call > 0)
-            for x, y in zip(want, found):
-                assert torch.equal(x, y)
-                assert torch.equal(x.signbit(), y.signbit())
+        for call in range(4):
+            if call == 3 and isinstance(positions, torch.Tensor):
+                positions += 5
+            found = rotate_qk(q, k, at, **options)
+            assert_each(assert_same_bits, found, rotate_qk(q, k, spec, positions, **options))
+            assert kept(at) == (call > 0)
 
 
-def kept(at: PreparedRotation) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [value for key, (_, value) in at.kept._values.items() if "angles" in key]  # type: ignore[operator]
+#: Rows, heads, tokens, width, ids, options; whether angles are kept. Rows with ids of their own count as tokens.
+KEEPS: list[tuple[Any, ...]] = [
+    (1, 9, 64, 16, None, {}, False),  # many heads
+    (1, 1, 63, 16, None, {}, False),  # few tokens
+    (1, 1, 64, 16, None, {"rounding": "each"}, False),  # whose cosines and sines round
+    (1, 1, 64, 16, None, {"act": "silu"}, False),
+    (300, 1, 1, 16, IDS[:, None], {}, True),
+    (200, 1, 1, 16, IDS[:200, None], {}, False),
+    (1, 1, 2**16, 128, None, {}, True),
+    (1, 1, 2**16 + 1, 128, None, {}, False),  # large tables
+]
 
 
-def test_ids_that_change_are_seen_by_kept_angles() -> None:
-    spec, x = RopeSpec(16), torch.randn(1, 1, 256, 16)
-    ids = torch.arange(256)
-    at = spec.at(ids)
+@pytest.mark.parametrize("row", KEEPS, ids=str)
+def test_what_keeps_angles(row: tuple[Any, ...]) -> None:
+    rows, heads, tokens, width, ids, options, keeps = row
+    x, spec = torch.ones(rows, heads, tokens, width), RopeSpec(width)
+    at, want = spec.at(ids), rotate(x, spec, ids, **options)
     for _ in range(3):
-        rotate(x, at)
-    ids += 5
-    assert torch.equal(rotate(x, at), rotate(x, spec, 5))
+        assert torch.equal(rotate(x, at, **options), want)
+    assert kept(at) == keeps
 
 
-@pytest.mark.parametrize(
-    ("heads", "tokens", "options"),
-    [
-        (9, 64, {}),  # many heads
-        (1, 63, {}),  # few tokens
-        (1, 64, {"rounding": "each"}),  # whose cosines and sines round
-        (1, 64, {"act": "silu"}),
-    ],
-)
-def test_other_calls_keep_no_angles(heads: int, tokens: int, options: dict[str, str]) -> None:
-    at, x = RopeSpec(16).at(None), torch.randn(1, heads, tokens, 16)
-    for _ in range(3):
-        rotate(x, at, **options)  # type: ignore[arg-type]
-    assert not kept(at)
-
-
-def test_rows_with_ids_of_their_own_count_as_tokens() -> None:
-    spec, ids = RopeSpec(16), torch.arange(300)[:, None] * 7
-    x, at = torch.randn(300, 1, 1, 16), spec.at(ids)
-    want = rotate(x, spec, ids)
-    for _ in range(3):
-        assert torch.equal(rotate(x, at), want)
-    assert kept(at)
-    few = spec.at(ids[:200])
-    for _ in range(3):
-        rotate(x[:200], few)
-    assert not kept(few)
-
-
-def test_large_tables_are_not_kept() -> None:
-    at, x = RopeSpec(128).at(None), torch.zeros(1, 1, 2**16 + 1, 128)
-    for _ in range(3):
-        rotate(x, at)
-    assert not kept(at)
-    small = x[:, :, : 2**16]
-    for _ in range(3):
-        rotate(small, at)
-    assert len(kept(at)) == 1
+# --- tables and words that are read where they are ------------------------------------------------
 
 
 @pytest.mark.parametrize("pairs", [19, 24])  # 24: pairs of bfloat16 that fill registers
@@ -182,47 +177,62 @@ def test_tables_of_any_rank_and_dtype_have_the_same_bits(
         for cos, sin in ((c, s), rows, (c[None, None], s[None, None])):
             for _ in range(2):  # the second call finds that the tables were checked
                 found = apply_rotary_pos_emb(q, k, cos, sin, **options)
-                torch.testing.assert_close(found[0], want[0], rtol=0, atol=0, equal_nan=True)
-                torch.testing.assert_close(found[1], want[1][:, :1], rtol=0, atol=0, equal_nan=True)
+                same(found[0], want[0])
+                same(found[1], want[1][:, :1])
         x = q.transpose(1, 2).clone()
         apply_rotary_pos_emb_(x, None, c, s, 2, **options)
-        torch.testing.assert_close(x.transpose(1, 2), want[0], rtol=0, atol=0, equal_nan=True)
+        same(x.transpose(1, 2), want[0])
 
 
+@pytest.mark.parametrize("kind", ["words", "a table", "tables of rows"])
 @pytest.mark.parametrize("heads", [1, 3])
 @every_dtype
-def test_rows_of_one_token_with_phase_words_of_their_own(dtype: torch.dtype, heads: int) -> None:
-    axes, rows, pairs = 2, 37, 6
-    words = torch.randint(-(2**62), 2**62, (axes, rows, heads, pairs))
-    turns = torch.randint(0, 3, words.shape)
-    turns[0, 5, :, 2] = -(2**63)  # a frequency without phase words: its channels become NaN
-    ids = torch.rand(axes, rows, 1, dtype=torch.float64) * 300
-    x, options = torch.randn(rows, heads, 1, 16).to(dtype), schema.Options(start=3).pack()
+def test_rows_of_one_token(dtype: torch.dtype, heads: int, kind: str) -> None:
+    """They count as tokens, also with phase words of their own, and with an offset into a table."""
+    rows, pairs, offset, options = 37, 6, 7, schema.Options(start=3, source=schema.HALF)
+    where: torch.Tensor | None = torch.randint(0, 290, (1, rows, 1))
+    if kind == "words":
+        where = torch.rand(2, rows, 1, dtype=torch.float64) * 300
+        options = options._replace(source=schema.WORDS)
+        first = torch.randint(-(2**62), 2**62, (2, rows, heads, pairs))
+        second = torch.randint(0, 3, first.shape)
+        second[0, 5, :, 2] = -(2**63)  # a frequency without phase words: its channels become NaN
+    elif kind == "a table":
+        where[0, 3] = 293  # with the offset outside the table: NaN
+        first = second = torch.randn(1, 1, 300, pairs).to(dtype)
+    else:
+        where = None  # the offset is outside tables of one entry, and inside those of 8
+        first = second = torch.randn(1, rows, 1, 8, pairs).to(dtype)[0]
+    x = torch.randn(rows, heads, 1, 16).to(dtype)
 
-    def rotated(part: slice) -> torch.Tensor:
-        own = (words[:, part].contiguous(), turns[:, part].contiguous(), ids[:, part].contiguous())
-        return schema.rotate(x[part].contiguous(), None, *own, 7, options, 1.0)[0]  # type: ignore[no-any-return]
+    def rotated(part: slice, length: int = 8) -> torch.Tensor:
+        own = [t[:, part].contiguous() for t in (first, second)] if kind == "words" else [first] * 2
+        if kind == "tables of rows":
+            own = [first[part, :, :length].contiguous()] * 2
+        ids = None if where is None else where[:, part].contiguous()
+        given = x[part].contiguous(), None, *own, ids, offset, options.pack(), 1.0
+        return schema.rotate(*given)[0]  # type: ignore[no-any-return]
 
-    alone = torch.cat([rotated(slice(row, row + 1)) for row in range(rows)])
-    assert alone.isnan().sum() == 2 * heads
-    torch.testing.assert_close(rotated(slice(None)), alone, rtol=0, atol=0, equal_nan=True)
+    for length in (8, 1) if kind == "tables of rows" else (8,):
+        alone = torch.cat([rotated(slice(row, row + 1), length) for row in range(rows)])
+        assert bool(alone.isnan().any()) == (length == 1 or kind != "tables of rows")
+        same(rotated(slice(None), length), alone)
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (lambda q, c: (q[:, :, :5], c), "one row for each of 5 tokens but got 6"),
-        (lambda q, c: (q, c[:5]), "one row for each of 6 tokens but got 5"),
-        (lambda q, c: (q[..., :6], c), "rotate 8 channels but q has 6"),
-        (lambda q, c: (q, c[..., :5]), "must have an even width but got 5"),
-        (lambda q, c: (q, c.expand(3, 6, 8)), "must have 1 or 2 rows but got 3"),
-        (lambda q, c: (q.int(), c), "q must"),
-    ],
-)
-def test_the_fast_path_by_tables_raises_the_errors_of_the_other(
-    change: Callable[..., tuple[torch.Tensor, torch.Tensor]], sentence: str
-) -> None:
-    q, c = change(torch.randn(2, 3, 6, 8), torch.ones(6, 8))
+#: What an error says -> q, and a table, of 6 tokens and 8 channels, changed.
+WRONG: dict[str, Any] = {
+    "one row for each of 5 tokens but got 6": lambda q, c: (q[:, :, :5], c),
+    "one row for each of 6 tokens but got 5": lambda q, c: (q, c[:5]),
+    "rotate 8 channels but q has 6": lambda q, c: (q[..., :6], c),
+    "must have an even width but got 5": lambda q, c: (q, c[..., :5]),
+    "must have 1 or 2 rows but got 3": lambda q, c: (q, c.expand(3, 6, 8)),
+    "q must": lambda q, c: (q.int(), c),
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_the_fast_path_by_tables_raises_the_errors_of_the_other(sentence: str) -> None:
+    q, c = WRONG[sentence](torch.randn(2, 3, 6, 8), torch.ones(6, 8))
     before = q.clone()
     for tables in ("cat", "full"):  # the first of them is checked once
         for function in (apply_rotary_pos_emb, apply_rotary_pos_emb_):

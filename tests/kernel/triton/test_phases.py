@@ -1,20 +1,21 @@
 """The Triton kernel for phases from data: the bits of the definition, and its sums of gradients.
 
-It runs under Triton's interpreter, or compiled where there is a GPU; see tests/support/triton/cases.py.
+Where it runs is explained in tests/support/triton/cases.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.tolerances import assert_near
-from tests.support.triton.cases import DEVICE, needs_triton, noise, strided
-from tests.support.triton.running import operators
+from tests.support.helpers import noise
+from tests.support.tolerances import assert_each, assert_near
+from tests.support.triton.cases import DEVICE, needs_triton, operators
 from tightrope.ops import phases as definition
 
 # The interpreter's numpy warns of what the masks of the kernel discard.
@@ -37,41 +38,52 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     phases._plans.clear()
 
 
-def angles(tokens: int, dtype: torch.dtype, rows: int = ROWS, pairs: int = PAIRS) -> torch.Tensor:
-    """Return angles from 1e-3 to 1e4, ``[rows, HEADS, tokens, pairs]``."""
-    shape = rows, HEADS, tokens, pairs
+def angles(tokens: int, dtype: torch.dtype, pairs: int = PAIRS) -> torch.Tensor:
+    """Return angles from 1e-3 to 1e4, ``[ROWS, HEADS, tokens, pairs]``."""
     size = 10.0 ** torch.linspace(-3, 4, pairs, dtype=torch.float64)
-    return (size * noise(*shape, seed=tokens)).to(dtype).to(DEVICE)
+    return (size * noise(ROWS, HEADS, tokens, pairs, seed=tokens)).to(dtype).to(DEVICE)
 
 
-def state_of(rows: int = ROWS) -> torch.Tensor:
+def state_of() -> torch.Tensor:
     """Return a state in which one phase is NaN."""
     generator = torch.Generator().manual_seed(1)
-    found = torch.randint(-(2**63), 2**63 - 1, (rows, HEADS, PAIRS), generator=generator)
+    found = torch.randint(-(2**63), 2**63 - 1, (ROWS, HEADS, PAIRS), generator=generator)
     found[0, 1, 2] = -(2**63)
     return found.to(DEVICE)
 
 
-def resets(tokens: int, rows: int = ROWS) -> torch.Tensor:
+def resets(tokens: int) -> torch.Tensor:
     """Return resets: in the first row the first tokens of chunks, in the second those next to them."""
     first = torch.arange(tokens) % CHUNK == 0
-    either = torch.stack((first & (torch.arange(tokens) != CHUNK), first.roll(-1) | first.roll(1)))
-    return either[:rows].to(DEVICE)
-
-
-def assert_as_definition(found: Any, wanted: Any) -> None:
-    """Assert that integers, strides and dtypes are equal."""
-    for got, want in zip(found, wanted, strict=True):
-        assert got.stride() == want.stride()
-        assert got.dtype == want.dtype
-        assert torch.equal(got, want)
+    beside = first.roll(-1) | first.roll(1)
+    return torch.stack((first & (torch.arange(tokens) != CHUNK), beside)).to(DEVICE)
 
 
 def check_words(*arguments: Any) -> None:
-    assert_as_definition(operators().phase_words(*arguments), definition.phase_words(*arguments))
+    """Assert the integers, strides and dtypes of the definition."""
+    found, wanted = operators().phase_words(*arguments), definition.phase_words(*arguments)
+    for got, want in zip(found, wanted, strict=True):
+        assert (got.stride(), got.dtype) == (want.stride(), want.dtype)
+        assert torch.equal(got, want)
 
 
-# --- phase words ----------------------------------------------------------------------------------
+def check_sums(grad: torch.Tensor, last: torch.Tensor | None, reset: torch.Tensor | None) -> None:
+    """Assert the sums, strides and dtypes of the definition, and the same bits in another call."""
+    name = "float64 ways" if grad.dtype == torch.float64 else "float32 ways"
+    found = operators().phase_sums(grad, last, reset)
+    for got, want in zip(found, definition.phase_sums(grad, last, reset), strict=True):
+        assert (got.stride(), got.dtype) == (want.stride(), want.dtype)
+        assert_near(got, want, name)
+    assert_each(torch.equal, operators().phase_sums(grad, last, reset), found)
+
+
+def check_both(x: torch.Tensor, state: torch.Tensor | None, reset: torch.Tensor | None) -> None:
+    """Check running sums, and with the same tensors the sums of gradients."""
+    for wide in (False, True):
+        check_words(x, state, reset, True, wide)
+    if x.dtype in FLOATS[2:]:
+        last = None if state is None else state.to(x.dtype) * 2.0**-64
+        check_sums(x.nan_to_num(1.0, 2.0, 3.0), last, reset)
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -89,16 +101,20 @@ def test_each_angle_has_the_phase_word_of_the_definition(dtype: torch.dtype, wid
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("tokens", [CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 1])
+@pytest.mark.parametrize("tokens", [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 1])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_sums_have_the_bits_of_the_definition(dtype: torch.dtype, tokens: int) -> None:
+def test_sums(dtype: torch.dtype, tokens: int) -> None:
+    """With and without state and resets, of all rows or of one that the others share."""
     x = angles(tokens, dtype)
-    x[0, 0, 1, 0], x[1, 2, 2, 1] = math.nan, math.inf
-    for i, (state, reset) in enumerate(
-        ((None, None), (state_of(), None), (None, resets(tokens)), (state_of(), resets(tokens)))
-    ):
-        check_words(x, state, reset, True, i % 2 == 0)
+    if tokens > 1:
+        x[0, 0, 1, 0], x[1, 2, -1, 1] = math.nan, math.inf
+    for state, reset in product((None, state_of()), (None, resets(tokens))):
+        check_both(x, state, reset)
     check_words(x, None, None, False, True)
+    state, reset = state_of(), resets(tokens)
+    for some in ((x[:1], state, None), (x[:1], None, reset), (x, state[:1], reset)):
+        check_both(*some)
+    check_both(x, state, reset[:1])
 
 
 def test_a_sum_of_half_a_turn_moves_up() -> None:
@@ -111,46 +127,20 @@ def test_a_sum_of_half_a_turn_moves_up() -> None:
     assert last.item() != -(2**63)
 
 
-@pytest.mark.parametrize("strides", ["transposed", "gaps", "channel step", "flat", "tokens last"])
-def test_strides(strides: str) -> None:
-    x = angles(CHUNK + 2, torch.float32)
-    state, reset = state_of(), resets(CHUNK + 2)
-    if strides == "flat":
-        x = x[:, :1, :, :1].expand(-1, HEADS, -1, PAIRS)
-        state, reset = state[:, :1].expand(-1, HEADS, -1), reset[:, :1].expand(-1, CHUNK + 2)
-    elif strides == "tokens last":
-        x, state, reset = x.mT.contiguous().mT, state.mT.contiguous().mT, reset.T.contiguous().T
-    else:
-        x, state = strided(x, strides), strided(state, strides)
-        reset = reset.repeat_interleave(2, 1)[:, ::2]
-    check_words(x, state, reset, True, False)
-    check_words(x, None, None, False, True)
-    last = state.float() * 2.0**-64
-    for got, want in zip(
-        operators().phase_sums(x, last, reset), definition.phase_sums(x, last, reset), strict=True
-    ):
-        assert got.stride() == want.stride()
-        assert_near(got, want, "float32 ways")
+STRIDES: dict[str, Any] = {
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "gaps": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
+    "step": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "last first": lambda x: x.mT.contiguous().mT,
+    "flat": lambda x: x[..., :1].expand_as(x),
+}
 
 
-@pytest.mark.parametrize("tokens", [1, CHUNK + 1])
-def test_rows_are_shared(tokens: int) -> None:
-    """Angles, state and resets have one row or those of the others."""
-    x, state, reset = angles(tokens, torch.float32), state_of(), resets(tokens)
-    for some in (
-        (x[:1], state, None),
-        (x[:1], None, reset),
-        (x, state[:1], reset),
-        (x, state, reset[:1]),
-        (x[:1], state[:1], reset),
-    ):
-        check_words(*some, True, False)
-        grads = (some[0], None if some[1] is None else some[1].float() * 2.0**-64, some[2])
-        for got, want in zip(
-            operators().phase_sums(*grads), definition.phase_sums(*grads), strict=True
-        ):
-            assert got.stride() == want.stride()
-            assert_near(got, want, "float32 ways")
+@pytest.mark.parametrize("kind", STRIDES)
+def test_strides(kind: str) -> None:
+    given = angles(CHUNK + 2, torch.float32), state_of(), resets(CHUNK + 2)
+    check_both(*map(STRIDES[kind], given))
+    check_words(STRIDES[kind](given[0]), None, None, False, True)
 
 
 def test_one_token_takes_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,47 +162,24 @@ def test_one_token_takes_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         (CHUNK + 1, 3, True, [(6, 1, 1), (6, 1, 1), (6, 1, 1)]),
         (CHUNK + 1, 3, False, [(6, 1, 1)]),
     ):
-        x = angles(tokens, torch.float32, pairs=pairs)
         launches.clear()
-        check_words(x, None, None, running, True)
+        check_words(angles(tokens, torch.float32, pairs), None, None, running, True)
         assert launches == wanted
-
-
-# --- sums of gradients ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tokens", [CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_are_added_up_in_reverse(dtype: torch.dtype, tokens: int) -> None:
-    grad = noise(ROWS, HEADS, tokens, PAIRS, seed=1).to(dtype).to(DEVICE)
-    last = noise(ROWS, HEADS, PAIRS, seed=2).to(dtype).to(DEVICE)
-    name = "float64 ways" if dtype == torch.float64 else "float32 ways"
-    for some in ((None, None), (last, None), (None, resets(tokens)), (last, resets(tokens))):
-        got, want = operators().phase_sums(grad, *some), definition.phase_sums(grad, *some)
-        for one, other in zip(got, want, strict=True):
-            assert one.dtype == other.dtype == dtype
-            assert one.stride() == other.stride()
-            assert_near(one, other, name)
-        for one, other in zip(operators().phase_sums(grad, *some), got, strict=True):
-            assert torch.equal(one, other)
 
 
 def test_gradients_that_are_nan_end_at_a_reset() -> None:
     tokens = 3 * CHUNK
-    grad = noise(1, HEADS, tokens, PAIRS, seed=1).float().to(DEVICE)
     for token in (CHUNK - 1, CHUNK, CHUNK + 1):
-        given = grad.clone()
-        given[:, :, token, 1] = math.nan
+        grad = noise(1, HEADS, tokens, PAIRS, seed=1).float().to(DEVICE)
+        grad[:, :, token, 1] = math.nan
         for at in (token - 1, token, CHUNK):
             reset = torch.zeros(1, tokens, dtype=torch.bool, device=DEVICE)
             reset[0, at] = True
-            found, by_state = operators().phase_sums(given, None, reset)
-            want, want_state = definition.phase_sums(given, None, reset)
-            assert torch.equal(found.isnan(), want.isnan())
-            assert torch.equal(by_state.isnan(), want_state.isnan())
-
-
-# --- edges ----------------------------------------------------------------------------------------
+            found, wanted = (
+                module.phase_sums(grad, None, reset) for module in (operators(), definition)
+            )
+            for got, want in zip(found, wanted, strict=True):
+                assert torch.equal(got.isnan(), want.isnan())
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
@@ -222,43 +189,37 @@ def test_nothing_to_add(shape: tuple[int, ...]) -> None:
     state = torch.full((rows, heads, pairs), 5, dtype=torch.int64, device=DEVICE)
     reset = torch.ones(rows, tokens, dtype=torch.bool, device=DEVICE)
     for some in ((None, None), (state, None), (state, reset)):
-        check_words(x, *some, True, False)
-        last = None if some[0] is None else some[0].float()
-        assert_as_definition(
-            operators().phase_sums(x, last, some[1]), definition.phase_sums(x, last, some[1])
-        )
+        check_both(x, *some)
     check_words(x, None, None, False, True)
 
 
-WRONG: dict[str, tuple[Any, str]] = {
-    "dimensions": (lambda x, s, r: (x[0], s, r, True, True), "increments must be"),
-    "dtype": (lambda x, s, r: (x.long(), s, r, True, True), "increments must be float16"),
-    "state": (lambda x, s, r: (x, s[:, :1], r, True, True), "a state must be"),
-    "dtype of a state": (lambda x, s, r: (x, s.int(), r, True, True), "a state must be"),
-    "reset": (lambda x, s, r: (x, s, r[:, 1:], True, True), "reset must be bool"),
-    "dtype of reset": (lambda x, s, r: (x, s, r.int(), True, True), "reset must be bool"),
-    "rows": (lambda x, s, r: (x, s, r[:1].expand(3, -1), True, True), "must have 1 row"),
-    "no sums": (lambda x, s, _: (x, s, None, False, True), "only running sums have"),
+# What the error says -> the arguments, made of sound ones.
+WRONG: dict[str, Any] = {
+    "increments must be": lambda x, s, r: (x[0], s, r, True),
+    "increments must be float16": lambda x, s, r: (x.long(), s, r, True),
+    r"a state must be \[rows": lambda x, s, r: (x, s[:, :1], r, True),
+    "a state must be": lambda x, s, r: (x, s.int(), r, True),
+    r"reset must be bool \[rows": lambda x, s, r: (x, s, r[:, 1:], True),
+    "reset must be bool": lambda x, s, r: (x, s, r.int(), True),
+    "must have 1 row": lambda x, s, r: (x, s, r[:1].expand(3, -1), True),
+    "only running sums have": lambda x, s, _: (x, s, None, False),
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_direct_call_is_refused(case: str) -> None:
-    arguments, sentence = WRONG[case]
+@pytest.mark.parametrize("sentence", WRONG)
+def test_a_wrong_direct_call_is_refused(sentence: str) -> None:
+    given = angles(3, torch.float32), state_of(), resets(3)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=f"tightrope: .*{sentence}"):
-            operators().phase_words(*arguments(angles(3, torch.float32), state_of(), resets(3)))
+            operators().phase_words(*WRONG[sentence](*given), True)
 
 
-def test_freed_storage_is_refused() -> None:
+def test_freed_storage_and_gradients_of_16_bits_are_refused() -> None:
     given = [angles(3, torch.float32), state_of(), resets(3)]
     for at, one in enumerate(given):
         copy = one.clone()
         copy.untyped_storage().resize_(0)
         with pytest.raises(RuntimeError, match="tensors must have their memory"):
             operators().phase_words(*given[:at], copy, *given[at + 1 :], True, True)
-
-
-def test_gradients_of_16_bits_are_refused() -> None:
     with pytest.raises(RuntimeError, match="must be float32 or float64"):
         operators().phase_sums(angles(3, torch.float16), None, None)

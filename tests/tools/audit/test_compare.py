@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.command import call
-from tests.support.planted_faults import named, turn
+from tests.support import planted_faults as planted
+from tests.support.planted_faults import named
 from tests.support.records import conversion, write_record
+from tests.support.rows import read_rows
 from tightrope import Axes, RopeSpec, functional
 from tightrope.frequencies import DynamicNTK, Linear, Llama3, YaRN
 from tightrope_tools.audit import Comparison, compare
-from tightrope_tools.command import main
 
 DIM = 64
 Rope = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -25,97 +25,61 @@ Rope = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def rope(
     *,
-    interleaved: bool = False,
-    width: int = DIM,
-    shift: float = 0.0,
-    sign: float = 1.0,
     base: float = 10000.0,
+    width: int = DIM,
     slowed: int | None = None,
-    frequency: torch.dtype = torch.float32,
-    factor: float = 1.0,
-    position: torch.dtype | str = torch.float32,
-    angle: torch.dtype = torch.float32,
-    rounded: torch.dtype | str | None = None,
-    table: torch.dtype | str = "x",
-    rounding: str = "each",
+    angle: str = "float32",
+    frequency: str = "float32",
     detach: bool = False,
+    **row: Any,
 ) -> Rope:
-    """Return a rotation in plain PyTorch; each argument changes one step of it."""
-    exponent = torch.arange(0, width, 2, dtype=torch.float64 if angle == torch.float64 else None)
-    inv_freq = (1.0 / base ** (exponent / width)).to(frequency).to(angle)
+    """Return a rotation in plain PyTorch, whose frequencies and tables have the dtypes of transformers.
+
+    Args:
+        slowed: a pair whose frequency is halved.
+        angle, frequency: the dtypes in which angles are computed, and to which frequencies are rounded before.
+        detach: whether the gradient is that of another rounding.
+        row: as for planted faults.
+    """
+    exponent = torch.arange(0, width, 2, dtype=getattr(torch, angle)) / width
+    rates = (1.0 / base**exponent).to(getattr(torch, frequency)).to(exponent)
     if slowed is not None:
-        inv_freq[slowed] *= 0.5
+        rates[slowed] *= 0.5
+    usual = {"table_type": "x", "rounding": "each"}
+    rotate = planted.rope(rates=rates, rotary_dim=width, **usual | planted.known(row))
+    if not detach:
+        return rotate
 
-    def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        where = positions.to(x.dtype if position == "x" else position).to(angle) + shift
-        angles = sign * where[:, None, :, None] * inv_freq
-        if rounded is not None:
-            angles = angles.to(x.dtype if rounded == "x" else rounded).float()
-        cos, sin = angles.cos() * factor, angles.sin() * factor
-        cos, sin = (t.to(x.dtype if table == "x" else table) for t in (cos, sin))
-        turned, rest = x[..., :width], x[..., width:]
-        if rounding == "wide":
-            turned, cos, sin = turned.float(), cos.float(), sin.float()
-        y = turn(turned, cos, sin, interleaved=interleaved)
-        y = torch.cat((y.to(x.dtype), rest), -1)
-        return y + (y.detach() - y) if detach else y
+    def detached(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        y = rotate(x, positions)
+        return y + (y.detach() - y)
 
-    return rotate
+    return detached
 
 
-BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-EXACT: dict[str, Any] = {"angle": F64, "frequency": F64}
-# What differs -> the two functions, the code, and a part of the evidence.
-PLANTED: dict[str, tuple[Rope, Rope, str, str]] = {
-    "pairing": (rope(interleaved=True), rope(), "pairing", "interleaved"),
-    "slice": (rope(width=32), rope(), "slice", "0 to 31"),
-    "direction": (rope(sign=-1.0), rope(), "sign", "opposite"),
-    "first position": (rope(shift=1.0), rope(), "positions", "+1 positions"),
-    "base": (rope(base=500000.0), rope(), "frequencies", "31 of 32 pairs differ"),
-    "one pair": (rope(slowed=7), rope(), "frequencies", "pair 7 turns by"),
-    "frequencies in bfloat16": (rope(frequency=BF16), rope(), "frequency-dtype", "pair"),
-    "frequencies in float16": (rope(), rope(frequency=F16), "frequency-dtype", "pair"),
-    "frequencies in float64": (rope(**EXACT), rope(), "frequency-dtype", "pair"),
-    "angles in float64": (rope(angle=F64), rope(**EXACT), "frequency-dtype", "pair"),
-    "attention factor": (rope(factor=1.2), rope(), "attention-factor", "1.2"),
-    "positions in bfloat16": (rope(position=BF16), rope(), "position-dtype", "bfloat16"),
-    "positions in float16": (rope(), rope(position=F16), "position-dtype", "float16"),
-    "positions in the dtype of x": (rope(position="x"), rope(), "position-dtype", "the first: at"),
-    "angles in bfloat16": (rope(rounded=BF16), rope(), "angle-dtype", "the first: bfloat16"),
-    "angles in float16": (rope(), rope(rounded=F16), "angle-dtype", "the second: float16"),
-    "angles in two dtypes": (rope(rounded=BF16), rope(rounded=F16), "angle-dtype", "float16"),
-    "angles and tables in bfloat16": (
-        *(rope(rounded=BF16, table=BF16), rope(table=BF16)),
-        *("angle-dtype", "the first: bfloat16"),
-    ),
-    "angles in the dtype of x": (rope(rounded="x"), rope(), "angle-dtype", "the first: at"),
-    "base beside rounded angles": (
-        *(rope(base=500000.0, rounded=BF16), rope()),
-        *("frequencies", "the first: base 500000; the second: base 10000"),
-    ),
-    "tables in float32": (
-        rope(table=F32, rounding="wide"),
-        rope(rounding="wide"),
-        "table-dtype",
-        "float32",
-    ),
-    "tables in bfloat16": (rope(table=BF16), rope(), "table-dtype", "bfloat16"),
-    "roundings": (rope(rounding="wide"), rope(), "rounding", "the first: wide"),
-    "gradients": (rope(detach=True), rope(), "gradient-rounding", "the first: unknown"),
-}
+ROWS = read_rows(Path(__file__).with_name("compare.jsonl"))
+BITS = dict.fromkeys(("float32", "bfloat16", "float16"), (0.0, 0.0))
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", ROWS)
 def test_planted_differences_are_named_first(name: str) -> None:
-    """The first difference is the planted one, in both orders of the functions."""
-    first, second, code, evidence = PLANTED[name]
+    """The first difference is the planted one, in both orders of the functions; and beside an offset."""
+    row = ROWS[name]
+    first, second, code = row.get("first", {}), row.get("second", {}), row["code"]
     for a, b in ((first, second), (second, first)):
-        found = compare(a, b, head_dim=DIM)
-        assert found.codes[0] == code, found
-        if a is first:
-            assert evidence in found.differences[0].evidence
-        assert any(part for share in found.shares.values() for part in share)
+        found = compare(rope(**a), rope(**b), head_dim=DIM)
         assert Comparison.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+        if code is None:
+            assert named(found).shares == BITS
+            continue
+        assert found.codes[0] == code, found
+        assert a is not first or row["evidence"] in found.differences[0].evidence
+        assert any(part for share in found.shares.values() for part in share)
+        if row.get("alone"):
+            named(found, code)
+        if row.get("beside") and a is first:
+            both = compare(rope(**a, shift=1.0), rope(**b), head_dim=DIM)
+            named(both, "positions", *found.codes)
 
 
 def at(moved: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Rope:
@@ -164,9 +128,9 @@ def test_what_shows_in_some_calls_alone_is_found(name: str) -> None:
     named(compare(wrong, wrong, head_dim=DIM))
 
 
-def test_functions_of_every_kind_are_equal_to_themselves() -> None:
-    """Some number tokens themselves, and some overwrite x, which the other one must not see."""
-    spec = RopeSpec(DIM)
+def test_functions_that_overwrite_x() -> None:
+    """The other one must not see it."""
+    spec, many = RopeSpec(DIM), 39
 
     def plain(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return functional.rotate(x, spec, positions)
@@ -174,22 +138,14 @@ def test_functions_of_every_kind_are_equal_to_themselves() -> None:
     def in_place(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return functional.rotate_(x, spec, positions)
 
-    def counting(x: torch.Tensor) -> torch.Tensor:
-        return functional.rotate(x, spec)
-
-    for one, other in (
-        (plain, in_place),
-        (in_place, plain),
-        (in_place, in_place),
-        (counting, counting),
-    ):
-        named(compare(one, other, head_dim=DIM))
-    many = 39
-
     def ahead_of_many_heads(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return functional.rotate_(x, spec, positions + (x.shape[1] > many))
 
+    for one, other in ((plain, in_place), (in_place, plain), (in_place, in_place)):
+        named(compare(one, other, head_dim=DIM))
     named(compare(in_place, ahead_of_many_heads, head_dim=DIM), "calls")
+    keys = planted.on_both(planted.PLAIN, planted.PLAIN), planted.on_both(planted.PLAIN, None)
+    named(compare(*keys, head_dim=DIM), "k-not-rotated")
 
 
 def test_rows_that_are_off_by_different_numbers() -> None:
@@ -199,18 +155,12 @@ def test_rows_that_are_off_by_different_numbers() -> None:
     named(compare(one, one, head_dim=DIM))
 
 
+EXACT = {"angle": "float64", "frequency": "float64"}
+BESIDE = ({}, {"sign": -1.0}, {"base": 5e5, "interleaved": True}, EXACT, {"table_type": "bfloat16"})
+
+
 @pytest.mark.parametrize("shift", [1.0, -1.0, 5.0, 100.0])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"sign": -1.0},
-        {"base": 5e5, "interleaved": True},
-        EXACT,
-        {"table": BF16},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", BESIDE, ids=str)
 def test_an_offset_alone_is_the_only_difference(shift: float, options: dict[str, Any]) -> None:
     """Later steps are compared at the same angles: an offset does not make them differ."""
     for a, b, ahead in ((shift, 0.0, shift), (0.0, shift, -shift), (shift, 2.0, shift - 2.0)):
@@ -230,12 +180,6 @@ def test_an_offset_of_exact_rotations() -> None:
     named(compare(ahead(0), ahead(1), head_dim=32), "positions")
 
 
-def test_offsets_that_are_equal_are_no_difference() -> None:
-    named(compare(rope(shift=1.0), rope(shift=1.0), head_dim=DIM))
-    other = rope(shift=1.0, base=5e5)
-    named(compare(rope(shift=1.0), other, head_dim=DIM), "frequencies")
-
-
 @pytest.mark.parametrize("shift", [0.5, -0.25])
 def test_an_offset_by_a_fraction(shift: float) -> None:
     """No call removes it, so angles and the last bits of frequencies are not compared."""
@@ -244,33 +188,6 @@ def test_an_offset_by_a_fraction(shift: float) -> None:
     assert found.facts["angles"] == ("not compared", "not compared")
     found = compare(rope(shift=shift, base=5e5), rope(), head_dim=DIM)
     named(found, "positions", "frequencies")
-
-
-OFFSET_AND: dict[str, tuple[dict[str, Any], str]] = {
-    "base": ({"base": 500000.0}, "frequencies"),
-    "one pair": ({"slowed": 7}, "frequencies"),
-    "frequencies in bfloat16": ({"frequency": BF16}, "frequency-dtype"),
-    "attention factor": ({"factor": 1.2}, "attention-factor"),
-    "positions in bfloat16": ({"position": BF16}, "position-dtype"),
-    "positions in the dtype of x": ({"position": "x"}, "position-dtype"),
-    "angles in bfloat16": ({"rounded": BF16}, "angle-dtype"),
-    "tables in bfloat16": ({"table": BF16}, "table-dtype"),
-    "roundings": ({"rounding": "wide"}, "rounding"),
-}
-
-
-@pytest.mark.parametrize("name", OFFSET_AND)
-def test_an_offset_hides_no_other_difference(name: str) -> None:
-    options, code = OFFSET_AND[name]
-    alone = compare(rope(**options), rope(), head_dim=DIM)
-    named(compare(rope(shift=1.0, **options), rope(), head_dim=DIM), "positions", *alone.codes)
-    assert alone.codes[0] == code
-
-
-@pytest.mark.parametrize("rounded", [BF16, F16, "x"])
-def test_rounded_angles_make_no_other_difference(rounded: torch.dtype | str) -> None:
-    options: dict[str, Any] = {"rounding": "wide", "table": F32}
-    named(compare(rope(rounded=rounded, **options), rope(**options), head_dim=DIM), "angle-dtype")
 
 
 SCALED: dict[str, tuple[RopeSpec, RopeSpec, str]] = {
@@ -314,7 +231,7 @@ def flat(
 def test_layouts_are_aligned_before_results_are_counted() -> None:
     for a, b in ((rope(), flat), (flat, rope())):
         found = named(compare(a, b, head_dim=DIM))
-        assert found.shares == dict.fromkeys(("float32", "bfloat16", "float16"), (0.0, 0.0))
+        assert found.shares == BITS
 
 
 def apply(
@@ -327,8 +244,8 @@ def apply(
 
 TAKERS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     "the same": (apply, {}, ()),
-    "an offset and a factor": (apply, {"shift": 3.0, "factor": 1.2, "base": 5e5}, ()),
-    "rounded positions": (apply, {"position": BF16}, ()),
+    "an offset and a factor": (apply, {"shift": 3.0, "amplitude": 1.2, "base": 5e5}, ()),
+    "rounded positions": (apply, {"types": {"p_type": "bfloat16"}}, ()),
     "another direction": (partial(apply, sign=-1.0), {}, ("sign",)),
     "both backwards": (partial(apply, sign=-1.0), {"sign": -1.0}, ()),
     "roundings": (apply, {"rounding": "wide"}, ("rounding", "gradient-rounding")),
@@ -346,19 +263,12 @@ def test_a_function_that_takes_tables_gets_those_of_the_other(name: str) -> None
 
 
 def test_tables_of_another_dtype_are_not_counted() -> None:
-    found = compare(rope(table=F32, rounding="wide"), apply, head_dim=DIM)
+    found = compare(rope(table_type="float32", rounding="wide"), apply, head_dim=DIM)
     assert found.shares.keys() == {"float32"}
     assert found.facts["results, bfloat16"] == ("not compared", "not compared")
 
 
-def test_equal_functions_agree() -> None:
-    for options in (
-        *({}, {"interleaved": True, "rounding": "wide"}, {"width": 32, "factor": 1.1}),
-        *({"rounded": BF16}, {"rounded": "x"}),
-    ):
-        found = named(compare(rope(**options), rope(**options), head_dim=DIM))  # type: ignore[arg-type]
-        assert found.shares == dict.fromkeys(("float32", "bfloat16", "float16"), (0.0, 0.0))
-
+def test_functions_that_know_the_dtype_of_x() -> None:
     def strange(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         far = x.dtype != torch.float32
         return rope()(x, positions + far * (positions * positions) % 7)
@@ -368,7 +278,8 @@ def test_equal_functions_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    "stack, options", [("transformers", {}), ("diffusers", {"table": F32, "rounding": "wide"})]
+    "stack, options",
+    [("transformers", {}), ("diffusers", {"table_type": "float32", "rounding": "wide"})],
 )
 def test_functions_and_stacks(stack: str, options: dict[str, Any]) -> None:
     """The arithmetic of a stack, written out, agrees with it; in the backward pass too."""
@@ -384,14 +295,6 @@ def test_yarn_of_litgpt_differs_from_that_of_transformers() -> None:
     assert found.codes[:2] == ("frequencies", "attention-factor")
     assert "ratio 4" in found.differences[0].evidence
     named(compare("stack:vllm-native", "stack:transformers", spec=spec))
-
-
-def test_a_stack_that_goes_by_a_length_of_its_server_is_refused() -> None:
-    spec = RopeSpec(DIM, scaling=DynamicNTK(2.0, 1024))
-    with pytest.raises(
-        ValueError, match=r"goes by a length that an audit does not know: .*max_model_len"
-    ):
-        compare("stack:vllm", "stack:transformers", spec=spec)
 
 
 def test_linear_scaling_of_positions_differs_in_last_bits() -> None:
@@ -447,36 +350,7 @@ def test_several_axes() -> None:
     assert compare("stack:vllm", "stack:transformers", spec=spec).codes[0] == "rounding"
 
 
-# --- the command ----------------------------------------------------------------------------
-
-
-SPEC = "--head-dim 64 --base 10000".split()
-
-
-@pytest.mark.parametrize(
-    "other, code, words",
-    [
-        (
-            "stack:transformers",
-            1,
-            ["table-dtype", "rounding", "of gradients differ", "the second: each"],
-        ),
-        ("stack:diffusers", 0, ["They agree to the bit"]),
-    ],
-)
-def test_command(other: str, code: int, words: list[str]) -> None:
-    found, output, _ = call(
-        main, "audit", "stack:litgpt", "--against", other, *SPEC, "--no-isolate"
-    )
-    assert found == code
-    assert [each for each in words if each not in " ".join(output.split())] == []
-
-
-def test_command_in_json() -> None:
-    stacks = "stack:transformers", "--against", "stack:vllm"
-    code, output, _ = call(main, "audit", *stacks, *SPEC, "--json")
-    assert code == 1
-    assert Comparison.from_dict(json.loads(output)).codes[0] == "rounding"
+# --- refusals -----------------------------------------------------------------------------------
 
 
 STACKS = "stack:vllm", "stack:meta"
@@ -505,6 +379,12 @@ STACKS = "stack:vllm", "stack:meta"
             r"\[compare\] layout must be one of bhsd, .* but got 'hsbd'",
         ),
         (*STACKS, {"tables": "whole"}, r"\[compare\] tables must be one of .* but got 'whole'"),
+        (
+            "stack:vllm",
+            "stack:transformers",
+            {"spec": RopeSpec(DIM, scaling=DynamicNTK(2.0, 1024))},
+            r"goes by a length that an audit does not know: .*max_model_len",
+        ),
         (*STACKS, {"device": "cuda:99"}, r"\[compare\] device 'cuda:99' must be available"),
     ],
 )
@@ -512,9 +392,3 @@ def test_errors(one: Any, other: Any, options: dict[str, Any], text: str) -> Non
     spec = {"spec": RopeSpec(DIM)} if one in STACKS and options else {}
     with pytest.raises(ValueError, match=text):
         compare(one, other, **spec | options)
-
-
-def test_an_error_of_the_command() -> None:
-    code, _, error = call(main, "audit", *STACKS[:1], "--against", STACKS[1], "--no-isolate")
-    assert code == 2
-    assert "must have a spec" in " ".join(error.split())

@@ -1,9 +1,10 @@
-"""The audit condemns no correct function: forms crossed with pairings, slices, layouts, rules and dtypes."""
+"""The audit condemns no correct function, and describes what it sees: forms of calls, libraries, rules, roundings."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import pkgutil
 import random
 import re
@@ -12,66 +13,407 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
 
-from tests.support import correct_functions, planted_faults as planted
-from tests.support.correct_functions import Case
-from tests.support.planted_faults import named
+from tests.support import correct_functions, planted_faults as planted, tolerances
+from tests.support.audits import ONLY_FLOAT32, QUICK, Case, case, holds
+from tests.support.models.forms import NEW, along, by_one_table, by_rows
+from tests.support.planted_faults import PLAIN, Fn, named
 from tightrope import Axes, RopeSpec, functional
-from tightrope.frequencies import Given, YaRN
+from tightrope.frequencies import DynamicNTK, Given, Linear, Llama3, YaRN
+from tightrope.nn import RotaryPositionalEmbedding
 from tightrope.positions import multi_axis
-from tightrope_tools.audit import assert_rope, audit, compare
+from tightrope_tools.audit import Report, assert_rope, audit
+from tightrope_tools.forms import FORMS
 
+SPEC = RopeSpec(64)
 ALL = list(correct_functions.cases())
 SOME = random.Random(7).sample(ALL, 100)
 # Few of all crossings take tables: one more of each form, so that none is left out.
 CHOSEN = [*dict.fromkeys([*SOME, *{case.form: case for case in ALL}.values()])]
+assert len(CHOSEN) >= 100
+
+
+# Forms that are called as others are.
+CALLED = {"module": "x", "held table": "x, positions", "x, offsets": "x, offset"}
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("case", CHOSEN, ids=str)
+@pytest.mark.parametrize("correct", CHOSEN, ids=str)
 @pytest.mark.parametrize("declared", [True, False])
-def test_a_correct_function_is_not_condemned(case: Case, declared: bool) -> None:
+def test_a_correct_function_is_not_condemned(
+    correct: correct_functions.Case, declared: bool
+) -> None:
     # Positions are (tokens,) for packed sequences, and tables end at 5,000.
-    spec = case.spec if declared else None
-    options = {"head_dim": correct_functions.DIM, "layout": case.layout, "longest": 2**14}
-    named(audit(case.make(), spec=spec, **options))
+    spec = correct.spec if declared else None
+    options: dict[str, Any] = {
+        "head_dim": correct_functions.DIM,
+        "layout": correct.layout,
+        "longest": 2**14,
+    }
+    report = named(audit(correct.make(), spec=spec, **options))
+    form = CALLED.get(correct.form, correct.form)
+    assert report.facts["called as"] == f"fn({form})"
 
 
-def test_the_functions_are_many() -> None:
-    assert len(CHOSEN) >= 100
-    for name in ("form", "where", "rule", "layout"):
-        assert {getattr(case, name) for case in CHOSEN} == {getattr(case, name) for case in ALL}
+@settings(max_examples=25, deadline=None)
+@given(
+    base=st.sampled_from([500.0, 10_000.0, 26_000.0, 500_000.0, 1e6, 1e7]),
+    pairs=st.integers(4, 24),
+    start=st.integers(0, 8).map(lambda half: 2 * half),
+    interleaved=st.booleans(),
+    sign=st.sampled_from([1.0, -1.0]),
+)
+def test_a_rotation_is_described(
+    base: float, pairs: int, start: int, interleaved: bool, sign: float
+) -> None:
+    sizes: dict[str, Any] = {"rotary_dim": 2 * pairs, "start": start, "interleaved": interleaved}
+    report = audit(planted.rope(base=base, sign=sign, **sizes), **ONLY_FLOAT32, longest=8192)
+    assert report.facts["channels"] == f"{start} to {start + 2 * pairs - 1} of 64"
+    assert report.facts["pairing"].startswith("interleaved" if interleaved else "half")
+    assert report.facts["frequencies"] == f"geometric, base {base:g}"
+    assert ("sign" in report.codes) == (sign < 0)
 
 
-# --- this library and others ------------------------------------------------------------------------
+# --- functions of many forms ----------------------------------------------------------------------
 
-SPEC = RopeSpec(64)
+
+def bshd(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return PLAIN(x.transpose(1, 2), positions).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def sbhd(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return PLAIN(x.permute(1, 2, 0, 3), positions[None]).permute(2, 0, 1, 3)  # type: ignore[no-any-return]
+
+
+def bsd(x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    (_, _, _) = x.shape
+    return PLAIN(x[:, None], position_ids)[:, 0]  # type: ignore[no-any-return]
+
+
+def sd(x: torch.Tensor) -> torch.Tensor:
+    (_, _) = x.shape
+    return PLAIN(x[None, None], torch.arange(len(x))[None])[0, 0]  # type: ignore[no-any-return]
+
+
+def thd(x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    (_, _, _), (_,) = x.shape, pos.shape
+    return PLAIN(x.transpose(0, 1)[None], pos[None])[0].transpose(0, 1)  # type: ignore[no-any-return]
+
+
+def shared(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    (_,) = positions.shape
+    return PLAIN(x, positions[None])  # type: ignore[no-any-return]
+
+
+def meta(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> Any:
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        z = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2).contiguous())
+        return torch.view_as_real(z * freqs_cis[None, :, None]).flatten(3).type_as(x)
+
+    return turn(xq), turn(xk)
+
+
+class Tables(nn.Module):
+    """A rotary module that returns cosines and sines, like that of a model."""
+
+    def __init__(self, width: str) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        angle = planted.angles(position_ids, planted.inv_freq())
+        wide = {
+            "cat": lambda: torch.cat((angle, angle), -1),
+            "repeat": lambda: angle.repeat_interleave(2, -1),
+            "half": lambda: angle,
+        }[self.width]()
+        return wide.cos().to(x.dtype), wide.sin().to(x.dtype)
+
+
+PACKED = planted.packed()
+
+
+def of_one_row(x: Any, cu_seqlens: Any) -> Any:
+    return PACKED(x[0], cu_seqlens)[None]
+
+
+def with_default(x: Any, cu_seqlens: Any = None) -> Any:
+    return PACKED(x, cu_seqlens)
+
+
+def by_tables(x: Any, cos: Any, sin: Any, cu_seqlens: Any) -> Any:
+    rows = torch.cat([torch.arange(n) for n in cu_seqlens.diff().tolist()])
+    return planted.turn(x, *(t[rows, None, : x.shape[-1] // 2] for t in (cos, sin)))
+
+
+def by_angles(t: Any, cu_seqlens: Any, freqs: Any) -> Any:
+    """Take angles (positions, 1, 1, channels), as Megatron does."""
+    angle = torch.cat([freqs[:n, 0] for n in cu_seqlens.diff().tolist()])
+    u, v = t.chunk(2, -1)
+    return t * angle.cos().to(t) + torch.cat((-v, u), -1) * angle.sin().to(t)
+
+
+# A function, the call that is found, and the layout of x.
+CALLS: dict[str, tuple[Fn, str, str]] = {
+    "bshd": (bshd, "x, positions", "bshd"),
+    "sbhd": (sbhd, "x, positions", "sbhd"),
+    "bsd": (bsd, "x, positions", "bsd"),
+    "sd": (sd, "x", "sd"),
+    "thd": (thd, "x, positions", "thd"),
+    "shared positions": (shared, "x, positions", "bhsd"),
+    "arguments without telling names": (lambda a, b: PLAIN(a, b), "x, positions", "bhsd"),
+    "seq_dim": (planted.GrowingCache(False), "x, seq_dim", "bhsd"),
+    "cis": (meta, "q, k, cis", "bshd"),
+    "rows of tables": (by_rows, "q, k, cos, sin, positions", "bhsd"),
+    "one table": (by_one_table, "x, sin_cos", "bshd"),
+    **{name: (Tables(name), "x, positions -> cos, sin", "bhsd") for name in ("cat", "half")},
+    "repeat": (Tables("repeat"), "x, positions -> cos, sin", "bhsd"),
+    "packed": (PACKED, "x, cu_seqlens", "thd"),
+    "packed in one row": (of_one_row, "x, cu_seqlens", "bshd"),
+    "packed, a default": (with_default, "x, cu_seqlens", "thd"),
+    "packed, tables": (by_tables, "x, cos, sin, cu_seqlens", "thd"),
+    "packed, angles": (by_angles, "x, cu_seqlens, angles", "thd"),
+}
+NEIGHBOURS = ("cis", "repeat", "one table")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_call_is_found(name: str) -> None:
+    fn, form, layout = CALLS[name]
+    report = named(audit(fn, longest=8192))
+    assert (report.facts["called as"], report.facts["layout"]) == (f"fn({form})", layout)
+    assert report.facts["frequencies"] in (
+        "geometric, base 10000",
+        "provided by the caller, as cosines and sines",
+    )
+    assert report.facts["pairing"].startswith("interleaved" if name in NEIGHBOURS else "half")
+    assert all(check.outcome == "passed" or "skipped" in check.outcome for check in report.checks)
+    if name.startswith("packed"):
+        outcomes = {check.name: check.outcome for check in report.checks}
+        assert outcomes["each packed row begins at position 0"] == "passed"
+        named(audit(fn, spec=RopeSpec(64, interleaved=False), **QUICK))
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", NEW)
+def test_a_new_form_is_audited(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, function, pairing = NEW[name]
+    holds(audit, case(function, "cannot-call", longest=2048))
+    monkeypatch.setitem(FORMS, form.name, form)
+    facts = {"called as": f"fn(x, {form.roles[0]})", "pairing": pairing}
+    holds(audit, case(function, longest=2048, facts=facts))
+
+
+# --- rows: correct functions, with what is said of them -------------------------------------------
+
+
+def rotate(spec: RopeSpec) -> Fn:
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        # The audit calls it with late tokens alone; each is taken as the last one of its sequence.
+        lengths = positions.amax(-1).long() + 1 if positions.numel() else None
+        return functional.rotate(x, spec.at(positions, seq_len=lengths))
+
+    return fn
+
+
+def of_axes(spec: RopeSpec) -> Fn:
+    def fn(x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        assert position_ids.shape[0] == spec.axis_count
+        assert position_ids.dim() == 3
+        return functional.rotate(x, spec, multi_axis(position_ids))
+
+    return fn
+
+
+def half_turns(rates: torch.Tensor, interleaved: bool, dtype: torch.dtype) -> Fn:
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        angle = positions.to(dtype)[:, None, :, None] * rates.to(dtype)
+        cos, sin = angle.cos().float(), angle.sin().float()
+        return planted.turn(x.float(), cos, sin, interleaved=interleaved).to(x.dtype)
+
+    return fn
+
+
+def blocks(rates: torch.Tensor) -> Fn:
+    """Rotate two blocks of half pairs, one after the other, by the same frequencies."""
+    one = planted.by_rates(rates)
+    return lambda x, positions: torch.cat([one(y, positions) for y in x.chunk(2, -1)], -1)
+
+
+TABLE_ANGLES = torch.arange(8192.0)[:, None] * planted.inv_freq()
+TABLES = TABLE_ANGLES.cos(), TABLE_ANGLES.sin()
+
+
+def by_index(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return planted.turn(x, *(table[positions][:, None].to(x) for table in TABLES))
+
+
+def refusing_none(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return by_index(x, positions.clamp(max=int(positions.max())))
+
+
+def rotate_(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return planted.rope(in_place=True)(x, positions)  # type: ignore[no-any-return]
+
+
+def apart(rates: torch.Tensor) -> RopeSpec:
+    return RopeSpec(64, scaling=Given.of(rates))
+
+
+PI = torch.pi
+TURNS = {
+    "half turns": torch.full((32,), PI, dtype=torch.float64),
+    "half turns first": torch.linspace(PI, 0.1, 32, dtype=torch.float64),
+    "half turns last": torch.linspace(0.1, PI, 32, dtype=torch.float64),
+    "whole turns": torch.full((32,), 2 * PI, dtype=torch.float64),
+}
 GIVEN = RopeSpec(64, scaling=Given.of(torch.linspace(3.0, 0.1, 16)), axes=Axes.blocks((16, 16)))
-OURS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "q, k": (lambda q, k: functional.rotate_qk(q, k, SPEC), {"spec": SPEC}),
-    "q, k, offset": (
-        lambda q, k, offset=0: functional.rotate_qk(q, k, SPEC, offset),
-        {"spec": SPEC},
+NTK = RopeSpec(64, scaling=DynamicNTK(2.0, 2048))
+BACK = RopeSpec(64, scaling=Given.of(-SPEC.frequencies().inv_freq))
+SECTIONS = RopeSpec(32, base=1e6, axes=Axes.sections((6, 5, 5)))
+IN_TURN = RopeSpec(32, base=1e6, axes=Axes.sections((6, 5, 5), interleaved=True))
+YARN = YaRN(4.0, 4096)
+SCALED = {
+    "base 500000": RopeSpec(64, base=5e5),
+    "base 10000, YaRN scaling by 4 from 4096 positions": RopeSpec(64, scaling=YARN),
+    "base 500000, Llama 3 scaling by 8 from 8192 positions": RopeSpec(
+        64, base=5e5, scaling=Llama3(8.0, 1.0, 4.0, 8192)
     ),
-    "in place": (lambda q, k, positions: functional.rotate_qk_(q, k, SPEC, positions), {}),
-    "bshd": (
+    "base 10000, linear scaling by 4": RopeSpec(64, scaling=Linear(4.0)),
+}
+OF_AXES = (
+    *(SECTIONS, IN_TURN, RopeSpec(32, axes=Axes.blocks((8, 8)))),
+    RopeSpec(32, interleaved=True, axes=Axes.sections((8, 8))),
+    RopeSpec(32, scaling=YARN, axes=Axes.blocks((8, 8))),
+    RopeSpec(32, scaling=YARN, axes=Axes.sections((6, 5, 5))),
+)
+UNCHECKED: dict[str, dict[str, Any]] = {
+    "base.": {},
+    "base and scaling.": {"scaling": YARN},
+    "base and axes.": {"axes": Axes.sections((4, 4))},
+    "base, scaling and axes.": {"scaling": Linear(4.0), "axes": Axes.sections((4, 4))},
+}
+NOT_CHECKED = "The caller provides cosines and sines, so the audit did not check the declared "
+
+CASES: dict[str, Case] = {
+    # this library
+    "q, k": case(lambda q, k: functional.rotate_qk(q, k, SPEC), spec=SPEC),
+    "q, k, offset": case(
+        lambda q, k, offset=0: functional.rotate_qk(q, k, SPEC, offset), spec=SPEC
+    ),
+    "in place": case(
+        lambda q, k, positions: functional.rotate_qk_(q, k, SPEC, positions), "mutates…"
+    ),
+    "a layout": case(
         lambda x, positions: functional.rotate(x, SPEC, positions, layout="bshd"),
-        {"spec": SPEC, "layout": "bshd"},
+        spec=SPEC,
+        layout="bshd",
     ),
-    "two axes": (
-        lambda x, where: functional.rotate(x, GIVEN, multi_axis(where)),
-        {"spec": GIVEN, "layout": "bhsd"},
+    "two axes": case(
+        lambda x, where: functional.rotate(x, GIVEN, multi_axis(where)), spec=GIVEN, layout="bhsd"
     ),
-    "apply_rotary_pos_emb": (functional.apply_rotary_pos_emb, {}),
+    "apply_rotary_pos_emb": case(functional.apply_rotary_pos_emb),
+    "module": case(RotaryPositionalEmbedding(64), facts={"frequencies": "base 10000"}),
+    "dynamic NTK": case(rotate(NTK), spec=NTK, facts={"frequencies": "geometric, base 10000"}),
+    "backwards as declared": case(rotate(BACK), spec=BACK),
+    **{
+        f"axes, {spec}": case(
+            of_axes(spec),
+            spec=spec,
+            longest=2**16,
+            facts={
+                "declared": repr(spec),
+                "positions": f"({spec.axis_count}, rows, tokens)",
+            },
+        )
+        for spec in OF_AXES
+    },
+    "coordinates that are exchanged": case(
+        of_axes(IN_TURN),
+        "axes",
+        "coordinate 0 does not turn pair 1 (channels 1 and 17), which is declared for coordinate 0",
+        spec=SECTIONS,
+    ),
+    "frequencies of text are found before axes": case(
+        of_axes(RopeSpec(32, axes=Axes.sections((6, 5, 5)))), "base…", spec=SECTIONS
+    ),
+    # sizes, factors and tables
+    "wider heads": case(planted.rope(rotary_dim=128), facts={"head_dim": "128"}),
+    "a slice of wider heads": case(
+        planted.rope(rotary_dim=32), head_dim=80, facts={"channels": "0 to 31 of 80"}
+    ),
+    "a slice by tables": case(planted.cut(16), head_dim=32, facts={"channels": "0 to 15 of 32"}),
+    "the call as stated": case(
+        lambda a, b: PLAIN(a, b), form="x, positions", layout="bhsd", head_dim=64
+    ),
+    "another axis of tokens than was tried": case(along, longest=2048),
+    "the factor of the declared scaling": case(
+        planted.cut(32, RopeSpec(32, scaling=YARN).attention_scaling()),
+        form="x, cos, sin",
+        spec=RopeSpec(32, scaling=YARN),
+    ),
+    **{f"a factor of {by}": case(planted.rope(divide=by)) for by in (10 / 3, 5 / 3, 32 / 3)},
+    "a factor beside no known rule": case(
+        planted.by_rates(torch.linspace(1.0, 0.01, 32), factor=1.2),
+        facts={"frequencies": "no rule that the audit knows"},
+        notes={"amplitude": "multiplied by 1.2"},
+    ),
+    "pairs that never turn": case(
+        planted.by_rates(torch.where(torch.arange(32) < 8, planted.inv_freq(), 0.0)),
+        facts={"frequencies": "8 of 32 pairs turn; these are geometric, base 10000 over 64"},
+    ),
+    "a table that ends": case(
+        planted.table_of(5000, "refuse"),
+        longest=131_072,
+        notes={"table-end-refused": "Positions from 5,000 on are refused. "},
+    ),
+    "two blocks of half pairs": case(blocks(torch.linspace(1.0, 0.01, 16)), notes={"blocks": "2"}),
+    **{
+        f"unchecked, {what}": case(
+            planted.cut(16),
+            spec=RopeSpec(32, base=5e5, rotary_dim=16, **fields),
+            notes={"frequencies-unchecked": f"{NOT_CHECKED}{what}"},
+        )
+        for what, fields in UNCHECKED.items()
+    },
+    **{
+        f"{name}, {dtype}, {declared}": case(
+            half_turns(rates, interleaved, dtype),
+            **{"spec": RopeSpec(64, interleaved=interleaved, scaling=Given.of(rates))}
+            if declared
+            else {"head_dim": 64},
+        )
+        for name, rates in TURNS.items()
+        for interleaved, dtype in ((True, torch.float32), (False, torch.float64))
+        for declared in (True, False)
+        if declared or name != "whole turns"
+    },
+    # no tokens, and writes
+    "tables by index": case(by_index, longest=4096),
+    "no tokens refused": case(
+        refusing_none, longest=4096, notes={"shapes": "An x with no tokens is refused. Runtime"}
+    ),
+    "a function that ends in an underscore": case(rotate_, notes={"mutates": ""}),
 }
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_a_call_of_this_library_is_not_condemned(name: str) -> None:
-    function, options = OURS[name]
-    report = audit(function, **options)
-    mutating = ("mutates", "strides") if name == "in place" else ()
-    assert set(report.codes) <= set(mutating), str(report)
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_said_of_a_function(name: str) -> None:
+    holds(audit, CASES[name])
+
+
+@pytest.mark.parametrize("rule", SCALED)
+def test_the_rule_of_frequencies_is_named_and_our_angles_are_exact(rule: str) -> None:
+    report = holds(audit, case(rotate(SCALED[rule]), longest=2**20))
+    assert report.facts["frequencies"] == f"geometric, {rule}"
+    for each in report.angle_errors:
+        assert each.float32 is not None
+        assert each.float32 <= 2 * tolerances.TABLE["float32 angle"].value
+
+
+# --- other libraries ------------------------------------------------------------------------------
 
 
 def functions_of(package: str) -> dict[str, Any]:
@@ -118,259 +460,77 @@ def test_no_function_of_other_libraries_is_condemned(package: str, least: int) -
         assert report.codes == wanted, f"{name}: {report}"
 
 
-# --- faults crossed with forms ------------------------------------------------------------------------
+# --- mends, reports, and what an audit leaves alone -----------------------------------------------
 
 
-def in_bshd(function: planted.Fn) -> planted.Fn:
-    return lambda x, positions: function(x.transpose(1, 2), positions).transpose(1, 2)
-
-
-def of_both(function: planted.Fn) -> planted.Fn:
-    return planted.on_both(function, function)
-
-
-def by_ids(function: planted.Fn) -> planted.Fn:
-    return lambda hidden, position_ids: function(hidden, position_ids)
-
-
-WRAPPED = {"bshd": in_bshd, "q, k, positions": of_both, "other names": by_ids}
-CROSSED = [
-    (form, name)
-    for form in WRAPPED
-    for name, fault in planted.FAULTS.items()
-    # Within a function that transposes, a fault about memory breaks every call, and the audit does
-    # not try as many heads as tokens.
-    if fault.good is planted.rope
-    and (form != "bshd" or not fault.code.startswith(("strides", "shape")))
-]
-
-
-@pytest.mark.one_in(12)
-@pytest.mark.parametrize(("form", "name"), CROSSED)
-def test_a_fault_is_found_and_named_first_in_every_form(form: str, name: str) -> None:
-    fault = planted.FAULTS[name]
-    options = {"head_dim": planted.DIM, **fault.options}
-    spec = None if fault.spec is None else RopeSpec(**fault.spec)
-    report = audit(WRAPPED[form](fault.bad()), spec=spec, **options)
-    assert report.codes[:1] == (fault.code,), str(report)
-
-
-@pytest.mark.parametrize("spec", [None, SPEC])
-def test_a_rotation_along_the_wrong_dimension(spec: RopeSpec | None) -> None:
-    def heads_as_tokens(x: torch.Tensor) -> torch.Tensor:
-        return functional.rotate(x, SPEC, layout="bshd")
-
-    report = named(audit(heads_as_tokens, spec=spec, layout="bhsd", head_dim=64), "heads")
-    assert report.findings[0].sentence.startswith("It rotates along the heads")
-    assert 'layout="bhsd"' in report.findings[0].mend
-
-
-def test_signs_folded_into_the_sines() -> None:
-    """A function that adds both products needs sines of which the first half is negated."""
-
-    def folded(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return x * cos[:, None] + x.roll(x.shape[-1] // 2, -1) * sin[:, None]
-
-    report = named(audit(folded, head_dim=64), "sign-missing")
-    assert "torch.cat((-sin, sin), -1)" in report.findings[0].mend
-
-
-def test_assert_rope() -> None:
-    def ours(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return functional.rotate(x, SPEC, positions)
-
-    assert_rope(ours, SPEC)
-    with pytest.raises(AssertionError, match=r"ERROR base: The base is 10000; 500000 was declared"):
-        assert_rope(ours, RopeSpec(64, base=5e5))
-
-
-# --- what a review found ------------------------------------------------------------------------------
-
-ROTATE = planted.rope()
-
-
-def off_from_100(positions: torch.Tensor) -> torch.Tensor:
-    return torch.where(positions >= 100, positions + 1, positions)
-
-
-WRONG_KEYS: dict[str, planted.Fn] = {
-    "row 0": lambda k, p: ROTATE(k, p[:1].expand_as(p)),
-    "off from 100": lambda k, p: ROTATE(k, off_from_100(p)),
-    "positions in the dtype of x": planted.rope(by_x="p_type"),
-    "NaN in bfloat16": lambda k, p: ROTATE(k, p) * (1 if k.dtype != torch.bfloat16 else torch.nan),
-    "unrotated in bfloat16": lambda k, p: k if k.dtype == torch.bfloat16 else ROTATE(k, p),
-    "strides": planted.rope(touch=planted.by_storage),
-    "position 1000 ahead": lambda k, p: ROTATE(k, p + (p == 1000)),
-    "head 0 only": lambda k, p: torch.cat((ROTATE(k[:, :1], p), k[:, 1:]), 1),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_KEYS)
-def test_k_is_checked_like_q(name: str) -> None:
-    report = audit(planted.on_both(ROTATE, WRONG_KEYS[name]), spec=SPEC)
-    assert report.codes[:1] == ("q-k",), str(report)
-
-
-def test_keys_are_compared() -> None:
-    found = compare(planted.on_both(ROTATE, ROTATE), planted.on_both(ROTATE, None), head_dim=64)
-    named(found, "k-not-rotated")
-
-
-def test_a_correct_function_that_writes_k_overwrites_it() -> None:
-    def writing(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> Any:
-        return ROTATE(q, positions), k.copy_(ROTATE(k, positions))
-
-    report = named(audit(writing, spec=SPEC), "mutates")
-    assert report.findings[0].sentence == "x is overwritten if it is passed as k."
-
-
-def test_a_base_that_is_almost_the_declared_one_is_no_scaling() -> None:
-    other = RopeSpec(64, base=500_100.0)
-    report = audit(lambda x, p: functional.rotate(x, other, p), spec=RopeSpec(64, base=500_000.0))
-    sentence = named(report, "base").findings[0].sentence
-    assert sentence == "The base is 500100; 500000 was declared."
-
-
-def test_a_row_that_is_off_is_the_only_finding() -> None:
-    """Each further check gives the function one row, so that none has a wrong name for the fault."""
-
-    def second_row_off(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        ahead = torch.zeros_like(positions)
-        ahead[1:2] = 1
-        return ROTATE(x, positions + ahead)
-
-    named(audit(second_row_off, spec=SPEC), "batch")
-
-
-@pytest.mark.parametrize("declared", [True, False])
-def test_the_direction_is_that_of_the_declared_frequencies(declared: bool) -> None:
-    plain = RopeSpec(64)
-    back = RopeSpec(64, scaling=Given.of(-plain.frequencies().inv_freq))
-    own, other = (back, plain) if declared else (plain, back)
-    named(audit(lambda x, p: functional.rotate(x, own, p), spec=own))
-    report = named(audit(lambda x, p: functional.rotate(x, own, p), spec=other), "sign")
-    whose = "RoPE" if declared else "the declared one"
-    assert report.findings[0].sentence.startswith(
-        f"All pairs turn in the opposite direction to {whose}: "
-    )
+def of_the_mend(text: str) -> Fn:
+    """Return the call of this library that a mend states, as a function of x and positions."""
+    (call,) = re.findall(r"tightrope\.functional\.(rotate\(x, .*positions.*?\))", text)
+    names = {"rotate": functional.rotate, "RopeSpec": RopeSpec}
+    return eval(f"lambda x, positions: {call}", names)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
-    "kind, what", [("not-linear", "x or the result were rounded"), ("not-finite", "")]
+    "function, spec, layout",
+    [
+        (planted.rope(rotary_dim=32, over=64), RopeSpec(64, rotary_dim=32), "bhsd"),
+        (bshd, RopeSpec(64, base=5e5), "bshd"),
+        (sbhd, RopeSpec(64, base=5e5), "sbhd"),
+    ],
 )
-def test_rounded_and_infinite_results_are_no_norm(kind: str, what: str) -> None:
-    def rounded(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return ROTATE(x.bfloat16().to(x.dtype), positions)
-
-    def divided(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return ROTATE(x, positions) * (x.abs().sum() / x.abs().sum())
-
-    report = audit(rounded if what else divided, spec=SPEC)
-    assert report.codes[0] == kind, str(report)
-    assert what in report.findings[0].sentence
+def test_a_mend_rotates_as_meant(function: Fn, spec: RopeSpec, layout: str) -> None:
+    for declared in (spec, None) if spec.rotary_dim == 32 else (spec,):
+        mend = audit(function, spec=declared, **QUICK).findings[0].mend
+        named(audit(of_the_mend(mend), spec=spec, layout=layout, **QUICK))
 
 
-def test_a_token_alone() -> None:
-    def decoding(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return ROTATE(x, positions * 0 if positions.shape[1] == 1 else positions)
-
-    report = audit(decoding, spec=SPEC)
-    assert not report.ok, str(report)
+def test_the_mend_of_swapped_tables() -> None:
+    bad = planted.with_tables(swap=True)
+    assert "pass the sines as cosines and the cosines as sines" in audit(bad).findings[0].mend
+    named(audit(lambda q, k, cos, sin: bad(q, k, sin, cos)))
 
 
-def test_a_function_of_few_positions_is_no_success() -> None:
-    def short(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if int(positions.max()) >= 20:
-            raise IndexError("past the table")
-        return ROTATE(x, -positions)
-
-    assert audit(short, spec=SPEC).codes[:1] == ("raises",)
-
-
-@pytest.mark.parametrize("factor", [10 / 3, 5 / 3, 32 / 3])
-def test_a_factor_that_is_not_round(factor: float) -> None:
-    assert audit(planted.rope(divide=factor)).ok
+def test_a_report_survives_json() -> None:
+    """The most severe findings come first."""
+    report = audit(planted.rope(sign=-1.0, shift=1))
+    assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    assert "WARNING sign: All pairs turn in the opposite direction" in str(report)
+    assert str(report).endswith("checks passed.")
+    order = [("error", "warning", "note").index(finding.severity) for finding in report.findings]
+    assert order == sorted(order)
 
 
-@pytest.mark.parametrize("factor", [8.0, 32.0])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("before", [True, False])
-def test_a_factor_with_tables_of_16_bits(factor: float, dtype: torch.dtype, before: bool) -> None:
-    """The rounding of the tables is a finding of its own; the factor of YaRN is none."""
-    spec = RopeSpec(64, scaling=YaRN(factor, 4096))
-    rates, scale = spec.frequencies().inv_freq.float(), spec.attention_scaling()
-    first, last = (scale, 1.0) if before else (1.0, scale)
-
-    def yarn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        angle = planted.angles(positions, rates)[:, None]
-        cos, sin = ((t * first).to(dtype).float() * last for t in (angle.cos(), angle.sin()))
-        return planted.turn(x.float(), cos, sin).to(x.dtype)
-
-    for declared in (None, spec):
-        report = named(audit(yarn, spec=declared, longest=2**17), "table-dtype")
-        assert f"YaRN scaling by {factor:g}" in report.facts["frequencies"]
+def test_progress_names_every_check() -> None:
+    seen: list[str] = []
+    report = audit(PLAIN, spec=SPEC, progress=seen.append, longest=4096)
+    assert {check.name for check in report.checks} >= set(seen)
+    assert all(check.outcome == "passed" for check in report.checks), report.checks
+    assert "frequencies-unchecked" not in {each.code for each in report.findings}
 
 
-def test_a_factor_beside_frequencies_of_no_known_rule_is_a_note() -> None:
-    report = named(audit(planted.by_rates(torch.linspace(1.0, 0.01, 32), factor=1.2)))
-    assert "amplitude" in {each.code for each in report.findings}
+def test_assert_rope() -> None:
+    assert_rope(rotate(SPEC), SPEC)
+    with pytest.raises(AssertionError, match=r"ERROR base: The base is 10000; 500000 was declared"):
+        assert_rope(rotate(SPEC), RopeSpec(64, base=5e5))
 
 
-TURNS = {
-    "half turns": torch.full((32,), torch.pi, dtype=torch.float64),
-    "half turns first": torch.linspace(torch.pi, 0.1, 32, dtype=torch.float64),
-    "half turns last": torch.linspace(0.1, torch.pi, 32, dtype=torch.float64),
-    "whole turns": torch.full((32,), 2 * torch.pi, dtype=torch.float64),
-}
-
-
-@pytest.mark.parametrize("name", TURNS)
-@pytest.mark.parametrize("interleaved, dtype", [(True, torch.float32), (False, torch.float64)])
-def test_frequencies_that_are_multiples_of_half_a_turn(
-    name: str, interleaved: bool, dtype: torch.dtype
+def test_nothing_is_printed_no_seed_is_moved_and_a_module_stays(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """At whole positions, such a pair only changes its sign, or does not change at all."""
-    spec = RopeSpec(64, interleaved=interleaved, scaling=Given.of(TURNS[name]))
-    rates = TURNS[name].to(dtype)
-
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        angle = positions.to(dtype)[:, None, :, None] * rates
-        cos, sin = angle.cos().float(), angle.sin().float()
-        return planted.turn(x.float(), cos, sin, interleaved=interleaved).to(x.dtype)
+        print("called")
+        torch.rand(1)
+        return PLAIN(x, positions)  # type: ignore[no-any-return]
 
-    named(audit(fn, spec=spec))
-    if name != "whole turns":
-        named(audit(fn, head_dim=64))
-
-
-def test_two_blocks_of_half_pairs() -> None:
-    one = planted.rope(rotary_dim=32)
-
-    def blocks(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return torch.cat((one(x[..., :32], positions), one(x[..., 32:], positions)), -1)
-
-    report = named(audit(blocks, head_dim=64))
-    assert report.findings[0].code == "blocks"
-
-
-@pytest.mark.parametrize("error", [ValueError("no"), NotImplementedError()])
-def test_a_backward_pass_that_raises(error: Exception) -> None:
-    class Raises(torch.autograd.Function):
-        @staticmethod
-        def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(_: Any, *__: Any) -> Any:
-            raise error
-
-    def fn(x: torch.Tensor, positions: torch.Tensor) -> Any:
-        return Raises.apply(ROTATE(x, positions))  # type: ignore[no-untyped-call]
-
-    named(audit(fn), "gradient-raises")
+    before, module = torch.get_rng_state(), planted.GrowingCache(False)
+    holds(audit, case(fn))
+    audit(module, longest=4096)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert capsys.readouterr() == ("", "")
+    assert len(module.table) == 0  # a copy of it is called
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_an_audit_without_gradients(mode: Any) -> None:
+def test_an_audit_without_gradients(mode: Callable[[], Any]) -> None:
     with mode():
-        assert audit(ROTATE).ok
+        assert audit(PLAIN).ok

@@ -1,4 +1,4 @@
-"""Calls on DTensors, with real collectives; tests/torch_modes/test_dtensor_cases.py tests all placements without them."""
+"""Calls on DTensors, with real collectives; tests/torch_modes/test_dtensor.py tests all placements without them."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""Test frequencies that the weights of a model hold: refused without their values, made with them."""
+"""Frequencies that the weights of a model hold: refused without their values, made with them."""
 
-import ast
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from tests.support.learned import LARGE, SMALL, large, model_of
 from tests.support.reading import outcome, read, refused
@@ -23,13 +21,9 @@ COPIES: dict[str, dict[str, Any]] = {
     "wav2vec2-conformer": {**SPEECH, "position_embeddings_type": "rotary"},
     "roformer": SMALL,
 }
-WEIGHTS_ONLY = (
-    "the frequencies of model_type 'mistral_large4_text' depend on its tensor alpha, which only its weights hold; "
-    "pass the model in place of its configuration, or inv_freq, the frequencies that it rotates by."
-)
 
 
-def frequencies(spec: RopeSpec) -> torch.Tensor:
+def frequencies(spec: Any) -> Any:
     return spec.frequencies().inv_freq
 
 
@@ -42,9 +36,13 @@ def test_a_configuration_without_its_weights_is_refused(large: Any, tmp_path: Pa
     large.config.save_pretrained(tmp_path)
     with torch.device("meta"):
         empty = model_of("mistral_large4_text", **LARGE)
+    text = (
+        "the frequencies of model_type 'mistral_large4_text' depend on its tensor alpha, which only its weights hold; "
+        "pass the model in place of its configuration, or inv_freq"
+    )
     for config in (large.config, large.config.to_dict(), tmp_path, empty):
-        for strict in (True, False):
-            refused(config, WEIGHTS_ONLY, strict=strict)
+        refused(config, text)
+        refused(config, text, strict=False)
 
 
 def test_a_model_has_the_values(large: Any) -> None:
@@ -54,7 +52,7 @@ def test_a_model_has_the_values(large: Any) -> None:
     assert isinstance(specs, LayerSpecs)
     assert specs["no_rope"] is None
     assert torch.allclose(frequencies(specs["rope"]), wanted, rtol=1e-6)
-    assert specs["rope"].interleaved
+    assert read(large, layer_type="rope").interleaved
     assert "alpha of the model" in str(provenance(large))
     rotary.alpha.zero_()  # as in a model without weights
     assert isinstance(read(large)["rope"].scaling, YaRN)
@@ -64,25 +62,21 @@ def test_the_caller_may_give_the_values(large: Any) -> None:
     inv_freq = frequencies(read(large)["rope"])
     for config in (large.config, large.config.to_dict()):
         assert read(config, inv_freq=inv_freq) == read(large)
-    with pytest.raises(ValueError, match="must have one number per pair, 32, but got 3"):
-        read(large.config, inv_freq=inv_freq[:3])
-    zebra = {"model_type": "zebra", "head_dim": 64, "rope_theta": 1e4, "num_hidden_layers": 2}
-    known = {"interleaved": False, "rotary_dim": 64}
-    made = read(zebra, **known, rope_layers="all", inv_freq=inv_freq)
-    assert made == RopeSpec(64, scaling=Given.of(inv_freq))
-    assert "rope_layers='all', inv_freq=inv_freq)" in str(
-        outcome(zebra, **known, inv_freq=inv_freq)
-    )
-    text = "inv_freq must be None for model_type 'llama', whose code computes the frequencies from its configuration"
-    llama = {**zebra, "model_type": "llama"}
-    assert text in str(outcome(llama, inv_freq=inv_freq))
-
-
-def test_a_factor_on_the_channels_beside_them_is_refused(large: Any) -> None:
+    refused(large.config, "must have one number per pair, 32, but got 3", inv_freq=inv_freq[:3])
     section = {**large.config.rope_parameters, "attention_factor": 1.5}
-    config = {**large.config.to_dict(), "rope_parameters": section}
-    text = str(outcome(config, inv_freq=torch.ones(32)))
-    assert "must come with one set of frequencies for all lengths, and no factor" in text
+    factor = {**large.config.to_dict(), "rope_parameters": section}
+    text = "must come with one set of frequencies for all lengths, and no factor"
+    refused(factor, text, inv_freq=torch.ones(32))
+
+
+def test_the_caller_may_give_them_for_an_unknown_family_and_for_no_other() -> None:
+    config = {"model_type": "zebra", "head_dim": 64, "rope_theta": 1e4, "num_hidden_layers": 2}
+    given: dict[str, Any] = {"interleaved": False, "rotary_dim": 64, "inv_freq": torch.ones(32)}
+    made = read(config, **given, rope_layers="all")
+    assert made == RopeSpec(64, scaling=Given.of(torch.ones(32)))
+    assert "rope_layers='all', inv_freq=inv_freq)" in str(outcome(config, **given))
+    text = "inv_freq must be None for model_type 'llama', whose code computes the frequencies from its configuration"
+    refused({**config, "model_type": "llama"}, text, inv_freq=torch.ones(32))
 
 
 @pytest.mark.parametrize("model_type", COPIES)
@@ -92,8 +86,7 @@ def test_a_copy_of_the_frequencies_counts_where_it_differs(model_type: str) -> N
     assert read(model) == plain == read(model.config.to_dict())
     assert read(model.bfloat16()) == plain  # rounded, as checkpoints are
     model.float()
-    name = FAMILIES[model_type].learned
-    other = RopeSpec(32, base=100.0)
+    name, other = FAMILIES[model_type].learned, RopeSpec(32, base=100.0)
     copies = [tensor for key, tensor in model.state_dict().items() if key.endswith(f".{name}")]
     for tensor in copies:
         if model_type == "roformer":
@@ -105,23 +98,3 @@ def test_a_copy_of_the_frequencies_counts_where_it_differs(model_type: str) -> N
     if len(copies) > 1:
         copies[0].mul_(2)
         assert f"{name} must be the same in all layers" in str(outcome(model))
-
-
-def test_every_tensor_of_a_rotary_module_that_weights_fill_is_known() -> None:
-    found = set()
-    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
-        for kind in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if not isinstance(kind, ast.ClassDef) or "Rotary" not in kind.name:
-                continue
-            for line in ast.walk(kind):
-                text = ast.unparse(line) if isinstance(line, ast.Assign) else ""
-                made = any(each in text for each in ("nn.Buffer(", "nn.Parameter("))
-                if made and "persistent=False" not in text:
-                    found.add((path.parent.name, text.partition(" = ")[0].removeprefix("self.")))
-    known = {
-        (family.source.partition(":")[0], family.learned)
-        for family in FAMILIES.values()
-        if family.learned is not None and family.learned != "embed_positions.weight"
-    }
-    # No configuration of these is read: CLVP has no key for its base, the proteins of Evolla have no model type.
-    assert found - {("clvp", "inv_freq"), ("evolla", "inv_freq")} == known

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from tests.support.helpers import ROOT, refused
+from tests.support.helpers import ROOT
 from tests.support.models.of_transformers import small_model
 from tightrope import unpatch
 from tightrope.integrations import plugins
@@ -61,31 +61,12 @@ def test_a_trainer_of_transformers(tmp_path: Any) -> None:
             unpatch(model)
 
 
-def test_options_of_patch(tmp_path: Any) -> None:
-    callback = plugins.trainer_callback(stack="vllm")
-    assert callback.report is None
-    model = small_model("Llama")
-    callback.on_init_end(None, None, None, model=None)
-    assert callback.report is None
-    callback.on_init_end(None, None, None, model=model)
-    report = callback.report
-    callback.on_train_begin(None, None, None, model=model)
-    assert callback.report is report
-    assert len(report.replaced) == 2  # the function, and the class that makes tables
-    unpatch(model)
-
-
-@pytest.fixture
-def lightning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the parts of Lightning that are used."""
+def test_a_model_is_patched_once_with_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in for the parts of Lightning that are used, and without a Trainer."""
     package = ModuleType("lightning.pytorch")
     package.Callback = type("Callback", (), {})
     monkeypatch.setitem(sys.modules, "lightning", ModuleType("lightning"))
     monkeypatch.setitem(sys.modules, "lightning.pytorch", package)
-
-
-@pytest.mark.usefixtures("lightning")
-def test_a_trainer_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model("Llama")
     callback = plugins.lightning_callback()
     callback.on_fit_start(None, model)
@@ -97,6 +78,13 @@ def test_a_trainer_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plugins.for_lightning() == []
     monkeypatch.setenv("TIGHTROPE_PLUGINS", "vllm, lightning")
     assert [type(one).__name__ for one in plugins.for_lightning()] == ["Patch"]
+    callback = plugins.trainer_callback(stack="vllm")
+    callback.on_init_end(None, None, None, model=None)
+    assert callback.report is None
+    for _ in range(2):
+        callback.on_train_begin(None, None, None, model=model)
+        assert len(callback.report.replaced) == 2  # the function, and the class that makes tables
+    unpatch(model)
 
 
 def test_axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,18 +147,6 @@ def test_names_that_are_no_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         UserWarning, match="may name axolotl, lightning, sglang, verl, vllm, but names vlm$"
     ):
         assert plugins.is_chosen("axolotl")
-
-
-def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, function in (
-        ("lightning", "lightning_callback"),
-        ("transformers", "trainer_callback"),
-    ):
-        program = {"lightning": "Lightning", "transformers": "transformers"}[name]
-        monkeypatch.setitem(sys.modules, name, None)
-        monkeypatch.setitem(sys.modules, f"{name}.pytorch", None)
-        with refused(ImportError, f"[{function}] needs {program}: pip install {name}."):
-            getattr(plugins, function)()
 
 
 def test_entry_points_exist() -> None:

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.helpers import refused
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec
 from tightrope.functional import apply_rotary_pos_emb
-from tightrope.integrations import plugins, sglang
+from tightrope.integrations import plugins
 
 Hook = Callable[..., Any]
 
@@ -93,9 +92,3 @@ def test_what_stays_with_sglang(hook: Hook) -> None:
         given = (each, positions, "q", "k", None, "cache")
         hook(lambda *them: calls.append(them), *given)
         assert calls.pop() == given
-
-
-def test_sglang_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sglang", None)
-    with refused(ImportError, "[register] needs SGLang: pip install sglang."):
-        sglang.register()

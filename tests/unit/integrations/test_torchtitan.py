@@ -14,11 +14,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.tolerances import assert_each, assert_near, assert_same_bits
+from tightrope import RopeSpec
+from tightrope.frequencies import Llama3
 from tightrope.functional import rotate_qk
 
 OURS = "tightrope.integrations.torchtitan"
@@ -154,11 +155,15 @@ def ours(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
             sys.modules[OURS] = real
 
 
-def pair(ours: ModuleType, kind: str, **options: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return the original's config and the override's factory."""
+def pair(ours: ModuleType, kind: str, exact: bool = False, **options: Any) -> tuple[Any, Any]:
+    """Return the original's module and the override's."""
     original = getattr(ours, {"complex_rope": "ComplexRoPE", "cos_sin_rope": "CosSinRoPE"}[kind])
-    options = {"dim": 64, "max_seq_len": 64, **options}
-    return original.Config(**options), getattr(ours, kind)
+    config = original.Config(**{"dim": 64, "max_seq_len": 64, **options})
+    replaced = getattr(ours, kind)(config, exact=exact)
+    assert isinstance(replaced, type(config))
+    assert replaced.exact == exact
+    assert all(getattr(replaced, name) == value for name, value in options.items())
+    return config.build(), replaced.build()
 
 
 def inputs(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -176,7 +181,8 @@ KINDS = pytest.mark.parametrize("kind", ["complex_rope", "cos_sin_rope"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 2])
 def test_the_bits_of_the_original(ours: Any, kind: str, dtype: torch.dtype, rows: int) -> None:
-    config, factory = pair(ours, kind)
+    """The module has its class and its cache."""
+    theirs, module = pair(ours, kind, theta=500.0)
     positions = torch.randint(64, (rows, 33)) if rows else None
     qk = inputs(dtype)
     grads = [torch.randn_like(x) for x in qk]
@@ -185,15 +191,19 @@ def test_the_bits_of_the_original(ours: Any, kind: str, dtype: torch.dtype, rows
         results = module(*qk, positions)
         return [*results, *torch.autograd.grad(results, qk, grads)]
 
-    assert_each(assert_same_bits, run(factory(config).build()), run(config.build()))
+    assert_each(assert_same_bits, run(module), run(theirs))
+    assert isinstance(module, type(theirs))
+    assert torch.equal(module.cache, theirs.cache)
+    assert not module.state_dict()
+    with pytest.raises(RuntimeError, match=r"exceed|beyond the cache"):
+        module(*qk, torch.full((1, 33), 64))
 
 
 @KINDS
 @pytest.mark.parametrize("exact", [False, True])
 def test_tokens_without_a_batch(ours: Any, kind: str, exact: bool) -> None:
     """torchtitan after 0.3 packs its sequences: (tokens, heads, dim), and positions (tokens,)."""
-    config, factory = pair(ours, kind)
-    module = factory(config, exact=exact).build()
+    _, module = pair(ours, kind, exact)
     qk = [x[0].detach() for x in inputs(torch.bfloat16)]
     for positions in (None, torch.randint(64, (33,))):
         rows = None if positions is None else positions[None]
@@ -202,90 +212,51 @@ def test_tokens_without_a_batch(ours: Any, kind: str, exact: bool) -> None:
 
 
 @KINDS
-def test_a_replacement_keeps_config_and_class(ours: Any, kind: str) -> None:
-    config, factory = pair(ours, kind, theta=500.0)
-    replaced = factory(config, exact=True)
-    assert isinstance(replaced, type(config))
-    assert (replaced.theta, replaced.exact) == (500.0, True)
-    module = replaced.build()
-    assert isinstance(module, type(config.build()))
-    assert torch.equal(module.cache, config.build().cache)
-    assert not module.state_dict()
-
-
-@KINDS
 def test_exact_angles_need_no_cache(ours: Any, kind: str) -> None:
-    config, factory = pair(ours, kind)
-    module = factory(config, exact=True).build()
-    qk = [x.detach() for x in inputs(torch.float32)]
-    near = torch.arange(33).expand(2, -1)
-    assert_each(assert_near, module(*qk, near), config.build()(*qk, near), "exact angles outputs")
-    far = near + 10_000_000  # the cache has 64 rows
-    assert_each(torch.equal, module(*qk, far), rotate_qk(*qk, module.spec, far, layout="bshd"))
-
-
-@KINDS
-def test_positions_beyond_the_cache_raise(ours: Any, kind: str) -> None:
-    config, factory = pair(ours, kind)
-    with pytest.raises(RuntimeError, match=r"exceed|beyond the cache"):
-        factory(config).build()(*inputs(torch.float32), torch.full((1, 33), 64))
+    rules = ["none"] if ours.ComplexRoPE is Complex else ["none", "llama", "yarn"]
+    for scaling in rules:  # the stand-in has none
+        theirs, module = pair(ours, kind, True, scaling=scaling, rope_factor=40.0, theta=5e5)
+        qk = [x.detach() for x in inputs(torch.float32)]
+        near = torch.arange(33).expand(2, -1)
+        assert_each(assert_near, module(*qk, near), theirs(*qk, near), "exact angles outputs")
+        far = near + 10_000_000  # the cache has 64 rows
+        assert_each(torch.equal, module(*qk, far), rotate_qk(*qk, module.spec, far, layout="bshd"))
 
 
 def test_the_rules_of_a_config(ours: Any) -> None:
-    llama, factory = pair(ours, "complex_rope", scaling="llama", theta=500000.0)
-    assert factory(llama, exact=True).build().spec.to_dict()["scaling"] == {
-        "rule": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position": 8192,
-    }
-    yarn, factory = pair(ours, "cos_sin_rope", scaling="yarn", rope_factor=32.0, truncate=False)
-    spec = factory(yarn, exact=True).build().spec
-    assert spec.scaling.truncate is False
-    assert spec.attention_scaling() == 1.0
-    plain, factory = pair(ours, "cos_sin_rope", scaling="yarn")  # a factor of 1 scales nothing
-    assert factory(plain, exact=True).build().spec.scaling is None
-
-
-@pytest.mark.parametrize("scaling", ["llama", "yarn"])
-def test_exact_frequencies_are_those_of_torchtitan(scaling: str) -> None:
-    pytest.importorskip("torchtitan")
-    ours = importlib.import_module(OURS)
-    config, factory = pair(ours, "complex_rope", scaling=scaling, rope_factor=40.0, theta=5e5)
-    module = factory(config, exact=True).build()
-    qk = [x.detach() for x in inputs(torch.float32)]
-    assert_each(assert_near, module(*qk), config.build()(*qk), "exact angles outputs")
+    llama = pair(ours, "complex_rope", True, scaling="llama", theta=500000.0)[1].spec
+    assert llama == RopeSpec(64, base=5e5, interleaved=True, scaling=Llama3(8.0, 1.0, 4.0, 8192))
+    sizes = {"scaling": "yarn", "rope_factor": 32.0, "truncate": False}
+    yarn = pair(ours, "cos_sin_rope", True, **sizes)[1].spec
+    assert yarn.scaling.truncate is False
+    assert yarn.attention_scaling() == 1.0
+    # A factor of 1 scales nothing.
+    assert pair(ours, "cos_sin_rope", True, scaling="yarn")[1].spec.scaling is None
 
 
 @pytest.mark.one_in(4)
 @KINDS
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_compiled_module_is_one_graph(ours: Any, kind: str, exact: bool) -> None:
-    config, factory = pair(ours, kind)
-    module = factory(config, exact=exact).build()
+    _, module = pair(ours, kind, exact)
     qk, positions = inputs(torch.bfloat16), torch.randint(64, (2, 33))
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert_each(torch.equal, compiled(*qk, positions), module(*qk, positions))
 
 
+@pytest.mark.usefixtures("one_process")
 @KINDS
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("dim", [0, 2])
 def test_dtensors(ours: Any, kind: str, exact: bool, dim: int) -> None:
-    config, factory = pair(ours, kind)
-    module = factory(config, exact=exact).build()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        qk = [x.detach() for x in inputs(torch.float32)]
-        sharded = [distribute_tensor(x, mesh, [Shard(dim)]) for x in qk]
-        shared = copy.copy(module)  # as in torchtitan, where caches are DTensors as well
-        shared._buffers = {"cache": distribute_tensor(module.cache, mesh, [Replicate()])}
-        for positions in (None, torch.randint(64, (2, 33))):
-            wanted = module(*qk, positions)
-            for one, other in zip(shared(*sharded, positions), wanted):
-                assert one.placements == (Shard(dim),)
-                assert torch.equal(one.to_local(), other)
-    finally:
-        dist.destroy_process_group()
+    _, module = pair(ours, kind, exact)
+    mesh = init_device_mesh("cpu", (1,))
+    qk = [x.detach() for x in inputs(torch.float32)]
+    sharded = [distribute_tensor(x, mesh, [Shard(dim)]) for x in qk]
+    shared = copy.copy(module)  # as in torchtitan, where caches are DTensors as well
+    shared._buffers = {"cache": distribute_tensor(module.cache, mesh, [Replicate()])}
+    for positions in (None, torch.randint(64, (2, 33))):
+        wanted = module(*qk, positions)
+        for one, other in zip(shared(*sharded, positions), wanted):
+            assert one.placements == (Shard(dim),)
+            assert torch.equal(one.to_local(), other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import torch
@@ -38,23 +39,24 @@ def plus(x: Any, cos: Any, sin: Any) -> Any:
     return rotary(x, cos, sin) + 1
 
 
-OWN, OTHER = rotary(X, COS, SIN), plus(X, COS, SIN)
 FILE: Any = zoo.file_of(rotary)
 PLAIN: dict[str, Any] = {}
 ONCE: dict[str, Any] = {"rounding": "once"}
 ALL: dict[str, Any] = {"rounding": "once", "all_models": True}
-OPTIONS = st.sampled_from([PLAIN, ONCE, ALL])
 
 
-def once() -> torch.Tensor:
+def once() -> Any:
     model = FILE.Model()
     with patch(model, **ONCE):
-        found: torch.Tensor = model(X, COS, SIN)
-    return found
+        return model(X, COS, SIN)
+
+
+def said(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items()) or "no option"
 
 
 class Patched(RuleBasedStateMachine):
-    """Models of one file. ``self.by`` has the options of the patched ones, by the identity of a model."""
+    """Models of one file. ``self.by`` has the options of the patched ones, by the index of a model."""
 
     models = Bundle("models")
 
@@ -70,23 +72,27 @@ class Patched(RuleBasedStateMachine):
         """The options of the patched models; None if there is none."""
         return next(iter(self.by.values()), None)
 
-    @rule(at=models, options=OPTIONS)
+    @rule(at=models, options=st.sampled_from([PLAIN, ONCE, ALL]))
     def patch(self, at: int, options: dict[str, Any]) -> None:
         """Options other than those of the file are refused, and change nothing."""
         model, held = self.alive[at], self.options()
         if self.foreign and held is None:
             return  # the other function is of no kind
         if held is None or held == options:
-            assert patch(model, **options).replaced
+            report = patch(model, **options)
+            assert report.replaced
+            assert patch(model, **options) is report
             self.by[at] = options
             return
         try:
             patch(model, **options)
         except ValueError as error:
+            assert said(held) in str(error)  # noqa: PT017
             assert "unpatch" in str(error)  # noqa: PT017
         else:
             raise AssertionError("two options in one file")
 
+    @precondition(lambda self: self.by)
     @rule(at=models)
     def unpatch(self, at: int) -> None:
         unpatch(self.alive[at])
@@ -95,20 +101,33 @@ class Patched(RuleBasedStateMachine):
             assert FILE.apply_rope is rotary
             assert "_call_impl" not in vars(FILE.Model)
 
+    def added(self, model: nn.Module) -> int:
+        self.alive.append(model)
+        return len(self.alive) - 1
+
+    @precondition(lambda self: self.by and len(self.alive) < 4)
     @rule(target=models, at=models)
     def copy(self, at: int) -> int:
         """A copy of a patched model counts as patched."""
-        self.alive.append(copy.deepcopy(self.alive[at]))
-        if at in self.by:
-            self.by[len(self.alive) - 1] = self.by[at]
-        return len(self.alive) - 1
+        made = self.added(copy.deepcopy(self.alive[at]))
+        self.by |= {made: self.by[at]} if at in self.by else {}
+        return made
 
+    @precondition(lambda self: self.by and len(self.alive) < 4)
+    @rule(target=models, at=models)
+    def pickle(self, at: int) -> int:
+        """A pickled model is loaded unpatched."""
+        return self.added(pickle.loads(pickle.dumps(self.alive[at])))
+
+    @precondition(lambda self: sum(type(model) is not nn.Identity for model in self.alive) > 1)
     @rule(at=consumes(models))
     def delete(self, at: int) -> None:
+        """A check restores what a model that is gone leaves; without checks, the next call of unpatch does."""
         self.alive[at] = nn.Identity()
-        self.by.pop(at, None)
+        if self.by.pop(at, None) == ALL:
+            unpatch(self.alive[at])
 
-    @precondition(lambda self: not self.foreign)
+    @precondition(lambda self: self.by and not self.foreign)
     @rule()
     def put_another_function_there(self) -> None:
         self.below, FILE.apply_rope = FILE.apply_rope, plus
@@ -124,6 +143,8 @@ class Patched(RuleBasedStateMachine):
     @invariant()
     def each_model_has_the_bits_of_the_contract(self) -> None:
         options = self.options()
+        own = self.once if options in (ONCE, ALL) else rotary(X, COS, SIN)
+        want = plus(X, COS, SIN) if self.foreign else own
         for at, model in enumerate(self.alive):
             if isinstance(model, nn.Identity):
                 continue
@@ -134,16 +155,11 @@ class Patched(RuleBasedStateMachine):
                 assert refused, error  # noqa: PT017
                 continue
             assert not refused
-            if self.foreign:
-                want = OTHER
-            else:
-                want = self.once if options in (ONCE, ALL) else OWN
             assert torch.equal(found, want), (at, options)
 
     def teardown(self) -> None:
-        if hasattr(self, "alive"):
-            for model in self.alive:
-                unpatch(model)
+        for model in getattr(self, "alive", ()):
+            unpatch(model)
         FILE.apply_rope = rotary
 
 

@@ -1,14 +1,18 @@
-"""`patch` and `unpatch` on small models: bits, options, and which models they concern."""
+"""`patch` and `unpatch` on small models: bits, options, what wraps or runs a model, and which models they concern."""
 
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from tests.support.models.of_transformers import (
@@ -20,13 +24,14 @@ from tests.support.models.of_transformers import (
     small_inputs,
     small_model,
 )
+from tests.support.records import conversion, write_record
 from tests.support.tolerances import assert_same_bits, value
 from tightrope import patch, unpatch
 from tightrope.patching import Report
 
-CHANGING: list[dict[str, str]] = [{"angles": "exact"}, {"rounding": "once"}, {"stack": "vllm"}]
+CHANGING: list[dict[str, Any]] = [{"angles": "exact"}, {"rounding": "once"}, {"stack": "vllm"}]
+EVERY: list[dict[str, Any]] = [{}, *CHANGING]
 F32, BF16 = torch.float32, torch.bfloat16
-NEAR = {F32: "patched outputs", BF16: "patched outputs in bfloat16"}
 
 
 @pytest.fixture
@@ -35,8 +40,8 @@ def llama() -> Any:
 
 
 @torch.no_grad()
-def run(model: Any, tokens: int = 12) -> torch.Tensor:
-    return outputs(model, small_inputs(tokens))
+def run(model: Any) -> torch.Tensor:
+    return outputs(model)
 
 
 def served(report: Report) -> bool:
@@ -52,36 +57,31 @@ def served(report: Report) -> bool:
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_bit_changes(family: str, dtype: torch.dtype) -> None:
-    """The differences of outputs and gradients; complex tables round otherwise at the ends of vectors."""
+    """In outputs and gradients, also of another model; complex tables round otherwise at the ends of vectors."""
     model, other = (small_model(family).to(dtype) for _ in range(2))
-    before = gradients(model)
-    report = patch(model)
-    assert not report.left, str(report)
-    after = gradients(model)
-    assert served(report)
-    assert all(entry.same_bits == (family != "Llama 4") for entry in report)
-    if family == "Llama 4":
-        assert_outputs(after[0], before[0], NEAR[dtype])
-    else:
-        assert_equal_runs(after, before)
-        assert_equal_runs(gradients(other), before)
-    unpatch(model)
+    before, exact = gradients(model), family != "Llama 4"
+    with patch(model) as report:
+        assert not report.left, str(report)
+        assert all(entry.same_bits == exact for entry in report)
+        for each in (model, other) if exact else ():
+            assert_equal_runs(gradients(each), before)
+        near = "patched outputs" if dtype == F32 else "patched outputs in bfloat16"
+        assert_outputs(gradients(model)[0], before[0], near)
+        assert served(report)
     assert_equal_runs(gradients(model), before)
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", CHANGING, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_options_that_change_bits_change_little(family: str, options: dict[str, str]) -> None:
+def test_options_that_change_bits_change_little(family: str, options: dict[str, Any]) -> None:
     model = small_model(family)
     before = run(model)
     if "stack" in options and family in ("Phi-3", "Llama 4", "GPT-J"):
-        with pytest.raises(
-            ValueError, match=r"can be exchanged.*; call patch\(model\), which keeps"
-        ):
-            patch(model, **options)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"can be exchanged.*call patch\(model\), which keeps"):
+            patch(model, **options)
     else:
-        report = patch(model, **options)  # type: ignore[arg-type]
+        report = patch(model, **options)
         assert not any(entry.same_bits for entry in report)
         assert_outputs(run(model), before, "exact angles outputs")
         assert served(report)
@@ -113,82 +113,6 @@ def test_a_block_of_diffusers() -> None:
         assert [entry.name for entry in report.replaced] == ["apply_rotary_emb"]
         assert torch.equal(block(x, text, time, tables)[0], before)
         assert served(report)
-
-
-# --- which models a patch concerns ----------------------------------------------------------------
-
-
-def test_patching_twice_changes_nothing(llama: Any) -> None:
-    report = patch(llama)
-    assert patch(llama) is report
-    assert patch(llama, rounding="model", angles="model") is report
-    unpatch(llama)
-
-
-@pytest.mark.parametrize("options", CHANGING, ids=str)
-def test_an_unpatched_model_of_the_file_is_an_error(options: dict[str, Any], llama: Any) -> None:
-    other, ((name, given),) = small_model("Llama"), options.items()
-    before = run(other)
-    patch(llama, **options)
-    words = (
-        rf"LlamaAttention must belong to a patched model, because patch\(LlamaForCausalLM, {name}='{given}'\) "
-        r".*; call patch\(other_model, .*, or unpatch\(model\) before .*all_models=True\)"
-    )
-    with pytest.raises(ValueError, match=words):
-        run(other)
-    run(llama)
-    patch(other, **options)
-    assert_outputs(run(other), before, "exact angles outputs")
-    unpatch(llama)
-    unpatch(other)
-    assert_same_bits(run(other), before)
-
-
-@pytest.mark.parametrize("options", CHANGING, ids=str)
-def test_all_models_are_served_if_that_is_said(options: dict[str, Any], llama: Any) -> None:
-    """Those that are not patched keep their own tables."""
-    llama.to(BF16)
-    other = copy.deepcopy(llama)
-    before = run(other)
-    patch(llama, **options, all_models=True)
-    assert_outputs(run(other), before, NEAR[BF16])
-    assert torch.equal(run(llama), run(other)) == ("rounding" in options)
-    unpatch(llama)
-
-
-@pytest.mark.parametrize("first", [{}, *CHANGING], ids=str)
-def test_other_options_are_refused_by_name(first: dict[str, Any], llama: Any) -> None:
-    """For the same model, for a copy of it, and for another model of the file; nothing changes then."""
-    patch(llama, **first)
-    before, said = run(llama), ", ".join(f"{k}='{v}'" for k, v in first.items()) or "no option"
-    serves = rf"apply_rotary_pos_emb serves LlamaForCausalLM after patch\(…, {said}\); unpatch that"
-    other = small_model("Llama")
-    for second in ({}, *CHANGING, {"stack": "sglang"}, {"all_models": True}):
-        if second == first:
-            continue
-        with pytest.raises(
-            ValueError, match=rf"it is patched with {said}; call unpatch\(model\) first"
-        ):
-            patch(llama, **second)
-        for each in (copy.deepcopy(llama), other):
-            with pytest.raises(ValueError, match=serves):
-                patch(each, **second)
-    assert_same_bits(run(llama), before)
-    unpatch(llama)
-    with patch(other, rounding="once"):
-        pass
-
-
-@pytest.mark.parametrize("options", [{}, *CHANGING], ids=str)
-def test_a_pickled_model_is_not_patched_where_it_is_loaded(
-    options: dict[str, Any], llama: Any
-) -> None:
-    before = run(llama)
-    patch(llama, **options)
-    data = pickle.dumps(llama)
-    assert b"tightrope." not in data  # no module of it, so that it is loaded without
-    unpatch(llama)
-    assert_same_bits(run(pickle.loads(data)), before)
 
 
 # --- models that something wraps or runs in another way -------------------------------------------
@@ -225,30 +149,25 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "offloaded": offloaded,
     "compiled": lambda model: torch.compile(model, backend="eager"),
 }
+WRAPPED = [pytest.param(n, marks=[pytest.mark.slow] * (n == "compiled")) for n in WRAPPERS]
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", [{}, {"angles": "exact"}, {"stack": "vllm"}], ids=str)
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        pytest.param(wrap, id=name, marks=[pytest.mark.slow] * (name == "compiled"))
-        for name, wrap in WRAPPERS.items()
-    ],
-)
-def test_wrapped_before_or_after(wrap: Any, options: dict[str, Any], llama: Any) -> None:
+@pytest.mark.parametrize("how", WRAPPED)
+def test_wrapped_before_or_after(how: str, options: dict[str, Any], llama: Any) -> None:
     before = run(llama)
     with patch(llama, **options):
         want = run(llama)
     after = copy.deepcopy(llama)
-    wrapped = wrap(llama)
+    wrapped = WRAPPERS[how](llama)
     report = patch(wrapped, **options)
     assert_same_bits(run(wrapped), want)
-    assert served(report) or wrap is WRAPPERS["compiled"]  # where calls are not counted
+    assert served(report) or how == "compiled"  # where calls are not counted
     unpatch(wrapped)
     assert_same_bits(run(wrapped), before)
     patch(after, **options)
-    wrapped = wrap(after)
+    wrapped = WRAPPERS[how](after)
     assert_same_bits(run(wrapped), want)
     unpatch(after)
     assert_same_bits(run(wrapped), before)
@@ -273,7 +192,6 @@ def test_one_graph(options: dict[str, Any], llama: Any, fresh_compiler: None) ->
     want = gradients(llama)
     after, grads = gradients(torch.compile(llama, fullgraph=True, backend="aot_eager"))
     assert_equal_runs((after, {k.removeprefix("_orig_mod."): v for k, v in grads.items()}), want)
-    unpatch(llama)
 
 
 @pytest.mark.one_in(3)
@@ -288,7 +206,77 @@ def test_a_model_generates_the_same(family: str, cache: str) -> None:
         assert torch.equal(model.generate(**given, **options), before)
 
 
-# --- errors ------------------------------------------------------------------------------------
+# --- which models a patch concerns; test_machine.py has sequences ---------------------------------
+
+
+@pytest.mark.parametrize("options", CHANGING, ids=str)
+def test_an_unpatched_model_of_the_file_is_an_error(options: dict[str, Any], llama: Any) -> None:
+    """With `all_models` it is served, by its own tables."""
+    other, ((name, given),) = small_model("Llama"), options.items()
+    before = run(other)
+    patch(llama, **options)
+    words = rf"must belong to a patched model, because patch\(LlamaForCausalLM, {name}='{given}'\) "
+    with pytest.raises(ValueError, match=f"LlamaAttention {words}.*; call patch.*all_models=True"):
+        run(other)
+    run(llama)
+    patch(other, **options)
+    assert_same_bits(run(other), run(llama))
+    for model in (llama, other):
+        unpatch(model)
+    assert_same_bits(run(other), before)
+    patch(llama.to(BF16), **options, all_models=True)
+    equal = torch.equal(run(llama), run(other.to(BF16)))
+    assert equal == ("rounding" in options)
+
+
+@pytest.mark.parametrize("options", EVERY, ids=str)
+def test_a_pickled_model_is_loaded_unpatched(options: dict[str, Any], llama: Any) -> None:
+    before = run(llama)
+    patch(llama, **options)
+    data = pickle.dumps(llama)
+    assert b"tightrope." not in data  # no module of it, so that it is loaded without
+    unpatch(llama)
+    assert_same_bits(run(pickle.loads(data)), before)
+
+
+# --- warnings and errors --------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 2, "num_hidden_layers": 1}
+LLAVA: dict[str, Any] = {
+    "model_type": "llava",
+    "image_token_index": 5,
+    "text_config": {"model_type": "llama", "vocab_size": 16, **SIZES},
+    "vision_config": {"model_type": "pixtral", "head_dim": 16, "image_size": 32, **SIZES},
+}
+
+
+@pytest.mark.parametrize("section, model", [("text_config", "llama"), ("vision_config", "pixtral")])
+def test_weights_of_another_pairing_are_warned_of(
+    section: str, model: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """By the record of the conversion of a part of a model, for the whole and for that part alone."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAVA), encoding="utf-8")
+    write_record(
+        tmp_path, conversion("interleaved", section=section, model=f"model_type '{model}'")
+    )
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    # As transformers.AutoModel.from_pretrained(folder, config=config.text_config).
+    part = transformers.AutoConfig.from_pretrained(tmp_path).text_config
+    part.name_or_path = str(tmp_path)
+    wanted = (
+        (transformers.LlavaModel(config), 1),
+        (
+            transformers.LlamaModel(part),
+            int(section == "text_config"),
+        ),
+    )
+    for each, count in wanted:
+        recwarn.clear()
+        assert patch(each).replaced
+        said = [str(w.message) for w in recwarn if "tightrope_convert" in str(w.message)]
+        assert len(said) == count
+        assert all("json beside its weights states that model.layers.0" in one for one in said)
 
 
 class Pipeline:
@@ -298,25 +286,23 @@ class Pipeline:
         self.vae, self.transformer, self.name = nn.Linear(2, 2), nn.Linear(2, 2), "any"
 
 
-@pytest.mark.parametrize("function", [patch, unpatch])
-def test_what_is_no_module_is_refused(function: Any) -> None:
-    words = rf"\[{function.__name__}\] model must be a torch.nn.Module but got "
-    with pytest.raises(TypeError, match=words + r"3\."):
-        function(3)
-    held = rf"a Pipeline, whose modules are vae, transformer; call {function.__name__}\(pipeline.transformer\)"
-    with pytest.raises(TypeError, match=words + held):
-        function(Pipeline())
+HELD = "a Pipeline, whose modules are vae, transformer; call"
+REFUSED: list[tuple[type[Exception], str, Callable[[], object]]] = [
+    (TypeError, "[patch] model must be a torch.nn.Module but got 3.", lambda: patch(3)),
+    (TypeError, f"{HELD} patch(pipeline.transformer)", lambda: patch(Pipeline())),
+    (TypeError, f"{HELD} unpatch(pipeline.transformer)", lambda: unpatch(Pipeline())),
+    (ValueError, "angles must be one of model, exact", lambda: patch(nn.Identity(), angles="x")),
+    (ValueError, "rounding must be one of", lambda: patch(nn.Identity(), rounding="each")),
+    (ValueError, "one of vllm, vllm-native, sglang", lambda: patch(nn.Identity(), stack="x")),
+    (
+        ValueError,
+        "must not be given with stack='vllm'",
+        lambda: patch(nn.Identity(), stack="vllm", rounding="once"),
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"angles": "x"}, "angles must be one of model, exact but got 'x'"),
-        ({"rounding": "each"}, "rounding must be one of model, once but got"),
-        ({"stack": "x"}, "stack must be one of vllm, vllm-native, sglang but"),
-        ({"stack": "vllm", "rounding": "once"}, "must not be given with stack='vllm'"),
-    ],
-)
-def test_options_that_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        patch(nn.Identity(), **options)
+@pytest.mark.parametrize("kind, words, call", REFUSED)
+def test_arguments_that_are_refused(kind: Any, words: str, call: Callable[[], object]) -> None:
+    with pytest.raises(kind, match=re.escape(words)):
+        call()

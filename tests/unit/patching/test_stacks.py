@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,17 +26,14 @@ from tightrope.positions import multi_axis
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 IDS = torch.tensor([[0, 1, 5, 63, 900, 4095, 100_000], [7, 6, 5, 4, 3, 2, 1]])
-STACKS = ("vllm", "vllm-native", "sglang")
+MSCALES = {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("Llama", DEFAULT),
     "linear": ("Llama", {**DEFAULT, "rope_type": "linear", "factor": 4.0}),
     "yarn": ("Llama", YARN),
     "llama3": ("Llama", LLAMA3),
     "some channels": ("GPT-NeoX", {**DEFAULT, "partial_rotary_factor": 0.5}),
-    "adjacent pairs": (
-        "DeepSeek-V3",
-        {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
-    ),
+    "adjacent pairs": ("DeepSeek-V3", MSCALES),
     "three axes": ("Qwen2.5-VL", {**DEFAULT, "mrope_section": [2, 3, 3]}),
 }
 
@@ -60,7 +58,7 @@ def runs(function: Any, dtype: torch.dtype, order: torch.Tensor) -> list[torch.T
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("stack", ["vllm", "vllm-native", "sglang"])
 def test_the_bits_of_a_stack(stack: str, name: str, dtype: torch.dtype) -> None:
     family, rope = MODELS[name]
     model = small_model(family, rope_parameters=rope).to(dtype)
@@ -68,6 +66,7 @@ def test_the_bits_of_a_stack(stack: str, name: str, dtype: torch.dtype) -> None:
     assert isinstance(spec, RopeSpec)
     report = patch(model, stack=stack)
     assert not report.left, str(report)
+    assert f"RotaryEmbedding: cosines and sines of {stack}" in str(report)
     where = IDS if spec.axes is None else multi_axis(IDS.expand(3, *IDS.shape))
     rope_ = spec.at(where, stack=stack)
     # DeepSeek's spec has channels before those that turn, and transformers returns adjacent pairs as two halves.
@@ -82,17 +81,6 @@ def test_the_bits_of_a_stack(stack: str, name: str, dtype: torch.dtype) -> None:
     assert_same_bits(got, runs(wanted, dtype, plain))
 
 
-@torch.no_grad()
-def test_a_model_differs_from_its_own_and_is_restored() -> None:
-    model = small_model("Llama").to(BF16)
-    own = outputs(model)
-    with patch(model, stack="vllm") as report:
-        assert not torch.equal(outputs(model), own)
-        assert "LlamaRotaryEmbedding: cosines and sines of vllm" in str(report)
-        assert outputs(model).dtype == BF16
-    assert_same_bits(outputs(model), own)
-
-
 def test_tables_have_the_dtype_of_autocast() -> None:
     """There the hidden state may be float32, while the server's is bfloat16."""
     model = small_model("Llama")
@@ -105,26 +93,28 @@ def test_tables_have_the_dtype_of_autocast() -> None:
     assert_same_bits(seen, wanted)
 
 
-@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
-def test_rules_by_length_are_refused(rope: dict[str, Any]) -> None:
-    """A server fixes the length for all rows, and the model does not know it."""
-    with pytest.raises(ValueError, match="depend on the length, which stack 'vllm' fixes; call"):
-        patch(small_model("Llama", rope_parameters=rope), stack="vllm")
+def with_rope(rope: dict[str, Any]) -> Callable[[Any], None]:
+    return lambda model: model.__init__(small_model("Llama", rope_parameters=rope).config)
 
 
-@pytest.mark.parametrize("change", ["frequencies", "factor", "configuration"])
-def test_values_that_the_configuration_does_not_give_are_refused(change: str) -> None:
-    """A server computes its tables from the configuration, so it would not have those of the model."""
+# A server fixes the length for all rows, and the model does not know it; and it computes its tables from the
+# configuration, so it would not have those of a model that holds others.
+LENGTH, OTHER = "depend on the length, which stack 'vllm' fixes; call", "those of neither its conf"
+REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "longrope": (LENGTH, with_rope(LONGROPE)),
+    "dynamic": (LENGTH, with_rope(DYNAMIC)),
+    "frequencies": (OTHER, lambda model: model.model.rotary_emb.inv_freq.mul_(0.5)),
+    "factor": (OTHER, lambda model: setattr(model.model.rotary_emb, "attention_scaling", 2.0)),
+    "configuration": (OTHER, lambda m: m.config.rope_parameters.update(rope_theta=7e6)),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_models_that_no_server_would_rotate_so_are_refused(what: str) -> None:
+    words, change = REFUSED[what]
     model = small_model("Llama")
-    if change == "frequencies":
-        model.model.rotary_emb.inv_freq.mul_(0.5)
-    elif change == "factor":
-        model.model.rotary_emb.attention_scaling = 2.0
-    else:
-        model.config.rope_parameters = {**DEFAULT, "rope_theta": 7e6}
-    with pytest.raises(
-        ValueError, match="those of neither its configuration nor its inv_freq; call"
-    ):
+    change(model)
+    with pytest.raises(ValueError, match=words):
         patch(model, stack="vllm")
     outputs(model)
 

@@ -1,6 +1,7 @@
 """Positions with several coordinates: grids of patches, and text among images and videos."""
 
 import itertools
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -12,59 +13,59 @@ from tests.support.resolved import columns, flat, resolve
 from tightrope.positions import concatenate, grid, mrope, mrope_next, multi_axis
 
 PROFILE = settings(derandomize=True, database=None, deadline=None)
-GRIDS = st.lists(st.integers(0, 4), min_size=1, max_size=3)
+
+ints = st.integers(-5, 5)
+numbers = st.one_of(ints, ints.map(numpy.int32), ints.map(lambda i: numpy.float32(i / 2)))
+#: Blocks of cells, cells of a block, start and step of an axis.
+AXES = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 3), numbers, numbers), min_size=1, max_size=3
+)
 
 
 @PROFILE
-@given(GRIDS, st.integers(-5, 5), st.integers(-3, 3))
-def test_a_grid_is_row_major(sizes: list[int], start: int, step: int) -> None:
-    cells = itertools.product(*[[start + step * i for i in range(size)] for size in sizes])
-    where = grid(*sizes, start=start, step=step)
-    assert flat(where) == columns(list(cells), len(sizes))
-    assert where.ids.dtype == torch.int64
+@given(AXES, st.booleans())
+def test_a_grid_is_row_major_by_blocks(axes: list[tuple[Any, ...]], shared: bool) -> None:
+    """With one start, step and size of blocks for all axes, or with those of each."""
+    if shared:
+        axes = [(blocks, *axes[0][1:]) for blocks, *_ in axes]
+    blocks, merge, start, step = (list(each) for each in zip(*axes, strict=True))
+    sizes = [numpy.int64(n * m) for n, m in zip(blocks, merge, strict=True)]
+    cells = [
+        tuple(
+            float(first + each * (b * m + i))
+            for first, each, b, m, i in zip(start, step, block, merge, cell, strict=True)
+        )
+        for block in itertools.product(*map(range, blocks))
+        for cell in itertools.product(*map(range, merge))
+    ]
+    options = {"merge": merge, "start": start, "step": step}
+    if shared:
+        options = {name: values[0] for name, values in options.items()}
+    where = grid(*sizes, **options)
+    assert flat(where) == columns(cells, len(axes))
+    floating = any(isinstance(number, numpy.float32) for number in (*start, *step))
+    assert where.ids.dtype == (torch.float64 if floating else torch.int64)
 
 
-def test_a_grid_with_its_own_start_and_step_on_each_axis() -> None:
-    where = grid(2, 1, 2, start=(10, 20, 30), step=[1, 5, 0.5])
-    assert flat(where) == [[10, 10, 11, 11], [20, 20, 20, 20], [30, 30.5, 30, 30.5]]
-    assert where.ids.dtype == torch.float64
+ENDS = st.tuples(st.floats(-4, 4), st.floats(-4, 4))
 
 
 @PROFILE
-@given(GRIDS, st.floats(-4, 4), st.floats(-4, 4))
-def test_a_span_is_cut_into_equal_parts(sizes: list[int], low: float, high: float) -> None:
-    got = flat(grid(*sizes, span=(low, high)))
+@given(st.lists(st.tuples(st.integers(0, 4), ENDS), min_size=1, max_size=3), st.booleans())
+def test_a_span_is_cut_into_equal_parts(axes: list[tuple[int, Any]], shared: bool) -> None:
+    """One for all axes, or one for each."""
+    sizes, spans = (list(each) for each in zip(*axes, strict=True))
+    if shared:
+        spans = spans[:1] * len(sizes)
+    found = flat(grid(*sizes, span=spans[0] if shared else spans))
     lines = []
-    for size in sizes:
+    for size, (low, high) in zip(sizes, spans, strict=True):
         width = Fraction(high) - Fraction(low)
         lines.append([Fraction(low) + width * (2 * i + 1) / (2 * size) for i in range(size)])
     wanted = columns(list(itertools.product(*lines)), len(sizes))
-    for axis, exact in zip(got, wanted, strict=True):
-        for one, other in zip(axis, exact, strict=True):
-            # Three roundings of numbers below 16.
-            assert abs(Fraction(one) - other) <= Fraction(3 * 16, 2**53)
-
-
-def test_numbers_of_other_libraries_are_numbers() -> None:
-    where = grid(numpy.int64(2), 2, step=numpy.float32(0.5), start=numpy.int32(1))
-    assert flat(where) == [[1, 1, 1.5, 1.5], [1, 1.5, 1, 1.5]]
-
-
-def test_a_span_of_each_axis() -> None:
-    got = torch.tensor(flat(grid(4, 2, span=[(-1, 1), (0, 4)])))
-    assert got[0, ::2].tolist() == [-0.75, -0.25, 0.25, 0.75]
-    assert got[1, :2].tolist() == [1, 3]
-
-
-@PROFILE
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=3))
-def test_merged_blocks_are_consecutive(axes: list[tuple[int, int]]) -> None:
-    sizes, merges = [n * m for n, m in axes], [m for _, m in axes]
-    wanted = []
-    for block in itertools.product(*[range(n) for n, _ in axes]):
-        for inside in itertools.product(*[range(m) for m in merges]):
-            wanted.append(tuple(b * m + i for b, m, i in zip(block, merges, inside, strict=True)))
-    assert flat(grid(*sizes, merge=merges)) == columns(wanted, len(axes))
+    for one, exact in zip(itertools.chain(*found), itertools.chain(*wanted), strict=True):
+        # Three roundings of numbers below 16.
+        assert abs(Fraction(one) - exact) <= Fraction(3 * 16, 2**53)
 
 
 # --- text among images ----------------------------------------------------------------------------
@@ -75,7 +76,7 @@ SEGMENTS = st.lists(st.one_of(st.integers(0, 4), CELLS), max_size=5)
 
 @PROFILE
 @given(SEGMENTS, st.integers(-3, 9), st.sampled_from(["all", "space"]))
-def test_mrope(segments: list[Any], start: int, next_from: str) -> None:
+def test_mrope(segments: Sequence[Any], start: int, next_from: str) -> None:
     tokens: list[tuple[int, ...]] = []
     begin = start
     for segment in segments:
@@ -87,14 +88,10 @@ def test_mrope(segments: list[Any], start: int, next_from: str) -> None:
                 tuple(begin + i for i in cell) for cell in itertools.product(*map(range, segment))
             ]
             tokens += cells
-            last = max(max(cell if next_from == "all" else cell[1:]) for cell in cells)
-            begin = last + 1
-    where = mrope(segments, start=start, next_from=next_from)
-    assert flat(where) == columns(tokens, 3)
+            begin = max(max(cell if next_from == "all" else cell[1:]) for cell in cells) + 1
+    assert flat(mrope(segments, start=start, next_from=next_from)) == columns(tokens, 3)
     largest = max((max(token) for token in tokens), default=start - 1)
     assert mrope_next(segments, start=start, next_from=next_from) == largest + 1
-    if next_from == "all":
-        assert begin == largest + 1
 
 
 def test_mrope_with_time_steps() -> None:

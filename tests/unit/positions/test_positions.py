@@ -2,13 +2,14 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.matrix import every_backend
 from tests.support.resolved import flat, resolve
@@ -24,6 +25,7 @@ from tightrope.positions import (
     grid,
     left_padded,
     mrope,
+    mrope_next,
     multi_axis,
     packed,
     per_row,
@@ -32,7 +34,193 @@ from tightrope.positions import (
 )
 
 PROFILE = settings(derandomize=True, database=None, deadline=None)
-ALLOWED = [torch.int32, torch.int64, torch.float32, torch.float64]
+
+
+# --- every kind -----------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """The tensors that positions of 8 tokens are made of."""
+
+    ids: torch.Tensor
+    ends: torch.Tensor
+    rows: torch.Tensor
+    mask: torch.Tensor
+
+
+INPUTS = Inputs(
+    torch.tensor([5, 3, 3, 9, -1, 0, 2, 7]),
+    torch.tensor([0, 4, 8], dtype=torch.int32),
+    torch.tensor([100, -4]),
+    torch.tensor([[0] * 5 + [1] * 3, [1] * 8], dtype=torch.bool),
+)
+IDS = INPUTS.ids.tolist()
+
+
+def line(start: float, tokens: int = 8) -> list[float]:
+    return [start + token for token in range(tokens)]
+
+
+def inside(g: Inputs, offsets: Any = None) -> Positions:
+    return packed(g.ends, offsets, total=g.mask.shape[1])
+
+
+# How they are made, and their values [axes][rows][tokens].
+KINDS: dict[str, tuple[Callable[[Inputs], positions.PositionsLike], list[list[list[float]]]]] = {
+    "none": (lambda _: None, [[line(0)]]),
+    "offset": (lambda _: 70_000, [[line(70_000)]]),
+    "ids": (lambda g: g.ids, [[IDS]]),
+    "ids per row": (
+        lambda g: torch.stack((g.ids, g.ids + 1)).int(),
+        [[IDS, [i + 1 for i in IDS]]],
+    ),
+    # Not 0.5: half a phase word may be rounded either way, which can change the last bit of float64.
+    "fractional ids": (lambda g: g.ids + 0.25, [[[i + 0.25 for i in IDS]]]),
+    "offset per row": (lambda g: per_row(g.rows), [[line(100), line(-4)]]),
+    "fractional offset": (lambda g: per_row(g.rows + 0.25), [[line(100.25), line(-3.75)]]),
+    "packed": (inside, [[line(0, 4) * 2]]),
+    "packed with an offset": (lambda g: inside(g, 7), [[line(7, 4) * 2]]),
+    "packed with offsets": (lambda g: inside(g, g.rows), [[line(100, 4) + line(-4, 4)]]),
+    "packed with fractions": (lambda g: inside(g, g.rows / 8), [[line(12.5, 4) + line(-0.5, 4)]]),
+    "left padded": (lambda g: left_padded(g.mask), [[[0] * 5 + [0, 1, 2], line(0)]]),
+    "two axes": (lambda g: multi_axis(torch.stack((g.ids, -g.ids))), [[IDS], [[-i for i in IDS]]]),
+    "two axes per row": (
+        lambda g: multi_axis(torch.stack((g.mask.long(), 2 * g.mask))),
+        [[[0] * 5 + [n] * 3, [n] * 8] for n in (1, 2)],
+    ),
+    "text": (lambda g: text(6, axes=2, device=g.ids.device), [[line(6)]] * 2),
+    "text per row": (lambda g: text(per_row(g.rows), axes=3), [[line(100), line(-4)]] * 3),
+    "text with ids": (lambda g: text(g.ids, axes=2), [[IDS]] * 2),
+    "grid": (
+        lambda g: grid(g.mask.shape[1] // 2, 2, device=g.ids.device),
+        [[[0, 0, 1, 1, 2, 2, 3, 3]], [[0, 1] * 4]],
+    ),
+    "merged grid": (
+        lambda g: grid(2, 4, merge=2, device=g.ids.device),
+        [[[0, 0, 1, 1] * 2], [[0, 1, 0, 1, 2, 3, 2, 3]]],
+    ),
+    "normalised grid": (
+        lambda g: grid(4, 2, span=(-1, 1), device=g.ids.device),
+        [[[-0.75] * 2 + [-0.25] * 2 + [0.25] * 2 + [0.75] * 2], [[-0.5, 0.5] * 4]],
+    ),
+    "mixed": (
+        lambda g: mrope([3, (1, 2, 2), 1], device=g.ids.device),
+        [[[0, 1, 2, 3, 3, 3, 3, 5]], [[0, 1, 2, 3, 3, 4, 4, 5]], [[0, 1, 2, 3, 4, 3, 4, 5]]],
+    ),
+    "time steps": (
+        lambda g: mrope([(2, 2, 2, 1.5)], device=g.ids.device),
+        [[[0] * 4 + [1] * 4], [[0, 0, 1, 1] * 2], [[0, 1] * 4]],
+    ),
+    "images of several sizes": (
+        lambda g: concatenate([grid(*size, device=g.ids.device) for size in ((1, 4), (2, 2))]),
+        [[[0] * 6 + [1, 1]], [[0, 1, 2, 3, 0, 1, 0, 1]]],
+    ),
+    "parts": (
+        lambda g: concatenate([g.ends, g.ids[:3].int(), g.ids[:2]]),
+        [[[0, 4, 8, *IDS[:3], *IDS[:2]]]],
+    ),
+    "explicit": (lambda g: explicit(per_row(g.rows), 8), [[line(100), line(-4)]]),
+    "shard": (lambda g: shard(per_row(g.rows), 1, 2, tokens=16), [[line(108), line(4)]]),
+    "zigzag shard": (
+        lambda g: shard(per_row(g.rows), 1, 3, kind="zigzag", tokens=24),
+        [[line(104, 4) + line(116, 4), line(0, 4) + line(12, 4)]],
+    ),
+    "packed zigzag shard": (
+        lambda g: shard(inside(g), 1, 2, kind="zigzag", cu_seqlens=g.ends),
+        [[[1, 2, 1, 2]]],
+    ),
+}
+every_kind = pytest.mark.parametrize("make, wanted", KINDS.values(), ids=KINDS)
+
+
+def spec_for(axes: int) -> RopeSpec:
+    sections = None if axes == 1 else Axes.blocks((6 // axes,) * axes)
+    return RopeSpec(20, rotary_dim=12, start=3, axes=sections)
+
+
+def x_for(wanted: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(2, 3, len(wanted[0][0]), 20).to(dtype)
+
+
+@every_kind
+def test_every_kind_gives_its_positions(make: Any, wanted: Any) -> None:
+    where, size = as_positions(make(INPUTS)), (len(wanted[0]), len(wanted[0][0]))
+    assert resolve(where, *size) == wanted
+    written = explicit(where, size[1])
+    assert (written.offset, written.add_index) == (0, False)
+    assert written.ids.dtype in (torch.int64, torch.float64)
+    assert resolve(written, *size) == wanted
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@every_kind
+def test_every_kind_equals_its_ids_bit_for_bit(
+    make: Any, wanted: Any, dtype: torch.dtype, backend: str
+) -> None:
+    ids = torch.tensor(wanted, dtype=torch.float64)
+    if (ids == ids.round()).all():
+        ids = ids.to(torch.int64)
+    spec, x, where = spec_for(len(wanted)), x_for(wanted, dtype).requires_grad_(), make(INPUTS)
+    weight, results = torch.randn(x.shape).to(dtype), []
+    for rope, at in ((spec, where), (spec.at(where), None), (spec, Positions(ids, 0, False))):
+        y = rotate(x, rope, at, backend=backend)
+        results.append((y, *torch.autograd.grad(y, x, weight)))
+    for made in results[:2]:
+        assert_same_bits(made, results[2])
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@every_kind
+def test_made_in_a_compiled_function(
+    make: Any, wanted: Any, dynamic: bool, fresh_compiler: None
+) -> None:
+    spec, x = spec_for(len(wanted)), x_for(wanted)
+
+    def function(x: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        return rotate(x, spec, make(Inputs(*inputs)))
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    assert_same_bits(compiled(x, *INPUTS), function(x, *INPUTS))
+
+
+@every_kind
+def test_made_on_the_meta_device_and_of_fake_tensors(make: Any, wanted: Any) -> None:
+    """Meta tensors stand for those of a device: reading one is an error."""
+    right = as_positions(make(INPUTS))
+    if right.ids is None:
+        return
+    meta = as_positions(make(Inputs(*(tensor.to("meta") for tensor in INPUTS))))
+    assert meta.ids.device.type == "meta"
+    with FakeTensorMode() as mode:
+        fake = as_positions(make(Inputs(*map(mode.from_tensor, INPUTS))))
+    for ids in (meta.ids, fake.ids):
+        assert (ids.shape, ids.dtype) == (right.ids.shape, right.ids.dtype)
+    assert (meta.offset, meta.add_index) == (right.offset, right.add_index)
+
+
+# Beside those of tests/support/calls.py.
+FLOATING: dict[str, Callable[[torch.Tensor], positions.PositionsLike]] = {
+    "packed": lambda p: packed(torch.tensor([0, 3, 8]), p[0, :2]),
+    "text": lambda p: text(p[0], axes=2),
+    "several": lambda p: concatenate([multi_axis(p[:2, :5]), grid(1, 3)]),
+    "shard": lambda p: shard(multi_axis(torch.cat((p[:2], p[2:]), 1)), 0, 2, kind="zigzag"),
+    "explicit": lambda p: explicit(per_row(p[:2, 0]), 8),
+}
+
+
+@pytest.mark.one_in(3)
+@every_backend
+@pytest.mark.parametrize("make", FLOATING.values(), ids=FLOATING)
+def test_gradients_reach_fractional_positions(make: Any, backend: str) -> None:
+    p = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    spec = spec_for(as_positions(make(p)).axes)
+    x = torch.randn(2, 1, 8, 20, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, p: rotate(x, spec, make(p), backend=backend), (x, p))
+
+
+# --- the canonical form ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offset", [0, 7, -3, 2**31, 2**63 - 1, -(2**63), numpy.int32(7)])
@@ -42,7 +230,7 @@ def test_an_int_is_an_offset(offset: int) -> None:
     assert resolve(where, 1, 2) == [[[offset, int(offset) + 1]]]
 
 
-@pytest.mark.parametrize("dtype", ALLOWED)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.float64])
 def test_tensors_of_every_dtype(dtype: torch.dtype) -> None:
     one = torch.tensor([3, 1, -4]).to(dtype)
     assert resolve(as_positions(one), 2, 3) == [[[3, 1, -4], [3, 1, -4]]]
@@ -63,70 +251,63 @@ def test_canonical_form_passes_through() -> None:
     assert as_positions(positions.ZERO) is positions.ZERO
     with pytest.raises(dataclasses.FrozenInstanceError):
         where.offset = 3  # type: ignore[misc]
+    assert as_positions(torch.zeros(0, dtype=torch.int64)).ids.shape == (1, 1, 0)
 
 
-def test_empty_ids_are_ids() -> None:
-    where = as_positions(torch.zeros(0, dtype=torch.int64))
-    assert where.ids.shape == (1, 1, 0)
+def test_float32_numbers_are_added_to_exactly() -> None:
+    p, tenth = torch.tensor([0.1]), torch.tensor([0.1]).item()
+    assert flat(explicit(per_row(p), 3)) == [line(tenth, 3)]
+    where = shard(per_row(p), 1, 2, kind="zigzag", tokens=16)
+    assert flat(where) == [[tenth + token for token in range(4, 12)]]
 
 
-# --- packed ---------------------------------------------------------------------------------------
-
-LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=6)
+# --- packed and padded rows -----------------------------------------------------------------------
 
 
-def ends_of(lengths: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+def ends_of(lengths: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
 
 
 @PROFILE
-@given(LENGTHS, st.sampled_from([torch.int32, torch.int64]), st.integers(-9, 9), st.booleans())
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.integers(-(2**40), 2**40)), min_size=1, max_size=6),
+    st.sampled_from([torch.int32, torch.int64]),
+    st.booleans(),
+    st.booleans(),
+)
 def test_packed_positions_restart(
-    lengths: list[int], dtype: torch.dtype, offset: int, with_total: bool
+    sequences: list[tuple[int, int]], dtype: torch.dtype, shared: bool, with_total: bool
 ) -> None:
-    wanted = [offset + token for length in lengths for token in range(length)]
-    total = sum(lengths) if with_total else None
-    where = packed(ends_of(lengths, dtype), offset, total)
+    """At one offset for all sequences, or at one for each."""
+    lengths, offsets = zip(*sequences, strict=True)
+    if shared:
+        offsets = offsets[:1] * len(lengths)
+    wanted = [at + token for length, at in zip(lengths, offsets) for token in range(length)]
+    given_offsets = offsets[0] if shared else torch.tensor(offsets)
+    where = packed(ends_of(lengths, dtype), given_offsets, sum(lengths) if with_total else None)
     assert resolve(where, 1, len(wanted)) == [[wanted]]
-    assert where.ids.dtype == dtype
-
-
-@PROFILE
-@given(st.lists(st.tuples(st.integers(0, 7), st.integers(-(2**40), 2**40)), min_size=1, max_size=6))
-def test_packed_with_an_offset_for_each_sequence(sequences: list[tuple[int, int]]) -> None:
-    wanted = [offset + token for length, offset in sequences for token in range(length)]
-    cu_seqlens = ends_of([length for length, _ in sequences], torch.int32)
-    where = packed(cu_seqlens, torch.tensor([offset for _, offset in sequences]))
-    assert resolve(where, 1, len(wanted)) == [[wanted]]
+    assert where.ids.dtype == (dtype if shared else torch.int64)
 
 
 def test_packed_with_fractional_offsets() -> None:
     offsets = torch.tensor([0.1, -2.5], requires_grad=True)
     where = packed(torch.tensor([0, 3, 5]), offsets)
-    exact = torch.tensor([0.1, -2.5]).double().tolist()
-    assert resolve(where, 1, 5) == [
-        [[exact[0], exact[0] + 1, exact[0] + 2, exact[1], exact[1] + 1]]
-    ]
+    one, other = torch.tensor([0.1, -2.5]).double().tolist()
+    assert resolve(where, 1, 5) == [[line(one, 3) + line(other, 2)]]
     (grad,) = torch.autograd.grad(where.ids.sum(), offsets)
     assert grad.tolist() == [3, 2]
 
 
 def test_packed_int32_offsets_do_not_overflow() -> None:
-    top = 2**31 - 1
-    where = packed(torch.tensor([0, 3], dtype=torch.int32), torch.tensor([top], dtype=torch.int32))
-    assert resolve(where, 1, 3) == [[[top, top + 1, top + 2]]]
+    top = torch.tensor([2**31 - 1], dtype=torch.int32)
+    where = packed(torch.tensor([0, 3], dtype=torch.int32), top)
+    assert resolve(where, 1, 3) == [[line(top.item(), 3)]]
 
 
 def test_tokens_past_an_unreadable_end_continue() -> None:
-    # A graph cannot compare `total` with the end of cu_seqlens. An eager call on the CPU raises an
-    # error if they differ.
-    function = torch.compile(
-        lambda cu_seqlens: packed(cu_seqlens, total=6).ids, fullgraph=True, backend="eager"
-    )
-    assert function(torch.tensor([0, 3, 5])).tolist() == [[[0, 1, 2, 0, 1, 2]]]
-
-
-# --- left padding ---------------------------------------------------------------------------------
+    """A graph cannot compare `total` with the end of cu_seqlens; an eager call refuses another end."""
+    make = torch.compile(lambda ends: packed(ends, total=6).ids, fullgraph=True, backend="eager")
+    assert make(torch.tensor([0, 3, 5])).tolist() == [[[0, 1, 2, 0, 1, 2]]]
 
 
 @PROFILE
@@ -144,134 +325,7 @@ def test_masked_tokens_do_not_count(rows: list[list[int]], dtype: torch.dtype) -
     assert resolve(where, len(rows), len(rows[0])) == [wanted]
 
 
-# --- explicit, concatenate, shard ------------------------------------------------------------------
-
-
-def line(start: float, tokens: int = 8) -> list[float]:
-    return [start + token for token in range(tokens)]
-
-
-ROWS = torch.tensor([100, -4])
-# Positions of 8 tokens, with their values [axes][rows][tokens].
-KINDS: dict[str, tuple[positions.PositionsLike, list[list[list[float]]]]] = {
-    "none": (None, [[line(0)]]),
-    "offset": (70_000, [[line(70_000)]]),
-    "ids": (torch.tensor([5, 3, 3, 9, -1, 0, 2, 7]), [[[5, 3, 3, 9, -1, 0, 2, 7]]]),
-    "ids per row": (torch.tensor([line(4), line(-9)]).int(), [[line(4), line(-9)]]),
-    "fractional ids": (torch.tensor(line(0.25)), [[line(0.25)]]),
-    "offset per row": (per_row(ROWS), [[line(100), line(-4)]]),
-    # Not 0.5: half a phase word may be rounded either way, which can change the last bit of float64.
-    "fractional offset per row": (per_row(ROWS + 0.25), [[line(100.25), line(-3.75)]]),
-    "packed": (packed(torch.tensor([0, 3, 3, 8])), [[line(0, 3) + line(0, 5)]]),
-    "packed with an offset": (packed(torch.tensor([0, 3, 8]), 7), [[line(7, 3) + line(7, 5)]]),
-    "packed with offsets": (packed(torch.tensor([0, 3, 8]), ROWS), [[line(100, 3) + line(-4, 5)]]),
-    "packed with fractional offsets": (
-        packed(torch.tensor([0, 3, 8]), ROWS / 8),
-        [[line(12.5, 3) + line(-0.5, 5)]],
-    ),
-    "left padded": (
-        left_padded(torch.tensor([[0] * 5 + [1] * 3, [1] * 8])),
-        [[[0] * 5 + [0, 1, 2], line(0)]],
-    ),
-    "two axes": (multi_axis(torch.tensor([line(0), line(9)])), [[line(0)], [line(9)]]),
-    "two axes per row": (
-        multi_axis(torch.tensor([[line(0), line(1)], [line(2), line(3)]])),
-        [[line(0), line(1)], [line(2), line(3)]],
-    ),
-    "text": (text(6, axes=2), [[line(6)]] * 2),
-    "text per row": (text(per_row(ROWS), axes=3), [[line(100), line(-4)]] * 3),
-    "text with ids": (text(torch.tensor(line(2)), axes=2), [[line(2)]] * 2),
-    "grid": (grid(4, 2), [[[0, 0, 1, 1, 2, 2, 3, 3]], [[0, 1] * 4]]),
-    "normalised grid": (
-        grid(4, 2, span=(-1, 1)),
-        [[[-0.75] * 2 + [-0.25] * 2 + [0.25] * 2 + [0.75] * 2], [[-0.5, 0.5] * 4]],
-    ),
-    "mixed": (
-        mrope([3, (1, 2, 2), 1]),
-        [[[0, 1, 2, 3, 3, 3, 3, 5]], [[0, 1, 2, 3, 3, 4, 4, 5]], [[0, 1, 2, 3, 4, 3, 4, 5]]],
-    ),
-    "images of several sizes": (
-        concatenate([grid(1, 4), grid(2, 2)]),
-        [[[0] * 6 + [1, 1]], [[0, 1, 2, 3, 0, 1, 0, 1]]],
-    ),
-    "shard": (shard(5, 1, 2, tokens=16), [[line(13)]]),
-    "zigzag shard": (
-        shard(per_row(ROWS), 1, 3, kind="zigzag", tokens=24),
-        [[line(104, 4) + line(116, 4), line(0, 4) + line(12, 4)]],
-    ),
-}
-every_kind = pytest.mark.parametrize("where, wanted", KINDS.values(), ids=KINDS)
-
-
-def spec_for(axes: int) -> RopeSpec:
-    if axes == 1:
-        return RopeSpec(20, rotary_dim=12, start=3)
-    return RopeSpec(20, rotary_dim=12, start=3, axes=Axes.blocks((6 // axes,) * axes))
-
-
-@every_kind
-def test_every_kind_gives_its_positions(where: positions.PositionsLike, wanted: Any) -> None:
-    assert resolve(as_positions(where), len(wanted[0]), 8) == wanted
-    written = explicit(where, 8)
-    assert (written.offset, written.add_index) == (0, False)
-    assert written.ids.dtype in (torch.int64, torch.float64)
-    assert resolve(written, len(wanted[0]), 8) == wanted
-
-
-@every_backend
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@every_kind
-def test_every_kind_equals_its_ids_bit_for_bit(
-    where: positions.PositionsLike, wanted: Any, dtype: torch.dtype, backend: str
-) -> None:
-    ids = torch.tensor(wanted, dtype=torch.float64)
-    if (ids == ids.round()).all():
-        ids = ids.to(torch.int64)
-    spec = spec_for(len(wanted))
-    x = torch.randn(2, 3, 8, 20).to(dtype).requires_grad_()
-    weight = torch.randn(x.shape).to(dtype)
-    results = []
-    for rope, at in (
-        (spec, where),
-        (spec.at(where), None),
-        (spec, Positions(ids, add_index=False)),
-    ):
-        y = rotate(x, rope, at, backend=backend)
-        results.append((y, *torch.autograd.grad(y, x, weight)))
-    for made in results[:2]:
-        assert_same_bits(made[0], results[2][0])
-        assert_same_bits(made[1], results[2][1])
-
-
-FLOATING: dict[str, Callable[[torch.Tensor], positions.PositionsLike]] = {
-    "ids": lambda p: p[0],
-    "ids per row": lambda p: p[:2],
-    "offset per row": lambda p: per_row(p[:2, 0]),
-    "packed": lambda p: packed(torch.tensor([0, 3, 8]), p[0, :2]),
-    "axes": lambda p: multi_axis(p[:2]),
-    "text": lambda p: text(p[0], axes=2),
-    "several": lambda p: concatenate([multi_axis(p[:2, :5]), grid(1, 3)]),
-    "shard": lambda p: shard(multi_axis(torch.cat((p[:2], p[2:]), 1)), 0, 2, kind="zigzag"),
-    "explicit": lambda p: explicit(per_row(p[:2, 0]), 8),
-}
-
-
-@pytest.mark.one_in(3)
-@every_backend
-@pytest.mark.parametrize("name", FLOATING)
-def test_gradients_reach_fractional_positions(name: str, backend: str) -> None:
-    p = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
-    axes = as_positions(FLOATING[name](p)).axes
-    spec = spec_for(axes)
-    x = torch.randn(2, 1, 8, 20, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda x, p: rotate(x, spec, FLOATING[name](p), backend=backend), (x, p)
-    )
-
-
-def test_explicit_keeps_float32_ids_exact() -> None:
-    p = torch.tensor([0.1])
-    assert flat(explicit(per_row(p), 3)) == [[p.item(), p.item() + 1, p.item() + 2]]
+# --- concatenate ----------------------------------------------------------------------------------
 
 
 @PROFILE
@@ -282,22 +336,29 @@ def test_concatenate_along_tokens(parts: list[list[int]]) -> None:
 
 
 def test_concatenate_brings_parts_to_one_form() -> None:
-    where = concatenate(
-        [
-            torch.tensor([1, 2], dtype=torch.int32),
-            torch.tensor([[0.5], [7.0]]),
-            Positions(torch.tensor([[[3]]]), offset=4, add_index=False),
-        ]
-    )
+    one = torch.tensor([1, 2], dtype=torch.int32)
+    rest = torch.tensor([[0.5], [7.0]]), Positions(torch.tensor([[[3]]]), offset=4, add_index=False)
+    where = concatenate([one, *rest])
     assert resolve(where, 2, 4) == [[[1, 2, 0.5, 7], [1, 2, 7, 7]]]
     assert where.ids.dtype == torch.float64
-    narrow = concatenate([torch.tensor([1], dtype=torch.int32)] * 2)
-    assert narrow.ids.dtype == torch.int32
-
-
-def test_concatenate_along_rows() -> None:
+    assert concatenate([one] * 2).ids.dtype == torch.int32
     rows = [torch.tensor([1, 2]), torch.tensor([[3, 4], [5, 6]])]
     assert resolve(concatenate(rows, along="rows"), 3, 2) == [[[1, 2], [3, 4], [5, 6]]]
+
+
+@pytest.mark.parametrize("steps", [(1.5, 0.29, 0.7), (2, 3, 5)], ids=["floats", "ints"])
+def test_a_time_step_may_be_an_argument_of_a_compiled_function(
+    steps: Sequence[float], fresh_compiler: None
+) -> None:
+    """From its second value on, the compiler passes a symbol in place of the number."""
+
+    def ids(x: torch.Tensor, step: float) -> torch.Tensor:
+        return x + mrope([(101, 1, 1, step), 1]).ids + mrope_next([(101, 1, 1, step)])
+
+    compiled = torch.compile(ids, fullgraph=True, backend="aot_eager")
+    x = torch.zeros(1, dtype=torch.int64)
+    for step in steps:
+        assert_same_bits(compiled(x, step), ids(x, step))
 
 
 # --- context parallelism --------------------------------------------------------------------------
@@ -305,9 +366,8 @@ def test_concatenate_along_rows() -> None:
 
 def held(tokens: int, rank: int, size: int, kind: str) -> list[int]:
     """Return the indices of the tokens of a rank."""
-    if kind == "contiguous":
-        chunks, mine = size, [rank]
-    else:
+    chunks, mine = size, [rank]
+    if kind == "zigzag":
         chunks, mine = 2 * size, [rank, 2 * size - 1 - rank]
     length = tokens // chunks
     return [chunk * length + i for chunk in mine for i in range(length)]
@@ -318,45 +378,27 @@ def held(tokens: int, rank: int, size: int, kind: str) -> list[int]:
 def test_a_shard_is_its_part_of_the_whole(
     data: st.DataObject, size: int, each: int, kind: str
 ) -> None:
-    rank = data.draw(st.integers(0, size - 1))
-    tokens = each * size * (1 if kind == "contiguous" else 2)
-    numbers = torch.randint(-50, 50, (2, 2, tokens))
+    rank, tokens = data.draw(st.integers(0, size - 1)), each * size * (1 + (kind == "zigzag"))
+    numbers, mine = torch.randint(-50, 50, (2, 2, tokens)), held(tokens, rank, size, kind)
+    rows = per_row(torch.tensor([3, -8]))
     wholes: list[positions.PositionsLike] = [
-        None,
-        data.draw(st.integers(-9, 9)),
-        numbers[0, 0],
-        numbers[0].to(torch.int32),
-        per_row(torch.tensor([3, -8])),
-        per_row(torch.tensor([0.5, 2.0])),
-        multi_axis(numbers.double() / 4),
-        text(per_row(torch.tensor([3, -8])), axes=2),
-        Positions(numbers, offset=5, add_index=False),
+        *(None, data.draw(st.integers(-9, 9)), numbers[0, 0], numbers[0].to(torch.int32), rows),
+        *(per_row(torch.tensor([0.5, 2.0])), multi_axis(numbers.double() / 4)),
+        *(text(rows, axes=2), Positions(numbers, offset=5, add_index=False)),
     ]
-    mine = held(tokens, rank, size, kind)
     for whole in wholes:
         where = shard(whole, rank, size, kind=kind, tokens=tokens)
-        wanted = [
-            [[row[i] for i in mine] for row in axis]
-            for axis in resolve(as_positions(whole), 2, tokens)
-        ]
+        every = resolve(as_positions(whole), 2, tokens)
+        wanted = [[[row[i] for i in mine] for row in axis] for axis in every]
         assert resolve(where, 2, len(mine)) == wanted
-
-
-def test_zigzag_keeps_float32_offsets_exact() -> None:
-    p = torch.tensor([0.1])
-    where = shard(per_row(p), 1, 2, kind="zigzag", tokens=16)
-    assert flat(where) == [[p.item() + token for token in range(4, 12)]]
 
 
 def test_contiguous_shards_allocate_nothing() -> None:
     where = shard(7, 3, 4, tokens=8)
     assert (where.ids, where.offset, where.add_index) == (None, 13, True)
-    offsets = torch.tensor([1, 2])
-    of_rows = shard(per_row(offsets), 1, 2, tokens=8)
-    assert of_rows.ids.data_ptr() == offsets.data_ptr()
-    ids = torch.arange(8)
-    of_ids = shard(ids, 1, 2)
-    assert of_ids.ids.data_ptr() == ids[4:].data_ptr()
+    offsets, ids = torch.tensor([1, 2]), torch.arange(8)
+    assert shard(per_row(offsets), 1, 2, tokens=8).ids.data_ptr() == offsets.data_ptr()
+    assert shard(ids, 1, 2).ids.data_ptr() == ids[4:].data_ptr()
 
 
 @PROFILE
@@ -369,16 +411,14 @@ def test_zigzag_of_packed_sequences_cuts_each(
     each: list[int], size: int, dtype: torch.dtype
 ) -> None:
     lengths = [2 * size * n for n in each]
-    cu_seqlens = ends_of(lengths, dtype)
-    numbers = torch.randperm(sum(lengths))
+    ends, numbers, total = ends_of(lengths, dtype), torch.randperm(sum(lengths)), sum(lengths)
     for rank in range(size):
-        mine, begin = [], 0
-        for length in lengths:
-            mine += [begin + i for i in held(length, rank, size, "zigzag")]
-            begin += length
-        where = shard(packed(cu_seqlens), rank, size, kind="zigzag", cu_seqlens=cu_seqlens)
-        assert flat(where) == [[flat(packed(cu_seqlens))[0][i] for i in mine]]
-        of_numbers = shard(numbers, rank, size, kind="zigzag", cu_seqlens=cu_seqlens)
-        assert flat(of_numbers) == [numbers[mine].tolist()]
-        of_all = shard(9, rank, size, kind="zigzag", cu_seqlens=cu_seqlens, tokens=sum(lengths))
-        assert flat(of_all) == [[9 + i for i in mine]]
+        mine = [
+            begin + i
+            for begin, length in zip(ends.tolist(), lengths)
+            for i in held(length, rank, size, "zigzag")
+        ]
+        for whole in (packed(ends), numbers, 9):
+            where = shard(whole, rank, size, kind="zigzag", cu_seqlens=ends, tokens=total)
+            every = resolve(as_positions(whole), 1, total)[0][0]
+            assert flat(where) == [[every[i] for i in mine]]

@@ -163,14 +163,6 @@ def test_models_and_functions_in_a_process_with_the_package() -> None:
     run(SERVED + COMPILED + OTHER_FUNCTIONS + PATCHED)
 
 
-def test_without_the_package_an_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kernels", None)
-    with pytest.raises(
-        ImportError, match=r"\[register\] needs the kernels package: pip install kernels\."
-    ):
-        register()
-
-
 @needs_kernels
 def test_versions_that_do_not_go_together_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would take them as absent, and `use_kernels` would raise later."""

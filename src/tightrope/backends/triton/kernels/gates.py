@@ -24,6 +24,10 @@ def place_of(positions, tile, POSITIONS: tl.constexpr, WIDE: tl.constexpr):
         # The rounding error of an integer is an integer.
         low = (whole - high.to(tl.int64)).to(tl.float32)
         low += fraction.to(tl.float32) * (1.0 / HALF_RANGE)
+        # The exponential is corrected for `low` to first order, so it must be small: a fraction goes into `high`.
+        total = high + low
+        low -= total - high
+        high = total
     if POSITIONS == 2:
         high = tl.where(lost, float("nan"), high)
     return high[:, None], low[:, None]

@@ -1,0 +1,139 @@
+"""The Triton kernels make the calls of tests/support/calls.py as the definition in float64 does.
+
+Where they run is explained in tests/support/triton/cases.py. Where a dispatch mode watches, calls with tensors of the
+CPU take the way of those on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import calls, oracle
+from tests.support.calls import CASES, Call
+from tests.support.helpers import Watcher, noise, version_of
+from tests.support.matrix import needs_kernel
+from tests.support.tolerances import assert_each, assert_same_bits, value
+from tests.support.triton.cases import (
+    DEVICE,
+    INTERPRETED,
+    kernels_in_place,
+    needs_triton,
+    on_this_device,
+    use_programs,
+)
+
+__all__ = ["on_this_device"]
+
+pytestmark = needs_triton
+in_place = pytest.mark.usefixtures("on_this_device")
+
+# Channels of a head, rotated ones, and the first of these: with units of 16 bytes and without, with padding.
+SHAPES = ((16, 16, 0), (24, 12, 4), (20, 14, 6), (128, 64, 32))
+Results = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Any]:
+    """A case, in sizes that leave lanes of a tile, and the second of two heads, without work."""
+    width, rotated, start = SHAPES[request.param % len(SHAPES)]
+    for name, size in (("ROWS", 3), ("HEADS", 3), ("WIDTH", width)):
+        monkeypatch.setattr(calls, name, size)
+    monkeypatch.setattr(calls, "CHANNELS", dict.fromkeys(calls.CHANNELS, (rotated, start)))
+    return CASES[request.param]
+
+
+def every_case(n: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test for each case, in the fast run for one in n."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        cases = pytest.mark.parametrize("case", range(len(CASES)), indirect=True)
+        return pytest.mark.one_in(n)(cases(test))
+
+    return decorate
+
+
+def results_of(case: Mapping[str, Any], leaves: Results, **changes: Any) -> Results:
+    """Return the results of a call, and the gradients of its leaves, by name."""
+    call = Call({**case, **changes})
+    given = {name: x.requires_grad_(name in call.learned()) for name, x in leaves.items()}
+    with torch.device(next(iter(leaves.values())).device):
+        ys = call(**given)
+    seeds = [noise(*y.shape, seed=9 + i).to(case["dtype"]).to(y) for i, y in enumerate(ys)]
+    learned = [given[name] for name in call.learned()]
+    grads = torch.autograd.grad(ys, learned, seeds)
+    found = {f"result {i}": y.detach() for i, y in enumerate(ys)}
+    return found | dict(zip(call.learned(), grads, strict=True))
+
+
+@in_place
+@pytest.mark.parametrize("programs", [1, 512], ids=["tiles", "tokens"])
+@every_case(16)
+def test_results_and_gradients_are_those_of_the_definition(
+    case: Mapping[str, Any], programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In programs of a tile each, and of a token each; then sums by weights take several launches."""
+    from tightrope.backends.triton import blocks
+
+    use_programs(programs)
+    if programs > 1:
+        monkeypatch.setattr(blocks, "MOST_SUMS", 1)
+    case = {**case, "rounding": "once"}  # others round more, and have the bits of the CPU kernel
+    kind, leaves = case["dtype"], Call(case).leaves
+    found = results_of(case, {n: x.clone().to(DEVICE) for n, x in leaves.items()}, backend=None)
+    wide = {"dtype": torch.float64, "backend": "reference"}
+    wanted = results_of(case, {name: x.double() for name, x in leaves.items()}, **wide)
+    own = "triton, float64" if kind == torch.float64 else "triton, float32"
+    sums = own if kind == torch.float64 else f"triton on a device, {torch.float32}"
+    sums = f"f and P, {str(kind)[6:]}" if kind.itemsize == 2 else sums
+    for name, want in wanted.items():
+        got = found[name].cpu().double()
+        assert got.shape == want.shape
+        bound = value(sums) * want.abs().amax()
+        if name.startswith("result"):
+            bound = value(own) * want.abs().amax(-1, keepdim=True)
+            if kind in oracle.FORMATS:
+                bound = bound + oracle.step_sizes(want, kind) / 2
+        assert bool(((got - want).abs() <= bound).all()), (name, (got - want).abs().max())
+
+
+@in_place
+@every_case(16)
+def test_bits_depend_on_neither_programs_nor_strides_nor_place(case: Mapping[str, Any]) -> None:
+    if case["dtype"] == torch.float64:  # with an activation the definition runs
+        case = {**case, "dtype": torch.float32}
+    call = Call(case)
+    leaves = {name: x.to(DEVICE) for name, x in call.leaves.items()}
+    verb = "rotate_qk" if "qk" in case["verb"] else "rotate"
+
+    def made(own: Results | None = None, **changes: Any) -> tuple[torch.Tensor, ...]:
+        with Watcher(), torch.device(DEVICE):
+            return Call({**case, "backend": None, **changes})(**leaves | (own or {}))
+
+    want = made(verb=verb)
+    for programs in (3, 512, 1):
+        use_programs(programs)
+        assert_each(assert_same_bits, made(verb=verb), want)
+    for place in (f"{verb}_", f"{verb} into"):
+        assert_each(assert_same_bits, made(verb=place), want)
+    xs = {name: x for name, x in leaves.items() if name in "qk"}
+    gaps = {name: torch.cat((x, x * torch.nan), -1)[..., : x.shape[-1]] for name, x in xs.items()}
+    apart = {name: torch.stack((x, x * torch.nan), -1)[..., 0] for name, x in xs.items()}
+    turned = {name: x.transpose(-1, 0).contiguous().transpose(-1, 0) for name, x in xs.items()}
+    for own in (gaps, apart, turned):
+        assert_each(assert_same_bits, made(own, verb=verb), want)
+
+
+@needs_kernel
+@pytest.mark.skipif(INTERPRETED and version_of("triton") < (3, 9), reason="its sums round twice")
+@every_case(8)
+def test_plain_rotations_have_the_bits_of_the_cpu_kernel(case: Mapping[str, Any]) -> None:
+    kind = torch.float32 if case["dtype"] == torch.float64 else case["dtype"]
+    call = Call({**case, "act": "none", "gate": "none", "dtype": kind, "backend": None})
+    want = call()
+    with kernels_in_place(), Watcher(), torch.device(DEVICE):
+        found = call(**{name: x.to(DEVICE) for name, x in call.leaves.items()})
+    assert_each(assert_same_bits, [y.cpu() for y in found], want)

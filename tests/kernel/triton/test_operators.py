@@ -1,0 +1,254 @@
+"""Direct calls of the Triton backend's operators: their memory, empty ones, and what they refuse or leave to the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.helpers import noise
+from tests.support.tolerances import assert_same_bits
+from tests.support.triton.cases import (
+    DEVICE,
+    INTERPRETED,
+    needs_triton,
+    on_this_device,
+    operators,
+    words,
+)
+from tightrope.activations import ACTS, RMS_NORM
+from tightrope.backends.reference import compose
+from tightrope.ops.schema import LOG, PHASES, SLOPE, Options
+
+__all__ = ["on_this_device"]
+
+pytestmark = [needs_triton, pytest.mark.usefixtures("on_this_device")]
+
+X = noise(2, 2, 3, 8, seed=1).float().to(DEVICE)
+W = words(1, 1, 1, 4)
+
+
+def tail(options: Options | None = None, *, offset: int = 3, primary: torch.Tensor = W) -> Any:
+    """Return the arguments after q and k of a plain call."""
+    return primary, None, None, offset, (options or Options()).pack(), 1.0
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def far_apart(x: torch.Tensor) -> torch.Tensor:
+    """Return x [3, 1, 2, 8] as a view that spans more than 2^31 elements, but touches few pages."""
+    memory = torch.empty(2, 2**30 + 64, dtype=x.dtype, device=DEVICE)
+    view = torch.as_strided(memory, x.shape, (2**30 + 8, 8, 8, 1))
+    return view.copy_(x)
+
+
+def test_rows_further_apart_than_32_bits() -> None:
+    """In and out, also those of a gate and of the input of an activation."""
+    x = noise(3, 1, 2, 8, seed=1).bfloat16().to(DEVICE)
+    (want,) = operators().rotate(x, None, *tail())
+    assert_same_bits(operators().rotate(far_apart(x), None, *tail())[0], want)
+    inside = far_apart(x)
+    operators().rotate_(inside, None, *tail())
+    assert_same_bits(inside, want)
+    for options in (Options(gate=LOG), Options(act=1, direction=1)):
+        (want,) = operators().rotate(x, None, *tail(options), [x])
+        assert_same_bits(operators().rotate(x, None, *tail(options), [far_apart(x)])[0], want)
+    _, want = operators().angle_gradients(x, None, x, None, *tail()[:5], False, True)
+    _, got = operators().angle_gradients(x, None, far_apart(x), None, *tail()[:5], False, True)
+    assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["in place", "out"])
+def test_a_gate_in_the_memory_that_is_written(into: bool) -> None:
+    """A gate that shares memory with the result is read before it is overwritten."""
+    memory = noise(1, 2, 301, 8, seed=1).float().to(DEVICE) / 4
+    given, x, gate = tail(Options(gate=LOG)), memory[:, :, 1:], memory[:, :, :-1]
+    want = operators().rotate(x, None, *given, [gate.clone()])[0]
+    if into:
+        operators().rotate_into(x.clone(), None, x, None, *given, [gate])
+    else:
+        operators().rotate_(x, None, *given, [gate])
+    assert_same_bits(x, want)
+
+
+def test_overlapping_memory_is_refused() -> None:
+    x = X.clone()
+    # A plan that was found to be sound is for other distances between the same tensors.
+    operators().rotate_into(x[:, :, :2], None, x.clone()[:, :, 1:], None, *tail())
+    for _ in range(2):
+        for xs in ((x[:1].expand(2, -1, -1, -1), None), (x, x)):
+            with pytest.raises(RuntimeError, match="memory overlaps"):
+                operators().rotate_(*xs, *tail())
+        for given, out in ((x[:, :, :2], x[:, :, 1:]), (x, x.transpose(0, 1))):
+            with pytest.raises(RuntimeError, match="memory overlaps"):
+                operators().rotate_into(given, None, out, None, *tail())
+    y, z = x.clone(), torch.empty_like(x)
+    operators().rotate_into(y, None, y, None, *tail())  # each program reads before it writes
+    operators().rotate_into(x, None, z, None, *tail())
+    assert torch.equal(y, z)
+    fused = noise(2, 3, 4, 8, seed=1).float().to(DEVICE).transpose(1, 2)
+    operators().rotate_(fused[:, :2], fused[:, 2:], *tail())
+
+
+def test_rows_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and indices equal Python's divmod, for rows of one token, of a tile and of more than 2^32 tokens."""
+    if INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    from tests.support.triton.rows import store_rows
+
+    block = 64
+    sizes = [1, 2, 3, 63, 64, 65, 127, 128, 1000, 2**31 - 1, 2**31, 2**31 + 7, 2**32 + 1, 2**40]
+    cases = [
+        (start // block * block, size)
+        for size in sizes
+        for start in (0, 64, size - 1, size, 5 * size + 70, 999 * size + 12_345)
+    ]
+    given = [torch.tensor(column, device=DEVICE) for column in zip(*cases)]
+    rows, tokens = (torch.zeros(len(cases), block, dtype=torch.int64, device=DEVICE) for _ in "rt")
+    # Without the option, Triton 3.9 warns that its default will change.
+    store_rows[(len(cases),)](*given, rows, tokens, block, enable_fp_fusion=False)
+    for (start, size), own, places in zip(cases, rows.tolist(), tokens.tolist(), strict=True):
+        want = [divmod(start + i, size) for i in range(block)]
+        assert list(zip(own, places, strict=True)) == want, (start, size)
+
+
+# --- nothing to do, and what the definition does --------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 8), (2, 0, 3, 8), (2, 2, 0, 8), (1, 1, 1, 8)])
+def test_edge_shapes(shape: tuple[int, ...]) -> None:
+    x, weight = noise(*shape, seed=1).float().to(DEVICE), torch.ones(1, 8, device=DEVICE)
+    for options in (Options(), Options(gate=LOG)):
+        extras = [torch.zeros(1, 1, 1, 1, device=DEVICE)] if options.gate else []
+        (y,) = operators().rotate(x, None, *tail(options), extras)
+        torch.testing.assert_close(y, compose(x, None, *tail(options), extras)[0])
+    sums = operators().angle_gradients(x, None, x, None, *tail()[:5], True, True)
+    assert [tuple(s.shape) for s in sums] == [(1, shape[0], shape[2]), (1, 1, 1, 4)]
+    options = Options(act=RMS_NORM, direction=1)
+    _, by_weight = operators().rotate(x, None, *tail(options), [weight, x], 1e-6)
+    assert by_weight.shape == weight.shape
+    assert by_weight.isfinite().all()
+
+
+def test_calls_that_run_the_definition() -> None:
+    """Without pairs, with too wide a head, with float64 and an act, and with more heads than a grid holds."""
+    x = noise(1, 2, 3, 8, seed=1).to(DEVICE)
+    assert torch.equal(operators().rotate(x, None, *tail(primary=W[..., :0]))[0], x)
+    given = tail(Options(act=ACTS.index("silu")))
+    want = compose(x, None, *given)[0]
+    out, again = torch.empty_like(x), x.clone()
+    operators().rotate_into(x, None, out, None, *given)
+    operators().rotate_(again, None, *given)
+    for found in (operators().rotate(x, None, *given)[0], out, again):
+        assert torch.equal(found, want)
+    broad = noise(1, 1, 2, 5000, seed=1).float().to(DEVICE)
+    given = tail(primary=words(1, 1, 1, 2500))
+    (found,) = operators().rotate(broad.requires_grad_(), None, *given)
+    assert torch.equal(found, compose(broad, None, *given)[0])
+    # A call may come without the dispatcher, and autograd is above it.
+    assert not found.requires_grad
+    many, gate = torch.ones(1, 65_536, 1, 2, device=DEVICE), torch.zeros(1, 65_536, 1, 1)
+    plain = None, None, 0, Options(gate=LOG).pack()
+    (found,) = operators().gate_gradients(many, None, many, None, gate.to(DEVICE), *plain)
+    assert torch.equal(found.cpu(), gate + 2)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+AT = Options(add_index=False)
+BY_PHASES = Options(source=PHASES)
+# What the error says -> the arguments in which the call differs from a sound one.
+WRONG: dict[str, dict[str, Any]] = {
+    "phase words must be contiguous": {"primary": W.float()},
+    "turns must have the shape": {"secondary": W[..., :1]},
+    "fit the layout": {"q": X[0]},
+    "share a dtype": {"k": X.double()},
+    "share rows": {"k": X[:, :, :1]},
+    "outside the head": {"options": Options(start=2)},
+    "angles must have 1 row": {"primary": words(1, 3, 1, 4)},
+    "angles must have 1 head": {"primary": words(1, 1, 3, 4)},
+    "positions must have the tokens": {"positions": X[:1, :1, :2, 0], "options": AT},
+    "positions must have 1 row": {"positions": X.new_zeros(1, 3, 1)},
+    "positions must be ": {"positions": X.new_zeros(2, 1, 1)},
+    "positions must be int32": {"positions": X[:1, :1, :1, 0].bool()},
+    "phases must be int32 or int64": {"options": BY_PHASES},
+    "phases must have the pairs": {
+        "primary": W.expand(1, 1, 3, 4)[..., :2].int(),
+        "secondary": W,
+        "options": BY_PHASES,
+    },
+    "must come with sines": {"primary": X, "options": Options(source=3)},
+    r"gates must be \[rows": {"options": Options(gate=LOG), "extras": [X[..., :3]]},
+    "positions of 1 axis": {
+        "primary": words(2, 1, 1, 4),
+        "options": Options(gate=SLOPE),
+        "extras": [X[0, 0, :1]],
+    },
+    "weights must be": {"options": Options(act=RMS_NORM), "extras": [X[0, 0, :1, :4]]},
+    "inputs must have": {"options": Options(act=1, direction=1), "extras": [X[:, :1]]},
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_a_wrong_direct_call_is_refused(sentence: str) -> None:
+    given = {"q": X, "k": None, "primary": W, "secondary": None, "positions": None}
+    given |= {"options": Options(), "extras": []} | WRONG[sentence]
+    *tensors, options, extras = given.values()
+    with pytest.raises(RuntimeError, match=f"tightrope: .*{sentence}"):
+        operators().rotate(*tensors, 0, options.pack(), 1.0, extras)
+
+
+def freed(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like x whose storage was freed, as FSDP frees that of parameters."""
+    copy = x.clone()
+    copy.untyped_storage().resize_(0)
+    return copy
+
+
+TABLE, WEIGHT = torch.ones(1, 1, 3, 4, device=DEVICE), torch.ones(1, 8, device=DEVICE)
+READ: dict[str, Callable[[], list[Any]]] = {
+    "words": lambda: [W, W, W.expand(1, 2, 3, 4)[..., 0].contiguous(), 0, AT],
+    "tables": lambda: [TABLE, TABLE.clone(), None, 0, Options(source=3)],
+    "phases": lambda: [words(1, 1, 3, 4), W, None, 0, BY_PHASES],
+    "weight": lambda: [W, None, None, 0, Options(act=RMS_NORM), WEIGHT],
+    "slope": lambda: [W, None, None, 0, Options(gate=SLOPE), WEIGHT],
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_freed_storage_is_refused(case: str) -> None:
+    primary, secondary, where, offset, options, *extras = READ[case]()
+    given = [X, None, primary, secondary, where, offset, options.pack(), 1.0, extras, 1e-6]
+    operators().rotate(*given)
+    wrong = [
+        [*given[:at], freed(one), *given[at + 1 :]]
+        for at, one in enumerate(given)
+        if isinstance(one, torch.Tensor)
+    ]
+    for arguments in [*wrong, *([*given[:8], [freed(one)], 1e-6] for one in extras)]:
+        with pytest.raises(RuntimeError, match="tensors must have their memory"):
+            operators().rotate(*arguments)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 3, 5, 1), (2, 1, 5, 8), (1, 3, 1, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_gates_have_the_strides_that_the_fake_kernel_promises(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Also if results and gradients are transposed."""
+    from tightrope.ops import fake, gradients
+
+    y, grad = (noise(2, 5, 3, 8, seed=i).to(DEVICE, dtype).transpose(1, 2) for i in (1, 2))
+    gate = noise(*shape, seed=3).to(DEVICE, dtype)
+    arguments = (y, None, grad, None, gate, None, None, 0, Options(gate=LOG).pack())
+    promised = fake._gate_gradients(*arguments)[0]
+    for kernel in (operators().gate_gradients, gradients.gate_gradients):
+        (found,) = kernel(*arguments)
+        assert (found.shape, found.stride(), found.dtype) == (
+            promised.shape,
+            promised.stride(),
+            promised.dtype,
+        )

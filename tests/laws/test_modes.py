@@ -1,0 +1,119 @@
+"""Every verb gives the results of the definition in every mode of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from tests.support.helpers import noise
+from tests.support.tolerances import assert_near
+from tightrope import RopeSpec, gates
+from tightrope.activations import RMSNorm
+from tightrope.functional import rotate, rotate_, rotate_qk
+from tightrope.integrations import onnx
+
+SPEC = RopeSpec(8, rotary_dim=6, start=1, base=50.0)
+X = noise(1, 2, 5, 8)
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+def by(verb: str, **options: Any) -> Call:
+    """Return a function that rotates by a verb and leaves its argument unchanged."""
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        if verb == "new":
+            return rotate(x, SPEC, 3, **options)
+        if verb == "in place":
+            return rotate_(x.clone(), SPEC, 3, **options)
+        return rotate(x, SPEC, 3, out=torch.empty_like(x), **options)
+
+    return call
+
+
+def forward_mode(call: Call, x: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        y, tangent = forward_ad.unpack_dual(call(forward_ad.make_dual(x, torch.ones_like(x))))
+        assert tangent is not None
+        return y
+
+
+def compiled(call: Call, x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.reset()
+    return torch.compile(call, backend="aot_eager", fullgraph=True)(x)
+
+
+def exported(call: Call, x: torch.Tensor) -> torch.Tensor:
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return call(x)
+
+    return torch.export.export(Module(), (x,)).module()(x)
+
+
+def exported_to_onnx(call: Call, x: torch.Tensor) -> torch.Tensor:
+    with onnx.plain_torch():
+        return exported(call, x)
+
+
+def differentiated(call: Call, x: torch.Tensor) -> torch.Tensor:
+    y = call(x.requires_grad_())
+    assert y.requires_grad
+    return y.detach()
+
+
+MODES: dict[str, Callable[[Call, torch.Tensor], torch.Tensor]] = {
+    "eager": lambda call, x: call(x),
+    "no_grad": lambda call, x: torch.no_grad()(call)(x.requires_grad_()),
+    "requires grad": differentiated,
+    "vmap": lambda call, x: torch.vmap(call)(x[None])[0],
+    "func.grad": lambda call, x: torch.func.vjp(call, x)[0],
+    "forward mode": forward_mode,
+    "func.jvp": lambda call, x: torch.func.jvp(call, (x,), (x,))[0],
+    "compiled vmap": lambda call, x: compiled(torch.vmap(call), x[None])[0],
+    "compiled": compiled,
+    "compiled with grad": lambda call, x: compiled(call, x.requires_grad_()).detach(),
+    "exported": exported,
+    "exported to ONNX": exported_to_onnx,
+    "functionalize": lambda call, x: torch.func.functionalize(call)(x),
+}
+# Modes in which `out` is refused, because a gradient would be lost.
+WITH_GRADIENT = ("requires grad", "func.grad", "compiled with grad")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "f and P": {"act": RMSNorm(noise(8, seed=1)), "gate": gates.Exp(0.1 * noise(8, seed=2))},
+    "the definition": {"backend": "reference"},
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("verb", ["new", "in place", "out"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_rotation(options: dict[str, Any], verb: str, mode: str) -> None:
+    call, x = by(verb, **options), X.clone()
+    if verb == "out" and mode in WITH_GRADIENT:
+        error = torch._dynamo.exc.Unsupported if "compiled" in mode else ValueError
+        with pytest.raises(error, match="out has no gradient" if error is ValueError else None):
+            MODES[mode](call, x)
+        return
+    wanted = rotate(X, SPEC, 3, **options | {"backend": "reference"})
+    assert_near(MODES[mode](call, x), wanted, "float64 ways")
+
+
+@pytest.mark.parametrize("mode", ["eager", "vmap", "functionalize", "compiled"])
+def test_two_kinds_of_f_go_into_given_tensors(mode: str) -> None:
+    """Such a call is two calls of the operator."""
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        k = 2 * q[:, :2]
+        outs = torch.empty_like(q), torch.empty_like(k)
+        y, z = rotate_qk(q, k, SPEC, act=("silu", "relu"), out=outs)
+        return torch.cat((y, z), -3)
+
+    wanted = torch.cat((rotate(X, SPEC, act="silu"), rotate(2 * X[:, :2], SPEC, act="relu")), -3)
+    assert_near(MODES[mode](call, X), wanted, "float64 ways")

@@ -1,0 +1,410 @@
+"""The audit names every planted fault: alone, in other forms of calls, and beside another fault.
+
+Any implementation must name these; the rows say by which code.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import planted_faults as planted
+from tests.support.audits import QUICK, Case, case, holds
+from tests.support.planted_faults import PLAIN, Fn, ordinal
+from tests.support.rows import read_rows
+from tightrope import RopeSpec, functional
+from tightrope.frequencies import DynamicNTK, Given, Linear, Llama3, LongRoPE, Proportional, YaRN
+from tightrope_tools.audit import audit
+
+SPEC = RopeSpec(64)
+
+
+def declared(fields: dict[str, Any] | None) -> RopeSpec | None:
+    """Return the spec of a row; one field may stand for a rule and its number."""
+    if fields is None:
+        return None
+    rules: dict[str, Any] = {
+        "linear": Linear,
+        "proportional": Proportional,
+        "dynamic": lambda original: DynamicNTK(2.0, original),
+    }
+    scaling = [rules[key](value) for key, value in fields.items() if key in rules]
+    rest = {key: value for key, value in fields.items() if key not in rules}
+    return RopeSpec(**rest, scaling=scaling[0] if scaling else None)
+
+
+# --- planted faults -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", planted.FAULTS)
+def test_a_planted_fault_is_named(name: str) -> None:
+    fault = planted.FAULTS[name]
+    report = audit(planted.made(fault.bad), spec=declared(fault.spec), **fault.options or {})
+    assert report.codes[:1] == (fault.code,), str(report)
+    assert set(report.codes) <= {fault.code, *fault.also}, str(report)
+    assert report.findings[0].severity == fault.severity
+    for finding in report.findings:
+        assert finding.sentence.endswith(".")
+        assert finding.mend
+        assert "{" not in finding.mend
+
+
+# Most faults are of the same function: it is audited once for each declaration.
+GOOD = {
+    repr((fault.good, fault.spec, fault.options)): name for name, fault in planted.FAULTS.items()
+}
+
+
+@pytest.mark.parametrize("name", GOOD.values())
+def test_without_its_fault_nothing_is_found(name: str) -> None:
+    fault = planted.FAULTS[name]
+    report = audit(planted.made(fault.good), spec=declared(fault.spec), **fault.options or {})
+    assert report.ok, str(report)
+
+
+def in_bshd(function: Fn) -> Fn:
+    return lambda x, positions: function(x.transpose(1, 2), positions).transpose(1, 2)
+
+
+def of_both(function: Fn) -> Fn:
+    return planted.on_both(function, function)
+
+
+def by_ids(function: Fn) -> Fn:
+    return lambda hidden, position_ids: function(hidden, position_ids)
+
+
+WRAPPED = {"bshd": in_bshd, "q, k, positions": of_both, "other names": by_ids}
+CROSSED = [
+    (form, name)
+    for form in WRAPPED
+    for name, fault in planted.FAULTS.items()
+    # Within a function that transposes, a fault about memory breaks every call, and the audit does
+    # not try as many heads as tokens.
+    if not fault.good and (form != "bshd" or not fault.code.startswith(("strides", "shape")))
+]
+
+
+@pytest.mark.one_in(12)
+@pytest.mark.parametrize(("form", "name"), CROSSED)
+def test_a_fault_is_found_and_named_first_in_every_form(form: str, name: str) -> None:
+    fault = planted.FAULTS[name]
+    options = {"head_dim": planted.DIM, **(fault.options or {})}
+    report = audit(WRAPPED[form](planted.made(fault.bad)), spec=declared(fault.spec), **options)
+    assert report.codes[:1] == (fault.code,), str(report)
+
+
+# What a function makes of ids, by its name -> the code of the fault.
+MAPS = {
+    "first id": "first-id",
+    "largest id": "last-id",
+    "largest so far": "restarts",
+    "sorted": "position-order",
+    "from 0": "offset-ignored",
+    "from the last restart": "offset-ignored",
+    "ordinal": "positions-ignored",
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "sign": {"sign": -1.0},
+    "base": {"base": 500_000.0},
+    "pairing": {"interleaved": True},
+    "angle-dtype": {"types": {"a_type": torch.bfloat16}},
+    "mutates": {"in_place": True},
+    "gradient-wrong": {"detach": "sin"},
+}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("name", MAPS)
+def test_two_faults_have_two_names(name: str, other: str) -> None:
+    code, where = MAPS[name], planted.NAMED[name]
+    report = audit(planted.rope(where=where, **OTHERS[other]), spec=SPEC, **QUICK)
+    assert code in report.codes, str(report)
+    # A function that writes to x is called with a copy if its tokens must be put in order first.
+    assert {*report.codes} - {code} <= {other, "strides"}, str(report)
+    assert other == "mutates" or other in report.codes, str(report)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_the_positions_that_tokens_got_are_the_evidence(name: str) -> None:
+    code, where = MAPS[name], planted.NAMED[name]
+    evidence = holds(audit, case(planted.rope(where=where), code)).findings[0].evidence
+    words = evidence.removeprefix("tokens at ").split(" come out as if at ")
+    given, got = (torch.tensor([[*map(int, each.split(", "))]]) for each in words)
+    assert torch.equal(where(given), got)
+
+
+# --- other functions ------------------------------------------------------------------------------
+
+
+def rotate(spec: RopeSpec, where: Any = lambda positions: positions, **more: Any) -> Fn:
+    return lambda x, positions: functional.rotate(x, spec, where(positions), **more)
+
+
+def folded(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Add both products, as for sines of which the first half is negated."""
+    return x * cos[:, None] + x.roll(x.shape[-1] // 2, -1) * sin[:, None]
+
+
+def starts(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Take the first position of each row."""
+    return PLAIN(x, offsets[:, None] + torch.arange(x.shape[2]))  # type: ignore[no-any-return]
+
+
+def writing(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> Any:
+    return PLAIN(q, positions), k.copy_(PLAIN(k, positions))
+
+
+def short(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    if int(positions.max()) >= 20:
+        raise IndexError("past the table")
+    return PLAIN(x, -positions)  # type: ignore[no-any-return]
+
+
+def blocks(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    one = planted.rope(rotary_dim=32)
+    return torch.cat((one(x[..., :32], positions), one(x[..., 32:], positions)), -1)
+
+
+def raising(error: BaseException) -> Fn:
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    return fn
+
+
+def returning(result: object) -> Fn:
+    return lambda x, positions: (x, positions, result)[2]
+
+
+def raising_backward(error: Exception) -> Fn:
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_: Any, *__: Any) -> Any:
+            raise error
+
+    return lambda x, positions: Raises.apply(PLAIN(x, positions))
+
+
+def rounded_tables(spec: RopeSpec, dtype: torch.dtype, before: bool) -> Fn:
+    """Return a rotation by tables in 16 bits, with the factor of the scaling before or after rounding."""
+    rates, scale = spec.frequencies().inv_freq.float(), spec.attention_scaling()
+    first, last = (scale, 1.0) if before else (1.0, scale)
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        angle = planted.angles(positions, rates)[:, None]
+        cos, sin = ((t * first).to(dtype).float() * last for t in (angle.cos(), angle.sin()))
+        return planted.turn(x.float(), cos, sin).to(x.dtype)
+
+    return fn
+
+
+def packed_by_tables(x: Any, cos: Any, sin: Any, cu_seqlens: Any) -> Any:
+    """Number the rows through."""
+    return planted.turn(x, *(t[: len(x), None, : x.shape[-1] // 2] for t in (cos, sin)))
+
+
+def equal_rows(x: Any, cu_seqlens: Any) -> Any:
+    """Take all packed rows to have the length of the first; others are refused."""
+    rows = torch.arange(int(cu_seqlens[1])).repeat(len(cu_seqlens) - 1)
+    return planted.packed(lambda _: rows)(x, cu_seqlens)
+
+
+SLOW = 1 / (1 + torch.arange(32.0)) ** 2  # no known rule
+LLAMA3 = RopeSpec(64, base=500_000.0, scaling=Llama3(8.0, 1.0, 4.0, 8192))
+NTK = RopeSpec(64, scaling=DynamicNTK(2.0, 2048))
+LONG = LongRoPE((1.0,) * 32, tuple(1.0 + i for i in range(32)), 512, attention_factor=1.0)
+SHORT = LongRoPE(tuple(1.0 + i / 64 for i in range(32)), (8.0,) * 32, 512, attention_factor=1.0)
+ALMOST = RopeSpec(64, base=500_100.0)
+BACK = RopeSpec(64, scaling=Given.of(-SPEC.frequencies().inv_freq))
+SIXTEEN = (torch.bfloat16, torch.float16)
+BOTH = (torch.float32, torch.bfloat16)
+FAR: dict[str, Any] = {"longest": 2**20}
+NOT_LONG = "The frequencies of long calls are not those of the declared scaling."
+
+CASES: dict[str, Case] = {
+    # positions
+    "unknown frequencies": case(
+        planted.by_rates(SLOW, where=lambda p: p - (p > 6).int()), "position-jump", "position 7 on"
+    ),
+    "unknown frequencies, far": case(
+        planted.by_rates(SLOW, where=lambda p: p - (p > 30_000).int()),
+        "position-jump",
+        "From position 30,001 on, positions are off by -1.",
+        **FAR,
+    ),
+    "offsets ignored": case(
+        lambda x, offsets: PLAIN(x, ordinal(offsets[:, None].expand(-1, x.shape[2]))),
+        "offset-ignored",
+    ),
+    "offsets of row 0": case(
+        lambda x, offsets: starts(x, offsets[:1].expand_as(offsets)), "row-positions"
+    ),
+    "few positions": case(short, "raises…", spec=SPEC),
+    # packed rows
+    "packed rows with tables, numbered through": case(packed_by_tables, "numbered-through"),
+    "packed rows of equal lengths": case(
+        equal_rows, "shapes", "An x with packed rows of different lengths is refused."
+    ),
+    # pairs and directions
+    "blocks": case(
+        blocks, "pairing", "paired i with i + 16; i with i + 32 was declared.", spec=SPEC
+    ),
+    "signs folded into the sines": case(
+        folded, "sign-missing", "torch.cat((-sin, sin), -1)", head_dim=64
+    ),
+    "backwards": case(
+        rotate(BACK), "sign", "All pairs turn in the opposite direction to RoPE: ", spec=SPEC
+    ),
+    "forwards, where backwards was declared": case(
+        rotate(SPEC),
+        "sign",
+        "All pairs turn in the opposite direction to the declared one: ",
+        spec=BACK,
+    ),
+    **{
+        f"along the heads, declared {spec is not None}": case(
+            lambda x: functional.rotate(x, SPEC, layout="bshd"),
+            "heads",
+            "It rotates along the heads",
+            'layout="bhsd"',
+            spec=spec,
+            layout="bhsd",
+            head_dim=64,
+        )
+        for spec in (None, SPEC)
+    },
+    # frequencies and lengths
+    "almost the base": case(
+        rotate(ALMOST),
+        "base",
+        "The base is 500100; 500000 was declared.",
+        spec=RopeSpec(64, base=5e5),
+    ),
+    "another factor": case(
+        rotate(NTK), "scaling", NOT_LONG, spec=RopeSpec(64, scaling=DynamicNTK(4.0, 2048)), **FAR
+    ),
+    "another rule": case(rotate(NTK), "scaling", NOT_LONG, spec=RopeSpec(64, scaling=LONG), **FAR),
+    "long factors never used": case(
+        planted.by_rates(RopeSpec(64, scaling=SHORT).frequencies(1).inv_freq.float()),
+        "scaling",
+        "do not depend on the length",
+        spec=RopeSpec(64, scaling=SHORT),
+        **FAR,
+    ),
+    "one position ahead, declared by length": case(
+        rotate(NTK, lambda p: p + (p == 1000)), "far-angles", spec=NTK, **FAR
+    ),
+    # roundings
+    **{
+        f"angles of scaled frequencies in {dtype}, {spec}": case(
+            planted.by_rates(LLAMA3.frequencies().inv_freq.float(), a_type=dtype),
+            "angle-dtype",
+            spec=spec,
+            longest=4096,
+            dtypes=[torch.float32, *SIXTEEN],
+            facts={"frequencies": "Llama 3 scaling by 8"},
+        )
+        for dtype in SIXTEEN
+        for spec in (None, LLAMA3)
+    },
+    **{
+        f"tables in {dtype}, YaRN by {spec.scaling.factor}, {before}, {meant is None}": case(
+            rounded_tables(spec, dtype, before),
+            "table-dtype",
+            spec=meant,
+            longest=2**17,
+            facts={"frequencies": f"YaRN scaling by {spec.scaling.factor:g}"},
+        )
+        for dtype in SIXTEEN
+        for spec in (RopeSpec(64, scaling=YaRN(factor, 4096)) for factor in (8.0, 32.0))
+        for before in (True, False)
+        for meant in (None, spec)
+    },
+    "x in 16 bits": case(
+        lambda x, positions: PLAIN(x.bfloat16().to(x.dtype), positions),
+        "not-linear…",
+        "x or the result were rounded",
+        spec=SPEC,
+    ),
+    # keys
+    **{
+        f"k, {name}": case(planted.on_both(PLAIN, wrong), "q-k…", spec=SPEC, dtypes=BOTH)
+        for name, wrong in {
+            "NaN in bfloat16": lambda k, p: (
+                PLAIN(k, p) * (1 if k.dtype != SIXTEEN[0] else torch.nan)
+            ),
+            "unrotated in bfloat16": lambda k, p: k if k.dtype == SIXTEEN[0] else PLAIN(k, p),
+            "head 0 only": lambda k, p: torch.cat((PLAIN(k[:, :1], p), k[:, 1:]), 1),
+        }.items()
+    },
+    "k is overwritten": case(
+        writing, "mutates", "x is overwritten if it is passed as k.", spec=SPEC, dtypes=BOTH
+    ),
+    # what is raised and returned
+    **{
+        f"raises {type(error).__name__}": case(raising(error), "cannot-call", type(error).__name__)
+        for error in (
+            *(RuntimeError("no [luck]"), SystemExit(3)),
+            *(KeyError("x"), MemoryError(), AssertionError()),
+        )
+    },
+    **{
+        f"returns {type(result).__name__}": case(returning(result), "cannot-call")
+        for result in (None, 3, "x", torch.zeros(3), (torch.zeros(1),) * 3)
+    },
+    "NaN": case(lambda x, positions: x * torch.nan + positions.sum(), "not-finite…"),
+    "a sum that overflows": case(
+        lambda x, positions: PLAIN(x, positions) * (x.abs().sum() / x.abs().sum()),
+        "not-finite…",
+        spec=SPEC,
+        dtypes=BOTH,
+    ),
+    **{
+        f"backward raises {type(error).__name__}": case(raising_backward(error), "gradient-raises")
+        for error in (ValueError("no"), NotImplementedError())
+    },
+}
+
+
+# Rows of faults.jsonl are like planted faults, with words of the first finding and facts.
+ROWS = read_rows(Path(__file__).with_name("faults.jsonl"))
+CASES |= {
+    name: case(
+        planted.made(row["bad"]),
+        row["code"],
+        *row.get("words", ()),
+        spec=declared(row.get("spec")),
+        dtypes=[getattr(torch, dtype) for dtype in row.get("dtypes", ["float32"])],
+        facts=row.get("facts"),
+        severity=row.get("severity"),
+        **row.get("options", {}),
+    )
+    for name, row in ROWS.items()
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_has_its_name(name: str) -> None:
+    holds(audit, CASES[name])
+
+
+def test_a_function_that_raises_now_and_then() -> None:
+    count = [0]
+
+    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        if count[0] % 5 == 0:
+            raise RuntimeError("out of luck")
+        return PLAIN(x, positions)  # type: ignore[no-any-return]
+
+    report = audit(fn)
+    assert not report.ok or any("out of luck" in check.outcome for check in report.checks)

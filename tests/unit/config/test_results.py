@@ -1,0 +1,199 @@
+"""What `from_config` returns beside specs: layers, sources, sections; objects as configurations; rules of other programs."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import transformers
+
+from tests.support.helpers import refusals
+from tests.support.reading import LLAMA, llama, read, refused
+from tightrope import Axes, RopeSpec
+from tightrope.config import LayerSpecs, sections
+from tightrope.frequencies import RULES, Frequencies, Rule, default
+
+SPEC = RopeSpec(128, base=5e5)
+ZEBRA = llama(model_type="zebra")
+ANSWERS: dict[str, Any] = {"interleaved": False, "rotary_dim": 128, "rope_layers": "all"}
+
+# --- layers -----------------------------------------------------------------------------------------
+
+
+def test_layer_specs_are_a_mapping_that_a_person_can_read() -> None:
+    specs = LayerSpecs({"a": RopeSpec(64), "b": None}, ("a", "a", "b", "a", "b", "a"))
+    assert dict(specs) == {"a": RopeSpec(64), "b": None}
+    assert copy.deepcopy(specs) == pickle.loads(pickle.dumps(specs)) == specs
+    assert not hasattr(specs, "keys_of")
+    assert repr(specs) == (
+        "LayerSpecs({'a': RopeSpec(head_dim=64), 'b': None}, layers=<2 × a, 1 × b, 1 × a, 1 × b, …>)"
+    )
+
+
+def test_a_layer_has_the_spec_of_its_type() -> None:
+    specs = LayerSpecs({"a": RopeSpec(64), "b": None}, ("a", "b", "mamba", "c"))
+    assert [specs.of(layer) for layer in range(3)] == [RopeSpec(64), None, None]
+
+
+ANY: Any = LayerSpecs  # also of arguments that have no such types
+OF_A = ANY({"a": RopeSpec(64)}, ("a", "b"))
+test_errors_of_layer_specs = refusals(
+    "LayerSpecs",
+    TypeError={
+        "specs must be a dictionary but got 3.": lambda: ANY(3),
+        "each spec must be a RopeSpec or None but got 3.": lambda: ANY({"a": 3}),
+        "layers must be a tuple of layer types or None but got 'ab'.": (
+            lambda: ANY({"a": None}, "ab")
+        ),
+    },
+    AttributeError={
+        f"{name} must be read from one spec of a layer type, as layers differ; specs['b'].{name}.": (
+            lambda name=name: getattr(ANY({"a": None, "b": RopeSpec(64)}), name)
+        )
+        for name in ("cos_sin", "at", "head_dim")
+    },
+)
+test_errors_of_layers = refusals(
+    "LayerSpecs.of",
+    TypeError={
+        f"layer must be an int but got {layer!r}.": lambda layer=layer: OF_A.of(layer)
+        for layer in ("a", True, 0.5)
+    },
+    ValueError={
+        "layer must lie in [0, 2) but got 2.": lambda: OF_A.of(2),
+        "layer must lie in [0, 2) but got -1.": lambda: OF_A.of(-1),
+        "layer 1 must be of a type with a spec, of a, but is 'b'.": lambda: OF_A.of(1),
+        "the config must list the type of each layer but does not.": (
+            lambda: ANY({"a": None}).of(0)
+        ),
+    },
+)
+
+
+def test_a_layer_type_gives_its_spec_or_none() -> None:
+    typed = llama(model_type="cohere2", layer_types=["full_attention", "sliding_attention", "conv"])
+    specs = read(typed)
+    assert read(typed, layer_type="full_attention") is None
+    assert read(typed, layer_type="sliding_attention") == specs.of(1) != SPEC
+    assert (specs.of(0), specs.of(2)) == (None, None)  # NoPE, and a convolution
+
+
+@pytest.mark.parametrize("name", ["layer_type", "section"])
+@pytest.mark.parametrize("value", ["sliding", ["a"], {"a": 1}, 3, b"a"], ids=repr)
+def test_any_other_object_is_no_layer_type_and_no_section(name: str, value: object) -> None:
+    what = {"layer_type": "layer types", "section": "sections"}[name]
+    text = f"{name} must be one of the config's {what} but got {value!r}; the config has "
+    given: Any = {name: value}
+    refused({**LLAMA, "layer_types": ["a"] * 4}, text, **given)
+
+
+@pytest.mark.parametrize(
+    "wrong", [3, (), set(), frozenset(), {}, b"", b"all", [], "", "full_attention"], ids=repr
+)
+def test_rope_layers_is_all_or_a_collection_that_is_not_empty(wrong: Any) -> None:
+    text = f"rope_layers must be 'all', a collection of layer types that is not empty, or None but got {wrong!r}."
+    for config in (LLAMA, ZEBRA):
+        refused(config, text, TypeError, **ANSWERS | {"rope_layers": wrong})
+
+
+@pytest.mark.parametrize("number", ["4", "x", "-1", "1.0", "", "9" * 5000, 4, 1.5, None, (0,)])
+def test_keys_of_a_single_layer_are_of_one_that_exists(number: object) -> None:
+    types = ["sliding_attention", "full_attention"] * 2
+    config = {**ZEBRA, "layer_types": types, "per_layer_config": {number: {"head_dim": 512}}}
+    refused(config, "per_layer_config must be of layers 0 to 3 but", interleaved=False)
+
+
+def test_the_number_of_a_single_layer_may_be_an_int() -> None:
+    one = {"per_layer_config": {3: {"head_dim": 512}}, "head_dim": 256, "num_hidden_layers": 4}
+    text = "got per_layer_config.3.head_dim = 512 and head_dim = 256"
+    refused({**ZEBRA, **one}, text, interleaved=False)
+
+
+# --- sections ---------------------------------------------------------------------------------------
+
+TEXT = {"model_type": "qwen2", "hidden_size": 128, "num_attention_heads": 2, "rope_theta": 5e5}
+OTHER = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "rope_theta": 1e4}
+SPEECH = {**OTHER, "model_type": "wav2vec2-conformer"}
+TIMES = {"model_type": "musicflamingo", "rope_parameters": {"rope_theta": 1200.0}}
+
+
+@pytest.mark.parametrize(
+    "config, found",
+    [
+        (
+            {"v_config": OTHER, "text_config": TEXT, "a_config": OTHER},
+            "v_config text_config a_config",
+        ),
+        ({"encoder": {**SPEECH, "position_embeddings_type": None}, "decoder": TEXT}, "decoder"),
+        (
+            {"encoder": {**SPEECH, "position_embeddings_type": ["rotary"]}, "decoder": TEXT},
+            "decoder",
+        ),
+        (
+            {"encoder": {**SPEECH, "position_embeddings_type": "rotary"}, "decoder": TEXT},
+            "encoder decoder",
+        ),
+        ({**TIMES, "text_config": TEXT}, "text_config"),
+        ({"model_type": "bert", "audio_config": OTHER}, ""),
+    ],
+)
+def test_sections_are_the_parts_that_rotate(config: dict[str, Any], found: str) -> None:
+    assert {*sections(config)} == {*(found.split() or [""])}
+    chosen = "decoder" if "decoder" in found else "text_config"
+    if chosen in found:
+        assert read(config, section=chosen) == RopeSpec(64, base=5e5)
+
+
+def test_a_model_with_two_rotations_names_the_way_to_each() -> None:
+    config = transformers.CONFIG_MAPPING["sam3_tracker_video"]().to_dict()
+    refused(config, "section='vision_config.backbone_config'")
+    columns_first = [axis for axis, _, _ in Axes.blocks((16, 16)).pairs][::-1]
+    images = read(config, section="vision_config.backbone_config")
+    assert (images.head_dim, [axis for axis, _, _ in images.axes.pairs]) == (64, columns_first)
+    memory = read({**config, "model_type": "sam2_video"})
+    assert (memory.head_dim, memory.interleaved, memory.axes.count) == (256, True, 2)
+
+
+# --- other forms of configurations, and of answers ----------------------------------------------------
+
+
+def test_objects_with_attributes() -> None:
+    class Saved:
+        def to_dict(self) -> dict[str, Any]:
+            return dict(LLAMA)
+
+    assert read(Saved()) == read(argparse.Namespace(**LLAMA)) == SPEC
+    refused(5, "config must be a mapping, a config object, a model or a path but got 5.", TypeError)
+
+
+def test_import_of_the_package_leaves_the_reader_alone() -> None:
+    code = "import sys, tightrope; sys.exit('tightrope.config' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_new_rule_is_read_without_a_change_here() -> None:
+    @dataclass(frozen=True)
+    class Doubled(Rule):
+        names = ("doubled",)
+        keys: ClassVar[dict[str, tuple[str, ...]]] = {"times": ("how_often", "times")}
+        times: int
+
+        def make(self, rotary_dim: int, base: float, seq_len: int | None) -> Frequencies:  # noqa: ARG002
+            row = default(rotary_dim, base).exact
+            return Frequencies(tuple(omega * 2**self.times for omega in row))
+
+    def scaled(**section: Any) -> dict[str, Any]:
+        return llama(rope_scaling={"rope_type": "doubled", **section})
+
+    try:
+        assert read(scaled(how_often=3)).scaling == Doubled(3)
+        refused(scaled(), "scaling by 'doubled' must have how_often/times but")
+        refused(scaled(times=3, factor=2), "known but got rope_scaling.factor")
+    finally:
+        del RULES["doubled"]

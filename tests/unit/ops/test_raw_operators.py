@@ -1,0 +1,382 @@
+"""The raw operators: what they refuse, how torch sees their arguments, and calls that no public function makes.
+
+tests/kernel/cpu/test_raw_operators.py draws calls of the compiled ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from tests.support import helpers
+from tests.support.extra_tensors import Wrapper, negated
+from tests.support.helpers import Watcher
+from tests.support.matrix import needs_kernel
+from tests.support.tolerances import assert_each, assert_near, assert_same_bits
+from tests.support.written_calls import rows_of, value_of
+from tightrope import RopeSpec, gates
+from tightrope.activations import ACTS, RMSNorm
+from tightrope.backends import reference
+from tightrope.functional import rotate, rotate_
+from tightrope.ops import schema
+from tightrope.ops.schema import INVERSE, LOG, SLOPE, TRANSPOSE, Options
+from tightrope.patching._kinds import WIDTHS
+
+noise = partial(helpers.noise, dtype=torch.float32)
+# q, k and the result of a head of 8 channels, of which 1 to 6 rotate.
+X, K = noise(2, 3, 5, 8), noise(2, 5, 5, 8, seed=1)
+SPEC = RopeSpec(8, rotary_dim=6, start=1)
+WORDS = SPEC.at().angles.words
+NORM, SILU = ACTS.index("rms_norm"), ACTS.index("silu")
+
+
+def code(**fields: Any) -> int:
+    return Options(**{"start": 1, **fields}).pack()
+
+
+def call_of(options: Options, xs: list[torch.Tensor], source: str = "words") -> schema.Packed:
+    """Return the arguments after q and k of a call that has these options, for tensors bhsd."""
+    extras = [1 + noise(heads, 8) / 9 for heads in (1, xs[-1].shape[1])[: len(xs)]]
+    extras = extras if options.act == NORM else []
+    if options.gate == LOG:
+        extras += [noise(1, x.shape[1], x.shape[2], 1) / 9 for x in xs]
+    elif options.gate == SLOPE:
+        extras += [noise(x.shape[1], 8) / 99 for x in xs]
+    if options.act and options.direction == TRANSPOSE:
+        extras += [noise(*x.shape).flip(0) for x in xs]
+    angles = noise(1, 1, 20, 3)
+    tables = (WORDS, None) if source == "words" else (angles.cos(), angles.sin())
+    options = options._replace(start=1, source=schema.SOURCES.index(source))
+    fixed = *tables, None, 3, options.pack(), 1.25
+    return (*fixed, extras, 1e-5 if options.act == NORM else 0.0) if extras else fixed
+
+
+def rotated(q: torch.Tensor, k: torch.Tensor | None, *call: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(schema.NEW.for_(call)(q, k, *call))
+
+
+# --- calls that no public function makes -----------------------------------------------------------
+
+STAGES = [
+    Options(act=ACTS.index(act), gate=gate, direction=direction)
+    for act in ("none", "silu", "softmax", "rms_norm")
+    for gate in (schema.NO_GATE, LOG, SLOPE)
+    for direction in (schema.FORWARD, TRANSPOSE, INVERSE)
+    if (act != "none" or gate) and not (act != "none" and direction == INVERSE)
+]
+every_stage = pytest.mark.parametrize("options", STAGES, ids=lambda each: f"{each[7:9]}{each[3]}")
+
+
+def near(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    # Relative to the largest channel of each head, or to 1 if all are smaller.
+    scale = wanted.abs().amax(-1, keepdim=True).clamp(min=1)
+    assert_near(got.double() / scale, wanted / scale, "f and P, float32")
+
+
+@pytest.mark.parametrize("source", schema.SOURCES[1 : schema.FULL])
+@every_stage
+def test_tables_between_acts_and_gates(options: Options, source: str) -> None:
+    """Kernels agree with the definition, with their gradients."""
+    x, k = X, noise(2, 5, 5, 8).transpose(1, 2)
+    call = call_of(options, [x, k], source)
+    call = *(WIDTHS[source](table) for table in call[:2]), *call[2:]
+    tensors = [x, k, *call[:2], *(call[6] if call[6:] else ())]
+
+    def run(operator: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
+        more = (tensors[4:], call[7]) if call[6:] else ()
+        return operator(*tensors[:4], *call[2:6], *more)
+
+    assert_each(near, run(rotated, tensors), run(reference.compose, [t.double() for t in tensors]))
+    if options.direction == schema.FORWARD:
+        found = []
+        for operator, dtype in ((rotated, torch.float32), (reference.compose, torch.float64)):
+            leaves = [t.to(dtype, copy=True).requires_grad_() for t in tensors]
+            loss = sum(y.sin().sum() for y in run(operator, leaves))
+            found.append(torch.autograd.grad(loss, leaves))
+        assert_each(near, *found)
+
+
+@pytest.mark.parametrize("mapped", ["x", "both", "extras"])
+@every_stage
+def test_vmap_of_acts_and_gates(options: Options, mapped: str) -> None:
+    """Public functions with f or P use the definition in a transform; the operator has a rule of its own."""
+    x, k = noise(4, *X.shape), noise(4, *K.shape)
+    call = call_of(options, [x[0], k[0]])
+    extras = list(call[6]) if call[6:] else []
+    if not extras and mapped != "x":
+        return
+    in_x, in_extras = None if mapped == "extras" else 0, None if mapped == "x" else 1
+    own = extras
+    if in_extras is not None:
+        own = [torch.stack([one * (1 + i / 8) for i in range(4)], 1) for one in extras]
+    if in_x is None:
+        x, k = x[0], k[0]
+
+    def run(q: torch.Tensor, k: torch.Tensor, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return rotated(q, k, *call[:6], *((list(own), call[7]) if own else ()))
+
+    got = torch.vmap(run, in_dims=(in_x, in_x, *[in_extras] * len(own)))(x, k, *own)
+    for i in range(4):
+        ith = [one if in_extras is None else one[:, i] for one in own]
+        wanted = run(*((x, k) if in_x is None else (x[i], k[i])), *ith)
+        assert_each(torch.equal, [y[i] for y in got], wanted)
+
+
+def test_vmap_in_place() -> None:
+    x = noise(4, 2, 5, 8)
+    expected = rotate(x, SPEC, 3)
+    torch.vmap(lambda x: rotate_(x, SPEC, 3, layout="bsd"))(x)
+    assert torch.equal(x, expected)
+    raw, call = noise(4, 2, 3, 5, 8), (WORDS, None, None, 3, code(), 1.0)
+    (whole,) = rotated(raw.flatten(0, 1), None, *call)
+    torch.vmap(lambda x: schema.rotate_(x, None, *call) or x)(raw)
+    assert torch.equal(raw.flatten(0, 1), whole)
+    at, stack = (WORDS, None), torch.rand(4, 1, 1, 5)
+    with pytest.raises(RuntimeError, match=r"\[rotate_\] vmap: x is not mapped"):
+        torch.vmap(lambda p: schema.rotate_(X, None, *at, p, 3, code(add_index=False), 1.0) or p)(
+            stack
+        )
+
+
+# --- extra tensors ----------------------------------------------------------------------------------
+
+VALUES = 0.5 + noise(3, 8).abs()
+# Kind of extra tensor -> the options that declare it, and its shape from (3, 8).
+EXTRAS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "weight": ({"act": NORM}, lambda values: values),
+    "gate": ({"gate": LOG}, lambda values: values[None, :, None]),
+    "slope": ({"gate": SLOPE}, lambda values: values),
+    "frequencies": ({"learned": True}, lambda values: values[None, None, :, :3]),
+    "input": (
+        {"act": SILU, "direction": TRANSPOSE},
+        lambda values: values.expand(2, 5, 3, 8).transpose(1, 2),
+    ),
+}
+every_kind = pytest.mark.parametrize("kind", EXTRAS)
+every_way = pytest.mark.parametrize("how", ["new", "in place", "into"])
+
+
+def carrying(kind: str, values: torch.Tensor, how: str = "new", alone: bool = False) -> Any:
+    """Call an operator with one extra tensor, made of (3, 8), for each of q and k; return the first result."""
+    fields, shaped = EXTRAS[kind]
+    alone = alone or kind == "frequencies"
+    x, k, one = X.clone(), None if alone else X.clone(), shaped(values)
+    end = WORDS, None, None, 3, code(**fields), 1.0, [one] if alone else [one, one], 0.0
+    if how == "new":
+        return schema.rotate_extras(x, k, *end)[0]
+    if how == "in place":
+        schema.rotate_extras_(x, k, *end)
+        return x
+    outs = torch.zeros_like(X), None if k is None else torch.zeros_like(X)
+    schema.rotate_extras_into(x, k, *outs, *end)
+    return outs[0]
+
+
+@every_way
+@every_kind
+@pytest.mark.parametrize("make", [negated, Wrapper])
+def test_the_dispatcher_sees_extra_tensors(
+    make: Callable[[torch.Tensor], torch.Tensor], kind: str, how: str
+) -> None:
+    """It materialises negated views, and lets wrappers run the operator themselves."""
+    wanted = carrying(kind, VALUES, how)
+    for alone in (False, True):
+        assert torch.equal(carrying(kind, make(VALUES), how, alone), wanted)
+
+
+@every_way
+@every_kind
+def test_fake_extra_tensors(kind: str, how: str) -> None:
+    """No kernel runs with a fake extra tensor, whose data it would need."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(VALUES)
+    y = carrying(kind, fake, how)
+    if how == "new":
+        assert isinstance(y, FakeTensor)
+        assert (y.shape, y.dtype, y.stride()) == (X.shape, X.dtype, X.stride())
+    else:
+        assert torch.equal(y, X if how == "in place" else torch.zeros_like(X))
+    with pytest.raises(RuntimeError, match="must be on one device"):
+        carrying(kind, VALUES.to("meta"), how)
+
+
+@every_kind
+def test_vmap_over_extra_tensors_alone_is_refused_in_place(kind: str) -> None:
+    for how, rule in (
+        ("in place", r"rotate_\] vmap: x is"),
+        ("into", r"rotate_into\] vmap: out is"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"\[{rule} not mapped"):
+            torch.vmap(lambda values: carrying(kind, values, how))(  # noqa: B023
+                torch.stack([VALUES, 2 * VALUES])
+            )
+
+
+def test_only_calls_that_carry_tensors_have_a_list() -> None:
+    """Even an empty list costs 0.5 microseconds, but it is accepted."""
+    with Watcher() as mode:
+        rotate(X, SPEC, act="silu")
+        rotate_(X.clone(), SPEC.at(3))
+        rotate(X, SPEC, gate=gates.Exp(VALUES), out=torch.empty_like(X))
+        rotate(X, SPEC, inv_freq=VALUES[:, :3])
+        rotate(X, SPEC, act=RMSNorm(VALUES))
+    assert [name for name in mode.seen if "tightrope" in name] == [
+        *("tightrope.rotate.default", "tightrope.rotate_.default", "tightrope.rotate_into.extras"),
+        *["tightrope.rotate.extras"] * 2,
+    ]
+    end, x = (WORDS, None, None, 3, code(), 1.0), X.clone().requires_grad_()
+    (wanted,), (got,) = schema.rotate(x, None, *end), schema.rotate_extras(x, None, *end, [], 0.0)
+    one, other = (torch.autograd.grad(y.square().sum(), x)[0] for y in (got, wanted))
+    assert_same_bits((got, one), (wanted, other))
+    torch.library.opcheck(schema.rotate_extras, (x, None, *end, [], 0.0))
+
+
+# --- gradients, versions and devices -----------------------------------------------------------------
+
+
+def writers(*call: Any) -> dict[str, Callable[[torch.Tensor], object]]:
+    into = schema.rotate_extras_into if call[6:] else schema.rotate_into
+    within = schema.rotate_extras_ if call[6:] else schema.rotate_
+    return {
+        "in place": lambda x: within(x, None, *call),
+        "into": lambda x: into(x, None, torch.empty_like(x), None, *call),
+    }
+
+
+def test_no_gradient_is_lost() -> None:
+    """Without kernels for Autograd, torch would silently take the gradient of the identity."""
+    plain, theta = (WORDS, None, None, 3, code(), 1.0), torch.rand(1, 1, 1, 3).requires_grad_()
+    of_list = *plain[:4], code(learned=True), 1.0, [theta], 0.0
+    of_angles = *plain[:5], True, True
+    tracked = X.clone().requires_grad_() * 1
+    calls = [(run, tracked) for run in writers(*plain).values()]
+    calls += [(run, X.clone()) for run in writers(*of_list).values()]
+    calls += [(lambda x: schema.angle_gradients(x, None, X, None, *of_angles), tracked)]
+    calls += [(lambda g: schema.angle_gradients(X, None, g, None, *of_angles), tracked)]
+    for run, x in calls:
+        with pytest.raises(RuntimeError, match=r"the raw operator has no gradient; call t"):
+            run(x)
+        with torch.no_grad():
+            run(x)
+
+
+def test_every_written_tensor_counts_a_version() -> None:
+    q, k, *outs = (noise(2, 3, 5, 8) for _ in range(6))
+    before = [x._version for x in (q, k, *outs)]
+    call = WORDS, None, None, 3, code(), 1.0
+    schema.rotate_into(q, k, *outs[:2], *call)
+    gated = *call[:4], code(gate=LOG), 1.0, [torch.ones(1, 1, 1, 1)] * 2, 0.0
+    schema.rotate_extras_into(q, k, *outs[2:], *gated)
+    schema.rotate_(q, k, *call)
+    assert all(x._version > old for x, old in zip((q, k, *outs), before, strict=True))
+
+
+def test_devices_are_not_mixed() -> None:
+    """One meta tensor selects the fake kernel, whose result would be uninitialised memory."""
+    there, end = X.to("meta"), (None, None, 3, code(), 1.0)
+    for x, words in ((X.clone(), WORDS.to("meta")), (there, WORDS)):
+        for run in (*writers(words, *end).values(), lambda x: rotated(x, None, words, *end)):  # noqa: B023
+            with pytest.raises(RuntimeError, match="must be on one device"):
+                run(x)
+    at, options = torch.zeros(1, 1, 5), code(add_index=False)
+    of_angles = [X, None, X, None, WORDS, torch.zeros_like(WORDS), at, 0, options, True, True]
+    of_gates = [X, None, X, None, noise(1, 3, 1, 8), None, None, 3, code(gate=LOG)]
+    for operator, arguments, which in (
+        (schema.angle_gradients, of_angles, (2, 4, 5, 6)),
+        (schema.gate_gradients, of_gates, (4,)),
+    ):
+        for index in which:
+            changed = [*arguments]
+            changed[index] = changed[index].to("meta")
+            with pytest.raises(RuntimeError, match="must be on one device"):
+                operator(*changed)
+    for dtype, wanted in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        moved = [x.to("meta", dtype) if isinstance(x, torch.Tensor) else x for x in of_gates]
+        (made,) = schema.gate_gradients(*moved)
+        assert (made.device.type, made.shape, made.dtype) == ("meta", (1, 3, 1, 8), wanted)
+
+
+# --- arguments that do not fit ------------------------------------------------------------------------
+
+# Changes of valid calls, in raw_refusals.jsonl: of `rotate`, with a list of extra tensors too, and of
+# `angle_gradients`, which reads the same angles.
+ROWS = rows_of(Path(__file__).with_name("raw_refusals.jsonl"))
+ANGLES = {"words": WORDS, "turns": None, "positions": None, "offset": 0, "options": code()}
+GRADIENTS = {"y": X, "z": None, "grad_y": X, "grad_z": None, **ANGLES}
+GRADIENTS |= {"by_positions": True, "by_frequencies": True}
+
+
+def code_of(written: dict[str, Any] | int) -> int:
+    """Return the options of a row; words name codes."""
+    if isinstance(written, int):
+        return written
+    names = {name: number for number, name in enumerate(ACTS)} | vars(schema)
+    return code(**{key: names.get(value, value) for key, value in written.items()})
+
+
+def changes(of: str) -> list[dict[str, Any]]:
+    makers = {"strided": lambda x: x.repeat_interleave(2, -1)[..., ::2]}
+    found = []
+    for row in ROWS:
+        if of in row["of"]:
+            change = {
+                key: value_of(row[key], makers) for key in row if key not in ("of", "options")
+            }
+            found.append(change | {"options": code_of(row.get("options", {}))})
+    return found
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    """What the options do not declare, by the definition too, which checks its own bounds."""
+    for change in changes("extras"):
+        for operator in (schema.rotate_extras, reference.compose):
+            call = *{**ANGLES, "options": change["options"]}.values(), 1.0
+            with pytest.raises((NotImplementedError, RuntimeError), match="tightrope"):
+                operator(X, None, *call, change["extras"], change["eps"])
+
+
+@needs_kernel
+def test_kernels_read_nothing_outside_their_tensors() -> None:
+    schema.angle_gradients(**GRADIENTS)
+    for change in changes("gradients"):
+        with pytest.raises(RuntimeError, match="tightrope: "):
+            schema.angle_gradients(**{**GRADIENTS, **change})
+    x = X.clone()
+    for change in changes("rotate"):
+        for operator in (schema.rotate, schema.rotate_):
+            with pytest.raises(RuntimeError, match="tightrope"):
+                operator(x, None, *{**ANGLES, **change}.values(), 1.0)
+        assert torch.equal(x, X), change
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_phases_that_do_not_fit_are_refused(backend: str | None) -> None:
+    own = torch.zeros(2, 3, 5, 3, dtype=torch.int32)
+    operator: Any = reference.compose if backend else schema.rotate
+    zero, options = torch.zeros_like(WORDS), code(source=schema.PHASES)
+    assert torch.equal(operator(X, None, own, zero, None, 0, options, 1.0)[0], X)
+    wrong: list[tuple[torch.Tensor, torch.Tensor | None]] = [
+        *((own.float(), zero), (own[0], zero), (own[:, :, :4], zero), (own[:, :2], zero)),
+        *((own[:1].expand(3, 3, 5, 3), zero), (own, zero[..., :2])),
+        (torch.zeros(2, 3, 5, 5, dtype=torch.int32), None),
+    ]
+    for primary, secondary in wrong:
+        with pytest.raises((RuntimeError, IndexError)):
+            operator(X, None, primary, secondary, None, 0, options, 1.0)
+
+
+def test_options_are_one_integer_and_back() -> None:
+    for options in (
+        Options(),
+        Options(5, 2**20 - 1, True, INVERSE, False, 4, True, 255, 15, 2, 2, True, True, True),
+        Options(start=77, add_index=False),
+    ):
+        assert schema.options_of(options.pack()) == options
+        assert 0 <= options.pack() < 2**63
+    with pytest.raises(RuntimeError, match="start must lie in"):
+        Options(start=2**20).pack()
