@@ -24,6 +24,7 @@ from tightrope.functional import (
     rotary_pos_embedding,
     rotate_qk,
     rotate_qk_,
+    write_kv,
 )
 from tightrope.patching import replaced
 
@@ -126,12 +127,15 @@ def _to_a_cache() -> dict[str, tuple[Call, dict[str, Call]]]:
         if values:
             flat_values.index_copy_(0, slots, v)
 
-    def to_slots(**more: Any) -> None:
-        rotate(k, spec, ids, layout="thd", out=keys, slots=slots, **more)
+    def to_slots(v: torch.Tensor | None = None) -> None:
+        cache = keys, None if v is None else of_values
+        write_kv(None, k, v, spec, ids, cache=cache, slots=slots, layout="thd")
 
     return {
         "1 key to a slot": (
-            lambda: rotate(one, spec, at, layout="thd", out=keys, slots=slot),
+            lambda: write_kv(
+                None, one, None, spec, at, cache=(keys, None), slots=slot, layout="thd"
+            ),
             {"a new tensor": lambda: rotate(one, spec, at, layout="thd")},
         ),
         "512 keys to slots": (
@@ -142,7 +146,7 @@ def _to_a_cache() -> dict[str, tuple[Call, dict[str, Call]]]:
             },
         ),
         "512 keys and values to slots": (
-            lambda: to_slots(values=(v, of_values)),
+            lambda: to_slots(v),
             {"index_copy_": lambda: copied(True)},
         ),
     }
@@ -391,7 +395,7 @@ def _host(case: Case) -> Built:
         "rotate_qk prepared, with gradients": with_gradients,
         "phases.running": lambda: phases.running(step, state),
         "rotate_qk_, running phases": lambda: rotate_qk_(
-            q, k, alone, phases=phases.running(step, state)
+            q, k, alone.having(phases=phases.running(step, state))
         ),
     }
     return Built({OURS: calls[case.what]})

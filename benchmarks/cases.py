@@ -373,22 +373,6 @@ _SMALL = tuple(
     )
 )
 
-_ACTS = tuple(
-    Case(
-        f"{act}{', training' * (work == 'training')}",
-        tokens=512,
-        q_heads=8,
-        k_heads=0,
-        dtype="float64",
-        work=work,
-        memory="bhsd",
-        act=act,
-        **_ONE,
-    )
-    for act in "exp sin cos sigmoid tanh silu gelu elu softplus".split()
-    for work in ("out of place", "training")
-)
-
 _SHARDED = tuple(
     Case(f"{what}{', training' * (work == 'training')}", "sharded", what, work=work, **_ONE)
     for work in ("out of place", "training")
@@ -583,9 +567,6 @@ SUITES = {
     ),
     "grid": Suite("many shapes, beside torch code that has its tables already", _GRID, _GROUPS),
     "small": Suite("host time of one decoded token, and of writing into a cache", _SMALL),
-    "acts": Suite(
-        "activations in float64, beside torch's functions", _ACTS, "^act, then rotation$"
-    ),
     "sharded": Suite("host time of calls on DTensors, beside local calls", _SHARDED),
     "streams": Suite("stores past the caches, by what reads the results next", _STREAMS),
     "blocks": Suite("blocks of video and image models before and after `patch`", _BLOCKS),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -24,6 +24,7 @@ import torch
 from tightrope import gates, phases, positions
 from tightrope.activations import RMSNorm
 from tightrope.axes import Axes
+from tightrope.backends import use
 from tightrope.frequencies import Given, Proportional
 from tightrope.functional import (
     apply_rotary_pos_emb,
@@ -31,7 +32,7 @@ from tightrope.functional import (
     rotate_qk,
     rotate_qk_,
 )
-from tightrope.spec import RopeSpec
+from tightrope.spec import PreparedRotation, RopeSpec
 
 from .cases import Case
 from .measure import OURS, Built, Call, captured
@@ -285,7 +286,7 @@ class Rotation:
         return tuple(torch.empty_like(x).normal_(generator=generator) for x in self._saved)
 
     def arguments(self, learned: list[torch.Tensor]) -> dict[str, Any]:
-        """Return the arguments `act`, `gate` and `phases` of this library's functions.
+        """Return the arguments `act` and `gate` of this library's functions.
 
         Args:
             learned: tensors like those of the attribute, in any dtype.
@@ -300,11 +301,19 @@ class Rotation:
             make = {"exp": gates.Exp, "slope": gates.Slope}[case.gate]
             start = count * (case.act == "rms_norm")
             given["gate"] = tuple(make(one) for one in learned[start : start + count])
-        if case.phases is not None:
-            given["phases"] = (phases.running if case.phases == "running" else phases.given)(
-                learned[-1]
-            )
         return given
+
+    @cached_property
+    def rope(self) -> PreparedRotation:
+        """The rotation of the case, without phases."""
+        return self.spec.at(self.where, device=self.case.device, rounding=self.case.rounding)
+
+    def with_phases(self, rope: PreparedRotation, learned: list[torch.Tensor]) -> PreparedRotation:
+        """Return the rotation with the phases of the case, if it has any."""
+        if self.case.phases is None:
+            return rope
+        make = phases.running if self.case.phases == "running" else phases.given
+        return rope.having(phases=make(learned[-1]))
 
     def expected(self) -> Iterator[tuple[slice, Tensors]]:
         """Yield the right results, by the definition in float64, some tokens at a time."""
@@ -326,19 +335,17 @@ class Rotation:
         case = self.case
         given = self.arguments([one.detach().double() for one in self.learned])
         given["inverse"] = case.work == "backward"
+        rope = self.spec.at(self._given(self.ids[..., part]), device=case.device)
         if case.phases is not None:
             angle = self.learned[-1].detach().double()
             angle = angle.cumsum(2) if case.phases == "running" else angle
-            given["phases"] = phases.given(angle[:, :, part])
-        where = self._given(self.ids[..., part])
+            rope = rope.having(phases=phases.given(angle[:, :, part]))
         training = case.work == "training"
         xs = [self._by_heads(x)[:, :, part].double() for x in self._saved]
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(training), use("reference"):
             for x in xs:
                 x.requires_grad_(training)
-            rotate = around(self, rotate_qk)
-            options = {"backend": "reference", **given}
-            ys = kept(rotate(*xs, *self.no_k, self.spec, where, **options))
+            ys = kept(around(self, rotate_qk)(*xs, *self.no_k, rope, **given))
             if not training:
                 return ys
             grads = [self._by_heads(grad)[:, :, part].double() for grad in self.cotangents]
@@ -413,21 +420,19 @@ def _ours(rotation: Rotation) -> Rotate:
     if case.tables is not None:
         return _by_tables(rotation, case.tables)
     options = rotation.arguments(rotation.learned) | rotation.layout
-    if case.rounding != "once":
-        options["rounding"] = case.rounding
     if case.work == "backward":
         # The backward pass of a rotation is the rotation of the gradients by the opposite angles.
         options["inverse"] = True
-    rope = rotation.spec.at(rotation.where, device=case.device)
+    rope, function = rotation.rope, rotate_qk_ if in_place else rotate_qk
     if case.phases == "running" or (case.phases and case.work == "training"):
 
         def turned(q: torch.Tensor, k: torch.Tensor | None = None) -> Any:
             # Sums and phases are made anew in each call: their cost counts.
-            function = rotate_qk_ if in_place else rotate_qk
-            return function(q, k, rope, **options | rotation.arguments(rotation.learned))
+            own = rotation.with_phases(rope, rotation.learned)
+            return function(q, k, own, **options | rotation.arguments(rotation.learned))
 
         return Rotate(turned, learned=learned)
-    function = rotate_qk_ if in_place else rotate_qk
+    rope = rotation.with_phases(rope, rotation.learned)
     return Rotate(function, (*rotation.no_k, rope), options, learned)
 
 
@@ -521,12 +526,12 @@ def _no_compiled(case: Case) -> str | None:
 
 def _ours_compiled(rotation: Rotation, backend: str | None = None) -> Rotate:
     """Compile our function: the operator, or the definition for Inductor to fuse."""
-    rope = rotation.spec.at(rotation.where, device=rotation.case.device)
-    learned = rotation.learned
+    rope, learned = rotation.rope, rotation.learned
 
     def rotate(q: torch.Tensor, k: torch.Tensor | None = None) -> Any:
         given = rotation.arguments(learned) | rotation.layout
-        return rotate_qk(q, k, rope, backend=backend, **given)
+        with nullcontext() if backend is None else use(backend):
+            return rotate_qk(q, k, rotation.with_phases(rope, learned), **given)
 
     return Rotate(torch.compile(around(rotation, rotate), fullgraph=True), learned=tuple(learned))
 
@@ -643,18 +648,6 @@ def _eager(rotation: Rotation, compiles: bool = False) -> Rotate:
     function = around(rotation, rotated)
     function = torch.compile(function, fullgraph=True) if compiles else function
     return Rotate(function, (cos, sin), learned=tuple(learned))
-
-
-def _no_act_before(case: Case) -> str | None:
-    return None if case.act in FUNCTIONS and case.gate is None else "the case has no such act"
-
-
-def _act_before(rotation: Rotation) -> Rotate:
-    """Rotate what torch's function returns, by our kernel."""
-    case, act = rotation.case, FUNCTIONS[str(rotation.case.act)]
-    rope, no_k = rotation.spec.at(rotation.where, device=case.device), rotation.no_k
-    rotate: Callable[..., Any] = rotate_qk
-    return Rotate(lambda *xs: rotate(*map(act, xs), *no_k, rope))
 
 
 def _no_complex(case: Case) -> str | None:
@@ -857,7 +850,6 @@ CONTENDERS = (
     Contender("definition, compiled", _no_compiled, partial(_ours_compiled, backend="reference")),
     Contender("eager", _no_eager, _eager),
     Contender("compiled eager", _no_eager, partial(_eager, compiles=True)),
-    Contender("act, then rotation", _no_act_before, _act_before),
     Contender("complex eager", _no_complex, _complex),
     Contender("compiled halves", _no_halves, _halves),
     Contender("compiled halves, over its input", _no_over, partial(_halves, over=True)),

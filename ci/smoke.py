@@ -59,7 +59,8 @@ def check_kernel(dtype: torch.dtype, interleaved: bool, instructions: str) -> No
         torch.manual_seed(0)
         x = torch.randn(2, 4, 33, 64, dtype=dtype, requires_grad=True)
         frequencies = torch.rand(4, 32, requires_grad=True)
-        y = rotate(x, spec, 1000, inv_freq=frequencies, backend=backend)
+        with tightrope.backends.use(backend):
+            y = rotate(x, spec.at(1000, inv_freq=frequencies))
         like = torch.randn_like(y)
         made[backend] = y, *torch.autograd.grad(y, (x, frequencies), like)
     # A part of the largest number. The gradient of the frequencies is a sum of many.

@@ -1,10 +1,10 @@
 // Activations f and their derivatives f': of one number, in operations that vectorise (no branch, no table, no
 // call), or of a register.
 //
-// The error is within 2 ulp of the value in float, and 7 ulp in double, or of its largest term if terms cancel; more if
-// the value is subnormal. sigmoid and silu are 0 where 1 + e^-x overflows, as in torch. If the result is rounded to
-// bfloat16 (`brief`), polynomials are short: an error below 2^-18 changes one rounding in thousands. In double, `brief`
-// says that |x| is at most kNear, so that no exponential leaves the range of normal numbers: the bits are the same.
+// In float: in double, a call with f or P runs the definition. The error is within 2 ulp of the value, or of its largest
+// term if terms cancel; more if the value is subnormal. sigmoid and silu are 0 where 1 + e^-x overflows, as in torch. If
+// the result is rounded to bfloat16 (`brief`), polynomials are short: an error below 2^-18 changes one rounding in
+// thousands.
 #pragma once
 
 #include <math.h>
@@ -17,13 +17,11 @@ namespace TIGHTROPE_ISA {
 namespace {
 
 TIGHTROPE_INLINE float root(float x) { return __builtin_sqrtf(x); }
-TIGHTROPE_INLINE double root(double x) { return __builtin_sqrt(x); }
 
 template <class T>
 TIGHTROPE_INLINE T choose(bool which, T yes, T no) { return which ? yes : no; }
 TIGHTROPE_INLINE float magnitude(float x) { return bits<float>(bits<uint32_t>(x) & 0x7FFFFFFFu); }
 TIGHTROPE_INLINE double magnitude(double x) { return __builtin_fabs(x); }
-TIGHTROPE_INLINE double with_sign(double x, double of) { return __builtin_copysign(x, of); }
 // The smaller and the larger of a limit and x; NaN if x is NaN.
 template <class T>
 TIGHTROPE_INLINE T at_most(T limit, T x) { return choose(x > limit, limit, x); }
@@ -32,125 +30,65 @@ TIGHTROPE_INLINE T at_least(T limit, T x) { return choose(x < limit, limit, x); 
 
 // An integer as an int: the difference in bits from kRounder, which these numbers are.
 TIGHTROPE_INLINE int32_t whole_of(float x) { return int32_t(bits<uint32_t>(x + 0x1.8p23f) - 0x4B400000u); }
-TIGHTROPE_INLINE int64_t whole_of(double x) { return int64_t(bits<uint64_t>(x + 0x1.8p52) - 0x4338000000000000u); }
 TIGHTROPE_INLINE float power_of_two(int32_t n) { return bits<float>(uint32_t(n + 127) << 23); }
-TIGHTROPE_INLINE double power_of_two(double n) { return bits<double>(bits<uint64_t>(n + (0x1.8p52 + 1023)) << 52); }
 // p · 2^whole, in two steps: one exponent has no room for the product's whole range. The first is exact.
 template <class T>
 TIGHTROPE_INLINE T scaled(T p, T whole) {
   const auto n = whole_of(whole), half = n >> 1;
   return p * power_of_two(half) * power_of_two(n - half);
 }
-TIGHTROPE_INLINE double scaled(double p, double whole) {
-  const double half = rounded_even(0.5 * whole);
-  return p * power_of_two(half) * power_of_two(whole - half);
-}
-
-template <class T>
-constexpr bool kWide = kIs<T, double>;
-
-constexpr float kNear = 37;  // e^(-x²/2), the smallest number in gelu, is then above 2^-1000
-
-// e^x = 2^n · (1 + y): returns y, and writes n. In double with a relative error of 2e-17.
-template <class T>
-TIGHTROPE_INLINE T above_power(T x, T* n) {
-  *n = nearest(x, 1.44269504088896341);
-  T r = fma_(*n, all<T>(kWide<T> ? -6.93147180369123816e-1 : -6.93145752e-1), x), p;
-  r = fma_(*n, all<T>(kWide<T> ? -1.90821492927058770e-10 : -1.42860677e-6), r);
-  if constexpr (kWide<T>) {
-    p = polynomial(r, 2.511446787914047e-8, 2.7626326854164174e-7, 2.755722797052169e-6, 2.4801504445080598e-5,
-                   1.9841269903012103e-4, 1.3888888932379576e-3, 8.3333333333146e-3, 4.166666666657362e-2,
-                   1.6666666666666685e-1, 5.000000000000006e-1);
-  } else {
-    p = polynomial(r, 1.38145988e-3, 8.36871658e-3, 4.16683890e-2, 1.66665211e-1, 4.99999940e-1);
-  }
-  return fma_(r * r, p, r);
-}
 
 template <bool brief = false, class T>
 TIGHTROPE_INLINE T exponential(T x) {
-  if constexpr (brief && kWide<T>) {
-    T n;
-    const T y = above_power(x, &n), power = power_of_two(n);
-    return fma_(power, y, power);
+  // Beyond these limits e^x is 0 or infinite.
+  x = at_least(all<T>(-104), at_most(all<T>(89), x));
+  if constexpr (brief) {
+    const T t = x * all<T>(1.44269502), n = rounded_down(t);
+    return scaled(polynomial(t - n, 1.3534168e-2, 5.2011464e-2, 2.4144275e-1, 6.9300383e-1, 1.0000026), n);
   } else {
-    // Beyond these limits e^x is 0 or infinite.
-    x = at_least(all<T>(kWide<T> ? -746 : -104), at_most(all<T>(kWide<T> ? 710 : 89), x));
-    if constexpr (brief) {
-      const T t = x * all<T>(1.44269502), n = rounded_down(t);
-      return scaled(polynomial(t - n, 1.3534168e-2, 5.2011464e-2, 2.4144275e-1, 6.9300383e-1, 1.0000026), n);
-    } else {
-      T n;
-      const T y = above_power(x, &n);
-      return scaled(y + all<T>(1), n);
-    }
+    // e^x = 2^n · (1 + y)
+    const T n = nearest(x, 1.44269504088896341);
+    const T r = fma_(n, all<T>(-1.42860677e-6), fma_(n, all<T>(-6.93145752e-1), x));
+    const T p = polynomial(r, 1.38145988e-3, 8.36871658e-3, 4.16683890e-2, 1.66665211e-1, 4.99999940e-1);
+    const T y = fma_(r * r, p, r);
+    return scaled(y + all<T>(1), n);
   }
 }
 
 // e^x − 1 for x <= 0.
 template <bool brief, class T>
 TIGHTROPE_INLINE T less_one(T x) {
-  if constexpr (kWide<T>) {
-    T n;
-    const T y = above_power(brief ? x : at_least(T(-700), x), &n), power = power_of_two(n);
-    return fma_(power, y, power - 1);
-  } else {
-    const T p = polynomial(x, 1.59956908e-4, 1.36370712e-3, 8.32504407e-3, 4.16652709e-2, 1.66666552e-1, 0.5);
-    return choose(x > all<T>(-0.5), fma_(x * x, p, x), exponential<brief>(x) - all<T>(1));
-  }
+  const T p = polynomial(x, 1.59956908e-4, 1.36370712e-3, 8.32504407e-3, 4.16652709e-2, 1.66666552e-1, 0.5);
+  return choose(x > all<T>(-0.5), fma_(x * x, p, x), exponential<brief>(x) - all<T>(1));
 }
 
-// log(1 + x) for x in [0, 1], as 2 artanh(x / (2 + x)); in double by the Taylor series, with an error of 2e-17.
+// log(1 + x) for x in [0, 1], as 2 artanh(x / (2 + x)).
 template <class T>
 TIGHTROPE_INLINE T log_one(T x) {
   const T s = x / (all<T>(2) + x), z = s * s, twice = s + s;
-  T p;
-  if constexpr (kWide<T>) {
-    p = polynomial(z, 1 / 31.0, 1 / 29.0, 1 / 27.0, 1 / 25.0, 1 / 23.0, 1 / 21.0, 1 / 19.0, 1 / 17.0, 1 / 15.0,
-                   1 / 13.0, 1 / 11.0, 1 / 9.0, 1 / 7.0, 1 / 5.0, 1 / 3.0);
-  } else {
-    p = polynomial(z, 1.08962111e-1, 8.57392177e-2, 1.11507505e-1, 1.42841980e-1, 2.00000271e-1, 3.33333343e-1);
-  }
+  const T p =
+      polynomial(z, 1.08962111e-1, 8.57392177e-2, 1.11507505e-1, 1.42841980e-1, 2.00000271e-1, 3.33333343e-1);
   return fma_(twice * z, p, twice);
 }
 
 template <bool brief, class T>
 TIGHTROPE_INLINE T tangent(T x) {
   const T a = magnitude(x), z = x * x;
-  if constexpr (kWide<T>) {
-    const T e = less_one<brief>(-(a + a));
-    return with_sign(-e / (2 + e), x);
-  } else {
-    const T p =
-        polynomial(z, 2.23106612e-3, -8.26709345e-3, 2.17344407e-2, -5.39524741e-2, 1.33332476e-1, -3.33333313e-1);
-    const T large = all<T>(1) - all<T>(2) / (exponential<brief>(a + a) + all<T>(1));
-    return choose(a < all<T>(0.6), fma_(x * z, p, x), with_sign(large, x));
-  }
+  const T p =
+      polynomial(z, 2.23106612e-3, -8.26709345e-3, 2.17344407e-2, -5.39524741e-2, 1.33332476e-1, -3.33333313e-1);
+  const T large = all<T>(1) - all<T>(2) / (exponential<brief>(a + a) + all<T>(1));
+  return choose(a < all<T>(0.6), fma_(x * z, p, x), with_sign(large, x));
 }
 
 // Returns Φ(x), the standard normal distribution function. Writes e^(-x²/2): the density without its
 // constant factor. The smaller of Φ(x) and Φ(-x) is that number times a polynomial of u.
 template <bool brief, class T>
 TIGHTROPE_INLINE T below(T x, T* density) {
-  const T t = magnitude(x), u = all<T>(1) / fma_(all<T>(kWide<T> ? 0.25 : 0.33), t, all<T>(1)), square = t * t;
-  T p;
-  if constexpr (kWide<T>) {
-    p = u * polynomial(fma_(u, 2.2051282051282051, -1.2051282051282051), -2.8190533486256846e-11,
-                       -6.6096806326821943e-11, 4.2055174335767847e-10, 3.9205839848699386e-10, -3.4439437809594512e-9,
-                       8.2318034251867016e-10, 2.0974589161565303e-8, -2.8819551388032485e-8, -1.0884984291245323e-7,
-                       3.034925280173001e-7, 5.4600500771405862e-7, -2.6159823098237816e-6, -3.4055733898033298e-6,
-                       2.2117544448992169e-5, 3.680201577753003e-5, -1.8435522292487933e-4, -6.2536476418918578e-4,
-                       8.1471154750502989e-4, 1.0726581694235812e-2, 3.9092488866986179e-2, 9.0976684206759625e-2,
-                       1.5531102555618134e-1, 2.0383459921062921e-1);
-  } else {
-    p = polynomial(u, -2.58295406e-2, 1.48384750e-1, -3.21950585e-1, 2.91249514e-1, -1.06579654e-1, 1.45839244e-1,
-                   1.03721328e-1, 1.33680001e-1, 1.31478593e-1, 6.33963373e-6);
-  }
+  const T t = magnitude(x), u = all<T>(1) / fma_(all<T>(0.33), t, all<T>(1)), square = t * t;
+  const T p = polynomial(u, -2.58295406e-2, 1.48384750e-1, -3.21950585e-1, 2.91249514e-1, -1.06579654e-1,
+                         1.45839244e-1, 1.03721328e-1, 1.33680001e-1, 1.31478593e-1, 6.33963373e-6);
   T e = exponential<brief>(all<T>(-0.5) * square);
-  if (!brief || kWide<T>) {
-    const T closer = fma_(e * fms_(t, t, square), all<T>(-0.5), e);
-    e = brief ? closer : choose(square < all<T>(1e30), closer, e);
-  }
+  if (!brief) e = choose(square < all<T>(1e30), fma_(e * fms_(t, t, square), all<T>(-0.5), e), e);
   *density = e;
   const T tail = e * p;
   return choose(x > all<T>(0), all<T>(1) - tail, tail);
@@ -170,9 +108,9 @@ constexpr float kLargeAngle = 8192.0f;
 template <class T>
 TIGHTROPE_INLINE void sine_cosine(T x, T* s, T* c) {
   const T n = nearest(x, 6.36619772367581343e-1);
-  T r = fma_(n, all<T>(kWide<T> ? -1.5707963267948966 : -1.57079637e0), x);
-  r = fma_(n, all<T>(kWide<T> ? -6.123233995736766e-17 : 4.37113883e-8), r);
-  r = fma_(n, all<T>(kWide<T> ? 1.4973849048591833e-33 : 1.71512451e-15), r);
+  T r = fma_(n, all<T>(-1.57079637e0), x);
+  r = fma_(n, all<T>(4.37113883e-8), r);
+  r = fma_(n, all<T>(1.71512451e-15), r);
   const auto quarter = whole_of(n);
   T cosine, sine;
   polynomials(r, &cosine, &sine);
@@ -282,9 +220,6 @@ struct Wave {
 
 template <class A>
 constexpr bool kIsWave = kIs<A, Wave<false>> || kIs<A, Wave<true>>;
-// Acts without an exponential and without a sine.
-template <class A>
-constexpr bool kIsPlain = kIs<A, None> || kIs<A, Relu> || kIs<A, Relu2> || kIs<A, LeakyRelu>;
 
 // Calls use(A()) for an elementwise activation A; returns false for the others.
 template <class Use>

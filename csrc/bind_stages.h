@@ -35,31 +35,17 @@ inline void convert(Dtype dtype, const void* from, int64_t at, int64_t any, doub
 // Owns the converted copies of weights and gates that the loops read during one call.
 class Values {
  public:
-  explicit Values(bool is_double) : double_(is_double) {}
-
   // Copies a tensor with these sizes and strides to contiguous values, times `sign`.
-  const void* copy(const Tensor& x, std::array<int64_t, 3> sizes, std::array<int64_t, 3> strides,
-                   double sign, bool as_double, void** made = nullptr) {
-    const Dtype dtype = dtype_of(code_of(x));
-    const void* from = x.const_data_ptr();
+  template <class To>
+  To* copy(const Tensor& x, std::array<int64_t, 3> sizes, std::array<int64_t, 3> strides, double sign) {
     const int64_t row = sizes[2], count = sizes[0] * sizes[1] * row;
-    owned_.emplace_back(new double[as_double ? count : (count + 1) / 2]);
-    void* to = owned_.back().get();
-    int64_t n = 0;
+    owned_.emplace_back(new char[count * int64_t(sizeof(To))]);
+    To *const made = reinterpret_cast<To*>(owned_.back().get()), *to = made;
     for (int64_t i = 0; i < sizes[0]; ++i)
-      for (int64_t j = 0; j < sizes[1]; ++j, n += row) {
-        const int64_t at = i * strides[0] + j * strides[1];
-        if (as_double) {
-          convert(dtype, from, at, strides[2], sign, static_cast<double*>(to) + n, row);
-        } else {
-          convert(dtype, from, at, strides[2], sign, static_cast<float*>(to) + n, row);
-        }
-      }
-    if (made != nullptr) *made = to;
-    return to;
+      for (int64_t j = 0; j < sizes[1]; ++j, to += row)
+        convert(dtype_of(code_of(x)), x.const_data_ptr(), i * strides[0] + j * strides[1], strides[2], sign, to, row);
+    return made;
   }
-
-  bool is_double() const { return double_; }
 
   // Returns the tensor, or a copy if the call is going to write into its memory.
   const Tensor& kept(const Tensor& x, const Extents& extents, int64_t element, const Problem& p) {
@@ -79,8 +65,7 @@ class Values {
   }
 
  private:
-  bool double_;
-  std::vector<std::unique_ptr<double[]>> owned_;
+  std::vector<std::unique_ptr<char[]>> owned_;
   std::deque<Tensor> kept_;
 };
 
@@ -96,8 +81,7 @@ inline void read_weight(const Tensor& x, int64_t heads, const Problem& p, Values
                   "tightrope: weights of a norm must be [heads|1, channels]");
   part.weight_head = w.size[0] == 1 ? 0 : p.head_dim;
   if (is_unread(p, heads)) return;
-  part.weight = values.copy(x, {1, w.size[0], p.head_dim}, {0, w.stride[0], w.stride[1]}, 1.0,
-                            values.is_double());
+  part.weight = values.copy<float>(x, {1, w.size[0], p.head_dim}, {0, w.stride[0], w.stride[1]}, 1.0);
 }
 
 inline void read_slope(const Tensor& x, int64_t heads, const Problem& p, bool invert, Values& values,
@@ -110,9 +94,8 @@ inline void read_slope(const Tensor& x, int64_t heads, const Problem& p, bool in
   if (is_unread(p, heads)) return;
   part.per_head = s.size[0] != 1;
   part.slope_head = part.per_head ? p.head_dim : 0;
-  part.slope = static_cast<const double*>(values.copy(x, {1, s.size[0], p.head_dim},
-                                                      {0, s.stride[0], step(s, 1)},
-                                                      invert ? -1.0 : 1.0, true));
+  part.slope = values.copy<double>(x, {1, s.size[0], p.head_dim}, {0, s.stride[0], step(s, 1)},
+                                   invert ? -1.0 : 1.0);
 }
 
 inline void read_log(const Tensor& x, int64_t heads, const Problem& p, bool invert, Values& values,
@@ -125,13 +108,13 @@ inline void read_log(const Tensor& x, int64_t heads, const Problem& p, bool inve
   if (is_unread(p, heads)) return;
   part.per_head = g.size[1] != 1;
   if (g.size[2] == 1) {
-    void* made = nullptr;
     const int64_t rows = g.size[0], own = g.size[1];
-    part.factor = values.copy(x, {rows, own, p.head_dim}, {g.stride[0], g.stride[1], step(g, 3)},
-                              invert ? -1.0 : 1.0, values.is_double(), &made);
+    float* made = values.copy<float>(x, {rows, own, p.head_dim}, {g.stride[0], g.stride[1], step(g, 3)},
+                                     invert ? -1.0 : 1.0);
+    part.factor = made;
     part.factor_row = rows == 1 ? 0 : own * p.head_dim;
     part.factor_head = own == 1 ? 0 : p.head_dim;
-    loops().exponentials(p.dtype, made, rows * own * p.head_dim);
+    loops().exponentials(made, rows * own * p.head_dim);
     return;
   }
   part.log_dtype = dtype_of(code_of(x));
@@ -147,6 +130,7 @@ inline void read_log(const Tensor& x, int64_t heads, const Problem& p, bool inve
 inline Stages stages_of(const Problem& p, const Operands& xs, const Arguments& a, Values& values) {
   const Options& options = a.options;
   Stages o{};
+  STD_TORCH_CHECK(p.dtype != Dtype::kDouble, "tightrope: float64 with an act or a gate needs the definition");
   STD_TORCH_CHECK(options.act <= int64_t(Act::kRmsNorm) && options.gate <= int64_t(Gate::kSlope),
                   "tightrope: act and gate must be known");
   STD_TORCH_CHECK(options.act == 0 || options.direction != kInverse, "tightrope: an inverse call must have no act");
@@ -176,7 +160,7 @@ inline Stages stages_of(const Problem& p, const Operands& xs, const Arguments& a
 
 // Runs a rotation with f and P; in the backward pass of a norm, returns the gradients of its weights.
 inline std::vector<Tensor> run_stages(Problem& p, const Operands& xs, const Arguments& a) {
-  Values values(p.dtype == Dtype::kDouble);
+  Values values;
   Stages o = stages_of(p, xs, a, values);
   leave_empty_caches(p);
   const bool sums = o.act == Act::kRmsNorm && !o.forward, empty = is_empty(p);
@@ -191,18 +175,18 @@ inline std::vector<Tensor> run_stages(Problem& p, const Operands& xs, const Argu
     const int64_t own = a.extras[i].size(0);
     entries.push_back(own * p.head_dim);
     partial.push_back(zeros(*xs.tensor[0], {items, own, p.head_dim}));
-    by_weight.push_back(zeros(*xs.tensor[0], {own, p.head_dim}, value_type(p)));
+    by_weight.push_back(zeros(*xs.tensor[0], {own, p.head_dim}, torch::headeronly::ScalarType::Float));
     o.part[i].by_weight = static_cast<double*>(partial[i].mutable_data_ptr());
   }
   if (empty) return by_weight;
   const StagesLoop loop = loops().stages;
-  const int64_t bytes = scratch_values(p, o) * value_bytes(p);
+  const int64_t bytes = scratch_values(p, o) * int64_t(sizeof(float));
   share(p, items, p.tile * o.tiles, [&](int64_t begin, int64_t end) {
     Memory memory(bytes);
     loop(p, o, memory.at(), begin, end);
   });
   for (size_t i = 0; i < by_weight.size(); ++i)
-    add_up(o.part[i].by_weight, items, entries[i], by_weight[i], 0, values.is_double());
+    add_up(o.part[i].by_weight, items, entries[i], by_weight[i], 0, false);
   return by_weight;
 }
 

@@ -135,7 +135,7 @@ inline void with_format(Dtype dtype, const Use& use) {
   }
 }
 
-// Whether registers.h and stage_lines.h process everything of this type with contiguous channels, but softmax.
+// Whether registers.h processes everything of this type with contiguous channels.
 template <class T>
 constexpr bool kHasRegisters = kIs<T, float>;
 

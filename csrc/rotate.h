@@ -140,12 +140,12 @@ enum class Act : int32_t {
 // The kind of P.
 enum class Gate : int32_t { kNone, kLog, kSlope };
 
-// Tensors of f and P for one operand. "Values" are float, or double for double tensors.
+// Tensors of f and P for one operand, of any type but double.
 struct Part {
-  const void* weight;     // of a norm: values [heads|1, head_dim], contiguous
+  const float* weight;    // of a norm: [heads|1, head_dim], contiguous
   int64_t weight_head;    // entries from head to head, or 0
   // P, in one of three forms.
-  const void* factor;     // equal for all tokens: values [rows|1, heads|1, head_dim], or null
+  const float* factor;    // equal for all tokens: [rows|1, heads|1, head_dim], or null
   int64_t factor_row, factor_head;
   const double* slope;    // logarithms per position: [heads|1, head_dim], or null
   int64_t slope_head;
@@ -174,7 +174,7 @@ using StagesLoop = void (*)(const Problem& p, const Stages& stages, void* scratc
                            int64_t end);
 
 // Replaces n values by their exponentials.
-using Exponentials = void (*)(Dtype dtype, void* values, int64_t n);
+using Exponentials = void (*)(float* values, int64_t n);
 
 // Output of the gradient of one gate, of a problem with one operand. A work item is the tokens that
 // share an entry: a run of a sequence, as in AngleSums; or, if `by_token`, one token of one row or of all

@@ -2,7 +2,7 @@
 // widened, goes through f, is rotated by angles that stay in registers from head to head, multiplied by
 // P and rounded once.
 //
-// double and softmax use the rows of stage_rows.h.
+// softmax uses the rows of stage_rows.h.
 #pragma once
 
 #include "norms.h"

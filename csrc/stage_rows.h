@@ -1,5 +1,5 @@
-// Heads with f and P in rows of scratch memory: for double, for softmax, and without registers. A head is widened, goes
-// through f, is rotated in its row, multiplied by P and rounded once. Sums over a head use 32 lanes in a fixed order.
+// Heads with a softmax and P in rows of scratch memory. A head is widened, goes through f, is rotated in its row,
+// multiplied by P and rounded once. Sums over a head use 32 lanes in a fixed order.
 #pragma once
 
 #include "acts.h"
@@ -8,13 +8,6 @@
 namespace tightrope {
 namespace TIGHTROPE_ISA {
 namespace {
-
-template <class T>
-struct Plain;
-template <>
-struct Plain<float> : Float {};
-template <>
-struct Plain<double> : Double {};
 
 // ---- rows of memory -----------------------------------------------------------------------------
 
@@ -43,8 +36,7 @@ inline void narrow_row<Half>(const float* __restrict in, uint16_t* out, int64_t 
 }
 
 
-template <class T>
-inline void multiply_row(const T* x, const T* by, T* to, int64_t n) {
+inline void multiply_row(const float* x, const float* by, float* to, int64_t n) {
   TIGHTROPE_INDEPENDENT
   for (int64_t k = 0; k < n; ++k) to[k] = x[k] * by[k];
 }
@@ -83,88 +75,26 @@ TIGHTROPE_LOOP T largest(const T* __restrict a, int64_t n) {
   return over_lanes(a[0], n, [&](T top, int64_t k) { return larger(top, a[k]); }, larger);
 }
 
-template <class T>
-inline T inverse_rms(const T* x, int64_t n, double eps) {
-  return T(1) / root(dot(x, x, n) / T(n) + T(eps));
-}
-
 // From here on `from` may be `to`, but overlaps it in no other way.
-template <class T>
-inline void soften(const T* from, T* to, int64_t n) {
-  const T top = largest(from, n);
-  if constexpr (kHasRegisters<T>) {
-    for (int64_t k = 0; k < n; k += kWidest)
-      write_first(to + k, exponential(read_first(from + k, n - k) - all<V>(top)), n - k);
-  } else {
-    TIGHTROPE_INDEPENDENT
-    for (int64_t k = 0; k < n; ++k) to[k] = exponential(from[k] - top);
-  }
-  const T scale = T(1) / sum(to, n);
+inline void soften(const float* from, float* to, int64_t n) {
+  const float top = largest(from, n);
+  for (int64_t k = 0; k < n; k += kWidest)
+    write_first(to + k, exponential(read_first(from + k, n - k) - all<V>(top)), n - k);
+  const float scale = 1.0f / sum(to, n);
   for (int64_t k = 0; k < n; ++k) to[k] *= scale;
 }
-
-// ---- f and f' -------------------------------------------------------------------------------------
-
-// Replaces `to` by f of `from`, or multiplies it by f' of `from`.
-template <class A, bool slope, class T>
-TIGHTROPE_LOOP void act_on_row(const T* from, T* to, int64_t n) {
-  const auto each = [&](const auto& act) {
-    TIGHTROPE_INDEPENDENT
-    for (int64_t k = 0; k < n; ++k) to[k] = slope ? to[k] * act(from[k]) : act(from[k]);
-  };
-  const auto act = [](T x) { return slope ? A::template slope<true>(x) : A::template f<true>(x); };
-  if constexpr (!kIsPlain<A>) {
-    int64_t far = 0;  // as wide as the values, so that the loop vectorises
-    for (int64_t k = 0; k < n; ++k) far |= magnitude(from[k]) > (kIsWave<A> ? kLargeAngle : kNear);
-    if (far != 0) {
-      return each([&](T x) {
-        if constexpr (kIsWave<A>) return magnitude(x) > kLargeAngle ? T(A::far(x, slope)) : act(x);
-        else return slope ? A::template slope<false>(x) : A::template f<false>(x);
-      });
-    }
-  }
-  each(act);
-}
-
-template <class T>
-inline void apply(const Stages& o, const T* weight, const T* from, T* to, int64_t n) {
-  if (o.act == Act::kSoftmax) return soften(from, to, n);
-  if constexpr (!kHasRegisters<T>) {
-    if (with_act(o.act, [&](auto act) { act_on_row<decltype(act), false>(from, to, n); })) return;
-    const T scale = inverse_rms(from, n, o.eps);
-    TIGHTROPE_INDEPENDENT
-    for (int64_t k = 0; k < n; ++k) to[k] = from[k] * scale * weight[k];
-  }
-}
-
-// Replaces g by f'ᵀ·g and overwrites x; adds the gradient of a norm's weight to by_weight unless that is null.
-template <class T>
-inline void apply_back(const Stages& o, const T* __restrict weight, T* __restrict x, T* __restrict g,
-                       T* __restrict by_weight, int64_t n) {
-  if (o.act == Act::kSoftmax) {
-    soften(x, x, n);
-    const T share = dot(g, x, n);
-    for (int64_t k = 0; k < n; ++k) g[k] = x[k] * (g[k] - share);
-    return;
-  }
-  if constexpr (!kHasRegisters<T>) {
-    if (with_act(o.act, [&](auto act) { act_on_row<decltype(act), true>(x, g, n); })) return;
-    const T scale = inverse_rms(x, n, o.eps);
-    for (int64_t k = 0; k < n; ++k) x[k] *= scale;
-    if (by_weight != nullptr)
-      for (int64_t k = 0; k < n; ++k) by_weight[k] = fma_(g[k], x[k], by_weight[k]);
-    multiply_row(g, weight, g, n);
-    const T share = dot(g, x, n) / T(n);
-    for (int64_t k = 0; k < n; ++k) g[k] = scale * fma_(-x[k], share, g[k]);
-  }
+// Replaces g by the gradient of x, which is overwritten.
+inline void soften_back(float* __restrict x, float* __restrict g, int64_t n) {
+  soften(x, x, n);
+  const float share = dot(g, x, n);
+  for (int64_t k = 0; k < n; ++k) g[k] = x[k] * (g[k] - share);
 }
 
 // ---- heads ----------------------------------------------------------------------------------------
 
 // Rotates a head by angles in the order of the pairs.
-template <class T>
-TIGHTROPE_LOOP void turn_row(const Problem& p, const T* from, T* to, const T* c, const T* s) {
-  using A = Arithmetic<Plain<T>, Rounding::kOnce, false>;
+TIGHTROPE_LOOP void turn_row(const Problem& p, const float* from, float* to, const float* c, const float* s) {
+  using A = Arithmetic<Float, Rounding::kOnce, false>;
   const int64_t end = p.start + 2 * p.pairs;
   if (from != to) {
     for (int64_t k = 0; k < p.start; ++k) to[k] = from[k];
@@ -172,19 +102,17 @@ TIGHTROPE_LOOP void turn_row(const Problem& p, const T* from, T* to, const T* c,
   }
   from += p.start, to += p.start;
   if (p.interleaved) {
-    turn_neighbours<A>(from, to, Row<T>{c, s, c, s}, p.pairs);
+    turn_neighbours<A>(from, to, Row<float>{c, s, c, s}, p.pairs);
   } else {
-    turn_halves<A>(from, from + p.pairs, to, to + p.pairs, Row<T>{c, s, c, s}, p.pairs);
+    turn_halves<A>(from, from + p.pairs, to, to + p.pairs, Row<float>{c, s, c, s}, p.pairs);
   }
 }
 
-// Rotates the first head of a line; `g` and `x` are rows. In the backward pass of a norm, adds the gradient of its
-// weight to `by_weight` unless that is null.
+// Rotates the first head of a line; `g` and `x` are rows.
 template <class F>
-inline void stage_in_rows(const Problem& p, const Stages& o, const Line<F>& line, const typename F::Value* c,
-                          const typename F::Value* s, typename F::Value* g, typename F::Value* x,
-                          typename F::Value* by_weight) {
-  using T = typename F::Value;
+inline void stage_in_rows(const Problem& p, const Stages& o, const Line<F>& line, const float* c, const float* s,
+                          float* g, float* x) {
+  using T = float;
   const int64_t n = p.head_dim;
   // Values that need no conversion come from the input, and go to the output, without a copy.
   const T* from = g;
@@ -196,14 +124,14 @@ inline void stage_in_rows(const Problem& p, const Stages& o, const Line<F>& line
   }
   if (line.x != nullptr) widen_row<F>(line.x, 1, x, n);
   const T* const gate = line.gate;
-  if (o.forward && o.act != Act::kNone) {
-    apply(o, line.weight, from, g, n), from = g;
-  } else if (!o.forward && gate != nullptr) {
+  if (o.forward) {
+    soften(from, g, n), from = g;
+  } else if (gate != nullptr) {
     multiply_row(from, gate, g, n), from = g;
   }
   turn_row(p, from, to, c, s);
   if (o.forward && gate != nullptr) multiply_row(to, gate, to, n);
-  if (line.x != nullptr) apply_back(o, line.weight, x, to, by_weight, n);
+  if (line.x != nullptr) soften_back(x, to, n);
   if constexpr (!kIs<typename F::Stored, T>) narrow_row<F>(to, line.out, n);
 }
 

@@ -271,7 +271,7 @@ def phase_word():
 
 # fmt: off
 ROUTES = [
-    ("definition", GOLD, "define", '• backend="reference"\n• forward mode\n• compiling inside a\n   functorch transform\n'
+    ("definition", GOLD, "define", '• use("reference")\n• float64 with f or P\n• forward mode\n• compiling in functorch\n'
      "• exporting to a runtime\n   without the operators\n• a transform other than\n   functionalize, of a\n   call with f or P"),
     ("traced", GREEN, "the registered\noperator", "• compile\n• other exports\n• functionalize"),
     ("autograd", RED, "OutOfPlace.apply", "• other functorch\n   transforms\n• eager code in which\n"

@@ -146,7 +146,8 @@ class Attention(nn.Module):
         )
         form = "step" if x.shape[1] == 1 else "chunked"
         q = q * HEAD_DIM**-0.5
-        y, memory = polar_scan(q, k, v, self.spec, phases=turns, state=memory, form=form)
+        rope = self.spec.at(0 if memory is None else memory.tokens, phases=turns)
+        y, memory = polar_scan(q, k, v, rope, state=memory, form=form)
         return self.out(y.transpose(1, 2).flatten(2)), State(after, memory)
 
 

@@ -19,6 +19,7 @@ from .functional import (  # noqa: E402
     rotate_,
     rotate_qk,
     rotate_qk_,
+    write_kv,
 )
 from .spec import RopeSpec  # noqa: E402
 
@@ -33,4 +34,5 @@ __all__ = [
     "rotate_",
     "rotate_qk",
     "rotate_qk_",
+    "write_kv",
 ]

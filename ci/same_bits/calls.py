@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +45,40 @@ class Call(NamedTuple):
     function: Callable[..., Any]
     arguments: Callable[[Tensors], dict[str, Any]]
     changes: Sequence[str] = ()
+
+
+# Arguments of the surface before version 0.4 that `RopeSpec.at` takes since.
+STATED = ("seq_len", "inv_freq")
+
+
+def public(name: str) -> Callable[..., Any]:
+    """Return a public function that takes the arguments of the surface before version 0.4."""
+    function = getattr(functional, name)
+    return partial(_translated, function) if hasattr(functional, "write_kv") else function  # type: ignore[no-any-return]
+
+
+def _translated(function: Callable[..., Any], **now: Any) -> Any:
+    from tightrope.backends import use
+
+    backend = now.pop("backend", None)
+    if "from_spec" in now:
+        for old, new, where in (("from", "old", "positions"), ("to", "new", "new_positions")):
+            spec, length = now.pop(f"{old}_spec"), now.pop(f"{old}_seq_len")
+            if spec.by_length and length is not None:
+                at = now["positions"] if now.get(where) is None else now[where]
+                spec = spec.at(at, device=now["k"].device, seq_len=length)
+            now[new] = spec
+        for new, where in (("old", "positions"), ("new", "new_positions")):
+            if not isinstance(now[new], RopeSpec):
+                now[where] = None
+    elif "spec" in now:
+        rope, stated = now.pop("spec"), {name: now.pop(name, None) for name in STATED}
+        if any(value is not None for value in stated.values()):
+            x = now.get("x", now.get("q"))
+            rope = rope.at(now.pop("positions"), device=x.device, **stated)
+        now["rope"] = rope
+    with use(backend) if backend else nullcontext():
+        return function(**now)
 
 
 class Draw:
@@ -268,7 +304,7 @@ def rotation(d: Draw) -> Call:
     for name in names if outs else ():
         d.add_x(f"out of {name}", *d.tensors[name].shape)
     device = "meta" if d.mode == "meta" else None
-    rope = spec.at(where({}), device, seq_len=seq_len) if prepared == "before" else None
+    rope = spec.at(where({}), device=device, seq_len=seq_len) if prepared == "before" else None
 
     def arguments(t: Tensors) -> dict[str, Any]:
         now = {name: t.get(name) for name in (("q", "k") if both else "x")}
@@ -286,7 +322,7 @@ def rotation(d: Draw) -> Call:
         now |= {"inv_freq": t.get("inv_freq"), "inverse": inverse, "backend": backend}
         return now
 
-    verb = getattr(functional, d.verb)
+    verb = public(d.verb)
     if prepared != "before":
         return Call(verb, arguments, names if d.verb.endswith("_") else ())
     # The second call uses the caches of the first.
@@ -317,7 +353,7 @@ def rerotation(d: Draw) -> Call:
         ends = {"from_spec": old, "to_spec": new, "positions": where(t), "new_positions": to(t)}
         return {"k": t["k"], **ends, **fixed}
 
-    return Call(getattr(functional, d.verb), arguments, ["k"] if d.verb.endswith("_") else ())
+    return Call(public(d.verb), arguments, ["k"] if d.verb.endswith("_") else ())
 
 
 def by_tables(d: Draw) -> Call:
@@ -353,7 +389,7 @@ def by_tables(d: Draw) -> Call:
     def arguments(t: Tensors) -> dict[str, Any]:
         return {"q": t["q"], "k": t.get("k"), "cos": t["cos"], "sin": t["sin"], **fixed}
 
-    return Call(getattr(functional, d.verb), arguments, names if d.verb.endswith("_") else ())
+    return Call(public(d.verb), arguments, names if d.verb.endswith("_") else ())
 
 
 def lrpe(d: Draw) -> Call:
@@ -402,10 +438,11 @@ def scan(d: Draw) -> Call:
         return {**now, "log_decay": log, "gate": gate(t), "positions": where(t), **fixed}
 
     def both(**now: Any) -> Any:
-        first = functional.polar_scan(**now)
-        return first, functional.polar_scan(**now, state=first[1])
+        first = run(**now)
+        return first, run(**now, state=first[1])
 
-    return Call(both if d.pick("state", False, True) else functional.polar_scan, arguments)
+    run = public("polar_scan")
+    return Call(both if d.pick("state", False, True) else run, arguments)
 
 
 def other_functions(d: Draw) -> Call:

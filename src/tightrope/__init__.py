@@ -25,10 +25,12 @@ from .backends import which as which  # noqa: E402
 from .functional import (  # noqa: E402
     apply_rotary_pos_emb as apply_rotary_pos_emb,
     rerotate as rerotate,
+    rerotate_ as rerotate_,
     rotate as rotate,
     rotate_ as rotate_,
     rotate_qk as rotate_qk,
     rotate_qk_ as rotate_qk_,
+    write_kv as write_kv,
 )
 from .spec import RopeSpec as RopeSpec  # noqa: E402
 
@@ -55,6 +57,7 @@ __all__ = [
     "phases",
     "positions",
     "rerotate",
+    "rerotate_",
     "rotate",
     "rotate_",
     "rotate_qk",
@@ -62,6 +65,7 @@ __all__ = [
     "stacks",
     "unpatch",
     "which",
+    "write_kv",
 ]
 
 

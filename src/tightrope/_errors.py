@@ -134,7 +134,28 @@ def public(
 
 
 # Names of arguments in other programs -> ours.
-_OURS = {"rope_theta": "base", "theta": "base", "dim": "head_dim", "position_ids": "positions"}
+_OURS = {
+    "rope_theta": "base",
+    "theta": "base",
+    "dim": "head_dim",
+    "d": "head_dim",
+    "position_ids": "positions",
+    "spec": "rope",
+    "from_spec": "old",
+    "to_spec": "new",
+    "scale": "cache_scale",
+    "values": "v",
+}
+# What a rotation states, rather than a call; and what another function does.
+_STATED = ("stack", "seq_len", "inv_freq", "phases", "rounding")
+_ELSEWHERE = {
+    "slots": "write_kv writes to the slots of a cache, and rerotate_ rotates them",
+    "values": "write_kv writes values beside keys",
+    "scale": "write_kv writes float8, with cache_scale=",
+    "from_seq_len": "old may be spec.at(positions, seq_len=…)",
+    "to_seq_len": "new may be spec.at(positions, seq_len=…)",
+    "backend": "call it in a block of tightrope.backends.use(name)",
+}
 
 
 def _misfit(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -153,8 +174,11 @@ def _misfit(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[st
     if unknown:
         like = [_OURS.get(unknown[0], ""), *difflib.get_close_matches(unknown[0], named)]
         hint = next((f"; {name} may be meant" for name in like if name in named), "")
-        if unknown[0] == "stack":
-            hint = "; spec.at(positions, stack=…) takes it, and then the place of the spec"
+        if "rope" in named and unknown[0] in _STATED:
+            hint = f"; pass spec.at(positions, {unknown[0]}=…) as rope"
+        elif {"rope", "old", "cos"}.intersection(named) and unknown[0] in _ELSEWHERE:
+            if not hint or unknown[0] not in _OURS:
+                hint = f"; {_ELSEWHERE[unknown[0]]}"
         return f"arguments must be of {', '.join(named)} but got {', '.join(unknown)}{hint}."
     if count > len(bare):
         rest = ", ".join(f"{name}=" for name in named if name not in bare)

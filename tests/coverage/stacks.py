@@ -393,7 +393,7 @@ def compared(stack: stacks.Stack, spec: RopeSpec, rotation: Rotation, dtype: Any
     longest = int(ids.max()) + 1 if stack.name.startswith("sglang") else 4096
     rope = spec.at(ids, stack=stack, seq_len=longest if spec.by_length else None)
     ends = []
-    for rotate in (lambda q, k: rotation(q, k, ids), partial(rotate_qk, spec=rope, layout="bshd")):
+    for rotate in (lambda q, k: rotation(q, k, ids), partial(rotate_qk, rope=rope, layout="bshd")):
         xs = [x.clone().requires_grad_() for x in draws[:2]]
         ys = rotate(*xs)
         ends.append((ys, torch.autograd.grad(ys, xs, draws[2:])))

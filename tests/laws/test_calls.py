@@ -17,12 +17,14 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import oracle
-from tests.support.calls import CASES, Call, allowed
+from tests.support.calls import CASES, Call, allowed, is_defined
 from tests.support.checkpointing import POLICIES, saving
 from tests.support.extra_tensors import Wrapper, negated
 from tests.support.helpers import noise
 from tests.support.matrix import needs_kernel
 from tests.support.tolerances import assert_each, assert_near, assert_same_bits, value
+from tightrope import RopeSpec
+from tightrope.functional import rotate
 from tightrope.ops import schema
 from tightrope.ops.schema import LAYOUTS
 
@@ -43,8 +45,8 @@ def near(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def check_of(case: Mapping[str, Any]) -> Callable[..., None]:
-    """Return the check that two results of a case agree: the rounding of torch's own functions depends on strides."""
-    return near if case["backend"] == "reference" else assert_same_bits
+    """Return the check that two results of a case agree."""
+    return near if is_defined(case) else assert_same_bits
 
 
 # --- destinations and layouts ---------------------------------------------------------------------
@@ -69,8 +71,38 @@ def test_destinations_agree(case: Mapping[str, Any]) -> None:
         check(Call(beside)(**base.leaves)[0], wanted[0])
     if case["frequencies"] in ("spec", "prepared"):
         prepared = Call({**case, "frequencies": "prepared"})
-        for _ in range(2):  # the second call takes the fast path
-            assert_each(check, prepared(**base.leaves), wanted)
+        arguments = prepared.arguments(**base.leaves)
+        for _ in range(2):  # the second call reuses what the first one kept
+            assert_each(check, prepared.run(*arguments), wanted)
+
+
+OWN = "inv_freq", "phases"
+OF_LAYERS = [c for c in CASES if c["phases"] != "none" or c["frequencies"].startswith("learned")]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("case", OF_LAYERS, ids=range(len(OF_LAYERS)))
+def test_a_layer_replaces_what_is_its_own(case: Mapping[str, Any]) -> None:
+    """A rotation with other frequencies or phases is one that states them, also for gradients."""
+    found = []
+    for replaces in (False, True):
+        call = Call(case)
+        leaves = {
+            name: x.clone().requires_grad_(name in call.learned())
+            for name, x in call.leaves.items()
+        }
+        xs, (rope,), options = call.arguments(**leaves)
+        if replaces:
+            shared = Call(case)
+            shared.leaves = {name: x for name, x in leaves.items() if name not in OWN}
+            _, (start, *where), _ = shared.arguments()
+            start = start.at(*where) if isinstance(start, RopeSpec) else start
+            rotate(xs[0].detach(), start, layout=case["layout"])  # none of what it keeps is taken
+            rope = start.having(inv_freq=rope.inv_freq, phases=rope.phases)
+        ys = call.run(xs, (rope,), options)
+        leaves = [leaves[name] for name in call.learned()]
+        found.append([*ys, *torch.autograd.grad([y.sum() for y in ys], leaves)])
+    assert_same_bits(*found)
 
 
 @needs_kernel

@@ -17,7 +17,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from tests.support import tolerances
 from tests.support.calls import CASES, HEADS, KV_HEADS, REACH, ROWS, TOKENS, WIDTH, Call
-from tests.support.helpers import noise
+from tests.support.helpers import noise, on
 from tests.support.matrix import both_pairings
 from tightrope import RopeSpec, gates
 from tightrope.activations import ACTS, RMSNorm
@@ -167,7 +167,7 @@ def test_rerotate(verb: Any, scaling: Any, backend: str | None) -> None:
     leaves = {"k": noise(ROWS, HEADS, TOKENS, WIDTH), "at": 5 * noise(ROWS, TOKENS, seed=1)}
 
     def call(k: torch.Tensor, at: torch.Tensor, to: torch.Tensor | None = None) -> torch.Tensor:
-        return verb(k.clone() if verb is rerotate_ else k, old, new, at, to, backend=backend)
+        return on(backend, verb, k.clone() if verb is rerotate_ else k, old, new, at, to)
 
     check(call, leaves)
     check(call, leaves | {"to": 5 * noise(ROWS, TOKENS, seed=2)})

@@ -14,10 +14,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support import oracle
-from tests.support.helpers import in_threads, noise
+from tests.support.helpers import in_threads, noise, on
 from tests.support.matrix import DTYPES, both_pairings, every_backend, every_dtype, every_way
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, positions
+from tightrope.backends import use
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.ops.schema import Options
 
@@ -62,9 +63,9 @@ def test_any_number_of_threads(interleaved: bool, backend: str, dtype: torch.dty
     spec = RopeSpec(98, rotary_dim=90, start=2, interleaved=interleaved)
     x = noise(2, 6, 667, 98, dtype=dtype)
     ids = torch.randint(-(2**31), 2**31, (2, 667), generator=torch.Generator().manual_seed(1))
-    turn = partial(rotate, x, spec, backend=backend)
+    turn = partial(on, backend, rotate, x, spec)
     assert_same_for_threads(lambda: [turn(131072), turn(ids)])
-    assert_same_for_threads(lambda: rotate_(x.clone(), spec, 131072, backend=backend))
+    assert_same_for_threads(lambda: on(backend, rotate_, x.clone(), spec, 131072))
 
 
 @every_dtype
@@ -78,7 +79,7 @@ def test_gradients_with_any_number_of_threads(backend: str, dtype: torch.dtype) 
         where = ids * 1000 if shape == (667,) else positions.per_row(ids * 1000)
 
         def run(ids: torch.Tensor = ids, where: Any = where) -> Any:
-            y = rotate(x, RopeSpec(64), where, backend=backend)
+            y = on(backend, rotate, x, RopeSpec(64), where)
             return torch.autograd.grad(y, (x, ids), cotangent, retain_graph=True)
 
         assert_same_for_threads(run)
@@ -93,11 +94,12 @@ def test_concurrent_callers(interleaved: bool, backend: str) -> None:
 
     def job(x: torch.Tensor, wanted: torch.Tensor) -> None:
         for _ in range(12):
-            assert_same_bits(rotate(x, rotation, backend=backend), wanted)
-            assert_same_bits(rotate_(x.clone(), spec, 4000, backend=backend), wanted)
+            assert_same_bits(rotate(x, rotation), wanted)
+            assert_same_bits(rotate_(x.clone(), spec, 4000), wanted)
 
     xs = [noise(1, 4, 300, 66, dtype=dtype, seed=n) for n, dtype in enumerate(DTYPES)]
-    in_threads(*(partial(job, x, rotate(x, spec, 4000, backend=backend)) for x in xs))
+    with use(backend):  # for all threads
+        in_threads(*(partial(job, x, rotate(x, spec, 4000)) for x in xs))
 
 
 class Rotated(Dataset[torch.Tensor]):
@@ -133,7 +135,8 @@ def test_rows_and_heads_alone_or_in_a_batch(
     interleaved: bool, backend: str, dtype: torch.dtype
 ) -> None:
     """A row of NaN, at infinite positions, changes nothing in the other rows either."""
-    turn = partial(rotate, spec=RopeSpec(74, interleaved=interleaved), backend=backend)
+    spec = RopeSpec(74, interleaved=interleaved)
+    turn = partial(on, backend, rotate, rope=spec)
     x = noise(5, 3, 21, 74, dtype=dtype)
     offsets = torch.tensor([0, 8191, -7, 2**31 - 30, 131072])
     ids = offsets[:, None] + torch.arange(21)
@@ -157,17 +160,16 @@ def test_token_by_token_or_all_at_once(
 ) -> None:
     """Decoding, prefill, and chunks of several sizes in between give the same bits."""
     spec, x = RopeSpec(42, interleaved=interleaved), noise(2, 3, 45, 42, dtype=dtype)
-    prefill = rotate(x, spec, offset, backend=backend)
+    prefill = on(backend, rotate, x, spec, offset)
     for size in (1, 2, 7, 16, 17, 44):
         chunks = [
-            rotate(x[:, :, t : t + size], spec, offset + t, backend=backend)
-            for t in range(0, 45, size)
+            on(backend, rotate, x[:, :, t : t + size], spec, offset + t) for t in range(0, 45, size)
         ]
         assert_same_bits(torch.cat(chunks, 2), prefill)
     decoded = x.clone()
     for t in range(45):
         where = positions.per_row(torch.full((2,), offset + t))
-        rotate_(decoded[:, :, t : t + 1], spec, where, backend=backend)
+        on(backend, rotate_, decoded[:, :, t : t + 1], spec, where)
     assert_same_bits(decoded, prefill)
 
 
@@ -176,16 +178,19 @@ def test_q_alone_or_with_k(interleaved: bool, backend: str, dtype: torch.dtype) 
     spec = RopeSpec(58, interleaved=interleaved)
     fused = noise(2, 37, 4 + 2 + 2, 58, dtype=dtype)
     q, k = fused[:, :, :4], fused[:, :, 4:6]
-    call = {"layout": "bshd", "backend": backend}
-    wanted = [rotate(x, spec, 5, **call) for x in (q, k)]
+
+    def call(verb: Callable[..., Any], *xs: torch.Tensor | None) -> Any:
+        return on(backend, verb, *xs, spec, 5, layout="bshd")
+
+    wanted = [call(rotate, x) for x in (q, k)]
     copy = q.clone()
-    for alone in (rotate_qk(q, None, spec, 5, **call), rotate_qk_(copy, None, spec, 5, **call)):
+    for alone in (call(rotate_qk, q, None), call(rotate_qk_, copy, None)):
         assert alone[1] is None
         assert_same_bits(alone[0], wanted[0])
     assert alone[0] is copy
-    assert_same_bits(rotate_qk(q, k, spec, 5, **call), wanted)
-    assert_same_bits(rotate_qk(k, q, spec, 5, **call)[::-1], wanted)
-    pair = rotate_qk_(q, k, spec, 5, **call)
+    assert_same_bits(call(rotate_qk, q, k), wanted)
+    assert_same_bits(call(rotate_qk, k, q)[::-1], wanted)
+    pair = call(rotate_qk_, q, k)
     assert pair[0] is q
     assert pair[1] is k
     assert_same_bits(pair, wanted)
@@ -200,7 +205,7 @@ def test_any_strides(interleaved: bool, backend: str, dtype: torch.dtype) -> Non
     rows, heads, tokens, width = 2, 3, 18, 36
     spec = RopeSpec(width, rotary_dim=34, start=1, interleaved=interleaved)
     x = cancelling(noise(rows, heads, tokens, width, dtype=dtype), spec, 131072)
-    wanted = rotate(x, spec, 131072, backend=backend)
+    wanted = on(backend, rotate, x, spec, 131072)
     views = []
     for order, step in itertools.product(itertools.permutations(range(4)), (1, 2)):
         sizes = *(x.shape[dim] for dim in order[:3]), x.shape[order[3]] * step
@@ -210,10 +215,10 @@ def test_any_strides(interleaved: bool, backend: str, dtype: torch.dtype) -> Non
     views += [wide[..., shift : shift + width] for shift in (0, 1, 3)]
     for view in views:
         view.copy_(x)
-        assert_same_bits(rotate(view, spec, 131072, backend=backend), wanted)
-        assert_same_bits(rotate_(view, spec, 131072, backend=backend), wanted)
+        assert_same_bits(on(backend, rotate, view, spec, 131072), wanted)
+        assert_same_bits(on(backend, rotate_, view, spec, 131072), wanted)
     same = x[:1, :1].expand(rows, heads, tokens, width)  # read only, so it may overlap itself
-    repeated = rotate(same, spec, 131072, backend=backend)
+    repeated = on(backend, rotate, same, spec, 131072)
     assert_same_bits(repeated, wanted[:1, :1].expand(rows, heads, tokens, width))
 
 

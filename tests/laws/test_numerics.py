@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support import oracle, tolerances
+from tests.support.helpers import on
 from tests.support.matrix import both_pairings, every_backend, every_dtype, every_way
 from tests.support.tolerances import Result, assert_same_bits
 from tightrope import RopeSpec, positions
@@ -61,9 +62,9 @@ def test_positions_around(where: str, interleaved: bool, backend: str, dtype: to
         spec, ids = RopeSpec(dim, base=base, interleaved=interleaved), range(first, first + tokens)
         for inverse in (False, True):
             x = noise(2, heads, tokens, dim, dtype=dtype, seed=dim + inverse)
-            y = rotate(x, spec, first, inverse=inverse, backend=backend)
+            y = on(backend, rotate, x, spec, first, inverse=inverse)
             cases.append(case(x, spec, ids, y, inverse=inverse))
-            by_ids = rotate(x, spec, torch.tensor(ids), inverse=inverse, backend=backend)
+            by_ids = on(backend, rotate, x, spec, torch.tensor(ids), inverse=inverse)
             assert_same_bits(by_ids, y)
     tolerances.assert_rotated(cases)
 
@@ -80,7 +81,7 @@ def test_ids_of_every_type_in_any_order(
         if id_dtype.is_floating_point:
             ids = ids / 16 + 0.3
         x = noise(2, heads, 21, 64, dtype=dtype)
-        cases.append(case(x, spec, ids, rotate(x, spec, ids, backend=backend)))
+        cases.append(case(x, spec, ids, on(backend, rotate, x, spec, ids)))
     tolerances.assert_rotated(cases)
 
 
@@ -92,13 +93,13 @@ def test_head_dims_and_layouts(interleaved: bool, backend: str, dtype: torch.dty
     cases = []
     for dim in HEAD_DIMS:
         spec, x = RopeSpec(dim, interleaved=interleaved), noise(1, 3, 20, dim, dtype=dtype)
-        cases.append(case(x, spec, range(20), rotate(x, spec, backend=backend)))
+        cases.append(case(x, spec, range(20), on(backend, rotate, x, spec)))
     spec = RopeSpec(96, interleaved=interleaved)
     per_row = torch.tensor([[5, 0, 7, 131072, -3], [8192, 2, 2, -1, TOP]])
     for layout in LAYOUTS:
         x = noise(*({"b": 2, "h": 3, "d": 96}.get(letter, 5) for letter in layout), dtype=dtype)
         for ids in (per_row[0], per_row) if "b" in layout else (per_row[0],):
-            y = rotate(x, spec, ids, layout=layout, backend=backend)
+            y = on(backend, rotate, x, spec, ids, layout=layout)
             cases.append(case(x, spec, ids, y, layout))
     tolerances.assert_rotated(cases)
 
@@ -111,28 +112,28 @@ def test_slices(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
     for start, rotary_dim in slices:
         spec = RopeSpec(40, rotary_dim=rotary_dim, start=start, interleaved=interleaved)
         x, stop = noise(2, 3, 9, 40, dtype=dtype, seed=start), start + rotary_dim
-        y = rotate(x, spec, 1000, backend=backend)
+        y = on(backend, rotate, x, spec, 1000)
         cases.append(case(x, spec, range(1000, 1009), y))
         odd = x.clone()
         odd[..., :start], odd[..., stop:] = math.nan, -math.inf
         wanted = torch.cat((odd[..., :start], y[..., start:stop], odd[..., stop:]), -1)
-        assert_same_bits(rotate(odd, spec, 1000, backend=backend), wanted)
-        assert_same_bits(rotate_(odd, spec, 1000, backend=backend), wanted)
+        assert_same_bits(on(backend, rotate, odd, spec, 1000), wanted)
+        assert_same_bits(on(backend, rotate_, odd, spec, 1000), wanted)
     tolerances.assert_rotated(cases)
 
 
 @every_way
 def test_sizes_of_zero_and_one(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
     spec, big = RopeSpec(10, interleaved=interleaved), noise(7, 11, 13, 10, dtype=dtype)
-    whole = rotate(big, spec, 3, backend=backend)
+    whole = on(backend, rotate, big, spec, 3)
     for rows, heads, tokens in itertools.product((0, 1, 2), (0, 1, 3), (0, 1, 4)):
         x = big[:rows, :heads, :tokens]
         per_row = positions.per_row(torch.full((rows,), 3))
         for where in (3, torch.arange(3, 3 + tokens), per_row):
-            found = rotate(x, spec, where, backend=backend)
+            found = on(backend, rotate, x, spec, where)
             assert_same_bits(found, whole[:rows, :heads, :tokens])
-            assert_same_bits(rotate_(x.clone(), spec, where, backend=backend), found)
-    assert rotate(big[..., :0], RopeSpec(0), 3, backend=backend).shape == (7, 11, 13, 0)
+            assert_same_bits(on(backend, rotate_, x.clone(), spec, where), found)
+    assert on(backend, rotate, big[..., :0], RopeSpec(0), 3).shape == (7, 11, 13, 0)
 
 
 @every_dtype
@@ -140,9 +141,9 @@ def test_sizes_of_zero_and_one(interleaved: bool, backend: str, dtype: torch.dty
 def test_more_pairs_than_a_kernel_keeps_at_once(backend: str, dtype: torch.dtype) -> None:
     for interleaved in (False, True):
         spec, x = RopeSpec(10_006, interleaved=interleaved), noise(1, 1, 3, 10_006, dtype=dtype)
-        y = rotate(x, spec, 8190, backend=backend)
+        y = on(backend, rotate, x, spec, 8190)
         tolerances.assert_rotated([case(x, spec, range(8190, 8193), y)])
-        assert_same_bits(rotate_(x, spec, 8190, backend=backend), y)
+        assert_same_bits(on(backend, rotate_, x, spec, 8190), y)
 
 
 # --- special numbers ------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def test_nan_and_infinity_stay_non_finite(
     spec, omegas = RopeSpec(38, interleaved=interleaved), oracle.frequencies(10000.0, 38)
     first, second = oracle.channels(2 * pairs, interleaved=interleaved)
     plain = noise(tokens, 2 * pairs, dtype=dtype)
-    wanted = rotate(plain, spec, 5, layout="sd", backend=backend)
+    wanted = on(backend, rotate, plain, spec, 5, layout="sd")
     ids, place = range(5, 5 + tokens), {"layout": "sd", "interleaved": interleaved}
     for bad, member, other in itertools.product(
         (math.nan, -math.nan, math.inf, -math.inf), (first, second), (0.0, 1.0)
@@ -169,7 +170,7 @@ def test_nan_and_infinity_stay_non_finite(
             x[token, both] = other
             x[token, member[pair]] = bad
             hit[token, both] = True
-        y = rotate(x, spec, 5, layout="sd", backend=backend)
+        y = on(backend, rotate, x, spec, 5, layout="sd")
         exact = oracle.rotate(x, ids, omegas, **place)
         assert not y[hit].isfinite().any()
         assert torch.equal(y[hit].isnan(), exact[hit].isnan())
@@ -194,7 +195,7 @@ def test_every_nan_stays_nan(backend: str, dtype: torch.dtype) -> None:
     bad = bad[: len(bad) // 2 * 2]
     for interleaved, x in itertools.product((False, True), (bad.view(1, -1, 2), bad[None, None])):
         spec = RopeSpec(x.shape[-1], interleaved=interleaved)
-        assert rotate(x, spec, 3, layout="bsd", backend=backend).isnan().all()
+        assert on(backend, rotate, x, spec, 3, layout="bsd").isnan().all()
 
 
 @every_backend
@@ -208,7 +209,7 @@ def test_float16_overflows_to_infinity(interleaved: bool, backend: str) -> None:
     for left, right in ((65504, 65504), (-65504, 65504), (65504, -65504), (46400, 46400)):
         x = torch.zeros(tokens, 34, dtype=torch.float16)
         x[:, first], x[:, second] = left, right
-        got = case(x, spec, range(tokens), rotate(x, spec, layout="sd", backend=backend), "sd")
+        got = case(x, spec, range(tokens), on(backend, rotate, x, spec, layout="sd"), "sd")
         overflow = oracle.rounded(got.exact, torch.float16).isinf()
         assert overflow.any()
         # Near the tie between the largest number and infinity, float32 arithmetic could round either
@@ -230,7 +231,7 @@ def test_subnormal_and_large_numbers(interleaved: bool, backend: str, dtype: tor
     cases = []
     for scale in (smallest, 0.1 * smallest, 0.01 * smallest, largest / 2 / float(unit.abs().max())):
         x = (unit.repeat(1, 8, 1) * scale).to(dtype)
-        y = rotate(x, spec, 100, layout="bsd", backend=backend)
+        y = on(backend, rotate, x, spec, 100, layout="bsd")
         assert int((y != 0).sum()) > y.numel() // 2
         cases.append(case(x, spec, range(100, 164), y, "bsd"))
     tolerances.assert_rotated(cases[:3])
@@ -244,7 +245,7 @@ def test_position_zero_is_the_identity(backend: str, dtype: torch.dtype) -> None
     x = noise(1, 3, 1, 46, dtype=dtype)
     for inverse, interleaved in itertools.product((False, True), repeat=2):
         spec = RopeSpec(46, interleaved=interleaved)
-        assert_same_bits(rotate(x, spec, inverse=inverse, backend=backend), x)
+        assert_same_bits(on(backend, rotate, x, spec, inverse=inverse), x)
 
 
 @every_backend
@@ -286,7 +287,7 @@ def test_the_gradient_is_rotated_back(
     """The backward pass is the transposed rotation, within the same error bounds."""
     spec = RopeSpec(40, rotary_dim=36, start=1, interleaved=interleaved)
     x, cotangent = (noise(2, 4, 40, 40, dtype=dtype, seed=seed) for seed in (0, 1))
-    y = rotate(x.requires_grad_(), spec, 131000, inverse=inverse, backend=backend)
+    y = on(backend, rotate, x.requires_grad_(), spec, 131000, inverse=inverse)
     (grad,) = torch.autograd.grad(y, x, cotangent)
     ids = range(131000, 131040)
     tolerances.assert_rotated([case(cotangent, spec, ids, grad, inverse=not inverse)])
@@ -301,7 +302,7 @@ def test_the_gradient_by_fractional_positions(interleaved: bool, backend: str) -
     spec, omegas = RopeSpec(24, interleaved=interleaved), oracle.frequencies(10000.0, 24)
     ids = torch.tensor([0.5, -3.25, 1000.75, 8191.1], requires_grad=True)
     x, cotangent = (noise(2, 3, 4, 24, dtype=torch.float32, seed=seed) for seed in (0, 1))
-    y = rotate(x, spec, ids, backend=backend)
+    y = on(backend, rotate, x, spec, ids)
     (grad,) = torch.autograd.grad(y, ids, cotangent)
     exact = oracle.rotate(x, ids.detach(), omegas, interleaved=interleaved)
     omega = torch.tensor([float(number) for number in omegas], dtype=torch.float64)

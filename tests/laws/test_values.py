@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from tests.support import oracle, oracle_acts, tolerances
+from tests.support import oracle, oracle_acts, stated, tolerances
 from tests.support.matrix import DISTINCT_SETS, DTYPES, needs_kernel
 from tightrope import RopeSpec, gates, phases
 from tightrope.activations import ACTS, RMSNorm
@@ -163,11 +163,12 @@ def found(case: SimpleNamespace, way: str) -> dict[str, torch.Tensor]:
         "inverse": case.inverse,
         "inv_freq": inputs.omega if case.learned else None,
         "phases": phases.given(inputs.phases) if case.phased else None,
-        "backend": "reference" if way == "reference" else None,
     }
+    backend = "reference" if way == "reference" else None
     # A copy, because expanded tensors and leaves would be refused.
     x = inputs.x.clone() if case.in_place else inputs.x
-    y = (rotate_ if case.in_place else rotate)(x, case.spec, where, **options)
+    verb = rotate_ if case.in_place else rotate
+    y = stated.call(verb, x, case.spec, where, backend=backend, **options)
     result = {"y": oracle.as_bhsd(y.detach(), case.layout)}
     if y.requires_grad:
         slopes = torch.autograd.grad(y, list(wanted.values()), inputs.grad)

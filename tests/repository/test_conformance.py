@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from tests.support import oracle
 from tests.support.command import python
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, on
 from tests.support.matrix import every_backend
+from tests.support.stated import call
 from tests.support.tolerances import assert_same_bits, dynamic_drift, value
 from tightrope import RopeSpec, positions, stacks
 from tightrope.frequencies import RULES, DynamicNTK
@@ -56,7 +57,7 @@ def test_exact_rotations(case: dict[str, Any], backend: str) -> None:
     how: dict[str, Any] = {"layout": "sd", "backend": backend, "seq_len": case["seq_len"]}
     how["inverse"] = case["inverse"]
     for kind, dtype in DTYPES.items():
-        found = run(lambda x: rotate(x, spec, where, **how), EXACT, dtype)
+        found = run(lambda x: call(rotate, x, spec, where, **how), EXACT, dtype)
         for got, key in zip(found, ("y", "grad_x"), strict=True):
             wanted = EXACT[f"{name}/{key}/{kind}"]
             assert wanted.dtype == dtype
@@ -109,7 +110,7 @@ def test_stacks(case: dict[str, Any], backend: str) -> None:
         cos, sin = (STACKS[f"{name}/{which}"].to(kept) for which in ("cos", "sin"))
 
         def rotated(x: torch.Tensor, cos: Any = cos, sin: Any = sin) -> torch.Tensor:
-            y, _ = apply_rotary_pos_emb(x[None], None, cos, sin, 0, **how, backend=backend)
+            y, _ = on(backend, apply_rotary_pos_emb, x[None], None, cos, sin, 0, **how)
             return y[0]
 
         for got, key in zip(run(rotated, STACKS, dtype), ("y", "grad_x"), strict=True):

@@ -13,7 +13,7 @@ import torch
 
 import tightrope
 from tests.support.command import python
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, on
 from tests.support.imports import imports_of
 from tests.support.tolerances import assert_each, assert_same_bits
 from tightrope.functional import rotate_qk
@@ -90,10 +90,10 @@ def test_a_kernel_beside_the_package(kernel: Any, out: Path) -> None:
     assert kernel.__name__ == f"_tightrope_cpu_{COMMIT}"
     assert {"layers", "rotate_qk", "apply_rotary_pos_emb"} <= set(kernel.__all__)
     results = []
-    for made, options in ((kernel, {}), (tightrope, {"backend": "reference"})):
+    for made, backend in ((kernel, None), (tightrope, "reference")):
         torch.manual_seed(0)
         q, k = (torch.randn(2, h, 9, 16).requires_grad_() for h in (4, 2))
-        ys = made.rotate_qk(q, k, made.RopeSpec(16), 1_000_000, **options)
+        ys = on(backend, made.rotate_qk, q, k, made.RopeSpec(16), 1_000_000)
         results.append([*ys, *torch.autograd.grad(ys, (q, k), [torch.randn_like(y) for y in ys])])
     assert_each(assert_same_bits, *results)
     assert kernel.rotate_qk is not rotate_qk

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,6 +17,8 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tightrope.backends import use
 
 #: The folder of the checkout.
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,6 +88,12 @@ def refusals(of: str = "", **errors: Mapping[str, Call | list[Call]]) -> Callabl
         assert_refused(kind, of, text, call)
 
     return test
+
+
+def on(backend: str | None, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call a function with a backend that is forced, or with none."""
+    with nullcontext() if backend is None else use(backend):
+        return call(*arguments, **named)
 
 
 def in_threads(*jobs: Callable[[], object]) -> None:

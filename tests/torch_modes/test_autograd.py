@@ -65,7 +65,7 @@ def test_a_change_before_the_backward_pass_is_an_error(which: str) -> None:
         ids.add_(1)
     elif which == "frequencies":
         theta = noise(4).requires_grad_()
-        y = rotate(x, RopeSpec(8), inv_freq=theta)
+        y = rotate(x, RopeSpec(8).at(inv_freq=theta))
         with torch.no_grad():
             theta.mul_(2)
     else:

@@ -9,6 +9,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.support import helpers
+from tests.support.helpers import on
 from tests.support.matrix import INDUCTOR
 from tests.support.tolerances import assert_each, assert_near
 from tightrope import RopeSpec, nn, positions
@@ -72,7 +73,7 @@ def test_one_graph_for_all_lengths_with_learned_frequencies(in_place: bool) -> N
     call = rotate_qk_ if in_place else rotate_qk
 
     def function(q, k, theta):
-        return call(q, k, SPEC, 3, inv_freq=theta)
+        return call(q, k, SPEC.at(3, inv_freq=theta))
 
     calls = [(noise(2, 3, tokens, 8), noise(2, 2, tokens, 8), noise(3)) for tokens, _ in LENGTHS]
     assert graphs_for(function, calls, dynamic=True) == 1
@@ -195,16 +196,16 @@ def test_export(strict: bool) -> None:
 
 
 def _out_of_place(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return rotate_qk(q * 2, k, SPEC, 9, backend="reference")
+    return on("reference", rotate_qk, q * 2, k, SPEC, 9)
 
 
 def _in_place(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return rotate_qk_(q * 2, k.clone(), SPEC, 9, backend="reference")
+    return on("reference", rotate_qk_, q * 2, k.clone(), SPEC, 9)
 
 
 def _into(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
     outs = torch.empty_like(q), torch.empty_like(k)
-    return rotate_qk(q * 2, k, SPEC, 9, backend="reference", out=outs)
+    return on("reference", rotate_qk, q * 2, k, SPEC, 9, out=outs)
 
 
 @pytest.mark.one_in(3)
@@ -213,7 +214,7 @@ def _into(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_the_definition_may_be_left_to_the_compiler(
     function: Callable[..., tuple[torch.Tensor, ...]], dynamic: bool | None
 ) -> None:
-    """`backend="reference"` lets a compiler fuse the definition with the operations around it."""
+    """`backends.use("reference")` lets a compiler fuse the definition with the operations around it."""
 
     graphs = []
 

@@ -59,12 +59,12 @@ def changed_increments() -> Any:
     angles = noise(1, 1, LENGTH, 8, dtype=torch.float32)
     given = phases.given(angles)
     angles.add_(1)
-    return rotate(X.double(), RopeSpec(16), phases=given)
+    return rotate(X.double(), RopeSpec(16).at(phases=given))
 
 
 REFUSED: dict[str, Callable[[], Any]] = {
     "beyond seq_len": lambda: rotate(X, BY_LENGTH["dynamic NTK"].at(0, seq_len=50)),
-    "ids beyond seq_len": lambda: rotate(X, BY_LENGTH["LongRoPE"], IDS, seq_len=50),
+    "ids beyond seq_len": lambda: rotate(X, BY_LENGTH["LongRoPE"].at(IDS, seq_len=50)),
     "positions start again": lambda: rotate(X, BY_LENGTH["LongRoPE"], IDS % 90),
     "mislabelled tables": lambda: apply_rotary_pos_emb(X, None, *[COS.repeat_interleave(2, 1)] * 2),
     "ids outside the tables": lambda: apply_rotary_pos_emb(
@@ -103,7 +103,7 @@ CALLS: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], Any]]] =
     ),
     "running phases": (
         lambda: RopeSpec(16).at(0),
-        lambda rope, x: rotate(x, rope, phases=phases.running(x[:, :, :, :8])),
+        lambda rope, x: rotate(x, rope.having(phases=phases.running(x[:, :, :, :8]))),
     ),
     "tables": (lambda: WIDE, lambda tables, x: apply_rotary_pos_emb(x, None, *tables)),
     "lrpe": (
@@ -246,9 +246,9 @@ def by_value(name: str, ids: torch.Tensor, lengths: torch.Tensor) -> Any:
     if name in ("plain", "fractional"):
         return RopeSpec(16).at(ids[0])
     if name == "ids of the CPU":
-        return RopeSpec(16).at(IDS, ids.device)
+        return RopeSpec(16).at(IDS, device=ids.device)
     if "offset" in name:
-        return spec.at(-3, ids.device)
+        return spec.at(-3, device=ids.device)
     if "per row" in name:
         return spec.at(positions.per_row(ids[:, 0]))
     return spec.at(ids, seq_len=lengths if "lengths" in name else None)

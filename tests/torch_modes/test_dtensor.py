@@ -160,7 +160,7 @@ CASES = {
         lambda q, k: rotate_qk(q, k, SPEC, PACKED, layout="thd"),
         {"q": (Q[0].transpose(0, 1), THD), "k": (K[0].transpose(0, 1), THD)},
     ),
-    "lengths of rows": two(lambda q, k: rotate_qk(q, k, LATE, seq_len=LENGTHS)),
+    "lengths of rows": two(lambda q, k: rotate_qk(q, k, LATE.at(seq_len=LENGTHS))),
     "length from positions": two(lambda q, k: rotate_qk(q, k, EARLY, -7)),
     "length from ids": two(lambda q, k: rotate_qk(q, k, EARLY, WHOLE)),
     "spec with heads": one(lambda x: rotate(x, WITH_HEADS)),
@@ -177,7 +177,7 @@ CASES = {
     "given": one(
         lambda x, g: rotate(x, SPEC, gate=gates.Given(g)), g=(0.1 * noise(3, 13, 6, 16), BSHD)
     ),
-    "rounding": two(lambda q, k: rotate_qk(q, k, SPEC, rounding=("wide", "each"))),
+    "rounding": two(lambda q, k: rotate_qk(q, k, SPEC.at(rounding=("wide", "each")))),
     "a stack": Case(lambda q, k: rotate_qk(q, k, RopeSpec(16).at(5, stack="transformers")), NARROW),
     "a stack by length": Case(lambda q, k: rotate_qk(q, k, EARLY.at(stack="transformers")), NARROW),
     "strides": Case(

@@ -26,7 +26,7 @@ from tests.support.dtensors import (
     rank,
     share,
 )
-from tests.support.helpers import noise, refused, version_of
+from tests.support.helpers import noise, on, refused, version_of
 from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec, gates
 from tightrope.activations import RMSNorm
@@ -96,11 +96,11 @@ def test_k_on_all_processes() -> None:
             (given, learned, "must not require grad"),
         ):
             with refused(ValueError, f"[rotate_qk] inv_freq {rule}, {alone}"):
-                rotate_qk(*pair, SPEC, inv_freq=own)
+                rotate_qk(*pair, SPEC.at(inv_freq=own))
         # The part of a rotation that is kept for divided heads is not used for others.
         with_heads = RopeSpec(16, scaling=Given(noise(6, 8).tolist())).at(3)
         rotate(given[0], with_heads)
-        with pytest.raises(ValueError, match="spec must not have heads"):
+        with pytest.raises(ValueError, match="rope must not have heads"):
             rotate_qk(given[0], six, with_heads)
 
 
@@ -196,11 +196,11 @@ def test_a_gradient_that_is_placed_differently() -> None:
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_q_or_k_alone_learns(backend: str | None) -> None:
     """A result requires grad only if its tensor, or an argument of both, does."""
-    wanted = rotate_qk(Q, K, SPEC, 3, backend=backend)
+    wanted = on(backend, rotate_qk, Q, K, SPEC, 3)
     for learns in ((True, False), (False, True)):
         with rank(1) as mesh:
             own = [place(x, mesh, HEADS).requires_grad_(e) for x, e in zip((Q, K), learns)]
-            found = rotate_qk(*own, SPEC, 3, backend=backend)
+            found = on(backend, rotate_qk, *own, SPEC, 3)
             assert tuple(y.requires_grad for y in found) == learns
             assert_parts(found, wanted, mesh, HEADS)
             at = learns.index(True)

@@ -24,9 +24,11 @@ from tightrope.functional import (
     lrpe_rotate_1d,
     polar_scan,
     rerotate,
+    rerotate_,
     rotate,
     rotate_,
     rotate_qk,
+    write_kv,
 )
 
 WHOLE, ROWS, HEADS, TOKENS = Replicate(), Shard(0), Shard(1), Shard(2)
@@ -153,12 +155,13 @@ def test_other_tensors_that_do_not_fit(put: Callable[..., Any]) -> None:
     text = "share, but it has heads 3 to 6 of q and 2 to 3 of k"
     text = f"q and k must be sharded such that each process has the heads of k that its heads of q {text}"
     value(text, polar_scan, heads, k, k, SPEC)
-    text = "slots must be None with DTensors"
-    kind(text, rotate, q, SPEC, out=q, slots=IDS)
+    text = "keys must not be DTensors; pass to_local() of q, k and v, and local caches."
+    caches = {"cache": (q, None), "slots": IDS}
+    kind(text, write_kv, None, q, None, SPEC, **caches)
     text = "gate must be one of tightrope.gates with DTensors but got a Gate"
     kind(text, rotate, q, SPEC, gate=gates.Gate())
     text = "phases must be None with DTensors; rotate to_local() by the phases of its own"
-    kind(text, rotate, q, SPEC, phases=phases.given(noise(1, 1, 13, 6)))
+    kind(text, rotate, q, SPEC.at(phases=phases.given(noise(1, 1, 13, 6))))
     tables = tuple(cos_sin(13, 16).values())
     text = "q and k must all be DTensors or all be local tensors"
     kind(text, apply_rotary_pos_emb, Q, put(K, TOKENS, HEADS), *tables)
@@ -184,10 +187,12 @@ def test_dtensors_beside_local_tensors(put: Callable[..., Any]) -> None:
     q, learned, ids = put(Q, WHOLE, WHOLE), put(noise(6, 16), WHOLE, WHOLE), put(IDS, WHOLE, WHOLE)
     log = put(noise(13, 6, 16), WHOLE, WHOLE)
     of, tables = ids[0], tuple(cos_sin(13, 16).values())
-    kind(f"out {local}", rotate, Q, SPEC, out=q, slots=IDS)
+    kind(f"cache[0] {local}", write_kv, None, Q, None, SPEC, cache=(q, None), slots=IDS)
+    kind(f"cache[1] {local}", write_kv, None, Q, Q, SPEC, cache=(Q.clone(), q), slots=IDS)
+    kind(f"v {local}", write_kv, None, Q, q, SPEC, cache=(Q.clone(), Q.clone()), slots=IDS)
     kind(f"out {local}", rotate, Q, SPEC, out=q)
-    kind(f"slots {local}", rotate, Q, SPEC, out=Q.clone(), slots=ids)
-    kind(f"x {local}", rotate_, q, SPEC, slots=IDS)
+    kind(f"slots {local}", write_kv, None, Q, None, SPEC, cache=(Q.clone(), None), slots=ids)
+    kind(f"k {local}", rerotate_, q, None, SPEC, IDS, slots=IDS)
     kind(f"positions {local}", rotate, Q, SPEC, ids)
     kind(f"positions {local}", rotate_, Q.clone(), SPEC.at(ids))
     kind(f"the weight of RMSNorm for x {local}", rotate, Q, SPEC, act=RMSNorm(learned))
@@ -195,14 +200,15 @@ def test_dtensors_beside_local_tensors(put: Callable[..., Any]) -> None:
     kind(f"slope of the gate Slope {local}", rotate, Q, SPEC, gate=gates.Slope(learned))
     kind(f"log of the gate Given {local}", rotate, Q, SPEC, gate=gates.Given(log))
     kind(f"theta {local}", lrpe_rotate_1d, Q.transpose(1, 2), learned[:, :8])
-    kind(f"inv_freq {local}", rotate, Q, SPEC, inv_freq=learned[:, :6])
+    kind(f"inv_freq {local}", rotate, Q, SPEC.at(inv_freq=learned[:, :6]))
     kind(f"cu_seqlens {local}", positions.packed, of)
     kind(f"attention_mask {local}", positions.left_padded, ids)
     kind(f"positions {local}", positions.explicit, positions.per_row(of), 5)
     kind(f"positions {local}", positions.shard, positions.multi_axis(ids), 0, 1)
     kind(f"positions {local}", positions.concatenate, [of])
-    kind(f"lengths {local}", rotate, Q, BY_LENGTH, seq_len=of[:3], of="seq_len")
-    kind(f"positions {local}", rerotate, Q, SPEC, SPEC, 0, of)
+    kind(f"lengths {local}", BY_LENGTH.at, seq_len=of[:3], of="seq_len")
+    kind(f"positions {local}", rerotate, Q, SPEC, SPEC, of, 0)
+    kind(f"new_positions {local}", rerotate, Q, SPEC, SPEC, 0, of)
     text = f"position_ids {local}"
     kind(text, apply_rotary_pos_emb, Q, None, *tables, position_ids=of)
 

@@ -12,7 +12,7 @@ from torch.utils import cpp_extension
 
 import tightrope
 from tests.support import oracle
-from tests.support.helpers import ROOT, noise
+from tests.support.helpers import ROOT, noise, on
 from tests.support.matrix import COMPILER, needs_compiler, needs_kernel
 from tests.support.tolerances import assert_rotations, assert_same_bits
 from tightrope import RopeSpec, nn, positions
@@ -43,7 +43,7 @@ class Model(torch.nn.Module):
         new_q, new_k = rotate_qk(q, k, SPEC, rows, layout="bshd")
         normed, _ = rotate_qk(q, k, SPEC, rows, layout="bshd", act=RMSNorm(self.weight))
         start = first.max().item()
-        last = rotate_(k * 2, SPEC, start, layout="bshd", seq_len=start + k.shape[1])
+        last = rotate_(k * 2, SPEC.at(start, seq_len=start + k.shape[1]), layout="bshd")
         ids = first[:, None] + torch.arange(q.shape[1])
         serving = rotate(q, SCALED.at(ids, stack="vllm-native"), layout="bshd")
         complexes = rotate(q, SPEC.at(ids, stack="meta"), layout="bshd")
@@ -201,7 +201,7 @@ def test_a_package_of_the_definition_needs_only_torch(
     class Definition(torch.nn.Module):
         def forward(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
             rows = positions.per_row(first)
-            return rotate(x, SPEC, rows, layout="bshd", backend="reference")
+            return on("reference", rotate, x, SPEC, rows, layout="bshd")
 
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
     x, _, first = inputs(9, 3)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support import oracle
+from tests.support.helpers import on
 from tests.support.matrix import BACKENDS
 from tests.support.tolerances import angle_bound, assert_angles, value
 from tightrope import RopeSpec, angles, frequencies, positions
@@ -65,7 +66,7 @@ def test_positions(base: float, backend: str) -> None:
         for dtype in DTYPES:
             x = torch.zeros(len(ids), dim, dtype=dtype)
             x[:, : dim // 2] = 1
-            y = rotate(x, RopeSpec(dim, base=base), ids, layout="sd", backend=backend)
+            y = on(backend, rotate, x, RopeSpec(dim, base=base), ids, layout="sd")
             assert_near_exact(y.chunk(2, -1), oracle.frequencies(base, dim), ids)
 
 
@@ -121,7 +122,7 @@ def test_quarter_turns_are_exact(backend: str) -> None:
 def test_an_int32_offset_plus_the_token_index_does_not_overflow(backend: str) -> None:
     x = torch.tensor([[1.0, 0.0]] * 4, dtype=torch.float64)[None]
     where = positions.per_row(torch.tensor([TOP], dtype=torch.int32))
-    y = rotate(x, RopeSpec(2), where, layout="bsd", backend=backend)
+    y = on(backend, rotate, x, RopeSpec(2), where, layout="bsd")
     for got, wanted in zip(y.split(1, -1), oracle.cos_sin(range(TOP, TOP + 4), [MP.mpf(1)])):
         assert_angles(got, wanted, 2.0**31 + 4)
 
@@ -132,7 +133,7 @@ def test_steps_far_finer_than_float32_change_the_result(backend: str) -> None:
     for step in (2.0**-24, 2.0**-32):
         ids = torch.tensor([1000.3, 1000.3 + step], dtype=torch.float64)
         x = torch.tensor([[1.0, 0.0]] * 2, dtype=torch.float64)
-        sin = rotate(x, RopeSpec(2), ids, layout="sd", backend=backend)[:, 1]
+        sin = on(backend, rotate, x, RopeSpec(2), ids, layout="sd")[:, 1]
         exact = oracle.cos_sin(ids, [MP.mpf(1)])[1].flatten()
         assert abs(sin.diff() - exact.diff()) <= 2 * angle_bound(torch.float64, 0, 1)
         assert abs(sin.diff()) > step / 4
@@ -150,7 +151,7 @@ def test_positions_that_are_no_number_give_nan(position_dtype: torch.dtype, back
     for dtype in (*DTYPES, torch.bfloat16, torch.float16):
         for interleaved in (False, True):
             spec = RopeSpec(14, rotary_dim=10, start=2, interleaved=interleaved)
-            y = rotate(torch.ones(7, 14, dtype=dtype), spec, ids, layout="sd", backend=backend)
+            y = on(backend, rotate, torch.ones(7, 14, dtype=dtype), spec, ids, layout="sd")
             assert y[1:6, 2:12].isnan().all()
             assert (y[:, [0, 1, 12, 13]] == 1).all()
             assert y[[0, 6]].isfinite().all()

@@ -98,6 +98,11 @@ def sum_of(x: int, y: int = 0, *, base: int = 0, positions: int = 0) -> int:
     return x + y + base + positions
 
 
+@public("turned")
+def turned(x: int, rope: int) -> int:
+    return x + rope
+
+
 def test_other_errors_pass() -> None:
     with pytest.raises(TypeError, match=r"^can only concatenate str"):
         sum_of("1")  # type: ignore[arg-type]
@@ -113,7 +118,21 @@ test_arguments_that_do_not_fit = refusals(
         "[sum_of] arguments must be of x, y, base, positions but got z.": lambda: sum_of(1, z=2),
         "got theta; base may be meant.": lambda: sum_of(1, theta=1e4),
         "got position, q; positions may be meant.": lambda: sum_of(1, position=1, q=2),
-        "got stack; spec.at(positions, stack=…) takes it": lambda: sum_of(1, stack="vllm"),
+        "[sum_of] arguments must be of x, y, base, positions but got stack.": (
+            lambda: sum_of(1, stack="vllm")
+        ),
+        "[turned] arguments must be of x, rope but got stack; pass spec.at(positions, stack=…) as rope.": (
+            lambda: turned(1, stack="vllm")
+        ),
+        "[turned] arguments must be of x, rope but got spec; rope may be meant.": (
+            lambda: turned(1, spec=2)
+        ),
+        "but got backend; call it in a block of tightrope.backends.use(name).": (
+            lambda: turned(1, 2, backend="cpu")
+        ),
+        "[sum_of] arguments must be of x, y, base, positions but got backend.": (
+            lambda: sum_of(1, backend="cpu")
+        ),
         "[Scalar] value must be given.": lambda: gates.Scalar(),
         "[Scalar] arguments must be of value but got factor.": lambda: gates.Scalar(factor=2.0),
         "[Scalar] only value may be given without a name but got 2": lambda: gates.Scalar(1, 2),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
 import torch
 
-from .._errors import bad_type, describe, public
+from .._errors import bad_type, bad_value, describe, public
+from ..ops import registry
 from ..ops.registry import BACKENDS, add
 from . import cpu, reference, triton
 
-__all__ = ["which", "why_not"]
+__all__ = ["use", "which", "why_not"]
 
 
 def register() -> None:
@@ -24,6 +28,36 @@ def why_not() -> dict[str, str | None]:
     True
     """
     return {name: backend.why_not() for name, backend in BACKENDS.items()}
+
+
+@public("use")
+def use(name: str) -> AbstractContextManager[None]:
+    """Force a backend for all calls inside a with block, in all threads, to compare or to debug.
+
+    Args:
+        name: "cpu", "triton" or "reference".
+
+    Raises:
+        ValueError: an unknown name.
+        NotImplementedError: raised by a call inside, if the backend cannot rotate its tensors; the message gives
+            the reason.
+
+    >>> from tightrope import RopeSpec, rotate
+    >>> with use("reference"):
+    ...     y = rotate(torch.ones(4, 8), RopeSpec(8), layout="sd")
+    """
+    if not isinstance(name, str) or name not in BACKENDS:
+        raise bad_value(f"name must be one of {', '.join(BACKENDS)} but got {name!r}")
+    return _forced(name)
+
+
+@contextmanager
+def _forced(name: str) -> Iterator[None]:
+    before, registry.forced = registry.forced, name
+    try:
+        yield
+    finally:
+        registry.forced = before
 
 
 @public("which")

@@ -114,7 +114,7 @@ def rotate_slots_(cache: torch.Tensor, index: torch.Tensor, *arguments: Any) -> 
     if shares_memory([cache]):
         raise RuntimeError("tightrope::rotate_slots_: memory overlaps")
     check_range(slots, cache, layout)
-    check_distinct(slots)
+    check_distinct(index)
     (y,) = define(unpack(gather(cache, index, layout), None, *arguments))
     write(y, cache, index, layout)
 

@@ -179,7 +179,7 @@ class Given(Rule):
     def of(cls, inv_freq: torch.Tensor) -> Given:
         """Make the rule from the current values of a floating-point tensor on any device.
 
-        No gradient reaches the tensor: to learn frequencies, pass ``inv_freq=`` to the rotation.
+        No gradient reaches the tensor: to learn frequencies, pass ``spec.at(positions, inv_freq=…)``.
 
         >>> Given.of(torch.tensor([1.0, 0.25]))
         Given(inv_freq=(1.0, 0.25))

@@ -12,7 +12,9 @@ from ._rotate import (
     rotate_qk as rotate_qk,
     rotate_qk_ as rotate_qk_,
     rotate_with as rotate_with,
+    with_rounding as with_rounding,
 )
+from ._write import write_kv as write_kv
 from .lrpe import lrpe_rotate_1d as lrpe_rotate_1d, lrpe_rotate_1d_ as lrpe_rotate_1d_
 from .scan import PolarState as PolarState, polar_scan as polar_scan
 from .tables import (
@@ -40,4 +42,5 @@ __all__ = [
     "rotate_",
     "rotate_qk",
     "rotate_qk_",
+    "write_kv",
 ]

@@ -13,30 +13,29 @@ from __future__ import annotations
 import torch
 
 from .. import positions as positions_
-from .._errors import bad_type, bad_value, is_dtensor, public
+from .._errors import bad_type, bad_value, describe, is_dtensor, public
+from .._rounding import ONCE
 from ..ops.build import Request
 from ..ops.checks import Operands, check_rotation, layout_named, shape_of
 from ..ops.layouts import WITH_ROWS
+from ..ops.memory import share_storage
 from ..ops.run import run_entries
 from ..ops.sharded import perform
-from ..ops.slots import check_entries, slots_of, stand_in
+from ..ops.slots import check_entries, stand_in
 from ..positions import Positions, PositionsLike
-from ..spec import Angles, PreparedRotation, RopeSpec, SeqLen, prepared
+from ..spec import Angles, PreparedRotation, Rope, RopeSpec, prepared
 
 
 @public("rerotate")
-def rerotate(  # noqa: PLR0913  (one argument for each option)
+def rerotate(
     k: torch.Tensor,
-    from_spec: RopeSpec,
-    to_spec: RopeSpec,
+    old: Rope | None,
+    new: Rope | None,
     positions: PositionsLike = None,
     new_positions: PositionsLike = None,
     *,
-    from_seq_len: SeqLen = None,
-    to_seq_len: SeqLen = None,
     layout: str = "bhsd",
     out: torch.Tensor | None = None,
-    backend: str | None = None,
 ) -> torch.Tensor:
     """Move rotated keys to other positions, other frequencies or both, in one pass.
 
@@ -47,14 +46,14 @@ def rerotate(  # noqa: PLR0913  (one argument for each option)
 
     Args:
         k: rotated keys, like x of :func:`rotate`.
-        from_spec: the spec that rotated them.
-        to_spec: the new spec, with the same channels and pairing.
-        positions: the current positions, see :func:`rotate`.
-        new_positions: the new positions; unchanged if None.
-        from_seq_len, to_seq_len: the length of the whole sequence that each spec is for, see
-            :meth:`RopeSpec.at`: the one that the keys were rotated with, and that of the queries to come.
-            Needed for a rule that depends on the length, because keys may be a part of a cache.
-        layout, out, backend: see :func:`rotate`.
+        old: the rotation that they have: a spec, or one at its positions, by :meth:`tightrope.RopeSpec.at`. A rule
+            that depends on the length needs ``spec.at(positions, seq_len=…)``, the length of the whole sequence,
+            because keys may be a part of a cache. None for keys that are not rotated yet.
+        new: the rotation that they get, with the same channels and pairing; None to undo the old one. If both are
+            given, neither may have a stack, ``inv_freq``, phases or a rounding.
+        positions: the current positions if ``old`` is a spec, see :func:`rotate`.
+        new_positions: the new positions if ``new`` is a spec; by default they do not change.
+        layout, out: see :func:`rotate`.
 
     Returns:
         ``out`` if given, else a new tensor. Differentiable with respect to k and floating positions.
@@ -69,34 +68,29 @@ def rerotate(  # noqa: PLR0913  (one argument for each option)
     >>> torch.allclose(moved, rotate(k, spec), atol=1e-5)
     True
     """
-    move = _prepared(
-        k, layout, from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len
-    )
+    move, inverse = _move(k, layout, old, new, positions, new_positions)
     verb, outs = ("new", ()) if out is None else ("out", (out,))
-    (y,) = perform(
-        Request(("k",), k, None, move, layout=layout, verb=verb, outs=outs, backend=backend)
-    )
-    return y
+    request = Request(("k",), k, None, move, None, layout, inverse, verb=verb, outs=outs)
+    return perform(request)[0]
 
 
 @public("rerotate_")
-def rerotate_(  # noqa: PLR0913  (one argument for each option)
+def rerotate_(
     k: torch.Tensor,
-    from_spec: RopeSpec,
-    to_spec: RopeSpec,
+    old: Rope | None,
+    new: Rope | None,
     positions: PositionsLike = None,
     new_positions: PositionsLike = None,
     *,
-    from_seq_len: SeqLen = None,
-    to_seq_len: SeqLen = None,
     layout: str = "bhsd",
     slots: torch.Tensor | None = None,
-    backend: str | None = None,
 ) -> torch.Tensor:
-    """Move rotated keys in place: :func:`rerotate` for a key cache or a slice of one.
+    """Move rotated keys in place: :func:`rerotate` for a key cache, a slice of one, or some of its entries.
 
-    Args: see :func:`rerotate`; k like x of :func:`rotate_`. With ``slots``, only these entries of a paged cache k move,
-    as in :func:`rotate_`, and the positions are those of the tokens in the slots.
+    Args: see :func:`rerotate`; k like x of :func:`rotate_`.
+        slots: the entries of a cache k that move, laid out as in :func:`write_kv`: int32 or int64 ``(rows, tokens)``, or
+            ``(tokens,)`` for one row. The positions are those of the tokens in the slots. -1 skips a token; no entry
+            may be named twice (a ValueError on the CPU, in compiled code a RuntimeError). There is no gradient.
 
     Returns:
         k itself.
@@ -105,92 +99,173 @@ def rerotate_(  # noqa: PLR0913  (one argument for each option)
     >>> spec, cache = RopeSpec(64), torch.randn(1, 2, 100, 64)
     >>> kept = rerotate_(cache[:, :, 50:], spec, spec, 50, 0)
     """
-    to, shaped = slots_of(slots, None, k), k
-    if to is not None:
+    shaped = k
+    if slots is not None:
         order = layout_named(layout)
-        check_entries(to, "k", k, order)
-        shaped = stand_in(k, to.slot, order)
-    move = _prepared(
-        shaped, layout, from_spec, to_spec, positions, new_positions, from_seq_len, to_seq_len
-    )
-    request = Request(("k",), k, None, move, layout=layout, verb="in place", backend=backend)
-    if to is None:
+        check_entries(slots, "k", k, order)
+        shaped = stand_in(k, slots, order)
+    move, inverse = _move(shaped, layout, old, new, positions, new_positions)
+    request = Request(("k",), k, None, move, None, layout, inverse, verb="in place")
+    if slots is None:
         perform(request)
     else:
-        run_entries(request, to)
+        run_entries(request, slots)
     return k
 
 
-def _prepared(
+def _move(
     k: torch.Tensor,
     layout: str,
-    from_spec: RopeSpec,
-    to_spec: RopeSpec,
+    old: Rope | None,
+    new: Rope | None,
     positions: PositionsLike,
     new_positions: PositionsLike,
-    from_seq_len: SeqLen,
-    to_seq_len: SeqLen,
-) -> PreparedRotation:
-    """Prepare the rotation by the new angles minus the old ones; arguments as in :func:`rerotate`."""
+) -> tuple[PreparedRotation, bool]:
+    """Return the rotation by the new angles minus the old ones, and whether to take its inverse."""
     order = layout_named(layout)
     operands = Operands(("k",), (k,), order, sharded=is_dtensor(k))
     tokens = shape_of("k", k, order, operands.sharded)[order.token]
-    _check_specs(from_spec, to_spec)
-    for spec, name, seq_len in (
-        (from_spec, "from_seq_len", from_seq_len),
-        (to_spec, "to_seq_len", to_seq_len),
-    ):
-        if spec.by_length and seq_len is None:
-            raise bad_value(
-                f"{name} must be given, as the frequencies of {type(spec.scaling).__name__} depend on the length of "
-                "the whole sequence, of which these keys may be a part; pass from_seq_len= and to_seq_len=, the "
-                "lengths before and after the move, and move all keys of the cache if its frequencies change"
-            )
-    old = positions_.as_positions(positions)
-    stays = new_positions is None or new_positions is positions
-    new = old if stays else positions_.as_positions(new_positions)
-    where = "positions" if stays else "new_positions"
-    positions_.check_axes(old, from_spec.axis_count)
-    positions_.check_axes(new, to_spec.axis_count, where)
-    part = old.part if operands.sharded else None
-    if operands.sharded and new.part != part:
-        raise bad_value("positions and new_positions must be those of the tokens of the same rank")
     with_rows = WITH_ROWS.get(layout)
-    before = prepared(from_spec, old, k.device, from_seq_len).for_tokens(tokens, with_rows)
-    after = prepared(to_spec, new, k.device, to_seq_len).for_tokens(tokens, with_rows)
-    check_rotation(operands, before, ("from_spec", "positions", "from_seq_len"))
-    check_rotation(operands, after, ("to_spec", where, "to_seq_len"))
+    before, later = None, "new_positions"
+    if old is None and new is None:
+        raise bad_type("old or new must be a rotation but both are None")
+    if old is None:
+        if positions is not None and new_positions is not None:
+            raise bad_value("positions and new_positions must not both be given without old")
+        if new_positions is None:
+            new_positions, later = positions, "positions"
+    else:
+        before = _at("old", "positions", old, positions, k)
+        stays = new_positions is None or new_positions is positions
+        if stays and isinstance(new, RopeSpec) and before is not None:
+            new_positions = before.where
+    after = _at("new", later, new, new_positions, k)
+    if before is not None:
+        before = before.for_tokens(tokens, with_rows)
+        check_rotation(operands, before, ("old", "positions", "seq_len of old"))
+    if after is not None:
+        after = after.for_tokens(tokens, with_rows)
+        check_rotation(operands, after, ("new", later, "seq_len of new"))
+    if before is not None and after is not None:
+        for name, one in (("old", before), ("new", after)):
+            _check_exact(name, one)
+        _check_alike(before, after)
+        return _difference_of(before, after, tokens, operands.sharded, k.device), False
+    if before is None and after is None:
+        raise AssertionError("one of both is a rotation")
+    return before or after, after is None  # type: ignore[return-value]
+
+
+def _at(
+    name: str, where: str, rope: object, positions: PositionsLike, k: torch.Tensor
+) -> PreparedRotation | None:
+    """Return one of the two rotations at its positions; None for keys that are not rotated."""
+    if rope is None:
+        if positions is not None:
+            raise bad_value(f"{where} must be None if {name} is")
+        return None
+    if isinstance(rope, RopeSpec):
+        if rope.by_length:
+            raise bad_value(
+                f"{name} must be given as spec.at(positions, seq_len=…), as the frequencies of "
+                f"{type(rope.scaling).__name__} depend on the length of the whole sequence, of which these keys may be a "
+                "part; state the lengths before and after the move, and move all keys of the cache if its frequencies "
+                "change"
+            )
+        given = positions_.as_positions(positions, sharded=True)
+        positions_.check_axes(given, rope.axis_count, where)
+        return prepared(rope, given, k.device)
+    if not isinstance(rope, PreparedRotation):
+        raise bad_type(
+            f"{name} must be a RopeSpec, a prepared rotation (RopeSpec.at) or None but got {describe(rope)}"
+        )
+    if positions is not None:
+        raise bad_value(f"{where} must be None with a prepared rotation, which has its own")
+    if rope.device != k.device:
+        raise bad_value(
+            f"{name} is on {rope.device} but k is on {k.device}; call spec.at(positions, device={str(k.device)!r})"
+        )
+    if rope.source is not None and rope.stated is None:
+        raise bad_value(f"{name} must state its length: spec.at(positions, seq_len=…)")
+    return rope
+
+
+def _check_exact(name: str, rope: PreparedRotation) -> None:
+    """Refuse a rotation that no difference of angles can replace."""
+    special = rope.stack, rope.inv_freq, rope.phases
+    if any(one is not None for one in special) or rope.rounding != ONCE:
+        raise bad_value(
+            f"{name} must be a rotation by the exact frequencies of its spec, without a stack, inv_freq, phases or "
+            "rounding; rotate by the inverse of the old one, then by the new one"
+        )
+
+
+def _check_alike(before: PreparedRotation, after: PreparedRotation) -> None:
+    for field in ("head_dim", "start", "rotary_dim", "interleaved"):
+        one, other = getattr(before.channels, field), getattr(after.channels, field)
+        if one != other:
+            raise bad_value(
+                f"old and new must have the same {field} but have {one} and {other}; "
+                "rotate by old with inverse=True, then by new"
+            )
+
+
+def _difference_of(
+    before: PreparedRotation,
+    after: PreparedRotation,
+    tokens: int,
+    sharded: bool,
+    device: torch.device,
+) -> PreparedRotation:
+    """Return the rotation by the angles of one rotation minus those of another."""
+    part = before.where.part if sharded else None
+    if sharded and after.where.part != part:
+        raise bad_value("positions and new_positions must be those of the tokens of the same rank")
     if part is not None:
         tokens //= part[1]
     amplitude = (after.amplitude / before.amplitude).hex()
-    same = after.angles.words is before.angles.words or (
-        from_spec == to_spec and (from_seq_len is to_seq_len or not to_spec.by_length)
-    )
-    if same and (stays or not (_is_fractional(after) or _is_fractional(before))):
+    moves = not _same_place(after.where, before.where)
+    if _same_frequencies(after, before) and not (
+        moves and (_is_fractional(after) or _is_fractional(before))
+    ):
         words, turns = after.angles[:2]
         ids, offset = _shift(after, before, tokens)
     else:
         words, turns = _side_by_side(after, before)
         ids, offset = _difference(_explicit(after, tokens), _explicit(before, tokens)), 0
     move_by = Positions(ids, offset, False, part=part)
-    return PreparedRotation(to_spec.channels, Angles(words, turns, amplitude), move_by, k.device)
+    return PreparedRotation(after.channels, Angles(words, turns, amplitude), move_by, device)
 
 
-def _check_specs(from_spec: RopeSpec, to_spec: RopeSpec) -> None:
-    for name, spec in (("from_spec", from_spec), ("to_spec", to_spec)):
-        if not isinstance(spec, RopeSpec):
-            hint = ""
-            if isinstance(spec, PreparedRotation):
-                where = "positions" if name == "from_spec" else "new_positions"
-                hint = f"; pass the spec that it was made from, and its positions as {where}="
-            raise bad_type(f"{name} must be a RopeSpec but got {type(spec).__name__}{hint}")
-    for field in ("head_dim", "start", "rotary_dim", "interleaved"):
-        one, other = getattr(from_spec, field), getattr(to_spec, field)
-        if one != other:
-            raise bad_value(
-                f"from_spec and to_spec must have the same {field} but have {one} and {other}; "
-                "rotate by from_spec with inverse=True, then by to_spec"
-            )
+def _same_place(one: Positions, other: Positions) -> bool:
+    if one is other:
+        return True
+    same = one.offset == other.offset and one.add_index == other.add_index
+    return same and _same_ids(one.ids, other.ids)
+
+
+def _same_ids(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Return whether ids are the same, or views of the same memory that :meth:`RopeSpec.at` made of one tensor."""
+    if one is other:
+        return True
+    if torch.compiler.is_compiling() or type(one) is not torch.Tensor:
+        return False
+    if type(other) is not torch.Tensor or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    views = one.stride() == other.stride() and one.storage_offset() == other.storage_offset()
+    return views and share_storage(one, [other])
+
+
+def _same_frequencies(one: PreparedRotation, other: PreparedRotation) -> bool:
+    if one.angles.words is other.angles.words:
+        return True
+    equal = one.spec == other.spec  # Dynamo of torch 2.13 cannot compare symbols by !=
+    if one.spec is None or not equal:
+        return False
+    if not one.spec.by_length:
+        return True
+    lengths = [None if rope.stated is None else rope.stated.lengths for rope in (one, other)]
+    return lengths[0] is lengths[1] or (isinstance(lengths[0], tuple) and lengths[0] == lengths[1])
 
 
 def _is_fractional(rotation: PreparedRotation) -> bool:

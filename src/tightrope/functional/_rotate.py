@@ -9,25 +9,18 @@ from typing import TypeAlias, TypeVar, cast
 import torch
 
 from .._errors import bad_type, bad_value, describe, public
+from .._rounding import RoundingLike, rounding_pair
 from ..activations import Act, ActLike
 from ..gates import Gate
 from ..ops.build import Request, Stages, stages_of
 from ..ops.call import Slots
-from ..ops.checks import RoundingLike
-from ..ops.phased import PhasesLike
-from ..ops.run import run_entries, run_quick
-from ..ops.scaled import ScaleLike, run_scaled
+from ..ops.run import run_quick
 from ..ops.sharded import perform
-from ..ops.slots import slots_of
-from ..phases import Phases
-from ..positions import PositionsLike
-from ..spec import PreparedRotation, RopeSpec, SeqLen
+from ..positions import PositionsLike, as_positions
+from ..spec import Rope, RopeSpec, prepared
 
 #: One gate for queries and keys, or one for each.
 GateLike: TypeAlias = Gate | tuple[Gate | None, Gate | None] | None
-
-#: Values and their cache.
-ValuesLike: TypeAlias = tuple[torch.Tensor, torch.Tensor] | None
 
 # The type of k: a tensor or None; the function returns the same type.
 _K = TypeVar("_K", bound=torch.Tensor | None)
@@ -37,24 +30,16 @@ _X, _QK = ("x",), ("q", "k")
 
 
 @public("rotate")
-def rotate(  # noqa: PLR0913  (one argument for each option)
+def rotate(
     x: torch.Tensor,
-    spec: RopeSpec | PreparedRotation,
+    rope: Rope,
     positions: PositionsLike = None,
     *,
     layout: str = "bhsd",
-    inv_freq: torch.Tensor | None = None,
-    phases: Phases | None = None,
-    seq_len: SeqLen = None,
     act: Act = None,
     gate: Gate | None = None,
     inverse: bool = False,
     out: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
-    values: ValuesLike = None,
-    scale: ScaleLike = None,
-    rounding: RoundingLike | None = None,
-    backend: str | None = None,
 ) -> torch.Tensor:
     """Rotate the channel pairs of a tensor by the angles of its positions.
 
@@ -63,66 +48,36 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
             without a copy; fastest if the channels of a head are contiguous. A DTensor may be sharded
             along rows, heads or tokens; the other arguments then describe the whole tensor, and nothing
             is communicated: see docs/distributed.md.
-        spec: the rotation; or one prepared by :meth:`RopeSpec.at`, which includes its positions.
-        positions: None for 0..n-1; an int offset; ids ``(tokens,)`` or ``(rows, tokens)`` of int32,
-            int64, float32 or float64; or a :class:`tightrope.positions.Positions`. Types and shapes are
-            checked. Whether the numbers are the right ones cannot be: an attention mask of integers is
-            taken as positions 0 and 1. Pass :func:`tightrope.positions.left_padded` of it.
+        rope: the rotation: a :class:`tightrope.RopeSpec`; or one at positions, made by
+            :meth:`tightrope.RopeSpec.at`, which states everything else about the rotation: lengths, the
+            bits of another library, learned frequencies, phases.
+        positions: with a spec, its positions: None for 0..n-1; an int offset; ids ``(tokens,)`` or ``(rows,
+            tokens)`` of int32, int64, float32 or float64; or a :class:`tightrope.positions.Positions`. See
+            :meth:`tightrope.RopeSpec.at`.
         layout: "bhsd" (batch, heads, tokens, channels), "bshd", "sbhd", "thd" (packed tokens, heads,
             channels), "bsd" or "sd".
-        inv_freq: frequencies that replace the spec's, in radians per position: floating
-            ``(pairs,)`` or ``(heads, pairs)``, or for a spec of several axes ``(axes, heads or 1,
-            pairs)``; fixed or learned. Each call converts them to phase words on the device; see
-            docs/numerics.md. Outside of compiled code, 16-bit frequencies raise a warning, once per line.
-        seq_len: length of the sequences, for rules that depend on it; see :meth:`RopeSpec.at`.
-        phases: angles for each token, head and pair, added to those of the positions, made by
-            :func:`tightrope.phases.given` or :func:`tightrope.phases.running`. To rotate by these
-            angles alone, give the spec frequencies of zero:
-            ``RopeSpec(64, scaling=tightrope.frequencies.Proportional(0.0))``.
         act: the prologue f, applied to the whole head vector before the rotation: a name from
             :data:`tightrope.activations.ACTS`, such as "silu", or a
             :class:`tightrope.activations.RMSNorm`.
         gate: the epilogue P, a gate of :mod:`tightrope.gates` that multiplies the whole head vector
             after the rotation.
         inverse: undo the rotation and the gate instead; no act, which could not be undone.
-        out: the tensor to write to, in the same pass: shape, dtype and device of x, any strides (a
-            slice of a key cache, for example); x itself, or no memory shared with it. It gets no gradient.
-            With ``slots``, a key cache.
-        slots: the entry of the cache ``out`` that each token goes to, int32 or int64 ``(rows, tokens)``,
-            or ``(tokens,)`` for one row. The cache is laid out like x, any strides, with blocks in place of
-            rows and entries in place of tokens: ``(blocks, heads, entries, channels)`` for "bhsd". For "thd" it
-            is ``(slots, heads, channels)`` or ``(blocks, entries, heads, channels)``, for "sd" ``(slots,
-            channels)`` or ``(blocks, entries, channels)``. Slot s is entry ``s % entries`` of block ``s //
-            entries``; -1 skips the token. Of several tokens with one slot, any may win. A slot outside the cache
-            is an IndexError on the CPU, before anything is written (in compiled code a RuntimeError of the
-            kernel; with ``backend="reference"`` its token is skipped there); on a GPU its token is skipped.
-        values: a pair, values and their cache: the values are copied to the same slots, in the same call. They
-            have the layout, rows, tokens and dtype of x, with heads and channels of their own; their cache has
-            the blocks and entries of ``out``.
-        scale: for an ``out`` of float8_e4m3fn or float8_e5m2, with or without slots: a positive number or a tensor
-            of one element that the result is divided by, in float32, before it is limited to the range of the
-            format and rounded. Reading multiplies by it. With values, whose cache has the same format, one for
-            both or a pair, for keys and values. With ``rounding="once"`` the result is rounded only to float8;
-            otherwise first to the dtype of x.
-        rounding: where 16-bit and float32 results round, to equal another implementation bit for
-            bit; only "once" with an act or a gate. "once", the most exact: fused multiply-adds in
-            float32, rounded when stored. "wide": products and their sum, each rounded to float32.
-            "each": cosines, sines, products and sums, each rounded to the dtype of x. A tuple is (forward,
-            backward). None: "once", or for a rotation made for a stack, where the stack rounds. See
-            docs/numerics.md.
-        backend: None to choose the fastest; "cpu", "triton" or "reference" to force one.
+        out: the tensor to write to, in the same pass: shape, dtype and device of x, any strides; x itself,
+            or no memory shared with it. It gets no gradient. To write to a cache of keys and values, call
+            :func:`write_kv`.
 
     Returns:
         ``out`` if given, else a new tensor of the shape, dtype and (if x is dense) strides of x; for
         a DTensor, one that is placed like it.
         Channels outside the slice do not rotate; without act and gate they are copied.
-        Differentiable with respect to x, floating positions, inv_freq, the angles of phases and the
-        tensors of act and gate, to any order.
+        Differentiable with respect to x, floating positions, learned frequencies, the angles of phases and
+        the tensors of act and gate, to any order.
 
     Raises:
         TypeError, ValueError, IndexError: invalid arguments; the message names the argument.
-        NotImplementedError: the forced backend cannot run this call, or rows would need different
-            attention scalings (see :meth:`RopeSpec.at`); the message gives the reason.
+        NotImplementedError: the backend that :func:`tightrope.backends.use` forces cannot run this call, or
+            rows would need different attention scalings (see :meth:`tightrope.RopeSpec.at`); the message
+            gives the reason.
 
     Source: Su et al., RoFormer (arXiv 2104.09864), equation 34.
 
@@ -133,30 +88,19 @@ def rotate(  # noqa: PLR0913  (one argument for each option)
     """
     verb, outs = ("new", ()) if out is None else ("out", (out,))
     stages = stages_of(act, gate, 1)
-    return rotate_with(
-        *(_X, verb, x, None, spec, positions, layout, inverse),
-        *(stages, rounding, phases, inv_freq, seq_len, outs, backend),
-        slots=slots_of(slots, values, out),
-        scale=scale,
-    )[0]
+    return rotate_with(_X, verb, x, None, rope, positions, layout, inverse, stages, outs)[0]
 
 
 @public("rotate_")
-def rotate_(  # noqa: PLR0913  (one argument for each option)
+def rotate_(
     x: torch.Tensor,
-    spec: RopeSpec | PreparedRotation,
+    rope: Rope,
     positions: PositionsLike = None,
     *,
     layout: str = "bhsd",
-    inv_freq: torch.Tensor | None = None,
-    phases: Phases | None = None,
-    seq_len: SeqLen = None,
     act: Act = None,
     gate: Gate | None = None,
     inverse: bool = False,
-    slots: torch.Tensor | None = None,
-    rounding: RoundingLike | None = None,
-    backend: str | None = None,
 ) -> torch.Tensor:
     """Rotate a tensor in place: :func:`rotate` without a new tensor.
 
@@ -166,11 +110,7 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
 
     Args: see :func:`rotate`. No two elements of x may share memory. If autograd records the call, x
     must not be a leaf that requires grad or a view of one, nor come from chunk, split or unbind
-    (slice instead).
-
-    With ``slots``, x is a cache like ``out`` of :func:`rotate`, and only these entries of it rotate: int32 or int64
-    ``(rows, tokens)``, or ``(tokens,)`` for one row; the positions have this shape too. -1 skips a token; no entry
-    may be named twice (a ValueError on the CPU, in compiled code a RuntimeError). There is no gradient.
+    (slice instead). To rotate some entries of a cache, call :func:`rerotate_`.
 
     Returns:
         x itself.
@@ -180,60 +120,34 @@ def rotate_(  # noqa: PLR0913  (one argument for each option)
     >>> rotate_(k, RopeSpec(head_dim=64), 100) is k
     True
     """
-    stages = stages_of(act, gate, 1)
-    entries = slots_of(slots, None, x)
-    if entries is not None:
-        request = Request(
-            *(_X, x, None, spec, positions, layout, inverse, inv_freq, seq_len, stages),
-            backend=backend,
-            rounding=rounding,
-            phases=phases,
-        )
-        return run_entries(request, entries)
-    rotate_with(
-        *(_X, "in place", x, None, spec, positions, layout, inverse),
-        *(stages, rounding, phases, inv_freq, seq_len, (), backend),
-    )
+    rotate_with(_X, "in place", x, None, rope, positions, layout, inverse, stages_of(act, gate, 1))
     return x
 
 
 @public("rotate_qk")
-def rotate_qk(  # noqa: PLR0913  (one argument for each option)
+def rotate_qk(  # noqa: PLR0913  (two tensors)
     q: torch.Tensor,
     k: _K,
-    spec: RopeSpec | PreparedRotation,
+    rope: Rope,
     positions: PositionsLike = None,
     *,
     layout: str = "bhsd",
-    inv_freq: torch.Tensor | None = None,
-    phases: PhasesLike = None,
-    seq_len: SeqLen = None,
     act: ActLike = None,
     gate: GateLike = None,
     inverse: bool = False,
     out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
-    slots: torch.Tensor | None = None,
-    values: ValuesLike = None,
-    scale: ScaleLike = None,
-    rounding: RoundingLike | None = None,
-    backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
     """Rotate queries and keys in one launch, with their angles computed once.
 
     Args:
         q, k: like x of :func:`rotate`; the same rows, tokens and dtype; numbers of heads may differ
             (GQA, MQA). k may be None.
-        spec, positions, layout, inv_freq, seq_len, inverse, rounding, backend: see :func:`rotate`. With
-            frequencies per head, q and k must have the same number of heads.
-        phases: see :func:`rotate`; or a pair, one for q and one for k, which takes two launches.
+        rope, positions, layout, inverse: see :func:`rotate`. With frequencies per head, q and k must have the
+            same number of heads.
         act, gate: see :func:`rotate`; or a pair, one for q and one for k. Given as one gate for
             both, xPos is inverted for k. If q and k have different kinds of act or gate, this takes
             two launches.
-        out: a pair of tensors for q and k, see :func:`rotate`; None for k if k is None. q may be its own
-            ``out``, also with slots.
-        slots, values: the entries of a key cache, ``out[1]``, that the keys go to, and values for the same
-            entries, see :func:`rotate`. q is rotated for every token, also where the slot is -1.
-        scale: see :func:`rotate`; ``out[1]`` is in float8, and ``out[0]`` in the dtype of q.
+        out: a pair of tensors for q and k, see :func:`rotate`; None for k if k is None.
 
     Returns:
         Rotated q and k; None for k if k is None.
@@ -243,17 +157,8 @@ def rotate_qk(  # noqa: PLR0913  (one argument for each option)
     >>> q, k = rotate_qk(q, k, RopeSpec(head_dim=64))
     """
     verb, outs = ("new", ()) if out is None else ("out", _outs(out))
-    stages, to = stages_of(act, gate), slots_of(slots, values, out)
-    if scale is not None and k is None:
-        raise bad_value("scale must come with k, which it divides; to write q alone, call rotate")
-    if to is not None and k is None:
-        raise bad_value("slots must come with k, which goes to them; to write q alone, call rotate")
-    ys = rotate_with(
-        *(_QK, verb, q, k, spec, positions, layout, inverse),
-        *(stages, rounding, phases, inv_freq, seq_len, outs, backend),
-        slots=to,
-        scale=scale,
-    )
+    stages = stages_of(act, gate)
+    ys = rotate_with(_QK, verb, q, k, rope, positions, layout, inverse, stages, outs)
     return ys[0], cast(_K, None if k is None else ys[1])
 
 
@@ -270,21 +175,16 @@ def _outs(out: object) -> list[torch.Tensor]:
 
 
 @public("rotate_qk_")
-def rotate_qk_(  # noqa: PLR0913  (one argument for each option)
+def rotate_qk_(
     q: torch.Tensor,
     k: _K,
-    spec: RopeSpec | PreparedRotation,
+    rope: Rope,
     positions: PositionsLike = None,
     *,
     layout: str = "bhsd",
-    inv_freq: torch.Tensor | None = None,
-    phases: PhasesLike = None,
-    seq_len: SeqLen = None,
     act: ActLike = None,
     gate: GateLike = None,
     inverse: bool = False,
-    rounding: RoundingLike | None = None,
-    backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
     """Rotate queries and keys in place: :func:`rotate_qk` without new tensors.
 
@@ -299,11 +199,7 @@ def rotate_qk_(  # noqa: PLR0913  (one argument for each option)
     >>> qkv = torch.randn(1, 16, 3 * 8 * 64).unflatten(-1, (24, 64))
     >>> q, k = rotate_qk_(qkv[:, :, :8], qkv[:, :, 8:16], RopeSpec(head_dim=64), layout="bshd")
     """
-    stages = stages_of(act, gate)
-    rotate_with(
-        *(_QK, "in place", q, k, spec, positions, layout, inverse),
-        *(stages, rounding, phases, inv_freq, seq_len, (), backend),
-    )
+    rotate_with(_QK, "in place", q, k, rope, positions, layout, inverse, stages_of(act, gate))
     return q, k
 
 
@@ -312,20 +208,14 @@ def rotate_with(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
     verb: str,
     q: torch.Tensor,
     k: torch.Tensor | None,
-    spec: RopeSpec | PreparedRotation,
+    rope: Rope,
     positions: PositionsLike,
     layout: str,
     inverse: bool,
     stages: Stages | None = None,
-    rounding: RoundingLike | None = None,
-    phases: PhasesLike = None,
-    inv_freq: torch.Tensor | None = None,
-    seq_len: SeqLen = None,
     outs: Sequence[torch.Tensor] = (),
-    backend: str | None = None,
-    wider: bool = False,
     slots: Slots | None = None,
-    scale: ScaleLike = None,
+    wider: bool = False,
 ) -> Sequence[torch.Tensor]:
     """Rotate by the fast path if it can be taken, else by building the call; see :class:`Request`.
 
@@ -335,18 +225,22 @@ def rotate_with(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
     >>> rotate_with(("x",), "new", x, None, RopeSpec(8), None, "sd", False)[0].shape
     torch.Size([3, 8])
     """
-    if inv_freq is None and seq_len is None and backend is None and scale is None:
-        found = run_quick(
-            *(names, verb, spec, positions, q, k, layout, inverse),
-            *(stages, rounding, phases, outs, slots),
-        )
-        if found is not None:
-            return found
-    request = Request(
-        *(names, q, k, spec, positions, layout, inverse, inv_freq, seq_len),
-        *(stages, verb, outs, backend, wider, rounding, phases, slots),
+    found = run_quick(names, verb, q, k, rope, positions, layout, inverse, stages, outs, slots)
+    if found is not None:
+        return found
+    return perform(
+        Request(*(names, q, k, rope, positions, layout, inverse, stages, verb, outs, slots, wider))
     )
-    return perform(request) if scale is None else run_scaled(request, scale)
+
+
+def with_rounding(
+    spec: RopeSpec, rounding: RoundingLike, x: torch.Tensor, positions: PositionsLike
+) -> tuple[Rope, PositionsLike]:
+    """Return a spec and positions for a function that takes ``rounding``: prepared, unless it is the default."""
+    if isinstance(rounding, str) and rounding == "once":
+        return spec, positions
+    where = as_positions(positions, sharded=True)
+    return prepared(spec, where, x.device, rounding=rounding_pair(rounding)), None
 
 
 @public("rotary_pos_embedding")
@@ -365,7 +259,7 @@ def rotary_pos_embedding(
         position_ids: shape ``(seq_len,)``, int32, int64, float32 or float64; 0..seq_len-1 if None.
         interleaved: pair channels (0, 1), (2, 3), … if true, and the first half with the second if
             false.
-        rounding: see :func:`rotate`.
+        rounding: see :meth:`tightrope.RopeSpec.at`.
 
     Returns:
         A new tensor of the same shape and dtype.
@@ -398,9 +292,8 @@ def rotary_pos_embedding(
     # All leading dimensions share the positions, so any of them can act as rows and heads.
     layout = _BY_LEAD[min(len(lead), 2)]
     x = input_.flatten(0, len(lead) - 2) if len(lead) > 2 else input_
-    (y,) = rotate_with(
-        ("input_",), "new", x, None, spec, position_ids, layout, False, rounding=rounding
-    )
+    rope, where = with_rounding(spec, rounding, x, position_ids)
+    (y,) = rotate_with(("input_",), "new", x, None, rope, where, layout, False)
     return y.reshape(input_.shape) if len(lead) > 2 else y
 
 

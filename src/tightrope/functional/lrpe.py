@@ -22,10 +22,9 @@ from ..activations import ACTS, SOFTMAX, Act
 from ..channels import Channels
 from ..ops.build import Request, stages_of
 from ..ops.checks import check_floating
-from ..ops.learned import warn_of_rounding
 from ..ops.sharded import check_gradient, perform
-from ..positions import Positions, PositionsLike
-from ..spec import RopeSpec
+from ..positions import Positions, PositionsLike, as_positions
+from ..spec import RopeSpec, prepared, warn_of_rounding
 
 #: Meanings of the dimension of a one-dimensional θ.
 THETA_AXES = ("auto", "head", "pair")
@@ -138,8 +137,11 @@ def _rotated(
 ) -> torch.Tensor:
     """Rotate by the result of :func:`_arguments`."""
     spec, where, theta = arguments
-    request = Request(("x",), x, None, spec, where, _LAYOUTS[x.dim()], inv_freq=theta, verb=verb)
-    return perform(request._replace(stages=stages_of(act, None, 1)))[0]
+    at = as_positions(where, sharded=True)
+    rope = prepared(spec, at, x.device, inv_freq=theta)
+    stages = stages_of(act, None, 1)
+    request = Request(("x",), x, None, rope, None, _LAYOUTS[x.dim()], stages=stages, verb=verb)
+    return perform(request)[0]
 
 
 def _check(x: torch.Tensor, act: Act, dim: int | None, offset: object) -> bool:

@@ -33,16 +33,15 @@ from .._errors import (
     public,
 )
 from .._tracing import broadcasts, is_readable
-from ..gates import Gate
 from ..ops import sharded
 from ..ops.build import Request, build, stages_of
 from ..ops.checks import Operands, layout_named, prepare
 from ..ops.layouts import Layout
-from ..ops.phased import PhasesLike
 from ..ops.route import mode
 from ..ops.run import run
 from ..positions import Positions, PositionsLike
-from ..spec import PreparedRotation, RopeSpec, SeqLen
+from ..spec import PreparedRotation, Rope, RopeSpec
+from ._rotate import GateLike
 
 _QK = ("q", "k")
 
@@ -69,17 +68,15 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    spec: RopeSpec | PreparedRotation,
+    rope: Rope,
     log_decay: torch.Tensor | float | None = None,
     positions: PositionsLike = None,
     *,
-    gate: Gate | tuple[Gate | None, Gate | None] | None = None,
-    phases: PhasesLike = None,
+    gate: GateLike = None,
     state: PolarState | None = None,
     form: str = "chunked",
     chunk: int = 128,
     layout: str = "bhsd",
-    seq_len: SeqLen = None,
 ) -> tuple[torch.Tensor, PolarState]:
     """Causal attention without softmax, as a gated recurrence in linear time and memory.
 
@@ -95,14 +92,13 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
         q, k: see :func:`rotate_qk`; the number of heads of q is a multiple of that of k. DTensors may
             be sharded along rows and heads, v like k.
         v: like k, with any number of channels per head.
-        spec, positions, seq_len: see :func:`rotate`. If spec is a :class:`RopeSpec`, positions
-            continue from ``state`` by default; a prepared rotation has its own.
+        rope, positions: see :func:`rotate`. If ``rope`` is a :class:`RopeSpec`, positions continue from
+            ``state`` by default; a prepared rotation has its own. Its phases have a state of their own,
+            ``phases.state``.
         log_decay: logarithms <= 0 of the factor on the memory at each token: None, a number, or a
             floating tensor ``()``, ``(kv_heads|1, channels|1)`` or ``(batch|1, kv_heads|1, tokens|1,
             channels|1)``, in this order for every layout. −∞ erases everything before the token.
         gate: a gate of :mod:`tightrope.gates` for q and k, or a pair, one for each.
-        phases: angles for each token, added to those of the positions, see :func:`rotate_qk`; they
-            have a state of their own, ``phases.state``.
         state: the state returned by the call on the preceding tokens; None to start a sequence.
         form: "chunked" for training; "step", token by token, for decoding.
         chunk: number of tokens between two states that the chunked form saves for the backward pass.
@@ -141,33 +137,30 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
     if not isinstance(k, torch.Tensor):
         raise bad_type(f"k must be a tensor but got {describe(k)}")
     check_state(state, sharded=is_dtensor(k))
-    if state is not None and isinstance(spec, RopeSpec):
-        if spec.by_length and seq_len is None:
+    if state is not None and isinstance(rope, RopeSpec):
+        if rope.by_length:
             raise bad_value(
-                "seq_len must be given with a state, the same in all calls, if the frequencies "
-                "depend on the length",
-                spec=spec,
+                "rope must be spec.at(positions, seq_len=…) with a state, of the same length in all calls, if the "
+                "frequencies depend on the length",
+                rope=rope,
             )
         positions = state.tokens if positions is None else positions
-    if isinstance(spec, PreparedRotation) and spec.stack is not None:
-        raise bad_value(f"spec must have exact angles but was made for stack {spec.stack.name!r}")
-    where = spec.where if isinstance(spec, PreparedRotation) else positions
+    if isinstance(rope, PreparedRotation) and rope.stack is not None:
+        raise bad_value(f"rope must have exact angles but was made for stack {rope.stack.name!r}")
+    where = rope.where if isinstance(rope, PreparedRotation) else positions
+    if state is not None and state.tokens and isinstance(rope, PreparedRotation):
+        begins = rope.where.ids is None and rope.where.offset == 0
+        if begins:
+            raise bad_value(
+                f"rope must be at the positions that follow the {state.tokens} tokens of state but begins at 0; state "
+                "them: spec.at(state.tokens, …)"
+            )
     if isinstance(where, Positions) and where.packed:
         raise bad_value(
             "positions must be of one sequence in each row, as its memory goes on from token to token, but are of several; "
             "scan the sequences one by one"
         )
-    request = Request(
-        _QK,
-        q,
-        k,
-        spec,
-        positions,
-        layout,
-        seq_len=seq_len,
-        stages=stages_of(None, gate),
-        phases=phases,
-    )
+    request = Request(_QK, q, k, rope, positions, layout, stages=stages_of(None, gate))
     if is_dtensor(q) or is_dtensor(k):
         return _scan_shards(request, v, log_decay, state, form, chunk)
     return _scan(request, v, log_decay, state, form, chunk)
@@ -186,9 +179,8 @@ def _scan(
     if isinstance(q, torch.Tensor) and q.dtype in (torch.bfloat16, torch.float16):
         # Rounding rotated queries and keys to 16 bits would spoil sums with cancellation.
         operands = Operands(_QK, (q, k), order)
-        spec = prepare(operands, request.spec, request.positions, request.seq_len)
-        wide = request._replace(q=q.float(), k=k.float(), spec=spec)
-        request = wide._replace(positions=None, seq_len=None)
+        rope = prepare(operands, request.rope, request.positions)
+        request = request._replace(q=q.float(), k=k.float(), rope=rope, positions=None)
     turned_q, turned_k = (order.to_bhsd(x) for x in run(build(request)))
     v = _checked_values(order.to_bhsd(q), order.to_bhsd(k), v, order)
     out, state = scanned(turned_q, turned_k, v, log_decay, state, form, chunk)
@@ -229,18 +221,21 @@ def _scan_shards(
             q=q,
             k=k,
         )
-    take = others[0].take
+    take, memory = others[0].take, None if state is None else state.memory
+    given = sharded.dtensors_of(log_decay, memory)
     many = isinstance(log_decay, torch.Tensor) and log_decay.dim() == 4
     axes = ("row", "head", "token", None) if many else ("head", None)
     log_decay = take("log_decay", log_decay, axes)
     if state is not None:
         memory = take("the memory of state", state.memory, ("row", "head", None, None))
         state = state._replace(memory=memory)
-    local = sharded.local_request(request, Operands(_QK, (q, k), order, sharded=True), parts[:2])
+    operands = Operands(_QK, (q, k), order, sharded=True)
+    local, watched = sharded.local_request(request, operands, parts[:2])
     own_q, own_k = sharded.to_local(q, k)
     local = local._replace(q=own_q, k=own_k)
     out, after = _scan(local, sharded.to_local(v)[0], log_decay, state, form, chunk)
-    watched, mesh = [*own.watched, q, k, v], q.device_mesh
+    watched += [*given, q, k, v]
+    mesh = q.device_mesh
     shape = torch.Size((*q.shape[:-1], v.shape[-1]))
     whole = sharded.from_local(out.detach(), mesh, q.placements, shape)
     (out,) = sharded.to_dtensors([out], [whole], watched)

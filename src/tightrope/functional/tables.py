@@ -21,21 +21,20 @@ from .._errors import (
     public,
 )
 from .._memo import TensorMemo
+from .._rounding import ROUNDINGS, RoundingLike, codes_of, rounding_pair
 from .._tracing import broadcasts, is_readable
 from ..channels import split_pairs
-from ..ops import schema, sharded
-from ..ops.build import check_backend
+from ..ops import registry, schema, sharded
+from ..ops.build import forced_for
 from ..ops.call import Call, Extras
 from ..ops.checks import (
-    RoundingLike,
     check_flag,
     check_floating,
     check_partner,
-    rounding_of,
     shape_of,
 )
 from ..ops.layouts import BY_NAME, Layout
-from ..ops.registry import takes
+from ..ops.registry import takes_on
 from ..ops.route import is_plain, is_plain_eager
 from ..ops.run import launch_quick, run
 
@@ -57,7 +56,6 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each option)
     inverse: bool = False,
     position_ids: torch.Tensor | None = None,
     rounding: RoundingLike = "once",
-    backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
     """Rotate queries and keys by tables, in half pairs by default, with the signature of transformers.
 
@@ -85,9 +83,8 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each option)
             the forward rotation. Not with "full" tables, which need not be rotations.
         position_ids: the table row of each token, int32 or int64 ``(tokens,)`` or ``(rows, tokens)``;
             the tables may then have any length. By default token t uses row t.
-        rounding: see :func:`rotate`. Even "each" reads the tables as they are, without rounding them to
+        rounding: see :meth:`tightrope.RopeSpec.at`. Even "each" reads the tables as they are, without rounding them to
             the dtype of q.
-        backend: see :func:`rotate`.
 
     Returns:
         Rotated q and k; None for k if k is None. Differentiable with respect to q, k, cos and sin.
@@ -106,7 +103,7 @@ def apply_rotary_pos_emb(  # noqa: PLR0913  (one argument for each option)
     given = Tables(
         cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids, rounding
     )
-    ys = rotate_by(q, k, given, backend=backend)
+    ys = rotate_by(q, k, given)
     return ys[0], cast(_K, None if k is None else ys[1])
 
 
@@ -124,7 +121,6 @@ def apply_rotary_pos_emb_(  # noqa: PLR0913  (one argument for each option)
     inverse: bool = False,
     position_ids: torch.Tensor | None = None,
     rounding: RoundingLike = "once",
-    backend: str | None = None,
 ) -> tuple[torch.Tensor, _K]:
     """Rotate in place, in half pairs by default: :func:`apply_rotary_pos_emb` without new tensors.
 
@@ -140,7 +136,7 @@ def apply_rotary_pos_emb_(  # noqa: PLR0913  (one argument for each option)
     given = Tables(
         cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids, rounding
     )
-    rotate_by(q, k, given, "in place", backend)
+    rotate_by(q, k, given, "in place")
     return q, k
 
 
@@ -308,16 +304,15 @@ def rotate_by(
     k: torch.Tensor | None,
     given: Tables,
     verb: str = "new",
-    backend: str | None = None,
 ) -> Sequence[torch.Tensor]:
     """Rotate q and k by tables; all public functions of this module that rotate call this one."""
-    packed = None if verb == "out" or backend is not None else _packed(q, k, given, verb)
+    packed = None if verb == "out" else _packed(q, k, given, verb)
     if packed is not None:
-        names, build = ("q", "k"), partial(_build, q, k, given, verb, backend)
+        names, build = ("q", "k"), partial(_build, q, k, given, verb)
         return launch_quick(names, verb, q, k, packed, build)
     if is_dtensor(q) or is_dtensor(k):
-        return _rotate_shards(q, k, given, verb, backend)
-    return run(_build(q, k, given, verb, backend))
+        return _rotate_shards(q, k, given, verb)
+    return run(_build(q, k, given, verb))
 
 
 def _packed(
@@ -329,15 +324,15 @@ def _packed(
     checked here.
     """
     cos, sin, axis, interleaved, tables, start, inverse, position_ids, rounding = given[:9]
-    if position_ids is not None or not is_plain_eager():
+    if position_ids is not None or not is_plain_eager() or registry.forced is not None:
         return None
     types = type(axis), type(interleaved), type(tables), type(start), type(inverse), type(rounding)
     if types != _TYPES or not (is_plain(cos) and is_plain(sin)):
         return None
     new = verb == "new"
-    if not (is_plain(q, new) and (k is None or is_plain(k, new)) and takes(q)):
+    if not (is_plain(q, new) and (k is None or is_plain(k, new)) and takes_on(q.device)):
         return None
-    if tables not in schema.TABLES or rounding not in schema.ROUNDINGS:
+    if tables not in schema.TABLES or rounding not in ROUNDINGS:
         return None
     known = tables in {"half", "full"} or (
         _checked.knows(cos, tables) and _checked.knows(sin, tables)
@@ -371,7 +366,7 @@ def _options(
     rounding: RoundingLike,
     dense: tuple[bool, bool],
 ) -> schema.Options:
-    forward, back = rounding_of(rounding)
+    forward, back = codes_of(rounding_pair(rounding))
     return schema.Options(
         layout.code,
         start,
@@ -393,7 +388,7 @@ def pack(*options: Any) -> int:
 
 
 def _rotate_shards(
-    q: torch.Tensor, k: torch.Tensor | None, given: Tables, verb: str, backend: str | None
+    q: torch.Tensor, k: torch.Tensor | None, given: Tables, verb: str
 ) -> Sequence[torch.Tensor]:
     """Rotate DTensors: the local tensors of this process, by its part of the tables."""
     given = given._replace(unsqueeze_dim=integer("unsqueeze_dim", given.unsqueeze_dim, _IDS_HINT))
@@ -411,7 +406,8 @@ def _rotate_shards(
         position_ids=take("position_ids", given.position_ids, ("row", "token")),
     )
     q, k = schema.pair([sharded.local_of(x) for x in xs])
-    return sharded.run_local(_build(q, k, local, verb, backend), xs, parts[0].watched)
+    watched = sharded.dtensors_of(given.cos, given.sin, given.position_ids)
+    return sharded.run_local(_build(q, k, local, verb), xs, watched)
 
 
 def _build(
@@ -419,7 +415,6 @@ def _build(
     k: torch.Tensor | None,
     given: Tables,
     verb: str,
-    backend: str | None,
 ) -> list[Call]:
     """Check the arguments against each other and build the call."""
     cos, sin, unsqueeze_dim, interleaved, tables, start, inverse, position_ids, rounding = given[:9]
@@ -459,10 +454,8 @@ def _build(
     options = _options(
         layout, start, interleaved, inverse, ids is None, tables, rounding, given.dense
     )
-    if backend is not None:
-        check_backend(backend, q)
     names = ("q",) if k is None else ("q", "k")
-    return [Call(q, k, c, s, ids, 0, options, 1.0, Extras(), 0.0, names, verb, (), backend)]
+    return [Call(q, k, c, s, ids, 0, options, 1.0, Extras(), 0.0, names, verb, (), forced_for(q))]
 
 
 def _layout(q: torch.Tensor, unsqueeze_dim: int) -> Layout:

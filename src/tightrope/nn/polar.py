@@ -16,6 +16,7 @@ from ..ops.build import Stages
 from ..ops.checks import check_count, check_dtype, check_flag
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec
+from .rotary import prepared_by
 
 GateOption: TypeAlias = str | Gate | tuple[Gate | None, Gate | None] | None
 
@@ -243,8 +244,8 @@ class PolarRoPEAttention(torch.nn.Module):
 
         Args:
             x: ``(batch, tokens, d_model)``.
-            positions: positions of the tokens, see :func:`functional.rotate`, or a rotation prepared
-                by ``spec.at``; by default they continue from the tokens of the cache.
+            positions: positions of the tokens, see :meth:`tightrope.RopeSpec.at`, or the rotation
+                that it returns; by default they continue from the tokens of the cache.
             attn_mask: ``(tokens, keys)`` or ``(batch|1, heads|1, tokens|1, keys)``, with the keys of
                 the cache before those of x: bool, true where a token may attend, or floating, added
                 to the scores. For keys that are padding, give ``is_token[:, None, None]``. The output
@@ -269,12 +270,7 @@ class PolarRoPEAttention(torch.nn.Module):
         rope: RopeSpec | PreparedRotation = self.spec
         where: PositionsLike = None
         if isinstance(positions, PreparedRotation):
-            rope = positions
-            if rope.spec != self.spec:
-                raise bad_value(
-                    f"positions must be prepared by {self.spec!r} but were prepared by "
-                    f"{rope.spec!r}"
-                )
+            rope = prepared_by(self.spec, positions)
         else:
             where = positions
         gates = self._all_gates(gate)

@@ -9,11 +9,12 @@ import torch
 
 from .. import functional
 from .._errors import bad_type, bad_value, class_of, describe, integer, public, sentence
+from .._rounding import RoundingLike, rounding_pair
 from ..axes import Axes
 from ..frequencies import Rule
-from ..ops.checks import RoundingLike, check_flag, layout_named, rounding_of
-from ..positions import PositionsLike
-from ..spec import RopeSpec, SeqLen
+from ..ops.checks import check_flag, layout_named
+from ..positions import PositionsLike, as_positions
+from ..spec import PreparedRotation, Rope, RopeSpec, SeqLen, prepared
 
 # Guards updates of `max_seq_len_cached`, each a read and a write. All modules share one lock, because a
 # module with a lock of its own could not be copied or pickled.
@@ -22,6 +23,15 @@ _GROWING = threading.Lock()
 # Keys under which other implementations save frequencies and tables; a spec already defines both.
 _LEGACY_FREQUENCIES = ("inv_freq", "freqs")
 _LEGACY_TABLES = ("cos_cached", "sin_cached")
+
+
+def prepared_by(spec: RopeSpec, rope: PreparedRotation) -> PreparedRotation:
+    """Refuse a rotation that another spec prepared."""
+    if rope.spec != spec:
+        raise bad_value(
+            f"positions must be prepared by {spec!r} but were prepared by {rope.spec!r}"
+        )
+    return rope
 
 
 class _Rotary(torch.nn.Module):
@@ -137,7 +147,7 @@ class RotaryEmbedding(_Rotary):
             if spec.by_length or spec.axes is not None:
                 raise bad_value(
                     "learnable must be False for frequencies that depend on the length or on several "
-                    "axes; pass inv_freq= to tightrope.rotate_qk instead"
+                    "axes; pass spec.at(positions, inv_freq=…) to tightrope.rotate_qk instead"
                 )
             shape = spec.frequencies().inv_freq.shape
             self.inv_freq = torch.nn.Parameter(
@@ -156,7 +166,7 @@ class RotaryEmbedding(_Rotary):
         self,
         q: torch.Tensor,
         k: torch.Tensor | None = None,
-        positions: PositionsLike = None,
+        positions: PositionsLike | PreparedRotation = None,
         *,
         seq_len: SeqLen = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -164,7 +174,8 @@ class RotaryEmbedding(_Rotary):
 
         Args:
             q, k: see :func:`tightrope.rotate_qk`, in the layout of the module.
-            positions, seq_len: see :func:`tightrope.rotate`.
+            positions: see :meth:`tightrope.RopeSpec.at`; or a rotation that it prepared for all layers.
+            seq_len: see :meth:`tightrope.RopeSpec.at`; stated there with a prepared rotation.
 
         Returns:
             New tensors for q and k; for q alone if k is None.
@@ -172,15 +183,19 @@ class RotaryEmbedding(_Rotary):
         Raises:
             TypeError, ValueError, NotImplementedError: see :func:`tightrope.rotate`.
         """
-        y, z = functional.rotate_qk(
-            q,
-            k,
-            self.spec,
-            positions,
-            layout=self.layout,
-            inv_freq=self.inv_freq,
-            seq_len=seq_len,
-        )
+        rope: Rope = self.spec
+        if isinstance(positions, PreparedRotation):
+            rope = prepared_by(self.spec, positions)
+            if seq_len is not None:
+                raise bad_value("seq_len must be None with a prepared rotation, which has its own")
+            rope = rope if self.inv_freq is None else rope.having(inv_freq=self.inv_freq)
+            positions = None
+        elif self.inv_freq is not None or seq_len is not None:
+            where = as_positions(positions, sharded=True)
+            device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
+            rope = prepared(self.spec, where, device, seq_len, inv_freq=self.inv_freq)
+            positions = None
+        y, z = functional.rotate_qk(q, k, rope, positions, layout=self.layout)
         return y if z is None else (y, z)
 
     def extra_repr(self) -> str:
@@ -202,7 +217,7 @@ class RotaryPositionalEmbedding(_Rotary):
             length. It changes no result and limits nothing: sequences of any length work.
         base: base of the frequencies.
         interleaved: pair channels (0, 1), (2, 3), … instead of i with i + dim / 2.
-        rounding: see :func:`tightrope.functional.rotate`.
+        rounding: see :meth:`tightrope.RopeSpec.at`.
 
     Attributes:
         dim, max_seq_len, base, rounding: as given.
@@ -234,7 +249,7 @@ class RotaryPositionalEmbedding(_Rotary):
         self.dim = self.spec.head_dim
         self.max_seq_len = max_seq_len
         self.base = base
-        rounding_of(rounding)
+        rounding_pair(rounding)
         self.rounding = rounding
         self._seen = 0
         self._seen_on = torch.device("cpu")
@@ -294,9 +309,9 @@ class RotaryPositionalEmbedding(_Rotary):
     def _rotate(
         self, x: torch.Tensor, positions: PositionsLike, layout: str, inverse: bool
     ) -> torch.Tensor:
-        names, rounding = ("x",), self.rounding
+        rope, where = functional.with_rounding(self.spec, self.rounding, x, positions)
         (y,) = functional.rotate_with(
-            names, "new", x, None, self.spec, positions, layout, inverse, None, rounding, wider=True
+            ("x",), "new", x, None, rope, where, layout, inverse, wider=True
         )
         return y
 

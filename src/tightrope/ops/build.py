@@ -9,24 +9,21 @@ import torch
 
 from .. import activations, gates as gates_
 from .._errors import bad_type, bad_value, unsupported
+from .._rounding import ONCE, codes_of
 from ..activations import Act, RMSNorm, code_of
 from ..channels import Channels
 from ..gates import Gate
 from ..positions import PositionsLike
-from ..spec import PreparedRotation, RopeSpec, SeqLen
-from ..stacks import Stack
-from . import gating, learned, phased, schema
+from ..spec import PreparedRotation, Rope
+from . import gating, learned, phased, registry, schema
 from .call import Call, Extras, Slots
 from .checks import (
     Operands,
-    RoundingLike,
     check_flag,
     check_outs,
     layout_named,
     prepare,
-    rounding_of,
 )
-from .phased import PhasesLike
 from .registry import BACKENDS
 from .slots import check_slots
 
@@ -41,6 +38,10 @@ class Stages(NamedTuple):
 
     acts: tuple[Act, Act]
     gates: tuple[Sequence[Gate], Sequence[Gate]]
+
+    def of_keys(self) -> Stages:
+        """Return f and P of a call that rotates k alone."""
+        return Stages((self.acts[1],) * 2, (self.gates[1],) * 2)
 
 
 def stages_of(act: object, gate: object, count: int = 2) -> Stages | None:
@@ -65,34 +66,25 @@ class Request(NamedTuple):
 
     Attributes:
         names: names of q and k in error messages.
+        stages: f and P; None if both are the identity.
         verb: one of :data:`tightrope.ops.call.VERBS`.
         outs: the result tensors, for the verb "out".
-        stages: f and P; None if both are the identity.
-        wider: whether the tensors may have more channels than the spec; the extra ones are copied.
-        rounding: None for the rounding of the stack that the rotation was made for, or "once" if
-            there is none.
-        phases: angles for each token, added to those of the positions: one
-            :class:`tightrope.phases.Phases`, or a pair for q and k.
         slots: where the last result goes, if its ``out`` is a cache.
+        wider: whether the tensors may have more channels than the spec; the extra ones are copied.
     """
 
     names: Sequence[str]
     q: torch.Tensor
     k: torch.Tensor | None
-    spec: RopeSpec | PreparedRotation
+    rope: Rope
     positions: PositionsLike = None
     layout: str = "bhsd"
     inverse: bool = False
-    inv_freq: torch.Tensor | None = None
-    seq_len: SeqLen = None
     stages: Stages | None = None
     verb: str = "new"
     outs: Sequence[torch.Tensor] = ()
-    backend: str | None = None
-    wider: bool = False
-    rounding: RoundingLike | None = None
-    phases: PhasesLike = None
     slots: Slots | None = None
+    wider: bool = False
 
 
 def build(request: Request) -> list[Call]:
@@ -112,42 +104,42 @@ def build(request: Request) -> list[Call]:
     xs = schema.present(request.q, request.k)
     names = request.names[: len(xs)]
     operands = Operands(names, xs, layout)
-    rotation = prepare(operands, request.spec, request.positions, request.seq_len, request.wider)
+    rotation = prepare(operands, request.rope, request.positions, request.wider)
     call = _call(request, operands, rotation)
     calls = [call] if request.stages is None else _add_stages(call, request.stages, rotation)
-    if request.phases is not None:
-        calls = phased.with_phases(calls, request.phases)
+    if rotation.phases is not None:
+        calls = phased.with_phases(calls, rotation.phases)
     if request.verb == "out":
         check_outs(names, xs, request.outs, cache=request.slots is not None)
         if request.slots is not None:
             check_slots(request.slots, names[-1], xs[-1], request.outs[-1], layout)
-    if request.backend is not None:
-        check_backend(request.backend, request.q)
     return calls
 
 
-def check_backend(name: str, x: torch.Tensor) -> None:
-    """Refuse a backend that does not exist or cannot rotate this tensor."""
-    if not isinstance(name, str) or name not in BACKENDS:
-        raise bad_value(f"backend must be one of {', '.join(BACKENDS)} but got {name!r}")
-    reason = BACKENDS[name].why_not(x)
-    if reason is not None:
-        raise unsupported(f"backend {name!r} cannot run: {reason}", tensor=x)
+def forced_for(x: torch.Tensor) -> str | None:
+    """Return the backend that :func:`tightrope.backends.use` forces, or None; refuse one that cannot rotate x."""
+    name = registry.forced
+    if name is not None:
+        reason = BACKENDS[name].why_not(x)
+        if reason is not None:
+            raise unsupported(f"backend {name!r} cannot run: {reason}", tensor=x)
+    return name
 
 
 def _call(request: Request, operands: Operands, rotation: PreparedRotation) -> Call:
     """Build the call of a rotation without f and P: by phase words, or by the tables of a stack."""
     stack, where, channels = rotation.stack, rotation.where, rotation.channels
-    if stack is not None:
-        _check_stack(request, stack)
-    given = request.rounding
-    if given is None:
-        given = "once" if stack is None else stack.rounding
-    rounding, back = rounding_of(given)
-    if request.stages is not None and (rounding, back) != (schema.ONCE, schema.ONCE):
+    if request.stages is not None and stack is not None:
         raise bad_value(
-            f"rounding must be 'once' with an act or a gate but got {request.rounding!r}"
+            f"act and gate must be None with a rotation made for stack {stack.name!r}; normalise or activate "
+            "first, then rotate, then multiply by the gate"
         )
+    if request.stages is not None and rotation.rounding != ONCE:
+        raise bad_value(
+            "act and gate must be None with a rotation whose rounding is not 'once' but "
+            f"{rotation.rounding!r}"
+        )
+    rounding, back = codes_of(rotation.rounding)
     direction = schema.INVERSE if request.inverse else schema.FORWARD
     options = rotation_options(
         channels, operands.layout.code, direction, where.add_index, rounding, back
@@ -174,25 +166,12 @@ def _call(request: Request, operands: Operands, rotation: PreparedRotation) -> C
         operands.names,
         request.verb,
         request.outs,
-        request.backend,
+        forced_for(request.q),
         request.slots,
     )
-    if request.inv_freq is not None:
-        return learned.with_frequencies(call, request.inv_freq)
+    if rotation.inv_freq is not None:
+        return learned.with_frequencies(call, rotation.inv_freq)
     return call
-
-
-def _check_stack(request: Request, stack: Stack) -> None:
-    """Refuse what a rotation by the tables of another library cannot have."""
-    apart = "; normalise or activate first, then rotate, then multiply by the gate"
-    for name, value, hint in (
-        ("act and gate", request.stages, apart),
-        ("inv_freq", request.inv_freq, ""),
-        ("phases", request.phases, ""),
-    ):
-        if value is not None:
-            rule = f"{name} must be None with a rotation made for stack {stack.name!r}{hint}"
-            raise bad_value(rule)
 
 
 def rotation_options(

@@ -85,15 +85,16 @@ class Extras(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where the last result of a call goes.
+    """Where the last result of a call goes, if that is a cache.
 
     Attributes:
-        slot: the slot of each token, int32 or int64, ``(tokens,)`` or ``(rows, tokens)``; -1 for none.
+        slot: the slot of each token, int32 or int64, ``(tokens,)`` or ``(rows, tokens)``, -1 for none; None if
+            the cache has the shape of the keys, for example a slice of a contiguous one.
         values: tensor to copy to the same slots, or None.
         cache: the cache for it.
     """
 
-    slot: torch.Tensor
+    slot: Any
     values: torch.Tensor | None = None
     cache: torch.Tensor | None = None
 

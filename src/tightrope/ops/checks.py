@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -20,13 +20,12 @@ from .._errors import (
 )
 from .._tracing import broadcasts
 from ..positions import PositionsLike, as_positions
-from ..spec import PreparedRotation, RopeSpec, SeqLen, prepared
+from ..spec import PreparedRotation, Rope, RopeSpec, prepared
 from .layouts import BY_NAME, WITH_ROWS, Layout
 from .memory import check_not_negated
-from .schema import ROUNDINGS
 
-#: One of ROUNDINGS, or a pair of them: forward and backward.
-RoundingLike: TypeAlias = str | tuple[str, str]
+# The name of a cache for keys in error messages.
+KEYS = "cache[0]"
 
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
@@ -57,13 +56,9 @@ class Operands(NamedTuple):
 
 
 def prepare(
-    operands: Operands,
-    spec: RopeSpec | PreparedRotation,
-    positions: PositionsLike,
-    seq_len: SeqLen,
-    wider: bool = False,
+    operands: Operands, rope: Rope, positions: PositionsLike, wider: bool = False
 ) -> PreparedRotation:
-    """Check tensors, spec and positions against each other.
+    """Check tensors, rotation and positions against each other.
 
     Args:
         wider: whether the tensors may have more channels than the spec.
@@ -74,7 +69,7 @@ def prepare(
     names, xs, layout, sharded = operands
     x = xs[0]
     shape = shape_of(names[0], x, layout, sharded)
-    rotation = _rotation(names[0], x, spec, positions, seq_len)
+    rotation = _rotation(names[0], x, rope, positions)
     rotation = rotation.for_tokens(shape[layout.token], WITH_ROWS.get(layout.name))
     width = rotation.channels.head_dim
     if shape[-1] != width and not (wider and shape[-1] > width):
@@ -98,7 +93,7 @@ def prepare(
 def check_rotation(
     operands: Operands,
     rotation: PreparedRotation,
-    arguments: tuple[str, str, str] = ("spec", "positions", "seq_len"),
+    arguments: tuple[str, str, str] = ("rope", "positions", "seq_len"),
 ) -> None:
     """Refuse a rotation whose rows, tokens, heads or lengths do not fit the tensors.
 
@@ -158,47 +153,34 @@ def check_rotation(
         rotation.check_passed(tokens, seq_len)
 
 
-def _rotation(
-    name: str,
-    x: torch.Tensor,
-    spec: RopeSpec | PreparedRotation,
-    positions: PositionsLike,
-    seq_len: SeqLen,
-) -> PreparedRotation:
-    if isinstance(spec, PreparedRotation):
-        if seq_len is not None:
-            raise bad_value(
-                "seq_len must be None with a prepared rotation, which has its own; call "
-                "spec.at(positions, seq_len=…)"
-            )
+def _rotation(name: str, x: torch.Tensor, rope: Rope, positions: PositionsLike) -> PreparedRotation:
+    if isinstance(rope, PreparedRotation):
         if positions is not None:
             raise bad_value(
                 "positions must be None with a prepared rotation, which has its own; "
                 "call spec.at(positions)"
             )
-        if spec.device != x.device:
+        if rope.device != x.device:
             raise bad_value(
-                f"the prepared rotation is on {spec.device} but {name} is on {x.device}; call "
+                f"the prepared rotation is on {rope.device} but {name} is on {x.device}; call "
                 f"spec.at(positions, device={str(x.device)!r})"
             )
-        return spec
-    if isinstance(spec, RopeSpec):
-        return prepared(spec, as_positions(positions, sharded=True), x.device, seq_len)
+        return rope
+    if isinstance(rope, RopeSpec):
+        return prepared(rope, as_positions(positions, sharded=True), x.device)
     raise bad_type(
-        "spec must be a RopeSpec or a prepared rotation (RopeSpec.at), before the positions, but got "
-        f"{describe(spec)}"
+        "rope must be a RopeSpec or a prepared rotation (RopeSpec.at), before the positions, but got "
+        f"{describe(rope)}{_which_of(rope)}"
     )
 
 
-def rounding_of(value: object) -> tuple[int, int]:
-    """Return the codes of ``rounding=`` of a public function: forward and backward."""
-    both = value if isinstance(value, tuple) else (value, value)
-    if len(both) != 2 or not all(isinstance(one, str) and one in ROUNDINGS for one in both):
-        raise bad_value(
-            f"rounding must be {', '.join(map(repr, ROUNDINGS[:-1]))} or {ROUNDINGS[-1]!r}, or a pair "
-            f"of them for forward and backward, but got {value!r}"
-        )
-    return ROUNDINGS.index(both[0]), ROUNDINGS.index(both[1])
+def _which_of(rope: object) -> str:
+    """Name the spec to take, if there are several."""
+    if isinstance(rope, Mapping):
+        keys = [key for key, one in rope.items() if isinstance(one, RopeSpec)]
+        if keys:
+            return f"; take the spec of the layer's type, such as specs[{keys[0]!r}]"
+    return ""
 
 
 def check_flag(name: str, value: object) -> None:
@@ -345,10 +327,9 @@ def _as_passed(ids: torch.Tensor) -> torch.Tensor:
 def for_float8(dtype: torch.dtype) -> str:
     """The advice for a result in float8, or in bytes that stand for it, without a scale."""
     if dtype == torch.uint8:
-        return "; to write float8, pass a view such as out.view(torch.float8_e4m3fn), and scale="
-    return (
-        "; to write float8, pass scale=" if dtype.is_floating_point and dtype.itemsize == 1 else ""
-    )
+        return "; to write float8, pass a view such as cache.view(torch.float8_e4m3fn) to write_kv, and cache_scale="
+    is_float8 = dtype.is_floating_point and dtype.itemsize == 1
+    return "; to write float8, call write_kv with cache_scale=" if is_float8 else ""
 
 
 def check_outs(
@@ -370,12 +351,14 @@ def check_outs(
         )
     for name, x, out in zip(names, xs, outs, strict=True):
         if not isinstance(out, torch.Tensor):
-            raise bad_type(f"out must be a tensor for {name} but got {describe(out)}")
-        check_dense("out", out)
-        check_not_negated("out", out)
+            what = KEYS if cache and out is outs[-1] else "out"
+            raise bad_type(f"{what} must be a tensor for {name} but got {describe(out)}")
+        what = KEYS if cache and out is outs[-1] else "out"
+        check_dense(what, out)
+        check_not_negated(what, out)
         if not sharded:
-            check_local("out", out)
-        if cache and out is outs[-1]:
+            check_local(what, out)
+        if what == KEYS:
             continue
         if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
             devices = f" but is on {out.device}, not {x.device}" if out.device != x.device else ""

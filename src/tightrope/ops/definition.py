@@ -25,7 +25,6 @@ from .schema import (
     LOG,
     ONCE,
     PHASES,
-    ROUNDINGS,
     SLOPE,
     SOURCES,
     WORDS,
@@ -131,7 +130,7 @@ def _check(call: Call, views: Sequence[torch.Tensor], inputs: Sequence[torch.Ten
             "tightrope::rotate: act and gate must be codes of the schema but got "
             f"{options.act} and {options.gate}"
         )
-    if options.source >= len(SOURCES) or max(options.rounding, options.back) >= len(ROUNDINGS):
+    if options.source >= len(SOURCES) or max(options.rounding, options.back) > EACH:
         raise RuntimeError(
             "tightrope::rotate: source and both roundings must be codes of the schema but got "
             f"{options.source}, {options.rounding} and {options.back}"

@@ -48,15 +48,18 @@ def check_out(
     xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], slots: Slots | None = None
 ) -> None:
     """Refuse ``out`` tensors whose memory kernels would refuse; this check raises the readable error."""
-    check_not_frozen(["out"] * len(outs), outs)
     if slots is not None:
-        check_not_frozen(["values[1]"], slots.written())
+        caches = [outs[-1], *slots.written()]
+        check_not_frozen(["out"] * len(outs), outs[:-1])
+        check_not_frozen(["cache[0]", "cache[1]"], caches)
         if shares_slots(xs, outs, slots):
             raise bad_value(
-                "out, the cache of values and the inputs must not overlap in memory, nor a cache itself",
-                **{f"out[{i}]": out for i, out in enumerate(outs)},
+                "the caches, out, q, k and v must not overlap in memory, nor a cache itself",
+                **{f"cache[{i}]": cache for i, cache in enumerate(caches)},
             )
-    elif shares_memory(outs, xs):
+        return
+    check_not_frozen(["out"] * len(outs), outs)
+    if shares_memory(outs, xs):
         raise bad_value(
             "out must not overlap itself or the input in memory; to rotate in place call "
             f"{OPERATION}_",
@@ -65,8 +68,15 @@ def check_out(
 
 
 def shares_slots(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], slots: Slots) -> bool:
-    """Return whether memory overlaps in a call with slots; only q may be its own ``out``."""
-    return shares_memory([*outs, *slots.written()], [*xs, *slots.read()], len(outs) - 1)
+    """Return whether memory overlaps in a call with slots; q may be its own ``out``, and without an index k and v
+    their own caches."""
+    own = None if slots.slot is None else len(outs) - 1
+    return shares_memory([*outs, *slots.written()], [*xs, *slots.read()], own)
+
+
+def share_storage(x: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    """Return whether x has the storage of one of the others."""
+    return any(torch._C._is_alias_of(x, other) for other in others)  # type: ignore[attr-defined]
 
 
 def check_not_frozen(names: Sequence[str], written: Sequence[torch.Tensor]) -> None:

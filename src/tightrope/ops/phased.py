@@ -1,46 +1,37 @@
-"""The ``phases`` argument: angles for each token that are added to those of the positions."""
+"""Phases of a rotation: angles for each token that are added to those of the positions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import torch
 
 from .. import angles
-from .._errors import bad_type, bad_value, describe
+from .._errors import bad_type, bad_value
 from .._tracing import broadcasts, have_tangents, is_transformed
 from ..channels import by_head
 from ..phases import Phases, _definition
+from ..spec import PhasesLike
 from . import gradients
 from .call import Call
 from .schema import PHASES, SLOPE
 
-#: Phases for queries and keys, or one for each.
-PhasesLike: TypeAlias = Phases | tuple[Phases | None, Phases | None] | None
 
-
-def with_phases(calls: Sequence[Call], given: object) -> list[Call]:
+def with_phases(calls: Sequence[Call], given: PhasesLike) -> list[Call]:
     """Return the calls with these phases: one call for each tensor if theirs differ.
 
     Args:
         calls: calls with phase words: one, or one for q and one for k.
-        given: the argument of the public function, not None.
+        given: the phases of a prepared rotation, not None.
     """
-    count = sum(len(call.xs()) for call in calls)
-    if isinstance(given, (tuple, list)):
-        if count == 1 and calls[0].names[0] != "q":
-            raise bad_type("phases must be a single value for one tensor but got a pair")
-        if len(given) != 2:
-            raise bad_type(f"phases must be one value or a pair, for q and k, but got {len(given)}")
-        both = tuple(given)
-    else:
-        both = given, given
-    for one in both:
-        if one is not None and not isinstance(one, Phases):
+    both = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
+    if isinstance(given, (tuple, list)) and sum(len(call.xs()) for call in calls) == 1:
+        name = calls[0].names[0]
+        if name not in ("q", "k"):
             raise bad_type(
-                f"phases must be made by phases.given or phases.running but got {describe(one)}"
+                "the rotation of one tensor must have one value of phases but has a pair"
             )
+        both = (given["qk".index(name)],) * 2
     if both[0] is not both[1]:
         calls = [call.only([i]) for call in calls for i in range(len(call.xs()))]
     return [call if own is None else _added(call, own) for call, own in zip(calls, both)]

@@ -21,6 +21,9 @@ BACKENDS: dict[str, ModuleType] = {}
 #: Kernels for GPUs that are functions in Python, by operator.
 ON_GPUS: dict[str, Callable[..., Any]] = {}
 
+#: The backend that :func:`tightrope.backends.use` forces, by name; None if each call chooses.
+forced: str | None = None
+
 _ready_on: dict[str, Callable[[], bool]] = {}
 
 
@@ -33,11 +36,11 @@ def add(name: str, backend: ModuleType) -> None:
         ON_GPUS.update(getattr(backend, "KERNELS", {}))
 
 
-def takes(x: torch.Tensor) -> bool:
-    """Return whether kernels are registered for the device of x.
+def takes_on(device: torch.device) -> bool:
+    """Return whether kernels are registered for a device.
 
-    >>> takes(torch.zeros(1, device="meta"))
+    >>> takes_on(torch.device("meta"))
     False
     """
-    is_ready = _ready_on.get("cpu" if x.is_cpu else x.device.type)
+    is_ready = _ready_on.get(device.type)
     return is_ready is not None and is_ready()

@@ -2,7 +2,7 @@
 
 The first rule that matches decides:
 
-* DEFINITION (plain torch): the caller forces the reference; a tensor has, or in a functorch transform
+* DEFINITION (plain torch): the caller forces the reference; float64 with f or P; a tensor has, or in a functorch transform
   may have, a forward-mode tangent; the call is compiled inside a functorch transform, or exported to
   a runtime that lacks the operators; a transform other than functionalize is active and the call has
   f or P;
@@ -21,17 +21,17 @@ import torch
 from torch.autograd import forward_ad
 
 from .._errors import Refusal
+from .._rounding import ONCE, codes_of
 from .._tracing import have_tangents, is_transformed, may_keep, needs_plain
 from ..activations import NONE, RMSNorm, code_of
 from ..phases import Phases
 from ..positions import DTYPES, Positions, as_positions
-from ..spec import LONGEST, Lengths, PreparedRotation, RopeSpec, prepared
-from . import gating
+from ..spec import LONGEST, Angles, Lengths, PreparedRotation, RopeSpec, prepared
+from . import gating, registry
 from .build import Stages, rotation_options
 from .call import Call, tensors_of
-from .checks import RoundingLike
 from .layouts import BY_NAME, WITH_ROWS
-from .registry import takes
+from .registry import takes_on
 from .schema import (
     FORWARD,
     HALF,
@@ -39,7 +39,6 @@ from .schema import (
     NEW,
     NO_GATE,
     PHASES,
-    ROUNDINGS,
     Options,
     Packed,
     options_of,
@@ -73,9 +72,14 @@ def route(call: Call) -> Way:
     """Choose the route of a call."""
     compiling, transformed = torch.compiler.is_compiling(), is_transformed()
     needs_grad = torch.is_grad_enabled() and _any_wants_grad(call)
-    if call.backend == "reference" or (
-        forward_ad._current_level >= 0
-        and have_tangents(tensors_of((call.tensors(), call.outs)), transformed)
+    is_wide = call.q.dtype == torch.float64 and not call.is_plain()
+    if (
+        is_wide
+        or call.backend == "reference"
+        or (
+            forward_ad._current_level >= 0
+            and have_tangents(tensors_of((call.tensors(), call.outs)), transformed)
+        )
     ):
         found = DEFINITION
     elif compiling:
@@ -95,130 +99,205 @@ def route(call: Call) -> Way:
     return Way(found, transformed, needs_grad, not (compiling or transformed))
 
 
-# The operator's arguments that do not depend on positions, which a spec keeps for each device, layout,
-# direction and rounding: phase words and turns; the packed options, for positions that do not add the token
-# index and for those that do; the factor on the rotated channels; the number of coordinates of a position;
-# and whether phase words depend on the length, these then being those of short sequences.
-_Ready: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, tuple[int, int], float, int, bool]
-
-
-def route_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a decoded token time)
-    rope: object,
-    positions: object,
+def route_quick(
+    rope: Any,
+    positions: Any,
     q: torch.Tensor,
     k: torch.Tensor | None,
     layout: str,
     inverse: bool,
     stages: Stages | None,
-    rounding: RoundingLike | None = None,
-    phases: object = None,
 ) -> Packed | None:
     """Return the arguments of the operator if the kernel may be called directly.
 
     Rotating one decoded token takes a few microseconds, and full checks in Python would take most of
-    the time. This function therefore checks only what the kernel cannot check. The kernel
-    refuses every other invalid input before it writes.
+    the time. What concerns the rotation alone is checked once, see :class:`_Launch`. What is left here is
+    only what the kernel cannot check; it refuses every other invalid input before it writes.
 
     Args:
-        rope: a spec, or a rotation that was prepared from one.
+        rope: a spec, or a prepared rotation.
 
     Returns:
         The arguments, whether or not q and k require grad. None if the call must be built: because it needs
         another route or arguments that are not kept, or to raise the readable error.
     """
-    if not is_plain_eager():
+    if not is_plain_eager() or registry.forced is not None:
         return None  # modes that watch see the operators of the full path in every call
-    if type(layout) is not str or type(inverse) is not bool or type(q) is not torch.Tensor:
+    if type(layout) is not str or type(inverse) is not bool:
         return None
-    if rounding is None:
-        rounding = "once"
-    elif type(rounding) is not str:
+    if type(q) is not torch.Tensor or q.layout is not _STRIDED:
         return None
-    if k is not None and type(k) is not torch.Tensor:
-        return None
-    spec, where, angles, source = rope, positions, None, None
-    if type(rope) is PreparedRotation and positions is None:
-        if rope.stated is not None or rope.stack is not None:
-            return None
-        spec, where, angles, source = rope.spec, rope.where, rope.angles, rope.source
-    if type(spec) is not RopeSpec:
-        return None
-    if q.layout is not _STRIDED or (k is not None and k.layout is not _STRIDED):
+    if k is not None and (type(k) is not torch.Tensor or k.layout is not _STRIDED):
         return None
     try:
         device, shape = q.device, q.shape
     except RuntimeError:
         return None  # a nested tensor
-    ready = spec._ready.get((device, layout, inverse, rounding))  # type: ignore[attr-defined]
-    if ready is None:
-        ready = _ready(spec, q, layout, inverse, rounding)
-        if ready is None:
-            return None
-    words, turns, options, amplitude, axes, by_length = ready
-    if (
-        not shape
-        or shape[-1] != spec.head_dim
-        or (angles is not None and angles.words is not words)
-    ):
+    is_spec = type(rope) is RopeSpec
+    if type(rope) is RopeSpec:
+        ready = rope._ready  # type: ignore[attr-defined]
+        launch = ready.get((device, layout, inverse)) or _of_spec(rope, device, layout, inverse)
+    elif type(rope) is PreparedRotation and positions is None and rope.device == device:
+        launch = rope.kept.launches.get((layout, inverse)) or _launch(rope, layout, inverse)
+    else:
         return None
-    ids, offset, add_index, own_axes = None, 0, True, 1
-    if type(where) is Positions:
-        if where.part is not None:
-            return None
-        ids, offset, add_index = where.ids, where.offset, where.add_index
-        if ids is not None:
-            if type(ids) is not torch.Tensor:
-                return None
-            own_axes = ids.shape[0]
-    elif type(where) is int:
-        offset = where
-        if not -(2**63) <= offset < 2**63:
-            return None
-    elif type(where) is torch.Tensor:
-        if where.layout is not _STRIDED or not 1 <= where.dim() <= 2 or where.dtype not in DTYPES:
-            return None
-        ids, add_index = where, False
-        if by_length or not q.is_cpu:
-            # Only the kernels for CPUs read ids without their leading dimensions.
-            where = as_positions(where)
-            ids = where.ids
-    elif where is not None:
+    if launch.options is None or not shape or shape[-1] != launch.width:
         return None
-    if own_axes != axes or (ids is not None and ids.device != device):
+    at = _line(positions, launch, device) if is_spec else launch.at
+    if at is None:
         return None
+    ids, offset, add_index = at
     if ids is not None and ids.requires_grad and torch.is_grad_enabled():
         return None
-    if by_length:
-        at = BY_NAME[layout]
-        if len(shape) != at.dims or (angles is not None and source is None):
+    words, turns, amplitude = launch.angles
+    if launch.by_length is not None:
+        found = _by_length(launch, at, positions if is_spec else rope.where, shape)
+        if found is None:
             return None
-        tokens, own = shape[at.token], spec.words
-        if tokens > 1 and offset > 0 and ids is None:
-            return None  # a slice of a sequence whose length is not given: an error
-        lengths: Lengths | None = (min(max(0, offset + tokens), LONGEST),)
-        if type(where) is Positions and ids is not None:
-            lengths = own.lengths(where, tokens, device, WITH_ROWS.get(layout))
-        words, turns = own.of(lengths, device)
-        if not own.one_amplitude:
-            amplitude = float.fromhex(own.amplitude(lengths))
-    plain = words, turns, ids, offset, options[add_index], amplitude
-    if angles is not None and q.is_cpu and not by_length:
-        tokens = shape[BY_NAME[layout].token] if len(shape) == BY_NAME[layout].dims else 0
+        words, turns, amplitude = found
+    packed: Packed | None = words, turns, ids, offset, launch.options[add_index], amplitude
+    if not is_spec and rope.phases is not None:
+        packed = _with_phases(packed, rope.phases, q)  # type: ignore[arg-type]
+    elif launch.keeps and stages is None and len(shape) == launch.layout.dims:
+        tokens = shape[launch.layout.token]
         # Fewer angles gain less than it takes to look for what is kept, and to compare ids.
-        worth = tokens if ids is None else tokens * ids.shape[1] // 4
-        if worth >= _FEW_TOKENS and phases is None and stages is None and rounding != "each":
-            plain = _with_kept(plain, rope, q, k, tokens)  # type: ignore[arg-type]
-    packed = plain if phases is None else _with_phases(plain, phases, q)
+        if (tokens if ids is None else tokens * ids.shape[1] // 4) >= _FEW_TOKENS:
+            packed = _with_kept(packed, rope, q, k, tokens)  # type: ignore[arg-type]
     if stages is None or packed is None:
         return packed
-    if rounding != "once":
+    if not launch.once or q.dtype == torch.float64:
         return None
     try:
-        if rope is spec:
-            rope = prepared(spec, as_positions(where), device)
-        return _with_stages(packed, q, k, rope, layout, inverse, stages)  # type: ignore[arg-type]
+        if is_spec:
+            rope = prepared(rope, as_positions(positions), device)
+        return _with_stages(packed, q, k, rope, layout, inverse, stages)
     except (Refusal, TypeError, ValueError):
         return None  # the checks of a call that is built come first, and name the tensors
+
+
+# Ids, offset, and whether to add the token index.
+_At: TypeAlias = tuple[torch.Tensor | None, int, bool]
+
+
+class _Launch(NamedTuple):
+    """What a rotation gives to each launch of the kernel in one layout and direction.
+
+    Attributes:
+        options: the packed options, for positions that do not add the token index and for those that do; None
+            if calls of this rotation must be built.
+        angles: phase words, turns and the factor on the rotated channels; of short sequences, if they depend on
+            the length.
+        at: the positions of a prepared rotation.
+        width: the number of channels of a head.
+        axes: the number of coordinates of a position.
+        layout: the order of the dimensions.
+        by_length: where phase words come from that depend on the length; else None.
+        once: whether results round once, so that f and P may follow.
+        keeps: whether calls share cosines and sines.
+    """
+
+    options: tuple[int, int] | None
+    angles: Any = None
+    at: _At = (None, 0, True)
+    width: int = 0
+    axes: int = 1
+    layout: Any = None
+    by_length: Any = None
+    once: bool = False
+    keeps: bool = False
+
+
+def _launch(rope: PreparedRotation, layout: str, inverse: bool) -> _Launch:
+    """Make what a prepared rotation gives to each launch, and keep it."""
+    where, ids, angles = rope.where, rope.ids, rope.angles
+    special = rope.stated, rope.stack, rope.inv_freq, where.part
+    # Where the definition runs, it checks less than a kernel.
+    fits = layout in BY_NAME and takes_on(rope.device) and all(one is None for one in special)
+    if not fits or not (ids is None or (type(ids) is torch.Tensor and ids.device == rope.device)):
+        return _Launch(None)
+    order, codes = BY_NAME[layout], codes_of(rope.rounding)
+    direction = INVERSE if inverse else FORWARD
+    options = [
+        rotation_options(rope.channels, order.code, direction, add_index, *codes).pack()
+        for add_index in (False, True)
+    ]
+    found = rope.kept.launches[layout, inverse] = _Launch(
+        (options[0], options[1]),
+        (angles.words, angles.turns, rope.amplitude),
+        (ids, where.offset, where.add_index),
+        rope.channels.head_dim,
+        angles.words.shape[0],
+        order,
+        rope.source,
+        rope.rounding == ONCE,
+        rope.device.type == "cpu" and rope.source is None and "each" not in rope.rounding,
+    )
+    return found
+
+
+def _of_spec(spec: RopeSpec, device: torch.device, layout: str, inverse: bool) -> _Launch:
+    """Make what a spec gives to each launch, and keep it if a cache may hold it."""
+    if not may_keep(device):
+        return _Launch(None)
+    words = spec.words
+    angles = Angles(*words.of(None, device), words.amplitude_hex)
+    source = words if words.by_length else None
+    rope = PreparedRotation(spec.channels, angles, Positions(), device, spec, source)
+    found = _launch(rope, layout, inverse)._replace(keeps=False)
+    if found.options is not None:
+        spec._ready[device, layout, inverse] = found  # type: ignore[attr-defined]
+    return found
+
+
+def _line(positions: object, launch: _Launch, device: torch.device) -> _At | None:
+    """Return the positions of a call with a spec; None to build it."""
+    ids, offset, add_index, axes = None, 0, True, 1
+    if type(positions) is int:
+        offset = positions
+        if not -(2**63) <= offset < 2**63:
+            return None
+    elif type(positions) is Positions:
+        if positions.part is not None:
+            return None
+        ids, offset, add_index = positions.ids, positions.offset, positions.add_index
+        if ids is not None:
+            axes = ids.shape[0]
+    elif type(positions) is torch.Tensor:
+        if positions.layout is not _STRIDED or positions.dtype not in DTYPES:
+            return None
+        if not 1 <= positions.dim() <= 2:
+            return None
+        ids, add_index = positions, False
+        if device.type != "cpu":
+            # Only the kernels for CPUs read ids without their leading dimensions.
+            ids = as_positions(positions).ids
+    elif positions is not None:
+        return None
+    if axes != launch.axes:
+        return None
+    if ids is not None and (type(ids) is not torch.Tensor or ids.device != device):
+        return None
+    return ids, offset, add_index
+
+
+def _by_length(
+    launch: _Launch, at: _At, positions: object, shape: torch.Size
+) -> tuple[torch.Tensor, torch.Tensor | None, float] | None:
+    """Return the phase words and the factor for the lengths of a call; None to build it."""
+    (ids, offset, _), order, own = at, launch.layout, launch.by_length
+    if len(shape) != order.dims:
+        return None
+    tokens, device = shape[order.token], launch.angles[0].device
+    lengths: Lengths | None = (min(max(0, offset + tokens), LONGEST),)
+    if ids is not None:
+        where = as_positions(positions)  # type: ignore[arg-type]
+        lengths = own.lengths(where, tokens, device, WITH_ROWS.get(order.name))
+    elif tokens > 1 and offset > 0:
+        return None  # a slice of a sequence whose length is not given: an error
+    amplitude = launch.angles[2]
+    if not own.one_amplitude:
+        amplitude = float.fromhex(own.amplitude(lengths))
+    return *own.of(lengths, device), amplitude
 
 
 _STRIDED = torch.strided
@@ -258,28 +337,6 @@ def _with_kept(
 def _by_tables(options: int) -> int:
     """Return the packed options of the same rotation by tables of its tokens, an entry for each pair."""
     return options_of(options)._replace(add_index=True, source=HALF).pack()
-
-
-def _ready(
-    spec: RopeSpec, q: torch.Tensor, layout: str, inverse: bool, rounding: str
-) -> _Ready | None:
-    """Make the arguments that a spec keeps; None if the call must be built."""
-    where, device = BY_NAME.get(layout), q.device
-    if where is None or rounding not in ROUNDINGS or not may_keep(device):
-        return None
-    if not takes(q):
-        return None  # the definition runs, which checks less than a kernel
-    found, code = spec.words.on(device), ROUNDINGS.index(rounding)
-    direction = INVERSE if inverse else FORWARD
-    options = [
-        rotation_options(spec.channels, where.code, direction, add_index, code, code).pack()
-        for add_index in (False, True)
-    ]
-    both = options[0], options[1]
-    scaling, axes = spec.attention_scaling(), spec.axis_count
-    ready = found.words, found.turns, both, scaling, axes, spec.by_length
-    spec._ready[device, layout, inverse, rounding] = ready  # type: ignore[attr-defined]
-    return ready
 
 
 def is_plain(x: object, learns: bool = False) -> bool:

@@ -16,15 +16,14 @@ from .._errors import Refusal, bad_value, unsupported
 from .._tracing import have_tangents, is_repeated, needs_plain
 from ..activations import NONE
 from ..positions import PositionsLike
-from ..spec import PreparedRotation, RopeSpec
+from ..spec import PreparedRotation, Rope
 from . import memory
 from .autograd import InPlace, OutOfPlace, Rotation, template_of
 from .build import Request, Stages, build
 from .call import Call, Slots, pack, tensors_of
-from .checks import RoundingLike, layout_named
+from .checks import layout_named
 from .definition import define
 from .direct import launch
-from .phased import PhasesLike
 from .route import (
     AUTOGRAD,
     DEFINITION,
@@ -49,7 +48,16 @@ from .schema import (
     present,
     rotate_slots_,
 )
-from .slots import check_distinct, check_entries, check_range, gather, stand_in, write, write_all
+from .slots import (
+    check_distinct,
+    check_entries,
+    check_range,
+    gather,
+    names_of,
+    stand_in,
+    write,
+    write_all,
+)
 
 Results = Sequence[torch.Tensor]
 
@@ -71,44 +79,44 @@ def run(calls: Sequence[Call]) -> Results:
     return [_run(call, way)[0] for call, way in zip(calls, ways)]
 
 
-def run_entries(request: Request, slots: Slots) -> torch.Tensor:
+def run_entries(request: Request, slot: torch.Tensor) -> torch.Tensor:
     """Rotate entries of a cache in place.
 
     Args:
         request: q is the cache; k is None.
-        slots: the entries.
+        slot: the entries.
 
     Returns:
         The cache.
     """
-    cache, layout = request.q, layout_named(request.layout)
-    check_entries(slots, request.names[0], cache, layout)
-    (call,) = build(request._replace(q=stand_in(cache, slots.slot, layout), verb="new"))
+    cache, layout, slots = request.q, layout_named(request.layout), Slots(slot)
+    check_entries(slot, request.names[0], cache, layout)
+    (call,) = build(request._replace(q=stand_in(cache, slot, layout), verb="new"))
     way = route(call)
-    _check_mode(call._replace(slots=Slots(slots.slot, cache)), way)
+    _check_mode(call._replace(slots=Slots(slot, cache)), way)
     if torch.is_grad_enabled() and any_requires_grad((*tensors_of(call.tensors()), cache)):
         raise bad_value(
             "slots rotate without a gradient, but the cache or another tensor requires one; use torch.no_grad()"
         )
     if way.route == TRACED:
-        rotate_slots_(cache, slots.slot, *_with_extras(pack(call)))
+        rotate_slots_(cache, slot, *_with_extras(pack(call)))
         return cache
 
     def check() -> None:
         memory.check_in_place(call.names, [cache])
         check_range(slots, cache, layout, call.names[0])
-        check_distinct(slots)
+        check_distinct(slot)
 
     if way.route != KERNEL or is_repeated():
         if way.sees_memory:
             check()
-        (y,) = _new(call.on([gather(cache, slots.slot, layout)]), way)
-        write(y, cache, slots.slot, layout)
+        (y,) = _new(call.on([gather(cache, slot, layout)]), way)
+        write(y, cache, slot, layout)
         return cache
     memory.check_not_frozen(call.names, [cache])
     try:
         with torch._C._AutoDispatchBelowAutograd():
-            rotate_slots_(cache, slots.slot, *_with_extras(pack(call)))
+            rotate_slots_(cache, slot, *_with_extras(pack(call)))
     except RuntimeError:
         check()
         raise
@@ -119,69 +127,61 @@ def run_entries(request: Request, slots: Slots) -> torch.Tensor:
 def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a decoded token time)
     names: Sequence[str],
     verb: str,
-    rope: RopeSpec | PreparedRotation,
-    positions: PositionsLike,
     q: torch.Tensor,
     k: torch.Tensor | None,
+    rope: Rope,
+    positions: PositionsLike,
     layout: str,
     inverse: bool,
     stages: Stages | None,
-    rounding: RoundingLike | None = None,
-    phases: PhasesLike = None,
     outs: Sequence[torch.Tensor] = (),
     slots: Slots | None = None,
 ) -> Results | None:
-    """Call the kernel directly, if :func:`tightrope.ops.route.route_quick` allows it.
-
-    Args:
-        names: names of q and k in error messages.
-        verb: one of :data:`tightrope.ops.call.VERBS`.
+    """Call the kernel directly, if :func:`tightrope.ops.route.route_quick` allows it; see :class:`Request`.
 
     Returns:
         The rotated tensors; None if the call must be built in full and go through :func:`run`.
     """
-    packed = route_quick(rope, positions, q, k, layout, inverse, stages, rounding, phases)
+    packed = route_quick(rope, positions, q, k, layout, inverse, stages)
     if packed is None:
         return None
-    if (verb != "new" or stages is not None or phases is not None) and wants_grad(q, k):
+    if wants_grad(q, k) and (verb != "new" or stages is not None or has_phases(rope)):
         return None
     if outs and len(outs) != (1 if k is None else 2):
         return None
     for out in outs:  # a generator takes twice as long
         if not is_plain(out) or out.is_neg():
             return None
-    if slots is not None and not (is_plain(slots.slot) and _are_plain(slots)):
+    if slots is not None and not _are_plain(q, k, outs, slots):
         return None
 
     def rebuild() -> list[Call]:
-        request = Request(
-            names,
-            q,
-            k,
-            rope,
-            positions,
-            layout,
-            inverse,
-            stages=stages,
-            verb=verb,
-            outs=outs,
-            rounding=rounding,
-            phases=phases,
-            slots=slots,
+        return build(
+            Request(names, q, k, rope, positions, layout, inverse, stages, verb, outs, slots)
         )
-        return build(request)
 
     return launch_quick(names, verb, q, k, packed, rebuild, outs, slots)
 
 
-def _are_plain(slots: Slots) -> bool:
-    values, cache = slots.values, slots.cache
-    if values is None or cache is None:
-        return True
-    return is_plain(values) and is_plain(cache) and not (values.is_neg() or cache.is_neg())
+def has_phases(rope: object) -> bool:
+    """Return whether the angles of a rotation depend on phases, which may require grad."""
+    return type(rope) is PreparedRotation and rope.phases is not None
 
 
-_OUTS, _OF_VALUES = ("out", "out"), ("values[1]",)
+def _are_plain(
+    q: torch.Tensor, k: torch.Tensor | None, outs: Sequence[torch.Tensor], slots: Slots
+) -> bool:
+    slot, values, cache = slots
+    if values is not None and cache is not None:
+        if not (is_plain(values) and is_plain(cache)) or values.is_neg() or cache.is_neg():
+            return False
+        if slot is None:  # no kernel checks the values then
+            if values.shape != cache.shape or values.dtype != cache.dtype:
+                return False
+            if values.dtype != q.dtype or memory.is_written(values, outs):
+                return False
+            return not memory.share_storage(cache, (*present(q, k), *outs, values))
+    return slot is None or is_plain(slot)
 
 
 def launch_quick(
@@ -205,11 +205,8 @@ def launch_quick(
         if verb == "new":
             return run_packed(q, k, packed)
         if verb == "out":
-            written = outs
-            memory.check_not_frozen(_OUTS, outs)
-            if slots is not None and slots.cache is not None:
-                written = [*outs, slots.cache]
-                memory.check_not_frozen(_OF_VALUES, [slots.cache])
+            written = outs if slots is None else [*outs, *slots.written()]
+            memory.check_not_frozen(names_of(outs, slots), written)
             with torch._C._AutoDispatchBelowAutograd():
                 _write_out(q, k, outs, slots, packed)
             torch.autograd.graph.increment_version(written)
@@ -283,13 +280,22 @@ def _run(call: Call, way: Way) -> Results:
 def _new(call: Call, way: Way) -> Results:
     """Rotate into new tensors."""
     if way.route == DEFINITION:
-        return define(call)
+        ys = define(call)
+        return ys if way.transformed else [_laid_out(y, x) for y, x in zip(ys, call.xs())]
     if way.route == AUTOGRAD:
         return OutOfPlace.apply(template_of(call), *call.tensors())  # type: ignore[no-any-return, no-untyped-call]
     packed = pack(call)
     if way.route == KERNEL:
         return launch(NEW, call.q, call.k, packed)
     return NEW.for_(packed)(call.q, call.k, *packed)  # type: ignore[no-any-return]
+
+
+def _laid_out(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return y with the order in memory of x, as kernels return it; in compiled code if x is contiguous."""
+    if x.is_contiguous() or torch.compiler.is_compiling():
+        return y.contiguous() if x.is_contiguous() else y
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    return y.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
 
 
 def _write(call: Call) -> None:
@@ -305,8 +311,10 @@ def _write_out(
     q: torch.Tensor, k: torch.Tensor | None, outs: Results, slots: Slots | None, packed: Packed
 ) -> None:
     """Call the operator that writes into ``out``."""
-    if slots is None:
+    if slots is None or slots.slot is None:
         OUT.for_(packed)(q, k, *pair(outs), *packed)
+        if slots is not None and slots.values is not None and slots.cache is not None:
+            slots.cache.copy_(slots.values)
         return
     slot, values, cache = slots
     if values is None and len(packed) == _PLAIN:
@@ -325,10 +333,11 @@ def _with_extras(packed: Packed) -> Packed:
 
 
 def _write_by_kernel(call: Call, written: Results) -> Results:
-    names = ["out"] * len(written) if call.verb == "out" else call.names
-    memory.check_not_frozen(names, written)
-    if call.slots is not None:
-        memory.check_not_frozen(_OF_VALUES, call.slots.written())
+    slots, caches = call.slots, [] if call.slots is None else call.slots.written()
+    names = names_of(call.outs, slots) if call.verb == "out" else call.names
+    memory.check_not_frozen(names, [*written, *caches])
+    if slots is not None and slots.slot is None:
+        _check_memory([call], False)  # of the values, which no kernel checks
     try:
         with torch._C._AutoDispatchBelowAutograd():
             _write(call)
@@ -336,9 +345,7 @@ def _write_by_kernel(call: Call, written: Results) -> Results:
         # Kernels refuse overlapping memory before they write; raise the readable error.
         _check_memory([call], False)
         raise
-    torch.autograd.graph.increment_version(written)
-    if call.slots is not None:
-        torch.autograd.graph.increment_version(call.slots.written())
+    torch.autograd.graph.increment_version([*written, *caches])
     return written
 
 
@@ -369,7 +376,9 @@ def _separated(calls: Sequence[Call], ways: Sequence[Way]) -> Sequence[Call]:
     later = [memory.copied_before(call, written if sees else None) for call in calls[1:]]
     for i, call in enumerate(later):
         slots = call.slots
-        if slots is not None and (not sees or memory.is_written(slots.slot, written)):
+        if slots is None or slots.slot is None:
+            continue
+        if not sees or memory.is_written(slots.slot, written):
             later[i] = call._replace(slots=slots._replace(slot=slots.slot.clone()))
     return [calls[0], *later]
 
@@ -394,23 +403,27 @@ def _check_mode(call: Call, way: Way) -> None:
     slots = call.slots
     if needs_plain():
         raise unsupported(
-            "slots cannot be exported to ONNX; rotate without out, and write the cache with operators of ONNX"
+            "a cache cannot be written in an export to ONNX; rotate without it, and write it with operators of ONNX"
         )
     if way.transformed and way.route != TRACED:
-        raise unsupported("slots cannot be used in vmap, grad or another transform of torch.func")
+        raise unsupported(
+            "a cache cannot be written in vmap, grad or another transform of torch.func"
+        )
     if have_tangents(tensors_of((call.tensors(), call.outs, slots)), False):
-        raise unsupported("slots have no forward-mode derivative; rotate without out")
+        raise unsupported("what is written to a cache has no forward-mode derivative; call rotate")
 
 
 def _check_out_grad(call: Call, way: Way) -> None:
     if call.slots is not None and torch.is_grad_enabled() and any_requires_grad(call.slots):
         raise bad_value(
-            "values and their cache must not require grad: what is written to slots has no gradient; use "
+            "v and its cache must not require grad: what is written to a cache has no gradient; use "
             "torch.no_grad()"
         )
     if not way.needs_grad:
         return
     lost, without = "a result written to out has no gradient", "use torch.no_grad(), or omit out"
+    if call.slots is not None:
+        lost, without = "what is written to a cache has no gradient", "use torch.no_grad()"
     extras, found = call.extras, None
     if any_requires_grad((call.primary, call.secondary, call.positions, *extras.frequencies)):
         phased = call.options.source == PHASES
@@ -421,5 +434,5 @@ def _check_out_grad(call: Call, way: Way) -> None:
         raise bad_value(f"{lost}, but {found} require one; {without}")
     for name, x, out in zip(call.names, call.xs(), call.outs):
         if x.requires_grad or out.requires_grad:
-            rule = f"{lost}, but {name} or out requires one; {without}"
+            rule = f"{lost}, but {name} or its destination requires one; {without}"
             raise bad_value(rule, **{name: x, "out": out})

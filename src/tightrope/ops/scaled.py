@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 
@@ -13,11 +13,11 @@ from .._tracing import have_tangents, is_readable, is_transformed, needs_plain
 from . import memory
 from .build import Request, build
 from .call import Call, Slots, tensors_of
-from .checks import check_floating, check_outs
+from .checks import KEYS, check_floating, check_outs
 from .route import any_requires_grad
 from .run import run
 from .schema import ONCE, present
-from .slots import check_range, check_slots, write_all
+from .slots import VALUES, check_range, check_slots, write_all
 
 #: A positive number, or a tensor of one element.
 Scale: TypeAlias = float | torch.Tensor
@@ -28,54 +28,38 @@ FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def run_scaled(request: Request, scale: ScaleLike) -> Sequence[torch.Tensor]:
-    """Rotate, and write the last result to its float8 ``out`` or cache, and values to theirs.
+    """Rotate, and write the last result to its float8 cache, and values to theirs.
 
     Args:
-        request: with the verb "out".
-        scale: see :func:`tightrope.functional.rotate`.
+        request: with the verb "out" and slots.
+        scale: see :func:`tightrope.functional.write_kv`.
 
     Returns:
         The outs.
     """
-    outs, slots = request.outs, request.slots
-    if not outs:
-        raise bad_value("scale must come with out, of float8_e4m3fn or float8_e5m2")
+    outs, slots = request.outs, cast(Slots, request.slots)
     of_keys, of_values = _scales(scale, slots)
     calls = build(request._replace(verb="new", outs=(), slots=None))
     xs, last = present(request.q, request.k), calls[-1].only([len(calls[-1].xs()) - 1])
     names, layout = request.names[: len(xs)], last.layout()
     check_outs(names, xs, outs, cache=True)
-    caches = [outs[-1], *([] if slots is None else slots.written())]
+    caches = [outs[-1], *slots.written()]
     _check_caches(caches, slots)
     _check_mode(calls, caches, slots)
     x = last.q
     if last.options.rounding == ONCE and x.dtype != torch.float64:
         x = x.float()
     keys = encoded(run([last.on([x])])[0], of_keys, outs[-1].dtype)
-    to = None
-    if slots is None:
-        if keys.shape != outs[-1].shape or keys.device != outs[-1].device:
-            raise bad_value(
-                f"out must have the shape and device of {names[-1]}",
-                **{names[-1]: xs[-1], "out": outs[-1]},
-            )
-    else:
-        values = slots.values
-        if values is not None:
-            values = encoded(values, of_values, outs[-1].dtype)
-        to = slots._replace(values=values)
-        check_slots(to, names[-1], keys, outs[-1], layout)
+    values = slots.values
+    if values is not None:
+        values = encoded(values, of_values, outs[-1].dtype)
+    to = slots._replace(values=values)
+    check_slots(to, names[-1], keys, outs[-1], layout)
     if not torch.compiler.is_compiling():
-        memory.check_not_frozen(["out"] * len(outs), outs)
-        memory.check_not_frozen(["values[1]"], caches[1:])
         memory.check_out(xs, outs, slots)
-        if to is not None:
-            check_range(to, outs[-1], layout)
+        check_range(to, outs[-1], layout)
     if len(xs) == 2:
         run([calls[0].only([0])._replace(verb="out", outs=outs[:1])])
-    if to is None:
-        outs[-1].copy_(keys)
-        return outs
     # As bytes, because not every device can index float8.
     slot, values, cache = to
     rest = [None if one is None else one.view(torch.uint8) for one in (values, cache)]
@@ -93,18 +77,18 @@ def encoded(y: torch.Tensor, scale: Scale, dtype: torch.dtype) -> torch.Tensor:
     return (y.to(torch.float32) / scale).clamp(-most, most).to(dtype)
 
 
-def _scales(given: object, slots: Slots | None) -> tuple[Scale, Scale]:
+def _scales(given: object, slots: Slots) -> tuple[Scale, Scale]:
     """Return the scales of keys and of values."""
     if not isinstance(given, tuple):
-        one = _scale("scale", given)
+        one = _scale("cache_scale", given)
         return one, one
-    if slots is None or slots.values is None:
-        raise bad_value("scale must be one scale without values but got a pair")
+    if slots.values is None:
+        raise bad_value("cache_scale must be one scale without v but got a pair")
     if len(given) != 2:
         raise bad_value(
-            f"scale must be one scale or a pair, for keys and values, but got {len(given)}"
+            f"cache_scale must be one scale or a pair, for keys and values, but got {len(given)}"
         )
-    return _scale("scale[0]", given[0]), _scale("scale[1]", given[1])
+    return _scale("cache_scale[0]", given[0]), _scale("cache_scale[1]", given[1])
 
 
 def _scale(name: str, given: object) -> Scale:
@@ -112,7 +96,7 @@ def _scale(name: str, given: object) -> Scale:
         check_local(name, given)
         if given.numel() != 1 or given.dim() > 1 or not given.is_floating_point():
             raise bad_value(
-                f"{name} must be a number, or a floating tensor of one element", scale=given
+                f"{name} must be a number, or a floating tensor of one element", cache_scale=given
             )
         if is_readable(given):  # to read one on another device would be to wait for it
             _check_number(name, given.item())
@@ -129,24 +113,23 @@ def _check_number(name: str, number: float) -> None:
         raise bad_value(f"{name} must be positive and finite but got {number}")
 
 
-def _check_caches(caches: Sequence[torch.Tensor], slots: Slots | None) -> None:
-    for name, cache in zip(("out", "values[1]"), caches):
+def _check_caches(caches: Sequence[torch.Tensor], slots: Slots) -> None:
+    for name, cache in zip((KEYS, VALUES), caches):
         if cache.dtype not in FORMATS or cache.dtype != caches[0].dtype:
             raise bad_type(
-                f"{name} must be float8_e4m3fn or float8_e5m2 with a scale, and caches of keys and values alike",
+                f"{name} must be float8_e4m3fn or float8_e5m2 with cache_scale, and caches of keys and values alike",
                 **{name: cache},
             )
-    if slots is not None and slots.values is not None:
-        check_floating("values", slots.values)
+    if slots.values is not None:
+        check_floating("v", slots.values)
 
 
-def _check_mode(calls: Sequence[Call], caches: Sequence[torch.Tensor], slots: Slots | None) -> None:
+def _check_mode(calls: Sequence[Call], caches: Sequence[torch.Tensor], slots: Slots) -> None:
     """Refuse a call whose 8-bit results something would have to follow."""
-    read = [one for call in calls for one in tensors_of(call.tensors())]
-    read += [] if slots is None else slots.read()
+    read = [one for call in calls for one in tensors_of(call.tensors())] + slots.read()
     if needs_plain() or is_transformed() or have_tangents((*read, *caches), False):
         raise unsupported(
-            "scale cannot be used in a transform of torch.func, with forward-mode tangents or in an export to ONNX"
+            "cache_scale cannot be used in a transform of torch.func, with forward-mode tangents or in an export to ONNX"
         )
     if torch.is_grad_enabled() and any_requires_grad((*read, *caches)):
         raise bad_value(

@@ -30,10 +30,7 @@ TABLES = SOURCES[1:PHASES]
 #: position are the logarithms.
 NO_GATE, LOG, SLOPE = 0, 1, 2
 
-#: Where a rotation rounds. "once": at the store, after fused multiply-adds in float32. "wide": products
-#: and their sum, each to float32. "each": products, from float32, and their sum, each to the dtype of x.
-#: For float64 x, float64 replaces float32.
-ROUNDINGS = ("once", "wide", "each")
+#: Where a rotation rounds: indices into :data:`tightrope._rounding.ROUNDINGS`.
 ONCE, WIDE, EACH = 0, 1, 2
 
 _START_BITS = 20
@@ -57,7 +54,7 @@ class Options(NamedTuple):
             the phases, for their gradient.
         act: code of f: an index into tightrope.activations.ACTS.
         gate: kind of P: NO_GATE, LOG or SLOPE.
-        rounding: index into ROUNDINGS; ONCE if there is an act or a gate.
+        rounding: ONCE, WIDE or EACH; ONCE if there is an act or a gate.
         back: the rounding of the transposed call.
         narrow: whether cosines and sines from phase words round to the dtype of x first.
         dense: whether new results are contiguous, instead of having the strides of q and k.

@@ -19,6 +19,7 @@ from .._errors import Refusal, bad_type, bad_value, is_dtensor, one_or
 from .._parts import Span
 from .._tracing import have_tangents
 from ..activations import NONE, RMSNorm
+from ..gates import Gate
 from ..spec import PreparedRotation
 from . import checks, memory
 from .autograd import Template, gradients_of, save, template_of
@@ -47,7 +48,6 @@ class Part(NamedTuple):
         spans: for each axis, the part that this process holds.
         held: the shape of its local tensor.
         differs: whether q and k of the call are divided by different dimensions of the mesh.
-        watched: the DTensors, other than q and k, that the backward pass may read; see `_FromLocal`.
     """
 
     name: str
@@ -57,7 +57,6 @@ class Part(NamedTuple):
     spans: dict[str, Span]
     held: tuple[int, ...]
     differs: bool
-    watched: list[Any]
 
     def take(self, name: str, x: Any, axes: Sequence[str | None]) -> Any:
         """Return the part of an argument that belongs to this part, as a local tensor.
@@ -103,7 +102,6 @@ class Part(NamedTuple):
         """Return the local tensor of a DTensor, and the part that it is of each dimension."""
         if x.device_mesh != self.mesh:
             raise bad_value(f"{name} must be on the device mesh of {self.name}")
-        self.watched.append(x)
         learns = x.requires_grad and torch.is_grad_enabled()
         if learns and self.differs:
             raise bad_value(
@@ -159,34 +157,17 @@ def perform(request: Request) -> Results:
     if not is_dtensor(q) and not is_dtensor(k):
         return run(build(request))
     if request.slots is not None:
-        raise bad_type(
-            "slots must be None with DTensors; pass to_local() of the keys, and local caches"
-        )
+        raise bad_type("keys must not be DTensors; pass to_local() of q, k and v, and local caches")
     layout, xs = layout_named(request.layout), present(q, k)
     names = request.names[: len(xs)]
     parts, outs = parts_of(names, xs, layout), request.outs
-    request = local_request(request, Operands(names, xs, layout, sharded=True), parts)
+    request, watched = local_request(request, Operands(names, xs, layout, sharded=True), parts)
     found: Results | None = None
-    if (
-        request.verb != "out"
-        and request.inv_freq is None
-        and request.backend is None
-        and not (torch.is_grad_enabled() and any_requires_grad(xs))
-    ):
-        found = run_quick(
-            names,
-            request.verb,
-            request.spec,
-            None,
-            request.q,
-            request.k,
-            layout.name,
-            request.inverse,
-            request.stages,
-            request.rounding,
-        )
+    if request.verb != "out" and not (torch.is_grad_enabled() and any_requires_grad(xs)):
+        local = request.q, request.k, request.rope, None, layout.name
+        found = run_quick(names, request.verb, *local, request.inverse, request.stages)
     if found is None:
-        return run_local(build(request), xs, parts[0].watched, outs)
+        return run_local(build(request), xs, watched, outs)
     return to_dtensors(found, xs) if request.verb == "new" else _written(xs)
 
 
@@ -198,7 +179,7 @@ def run_local(
     Args:
         calls: the calls; their q and k are not read.
         xs: the DTensors to rotate.
-        watched: see :class:`Part`.
+        watched: the DTensors, other than q and k, that the backward pass may read; see `_FromLocal`.
         outs: the DTensors of the caller, for the verb "out".
 
     Returns:
@@ -272,9 +253,8 @@ def parts_of(names: Sequence[str], xs: Sequence[Any], layout: Layout) -> list[Pa
                 f"as {xs[0].placements} and {x.placements}; rotate them one by one"
             )
     differs = any(part.by != first.by for part in parts)
-    watched: list[Any] = []
     # Not _replace, which takes longer.
-    return [Part(*part[:-2], differs, watched) for part in parts]
+    return [Part(*part[:-1], differs) for part in parts]
 
 
 def axes_of(layout: Layout) -> list[str | None]:
@@ -336,7 +316,7 @@ def _made_part(
     for axis, span in zip(axes, spans):
         if axis is not None:
             whole[axis] = span
-    return Part(name, mesh, coordinate, by, whole, tuple([span.size for span in spans]), False, [])
+    return Part(name, mesh, coordinate, by, whole, tuple([span.size for span in spans]), False)
 
 
 _cached_part = lru_cache(maxsize=256)(_made_part)
@@ -372,24 +352,28 @@ def _spans(
     return [Span(*each) for each in zip(starts, sizes, shape)], divided
 
 
-def local_request(request: Request, operands: Operands, parts: Sequence[Part]) -> Request:
-    """Return the request of this process, with local tensors; q and k are outside of autograd."""
+def local_request(
+    request: Request, operands: Operands, parts: Sequence[Part]
+) -> tuple[Request, list[Any]]:
+    """Return the request of this process, with local tensors, and the DTensors that its backward pass may read.
+
+    q and k are outside of autograd, and not among these DTensors.
+    """
     first, xs, outs = parts[0], cast(Sequence[Any], operands.xs), cast(Sequence[Any], request.outs)
-    if request.phases is not None:
+    rotation = _kept(request, first)
+    if rotation is None:
+        whole = checks.prepare(operands, request.rope, request.positions, request.wider)
+        rotation = _cut(whole, first)
+    else:
+        whole = cast(PreparedRotation, request.rope)
+    if whole.phases is not None:
         raise bad_type(
             "phases must be None with DTensors; rotate to_local() by the phases of its own tokens, and "
             "convert the result with DTensor.from_local"
         )
-    rotation = _kept(request, first)
-    if rotation is None:
-        whole = checks.prepare(
-            operands, request.spec, request.positions, request.seq_len, request.wider
-        )
-        rotation = _cut(whole, first)
-    else:
-        whole = cast(PreparedRotation, request.spec)
-    if is_dtensor(whole.ids):
-        first.watched.append(whole.ids)
+    if whole.inv_freq is not None:
+        own = first.take("inv_freq", whole.inv_freq, (None, HEAD, None))
+        rotation = rotation.replaced(own, None)
     if request.verb == "out":
         checks.check_outs(operands.names, xs, outs, sharded=True)
     for out, x in zip(outs, xs):
@@ -403,28 +387,42 @@ def local_request(request: Request, operands: Operands, parts: Sequence[Part]) -
                 out=out,
             )
     q, k = pair([local_of(x) for x in xs])
-    return request._replace(
+    stages, watched = request.stages, dtensors_of(whole.ids, whole.inv_freq)
+    if stages is not None:
+
+        def note(name: str, x: Any, axes: object) -> Any:
+            watched.extend(dtensors_of(x))
+            return x
+
+        for stage in (*stages.acts, *stages.gates[0], *stages.gates[1]):
+            if isinstance(stage, (RMSNorm, Gate)):
+                stage.cut(note)
+        stages = _cut_stages(stages, parts)
+    local = request._replace(
         q=q,
         k=k,
-        spec=rotation,
+        rope=rotation,
         positions=None,
-        seq_len=None,
-        inv_freq=first.take("inv_freq", request.inv_freq, (None, HEAD, None)),
-        stages=None if request.stages is None else _cut_stages(request.stages, parts),
+        stages=stages,
         outs=[local_of(out) for out in outs],
     )
+    return local, watched
+
+
+def dtensors_of(*xs: Any) -> list[Any]:
+    """Return the DTensors among values."""
+    return [x for x in xs if is_dtensor(x)]
 
 
 def _kept(request: Request, part: Part) -> PreparedRotation | None:
     """Return the rotation of a part that was cut before, so that it fits; None if it must be cut."""
-    rotation = request.spec
+    rotation = request.rope
     if (
         type(rotation) is not PreparedRotation
         or torch.compiler.is_compiling()
         or rotation.angles.words.shape[2] != 1
         or rotation.stated is not None
         or request.positions is not None
-        or request.seq_len is not None
         or (rotation.ids is not None and rotation.ids.requires_grad)
     ):
         return None
@@ -453,7 +451,7 @@ def _cut(rotation: PreparedRotation, part: Part) -> PreparedRotation:
             )
     if part.differs:
         # Refuses angles per head, of which no part is kept.
-        part.take("spec", rotation.angles.words, (None, ROW, HEAD, None))
+        part.take("rope", rotation.angles.words, (None, ROW, HEAD, None))
     return rotation.cut(part.spans, part.take)
 
 
@@ -517,7 +515,14 @@ def _placed(
 
     specs = []
     for y, (spec, strides) in zip(ys, places, strict=True):
-        if y.stride() != strides:  # to derive a specification takes most of the time of from_local
+        # To derive a specification takes most of the time of from_local, and strides of sizes below 2 say no order.
+        if (
+            y.stride() != strides
+            and 0 not in y.shape
+            and any(
+                size > 1 and own != other for size, own, other in zip(y.shape, y.stride(), strides)
+            )
+        ):
             like: Any = from_local(y.detach(), spec.mesh, spec.placements, spec.shape)
             spec = like._spec
         specs.append(spec)

@@ -1,4 +1,4 @@
-"""Slots: the entries of a cache that the last result of a call goes to, and the values that go there too.
+"""Caches: where the last result of a call goes, the rotated keys, and the values that go there too.
 
 A cache has blocks of entries. Slot s is entry ``s % entries`` of block ``s // entries``.
 """
@@ -11,32 +11,20 @@ import torch
 
 from .._errors import bad_index, bad_type, bad_value, check_dense, check_local, describe
 from .call import Slots
-from .checks import check_floating, for_float8
+from .checks import KEYS, check_floating, for_float8
 from .layouts import BY_NAME, WITH_ROWS, Layout
 from .memory import check_not_negated
 
+#: The name of a cache for values in error messages.
+VALUES = "cache[1]"
 
-def slots_of(slots: object, values: object, out: object) -> Slots | None:
-    """Parse ``slots=`` and ``values=`` of a public function."""
-    if slots is None:
-        if values is not None:
-            raise bad_value("values must come with slots, the entries of their cache to write to")
-        return None
-    if out is None:
-        raise bad_value("slots must come with out, the cache to write to")
-    if not isinstance(slots, torch.Tensor):
-        raise bad_type(f"slots must be a tensor but got {describe(slots)}")
-    if values is None:
-        return Slots(slots)
-    if (
-        not isinstance(values, (tuple, list))
-        or len(values) != 2
-        or not all(isinstance(x, torch.Tensor) for x in values)
-    ):
-        raise bad_type(
-            f"values must be a pair of tensors, the values and their cache, but got {describe(values)}"
-        )
-    return Slots(slots, *values)
+
+def names_of(outs: Sequence[torch.Tensor], slots: Slots | None) -> list[str]:
+    """Return the names of all tensors that a call with given destinations writes."""
+    names = ["out"] * len(outs)
+    if slots is not None:
+        names[-1:] = [KEYS, VALUES]
+    return names
 
 
 def layout_of_cache(layout: Layout, dims: int) -> Layout:
@@ -49,26 +37,30 @@ def check_slots(
     slots: Slots, name: str, x: torch.Tensor, out: torch.Tensor, layout: Layout
 ) -> None:
     """Check shapes, dtypes and devices of a cache for keys x, of slots, and of values and their cache."""
-    index, rows = slots.slot, 1 if layout.row is None else x.shape[layout.row]
-    tokens = x.shape[layout.token]
-    for one, tensor in (
-        ("slots", index),
-        ("values", slots.values),
-        ("the cache of values", slots.cache),
-    ):
+    index, values, cache = slots
+    rows, tokens = 1 if layout.row is None else x.shape[layout.row], x.shape[layout.token]
+    for one, tensor in (("slots", index), ("v", values), (VALUES, cache)):
         if tensor is not None:
             check_dense(one, tensor)
             check_local(one, tensor)
+    if cache is not None:
+        check_not_negated(VALUES, cache)
+    if index is None:
+        _check_same(KEYS, out, name, x)
+        if values is not None and cache is not None:
+            _check_same(VALUES, cache, "v", values)
+            if values.dtype != x.dtype or values.device != x.device:
+                raise bad_value(f"v must have the dtype and device of {name}", v=values)
+        return
     _check_index(index, name, x)
     if index.shape != (rows, tokens) and not (rows == 1 and index.shape == (tokens,)):
         fits = f"({rows}, {tokens})" + (f" or ({tokens},)" if rows == 1 else "")
         raise bad_value(
             f"slots must have shape {fits}, one for each token", **{name: x, "slots": index}
         )
-    _check_cache("out", name, x, out, layout)
-    if slots.values is None or slots.cache is None:
+    _check_cache(KEYS, name, x, out, layout)
+    if values is None or cache is None:
         return
-    values = slots.values
     own = 1 if layout.row is None or values.dim() != layout.dims else values.shape[layout.row]
     if (
         values.dim() != layout.dims
@@ -77,15 +69,23 @@ def check_slots(
         or values.device != x.device
     ):
         raise bad_value(
-            f"values must have the rows, tokens, dtype, device and layout of {name}",
-            **{name: x, "values": values},
+            f"v must have the rows, tokens, dtype, device and layout of {name}",
+            **{name: x, "v": values},
         )
-    check_not_negated("values[1]", slots.cache)
-    _check_cache("the cache of values", "values", values, slots.cache, layout)
-    if _blocks(slots.cache, layout) != _blocks(out, layout):
+    _check_cache(VALUES, "v", values, cache, layout)
+    if _blocks(cache, layout) != _blocks(out, layout):
         raise bad_value(
-            "the cache of values must have the blocks and entries of out",
-            **{"out": out, "values[1]": slots.cache},
+            f"{VALUES} must have the blocks and entries of {KEYS}", **{KEYS: out, VALUES: cache}
+        )
+
+
+def _check_same(what: str, cache: torch.Tensor, name: str, x: torch.Tensor) -> None:
+    """Refuse a part of a contiguous cache that is not like the tensor that goes there."""
+    if cache.shape != x.shape or cache.dtype != x.dtype or cache.device != x.device:
+        hint = "" if cache.dtype == x.dtype else for_float8(cache.dtype)
+        raise bad_value(
+            f"{what} must have the shape, dtype and device of {name} without slots{hint}",
+            **{name: x, what: cache},
         )
 
 
@@ -115,10 +115,11 @@ def _check_cache(
         or cache.dtype != x.dtype
         or cache.device != x.device
     ):
+        hint = "" if cache.dtype == x.dtype else for_float8(cache.dtype)
         raise bad_value(
             f"{what} must be a cache {_shapes(layout)} with the heads, channels, dtype and device of "
-            f"{name} (layout {layout.name!r}){for_float8(cache.dtype)}",
-            **{name: x, "out" if what == "out" else "values[1]": cache},
+            f"{name} (layout {layout.name!r}){hint}",
+            **{name: x, what: cache},
         )
 
 
@@ -138,12 +139,12 @@ def _words(layout: Layout) -> str:
     return "(" + ", ".join(names[d] for d in range(layout.dims)) + ")"
 
 
-def check_range(slots: Slots, cache: torch.Tensor, layout: Layout, name: str = "out") -> None:
+def check_range(slots: Slots, cache: torch.Tensor, layout: Layout, name: str = KEYS) -> None:
     """Refuse slots on the CPU that are neither -1 nor an entry of the cache."""
-    blocks, entries = _blocks(cache, layout)
     index = slots.slot
-    if not index.is_cpu or torch.compiler.is_compiling():
+    if index is None or not index.is_cpu or torch.compiler.is_compiling():
         return
+    blocks, entries = _blocks(cache, layout)
     bad = (index < -1) | (index >= blocks * entries)
     if bool(bad.any()):
         raise bad_index(
@@ -152,9 +153,8 @@ def check_range(slots: Slots, cache: torch.Tensor, layout: Layout, name: str = "
         )
 
 
-def check_distinct(slots: Slots) -> None:
+def check_distinct(index: torch.Tensor) -> None:
     """Refuse slots on the CPU of which two tokens have the same."""
-    index = slots.slot
     if not index.is_cpu or torch.compiler.is_compiling():
         return
     kept = index[index >= 0]
@@ -164,23 +164,23 @@ def check_distinct(slots: Slots) -> None:
         )
 
 
-def check_entries(slots: Slots, name: str, cache: torch.Tensor, layout: Layout) -> None:
+def check_entries(index: object, name: str, cache: torch.Tensor, layout: Layout) -> None:
     """Check a cache whose entries rotate in place, and their slots."""
     check_floating(name, cache)
-    check_dense("slots", slots.slot)
-    check_local("slots", slots.slot)
-    _check_index(slots.slot, name, cache)
+    if not isinstance(index, torch.Tensor):
+        raise bad_type(f"slots must be a tensor but got {describe(index)}")
+    check_dense("slots", index)
+    check_local("slots", index)
+    _check_index(index, name, cache)
     own = layout_of_cache(layout, cache.dim())
     if cache.dim() != own.dims:
         raise bad_value(
             f"{name} must be a cache {_shapes(layout)} for layout {layout.name!r}", **{name: cache}
         )
-    shape = slots.slot.shape
+    shape = index.shape
     if len(shape) not in (1, 2) or (layout.row is None and len(shape) == 2 and shape[0] != 1):
         fits = f"(tokens,) or ({'1' if layout.row is None else 'rows'}, tokens)"
-        raise bad_value(
-            f"slots must have shape {fits} for layout {layout.name!r}", slots=slots.slot
-        )
+        raise bad_value(f"slots must have shape {fits} for layout {layout.name!r}", slots=index)
 
 
 def stand_in(cache: torch.Tensor, index: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -239,6 +239,10 @@ def write_all(
     """Copy results to ``outs``, the last one and the values to their slots."""
     for y, out in zip(ys[:-1], outs[:-1]):
         out.copy_(y)
-    write(ys[-1], outs[-1], slots.slot, layout)
-    if slots.values is not None and slots.cache is not None:
-        write(slots.values, slots.cache, slots.slot, layout)
+    for x, cache in ((ys[-1], outs[-1]), (slots.values, slots.cache)):
+        if x is None or cache is None:
+            continue
+        if slots.slot is None:
+            cache.copy_(x)
+        else:
+            write(x, cache, slots.slot, layout)

@@ -119,7 +119,7 @@ class Arithmetic(NamedTuple):
     """The places where a function rounds.
 
     Attributes:
-        rounding: forward and backward; see :func:`tightrope.functional.rotate`.
+        rounding: forward and backward; see :meth:`tightrope.RopeSpec.at`.
         cast: "tables" if tables are cast to the dtype of x first, "float64" if everything is computed in it.
         result: the dtype of results; None for that of x.
         dense: for each result, whether it is contiguous instead of having the strides of x, and whether the gradient

@@ -7,7 +7,13 @@ From the bottom up: ``_lengths`` (lengths of sequences), ``_words`` (phase words
 from __future__ import annotations
 
 from ._lengths import LONGEST as LONGEST, Lengths as Lengths, SeqLen as SeqLen
-from ._prepared import Angles as Angles, PreparedRotation as PreparedRotation, prepared as prepared
-from ._rope import VERSION as VERSION, RopeSpec as RopeSpec
+from ._prepared import (
+    Angles as Angles,
+    PhasesLike as PhasesLike,
+    PreparedRotation as PreparedRotation,
+    prepared as prepared,
+    warn_of_rounding as warn_of_rounding,
+)
+from ._rope import VERSION as VERSION, Rope as Rope, RopeSpec as RopeSpec
 
 __all__ = ["PreparedRotation", "RopeSpec", "SeqLen"]

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from .. import positions as positions_
-from .._errors import as_passed, bad_value, is_dtensor
+from .._errors import (
+    as_passed,
+    bad_type,
+    bad_value,
+    check_dense,
+    describe,
+    is_dtensor,
+    outside,
+    public,
+    sentence,
+)
 from .._parts import Span, Take
+from .._rounding import ONCE
 from .._tracing import is_readable, is_tracing, may_keep, outside_modes
 from ..channels import Channels
+from ..phases import Phases
 from ..positions import Positions
 from ..stacks import Row, Stack, length_of
 from . import _lengths
@@ -26,12 +39,16 @@ class Kept:
     The key of a value names everything that it depends on but the ids, which it is compared with in each
     call. A value that depends on ids on a device is never kept: a comparison would wait for the device, and
     version counters miss what numpy and CUDA graphs write. When there are 16 values, all are dropped.
+
+    Attributes:
+        launches: what each launch of a kernel takes, by layout and direction; see :mod:`tightrope.ops.route`.
     """
 
     _MOST = 16
 
     def __init__(self) -> None:
         self._values: dict[Hashable, tuple[torch.Tensor | None, Any]] = {}
+        self.launches: dict[tuple[str, bool], Any] = {}
 
     def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
         return Kept, ()  # copies of a rotation keep their own
@@ -93,6 +110,10 @@ def _has_bits(ids: torch.Tensor, seen: torch.Tensor | None) -> bool:
         return bits is not None and seen is not None and torch.equal(bits, seen)
 
 
+#: Phases for queries and keys, or one for each.
+PhasesLike: TypeAlias = Phases | tuple[Phases | None, Phases | None] | None
+
+
 class Angles(NamedTuple):
     """The source of the angles of a rotation.
 
@@ -136,6 +157,9 @@ class PreparedRotation:
         stated: the lengths that the caller stated, if phase words or tables depend on them.
         stack: the library whose arithmetic makes the tables of this rotation, which it uses instead of
             phase words; None for exact angles.
+        rounding: where results round, forward and backward; see :data:`tightrope._rounding.ROUNDINGS`.
+        inv_freq: frequencies that replace the spec's, or None; see :meth:`tightrope.RopeSpec.at`.
+        phases: angles for each token, added to those of the positions, or None.
         kept: see :class:`Kept`.
     """
 
@@ -147,6 +171,9 @@ class PreparedRotation:
     source: Words | None = field(default=None, repr=False)
     stated: Stated | None = field(default=None, repr=False)
     stack: Stack | None = None
+    rounding: tuple[str, str] = ONCE
+    inv_freq: torch.Tensor | None = field(default=None, repr=False)
+    phases: PhasesLike = None
     kept: Kept = field(default=None, repr=False)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -181,7 +208,40 @@ class PreparedRotation:
         rows = 1 if lengths is None else len(lengths)
         angles = Angles(*source.of(lengths, self.device), source.amplitude(lengths), rows)
         return PreparedRotation(
-            self.channels, angles, self.where, self.device, self.spec, None, self.stated
+            *(self.channels, angles, self.where, self.device, self.spec, None, self.stated, None),
+            *(self.rounding, self.inv_freq, self.phases),
+        )
+
+    @public("having")
+    def having(
+        self, *, inv_freq: torch.Tensor | None = None, phases: PhasesLike = None
+    ) -> PreparedRotation:
+        """Return this rotation with the frequencies or phases of one layer, without checking positions again.
+
+        Args:
+            inv_freq, phases: see :meth:`tightrope.RopeSpec.at`; None for those of this rotation.
+
+        Raises:
+            TypeError, ValueError: see :meth:`tightrope.RopeSpec.at`.
+
+        >>> from tightrope import RopeSpec
+        >>> rope = RopeSpec(8).at(5)
+        >>> layers = [rope.having(inv_freq=torch.rand(4)) for _ in range(2)]
+        """
+        if inv_freq is not None:
+            check_inv_freq(inv_freq, self.angles.words, self.device, self.stack)
+        if phases is not None:
+            check_phases(phases, self.stack)
+        return self.replaced(
+            self.inv_freq if inv_freq is None else inv_freq,
+            self.phases if phases is None else phases,
+        )
+
+    def replaced(self, inv_freq: torch.Tensor | None, phases: PhasesLike) -> PreparedRotation:
+        """Return this rotation with other frequencies and phases, which are known to fit."""
+        return PreparedRotation(
+            *(self.channels, self.angles, self.where, self.device, self.spec, self.source),
+            *(self.stated, self.stack, self.rounding, inv_freq, phases),
         )
 
     def cut(self, spans: Mapping[str, Span], take: Take) -> PreparedRotation:
@@ -224,8 +284,8 @@ class PreparedRotation:
         return PreparedRotation(
             self.channels,
             Angles(
-                take("spec", words, axes),
-                None if turns is None else take("spec", turns, axes),
+                take("rope", words, axes),
+                None if turns is None else take("rope", turns, axes),
                 amplitude_hex,
                 own_rows if own_rows == 1 else rows.size,
             ),
@@ -235,6 +295,7 @@ class PreparedRotation:
             None,
             stated,
             self.stack,
+            self.rounding,
         )
 
     def kept_angles(
@@ -295,6 +356,9 @@ def prepared(
     device: torch.device,
     seq_len: SeqLen = None,
     stack: Stack | None = None,
+    rounding: tuple[str, str] | None = None,
+    inv_freq: torch.Tensor | None = None,
+    phases: PhasesLike = None,
 ) -> PreparedRotation:
     """Prepare a rotation like :meth:`tightrope.RopeSpec.at`; errors name the function that the user called.
 
@@ -304,6 +368,8 @@ def prepared(
         device: device of the rotated tensors.
         seq_len: see :meth:`tightrope.RopeSpec.at`.
         stack: the stack whose bits the rotation must equal, or None.
+        rounding: where results round; None for the rounding of the stack, or "once".
+        inv_freq, phases: see :meth:`tightrope.RopeSpec.at`.
     """
     words: Words = spec.words
     where = _on(given, words.axis_count, device)
@@ -343,7 +409,79 @@ def prepared(
             stated = Stated(lengths, given if can_compare else None)
     angles = Angles(*words.of(None, device), words.amplitude_hex)
     source = words if words.by_length and stack is None else None
-    return PreparedRotation(spec.channels, angles, where, device, spec, source, stated, stack)
+    if inv_freq is not None:
+        check_inv_freq(inv_freq, angles.words, device, stack)
+    if phases is not None:
+        check_phases(phases, stack)
+    if rounding is None:
+        rounding = ONCE if stack is None else stack.rounding
+    return PreparedRotation(
+        *(spec.channels, angles, where, device, spec, source, stated, stack),
+        *(rounding, inv_freq, phases),
+    )
+
+
+def check_inv_freq(
+    inv_freq: object, words: torch.Tensor, device: torch.device, stack: Stack | None
+) -> None:
+    """Refuse frequencies that cannot replace phase words ``[axes, rows, heads, pairs]`` on a device."""
+    _check_exact("inv_freq", stack)
+    if not isinstance(inv_freq, torch.Tensor) or inv_freq.dtype not in _FLOATING:
+        raise bad_type(
+            f"inv_freq must be a tensor of float32, float64, bfloat16 or float16 but got {describe(inv_freq)}"
+        )
+    check_dense("inv_freq", inv_freq)
+    axes, pairs, dims = words.shape[0], words.shape[-1], inv_freq.dim()
+    fits = dims in (1, 2) if axes == 1 else dims == 3 and inv_freq.shape[0] == axes
+    if not fits or inv_freq.shape[-1] != pairs:
+        shapes = f"(axes, heads or 1, pairs), here ({axes}, heads or 1, {pairs}),"
+        if axes == 1:
+            shapes = f"(pairs,) or (heads, pairs), here ({pairs},) or (heads, {pairs}),"
+        raise bad_value(
+            f"inv_freq must have shape {shapes} but got {tuple(inv_freq.shape)}", inv_freq=inv_freq
+        )
+    if inv_freq.device != device:
+        raise bad_value(f"inv_freq is on {inv_freq.device} but the rotation is on {device}")
+    warn_of_rounding("inv_freq", inv_freq)
+
+
+def check_phases(phases: object, stack: Stack | None) -> None:
+    """Refuse what is neither phases nor a pair of them."""
+    _check_exact("phases", stack)
+    both = phases if isinstance(phases, (tuple, list)) else (phases, phases)
+    if len(both) != 2:
+        raise bad_type(f"phases must be one value or a pair, for q and k, but got {len(both)}")
+    for one in both:
+        if one is not None and not isinstance(one, Phases):
+            raise bad_type(
+                f"phases must be made by phases.given or phases.running but got {describe(one)}"
+            )
+
+
+def _check_exact(name: str, stack: Stack | None) -> None:
+    """Refuse what a rotation by the tables of another library cannot have."""
+    if stack is not None:
+        raise bad_value(f"{name} must be None with a rotation made for stack {stack.name!r}")
+
+
+_NARROW = torch.bfloat16, torch.float16
+_FLOATING = torch.float32, torch.float64, *_NARROW
+
+
+def warn_of_rounding(name: str, frequencies: torch.Tensor) -> None:
+    """Warn of 16-bit frequencies: usually a cast of the whole model rounded the parameter."""
+    dtype = frequencies.dtype
+    if dtype not in _NARROW or torch.compiler.is_compiling():
+        return
+    least = torch.finfo(dtype).smallest_normal
+    more = f" (more below {least:.0e})" if dtype == torch.float16 else ""
+    rule = (
+        f"frequencies should be float32 but are {str(dtype).removeprefix('torch.')}, which rounds "
+        f"them by up to {50 * torch.finfo(dtype).eps:.1g} %{more}, an error that the position "
+        f"multiplies; keep the parameter in float32 when you cast the model, or pass {name}.float() if "
+        "these values are right"
+    )
+    warnings.warn(sentence(name, rule), UserWarning, stacklevel=outside())
 
 
 def _check_whole(where: Positions) -> None:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from .. import phase_words, positions as positions_
 from .._errors import as_real, bad_type, bad_value, describe, public
+from .._rounding import RoundingLike, rounding_pair
 from .._value import Value, checked_calls, dictionary, field_names, from_fields
 from ..axes import Axes
 from ..channels import Channels
 from ..frequencies import Frequencies, Given, Rule, length as checked_length
 from ..phase_words import PhaseWords
+from ..phases import Phases
 from ..positions import PositionsLike
 from ..stacks import Stack, named
 from ._lengths import SeqLen
-from ._prepared import PreparedRotation, prepared
+from ._prepared import PhasesLike, PreparedRotation, prepared
 from ._words import Constants, Words
 
 # Version of the format of to_dict; from_dict will also read older ones.
@@ -354,18 +356,26 @@ class RopeSpec(Value):
     def at(
         self,
         positions: PositionsLike = None,
-        device: torch.device | str | None = None,
         *,
+        device: torch.device | str | None = None,
         seq_len: SeqLen = None,
         stack: str | Stack | None = None,
+        rounding: RoundingLike | None = None,
+        inv_freq: torch.Tensor | None = None,
+        phases: PhasesLike = None,
     ) -> PreparedRotation:
-        """Validate positions once, for all layers of a forward pass.
+        """State the whole rotation and validate it once, for all layers of a forward pass.
+
+        What differs between layers is replaced by :meth:`PreparedRotation.having`.
 
         Args:
             positions: None for 0..n-1, an int offset, ids ``(tokens,)`` or ``(rows, tokens)``, or a
                 :class:`tightrope.positions.Positions`. Ids on ``device`` are not copied: every call reads
                 their values, so ids that changed give the results of new ones.
-            device: device of the rotated tensors; by default that of the ids, else the CPU.
+                Whether the numbers are the right ones cannot be checked: an attention mask of integers is
+                taken as positions 0 and 1. Pass :func:`tightrope.positions.left_padded` of it.
+            device: device of the rotated tensors; by default that of the ids, of ``inv_freq`` or of the phases,
+                else the CPU.
             seq_len: the length of each sequence, for rules that depend on it (DynamicNTK, LongRoPE):
                 an int, one int per row, or a tensor; one on the CPU is read once, here. The default is
                 each row's largest position on any axis, plus 1. Several tokens at an offset above 0 need
@@ -385,8 +395,21 @@ class RopeSpec(Value):
                 and tables are computed in that library's arithmetic, and results are rounded where
                 the library rounds. ``seq_len`` is then one int, by default the largest position of
                 all rows, plus 1; needed where the library goes by a server's length
-                (:attr:`tightrope.stacks.Stack.length`). Such a rotation takes no act, gate or ``inv_freq``, and its
-                positions must not require a gradient. None for exact angles.
+                (:attr:`tightrope.stacks.Stack.length`). Such a rotation takes no act, gate, ``inv_freq`` or
+                ``phases``, and its positions must not require a gradient. None for exact angles.
+            rounding: where 16-bit and float32 results round, to equal another implementation bit for bit; only
+                "once" with an act or a gate. "once", the most exact: fused multiply-adds in float32, rounded when
+                stored. "wide": products and their sum, each rounded to float32. "each": cosines, sines,
+                products and sums, each rounded to the dtype of x. A tuple is (forward, backward). None: where
+                the stack rounds, without one "once". See docs/numerics.md.
+            inv_freq: frequencies that replace the spec's, in radians per position: floating ``(pairs,)`` or
+                ``(heads, pairs)``, or for a spec of several axes ``(axes, heads or 1, pairs)``; fixed or learned.
+                Each call converts them to phase words on the device; see docs/numerics.md. Outside of compiled
+                code, 16-bit frequencies raise a warning, once per line.
+            phases: angles for each token, head and pair, added to those of the positions, made by
+                :func:`tightrope.phases.given` or :func:`tightrope.phases.running`; or a pair, one for q and one
+                for k, which takes two launches. To rotate by these angles alone, give the spec frequencies of
+                zero: ``RopeSpec(64, scaling=tightrope.frequencies.Proportional(0.0))``.
 
         Raises:
             ValueError: positions that do not fit the spec; positions beyond ``seq_len``; a negative
@@ -401,18 +424,22 @@ class RopeSpec(Value):
                 ``stack``, also a frequency rule or a parameter that the stack does not have.
 
         Returns:
-            A prepared rotation. The ``rotate`` functions and ``polar_scan`` take it in place of a
-            spec and positions.
+            A prepared rotation. All functions that take a spec and positions take it in their place.
+            It is differentiable with respect to floating positions, ``inv_freq`` and the angles of phases.
 
         >>> rope = RopeSpec(64).at(5)
         """
         where = positions_.as_positions(positions, sharded=True)
         if device is None:
-            target = torch.device("cpu") if where.ids is None else where.ids.device
+            target = _CPU
+            of_phases = phases if isinstance(phases, (tuple, list)) else [phases]
+            for one in (*reversed(of_phases), inv_freq, where.ids):
+                if isinstance(one, (torch.Tensor, Phases)):
+                    target = one.device
         else:
             target = torch.device(device)
             if target.type == "cpu":
-                target = torch.device("cpu")
+                target = _CPU
             elif target.index is None:
                 # Resolve the index of the current device by creating a tensor there.
                 target = torch.empty(0, device=target).device
@@ -421,13 +448,20 @@ class RopeSpec(Value):
             seq_len = None if seq_len is None else checked_length(seq_len)
             chosen = named(stack)
             chosen.check(self, seq_len)
-        rotation = prepared(self, where, target, seq_len, chosen)
+        own = None if rounding is None else rounding_pair(rounding)
+        rotation = prepared(self, where, target, seq_len, chosen, own, inv_freq, phases)
         if rotation.ids is not None and not rotation.where.add_index:
             # The number of tokens is known, so errors about lengths are raised now.
             tokens = rotation.ids.shape[2]
             rotation.check_passed(tokens)
             rotation.for_tokens(tokens)
         return rotation
+
+
+_CPU = torch.device("cpu")
+
+#: The rotation of a call: a spec, or a spec at positions.
+Rope: TypeAlias = RopeSpec | PreparedRotation
 
 
 def _base(value: object) -> float:

@@ -101,8 +101,7 @@ class Stack:
         source: files and version.
         verified: :data:`RUN`, :data:`GIVEN_TABLES` or :data:`READ`.
         rules: the formula for each class of frequency rule that it has; the key None stands for no rule.
-        rounding: where its rotation rounds, forward and backward; see
-            :func:`tightrope.functional.rotate`.
+        rounding: where its rotation rounds, forward and backward; see :meth:`tightrope.RopeSpec.at`.
         table_dtype: the dtype of its cosines and sines; None for the dtype of the rotated tensor.
         dtype: the dtype that frequencies and angles are computed in.
         on_cpu: whether frequencies are computed on the CPU, whatever the device of the model.

@@ -16,6 +16,7 @@ import torch
 
 from tests.support import oracle
 from tests.support.matrix import DTYPES, both_pairings, needs_kernel
+from tests.support.stated import call
 from tightrope import RopeSpec
 from tightrope.activations import RMSNorm
 from tightrope.backends import cpu
@@ -38,6 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "norm": {},
     "gate": {"gate": Scalar(0.7)},
 }
+STAGES = ("silu", "softmax", "norm", "gate")
 TABLES = {"tables": 1.0, "tables of subnormals": 3e-5}  # the size of their entries
 
 
@@ -69,11 +71,18 @@ def turned(work: str, x: torch.Tensor, interleaved: bool) -> torch.Tensor:
         return apply_rotary_pos_emb(x, None, *tables, interleaved=interleaved, tables=kind)[0]
     spec = RopeSpec(width, interleaved=interleaved, scaling=Given((ANGLE.item(),) * (width // 2)))
     norm = {"act": RMSNorm(torch.ones(width), 1e-6)} if work == "norm" else {}
-    return rotate(x, spec, 1, **OPTIONS[work], **norm)
+    return call(rotate, x, spec, 1, **OPTIONS[work], **norm)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("work", [*OPTIONS, *TABLES])
+@pytest.mark.parametrize(
+    "work, dtype",
+    [
+        pytest.param(work, dtype, id=f"{work}-{dtype}")
+        for work in (*OPTIONS, *TABLES)
+        for dtype in DTYPES
+        if dtype != torch.float64 or work not in STAGES  # those run the definition
+    ],
+)
 def test_equal_pairs_have_equal_results(work: str, dtype: torch.dtype) -> None:
     # Below the smallest normal number of the dtype, or its neighbourhood.
     tiny = {torch.float16: 3e-6, torch.bfloat16: 3e-39, torch.float32: 3e-39}.get(dtype, 1e-309)

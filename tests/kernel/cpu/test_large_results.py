@@ -108,7 +108,7 @@ STREAMED = """
 import hashlib, itertools, json, sys, torch
 from tightrope import RopeSpec
 from tightrope.backends import cpu
-from tightrope.functional import rotate, rotate_qk
+from tightrope.functional import rotate, rotate_qk, write_kv
 
 def layouts(q, k):
     yield q, k
@@ -130,12 +130,13 @@ for name in cpu.instruction_sets():
         q, k = torch.randn(2, 3, 37, 128, dtype=dtype), torch.randn(2, 1, 37, 128, dtype=dtype)
         q, k = list(layouts(q, k))[layout]
         q = q.detach().requires_grad_()
-        a, b = rotate_qk(q, k, spec, rounding=rounding)
+        rope = spec.at(rounding=rounding)
+        a, b = rotate_qk(q, k, rope)
         (grad,) = torch.autograd.grad(a.square().sum(), q)
         out = torch.full(q.shape, torch.nan, dtype=dtype)
-        rotate(q.detach(), spec, out=out, rounding=rounding)
+        rotate(q.detach(), rope, out=out)
         cache = torch.zeros(9, 3, 17, 128, dtype=dtype)
-        rotate(q.detach(), spec, out=cache, slots=slots, rounding=rounding)
+        write_kv(None, q.detach(), None, rope, cache=(cache, None), slots=slots)
         seen = hashlib.sha256()
         for x in (a, b, grad, out, cache):
             seen.update(x.detach().contiguous().view(torch.uint8).numpy().tobytes())

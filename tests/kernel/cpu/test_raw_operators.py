@@ -25,6 +25,7 @@ from tests.support.raw_calls import (
     tensors_of,
 )
 from tests.support.tolerances import assert_same_bits
+from tightrope._rounding import ROUNDINGS
 from tightrope.activations import ACTS
 from tightrope.backends import cpu
 from tightrope.ops import schema
@@ -61,8 +62,10 @@ def wide_head(width: int, gate: list[int], kind: int) -> Call:
     return schema.gate_gradients, [y, None, y, None, of, None, None, 0, options.pack()], []
 
 
-def many_heads(*extras: torch.Tensor, **options: int) -> Call:
-    q, k = (torch.empty(0).as_strided((0, 2**62, 2**62, 8), (2**62,) * 4) for _ in range(2))
+def many_heads(*extras: torch.Tensor, dtype: torch.dtype = torch.float32, **options: int) -> Call:
+    q, k = (
+        torch.empty(0, dtype=dtype).as_strided((0, 2**62, 2**62, 8), (2**62,) * 4) for _ in range(2)
+    )
     layout = schema.LAYOUTS.index("sbhd")
     end = [words(1, 1, 1, 4), None, None, 0, schema.Options(layout, **options).pack(), 1.0]
     if extras:
@@ -100,7 +103,7 @@ def lost_positions() -> Call:
         direction=schema.INVERSE,
         add_index=False,
         source=schema.SOURCES.index("repeat"),
-        rounding=schema.ROUNDINGS.index("wide"),
+        rounding=ROUNDINGS.index("wide"),
     )
     table = torch.ones(2, 1, 9, 24)
     return schema.rotate, [x, None, table, table, None, -(2**62), options.pack(), 0.5], []
@@ -120,6 +123,7 @@ TAKEN: dict[str, Callable[[], Call]] = {
         f"far apart, {dtype}, {act}": lambda dtype=dtype, act=act: far_apart(dtype, act)
         for dtype in DTYPES
         for act in ("none", "silu", "softmax")
+        if dtype != torch.float64 or act == "none"
     },
     "many heads": many_heads,
     "many heads and a gate": lambda: many_heads(
@@ -138,6 +142,19 @@ REFUSED: dict[str, tuple[str, Callable[[], Call]]] = {
         )
         for slot in (-2, 6, 7, 2**40)
     },
+    **{
+        f"far apart, float64, {act}": (
+            "float64 with an act or a gate needs the definition",
+            lambda act=act: far_apart(torch.float64, act),
+        )
+        for act in ("silu", "softmax")
+    },
+    "a gate of float64": (
+        "float64 with an act or a gate needs the definition",
+        lambda: many_heads(
+            torch.ones(1).expand(2**62, 1, 1, 1), dtype=torch.float64, gate=schema.LOG
+        ),
+    ),
     **{
         f"a table {width} wide, {source}": (
             "rotated channels lie outside the head",

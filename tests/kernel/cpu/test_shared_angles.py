@@ -56,16 +56,16 @@ def test_rows_heads_and_tokens_rotate_as_if_each_were_alone(dtype: torch.dtype, 
         # 19 pairs: registers of every width, and a rest.
         spec = RopeSpec(44, rotary_dim=38, start=2, interleaved=interleaved)
         both = [laid((shape[0], heads, shape[2]), 44, dtype, order) for heads in (shape[1], 2)]
-        found = rotate_qk(*both, spec, 1000, rounding=rounding)
+        found = rotate_qk(*both, spec.at(1000, rounding=rounding))
         for x, y in zip(both, found):
             assert y.stride() == x.stride()
             rotated = x.clone(memory_format=torch.preserve_format)
-            assert torch.equal(rotate_(rotated, spec, 1000, rounding=rounding), y)
+            assert torch.equal(rotate_(rotated, spec.at(1000, rounding=rounding)), y)
         whole, together = torch.cat(both, 1), torch.cat(found, 1)
         for index in range(40):
             at = index % shape[0], index * 7 % (shape[1] + 2), index * 5 % shape[2]
             alone = whole[at].clone()[None]
-            y = rotate(alone, spec, 1000 + at[2], layout="sd", rounding=rounding)
+            y = rotate(alone, spec.at(1000 + at[2], rounding=rounding), layout="sd")
             assert torch.equal(together[at], y[0]), (shape, interleaved, at)
 
 
@@ -112,36 +112,42 @@ def test_a_prepared_rotation_keeps_the_angles_of_few_heads(dtype: torch.dtype, l
     for positions, inverse, rounding, spec in itertools.product(
         (None, -7, IDS.clone(), own), (False, True), ("once", "wide"), specs
     ):
-        options: dict[str, Any] = {"layout": layout, "inverse": inverse, "rounding": rounding}
-        at = spec.at(positions)
+        options: dict[str, Any] = {"layout": layout, "inverse": inverse}
+        at = spec.at(positions, rounding=rounding)
         for call in range(4):
             if call == 3 and isinstance(positions, torch.Tensor):
                 positions += 5
             found = rotate_qk(q, k, at, **options)
-            assert_each(assert_same_bits, found, rotate_qk(q, k, spec, positions, **options))
+            fresh = (
+                (spec, positions) if rounding == "once" else (spec.at(positions, rounding="wide"),)
+            )
+            assert_each(assert_same_bits, found, rotate_qk(q, k, *fresh, **options))
             assert kept(at) == (call > 0)
 
 
-#: Rows, heads, tokens, width, ids, options; whether angles are kept. Rows with ids of their own count as tokens.
+#: Rows, heads, tokens, width, ids, act, rounding; whether angles are kept. Rows with ids of their own count as tokens.
 KEEPS: list[tuple[Any, ...]] = [
-    (1, 9, 64, 16, None, {}, False),  # many heads
-    (1, 1, 63, 16, None, {}, False),  # few tokens
-    (1, 1, 64, 16, None, {"rounding": "each"}, False),  # whose cosines and sines round
-    (1, 1, 64, 16, None, {"act": "silu"}, False),
-    (300, 1, 1, 16, IDS[:, None], {}, True),
-    (200, 1, 1, 16, IDS[:200, None], {}, False),
-    (1, 1, 2**16, 128, None, {}, True),
-    (1, 1, 2**16 + 1, 128, None, {}, False),  # large tables
+    (1, 9, 64, 16, None, None, "once", False),  # many heads
+    (1, 1, 63, 16, None, None, "once", False),  # few tokens
+    (1, 1, 64, 16, None, None, "each", False),  # whose cosines and sines round
+    (1, 1, 64, 16, None, "silu", "once", False),
+    (300, 1, 1, 16, IDS[:, None], None, "once", True),
+    (200, 1, 1, 16, IDS[:200, None], None, "once", False),
+    (1, 1, 2**16, 128, None, None, "once", True),
+    (1, 1, 2**16 + 1, 128, None, None, "once", False),  # large tables
 ]
 
 
 @pytest.mark.parametrize("row", KEEPS, ids=str)
 def test_what_keeps_angles(row: tuple[Any, ...]) -> None:
-    rows, heads, tokens, width, ids, options, keeps = row
+    rows, heads, tokens, width, ids, act, rounding, keeps = row
     x, spec = torch.ones(rows, heads, tokens, width), RopeSpec(width)
-    at, want = spec.at(ids), rotate(x, spec, ids, **options)
+    at = spec.at(ids, rounding=rounding)
+    want = rotate(
+        x, *((spec, ids) if rounding == "once" else (spec.at(ids, rounding=rounding),)), act=act
+    )
     for _ in range(3):
-        assert torch.equal(rotate(x, at, **options), want)
+        assert torch.equal(rotate(x, at, act=act), want)
     assert kept(at) == keeps
 
 

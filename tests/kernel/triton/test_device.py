@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.helpers import noise as noise_on_cpu
+from tests.support.helpers import noise as noise_on_cpu, on
 from tests.support.tolerances import value
 from tests.support.triton.cases import DEVICE, HAS_GPU, needs_triton, on_this_device
 from tightrope import RopeSpec, frequencies, positions
@@ -74,8 +74,8 @@ def test_graph(work: str) -> None:
             x.copy_(start)
         replay()
         back = work == "backward"
-        named: Any = {"inverse": back, "backend": "reference"}
-        want = rotate_qk(q.double(), k.double(), SPEC, positions.per_row(at), **named)
+        wide = q.double(), k.double()
+        want = on("reference", rotate_qk, *wide, SPEC, positions.per_row(at), inverse=back)
         found = (grads,) if back else inside if work == "in place" else outs
         for got, other in zip(found, want, strict=False):
             assert_close(got, other)
@@ -107,7 +107,7 @@ def test_graph_of_lengths(rule: str, given: str, monkeypatch: pytest.MonkeyPatch
         lengths.copy_(own[:, -1] + 1)
         replay()
         want = [
-            rotate(row[None], spec, one, seq_len=int(one[-1]) + 1, backend="reference")
+            on("reference", rotate, row[None], spec.at(one, seq_len=int(one[-1]) + 1))
             for row, one in zip(x.double().cpu(), own, strict=True)
         ]
         assert_close(y, torch.cat(want).to(DEVICE))
@@ -125,7 +125,7 @@ def test_streams() -> None:
             y.mul_(3)
             rotate_(y, SPEC)
     wait()
-    assert_close(y, rotate(x.double() * 3, SPEC, backend="reference"))
+    assert_close(y, on("reference", rotate, x.double() * 3, SPEC))
 
 
 def test_compile() -> None:
@@ -136,7 +136,7 @@ def test_compile() -> None:
     counter = torch._dynamo.testing.CompileCounterWithBackend(inner)
 
     def call(q: torch.Tensor, k: torch.Tensor, offset: int, backend: str | None = None) -> Any:
-        y, z = rotate_qk(q * 2, k, SPEC, offset, backend=backend)
+        y, z = on(backend, rotate_qk, q * 2, k, SPEC, offset)
         return y + 1, z
 
     function = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
@@ -166,5 +166,5 @@ def test_far() -> None:
     before = [x[index].clone() for index in at]
     rotate_(x, spec, 5)
     for (row, head, token), y in zip(at, before, strict=True):
-        want = rotate(y.double()[None, None, None], spec, 5 + token, backend="reference")
+        want = on("reference", rotate, y.double()[None, None, None], spec, 5 + token)
         assert_close(x[row, head, token], want[0, 0, 0], torch.bfloat16)

@@ -23,6 +23,7 @@ from tests.support.triton.cases import (
     words,
 )
 from tightrope import RopeSpec, gates
+from tightrope._rounding import ROUNDINGS
 from tightrope.activations import ACTS, RMS_NORM
 from tightrope.backends.reference import compose
 from tightrope.frequencies import Given
@@ -31,7 +32,6 @@ from tightrope.ops.schema import (
     FULL,
     HALF,
     PHASES,
-    ROUNDINGS,
     TRANSPOSE,
     Options,
 )

@@ -12,7 +12,7 @@ import torch
 
 import tightrope
 from tests.support.command import python
-from tests.support.helpers import noise
+from tests.support.helpers import noise, on
 from tests.support.tolerances import assert_same_bits
 from tests.support.triton.cases import (
     DEVICE,
@@ -81,7 +81,7 @@ def test_which_mentions_triton_only_where_it_could_run() -> None:
 @needs_triton
 def test_it_cannot_be_forced_on_the_cpu() -> None:
     with pytest.raises(NotImplementedError, match="the tensor is on cpu"):
-        rotate(torch.zeros(1, 1, 2, 8), RopeSpec(8), backend="triton")
+        on("triton", rotate, torch.zeros(1, 1, 2, 8), RopeSpec(8))
 
 
 @needs_triton

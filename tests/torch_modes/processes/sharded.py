@@ -29,7 +29,7 @@ PER_HEAD = {"head": 0}
 def learned(t: Tensors) -> Any:
     """Rotate with norms, gates and frequencies that learn."""
     act, gate = (RMSNorm(t["w"]), RMSNorm(t["v"])), (Exp(t["g"]), Slope(t["s"]))
-    return rotate_qk(t["q"], t["k"], SPEC, 100, act=act, gate=gate, inv_freq=t["theta"])
+    return rotate_qk(t["q"], t["k"], SPEC.at(100, inv_freq=t["theta"]), act=act, gate=gate)
 
 
 def lrpe(t: Tensors) -> Any:

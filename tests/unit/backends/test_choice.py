@@ -5,6 +5,7 @@ import torch
 
 import tightrope
 from tests.support.command import python
+from tests.support.helpers import in_threads, on
 from tests.support.matrix import every_backend, needs_kernel
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec
@@ -31,10 +32,27 @@ def test_which() -> None:
 @every_backend
 def test_a_forced_backend_runs(backend: str) -> None:
     spec, x, k = RopeSpec(8), torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8)
-    y = rotate(x, spec, 3, backend=backend)
+    y = on(backend, rotate, x, spec, 3)
     torch.testing.assert_close(y, rotate(x, spec, 3))
-    assert_same_bits(rotate_qk(x, k, spec, 3, backend=backend)[0], y)
-    assert_same_bits(rotate_(x, spec, 3, backend=backend), y)
+    assert_same_bits(on(backend, rotate_qk, x, k, spec, 3)[0], y)
+    assert_same_bits(on(backend, rotate_, x, spec, 3), y)
+
+
+def test_a_backend_is_forced_in_all_threads() -> None:
+    """Inside the block; after it, none is."""
+    x, caught = torch.zeros(1, 1, 2, 8, device="meta"), []
+
+    def call() -> None:
+        try:
+            rotate(x, RopeSpec(8))
+        except NotImplementedError as error:
+            caught.append(str(error))
+
+    with tightrope.backends.use("cpu"):
+        in_threads(call, call)
+    assert [text[:26] for text in caught] == ["[rotate] backend 'cpu' can"] * 2
+    in_threads(call, call)
+    assert len(caught) == 2
 
 
 WITHOUT = """

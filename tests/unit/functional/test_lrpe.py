@@ -72,15 +72,13 @@ def test_it_rotates_by_theta(data: st.DataObject) -> None:
         return function(x, theta, at, act, dim, theta_axis=axis, **place)
 
     def wanted(x: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
-        options = {
-            "inv_freq": spread(theta, by_head, pairs),
-            "layout": "bsd" if headless else "bshd",
-        }
+        options = {"layout": "bsd" if headless else "bshd"}
+        omega = spread(theta, by_head, pairs)
         if dim == 1:
             wide = torch.float64 if dtype == torch.float64 else torch.float32
-            return rotate(x.to(wide).softmax(1), spec, **options).to(dtype)
+            return rotate(x.to(wide).softmax(1), spec.at(inv_freq=omega), **options).to(dtype)
         where = positions.per_row(at) if isinstance(at, torch.Tensor) else at
-        return rotate(x, spec, where, act=act, **options)
+        return rotate(x, spec.at(where, inv_freq=omega), act=act, **options)
 
     found = []
     for function in (lrpe, wanted):
@@ -166,7 +164,7 @@ def test_theta_of_as_many_numbers_as_heads() -> None:
 
 
 def test_packed_sequences_begin_anew() -> None:
-    x, theta = noise(1, 7, 3, 12), noise(3, 5, seed=1)
+    x, theta = noise(1, 7, 3, 12, dtype=torch.float32), noise(3, 5, seed=1)
     packed = positions.packed(torch.tensor([0, 3, 7]))
     parts = [lrpe_rotate_1d(part, theta, 0, "silu") for part in (x[:, :3], x[:, 3:])]
     assert_same_bits(lrpe_rotate_1d(x, theta, packed, "silu"), torch.cat(parts, 1))
@@ -213,7 +211,8 @@ def test_16_bit_angles_warn_at_the_line_of_the_caller(call: Any) -> None:
 @pytest.mark.parametrize("act, dim", [call for call in CALLS if call != ("softmax", 1)], ids=str)
 def test_x_is_kept_only_where_a_slope_needs_it(act: Any, dim: int | None, learns: bool) -> None:
     """The gradient with respect to θ needs the result, not x."""
-    x, theta = noise(2, 50, 3, 12).requires_grad_(), noise(3, 4, seed=1).requires_grad_(learns)
+    x = noise(2, 50, 3, 12, dtype=torch.float32).requires_grad_()
+    theta = noise(3, 4, seed=1).requires_grad_(learns)
     found: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
         lrpe_rotate_1d(x, theta, 3, act, dim)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.helpers import noise
+from tests.support.helpers import noise, on
 from tests.support.matrix import every_backend
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec
@@ -21,8 +21,8 @@ def x_of(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_slices_of_one_buffer_may_be_in_and_out(backend: str) -> None:
     buffer = x_of(2, 5, 6, 12)
     x, out = buffer[:, :, :3], buffer[:, :, 3:]
-    wanted = rotate(x, SPEC, layout="bshd", backend=backend)
-    rotate(x, SPEC, layout="bshd", out=out, backend=backend)
+    wanted = on(backend, rotate, x, SPEC, layout="bshd")
+    on(backend, rotate, x, SPEC, layout="bshd", out=out)
     assert_same_bits(out, wanted)
 
 
@@ -30,12 +30,12 @@ def test_slices_of_one_buffer_may_be_in_and_out(backend: str) -> None:
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("act", [None, "silu"])
 def test_an_input_may_be_its_own_out(act: str | None, layout: str, backend: str) -> None:
-    """q is rotated in place while k goes to a slot of a cache, also with an act; there may be no k."""
-    q, k, options = x_of(), x_of(seed=1), {"layout": layout, "act": act, "backend": backend}
-    wanted = rotate_qk(q, k, SPEC, 3, **options)
+    """q is rotated in place while k goes to a part of a cache, also with an act; there may be no k."""
+    q, k, options = x_of(), x_of(seed=1), {"layout": layout, "act": act}
+    wanted = on(backend, rotate_qk, q, k, SPEC, 3, **options)
     for given in (k, None):
         out = q.clone(), None if given is None else x_of(2, 3, 9, 12)[:, :, 2:7]
-        found = rotate_qk(out[0], given, SPEC, 3, out=out, **options)
+        found = on(backend, rotate_qk, out[0], given, SPEC, 3, out=out, **options)
         assert found[0] is out[0]
         assert found[1] is out[1]
         assert_same_bits([y for y in found if y is not None], wanted if given is k else wanted[:1])

@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.support import oracle, oracle_frequencies as truth
+from tests.support.helpers import on
 from tests.support.matrix import both_pairings, every_backend, every_dtype
 from tests.support.tolerances import (
     ENOUGH,
@@ -20,11 +21,12 @@ from tests.support.tolerances import (
     dynamic_drift,
     value,
 )
-from tightrope import RopeSpec, positions
+from tightrope import RopeSpec, phases, positions
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK, Given, Linear, LongRoPE, YaRN
 from tightrope.functional import rerotate, rerotate_, rotate
 from tightrope.positions import grid, mrope, multi_axis, packed, per_row
+from tightrope.spec import PreparedRotation
 
 MILLION = 1_000_000
 TRAINED = 4096
@@ -42,7 +44,7 @@ def spec_of(scaling: Any = None, base: float = 1e4, **more: Any) -> RopeSpec:
 
 
 class Move(NamedTuple):
-    """The old and the new rotation; `lengths` are from_seq_len and to_seq_len."""
+    """The old and the new rotation; `lengths` are those of the sequence, before and after."""
 
     before: RopeSpec
     after: RopeSpec
@@ -53,8 +55,17 @@ class Move(NamedTuple):
     def of(
         self, k: torch.Tensor, change: Callable[..., torch.Tensor] = rerotate, **more: Any
     ) -> Any:
-        from_length, to_length = self.lengths
-        return change(k, *self[:4], from_seq_len=from_length, to_seq_len=to_length, **more)
+        if self.lengths == (None, None):
+            return change(k, *self[:4], **more)
+        return change(k, *self.ends(), **more)
+
+    def ends(self) -> tuple[PreparedRotation, PreparedRotation]:
+        """Return both rotations at their positions."""
+        later = self.old if self.new is None else self.new
+        return (
+            self.before.at(self.old, seq_len=self.lengths[0]),
+            self.after.at(later, seq_len=self.lengths[1]),
+        )
 
 
 OFFSETS = torch.tensor([3, MILLION])
@@ -162,14 +173,57 @@ def test_keys_lose_one_rounding(
     move = moves(interleaved)[name]
     heads = 2 if dtype in (torch.float32, torch.float64) else math.ceil(ENOUGH / (2 * TOKENS * 16))
     k = torch.randn(2, heads, TOKENS, 16).to(dtype)
-    moved = move.of(k, backend=backend)
+    moved = on(backend, move.of, k)
     assert_rotated([exact(k, move)._replace(got=moved)])
     still = [0, 1, 14, 15]
     assert_same_bits(moved[..., still], k[..., still])
-    assert_same_bits(move.of(k.clone(), rerotate_, backend=backend), moved)
+    assert_same_bits(on(backend, move.of, k.clone(), rerotate_), moved)
     out = torch.empty_like(k)
-    assert move.of(k, out=out, backend=backend) is out
+    assert on(backend, move.of, k, out=out) is out
     assert_same_bits(out, moved)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, move in moves().items() if move.lengths[0] is None]
+)
+def test_the_ways_to_state_positions_agree(name: str) -> None:
+    """Beside a spec, or stated with it; the new ones are by default those of the old rotation."""
+    move, k = moves()[name], torch.randn(2, 3, TOKENS, 16)
+    (old, new), wanted = move.ends(), move.of(k)
+    given = () if move.new is None else (None, move.new)
+    assert_same_bits(rerotate(k, old, new), wanted)
+    assert_same_bits(rerotate(k, old, move.after, *given), wanted)
+    assert_same_bits(rerotate(k, move.before, new, move.old), wanted)
+    assert_same_bits(rerotate_(k.clone(), old, new), wanted)
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {},
+        {"stack": "transformers"},
+        {"rounding": "each"},
+        {"inv_freq": torch.linspace(0.1, 1.0, 6)},
+        {"phases": phases.given(torch.linspace(0.0, 3.0, TOKENS).view(1, 1, TOKENS, 1))},
+    ],
+    ids=["plain", "stack", "rounding", "inv_freq", "phases"],
+)
+def test_keys_that_are_not_rotated_or_shall_not_be(stated: Any, backend: str) -> None:
+    """Without an old rotation, the new one; without a new one, the inverse of the old one."""
+    spec, k = spec_of(YARN), torch.randn(2, 3, TOKENS, 16)
+    at = spec.at(9, **stated)
+    ropes: list[tuple[Any, ...]] = [(at,), *([] if stated else [(spec, 9)])]
+    turned, undone = (on(backend, rotate, k, at, inverse=inverse) for inverse in (False, True))
+    for rope, *where in ropes:
+        for wanted, ends in ((turned, (None, rope)), (undone, (rope, None))):
+            assert_same_bits(on(backend, rerotate, k, *ends, *where), wanted)
+            out = torch.empty_like(k)
+            assert on(backend, rerotate, k, *ends, *where, out=out) is out
+            inside = k.clone()
+            assert on(backend, rerotate_, inside, *ends, *where) is inside
+            assert_same_bits([out, inside], [wanted, wanted])
+    assert_same_bits(on(backend, rerotate, k, None, spec, None, 9), on(backend, rotate, k, spec, 9))
 
 
 @pytest.mark.parametrize("after", [spec_of(), spec_of(base=5e5)], ids=repr)
@@ -204,13 +258,14 @@ def test_to_where_they_are_changes_no_bit(
     rule: Any, name: str, dtype: torch.dtype, backend: str
 ) -> None:
     spec, where, k = spec_of(rule), STAYS[name], torch.randn(2, 3, TOKENS, 16).to(dtype)
-    options = {"from_seq_len": 2**62, "to_seq_len": 2**62, "backend": backend}
-    assert_same_bits(rerotate(k, spec, spec, where, **options), k)
-    if where is not None:
-        assert_same_bits(rerotate(k, spec, spec, where, where, **options), k)
-    assert_same_bits(rerotate_(k.clone(), spec, spec, where, **options), k)
+    at, also = (spec.at(where, seq_len=2**62) for _ in range(2))
+    assert_same_bits(on(backend, rerotate, k, at, at), k)
+    assert_same_bits(on(backend, rerotate, k, at, also), k)
+    assert_same_bits(on(backend, rerotate_, k.clone(), at, also), k)
     if not spec.by_length:
-        assert_same_bits(rerotate(k, spec, spec_of(rule), where, backend=backend), k)
+        assert_same_bits(on(backend, rerotate, k, spec, spec_of(rule), where), k)
+        assert_same_bits(on(backend, rerotate, k, spec, spec, where, where), k)
+        assert_same_bits(on(backend, rerotate_, k.clone(), spec, spec, where), k)
 
 
 def lists_of(number: Any, size: int = TOKENS) -> Any:
@@ -286,12 +341,12 @@ def test_rows_of_their_own_lengths(rule: Any) -> None:
         [104, 5004],
     )
     where = per_row(torch.tensor(offsets))
-    moved = rerotate(k, spec, spec, where, from_seq_len=lengths, to_seq_len=[9000, 9000])
-    one_length = rerotate(k, spec, spec, where, from_seq_len=lengths, to_seq_len=9000)
-    assert_same_bits(moved, one_length)
+    old = spec.at(where, seq_len=lengths)
+    moved = rerotate(k, old, spec.at(where, seq_len=[9000, 9000]))
+    assert_same_bits(moved, rerotate(k, old, spec.at(where, seq_len=9000)))
     for row, (at, length) in enumerate(zip(offsets, lengths, strict=True)):
-        own = {"from_seq_len": length, "to_seq_len": 9000}
-        assert_same_bits(moved[row : row + 1], rerotate(k[row : row + 1], spec, spec, at, **own))
+        own = spec.at(at, seq_len=length), spec.at(at, seq_len=9000)
+        assert_same_bits(moved[row : row + 1], rerotate(k[row : row + 1], *own))
 
 
 @pytest.mark.parametrize("change", [rerotate, rerotate_])
@@ -302,12 +357,16 @@ def test_a_context_shift_moves_all_keys_in_any_blocks(
     """A cache of 4,100 tokens loses 50 of them: what stays has the frequencies of the shorter sequence."""
     spec, kept, gone, whole = spec_of(rule), 4, 50, TRAINED + 4
     keys = torch.randn(1, 2, whole, 16, dtype=torch.float64)
-    cache, lengths = rotate(keys, spec), {"from_seq_len": whole, "to_seq_len": whole - gone}
+    cache = rotate(keys, spec)
+
+    def move(block: torch.Tensor, old: int, new: int) -> torch.Tensor:
+        return change(block, spec.at(old, seq_len=whole), spec.at(new, seq_len=whole - gone))
+
     lost = cache[:, :, kept : kept + gone].clone()
-    blocks = [change(cache[:, :, :kept], spec, spec, **lengths)]
+    blocks = [move(cache[:, :, :kept], 0, 0)]
     for first in range(kept + gone, whole, 1000):
         block = cache[:, :, first : first + 1000]
-        blocks.append(change(block, spec, spec, first, first - gone, **lengths))
+        blocks.append(move(block, first, first - gone))
         assert (blocks[-1] is block) == (change is rerotate_)
     assert_same_bits(cache[:, :, kept : kept + gone], lost)
     left = torch.cat((keys[:, :, :kept], keys[:, :, kept + gone :]), 2)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support import oracle_rounding as oracle
-from tests.support.helpers import noise
+from tests.support.helpers import noise, on
 from tests.support.matrix import both_pairings, every_backend, every_way, needs_kernel
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec
@@ -109,17 +109,17 @@ def test_phase_words_are_rounded_first(
     The forward rounding determines the cosines that both passes use.
     """
     forward, back = rounding if isinstance(rounding, tuple) else (rounding, rounding)
-    rotation = RopeSpec(64, interleaved=interleaved).at(torch.arange(TOKENS) * 1001)
+    spec, ids = RopeSpec(64, interleaved=interleaved), torch.arange(TOKENS) * 1001
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     ones = torch.ones(1, 1, TOKENS, 32, dtype=wide)
     # Rotating (1, 0) in float64 or float32 gives the cosine and sine themselves.
-    seen = rotate(oracle.join(ones, 0 * ones, interleaved), rotation, backend=backend)
+    seen = on(backend, rotate, oracle.join(ones, 0 * ones, interleaved), spec, ids)
     held = dtype if forward == "each" else wide
     cos, sin = (
         oracle.join(one, one, interleaved).to(held) for one in oracle.split(seen, interleaved)
     )
     xs, grads = [x.detach().requires_grad_() for x in qk(64, dtype)], qk(64, dtype, seed=2)
-    ys = rotate_qk(*xs, rotation, rounding=rounding, backend=backend)
+    ys = on(backend, rotate_qk, *xs, spec.at(ids, rounding=rounding))
     found = torch.autograd.grad(ys, xs, grads)
     for x, y, grad, by_x in zip(xs, ys, grads, found, strict=True):
         if forward != "once":
@@ -128,18 +128,18 @@ def test_phase_words_are_rounded_first(
 
 
 def test_functions_of_seeds_and_the_module_take_it() -> None:
-    q, prepared = qk(32, torch.bfloat16)[0], RopeSpec(32).at(7)
+    q, spec = qk(32, torch.bfloat16)[0], RopeSpec(32)
     half = [table[:, :16] for table in tables_for(32, torch.bfloat16)]
     as_tables = {"tables": "half", "interleaved": True}
     for rounding in ("wide", "each", ("wide", "each")):
-        wanted = rotate(q, prepared, rounding=rounding)
+        wanted = rotate(q, spec.at(7, rounding=rounding))
         rope, ids = RotaryPositionalEmbedding(32, rounding=rounding), torch.arange(TOKENS) + 7
         assert f"rounding={rounding!r}" in repr(rope)
         assert_same_bits(rope(q, positions=7), wanted)
         assert_same_bits(rotary_pos_embedding(q, ids, False, rounding=rounding), wanted)
         by_tables = apply_rotary_pos_emb(q, None, *half, **as_tables, rounding=rounding)[0]
         assert_same_bits(rotary_apply(q, *half, rounding=rounding), by_tables)
-    assert not torch.equal(rotate(q, prepared), rotate(q, prepared, rounding="each"))
+    assert not torch.equal(rotate(q, spec, 7), rotate(q, spec.at(7, rounding="each")))
 
 
 # --- real functions -------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def test_tables_with_any_nan_give_nan(bits: int, rounding: str, backend: str) ->
     table = torch.full((TOKENS, 64), bits, dtype=torch.int32).view(torch.float32)
     for dtype in LOW:
         x = qk(64, dtype)[0]
-        y = rotate_full(x, None, table, table, rounding=rounding, backend=backend)[0]
+        y = on(backend, rotate_full, x, None, table, table, rounding=rounding)[0]
         assert y.isnan().all()
 
 

@@ -1,4 +1,4 @@
-"""`slots=`: particular calls that write to entries of a paged cache, or rotate them.
+"""`slots`: particular calls that write to entries of a paged cache, or rotate them.
 
 tests/laws/test_slots.py has what holds for every call; test_refusals.py beside this file what is refused.
 """
@@ -10,11 +10,12 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from tests.support import helpers
+from tests.support.helpers import on
 from tests.support.matrix import needs_kernel
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, positions
 from tightrope.frequencies import YaRN
-from tightrope.functional import rerotate, rerotate_, rotate, rotate_, rotate_qk
+from tightrope.functional import rerotate, rerotate_, rotate, rotate_qk, write_kv
 from tightrope.ops import schema
 
 SPEC = RopeSpec(12, rotary_dim=8, start=2)
@@ -49,22 +50,18 @@ def test_latent_attention(layout: str, backend: str | None) -> None:
     spec, count = RopeSpec(rope, interleaved=True), rows * TOKENS
     q, latent = noise(count, HEADS, nope + rope), noise(count, 1, rank + rope, seed=1)
     cache, slots = torch.full((4, 5, 1, rank + rope), 7.0), some_slots(20, count)
-    options = {"layout": "thd", "backend": backend}
-    turned, k = rotate_qk(q[..., nope:], latent[..., rank:], spec, slots.abs(), **options)
+    pair = q[..., nope:], latent[..., rank:]
+    turned, k = on(backend, rotate_qk, *pair, spec, slots.abs(), layout="thd")
     of_q = torch.cat((q[..., :nope], turned), -1)
     expected = written(torch.cat((latent[..., :rank], k), -1), cache, slots)
     tail, key, paged = q[..., nope:], latent, cache
     if layout == "bhsd":
         tail, key = (x.unflatten(0, (rows, TOKENS)).transpose(1, 2) for x in (tail, key))
         paged, slots = cache.transpose(1, 2), slots.view(rows, TOKENS)
-    rotate_qk(
-        *(tail, key[..., rank:], spec, slots.abs()),
-        layout=layout,
-        out=(tail, paged[..., rank:]),
-        slots=slots,
-        values=(key[..., :rank], paged[..., :rank]),
-        backend=backend,
-    )
+    caches = paged[..., rank:], paged[..., :rank]
+    xs = tail, key[..., rank:], key[..., :rank]
+    options = {"layout": layout, "cache": caches, "slots": slots, "out": tail}
+    assert on(backend, write_kv, *xs, spec, slots.abs(), **options) is tail
     assert_same_bits([q, cache], [of_q, expected])
 
 
@@ -89,7 +86,7 @@ def test_large_calls_and_threads(
             written(y.flatten(0, 1), cache, slots.flatten())
             for y, cache in zip((wanted, v), caches, strict=True)
         ]
-        rotate(x, spec, where, layout="bshd", out=caches[0], slots=slots, values=(v, caches[1]))
+        write_kv(None, x, v, spec, where, layout="bshd", cache=tuple(caches), slots=slots)
         assert_same_bits(caches, expected)
 
 
@@ -98,19 +95,19 @@ def test_nothing_to_write(backend: str | None) -> None:
     for tokens, entries in ((TOKENS, 4), (TOKENS, 0), (0, 4), (0, 0)):
         q, k = noise(tokens, 4, 12), noise(tokens, HEADS, 12)
         cache, slots = torch.full((3, entries, HEADS, 12), 7.0), torch.full((tokens,), -1)
-        options = {"layout": "thd", "backend": backend}
-        out = torch.empty_like(q), cache
-        new, _ = rotate_qk(q, k, SPEC, out=out, slots=slots, **options)
-        assert torch.equal(new, rotate(q, SPEC, **options))
+        into = {"cache": (cache, None), "slots": slots}
+        new = on(backend, write_kv, q, k, None, SPEC, layout="thd", **into)
+        assert torch.equal(new, on(backend, rotate, q, SPEC, layout="thd"))
         assert (cache == 7.0).all()
 
 
 @both_backends
 def test_one_of_several_tokens_wins(backend: str | None) -> None:
     k, cache = noise(TOKENS, HEADS, 12), torch.zeros(4, HEADS, 12)
-    options = {"layout": "thd", "backend": backend}
-    rotate(k, SPEC, out=cache, slots=torch.full((TOKENS,), 2), **options)
-    assert any(torch.equal(cache[2], one) for one in rotate(k, SPEC, **options))
+    into = {"cache": (cache, None), "slots": torch.full((TOKENS,), 2)}
+    on(backend, write_kv, None, k, None, SPEC, layout="thd", **into)
+    keys = on(backend, rotate, k, SPEC, layout="thd")
+    assert any(torch.equal(cache[2], one) for one in keys)
     assert (cache[[0, 1, 3]] == 0).all()
 
 
@@ -118,28 +115,43 @@ def test_tables_of_another_library() -> None:
     k, cache, slots = noise(TOKENS, HEADS, 12), torch.zeros(3, 6, HEADS, 12), some_slots(18, TOKENS)
     at = RopeSpec(12).at(torch.arange(TOKENS), stack="transformers")
     expected = written(rotate(k, at, layout="thd"), cache, slots)
-    rotate(k, at, layout="thd", out=cache, slots=slots)
+    write_kv(None, k, None, at, layout="thd", cache=(cache, None), slots=slots)
     assert_same_bits(cache, expected)
 
 
 @both_backends
 def test_queries_and_keys_of_different_kinds(backend: str | None) -> None:
     """Two calls run; the keys and values go to slots that were read before the first one wrote over them."""
-    memory = torch.zeros(2 * TOKENS * 12, dtype=torch.int64)
-    q = memory.view(torch.float64).view(TOKENS, 2, 12)
+    memory = torch.zeros(2 * TOKENS * 12, dtype=torch.int32)
+    q = memory.view(F32).view(TOKENS, 2, 12)
     slots = memory[:TOKENS]
     slots.copy_(torch.tensor([4, 2, 0, 7, 9]))
-    k, kept = noise(TOKENS, HEADS, 12, dtype=torch.float64), slots.clone()
-    options = {"layout": "thd", "backend": backend}
-    v, wanted = k[:, :1] + 1, rotate(q.clone(), SPEC, act="silu", **options)
-    caches = [torch.zeros(1, 12, heads, 12, dtype=torch.float64) for heads in (HEADS, 1)]
-    keys = rotate(k, SPEC, **options)
+    k, kept = noise(TOKENS, HEADS, 12), slots.clone()
+    v = k[:, :1] + 1
+    wanted = on(backend, rotate, q.clone(), SPEC, layout="thd", act="silu")
+    caches = [torch.zeros(1, 12, heads, 12) for heads in (HEADS, 1)]
+    keys = on(backend, rotate, k, SPEC, layout="thd")
     expected = [written(x, cache, kept) for x, cache in zip((keys, v), caches, strict=True)]
-    values = v, caches[1]
-    rotate_qk(
-        q, k, SPEC, act=("silu", None), out=(q, caches[0]), slots=slots, values=values, **options
-    )
+    into = {"cache": tuple(caches), "slots": slots, "out": q, "act": ("silu", None)}
+    on(backend, write_kv, q, k, v, SPEC, layout="thd", **into)
     assert_same_bits([q, *caches], [wanted, *expected])
+
+
+@both_backends
+@pytest.mark.parametrize("act", [None, ("silu", None)], ids=str)
+def test_a_part_of_a_contiguous_cache_that_holds_them_already(
+    act: object, backend: str | None
+) -> None:
+    """Keys rotate there, values stay, and q may be a slice of the same projection as both."""
+    fused, given = noise(2, TOKENS, 8, 12), noise(2, TOKENS, 8, 12)
+    wanted = fused.clone()
+    pair = on(backend, rotate_qk, fused[:, :, :4], fused[:, :, 4:6], SPEC, layout="bshd", act=act)
+    wanted[:, :, :4], wanted[:, :, 4:6] = pair
+    given.copy_(fused)
+    q, k, v = given.split((4, 2, 2), 2)
+    into = {"cache": (k, v), "layout": "bshd", "act": act, "out": q}
+    assert on(backend, write_kv, q, k, v, SPEC, **into) is q
+    assert_same_bits(given, wanted)
 
 
 # --- entries --------------------------------------------------------------------------------------
@@ -150,36 +162,38 @@ def test_entries_move(backend: str | None) -> None:
     """A context shift of some entries, and a rescale in mid-conversation of all of them."""
     spec, scaled = RopeSpec(16), RopeSpec(16, scaling=YaRN(4.0, original_max_position=32))
     before, some, every = noise(8, 5, 2, 16), torch.tensor([31, 7, 12, -1, 38]), torch.arange(40)
-    options = {"layout": "thd", "backend": backend}
     for to, slots, shift in ((spec, some, 5), (scaled, every, 0)):
         at, cache = slots.clamp(0), before.clone()
         move = (spec, to, at, at - shift if shift else None)
-        keys = rerotate(before.flatten(0, 1)[at], *move, **options)
-        rerotate_(cache, *move, slots=slots, **options)
+        keys = on(backend, rerotate, before.flatten(0, 1)[at], *move, layout="thd")
+        on(backend, rerotate_, cache, *move, layout="thd", slots=slots)
         assert_same_bits(cache, written(keys, before, slots))
 
 
 @both_backends
 def test_one_row_of_slots_for_packed_entries(backend: str | None) -> None:
     cache, slots = noise(4, 3, HEADS, 12), some_slots(12, TOKENS)
-    expected, options = cache.clone(), {"layout": "thd", "backend": backend}
-    rotate_(expected, SPEC, 3, slots=slots, **options)
-    assert_same_bits(rotate_(cache, SPEC, 3, slots=slots[None], **options), expected)
+    expected = cache.clone()
+    found = [
+        on(backend, rerotate_, x, None, SPEC, 3, layout="thd", slots=own)
+        for x, own in ((cache, slots[None]), (expected, slots))
+    ]
+    assert found[0] is cache
+    assert_same_bits(cache, expected)
 
 
 @both_backends
 def test_more_rows_than_a_loop_can_visit(backend: str | None) -> None:
     """Rows without tokens, of which there may be any number, take no time."""
     cache, slots = noise(0, HEADS, 3, 12), torch.empty(2**50, 0, dtype=torch.int64)
-    assert rotate_(cache, SPEC, 3, slots=slots, backend=backend) is cache
+    assert on(backend, rerotate_, cache, None, SPEC, 3, slots=slots) is cache
 
 
 @needs_kernel
-@pytest.mark.parametrize("act", [None, "silu"])
-def test_more_heads_than_a_loop_can_visit(act: str | None) -> None:
+def test_more_heads_than_a_loop_can_visit() -> None:
     """A cache without entries takes none of them. The definition would make them, and has no memory for that."""
     cache, slots = torch.empty(1, 2**55, 0, 12), torch.tensor([-1, -1])
-    assert rotate_(cache, SPEC, 3, slots=slots, act=act) is cache
+    assert rerotate_(cache, None, SPEC, 3, slots=slots) is cache
 
 
 # --- the compiler and the raw operator ------------------------------------------------------------
@@ -193,9 +207,8 @@ def test_compiled(sliced: str, backend: str) -> None:
 
     def step(q, k, v, both, slots, ids):
         cache, v_cache = (both[..., :12], both[..., 13:]) if sliced == "inside" else both
-        out = torch.empty_like(q), cache
-        q, _ = rotate_qk(q, k, SPEC, ids, layout="thd", out=out, slots=slots, values=(v, v_cache))
-        rotate_(cache, SPEC, ids, layout="thd", slots=slots)
+        q = write_kv(q, k, v, SPEC, ids, layout="thd", cache=(cache, v_cache), slots=slots)
+        rerotate_(cache, None, SPEC, ids, layout="thd", slots=slots)
         return q + 1
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
@@ -210,9 +223,27 @@ def test_compiled(sliced: str, backend: str) -> None:
         assert_same_bits([found[0], caches[0]], [found[1], caches[1]])
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_contiguous_cache_in_compiled_code(backend: str) -> None:
+    def step(q, k, v, keys, values, ids):
+        here = keys[:, 2:7], values[:, 2:7]
+        q = write_kv(q, k, v, SPEC, ids, layout="bshd", cache=here)
+        write_kv(None, k, None, SPEC, ids, layout="bshd", cache=(keys[:, 7:], None))
+        return q + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    q, k, v = (noise(2, TOKENS, *size) for size in ((4, 12), (HEADS, 12), (HEADS, 7)))
+    found = []
+    for run in (compiled, step):
+        caches = noise(2, 12, HEADS, 12), noise(2, 12, HEADS, 7)
+        found.append([run(q, k, v, *caches, torch.arange(TOKENS) + 7), *caches])
+    assert_same_bits(*found)
+
+
 def test_compiled_code_makes_no_buffer_of_the_size_of_the_cache() -> None:
     def step(k, cache, slots):
-        return rotate(k + 1, SPEC, 3, layout="thd", out=cache, slots=slots)[:2] * 2
+        write_kv(None, k + 1, None, SPEC, 3, layout="thd", cache=(cache, None), slots=slots)
+        return cache[:2] * 2
 
     k, cache, slots = noise(TOKENS, HEADS, 12), torch.zeros(1001, HEADS, 12), torch.arange(TOKENS)
     _, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), k, cache, slots)

@@ -1,6 +1,7 @@
 """Rotation by tables of cosines and sines: `apply_rotary_pos_emb`, its in-place form and `rotary_embedding`."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy
@@ -9,10 +10,11 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from tests.support import oracle, oracle_rounding as rounded, pairwise
-from tests.support.helpers import noise, refused
+from tests.support.helpers import noise, on, refused
 from tests.support.matrix import DTYPES
 from tests.support.tolerances import assert_each, assert_near, assert_same_bits
 from tightrope import angles
+from tightrope.backends import use
 from tightrope.functional import (
     apply_rotary_pos_emb,
     apply_rotary_pos_emb_,
@@ -104,7 +106,7 @@ def test_every_pair_of_options(case: Mapping[str, Any]) -> None:
     given = [v if form == "full" else written(v, form) for v in values]
     given = [table.requires_grad_() for table in given]
     options = {"interleaved": interleaved, "tables": form, "start": start, "rounding": rounding}
-    options |= {"backend": case["backend"], "inverse": case["inverse"]}
+    options["inverse"] = case["inverse"]
     whole = given if form != "half" else [torch.cat((v, v), -1) for v in given]
     if form == "cat":
         whole = [torch.cat((table[..., :pairs],) * 2, -1) for table in given]
@@ -125,7 +127,7 @@ def test_every_pair_of_options(case: Mapping[str, Any]) -> None:
     whole = [table.reshape(*spread, 2 * pairs) for table in whole]
     xs = [noise(*shape, dtype=dtype, seed=n).requires_grad_() for n, shape in enumerate(shapes)]
     grads = [noise(*shape, dtype=dtype, seed=5 + n) for n, shape in enumerate(shapes)]
-    ys = apply_rotary_pos_emb(*xs, *given, dim, **options)
+    ys = on(case["backend"], apply_rotary_pos_emb, *xs, *given, dim, **options)
     found = torch.autograd.grad(ys, [*xs, *given], grads)
     for x, y, grad, by_x in zip(xs, ys, grads, found, strict=False):
         assert y.dtype == by_x.dtype == dtype
@@ -147,7 +149,7 @@ def test_every_pair_of_options(case: Mapping[str, Any]) -> None:
         assert_each(
             assert_near, found, torch.autograd.grad(wanted, [*xs, *given], grads), "float64 ways"
         )
-    with torch.no_grad():
+    with torch.no_grad(), use(case["backend"]) if case["backend"] else nullcontext():
         alone, none = apply_rotary_pos_emb(xs[0], None, *given, dim, **options)
         copies = [x.clone() for x in xs]
         assert_each(

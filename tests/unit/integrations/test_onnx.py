@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,9 +22,11 @@ from tightrope.frequencies import DynamicNTK, YaRN
 from tightrope.functional import (
     apply_rotary_pos_emb,
     lrpe_rotate_1d,
+    rerotate_,
     rotate,
     rotate_,
     rotate_qk_,
+    write_kv,
 )
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -292,19 +295,19 @@ def others(
         "slope": rotate(-x, HALF, ids, gate=gates.Slope(-w.abs() / 64)),
         "undone": rotate(x, SCALED, ids, gate=gates.Exp(-w.abs()), inverse=True),
         "axes": rotate(x, AXES, positions.multi_axis(axes)),
-        "learned": rotate(x, HALF, far.long(), inv_freq=w[0, :16].abs()),
+        "learned": rotate(x, HALF.at(far.long(), inv_freq=w[0, :16].abs())),
         "fractional": rotate(x, PAIRED, far),
-        "given": rotate(x, HALF, ids, phases=phases.given(angles[:, :1])),
-        "running": rotate(x, HALF, phases=phases.running(angles[:, :1])),
+        "given": rotate(x, HALF.at(ids, phases=phases.given(angles[:, :1]))),
+        "running": rotate(x, HALF.at(phases=phases.running(angles[:, :1]))),
         "cat": apply_rotary_pos_emb(x, None, *tables)[0],
         "scaled": rotate(x, SCALED, 5),
-        "length": rotate(x, BY_LENGTH, seq_len=ids.max() + 9),
+        "length": rotate(x, BY_LENGTH.at(seq_len=ids.max() + 9)),
     }
     plain = {
-        "heads": rotate(x, HALF, far.long(), inv_freq=w[:, :16].abs()),
+        "heads": rotate(x, HALF.at(far.long(), inv_freq=w[:, :16].abs())),
         "lrpe": lrpe_rotate_1d(x.transpose(1, 2), w[:, :16], act="sigmoid"),
         "full": apply_rotary_pos_emb(x, None, *tables, tables="full")[0],
-        "wide": rotate(x, HALF, ids, rounding="wide"),
+        "wide": rotate(x, HALF.at(ids, rounding="wide")),
     }
     return {**by_node, **plain}
 
@@ -396,17 +399,32 @@ def test_only_exports_to_onnx_are_lowered() -> None:
     assert str(after.graph) == str(before.graph)
 
 
-def write_slots() -> None:
-    def call(
-        _: torch.Tensor, k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
-    ) -> list[torch.Tensor]:
-        return [rotate(k, RopeSpec(8), layout="thd", out=cache, slots=slots)]
+def writes(
+    dtype: torch.dtype = torch.float32, paged: bool = True, **options: Any
+) -> Callable[[], object]:
+    """Return the export of a model that writes to a cache."""
 
-    inputs = noise(5, 2, 8), noise(4, 3, 2, 8), torch.arange(5)
+    def call(_: torch.Tensor, k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> Tensors:
+        to: Any = {"cache": (cache, None), "slots": slots if paged else None, **options}
+        write_kv(None, k, None, RopeSpec(8), layout="thd", **to)
+        return [cache.float()]
+
+    return partial(exports, call, (4, 3, 2, 8) if paged else (5, 2, 8), dtype)
+
+
+def moves(_: torch.Tensor, k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> Tensors:
+    return [rerotate_(cache, None, RopeSpec(8), layout="thd", slots=slots)]
+
+
+def exports(
+    call: Function, cache: tuple[int, ...] = (4, 3, 2, 8), dtype: torch.dtype = torch.float32
+) -> None:
+    inputs = noise(5, 2, 8).float(), noise(*cache).to(dtype), torch.arange(5)
     with onnx.rotary_nodes():
         torch.export.export(Model(call), inputs, strict=False)
 
 
+NO_CACHE = "a cache cannot be written in an export to ONNX; rotate without it, …"
 test_refusals = refusals(
     ValueError={
         "[onnx.export] opset_version must be at least 23, the first with RotaryEmbedding, …": lambda: (
@@ -420,6 +438,10 @@ test_refusals = refusals(
         "[onnx.rotary_nodes] length must be an int but got 1.5…": lambda: onnx.rotary_nodes(1.5),  # type: ignore[arg-type]
     },
     NotImplementedError={
-        "[rotate] slots cannot be exported to ONNX; rotate without out, …": write_slots,
+        f"[write_kv] {NO_CACHE}": [writes(), writes(paged=False)],
+        f"[rerotate_] {NO_CACHE}": partial(exports, moves),
+        "[write_kv] cache_scale cannot be used in …": [
+            writes(torch.float8_e4m3fn, paged, cache_scale=0.5) for paged in (True, False)
+        ],
     },
 )

@@ -48,7 +48,7 @@ def test_several_axes_and_lengths() -> None:
     assert_same_bits(RotaryEmbedding(8, axes=axes)(Q, positions=where), wanted)
     rule = DynamicNTK(2.0, 4)
     for length in (None, 100):
-        wanted = rotate(Q, RopeSpec(8, scaling=rule), seq_len=length)
+        wanted = rotate(Q, RopeSpec(8, scaling=rule).at(seq_len=length))
         assert_same_bits(RotaryEmbedding(8, scaling=rule)(Q, seq_len=length), wanted)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support import helpers
+from tests.support.helpers import on
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec
 from tightrope.backends import reference
@@ -138,12 +139,12 @@ def test_what_cannot_be_rotated_in_place_is_left_unchanged(
     # Positions that learn, so that autograd records also where x does not.
     where = leaf(5).abs() if text.startswith(("x comes", "x is a view")) else 3
     with pytest.raises(ValueError, match=rf"\[{verb.__name__}\] {text}"):
-        verb(*xs, SPEC, where, backend=backend)
+        on(backend, verb, *xs, SPEC, where)
     for x, kept in zip(xs, before, strict=True):
         assert torch.equal(x.detach(), kept)
     if "memory" not in text and "overlap" not in text:
         with torch.no_grad():
-            verb(*xs, SPEC, where, backend=backend)
+            on(backend, verb, *xs, SPEC, where)
         assert not torch.equal(xs[0].detach(), before[0])
 
 
@@ -163,8 +164,8 @@ def test_disjoint_slices_of_one_tensor_are_not_refused(
 ) -> None:
     for backend in (None, "reference"):
         q, k = with_slices(noise(*shape), of_q, of_k)
-        expected = rotate_qk(q, k, SPEC, 3, layout=layout, backend=backend)
-        rotate_qk_(q, k, SPEC, 3, layout=layout, backend=backend)
+        expected = on(backend, rotate_qk, q, k, SPEC, 3, layout=layout)
+        on(backend, rotate_qk_, q, k, SPEC, 3, layout=layout)
         assert_same_bits((q, k), expected)
 
 
@@ -187,36 +188,35 @@ def test_inference_tensors_do_not_change_outside_of_inference_mode(backend: str 
         frozen = noise(1, 2, 5, 8)
     x, cos = noise(1, 2, 5, 8), torch.ones(5, 8)
     before = x.clone(), frozen.clone()
-    made = {"backend": backend}
     calls: list[tuple[str, Callable[[], object]]] = [
-        ("rotate_] x", lambda: rotate_(frozen, SPEC, 3, **made)),
-        ("rotate_] x", lambda: rotate_(frozen[:, 1:], SPEC.at(3), **made)),
-        ("rotate_] x", lambda: rotate_(frozen, SPEC, act="silu", **made)),
-        ("rotate_qk_] k", lambda: rotate_qk_(x, frozen, SPEC, **made)),
-        ("rotate_qk_] k", lambda: rotate_qk_(x, frozen, SPEC, act=("silu", None), **made)),
-        ("rotate_qk_] q", lambda: rotate_qk_(frozen, x, SPEC.at(None), **made)),
-        ("rerotate_] k", lambda: rerotate_(frozen, SPEC, SPEC, 0, 3, **made)),
-        ("apply_rotary_pos_emb_] q", lambda: apply_rotary_pos_emb_(frozen, None, cos, cos, **made)),
-        ("rotate] out", lambda: rotate(x, SPEC, out=frozen, **made)),
-        ("rotate_qk] out", lambda: rotate_qk(x, x, SPEC, out=(x.clone(), frozen), **made)),
+        ("rotate_] x", lambda: rotate_(frozen, SPEC, 3)),
+        ("rotate_] x", lambda: rotate_(frozen[:, 1:], SPEC.at(3))),
+        ("rotate_] x", lambda: rotate_(frozen, SPEC, act="silu")),
+        ("rotate_qk_] k", lambda: rotate_qk_(x, frozen, SPEC)),
+        ("rotate_qk_] k", lambda: rotate_qk_(x, frozen, SPEC, act=("silu", None))),
+        ("rotate_qk_] q", lambda: rotate_qk_(frozen, x, SPEC.at(None))),
+        ("rerotate_] k", lambda: rerotate_(frozen, SPEC, SPEC, 0, 3)),
+        ("apply_rotary_pos_emb_] q", lambda: apply_rotary_pos_emb_(frozen, None, cos, cos)),
+        ("rotate] out", lambda: rotate(x, SPEC, out=frozen)),
+        ("rotate_qk] out", lambda: rotate_qk(x, x, SPEC, out=(x.clone(), frozen))),
     ]
     for name, call in calls:
         with pytest.raises(
             ValueError, match=re.escape(f"[{name} is an inference tensor, which ca")
         ):
-            call()
+            on(backend, call)
         assert torch.equal(x, before[0]), name
         assert torch.equal(frozen, before[1]), name
-    assert not rotate(frozen, SPEC, 3, **made).is_inference()
+    assert not on(backend, rotate, frozen, SPEC, 3).is_inference()
 
 
 def test_autocast_changes_nothing() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         x = noise(2, 3, 5, 8).to(dtype)
         for backend in (None, "reference"):
-            expected = rotate(x, SPEC, 1_000_000, backend=backend)
+            expected = on(backend, rotate, x, SPEC, 1_000_000)
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                assert_same_bits(rotate(x, SPEC, 1_000_000, backend=backend), expected)
+                assert_same_bits(on(backend, rotate, x, SPEC, 1_000_000), expected)
 
 
 def test_negated_views() -> None:

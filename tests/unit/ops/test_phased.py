@@ -1,18 +1,17 @@
-"""Rotation by phases: angles for each token, in addition to those of the positions (`phases=`).
+"""Rotation by phases: angles for each token, in addition to those of the positions (`phases` of `at`).
 
 How phases are made and accumulated is tested in tests/unit/phases/test_phases.py.
 """
 
 import itertools
 import math
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support import oracle
-from tests.support.helpers import noise
+from tests.support.helpers import noise, on
 from tests.support.matrix import (
     DISTINCT_SETS,
     both_pairings,
@@ -75,7 +74,7 @@ def test_values(interleaved: bool, dtype: torch.dtype, backend: str) -> None:
     spec, cases = spec_of(interleaved), []
     for i, shape in enumerate(SHAPES[:: 1 if dtype == torch.float32 else 3]):
         x, angle = noise(ROWS, HEADS, TOKENS, DIM, seed=i, dtype=dtype), angles(*shape)
-        got = rotate(x, spec, 1000 * i, phases=phases.given(angle), backend=backend)
+        got = on(backend, rotate, x, spec.at(1000 * i, phases=phases.given(angle)))
         want = exact(x, angle, 1000 * i, OMEGAS, interleaved)
         lengths = oracle.pair_lengths(x, 2 * PAIRS, start=2, interleaved=interleaved)
         cases.append(Result(got, want, lengths, 1000 * i + TOKENS + 200))
@@ -87,25 +86,25 @@ def test_phases_alone(backend: str) -> None:
     """With frequencies of zero, only the phases turn, whatever the positions."""
     spec, angle = spec_of(alone=True), angles(ROWS, HEADS, TOKENS, PAIRS)
     x = noise(ROWS, HEADS, TOKENS, DIM)
-    got = rotate(x, spec, 10**9, phases=phases.given(angle), backend=backend)
+    got = on(backend, rotate, x, spec.at(10**9, phases=phases.given(angle)))
     assert_near(got, exact(x, angle, 0, (0,) * PAIRS, False), "float64 ways")
     zero = phases.given(torch.zeros(1, 1, TOKENS, 1))
     for own, at in ((spec, 0), (spec_of(), 7)):
-        plain = rotate(x, own, at, backend=backend)
-        assert_same_bits(rotate(x, own, at, phases=zero, backend=backend), plain)
+        plain = on(backend, rotate, x, own, at)
+        assert_same_bits(on(backend, rotate, x, own.at(at, phases=zero)), plain)
 
 
 @every_backend
 def test_phases_of_queries_and_keys_with_fewer_heads(backend: str) -> None:
     q, k = noise(ROWS, HEADS, TOKENS, DIM), noise(ROWS, 2, TOKENS, DIM, seed=1)
     for_q, for_k = (phases.given(angles(ROWS, n, TOKENS, PAIRS)) for n in (HEADS, 2))
-    turn, turn_both = (partial(f, backend=backend) for f in (rotate, rotate_qk))
+    spec = spec_of()
     for own in ((for_q, for_k), (for_q, None)):
-        want = [turn(x, spec_of(), phases=each) for x, each in zip((q, k), own)]
-        assert_same_bits(turn_both(q, k, spec_of(), phases=own), want)
-        assert_same_bits(turn_both(q, k, spec_of().at(None), phases=own), want)
+        want = [on(backend, rotate, x, spec.at(phases=each)) for x, each in zip((q, k), own)]
+        for rope in (spec.at(phases=own), spec.at(phases=for_q).having(phases=own)):
+            assert_same_bits(on(backend, rotate_qk, q, k, rope), want)
     shared = phases.given(angles(ROWS, 1, TOKENS, PAIRS))
-    assert turn_both(q, None, spec_of(), phases=shared)[1] is None
+    assert on(backend, rotate_qk, q, None, spec.at(phases=shared))[1] is None
 
 
 @needs_kernel
@@ -116,7 +115,7 @@ def test_the_rounding_is_that_of_the_definition(rounding: str) -> None:
         phases.given(angles(ROWS, HEADS, TOKENS, PAIRS)),
     )
     found = [
-        rotate(x, spec_of(), phases=own, rounding=rounding, backend=backend)
+        on(backend, rotate, x, spec_of().at(phases=own, rounding=rounding))
         for backend in (None, "reference")
     ]
     assert_same_bits(*found)
@@ -129,9 +128,9 @@ def test_an_angle_that_is_no_number_makes_its_pair_nan(
     lost: float, dtype: torch.dtype, backend: str
 ) -> None:
     x, angle = noise(ROWS, HEADS, TOKENS, DIM, dtype=dtype), angles(ROWS, 1, TOKENS, PAIRS)
-    clean = rotate(x, spec_of(), phases=phases.given(angle), backend=backend)
+    clean = on(backend, rotate, x, spec_of().at(phases=phases.given(angle)))
     angle[1, 0, 3, 4] = lost
-    got = rotate(x, spec_of(), phases=phases.given(angle), backend=backend)
+    got = on(backend, rotate, x, spec_of().at(phases=phases.given(angle)))
     gone = torch.zeros_like(got, dtype=torch.bool)
     gone[1, :, 3, 2 + 4] = gone[1, :, 3, 2 + 4 + PAIRS] = True
     assert got[gone].isnan().all()
@@ -144,7 +143,7 @@ def test_a_position_that_is_lost_on_one_axis_loses_its_token(backend: str) -> No
     at[1, 3] = math.nan
     own = phases.given(angles(1, 1, TOKENS, 4))
     spec, x = RopeSpec(8, axes=Axes.blocks((2, 2))), noise(ROWS, HEADS, TOKENS, 8)
-    lost = rotate(x, spec, positions.multi_axis(at), phases=own, backend=backend).isnan()
+    lost = on(backend, rotate, x, spec.at(positions.multi_axis(at), phases=own)).isnan()
     assert lost[:, :, 3].all()
     assert int(lost.sum()) == ROWS * HEADS * 8
 
@@ -153,7 +152,7 @@ def test_a_position_that_is_lost_on_one_axis_loses_its_token(backend: str) -> No
 @pytest.mark.parametrize("sizes", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
 def test_empty_tensors(sizes: tuple[int, int, int], backend: str) -> None:
     x, angle = leaf(*sizes, DIM), leaf(*sizes, PAIRS)
-    y = rotate(x, spec_of(), phases=phases.given(angle), backend=backend)
+    y = on(backend, rotate, x, spec_of().at(phases=phases.given(angle)))
     (grad,) = torch.autograd.grad(y.sum(), angle)
     assert (y.shape, grad.shape) == (x.shape, angle.shape)
 
@@ -165,7 +164,7 @@ def test_gates_by_fractional_positions_in_transforms(phased: bool) -> None:
     given = phases.given(torch.zeros(1, 1, 3, 2, dtype=torch.float64)) if phased else None
 
     def turned(at: torch.Tensor) -> torch.Tensor:
-        return rotate(x, RopeSpec(4), at, phases=given, gate=gate)
+        return rotate(x, RopeSpec(4).at(at, phases=given), gate=gate)
 
     def of_batch(at: torch.Tensor) -> torch.Tensor:
         return torch.func.vmap(turned)(at[None])[0]
@@ -191,7 +190,7 @@ def test_every_instruction_set_and_number_of_threads(dtype: torch.dtype, interle
     for name, count in itertools.product(DISTINCT_SETS, (1, 3)):
         cpu.use_instruction_set(name)
         torch.set_num_threads(count)
-        y = rotate(x, spec, 9, phases=phases.given(angle))
+        y = rotate(x, spec.at(9, phases=phases.given(angle)))
         found.append((y.detach(), *torch.autograd.grad(y, (x, angle), x.detach())))
     for one in found[1:]:
         assert_same_bits(one, found[0])
@@ -202,14 +201,14 @@ def test_polar_scan_in_chunks_equals_the_scan_of_rotated_tensors() -> None:
     q, k, v = (leaf(1, 2, 12, 8, seed=i) for i in range(3))
     increments = leaf(1, 2, 12, 4, seed=3)
     spec = RopeSpec(8, scaling=Given((0.0,) * 4))
-    turned = rotate_qk(q, k, spec, phases=phases.running(increments))
+    turned = rotate_qk(q, k, spec.at(phases=phases.running(increments)))
     whole, _ = polar_scan(*turned, v, spec, -0.1)
     state = sums = None
     parts = []
     for i in range(0, 12, 5):
         some = [t[:, :, i : i + 5] for t in (q, k, v, increments)]
         own = phases.running(some[3], sums)
-        out, state = polar_scan(*some[:3], spec, -0.1, phases=own, state=state)
+        out, state = polar_scan(*some[:3], spec.at(i, phases=own), -0.1, state=state)
         sums = own.state
         parts.append(out)
     assert_near(torch.cat(parts, 2), whole, "float64 ways")

@@ -223,7 +223,7 @@ def test_only_calls_that_carry_tensors_have_a_list() -> None:
         rotate(X, SPEC, act="silu")
         rotate_(X.clone(), SPEC.at(3))
         rotate(X, SPEC, gate=gates.Exp(VALUES), out=torch.empty_like(X))
-        rotate(X, SPEC, inv_freq=VALUES[:, :3])
+        rotate(X, SPEC.at(inv_freq=VALUES[:, :3]))
         rotate(X, SPEC, act=RMSNorm(VALUES))
     assert [name for name in mode.seen if "tightrope" in name] == [
         *("tightrope.rotate.default", "tightrope.rotate_.default", "tightrope.rotate_into.extras"),

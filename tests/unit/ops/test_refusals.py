@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.helpers import refused
+from tests.support import stated
+from tests.support.helpers import on, refused
 from tests.support.tolerances import assert_same_bits
 from tests.support.written_calls import rows_of, value_of
 from tightrope import RopeSpec, backends, functional, gates, nn, phases, positions
 from tightrope.activations import RMSNorm
 from tightrope.axes import Axes
 from tightrope.backends import cpu
-from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_, write_kv
 
 SPEC, X = RopeSpec(8), torch.zeros(2, 4, 5, 8)
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -34,6 +36,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 CALLS: dict[str, Callable[..., Any]] = {
     **{name: MAKERS[name] for name in ("Exp", "Slope", "Given")},
+    "use": backends.use,
     "Positions": positions.Positions,
     "shard": positions.shard,
     "RMSNorm": RMSNorm,
@@ -57,11 +60,13 @@ def test_a_call(row: dict[str, Any]) -> None:
     kind = {"ValueError": ValueError, "TypeError": TypeError, "IndexError": IndexError}[
         row["error"]
     ]
-    call = CALLS.get(row["call"]) or getattr(functional, row["call"])
+    call: Any = CALLS.get(row["call"]) or getattr(functional, row["call"])
     given = {key: row[key] for key in row.keys() - {"error", "text", "call", "prepared", "spec"}}
     values = {key: value_of(one, MAKERS) for key, one in given.items()}
-    if call in (rotate, rotate_qk):
-        values["spec"] = spec_of(row)
+    if call in (rotate, rotate_qk, write_kv):
+        names = {rotate: ("x",), rotate_qk: ("q", "k"), write_kv: ("q", "k", "v")}[call]
+        where = (values.pop("positions"),) if "positions" in values else ()
+        call = partial(stated.call, call, *map(values.pop, names), spec_of(row), *where)
         if "gate" in values:
             call(**{**values, "gate": None})  # so that the next call may take the fast path
     with pytest.raises(kind, match=f"^{re.escape(row['text'])}"):
@@ -83,7 +88,7 @@ def test_a_forced_backend_that_cannot_run_raises_with_the_reason() -> None:
     reason = backends.why_not()["cpu"] or "the tensor is on meta"
     text = f"[rotate] backend 'cpu' cannot run: {reason} (tensor: float32[2, 4, 5, 8])."
     with refused(NotImplementedError, text):
-        rotate(X.to("meta"), SPEC, backend="cpu")
+        on("cpu", rotate, X.to("meta"), SPEC)
 
 
 # --- gates ----------------------------------------------------------------------------------------
@@ -126,5 +131,5 @@ def test_a_factor_beyond_float32_is_infinite_and_one_below_it_zero(
     for name, backend in [("", "reference"), *((name, None) for name in cpu.instruction_sets())]:
         if name:
             cpu.use_instruction_set(name)
-        y = rotate(torch.ones(1, heads, 4, 64), RopeSpec(64), gate=gate, backend=backend)
+        y = on(backend, rotate, torch.ones(1, heads, 4, 64), RopeSpec(64), gate=gate)
         assert bool((y[:, :, 3:].abs() == (math.inf if slope > 0 else 0.0)).all()), name

@@ -1,4 +1,4 @@
-"""`scale=`: results in 8 bits, compared with an encoder that only shifts integers."""
+"""`cache_scale=`: results in 8 bits, compared with an encoder that only shifts integers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from tests.support.helpers import noise
+from tests.support import stated
+from tests.support.helpers import noise, on
 from tests.support.matrix import every_backend, every_dtype
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, phases, positions
 from tightrope.activations import RMSNorm
-from tightrope.functional import rotate, rotate_qk
+from tightrope.functional import rotate, rotate_qk, write_kv
 from tightrope.gates import Scalar, Slope
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -88,17 +89,19 @@ EVERY = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat
 @pytest.mark.parametrize("scale", [1.0, 0.25, 0.37, 1e-6, 3e4])
 def test_every_bfloat16(scale: float, to: torch.dtype) -> None:
     """In channels that do not rotate, with infinities, and beside 0 in a rotation by no angle."""
-    still, options = RopeSpec(10, rotary_dim=2), {"layout": "sd", "scale": scale}
+    still = RopeSpec(10, rotary_dim=2)
+    options: dict[str, Any] = {"layout": "sd", "cache_scale": scale}
     x = torch.cat((torch.zeros(8192, 2).bfloat16(), EVERY.view(-1, 8)), -1)
-    out = rotate(x, still, out=torch.empty(x.shape, dtype=to), **options)
+    out = torch.empty(x.shape, dtype=to)
+    assert write_kv(None, x, None, still, cache=(out, None), **options) is None
     assert torch.equal(stored(out)[:, 2:], codes(x, scale, to)[:, 2:])
     x = torch.stack((EVERY, torch.zeros_like(EVERY)), -1)
     x = torch.where(x.isinf(), torch.finfo(x.dtype).max, x)  # ∞ · 0 is NaN in a rotation
     want = codes(x, scale, to).masked_fill(x.isnan().any(-1, keepdim=True), -1)
     where = torch.zeros(len(x), dtype=torch.int64)
     for backend, rounding in itertools.product((None, "reference"), ("once", "each")):
-        out, own = torch.empty(x.shape, dtype=to), {"rounding": rounding, "backend": backend}
-        assert rotate(x, RopeSpec(2), where, out=out, **options, **own) is out
+        out, rope = torch.empty(x.shape, dtype=to), RopeSpec(2).at(where, rounding=rounding)
+        on(backend, write_kv, None, x, None, rope, cache=(out, None), **options)
         assert torch.equal(stored(out), want)
 
 
@@ -110,11 +113,11 @@ def test_where_it_rounds(dtype: torch.dtype, to: torch.dtype, backend: str | Non
     x, scale = noise(ROWS, HEADS, 64, DIM, dtype=dtype), 0.11
     found = {}
     for rounding in ("once", "wide", "each"):
-        options: dict[str, Any] = {"backend": backend, "rounding": rounding}
-        out = rotate(x, SPEC, 7, out=torch.empty(x.shape, dtype=to), scale=scale, **options)
+        rope, out = SPEC.at(7, rounding=rounding), torch.empty(x.shape, dtype=to)
+        on(backend, write_kv, None, x, None, rope, cache=(out, None), cache_scale=scale)
         wide = x.float() if rounding == "once" and dtype != torch.float64 else x
         found[rounding] = stored(out)
-        assert torch.equal(found[rounding], codes(rotate(wide, SPEC, 7, **options), scale, to))
+        assert torch.equal(found[rounding], codes(on(backend, rotate, wide, rope), scale, to))
     if dtype == torch.bfloat16:
         assert not torch.equal(found["once"], found["wide"])
 
@@ -131,8 +134,8 @@ def test_keys_and_values_in_slots(layout: str, to: torch.dtype, backend: str | N
     """Each has its own scale, whatever its form; swapped scales are seen. Other bytes stay as they are."""
     order = ["bhsd".index(letter) for letter in layout]
     q, k, v = Q.bfloat16(), K.bfloat16(), noise(ROWS, HEADS + 1, TOKENS, 7, seed=2).bfloat16()
-    want_q = rotate(q, SPEC, 3, backend=backend)
-    keys = codes(rotate(k.float(), SPEC, 3, backend=backend), 0.5, to)
+    want_q = on(backend, rotate, q, SPEC, 3)
+    keys = codes(on(backend, rotate, k.float(), SPEC, 3), 0.5, to)
     values = codes(v, 3.0, to)
     for scale in ((0.5, 3.0), (torch.tensor(0.5), torch.tensor([3.0], dtype=torch.float64))):
         shapes = (4, HEADS, 3, DIM + 4), (4, HEADS + 1, 3, 9)
@@ -140,11 +143,9 @@ def test_keys_and_values_in_slots(layout: str, to: torch.dtype, backend: str | N
         own = memory[0][..., 2:-2], memory[1][..., 1:-1]
         q_out = torch.empty_like(q)
         q_in, k_in, v_in, out, cache, of_values = (x.permute(order) for x in (q, k, v, q_out, *own))
-        options: dict[str, Any] = {"layout": layout, "scale": scale, "backend": backend}
-        options |= {"slots": SLOTS, "values": (v_in, of_values)}
-        got = rotate_qk(q_in, k_in, SPEC, 3, out=(out, cache), **options)
-        assert got[0] is out
-        assert got[1] is cache
+        options: dict[str, Any] = {"layout": layout, "cache_scale": scale, "slots": SLOTS}
+        options |= {"cache": (cache, of_values), "out": out}
+        assert on(backend, write_kv, q_in, k_in, v_in, SPEC, 3, **options) is out
         assert_same_bits(q_out, want_q)
         there = SLOTS >= 0
         rest = sorted(set(range(12)) - set(SLOTS[there].tolist()))
@@ -160,7 +161,8 @@ def test_keys_and_values_in_slots(layout: str, to: torch.dtype, backend: str | N
 def test_packed_keys_in_pages_and_one_scale_for_both() -> None:
     k, v, slots = K[0].transpose(0, 1), noise(TOKENS, 1, 6).float(), SLOTS[0]
     pages, of_values = (torch.zeros(4, 3, *x.shape[1:], dtype=E4M3) for x in (k, v))
-    rotate(k, SPEC, layout="thd", out=pages, slots=slots, values=(v, of_values), scale=2)
+    cache = pages, of_values
+    write_kv(None, k, v, SPEC, layout="thd", cache=cache, slots=slots, cache_scale=2)
     for x, cache in ((rotate(k, SPEC, layout="thd"), pages), (v, of_values)):
         found = stored(cache).flatten(0, 1)[slots[slots >= 0]]
         assert torch.equal(found, codes(x, 2.0, E4M3)[slots >= 0])
@@ -170,7 +172,7 @@ def test_q_may_be_its_own_out_and_no_slots_are_needed() -> None:
     q, k = Q.bfloat16(), K.bfloat16()
     want = rotate(q, SPEC), codes(rotate(k.float(), SPEC), 0.7, E5M2)
     out = torch.empty(ROWS, HEADS, TOKENS, 2 * DIM, dtype=E5M2)[..., ::2]
-    rotate_qk(q, k, SPEC, out=(q, out), scale=0.7)
+    assert write_kv(q, k, None, SPEC, cache=(out, None), out=q, cache_scale=0.7) is q
     assert_same_bits(q, want[0])
     assert torch.equal(stored(out), want[1])
 
@@ -181,30 +183,28 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gates": {"act": "silu", "gate": (Scalar(0.5), Slope(torch.full((DIM,), 0.1)))},
     "phases": {"phases": (None, phases.given(noise(1, 1, TOKENS, 1)))},
     "frequencies": {"inv_freq": torch.rand(6, generator=torch.Generator().manual_seed(0))},
-    "inverse": {"inverse": True},
     "positions of heads": {"positions": IDS},
-    "stack": {"spec": RopeSpec(DIM).at(7, stack="transformers")},
+    "stack": {"stack": "transformers"},
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_with_everything_else(options: dict[str, Any]) -> None:
     """q is what it is without a scale; k gets its own part of a pair."""
-    given: dict[str, Any] = {"spec": SPEC, **options}
-    if "spec" not in options and "positions" not in options:
-        given["positions"] = 3
-    q = K * 2
-    out = torch.empty_like(q), torch.empty(K.shape, dtype=E4M3)
-    rotate_qk(q, K, out=out, scale=0.25, **given)
-    want = rotate_qk(q, K, **given)
-    assert_same_bits(out[0], want[0])
-    assert torch.equal(stored(out[1]), codes(want[1], 0.25, E4M3))
+    given = dict(options)
+    spec = RopeSpec(DIM) if "stack" in options else SPEC
+    rope, q, out = (spec, given.pop("positions", 3)), K * 2, torch.empty(K.shape, dtype=E4M3)
+    got = stated.call(write_kv, q, K, None, *rope, cache=(out, None), cache_scale=0.25, **given)
+    want = stated.call(rotate_qk, q, K, *rope, **given)
+    assert_same_bits(got, want[0])
+    assert torch.equal(stored(out), codes(want[1], 0.25, E4M3))
 
 
 @pytest.mark.parametrize("slots", [None, SLOTS])
 def test_compiled(slots: torch.Tensor | None) -> None:
     def step(k: torch.Tensor, cache: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        rotate(k + 1, SPEC, 3, out=cache, slots=slots, scale=scale)
+        to: dict[str, Any] = {"cache": (cache, None), "slots": slots, "cache_scale": scale}
+        write_kv(None, k + 1, None, SPEC, 3, **to)
         return k * 2
 
     k, scale = K.bfloat16(), torch.tensor(0.3)
@@ -219,20 +219,18 @@ def test_compiled(slots: torch.Tensor | None) -> None:
 
 
 def test_transforms_and_tangents_are_refused() -> None:
-    out, text = (
-        torch.empty(K.shape, dtype=E4M3),
-        "scale cannot be used in a transform of torch.func",
-    )
+    to: dict[str, Any] = {"cache": (torch.empty(K.shape, dtype=E4M3), None), "cache_scale": 1.0}
+    text = "cache_scale cannot be used in a transform of torch.func"
     with pytest.raises(NotImplementedError, match=text):
-        torch.func.vmap(lambda k: rotate(k, SPEC, out=out, scale=1.0))(K[None])
+        torch.func.vmap(lambda k: write_kv(None, k, None, SPEC, **to))(K[None])
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=text):
-        rotate(forward_ad.make_dual(K, K), SPEC, out=out, scale=1.0)
+        write_kv(None, forward_ad.make_dual(K, K), None, SPEC, **to)
 
 
 def test_nothing_is_written_by_a_refused_call() -> None:
     q, cache = K.clone(), torch.zeros(4, HEADS, 3, DIM, dtype=E4M3)
     for slots in (SLOTS + 1, SLOTS[:1]):
         with pytest.raises((ValueError, IndexError)):
-            rotate_qk(q, K, SPEC, out=(q, cache), slots=slots, scale=1.0)
+            write_kv(q, K, None, SPEC, cache=(cache, None), slots=slots, out=q, cache_scale=1.0)
     assert torch.equal(q, K)
     assert not bool(stored(cache).any())

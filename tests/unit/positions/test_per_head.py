@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.helpers import noise
+from tests.support.helpers import noise, on
 from tests.support.matrix import INDUCTOR, every_backend
 from tests.support.tolerances import assert_each, assert_near, assert_same_bits
 from tests.support.triton.cases import DEVICE, kernels_in_place, needs_triton
 from tightrope import RopeSpec, phases, positions
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK
-from tightrope.functional import rerotate, rerotate_, rotate, rotate_qk
+from tightrope.functional import rerotate, rerotate_, rotate, rotate_qk, write_kv
 from tightrope.ops import schema
 from tightrope.ops.schema import Options
 from tightrope.positions import Positions, concatenate, explicit, per_head, shard
@@ -56,8 +56,8 @@ def test_ids_of_every_type(dtype: torch.dtype, backend: str | None) -> None:
     ids, x = kept(dtype), x_of()
     strided = ids.transpose(1, 2).contiguous().transpose(1, 2)
     for own, where in ((ids, ids), (ids, strided), (ids[:1], ids[0])):
-        want = by_loop(x, lambda one, at: rotate(one, SPEC, at, backend=backend), own)
-        assert_same_bits(rotate(x, SPEC, per_head(where), backend=backend), want)
+        want = by_loop(x, lambda one, at: on(backend, rotate, one, SPEC, at), own)
+        assert_same_bits(on(backend, rotate, x, SPEC, per_head(where)), want)
     tables = zip(*[SPEC.cos_sin(ids[:, h], dtype=torch.float64) for h in range(HEADS)], strict=True)
     wanted = [torch.stack(table, 1) for table in tables]
     assert_same_bits(SPEC.cos_sin(per_head(ids), dtype=torch.float64), wanted)
@@ -68,16 +68,20 @@ def test_lost_positions_and_the_longest_of_a_row(backend: str | None) -> None:
     """A position that is NaN loses the pairs of its own head and token, and no others."""
     ids = kept(torch.float64)
     ids[1, 2, 3] = torch.nan
-    lost = rotate(x_of(), SPEC, per_head(ids), backend=backend).isnan()
+    lost = on(backend, rotate, x_of(), SPEC, per_head(ids)).isnan()
     assert bool(lost[1, 2, 3, 2 : 2 + 2 * PAIRS].all())
     assert int(lost.sum()) == 2 * PAIRS
     spec, ids = spec_of(scaling=DynamicNTK(2.0, original_max_position=64)), kept()
     ids[1] %= 50
     ids[:, :, 0] = 0
-    options: dict[str, Any] = {"seq_len": ids.amax((1, 2)) + 1, "backend": backend}
-    want = by_loop(x_of(), lambda one, at: rotate(one, spec, at, **options), ids)
+
+    def alone(one: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return on(backend, rotate, one, spec.at(at, seq_len=longest))
+
+    longest = ids.amax((1, 2)) + 1
+    want = by_loop(x_of(), alone, ids)
     for rope, at in ((spec, per_head(ids)), (spec.at(per_head(ids)), None)):
-        assert_same_bits(rotate(x_of(), rope, at, backend=backend), want)
+        assert_same_bits(on(backend, rotate, x_of(), rope, at), want)
 
 
 @every_backend
@@ -87,9 +91,9 @@ def test_several_coordinates(backend: str | None) -> None:
     where = Positions(ids.transpose(2, 3), add_index=False)
 
     def turn(one: torch.Tensor, *at: torch.Tensor) -> torch.Tensor:
-        return rotate(one, spec, positions.multi_axis(torch.stack(at)), backend=backend)
+        return on(backend, rotate, one, spec, positions.multi_axis(torch.stack(at)))
 
-    assert_same_bits(rotate(x, spec, where, backend=backend), by_loop(x, turn, *ids))
+    assert_same_bits(on(backend, rotate, x, spec, where), by_loop(x, turn, *ids))
 
 
 @every_backend
@@ -97,16 +101,16 @@ def test_several_coordinates(backend: str | None) -> None:
 def test_rerotate(to: RopeSpec, backend: str | None) -> None:
     """Each head closes its own gaps, from and to positions with heads or without."""
     old, new = kept(), torch.arange(TOKENS)
-    k = rotate(x_of(torch.float64), SPEC, per_head(old), backend=backend)
+    k = on(backend, rotate, x_of(torch.float64), SPEC, per_head(old))
     with_heads, without = (old, per_head(old)), (new.expand_as(old), new)
     for (a, at), (b, to_at) in (
         (with_heads, without),
         (without, with_heads),
         (with_heads, with_heads),
     ):
-        want = by_loop(k, lambda one, *ab: rerotate(one, SPEC, to, *ab, backend=backend), a, b)
+        want = by_loop(k, lambda one, *ab: on(backend, rerotate, one, SPEC, to, *ab), a, b)
         for change in (rerotate, rerotate_):
-            assert_same_bits(change(k.clone(), SPEC, to, at, to_at, backend=backend), want)
+            assert_same_bits(on(backend, change, k.clone(), SPEC, to, at, to_at), want)
 
 
 def test_rewriting() -> None:
@@ -157,9 +161,9 @@ def test_triton(learned: int | None, floating: bool) -> None:
     own = phases.given(torch.ones(1, 1, TOKENS, 1, device=DEVICE))
 
     def found(backend: str | None) -> list[torch.Tensor]:
-        ys = rotate_qk(*xs, SPEC, per_head(ids), inv_freq=inv_freq, backend=backend)
+        ys = on(backend, rotate_qk, *xs, SPEC.at(per_head(ids), inv_freq=inv_freq))
         loss = sum(y.square().cumsum(2).sum() for y in ys)
-        phased = rotate(xs[0].detach(), SPEC, per_head(ids.detach()), phases=own)
+        phased = rotate(xs[0].detach(), SPEC.at(per_head(ids.detach()), phases=own))
         return [*ys, *torch.autograd.grad(loss, inputs), phased]
 
     slots = torch.tensor([[7, 2, -1, 0, 11], [5, 4, 3, 9, -1]], device=DEVICE)
@@ -167,9 +171,10 @@ def test_triton(learned: int | None, floating: bool) -> None:
     with kernels_in_place():
         by_kernel = found(None)
         # The same frequencies, so that the bits are those of the plain call.
-        options = {"layout": "bshd", "inv_freq": None if learned is None else inv_freq.detach()}
-        k, where = xs[0].detach().transpose(1, 2), per_head(ids.detach())
-        rotate(k, SPEC, where, out=cache, slots=slots, **options)
+        own_freq = None if inv_freq is None else inv_freq.detach()
+        rope = SPEC.at(per_head(ids.detach()), inv_freq=own_freq)
+        k = xs[0].detach().transpose(1, 2)
+        write_kv(None, k, None, rope, cache=(cache, None), slots=slots, layout="bshd")
     there = slots >= 0
     entries = cache.flatten(0, 1)[slots[there]]
     assert_same_bits(entries, by_kernel[0].detach().transpose(1, 2)[there])

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.support.helpers import on
 from tests.support.matrix import every_backend
 from tests.support.resolved import flat, resolve
 from tests.support.tolerances import assert_same_bits
@@ -164,7 +165,7 @@ def test_every_kind_equals_its_ids_bit_for_bit(
     spec, x, where = spec_for(len(wanted)), x_for(wanted, dtype).requires_grad_(), make(INPUTS)
     weight, results = torch.randn(x.shape).to(dtype), []
     for rope, at in ((spec, where), (spec.at(where), None), (spec, Positions(ids, 0, False))):
-        y = rotate(x, rope, at, backend=backend)
+        y = on(backend, rotate, x, rope, at)
         results.append((y, *torch.autograd.grad(y, x, weight)))
     for made in results[:2]:
         assert_same_bits(made, results[2])
@@ -217,7 +218,7 @@ def test_gradients_reach_fractional_positions(make: Any, backend: str) -> None:
     p = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
     spec = spec_for(as_positions(make(p)).axes)
     x = torch.randn(2, 1, 8, 20, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, p: rotate(x, spec, make(p), backend=backend), (x, p))
+    assert torch.autograd.gradcheck(lambda x, p: on(backend, rotate, x, spec, make(p)), (x, p))
 
 
 # --- the canonical form ---------------------------------------------------------------------------

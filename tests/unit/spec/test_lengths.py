@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 
+from tests.support import stated
 from tests.support.by_length import (
     RULES,
     TRAINED,
@@ -22,7 +23,7 @@ from tests.support.by_length import (
     every_rule,
     spec_of,
 )
-from tests.support.helpers import noise
+from tests.support.helpers import noise, on
 from tests.support.matrix import every_backend
 from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec, positions
@@ -72,16 +73,16 @@ def test_each_row_gets_what_it_would_get_alone(
     x = noise(2, 2, max(lengths) + 1 if "padded" in way else 1, 12)
     for prepared in (False, True):
         where, seq_len = ways(lengths)[way]
-        stated = {} if prepared else {"seq_len": seq_len}
-        rope = spec.at(where, seq_len=seq_len) if prepared else spec
-        y = rotate(x, rope, None if prepared else where, **stated)
+        if not prepared and seq_len is not None:
+            continue  # a length is stated in a prepared rotation
+        y = rotate(x, spec.at(where, seq_len=seq_len)) if prepared else rotate(x, spec, where)
         for row, length in enumerate(lengths):
             last = x[row : row + 1, :, -1:]
             assert_same_bits(y[row : row + 1, :, -1:], rotate(last, fresh, length - 1))
             assert_exact(y[row, :, -1:], last[0], spec, [length - 1], length)
     for layout, dims in (("bshd", (0, 2, 1, 3)), ("sbhd", (2, 0, 1, 3))):
         where, seq_len = ways(lengths)[way]
-        moved = rotate(x.permute(dims), spec, where, seq_len=seq_len, layout=layout)
+        moved = rotate(x.permute(dims), spec.at(where, seq_len=seq_len), layout=layout)
         assert_same_bits(moved, y.permute(dims))
 
 
@@ -136,7 +137,7 @@ def test_the_length_is_the_largest_position_plus_1(
     if length > 2:
         spec = trained_on(rule, min(length - 1, limit))
         y = rotate(x, spec, where)
-        assert_same_bits(y, rotate(x, spec, where, seq_len=length))
+        assert_same_bits(y, rotate(x, spec.at(where, seq_len=length)))
         assert length > limit or not torch.equal(y, within)
 
 
@@ -166,7 +167,7 @@ def test_nothing_to_rotate(rule: str) -> None:
         ((2, 1, 0, 12), zeros, 0),
         ((2, 0, 1, 12), 5000, None),
     ):
-        assert rotate(torch.zeros(shape), spec, where, seq_len=seq_len).shape == shape
+        assert rotate(torch.zeros(shape), spec.at(where, seq_len=seq_len)).shape == shape  # type: ignore[arg-type]
     x, still = noise(1, 8), RopeSpec(8, rotary_dim=0, scaling=DynamicNTK(2.0, TRAINED))
     assert_same_bits(rotate(x, still, 9000, layout="sd"), x)
 
@@ -175,7 +176,7 @@ def test_nothing_to_rotate(rule: str) -> None:
 def test_the_largest_coordinate_on_any_axis_is_the_last_position(rule: str) -> None:
     spec, x = RopeSpec(8, scaling=RULES[rule], axes=Axes.sections((2, 1, 1))), noise(1, 1, 2, 8)
     where = positions.multi_axis(torch.tensor([[0, 1], [5000, 5999], [7, 8]]))
-    assert_same_bits(rotate(x, spec, where), rotate(x, spec, where, seq_len=6000))
+    assert_same_bits(rotate(x, spec, where), rotate(x, spec.at(where, seq_len=6000)))
     offset = positions.text(positions.per_row(torch.tensor([5999])), axes=3)
     text = positions.text(torch.tensor([5999]), axes=3)
     assert_same_bits(rotate(x[:, :, :1], spec, offset), rotate(x[:, :, :1], spec, text))
@@ -206,7 +207,7 @@ def assert_tokens_alone(y: torch.Tensor, x: torch.Tensor, spec: RopeSpec, at: to
     """Assert that the first and the last token [tokens, heads, channels] are rotated as in a sequence of 700."""
     for token in (0, len(x) - 1):
         one = slice(token, token + 1) if token else slice(0, 1)
-        alone = rotate(x[one], spec, int(at.flatten()[token]), layout="thd", seq_len=700)
+        alone = rotate(x[one], spec.at(int(at.flatten()[token]), seq_len=700), layout="thd")
         assert_same_bits(y[one], alone)
 
 
@@ -224,7 +225,7 @@ def test_packed_sequences_need_one_length_for_all(name: str) -> None:
     for operation, phrase, call in calls:
         with pytest.raises(ValueError, match=rf"^\[{operation}\] {phrase}"):
             call()
-    stated = rotate(x, SHORT, where, layout="thd", seq_len=700)
+    stated = rotate(x, SHORT.at(where, seq_len=700), layout="thd")
     assert_tokens_alone(stated, x, SHORT, where.ids + where.offset)
     # If all sequences are short, they have the same frequencies.
     short = rotate(x, RopeSpec(8, scaling=DynamicNTK(2.0, 9999)), where, layout="thd")
@@ -238,7 +239,7 @@ def test_packed_sequences_on_a_device_need_a_length() -> None:
         rotate(x, SHORT, where, layout="thd")
     with pytest.raises(ValueError, match=NO_ROWS):
         rotate(x, SHORT, where.ids[0, 0], layout="thd")  # type: ignore[index]
-    assert rotate(x, SHORT, where, layout="thd", seq_len=700).shape == x.shape
+    assert rotate(x, SHORT.at(where, seq_len=700), layout="thd").shape == x.shape
     one = positions.packed(torch.tensor([0, 6], device="meta"), total=6)
     assert rotate(x, SHORT, one, layout="thd").shape == x.shape
 
@@ -254,7 +255,7 @@ def test_the_positions_of_one_rank_do_not_tell_the_length(
         rotate(x, SHORT, where, layout="thd")
     with pytest.raises(ValueError, match=rf"^\[at\] {phrase}"):
         SHORT.at(where, stack="transformers")
-    y = rotate(x, SHORT, where, layout="thd", seq_len=700)
+    y = rotate(x, SHORT.at(where, seq_len=700), layout="thd")
     assert_tokens_alone(y, x, SHORT, where.ids)
 
 
@@ -333,7 +334,7 @@ def test_a_prompt_in_chunks_with_its_length_is_the_whole(rule: str) -> None:
         end = min(first + size, total)
         for where in (first, torch.arange(first, end), torch.arange(first, end).expand(2, -1)):
             part = x[:, :, first:end].clone()
-            assert_same_bits(rotate(part, spec, where, seq_len=total), whole[:, :, first:end])
+            assert_same_bits(rotate(part, spec.at(where, seq_len=total)), whole[:, :, first:end])
             rotate_(part, spec.at(where, seq_len=total))
             assert_same_bits(part, whole[:, :, first:end])
 
@@ -353,7 +354,7 @@ def test_what_is_one_sequence_needs_no_length() -> None:
     image = positions.mrope([10, (1, 4, 6), 5])
     x, length = noise(1, 1, image.ids.shape[2], 8), int(image.ids.max()) + 1  # type: ignore[union-attr]
     assert length > 16
-    assert_same_bits(rotate(x, spec, image), rotate(x, spec, image, seq_len=length))
+    assert_same_bits(rotate(x, spec, image), rotate(x, spec.at(image, seq_len=length)))
     with pytest.raises(ValueError, match="start again"):
         rotate(torch.cat((x, x), 2), spec, positions.concatenate([image, image]))
 
@@ -389,13 +390,13 @@ def test_the_rotated_channels_are_scaled(name: str, interleaved: bool, backend: 
     turned = {}
     for inverse in (False, True):
         options: dict[str, Any] = {"inverse": inverse, "backend": backend}
-        y = turned[inverse] = rotate(x, spec, where, **options)
+        y = turned[inverse] = stated.call(rotate, x, spec, where, **options)
         assert_exact(y, x, spec, [where], length, inverse=inverse)
         assert_same_bits(y[..., [0, 1, 10, 11]], x[..., [0, 1, 10, 11]])
-        assert_same_bits(rotate_(x.clone(), spec, where, **options), y)
-        assert_same_bits(rotate(x, spec, where, out=torch.empty_like(x), **options), y)
-        assert_same_bits(rotate(x, spec.at(where), **options), y)
-    back = rotate(turned[False], spec, where, inverse=True, backend=backend)
+        assert_same_bits(stated.call(rotate_, x.clone(), spec, where, **options), y)
+        assert_same_bits(stated.call(rotate, x, spec, where, out=torch.empty_like(x), **options), y)
+        assert_same_bits(stated.call(rotate, x, spec.at(where), **options), y)
+    back = on(backend, rotate, turned[False], spec, where, inverse=True)
     assert_near(back, x, "float64 ways")
 
 
@@ -408,6 +409,6 @@ def test_rows_of_unequal_factors_are_refused_together() -> None:
         (0, torch.tensor([4096, 4097])),
     ):
         with pytest.raises(NotImplementedError, match=r"one attention scaling but got 1\.25, 1\.5"):
-            rotate(x, spec, where, seq_len=seq_len)
+            rotate(x, spec.at(where, seq_len=seq_len))
     y = rotate(x, spec, positions.per_row(torch.tensor([4999, 5000])))
     assert_same_bits(y[1:], rotate(x[1:], spec, 5000))

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support import stated
 from tightrope import RopeSpec, frequencies, gates, positions, stacks
 from tightrope.activations import RMSNorm
 from tightrope.functional import apply_rotary_pos_emb, rotate, rotate_qk, rotate_qk_
@@ -72,7 +73,7 @@ LONG = RopeSpec(16, scaling=frequencies.LongRoPE([1.0] * 8, [2.0] * 8, 4, factor
 
 
 def turn(spec: Any = SPEC, where: Any = None, **options: Any) -> Callable[[], Any]:
-    return lambda: rotate_qk(Q, K, spec, where, **options)
+    return lambda: stated.call(rotate_qk, Q, K, spec, where, **options)
 
 
 CALLS: dict[str, Callable[[], Any]] = {
@@ -92,7 +93,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "learned": turn(SPEC, 7, inv_freq=on_device(8)),
     "tables": lambda: apply_rotary_pos_emb(Q, K, on_device(2, 6, 16), on_device(2, 6, 16)),
     "in place": lambda: rotate_qk_(Q, K, SPEC, 7, gate=XPOS),
-    **{name: turn(SPEC.at(IDS, DEVICE, stack=name)) for name in stacks.names()},
+    **{name: turn(SPEC.at(IDS, device=DEVICE, stack=name)) for name in stacks.names()},
 }
 for name, spec in {"dynamic NTK": DYNAMIC, "LongRoPE": LONG}.items():
     CALLS[f"{name}, ids"] = turn(spec, IDS)
@@ -146,7 +147,7 @@ def test_a_backward_pass_copies_nothing(name: str) -> None:
     q, k, *learned = leaves
 
     def step() -> None:
-        y, z = rotate_qk(q, k, SPEC, IDS, **LEARNED[name](*learned))
+        y, z = stated.call(rotate_qk, q, k, SPEC, IDS, **LEARNED[name](*learned))
         torch.autograd.grad(y.sum() + z.sum(), leaves, allow_unused=True)
 
     step()

@@ -84,17 +84,14 @@ test_tables = refusals(
 test_lengths = refusals(
     ValueError={
         "[rotate] seq_len must be one length but got 2 (layout 'thd' has no rows)": (
-            lambda: rotate(X[0], LONG, seq_len=torch.tensor([2, 3]), layout="thd")
-        ),
-        "[rotate] seq_len must be None with a prepared rotation": (
-            lambda: rotate(X, BY_LENGTH.at(), seq_len=5)
+            lambda: rotate(X[0], LONG.at(seq_len=torch.tensor([2, 3])), layout="thd")
         ),
         "[rotate] seq_len must be one length, or one for each of 2 rows, but got 3": [
-            lambda lengths=lengths: rotate(X, BY_LENGTH, seq_len=lengths)
+            lambda lengths=lengths: rotate(X, BY_LENGTH.at(seq_len=lengths))
             for lengths in ([5000, 6000, 7000], [5, 6, 7])
         ],
         "[seq_len] lengths must have data but are on the meta device": (
-            lambda: rotate(X, BY_LENGTH, seq_len=torch.tensor(5, device=META))
+            lambda: rotate(X, BY_LENGTH.at(seq_len=torch.tensor(5, device=META)))
         ),
         "[seq_len] a length must not be negative": lambda: BY_LENGTH.cos_sin(seq_len=-1),
     },

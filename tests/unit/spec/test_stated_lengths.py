@@ -14,6 +14,7 @@ from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, positions
 from tightrope.frequencies import DynamicNTK, YaRN
 from tightrope.functional import polar_scan, rerotate, rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.nn import RotaryEmbedding
 
 META = torch.device("meta")
 PLAIN = {"none": RopeSpec(12, rotary_dim=8, start=2), "yarn": spec_of(YaRN(4.0, TRAINED))}
@@ -44,13 +45,8 @@ def test_invalid_lengths_are_refused_by_every_rule(
     """Also by those that do not depend on the length."""
     spec, x = SPECS[rule], noise(2, 1, 3, 12)
     calls: list[Callable[[], object]] = [
-        lambda: rotate(x, spec, seq_len=seq_len),
-        lambda: rotate_(x.clone(), spec, seq_len=seq_len),
-        lambda: rotate_qk(x, x, spec, seq_len=seq_len),
-        lambda: rerotate(x, spec, spec, from_seq_len=9, to_seq_len=seq_len),
-        lambda: rerotate(x, spec, spec, from_seq_len=seq_len, to_seq_len=9),
-        lambda: polar_scan(x, x, x, spec, seq_len=seq_len),
         lambda: spec.at(seq_len=seq_len),
+        lambda: RotaryEmbedding(spec)(x, x, seq_len=seq_len),
         lambda: spec.words_for(seq_len),
         lambda: spec.attention_scaling(seq_len),
     ]
@@ -68,15 +64,15 @@ def test_invalid_lengths_are_refused_by_every_rule(
 def test_integers_of_every_library_are_lengths(rule: str) -> None:
     """One for all rows, or one for each; without a rule by length, they change nothing."""
     spec, x = SPECS[rule], noise(2, 2, 3, 12)
-    wanted = rotate(x, spec, 9, seq_len=6000)
-    assert torch.equal(wanted, rotate(x, spec, 9, seq_len=4000)) == (rule in PLAIN)
-    kinds: list[Callable[[int], Any]] = [numpy.array, numpy.int32, numpy.uint64, torch.tensor]
-    for kind in (*kinds, lambda n: [n, n], lambda n: iter([n, n])):
+    wanted = rotate(x, spec.at(9, seq_len=6000))
+    assert torch.equal(wanted, rotate(x, spec.at(9, seq_len=4000))) == (rule in PLAIN)
+    for kind in (numpy.array, numpy.int32, numpy.uint64, torch.tensor, lambda n: [n, n], iter):
+        if kind is iter:
+            kind = lambda n: iter([n] * 2)  # noqa: E731
         for y in (
-            rotate(x, spec, 9, seq_len=kind(6000)),
-            rotate_(x.clone(), spec, 9, seq_len=kind(6000)),
-            *rotate_qk(x, x, spec, 9, seq_len=kind(6000)),
             rotate(x, spec.at(9, seq_len=kind(6000))),
+            rotate_(x.clone(), spec.at(9, seq_len=kind(6000))),
+            *rotate_qk(x, x, spec.at(9, seq_len=kind(6000))),
         ):
             assert_same_bits(y, wanted)
         assert spec.attention_scaling(kind(6000)) == spec.attention_scaling(6000)
@@ -87,9 +83,9 @@ def test_integers_of_every_library_are_lengths(rule: str) -> None:
 def test_numbers_of_numpy_compile(rule: str, seq_len: Any) -> None:
     spec, x = SPECS[rule], noise(2, 2, 3, 12, dtype=torch.float32)
     call = torch.compile(
-        lambda x, n: rotate(x, spec, 9, seq_len=n), backend="eager", fullgraph=True
+        lambda x, n: rotate(x, spec.at(9, seq_len=n)), backend="eager", fullgraph=True
     )
-    torch.testing.assert_close(call(x, seq_len), rotate(x, spec, 9, seq_len=seq_len))
+    torch.testing.assert_close(call(x, seq_len), rotate(x, spec.at(9, seq_len=seq_len)))
 
 
 # --- positions beyond the stated length -----------------------------------------------------------
@@ -116,8 +112,10 @@ PASSED: dict[str, tuple[positions.PositionsLike, Any, int, int | None, Any]] = {
 def too_small(least: int, row: int | None = None, of: str = "rotate") -> Any:
     """Expect the error for a length below the least one."""
     of_row = "" if row is None else f" of row {row}"
-    rule = rf"seq_len must be at least {least}, the largest position{of_row} plus 1"
-    return pytest.raises(ValueError, match=rf"^\[{of}\] (from_|to_)?{rule}")
+    rule = (
+        rf"seq_len( of old| of new)? must be at least {least}, the largest position{of_row} plus 1"
+    )
+    return pytest.raises(ValueError, match=rf"^\[{of}\] {rule}")
 
 
 @pytest.mark.parametrize("case", PASSED)
@@ -127,25 +125,26 @@ def test_positions_beyond_the_length_are_refused(rule: str, case: str) -> None:
     spec, x = spec_of(rule), noise(2, 1, 3, 12)
     given = positions.as_positions(where)
     explicit = given.ids is not None and not given.add_index
+    short, long = (lambda n=n: spec.at(where, seq_len=n) for n in (small, 2**40))
     calls: dict[str, Callable[[], object]] = {
-        "rotate": lambda: rotate(x, spec, where, seq_len=small),
-        "rotate_": lambda: rotate_(x, spec, where, seq_len=small),
-        "rotate_qk": lambda: rotate_qk(x, x, spec, where, seq_len=small),
-        "rotate_qk_": lambda: rotate_qk_(x, x.clone(), spec, where, seq_len=small),
-        "polar_scan": lambda: polar_scan(x, x, x, spec, positions=where, seq_len=small),
-        "at" if explicit else "rotate ": lambda: rotate(x, spec.at(where, seq_len=small)),
-        "rerotate": lambda: rerotate(x, spec, spec, where, from_seq_len=small, to_seq_len=2**40),
-        "rerotate ": lambda: rerotate(x, spec, spec, where, from_seq_len=2**40, to_seq_len=small),
+        "rotate": lambda: rotate(x, short()),
+        "rotate_": lambda: rotate_(x, short()),
+        "rotate_qk": lambda: rotate_qk(x, x, short()),
+        "rotate_qk_": lambda: rotate_qk_(x, x.clone(), short()),
+        "polar_scan": lambda: polar_scan(x, x, x, short()),
+        "rerotate": lambda: rerotate(x, short(), long()),
+        "rerotate ": lambda: rerotate(x, long(), short()),
     }
     if given.packed:
         calls.pop("polar_scan")  # takes one sequence in each row
     kept = x.clone()
     for operation, call in calls.items():
-        with too_small(least, row, operation.strip()):
+        # The tokens of ids are known at once.
+        with too_small(least, row, "at" if explicit else operation.strip()):
             call()
     assert_same_bits(x, kept)
     for stated, length in ((spec, enough), (PLAIN["yarn"], small)):  # YaRN takes any length
-        assert rotate(x, stated, where, seq_len=length).shape == x.shape
+        assert rotate(x, stated.at(where, seq_len=length)).shape == x.shape
         rotate(x, stated.at(where, seq_len=length))
 
 
@@ -185,9 +184,9 @@ def test_ids_that_change_are_compared_again(rule: str) -> None:
             rotate(x, ropes[1])
         starts.numpy()[:] -= 1
         ids.numpy()[:] += 9
-        moved = rotate(x, spec, positions.per_row(starts), seq_len=12)
+        moved = rotate(x, spec.at(positions.per_row(starts), seq_len=12))
         assert_same_bits(rotate(x, ropes[0]), moved)
-        assert_same_bits(rotate(x, ropes[1]), rotate(x, spec, 9, seq_len=12))
+        assert_same_bits(rotate(x, ropes[1]), rotate(x, spec.at(9, seq_len=12)))
         starts.numpy()[:] += 2
         ids.numpy()[:] += 1
         for rope, row in zip(ropes * 2, (1, None) * 2):
@@ -202,8 +201,8 @@ def test_lost_and_negative_positions_exceed_no_length(rule: str) -> None:
     spec, x = spec_of(rule), noise(1, 1, 3, 12)
     nan, inf = float("nan"), float("inf")
     for ids in ([nan, 4.0, inf], [nan] * 3, [-9.0, -inf, 4.0]):
-        rotate(x, spec, torch.tensor(ids), seq_len=5)
-    rotate(x, spec, -9, seq_len=0)
+        rotate(x, spec.at(torch.tensor(ids), seq_len=5))
+    rotate(x, spec.at(-9, seq_len=0))
 
 
 @every_rule
@@ -211,12 +210,12 @@ def test_checks_do_not_wait_for_a_device(rule: str) -> None:
     """Positions are not compared with seq_len if either is on a device: reading it would wait."""
     spec, x = spec_of(rule), torch.empty(2, 1, 3, 12, device=META)
     ids = torch.tensor([9, 10, 11])
-    rotate(x, spec, ids.to(META), seq_len=3)
-    rotate(x, spec, 9, seq_len=torch.tensor(3, device=META))
-    rotate(x, spec, positions.per_row(torch.tensor([9, 9], device=META)), seq_len=3)
-    for where in (9, ids):
-        with too_small(12):
-            rotate(x, spec, where, seq_len=3)
+    rotate(x, spec.at(ids.to(META), seq_len=3))
+    rotate(x, spec.at(9, device=META, seq_len=torch.tensor(3, device=META)))
+    rotate(x, spec.at(positions.per_row(torch.tensor([9, 9], device=META)), seq_len=3))
+    for where, of in ((9, "rotate"), (ids, "at")):
+        with too_small(12, of=of):
+            rotate(x, spec.at(where, device=META, seq_len=3))
     # The copy on the device does not follow changes of the original.
     starts = torch.tensor([9])
     rope = spec.at(positions.per_row(starts), device=META, seq_len=12)

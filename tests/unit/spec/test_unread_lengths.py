@@ -56,7 +56,7 @@ def test_one_graph_for_all_lengths(rule: str, dynamic: bool | None, kind: str) -
     by_row = "row" in kind or "tensor" in kind
 
     def turn(x: torch.Tensor, where: Any, seq_len: Any) -> torch.Tensor:
-        return rotate(x, spec, where, seq_len=seq_len)
+        return rotate(x, spec.at(where, seq_len=seq_len))
 
     torch.compiler.reset()
     graphs = CompileCounterWithBackend("eager")
@@ -82,7 +82,7 @@ def test_an_exported_program_takes_all_lengths(rule: str, kind: str, strict: boo
     class Turn(torch.nn.Module):
         def forward(self, x: torch.Tensor, number: Any) -> torch.Tensor:
             if kind == "seq_len":
-                return rotate(x, spec, -2, seq_len=number)
+                return rotate(x, spec.at(-2, seq_len=number))
             return rotate(x, spec, number.item() if read else number)
 
     def number(value: int) -> Any:
@@ -95,7 +95,7 @@ def test_an_exported_program_takes_all_lengths(rule: str, kind: str, strict: boo
     for tokens, value in ((5, 7), (5, 500), (200, 300)) if kind != "seq_len" else ((5, 300),):
         x = noise(2, 1, tokens, 12, dtype=torch.float32)
         where, end = (-2, value) if kind == "seq_len" else (value, value + tokens)
-        assert_one_turn(program(x, number(value)), rotate(x, spec, where, seq_len=end), x)
+        assert_one_turn(program(x, number(value)), rotate(x, spec.at(where, seq_len=end)), x)
 
 
 @pytest.mark.parametrize("rule", [*RULES, "unequal"])
@@ -105,11 +105,11 @@ def test_lengths_on_a_device_are_not_read(rule: str) -> None:
         x, ids = torch.empty(2, 1, 3, 12), torch.empty(2, 3, dtype=torch.int64)
     for where, seq_len in ((ids, None), (positions.per_row(ids[:, 0]), None), (0, ids[:, 0])):
         if rule != "unequal":
-            assert rotate(x, spec, where, seq_len=seq_len).shape == x.shape
+            assert rotate(x, spec.at(where, device=x.device, seq_len=seq_len)).shape == x.shape
             continue
         with pytest.raises(NotImplementedError, match="a length that is traced or on a device"):
-            rotate(x, spec, where, seq_len=seq_len)
-    assert rotate(x, spec, ids, seq_len=6000).shape == x.shape
+            rotate(x, spec.at(where, device=x.device, seq_len=seq_len))
+    assert rotate(x, spec.at(ids, device=x.device, seq_len=6000)).shape == x.shape
     assert rotate(x[:, :, :1], spec, 5000).shape == (2, 1, 1, 12)
     if rule != "unequal":
         with FakeTensorMode():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.helpers import refusals
-from tightrope import RopeSpec, functional, gates, positions, rotate, stacks
+from tightrope import RopeSpec, functional, gates, phases, positions, rotate, stacks
 from tightrope.frequencies import NTK, DynamicNTK, Given, Linear, Llama3, LongRoPE
 
 SPEC, VLLM, META = RopeSpec(64), stacks.get("vllm"), stacks.get("meta")
@@ -38,10 +38,16 @@ test_errors = refusals(
             lambda: rotate(Q, ROPE, act="silu"),
             lambda: rotate(Q, ROPE, gate=gates.XPos(8)),
         ],
-        "[rotate] inv_freq must be None with a rotation made for stack 'vllm'": (
-            lambda: rotate(Q, ROPE, inv_freq=torch.ones(32))
+        "[at] inv_freq must be None with a rotation made for stack 'vllm'": (
+            at(None, "vllm", inv_freq=torch.ones(32))
         ),
-        "[polar_scan] spec must have exact angles but was made for stack 'vllm'": (
+        "[at] phases must be None with a rotation made for stack 'vllm'": (
+            at(None, "vllm", phases=phases.given(torch.zeros(1, 1, 1, 1)))
+        ),
+        "[having] inv_freq must be None with a rotation made for stack 'vllm'": (
+            lambda: ROPE.having(inv_freq=torch.ones(32))
+        ),
+        "[polar_scan] rope must have exact angles but was made for stack 'vllm'": (
             lambda: functional.polar_scan(Q, Q, Q, ROPE)
         ),
         "[at] positions must not require a gradient with a stack": (

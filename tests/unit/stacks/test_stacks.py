@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.support.helpers import noise
+from tests.support.helpers import noise, on
 from tests.support.matrix import every_backend
 from tests.support.tolerances import assert_same_bits, value
 from tightrope import Axes, RopeSpec, frequencies, functional, positions, stacks
@@ -226,24 +226,24 @@ def test_a_rotation_is_that_by_the_tables_of_its_stack(dtype: torch.dtype, backe
     for where in (7, NEAR[0] + 7, NEAR + 7):
         rope = SPEC.at(where, stack="transformers")
         for _ in range(2):
-            assert_same_bits(rotate_qk(q, q, rope, backend=backend), (want, want))
-        turned = rotate(q.transpose(1, 2), rope, layout="bshd", backend=backend)
+            assert_same_bits(on(backend, rotate_qk, q, q, rope), (want, want))
+        turned = on(backend, rotate, q.transpose(1, 2), rope, layout="bshd")
         assert_same_bits(turned.transpose(1, 2), want)
-        assert_same_bits(rotate_(q.clone(), rope, backend=backend), want)
-        back = rotate(want, rope, inverse=True, backend=backend)
+        assert_same_bits(on(backend, rotate_, q.clone(), rope), want)
+        back = on(backend, rotate, want, rope, inverse=True)
         assert torch.allclose(back.float(), q.float(), atol=0.05)
     for interleaved in (False, True):
         place: Any = {"start": 16, "interleaved": interleaved}
         spec = RopeSpec(DIM, rotary_dim=32, **place)
         want = by_tables(q, stacks.get("meta").tables(spec, FAR), "wide", **place)
-        assert_same_bits(rotate(q, spec.at(FAR, stack="meta"), backend=backend), want)
-    # `rounding=` of a call replaces that of the stack; without a stack the default is "once".
-    tables, rope, exact = stack.tables(SPEC, FAR, dtype), SPEC.at(FAR, stack=stack), SPEC.at(FAR)
+        assert_same_bits(on(backend, rotate, q, spec.at(FAR, stack="meta")), want)
+    # A rounding that is stated replaces that of the stack; without a stack the default is "once".
+    tables, exact = stack.tables(SPEC, FAR, dtype), SPEC.at(FAR)
     for rounding in ("once", "wide", "each"):
         want = by_tables(q, tables, rounding)
-        assert_same_bits(rotate(q, rope, rounding=rounding), want)
+        assert_same_bits(rotate(q, SPEC.at(FAR, stack=stack, rounding=rounding)), want)
     for _ in range(2):
-        assert_same_bits(rotate(q, exact), rotate(q, exact, rounding="once"))
+        assert_same_bits(rotate(q, exact), rotate(q, SPEC.at(FAR, rounding="once")))
 
 
 @every_stack

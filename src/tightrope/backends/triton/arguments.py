@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...ops.layouts import BY_CODE
-from ...ops.schema import FORWARD, INVERSE, PHASES, ROUNDINGS, SLOPE, SOURCES, WORDS, Options, scale
+from ...ops.schema import EACH, FORWARD, INVERSE, PHASES, SLOPE, SOURCES, WORDS, Options, scale
 from . import blocks as shapes
 from .groups import Amplitude, AngleKind, AngleSteps, Head, PositionSteps, Steps
 from .views import ACCESS, View, broadcast_strides, is_aligned, steps_of, vector_of, view_of
@@ -95,7 +95,7 @@ def source_of(
     """Check phase words or tables, and positions, against q and k; derive the kernel parameters."""
     vector = full = 0
     require(options.source < len(SOURCES), "the source must be known")
-    require(max(options.rounding, options.back) < len(ROUNDINGS), "the rounding must be known")
+    require(max(options.rounding, options.back) <= EACH, "the rounding must be known")
     own_rows = own_heads = 1  # of the phases of each token
     if options.source == WORDS:
         axes, rows, heads, pairs = _words(primary, device)

@@ -220,7 +220,7 @@ class Kind(NamedTuple):
         FEW: whether a program rotates only so many heads of one token, of q or of k.
         ONE_SUM: whether heads share one sum for the gradient of the norm weights.
         BITS: whether to round to bfloat16 with integer operations.
-        ROUNDING: index into ROUNDINGS of tightrope.ops.schema.
+        ROUNDING: index into ROUNDINGS of tightrope._rounding.
         NARROW: whether cosines and sines from phase words round to the dtype of x first.
     """
 

@@ -122,7 +122,7 @@ def turn(u, v, by, dtype: tl.constexpr, ROUNDING: tl.constexpr, BITS: tl.constex
 
     Args:
         dtype: the dtype of the rotated tensor, to which products round with ROUNDING 2.
-        ROUNDING: index into ROUNDINGS of tightrope.ops.schema.
+        ROUNDING: index into ROUNDINGS of tightrope._rounding.
     """
     if ROUNDING == 0:
         y = tl.fma(u, by.c, -(v * by.s))
