@@ -96,6 +96,11 @@ def test_results_and_gradients_are_those_of_the_definition(
         got = found[name].cpu().double()
         assert got.shape == want.shape
         bound = value(sums) * want.abs().amax()
+        if name == "gate" and case["gate"] == "scalar" and kind.itemsize == 2:
+            # One sum over all elements, of which each has a rounded result: terms may cancel, their errors do not.
+            ys = [y for key, y in wanted.items() if key.startswith("result")]
+            terms = [y * noise(*y.shape, seed=9 + i) for i, y in enumerate(ys)]
+            bound = torch.finfo(kind).eps / 2 * sum(t.abs().sum() for t in terms) / leaves["gate"]
         if name.startswith("result"):
             bound = value(own) * want.abs().amax(-1, keepdim=True)
             if kind in oracle.FORMATS:
