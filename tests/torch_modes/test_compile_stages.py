@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support import stated
 from tests.support.helpers import noise, on
-from tests.support.matrix import INDUCTOR
-from tests.support.tolerances import assert_each, assert_near, assert_same_bits
+from tests.support.tolerances import assert_each, assert_near
 from tightrope import RopeSpec, gates
 from tightrope.activations import RMSNorm
 from tightrope.functional import (
@@ -21,8 +18,6 @@ from tightrope.functional import (
     polar_scan,
     rotate,
     rotate_,
-    rotate_qk,
-    rotate_qk_,
 )
 from tightrope.nn import LrpeRotate1d
 
@@ -118,123 +113,6 @@ def test_gradients_in_place(name: str) -> None:
         assert (one is None) == (other is None)
         if one is not None:
             assert_near(one, other, "float64 ways")
-
-
-# Options that differ for q and k, so that the rotation becomes two calls. `source` has q's shape.
-OF_K: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
-    "a weight": lambda source: {"act": ("silu", RMSNorm(source[0, 0, 0]))},
-    "a gate": lambda source: {"gate": (None, gates.Given(source.transpose(1, 2)))},
-    "a gate and positions": lambda source: {
-        "gate": (None, gates.Given(source.transpose(1, 2))),
-        "positions": source[:, 1, :, 0],
-    },
-    "a slope": lambda source: {"gate": (None, gates.Slope(source[0, :, 0]))},
-    "positions": lambda source: {"act": ("silu", None), "positions": source[:, 0, :, 0]},
-    "frequencies": lambda source: {"act": ("silu", None), "inv_freq": source[0, 0, 0, :4]},
-}
-
-
-def in_place(kind: str, source: torch.Tensor, *xs: torch.Tensor, **more: Any) -> Any:
-    """Rotate in place: the call writes q before it rotates k with options that read `source`."""
-    return stated.call(rotate_qk_, *xs, SPEC, **OF_K[kind](source), **more)
-
-
-def into(kind: str, source: torch.Tensor, q: torch.Tensor, k: torch.Tensor, **more: Any) -> Any:
-    """Rotate k and a copy of q; with `out`, the result for the copy is written over q."""
-    outs = q, torch.empty_like(k)
-    return stated.call(rotate_qk, q * 1, k, SPEC, out=outs, **OF_K[kind](source), **more)
-
-
-def out_of_place(kind: str, source: torch.Tensor, *xs: torch.Tensor, **more: Any) -> Any:
-    """Rotate into new tensors."""
-    return stated.call(rotate_qk, *xs, SPEC, **OF_K[kind](source), **more)
-
-
-every_kind_of_k = pytest.mark.parametrize("kind", OF_K)
-
-
-@pytest.mark.one_in(18)
-@pytest.mark.parametrize("source", ["a view", "an argument"])
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", *(["inductor"] if INDUCTOR else [])])
-@pytest.mark.parametrize("call", [in_place, into])
-@every_kind_of_k
-def test_extra_tensors_of_k_in_the_memory_of_q(
-    kind: str, call: Callable[..., Any], compiler: str, source: str
-) -> None:
-    """Compiled calls use the values that the tensors had before the call overwrote them."""
-    memory, k = X.float() / 4, X.float().flip(-1)
-    wanted = out_of_place(kind, memory, memory, k)
-
-    def of_a_view(_: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Any:
-        return call(kind, q, q, k)
-
-    def of_an_argument(s: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Any:
-        return call(kind, s.transpose(0, 1), q, k)
-
-    run = of_a_view if source == "a view" else of_an_argument
-    compiled = torch.compile(run, backend=compiler, fullgraph=True)
-    got = compiled(memory.transpose(0, 1), memory, k.clone())
-    assert_each(assert_same_bits, got, wanted)
-    assert_same_bits(memory, wanted[0])
-
-
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("way", ["aot_eager", "eager", "vmap", "functionalize"])
-@every_kind_of_k
-def test_extra_tensors_of_k_in_the_memory_of_q_in_other_modes(kind: str, way: str) -> None:
-    """Calls under autograd or a transform use q's old values, or the backward pass raises an error.
-
-    Transforms hide data pointers, so the library cannot see which tensors share memory.
-    """
-    x, k = X.float() / 4, X.float().flip(-1)
-    derived = way.endswith("eager")
-
-    def results(call: Callable[..., Any], x: torch.Tensor, k: torch.Tensor) -> tuple[Any, ...]:
-        q, k = x * 1, k * 1
-        q, k = call(kind, q, q, k)
-        return (q, k, q.square().sum() + k.sin().sum())
-
-    run = functools.partial(results, in_place)
-    if derived:
-        x, k = x.requires_grad_(), k.requires_grad_()
-    wanted = results(out_of_place, x, k)
-    if way == "aot_eager":
-        run = torch.compile(run, backend=way, fullgraph=True)
-    elif way == "functionalize":
-        run = torch.func.functionalize(run)
-    elif way == "vmap":
-        stacks = torch.stack([x, x / 2]), torch.stack([k, 2 * k])
-        wanted = tuple(map(torch.stack, zip(wanted, results(out_of_place, x / 2, 2 * k))))
-        x, k = stacks
-        run = torch.vmap(run)
-
-    def both() -> list[tuple[Any, ...]]:
-        ys = run(x, k), wanted
-        return [(*y, *torch.autograd.grad(y[2], (x, k))) if derived else y for y in ys]
-
-    if way == "aot_eager" and kind not in ("a weight", "a gate", "a slope"):
-        # q's backward pass also reads positions or frequencies, which the result has overwritten.
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            both()
-        return
-    assert_each(assert_near, *both(), "float32 ways")
-
-
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-@pytest.mark.parametrize("call", [in_place, into])
-@every_kind_of_k
-def test_the_definition_with_extra_tensors_of_k_in_the_memory_of_q(
-    kind: str, call: Callable[..., Any], compiled: bool
-) -> None:
-    wanted = out_of_place(kind, X, X, X.flip(-1), backend="reference")
-
-    def run(q: torch.Tensor, k: torch.Tensor) -> Any:
-        return call(kind, q, q, k, backend="reference")
-
-    if compiled:
-        run = torch.compile(run, backend="aot_eager", fullgraph=True)
-    assert_each(assert_near, run(X.clone(), X.flip(-1)), wanted, "float64 ways")
 
 
 DEFINED: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {

@@ -10,7 +10,7 @@ import torch
 from .._errors import bad_type, bad_value, describe, public
 from ..activations import ActLike
 from ..ops.build import Request, stages_of
-from ..ops.call import Slots
+from ..ops.call import KEYS, VALUES, Slots
 from ..ops.scaled import ScaleLike, run_scaled
 from ..positions import PositionsLike
 from ..spec import Rope
@@ -112,13 +112,13 @@ def _destination(k: object, v: object, cache: object, slots: object) -> Slots:
         )
     keys, values = cache
     if not isinstance(keys, torch.Tensor):
-        raise bad_type(f"cache[0] must be a tensor but got {describe(keys)}")
-    for name, one in (("v", v), ("cache[1]", values)):
+        raise bad_type(f"{KEYS} must be a tensor but got {describe(keys)}")
+    for name, one in (("v", v), (VALUES, values)):
         if one is not None and not isinstance(one, torch.Tensor):
             raise bad_type(f"{name} must be a tensor or None but got {describe(one)}")
     if (v is None) != (values is None):
-        lacks = "v" if v is None else "cache[1]"
-        raise bad_value(f"v and cache[1] must both be given, or both be None, but {lacks} is None")
+        lacks = "v" if v is None else VALUES
+        raise bad_value(f"v and {VALUES} must both be given, or both be None, but {lacks} is None")
     if slots is not None and not isinstance(slots, torch.Tensor):
         raise bad_type(f"slots must be a tensor but got {describe(slots)}")
     return Slots(slots, v, values)  # type: ignore[arg-type]

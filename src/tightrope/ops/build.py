@@ -24,7 +24,6 @@ from .checks import (
     layout_named,
     prepare,
 )
-from .registry import BACKENDS
 from .slots import check_slots
 
 
@@ -120,7 +119,7 @@ def forced_for(x: torch.Tensor) -> str | None:
     """Return the backend that :func:`tightrope.backends.use` forces, or None; refuse one that cannot rotate x."""
     name = registry.forced
     if name is not None:
-        reason = BACKENDS[name].why_not(x)
+        reason = registry.BACKENDS[name].why_not(x)
         if reason is not None:
             raise unsupported(f"backend {name!r} cannot run: {reason}", tensor=x)
     return name

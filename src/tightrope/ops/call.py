@@ -84,6 +84,10 @@ class Extras(NamedTuple):
         return Extras(self.frequencies, weights, gates, inputs)
 
 
+#: The names of caches for keys and for values in error messages.
+KEYS, VALUES = "cache[0]", "cache[1]"
+
+
 class Slots(NamedTuple):
     """Where the last result of a call goes, if that is a cache.
 

@@ -21,11 +21,9 @@ from .._errors import (
 from .._tracing import broadcasts
 from ..positions import PositionsLike, as_positions
 from ..spec import PreparedRotation, Rope, RopeSpec, prepared
+from .call import KEYS
 from .layouts import BY_NAME, WITH_ROWS, Layout
 from .memory import check_not_negated
-
-# The name of a cache for keys in error messages.
-KEYS = "cache[0]"
 
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
@@ -350,10 +348,9 @@ def check_outs(
             f"out must hold one tensor for each of {', '.join(names)} but got {len(outs)}"
         )
     for name, x, out in zip(names, xs, outs, strict=True):
-        if not isinstance(out, torch.Tensor):
-            what = KEYS if cache and out is outs[-1] else "out"
-            raise bad_type(f"{what} must be a tensor for {name} but got {describe(out)}")
         what = KEYS if cache and out is outs[-1] else "out"
+        if not isinstance(out, torch.Tensor):
+            raise bad_type(f"{what} must be a tensor for {name} but got {describe(out)}")
         check_dense(what, out)
         check_not_negated(what, out)
         if not sharded:

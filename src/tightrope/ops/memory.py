@@ -8,7 +8,7 @@ import torch
 
 from .._errors import OPERATION, OUT_OF_PLACE, bad_value
 from .._tracing import handles_operators
-from .call import Call, Slots
+from .call import KEYS, VALUES, Call, Slots
 
 
 def check_in_place(names: Sequence[str], xs: Sequence[torch.Tensor]) -> None:
@@ -51,11 +51,11 @@ def check_out(
     if slots is not None:
         caches = [outs[-1], *slots.written()]
         check_not_frozen(["out"] * len(outs), outs[:-1])
-        check_not_frozen(["cache[0]", "cache[1]"], caches)
+        check_not_frozen([KEYS, VALUES], caches)
         if shares_slots(xs, outs, slots):
             raise bad_value(
                 "the caches, out, q, k and v must not overlap in memory, nor a cache itself",
-                **{f"cache[{i}]": cache for i, cache in enumerate(caches)},
+                **dict(zip((KEYS, VALUES), caches)),
             )
         return
     check_not_frozen(["out"] * len(outs), outs)

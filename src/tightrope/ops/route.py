@@ -207,14 +207,20 @@ class _Launch(NamedTuple):
     keeps: bool = False
 
 
+_UNFIT = _Launch(None)
+
+
 def _launch(rope: PreparedRotation, layout: str, inverse: bool) -> _Launch:
     """Make what a prepared rotation gives to each launch, and keep it."""
     where, ids, angles = rope.where, rope.ids, rope.angles
     special = rope.stated, rope.stack, rope.inv_freq, where.part
     # Where the definition runs, it checks less than a kernel.
-    fits = layout in BY_NAME and takes_on(rope.device) and all(one is None for one in special)
+    fits = takes_on(rope.device) and all(one is None for one in special)
+    if layout not in BY_NAME:
+        return _UNFIT
     if not fits or not (ids is None or (type(ids) is torch.Tensor and ids.device == rope.device)):
-        return _Launch(None)
+        rope.kept.launches[layout, inverse] = _UNFIT
+        return _UNFIT
     order, codes = BY_NAME[layout], codes_of(rope.rounding)
     direction = INVERSE if inverse else FORWARD
     options = [
@@ -237,15 +243,14 @@ def _launch(rope: PreparedRotation, layout: str, inverse: bool) -> _Launch:
 
 def _of_spec(spec: RopeSpec, device: torch.device, layout: str, inverse: bool) -> _Launch:
     """Make what a spec gives to each launch, and keep it if a cache may hold it."""
-    if not may_keep(device):
-        return _Launch(None)
+    if layout not in BY_NAME or not takes_on(device) or not may_keep(device):
+        return _UNFIT
     words = spec.words
     angles = Angles(*words.of(None, device), words.amplitude_hex)
     source = words if words.by_length else None
     rope = PreparedRotation(spec.channels, angles, Positions(), device, spec, source)
     found = _launch(rope, layout, inverse)._replace(keeps=False)
-    if found.options is not None:
-        spec._ready[device, layout, inverse] = found  # type: ignore[attr-defined]
+    spec._ready[device, layout, inverse] = found  # type: ignore[attr-defined]
     return found
 
 

@@ -295,6 +295,7 @@ def _laid_out(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if x.is_contiguous() or torch.compiler.is_compiling():
         return y.contiguous() if x.is_contiguous() else y
     order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    # Not written into new memory: selective checkpointing refuses a result that changes after it was saved.
     return y.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
 
 

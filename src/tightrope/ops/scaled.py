@@ -12,12 +12,12 @@ from .._errors import as_real, bad_type, bad_value, check_local, describe, unsup
 from .._tracing import have_tangents, is_readable, is_transformed, needs_plain
 from . import memory
 from .build import Request, build
-from .call import Call, Slots, tensors_of
-from .checks import KEYS, check_floating, check_outs
+from .call import KEYS, VALUES, Call, Slots, tensors_of
+from .checks import check_floating, check_outs
 from .route import any_requires_grad
 from .run import run
 from .schema import ONCE, present
-from .slots import VALUES, check_range, check_slots, write_all
+from .slots import check_range, check_slots, write_all
 
 #: A positive number, or a tensor of one element.
 Scale: TypeAlias = float | torch.Tensor

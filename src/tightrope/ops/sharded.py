@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from .._errors import Refusal, bad_type, bad_value, is_dtensor, one_or
-from .._parts import Span
+from .._parts import Span, Take
 from .._tracing import have_tangents
 from ..activations import NONE, RMSNorm
-from ..gates import Gate
 from ..spec import PreparedRotation
 from . import checks, memory
 from .autograd import Template, gradients_of, save, template_of
@@ -389,15 +388,8 @@ def local_request(
     q, k = pair([local_of(x) for x in xs])
     stages, watched = request.stages, dtensors_of(whole.ids, whole.inv_freq)
     if stages is not None:
-
-        def note(name: str, x: Any, axes: object) -> Any:
-            watched.extend(dtensors_of(x))
-            return x
-
-        for stage in (*stages.acts, *stages.gates[0], *stages.gates[1]):
-            if isinstance(stage, (RMSNorm, Gate)):
-                stage.cut(note)
-        stages = _cut_stages(stages, parts)
+        stages, of_stages = _cut_stages(stages, parts)
+        watched += of_stages
     local = request._replace(
         q=q,
         k=k,
@@ -455,15 +447,26 @@ def _cut(rotation: PreparedRotation, part: Part) -> PreparedRotation:
     return rotation.cut(part.spans, part.take)
 
 
-def _cut_stages(stages: Stages, parts: Sequence[Part]) -> Stages:
-    """Return f and P of the parts of q and k."""
-    # Each belongs to one tensor, so it does not matter how the other is sharded.
-    takes = [part._replace(differs=False).take for part in parts]
+def _cut_stages(stages: Stages, parts: Sequence[Part]) -> tuple[Stages, list[Any]]:
+    """Return f and P of the parts of q and k, and the DTensors among their tensors."""
+    found: list[Any] = []
+
+    def noting(part: Part) -> Take:
+        # Each belongs to one tensor, so it does not matter how the other is sharded.
+        own = part._replace(differs=False)
+
+        def take(name: str, x: Any, axes: Sequence[str | None]) -> Any:
+            found.extend(dtensors_of(x))
+            return own.take(name, x, axes)
+
+        return take
+
+    takes = [noting(part) for part in parts]
     acts = [
         act.cut(take) if isinstance(act, RMSNorm) else act for act, take in zip(stages.acts, takes)
     ]
     gates = [[gate.cut(take) for gate in own] for own, take in zip(stages.gates, takes)]
-    return Stages((acts[0], acts[-1]), (gates[0], gates[-1]))
+    return Stages((acts[0], acts[-1]), (gates[0], gates[-1])), found
 
 
 def to_local(*xs: Any) -> Sequence[torch.Tensor]:

@@ -10,13 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from .._errors import bad_index, bad_type, bad_value, check_dense, check_local, describe
-from .call import Slots
-from .checks import KEYS, check_floating, for_float8
+from .call import KEYS, VALUES, Slots
+from .checks import check_floating, for_float8
 from .layouts import BY_NAME, WITH_ROWS, Layout
 from .memory import check_not_negated
-
-#: The name of a cache for values in error messages.
-VALUES = "cache[1]"
 
 
 def names_of(outs: Sequence[torch.Tensor], slots: Slots | None) -> list[str]:

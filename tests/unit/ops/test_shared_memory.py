@@ -98,6 +98,22 @@ def test_compiled(kind: str, verb: Callable[..., Any], compiler: str, source: st
     assert_same_bits(memory, wanted[0])
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@every_verb
+@pytest.mark.parametrize("kind", OF_TWO)
+def test_the_definition(kind: str, verb: Callable[..., Any], compiled: bool) -> None:
+    wanted = anew(X, X, K, kind, backend="reference")
+
+    def run(q: torch.Tensor, k: torch.Tensor) -> Any:
+        return verb(q, q, k, kind, backend="reference")
+
+    if compiled:
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    assert_each(assert_near, run(X.clone(), K.clone()), wanted, "float64 ways")
+
+
 WAYS = [
     *((kind, way, None) for kind in OF_TWO for way in ("aot_eager", "vmap", "functionalize")),
     *((kind, way, None) for kind in KINDS for way in ("autograd", "detached")),
