@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.command import interrupted, python
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, Scaled
 
 EXAMPLES = ROOT / "examples"
 QUICK = ["--quick", "--steps", "40"]
@@ -68,18 +68,6 @@ def test_without_matplotlib_it_says_how_to_install_it(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1].endswith("Install it: pip install matplotlib")
 
 
-class WrongBackward(torch.autograd.Function):
-    """Return x unchanged, with a larger gradient."""
-
-    @staticmethod
-    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return 1.1 * gradient
-
-
 @pytest.mark.parametrize("fault", ["unrotated", "backward"])
 def test_a_wrong_rotation_is_noticed(
     demo: ModuleType,
@@ -91,7 +79,7 @@ def test_a_wrong_rotation_is_noticed(
     right = demo.eager_rotate
 
     def rotated(x: torch.Tensor, *tables: torch.Tensor) -> Any:
-        return x if fault == "unrotated" else WrongBackward.apply(right(x, *tables))
+        return x if fault == "unrotated" else Scaled.apply(right(x, *tables), 1.1)
 
     monkeypatch.setattr(demo, "eager_rotate", rotated)
     assert demo.main([*QUICK, "--out", str(tmp_path)]) == 1

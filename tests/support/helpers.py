@@ -151,3 +151,16 @@ class Watcher(TorchDispatchMode):
     ) -> Any:
         self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+class Scaled(torch.autograd.Function):
+    """Returns x unchanged, with its gradient times a factor: a fault that only gradients show."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.factor * gradient, None
