@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 
@@ -85,21 +85,25 @@ def write_kv(  # noqa: PLR0913  (one argument for each tensor)
     """
     to = _destination(k, v, cache, slots)
     stages = stages_of(act, gate)
-    names: Sequence[str] = _QK
-    first, second, outs = cast(torch.Tensor, q), cast("torch.Tensor | None", k), [cache[0]]
-    if q is None:
-        if out is not None:
-            raise bad_value("out must be None without q, which would go there")
-        names, first, second = _K, k, None
-        stages = None if stages is None else stages.of_keys()
-    elif isinstance(q, torch.Tensor):
-        outs.insert(0, torch.empty_like(q) if out is None else out)
-    call = rope, positions, layout, False, stages
+    outs = [cache[0]]
+    # Of keys alone, the first tensor is k.
+    tensors: tuple[Sequence[str], torch.Tensor, torch.Tensor | None] = _K, k, None
+    if q is not None:
+        tensors = _QK, q, k
+        if isinstance(q, torch.Tensor):
+            outs.insert(0, torch.empty_like(q) if out is None else out)
+    elif out is not None:
+        raise bad_value("out must be None without q, which would go there")
+    elif stages is not None:
+        stages = stages.of_keys()
+    names, first, second = tensors
     if cache_scale is None:
-        ys = rotate_with(names, "out", first, second, *call, outs, to)
+        call = rope, positions, layout, False, stages, outs, to
+        ys = rotate_with(names, "out", first, second, *call)
     else:
-        ys = run_scaled(Request(names, first, second, *call, "out", outs, to), cache_scale)
-    return cast(_Q, None if q is None else ys[0])
+        request = Request(*tensors, rope, positions, layout, False, stages, "out", outs, to)
+        ys = run_scaled(request, cache_scale)
+    return None if q is None else ys[0]  # type: ignore[return-value]
 
 
 def _destination(k: object, v: object, cache: object, slots: object) -> Slots:

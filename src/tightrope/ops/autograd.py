@@ -85,17 +85,16 @@ class Rotation(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         from .run import run, run_packed  # here, because run imports this module
 
-        which = [i for i, grad in enumerate(grads) if grad is not None]
+        there = [grad for grad in grads if grad is not None]
         found: list[Any] = [None, None]
-        if which:
-            there = [cast(torch.Tensor, grads[i]) for i in which]
+        if there:
             offset, options, amplitude = ctx.rest
             back = *ctx.saved_tensors, offset, *transposed(options, amplitude)
             q, k = pair(there)
             plain = is_plain_eager() and all(type(grad) is torch.Tensor for grad in there)
             turned = run_packed(q, k, back) if plain else run([unpack(q, k, *back)])
-            for i, by in zip(which, turned):
-                found[i] = by
+            rest = iter(turned)
+            found[: len(grads)] = [None if grad is None else next(rest) for grad in grads]
         return (None, *found)
 
 

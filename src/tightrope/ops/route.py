@@ -458,9 +458,9 @@ def _functionalizes() -> bool:
     return top is not None and top.key() == torch._C._functorch.TransformType.Functionalize
 
 
-def wants_grad(q: torch.Tensor, k: torch.Tensor | None) -> bool:
-    """Return whether autograd records a rotation of q and k."""
-    return torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad))
+def either_learns(q: torch.Tensor, k: torch.Tensor | None) -> bool:
+    """Return whether q or k requires grad."""
+    return q.requires_grad or (k is not None and k.requires_grad)
 
 
 def _any_wants_grad(call: Call) -> bool:

@@ -31,11 +31,11 @@ from .route import (
     TRACED,
     Way,
     any_requires_grad,
+    either_learns,
     is_plain,
     learns_angles,
     route,
     route_quick,
-    wants_grad,
 )
 from .schema import (
     IN_PLACE,
@@ -145,8 +145,9 @@ def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a dec
     packed = route_quick(rope, positions, q, k, layout, inverse, stages)
     if packed is None:
         return None
-    if wants_grad(q, k) and (verb != "new" or stages is not None or has_phases(rope)):
-        return None
+    if torch.is_grad_enabled() and either_learns(q, k):
+        if verb != "new" or stages is not None or has_phases(rope):
+            return None
     if outs and len(outs) != (1 if k is None else 2):
         return None
     for out in outs:  # a generator takes twice as long
@@ -205,16 +206,20 @@ def launch_quick(
         if verb == "new":
             return run_packed(q, k, packed)
         if verb == "out":
-            written = outs if slots is None else [*outs, *slots.written()]
-            memory.check_not_frozen(names_of(outs, slots), written)
+            written = outs if slots is None or slots.cache is None else [*outs, slots.cache]
+            for one in written:
+                if one.is_inference():
+                    memory.check_not_frozen(names_of(outs, slots), written)
             with torch._C._AutoDispatchBelowAutograd():
                 _write_out(q, k, outs, slots, packed)
-            torch.autograd.graph.increment_version(written)
+            torch._C._increment_version(written)
             return outs
         if q.is_inference() or (k is not None and k.is_inference()):
             memory.check_not_frozen(names, present(q, k))
         launch(IN_PLACE, q, k, packed)
-        torch._C._increment_version((q,) if k is None else (q, k))
+        xs = (q,) if k is None else (q, k)
+        torch._C._increment_version(xs)
+        return xs
     except RuntimeError as error:
         # Kernels refuse invalid arguments before they write: the checks raise the readable error. Any
         # other error may have come after the kernel wrote, so the call must not run again.
@@ -227,7 +232,6 @@ def launch_quick(
         except Exception:  # noqa: BLE001  (of a hook that fails once more)
             raise error from None
         raise
-    return present(q, k)
 
 
 def run_packed(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> Results:
@@ -235,7 +239,7 @@ def run_packed(q: torch.Tensor, k: torch.Tensor | None, packed: Packed) -> Resul
 
     If q or k require grad, the arguments must be those of a rotation alone, and must not require one.
     """
-    if wants_grad(q, k):
+    if torch.is_grad_enabled() and either_learns(q, k):
         return Rotation.apply(packed, q, k)  # type: ignore[no-any-return, no-untyped-call]
     return launch(NEW, q, k, packed)
 
