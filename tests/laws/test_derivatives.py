@@ -53,20 +53,37 @@ def check(call: Callable[..., Any], leaves: Mapping[str, torch.Tensor]) -> None:
     assert gradgradcheck(by_place, tensors, fast_mode=True)
 
 
-def slopes(call: Call, **tensors: torch.Tensor) -> tuple[dict[str, torch.Tensor], float]:
+def slopes(
+    call: Call, twice: bool = False, **tensors: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
     """Compute gradients of the tensors that require grad, for random gradients of the results.
 
+    Args:
+        twice: whether to also differentiate a random sum of these gradients, by the same tensors and by the
+            gradients of the results.
+
     Returns:
-        The gradients by name, and an upper bound on sums of products of results and their gradients.
+        The gradients by name, the second derivatives by name, and an upper bound on sums of products of results
+        and their gradients.
     """
-    leaves = {name: t.clone().requires_grad_(name in call.learned()) for name, t in tensors.items()}
+    names = call.learned()
+    leaves = {name: t.clone().requires_grad_(name in names) for name, t in tensors.items()}
     results = call(**leaves)
     grads = [noise(*y.shape, seed=9 + i).to(y.dtype) for i, y in enumerate(results)]
-    found = torch.autograd.grad(results, [leaves[name] for name in call.learned()], grads)
+    by = {f"gradient {i}": grad.requires_grad_(twice) for i, grad in enumerate(grads)}
+    learned = {name: leaves[name] for name in names}
+    found = torch.autograd.grad(results, list(learned.values()), grads, create_graph=twice)
+    second: dict[str, torch.Tensor] = {}
+    if twice:
+        sums = [(y.double().flatten() * noise(y.numel(), seed=20)).sum() for y in found]
+        second = learned | by
+        values = torch.autograd.grad(sum(sums), list(second.values()), materialize_grads=True)
+        second = dict(zip(second, values))
     size = sum(
-        float(y.detach().double().norm() * g.double().norm()) for y, g in zip(results, grads)
+        float(y.detach().double().norm() * g.detach().double().norm())
+        for y, g in zip(results, grads)
     )
-    return dict(zip(call.learned(), found)), size
+    return {name: t.detach() for name, t in zip(names, found)}, second, size
 
 
 @pytest.mark.one_in(4)
@@ -77,14 +94,20 @@ def test_every_pair_of_axes(number: int) -> None:
     check(truth, {name: truth.leaves[name] for name in truth.learned()})
     if case["dtype"] == torch.float64:
         return
-    found, _ = slopes(call, **call.leaves)
-    wanted, size = slopes(truth, **{name: t.double() for name, t in call.leaves.items()})
+    wide = {name: t.double() for name, t in call.leaves.items()}
+    wanted, twice, size = slopes(truth, True, **wide)
     bound = tolerances.value(f"f and P, {str(case['dtype'])[6:]}")
-    for name, slope in found.items():
-        assert slope.dtype == call.leaves[name].dtype
-        # Gradients of other tensors sum products of results, their gradients and at most REACH.
-        reach = float(wanted[name].abs().max()) if name in ("q", "k") else REACH * size
-        assert (slope.double() - wanted[name]).abs().max() <= bound * reach, (name, case)
+    again, second, _ = slopes(call, True, **call.leaves)
+    for found in (slopes(call, **call.leaves)[0], again):
+        for name, slope in found.items():
+            assert slope.dtype == call.leaves[name].dtype
+            # Gradients of other tensors sum products of results, their gradients and at most REACH.
+            reach = float(wanted[name].abs().max()) if name in ("q", "k") else REACH * size
+            assert (slope.double() - wanted[name]).abs().max() <= bound * reach, (name, case)
+    largest = max(float(one.abs().max()) for one in twice.values())
+    for name, one in second.items():
+        # The second derivative rounds, and so did the first one.
+        assert (one.double() - twice[name]).abs().max() <= 2 * bound * largest, (name, case)
 
 
 IDS = torch.tensor([2, 0, 2, 4])

@@ -284,8 +284,11 @@ def _run(call: Call, way: Way) -> Results:
 def _new(call: Call, way: Way) -> Results:
     """Rotate into new tensors."""
     if way.route == DEFINITION:
-        ys = define(call)
-        return ys if way.transformed else [_laid_out(y, x) for y, x in zip(ys, call.xs())]
+        ys, xs = define(call), call.xs()
+        if way.transformed:
+            return ys
+        # A gradient by f has those of the weights after those of x.
+        return [*(_laid_out(y, x) for y, x in zip(ys, xs)), *ys[len(xs) :]]
     if way.route == AUTOGRAD:
         return OutOfPlace.apply(template_of(call), *call.tensors())  # type: ignore[no-any-return, no-untyped-call]
     packed = pack(call)
@@ -296,8 +299,10 @@ def _new(call: Call, way: Way) -> Results:
 
 def _laid_out(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return y with the order in memory of x, as kernels return it; in compiled code if x is contiguous."""
-    if x.is_contiguous() or torch.compiler.is_compiling():
-        return y.contiguous() if x.is_contiguous() else y
+    if x.is_contiguous() or 0 in x.stride():  # of an expanded tensor
+        return y.contiguous()
+    if torch.compiler.is_compiling():
+        return y
     order = sorted(range(x.dim()), key=x.stride, reverse=True)
     # Not written into new memory: selective checkpointing refuses a result that changes after it was saved.
     return y.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
