@@ -249,7 +249,7 @@ class Call:
         return xs, rope, options
 
     def _positions(self, learned: torch.Tensor | None) -> Any:
-        ids = torch.tensor([3, -2, 7, 40])
+        ids = torch.tensor([3, -2, 7, 40]).repeat(TOKENS // 4)
         rows, heads = torch.arange(ROWS)[self.rows, None], torch.arange(HEADS)[self.heads, None]
         made: dict[str, Callable[[], Any]] = {
             "none": lambda: None,
@@ -263,7 +263,7 @@ class Call:
             "learned offsets": lambda: positions.per_row(learned),
             "per head": lambda: positions.per_head(ids + 5 * heads),
             "learned per head": lambda: positions.per_head(learned),
-            "grid": lambda: positions.grid(2, 2),
+            "grid": lambda: positions.grid(2, TOKENS // 2),
             "text": lambda: positions.text(3, axes=2),
             "learned grid": lambda: positions.multi_axis(learned),
         }
