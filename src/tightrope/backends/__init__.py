@@ -51,13 +51,21 @@ def use(name: str) -> AbstractContextManager[None]:
     return _forced(name)
 
 
+# The names of the blocks that are open, the latest last.
+_open: list[str] = []
+
+
 @contextmanager
 def _forced(name: str) -> Iterator[None]:
-    before, registry.forced = registry.forced, name
+    _open.append(name)
+    registry.forced = name
     try:
         yield
     finally:
-        registry.forced = before
+        # Blocks of threads may overlap, so this one need not be the last.
+        last = len(_open) - 1 - _open[::-1].index(name)
+        del _open[last]
+        registry.forced = _open[-1] if _open else None
 
 
 @public("which")

@@ -1,5 +1,7 @@
 """The choice of a backend, and the reasons why a faster backend does not run."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -53,6 +55,23 @@ def test_a_backend_is_forced_in_all_threads() -> None:
     assert [text[:26] for text in caught] == ["[rotate] backend 'cpu' can"] * 2
     in_threads(call, call)
     assert len(caught) == 2
+
+
+def test_blocks_that_overlap_leave_no_backend_forced() -> None:
+    """As those of two threads may; the block that began last and is still open decides."""
+    x, blocks = (
+        torch.zeros(1, 1, 2, 8, device="meta"),
+        map(tightrope.backends.use, ("cpu", "reference")),
+    )
+    with contextlib.ExitStack() as second:
+        with contextlib.ExitStack() as first:
+            for stack, block in zip((first, second), blocks):
+                stack.enter_context(block)
+            rotate(x, RopeSpec(8))
+        rotate(x, RopeSpec(8))
+    with tightrope.backends.use("cpu"), pytest.raises(NotImplementedError):
+        rotate(x, RopeSpec(8))
+    rotate(x, RopeSpec(8))
 
 
 WITHOUT = """
