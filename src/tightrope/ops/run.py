@@ -256,7 +256,7 @@ def _run(call: Call, way: Way) -> Results:
     # would be missing. A copy is always repeated.
     repeated = is_repeated()
     if way.route == KERNEL and not repeated:
-        return _write_by_kernel(call, written)
+        return _write_by_kernel(call)
     if way.route == TRACED and not (way.transformed or way.needs_grad):
         _write(call)
         return written
@@ -342,21 +342,11 @@ def _with_extras(packed: Packed) -> Packed:
     return packed if len(packed) > _PLAIN else (*packed, (), 0.0)
 
 
-def _write_by_kernel(call: Call, written: Results) -> Results:
-    slots, caches = call.slots, [] if call.slots is None else call.slots.written()
-    names = names_of(call.outs, slots) if call.verb == "out" else call.names
-    memory.check_not_frozen(names, [*written, *caches])
-    if slots is not None and slots.slot is None:
+def _write_by_kernel(call: Call) -> Results:
+    if call.slots is not None and call.slots.slot is None:
         _check_memory([call], False)  # of the values, which no kernel checks
-    try:
-        with torch._C._AutoDispatchBelowAutograd():
-            _write(call)
-    except RuntimeError:
-        # Kernels refuse overlapping memory before they write; raise the readable error.
-        _check_memory([call], False)
-        raise
-    torch.autograd.graph.increment_version([*written, *caches])
-    return written
+    xs = call.names, call.verb, call.q, call.k
+    return launch_quick(*xs, pack(call), lambda: [call], call.outs, call.slots)
 
 
 def _in_place_by_autograd(call: Call) -> Results:
