@@ -1,33 +1,25 @@
-"""Mutation testing: plant small faults one at a time, and note every test that fails for each.
+"""Mutation testing: plant small faults, one at a time, and note the first test that fails for each.
 
-    make mutants ARGS='choose LIST'             draw mutants of each file of src/ and csrc/, or of FILE ...
-    make mutants ARGS='trace TRACE'             run tests, and note the lines of each; arguments as for pytest
-    make mutants ARGS='run LIST TRACE MATRIX'   run tests on each mutant
-    make mutants ARGS='compare OLD NEW'         mutants that only the tests of the first matrix notice
-    make mutants ARGS='alone MATRIX'            mutants that one test file alone notices; few tests for all
+    make mutants ARGS='choose LIST'            draw mutants of each file of src/ and csrc/, or of FILE ...
+    make mutants ARGS='run LIST FOUND'         run the tests near each mutant
+    make mutants ARGS='run LIST FOUND --tree OLDER'   the same with the source and the tests of another work tree
+    make mutants ARGS='compare OLD NEW'        mutants that only the tests of the first run notice
 
 A mutant is one changed line, made by universalmutator. It is identified by the text of the line, so a
-list stays valid after other changes; a mutant whose line no longer exists is reported as gone.
+list stays valid after other changes, and in an older tree; a mutant whose line does not exist is "gone".
 
-LIST and MATRIX have a JSON object per line. In MATRIX, `failed` names the tests that noticed the mutant, and
-`outcome` is "ran", "gone", "not built" or "same code" (the compiler makes the same of it). At the end, tests
-that failed also run on the unchanged source; the row without a file names those that fail there. The name
-of a file that cannot be imported stands for its tests. Seconds are those of the processor.
+LIST and FOUND have a JSON object per line. In FOUND, `by` is the first test that failed, or null; `outcome`
+is "ran", "gone", "not built" or "same code" (the compiler makes the same of it). `run` continues an earlier run.
 
-For Python, those tests are run that run the changed line; for C++, those of some folders. Of each test
-function a few cases are drawn. The others run only if none of these failed. C++ is compiled for one
-instruction set. No failure stops the other tests, but three that crash or hang end a mutant.
-
-`run` continues an earlier run. After a change to tests, trace their files again, which adds to TRACE. With
---changed-since, the tests of changed files run again, and what the others found is kept. Changes to helpers
-are not seen. `run` works only on Linux: it forks after the imports. Two of it may share the work (--part).
+NEAR names the tests of each folder of the source. Of each test function a few cases are drawn (--cases), and the
+first failure ends a mutant. Tests that also fail on the unchanged source are left out. C++ is compiled for one
+instruction set. `run` works only on Linux: it forks after the imports.
 """
 
 import argparse
 import ast
 import collections
 import contextlib
-import filecmp
 import json
 import os
 import re
@@ -38,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
+from functools import lru_cache
 from pathlib import Path
 from unittest import mock
 
@@ -51,15 +44,34 @@ LEFT_OUT = [
 ]
 # Any other word that is new in a line is a part of one that a rule has cut.
 NEW_WORDS = set("and or not if pass break continue None True False min max".split())
-_FOLDERS = "kernel/cpu/ laws/ unit/functional/ unit/ops/ unit/test_ torch_modes/test_autograd"
-CPP_TESTS = tuple(f"tests/{name}" for name in _FOLDERS.split())
 INSTRUCTION_SET = "avx2"
-SECONDS = 60  # of the processor, for one test; then its process is ended
+SECONDS = 90  # of the processor, for one test; then its process is ended
 # Imported once for all mutants, because tests import them; none of them imports tightrope.
-SHARED = "torch._dynamo torch.distributed.tensor mpmath numpy transformers diffusers triton"
-ENDED = (0, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
-COVERAGE = "--cov=tightrope --cov=tightrope_tools --cov-context=test --cov-report= --cov-append"
-PYTEST = "-q -p no:cacheprovider -p no:xdist --hypothesis-seed=0 --continue-on-collection-errors"
+SHARED = (
+    "torch._dynamo torch.distributed.tensor mpmath numpy transformers diffusers triton hypothesis"
+)
+PYTEST = "-x -q -p no:cacheprovider -p no:xdist --hypothesis-seed=0"
+WARNINGS = "ignore::pytest.PytestAssertRewriteWarning"
+
+# The tests of a file are those of the first entry that its path begins with; under tests/, `unit/test_` are files.
+NEAR = {
+    "csrc/": "kernel/cpu laws unit/functional unit/ops",
+    "src/tightrope/config/": "unit/config",
+    "src/tightrope/patching/": "unit/patching",
+    "src/tightrope/integrations/": "unit/integrations",
+    "src/tightrope/backends/triton/": "kernel/triton",
+    "src/tightrope/spec/": "unit/spec unit/frequencies unit/functional laws",
+    "src/tightrope/frequencies/": "unit/frequencies unit/spec unit/stacks unit/functional laws",
+    "src/tightrope/positions/": "unit/positions unit/functional laws",
+    "src/tightrope/phases/": "unit/phases laws",
+    "src/tightrope/stacks/": "unit/stacks unit/functional unit/patching",
+    "src/tightrope/nn/": "unit/nn laws",
+    "src/tightrope/ops/sharded": "torch_modes",
+    "src/tightrope/ops/": "unit/ops laws unit/functional torch_modes",
+    "src/tightrope/functional/": "unit/functional laws torch_modes",
+    "src/tightrope/": "unit/test_ unit/functional unit/spec unit/nn unit/ops laws",
+    "src/tightrope_tools/": "tools",
+}
 
 
 # ---- mutants --------------------------------------------------------------------------------------
@@ -128,48 +140,31 @@ def place_of(lines, mutant):
 # ---- tests ----------------------------------------------------------------------------------------
 
 
-def trace(folder, arguments):
-    """Run tests with coverage by test, and add what they ran to the folder, beside a copy of the source."""
-    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "src").rglob("*.py")]
-    if folder.exists() and any(filecmp.cmpfiles(ROOT, folder, files, shallow=False)[1:]):
-        raise SystemExit(f"{folder} is for other source: trace all tests, into another folder")
-    shutil.copytree(ROOT / "src", folder / "src", dirs_exist_ok=True)
-    os.environ["COVERAGE_FILE"] = str(folder / "coverage")
-    # Without our configuration, which asks for branches: they take a hundred times the space.
-    pytest.main([*COVERAGE.split(), f"--cov-config={os.devnull}", *arguments])
+def near(name, tree):
+    """Return the folders and files of the tests of a source file."""
+    names = next(found for start, found in NEAR.items() if name.startswith(start)).split()
+    found = [sorted((tree / "tests").glob(f"{each}*")) for each in names]
+    return tuple(str(path) for paths in found for path in paths if path.suffix in ("", ".py"))
 
 
-def tests_of(mutant, data, folder):
-    """Return the tests of a mutant, by the trace in a folder."""
+class Drawn:
+    """A pytest plugin that runs a few cases of each test function, and notes which test fails."""
 
-    def tests(contexts):
-        return {context.rpartition("|")[0] for context in contexts} - {""}
-
-    if mutant["file"].startswith("csrc/"):
-        return {test for test in tests(data.measured_contexts()) if test.startswith(CPP_TESTS)}
-    files = [name for name in data.measured_files() if name.endswith("/" + mutant["file"])]
-    # Tests that copy the source leave others, with longer names.
-    lines = data.contexts_by_lineno(min(files, key=len, default=""))
-    place = place_of((folder / mutant["file"]).read_text(encoding="utf-8").splitlines(), mutant)
-    # Only the first line of a statement is sure to be known.
-    known = [number for number in lines if place is not None and number <= place + 1]
-    # What runs at import may matter to every test of the file.
-    return tests(lines[max(known)] if known else ()) or tests(set().union(*lines.values()))
-
-
-class Chosen:
-    """A pytest plugin that runs the chosen tests, and notes which started and which failed."""
-
-    def __init__(self, tests, out):
-        self.tests, self.out = tests, out
+    def __init__(self, cases, without, log):
+        self.cases, self.without, self.log = cases, without, log
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        items[:] = [item for item in items if item.nodeid in self.tests]
+        functions = collections.defaultdict(list)
+        for item in sorted(items, key=lambda item: drawn(item.nodeid)):
+            if item.nodeid not in self.without:
+                functions[item.nodeid.partition("[")[0]].append(item)
+        kept = {item.nodeid for some in functions.values() for item in some[: self.cases]}
+        items[:] = [item for item in items if item.nodeid in kept]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item):
-        print("started", item.nodeid, file=self.out, flush=True)
+        print("started", item.nodeid, file=self.log, flush=True)
         # The default action of these signals ends the process, even inside C++ code.
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -177,74 +172,56 @@ class Chosen:
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
-            print("failed", report.nodeid, file=self.out, flush=True)
+            print("failed", report.nodeid, file=self.log, flush=True)
 
     pytest_collectreport = pytest_runtest_logreport
 
 
-def file_of(test):
-    return test.partition("::")[0]
-
-
-def in_child(folder, tests, arguments):
-    """Run tests with pytest on the copy of src/ in a folder, in this process."""
-    os.setpgid(0, 0)
-    os.chdir(ROOT)
-    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1), os.dup2(output, 2)
-    sys.path.insert(0, str(folder / "src"))
-    os.environ["PYTHONPATH"] = str(folder / "src")
-    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")
-    files = sorted(file for file in set(map(file_of, tests)) if (ROOT / file).exists())
-    options = [*PYTEST.split(), "-W", "ignore::pytest.PytestAssertRewriteWarning", *arguments]
-    with (folder / "log").open("w") as out:
-        return pytest.main([*options, *files], plugins=[Chosen(tests, out)]) if files else 0
-
-
-def run_tests(folder, tests, arguments):
-    """Return the tests that fail on the copy of src/ in a folder, those that started, and the time."""
-    failed, started, seconds = set(), set(), 0.0
-    for _ in range(3):  # again after a crash
-        child = os.fork()
-        if child == 0:
-            status = pytest.ExitCode.INTERNAL_ERROR
-            try:
-                status = in_child(folder, tests - started, arguments)
-            finally:
-                os._exit(status)
-        _, status, used = os.wait4(child, 0)
-        seconds += used.ru_utime + used.ru_stime
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        notes = [line.partition(" ") for line in (folder / "log").read_text().splitlines()]
-        failed.update(test for word, _, test in notes if word == "failed")
-        running = [test for word, _, test in notes if word == "started"]
-        started.update(running)
-        if os.waitstatus_to_exitcode(status) in ENDED:
-            break
-        if status != signal.SIGALRM:  # which may also say that the machine was busy
-            failed.add(running[-1] if running else "tests/conftest.py")
-    return failed, started, seconds
+def failures(folder, tree, arguments, cases, without=()):
+    """Return the tests that fail on the copy of src/ in a folder; of a process that dies, the one that ran."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setpgid(0, 0)
+            os.chdir(tree)
+            output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1), os.dup2(output, 2)
+            sys.path[:0] = [str(folder / "src"), str(tree)]
+            os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+            os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")
+            with (folder / "log").open("w") as log:
+                plugins = [Drawn(cases, without, log)]
+                pytest.main([*PYTEST.split(), "-W", WARNINGS, *arguments], plugins=plugins)
+                print("ended", file=log)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    notes = [line.partition(" ") for line in (folder / "log").read_text().splitlines()]
+    if not notes or notes[-1][0] != "ended":
+        return [notes[-1][2] if notes else "tests/conftest.py"]
+    return [test for word, _, test in notes if word == "failed"]
 
 
 # ---- runs -----------------------------------------------------------------------------------------
 
 
-def includes(name):
+def includes(name, tree):
     """Return the files of csrc/ that a file includes, and itself."""
-    text = (ROOT / "csrc" / name).read_text(encoding="utf-8")
-    return {name}.union(*map(includes, re.findall(r'#include "(.*)"', text)))
+    text = (tree / "csrc" / name).read_text(encoding="utf-8")
+    return {name}.union(*(includes(each, tree) for each in re.findall(r'#include "(.*)"', text)))
 
 
-def build(name, folder, kept):
+def build(name, folder, kept, tree):
     """Build the library of a copy of the source in which a file of csrc/ is changed; return the outcome.
 
     Of the units that include the file, it compiles those for one instruction set. The objects of the unchanged
     source are kept in another folder.
     """
     with mock.patch("setuptools.setup"):
-        setup = runpy.run_path(str(ROOT / "setup.py"))["build_library"].__globals__
-    units = [path.stem for path in (ROOT / "csrc").glob("*.cpp") if name in includes(path.name)]
+        setup = runpy.run_path(str(tree / "setup.py"))["build_library"].__globals__
+    units = [p.stem for p in (tree / "csrc").glob("*.cpp") if name in includes(p.name, tree)]
     loops = f"rotate_{INSTRUCTION_SET}"
     units = [unit for unit in units if unit == loops or not unit.startswith("rotate_")]
     different = []
@@ -255,7 +232,7 @@ def build(name, folder, kept):
             return next(setup["OBJECTS"].glob(f"{stem}-*.o"))
         command = ["-O1" if part == "-O3" else part for part in command]
         if suffix == ".o" and not plain.exists():
-            unchanged = [part.replace(str(folder), str(ROOT)) for part in command]
+            unchanged = [part.replace(str(folder), str(tree)) for part in command]
             subprocess.run([*unchanged, "-o", plain], check=True, capture_output=True)
         subprocess.run([*command, "-o", made], check=True, capture_output=True)
         different.append(suffix == ".o" and made.read_bytes() != plain.read_bytes())
@@ -269,41 +246,52 @@ def build(name, folder, kept):
     return "ran" if any(different) else "same code"
 
 
-def cases(tests, count):
-    """Return some cases of each test function, the same in every run."""
-    functions = collections.defaultdict(list)
-    for test in sorted(tests, key=drawn):
-        functions[test.partition("[")[0]].append(test)
-    return {test for found in functions.values() for test in found[:count]}
-
-
-def run_mutant(mutant, tests, failed, kept, options):
-    """Return what happened to a mutant; `failed` has tests that are known to notice it."""
-    outcome, started, seconds = "ran", set(), 0.0
+def run_mutant(mutant, kept, options, sick):
+    """Plant a mutant; return what happened."""
+    tree, name = options.tree, mutant["file"]
+    path = tree / name
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    place = place_of(lines, mutant)
+    if place is None:
+        return {"outcome": "gone", "by": None}
+    arguments = near(name, tree)
+    without = sick(arguments)
     with tempfile.TemporaryDirectory() as temporary:
-        folder, name = Path(temporary), mutant["file"]
+        folder = Path(temporary)
         for part in ("src", "csrc"):
-            shutil.copytree(ROOT / part, folder / part)
-        if name:
-            lines = (folder / name).read_text(encoding="utf-8").splitlines()
-            place = place_of(lines, mutant)
-            if place is None:
-                return {"outcome": "gone", "failed": []}
-            lines[place] = mutant["after"]
-            (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        os.environ["TIGHTROPE_CPU_ISA"] = INSTRUCTION_SET if name.startswith("csrc/") else ""
-        if name.startswith("csrc/"):
-            outcome = build(Path(name).name, folder, kept)
-        first = cases(tests, options.cases if name else len(tests))
-        for some in (first, tests - first):
-            if outcome == "ran" and some and (some is first or not failed):
-                found, ran, used = run_tests(folder, some, options.arguments)
-                failed, started, seconds = failed | found, started | ran, seconds + used
-    found = {"outcome": outcome, "failed": sorted(failed)}
-    return found | {"tests": len(started), "seconds": round(seconds, 1)}
+            shutil.copytree(tree / part, folder / part)
+        lines[place] = mutant["after"]
+        (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        is_cpp = name.startswith("csrc/")
+        os.environ["TIGHTROPE_CPU_ISA"] = INSTRUCTION_SET if is_cpp else ""
+        outcome = build(path.name, folder, kept, tree) if is_cpp else "ran"
+        found = []
+        if outcome == "ran":
+            found = failures(folder, tree, [*options.arguments, *arguments], options.cases, without)
+    return {"outcome": outcome, "by": found[0] if found else None}
 
 
-UNCHANGED = {"file": "", "line": 0, "at": 0, "before": "", "after": ""}
+def run(options):
+    """Run the mutants that have no row yet."""
+    # Without this, the compiler could reuse the code of another mutant.
+    os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
+    for name in SHARED.split():
+        with contextlib.suppress(ImportError):
+            __import__(name)
+    old = read(options.found)
+    with tempfile.TemporaryDirectory() as kept, options.found.open("a", encoding="utf-8") as out:
+
+        @lru_cache
+        def sick(arguments):
+            with tempfile.TemporaryDirectory() as folder:
+                shutil.copytree(options.tree / "src", Path(folder, "src"))
+                every = [*options.arguments, "--maxfail=1000", *arguments]
+                return frozenset(failures(Path(folder), options.tree, every, options.cases))
+
+        for key, mutant in read(options.list).items():
+            if key not in old:
+                found = run_mutant(mutant, Path(kept), options, sick)
+                print(json.dumps(mutant | found, ensure_ascii=False), file=out, flush=True)
 
 
 def key_of(row):
@@ -316,98 +304,44 @@ def read(path):
     return {key_of(row): row for row in rows}
 
 
-def run(options):
-    """Run the mutants that have no row yet; with `changed_since`, also those whose tests changed."""
-    import coverage
-
-    # Without this, the compiler could reuse the code of another mutant.
-    os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
-    for name in SHARED.split():
-        with contextlib.suppress(ImportError):
-            __import__(name)
-    data = coverage.CoverageData(str(options.trace / "coverage"))
-    data.read()
-    command = ["git", "diff", "--name-only", options.changed_since or "HEAD", "--", "tests"]
-    output = subprocess.check_output(command, cwd=ROOT, text=True)
-    changed = set(output.split()) if options.changed_since else set()
-    if missing := [name for name in CPP_TESTS if not any(ROOT.glob(f"{name}*"))]:
-        raise FileNotFoundError(f"there are no tests {missing}")
-    old, part, parts = read(options.matrix), *map(int, options.part.split("/"))
-    mutants = [*read(options.list).items()][part - 1 :: parts]
-    with tempfile.TemporaryDirectory() as kept, options.matrix.open("a", encoding="utf-8") as out:
-        for key, mutant in mutants:
-            tests = tests_of(mutant, data, options.trace)
-            known = set(old[key]["failed"]) if key in old else set()
-            failed = {test for test in known if file_of(test) not in changed}
-            if key in old:
-                tests = {test for test in tests if file_of(test) in changed}
-            if key not in old or tests or failed != known:
-                found = run_mutant(mutant, tests, failed, Path(kept), options)
-                print(json.dumps(mutant | found, ensure_ascii=False), file=out, flush=True)
-        rows = read(options.matrix).values()
-        every = {test for row in rows if row["file"] for test in row["failed"]}
-        found = run_mutant(UNCHANGED, every, set(), Path(kept), options)
-        print(json.dumps(UNCHANGED | found, ensure_ascii=False), file=out)
-
-
-def noticed(path):
-    """Return, for each mutant that ran, the tests that notice it."""
-    rows = read(path)
-    always = set(rows.pop(key_of(UNCHANGED), {"failed": ()})["failed"])
-    return {key: {*row["failed"]} - always for key, row in rows.items() if row["outcome"] == "ran"}
-
-
 def compare(old, new):
     """Print the mutants that only the first run noticed, and the numbers of both."""
-    before, after = noticed(old), noticed(new)
-    for key, tests in before.items():
-        if tests and not after.get(key):
-            how = "missed" if key in after else "not run"
-            print(f"{how}: {key[0]}: {key[3].strip()} (noticed by {min(tests)})")
-    for path, found in ((old, before), (new, after)):
-        print(f"{path}: of {len(found)} mutants, {sum(map(bool, found.values()))} are noticed")
-
-
-def alone(path):
-    """Print the mutants that a single test file notices, and few test functions that notice all."""
-    found = {key: tests for key, tests in noticed(path).items() if tests}
-    for key, tests in found.items():
-        files = set(map(file_of, tests))
-        if len(files) == 1:
-            print(f"only {files.pop()}: {key[0]}: {key[3].strip()}")
-    left = [{test.partition("[")[0] for test in tests} for tests in found.values()]
-    while left:
-        counts = collections.Counter(test for tests in left for test in sorted(tests))
-        test, count = counts.most_common(1)[0]
-        print(f"{count:5} more with {test}")
-        left = [tests for tests in left if test not in tests]
+    ran = [
+        {key: row for key, row in read(path).items() if row["outcome"] == "ran"}
+        for path in (old, new)
+    ]
+    both = [key for key in ran[0] if key in ran[1]]
+    for key in both:
+        if ran[0][key]["by"] and not ran[1][key]["by"]:
+            print(f"missed: {key[0]}: {key[3].strip()} (noticed by {ran[0][key]['by']})")
+    for path, found in zip((old, new), ran):
+        print(
+            f"{path}: of {len(both)} mutants, {sum(bool(found[key]['by']) for key in both)} are noticed"
+        )
 
 
 def main():
     parser = argparse.ArgumentParser("python -m ci.mutation", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("command", choices="choose trace run compare alone".split())
+    parser.add_argument("command", choices="choose run compare".split())
     parser.add_argument("paths", nargs="+", type=Path)
     parser.add_argument("--each", type=int, default=3, help="choose: mutants of each file")
     parser.add_argument("--seed", type=int, default=0, help="choose: of the sample")
     parser.add_argument("--cases", type=int, default=2, help="run: cases of each test function")
-    parser.add_argument("--changed-since", help="run: a revision; see above")
-    parser.add_argument("--part", default="1/1", help="run: 1/2 is the first half of the mutants")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="run: another work tree")
     options, options.arguments = parser.parse_known_args()
     first, *others = options.paths
     if options.command == "choose":
         every = [*sorted((ROOT / "src").rglob("*.py")), *sorted((ROOT / "csrc").glob("*.*"))]
-        files = [*others, *map(Path, options.arguments)] or every  # before and after the options
-        rows = [row for path in files for row in choose(path.resolve(), options)]
+        rows = [row for path in others or every for row in choose(path.resolve(), options)]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         first.write_text(text, encoding="utf-8")
-    elif options.command == "trace":
-        trace(first, [*map(str, others), *options.arguments])
     elif options.command == "run":
-        options.list, options.trace, options.matrix = options.paths
+        options.list, options.found = options.paths
+        options.tree = options.tree.resolve()
         run(options)
     else:
-        {"compare": compare, "alone": alone}[options.command](*options.paths)
+        compare(*options.paths)
 
 
 if __name__ == "__main__":

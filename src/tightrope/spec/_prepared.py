@@ -135,11 +135,12 @@ class Stated(NamedTuple):
 
     Attributes:
         lengths: ints; or the tensor that the caller gave, if it cannot be read.
-        where: the positions to compare with ints, if they can be read.
+        compared: the positions of which none may pass the lengths; None if no comparison is possible, because
+            one of both cannot be read.
     """
 
     lengths: tuple[int, ...] | torch.Tensor
-    where: Positions | None
+    compared: Positions | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +154,7 @@ class PreparedRotation:
         where: the positions, on the device.
         device: the device that rotated tensors must be on.
         spec: the spec, or None if there is not exactly one.
-        source: where phase words come from that depend on the length of each call; else None.
+        source: the phase words of each length, for a call to choose from; None if ``angles`` has those of all calls.
         stated: the lengths that the caller stated, if phase words or tables depend on them.
         stack: the library whose arithmetic makes the tables of this rotation, which it uses instead of
             phase words; None for exact angles.
@@ -344,10 +345,10 @@ class PreparedRotation:
             tokens: number of tokens per row.
             name: name of the lengths in the error.
         """
-        if self.stated is None or self.stated.where is None or is_tracing():
+        if self.stated is None or self.stated.compared is None or is_tracing():
             return
-        lengths, where = self.stated
-        _lengths.refuse_longer(lengths, where, tokens, name)  # type: ignore[arg-type]
+        lengths, compared = self.stated
+        _lengths.refuse_longer(lengths, compared, tokens, name)  # type: ignore[arg-type]
 
 
 def prepared(
