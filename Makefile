@@ -10,7 +10,7 @@
 #   make site       build the documentation, and serve it until Ctrl-C
 #   make coverage   which lines and branches of src/ all tests run (half an hour; ARGS as for test)
 #   make harden     a search for faults of memory, races and leaks (long; ARGS=--quick: two minutes)
-#   make mutants    small faults, planted one at a time: which tests notice each (ARGS=--help)
+#   make mutants    small faults, planted one at a time: the first test that notices each (ARGS=--help)
 #   make wheel      dist/tightrope-*.whl
 #   make wheels     the source archive and this machine's wheel of a release, checked, in dist/: docs/release.md
 #   make versions   the tests with many versions of Python and torch (downloads gigabytes of CUDA): docs/versions.md
