@@ -8,8 +8,8 @@ import importlib
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -89,6 +89,8 @@ class _Slot:
 
 
 _lock = threading.RLock()
+# The number of `patch` and `unpatch` that run, of which one may call another.
+_running = 0
 # By owner and name.
 _slots: dict[tuple[Any, str], _Slot] = {}
 # The kinds of functions, by roles and type of device, as long as something is patched.
@@ -153,7 +155,7 @@ def patch(
     ['apply_rotary_pos_emb']
     """
     options = _checked(model, Options(angles, rounding, stack, all_models))
-    with _lock:
+    with _alone():
         if model is None:
             if functions is not None:
                 raise bad_value("functions must be given with a model")
@@ -174,7 +176,7 @@ def unpatch(model: torch.nn.Module | None = None) -> None:
     Raises:
         TypeError: model is not a Module.
     """
-    with _lock:
+    with _alone():
         if model is None:
             _end_later()
             return
@@ -244,6 +246,7 @@ def _patched(model: torch.nn.Module, options: Options, functions: Mapping[Any, s
             slot.member.put(slot.made)
         slot.patches.add(mine)
     vars(model)[_tables.MARK] = mine
+    weakref.finalize(mine, _forget_gone).atexit = False
     classes = tuple(slot.member.owner for slot in checked)
     for module in model.modules():
         if isinstance(module, classes):
@@ -362,7 +365,7 @@ def _checks(slots: list[_Slot], mine: Patch) -> list[_Slot]:
 
 def _is_checked(cls: type) -> bool:
     """Return whether a patched model exists because of which modules of a class are checked."""
-    with _lock:
+    with _alone():
         _forget()
     return (cls, "_call_impl") in _slots
 
@@ -453,11 +456,32 @@ def _undone(model: torch.nn.Module) -> None:
 def _forget() -> None:
     """Restore what no patched model uses any more."""
     for key, slot in list(_slots.items()):
-        if not slot.patches:
+        if not list(slot.patches):  # the length may still count one that is gone
             del _slots[key]
             slot.undo()
     if not _slots:
         _kinds.clear()  # what functions read may change
+
+
+def _forget_gone() -> None:
+    """Restore what only a model used that is gone, unless code patches now; then its next call does."""
+    if _running == 0 and _lock.acquire(blocking=False):
+        try:
+            _forget()
+        finally:
+            _lock.release()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A block that no other thread enters, and in which nothing is restored because a model is gone."""
+    global _running
+    with _lock:
+        _running += 1
+        try:
+            yield
+        finally:
+            _running -= 1
 
 
 def _undo_if_alive(model: weakref.ref[torch.nn.Module]) -> None:

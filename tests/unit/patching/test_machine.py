@@ -122,10 +122,9 @@ class Patched(RuleBasedStateMachine):
     @precondition(lambda self: sum(type(model) is not nn.Identity for model in self.alive) > 1)
     @rule(at=consumes(models))
     def delete(self, at: int) -> None:
-        """A check restores what a model that is gone leaves; without checks, the next call of unpatch does."""
+        """What a model that is gone used is restored."""
         self.alive[at] = nn.Identity()
-        if self.by.pop(at, None) == ALL:
-            unpatch(self.alive[at])
+        self.by.pop(at, None)
 
     @precondition(lambda self: self.by and not self.foreign)
     @rule()
