@@ -109,7 +109,7 @@ harden: $(READY)
 
 # Without what the second asks for: it imports nothing of it here.
 mutants: $(READY)
-	$(PIP) install --quiet --no-deps -c $(CONSTRAINTS) pytest-cov universalmutator
+	$(PIP) install --quiet --no-deps -c $(CONSTRAINTS) universalmutator
 	OMP_NUM_THREADS=1 $(BIN)/python -m ci.mutation $(ARGS)
 
 wheel: $(READY)
