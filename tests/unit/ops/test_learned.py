@@ -161,6 +161,27 @@ def test_frequencies_that_change_in_place_are_read_again(given: Any) -> None:
     assert_same_bits(rotate(X, given()), without)
 
 
+@pytest.mark.parametrize("first", ["inference mode", "no grad", "with a gradient"])
+def test_words_that_are_kept_serve_later_calls_of_every_mode(first: str) -> None:
+    """Those of equal values, also of negated views and other dtypes, forward and backward."""
+    seed = ["inference mode", "no grad", "with a gradient"].index(first) + 40
+    theta = noise(3, seed=seed)
+    with {"inference mode": torch.inference_mode, "no grad": torch.no_grad}.get(
+        first, torch.enable_grad
+    )():
+        before = rotate(X, SPEC.at(7, inv_freq=theta.clone()))
+    leaf = theta.clone().requires_grad_()
+    after = rotate(X, SPEC.at(7, inv_freq=leaf))
+    assert_same_bits(after, before.clone())
+    assert torch.autograd.grad(after.sum(), leaf)[0].isfinite().all()
+    negated = torch.complex(theta, -theta).conj().imag
+    assert negated.is_neg()
+    assert_same_bits(rotate(X, SPEC.at(7, inv_freq=negated)), before.clone())
+    narrow = theta.float()
+    wanted = rotate(X, SPEC.at(7, inv_freq=narrow.double()))
+    assert_same_bits(rotate(X, SPEC.at(7, inv_freq=narrow)), wanted)
+
+
 @pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf, 1e300, -1e300, 2.0**62 * 7])
 def test_phase_words_of_invalid_frequencies(lost: float) -> None:
     words, turns = angles.words_from(torch.tensor([1.0, lost, -2.0], dtype=torch.float64))
