@@ -15,18 +15,8 @@ import torch
 
 from tests.support.helpers import noise
 from tests.support.tolerances import assert_near
-from tightrope.functional import (
-    build_freqs_cis,
-    lrpe_rotate_1d,
-    rotary_apply,
-    rotary_pos_embedding,
-)
-from tightrope.nn import (
-    LrpeRotate1d,
-    PolarRoPEAttention,
-    PolarRoPEHead,
-    RotaryPositionalEmbedding,
-)
+from tightrope.functional import build_freqs_cis, lrpe_rotate_1d, rotary_apply, rotary_pos_embedding
+from tightrope.nn import LrpeRotate1d, PolarRoPEAttention, PolarRoPEHead, RotaryPositionalEmbedding
 
 F64 = torch.float64
 

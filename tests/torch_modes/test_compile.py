@@ -17,13 +17,7 @@ from tests.support.matrix import INDUCTOR
 from tests.support.tolerances import assert_each, assert_near
 from tightrope import RopeSpec, backends, positions
 from tightrope.frequencies import DynamicNTK, LongRoPE, Rule
-from tightrope.functional import (
-    apply_rotary_pos_emb,
-    rotate,
-    rotate_,
-    rotate_qk,
-    rotate_qk_,
-)
+from tightrope.functional import apply_rotary_pos_emb, rotate, rotate_, rotate_qk, rotate_qk_
 
 noise = partial(helpers.noise, dtype=torch.float32)
 SPEC = RopeSpec(8, rotary_dim=6, start=1)

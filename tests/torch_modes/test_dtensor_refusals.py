@@ -21,9 +21,7 @@ from tests.support.refused_calls import refused_calls
 from tightrope import RopeSpec, positions
 from tightrope.activations import RMSNorm
 from tightrope.frequencies import DynamicNTK
-from tightrope.functional import (
-    rotate,
-)
+from tightrope.functional import rotate
 
 WHOLE, PARTIAL, ROWS, HEADS, TOKENS = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
 BY_LENGTH = RopeSpec(16, scaling=DynamicNTK(4.0, 4))

@@ -12,13 +12,7 @@ from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK
 from tightrope.functional import build_freqs_cis
-from tightrope.nn import (
-    KVCache,
-    LrpeRotate1d,
-    PolarRoPEAttention,
-    PolarRoPEHead,
-    RotaryEmbedding,
-)
+from tightrope.nn import KVCache, LrpeRotate1d, PolarRoPEAttention, PolarRoPEHead, RotaryEmbedding
 
 META, BY_LENGTH, BLOCKS = torch.device("meta"), DynamicNTK(2.0, 4), Axes.blocks((2, 2))
 Y, (COS, SIN) = torch.zeros(2, 5, 12), build_freqs_cis(5, 8)

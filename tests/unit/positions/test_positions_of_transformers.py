@@ -9,11 +9,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from tightrope.positions import (
-    Positions,
-    mrope,
-    mrope_next,
-)
+from tightrope.positions import Positions, mrope, mrope_next
 
 PROFILE = settings(derandomize=True, database=None, deadline=None)
 MERGE = 2
