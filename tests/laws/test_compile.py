@@ -72,7 +72,10 @@ def test_a_compiled_call_is_one_graph(number: int) -> None:
         return
     # vmap writes only into tensors that are mapped.
     verb = case["verb"].rstrip("_") if case["learns"] == "the rest" else case["verb"]
-    call = Call({**case, "dtype": torch.float64, "verb": verb})
+    # In float64, the definition runs where there is an f or P, as does the backend "reference".
+    plain = {case["act"], case["gate"]} == {"none"}
+    dtype = torch.float64 if plain else torch.float32
+    call = Call({**case, "dtype": dtype, "verb": verb, "backend": None})
     names = call.learned()
     stacks = [torch.stack((call.leaves[name], 0.75 * call.leaves[name])) for name in names]
 
@@ -84,4 +87,4 @@ def test_a_compiled_call_is_one_graph(number: int) -> None:
 
     run = torch.func.grad_and_value(loss, tuple(range(len(names))))
     for got, wanted in zip(compiled(run)(*stacks), run(*stacks), strict=True):
-        assert_near(got, wanted, "float64 ways, higher order")
+        assert_near(got, wanted, "float64 ways, higher order" if plain else "float32 ways")
