@@ -114,7 +114,9 @@ def test_layouts_and_strides_agree(case: Mapping[str, Any]) -> None:
     spread = {name: torch.stack((x, x * torch.nan), -1)[..., 0] for name, x in xs.items()}
     turned = {name: x.transpose(-1, 0).contiguous().transpose(-1, 0) for name, x in xs.items()}
     for own in (spread, turned):
-        assert_each(check, call(**call.leaves | own), wanted)
+        found = call(**call.leaves | own)
+        assert_each(check, found, wanted)
+        assert found[0].stride() == torch.empty_like(own["q"]).stride()
     whole = {name: oracle.as_bhsd(x, layout) for name, x in xs.items()}
     found = Call({**case, "layout": LAYOUTS[0]})(**call.leaves | whole)
     assert_each(check, found, [oracle.as_bhsd(y, layout) for y in wanted])

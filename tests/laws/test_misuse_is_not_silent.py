@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.helpers import refusals
+from tests.support.refused_calls import refused_calls
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, gates, positions
 from tightrope.activations import RMSNorm
@@ -20,7 +20,6 @@ from tightrope.frequencies import DynamicNTK, LongRoPE
 from tightrope.functional import (
     apply_rotary_pos_emb,
     apply_rotary_pos_emb_,
-    lrpe_rotate_1d,
     polar_scan,
     rerotate,
     rotary_pos_embedding,
@@ -194,21 +193,7 @@ def test_tables_that_change_are_looked_at_again_unless_they_learn() -> None:
 RAGGED = torch.nested.nested_tensor([torch.zeros(3, 8), torch.zeros(5, 8)], layout=torch.jagged)
 NARROWED = torch.nested.narrow(X[0], 1, IDS[:3], IDS[:3], layout=torch.jagged)
 COS = tables("cat")
-NESTED = "must be a dense tensor but got one that is nested"
-test_sentence = refusals(
-    TypeError={
-        f"[rotate_] x {NESTED}; call tightrope…": lambda: rotate_(RAGGED, SPEC, layout="bsd"),
-        f"[apply_rotary_pos_emb] q {NESTED}; call tightrope.functional.rotate on q.values()."
-        "transpose(0, 1) with positions.packed(q.offsets()) and layout='thd'.": (
-            lambda: apply_rotary_pos_emb(RAGGED.unsqueeze(2).transpose(1, 2), None, *COS)
-        ),
-        f"[lrpe_rotate_1d] x {NESTED}.": lambda: lrpe_rotate_1d(RAGGED, torch.ones(4)),
-        f"[rotate] x {NESTED}.": [
-            lambda: rotate(RAGGED.transpose(1, 2), SPEC, layout="bsd"),
-            lambda: rotate(NARROWED, SPEC, layout="bsd"),
-        ],
-    },
-)
+test_calls = refused_calls(Path(__file__).with_name("refused_calls.jsonl"), {}, globals())
 
 
 @pytest.mark.parametrize("shape, transposed", [((8,), False), ((2, 8), False), ((2, 8), True)])

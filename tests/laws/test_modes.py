@@ -69,6 +69,7 @@ def differentiated(call: Call, x: torch.Tensor) -> torch.Tensor:
 MODES: dict[str, Callable[[Call, torch.Tensor], torch.Tensor]] = {
     "eager": lambda call, x: call(x),
     "no_grad": lambda call, x: torch.no_grad()(call)(x.requires_grad_()),
+    "inference": lambda call, x: torch.inference_mode()(call)(x),
     "requires grad": differentiated,
     "vmap": lambda call, x: torch.vmap(call)(x[None])[0],
     "func.grad": lambda call, x: torch.func.vjp(call, x)[0],

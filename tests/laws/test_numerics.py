@@ -310,4 +310,6 @@ def test_the_gradient_by_fractional_positions(interleaved: bool, backend: str) -
     (u, v), (du, dv) = ([t.double()[..., at] for at in members] for t in (exact, cotangent))
     wanted = (omega * (u * dv - v * du)).sum((0, 1, 3))
     scale = (omega * torch.hypot(u, v) * torch.hypot(du, dv)).sum((0, 1, 3))
-    tolerances.assert_angle_gradient(grad, wanted, scale, torch.float32)
+    bound = tolerances.value("angle gradient, torch.float32") * scale
+    bound = bound + tolerances.value("float32 rounding") * wanted.abs()
+    assert bool(((grad.double() - wanted).abs() <= bound).all())

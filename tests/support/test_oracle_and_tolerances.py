@@ -1,4 +1,7 @@
-"""The oracle is right, and the assertions of tolerances.py reject wrong results."""
+"""The assertions of tolerances.py reject wrong results.
+
+An oracle that is wrong disagrees with the library in every test that asks it.
+"""
 
 import math
 from types import ModuleType
@@ -27,79 +30,7 @@ def test_oracle_imports_nothing_from_the_library(module: ModuleType) -> None:
     assert not any("tightrope" in line for line in imports)
 
 
-def test_oracle_sums_axes() -> None:
-    omegas = oracle.frequencies(10000.0, 4)
-    once = oracle.cos_sin_at((12,), omegas[1:])
-    assert oracle.cos_sin_at((5, 7), (omegas[1], omegas[1])) == once
-
-
-@pytest.mark.parametrize("turns, word, whole", [("0.5", -(2**63), 1), ("-0.5", -(2**63), 0)])
-def test_oracle_phase_of_half_a_turn(turns: str, word: int, whole: int) -> None:
-    assert oracle.phase(2 * oracle.MP.pi * oracle.MP.mpf(turns)) == (word, whole)
-
-
-def test_oracle_turns_a_known_pair() -> None:
-    quarter = (oracle.MP.pi / 2,)
-    x = torch.tensor([[9.0, 2.0, 3.0, 9.0]])
-    turned = oracle.rotate(x, [1], quarter, layout="sd", start=1)
-    assert turned[0].tolist() == pytest.approx([9.0, -3.0, 2.0, 9.0], abs=1e-15)
-    back = oracle.rotate(turned, [1], quarter, layout="sd", start=1, inverse=True)
-    assert back[0].tolist() == pytest.approx([9.0, 2.0, 3.0, 9.0], abs=1e-15)
-
-
-def test_oracle_pairings() -> None:
-    assert oracle.channels(6, 1) == ([1, 2, 3], [4, 5, 6])
-    assert oracle.channels(6, 1, interleaved=True) == ([1, 3, 5], [2, 4, 6])
-
-
-@pytest.mark.parametrize("dtype", SIXTEEN)
-def test_rounded_takes_the_nearest_of_all_numbers(dtype: torch.dtype) -> None:
-    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).double()
-    finite = torch.unique(every[every.isfinite()])  # sorted, one zero
-    below, above = finite[:-1], finite[1:]
-    tie = (below + above) / 2
-    assert torch.equal(oracle.rounded(finite, dtype).double(), finite)
-    assert torch.equal(oracle.rounded(torch.nextafter(tie, below), dtype).double(), below)
-    assert torch.equal(oracle.rounded(torch.nextafter(tie, above), dtype).double(), above)
-    even = oracle.rounded(tie, dtype)
-    assert bool((even.view(torch.int16) & 1 == 0).all())
-    assert bool(((even.double() == below) | (even.double() == above)).all())
-
-
-def test_rounded_at_the_edges() -> None:
-    exact = torch.tensor([65519.9, 65520.0, -1e9, math.inf, math.nan, 2.0**-25, -0.0])
-    got = oracle.rounded(exact.double(), torch.float16).tolist()
-    assert got[:4] == [65504.0, math.inf, -math.inf, math.inf]
-    assert math.isnan(got[4])
-    assert got[5] == 0.0
-    assert math.copysign(1, got[6]) == -1
-
-
-@pytest.mark.parametrize("dtype", [*SIXTEEN, *PLAIN])
-def test_steps_apart_counts_numbers(dtype: torch.dtype) -> None:
-    info = torch.finfo(dtype)
-    a = torch.tensor([1.0, -1.0, 0.0, 0.0, info.max, math.nan, math.nan, 1.0], dtype=dtype)
-    b = torch.tensor([1 + info.eps, -1 - info.eps, -0.0, 0.0, math.inf, math.nan, 1.0, 1.0]).to(
-        dtype
-    )
-    b[0], b[1] = 1 + info.eps, -1 - info.eps
-    apart = oracle.steps_apart(a, b).tolist()
-    assert apart[:6] == [1, 1, 0, 0, 1, 0]
-    assert apart[6] > 2**60
-    assert apart[7] == 0
-    # The smallest positive number.
-    small = torch.tensor([info.smallest_normal * info.eps], dtype=dtype)
-    assert oracle.steps_apart(small, -small).tolist() == [2]
-
-
 # --- the table ------------------------------------------------------------------------------------
-
-
-def test_every_tolerance_has_a_unit_and_a_reason() -> None:
-    for name, entry in tolerances.TABLE.items():
-        assert entry.value > 0, name
-        assert entry.unit, name
-        assert len(entry.reason) > 20, name
 
 
 def test_the_table_says_what_the_design_promises() -> None:
@@ -239,23 +170,6 @@ def test_assert_same_bits_rejects() -> None:
     ):
         with pytest.raises(AssertionError):
             tolerances.assert_same_bits(x, other)
-
-
-@pytest.mark.parametrize("dtype", [*SIXTEEN, *PLAIN])
-def test_assert_angle_gradient_rejects(dtype: torch.dtype) -> None:
-    exact = torch.ones(4, dtype=torch.float64)
-    scale = torch.full((4,), 2.0, dtype=torch.float64)
-    bound = 2 * tolerances.value(f"angle gradient, {dtype}")
-    tolerances.assert_angle_gradient(exact + 0.9 * bound, exact, scale, dtype)
-    tolerances.assert_angle_gradient((exact + 0.5 * bound).float(), exact, scale, dtype)
-    tenth = torch.full_like(exact, 0.1)  # not a float32
-    tolerances.assert_angle_gradient(tenth.float(), tenth, scale, dtype)
-    nan = torch.full_like(exact, math.nan)
-    for wrong in (exact + 1.1 * bound, nan, exact[:3], exact[:, None], None):
-        with pytest.raises(AssertionError):
-            tolerances.assert_angle_gradient(wrong, exact, scale, dtype)
-    with pytest.raises(AssertionError):
-        tolerances.assert_angle_gradient(exact + 0.1 * bound, exact, 0 * scale, dtype)
 
 
 @pytest.mark.parametrize("dtype", [*SIXTEEN, *PLAIN])

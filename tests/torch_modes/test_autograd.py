@@ -7,14 +7,7 @@ from torch.autograd import forward_ad, gradcheck
 from tests.support.helpers import noise
 from tests.support.tolerances import assert_near
 from tightrope import RopeSpec
-from tightrope.functional import (
-    apply_rotary_pos_emb,
-    apply_rotary_pos_emb_,
-    rotate,
-    rotate_,
-    rotate_qk,
-    rotate_qk_,
-)
+from tightrope.functional import apply_rotary_pos_emb, rotate, rotate_, rotate_qk, rotate_qk_
 
 TABLES = noise(3, 4, seed=1), noise(3, 4, seed=2)
 
@@ -93,16 +86,6 @@ def test_what_is_written_loses_an_old_tangent() -> None:
             forward_ad.unpack_dual(rotate(x, RopeSpec(8), 3, out=out)).tangent.count_nonzero() == 0
         )
         assert_near(forward_ad.unpack_dual(out).primal, rotate(x, RopeSpec(8), 3), "float64 ways")
-
-
-def test_by_tables_in_place_in_functorch() -> None:
-    x, cos, sin = noise(1, 2, 3, 8), noise(3, 8, seed=1), noise(3, 8, seed=2)
-    for transform in (torch.func.grad, torch.func.hessian):
-        got, want = (
-            transform(lambda c, f=f: f(x * 1, None, c, sin)[0].pow(3).sum())(cos)
-            for f in (apply_rotary_pos_emb_, apply_rotary_pos_emb)
-        )
-        assert_near(got, want, "float64 ways, higher order")
 
 
 def test_a_dual_level_alone_changes_no_bit() -> None:

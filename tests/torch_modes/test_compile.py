@@ -1,4 +1,7 @@
-"""Compiled and exported calls: one graph for all lengths, gradients, calls in place, modules, specs made inside."""
+"""Compiled calls: one graph for all lengths, any spec, and the constants of a graph.
+
+tests/laws/test_compile.py has what holds for every call; test_export.py what is exported.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,14 +15,9 @@ from tests.support import helpers
 from tests.support.helpers import on
 from tests.support.matrix import INDUCTOR
 from tests.support.tolerances import assert_each, assert_near
-from tightrope import RopeSpec, nn, positions
+from tightrope import RopeSpec, backends, positions
 from tightrope.frequencies import DynamicNTK, LongRoPE, Rule
-from tightrope.functional import (
-    rotate,
-    rotate_,
-    rotate_qk,
-    rotate_qk_,
-)
+from tightrope.functional import apply_rotary_pos_emb, rotate, rotate_, rotate_qk, rotate_qk_
 
 noise = partial(helpers.noise, dtype=torch.float32)
 SPEC = RopeSpec(8, rotary_dim=6, start=1)
@@ -43,7 +41,7 @@ LENGTHS = ((5, 2), (6, 3), (7, 4), (9, 100), (13, 100_000), (4, 5))
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("where", ["offset", "ids", "per row", "prepared"])
+@pytest.mark.parametrize("where", ["offset", "ids", "per row", "prepared", "learned"])
 def test_one_graph_for_all_lengths_and_offsets(where: str, in_place: bool) -> None:
     call = rotate_qk_ if in_place else rotate_qk
 
@@ -52,6 +50,8 @@ def test_one_graph_for_all_lengths_and_offsets(where: str, in_place: bool) -> No
             at = positions.per_row(at)
         if where == "prepared":
             return call(q, k, SPEC.at(at))
+        if where == "learned":
+            return call(q, k, SPEC.at(3, inv_freq=at))
         return call(q, k, SPEC, at)
 
     calls = []
@@ -59,38 +59,13 @@ def test_one_graph_for_all_lengths_and_offsets(where: str, in_place: bool) -> No
         at = {
             "ids": torch.arange(tokens) + offset,
             "per row": torch.tensor([offset, 7]),
+            "learned": noise(3),
         }.get(where, offset)
         calls.append((noise(2, 3, tokens, 8), noise(2, 2, tokens, 8), at))
     # torch.compile makes the first graph for the first length only, and the second for all lengths.
     assert graphs_for(function, calls) <= 2
     torch._dynamo.reset()
     assert graphs_for(function, calls, dynamic=True) == 1
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("in_place", [False, True])
-def test_one_graph_for_all_lengths_with_learned_frequencies(in_place: bool) -> None:
-    call = rotate_qk_ if in_place else rotate_qk
-
-    def function(q, k, theta):
-        return call(q, k, SPEC.at(3, inv_freq=theta))
-
-    calls = [(noise(2, 3, tokens, 8), noise(2, 2, tokens, 8), noise(3)) for tokens, _ in LENGTHS]
-    assert graphs_for(function, calls, dynamic=True) == 1
-
-
-# test_phased compiles gradients of rotations into new tensors.
-@pytest.mark.parametrize("in_place", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_compiled_gradients(in_place: bool) -> None:
-    def function(x, p):
-        return (rotate_(x * 1, SPEC, p) if in_place else rotate(x, SPEC, p)).sin()
-
-    x, p = noise(2, 3, 5, 8).requires_grad_(), (100 * noise(2, 5)).requires_grad_()
-    expected = torch.autograd.grad(function(x, p).sum(), (x, p))
-    got = torch.autograd.grad(
-        torch.compile(function, fullgraph=True, backend=BACKEND)(x, p).sum(), (x, p)
-    )
-    assert_each(assert_near, expected, got, "float32 ways")
 
 
 @pytest.mark.slow
@@ -112,34 +87,6 @@ def test_compiled_between_a_projection_and_attention() -> None:
     assert_near(got, expected, "float32 ways, through attention")
     with torch.no_grad():
         torch.testing.assert_close(compiled(x, weight), function(x, weight))
-
-
-def test_compiled_in_place_reaches_the_input() -> None:
-    x = noise(2, 3, 5, 8)
-    expected = rotate(x, SPEC, 3)
-    torch.compile(lambda x: rotate_(x, SPEC, 3), fullgraph=True, backend=BACKEND)(x)
-    assert torch.equal(x, expected)
-
-
-class Attention(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rope = nn.RotaryPositionalEmbedding(6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rope(x, seq_dim=1)
-
-
-def test_compiled_module_has_one_graph_and_leaves_the_module_alone() -> None:
-    model = Attention()
-    calls = [noise(2, tokens, 3, 8) for tokens, _ in LENGTHS]
-    counter = CompileCounterWithBackend(BACKEND)
-    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
-    got = [compiled(x) for x in calls]
-    assert counter.frame_count == 1
-    assert model.rope.max_seq_len_cached == 0
-    for x, y in zip(calls, got, strict=True):
-        assert torch.equal(y, model(x))
 
 
 def test_one_compiled_function_takes_any_spec() -> None:
@@ -182,19 +129,6 @@ def test_equal_specs_share_the_constants_of_a_graph(used: bool, rule: Rule | Non
     assert torch.tensor not in [node.target for node in graph.nodes]
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_export(strict: bool) -> None:
-    model = Attention()
-    tokens = torch.export.Dim("tokens", min=2)
-    program = torch.export.export(
-        model, (noise(2, 5, 3, 8),), dynamic_shapes={"x": {1: tokens}}, strict=strict
-    )
-    for length in (5, 9, 31):
-        x = noise(2, length, 3, 8)
-        assert torch.equal(program.module()(x), model(x))
-    assert not program.state_dict
-
-
 def _out_of_place(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return on("reference", rotate_qk, q * 2, k, SPEC, 9)
 
@@ -228,3 +162,20 @@ def test_the_definition_may_be_left_to_the_compiler(
         assert_each(assert_near, compiled(q, k), rotate_qk(q * 2, k, SPEC, 9), "float32 ways")
     assert len(graphs) <= 2
     assert "tightrope.rotate" not in graphs[0], "the graph contains an opaque operator"
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
+def test_the_definition_of_a_rotation_whose_ints_are_symbols(prepared: bool) -> None:
+    """With dynamic shapes, so are the integer fields of a spec that is made outside."""
+    spec = RopeSpec(8, rotary_dim=4, start=1)
+    rope = spec.at(3) if prepared else spec
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tables = (x[0, 0, :, :2],) * 2
+        with backends.use("reference"):
+            turned = apply_rotary_pos_emb(x, None, *tables, tables="half", start=1)[0]
+            return rotate(x, rope), rotate_(x * 1, rope, act="silu"), turned
+
+    x = noise(2, 3, 5, 8)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
+    assert_each(assert_near, compiled(x), run(x), "float32 ways")

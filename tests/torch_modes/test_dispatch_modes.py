@@ -22,17 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.checkpointing import POLICIES, saving
 from tests.support.helpers import Watcher, noise, refused
-from tightrope import RopeSpec, frequencies, phases, positions
+from tightrope import RopeSpec, phases, positions
 from tightrope.activations import RMSNorm
 from tightrope.frequencies import DynamicNTK, LongRoPE
-from tightrope.functional import (
-    apply_rotary_pos_emb,
-    lrpe_rotate_1d,
-    rotary_pos_embedding,
-    rotate,
-    rotate_qk,
-    rotate_qk_,
-)
+from tightrope.functional import apply_rotary_pos_emb, lrpe_rotate_1d, rotate, rotate_qk_
 from tightrope.gates import XPos
 from tightrope.spec import _lengths, _prepared, _words
 
@@ -91,26 +84,13 @@ def norm(x: torch.Tensor) -> RMSNorm:
     return RMSNorm(torch.ones(x.shape[-1]), 1e-6)
 
 
-# What is made once, and a call with it.
+# What is made once, and a call with it; tests/laws/test_calls.py has those of the generator.
 CALLS: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], Any]]] = {
-    "norm and act": (
-        lambda: RopeSpec(16).at(5),
-        lambda rope, x: rotate_qk(x, x * 2, rope, act=(norm(x), "silu"))[0],
-    ),
-    "turns": (
-        lambda: RopeSpec(16, scaling=frequencies.Given.of(torch.linspace(9.0, 1.0, 8))),
-        lambda spec, x: rotate(x, spec),
-    ),
-    "running phases": (
-        lambda: RopeSpec(16).at(0),
-        lambda rope, x: rotate(x, rope.having(phases=phases.running(x[:, :, :, :8]))),
-    ),
     "tables": (lambda: WIDE, lambda tables, x: apply_rotary_pos_emb(x, None, *tables)),
     "lrpe": (
         lambda: torch.ones(8),
         lambda theta, x: lrpe_rotate_1d(x.transpose(1, 2), theta).transpose(1, 2),
     ),
-    "functional": (lambda: None, lambda _, x: rotary_pos_embedding(x)),
 }
 for name, spec in BY_LENGTH.items():
     CALLS[f"{name}, offset"] = (lambda spec=spec: spec, lambda spec, x: rotate(x, spec, -3))

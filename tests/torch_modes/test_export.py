@@ -169,14 +169,6 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.slow
 @needs_compiler
-def test_a_package_in_a_process_with_tightrope(package: Path) -> None:
-    model = torch._inductor.aoti_load_package(str(package))
-    for case in CASES:
-        assert_same_bits(model(*inputs(*case)), MODEL(*inputs(*case)))
-
-
-@pytest.mark.slow
-@needs_compiler
 @needs_kernel
 def test_a_package_needs_only_the_library(package: Path, tmp_path: Path) -> None:
     torch.save([inputs(*case) for case in CASES], tmp_path / "inputs.pt")

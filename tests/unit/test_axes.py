@@ -171,22 +171,6 @@ def test_strides_use_every_frequency_once(count: int, each: int) -> None:
     assert list(Axes.strided(count, total).pairs) == wanted
 
 
-TRIPLES = st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(4, 6).map(lambda n: 2 * n))
-VALUES = st.one_of(
-    SIZES.map(Axes.sections),
-    SIZES.map(Axes.blocks),
-    st.builds(lambda n, m: Axes.strided(n, n * m), st.integers(1, 3), st.integers(0, 4)),
-    st.lists(TRIPLES, max_size=6).map(lambda pairs: Axes(3, tuple(pairs))),
-)
-
-
-@PROFILE
-@given(VALUES)
-def test_the_repr_and_lists_make_an_equal_value(axes: Axes) -> None:
-    assert eval(repr(axes), {"Axes": Axes}) == axes
-    assert Axes(axes.count, [list(pair) for pair in axes.pairs]) == axes  # type: ignore[arg-type]
-
-
 def test_the_repr_is_the_shortest_call() -> None:
     for text in (
         "Axes.sections((24, 20, 20), interleaved=True)",
@@ -196,3 +180,4 @@ def test_the_repr_is_the_shortest_call() -> None:
     ):
         assert repr(eval(text)) == text
     assert Axes.sections((8,)) == Axes.blocks((8,)) == Axes.strided(1, 8)
+    assert Axes(2, [[1, 0, 4], [0, 0, 4]]) == Axes(2, ((1, 0, 4), (0, 0, 4)))  # type: ignore[arg-type]

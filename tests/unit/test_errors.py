@@ -1,13 +1,15 @@
 """The `public` decorator, which prefixes errors with the operation's name, and the test helper that checks it."""
 
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.helpers import assert_form, refusals
-from tightrope import functional, gates, nn
+from tests.support.helpers import assert_form
+from tests.support.refused_calls import refused_calls
+from tightrope import functional
 from tightrope._errors import bad_index, bad_type, bad_value, public, unsupported
 
 
@@ -108,38 +110,8 @@ def test_other_errors_pass() -> None:
         sum_of("1")  # type: ignore[arg-type]
 
 
-test_arguments_that_do_not_fit = refusals(
-    TypeError={
-        "[sum_of] x must be given.": lambda: sum_of(),
-        "[sum_of] x must be given once but got two values.": lambda: sum_of(1, x=2),
-        "[sum_of] only x, y may be given without a name but got 3 values; name the others: base=, positions=.": (
-            lambda: sum_of(1, 2, 3)
-        ),
-        "[sum_of] arguments must be of x, y, base, positions but got z.": lambda: sum_of(1, z=2),
-        "got theta; base may be meant.": lambda: sum_of(1, theta=1e4),
-        "got position, q; positions may be meant.": lambda: sum_of(1, position=1, q=2),
-        "[sum_of] arguments must be of x, y, base, positions but got stack.": (
-            lambda: sum_of(1, stack="vllm")
-        ),
-        "[turned] arguments must be of x, rope but got stack; pass spec.at(positions, stack=…) as rope.": (
-            lambda: turned(1, stack="vllm")
-        ),
-        "[turned] arguments must be of x, rope but got spec; rope may be meant.": (
-            lambda: turned(1, spec=2)
-        ),
-        "but got backend; call it in a block of tightrope.backends.use(name).": (
-            lambda: turned(1, 2, backend="cpu")
-        ),
-        "[sum_of] arguments must be of x, y, base, positions but got backend.": (
-            lambda: sum_of(1, backend="cpu")
-        ),
-        "[Scalar] value must be given.": lambda: gates.Scalar(),
-        "[Scalar] arguments must be of value but got factor.": lambda: gates.Scalar(factor=2.0),
-        "[Scalar] only value may be given without a name but got 2": lambda: gates.Scalar(1, 2),
-        "[RotaryEmbedding] arguments must be of q, k, positions, seq_len but got position_ids; positions": (
-            lambda: nn.RotaryEmbedding(8)(torch.ones(1, 1, 2, 8), position_ids=0)
-        ),
-    },
+test_arguments_that_do_not_fit = refused_calls(
+    Path(__file__).with_name("refused_arguments.jsonl"), {}, globals()
 )
 
 

@@ -99,19 +99,19 @@ def compare(group: Group, kind: str) -> None:
             assert torch.equal(leaf.grad, rotate(whole, SPEC, inverse=True)[:, :, tokens])
 
 
-@scenario()
+@scenario
 def context_parallel_zigzag(group: Group) -> None:
     """Each process has two chunks, one from each end."""
     compare(group, "zigzag")
 
 
-@scenario()
+@scenario
 def context_parallel_contiguous(group: Group) -> None:
     """Each process has one chunk, without load balancing."""
     compare(group, "contiguous")
 
 
-@scenario()
+@scenario
 def context_parallel_packed(group: Group) -> None:
     """Packed sequences, each cut for itself in zig-zag."""
     lengths = [16, 32, 8]
@@ -126,7 +126,7 @@ def context_parallel_packed(group: Group) -> None:
     assert torch.equal(rotate(x[:, :, order], SPEC, shard), rotate(x, SPEC, where)[:, :, order])
 
 
-@scenario()
+@scenario
 def context_parallel_llama(group: Group) -> None:
     """A patched Llama: torch shards tokens, labels and positions in zig-zag."""
     whole = small_llama(group.size, "sdpa")

@@ -52,27 +52,13 @@ class Group:
         return torch.cat(parts, dim)
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """A function that every process calls, and the numbers of processes that it can run on."""
-
-    run: Callable[[Group], None]
-    processes: tuple[int, ...]
+SCENARIOS: dict[str, Callable[[Group], None]] = {}
 
 
-SCENARIOS: dict[str, Scenario] = {}
-
-
-def scenario(
-    *, processes: tuple[int, ...] = (2, 4)
-) -> Callable[[Callable[[Group], None]], Callable[[Group], None]]:
+def scenario(function: Callable[[Group], None]) -> Callable[[Group], None]:
     """Register a function as a scenario; it raises an error if a comparison fails."""
-
-    def register(function: Callable[[Group], None]) -> Callable[[Group], None]:
-        SCENARIOS[function.__name__] = Scenario(function, processes)
-        return function
-
-    return register
+    SCENARIOS[function.__name__] = function
+    return function
 
 
 def run(size: int, chosen: Sequence[str] = (), seconds: float = 300.0) -> dict[str, str | None]:
@@ -80,7 +66,7 @@ def run(size: int, chosen: Sequence[str] = (), seconds: float = 300.0) -> dict[s
 
     Args:
         size: the number of processes.
-        chosen: names of scenarios; if empty, all scenarios for this number of processes.
+        chosen: names of scenarios; if empty, all.
         seconds: the time after which processes are killed.
 
     Returns:
@@ -131,7 +117,7 @@ def _work(rank: int, size: int, folder: Path, chosen: Sequence[str]) -> None:
     torch.set_num_threads(1)
     for module in MODULES:
         importlib.import_module(f"{__package__}.{module}")
-    names = chosen or [name for name, found in SCENARIOS.items() if size in found.processes]
+    names = chosen or list(SCENARIOS)
     store = dist.FileStore(str(folder / "store"), size)
     with (folder / f"outcomes-{rank}").open("w") as file:
         # These outcomes stay if this process ends too early.
@@ -155,7 +141,7 @@ def _attempt(name: str, store: dist.Store, group: Group) -> str | None:
             "gloo", store=store, rank=group.rank, world_size=group.size, timeout=PATIENCE
         )
         torch.manual_seed(0)
-        SCENARIOS[name].run(group)
+        SCENARIOS[name](group)
         dist.barrier()  # no process closes its connections while another one still reads
     except Exception:  # noqa: BLE001  (the parent process reports it)
         return traceback.format_exc()

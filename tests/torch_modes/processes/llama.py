@@ -232,31 +232,25 @@ def sequence_parallel() -> dict[str, ParallelStyle]:
     return plan
 
 
-@scenario()
+@scenario
 def tensor_parallel_after_patch(group: Group) -> None:
     """Patch, then shard."""
     compare(group, tensor_parallel(), patch_first=True)
 
 
-@scenario()
+@scenario
 def tensor_parallel_before_patch(group: Group) -> None:
     """Shard, then patch, with exact angles."""
     compare(group, tensor_parallel(), patch_first=False, exact=True)
 
 
-@scenario()
-def sequence_parallel_after_patch(group: Group) -> None:
-    """Tokens are sharded outside of attention."""
-    compare(group, sequence_parallel(), patch_first=True)
-
-
-@scenario()
+@scenario
 def sequence_parallel_with_exact_angles(group: Group) -> None:
-    """The module that makes the tables gets a DTensor."""
+    """Tokens are sharded outside of attention; the module that makes the tables gets a DTensor."""
     compare(group, sequence_parallel(), patch_first=True, exact=True)
 
 
-@scenario()
+@scenario
 def sharded_llama_with_exact_angles(group: Group) -> None:
     """FSDP in bfloat16: layers that cast their inputs would round the tables, so they do not."""
     whole = small_llama(group.size)
@@ -278,7 +272,7 @@ def sharded_llama_with_exact_angles(group: Group) -> None:
     unpatch(model)
 
 
-@scenario()
+@scenario
 def tensor_parallel_of_transformers(group: Group) -> None:
     """transformers shards the model as it loads it."""
     whole = small_llama(group.size)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tightrope import RopeSpec
 from tightrope.activations import RMSNorm
-from tightrope.functional import lrpe_rotate_1d, polar_scan, rotate, rotate_qk
+from tightrope.functional import rotate, rotate_qk
 from tightrope.gates import Exp, Slope
 
 from .harness import Group, scenario
@@ -21,7 +22,7 @@ from .harness import Group, scenario
 Tensors = Mapping[str, Any]
 SPEC = RopeSpec(16)
 ROWS, HEADS, TOKENS = 4, 4, 10
-#: The dimension of each axis of a tensor.
+#: The dimension of each axis of q and k.
 BHSD = {"row": 0, "head": 1, "token": 2}
 PER_HEAD = {"head": 0}
 
@@ -32,25 +33,8 @@ def learned(t: Tensors) -> Any:
     return rotate_qk(t["q"], t["k"], SPEC.at(100, inv_freq=t["theta"]), act=act, gate=gate)
 
 
-def lrpe(t: Tensors) -> Any:
-    """Activate and rotate by a θ that learns."""
-    return [lrpe_rotate_1d(t["q"].transpose(1, 2), t["theta"], 7, act="silu").transpose(1, 2)]
-
-
-def scan(t: Tensors) -> Any:
-    """Scan with a decay that learns."""
-    return [polar_scan(t["q"], t["k"], t["k"], SPEC, -t["g"].square())[0]]
-
-
-CALLS: Mapping[str, tuple[Callable[[Tensors], Any], tuple[str, ...]]] = {
-    "learned": (learned, ("row", "head", "token")),
-    "lrpe": (lrpe, ("row", "head", "token")),
-    "scan": (scan, ("row", "head")),
-}
-
-
 def tensors() -> dict[str, tuple[torch.Tensor, Mapping[str, int]]]:
-    """Return the tensors of all calls, the same in all processes, and the axes of their dimensions."""
+    """Return the tensors of the call, the same in all processes, and the axes of their dimensions."""
     xs = torch.randn(2, ROWS, HEADS, TOKENS, 16, dtype=torch.float64)
     learn = torch.rand(4, HEADS, 16, dtype=torch.float64) / 10
     return {
@@ -64,58 +48,33 @@ def tensors() -> dict[str, tuple[torch.Tensor, Mapping[str, int]]]:
     }
 
 
-def placements(dims: Mapping[str, int], by: tuple[str, ...]) -> list[Placement]:
-    """Return the placements of a tensor whose axes are divided by the dimensions of a mesh."""
-    return [Shard(dims[axis]) if axis in dims else Replicate() for axis in by]
-
-
-def compare(mesh: DeviceMesh, by: tuple[str, ...], call: str, whole: bool) -> None:
-    """Compare results and gradients with one process; ``whole``: learned tensors are replicated."""
-    run, given = CALLS[call][0], tensors()
-    leaves = {name: x.clone().requires_grad_() for name, (x, _) in given.items()}
-    wanted = run(leaves)
-    sum(y.sin().sum() for y in wanted).backward()
-    shards = {}
-    for name, (x, dims) in given.items():
-        own = placements({} if whole and name not in "qk" else dims, by)
-        shards[name] = distribute_tensor(x, mesh, own).requires_grad_()
-    found = run(shards)
-    sum(y.to_local().sin().sum() for y in found).backward()
-    for got, want in zip(found, wanted, strict=True):
-        assert list(got.placements) == placements(BHSD, by)
-        assert torch.equal(got.full_tensor(), want)
-    for name, x in shards.items():
-        if x.grad is None:
-            assert leaves[name].grad is None
-            continue
-        assert x.grad.placements == x.placements, name
-        got, want = x.grad.full_tensor(), leaves[name].grad
-        # Gradients that processes share are sums, in another order than on one process.
-        near = torch.allclose(got, want, rtol=0, atol=1e-12 * float(want.abs().max()))
-        assert torch.equal(got, want) if name in "qk" and call != "scan" else near, name
-
-
-@scenario()
+@scenario
 def dtensors(group: Group) -> None:
-    """Every axis of one mesh, with learned tensors replicated and sharded."""
-    for call, (_, axes) in CALLS.items():
-        for axis in axes:
-            for whole in (True, False):
-                compare(group.mesh, (axis,), call, whole)
+    """Results and gradients along each axis, with learned tensors replicated and sharded."""
+    given = tensors()
+    leaves = {name: x.clone().requires_grad_() for name, (x, _) in given.items()}
+    wanted = learned(leaves)
+    sum(y.sin().sum() for y in wanted).backward()
+    for axis, whole in itertools.product(BHSD, (True, False)):
+        shards = {}
+        for name, (x, dims) in given.items():
+            replicated = axis not in dims or (whole and name not in "qk")
+            own = Replicate() if replicated else Shard(dims[axis])
+            shards[name] = distribute_tensor(x, group.mesh, [own]).requires_grad_()
+        found = learned(shards)
+        sum(y.to_local().sin().sum() for y in found).backward()
+        for got, want in zip(found, wanted, strict=True):
+            assert got.placements == (Shard(BHSD[axis]),)
+            assert torch.equal(got.full_tensor(), want)
+        for name, x in shards.items():
+            assert x.grad.placements == x.placements, name
+            got, want = x.grad.full_tensor(), leaves[name].grad
+            # Gradients that processes share are sums, in another order than on one process.
+            near = torch.allclose(got, want, rtol=0, atol=1e-12 * float(want.abs().max()))
+            assert torch.equal(got, want) if name in "qk" else near, name
 
 
-@scenario(processes=(4,))
-def dtensors_on_two_dimensions(group: Group) -> None:
-    """Two axes, or one axis twice, on a mesh of two dimensions."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("first", "second"))
-    for by in (("row", "head"), ("token", "head"), ("head", "token"), ("token", "token")):
-        for call, (_, axes) in CALLS.items():
-            if set(by) <= set(axes):
-                for whole in (True, False):
-                    compare(mesh, by, call, whole)
-
-
-@scenario()
+@scenario
 def a_collective_that_still_runs(group: Group) -> None:
     """A DTensor whose shards are still on their way is waited for."""
     x = torch.randn(ROWS, HEADS, TOKENS, 16)
@@ -150,30 +109,17 @@ def parallel(layer: Layer, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(layer, mesh, plan)
 
 
-def check_layer(group: Group, compiled: bool) -> None:
+@scenario
+def a_layer_of_dtensors(group: Group) -> None:
+    """Tensor parallelism whose activations are DTensors."""
     layer, x = Layer(), torch.randn(2, TOKENS, 64)
     alone: list[Any] = []
     out = layer(x, alone)
     shards: list[Any] = []
-    module = parallel(layer, group.mesh)
-    if compiled:
-        module = torch.compile(module, backend="aot_eager", fullgraph=True)
-    got = module(x, shards)
+    got = parallel(layer, group.mesh)(x, shards)
     for one, whole in zip(shards, alone, strict=True):
         assert isinstance(one, DTensor)
         assert one.placements == (Shard(2),)
         # A projection of fewer columns may round differently, so the rotation is compared alone.
         assert torch.allclose(one.full_tensor(), whole, rtol=0, atol=1e-5)
     assert torch.allclose(got, out, rtol=0, atol=1e-5)
-
-
-@scenario()
-def a_layer_of_dtensors(group: Group) -> None:
-    """Tensor parallelism whose activations are DTensors."""
-    check_layer(group, compiled=False)
-
-
-@scenario(processes=(4,))
-def a_compiled_layer_of_dtensors(group: Group) -> None:
-    """The same layer, compiled to one graph."""
-    check_layer(group, compiled=True)

@@ -107,7 +107,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-@scenario()
+@scenario
 def sharded_parameters_in_bfloat16(group: Group) -> None:
     """FSDP with a bfloat16 policy and activation checkpointing; each process has its own rows."""
     batches = torch.randn(group.size, 2, TOKENS, WIDTH).bfloat16()
@@ -140,7 +140,7 @@ def sharded_parameters_in_bfloat16(group: Group) -> None:
         assert ((grad - parts.mean(0)).abs() <= bound).all(), name
 
 
-@scenario()
+@scenario
 def pipeline(group: Group) -> None:
     """Pipeline stages equal the same microbatches on one process, to the bit."""
     count = group.size
@@ -167,7 +167,7 @@ def pipeline(group: Group) -> None:
         assert torch.equal(mine.grad, full.grad / count)
 
 
-@scenario()
+@scenario
 def checkpoint_for_fewer_processes(group: Group) -> None:
     """Save on all processes and load on half of them."""
     model = layers()

@@ -41,7 +41,7 @@ def test_a_forced_backend_runs(backend: str) -> None:
 
 
 def test_a_backend_is_forced_in_all_threads() -> None:
-    """Inside the block; after it, none is."""
+    """Inside the block; after it, also after an error or a block within it, none is."""
     x, caught = torch.zeros(1, 1, 2, 8, device="meta"), []
 
     def call() -> None:
@@ -50,8 +50,11 @@ def test_a_backend_is_forced_in_all_threads() -> None:
         except NotImplementedError as error:
             caught.append(str(error))
 
-    with tightrope.backends.use("cpu"):
+    with contextlib.suppress(NotImplementedError), tightrope.backends.use("cpu"):
+        with tightrope.backends.use("reference"):
+            rotate(x, RopeSpec(8))
         in_threads(call, call)
+        rotate(x, RopeSpec(8))
     assert [text[:26] for text in caught] == ["[rotate] backend 'cpu' can"] * 2
     in_threads(call, call)
     assert len(caught) == 2

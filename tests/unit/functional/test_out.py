@@ -53,21 +53,6 @@ def test_compiled_code_may_drop_the_copy_of_an_input() -> None:
     assert_same_bits([through_a_copy(x), x], [wanted, wanted])
 
 
-def test_under_inference_mode_compile_and_vmap() -> None:
-    x, cache, outs = x_of(), torch.zeros(2, 3, 9, 12), torch.zeros(2, 3, 5, 12)
-    wanted = rotate(x, SPEC, 9)
-
-    def function(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        return rotate(x, SPEC, 9, out=cache[:, :, 2:7])
-
-    with torch.inference_mode():
-        assert_same_bits(function(x, torch.zeros(2, 3, 9, 12)), wanted)
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    assert_same_bits([compiled(x, cache), cache[:, :, 2:7]], [wanted, wanted])
-    torch.vmap(lambda x, out: rotate(x, SPEC, 9, layout="bsd", out=out))(x, outs)
-    assert_same_bits(outs, wanted)
-
-
 def test_the_raw_operator() -> None:
     x, raw = x_of(), torch.zeros(2, 3, 5, 12)
     options = schema.Options(layout=4, start=2).pack()

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.support import oracle, oracle_frequencies as truth
@@ -19,7 +18,6 @@ from tests.support.tolerances import (
     assert_rotations,
     assert_same_bits,
     dynamic_drift,
-    value,
 )
 from tightrope import RopeSpec, phases, positions
 from tightrope.axes import Axes
@@ -266,48 +264,6 @@ def test_to_where_they_are_changes_no_bit(
         assert_same_bits(on(backend, rerotate, k, spec, spec_of(rule), where), k)
         assert_same_bits(on(backend, rerotate, k, spec, spec, where, where), k)
         assert_same_bits(on(backend, rerotate_, k.clone(), spec, spec, where), k)
-
-
-def lists_of(number: Any, size: int = TOKENS) -> Any:
-    return st.lists(number, min_size=size, max_size=size).map(torch.tensor)
-
-
-millions = st.integers(-MILLION, MILLION)
-wheres = st.one_of(
-    st.integers(-(2**31), 2**31),
-    lists_of(millions),
-    lists_of(st.floats(-1e4, 1e4, width=32)).map(torch.Tensor.double),
-    lists_of(millions, 2).map(per_row),
-)
-rules = [None, YARN, OTHER_YARN, Linear(4.0), Given((1.0, -2.0, 9.0, 0.0, 0.1, 3.0))]
-ends = st.tuples(st.sampled_from(rules).map(spec_of), wheres)
-
-
-@settings(deadline=None, max_examples=100)
-@given(
-    ends=st.tuples(ends, ends, ends),
-    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
-    seed=st.integers(0, 2**31),
-)
-def test_group_law_and_inverse(ends: Any, dtype: torch.dtype, seed: int) -> None:
-    (a, at_a), (b, at_b), (c, at_c) = ends
-    k = torch.randn(2, 2, TOKENS, 16, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    # The amplitudes range from 0.7 (OTHER_YARN) to 1.14 (YARN).
-    scales = [spec.attention_scaling() for spec in (a, b, c)]
-    lengths = oracle.pair_lengths(k, 12, start=2) * max(scales) / min(scales)
-
-    def agree(got: torch.Tensor, wanted: torch.Tensor, rotations: int) -> None:
-        assert got.dtype == wanted.dtype
-        if dtype != torch.bfloat16:
-            assert_rotations(got, wanted, lengths, rotations, 4 * 2.0**31)
-            return
-        step = oracle.step_sizes(lengths.clamp(min=2.0**-10), dtype)
-        error = (got.double() - wanted.double()).abs()
-        assert bool((error <= value("16-bit ways") * step * (lengths > 0)).all())
-
-    there = rerotate(k, a, b, at_a, at_b)
-    agree(rerotate(there, b, c, at_b, at_c), rerotate(k, a, c, at_a, at_c), 3)
-    agree(rerotate(there, b, a, at_b, at_a), k, 2)
 
 
 # --- caches ---------------------------------------------------------------------------------------

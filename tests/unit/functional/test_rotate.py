@@ -29,6 +29,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "by length": (BY_LENGTH, -1),
 }
 every_way = pytest.mark.parametrize("way", WAYS)
+ROPES = [*WAYS.values(), (BY_LENGTH.at(IDS, seq_len=64),)]
 Q, K = torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8)
 
 
@@ -70,7 +71,7 @@ WRONG: list[tuple[Any, Any]] = [
 
 def refused_calls() -> dict[str, Callable[[], object]]:
     made: list[Callable[[], object]] = [
-        lambda xs=xs, rope=rope: rotate_qk_(*xs, *rope) for xs in WRONG for rope in WAYS.values()
+        lambda xs=xs, rope=rope: rotate_qk_(*xs, *rope) for xs in WRONG for rope in ROPES
     ]
     for where in NO_POSITIONS:
         made += [lambda w=where, spec=spec: rotate_(Q, spec, w) for spec in (SPEC, BY_LENGTH)]
@@ -94,7 +95,7 @@ def test_the_fast_path_raises_the_same_errors(
     call: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It leaves some checks to the kernel, yet every error is the same, and nothing is written."""
-    for rope in WAYS.values():
+    for rope in ROPES:
         rotate_qk(Q, K, *rope)  # a prepared rotation takes the fast path from its second call on
     errors = []
     for slow in (False, True):

@@ -171,18 +171,6 @@ def test_entries_move(backend: str | None) -> None:
 
 
 @both_backends
-def test_one_row_of_slots_for_packed_entries(backend: str | None) -> None:
-    cache, slots = noise(4, 3, HEADS, 12), some_slots(12, TOKENS)
-    expected = cache.clone()
-    found = [
-        on(backend, rerotate_, x, None, SPEC, 3, layout="thd", slots=own)
-        for x, own in ((cache, slots[None]), (expected, slots))
-    ]
-    assert found[0] is cache
-    assert_same_bits(cache, expected)
-
-
-@both_backends
 def test_more_rows_than_a_loop_can_visit(backend: str | None) -> None:
     """Rows without tokens, of which there may be any number, take no time."""
     cache, slots = noise(0, HEADS, 3, 12), torch.empty(2**50, 0, dtype=torch.int64)

@@ -223,12 +223,23 @@ def test_transforms() -> None:
         ]
         assert_same_bits(torch.vmap(turn, in_dims=mapped)(*given), torch.stack(rows))
     own = [leaf[0].clone().requires_grad_() for leaf in leaves]
-    found = torch.func.grad(lambda *each: turn(*each).pow(3).sum(), (0, 1, 2))(*own)
-    assert_near(found, torch.autograd.grad(turn(*own).pow(3).sum(), own), "float64 ways")
-    compiled = torch.compile(turn, fullgraph=True, backend="aot_eager", dynamic=True)
-    for tokens in (5, 9, 17):
-        each = noise(2, 3, tokens, 8), noise(tokens, 4, seed=1), noise(tokens, 4, seed=2)
-        assert_same_bits(compiled(*each), turn(*each))
+    wanted = torch.autograd.grad(turn(*own).pow(3).sum(), own)
+
+    def in_place(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return apply_rotary_pos_emb_(x * 1, None, cos, sin, tables="half")[0]
+
+    for verb in (turn, in_place):
+        found = torch.func.grad(lambda *each: verb(*each).pow(3).sum(), (0, 1, 2))(*own)  # noqa: B023
+        assert_near(found, wanted, "float64 ways")
+        compiled = torch.compile(verb, fullgraph=True, backend="aot_eager", dynamic=True)
+        for tokens in (5, 9, 17):
+            each = noise(2, 3, tokens, 8), noise(tokens, 4, seed=1), noise(tokens, 4, seed=2)
+            each = tuple(leaf.requires_grad_() for leaf in each)
+            found = [
+                [y := run(*each), *torch.autograd.grad(y.sin().sum(), each)]
+                for run in (compiled, turn)
+            ]
+            assert_same_bits(*found)
 
 
 @pytest.mark.parametrize("kind", [numpy.int64, numpy.uint8, numpy.array])

@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from tests.support.helpers import noise, refusals
+from tests.support.helpers import noise
+from tests.support.refused_calls import refused_calls
 from tests.support.tolerances import assert_near, assert_same_bits, value
 from tightrope import Axes, RopeSpec, gates, phases, positions
 from tightrope.activations import RMSNorm
@@ -424,24 +426,4 @@ def exports(
         torch.export.export(Model(call), inputs, strict=False)
 
 
-NO_CACHE = "a cache cannot be written in an export to ONNX; rotate without it, …"
-test_refusals = refusals(
-    ValueError={
-        "[onnx.export] opset_version must be at least 23, the first with RotaryEmbedding, …": lambda: (
-            onnx.export(Model(rotations(CASES)), opset_version=22)
-        ),
-        "[onnx.rotary_nodes] length must not be negative but got -1…": lambda: onnx.rotary_nodes(
-            -1
-        ),
-    },
-    TypeError={
-        "[onnx.rotary_nodes] length must be an int but got 1.5…": lambda: onnx.rotary_nodes(1.5),  # type: ignore[arg-type]
-    },
-    NotImplementedError={
-        f"[write_kv] {NO_CACHE}": [writes(), writes(paged=False)],
-        f"[rerotate_] {NO_CACHE}": partial(exports, moves),
-        "[write_kv] cache_scale cannot be used in …": [
-            writes(torch.float8_e4m3fn, paged, cache_scale=0.5) for paged in (True, False)
-        ],
-    },
-)
+test_calls = refused_calls(Path(__file__).with_name("refused_calls.jsonl"), {}, globals())

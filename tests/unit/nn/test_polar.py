@@ -117,15 +117,15 @@ def test_rotary_apply_broadcasts(shape: tuple[int, ...], tables: tuple[int, ...]
 # --- the equations --------------------------------------------------------------------------------
 
 
-def test_initial_parameters_are_those_of_linear_layers() -> None:
+def test_initial_parameters_are_those_of_linear_layers_and_gates_of_1() -> None:
     torch.manual_seed(5)
     p = parameters(PolarRoPEAttention(12, 2, 8))
     torch.manual_seed(5)
-    for name, wide, narrow in (
-        *((f"heads.{i}.{each}_proj.weight", 12, 8) for i in range(2) for each in "qkv"),
-        ("out.weight", 16, 12),
-    ):
-        assert torch.equal(p[name], torch.nn.Linear(wide, narrow, bias=False).weight)
+    linear = {f"heads.{i}.{each}_proj.weight": (12, 8) for i in range(2) for each in "qkv"}
+    for name, sizes in (linear | {"out.weight": (16, 12)}).items():
+        assert torch.equal(p.pop(name), torch.nn.Linear(*sizes, bias=False).weight)
+    assert p.keys() == {"heads.0.gamma", "heads.1.gamma"}
+    assert not any(gamma.any() for gamma in p.values())  # gates begin as 1
 
 
 @pytest.mark.parametrize("kv", [1, 2, 4])

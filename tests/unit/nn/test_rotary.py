@@ -1,14 +1,12 @@
 """RotaryEmbedding, RotaryPositionalEmbedding and LrpeRotate1d; see also laws/test_seeds.py."""
 
 import pickle
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.support import helpers
 from tests.support.helpers import in_threads
@@ -58,32 +56,6 @@ def test_learned_frequencies() -> None:
     assert_near(rope(Q, K, 3)[1].detach(), rotate(K, RopeSpec(8), 3), "float32 ways")
     rope(Q, K, 3)[0].square()[..., :2].sum().backward()
     assert rope.inv_freq.grad.any()  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("make", [RotaryEmbedding, LrpeRotate1d])
-def test_a_cast_of_learned_frequencies_warns_once_for_each_line(make: Any) -> None:
-    module = make(8, **({"learnable": True} if make is RotaryEmbedding else {}))
-    module, x = module.to(torch.bfloat16), Q.bfloat16()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            module(x)
-    (warning,) = caught
-    assert "frequencies should be float32 but are bfloat16" in str(warning.message)
-    assert warning.filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        RotaryEmbedding(8)(x)
-
-
-@pytest.mark.parametrize("learnable", [False, True])
-def test_one_graph_for_any_length_and_offset(learnable: bool) -> None:
-    rope, counter = RotaryEmbedding(8, learnable=learnable), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(rope, fullgraph=True, dynamic=True, backend=counter)
-    for tokens in (5, 4, 3):
-        call = noise(2, 4, tokens, 8), noise(2, 2, tokens, 8), 100 - tokens
-        assert_near(compiled(*call), rope(*call), "float32 ways")
-    assert counter.frame_count == 1
 
 
 # --- RotaryPositionalEmbedding --------------------------------------------------------------------

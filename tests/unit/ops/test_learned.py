@@ -19,7 +19,7 @@ from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec, angles, gates
 from tightrope.frequencies import DynamicNTK, Given
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
-from tightrope.nn import LrpeRotate1d
+from tightrope.nn import LrpeRotate1d, RotaryEmbedding
 from tightrope.ops import autograd, schema
 
 NARROW = r"\[inv_freq\] frequencies should be float32"
@@ -80,6 +80,7 @@ def test_narrow_frequencies_are_taken_as_the_numbers_that_they_are(dtype: torch.
 
 NARROWED = noise(3, seed=1, dtype=torch.bfloat16)
 LAYERS = torch.nn.Sequential(torch.nn.Sequential(LrpeRotate1d(8, 2).to(torch.bfloat16)))
+ROTARY = RotaryEmbedding(8, learnable=True).to(torch.bfloat16)
 # torch's own modules count as no caller.
 WARNING: dict[str, Callable[[], object]] = {
     "rotate": lambda: rotate(X, SPEC.at(inv_freq=NARROWED)),
@@ -87,6 +88,7 @@ WARNING: dict[str, Callable[[], object]] = {
     "rotate_qk": lambda: rotate_qk(X, X, SPEC.at(inv_freq=NARROWED)),
     "rotate_qk_": lambda: rotate_qk_(X * 1, X * 2, SPEC.at(inv_freq=NARROWED), act="silu"),
     "module": lambda: LAYERS(noise(1, 3, 2, 8)),
+    "rotary module": lambda: ROTARY(X),
     "checkpoint": lambda: checkpoint(rotate, X, SPEC.at(inv_freq=NARROWED), use_reentrant=False),
 }
 

@@ -26,7 +26,6 @@ from tightrope.axes import Axes
 from tightrope.backends import cpu
 from tightrope.frequencies import Given
 from tightrope.functional import polar_scan, rotate, rotate_qk
-from tightrope.gates import Slope
 
 ROWS, HEADS, TOKENS, DIM, PAIRS = 2, 4, 40, 16, 6
 # [rows|1, heads|1, tokens, pairs|1]
@@ -146,36 +145,6 @@ def test_a_position_that_is_lost_on_one_axis_loses_its_token(backend: str) -> No
     lost = on(backend, rotate, x, spec.at(positions.multi_axis(at), phases=own)).isnan()
     assert lost[:, :, 3].all()
     assert int(lost.sum()) == ROWS * HEADS * 8
-
-
-@every_backend
-@pytest.mark.parametrize("sizes", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
-def test_empty_tensors(sizes: tuple[int, int, int], backend: str) -> None:
-    x, angle = leaf(*sizes, DIM), leaf(*sizes, PAIRS)
-    y = on(backend, rotate, x, spec_of().at(phases=phases.given(angle)))
-    (grad,) = torch.autograd.grad(y.sum(), angle)
-    assert (y.shape, grad.shape) == (x.shape, angle.shape)
-
-
-@pytest.mark.parametrize("phased", [True, False])
-def test_gates_by_fractional_positions_in_transforms(phased: bool) -> None:
-    """The tangent and the gradient of positions pass through the gate in every transform."""
-    x, gate = noise(1, 1, 3, 4), Slope(torch.full((4,), 0.5, dtype=torch.float64))
-    given = phases.given(torch.zeros(1, 1, 3, 2, dtype=torch.float64)) if phased else None
-
-    def turned(at: torch.Tensor) -> torch.Tensor:
-        return rotate(x, RopeSpec(4).at(at, phases=given), gate=gate)
-
-    def of_batch(at: torch.Tensor) -> torch.Tensor:
-        return torch.func.vmap(turned)(at[None])[0]
-
-    at, (fwd, rev) = noise(3, seed=1), (torch.func.jacfwd, torch.func.jacrev)
-    want = rev(turned)(at)
-    for transform, function in itertools.product((fwd, rev), (turned, of_batch)):
-        assert_near(transform(function)(at), want, "float64 ways")
-    twice = fwd(rev(turned))(at)
-    for outer in (rev, fwd):
-        assert_near(outer(fwd(turned))(at), twice, "float64 ways")
 
 
 @needs_kernel

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 
 from tests.support import stated
 from tests.support.helpers import noise, on
@@ -216,15 +215,6 @@ def test_compiled(slots: torch.Tensor | None) -> None:
 
 
 # --- refused, and nothing was written ---------------------------------------------------------------
-
-
-def test_transforms_and_tangents_are_refused() -> None:
-    to: dict[str, Any] = {"cache": (torch.empty(K.shape, dtype=E4M3), None), "cache_scale": 1.0}
-    text = "cache_scale cannot be used in a transform of torch.func"
-    with pytest.raises(NotImplementedError, match=text):
-        torch.func.vmap(lambda k: write_kv(None, k, None, SPEC, **to))(K[None])
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=text):
-        write_kv(None, forward_ad.make_dual(K, K), None, SPEC, **to)
 
 
 def test_nothing_is_written_by_a_refused_call() -> None:

@@ -7,15 +7,17 @@ import itertools
 import math
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from tests.support.helpers import noise, refusals, refused
+from tests.support.helpers import noise, refused
 from tests.support.matrix import DISTINCT_SETS, every_dtype, needs_kernel
 from tests.support.oracle import MP
+from tests.support.refused_calls import refused_calls
 from tests.support.tolerances import assert_each, assert_near, assert_same_bits
 from tightrope import angles, phases, positions
 from tightrope.backends import cpu
@@ -363,38 +365,7 @@ def running(x: Any = X, reset: Any = None, **state: Any) -> Callable[[], object]
     return lambda: phases.running(x, STATE._replace(**state), reset)
 
 
-test_invalid_angles = refusals(
-    "phases.given",
-    TypeError={
-        "angles must be a tensor but got 1.0.": given(1.0),
-        "angles must be float16, bfloat16, float32 or float64": given(X.long()),
-        "angles must be a dense tensor but got one that is sparse_coo.": given(X.to_sparse()),
-    },
-    ValueError={"angles must have shape (rows|1, heads|1, tokens, pairs|1)": given(X[0])},
-)
-test_invalid_increments = refusals(
-    "phases.running",
-    TypeError={
-        "increments must be a tensor but got 1.0.": running(1.0),
-        "reset must be None or a tensor but got 3.": running(reset=3),
-        "reset must be bool, or int32 or int64 cu_seqlens": running(reset=torch.zeros(5)),
-        "state must be None or the state of phases but got 3.": lambda: phases.running(X, 3),
-        "words of state must be a tensor that is int64": running(words=STATE.words.int()),
-        "drift of state must be a tensor that is floating": running(drift=STATE.words),
-    },
-    ValueError={
-        "reset must have shape (5,) or (rows|1, 5)": running(reset=RESET[:, :4]),
-        "reset is on meta but increments are on cpu": running(reset=RESET.to("meta")),
-        "cu_seqlens must end with the number of tokens 5": running(reset=torch.tensor([0, 4])),
-        "reset must have 1 or 2 rows": running(ROWS, RESET.expand(3, 5)),
-        "words of state must have shape (rows|1, 2, 3)": running(words=STATE.words[..., :2]),
-        "state is on meta but increments are on cpu": running(drift=STATE.drift.to("meta")),
-        "words and drift of state must share a shape": running(drift=STATE.drift.expand(2, -1, -1)),
-        "state must have 1 or 2 rows": running(
-            ROWS, words=STATE.words.expand(3, -1, -1), drift=STATE.drift.expand(3, -1, -1)
-        ),
-    },
-)
+test_calls = refused_calls(Path(__file__).with_name("refused_calls.jsonl"), {}, globals())
 
 
 @needs_kernel

@@ -95,13 +95,6 @@ def test_mrope(segments: Sequence[Any], start: int, next_from: str) -> None:
 
 
 def test_mrope_with_time_steps() -> None:
-    # The example of the Qwen2.5-VL code: steps in time are 50 positions apart.
-    segments = [(3, 2, 2, 50), 2]
-    time, height, width = flat(mrope(segments))
-    assert time == [0] * 4 + [50] * 4 + [100] * 4 + [101, 102]
-    assert height == [0, 0, 1, 1] * 3 + [101, 102]
-    assert width == [0, 1, 0, 1] * 3 + [101, 102]
-    assert mrope_next(segments) == 103
     # Times are rounded to float32, then down: 100 · 0.29 is 29 in float32 and just below 29 in
     # float64.
     assert flat(mrope([(4, 1, 1, 0.5)]))[0] == [0, 0, 1, 1]

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.support.helpers import noise, on
-from tests.support.matrix import INDUCTOR, every_backend
-from tests.support.tolerances import assert_each, assert_near, assert_same_bits
-from tests.support.triton.cases import DEVICE, kernels_in_place, needs_triton
-from tightrope import RopeSpec, phases, positions
+from tests.support.matrix import every_backend
+from tests.support.tolerances import assert_same_bits
+from tests.support.triton.cases import kernels_in_place, needs_triton
+from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK
-from tightrope.functional import rerotate, rerotate_, rotate, rotate_qk, write_kv
+from tightrope.functional import rerotate, rerotate_, rotate
 from tightrope.ops import schema
 from tightrope.ops.schema import Options
 from tightrope.positions import Positions, concatenate, explicit, per_head, shard
@@ -123,62 +123,6 @@ def test_rewriting() -> None:
     rows = concatenate([per_head(ids[0]), per_head(ids[1:])], along="rows")
     assert_same_bits(rows.ids, where.ids)
     assert concatenate([per_head(ids[0]), where]).ids.shape == (1, ROWS, 2 * TOKENS, HEADS)
-
-
-@pytest.mark.skipif(INDUCTOR is None, reason="no C++ compiler")
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(dynamic: bool) -> None:
-    """The graph has no break, and gives the values and gradients of eager code."""
-
-    def turn(q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return rotate_qk(q, k, SPEC, per_head(ids))
-
-    compiled = torch.compile(turn, fullgraph=True, dynamic=dynamic)
-    for tokens in (3, TOKENS):
-        leaves = [t[:, :, :tokens] for t in (x_of(), x_of(seed=1), kept(torch.float64))]
-        leaves = [t.clone().requires_grad_() for t in leaves]
-        results = []
-        for function in (compiled, turn):
-            ys = function(*leaves)
-            loss = sum(y.square().cumsum(2).sum() for y in ys)
-            results.append([*ys, *torch.autograd.grad(loss, leaves)])
-        assert_each(assert_near, *results, "float32 ways")
-
-
-@needs_triton
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("floating", [False, True])
-@pytest.mark.parametrize("learned", [None, 1, HEADS])
-def test_triton(learned: int | None, floating: bool) -> None:
-    """The kernels give what the definition gives: results, and gradients of all that learns."""
-    ids = kept(torch.float64 if floating else torch.int64).to(DEVICE)
-    xs = [x_of(torch.float64, seed).to(DEVICE).requires_grad_() for seed in range(2)]
-    inputs = [*xs, *([ids.requires_grad_()] if floating else [])]
-    inv_freq = None
-    if learned is not None:
-        inv_freq = torch.rand(learned, PAIRS, dtype=torch.float64, device=DEVICE).requires_grad_()
-        inputs.append(inv_freq)
-    own = phases.given(torch.ones(1, 1, TOKENS, 1, device=DEVICE))
-
-    def found(backend: str | None) -> list[torch.Tensor]:
-        ys = on(backend, rotate_qk, *xs, SPEC.at(per_head(ids), inv_freq=inv_freq))
-        loss = sum(y.square().cumsum(2).sum() for y in ys)
-        phased = rotate(xs[0].detach(), SPEC.at(per_head(ids.detach()), phases=own))
-        return [*ys, *torch.autograd.grad(loss, inputs), phased]
-
-    slots = torch.tensor([[7, 2, -1, 0, 11], [5, 4, 3, 9, -1]], device=DEVICE)
-    cache = torch.full((3, 4, HEADS, DIM), 7.0, dtype=torch.float64, device=DEVICE)
-    with kernels_in_place():
-        by_kernel = found(None)
-        # The same frequencies, so that the bits are those of the plain call.
-        own_freq = None if inv_freq is None else inv_freq.detach()
-        rope = SPEC.at(per_head(ids.detach()), inv_freq=own_freq)
-        k = xs[0].detach().transpose(1, 2)
-        write_kv(None, k, None, rope, cache=(cache, None), slots=slots, layout="bshd")
-    there = slots >= 0
-    entries = cache.flatten(0, 1)[slots[there]]
-    assert_same_bits(entries, by_kernel[0].detach().transpose(1, 2)[there])
-    assert_each(assert_near, by_kernel, found("reference"), "triton, float64")
 
 
 @pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])

@@ -1,26 +1,15 @@
-"""M-RoPE, vision and padded positions, compared with those that transformers 5.23 computes."""
+"""M-RoPE positions, compared with those that transformers 5.23 computes."""
 
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from transformers.generation.utils import GenerationMixin
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
-from transformers.vision_utils import get_vision_position_ids
 
-from tightrope.positions import (
-    Positions,
-    concatenate,
-    grid,
-    left_padded,
-    mrope,
-    mrope_next,
-    multi_axis,
-)
+from tightrope.positions import Positions, mrope, mrope_next
 
 PROFILE = settings(derandomize=True, database=None, deadline=None)
 MERGE = 2
@@ -37,28 +26,22 @@ def count_of(row: list[Any]) -> int:
 
 
 def published(
-    model: Any, rows: list[list[Any]], frames: int | None = None, **more: object
+    model: Any, row: list[Any], frames: int | None = None, **more: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call the `get_rope_index` of a model on left-padded rows of segments; return positions and deltas.
+    """Call the `get_rope_index` of a model on a row of segments; return positions and the delta.
 
     Args:
         frames: the number of frames that are the segments of one video; None for videos of one segment.
     """
     kinds, images, videos = [], [], []
-    for row in rows:
-        line: list[int] = []
-        for segment in row:
-            if isinstance(segment, int):
-                line += [0] * segment
-                continue
-            t, h, w = segment[:3]
-            is_video = t > 1 or len(segment) > 3 or frames is not None
-            (videos if is_video else images).append([frames or t, h * MERGE, w * MERGE])
-            line += [2 if is_video else 1] * (t * h * w)
-        kinds.append(line)
-    width = max(map(len, kinds))
-    padded = torch.tensor([[0] * (width - len(line)) + line for line in kinds])
-    real = torch.tensor([[0] * (width - len(line)) + [1] * len(line) for line in kinds])
+    for segment in row:
+        if isinstance(segment, int):
+            kinds += [0] * segment
+            continue
+        t, h, w = segment[:3]
+        is_video = t > 1 or len(segment) > 3 or frames is not None
+        (videos if is_video else images).append([frames or t, h * MERGE, w * MERGE])
+        kinds += [2 if is_video else 1] * (t * h * w)
     vision = SimpleNamespace(spatial_merge_size=MERGE, tokens_per_second=TOKENS_PER_SECOND)
     # What the method uses of a model: the configuration and one other method.
     own = {"get_vision_position_ids": model.get_vision_position_ids}
@@ -67,7 +50,7 @@ def published(
         torch.tensor(each) if each else None for each in (images, videos[:1] if frames else videos)
     ]
     result: tuple[torch.Tensor, torch.Tensor] = model.get_rope_index(
-        stub, padded, padded, *found, attention_mask=real if len(rows) > 1 else None, **more
+        stub, *[torch.tensor([kinds])] * 2, *found, attention_mask=None, **more
     )
     return result
 
@@ -96,8 +79,8 @@ def rows_of(*vision: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
 @given(rows_of(IMAGE, SHORT), rows_of(IMAGE, LONG))
 def test_qwen2_vl(row: list[Any], with_long_videos: list[Any]) -> None:
     for next_from in ("all", "space"):
-        assert_published(row, published(Qwen2VLModel, [row]), next_from)
-    assert_published(with_long_videos, published(Qwen2VLModel, [with_long_videos]))
+        assert_published(row, published(Qwen2VLModel, row), next_from)
+    assert_published(with_long_videos, published(Qwen2VLModel, with_long_videos))
 
 
 def test_what_follows_a_long_video() -> None:
@@ -106,7 +89,7 @@ def test_what_follows_a_long_video() -> None:
     # 5 it starts after the video's height and width, within its time range.
     row = [(3, 2, 2, 50), 5]
     assert ids_of(mrope(row))[:, 0, 12:].tolist() == [[101, 102, 103, 104, 105]] * 3
-    wanted = published(Qwen2_5_VLModel, [row], second_per_grid_ts=[25.0])
+    wanted = published(Qwen2_5_VLModel, row, second_per_grid_ts=[25.0])
     assert wanted[0][:, 0, 12:].tolist() == [[2, 3, 4, 5, 6]] * 3
     assert_published(row, wanted)
 
@@ -117,48 +100,11 @@ def test_qwen2_5_vl_time_steps(row: list[Any], seconds: float) -> None:
     # An image keeps its step of 1; all videos here have the same step.
     step = TOKENS_PER_SECOND * seconds
     timed = [(*s, step) if isinstance(s, tuple) and s[0] > 1 else s for s in row]
-    wanted = published(Qwen2_5_VLModel, [timed], second_per_grid_ts=[seconds] * len(row))
+    wanted = published(Qwen2_5_VLModel, timed, second_per_grid_ts=[seconds] * len(row))
     assert_published(timed, wanted)
 
 
 def test_qwen3_vl_frames_among_text() -> None:
     # A video of three frames is given as three images, each after its time stamp as text.
     row = [4, (1, 2, 3), 2, (1, 2, 3), 2, (1, 2, 3), 1]
-    assert_published(row, published(Qwen3VLModel, [row], frames=3), "all")
-
-
-def test_a_left_padded_batch() -> None:
-    rows: list[list[Any]] = [[2, (1, 2, 2), 1], [3]]
-    wanted, deltas = published(Qwen2VLModel, rows)
-    padded = []
-    for row, delta in zip(rows, deltas.flatten().tolist(), strict=True):
-        padding = torch.zeros(3, wanted.shape[2] - count_of(row), dtype=torch.int64)
-        padded.append(concatenate([multi_axis(padding), mrope(row)]))
-        assert mrope_next(row) - count_of(row) == delta
-    assert torch.equal(ids_of(concatenate(padded, along="rows")), wanted)
-
-
-@PROFILE
-@given(
-    st.lists(st.tuples(*[st.integers(1, 3)] * 3), min_size=1, max_size=3),
-    st.integers(1, 3),
-    st.booleans(),
-)
-def test_merged_vision_positions(sizes: list[Any], merge: int, with_time: bool) -> None:
-    thw = torch.tensor([[t, h * merge, w * merge] for t, h, w in sizes])
-    wanted = get_vision_position_ids(thw, merge, include_temporal=with_time)
-    parts = []
-    for t, h, w in thw.tolist():
-        if with_time:
-            parts.append(grid(t, h, w, merge=(1, merge, merge)))
-        else:
-            parts += [grid(h, w, merge=merge)] * t
-    assert torch.equal(ids_of(concatenate(parts))[:, 0].T, wanted)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-def test_padding_like_generation(dtype: torch.dtype) -> None:
-    masks = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 0]])
-    masks, make = masks.to(dtype), GenerationMixin._prepare_position_ids_for_generation
-    wanted = make(SimpleNamespace(), torch.zeros(4, 5), {"attention_mask": masks})
-    assert torch.equal(ids_of(left_padded(masks))[0], wanted)
+    assert_published(row, published(Qwen3VLModel, row, frames=3), "all")

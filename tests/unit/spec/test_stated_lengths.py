@@ -234,11 +234,3 @@ def test_a_rotation_for_some_rows_refuses_others_the_second_time_too() -> None:
             ValueError, match="seq_len must be one length, or one for each of 3 rows"
         ):
             rotate_(torch.ones(3, 1, 5, 8), rope)
-
-
-@pytest.mark.parametrize("wrong", [None, [1, 2], torch.zeros(8, 64)], ids=["none", "list", "rank"])
-def test_an_invalid_tensor_has_its_error_after_a_stated_length(wrong: Any) -> None:
-    rotation = RopeSpec(64, scaling=DynamicNTK(2.0, 16)).at(torch.arange(8), seq_len=64)
-    rotate(torch.zeros(1, 2, 8, 64), rotation)
-    with pytest.raises((TypeError, ValueError), match=r"^\[rotate\] x must "):
-        rotate(wrong, rotation)

@@ -1,14 +1,15 @@
 """What stacks, and rotations that were made for one, refuse."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.helpers import refusals
-from tightrope import RopeSpec, functional, gates, phases, positions, rotate, stacks
-from tightrope.frequencies import NTK, DynamicNTK, Given, Linear, Llama3, LongRoPE
+from tests.support.refused_calls import refused_calls
+from tightrope import RopeSpec, stacks
+from tightrope.frequencies import DynamicNTK, LongRoPE
 
 SPEC, VLLM, META = RopeSpec(64), stacks.get("vllm"), stacks.get("meta")
 DYNAMIC = RopeSpec(64, scaling=DynamicNTK(2.0, 128))
@@ -30,66 +31,7 @@ def by_server(name: str, spec: RopeSpec) -> list[Callable[[], object]]:
     ]
 
 
-test_errors = refusals(
-    ValueError={
-        f"[at] stack must be one of {', '.join(stacks.names())} but got 'vlm'": at(None, "vlm"),
-        "[stacks.get] stack must be one of transformers, ": lambda: stacks.get(3),
-        "[rotate] act and gate must be None with a rotation made for stack 'vllm'; normalise or": [
-            lambda: rotate(Q, ROPE, act="silu"),
-            lambda: rotate(Q, ROPE, gate=gates.XPos(8)),
-        ],
-        "[at] inv_freq must be None with a rotation made for stack 'vllm'": (
-            at(None, "vllm", inv_freq=torch.ones(32))
-        ),
-        "[at] phases must be None with a rotation made for stack 'vllm'": (
-            at(None, "vllm", phases=phases.given(torch.zeros(1, 1, 1, 1)))
-        ),
-        "[having] inv_freq must be None with a rotation made for stack 'vllm'": (
-            lambda: ROPE.having(inv_freq=torch.ones(32))
-        ),
-        "[polar_scan] rope must have exact angles but was made for stack 'vllm'": (
-            lambda: functional.polar_scan(Q, Q, Q, ROPE)
-        ),
-        "[at] positions must not require a gradient with a stack": (
-            at(None, "vllm", torch.ones(3, requires_grad=True))
-        ),
-        "[at] positions must be those of all heads with a stack": (
-            at(None, "vllm", positions.per_head(torch.ones(1, 2, 3)))
-        ),
-        "[at] seq_len must be at least 292": at(None, "vllm", FAR, seq_len=9),
-        "[at] positions must have 1 axis ": at(None, "vllm", positions.text(1, axes=3)),
-        "[tables] tokens must be given": lambda: VLLM.tables(SPEC, 3),
-        "[cast] stack 'meta' must not be cast": lambda: META.cast(torch.bfloat16),
-        # Positions do not tell which frequencies a server took.
-        "] seq_len must be given for DynamicNTK with stack 'vllm', which": by_server(
-            "vllm", DYNAMIC
-        ),
-        "DynamicNTK with stack 'vllm-native', which": by_server("vllm-native", DYNAMIC),
-        "LongRoPE with stack 'sglang-native', which": by_server("sglang-native", LONGROPE),
-        "LongRoPE with stack 'flashinfer', which": by_server("flashinfer", LONGROPE),
-    },
-    TypeError={"[cast] dtype must be a floating dtype": lambda: VLLM.cast(torch.int64)},
-    NotImplementedError={
-        "[at] scaling must be None, Given or a rule that stack 'meta' has (Llama3) but got NTK": (
-            at(NTK(2.0))
-        ),
-        "a rule that stack 'flash-attention' has (none) ": (
-            lambda: stacks.get("flash-attention").frequencies(RopeSpec(64, scaling=Linear(2.0)))
-        ),
-        "[at] factor must be 8.0, the only value that this stack supports": (
-            at(Llama3(4.0, 1.0, 4.0, 8192))
-        ),
-        "[at] frequencies per head or axis must not be used with a stack ": (
-            lambda: RopeSpec(4, scaling=Given(((1.0, 0.5), (2.0, 0.1)))).at(0, stack="vllm")
-        ),
-        "[frequencies] seq_len must not be 129 for this LongRoPE rule": (
-            lambda: stacks.get("sglang-native").frequencies(LONGROPE, 129)
-        ),
-        "[frequencies] seq_len must be at least 65 for this DynamicNTK rule": (
-            lambda: VLLM.frequencies(DYNAMIC, 64)
-        ),
-    },
-)
+test_calls = refused_calls(Path(__file__).with_name("refused_calls.jsonl"), {}, globals())
 
 
 def test_what_no_caller_passes_to_the_operator() -> None:

@@ -21,14 +21,7 @@ from tests.support.helpers import noise, on
 from tests.support.matrix import every_backend
 from tests.support.tolerances import assert_same_bits, value
 from tightrope import Axes, RopeSpec, frequencies, functional, positions, stacks
-from tightrope.frequencies import (
-    DynamicNTK,
-    Given,
-    Linear,
-    Llama3,
-    Rule,
-    YaRN,
-)
+from tightrope.frequencies import DynamicNTK, Given, Linear, Llama3, Rule, YaRN
 from tightrope.functional import rotate, rotate_, rotate_qk
 from tightrope.ops import cosines, schema
 from tightrope.stacks._formulas import linear
@@ -401,20 +394,6 @@ def test_compiled_rules_by_length() -> None:
     assert_same_bits(compiled(dynamic, FAR, 5000), turn(dynamic, FAR, 5000))
     with pytest.raises(Exception, match="seq_len must be given in compiled code"):
         compiled(dynamic, FAR)
-
-
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=slow)])
-def test_exported_calls(strict: bool) -> None:
-    class Model(torch.nn.Module):
-        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            return rotate(x, SPEC.at(ids, stack="vllm-native"))
-
-    tokens, x = torch.export.Dim("tokens"), Q[torch.float32]
-    shapes = {"x": {2: tokens}, "ids": {1: tokens}}
-    program = torch.export.export(Model(), (x, FAR), dynamic_shapes=shapes, strict=strict).module()
-    for count in (TOKENS, 11):
-        part, ids = x[:, :, :count], FAR[:, :count] + 90_000
-        assert_same_bits(program(part, ids), Model()(part, ids))
 
 
 @pytest.mark.parametrize("polar", [False, True])

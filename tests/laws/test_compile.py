@@ -1,0 +1,90 @@
+"""Laws of compiled calls: each is one graph, which gives the results and gradients of eager code.
+
+The graphs run as they are; what Inductor makes of them is in tests/torch_modes/test_compile.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.calls import CASES, Call
+from tests.support.tolerances import assert_each, assert_near
+
+# Sizes are known, or symbols; or the call is mapped, and differentiated by torch.func.
+WAYS = ("static", "dynamic", "transformed")
+NUMBERS = range(0, len(CASES), 5)
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+class Module(torch.nn.Module):
+    """A call of q and k whose other tensors are parameters: to the compiler, their sizes are constants."""
+
+    def __init__(self, case: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.call = Call(case)
+        self.learned = self.call.learned()
+        self.rest = torch.nn.ParameterDict(
+            {
+                name: torch.nn.Parameter(x.clone(), name in self.learned)
+                for name, x in self.call.leaves.items()
+                if name not in "qk"
+            }
+        )
+
+    def forward(self, xs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return self.call(**xs, **self.rest)
+
+    def gradients(self, run: Callable[..., Any], dynamic: bool = False) -> list[torch.Tensor]:
+        """Return the results of a function, and the gradients of a loss by what learns."""
+        xs = {
+            name: x.clone().requires_grad_(name in self.learned)
+            for name, x in self.call.leaves.items()
+            if name in "qk"
+        }
+        for x in xs.values() if dynamic else ():
+            torch._dynamo.maybe_mark_dynamic(x, list(range(x.dim() - 1)))
+        ys, leaves = run(xs), {**xs, **self.rest}
+        loss = sum((y * y.detach().cos()).sum() for y in ys)
+        return [*ys, *torch.autograd.grad(loss, [leaves[name] for name in self.learned])]
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    return torch.compile(function, backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_compiled_call_is_one_graph(number: int) -> None:
+    case: Mapping[str, Any] = CASES[number]
+    way = WAYS[number // 5 % 3]
+    if way != "transformed":
+        module = Module(case)
+        # With symbols, lengths are not read, and phase words by them are of float64.
+        dynamic = way == "dynamic" and case["frequencies"] != "by length"
+        found = module.gradients(compiled(module), dynamic)
+        # In place, a gradient of -0 becomes 0 where autograd adds the zeros of what x was.
+        assert_each(torch.equal, found, module.gradients(module))
+        return
+    # vmap writes only into tensors that are mapped.
+    verb = case["verb"].rstrip("_") if case["learns"] == "the rest" else case["verb"]
+    # In float64, the definition runs where there is an f or P, as does the backend "reference".
+    plain = {case["act"], case["gate"]} == {"none"}
+    dtype = torch.float64 if plain else torch.float32
+    call = Call({**case, "dtype": dtype, "verb": verb, "backend": None})
+    names = call.learned()
+    stacks = [torch.stack((call.leaves[name], 0.75 * call.leaves[name])) for name in names]
+
+    def one(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return call(**dict(zip(names, tensors)))
+
+    def loss(*tensors: torch.Tensor) -> torch.Tensor:
+        return sum(y.pow(3).sum() for y in torch.vmap(one)(*tensors))  # type: ignore[return-value]
+
+    run = torch.func.grad_and_value(loss, tuple(range(len(names))))
+    for got, wanted in zip(compiled(run)(*stacks), run(*stacks), strict=True):
+        assert_near(got, wanted, "float64 ways, higher order" if plain else "float32 ways")
