@@ -60,20 +60,16 @@ PARAMETERS: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, ...]]] = {
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_parameter_beside_symbols(name: str) -> None:
-    """Symbolic sizes of x work together with constant sizes of a parameter."""
+    """Symbolic sizes of x work together with constant sizes of a parameter; so does a single row, which is constant."""
     call, shape = PARAMETERS[name]
-    module = Holder(call, *shape)
+    x, module = X[: 2 - [*PARAMETERS].index(name) % 2], Holder(call, *shape)
     compiled = torch.compile(module, backend="aot_eager", dynamic=True, fullgraph=True)
-    both = [torch.autograd.grad(f(X).square().sum(), module.values) for f in (compiled, module)]
+    both = [torch.autograd.grad(f(x).square().sum(), module.values) for f in (compiled, module)]
     assert_near(both[0][0], both[1][0], "float64 ways")
-    rows = X[:1]
-    assert_near(compiled(rows), module(rows), "float64 ways")
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("per", ["head and pair", "pair", "head"])
-def test_the_module_beside_symbols(per: str) -> None:
-    module = LrpeRotate1d(8, 3, per=per, act="silu")
+def test_the_module_beside_symbols() -> None:
+    module = LrpeRotate1d(8, 3, per="head", act="silu")
     compiled = torch.compile(module, backend="aot_eager", dynamic=True, fullgraph=True)
     for tokens in (5, 4):
         x = X.transpose(1, 2)[:, :tokens]
@@ -132,13 +128,12 @@ DEFINED: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", DEFINED)
-@pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
-def test_the_definition_of_a_rotation_whose_ints_are_symbols(name: str, prepared: bool) -> None:
-    """The definition compiles with dynamic shapes, where integer fields of a spec are symbols."""
+def test_the_definition_of_a_rotation_whose_ints_are_symbols(name: str) -> None:
+    """The definition compiles with dynamic shapes, where integer fields of a spec, or of a prepared one, are symbols."""
     spec = RopeSpec(8, rotary_dim=4, start=1)
-    rope = spec.at(3) if prepared else spec
+    rope = spec.at(3) if name in ("a batch", "in place") else spec
 
     def run(x: torch.Tensor) -> torch.Tensor:
         return DEFINED[name](x, rope)

@@ -6,6 +6,7 @@ and compilers hide data pointers, so the library cannot see there which tensors 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from tests.support import stated
 from tests.support.helpers import noise
-from tests.support.matrix import INDUCTOR
+from tests.support.matrix import INDUCTOR, every_pair
 from tests.support.tolerances import assert_each, assert_near, assert_same_bits
 from tightrope import RopeSpec, gates
 from tightrope.activations import RMSNorm
@@ -66,10 +67,7 @@ def anew(source: torch.Tensor, q: torch.Tensor, k: torch.Tensor, kind: str, **mo
     return stated.call(rotate_qk, q, k, SPEC, **KINDS[kind](source), **more)
 
 
-every_verb = pytest.mark.parametrize("verb", [in_place, into])
-
-
-@every_verb
+@pytest.mark.parametrize("verb", [in_place, into])
 @every_kind
 def test_eager(kind: str, verb: Callable[..., Any]) -> None:
     for backend in (None, "reference"):
@@ -81,11 +79,13 @@ def test_eager(kind: str, verb: Callable[..., Any]) -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.one_in(12)
-@pytest.mark.parametrize("source", ["a view", "an argument"])
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", *(["inductor"] if INDUCTOR else [])])
-@every_verb
-@pytest.mark.parametrize("kind", OF_TWO)
+@pytest.mark.one_in(4)
+@every_pair(
+    kind=tuple(OF_TWO),
+    verb=(in_place, into),
+    compiler=("eager", "aot_eager", *(["inductor"] if INDUCTOR else [])),
+    source=("a view", "an argument"),
+)
 def test_compiled(kind: str, verb: Callable[..., Any], compiler: str, source: str) -> None:
     memory, k = X.float(), K.float()
     wanted = anew(memory, memory, k, kind)
@@ -99,10 +99,16 @@ def test_compiled(kind: str, verb: Callable[..., Any], compiler: str, source: st
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-@every_verb
-@pytest.mark.parametrize("kind", OF_TWO)
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(
+    "kind, verb, compiled",
+    [
+        *itertools.product(OF_TWO, (in_place, into), (False,)),
+        ("a weight", in_place, True),
+        ("a gate and positions", into, True),
+        ("frequencies", in_place, True),
+    ],
+)
 def test_the_definition(kind: str, verb: Callable[..., Any], compiled: bool) -> None:
     wanted = anew(X, X, K, kind, backend="reference")
 
@@ -115,9 +121,10 @@ def test_the_definition(kind: str, verb: Callable[..., Any], compiled: bool) -> 
 
 
 WAYS = [
-    *((kind, way, None) for kind in OF_TWO for way in ("aot_eager", "vmap", "functionalize")),
+    *((kind, way, None) for kind in OF_TWO for way in ("vmap", "functionalize")),
     *((kind, way, None) for kind in KINDS for way in ("autograd", "detached")),
-    *((kind, "aot_eager", "reference") for kind in OF_TWO),
+    *((kind, "aot_eager", None) for kind in ("a weight", "a gate", "positions", "frequencies")),
+    *((kind, "aot_eager", "reference") for kind in ("a weight", "positions")),
 ]
 
 
