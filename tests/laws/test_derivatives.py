@@ -18,9 +18,9 @@ from torch.autograd import gradcheck, gradgradcheck
 from tests.support import tolerances
 from tests.support.calls import CASES, HEADS, KV_HEADS, REACH, ROWS, TOKENS, WIDTH, Call
 from tests.support.helpers import noise, on
-from tests.support.matrix import both_pairings
+from tests.support.matrix import every_pair
 from tightrope import RopeSpec, gates
-from tightrope.activations import ACTS, RMSNorm
+from tightrope.activations import RMSNorm
 from tightrope.frequencies import YaRN
 from tightrope.functional import (
     apply_rotary_pos_emb,
@@ -122,15 +122,15 @@ LOOK_UPS = {
 }
 
 
-@pytest.mark.one_in(8)
-@both_pairings
-@pytest.mark.parametrize("learns", ["x", "tables", "both"])
-@pytest.mark.parametrize("lead, ids", LOOK_UPS.values(), ids=LOOK_UPS)
-@pytest.mark.parametrize("tables", ["cat", "repeat", "half", "full"])
-@pytest.mark.parametrize("verb", [apply_rotary_pos_emb, apply_rotary_pos_emb_])
-def test_tables(
-    verb: Any, tables: str, lead: tuple[int, ...], ids: Any, learns: str, interleaved: bool
-) -> None:
+@every_pair(
+    look_up=tuple(LOOK_UPS),
+    tables=("cat", "repeat", "half", "full"),
+    learns=("x", "tables", "both"),
+    verb=(apply_rotary_pos_emb, apply_rotary_pos_emb_),
+    interleaved=(False, True),
+)
+def test_tables(look_up: str, tables: str, learns: str, verb: Any, interleaved: bool) -> None:
+    lead, ids = LOOK_UPS[look_up]
     leaves = {
         "q": noise(ROWS, HEADS, TOKENS, WIDTH),
         "k": noise(ROWS, KV_HEADS, TOKENS, WIDTH, seed=1),
@@ -161,11 +161,11 @@ def test_tables(
 THETAS = ((HEADS, WIDTH // 2), (HEADS, 2), (1, 2), (3,), (HEADS, 1))
 
 
-@pytest.mark.one_in(12)
-@pytest.mark.parametrize("shape", THETAS, ids=str)
-@pytest.mark.parametrize("act", ["none", "rms_norm", *ACTS[1:]])
-@pytest.mark.parametrize("verb", [lrpe_rotate_1d, lrpe_rotate_1d_])
-def test_lrpe(verb: Any, act: str, shape: tuple[int, ...]) -> None:
+KINDS = "none", "silu", "softmax", "rms_norm"
+
+
+@every_pair(shape=THETAS, act=KINDS, verb=(lrpe_rotate_1d, lrpe_rotate_1d_))
+def test_lrpe(shape: tuple[int, ...], act: str, verb: Any) -> None:
     leaves = {"x": noise(ROWS, TOKENS, HEADS, WIDTH), "theta": noise(*shape, seed=1)}
     leaves["x"] += 0.1 * leaves["x"].sign()
     if act == "rms_norm":

@@ -2,12 +2,14 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 import tightrope
+from tests.support import pairwise
 from tightrope.backends import cpu
 from tightrope.ops import registry
 
@@ -38,6 +40,15 @@ both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["half
 def every_way(test: Callable[..., None]) -> Callable[..., None]:
     """Run a test in each dtype, on each backend, with both pairings."""
     return every_dtype(every_backend(both_pairings(test)))
+
+
+def every_pair(
+    allowed: pairwise.Allowed = lambda _: True, **axes: Sequence[Any]
+) -> pytest.MarkDecorator:
+    """Run a test for cases that together have every allowed pair of values of any two of these parameters."""
+    cases = [tuple(case.values()) for case in pairwise.covering(axes, allowed)]
+    names = ["-".join(str(getattr(x, "__name__", x)) for x in case) for case in cases]
+    return pytest.mark.parametrize(tuple(axes), cases, ids=names)
 
 
 # For guarantees of the kernel that torch's own functions do not give, such as reproducible bits.

@@ -32,9 +32,9 @@ def covering(
     cases = []
     while left:
         best: dict[str, int] = {}
-        gain = -1
+        gain, pairs = -1, sorted(left)
         for _ in range(12):
-            chosen = dict(rng.choice(sorted(left)))
+            chosen = dict(rng.choice(pairs))
             for name in rng.sample(names, len(names)):
                 if name in chosen:
                     continue
@@ -42,10 +42,8 @@ def covering(
                 for i in range(len(axes[name])):
                     whole = {n: axes[n][at] for n, at in {**chosen, name: i}.items()}
                     if allowed(whole):
-                        new = sum(
-                            tuple(sorted(((name, i), o), key=_order(names))) in left
-                            for o in chosen.items()
-                        )
+                        own = name, i
+                        new = sum((own, o) in left or (o, own) in left for o in chosen.items())
                         fits.append((new, rng.random(), i))
                 if not fits:
                     break
@@ -55,14 +53,10 @@ def covering(
                 if found > gain:
                     best, gain = chosen, found
         if gain <= 0:
-            raise AssertionError(f"no allowed case contains {sorted(left)[0]}")
+            raise AssertionError(f"no allowed case contains {pairs[0]}")
         left -= set(_pairs(names, best))
         cases.append({name: axes[name][best[name]] for name in names})
     return cases
-
-
-def _order(names: Sequence[str]) -> Any:
-    return lambda value: names.index(value[0])
 
 
 def _pairs(names: Sequence[str], chosen: Mapping[str, int]) -> Iterator[Any]:

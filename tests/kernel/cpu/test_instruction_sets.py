@@ -65,26 +65,25 @@ except ImportError as error:
     assert done.stdout.splitlines() == [f"{start} but got {name!r}."], done.stderr
 
 
+# Laws whose code the sets do not share; one process runs all that are slow.
+OWN_LAWS = (
+    "laws/test_invariance.py",
+    "laws/test_calls.py::test_destinations_agree",
+    "laws/test_calls.py::test_layouts_and_strides_agree",
+    "laws/test_calls.py::test_the_kernel_is_near_the_definition",
+    "laws/test_slots.py",
+    "unit/functional/test_tables.py",
+    "unit/test_activations.py",
+)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize(
-    "file",
-    [
-        "laws/test_numerics.py",
-        *(
-            pytest.param(f"{name}.py", marks=pytest.mark.slow)
-            for name in (
-                "laws/test_invariance",
-                "laws/test_calls",
-                "laws/test_slots",
-                "unit/functional/test_tables",
-                "unit/test_activations",
-            )
-        ),
-    ],
+    "files", [("laws/test_numerics.py",), pytest.param(OWN_LAWS, marks=pytest.mark.slow)]
 )
-def test_the_operator_under_each_set(file: str, name: str) -> None:
-    options = ["-q", "-rs", "-p", "no:cacheprovider", "-k", "not reference", str(TESTS / file)]
-    done = python("-m", "pytest", *options, isa=name)
+def test_the_operator_under_each_set(files: tuple[str, ...], name: str) -> None:
+    options = ["-q", "-rs", "-p", "no:cacheprovider", "-k", "not reference"]
+    done = python("-m", "pytest", *options, *(str(TESTS / file) for file in files), isa=name)
     assert done.returncode == 0, done.stdout + done.stderr
     counted = re.search(r"(\d+) passed", done.stdout)
     assert counted is not None

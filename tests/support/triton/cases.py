@@ -57,6 +57,13 @@ if HAS_TRITON:
     finally:
         if INTERPRETED:
             del os.environ["TRITON_INTERPRET"]
+    if INTERPRETED:
+        from triton.runtime import interpreter
+
+        # A launch patches the language. Each call of a function would do so again: a third of the time of all tests.
+        interpreter.InterpretedFunction.__call__ = lambda f, *args, **more: f.rewrite()(
+            *args, **more
+        )
     if EMULATED:
         from tests.emulator.launch import attach
 

@@ -39,9 +39,10 @@ assert len(CHOSEN) >= 100
 CALLED = {"module": "x", "held table": "x, positions", "x, offsets": "x, offset"}
 
 
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("correct", CHOSEN, ids=str)
-@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    "correct, declared", [(case, n % 2 == 0) for n, case in enumerate(CHOSEN)], ids=str
+)
 def test_a_correct_function_is_not_condemned(
     correct: correct_functions.Case, declared: bool
 ) -> None:

@@ -78,20 +78,19 @@ def by_ids(function: Fn) -> Fn:
 
 
 WRAPPED = {"bshd": in_bshd, "q, k, positions": of_both, "other names": by_ids}
-CROSSED = [
-    (form, name)
-    for form in WRAPPED
-    for name, fault in planted.FAULTS.items()
-    # Within a function that transposes, a fault about memory breaks every call, and the audit does
-    # not try as many heads as tokens.
-    if not fault.good and (form != "bshd" or not fault.code.startswith(("strides", "shape")))
-]
+CROSSED = [name for name, fault in planted.FAULTS.items() if not fault.good]
 
 
-@pytest.mark.one_in(12)
-@pytest.mark.parametrize(("form", "name"), CROSSED)
-def test_a_fault_is_found_and_named_first_in_every_form(form: str, name: str) -> None:
-    fault = planted.FAULTS[name]
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("name", CROSSED)
+def test_a_fault_is_found_and_named_first_in_every_form(name: str) -> None:
+    """Of each fault in one form."""
+    fault, forms = planted.FAULTS[name], [*WRAPPED]
+    if fault.code.startswith(("strides", "shape")):
+        # Within a function that transposes, a fault about memory breaks every call, and the audit does not try as many
+        # heads as tokens.
+        forms.remove("bshd")
+    form = forms[CROSSED.index(name) % len(forms)]
     options = {"head_dim": planted.DIM, **(fault.options or {})}
     report = audit(WRAPPED[form](planted.made(fault.bad)), spec=declared(fault.spec), **options)
     assert report.codes[:1] == (fault.code,), str(report)

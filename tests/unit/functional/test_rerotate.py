@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.support import oracle, oracle_frequencies as truth
 from tests.support.helpers import on
-from tests.support.matrix import both_pairings, every_backend, every_dtype
+from tests.support.matrix import DTYPES, every_backend, every_pair
 from tests.support.tolerances import (
     ENOUGH,
     Result,
@@ -159,11 +159,9 @@ def exact(k: torch.Tensor, move: Move) -> Result:
 # --- against the truth ----------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(2)
 @every_backend
-@both_pairings
-@every_dtype
-@pytest.mark.parametrize("name", moves())
+@every_pair(name=tuple(moves()), dtype=DTYPES, interleaved=(False, True))
 def test_keys_lose_one_rounding(
     name: str, dtype: torch.dtype, interleaved: bool, backend: str
 ) -> None:
@@ -247,11 +245,8 @@ STAYS: dict[str, positions.PositionsLike] = {
 }
 
 
-@pytest.mark.one_in(4)
 @every_backend
-@every_dtype
-@pytest.mark.parametrize("name", STAYS)
-@pytest.mark.parametrize("rule", [None, YARN, DYNAMIC, LONGROPE, UNEQUAL], ids=repr)
+@every_pair(rule=(None, YARN, DYNAMIC, LONGROPE, UNEQUAL), name=tuple(STAYS), dtype=DTYPES)
 def test_to_where_they_are_changes_no_bit(
     rule: Any, name: str, dtype: torch.dtype, backend: str
 ) -> None:

@@ -173,9 +173,10 @@ def test_any_split_in_any_form_is_one_call(
     assert state.tokens == 37
 
 
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("strongest", [-1e30, torch.finfo(F32).min, -torch.inf])
-@pytest.mark.parametrize("width", [1, 8])
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    "strongest, width", [(-1e30, 8), (torch.finfo(F32).min, 1), (-torch.inf, 8)]
+)
 def test_the_strongest_decay_is_finite_at_32k(strongest: float, width: int) -> None:
     """Each output depends only on its own token."""
     q, k, v = (noise(1, 1, 32_768, 8, seed=i, dtype=F32) for i in range(3))

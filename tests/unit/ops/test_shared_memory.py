@@ -14,7 +14,7 @@ import torch
 
 from tests.support import stated
 from tests.support.helpers import noise
-from tests.support.matrix import INDUCTOR
+from tests.support.matrix import INDUCTOR, every_pair
 from tests.support.tolerances import assert_each, assert_near, assert_same_bits
 from tightrope import RopeSpec, gates
 from tightrope.activations import RMSNorm
@@ -66,10 +66,7 @@ def anew(source: torch.Tensor, q: torch.Tensor, k: torch.Tensor, kind: str, **mo
     return stated.call(rotate_qk, q, k, SPEC, **KINDS[kind](source), **more)
 
 
-every_verb = pytest.mark.parametrize("verb", [in_place, into])
-
-
-@every_verb
+@pytest.mark.parametrize("verb", [in_place, into])
 @every_kind
 def test_eager(kind: str, verb: Callable[..., Any]) -> None:
     for backend in (None, "reference"):
@@ -81,12 +78,14 @@ def test_eager(kind: str, verb: Callable[..., Any]) -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.one_in(16)
-@pytest.mark.parametrize("backend", [None, "reference"])
-@pytest.mark.parametrize("source", ["a view", "an argument"])
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", *(["inductor"] if INDUCTOR else [])])
-@every_verb
-@pytest.mark.parametrize("kind", OF_TWO)
+@pytest.mark.one_in(4)
+@every_pair(
+    kind=tuple(OF_TWO),
+    verb=(in_place, into),
+    compiler=("eager", "aot_eager", *(["inductor"] if INDUCTOR else [])),
+    source=("a view", "an argument"),
+    backend=(None, "reference"),
+)
 def test_compiled(
     kind: str, verb: Callable[..., Any], compiler: str, source: str, backend: str | None
 ) -> None:
@@ -106,9 +105,10 @@ def test_compiled(
 
 
 WAYS = [
-    *((kind, way, None) for kind in OF_TWO for way in ("aot_eager", "vmap", "functionalize")),
+    *((kind, way, None) for kind in OF_TWO for way in ("vmap", "functionalize")),
     *((kind, way, None) for kind in KINDS for way in ("autograd", "detached")),
-    *((kind, "aot_eager", "reference") for kind in OF_TWO),
+    *((kind, "aot_eager", None) for kind in ("a weight", "a gate", "positions", "frequencies")),
+    *((kind, "aot_eager", "reference") for kind in ("a weight", "positions")),
 ]
 
 

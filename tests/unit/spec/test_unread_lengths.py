@@ -1,6 +1,5 @@
 """Lengths that cannot be read, while compiling, exporting or on a device; and transforms."""
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.support import oracle
 from tests.support.by_length import LONG, RULES, SHORT, UNEQUAL, every_rule, rule_of, spec_of
 from tests.support.helpers import noise
+from tests.support.matrix import every_pair
 from tests.support.tolerances import assert_near, assert_rotations, assert_same_bits
 from tightrope import positions
 from tightrope.frequencies import LongRoPE
 from tightrope.functional import rotate
 
-UNREAD = ["offset", "seq_len", "a tensor of lengths", "offsets per row", "ids per row", "tokens"]
+OF_INTS = "offset", "seq_len", "tokens"
+UNREAD = (*OF_INTS, "a tensor of lengths", "offsets per row", "ids per row")
 
 
 def steps(kind: str) -> Iterator[tuple[torch.Tensor, Any, Any]]:
@@ -41,13 +42,15 @@ def assert_one_turn(got: torch.Tensor, wanted: torch.Tensor, x: torch.Tensor) ->
     assert_rotations(got, wanted, oracle.pair_lengths(x, 8, start=2), 2, 1000.0)
 
 
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize(
-    "rule, dynamic, kind",
-    [
-        *itertools.product(RULES, (True, None), UNREAD),
-        *(("unequal", True, kind) for kind in ("offset", "seq_len", "tokens")),
-    ],
+@pytest.mark.one_in(4)
+@every_pair(
+    lambda case: (
+        case.get("rule") != "unequal"
+        or (case.get("kind") in (None, *OF_INTS) and case.get("dynamic", True))
+    ),
+    rule=(*RULES, "unequal"),
+    dynamic=(True, None),
+    kind=UNREAD,
 )
 def test_one_graph_for_all_lengths(rule: str, dynamic: bool | None, kind: str) -> None:
     """Or one for short and one for long rows, where their factors differ."""
@@ -71,10 +74,10 @@ def test_one_graph_for_all_lengths(rule: str, dynamic: bool | None, kind: str) -
     assert graphs.frame_count == (1 if (dynamic and rule != "unequal") or by_row else 2)
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("kind", ["offset", "an offset that is read", "seq_len"])
-@every_rule
+@pytest.mark.one_in(2)
+@every_pair(
+    rule=tuple(RULES), kind=("offset", "an offset that is read", "seq_len"), strict=(False, True)
+)
 def test_an_exported_program_takes_all_lengths(rule: str, kind: str, strict: bool) -> None:
     """Eager code refuses several tokens after position 0 without their length; a program cannot see them."""
     spec, read = spec_of(rule_of(rule, 100, 4.0)), kind == "an offset that is read"
