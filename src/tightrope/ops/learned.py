@@ -40,7 +40,9 @@ def _words_of(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if not inv_freq.numel() or not is_readable(inv_freq):
         return angles.words_from(inv_freq)
-    data = inv_freq.resolve_neg().contiguous().view(torch.uint8).numpy().tobytes()
+    # A copy, because `numpy` would fix the size of the memory, which FSDP frees.
+    copy = inv_freq.resolve_neg().clone(memory_format=torch.contiguous_format)
+    data = copy.view(torch.uint8).numpy().tobytes()
     return _kept(data, inv_freq.dtype, inv_freq.shape)
 
 
