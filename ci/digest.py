@@ -6,7 +6,7 @@
 It runs the generated calls of tests/support/calls.py, with each instruction set of this machine, in the sizes of
 the tests and in sizes that fill vectors and have a rest. A line per call has a digest of the results, of their
 gradients and of second derivatives, and their strides, or the error. With a second file, it prints the calls that
-both files have and whose digests differ, and exits with 1 if there are any.
+both files have and whose digests differ, and exits with 1 if there are any, or if the files share no call.
 
 Each tree draws its own calls, so after a change of the public functions both still say the same of the same case.
 """
@@ -95,6 +95,7 @@ def main(path: Path, *before: Path) -> int:
                     differ += 1
                     print(f"{key}\n    {name}: {old[key].get(name)} -> {new[key].get(name)}")
         print(f"{len(both)} calls are in both files, of {len(old)} and {len(new)}")
+        differ += not both  # nothing was compared
     return 1 if differ else 0
 
 
