@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from tests.support import calls
-from tests.support.helpers import noise
 from tightrope.backends import cpu
 
 # Of tokens, of channels, and the slices.
@@ -46,21 +45,12 @@ def digest(tensors: list[torch.Tensor]) -> str:
 
 def outcome(call: calls.Call) -> dict[str, str]:
     """Return the digests of what a call gives, of its gradients, and of second derivatives."""
-    names = call.learned()
-    leaves = {name: t.clone().requires_grad_(name in names) for name, t in call.leaves.items()}
-    learned = [leaves[name] for name in names]
     try:
-        results = call(**leaves)
-        grads = [noise(*y.shape, seed=9 + i).to(y.dtype) for i, y in enumerate(results)]
-        first = torch.autograd.grad(results, learned, grads, retain_graph=True)
-        again = torch.autograd.grad(results, learned, grads, create_graph=True)
-        both: Any = sum((y.double().flatten() * noise(y.numel())).sum() for y in again)
-        second: Any = ()
-        if both.requires_grad:
-            second = torch.autograd.grad(both, learned, materialize_grads=True)
+        once, twice = call.derivatives(), call.derivatives(twice=True)
     except Exception as error:  # noqa: BLE001  (which is the outcome)
         return {"error": f"{type(error).__name__}: {error}"}
-    named = {"results": results, "gradients": first, "in a graph": again, "second": second}
+    named = {"results": once.results, "gradients": once.first.values()}
+    named |= {"in a graph": twice.first.values(), "second": twice.second.values()}
     return {name: digest(list(tensors)) for name, tensors in named.items()}
 
 

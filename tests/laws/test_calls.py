@@ -87,10 +87,7 @@ def test_a_layer_replaces_what_is_its_own(case: Mapping[str, Any]) -> None:
     found = []
     for replaces in (False, True):
         call = Call(case)
-        leaves = {
-            name: x.clone().requires_grad_(name in call.learned())
-            for name, x in call.leaves.items()
-        }
+        leaves, learned = call.new_leaves()
         xs, (rope,), options = call.arguments(**leaves)
         if replaces:
             shared = Call(case)
@@ -100,8 +97,8 @@ def test_a_layer_replaces_what_is_its_own(case: Mapping[str, Any]) -> None:
             rotate(xs[0].detach(), start, layout=case["layout"])  # none of what it keeps is taken
             rope = start.having(inv_freq=rope.inv_freq, phases=rope.phases)
         ys = call.run(xs, (rope,), options)
-        leaves = [leaves[name] for name in call.learned()]
-        found.append([*ys, *torch.autograd.grad([y.sum() for y in ys], leaves)])
+        slopes = torch.autograd.grad([y.sum() for y in ys], list(learned.values()))
+        found.append([*ys, *slopes])
     assert_same_bits(*found)
 
 
@@ -147,12 +144,10 @@ def test_the_inverse_undoes(case: Mapping[str, Any]) -> None:
 
 def gradients(call: Call, run: Callable[..., Any] | None = None) -> list[torch.Tensor]:
     """Return the results of a call and the gradients of a loss, by the tensors that the case differentiates."""
-    leaves = {
-        name: x.clone().requires_grad_(name in call.learned()) for name, x in call.leaves.items()
-    }
+    leaves, learned = call.new_leaves()
     ys = (run or call)(**leaves)
     loss = sum((y * y.detach().cos()).sum() for y in ys)
-    return [*ys, *torch.autograd.grad(loss, [leaves[name] for name in call.learned()])]
+    return [*ys, *torch.autograd.grad(loss, list(learned.values()))]
 
 
 @pytest.mark.parametrize("make", [negated, Wrapper])
@@ -219,13 +214,9 @@ def test_shapes_without_data(case: Mapping[str, Any]) -> None:
     call, fake = Call(case), CASES.index(case) % 2
 
     def run(leaves: Tensors) -> tuple[Any, ...]:
-        given = {
-            name: x.detach().requires_grad_(name in call.learned()) for name, x in leaves.items()
-        }
+        given, learned = call.new_leaves(leaves)
         ys = call(**given)
-        return ys, torch.autograd.grad(
-            [y.sum() for y in ys], [given[name] for name in call.learned()]
-        )
+        return ys, torch.autograd.grad([y.sum() for y in ys], list(learned.values()))
 
     wanted = run(call.leaves)
     with FakeTensorMode() if fake else torch.device("meta") as mode:
@@ -313,12 +304,10 @@ class Recorder(TorchDispatchMode):
 def test_operators_are_registered_as_torch_asks(case: Mapping[str, Any]) -> None:
     """Those of the call and of its backward pass pass opcheck."""
     call = Call(case)
-    leaves = {
-        name: x.clone().requires_grad_(name in call.learned()) for name, x in call.leaves.items()
-    }
+    leaves, learned = call.new_leaves()
     with Recorder(learns=True) as there:
         loss = sum(y.square().sum() for y in call(**leaves))
     with Recorder(learns=False) as back:
-        torch.autograd.grad(loss, [leaves[name] for name in call.learned()])
+        torch.autograd.grad(loss, list(learned.values()))
     for operator, arguments in there.calls + back.calls:
         torch.library.opcheck(operator, arguments)

@@ -53,39 +53,6 @@ def check(call: Callable[..., Any], leaves: Mapping[str, torch.Tensor]) -> None:
     assert gradgradcheck(by_place, tensors, fast_mode=True)
 
 
-def slopes(
-    call: Call, twice: bool = False, **tensors: torch.Tensor
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
-    """Compute gradients of the tensors that require grad, for random gradients of the results.
-
-    Args:
-        twice: whether to also differentiate a random sum of these gradients, by the same tensors and by the
-            gradients of the results.
-
-    Returns:
-        The gradients by name, the second derivatives by name, and an upper bound on sums of products of results
-        and their gradients.
-    """
-    names = call.learned()
-    leaves = {name: t.clone().requires_grad_(name in names) for name, t in tensors.items()}
-    results = call(**leaves)
-    grads = [noise(*y.shape, seed=9 + i).to(y.dtype) for i, y in enumerate(results)]
-    by = {f"gradient {i}": grad.requires_grad_(twice) for i, grad in enumerate(grads)}
-    learned = {name: leaves[name] for name in names}
-    found = torch.autograd.grad(results, list(learned.values()), grads, create_graph=twice)
-    second: dict[str, torch.Tensor] = {}
-    if twice:
-        sums = [(y.double().flatten() * noise(y.numel(), seed=20)).sum() for y in found]
-        second = learned | by
-        values = torch.autograd.grad(sum(sums), list(second.values()), materialize_grads=True)
-        second = dict(zip(second, values))
-    size = sum(
-        float(y.detach().double().norm() * g.detach().double().norm())
-        for y, g in zip(results, grads)
-    )
-    return {name: t.detach() for name, t in zip(names, found)}, second, size
-
-
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_every_pair_of_axes(number: int) -> None:
@@ -95,19 +62,22 @@ def test_every_pair_of_axes(number: int) -> None:
     if case["dtype"] == torch.float64:
         return
     wide = {name: t.double() for name, t in call.leaves.items()}
-    wanted, twice, size = slopes(truth, True, **wide)
+    wanted = truth.derivatives(True, wide)
+    norms = [(y.detach().double().norm(), g.detach().double().norm()) for y, g in zip(*wanted[:2])]
+    size = sum(float(y * g) for y, g in norms)
     bound = tolerances.value(f"f and P, {str(case['dtype'])[6:]}")
-    again, second, _ = slopes(call, True, **call.leaves)
-    for found in (slopes(call, **call.leaves)[0], again):
+    again = call.derivatives(True)
+    for found in (call.derivatives().first, again.first):
         for name, slope in found.items():
             assert slope.dtype == call.leaves[name].dtype
             # Gradients of other tensors sum products of results, their gradients and at most REACH.
-            reach = float(wanted[name].abs().max()) if name in ("q", "k") else REACH * size
-            assert (slope.double() - wanted[name]).abs().max() <= bound * reach, (name, case)
-    largest = max(float(one.abs().max()) for one in twice.values())
-    for name, one in second.items():
+            reach = float(wanted.first[name].abs().max()) if name in ("q", "k") else REACH * size
+            assert (slope.double() - wanted.first[name]).abs().max() <= bound * reach, (name, case)
+    largest = max(float(one.abs().max()) for one in wanted.second.values())
+    for name, one in again.second.items():
         # The second derivative rounds, and so did the first one.
-        assert (one.double() - twice[name]).abs().max() <= 2 * bound * largest, (name, case)
+        off = (one.double() - wanted.second[name]).abs().max()
+        assert off <= 2 * bound * largest, (name, case)
 
 
 IDS = torch.tensor([2, 0, 2, 4])

@@ -105,6 +105,27 @@ def test_no_module_needs_the_tools_and_no_function_hides_a_module() -> None:
     assert hidden == []
 
 
+# Runs without numpy, which torch can do without; prints the calls that give nothing.
+ALONE = """
+import json, sys
+sys.modules["numpy"] = None
+from tests.support.calls import CASES, Call
+lost = []
+for number, case in enumerate(CASES):
+    try:
+        Call(case).derivatives()
+    except RuntimeError as error:
+        lost.append([number, str(error)])
+print(json.dumps([len(CASES), lost]))
+"""
+
+
+def test_calls_need_torch_alone() -> None:
+    count, lost = last_line_of(ALONE)
+    assert count > 100
+    assert lost == []
+
+
 # --- rules of the source --------------------------------------------------------------------------
 
 

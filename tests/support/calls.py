@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,8 @@ from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK, LongRoPE, YaRN
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.ops.schema import LAYOUTS
+
+Tensors = dict[str, torch.Tensor]
 
 ROWS, HEADS, KV_HEADS, TOKENS, WIDTH = 2, 2, 1, 4, 8
 # A bound on the positions of all cases.
@@ -127,6 +129,15 @@ def spec_of(case: Mapping[str, Any]) -> RopeSpec:
     )
 
 
+class Derivatives(NamedTuple):
+    """What a call gives: results, their random gradients, and first and second derivatives by name."""
+
+    results: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    first: Tensors
+    second: Tensors
+
+
 class Call:
     """The call of a case as a function of its differentiable tensors.
 
@@ -140,7 +151,7 @@ class Call:
         self.rows, self.heads = slice(None), slice(None)
         spec, layout, dtype = self.spec, case["layout"], case["dtype"]
         heads = {"q": HEADS, "k": KV_HEADS if "qk" in case["verb"] else 0}
-        self.leaves: dict[str, torch.Tensor] = {}
+        self.leaves: Tensors = {}
         for seed, (name, count) in enumerate(heads.items()):
             sizes = {"b": ROWS, "h": count, "d": WIDTH}
             shape = [sizes.get(letter, TOKENS) for letter in layout]
@@ -212,6 +223,41 @@ class Call:
         own = [name for name in self.leaves if name in ("q", "k")]
         rest = [name for name in self.leaves if name not in own]
         return {"everything": own + rest, "x": own, "the rest": rest or own}[self.case["learns"]]
+
+    def new_leaves(
+        self, tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> tuple[Tensors, Tensors]:
+        """Return copies of the leaves, or of other tensors of these names, and those of them that require grad."""
+        names = self.learned()
+        copies = {
+            name: x.detach().clone().requires_grad_(name in names)
+            for name, x in (tensors or self.leaves).items()
+        }
+        return copies, {name: copies[name] for name in names}
+
+    def derivatives(
+        self, twice: bool = False, tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> Derivatives:
+        """Compute results, and their gradients for random gradients of the results.
+
+        Args:
+            twice: whether to also differentiate a random sum of these gradients, by the same tensors and by the
+                gradients of the results.
+            tensors: in place of the leaves.
+        """
+        leaves, learned = self.new_leaves(tensors)
+        results = self(**leaves)
+        grads = [noise(*y.shape, seed=9 + i).to(y.dtype) for i, y in enumerate(results)]
+        by = {f"gradient {i}": grad.requires_grad_(twice) for i, grad in enumerate(grads)}
+        first = torch.autograd.grad(results, list(learned.values()), grads, create_graph=twice)
+        second: Tensors = {}
+        if twice:
+            sums = [(y.double().flatten() * noise(y.numel(), seed=20)).sum() for y in first]
+            second = learned | by
+            values = torch.autograd.grad(sum(sums), list(second.values()), materialize_grads=True)
+            second = dict(zip(second, values))
+        first = {name: slope.detach() for name, slope in zip(learned, first)}
+        return Derivatives(list(results), grads, first, second)
 
     def __call__(self, **tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the results for these tensors, and the leaves of other names."""

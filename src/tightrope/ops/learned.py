@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
 
 import torch
@@ -40,9 +41,9 @@ def _words_of(inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if not inv_freq.numel() or not is_readable(inv_freq):
         return angles.words_from(inv_freq)
-    # A copy, because `numpy` would fix the size of the memory, which FSDP frees.
-    copy = inv_freq.resolve_neg().clone(memory_format=torch.contiguous_format)
-    data = copy.view(torch.uint8).numpy().tobytes()
+    values = inv_freq.resolve_neg().contiguous()
+    # Not by numpy, which need not be installed, and would fix the size of memory that FSDP frees.
+    data = ctypes.string_at(values.data_ptr(), values.nbytes)
     return _kept(data, inv_freq.dtype, inv_freq.shape)
 
 

@@ -63,14 +63,13 @@ def every_case(n: int, step: int = 1) -> Callable[[Callable[..., None]], Callabl
 def results_of(case: Mapping[str, Any], leaves: Results, **changes: Any) -> Results:
     """Return the results of a call, and the gradients of its leaves, by name."""
     call = Call({**case, **changes})
-    given = {name: x.requires_grad_(name in call.learned()) for name, x in leaves.items()}
+    given, learned = call.new_leaves(leaves)
     with torch.device(next(iter(leaves.values())).device):
         ys = call(**given)
     seeds = [noise(*y.shape, seed=9 + i).to(case["dtype"]).to(y) for i, y in enumerate(ys)]
-    learned = [given[name] for name in call.learned()]
-    grads = torch.autograd.grad(ys, learned, seeds)
+    grads = torch.autograd.grad(ys, list(learned.values()), seeds)
     found = {f"result {i}": y.detach() for i, y in enumerate(ys)}
-    return found | dict(zip(call.learned(), grads, strict=True))
+    return found | dict(zip(learned, grads, strict=True))
 
 
 @in_place
