@@ -36,6 +36,9 @@ _MACHINE = (
 #: What must be the same for results to be added to a file.
 _SAME = ("processor", "cores", "instruction_set", "gpus", "torch")
 
+# How reasons begin of contenders that could take part and failed.
+_FAILED = "its re", "it fai", "it cra"
+
 #: The contenders in the picture.
 DRAWN = (OURS, "eager", "compiled eager")
 
@@ -54,9 +57,18 @@ def new(suite: str, command: str, runs: int) -> Document:
 def save(path: Path, document: Document) -> None:
     """Write a document, or add it to a file of the same machine, in which it replaces its suites.
 
+    Of the contenders that did not take part, the file names those that failed; `--list` says why others cannot.
+
     Raises:
         ValueError: the file has results of another machine.
     """
+    results = []
+    for one in document["results"]:
+        absent = one.get("absent", {}).items()
+        failed = {n: why for n, why in absent if n == OURS or why.startswith(_FAILED)}
+        rest = {name: value for name, value in one.items() if name != "absent"}
+        results.append(rest | ({"absent": failed} if failed else {}))
+    document = {**document, "results": results}
     if path.exists():
         old = json.loads(path.read_text("utf-8"))
         if other := [key for key in _SAME if old["machine"][key] != document["machine"][key]]:
@@ -140,7 +152,7 @@ def summary(results: Sequence[Mapping[str, Any]], every: Sequence[tuple[str, str
         for name, reason in result.get("absent", {}).items():
             # A failure or a wrong result matters more than a case that does not apply.
             if name not in FLOORS and (
-                name not in absent or reason.startswith(("its re", "it fai", "it cra"))
+                name not in absent or reason.startswith(_FAILED)
             ):
                 absent[name] = reason
     there = {name for result in results for name in result.get("ratios", {})}
