@@ -89,6 +89,7 @@ tritons: $(READY)
 
 # mypy needs torch, for its types.
 lint: $(TOOLS)
+	@! git grep -nE '^(<{7}|>{7}) ' || { echo "a merge has left its marks in these lines"; exit 1; }
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-cache

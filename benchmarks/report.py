@@ -66,8 +66,8 @@ def save(path: Path, document: Document) -> None:
     for one in document["results"]:
         absent = one.get("absent", {}).items()
         failed = {n: why for n, why in absent if n == OURS or why.startswith(_FAILED)}
-        rest = {name: value for name, value in one.items() if name != "absent"}
-        results.append(rest | ({"absent": failed} if failed else {}))
+        kept = {name: value for name, value in one.items() if name != "absent"}
+        results.append(kept | ({"absent": failed} if failed else {}))
     document = {**document, "results": results}
     if path.exists():
         old = json.loads(path.read_text("utf-8"))
@@ -151,9 +151,7 @@ def summary(results: Sequence[Mapping[str, Any]], every: Sequence[tuple[str, str
     for result in results:
         for name, reason in result.get("absent", {}).items():
             # A failure or a wrong result matters more than a case that does not apply.
-            if name not in FLOORS and (
-                name not in absent or reason.startswith(_FAILED)
-            ):
+            if name not in FLOORS and (name not in absent or reason.startswith(_FAILED)):
                 absent[name] = reason
     there = {name for result in results for name in result.get("ratios", {})}
     lines += [f"not measured: {n}: {why}" for n, why in absent.items() if n not in there]
